@@ -1,0 +1,336 @@
+"""GRPO post-training: the entry and the loop.
+
+    torchrun --nproc_per_node=8 grpo.py configs/math_1b.yaml [key.sub=value ...]     train
+    python grpo.py --check configs/math_1b.yaml [key.sub=value ...]                  find every config and data error
+    python grpo.py --help                                                            every key, meaning and default
+
+Each rank is one process that holds its FSDP shards of the policy and a whole vLLM engine (or a part of one, with tensor
+parallelism); on a GPU they take turns with its memory. `train` below is the algorithm, top to bottom. This file has no
+maths (loss.py), no tokens (data.py), no engine calls beyond generate, sleep, wake and sync (rollout.py).
+"""
+
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import config
+import data
+import envs
+
+USAGE = "usage: [torchrun --nproc_per_node=N] grpo.py [--check] CONFIG.yaml [key.sub=value ...] | --help"
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run reads: found, parsed and checked, without torch."""
+
+    model_folder: Path
+    tokenizer: data.Tokenizer
+    train: data.Dataset
+    validation: data.Dataset | None
+    environments: dict[str, envs.Environment]
+
+
+def read_inputs(cfg: config.Config) -> Inputs:
+    """Model folder, tokenizer, datasets and environments of the config. ConfigError for whatever is wrong with them."""
+    data.check_writable(cfg.logger.log_dir)
+    folder = data.resolve_model_folder(cfg.policy.model_name)
+    tokenizer = data.Tokenizer(folder)
+    if cfg.data.train.data_path is None:
+        raise config.ConfigError("data.train.data_path is not set: the jsonl file with the training problems")
+    sections = [cfg.data.train] + ([cfg.data.validation] if cfg.data.validation.data_path else [])
+    datasets, environments = [], {}
+    for section in sections:
+        environment = environments.setdefault(section.env_name, envs.make_environment(section.env_name))
+        datasets.append(data.load_dataset(section, tokenizer, cfg.max_prompt_tokens))
+        environment.check_answers([row.answer for row in datasets[-1].rows], datasets[-1].path)
+    return Inputs(folder, tokenizer, datasets[0], datasets[1] if len(datasets) > 1 else None, environments)
+
+
+def num_steps_of(cfg: config.Config, num_rows: int) -> int:
+    return min(cfg.grpo.max_num_steps, cfg.grpo.max_num_epochs * num_rows // cfg.grpo.num_prompts_per_step)
+
+
+def check(cfg: config.Config) -> str:
+    """Everything that can be wrong before torch is loaded; a summary when nothing is."""
+    inputs = read_inputs(cfg)
+    lines = [f"model      {inputs.model_folder} (vocabulary {inputs.tokenizer.vocab_size:,})"]
+    for name, dataset in (("train", inputs.train), ("validation", inputs.validation)):
+        if dataset:
+            long = f", {dataset.num_too_long} left out: over {cfg.max_prompt_tokens} tokens" if dataset.num_too_long else ""
+            lines.append(f"{name:10} {dataset.path}: {len(dataset.rows):,} prompts{long}")
+    steps, grpo = num_steps_of(cfg, len(inputs.train.rows)), cfg.grpo
+    lines.append(f"steps      {steps:,} of {grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} samples")
+    if steps == 0:
+        raise config.ConfigError(
+            f"nothing to train: {len(inputs.train.rows)} prompts x grpo.max_num_epochs={grpo.max_num_epochs} are fewer "
+            f"than grpo.num_prompts_per_step={grpo.num_prompts_per_step}"
+        )
+    return "\n".join(lines)
+
+
+def parse(argv: Sequence[str]) -> tuple[bool, config.Config]:
+    """(--check given, the validated config)."""
+    words = [word for word in argv if word != "--check"]
+    if not words or words[0].startswith("-"):
+        raise config.ConfigError(USAGE)
+    cfg = config.load(words[0], words[1:])
+    config.validate(cfg, int(os.environ.get("WORLD_SIZE", "1")))
+    return "--check" in argv, cfg
+
+
+if __name__ == "__main__" and ("--check" in sys.argv or "--help" in sys.argv or len(sys.argv) == 1):
+    # Before torch and vllm are imported: mistakes are answered in a second.
+    if "--help" in sys.argv:
+        print(USAGE, config.help_text(), sep="\n\n")
+        sys.exit(0)
+    try:
+        print(check(parse(sys.argv[1:])[1]))
+    except config.ConfigError as error:
+        sys.exit(print(f"error: {error}", file=sys.stderr) or 2)
+    sys.exit(0)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+import checkpoint  # noqa: E402
+import runtime  # noqa: E402
+from loss import group_advantages, policy_loss  # noqa: E402
+from metrics import RunLog, accumulate, reduce_over_ranks, sample_metrics  # noqa: E402
+from model import Decoder, full_tensors, load_policy, save_hf  # noqa: E402
+from rollout import Engine, rollout  # noqa: E402
+
+
+def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torch.device, run_folder: Path) -> str:
+    """The run: returns the reason it ended. Raises StopRun when one of its checks fails, Saved when told to stop."""
+    grpo, signals, timer = cfg.grpo, runtime.Signals(), runtime.Timers()
+    num_steps = num_steps_of(cfg, len(inputs.train.rows))
+    model, optimizer, engine = build(cfg, inputs, ranks, device)
+    state = {"step": 0, "consumed_samples": 0, "total_valid_tokens": 0, "first_validation": {}, "last_validation": {},
+             "fingerprint": inputs.train.fingerprint}
+    checkpoints = Path(cfg.checkpointing.checkpoint_dir or run_folder / "checkpoints")
+    if cfg.checkpointing.resume_from:
+        state = checkpoint.load(checkpoints, model, optimizer, ranks)
+        if state["fingerprint"] != inputs.train.fingerprint:
+            raise config.ConfigError(f"{inputs.train.path} is not the data that {run_folder} was trained on")
+    log = open_log(cfg, run_folder, ranks, state["step"], num_steps)
+    engine.wake("weights")
+    engine.sync(full_tensors(model, engine.dtype), version=state["step"])
+    engine.wake("kv_cache")
+    if grpo.val_at_start and state["step"] == 0:
+        state["first_validation"] = validate(cfg, inputs, engine, ranks, log, step=0)
+
+    num_bad, start = 0, time.perf_counter()
+    for step in range(state["step"] + 1, num_steps + 1):
+        step_start = time.perf_counter()
+        with timer("generation"):
+            picked = data.rows_at(len(inputs.train.rows), state["consumed_samples"], grpo.num_prompts_per_step,
+                                  seed=grpo.seed, shuffle=cfg.data.shuffle)
+            mine = range(ranks.dp_rank, len(picked), ranks.dp_size)
+            samples = rollout(
+                engine, inputs.tokenizer, inputs.environments, [(p, inputs.train.rows[picked[p]]) for p in mine],
+                num_samples=grpo.num_generations_per_prompt, temperature=cfg.policy.generation.temperature,
+                max_new_tokens=cfg.policy.generation.max_new_tokens, seed_key=(grpo.seed, step),
+            )
+            samples = gather_samples(samples, ranks)  # from here on every rank knows all samples of the step
+            engine.sleep()
+        with timer("data_processing"):
+            adv_B = group_advantages(
+                torch.tensor([s.reward for s in samples]), torch.tensor([s.prompt for s in samples]),
+                leave_one_out=grpo.use_leave_one_out_baseline, normalize=grpo.normalize_rewards,
+            ).tolist()
+            packs = packs_of_rank(samples, adv_B, cfg, ranks)
+        with timer("policy_training"):
+            set_learning_rate(optimizer, cfg, step)
+            update = compute_gradients(model, packs, samples, cfg, inputs.tokenizer.vocab_size, device)
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.policy.max_grad_norm).full_tensor().item()
+            check_logp_gap(update, grpo.logp_gap_limit, step)
+            finite = math.isfinite(update["loss"]) and math.isfinite(grad_norm)  # both are equal on all ranks
+            if finite:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        num_bad = 0 if finite else num_bad + 1
+        if num_bad > grpo.max_bad_steps:
+            raise runtime.StopRun(f"step {step}: loss {update['loss']}, gradient norm {grad_norm}: {num_bad} steps in a "
+                                  f"row are not finite (grpo.max_bad_steps={grpo.max_bad_steps}); weights are unchanged")
+        with timer("prepare_for_generation"):
+            engine.wake("weights")
+            engine.sync(full_tensors(model, engine.dtype), version=step)
+            engine.wake("kv_cache")
+
+        state["step"], state["consumed_samples"] = step, state["consumed_samples"] + grpo.num_prompts_per_step
+        state["total_valid_tokens"] += update["global_valid_toks"]
+        seconds = timer.take() | {"total_step_time": time.perf_counter() - step_start}
+        values = sample_metrics(samples) | update
+        values |= {"grad_norm": grad_norm, "lr": optimizer.param_groups[0]["lr"], "num_bad_steps": num_bad,
+                   "advantages/mean": sum(adv_B) / len(adv_B), "advantages/max": max(adv_B), "advantages/min": min(adv_B)}
+        if log:
+            log.step(step, values, seconds, ranks.world_size)
+            log.samples(step, "train", samples, inputs.tokenizer)
+        is_last, stop = step == num_steps, signals.requested()
+        if (grpo.val_period and step % grpo.val_period == 0) or (is_last and grpo.val_at_end):
+            state["last_validation"] = validate(cfg, inputs, engine, ranks, log, step)
+        if cfg.checkpointing.enabled and num_bad == 0 and (step % cfg.checkpointing.save_period == 0 or is_last or stop):
+            checkpoint.save(checkpoints, step, model, optimizer, state, ranks, keep_latest=cfg.checkpointing.keep_latest)
+        if stop and not is_last:
+            raise runtime.Saved(f"signal after step {step}; continue with checkpointing.resume_from={run_folder}")
+
+    if cfg.checkpointing.save_hf_at_end:
+        save_hf(model, run_folder / "hf_model", inputs.model_folder)
+    if log:
+        log.summary(state, time.perf_counter() - start, checkpoints, cfg.checkpointing)
+        log.close()
+    return f"trained to step {num_steps}"
+
+
+def build(
+    cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torch.device
+) -> tuple[Decoder, torch.optim.AdamW, Engine]:
+    """The sharded policy with float32 master weights, its optimizer, and the engine, which has no weights yet."""
+    runtime.seed_everything(cfg.grpo.seed)
+    mesh = dist.init_device_mesh(device.type, (ranks.world_size,))
+    model = load_policy(inputs.model_folder, device=device, mesh=mesh, precision=cfg.policy.precision,
+                        activation_checkpointing=cfg.policy.dtensor_cfg.activation_checkpointing)
+    kwargs = cfg.policy.optimizer.kwargs
+    optimizer = torch.optim.AdamW(model.parameters(), lr=kwargs.lr, weight_decay=kwargs.weight_decay, betas=kwargs.betas,
+                                  eps=kwargs.eps, fused=True)
+    generation = cfg.policy.generation
+    engine = Engine(
+        str(inputs.model_folder), inputs.tokenizer, generation, dtype=generation.vllm_cfg.precision or cfg.policy.precision,
+        tied_head=model.config.tie_word_embeddings, max_total_tokens=cfg.policy.max_total_sequence_length,
+        seed=cfg.grpo.seed,
+    )
+    engine.sleep()
+    return model, optimizer, engine
+
+
+def gather_samples(samples: list[data.Sample], ranks: runtime.Ranks) -> list[data.Sample]:
+    """All ranks' samples on every rank, ordered by (prompt, index)."""
+    parts: list = [None] * ranks.world_size
+    dist.all_gather_object(parts, samples if ranks.leads_engine else [])
+    return sorted((s for part in parts for s in part), key=lambda s: (s.prompt, s.index))
+
+
+def packs_of_rank(
+    samples: list[data.Sample], adv_B: list[float], cfg: config.Config, ranks: runtime.Ranks
+) -> list[data.Pack]:
+    """This rank's packs. Every rank works out all of them, so that all make the same number of collectives."""
+    max_tokens = cfg.policy.sequence_packing.train_mb_tokens
+    shares = data.assign_to_ranks([s.num_tokens for s in samples], ranks.world_size)
+    packs = [data.pack_samples([samples[i] for i in share], [adv_B[i] for i in share], max_tokens) for share in shares]
+    most = max(map(len, packs))
+    return packs[ranks.rank] + [data.empty_pack()] * (most - len(packs[ranks.rank]))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, cfg: config.Config, step: int) -> None:
+    """Linear warm-up from warmup_start_factor, then constant; a function of the step alone, so nothing to resume."""
+    schedule = cfg.policy.scheduler
+    share = min(1.0, (step - 1) / schedule.warmup_steps) if schedule.warmup_steps else 1.0
+    factor = schedule.warmup_start_factor + (1 - schedule.warmup_start_factor) * share
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.policy.optimizer.kwargs.lr * factor
+
+
+def compute_gradients(
+    model: Decoder, packs: list[data.Pack], samples: list[data.Sample], cfg: config.Config, vocab_size: int,
+    device: torch.device,
+) -> dict[str, float]:
+    """Forward and backward over this rank's packs; gradients add up over packs and (in FSDP) over ranks.
+
+    One optimizer step follows each rollout, so the policy at the start of the step is the current one: its logp is
+    `logp_R.detach()`, the ratio is 1, and comparing it with the sampler's costs no extra forward. Denominators are
+    those of the whole step. Returns the step's loss metrics, equal on all ranks.
+    """
+    counts = [int(s.mask.sum()) for s in samples]
+    num_tokens, num_seqs = sum(counts), sum(count > 0 for count in counts)
+    total: dict = {}
+    for pack in packs:
+        token_T, position_T, row_R, target_R, sampler_logp_R, adv_R, seq_R = (
+            torch.from_numpy(x).to(device, non_blocking=True)
+            for x in (pack.token_T, pack.position_T, pack.row_R, pack.target_R, pack.sampler_logp_R, pack.adv_R, pack.seq_R)
+        )
+        logp_R, entropy_R = model(token_T, position_T, pack.cu_seqlens, row_R, target_R,
+                                  temperature=cfg.policy.generation.temperature, vocab_size=vocab_size)
+        loss, metrics = policy_loss(
+            logp_R, old_logp_T=logp_R.detach(), sampler_logp_T=sampler_logp_R, adv_T=adv_R,
+            mask_T=torch.ones_like(adv_R), seq_T=seq_R, num_valid_tokens=num_tokens, num_valid_seqs=num_seqs,
+            cfg=cfg.loss_fn, entropy_T=entropy_R.detach(),
+        )
+        loss.backward()
+        accumulate(total, metrics)
+    return reduce_over_ranks(total) | {"global_valid_toks": num_tokens, "global_valid_seqs": num_seqs}
+
+
+def check_logp_gap(update: dict[str, float], limit: float | None, step: int) -> None:
+    """Sampler and trainer score the same tokens with the same weights: a gap means they are not the same."""
+    gap = update["logp_gap_mean"]
+    if limit is not None and not gap <= limit:
+        raise runtime.StopRun(
+            f"step {step}: sampler and trainer disagree by {gap:.4f} nats per token on average (max "
+            f"{update['logp_gap_max']:.4f}; limit grpo.logp_gap_limit={limit}). Likely causes: the engine holds old weights "
+            "(sync skipped or partial), a stale prefix cache, another temperature or vocabulary on one side, or an "
+            "attention kernel that is wrong. The step was not applied."
+        )
+
+
+def validate(
+    cfg: config.Config, inputs: Inputs, engine: Engine, ranks: runtime.Ranks, log: RunLog | None, step: int
+) -> dict[str, float]:
+    """Greedy (one reply) and sampled (val_num_generations_per_prompt replies) accuracy on the first max_val_samples
+    problems. The same seeds every time, so that two validations differ by the weights alone. All ranks share the work."""
+    if inputs.validation is None:
+        return {}
+    start, values = time.perf_counter(), {}
+    rows = inputs.validation.rows[: cfg.grpo.max_val_samples]
+    mine = [(i, rows[i]) for i in range(ranks.dp_rank, len(rows), ranks.dp_size)]
+    modes = {"greedy": (0.0, 1), "sampled": (cfg.policy.generation.temperature, cfg.grpo.val_num_generations_per_prompt)}
+    for mode, (temperature, num_samples) in modes.items():
+        samples = rollout(
+            engine, inputs.tokenizer, inputs.environments, mine, num_samples=num_samples, temperature=temperature,
+            max_new_tokens=cfg.policy.generation.max_new_tokens, seed_key=(cfg.grpo.seed, -1),
+        )
+        samples = gather_samples(samples, ranks)
+        found = sample_metrics(samples)
+        for name in ("accuracy", "reward", "truncation_rate", "outcome/parse_fail"):
+            values[f"validation/{mode}/{name}"] = found[name]
+        values[f"validation/{mode}/avg_length"] = found["mean_gen_tokens_per_sample"]
+        if log:
+            log.samples(step, f"validation/{mode}", samples, inputs.tokenizer, cfg.logger.num_val_samples_to_print)
+    values["timing/validation/total_validation_time"] = time.perf_counter() - start
+    if log:
+        log.validation(step, values)
+    return values
+
+
+def open_log(cfg: config.Config, run_folder: Path, ranks: runtime.Ranks, step: int, num_steps: int) -> RunLog | None:
+    """Rank 0's log, with the resolved config beside it; None on the others."""
+    if ranks.rank != 0:
+        return None
+    (run_folder / "config.yaml").write_text(config.to_yaml(cfg))
+    return RunLog(run_folder, tensorboard=cfg.logger.tensorboard_enabled, first_step=step + 1, num_steps=num_steps,
+                  max_samples=cfg.logger.num_samples_to_log)
+
+
+def main() -> int:
+    """One rank from start to exit code."""
+    run_folder = None
+    try:
+        _, cfg = parse(sys.argv[1:])
+        inputs = read_inputs(cfg)
+        ranks, device = runtime.start(cfg.policy.generation.vllm_cfg.tensor_parallel_size)
+        run_folder = runtime.open_run_folder(cfg.logger.log_dir, cfg.checkpointing.resume_from, ranks)
+        code, reason = 0, train(cfg, inputs, ranks, device, run_folder)
+    except BaseException as error:
+        code, reason = runtime.describe_failure(error)
+    runtime.finish(code, reason, run_folder)
+    if os.environ.get("RANK", "0") == "0":
+        print(reason, file=sys.stderr if code else sys.stdout, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

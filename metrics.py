@@ -1,0 +1,207 @@
+"""Numbers of a step: reduced over micro-batches and ranks, then written for people and programs.
+
+Owns the reduction rule and the files metrics.jsonl, samples.jsonl and the TensorBoard events, and the console line.
+Reduction rule (that of `loss.policy_loss`): a pair (sum, count) adds up on both sides and is divided once, at the very
+end; a name ending in `_min` or `_max` takes the extremum; any other scalar adds up. Never a mean of means (trl#6380).
+Values are logged raw: a NaN stays visible.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.tensorboard import SummaryWriter
+
+from config import CheckpointingConfig
+from data import Sample, Tokenizer
+
+Metric = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def accumulate(total: dict[str, Metric], new: dict[str, Metric]) -> None:
+    """Adds one micro-batch's metrics to `total`, in place, by the reduction rule; no device sync."""
+    for name, value in new.items():
+        if name not in total:
+            total[name] = value
+        elif isinstance(value, tuple):
+            total[name] = tuple(a + b for a, b in zip(total[name], value, strict=True))
+        elif name.endswith("_min"):
+            total[name] = torch.minimum(total[name], value)
+        elif name.endswith("_max"):
+            total[name] = torch.maximum(total[name], value)
+        else:
+            total[name] = total[name] + value
+
+
+def reduce_over_ranks(total: dict[str, Metric]) -> dict[str, float]:
+    """The step's numbers, equal on every rank: a collective, with the same names on all ranks."""
+    names = list(total)
+    sums = [v for name in names for v in _sum_parts(name, total[name])]
+    summed = _all_reduce(sums, dist.ReduceOp.SUM)
+    lows = _all_reduce([total[n] for n in names if n.endswith("_min")], dist.ReduceOp.MIN)
+    highs = _all_reduce([total[n] for n in names if n.endswith("_max")], dist.ReduceOp.MAX)
+    reduced = {}
+    for name in names:
+        if isinstance(total[name], tuple):
+            value, count = next(summed), next(summed)
+            reduced[name] = value / count if count else float("nan")
+        else:
+            reduced[name] = next(lows if name.endswith("_min") else highs if name.endswith("_max") else summed)
+    return reduced
+
+
+def _sum_parts(name: str, value: Metric) -> tuple[torch.Tensor, ...]:
+    if isinstance(value, tuple):
+        return value
+    return () if name.endswith(("_min", "_max")) else (value,)
+
+
+def _all_reduce(values: list[torch.Tensor], op: dist.ReduceOp):
+    if not values:
+        return iter(())
+    stacked = torch.stack([torch.as_tensor(v).detach().double().cpu() for v in values])
+    dist.all_reduce(stacked, op=op)
+    return iter(stacked.tolist())
+
+
+def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Of all samples of a step (peers.md 2.6 names): reward, outcomes, lengths, truncation, groups without variance."""
+    reward_B = np.array([s.reward for s in samples])
+    generated_B = np.array([int(s.mask.sum()) for s in samples])
+    outcomes = Counter(s.outcome for s in samples)
+    groups: dict[int, set[float]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt, set()).add(sample.reward)
+    flat = [rewards for rewards in groups.values() if len(rewards) == 1]
+    truncation_rate = float(np.mean([s.finish_reason == "length" for s in samples]))
+    return {
+        "reward": float(reward_B.mean()),
+        "accuracy": outcomes["ok"] / len(samples),
+        **{f"outcome/{name}": outcomes[name] / len(samples) for name in ("wrong", "parse_fail", "timeout", "error")},
+        "zero_variance_fraction": len(flat) / len(groups),
+        "baseline_reward/pct_0": sum(max(r) <= 0 for r in flat) / len(groups),
+        "baseline_reward/pct_1": sum(min(r) >= 1 for r in flat) / len(groups),
+        "baseline_reward/pct_mixed": 1 - len(flat) / len(groups),
+        "mean_prompt_length": float(np.mean([len(s.prompt_ids) for s in samples])),
+        "mean_gen_tokens_per_sample": float(generated_B.mean()),
+        "max_gen_tokens_per_sample": int(generated_B.max()),
+        "mean_total_tokens_per_sample": float(np.mean([s.num_tokens for s in samples])),
+        "total_num_tokens": int(sum(s.num_tokens for s in samples)),
+        "truncation_rate": truncation_rate,
+        "natural_termination_rate": 1 - truncation_rate,
+    }
+
+
+class RunLog:
+    """Files of a run folder and the console, written by rank 0 only."""
+
+    def __init__(self, folder: Path, *, tensorboard: bool, first_step: int, num_steps: int, max_samples: int):
+        self.folder, self.num_steps, self.max_samples = folder, num_steps, max_samples
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            _drop_from(folder / name, first_step)
+        self.metrics_file = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self.samples_file = (folder / "samples.jsonl").open("a", encoding="utf-8", buffering=1)
+        events = str(folder / "tensorboard")
+        self.tensorboard = SummaryWriter(events, purge_step=first_step) if tensorboard else None
+        self.start, self.first_step = time.perf_counter(), first_step
+        self.tokens_per_sec: list[float] = []
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """One object of metrics.jsonl and the same numbers to TensorBoard."""
+        self.metrics_file.write(json.dumps({"step": step, **values}) + "\n")
+        if self.tensorboard:
+            for name, value in values.items():
+                self.tensorboard.add_scalar(name, value, step)
+
+    def samples(self, step: int, kind: str, samples: Sequence[Sample], tokenizer: Tokenizer, num_print: int = 0) -> None:
+        """The first conversations to samples.jsonl, `num_print` of them to the console."""
+        for i, sample in enumerate(samples[: max(self.max_samples, num_print)]):
+            prompt, reply = (tokenizer.backend.decode(list(ids), skip_special_tokens=False)
+                             for ids in (sample.prompt_ids, sample.output_ids))
+            record = dict(step=step, kind=kind, row_id=sample.row_id, index=sample.index, prompt=prompt, reply=reply,
+                          reward=sample.reward, outcome=sample.outcome, finish_reason=sample.finish_reason,
+                          weight_version=sample.weight_version, num_tokens=sample.num_tokens)
+            if i < self.max_samples:
+                self.samples_file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            if i < num_print:
+                print(f"    [{kind}] {prompt!r} -> {reply!r}  {sample.outcome}, reward {sample.reward:g}", flush=True)
+
+    def step(self, step: int, train: dict[str, float], seconds: dict[str, float], world_size: int) -> None:
+        """A training step: its object in metrics.jsonl and its one readable line."""
+        total = seconds["total_step_time"]
+        tokens_per_sec = train["total_num_tokens"] / total
+        values = {f"train/{name}": value for name, value in train.items()}
+        values |= {f"timing/train/{name}": value for name, value in seconds.items()}
+        values["performance/tokens_per_sec"] = tokens_per_sec
+        values["performance/tokens_per_sec_per_gpu"] = tokens_per_sec / world_size
+        values["performance/samples_per_sec"] = train["num_valid_samples"] / total
+        values["performance/policy_training_tokens_per_sec_per_gpu"] = (
+            train["total_num_tokens"] / seconds["policy_training"] / world_size
+        )
+        values["performance/generation_tokens_per_sec_per_gpu"] = (
+            train["global_valid_toks"] / seconds["generation"] / world_size
+        )
+        self.metrics(step, values)
+        self.tokens_per_sec.append(tokens_per_sec)
+        eta = (time.perf_counter() - self.start) / (step - self.first_step + 1) * (self.num_steps - step)
+        short = {"generation": "gen", "data_processing": "data", "policy_training": "train"}
+        short["prepare_for_generation"] = "sync"
+        phases = " ".join(f"{label} {seconds[name]:.2f}" for name, label in short.items())
+        print(
+            f"step {step}/{self.num_steps} | reward {train['reward']:.3f} acc {train['accuracy']:.3f} | "
+            f"loss {train['loss']:+.4f} grad {train['grad_norm']:.3f} | logp gap {train['logp_gap_max']:.1e} | "
+            f"{tokens_per_sec:,.0f} tok/s | {total:.2f}s ({phases}) | ETA {int(eta) // 60}m{int(eta) % 60:02d}s",
+            flush=True,
+        )
+
+    def validation(self, step: int, values: dict[str, float]) -> None:
+        """A validation: an object of its own in metrics.jsonl, and a line."""
+        self.metrics(step, values)
+        print(
+            f"validation after step {step} | greedy {values['validation/greedy/accuracy']:.3f} | sampled "
+            f"{values['validation/sampled/accuracy']:.3f} | {values['timing/validation/total_validation_time']:.1f}s",
+            flush=True,
+        )
+
+    def summary(self, state: dict, seconds: float, checkpoints: Path, cfg: CheckpointingConfig) -> None:
+        """The table a run ends with."""
+        rows = []
+        for mode in ("greedy", "sampled"):
+            before, after = (state[when].get(f"validation/{mode}/accuracy") for when in ("first_validation", "last_validation"))
+            known = [f"{value:.3f}" if value is not None else "not measured" for value in (before, after)]
+            rows.append((f"accuracy, {mode}", " -> ".join(known)))
+        median = float(np.median(self.tokens_per_sec)) if self.tokens_per_sec else float("nan")
+        rows += [
+            ("steps", f"{state['step']} ({self.num_steps - self.first_step + 1} of them in this process)"),
+            ("seconds of training", f"{seconds:.0f} (validations and checkpoints included)"),
+            ("tokens/s, median step", f"{median:,.0f}"),
+            ("checkpoints", str(checkpoints) if cfg.enabled else "none (checkpointing.enabled=false)"),
+            ("model, HF format", str(self.folder / "hf_model") if cfg.save_hf_at_end else "none"),
+            ("metrics, samples", f"{self.folder / 'metrics.jsonl'}, {self.folder / 'samples.jsonl'}"),
+            ("TensorBoard", f"tensorboard --logdir {self.folder}" if self.tensorboard else "none"),
+        ]
+        width = max(len(name) for name, _ in rows)
+        print("\n" + "\n".join(f"{name:<{width}}  {value}" for name, value in rows) + "\n", flush=True)
+
+    def close(self) -> None:
+        self.metrics_file.close()
+        self.samples_file.close()
+        if self.tensorboard:
+            self.tensorboard.close()
+
+
+def _drop_from(file: Path, first_step: int) -> None:
+    """Removes what a run wrote after the checkpoint it is now resumed from (a last line cut by a kill included)."""
+    if not file.exists():
+        return
+    kept = []
+    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not line.endswith("\n") or json.loads(line)["step"] >= first_step:
+            continue
+        kept.append(line)
+    file.write_text("".join(kept), encoding="utf-8")

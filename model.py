@@ -1,0 +1,483 @@
+"""The policy: one decoder for Qwen2 / Qwen2.5, Qwen3 (dense) and Llama 3.x over packed tokens.
+
+Owns the architecture (`Decoder`), its FSDP2 wrapping (`shard`), and its weights in and out of Hugging Face
+folders (`load_policy`, `full_tensors`, `save_hf`). Parameters have exactly the names of HF checkpoints.
+Sequences lie one after another in a pack [T], bounded by `cu_seqlens`: no padding, no mask. The head runs in
+`Decoder.forward`, because only there does FSDP2 hold the root's weights (embedding, final norm, head) whole.
+Tensor names end in their dims: T packed tokens, S sequences, R response rows, D hidden, V vocab, N heads,
+K key/value heads, H head dim.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby, islice, pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
+
+from config import ConfigError
+from kernels import linear_logp
+
+# Fields of config.json that change the computation, each with the values that `Decoder` is written for.
+SUPPORTED_VALUES = {
+    "model_type": ("llama", "qwen2", "qwen3"),
+    "hidden_act": ("silu",),
+    "rope_type": ("default", "llama3"),
+    "partial_rotary_factor": (None, 1),
+    "attention_dropout": (None, 0),
+    "mlp_bias": (None, False),
+    "use_sliding_window": (None, False),
+    "is_causal": (None, True),
+    "quantization_config": (None,),
+    "attention_multiplier": (None,),
+    "embedding_multiplier": (None,),
+    "residual_multiplier": (None,),
+    "logits_scaling": (None,),
+}
+MAX_FILE_BYTES = 5 * 10**9
+# What an HF folder holds beside weights; `save_hf` takes it along from its source.
+SIDE_FILES = (
+    "config.json",
+    "generation_config.json",
+    "*token*",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.*",
+)
+# For fewer key than query heads, varlen_attn of torch >= 2.12 wants a flag that 2.11 neither has nor needs.
+VARLEN_GQA = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3.1's stretching of the low rotary frequencies; fields as in config.json."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What the decoder computes, under HF's field names where there is one. Made by `from_hf`."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Llama3Rope | None  # None: plain RoPE
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+    initializer_range: float  # std of `init_weights`
+
+    @classmethod
+    def from_hf(cls, hf: dict, source: str = "config.json") -> "ModelConfig":
+        """Reads the dict of a config.json written by transformers 4 or 5; `source` names it in messages.
+
+        Raises ConfigError, naming the field and what is supported, if a field is missing or has a value under
+        which the model's authors compute something that `Decoder` does not.
+        """
+        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}  # transformers 5 or 4
+        hf = {**hf, **rope, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
+        for field, supported in SUPPORTED_VALUES.items():
+            if hf.get(field) not in supported:
+                names = ", ".join("absent" if value is None else repr(value) for value in supported)
+                raise ConfigError(f"{source}: {field}={hf.get(field)!r} is not supported; supported: {names}")
+        if set(hf.get("layer_types") or ()) - {"full_attention"}:
+            raise ConfigError(f"{source}: layer_types other than 'full_attention' are not supported")
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        llama3 = Llama3Rope.__dataclass_fields__ if hf["rope_type"] == "llama3" else ()
+        missing = [field for field in (*sizes, "rms_norm_eps", *llama3) if hf.get(field) is None]
+        if missing:
+            raise ConfigError(f"{source}: {', '.join(missing)} missing")
+        is_qwen2, attention_bias = hf["model_type"] == "qwen2", bool(hf.get("attention_bias"))
+        return cls(
+            **{field: hf[field] for field in sizes},
+            num_key_value_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+            rms_norm_eps=hf["rms_norm_eps"],
+            rope_theta=hf.get("rope_theta") or 10_000.0,  # transformers' default for all three
+            rope_scaling=Llama3Rope(**{field: hf[field] for field in llama3}) if llama3 else None,
+            tie_word_embeddings=bool(hf.get("tie_word_embeddings")),
+            qkv_bias=is_qwen2 or attention_bias,  # Qwen2 always has them, and never a bias on o_proj
+            o_bias=attention_bias and not is_qwen2,
+            qk_norm=hf["model_type"] == "qwen3",
+            initializer_range=hf.get("initializer_range", 0.02),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PackLayout:
+    """Where the sequences of a pack lie; read once per forward, so that no layer waits for the device."""
+
+    runs: list[tuple[int, int]]  # (number of sequences, their length), of neighbours equally long
+    max_length: int
+    cu_seqlens: Tensor  # [S+1] int32 on the model's device
+
+    @classmethod
+    def of(cls, cu_seqlens, num_tokens: int, device: torch.device) -> "PackLayout":
+        ends = cu_seqlens.tolist()
+        lengths = [end - start for start, end in pairwise(ends)]
+        assert ends[0] == 0 and ends[-1] == num_tokens and min(lengths) > 0, (ends, num_tokens)
+        runs = [(len(list(group)), length) for length, group in groupby(lengths)]
+        return cls(runs, max(lengths), torch.tensor(ends, dtype=torch.int32, device=device))
+
+
+def packed_attention(query_TNH: Tensor, key_TKH: Tensor, value_TKH: Tensor, layout: PackLayout) -> Tensor:
+    """Causal attention of each sequence of the pack to itself, K <= N (GQA). Returns [T, N * H]."""
+    if query_TNH.is_cuda and query_TNH.dtype != torch.float32:  # flash attention is for CUDA and 16 bits
+        ends, length = layout.cu_seqlens, layout.max_length
+        qkv_ends = (query_TNH, key_TKH, value_TKH, ends, ends, length, length)
+        return varlen_attn(*qkv_ends, window_size=(-1, 0), **VARLEN_GQA).flatten(1)  # (-1, 0): causal
+    # Neighbours of equal length are one batched call on a view: small models pay for the number of calls.
+    outs, row = [], 0
+    for count, length in layout.runs:
+        rows = slice(row, row := row + count * length)
+        query, key, value = (
+            x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (query_TNH, key_TKH, value_TKH)
+        )
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        outs.append(out.transpose(1, 2).reshape(count * length, -1))
+    return torch.cat(outs)
+
+
+def rope_cos_sin(config: ModelConfig, position_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles (RoFormer, arXiv 2104.09864, eq. 15), each [T, 1, H/2].
+
+    Computed in float32, then rounded to `dtype`. Llama 3.1 divides by `factor` the frequencies with less than
+    `low_freq_factor` turns in the original context, keeps those with more than `high_freq_factor`, and
+    interpolates between.
+    """
+    even_H = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=position_T.device)
+    freq_H = 1.0 / config.rope_theta ** (even_H / config.head_dim)
+    if (rope := config.rope_scaling) is not None:
+        turns_H = rope.original_max_position_embeddings * freq_H / (2 * math.pi)
+        keep_H = (turns_H - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        freq_H = torch.lerp(freq_H / rope.factor, freq_H, keep_H.clamp(0, 1))
+    angle_T1H = position_T.float()[:, None, None] * freq_H
+    return angle_T1H.cos().to(dtype), angle_T1H.sin().to(dtype)
+
+
+def apply_rope(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
+    """Rotates the pairs (h, h + H/2): the order of HF checkpoints."""
+    first, second = x_TNH.chunk(2, dim=-1)
+    return torch.cat((first * cos_T1H - second * sin_T1H, second * cos_T1H + first * sin_T1H), dim=-1)
+
+
+class RMSNorm(nn.Module):
+    """Normalised in float32 and rounded before the weight is applied: the rounding points of transformers."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        D, H, self.head_dim = config.hidden_size, config.head_dim, config.head_dim
+        N, K = config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(D, N * H, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(D, K * H, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(D, K * H, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(N * H, D, bias=config.o_bias)
+        self.q_norm = RMSNorm(H, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(H, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(self, hidden_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, layout: PackLayout) -> Tensor:
+        query_TNH, key_TKH, value_TKH = (
+            project(hidden_TD).unflatten(-1, (-1, self.head_dim))
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None:
+            query_TNH, key_TKH = self.q_norm(query_TNH), self.k_norm(key_TKH)
+        query_TNH, key_TKH = (apply_rope(x, cos_T1H, sin_T1H) for x in (query_TNH, key_TKH))
+        return self.o_proj(packed_attention(query_TNH, key_TKH, value_TKH, layout))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden_TD: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(hidden_TD)) * self.up_proj(hidden_TD))
+
+
+class Block(nn.Module):
+    """One pre-norm layer. With `recompute`, activations are not kept but computed again in the backward."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.recompute = False
+
+    def forward(self, *inputs) -> Tensor:
+        # Within the module that FSDP wraps; a wrapper module of its own would change the parameters' names.
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._forward, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return self._forward(*inputs)
+
+    def _forward(self, hidden_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, layout: PackLayout) -> Tensor:
+        hidden_TD = hidden_TD + self.self_attn(self.input_layernorm(hidden_TD), cos_T1H, sin_T1H, layout)
+        return hidden_TD + self.mlp(self.post_attention_layernorm(hidden_TD))
+
+
+class Decoder(nn.Module):
+    """The causal language model. It has no buffers: `state_dict()` has the names of the HF checkpoint."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.model = nn.ModuleDict()
+        self.model["embed_tokens"] = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.model["layers"] = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.model["norm"] = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(
+        self,
+        token_T: Tensor,
+        position_T: Tensor,
+        cu_seqlens,
+        row_R: Tensor | None = None,
+        target_R: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        vocab_size: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """(logp_R, entropy_R), float32, in nats: at rows `row_R`, the log-probability of `target_R` under
+        softmax(logits[:vocab_size] / temperature), and the entropy of that distribution. Without `row_R`:
+        logits_TV over the whole vocabulary in compute precision, for tests and tools.
+
+        The tensors are int64 on the model's device, T >= 1. R = 0 is allowed: every gradient is then zero.
+        `cu_seqlens` [S+1], a numpy array or a tensor, rises strictly from 0 to T. On CUDA give it as numpy:
+        FSDP moves tensors to the device, and reading one back waits for all kernels queued there.
+        `vocab_size` leaves out the head's rows beyond the tokenizer, which the sampler bans as well.
+        """
+        layout = PackLayout.of(cu_seqlens, len(token_T), token_T.device)
+        hidden_TD = self.model["embed_tokens"](token_T)
+        cos_T1H, sin_T1H = rope_cos_sin(self.config, position_T, hidden_TD.dtype)
+        for block in self.model["layers"]:
+            hidden_TD = block(hidden_TD, cos_T1H, sin_T1H, layout)
+        hidden_TD = self.model["norm"](hidden_TD)
+        weight_VD = (self.lm_head or self.model["embed_tokens"]).weight
+        if row_R is None:
+            return F.linear(hidden_TD, weight_VD)
+        hidden_RD, weight_VD = hidden_TD.index_select(0, row_R), weight_VD[:vocab_size]
+        return linear_logp(hidden_RD, weight_VD, target_R, temperature=temperature, return_entropy=True)
+
+
+@torch.no_grad()
+def init_weights(model: Decoder, seed: int) -> None:
+    """Fresh weights, a function of `seed`: matrices normal(0, initializer_range), norms 1, biases 0."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, param in model.named_parameters():
+        if name.endswith("norm.weight"):
+            param.fill_(1.0)
+        elif name.endswith(".bias"):
+            param.zero_()
+        else:
+            param.copy_(torch.randn(param.shape, generator=generator) * model.config.initializer_range)
+
+
+def shard(model: Decoder, mesh: DeviceMesh, *, precision: str, activation_checkpointing: bool) -> None:
+    """FSDP2 over the 1-d `mesh`, in place: every block, then the root (embedding, final norm, head).
+
+    `precision` "float32" | "bfloat16" is that of the compute and the gathered copies; the sharded parameters,
+    which an optimizer sees, keep their dtype, and gradients are reduced in float32. Gradients are summed over
+    ranks, not averaged: the loss divides by one count of tokens over all of them.
+    """
+    policy = MixedPrecisionPolicy()
+    if precision == "bfloat16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (*model.model["layers"], model):
+        # The root's weights end the forward and begin the backward: in between they stay gathered.
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=module is not model)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor
+    for block in model.model["layers"]:
+        block.recompute = activation_checkpointing
+    # Without a backward to come they must not: they would hold memory, and be stale after the next load.
+    model.register_forward_hook(lambda root, *_: None if torch.is_grad_enabled() else root.reshard())
+
+
+def _sharded_parameters(model: Decoder) -> dict[str, nn.Parameter]:
+    """HF name -> parameter; if sharded the masters, even after a forward that no backward has followed."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return dict(model.named_parameters())
+
+
+def load_policy(
+    folder: str | Path,
+    *,
+    device: torch.device | str,
+    mesh: DeviceMesh | None = None,
+    precision: str = "float32",
+    activation_checkpointing: bool = False,
+) -> Decoder:
+    """The model of an HF folder with float32 parameters, sharded over `mesh`; without one, whole on `device`.
+
+    A rank allocates and reads only its own shards. Raises ConfigError if the folder is unreadable, the model
+    not supported, or the weights not those that config.json describes.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        hf = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not readable ({error}); a model is a Hugging Face folder") from error
+    with torch.device("meta"):
+        model = Decoder(ModelConfig.from_hf(hf, str(path)))
+    if mesh is not None:
+        shard(model, mesh, precision=precision, activation_checkpointing=activation_checkpointing)
+    else:
+        assert precision == "float32" and not activation_checkpointing, "these come with a mesh"
+    model.to_empty(device=device)
+    load_weights(model, folder)
+    return model
+
+
+@torch.no_grad()
+def load_weights(model: Decoder, folder: str | Path) -> None:
+    """Fills the parameters, whole or sharded, from the folder's safetensors, cast to the parameters' dtype.
+
+    Names must match both ways, but for what some exports store beside the weights: a copy of a tied head,
+    rotary frequencies. Raises ConfigError naming file and names.
+    """
+    missing, unexpected = _sharded_parameters(model), []
+    ignored = ("rotary_emb.inv_freq", *(("lm_head.weight",) if model.lm_head is None else ()))
+    for path in _weight_files(Path(folder)):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
+                    if name in missing:
+                        _copy_rows(missing.pop(name), file.get_slice(name), f"{path}: {name}")
+                    elif not name.endswith(ignored):
+                        unexpected.append(f"{name} ({path.name})")
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path}: not a readable safetensors file ({error}); fetch it again") from error
+    for what, names in (("missing", list(missing)), ("unexpected", unexpected)):
+        if names:
+            names[5:] = [f"{len(names) - 5} more"] if len(names) > 5 else []
+            raise ConfigError(f"{folder}: weights do not match its config.json; {what}: {', '.join(names)}")
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    try:
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    except FileNotFoundError as error:
+        raise ConfigError(f"{folder}: no {single.name} nor {index.name}: weights must be these") from error
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{index}: no 'weight_map' of name to file is readable ({error!r})") from error
+
+
+def _copy_rows(param: Tensor, stored, where: str) -> None:
+    """Copies a stored tensor; into a shard its rows, which are those of torch.chunk: uneven, maybe none."""
+    if stored.get_shape() != list(param.shape):
+        raise ConfigError(f"{where}: shape {stored.get_shape()}, but {list(param.shape)} by config.json")
+    start, local = 0, param
+    if isinstance(param, DTensor):
+        assert param.placements == (Shard(0),), param.placements
+        chunk, local = -(-len(param) // param.device_mesh.size()), param.to_local()
+        start = min(param.device_mesh.get_local_rank() * chunk, len(param))
+        assert len(local) == min(chunk, len(param) - start), (where, local.shape, start)
+    if len(local):
+        local.copy_(stored[start : start + len(local)])
+
+
+def full_tensors(model: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(HF name, whole tensor in `dtype`), one parameter at a time; a tied head is not repeated.
+
+    Each item is a collective of a sharded model's ranks: all of them must walk the whole iterator.
+    """
+    for name, param in _sharded_parameters(model).items():
+        tensor = param.detach().to(dtype)  # before gathering: bfloat16 is half the traffic
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def save_hf(model: Decoder, folder: str | Path, source_folder: str | Path) -> None:
+    """Writes an HF folder that transformers, vLLM and `load_policy` can load; a collective of all ranks.
+
+    The dtype is that of the source's config.json; its configs and tokenizer are copied. Rank 0 writes, one
+    file of at most MAX_FILE_BYTES after the other, and never holds more. `<folder>.tmp` is renamed at the end, so
+    `folder` is always whole; one that exists is replaced.
+    """
+    folder, source = Path(folder), Path(source_folder)
+    hf = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    dtype = getattr(torch, hf.get("dtype") or hf.get("torch_dtype") or "float32")
+    is_writer = not dist.is_initialized() or dist.get_rank() == 0
+    new, old = (folder.with_name(f"{folder.name}.{suffix}") for suffix in ("tmp", "old"))
+    if is_writer:
+        for leftover in (new, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        new.mkdir(parents=True)
+        for path in (path for pattern in SIDE_FILES for path in source.glob(pattern)):
+            shutil.copyfile(path, new / path.name)
+    tensors, names_of_file = full_tensors(model, dtype), _plan_files(model, dtype)
+    for file, names in names_of_file.items():
+        content = {name: tensor.cpu() for name, tensor in islice(tensors, len(names)) if is_writer}
+        if is_writer:
+            save_file(content, new / file, metadata={"format": "pt"})
+    if is_writer:
+        if len(names_of_file) > 1:
+            size = sum(param.numel() for param in model.parameters()) * dtype.itemsize
+            weight_map = {name: file for file, names in names_of_file.items() for name in names}
+            index = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2)
+            (new / "model.safetensors.index.json").write_text(index + "\n")
+        if folder.exists():
+            os.rename(folder, old)
+        os.rename(new, folder)
+        shutil.rmtree(old, ignore_errors=True)
+    if dist.is_initialized():
+        dist.barrier()  # on return, the folder is there for every rank
+
+
+def _plan_files(model: Decoder, dtype: torch.dtype) -> dict[str, list[str]]:
+    """File -> names, in the order of `full_tensors`."""
+    files, room = [], 0
+    for name, param in _sharded_parameters(model).items():
+        size = param.numel() * dtype.itemsize
+        if not files or size > room:
+            files, room = [*files, []], MAX_FILE_BYTES
+        files[-1].append(name)
+        room -= size
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}

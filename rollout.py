@@ -1,0 +1,238 @@
+"""The vLLM engine inside the trainer's process: generate, sleep and wake, weight sync; and the rollout over it.
+
+Owns: everything that touches vllm (the only file that imports it), per-sample seeds, turning prompts into graded
+`Sample`s. Does not own: what the samples are worth (envs.py) or how they are trained on (grpo.py, loss.py).
+
+One engine per rank, or one per group of `tensor_parallel_size` consecutive ranks ("external_launcher": every rank of a
+group calls `generate` with the same prompts and gets the same samples). The engine never reads the weights from disk: it
+starts with dummy ones and gets the trainer's by `sync`, which is therefore the only path weights can take.
+"""
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+import envs
+from config import GenerationConfig
+from data import Row, Sample, Tokenizer
+
+# vLLM reads these while it is imported.
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine lives in this process
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",  # several ranks share the cores; vLLM would pin all of them to the same ones
+)
+os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+if not torch.cuda.is_available():
+    # vLLM's sampler is under torch.compile, which on CPU needs a C++ compiler and 6-24 s, and makes nothing faster.
+    import torch._dynamo
+
+    torch._dynamo.config.disable = True
+
+from vllm import LLM, SamplingParams  # noqa: E402
+
+logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the engine sampled for one prompt: ids (end token included), their logps under the sampling distribution
+    (after temperature), and why it ended: "stop" (an end token) or "length"."""
+
+    ids: np.ndarray
+    logps: np.ndarray
+    finish_reason: str
+
+
+class Engine:
+    """An in-process vLLM, awake or (CUDA only) asleep, holding the weights of `weight_version`."""
+
+    def __init__(
+        self,
+        folder: str,
+        tokenizer: Tokenizer,
+        cfg: GenerationConfig,
+        *,
+        dtype: str,
+        tied_head: bool,
+        max_total_tokens: int,
+        seed: int,
+    ):
+        self.cuda = torch.cuda.is_available()
+        self.vocab_size = tokenizer.vocab_size
+        self.stop_token_ids = cfg.stop_token_ids or tokenizer.eos_token_ids
+        self.max_total_tokens = max_total_tokens
+        self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+        self.weight_version = -1
+        # Ids beyond the tokenizer (padded vocabulary) do not exist in the engine: its vocabulary is the tokenizer's.
+        overrides: dict = {"vocab_size": self.vocab_size}
+        self.send_head_copy = tied_head and not self.cuda
+        if not self.cuda:
+            # vLLM's CPU layers compute from packed copies, and a reload does not refresh the one of a *tied* head: the
+            # logits would stay stale. Untied, the head is a layer like the others; `sync` sends it the embedding.
+            overrides["tie_word_embeddings"] = False
+            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.vllm_cfg.kvcache_gib)
+        # A prompt cut into chunks makes vLLM rewind the request's generator, which CPU generators cannot do.
+        whole_prompts = dict(enable_chunked_prefill=False, max_num_batched_tokens=max(8192, max_total_tokens))
+        hardware = dict(enable_sleep_mode=True) if self.cuda else dict(enforce_eager=True, **whole_prompts)
+        self.llm = LLM(
+            model=folder,
+            skip_tokenizer_init=True,  # token-in, token-out
+            load_format="dummy",
+            hf_overrides=overrides,
+            dtype=dtype,
+            max_model_len=max_total_tokens,
+            tensor_parallel_size=cfg.vllm_cfg.tensor_parallel_size,
+            distributed_executor_backend="external_launcher",
+            gpu_memory_utilization=cfg.vllm_cfg.gpu_memory_utilization,
+            logprobs_mode="processed_logprobs",  # after temperature: the distribution that was sampled from
+            seed=seed,  # ranks of a tensor-parallel group must agree (vllm#15895)
+            disable_log_stats=True,
+            **({"enforce_eager": cfg.vllm_cfg.enforce_eager} | hardware),
+        )
+        self.param_names = self.llm.apply_model(_checkpoint_names)[0]
+
+    def generate(
+        self, prompts: Sequence[list[int]], seeds: Sequence[int], *, temperature: float, max_new_tokens: int
+    ) -> list[Completion]:
+        """Samples one completion per prompt. A completion depends on (weights, prompt, seed, temperature) only, not on
+        what else is in the batch. `temperature` 0 is greedy. Every rank of a tensor-parallel group must call it alike.
+        """
+        assert self.weight_version >= 0, "generate() before the first sync(): the engine holds dummy weights"
+        params = [
+            SamplingParams(
+                temperature=temperature,
+                max_tokens=min(max_new_tokens, self.max_total_tokens - len(prompt)),
+                stop_token_ids=self.stop_token_ids,
+                logprobs=0,  # of the sampled token only
+                detokenize=False,
+                seed=seed if temperature > 0 else None,
+            )
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [_completion(request.outputs[0]) for request in self.llm.generate(inputs, params, use_tqdm=False)]
+
+    def sync(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Streams full tensors by HF name into the engine, in place, and forgets everything computed with the old ones.
+
+        On CUDA the caller has woken "weights" and wakes "kv_cache" afterwards (peers.md 3: vllm#15254). Raises
+        AssertionError when the names sent are not exactly the engine's parameters: vLLM itself would only warn.
+        """
+        sent: set[str] = set()
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._engine_weights(weights, sent)})
+        assert sent == self.param_names, (
+            f"weight sync: not sent {sorted(self.param_names - sent)[:5]}, unknown {sorted(sent - self.param_names)[:5]}"
+        )
+        assert self.llm.reset_prefix_cache(), "vLLM refused to drop its prefix cache: cached keys would be stale"
+        self.weight_version = version
+
+    def _engine_weights(self, weights: Iterable[tuple[str, torch.Tensor]], sent: set[str]):
+        for name, tensor in weights:
+            if name in ("model.embed_tokens.weight", "lm_head.weight"):
+                tensor = tensor[: self.vocab_size]
+            sent.add(name)
+            yield name, tensor
+            if name == "model.embed_tokens.weight" and self.send_head_copy:
+                sent.add("lm_head.weight")
+                yield "lm_head.weight", tensor
+
+    def sleep(self) -> None:
+        """Gives the GPU's memory to the trainer (weights to host memory, KV cache dropped). CPU: nothing to give."""
+        if self.cuda:
+            self.llm.sleep(level=1)
+
+    def wake(self, what: str) -> None:
+        """`what`: "weights" (then sync), then "kv_cache"."""
+        if self.cuda:
+            torch.cuda.empty_cache()
+            self.llm.wake_up(tags=[what])
+
+
+def _completion(output) -> Completion:
+    ids = list(output.token_ids)
+    logps = [entry[token].logprob for entry, token in zip(output.logprobs, ids, strict=True)]  # not "the first" (RL#3297)
+    assert output.finish_reason in ("stop", "length"), output.finish_reason
+    return Completion(np.asarray(ids, np.int32), np.asarray(logps, np.float32), output.finish_reason)
+
+
+def _checkpoint_names(model: torch.nn.Module) -> set[str]:
+    """Names of the engine's parameters as checkpoints have them: q_proj, k_proj and v_proj, not the fused qkv_proj."""
+    names = set()
+    for name, _ in model.named_parameters():
+        fused = next((part for part in name.split(".") if part in model.packed_modules_mapping), None)
+        parts = model.packed_modules_mapping[fused] if fused else [None]
+        names |= {name.replace(fused, part) if fused else name for part in parts}
+    return names
+
+
+def sample_seed(*key: int) -> int:
+    """A 48-bit seed from e.g. (run seed, step, prompt, sample): a resumed run samples what an unbroken one would."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "little")
+
+
+def rollout(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    environments: dict[str, envs.Environment],
+    prompts: Sequence[tuple[int, Row]],
+    *,
+    num_samples: int,
+    temperature: float,
+    max_new_tokens: int,
+    seed_key: tuple[int, ...],
+) -> list[Sample]:
+    """Samples `num_samples` replies for each (index in the step, row) and has them graded.
+
+    Returns samples ordered by (prompt, index), with reward and outcome. Single-turn for now: an environment that is not
+    `done` after the first reply is refused, not ignored.
+    """
+    jobs = [(prompt, row, index) for prompt, row in prompts for index in range(num_samples)]
+    completions = engine.generate(
+        [row.prompt_ids for _, row, _ in jobs],
+        [sample_seed(*seed_key, prompt, index) for prompt, _, index in jobs],
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+    )
+    samples = [
+        Sample(
+            prompt=prompt,
+            index=index,
+            row_id=row.row_id,
+            prompt_ids=row.prompt_ids,
+            output_ids=completion.ids,
+            sampler_logps=completion.logps,
+            mask=np.ones(len(completion.ids), bool),
+            finish_reason=completion.finish_reason,
+            weight_version=engine.weight_version,
+        )
+        for (prompt, row, index), completion in zip(jobs, completions, strict=True)
+    ]
+    grade(samples, [row for _, row, _ in jobs], tokenizer, environments)
+    return samples
+
+
+def grade(
+    samples: Sequence[Sample],
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    environments: dict[str, envs.Environment],
+) -> None:
+    """Fills in reward and outcome of each sample; one call per environment."""
+    for name, environment in environments.items():
+        mine = [(sample, row) for sample, row in zip(samples, rows, strict=True) if row.env_name == name]
+        turns = []
+        for sample, row in mine:
+            reply = {"role": "assistant", "content": tokenizer.decode(sample.output_ids)}
+            turns.append(envs.Turn([*row.messages, reply], row.answer, sample.finish_reason))
+        for (sample, _), verdict in zip(mine, environment.step(turns), strict=True):
+            assert verdict.done, f"environment '{name}' wants another turn; multi-turn rollouts are not built yet"
+            assert verdict.outcome in envs.OUTCOMES and np.isfinite(verdict.reward), verdict
+            sample.reward, sample.outcome = verdict.reward, verdict.outcome

@@ -1,0 +1,183 @@
+"""The process a rank lives in: process group, device, threads, signals, exit codes, run folder, phase timers.
+
+Owns everything between torchrun and the training loop that is neither model nor data. Exit codes of the process:
+0 done · 1 crashed · 2 bad config, data or model folder · 3 stopped by a check of the run itself (a logp gap over its
+limit, numbers that are not finite) · 75 saved on a signal. torchrun turns every non-zero code into 1, so each rank 0
+also writes `exit.json` {code, reason, rank} into the run folder (and to $GRPO_EXIT_FILE, which train.sh reads).
+"""
+
+import ctypes
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from config import ConfigError
+
+EXIT_CRASH, EXIT_CONFIG, EXIT_CHECK, EXIT_SAVED = 1, 2, 3, 75
+PR_SET_PDEATHSIG = 1
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # longer than any rollout: ranks wait for the slowest one's samples
+
+
+class StopRun(Exception):
+    """A check of the run itself says that going on would be wrong; the message says what was seen and what it means."""
+
+
+class Saved(Exception):
+    """Told to stop by a signal, and everything is saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Where this process stands. A tensor-parallel group is `tp_size` consecutive ranks sharing one engine; there are
+    `dp_size` groups, and this rank belongs to number `dp_rank`. FSDP shards over all ranks."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    tp_size: int
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.tp_size
+
+    @property
+    def dp_size(self) -> int:
+        return self.world_size // self.tp_size
+
+    @property
+    def leads_engine(self) -> bool:
+        """Ranks of a group hold the same samples: the first one reports them."""
+        return self.rank % self.tp_size == 0
+
+
+def start(tp_size: int) -> tuple[Ranks, torch.device]:
+    """Joins the process group torchrun laid out (RANK, WORLD_SIZE, ...; a lone process needs none of them).
+
+    Objects and CPU tensors go over gloo, CUDA tensors over nccl. On CPU each rank gets its share of the cores less
+    one: OpenMP threads that wait for a core another process holds make a step 30x slower (DESIGN 4).
+    """
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ["MASTER_PORT"] = str(_free_port())
+    ranks = Ranks(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), tp_size)
+    # When torchrun itself is killed nobody tells the ranks: without this they would go on, and keep the GPUs.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", ranks.local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"]) - 1))
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device if cuda else None)
+    return ranks, device
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds the global generators. Nothing of ours draws from them (vLLM reseeds them); this is for users' code."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+class Signals:
+    """SIGTERM and SIGUSR1 ask for a save and an orderly end. The handler sets a flag; `requested` makes it common."""
+
+    def __init__(self):
+        self.received: int | None = None
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame) -> None:
+        self.received = number
+
+    def requested(self) -> bool:
+        """True on all ranks as soon as one got a signal: a collective, called by all at the same point of the loop."""
+        flag = torch.tensor([self.received is not None], dtype=torch.int32)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+
+class Timers:
+    """Seconds of each named phase since the last `take`."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # a phase ends when its kernels have
+            self.seconds[name] += time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        taken, self.seconds = dict(self.seconds), defaultdict(float)
+        return taken
+
+
+# ------------------------------------------------------------------------------------------------------- run folder
+
+
+def open_run_folder(log_dir: str, resume_from: str | None, ranks: Ranks) -> Path:
+    """The run's folder: the one to resume, or a new `exp_NNN` in `log_dir`. Rank 0 makes it, all get the same path."""
+    choice: list[str | None] = [resume_from]
+    if ranks.rank == 0 and resume_from is None:
+        taken = [int(p.name[4:]) for p in Path(log_dir).glob("exp_*") if p.name[4:].isdigit()]
+        number = max(taken, default=0) + 1
+        while True:
+            try:
+                (Path(log_dir) / f"exp_{number:03d}").mkdir(parents=True)
+                break
+            except FileExistsError:  # another run took it just now
+                number += 1
+        choice = [str(Path(log_dir) / f"exp_{number:03d}")]
+    dist.broadcast_object_list(choice, src=0)
+    return Path(choice[0])
+
+
+def finish(code: int, reason: str, run_folder: Path | None) -> None:
+    """Says how the run ended, where train.sh and other scripts read it. The first rank to end gives the reason: the
+    others only lost their peer."""
+    text = json.dumps({"code": code, "reason": reason, "rank": int(os.environ.get("RANK", "0"))}) + "\n"
+    files = [run_folder / "exit.json"] if run_folder else []
+    files += [Path(os.environ["GRPO_EXIT_FILE"])] if "GRPO_EXIT_FILE" in os.environ else []
+    for file in files:
+        if not file.exists() or not file.read_text():
+            file.write_text(text)
+
+
+def describe_failure(error: BaseException) -> tuple[int, str]:
+    """(exit code, one-line reason) of what ended the run; an unexpected error also leaves its traceback on stderr."""
+    if isinstance(error, ConfigError):
+        return EXIT_CONFIG, f"error: {error}"
+    if isinstance(error, Saved):
+        return EXIT_SAVED, f"saved: {error}"
+    if isinstance(error, StopRun):
+        return EXIT_CHECK, f"stopped: {error}"
+    traceback.print_exception(error, file=sys.stderr)
+    return EXIT_CRASH, f"crashed: {type(error).__name__}: {error}"

@@ -1,0 +1,43 @@
+"""Fixtures several test files share: one process group and one vLLM engine for the whole pytest process."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def one_rank():
+    """The process group of a lone rank, and its mesh: (ranks, device, mesh)."""
+    import torch.distributed as dist
+
+    import runtime
+
+    ranks, device = runtime.start(tp_size=1)
+    return ranks, device, dist.init_device_mesh(device.type, (1,))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """(folder, transformers' model) of a tiny tied Qwen3 whose vocabulary is padded by 37 random rows."""
+    from tiny import make_tiny
+
+    folder = tmp_path_factory.mktemp("tiny")
+    return folder, make_tiny(folder)
+
+
+@pytest.fixture(scope="session")
+def engine(one_rank, tiny):
+    """The session's vLLM engine over `tiny`, without weights: tests call sync first."""
+    import config
+    from data import Tokenizer
+    from rollout import Engine
+
+    return Engine(str(tiny[0]), Tokenizer(tiny[0]), config.GenerationConfig(), dtype="float32", tied_head=True,
+                  max_total_tokens=128, seed=0)
