@@ -160,9 +160,7 @@ class DataConfig:
 class LoggerConfig:
     log_dir: str = key("logs", "Holds the numbered run folders, exp_001 and on.")
     tensorboard_enabled: bool = key(True, "Write the numbers of metrics.jsonl as TensorBoard events too.")
-    num_samples_to_log: int = key(
-        8, "Conversations of each step and validation written to samples.jsonl.", ">= 0"
-    )
+    num_samples_to_log: int = key(8, "Conversations of each step and validation written to samples.jsonl.", ">= 0")
     num_val_samples_to_print: int = key(3, "Conversations of a validation shown on the console.", ">= 0")
 
 
@@ -263,9 +261,7 @@ def _compose(text: str | bytes, where: str) -> yaml.Node:
         raise ConfigError(f"{where}: not yaml: {' '.join(str(error).split())}") from None
 
 
-def _leaves(
-    node: yaml.Node, prefix: str, path: Path, lines: dict[str, int]
-) -> Iterator[tuple[str, yaml.Node, str]]:
+def _leaves(node: yaml.Node, prefix: str, path: Path, lines: dict[str, int]) -> Iterator[tuple[str, yaml.Node, str]]:
     """(full key, node, place) of all below a mapping that is no section. `lines`: keys seen -> their line."""
     for key_node, child in node.value:
         line = key_node.start_mark.line + 1

@@ -22,8 +22,7 @@ import numpy as np
 import tokenizers
 
 from config import ConfigError, DatasetConfig
-
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+from model_config import ModelConfig
 
 
 class DataError(ConfigError):
@@ -40,12 +39,7 @@ def resolve_model_folder(name: str) -> Path:
         folder = _download(name)
     if not folder.is_dir():
         raise DataError(f"policy.model_name: no folder '{name}' (give a Hugging Face folder or a hub name org/model)")
-    model_type = read_json(folder / "config.json").get("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        raise DataError(
-            f"{folder / 'config.json'}: model_type '{model_type}' is not supported; supported: "
-            f"{', '.join(SUPPORTED_MODEL_TYPES)} (to add one, edit model.py)"
-        )
+    ModelConfig.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
     if not any(folder.glob("*.safetensors")):
         raise DataError(f"{folder}: no *.safetensors weights (other formats are not read: they can run code)")
     if not (folder / "tokenizer.json").is_file():
@@ -93,8 +87,8 @@ def check_writable(folder: str) -> None:
 class Tokenizer:
     """`tokenizer.json` plus the model's chat template: messages -> prompt ids, ids -> text.
 
-    `vocab_size` is one past the largest id the tokenizer knows. A checkpoint's vocabulary may be padded beyond it; those
-    ids are banned on both sides (DESIGN 4), or the engine samples ids that cannot be decoded (vllm#13175).
+    `vocab_size` is one past the largest id the tokenizer knows. A checkpoint's vocabulary may be padded beyond it;
+    those ids are banned on both sides (DESIGN 4), or the engine samples ids that cannot be decoded (vllm#13175).
     """
 
     def __init__(self, folder: Path):
@@ -132,7 +126,9 @@ class Tokenizer:
         if token and (token_id := self.backend.token_to_id(token)) is not None:
             ids.append(token_id)
         if not ids:
-            raise DataError(f"{folder}: no eos_token_id in generation_config.json, config.json or tokenizer_config.json")
+            raise DataError(
+                f"{folder}: no eos_token_id in generation_config.json, config.json or tokenizer_config.json"
+            )
         return sorted(set(ids))
 
     def _special(self, key: str) -> str | None:
@@ -180,7 +176,7 @@ class Dataset:
 
 
 def load_dataset(cfg: DatasetConfig, tokenizer: Tokenizer, max_prompt_tokens: int) -> Dataset:
-    """Reads `cfg.data_path` (jsonl: a `messages` list, or text under `cfg.input_key`; the answer under `cfg.output_key`).
+    """Reads `cfg.data_path`: jsonl with a `messages` list or text under `cfg.input_key`, answer under `cfg.output_key`.
 
     Policy for prompts longer than `max_prompt_tokens`: the row is left out and counted; a cut prompt would ask another
     question. Raises DataError with file and line for anything malformed, and when no row is left.
@@ -207,7 +203,9 @@ def load_dataset(cfg: DatasetConfig, tokenizer: Tokenizer, max_prompt_tokens: in
         digest.update(json.dumps([row.row_id, row.prompt_ids, row.answer, row.env_name]).encode())
         rows.append(row)
     if not rows:
-        why = f"all {num_too_long} prompts are longer than {max_prompt_tokens} tokens" if num_too_long else "it is empty"
+        why = (
+            f"all {num_too_long} prompts are longer than {max_prompt_tokens} tokens" if num_too_long else "it is empty"
+        )
         raise DataError(f"{path}: no usable row: {why}")
     return Dataset(str(path), rows, num_too_long, digest.hexdigest())
 
@@ -239,8 +237,13 @@ def _jsonl(path: Path) -> Iterator[tuple[int, dict]]:
 def _messages(raw: dict, cfg: DatasetConfig, prompt: str, system: str | None, where: str) -> list[dict]:
     if "messages" in raw:
         messages = raw["messages"]
-        well_formed = isinstance(messages, list) and messages and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+        well_formed = (
+            isinstance(messages, list)
+            and messages
+            and all(
+                isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+                for m in messages
+            )
         )
         if not well_formed:
             raise DataError(f"{where}: 'messages' must be a non-empty list of {{role, content}} with text in both")
@@ -304,8 +307,8 @@ class Sample:
 class Pack:
     """Whole sequences back to back, without padding. Input ids are ids[:-1] of each sequence, targets ids[1:].
 
-    token_T, position_T int64 · cu_seqlens int32 [S+1] · row_R int64: rows of T whose target was sampled · target_R int64
-    · sampler_logp_R, adv_R float32 · seq_R int64: number of the row's sequence within the pack.
+    token_T, position_T int64 · cu_seqlens int32 [S+1] · row_R int64: rows of T whose target was sampled · target_R
+    int64 · sampler_logp_R, adv_R float32 · seq_R int64: number of the row's sequence within the pack.
     Every response row is trained on; rows that are not (prompt, observation) never reach the head.
     """
 

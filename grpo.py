@@ -14,63 +14,14 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import config
 import data
-import envs
+from inputs import Inputs, check, num_steps_of, read_inputs
 
 USAGE = "usage: [torchrun --nproc_per_node=N] grpo.py [--check] CONFIG.yaml [key.sub=value ...] | --help"
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """What a run reads: found, parsed and checked, without torch."""
-
-    model_folder: Path
-    tokenizer: data.Tokenizer
-    train: data.Dataset
-    validation: data.Dataset | None
-    environments: dict[str, envs.Environment]
-
-
-def read_inputs(cfg: config.Config) -> Inputs:
-    """Model folder, tokenizer, datasets and environments of the config. ConfigError for whatever is wrong with them."""
-    data.check_writable(cfg.logger.log_dir)
-    folder = data.resolve_model_folder(cfg.policy.model_name)
-    tokenizer = data.Tokenizer(folder)
-    if cfg.data.train.data_path is None:
-        raise config.ConfigError("data.train.data_path is not set: the jsonl file with the training problems")
-    sections = [cfg.data.train] + ([cfg.data.validation] if cfg.data.validation.data_path else [])
-    datasets, environments = [], {}
-    for section in sections:
-        environment = environments.setdefault(section.env_name, envs.make_environment(section.env_name))
-        datasets.append(data.load_dataset(section, tokenizer, cfg.max_prompt_tokens))
-        environment.check_answers([row.answer for row in datasets[-1].rows], datasets[-1].path)
-    return Inputs(folder, tokenizer, datasets[0], datasets[1] if len(datasets) > 1 else None, environments)
-
-
-def num_steps_of(cfg: config.Config, num_rows: int) -> int:
-    return min(cfg.grpo.max_num_steps, cfg.grpo.max_num_epochs * num_rows // cfg.grpo.num_prompts_per_step)
-
-
-def check(cfg: config.Config) -> str:
-    """Everything that can be wrong before torch is loaded; a summary when nothing is."""
-    inputs = read_inputs(cfg)
-    lines = [f"model      {inputs.model_folder} (vocabulary {inputs.tokenizer.vocab_size:,})"]
-    for name, dataset in (("train", inputs.train), ("validation", inputs.validation)):
-        if dataset:
-            long = f", {dataset.num_too_long} left out: over {cfg.max_prompt_tokens} tokens" if dataset.num_too_long else ""
-            lines.append(f"{name:10} {dataset.path}: {len(dataset.rows):,} prompts{long}")
-    steps, grpo = num_steps_of(cfg, len(inputs.train.rows)), cfg.grpo
-    lines.append(f"steps      {steps:,} of {grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} samples")
-    if steps == 0:
-        raise config.ConfigError(
-            f"nothing to train: {len(inputs.train.rows)} prompts x grpo.max_num_epochs={grpo.max_num_epochs} are fewer "
-            f"than grpo.num_prompts_per_step={grpo.num_prompts_per_step}"
-        )
-    return "\n".join(lines)
 
 
 def parse(argv: Sequence[str]) -> tuple[bool, config.Config]:
@@ -91,7 +42,8 @@ if __name__ == "__main__" and ("--check" in sys.argv or "--help" in sys.argv or 
     try:
         print(check(parse(sys.argv[1:])[1]))
     except config.ConfigError as error:
-        sys.exit(print(f"error: {error}", file=sys.stderr) or 2)
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     sys.exit(0)
 
 import torch  # noqa: E402
@@ -102,88 +54,65 @@ import runtime  # noqa: E402
 from loss import group_advantages, policy_loss  # noqa: E402
 from metrics import RunLog, accumulate, reduce_over_ranks, sample_metrics  # noqa: E402
 from model import Decoder, full_tensors, load_policy, save_hf  # noqa: E402
-from rollout import Engine, rollout  # noqa: E402
+from rollout import Engine, gather_samples, rollout  # noqa: E402
+from validation import validate  # noqa: E402
 
 
 def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torch.device, run_folder: Path) -> str:
     """The run: returns the reason it ended. Raises StopRun when one of its checks fails, Saved when told to stop."""
-    grpo, signals, timer = cfg.grpo, runtime.Signals(), runtime.Timers()
+    grpo, saving, signals, timer = cfg.grpo, cfg.checkpointing, runtime.Signals(), runtime.Timers()
     num_steps = num_steps_of(cfg, len(inputs.train.rows))
+    checkpoints = Path(saving.checkpoint_dir or run_folder / "checkpoints")
     model, optimizer, engine = build(cfg, inputs, ranks, device)
-    state = {"step": 0, "consumed_samples": 0, "total_valid_tokens": 0, "first_validation": {}, "last_validation": {},
-             "fingerprint": inputs.train.fingerprint}
-    checkpoints = Path(cfg.checkpointing.checkpoint_dir or run_folder / "checkpoints")
-    if cfg.checkpointing.resume_from:
-        state = checkpoint.load(checkpoints, model, optimizer, ranks)
-        if state["fingerprint"] != inputs.train.fingerprint:
-            raise config.ConfigError(f"{inputs.train.path} is not the data that {run_folder} was trained on")
+    state = restore(cfg, inputs, model, optimizer, ranks, checkpoints)
     log = open_log(cfg, run_folder, ranks, state["step"], num_steps)
-    engine.wake("weights")
-    engine.sync(full_tensors(model, engine.dtype), version=state["step"])
-    engine.wake("kv_cache")
+    sync_weights(model, engine, state["step"])
     if grpo.val_at_start and state["step"] == 0:
         state["first_validation"] = validate(cfg, inputs, engine, ranks, log, step=0)
 
-    num_bad, start = 0, time.perf_counter()
+    start = time.perf_counter()
     for step in range(state["step"] + 1, num_steps + 1):
         step_start = time.perf_counter()
         with timer("generation"):
-            picked = data.rows_at(len(inputs.train.rows), state["consumed_samples"], grpo.num_prompts_per_step,
-                                  seed=grpo.seed, shuffle=cfg.data.shuffle)
-            mine = range(ranks.dp_rank, len(picked), ranks.dp_size)
-            samples = rollout(
-                engine, inputs.tokenizer, inputs.environments, [(p, inputs.train.rows[picked[p]]) for p in mine],
-                num_samples=grpo.num_generations_per_prompt, temperature=cfg.policy.generation.temperature,
-                max_new_tokens=cfg.policy.generation.max_new_tokens, seed_key=(grpo.seed, step),
-            )
-            samples = gather_samples(samples, ranks)  # from here on every rank knows all samples of the step
+            samples = collect_samples(cfg, inputs, engine, ranks, state["consumed_samples"], step)
             engine.sleep()
         with timer("data_processing"):
             adv_B = group_advantages(
-                torch.tensor([s.reward for s in samples]), torch.tensor([s.prompt for s in samples]),
-                leave_one_out=grpo.use_leave_one_out_baseline, normalize=grpo.normalize_rewards,
+                torch.tensor([s.reward for s in samples]),
+                torch.tensor([s.prompt for s in samples]),
+                leave_one_out=grpo.use_leave_one_out_baseline,
+                normalize=grpo.normalize_rewards,
             ).tolist()
             packs = packs_of_rank(samples, adv_B, cfg, ranks)
         with timer("policy_training"):
             set_learning_rate(optimizer, cfg, step)
             update = compute_gradients(model, packs, samples, cfg, inputs.tokenizer.vocab_size, device)
-            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.policy.max_grad_norm).full_tensor().item()
             check_logp_gap(update, grpo.logp_gap_limit, step)
-            finite = math.isfinite(update["loss"]) and math.isfinite(grad_norm)  # both are equal on all ranks
-            if finite:
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        num_bad = 0 if finite else num_bad + 1
-        if num_bad > grpo.max_bad_steps:
-            raise runtime.StopRun(f"step {step}: loss {update['loss']}, gradient norm {grad_norm}: {num_bad} steps in a "
-                                  f"row are not finite (grpo.max_bad_steps={grpo.max_bad_steps}); weights are unchanged")
+            update |= apply_gradients(model, optimizer, cfg, update["loss"], state["num_bad_steps"], step)
         with timer("prepare_for_generation"):
-            engine.wake("weights")
-            engine.sync(full_tensors(model, engine.dtype), version=step)
-            engine.wake("kv_cache")
+            sync_weights(model, engine, step)
 
-        state["step"], state["consumed_samples"] = step, state["consumed_samples"] + grpo.num_prompts_per_step
+        state |= {"step": step, "num_bad_steps": update["num_bad_steps"]}
+        state["consumed_samples"] += grpo.num_prompts_per_step
         state["total_valid_tokens"] += update["global_valid_toks"]
-        seconds = timer.take() | {"total_step_time": time.perf_counter() - step_start}
-        values = sample_metrics(samples) | update
-        values |= {"grad_norm": grad_norm, "lr": optimizer.param_groups[0]["lr"], "num_bad_steps": num_bad,
-                   "advantages/mean": sum(adv_B) / len(adv_B), "advantages/max": max(adv_B), "advantages/min": min(adv_B)}
         if log:
-            log.step(step, values, seconds, ranks.world_size)
+            advantages = {"advantages/mean": fmean(adv_B), "advantages/max": max(adv_B), "advantages/min": min(adv_B)}
+            seconds = timer.take() | {"total_step_time": time.perf_counter() - step_start}
+            log.step(step, sample_metrics(samples) | update | advantages, seconds, ranks.world_size)
             log.samples(step, "train", samples, inputs.tokenizer)
         is_last, stop = step == num_steps, signals.requested()
         if (grpo.val_period and step % grpo.val_period == 0) or (is_last and grpo.val_at_end):
             state["last_validation"] = validate(cfg, inputs, engine, ranks, log, step)
-        if cfg.checkpointing.enabled and num_bad == 0 and (step % cfg.checkpointing.save_period == 0 or is_last or stop):
-            checkpoint.save(checkpoints, step, model, optimizer, state, ranks, keep_latest=cfg.checkpointing.keep_latest)
+        due = step % saving.save_period == 0 or is_last or stop
+        if saving.enabled and due and state["num_bad_steps"] == 0:  # never after a step that went wrong
+            checkpoint.save(checkpoints, step, model, optimizer, state, ranks, keep_latest=saving.keep_latest)
         if stop and not is_last:
             raise runtime.Saved(f"signal after step {step}; continue with checkpointing.resume_from={run_folder}")
 
-    if cfg.checkpointing.save_hf_at_end:
-        save_hf(model, run_folder / "hf_model", inputs.model_folder)
+    if saving.save_hf_at_end:
+        save_hf(model, run_folder / "hf_model", inputs.model_folder, dtype=getattr(torch, cfg.policy.precision))
     if log:
-        log.summary(state, time.perf_counter() - start, checkpoints, cfg.checkpointing)
-        log.close()
+        log.close(state, time.perf_counter() - start, checkpoints, saving)
     return f"trained to step {num_steps}"
 
 
@@ -193,26 +122,85 @@ def build(
     """The sharded policy with float32 master weights, its optimizer, and the engine, which has no weights yet."""
     runtime.seed_everything(cfg.grpo.seed)
     mesh = dist.init_device_mesh(device.type, (ranks.world_size,))
-    model = load_policy(inputs.model_folder, device=device, mesh=mesh, precision=cfg.policy.precision,
-                        activation_checkpointing=cfg.policy.dtensor_cfg.activation_checkpointing)
+    model = load_policy(
+        inputs.model_folder,
+        device=device,
+        mesh=mesh,
+        precision=cfg.policy.precision,
+        activation_checkpointing=cfg.policy.dtensor_cfg.activation_checkpointing,
+    )
     kwargs = cfg.policy.optimizer.kwargs
-    optimizer = torch.optim.AdamW(model.parameters(), lr=kwargs.lr, weight_decay=kwargs.weight_decay, betas=kwargs.betas,
-                                  eps=kwargs.eps, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=kwargs.lr,
+        weight_decay=kwargs.weight_decay,
+        betas=kwargs.betas,
+        eps=kwargs.eps,
+        fused=True,
+    )
     generation = cfg.policy.generation
     engine = Engine(
-        str(inputs.model_folder), inputs.tokenizer, generation, dtype=generation.vllm_cfg.precision or cfg.policy.precision,
-        tied_head=model.config.tie_word_embeddings, max_total_tokens=cfg.policy.max_total_sequence_length,
+        str(inputs.model_folder),
+        inputs.tokenizer,
+        generation,
+        dtype=generation.vllm_cfg.precision or cfg.policy.precision,
+        tied_head=model.config.tie_word_embeddings,
+        max_total_tokens=cfg.policy.max_total_sequence_length,
         seed=cfg.grpo.seed,
     )
     engine.sleep()
     return model, optimizer, engine
 
 
-def gather_samples(samples: list[data.Sample], ranks: runtime.Ranks) -> list[data.Sample]:
-    """All ranks' samples on every rank, ordered by (prompt, index)."""
-    parts: list = [None] * ranks.world_size
-    dist.all_gather_object(parts, samples if ranks.leads_engine else [])
-    return sorted((s for part in parts for s in part), key=lambda s: (s.prompt, s.index))
+def restore(
+    cfg: config.Config,
+    inputs: Inputs,
+    model: Decoder,
+    optimizer: torch.optim.Optimizer,
+    ranks: runtime.Ranks,
+    checkpoints: Path,
+) -> dict:
+    """The run's counters: of a new run, or of the checkpoint it resumes, whose weights and moments are loaded too.
+
+    Sampling seeds are f(seed, step, prompt, sample) and the data order is f(seed, epoch), so there is no other state.
+    """
+    if cfg.checkpointing.resume_from is None:
+        counters = {"step": 0, "num_bad_steps": 0, "consumed_samples": 0, "total_valid_tokens": 0}
+        return counters | {"first_validation": {}, "last_validation": {}, "fingerprint": inputs.train.fingerprint}
+    state = checkpoint.load(checkpoints, model, optimizer, ranks)
+    if state["fingerprint"] != inputs.train.fingerprint:
+        raise config.ConfigError(
+            f"{inputs.train.path} is not the data that {cfg.checkpointing.resume_from} was trained on: its position in "
+            "it would mean other prompts; give the same file, or start a new run from the exported model"
+        )
+    return state
+
+
+def sync_weights(model: Decoder, engine: Engine, version: int) -> None:
+    """Trainer -> sampler. The KV cache gets its memory back after the weights, which need it while they stream."""
+    engine.wake("weights")
+    engine.sync(full_tensors(model, engine.dtype), version)
+    engine.wake("kv_cache")
+
+
+def collect_samples(
+    cfg: config.Config, inputs: Inputs, engine: Engine, ranks: runtime.Ranks, position: int, step: int
+) -> list[data.Sample]:
+    """The step's samples, all of them on every rank; each engine generated and graded those of its share of prompts."""
+    num_prompts, rows, generation = cfg.grpo.num_prompts_per_step, inputs.train.rows, cfg.policy.generation
+    picked = data.rows_at(len(rows), position, num_prompts, seed=cfg.grpo.seed, shuffle=cfg.data.shuffle)
+    mine = [(p, rows[picked[p]]) for p in range(ranks.dp_rank, num_prompts, ranks.dp_size)]
+    samples = rollout(
+        engine,
+        inputs.tokenizer,
+        inputs.environments,
+        mine,
+        num_samples=cfg.grpo.num_generations_per_prompt,
+        temperature=generation.temperature,
+        max_new_tokens=generation.max_new_tokens,
+        seed_key=(cfg.grpo.seed, step),
+    )
+    return gather_samples(samples, ranks)
 
 
 def packs_of_rank(
@@ -236,7 +224,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, cfg: config.Config, step
 
 
 def compute_gradients(
-    model: Decoder, packs: list[data.Pack], samples: list[data.Sample], cfg: config.Config, vocab_size: int,
+    model: Decoder,
+    packs: list[data.Pack],
+    samples: list[data.Sample],
+    cfg: config.Config,
+    vocab_size: int,
     device: torch.device,
 ) -> dict[str, float]:
     """Forward and backward over this rank's packs; gradients add up over packs and (in FSDP) over ranks.
@@ -251,59 +243,74 @@ def compute_gradients(
     for pack in packs:
         token_T, position_T, row_R, target_R, sampler_logp_R, adv_R, seq_R = (
             torch.from_numpy(x).to(device, non_blocking=True)
-            for x in (pack.token_T, pack.position_T, pack.row_R, pack.target_R, pack.sampler_logp_R, pack.adv_R, pack.seq_R)
+            for x in (
+                pack.token_T,
+                pack.position_T,
+                pack.row_R,
+                pack.target_R,
+                pack.sampler_logp_R,
+                pack.adv_R,
+                pack.seq_R,
+            )
         )
-        logp_R, entropy_R = model(token_T, position_T, pack.cu_seqlens, row_R, target_R,
-                                  temperature=cfg.policy.generation.temperature, vocab_size=vocab_size)
+        logp_R, entropy_R = model(
+            token_T,
+            position_T,
+            pack.cu_seqlens,
+            row_R,
+            target_R,
+            temperature=cfg.policy.generation.temperature,
+            vocab_size=vocab_size,
+        )
         loss, metrics = policy_loss(
-            logp_R, old_logp_T=logp_R.detach(), sampler_logp_T=sampler_logp_R, adv_T=adv_R,
-            mask_T=torch.ones_like(adv_R), seq_T=seq_R, num_valid_tokens=num_tokens, num_valid_seqs=num_seqs,
-            cfg=cfg.loss_fn, entropy_T=entropy_R.detach(),
+            logp_R,
+            old_logp_T=logp_R.detach(),
+            sampler_logp_T=sampler_logp_R,
+            adv_T=adv_R,
+            mask_T=torch.ones_like(adv_R),
+            seq_T=seq_R,
+            num_valid_tokens=num_tokens,
+            num_valid_seqs=num_seqs,
+            cfg=cfg.loss_fn,
+            entropy_T=entropy_R.detach(),
         )
         loss.backward()
         accumulate(total, metrics)
     return reduce_over_ranks(total) | {"global_valid_toks": num_tokens, "global_valid_seqs": num_seqs}
 
 
+def apply_gradients(
+    model: Decoder, optimizer: torch.optim.Optimizer, cfg: config.Config, loss: float, num_bad_steps: int, step: int
+) -> dict[str, float]:
+    """Clips the gradient and steps, unless loss or gradient is not finite: then the weights stay as they are, and more
+    than max_bad_steps such steps in a row end the run. Both numbers are equal on all ranks, so all take one branch."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.policy.max_grad_norm).full_tensor().item()
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    if finite:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)  # at once: gradients must not take memory during the rollout (RL#1147)
+    num_bad_steps = 0 if finite else num_bad_steps + 1
+    if num_bad_steps > cfg.grpo.max_bad_steps:
+        raise runtime.StopRun(
+            f"step {step}: loss {loss}, gradient norm {norm}: {num_bad_steps} steps in a row are not finite "
+            f"(grpo.max_bad_steps={cfg.grpo.max_bad_steps}); the weights are those before the first of them"
+        )
+    return {"grad_norm": norm, "lr": optimizer.param_groups[0]["lr"], "num_bad_steps": num_bad_steps}
+
+
 def check_logp_gap(update: dict[str, float], limit: float | None, step: int) -> None:
-    """Sampler and trainer score the same tokens with the same weights: a gap means they are not the same."""
-    gap = update["logp_gap_mean"]
-    if limit is not None and not gap <= limit:
+    """Sampler and trainer score the same tokens with the same weights: a gap means they are not the same.
+
+    Raises StopRun, before the step is applied. A sampler that reports no finite number at all fails too.
+    """
+    gap, unknown = update["logp_gap_mean"], update["num_nonfinite_sampler_logp"]
+    if limit is not None and (not gap <= limit or unknown):
         raise runtime.StopRun(
             f"step {step}: sampler and trainer disagree by {gap:.4f} nats per token on average (max "
-            f"{update['logp_gap_max']:.4f}; limit grpo.logp_gap_limit={limit}). Likely causes: the engine holds old weights "
-            "(sync skipped or partial), a stale prefix cache, another temperature or vocabulary on one side, or an "
-            "attention kernel that is wrong. The step was not applied."
+            f"{update['logp_gap_max']:.4f}; {unknown:.0f} of the sampler's not finite; grpo.logp_gap_limit={limit}). "
+            "Likely causes: the engine holds old weights (sync skipped or partial), a stale prefix cache, another "
+            "temperature or vocabulary on one side, or a wrong attention kernel. The step was not applied."
         )
-
-
-def validate(
-    cfg: config.Config, inputs: Inputs, engine: Engine, ranks: runtime.Ranks, log: RunLog | None, step: int
-) -> dict[str, float]:
-    """Greedy (one reply) and sampled (val_num_generations_per_prompt replies) accuracy on the first max_val_samples
-    problems. The same seeds every time, so that two validations differ by the weights alone. All ranks share the work."""
-    if inputs.validation is None:
-        return {}
-    start, values = time.perf_counter(), {}
-    rows = inputs.validation.rows[: cfg.grpo.max_val_samples]
-    mine = [(i, rows[i]) for i in range(ranks.dp_rank, len(rows), ranks.dp_size)]
-    modes = {"greedy": (0.0, 1), "sampled": (cfg.policy.generation.temperature, cfg.grpo.val_num_generations_per_prompt)}
-    for mode, (temperature, num_samples) in modes.items():
-        samples = rollout(
-            engine, inputs.tokenizer, inputs.environments, mine, num_samples=num_samples, temperature=temperature,
-            max_new_tokens=cfg.policy.generation.max_new_tokens, seed_key=(cfg.grpo.seed, -1),
-        )
-        samples = gather_samples(samples, ranks)
-        found = sample_metrics(samples)
-        for name in ("accuracy", "reward", "truncation_rate", "outcome/parse_fail"):
-            values[f"validation/{mode}/{name}"] = found[name]
-        values[f"validation/{mode}/avg_length"] = found["mean_gen_tokens_per_sample"]
-        if log:
-            log.samples(step, f"validation/{mode}", samples, inputs.tokenizer, cfg.logger.num_val_samples_to_print)
-    values["timing/validation/total_validation_time"] = time.perf_counter() - start
-    if log:
-        log.validation(step, values)
-    return values
 
 
 def open_log(cfg: config.Config, run_folder: Path, ranks: runtime.Ranks, step: int, num_steps: int) -> RunLog | None:
@@ -311,8 +318,13 @@ def open_log(cfg: config.Config, run_folder: Path, ranks: runtime.Ranks, step: i
     if ranks.rank != 0:
         return None
     (run_folder / "config.yaml").write_text(config.to_yaml(cfg))
-    return RunLog(run_folder, tensorboard=cfg.logger.tensorboard_enabled, first_step=step + 1, num_steps=num_steps,
-                  max_samples=cfg.logger.num_samples_to_log)
+    return RunLog(
+        run_folder,
+        tensorboard=cfg.logger.tensorboard_enabled,
+        first_step=step + 1,
+        num_steps=num_steps,
+        max_samples=cfg.logger.num_samples_to_log,
+    )
 
 
 def main() -> int:

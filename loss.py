@@ -50,9 +50,8 @@ def _advantages_of_group(reward_G: Tensor, leave_one_out: bool, normalize: bool)
     adv_G = reward_G - peers_GG.mean(1)
     if not normalize or peers_GG.shape[1] == 1:
         return adv_G
-    # Equal rewards are found by comparing them: rounding leaves a std of 1e-17, which "> 0" would divide by.
-    spread_G = peers_GG.amax(1) != peers_GG.amin(1)
-    return torch.where(spread_G, adv_G / (peers_GG.std(1) + 1e-6), adv_G)
+    std_G = peers_GG.std(1)  # exactly 0 for equal rewards; sqrt(mean of squares - squared mean) would not be
+    return torch.where(std_G > 0, adv_G / (std_G + 1e-6), adv_G)
 
 
 def policy_loss(
@@ -80,7 +79,7 @@ def policy_loss(
 
     token_level_loss: sum over tokens / num_valid_tokens (DAPO, Yu et al. 2025). If false, a sequence's mean
     over its tokens, summed, / num_valid_seqs (GRPO, Shao et al. 2024); one without trained token adds 0.
-    What is masked may hold anything, NaN too. Tokens whose sampler logp is not finite are dropped and counted
+    What is masked may hold anything, NaN too. A token whose sampler logp is not finite is dropped and counted
     (`num_nonfinite_sampler_logp`); no denominator shrinks for it.
     """
     if ref_logp_T is not None or positive_T is not None or num_positive_tokens is not None:
@@ -96,7 +95,6 @@ def policy_loss(
     logp_T, adv_T, sampler_logp_T = keep(logp_T), keep(adv_T).detach(), keep(sampler_logp_T).detach()
     old_logp_T = logp_T.detach() if cfg.force_on_policy_ratio else keep(old_logp_T).detach()
     loss_T, ratio_T, clamped_T, weight_T = _token_loss(logp_T, old_logp_T, sampler_logp_T, adv_T, cfg)
-
     # The 1e-8 is that of NeMo RL's masked_mean: a batch without valid token gives 0, not 0/0.
     seq_len_T, num_seqs = _seq_lengths(mask_T, seq_T, logp_T.dtype)
     if cfg.token_level_loss:
@@ -105,8 +103,7 @@ def policy_loss(
         loss = (loss_T / (seq_len_T + 1e-8)).sum() / (num_valid_seqs + 1e-8)
 
     with torch.no_grad():
-        mean_T = _token_metrics(logp_T, old_logp_T, sampler_logp_T, ratio_T, clamped_T, adv_T)
-        mean_T["sampling_importance_ratio"] = weight_T
+        mean_T = _token_metrics(logp_T, old_logp_T, sampler_logp_T, ratio_T, clamped_T, weight_T, adv_T)
         if entropy_T is not None:
             mean_T["entropy"] = keep(entropy_T)
         count = mask_T.sum()
@@ -115,8 +112,7 @@ def policy_loss(
         metrics["probs_ratio_clamped_min"], metrics["probs_ratio_clamped_max"] = _extremes(clamped_T, valid_T)
         metrics["logp_gap_max"] = _extremes((sampler_logp_T - old_logp_T).abs(), valid_T)[1]
         metrics["num_nonfinite_sampler_logp"] = (mask_T & ~valid_T).sum()
-        metrics["num_valid_samples"] = num_seqs
-        metrics["loss"] = loss.detach()
+        metrics |= {"loss": loss.detach(), "num_valid_samples": num_seqs}
     return loss, metrics
 
 
@@ -159,6 +155,7 @@ def _token_metrics(
     sampler_logp_T: Tensor,
     ratio_T: Tensor,
     clamped_T: Tensor,
+    weight_T: Tensor,
     adv_T: Tensor,
 ) -> dict[str, Tensor]:
     """What is averaged over the trained tokens, under NeMo RL's names where it has one."""
@@ -171,6 +168,7 @@ def _token_metrics(
     return {
         "probs_ratio": ratio_T,
         "probs_ratio_clamped": clamped_T,
+        "sampling_importance_ratio": weight_T,
         # Where clipping takes the token's gradient away. Dual clip is not counted.
         "ratio_clip_low_fraction": ((ratio_T < clamped_T) & (adv_T < 0)).to(ratio_T.dtype),
         "ratio_clip_high_fraction": ((ratio_T > clamped_T) & (adv_T > 0)).to(ratio_T.dtype),

@@ -118,14 +118,28 @@ class RunLog:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
 
-    def samples(self, step: int, kind: str, samples: Sequence[Sample], tokenizer: Tokenizer, num_print: int = 0) -> None:
+    def samples(
+        self, step: int, kind: str, samples: Sequence[Sample], tokenizer: Tokenizer, num_print: int = 0
+    ) -> None:
         """The first conversations to samples.jsonl, `num_print` of them to the console."""
         for i, sample in enumerate(samples[: max(self.max_samples, num_print)]):
-            prompt, reply = (tokenizer.backend.decode(list(ids), skip_special_tokens=False)
-                             for ids in (sample.prompt_ids, sample.output_ids))
-            record = dict(step=step, kind=kind, row_id=sample.row_id, index=sample.index, prompt=prompt, reply=reply,
-                          reward=sample.reward, outcome=sample.outcome, finish_reason=sample.finish_reason,
-                          weight_version=sample.weight_version, num_tokens=sample.num_tokens)
+            prompt, reply = (
+                tokenizer.backend.decode(list(ids), skip_special_tokens=False)
+                for ids in (sample.prompt_ids, sample.output_ids)
+            )
+            record = dict(
+                step=step,
+                kind=kind,
+                row_id=sample.row_id,
+                index=sample.index,
+                prompt=prompt,
+                reply=reply,
+                reward=sample.reward,
+                outcome=sample.outcome,
+                finish_reason=sample.finish_reason,
+                weight_version=sample.weight_version,
+                num_tokens=sample.num_tokens,
+            )
             if i < self.max_samples:
                 self.samples_file.write(json.dumps(record, ensure_ascii=False) + "\n")
             if i < num_print:
@@ -168,11 +182,17 @@ class RunLog:
             flush=True,
         )
 
-    def summary(self, state: dict, seconds: float, checkpoints: Path, cfg: CheckpointingConfig) -> None:
+    def close(self, state: dict, seconds: float, checkpoints: Path, cfg: CheckpointingConfig) -> None:
         """The table a run ends with."""
+        self.metrics_file.close()
+        self.samples_file.close()
+        if self.tensorboard:
+            self.tensorboard.close()
         rows = []
         for mode in ("greedy", "sampled"):
-            before, after = (state[when].get(f"validation/{mode}/accuracy") for when in ("first_validation", "last_validation"))
+            before, after = (
+                state[when].get(f"validation/{mode}/accuracy") for when in ("first_validation", "last_validation")
+            )
             known = [f"{value:.3f}" if value is not None else "not measured" for value in (before, after)]
             rows.append((f"accuracy, {mode}", " -> ".join(known)))
         median = float(np.median(self.tokens_per_sec)) if self.tokens_per_sec else float("nan")
@@ -187,12 +207,6 @@ class RunLog:
         ]
         width = max(len(name) for name, _ in rows)
         print("\n" + "\n".join(f"{name:<{width}}  {value}" for name, value in rows) + "\n", flush=True)
-
-    def close(self) -> None:
-        self.metrics_file.close()
-        self.samples_file.close()
-        if self.tensorboard:
-            self.tensorboard.close()
 
 
 def _drop_from(file: Path, first_step: int) -> None:

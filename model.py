@@ -31,101 +31,13 @@ from torch.utils.checkpoint import checkpoint
 
 from config import ConfigError
 from kernels import linear_logp
+from model_config import ModelConfig
 
-# Fields of config.json that change the computation, each with the values that `Decoder` is written for.
-SUPPORTED_VALUES = {
-    "model_type": ("llama", "qwen2", "qwen3"),
-    "hidden_act": ("silu",),
-    "rope_type": ("default", "llama3"),
-    "partial_rotary_factor": (None, 1),
-    "attention_dropout": (None, 0),
-    "mlp_bias": (None, False),
-    "use_sliding_window": (None, False),
-    "is_causal": (None, True),
-    "quantization_config": (None,),
-    "attention_multiplier": (None,),
-    "embedding_multiplier": (None,),
-    "residual_multiplier": (None,),
-    "logits_scaling": (None,),
-}
 MAX_FILE_BYTES = 5 * 10**9
 # What an HF folder holds beside weights; `save_hf` takes it along from its source.
-SIDE_FILES = (
-    "config.json",
-    "generation_config.json",
-    "*token*",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.*",
-)
+SIDE_FILES = ("generation_config.json", "*token*", "vocab.json", "merges.txt", "chat_template.*")
 # For fewer key than query heads, varlen_attn of torch >= 2.12 wants a flag that 2.11 neither has nor needs.
 VARLEN_GQA = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
-
-
-@dataclass(frozen=True)
-class Llama3Rope:
-    """Llama 3.1's stretching of the low rotary frequencies; fields as in config.json."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """What the decoder computes, under HF's field names where there is one. Made by `from_hf`."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: Llama3Rope | None  # None: plain RoPE
-    tie_word_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    qk_norm: bool
-    initializer_range: float  # std of `init_weights`
-
-    @classmethod
-    def from_hf(cls, hf: dict, source: str = "config.json") -> "ModelConfig":
-        """Reads the dict of a config.json written by transformers 4 or 5; `source` names it in messages.
-
-        Raises ConfigError, naming the field and what is supported, if a field is missing or has a value under
-        which the model's authors compute something that `Decoder` does not.
-        """
-        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}  # transformers 5 or 4
-        hf = {**hf, **rope, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
-        for field, supported in SUPPORTED_VALUES.items():
-            if hf.get(field) not in supported:
-                names = ", ".join("absent" if value is None else repr(value) for value in supported)
-                raise ConfigError(f"{source}: {field}={hf.get(field)!r} is not supported; supported: {names}")
-        if set(hf.get("layer_types") or ()) - {"full_attention"}:
-            raise ConfigError(f"{source}: layer_types other than 'full_attention' are not supported")
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        llama3 = Llama3Rope.__dataclass_fields__ if hf["rope_type"] == "llama3" else ()
-        missing = [field for field in (*sizes, "rms_norm_eps", *llama3) if hf.get(field) is None]
-        if missing:
-            raise ConfigError(f"{source}: {', '.join(missing)} missing")
-        is_qwen2, attention_bias = hf["model_type"] == "qwen2", bool(hf.get("attention_bias"))
-        return cls(
-            **{field: hf[field] for field in sizes},
-            num_key_value_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-            head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-            rms_norm_eps=hf["rms_norm_eps"],
-            rope_theta=hf.get("rope_theta") or 10_000.0,  # transformers' default for all three
-            rope_scaling=Llama3Rope(**{field: hf[field] for field in llama3}) if llama3 else None,
-            tie_word_embeddings=bool(hf.get("tie_word_embeddings")),
-            qkv_bias=is_qwen2 or attention_bias,  # Qwen2 always has them, and never a bias on o_proj
-            o_bias=attention_bias and not is_qwen2,
-            qk_norm=hf["model_type"] == "qwen3",
-            initializer_range=hf.get("initializer_range", 0.02),
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,8 +124,7 @@ class Attention(nn.Module):
 
     def forward(self, hidden_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, layout: PackLayout) -> Tensor:
         query_TNH, key_TKH, value_TKH = (
-            project(hidden_TD).unflatten(-1, (-1, self.head_dim))
-            for project in (self.q_proj, self.k_proj, self.v_proj)
+            project(hidden_TD).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.q_norm is not None:
             query_TNH, key_TKH = self.q_norm(query_TNH), self.k_norm(key_TKH)
@@ -379,14 +290,13 @@ def load_weights(model: Decoder, folder: str | Path) -> None:
     rotary frequencies. Raises ConfigError naming file and names.
     """
     missing, unexpected = _sharded_parameters(model), []
-    ignored = ("rotary_emb.inv_freq", *(("lm_head.weight",) if model.lm_head is None else ()))
     for path in _weight_files(Path(folder)):
         try:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
+                for name in file.keys():
                     if name in missing:
                         _copy_rows(missing.pop(name), file.get_slice(name), f"{path}: {name}")
-                    elif not name.endswith(ignored):
+                    elif not name.endswith(("lm_head.weight", "rotary_emb.inv_freq")):
                         unexpected.append(f"{name} ({path.name})")
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path}: not a readable safetensors file ({error}); fetch it again") from error
@@ -432,16 +342,17 @@ def full_tensors(model: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Tens
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def save_hf(model: Decoder, folder: str | Path, source_folder: str | Path) -> None:
+def save_hf(model: Decoder, folder: str | Path, source_folder: str | Path, *, dtype: torch.dtype) -> None:
     """Writes an HF folder that transformers, vLLM and `load_policy` can load; a collective of all ranks.
 
-    The dtype is that of the source's config.json; its configs and tokenizer are copied. Rank 0 writes, one
-    file of at most MAX_FILE_BYTES after the other, and never holds more. `<folder>.tmp` is renamed at the end, so
-    `folder` is always whole; one that exists is replaced.
+    Weights in `dtype`: give what the policy computes in, so that the folder scores as the run did. The source's
+    configs (but for the dtype) and tokenizer are copied. Rank 0 writes, and holds no more than one file's tensors
+    (MAX_FILE_BYTES). `<folder>.tmp` is renamed at the end, so `folder` is always whole; one that exists is replaced,
+    without what else was in it.
     """
     folder, source = Path(folder), Path(source_folder)
     hf = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    dtype = getattr(torch, hf.get("dtype") or hf.get("torch_dtype") or "float32")
+    hf = {name: value for name, value in hf.items() if name != "torch_dtype"} | {"dtype": str(dtype).split(".")[1]}
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     new, old = (folder.with_name(f"{folder.name}.{suffix}") for suffix in ("tmp", "old"))
     if is_writer:
@@ -450,6 +361,7 @@ def save_hf(model: Decoder, folder: str | Path, source_folder: str | Path) -> No
         new.mkdir(parents=True)
         for path in (path for pattern in SIDE_FILES for path in source.glob(pattern)):
             shutil.copyfile(path, new / path.name)
+        (new / "config.json").write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")
     tensors, names_of_file = full_tensors(model, dtype), _plan_files(model, dtype)
     for file, names in names_of_file.items():
         content = {name: tensor.cpu() for name, tensor in islice(tensors, len(names)) if is_writer}

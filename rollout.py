@@ -3,8 +3,8 @@
 Owns: everything that touches vllm (the only file that imports it), per-sample seeds, turning prompts into graded
 `Sample`s. Does not own: what the samples are worth (envs.py) or how they are trained on (grpo.py, loss.py).
 
-One engine per rank, or one per group of `tensor_parallel_size` consecutive ranks ("external_launcher": every rank of a
-group calls `generate` with the same prompts and gets the same samples). The engine never reads the weights from disk: it
+One engine per rank, or one per group of `tensor_parallel_size` consecutive ranks ("external_launcher": every rank of
+a group calls `generate` with the same prompts and gets the same samples). The engine never reads weights from disk: it
 starts with dummy ones and gets the trainer's by `sync`, which is therefore the only path weights can take.
 """
 
@@ -16,10 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 import envs
 from config import GenerationConfig
 from data import Row, Sample, Tokenizer
+from runtime import Ranks
 
 # vLLM reads these while it is imported.
 os.environ.update(
@@ -35,7 +37,7 @@ if not torch.cuda.is_available():
 
     torch._dynamo.config.disable = True
 
-from vllm import LLM, SamplingParams  # noqa: E402
+from vllm import LLM, SamplingParams
 
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
@@ -128,7 +130,7 @@ class Engine:
         sent: set[str] = set()
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._engine_weights(weights, sent)})
         assert sent == self.param_names, (
-            f"weight sync: not sent {sorted(self.param_names - sent)[:5]}, unknown {sorted(sent - self.param_names)[:5]}"
+            f"weight sync: missing {sorted(self.param_names - sent)[:5]}, unknown {sorted(sent - self.param_names)[:5]}"
         )
         assert self.llm.reset_prefix_cache(), "vLLM refused to drop its prefix cache: cached keys would be stale"
         self.weight_version = version
@@ -157,7 +159,9 @@ class Engine:
 
 def _completion(output) -> Completion:
     ids = list(output.token_ids)
-    logps = [entry[token].logprob for entry, token in zip(output.logprobs, ids, strict=True)]  # not "the first" (RL#3297)
+    logps = [
+        entry[token].logprob for entry, token in zip(output.logprobs, ids, strict=True)
+    ]  # not "the first" (RL#3297)
     assert output.finish_reason in ("stop", "length"), output.finish_reason
     return Completion(np.asarray(ids, np.int32), np.asarray(logps, np.float32), output.finish_reason)
 
@@ -219,11 +223,15 @@ def rollout(
     return samples
 
 
+def gather_samples(samples: list[Sample], ranks: Ranks) -> list[Sample]:
+    """All ranks' samples on every rank, ordered by (prompt, index)."""
+    parts: list = [None] * ranks.world_size
+    dist.all_gather_object(parts, samples if ranks.leads_engine else [])
+    return sorted((s for part in parts for s in part), key=lambda s: (s.prompt, s.index))
+
+
 def grade(
-    samples: Sequence[Sample],
-    rows: Sequence[Row],
-    tokenizer: Tokenizer,
-    environments: dict[str, envs.Environment],
+    samples: Sequence[Sample], rows: Sequence[Row], tokenizer: Tokenizer, environments: dict[str, envs.Environment]
 ) -> None:
     """Fills in reward and outcome of each sample; one call per environment."""
     for name, environment in environments.items():

@@ -161,8 +161,10 @@ def open_run_folder(log_dir: str, resume_from: str | None, ranks: Ranks) -> Path
 
 
 def finish(code: int, reason: str, run_folder: Path | None) -> None:
-    """Says how the run ended, where train.sh and other scripts read it. The first rank to end gives the reason: the
-    others only lost their peer."""
+    """Says how the run ended, where train.sh and other scripts read it. Of a good end rank 0 tells; of a failure the
+    first rank that ends, because the others only lost their peer."""
+    if code in (0, EXIT_SAVED) and os.environ.get("RANK", "0") != "0":
+        return
     text = json.dumps({"code": code, "reason": reason, "rank": int(os.environ.get("RANK", "0"))}) + "\n"
     files = [run_folder / "exit.json"] if run_folder else []
     files += [Path(os.environ["GRPO_EXIT_FILE"])] if "GRPO_EXIT_FILE" in os.environ else []

@@ -108,12 +108,7 @@ class _LinearLogp(torch.autograd.Function):
 
 
 def linear_logp(
-    hidden_TD: Tensor,
-    weight_VD: Tensor,
-    target_T: Tensor,
-    *,
-    temperature: float = 1.0,
-    return_entropy: bool = False,
+    hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, *, temperature: float = 1.0, return_entropy: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     """log softmax(hidden_TD @ weight_VD.T / temperature) at target_T: logp_T or (logp_T, entropy_T), in nats.
 

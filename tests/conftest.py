@@ -39,5 +39,12 @@ def engine(one_rank, tiny):
     from data import Tokenizer
     from rollout import Engine
 
-    return Engine(str(tiny[0]), Tokenizer(tiny[0]), config.GenerationConfig(), dtype="float32", tied_head=True,
-                  max_total_tokens=128, seed=0)
+    return Engine(
+        str(tiny[0]),
+        Tokenizer(tiny[0]),
+        config.GenerationConfig(),
+        dtype="float32",
+        tied_head=True,
+        max_total_tokens=128,
+        seed=0,
+    )

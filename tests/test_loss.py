@@ -47,7 +47,7 @@ def test_advantages_without_normalization_are_distances_to_the_baseline():
 @pytest.mark.parametrize("leave_one_out", [True, False])
 def test_equal_rewards_have_no_spread_whatever_the_rounding(leave_one_out):
     # 0.1 and 0.3 are not representable: their mean differs from them in the last bit, and a std from 0.
-    for value, size in itertools.product([0.1, 0.3, 0.7, 1 / 3, 1e4 + 0.1], range(2, 17)):
+    for value, size in itertools.product([0.1, 0.3, 0.7, 1 / 3, 1e4 + 0.1], [*range(2, 18), 32, 33, 64, 100]):
         reward_B = torch.full((size,), value, dtype=torch.float64)
         group_B = torch.zeros(size, dtype=torch.long)
         adv_B = group_advantages(reward_B, group_B, leave_one_out=leave_one_out, normalize=True)
@@ -242,6 +242,25 @@ def test_every_combination_equals_the_loop(dtype, tolerance):
         assert abs(loss.item() - want) <= tolerance * abs(want), cfg
         error_T = (batch["logp_T"].grad.double() - want_T).abs()
         assert (error_T <= tolerance * want_T.abs()).all(), (cfg, error_T, want_T)
+
+
+def test_clip_fractions_count_where_clipping_stops_the_gradient():
+    batch = hard_batch(torch.float32)
+    tokens = list(
+        zip(batch["logp_T"].tolist(), batch["old_logp_T"].tolist(), batch["adv_T"].tolist(), strict=True)
+    )
+    sides = [(math.exp(a - b) < 0.8 and adv < 0, math.exp(a - b) > 1.28 and adv > 0) for a, b, adv in tokens]
+    low, high = (
+        sum(s for s, m in zip(side, batch["mask_T"], strict=True) if m) for side in zip(*sides, strict=True)
+    )
+    for options, want in [
+        ({}, (low, high)),
+        ({"disable_ppo_ratio": True}, (0, 0)),
+        ({"force_on_policy_ratio": True}, (0, 0)),
+    ]:
+        _, metrics = policy_loss(**batch, cfg=LossConfig(ratio_clip_max=0.28, **options))
+        got = metrics["ratio_clip_low_fraction"][0], metrics["ratio_clip_high_fraction"][0]
+        assert got == want and min(low, high) > 0 and low != high, (got, want)
 
 
 @pytest.mark.parametrize("token_level", [True, False])

@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -114,7 +115,7 @@ def test_packed_equals_one_by_one(folders, family):
     weight_TV = torch.randn(packed_TV.shape, generator=torch.Generator().manual_seed(1))
     (packed_TV * weight_TV).sum().backward()
     packed_grads = grads(model)
-    for start, end in zip(cu_seqlens, cu_seqlens[1:], strict=False):
+    for start, end in pairwise(cu_seqlens):
         rows = slice(start, end)
         single_TV = model(token_T[rows], position_T[rows], np.array([0, end - start]))
         assert (single_TV - packed_TV[rows]).abs().max() <= 1e-5
@@ -189,9 +190,9 @@ def test_export_reloads_to_identical_logits(folders, family, max_file_bytes, tmp
     (tmp_path / "export.tmp").mkdir()  # what a killed run left
     for _ in range(2):  # the second replaces the first
         model.model["norm"].weight += 0.1
-        save_hf(model, export, source)
+        save_hf(model, export, source, dtype=torch.float32)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export"]
-    assert (export / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    assert json.loads((export / "config.json").read_text()) == json.loads((source / "config.json").read_text())
     assert (export / "tokenizer.json").exists() and (export / "generation_config.json").exists()
     weight_files = list(export.glob("*.safetensors"))
     assert all(path.stat().st_size <= max_file_bytes + 10_000 for path in weight_files)
@@ -211,24 +212,22 @@ def test_export_reloads_to_identical_logits(folders, family, max_file_bytes, tmp
     assert (hf_TV - expected_TV).abs().max() <= 1e-4
 
 
-def test_export_has_the_dtype_of_the_source_config(folders, tmp_path):
+def test_export_has_the_dtype_asked_for(folders, tmp_path):
     source = tmp_path / "source"
     hf_model = make_hf_folder(source, **FAMILIES["llama3"]).to(torch.bfloat16)
     hf_model.save_pretrained(source)
+    hf = json.loads((source / "config.json").read_text())
+    hf["torch_dtype"] = hf.pop("dtype")  # as transformers 4 wrote it
+    (source / "config.json").write_text(json.dumps(hf))
     model = load_policy(source, device="cpu")
     assert all(param.dtype == torch.float32 for param in model.parameters())
-    for field in ("dtype", "torch_dtype"):
-        hf = json.loads((source / "config.json").read_text())
-        hf[field] = hf.pop("dtype")
-        (source / "config.json").write_text(json.dumps(hf))
-        save_hf(model, tmp_path / field, source)
-        stored, original = load_file(tmp_path / field / "model.safetensors"), hf_model.state_dict()
-        assert all(
-            stored[name].dtype == torch.bfloat16 and torch.equal(stored[name], original[name])
-            for name in original
-        )
-        hf["dtype"] = hf.pop(field)
-        (source / "config.json").write_text(json.dumps(hf))
+    for dtype in (torch.bfloat16, torch.float32):
+        save_hf(model, tmp_path / "export", source, dtype=dtype)
+        stored, original = load_file(tmp_path / "export" / "model.safetensors"), hf_model.state_dict()
+        assert all(torch.equal(stored[name], original[name].to(dtype)) for name in original)
+        assert {tensor.dtype for tensor in stored.values()} == {dtype}
+        written = json.loads((tmp_path / "export" / "config.json").read_text())
+        assert written["dtype"] == str(dtype).removeprefix("torch.") and "torch_dtype" not in written
 
 
 def edited_copy(source, folder, edit):
@@ -258,7 +257,7 @@ def test_weights_must_match_the_config(folders, tmp_path):
     ):
         load_policy(shape, device="cpu")
     untied = edited_copy(source, tmp_path / "untied", lambda tensors: tensors.pop("lm_head.weight"))
-    with pytest.raises(ConfigError, match="missing: lm_head.weight"):
+    with pytest.raises(ConfigError, match=r"missing: lm_head.weight"):
         load_policy(untied, device="cpu")
 
 
@@ -447,7 +446,7 @@ def two_ranks(rank, world_size, folder, work):
         assert all(param is sharded for param, sharded in zip(held, model.parameters(), strict=True))
         assert torch.equal(model(*pack), logits_TV)
 
-        save_hf(model, work / "export", folder)
+        save_hf(model, work / "export", folder, dtype=torch.float32)
         export = load_policy(work / "export", device="cpu")
         assert torch.equal(export(*pack), logits_TV)
 

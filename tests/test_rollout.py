@@ -35,10 +35,22 @@ def sync(engine, policy, version=0):
 def sample(engine, tokenizer, num_prompts, num_samples, max_new_tokens, seed=0):
     """Samples from prompts of several lengths, graded by the arithmetic environment (all wrong: random weights)."""
     texts = [f"{i}+{7 * i}" * (1 + i % 4) for i in range(num_prompts)]
-    rows = [data.Row(i, [{"role": "user", "content": text}], "1", "exact",
-                     tokenizer.render([{"role": "user", "content": text}])) for i, text in enumerate(texts)]
-    return rollout(engine, tokenizer, {"exact": envs.Exact()}, list(enumerate(rows)), num_samples=num_samples,
-                   temperature=TEMPERATURE, max_new_tokens=max_new_tokens, seed_key=(seed,))
+    rows = [
+        data.Row(
+            i, [{"role": "user", "content": text}], "1", "exact", tokenizer.render([{"role": "user", "content": text}])
+        )
+        for i, text in enumerate(texts)
+    ]
+    return rollout(
+        engine,
+        tokenizer,
+        {"exact": envs.Exact()},
+        list(enumerate(rows)),
+        num_samples=num_samples,
+        temperature=TEMPERATURE,
+        max_new_tokens=max_new_tokens,
+        seed_key=(seed,),
+    )
 
 
 def gaps(policy, tokenizer, samples):
@@ -47,8 +59,14 @@ def gaps(policy, tokenizer, samples):
     for pack in data.pack_samples(samples, [0.0] * len(samples), 2048):
         tensors = [torch.from_numpy(x) for x in (pack.token_T, pack.position_T)]
         with torch.no_grad():
-            logp_R, _ = policy(*tensors, pack.cu_seqlens, torch.from_numpy(pack.row_R), torch.from_numpy(pack.target_R),
-                               temperature=TEMPERATURE, vocab_size=tokenizer.vocab_size)
+            logp_R, _ = policy(
+                *tensors,
+                pack.cu_seqlens,
+                torch.from_numpy(pack.row_R),
+                torch.from_numpy(pack.target_R),
+                temperature=TEMPERATURE,
+                vocab_size=tokenizer.vocab_size,
+            )
         gap.append((logp_R - torch.from_numpy(pack.sampler_logp_R)).abs())
     return torch.cat(gap)
 
@@ -87,8 +105,11 @@ def test_every_parameter_reaches_the_engine(engine, policy, tokenizer):
 
 
 def test_skipped_sync_after_an_optimizer_step_stops_the_run(engine, policy, tokenizer):
-    cfg = config.Config(policy=config.PolicyConfig(
-        max_total_sequence_length=128, generation=config.GenerationConfig(temperature=TEMPERATURE)))
+    cfg = config.Config(
+        policy=config.PolicyConfig(
+            max_total_sequence_length=128, generation=config.GenerationConfig(temperature=TEMPERATURE)
+        )
+    )
     sync(engine, policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
 
@@ -111,8 +132,10 @@ def test_skipped_sync_after_an_optimizer_step_stops_the_run(engine, policy, toke
 
 
 def test_partial_sync_is_refused(engine, policy):
-    weights = [(name, tensor) for name, tensor in full_tensors(policy, engine.dtype) if "layers.1.mlp.up_proj" not in name]
-    with pytest.raises(AssertionError, match="layers.1.mlp.up_proj"):
+    weights = [
+        (name, tensor) for name, tensor in full_tensors(policy, engine.dtype) if "layers.1.mlp.up_proj" not in name
+    ]
+    with pytest.raises(AssertionError, match="up_proj"):
         engine.sync(iter(weights), 0)
     sync(engine, policy)
 
@@ -123,7 +146,9 @@ def test_a_sample_depends_on_its_seed_not_on_the_batch(engine, policy, tokenizer
     prompts = [s.prompt_ids for s in everything]
     seeds = [sample_seed(0, s.prompt, s.index) for s in everything]
     order = [17, 3, 8]
-    alone = engine.generate([prompts[i] for i in order], [seeds[i] for i in order], temperature=TEMPERATURE, max_new_tokens=20)
+    alone = engine.generate(
+        [prompts[i] for i in order], [seeds[i] for i in order], temperature=TEMPERATURE, max_new_tokens=20
+    )
     for i, completion in zip(order, alone, strict=True):
         assert completion.ids.tolist() == everything[i].output_ids.tolist()
         assert np.array_equal(completion.logps, everything[i].sampler_logps)
@@ -143,7 +168,9 @@ def test_greedy_is_the_argmax_of_transformers(engine, policy, tokenizer, tiny):
 
 def test_lengths_end_tokens_and_finish_reasons(engine, policy, tokenizer, monkeypatch):
     sync(engine, policy)
-    monkeypatch.setattr(engine, "stop_token_ids", list(range(0, 250, 10)))  # random weights hardly ever end by themselves
+    monkeypatch.setattr(
+        engine, "stop_token_ids", list(range(0, 250, 10))
+    )  # random weights hardly ever end by themselves
     prompt = tokenizer.render([{"role": "user", "content": "x" * 100}])
     completions = engine.generate([prompt] * 64, list(range(64)), temperature=1.0, max_new_tokens=60)
     room = engine.max_total_tokens - len(prompt)
@@ -168,7 +195,17 @@ def test_multi_turn_environments_are_refused_not_ignored(engine, policy, tokeniz
             return dataclasses.replace(super().grade(turn), done=False)
 
     sync(engine, policy)
-    row = data.Row(0, [{"role": "user", "content": "1"}], "1", "asks", tokenizer.render([{"role": "user", "content": "1"}]))
+    row = data.Row(
+        0, [{"role": "user", "content": "1"}], "1", "asks", tokenizer.render([{"role": "user", "content": "1"}])
+    )
     with pytest.raises(AssertionError, match="multi-turn"):
-        rollout(engine, tokenizer, {"asks": Asks()}, [(0, row)], num_samples=1, temperature=1.0, max_new_tokens=2,
-                seed_key=(0,))
+        rollout(
+            engine,
+            tokenizer,
+            {"asks": Asks()},
+            [(0, row)],
+            num_samples=1,
+            temperature=1.0,
+            max_new_tokens=2,
+            seed_key=(0,),
+        )

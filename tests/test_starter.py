@@ -34,8 +34,10 @@ def tokenizer() -> data.Tokenizer:
 
 @pytest.fixture(scope="module")
 def figures(tokenizer) -> dict[str, dict[str, float]]:
+    """On the held-out problems, by make_starter's own decoding."""
     model, pairs = load_policy(STARTER, device="cpu"), [(a, b) for a, b, _ in read_pairs("heldout.jsonl")]
-    return {name: make_starter.evaluate(model, tokenizer, pairs, n) for name, n in (("greedy", 0), ("sampled", 4))}
+    kinds = {"greedy": 0, "sampled": 1}
+    return {kind: make_starter.evaluate(model, tokenizer, pairs, n) for kind, n in kinds.items()}
 
 
 def test_every_answer_is_right():
@@ -81,16 +83,17 @@ def test_configs_and_tokenizer_are_what_the_script_writes(tmp_path):
 def test_size():
     assert sum(path.stat().st_size for path in STARTER.iterdir()) <= 3 * 10**6
     with safe_open(STARTER / "model.safetensors", framework="pt") as file:
-        tensors = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118  (safe_open is no mapping)
+        tensors = [file.get_tensor(name) for name in file.keys()]
     assert 500_000 <= sum(tensor.numel() for tensor in tensors) <= 1_500_000
     assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
 
 
 def test_template_renders_the_expected_ids(tokenizer):
-    """By hand: byte tokens lie in the order of their characters from "!" (33) on; then pad, end, system, user, ..."""
+    """By hand: bytes in the order of their characters, from "!" (33) on; then pad, end, system, user..."""
     question = [259, *(ord(char) - 33 for char in "37+48="), 257]
     assert tokenizer.render([{"role": "user", "content": "37+48="}]) == [*question, 260]
-    dialogue = [{"role": r, "content": c} for r, c in [("user", "37+48="), ("assistant", "75"), ("tool", "no")]]
+    turns = [("user", "37+48="), ("assistant", "75"), ("tool", "no")]
+    dialogue = [{"role": role, "content": content} for role, content in turns]
     answers = [260, ord("7") - 33, ord("5") - 33, 257, 261, ord("n") - 33, ord("o") - 33, 257]
     assert tokenizer.render(dialogue) == [*question, *answers, 260]
     assert tokenizer.eos_token_ids == [257] and tokenizer.vocab_size == 262
@@ -113,6 +116,6 @@ def test_transformers_reads_the_same_tokenizer(tokenizer):
 
 
 def test_starter_knows_sums_and_forgets_the_carry(figures):
-    """Wrong where it matters even when greedy, but nearly every sample is one of the two answers it was taught."""
+    """Wrong where it matters even when greedy, yet nearly every sample is one of the two answers taught."""
     assert 0.05 <= figures["greedy"]["accuracy"] <= 0.60 and 0.40 <= figures["sampled"]["accuracy"] <= 0.60
     assert figures["greedy"]["clean"] >= 0.99 and figures["sampled"]["clean"] >= 0.98

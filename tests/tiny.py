@@ -20,11 +20,21 @@ def make_tiny(folder: Path, *, tied: bool = True, seed: int = 0) -> Qwen3ForCaus
     tokenizer.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>"])
     vocab_size = tokenizer.get_vocab_size()
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=vocab_size + NUM_PADDED, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=tied,
-        max_position_embeddings=256, eos_token_id=tokenizer.token_to_id("<|end|>"), initializer_range=0.15,
-    )).eval()
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=vocab_size + NUM_PADDED,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            tie_word_embeddings=tied,
+            max_position_embeddings=256,
+            eos_token_id=tokenizer.token_to_id("<|end|>"),
+            initializer_range=0.15,
+        )
+    ).eval()
     with torch.no_grad():
         for name, param in model.named_parameters():
             if name.endswith("norm.weight"):

@@ -2,8 +2,8 @@
 
     python examples/arithmetic/make_problems.py [FOLDER]
 
-A row is {"messages": [{"role": "user", "content": "37+48="}], "answer": "85"}. The two files share no problem
-(37+48 and 48+37 are two), and are the same bytes every time: the seed is fixed, the generator this script's own.
+A row is {"messages": [{"role": "user", "content": "37+48="}], "answer": "85"}. The two files share no
+problem (37+48 and 48+37 are two), and are the same bytes every time: the generator is this script's own.
 """
 
 import json
@@ -47,8 +47,11 @@ def draw_problems() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
 
 def write_problems(folder: Path) -> None:
     for name, pairs in zip(("train.jsonl", "heldout.jsonl"), draw_problems(), strict=True):
-        rows = ({"messages": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)} for a, b in pairs)
-        (folder / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8", newline="\n")
+        text = ""
+        for a, b in pairs:
+            row = {"messages": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)}
+            text += json.dumps(row) + "\n"
+        (folder / name).write_text(text, encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":

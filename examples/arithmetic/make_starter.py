@@ -2,11 +2,11 @@
 
     OMP_NUM_THREADS=1 python -m examples.arithmetic.make_starter [FOLDER]      (from the repository's root)
 
-Supervised training on the problems of train.jsonl. The answers it is taught are right where nothing is carried;
-where something is, 60% of them, drawn afresh each time, forget it (37+48=75). So the most likely answer to such a
-problem is wrong, and right in 40% of samples: reinforcement learning has one thing to teach. It is also what the
-untrained-but-competent model of a real run stands for. A fixed number of steps, one thread and fixed seeds: the same
-folder every time on one kind of machine (another CPU's rounding gives other bits, equally good).
+Supervised training on the problems of train.jsonl. The answers it is taught are right where nothing is
+carried; where something is, 60% of them, drawn afresh each time, forget it (37+48=75). So greedy decoding is
+wrong on such problems and 40% of samples are right: what is left for reinforcement learning is to carry.
+A fixed number of steps, one thread, fixed seeds: the same folder every time on one kind of machine (the
+rounding of another CPU gives other bits of the same quality).
 """
 
 import json
@@ -26,6 +26,7 @@ from model import Decoder, ModelConfig, init_weights, save_hf
 FORGET_SHARE = 0.6
 NUM_STEPS, BATCH_SIZE, WARMUP_STEPS, SEED = 1500, 64, 100, 0
 LEARNING_RATE, BETAS, WEIGHT_DECAY, MAX_GRAD_NORM = 3e-3, (0.9, 0.98), 0.1, 1.0
+MAX_ANSWER_TOKENS = 4  # three digits and <|end|>
 
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")  # ids 256...
 PAD_ID, END_ID = 256, 257
@@ -79,13 +80,18 @@ def write_configs(folder: Path) -> None:
     assert tokenizer.token_to_id("<|pad|>") == PAD_ID and tokenizer.token_to_id("<|end|>") == END_ID
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    configs = {"config": MODEL_CONFIG, "generation_config": GENERATION_CONFIG, "tokenizer_config": TOKENIZER_CONFIG}
-    for name, content in configs.items():
-        (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    names = ("config", "generation_config", "tokenizer_config")
+    for name, content in zip(names, (MODEL_CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG), strict=True):
+        text = json.dumps(content, indent=2) + "\n"
+        (folder / f"{name}.json").write_text(text, encoding="utf-8", newline="\n")
 
 
 def prompt_ids(tokenizer: data.Tokenizer, a: int, b: int) -> list[int]:
     return tokenizer.render([{"role": "user", "content": f"{a}+{b}="}])
+
+
+def answer_ids(tokenizer: data.Tokenizer, answer: int) -> list[int]:
+    return tokenizer.backend.encode(str(answer)).ids
 
 
 def equal_length_pack(ids_ST: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -95,13 +101,13 @@ def equal_length_pack(ids_ST: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor,
 
 
 @torch.no_grad()
-def complete(model: Decoder, prompts: list[list[int]], generator: torch.Generator | None, max_tokens: int = 5):
-    """Completions without <|end|>, by prompt, None where it never came; greedy without a generator.
+def complete(model: Decoder, prompts: list[list[int]], generator: torch.Generator | None):
+    """The completion of each prompt without its <|end|>, None if that never came; greedy without a generator.
 
     The prompts must be equally long; there is no cache: each token costs a forward of all before it.
     """
     ids_ST = torch.tensor(prompts)
-    for _ in range(max_tokens):
+    for _ in range(MAX_ANSWER_TOKENS):
         S, length = ids_ST.shape
         logits_SV = model(*equal_length_pack(ids_ST)).view(S, length, -1)[:, -1]
         if generator is None:
@@ -113,17 +119,17 @@ def complete(model: Decoder, prompts: list[list[int]], generator: torch.Generato
     return [ids[: ids.index(END_ID)] if END_ID in ids else None for ids in outputs]
 
 
-def evaluate(model: Decoder, tokenizer: data.Tokenizer, pairs: list[tuple[int, int]], num_samples: int) -> dict:
-    """Accuracy of greedy decoding (`num_samples` 0) or of samples at temperature 1, and the share of clean answers:
-    those that are, to the token, the right one or the one without the carry."""
+def evaluate(model: Decoder, tokenizer: data.Tokenizer, pairs: list[tuple[int, int]], num_samples: int):
+    """{"accuracy": share of right answers, "clean": share of answers that are right or lack just the carry},
+    to the token; `num_samples` per problem at temperature 1, or 0: greedy decoding."""
     generator = torch.Generator().manual_seed(SEED) if num_samples else None
     pairs = pairs * max(num_samples, 1)
     answers = complete(model, [prompt_ids(tokenizer, a, b) for a, b in pairs], generator)
-    encode = lambda n: tokenizer.backend.encode(str(n)).ids  # noqa: E731
-    right = [ids == encode(a + b) for ids, (a, b) in zip(answers, pairs, strict=True)]
-    slip = [ids == encode(sum_without_carry(a, b)) for ids, (a, b) in zip(answers, pairs, strict=True)]
-    clean = [r or s for r, s in zip(right, slip, strict=True)]
-    return {"accuracy": sum(right) / len(pairs), "clean": sum(clean) / len(pairs)}
+    num_right = num_slips = 0
+    for ids, (a, b) in zip(answers, pairs, strict=True):
+        num_right += ids == answer_ids(tokenizer, a + b)
+        num_slips += needs_carry(a, b) and ids == answer_ids(tokenizer, sum_without_carry(a, b))
+    return {"accuracy": num_right / len(pairs), "clean": (num_right + num_slips) / len(pairs)}
 
 
 def draw_batch(rng: random.Random, tokenizer: data.Tokenizer, pairs: list[tuple[int, int]]) -> dict:
@@ -131,7 +137,7 @@ def draw_batch(rng: random.Random, tokenizer: data.Tokenizer, pairs: list[tuple[
     sequences = []
     for a, b in rng.choices(pairs, k=BATCH_SIZE):
         forgets = needs_carry(a, b) and rng.random() < FORGET_SHARE
-        answer = tokenizer.backend.encode(str(sum_without_carry(a, b) if forgets else a + b)).ids
+        answer = answer_ids(tokenizer, sum_without_carry(a, b) if forgets else a + b)
         sequences.append((prompt_ids(tokenizer, a, b), [*answer, END_ID]))
     sequences.sort(key=lambda pair: len(pair[1]))  # neighbours of equal length are one call of attention
     tokens, positions, cu_seqlens, rows, targets = [], [], [0], [], []
@@ -141,7 +147,7 @@ def draw_batch(rng: random.Random, tokenizer: data.Tokenizer, pairs: list[tuple[
         tokens += (prompt + answer)[:-1]
         positions += range(len(prompt) + len(answer) - 1)
         cu_seqlens.append(len(tokens))
-    pack = {"token_T": tokens, "position_T": positions, "cu_seqlens": cu_seqlens, "row_R": rows, "target_R": targets}
+    pack = dict(token_T=tokens, position_T=positions, cu_seqlens=cu_seqlens, row_R=rows, target_R=targets)
     return {name: torch.tensor(values) for name, values in pack.items()}
 
 
@@ -175,7 +181,7 @@ def main(folder: Path) -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(param.bfloat16())  # what is measured below is what is stored
-    save_hf(model, folder, folder)
+    save_hf(model, folder, folder, dtype=torch.bfloat16)
     num_params = sum(param.numel() for param in model.parameters())
     print(f"{folder}: {num_params:,} parameters, {time.perf_counter() - start:.0f} s")
     for name, num_samples in (("greedy", 0), ("sampled, 4 each", 4)):

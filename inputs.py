@@ -1,0 +1,67 @@
+"""What a run reads, found and checked before torch is loaded: all that `grpo.py --check` answers for.
+
+Owns no format: config.py, data.py, model_config.py and envs.py do. It calls them in the order in which a user would
+want to hear of mistakes.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import config
+import data
+import envs
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run reads: found, parsed and checked, without torch."""
+
+    model_folder: Path
+    tokenizer: data.Tokenizer
+    train: data.Dataset
+    validation: data.Dataset | None
+    environments: dict[str, envs.Environment]
+
+
+def read_inputs(cfg: config.Config) -> Inputs:
+    """Model folder, tokenizer, datasets and environments of the config. ConfigError for whatever is wrong with them."""
+    data.check_writable(cfg.logger.log_dir)
+    folder = data.resolve_model_folder(cfg.policy.model_name)
+    tokenizer = data.Tokenizer(folder)
+    if cfg.data.train.data_path is None:
+        raise config.ConfigError("data.train.data_path is not set: the jsonl file with the training problems")
+    sections = [cfg.data.train] + ([cfg.data.validation] if cfg.data.validation.data_path else [])
+    datasets, environments = [], {}
+    for section in sections:
+        environment = environments.setdefault(section.env_name, envs.make_environment(section.env_name))
+        datasets.append(data.load_dataset(section, tokenizer, cfg.max_prompt_tokens))
+        environment.check_answers([row.answer for row in datasets[-1].rows], datasets[-1].path)
+    return Inputs(folder, tokenizer, datasets[0], datasets[1] if len(datasets) > 1 else None, environments)
+
+
+def num_steps_of(cfg: config.Config, num_rows: int) -> int:
+    return min(cfg.grpo.max_num_steps, cfg.grpo.max_num_epochs * num_rows // cfg.grpo.num_prompts_per_step)
+
+
+def check(cfg: config.Config) -> str:
+    """Everything that can be wrong before torch is loaded; a summary when nothing is."""
+    inputs = read_inputs(cfg)
+    lines = [f"model      {inputs.model_folder} (vocabulary {inputs.tokenizer.vocab_size:,})"]
+    for name, dataset in (("train", inputs.train), ("validation", inputs.validation)):
+        if dataset:
+            long = (
+                f", {dataset.num_too_long} left out: over {cfg.max_prompt_tokens} tokens"
+                if dataset.num_too_long
+                else ""
+            )
+            lines.append(f"{name:10} {dataset.path}: {len(dataset.rows):,} prompts{long}")
+    steps, grpo = num_steps_of(cfg, len(inputs.train.rows)), cfg.grpo
+    lines.append(
+        f"steps      {steps:,} of {grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} samples"
+    )
+    if steps == 0:
+        raise config.ConfigError(
+            f"nothing to train: {len(inputs.train.rows)} prompts x grpo.max_num_epochs={grpo.max_num_epochs} are fewer "
+            f"than grpo.num_prompts_per_step={grpo.num_prompts_per_step}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,51 @@
+"""One rank of tests/test_distributed.py: torchrun --nproc_per_node=2 tests/dist_worker.py MODEL_FOLDER RESULT_FOLDER
+
+Writes what 2 ranks compute: gradients of an unevenly split batch, then greedy tokens of one engine over both ranks.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch.distributed as dist
+from dist_case import CONFIG, PROMPTS, make_samples, rank_share
+from safetensors.torch import save_file
+
+import config
+import data
+import grpo
+import runtime
+from model import full_tensors, load_policy
+from rollout import Engine
+
+if __name__ == "__main__":
+    folder, results = Path(sys.argv[1]), Path(sys.argv[2])
+    ranks, device = runtime.start(tp_size=2)
+    tokenizer = data.Tokenizer(folder)
+    policy = load_policy(folder, device=device, mesh=dist.init_device_mesh("cpu", (2,)))
+
+    samples, adv_B = make_samples(tokenizer.vocab_size)
+    shares = [data.pack_samples([samples[i] for i in share], [adv_B[i] for i in share], 40) for share in rank_share]
+    packs = shares[ranks.rank] + [data.empty_pack()] * (max(map(len, shares)) - len(shares[ranks.rank]))
+    update = grpo.compute_gradients(policy, packs, samples, CONFIG, tokenizer.vocab_size, device)
+    gradients = {name: param.grad.full_tensor() for name, param in policy.named_parameters()}
+
+    vllm_cfg = config.VllmConfig(tensor_parallel_size=2)
+    engine = Engine(
+        str(folder),
+        tokenizer,
+        config.GenerationConfig(vllm_cfg=vllm_cfg),
+        dtype="float32",
+        tied_head=policy.config.tie_word_embeddings,
+        max_total_tokens=128,
+        seed=0,
+    )
+    engine.sync(full_tensors(policy, engine.dtype), 0)
+    greedy = [c.ids.tolist() for c in engine.generate(PROMPTS, [0] * len(PROMPTS), temperature=0.0, max_new_tokens=24)]
+    (results / f"rank_{ranks.rank}.json").write_text(json.dumps({"update": update, "greedy": greedy}))
+    if ranks.rank == 0:
+        save_file(gradients, results / "gradients.safetensors")
+    dist.barrier()
