@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
@@ -24,14 +25,14 @@ from inputs import Inputs, check, num_steps_of, read_inputs
 USAGE = "usage: [torchrun --nproc_per_node=N] grpo.py [--check] CONFIG.yaml [key.sub=value ...] | --help"
 
 
-def parse(argv: Sequence[str]) -> tuple[bool, config.Config]:
-    """(--check given, the validated config)."""
+def parse(argv: Sequence[str]) -> config.Config:
+    """The validated config of a command line."""
     words = [word for word in argv if word != "--check"]
     if not words or words[0].startswith("-"):
         raise config.ConfigError(USAGE)
     cfg = config.load(words[0], words[1:])
     config.validate(cfg, int(os.environ.get("WORLD_SIZE", "1")))
-    return "--check" in argv, cfg
+    return cfg
 
 
 if __name__ == "__main__" and ("--check" in sys.argv or "--help" in sys.argv or len(sys.argv) == 1):
@@ -40,11 +41,14 @@ if __name__ == "__main__" and ("--check" in sys.argv or "--help" in sys.argv or 
         print(USAGE, config.help_text(), sep="\n\n")
         sys.exit(0)
     try:
-        print(check(parse(sys.argv[1:])[1]))
+        print(check(parse(sys.argv[1:])))
     except config.ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     sys.exit(0)
+
+if os.environ.get("RANK", "0") == "0" and __name__ == "__main__":
+    print("loading torch and vllm", flush=True)
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -129,15 +133,12 @@ def build(
         precision=cfg.policy.precision,
         activation_checkpointing=cfg.policy.dtensor_cfg.activation_checkpointing,
     )
-    kwargs = cfg.policy.optimizer.kwargs
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=kwargs.lr,
-        weight_decay=kwargs.weight_decay,
-        betas=kwargs.betas,
-        eps=kwargs.eps,
-        fused=True,
+    size = sum(param.numel() for param in model.parameters())
+    ranks.say(
+        f"policy: {size / 1e6:,.1f} M parameters, {cfg.policy.precision}, FSDP2 over {ranks.world_size} ranks; head: "
+        "torch, chunked; starting the engine"
     )
+    optimizer = torch.optim.AdamW(model.parameters(), **asdict(cfg.policy.optimizer.kwargs), fused=True)
     generation = cfg.policy.generation
     engine = Engine(
         str(inputs.model_folder),
@@ -148,6 +149,7 @@ def build(
         max_total_tokens=cfg.policy.max_total_sequence_length,
         seed=cfg.grpo.seed,
     )
+    ranks.say(f"engine: {ranks.dp_size} x vLLM over {ranks.tp_size} ranks each, vocabulary {engine.vocab_size:,}")
     engine.sleep()
     return model, optimizer, engine
 
@@ -331,7 +333,7 @@ def main() -> int:
     """One rank from start to exit code."""
     run_folder = None
     try:
-        _, cfg = parse(sys.argv[1:])
+        cfg = parse(sys.argv[1:])
         inputs = read_inputs(cfg)
         ranks, device = runtime.start(cfg.policy.generation.vllm_cfg.tensor_parallel_size)
         run_folder = runtime.open_run_folder(cfg.logger.log_dir, cfg.checkpointing.resume_from, ranks)

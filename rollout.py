@@ -11,6 +11,7 @@ starts with dummy ones and gets the trainer's by `sync`, which is therefore the 
 import hashlib
 import logging
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -37,9 +38,10 @@ if not torch.cuda.is_available():
 
     torch._dynamo.config.disable = True
 
-from vllm import LLM, SamplingParams
+logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # for what it says before it reads that itself
+warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # of its own use of a deprecated torch name
 
-logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+from vllm import LLM, SamplingParams  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True)

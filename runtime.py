@@ -59,6 +59,11 @@ class Ranks:
     def dp_size(self) -> int:
         return self.world_size // self.tp_size
 
+    def say(self, text: str) -> None:
+        """A line for the user: rank 0's."""
+        if self.rank == 0:
+            print(text, flush=True)
+
     @property
     def leads_engine(self) -> bool:
         """Ranks of a group hold the same samples: the first one reports them."""
@@ -102,11 +107,11 @@ def seed_everything(seed: int) -> None:
 
 
 class Signals:
-    """SIGTERM and SIGUSR1 ask for a save and an orderly end. The handler sets a flag; `requested` makes it common."""
+    """A signal asks for a save and an orderly end. The handler sets a flag; `requested` makes it common to all ranks."""
 
     def __init__(self):
         self.received: int | None = None
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame) -> None:
@@ -169,8 +174,10 @@ def finish(code: int, reason: str, run_folder: Path | None) -> None:
     files = [run_folder / "exit.json"] if run_folder else []
     files += [Path(os.environ["GRPO_EXIT_FILE"])] if "GRPO_EXIT_FILE" in os.environ else []
     for file in files:
-        if not file.exists() or not file.read_text():
-            file.write_text(text)
+        if not file.exists():
+            whole = file.with_name(f"{file.name}.{os.getpid()}")
+            whole.write_text(text)
+            os.rename(whole, file)
 
 
 def describe_failure(error: BaseException) -> tuple[int, str]:

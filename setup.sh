@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Set-up shared by train.sh and tests/run.sh, which source it: they get PYTHON (an interpreter with every package of the lock),
-# GRPO_DEVICE (cpu or cuda) and the repository root as working directory. `./setup.sh` by hand does the same.
-# Finished once, it costs some milliseconds; interrupted, or with another lock, it starts over. What a user can set:
+# Set-up shared by train.sh and tests/run.sh, which source it and get PYTHON (with every package of the lock),
+# GRPO_DEVICE (cpu or cuda) and the repository root as working directory. Done once, it costs milliseconds;
+# interrupted, or with another lock, it starts over. What a user can set:
 #   GRPO_DEVICE=cpu|cuda       which lock; default: cuda where `nvidia-smi -L` works
 #   GRPO_VENV=dir              where the environment goes; default .venv
-#   GRPO_PYTHON=path/python    use this interpreter as it is (say, of a GPU image that has torch and vLLM) and install nothing
+#   GRPO_PYTHON=path/python    install nothing, use this (say, of a GPU image that has torch and vLLM)
 set -euo pipefail
 
 say() { echo "setup: $*" >&2; }
@@ -13,26 +13,27 @@ die() { say "$*"; exit 1; }
 find_python() {  # runs each candidate: a version manager's shim can be on PATH and not work
     local name
     for name in python3 python3.12 python3.13 python3.11 python3.14; do
-        "$name" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null &&
-            "$name" -c 'import sys; print(sys.executable)' && return
+        "$name" -c 'import sys, venv, ensurepip
+assert (3, 11) <= sys.version_info[:2] <= (3, 14)
+print(sys.executable)' 2>/dev/null && return
     done
     die "needs Python 3.11 to 3.14 with its venv module; none of python3, python3.11 ... python3.14 is one." \
-        "Install it, e.g. 'apt-get install python3.12 python3.12-venv', or name one that has the packages: GRPO_PYTHON=path/python"
+        "Install one, e.g. 'apt-get install python3.12 python3.12-venv', or set GRPO_PYTHON (see setup.sh)"
 }
 
-stamp() {  # what an environment was made from; the full path is in it because a moved environment has wrong scripts
+stamp() {  # what an environment was made from; with its path, as a moved environment has wrong scripts
     echo "$GRPO_DEVICE $(sha256sum <"$lock" | cut -c1-64) $(readlink -f "$venv/bin/python") $venv"
 }
 
 ready() { [[ -x $venv/bin/python && $(stamp) == "$(cat "$venv.stamp" 2>/dev/null)" ]]; }
 
-pip_install() {  # full output to the log, a line now and then to the screen; no package is ever built from source
+pip_install() {  # full output to the log, a line now and then to the screen; nothing is built from source
     "$venv/bin/python" -m pip install --no-deps --only-binary=:all: --progress-bar=off "$@" 2>&1 | {
         local line fetched=0
         while IFS= read -r line; do
             echo "$line" >>"$venv/install.log"
             case $line in
-                Collecting*|Processing*) fetched=$((fetched + 1)); ((fetched % 40)) || say "$fetched packages fetched" ;;
+                Collecting*|Processing*) ((++fetched % 40)) || say "$fetched packages fetched" ;;
                 "Installing collected packages"*) say "unpacking $fetched" ;;
             esac
         done
@@ -42,10 +43,10 @@ pip_install() {  # full output to the log, a line now and then to the screen; no
 install() {
     local was need free torch python
     read -r was _ <"$venv.stamp" || was=
-    if [[ -d $venv && -n $(ls -A "$venv") ]]; then  # never delete what is not ours, nor the other device's under a running job
-        [[ -n $was ]] || die "$venv is there and not made by setup.sh. Move it away, choose another place with GRPO_VENV=dir," \
-            "or use it as it is with GRPO_PYTHON=$venv/bin/python"
-        [[ $was == "$GRPO_DEVICE" ]] || die "$venv holds the $was packages and this run needs $GRPO_DEVICE." \
+    if [[ -d $venv && -n $(ls -A "$venv") ]]; then  # not ours, or the other device's and in use: keep it
+        [[ -n $was ]] || die "$venv is there and not made by setup.sh. Move it away, choose another place" \
+            "with GRPO_VENV=dir, or use it as it is with GRPO_PYTHON=$venv/bin/python"
+        [[ $was == "$GRPO_DEVICE" ]] || die "$venv holds the $was packages, this run needs $GRPO_DEVICE." \
             "Remove it, or choose another place for these: GRPO_VENV=.venv-$GRPO_DEVICE"
     fi
     python=$(find_python)
@@ -53,12 +54,12 @@ install() {
     rm -rf "$venv"
     [[ $GRPO_DEVICE == cpu ]] && need=5 || need=16  # GB, downloads included; CPU measured, CUDA estimated
     free=$(($(df -Pk "$(dirname "$venv")" | awk 'NR == 2 {print $4}') / 1000000))
-    ((free >= need)) || die "needs $need GB of disk for $venv, has $free. Free some, or choose another disk: GRPO_VENV=dir"
+    ((free >= need)) || die "needs $need GB of disk for $venv, has $free. Free some, or set GRPO_VENV=dir"
     say "installing the packages of $lock with $python into $venv (once, some minutes)"
     "$python" -m venv "$venv" || die "$python could not make a virtual environment in $venv"
     torch=$(grep '^torch==' "$lock")
-    # The CPU build has no place on PyPI: PyTorch's own index is asked for this one package, and only where pip's own places lack it.
-    pip_install "$torch" || { [[ $GRPO_DEVICE == cpu ]] && say "$torch: not where pip looks, trying PyTorch's index" &&
+    # The CPU build is not on PyPI: where pip's own places lack it too, PyTorch's index is asked, for it alone.
+    pip_install "$torch" || { [[ $GRPO_DEVICE == cpu ]] && say "no $torch there, trying PyTorch's index" &&
         pip_install --index-url https://download.pytorch.org/whl/cpu "$torch"; } || failed
     pip_install -r "$lock" || failed
     stamp >"$venv.stamp"
@@ -67,7 +68,7 @@ install() {
 
 failed() {
     grep -i '^error' "$venv/install.log" | tail -2 | cut -c1-300 >&2
-    die "pip failed. No network, or no way to a package index? Its full output: $venv/install.log. Run the command again to retry."
+    die "pip failed. No network, or no way to a package index? See $venv/install.log, then run this again."
 }
 
 [[ $(uname -s) == Linux ]] || die "Linux only (vLLM's wheels are); elsewhere, use a Linux container"

@@ -3,12 +3,12 @@ usage() {
     cat <<'USAGE'
 Usage: ./train.sh [--nproc_per_node=N] [CONFIG.yaml] [key.sub=value ...]
 
-Sets up on a fresh machine, checks the config, then trains under torchrun. Default config: configs/smoke.yaml (CPU, minutes).
-Processes: --nproc_per_node or NPROC; default all GPUs, 2 on CPU. Every config key: .venv/bin/python grpo.py --help
-GRPO_DEVICE, GRPO_VENV and GRPO_PYTHON: see setup.sh.
+Sets up on a fresh machine, checks the config, then trains under torchrun.
+Default config: configs/smoke.yaml (CPU, minutes). Every key: .venv/bin/python grpo.py --help
+Processes: --nproc_per_node or NPROC; default all GPUs, 2 on CPU. GRPO_DEVICE, GRPO_VENV, GRPO_PYTHON: see setup.sh.
 
-Ctrl-C, SIGTERM and SIGUSR1 are passed on to the run. Exit codes: 0 done, 2 bad config, data or model folder, 75 saved on a
-signal, 1 set-up or anything else that stopped the run, others as grpo.py documents them. The last line says why.
+Ctrl-C, SIGTERM and SIGUSR1 are passed on to the run. Exit codes: 0 done; 2 bad config, data or model folder;
+75 saved on a signal; 1 set-up or a crash; others as grpo.py documents them. The last line says why.
 USAGE
 }
 set -euo pipefail
@@ -31,7 +31,8 @@ done
 set -- "${args[@]}"
 if [[ $# -gt 0 && $1 != *=* ]]; then
     config=$1; shift
-    [[ -f $config && ! . -ef "$(dirname "$0")" ]] && config=$(realpath "$config")  # called from another folder
+    # called from another folder
+    [[ -f $config && ! . -ef "$(dirname "$0")" ]] && config=$(realpath "$config")
 fi
 
 # shellcheck source=setup.sh
@@ -42,26 +43,27 @@ if [[ -z $nproc ]]; then
     elif [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then nproc=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .)
     else nproc=$(nvidia-smi -L | grep -c '^GPU'); fi
 fi
-[[ $nproc =~ ^[1-9][0-9]*$ ]] || complain "the number of processes must be a whole number from 1, not '$nproc'"
+[[ $nproc =~ ^[1-9][0-9]*$ ]] || complain "the number of processes must be 1 or more, not '$nproc'"
 
-# The config, data and model folder are judged here, by one process within two seconds, and not by N ranks after a minute.
+# Config, data and model folder are judged here, by one process in two seconds, not by N ranks after a minute.
 WORLD_SIZE=$nproc "$PYTHON" grpo.py --check "$config" "$@" || exit
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export GRPO_EXIT_FILE=$work/exit.json  # torchrun turns every failure into 1: the ranks say here what it was
-# Without it torchrun gives each rank one thread whatever the machine; with all cores for each, ranks fight over them.
+# Unset, torchrun gives each rank one thread whatever the machine; with all cores for each, ranks collapse.
 cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}
 # After a signal the ranks finish their step and save; torchrun would kill them after 30 s.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
-# --standalone: a free port for each run. Signals: by default torchrun dies of SIGUSR1 and leaves its workers behind.
+# --standalone: a free port for each run. Signals: by default torchrun dies of SIGUSR1 and leaves orphans.
 launch=("$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$nproc"
     --signals-to-handle="SIGTERM,SIGINT,SIGHUP,SIGUSR1" grpo.py "$config" "$@")
 printf -v line ' %q' "${launch[@]}"
-echo "torchrun line: OMP_NUM_THREADS=$OMP_NUM_THREADS TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$TORCH_ELASTIC_SHUTDOWN_TIMEOUT${line//\\,/,}"
+settings="OMP_NUM_THREADS=$OMP_NUM_THREADS TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+echo "torchrun line: $settings${line//\\,/,}"
 
-set -m  # torchrun in a process group of its own: Ctrl-C reaches it once, through the trap, and not a second time from the terminal
+set -m  # a process group of its own: Ctrl-C reaches torchrun through the trap alone, not from the terminal too
 "${launch[@]}" </dev/null &
 child=$!
 set +m
@@ -74,7 +76,7 @@ while status=0; do
     kill -0 "$child" 2>/dev/null || break  # still there: a signal ended `wait`, not the child
 done
 
-# What the ranks said, in one line; a crash of torchrun after a good end, or without a word of any rank, is exit code 1.
+# What the ranks said; torchrun failing after a good end, or without a word of any rank, is exit code 1.
 read -r code reason < <("$PYTHON" -c '
 import json, pathlib, sys
 path, status = pathlib.Path(sys.argv[1]), int(sys.argv[2])

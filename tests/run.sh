@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up as train.sh does, then runs the linter and the tests. Arguments go to pytest; --long runs the long tests instead.
+# Sets up as train.sh does, runs the linter, then the tests; with --long the long ones. Other arguments go to pytest.
 set -euo pipefail
 
 # shellcheck source=setup.sh
@@ -9,7 +9,7 @@ select="not long"
 if [[ ${1:-} == --long ]]; then select="long"; shift; fi
 if [[ $GRPO_DEVICE == cpu ]]; then
     select+=" and not gpu"
-    export TORCHDYNAMO_DISABLE=1  # vLLM's sampler is under torch.compile: without a C++ compiler it dies, with one it is slow
+    export TORCHDYNAMO_DISABLE=1  # vLLM's sampler is compiled: dies without a C++ compiler, slow with one
     export OMP_NUM_THREADS=1      # two OpenMP threads a process collapse as soon as a second process runs
 fi
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1  # tests need no network

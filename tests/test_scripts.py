@@ -31,7 +31,7 @@ if "end=signal" in sys.argv:
         if seen:
             break
         time.sleep(0.1)
-    time.sleep(0.3)  # had torchrun passed it on as another one too, it would be here by now
+    time.sleep(0.3)  # time for a second one to show
     open("seen_" + rank, "w").write(str(seen))
 if "end=killed" in sys.argv:
     os.kill(os.getpid(), signal.SIGKILL)
