@@ -56,7 +56,7 @@ def save(folder: Path, step: int, model, optimizer, state: dict, ranks: Ranks, *
 
 def committed(folder: Path) -> list[Path]:
     """Whole checkpoints in `folder`, newest first."""
-    found = [path for path in folder.glob("step_*") if not path.name.endswith(".tmp") and _read_meta(path)]
+    found = [path for path in folder.glob("step_*") if path.name[5:].isdigit() and _read_meta(path)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
 
 

@@ -49,11 +49,11 @@ def resolve_model_folder(name: str) -> Path:
 
 def _download(name: str) -> Path:
     import huggingface_hub  # on demand: a local folder needs no network library
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise DataError(
             f"policy.model_name: '{name}' is no local folder and could not be fetched from the hub "
             f"({type(error).__name__}); without network, download it elsewhere and give the folder's path"
@@ -73,15 +73,15 @@ def read_json(path: Path) -> dict:
     return value
 
 
-def check_writable(folder: str) -> None:
-    """ConfigError when `folder` could not be made or written; makes nothing."""
+def check_writable(key: str, folder: str) -> None:
+    """ConfigError when `folder`, the value of config key `key`, could not be made or written; makes nothing."""
     path = Path(folder).absolute()
-    while not path.exists():
+    while not os.path.exists(path):  # unlike Path.exists, also false below a folder that must not be searched
         path = path.parent
     if not path.is_dir():
-        raise ConfigError(f"logger.log_dir={folder}: {path} is a file, not a folder")
+        raise ConfigError(f"{key}={folder}: {path} is a file, not a folder")
     if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"logger.log_dir={folder}: no permission to write in {path}")
+        raise ConfigError(f"{key}={folder}: no permission to write in {path}")
 
 
 class Tokenizer:
@@ -96,6 +96,8 @@ class Tokenizer:
             self.backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # tokenizers raises bare Exception for a malformed file
             raise DataError(f"{folder / 'tokenizer.json'}: not a usable tokenizer ({error})") from error
+        self.backend.no_truncation()  # the file may ask for both; transformers ignores it too
+        self.backend.no_padding()
         self.vocab_size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values())
         settings_file = folder / "tokenizer_config.json"
         self.settings = read_json(settings_file) if settings_file.is_file() else {}
@@ -104,7 +106,7 @@ class Tokenizer:
 
     def _template(self, folder: Path) -> jinja2.Template:
         file = folder / "chat_template.jinja"
-        text = file.read_text(encoding="utf-8") if file.is_file() else self.settings.get("chat_template")
+        text = _read_text(file) if file.is_file() else self.settings.get("chat_template")
         if isinstance(text, list):  # HF's named templates: [{"name": "default", "template": ...}, ...]
             text = next((entry["template"] for entry in text if entry["name"] == "default"), None)
         if text is None:  # a base model: the messages' text alone
@@ -194,8 +196,10 @@ def load_dataset(cfg: DatasetConfig, tokenizer: Tokenizer, max_prompt_tokens: in
             raise DataError(f"{where}: no key '{cfg.output_key}'; keys: {', '.join(map(str, raw))} (see output_key)")
         try:
             ids = tokenizer.render(messages)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError) as error:  # TypeError: half a surrogate pair is not text
             raise DataError(f"{where}: the chat template refuses these messages ({error})") from error
+        if not ids:
+            raise DataError(f"{where}: the prompt is empty")
         if len(ids) > max_prompt_tokens:
             num_too_long += 1
             continue
@@ -210,11 +214,11 @@ def load_dataset(cfg: DatasetConfig, tokenizer: Tokenizer, max_prompt_tokens: in
     return Dataset(str(path), rows, num_too_long, digest.hexdigest())
 
 
-def _read_text(name: str) -> str:
+def _read_text(name: str | Path) -> str:
     try:
         return Path(name).read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{name}: cannot be read ({error.strerror})") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{name}: cannot be read ({error})") from error
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, dict]]:
@@ -225,7 +229,7 @@ def _jsonl(path: Path) -> Iterator[tuple[int, dict]]:
                     continue
                 try:
                     raw = json.loads(line.decode("utf-8"))
-                except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are both ValueErrors
+                except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, or not JSON
                     raise DataError(f"{path}:{number}: not valid JSON ({error})") from error
                 if not isinstance(raw, dict):
                     raise DataError(f"{path}:{number}: expected a JSON object, got {type(raw).__name__}")

@@ -25,7 +25,11 @@ class Inputs:
 
 def read_inputs(cfg: config.Config) -> Inputs:
     """Model folder, tokenizer, datasets and environments of the config. ConfigError for whatever is wrong with them."""
-    data.check_writable(cfg.logger.log_dir)
+    data.check_writable("logger.log_dir", cfg.logger.log_dir)
+    if cfg.checkpointing.checkpoint_dir:
+        data.check_writable("checkpointing.checkpoint_dir", cfg.checkpointing.checkpoint_dir)
+    if cfg.checkpointing.resume_from:
+        check_resumable(cfg.checkpointing)
     folder = data.resolve_model_folder(cfg.policy.model_name)
     tokenizer = data.Tokenizer(folder)
     if cfg.data.train.data_path is None:
@@ -36,7 +40,25 @@ def read_inputs(cfg: config.Config) -> Inputs:
         environment = environments.setdefault(section.env_name, envs.make_environment(section.env_name))
         datasets.append(data.load_dataset(section, tokenizer, cfg.max_prompt_tokens))
         environment.check_answers([row.answer for row in datasets[-1].rows], datasets[-1].path)
+    num_rows = len(datasets[0].rows)
+    if num_steps_of(cfg, num_rows) == 0:
+        raise config.ConfigError(
+            f"nothing to train: {num_rows} prompts x grpo.max_num_epochs={cfg.grpo.max_num_epochs} are fewer than "
+            f"grpo.num_prompts_per_step={cfg.grpo.num_prompts_per_step}"
+        )
     return Inputs(folder, tokenizer, datasets[0], datasets[1] if len(datasets) > 1 else None, environments)
+
+
+def check_resumable(cfg: config.CheckpointingConfig) -> None:
+    """ConfigError when there is nothing to resume. Whether what is there is whole is for checkpoint.py to say."""
+    folder = Path(cfg.resume_from)
+    if not folder.is_dir():
+        raise config.ConfigError(f"checkpointing.resume_from: no folder '{folder}'; give a run folder, as logs/exp_001")
+    checkpoints = Path(cfg.checkpoint_dir or folder / "checkpoints")
+    if not any(checkpoints.glob("step_*/meta.json")):
+        raise config.ConfigError(
+            f"checkpointing.resume_from={folder}: no checkpoint in {checkpoints}; start a new run without it"
+        )
 
 
 def num_steps_of(cfg: config.Config, num_rows: int) -> int:
@@ -59,9 +81,4 @@ def check(cfg: config.Config) -> str:
     lines.append(
         f"steps      {steps:,} of {grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} samples"
     )
-    if steps == 0:
-        raise config.ConfigError(
-            f"nothing to train: {len(inputs.train.rows)} prompts x grpo.max_num_epochs={grpo.max_num_epochs} are fewer "
-            f"than grpo.num_prompts_per_step={grpo.num_prompts_per_step}"
-        )
     return "\n".join(lines)

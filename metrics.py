@@ -9,7 +9,7 @@ Values are logged raw: a NaN stays visible.
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -42,9 +42,9 @@ def reduce_over_ranks(total: dict[str, Metric]) -> dict[str, float]:
     """The step's numbers, equal on every rank: a collective, with the same names on all ranks."""
     names = list(total)
     sums = [v for name in names for v in _sum_parts(name, total[name])]
-    summed = _all_reduce(sums, dist.ReduceOp.SUM)
-    lows = _all_reduce([total[n] for n in names if n.endswith("_min")], dist.ReduceOp.MIN)
-    highs = _all_reduce([total[n] for n in names if n.endswith("_max")], dist.ReduceOp.MAX)
+    summed = _over_ranks(sums, torch.sum)
+    lows = _over_ranks([total[n] for n in names if n.endswith("_min")], torch.amin)
+    highs = _over_ranks([total[n] for n in names if n.endswith("_max")], torch.amax)
     reduced = {}
     for name in names:
         if isinstance(total[name], tuple):
@@ -61,12 +61,14 @@ def _sum_parts(name: str, value: Metric) -> tuple[torch.Tensor, ...]:
     return () if name.endswith(("_min", "_max")) else (value,)
 
 
-def _all_reduce(values: list[torch.Tensor], op: dist.ReduceOp):
+def _over_ranks(values: list[torch.Tensor], combine: Callable) -> Iterator[float]:
+    """Gathered and then combined: the MIN and MAX of gloo's all_reduce lose a NaN of any rank but the first."""
     if not values:
         return iter(())
-    stacked = torch.stack([torch.as_tensor(v).detach().double().cpu() for v in values])
-    dist.all_reduce(stacked, op=op)
-    return iter(stacked.tolist())
+    mine = torch.stack([torch.as_tensor(v).detach().double().cpu() for v in values])
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    return iter(combine(torch.stack(parts), 0).tolist())
 
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
@@ -213,9 +215,6 @@ def _drop_from(file: Path, first_step: int) -> None:
     """Removes what a run wrote after the checkpoint it is now resumed from (a last line cut by a kill included)."""
     if not file.exists():
         return
-    kept = []
-    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not line.endswith("\n") or json.loads(line)["step"] >= first_step:
-            continue
-        kept.append(line)
-    file.write_text("".join(kept), encoding="utf-8")
+    lines = file.read_bytes().splitlines(keepends=True)  # bytes: text has other line ends too, and a cut can be no text
+    kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] < first_step]
+    file.write_bytes(b"".join(kept))

@@ -367,6 +367,7 @@ def save_hf(model: Decoder, folder: str | Path, source_folder: str | Path, *, dt
         content = {name: tensor.cpu() for name, tensor in islice(tensors, len(names)) if is_writer}
         if is_writer:
             save_file(content, new / file, metadata={"format": "pt"})
+            os.chmod(new / file, 0o644)  # safetensors makes files that only their owner can read
     if is_writer:
         if len(names_of_file) > 1:
             size = sum(param.numel() for param in model.parameters()) * dtype.itemsize

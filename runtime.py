@@ -73,8 +73,8 @@ class Ranks:
 def start(tp_size: int) -> tuple[Ranks, torch.device]:
     """Joins the process group torchrun laid out (RANK, WORLD_SIZE, ...; a lone process needs none of them).
 
-    Objects and CPU tensors go over gloo, CUDA tensors over nccl. On CPU each rank gets its share of the cores less
-    one: OpenMP threads that wait for a core another process holds make a step 30x slower (DESIGN 4).
+    Objects and CPU tensors go over gloo, CUDA tensors over nccl. Threads per rank are OMP_NUM_THREADS: train.sh sets
+    it, and torchrun to 1. Ranks with more threads than their share of the cores are 30x slower (DESIGN 4).
     """
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
@@ -86,8 +86,6 @@ def start(tp_size: int) -> tuple[Ranks, torch.device]:
     device = torch.device("cuda", ranks.local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"]) - 1))
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device if cuda else None)
     return ranks, device
@@ -107,7 +105,7 @@ def seed_everything(seed: int) -> None:
 
 
 class Signals:
-    """A signal asks for a save and an orderly end. The handler sets a flag; `requested` makes it common to all ranks."""
+    """A signal asks for a save and an orderly end. The handler sets a flag; `requested` makes it known to all ranks."""
 
     def __init__(self):
         self.received: int | None = None
@@ -161,6 +159,10 @@ def open_run_folder(log_dir: str, resume_from: str | None, ranks: Ranks) -> Path
             except FileExistsError:  # another run took it just now
                 number += 1
         choice = [str(Path(log_dir) / f"exp_{number:03d}")]
+    elif ranks.rank == 0:
+        (Path(resume_from) / "exit.json").unlink(missing_ok=True)  # it says how the part before ended
+    if ranks.rank == 0 and resume_from is not None:
+        (Path(resume_from) / "exit.json").unlink(missing_ok=True)  # how it ended the last time
     dist.broadcast_object_list(choice, src=0)
     return Path(choice[0])
 
