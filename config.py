@@ -11,6 +11,7 @@ import difflib
 import json
 import math
 import operator
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
@@ -31,6 +32,45 @@ def key(default: Any, meaning: str, bounds: str = "") -> Any:
 
 
 @dataclass(frozen=True, slots=True)
+class AdvEstimatorConfig:
+    name: Literal["grpo", "gdpo", "reinforce_plus_plus"] = key(
+        "grpo",
+        "grpo: reward against its group's. gdpo: so for each of several rewards, then a weighted sum, whitened over "
+        "the batch. reinforce_plus_plus: whitened over the tokens of the batch; reads neither normalize_rewards nor "
+        "use_leave_one_out_baseline.",
+    )
+    minus_baseline: bool = key(True, "reinforce_plus_plus: first subtract the mean reward of the group.")
+    reward_weights: tuple[float, ...] | None = key(
+        None, "gdpo: weight of each reward, in the alphabetical order of their names; null = 1 each."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RewardScalingConfig:
+    enabled: bool = key(False, "Map rewards linearly from the source range to the target range, clamped to it.")
+    source_min: float = key(0.0, "Rewards at or below become target_min.")
+    source_max: float = key(1.0, "Rewards at or above become target_max.")
+    target_min: float = key(0.0, "Lowest reward after scaling.")
+    target_max: float = key(1.0, "Highest reward after scaling.")
+
+
+@dataclass(frozen=True, slots=True)
+class RewardShapingConfig:
+    enabled: bool = key(False, "Lower the reward of long responses: DAPO's overlong penalty, or stop_properly's.")
+    overlong_buffer_length: int = key(128, "The penalty grows over the last so many tokens.", ">= 1")
+    overlong_buffer_penalty: float = key(1.0, "Taken off the reward at max_response_length tokens.", ">= 0")
+    max_response_length: int | None = key(
+        None, "Tokens at which the whole penalty is due; null = policy.generation.max_new_tokens.", ">= 1"
+    )
+    floor_overlong_penalty: bool = key(
+        False, "At most overlong_buffer_penalty, as TRL; false: grows on past max_response_length, as NeMo RL and verl."
+    )
+    stop_properly_penalty_coef: float | None = key(
+        None, "Multiply the reward of truncated responses by this, in place of the overlong penalty.", ">= 0, <= 1"
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class GRPOConfig:
     num_prompts_per_step: int = key(32, "Prompts of one optimizer step, over all ranks.", ">= 1")
     num_generations_per_prompt: int = key(16, "Samples per prompt, compared to each other.", ">= 2")
@@ -38,11 +78,44 @@ class GRPOConfig:
     max_num_steps: int = key(1_000_000, "Optimizer steps, unless max_num_epochs ends the run.", ">= 1")
     normalize_rewards: bool = key(True, "Divide advantages by the standard deviation of their group.")
     use_leave_one_out_baseline: bool = key(True, "Baseline: mean reward of the others in the group.")
+    reward_std: Literal["baseline", "group", "batch"] = key(
+        "baseline",
+        "Which standard deviation normalize_rewards divides by. baseline: of the rewards that make the baseline, with "
+        "NeMo RL's rule for 0. group, batch: of the whole group or batch, + 1e-4, as TRL's scale_rewards.",
+    )
+    adv_estimator: AdvEstimatorConfig = AdvEstimatorConfig()
+    advantage_clip_low: float | None = key(None, "Advantages below are raised to this; null = none are.")
+    advantage_clip_high: float | None = key(None, "Advantages above are lowered to this; null = none are.")
+    seq_logprob_error_threshold: float | None = key(
+        None,
+        "Leave out a sequence whose mean exp(|sampler - trainer log-probability|) exceeds this; null = none.",
+        ">= 1",
+    )
+    reward_scaling: RewardScalingConfig = RewardScalingConfig()
+    reward_shaping: RewardShapingConfig = RewardShapingConfig()
+    overlong_filtering: bool = key(False, "Truncated samples are not trained on; they stay in their group's baseline.")
+    use_dynamic_sampling: bool = key(
+        False,
+        "DAPO: draw prompts until a step is full of groups whose rewards, before shaping, are not all equal. A pass over "
+        "the data then has fewer steps.",
+    )
+    batch_multiplier: float = key(
+        1.0, "use_dynamic_sampling: draw so many times num_prompts_per_step prompts at once.", ">= 1"
+    )
+    dynamic_sampling_max_gen_batches: int = key(10, "Draws for one step; if they are too few the run stops.", ">= 1")
     val_period: int = key(10, "Validate every so many steps; 0 = only at start and end, if asked.", ">= 0")
     val_at_start: bool = key(False, "Validate before the first step.")
     val_at_end: bool = key(False, "Validate after the last step.")
-    max_val_samples: int = key(256, "Validation problems used, from the top of the file.", ">= 1")
-    val_num_generations_per_prompt: int = key(1, "Samples per problem; greedy has one.", ">= 1")
+    max_val_samples: int = key(256, "Validation problems used of each set, from the top of the file.", ">= 1")
+    val_num_generations_per_prompt: int = key(
+        1, "Samples per problem, for accuracy, pass@k and maj@k of k = 1, 2, 4, ... up to it; greedy has one.", ">= 1"
+    )
+    val_temperature: float | None = key(None, "Of sampled validation; null = policy.generation.temperature.", "> 0")
+    val_top_p: float | None = key(None, "Of sampled validation, which may filter; null = 1.", "> 0, <= 1")
+    val_top_k: int | None = key(None, "Of sampled validation, which may filter; null = no limit.", ">= 1")
+    val_max_new_tokens: int | None = key(
+        None, "Longest response of validation; null = policy.generation.max_new_tokens.", ">= 1"
+    )
     seed: int = key(42, "Decides data order and samples: same seed, same run.", ">= 0, < 4294967296")
     logp_gap_limit: float | None = key(
         0.1,
@@ -64,9 +137,40 @@ class LossConfig:
     ratio_clip_max: float = key(0.2, "The probability ratio is clipped above at 1 + this.", ">= 0")
     ratio_clip_c: float | None = key(None, "Dual clip of negative advantages, at this * |advantage|.", "> 1")
     token_level_loss: bool = key(True, "Mean over tokens; false = over sequences of their token means.")
-    use_importance_sampling_correction: bool = key(False, "Weight tokens by trainer / sampler probability.")
+    loss_scale_factor: float | None = key(
+        None,
+        "Dr. GRPO, with token_level_loss=false: divide the token sum of every sequence by this length, as the longest "
+        "response, in place of its own; null = its own.",
+        "> 0",
+    )
     disable_ppo_ratio: bool = key(False, "Plain policy gradient: log-probability in place of the ratio.")
     force_on_policy_ratio: bool = key(False, "Ratio 1: exact with one optimizer step per rollout.")
+    sequence_level_importance_ratios: bool = key(False, "GSPO: one ratio for a sequence, the mean of its tokens' logs.")
+    use_cispo: bool = key(False, "CISPO: the clipped ratio is a constant weight of the log-probability.")
+    reference_policy_kl_penalty: float = key(0.01, "Weight of KL(policy || reference); 0 = no reference.", ">= 0")
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = key("k3", "Schulman's estimator of the KL.")
+    kl_gradient: Literal["score_function", "plain"] = key(
+        "score_function",
+        "Gradient of the KL in the loss. score_function: of the KL itself, sampling included, as NeMo RL. plain: of "
+        "the estimator alone, as TRL and verl.",
+    )
+    kl_input_clamp_value: float | None = key(20.0, "Bound of |log-probability difference| in the KL.", "> 0")
+    kl_output_clamp_value: float | None = key(10.0, "Bound of |KL| of a token.", "> 0")
+    use_on_policy_kl_approximation: bool = key(False, "Weight the KL by policy / sampler probability.")
+    use_kl_in_reward: bool = key(False, "KL in the reward in place of the loss; reinforce_plus_plus only.")
+    use_importance_sampling_correction: bool = key(False, "Weight tokens by trainer / sampler probability.")
+    truncated_importance_sampling_type: (
+        Literal["tis", "icepop", "seq-mask-tis", "sequence", "sequence-truncate", "sequence-mask"] | None
+    ) = key(
+        None,
+        "Weights out of bounds are clamped (tis) or 0 (icepop); seq-mask-tis: 0 in sequences whose geometric mean is "
+        "out. sequence: a weight is the product over the sequence; -truncate, -mask: with bounds, as tis and icepop. "
+        "null: of tokens, no bounds.",
+    )
+    truncated_importance_sampling_ratio: float | None = key(None, "Upper bound of the weights.", "> 0")
+    truncated_importance_sampling_ratio_min: float | None = key(None, "Lower bound; null = 0.", ">= 0")
+    entropy_coef: float = key(0.0, "Weight of the entropy bonus: exact entropy, over the whole vocabulary.", ">= 0")
+    positive_example_nll_weight: float = key(0.0, "Weight of -log-probability of samples with reward > 0.", ">= 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +242,20 @@ class PolicyConfig:
 
 @dataclass(frozen=True, slots=True)
 class DatasetConfig:
+    name: str | None = key(
+        None, "Of several validation sets: their name in metrics, validation/<name>/...; null = the file's, less suffix."
+    )
     data_path: str | None = key(None, "The jsonl file, relative to the working directory. To be set.")
     input_key: str = key("input", "Field of a row with the problem, if it has no chat `messages`.")
     output_key: str = key("output", "Field of a row with the expected answer.")
     system_prompt_file: str | None = key(None, "Text file that becomes the system message; null = none.")
     prompt_file: str | None = key(None, "Text file; the problem goes where its {} is. null = none.")
     env_name: str = key("exact", "What scores responses; exact: all of it, or after ####, is the number.")
+
+    @property
+    def set_name(self) -> str:
+        """What metrics call it; "" where no file is named."""
+        return self.name or Path(self.data_path or "").stem
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +265,7 @@ class DataConfig:
     )
     shuffle: bool = key(True, "A new order of the training data each epoch; false = file order.")
     train: DatasetConfig = DatasetConfig()
-    validation: DatasetConfig = DatasetConfig()
+    validation: tuple[DatasetConfig, ...] = (DatasetConfig(),)  # in yaml a mapping, or a list of mappings
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,15 +302,22 @@ class Config:
         return left if self.data.max_input_seq_length is None else self.data.max_input_seq_length
 
 
+def _section(kind: Any) -> type | None:
+    """The class of a section, or of the sections of a list; None for other fields."""
+    kind = get_args(kind)[0] if get_origin(kind) is tuple else kind
+    return kind if is_dataclass(kind) else None
+
+
 def _walk(cls: type, prefix: str = "") -> Iterator[tuple[str, Field]]:
     for f in fields(cls):
         yield prefix + f.name, f
-        if is_dataclass(f.type):
-            yield from _walk(f.type, f"{prefix}{f.name}.")
+        if _section(f.type):
+            yield from _walk(_section(f.type), f"{prefix}{f.name}.")
 
 
 _FIELDS: dict[str, Field] = dict(_walk(Config))  # full key -> field, sections too, in the order above
-_CLASSES = {"": Config} | {name: f.type for name, f in _FIELDS.items() if is_dataclass(f.type)}
+_CLASSES = {"": Config} | {name: _section(f.type) for name, f in _FIELDS.items() if _section(f.type)}
+_LISTS = [name for name in _CLASSES if name and not is_dataclass(_FIELDS[name].type)]  # sections there may be several of
 _SECTIONS = {name: ", ".join(f.name for f in fields(cls)) for name, cls in _CLASSES.items()}  # -> its keys
 _TAG = "tag:yaml.org,2002:"  # the tags of yaml's own types start with it
 
@@ -218,12 +337,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         name, equals, text = override.partition("=")
         if not equals:
             raise ConfigError(f"{where}: expected key.sub=value, as in grpo.seed=1")
-        if name in _FIELDS and get_origin(_split(_FIELDS[name].type)[0]) is tuple:
+        if name in _FIELDS and name not in _SECTIONS and get_origin(_split(_FIELDS[name].type)[0]) is tuple:
             node = _compose(text, where)
         else:  # the text as typed, whatever yaml would see in "no", "a: b" or "[x]"
             tag = yaml.resolver.Resolver().resolve(yaml.ScalarNode, text, (True, False))
             node = yaml.ScalarNode(tag, text)
-        values[name] = _value(name, node, where)
+        values[_numbered(name)] = _value(name, node, where)
     return _build(Config, "", values)
 
 
@@ -241,14 +360,26 @@ def _read_file(path: Path, parents: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"{path}: expected sections of keys, as in 'grpo: {{seed: 1}}', got {_got(root)}")
     below, own = {}, {}
     for name, node, where in _leaves(root, "", path, {}):
+        if name in _LISTS and isinstance(node, yaml.SequenceNode):  # one value: nothing of what it replaces stays
+            below = {key: value for key, value in below.items() if not key.startswith(f"{name}.")}
+            continue
         if name != "defaults":
-            own[name] = _value(name, node, where)
+            own[_numbered(name)] = _value(name, node, where)
             continue
         for entry in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             if not isinstance(entry, yaml.ScalarNode) or not entry.value:
                 raise ConfigError(f"{where}: defaults: expected a file or a list of files, got {_got(entry)}")
             below |= _read_file(path.parent / entry.value, (*parents, path))
     return below | own
+
+
+def _numbered(name: str) -> str:
+    """`data.validation.x` -> `data.validation.0.x`: a list of sections may be written as its only one."""
+    for section in _LISTS:
+        rest = name.removeprefix(f"{section}.")
+        if rest != name and not rest.partition(".")[0].isdigit():
+            return f"{section}.0.{rest}"
+    return name
 
 
 def _compose(text: str | bytes, where: str) -> yaml.Node:
@@ -274,17 +405,22 @@ def _leaves(node: yaml.Node, prefix: str, path: Path, lines: dict[str, int]) -> 
         lines[name] = line
         if name in _SECTIONS and isinstance(child, yaml.MappingNode):
             yield from _leaves(child, f"{name}.", path, lines)
-        else:
-            yield name, child, where
+            continue
+        for i, item in enumerate(child.value if name in _LISTS and isinstance(child, yaml.SequenceNode) else ()):
+            if not isinstance(item, yaml.MappingNode):
+                raise ConfigError(f"{where}: {name}: expected a list of mappings, got {_got(item)} in it")
+            yield from _leaves(item, f"{name}.{i}.", path, lines)
+        yield name, child, where
 
 
 def _value(name: str, node: yaml.Node, where: str) -> Any:
     """The value of a key. Every unknown key and wrong type ends here."""
-    if name not in _FIELDS:
-        raise ConfigError(f"{where}: {_unknown(name)}")
-    if name in _SECTIONS:
-        raise ConfigError(f"{where}: {name} is a section, got {_got(node)}; set its keys: {_SECTIONS[name]}")
-    f = _FIELDS[name]
+    plain = re.sub(r"\.\d+(?=\.|$)", "", name)  # without the number in a list
+    if plain not in _FIELDS:
+        raise ConfigError(f"{where}: {_unknown(plain)}")
+    if plain in _SECTIONS:
+        raise ConfigError(f"{where}: {name} is a section, got {_got(node)}; set its keys: {_SECTIONS[plain]}")
+    f = _FIELDS[plain]
     try:
         return _read(node, f.type)
     except ValueError:
@@ -344,7 +480,12 @@ def _split(kind: Any) -> tuple[Any, bool]:
 def _build(cls: type, prefix: str, values: dict[str, Any]) -> Any:
     kwargs = {}
     for f in fields(cls):
-        if is_dataclass(f.type):
+        if prefix + f.name in _LISTS:
+            start = f"{prefix}{f.name}."
+            numbers = [int(name.removeprefix(start).partition(".")[0]) for name in values if name.startswith(start)]
+            items = range(max(numbers, default=0) + 1)
+            kwargs[f.name] = tuple(_build(_section(f.type), f"{start}{i}.", values) for i in items)
+        elif is_dataclass(f.type):
             kwargs[f.name] = _build(f.type, f"{prefix}{f.name}.", values)
         elif prefix + f.name in values:
             kwargs[f.name] = values[prefix + f.name]
@@ -383,17 +524,33 @@ _OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": opera
 def validate(cfg: Config, world_size: int) -> None:
     """Raise ConfigError, a line for each problem, if `world_size` ranks cannot run `cfg`. Reads no file."""
     assert world_size >= 1, world_size
-    problems = list(_bound_problems(cfg)) or [*_size_problems(cfg, world_size), *_other_problems(cfg)]
+    problems = list(_bound_problems(cfg)) or [
+        *_size_problems(cfg, world_size),
+        *loss_problems(cfg.loss_fn),
+        *_clashes(cfg, _WITHOUT_EFFECT),
+        *_other_problems(cfg),
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
 
 
+def _settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Field, Any]]:
+    """(full key, field, value) of a config; the sections of a list are numbered where there are several."""
+    for f in fields(section):
+        name, value = prefix + f.name, getattr(section, f.name)
+        if is_dataclass(value):
+            yield from _settings(value, f"{name}.")
+        elif name in _LISTS:
+            for i, item in enumerate(value):
+                yield from _settings(item, f"{name}.{i}." if len(value) > 1 else f"{name}.")
+        else:
+            yield name, f, value
+
+
 def _bound_problems(cfg: Config) -> Iterator[str]:
     """Each key by itself, against the bounds it declares."""
-    for name, f in _FIELDS.items():
-        if name in _SECTIONS:
-            continue
-        value, bounds, meaning = operator.attrgetter(name)(cfg), f.metadata["bounds"], f.metadata["help"]
+    for name, f, value in _settings(cfg):
+        bounds, meaning = f.metadata["bounds"], f.metadata["help"]
         if value == "":
             yield f"{name} is empty ({meaning})"
         limits = [limit.split() for limit in bounds.split(",") if limit]
@@ -428,21 +585,116 @@ def _size_problems(cfg: Config, world_size: int) -> Iterator[str]:
         yield f"data.max_input_seq_length={prompt} and {new_key} do not fit in {total_key}: use {total - new}"
 
 
+_TIS = "truncated_importance_sampling"
+_LOSS_CLASHES = (  # a condition, another, why they do not go together: keys of loss_fn, values as in json
+    ("use_cispo=true", "ratio_clip_c!=null", "CISPO has no second clip"),
+    ("use_cispo=true", "disable_ppo_ratio=true", "CISPO needs the ratio"),
+    ("use_cispo=true", "force_on_policy_ratio=true", "CISPO needs the ratio"),
+    ("use_cispo=true", "sequence_level_importance_ratios=true", "CISPO's ratio is a token's, GSPO's a sequence's"),
+    ("use_cispo=true", "token_level_loss=false", "CISPO averages over tokens"),
+    ("sequence_level_importance_ratios=true", "token_level_loss=true", "GSPO averages over sequences"),
+    ("loss_scale_factor!=null", "token_level_loss=true", "a mean over tokens divides by their number"),
+    ("disable_ppo_ratio=true", "force_on_policy_ratio=true", "choose one"),
+    (f"{_TIS}_type!=null", "use_importance_sampling_correction=false", "there are no weights to bound"),
+    (f"{_TIS}_type!=null|sequence", f"{_TIS}_ratio=null", "it needs its upper bound"),
+    (f"{_TIS}_type=icepop|seq-mask-tis", f"{_TIS}_ratio_min=null", "it needs its lower bound"),
+    (f"{_TIS}_type=null|sequence", f"{_TIS}_ratio!=null", "only the other types have a bound"),
+    (f"{_TIS}_type=null|sequence", f"{_TIS}_ratio_min!=null", "only the other types have a bound"),
+    (f"{_TIS}_type!=null|tis|icepop", "sequence_level_importance_ratios=true", "GSPO's weights are of sequences"),
+)
+_WITHOUT_EFFECT = (  # as above, with full keys: the first would be read by nobody, which is better said than ignored
+    ("loss_fn.ratio_clip_c!=null", "loss_fn.disable_ppo_ratio=true", "there is no ratio to clip"),
+    ("loss_fn.ratio_clip_c!=null", "loss_fn.force_on_policy_ratio=true", "the ratio is 1"),
+    ("loss_fn.sequence_level_importance_ratios=true", "loss_fn.disable_ppo_ratio=true", "there is no ratio"),
+    ("loss_fn.use_kl_in_reward=true", "grpo.adv_estimator.name!=reinforce_plus_plus", "only that one has it"),
+    ("loss_fn.kl_gradient=plain", "loss_fn.use_kl_in_reward=true", "a reward has no gradient"),
+    ("loss_fn.use_on_policy_kl_approximation=true", "loss_fn.use_kl_in_reward=true", "only the KL in the loss has it"),
+    ("grpo.adv_estimator.reward_weights!=null", "grpo.adv_estimator.name!=gdpo", "only gdpo has several rewards"),
+    ("grpo.adv_estimator.minus_baseline=false", "grpo.adv_estimator.name!=reinforce_plus_plus", "the others need one"),
+    ("grpo.reward_std!=baseline", "grpo.normalize_rewards=false", "nothing is divided by it"),
+    ("grpo.reward_shaping.enabled=true", "grpo.adv_estimator.name=gdpo", "it reads each reward, not their shaped sum"),
+    ("grpo.reward_std!=baseline", "grpo.adv_estimator.name=reinforce_plus_plus", "it whitens over tokens"),
+)
+
+
+def loss_problems(loss: LossConfig) -> Iterator[str]:
+    """Keys of the loss that contradict each other. `policy_loss` asserts that there are none."""
+    yield from _clashes(loss, _LOSS_CLASHES, "loss_fn.")
+    low, high = loss.truncated_importance_sampling_ratio_min, loss.truncated_importance_sampling_ratio
+    if None not in (low, high) and low > high:
+        yield f"loss_fn.{_TIS}_ratio_min={low} is above loss_fn.{_TIS}_ratio={high}: exchange them"
+
+
+def _clashes(root: Any, rows: Sequence[tuple[str, str, str]], prefix: str = "") -> Iterator[str]:
+    """A line for each of the rows whose two conditions, `key=value|value` or `key!=...`, both hold."""
+
+    def text(name: str) -> str:
+        value = operator.attrgetter(name)(root)
+        return value if isinstance(value, str) else json.dumps(value)
+
+    for *conditions, why in rows:
+        keys = [re.fullmatch(r"(.+?)(!?=)(.+)", condition).groups() for condition in conditions]
+        if all((text(name) in values.split("|")) == (sign == "=") for name, sign, values in keys):
+            yield f"{' and '.join(f'{prefix}{name}={text(name)}' for name, _, _ in keys)}: {why}"
+
+
 def _other_problems(cfg: Config) -> Iterator[str]:
-    generation, loss, grpo, data = cfg.policy.generation, cfg.loss_fn, cfg.grpo, cfg.data
+    generation, grpo, data = cfg.policy.generation, cfg.grpo, cfg.data
     if generation.top_p != 1 or generation.top_k is not None:
         yield (
             f"policy.generation.top_p={generation.top_p}, top_k={json.dumps(generation.top_k)}: must be 1 "
             "and null; the trainer scores the whole distribution, and a filtered sampler draws from another"
         )
-    if loss.disable_ppo_ratio and loss.force_on_policy_ratio:
-        yield "loss_fn.disable_ppo_ratio=true and force_on_policy_ratio=true exclude each other: choose one"
-    if loss.disable_ppo_ratio and loss.ratio_clip_c is not None:
-        yield f"loss_fn.ratio_clip_c={loss.ratio_clip_c} needs the ratio that disable_ppo_ratio=true removes"
+    low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
+    if None not in (low, high) and low >= high:
+        yield f"grpo.advantage_clip_low={low} is not below grpo.advantage_clip_high={high}: exchange them"
+    yield from _reward_problems(cfg)
+    yield from _validation_problems(cfg)
     if data.train.data_path is None:
         yield "data.train.data_path is not set: name the jsonl file of training problems"
-    if data.validation.data_path is None and (grpo.val_period or grpo.val_at_start or grpo.val_at_end):
+
+
+def _reward_problems(cfg: Config) -> Iterator[str]:
+    """Scaling, shaping and dynamic sampling."""
+    grpo, scaling, shaping = cfg.grpo, cfg.grpo.reward_scaling, cfg.grpo.reward_shaping
+    for side in ("source", "target") if scaling.enabled else ():
+        low, high = getattr(scaling, f"{side}_min"), getattr(scaling, f"{side}_max")
+        if low >= high:
+            yield f"grpo.reward_scaling.{side}_min={low} is not below grpo.reward_scaling.{side}_max={high}: exchange them"
+    new, buffer = cfg.policy.generation.max_new_tokens, shaping.overlong_buffer_length
+    longest = new if shaping.max_response_length is None else shaping.max_response_length
+    length_key = f"grpo.reward_shaping.max_response_length={json.dumps(shaping.max_response_length)}"
+    if shaping.enabled and shaping.stop_properly_penalty_coef is None:
+        if longest > new:
+            yield f"{length_key} is above policy.generation.max_new_tokens={new}: no response gets there; use {new} or less"
+        if buffer > longest:
+            yield (
+                f"grpo.reward_shaping.overlong_buffer_length={buffer} is longer than the longest response, {longest} tokens "
+                f"({length_key}, policy.generation.max_new_tokens={new}): every response would be penalized"
+            )
+    draw = grpo.num_prompts_per_step * grpo.batch_multiplier
+    multiplier_key = f"grpo.batch_multiplier={grpo.batch_multiplier}"
+    if grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling:
+        yield f"{multiplier_key} and grpo.use_dynamic_sampling=false: only dynamic sampling draws more prompts than it needs"
+    elif draw != int(draw):
+        yield f"{multiplier_key} x grpo.num_prompts_per_step={grpo.num_prompts_per_step} is {draw}, no number of prompts"
+
+
+def _validation_problems(cfg: Config) -> Iterator[str]:
+    grpo, sets = cfg.grpo, cfg.data.validation
+    asked = grpo.val_period or grpo.val_at_start or grpo.val_at_end
+    for i, dataset in enumerate(sets):
+        if dataset.data_path is None and (asked or len(sets) > 1):
+            yield (
+                f"data.validation{f'.{i}' if len(sets) > 1 else ''}.data_path is not set: name a jsonl file, or ask for no "
+                "validation with grpo.val_period=0 grpo.val_at_start=false grpo.val_at_end=false"
+            )
+    names = [dataset.set_name for dataset in sets]
+    for name in sorted({name for name in names if name and names.count(name) > 1}):
+        yield f"data.validation: {names.count(name)} sets are called '{name}': tell them apart by their key `name`"
+    total, prompt, new = cfg.policy.max_total_sequence_length, cfg.max_prompt_tokens, grpo.val_max_new_tokens
+    if new is not None and prompt + new > total:
         yield (
-            "data.validation.data_path is not set: name a jsonl file, or ask for no validation with "
-            "grpo.val_period=0 grpo.val_at_start=false grpo.val_at_end=false"
+            f"grpo.val_max_new_tokens={new} and prompts of {prompt} tokens do not fit in "
+            f"policy.max_total_sequence_length={total}: set data.max_input_seq_length={max(total - new, 0) or 1} or raise it"
         )

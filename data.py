@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import jinja2
@@ -287,7 +287,9 @@ class Sample:
 
     Example (single turn): prompt_ids [5, 7, 2], output_ids [9, 3], sampler_logps [-.1, -.7], mask [True, True].
     `mask` is False on output ids that were not sampled (an environment's observation). `prompt` is the index of the
-    prompt in the step: groups are built from it, never from text. reward and outcome are filled in by the grader.
+    prompt in the step: groups are built from it, never from text. reward, rewards (of each kind, where there are
+    several), outcome and extracted (the answer found in the reply) are filled in by the grader; unshaped_reward (after
+    scaling, before shaping) by shaping.py. Overlong filtering clears `mask`, so lengths come from output_ids.
     """
 
     prompt: int
@@ -299,8 +301,18 @@ class Sample:
     mask: np.ndarray
     finish_reason: str
     weight_version: int
+    env_name: str = ""
+    num_env_tokens: int = 0
     reward: float = float("nan")
+    rewards: dict[str, float] = field(default_factory=dict)
+    unshaped_reward: float = float("nan")
     outcome: str = "ungraded"
+    extracted: str | None = None
+
+    @property
+    def num_gen_tokens(self) -> int:
+        """Ids that the policy sampled."""
+        return len(self.output_ids) - self.num_env_tokens
 
     @property
     def num_tokens(self) -> int:

@@ -28,13 +28,19 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What it answers. `outcome` is one of OUTCOMES; `observation` are messages to append when not `done`."""
+    """What it answers. `outcome` is one of OUTCOMES; `observation` are messages to append when not `done`.
+
+    rewards: name -> reward, where `reward` is made of several. extracted: the answer found in the reply, in a form in
+    which equal answers are equal texts, for majority votes; None where there is none.
+    """
 
     reward: float
     outcome: str
     done: bool = True
     observation: tuple[dict, ...] = ()
     state: dict = field(default_factory=dict)
+    rewards: dict[str, float] = field(default_factory=dict)
+    extracted: str | None = None
 
 
 class Environment(Protocol):
@@ -66,7 +72,8 @@ class Exact:
             return Verdict(0.0, "parse_fail")
         gold = exact_number(turn.answer)
         assert gold is not None, f"answer {turn.answer!r} is not a number: check_answers() runs before training"
-        return Verdict(1.0, "ok") if value == gold else Verdict(0.0, "wrong")
+        right = value == gold
+        return Verdict(float(right), "ok" if right else "wrong", extracted=plain_number(value))
 
     def check_answers(self, answers: Sequence[str], path: str) -> None:
         """ConfigError when an answer of the dataset cannot be graded: found at --check, not at step 900."""
@@ -79,6 +86,13 @@ def exact_number(text: str) -> Decimal | None:
     """The one number that `text` (after its last `####`) consists of, else None."""
     text = text[-MAX_REPLY_CHARS:].rsplit("####", 1)[-1].strip()
     return Decimal(text.replace(",", "").replace("$", "")) if NUMBER.fullmatch(text) else None
+
+
+def plain_number(value: Decimal) -> str:
+    """Equal numbers as equal texts: 5.0 and 5 as "5", -0 as "0"; exact for any number of digits."""
+    text = f"{abs(value):f}"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return f"-{text}" if value < 0 else text
 
 
 def make_environment(name: str) -> Environment:

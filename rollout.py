@@ -103,15 +103,25 @@ class Engine:
         self.param_names = self.llm.apply_model(_checkpoint_names)[0]
 
     def generate(
-        self, prompts: Sequence[list[int]], seeds: Sequence[int], *, temperature: float, max_new_tokens: int
+        self,
+        prompts: Sequence[list[int]],
+        seeds: Sequence[int],
+        *,
+        temperature: float,
+        max_new_tokens: int,
+        top_p: float = 1.0,
+        top_k: int | None = None,
     ) -> list[Completion]:
-        """Samples one completion per prompt. A completion depends on (weights, prompt, seed, temperature) only, not on
-        what else is in the batch. `temperature` 0 is greedy. Every rank of a tensor-parallel group must call it alike.
+        """Samples one completion per prompt. A completion depends on (weights, prompt, seed, temperature, filters) only,
+        not on what else is in the batch. `temperature` 0 is greedy; top_p, top_k are for validation alone. Every rank
+        of a tensor-parallel group must call it alike.
         """
         assert self.weight_version >= 0, "generate() before the first sync(): the engine holds dummy weights"
         params = [
             SamplingParams(
                 temperature=temperature,
+                top_p=top_p,
+                top_k=top_k or 0,  # vLLM's word for no limit
                 max_tokens=min(max_new_tokens, self.max_total_tokens - len(prompt)),
                 stop_token_ids=self.stop_token_ids,
                 logprobs=0,  # of the sampled token only
@@ -191,11 +201,10 @@ def rollout(
     prompts: Sequence[tuple[int, Row]],
     *,
     num_samples: int,
-    temperature: float,
-    max_new_tokens: int,
     seed_key: tuple[int, ...],
+    **how: float | None,
 ) -> list[Sample]:
-    """Samples `num_samples` replies for each (index in the step, row) and has them graded.
+    """Samples `num_samples` replies for each (index in the step, row) and has them graded. how: `Engine.generate`'s.
 
     Returns samples ordered by (prompt, index), with reward and outcome. Single-turn for now: an environment that is not
     `done` after the first reply is refused, not ignored.
@@ -204,8 +213,7 @@ def rollout(
     completions = engine.generate(
         [row.prompt_ids for _, row, _ in jobs],
         [sample_seed(*seed_key, prompt, index) for prompt, _, index in jobs],
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
+        **how,
     )
     samples = [
         Sample(
@@ -218,11 +226,26 @@ def rollout(
             mask=np.ones(len(completion.ids), bool),
             finish_reason=completion.finish_reason,
             weight_version=engine.weight_version,
+            env_name=row.env_name,
         )
         for (prompt, row, index), completion in zip(jobs, completions, strict=True)
     ]
     grade(samples, [row for _, row, _ in jobs], tokenizer, environments)
     return samples
+
+
+def rollout_over_ranks(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    environments: dict[str, envs.Environment],
+    prompts: Sequence[tuple[int, Row]],
+    *,
+    ranks: Ranks,
+    **how,
+) -> list[Sample]:
+    """`rollout` of prompts that all ranks name alike: each engine takes its share, every rank gets all samples."""
+    mine = prompts[ranks.dp_rank :: ranks.dp_size]
+    return gather_samples(rollout(engine, tokenizer, environments, mine, **how), ranks)
 
 
 def gather_samples(samples: list[Sample], ranks: Ranks) -> list[Sample]:
@@ -235,7 +258,7 @@ def gather_samples(samples: list[Sample], ranks: Ranks) -> list[Sample]:
 def grade(
     samples: Sequence[Sample], rows: Sequence[Row], tokenizer: Tokenizer, environments: dict[str, envs.Environment]
 ) -> None:
-    """Fills in reward and outcome of each sample; one call per environment."""
+    """Fills in what a verdict says of each sample; one call per environment."""
     for name, environment in environments.items():
         mine = [(sample, row) for sample, row in zip(samples, rows, strict=True) if row.env_name == name]
         turns = []
@@ -245,4 +268,5 @@ def grade(
         for (sample, _), verdict in zip(mine, environment.step(turns), strict=True):
             assert verdict.done, f"environment '{name}' wants another turn; multi-turn rollouts are not built yet"
             assert verdict.outcome in envs.OUTCOMES and np.isfinite(verdict.reward), verdict
-            sample.reward, sample.outcome = verdict.reward, verdict.outcome
+            sample.reward, sample.outcome, sample.extracted = verdict.reward, verdict.outcome, verdict.extracted
+            sample.rewards = verdict.rewards

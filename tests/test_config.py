@@ -106,14 +106,8 @@ def test_text_override_is_taken_as_typed(write, text):
         ("grpo: {seed: null}", "grpo.seed: expected int, got null; the default is 42"),
         ("logger: {log_dir: null}", 'logger.log_dir: expected str, got null; the default is "logs"'),
         ("grpo: {seed: {a: 1}}", "grpo.seed: expected int, got a mapping; the default is 42"),
-        (
-            "grpo: {val_at_end: 1}",
-            "grpo.val_at_end: expected true or false, got '1' (int); the default is false",
-        ),
-        (
-            "grpo: {val_at_end: yes}",
-            "grpo.val_at_end: expected true or false, got 'yes' (bool); the default is false",
-        ),
+        ("grpo: {val_at_end: 1}", "grpo.val_at_end: expected true or false, got '1' (int); the default is false"),
+        ("grpo: {val_at_end: yes}", "grpo.val_at_end: expected true or false, got 'yes' (bool); the default is false"),
         (
             "grpo: {logp_gap_limit: true}",
             "grpo.logp_gap_limit: expected finite float or null, got 'true' (bool); the default is 0.1",
@@ -142,17 +136,13 @@ def test_text_override_is_taken_as_typed(write, text):
         ),
         (
             "policy: {generation: {stop_token_ids: &a [*a]}}",
-            "policy.generation.stop_token_ids: expected list[int, ...] or null, got [...]; "
-            "the default is null",
+            "policy.generation.stop_token_ids: expected list[int, ...] or null, got [...]; the default is null",
         ),
         (
             "policy: {precision: fp16}",
             "policy.precision: expected bfloat16 or float32, got 'fp16' (str); the default is \"bfloat16\"",
         ),
-        (
-            "logger: {log_dir: !path x}",
-            "logger.log_dir: expected str, got 'x' (!path); the default is \"logs\"",
-        ),
+        ("logger: {log_dir: !path x}", "logger.log_dir: expected str, got 'x' (!path); the default is \"logs\""),
         (
             "policy: {scheduler: no}",
             "policy.scheduler is a section, got 'no' (bool); set its keys: warmup_steps, warmup_start_factor",
@@ -168,12 +158,9 @@ def test_wrong_override(write):
     assert message_of(path, "grpo.seed=1", "grpo.seed=x") == (
         "command line 'grpo.seed=x': grpo.seed: expected int, got 'x' (str); the default is 42"
     )
-    assert message_of(path, "--grpo.seed") == (
-        "command line '--grpo.seed': expected key.sub=value, as in grpo.seed=1"
-    )
+    assert message_of(path, "--grpo.seed") == ("command line '--grpo.seed': expected key.sub=value, as in grpo.seed=1")
     assert message_of(path, "policy.optimizer.kwargs.betas=[1") == (
-        "command line 'policy.optimizer.kwargs.betas=[1' line 1: not yaml: "
-        "expected ',' or ']', but got '<stream end>'"
+        "command line 'policy.optimizer.kwargs.betas=[1' line 1: not yaml: expected ',' or ']', but got '<stream end>'"
     )
 
 
@@ -201,9 +188,7 @@ def test_unknown_key_names_the_nearest_and_the_keys_of_its_section(write):
     ],
 )
 def test_nearest_key(write, key, nearest):
-    assert f"unknown key '{key}'. Did you mean '{nearest}'? Keys of" in message_of(
-        write("grpo: {seed: 1}"), f"{key}=1"
-    )
+    assert f"unknown key '{key}'. Did you mean '{nearest}'? Keys of" in message_of(write("grpo: {seed: 1}"), f"{key}=1")
 
 
 def test_no_nearest_key_is_invented(write):
@@ -217,10 +202,7 @@ def test_no_nearest_key_is_invented(write):
     ("text", "message"),
     [
         ("grpo:\n  seed: 1\n  seed: 1\n", "line 3: grpo.seed is set again, first in line 2; remove one"),
-        (
-            "grpo:\n  seed: 1\ngrpo:\n  val_period: 1\n",
-            "line 3: grpo is set again, first in line 1; remove one",
-        ),
+        ("grpo:\n  seed: 1\ngrpo:\n  val_period: 1\n", "line 3: grpo is set again, first in line 1; remove one"),
         ("grpo.seed: 1\ngrpo:\n  seed: 2\n", "line 3: grpo.seed is set again, first in line 1; remove one"),
     ],
 )
@@ -259,9 +241,7 @@ def test_defaults_are_below_the_file_in_order(write):
     assert cfg.loss_fn == LossConfig(ratio_clip_max=0.1)
     assert cfg.policy.optimizer.kwargs.betas == (0.0, 0.0)
     assert load(write(own + "defaults: [c.yaml, base/b.yaml]")).grpo.max_num_steps == 2
-    assert load(write("grpo: {seed: 5}\ndefaults: base/b.yaml")).grpo.seed == 5, (
-        "the file wins wherever it says so"
-    )
+    assert load(write("grpo: {seed: 5}\ndefaults: base/b.yaml")).grpo.seed == 5, "the file wins wherever it says so"
 
 
 def test_one_file_may_be_the_default_of_two(write):
@@ -278,8 +258,7 @@ def test_wrong_defaults(write):
     write("defaults: ../b.yaml", "sub/a.yaml")
     assert "go in a circle" in message_of(write("defaults: sub/a.yaml", "b.yaml")), "seen through ../ too"
     assert message_of(write("defaults: none.yaml", "sub/a.yaml")) == (
-        "sub/none.yaml: No such file or directory (named by the defaults of sub/a.yaml); "
-        "yaml files there: sub/a.yaml"
+        "sub/none.yaml: No such file or directory (named by the defaults of sub/a.yaml); yaml files there: sub/a.yaml"
     )
     assert message_of(write("grpo: {seed: 1}\ndefaults: {a: 1}")) == (
         "run.yaml line 2: defaults: expected a file or a list of files, got a mapping"
@@ -328,6 +307,11 @@ def test_defaults_are_nemo_rls():
     assert (cfg.grpo.val_period, cfg.grpo.max_val_samples, cfg.grpo.max_num_steps) == (10, 256, 1_000_000)
     assert cfg.loss_fn == LossConfig(ratio_clip_min=0.2, ratio_clip_max=0.2, ratio_clip_c=None)
     assert cfg.loss_fn.token_level_loss and not cfg.loss_fn.use_importance_sampling_correction
+    assert (cfg.loss_fn.reference_policy_kl_penalty, cfg.loss_fn.reference_policy_kl_type) == (0.01, "k3")
+    assert (cfg.loss_fn.kl_input_clamp_value, cfg.loss_fn.kl_output_clamp_value) == (20, 10)
+    assert (cfg.loss_fn.positive_example_nll_weight, cfg.loss_fn.truncated_importance_sampling_type) == (0, None)
+    assert dataclasses.astuple(cfg.grpo.adv_estimator) == ("grpo", True, None)
+    assert cfg.grpo.advantage_clip_low is cfg.grpo.advantage_clip_high is cfg.grpo.seq_logprob_error_threshold is None
     assert dataclasses.astuple(cfg.policy.optimizer.kwargs) == (5e-6, 0.01, (0.9, 0.999), 1e-8)
     assert dataclasses.astuple(cfg.policy.scheduler) == (50, 0.1)
     assert cfg.policy.sequence_packing.train_mb_tokens == 512 * 4
@@ -350,8 +334,7 @@ VLLM = "policy.generation.vllm_cfg"
             1,
             ["grpo.num_generations_per_prompt=1", "grpo.max_num_steps=0"],
             [
-                "grpo.num_generations_per_prompt=1: must be >= 2 "
-                "(Samples per prompt, compared to each other.)",
+                "grpo.num_generations_per_prompt=1: must be >= 2 (Samples per prompt, compared to each other.)",
                 "grpo.max_num_steps=0: must be >= 1 (Optimizer steps, unless max_num_epochs ends the run.)",
             ],
         ),
@@ -405,15 +388,11 @@ VLLM = "policy.generation.vllm_cfg"
         ),
         (
             1,
+            ["loss_fn.disable_ppo_ratio=true", "loss_fn.force_on_policy_ratio=true", "loss_fn.ratio_clip_c=3"],
             [
-                "loss_fn.disable_ppo_ratio=true",
-                "loss_fn.force_on_policy_ratio=true",
-                "loss_fn.ratio_clip_c=3",
-            ],
-            [
-                "loss_fn.disable_ppo_ratio=true and force_on_policy_ratio=true exclude each other: "
-                "choose one",
-                "loss_fn.ratio_clip_c=3.0 needs the ratio that disable_ppo_ratio=true removes",
+                "loss_fn.disable_ppo_ratio=true and loss_fn.force_on_policy_ratio=true: choose one",
+                "loss_fn.ratio_clip_c=3.0 and loss_fn.disable_ppo_ratio=true: there is no ratio to clip",
+                "loss_fn.ratio_clip_c=3.0 and loss_fn.force_on_policy_ratio=true: the ratio is 1",
             ],
         ),
         (
@@ -429,6 +408,74 @@ VLLM = "policy.generation.vllm_cfg"
 )
 def test_validate(write, world_size, overrides, problems):
     assert problems_of(write("grpo: {seed: 1}"), world_size, *overrides) == problems
+
+
+TIS_KEYS = "truncated_importance_sampling"
+CISPO, GSPO = "loss_fn.use_cispo=true", "loss_fn.sequence_level_importance_ratios=true"
+PER_SEQUENCE, IS = "loss_fn.token_level_loss=false", "loss_fn.use_importance_sampling_correction=true"
+KIND, HIGH, LOW = (f"loss_fn.{TIS_KEYS}_{name}" for name in ("type", "ratio", "ratio_min"))
+REINFORCE, GDPO = "grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estimator.name=gdpo"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "besides"),
+    [
+        (CISPO, "loss_fn.ratio_clip_c=3.0", []),
+        (CISPO, "loss_fn.disable_ppo_ratio=true", []),
+        (CISPO, "loss_fn.force_on_policy_ratio=true", []),
+        (CISPO, PER_SEQUENCE, []),
+        (GSPO, "loss_fn.token_level_loss=true", []),
+        ("loss_fn.loss_scale_factor=9.0", "loss_fn.token_level_loss=true", []),
+        (f"{KIND}=tis", "loss_fn.use_importance_sampling_correction=false", [f"{HIGH}=2"]),
+        (f"{KIND}=tis", f"{HIGH}=null", [IS]),
+        (f"{KIND}=sequence-mask", f"{HIGH}=null", [IS]),
+        (f"{KIND}=icepop", f"{LOW}=null", [IS, f"{HIGH}=2"]),
+        (f"{KIND}=seq-mask-tis", f"{LOW}=null", [IS, f"{HIGH}=2"]),
+        (f"{KIND}=null", f"{HIGH}=2.0", [IS]),
+        (f"{KIND}=null", f"{LOW}=0.5", [IS]),
+        (f"{KIND}=sequence", f"{HIGH}=2.0", [IS]),
+        (f"{KIND}=sequence", f"{LOW}=0.0", [IS]),
+        (f"{KIND}=seq-mask-tis", GSPO, [IS, PER_SEQUENCE, f"{HIGH}=2", f"{LOW}=0.5"]),
+        (f"{KIND}=sequence", GSPO, [IS, PER_SEQUENCE]),
+        (GSPO, "loss_fn.disable_ppo_ratio=true", [PER_SEQUENCE]),
+        ("loss_fn.use_kl_in_reward=true", "grpo.adv_estimator.name=grpo", []),
+        ("loss_fn.use_kl_in_reward=true", GDPO, []),
+        ("loss_fn.kl_gradient=plain", "loss_fn.use_kl_in_reward=true", [REINFORCE]),
+        ("loss_fn.use_on_policy_kl_approximation=true", "loss_fn.use_kl_in_reward=true", [REINFORCE]),
+        ("grpo.adv_estimator.reward_weights=[1.0, 2.0]", "grpo.adv_estimator.name=grpo", []),
+        ("grpo.adv_estimator.minus_baseline=false", GDPO, []),
+        ("grpo.reward_std=batch", "grpo.normalize_rewards=false", []),
+        ("grpo.reward_std=group", REINFORCE, []),
+    ],
+)
+def test_keys_that_do_not_go_together(write, one, other, besides):
+    (problem,) = problems_of(write("grpo: {seed: 1}"), 1, one, other, *besides)
+    assert problem.startswith(f"{one} and {other}: ")
+
+
+def test_bounds_the_wrong_way_round(write):
+    bounds = [IS, f"{KIND}=icepop", f"{LOW}=3", f"{HIGH}=2"]
+    assert problems_of(write("grpo: {seed: 1}"), 1, *bounds) == [f"{LOW}=3.0 is above {HIGH}=2.0: exchange them"]
+    (problem,) = problems_of("run.yaml", 1, "grpo.advantage_clip_low=1", "grpo.advantage_clip_high=1")
+    assert problem == "grpo.advantage_clip_low=1.0 is not below grpo.advantage_clip_high=1.0: exchange them"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [CISPO, IS, f"{KIND}=icepop", f"{HIGH}=2", f"{LOW}=0"],
+        [GSPO, PER_SEQUENCE, IS, f"{KIND}=tis", f"{HIGH}=2"],
+        [PER_SEQUENCE, "loss_fn.loss_scale_factor=512", "grpo.normalize_rewards=false"],
+        [IS, f"{KIND}=sequence"],
+        [IS, f"{KIND}=sequence-mask", f"{HIGH}=3"],
+        [REINFORCE, "loss_fn.use_kl_in_reward=true", "grpo.adv_estimator.minus_baseline=false"],
+        [GDPO, "grpo.adv_estimator.reward_weights=[1, 0.5]", "grpo.reward_std=batch"],
+        ["loss_fn.use_on_policy_kl_approximation=true", "loss_fn.reference_policy_kl_penalty=0"],
+        ["grpo.advantage_clip_low=-1", "grpo.advantage_clip_high=1"],
+    ],
+)
+def test_keys_that_do(write, overrides):
+    validate(load(write("grpo: {seed: 1}"), [*VALID, *overrides]), 1)
 
 
 @pytest.mark.parametrize(
@@ -459,9 +506,7 @@ def test_bounds(write, key, refused, accepted):
         validate(load(path, [*VALID, f"{key}={text}"]), 1)
 
 
-@pytest.mark.parametrize(
-    ("override", "values"), [("top_p=0.9", "0.9, top_k=null"), ("top_k=5", "1.0, top_k=5")]
-)
+@pytest.mark.parametrize(("override", "values"), [("top_p=0.9", "0.9, top_k=null"), ("top_k=5", "1.0, top_k=5")])
 def test_filtered_sampling_is_refused(write, override, values):
     (problem,) = problems_of(write("grpo: {seed: 1}"), 1, f"policy.generation.{override}")
     assert problem == (
@@ -508,10 +553,7 @@ def test_8b_is_the_1b_recipe_with_another_model():
     small, large = load(ROOT / "configs/math_1b.yaml"), load(ROOT / "configs/math_8b.yaml")
     assert large.data == small.data and large.grpo == small.grpo
     assert (small.policy.model_name, large.policy.model_name) == ("Qwen/Qwen2.5-1.5B", "Qwen/Qwen3-8B-Base")
-    assert (
-        large.policy.dtensor_cfg.activation_checkpointing
-        and not small.policy.dtensor_cfg.activation_checkpointing
-    )
+    assert large.policy.dtensor_cfg.activation_checkpointing and not small.policy.dtensor_cfg.activation_checkpointing
 
 
 def test_neither_torch_nor_vllm_is_imported():

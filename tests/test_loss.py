@@ -1,13 +1,14 @@
-"""loss.py against golden numbers of NeMo RL (its code, executed) and a per-token loop in Python floats."""
+"""loss.py against golden numbers of NeMo RL (its code, executed); splits, masks. Combinations: test_loss_exact.py."""
 
 import itertools
 import math
 
 import pytest
 import torch
+from loss_cases import GOLDEN_REF, golden_batch, hard_batch, reduced
 
 from config import LossConfig
-from loss import group_advantages, policy_loss
+from loss import derived_metrics, group_advantages, policy_loss, seq_logp_error_mask
 
 PRINTED = 1e-6  # the golden numbers are printed to six decimals, from float32
 
@@ -76,18 +77,18 @@ def test_groups_are_independent_in_any_order(leave_one_out, normalize):
 # ---------------------------------------------------------------- golden losses
 
 
-def golden_batch(dtype=torch.float32):
-    """Two sequences of three tokens, the last one masked: the inputs the golden numbers were made with."""
-    return {
-        "logp_T": torch.tensor([-1, -0.5, -2, -0.2, -3, -0.7], dtype=dtype, requires_grad=True),
-        "old_logp_T": torch.tensor([-1.2, -0.5, -1.5, -0.3, -2, -0.7], dtype=dtype),
-        "sampler_logp_T": torch.tensor([-1.1, -0.6, -1.5, -0.3, -2.3, -0.9], dtype=dtype),
-        "adv_T": torch.tensor([1, 1, 1, -0.5, -0.5, -0.5], dtype=dtype),
-        "mask_T": torch.tensor([1, 1, 1, 1, 1, 0]),
-        "seq_T": torch.tensor([0, 0, 0, 1, 1, 1]),
-        "num_valid_tokens": 5,
-        "num_valid_seqs": 2,
-    }
+IS_KEY = "use_importance_sampling_correction"
+IS = {IS_KEY: True}
+TIS = IS | {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 1.2}
+
+
+def bounded(kind: str, low: float, high: float) -> dict:
+    bounds = {"truncated_importance_sampling_ratio_min": low, "truncated_importance_sampling_ratio": high}
+    return IS | {"truncated_importance_sampling_type": kind} | bounds
+
+
+ICEPOP, SEQ_MASK = bounded("icepop", 0.95, 1.2), bounded("seq-mask-tis", 0.9, 1.1)
+GSPO = {"sequence_level_importance_ratios": True, "token_level_loss": False}
 
 
 @pytest.mark.parametrize(
@@ -97,31 +98,33 @@ def golden_batch(dtype=torch.float32):
         ({"token_level_loss": False}, -0.229609, [0, -0.166667, -0.101088, 0.138146, 0, 0]),
         ({"ratio_clip_max": 0.28}, -0.375070, [-0.244281, -0.2, -0.121306, 0.110517, 0, 0]),
         ({"ratio_clip_c": 1.05}, -0.376306, [0, -0.2, -0.121306, 0, 0, 0]),
+        (GSPO, -0.252419, [-0.150806, -0.150806, -0.150806, 0, 0, 0]),
+        ({"use_cispo": True}, 0.397897, [-0.24, -0.2, -0.16, 0.110517, 0.08, 0]),
         ({"disable_ppo_ratio": True}, 0.38, [-0.2, -0.2, -0.2, 0.1, 0.1, 0]),
         ({"force_on_policy_ratio": True}, -0.4, [-0.2, -0.2, -0.2, 0.1, 0.1, 0]),
-        ({"use_importance_sampling_correction": True}, -0.340996, [0, -0.221034, -0.121306, 0.110517, 0, 0]),
+        (IS, -0.340996, [0, -0.221034, -0.121306, 0.110517, 0, 0]),
+        (TIS, -0.352984, [0, -0.221034, -0.121306, 0.110517, 0, 0]),
+        (ICEPOP, -0.231823, [0, -0.221034, -0.121306, 0.110517, 0, 0]),
+        (SEQ_MASK, -0.559501, [0, -0.221034, -0.121306, 0, 0, 0]),
+        ({"reference_policy_kl_penalty": 0.01}, -0.370299, [0.0002, -0.1992, -0.121706, 0.110517, -0.001, 0]),
+        ({"reference_policy_kl_penalty": 0.1, "reference_policy_kl_type": "k1"}, -0.374789, None),
+        (
+            {"reference_policy_kl_penalty": 0.1, "reference_policy_kl_type": "k2"},
+            -0.366189,
+            [0.0021, -0.1904, -0.124906, 0.110517, -0.0075, 0],
+        ),
+        ({"reference_policy_kl_penalty": 0.1, "use_on_policy_kl_approximation": True}, -0.367391, None),
     ],
 )
 def test_loss_golden(options, value, grad):
     batch = golden_batch()
+    if "reference_policy_kl_penalty" in options:
+        batch["ref_logp_T"] = torch.tensor(GOLDEN_REF)
     loss, metrics = policy_loss(**batch, cfg=LossConfig(**options))
     loss.backward()
     assert abs(loss.item() - value) <= PRINTED and metrics["loss"] == loss
-    torch.testing.assert_close(batch["logp_T"].grad, torch.tensor(grad), rtol=0, atol=PRINTED)
-
-
-def reduced(*parts):
-    """Metrics of several micro-batches as one number each, by the rule of loss.py's docstring."""
-    out = {}
-    for name in parts[0]:
-        values = [part[name] for part in parts]
-        if isinstance(values[0], tuple):
-            out[name] = float(sum(v[0] for v in values) / sum(v[1] for v in values))
-        elif name.endswith(("_min", "_max")):
-            out[name] = float((min if name.endswith("_min") else max)(values))
-        else:
-            out[name] = float(sum(values))
-    return out
+    if grad is not None:
+        torch.testing.assert_close(batch["logp_T"].grad, torch.tensor(grad), rtol=0, atol=PRINTED)
 
 
 def test_metrics_golden():
@@ -149,110 +152,92 @@ def test_metrics_golden():
         "logp_gap_max": 0.3,
         "entropy": 3,
         "num_nonfinite_sampler_logp": 0,
+        "kept_fraction/finite_sampler_logp": 1,
+        "kl_penalty": 0,
+        "positive_nll_loss": 0,
+        "importance_weight_mean": 1.071973,
+        "importance_weight_square": (math.exp(-0.2) + math.exp(0.2) + 1 + 1 + math.exp(0.6)) / 5,
     }
     got = reduced(metrics)
     assert got.keys() == want.keys()
     assert {name: got[name] for name in want if abs(got[name] - want[name]) > PRINTED} == {}
 
 
-# ---------------------------------------------------------------- against a loop over tokens
+@pytest.mark.parametrize(
+    "options, want",
+    [
+        (TIS, {"is_oob_ratio": 0.2, "sampling_importance_ratio": 1.042002}),
+        (
+            ICEPOP,
+            {"is_oob_ratio": 0.4, "sampling_importance_ratio": 0.621034, "kept_fraction/importance_sampling": 0.6},
+        ),
+        (
+            SEQ_MASK,
+            {"is_oob_ratio": 0.5, "sampling_importance_ratio": 0.602002, "kept_fraction/importance_sampling": 0.6},
+        ),
+        # NeMo RL's sum over the two sequences, and what it means to be.
+        (GSPO, {"sampling_importance_ratio": 2.349859, "importance_weight_mean": 2.349859 / 2}),
+        (GSPO | TIS, {"is_oob_ratio": 0.4, "sampling_importance_ratio": 2.2}),
+        # Not NeMo RL's, so by hand: sequence weights 1 and exp(.3), over sequences.
+        (IS | {"truncated_importance_sampling_type": "sequence"}, {"sampling_importance_ratio": 2.349859 / 2}),
+        (bounded("sequence-truncate", 0, 1.2), {"is_oob_ratio": 0.5, "sampling_importance_ratio": 1.1}),
+        (
+            bounded("sequence-mask", 0, 1.2),
+            {"is_oob_ratio": 0.5, "sampling_importance_ratio": 0.5, "kept_fraction/importance_sampling": 0.6},
+        ),
+    ],
+)
+def test_weight_metrics_golden(options, want):
+    _, metrics = policy_loss(**golden_batch(), cfg=LossConfig(**options))
+    got = reduced(metrics)
+    assert {name: got[name] for name in want if abs(got[name] - want[name]) > PRINTED} == {}
+    masks = {"icepop", "seq-mask-tis", "sequence-mask"}
+    assert ("kept_fraction/importance_sampling" in got) == (options.get("truncated_importance_sampling_type") in masks)
 
 
-def hard_batch(dtype):
-    """Every side of both clips for both signs of A; seven sequences interleaved, one of them masked whole.
-
-    The ratios lie in every interval that 0.2, 0.28 and the dual clips cut, and at least 0.01 from its ends.
-    """
-    generator = torch.Generator().manual_seed(1)
-    ratios = [0.3, 0.7, 0.9, 1.0, 1.04, 1.15, 1.24, 1.5, 2.9, 3.3]
-    cases = list(itertools.product(ratios, [1.3, -0.7, 0.0, -2.1]))
-    logp_T = -3 * torch.rand(len(cases), generator=generator) - 0.1
-    old_logp_T = logp_T - torch.tensor([r for r, _ in cases]).log()
-    mask_T = torch.rand(len(cases), generator=generator) < 0.8
-    seq_T = torch.randint(7, (len(cases),), generator=generator) * 1000 - 500
-    mask_T[seq_T == 500] = False
-    batch = {
-        "logp_T": logp_T,
-        "old_logp_T": old_logp_T,
-        "sampler_logp_T": old_logp_T + 0.3 * torch.randn(len(cases), generator=generator),
-        "adv_T": torch.tensor([a for _, a in cases]),
-    }
-    batch = {name: x_T.to(dtype) for name, x_T in batch.items()}
-    num_seqs = len(set(seq_T[mask_T].tolist()))
-    assert num_seqs == 6 and 25 < mask_T.sum() < 35
-    batch["logp_T"].requires_grad_()
-    counts = {
-        "num_valid_tokens": int(mask_T.sum()) + 11,
-        "num_valid_seqs": num_seqs + 2,
-    }  # other ranks have some
-    return batch | {"mask_T": mask_T, "seq_T": seq_T} | counts
+def test_kl_penalty_metric_is_the_term_over_its_weight():
+    batch = golden_batch() | {"ref_logp_T": torch.tensor(GOLDEN_REF)}
+    _, metrics = policy_loss(**batch, cfg=LossConfig(reference_policy_kl_penalty=0.01))
+    assert abs(metrics["kl_penalty"] - (-0.370299 + 0.370789) / 0.01) < 1e-4  # from digits 6 printed
+    for cfg in LossConfig(reference_policy_kl_penalty=0), LossConfig(use_kl_in_reward=True):
+        assert policy_loss(**batch, cfg=cfg)[1]["kl_penalty"] == 0
+    # The sampler's KLs are of the same type, as in NeMo RL: k1 of old - sampler, by hand.
+    got = reduced(policy_loss(**batch, cfg=LossConfig(reference_policy_kl_type="k1"))[1])
+    assert (
+        got["gen_kl_error"] == pytest.approx(-0.3 / 5, abs=PRINTED) and got["policy_kl_error"] == -got["gen_kl_error"]
+    )
 
 
-def loop_loss(batch, cfg):
-    """(loss, gradient) by the formulas, one token after the other, derivatives by hand."""
-    names = ("logp_T", "old_logp_T", "sampler_logp_T", "adv_T", "mask_T", "seq_T")
-    tokens = list(zip(*(batch[name].tolist() for name in names), strict=True))
-    length = {seq: sum(t[4] for t in tokens if t[5] == seq) for seq in {t[5] for t in tokens}}
-    total, grad = 0.0, []
-    for logp, old, sampler, adv, mask, seq in tokens:
-        old = logp if cfg.force_on_policy_ratio else old
-        ratio = math.exp(logp - old)
-        value = slope = -adv * ratio
-        if cfg.disable_ppo_ratio:
-            value, slope = -adv * logp, -adv
-        elif not cfg.force_on_policy_ratio:
-            if adv > 0 and ratio > 1 + cfg.ratio_clip_max:
-                value, slope = -adv * (1 + cfg.ratio_clip_max), 0.0
-            if adv < 0 and ratio < 1 - cfg.ratio_clip_min:
-                value, slope = -adv * (1 - cfg.ratio_clip_min), 0.0
-            if cfg.ratio_clip_c is not None and adv < 0 and ratio > cfg.ratio_clip_c:
-                value, slope = -adv * cfg.ratio_clip_c, 0.0
-        weight = math.exp(old - sampler) if cfg.use_importance_sampling_correction else 1.0
-        weight /= (
-            batch["num_valid_tokens"]
-            if cfg.token_level_loss
-            else batch["num_valid_seqs"] * max(length[seq], 1)
-        )
-        total += weight * value * mask
-        grad.append(weight * slope * mask)
-    return total, torch.tensor(grad, dtype=torch.float64)
+def test_effective_sample_size():
+    for options, weights in [
+        ({}, [math.exp(-0.1), math.exp(0.1), 1, 1, math.exp(0.3)]),
+        (ICEPOP, [0, math.exp(0.1), 1, 1, 0]),
+        (GSPO, [1, math.exp(0.3)]),
+    ]:
+        got = derived_metrics(reduced(policy_loss(**golden_batch(), cfg=LossConfig(**options))[1]))
+        want = sum(weights) ** 2 / len(weights) / sum(w * w for w in weights)
+        assert got["effective_sample_size"] == pytest.approx(want, rel=1e-6) and 0 < want < 1
+        assert "importance_weight_square" not in got
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-7), (torch.float32, 1e-6)])
-def test_every_combination_equals_the_loop(dtype, tolerance):
-    # The 1e-8 in the denominators is NeMo RL's and not the loop's: it is seen in float64.
-    for clip_max, dual, weighted, token_level, mode in itertools.product(
-        [0.2, 0.28],
-        [None, 1.05, 3.0],
-        [False, True],
-        [True, False],
-        [{}, "disable_ppo_ratio", "force_on_policy_ratio"],
-    ):
-        cfg = LossConfig(
-            ratio_clip_max=clip_max,
-            ratio_clip_c=dual,
-            use_importance_sampling_correction=weighted,
-            token_level_loss=token_level,
-            **({mode: True} if mode else {}),
-        )
-        batch = hard_batch(dtype)
-        loss, _ = policy_loss(**batch, cfg=cfg)
-        loss.backward()
-        want, want_T = loop_loss(batch, cfg)
-        assert abs(loss.item() - want) <= tolerance * abs(want), cfg
-        error_T = (batch["logp_T"].grad.double() - want_T).abs()
-        assert (error_T <= tolerance * want_T.abs()).all(), (cfg, error_T, want_T)
+def test_positive_nll_is_over_the_positive_tokens_of_the_whole_step():
+    batch = golden_batch() | {"positive_T": torch.tensor([1, 1, 1, 0, 0, 0]), "num_positive_tokens": 7}
+    loss, metrics = policy_loss(**batch, cfg=LossConfig(positive_example_nll_weight=0.5))
+    loss.backward()
+    assert abs(metrics["positive_nll_loss"] - (1 + 0.5 + 2) / 7) < PRINTED
+    assert abs(loss - (-0.370789 + 0.5 * 3.5 / 7)) < PRINTED
+    want_T = torch.tensor([0, -0.2, -0.121306, 0.110517, 0, 0]) - 0.5 / 7 * batch["positive_T"]
+    torch.testing.assert_close(batch["logp_T"].grad, want_T, rtol=0, atol=PRINTED)
+
+
+# ---------------------------------------------------------------- clip fractions, splits
 
 
 def test_clip_fractions_count_where_clipping_stops_the_gradient():
     batch = hard_batch(torch.float32)
-    tokens = list(
-        zip(batch["logp_T"].tolist(), batch["old_logp_T"].tolist(), batch["adv_T"].tolist(), strict=True)
-    )
+    tokens = list(zip(batch["logp_T"].tolist(), batch["old_logp_T"].tolist(), batch["adv_T"].tolist(), strict=True))
     sides = [(math.exp(a - b) < 0.8 and adv < 0, math.exp(a - b) > 1.28 and adv > 0) for a, b, adv in tokens]
-    low, high = (
-        sum(s for s, m in zip(side, batch["mask_T"], strict=True) if m) for side in zip(*sides, strict=True)
-    )
+    low, high = (sum(s for s, m in zip(side, batch["mask_T"], strict=True) if m) for side in zip(*sides, strict=True))
     for options, want in [
         ({}, (low, high)),
         ({"disable_ppo_ratio": True}, (0, 0)),
@@ -263,27 +248,36 @@ def test_clip_fractions_count_where_clipping_stops_the_gradient():
         assert got == want and min(low, high) > 0 and low != high, (got, want)
 
 
-@pytest.mark.parametrize("token_level", [True, False])
-def test_sequence_order_and_micro_batches_do_not_matter(token_level):
-    cfg = LossConfig(token_level_loss=token_level, use_importance_sampling_correction=True)
+@pytest.mark.parametrize(
+    "options",
+    [
+        TIS,
+        IS | {"token_level_loss": False},
+        GSPO | IS,
+        bounded("sequence-mask", 0.5, 2.0) | {"token_level_loss": False, "loss_scale_factor": 9.0},
+        {"use_cispo": True} | SEQ_MASK,
+    ],
+)
+def test_sequence_order_micro_batches_and_ranks_do_not_matter(options):
+    cfg = LossConfig(reference_policy_kl_penalty=0.1, entropy_coef=0.2, positive_example_nll_weight=0.3, **options)
     whole = hard_batch(torch.float32)
-    entropy_T = torch.rand(len(whole["seq_T"]), generator=torch.Generator().manual_seed(2))
-    loss, metrics = policy_loss(**whole, cfg=cfg, entropy_T=entropy_T)
+    loss, metrics = policy_loss(**whole, cfg=cfg)
     loss.backward()
-    whole_grad_T, whole_metrics = whole["logp_T"].grad, reduced(metrics)
+    whole_metrics = derived_metrics(reduced(metrics))
 
     def check(parts):
         batch = hard_batch(torch.float32)
         losses, metrics = [], []
         for part in parts:
             piece = {name: x[part] if name.endswith("_T") else x for name, x in batch.items()}
-            loss_part, metrics_part = policy_loss(**piece, cfg=cfg, entropy_T=entropy_T[part])
+            loss_part, metrics_part = policy_loss(**piece, cfg=cfg)
             losses.append(loss_part)
             metrics.append(metrics_part)
         sum(losses).backward()
         torch.testing.assert_close(sum(losses), loss, rtol=1e-6, atol=0)
-        torch.testing.assert_close(batch["logp_T"].grad, whole_grad_T, rtol=1e-6, atol=0)
-        assert reduced(*metrics) == pytest.approx(whole_metrics, rel=1e-6)
+        for name in ("logp_T", "entropy_T"):
+            torch.testing.assert_close(batch[name].grad, whole[name].grad, rtol=1e-6, atol=1e-9)
+        assert derived_metrics(reduced(*metrics)) == pytest.approx(whole_metrics, rel=1e-6)
 
     by_seq = [torch.nonzero(whole["seq_T"] == seq)[:, 0] for seq in whole["seq_T"].unique()]
     assert len(by_seq) == 7
@@ -297,12 +291,17 @@ def test_sequence_order_and_micro_batches_do_not_matter(token_level):
 
 
 @pytest.mark.parametrize("gap", [200.0, -200.0, math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("name", ["logp_T", "old_logp_T", "sampler_logp_T", "adv_T", "entropy_T"])
-def test_what_is_masked_may_hold_anything(name, gap):
-    cfg = LossConfig(use_importance_sampling_correction=True)
+@pytest.mark.parametrize(
+    "options", [IS, GSPO | IS, bounded("sequence-truncate", 0.0, 2.0), {"use_cispo": True} | SEQ_MASK]
+)
+@pytest.mark.parametrize("name", ["logp_T", "old_logp_T", "sampler_logp_T", "ref_logp_T", "adv_T", "entropy_T"])
+def test_what_is_masked_may_hold_anything(name, gap, options):
+    kl = {"reference_policy_kl_penalty": 0.1, "use_on_policy_kl_approximation": True}
+    cfg = LossConfig(entropy_coef=0.1, positive_example_nll_weight=0.1, **kl, **options)
 
     def run(change):
-        batch = golden_batch() | {"entropy_T": torch.ones(6)}
+        batch = golden_batch() | {"entropy_T": torch.ones(6), "ref_logp_T": torch.tensor(GOLDEN_REF)}
+        batch |= {"positive_T": torch.ones(6), "num_positive_tokens": 5}
         x_T = batch[name].detach().clone()
         x_T[5] += change
         batch[name] = x_T.requires_grad_(name == "logp_T")
@@ -350,18 +349,62 @@ def test_nothing_is_read_back_from_the_device():
     # A meta tensor has no values: whatever would wait for one on a GPU (item, unique, x[mask]) raises.
     batch = golden_batch()
     batch = {name: x.to("meta") if name.endswith("_T") else x for name, x in batch.items()}
-    for token_level in (True, False):
-        cfg = LossConfig(
-            token_level_loss=token_level, ratio_clip_c=3.0, use_importance_sampling_correction=True
-        )
-        policy_loss(**batch, cfg=cfg, entropy_T=torch.ones(6, device="meta"))
+    batch |= {name: torch.ones(6, device="meta") for name in ("entropy_T", "ref_logp_T", "positive_T")}
+    terms = {"reference_policy_kl_penalty": 0.1, "entropy_coef": 0.1, "positive_example_nll_weight": 0.1}
+    for options in (
+        TIS,
+        ICEPOP,
+        SEQ_MASK,
+        GSPO | IS,
+        {"token_level_loss": False, "ratio_clip_c": 3.0},
+        {"use_cispo": True},
+    ):
+        policy_loss(**batch, num_positive_tokens=4, cfg=LossConfig(**terms, **options))
 
 
-def test_terms_it_does_not_have_are_refused():
-    for name, value in [
-        ("ref_logp_T", torch.zeros(6)),
-        ("positive_T", torch.ones(6)),
-        ("num_positive_tokens", 3),
-    ]:
-        with pytest.raises(NotImplementedError, match="ref_logp_T"):
-            policy_loss(**golden_batch(), cfg=LossConfig(), **{name: value})
+@pytest.mark.parametrize(
+    "options, missing",
+    [
+        ({"entropy_coef": 0.1}, "entropy_T"),
+        ({"positive_example_nll_weight": 0.1}, "positive"),
+        (TIS | {IS_KEY: False}, IS_KEY),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(options, missing):
+    with pytest.raises(AssertionError, match=missing):
+        policy_loss(**golden_batch(), cfg=LossConfig(**options))
+
+
+# ---------------------------------------------------------------- sequences whose sampler is far off
+
+
+@pytest.mark.parametrize("threshold, kept", [(None, [1, 1, 1, 1, 1, 0]), (1.12, [1, 1, 1, 0, 0, 0]), (1.0, [0] * 6)])
+def test_seq_logp_error_mask(threshold, kept):
+    batch = golden_batch()
+    rows = {name: batch[name] for name in ("mask_T", "old_logp_T", "sampler_logp_T", "seq_T")}
+    rows["sampler_logp_T"][5] = math.nan  # masked
+    mask_T, metrics = seq_logp_error_mask(**rows, threshold=threshold, correct_T=torch.tensor([0, 0, 0, 1, 1, 1]))
+    assert mask_T.tolist() == [bool(k) for k in kept]
+    errors = [(math.exp(0.1) + math.exp(0.1) + 1) / 3, (1 + math.exp(0.3)) / 2]  # 1.070, 1.175
+    left = errors[: 2 if threshold is None else 1 if threshold > 1 else 0]
+    want = {
+        "seq_mult_prob_error": sum(errors) / 2,
+        "seq_mult_prob_error_min": errors[0],
+        "seq_mult_prob_error_max": errors[1],
+        "seq_mult_prob_error_after_mask": sum(left) / len(left) if left else math.nan,
+        "seq_mult_prob_error_after_mask_min": min(left, default=math.inf),
+        "seq_mult_prob_error_after_mask_max": max(left, default=-math.inf),
+        "num_masked_seqs_by_logprob_error": 2 - len(left),
+        "kept_fraction/seq_logprob_error": sum(kept) / 5,
+        "masked_correct_pct": [0.5, 1, math.nan][len(left)],
+    }
+    assert reduced(metrics) == pytest.approx(want, rel=1e-6, nan_ok=True)
+
+
+def test_seq_logp_error_drops_a_sequence_by_its_finite_tokens():
+    batch = golden_batch()
+    batch["sampler_logp_T"][4] = -math.inf
+    rows = {name: batch[name] for name in ("mask_T", "old_logp_T", "sampler_logp_T", "seq_T")}
+    mask_T, metrics = seq_logp_error_mask(**rows, threshold=1.05)
+    assert mask_T.tolist() == [False, False, False, True, True, False]  # the second's other token has error 1
+    assert metrics["seq_mult_prob_error_min"] == 1

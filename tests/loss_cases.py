@@ -1,0 +1,174 @@
+"""Batches for the loss tests, and the loss again: one token after the other in Python floats, derivatives by hand."""
+
+import itertools
+import math
+
+import torch
+
+from config import LossConfig
+
+LOGPS = ("logp_T", "old_logp_T", "sampler_logp_T", "ref_logp_T")
+
+
+def golden_batch(dtype=torch.float32):
+    """Two sequences of three tokens, the last one masked: the inputs the golden numbers were made with."""
+    return {
+        "logp_T": torch.tensor([-1, -0.5, -2, -0.2, -3, -0.7], dtype=dtype, requires_grad=True),
+        "old_logp_T": torch.tensor([-1.2, -0.5, -1.5, -0.3, -2, -0.7], dtype=dtype),
+        "sampler_logp_T": torch.tensor([-1.1, -0.6, -1.5, -0.3, -2.3, -0.9], dtype=dtype),
+        "adv_T": torch.tensor([1, 1, 1, -0.5, -0.5, -0.5], dtype=dtype),
+        "mask_T": torch.tensor([1, 1, 1, 1, 1, 0]),
+        "seq_T": torch.tensor([0, 0, 0, 1, 1, 1]),
+        "num_valid_tokens": 5,
+        "num_valid_seqs": 2,
+    }
+
+
+GOLDEN_REF = [-1.1, -0.9, -1.8, -0.2, -2.5, -0.4]
+
+
+def hard_batch(dtype):
+    """Every side of both clips for both signs of A; seven sequences interleaved, one of them masked whole.
+
+    The ratios lie in every interval that 0.2, 0.28 and the dual clips cut, and at least 0.01 from its ends.
+    """
+    generator = torch.Generator().manual_seed(1)
+    ratios = [0.3, 0.7, 0.9, 1.0, 1.04, 1.15, 1.24, 1.5, 2.9, 3.3]
+    cases = list(itertools.product(ratios, [1.3, -0.7, 0.0, -2.1]))
+    logp_T = -3 * torch.rand(len(cases), generator=generator) - 0.1
+    old_logp_T = logp_T - torch.tensor([r for r, _ in cases]).log()
+    mask_T = torch.rand(len(cases), generator=generator) < 0.8
+    seq_T = torch.randint(7, (len(cases),), generator=generator) * 1000 - 500
+    mask_T[seq_T == 500] = False
+    batch = {
+        "logp_T": logp_T,
+        "old_logp_T": old_logp_T,
+        "sampler_logp_T": old_logp_T + 0.3 * torch.randn(len(cases), generator=generator),
+        "adv_T": torch.tensor([a for _, a in cases]),
+        "ref_logp_T": logp_T + 0.5 * torch.randn(len(cases), generator=generator),
+        "entropy_T": 2 * torch.rand(len(cases), generator=generator),
+    }
+    batch = {name: x_T.to(dtype) for name, x_T in batch.items()}
+    num_seqs = len(set(seq_T[mask_T].tolist()))
+    assert num_seqs == 6 and 25 < mask_T.sum() < 35
+    batch["logp_T"].requires_grad_()
+    batch["entropy_T"].requires_grad_()
+    positive_T = seq_T % 3000 == 500
+    assert 0 < (mask_T & positive_T).sum() < mask_T.sum()
+    counts = {  # other ranks have some too
+        "num_valid_tokens": int(mask_T.sum()) + 11,
+        "num_valid_seqs": num_seqs + 2,
+        "num_positive_tokens": int((mask_T & positive_T).sum()) + 4,
+    }
+    return batch | {"mask_T": mask_T, "seq_T": seq_T, "positive_T": positive_T} | counts
+
+
+def loop_loss(batch: dict, cfg: LossConfig) -> tuple[float, list[float], list[float]]:
+    """Loss, its gradient in logp_T and in entropy_T."""
+    names = (*LOGPS, "adv_T", "entropy_T", "positive_T", "seq_T")
+    columns = {name: batch[name].tolist() for name in names}
+    num = len(columns["seq_T"])
+    columns["old_logp_T"] = columns["logp_T"] if cfg.force_on_policy_ratio else columns["old_logp_T"]
+    total, grad, grad_entropy = 0.0, [0.0] * num, [0.0] * num
+    for seq in sorted(set(columns["seq_T"])):
+        mine = [i for i in range(num) if columns["seq_T"][i] == seq and batch["mask_T"][i]]
+        weights = loop_weights([columns["old_logp_T"][i] - columns["sampler_logp_T"][i] for i in mine], cfg)
+        mean_log_ratio = sum(columns["logp_T"][i] - columns["old_logp_T"][i] for i in mine) / max(len(mine), 1)
+        for i, weight in zip(mine, weights, strict=True):
+            logp, old, sampler, ref = (columns[name][i] for name in LOGPS)
+            adv = columns["adv_T"][i]
+            if cfg.token_level_loss:
+                share = 1 / batch["num_valid_tokens"]
+            elif cfg.loss_scale_factor is None:
+                share = 1 / batch["num_valid_seqs"] / len(mine)
+            else:
+                share = 1 / batch["num_valid_seqs"] / cfg.loss_scale_factor
+            gspo = cfg.sequence_level_importance_ratios and not cfg.force_on_policy_ratio
+            value, slope = loop_token(logp, mean_log_ratio if gspo else logp - old, adv, cfg)
+            total += share * weight * value
+            for j in mine if gspo else [i]:  # a sequence's ratio is moved by each of its tokens
+                grad[j] += share * weight * slope / (len(mine) if gspo else 1)
+            value, slope = loop_kl(logp, sampler, ref, cfg)
+            total += share * cfg.reference_policy_kl_penalty * value
+            grad[i] += share * cfg.reference_policy_kl_penalty * slope
+            total -= share * cfg.entropy_coef * columns["entropy_T"][i]
+            grad_entropy[i] -= share * cfg.entropy_coef
+            if columns["positive_T"][i]:
+                total -= cfg.positive_example_nll_weight * logp / batch["num_positive_tokens"]
+                grad[i] -= cfg.positive_example_nll_weight / batch["num_positive_tokens"]
+    return total, grad, grad_entropy
+
+
+def loop_token(logp: float, log_ratio: float, adv: float, cfg: LossConfig) -> tuple[float, float]:
+    """Loss of a token and its derivative in the log of its ratio (in logp where there is none)."""
+    ratio = math.exp(log_ratio)
+    if cfg.disable_ppo_ratio:
+        return -adv * logp, -adv
+    if cfg.force_on_policy_ratio:
+        return -adv * ratio, -adv * ratio
+    if cfg.use_cispo:
+        bounded = min(max(ratio, 1 - cfg.ratio_clip_min), 1 + cfg.ratio_clip_max)
+        return -adv * bounded * logp, -adv * bounded
+    if adv > 0 and ratio > 1 + cfg.ratio_clip_max:
+        return -adv * (1 + cfg.ratio_clip_max), 0.0
+    if adv < 0 and ratio < 1 - cfg.ratio_clip_min:
+        return -adv * (1 - cfg.ratio_clip_min), 0.0
+    if adv < 0 and cfg.ratio_clip_c is not None and ratio > cfg.ratio_clip_c:
+        return -adv * cfg.ratio_clip_c, 0.0
+    return -adv * ratio, -adv * ratio
+
+
+def loop_weights(log_weights: list[float], cfg: LossConfig) -> list[float]:
+    """Sampler weights of a sequence's tokens."""
+    kind, high = cfg.truncated_importance_sampling_type, cfg.truncated_importance_sampling_ratio
+    low = cfg.truncated_importance_sampling_ratio_min or 0.0
+    if not cfg.use_importance_sampling_correction or not log_weights:
+        return [1.0] * len(log_weights)
+    token = [math.exp(x) for x in log_weights]
+    product = [math.exp(sum(log_weights))] * len(token)
+    if cfg.sequence_level_importance_ratios:
+        token = product
+    if kind == "tis":
+        return [min(max(w, low), high) for w in token]
+    if kind == "icepop":
+        return [w if low <= w <= high else 0.0 for w in token]
+    if kind == "seq-mask-tis":
+        mean = math.exp(sum(log_weights) / len(log_weights))
+        return [w if low <= mean <= high else 0.0 for w in token]
+    if kind == "sequence-truncate":
+        return [min(max(w, low), high) for w in product]
+    if kind == "sequence-mask":
+        return [w if low <= w <= high else 0.0 for w in product]
+    return product if kind == "sequence" else token
+
+
+def loop_kl(logp: float, sampler: float, ref: float, cfg: LossConfig) -> tuple[float, float]:
+    """KL of a token and its derivative in logp."""
+    if cfg.use_kl_in_reward:
+        return 0.0, 0.0
+    bound = math.inf if cfg.kl_input_clamp_value is None else cfg.kl_input_clamp_value
+    x = min(max(ref - logp, -bound), bound)
+    moves = x == ref - logp
+    value = {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - 1 - x}[cfg.reference_policy_kl_type]
+    slope = {"k1": 1.0, "k2": -x, "k3": 1 - math.exp(x)}[cfg.reference_policy_kl_type] if moves else 0.0
+    weight = math.exp(logp - sampler) if cfg.use_on_policy_kl_approximation else 1.0
+    if cfg.kl_gradient == "score_function" and moves:
+        slope += value
+    value, slope = weight * value, weight * slope
+    if cfg.kl_output_clamp_value is not None and abs(value) > cfg.kl_output_clamp_value:
+        return math.copysign(cfg.kl_output_clamp_value, value), 0.0
+    return value, slope
+
+
+def reduced(*parts):
+    """Metrics of several micro-batches as one number each, by the rule of loss.py's docstring."""
+    out = {}
+    for name in parts[0]:
+        values = [part[name] for part in parts]
+        if isinstance(values[0], tuple):
+            out[name] = float(sum(v[0] for v in values) / sum(v[1] for v in values))
+        elif name.endswith(("_min", "_max")):
+            out[name] = float((min if name.endswith("_min") else max)(values))
+        else:
+            out[name] = float(sum(values))
+    return out
