@@ -35,9 +35,9 @@ def parse(argv: Sequence[str]) -> config.Config:
     return cfg
 
 
-if __name__ == "__main__" and ("--check" in sys.argv or "--help" in sys.argv or len(sys.argv) == 1):
+if __name__ == "__main__" and (len(sys.argv) == 1 or {"--check", "--help", "-h"} & set(sys.argv)):
     # Before torch and vllm are imported: mistakes are answered in a second.
-    if "--help" in sys.argv:
+    if {"--help", "-h"} & set(sys.argv):
         print(USAGE, config.help_text(), sep="\n\n")
         sys.exit(0)
     try:
