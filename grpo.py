@@ -35,9 +35,9 @@ def parse(argv: Sequence[str]) -> config.Config:
     return cfg
 
 
-if __name__ == "__main__" and ("--check" in sys.argv or "--help" in sys.argv or len(sys.argv) == 1):
+if __name__ == "__main__" and (len(sys.argv) == 1 or {"--check", "--help", "-h"} & set(sys.argv)):
     # Before torch and vllm are imported: mistakes are answered in a second.
-    if "--help" in sys.argv:
+    if {"--help", "-h"} & set(sys.argv):
         print(USAGE, config.help_text(), sep="\n\n")
         sys.exit(0)
     try:
@@ -98,6 +98,7 @@ def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torc
 
         state |= {"step": step, "num_bad_steps": update["num_bad_steps"]}
         state["consumed_samples"] += grpo.num_prompts_per_step
+        state["current_epoch"] = state["consumed_samples"] // len(inputs.train.rows)
         state["total_valid_tokens"] += update["global_valid_toks"]
         if log:
             advantages = {"advantages/mean": fmean(adv_B), "advantages/max": max(adv_B), "advantages/min": min(adv_B)}
@@ -167,8 +168,12 @@ def restore(
     Sampling seeds are f(seed, step, prompt, sample) and the data order is f(seed, epoch), so there is no other state.
     """
     if cfg.checkpointing.resume_from is None:
-        counters = {"step": 0, "num_bad_steps": 0, "consumed_samples": 0, "total_valid_tokens": 0}
-        return counters | {"first_validation": {}, "last_validation": {}, "fingerprint": inputs.train.fingerprint}
+        names = ("step", "num_bad_steps", "consumed_samples", "current_epoch", "total_valid_tokens")
+        return dict.fromkeys(names, 0) | {
+            "first_validation": {},
+            "last_validation": {},
+            "fingerprint": inputs.train.fingerprint,
+        }
     state = checkpoint.load(checkpoints, model, optimizer, ranks)
     if state["fingerprint"] != inputs.train.fingerprint:
         raise config.ConfigError(
@@ -242,35 +247,28 @@ def compute_gradients(
     counts = [int(s.mask.sum()) for s in samples]
     num_tokens, num_seqs = sum(counts), sum(count > 0 for count in counts)
     total: dict = {}
+
+    def on_device(x):
+        return torch.from_numpy(x).to(device, non_blocking=True)
+
     for pack in packs:
-        token_T, position_T, row_R, target_R, sampler_logp_R, adv_R, seq_R = (
-            torch.from_numpy(x).to(device, non_blocking=True)
-            for x in (
-                pack.token_T,
-                pack.position_T,
-                pack.row_R,
-                pack.target_R,
-                pack.sampler_logp_R,
-                pack.adv_R,
-                pack.seq_R,
-            )
-        )
+        adv_R = on_device(pack.adv_R)
         logp_R, entropy_R = model(
-            token_T,
-            position_T,
+            on_device(pack.token_T),
+            on_device(pack.position_T),
             pack.cu_seqlens,
-            row_R,
-            target_R,
+            on_device(pack.row_R),
+            on_device(pack.target_R),
             temperature=cfg.policy.generation.temperature,
             vocab_size=vocab_size,
         )
         loss, metrics = policy_loss(
             logp_R,
             old_logp_T=logp_R.detach(),
-            sampler_logp_T=sampler_logp_R,
+            sampler_logp_T=on_device(pack.sampler_logp_R),
             adv_T=adv_R,
             mask_T=torch.ones_like(adv_R),
-            seq_T=seq_R,
+            seq_T=on_device(pack.seq_R),
             num_valid_tokens=num_tokens,
             num_valid_seqs=num_seqs,
             cfg=cfg.loss_fn,

@@ -32,8 +32,6 @@ def read_inputs(cfg: config.Config) -> Inputs:
         check_resumable(cfg.checkpointing)
     folder = data.resolve_model_folder(cfg.policy.model_name)
     tokenizer = data.Tokenizer(folder)
-    if cfg.data.train.data_path is None:
-        raise config.ConfigError("data.train.data_path is not set: the jsonl file with the training problems")
     sections = [cfg.data.train] + ([cfg.data.validation] if cfg.data.validation.data_path else [])
     datasets, environments = [], {}
     for section in sections:

@@ -161,8 +161,6 @@ def open_run_folder(log_dir: str, resume_from: str | None, ranks: Ranks) -> Path
         choice = [str(Path(log_dir) / f"exp_{number:03d}")]
     elif ranks.rank == 0:
         (Path(resume_from) / "exit.json").unlink(missing_ok=True)  # it says how the part before ended
-    if ranks.rank == 0 and resume_from is not None:
-        (Path(resume_from) / "exit.json").unlink(missing_ok=True)  # how it ended the last time
     dist.broadcast_object_list(choice, src=0)
     return Path(choice[0])
 

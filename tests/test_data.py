@@ -1,13 +1,13 @@
 """Rows to ids to packs: against transformers (templates), numpy (order) and naive loops (packs)."""
 
 import json
-from collections import Counter
+from itertools import chain
 
 import numpy as np
 import pytest
 import tokenizers
 from dist_case import make_samples
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 import data
 from config import DatasetConfig
@@ -38,10 +38,15 @@ NAMESPACE = """{%- set ns = namespace(last=-1, seen=0) -%}
   {%- if not loop.last %}{{ "\\n" }}{% endif %}
 {%- endfor -%}
 """
-REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ messages[0].content }}"
+REFUSING = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ messages[0].content }}"
+)
 CONVERSATIONS = [
     [{"role": "user", "content": " 1+1 =\n"}],
-    [{"role": "system", "content": "Füge <b>\"hinzu\"</b>.\n"}, {"role": "user", "content": "日本 </x>\n\n🧮 'q' & <|end|>"}],
+    [
+        {"role": "system", "content": 'Füge <b>"hinzu"</b>.\n'},
+        {"role": "user", "content": "日本 </x>\n\n🧮 'q' & <|end|>"},
+    ],
     [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],
 ]
 
@@ -93,7 +98,7 @@ def test_eos_ids_of_every_source(tmp_path):
     assert ids(model=5) == [5]
     assert ids(token="<|end|>") == ids(token={"content": "<|end|>"}) == [258]
     assert ids(generation=[258, 3], model=5, token="<|end|>") == [3, 5, 258]
-    with pytest.raises(data.DataError, match="no eos_token_id in generation_config.json, config.json or"):
+    with pytest.raises(data.DataError, match=r"no eos_token_id in generation_config\.json, config\.json or"):
         ids(token="<not a token>")
 
 
@@ -105,6 +110,8 @@ def test_rendering_equals_transformers(tmp_path, template):
     backend = write_tokenizer(tmp_path, chat_template=template, **settings)
     backend.enable_truncation(5)  # what a tokenizer.json may ask for, and what transformers does not do
     backend.enable_padding(length=64)
+    # And what a template writes itself, if the model wants it:
+    backend.post_processor = processors.TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", 256)])
     backend.save(str(tmp_path / "tokenizer.json"))
     ours, theirs = data.Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     rendered = set()
@@ -134,7 +141,8 @@ def test_where_the_template_comes_from(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("template", "problem"), [("{% for %}", "does not parse"), ("{{ ''.__class__.__mro__ }}", "refuses"), (REFUSING, "no system role")]
+    ("template", "problem"),
+    [("{% for %}", "does not parse"), ("{{ ''.__class__.__mro__ }}", "refuses"), (REFUSING, "no system role")],
 )
 def test_template_errors(tmp_path, template, problem):
     file = tmp_path / "rows.jsonl"
@@ -175,7 +183,10 @@ def test_rows_in_both_forms(tokenizer, tmp_path):
         [system, {"role": "user", "content": "<1+{}>{x}"}],
         [system, {"role": "user", "content": "hi"}],
     ]
-    assert [(row.row_id, row.answer, row.env_name) for row in dataset.rows] == [(0, "2", "exact"), (2, "#### 3", "exact")]
+    assert [(row.row_id, row.answer, row.env_name) for row in dataset.rows] == [
+        (0, "2", "exact"),
+        (2, "#### 3", "exact"),
+    ]
     assert dataset.rows[1].prompt_ids == tokenizer.backend.encode("Sys ühi").ids and dataset.num_too_long == 0
 
 
@@ -206,7 +217,10 @@ GOOD = {"input": "1+1", "output": "2"}
         (b'["1+1"]', "expected a JSON object, got list"),
         (b'{"input": "\\ud800", "output": "2"}', "refuses these messages"),  # half a surrogate pair
         ({"input": "1+1", "answer": "2"}, "no key 'output'; keys: input, answer .see output_key"),
-        ({"problem": "1+1", "output": "2"}, "neither 'messages' nor text under 'input'; keys: problem, output .see inp"),
+        (
+            {"problem": "1+1", "output": "2"},
+            "neither 'messages' nor text under 'input'; keys: problem, output .see inp",
+        ),
         ({"input": 5, "output": "2"}, "neither 'messages' nor text under 'input'"),
         ({"input": "", "output": "2"}, "the prompt is empty"),
         ({"messages": [], "output": "2"}, "'messages' must be a non-empty list"),
@@ -255,8 +269,10 @@ def test_order_is_numpys_permutation_of_each_epoch():
 def test_order_resumes_anywhere_and_does_not_depend_on_the_batch():
     whole = data.rows_at(7, 0, 70, seed=42, shuffle=True)
     for batch in (1, 3, 7, 10, 14):
-        parts = [data.rows_at(7, position, batch, seed=42, shuffle=True) for position in range(0, 70 - batch + 1, batch)]
-        assert sum(parts, []) == whole[: len(parts) * batch]
+        parts = [
+            data.rows_at(7, position, batch, seed=42, shuffle=True) for position in range(0, 70 - batch + 1, batch)
+        ]
+        assert list(chain(*parts)) == whole[: len(parts) * batch]
     epochs = [whole[i : i + 7] for i in range(0, 70, 7)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert len(set(map(tuple, epochs))) > 5 and whole != data.rows_at(7, 0, 70, seed=43, shuffle=True)
@@ -269,7 +285,7 @@ def test_order_resumes_anywhere_and_does_not_depend_on_the_batch():
 def test_ranks_get_every_sample_once_and_equal_loads(world_size):
     lengths = np.random.default_rng(0).integers(1, 100, 25).tolist()
     shares = data.assign_to_ranks(lengths, world_size)
-    assert sorted(sum(shares, [])) == list(range(25)) and len(shares) == world_size
+    assert sorted(chain(*shares)) == list(range(25)) and len(shares) == world_size
     loads = [sum(lengths[i] for i in share) for share in shares]
     assert max(loads) - min(loads) <= max(lengths) and shares == data.assign_to_ranks(lengths, world_size)
 
@@ -311,7 +327,7 @@ def test_packs_hold_every_sampled_token_once(max_tokens):
         kinds = {name: getattr(pack, name).dtype for name in pack.__slots__}
         floats = {"sampler_logp_R": np.float32, "adv_R": np.float32}
         assert kinds == {name: np.int64 for name in kinds} | {"cu_seqlens": np.int32} | floats
-    assert Counter(seen) == Counter(by_ids)
+    assert sorted(seen) == sorted(by_ids)
 
 
 def sample_of(length):

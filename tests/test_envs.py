@@ -79,7 +79,9 @@ def test_verdicts_are_in_the_order_of_the_turns():
 
 
 def test_only_the_last_message_is_graded():
-    messages = [{"role": role, "content": text} for role, text in (("user", "5"), ("assistant", "5"), ("assistant", "6"))]
+    messages = [
+        {"role": role, "content": text} for role, text in (("user", "5"), ("assistant", "5"), ("assistant", "6"))
+    ]
     assert envs.make_environment("exact").step([envs.Turn(messages, "5", "stop")])[0].outcome == "wrong"
 
 

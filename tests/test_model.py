@@ -26,11 +26,7 @@ SIZES = dict(
     max_position_embeddings=128,
 )
 LLAMA3 = dict(
-    rope_type="llama3",
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=32,
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
 )
 FAMILIES = {
     "qwen2": dict(model_type="qwen2", tie_word_embeddings=True, rope_parameters={"rope_theta": 1e6}),
@@ -128,9 +124,7 @@ def test_logp_and_entropy_are_those_of_the_logits(folders):
     model = load_policy(folders["qwen2"][0], device="cpu")
     token_T, position_T, cu_seqlens = make_pack(LENGTHS, vocab=200)
     row_R, target_R = response_rows(LENGTHS, token_T)
-    logp_R, entropy_R = model(
-        token_T, position_T, cu_seqlens, row_R, target_R, temperature=0.7, vocab_size=200
-    )
+    logp_R, entropy_R = model(token_T, position_T, cu_seqlens, row_R, target_R, temperature=0.7, vocab_size=200)
     logits_TV = model(token_T, position_T, torch.from_numpy(cu_seqlens)).detach().double()
     for i, (row, target) in enumerate(zip(row_R.tolist(), target_R.tolist(), strict=True)):
         scaled = [value / 0.7 for value in logits_TV[row, :200].tolist()]
@@ -196,11 +190,7 @@ def test_export_reloads_to_identical_logits(folders, family, max_file_bytes, tmp
     assert (export / "tokenizer.json").exists() and (export / "generation_config.json").exists()
     weight_files = list(export.glob("*.safetensors"))
     assert all(path.stat().st_size <= max_file_bytes + 10_000 for path in weight_files)
-    assert (
-        (len(weight_files) > 4)
-        == (max_file_bytes == 60_000)
-        == (export / "model.safetensors.index.json").exists()
-    )
+    assert (len(weight_files) > 4) == (max_file_bytes == 60_000) == (export / "model.safetensors.index.json").exists()
 
     expected_TV = model(*pack)
     assert torch.equal(load_policy(export, device="cpu")(*pack), expected_TV)
@@ -246,15 +236,11 @@ def test_weights_must_match_the_config(folders, tmp_path):
     lacks = edited_copy(source, tmp_path / "lacks", lambda tensors: tensors.pop(norm))
     with pytest.raises(ConfigError, match=rf"lacks: weights .* config.json; missing: {norm}"):
         load_policy(lacks, device="cpu")
-    more = edited_copy(
-        source, tmp_path / "more", lambda tensors: tensors.update({"extra.bias": torch.zeros(1)})
-    )
+    more = edited_copy(source, tmp_path / "more", lambda tensors: tensors.update({"extra.bias": torch.zeros(1)}))
     with pytest.raises(ConfigError, match=r"unexpected: extra.bias \(model.safetensors\)"):
         load_policy(more, device="cpu")
     shape = edited_copy(source, tmp_path / "shape", lambda tensors: tensors.update({norm: torch.zeros(21)}))
-    with pytest.raises(
-        ConfigError, match=rf"model.safetensors: {norm}: shape \[21\], but \[20\] by config.json"
-    ):
+    with pytest.raises(ConfigError, match=rf"model.safetensors: {norm}: shape \[21\], but \[20\] by config.json"):
         load_policy(shape, device="cpu")
     untied = edited_copy(source, tmp_path / "untied", lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(ConfigError, match=r"missing: lm_head.weight"):
@@ -262,10 +248,7 @@ def test_weights_must_match_the_config(folders, tmp_path):
 
 
 def test_stored_copies_beside_the_weights_are_ignored(folders, tmp_path):
-    extra = {
-        "lm_head.weight": torch.ones(211, 72),
-        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6),
-    }
+    extra = {"lm_head.weight": torch.ones(211, 72), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
     copy = edited_copy(folders["qwen2"][0], tmp_path / "copy", lambda tensors: tensors.update(extra))
     pack = make_pack(LENGTHS)
     expected_TV = load_policy(folders["qwen2"][0], device="cpu")(*pack)
@@ -301,35 +284,20 @@ QWEN2 = dict(model_type="qwen2", **SIZES, rms_norm_eps=1e-6, hidden_act="silu", 
 
 
 UNSUPPORTED = [
-    (
-        dict(model_type="mistral"),
-        "model_type='mistral' is not supported; supported: 'llama', 'qwen2', 'qwen3'",
-    ),
+    (dict(model_type="mistral"), "model_type='mistral' is not supported; supported: 'llama', 'qwen2', 'qwen3'"),
     (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported; supported: 'silu'"),
     (dict(use_sliding_window=True), "use_sliding_window=True is not supported; supported: absent, False"),
-    (
-        dict(layer_types=["full_attention", "sliding_attention"]),
-        "layer_types other than 'full_attention' are not",
-    ),
+    (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types other than 'full_attention' are not"),
     (dict(mlp_bias=True), "mlp_bias=True is not supported; supported: absent, False"),
-    (
-        dict(quantization_config={"bits": 4}),
-        "quantization_config={'bits': 4} is not supported; supported: absent",
-    ),
+    (dict(quantization_config={"bits": 4}), "quantization_config={'bits': 4} is not supported; supported: absent"),
     (dict(attention_multiplier=0.5), "attention_multiplier=0.5 is not supported"),
     (dict(attention_dropout=0.1), "attention_dropout=0.1 is not supported"),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported"),
     (dict(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor=0.5 is not supported"),
-    (
-        dict(rope_scaling={"rope_type": "yarn"}),
-        "rope_type='yarn' is not supported; supported: 'default', 'llama3'",
-    ),
+    (dict(rope_scaling={"rope_type": "yarn"}), "rope_type='yarn' is not supported; supported: 'default', 'llama3'"),
     (dict(rope_scaling={"type": "linear", "factor": 4.0}), "rope_type='linear' is not supported"),
     (dict(rope_parameters={"rope_type": "dynamic"}), "rope_type='dynamic' is not supported"),
-    (
-        dict(rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}),
-        ": high_freq_factor, orig",
-    ),
+    (dict(rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}), ": high_freq_factor, orig"),
     (dict(rms_norm_eps=None, hidden_size=None), ": hidden_size, rms_norm_eps missing"),
 ]
 
@@ -369,53 +337,39 @@ def logp_loss(model, pack, row_R, target_R, **kwargs):
 
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_one_rank_equals_the_plain_model(folders, family, activation_checkpointing, tmp_path, monkeypatch):
+def test_one_rank_equals_the_plain_model(folders, family, activation_checkpointing, one_rank, monkeypatch):
     folder, pack = folders[family][0], make_pack(LENGTHS, vocab=200)
     plain, rows = load_policy(folder, device="cpu"), response_rows(LENGTHS, pack[0])
     expected_TV = plain(*pack)
     logp_loss(plain, pack, *rows, vocab_size=200).backward()
     plain_grads = grads(plain)
-    mesh = join(0, 1, tmp_path / "store")
-    try:
-        model = load_policy(
-            folder, device="cpu", mesh=mesh, activation_checkpointing=activation_checkpointing
-        )
-        assert [name for name, _ in model.named_parameters()] == list(plain_grads)
-        with torch.no_grad():
-            assert torch.equal(model(*pack), expected_TV)
-        calls, attention = [], model_module.packed_attention
-        monkeypatch.setattr(
-            model_module, "packed_attention", lambda *args: calls.append(1) or attention(*args)
-        )
-        logp_loss(model, pack, *rows, vocab_size=200).backward()
-        assert len(calls) == SIZES["num_hidden_layers"] * (2 if activation_checkpointing else 1)
-        for name, param in model.named_parameters():
-            grad = param.grad.full_tensor()
-            assert (grad - plain_grads[name]).norm() <= 1e-6 * grad.norm(), name
-    finally:
-        dist.destroy_process_group()
+    model = load_policy(folder, device="cpu", mesh=one_rank[2], activation_checkpointing=activation_checkpointing)
+    assert [name for name, _ in model.named_parameters()] == list(plain_grads)
+    with torch.no_grad():
+        assert torch.equal(model(*pack), expected_TV)
+    calls, attention = [], model_module.packed_attention
+    monkeypatch.setattr(model_module, "packed_attention", lambda *args: calls.append(1) or attention(*args))
+    logp_loss(model, pack, *rows, vocab_size=200).backward()
+    assert len(calls) == SIZES["num_hidden_layers"] * (2 if activation_checkpointing else 1)
+    for name, param in model.named_parameters():
+        grad = param.grad.full_tensor()
+        assert (grad - plain_grads[name]).norm() <= 1e-6 * grad.norm(), name
 
 
-def test_bfloat16_compute_keeps_float32_masters(folders, tmp_path):
+def test_bfloat16_compute_keeps_float32_masters(folders, one_rank):
     folder, hf_model = folders["llama3"]
     pack = make_pack([50])
-    mesh = join(0, 1, tmp_path / "store")
-    try:
-        model = load_policy(folder, device="cpu", mesh=mesh, precision="bfloat16")
-        logits_TV = model(*pack)
-        for name, tensor in full_tensors(
-            model, torch.float32
-        ):  # not the bfloat16 copies the root has gathered
-            assert torch.equal(tensor, hf_model.state_dict()[name]), name
-        half = hf_from_pretrained(folder, torch.bfloat16)
-        exact_TV, half_TV = (m(pack[0][None]).logits[0].float() for m in (hf_model, half))
-        assert logits_TV.dtype == torch.bfloat16
-        # as close to float32 as transformers is in the same precision
-        assert (logits_TV.float() - exact_TV).norm() <= 1.2 * (half_TV - exact_TV).norm()
-        logp_loss(model, pack, *response_rows([50], pack[0])).backward()
-        assert {(p.dtype, p.grad.dtype) for p in model.parameters()} == {(torch.float32, torch.float32)}
-    finally:
-        dist.destroy_process_group()
+    model = load_policy(folder, device="cpu", mesh=one_rank[2], precision="bfloat16")
+    logits_TV = model(*pack)
+    for name, tensor in full_tensors(model, torch.float32):  # not the bfloat16 copies the root has gathered
+        assert torch.equal(tensor, hf_model.state_dict()[name]), name
+    half = hf_from_pretrained(folder, torch.bfloat16)
+    exact_TV, half_TV = (m(pack[0][None]).logits[0].float() for m in (hf_model, half))
+    assert logits_TV.dtype == torch.bfloat16
+    # as close to float32 as transformers is in the same precision
+    assert (logits_TV.float() - exact_TV).norm() <= 1.2 * (half_TV - exact_TV).norm()
+    logp_loss(model, pack, *response_rows([50], pack[0])).backward()
+    assert {(p.dtype, p.grad.dtype) for p in model.parameters()} == {(torch.float32, torch.float32)}
 
 
 def two_ranks(rank, world_size, folder, work):
