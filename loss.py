@@ -14,6 +14,7 @@ choice is from, and what the others do.
 """
 
 import math
+import re
 
 import torch
 from torch import Tensor
@@ -336,14 +337,18 @@ def _weight_metrics(t: _Tokens, weight_T: Tensor, outside_T: Tensor | None, cfg:
 
 
 def derived_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """Reduced metrics of `policy_loss` -> the same with the effective sample size (Kish 1965) of the sampler weights.
+    """Reduced metrics -> the same with what is no mean, and NeMo RL's names where the reduction needs another ending.
 
-    (sum w)^2 / (n sum w^2), from 1/n (one weight is everything) to 1 (all equal). Over n tokens, or sequences where
-    weights are theirs. It takes the place of the mean of squares it is made of.
+    effective_sample_size of the sampler weights (Kish 1965): (sum w)^2 / (n sum w^2), from 1/n (one weight is
+    everything) to 1 (all equal), over n tokens, or sequences where weights are theirs. It takes the place of
+    importance_weight_square, of which it is made.
     """
-    metrics = dict(metrics)
-    mean, square = metrics["importance_weight_mean"], metrics.pop("importance_weight_square")
-    return metrics | {"effective_sample_size": mean**2 / square if square else math.nan}
+    pattern = r"(seq_mult_prob_error(?:_after_mask)?)(?:_(min|max))?"
+    metrics = {re.sub(pattern, lambda m: f"{m[2] or 'mean'}_{m[1]}", name): x for name, x in metrics.items()}
+    if "importance_weight_square" in metrics:
+        mean, square = metrics["importance_weight_mean"], metrics.pop("importance_weight_square")
+        metrics["effective_sample_size"] = mean**2 / square if square else math.nan
+    return metrics
 
 
 def seq_logp_error_mask(

@@ -399,6 +399,14 @@ def test_seq_logp_error_mask(threshold, kept):
         "masked_correct_pct": [0.5, 1, math.nan][len(left)],
     }
     assert reduced(metrics) == pytest.approx(want, rel=1e-6, nan_ok=True)
+    renamed = {"seq_mult_prob_error": "mean_seq_mult_prob_error"} | {
+        f"seq_mult_prob_error{suffix}_{kind}": f"{kind}_seq_mult_prob_error{suffix}"
+        for suffix in ("", "_after_mask")
+        for kind in ("min", "max")
+    }
+    renamed["seq_mult_prob_error_after_mask"] = "mean_seq_mult_prob_error_after_mask"
+    want = {renamed.get(name, name): value for name, value in want.items()}
+    assert derived_metrics(reduced(metrics)) == pytest.approx(want, rel=1e-6, nan_ok=True)
 
 
 def test_seq_logp_error_drops_a_sequence_by_its_finite_tokens():

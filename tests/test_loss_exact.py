@@ -68,11 +68,11 @@ def want(cfg: LossConfig) -> torch.Tensor:
     return torch.tensor([loss, *grad, *grad_entropy], dtype=torch.float64)
 
 
-def check(configs: list[LossConfig], tolerance: float = 1e-12, dtype=torch.float64) -> None:
-    """Each number within `tolerance`, relative; near 0, of the largest share that it is the sum of."""
+def check(configs: list[LossConfig], tolerance: float = 1e-12, floor: float = 1e-3, dtype=torch.float64) -> None:
+    """Each number within `tolerance`, relative to itself, or to `floor` of the largest where it is below that."""
     for cfg in configs:
         got, expected = run(cfg, dtype), want(cfg)
-        error = (got - expected).abs() / expected.abs().clamp(min=1e-3 * expected.abs().max())
+        error = (got - expected).abs() / expected.abs().clamp(min=floor * expected.abs().max())
         assert error.max() <= tolerance, (cfg, error.max(), got, expected)
 
 
@@ -103,8 +103,8 @@ def test_positive_examples_and_a_lower_clip_of_its_own():
 
 
 def test_float32_is_close():
-    check(allowed(MODES, WEIGHTS, AGGREGATIONS, [{"entropy_coef": 0.2}]), tolerance=1e-6, dtype=torch.float32)
-    check(allowed(MODES, KLS, AGGREGATIONS), tolerance=1e-6, dtype=torch.float32)
+    configs = allowed(MODES, WEIGHTS, AGGREGATIONS, [{"entropy_coef": 0.2}]) + allowed(MODES, KLS, AGGREGATIONS)
+    check(configs, tolerance=1e-6, floor=1, dtype=torch.float32)
 
 
 ENUMS = {

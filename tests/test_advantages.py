@@ -1,0 +1,212 @@
+"""advantages.py and the standard deviations of group_advantages, against plain Python sums and worked examples."""
+
+import math
+from dataclasses import replace
+from statistics import mean, pstdev, stdev
+
+import pytest
+import torch
+
+from advantages import advantages, kl_in_reward_advantages, multi_reward_advantages
+from config import AdvEstimatorConfig, ConfigError, GRPOConfig, LossConfig
+from loss import group_advantages
+
+REWARDS = {3: [1.0, 0, 0, 0.5], 9: [0.3, 1, -0.5, 2], 5: [0.2, 0.2, 0.2]}  # the last: all equal
+REWARD_B = torch.tensor([r for rewards in REWARDS.values() for r in rewards], dtype=torch.float64)
+GROUP_B = torch.tensor([name for name, rewards in REWARDS.items() for _ in rewards])
+TOKENS_B = torch.tensor([2, 1, 4, 3, 2, 0, 1, 5, 2, 2, 1])
+PLUS = GRPOConfig(adv_estimator=AdvEstimatorConfig(name="reinforce_plus_plus"))
+
+
+def equal(got, want):
+    torch.testing.assert_close(got, torch.as_tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+
+
+def others(rewards, i, leave_one_out):
+    return rewards[:i] + rewards[i + 1 :] if leave_one_out else rewards
+
+
+@pytest.mark.parametrize("leave_one_out", [True, False])
+def test_each_standard_deviation(leave_one_out):
+    wanted = {"baseline": [], "group": [], "batch": [], None: []}
+    for rewards in REWARDS.values():
+        for i, reward in enumerate(rewards):
+            rest = others(rewards, i, leave_one_out)
+            adv = reward - mean(rest)
+            wanted[None].append(adv)
+            wanted["baseline"].append(adv / (stdev(rest) + 1e-6) if stdev(rest) > 1e-12 else adv)
+            wanted["group"].append(adv / (stdev(rewards) + 1e-4))
+            wanted["batch"].append(adv / (stdev(REWARD_B.tolist()) + 1e-4))
+    for std, want in wanted.items():
+        options = {"normalize": std is not None, "std": std or "baseline", "leave_one_out": leave_one_out}
+        got = group_advantages(REWARD_B, GROUP_B, **options)
+        equal(got, want)
+        # Each gives numbers that no other does.
+        distances = [(got - torch.tensor(other, dtype=torch.float64)).abs().max() for other in wanted.values()]
+        assert sorted(distances)[1] > 1e-4
+
+
+def test_group_as_trl_to_printed_digits():
+    # (r - mean) / (std + 1e-4): std of [1, 0, 0, 0] is .5, so .75 / .5001 and -.25 / .5001
+    reward_B = torch.tensor([1.0, 0, 0, 0])
+    got = group_advantages(reward_B, torch.zeros(4), leave_one_out=False, normalize=True, std="group")
+    torch.testing.assert_close(got, torch.tensor([1.499700, -0.499900, -0.499900, -0.499900]), rtol=0, atol=1e-6)
+    for std in ("group", "batch"):
+        for size in (1, 2, 5):  # nothing to learn from equal rewards, or from one
+            got = group_advantages(
+                torch.full((size,), 0.1), torch.zeros(size), leave_one_out=True, normalize=True, std=std
+            )
+            assert got.abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("std", ["baseline", "group", "batch"])
+@pytest.mark.parametrize("leave_one_out", [True, False])
+def test_grpo_takes_the_options_of_the_config(std, leave_one_out):
+    grpo = GRPOConfig(reward_std=std, use_leave_one_out_baseline=leave_one_out)
+    want = group_advantages(REWARD_B, GROUP_B, leave_one_out=leave_one_out, normalize=True, std=std)
+    equal(advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, LossConfig()), want)
+    dr_grpo = replace(grpo, normalize_rewards=False, reward_std="baseline")
+    want = group_advantages(REWARD_B, GROUP_B, leave_one_out=leave_one_out, normalize=False)
+    equal(advantages(REWARD_B, GROUP_B, TOKENS_B, dr_grpo, LossConfig()), want)
+
+
+def whitened(values, weights):
+    total = sum(weights)
+    center = sum(v * w for v, w in zip(values, weights, strict=True)) / total
+    spread = math.sqrt(max(sum(w * (v - center) ** 2 for v, w in zip(values, weights, strict=True)) / total, 1e-8))
+    return [(v - center) / spread for v in values]
+
+
+@pytest.mark.parametrize("minus_baseline", [True, False])
+def test_reinforce_plus_plus_is_whitened_over_tokens(minus_baseline):
+    grpo = GRPOConfig(adv_estimator=AdvEstimatorConfig(name="reinforce_plus_plus", minus_baseline=minus_baseline))
+    values = [r - mean(rewards) * minus_baseline for rewards in REWARDS.values() for r in rewards]
+    equal(advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, LossConfig()), whitened(values, TOKENS_B.tolist()))
+    # Two tokens of A = 1 and one of -1 by hand: mean 1/3, variance 8/9.
+    got = advantages(torch.tensor([1.0, -1]), torch.tensor([0, 1]), torch.tensor([2, 1]), grpo, LossConfig())
+    want = torch.zeros(2) if minus_baseline else torch.tensor([1, -2]) / math.sqrt(2)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+
+
+def tokens():
+    """The tokens of all samples but the last four of masked ones: (sequence of each, old, reference, mask)."""
+    generator = torch.Generator().manual_seed(3)
+    seq_T = torch.arange(len(REWARD_B)).repeat_interleave(TOKENS_B)
+    old_T = -torch.rand(len(seq_T), generator=generator, dtype=torch.float64)
+    ref_T = old_T + 0.8 * torch.randn(len(seq_T), generator=generator, dtype=torch.float64)
+    mask_T = torch.arange(len(seq_T)) % 5 != 2
+    ref_T[~mask_T] = torch.tensor([math.nan, math.inf, -math.inf, 200, -200], dtype=torch.float64)[: (~mask_T).sum()]
+    return seq_T, old_T, ref_T, mask_T
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_kl_in_the_reward(kind):
+    loss_fn = LossConfig(
+        use_kl_in_reward=True,
+        reference_policy_kl_penalty=0.3,
+        reference_policy_kl_type=kind,
+        kl_input_clamp_value=1.2,
+        kl_output_clamp_value=0.6,
+    )
+    seq_T, old_T, ref_T, mask_T = tokens()
+    grpo = replace(PLUS, advantage_clip_high=1.5)
+    adv_T = advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, loss_fn)[seq_T]
+    centered = [r - mean(rewards) for rewards in REWARDS.values() for r in rewards]
+    equal(adv_T, [centered[seq] for seq in seq_T.tolist()])
+
+    values, x_T = [], (ref_T - old_T).tolist()
+    for adv, x, is_valid in zip(adv_T.tolist(), x_T, mask_T.tolist(), strict=True):
+        if is_valid:
+            x = min(max(x, -1.2), 1.2)
+            kl = {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - 1 - x}[kind]
+            values.append(adv - 0.3 * min(max(kl, -0.6), 0.6))
+    want = iter(min(value, 1.5) for value in whitened(values, [1] * len(values)))
+    want_T = [next(want) if is_valid else 0.0 for is_valid in mask_T.tolist()]
+    given = {"old_logp_T": old_T, "ref_logp_T": ref_T, "mask_T": mask_T}
+    whole, options = [], {"grpo": grpo, "loss_fn": loss_fn}
+    got = kl_in_reward_advantages(adv_T, **given, **options, sum_over_ranks=lambda x: whole.append(x) or x)
+    equal(got, want_T)
+    assert max(want_T) == 1.5 and len(whole) == 3
+
+    # Two ranks with a part of the tokens each: what they ask to have summed adds up to what the whole has.
+    own, parts = [], []
+    for part in slice(0, 7), slice(7, None):
+        asked = []
+        mine = {name: x_T[part] for name, x_T in given.items()}
+        answers = iter(whole)
+        told = lambda x, asked=asked, answers=answers: asked.append(x) or next(answers)  # noqa: E731
+        parts.append(kl_in_reward_advantages(adv_T[part], **mine, **options, sum_over_ranks=told))
+        own.append(asked)
+    equal(torch.cat(parts), want_T)
+    equal(torch.stack([a + b for a, b in zip(*own, strict=True)]), torch.stack(whole))
+
+
+def test_no_valid_token_is_no_nan():
+    given = {name: torch.zeros(3) for name in ("old_logp_T", "ref_logp_T", "mask_T")}
+    got = kl_in_reward_advantages(torch.ones(3), **given, grpo=PLUS, loss_fn=LossConfig(use_kl_in_reward=True))
+    assert got.tolist() == [0, 0, 0]
+    assert advantages(torch.ones(2), torch.zeros(2), torch.zeros(2), PLUS, LossConfig()).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("weights", [None, (2.0, 0.5)])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_gdpo(weights, normalize):
+    rewards = {"format": REWARD_B.flip(0), "correct": REWARD_B}  # the alphabet says: correct, format
+    estimator = AdvEstimatorConfig(name="gdpo", reward_weights=weights)
+    grpo = GRPOConfig(adv_estimator=estimator, normalize_rewards=normalize)
+    parts = [
+        group_advantages(r, GROUP_B, leave_one_out=True, normalize=normalize).tolist()
+        for r in (rewards["correct"], rewards["format"])
+    ]
+    first, second = weights or (1.0, 1.0)
+    sums = [first * a + second * b for a, b in zip(*parts, strict=True)]
+    want = [(x - mean(sums)) / stdev(sums) for x in sums]
+    assert pstdev(sums) != stdev(sums)
+    equal(advantages(rewards["correct"] * 0, GROUP_B, TOKENS_B, grpo, LossConfig(), rewards), want)
+    same = {"a": torch.ones(4), "b": torch.ones(4)}
+    assert multi_reward_advantages(same, torch.zeros(4), None, leave_one_out=True, normalize=True).tolist() == [0] * 4
+
+
+def test_gdpo_weighs_rewards_of_any_scale_alike():
+    small = {"a": REWARD_B, "b": REWARD_B.flip(0) * 1e-3}
+    large = {"a": REWARD_B, "b": REWARD_B.flip(0)}
+    options = {"leave_one_out": False, "normalize": True, "std": "baseline"}
+    a, b = (multi_reward_advantages(r, GROUP_B, None, **options) for r in (small, large))
+    torch.testing.assert_close(a, b, rtol=0, atol=5e-3)  # the 1e-6 beside a std of 1e-3
+
+
+@pytest.mark.parametrize(
+    ("rewards", "weights", "message"),
+    [
+        (None, None, "needs two rewards or more of each sample, got none"),
+        ({"a": REWARD_B}, None, "needs two rewards or more of each sample, got a"),
+        ({"b": REWARD_B, "a": REWARD_B}, (1.0,), r"reward_weights=\[1.0\]: must be 2 numbers, of a, b"),
+    ],
+)
+def test_gdpo_says_what_it_needs(rewards, weights, message):
+    grpo = GRPOConfig(adv_estimator=AdvEstimatorConfig(name="gdpo", reward_weights=weights))
+    with pytest.raises(ConfigError, match=message):
+        advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, LossConfig(), rewards)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gdpo", "reinforce_plus_plus"])
+def test_clip_is_the_last_step(name):
+    grpo = GRPOConfig(adv_estimator=AdvEstimatorConfig(name=name))
+    rewards = {"a": REWARD_B, "b": REWARD_B.square()}
+    free = advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, LossConfig(), rewards)
+    assert free.min() < -0.4 and free.max() > 0.3
+    for low, high in [(-0.4, 0.3), (None, 0.3), (-0.4, None)]:
+        clipped = replace(grpo, advantage_clip_low=low, advantage_clip_high=high)
+        want = [min(max(a, low or -math.inf), high or math.inf) for a in free.tolist()]
+        equal(advantages(REWARD_B, GROUP_B, TOKENS_B, clipped, LossConfig(), rewards), want)
+
+
+def test_order_of_the_samples_does_not_matter():
+    order_B = torch.randperm(len(REWARD_B), generator=torch.Generator().manual_seed(0))
+    for name in ("grpo", "gdpo", "reinforce_plus_plus"):
+        grpo = GRPOConfig(adv_estimator=AdvEstimatorConfig(name=name), reward_std="baseline")
+        rewards = {"a": REWARD_B, "b": REWARD_B.square()}
+        want = advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, LossConfig(), rewards)[order_B]
+        shuffled = {key: r[order_B] for key, r in rewards.items()}
+        got = advantages(REWARD_B[order_B], GROUP_B[order_B], TOKENS_B[order_B], grpo, LossConfig(), shuffled)
+        equal(got, want)
