@@ -24,10 +24,21 @@ VERSION = 1
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
-def save(folder: Path, step: int, model, optimizer, state: dict, ranks: Ranks, *, keep_latest: int) -> Path:
+def save(
+    folder: Path,
+    step: int,
+    model,
+    optimizer,
+    state: dict,
+    ranks: Ranks,
+    *,
+    keep_latest: int,
+    extra: dict[str, torch.Tensor] | None = None,
+) -> Path:
     """Writes checkpoint `step`, then removes all but the newest `keep_latest`. A collective of all ranks.
 
-    `state`: JSON-able counters and fingerprints, handed back by `load`.
+    `state`: JSON-able counters and fingerprints, handed back by `load`. `extra`: further tensors of this rank (the
+    reference policy's shards), which `load` copies back into tensors of the same names.
     """
     final, temporary = folder / f"step_{step:06d}", folder / f"step_{step:06d}.tmp"
     if ranks.rank == 0:
@@ -35,7 +46,8 @@ def save(folder: Path, step: int, model, optimizer, state: dict, ranks: Ranks, *
         temporary.mkdir(parents=True)
     dist.barrier()
     file = temporary / _shard_name(ranks.rank)
-    save_file(_shards(model, optimizer), file)
+    extra = {f"extra.{name}": tensor for name, tensor in (extra or {}).items()}
+    save_file(_shards(model, optimizer) | extra, file)
     _flush(file)
     entries: list = [None] * ranks.world_size
     dist.all_gather_object(entries, (file.name, file.stat().st_size, _sha256(file)))
@@ -60,7 +72,7 @@ def committed(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
 
 
-def load(folder: Path, model, optimizer, ranks: Ranks) -> dict:
+def load(folder: Path, model, optimizer, ranks: Ranks, extra: dict[str, torch.Tensor] | None = None) -> dict:
     """Restores the newest whole checkpoint of `folder` into model and optimizer, and this rank's torch RNG.
 
     Rank 0 chooses, so that all ranks load the same one. Returns its `state` with `step` in it. Raises ConfigError when
@@ -84,6 +96,14 @@ def load(folder: Path, model, optimizer, ranks: Ranks) -> dict:
         raise ConfigError(f"{file}: content differs from its checksum in meta.json: the file is damaged; remove {path}")
     tensors = load_file(file)
     torch.set_rng_state(tensors.pop("rng.torch"))
+    stored = {name: tensors.pop(name) for name in list(tensors) if name.startswith("extra.")}
+    if stored.keys() != {f"extra.{name}" for name in extra or {}}:
+        raise ConfigError(
+            f"{path}: was saved {'with' if stored else 'without'} a reference policy; set "
+            "loss_fn.reference_policy_kl_penalty as in that run"
+        )
+    for name, tensor in (extra or {}).items():
+        tensor.copy_(stored[f"extra.{name}"])
     _restore(tensors, model, optimizer)
     return {"step": meta["step"], **meta["state"]}
 

@@ -301,13 +301,13 @@ class Sample:
     mask: np.ndarray
     finish_reason: str
     weight_version: int
+    reward: float = float("nan")
+    outcome: str = "ungraded"
+    unshaped_reward: float = float("nan")
+    rewards: dict[str, float] = field(default_factory=dict)
+    extracted: str | None = None
     env_name: str = ""
     num_env_tokens: int = 0
-    reward: float = float("nan")
-    rewards: dict[str, float] = field(default_factory=dict)
-    unshaped_reward: float = float("nan")
-    outcome: str = "ungraded"
-    extracted: str | None = None
 
     @property
     def num_gen_tokens(self) -> int:
@@ -324,7 +324,8 @@ class Pack:
     """Whole sequences back to back, without padding. Input ids are ids[:-1] of each sequence, targets ids[1:].
 
     token_T, position_T int64 · cu_seqlens int32 [S+1] · row_R int64: rows of T whose target was sampled · target_R
-    int64 · sampler_logp_R, adv_R float32 · seq_R int64: number of the row's sequence within the pack.
+    int64 · sampler_logp_R float32 · adv_R, reward_R float32 of the row's sample · seq_R int64: number of the row's
+    sequence within the pack.
     Every response row is trained on; rows that are not (prompt, observation) never reach the head.
     """
 
@@ -336,6 +337,7 @@ class Pack:
     sampler_logp_R: np.ndarray
     adv_R: np.ndarray
     seq_R: np.ndarray
+    reward_R: np.ndarray
 
 
 def assign_to_ranks(lengths: Sequence[int], world_size: int) -> list[list[int]]:
@@ -367,7 +369,7 @@ def pack_samples(samples: Sequence[Sample], adv_B: Sequence[float], max_tokens: 
 
 
 def _pack(samples: list[Sample], adv_S: list[float]) -> Pack:
-    tokens, positions, rows, targets, logps, advs, seqs, cu = [], [], [], [], [], [], [], [0]
+    tokens, positions, rows, targets, logps, advs, seqs, rewards, cu = [], [], [], [], [], [], [], [], [0]
     for s, (sample, adv) in enumerate(zip(samples, adv_S, strict=True)):
         ids = np.concatenate([np.asarray(sample.prompt_ids, np.int64), sample.output_ids.astype(np.int64)])
         sampled = np.flatnonzero(sample.mask)
@@ -377,6 +379,7 @@ def _pack(samples: list[Sample], adv_S: list[float]) -> Pack:
         logps.append(sample.sampler_logps[sampled])
         advs.append(np.full(len(row), adv))
         seqs.append(np.full(len(row), s))
+        rewards.append(np.full(len(row), sample.reward))
         tokens.append(ids[:-1])
         positions.append(np.arange(len(ids) - 1))
         cu.append(cu[-1] + len(ids) - 1)
@@ -389,10 +392,11 @@ def _pack(samples: list[Sample], adv_S: list[float]) -> Pack:
         sampler_logp_R=np.concatenate(logps).astype(np.float32),
         adv_R=np.concatenate(advs).astype(np.float32),
         seq_R=np.concatenate(seqs),
+        reward_R=np.concatenate(rewards).astype(np.float32),
     )
 
 
 def empty_pack() -> Pack:
     """One token, no response row: what a rank with fewer packs runs so that every rank joins every collective."""
     zero, none, none_f = np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32)
-    return Pack(zero, zero, np.asarray([0, 1], np.int32), none, none, none_f, none_f, none)
+    return Pack(zero, zero, np.asarray([0, 1], np.int32), none, none, none_f, none_f, none, none_f)

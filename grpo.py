@@ -9,12 +9,12 @@ parallelism); on a GPU they take turns with its memory. `train` below is the alg
 maths (loss.py), no tokens (data.py), no engine calls beyond generate, sleep, wake and sync (rollout.py).
 """
 
-import math
 import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -55,10 +55,12 @@ import torch.distributed as dist  # noqa: E402
 
 import checkpoint  # noqa: E402
 import runtime  # noqa: E402
-from loss import group_advantages, policy_loss  # noqa: E402
-from metrics import RunLog, accumulate, reduce_over_ranks, sample_metrics  # noqa: E402
+from advantages import advantages  # noqa: E402
+from metrics import RunLog  # noqa: E402
 from model import Decoder, full_tensors, load_policy, save_hf  # noqa: E402
-from rollout import Engine, gather_samples, rollout  # noqa: E402
+from rollout import Engine, rollout_over_ranks  # noqa: E402
+from sampling import collect, data_is_used_up  # noqa: E402
+from update import Reference, make_micro_batches, needs_reference, score, set_learning_rate, train_step  # noqa: E402
 from validation import validate  # noqa: E402
 
 
@@ -68,7 +70,9 @@ def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torc
     num_steps = num_steps_of(cfg, len(inputs.train.rows))
     checkpoints = Path(saving.checkpoint_dir or run_folder / "checkpoints")
     model, optimizer, engine = build(cfg, inputs, ranks, device)
-    state = restore(cfg, inputs, model, optimizer, ranks, checkpoints)
+    reference, vocab_size = Reference(model) if needs_reference(cfg) else None, inputs.tokenizer.vocab_size
+    frozen = reference.shards if reference else {}
+    state = restore(cfg, inputs, model, optimizer, frozen, ranks, checkpoints)
     log = open_log(cfg, run_folder, ranks, state["step"], num_steps)
     sync_weights(model, engine, state["step"])
     if grpo.val_at_start and state["step"] == 0:
@@ -76,41 +80,50 @@ def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torc
 
     start = time.perf_counter()
     for step in range(state["step"] + 1, num_steps + 1):
+        if data_is_used_up(grpo, len(inputs.train.rows), state["consumed_samples"]):
+            break
         step_start = time.perf_counter()
         with timer("generation"):
-            samples = collect_samples(cfg, inputs, engine, ranks, state["consumed_samples"], step)
+            samples, num_drawn, found = collect_samples(cfg, inputs, engine, ranks, state["consumed_samples"], step)
             engine.sleep()
         with timer("data_processing"):
-            adv_B = group_advantages(
+            adv_B = advantages(
                 torch.tensor([s.reward for s in samples]),
                 torch.tensor([s.prompt for s in samples]),
-                leave_one_out=grpo.use_leave_one_out_baseline,
-                normalize=grpo.normalize_rewards,
+                torch.tensor([int(s.mask.sum()) for s in samples]),
+                grpo,
+                cfg.loss_fn,
             ).tolist()
-            packs = packs_of_rank(samples, adv_B, cfg, ranks)
+            micro_batches = make_micro_batches(samples, adv_B, cfg, ranks, device)
+        with timer("policy_and_reference_logprobs"):
+            batches, masked = score(model, reference, micro_batches, cfg, vocab_size)
         with timer("policy_training"):
-            set_learning_rate(optimizer, cfg, step)
-            update = compute_gradients(model, packs, samples, cfg, inputs.tokenizer.vocab_size, device)
-            check_logp_gap(update, grpo.logp_gap_limit, step)
-            update |= apply_gradients(model, optimizer, cfg, update["loss"], state["num_bad_steps"], step)
+            set_learning_rate(optimizer, cfg, step, num_steps)
+            bad = state["num_bad_steps"]
+            update = masked | train_step(model, optimizer, batches, cfg, vocab_size, step=step, num_bad_steps=bad)
+            if reference is not None and grpo.ref_policy_update_period and step % grpo.ref_policy_update_period == 0:
+                reference.update(model, grpo.ref_policy_update_alpha)
         with timer("prepare_for_generation"):
             sync_weights(model, engine, step)
 
         state |= {"step": step, "num_bad_steps": update["num_bad_steps"]}
-        state["consumed_samples"] += grpo.num_prompts_per_step
+        state["consumed_samples"] += num_drawn
         state["current_epoch"] = state["consumed_samples"] // len(inputs.train.rows)
         state["total_valid_tokens"] += update["global_valid_toks"]
         if log:
-            advantages = {"advantages/mean": fmean(adv_B), "advantages/max": max(adv_B), "advantages/min": min(adv_B)}
+            spread = {"advantages/mean": fmean(adv_B), "advantages/max": max(adv_B), "advantages/min": min(adv_B)}
             seconds = timer.take() | {"total_step_time": time.perf_counter() - step_start}
-            log.step(step, sample_metrics(samples) | update | advantages, seconds, ranks.world_size)
+            log.step(step, found | update | spread, seconds, ranks.world_size)
             log.samples(step, "train", samples, inputs.tokenizer)
-        is_last, stop = step == num_steps, signals.requested()
+        used_up = data_is_used_up(grpo, len(inputs.train.rows), state["consumed_samples"])
+        is_last, stop = step == num_steps or used_up, signals.requested()
         if (grpo.val_period and step % grpo.val_period == 0) or (is_last and grpo.val_at_end):
             state["last_validation"] = validate(cfg, inputs, engine, ranks, log, step)
         due = step % saving.save_period == 0 or is_last or stop
         if saving.enabled and due and state["num_bad_steps"] == 0:  # never after a step that went wrong
-            checkpoint.save(checkpoints, step, model, optimizer, state, ranks, keep_latest=saving.keep_latest)
+            checkpoint.save(
+                checkpoints, step, model, optimizer, state, ranks, keep_latest=saving.keep_latest, extra=frozen
+            )
         if stop and not is_last:
             raise runtime.Saved(f"signal after step {step}; continue with checkpointing.resume_from={run_folder}")
 
@@ -118,7 +131,7 @@ def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torc
         save_hf(model, run_folder / "hf_model", inputs.model_folder, dtype=getattr(torch, cfg.policy.precision))
     if log:
         log.close(state, time.perf_counter() - start, checkpoints, saving)
-    return f"trained to step {num_steps}"
+    return f"trained to step {state['step']}"
 
 
 def build(
@@ -160,6 +173,7 @@ def restore(
     inputs: Inputs,
     model: Decoder,
     optimizer: torch.optim.Optimizer,
+    reference: dict[str, torch.Tensor],
     ranks: runtime.Ranks,
     checkpoints: Path,
 ) -> dict:
@@ -174,7 +188,7 @@ def restore(
             "last_validation": {},
             "fingerprint": inputs.train.fingerprint,
         }
-    state = checkpoint.load(checkpoints, model, optimizer, ranks)
+    state = checkpoint.load(checkpoints, model, optimizer, ranks, extra=reference)
     if state["fingerprint"] != inputs.train.fingerprint:
         raise config.ConfigError(
             f"{inputs.train.path} is not the data that {cfg.checkpointing.resume_from} was trained on: its position in "
@@ -192,125 +206,20 @@ def sync_weights(model: Decoder, engine: Engine, version: int) -> None:
 
 def collect_samples(
     cfg: config.Config, inputs: Inputs, engine: Engine, ranks: runtime.Ranks, position: int, step: int
-) -> list[data.Sample]:
-    """The step's samples, all of them on every rank; each engine generated and graded those of its share of prompts."""
-    num_prompts, rows, generation = cfg.grpo.num_prompts_per_step, inputs.train.rows, cfg.policy.generation
-    picked = data.rows_at(len(rows), position, num_prompts, seed=cfg.grpo.seed, shuffle=cfg.data.shuffle)
-    mine = [(p, rows[picked[p]]) for p in range(ranks.dp_rank, num_prompts, ranks.dp_size)]
-    samples = rollout(
+) -> tuple[list[data.Sample], int, dict[str, float]]:
+    """The step's samples, the number of prompts drawn for them, and their metrics; all of it on every rank."""
+    generate = partial(
+        rollout_over_ranks,
         engine,
         inputs.tokenizer,
         inputs.environments,
-        mine,
+        ranks=ranks,
         num_samples=cfg.grpo.num_generations_per_prompt,
-        temperature=generation.temperature,
-        max_new_tokens=generation.max_new_tokens,
+        temperature=cfg.policy.generation.temperature,
+        max_new_tokens=cfg.policy.generation.max_new_tokens,
         seed_key=(cfg.grpo.seed, step),
     )
-    return gather_samples(samples, ranks)
-
-
-def packs_of_rank(
-    samples: list[data.Sample], adv_B: list[float], cfg: config.Config, ranks: runtime.Ranks
-) -> list[data.Pack]:
-    """This rank's packs. Every rank works out all of them, so that all make the same number of collectives."""
-    max_tokens = cfg.policy.sequence_packing.train_mb_tokens
-    shares = data.assign_to_ranks([s.num_tokens for s in samples], ranks.world_size)
-    packs = [data.pack_samples([samples[i] for i in share], [adv_B[i] for i in share], max_tokens) for share in shares]
-    most = max(map(len, packs))
-    return packs[ranks.rank] + [data.empty_pack()] * (most - len(packs[ranks.rank]))
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, cfg: config.Config, step: int) -> None:
-    """Linear warm-up from warmup_start_factor, then constant; a function of the step alone, so nothing to resume."""
-    schedule = cfg.policy.scheduler
-    share = min(1.0, (step - 1) / schedule.warmup_steps) if schedule.warmup_steps else 1.0
-    factor = schedule.warmup_start_factor + (1 - schedule.warmup_start_factor) * share
-    for group in optimizer.param_groups:
-        group["lr"] = cfg.policy.optimizer.kwargs.lr * factor
-
-
-def compute_gradients(
-    model: Decoder,
-    packs: list[data.Pack],
-    samples: list[data.Sample],
-    cfg: config.Config,
-    vocab_size: int,
-    device: torch.device,
-) -> dict[str, float]:
-    """Forward and backward over this rank's packs; gradients add up over packs and (in FSDP) over ranks.
-
-    One optimizer step follows each rollout, so the policy at the start of the step is the current one: its logp is
-    `logp_R.detach()`, the ratio is 1, and comparing it with the sampler's costs no extra forward. Denominators are
-    those of the whole step. Returns the step's loss metrics, equal on all ranks.
-    """
-    counts = [int(s.mask.sum()) for s in samples]
-    num_tokens, num_seqs = sum(counts), sum(count > 0 for count in counts)
-    total: dict = {}
-
-    def on_device(x):
-        return torch.from_numpy(x).to(device, non_blocking=True)
-
-    for pack in packs:
-        adv_R = on_device(pack.adv_R)
-        logp_R, entropy_R = model(
-            on_device(pack.token_T),
-            on_device(pack.position_T),
-            pack.cu_seqlens,
-            on_device(pack.row_R),
-            on_device(pack.target_R),
-            temperature=cfg.policy.generation.temperature,
-            vocab_size=vocab_size,
-        )
-        loss, metrics = policy_loss(
-            logp_R,
-            old_logp_T=logp_R.detach(),
-            sampler_logp_T=on_device(pack.sampler_logp_R),
-            adv_T=adv_R,
-            mask_T=torch.ones_like(adv_R),
-            seq_T=on_device(pack.seq_R),
-            num_valid_tokens=num_tokens,
-            num_valid_seqs=num_seqs,
-            cfg=cfg.loss_fn,
-            entropy_T=entropy_R.detach(),
-        )
-        loss.backward()
-        accumulate(total, metrics)
-    return reduce_over_ranks(total) | {"global_valid_toks": num_tokens, "global_valid_seqs": num_seqs}
-
-
-def apply_gradients(
-    model: Decoder, optimizer: torch.optim.Optimizer, cfg: config.Config, loss: float, num_bad_steps: int, step: int
-) -> dict[str, float]:
-    """Clips the gradient and steps, unless loss or gradient is not finite: then the weights stay as they are, and more
-    than max_bad_steps such steps in a row end the run. Both numbers are equal on all ranks, so all take one branch."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.policy.max_grad_norm).full_tensor().item()
-    finite = math.isfinite(loss) and math.isfinite(norm)
-    if finite:
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)  # at once: gradients must not take memory during the rollout (RL#1147)
-    num_bad_steps = 0 if finite else num_bad_steps + 1
-    if num_bad_steps > cfg.grpo.max_bad_steps:
-        raise runtime.StopRun(
-            f"step {step}: loss {loss}, gradient norm {norm}: {num_bad_steps} steps in a row are not finite "
-            f"(grpo.max_bad_steps={cfg.grpo.max_bad_steps}); the weights are those before the first of them"
-        )
-    return {"grad_norm": norm, "lr": optimizer.param_groups[0]["lr"], "num_bad_steps": num_bad_steps}
-
-
-def check_logp_gap(update: dict[str, float], limit: float | None, step: int) -> None:
-    """Sampler and trainer score the same tokens with the same weights: a gap means they are not the same.
-
-    Raises StopRun, before the step is applied. A sampler that reports no finite number at all fails too.
-    """
-    gap, unknown = update["logp_gap_mean"], update["num_nonfinite_sampler_logp"]
-    if limit is not None and (not gap <= limit or unknown):
-        raise runtime.StopRun(
-            f"step {step}: sampler and trainer disagree by {gap:.4f} nats per token on average (max "
-            f"{update['logp_gap_max']:.4f}; {unknown:.0f} of the sampler's not finite; grpo.logp_gap_limit={limit}). "
-            "Likely causes: the engine holds old weights (sync skipped or partial), a stale prefix cache, another "
-            "temperature or vocabulary on one side, or a wrong attention kernel. The step was not applied."
-        )
+    return collect(cfg, inputs.train.rows, position, generate)
 
 
 def open_log(cfg: config.Config, run_folder: Path, ranks: runtime.Ranks, step: int, num_steps: int) -> RunLog | None:

@@ -8,8 +8,7 @@ Values are logged raw: a NaN stays visible.
 
 import json
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from config import CheckpointingConfig
 from data import Sample, Tokenizer
+from envs import OUTCOMES
 
 Metric = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -38,8 +38,12 @@ def accumulate(total: dict[str, Metric], new: dict[str, Metric]) -> None:
             total[name] = total[name] + value
 
 
-def reduce_over_ranks(total: dict[str, Metric]) -> dict[str, float]:
-    """The step's numbers, equal on every rank: a collective, with the same names on all ranks."""
+def reduce_over_ranks(total: dict[str, Metric], *, divide_sums_by: int = 1) -> dict[str, float]:
+    """The step's numbers, equal on every rank: a collective, with the same names on all ranks.
+
+    `divide_sums_by`: the number of optimizer steps that `total` was accumulated over: what is no pair and no extremum
+    becomes its mean over them.
+    """
     names = list(total)
     sums = [v for name in names for v in _sum_parts(name, total[name])]
     summed = _over_ranks(sums, torch.sum)
@@ -50,8 +54,10 @@ def reduce_over_ranks(total: dict[str, Metric]) -> dict[str, float]:
         if isinstance(total[name], tuple):
             value, count = next(summed), next(summed)
             reduced[name] = value / count if count else float("nan")
+        elif name.endswith(("_min", "_max")):
+            reduced[name] = next(lows if name.endswith("_min") else highs)
         else:
-            reduced[name] = next(lows if name.endswith("_min") else highs if name.endswith("_max") else summed)
+            reduced[name] = next(summed) / divide_sums_by
     return reduced
 
 
@@ -71,32 +77,70 @@ def _over_ranks(values: list[torch.Tensor], combine: Callable) -> Iterator[float
     return iter(combine(torch.stack(parts), 0).tolist())
 
 
-def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Of all samples of a step (peers.md 2.6 names): reward, outcomes, lengths, truncation, groups without variance."""
-    reward_B = np.array([s.reward for s in samples])
-    generated_B = np.array([int(s.mask.sum()) for s in samples])
-    outcomes = Counter(s.outcome for s in samples)
-    groups: dict[int, set[float]] = {}
-    for sample in samples:
-        groups.setdefault(sample.prompt, set()).add(sample.reward)
-    flat = [rewards for rewards in groups.values() if len(rewards) == 1]
-    truncation_rate = float(np.mean([s.finish_reason == "length" for s in samples]))
+def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> dict[str, float]:
+    """Numbers of the samples of a step, all ranks': `generated`, of which dynamic sampling left `trained`.
+
+    Names are NeMo RL's where it has one. Means are over all generated samples: they show the policy, the kept ones only
+    the middle of the problems. Of `trained`: filtered_reward and total_num_tokens. zero_variance_fraction is of the
+    rewards the advantages see; baseline_reward/... of those before shaping: groups all wrong, all right, the rest.
+    """
+    tokens_B = np.array([s.num_gen_tokens for s in generated])
+    truncation_rate = float(np.mean([s.finish_reason == "length" for s in generated]))
     return {
-        "reward": float(reward_B.mean()),
-        "accuracy": outcomes["ok"] / len(samples),
-        **{f"outcome/{name}": outcomes[name] / len(samples) for name in ("wrong", "parse_fail", "timeout", "error")},
-        "zero_variance_fraction": len(flat) / len(groups),
-        "baseline_reward/pct_0": sum(max(r) <= 0 for r in flat) / len(groups),
-        "baseline_reward/pct_1": sum(min(r) >= 1 for r in flat) / len(groups),
-        "baseline_reward/pct_mixed": 1 - len(flat) / len(groups),
-        "mean_prompt_length": float(np.mean([len(s.prompt_ids) for s in samples])),
-        "mean_gen_tokens_per_sample": float(generated_B.mean()),
-        "max_gen_tokens_per_sample": int(generated_B.max()),
-        "mean_total_tokens_per_sample": float(np.mean([s.num_tokens for s in samples])),
-        "total_num_tokens": int(sum(s.num_tokens for s in samples)),
+        "reward": _mean(s.reward for s in generated),
+        "filtered_reward": _mean(s.reward for s in trained),
+        "unshaped_reward": _mean(s.unshaped_reward for s in generated),
+        "accuracy": _mean(s.outcome == "ok" for s in generated),
+        **{f"outcome/{name}": _mean(s.outcome == name for s in generated) for name in OUTCOMES[1:]},
+        **_group_metrics(generated),
+        **_reward_by("env", generated, [s.env_name for s in generated]),
+        **_reward_by("finish_reason", generated, [s.finish_reason for s in generated]),
+        **_reward_by("gen_tokens", generated, [_length_bucket(s.num_gen_tokens) for s in generated]),
+        "mean_prompt_length": _mean(len(s.prompt_ids) for s in generated),
+        "mean_gen_tokens_per_sample": float(tokens_B.mean()),
+        "min_gen_tokens_per_sample": int(tokens_B.min()),
+        "max_gen_tokens_per_sample": int(tokens_B.max()),
+        "mean_env_tokens_per_sample": _mean(s.num_env_tokens for s in generated),
+        "mean_total_tokens_per_sample": _mean(s.num_tokens for s in generated),
+        "total_gen_tokens": int(tokens_B.sum()),
+        "total_num_tokens": sum(s.num_tokens for s in trained),
+        "total_turns": len(generated),  # rollouts have one turn
+        "avg_turns_per_sample": 1.0,
+        "max_turns_per_sample": 1,
         "truncation_rate": truncation_rate,
         "natural_termination_rate": 1 - truncation_rate,
     }
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))
+
+
+def _group_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt, []).append(sample)
+    unshaped = [{s.unshaped_reward for s in group} for group in groups.values()]
+    return {
+        "zero_variance_fraction": _mean(len({s.reward for s in group}) == 1 for group in groups.values()),
+        "baseline_reward/pct_0": _mean(len(r) == 1 and max(r) <= 0 for r in unshaped),
+        "baseline_reward/pct_1": _mean(len(r) == 1 and min(r) >= 1 for r in unshaped),
+        "baseline_reward/pct_mixed": _mean(len(r) > 1 for r in unshaped),
+    }
+
+
+def _reward_by(what: str, samples: Sequence[Sample], labels: Sequence[str]) -> dict[str, float]:
+    """Mean reward of the samples under each label; a label that no sample has this step is not there."""
+    by_label: dict[str, list[float]] = {}
+    for sample, label in zip(samples, labels, strict=True):
+        by_label.setdefault(label, []).append(sample.reward)
+    return {f"reward_by_{what}/{label}": _mean(rewards) for label, rewards in sorted(by_label.items())}
+
+
+def _length_bucket(length: int) -> str:
+    """By powers of two: "000017-000032". Zeros in front keep the names in order."""
+    top = 1 << max(length - 1, 0).bit_length()
+    return f"{top // 2 + 1 if top > 1 else 0:06d}-{top:06d}"
 
 
 class RunLog:
@@ -137,6 +181,7 @@ class RunLog:
                 prompt=prompt,
                 reply=reply,
                 reward=sample.reward,
+                unshaped_reward=sample.unshaped_reward,
                 outcome=sample.outcome,
                 finish_reason=sample.finish_reason,
                 weight_version=sample.weight_version,
@@ -160,7 +205,7 @@ class RunLog:
             train["total_num_tokens"] / seconds["policy_training"] / world_size
         )
         values["performance/generation_tokens_per_sec_per_gpu"] = (
-            train["global_valid_toks"] / seconds["generation"] / world_size
+            train["total_gen_tokens"] / seconds["generation"] / world_size
         )
         self.metrics(step, values)
         self.tokens_per_sec.append(tokens_per_sec)
@@ -178,11 +223,9 @@ class RunLog:
     def validation(self, step: int, values: dict[str, float]) -> None:
         """A validation: an object of its own in metrics.jsonl, and a line."""
         self.metrics(step, values)
-        print(
-            f"validation after step {step} | greedy {values['validation/greedy/accuracy']:.3f} | sampled "
-            f"{values['validation/sampled/accuracy']:.3f} | {values['timing/validation/total_validation_time']:.1f}s",
-            flush=True,
-        )
+        accuracies = [f"{label} {value:.3f}" for label, value in _accuracies(values).items()]
+        seconds = f"{values['timing/validation/total_validation_time']:.1f}s"
+        print(" | ".join([f"validation after step {step}", *accuracies, seconds]), flush=True)
 
     def close(self, state: dict, seconds: float, checkpoints: Path, cfg: CheckpointingConfig) -> None:
         """The table a run ends with."""
@@ -191,12 +234,10 @@ class RunLog:
         if self.tensorboard:
             self.tensorboard.close()
         rows = []
-        for mode in ("greedy", "sampled"):
-            before, after = (
-                state[when].get(f"validation/{mode}/accuracy") for when in ("first_validation", "last_validation")
-            )
-            known = [f"{value:.3f}" if value is not None else "not measured" for value in (before, after)]
-            rows.append((f"accuracy, {mode}", " -> ".join(known)))
+        first, last = _accuracies(state["first_validation"]), _accuracies(state["last_validation"])
+        for label in first | last or ("greedy", "sampled"):
+            known = [f"{values[label]:.3f}" if label in values else "not measured" for values in (first, last)]
+            rows.append((f"accuracy, {label}", " -> ".join(known)))
         median = float(np.median(self.tokens_per_sec)) if self.tokens_per_sec else float("nan")
         rows += [
             ("steps", f"{state['step']} ({self.num_steps - self.first_step + 1} of them in this process)"),
@@ -209,6 +250,13 @@ class RunLog:
         ]
         width = max(len(name) for name, _ in rows)
         print("\n" + "\n".join(f"{name:<{width}}  {value}" for name, value in rows) + "\n", flush=True)
+
+
+def _accuracies(values: dict[str, float]) -> dict[str, float]:
+    """"greedy" and "sampled" -> accuracy; "<set> greedy" and so on where there are several sets."""
+    start, end = "validation/", "/accuracy"
+    found = {name: value for name, value in values.items() if name.startswith(start) and name.endswith(end)}
+    return {name[len(start) : -len(end)].replace("/", " "): value for name, value in found.items()}
 
 
 def _drop_from(file: Path, first_step: int) -> None:

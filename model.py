@@ -245,7 +245,7 @@ def shard(model: Decoder, mesh: DeviceMesh, *, precision: str, activation_checkp
     model.register_forward_hook(lambda root, *_: None if torch.is_grad_enabled() else root.reshard())
 
 
-def _sharded_parameters(model: Decoder) -> dict[str, nn.Parameter]:
+def sharded_parameters(model: Decoder) -> dict[str, nn.Parameter]:
     """HF name -> parameter; if sharded the masters, even after a forward that no backward has followed."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -289,7 +289,7 @@ def load_weights(model: Decoder, folder: str | Path) -> None:
     Names must match both ways, but for what some exports store beside the weights: a copy of a tied head,
     rotary frequencies. Raises ConfigError naming file and names.
     """
-    missing, unexpected = _sharded_parameters(model), []
+    missing, unexpected = sharded_parameters(model), []
     for path in _weight_files(Path(folder)):
         try:
             with safe_open(path, framework="pt") as file:
@@ -337,7 +337,7 @@ def full_tensors(model: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Tens
 
     Each item is a collective of a sharded model's ranks: all of them must walk the whole iterator.
     """
-    for name, param in _sharded_parameters(model).items():
+    for name, param in sharded_parameters(model).items():
         tensor = param.detach().to(dtype)  # before gathering: bfloat16 is half the traffic
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -385,7 +385,7 @@ def save_hf(model: Decoder, folder: str | Path, source_folder: str | Path, *, dt
 def _plan_files(model: Decoder, dtype: torch.dtype) -> dict[str, list[str]]:
     """File -> names, in the order of `full_tensors`."""
     files, room = [], 0
-    for name, param in _sharded_parameters(model).items():
+    for name, param in sharded_parameters(model).items():
         size = param.numel() * dtype.itemsize
         if not files or size > room:
             files, room = [*files, []], MAX_FILE_BYTES

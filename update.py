@@ -73,7 +73,7 @@ class Reference:
 
     @torch.no_grad()
     def update(self, model: Decoder, alpha: float) -> None:
-        """reference <- alpha * policy + (1 - alpha) * reference: 1 copies, less averages (TRL's ref_model_mixup_alpha)."""
+        """reference <- alpha * policy + (1 - alpha) * reference (TRL's ref_model_mixup_alpha; 1 copies)."""
         for name, shard in _shards(model).items():
             self.shards[name].lerp_(shard.cpu(), alpha)
 
@@ -110,14 +110,17 @@ def make_micro_batches(
     """This rank's micro-batches of each optimizer step. Every rank works out the packs of all of them, so that all
     make the same number of collectives; a rank with fewer runs empty ones."""
     size = cfg.policy.train_global_batch_size or len(samples)
+    trained = [bool(s.mask.any()) for s in samples]  # a sample filtered out takes no part in any forward
     max_tokens = cfg.policy.sequence_packing.train_mb_tokens
     steps = []
     for first in range(0, len(samples), size):
-        part, adv = samples[first : first + size], adv_B[first : first + size]
+        part = [i for i in range(first, min(first + size, len(samples))) if trained[i]]
         packs = []
-        for share in data.assign_to_ranks([s.num_tokens for s in part], ranks.world_size):
-            packs.append(data.pack_samples([part[i] for i in share], [adv[i] for i in share], max_tokens))
-        mine = packs[ranks.rank] + [data.empty_pack()] * (max(map(len, packs)) - len(packs[ranks.rank]))
+        for share in data.assign_to_ranks([samples[i].num_tokens for i in part], ranks.world_size):
+            members = [part[k] for k in share]
+            packs.append(data.pack_samples([samples[i] for i in members], [adv_B[i] for i in members], max_tokens))
+        most = max(1, *map(len, packs))  # also where everything is filtered out: a step has at least one micro-batch
+        mine = packs[ranks.rank] + [data.empty_pack()] * (most - len(packs[ranks.rank]))
         steps.append([to_device(pack, device) for pack in mine])
     return steps
 

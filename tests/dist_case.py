@@ -1,11 +1,14 @@
 """The batch and the prompts that tests/test_distributed.py computes on one rank and on two."""
 
 import numpy as np
+import torch
 
 import config
-from data import Sample
+from data import Pack, Sample
+from update import Batch, to_device
 
 CONFIG = config.Config(
+    loss_fn=config.LossConfig(reference_policy_kl_penalty=0.0),
     policy=config.PolicyConfig(
         max_total_sequence_length=64, generation=config.GenerationConfig(temperature=0.8, max_new_tokens=24)
     )
@@ -38,3 +41,11 @@ def make_samples(vocab_size: int) -> tuple[list[Sample], list[float]]:
             )
         )
     return samples, rng.normal(size=20).tolist()
+
+
+def batch_of(packs: list[Pack], samples: list[Sample]) -> Batch:
+    """The optimizer batch of `samples` whose packs on this rank are `packs`."""
+    num_tokens = sum(int(s.mask.sum()) for s in samples)
+    num_positive_tokens = sum(int(s.mask.sum()) for s in samples if s.reward > 0)
+    micros = [to_device(pack, torch.device("cpu")) for pack in packs]
+    return Batch(micros, num_tokens, sum(bool(s.mask.any()) for s in samples), num_positive_tokens)

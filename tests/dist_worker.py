@@ -11,13 +11,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch.distributed as dist
-from dist_case import CONFIG, PROMPTS, make_samples, rank_share
+from dist_case import CONFIG, PROMPTS, batch_of, make_samples, rank_share
 from safetensors.torch import save_file
 
 import config
 import data
-import grpo
 import runtime
+import update
 from model import full_tensors, load_policy
 from rollout import Engine
 
@@ -30,7 +30,7 @@ if __name__ == "__main__":
     samples, adv_B = make_samples(tokenizer.vocab_size)
     shares = [data.pack_samples([samples[i] for i in share], [adv_B[i] for i in share], 40) for share in rank_share]
     packs = shares[ranks.rank] + [data.empty_pack()] * (max(map(len, shares)) - len(shares[ranks.rank]))
-    update = grpo.compute_gradients(policy, packs, samples, CONFIG, tokenizer.vocab_size, device)
+    metrics = update.compute_gradients(policy, batch_of(packs, samples), CONFIG, tokenizer.vocab_size)
     gradients = {name: param.grad.full_tensor() for name, param in policy.named_parameters()}
 
     vllm_cfg = config.VllmConfig(tensor_parallel_size=2)
@@ -45,7 +45,7 @@ if __name__ == "__main__":
     )
     engine.sync(full_tensors(policy, engine.dtype), 0)
     greedy = [c.ids.tolist() for c in engine.generate(PROMPTS, [0] * len(PROMPTS), temperature=0.0, max_new_tokens=24)]
-    (results / f"rank_{ranks.rank}.json").write_text(json.dumps({"update": update, "greedy": greedy}))
+    (results / f"rank_{ranks.rank}.json").write_text(json.dumps({"update": metrics, "greedy": greedy}))
     if ranks.rank == 0:
         save_file(gradients, results / "gradients.safetensors")
     dist.barrier()

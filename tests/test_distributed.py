@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from dist_case import CONFIG, PROMPTS, make_samples
+from dist_case import CONFIG, PROMPTS, batch_of, make_samples
 from safetensors.torch import load_file
 
 import data
-import grpo
+import update
 from model import full_tensors, load_policy
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,8 +47,8 @@ def policy(one_rank, tiny):
 
 
 def gradients(policy, packs, samples, vocab_size):
-    update = grpo.compute_gradients(policy, packs, samples, CONFIG, vocab_size, torch.device("cpu"))
-    return {name: param.grad.full_tensor() for name, param in policy.named_parameters()}, update
+    metrics = update.compute_gradients(policy, batch_of(packs, samples), CONFIG, vocab_size)
+    return {name: param.grad.full_tensor() for name, param in policy.named_parameters()}, metrics
 
 
 def relative(a, b):
@@ -82,19 +82,19 @@ def test_one_pack_equals_transformers_sequence_by_sequence_in_float64(policy, ti
 
 def test_micro_batches_in_any_order_and_two_unequal_ranks_give_the_same_gradient(policy, whole_batch, two_ranks):
     samples, adv_B, vocab_size = whole_batch
-    one, update = gradients(policy, data.pack_samples(samples, adv_B, 10_000), samples, vocab_size)
+    one, metrics = gradients(policy, data.pack_samples(samples, adv_B, 10_000), samples, vocab_size)
     packs = data.pack_samples(samples, adv_B, 40)
     assert len(packs) == 8
     policy.zero_grad()
-    many, update_many = gradients(policy, packs, samples, vocab_size)
+    many, metrics_many = gradients(policy, packs, samples, vocab_size)
     policy.zero_grad()
     shuffled = data.pack_samples(samples[::-1], adv_B[::-1], 40)
-    other, update_other = gradients(policy, [shuffled[i] for i in (3, 1, 7, 0, 6, 2, 5, 4)], samples, vocab_size)
+    other, metrics_other = gradients(policy, [shuffled[i] for i in (3, 1, 7, 0, 6, 2, 5, 4)], samples, vocab_size)
     for found in (many, other, two_ranks[0]):
         assert relative(found, one) <= 1e-5
-    for found in (update_many, update_other, two_ranks[1][0]["update"], two_ranks[1][1]["update"]):
-        assert found.keys() == update.keys()
-        assert all(found[name] == pytest.approx(update[name], rel=1e-5, abs=1e-6) for name in update)
+    for found in (metrics_many, metrics_other, two_ranks[1][0]["update"], two_ranks[1][1]["update"]):
+        assert found.keys() == metrics.keys()
+        assert all(found[name] == pytest.approx(metrics[name], rel=1e-5, abs=1e-6) for name in metrics)
 
 
 def test_engine_over_two_ranks_gives_the_tokens_of_one(engine, policy, two_ranks):

@@ -5,12 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from dist_case import batch_of
 
 import config
 import data
 import envs
-import grpo
 import runtime
+import update
 from model import full_tensors, load_policy
 from rollout import rollout, sample_seed
 
@@ -117,16 +118,16 @@ def test_skipped_sync_after_an_optimizer_step_stops_the_run(engine, policy, toke
         samples = sample(engine, tokenizer, 8, 4, 12)
         adv_B = np.linspace(-1, 1, len(samples)).tolist()
         packs = data.pack_samples(samples, adv_B, 512)
-        update = grpo.compute_gradients(policy, packs, samples, cfg, tokenizer.vocab_size, torch.device("cpu"))
+        metrics = update.compute_gradients(policy, batch_of(packs, samples), cfg, tokenizer.vocab_size)
         optimizer.step()
         optimizer.zero_grad()
-        return update
+        return metrics
 
-    update = one_step()
-    assert update["logp_gap_max"] <= 1e-4
-    grpo.check_logp_gap(update, 1e-3, step=1)
+    metrics = one_step()
+    assert metrics["logp_gap_max"] <= 1e-4
+    update.check_logp_gap(metrics, 1e-3, step=1)
     with pytest.raises(runtime.StopRun, match="the engine holds old weights"):
-        grpo.check_logp_gap(one_step(), 1e-3, step=2)  # no sync in between
+        update.check_logp_gap(one_step(), 1e-3, step=2)  # no sync in between
     sync(engine, policy)
     assert one_step()["logp_gap_max"] <= 1e-4
 
