@@ -63,7 +63,7 @@ class RewardShapingConfig:
         None, "Tokens at which the whole penalty is due; null = policy.generation.max_new_tokens.", ">= 1"
     )
     floor_overlong_penalty: bool = key(
-        False, "At most overlong_buffer_penalty, as TRL; false: grows on past max_response_length, as NeMo RL and verl."
+        False, "At most overlong_buffer_penalty, as TRL; false: grows past max_response_length, as NeMo RL, verl."
     )
     stop_properly_penalty_coef: float | None = key(
         None, "Multiply the reward of truncated responses by this, in place of the overlong penalty.", ">= 0, <= 1"
@@ -96,13 +96,19 @@ class GRPOConfig:
     overlong_filtering: bool = key(False, "Truncated samples are not trained on; they stay in their group's baseline.")
     use_dynamic_sampling: bool = key(
         False,
-        "DAPO: draw prompts until a step is full of groups whose rewards, before shaping, are not all equal. A pass over "
-        "the data then has fewer steps.",
+        "DAPO: draw prompts until a step is full of groups whose rewards, before shaping, are not all equal. A pass "
+        "over the data then has fewer steps.",
     )
     batch_multiplier: float = key(
         1.0, "use_dynamic_sampling: draw so many times num_prompts_per_step prompts at once.", ">= 1"
     )
     dynamic_sampling_max_gen_batches: int = key(10, "Draws for one step; if they are too few the run stops.", ">= 1")
+    ref_policy_update_period: int | None = key(
+        None, "Steps between updates of the reference policy; null = it stays what the run began with.", ">= 1"
+    )
+    ref_policy_update_alpha: float = key(
+        1.0, "An update sets reference = alpha * policy + (1 - alpha) * reference.", "> 0, <= 1"
+    )
     val_period: int = key(10, "Validate every so many steps; 0 = only at start and end, if asked.", ">= 0")
     val_at_start: bool = key(False, "Validate before the first step.")
     val_at_end: bool = key(False, "Validate after the last step.")
@@ -199,8 +205,10 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    warmup_steps: int = key(50, "Steps of linear warm-up, then constant; 0 = none.", ">= 0")
+    name: Literal["constant", "linear", "cosine"] = key("constant", "Of the learning rate, after warm-up.")
+    warmup_steps: int = key(50, "Steps of linear warm-up; 0 = none.", ">= 0")
     warmup_start_factor: float = key(0.1, "Share of the learning rate at the first step.", "> 0, <= 1")
+    min_factor: float = key(0.0, "linear, cosine: share of the learning rate at the last step.", ">= 0, <= 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +239,10 @@ class GenerationConfig:
 class PolicyConfig:
     model_name: str = key("Qwen/Qwen2.5-1.5B", "Folder or hub name: Qwen2, Qwen2.5, dense Qwen3, Llama 3.")
     precision: Literal["bfloat16", "float32"] = key("bfloat16", "Of the trainer; master weights: float32.")
+    train_global_batch_size: int | None = key(
+        None, "Samples of one optimizer step; null = the whole rollout, one step.", ">= 1"
+    )
+    ppo_epochs: int = key(1, "Passes over the samples of a rollout.", ">= 1")
     max_total_sequence_length: int = key(512, "Tokens of prompt and response together.", ">= 2")
     max_grad_norm: float = key(1.0, "A longer gradient is scaled down to this norm.", "> 0")
     dtensor_cfg: DTensorConfig = DTensorConfig()
@@ -243,7 +255,7 @@ class PolicyConfig:
 @dataclass(frozen=True, slots=True)
 class DatasetConfig:
     name: str | None = key(
-        None, "Of several validation sets: their name in metrics, validation/<name>/...; null = the file's, less suffix."
+        None, "Of several validation sets: its name in metrics, validation/<name>/...; null = the file's stem."
     )
     data_path: str | None = key(None, "The jsonl file, relative to the working directory. To be set.")
     input_key: str = key("input", "Field of a row with the problem, if it has no chat `messages`.")
@@ -317,7 +329,7 @@ def _walk(cls: type, prefix: str = "") -> Iterator[tuple[str, Field]]:
 
 _FIELDS: dict[str, Field] = dict(_walk(Config))  # full key -> field, sections too, in the order above
 _CLASSES = {"": Config} | {name: _section(f.type) for name, f in _FIELDS.items() if _section(f.type)}
-_LISTS = [name for name in _CLASSES if name and not is_dataclass(_FIELDS[name].type)]  # sections there may be several of
+_LISTS = [name for name in _CLASSES if name and not is_dataclass(_FIELDS[name].type)]  # lists of sections
 _SECTIONS = {name: ", ".join(f.name for f in fields(cls)) for name, cls in _CLASSES.items()}  # -> its keys
 _TAG = "tag:yaml.org,2002:"  # the tags of yaml's own types start with it
 
@@ -573,6 +585,12 @@ def _size_problems(cfg: Config, world_size: int) -> Iterator[str]:
             f"grpo.num_prompts_per_step={prompts} is not divisible by the {groups} data-parallel groups "
             f"(world size {world_size}, {tensor_key}): use {fits}"
         )
+    rollout, batch = prompts * cfg.grpo.num_generations_per_prompt, cfg.policy.train_global_batch_size
+    if batch is not None and rollout % batch:
+        yield (
+            f"policy.train_global_batch_size={batch} does not divide the {rollout} samples of a rollout "
+            f"(grpo.num_prompts_per_step={prompts} x num_generations_per_prompt={cfg.grpo.num_generations_per_prompt})"
+        )
     total, new = cfg.policy.max_total_sequence_length, generation.max_new_tokens
     pack, prompt = cfg.policy.sequence_packing.train_mb_tokens, cfg.max_prompt_tokens
     total_key = f"policy.max_total_sequence_length={total}"
@@ -609,6 +627,9 @@ _WITHOUT_EFFECT = (  # as above, with full keys: the first would be read by nobo
     ("loss_fn.use_kl_in_reward=true", "grpo.adv_estimator.name!=reinforce_plus_plus", "only that one has it"),
     ("loss_fn.kl_gradient=plain", "loss_fn.use_kl_in_reward=true", "a reward has no gradient"),
     ("loss_fn.use_on_policy_kl_approximation=true", "loss_fn.use_kl_in_reward=true", "only the KL in the loss has it"),
+    ("grpo.ref_policy_update_period!=null", "loss_fn.reference_policy_kl_penalty=0.0", "there is no reference"),
+    ("grpo.ref_policy_update_alpha!=1.0", "grpo.ref_policy_update_period=null", "the reference is never updated"),
+    ("policy.scheduler.min_factor!=0.0", "policy.scheduler.name=constant", "a constant rate has no end to reach"),
     ("grpo.adv_estimator.reward_weights!=null", "grpo.adv_estimator.name!=gdpo", "only gdpo has several rewards"),
     ("grpo.adv_estimator.minus_baseline=false", "grpo.adv_estimator.name!=reinforce_plus_plus", "the others need one"),
     ("grpo.reward_std!=baseline", "grpo.normalize_rewards=false", "nothing is divided by it"),
@@ -660,24 +681,25 @@ def _reward_problems(cfg: Config) -> Iterator[str]:
     for side in ("source", "target") if scaling.enabled else ():
         low, high = getattr(scaling, f"{side}_min"), getattr(scaling, f"{side}_max")
         if low >= high:
-            yield f"grpo.reward_scaling.{side}_min={low} is not below grpo.reward_scaling.{side}_max={high}: exchange them"
+            key = f"grpo.reward_scaling.{side}"
+            yield f"{key}_min={low} is not below {key}_max={high}: exchange them"
     new, buffer = cfg.policy.generation.max_new_tokens, shaping.overlong_buffer_length
     longest = new if shaping.max_response_length is None else shaping.max_response_length
     length_key = f"grpo.reward_shaping.max_response_length={json.dumps(shaping.max_response_length)}"
     if shaping.enabled and shaping.stop_properly_penalty_coef is None:
         if longest > new:
-            yield f"{length_key} is above policy.generation.max_new_tokens={new}: no response gets there; use {new} or less"
+            yield f"{length_key} is above policy.generation.max_new_tokens={new}: no response gets there; use {new}"
         if buffer > longest:
             yield (
-                f"grpo.reward_shaping.overlong_buffer_length={buffer} is longer than the longest response, {longest} tokens "
+                f"grpo.reward_shaping.overlong_buffer_length={buffer} is longer than a response of {longest} tokens "
                 f"({length_key}, policy.generation.max_new_tokens={new}): every response would be penalized"
             )
     draw = grpo.num_prompts_per_step * grpo.batch_multiplier
     multiplier_key = f"grpo.batch_multiplier={grpo.batch_multiplier}"
     if grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling:
-        yield f"{multiplier_key} and grpo.use_dynamic_sampling=false: only dynamic sampling draws more prompts than it needs"
+        yield f"{multiplier_key} and grpo.use_dynamic_sampling=false: only dynamic sampling draws spare prompts"
     elif draw != int(draw):
-        yield f"{multiplier_key} x grpo.num_prompts_per_step={grpo.num_prompts_per_step} is {draw}, no number of prompts"
+        yield f"{multiplier_key} x grpo.num_prompts_per_step={grpo.num_prompts_per_step}: {draw} is no whole number"
 
 
 def _validation_problems(cfg: Config) -> Iterator[str]:
@@ -686,8 +708,8 @@ def _validation_problems(cfg: Config) -> Iterator[str]:
     for i, dataset in enumerate(sets):
         if dataset.data_path is None and (asked or len(sets) > 1):
             yield (
-                f"data.validation{f'.{i}' if len(sets) > 1 else ''}.data_path is not set: name a jsonl file, or ask for no "
-                "validation with grpo.val_period=0 grpo.val_at_start=false grpo.val_at_end=false"
+                f"data.validation{f'.{i}' if len(sets) > 1 else ''}.data_path is not set: name a jsonl file, or ask "
+                "for no validation with grpo.val_period=0 grpo.val_at_start=false grpo.val_at_end=false"
             )
     names = [dataset.set_name for dataset in sets]
     for name in sorted({name for name in names if name and names.count(name) > 1}):
@@ -696,5 +718,5 @@ def _validation_problems(cfg: Config) -> Iterator[str]:
     if new is not None and prompt + new > total:
         yield (
             f"grpo.val_max_new_tokens={new} and prompts of {prompt} tokens do not fit in "
-            f"policy.max_total_sequence_length={total}: set data.max_input_seq_length={max(total - new, 0) or 1} or raise it"
+            f"policy.max_total_sequence_length={total}: raise it to {prompt + new}, or lower data.max_input_seq_length"
         )

@@ -90,7 +90,7 @@ def exact_number(text: str) -> Decimal | None:
 
 def plain_number(value: Decimal) -> str:
     """Equal numbers as equal texts: 5.0 and 5 as "5", -0 as "0"; exact for any number of digits."""
-    text = f"{abs(value):f}"
+    text = f"{value.copy_abs():f}"  # abs() would round
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return f"-{text}" if value < 0 else text
 

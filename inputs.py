@@ -14,12 +14,12 @@ import envs
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a run reads: found, parsed and checked, without torch."""
+    """What a run reads: found, parsed and checked, without torch. validation: name -> set, in the config's order."""
 
     model_folder: Path
     tokenizer: data.Tokenizer
     train: data.Dataset
-    validation: data.Dataset | None
+    validation: dict[str, data.Dataset]
     environments: dict[str, envs.Environment]
 
 
@@ -32,7 +32,7 @@ def read_inputs(cfg: config.Config) -> Inputs:
         check_resumable(cfg.checkpointing)
     folder = data.resolve_model_folder(cfg.policy.model_name)
     tokenizer = data.Tokenizer(folder)
-    sections = [cfg.data.train] + ([cfg.data.validation] if cfg.data.validation.data_path else [])
+    sections = [cfg.data.train, *(section for section in cfg.data.validation if section.data_path)]
     datasets, environments = [], {}
     for section in sections:
         environment = environments.setdefault(section.env_name, envs.make_environment(section.env_name))
@@ -44,7 +44,8 @@ def read_inputs(cfg: config.Config) -> Inputs:
             f"nothing to train: {num_rows} prompts x grpo.max_num_epochs={cfg.grpo.max_num_epochs} are fewer than "
             f"grpo.num_prompts_per_step={cfg.grpo.num_prompts_per_step}"
         )
-    return Inputs(folder, tokenizer, datasets[0], datasets[1] if len(datasets) > 1 else None, environments)
+    names = [section.set_name for section in sections[1:]]
+    return Inputs(folder, tokenizer, datasets[0], dict(zip(names, datasets[1:], strict=True)), environments)
 
 
 def check_resumable(cfg: config.CheckpointingConfig) -> None:
@@ -67,14 +68,9 @@ def check(cfg: config.Config) -> str:
     """Everything that can be wrong before torch is loaded; a summary when nothing is."""
     inputs = read_inputs(cfg)
     lines = [f"model      {inputs.model_folder} (vocabulary {inputs.tokenizer.vocab_size:,})"]
-    for name, dataset in (("train", inputs.train), ("validation", inputs.validation)):
-        if dataset:
-            long = (
-                f", {dataset.num_too_long} left out: over {cfg.max_prompt_tokens} tokens"
-                if dataset.num_too_long
-                else ""
-            )
-            lines.append(f"{name:10} {dataset.path}: {len(dataset.rows):,} prompts{long}")
+    for name, dataset in [("train", inputs.train), *(("validation", found) for found in inputs.validation.values())]:
+        long = f", {dataset.num_too_long} left out: over {cfg.max_prompt_tokens} tokens" if dataset.num_too_long else ""
+        lines.append(f"{name:10} {dataset.path}: {len(dataset.rows):,} prompts{long}")
     steps, grpo = num_steps_of(cfg, len(inputs.train.rows)), cfg.grpo
     lines.append(
         f"steps      {steps:,} of {grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} samples"

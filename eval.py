@@ -1,0 +1,109 @@
+"""Scores a model on the validation sets of a config, with the code that scores them during training.
+
+    torchrun --nproc_per_node=2 eval.py CONFIG.yaml policy.model_name=FOLDER [key.sub=value ...]         any HF folder
+    torchrun --nproc_per_node=2 eval.py CONFIG.yaml checkpointing.resume_from=RUN [key.sub=value ...]    a checkpoint
+
+Writes eval.json into a new numbered folder of logger.log_dir and prints its path. Exit codes are those of grpo.py.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+import config
+import runtime
+from data import Sample
+from grpo import build, parse, restore, sync_weights
+from inputs import Inputs, read_inputs
+from metrics import RunLog
+from sampling import groups_of
+from update import Reference, needs_reference
+from validation import clustered_interval, modes, sample_problems, score, wilson_interval
+
+USAGE = "usage: [torchrun --nproc_per_node=N] eval.py CONFIG.yaml [policy.model_name=X | checkpointing.resume_from=RUN]"
+
+
+def evaluate(
+    cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torch.device, folder: Path
+) -> dict[str, Any]:
+    """The report, equal on all ranks: what was scored, with which settings, and the numbers of each set and mode."""
+    start = time.perf_counter()
+    model, optimizer, engine = build(cfg, inputs, ranks, device)
+    frozen = Reference(model).shards if needs_reference(cfg) else {}  # a checkpoint holds one where training needs it
+    resumed = cfg.checkpointing.resume_from
+    checkpoints = Path(cfg.checkpointing.checkpoint_dir or Path(resumed or folder) / "checkpoints")
+    step = restore(cfg, inputs, model, optimizer, frozen, ranks, checkpoints)["step"]
+    sync_weights(model, engine, step)
+    report = {
+        "model_name": cfg.policy.model_name,
+        "checkpoint": f"{checkpoints}, step {step}" if resumed else None,
+        "seed": cfg.grpo.seed,
+        "world_size": ranks.world_size,
+        "settings": modes(cfg),
+        "sets": {},
+    }
+    log = open_log(cfg, folder) if ranks.rank == 0 else None
+    for name, dataset in inputs.validation.items():
+        found = {"data_path": dataset.path, "fingerprint": dataset.fingerprint}
+        for mode in modes(cfg):
+            samples = sample_problems(cfg, inputs, engine, ranks, name, mode)
+            found[mode] = numbers(samples, mode)
+            low, high = found[mode]["accuracy_ci95"] or (float("nan"), float("nan"))
+            ranks.say(f"{name} | {mode} | accuracy {found[mode]['accuracy']:.4f} (95%: {low:.4f} to {high:.4f})")
+            if log:
+                log.samples(step, f"{name}/{mode}", samples, inputs.tokenizer, cfg.logger.num_val_samples_to_print)
+        report["sets"][name] = found
+    return report | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+def open_log(cfg: config.Config, folder: Path) -> RunLog:
+    """The folder's config.yaml and samples.jsonl."""
+    (folder / "config.yaml").write_text(config.to_yaml(cfg))
+    return RunLog(folder, tensorboard=False, first_step=0, num_steps=0, max_samples=cfg.logger.num_samples_to_log)
+
+
+def numbers(samples: Sequence[Sample], mode: str) -> dict[str, Any]:
+    """`validation.score` with counts and the 95% interval of accuracy: Wilson's for greedy, where a problem is one
+    trial; for sampled the normal one over the problems' means. Formulas and sources: validation.py."""
+    right = [[s.outcome == "ok" for s in group] for group in groups_of(samples)]
+    if mode == "greedy":
+        method, interval = "wilson", wilson_interval(sum(map(sum, right)), len(right))
+    else:
+        method, interval = "normal, clustered by problem", clustered_interval([fmean(group) for group in right])
+    counts = {"num_problems": len(right), "num_samples": len(samples), "num_right": sum(map(sum, right))}
+    return score(samples) | {"accuracy_ci95": interval, "ci_method": method} | counts
+
+
+def main() -> int:
+    """One rank from start to exit code."""
+    folder = None
+    try:
+        if len(sys.argv) == 1 or {"--help", "-h"} & set(sys.argv):
+            raise config.ConfigError(USAGE)
+        cfg = parse(sys.argv[1:])
+        inputs = read_inputs(cfg)
+        if not inputs.validation:
+            raise config.ConfigError("data.validation.data_path is not set: name the jsonl file with the problems")
+        ranks, device = runtime.start(cfg.policy.generation.vllm_cfg.tensor_parallel_size)
+        folder = runtime.open_run_folder(cfg.logger.log_dir, None, ranks)
+        report = evaluate(cfg, inputs, ranks, device, folder)
+        if ranks.rank == 0:
+            (folder / "eval.json").write_text(json.dumps(report, indent=2) + "\n")
+        code, reason = 0, f"scored: {folder / 'eval.json'}"
+    except BaseException as error:
+        code, reason = runtime.describe_failure(error)
+    runtime.finish(code, reason, folder)
+    if os.environ.get("RANK", "0") == "0":
+        print(reason, file=sys.stderr if code else sys.stdout, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
