@@ -591,6 +591,12 @@ def _size_problems(cfg: Config, world_size: int) -> Iterator[str]:
             f"policy.train_global_batch_size={batch} does not divide the {rollout} samples of a rollout "
             f"(grpo.num_prompts_per_step={prompts} x num_generations_per_prompt={cfg.grpo.num_generations_per_prompt})"
         )
+    epochs = cfg.policy.ppo_epochs
+    if cfg.loss_fn.force_on_policy_ratio and (epochs > 1 or (batch or rollout) < rollout):
+        yield (
+            f"loss_fn.force_on_policy_ratio=true is for one optimizer step per rollout, but policy.ppo_epochs={epochs} "
+            f"and policy.train_global_batch_size={json.dumps(batch)} make {epochs * (rollout // (batch or rollout))}"
+        )
     total, new = cfg.policy.max_total_sequence_length, generation.max_new_tokens
     pack, prompt = cfg.policy.sequence_packing.train_mb_tokens, cfg.max_prompt_tokens
     total_key = f"policy.max_total_sequence_length={total}"

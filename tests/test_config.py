@@ -453,6 +453,19 @@ def test_keys_that_do_not_go_together(write, one, other, besides):
     assert problem.startswith(f"{one} and {other}: ")
 
 
+def test_a_forced_ratio_is_for_one_step_per_rollout(write):
+    path, forced, batch = (
+        write("grpo: {seed: 1}"),
+        "loss_fn.force_on_policy_ratio=true",
+        "policy.train_global_batch_size",
+    )
+    told = "loss_fn.force_on_policy_ratio=true is for one optimizer step per rollout, but policy.ppo_epochs="
+    assert problems_of(path, 1, forced, "policy.ppo_epochs=2") == [f"{told}2 and {batch}=null make 2"]
+    assert problems_of(path, 1, forced, f"{batch}=128") == [f"{told}1 and {batch}=128 make 4"]
+    validate(load(path, [*VALID, forced, f"{batch}=512"]), 1)
+    validate(load(path, [*VALID, f"{batch}=128", "policy.ppo_epochs=2"]), 1)
+
+
 def test_bounds_the_wrong_way_round(write):
     bounds = [IS, f"{KIND}=icepop", f"{LOW}=3", f"{HIGH}=2"]
     assert problems_of(write("grpo: {seed: 1}"), 1, *bounds) == [f"{LOW}=3.0 is above {HIGH}=2.0: exchange them"]
