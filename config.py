@@ -675,10 +675,10 @@ def _other_problems(cfg: Config) -> Iterator[str]:
     low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
     if None not in (low, high) and low >= high:
         yield f"grpo.advantage_clip_low={low} is not below grpo.advantage_clip_high={high}: exchange them"
-    yield from _reward_problems(cfg)
-    yield from _validation_problems(cfg)
     if data.train.data_path is None:
         yield "data.train.data_path is not set: name the jsonl file of training problems"
+    yield from _reward_problems(cfg)
+    yield from _validation_problems(cfg)
 
 
 def _reward_problems(cfg: Config) -> Iterator[str]:

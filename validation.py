@@ -68,7 +68,7 @@ def sample_problems(
 def score(samples: Sequence[Sample]) -> dict[str, float]:
     """Numbers of one set and mode, over groups of n samples of a problem. Rewards are the grader's, unscaled.
 
-    With n > 1 also pass_at_k and maj_at_k of k = 1, 2, 4, ... and n; k = 1 is accuracy. NeMo RL's pass_k is pass_at_n.
+    With n > 1 also pass_at_k and maj_at_k, k = 1, 2, 4, ... and n: pass_at_1 is accuracy, pass_at_n NeMo RL's pass_k.
     """
     groups = groups_of(samples)
     size = len(groups[0])
@@ -82,7 +82,8 @@ def score(samples: Sequence[Sample]) -> dict[str, float]:
     }
     for k in sorted({size} | {2**i for i in range(size.bit_length())}) if size > 1 else ():
         values[f"pass_at_{k}"] = fmean(pass_at_k(size, sum(s.outcome == "ok" for s in g), k) for g in groups)
-        values[f"maj_at_{k}"] = fmean(majority(g[:k]) for g in groups)
+        if k > 1:
+            values[f"maj_at_{k}"] = fmean(majority(g[:k]) for g in groups)
     return values
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -80,7 +81,9 @@ def test_two_ranks_equal_one_and_every_nan_stays_visible(tmp_path):
 def sample(prompt, reward, outcome, length, *, finish_reason="stop", unsampled=0):
     mask = np.arange(length) >= unsampled
     ids, logps = np.array([16] * (length - 1) + [257], np.int32), np.zeros(length, np.float32)  # 257: the end token
-    return Sample(prompt, 0, 40 + prompt, [17] * (prompt + 1), ids, logps, mask, finish_reason, 7, reward, outcome)
+    prompt_ids, env_name = [17] * (prompt + 1), "games" if prompt else "math"
+    found = Sample(prompt, 0, 40 + prompt, prompt_ids, ids, logps, mask, finish_reason, 7, reward, outcome, reward)
+    return replace(found, env_name=env_name, num_env_tokens=unsampled)
 
 
 SAMPLES = [
@@ -96,8 +99,10 @@ SAMPLES = [
 
 
 def test_numbers_of_a_step_by_hand():
-    assert sample_metrics(SAMPLES) == {
+    assert sample_metrics(SAMPLES, SAMPLES[4:]) == {
         "reward": 0.5,
+        "filtered_reward": 0.5,
+        "unshaped_reward": 0.5,
         "accuracy": 0.5,
         "outcome/wrong": 0.125,
         "outcome/parse_fail": 0.125,
@@ -107,14 +112,40 @@ def test_numbers_of_a_step_by_hand():
         "baseline_reward/pct_0": 0.25,
         "baseline_reward/pct_1": 0.25,
         "baseline_reward/pct_mixed": 0.25,
+        "reward_by_env/games": 1 / 3,
+        "reward_by_env/math": 1.0,
+        "reward_by_finish_reason/length": 0.0,
+        "reward_by_finish_reason/stop": 4 / 7,
+        "reward_by_gen_tokens/000000-000001": 2 / 3,
+        "reward_by_gen_tokens/000002-000002": 0.5,  # of the 6 ids of one, 4 are the environment's
+        "reward_by_gen_tokens/000003-000004": 0.5,
+        "reward_by_gen_tokens/000005-000008": 0.0,
         "mean_prompt_length": 2.5,
         "mean_gen_tokens_per_sample": 22 / 8,  # 4 of the 26 were not sampled
+        "min_gen_tokens_per_sample": 1,
         "max_gen_tokens_per_sample": 8,
+        "mean_env_tokens_per_sample": 0.5,
         "mean_total_tokens_per_sample": 46 / 8,
-        "total_num_tokens": 46,
+        "total_gen_tokens": 22,
+        "total_num_tokens": 20,  # of the 4 that are trained on
+        "total_turns": 8,
+        "avg_turns_per_sample": 1.0,
+        "max_turns_per_sample": 1,
         "truncation_rate": 0.125,
         "natural_termination_rate": 0.875,
     }
+
+
+def test_groups_by_the_reward_that_matters():
+    """Shaping makes all groups unequal: the shaped reward trains, how hard a prompt is says the unshaped one."""
+    samples = [replace(s, reward=s.reward - 0.01 * i, mask=s.mask & False) for i, s in enumerate(SAMPLES)]
+    found = sample_metrics(samples, samples[:2])
+    assert found["zero_variance_fraction"] == 0
+    assert [found[f"baseline_reward/pct_{which}"] for which in ("0", "1", "mixed")] == [0.25, 0.25, 0.25]
+    assert (found["unshaped_reward"], found["total_gen_tokens"]) == (0.5, 22)  # masks say what is trained, not more
+    assert found["reward"] == pytest.approx(0.5 - 0.035) and found["filtered_reward"] == pytest.approx(0.995)
+    samples[3].reward = NAN
+    assert math.isnan(sample_metrics(samples, samples[:2])["reward"])
 
 
 # -------------------------------------------------------------------------------------------------------- run log
@@ -126,7 +157,8 @@ TRAIN = {
     "grad_norm": 1.75,
     "logp_gap_max": 3e-6,
     "total_num_tokens": 1200,
-    "global_valid_toks": 600,
+    "global_valid_toks": 500,
+    "total_gen_tokens": 600,
     "num_valid_samples": 24,
 }
 SECONDS = {"generation": 1.5, "data_processing": 0.25, "policy_training": 2.0, "prepare_for_generation": 0.5}
@@ -174,12 +206,29 @@ def test_validation_is_a_record_and_a_line_of_its_own(tmp_path, capsys):
     assert capsys.readouterr().out == "validation after step 5 | greedy 0.750 | sampled 0.500 | 2.0s\n"
 
 
+def test_validation_of_several_sets(tmp_path, capsys):
+    values = {"validation/a/greedy/accuracy": 0.75, "validation/a/greedy/reward": 9.0}
+    values["validation/b/sampled/accuracy"] = 0.5
+    log = open_log(tmp_path)
+    log.validation(5, values | {"timing/validation/total_validation_time": 2.0})
+    assert capsys.readouterr().out == "validation after step 5 | a greedy 0.750 | b sampled 0.500 | 2.0s\n"
+    state = {"step": 5, "first_validation": values, "last_validation": {"validation/a/greedy/accuracy": 1.0}}
+    log.close(state, 12.4, tmp_path, config.CheckpointingConfig())
+    lines = capsys.readouterr().out.split("\n")[1:3]
+    assert [" ".join(x.split()) for x in lines] == [
+        "accuracy, a greedy 0.750 -> 1.000",
+        "accuracy, b sampled 0.500 -> not measured",
+    ]
+
+
 def test_samples_file_and_console(tmp_path, capsys):
     log = open_log(tmp_path)
     log.samples(3, "train", SAMPLES[1:], Tokenizer(STARTER), num_print=1)
     first = dict(step=3, kind="train", row_id=40, index=0, prompt="2", reply="111<|end|>", reward=1.0, outcome="ok")
+    first |= dict(unshaped_reward=1.0)
     first |= dict(finish_reason="stop", weight_version=7, num_tokens=5)
     second = dict(row_id=41, prompt="22", reply="11111<|end|>", reward=0.0, outcome="wrong", num_tokens=8)
+    second |= dict(unshaped_reward=0.0)
     assert records(tmp_path, "samples.jsonl") == [first, first | second]
     assert capsys.readouterr().out == "    [train] '2' -> '111<|end|>'  ok, reward 1\n"
 
@@ -193,7 +242,6 @@ def test_table_at_the_end(tmp_path, capsys):
     table = dict(line.split("  ", 1) for line in capsys.readouterr().out.strip().splitlines())
     assert {name: value.strip() for name, value in table.items()} == {
         "accuracy, greedy": "0.250 -> not measured",
-        "accuracy, sampled": "not measured -> not measured",
         "steps": "10 (3 of them in this process)",
         "seconds of training": "12 (validations and checkpoints included)",
         "tokens/s, median step": "600",
