@@ -6,6 +6,7 @@ Messages are compared whole: they are the interface. Run with `pytest tests/test
 import dataclasses
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,9 @@ def leaves(cls: type, prefix: str = "") -> list[str]:
     """Full keys of a config class, found without config.py's own table."""
     names = []
     for f in dataclasses.fields(cls):
-        nested = dataclasses.is_dataclass(f.type)
-        names += leaves(f.type, f"{prefix}{f.name}.") if nested else [prefix + f.name]
+        kind = typing.get_args(f.type)[0] if typing.get_origin(f.type) is tuple else f.type  # a list of sections
+        nested = dataclasses.is_dataclass(kind)
+        names += leaves(kind, f"{prefix}{f.name}.") if nested else [prefix + f.name]
     return names
 
 
