@@ -167,6 +167,28 @@ def test_greedy_is_the_argmax_of_transformers(engine, policy, tokenizer, tiny):
     assert ids == expected[len(prompt) :]
 
 
+@pytest.mark.parametrize(("how", "num_kept"), [({"top_k": 3}, 3), ({"top_p": 0.6}, None), ({"top_k": 1}, 1)])
+def test_filters_of_validation(engine, policy, tokenizer, tiny, how, num_kept):
+    """All samples come from the kept ids and no kept id of some weight is missing; logps are those after the filter."""
+    sync(engine, policy)
+    prompt = tokenizer.render([{"role": "user", "content": "12+34="}])
+    with torch.no_grad():
+        probs = tiny[1](torch.tensor([prompt])).logits[0, -1, : tokenizer.vocab_size].double().softmax(0)
+    ordered, ids = probs.sort(descending=True)
+    if num_kept is None:  # the fewest ids that hold top_p of the probability
+        num_kept = 1 + int((ordered.cumsum(0) < how["top_p"]).sum())
+    kept = dict(zip(ids[:num_kept].tolist(), (ordered[:num_kept] / ordered[:num_kept].sum()).tolist(), strict=True))
+    completions = engine.generate([prompt] * 400, list(range(400)), temperature=1.0, max_new_tokens=1, **how)
+    found = {int(c.ids[0]): float(c.logps[0]) for c in completions}
+    assert {i for i, p in kept.items() if p > 0.03} <= found.keys() <= kept.keys() and len(kept) < 60
+    assert all(abs(logp - np.log(kept[i])) < 1e-4 for i, logp in found.items())
+
+
+def test_a_rank_without_problems_generates_nothing(engine, policy):
+    sync(engine, policy)
+    assert engine.generate([], [], temperature=1.0, max_new_tokens=4) == []
+
+
 def test_lengths_end_tokens_and_finish_reasons(engine, policy, tokenizer, monkeypatch):
     sync(engine, policy)
     monkeypatch.setattr(
