@@ -93,8 +93,8 @@ def kl_in_reward_advantages(
     al. 2025 charge a token for what follows it too).
     """
     mask_T = mask_T != 0
-    log_ratio_T = torch.where(mask_T, ref_logp_T - old_logp_T, 0.0)
-    kl_T = kl_estimate(clamp_abs(log_ratio_T, loss_fn.kl_input_clamp_value), loss_fn.reference_policy_kl_type)
+    log_ratio_T = clamp_abs(ref_logp_T - old_logp_T, loss_fn.kl_input_clamp_value)
+    kl_T = kl_estimate(log_ratio_T, loss_fn.reference_policy_kl_type)
     adv_T = adv_T - loss_fn.reference_policy_kl_penalty * clamp_abs(kl_T, loss_fn.kl_output_clamp_value)
     adv_T = _clip(_whiten(torch.where(mask_T, adv_T, 0.0), mask_T, sum_over_ranks), grpo)
     return torch.where(mask_T, adv_T, 0.0)

@@ -86,6 +86,9 @@ def test_reinforce_plus_plus_is_whitened_over_tokens(minus_baseline):
     got = advantages(torch.tensor([1.0, -1]), torch.tensor([0, 1]), torch.tensor([2, 1]), grpo, LossConfig())
     want = torch.zeros(2) if minus_baseline else torch.tensor([1, -2]) / math.sqrt(2)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+    # A spread of 1e-5 is below the floor of 1e-4: rounding is not blown up to advantages of 1.
+    reward_B = torch.tensor([1 + 1e-5, 1 - 1e-5], dtype=torch.float64)
+    equal(advantages(reward_B, torch.zeros(2), torch.ones(2), grpo, LossConfig()), [0.1, -0.1])
 
 
 def tokens():

@@ -208,6 +208,17 @@ def test_kl_penalty_metric_is_the_term_over_its_weight():
     )
 
 
+def test_a_kl_weight_beyond_float_is_no_kl_and_no_nan():
+    cfg = LossConfig(reference_policy_kl_penalty=0.1, use_on_policy_kl_approximation=True)
+    batch = golden_batch() | {"ref_logp_T": torch.tensor(GOLDEN_REF)}
+    batch["sampler_logp_T"][0] = -200.0  # trained, and exp(199) is infinite in float32
+    loss, _ = policy_loss(**batch, cfg=cfg)
+    loss.backward()
+    # The golden value without token 0's share: u = exp(.1), and k3 of x = -.1.
+    share = 0.1 * math.exp(0.1) * (math.exp(-0.1) - 1 + 0.1) / 5
+    assert abs(loss - (-0.367391 - share)) < PRINTED and batch["logp_T"].grad[0] == 0
+
+
 def test_effective_sample_size():
     for options, weights in [
         ({}, [math.exp(-0.1), math.exp(0.1), 1, 1, math.exp(0.3)]),
@@ -235,17 +246,20 @@ def test_positive_nll_is_over_the_positive_tokens_of_the_whole_step():
 
 def test_clip_fractions_count_where_clipping_stops_the_gradient():
     batch = hard_batch(torch.float32)
-    tokens = list(zip(batch["logp_T"].tolist(), batch["old_logp_T"].tolist(), batch["adv_T"].tolist(), strict=True))
-    sides = [(math.exp(a - b) < 0.8 and adv < 0, math.exp(a - b) > 1.28 and adv > 0) for a, b, adv in tokens]
-    low, high = (sum(s for s, m in zip(side, batch["mask_T"], strict=True) if m) for side in zip(*sides, strict=True))
-    for options, want in [
-        ({}, (low, high)),
-        ({"disable_ppo_ratio": True}, (0, 0)),
-        ({"force_on_policy_ratio": True}, (0, 0)),
-    ]:
-        _, metrics = policy_loss(**batch, cfg=LossConfig(ratio_clip_max=0.28, **options))
+    rows = [x.tolist() for x in (batch["logp_T"], batch["old_logp_T"], batch["adv_T"], batch["mask_T"])]
+    tokens = [(math.exp(a - b), adv) for a, b, adv, mask in zip(*rows, strict=True) if mask]
+    ppo = sum(r < 0.8 and adv < 0 for r, adv in tokens), sum(r > 1.28 and adv > 0 for r, adv in tokens)
+    either_sign = sum(r < 0.8 for r, _ in tokens), sum(r > 1.28 for r, _ in tokens)
+    assert len({*ppo, *either_sign, 0}) == 5
+    for mode, want in {
+        None: ppo,
+        "use_cispo": either_sign,  # its bound is the weight's, whatever the sign
+        "disable_ppo_ratio": (0, 0),
+        "force_on_policy_ratio": (0, 0),
+    }.items():
+        _, metrics = policy_loss(**batch, cfg=LossConfig(ratio_clip_max=0.28, **({mode: True} if mode else {})))
         got = metrics["ratio_clip_low_fraction"][0], metrics["ratio_clip_high_fraction"][0]
-        assert got == want and min(low, high) > 0 and low != high, (got, want)
+        assert got == want, (mode, got, want)
 
 
 @pytest.mark.parametrize(
@@ -327,6 +341,7 @@ def test_tokens_without_finite_sampler_logp_are_dropped_and_counted(bad, token_l
     assert batch["logp_T"].grad[1] == 0 and batch["logp_T"].grad[2] != 0
     got = reduced(metrics)
     assert got["num_nonfinite_sampler_logp"] == 1 and got["num_valid_samples"] == 2
+    assert got["kept_fraction/finite_sampler_logp"] == pytest.approx(4 / 5)
     assert got["probs_ratio"] == pytest.approx((0.860197 * 5 - 1) / 5, abs=PRINTED)
     assert all(math.isfinite(x) for x in got.values())
 
