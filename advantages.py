@@ -49,6 +49,17 @@ def advantages(
     return adv_B if loss_fn.use_kl_in_reward else _clip(_whiten(adv_B, num_tokens_B), grpo)
 
 
+def advantage_metrics(reward_B: Tensor, group_B: Tensor, adv_B: Tensor, grpo: GRPOConfig) -> dict[str, float]:
+    """Of the advantages, and baseline_reward/pct_0, pct_1, pct_mixed: per cent of samples whose baseline is 0, 1, else
+    (NeMo RL): problems that all the others of the group got wrong, right, or some of each."""
+    loo = grpo.use_leave_one_out_baseline
+    baseline_B = reward_B - group_advantages(reward_B, group_B, leave_one_out=loo, normalize=False)
+    zero, one = ((baseline_B == value).float().mean().item() * 100 for value in (0, 1))
+    baseline = {"pct_0": zero, "pct_1": one, "pct_mixed": 100 - zero - one}
+    spread = {name: getattr(adv_B, name)().item() for name in ("mean", "max", "min", "sum")}
+    return {f"baseline_reward/{k}": v for k, v in baseline.items()} | {f"advantages/{k}": v for k, v in spread.items()}
+
+
 def multi_reward_advantages(
     rewards: Mapping[str, Tensor], group_B: Tensor, weights: tuple[float, ...] | None, **options
 ) -> Tensor:

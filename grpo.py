@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 
 import config
 import data
-from inputs import Inputs, check, num_steps_of, read_inputs
+from inputs import Inputs, check, checkpoint_folder, num_steps_of, read_inputs
 
 USAGE = "usage: [torchrun --nproc_per_node=N] grpo.py [--check] CONFIG.yaml [key.sub=value ...] | --help"
 
@@ -55,7 +54,7 @@ import torch.distributed as dist  # noqa: E402
 
 import checkpoint  # noqa: E402
 import runtime  # noqa: E402
-from advantages import advantages  # noqa: E402
+from advantages import advantage_metrics, advantages  # noqa: E402
 from metrics import RunLog  # noqa: E402
 from model import Decoder, full_tensors, load_policy, save_hf  # noqa: E402
 from rollout import Engine, rollout_over_ranks  # noqa: E402
@@ -68,7 +67,7 @@ def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torc
     """The run: returns the reason it ended. Raises StopRun when one of its checks fails, Saved when told to stop."""
     grpo, saving, signals, timer = cfg.grpo, cfg.checkpointing, runtime.Signals(), runtime.Timers()
     num_steps = num_steps_of(cfg, len(inputs.train.rows))
-    checkpoints = Path(saving.checkpoint_dir or run_folder / "checkpoints")
+    checkpoints = checkpoint_folder(saving, run_folder)
     model, optimizer, engine = build(cfg, inputs, ranks, device)
     reference, vocab_size = Reference(model) if needs_reference(cfg) else None, inputs.tokenizer.vocab_size
     frozen = reference.shards if reference else {}
@@ -86,14 +85,10 @@ def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torc
         with timer("generation"):
             samples, num_drawn, found = collect_samples(cfg, inputs, engine, ranks, state["consumed_samples"], step)
             engine.sleep()
+        assert {s.weight_version for s in samples} == {step - 1}, "sampled from other weights than those to be trained"
+        with timer("advantage_calculation"):
+            adv_B, spread = step_advantages(samples, cfg)
         with timer("data_processing"):
-            adv_B = advantages(
-                torch.tensor([s.reward for s in samples]),
-                torch.tensor([s.prompt for s in samples]),
-                torch.tensor([int(s.mask.sum()) for s in samples]),
-                grpo,
-                cfg.loss_fn,
-            ).tolist()
             micro_batches = make_micro_batches(samples, adv_B, cfg, ranks, device)
         with timer("policy_and_reference_logprobs"):
             batches, masked = score(model, reference, micro_batches, cfg, vocab_size)
@@ -111,27 +106,44 @@ def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torc
         state["current_epoch"] = state["consumed_samples"] // len(inputs.train.rows)
         state["total_valid_tokens"] += update["global_valid_toks"]
         if log:
-            spread = {"advantages/mean": fmean(adv_B), "advantages/max": max(adv_B), "advantages/min": min(adv_B)}
             seconds = timer.take() | {"total_step_time": time.perf_counter() - step_start}
             log.step(step, found | update | spread, seconds, ranks.world_size)
             log.samples(step, "train", samples, inputs.tokenizer)
         used_up = data_is_used_up(grpo, len(inputs.train.rows), state["consumed_samples"])
         is_last, stop = step == num_steps or used_up, signals.requested()
-        if (grpo.val_period and step % grpo.val_period == 0) or (is_last and grpo.val_at_end):
+        due = grpo.val_period and step % grpo.val_period == 0
+        if (due or (is_last and grpo.val_at_end)) and not stop:  # who is told to stop has no time for it
             state["last_validation"] = validate(cfg, inputs, engine, ranks, log, step)
-        due = step % saving.save_period == 0 or is_last or stop
-        if saving.enabled and due and state["num_bad_steps"] == 0:  # never after a step that went wrong
+        due = saving.enabled and (step % saving.save_period == 0 or is_last or stop)
+        if due and state["num_bad_steps"] == 0:  # never after a step that went wrong
             checkpoint.save(
                 checkpoints, step, model, optimizer, state, ranks, keep_latest=saving.keep_latest, extra=frozen
             )
         if stop and not is_last:
-            raise runtime.Saved(f"signal after step {step}; continue with checkpointing.resume_from={run_folder}")
+            raise stopped(saving, state, run_folder)
 
     if saving.save_hf_at_end:
         save_hf(model, run_folder / "hf_model", inputs.model_folder, dtype=getattr(torch, cfg.policy.precision))
     if log:
         log.close(state, time.perf_counter() - start, checkpoints, saving)
     return f"trained to step {state['step']}"
+
+
+def stopped(saving: config.CheckpointingConfig, state: dict, run_folder: Path) -> Exception:
+    """What a signal ends the run with: Saved only if it is."""
+    if saving.enabled and state["num_bad_steps"] == 0:
+        return runtime.Saved(f"signal after step {state['step']}; continue with checkpointing.resume_from={run_folder}")
+    why = "after a bad step" if saving.enabled else "with checkpointing.enabled=false"
+    return runtime.StopRun(f"signal after step {state['step']}, not saved {why}")
+
+
+def step_advantages(samples: list[data.Sample], cfg: config.Config) -> tuple[list[float], dict[str, float]]:
+    """(adv_B, their metrics); a function of all samples of the step, so equal on all ranks."""
+    reward_B = torch.tensor([s.reward for s in samples])
+    group_B = torch.tensor([s.prompt for s in samples])
+    num_tokens_B = torch.tensor([int(s.mask.sum()) for s in samples])
+    adv_B = advantages(reward_B, group_B, num_tokens_B, cfg.grpo, cfg.loss_fn)
+    return adv_B.tolist(), advantage_metrics(reward_B, group_B, adv_B, cfg.grpo)
 
 
 def build(
@@ -226,7 +238,8 @@ def open_log(cfg: config.Config, run_folder: Path, ranks: runtime.Ranks, step: i
     """Rank 0's log, with the resolved config beside it; None on the others."""
     if ranks.rank != 0:
         return None
-    (run_folder / "config.yaml").write_text(config.to_yaml(cfg))
+    if cfg.checkpointing.resume_from is None:
+        (run_folder / "config.yaml").write_text(config.to_yaml(cfg))
     return RunLog(
         run_folder,
         tensorboard=cfg.logger.tensorboard_enabled,
@@ -247,8 +260,8 @@ def main() -> int:
         code, reason = 0, train(cfg, inputs, ranks, device, run_folder)
     except BaseException as error:
         code, reason = runtime.describe_failure(error)
-    runtime.finish(code, reason, run_folder)
-    if os.environ.get("RANK", "0") == "0":
+    tells = runtime.finish(code, reason, run_folder)
+    if tells:
         print(reason, file=sys.stderr if code else sys.stdout, flush=True)
     return code
 

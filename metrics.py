@@ -82,7 +82,7 @@ def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> di
 
     Names are NeMo RL's where it has one. Means are over all generated samples: they show the policy, the kept ones only
     the middle of the problems. Of `trained`: filtered_reward and total_num_tokens. zero_variance_fraction is of the
-    rewards the advantages see; baseline_reward/... of those before shaping: groups all wrong, all right, the rest.
+    groups' rewards that the advantages see, unshaped_zero_variance_fraction of those before shaping.
     """
     tokens_B = np.array([s.num_gen_tokens for s in generated])
     truncation_rate = float(np.mean([s.finish_reason == "length" for s in generated]))
@@ -123,9 +123,7 @@ def _group_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     unshaped = [{s.unshaped_reward for s in group} for group in groups.values()]
     return {
         "zero_variance_fraction": _mean(len({s.reward for s in group}) == 1 for group in groups.values()),
-        "baseline_reward/pct_0": _mean(len(r) == 1 and max(r) <= 0 for r in unshaped),
-        "baseline_reward/pct_1": _mean(len(r) == 1 and min(r) >= 1 for r in unshaped),
-        "baseline_reward/pct_mixed": _mean(len(r) > 1 for r in unshaped),
+        "unshaped_zero_variance_fraction": _mean(len(rewards) == 1 for rewards in unshaped),
     }
 
 
@@ -141,6 +139,9 @@ def _length_bucket(length: int) -> str:
     """By powers of two: "000017-000032". Zeros in front keep the names in order."""
     top = 1 << max(length - 1, 0).bit_length()
     return f"{top // 2 + 1 if top > 1 else 0:06d}-{top:06d}"
+
+
+_TIMERS = {"prepare_for_generation": "prepare_for_generation/total"}  # NeMo RL's name
 
 
 class RunLog:
@@ -197,10 +198,12 @@ class RunLog:
         total = seconds["total_step_time"]
         tokens_per_sec = train["total_num_tokens"] / total
         values = {f"train/{name}": value for name, value in train.items()}
-        values |= {f"timing/train/{name}": value for name, value in seconds.items()}
+        values |= {f"timing/train/{_TIMERS.get(name, name)}": value for name, value in seconds.items()}
         values["performance/tokens_per_sec"] = tokens_per_sec
         values["performance/tokens_per_sec_per_gpu"] = tokens_per_sec / world_size
-        values["performance/samples_per_sec"] = train["num_valid_samples"] / total
+        values["performance/samples_per_sec"] = train["global_valid_seqs"] / total
+        values["performance/samples_per_sec_per_gpu"] = train["global_valid_seqs"] / total / world_size
+        values["timing/train/valid_tokens_per_sec_per_gpu"] = train["global_valid_toks"] / total / world_size
         values["performance/policy_training_tokens_per_sec_per_gpu"] = (
             train["total_num_tokens"] / seconds["policy_training"] / world_size
         )
@@ -215,7 +218,8 @@ class RunLog:
         phases = " ".join(f"{label} {seconds[name]:.2f}" for name, label in short.items())
         print(
             f"step {step}/{self.num_steps} | reward {train['reward']:.3f} acc {train['accuracy']:.3f} | "
-            f"loss {train['loss']:+.4f} grad {train['grad_norm']:.3f} | logp gap {train['logp_gap_max']:.1e} | "
+            f"loss {train['loss']:+.4f} grad {train['grad_norm']:.3f} | "
+            f"logp gap {train['logp_gap_mean']:.0e} max {train['logp_gap_max']:.0e} | "
             f"{tokens_per_sec:,.0f} tok/s | {total:.2f}s ({phases}) | ETA {int(eta) // 60}m{int(eta) % 60:02d}s",
             flush=True,
         )
@@ -240,7 +244,7 @@ class RunLog:
             rows.append((f"accuracy, {label}", " -> ".join(known)))
         median = float(np.median(self.tokens_per_sec)) if self.tokens_per_sec else float("nan")
         rows += [
-            ("steps", f"{state['step']} ({self.num_steps - self.first_step + 1} of them in this process)"),
+            ("steps", f"{state['step']} ({len(self.tokens_per_sec)} of them in this process)"),
             ("seconds of training", f"{seconds:.0f} (validations and checkpoints included)"),
             ("tokens/s, median step", f"{median:,.0f}"),
             ("checkpoints", str(checkpoints) if cfg.enabled else "none (checkpointing.enabled=false)"),

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import envs
 from config import GenerationConfig
 from data import Row, Sample, Tokenizer
-from runtime import Ranks
+from runtime import Ranks, StopRun
 
 # vLLM reads these while it is imported.
 os.environ.update(
@@ -89,6 +89,7 @@ class Engine:
             model=folder,
             skip_tokenizer_init=True,  # token-in, token-out
             load_format="dummy",
+            generation_config="vllm",  # or it would add the folder's end tokens and sampling defaults to ours
             hf_overrides=overrides,
             dtype=dtype,
             max_model_len=max_total_tokens,
@@ -137,14 +138,15 @@ class Engine:
         """Streams full tensors by HF name into the engine, in place, and forgets everything computed with the old ones.
 
         On CUDA the caller has woken "weights" and wakes "kv_cache" afterwards (peers.md 3: vllm#15254). Raises
-        AssertionError when the names sent are not exactly the engine's parameters: vLLM itself would only warn.
+        StopRun when the names sent are not exactly the engine's parameters: vLLM itself would only warn.
         """
         sent: set[str] = set()
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._engine_weights(weights, sent)})
-        assert sent == self.param_names, (
-            f"weight sync: missing {sorted(self.param_names - sent)[:5]}, unknown {sorted(sent - self.param_names)[:5]}"
-        )
-        assert self.llm.reset_prefix_cache(), "vLLM refused to drop its prefix cache: cached keys would be stale"
+        if sent != self.param_names:
+            missing, unknown = sorted(self.param_names - sent), sorted(sent - self.param_names)
+            raise StopRun(f"weight sync: the engine did not get its {missing[:5]}, and has no {unknown[:5]}")
+        if not self.llm.reset_prefix_cache():
+            raise StopRun("weight sync: vLLM did not drop its prefix cache, whose keys are of the old weights")
         self.weight_version = version
 
     def _engine_weights(self, weights: Iterable[tuple[str, torch.Tensor]], sent: set[str]):

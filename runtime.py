@@ -165,19 +165,30 @@ def open_run_folder(log_dir: str, resume_from: str | None, ranks: Ranks) -> Path
     return Path(choice[0])
 
 
-def finish(code: int, reason: str, run_folder: Path | None) -> None:
-    """Says how the run ended, where train.sh and other scripts read it. Of a good end rank 0 tells; of a failure the
-    first rank that ends, because the others only lost their peer."""
-    if code in (0, EXIT_SAVED) and os.environ.get("RANK", "0") != "0":
-        return
-    text = json.dumps({"code": code, "reason": reason, "rank": int(os.environ.get("RANK", "0"))}) + "\n"
+def finish(code: int, reason: str, run_folder: Path | None) -> bool:
+    """Says how the run ended, where train.sh and other scripts read it: `exit.json`, {code, reason, rank}. Of a good
+    end rank 0 tells; of a failure the first rank that ends, because the others only lost their peer. Returns whether
+    this rank is the one to tell the user."""
+    rank = int(os.environ.get("RANK", "0"))
+    if code in (0, EXIT_SAVED) and rank != 0:
+        return False
     files = [run_folder / "exit.json"] if run_folder else []
     files += [Path(os.environ["GRPO_EXIT_FILE"])] if "GRPO_EXIT_FILE" in os.environ else []
-    for file in files:
-        if not file.exists():
-            whole = file.with_name(f"{file.name}.{os.getpid()}")
-            whole.write_text(text)
-            os.rename(whole, file)
+    first = [_write_once(file, json.dumps({"code": code, "reason": reason, "rank": rank}) + "\n") for file in files]
+    return any(first) or (not files and rank == 0)
+
+
+def _write_once(file: Path, text: str) -> bool:
+    """Whole or not at all, and only if it is not there yet."""
+    whole = file.with_name(f"{file.name}.{os.getpid()}")
+    whole.write_text(text)
+    try:
+        os.link(whole, file)
+        return True
+    except FileExistsError:
+        return False
+    finally:
+        whole.unlink()
 
 
 def describe_failure(error: BaseException) -> tuple[int, str]:

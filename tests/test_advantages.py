@@ -7,7 +7,7 @@ from statistics import mean, pstdev, stdev
 import pytest
 import torch
 
-from advantages import advantages, kl_in_reward_advantages, multi_reward_advantages
+from advantages import advantage_metrics, advantages, kl_in_reward_advantages, multi_reward_advantages
 from config import AdvEstimatorConfig, ConfigError, GRPOConfig, LossConfig
 from loss import group_advantages
 
@@ -213,3 +213,17 @@ def test_order_of_the_samples_does_not_matter():
         shuffled = {key: r[order_B] for key, r in rewards.items()}
         got = advantages(REWARD_B[order_B], GROUP_B[order_B], TOKENS_B[order_B], grpo, LossConfig(), shuffled)
         equal(got, want)
+
+
+def test_baseline_metrics_by_hand():
+    reward_B = torch.tensor([1.0, 1, 1, 0, 0, 0, 1, 0, 0])  # groups of 3: all right, all wrong, one right
+    group_B = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
+    adv_B = torch.tensor([0.0, 0, 0, 0, 0, 0, 1, -0.5, -0.5])
+    found = advantage_metrics(reward_B, group_B, adv_B, GRPOConfig(use_leave_one_out_baseline=True))
+    # Baselines: 1 x 3, 0 x 3, then 0 (the others of the lone right one) and 1/2 twice.
+    assert found["baseline_reward/pct_1"] == pytest.approx(300 / 9, rel=1e-6)
+    assert found["baseline_reward/pct_0"] == pytest.approx(400 / 9, rel=1e-6)
+    assert found["baseline_reward/pct_mixed"] == pytest.approx(200 / 9, rel=1e-5)
+    assert (found["advantages/max"], found["advantages/min"], found["advantages/sum"]) == (1, -0.5, 0)
+    of_mean = advantage_metrics(reward_B, group_B, adv_B, GRPOConfig(use_leave_one_out_baseline=False))
+    assert of_mean["baseline_reward/pct_mixed"] == pytest.approx(100 / 3, rel=1e-5)

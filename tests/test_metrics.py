@@ -109,9 +109,7 @@ def test_numbers_of_a_step_by_hand():
         "outcome/timeout": 0.125,
         "outcome/error": 0.125,
         "zero_variance_fraction": 0.75,
-        "baseline_reward/pct_0": 0.25,
-        "baseline_reward/pct_1": 0.25,
-        "baseline_reward/pct_mixed": 0.25,
+        "unshaped_zero_variance_fraction": 0.75,
         "reward_by_env/games": 1 / 3,
         "reward_by_env/math": 1.0,
         "reward_by_finish_reason/length": 0.0,
@@ -141,7 +139,7 @@ def test_groups_by_the_reward_that_matters():
     samples = [replace(s, reward=s.reward - 0.01 * i, mask=s.mask & False) for i, s in enumerate(SAMPLES)]
     found = sample_metrics(samples, samples[:2])
     assert found["zero_variance_fraction"] == 0
-    assert [found[f"baseline_reward/pct_{which}"] for which in ("0", "1", "mixed")] == [0.25, 0.25, 0.25]
+    assert found["unshaped_zero_variance_fraction"] == 0.75
     assert (found["unshaped_reward"], found["total_gen_tokens"]) == (0.5, 22)  # masks say what is trained, not more
     assert found["reward"] == pytest.approx(0.5 - 0.035) and found["filtered_reward"] == pytest.approx(0.995)
     samples[3].reward = NAN

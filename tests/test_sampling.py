@@ -94,7 +94,8 @@ def test_lengths_alone_do_not_make_a_group_worth_keeping():
     assert rows_of(samples) == [2, 5] and drawn == 6
     assert [s.reward for s in samples[:SIZE]] == [0, -0.5, 1, -1]
     assert [s.unshaped_reward for s in samples[:SIZE]] == [0, 0, 1, 0]
-    assert metrics["zero_variance_fraction"] == 0 and metrics["baseline_reward/pct_mixed"] == pytest.approx(1 / 3)
+    assert metrics["zero_variance_fraction"] == 0
+    assert metrics["unshaped_zero_variance_fraction"] == pytest.approx(2 / 3)
 
 
 def test_shaping_cannot_hide_a_mixed_group_either():
