@@ -55,6 +55,7 @@ import torch.distributed as dist  # noqa: E402
 import checkpoint  # noqa: E402
 import runtime  # noqa: E402
 from advantages import advantage_metrics, advantages  # noqa: E402
+from loss import derived_metrics  # noqa: E402
 from metrics import RunLog  # noqa: E402
 from model import Decoder, full_tensors, load_policy, save_hf  # noqa: E402
 from rollout import Engine, rollout_over_ranks  # noqa: E402
@@ -95,7 +96,7 @@ def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torc
         with timer("policy_training"):
             set_learning_rate(optimizer, cfg, step, num_steps)
             bad = state["num_bad_steps"]
-            update = masked | train_step(model, optimizer, batches, cfg, vocab_size, step=step, num_bad_steps=bad)
+            update = train_step(model, optimizer, batches, cfg, vocab_size, step=step, num_bad_steps=bad)
             if reference is not None and grpo.ref_policy_update_period and step % grpo.ref_policy_update_period == 0:
                 reference.update(model, grpo.ref_policy_update_alpha)
         with timer("prepare_for_generation"):
@@ -107,7 +108,7 @@ def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torc
         state["total_valid_tokens"] += update["global_valid_toks"]
         if log:
             seconds = timer.take() | {"total_step_time": time.perf_counter() - step_start}
-            log.step(step, found | update | spread, seconds, ranks.world_size)
+            log.step(step, found | derived_metrics(masked | update) | spread, seconds, ranks.world_size)
             log.samples(step, "train", samples, inputs.tokenizer)
         used_up = data_is_used_up(grpo, len(inputs.train.rows), state["consumed_samples"])
         is_last, stop = step == num_steps or used_up, signals.requested()

@@ -17,7 +17,7 @@ from torch import Tensor
 import config
 import data
 from advantages import kl_in_reward_advantages
-from loss import derived_metrics, policy_loss, seq_logp_error_mask
+from loss import policy_loss, seq_logp_error_mask
 from metrics import accumulate, reduce_over_ranks
 from model import Decoder, sharded_parameters
 from runtime import Ranks, StopRun
@@ -180,7 +180,7 @@ def _mask_by_logp_error(micro: MicroBatch, cfg: config.Config, total: dict) -> M
         sampler_logp_T=micro.sampler_logp_R,
         seq_T=micro.seq_R,
         threshold=cfg.grpo.seq_logprob_error_threshold,
-        correct_T=micro.reward_R > 0,
+        correct_T=micro.reward_R == 1,
     )
     accumulate(total, metrics)
     return replace(micro, mask_R=mask_R)
@@ -245,7 +245,7 @@ def train_step(
         "global_valid_toks": sum(batch.num_tokens for batch in batches),
         "global_valid_seqs": sum(batch.num_seqs for batch in batches),
     }
-    return derived_metrics(update)
+    return update
 
 
 def compute_gradients(

@@ -153,11 +153,12 @@ TRAIN = {
     "accuracy": 0.5,
     "loss": -0.0123,
     "grad_norm": 1.75,
+    "logp_gap_mean": 4e-7,
     "logp_gap_max": 3e-6,
     "total_num_tokens": 1200,
     "global_valid_toks": 500,
     "total_gen_tokens": 600,
-    "num_valid_samples": 24,
+    "global_valid_seqs": 24,
 }
 SECONDS = {"generation": 1.5, "data_processing": 0.25, "policy_training": 2.0, "prepare_for_generation": 0.5}
 SECONDS["total_step_time"] = 4.0
@@ -184,16 +185,22 @@ def test_step_in_metrics_file_and_on_the_console(tmp_path, capsys):
     assert record == {
         "step": 1,
         **{f"train/{name}": value for name, value in TRAIN.items()},
-        **{f"timing/train/{name}": value for name, value in SECONDS.items()},
+        "timing/train/generation": 1.5,
+        "timing/train/data_processing": 0.25,
+        "timing/train/policy_training": 2.0,
+        "timing/train/prepare_for_generation/total": 0.5,
+        "timing/train/total_step_time": 4.0,
+        "timing/train/valid_tokens_per_sec_per_gpu": 62.5,
         "performance/tokens_per_sec": 300.0,
         "performance/tokens_per_sec_per_gpu": 150.0,
         "performance/samples_per_sec": 6.0,
+        "performance/samples_per_sec_per_gpu": 3.0,
         "performance/policy_training_tokens_per_sec_per_gpu": 300.0,
         "performance/generation_tokens_per_sec_per_gpu": 200.0,
     }
     (line,) = capsys.readouterr().out.splitlines()
-    start = "step 1/10 | reward 0.625 acc 0.500 | loss -0.0123 grad 1.750 | logp gap 3.0e-06 | 300 tok/s | 4.00s "
-    assert line.startswith(f"{start}(gen 1.50 data 0.25 train 2.00 sync 0.50) | ETA 0m"), line
+    start = "step 1/10 | reward 0.625 acc 0.500 | loss -0.0123 grad 1.750 | logp gap 4e-07 max 3e-06 | 300 tok/s | "
+    assert line.startswith(f"{start}4.00s (gen 1.50 data 0.25 train 2.00 sync 0.50) | ETA 0m"), line
 
 
 def test_validation_is_a_record_and_a_line_of_its_own(tmp_path, capsys):
