@@ -136,6 +136,11 @@ class GRPOConfig:
         ">= 0",
     )
 
+    @property
+    def prompts_per_batch(self) -> int:
+        """Prompts drawn at once."""
+        return int(self.num_prompts_per_step * self.batch_multiplier)
+
 
 @dataclass(frozen=True, slots=True)
 class LossConfig:

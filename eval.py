@@ -21,7 +21,7 @@ import config
 import runtime
 from data import Sample
 from grpo import build, parse, restore, sync_weights
-from inputs import Inputs, read_inputs
+from inputs import Inputs, checkpoint_folder, read_inputs
 from metrics import RunLog
 from sampling import groups_of
 from update import Reference, needs_reference
@@ -38,7 +38,7 @@ def evaluate(
     model, optimizer, engine = build(cfg, inputs, ranks, device)
     frozen = Reference(model).shards if needs_reference(cfg) else {}  # a checkpoint holds one where training needs it
     resumed = cfg.checkpointing.resume_from
-    checkpoints = Path(cfg.checkpointing.checkpoint_dir or Path(resumed or folder) / "checkpoints")
+    checkpoints = checkpoint_folder(cfg.checkpointing, Path(resumed or folder))
     step = restore(cfg, inputs, model, optimizer, frozen, ranks, checkpoints)["step"]
     sync_weights(model, engine, step)
     report = {
@@ -55,8 +55,9 @@ def evaluate(
         for mode in modes(cfg):
             samples = sample_problems(cfg, inputs, engine, ranks, name, mode)
             found[mode] = numbers(samples, mode)
-            low, high = found[mode]["accuracy_ci95"] or (float("nan"), float("nan"))
-            ranks.say(f"{name} | {mode} | accuracy {found[mode]['accuracy']:.4f} (95%: {low:.4f} to {high:.4f})")
+            interval = found[mode]["accuracy_ci95"]
+            between = f"95%: {interval[0]:.4f} to {interval[1]:.4f}" if interval else "one problem: no interval"
+            ranks.say(f"{name} | {mode} | accuracy {found[mode]['accuracy']:.4f} ({between})")
             if log:
                 log.samples(step, f"{name}/{mode}", samples, inputs.tokenizer, cfg.logger.num_val_samples_to_print)
         report["sets"][name] = found

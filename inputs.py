@@ -40,9 +40,10 @@ def read_inputs(cfg: config.Config) -> Inputs:
         environment.check_answers([row.answer for row in datasets[-1].rows], datasets[-1].path)
     num_rows = len(datasets[0].rows)
     if num_steps_of(cfg, num_rows) == 0:
+        spare = f" x grpo.batch_multiplier={cfg.grpo.batch_multiplier:g}" if cfg.grpo.batch_multiplier != 1 else ""
         raise config.ConfigError(
             f"nothing to train: {num_rows} prompts x grpo.max_num_epochs={cfg.grpo.max_num_epochs} are fewer than "
-            f"grpo.num_prompts_per_step={cfg.grpo.num_prompts_per_step}"
+            f"grpo.num_prompts_per_step={cfg.grpo.num_prompts_per_step}{spare}"
         )
     names = [section.set_name for section in sections[1:]]
     return Inputs(folder, tokenizer, datasets[0], dict(zip(names, datasets[1:], strict=True)), environments)
@@ -53,15 +54,20 @@ def check_resumable(cfg: config.CheckpointingConfig) -> None:
     folder = Path(cfg.resume_from)
     if not folder.is_dir():
         raise config.ConfigError(f"checkpointing.resume_from: no folder '{folder}'; give a run folder, as logs/exp_001")
-    checkpoints = Path(cfg.checkpoint_dir or folder / "checkpoints")
+    checkpoints = checkpoint_folder(cfg, folder)
     if not any(checkpoints.glob("step_*/meta.json")):
         raise config.ConfigError(
             f"checkpointing.resume_from={folder}: no checkpoint in {checkpoints}; start a new run without it"
         )
 
 
+def checkpoint_folder(cfg: config.CheckpointingConfig, run_folder: Path) -> Path:
+    return Path(cfg.checkpoint_dir or run_folder / "checkpoints")
+
+
 def num_steps_of(cfg: config.Config, num_rows: int) -> int:
-    return min(cfg.grpo.max_num_steps, cfg.grpo.max_num_epochs * num_rows // cfg.grpo.num_prompts_per_step)
+    """Steps of the run; dynamic sampling may draw more than one batch for a step, so fewer then."""
+    return min(cfg.grpo.max_num_steps, cfg.grpo.max_num_epochs * num_rows // cfg.grpo.prompts_per_batch)
 
 
 def check(cfg: config.Config) -> str:

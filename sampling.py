@@ -37,7 +37,7 @@ def collect(
     while len(groups) < grpo.num_prompts_per_step:
         if num_batches == grpo.dynamic_sampling_max_gen_batches:
             raise StopRun(_too_few(generated, len(groups), num_batches, grpo))
-        count = prompts_per_batch(grpo)
+        count = grpo.prompts_per_batch
         picked = rows_at(len(rows), position + drawn, count, seed=grpo.seed, shuffle=cfg.data.shuffle)
         batch = generate([(drawn + i, rows[row]) for i, row in enumerate(picked)])
         shape_rewards(batch, grpo, cfg.policy.generation.max_new_tokens)
@@ -58,14 +58,10 @@ def collect(
     return samples, drawn, metrics
 
 
-def prompts_per_batch(grpo: GRPOConfig) -> int:
-    return int(grpo.num_prompts_per_step * grpo.batch_multiplier)
-
-
 def data_is_used_up(grpo: GRPOConfig, num_rows: int, position: int) -> bool:
     """Whether max_num_epochs passes leave too few prompts for another step. A step that draws again may still go on
     into the next pass: its prompts are few, and cutting it short would waste the groups it has."""
-    return position + prompts_per_batch(grpo) > grpo.max_num_epochs * num_rows
+    return position + grpo.prompts_per_batch > grpo.max_num_epochs * num_rows
 
 
 def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:

@@ -114,6 +114,11 @@ def test_some_prompts_too_long_are_counted(work):
             "nothing to train: 10 prompts x grpo.max_num_epochs=1 are fewer than grpo.num_prompts_per_step=11",
         ),
         (
+            ["run.yaml", *"grpo.num_prompts_per_step=8 grpo.use_dynamic_sampling=true grpo.batch_multiplier=1.5".split()],
+            "nothing to train: 10 prompts x grpo.max_num_epochs=1 are fewer than grpo.num_prompts_per_step=8 x "
+            "grpo.batch_multiplier=1.5",
+        ),
+        (
             ["run.yaml", "policy.model_name=absent"],
             "policy.model_name: no folder 'absent' (give a Hugging Face folder or a",
         ),
@@ -230,6 +235,7 @@ def test_check_imports_neither_torch_nor_vllm(work):
 def test_help_lists_every_key(work):
     def keys(section, prefix=""):
         for name, value in section.items():
+            value = value[0] if name == "validation" else value  # a list of sections
             yield from keys(value, f"{prefix}{name}.") if isinstance(value, dict) else [prefix + name]
 
     code, out, err = check(work, "--help")

@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent
 ORDER = (
     *("config", "kernels", "sandbox", "model_config"),
     *("envs", "data", "model", "loss", "metrics", "runtime"),
-    *("inputs", "rollout", "checkpoint", "validation"),
-    "grpo",
+    *("inputs", "shaping", "sampling", "advantages", "update", "rollout", "checkpoint", "validation"),
+    *("grpo", "eval"),
 )
 ALONE = ("config", "kernels", "sandbox", "runtime", "loss")  # of ours: config at most
 WITHOUT_TORCH = ("config", "sandbox", "model_config", "envs", "data", "inputs")
