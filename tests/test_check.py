@@ -114,7 +114,10 @@ def test_some_prompts_too_long_are_counted(work):
             "nothing to train: 10 prompts x grpo.max_num_epochs=1 are fewer than grpo.num_prompts_per_step=11",
         ),
         (
-            ["run.yaml", *"grpo.num_prompts_per_step=8 grpo.use_dynamic_sampling=true grpo.batch_multiplier=1.5".split()],
+            [
+                *("run.yaml", "grpo.num_prompts_per_step=8"),
+                *("grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5"),
+            ],
             "nothing to train: 10 prompts x grpo.max_num_epochs=1 are fewer than grpo.num_prompts_per_step=8 x "
             "grpo.batch_multiplier=1.5",
         ),
