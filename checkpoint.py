@@ -1,4 +1,4 @@
-"""Training state on disk: the only writer and reader of checkpoints.
+"""Training state on disk: the only writer and reader of checkpoints; what is one, inputs.py says without torch.
 
 A checkpoint is a folder `step_000010/` with one safetensors file per rank (its shards of the float32 master weights
 and of the optimizer's moments, its torch RNG) and `meta.json`, written last: step, cursor, counters, fingerprints, and
@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from config import ConfigError
+from inputs import committed, read_meta
 from runtime import Ranks
 
 VERSION = 1
@@ -66,24 +67,18 @@ def save(
     return final
 
 
-def committed(folder: Path) -> list[Path]:
-    """Whole checkpoints in `folder`, newest first."""
-    found = [path for path in folder.glob("step_*") if path.name[5:].isdigit() and _read_meta(path)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
-
-
 def load(folder: Path, model, optimizer, ranks: Ranks, extra: dict[str, torch.Tensor] | None = None) -> dict:
     """Restores the newest whole checkpoint of `folder` into model and optimizer, and this rank's torch RNG.
 
-    Rank 0 chooses, so that all ranks load the same one. Returns its `state` with `step` in it. Raises ConfigError when
-    there is none, when it is damaged, or when it was written by another number of ranks.
+    Rank 0 chooses, so that all ranks load the same one. Returns its `state` with `step` in it. Raises ConfigError, on
+    all ranks, when there is none, when it is damaged, or when it was written by another number of ranks.
     """
     choice = [str(next(iter(committed(folder)), "")) if ranks.rank == 0 else ""]
     dist.broadcast_object_list(choice, src=0)
     if not choice[0]:
         raise ConfigError(f"checkpointing.resume_from: no whole checkpoint in {folder}; start a new run without it")
     path = Path(choice[0])
-    meta = _read_meta(path)
+    meta = read_meta(path)
     if meta["version"] != VERSION:
         raise ConfigError(f"{path}: checkpoint format {meta['version']}, this program reads {VERSION}")
     if meta["world_size"] != ranks.world_size:
@@ -91,9 +86,11 @@ def load(folder: Path, model, optimizer, ranks: Ranks, extra: dict[str, torch.Te
             f"{path}: written by {meta['world_size']} ranks, this run has {ranks.world_size}; use --nproc_per_node="
             f"{meta['world_size']}"
         )
-    file = path / _shard_name(ranks.rank)
-    if _sha256(file) != meta["files"][file.name]["sha256"]:
-        raise ConfigError(f"{file}: content differs from its checksum in meta.json: the file is damaged; remove {path}")
+    file, problems = path / _shard_name(ranks.rank), [None] * ranks.world_size
+    # Every rank learns of every rank's damage: or they would wait for that one in the next collective.
+    dist.all_gather_object(problems, _damage(file, meta["files"][file.name]["sha256"]))
+    if any(problems):
+        raise ConfigError(f"{'; '.join(filter(None, problems))}: the checkpoint is damaged; remove {path}")
     tensors = load_file(file)
     torch.set_rng_state(tensors.pop("rng.torch"))
     stored = {name: tensors.pop(name) for name in list(tensors) if name.startswith("extra.")}
@@ -140,14 +137,11 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _read_meta(path: Path) -> dict | None:
-    """meta.json of a checkpoint folder; None when it is missing, unreadable, or the files are not those it lists."""
+def _damage(file: Path, sha256: str) -> str | None:
     try:
-        meta = json.loads((path / "meta.json").read_text())
-        whole = all((path / name).stat().st_size == entry["bytes"] for name, entry in meta["files"].items())
-    except (OSError, ValueError, KeyError):
-        return None
-    return meta if whole else None
+        return None if _sha256(file) == sha256 else f"{file}: content differs from its checksum in meta.json"
+    except OSError as error:
+        return f"{file}: {error.strerror}"
 
 
 def _sha256(file: Path) -> str:

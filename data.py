@@ -22,7 +22,7 @@ import numpy as np
 import tokenizers
 
 from config import ConfigError, DatasetConfig
-from model_config import ModelConfig
+from model_config import ModelConfig, weight_files
 
 
 class DataError(ConfigError):
@@ -35,13 +35,13 @@ class DataError(ConfigError):
 def resolve_model_folder(name: str) -> Path:
     """A local HF folder, or a hub name (`org/model`), -> a checked local folder. Raises DataError."""
     folder = Path(name)
-    if not folder.exists() and name.count("/") == 1 and not name.startswith((".", "/")):
+    # os.path: unlike Path's, these say no to a name that is too long for the file system
+    if not os.path.exists(folder) and name.count("/") == 1 and not name.startswith((".", "/")):
         folder = _download(name)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise DataError(f"policy.model_name: no folder '{name}' (give a Hugging Face folder or a hub name org/model)")
-    ModelConfig.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
-    if not any(folder.glob("*.safetensors")):
-        raise DataError(f"{folder}: no *.safetensors weights (other formats are not read: they can run code)")
+    read_model_config(folder)
+    weight_files(folder)
     if not (folder / "tokenizer.json").is_file():
         raise DataError(f"{folder}: no tokenizer.json (save the tokenizer in its 'fast' format)")
     return folder
@@ -60,13 +60,18 @@ def _download(name: str) -> Path:
         ) from error
 
 
+def read_model_config(folder: Path) -> ModelConfig:
+    """The folder's config.json. ConfigError where the model is not supported."""
+    return ModelConfig.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
+
+
 def read_json(path: Path) -> dict:
     """A JSON object from `path`; DataError names the file (and line) when it is missing or malformed."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise DataError(f"{path}: expected a JSON object, got {type(value).__name__}")
@@ -76,6 +81,8 @@ def read_json(path: Path) -> dict:
 def check_writable(key: str, folder: str) -> None:
     """ConfigError when `folder`, the value of config key `key`, could not be made or written; makes nothing."""
     path = Path(folder).absolute()
+    if "\0" in folder or any(len(os.fsencode(part)) > 255 for part in path.parts):
+        raise ConfigError(f"{key}={folder!r}: a name in it is longer than 255 bytes, or has a byte 0")
     while not os.path.exists(path):  # unlike Path.exists, also false below a folder that must not be searched
         path = path.parent
     if not path.is_dir():
@@ -98,33 +105,43 @@ class Tokenizer:
             raise DataError(f"{folder / 'tokenizer.json'}: not a usable tokenizer ({error})") from error
         self.backend.no_truncation()  # the file may ask for both; transformers ignores it too
         self.backend.no_padding()
-        self.vocab_size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values())
-        settings_file = folder / "tokenizer_config.json"
-        self.settings = read_json(settings_file) if settings_file.is_file() else {}
+        self.vocab_size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        if not self.vocab_size:
+            raise DataError(f"{folder / 'tokenizer.json'}: its vocabulary is empty")
+        self.settings_file = folder / "tokenizer_config.json"
+        self.settings = read_json(self.settings_file) if self.settings_file.is_file() else {}
+        self.special = {name: self._special(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
         self.template = self._template(folder)
         self.eos_token_ids = self._eos_token_ids(folder)
 
-    def _template(self, folder: Path) -> jinja2.Template:
+    def _template(self, folder: Path) -> jinja2.Template | None:
         file = folder / "chat_template.jinja"
         text = _read_text(file) if file.is_file() else self.settings.get("chat_template")
         if isinstance(text, list):  # HF's named templates: [{"name": "default", "template": ...}, ...]
+            if not all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in text):
+                raise DataError(f"{self.settings_file}: chat_template: a list must be of {{name, template}}")
             text = next((entry["template"] for entry in text if entry["name"] == "default"), None)
-        if text is None:  # a base model: the messages' text alone
-            text = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+        if text is None:
+            return None
+        if not isinstance(text, str):
+            raise DataError(f"{self.settings_file}: chat_template: expected text, got {type(text).__name__}")
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         environment.globals["raise_exception"] = _raise_template_error
         try:
             return environment.from_string(text)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # jinja2 compiles it to Python, which has errors of its own
             raise DataError(f"{folder}: the chat template does not parse ({error})") from error
 
     def _eos_token_ids(self, folder: Path) -> list[int]:
         ids: list[int] = []
         for name in ("generation_config.json", "config.json"):
             value = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
-            ids += value if isinstance(value, list) else [value] if isinstance(value, int) else []
-        token = self._special("eos_token")
+            found = value if isinstance(value, list) else [] if value is None else [value]
+            if any(type(token_id) is not int or token_id < 0 for token_id in found):
+                raise DataError(f"{folder / name}: eos_token_id: expected an id or a list of ids, got {value!r}")
+            ids += found
+        token = self.special["eos_token"]
         if token and (token_id := self.backend.token_to_id(token)) is not None:
             ids.append(token_id)
         if not ids:
@@ -133,15 +150,25 @@ class Tokenizer:
             )
         return sorted(set(ids))
 
-    def _special(self, key: str) -> str | None:
+    def _special(self, key: str) -> str:
         value = self.settings.get(key)
-        return value["content"] if isinstance(value, dict) else value
+        text = value.get("content") if isinstance(value, dict) else value or ""
+        if not isinstance(text, str):
+            raise DataError(f"{self.settings_file}: {key}: expected text or {{content: text}}, got {value!r}")
+        return text
 
     def render(self, messages: Sequence[dict]) -> list[int]:
-        """Chat messages -> prompt ids, with the template's own opening of the assistant's turn at the end."""
-        names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        special = {name: self._special(name) or "" for name in names}
-        text = self.template.render(messages=messages, add_generation_prompt=True, **special)
+        """Chat messages -> prompt ids, with the template's own opening of the assistant's turn at the end.
+
+        Without a template (a base model): the messages' text, behind what the tokenizer opens a text with (Llama's
+        BOS). What it closes a text with is left off: the reply goes on from there. Raises whatever a template raises.
+        """
+        if self.template is None:
+            text = "".join(message["content"] for message in messages)
+            plain = self.backend.encode(text, add_special_tokens=False).ids
+            whole = self.backend.encode(text, add_special_tokens=True).ids
+            return next(whole[: i + len(plain)] for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+        text = self.template.render(messages=messages, add_generation_prompt=True, **self.special)
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -165,6 +192,11 @@ class Row:
     answer: str
     env_name: str
     prompt_ids: list[int]
+
+    @property
+    def line(self) -> int:
+        """Its line in the file, counted from 1."""
+        return self.row_id + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +228,9 @@ def load_dataset(cfg: DatasetConfig, tokenizer: Tokenizer, max_prompt_tokens: in
             raise DataError(f"{where}: no key '{cfg.output_key}'; keys: {', '.join(map(str, raw))} (see output_key)")
         try:
             ids = tokenizer.render(messages)
-        except (jinja2.TemplateError, TypeError) as error:  # TypeError: half a surrogate pair is not text
-            raise DataError(f"{where}: the chat template refuses these messages ({error})") from error
+        except Exception as error:  # a template is a program; TypeError also: half a surrogate pair is not text
+            said = str(error) if isinstance(error, jinja2.TemplateError) else repr(error)
+            raise DataError(f"{where}: the chat template refuses these messages ({said})") from error
         if not ids:
             raise DataError(f"{where}: the prompt is empty")
         if len(ids) > max_prompt_tokens:
@@ -217,11 +250,13 @@ def load_dataset(cfg: DatasetConfig, tokenizer: Tokenizer, max_prompt_tokens: in
 def _read_text(name: str | Path) -> str:
     try:
         return Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a byte 0 in the name
         raise DataError(f"{name}: cannot be read ({error})") from error
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, dict]]:
+    if "\0" in str(path):
+        raise DataError(f"{str(path)!r}: cannot be read (a byte 0 in the name)")
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -358,7 +393,7 @@ def pack_samples(samples: Sequence[Sample], adv_B: Sequence[float], max_tokens: 
     bins: list[tuple[int, list[int]]] = []
     for i in sorted(range(len(samples)), key=lambda i: (-samples[i].num_tokens, i)):
         length = samples[i].num_tokens - 1
-        assert length <= max_tokens, f"sample of {length} tokens, packs of {max_tokens}: config.validate forbids this"
+        assert length <= max_tokens, f"sample of {length} tokens, packs of {max_tokens}: config_check forbids this"
         for b, (used, members) in enumerate(bins):
             if used + length <= max_tokens:
                 bins[b] = (used + length, [*members, i])

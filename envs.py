@@ -5,7 +5,7 @@ into tokens. Imports neither torch nor vllm, so that graders can run in plain pr
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Protocol
@@ -48,7 +48,7 @@ class Environment(Protocol):
 
     def step(self, turns: Sequence[Turn]) -> list[Verdict]: ...
 
-    def check_answers(self, answers: Sequence[str], path: str) -> None: ...
+    def check_answers(self, answers: Iterable[tuple[str, str]]) -> None: ...
 
 
 NUMBER = re.compile(r"[-+]?\$?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?")
@@ -75,11 +75,14 @@ class Exact:
         right = value == gold
         return Verdict(float(right), "ok" if right else "wrong", extracted=plain_number(value))
 
-    def check_answers(self, answers: Sequence[str], path: str) -> None:
-        """ConfigError when an answer of the dataset cannot be graded: found at --check, not at step 900."""
-        for answer in answers:
+    def check_answers(self, answers: Iterable[tuple[str, str]]) -> None:
+        """ConfigError when an answer of the dataset cannot be graded: found at --check, not at step 900.
+
+        `answers`: (where, as in "train.jsonl:7"; answer) of each row.
+        """
+        for where, answer in answers:
             if exact_number(answer) is None:
-                raise ConfigError(f"{path}: answer {answer!r} is not one plain number, which env_name 'exact' needs")
+                raise ConfigError(f"{where}: answer {answer!r} is not one plain number, which env_name 'exact' needs")
 
 
 def exact_number(text: str) -> Decimal | None:

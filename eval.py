@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import config
+import config_file
 import runtime
 from data import Sample
 from grpo import build, parse, restore, sync_weights
@@ -66,7 +67,7 @@ def evaluate(
 
 def open_log(cfg: config.Config, folder: Path) -> RunLog:
     """The folder's config.yaml and samples.jsonl."""
-    (folder / "config.yaml").write_text(config.to_yaml(cfg))
+    (folder / "config.yaml").write_text(config_file.to_yaml(cfg))
     return RunLog(folder, tensorboard=False, first_step=0, num_steps=0, max_samples=cfg.logger.num_samples_to_log)
 
 

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 
 import config
+import config_check
+import config_file
 import data
 from inputs import Inputs, check, checkpoint_folder, num_steps_of, read_inputs
 
@@ -29,15 +31,15 @@ def parse(argv: Sequence[str]) -> config.Config:
     words = [word for word in argv if word != "--check"]
     if not words or words[0].startswith("-"):
         raise config.ConfigError(USAGE)
-    cfg = config.load(words[0], words[1:])
-    config.validate(cfg, int(os.environ.get("WORLD_SIZE", "1")))
+    cfg = config_file.load(words[0], words[1:])
+    config_check.validate(cfg, int(os.environ.get("WORLD_SIZE", "1")))
     return cfg
 
 
 if __name__ == "__main__" and (len(sys.argv) == 1 or {"--check", "--help", "-h"} & set(sys.argv)):
     # Before torch and vllm are imported: mistakes are answered in a second.
     if {"--help", "-h"} & set(sys.argv):
-        print(USAGE, config.help_text(), sep="\n\n")
+        print(USAGE, config_file.help_text(), sep="\n\n")
         sys.exit(0)
     try:
         print(check(parse(sys.argv[1:])))
@@ -67,8 +69,8 @@ from validation import validate  # noqa: E402
 def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torch.device, run_folder: Path) -> str:
     """The run: returns the reason it ended. Raises StopRun when one of its checks fails, Saved when told to stop."""
     grpo, saving, signals, timer = cfg.grpo, cfg.checkpointing, runtime.Signals(), runtime.Timers()
-    num_steps = num_steps_of(cfg, len(inputs.train.rows))
-    checkpoints = checkpoint_folder(saving, run_folder)
+    num_rows, checkpoints = len(inputs.train.rows), checkpoint_folder(saving, run_folder)
+    num_steps = num_steps_of(cfg, num_rows)
     model, optimizer, engine = build(cfg, inputs, ranks, device)
     reference, vocab_size = Reference(model) if needs_reference(cfg) else None, inputs.tokenizer.vocab_size
     frozen = reference.shards if reference else {}
@@ -80,7 +82,7 @@ def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torc
 
     start = time.perf_counter()
     for step in range(state["step"] + 1, num_steps + 1):
-        if data_is_used_up(grpo, len(inputs.train.rows), state["consumed_samples"]):
+        if data_is_used_up(grpo, num_rows, state["consumed_samples"]):  # dynamic sampling draws more than a step has
             break
         step_start = time.perf_counter()
         with timer("generation"):
@@ -95,23 +97,19 @@ def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torc
             batches, masked = score(model, reference, micro_batches, cfg, vocab_size)
         with timer("policy_training"):
             set_learning_rate(optimizer, cfg, step, num_steps)
-            bad = state["num_bad_steps"]
-            update = train_step(model, optimizer, batches, cfg, vocab_size, step=step, num_bad_steps=bad)
-            if reference is not None and grpo.ref_policy_update_period and step % grpo.ref_policy_update_period == 0:
-                reference.update(model, grpo.ref_policy_update_alpha)
+            update = train_step(model, optimizer, batches, cfg, vocab_size, step, state["num_bad_steps"])
+            if reference:
+                reference.follow(model, grpo, step)
         with timer("prepare_for_generation"):
             sync_weights(model, engine, step)
 
-        state |= {"step": step, "num_bad_steps": update["num_bad_steps"]}
-        state["consumed_samples"] += num_drawn
-        state["current_epoch"] = state["consumed_samples"] // len(inputs.train.rows)
-        state["total_valid_tokens"] += update["global_valid_toks"]
+        count_step(state, step, num_drawn, num_rows, update)
         if log:
             seconds = timer.take() | {"total_step_time": time.perf_counter() - step_start}
             log.step(step, found | derived_metrics(masked | update) | spread, seconds, ranks.world_size)
             log.samples(step, "train", samples, inputs.tokenizer)
-        used_up = data_is_used_up(grpo, len(inputs.train.rows), state["consumed_samples"])
-        is_last, stop = step == num_steps or used_up, signals.requested()
+        is_last = step == num_steps or data_is_used_up(grpo, num_rows, state["consumed_samples"])
+        stop = signals.requested()
         due = grpo.val_period and step % grpo.val_period == 0
         if (due or (is_last and grpo.val_at_end)) and not stop:  # who is told to stop has no time for it
             state["last_validation"] = validate(cfg, inputs, engine, ranks, log, step)
@@ -128,6 +126,14 @@ def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torc
     if log:
         log.close(state, time.perf_counter() - start, checkpoints, saving)
     return f"trained to step {state['step']}"
+
+
+def count_step(state: dict, step: int, num_drawn: int, num_rows: int, update: dict[str, float]) -> None:
+    """The run's counters after a step: NeMo RL's GRPOSaveState, whose consumed_samples are prompts."""
+    state |= {"step": step, "num_bad_steps": update["num_bad_steps"]}
+    state["consumed_samples"] += num_drawn
+    state["current_epoch"] = state["consumed_samples"] // num_rows
+    state["total_valid_tokens"] += update["global_valid_toks"]
 
 
 def stopped(saving: config.CheckpointingConfig, state: dict, run_folder: Path) -> Exception:
@@ -240,7 +246,7 @@ def open_log(cfg: config.Config, run_folder: Path, ranks: runtime.Ranks, step: i
     if ranks.rank != 0:
         return None
     if cfg.checkpointing.resume_from is None:
-        (run_folder / "config.yaml").write_text(config.to_yaml(cfg))
+        (run_folder / "config.yaml").write_text(config_file.to_yaml(cfg))
     return RunLog(
         run_folder,
         tensorboard=cfg.logger.tensorboard_enabled,

@@ -4,12 +4,23 @@ Owns no format: config.py, data.py, model_config.py and envs.py do. It calls the
 want to hear of mistakes.
 """
 
+import json
+import operator
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import config
+import config_file
 import data
 import envs
+from model_config import ModelConfig
+
+# What a resumed run must have as before: with another, its position in the data and its samples would mean others.
+SAME_WHEN_RESUMED = (
+    *("policy.model_name", "grpo.seed", "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt"),
+    "data.shuffle",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +40,16 @@ def read_inputs(cfg: config.Config) -> Inputs:
     if cfg.checkpointing.checkpoint_dir:
         data.check_writable("checkpointing.checkpoint_dir", cfg.checkpointing.checkpoint_dir)
     if cfg.checkpointing.resume_from:
-        check_resumable(cfg.checkpointing)
+        check_resumable(cfg)
     folder = data.resolve_model_folder(cfg.policy.model_name)
     tokenizer = data.Tokenizer(folder)
+    check_fits(cfg, folder, data.read_model_config(folder), tokenizer)
     sections = [cfg.data.train, *(section for section in cfg.data.validation if section.data_path)]
     datasets, environments = [], {}
     for section in sections:
         environment = environments.setdefault(section.env_name, envs.make_environment(section.env_name))
         datasets.append(data.load_dataset(section, tokenizer, cfg.max_prompt_tokens))
-        environment.check_answers([row.answer for row in datasets[-1].rows], datasets[-1].path)
+        environment.check_answers((f"{datasets[-1].path}:{row.line}", row.answer) for row in datasets[-1].rows)
     num_rows = len(datasets[0].rows)
     if num_steps_of(cfg, num_rows) == 0:
         spare = f" x grpo.batch_multiplier={cfg.grpo.batch_multiplier:g}" if cfg.grpo.batch_multiplier != 1 else ""
@@ -49,20 +61,83 @@ def read_inputs(cfg: config.Config) -> Inputs:
     return Inputs(folder, tokenizer, datasets[0], dict(zip(names, datasets[1:], strict=True)), environments)
 
 
-def check_resumable(cfg: config.CheckpointingConfig) -> None:
-    """ConfigError when there is nothing to resume. Whether what is there is whole is for checkpoint.py to say."""
-    folder = Path(cfg.resume_from)
-    if not folder.is_dir():
-        raise config.ConfigError(f"checkpointing.resume_from: no folder '{folder}'; give a run folder, as logs/exp_001")
-    checkpoints = checkpoint_folder(cfg, folder)
-    if not any(checkpoints.glob("step_*/meta.json")):
+def check_fits(cfg: config.Config, folder: Path, model: ModelConfig, tokenizer: data.Tokenizer) -> None:
+    """ConfigError where config.json contradicts the tokenizer, or the run's config: vLLM would refuse either."""
+    total, limit = cfg.policy.max_total_sequence_length, model.max_position_embeddings
+    if limit is not None and total > limit:
         raise config.ConfigError(
-            f"checkpointing.resume_from={folder}: no checkpoint in {checkpoints}; start a new run without it"
+            f"policy.max_total_sequence_length={total} is more than the model's max_position_embeddings={limit} "
+            f"({folder / 'config.json'}): use {limit} or less"
+        )
+    if tokenizer.vocab_size > model.vocab_size:
+        raise config.ConfigError(
+            f"{folder}: tokenizer.json has ids up to {tokenizer.vocab_size - 1}, config.json vocab_size="
+            f"{model.vocab_size}: tokens without an embedding; resize the model's embeddings, or use its own tokenizer"
+        )
+    tensor = cfg.policy.generation.vllm_cfg.tensor_parallel_size
+    sizes = {"num_attention_heads": model.num_attention_heads, "intermediate_size": model.intermediate_size}
+    if tensor < model.num_key_value_heads or tensor % model.num_key_value_heads:  # else each rank has a copy of one
+        sizes["num_key_value_heads"] = model.num_key_value_heads
+    for name, size in sizes.items():
+        if size % tensor:
+            raise config.ConfigError(
+                f"policy.generation.vllm_cfg.tensor_parallel_size={tensor} does not divide the model's {name}={size} "
+                f"({folder / 'config.json'})"
+            )
+
+
+def check_resumable(cfg: config.Config) -> None:
+    """ConfigError where the run `checkpointing.resume_from` cannot go on: it left no whole checkpoint, or this run has
+    another number of ranks (WORLD_SIZE, where it is set) or other settings that must stay.
+
+    Content is not read here: checkpoint.py compares checksums.
+    """
+    folder = Path(cfg.checkpointing.resume_from)
+    if not os.path.isdir(folder):
+        raise config.ConfigError(f"checkpointing.resume_from: no folder '{folder}'; give a run folder, as logs/exp_001")
+    data.check_writable("checkpointing.resume_from", str(folder))
+    checkpoints = checkpoint_folder(cfg.checkpointing, folder)
+    newest = next(iter(committed(checkpoints)), None)
+    if newest is None:
+        raise config.ConfigError(
+            f"checkpointing.resume_from={folder}: no whole checkpoint in {checkpoints}; start a new run without it"
+        )
+    ranks, saved_ranks = os.environ.get("WORLD_SIZE"), read_meta(newest)["world_size"]
+    if ranks is not None and int(ranks) != saved_ranks:
+        raise config.ConfigError(
+            f"{newest}: written by {saved_ranks} ranks, this run has {ranks}; use --nproc_per_node={saved_ranks}"
+        )
+    before, changed = config_file.load(folder / "config.yaml"), []
+    for key in SAME_WHEN_RESUMED:
+        old, new = (operator.attrgetter(key)(c) for c in (before, cfg))
+        if old != new and (key != "policy.model_name" or Path(old) != Path(new)):  # "model" is "./model/"
+            changed.append(f"{key}={json.dumps(new)} (there {json.dumps(old)})")
+    if changed:
+        raise config.ConfigError(
+            f"not as in the run that checkpointing.resume_from={folder} continues: {', '.join(changed)}; use "
+            f"./train.sh {folder}/config.yaml checkpointing.resume_from={folder}"
         )
 
 
 def checkpoint_folder(cfg: config.CheckpointingConfig, run_folder: Path) -> Path:
-    return Path(cfg.checkpoint_dir or run_folder / "checkpoints")
+    """Where a run's checkpoints are. Runs that share a `checkpoint_dir` have a folder each: a run deletes old ones."""
+    return Path(cfg.checkpoint_dir) / run_folder.resolve().name if cfg.checkpoint_dir else run_folder / "checkpoints"
+
+
+def committed(checkpoints: Path) -> list[Path]:
+    """Whole checkpoints in the folder, newest first."""
+    found = [path for path in checkpoints.glob("step_*") if path.name[5:].isdigit() and read_meta(path)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
+
+
+def read_meta(checkpoint: Path) -> dict | None:
+    """Its meta.json (checkpoint.py); None when that is missing, unreadable, or the files are not those it lists."""
+    try:
+        meta = json.loads((checkpoint / "meta.json").read_text())
+        whole = all((checkpoint / name).stat().st_size == entry["bytes"] for name, entry in meta["files"].items())
+        return meta if whole and {"version", "step", "world_size", "state"} <= meta.keys() else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def num_steps_of(cfg: config.Config, num_rows: int) -> int:

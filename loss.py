@@ -19,7 +19,8 @@ import re
 import torch
 from torch import Tensor
 
-from config import LossConfig, loss_problems
+from config import LossConfig
+from config_check import loss_problems
 
 Metrics = dict[str, Tensor | tuple[Tensor, Tensor]]
 

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from config import ConfigError
 from kernels import linear_logp
-from model_config import ModelConfig
+from model_config import ModelConfig, weight_files
 
 MAX_FILE_BYTES = 5 * 10**9
 # What an HF folder holds beside weights; `save_hf` takes it along from its source.
@@ -290,7 +290,7 @@ def load_weights(model: Decoder, folder: str | Path) -> None:
     rotary frequencies. Raises ConfigError naming file and names.
     """
     missing, unexpected = sharded_parameters(model), []
-    for path in _weight_files(Path(folder)):
+    for path in weight_files(Path(folder)):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():
@@ -304,18 +304,6 @@ def load_weights(model: Decoder, folder: str | Path) -> None:
         if names:
             names[5:] = [f"{len(names) - 5} more"] if len(names) > 5 else []
             raise ConfigError(f"{folder}: weights do not match its config.json; {what}: {', '.join(names)}")
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    try:
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    except FileNotFoundError as error:
-        raise ConfigError(f"{folder}: no {single.name} nor {index.name}: weights must be these") from error
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{index}: no 'weight_map' of name to file is readable ({error!r})") from error
 
 
 def _copy_rows(param: Tensor, stored, where: str) -> None:

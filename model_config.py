@@ -1,9 +1,14 @@
-"""What a model computes, read from its config.json; refused where `model.Decoder` would compute something else.
+"""What a model computes, read from its config.json; refused where `model.Decoder` would compute something else. And
+where its weights are: the safetensors files of its folder, each of them whole.
 
 Torch-free, so that `grpo.py --check` finds an unsupported model in a second. Used by model.py, and by data.py for that.
 """
 
+import json
+import math
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from config import ConfigError
 
@@ -17,12 +22,17 @@ SUPPORTED_VALUES = {
     "mlp_bias": (None, False),
     "use_sliding_window": (None, False),
     "is_causal": (None, True),
+    "attention_bias": (None, False, True),
+    "tie_word_embeddings": (None, False, True),
     "quantization_config": (None,),
     "attention_multiplier": (None,),
     "embedding_multiplier": (None,),
     "residual_multiplier": (None,),
     "logits_scaling": (None,),
 }
+INTEGERS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+MORE_INTEGERS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings")
+NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "factor", "low_freq_factor", "high_freq_factor")
 
 
 @dataclass(frozen=True)
@@ -54,32 +64,44 @@ class ModelConfig:
     o_bias: bool
     qk_norm: bool
     initializer_range: float  # std of `init_weights`
+    max_position_embeddings: int | None  # tokens of a sequence; None: no limit
 
     @classmethod
     def from_hf(cls, hf: dict, source: str = "config.json") -> "ModelConfig":
         """Reads the dict of a config.json written by transformers 4 or 5; `source` names it in messages.
 
-        Raises ConfigError, naming the field and what is supported, if a field is missing or has a value under
-        which the model's authors compute something that `Decoder` does not.
+        Raises ConfigError, naming the field and what is supported, if a field is missing, is not the number it should
+        be, or has a value under which the model's authors compute something that `Decoder` does not.
         """
         rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}  # transformers 5 or 4
+        if not isinstance(rope, dict):
+            raise ConfigError(f"{source}: rope_parameters or rope_scaling: expected a mapping, got {rope!r}")
         hf = {**hf, **rope, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
         for field, supported in SUPPORTED_VALUES.items():
             if hf.get(field) not in supported:
                 names = ", ".join("absent" if value is None else repr(value) for value in supported)
                 raise ConfigError(f"{source}: {field}={hf.get(field)!r} is not supported; supported: {names}")
-        if set(hf.get("layer_types") or ()) - {"full_attention"}:
+        layer_types = hf.get("layer_types") or []
+        if not isinstance(layer_types, list):
+            raise ConfigError(f"{source}: layer_types: expected a list, got {layer_types!r}")
+        if any(kind != "full_attention" for kind in layer_types):
             raise ConfigError(f"{source}: layer_types other than 'full_attention' are not supported")
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         llama3 = Llama3Rope.__dataclass_fields__ if hf["rope_type"] == "llama3" else ()
-        missing = [field for field in (*sizes, "rms_norm_eps", *llama3) if hf.get(field) is None]
+        missing = [field for field in (*INTEGERS, "rms_norm_eps", *llama3) if hf.get(field) is None]
         if missing:
             raise ConfigError(f"{source}: {', '.join(missing)} missing")
+        _check_numbers(hf, source)
         is_qwen2, attention_bias = hf["model_type"] == "qwen2", bool(hf.get("attention_bias"))
+        heads = hf["num_attention_heads"]
+        kv_heads, head_dim = hf.get("num_key_value_heads") or heads, hf.get("head_dim") or hf["hidden_size"] // heads
+        if heads % kv_heads:
+            raise ConfigError(f"{source}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
+        if head_dim < 2 or head_dim % 2:
+            raise ConfigError(f"{source}: head_dim={head_dim}: must be even (absent: hidden_size / num_attention_heads)")
         return cls(
-            **{field: hf[field] for field in sizes},
-            num_key_value_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-            head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+            **{field: hf[field] for field in INTEGERS},
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
             rms_norm_eps=hf["rms_norm_eps"],
             rope_theta=hf.get("rope_theta") or 10_000.0,  # transformers' default for all three
             rope_scaling=Llama3Rope(**{field: hf[field] for field in llama3}) if llama3 else None,
@@ -87,5 +109,58 @@ class ModelConfig:
             qkv_bias=is_qwen2 or attention_bias,  # Qwen2 always has them, and never a bias on o_proj
             o_bias=attention_bias and not is_qwen2,
             qk_norm=hf["model_type"] == "qwen3",
-            initializer_range=hf.get("initializer_range", 0.02),
+            initializer_range=hf.get("initializer_range") or 0.02,
+            max_position_embeddings=hf.get("max_position_embeddings"),
         )
+
+
+def _check_numbers(hf: dict, source: str) -> None:
+    """Every size and number that is there is of its type, finite and above 0; bool is no number."""
+    for fields, types, kind in ((INTEGERS + MORE_INTEGERS, int, "whole number"), (NUMBERS, int | float, "number")):
+        for field in fields:
+            value = hf.get(field)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, types) or not 0 < value < math.inf:
+                raise ConfigError(f"{source}: {field}={value!r} is not a {kind} above 0")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """model.safetensors, or the files that its index names. ConfigError unless each is there and, by its header, whole.
+
+    Which tensors they hold is not looked at: `model.load_weights` does.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    files = [single]
+    if not single.is_file():
+        try:
+            files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except FileNotFoundError as error:
+            adapter = any(folder.glob("adapter_model.*"))
+            why = "merge the adapter into its model" if adapter else "other formats are not read: they can run code"
+            raise ConfigError(f"{folder}: no {single.name} nor {index.name} ({why})") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"{index}: no 'weight_map' of name to file is readable ({error!r})") from error
+    for file in files:
+        problem = _safetensors_problem(file)
+        if problem:
+            raise ConfigError(f"{file}: not a readable safetensors file ({problem}); fetch it again")
+    return files
+
+
+def _safetensors_problem(path: Path) -> str | None:
+    """What contradicts the format: 8 bytes little-endian length of the header, the header in JSON, the tensors."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            start = 8 + int.from_bytes(file.read(8), "little")
+            if not 8 < start <= size:
+                return f"its {size:,} bytes do not hold its header"
+            header = json.loads(file.read(start - 8))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        expected = start + max(ends, default=0)
+    except OSError as error:
+        return error.strerror
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        return f"its header: {error!r}"
+    return None if size == expected else f"{size:,} bytes, by its header {expected:,}"

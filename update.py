@@ -77,6 +77,11 @@ class Reference:
         for name, shard in _shards(model).items():
             self.shards[name].lerp_(shard.cpu(), alpha)
 
+    def follow(self, model: Decoder, cfg: config.GRPOConfig, step: int) -> None:
+        """`update` where the config has it after this step."""
+        if cfg.ref_policy_update_period and step % cfg.ref_policy_update_period == 0:
+            self.update(model, cfg.ref_policy_update_alpha)
+
 
 def _shards(model: Decoder) -> dict[str, Tensor]:
     return {name: param.to_local().detach() for name, param in sharded_parameters(model).items()}
@@ -223,7 +228,6 @@ def train_step(
     batches: list[Batch],
     cfg: config.Config,
     vocab_size: int,
-    *,
     step: int,
     num_bad_steps: int,
 ) -> dict[str, float]:

@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 import config
-from config import Config, ConfigError, LossConfig, load, to_yaml, validate
+import config_file
+from config import Config, ConfigError, LossConfig
+from config_check import validate
+from config_file import load, to_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 VALID = ["data.train.data_path=train.jsonl", "data.validation.data_path=val.jsonl"]
@@ -147,7 +150,7 @@ def test_text_override_is_taken_as_typed(write, text):
         ("logger: {log_dir: !path x}", "logger.log_dir: expected str, got 'x' (!path); the default is \"logs\""),
         (
             "policy: {scheduler: no}",
-            "policy.scheduler is a section, got 'no' (bool); set its keys: warmup_steps, warmup_start_factor",
+            "policy.scheduler is a section, got 'no' (bool); set its keys: name, warmup_steps, warmup_start_factor, min_factor",
         ),
     ],
 )
@@ -173,7 +176,7 @@ def test_unknown_key_names_the_nearest_and_the_keys_of_its_section(write):
     assert message_of(write("policy:\n  scheduler:\n    warmup_steps: 1\n    warmup_factor: 1\n")) == (
         "run.yaml line 4: unknown key 'policy.scheduler.warmup_factor'. "
         "Did you mean 'policy.scheduler.warmup_start_factor'? "
-        "Keys of policy.scheduler: warmup_steps, warmup_start_factor"
+        "Keys of policy.scheduler: name, warmup_steps, warmup_start_factor, min_factor"
     )
 
 
@@ -291,7 +294,7 @@ def test_round_trip(write):
 
 
 def test_help_has_every_key_with_its_default():
-    lines = config.help_text().splitlines()
+    lines = config_file.help_text().splitlines()
     heads = [line for line in lines if not line.startswith(" ")]
     assert [line.split(":")[0] for line in heads] == leaves(Config)
     assert "grpo.num_generations_per_prompt: int (>= 2) = 16" in heads
@@ -315,7 +318,7 @@ def test_defaults_are_nemo_rls():
     assert dataclasses.astuple(cfg.grpo.adv_estimator) == ("grpo", True, None)
     assert cfg.grpo.advantage_clip_low is cfg.grpo.advantage_clip_high is cfg.grpo.seq_logprob_error_threshold is None
     assert dataclasses.astuple(cfg.policy.optimizer.kwargs) == (5e-6, 0.01, (0.9, 0.999), 1e-8)
-    assert dataclasses.astuple(cfg.policy.scheduler) == (50, 0.1)
+    assert dataclasses.astuple(cfg.policy.scheduler) == ("constant", 50, 0.1, 0.0)
     assert cfg.policy.sequence_packing.train_mb_tokens == 512 * 4
 
 

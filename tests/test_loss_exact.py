@@ -7,7 +7,8 @@ import pytest
 import torch
 from loss_cases import hard_batch, loop_loss
 
-from config import LossConfig, loss_problems
+from config import LossConfig
+from config_check import loss_problems
 from loss import policy_loss
 
 IS_TYPES = {  # bounds that some weights of the batch are under, some above, some within

@@ -112,10 +112,10 @@ def test_exported_model_is_the_last_checkpoint_and_loads_in_transformers(runs):
 
 
 def test_run_folder_says_how_it_ended_and_what_it_was(runs):
-    import config
+    import config_file
 
     whole, resumed, output, _ = runs
     assert json.loads((whole / "exit.json").read_text()) == {"code": 0, "reason": "trained to step 6", "rank": 0}
-    cfg = config.load(whole / "config.yaml")
-    assert cfg.grpo.num_prompts_per_step == 8 and config.load(resumed / "config.yaml").checkpointing.resume_from
+    cfg = config_file.load(whole / "config.yaml")
+    assert cfg.grpo.num_prompts_per_step == 8 and config_file.load(resumed / "config.yaml").checkpointing.resume_from
     assert (whole / "tensorboard").is_dir() and "accuracy, greedy" in output

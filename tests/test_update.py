@@ -97,7 +97,7 @@ def test_minibatches_and_epochs_equal_a_loop_by_hand(policy, batch, one_rank, ti
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.3)
     batches = batches_of(policy, None, batch, cfg, one_rank)
     assert [b.num_seqs for b in batches] == [10, 10]
-    metrics = update.train_step(policy, optimizer, batches, cfg, vocab_size, step=1, num_bad_steps=0)
+    metrics = update.train_step(policy, optimizer, batches, cfg, vocab_size, 1, 0)
 
     oracle = copy.deepcopy(tiny[1]).double()
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import config
+import config_check
+import config_file
 import envs
 from data import Dataset, Row, Sample
 from inputs import Inputs
@@ -232,7 +234,7 @@ def load(tmp_path, text, *overrides, parent=None):
         (tmp_path / "parent.yaml").write_text(parent)
         text = "defaults: parent.yaml\n" + text
     (tmp_path / "run.yaml").write_text(text)
-    return config.load(tmp_path / "run.yaml", [*TRAIN, *overrides])
+    return config_file.load(tmp_path / "run.yaml", [*TRAIN, *overrides])
 
 
 def paths(cfg):
@@ -247,7 +249,7 @@ def test_validation_is_one_mapping_or_a_list(tmp_path):
     cfg = load(tmp_path, TWO)
     assert paths(cfg) == ["a/x.jsonl", "b.jsonl"] and [d.set_name for d in cfg.data.validation] == ["x", "hard"]
     assert cfg.data.validation[0].env_name == "e" and cfg.data.validation[1].env_name == "exact"
-    assert load(tmp_path, config.to_yaml(cfg)) == cfg
+    assert load(tmp_path, config_file.to_yaml(cfg)) == cfg
 
 
 def test_overrides_of_a_list(tmp_path):
@@ -341,7 +343,7 @@ ONE = "data: {validation: {data_path: v.jsonl}}"
 )
 def test_impossible_settings(tmp_path, text, overrides, problem):
     with pytest.raises(config.ConfigError) as caught:
-        config.validate(load(tmp_path, text, *overrides), 1)
+        config_check.validate(load(tmp_path, text, *overrides), 1)
     (line,) = str(caught.value).splitlines()
     assert line.startswith(problem) if problem.endswith(" ") else line == problem
 
@@ -349,4 +351,4 @@ def test_impossible_settings(tmp_path, text, overrides, problem):
 def test_nemo_rls_yaml_with_shaping_off_is_accepted(tmp_path):
     """Its files set keys of what is off, max_response_length to the whole sequence among them."""
     off = ["grpo.reward_shaping.max_response_length=512", "grpo.reward_scaling.source_max=0"]
-    config.validate(load(tmp_path, ONE, *off), 1)
+    config_check.validate(load(tmp_path, ONE, *off), 1)
