@@ -167,7 +167,8 @@ class Tokenizer:
             text = "".join(message["content"] for message in messages)
             plain = self.backend.encode(text, add_special_tokens=False).ids
             whole = self.backend.encode(text, add_special_tokens=True).ids
-            return next(whole[: i + len(plain)] for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+            start = next(i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain)
+            return whole[: start + len(plain)] if plain else []
         text = self.template.render(messages=messages, add_generation_prompt=True, **self.special)
         return self.backend.encode(text, add_special_tokens=False).ids
 

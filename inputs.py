@@ -34,13 +34,16 @@ class Inputs:
     environments: dict[str, envs.Environment]
 
 
-def read_inputs(cfg: config.Config) -> Inputs:
-    """Model folder, tokenizer, datasets and environments of the config. ConfigError for whatever is wrong with them."""
+def read_inputs(cfg: config.Config, *, to_train: bool = True) -> Inputs:
+    """Model folder, tokenizer, datasets and environments of the config. ConfigError for whatever is wrong with them.
+
+    Not `to_train`: the run in `checkpointing.resume_from` is only scored, and there may be no step to train.
+    """
     data.check_writable("logger.log_dir", cfg.logger.log_dir)
     if cfg.checkpointing.checkpoint_dir:
         data.check_writable("checkpointing.checkpoint_dir", cfg.checkpointing.checkpoint_dir)
     if cfg.checkpointing.resume_from:
-        check_resumable(cfg)
+        check_resumable(cfg, to_train)
     folder = data.resolve_model_folder(cfg.policy.model_name)
     tokenizer = data.Tokenizer(folder)
     check_fits(cfg, folder, data.read_model_config(folder), tokenizer)
@@ -51,7 +54,7 @@ def read_inputs(cfg: config.Config) -> Inputs:
         datasets.append(data.load_dataset(section, tokenizer, cfg.max_prompt_tokens))
         environment.check_answers((f"{datasets[-1].path}:{row.line}", row.answer) for row in datasets[-1].rows)
     num_rows = len(datasets[0].rows)
-    if num_steps_of(cfg, num_rows) == 0:
+    if to_train and num_steps_of(cfg, num_rows) == 0:
         spare = f" x grpo.batch_multiplier={cfg.grpo.batch_multiplier:g}" if cfg.grpo.batch_multiplier != 1 else ""
         raise config.ConfigError(
             f"nothing to train: {num_rows} prompts x grpo.max_num_epochs={cfg.grpo.max_num_epochs} are fewer than "
@@ -86,7 +89,7 @@ def check_fits(cfg: config.Config, folder: Path, model: ModelConfig, tokenizer: 
             )
 
 
-def check_resumable(cfg: config.Config) -> None:
+def check_resumable(cfg: config.Config, to_train: bool = True) -> None:
     """ConfigError where the run `checkpointing.resume_from` cannot go on: it left no whole checkpoint, or this run has
     another number of ranks (WORLD_SIZE, where it is set) or other settings that must stay.
 
@@ -95,7 +98,8 @@ def check_resumable(cfg: config.Config) -> None:
     folder = Path(cfg.checkpointing.resume_from)
     if not os.path.isdir(folder):
         raise config.ConfigError(f"checkpointing.resume_from: no folder '{folder}'; give a run folder, as logs/exp_001")
-    data.check_writable("checkpointing.resume_from", str(folder))
+    if to_train:
+        data.check_writable("checkpointing.resume_from", str(folder))
     checkpoints = checkpoint_folder(cfg.checkpointing, folder)
     newest = next(iter(committed(checkpoints)), None)
     if newest is None:
@@ -108,7 +112,7 @@ def check_resumable(cfg: config.Config) -> None:
             f"{newest}: written by {saved_ranks} ranks, this run has {ranks}; use --nproc_per_node={saved_ranks}"
         )
     before, changed = config_file.load(folder / "config.yaml"), []
-    for key in SAME_WHEN_RESUMED:
+    for key in SAME_WHEN_RESUMED if to_train else ("policy.model_name",):
         old, new = (operator.attrgetter(key)(c) for c in (before, cfg))
         if old != new and (key != "policy.model_name" or Path(old) != Path(new)):  # "model" is "./model/"
             changed.append(f"{key}={json.dumps(new)} (there {json.dumps(old)})")

@@ -97,7 +97,7 @@ class ModelConfig:
         if heads % kv_heads:
             raise ConfigError(f"{source}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
         if head_dim < 2 or head_dim % 2:
-            raise ConfigError(f"{source}: head_dim={head_dim}: must be even (absent: hidden_size / num_attention_heads)")
+            raise ConfigError(f"{source}: head_dim={head_dim}: not even (absent: hidden_size / num_attention_heads)")
         return cls(
             **{field: hf[field] for field in INTEGERS},
             num_key_value_heads=kv_heads,

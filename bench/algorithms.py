@@ -3,7 +3,7 @@
     python bench/algorithms.py [--steps 150] [--seeds 1 2] [--out bench/results/algorithms.md] [NAME ...]
 
 Runs `./train.sh configs/smoke.yaml` with each row's overrides, one after the other, and writes the table after each
-run, so that a cut run still counts. Accuracies are those of the last validation (500 held-out problems, 4 samples each).
+run, so that a cut run still counts. Accuracies are of the last validation (500 held-out problems, 4 samples each).
 """
 
 import argparse

@@ -150,7 +150,8 @@ def test_text_override_is_taken_as_typed(write, text):
         ("logger: {log_dir: !path x}", "logger.log_dir: expected str, got 'x' (!path); the default is \"logs\""),
         (
             "policy: {scheduler: no}",
-            "policy.scheduler is a section, got 'no' (bool); set its keys: name, warmup_steps, warmup_start_factor, min_factor",
+            "policy.scheduler is a section, got 'no' (bool); set its keys: name, warmup_steps, warmup_start_factor, "
+            "min_factor",
         ),
     ],
 )
