@@ -111,6 +111,8 @@ def test_overlong_filtering_leaves_the_reward_and_the_numbers():
     assert [int(s.mask.sum()) for s in samples] == [3, 0, 3, 0] and [s.reward for s in samples] == [0, 0, 1, 0]
     assert (metrics["num_overlong_filtered"], metrics["truncation_rate"]) == (2, 0.5)
     assert metrics["mean_gen_tokens_per_sample"] == 5.5
+    samples, _, metrics = collect(config_of(1), ROWS, 2, Sampler(by_remainder, lengths=(3, 8)))
+    assert all(s.mask.all() for s in samples) and metrics["num_overlong_filtered"] == 0  # only if asked
 
 
 def test_too_few_groups_stop_the_run_with_counts_and_keys():
