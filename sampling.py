@@ -28,7 +28,7 @@ def collect(
     one right answer of a group, whose peers are all wrong and so without deviation, and keeps its peers. Groups kept
     wait for the next batch; those beyond what the step needs are discarded and counted. Prompts are numbered through
     the batches of a step, so that a seed made of (step, prompt, sample) is nobody else's. Raises StopRun when
-    dynamic_sampling_max_gen_batches batches are too few.
+    dynamic_sampling_max_gen_batches batches are too few, and when filtering leaves no sample at all.
     """
     grpo = cfg.grpo
     generated: list[Sample] = []
@@ -50,6 +50,12 @@ def collect(
     kept = groups[: grpo.num_prompts_per_step]
     samples = [replace(sample, prompt=number) for number, group in enumerate(kept) for sample in group]
     num_filtered = filter_overlong(samples) if grpo.overlong_filtering else 0
+    if num_filtered == len(samples):
+        raise StopRun(
+            f"all {num_filtered} samples of a step ran into policy.generation.max_new_tokens="
+            f"{cfg.policy.generation.max_new_tokens}, and grpo.overlong_filtering=true leaves none to train on: allow "
+            "longer responses, or set it to false"
+        )
     metrics = sample_metrics(generated, samples) | {"num_overlong_filtered": num_filtered}
     if grpo.use_dynamic_sampling:
         surplus = sum(map(len, groups)) - len(samples)

@@ -115,6 +115,11 @@ def test_overlong_filtering_leaves_the_reward_and_the_numbers():
     assert all(s.mask.all() for s in samples) and metrics["num_overlong_filtered"] == 0  # only if asked
 
 
+def test_a_step_of_truncated_samples_alone_stops_the_run():
+    with pytest.raises(StopRun, match=r"^all 4 samples of a step ran into policy\.generation\.max_new_tokens=256, and "):
+        collect(config_of(1, overlong_filtering=True), ROWS, 2, Sampler(by_remainder, lengths=(8,)))
+
+
 def test_too_few_groups_stop_the_run_with_counts_and_keys():
     sampler = Sampler(lambda row: [[0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]][row % 4])
     cfg = config_of(8, use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=2, batch_multiplier=1.5)
