@@ -113,9 +113,9 @@ class Engine:
         top_p: float = 1.0,
         top_k: int | None = None,
     ) -> list[Completion]:
-        """Samples one completion per prompt. On CPU it depends on (weights, prompt, seed, options) only, not on what else
-        is in the batch; CUDA kernels round differently in other batches. `temperature` 0 is greedy; top_p, top_k are for validation alone. Every rank of a
-        tensor-parallel group must call it alike.
+        """Samples one completion per prompt. On CPU it depends on (weights, prompt, seed, options) only, not on what
+        else is in the batch; CUDA kernels round differently in other batches. `temperature` 0 is greedy; top_p, top_k
+        are for validation alone. Every rank of a tensor-parallel group must call it alike.
         """
         assert self.weight_version >= 0, "generate() before the first sync(): the engine holds dummy weights"
         params = [
