@@ -257,7 +257,7 @@ class RunLog:
 
 
 def _accuracies(values: dict[str, float]) -> dict[str, float]:
-    """"greedy" and "sampled" -> accuracy; "<set> greedy" and so on where there are several sets."""
+    """Mode -> accuracy; where there are several sets, "<set> <mode>"."""
     start, end = "validation/", "/accuracy"
     found = {name: value for name, value in values.items() if name.startswith(start) and name.endswith(end)}
     return {name[len(start) : -len(end)].replace("/", " "): value for name, value in found.items()}

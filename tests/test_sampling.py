@@ -116,7 +116,9 @@ def test_overlong_filtering_leaves_the_reward_and_the_numbers():
 
 
 def test_a_step_of_truncated_samples_alone_stops_the_run():
-    with pytest.raises(StopRun, match=r"^all 4 samples of a step ran into policy\.generation\.max_new_tokens=256, and "):
+    with pytest.raises(
+        StopRun, match=r"^all 4 samples of a step ran into policy\.generation\.max_new_tokens=256, and "
+    ):
         collect(config_of(1, overlong_filtering=True), ROWS, 2, Sampler(by_remainder, lengths=(8,)))
 
 
