@@ -140,7 +140,7 @@ def read_meta(checkpoint: Path) -> dict | None:
         meta = json.loads((checkpoint / "meta.json").read_text())
         whole = all((checkpoint / name).stat().st_size == entry["bytes"] for name, entry in meta["files"].items())
         return meta if whole and {"version", "step", "world_size", "state"} <= meta.keys() else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 

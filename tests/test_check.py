@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 import config
+import config_file
 import data
+import inputs
 
 ROOT = Path(__file__).resolve().parent.parent
 STARTER = ROOT / "examples/arithmetic/starter"
@@ -104,7 +106,7 @@ def test_some_prompts_too_long_are_counted(work):
         (["run.yaml", "grpo.val_period=1"], "data.validation.data_path is not set"),
         (["run.yaml", "data.train.output_key=output"], "train.jsonl:1: no key 'output'; keys: input, answer"),
         (["run.yaml", "data.train.env_name=exakt"], "env_name 'exakt' is unknown; known: exact"),
-        (["run.yaml", "data.train.output_key=input"], "train.jsonl: answer '10+1=' is not one plain number"),
+        (["run.yaml", "data.train.output_key=input"], "train.jsonl:1: answer '10+1=' is not one plain number"),
         (
             ["run.yaml", "data.max_input_seq_length=7"],
             "train.jsonl: no usable row: all 10 prompts are longer than 7 tokens",
@@ -128,18 +130,38 @@ def test_some_prompts_too_long_are_counted(work):
         (["run.yaml", "policy.model_name=train.jsonl"], "policy.model_name: no folder 'train.jsonl'"),
         (["run.yaml", "policy.model_name=."], "config.json: cannot be read (No such file or directory)"),
         (["run.yaml", "policy.model_name=my models/one"], "policy.model_name: 'my models/one' is no local folder"),
+        (["run.yaml", f"policy.model_name={'m' * 300}"], "policy.model_name: no folder 'mmm"),
+        (["run.yaml", f"policy.model_name=org/{'m' * 300}"], "is no local folder and could not be fetched from the"),
         (["run.yaml", "logger.log_dir=train.jsonl/logs"], "train.jsonl is a file, not a folder"),
+        (["run.yaml", f"logger.log_dir=logs/{'l' * 256}"], "lll': a name in it is longer than 255 bytes"),
+        (["run.yaml", f"checkpointing.resume_from={'r' * 300}"], "checkpointing.resume_from: no folder 'rrr"),
         (["run.yaml", "checkpointing.checkpoint_dir=run.yaml/a"], "checkpointing.checkpoint_dir=run.yaml/a: "),
         (["run.yaml", "checkpointing.resume_from=logs/exp_001"], "checkpointing.resume_from: no folder 'logs/exp_001'"),
         (
             ["run.yaml", "checkpointing.resume_from=model"],
-            "checkpointing.resume_from=model: no checkpoint in model/checkpoints",
+            "checkpointing.resume_from=model: no whole checkpoint in model/checkpoints",
         ),
         ([], "usage: [torchrun --nproc_per_node=N] grpo.py [--check] CONFIG.yaml"),
     ],
 )
 def test_mistake_in_config_or_paths(work, words, message):
     assert message in refused(work, *words)
+
+
+def test_byte_0_in_a_path(work, monkeypatch):
+    monkeypatch.chdir(work)
+    for keys, message in {
+        "data: {train: {data_path: {}}}": "'a\\x00b': cannot be read (a byte 0 in the name)",
+        "data: {train: {prompt_file: {}}}": "cannot be read (embedded null byte)",
+        "policy: {model_name: {}}": "policy.model_name: no folder 'a",
+        "logger: {log_dir: {}}": "logger.log_dir='a\\x00b': a name in it is longer than 255 bytes, or has a byte 0",
+        "checkpointing: {checkpoint_dir: {}}": "checkpointing.checkpoint_dir='a\\x00b': a name in it",
+        "checkpointing: {resume_from: {}}": "checkpointing.resume_from: no folder 'a",
+    }.items():
+        Path("zero.yaml").write_text("defaults: run.yaml\n" + keys.replace("{}", r'"a\0b"') + "\n")
+        with pytest.raises(config.ConfigError) as error:
+            inputs.read_inputs(config_file.load("zero.yaml"))
+        assert message in str(error.value)
 
 
 def test_prompts_must_be_divisible_by_the_ranks(work):
@@ -185,7 +207,16 @@ def edit(name, **fields):
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer.json: not a usable tokenizer"),
         (edit("tokenizer_config.json", chat_template="{% if %}"), "model: the chat template does not parse"),
         (lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff"), "chat_template.jinja: cannot be read"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "model: no *.safetensors weights"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model: no model.safetensors nor model.safetensors.i"),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "adapter_model.safetensors"),
+            "(merge the adapter into its model)",
+        ),
+        (lambda folder: os.truncate(folder / "model.safetensors", 5000), "a readable safetensors file (5,000 bytes, b"),
+        (edit("config.json", max_position_embeddings=31), "max_total_sequence_length=32 is more than the model"),
+        (edit("config.json", vocab_size=261), "tokenizer.json has ids up to 261, config.json vocab_size=261"),
+        (edit("config.json", vocab_size="262"), "config.json: vocab_size='262' is not a whole number above 0"),
+        (edit("tokenizer_config.json", chat_template="{{ 1 // 0 }}"), "train.jsonl:1: the chat template refuses"),
     ],
 )
 def test_mistake_in_the_model_folder(work, spoil, message):

@@ -90,7 +90,18 @@ def test_one_rank_resumes_to_the_bit(tiny, one_rank, tmp_path):
 
 def two_ranks(rank, folder, work):
     dist.init_process_group("gloo", init_method=f"file://{work / 'meet'}", rank=rank, world_size=2)
-    check_resume(folder, work, Ranks(rank, 2, rank, 1), torch.device("cpu"), dist.init_device_mesh("cpu", (2,)))
+    ranks, mesh = Ranks(rank, 2, rank, 1), dist.init_device_mesh("cpu", (2,))
+    check_resume(folder, work, ranks, torch.device("cpu"), mesh)
+    file = work / "damaged" / "step_000002" / "rank_00001.safetensors"
+    if rank == 0:
+        shutil.copytree(work / "step_000002", file.parent)
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    dist.barrier()
+    with pytest.raises(ConfigError) as error:  # on both, or the other would wait in the next collective
+        checkpoint.load(file.parent.parent, *fresh(folder, torch.device("cpu"), mesh), ranks)
+    assert str(error.value) == (
+        f"{file}: content differs from its checksum in meta.json: the checkpoint is damaged; remove {file.parent}"
+    )
     dist.destroy_process_group()
 
 

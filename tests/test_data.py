@@ -100,6 +100,86 @@ def test_eos_ids_of_every_source(tmp_path):
     assert ids(generation=[258, 3], model=5, token="<|end|>") == [3, 5, 258]
     with pytest.raises(data.DataError, match=r"no eos_token_id in generation_config\.json, config\.json or"):
         ids(token="<not a token>")
+    for value in ([None], [3, "4"], -1, 2.0, True, "258", {"id": 3}):
+        for source in ("generation", "model"):
+            with pytest.raises(data.DataError, match=r"config\.json: eos_token_id: expected an id or a list of"):
+                ids(**{source: value})
+
+
+@pytest.mark.parametrize("key", ["bos_token", "eos_token", "pad_token", "unk_token"])
+@pytest.mark.parametrize("value", [{"token": "<|end|>"}, {"content": 5}, ["<|end|>"], 7])
+def test_special_tokens_that_are_no_text(tmp_path, key, value):
+    write_tokenizer(tmp_path, **{key: value})
+    with pytest.raises(data.DataError) as error:
+        data.Tokenizer(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path}/tokenizer_config.json: {key}: expected text or {{content: text}}")
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ([{"template": "x"}], "chat_template: a list must be of {name, template}"),
+        ([{"name": "default"}], "chat_template: a list must be of {name, template}"),
+        (["x"], "chat_template: a list must be of {name, template}"),
+        ([{"name": "default", "template": 5}], "chat_template: expected text, got int"),
+        (5, "chat_template: expected text, got int"),
+        ({"default": "x"}, "chat_template: expected text, got dict"),
+    ],
+)
+def test_templates_that_are_no_text(tmp_path, template, problem):
+    write_tokenizer(tmp_path, chat_template=template)
+    with pytest.raises(data.DataError) as error:
+        data.Tokenizer(tmp_path)
+    assert str(error.value) == f"{tmp_path}/tokenizer_config.json: {problem}"
+
+
+def test_files_of_the_tokenizer_that_hold_nothing_usable(tmp_path):
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[" * 100_000)
+    with pytest.raises(data.DataError, match=r"tokenizer_config\.json: not valid JSON \(maximum recursion depth"):
+        data.Tokenizer(tmp_path)
+    tokenizers.Tokenizer(models.BPE(vocab={}, merges=[])).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(data.DataError, match=r"tokenizer\.json: its vocabulary is empty"):
+        data.Tokenizer(tmp_path)
+
+
+LLAMA_STYLE = processors.Sequence(  # as Llama 3's tokenizer.json
+    [
+        processors.ByteLevel(trim_offsets=False),
+        processors.TemplateProcessing(
+            single="<|user|> $A", pair="<|user|> $A <|user|> $B", special_tokens=[("<|user|>", 256)]
+        ),
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("processor", "opening"), [(LLAMA_STYLE, [256]), (processors.ByteLevel(trim_offsets=False), []), (None, [])]
+)
+def test_without_a_template_a_prompt_opens_as_transformers_opens_a_text(tmp_path, processor, opening):
+    """Llama 3 base models were never trained on a text without BOS; Qwen's have none."""
+    from transformers import AutoTokenizer
+
+    backend = write_tokenizer(tmp_path, tokenizer_class="PreTrainedTokenizerFast", bos_token="<|user|>")
+    if processor is not None:
+        backend.post_processor = processor
+    backend.save(str(tmp_path / "tokenizer.json"))
+    ours, theirs = data.Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for text in (" 1+1 =\n", "aaa", "<|user|>ü", "<|end|>"):
+        ids = ours.render([{"role": "system", "content": text[:2]}, {"role": "user", "content": text[2:]}])
+        assert ids == theirs(text).input_ids == opening + backend.encode(text, add_special_tokens=False).ids
+    assert ours.render([{"role": "user", "content": ""}]) == []  # refused as empty, with BOS or without
+
+
+def test_without_a_template_a_prompt_is_left_open(tmp_path):
+    """A tokenizer that closes texts with the end token: after it there would be no reply."""
+    backend = write_tokenizer(tmp_path)
+    specials = [("<|user|>", 256), ("<|end|>", 258)]
+    backend.post_processor = processors.TemplateProcessing(single="<|user|> $A <|end|>", special_tokens=specials)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    text = "a<|end|>"
+    expected = [256, *backend.encode("a", add_special_tokens=False).ids, 258]
+    assert data.Tokenizer(tmp_path).render([{"role": "user", "content": text}]) == expected
 
 
 @pytest.mark.parametrize("template", [CHATML, NAMESPACE, REFUSING])
@@ -142,7 +222,19 @@ def test_where_the_template_comes_from(tmp_path):
 
 @pytest.mark.parametrize(
     ("template", "problem"),
-    [("{% for %}", "does not parse"), ("{{ ''.__class__.__mro__ }}", "refuses"), (REFUSING, "no system role")],
+    [
+        ("{% for %}", "does not parse"),
+        ("{% if x %}" * 200 + "{% endif %}" * 200, "does not parse"),
+        ("{{ ''.__class__.__mro__ }}", "refuses"),
+        (REFUSING, "no system role"),
+        ("{{ 1 // 0 }}", r"refuses .*ZeroDivisionError"),
+        ("{{ '%d' % 'x' }}", r"refuses .*TypeError"),
+        ("{{ 'x'.encode('no-codec') }}", r"refuses .*LookupError"),
+        ("{{ 'x'.index('y') }}", r"refuses .*ValueError"),
+        ("{{ 10.0 ** 400 }}", r"refuses .*OverflowError"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", r"refuses .*RecursionError"),
+        ("{{ messages | map(attribute='content') | sum }}", r"refuses .*TypeError"),
+    ],
 )
 def test_template_errors(tmp_path, template, problem):
     file = tmp_path / "rows.jsonl"
@@ -325,7 +417,7 @@ def test_packs_hold_every_sampled_token_once(max_tokens):
             assert list(zip(*(x[of_s].tolist() for x in columns), strict=True)) == naive_tokens(*by_ids[ids])
             seen.append(ids)
         kinds = {name: getattr(pack, name).dtype for name in pack.__slots__}
-        floats = {"sampler_logp_R": np.float32, "adv_R": np.float32}
+        floats = dict.fromkeys(("sampler_logp_R", "adv_R", "reward_R"), np.float32)
         assert kinds == {name: np.int64 for name in kinds} | {"cu_seqlens": np.int32} | floats
     assert sorted(seen) == sorted(by_ids)
 

@@ -87,10 +87,10 @@ def test_only_the_last_message_is_graded():
 
 def test_answers_that_are_no_number_are_found_before_training():
     environment = envs.make_environment("exact")
-    environment.check_answers(["5", "1,000", "so it is #### -2.5"], "rows.jsonl")
+    environment.check_answers([("rows.jsonl:1", "5"), ("rows.jsonl:2", "1,000"), ("rows.jsonl:3", "it is #### -2.5")])
     for answer in ("x = 5", "", "None", "5 apples"):
-        with pytest.raises(ConfigError, match=r"rows\.jsonl: answer .* is not one plain number.*'exact'") as error:
-            environment.check_answers(["5", answer], "rows.jsonl")
+        with pytest.raises(ConfigError, match=r"^rows\.jsonl:7: answer .* is not one plain number.*'exact'") as error:
+            environment.check_answers([("rows.jsonl:3", "5"), ("rows.jsonl:7", answer)])
         assert repr(answer) in str(error.value)
 
 
