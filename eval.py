@@ -7,7 +7,6 @@ Writes eval.json into a new numbered folder of logger.log_dir and prints its pat
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -101,8 +100,7 @@ def main() -> int:
         code, reason = 0, f"scored: {folder / 'eval.json'}"
     except BaseException as error:
         code, reason = runtime.describe_failure(error)
-    runtime.finish(code, reason, folder)
-    if os.environ.get("RANK", "0") == "0":
+    if runtime.finish(code, reason, folder):
         print(reason, file=sys.stderr if code else sys.stdout, flush=True)
     return code
 

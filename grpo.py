@@ -149,7 +149,8 @@ def step_advantages(samples: list[data.Sample], cfg: config.Config) -> tuple[lis
     reward_B = torch.tensor([s.reward for s in samples])
     group_B = torch.tensor([s.prompt for s in samples])
     num_tokens_B = torch.tensor([int(s.mask.sum()) for s in samples])
-    adv_B = advantages(reward_B, group_B, num_tokens_B, cfg.grpo, cfg.loss_fn)
+    rewards = {name: torch.tensor([s.rewards[name] for s in samples]) for name in samples[0].rewards}
+    adv_B = advantages(reward_B, group_B, num_tokens_B, cfg.grpo, cfg.loss_fn, rewards)
     return adv_B.tolist(), advantage_metrics(reward_B, group_B, adv_B, cfg.grpo)
 
 
