@@ -90,6 +90,8 @@ def _compose(text: str | bytes, where: str) -> yaml.Node:
         raise ConfigError(f"{where} line {error.problem_mark.line + 1}: not yaml: {error.problem}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not yaml: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deeply to be a config") from None
 
 
 def _leaves(node: yaml.Node, prefix: str, path: Path, lines: dict[str, int]) -> Iterator[tuple[str, yaml.Node, str]]:

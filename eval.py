@@ -89,7 +89,7 @@ def main() -> int:
         if len(sys.argv) == 1 or {"--help", "-h"} & set(sys.argv):
             raise config.ConfigError(USAGE)
         cfg = parse(sys.argv[1:])
-        inputs = read_inputs(cfg)
+        inputs = read_inputs(cfg, to_train=False)
         if not inputs.validation:
             raise config.ConfigError("data.validation.data_path is not set: name the jsonl file with the problems")
         ranks, device = runtime.start(cfg.policy.generation.vllm_cfg.tensor_parallel_size)

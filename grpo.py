@@ -202,6 +202,8 @@ def restore(
     Sampling seeds are f(seed, step, prompt, sample) and the data order is f(seed, epoch), so there is no other state.
     """
     if cfg.checkpointing.resume_from is None:
+        if any(checkpoints.glob("step_*")):
+            raise config.ConfigError(f"{checkpoints} holds checkpoints of another run: choose another checkpoint_dir")
         names = ("step", "num_bad_steps", "consumed_samples", "current_epoch", "total_valid_tokens")
         return dict.fromkeys(names, 0) | {
             "first_validation": {},

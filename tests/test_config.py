@@ -579,3 +579,9 @@ def test_neither_torch_nor_vllm_is_imported():
     code = "import sys, config; print([m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_deep_nesting_is_an_error_not_a_traceback(tmp_path):
+    (tmp_path / "deep.yaml").write_text("a: " + "[" * 5000)
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        load(tmp_path / "deep.yaml")
