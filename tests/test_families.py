@@ -20,7 +20,8 @@ def found(tmp_path_factory):
         family: [sys.executable, "tests/family_worker.py", family, str(tmp_path_factory.mktemp(family))]
         for family in FAMILIES
     }
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of `one_rank`
+    env = {name: value for name, value in os.environ.items() if name not in ours} | {"OMP_NUM_THREADS": "1"}
     processes = {
         family: subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for family, command in commands.items()

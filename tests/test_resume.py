@@ -117,5 +117,6 @@ def test_run_folder_says_how_it_ended_and_what_it_was(runs):
     whole, resumed, output, _ = runs
     assert json.loads((whole / "exit.json").read_text()) == {"code": 0, "reason": "trained to step 6", "rank": 0}
     cfg = config_file.load(whole / "config.yaml")
-    assert cfg.grpo.num_prompts_per_step == 8 and config_file.load(resumed / "config.yaml").checkpointing.resume_from
+    assert cfg.grpo.num_prompts_per_step == 8 and cfg.checkpointing.resume_from is None
+    assert config_file.load(resumed / "config.yaml") == cfg  # resuming leaves the record of the run as it was
     assert (whole / "tensorboard").is_dir() and "accuracy, greedy" in output
