@@ -27,7 +27,8 @@ ALGORITHMS = {
         "loss_fn.ratio_clip_max=0.28",
         "grpo.use_leave_one_out_baseline=false",
         "grpo.use_dynamic_sampling=true",
-        "grpo.dynamic_sampling_max_gen_batches=60",
+        "grpo.dynamic_sampling_max_gen_batches=20",  # once the task is solved no batch fills a step: the run then stops
+        "grpo.val_period=25",
         "grpo.reward_shaping.enabled=true",
         "grpo.reward_shaping.overlong_buffer_length=3",
     ],
@@ -40,21 +41,23 @@ ALGORITHMS = {
 
 
 def run(overrides: list[str], seed: int, steps: int, log_dir: str) -> dict:
-    """Accuracies before and after, seconds of all steps, median seconds of one, largest logp gap."""
+    """Accuracies before and after, their step, seconds of all steps, median seconds of one, largest logp gap."""
     words = [f"grpo.seed={seed}", f"grpo.max_num_steps={steps}", "grpo.val_period=0", f"logger.log_dir={log_dir}"]
     command = ["./train.sh", "configs/smoke.yaml", *words, "checkpointing.enabled=false", *overrides]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
+    folders = sorted(Path(log_dir).glob("exp_*/metrics.jsonl"))
+    if not folders:
         return {"failed": f"exit code {done.returncode}: {done.stderr.strip().splitlines()[-1]}"}
-    folder = sorted(Path(log_dir).glob("exp_*"))[-1]
+    folder = folders[-1].parent
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     validations = [line for line in lines if "validation/greedy/accuracy" in line]
     steps_done = [line for line in lines if "train/reward" in line]
     seconds = [line["timing/train/total_step_time"] for line in steps_done]
+    early = f" (then exit code {done.returncode}, after step {len(steps_done)})" if done.returncode else ""
     return {
         "before": [validations[0][f"validation/{mode}/accuracy"] for mode in ("greedy", "sampled")],
         "after": [validations[-1][f"validation/{mode}/accuracy"] for mode in ("greedy", "sampled")],
-        "steps": len(steps_done),
+        "steps": f"{validations[-1]['step']}{early}",
         "seconds": sum(seconds),
         "median": statistics.median(seconds),
         "gap": max(line["train/logp_gap_max"] for line in steps_done),
