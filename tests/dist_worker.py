@@ -49,3 +49,4 @@ if __name__ == "__main__":
     if ranks.rank == 0:
         save_file(gradients, results / "gradients.safetensors")
     dist.barrier()
+    runtime.leave(0)

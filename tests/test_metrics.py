@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 import config
 from data import Sample, Tokenizer
 from metrics import RunLog, accumulate, reduce_over_ranks, sample_metrics
+from runtime import leave
 
 STARTER = Path(__file__).resolve().parent.parent / "examples/arithmetic/starter"
 NAN, INF = float("nan"), float("inf")
@@ -64,7 +65,7 @@ def two_ranks(rank, folder):
     # One rank without a token: the other's mean stands.
     results["zero"] = reduce_over_ranks({"mean": (scalar(3 * rank), scalar(2 * rank)), "none": (scalar(0), scalar(0))})
     (folder / f"{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    leave(0)
 
 
 def test_two_ranks_equal_one_and_every_nan_stays_visible(tmp_path):
