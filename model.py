@@ -12,7 +12,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice, pairwise
 from pathlib import Path
@@ -188,6 +188,7 @@ class Decoder(nn.Module):
         *,
         temperature: float = 1.0,
         vocab_size: int | None = None,
+        head: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """(logp_R, entropy_R), float32, in nats: at rows `row_R`, the log-probability of `target_R` under
         softmax(logits[:vocab_size] / temperature), and the entropy of that distribution. Without `row_R`:
@@ -197,6 +198,7 @@ class Decoder(nn.Module):
         `cu_seqlens` [S+1], a numpy array or a tensor, rises strictly from 0 to T. On CUDA give it as numpy:
         FSDP moves tensors to the device, and reading one back waits for all kernels queued there.
         `vocab_size` leaves out the head's rows beyond the tokenizer, which the sampler bans as well.
+        `head`, called with hidden_RD and weight_VD in place of all that, computes what is returned.
         """
         layout = PackLayout.of(cu_seqlens, len(token_T), token_T.device)
         hidden_TD = self.model["embed_tokens"](token_T)
@@ -208,6 +210,8 @@ class Decoder(nn.Module):
         if row_R is None:
             return F.linear(hidden_TD, weight_VD)
         hidden_RD, weight_VD = hidden_TD.index_select(0, row_R), weight_VD[:vocab_size]
+        if head is not None:
+            return head(hidden_RD, weight_VD)
         return linear_logp(hidden_RD, weight_VD, target_R, temperature=temperature, return_entropy=True)
 
 
@@ -260,6 +264,7 @@ def load_policy(
     mesh: DeviceMesh | None = None,
     precision: str = "float32",
     activation_checkpointing: bool = False,
+    decoder: type[Decoder] = Decoder,
 ) -> Decoder:
     """The model of an HF folder with float32 parameters, sharded over `mesh`; without one, whole on `device`.
 
@@ -272,7 +277,7 @@ def load_policy(
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not readable ({error}); a model is a Hugging Face folder") from error
     with torch.device("meta"):
-        model = Decoder(ModelConfig.from_hf(hf, str(path)))
+        model = decoder(ModelConfig.from_hf(hf, str(path)))
     if mesh is not None:
         shard(model, mesh, precision=precision, activation_checkpointing=activation_checkpointing)
     else:

@@ -10,12 +10,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # A file imports only files before it; "kernels" is the folder, whose files import one another and nothing else of ours.
 ORDER = (
     *("config", "config_file", "config_check", "kernels", "sandbox", "model_config"),
-    *("envs", "data", "model", "loss", "metrics", "runtime"),
+    *("envs", "chat", "data", "model", "loss", "metrics", "runtime"),
     *("inputs", "shaping", "sampling", "advantages", "update", "rollout", "checkpoint", "validation"),
     *("grpo", "eval"),
 )
 ALONE = ("config", "kernels", "sandbox", "runtime", "loss")  # of ours: config and its checks at most
-WITHOUT_TORCH = ("config", "config_file", "config_check", "sandbox", "model_config", "envs", "data", "inputs")
+WITHOUT_TORCH = ("config", "config_file", "config_check", "sandbox", "model_config", "envs", "chat", "data", "inputs")
 MAX_LINES = {"grpo.py": 350}
 FILES = sorted([*ROOT.glob("*.py"), *ROOT.glob("kernels/*.py")])
 NAMES = [str(path.relative_to(ROOT)) for path in FILES]
@@ -74,7 +74,8 @@ def unsafe(tree):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_unsafe(name):
-    assert unsafe(TREES[name]) == []
+    """One call of exec(), where the code of policies runs: in a throw-away process."""
+    assert unsafe(TREES[name]) == (["exec"] if name == "sandbox.py" else [])
 
 
 def test_unsafe_sees_each_of_them():
