@@ -104,7 +104,7 @@ def test_sizes(name):
 
 
 def test_size_of_all_product_code():
-    assert sum(len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in NAMES) <= 5000
+    assert sum(len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in NAMES) <= 5400
 
 
 @pytest.mark.parametrize("name", NAMES)
