@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MAIN_SHAPE = (32768, 2048, 151936)
 SHAPES = [MAIN_SHAPE, *((n, d, 151936) for n in (32768, 8192) for d in (1536, 2048, 4096)), (4096, 4096, 128256)]
 BARE, NAIVE, OURS, OURS_SMALL, LOGP = "bare matmuls", "naive", "grpo_head", "grpo_head, 512 rows", "linear_logp"
-OURS_TORCH, LIGER_GRPO, VERL = "grpo_head, torch", "Liger GRPO", "verl"
+LIGER_GRPO, VERL = "Liger GRPO", "verl"
 SECONDS = 60  # for the first run of a head, compilation included
 
 
@@ -85,7 +86,7 @@ def exact_rows(x: Inputs, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, T
 def oracle(x: Inputs) -> dict[str, Tensor]:
     """logp, entropy, and of both losses value, dX and dW, in float64."""
     hidden_ND, weight_VD, num_rows = x.hidden_ND.detach().double(), x.weight_VD.detach().double(), len(x.hidden_ND)
-    slope_ND, (grpo_VD, ce_VD) = torch.empty_like(hidden_ND), torch.zeros(2, *weight_VD.shape).to(weight_VD)
+    slope_ND, (grpo_VD, ce_VD) = torch.empty_like(hidden_ND), weight_VD.new_zeros(2, *weight_VD.shape)
     logp_N, entropy_N, g_N = (hidden_ND.new_empty(num_rows) for _ in range(3))
     for rows, logp_C, all_logp_CV in exact_rows(x, torch.float64):
         prob_CV = all_logp_CV.exp()
@@ -96,8 +97,8 @@ def oracle(x: Inputs) -> dict[str, Tensor]:
         assert ((ratio_C - 1).abs() < 0.19).all(), "a ratio near the clip"
         g_N[rows] = -x.adv_N[rows] * ratio_C / num_rows
         slope_ND[rows] = slope_CV @ weight_VD
-        grpo_VD += slope_CV.T @ (hidden_ND[rows] * g_N[rows, None])
-        ce_VD -= slope_CV.T @ hidden_ND[rows] / num_rows
+        grpo_VD.addmm_(slope_CV.T, hidden_ND[rows] * g_N[rows, None])
+        ce_VD.addmm_(slope_CV.T, hidden_ND[rows], alpha=-1 / num_rows)
     exact = {"logp": logp_N, "entropy": entropy_N, "GRPO loss": g_N.sum(), "CE loss": -logp_N.mean()}
     exact |= {"GRPO dX": slope_ND * g_N[:, None], "GRPO dW": grpo_VD}
     return exact | {"CE dX": -slope_ND / num_rows, "CE dW": ce_VD}
@@ -119,6 +120,8 @@ def heads(backend: str) -> dict[str, tuple[str, Callable]]:
     return {
         OURS: ("GRPO", lambda: ours(Head(backend))),
         OURS_SMALL: ("GRPO", lambda: ours(Head(backend, 512))),
+        "grpo_head, 2048 rows": ("GRPO", lambda: ours(Head(backend, 2048))),
+        "grpo_head, 8192 rows": ("GRPO", lambda: ours(Head(backend, 8192))),
         LOGP: ("GRPO", lambda: peers.of_logp(lambda *x: score(*x)[0])),
         NAIVE: ("GRPO", lambda: peers.of_logp(peers.naive_logp)),
         "naive, torch.compile": ("GRPO", lambda: peers.of_logp(torch.compile(peers.naive_logp, dynamic=False))),
@@ -129,7 +132,7 @@ def heads(backend: str) -> dict[str, tuple[str, Callable]]:
         LIGER_GRPO: ("GRPO", peers.liger_grpo),
         "Liger FLCE": ("CE", peers.liger_ce),
         "F.linear_cross_entropy": ("CE", peers.torch_ce),
-        OURS_TORCH: ("GRPO", lambda: ours(Head("torch"))),
+        "grpo_head, torch": ("GRPO", lambda: ours(Head("torch"))),
     }
 
 
@@ -206,13 +209,24 @@ def first_runs(shape: tuple, x: Inputs, args: argparse.Namespace, write: Callabl
             except ImportError as error:
                 line |= {"status": "absent", "reason": str(error)}
             except Exception as error:  # whatever another project's code raises is its result
-                line |= {"status": "failed", "reason": f"{type(error).__name__}: {str(error).strip()[:300]}"}
+                where = traceback.extract_tb(error.__traceback__)[-1].line
+                line |= {"status": "failed", "reason": f"{type(error).__name__}: {str(error).strip()[:300] or where}"}
             signal.alarm(0)
             write(line)
             found[name, backward] = (line, run)
             if run is None and cuda:
                 leave_broken_device(name)
     return found
+
+
+def kernel_ms(run: Callable, cuda: bool) -> dict[str, float]:
+    """Where the time of a call goes: the kernels that take longest, in ms."""
+    activity = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profile:
+        milliseconds(run, cuda)
+    name = "self_device_time_total" if cuda else "self_cpu_time_total"
+    events = sorted(profile.key_averages(), key=lambda event: -getattr(event, name))[:8]
+    return {f"{event.count} x {event.key[:80]}": getattr(event, name) / 1e3 for event in events}
 
 
 def leave_broken_device(name: str) -> None:
@@ -227,13 +241,10 @@ def measure(shape: tuple, args: argparse.Namespace, write: Callable) -> list[dic
     """All heads on one shape, a line for each: first runs, then rounds in which they take turns."""
     cuda = not args.dry
     x = make_inputs(*shape, "cuda" if cuda else "cpu", torch.bfloat16 if cuda else torch.float32)
-    found = first_runs(shape, x, args, write)
     buffers = [x.hidden_ND.new_empty(s) for s in ((shape[0], shape[2]), x.hidden_ND.shape, x.weight_VD.shape)]
-    lines = []
+    found = first_runs(shape, x, args, write)
     for backward in (True, False):
-        run = {
-            BARE: partial(bare, x, buffers, backward)
-        }  # before and after the others: a clock that falls, falls for all
+        run = {BARE: partial(bare, x, buffers, backward)}  # first and last: clocks that fall, fall for all
         run |= {name: run for (name, mode), (_, run) in found.items() if mode == backward and run}
         run["again"] = run[BARE]
         times: dict = {name: [] for name in run}
@@ -250,8 +261,10 @@ def measure(shape: tuple, args: argparse.Namespace, write: Callable) -> list[dic
             line = found[name, backward][0]
             line |= {"status": "ok", "ms": ms, "tflops": flops / ms / 1e9, "of_bare": floor / ms, "ms_all": all_ms}
             write(line)
-    lines = [line for line, _ in found.values()]
-    return lines
+    for key in ((OURS, True), (LOGP, True), (LOGP, False)):
+        if key in found and found[key][1]:
+            write({"shape": shape, "profile": key, "kernel_ms": kernel_ms(found[key][1], cuda)})
+    return [line for line, _ in found.values()]
 
 
 # ---------------------------------------------------------------------------------------------------------- reporting
@@ -262,8 +275,7 @@ def bars(lines: list[dict]) -> list[str]:
     at = {(line["name"], line["backward"]): line for line in lines if tuple(line["shape"]) == MAIN_SHAPE}
     ms = {key: line["ms"] for key, line in at.items() if "ms" in line}
     own, score, small = (at.get(key, {}) for key in ((OURS, True), (LOGP, False), (OURS_SMALL, True)))
-    mine = (OURS, OURS_SMALL, OURS_TORCH, LOGP)
-    rivals = [ms[key] for key in ms if key[1] and at[key]["computes"] == "GRPO" and key[0] not in mine]
+    rivals = [ms[n, b] for n, b in ms if b and at[n, b]["computes"] == "GRPO" and not n.startswith((OURS, LOGP))]
     best = min(rivals) / own["ms"] if rivals and "ms" in own else None
     times = {name: ms[name, True] / own["ms"] for name in (LIGER_GRPO, VERL) if (name, True) in ms and "ms" in own}
     rows = [
@@ -287,11 +299,14 @@ def bar(what: str, value: float | None, sign: str, limit: float) -> str:
 
 
 def table(lines: list[dict]) -> str:
-    """A row per shape, mode and head; the last line of each counts."""
+    """A row per shape, mode and head; the last line of each counts. Of other shapes than MAIN_SHAPE: the fastest 6."""
     last = {(tuple(line["shape"]), not line["backward"], line["name"]): line for line in lines if "name" in line}
     columns = ("ms", "tflops", "of_bare", "extra_MiB", "logp_error", "dX_error", "dW_error", "loss_error")
     out = [f"{'shape':>18s} {'head':28s} {'':8s}" + "".join(f"{column:>11s}" for column in columns)]
-    for (shape, forward, name), line in sorted(last.items(), key=lambda item: (item[0][:2], item[1].get("ms", 1e9))):
+    rows = sorted(last.items(), key=lambda item: (item[0][:2], item[1].get("ms", 1e9)))
+    for number, ((shape, forward, name), line) in enumerate(rows):
+        if shape != MAIN_SHAPE and number >= 6 and rows[number - 6][0][:2] == (shape, forward):
+            continue
         cells = "".join(f"{line[column]:11.4g}" if column in line else f"{'-':>11s}" for column in columns)
         reason = f" {line['status']}: {line['reason'].splitlines()[0][:100]}" if "reason" in line else ""
         size, mode = "x".join(map(str, shape)), "forward" if forward else line["computes"]

@@ -49,7 +49,12 @@ EVERYTHING = {"reference_policy_kl_penalty": 0.3, "entropy_coef": 0.2, "positive
 COVER = [  # three sets of options that together use every branch but the other two KLs
     LossConfig(reference_policy_kl_penalty=0.0),
     LossConfig(
-        **EVERYTHING, **WEIGHTS[2], ratio_clip_c=1.2, token_level_loss=False, use_on_policy_kl_approximation=True
+        **EVERYTHING,
+        **WEIGHTS[2],
+        ratio_clip_c=1.2,
+        token_level_loss=False,
+        use_on_policy_kl_approximation=True,
+        kl_input_clamp_value=None,
     ),
     LossConfig(**EVERYTHING, **WEIGHTS[3], use_cispo=True, kl_gradient="plain", kl_output_clamp_value=0.1),
 ]
@@ -216,13 +221,21 @@ def test_extreme_logits(head, cfg, kind):
     hidden[:, -1] = 1
     weight[:, -1] = {"low": -1000, "equal": 300, "one huge": 0, "high": 1000}[kind]
     if kind == "one huge":
-        weight[7, -1] = 60
+        weight[7, -1] = 200  # of the others, exp(-logp) is infinite: not to be met where a token is masked
     case = Case(9, 300, hidden=hidden, weight=weight, temperature=1.0)
     got, want = list(case.ours(cfg, head)), list(case.oracle(cfg))
     got[3], want[3] = got[3][:, :-1], want[3][:, :-1]  # the last column is its weight times the sum of dz, which is 0
     close(got, want, gradient=1e-5)
     if kind == "equal":
         torch.testing.assert_close(got[2], torch.full_like(got[2], np.log(300)), rtol=1e-6, atol=0)
+
+
+@both
+def test_weights_that_overflow_are_0(head):
+    cfg = LossConfig(**EVERYTHING, **WEIGHTS[1], use_on_policy_kl_approximation=True, kl_output_clamp_value=None)
+    case = Case(5, 37)
+    case.sampler[:2] = -1000
+    close(case.ours(cfg, head), case.oracle(cfg), gradient=1e-5)
 
 
 @both
