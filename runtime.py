@@ -179,9 +179,9 @@ def finish(code: int, reason: str, run_folder: Path | None) -> bool:
 
 
 def leave(code: int) -> None:
-    """Ends this rank. A gloo thread that lets go of the last collective's tensor while the interpreter is torn down calls
-    std::terminate, and a finished run would count as crashed (13 of 50 seen): it gets the time to do so before. Not by
-    os._exit: vLLM's CPU engine removes its shared memory in the teardown, and what is left of it fails the next run."""
+    """Ends this rank. A gloo thread that lets go of the last collective's tensor while the interpreter is torn down
+    calls std::terminate, and a finished run would count as crashed (13 of 50 seen): it gets the time to do so before.
+    No os._exit: vLLM's CPU engine removes its shared memory in the teardown, and what is left fails the next run."""
     time.sleep(0.2)
     sys.exit(code)
 
