@@ -59,11 +59,11 @@ import runtime  # noqa: E402
 from advantages import advantage_metrics, advantages  # noqa: E402
 from loss import derived_metrics  # noqa: E402
 from metrics import RunLog  # noqa: E402
-from model import Decoder, full_tensors, load_policy, save_hf  # noqa: E402
+from model import Decoder, full_tensors, load_policy, save_hf, uses_flash_attention  # noqa: E402
 from reward_model import RewardModel  # noqa: E402
 from rollout import Engine, rollout_over_ranks  # noqa: E402
 from sampling import collect, data_is_used_up  # noqa: E402
-from update import Reference, make_micro_batches, needs_reference, score, set_learning_rate, train_step  # noqa: E402
+from update import Reference, head_choice, make_micro_batches, needs_reference, score, set_learning_rate, train_step  # noqa: E402
 from validation import validate  # noqa: E402
 
 
@@ -159,6 +159,7 @@ def build(
     cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torch.device
 ) -> tuple[Decoder, torch.optim.AdamW, Engine]:
     """The sharded policy with float32 master weights, its optimizer, and the engine, which has no weights yet."""
+    head = head_choice(cfg, device)
     runtime.seed_everything(cfg.grpo.seed)
     mesh = dist.init_device_mesh(device.type, (ranks.world_size,))
     model = load_policy(
@@ -168,10 +169,11 @@ def build(
         precision=cfg.policy.precision,
         activation_checkpointing=cfg.policy.dtensor_cfg.activation_checkpointing,
     )
-    size = sum(param.numel() for param in model.parameters())
+    size, dtype = sum(param.numel() for param in model.parameters()), getattr(torch, cfg.policy.precision)
+    attention = "varlen_attn" if uses_flash_attention(device.type, dtype) else "SDPA by runs of equal length"
     ranks.say(
-        f"policy: {size / 1e6:,.1f} M parameters, {cfg.policy.precision}, FSDP2 over {ranks.world_size} ranks; head: "
-        "torch, chunked; starting the engine"
+        f"policy: {size / 1e6:,.1f} M parameters, {cfg.policy.precision}, FSDP2 over {ranks.world_size} ranks; "
+        f"{head.describe(inputs.tokenizer.vocab_size)}; attention: {attention}; starting the engine"
     )
     if inputs.reward_model:
         pack_tokens = cfg.policy.sequence_packing.train_mb_tokens

@@ -34,7 +34,7 @@ class RewardDecoder(Decoder):
     def forward(self, token_T: Tensor, position_T: Tensor, cu_seqlens: Tensor, row_S: Tensor) -> Tensor:
         """Scores at rows row_S, [S], computed in float32: bfloat16 would round them to 3 digits."""
 
-        def head(hidden_SD: Tensor, _: Tensor) -> Tensor:
+        def head(hidden_SD: Tensor, *_, temperature: float) -> Tensor:  # which scores have not
             return hidden_SD.float() @ self.score.weight[0].float()
 
         return super().forward(token_T, position_T, cu_seqlens, row_S, head=head)

@@ -9,13 +9,17 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # A file imports only files before it; "kernels" is the folder, whose files import one another and nothing else of ours.
 ORDER = (
-    *("config", "config_file", "config_check", "kernels", "sandbox", "model_config"),
-    *("envs", "chat", "data", "model", "loss", "metrics", "runtime"),
+    *("config", "config_nemo", "config_file", "config_check", "kernels", "sandbox", "model_config"),
+    *("envs", "grader", "math_grader", "code_grader", "graded_envs", "chat", "data", "sources", "rows", "mixing"),
+    *("model", "loss", "metrics", "runtime", "reward_model"),
     *("inputs", "shaping", "sampling", "advantages", "update", "rollout", "checkpoint", "validation"),
     *("grpo", "eval"),
 )
 ALONE = ("config", "kernels", "sandbox", "runtime", "loss")  # of ours: config and its checks at most
-WITHOUT_TORCH = ("config", "config_file", "config_check", "sandbox", "model_config", "envs", "chat", "data", "inputs")
+WITHOUT_TORCH = (
+    *("config", "config_nemo", "config_file", "config_check", "sandbox", "model_config", "envs", "grader"),
+    *("math_grader", "code_grader", "graded_envs", "chat", "data", "sources", "rows", "mixing", "inputs"),
+)
 MAX_LINES = {"grpo.py": 350}
 FILES = sorted([*ROOT.glob("*.py"), *ROOT.glob("kernels/*.py")])
 NAMES = [str(path.relative_to(ROOT)) for path in FILES]
@@ -105,7 +109,7 @@ def test_sizes(name):
 
 
 def test_size_of_all_product_code():
-    assert sum(len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in NAMES) <= 5000
+    assert sum(len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in NAMES) <= 5400
 
 
 @pytest.mark.parametrize("name", NAMES)
