@@ -8,7 +8,6 @@ crosses as values of built-in types, so nothing of the candidate's runs where it
 import ast
 import json
 import os
-import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -46,7 +45,7 @@ def read_tests(answer: str, columns: Mapping[str, Any]) -> dict[str, Any]:
 
     They are fields of the row or, if it has neither `test` nor `tests`, of the JSON object that is its answer. `prompt`
     counts only where it is Python, as HumanEval's: then it comes before the code, and the test may use what it defines.
-    ValueError that says what is wrong; answers of the right form take no time here.
+    ValueError that says what is wrong.
     """
     found: Any = columns
     if columns.get("test") is None and columns.get("tests") is None:
@@ -106,20 +105,13 @@ def extract_code(reply: str) -> str:
     return found
 
 
-def whole_code(reply: str, tests: Mapping[str, Any]) -> str:
-    """The code of a reply with what the row's prompt brings: the beginning of the function that the reply goes on with,
-    or, where the reply has the whole function, imports and helpers."""
-    code, name, prompt = extract_code(reply), tests.get("entry_point"), tests.get("prompt", "")
-    whole = name is None or re.search(rf"^(?:async\s+)?def\s+{name}\b|^{name}\s*[:=]", code, re.MULTILINE)
-    return f"{prompt}\n{code}" if whole else prompt + code
-
-
 def grade(job: dict) -> dict:
     """{outcome, message} of a job: reply, tests (of `read_tests`), seconds (of all tests together), memory_mib and
     isolation. sandbox.Unavailable where no process could be made."""
-    if not extract_code(job["reply"]).strip():
+    code, tests = extract_code(job["reply"]), job["tests"]
+    if not code.strip():
         return {"outcome": "parse_fail", "message": "no code"}
-    code, tests = whole_code(job["reply"], job["tests"]), job["tests"]
+    code = f"{tests.get('prompt', '')}\n{code}"  # its imports and helpers; or the function that the reply goes on with
     sandbox.libc("prctl", sandbox.PR_SET_DUMPABLE, 0)  # nobody looks into this process, which knows what is expected
     limits = Limits(job["seconds"], job["memory_mib"], job["isolation"])
     outcome, message = by_programs(code, tests["tests"], limits) if "tests" in tests else by_test(code, tests, limits)

@@ -39,7 +39,11 @@ class Math(Environment):
             self.canaries = self.strict_canaries
         workers = max(1, cfg.num_workers // num_ranks)
         self.pool = GraderPool(
-            "math_grader:grade", num_workers=workers, deadline_s=cfg.deadline_s, memory_mib=cfg.memory_mib
+            "math_grader:grade",
+            num_workers=workers,
+            deadline_s=cfg.deadline_s,
+            memory_mib=cfg.memory_mib,
+            first={"reply": r"\boxed{x+y}", "answer": "y+x", "strict": False},  # imports sympy
         )
 
     def step(self, turns: Sequence[Turn]) -> list[Verdict]:
@@ -88,14 +92,10 @@ class Code(Environment):
         try:
             sandbox.run("", "", sandbox.Limits(**self.limits))
         except sandbox.Unavailable as error:
-            other = (
-                ", or set env.code.isolation=none (README.md: what that gives up)"
-                if cfg.isolation == "required"
-                else ""
-            )
+            other = ", or set env.code.isolation=none (see README.md)" if cfg.isolation == "required" else ""
             raise ConfigError(
-                f"env.code.isolation={cfg.isolation}: this machine does not let a program be kept apart ({error}): allow "
-                f"user namespaces and seccomp{other}"
+                f"env.code.isolation={cfg.isolation}: this machine does not let a program be kept apart ({error}): "
+                f"allow user namespaces and seccomp{other}"
             ) from error
         self.pool = GraderPool(
             "code_grader:grade",

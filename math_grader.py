@@ -85,7 +85,7 @@ def _after_words(text: str) -> str | None:
     parts = _ANSWER_IS.split(text)
     if len(parts) == 1:
         return None
-    line = parts[-1].strip().split("\n", 1)[0].rstrip("* ")
+    line = re.sub(r"\*\*(?=[.\s]|$)", "", parts[-1].strip().split("\n", 1)[0])  # of bold type
     math = re.match(r"\$([^$]+)\$|\\\((.+?)\\\)", line)
     if math:
         return math[1] or math[2]

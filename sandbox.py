@@ -142,11 +142,13 @@ DICTS = (
     collections.Counter,
 )  # equal to dicts, and sent as such
 GROUPS = {tuple: "tuple", set: "set", frozenset: "frozenset"}
-UNNAMED = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError, ExceptionGroup)  # made of more than a text
+# Not raised again: what takes more than a text to make, and what would end a loop of the test instead of failing it.
+UNRAISED = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError, ExceptionGroup, StopIteration)
+UNRAISED += (StopAsyncIteration,)
 RAISABLE = {
     name: kind
     for name, kind in vars(builtins).items()
-    if isinstance(kind, type) and issubclass(kind, Exception) and kind not in UNNAMED
+    if isinstance(kind, type) and issubclass(kind, Exception) and kind not in UNRAISED
 }
 
 
@@ -218,15 +220,14 @@ class Proxy:
         try:
             while line:
                 line = line[os.write(self.requests, line) :]
-            line = self.responses.readline(MAX_ANSWER_BYTES)
-            kind, content = json.loads(line) if line.endswith(b"\n") else ("bad", "no answer, or too long a one")
+            kind, content = json.loads(self.responses.readline(MAX_ANSWER_BYTES))
             value = decode(content)
         except (OSError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
             kind, value = "bad", f"no answer ({type(error).__name__})"
         if kind == "raised" and type(value) is list:
             raise next((RAISABLE[name] for name in value if type(name) is str and name in RAISABLE), Exception)
         if kind != "value":
-            self.lost = str(value)[:300] or "no answer"
+            self.lost = value[:300] if type(value) is str and value else "no answer"
             raise Lost(self.lost)
         return value
 

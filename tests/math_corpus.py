@@ -16,7 +16,7 @@ EQUAL = r"""
 1,000,000 | 1000000
 1\,000 | 1000
 -3 | -3
--3 | −3
+-3 | \u22123
 -3 | - 3
 -\$5 | -5
 0 | -0
@@ -44,6 +44,8 @@ EQUAL = r"""
 50\% | 0.5
 50% | 50
 50% | 1/2
+9 | 9\%
+0.5 | 50%
 12.5% | \frac{1}{8}
 50 percent | 50%
 5 cm | 5
@@ -107,6 +109,32 @@ e^2 | e^{2}
 i | i
 3+2i | 2i+3
 100 | 100.
+\{1,2\} | 1,2
+\pm 2 | 2, -2
+1 \pm \sqrt{2} | 1+\sqrt{2}, 1-\sqrt{2}
+x = 1 \text{ or } x = 2 | 1, 2
+1, 2 | x = 2, x = 1
+x=1,y=2 | y=2, x=1
+x \in [1,2] | [1, 2]
+1 < x < 2 | (1, 2)
+x \ge 2 | 2 \le x
+x > 2 | (2, \infty)
+\emptyset | \{\}
+3:4 | 3 : 4
+\frac{x^2-1}{x-1} | x+1
+\cos^2 x+\sin^2 x | 1
+\log_2 8 | 3
+\sqrt[3]{8} | 2
+\sqrt{2} | 1.41421356
+0.333333 | 1/3
+\text{Alice, Bob} | \text{Alice and Bob}
+5\text{ cm}^3 | 5\text{ cubic cm}
+\frac{n(n+1)}{2} | \binom{n+1}{2}
+\begin{vmatrix}1&2\\3&4\end{vmatrix} | -2
+(1,2),(3,4) | (1,2), (3,4)
+2^{100} | 1267650600228229401496703205376
+33\frac{1}{3} | \frac{100}{3}
+5 | 2+3=5
 """
 
 UNEQUAL = r"""
@@ -116,6 +144,7 @@ UNEQUAL = r"""
 18 | 1 8
 18 | 180
 18 | eighteen
+18 |
 -3 | 3
 3 | -3
 1000 | 1.000
@@ -154,7 +183,31 @@ blue | red
 0 | 1/0
 10^3 | 103
 5 | 5 = 5 = 6
-7 | 
+5 | x = 7 \text{ or } x = 5
+5 | x = 7 \lor x = 5
+5 | x = 7 \to x = 5
+5 | 5 \text{ or } 7
+5 | 5, 7
+5 | 5 \pm 2
+5 | [4, 6]
+5 | \{5, 7\}
+5 | 4 < x < 6
+5,7 | 5
+\{1,2\} | 1
+BAC | ABC
+\Omega | \omega
+\text{even} | \text{odd}
+(1,2),(3,4) | (1,2)
+\begin{pmatrix}1&2\end{pmatrix} | \begin{pmatrix}1\\2\end{pmatrix}
+1:2 | 2:1
+\frac{x}{y} | \frac{y}{x}
+12.5% | 1.25
+0.5 | 0.5%
+5 | five
+1267650600228229401496703205376 | 1267650600228229401496703205377
+0 | 0.0000001
+1 | 0.9999999
+|x| | x
 """
 
 REPLIES = [  # (answer, reply, outcome)
@@ -187,6 +240,14 @@ REPLIES = [  # (answer, reply, outcome)
     ("5", "the answer is: $5$. I am sure", "ok"),
     ("5", r"the answer is \(5\), since", "ok"),
     ("5", "The answer is 5 because 2+3=5", "ok"),
+    ("5", "**Final Answer:** 5", "ok"),
+    ("5", "The answer is **5**.", "ok"),
+    ("5", "The answer is\n5\nas shown", "ok"),
+    ("5", "The answer is 5, which is prime", "ok"),
+    ("5", "The answer is 7. No: the answer is 5.", "ok"),
+    ("5", "#### 7 so the answer is 5", "wrong"),
+    ("1/2", r"\boxed{\text{\frac{1}{2}}}", "ok"),
+    ("5", r"\\boxed{5}", "parse_fail"),
     ("5", "The answer is not clear", "wrong"),
     ("5", "5", "parse_fail"),
     ("5", "I think it is 5", "parse_fail"),
@@ -207,6 +268,10 @@ REPLIES = [  # (answer, reply, outcome)
     ("5", r"\boxed{\int_0^1 x^{x^{x^{x}}} dx}", "hostile"),
     ("5", r"\boxed{x^{100000}+y^{100000}-(x+y)^{100000}}", "hostile"),
     ("x^2", r"\boxed{(x+1)^{5000}-(x+1)^{4999}}", "hostile"),
+    ("5", r"\boxed{\prod_{i=1}^{10^{9}} i}", "hostile"),
+    ("5", r"\boxed{2^{2^{100}}}", "hostile"),
+    ("5", r"\boxed{\begin{pmatrix}1&2\\3&4\end{pmatrix}^{10^9}}", "hostile"),
+    ("5", r"\boxed{\lim_{x\to 0} x^{x^{x}}/0}", "hostile"),
     ("5", r"\boxed{__import__('os').system('true')}", "hostile"),
     ("5", "\\boxed{\ud800}", "hostile"),
     ("5", "\\boxed{\x00}", "hostile"),
@@ -219,8 +284,8 @@ REPLIES = [  # (answer, reply, outcome)
 def cases():
     """(answer, reply, expected outcome); "hostile" may end in any outcome but ok."""
     for table, outcome in ((EQUAL, "ok"), (UNEQUAL, "wrong")):
-        for line in filter(None, table.split("\n")):
-            gold, _, answer = line.partition(" | ")
+        for line in filter(None, table.replace("\\u2212", chr(0x2212)).split("\n")):
+            gold, _, answer = line.partition(" |")
             answer = answer.strip()
             yield gold, rf"\boxed{{{answer}}}", outcome if answer else "parse_fail"
     yield from REPLIES

@@ -14,7 +14,7 @@ from test_grader import children
 import code_grader
 import envs
 import sandbox
-from code_grader import extract_code, read_tests, whole_code
+from code_grader import extract_code, read_tests
 from config import CodeEnvConfig, ConfigError, EnvConfig
 from grader import GraderPool
 from sandbox import Limits
@@ -89,11 +89,22 @@ CALLS = {
     "tests": [{"args": [[1, 2]], "expected": {"a": [3.0, None]}}, {"args": [[]], "expected": 0}],
 }
 PROGRAM = {"tests": [{"input": "2\n3\n", "output": "5\n"}, {"input": "1 \n1", "output": "2"}]}
+ROOT = 'import math\ndef two(): return 2\ndef f(x):\n    """Root."""\n'
+PROMPTED = {"entry_point": "f", "prompt": ROOT, "test": "assert f(4) == two()"}  # HumanEval's tests use helpers too
+LOOPS = {"entry_point": "f", "test": "for x, y in zip(map(f, [1, 2]), [1, 2]): assert x == y"}
 RAISES = {"entry_point": "f", "test": "try:\n    f(0)\n    assert False\nexcept ZeroDivisionError:\n    pass\n"}
 SWALLOWS = {
     "entry_point": "f",
     "test": "for i in range(3):\n    try:\n        f(i)\n    except Exception:\n        pass\n",
 }
+SWALLOWS_ALL = SWALLOWS | {"test": SWALLOWS["test"].replace("Exception", "BaseException")}
+FORGED = """
+import os
+def f(x):
+    for fd in range(64):
+        try: os.write(fd, b'["other", {"int": "0x' + b"f" * 9999 + b'"}]\\n')
+        except OSError: pass
+"""
 TYPES = {
     "entry_point": "f",
     "test": "def check(f):\n    x = (1, {2}, b'3', frozenset([4]), 5j, None, {6: (7,)})\n    y = f(x)\n"
@@ -122,13 +133,21 @@ JUDGED = [
     (PROGRAM, "print(int(input()) + int(input()))\n1 / 0", "wrong"),
     (PROGRAM, "import sys\nsys.exit(0)", "wrong"),
     (PROGRAM, "print(int(input()) + int(input()), flush=True)\nwhile True: pass", "timeout"),
+    (PROMPTED, "    return math.sqrt(x)", "ok"),
+    (PROMPTED, "def f(x): return math.sqrt(x)", "ok"),
+    (PROMPTED, "from math import sqrt as f", "ok"),
+    (PROMPTED, "    pass", "wrong"),
     (RAISES, "def f(x): 1 / x", "ok"),
     (RAISES, "class Mine(ZeroDivisionError): pass\ndef f(x): raise Mine", "ok"),
     (RAISES, "def f(x): raise ValueError", "wrong"),
     (RAISES, "def f(x): return x", "wrong"),
+    (LOOPS, "def f(x): return x", "ok"),
+    (LOOPS, "def f(x): raise StopIteration", "wrong"),
     (SWALLOWS, "def f(x): raise ValueError", "ok"),  # it expects no more
     (SWALLOWS, "def f(x): raise SystemExit", "wrong"),
-    (SWALLOWS, "def f(x): return object()", "wrong"),  # whoever catches it, no value is no pass
+    (SWALLOWS, "def f(x): return object()", "wrong"),
+    (SWALLOWS_ALL, "def f(x): return object()", "wrong"),  # whoever catches it: no value is no pass
+    (SWALLOWS_ALL, FORGED, "wrong"),
     (TYPES, "def f(x): return x", "ok"),
     (TYPES, "def f(x): return list(x)", "wrong"),
     (
@@ -232,14 +251,6 @@ def test_tests_are_read_from_fields_or_from_the_answer():
 )
 def test_code_is_the_last_python_block(reply, code):
     assert extract_code(reply) == code
-
-
-def test_a_reply_goes_on_with_its_prompt_or_comes_after_it():
-    tests = {"entry_point": "f", "prompt": 'import math\ndef f(x):\n    """Root."""\n'}
-    for reply in ("    return math.sqrt(x)", "def f(x): return math.sqrt(x)", "from math import sqrt\nf = sqrt"):
-        names = {}
-        exec(whole_code(reply, tests), names)
-        assert names["f"](9) == 3
 
 
 def environment(**changes):

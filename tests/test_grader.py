@@ -14,12 +14,22 @@ import pytest
 from config import ConfigError
 from grader import GraderPool
 
-DEADLINE = 0.3
+
+def make_pool(deadline_s=60, num_workers=2):
+    return GraderPool("grader_targets:run", num_workers=num_workers, deadline_s=deadline_s, memory_mib=1024)
 
 
 @pytest.fixture(scope="module")
 def pool():
-    pool = GraderPool("grader_targets:run", num_workers=2, deadline_s=DEADLINE, memory_mib=1024)
+    pool = make_pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def strict():
+    """A pool whose jobs may take 0.3 s: only for what must overrun, since a busy machine overruns it too."""
+    pool = make_pool(0.3)
     yield pool
     pool.close()
 
@@ -50,12 +60,17 @@ def test_values_come_back_in_the_order_of_the_jobs(pool):
 
 
 @pytest.mark.parametrize("kind", ["hang", "busy", "locked", "deaf"])
-def test_overrun_is_killed_and_the_others_are_graded(pool, kind):
-    start = time.monotonic()
-    graded = pool.grade([("double", 1), (kind, 0), ("double", 3), ("double", 4)])
-    assert [g.outcome for g in graded] == ["ok", "timeout", "ok", "ok"]
-    assert graded[3].value == 8 and graded[1].message == "no answer in 0.3 s"
-    assert time.monotonic() - start < 20  # a hang would take forever; seconds are for bench/
+def test_overrun_is_killed_and_its_worker_replaced(strict, kind):
+    assert [graded.message for graded in strict.grade([(kind, 0)] * 3)] == ["no answer in 0.3 s"] * 3
+    assert outcomes(strict, (kind, 0)) == ["timeout"]
+
+
+def test_overrun_is_no_matter_of_the_other_jobs():
+    pool = make_pool(2)
+    graded = pool.grade([("double", 1), ("hang", 0), *[("double", i) for i in range(100)]])
+    pool.close()
+    assert [g.outcome for g in graded] == ["ok", "timeout", *["ok"] * 100]
+    assert [g.value for g in graded[2:]] == [2 * i for i in range(100)]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +96,8 @@ def test_what_a_grader_prints_is_no_answer(pool):
 
 @pytest.mark.parametrize("kind", ["daemon", "daemon and hang", "daemon and die"])
 def test_what_a_grader_starts_dies_with_its_job(pool, kind, tmp_path):
-    outcomes(pool, (kind, str(tmp_path / "pid")), ("double", 1))
+    pool = make_pool(3, num_workers=1) if "hang" in kind else pool
+    outcomes(pool, (kind, str(tmp_path / "pid")))
     assert gone((tmp_path / "pid").read_text())
 
 
@@ -106,7 +122,7 @@ def test_worker_killed_while_idle_costs_no_job(pool):
 
 def test_worker_is_replaced_after_so_many_jobs(monkeypatch):
     monkeypatch.setattr("grader.MAX_JOBS", 3)
-    pool = GraderPool("grader_targets:run", num_workers=1, deadline_s=5, memory_mib=512)
+    pool = make_pool(num_workers=1)
     pids = [graded.value for graded in pool.grade([("pid", 0)] * 7)]
     pool.close()
     assert sorted(Counter(pids).values()) == [1, 3, 3]
@@ -149,32 +165,22 @@ def held():
 
 
 @pytest.mark.parametrize(("num_jobs", "num_hang"), [(100, 10), pytest.param(2000, 200, marks=pytest.mark.long)])
-def test_nothing_stays_behind_after_hostile_jobs(pool, tmp_path, num_jobs, num_hang):
-    hostile = [
-        "daemon and die",
-        "daemon",
-        "raise",
-        "exit",
-        "os exit",
-        "segfault",
-        "print",
-        "memory",
-        "no json",
-        "double",
-        "echo",
-    ]
+def test_nothing_stays_behind_after_hostile_jobs(strict, tmp_path, num_jobs, num_hang):
+    hang = ["hang", "busy", "deaf", "daemon and hang"]
+    ends = {"daemon": "ok", "print": "ok", "double": "ok", "echo": "ok"}
+    ends |= dict.fromkeys(["raise", "exit", "os exit", "segfault", "memory", "no json", "daemon and die"], "error")
     rng = random.Random(0)
-    jobs = [(rng.choice(["hang", "busy", "deaf", "daemon and hang"]), str(tmp_path / f"{i}")) for i in range(num_hang)]
-    kinds = [rng.choice(hostile) for _ in range(num_jobs - num_hang)]
-    jobs += [(kind, str(tmp_path / f"d{i}") if "daemon" in kind else 3) for i, kind in enumerate(kinds)]
-    rng.shuffle(jobs)
-    outcomes(pool, ("double", 1), ("double", 1))  # every worker is there
+    some = [*ends, *["double", "echo", "raise"] * 5]
+    kinds = [rng.choice(hang if i < num_hang else some) for i in range(num_jobs)]
+    rng.shuffle(kinds)
+    outcomes(strict, ("double", 1), ("double", 1))  # every worker is there
     before = held()
-    found = Counter(outcomes(pool, *jobs))
-    assert found["timeout"] == num_hang and found.total() == num_jobs
-    answer = sum(kind in ("daemon", "print", "double", "echo") for kind, _ in jobs)
-    assert found["ok"] == answer and found["error"] == num_jobs - num_hang - answer
-    outcomes(pool, ("double", 1), ("double", 1))
+    found = outcomes(strict, *[(kind, str(tmp_path / str(i))) for i, kind in enumerate(kinds)])
+    assert all(outcome == "timeout" for kind, outcome in zip(kinds, found, strict=True) if kind in hang)
+    late = [kind for kind, outcome in zip(kinds, found, strict=True) if outcome != ends.get(kind, "timeout")]
+    assert all(outcome in (ends.get(kind), "timeout") for kind, outcome in zip(kinds, found, strict=True))
+    assert len(late) < num_jobs / 10, late  # on a busy machine
+    outcomes(strict, ("double", 1), ("double", 1))
     end = time.monotonic() + 10
     while held() != before and time.monotonic() < end:
         time.sleep(0.05)
