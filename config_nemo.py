@@ -61,7 +61,7 @@ policy.generation.vllm_cfg.http_refit_api_key_env_var  policy.generation.vllm_cf
 policy.generation.vllm_cfg.zmq_refit_server_port  policy.generation.vllm_cfg.reset_encoder_cache_after_weight_update
 data.num_workers  data.train.download_dir  data.validation.download_dir  data.default.download_dir
 env.should_use_nemo_gym=false  env.should_log_nemo_gym_responses  env.nemo_gym.*  env.math.stop_strings=null
-env.math.math_verify_impl=hf_math_verify  env.math.verifier_type=math
+env.math.verifier_type=math
 env.reward_model.enabled=true  env.reward_model.tokenizer.*  env.reward_model.batch_size
 env.reward_model.checkpoint_path=null  env.reward_model.resources.*  env.reward_model.dtensor_cfg.*
 logger.wandb_enabled  logger.mlflow_enabled  logger.swanlab_enabled  logger.monitor_gpus  logger.wandb.*

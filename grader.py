@@ -148,10 +148,11 @@ class GraderPool:
 
     def __init__(self, target: str, *, num_workers: int, deadline_s: float, memory_mib: int, first: Any = None):
         self.deadline_s, self.owner, self.arguments = deadline_s, os.getpid(), (target, memory_mib, first)
-        self.workers = [_Worker(*self.arguments) for _ in range(num_workers)]
+        self.workers = [_Worker(*self.arguments)]
         atexit.register(self.close)
-        while any(not worker.ready for worker in self.workers):
+        while not self.workers[0].ready:
             self._step([])
+        self.workers += [_Worker(*self.arguments) for _ in range(num_workers - 1)]  # ready by the first jobs, or soon
 
     def grade(self, jobs: Sequence[Any]) -> list[Graded]:
         """The outcome of each job, in order. Takes at most a deadline for each of them over the number of workers."""
