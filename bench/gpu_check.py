@@ -20,7 +20,12 @@ import runtime
 import update
 from bench.head import call, exact_rows, facts, heads, make_inputs, oracle, ours
 from bench.train_step import QWEN, TINY, WAYS, config_of, loss_outside, random_batch, random_policy
-from kernels import Head, linear_logp
+from config import LossConfig
+from kernels import Head, grpo_head, linear_logp
+
+EVERY_TERM = {"ratio_clip_c": 3.0, "use_importance_sampling_correction": True, "entropy_coef": 0.1}
+EVERY_TERM |= {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0}
+EVERY_TERM |= {"reference_policy_kl_penalty": 0.1, "positive_example_nll_weight": 0.1}
 
 failed: list[str] = []
 
@@ -54,6 +59,26 @@ def check_head(shape: tuple[int, int, int], device: str, dtype: torch.dtype, bac
     with torch.no_grad():
         entropy_N = linear_logp(x.hidden_ND, x.weight_VD, x.target_N, return_entropy=True, head=Head(backend))[1]
     check(f"linear_logp {where}: entropy, largest", (entropy_N - exact["entropy"]).abs().max().item(), 1e-3)
+
+
+def check_every_term(shape: tuple[int, int, int], device: str, dtype: torch.dtype, backend: str) -> None:
+    """Every term of the loss at once, entropy bonus included, against the float64 reference."""
+    x, generator = make_inputs(*shape, device, dtype), torch.Generator(device).manual_seed(1)
+    noise_KN = 0.1 * torch.rand(2, shape[0], generator=generator, device=device)
+    rows = {"old_logp_R": x.old_N, "sampler_logp_R": x.old_N + noise_KN[0], "ref_logp_R": x.old_N - noise_KN[1]}
+    rows |= {"adv_R": x.adv_N, "share_R": torch.full_like(x.old_N, 1 / shape[0])}
+    rows |= {"nll_share_R": (x.target_N % 2) / shape[0]}
+    how = {"temperature": 1.3, "num_grad_rows": shape[0] * 3 // 4, "cfg": LossConfig(**EVERY_TERM)}
+    found = []
+    for wide in (dtype, torch.float64):
+        hidden_ND, weight_VD = (t.detach().to(wide).requires_grad_() for t in (x.hidden_ND, x.weight_VD))
+        loss, logp_N, entropy_N = grpo_head(hidden_ND, weight_VD, x.target_N, **rows, **how, head=Head(backend, 1024))
+        found.append([loss.detach(), logp_N, entropy_N, *torch.autograd.grad(loss, (hidden_ND, weight_VD))])
+    narrow = 3e-3 if dtype == torch.bfloat16 else 1e-5
+    limits = {"loss": 1e-4, "logp": 1e-3, "entropy": 1e-3, "dX": narrow, "dW": narrow}
+    for (name, limit), own, exact in zip(limits.items(), *found, strict=True):
+        error = relative(own, exact) if name[0] == "d" else (own - exact).abs().max().item()
+        check(f"grpo_head, every term, {'x'.join(map(str, shape))}: {name}", error, limit)
 
 
 def check_far_rows(shape: tuple[int, int, int], device: str, dtype: torch.dtype, backend: str) -> None:
@@ -122,6 +147,7 @@ def main() -> None:
     checks: list[tuple[str, Callable]] = [
         ("head", lambda: check_head((66, 64, 515) if dry else (8196, 2048, 151936), *how)),
         ("head of other sizes", lambda: check_head((34, 72, 300) if dry else (1030, 1536, 128256), *how)),
+        ("every term", lambda: check_every_term((64, 64, 515) if dry else (4096, 2048, 151936), *how)),
         ("far rows", lambda: check_far_rows((10, 64, 515) if dry else (16384, 1536, 151936), *how)),
         ("attention", lambda: check_attention(device, [5, 5, 1, 12] if dry else [1, 700, 700, 33, 2048, 128])),
         ("step", lambda: check_step(ranks, device, dry)),
