@@ -113,8 +113,7 @@ def equal(gold: str, answer: str) -> bool:
             or (bare != (one, other) and number(bare[0]) == number(bare[1]) and ("%" in one or bare[0].isdigit()))
             or _close(*numbers, one, other)
         )
-    sides, turned = one.split("="), other.split("=")[::-1]
-    return _by_sympy(one, other) or (len(sides) == len(turned) == 2 and all(map(equal, sides, turned)))
+    return _by_sympy(one, other)
 
 
 def _close(gold: Fraction, answer: Fraction, one: str, other: str) -> bool:

@@ -12,7 +12,9 @@ def run(job):
     kind, value = job
     if kind == "double":
         return value * 2
-    if kind == "hang":
+    if kind == "touch and hang":
+        open(value, "w").close()
+    if kind in ("hang", "touch and hang"):
         time.sleep(1000)
     if kind == "busy":
         while True:
@@ -37,7 +39,7 @@ def run(job):
         os.write(2, b"noise" * 100_000)
         return "printed"
     if kind == "memory":
-        return len(bytearray(1 << 40))
+        return len(bytearray(2 << 30))  # twice the worker's limit
     if kind == "long value":
         return "x" * (16 << 20)
     if kind == "no json":

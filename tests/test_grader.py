@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import grader
 from config import ConfigError
 from grader import GraderPool
 
@@ -39,7 +40,7 @@ def gone(pid, seconds=10):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
-            if Path("/proc", pid, "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            if Path("/proc", str(int(pid)), "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
                 return True
         except (FileNotFoundError, ProcessLookupError):
             return True
@@ -128,34 +129,35 @@ def test_worker_is_replaced_after_so_many_jobs(monkeypatch):
     assert sorted(Counter(pids).values()) == [1, 3, 3]
 
 
-def test_workers_die_with_their_trainer():
+def test_workers_die_with_their_trainer(tmp_path):
+    paths = [str(tmp_path / name) for name in "ab"]
     code = (
         "import grader\n"
         "pool = grader.GraderPool('grader_targets:run', num_workers=2, deadline_s=60, memory_mib=512)\n"
-        "print(*(w.process.pid for w in pool.workers), flush=True); pool.grade([('hang', 0)] * 2)"
+        "print(*(w.process.pid for w in pool.workers), flush=True)\n"
+        f"pool.grade([('touch and hang', path) for path in {paths}])"
     )
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=paths) as trainer:
+    env = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as trainer:
         pids = trainer.stdout.readline().split()
+        end = time.monotonic() + 60
+        while not all(map(os.path.exists, paths)) and time.monotonic() < end:
+            time.sleep(0.01)
         assert len(pids) == 2 and all(Path("/proc", pid).exists() for pid in pids)
         trainer.kill()
-    gone_in_time = [gone(pid) for pid in pids]
-    assert gone_in_time == [True, True]
+    assert [gone(pid) for pid in pids] == [True, True]
 
 
 def children():
-    """Processes below this one, zombies too."""
-    found, pids = [], [os.getpid()]
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    """Processes that this one has started, zombies too, and those that its workers have, whoever has adopted them."""
+    found, mark = set(), f"{grader.MARK}={os.getpid()}.".encode()
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            pid, rest = stat.read_text().split(" ", 1)
-        except (FileNotFoundError, ProcessLookupError):
+            parent = (process / "stat").read_text().rsplit(")", 1)[1].split()[1]
+            if int(parent) == os.getpid() or mark in (process / "environ").read_bytes():
+                found.add(process.name)
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-        parents.setdefault(int(rest.rsplit(")", 1)[1].split()[1]), []).append(int(pid))
-    for pid in pids:
-        found += parents.get(pid, [])
-        pids += parents.get(pid, [])
     return found
 
 
