@@ -205,6 +205,7 @@ class Decoder(nn.Module):
         `cu_seqlens` [S+1], a numpy array or a tensor, rises strictly from 0 to T. On CUDA give it as numpy:
         FSDP moves tensors to the device, and reading one back waits for all kernels queued there.
         `vocab_size` leaves out the head's rows beyond the tokenizer, which the sampler bans as well.
+        `head`, called with hidden_RD and weight_VD in place of all that, computes what is returned.
         """
         layout = PackLayout.of(cu_seqlens, len(token_T), token_T.device)
         hidden_TD = self.model["embed_tokens"](token_T)
@@ -269,6 +270,7 @@ def load_policy(
     mesh: DeviceMesh | None = None,
     precision: str = "float32",
     activation_checkpointing: bool = False,
+    decoder: type[Decoder] = Decoder,
 ) -> Decoder:
     """The model of an HF folder with float32 parameters, sharded over `mesh`; without one, whole on `device`.
 
@@ -281,7 +283,7 @@ def load_policy(
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not readable ({error}); a model is a Hugging Face folder") from error
     with torch.device("meta"):
-        model = Decoder(ModelConfig.from_hf(hf, str(path)))
+        model = decoder(ModelConfig.from_hf(hf, str(path)))
     if mesh is not None:
         shard(model, mesh, precision=precision, activation_checkpointing=activation_checkpointing)
     else:

@@ -16,11 +16,12 @@ import sys
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from config import ConfigError
 
 EXIT_CRASH, EXIT_CONFIG, EXIT_CHECK, EXIT_SAVED = 1, 2, 3, 75
 PR_SET_PDEATHSIG = 1
+T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # longer than any rollout: ranks wait for the slowest one's samples
 
 
@@ -50,6 +52,7 @@ class Ranks:
     world_size: int
     local_rank: int
     tp_size: int
+    engine_group: dist.ProcessGroup | None = None  # the ranks of this one's engine; None where it is alone
 
     @property
     def dp_rank(self) -> int:
@@ -68,6 +71,13 @@ class Ranks:
     def leads_engine(self) -> bool:
         """Ranks of a group hold the same samples: the first one reports them."""
         return self.rank % self.tp_size == 0
+
+    def from_leader(self, compute: Callable[[], T]) -> T:
+        """What `compute` gives on the rank that leads this one's engine, on all ranks of the engine."""
+        found = [compute() if self.leads_engine else None]
+        if self.engine_group is not None:
+            dist.broadcast_object_list(found, src=self.dp_rank * self.tp_size, group=self.engine_group)
+        return found[0]
 
 
 def start(tp_size: int) -> tuple[Ranks, torch.device]:
@@ -88,6 +98,9 @@ def start(tp_size: int) -> tuple[Ranks, torch.device]:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device if cuda else None)
+    if tp_size > 1:
+        group, _ = dist.new_subgroups(tp_size, timeout=COLLECTIVE_TIMEOUT, backend="gloo")
+        ranks = replace(ranks, engine_group=group)
     return ranks, device
 
 

@@ -52,7 +52,7 @@ def tiny(tmp_path_factory):
 def engine(one_rank, tiny):
     """The session's vLLM engine over `tiny`, without weights: tests call sync first."""
     import config
-    from data import Tokenizer
+    from chat import Tokenizer
     from rollout import Engine
 
     return Engine(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from dist_case import CONFIG, make_samples
 
+import chat
 import config
 import data
 import update
@@ -25,7 +26,7 @@ def policy(one_rank, tiny):
 
 @pytest.fixture
 def batch(tiny):
-    vocab_size = data.Tokenizer(tiny[0]).vocab_size
+    vocab_size = chat.Tokenizer(tiny[0]).vocab_size
     samples, adv_B = make_samples(vocab_size)
     for sample, adv in zip(samples, adv_B, strict=True):
         sample.reward = float(adv > 0.3)
