@@ -288,8 +288,19 @@ class CheckpointingConfig:
     checkpoint_dir: str | None = key(None, "Where they go; null = checkpoints in the run folder.")
     save_period: int = key(10, "Steps between checkpoints: the most that a kill costs.", ">= 1")
     keep_latest: int = key(2, "How many stay. Not 1: the old goes after the new is whole.", ">= 2")
+    keep_top_k: int | None = key(None, "Of the others, so many best by metric_name stay too; null = none.", ">= 1")
+    metric_name: str = key(
+        "validation/accuracy", "What keep_top_k compares: a key of metrics.jsonl, its newest value when saving."
+    )
+    higher_is_better: bool = key(True, "Of metric_name.")
     save_hf_at_end: bool = key(True, "Write the final weights as a Hugging Face folder, checkpoints or not.")
-    resume_from: str | None = key(None, "Run folder whose newest checkpoint to continue; null = new run.")
+    resume_from: str | None = key(None, "Run folder whose newest checkpoint to continue; null = as `resume` says.")
+    resume: Literal["auto", "must", "never"] | None = key(
+        None,
+        "auto: go on with resume_from, else with the newest run of logger.log_dir that has a whole checkpoint, over a "
+        "damaged one to the one before it; a new run where none is. must: the same, but the newest must be there "
+        "and good. never: a new run. null: must with resume_from, else never.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

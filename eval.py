@@ -21,8 +21,9 @@ import config_file
 import runtime
 from data import Sample
 from grpo import build, parse, restore, sync_weights
-from inputs import Inputs, checkpoint_folder, read_inputs
+from inputs import Inputs, read_inputs
 from metrics import RunLog
+from resume import checkpoint_folder
 from sampling import groups_of
 from update import Reference, needs_reference
 from validation import clustered_interval, modes, sample_problems, score, wilson_interval

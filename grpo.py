@@ -21,7 +21,8 @@ import config
 import config_check
 import config_file
 import data
-from inputs import Inputs, check, checkpoint_folder, num_steps_of, read_inputs
+from inputs import Inputs, check, num_steps_of, read_inputs
+from resume import checkpoint_folder, resolve
 
 USAGE = "usage: [torchrun --nproc_per_node=N] grpo.py [--check] CONFIG.yaml [key.sub=value ...] | --help"
 
@@ -33,7 +34,7 @@ def parse(argv: Sequence[str]) -> config.Config:
         raise config.ConfigError(USAGE)
     cfg = config_file.load(words[0], words[1:])
     config_check.validate(cfg, int(os.environ.get("WORLD_SIZE", "1")))
-    return cfg
+    return resolve(cfg)
 
 
 if __name__ == "__main__" and (len(sys.argv) == 1 or {"--check", "--help", "-h"} & set(sys.argv)):
@@ -104,9 +105,10 @@ def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torc
             sync_weights(model, engine, step)
 
         count_step(state, step, num_drawn, num_rows, update)
+        train = found | derived_metrics(masked | update) | spread
         if log:
             seconds = timer.take() | {"total_step_time": time.perf_counter() - step_start}
-            log.step(step, found | derived_metrics(masked | update) | spread, seconds, ranks.world_size)
+            log.step(step, train, seconds, ranks.world_size)
             log.samples(step, "train", samples, inputs.tokenizer)
         is_last = step == num_steps or data_is_used_up(grpo, num_rows, state["consumed_samples"])
         stop = signals.requested()
@@ -115,12 +117,11 @@ def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torc
             state["last_validation"] = validate(cfg, inputs, engine, ranks, log, step)
         due = saving.enabled and (step % saving.save_period == 0 or is_last or stop)
         if due and state["num_bad_steps"] == 0:  # never after a step that went wrong
-            checkpoint.save(
-                checkpoints, step, model, optimizer, state, ranks, keep_latest=saving.keep_latest, extra=frozen
-            )
+            with timer("checkpointing"):
+                saver.save(step, model, optimizer, state, frozen, checkpoint_metric(saving, state, train))
+        saver.poll()
         if stop and not is_last:
             raise stopped(saving, state, run_folder)
-
     if saving.save_hf_at_end:
         save_hf(model, run_folder / "hf_model", inputs.model_folder, dtype=getattr(torch, cfg.policy.precision))
     if log:
@@ -134,6 +135,18 @@ def count_step(state: dict, step: int, num_drawn: int, num_rows: int, update: di
     state["consumed_samples"] += num_drawn
     state["current_epoch"] = state["consumed_samples"] // num_rows
     state["total_valid_tokens"] += update["global_valid_toks"]
+
+
+def checkpoint_metric(saving: config.CheckpointingConfig, state: dict, train: dict[str, float]) -> float | None:
+    """What keep_top_k compares; None as long as there is no validation."""
+    if saving.keep_top_k is None or (saving.metric_name.startswith("validation/") and not state["last_validation"]):
+        return None
+    known = {f"train/{name}": value for name, value in train.items()} | state["last_validation"]
+    if saving.metric_name not in known:
+        raise runtime.StopRun(
+            f"checkpointing.metric_name={saving.metric_name} is no metric here; known: {', '.join(sorted(known))}"
+        )
+    return known[saving.metric_name]
 
 
 def stopped(saving: config.CheckpointingConfig, state: dict, run_folder: Path) -> Exception:
@@ -210,7 +223,8 @@ def restore(
             "last_validation": {},
             "fingerprint": inputs.train.fingerprint,
         }
-    state = checkpoint.load(checkpoints, model, optimizer, ranks, extra=reference)
+    mode = cfg.checkpointing.resume
+    state = checkpoint.load(checkpoints, model, optimizer, ranks, extra=reference, mode=mode)
     if state["fingerprint"] != inputs.train.fingerprint:
         raise config.ConfigError(
             f"{inputs.train.path} is not the data that {cfg.checkpointing.resume_from} was trained on: its position in "

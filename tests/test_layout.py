@@ -11,11 +11,11 @@ ROOT = Path(__file__).resolve().parent.parent
 ORDER = (
     *("config", "config_file", "config_check", "kernels", "sandbox", "model_config"),
     *("envs", "data", "model", "loss", "metrics", "runtime"),
-    *("inputs", "shaping", "sampling", "advantages", "update", "rollout", "checkpoint", "validation"),
+    *("resume", "inputs", "shaping", "sampling", "advantages", "update", "rollout", "checkpoint", "validation"),
     *("grpo", "eval"),
 )
 ALONE = ("config", "kernels", "sandbox", "runtime", "loss")  # of ours: config and its checks at most
-WITHOUT_TORCH = ("config", "config_file", "config_check", "sandbox", "model_config", "envs", "data", "inputs")
+WITHOUT_TORCH = ("config", "config_file", "config_check", "sandbox", "model_config", "envs", "data", "resume", "inputs")
 MAX_LINES = {"grpo.py": 350}
 FILES = sorted([*ROOT.glob("*.py"), *ROOT.glob("kernels/*.py")])
 NAMES = [str(path.relative_to(ROOT)) for path in FILES]
