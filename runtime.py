@@ -2,8 +2,9 @@
 
 Owns everything between torchrun and the training loop that is neither model nor data. Exit codes of the process:
 0 done · 1 crashed · 2 bad config, data or model folder · 3 stopped by a check of the run itself (a logp gap over its
-limit, numbers that are not finite) · 75 saved on a signal. torchrun turns every non-zero code into 1, so each rank 0
-also writes `exit.json` {code, reason, rank} into the run folder (and to $GRPO_EXIT_FILE, which train.sh reads).
+limit, numbers that are not finite) · 4 hung (watchdog.py) · 75 saved on a signal. torchrun turns every non-zero code
+into 1, so each rank 0 also writes `exit.json` {code, reason, rank} into the run folder (and to $GRPO_EXIT_FILE, which
+train.sh reads).
 """
 
 import atexit
@@ -11,6 +12,7 @@ import ctypes
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -29,7 +31,7 @@ import torch.distributed as dist
 
 from config import ConfigError
 
-EXIT_CRASH, EXIT_CONFIG, EXIT_CHECK, EXIT_SAVED = 1, 2, 3, 75
+EXIT_CRASH, EXIT_CONFIG, EXIT_CHECK, EXIT_HUNG, EXIT_SAVED = 1, 2, 3, 4, 75
 PR_SET_PDEATHSIG = 1
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # longer than any rollout: ranks wait for the slowest one's samples
 
@@ -162,6 +164,7 @@ def open_run_folder(log_dir: str, resume_from: str | None, ranks: Ranks) -> Path
         choice = [str(Path(log_dir) / f"exp_{number:03d}")]
     elif ranks.rank == 0:
         (Path(resume_from) / "exit.json").unlink(missing_ok=True)  # it says how the part before ended
+        shutil.rmtree(Path(resume_from) / "stacks", ignore_errors=True)
     dist.broadcast_object_list(choice, src=0)
     return Path(choice[0])
 
