@@ -5,7 +5,7 @@ Keys that NeMo RL has too carry its names and, unless the meaning says otherwise
 nor vllm, so that `grpo.py --check` takes no time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -16,8 +16,12 @@ class ConfigError(Exception):
 
 
 def key(default: Any, meaning: str, bounds: str = "") -> Any:
-    """A config key. `bounds` is what `validate` asks of the value, as in "> 0" or ">= 0, < 1"."""
-    return field(default=default, metadata={"help": meaning, "bounds": bounds})
+    """A config key. `bounds` is what `validate` asks of the value, as in "> 0" or ">= 0, < 1". `default` dict: the
+    value is a mapping of any keys, read as yaml means it, and empty by default."""
+    metadata = {"help": meaning, "bounds": bounds}
+    return (
+        field(default_factory=dict, metadata=metadata) if default is dict else field(default=default, metadata=metadata)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,9 @@ class RewardShapingConfig:
 class GRPOConfig:
     num_prompts_per_step: int = key(32, "Prompts of one optimizer step, over all ranks.", ">= 1")
     num_generations_per_prompt: int = key(16, "Samples per prompt, compared to each other.", ">= 2")
+    max_rollout_turns: int = key(
+        1, "Replies of the policy in a conversation; an environment may end it sooner.", ">= 1"
+    )
     max_num_epochs: int = key(1, "Passes over the training data, unless max_num_steps ends the run.", ">= 1")
     max_num_steps: int = key(1_000_000, "Optimizer steps, unless max_num_epochs ends the run.", ">= 1")
     normalize_rewards: bool = key(True, "Divide advantages by the standard deviation of their group.")
@@ -230,9 +237,26 @@ class GenerationConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenizerConfig:
+    chat_template: str | None = key(
+        "default", "default: the model's own; a file; the template's text; null = none: the text of the messages alone."
+    )
+    chat_template_kwargs: Mapping[str, Any] = key(
+        dict, "What the template may ask for by name, as enable_thinking: false."
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyConfig:
     model_name: str = key("Qwen/Qwen2.5-1.5B", "Folder or hub name: Qwen2, Qwen2.5, dense Qwen3, Llama 3.")
+    tokenizer: TokenizerConfig = TokenizerConfig()
     precision: Literal["bfloat16", "float32"] = key("bfloat16", "Of the trainer; master weights: float32.")
+    head: Literal["auto", "triton", "torch"] = key(
+        "auto", "Kernels of the output layer and the loss; auto: triton on CUDA, torch elsewhere."
+    )
+    head_chunk_rows: int | None = key(
+        None, "Response rows whose logits are in memory at once, with triton; null = 3.5 GiB of them.", ">= 1"
+    )
     train_global_batch_size: int | None = key(
         None, "Samples of one optimizer step; null = the whole rollout, one step.", ">= 1"
     )
@@ -249,29 +273,125 @@ class PolicyConfig:
 @dataclass(frozen=True, slots=True)
 class DatasetConfig:
     name: str | None = key(
-        None, "Of several validation sets: its name in metrics, validation/<name>/...; null = the file's stem."
+        None, "What metrics and errors call it, as in validation/<name>/...; null = the file's stem or dataset_name."
     )
-    data_path: str | None = key(None, "The jsonl file, relative to the working directory. To be set.")
-    input_key: str = key("input", "Field of a row with the problem, if it has no chat `messages`.")
-    output_key: str = key("output", "Field of a row with the expected answer.")
-    system_prompt_file: str | None = key(None, "Text file that becomes the system message; null = none.")
-    prompt_file: str | None = key(None, "Text file; the problem goes where its {} is. null = none.")
-    env_name: str = key("exact", "What scores responses; exact: all of it, or after ####, is the number.")
+    data_path: str | None = key(
+        None, "A jsonl, json or parquet file, relative to the working directory, or a hub name org/dataset."
+    )
+    dataset_name: str | None = key(
+        None,
+        "A known dataset: gsm8k, MATH-500, OpenMathInstruct-2, DeepScaler, AIME2024, AIME2025, AIME2026, DAPOMath17K, "
+        "DAPOMathAIME2024; or module:function of yours, which gets this section and returns a sequence of rows. null = "
+        "what data_path names; with both, rows of that kind from there.",
+    )
+    subset: str | None = key(None, "Of a hub dataset: its configuration; null = the known dataset's, or none.")
+    split: str | None = key(None, "Of a hub dataset; null = the known dataset's, or train.")
+    input_key: str | None = key(
+        None,
+        "Field of a row with the problem, as text or chat messages; a.b looks into field a. null = the known "
+        "dataset's, or messages, input, problem, question or prompt, whichever a row has.",
+    )
+    output_key: str | None = key(
+        None,
+        "Field of a row with the expected answer; a.b looks into field a. null = the known dataset's, or output, "
+        "expected_answer, ground_truth or answer, whichever a row has.",
+    )
+    prompt_file: str | None = key(
+        None,
+        "Text file around the problem (of chat messages: the last user's), which goes where its {} is; {{ and }} stand "
+        "for braces. null = none.",
+    )
+    system_prompt_file: str | None = key(
+        None, "Text file that becomes the system message of rows that bring none of their own; null = none."
+    )
+    processor: str | None = key(
+        None, "module:function of yours: a row as read -> a row as understood here, or None to leave it out."
+    )
+    env_name: str | None = key(
+        None,
+        "What scores responses: exact (all of it, or after ####, is the number), math, code, reward_model, or "
+        "module:Class or module:function of yours. null = the known dataset's, or exact.",
+    )
+    min_reward: float | None = key(
+        None, "Leave out rows whose field `reward`, as rollouts of NeMo Gym have it, is less; null = none."
+    )
+    repeat: int = key(1, "How often each row is in the set: in validation, as so many problems.", ">= 1")
+    split_validation_size: float = key(
+        0.0, "Training set: this share of the rows (from 1 on: so many) is taken out, as a validation set.", ">= 0"
+    )
+    seed: int = key(42, "Decides which rows split_validation_size takes.", ">= 0, < 4294967296")
+    weight: float | None = key(
+        None, "Of several training sets: its share of the prompts, against the others' weights; null = by size.", "> 0"
+    )
 
     @property
     def set_name(self) -> str:
-        """What metrics call it; "" where no file is named."""
-        return self.name or Path(self.data_path or "").stem
+        """What metrics call it; "" where nothing is named."""
+        return self.name or Path(self.data_path or "").stem or (self.dataset_name or "").rpartition(":")[2]
 
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
     max_input_seq_length: int | None = key(
-        None, "Prompts of more tokens are dropped and counted; null = what max_new_tokens leaves.", ">= 1"
+        None, "Prompts of more tokens are dropped and counted; null, or more: what max_new_tokens leaves.", ">= 1"
     )
     shuffle: bool = key(True, "A new order of the training data each epoch; false = file order.")
-    train: DatasetConfig = DatasetConfig()
-    validation: tuple[DatasetConfig, ...] = (DatasetConfig(),)  # in yaml a mapping, or a list of mappings
+    use_multiple_dataloader: bool = key(
+        False, "Training sets in turn, num_prompts_per_dataloader prompts of each, or as custom_dataloader says."
+    )
+    num_prompts_per_dataloader: int | None = key(
+        None, "use_multiple_dataloader: prompts of one set before the next one's turn. To be set there.", ">= 1"
+    )
+    custom_dataloader: str | None = key(
+        None,
+        "use_multiple_dataloader: module:function of yours that names the set of each prompt of a step and may read "
+        "the metrics of the step before (mixing.py); null = in turn.",
+    )
+    task_to_env: Mapping[str, str] = key(dict, "Field `task_name` of rows -> env_name; other task names are env_names.")
+    train: tuple[DatasetConfig, ...] = ()  # in yaml a mapping, or a list of mappings
+    validation: tuple[DatasetConfig, ...] = ()
+    default: DatasetConfig = DatasetConfig()  # what train and validation sets do not say themselves
+
+
+@dataclass(frozen=True, slots=True)
+class MathEnvConfig:
+    num_workers: int = key(8, "Worker processes that grade; the ranks of a machine share them.", ">= 1")
+    math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = key(
+        "hf_math_verify", "Equal as mathematics; or, as DAPO, equal as text after `Answer:`."
+    )
+    format_reward: float = key(0.0, "Of a wrong answer that is in a box.", ">= 0, < 1")
+    deadline_s: float = key(5.0, "Seconds for an answer; then its grader is killed, outcome `timeout`.", "> 0")
+    memory_mib: int = key(2048, "Memory of a grader.", ">= 256")
+
+
+@dataclass(frozen=True, slots=True)
+class CodeEnvConfig:
+    num_workers: int = key(8, "Worker processes that judge; the ranks of a machine share them.", ">= 1")
+    isolation: Literal["required", "none"] = key(
+        "required", "required: namespaces of its own for each program, or no run. none: limits alone, as this user."
+    )
+    deadline_s: float = key(10.0, "Seconds for all tests of a program; then it is killed, outcome `timeout`.", "> 0")
+    memory_mib: int = key(512, "Memory of a program.", ">= 64")
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModelConfig:
+    model_name: str | None = key(
+        None, "Folder or hub name of a Qwen2-, Qwen3- or LlamaForSequenceClassification with one label."
+    )
+    precision: Literal["bfloat16", "float32"] = key("bfloat16", "Of its weights and compute; scores are float32.")
+    max_model_len: int = key(2048, "Its longest conversation, in its tokens; longer ones are outcome `error`.", ">= 1")
+
+
+@dataclass(frozen=True, slots=True)
+class EnvConfig:
+    math: MathEnvConfig = MathEnvConfig()
+    code: CodeEnvConfig = CodeEnvConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
+    custom: Mapping[str, Mapping[str, Any]] = key(dict, "env_name (module:Class) of yours -> its keyword arguments.")
+    max_error_fraction: float = key(
+        0.05, "Stop when more than this share of a step's replies ends in outcome `error`.", ">= 0, <= 1"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,14 +429,15 @@ class Config:
     loss_fn: LossConfig = LossConfig()
     policy: PolicyConfig = PolicyConfig()
     data: DataConfig = DataConfig()
+    env: EnvConfig = EnvConfig()
     logger: LoggerConfig = LoggerConfig()
     checkpointing: CheckpointingConfig = CheckpointingConfig()
 
     @property
     def max_prompt_tokens(self) -> int:
-        """The longest prompt that is kept: with it, `max_new_tokens` fit behind."""
+        """The longest prompt that is kept: behind it, `max_new_tokens` fit."""
         left = self.policy.max_total_sequence_length - self.policy.generation.max_new_tokens
-        return left if self.data.max_input_seq_length is None else self.data.max_input_seq_length
+        return left if self.data.max_input_seq_length is None else min(left, self.data.max_input_seq_length)
 
 
 def section_class(kind: Any) -> type | None:

@@ -6,6 +6,7 @@ Each refusal names the keys with their values and says why. Nothing that a user 
 import json
 import operator
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import Field, fields, is_dataclass
 from typing import Any
@@ -49,7 +50,7 @@ def _bound_problems(cfg: Config) -> Iterator[str]:
             yield f"{name} is empty ({meaning})"
         limits = [limit.split() for limit in bounds.split(",") if limit]
         numbers = value if isinstance(value, tuple) else () if value is None else (value,)
-        if not all(_OPERATORS[sign](number, float(limit)) for number in numbers for sign, limit in limits):
+        if limits and not all(_OPERATORS[sign](number, float(limit)) for number in numbers for sign, limit in limits):
             yield f"{name}={json.dumps(value)}: must be {bounds} ({meaning})"
 
 
@@ -80,15 +81,13 @@ def _size_problems(cfg: Config, world_size: int) -> Iterator[str]:
             f"and policy.train_global_batch_size={json.dumps(batch)} make {epochs * (rollout // (batch or rollout))}"
         )
     total, new = cfg.policy.max_total_sequence_length, generation.max_new_tokens
-    pack, prompt = cfg.policy.sequence_packing.train_mb_tokens, cfg.max_prompt_tokens
+    pack = cfg.policy.sequence_packing.train_mb_tokens
     total_key = f"policy.max_total_sequence_length={total}"
     new_key = f"policy.generation.max_new_tokens={new}"
     if pack < total:
         yield f"policy.sequence_packing.train_mb_tokens={pack} is less than {total_key}: use {total} or more"
     if new >= total:
         yield f"{new_key} leaves no room for a prompt in {total_key}: lower it below {total}"
-    elif prompt + new > total:
-        yield f"data.max_input_seq_length={prompt} and {new_key} do not fit in {total_key}: use {total - new}"
 
 
 _TIS = "truncated_importance_sampling"
@@ -148,7 +147,7 @@ def _clashes(root: Any, rows: Sequence[tuple[str, str, str]], prefix: str = "") 
 
 
 def _other_problems(cfg: Config) -> Iterator[str]:
-    generation, grpo, data = cfg.policy.generation, cfg.grpo, cfg.data
+    generation, grpo = cfg.policy.generation, cfg.grpo
     if generation.top_p != 1 or generation.top_k is not None:
         yield (
             f"policy.generation.top_p={generation.top_p}, top_k={json.dumps(generation.top_k)}: must be 1 "
@@ -157,9 +156,8 @@ def _other_problems(cfg: Config) -> Iterator[str]:
     low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
     if None not in (low, high) and low >= high:
         yield f"grpo.advantage_clip_low={low} is not below grpo.advantage_clip_high={high}: exchange them"
-    if data.train.data_path is None:
-        yield "data.train.data_path is not set: name the jsonl file of training problems"
     yield from _reward_problems(cfg)
+    yield from _dataset_problems(cfg)
     yield from _validation_problems(cfg)
 
 
@@ -190,18 +188,55 @@ def _reward_problems(cfg: Config) -> Iterator[str]:
         yield f"{multiplier_key} x grpo.num_prompts_per_step={grpo.num_prompts_per_step}: {draw} is no whole number"
 
 
-def _validation_problems(cfg: Config) -> Iterator[str]:
-    grpo, sets = cfg.grpo, cfg.data.validation
+def _dataset_problems(cfg: Config) -> Iterator[str]:
+    """Which sets there are, what they are called, how they are mixed."""
+    grpo, data = cfg.grpo, cfg.data
+    split_off = [dataset for dataset in data.train if dataset.split_validation_size]
     asked = grpo.val_period or grpo.val_at_start or grpo.val_at_end
-    for i, dataset in enumerate(sets):
-        if dataset.data_path is None and (asked or len(sets) > 1):
-            yield (
-                f"data.validation{f'.{i}' if len(sets) > 1 else ''}.data_path is not set: name a jsonl file, or ask "
-                "for no validation with grpo.val_period=0 grpo.val_at_start=false grpo.val_at_end=false"
-            )
-    names = [dataset.set_name for dataset in sets]
-    for name in sorted({name for name in names if name and names.count(name) > 1}):
-        yield f"data.validation: {names.count(name)} sets are called '{name}': tell them apart by their key `name`"
+    hints = {
+        "train": "name the jsonl file of training problems",
+        "validation": "name a jsonl file, or ask for no validation with grpo.val_period=0 grpo.val_at_start=false "
+        "grpo.val_at_end=false",
+    }
+    if not data.train:
+        yield f"data.train.data_path is not set: {hints['train']}"
+    if asked and not data.validation and not split_off:
+        yield f"data.validation.data_path is not set: {hints['validation']}"
+    for key, sets in (("train", data.train), ("validation", data.validation)):
+        for i, dataset in enumerate(sets):
+            if dataset.data_path is None and dataset.dataset_name in (None, *FILE_DATASETS):
+                yield f"data.{key}{f'.{i}' if len(sets) > 1 else ''}.data_path is not set: {hints[key]}"
+    for key, sets in (("train", data.train), ("validation", (*split_off, *data.validation))):
+        for name, count in Counter(dataset.set_name for dataset in sets).items():
+            if name and count > 1:
+                yield f"data.{key}: {count} sets are called '{name}': tell them apart by their key `name`"
+    if any(dataset.split_validation_size != data.default.split_validation_size for dataset in data.validation):
+        yield "data.validation.split_validation_size: validation sets are not split; set it in data.train"
+    yield from _mixing_problems(cfg)
+
+
+FILE_DATASETS = ("ResponseDataset", "NemoGymDataset", "nemo_gym", "openai_format")  # of NeMo RL: what data_path names
+
+
+def _mixing_problems(cfg: Config) -> Iterator[str]:
+    data, draw = cfg.data, cfg.grpo.prompts_per_batch
+    weights, size = [dataset.weight for dataset in data.train], data.num_prompts_per_dataloader
+    if None in weights and any(weights):
+        yield "data.train: some sets have a weight and some have none: give all of them one, or none"
+    if any(weights) and data.use_multiple_dataloader:
+        yield "data.train.weight and data.use_multiple_dataloader=true: choose one way to mix"
+    if data.use_multiple_dataloader and data.custom_dataloader in (None, NEMO_DATALOADER):
+        if size is None:
+            yield "data.use_multiple_dataloader=true: set data.num_prompts_per_dataloader, the prompts of a turn"
+        elif draw % size:
+            yield f"data.num_prompts_per_dataloader={size} does not divide the {draw} prompts drawn at once for a step"
+
+
+NEMO_DATALOADER = "examples.custom_dataloader.custom_dataloader.example_custom_dataloader"  # it takes turns
+
+
+def _validation_problems(cfg: Config) -> Iterator[str]:
+    grpo = cfg.grpo
     total, prompt, new = cfg.policy.max_total_sequence_length, cfg.max_prompt_tokens, grpo.val_max_new_tokens
     if new is not None and prompt + new > total:
         yield (

@@ -7,19 +7,32 @@ else: whether data and model exist is for data.py to say, whether values fit eac
 import difflib
 import json
 import math
+import os
 import re
+import sys
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
+import config_nemo
 from config import FIELDS, LISTS, SECTIONS, Config, ConfigError, section_class
 
 _TAG = "tag:yaml.org,2002:"  # the tags of yaml's own types start with it
+# Keys whose value is a mapping of any keys.
+_FREE = {name for name, f in FIELDS.items() if get_origin(f.type) is Mapping}
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """A value with `${...}` in it, read when all others are known."""
+
+    text: str
+    where: str
 
 
 # Values come from yaml's node tree, not from the objects PyYAML makes of it: it takes `1e-6` for a string,
@@ -31,23 +44,37 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     The last to set a key wins; a list is one value. Raises ConfigError. What the values say is `validate`'s.
     """
-    values = _read_file(Path(path), ())
+    passed_over: dict[str, None] = {}
+    values = _read_file(Path(path), (), passed_over)
     for override in overrides:
         where = f"command line {override!r}"
         name, equals, text = override.partition("=")
         if not equals:
             raise ConfigError(f"{where}: expected key.sub=value, as in grpo.seed=1")
-        if name in FIELDS and name not in SECTIONS and get_origin(_split(FIELDS[name].type)[0]) is tuple:
-            node = _compose(text, where)
-        else:  # the text as typed, whatever yaml would see in "no", "a: b" or "[x]"
-            tag = yaml.resolver.Resolver().resolve(yaml.ScalarNode, text, (True, False))
-            node = yaml.ScalarNode(tag, text)
-        values[_numbered(name)] = _value(name, node, where)
+        free = next((free for free in _FREE if name.startswith(f"{free}.")), None)
+        if name in LISTS and text == "null":
+            values = _without(values, name)
+        elif free:
+            value = _free(config_nemo.scalar(text))
+            *outer, last = name.removeprefix(f"{free}.").rsplit(".", 1 if free == "env.custom" else 0)
+            inner = values.get(free) or {}
+            entry = {last: value} if not outer else {outer[0]: inner.get(outer[0], {}) | {last: value}}
+            values[free] = inner | entry
+        else:
+            is_tree = name in _FREE or (name in FIELDS and get_origin(_split(FIELDS[name].type)[0]) is tuple)
+            # the text as typed, whatever yaml would see in "no", "a: b" or "[x]"
+            node = _compose(text, where) if is_tree and name not in SECTIONS else config_nemo.scalar(text)
+            for entry in config_nemo.rewrite(name, node, where):
+                values |= _entry(*entry, passed_over)
+    values = {name: _resolve(name, value, values) for name, value in values.items()}
+    if passed_over and os.environ.get("RANK", "0") == "0":
+        print(f"warning: keys of NeMo RL that mean nothing here: {', '.join(passed_over)}", file=sys.stderr)
     return _build(Config, "", values)
 
 
-def _read_file(path: Path, parents: tuple[Path, ...]) -> dict[str, Any]:
-    """Full key -> value of a file over its defaults. `parents`: the files whose defaults led here."""
+def _read_file(path: Path, parents: tuple[Path, ...], passed_over: dict[str, None]) -> dict[str, Any]:
+    """Full key -> value of a file over its defaults. `parents`: the files whose defaults led here. Adds to passed_over
+    the keys of NeMo RL that mean nothing here."""
     if path.resolve() in [parent.resolve() for parent in parents]:
         raise ConfigError(f"{path}: defaults go in a circle: {' -> '.join(map(str, (*parents, path)))}")
     try:
@@ -60,17 +87,59 @@ def _read_file(path: Path, parents: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"{path}: expected sections of keys, as in 'grpo: {{seed: 1}}', got {_got(root)}")
     below, own = {}, {}
     for name, node, where in _leaves(root, "", path, {}):
-        if name in LISTS and isinstance(node, yaml.SequenceNode):  # one value: nothing of what it replaces stays
-            below = {key: value for key, value in below.items() if not key.startswith(f"{name}.")}
+        section, _, last = name.rpartition(".")
+        is_null = node.tag == _TAG + "null"
+        if name in LISTS and (is_null or isinstance(node, yaml.SequenceNode)):
+            below = _without(below, name)  # one value: nothing of what it replaces stays
+            continue
+        if last == "_override_" and section in SECTIONS:
+            if node.value != "true":
+                raise ConfigError(f"{where}: {name}: expected true, got {_got(node)}")
+            below = _without(below, section)
             continue
         if name != "defaults":
-            own[_numbered(name)] = _value(name, node, where)
+            own |= _entry(name, node, where, passed_over)
             continue
         for entry in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             if not isinstance(entry, yaml.ScalarNode) or not entry.value:
                 raise ConfigError(f"{where}: defaults: expected a file or a list of files, got {_got(entry)}")
-            below |= _read_file(path.parent / entry.value, (*parents, path))
+            below |= _read_file(path.parent / entry.value, (*parents, path), passed_over)
     return below | own
+
+
+def _entry(name: str, node: yaml.Node, where: str, passed_over: dict[str, None]) -> dict[str, Any]:
+    """{full key: value}. The text of a key that is passed over stays too: another may refer to it."""
+    plain = _plain(name)
+    row = None if plain in FIELDS else config_nemo.passed_over(plain, node, where)
+    if row is None:
+        return {_numbered(name): _value(name, node, where)}
+    if row:
+        passed_over[row] = None
+    return {name: node.value} if isinstance(node, yaml.ScalarNode) else {}
+
+
+def _without(values: dict[str, Any], section: str) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if not name.startswith(f"{section}.")}
+
+
+def _plain(name: str) -> str:
+    """A key without the numbers of lists."""
+    return re.sub(r"\.\d+(?=\.|$)", "", name)
+
+
+def _resolve(name: str, value: Any, values: dict[str, Any]) -> Any:
+    """The value of a key whose text refers to others."""
+    if not isinstance(value, _Reference):
+        return value
+
+    def look_up(other: str) -> str:
+        found = values.get(_numbered(other), FIELDS[other].default if other in FIELDS else MISSING)
+        if found is MISSING or other in SECTIONS or isinstance(found, (tuple, dict)):
+            raise ConfigError(f"{value.where}: {name}: ${{{other}}} is not the name of a key with one value")
+        return found.text if isinstance(found, _Reference) else found if isinstance(found, str) else json.dumps(found)
+
+    text = config_nemo.interpolate(name, value.text, value.where, look_up)
+    return _value(name, config_nemo.scalar(text), value.where)
 
 
 def _numbered(name: str) -> str:
@@ -111,23 +180,31 @@ def _leaves(node: yaml.Node, prefix: str, path: Path, lines: dict[str, int]) -> 
         for i, item in enumerate(child.value if name in LISTS and isinstance(child, yaml.SequenceNode) else ()):
             if not isinstance(item, yaml.MappingNode):
                 raise ConfigError(f"{where}: {name}: expected a list of mappings, got {_got(item)} in it")
+            if not item.value:
+                raise ConfigError(f"{where}: {name}: entry {i + 1} is empty")
             yield from _leaves(item, f"{name}.{i}.", path, lines)
-        yield name, child, where
+        is_tree = isinstance(child, yaml.MappingNode) and name not in FIELDS
+        if is_tree and config_nemo.is_section(name):
+            yield from _leaves(child, f"{name}.", path, lines)
+            continue
+        yield from config_nemo.rewrite(name, child, where)
 
 
 def _value(name: str, node: yaml.Node, where: str) -> Any:
     """The value of a key. Every unknown key and wrong type ends here."""
-    plain = re.sub(r"\.\d+(?=\.|$)", "", name)  # without the number in a list
+    plain = _plain(name)
     if plain not in FIELDS:
         raise ConfigError(f"{where}: {_unknown(plain)}")
     if plain in SECTIONS:
         raise ConfigError(f"{where}: {name} is a section, got {_got(node)}; set its keys: {SECTIONS[plain]}")
     f = FIELDS[plain]
+    if isinstance(node, yaml.ScalarNode) and "${" in node.value and plain not in _FREE:
+        return _Reference(node.value, where)
     try:
         return _read(node, f.type)
     except ValueError:
         expected = f"expected {_type_name(f.type)}, got {_got(node)}"
-        raise ConfigError(f"{where}: {name}: {expected}; the default is {json.dumps(f.default)}") from None
+        raise ConfigError(f"{where}: {name}: {expected}; the default is {json.dumps(_default(f))}") from None
 
 
 def _read(node: yaml.Node, kind: Any) -> Any:
@@ -139,6 +216,11 @@ def _read(node: yaml.Node, kind: Any) -> Any:
         kinds = get_args(base)
         kinds = kinds[:1] * len(node.value) if kinds[-1] is Ellipsis else kinds
         return tuple(_read(item, item_kind) for item, item_kind in zip(node.value, kinds, strict=True))
+    if get_origin(base) is Mapping and (node.tag == _TAG + "null" or isinstance(node, yaml.MappingNode)):
+        found, inner = _free(node) or {}, get_args(base)[1]
+        if inner is not Any and not all(isinstance(value, get_origin(inner) or inner) for value in found.values()):
+            raise ValueError
+        return found
     text = node.value
     if not isinstance(node, yaml.ScalarNode) or node.tag == _TAG + "null" or not node.tag.startswith(_TAG):
         raise ValueError
@@ -151,6 +233,24 @@ def _read(node: yaml.Node, kind: Any) -> Any:
     if base is float and math.isfinite(float(text)):
         return float(text)
     raise ValueError
+
+
+def _free(node: yaml.Node) -> Any:
+    """A node as yaml means it, but for numbers like 1e-6, which PyYAML takes for text."""
+    if isinstance(node, yaml.MappingNode):
+        return {str(_free(key)): _free(value) for key, value in node.value}
+    if isinstance(node, yaml.SequenceNode):
+        return [_free(item) for item in node.value]
+    if node.style is None and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", node.value):
+        return float(node.value)
+    try:
+        return yaml.SafeLoader("").construct_object(node)
+    except yaml.YAMLError:  # a tag of someone's own
+        raise ValueError from None
+
+
+def _default(f: Field) -> Any:
+    return {} if f.default is MISSING else f.default
 
 
 def _got(node: yaml.Node) -> str:
@@ -185,7 +285,10 @@ def _build(cls: type, prefix: str, values: dict[str, Any]) -> Any:
         if prefix + f.name in LISTS:
             start = f"{prefix}{f.name}."
             numbers = [int(name.removeprefix(start).partition(".")[0]) for name in values if name.startswith(start)]
-            items = range(max(numbers, default=0) + 1)
+            items = range(max(numbers, default=-1) + 1)
+            for i, item in ((i, item) for i in items for item in fields(section_class(f.type))):
+                if f"{prefix}default.{item.name}" in values:
+                    values.setdefault(f"{start}{i}.{item.name}", values[f"{prefix}default.{item.name}"])
             kwargs[f.name] = tuple(_build(section_class(f.type), f"{start}{i}.", values) for i in items)
         elif is_dataclass(f.type):
             kwargs[f.name] = _build(f.type, f"{prefix}{f.name}.", values)
@@ -205,7 +308,7 @@ def help_text() -> str:
     for name, f in FIELDS.items():
         if name not in SECTIONS:
             bounds = f" ({f.metadata['bounds']})" if f.metadata["bounds"] else ""
-            lines.append(f"{name}: {_type_name(f.type)}{bounds} = {json.dumps(f.default)}")
+            lines.append(f"{name}: {_type_name(f.type)}{bounds} = {json.dumps(_default(f))}")
             lines.append(textwrap.indent(textwrap.fill(f.metadata["help"], 100), "    "))
     return "\n".join(lines) + "\n"
 
@@ -216,5 +319,5 @@ def _type_name(kind: Any) -> str:
     if get_origin(base) is Literal:
         name = " or ".join(get_args(base))
     else:
-        name = names.get(base) or str(base).replace("tuple", "list")
+        name = "mapping" if get_origin(base) is Mapping else names.get(base) or str(base).replace("tuple", "list")
     return f"{name} or null" if optional else name

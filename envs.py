@@ -1,16 +1,22 @@
 """Environments: a conversation goes in, reward, outcome and (for multi-turn tasks) the next observation come out.
 
-Owns: the interface and the task `exact`. Knows nothing of tokens: rollout.py turns replies into text and observations
-into tokens. Imports neither torch nor vllm, so that graders can run in plain processes.
+Owns: the interface, the task `exact`, and finding an environment by its name: a built-in one, or a user's class or
+reward function by dotted path. Knows nothing of tokens: rollout.py turns replies into text and observations into
+tokens. Imports neither torch nor vllm, so that graders can run in plain processes.
 """
 
+import importlib
+import inspect
+import math
+import os
 import re
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Protocol
+from typing import Any
 
-from config import ConfigError
+from config import ConfigError, EnvConfig
 
 OUTCOMES = ("ok", "wrong", "parse_fail", "timeout", "error")
 
@@ -18,20 +24,23 @@ OUTCOMES = ("ok", "wrong", "parse_fail", "timeout", "error")
 @dataclass(frozen=True, slots=True)
 class Turn:
     """What an environment sees: the messages so far (the policy's reply last), the row's answer, how the reply ended
-    ("stop" | "length"), and the state it returned after the turn before ({} at first)."""
+    ("stop" | "length"), the state it returned after the turn before ({} at first), the row's fields by name."""
 
     messages: list[dict]
     answer: str
     finish_reason: str
     state: dict = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What it answers. `outcome` is one of OUTCOMES; `observation` are messages to append when not `done`.
 
-    rewards: name -> reward, where `reward` is made of several. extracted: the answer found in the reply, in a form in
-    which equal answers are equal texts, for majority votes; None where there is none.
+    A conversation's reward is the sum of its turns', its outcome the last one's. state: for the next turn's `Turn`, and
+    nothing else: an environment keeps no conversations. rewards: name -> reward, where `reward` is made of several.
+    extracted: the answer found in the reply, in a form in which equal answers are equal texts, for majority votes; None
+    where there is none.
     """
 
     reward: float
@@ -43,25 +52,41 @@ class Verdict:
     extracted: str | None = None
 
 
-class Environment(Protocol):
-    """History and state in, reward and new state out, for a batch of conversations at once."""
+class Environment:
+    """History and state in, reward and new state out, for a batch of conversations at once.
 
-    def step(self, turns: Sequence[Turn]) -> list[Verdict]: ...
+    A base for what has nothing to check or to close; any class with these three methods is an environment.
+    """
 
-    def check_answers(self, answers: Iterable[tuple[str, str]]) -> None: ...
+    canaries: Sequence[tuple[str, str, str]] = ()  # (reply, answer, outcome) it must give before a run may start
+
+    def step(self, turns: Sequence[Turn]) -> list[Verdict]:
+        """A verdict per turn, in order. Errors of one answer are outcomes; what is raised ends the run."""
+        raise NotImplementedError
+
+    def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
+        """ConfigError when an answer of the dataset cannot be graded: found at --check, not at step 900.
+
+        `answers`: (where, as in "train.jsonl:7"; answer; the row's fields) of each row.
+        """
+
+    def close(self) -> None:
+        """Ends processes it started."""
 
 
 NUMBER = re.compile(r"[-+]?\$?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?")
 MAX_REPLY_CHARS = 100_000
 
 
-class Exact:
+class Exact(Environment):
     """Reward 1 when the reply *is* the right number, else 0.
 
     The answer is the text after the last `####` (GSM8K's form), or the whole text where there is none, and must be one
     plain number; `1,234` and `$5` are understood, values compare as decimals (5.0 == 5). A reply cut off by the length
     limit never scores: its number may be half a number.
     """
+
+    canaries = (("#### 1,234", "1234", "ok"), ("1233", "1234", "wrong"), ("no", "1234", "parse_fail"))
 
     def step(self, turns: Sequence[Turn]) -> list[Verdict]:
         return [self.grade(turn) for turn in turns]
@@ -75,12 +100,8 @@ class Exact:
         right = value == gold
         return Verdict(float(right), "ok" if right else "wrong", extracted=plain_number(value))
 
-    def check_answers(self, answers: Iterable[tuple[str, str]]) -> None:
-        """ConfigError when an answer of the dataset cannot be graded: found at --check, not at step 900.
-
-        `answers`: (where, as in "train.jsonl:7"; answer) of each row.
-        """
-        for where, answer in answers:
+    def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
+        for where, answer, _ in answers:
             if exact_number(answer) is None:
                 raise ConfigError(f"{where}: answer {answer!r} is not one plain number, which env_name 'exact' needs")
 
@@ -98,9 +119,132 @@ def plain_number(value: Decimal) -> str:
     return f"-{text}" if value < 0 else text
 
 
-def make_environment(name: str) -> Environment:
-    """`env_name` of a dataset -> environment. To add one, add it here."""
-    known = {"exact": Exact}
-    if name not in known:
-        raise ConfigError(f"env_name '{name}' is unknown; known: {', '.join(known)}")
-    return known[name]()
+class Provisional(Environment):
+    """Of `reward_model`: every reply is fine, and worth nothing until the model has scored it (reward_model.py).
+
+    score: conversations -> a score of each, or None where it has none; set when the model is loaded.
+    """
+
+    score: Callable[[Sequence[list[dict]]], list[float | None]]
+
+    def step(self, turns: Sequence[Turn]) -> list[Verdict]:
+        return [Verdict(0.0, "ok") for _ in turns]
+
+
+class RewardFunction(Environment):
+    """A plain function of a batch as TRL's trainers take: `f(completions, **columns) -> list[float | None]`.
+
+    Called by keyword: `completions`, `prompts`, `answer`, and every field of the rows (None where one has none); it
+    gets those it has parameters for. As in TRL, a row of chat `messages` has a list of messages for its prompt and
+    [{role, content}] for its completion; any other row has texts. More than 0 counts as "ok"; None or what is no finite
+    number, as "error" with reward 0. What it raises ends the run.
+    """
+
+    def __init__(self, function: Callable[..., Sequence[float | None]], name: str):
+        self.function, self.name = function, name
+        parameters = inspect.signature(function).parameters.values()
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self.accepted = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else {p.name for p in named}
+        given = {"completions", "prompts", "answer"}
+        self.required = [p.name for p in named if p.default is p.empty and p.name not in given]
+        if self.accepted is not None and "completions" not in self.accepted:
+            raise ConfigError(f"env_name '{name}': a reward function takes `completions` (TRL's signature)")
+
+    def step(self, turns: Sequence[Turn]) -> list[Verdict]:
+        if not turns:
+            return []
+        names = sorted({name for turn in turns for name in turn.columns})
+        columns: dict[str, list] = {name: [turn.columns.get(name) for turn in turns] for name in names}
+        columns = {"answer": [turn.answer for turn in turns]} | columns
+        columns["prompts"] = [self._text_or_chat(turn, turn.messages[:-1]) for turn in turns]
+        columns["completions"] = [self._text_or_chat(turn, turn.messages[-1:]) for turn in turns]
+        if self.accepted is not None:
+            columns = {name: values for name, values in columns.items() if name in self.accepted}
+        rewards = list(self.function(**columns))
+        if len(rewards) != len(turns):
+            raise ValueError(f"{self.name} gave {len(rewards)} rewards for {len(turns)} completions")
+        return [self._verdict(reward) for reward in rewards]
+
+    @staticmethod
+    def _text_or_chat(turn: Turn, messages: list[dict]) -> str | list[dict]:
+        is_chat = "messages" in turn.columns
+        return messages if is_chat else "".join(message["content"] for message in messages)
+
+    @staticmethod
+    def _verdict(reward: float | None) -> Verdict:
+        if reward is None or not math.isfinite(reward):
+            return Verdict(0.0, "error")
+        return Verdict(float(reward), "ok" if reward > 0 else "wrong")
+
+    def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
+        for where, _, columns in answers:
+            missing = [name for name in self.required if name not in columns]
+            if missing:
+                raise ConfigError(f"{where}: no field '{missing[0]}', which the reward function {self.name} asks for")
+
+
+def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environment:
+    """`env_name` of a dataset -> environment, after its canaries went through it. `num_ranks` share the machine.
+
+    "module:name" is a user's class, made with the keyword arguments in env.custom[name], or reward function; both are
+    imported, so this is before torch and vllm are. Raises ConfigError.
+    """
+    if name == "exact":
+        environment: Environment = Exact()
+    elif name == "reward_model":
+        environment = Provisional()
+    elif name in ("math", "code"):
+        import graded_envs  # it imports this file
+
+        kind, section = {"math": (graded_envs.Math, cfg.math), "code": (graded_envs.Code, cfg.code)}[name]
+        environment = kind(section, num_ranks)
+    elif ":" in name:
+        environment = _custom(name, import_attribute(name, "env_name"), cfg.custom.get(name, {}))
+    else:
+        raise ConfigError(
+            f"env_name '{name}' is unknown; known: exact, math, code, reward_model, and module:Class or module:function"
+        )
+    check_canaries(name, environment)
+    return environment
+
+
+def check_canaries(name: str, environment: Environment) -> None:
+    """ConfigError when an environment does not grade its own examples as it should: a run would learn from noise."""
+    canaries = getattr(environment, "canaries", ())
+    turns = [
+        Turn([{"role": "user", "content": ""}, {"role": "assistant", "content": r}], a, "stop") for r, a, _ in canaries
+    ]
+    verdicts = environment.step(turns) if turns else []
+    for (reply, answer, expected), verdict in zip(canaries, verdicts, strict=True):
+        if verdict.outcome != expected:
+            raise ConfigError(
+                f"env_name '{name}' is broken: reply {reply!r} to answer {answer!r} must be '{expected}', and is "
+                f"'{verdict.outcome}'"
+            )
+
+
+def import_attribute(path: str, key: str) -> Any:
+    """What `module:name`, the value of config key `key`, names. Modules may be in the working directory."""
+    module, _, attribute = path.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last: no file there takes the place of ours
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, ValueError, AttributeError) as error:  # ValueError: an empty module name
+        raise ConfigError(f"{key} '{path}': cannot be imported ({error})") from error
+
+
+def _custom(name: str, found: Any, kwargs: dict[str, Any]) -> Environment:
+    if not isinstance(found, type):
+        if not callable(found) or kwargs:
+            why = "takes no env.custom arguments" if callable(found) else "is neither a class nor a function"
+            raise ConfigError(f"env_name '{name}' {why}")
+        return RewardFunction(found, name)
+    missing = [method for method in ("step", "check_answers", "close") if not callable(getattr(found, method, None))]
+    if missing:
+        raise ConfigError(f"env_name '{name}': no method {missing[0]}(); derive the class from envs.Environment")
+    try:
+        inspect.signature(found).bind(**kwargs)
+    except TypeError as error:
+        raise ConfigError(f"env.custom['{name}']: {error}") from error
+    return found(**kwargs)

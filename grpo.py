@@ -60,17 +60,18 @@ import runtime  # noqa: E402
 from advantages import advantage_metrics, advantages  # noqa: E402
 from loss import derived_metrics  # noqa: E402
 from metrics import RunLog  # noqa: E402
-from model import Decoder, full_tensors, load_policy, save_hf  # noqa: E402
+from model import Decoder, full_tensors, load_policy, save_hf, uses_flash_attention  # noqa: E402
+from reward_model import RewardModel  # noqa: E402
 from rollout import Engine, rollout_over_ranks  # noqa: E402
 from sampling import collect, data_is_used_up  # noqa: E402
-from update import Reference, make_micro_batches, needs_reference, score, set_learning_rate, train_step  # noqa: E402
+from update import Reference, head_choice, make_micro_batches, needs_reference, score, set_learning_rate, train_step  # noqa: E402
 from validation import validate  # noqa: E402
 
 
 def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torch.device, run_folder: Path) -> str:
     """The run: returns the reason it ended. Raises StopRun when one of its checks fails, Saved when told to stop."""
     grpo, saving, signals, timer = cfg.grpo, cfg.checkpointing, runtime.Signals(), runtime.Timers()
-    num_rows, checkpoints = len(inputs.train.rows), checkpoint_folder(saving, run_folder)
+    num_rows, checkpoints = inputs.train.num_rows, checkpoint_folder(saving, run_folder)
     num_steps = num_steps_of(cfg, num_rows)
     model, optimizer, engine = build(cfg, inputs, ranks, device)
     reference, vocab_size = Reference(model) if needs_reference(cfg) else None, inputs.tokenizer.vocab_size
@@ -87,7 +88,7 @@ def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torc
             break
         step_start = time.perf_counter()
         with timer("generation"):
-            samples, num_drawn, found = collect_samples(cfg, inputs, engine, ranks, state["consumed_samples"], step)
+            samples, cursor, found = collect_samples(cfg, inputs, engine, ranks, state["cursor"], step)
             engine.sleep()
         assert {s.weight_version for s in samples} == {step - 1}, "sampled from other weights than those to be trained"
         with timer("advantage_calculation"):
@@ -104,7 +105,7 @@ def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torc
         with timer("prepare_for_generation"):
             sync_weights(model, engine, step)
 
-        count_step(state, step, num_drawn, num_rows, update)
+        count_step(state, step, cursor, num_rows, update)
         train = found | derived_metrics(masked | update) | spread
         if log:
             seconds = timer.take() | {"total_step_time": time.perf_counter() - step_start}
@@ -129,10 +130,10 @@ def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torc
     return f"trained to step {state['step']}"
 
 
-def count_step(state: dict, step: int, num_drawn: int, num_rows: int, update: dict[str, float]) -> None:
+def count_step(state: dict, step: int, cursor: dict, num_rows: int, update: dict[str, float]) -> None:
     """The run's counters after a step: NeMo RL's GRPOSaveState, whose consumed_samples are prompts."""
-    state |= {"step": step, "num_bad_steps": update["num_bad_steps"]}
-    state["consumed_samples"] += num_drawn
+    state |= {"step": step, "num_bad_steps": update["num_bad_steps"], "cursor": cursor}
+    state["consumed_samples"] = cursor["position"]
     state["current_epoch"] = state["consumed_samples"] // num_rows
     state["total_valid_tokens"] += update["global_valid_toks"]
 
@@ -171,6 +172,7 @@ def build(
     cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torch.device
 ) -> tuple[Decoder, torch.optim.AdamW, Engine]:
     """The sharded policy with float32 master weights, its optimizer, and the engine, which has no weights yet."""
+    head = head_choice(cfg, device)
     runtime.seed_everything(cfg.grpo.seed)
     mesh = dist.init_device_mesh(device.type, (ranks.world_size,))
     model = load_policy(
@@ -180,11 +182,18 @@ def build(
         precision=cfg.policy.precision,
         activation_checkpointing=cfg.policy.dtensor_cfg.activation_checkpointing,
     )
-    size = sum(param.numel() for param in model.parameters())
+    size, dtype = sum(param.numel() for param in model.parameters()), getattr(torch, cfg.policy.precision)
+    attention = "varlen_attn" if uses_flash_attention(device.type, dtype) else "SDPA by runs of equal length"
     ranks.say(
-        f"policy: {size / 1e6:,.1f} M parameters, {cfg.policy.precision}, FSDP2 over {ranks.world_size} ranks; head: "
-        "torch, chunked; starting the engine"
+        f"policy: {size / 1e6:,.1f} M parameters, {cfg.policy.precision}, FSDP2 over {ranks.world_size} ranks; "
+        f"{head.describe(inputs.tokenizer.vocab_size)}; attention: {attention}; starting the engine"
     )
+    if inputs.reward_model:
+        pack_tokens = cfg.policy.sequence_packing.train_mb_tokens
+        reward_model = RewardModel(
+            *inputs.reward_model, cfg.env.reward_model, device=device, mesh=mesh, pack_tokens=pack_tokens
+        )
+        inputs.environments["reward_model"].score = reward_model.score
     optimizer = torch.optim.AdamW(model.parameters(), **asdict(cfg.policy.optimizer.kwargs), fused=True)
     generation = cfg.policy.generation
     engine = Engine(
@@ -221,15 +230,12 @@ def restore(
         return dict.fromkeys(names, 0) | {
             "first_validation": {},
             "last_validation": {},
-            "fingerprint": inputs.train.fingerprint,
+            "cursor": inputs.train.start(),
+            "fingerprints": inputs.train.fingerprints,
         }
     mode = cfg.checkpointing.resume
     state = checkpoint.load(checkpoints, model, optimizer, ranks, extra=reference, mode=mode)
-    if state["fingerprint"] != inputs.train.fingerprint:
-        raise config.ConfigError(
-            f"{inputs.train.path} is not the data that {cfg.checkpointing.resume_from} was trained on: its position in "
-            "it would mean other prompts; give the same file, or start a new run from the exported model"
-        )
+    inputs.train.check_same(state["fingerprints"], cfg.checkpointing.resume_from)
     return state
 
 
@@ -241,9 +247,9 @@ def sync_weights(model: Decoder, engine: Engine, version: int) -> None:
 
 
 def collect_samples(
-    cfg: config.Config, inputs: Inputs, engine: Engine, ranks: runtime.Ranks, position: int, step: int
-) -> tuple[list[data.Sample], int, dict[str, float]]:
-    """The step's samples, the number of prompts drawn for them, and their metrics; all of it on every rank."""
+    cfg: config.Config, inputs: Inputs, engine: Engine, ranks: runtime.Ranks, cursor: dict, step: int
+) -> tuple[list[data.Sample], dict, dict[str, float]]:
+    """The step's samples, the cursor behind the prompts drawn for them, and their metrics; all of it on every rank."""
     generate = partial(
         rollout_over_ranks,
         engine,
@@ -253,9 +259,11 @@ def collect_samples(
         num_samples=cfg.grpo.num_generations_per_prompt,
         temperature=cfg.policy.generation.temperature,
         max_new_tokens=cfg.policy.generation.max_new_tokens,
+        max_turns=cfg.grpo.max_rollout_turns,
+        max_error_fraction=cfg.env.max_error_fraction,
         seed_key=(cfg.grpo.seed, step),
     )
-    return collect(cfg, inputs.train.rows, position, generate)
+    return collect(cfg, inputs.train, cursor, generate)
 
 
 def open_log(cfg: config.Config, run_folder: Path, ranks: runtime.Ranks, step: int, num_steps: int) -> RunLog | None:
@@ -282,6 +290,8 @@ def main() -> int:
         ranks, device = runtime.start(cfg.policy.generation.vllm_cfg.tensor_parallel_size)
         run_folder = runtime.open_run_folder(cfg.logger.log_dir, cfg.checkpointing.resume_from, ranks)
         code, reason = 0, train(cfg, inputs, ranks, device, run_folder)
+        for environment in inputs.environments.values():
+            environment.close()
     except BaseException as error:
         code, reason = runtime.describe_failure(error)
     tells = runtime.finish(code, reason, run_folder)

@@ -130,6 +130,28 @@ def policy_loss(
     return loss, metrics
 
 
+@torch.no_grad()
+def token_shares(
+    mask_T: Tensor,
+    *,
+    sampler_logp_T: Tensor,
+    seq_T: Tensor,
+    num_valid_tokens: int | Tensor,
+    num_valid_seqs: int | Tensor,
+    cfg: LossConfig,
+    positive_T: Tensor,
+    num_positive_tokens: int | Tensor,
+) -> tuple[Tensor, Tensor]:
+    """What a head that sees tokens one by one needs to know of the rest: (share_T, nll_share_T), the weights of each
+    token in `policy_loss`'s aggregate and nll; 0 where it is not trained. Arguments as there."""
+    mask_T = mask_T != 0
+    valid_T = mask_T & sampler_logp_T.isfinite()
+    seqs = _Sequences(seq_T, mask_T, sampler_logp_T.dtype)
+    share_T = torch.where(valid_T, _shares(seqs, num_valid_tokens, num_valid_seqs, cfg), 0.0)
+    nll_share_T = (valid_T & (positive_T != 0)).to(share_T.dtype) / _at_least_one(num_positive_tokens)
+    return share_T, nll_share_T
+
+
 class _Tokens:
     """What `policy_loss` was given of each token, with 0 for what is not trained."""
 

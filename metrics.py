@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 
+from chat import Tokenizer
 from config import CheckpointingConfig
-from data import Sample, Tokenizer
+from data import Sample
 from envs import OUTCOMES
 
 Metric = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -85,7 +86,7 @@ def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> di
     groups' rewards that the advantages see, unshaped_zero_variance_fraction of those before shaping.
     """
     tokens_B = np.array([s.num_gen_tokens for s in generated])
-    truncation_rate = float(np.mean([s.finish_reason == "length" for s in generated]))
+    turns_B = np.array([s.num_turns for s in generated])
     return {
         "reward": _mean(s.reward for s in generated),
         "filtered_reward": _mean(s.reward for s in trained),
@@ -94,6 +95,8 @@ def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> di
         **{f"outcome/{name}": _mean(s.outcome == name for s in generated) for name in OUTCOMES[1:]},
         **_group_metrics(generated),
         **_reward_by("env", generated, [s.env_name for s in generated]),
+        **_reward_by("dataset", generated, [s.dataset for s in generated]),
+        **_outcomes_by_env(generated),
         **_reward_by("finish_reason", generated, [s.finish_reason for s in generated]),
         **_reward_by("gen_tokens", generated, [_length_bucket(s.num_gen_tokens) for s in generated]),
         "mean_prompt_length": _mean(len(s.prompt_ids) for s in generated),
@@ -104,11 +107,12 @@ def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> di
         "mean_total_tokens_per_sample": _mean(s.num_tokens for s in generated),
         "total_gen_tokens": int(tokens_B.sum()),
         "total_num_tokens": sum(s.num_tokens for s in trained),
-        "total_turns": len(generated),  # rollouts have one turn
-        "avg_turns_per_sample": 1.0,
-        "max_turns_per_sample": 1,
-        "truncation_rate": truncation_rate,
-        "natural_termination_rate": 1 - truncation_rate,
+        "total_turns": int(turns_B.sum()),
+        "avg_turns_per_sample": float(turns_B.mean()),
+        "max_turns_per_sample": int(turns_B.max()),
+        "truncation_rate": _mean(s.finish_reason == "length" for s in generated),
+        "natural_termination_rate": _mean(s.finish_reason == "stop" for s in generated),
+        "max_turns_reached_rate": _mean(s.finish_reason == "max_turns" for s in generated),
     }
 
 
@@ -132,7 +136,17 @@ def _reward_by(what: str, samples: Sequence[Sample], labels: Sequence[str]) -> d
     by_label: dict[str, list[float]] = {}
     for sample, label in zip(samples, labels, strict=True):
         by_label.setdefault(label, []).append(sample.reward)
-    return {f"reward_by_{what}/{label}": _mean(rewards) for label, rewards in sorted(by_label.items())}
+    return {f"reward_by_{what}/{label}": _mean(rewards) for label, rewards in sorted(by_label.items()) if label}
+
+
+def _outcomes_by_env(samples: Sequence[Sample]) -> dict[str, float]:
+    """Of each environment: its samples, and the share of them with each outcome; `ok` is its accuracy."""
+    values: dict[str, float] = {}
+    for name in sorted({s.env_name for s in samples}):
+        outcomes = [s.outcome for s in samples if s.env_name == name]
+        values[f"num_samples_by_env/{name}"] = len(outcomes)
+        values |= {f"outcome_by_env/{name}/{known}": outcomes.count(known) / len(outcomes) for known in OUTCOMES}
+    return values
 
 
 def _length_bucket(length: int) -> str:

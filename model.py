@@ -12,8 +12,9 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, islice, pairwise
 from pathlib import Path
 
@@ -57,9 +58,14 @@ class PackLayout:
         return cls(runs, max(lengths), torch.tensor(ends, dtype=torch.int32, device=device))
 
 
+def uses_flash_attention(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether packs go through varlen_attn, which is for CUDA and 16 bits; else SDPA takes runs of equal lengths."""
+    return device_type == "cuda" and dtype != torch.float32
+
+
 def packed_attention(query_TNH: Tensor, key_TKH: Tensor, value_TKH: Tensor, layout: PackLayout) -> Tensor:
     """Causal attention of each sequence of the pack to itself, K <= N (GQA). Returns [T, N * H]."""
-    if query_TNH.is_cuda and query_TNH.dtype != torch.float32:  # flash attention is for CUDA and 16 bits
+    if uses_flash_attention(query_TNH.device.type, query_TNH.dtype):
         ends, length = layout.cu_seqlens, layout.max_length
         qkv_ends = (query_TNH, key_TKH, value_TKH, ends, ends, length, length)
         return varlen_attn(*qkv_ends, window_size=(-1, 0), **VARLEN_GQA).flatten(1)  # (-1, 0): causal
@@ -188,15 +194,18 @@ class Decoder(nn.Module):
         *,
         temperature: float = 1.0,
         vocab_size: int | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        head: Callable | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
         """(logp_R, entropy_R), float32, in nats: at rows `row_R`, the log-probability of `target_R` under
-        softmax(logits[:vocab_size] / temperature), and the entropy of that distribution. Without `row_R`:
-        logits_TV over the whole vocabulary in compute precision, for tests and tools.
+        softmax(logits[:vocab_size] / temperature), and the entropy of that distribution. With `head`: what
+        head(hidden_RD, weight_VD, target_R, temperature=) returns. Without `row_R`: logits_TV over the whole
+        vocabulary in compute precision, for tests and tools.
 
         The tensors are int64 on the model's device, T >= 1. R = 0 is allowed: every gradient is then zero.
         `cu_seqlens` [S+1], a numpy array or a tensor, rises strictly from 0 to T. On CUDA give it as numpy:
         FSDP moves tensors to the device, and reading one back waits for all kernels queued there.
         `vocab_size` leaves out the head's rows beyond the tokenizer, which the sampler bans as well.
+        `head`, called with hidden_RD and weight_VD in place of all that, computes what is returned.
         """
         layout = PackLayout.of(cu_seqlens, len(token_T), token_T.device)
         hidden_TD = self.model["embed_tokens"](token_T)
@@ -208,7 +217,8 @@ class Decoder(nn.Module):
         if row_R is None:
             return F.linear(hidden_TD, weight_VD)
         hidden_RD, weight_VD = hidden_TD.index_select(0, row_R), weight_VD[:vocab_size]
-        return linear_logp(hidden_RD, weight_VD, target_R, temperature=temperature, return_entropy=True)
+        head = head or partial(linear_logp, return_entropy=True)
+        return head(hidden_RD, weight_VD, target_R, temperature=temperature)
 
 
 @torch.no_grad()
@@ -260,6 +270,7 @@ def load_policy(
     mesh: DeviceMesh | None = None,
     precision: str = "float32",
     activation_checkpointing: bool = False,
+    decoder: type[Decoder] = Decoder,
 ) -> Decoder:
     """The model of an HF folder with float32 parameters, sharded over `mesh`; without one, whole on `device`.
 
@@ -272,7 +283,7 @@ def load_policy(
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not readable ({error}); a model is a Hugging Face folder") from error
     with torch.device("meta"):
-        model = Decoder(ModelConfig.from_hf(hf, str(path)))
+        model = decoder(ModelConfig.from_hf(hf, str(path)))
     if mesh is not None:
         shard(model, mesh, precision=precision, activation_checkpointing=activation_checkpointing)
     else:

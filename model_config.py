@@ -148,6 +148,16 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
+def stored_shape(folder: Path, name: str) -> list[int] | None:
+    """Shape of a weight by the headers of the folder's `weight_files`; None where they do not have it."""
+    for file in weight_files(folder):
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        if name in header:
+            return header[name]["shape"]
+    return None
+
+
 def _safetensors_problem(path: Path) -> str | None:
     """What contradicts the format: 8 bytes little-endian length of the header, the header in JSON, the tensors."""
     try:

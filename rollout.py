@@ -12,16 +12,19 @@ import hashlib
 import logging
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 import envs
+from chat import Tokenizer
 from config import GenerationConfig
-from data import Row, Sample, Tokenizer
+from data import Row, Sample
 from runtime import Ranks, StopRun
 
 # vLLM reads these while it is imported.
@@ -196,6 +199,80 @@ def sample_seed(*key: int) -> int:
     return int.from_bytes(digest, "little")
 
 
+@dataclass(slots=True)
+class Conversation:
+    """One sample in the making: `ids` are all after the prompt, sampled (mask True) or an observation's (logp 0)."""
+
+    prompt: int
+    row: Row
+    index: int
+    messages: list[dict]
+    ids: list[np.ndarray] = field(default_factory=list)
+    logps: list[np.ndarray] = field(default_factory=list)
+    mask: list[np.ndarray] = field(default_factory=list)
+    verdicts: list[envs.Verdict] = field(default_factory=list)
+    finish_reason: str = ""  # of the last reply; of the whole as soon as `done`
+    done: bool = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What the engine goes on from: exactly the ids so far."""
+        return [*self.row.prompt_ids, *(int(i) for ids in self.ids for i in ids)]
+
+    def add_reply(self, completion: Completion, tokenizer: Tokenizer) -> None:
+        self.ids.append(completion.ids)
+        self.logps.append(completion.logps)
+        self.mask.append(np.ones(len(completion.ids), bool))
+        self.finish_reason = completion.finish_reason
+        self.messages.append({"role": "assistant", "content": tokenizer.decode(completion.ids)})
+
+    def add_verdict(self, verdict: envs.Verdict, tokenizer: Tokenizer, max_total_tokens: int, is_last: bool) -> None:
+        """Ends the conversation, or appends the observation, if a reply has room behind it."""
+        assert verdict.outcome in envs.OUTCOMES and np.isfinite(verdict.reward), verdict
+        self.verdicts.append(verdict)
+        self.done = verdict.done or self.finish_reason == "length"  # half a reply is no turn to answer to
+        if self.done:
+            return
+        if is_last:
+            self.done, self.finish_reason = True, "max_turns"
+            return
+        before, observation = self.messages[:-1], list(verdict.observation)
+        ids = tokenizer.observation_ids(before, self.ids[-1].tolist(), observation, self.row.tools)
+        if len(self.token_ids) + len(ids) >= max_total_tokens:
+            self.done, self.finish_reason = True, "length"
+            return
+        self.ids.append(np.asarray(ids, np.int32))
+        self.logps.append(np.zeros(len(ids), np.float32))
+        self.mask.append(np.zeros(len(ids), bool))
+        self.messages += observation
+
+    def sample(self, weight_version: int) -> Sample:
+        mask = np.concatenate(self.mask)
+        rewards: dict[str, float] = {}
+        for name, value in (item for verdict in self.verdicts for item in verdict.rewards.items()):
+            rewards[name] = rewards.get(name, 0.0) + value
+        return Sample(
+            prompt=self.prompt,
+            index=self.index,
+            row_id=self.row.row_id,
+            prompt_ids=self.row.prompt_ids,
+            output_ids=np.concatenate(self.ids),
+            sampler_logps=np.concatenate(self.logps),
+            mask=mask if self.row.loss_multiplier else np.zeros_like(mask),
+            finish_reason=self.finish_reason,
+            weight_version=weight_version,
+            reward=sum(verdict.reward for verdict in self.verdicts),
+            rewards=rewards,
+            outcome=self.verdicts[-1].outcome,
+            extracted=self.verdicts[-1].extracted,
+            env_name=self.row.env_name,
+            dataset=self.row.dataset,
+            num_turns=len(self.verdicts),
+            num_env_tokens=int((~mask).sum()),
+            messages=self.messages if self.row.env_name == "reward_model" else [],
+        )
+
+
 def rollout(
     engine: Engine,
     tokenizer: Tokenizer,
@@ -204,36 +281,33 @@ def rollout(
     *,
     num_samples: int,
     seed_key: tuple[int, ...],
+    max_turns: int = 1,
+    ranks: Ranks | None = None,
     **how: float | None,
 ) -> list[Sample]:
-    """Samples `num_samples` replies for each (index in the step, row) and has them graded. how: `Engine.generate`'s.
+    """Samples `num_samples` conversations for each (index in the step, row), each turn graded. how: `generate`'s.
 
-    Returns samples ordered by (prompt, index), with reward and outcome. Single-turn for now: an environment that is not
-    `done` after the first reply is refused, not ignored.
+    Returns samples ordered by (prompt, index), with reward and outcome. A turn is a reply of at most max_new_tokens
+    and, while the environment is not done, its observation: the tokens that the chat template adds, appended to those
+    that were sampled. finish_reason: "stop" (the environment was done), "length" (a reply was cut, or the next one has
+    no room within max_total_tokens), "max_turns" (it would have gone on). `ranks`: where an engine has several, its
+    first one grades: graders that work against time would not tell all of them the same.
     """
-    jobs = [(prompt, row, index) for prompt, row in prompts for index in range(num_samples)]
-    completions = engine.generate(
-        [row.prompt_ids for _, row, _ in jobs],
-        [sample_seed(*seed_key, prompt, index) for prompt, _, index in jobs],
-        **how,
-    )
-    samples = [
-        Sample(
-            prompt=prompt,
-            index=index,
-            row_id=row.row_id,
-            prompt_ids=row.prompt_ids,
-            output_ids=completion.ids,
-            sampler_logps=completion.logps,
-            mask=np.ones(len(completion.ids), bool),
-            finish_reason=completion.finish_reason,
-            weight_version=engine.weight_version,
-            env_name=row.env_name,
-        )
-        for (prompt, row, index), completion in zip(jobs, completions, strict=True)
+    talks = [
+        Conversation(prompt, row, index, list(row.messages)) for prompt, row in prompts for index in range(num_samples)
     ]
-    grade(samples, [row for _, row, _ in jobs], tokenizer, environments)
-    return samples
+    for turn in range(max_turns):
+        live = [talk for talk in talks if not talk.done]
+        if not live:
+            break
+        later = (turn,) if turn else ()  # of the first turn seeds are as if there were no others
+        seeds = [sample_seed(*seed_key, talk.prompt, talk.index, *later) for talk in live]
+        for talk, completion in zip(live, engine.generate([t.token_ids for t in live], seeds, **how), strict=True):
+            talk.add_reply(completion, tokenizer)
+        graded = partial(grade, live, environments)
+        for talk, verdict in zip(live, ranks.from_leader(graded) if ranks else graded(), strict=True):
+            talk.add_verdict(verdict, tokenizer, engine.max_total_tokens, turn == max_turns - 1)
+    return [talk.sample(engine.weight_version) for talk in talks]
 
 
 def rollout_over_ranks(
@@ -243,11 +317,25 @@ def rollout_over_ranks(
     prompts: Sequence[tuple[int, Row]],
     *,
     ranks: Ranks,
+    max_error_fraction: float = 1.0,
     **how,
 ) -> list[Sample]:
-    """`rollout` of prompts that all ranks name alike: each engine takes its share, every rank gets all samples."""
+    """`rollout` of prompts that all ranks name alike: each engine takes its share, every rank gets all samples.
+
+    StopRun when more than `max_error_fraction` of them could not be graded: their rewards would be noise.
+    """
     mine = prompts[ranks.dp_rank :: ranks.dp_size]
-    return gather_samples(rollout(engine, tokenizer, environments, mine, **how), ranks)
+    samples = gather_samples(rollout(engine, tokenizer, environments, mine, ranks=ranks, **how), ranks)
+    provisional = [sample for sample in samples if sample.env_name == "reward_model"]
+    if provisional:
+        score_by_model(provisional, environments["reward_model"], engine)
+    failed = Counter(s.env_name for s in samples if s.outcome == "error")
+    if failed.total() > max_error_fraction * len(samples):
+        raise StopRun(
+            f"{failed.total()} of {len(samples)} answers could not be graded ({dict(failed)}), more than "
+            f"env.max_error_fraction={max_error_fraction:g}: see the environment's own messages above"
+        )
+    return samples
 
 
 def gather_samples(samples: list[Sample], ranks: Ranks) -> list[Sample]:
@@ -257,18 +345,23 @@ def gather_samples(samples: list[Sample], ranks: Ranks) -> list[Sample]:
     return sorted((s for part in parts for s in part), key=lambda s: (s.prompt, s.index))
 
 
-def grade(
-    samples: Sequence[Sample], rows: Sequence[Row], tokenizer: Tokenizer, environments: dict[str, envs.Environment]
-) -> None:
-    """Fills in what a verdict says of each sample; one call per environment."""
+def score_by_model(samples: Sequence[Sample], environment: envs.Provisional, engine: Engine) -> None:
+    """Gives samples the reward model's scores, a collective of all ranks; the engine makes room for it meanwhile."""
+    engine.sleep()
+    for sample, score in zip(samples, environment.score([s.messages for s in samples]), strict=True):
+        sample.reward, sample.outcome = (0.0, "error") if score is None else (score, "ok")
+    engine.wake("weights")
+    engine.wake("kv_cache")
+
+
+def grade(talks: Sequence[Conversation], environments: dict[str, envs.Environment]) -> list[envs.Verdict]:
+    """A verdict on the last reply of each; one call per environment."""
+    verdicts: dict[int, envs.Verdict] = {}
     for name, environment in environments.items():
-        mine = [(sample, row) for sample, row in zip(samples, rows, strict=True) if row.env_name == name]
+        mine = [i for i, talk in enumerate(talks) if talk.row.env_name == name]
         turns = []
-        for sample, row in mine:
-            reply = {"role": "assistant", "content": tokenizer.decode(sample.output_ids)}
-            turns.append(envs.Turn([*row.messages, reply], row.answer, sample.finish_reason))
-        for (sample, _), verdict in zip(mine, environment.step(turns), strict=True):
-            assert verdict.done, f"environment '{name}' wants another turn; multi-turn rollouts are not built yet"
-            assert verdict.outcome in envs.OUTCOMES and np.isfinite(verdict.reward), verdict
-            sample.reward, sample.outcome, sample.extracted = verdict.reward, verdict.outcome, verdict.extracted
-            sample.rewards = verdict.rewards
+        for talk in (talks[i] for i in mine):
+            state = talk.verdicts[-1].state if talk.verdicts else {}
+            turns.append(envs.Turn(talk.messages, talk.row.answer, talk.finish_reason, state, talk.row.columns))
+        verdicts |= zip(mine, environment.step(turns) if turns else [], strict=True)
+    return [verdicts[i] for i in range(len(talks))]

@@ -7,7 +7,6 @@ into 1, so each rank 0 also writes `exit.json` {code, reason, rank} into the run
 train.sh reads).
 """
 
-import atexit
 import ctypes
 import json
 import os
@@ -19,11 +18,12 @@ import sys
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from config import ConfigError
 
 EXIT_CRASH, EXIT_CONFIG, EXIT_CHECK, EXIT_HUNG, EXIT_SAVED = 1, 2, 3, 4, 75
 PR_SET_PDEATHSIG = 1
+T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # longer than any rollout: ranks wait for the slowest one's samples
 
 
@@ -53,6 +54,7 @@ class Ranks:
     world_size: int
     local_rank: int
     tp_size: int
+    engine_group: dist.ProcessGroup | None = None  # the ranks of this one's engine; None where it is alone
 
     @property
     def dp_rank(self) -> int:
@@ -71,6 +73,13 @@ class Ranks:
     def leads_engine(self) -> bool:
         """Ranks of a group hold the same samples: the first one reports them."""
         return self.rank % self.tp_size == 0
+
+    def from_leader(self, compute: Callable[[], T]) -> T:
+        """What `compute` gives on the rank that leads this one's engine, on all ranks of the engine."""
+        found = [compute() if self.leads_engine else None]
+        if self.engine_group is not None:
+            dist.broadcast_object_list(found, src=self.dp_rank * self.tp_size, group=self.engine_group)
+        return found[0]
 
 
 def start(tp_size: int) -> tuple[Ranks, torch.device]:
@@ -91,6 +100,9 @@ def start(tp_size: int) -> tuple[Ranks, torch.device]:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device if cuda else None)
+    if tp_size > 1:
+        group, _ = dist.new_subgroups(tp_size, timeout=COLLECTIVE_TIMEOUT, backend="gloo")
+        ranks = replace(ranks, engine_group=group)
     return ranks, device
 
 
@@ -183,12 +195,11 @@ def finish(code: int, reason: str, run_folder: Path | None) -> bool:
 
 
 def leave(code: int) -> None:
-    """Ends this rank after its exit handlers, without the interpreter's own teardown: a gloo thread that lets go of the
-    last collective's tensor there calls std::terminate, and a finished run would count as crashed (seen: 3 of 24)."""
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    """Ends this rank. A gloo thread that lets go of the last collective's tensor while the interpreter is torn down
+    calls std::terminate, and a finished run would count as crashed (13 of 50 seen): it gets the time to do so before.
+    No os._exit: vLLM's CPU engine removes its shared memory in the teardown, and what is left fails the next run."""
+    time.sleep(0.2)
+    sys.exit(code)
 
 
 def _write_once(file: Path, text: str) -> bool:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from config import Config, GRPOConfig
-from data import Row, Sample, rows_at
+from data import Row, Sample
 from metrics import sample_metrics
+from mixing import Cursor, Mixture
 from runtime import StopRun
 from shaping import filter_overlong, shape_rewards
 
@@ -17,9 +18,9 @@ Generate = Callable[[list[tuple[int, Row]]], list[Sample]]  # (index in the step
 
 
 def collect(
-    cfg: Config, rows: Sequence[Row], position: int, generate: Generate
-) -> tuple[list[Sample], int, dict[str, float]]:
-    """(samples to train on, number of prompts drawn from `position` on, metrics): equal on all ranks.
+    cfg: Config, mixture: Mixture, cursor: Cursor, generate: Generate
+) -> tuple[list[Sample], Cursor, dict[str, float]]:
+    """(samples to train on, the cursor behind the prompts drawn, metrics): equal on all ranks.
 
     Samples are of num_prompts_per_step prompts, numbered from 0; rewards are shaped, masks of filtered ones cleared.
 
@@ -38,8 +39,8 @@ def collect(
         if num_batches == grpo.dynamic_sampling_max_gen_batches:
             raise StopRun(_too_few(generated, len(groups), num_batches, grpo))
         count = grpo.prompts_per_batch
-        picked = rows_at(len(rows), position + drawn, count, seed=grpo.seed, shuffle=cfg.data.shuffle)
-        batch = generate([(drawn + i, rows[row]) for i, row in enumerate(picked)])
+        rows, cursor = mixture.draw(cursor, count)
+        batch = generate([(drawn + i, row) for i, row in enumerate(rows)])
         shape_rewards(batch, grpo, cfg.policy.generation.max_new_tokens)
         fresh = groups_of(batch)
         assert len(fresh) == count and {len(g) for g in fresh} == {grpo.num_generations_per_prompt}, len(batch)
@@ -61,7 +62,9 @@ def collect(
         surplus = sum(map(len, groups)) - len(samples)
         metrics["dynamic_sampling_num_gen_batches"] = num_batches
         metrics["dynamic_sampling_num_discarded_valid_samples"] = surplus
-    return samples, drawn, metrics
+    if not any(sample.mask.any() for sample in samples):
+        raise StopRun("no sample of a step is trained on: all its rows have loss_multiplier=0")
+    return samples, mixture.record(cursor, metrics), metrics
 
 
 def data_is_used_up(grpo: GRPOConfig, num_rows: int, position: int) -> bool:

@@ -6,9 +6,10 @@ rank. Denominators are those of the whole optimizer batch. The formulas are loss
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,8 @@ from torch import Tensor
 import config
 import data
 from advantages import kl_in_reward_advantages
-from loss import policy_loss, seq_logp_error_mask
+from kernels import Head, choose_head, grpo_head, linear_logp, unsupported
+from loss import Metrics, policy_loss, seq_logp_error_mask, token_shares
 from metrics import accumulate, reduce_over_ranks
 from model import Decoder, sharded_parameters
 from runtime import Ranks, StopRun
@@ -25,7 +27,8 @@ from runtime import Ranks, StopRun
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """A `data.Pack` on the device, with what the trainer finds out about it. mask_R: rows that are trained on."""
+    """A `data.Pack` on the device, with what the trainer finds out about it. mask_R: rows that are trained on.
+    num_grad_rows: only the first so many rows can have a gradient; the others are there for the metrics."""
 
     pack: data.Pack
     token_T: Tensor
@@ -37,6 +40,7 @@ class MicroBatch:
     seq_R: Tensor
     reward_R: Tensor
     mask_R: Tensor
+    num_grad_rows: int
     old_logp_R: Tensor | None = None
     ref_logp_R: Tensor | None = None
 
@@ -133,11 +137,15 @@ def make_micro_batches(
 def to_device(pack: data.Pack, device: torch.device) -> MicroBatch:
     names = ("token_T", "position_T", "row_R", "target_R", "sampler_logp_R", "adv_R", "seq_R", "reward_R")
     tensors = {name: torch.from_numpy(getattr(pack, name)).to(device, non_blocking=True) for name in names}
-    return MicroBatch(pack, **tensors, mask_R=torch.ones_like(tensors["adv_R"], dtype=torch.bool))
+    mask_R = torch.ones_like(tensors["adv_R"], dtype=torch.bool)
+    return MicroBatch(pack, **tensors, mask_R=mask_R, num_grad_rows=len(pack.row_R))
 
 
-def forward(model: Decoder, micro: MicroBatch, cfg: config.Config, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """(logp_R, entropy_R) under the model's weights, at the sampling temperature."""
+def forward(
+    model: Decoder, micro: MicroBatch, cfg: config.Config, vocab_size: int, head: Callable | None = None
+) -> tuple[Tensor, ...]:
+    """(logp_R, entropy_R) under the model's weights, at the sampling temperature; or what another `head` returns."""
+    choice = head_choice(cfg, micro.token_T.device)
     return model(
         micro.token_T,
         micro.position_T,
@@ -146,7 +154,13 @@ def forward(model: Decoder, micro: MicroBatch, cfg: config.Config, vocab_size: i
         micro.target_R,
         temperature=cfg.policy.generation.temperature,
         vocab_size=vocab_size,
+        head=partial(head or partial(linear_logp, return_entropy=True), head=choice),
     )
+
+
+def head_choice(cfg: config.Config, device: torch.device) -> Head:
+    """Which kernels compute the output layer. ConfigError where the machine does not have what the config asks for."""
+    return choose_head(cfg.policy.head, device.type, cfg.policy.head_chunk_rows)
 
 
 @torch.no_grad()
@@ -172,6 +186,7 @@ def score(
         steps = [[_mask_by_logp_error(micro, cfg, total) for micro in step] for step in steps]
     if cfg.loss_fn.use_kl_in_reward:
         steps = _kl_in_reward(steps, cfg)
+    steps = [[_gradient_rows_first(micro, cfg) for micro in step] for step in steps]
     counts = torch.tensor([_counts(step) for step in steps], dtype=torch.int64)
     dist.all_reduce(counts)
     batches = [Batch(step, *count) for step, count in zip(steps, counts.tolist(), strict=True)]
@@ -213,6 +228,22 @@ def _kl_in_reward(steps: list[list[MicroBatch]], cfg: config.Config) -> list[lis
     )
     parts = iter(adv.split([len(micro.adv_R) for micro in micros]))
     return [[replace(micro, adv_R=next(parts)) for micro in step] for step in steps]
+
+
+def _gradient_rows_first(micro: MicroBatch, cfg: config.Config) -> MicroBatch:
+    """Half of the head's work is for gradients, and a group of equal rewards has none: advantage 0, unless a KL or an
+    entropy bonus moves it all the same."""
+    loss_fn = cfg.loss_fn
+    moved_R = micro.adv_R != 0
+    if loss_fn.entropy_coef or (micro.ref_logp_R is not None and not loss_fn.use_kl_in_reward):
+        moved_R = torch.ones_like(moved_R)
+    if loss_fn.positive_example_nll_weight:
+        moved_R = moved_R | (micro.reward_R > 0)
+    moved_R = moved_R & micro.mask_R
+    order_R = moved_R.logical_not().argsort(stable=True)
+    rows = {f.name: getattr(micro, f.name) for f in fields(micro) if f.name.endswith("_R")}
+    rows = {name: x_R[order_R] for name, x_R in rows.items() if x_R is not None}
+    return replace(micro, **rows, num_grad_rows=int(moved_R.sum()))
 
 
 def _counts(micros: list[MicroBatch]) -> tuple[int, int, int]:
@@ -261,27 +292,53 @@ def compute_gradients(
     """
     own: dict = {}
     for micro in batch.micros:
-        logp_R, entropy_R = forward(model, micro, cfg, vocab_size)
-        loss, metrics = policy_loss(
-            logp_R,
-            old_logp_T=logp_R.detach() if micro.old_logp_R is None else micro.old_logp_R,
-            sampler_logp_T=micro.sampler_logp_R,
-            adv_T=micro.adv_R,
-            mask_T=micro.mask_R,
-            seq_T=micro.seq_R,
-            num_valid_tokens=batch.num_tokens,
-            num_valid_seqs=batch.num_seqs,
-            cfg=cfg.loss_fn,
-            ref_logp_T=micro.ref_logp_R,
-            entropy_T=entropy_R if cfg.loss_fn.entropy_coef else entropy_R.detach(),
-            positive_T=micro.reward_R > 0,
-            num_positive_tokens=batch.num_positive_tokens,
-        )
+        loss, metrics = _loss(model, micro, batch, cfg, vocab_size)
         loss.backward()
         accumulate(own, metrics)
     if total is not None:
         accumulate(total, own)
     return reduce_over_ranks(own)
+
+
+def _loss(
+    model: Decoder, micro: MicroBatch, batch: Batch, cfg: config.Config, vocab_size: int
+) -> tuple[Tensor, Metrics]:
+    """The micro-batch's share of the loss, differentiable, and its metrics. A loss of tokens one by one comes with its
+    gradients out of one pass over the logits; one that needs whole sequences computes the logits twice."""
+    positive_R = micro.reward_R > 0
+    whole = {"num_valid_tokens": batch.num_tokens, "num_valid_seqs": batch.num_seqs, "cfg": cfg.loss_fn}
+    whole |= {"positive_T": positive_R, "num_positive_tokens": batch.num_positive_tokens}
+    rows = {"sampler_logp_T": micro.sampler_logp_R, "seq_T": micro.seq_R}
+    in_one_pass = not unsupported(cfg.loss_fn)
+    if in_one_pass:
+        share_R, nll_share_R = token_shares(micro.mask_R, **rows, **whole)
+        head = partial(
+            grpo_head,
+            num_grad_rows=micro.num_grad_rows,
+            old_logp_R=micro.old_logp_R,
+            sampler_logp_R=micro.sampler_logp_R,
+            adv_R=micro.adv_R,
+            share_R=share_R,
+            ref_logp_R=micro.ref_logp_R,
+            nll_share_R=nll_share_R,
+            cfg=cfg.loss_fn,
+        )
+        loss, logp_R, entropy_R = forward(model, micro, cfg, vocab_size, head)
+    else:
+        logp_R, entropy_R = forward(model, micro, cfg, vocab_size)
+        entropy_R = entropy_R if cfg.loss_fn.entropy_coef else entropy_R.detach()
+    with torch.set_grad_enabled(not in_one_pass):
+        whole_loss, metrics = policy_loss(
+            logp_R,
+            old_logp_T=logp_R.detach() if micro.old_logp_R is None else micro.old_logp_R,
+            adv_T=micro.adv_R,
+            mask_T=micro.mask_R,
+            ref_logp_T=micro.ref_logp_R,
+            entropy_T=entropy_R,
+            **rows,
+            **whole,
+        )
+    return loss if in_one_pass else whole_loss, metrics
 
 
 def apply_gradients(

@@ -61,7 +61,8 @@ def sample_problems(
     """Graded samples of the first max_val_samples problems of set `name`, on every rank; the ranks share the work. The
     same seeds every time, so that two validations differ by the weights alone."""
     problems = list(enumerate(inputs.validation[name].rows[: cfg.grpo.max_val_samples]))
-    how = modes(cfg)[mode] | {"seed_key": (cfg.grpo.seed, -1)}
+    how = modes(cfg)[mode] | {"seed_key": (cfg.grpo.seed, -1), "max_turns": cfg.grpo.max_rollout_turns}
+    how["max_error_fraction"] = cfg.env.max_error_fraction
     return rollout_over_ranks(engine, inputs.tokenizer, inputs.environments, problems, ranks=ranks, **how)
 
 

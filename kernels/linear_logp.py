@@ -5,22 +5,31 @@ For a row x of hidden_TD, temperature tau and target y:
 and with g = dL/dlogp, h = dL/dH, the gradient of the logits before the temperature, dz, gives the two others:
     dz_j = [ g (1[j = y] - p_j) - h p_j (log p_j + H) ] / tau        dX = dz W        dW = sum_T dz^T x
 
-Rows go through in chunks. Forward keeps two numbers per row: the largest logit m and s = sum exp(z - m).
-Backward recomputes each chunk's logits: matmuls of 8 T V D flops; keeping the logits would cost 6 T V D.
+- triton: forward computes logits tile by tile in registers, and of each row of a tile keeps the largest, the sum of
+  exponentials, the entropy's sum and the target's logit; then the tiles of a row are merged. No logits in memory.
+- torch, for CPU and float64: forward takes chunks of rows.
+Backward recomputes logits chunk by chunk: matmuls of 8 T V D flops in all; keeping the logits would cost 6 T V D.
 
-Precision: float64 inputs are computed in float64 throughout. Others are multiplied in their own dtype, and
-everything between the matmuls is float32. With bfloat16 or float16 inputs the logits are therefore rounded to
-16 bits once, as vLLM's head does by default, dz once before its two matmuls, each chunk's dW once before it
-is summed in float32. Autocast changes nothing: every matmul writes into an output of given dtype.
+Precision: float64 inputs are computed in float64 throughout; else logits, and everything between the matmuls, are
+float32. dz is rounded to the inputs' dtype once, before its two matmuls; dW is summed over chunks in float32.
+Sums have a fixed order, and there are no locks and no atomics: two runs give the same bits.
+Autocast changes nothing: every matmul writes into an output of given dtype.
 """
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-# Logits of a chunk: at most this many elements (one row if V is larger). In float32: 64 MiB on CPU, and 1 GiB
-# on a GPU, where dW's matmul, which reads and writes all of dW, waits for memory below about a thousand rows.
-CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
+from kernels.head import Head, choose_head
+from kernels.rows import LN2, LOG2_E, chunks, dlogits_, mm_float32, row_stats_
+
+# Rows, columns and depth of a tile of logits, by the bytes of an element: what sm_90 holds without spilling
+# (tests/test_kernels_aot.py). 4 bytes: exact float32 products, without tensor cores.
+TILES = {2: (128, 256, 64), 4: (32, 256, 16)}
+LAUNCH = {"num_warps": 8, "num_stages": 3}
 
 
 def reference(hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, temperature: float = 1.0):
@@ -31,44 +40,105 @@ def reference(hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, temperatur
     return all_logp_TV.gather(1, target_T[:, None])[:, 0], entropy_T
 
 
-def _chunks(num_rows: int, vocab: int, device: str) -> list[slice]:
-    size = max(1, CHUNK_ELEMENTS[device] // vocab)
-    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+@triton.jit
+def tile_stats_kernel(
+    hidden, weight, target_ptr, picked_ptr, stats_ptr, num_rows, vocab, width, scale,
+    ENTROPY: tl.constexpr, WIDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Writes of each row of each [ROWS, COLS] tile of hidden @ weight.T, at stats[column tile, :, row]: its largest
+    logit m, and with z = (logit - m) scale the sums of exp(z) and exp(z) z; in picked[row] the target's logit.
+
+    hidden, weight: descriptors, which read 0 outside. A program walks many tiles; 16 row tiles share a column of
+    weights while it is in L2. WIDEN: for the interpreter, whose dot takes 16-bit floats for integers."""
+    row_tiles, col_tiles = tl.cdiv(num_rows, ROWS), tl.cdiv(vocab, COLS)
+    band = 16 * col_tiles
+    for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=True):
+        height = tl.minimum(row_tiles - tile // band * 16, 16)
+        row_tile, col_tile = tile // band * 16 + tile % band % height, tile % band // height
+        logit = tl.zeros((ROWS, COLS), tl.float32)
+        for k in range(0, width, DEPTH):
+            a, b = hidden.load([row_tile * ROWS, k]), weight.load([col_tile * COLS, k])
+            if WIDEN:
+                a, b = a.to(tl.float32), b.to(tl.float32)
+            logit = tl.dot(a, b.T, logit, input_precision="ieee")
+        row, col = row_tile * ROWS + tl.arange(0, ROWS), col_tile * COLS + tl.arange(0, COLS)
+        inside = row < num_rows
+        target = tl.load(target_ptr + row, inside, -1)
+        picked = tl.sum(tl.where(col[None, :] == target[:, None], logit, 0.0), 1)
+        tl.store(picked_ptr + row, picked, inside & (target // COLS == col_tile))
+        logit = tl.where(col[None, :] < vocab, logit, -1e30)  # finite, scaled too: exp gives 0, and 0 * this 0, not NaN
+        largest = tl.max(logit, 1)
+        logit = (logit - largest[:, None]) * (scale * LOG2_E)  # relative to the largest: exact, however large
+        exp = tl.exp2(logit)
+        at = stats_ptr + col_tile.to(tl.int64) * num_rows * (2 + ENTROPY) + row
+        tl.store(at, largest, inside)
+        tl.store(at + num_rows, tl.sum(exp, 1), inside)
+        if ENTROPY:
+            tl.store(at + 2 * num_rows, tl.sum(exp * logit, 1) * LN2, inside)
 
 
-def _logits(hidden_CD: Tensor, weight_VD: Tensor, temperature: float, buffer_CV: Tensor) -> Tensor:
-    """z of one chunk, in the first rows of the buffer."""
-    z_CV = buffer_CV[: len(hidden_CD)]
-    if hidden_CD.dtype == z_CV.dtype:
-        torch.mm(hidden_CD, weight_VD.T, out=z_CV)
-    else:
-        z_CV.copy_(torch.mm(hidden_CD, weight_VD.T, out=hidden_CD.new_empty(z_CV.shape)))
-    return z_CV.div_(temperature) if temperature != 1 else z_CV
+def _descriptor(x_ND: Tensor, block: tuple[int, int]) -> TensorDescriptor:
+    """For TMA, whose rows start at multiples of 16 bytes: of a copy with longer rows where they do not."""
+    step = 16 // x_ND.element_size()
+    if x_ND.data_ptr() % 16 or x_ND.stride(0) % step or x_ND.stride(1) != 1:
+        copy_ND = x_ND.new_empty(len(x_ND), triton.cdiv(x_ND.shape[1], step) * step)[:, : x_ND.shape[1]]
+        x_ND = copy_ND.copy_(x_ND)
+    return TensorDescriptor(x_ND, list(x_ND.shape), list(x_ND.stride()), list(block))
+
+
+def _forward_triton(hidden_TD, weight_VD, target_T, temperature, return_entropy):
+    """(logp_T, entropy_T or None, and no statistics: backward takes them from its own logits)."""
+    num_rows, (vocab, width) = len(hidden_TD), weight_VD.shape
+    rows, cols, depth = TILES[hidden_TD.element_size()]
+    torch._assert_async(((target_T >= 0) & (target_T < vocab)).all(), "a target is outside [0, V)")
+    stats_NKT = hidden_TD.new_empty(triton.cdiv(vocab, cols), 2 + return_entropy, num_rows, dtype=torch.float32)
+    picked_T = stats_NKT.new_empty(num_rows)
+    if num_rows:
+        programs = 2
+        if hidden_TD.is_cuda:
+            programs = torch.cuda.get_device_properties(hidden_TD.device).multi_processor_count
+        tile_stats_kernel[(programs,)](
+            _descriptor(hidden_TD, (rows, depth)), _descriptor(weight_VD, (cols, depth)),
+            target_T, picked_T, stats_NKT, num_rows, vocab, width, 1 / temperature,
+            ENTROPY=return_entropy, WIDEN=not hidden_TD.is_cuda, ROWS=rows, COLS=cols, DEPTH=depth, **LAUNCH,
+        )  # fmt: skip
+    max_T = stats_NKT[:, 0].amax(0)
+    rise_NT = (stats_NKT[:, 0] - max_T).div_(temperature)  # of the tile's largest above the row's, <= 0
+    factor_NT = rise_NT.exp()
+    sum_NT = factor_NT * stats_NKT[:, 1]
+    sum_T = sum_NT.sum(0)
+    logp_T = (picked_T - max_T) / temperature - sum_T.log()
+    entropy_T = None
+    if return_entropy:
+        entropy_T = sum_T.log() - (rise_NT * sum_NT + factor_NT * stats_NKT[:, 2]).sum(0) / sum_T
+    return logp_T, entropy_T, None, None
+
+
+def _forward_torch(hidden_TD, weight_VD, target_T, temperature, return_entropy):
+    """(logp_T, entropy_T or None, max_T, sum_T)."""
+    num_rows, vocab = len(hidden_TD), len(weight_VD)
+    wide = torch.promote_types(hidden_TD.dtype, torch.float32)
+    logp_T, max_T, sum_T = (hidden_TD.new_empty(num_rows, dtype=wide) for _ in range(3))
+    entropy_T = torch.empty_like(logp_T) if return_entropy else None
+    parts = chunks(num_rows, vocab, Head("torch"), hidden_TD.device.type)
+    buffer_CV = hidden_TD.new_empty(parts[0].stop if parts else 0, vocab, dtype=wide)
+    for rows in parts:
+        logits_CV = mm_float32(hidden_TD[rows], weight_VD.T, out=buffer_CV[: rows.stop - rows.start])
+        logp_T[rows], entropy_C, max_T[rows], sum_T[rows] = row_stats_(
+            logits_CV, target_T[rows], temperature, return_entropy
+        )
+        if return_entropy:
+            entropy_T[rows] = entropy_C
+    return logp_T, entropy_T, max_T, sum_T
 
 
 class _LinearLogp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, target_T, temperature, return_entropy):
-        num_rows, vocab = len(hidden_TD), len(weight_VD)
-        wide = torch.promote_types(hidden_TD.dtype, torch.float32)
-        logp_T, max_T, sum_T = (hidden_TD.new_empty(num_rows, dtype=wide) for _ in range(3))
-        entropy_T = torch.empty_like(logp_T) if return_entropy else None
-        chunks = _chunks(num_rows, vocab, hidden_TD.device.type)
-        buffer_CV = hidden_TD.new_empty(chunks[0].stop if chunks else 0, vocab, dtype=wide)
-        spare_CV = torch.empty_like(buffer_CV) if return_entropy else buffer_CV
-        for rows in chunks:
-            z_CV = _logits(hidden_TD[rows], weight_VD, temperature, buffer_CV)
-            target_logit_C = z_CV.gather(1, target_T[rows, None])[:, 0]
-            torch.amax(z_CV, 1, out=max_T[rows])
-            z_CV.sub_(max_T[rows, None])  # from here on z is relative to its largest: exact, however large
-            exp_CV = torch.exp(z_CV, out=spare_CV[: len(z_CV)])
-            torch.sum(exp_CV, 1, out=sum_T[rows])
-            log_sum_C = sum_T[rows].log()
-            logp_T[rows] = target_logit_C - max_T[rows] - log_sum_C
-            if return_entropy:
-                entropy_T[rows] = log_sum_C - z_CV.mul_(exp_CV).sum(1) / sum_T[rows]
+    def forward(ctx, hidden_TD, weight_VD, target_T, temperature, return_entropy, head):
+        forward = _forward_triton if head.backend == "triton" else _forward_torch
+        logp_T, entropy_T, max_T, sum_T = forward(hidden_TD, weight_VD, target_T, temperature, return_entropy)
         ctx.save_for_backward(hidden_TD, weight_VD, target_T, max_T, sum_T, entropy_T)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.head = temperature, head
         ctx.set_materialize_grads(False)  # entropy as a metric only: its gradient is None and costs nothing
         return logp_T, entropy_T
 
@@ -76,51 +146,60 @@ class _LinearLogp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_logp_T, grad_entropy_T):
         hidden_TD, weight_VD, target_T, max_T, sum_T, entropy_T = ctx.saved_tensors
+        vocab, narrow = len(weight_VD), weight_VD.dtype
+        wide = torch.promote_types(narrow, torch.float32)
         if grad_logp_T is None:
-            grad_logp_T = torch.zeros_like(max_T)
-        wide, (vocab, narrow) = max_T.dtype, (len(weight_VD), weight_VD.dtype)
+            grad_logp_T = hidden_TD.new_zeros(len(hidden_TD), dtype=wide)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden_TD = hidden_TD.new_empty(hidden_TD.shape) if need_hidden else None
         grad_weight_VD = weight_VD.new_zeros(weight_VD.shape, dtype=wide) if need_weight else None
-        product_VD = weight_VD.new_empty(weight_VD.shape) if need_weight and narrow != wide else None
-        chunks = _chunks(len(hidden_TD), vocab, hidden_TD.device.type)
-        buffer_CV = hidden_TD.new_empty(chunks[0].stop if chunks else 0, vocab, dtype=wide)
-        spare_CV = torch.empty_like(buffer_CV) if grad_entropy_T is not None else buffer_CV
-        for rows in chunks:
-            z_CV = _logits(hidden_TD[rows], weight_VD, ctx.temperature, buffer_CV).sub_(max_T[rows, None])
-            exp_CV = torch.exp(z_CV, out=spare_CV[: len(z_CV)])
-            g_C, scale_C = grad_logp_T[rows], 1 / (sum_T[rows] * ctx.temperature)
-            if grad_entropy_T is None:
-                dz_CV = z_CV.mul_((-g_C * scale_C)[:, None])  # z_CV holds exp(z)
-            else:  # p (g + h (log p + H)), with log p = z - log s and p = exp(z) / s
-                h_C, offset_C = grad_entropy_T[rows], entropy_T[rows] - sum_T[rows].log()
-                dz_CV = z_CV.mul_((-h_C * scale_C)[:, None]).sub_(((g_C + h_C * offset_C) * scale_C)[:, None])
-                dz_CV.mul_(exp_CV)
-            dz_CV[torch.arange(len(dz_CV), device=dz_CV.device), target_T[rows]] += g_C / ctx.temperature
-            dz_CV = dz_CV.to(narrow)
+        parts = chunks(len(hidden_TD), vocab, ctx.head, hidden_TD.device.type)
+        buffer_CV = hidden_TD.new_empty(parts[0].stop if parts else 0, vocab, dtype=wide)
+        for rows in parts:
+            logits_CV = mm_float32(hidden_TD[rows], weight_VD.T, out=buffer_CV[: rows.stop - rows.start])
+            stats = [None if x_T is None else x_T[rows] for x_T in (max_T, sum_T, entropy_T)]
+            dz_CV = dlogits_(
+                logits_CV,
+                target_T[rows],
+                *stats,
+                grad_logp_T[rows],
+                None if grad_entropy_T is None else grad_entropy_T[rows],
+                temperature=ctx.temperature,
+                dtype=narrow,
+                head=ctx.head,
+            )
             if need_hidden:
                 torch.mm(dz_CV, weight_VD, out=grad_hidden_TD[rows])
-            if product_VD is not None:
-                grad_weight_VD.add_(torch.mm(dz_CV.T, hidden_TD[rows], out=product_VD))
-            elif need_weight:
-                torch.addmm(grad_weight_VD, dz_CV.T, hidden_TD[rows], out=grad_weight_VD)
-        return grad_hidden_TD, grad_weight_VD.to(narrow) if need_weight else None, None, None, None
+            if need_weight:
+                mm_float32(dz_CV.T, hidden_TD[rows], out=grad_weight_VD, accumulate=True)
+        return grad_hidden_TD, grad_weight_VD.to(narrow) if need_weight else None, None, None, None, None
 
 
 def linear_logp(
-    hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, *, temperature: float = 1.0, return_entropy: bool = False
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    target_T: Tensor,
+    *,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    head: Head | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """log softmax(hidden_TD @ weight_VD.T / temperature) at target_T: logp_T or (logp_T, entropy_T), in nats.
 
     hidden_TD, weight_VD: one floating dtype and device; any strides: `weight[:vocab_size]` drops padded rows.
-    target_T: int64 ids in [0, V); another id is an index error (a device assert on CUDA). T = 0 is allowed.
+    target_T: int64 ids in [0, V); another id is an error (a device assert on CUDA). T = 0 is allowed.
+    head: None = Triton on CUDA, PyTorch elsewhere; float64 always goes to PyTorch.
     Outputs are float32 (float64 for float64 inputs), differentiable once in hidden_TD and weight_VD.
-    Memory: dX, dW (twice for 16-bit dtypes), one chunk of logits, a second one if entropy takes part.
+    Memory: dX, dW (twice for 16-bit dtypes), one chunk of logits, with torch a second one if entropy takes part.
     """
     shapes = (hidden_TD.shape, weight_VD.shape, target_T.shape)
     assert hidden_TD.dim() == weight_VD.dim() == 2 and target_T.shape == hidden_TD.shape[:1], shapes
     assert hidden_TD.shape[1] == weight_VD.shape[1] and len(weight_VD) > 0, shapes
     assert hidden_TD.dtype == weight_VD.dtype, (hidden_TD.dtype, weight_VD.dtype)
     assert temperature > 0, temperature
-    logp_T, entropy_T = _LinearLogp.apply(hidden_TD, weight_VD, target_T, temperature, return_entropy)
+    head = head or choose_head("auto", hidden_TD.device.type)
+    if hidden_TD.dtype == torch.float64:
+        head = Head("torch")
+    inputs = (hidden_TD, weight_VD, target_T.contiguous())
+    logp_T, entropy_T = _LinearLogp.apply(*inputs, temperature, return_entropy, head)
     return (logp_T, entropy_T) if return_entropy else logp_T

@@ -10,6 +10,22 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run on CPU tensors
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast_of_the_interpreter = InterpreterBuilder.cast_impl
+
+    def cast_as_gpus_do(self, src, dst_type):
+        """The interpreter cuts a float32 off where a GPU rounds it to the nearest bfloat16."""
+        if (src.dtype.scalar, dst_type.scalar) != (tl.float32, tl.bfloat16):
+            return cast_of_the_interpreter(self, src, dst_type)
+        return TensorHandle(torch.tensor(src.data).bfloat16().view(torch.uint16).numpy(), tl.bfloat16)
+
+    InterpreterBuilder.cast_impl = cast_as_gpus_do
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +52,7 @@ def tiny(tmp_path_factory):
 def engine(one_rank, tiny):
     """The session's vLLM engine over `tiny`, without weights: tests call sync first."""
     import config
-    from data import Tokenizer
+    from chat import Tokenizer
     from rollout import Engine
 
     return Engine(

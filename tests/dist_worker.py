@@ -14,17 +14,41 @@ import torch.distributed as dist
 from dist_case import CONFIG, PROMPTS, batch_of, make_samples, rank_share
 from safetensors.torch import save_file
 
+import chat
 import config
 import data
+import envs
 import runtime
 import update
 from model import full_tensors, load_policy
-from rollout import Engine
+from rollout import Engine, rollout
+
+
+class Disagrees(envs.Environment):
+    """A grader that works against time: on each rank it says something else."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def step(self, turns):
+        observation = ({"role": "user", "content": f"rank {self.rank}"},)
+        return [envs.Verdict(1.0 + self.rank, "wrong", done=False, observation=observation) for _ in turns]
+
+
+def two_turns(engine, tokenizer, ranks):
+    """[prompt, ids, reward, turns] of conversations with it."""
+    messages = [{"role": "user", "content": "1+1"}]
+    row = data.Row(0, messages, "2", "x", tokenizer.render(messages))
+    how = dict(num_samples=2, temperature=1.0, max_new_tokens=4, max_turns=2, seed_key=(0,), ranks=ranks)
+    engine.stop_token_ids = [*engine.stop_token_ids, *range(0, 256, 2)]  # so that replies end
+    samples = rollout(engine, tokenizer, {"x": Disagrees(ranks.rank)}, [(0, row), (1, row)], **how)
+    return [[s.prompt, s.output_ids.tolist(), s.reward, s.num_turns] for s in samples]
+
 
 if __name__ == "__main__":
     folder, results = Path(sys.argv[1]), Path(sys.argv[2])
     ranks, device = runtime.start(tp_size=2)
-    tokenizer = data.Tokenizer(folder)
+    tokenizer = chat.Tokenizer(folder)
     policy = load_policy(folder, device=device, mesh=dist.init_device_mesh("cpu", (2,)))
 
     samples, adv_B = make_samples(tokenizer.vocab_size)
@@ -45,7 +69,8 @@ if __name__ == "__main__":
     )
     engine.sync(full_tensors(policy, engine.dtype), 0)
     greedy = [c.ids.tolist() for c in engine.generate(PROMPTS, [0] * len(PROMPTS), temperature=0.0, max_new_tokens=24)]
-    (results / f"rank_{ranks.rank}.json").write_text(json.dumps({"update": metrics, "greedy": greedy}))
+    talks = two_turns(engine, tokenizer, ranks)
+    (results / f"rank_{ranks.rank}.json").write_text(json.dumps({"update": metrics, "greedy": greedy, "talks": talks}))
     if ranks.rank == 0:
         save_file(gradients, results / "gradients.safetensors")
     dist.barrier()

@@ -13,6 +13,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from tiny import make_tiny  # noqa: E402
 
+import chat  # noqa: E402
 import config  # noqa: E402
 import data  # noqa: E402
 import runtime  # noqa: E402
@@ -50,7 +51,7 @@ def main() -> None:
     family, folder = sys.argv[1], Path(sys.argv[2])
     make_tiny(folder, family=family, tied=False)
     _, device = runtime.start(tp_size=1)
-    tokenizer = data.Tokenizer(folder)
+    tokenizer = chat.Tokenizer(folder)
     policy = load_policy(folder, device=device, mesh=dist.init_device_mesh("cpu", (1,)))
     generation = config.GenerationConfig(temperature=0.8)
     cfg = config.Config(policy=config.PolicyConfig(generation=generation))

@@ -269,8 +269,9 @@ def test_check_imports_neither_torch_nor_vllm(work):
 def test_help_lists_every_key(work):
     def keys(section, prefix=""):
         for name, value in section.items():
-            value = value[0] if name == "validation" else value  # a list of sections
-            yield from keys(value, f"{prefix}{name}.") if isinstance(value, dict) else [prefix + name]
+            value = asdict(config.DatasetConfig()) if name in ("train", "validation") else value  # lists of sections
+            is_section = isinstance(value, dict) and value  # an empty one is the value of a free key
+            yield from keys(value, f"{prefix}{name}.") if is_section else [prefix + name]
 
     code, out, err = check(work, "--help")
     assert (code, err) == (0, "") and out.startswith("usage: ")

@@ -11,6 +11,7 @@ import torch
 from dist_case import CONFIG, PROMPTS, batch_of, make_samples
 from safetensors.torch import load_file
 
+import chat
 import data
 import update
 from model import full_tensors, load_policy
@@ -58,7 +59,7 @@ def relative(a, b):
 
 @pytest.fixture
 def whole_batch(tiny):
-    tokenizer = data.Tokenizer(tiny[0])
+    tokenizer = chat.Tokenizer(tiny[0])
     samples, adv_B = make_samples(tokenizer.vocab_size)
     return samples, adv_B, tokenizer.vocab_size
 
@@ -102,3 +103,12 @@ def test_engine_over_two_ranks_gives_the_tokens_of_one(engine, policy, two_ranks
     single = [c.ids.tolist() for c in engine.generate(PROMPTS, [0] * len(PROMPTS), temperature=0.0, max_new_tokens=24)]
     assert two_ranks[1][0]["greedy"] == single and two_ranks[1][1]["greedy"] == single
     assert len({tuple(ids) for ids in single}) == len(PROMPTS)  # not one stuck answer
+
+
+def test_ranks_of_one_engine_go_by_the_verdicts_of_its_first(two_ranks, tiny):
+    talks = two_ranks[1][0]["talks"]
+    assert talks == two_ranks[1][1]["talks"] and len(talks) == 4
+    said = chat.Tokenizer(tiny[0]).backend.encode("rank 0").ids
+    for _, ids, reward, num_turns in talks:
+        assert reward == num_turns and (num_turns == 1 or any(ids[i : i + len(said)] == said for i in range(len(ids))))
+    assert max(num_turns for *_, num_turns in talks) == 2

@@ -1,14 +1,17 @@
-"""The exact-answer environment against a table made by hand."""
+"""The exact-answer environment against a table made by hand; users' classes and functions; canaries."""
+
+import sys
 
 import pytest
 
 import envs
-from config import ConfigError
+from config import ConfigError, EnvConfig
+from envs import Verdict
 
 
 def grade(reply, answer="1234", finish_reason="stop"):
     turn = envs.Turn([{"role": "user", "content": "?"}, {"role": "assistant", "content": reply}], answer, finish_reason)
-    (verdict,) = envs.make_environment("exact").step([turn])
+    (verdict,) = envs.make_environment("exact", EnvConfig()).step([turn])
     assert verdict.done and not verdict.observation and verdict.reward == (verdict.outcome == "ok")
     return verdict.outcome
 
@@ -74,7 +77,7 @@ def test_long_replies_are_graded(piece):
 
 def test_verdicts_are_in_the_order_of_the_turns():
     turns = [envs.Turn([{"role": "assistant", "content": text}], "5", "stop") for text in ("6", "x", "5")]
-    verdicts = envs.make_environment("exact").step(turns)
+    verdicts = envs.make_environment("exact", EnvConfig()).step(turns)
     assert [verdict.outcome for verdict in verdicts] == ["wrong", "parse_fail", "ok"]
 
 
@@ -82,18 +85,158 @@ def test_only_the_last_message_is_graded():
     messages = [
         {"role": role, "content": text} for role, text in (("user", "5"), ("assistant", "5"), ("assistant", "6"))
     ]
-    assert envs.make_environment("exact").step([envs.Turn(messages, "5", "stop")])[0].outcome == "wrong"
+    assert envs.make_environment("exact", EnvConfig()).step([envs.Turn(messages, "5", "stop")])[0].outcome == "wrong"
 
 
 def test_answers_that_are_no_number_are_found_before_training():
-    environment = envs.make_environment("exact")
-    environment.check_answers([("rows.jsonl:1", "5"), ("rows.jsonl:2", "1,000"), ("rows.jsonl:3", "it is #### -2.5")])
+    environment = envs.make_environment("exact", EnvConfig())
+    environment.check_answers(
+        [("rows.jsonl:1", "5", {}), ("rows.jsonl:2", "1,000", {}), ("r:3", "it is #### -2.5", {})]
+    )
     for answer in ("x = 5", "", "None", "5 apples"):
         with pytest.raises(ConfigError, match=r"^rows\.jsonl:7: answer .* is not one plain number.*'exact'") as error:
-            environment.check_answers([("rows.jsonl:3", "5"), ("rows.jsonl:7", answer)])
+            environment.check_answers([("rows.jsonl:3", "5", {}), ("rows.jsonl:7", answer, {})])
         assert repr(answer) in str(error.value)
 
 
 def test_unknown_environment():
-    with pytest.raises(ConfigError, match="env_name 'exakt' is unknown; known: exact"):
-        envs.make_environment("exakt")
+    with pytest.raises(
+        ConfigError, match="env_name 'exakt' is unknown; known: exact, math, code, reward_model, and module:Class"
+    ):
+        envs.make_environment("exakt", EnvConfig())
+
+
+# ------------------------------------------------------------------------------------------ classes and functions
+
+
+class Mine(envs.Environment):
+    """A user's: right when the reply has `word`."""
+
+    canaries = (("a b", "", "ok"),)
+
+    def __init__(self, word="b", *, size=1):
+        self.word, self.size = word, size
+
+    def step(self, turns):
+        return [Verdict(1.0, "ok" if self.word in turn.messages[-1]["content"] else "wrong") for turn in turns]
+
+
+class Plain(envs.Environment):
+    def step(self, turns):
+        return []
+
+
+class NoClose:
+    def step(self, turns):
+        return []
+
+    def check_answers(self, answers):
+        pass
+
+
+def make(name, **custom):
+    return envs.make_environment(
+        f"{__name__}:{name}", EnvConfig(custom={f"{__name__}:{name}": custom} if custom else {})
+    )
+
+
+def test_classes_by_dotted_path_get_their_arguments():
+    assert (make("Mine").word, make("Mine", word="a", size=3).size) == ("b", 3)
+    made = make("Mine", word="a")
+    made.check_answers([("here", "", {})])
+    assert made.close() is None
+    for name, custom, problem in (
+        ("Mine", {"word": "z"}, "is broken: reply 'a b' to answer '' must be 'ok', and is 'wrong'"),
+        ("Mine", {"wrod": "a"}, r"^env.custom\['test_envs:Mine'\]: got an unexpected keyword argument 'wrod'"),
+        ("Plain", {"x": 1}, r"^env.custom\['test_envs:Plain'\]: (too many|got an unexpected keyword argument 'x')"),
+        ("NoClose", {}, r"^env_name 'test_envs:NoClose': no method close\(\); derive the class from envs.Environment"),
+        ("OUTCOMES", {}, r"cannot be imported \(module 'test_envs' has no attribute 'OUTCOMES'\)"),
+        ("GRADES", {}, "is neither a class nor a function"),
+        ("length", {"x": 1}, "takes no env.custom arguments"),
+        ("no_completions", {}, "a reward function takes `completions`"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            make(name, **custom)
+    for path in ("no_such_module:X", ":X", "test_envs:"):
+        with pytest.raises(ConfigError, match=f"^env_name '{path}': cannot be imported"):
+            envs.make_environment(path, EnvConfig())
+
+
+def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch):
+    (tmp_path / "only_here.py").write_text("def f(completions):\n    return [1.0 for _ in completions]\n")
+    (tmp_path / "envs.py").write_text("raise SystemExit")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (verdict,) = envs.make_environment("only_here:f", EnvConfig()).step([turn("x")])
+    assert verdict.reward == 1.0 and envs.import_attribute("envs:Exact", "env_name") is envs.Exact
+
+
+GRADES = 5
+CALLS = []
+
+
+def length(completions, prompts, level, missing="none", **others):
+    """TRL's signature: columns by name, what it does not name in **kwargs."""
+    CALLS.append((completions, prompts, level, missing, others))
+    return [len(text) - 3 for text in completions]
+
+
+def only_completions(completions):
+    return [None if c == "none" else float(c) for c in completions]
+
+
+def chats(*, completions, answer):
+    return [float(c[0]["content"] == a) for c, a in zip(completions, answer, strict=True)]
+
+
+def too_few(completions, **kwargs):
+    return [1.0]
+
+
+def no_completions(prompts):
+    return [1.0 for _ in prompts]
+
+
+def turn(reply, **columns):
+    return envs.Turn(
+        [{"role": "user", "content": "?"}, {"role": "assistant", "content": reply}], "7", "stop", {}, columns
+    )
+
+
+def graded(name, *turns):
+    return [(verdict.reward, verdict.outcome) for verdict in make(name).step(turns)]
+
+
+def test_reward_functions_with_trls_signature():
+    assert graded("length", turn("abcd", level=1, note="x"), turn("ab", level=2, extra=3)) == [
+        (1.0, "ok"),
+        (-1.0, "wrong"),
+    ]
+    others = {"answer": ["7", "7"], "note": ["x", None], "extra": [None, 3]}
+    assert CALLS == [(["abcd", "ab"], ["?", "?"], [1, 2], "none", others)]
+    replies = ("0.5", "0", "none", "nan", "inf", "-inf")
+    verdicts = graded("only_completions", *(turn(reply, level=1) for reply in replies))
+    assert verdicts == [(0.5, "ok"), (0.0, "wrong"), *[(0.0, "error")] * 4]
+    messages = [{"role": "user", "content": "?"}]
+    assert graded("chats", turn("7", messages=messages), turn("8", messages=messages)) == [(1.0, "ok"), (0.0, "wrong")]
+    assert graded("chats") == []
+    with pytest.raises(ValueError, match=r"test_envs:too_few gave 1 rewards for 2 completions"):
+        graded("too_few", turn("1"), turn("2"))
+    make("length").check_answers([("rows.jsonl:1", "7", {"level": 1})])
+    with pytest.raises(
+        ConfigError, match=r"^rows.jsonl:2: no field 'level', which the reward function test_envs:length"
+    ):
+        make("length").check_answers([("rows.jsonl:1", "7", {"level": 1}), ("rows.jsonl:2", "7", {"missing": 1})])
+
+
+def test_canaries_of_built_in_environments_are_asked(monkeypatch):
+    monkeypatch.setattr(envs, "exact_number", lambda text: None)
+    with pytest.raises(
+        ConfigError, match="env_name 'exact' is broken: reply '#### 1,234' to answer '1234' must be 'ok'"
+    ):
+        envs.make_environment("exact", EnvConfig())
+
+
+def test_the_reward_models_verdicts_are_provisional():
+    made = envs.make_environment("reward_model", EnvConfig())
+    assert [(v.reward, v.outcome, v.done) for v in made.step([turn("a"), turn("b")])] == [(0.0, "ok", True)] * 2

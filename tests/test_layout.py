@@ -9,13 +9,17 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # A file imports only files before it; "kernels" is the folder, whose files import one another and nothing else of ours.
 ORDER = (
-    *("config", "config_file", "config_check", "kernels", "sandbox", "model_config"),
-    *("envs", "data", "model", "loss", "metrics", "runtime"),
+    *("config", "config_nemo", "config_file", "config_check", "kernels", "sandbox", "model_config"),
+    *("envs", "grader", "math_grader", "code_grader", "graded_envs", "chat", "data", "sources", "rows", "mixing"),
+    *("model", "loss", "metrics", "runtime", "provenance", "watchdog", "reward_model"),
     *("resume", "inputs", "shaping", "sampling", "advantages", "update", "rollout", "checkpoint", "validation"),
     *("grpo", "eval"),
 )
 ALONE = ("config", "kernels", "sandbox", "runtime", "loss")  # of ours: config and its checks at most
-WITHOUT_TORCH = ("config", "config_file", "config_check", "sandbox", "model_config", "envs", "data", "resume", "inputs")
+WITHOUT_TORCH = (
+    *("config", "config_nemo", "config_file", "config_check", "sandbox", "model_config", "envs", "grader"),
+    *("math_grader", "code_grader", "graded_envs", "chat", "data", "sources", "rows", "mixing", "resume", "inputs"),
+)
 MAX_LINES = {"grpo.py": 350}
 FILES = sorted([*ROOT.glob("*.py"), *ROOT.glob("kernels/*.py")])
 NAMES = [str(path.relative_to(ROOT)) for path in FILES]
@@ -74,7 +78,8 @@ def unsafe(tree):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_unsafe(name):
-    assert unsafe(TREES[name]) == []
+    """One call of exec(), where the code of policies runs: in a throw-away process."""
+    assert unsafe(TREES[name]) == (["exec"] if name == "sandbox.py" else [])
 
 
 def test_unsafe_sees_each_of_them():
@@ -104,7 +109,7 @@ def test_sizes(name):
 
 
 def test_size_of_all_product_code():
-    assert sum(len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in NAMES) <= 5000
+    assert sum(len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in NAMES) <= 5400
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import config
-from data import Sample, Tokenizer
+from chat import Tokenizer
+from data import Sample
 from metrics import RunLog, accumulate, reduce_over_ranks, sample_metrics
 from runtime import leave
 
@@ -79,12 +80,12 @@ def test_two_ranks_equal_one_and_every_nan_stays_visible(tmp_path):
         assert results["zero"]["mean"] == 1.5 and math.isnan(results["zero"]["none"])
 
 
-def sample(prompt, reward, outcome, length, *, finish_reason="stop", unsampled=0):
+def sample(prompt, reward, outcome, length, *, finish_reason="stop", unsampled=0, num_turns=1):
     mask = np.arange(length) >= unsampled
     ids, logps = np.array([16] * (length - 1) + [257], np.int32), np.zeros(length, np.float32)  # 257: the end token
     prompt_ids, env_name = [17] * (prompt + 1), "games" if prompt else "math"
     found = Sample(prompt, 0, 40 + prompt, prompt_ids, ids, logps, mask, finish_reason, 7, reward, outcome, reward)
-    return replace(found, env_name=env_name, num_env_tokens=unsampled)
+    return replace(found, env_name=env_name, num_env_tokens=unsampled, num_turns=num_turns, dataset="" if prompt else "a")
 
 
 SAMPLES = [
@@ -92,7 +93,7 @@ SAMPLES = [
     sample(0, 1.0, "ok", 4),
     sample(1, 0.0, "wrong", 6, unsampled=4),
     sample(1, 0.0, "parse_fail", 8, finish_reason="length"),
-    sample(2, 1.0, "ok", 1),
+    sample(2, 1.0, "ok", 1, finish_reason="max_turns", num_turns=4),
     sample(2, 0.0, "timeout", 3),
     sample(3, 0.5, "ok", 1),  # no variance, neither all right nor all wrong
     sample(3, 0.5, "error", 1),
@@ -113,8 +114,16 @@ def test_numbers_of_a_step_by_hand():
         "unshaped_zero_variance_fraction": 0.75,
         "reward_by_env/games": 1 / 3,
         "reward_by_env/math": 1.0,
+        "reward_by_dataset/a": 1.0,  # the others' has no name
+        "num_samples_by_env/games": 6,
+        "outcome_by_env/games/ok": 1 / 3,
+        **{f"outcome_by_env/games/{name}": 1 / 6 for name in ("wrong", "parse_fail", "timeout", "error")},
+        "num_samples_by_env/math": 2,
+        "outcome_by_env/math/ok": 1.0,
+        **{f"outcome_by_env/math/{name}": 0.0 for name in ("wrong", "parse_fail", "timeout", "error")},
         "reward_by_finish_reason/length": 0.0,
-        "reward_by_finish_reason/stop": 4 / 7,
+        "reward_by_finish_reason/max_turns": 1.0,
+        "reward_by_finish_reason/stop": 0.5,
         "reward_by_gen_tokens/000000-000001": 2 / 3,
         "reward_by_gen_tokens/000002-000002": 0.5,  # of the 6 ids of one, 4 are the environment's
         "reward_by_gen_tokens/000003-000004": 0.5,
@@ -127,11 +136,12 @@ def test_numbers_of_a_step_by_hand():
         "mean_total_tokens_per_sample": 46 / 8,
         "total_gen_tokens": 22,
         "total_num_tokens": 20,  # of the 4 that are trained on
-        "total_turns": 8,
-        "avg_turns_per_sample": 1.0,
-        "max_turns_per_sample": 1,
+        "total_turns": 11,
+        "avg_turns_per_sample": 11 / 8,
+        "max_turns_per_sample": 4,
         "truncation_rate": 0.125,
-        "natural_termination_rate": 0.875,
+        "natural_termination_rate": 0.75,
+        "max_turns_reached_rate": 0.125,
     }
 
 

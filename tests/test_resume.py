@@ -25,6 +25,8 @@ def launch(log_dir, *overrides):
         "grpo.num_prompts_per_step=8",
         "grpo.num_generations_per_prompt=8",
         "logger.num_samples_to_log=64",
+        *("data.train.1.data_path=examples/arithmetic/heldout.jsonl", "data.train.1.output_key=answer"),
+        *("data.train.0.weight=3", "data.train.1.weight=1"),  # the cursor is of two sets
         *overrides,
     ]
     command = [
@@ -70,6 +72,8 @@ def test_resumed_run_samples_the_same_and_ends_with_the_same_bits(runs):
         )
         assert one.keys() == other.keys() and all(equal(one[name], other[name]) for name in one)
         assert any(name.startswith("exp_avg_sq.") and one[name].abs().max() > 0 for name in one)
+    meta = json.loads((resumed / "checkpoints" / "step_000006" / "meta.json").read_text())
+    assert meta["state"]["cursor"]["drawn"] == {"train": 36, "heldout": 12}  # 3 to 1
     before = load_file(whole / "checkpoints" / "step_000003" / "rank_00000.safetensors")
     name = "param.model.layers.0.mlp.up_proj.weight"
     after = load_file(whole / "checkpoints" / "step_000006" / "rank_00000.safetensors")

@@ -1,12 +1,12 @@
 """The sampler against the trainer and against transformers: same tokens, same log-probabilities, only fresh weights."""
 
-import dataclasses
 
 import numpy as np
 import pytest
 import torch
 from dist_case import batch_of
 
+import chat
 import config
 import data
 import envs
@@ -26,7 +26,7 @@ def policy(one_rank, tiny):
 
 @pytest.fixture
 def tokenizer(tiny):
-    return data.Tokenizer(tiny[0])
+    return chat.Tokenizer(tiny[0])
 
 
 def sync(engine, policy, version=0):
@@ -210,25 +210,3 @@ def test_sample_seeds_differ_and_are_fixed():
 
 
 GOLDEN_SEED = 221_851_323_711_279
-
-
-def test_multi_turn_environments_are_refused_not_ignored(engine, policy, tokenizer):
-    class Asks(envs.Exact):
-        def grade(self, turn):
-            return dataclasses.replace(super().grade(turn), done=False)
-
-    sync(engine, policy)
-    row = data.Row(
-        0, [{"role": "user", "content": "1"}], "1", "asks", tokenizer.render([{"role": "user", "content": "1"}])
-    )
-    with pytest.raises(AssertionError, match="multi-turn"):
-        rollout(
-            engine,
-            tokenizer,
-            {"asks": Asks()},
-            [(0, row)],
-            num_samples=1,
-            temperature=1.0,
-            max_new_tokens=2,
-            seed_key=(0,),
-        )

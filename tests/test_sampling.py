@@ -5,10 +5,13 @@ import json
 import numpy as np
 import pytest
 
+import sampling
 from config import Config, DataConfig, GRPOConfig, RewardShapingConfig
-from data import Row, Sample, rows_at
+from data import Row, Sample
+from mixing import Mixture, rows_at
+from rows import Dataset
 from runtime import StopRun
-from sampling import collect, data_is_used_up
+from sampling import data_is_used_up
 
 ROWS = [Row(i, [], "", "exact", [1, 2]) for i in range(50)]
 SIZE = 4
@@ -34,6 +37,13 @@ class Sampler:
 def config_of(num_prompts=4, *, shuffle=False, **grpo):
     options = {"num_prompts_per_step": num_prompts, "num_generations_per_prompt": SIZE} | grpo
     return Config(grpo=GRPOConfig(**options), data=DataConfig(shuffle=shuffle))
+
+
+def collect(cfg, rows, position, generate):
+    """sampling.collect over one training set, from `position` on, with the number of prompts drawn."""
+    mixture = Mixture([Dataset("rows.jsonl", rows, 0, "", "rows")], cfg)
+    samples, cursor, metrics = sampling.collect(cfg, mixture, mixture.start() | {"position": position}, generate)
+    return samples, cursor["position"] - position, metrics
 
 
 def by_remainder(row_id):
@@ -120,6 +130,19 @@ def test_a_step_of_truncated_samples_alone_stops_the_run():
         StopRun, match=r"^all 4 samples of a step ran into policy\.generation\.max_new_tokens=256, and "
     ):
         collect(config_of(1, overlong_filtering=True), ROWS, 2, Sampler(by_remainder, lengths=(8,)))
+
+
+def test_a_step_without_a_row_to_train_on_stops_the_run():
+    class Masked(Sampler):
+        def sample(self, *args):
+            sample = super().sample(*args)
+            sample.mask[:] = sample.row_id > 1  # what rollout.py does for loss_multiplier 0
+            return sample
+
+    samples, _, metrics = collect(config_of(2), ROWS, 1, Masked(by_remainder))
+    assert [s.mask.any() for s in samples] == [False] * SIZE + [True] * SIZE and metrics["reward"] == 5 / 8
+    with pytest.raises(StopRun, match="all its rows have loss_multiplier=0"):
+        collect(config_of(2), ROWS, 0, Masked(by_remainder))
 
 
 def test_too_few_groups_stop_the_run_with_counts_and_keys():

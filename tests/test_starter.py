@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-import data
+import chat
 from examples.arithmetic import make_problems, make_starter
 from model import load_policy
 
@@ -28,8 +28,8 @@ def read_pairs(name: str) -> list[tuple[int, int, str]]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> data.Tokenizer:
-    return data.Tokenizer(STARTER)
+def tokenizer() -> chat.Tokenizer:
+    return chat.Tokenizer(STARTER)
 
 
 @pytest.fixture(scope="module")

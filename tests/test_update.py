@@ -9,6 +9,7 @@ import pytest
 import torch
 from dist_case import CONFIG, make_samples
 
+import chat
 import config
 import data
 import update
@@ -25,7 +26,7 @@ def policy(one_rank, tiny):
 
 @pytest.fixture
 def batch(tiny):
-    vocab_size = data.Tokenizer(tiny[0]).vocab_size
+    vocab_size = chat.Tokenizer(tiny[0]).vocab_size
     samples, adv_B = make_samples(vocab_size)
     for sample, adv in zip(samples, adv_B, strict=True):
         sample.reward = float(adv > 0.3)
@@ -197,3 +198,49 @@ def test_kl_in_reward_whitens_over_all_tokens_of_the_step(policy, batch, one_ran
     raw = np.concatenate([micro.pack.adv_R for micro in found.micros]).astype(np.float64)
     value = raw - 0.5 * (together["old_logp_R"] - together["ref_logp_R"])  # k1: log policy - log reference
     assert together["adv_R"] == pytest.approx((value - value.mean()) / value.std(), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "moved"),
+    [
+        ({}, "advantage"),
+        ({"positive_example_nll_weight": 0.3}, "advantage or positive"),
+        ({"entropy_coef": 0.1, "use_importance_sampling_correction": True}, "all"),
+        ({"reference_policy_kl_penalty": 0.2, "token_level_loss": False}, "all"),
+        ({"use_cispo": True, "ratio_clip_max": 0.05}, "advantage"),
+    ],
+)
+def test_one_pass_equals_two_and_leaves_out_rows_without_gradient(
+    policy, batch, one_rank, monkeypatch, loss_fn, moved
+):
+    samples, adv_B, vocab_size = batch
+    adv_B = [0.0 if i // 4 in (1, 3) else adv for i, adv in enumerate(adv_B)]  # two groups of equal rewards
+    cfg = settings(loss_fn=loss_fn, policy={"ppo_epochs": 2})
+    reference = None
+    if cfg.loss_fn.reference_policy_kl_penalty:
+        reference = update.Reference(policy)
+        for shard in reference.shards.values():
+            shard.mul_(1.01)
+    rows = {
+        "advantage": sum(int(s.mask.sum()) for s, adv in zip(samples, adv_B, strict=True) if adv),
+        "advantage or positive": sum(
+            int(s.mask.sum()) for s, adv in zip(samples, adv_B, strict=True) if adv or s.reward > 0
+        ),
+        "all": sum(int(s.mask.sum()) for s in samples),
+    }
+    (step,) = batches_of(policy, reference, (samples, adv_B, vocab_size), cfg, one_rank)
+    assert sum(micro.num_grad_rows for micro in step.micros) == rows[moved]
+    assert rows["advantage"] < rows["advantage or positive"] < rows["all"]
+    with torch.no_grad():  # away from the policy that `old` is of
+        for param in policy.parameters():
+            param.mul_(1.002)
+    found = []
+    for refused in ([], ["as if it needed whole sequences"]):
+        monkeypatch.setattr(update, "unsupported", lambda _, refused=refused: refused)
+        metrics = update.compute_gradients(policy, step, cfg, vocab_size)
+        found.append((metrics, gradients(policy)))
+        policy.zero_grad(set_to_none=True)
+    (metrics, fused), (expected_metrics, expected) = found
+    assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-7) and metrics["probs_ratio_max"] > 1.01
+    for name, gradient in expected.items():
+        assert (fused[name] - gradient).norm() <= 1e-5 * gradient.norm(), name

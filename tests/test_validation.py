@@ -13,8 +13,9 @@ import config
 import config_check
 import config_file
 import envs
-from data import Dataset, Row, Sample
+from data import Row, Sample
 from inputs import Inputs
+from rows import Dataset
 from runtime import Ranks
 from validation import clustered_interval, majority, modes, pass_at_k, score, validate, wilson_interval
 
@@ -248,7 +249,7 @@ def test_validation_is_one_mapping_or_a_list(tmp_path):
     assert paths(load(tmp_path, "data: {validation: {data_path: a.jsonl}}")) == ["a.jsonl"]
     cfg = load(tmp_path, TWO)
     assert paths(cfg) == ["a/x.jsonl", "b.jsonl"] and [d.set_name for d in cfg.data.validation] == ["x", "hard"]
-    assert cfg.data.validation[0].env_name == "e" and cfg.data.validation[1].env_name == "exact"
+    assert cfg.data.validation[0].env_name == "e" and cfg.data.validation[1].env_name is None
     assert load(tmp_path, config_file.to_yaml(cfg)) == cfg
 
 
@@ -256,7 +257,7 @@ def test_overrides_of_a_list(tmp_path):
     assert paths(load(tmp_path, TWO, "data.validation.1.data_path=c")) == ["a/x.jsonl", "c"]
     assert paths(load(tmp_path, TWO, "data.validation.data_path=c")) == ["c", "b.jsonl"]
     assert paths(load(tmp_path, "data: {validation: [{data_path: z}]}", parent=TWO)) == ["z"]  # a list is one value
-    assert load(tmp_path, "data: {validation: [{data_path: z}]}", parent=TWO).data.validation[0].env_name == "exact"
+    assert load(tmp_path, "data: {validation: [{data_path: z}]}", parent=TWO).data.validation[0].env_name is None
     assert paths(load(tmp_path, "data: {validation: {data_path: z}}", parent=TWO)) == ["z", "b.jsonl"]
 
 

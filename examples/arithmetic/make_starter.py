@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-import data
+import chat
 from examples.arithmetic.make_problems import draw_problems, needs_carry, sum_without_carry
 from model import Decoder, ModelConfig, init_weights, save_hf
 
@@ -86,11 +86,11 @@ def write_configs(folder: Path) -> None:
         (folder / f"{name}.json").write_text(text, encoding="utf-8", newline="\n")
 
 
-def prompt_ids(tokenizer: data.Tokenizer, a: int, b: int) -> list[int]:
+def prompt_ids(tokenizer: chat.Tokenizer, a: int, b: int) -> list[int]:
     return tokenizer.render([{"role": "user", "content": f"{a}+{b}="}])
 
 
-def answer_ids(tokenizer: data.Tokenizer, answer: int) -> list[int]:
+def answer_ids(tokenizer: chat.Tokenizer, answer: int) -> list[int]:
     return tokenizer.backend.encode(str(answer)).ids
 
 
@@ -119,7 +119,7 @@ def complete(model: Decoder, prompts: list[list[int]], generator: torch.Generato
     return [ids[: ids.index(END_ID)] if END_ID in ids else None for ids in outputs]
 
 
-def evaluate(model: Decoder, tokenizer: data.Tokenizer, pairs: list[tuple[int, int]], num_samples: int):
+def evaluate(model: Decoder, tokenizer: chat.Tokenizer, pairs: list[tuple[int, int]], num_samples: int):
     """{"accuracy": share of right answers, "clean": share of answers that are right or lack just the carry},
     to the token; `num_samples` per problem at temperature 1, or 0: greedy decoding."""
     generator = torch.Generator().manual_seed(SEED) if num_samples else None
@@ -132,13 +132,18 @@ def evaluate(model: Decoder, tokenizer: data.Tokenizer, pairs: list[tuple[int, i
     return {"accuracy": num_right / len(pairs), "clean": (num_right + num_slips) / len(pairs)}
 
 
-def draw_batch(rng: random.Random, tokenizer: data.Tokenizer, pairs: list[tuple[int, int]]) -> dict:
-    """A pack of questions with taught answers, as the arguments of `Decoder.forward`."""
+def draw_batch(rng: random.Random, tokenizer: chat.Tokenizer, pairs: list[tuple[int, int]]) -> dict:
+    """A pack of questions with taught answers."""
     sequences = []
     for a, b in rng.choices(pairs, k=BATCH_SIZE):
         forgets = needs_carry(a, b) and rng.random() < FORGET_SHARE
         answer = answer_ids(tokenizer, sum_without_carry(a, b) if forgets else a + b)
         sequences.append((prompt_ids(tokenizer, a, b), [*answer, END_ID]))
+    return pack_of(sequences)
+
+
+def pack_of(sequences: list[tuple[list[int], list[int]]]) -> dict:
+    """(prompt, reply) pairs as a pack: the arguments of `Decoder.forward`."""
     sequences.sort(key=lambda pair: len(pair[1]))  # neighbours of equal length are one call of attention
     tokens, positions, cu_seqlens, rows, targets = [], [], [0], [], []
     for prompt, answer in sequences:
@@ -151,7 +156,7 @@ def draw_batch(rng: random.Random, tokenizer: data.Tokenizer, pairs: list[tuple[
     return {name: torch.tensor(values) for name, values in pack.items()}
 
 
-def train(tokenizer: data.Tokenizer, pairs: list[tuple[int, int]]) -> Decoder:
+def train(tokenizer: chat.Tokenizer, pairs: list[tuple[int, int]]) -> Decoder:
     """AdamW with a cosine schedule on the negative log-likelihood of the taught answers. Weights float32."""
     model = Decoder(ModelConfig.from_hf(MODEL_CONFIG))
     init_weights(model, SEED)
@@ -176,7 +181,7 @@ def main(folder: Path) -> None:
     start = time.perf_counter()
     train_pairs, heldout_pairs = draw_problems()
     write_configs(folder)
-    tokenizer = data.Tokenizer(folder)
+    tokenizer = chat.Tokenizer(folder)
     model = train(tokenizer, train_pairs)
     with torch.no_grad():
         for param in model.parameters():

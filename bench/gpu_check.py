@@ -1,0 +1,168 @@
+"""Whether the kernels are right on this GPU, at real sizes: PASS or FAIL lines with figures; exit code 1 if one fails.
+
+    python -m bench.gpu_check            --dry: tiny sizes on a CPU (with TRITON_INTERPRET=1 the Triton kernels)
+
+The tests hold the same on a CPU, in Triton's interpreter; here it is the compiled kernels, the chunks of production,
+offsets beyond 2^31, varlen_attn, and bfloat16 tensor cores. Errors against float64: relative (Frobenius) for gradients.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import model
+import runtime
+import update
+from bench.head import call, exact_rows, facts, heads, make_inputs, oracle, ours
+from bench.train_step import QWEN, TINY, WAYS, config_of, loss_outside, random_batch, random_policy
+from config import LossConfig
+from kernels import Head, grpo_head, linear_logp
+
+EVERY_TERM = {"ratio_clip_c": 3.0, "use_importance_sampling_correction": True, "entropy_coef": 0.1}
+EVERY_TERM |= {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0}
+EVERY_TERM |= {"reference_policy_kl_penalty": 0.1, "positive_example_nll_weight": 0.1}
+
+failed: list[str] = []
+
+
+def check(name: str, value: float, limit: float) -> None:
+    """NaN fails."""
+    holds = value <= limit
+    failed.extend([] if holds else [name])
+    print(f"{'PASS' if holds else 'FAIL'} {name}: {value:.3g} (at most {limit:g})", flush=True)
+
+
+def relative(ours: Tensor, reference: Tensor) -> float:
+    return ((ours.double() - reference.double()).norm() / reference.double().norm()).item()
+
+
+def check_head(shape: tuple[int, int, int], device: str, dtype: torch.dtype, backend: str) -> None:
+    """Both operations against float64, all rows; and each twice, to the bit."""
+    x = make_inputs(*shape, device, dtype)
+    exact, narrow = oracle(x), 3e-3 if dtype == torch.bfloat16 else 1e-5
+    where = "x".join(map(str, shape))
+    for name in ("grpo_head", "grpo_head, 512 rows", "linear_logp"):
+        forward = heads(backend)[name][1]()
+        loss, logp_N, grad_ND, grad_VD = first = call(forward, x, True)
+        check(f"{name} {where}: logp, mean", (logp_N - exact["logp"]).abs().mean().item(), 1e-4)
+        check(f"{name} {where}: logp, largest", (logp_N - exact["logp"]).abs().max().item(), 1e-3)
+        check(f"{name} {where}: loss", (loss - exact["GRPO loss"]).abs().item(), 1e-4)
+        check(f"{name} {where}: dX", relative(grad_ND, exact["GRPO dX"]), narrow)
+        check(f"{name} {where}: dW", relative(grad_VD, exact["GRPO dW"]), narrow)
+        differ = sum((a != b).sum().item() for a, b in zip(first, call(forward, x, True), strict=True))
+        check(f"{name} {where}: numbers that a second run changes", differ, 0)
+    with torch.no_grad():
+        entropy_N = linear_logp(x.hidden_ND, x.weight_VD, x.target_N, return_entropy=True, head=Head(backend))[1]
+    check(f"linear_logp {where}: entropy, largest", (entropy_N - exact["entropy"]).abs().max().item(), 1e-3)
+
+
+def check_every_term(shape: tuple[int, int, int], device: str, dtype: torch.dtype, backend: str) -> None:
+    """Every term of the loss at once, entropy bonus included, against the float64 reference."""
+    x, generator = make_inputs(*shape, device, dtype), torch.Generator(device).manual_seed(1)
+    noise_KN = 0.1 * torch.rand(2, shape[0], generator=generator, device=device)
+    rows = {"old_logp_R": x.old_N, "sampler_logp_R": x.old_N + noise_KN[0], "ref_logp_R": x.old_N - noise_KN[1]}
+    rows |= {"adv_R": x.adv_N, "share_R": torch.full_like(x.old_N, 1 / shape[0])}
+    rows |= {"nll_share_R": (x.target_N % 2) / shape[0]}
+    how = {"temperature": 1.3, "num_grad_rows": shape[0] * 3 // 4, "cfg": LossConfig(**EVERY_TERM)}
+    found = []
+    for wide in (dtype, torch.float64):
+        hidden_ND, weight_VD = (t.detach().to(wide).requires_grad_() for t in (x.hidden_ND, x.weight_VD))
+        loss, logp_N, entropy_N = grpo_head(hidden_ND, weight_VD, x.target_N, **rows, **how, head=Head(backend, 1024))
+        found.append([loss.detach(), logp_N, entropy_N, *torch.autograd.grad(loss, (hidden_ND, weight_VD))])
+    narrow = 3e-3 if dtype == torch.bfloat16 else 1e-5
+    limits = {"loss": 1e-4, "logp": 1e-3, "entropy": 1e-3, "dX": narrow, "dW": narrow}
+    for (name, limit), own, exact in zip(limits.items(), *found, strict=True):
+        error = relative(own, exact) if name[0] == "d" else (own - exact).abs().max().item()
+        check(f"grpo_head, every term, {'x'.join(map(str, shape))}: {name}", error, limit)
+
+
+def check_far_rows(shape: tuple[int, int, int], device: str, dtype: torch.dtype, backend: str) -> None:
+    """One chunk of more than 2^31 logits: its last rows."""
+    x = make_inputs(*shape, device, dtype)
+    _, logp_N, grad_ND, _ = call(ours(Head(backend, shape[0])), x, True)
+    for rows, last_logp, all_logp_CV in exact_rows(x, torch.float64):  # noqa: B007  (the last)
+        pass
+    slope_CV = -all_logp_CV.exp()
+    slope_CV[torch.arange(len(last_logp), device=device), x.target_N[rows]] += 1
+    g_C = -x.adv_N[rows] * (last_logp - x.old_N[rows]).exp() / shape[0]
+    where = f"{shape[0] * shape[2] / 2**31:.2f} x 2^31 logits, last {len(last_logp)} rows"
+    check(f"{where}: logp", (logp_N[rows] - last_logp).abs().max().item(), 1e-3)
+    dX = (g_C[:, None] * slope_CV) @ x.weight_VD.detach().double()
+    check(f"{where}: dX", relative(grad_ND[rows], dX), 3e-3 if dtype == torch.bfloat16 else 1e-5)
+
+
+def check_attention(device: torch.device, lengths: list[int]) -> None:
+    """A pack through varlen_attn in bfloat16 against SDPA, sequence by sequence, in float32: output and gradients."""
+    generator, total = torch.Generator(device).manual_seed(0), sum(lengths)
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    layout = model.PackLayout.of(ends, total, device)
+    wide = [torch.randn(total, heads, 128, generator=generator, device=device) for heads in (12, 2, 2, 12)]
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        *qkv, weight = (x.bfloat16().to(dtype) for x in wide)
+        qkv = [x.requires_grad_() for x in qkv]
+        out = model.packed_attention(*qkv, layout)
+        found.append([out, *torch.autograd.grad((out * weight.flatten(1)).sum(), qkv)])
+    kind = "varlen_attn" if model.uses_flash_attention(device.type, torch.bfloat16) else "SDPA"
+    for name, narrow, exact in zip(("output", "dQ", "dK", "dV"), *found, strict=True):
+        check(f"packed attention, {kind} in bfloat16: {name}", relative(narrow, exact), 2e-2)
+
+
+def check_step(ranks: runtime.Ranks, device: torch.device, dry: bool) -> None:
+    """The gradient of a training step, sharded over one rank, tied and untied: each way against the PyTorch head."""
+    for tied in (True, False):
+        hf = (TINY if dry else QWEN | {"num_hidden_layers": 2}) | {"tie_word_embeddings": tied}
+        policy = random_policy(hf, device, "bfloat16")
+        batch = random_batch(config_of("grpo_head"), hf["vocab_size"], 16, ranks, device)
+        gradient = {}
+        for way in WAYS:
+            with loss_outside(way):
+                update.compute_gradients(policy, batch, config_of(way), hf["vocab_size"])
+            shards = {name: param.grad.to_local() for name, param in model.sharded_parameters(policy).items()}
+            gradient[way] = torch.cat([shard.flatten() for shard in shards.values()])
+            head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+            gradient[f"{way}, {head}"] = shards[head].flatten()
+            policy.zero_grad(set_to_none=True)
+        for name in gradient:
+            reference = gradient[name.replace(name.split(",")[0], "torch head")]
+            if not name.startswith("torch head"):
+                check(
+                    f"step, {'tied' if tied else 'untied'}, {name}: gradient", relative(gradient[name], reference), 1e-2
+                )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dry", action="store_true")
+    dry = parser.parse_args().dry
+    ranks, device = runtime.start(tp_size=1)
+    print(facts())
+    backend = "triton" if not dry or os.environ.get("TRITON_INTERPRET") == "1" else "torch"
+    how = (device.type, torch.float32 if dry else torch.bfloat16, backend)
+    checks: list[tuple[str, Callable]] = [
+        ("head", lambda: check_head((66, 64, 515) if dry else (8196, 2048, 151936), *how)),
+        ("head of other sizes", lambda: check_head((34, 72, 300) if dry else (1030, 1536, 128256), *how)),
+        ("every term", lambda: check_every_term((64, 64, 515) if dry else (4096, 2048, 151936), *how)),
+        ("far rows", lambda: check_far_rows((10, 64, 515) if dry else (16384, 1536, 151936), *how)),
+        ("attention", lambda: check_attention(device, [5, 5, 1, 12] if dry else [1, 700, 700, 33, 2048, 128])),
+        ("step", lambda: check_step(ranks, device, dry)),
+    ]
+    for name, run in checks:
+        try:
+            run()
+        except Exception as error:  # a check that cannot run has failed; the others are still told
+            failed.append(name)
+            print(f"FAIL {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+    print("FAIL: " + "; ".join(failed) if failed else "PASS: all", flush=True)
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    runtime.leave(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

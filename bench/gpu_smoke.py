@@ -1,0 +1,130 @@
+"""The engine in the trainer's process on this GPU, smoke task: memory asleep and awake, weight sync, seeds, speed.
+
+    python -m bench.gpu_smoke [--out FILE]       --dry: on a CPU, where sleep does nothing
+
+Each parameter is perturbed alone: the samples then in the engine must no longer agree with the trainer, and after the
+sync new ones must. bfloat16 on both sides, eager (no CUDA graphs); the model is examples/arithmetic/starter.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+import config_file
+import grpo
+import inputs
+import model
+import rollout
+import runtime
+import update
+from bench.gpu_check import check, failed
+from bench.head import ROOT, facts
+
+
+def used_gib() -> float:
+    if not torch.cuda.is_available():
+        return 0.0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+def runner_of(worker) -> str:
+    return f"{type(worker.model_runner).__module__}.{type(worker.model_runner).__name__}"
+
+
+@torch.no_grad()
+def gap(policy: model.Decoder, samples: list, cfg, ranks: runtime.Ranks, device: torch.device, vocab: int) -> float:
+    """Mean |sampler - trainer| logp."""
+    micros = update.make_micro_batches(samples, [1.0] * len(samples), cfg, ranks, device)[0]
+    gaps = [(update.forward(policy, m, cfg, vocab)[0] - m.sampler_logp_R).abs() for m in micros]
+    return torch.cat(gaps).mean().item()
+
+
+def check_sync(policy, engine, sample, gap_of, limit: float) -> None:
+    """`sample`: new ones from the engine; gap_of: theirs."""
+    base, generator = sample(), torch.Generator().manual_seed(0)
+    check("logp gap after the first sync", gap_of(base), limit)
+    stale, fresh = [], []
+    for version, param in enumerate(model.sharded_parameters(policy).values(), 1):
+        local = param.detach().to_local()
+        before = local.clone()
+        size = 3 if local.dim() == 1 else 1  # far more than bfloat16 blurs: norms of short sequences matter little
+        local.add_((torch.randn(local.shape, generator=generator) * size).to(local))
+        stale.append(gap_of(base))
+        grpo.sync_weights(policy, engine, version)
+        fresh.append(gap_of(sample()))
+        local.copy_(before)
+    check(f"logp gap after a sync, {len(fresh)} parameters perturbed one by one, largest", max(fresh), limit)
+    shares = [new / old for new, old in zip(fresh, stale, strict=True)]
+    check("its share of the gap before the sync, largest", max(shares), 0.5)
+
+
+def speed(engine, prompts: list[list[int]], seeds: list[int], how: dict) -> tuple[float, list]:
+    """Tokens per second of the second of two calls, and what both sampled."""
+    both = []
+    for _ in range(2):
+        start = time.perf_counter()
+        both.append([completion.ids.tolist() for completion in engine.generate(prompts, seeds, **how)])
+        elapsed = time.perf_counter() - start
+    return sum(map(len, both[1])) / elapsed, both
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--out", type=Path, help="one line of JSON is added")
+    args = parser.parse_args()
+    words = [f"logger.log_dir={tempfile.mkdtemp()}", "policy.generation.vllm_cfg.enforce_eager=true"]
+    words += [] if args.dry else ["policy.precision=bfloat16", "policy.generation.vllm_cfg.gpu_memory_utilization=0.3"]
+    cfg = config_file.load(ROOT / "configs/smoke.yaml", words)
+    given = inputs.read_inputs(cfg)
+    ranks, device = runtime.start(tp_size=1)
+    vocab = given.tokenizer.vocab_size
+    line: dict = facts() | {"used_GiB_before": used_gib()}
+    policy, _, engine = grpo.build(cfg, given, ranks, device)
+    line["model_runner"] = engine.llm.collective_rpc(runner_of)[0]
+    line["used_GiB_asleep"] = used_gib()
+    grpo.sync_weights(policy, engine, 0)
+    line["used_GiB_awake"] = used_gib()
+    engine.sleep()
+    line["used_GiB_asleep_again"] = used_gib()
+    grpo.sync_weights(policy, engine, 0)
+    line["used_GiB_awake_again"] = used_gib()
+    if not args.dry:
+        check("memory in use asleep, as a share of awake", line["used_GiB_asleep_again"] / line["used_GiB_awake"], 0.5)
+
+    def sample() -> list:
+        return grpo.collect_samples(cfg, given, engine, ranks, 0, 1)[0]
+
+    def gap_of(samples: list) -> float:
+        return gap(policy, samples, cfg, ranks, device, vocab)
+
+    check_sync(policy, engine, sample, gap_of, 1e-4 if args.dry else 0.05)
+
+    prompts = [row.prompt_ids for row in given.train.rows[: 64 if args.dry else 2048]]
+    how = {"temperature": 1.0, "max_new_tokens": cfg.policy.generation.max_new_tokens}
+    line["tokens_per_second_seeded"], (first, second) = speed(engine, prompts, list(range(len(prompts))), how)
+    check("seeded samples that differ when repeated", sum(a != b for a, b in zip(first, second, strict=True)), 0)
+    real = rollout.SamplingParams
+    with mock.patch.object(rollout, "SamplingParams", lambda **params: real(**params | {"seed": None})):
+        line["tokens_per_second_unseeded"], _ = speed(engine, prompts, list(range(len(prompts))), how)
+    text = json.dumps(line)
+    print(text)
+    if args.out:
+        with args.out.open("a") as file:
+            file.write(text + "\n")
+    print("FAIL: " + "; ".join(failed) if failed else "PASS: all", flush=True)
+    sys.stdout.flush()
+    runtime.leave(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Fetches the heads that bench/head.py compares with into .gpu/peers, 1 MB, for a GPU machine without network.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${GRPO_PYTHON:-python3}
+mkdir -p .gpu/peers
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+fetch() { "$python" -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 -d "$1" "${@:2}"; }
+fetch .gpu/peers liger-kernel==0.8.5 cut-cross-entropy==25.1.1
+fetch "$work" verl==0.9.1
+# of verl its kernel alone: the package wants a training stack
+"$python" -c 'import sys, zipfile
+sys.stdout.buffer.write(zipfile.ZipFile(sys.argv[1]).read("verl/utils/kernel/kernels.py"))
+' "$work"/verl-0.9.1-*.whl >.gpu/peers/verl_kernels.py
+du -bc .gpu/peers/*

@@ -1,0 +1,168 @@
+"""A training step of a random-weight Qwen2.5-1.5B on one GPU: tokens/s, FLOPs utilisation, memory, the head's time.
+
+    python -m bench.train_step [--samples 128] [--out FILE]        --dry: the same with a tiny model, on a CPU
+
+Through the project's own code (model.shard; update's score, compute_gradients, apply_gradients; one rank), with packs
+like those of configs/math_1b.yaml: 8,192 tokens, prompts of 60 to 160, responses of 100 to 400, no reference policy.
+Three ways: `grpo_head`; `linear_logp` with the loss outside, as losses over sequences have it; the PyTorch head. FLOPs
+of a step over T tokens in sequences of length L, R rows at the head, P parameters in the blocks, N heads of H:
+    6 P T + 6 R D V + 6 N H layers sum L^2        (attention: 4 L^2 N H forward, half of it causal, x 3 with backward)
+Utilisation: that per second over 989e12, the H200's dense bfloat16 peak. head: the same step without the blocks.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import config_file
+import data
+import runtime
+import update
+from bench.head import ROOT, facts
+from config import Config
+from model import Decoder, shard, sharded_parameters
+from model_config import ModelConfig
+
+PEAK = 989e12
+QWEN = {"model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_size": 1536}
+QWEN |= {"vocab_size": 151936, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
+QWEN |= {"num_key_value_heads": 2, "tie_word_embeddings": True}
+TINY = QWEN | {"vocab_size": 515, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+WAYS = {"grpo_head": "auto", "linear_logp": "auto", "torch head": "torch"}  # policy.head of each
+
+
+def config_of(way: str, *overrides: str) -> Config:
+    """configs/math_1b.yaml without a reference policy."""
+    own = ("loss_fn.reference_policy_kl_penalty=0", f"policy.head={WAYS[way]}")
+    return config_file.load(ROOT / "configs/math_1b.yaml", [*own, *overrides])
+
+
+def loss_outside(way: str):
+    """Within, a loss that grpo_head computes goes through linear_logp all the same, if that is the way."""
+    outside = way == "linear_logp"
+    return mock.patch.object(update, "unsupported", (lambda _: ["bench"]) if outside else update.unsupported)
+
+
+@torch.no_grad()
+def random_policy(hf: dict, device: torch.device, precision: str) -> Decoder:
+    """Sharded over one rank and filled on the device: nothing is downloaded, read or written."""
+    with torch.device("meta"):
+        model = Decoder(ModelConfig.from_hf(hf))
+    mesh = dist.init_device_mesh(device.type, (1,))
+    shard(model, mesh, precision=precision, activation_checkpointing=False)
+    model.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    for name, param in sharded_parameters(model).items():
+        if name.endswith("norm.weight"):
+            param.to_local().fill_(1)
+        else:
+            param.to_local().normal_(0, 0.02, generator=generator)
+    return model
+
+
+def random_batch(cfg: Config, vocab: int, num_samples: int, ranks: runtime.Ranks, device: torch.device) -> update.Batch:
+    rng = np.random.default_rng(0)
+    samples = []
+    for i in range(num_samples):
+        prompt, response = rng.integers(0, vocab, rng.integers(60, 161)), rng.integers(0, vocab, rng.integers(100, 401))
+        logps, mask = np.full(len(response), -math.log(vocab), np.float32), np.ones(len(response), bool)
+        ends = {"finish_reason": "stop", "weight_version": 0, "reward": float(i % 2)}
+        samples.append(data.Sample(i // 16, i % 16, 0, prompt.tolist(), response, logps, mask, **ends))
+    adv_B = rng.standard_normal(num_samples).tolist()
+    return update.score(None, None, update.make_micro_batches(samples, adv_B, cfg, ranks, device), cfg, vocab)[0][0]
+
+
+class HeadAlone(nn.Module):
+    """Stands for the decoder: random hidden states, the same head on the same rows."""
+
+    def __init__(self, model: Decoder, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        shape = (model.config.vocab_size, model.config.hidden_size)
+        self.weight_VD = nn.Parameter(torch.randn(shape, device=device, dtype=dtype) * 0.02)
+
+    def forward(self, token_T, position_T, cu_seqlens, row_R, target_R, *, temperature, vocab_size, head) -> tuple:
+        hidden_RD = self.weight_VD.new_empty(len(row_R), self.weight_VD.shape[1]).normal_().requires_grad_()
+        return head(hidden_RD, self.weight_VD[:vocab_size], target_R, temperature=temperature)
+
+
+def count(model: Decoder, batch: update.Batch, vocab: int) -> dict[str, float]:
+    """Tokens, rows and FLOPs of the step, by the formula above."""
+    hf, blocks = model.config, sum(p.numel() for name, p in sharded_parameters(model).items() if ".layers." in name)
+    tokens, rows = (sum(len(getattr(m, name)) for m in batch.micros) for name in ("token_T", "row_R"))
+    squares = sum(int((np.diff(m.pack.cu_seqlens).astype(np.int64) ** 2).sum()) for m in batch.micros)
+    attention = 6 * hf.num_attention_heads * hf.head_dim * hf.num_hidden_layers * squares
+    head = 6 * rows * hf.hidden_size * vocab
+    return {"tokens": tokens, "rows": rows, "flops": 6 * blocks * tokens + head + attention, "head_flops": head}
+
+
+def seconds(run: Callable, rounds: int) -> float:
+    """Median, after one that warms up."""
+    times = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--out", type=Path, help="a line of JSON is added for each way")
+    args = parser.parse_args()
+    ranks, device = runtime.start(tp_size=1)
+    cfg = config_of("grpo_head")
+    model = random_policy(TINY if args.dry else QWEN, device, cfg.policy.precision)
+    head = HeadAlone(model, device, getattr(torch, cfg.policy.precision))
+    vocab = model.config.vocab_size
+    optimizer = torch.optim.AdamW(model.parameters(), **asdict(cfg.policy.optimizer.kwargs), fused=True)
+    batch = random_batch(cfg, vocab, args.samples, ranks, device)
+    work = count(model, batch, vocab)
+    for way in WAYS:
+        cfg = config_of(way)
+
+        def step(cfg=cfg) -> None:
+            loss = update.compute_gradients(model, batch, cfg, vocab)["loss"]
+            update.apply_gradients(model, optimizer, cfg, loss, 0, 1)
+
+        def head_alone(cfg=cfg) -> None:
+            update.compute_gradients(head, batch, cfg, vocab)
+            head.zero_grad(set_to_none=True)
+
+        line = {"way": way} | work
+        with loss_outside(way):
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            line["seconds"] = seconds(step, args.rounds)
+            if device.type == "cuda":
+                line["peak_GiB"] = torch.cuda.max_memory_allocated() / 2**30
+            line["head_seconds"] = seconds(head_alone, args.rounds)
+        line["tokens_per_second"] = work["tokens"] / line["seconds"]
+        line["utilisation"] = work["flops"] / line["seconds"] / PEAK
+        line["head_utilisation"] = work["head_flops"] / line["head_seconds"] / PEAK
+        text = json.dumps(line | facts())
+        print(text, flush=True)
+        if args.out:
+            with args.out.open("a") as file:
+                file.write(text + "\n")
+    runtime.leave(0)
+
+
+if __name__ == "__main__":
+    main()

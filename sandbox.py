@@ -1,0 +1,423 @@
+"""Throw-away processes for code that nobody trusts: what a policy writes, and the tests that come with a dataset.
+
+Each piece of code gets a process of its own: a fresh interpreter with the standard library, limits on CPU, memory and
+files, no capabilities, and a system call filter (seccomp) under which it cannot start a process, signal or look into
+another one, open a socket, or write to any file. With isolation "required" it also lives in namespaces of its own: no
+network at all, no other process, and a read-only file system that holds Python's library and nothing else. A keeper,
+the parent of that process, enforces the deadline with SIGKILL; both die with whoever started them.
+
+The first half starts such processes, the second runs in them; between is the codec in which values cross. Two start for
+each answer: imports are few. Standard library only, Linux on x86-64 and ARM64; the only file that may call exec().
+"""
+
+import builtins
+import collections
+import ctypes
+import errno
+import json
+import os
+import re
+import resource
+import signal
+import struct
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any, BinaryIO, NamedTuple
+
+MAX_ANSWER_BYTES = 4 << 20  # of a program's output, or of one value
+ENDED, CRASHED, TIMED_OUT, NO_SANDBOX = 0, 1, 124, 125  # how a keeper exits: no code can make it say another
+SCRIPT = "import sys; sys.path.append(sys.argv[1]); import sandbox; sys.path.pop(); sandbox.main(int(sys.argv[2]))"
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+# Refused system calls, with their numbers on x86-64 and ARM64: those that start processes, reach others or gain
+# privilege; whose memory no limit counts; that write. What needs capabilities is refused already.
+REFUSED = """
+fork 57 - vfork 58 - execve 59 221 execveat 322 281 kill 62 129 tkill 200 130 tgkill 234 131 rt_sigqueueinfo 129 138
+rt_tgsigqueueinfo 297 240 pidfd_open 434 434 pidfd_getfd 438 438 pidfd_send_signal 424 424 prctl 157 167
+setpriority 141 140 sched_setparam 142 118 sched_setscheduler 144 119 sched_setaffinity 203 122 sched_setattr 314 274
+ioprio_set 251 30 ptrace 101 117 process_vm_readv 310 270 process_vm_writev 311 271 process_madvise 440 440
+kcmp 312 272 migrate_pages 256 238 move_pages 279 239 unshare 272 97 setns 308 268 mount 165 40 umount2 166 39
+chroot 161 51 bpf 321 280 perf_event_open 298 241 userfaultfd 323 282 add_key 248 217 request_key 249 218 keyctl 250 219
+personality 135 92 io_uring_setup 425 425 io_uring_enter 426 426 io_uring_register 427 427 socket 41 198
+memfd_create 319 279 memfd_secret 447 447 shmget 29 194 shmat 30 196 shmctl 31 195 msgget 68 186 msgsnd 69 189
+msgrcv 70 188 msgctl 71 187 semget 64 190 semop 65 193 semctl 66 191 semtimedop 220 192 mq_open 240 180
+creat 85 - truncate 76 45 rename 82 - renameat 264 38 renameat2 316 276 mkdir 83 - mkdirat 258 34 rmdir 84 - link 86 -
+linkat 265 37 unlink 87 - unlinkat 263 35 symlink 88 - symlinkat 266 36 mknod 133 - mknodat 259 33 chmod 90 -
+fchmod 91 52 fchmodat 268 53 fchmodat2 452 452 chown 92 - fchown 93 55 lchown 94 - fchownat 260 54 utime 132 -
+utimes 235 - futimesat 261 - utimensat 280 88 setxattr 188 5 lsetxattr 189 6 fsetxattr 190 7 setxattrat 463 463
+removexattr 197 14 lremovexattr 198 15 fremovexattr 199 16 removexattrat 466 466 fallocate 285 47 file_setattr 469 469
+"""
+UNKNOWN = "clone3 435 435 openat2 437 437"  # "no such call": the filter cannot read their arguments, libc has others
+BITS, EQUAL = 0x45, 0x15  # BPF_JSET, BPF_JEQ
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+GUARDED = (  # by one argument: (call and numbers, which, comparison, values, refused if it holds)
+    ("clone 56 220", 0, BITS, (0x10000,), False),  # CLONE_THREAD: threads are fine
+    ("prlimit64 302 261", 0, EQUAL, (0,), False),  # one's own
+    ("open 2 -", 1, BITS, (WRITING,), True),
+    ("openat 257 56", 2, BITS, (WRITING,), True),
+    ("fcntl 72 25", 1, EQUAL, (8, 10, 15), True),  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals for others
+    ("ioctl 16 29", 1, EQUAL, (0x5412, 0x541C, 0x8901, 0x8902), True),  # input for a terminal, and F_SETOWN again
+)
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of numbers, AUDIT_ARCH_*
+
+
+# ------------------------------------------------------------------------------------------------------- starting one
+
+
+class Limits(NamedTuple):
+    """Of one process: wall seconds, address space, and "required" or "none", as in env.code.isolation."""
+
+    seconds: float
+    memory_mib: int = 1024
+    isolation: str = "required"
+
+
+class Unavailable(OSError):
+    """This machine cannot make such a process; the text says what it refused."""
+
+
+def start(
+    mode: str, limits: Limits, *, stdin: Any = None, stdout: Any = None, fds: Sequence[int] = (), **job: Any
+) -> Any:
+    """The keeper (a subprocess.Popen) of a new process in which `mode` (of MODES) runs, `job` its keyword arguments.
+
+    stdin, stdout: files or descriptors; None = empty, and a pipe. fds: others that it inherits.
+    """
+    import subprocess  # 15 ms, which the processes themselves need not spend
+
+    how = {"seconds": limits.seconds, "memory_mib": limits.memory_mib, "isolate": limits.isolation == "required"}
+    with memory_file(json.dumps({"mode": mode, "parent": os.getpid(), "how": how, "job": job}).encode()) as file:
+        flags = ("-I", "-S", "-B", "-X", "utf8")  # no environment, no site-packages, no .pyc written
+        command = [sys.executable, *flags, "-c", SCRIPT, os.path.dirname(os.path.abspath(__file__)), str(file.fileno())]
+        null, stdout = subprocess.DEVNULL, subprocess.PIPE if stdout is None else stdout
+        pipes = {"stdin": null if stdin is None else stdin, "stdout": stdout, "stderr": null}
+        return subprocess.Popen(command, env={}, cwd="/", pass_fds=(file.fileno(), *fds), **pipes)
+
+
+def end(keeper: Any) -> int:
+    """Ends the process if it runs; how its keeper exited."""
+    import subprocess
+
+    keeper.terminate()
+    try:
+        return keeper.wait(1)
+    except subprocess.TimeoutExpired:  # it was told before it could listen
+        keeper.kill()
+        return keeper.wait()
+
+
+def run(code: str, text: str, limits: Limits) -> tuple[int, str]:
+    """A program with `text` on stdin: (ENDED | CRASHED | TIMED_OUT, what it printed).
+
+    Output beyond MAX_ANSWER_BYTES is a crash. Only the output says what the program did: it may choose how to exit.
+    """
+    with memory_file(text.encode("utf-8", "replace")) as stdin:
+        keeper = start("program", limits, stdin=stdin, code=code)
+    with keeper.stdout:
+        output = keeper.stdout.read(MAX_ANSWER_BYTES + 1)
+        if len(output) <= MAX_ANSWER_BYTES:
+            keeper.wait()
+        exited = end(keeper)
+    if exited == NO_SANDBOX:
+        raise Unavailable(output.decode())
+    return exited if exited in (ENDED, TIMED_OUT) else CRASHED, output.decode("utf-8", "replace")
+
+
+def memory_file(data: bytes) -> BinaryIO:
+    file = os.fdopen(os.memfd_create("sandbox"), "w+b")
+    file.write(data)
+    file.seek(0)
+    return file
+
+
+# ------------------------------------------------------------------------------------------------------------- values
+
+PLAIN = (type(None), bool, float, str)
+DICTS = (
+    dict,
+    collections.OrderedDict,
+    collections.defaultdict,
+    collections.Counter,
+)  # equal to dicts, and sent as such
+GROUPS = {tuple: "tuple", set: "set", frozenset: "frozenset"}
+# Not raised again: what takes more than a text to make, and what would end a loop of the test instead of failing it.
+UNRAISED = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError, ExceptionGroup, StopIteration)
+UNRAISED += (StopAsyncIteration,)
+RAISABLE = {
+    name: kind
+    for name, kind in vars(builtins).items()
+    if isinstance(kind, type) and issubclass(kind, Exception) and kind not in UNRAISED
+}
+
+
+def encode(value: Any) -> Any:
+    """A value as JSON: itself, or {type: content}. TypeError for what is not of exactly a built-in type, at any depth:
+    a subclass may have its own idea of ==."""
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    if kind is int:
+        return value if -(2**53) < value < 2**53 else {"int": hex(value)}
+    if kind is list:
+        return [encode(item) for item in value]
+    if kind in GROUPS:
+        return {GROUPS[kind]: [encode(item) for item in value]}
+    if kind in DICTS:
+        return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
+    if kind is bytes:
+        return {"bytes": value.hex()}
+    if kind is complex:
+        return {"complex": [value.real, value.imag]}
+    raise TypeError(f"a value of type {kind.__name__}")
+
+
+def decode(value: Any) -> Any:
+    """What `encode` was given, of built-in types only. ValueError or TypeError for what it does not write."""
+    if type(value) is list:
+        return [decode(item) for item in value]
+    if type(value) is not dict:
+        return value
+    ((kind, content),) = value.items()
+    if kind == "int":
+        return int(content, 16)
+    if kind == "bytes":
+        return bytes.fromhex(content)
+    if kind == "complex":
+        real, imag = content
+        return complex(float(real), float(imag))
+    if kind == "dict":
+        return {decode(key): decode(item) for key, item in content}
+    for group, name in GROUPS.items():
+        if kind == name:
+            return group(decode(item) for item in content)
+    raise ValueError(f"a value of kind {kind!r}")
+
+
+class Lost(BaseException):
+    """The candidate is of no use any more. Tests that catch every Exception do not catch this."""
+
+
+class Proxy:
+    """The candidate's function as a process of ours sees it: a call goes to its process, a value comes back.
+
+    Its exceptions are raised again as the nearest built-in ones, without text. `calls` counts; `lost` says why an
+    answer was no value (then no test is passed, whoever caught what); `unsendable` is an argument that cannot cross.
+    """
+
+    def __init__(self, requests: int, responses: int):
+        self.requests, self.responses = requests, os.fdopen(responses, "rb")
+        self.calls, self.lost, self.unsendable = 0, "", ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            line = json.dumps([encode(list(args)), encode(kwargs)]).encode() + b"\n"
+        except TypeError as error:
+            self.unsendable = f"the test calls with {error}"
+            raise Lost(self.unsendable) from error
+        self.calls += 1
+        try:
+            while line:
+                line = line[os.write(self.requests, line) :]
+            kind, content = json.loads(self.responses.readline(MAX_ANSWER_BYTES))
+            value = decode(content)
+        except (OSError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
+            kind, value = "bad", f"no answer ({type(error).__name__})"
+        if kind == "raised" and type(value) is list:
+            raise next((RAISABLE[name] for name in value if type(name) is str and name in RAISABLE), Exception)
+        if kind != "value":
+            self.lost = value[:300] if type(value) is str and value else "no answer"
+            raise Lost(self.lost)
+        return value
+
+
+# ------------------------------------------------------------------------------------------ in the process, as a script
+
+
+def main(descriptor: int) -> None:
+    """The keeper: makes the process, waits for its end, its deadline or a SIGTERM, and sees to it that it is gone."""
+    with os.fdopen(descriptor, "rb") as file:
+        order = json.load(file)
+    how = order["how"]
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
+    try:
+        if how["isolate"]:
+            enter_namespaces()
+        libc("prctl", PR_SET_DUMPABLE, 0)  # nobody looks into this process, nor into its child
+        libc("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
+    except OSError as error:
+        os.write(1, str(error).encode())
+        os._exit(NO_SANDBOX)
+    if os.getppid() != order["parent"]:  # gone before it could matter
+        os._exit(CRASHED)
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(told)
+        try:
+            confine(how)
+            os.write(tell, b"ready")  # fails if the keeper is gone: PDEATHSIG came too late for that
+        except OSError as error:
+            os.write(tell, str(error).encode())
+            os._exit(CRASHED)
+        os.close(tell)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, signal.SIGTERM})
+        return MODES[order["mode"]](**order["job"])
+    os.close(tell)
+    problem = os.read(told, 1000)
+    if problem != b"ready":
+        os.write(1, problem)
+        os._exit(NO_SANDBOX)
+    ended = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, how["seconds"])
+    os.kill(child, signal.SIGKILL)
+    status = os.waitpid(child, 0)[1]
+    os._exit(TIMED_OUT if ended is None else ENDED if status == 0 else CRASHED)
+
+
+def libc(name: str, *args: Any) -> None:
+    """A call of the C library; OSError if it gives -1."""
+    if getattr(LIBC, name)(*(ctypes.c_long(a) if isinstance(a, int) else a for a in args)) == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def enter_namespaces() -> None:
+    """User, mount, process, network and IPC namespaces of our own; their root has Python's library in it, read-only."""
+    library = os.path.dirname(os.path.dirname(os.__file__))
+    shown = sorted({path for path in (library, "/lib", "/lib64", "/usr/lib", "/usr/lib64") if os.path.isdir(path)})
+    sources = [os.path.realpath(path) for path in shown]
+    user, group = os.getuid(), os.getgid()
+    libc("unshare", 0x10000000 | 0x20000 | 0x20000000 | 0x40000000 | 0x08000000)  # CLONE_NEW USER, NS, PID, NET, IPC
+    for name, text in (("setgroups", "deny"), ("uid_map", f"65534 {user} 1"), ("gid_map", f"65534 {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    nosuid_nodev, rebind, recursive, private = 2 | 4, 32 | 4096, 16384, 1 << 18  # MS_*
+    libc("mount", None, b"/", None, recursive | private, None)
+    libc("mount", b"tmpfs", b"/tmp", b"tmpfs", nosuid_nodev, b"size=64k,mode=755")
+    os.chdir("/tmp")
+    os.mkdir("old")
+    libc("pivot_root", b".", b"old")
+    for path, source in zip(shown, sources, strict=True):
+        os.makedirs(path, exist_ok=True)
+        libc("mount", os.fsencode("/old" + source), os.fsencode(path), None, 4096 | recursive, None)
+        # What the mount had stays, or the kernel refuses: nosuid, nodev, noexec, noatime, nodiratime, relatime.
+        flags = os.statvfs(path).f_flag
+        kept = flags & (2 | 4 | 8 | 1024 | 2048) | (1 << 21 if flags & 4096 else 0)
+        libc("mount", None, os.fsencode(path), None, rebind | kept | 1, None)  # MS_RDONLY
+    libc("umount2", b"/old", 2)  # MNT_DETACH
+    os.rmdir("/old")
+    libc("mount", None, b"/", None, rebind | nosuid_nodev | 1, None)
+
+
+def confine(how: dict) -> None:
+    """Limits, no capabilities, death with the parent, the system call filter: what no code can undo."""
+    os.chdir("/")
+    seconds = int(how["seconds"]) + 2  # of CPU: for the case that the keeper is killed and PDEATHSIG fails
+    limits = {resource.RLIMIT_AS: how["memory_mib"] << 20, resource.RLIMIT_CPU: seconds, resource.RLIMIT_NOFILE: 64}
+    for which, value in {**limits, resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}.items():
+        hard = resource.getrlimit(which)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(which, (value, value))
+    libc("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))
+    libc("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    program = b"".join(struct.pack("HBBI", *line) for line in call_filter(os.uname().machine))
+    buffer = ctypes.create_string_buffer(program, len(program))
+    libc("prctl", PR_SET_SECCOMP, 2, struct.pack("HP", len(program) // 8, ctypes.addressof(buffer)))  # 2: a filter
+
+
+def call_filter(machine: str) -> list[tuple[int, int, int, int]]:
+    """The BPF program (code, jump if true, jump if false, value) that REFUSED, UNKNOWN and GUARDED make."""
+    if machine not in MACHINES:
+        raise OSError(errno.ENOSYS, f"no system call filter for {machine}")
+    column, architecture = MACHINES[machine]
+
+    def numbers(text: str) -> list[int]:
+        return [int(n) for pair in re.findall(r"\w+ (\d+|-) (\d+|-)", text) if (n := pair[column]) != "-"]
+
+    load, leave, allow, refuse = 0x20, 0x06, 0x7FFF0000, 0x50000 | errno.EPERM
+    program = [(load, 0, 0, 4), (EQUAL, 1, 0, architecture), (leave, 0, 0, 1 << 31), (load, 0, 0, 0)]
+    program += [(0x35, 0, 1, 0x40000000), (leave, 0, 0, refuse)]  # x86-64's second set of numbers
+    for text, answer in ((REFUSED, refuse), (UNKNOWN, 0x50000 | errno.ENOSYS)):
+        for number in numbers(text):
+            program += [(EQUAL, 0, 1, number), (leave, 0, 0, answer)]
+    for text, argument, comparison, values, refused in GUARDED:
+        body = [(load, 0, 0, 16 + 8 * argument)]
+        for value in values:
+            body += [(comparison, 0 if refused else 1, 1 if refused else 0, value), (leave, 0, 0, refuse)]
+        body.append((leave, 0, 0, allow))
+        for number in numbers(text):
+            program += [(EQUAL, 0, len(body), number), *body]
+    return [*program, (leave, 0, 0, allow)]
+
+
+def load(code: str, name: str, names: dict | None = None) -> dict:
+    """Runs code as module `name`, or in the `names` of one; the names it leaves."""
+    if names is None:
+        module = sys.modules[name] = types.ModuleType(name)
+        names = module.__dict__
+    builtins.exit = builtins.quit = sys.exit  # as without -S
+    exec(compile(code, f"<{name}>", "exec"), names)
+    return names
+
+
+def run_program(code: str) -> None:
+    sys.argv = ["program"]
+    load(code, "__main__")
+
+
+def take_over(descriptor: int) -> int:
+    """A copy of the descriptor, which is nobody's stdin or stdout any more."""
+    copy = os.dup(descriptor)
+    os.dup2(2, descriptor)
+    return copy
+
+
+def serve(code: str, name: str) -> None:
+    """Answers calls of the code's function `name` as long as `Proxy` asks for them."""
+    requests, responses = os.fdopen(take_over(0), "rb"), take_over(1)
+    function = load(code, "candidate")[name]
+    for line in requests:
+        args, kwargs = map(decode, json.loads(line))
+        try:
+            value = function(*args, **kwargs)
+        except Exception as error:  # the test may expect it
+            answer = json.dumps(["raised", [kind.__name__ for kind in type(error).__mro__]])
+        else:
+            try:
+                answer = json.dumps(["value", encode(value)])
+            except (TypeError, ValueError, RecursionError) as error:
+                answer = json.dumps(["bad", str(error)])
+        data = answer.encode() + b"\n"
+        while data:
+            data = data[os.write(responses, data) :]
+
+
+def judge(prompt: str, test: str, name: str, requests: int, responses: int) -> None:
+    """Runs trusted test code on the candidate, then says [outcome, why].
+
+    "ok": it called the candidate, and it, or the function check(candidate) that it defines, came to its end, and every
+    answer was a value or an exception. "error": it failed, or ended, before it called anything.
+    """
+    verdict, candidate, problem = take_over(1), Proxy(requests, responses), None
+    os.write(verdict, b"ready\n")
+    try:
+        names = load(prompt, "tests")
+        names[name] = candidate
+        load(test, "tests", names)
+        if "check" in names:
+            names["check"](candidate)
+    except BaseException as error:  # whatever a test raises
+        # Of what it says, texts only: to show a value of the candidate's may fail, and the verdict with it.
+        said = error.args[0] if error.args and type(error.args[0]) is str else ""
+        problem = candidate.lost or f"{type(error).__name__}: {said}"[:300]
+    if candidate.unsendable or not candidate.calls:
+        answer = ["error", candidate.unsendable or problem or "the test never calls the candidate"]
+    else:
+        problem = problem or candidate.lost
+        answer = ["wrong" if problem else "ok", problem or ""]
+    os.write(verdict, json.dumps(answer).encode() + b"\n")
+
+
+MODES = {"program": run_program, "serve": serve, "judge": judge}
