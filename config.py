@@ -228,8 +228,8 @@ class GenerationConfig:
     top_k: int | None = key(None, "Only null, for the same reason.")
     max_new_tokens: int = key(
         256,
-        "Tokens of a response; longer ones are cut and counted. Kept free behind every prompt; so not 512, "
-        "NeMo RL's default, which is its whole max_total_sequence_length.",
+        "Tokens of a response; longer ones are cut and counted. Kept free behind every prompt; but for "
+        "policy.max_total_sequence_length, as NeMo RL's configs have it: then a response gets what its prompt leaves.",
         ">= 1",
     )
     stop_token_ids: tuple[int, ...] | None = key(None, "Ids that end a response; null = the model's.", ">= 0")
@@ -435,8 +435,9 @@ class Config:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """The longest prompt that is kept: behind it, `max_new_tokens` fit."""
-        left = self.policy.max_total_sequence_length - self.policy.generation.max_new_tokens
+        """The longest prompt that is kept: behind it, `max_new_tokens` fit, or one token where those are the total."""
+        total, new = self.policy.max_total_sequence_length, self.policy.generation.max_new_tokens
+        left = total - (new if new < total else 1)
         return left if self.data.max_input_seq_length is None else min(left, self.data.max_input_seq_length)
 
 

@@ -86,8 +86,8 @@ def _size_problems(cfg: Config, world_size: int) -> Iterator[str]:
     new_key = f"policy.generation.max_new_tokens={new}"
     if pack < total:
         yield f"policy.sequence_packing.train_mb_tokens={pack} is less than {total_key}: use {total} or more"
-    if new >= total:
-        yield f"{new_key} leaves no room for a prompt in {total_key}: lower it below {total}"
+    if new > total:
+        yield f"{new_key} is more than {total_key}: lower it to {total} (what each prompt leaves), or less"
 
 
 _TIS = "truncated_importance_sampling"
@@ -238,7 +238,7 @@ NEMO_DATALOADER = "examples.custom_dataloader.custom_dataloader.example_custom_d
 def _validation_problems(cfg: Config) -> Iterator[str]:
     grpo = cfg.grpo
     total, prompt, new = cfg.policy.max_total_sequence_length, cfg.max_prompt_tokens, grpo.val_max_new_tokens
-    if new is not None and prompt + new > total:
+    if new is not None and cfg.policy.generation.max_new_tokens < total < prompt + new:
         yield (
             f"grpo.val_max_new_tokens={new} and prompts of {prompt} tokens do not fit in "
             f"policy.max_total_sequence_length={total}: raise it to {prompt + new}, or lower data.max_input_seq_length"

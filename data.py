@@ -98,8 +98,8 @@ class Sample:
     `mask` is False on output ids that were not sampled (an environment's observation). `prompt` is the index of the
     prompt in the step: groups are built from it, never from text. reward, rewards (of each kind, where there are
     several), outcome and extracted (the answer found in the reply) are filled in by the grader; unshaped_reward (after
-    scaling, before shaping) by shaping.py. Overlong filtering clears `mask`, so lengths come from output_ids. messages: the
-    conversation as text, where another model is to score it; else none.
+    scaling, before shaping) by shaping.py. Overlong filtering clears `mask`, so lengths come from output_ids. messages:
+    the conversation as text, where another model is to score it; else none.
     """
 
     prompt: int

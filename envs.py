@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from config import ConfigError, EnvConfig
+from config import ConfigError
 
 OUTCOMES = ("ok", "wrong", "parse_fail", "timeout", "error")
 
@@ -183,46 +183,6 @@ class RewardFunction(Environment):
                 raise ConfigError(f"{where}: no field '{missing[0]}', which the reward function {self.name} asks for")
 
 
-def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environment:
-    """`env_name` of a dataset -> environment, after its canaries went through it. `num_ranks` share the machine.
-
-    "module:name" is a user's class, made with the keyword arguments in env.custom[name], or reward function; both are
-    imported, so this is before torch and vllm are. Raises ConfigError.
-    """
-    if name == "exact":
-        environment: Environment = Exact()
-    elif name == "reward_model":
-        environment = Provisional()
-    elif name in ("math", "code"):
-        import graded_envs  # it imports this file
-
-        kind, section = {"math": (graded_envs.Math, cfg.math), "code": (graded_envs.Code, cfg.code)}[name]
-        environment = kind(section, num_ranks)
-    elif ":" in name:
-        environment = _custom(name, import_attribute(name, "env_name"), cfg.custom.get(name, {}))
-    else:
-        raise ConfigError(
-            f"env_name '{name}' is unknown; known: exact, math, code, reward_model, and module:Class or module:function"
-        )
-    check_canaries(name, environment)
-    return environment
-
-
-def check_canaries(name: str, environment: Environment) -> None:
-    """ConfigError when an environment does not grade its own examples as it should: a run would learn from noise."""
-    canaries = getattr(environment, "canaries", ())
-    turns = [
-        Turn([{"role": "user", "content": ""}, {"role": "assistant", "content": r}], a, "stop") for r, a, _ in canaries
-    ]
-    verdicts = environment.step(turns) if turns else []
-    for (reply, answer, expected), verdict in zip(canaries, verdicts, strict=True):
-        if verdict.outcome != expected:
-            raise ConfigError(
-                f"env_name '{name}' is broken: reply {reply!r} to answer {answer!r} must be '{expected}', and is "
-                f"'{verdict.outcome}'"
-            )
-
-
 def import_attribute(path: str, key: str) -> Any:
     """What `module:name`, the value of config key `key`, names. Modules may be in the working directory."""
     module, _, attribute = path.partition(":")
@@ -232,19 +192,3 @@ def import_attribute(path: str, key: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, ValueError, AttributeError) as error:  # ValueError: an empty module name
         raise ConfigError(f"{key} '{path}': cannot be imported ({error})") from error
-
-
-def _custom(name: str, found: Any, kwargs: dict[str, Any]) -> Environment:
-    if not isinstance(found, type):
-        if not callable(found) or kwargs:
-            why = "takes no env.custom arguments" if callable(found) else "is neither a class nor a function"
-            raise ConfigError(f"env_name '{name}' {why}")
-        return RewardFunction(found, name)
-    missing = [method for method in ("step", "check_answers", "close") if not callable(getattr(found, method, None))]
-    if missing:
-        raise ConfigError(f"env_name '{name}': no method {missing[0]}(); derive the class from envs.Environment")
-    try:
-        inspect.signature(found).bind(**kwargs)
-    except TypeError as error:
-        raise ConfigError(f"env.custom['{name}']: {error}") from error
-    return found(**kwargs)

@@ -1,16 +1,19 @@
-"""Environments whose graders run in processes of their own: `math` and `code`.
+"""Environments whose graders run in processes of their own, `math` and `code`; and the one door, `env_name` to any.
 
 Owns what a graded job means for a reply: its reward, outcome and extracted answer. The processes and deadlines are
-grader.py's, the grading math_grader.py's and code_grader.py's. Imported by envs.make_environment only when asked for.
+grader.py's, the grading math_grader.py's and code_grader.py's.
+The interface and the small ones are in envs.py.
 """
 
+import inspect
 import json
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import code_grader
 import sandbox
-from config import CodeEnvConfig, ConfigError, MathEnvConfig
-from envs import Environment, Turn, Verdict
+from config import CodeEnvConfig, ConfigError, EnvConfig, MathEnvConfig
+from envs import Environment, Exact, Provisional, RewardFunction, Turn, Verdict, import_attribute
 from grader import Graded, GraderPool
 from math_grader import MAX_ANSWER_CHARS, gold_answer
 
@@ -122,3 +125,60 @@ class Code(Environment):
 
     def close(self) -> None:
         self.pool.close()
+
+
+def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environment:
+    """`env_name` of a dataset -> environment, after its canaries went through it. `num_ranks` share the machine.
+
+    "module:name" is a user's class, made with the keyword arguments in env.custom[name], or reward function; both are
+    imported, so this is before torch and vllm are. Raises ConfigError.
+    """
+    if name == "exact":
+        environment: Environment = Exact()
+    elif name == "reward_model":
+        environment = Provisional()
+    elif name in ("math", "code"):
+        environment = Math(cfg.math, num_ranks) if name == "math" else Code(cfg.code, num_ranks)
+    elif ":" in name:
+        environment = _custom(name, import_attribute(name, "env_name"), cfg.custom.get(name, {}))
+    else:
+        raise ConfigError(
+            f"env_name '{name}' is unknown; known: exact, math, code, reward_model, and module:Class or module:function"
+        )
+    try:
+        check_canaries(name, environment)
+    except ConfigError:
+        environment.close()
+        raise
+    return environment
+
+
+def check_canaries(name: str, environment: Environment) -> None:
+    """ConfigError when an environment does not grade its own examples as it should: a run would learn from noise."""
+    canaries = getattr(environment, "canaries", ())
+    turns = [
+        Turn([{"role": "user", "content": ""}, {"role": "assistant", "content": r}], a, "stop") for r, a, _ in canaries
+    ]
+    verdicts = environment.step(turns) if turns else []
+    for (reply, answer, expected), verdict in zip(canaries, verdicts, strict=True):
+        if verdict.outcome != expected:
+            raise ConfigError(
+                f"env_name '{name}' is broken: reply {reply!r} to answer {answer!r} must be '{expected}', and is "
+                f"'{verdict.outcome}'"
+            )
+
+
+def _custom(name: str, found: Any, kwargs: dict[str, Any]) -> Environment:
+    if not isinstance(found, type):
+        if not callable(found) or kwargs:
+            why = "takes no env.custom arguments" if callable(found) else "is neither a class nor a function"
+            raise ConfigError(f"env_name '{name}' {why}")
+        return RewardFunction(found, name)
+    missing = [method for method in ("step", "check_answers", "close") if not callable(getattr(found, method, None))]
+    if missing:
+        raise ConfigError(f"env_name '{name}': no method {missing[0]}(); derive the class from envs.Environment")
+    try:
+        inspect.signature(found).bind(**kwargs)
+    except TypeError as error:
+        raise ConfigError(f"env.custom['{name}']: {error}") from error
+    return found(**kwargs)

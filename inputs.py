@@ -12,6 +12,7 @@ import chat
 import config
 import data
 import envs
+import graded_envs
 import resume
 from mixing import Mixture
 from model_config import ModelConfig, stored_shape
@@ -65,7 +66,7 @@ def read_datasets(
 
     def check(env_name: str, answers: list[tuple[str, str, dict]]) -> None:
         if env_name not in environments:
-            environments[env_name] = envs.make_environment(env_name, cfg.env, num_ranks)
+            environments[env_name] = graded_envs.make_environment(env_name, cfg.env, num_ranks)
         environments[env_name].check_answers(answers)
 
     def read(section: config.DatasetConfig) -> tuple[Dataset, Dataset | None]:

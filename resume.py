@@ -19,6 +19,7 @@ VERSION = 2
 # What a resumed run must have as before: with another, its position in the data and its samples would mean others.
 SAME_WHEN_RESUMED = (
     *("policy.model_name", "grpo.seed", "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt"),
+    *("policy.tokenizer.chat_template", "policy.tokenizer.chat_template_kwargs"),
     *("data.shuffle", "data.use_multiple_dataloader", "data.num_prompts_per_dataloader", "data.custom_dataloader"),
 )
 

@@ -13,6 +13,7 @@ from test_grader import children
 
 import code_grader
 import envs
+import graded_envs
 import sandbox
 from code_grader import extract_code, read_tests
 from config import CodeEnvConfig, ConfigError, EnvConfig
@@ -255,7 +256,7 @@ def test_code_is_the_last_python_block(reply, code):
 
 def environment(**changes):
     kept = {name: value for name, value in (("isolation", ISOLATION), ("num_workers", 1), *changes.items())}
-    return envs.make_environment("code", EnvConfig(code=CodeEnvConfig(**kept)))
+    return graded_envs.make_environment("code", EnvConfig(code=CodeEnvConfig(**kept)))
 
 
 def test_environment_gives_verdicts():

@@ -378,10 +378,10 @@ VLLM = "policy.generation.vllm_cfg"
         ),
         (
             1,
-            ["policy.generation.max_new_tokens=512"],
+            ["policy.generation.max_new_tokens=513"],
             [
-                "policy.generation.max_new_tokens=512 leaves no room for a prompt in "
-                "policy.max_total_sequence_length=512: lower it below 512"
+                "policy.generation.max_new_tokens=513 is more than policy.max_total_sequence_length=512: lower it to "
+                "512 (what each prompt leaves), or less"
             ],
         ),
         (
@@ -549,6 +549,9 @@ def test_longest_prompt(write):
     assert load(path).max_prompt_tokens == 70
     assert load(path, ["data.max_input_seq_length=50"]).max_prompt_tokens == 50
     assert load(path, ["data.max_input_seq_length=71"]).max_prompt_tokens == 70, "room for the response comes first"
+    whole = "policy.generation.max_new_tokens=100"
+    assert load(path, [whole]).max_prompt_tokens == 99, "a response gets what its prompt leaves"
+    assert load(path, [whole, "data.max_input_seq_length=50"]).max_prompt_tokens == 50
 
 
 # --- what is shipped ------------------------------------------------------------------------------

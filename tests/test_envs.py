@@ -5,13 +5,14 @@ import sys
 import pytest
 
 import envs
+import graded_envs
 from config import ConfigError, EnvConfig
 from envs import Verdict
 
 
 def grade(reply, answer="1234", finish_reason="stop"):
     turn = envs.Turn([{"role": "user", "content": "?"}, {"role": "assistant", "content": reply}], answer, finish_reason)
-    (verdict,) = envs.make_environment("exact", EnvConfig()).step([turn])
+    (verdict,) = graded_envs.make_environment("exact", EnvConfig()).step([turn])
     assert verdict.done and not verdict.observation and verdict.reward == (verdict.outcome == "ok")
     return verdict.outcome
 
@@ -77,7 +78,7 @@ def test_long_replies_are_graded(piece):
 
 def test_verdicts_are_in_the_order_of_the_turns():
     turns = [envs.Turn([{"role": "assistant", "content": text}], "5", "stop") for text in ("6", "x", "5")]
-    verdicts = envs.make_environment("exact", EnvConfig()).step(turns)
+    verdicts = graded_envs.make_environment("exact", EnvConfig()).step(turns)
     assert [verdict.outcome for verdict in verdicts] == ["wrong", "parse_fail", "ok"]
 
 
@@ -85,11 +86,12 @@ def test_only_the_last_message_is_graded():
     messages = [
         {"role": role, "content": text} for role, text in (("user", "5"), ("assistant", "5"), ("assistant", "6"))
     ]
-    assert envs.make_environment("exact", EnvConfig()).step([envs.Turn(messages, "5", "stop")])[0].outcome == "wrong"
+    (verdict,) = graded_envs.make_environment("exact", EnvConfig()).step([envs.Turn(messages, "5", "stop")])
+    assert verdict.outcome == "wrong"
 
 
 def test_answers_that_are_no_number_are_found_before_training():
-    environment = envs.make_environment("exact", EnvConfig())
+    environment = graded_envs.make_environment("exact", EnvConfig())
     environment.check_answers(
         [("rows.jsonl:1", "5", {}), ("rows.jsonl:2", "1,000", {}), ("r:3", "it is #### -2.5", {})]
     )
@@ -103,7 +105,7 @@ def test_unknown_environment():
     with pytest.raises(
         ConfigError, match="env_name 'exakt' is unknown; known: exact, math, code, reward_model, and module:Class"
     ):
-        envs.make_environment("exakt", EnvConfig())
+        graded_envs.make_environment("exakt", EnvConfig())
 
 
 # ------------------------------------------------------------------------------------------ classes and functions
@@ -135,7 +137,7 @@ class NoClose:
 
 
 def make(name, **custom):
-    return envs.make_environment(
+    return graded_envs.make_environment(
         f"{__name__}:{name}", EnvConfig(custom={f"{__name__}:{name}": custom} if custom else {})
     )
 
@@ -159,7 +161,7 @@ def test_classes_by_dotted_path_get_their_arguments():
             make(name, **custom)
     for path in ("no_such_module:X", ":X", "test_envs:"):
         with pytest.raises(ConfigError, match=f"^env_name '{path}': cannot be imported"):
-            envs.make_environment(path, EnvConfig())
+            graded_envs.make_environment(path, EnvConfig())
 
 
 def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch):
@@ -167,7 +169,7 @@ def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch):
     (tmp_path / "envs.py").write_text("raise SystemExit")
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
-    (verdict,) = envs.make_environment("only_here:f", EnvConfig()).step([turn("x")])
+    (verdict,) = graded_envs.make_environment("only_here:f", EnvConfig()).step([turn("x")])
     assert verdict.reward == 1.0 and envs.import_attribute("envs:Exact", "env_name") is envs.Exact
 
 
@@ -234,9 +236,9 @@ def test_canaries_of_built_in_environments_are_asked(monkeypatch):
     with pytest.raises(
         ConfigError, match="env_name 'exact' is broken: reply '#### 1,234' to answer '1234' must be 'ok'"
     ):
-        envs.make_environment("exact", EnvConfig())
+        graded_envs.make_environment("exact", EnvConfig())
 
 
 def test_the_reward_models_verdicts_are_provisional():
-    made = envs.make_environment("reward_model", EnvConfig())
+    made = graded_envs.make_environment("reward_model", EnvConfig())
     assert [(v.reward, v.outcome, v.done) for v in made.step([turn("a"), turn("b")])] == [(0.0, "ok", True)] * 2

@@ -143,7 +143,7 @@ def test_unavailable_says_what_the_machine_refused(limits, monkeypatch, tmp_path
 
 
 def test_what_runs_dies_with_who_started_it(limits):
-    before = set(children())
+    before = children()
     starter = (
         f"import sys, time\nsys.path.insert(0, {os.path.dirname(sandbox.__file__)!r})\nimport sandbox\n"
         f"sandbox.start('program', sandbox.Limits(*{tuple(limits._replace(seconds=1000))!r}), stdout=1, "
@@ -151,7 +151,7 @@ def test_what_runs_dies_with_who_started_it(limits):
     )
     with subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"1\n"
-        started = set(children()) - before - {process.pid}
+        started = children() - before - {str(process.pid)}
         assert len(started) == 2  # keeper and program
         process.kill()
     end = time.monotonic() + 10

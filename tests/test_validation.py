@@ -148,7 +148,7 @@ def test_one_sample_has_no_k():
 class FakeEngine:
     """Answers "7" to every prompt, and "5" to odd seeds of sampled requests; remembers how it was asked."""
 
-    weight_version = 3
+    weight_version, max_total_tokens = 3, 512
 
     def __init__(self):
         self.calls = []
