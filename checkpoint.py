@@ -52,9 +52,10 @@ class Saver:
     """Writes the checkpoints of a run. Its methods are collectives: all ranks call them at the same point. As a context
     manager it ends with the last one committed, unless this rank alone may have failed."""
 
-    def __init__(self, folder: Path, cfg: CheckpointingConfig, ranks: Ranks):
+    def __init__(self, folder: Path, cfg: CheckpointingConfig, ranks: Ranks, saved: int | None = None):
         self.folder, self.cfg, self.ranks = folder, cfg, ranks
         self.pending: Pending | None = None
+        self.saved = saved  # the newest step that is on disk
         self.num_failures = 0
 
     def __enter__(self) -> "Saver":
@@ -106,7 +107,7 @@ class Saver:
         if problem:
             self._give_up(problem)
         else:
-            self.pending, self.num_failures = None, 0
+            self.saved, self.pending, self.num_failures = self.pending.meta["step"], None, 0
 
     def _make_room(self, temporary: Path, size: int) -> None:
         for leftover in (*self.folder.glob("step_*.tmp"), *self.folder.glob("step_*.old")):  # of a kill
@@ -159,6 +160,19 @@ class Saver:
         if self.num_failures >= MAX_FAILURES:
             raise StopRun(f"{what}; {self.num_failures} failed in a row: make room in {self.folder}")
         self.ranks.say(f"WARNING: {what}; training goes on, the next one is due as configured")
+
+
+def metric(saving: CheckpointingConfig, state: dict, train: dict[str, float]) -> float | None:
+    """What keep_top_k compares, of the last step's and validation's numbers; None as long as there are none."""
+    kind = train if saving.metric_name.startswith("train/") else state["last_validation"]
+    if saving.keep_top_k is None or not kind:
+        return None
+    known = {f"train/{name}": value for name, value in train.items()} | state["last_validation"]
+    if saving.metric_name not in known:
+        raise StopRun(
+            f"checkpointing.metric_name={saving.metric_name} is no metric here; known: {', '.join(sorted(known))}"
+        )
+    return known[saving.metric_name]
 
 
 def load(

@@ -125,6 +125,11 @@ class GRPOConfig:
         "float32 1e-6; engines that miss an update give what that update moves. null = log only.",
         "> 0",
     )
+    canary_period: int = key(
+        10,
+        "Steps between looks at a fixed prompt, sampled and scored anew: the same limit. 0 = at the start only.",
+        ">= 0",
+    )
     max_bad_steps: int = key(
         0,
         "Steps with a non-finite loss or gradient are skipped and counted; more than so many in a row stop "
@@ -410,7 +415,7 @@ class CheckpointingConfig:
     keep_latest: int = key(2, "How many stay. Not 1: the old goes after the new is whole.", ">= 2")
     keep_top_k: int | None = key(None, "Of the others, so many best by metric_name stay too; null = none.", ">= 1")
     metric_name: str = key(
-        "validation/accuracy", "What keep_top_k compares: a key of metrics.jsonl, its newest value when saving."
+        "validation/sampled/accuracy", "What keep_top_k compares: a key of metrics.jsonl, its newest value when saving."
     )
     higher_is_better: bool = key(True, "Of metric_name.")
     save_hf_at_end: bool = key(True, "Write the final weights as a Hugging Face folder, checkpoints or not.")
@@ -421,6 +426,23 @@ class CheckpointingConfig:
         "damaged one to the one before it; a new run where none is. must: the same, but the newest must be there "
         "and good. never: a new run. null: must with resume_from, else never.",
     )
+    checkpoint_must_save_by: str | None = key(
+        None, "DD:HH:MM:SS after the start: save and end with exit code 75, as on a signal; null = never."
+    )
+
+    @property
+    def must_save_by_seconds(self) -> float | None:
+        if self.checkpoint_must_save_by is None:
+            return None
+        days, hours, minutes, seconds = map(int, self.checkpoint_must_save_by.split(":"))
+        return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+
+
+@dataclass(frozen=True, slots=True)
+class WatchdogConfig:
+    factor: float = key(10.0, "A phase of a step that takes so many times its median hangs: the run ends.", "> 1")
+    min_seconds: float = key(600.0, "No phase hangs before it took so long.", "> 0")
+    first_seconds: float = key(3600.0, "The same, of the first phase of a name: it may compile, or load.", "> 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,6 +454,7 @@ class Config:
     env: EnvConfig = EnvConfig()
     logger: LoggerConfig = LoggerConfig()
     checkpointing: CheckpointingConfig = CheckpointingConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
 
     @property
     def max_prompt_tokens(self) -> int:

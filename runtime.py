@@ -9,6 +9,7 @@ train.sh reads).
 
 import ctypes
 import json
+import math
 import os
 import random
 import shutil
@@ -33,6 +34,7 @@ from config import ConfigError
 
 EXIT_CRASH, EXIT_CONFIG, EXIT_CHECK, EXIT_HUNG, EXIT_SAVED = 1, 2, 3, 4, 75
 PR_SET_PDEATHSIG = 1
+BEGAN = time.monotonic()
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # longer than any rollout: ranks wait for the slowest one's samples
 
@@ -73,6 +75,14 @@ class Ranks:
     def leads_engine(self) -> bool:
         """Ranks of a group hold the same samples: the first one reports them."""
         return self.rank % self.tp_size == 0
+
+    def engine_agrees(self, told: Callable[[], bool]) -> bool:
+        """Whether any rank of this one's engine is `told`: all of them answer alike, and must ask at the same time."""
+        if self.engine_group is None:
+            return told()
+        flag = torch.tensor([told()], dtype=torch.int32)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.engine_group)
+        return bool(flag.item())
 
     def from_leader(self, compute: Callable[[], T]) -> T:
         """What `compute` gives on the rank that leads this one's engine, on all ranks of the engine."""
@@ -120,31 +130,38 @@ def seed_everything(seed: int) -> None:
 
 
 class Signals:
-    """A signal asks for a save and an orderly end. The handler sets a flag; `requested` makes it known to all ranks."""
+    """A signal asks for a save and an orderly end, and so does the time `must_save_by` (seconds since this process
+    began). The handler sets a flag, `pending` is this rank's view of it, `requested` that of all ranks."""
 
-    def __init__(self):
+    def __init__(self, must_save_by: float | None = None):
         self.received: int | None = None
+        self.end = math.inf if must_save_by is None else BEGAN + must_save_by
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame) -> None:
         self.received = number
 
+    def pending(self) -> bool:
+        return self.received is not None or time.monotonic() > self.end
+
     def requested(self) -> bool:
         """True on all ranks as soon as one got a signal: a collective, called by all at the same point of the loop."""
-        flag = torch.tensor([self.received is not None], dtype=torch.int32)
+        flag = torch.tensor([self.pending()], dtype=torch.int32)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
 
 
 class Timers:
-    """Seconds of each named phase since the last `take`."""
+    """Seconds of each named phase since the last `take`. `enter` is told of each phase that begins: the watchdog."""
 
-    def __init__(self):
+    def __init__(self, enter: Callable[[str], None]):
         self.seconds: dict[str, float] = defaultdict(float)
+        self.enter = enter
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        self.enter(name)
         start = time.perf_counter()
         try:
             yield

@@ -1,8 +1,8 @@
-"""Ends a run that hangs, and says where: a thread in each rank that watches its phases and the other ranks.
+"""Ends a run that hangs, and says where: a thread in each rank watches its phases and the other ranks.
 
-Owns the limit of each phase, the stacks of all ranks, and what is told when a rank dies. Ranks that wait for one that is
-stuck or gone would wait for the collective's timeout, on CUDA in a kernel that no signal interrupts. Nothing here is a
-collective: it has to work when those do not.
+Owns the limit of each phase, the stacks of all ranks, and what is told when a rank dies. Ranks that wait for one that
+is stuck or gone would wait for the collective's timeout, on CUDA in a kernel that no signal interrupts. Nothing here is
+a collective: it has to work when those do not.
 """
 
 import faulthandler

@@ -94,7 +94,7 @@ def live(rank: int, folder: Path, life: int, point: str | None) -> None:
     if point and POINTS[point][0] == rank:
         arm(point)
     saver = checkpoint.Saver(checkpoints, CheckpointingConfig(keep_latest=2), ranks)
-    for step in range(step + 1, step + 5):
+    for step in range(step + 1, step + 5):  # noqa: B020
         saver.save(step, *model_at(step), {"cursor": step * 7}, {}, None)
         saver.finish()
         if rank == 0:

@@ -350,7 +350,7 @@ def test_flipped_bit_is_refused_by_name(run):
 def test_other_format_is_refused(run):
     meta = run.save(1) / "meta.json"
     meta.write_text(meta.read_text().replace('"version": 2', '"version": 3'))
-    with pytest.raises(ConfigError, match="step_000001/meta.json: checkpoint format 3, this program reads 2"):
+    with pytest.raises(ConfigError, match=r"step_000001/meta\.json: checkpoint format 3, this program reads 2"):
         run.load()
 
 

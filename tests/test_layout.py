@@ -12,7 +12,8 @@ ORDER = (
     *("config", "config_nemo", "config_file", "config_check", "kernels", "sandbox", "model_config"),
     *("envs", "grader", "math_grader", "code_grader", "graded_envs", "chat", "data", "sources", "rows", "mixing"),
     *("model", "loss", "metrics", "runtime", "provenance", "watchdog", "reward_model"),
-    *("resume", "inputs", "shaping", "sampling", "advantages", "update", "rollout", "checkpoint", "validation"),
+    *("resume", "inputs", "shaping", "sampling", "advantages", "update", "rollout", "freshness", "checkpoint"),
+    "validation",
     *("grpo", "eval"),
 )
 ALONE = ("config", "kernels", "sandbox", "runtime", "loss")  # of ours: config and its checks at most
