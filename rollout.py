@@ -112,6 +112,7 @@ class Engine:
             **({"enforce_eager": cfg.vllm_cfg.enforce_eager} | hardware),
         )
         self.param_names = self.llm.apply_model(_checkpoint_names)[0]
+        self.shapes: dict[str, list[int]] = {}  # of the first sync, which vLLM itself compares with its own
 
     def generate(
         self,
@@ -174,6 +175,9 @@ class Engine:
             if name in ("model.embed_tokens.weight", "lm_head.weight"):
                 tensor = tensor[: self.vocab_size]
             sent.add(name)
+            shape = self.shapes.setdefault(name, list(tensor.shape))
+            if shape != list(tensor.shape):
+                raise StopRun(f"weight sync: {name} has shape {list(tensor.shape)}, before {shape}")
             yield name, tensor
             if name == "model.embed_tokens.weight" and self.send_head_copy:
                 sent.add("lm_head.weight")

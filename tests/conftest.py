@@ -61,6 +61,6 @@ def engine(one_rank, tiny):
         config.GenerationConfig(),
         dtype="float32",
         tied_head=True,
-        max_total_tokens=128,
+        max_total_tokens=256,  # more than a block of the prefix cache
         seed=0,
     )
