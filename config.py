@@ -426,6 +426,9 @@ class CheckpointingConfig:
         "damaged one to the one before it; a new run where none is. must: the same, but the newest must be there "
         "and good. never: a new run. null: must with resume_from, else never.",
     )
+    allow_changes: bool = key(
+        False, "Resume with another model name, seed, template or other data than before: other data from their start."
+    )
     checkpoint_must_save_by: str | None = key(
         None, "DD:HH:MM:SS after the start: save and end with exit code 75, as on a signal; null = never."
     )

@@ -267,6 +267,9 @@ def restore(
         }
     mode = cfg.checkpointing.resume
     state = checkpoint.load(checkpoints, model, optimizer, ranks, extra=reference, mode=mode)
+    if cfg.checkpointing.allow_changes and state["fingerprints"] != inputs.train.fingerprints:
+        ranks.say("WARNING: other data than before (checkpointing.allow_changes=true): they are read from their start")
+        state |= {"cursor": inputs.train.start(), "fingerprints": inputs.train.fingerprints, "consumed_samples": 0}
     inputs.train.check_same(state["fingerprints"], cfg.checkpointing.resume_from)
     return state
 

@@ -105,10 +105,11 @@ def check_resumable(cfg: config.Config, to_train: bool = True) -> None:
         old, new = (operator.attrgetter(key)(c) for c in (before, cfg))
         if old != new and (key != "policy.model_name" or Path(old) != Path(new)):  # "model" is "./model/"
             changed.append(f"{key}={json.dumps(new)} (there {json.dumps(old)})")
-    if changed:
+    if changed and not cfg.checkpointing.allow_changes:
         raise config.ConfigError(
             f"not as in the run that checkpointing.resume_from={folder} continues: {', '.join(changed)}; use "
-            f"./train.sh {folder}/config.yaml checkpointing.resume_from={folder}"
+            f"./train.sh {folder}/config.yaml checkpointing.resume_from={folder}, or set "
+            "checkpointing.allow_changes=true"
         )
 
 

@@ -54,7 +54,14 @@ def test_same_run_may_go_on(run, monkeypatch):
         ("grpo", "seed", 43, "grpo.seed=43 (there 42)"),
         ("grpo", "num_prompts_per_step", 8, "grpo.num_prompts_per_step=8 (there 32)"),
         ("grpo", "num_generations_per_prompt", 8, "grpo.num_generations_per_prompt=8 (there 16)"),
+        (
+            *("policy", "tokenizer", config.TokenizerConfig(chat_template=None)),
+            'policy.tokenizer.chat_template=null (there "default")',
+        ),
         ("data", "shuffle", False, "data.shuffle=false (there true)"),
+        ("data", "use_multiple_dataloader", True, "data.use_multiple_dataloader=true (there false)"),
+        ("data", "num_prompts_per_dataloader", 4, "data.num_prompts_per_dataloader=4 (there null)"),
+        ("data", "custom_dataloader", "m:f", 'data.custom_dataloader="m:f" (there null)'),
     ],
 )
 def test_settings_that_must_stay(run, section, key, value, named):
@@ -62,8 +69,9 @@ def test_settings_that_must_stay(run, section, key, value, named):
     changed = replace(cfg, **{section: replace(getattr(cfg, section), **{key: value})})
     assert refused(changed) == (
         f"not as in the run that checkpointing.resume_from={folder} continues: {named}; use "
-        f"./train.sh {folder}/config.yaml checkpointing.resume_from={folder}"
+        f"./train.sh {folder}/config.yaml checkpointing.resume_from={folder}, or set checkpointing.allow_changes=true"
     )
+    resume.check_resumable(replace(changed, checkpointing=replace(changed.checkpointing, allow_changes=True)))
     if key == "model_name":
         assert named in refused(changed, to_train=False)
     else:
