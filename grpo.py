@@ -109,6 +109,7 @@ def train(
                     with timer("canary"):
                         train["canary_logp_gap"] = check_canary(cfg, model, engine, device, f"after step {step}")
                 count_step(state, step, cursor, num_rows, train)
+                saver.poll()  # before the step counts as done: a kill costs at most save_period of those
                 if log:
                     seconds = timer.take() | {"total_step_time": time.perf_counter() - step_start}
                     log.step(step, train, seconds, ranks.world_size)
@@ -123,7 +124,6 @@ def train(
                 with timer("checkpointing"):
                     if step % saving.save_period == 0 or is_last:
                         save(saver, model, optimizer, state, frozen, train)
-                    saver.poll()
         except Interrupted:  # between steps, or amid a step's samples, which are given up, or amid a validation
             raise save_early(saver, model, optimizer, state, frozen, train, run_folder) from None
     if saving.save_hf_at_end:

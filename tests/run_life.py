@@ -13,8 +13,9 @@ from torch import equal
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = ["configs/smoke.yaml", "checkpointing.save_period=3", "grpo.val_at_start=false", "grpo.val_at_end=false"]
 SETTINGS += ["grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=8", "logger.num_samples_to_log=64"]
-SETTINGS += ["grpo.val_period=2", "grpo.max_val_samples=8"]
-SETTINGS += ["data.train.env_name=slow_env:Slow", "data.validation.env_name=slow_env:Slow"]
+SETTINGS += ["data.train.1.data_path=examples/arithmetic/heldout.jsonl", "data.train.1.output_key=answer"]
+SETTINGS += ["data.train.0.weight=3", "data.train.1.weight=1"]  # the cursor is of two sets
+SETTINGS += [f"data.{part}.env_name=slow_env:Slow" for part in ("train.0", "train.1", "validation")]
 
 
 class Life:

@@ -12,16 +12,9 @@ from run_life import Life, assert_same, newest_step, run_to_the_end, steps
 SECONDS = 20  # a run that was told to stop has
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """6 steps without a break, a checkpoint of each."""
-    every = ("checkpointing.save_period=1", "checkpointing.keep_latest=6")
-    return run_to_the_end(tmp_path_factory.mktemp("reference"), 6, *every)
-
-
-def told_to_stop(work, number, slow, resume=None):
+def told_to_stop(work, number, slow, *overrides, resume=None):
     """A run that is told to stop when it is in the slow phase: saved, exit code 75 in time. Its folder."""
-    life = Life(work, 6, slow=slow, resume=resume)
+    life = Life(work, 6, *overrides, slow=slow, resume=resume)
     life.wait_for(life.mark.exists)
     code, seconds = life.end(number)
     folder = work / "logs" / "exp_001"
@@ -32,40 +25,40 @@ def told_to_stop(work, number, slow, resume=None):
     return folder
 
 
-def test_told_to_stop_and_killed(tmp_path, reference):
+def test_told_to_stop_and_killed(tmp_path, unbroken):
     """SIGTERM amid decoding, SIGKILL to a rank amid the update, SIGUSR1 amid grading; each part goes on from the one
     before, and what is saved in the end is the unbroken run's, to the bit."""
     folder = told_to_stop(tmp_path, signal.SIGTERM, ("rollout", 1))
     assert steps(folder) == [1]
-    assert_same(folder, reference, 1)
-    # calls of the environment: step 2, two validations, steps 3 and 4
-    life = Life(tmp_path, 6, slow=("update", 5), resume=folder)
+    assert_same(folder, unbroken, 1)
+    life = Life(tmp_path, 6, slow=("update", 3), resume=folder)  # of step 4
     life.wait_for(life.mark.exists)
     rank = next(pid for pid, line in life.processes().items() if b"-u\0grpo.py" in line)
     code, _ = life.end(signal.SIGKILL, rank)
     assert code == 1 and "crashed" in json.loads((folder / "exit.json").read_text())["reason"]
     assert newest_step(folder) in (1, 3), "the save of step 3 may not have been committed"
-    told_to_stop(tmp_path, signal.SIGUSR1, ("grading", 5), resume=folder)
+    told_to_stop(tmp_path, signal.SIGUSR1, ("grading", 3), resume=folder)
     assert newest_step(folder) in (3, 5)
-    assert_same(folder, reference, newest_step(folder))
+    assert_same(folder, unbroken, newest_step(folder))
 
 
+# The call of the environment, with validations after step 2, behind which the phase is slow.
 PHASES = {"rollout": 1, "grading": 5, "update": 2, "sync": 2, "validation": 2, "save": 5}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_told_to_stop_in_each_phase(tmp_path, reference, phase, number):
-    folder = told_to_stop(tmp_path, number, (phase, PHASES[phase]))
+def test_told_to_stop_in_each_phase(tmp_path, unbroken, phase, number):
+    folder = told_to_stop(tmp_path, number, (phase, PHASES[phase]), "grpo.val_period=2")
     run_to_the_end(tmp_path, 6, resume=folder)
-    assert_same(folder, reference, 6)
+    assert_same(folder, unbroken, 6)
 
 
 @pytest.mark.long
 def test_chain_of_25_kills(tmp_path):
     """A random rank, or torchrun, at random instants; each life goes on from what the last one has committed."""
-    num_steps, rng, lost, instants = 60, random.Random(7), [], []
+    num_steps, rng, kills = 240, random.Random(7), []
     whole_work, work = tmp_path / "whole", tmp_path / "killed"
     whole_work.mkdir()
     work.mkdir()
@@ -74,17 +67,15 @@ def test_chain_of_25_kills(tmp_path):
         before = newest_step(folder)
         life = Life(work, num_steps, resume=folder if before else None)
         life.wait_for(lambda life=life: re.search(r"^engine: ", life.log.read_text(), re.M))
-        time.sleep(rng.uniform(0, 8))
+        time.sleep(rng.uniform(0, 3))
         victims = [pid for pid, line in life.processes().items() if b"grpo.py\0" in line]
-        if life.process.poll() is not None or not victims:
-            break  # at the end already
+        assert len(victims) == 3, "two ranks and torchrun"
         assert life.end(signal.SIGKILL, rng.choice(victims))[0] not in (0, 75)
-        assert newest_step(folder) >= before, "a committed checkpoint is gone"
-        lost.append(max(steps(folder), default=0) - newest_step(folder))
-        instants.append(max(steps(folder), default=0))
-        if newest_step(folder) == 0:  # nothing to go on from
-            folder.rename(work / f"nothing_{len(lost)}")
-    print(f"steps lost {lost}, killed after steps {instants}")
-    assert len(lost) == 25 and max(lost) <= 3, lost  # save_period
+        done, committed = max(steps(folder), default=0), newest_step(folder)
+        kills.append((done, committed))
+        assert committed >= before and done - committed <= 3, kills  # save_period
+        if committed == 0:  # nothing to go on from
+            folder.rename(work / f"nothing_{len(kills)}")
+    print(f"killed after steps, with a checkpoint of step: {kills}")
     run_to_the_end(work, num_steps, resume=folder)
     assert_same(folder, whole, num_steps)
