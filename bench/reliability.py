@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 NUM_STEPS, PERIOD = 300, 30
 OUT = Path(sys.argv.pop(1)) if len(sys.argv) > 1 and "=" not in sys.argv[1] else None
 sys.argv[1:1] = ["configs/smoke.yaml", f"grpo.max_num_steps={NUM_STEPS}", f"grpo.canary_period={PERIOD}"]
-sys.argv += [f"checkpointing.save_period={PERIOD}", "grpo.val_period=0", f"logger.log_dir=logs/reliability"]
+sys.argv += [f"checkpointing.save_period={PERIOD}", "grpo.val_period=0", "logger.log_dir=logs/reliability"]
 sys.argv += ["grpo.val_at_start=false", "grpo.val_at_end=false", "logger.tensorboard_enabled=false"]
 
 import checkpoint  # noqa: E402
