@@ -143,6 +143,9 @@ class GRPOConfig:
         return int(self.num_prompts_per_step * self.batch_multiplier)
 
 
+MAX_LOG_RATIO = 20.0  # of |logp - old|: beyond, the ratio is e^20 or e^-20 and has no gradient; exp never overflows
+
+
 @dataclass(frozen=True, slots=True)
 class LossConfig:
     ratio_clip_min: float = key(0.2, "The probability ratio is clipped below at 1 - this.", ">= 0, <= 1")

@@ -19,7 +19,7 @@ import re
 import torch
 from torch import Tensor
 
-from config import LossConfig
+from config import MAX_LOG_RATIO, LossConfig
 from config_check import loss_problems
 
 Metrics = dict[str, Tensor | tuple[Tensor, Tensor]]
@@ -216,6 +216,7 @@ def _ratios(t: _Tokens, cfg: LossConfig) -> tuple[Tensor, Tensor]:
     r = exp(logp - old) (PPO, Schulman et al. 2017); clamp(r, 1 - ratio_clip_min, 1 + ratio_clip_max), the bounds apart
     as DAPO's clip-higher. sequence_level_importance_ratios: exp(mean of logp - old over the sequence) (GSPO, Zheng et
     al. 2025). force_on_policy_ratio: no clamp; `old` is detach(logp), in the metrics too, so r = 1.
+    |log r| is at most MAX_LOG_RATIO, and r has no gradient beyond: what overflows would cost the whole step.
     disable_ppo_ratio: logp is in r's place, in the metrics too, as in NeMo RL.
     """
     if cfg.disable_ppo_ratio:
@@ -226,7 +227,7 @@ def _ratios(t: _Tokens, cfg: LossConfig) -> tuple[Tensor, Tensor]:
         return ratio_T, ratio_T
     if cfg.sequence_level_importance_ratios:
         log_ratio_T = t.seqs.sum(log_ratio_T) / t.seqs.len_T
-    ratio_T = log_ratio_T.exp()
+    ratio_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return ratio_T, ratio_T.clamp(1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max)
 
 

@@ -327,6 +327,21 @@ def test_what_is_masked_may_hold_anything(name, gap, options):
     assert run(gap)[1].isfinite().all()
 
 
+@pytest.mark.parametrize(("gap", "log_ratio", "moves"), [(19, 19, True), (21, 20, False), (500, 20, False)])
+def test_log_ratios_are_at_most_20(gap, log_ratio, moves):
+    """A token of advantage -2 that the policy has come to like e^gap times more: its loss is 2 r, of 5 tokens."""
+    batch = golden_batch()
+    batch["adv_T"][2], batch["old_logp_T"][2] = -2.0, batch["logp_T"].detach()[2] - gap
+    without = golden_batch()
+    without["adv_T"][2] = 0.0
+    loss, metrics = policy_loss(**batch, cfg=LossConfig(ratio_clip_c=None))
+    rest, _ = policy_loss(**without, cfg=LossConfig(ratio_clip_c=None))
+    loss.backward()
+    assert (loss - rest).item() == pytest.approx(2 * math.exp(log_ratio) / 5, rel=1e-5)
+    assert batch["logp_T"].grad[2].item() == pytest.approx(moves * 2 * math.exp(log_ratio) / 5, rel=1e-5)
+    assert reduced(metrics)["probs_ratio"] > math.exp(log_ratio) / 6
+
+
 @pytest.mark.parametrize("token_level", [True, False])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_tokens_without_finite_sampler_logp_are_dropped_and_counted(bad, token_level):
