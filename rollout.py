@@ -14,7 +14,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 
@@ -248,8 +248,13 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": tokenizer.decode(completion.ids)})
 
     def add_verdict(self, verdict: envs.Verdict, tokenizer: Tokenizer, max_total_tokens: int, is_last: bool) -> None:
-        """Ends the conversation, or appends the observation, if a reply has room behind it."""
-        assert verdict.outcome in envs.OUTCOMES and np.isfinite(verdict.reward), verdict
+        """Ends the conversation, or appends the observation, if a reply has room behind it. A reward that is not finite
+        is none: outcome `error`, counted as such."""
+        assert verdict.outcome in envs.OUTCOMES, verdict
+        if not np.isfinite([verdict.reward, *verdict.rewards.values()]).all():
+            verdict = replace(
+                verdict, reward=0.0, rewards=dict.fromkeys(verdict.rewards, 0.0), outcome="error", done=True
+            )
         self.verdicts.append(verdict)
         self.done = verdict.done or self.finish_reason == "length"  # half a reply is no turn to answer to
         if self.done:

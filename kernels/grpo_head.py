@@ -4,7 +4,7 @@
 no other token, its derivatives g in logp and h in the entropy are known as soon as its row of logits is, and dz with
 them (kernels/rows.py): forward makes both gradients chunk by chunk, 6 R V D, and backward scales them. Per token:
     loss = share (w l + reference_policy_kl_penalty kl - entropy_coef H) - positive_example_nll_weight nll_share logp
-    l    PPO max(-A r, -A clamp(r)), r = exp(logp - old) as in loss._ratios; dual clip; CISPO -A clamp(r) logp; or -A logp
+    l    PPO max(-A r, -A clamp(r)), r = exp(logp - old) as loss._ratios; dual clip; CISPO -A clamp(r) logp; or -A logp
     w    exp(old - sampler), clamped (tis) or 0 out of bounds (icepop)
     kl   k1, k2 or k3 of ref - logp, with either gradient
 share and nll_share weigh the token in its aggregates. `loss.policy_loss` is the definition, ties included. Here it is

@@ -15,7 +15,8 @@ def test_other_data_are_read_from_their_start_where_that_is_allowed(monkeypatch,
     from rows import Dataset
 
     cfg = config.Config(checkpointing=config.CheckpointingConfig(resume_from="logs/exp_001"))
-    before, now = Mixture([Dataset("a.jsonl", [], 0, "1", name="a")], cfg), Mixture([Dataset("b.jsonl", [], 0, "2", name="b")], cfg)
+    before = Mixture([Dataset("a.jsonl", [], 0, "1", name="a")], cfg)
+    now = Mixture([Dataset("b.jsonl", [], 0, "2", name="b")], cfg)
     saved = {"step": 7, "cursor": before.start() | {"position": 56}, "fingerprints": before.fingerprints}
     saved |= {"consumed_samples": 56, "total_valid_tokens": 99}
     monkeypatch.setattr(grpo.checkpoint, "load", lambda *_, **__: dict(saved))
