@@ -368,7 +368,7 @@ class MathEnvConfig:
         "hf_math_verify", "Equal as mathematics; or, as DAPO, equal as text after `Answer:`."
     )
     format_reward: float = key(0.0, "Of a wrong answer that is in a box.", ">= 0, < 1")
-    deadline_s: float = key(5.0, "Seconds for an answer; then its grader is killed, outcome `timeout`.", "> 0")
+    deadline_s: float = key(5.0, "Seconds for an answer; then its grader is killed, outcome `timeout`.", "> 0, <= 600")
     memory_mib: int = key(2048, "Memory of a grader.", ">= 256")
 
 
@@ -378,7 +378,9 @@ class CodeEnvConfig:
     isolation: Literal["required", "none"] = key(
         "required", "required: namespaces of its own for each program, or no run. none: limits alone, as this user."
     )
-    deadline_s: float = key(10.0, "Seconds for all tests of a program; then it is killed, outcome `timeout`.", "> 0")
+    deadline_s: float = key(
+        10.0, "Seconds for all tests of a program; then it is killed, outcome `timeout`.", "> 0, <= 600"
+    )
     memory_mib: int = key(512, "Memory of a program.", ">= 64")
 
 

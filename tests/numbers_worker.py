@@ -92,6 +92,8 @@ if __name__ == "__main__":
     policy = load_policy(folder, device=device, mesh=dist.init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4)
     results = {case: one(case, policy, optimizer, ranks, vocab_size, work) for case in CASES}
+    groups = dist.distributed_c10d._world.pg_map
+    results["timeouts"] = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
     results["third in a row"] = one("gradient", policy, optimizer, ranks, vocab_size, work, num_bad_steps=2)
     (work / f"rank_{ranks.rank}.json").write_text(json.dumps(results))
     dist.barrier()

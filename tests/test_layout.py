@@ -77,10 +77,25 @@ def unsafe(tree):
     return found + ["except:" for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and n.type is None]
 
 
-@pytest.mark.parametrize("name", NAMES)
+EXAMPLES = [str(p.relative_to(ROOT)) for p in sorted([*ROOT.glob("examples/**/*.py"), *ROOT.glob("bench/*.py")])]
+
+
+@pytest.mark.parametrize("name", NAMES + EXAMPLES)
 def test_nothing_unsafe(name):
     """One call of exec(), where the code of policies runs: in a throw-away process."""
-    assert unsafe(TREES[name]) == (["exec"] if name == "sandbox.py" else [])
+    tree = TREES.get(name) or ast.parse((ROOT / name).read_text(encoding="utf-8"))
+    assert unsafe(tree) == (["exec"] if name == "sandbox.py" else [])
+
+
+def test_sockets_are_local():
+    """Who binds or listens; torch's and vLLM's rendezvous are given 127.0.0.1 (runtime.start, rollout.py)."""
+    found = {}
+    for name in NAMES + EXAMPLES:
+        tree = TREES.get(name) or ast.parse((ROOT / name).read_text(encoding="utf-8"))
+        sockets = [node for called, node in calls_of(tree) if re.search(r"^(?!inspect).*\.(bind|listen)$", called)]
+        bound = [ast.unparse(node) for node in sockets]
+        found |= {name: bound} if bound else {}
+    assert found == {"runtime.py": ["server.bind(('127.0.0.1', 0))"]}
 
 
 def test_unsafe_sees_each_of_them():

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import runtime
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -49,6 +51,10 @@ def test_a_sampler_logp_that_is_no_number_is_left_out_and_counted_or_stops_the_r
     stopped = same(ranks, "sampler, limit")
     assert "1 of the sampler's not finite" in stopped["stopped"] and "not applied" in stopped["stopped"]
     assert (stopped["moved"], stopped["saved"]) == (False, [])
+
+
+def test_every_process_group_has_the_runs_timeout(ranks):
+    assert set(same(ranks, "timeouts")) == {runtime.COLLECTIVE_TIMEOUT.total_seconds()}
 
 
 def test_too_many_in_a_row_stop_the_run_on_all_ranks(ranks):
