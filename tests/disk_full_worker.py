@@ -7,7 +7,6 @@ Prints a JSON object of what there was after each save.
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
