@@ -9,6 +9,7 @@ parallelism); on a GPU they take turns with its memory. `train` below is the alg
 maths (loss.py), no tokens (data.py), no engine calls beyond generate, sleep, wake and sync (rollout.py).
 """
 
+import gc
 import os
 import sys
 import time
@@ -51,6 +52,7 @@ if __name__ == "__main__" and (len(sys.argv) == 1 or {"--check", "--help", "-h"}
 
 if os.environ.get("RANK", "0") == "0" and __name__ == "__main__":
     print("loading torch and vllm", flush=True)
+gc.disable()  # what is imported stays: looking for garbage in it takes a third of the start
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -71,6 +73,9 @@ from sampling import collect, data_is_used_up  # noqa: E402
 from update import Reference, head_choice, make_micro_batches, needs_reference, score, set_learning_rate, train_step  # noqa: E402
 from validation import validate  # noqa: E402
 from watchdog import Watchdog  # noqa: E402
+
+gc.enable()
+gc.freeze()
 
 
 def train(
