@@ -247,10 +247,12 @@ def _gradient_rows_first(micro: MicroBatch, cfg: config.Config) -> MicroBatch:
 
 
 def _counts(micros: list[MicroBatch]) -> tuple[int, int, int]:
-    """Trained tokens, sequences that have any, trained tokens of sequences with a positive reward."""
-    tokens = sum(int(m.mask_R.sum()) for m in micros)
-    seqs = sum(len(m.seq_R[m.mask_R].unique()) for m in micros)
-    return tokens, seqs, sum(int((m.mask_R & (m.reward_R > 0)).sum()) for m in micros)
+    """Trained tokens, sequences that have any, trained tokens of sequences with a positive reward: those for which the
+    sampler's log-probability is a number (`policy_loss` drops the others)."""
+    trained = [(m, m.mask_R & m.sampler_logp_R.isfinite()) for m in micros]
+    tokens = sum(int(trained_R.sum()) for _, trained_R in trained)
+    seqs = sum(len(m.seq_R[trained_R].unique()) for m, trained_R in trained)
+    return tokens, seqs, sum(int((trained_R & (m.reward_R > 0)).sum()) for m, trained_R in trained)
 
 
 def train_step(
