@@ -42,17 +42,24 @@ def test_told_to_stop_and_killed(tmp_path, unbroken):
     assert_same(folder, unbroken, newest_step(folder))
 
 
-# The call of the environment, with validations after step 2, behind which the phase is slow.
-PHASES = {"rollout": 1, "grading": 5, "update": 2, "sync": 2, "validation": 2, "save": 5}
+# The call of the environment behind which the phase is slow: each step has one for its samples, two for its validation.
+PHASES = {"rollout": 3, "grading": 4, "update": 3, "sync": 3, "validation": 1, "save": 1}
+LONG = ("grpo.max_num_steps=40", "grpo.val_period=1", "grpo.max_val_samples=8", "grpo.canary_period=0")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_told_to_stop_in_each_phase(tmp_path, unbroken, phase, number):
-    folder = told_to_stop(tmp_path, number, (phase, PHASES[phase]), "grpo.val_period=2")
-    run_to_the_end(tmp_path, 6, resume=folder)
-    assert_same(folder, unbroken, 6)
+def test_told_to_stop_in_each_phase(tmp_path):
+    """One run, told to stop at 12 instants by either signal: what each part saves is the unbroken run's, to the bit."""
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "parts").mkdir()
+    every = ("checkpointing.save_period=1", "checkpointing.keep_latest=40")
+    whole, folder = run_to_the_end(tmp_path / "whole", 40, *LONG, *every), None
+    for phase, call in PHASES.items():
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            folder = told_to_stop(tmp_path / "parts", number, (phase, call), *LONG, resume=folder)
+            assert_same(folder, whole, newest_step(folder))
+    run_to_the_end(tmp_path / "parts", 40, *LONG, resume=folder)
+    assert_same(folder, whole, 40)
 
 
 @pytest.mark.long
