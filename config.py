@@ -125,6 +125,9 @@ class GRPOConfig:
         "float32 1e-6; engines that miss an update give what that update moves. null = log only.",
         "> 0",
     )
+    logp_gap_patience: int = key(
+        0, "Steps over logp_gap_limit are skipped and counted as bad; this many in a row do not stop the run.", ">= 0"
+    )
     canary_period: int = key(
         10,
         "Steps between looks at a fixed prompt, sampled and scored anew: the same limit. 0 = at the start only.",

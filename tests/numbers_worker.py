@@ -6,6 +6,7 @@ On rank 1 alone a number goes wrong, in one of several places; writes what an op
 import json
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -32,6 +33,7 @@ CASES = {
     "loss": LOOSE,
     "sampler": LOOSE,
     "sampler, limit": replace(LOOSE, logp_gap_limit=100.0),
+    "sampler, patience": replace(LOOSE, logp_gap_limit=100.0, logp_gap_patience=1),
 }
 
 
@@ -87,13 +89,15 @@ def one(case, policy, optimizer, ranks, vocab_size, work, num_bad_steps=0):
 
 if __name__ == "__main__":
     folder, work = Path(sys.argv[1]), Path(sys.argv[2])
-    ranks, device = runtime.start(tp_size=1)
+    runtime.COLLECTIVE_TIMEOUT = timedelta(minutes=29)  # torch's own default for gloo is the 30 of ours
+    ranks, device = runtime.start(tp_size=2)  # with a group for the engine
     vocab_size = chat.Tokenizer(folder).vocab_size
     policy = load_policy(folder, device=device, mesh=dist.init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4)
     results = {case: one(case, policy, optimizer, ranks, vocab_size, work) for case in CASES}
     groups = dist.distributed_c10d._world.pg_map
     results["timeouts"] = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+    results["patience is over"] = one("sampler, patience", policy, optimizer, ranks, vocab_size, work, num_bad_steps=1)
     results["third in a row"] = one("gradient", policy, optimizer, ranks, vocab_size, work, num_bad_steps=2)
     (work / f"rank_{ranks.rank}.json").write_text(json.dumps(results))
     dist.barrier()
