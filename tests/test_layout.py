@@ -65,6 +65,9 @@ def calls_of(tree):
     return [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
 
 
+UNSAFE = ("weights_only=False", "allow_pickle=True", "shell=True", "trust_remote_code=True")
+
+
 def unsafe(tree):
     """What must not be: code or objects out of data, a shell, an except that catches without saying what."""
     found = sorted(imports(tree) & {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"})
@@ -73,7 +76,7 @@ def unsafe(tree):
             found.append(called)
         for keyword in node.keywords:
             text = f"{keyword.arg}={ast.unparse(keyword.value)}"
-            found += [text] if text in ("weights_only=False", "shell=True", "trust_remote_code=True") else []
+            found += [text] if text in UNSAFE else []
     return found + ["except:" for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and n.type is None]
 
 
@@ -108,6 +111,7 @@ def test_unsafe_sees_each_of_them():
         "yaml.load(f, Loader=yaml.SafeLoader)": 1,
         "yaml.safe_load(f)": 0,
         "torch.load(f, weights_only=False)": 1,
+        "np.load(f, allow_pickle=True)": 1,
         "subprocess.run(x, shell=True)": 1,
         "try:\n    f()\nexcept:\n    pass": 1,
         "try:\n    f()\nexcept OSError:\n    pass": 0,
