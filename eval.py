@@ -7,12 +7,18 @@ Writes eval.json into a new numbered folder of logger.log_dir and prints its pat
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from grader import die_with_parent
+
+if "RANK" in os.environ:  # before torch and vllm are imported, which takes a while
+    die_with_parent()
 
 import torch
 

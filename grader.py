@@ -243,11 +243,16 @@ class GraderPool:
 # ------------------------------------------------------------------------------------------------ in the worker process
 
 
+def die_with_parent() -> None:
+    """SIGKILL for this process as soon as the one that started it ends, however. Of a rank: when torchrun is killed
+    nobody tells the ranks, which would go on and keep the GPUs."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main(target: str, descriptor: int, memory_mib: int, first: Any) -> None:
     """Imports the function, does the first job, says so, then answers jobs until the other end closes."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    die_with_parent()
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the trainer decides when it ends
     resource.setrlimit(resource.RLIMIT_AS, (memory_mib << 20, memory_mib << 20))

@@ -22,6 +22,7 @@ import config
 import config_check
 import config_file
 import data
+from grader import GraderPool, die_with_parent
 from inputs import Inputs, check, num_steps_of, read_inputs
 from resume import checkpoint_folder, resolve
 
@@ -50,6 +51,8 @@ if __name__ == "__main__" and (len(sys.argv) == 1 or {"--check", "--help", "-h"}
         sys.exit(2)
     sys.exit(0)
 
+if "RANK" in os.environ:
+    die_with_parent()
 if os.environ.get("RANK", "0") == "0" and __name__ == "__main__":
     print("loading torch and vllm", flush=True)
 gc.disable()  # what is imported stays: looking for garbage in it takes a third of the start
@@ -63,7 +66,6 @@ import runtime  # noqa: E402
 from advantages import advantage_metrics, advantages  # noqa: E402
 from envs import Interrupted  # noqa: E402
 from freshness import check_canary, check_versions  # noqa: E402
-from grader import GraderPool  # noqa: E402
 from loss import derived_metrics  # noqa: E402
 from metrics import RunLog  # noqa: E402
 from model import Decoder, full_tensors, load_policy, save_hf, uses_flash_attention  # noqa: E402
@@ -78,9 +80,7 @@ gc.enable()
 gc.freeze()
 
 
-def train(
-    cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torch.device, run_folder: Path, dog: Watchdog
-) -> str:
+def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torch.device, dog: Watchdog) -> str:
     """The run: returns the reason it ended. Raises StopRun when one of its checks fails, Saved when told to stop."""
     grpo, saving, timer = cfg.grpo, cfg.checkpointing, runtime.Timers(dog.enter)
     num_rows, num_steps = inputs.train.num_rows, num_steps_of(cfg, inputs.train.num_rows)
@@ -88,7 +88,8 @@ def train(
     model, optimizer, engine = build(cfg, inputs, ranks, device)
     GraderPool.stop, engine.stop = signals.pending, partial(ranks.engine_agrees, signals.pending)
     reference = Reference(model) if needs_reference(cfg) else None
-    frozen, checkpoints = reference.shards if reference else {}, checkpoint_folder(saving, run_folder)
+    run_folder, frozen = dog.run_folder, reference.shards if reference else {}
+    checkpoints = checkpoint_folder(saving, run_folder)
     state = restore(cfg, inputs, model, optimizer, frozen, ranks, checkpoints)
     log = open_log(cfg, run_folder, ranks, state["step"], num_steps)
     sync_weights(model, engine, state["step"])
@@ -131,6 +132,7 @@ def train(
                         save(saver, model, optimizer, state, frozen, train)
         except Interrupted:  # between steps, or amid a step's samples, which are given up, or amid a validation
             raise save_early(saver, model, optimizer, state, frozen, train, run_folder) from None
+    dog.enter("export")
     if saving.save_hf_at_end:
         save_hf(model, run_folder / "hf_model", inputs.model_folder, dtype=getattr(torch, cfg.policy.precision))
     if log:
@@ -312,13 +314,8 @@ def open_log(cfg: config.Config, run_folder: Path, ranks: runtime.Ranks, step: i
         return None
     if cfg.checkpointing.resume_from is None:
         (run_folder / "config.yaml").write_text(config_file.to_yaml(cfg))
-    return RunLog(
-        run_folder,
-        tensorboard=cfg.logger.tensorboard_enabled,
-        first_step=step + 1,
-        num_steps=num_steps,
-        max_samples=cfg.logger.num_samples_to_log,
-    )
+    what = {"tensorboard": cfg.logger.tensorboard_enabled, "max_samples": cfg.logger.num_samples_to_log}
+    return RunLog(run_folder, first_step=step + 1, num_steps=num_steps, **what)
 
 
 def main() -> int:
@@ -328,19 +325,19 @@ def main() -> int:
         cfg = parse(sys.argv[1:])
         inputs = read_inputs(cfg)
         ranks, device = runtime.start(cfg.policy.generation.vllm_cfg.tensor_parallel_size)
+        cfg = runtime.of_rank_0(cfg)  # resume=auto: another rank may have found another run
         run_folder = runtime.open_run_folder(cfg.logger.log_dir, cfg.checkpointing.resume_from, ranks)
         if ranks.rank == 0:
             provenance.write(run_folder, ranks.world_size)
         dog = Watchdog(ranks, run_folder, **asdict(cfg.watchdog))
-        code, reason = 0, train(cfg, inputs, ranks, device, run_folder, dog)
+        code, reason = 0, train(cfg, inputs, ranks, device, dog)
         for environment in inputs.environments.values():
             environment.close()
     except BaseException as error:
         code, reason = runtime.describe_failure(error)
     if dog:
         dog.stop()
-    tells = runtime.finish(code, reason, run_folder)
-    if tells:
+    if runtime.finish(code, reason, run_folder):
         print(reason, file=sys.stderr if code else sys.stdout, flush=True)
     return code
 

@@ -7,7 +7,6 @@ into 1, so each rank 0 also writes `exit.json` {code, reason, rank} into the run
 train.sh reads).
 """
 
-import ctypes
 import gc
 import json
 import math
@@ -34,7 +33,6 @@ import torch.distributed as dist
 from config import ConfigError
 
 EXIT_CRASH, EXIT_CONFIG, EXIT_CHECK, EXIT_HUNG, EXIT_SAVED = 1, 2, 3, 4, 75
-PR_SET_PDEATHSIG = 1
 BEGAN = time.monotonic()
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # longer than any rollout: ranks wait for the slowest one's samples
@@ -103,8 +101,6 @@ def start(tp_size: int) -> tuple[Ranks, torch.device]:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = str(_free_port())
     ranks = Ranks(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), tp_size)
-    # When torchrun itself is killed nobody tells the ranks: without this they would go on, and keep the GPUs.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", ranks.local_rank) if cuda else torch.device("cpu")
     if cuda:
@@ -115,6 +111,13 @@ def start(tp_size: int) -> tuple[Ranks, torch.device]:
         group, _ = dist.new_subgroups(tp_size, timeout=COLLECTIVE_TIMEOUT, backend="gloo")
         ranks = replace(ranks, engine_group=group)
     return ranks, device
+
+
+def of_rank_0(value: T) -> T:
+    """Rank 0's `value`, on all ranks."""
+    shared = [value]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
 
 
 def _free_port() -> int:
