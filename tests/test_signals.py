@@ -1,13 +1,17 @@
 """The real command by train.sh, 2 ranks on CPU, told to stop or killed: what is saved goes on to the same bits."""
 
 import json
+import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
-from run_life import Life, assert_same, newest_step, run_to_the_end, steps
+from run_life import ROOT, Life, assert_same, command, newest_step, run_to_the_end, steps
 
 SECONDS = 20  # a run that was told to stop has
 
@@ -86,3 +90,24 @@ def test_chain_of_25_kills(tmp_path):
     print(f"killed after steps, with a checkpoint of step: {kills}")
     run_to_the_end(work, num_steps, resume=folder)
     assert_same(folder, whole, num_steps)
+
+
+def test_torchrun_killed_while_the_ranks_import_leaves_none(tmp_path):
+    command_line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "grpo.py"]
+    command_line += ["configs/smoke.yaml", f"logger.log_dir={tmp_path}"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    with (tmp_path / "log").open("w") as log:
+        torchrun = subprocess.Popen(command_line, cwd=ROOT, env=env, stdout=log, stderr=log)
+    end = time.monotonic() + 60
+    while len(ranks := children_of(torchrun.pid)) < 2 or "loading torch" not in (tmp_path / "log").read_text():
+        assert time.monotonic() < end and torchrun.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.01)
+    time.sleep(0.5)  # both are past the first lines of grpo.py, and import torch for seconds
+    torchrun.kill()
+    torchrun.wait()
+    time.sleep(1)
+    assert [pid for pid in ranks if command(pid)] == []
+
+
+def children_of(pid):
+    return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
