@@ -33,6 +33,7 @@ STOP_SECONDS = 0.5  # between two looks at whether the run was told to stop
 START_SECONDS = 120.0  # for a worker's imports, on a busy machine
 MARK = "GRADER_WORKER"  # in the environment of a worker and of what it starts
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +56,19 @@ class _Worker:
         environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         environment |= {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", MARK: self.mark}
         arguments = [target, str(theirs.fileno()), str(memory_mib), json.dumps(first)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-B", str(Path(__file__).resolve()), *arguments],
-            env=environment,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # what a grader prints is nobody's protocol
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # torchrun's must not end a worker that starts just now
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-B", str(Path(__file__).resolve()), *arguments],
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # what a grader prints is nobody's protocol
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
         theirs.close()
         self.inbox, self.outbox = bytearray(), b""
         self.ready = False  # has imported the function
@@ -253,8 +258,9 @@ def main(target: str, descriptor: int, memory_mib: int, first: Any) -> None:
     """Imports the function, does the first job, says so, then answers jobs until the other end closes."""
     die_with_parent()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    for number in ENDING:
         signal.signal(number, signal.SIG_IGN)  # the trainer decides when it ends
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     resource.setrlimit(resource.RLIMIT_AS, (memory_mib << 20, memory_mib << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     connection = socket.socket(fileno=descriptor)
