@@ -125,6 +125,14 @@ class GRPOConfig:
         "float32 1e-6; engines that miss an update give what that update moves. null = log only.",
         "> 0",
     )
+    logp_gap_patience: int = key(
+        0, "Steps over logp_gap_limit are skipped and counted as bad; this many in a row do not stop the run.", ">= 0"
+    )
+    canary_period: int = key(
+        10,
+        "Steps between looks at a fixed prompt, sampled and scored anew: the same limit. 0 = at the start only.",
+        ">= 0",
+    )
     max_bad_steps: int = key(
         0,
         "Steps with a non-finite loss or gradient are skipped and counted; more than so many in a row stop "
@@ -136,6 +144,9 @@ class GRPOConfig:
     def prompts_per_batch(self) -> int:
         """Prompts drawn at once."""
         return int(self.num_prompts_per_step * self.batch_multiplier)
+
+
+MAX_LOG_RATIO = 20.0  # of |logp - old|: beyond, the ratio is e^20 or e^-20 and has no gradient; exp never overflows
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +371,7 @@ class MathEnvConfig:
         "hf_math_verify", "Equal as mathematics; or, as DAPO, equal as text after `Answer:`."
     )
     format_reward: float = key(0.0, "Of a wrong answer that is in a box.", ">= 0, < 1")
-    deadline_s: float = key(5.0, "Seconds for an answer; then its grader is killed, outcome `timeout`.", "> 0")
+    deadline_s: float = key(5.0, "Seconds for an answer; then its grader is killed, outcome `timeout`.", "> 0, <= 600")
     memory_mib: int = key(2048, "Memory of a grader.", ">= 256")
 
 
@@ -370,7 +381,9 @@ class CodeEnvConfig:
     isolation: Literal["required", "none"] = key(
         "required", "required: namespaces of its own for each program, or no run. none: limits alone, as this user."
     )
-    deadline_s: float = key(10.0, "Seconds for all tests of a program; then it is killed, outcome `timeout`.", "> 0")
+    deadline_s: float = key(
+        10.0, "Seconds for all tests of a program; then it is killed, outcome `timeout`.", "> 0, <= 600"
+    )
     memory_mib: int = key(512, "Memory of a program.", ">= 64")
 
 
@@ -408,8 +421,39 @@ class CheckpointingConfig:
     checkpoint_dir: str | None = key(None, "Where they go; null = checkpoints in the run folder.")
     save_period: int = key(10, "Steps between checkpoints: the most that a kill costs.", ">= 1")
     keep_latest: int = key(2, "How many stay. Not 1: the old goes after the new is whole.", ">= 2")
+    keep_top_k: int | None = key(None, "Of the others, so many best by metric_name stay too; null = none.", ">= 1")
+    metric_name: str = key(
+        "validation/sampled/accuracy", "What keep_top_k compares: a key of metrics.jsonl, its newest value when saving."
+    )
+    higher_is_better: bool = key(True, "Of metric_name.")
     save_hf_at_end: bool = key(True, "Write the final weights as a Hugging Face folder, checkpoints or not.")
-    resume_from: str | None = key(None, "Run folder whose newest checkpoint to continue; null = new run.")
+    resume_from: str | None = key(None, "Run folder whose newest checkpoint to continue; null = as `resume` says.")
+    resume: Literal["auto", "must", "never"] | None = key(
+        None,
+        "auto: go on with resume_from, else with the newest run of logger.log_dir that has a whole checkpoint, over a "
+        "damaged one to the one before it; a new run where none is. must: the same, but the newest must be there "
+        "and good. never: a new run. null: must with resume_from, else never.",
+    )
+    allow_changes: bool = key(
+        False, "Resume with another model name, seed, template or other data than before: other data from their start."
+    )
+    checkpoint_must_save_by: str | None = key(
+        None, "DD:HH:MM:SS after the start: save and end with exit code 75, as on a signal; null = never."
+    )
+
+    @property
+    def must_save_by_seconds(self) -> float | None:
+        if self.checkpoint_must_save_by is None:
+            return None
+        days, hours, minutes, seconds = map(int, self.checkpoint_must_save_by.split(":"))
+        return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+
+
+@dataclass(frozen=True, slots=True)
+class WatchdogConfig:
+    factor: float = key(10.0, "A phase of a step that takes so many times its median hangs: the run ends.", "> 1")
+    min_seconds: float = key(600.0, "No phase hangs before it took so long.", "> 0")
+    first_seconds: float = key(3600.0, "The same, of the first phase of a name: it may compile, or load.", "> 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,6 +465,7 @@ class Config:
     env: EnvConfig = EnvConfig()
     logger: LoggerConfig = LoggerConfig()
     checkpointing: CheckpointingConfig = CheckpointingConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -156,9 +156,23 @@ def _other_problems(cfg: Config) -> Iterator[str]:
     low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
     if None not in (low, high) and low >= high:
         yield f"grpo.advantage_clip_low={low} is not below grpo.advantage_clip_high={high}: exchange them"
+    yield from _checkpoint_problems(cfg)
     yield from _reward_problems(cfg)
     yield from _dataset_problems(cfg)
     yield from _validation_problems(cfg)
+
+
+def _checkpoint_problems(cfg: Config) -> Iterator[str]:
+    saving = cfg.checkpointing
+    by, name = saving.checkpoint_must_save_by, saving.metric_name
+    if saving.resume == "never" and saving.resume_from:
+        yield f"checkpointing.resume=never and checkpointing.resume_from={saving.resume_from}: choose one"
+    if by is not None and not re.fullmatch(r"\d+:\d\d?:\d\d?:\d\d?", by):
+        yield f"checkpointing.checkpoint_must_save_by={by}: must be DD:HH:MM:SS, as 00:03:45:00"
+    if not name.startswith(("train/", "validation/")):
+        yield f"checkpointing.metric_name={name}: must be a key of metrics.jsonl, as train/reward"
+    elif saving.keep_top_k and name.startswith("validation/") and not cfg.grpo.val_period:
+        yield f"checkpointing.keep_top_k={saving.keep_top_k} compares {name}, and grpo.val_period=0: no validation"
 
 
 def _reward_problems(cfg: Config) -> Iterator[str]:

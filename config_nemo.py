@@ -25,6 +25,7 @@ RENAMED = {f"data.{name}": f"data.default.{name}" for name in _DATASET_KEYS} | {
     "data.train_split": "data.train.split",
     "data.val_split": "data.validation.split",
 }
+METRICS = {name: "validation/sampled/accuracy" for name in ("val:accuracy", "val_reward", "val:reward")}
 # `section.*` is all below it; `key=a|b` only with these values (as written); anything else of the key is refused.
 PASSED_OVER = """
 cluster.*  data_plane.enabled=false  data_plane.*  reward_penalties.*  on_policy_distillation=null
@@ -33,8 +34,8 @@ grpo.invalid_tool_call_advantage=null  grpo.malformed_thinking_advantage=null
 grpo.async_grpo.enabled=false  grpo.async_grpo.*
 grpo.adv_estimator.normalize_rewards=${grpo.normalize_rewards}
 grpo.adv_estimator.use_leave_one_out_baseline=${grpo.use_leave_one_out_baseline}
-checkpointing.metric_name  checkpointing.higher_is_better  checkpointing.keep_top_k  checkpointing.model_save_format
-checkpointing.save_consolidated  checkpointing.save_optimizer=true  checkpointing.checkpoint_must_save_by=null
+checkpointing.model_save_format
+checkpointing.save_consolidated  checkpointing.save_optimizer=true
 policy.tokenizer.name=${policy.model_name}  policy.tokenizer.use_fastokens  policy.hf_config_overrides={}
 policy.train_micro_batch_size  policy.generation_batch_size  policy.logprob_batch_size  policy.logprob_chunk_size
 policy.offload_optimizer_for_logprob  policy.make_sequence_length_divisible_by  policy.dynamic_batching.*
@@ -102,6 +103,8 @@ def rewrite(name: str, node: yaml.Node, where: str) -> Iterator[tuple[str, yaml.
         for theirs, ours in values.items():
             if theirs in warmup["kwargs"]:
                 yield f"{name}.{ours}", scalar(str(warmup["kwargs"][theirs])), where
+    elif name == "checkpointing.metric_name" and isinstance(node, yaml.ScalarNode):
+        yield name, scalar(METRICS.get(node.value, node.value.replace("train:", "train/", 1))), where
     else:
         yield RENAMED.get(name, name), node, where
 

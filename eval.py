@@ -7,12 +7,18 @@ Writes eval.json into a new numbered folder of logger.log_dir and prints its pat
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from grader import die_with_parent
+
+if "RANK" in os.environ:  # before torch and vllm are imported, which takes a while
+    die_with_parent()
 
 import torch
 
@@ -21,8 +27,9 @@ import config_file
 import runtime
 from data import Sample
 from grpo import build, parse, restore, sync_weights
-from inputs import Inputs, checkpoint_folder, read_inputs
+from inputs import Inputs, read_inputs
 from metrics import RunLog
+from resume import checkpoint_folder
 from sampling import groups_of
 from update import Reference, needs_reference
 from validation import clustered_interval, modes, sample_problems, score, wilson_interval

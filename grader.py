@@ -19,18 +19,21 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from config import ConfigError
+from envs import Interrupted
 
 MAX_BYTES = 16 << 20  # of a job or a value
 MAX_JOBS = 20_000  # of a worker, which is then replaced: what a grader's libraries keep in memory has a bound
+STOP_SECONDS = 0.5  # between two looks at whether the run was told to stop
 START_SECONDS = 120.0  # for a worker's imports, on a busy machine
 MARK = "GRADER_WORKER"  # in the environment of a worker and of what it starts
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +56,19 @@ class _Worker:
         environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         environment |= {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", MARK: self.mark}
         arguments = [target, str(theirs.fileno()), str(memory_mib), json.dumps(first)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-B", str(Path(__file__).resolve()), *arguments],
-            env=environment,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # what a grader prints is nobody's protocol
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # torchrun's must not end a worker that starts just now
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-B", str(Path(__file__).resolve()), *arguments],
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # what a grader prints is nobody's protocol
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
         theirs.close()
         self.inbox, self.outbox = bytearray(), b""
         self.ready = False  # has imported the function
@@ -143,8 +150,10 @@ class GraderPool:
 
     A job and what the function makes of it are JSON-able. `first` is a job that each worker does before it counts as
     started: what the function imports is then on no other job's time. Made before torch and vllm are imported; used by
-    one thread. ConfigError when a worker cannot start.
+    one thread. ConfigError when a worker cannot start. stop: of all pools of the process, whether to give up waiting.
     """
+
+    stop: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(self, target: str, *, num_workers: int, deadline_s: float, memory_mib: int, first: Any = None):
         self.deadline_s, self.owner, self.arguments = deadline_s, os.getpid(), (target, memory_mib, first)
@@ -155,7 +164,8 @@ class GraderPool:
         self.workers += [_Worker(*self.arguments) for _ in range(num_workers - 1)]  # ready by the first jobs, or soon
 
     def grade(self, jobs: Sequence[Any]) -> list[Graded]:
-        """The outcome of each job, in order. Takes at most a deadline for each of them over the number of workers."""
+        """The outcome of each job, in order. Takes at most a deadline for each of them over the number of workers.
+        Interrupted when told to stop meanwhile; then only close() may follow."""
         assert all(worker.job is None for worker in self.workers), "a grade() before this one was interrupted"
         graded: list[Graded | None] = [None] * len(jobs)
         waiting = deque(enumerate(jobs))
@@ -173,6 +183,8 @@ class GraderPool:
                 else:
                     worker.send(number, payload, self.deadline_s)
             self._step(graded)
+            if self.stop():
+                raise Interrupted
         return graded
 
     def close(self) -> None:
@@ -193,7 +205,7 @@ class GraderPool:
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.outbox else 0)
                 selector.register(worker.socket, events, worker)
             wait = min(worker.deadline for worker in busy) - time.monotonic()
-            moved = [key.data for key, _ in selector.select(max(0.0, wait))]
+            moved = [key.data for key, _ in selector.select(min(max(0.0, wait), STOP_SECONDS))]
         for worker in busy:
             try:
                 message = worker.pump() if worker in moved else None
@@ -236,13 +248,19 @@ class GraderPool:
 # ------------------------------------------------------------------------------------------------ in the worker process
 
 
+def die_with_parent() -> None:
+    """SIGKILL for this process as soon as the one that started it ends, however. Of a rank: when torchrun is killed
+    nobody tells the ranks, which would go on and keep the GPUs."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main(target: str, descriptor: int, memory_mib: int, first: Any) -> None:
     """Imports the function, does the first job, says so, then answers jobs until the other end closes."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    die_with_parent()
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    for number in ENDING:
         signal.signal(number, signal.SIG_IGN)  # the trainer decides when it ends
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     resource.setrlimit(resource.RLIMIT_AS, (memory_mib << 20, memory_mib << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     connection = socket.socket(fileno=descriptor)

@@ -9,6 +9,7 @@ parallelism); on a GPU they take turns with its memory. `train` below is the alg
 maths (loss.py), no tokens (data.py), no engine calls beyond generate, sleep, wake and sync (rollout.py).
 """
 
+import gc
 import os
 import sys
 import time
@@ -21,7 +22,9 @@ import config
 import config_check
 import config_file
 import data
-from inputs import Inputs, check, checkpoint_folder, num_steps_of, read_inputs
+from grader import GraderPool, die_with_parent
+from inputs import Inputs, check, num_steps_of, read_inputs
+from resume import checkpoint_folder, resolve
 
 USAGE = "usage: [torchrun --nproc_per_node=N] grpo.py [--check] CONFIG.yaml [key.sub=value ...] | --help"
 
@@ -33,7 +36,7 @@ def parse(argv: Sequence[str]) -> config.Config:
         raise config.ConfigError(USAGE)
     cfg = config_file.load(words[0], words[1:])
     config_check.validate(cfg, int(os.environ.get("WORLD_SIZE", "1")))
-    return cfg
+    return resolve(cfg)
 
 
 if __name__ == "__main__" and (len(sys.argv) == 1 or {"--check", "--help", "-h"} & set(sys.argv)):
@@ -48,15 +51,21 @@ if __name__ == "__main__" and (len(sys.argv) == 1 or {"--check", "--help", "-h"}
         sys.exit(2)
     sys.exit(0)
 
+if "RANK" in os.environ:
+    die_with_parent()
 if os.environ.get("RANK", "0") == "0" and __name__ == "__main__":
     print("loading torch and vllm", flush=True)
+gc.disable()  # what is imported stays: looking for garbage in it takes a third of the start
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import checkpoint  # noqa: E402
+import provenance  # noqa: E402
 import runtime  # noqa: E402
 from advantages import advantage_metrics, advantages  # noqa: E402
+from envs import Interrupted  # noqa: E402
+from freshness import check_canary, check_versions  # noqa: E402
 from loss import derived_metrics  # noqa: E402
 from metrics import RunLog  # noqa: E402
 from model import Decoder, full_tensors, load_policy, save_hf, uses_flash_attention  # noqa: E402
@@ -65,68 +74,98 @@ from rollout import Engine, rollout_over_ranks  # noqa: E402
 from sampling import collect, data_is_used_up  # noqa: E402
 from update import Reference, head_choice, make_micro_batches, needs_reference, score, set_learning_rate, train_step  # noqa: E402
 from validation import validate  # noqa: E402
+from watchdog import Watchdog  # noqa: E402
+
+gc.enable()
+gc.freeze()
 
 
-def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torch.device, run_folder: Path) -> str:
+def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torch.device, dog: Watchdog) -> str:
     """The run: returns the reason it ended. Raises StopRun when one of its checks fails, Saved when told to stop."""
-    grpo, saving, signals, timer = cfg.grpo, cfg.checkpointing, runtime.Signals(), runtime.Timers()
-    num_rows, checkpoints = inputs.train.num_rows, checkpoint_folder(saving, run_folder)
-    num_steps = num_steps_of(cfg, num_rows)
+    grpo, saving, timer = cfg.grpo, cfg.checkpointing, runtime.Timers(dog.enter)
+    num_rows, num_steps = inputs.train.num_rows, num_steps_of(cfg, inputs.train.num_rows)
+    signals = runtime.Signals(saving.must_save_by_seconds)
     model, optimizer, engine = build(cfg, inputs, ranks, device)
-    reference, vocab_size = Reference(model) if needs_reference(cfg) else None, inputs.tokenizer.vocab_size
-    frozen = reference.shards if reference else {}
+    GraderPool.stop, engine.stop = signals.pending, partial(ranks.engine_agrees, signals.pending)
+    reference = Reference(model) if needs_reference(cfg) else None
+    run_folder, frozen = dog.run_folder, reference.shards if reference else {}
+    checkpoints = checkpoint_folder(saving, run_folder)
     state = restore(cfg, inputs, model, optimizer, frozen, ranks, checkpoints)
     log = open_log(cfg, run_folder, ranks, state["step"], num_steps)
     sync_weights(model, engine, state["step"])
-    if grpo.val_at_start and state["step"] == 0:
-        state["first_validation"] = validate(cfg, inputs, engine, ranks, log, step=0)
-
-    start = time.perf_counter()
-    for step in range(state["step"] + 1, num_steps + 1):
-        if data_is_used_up(grpo, num_rows, state["consumed_samples"]):  # dynamic sampling draws more than a step has
-            break
-        step_start = time.perf_counter()
-        with timer("generation"):
-            samples, cursor, found = collect_samples(cfg, inputs, engine, ranks, state["cursor"], step)
-            engine.sleep()
-        assert {s.weight_version for s in samples} == {step - 1}, "sampled from other weights than those to be trained"
-        with timer("advantage_calculation"):
-            adv_B, spread = step_advantages(samples, cfg)
-        with timer("data_processing"):
-            micro_batches = make_micro_batches(samples, adv_B, cfg, ranks, device)
-        with timer("policy_and_reference_logprobs"):
-            batches, masked = score(model, reference, micro_batches, cfg, vocab_size)
-        with timer("policy_training"):
-            set_learning_rate(optimizer, cfg, step, num_steps)
-            update = train_step(model, optimizer, batches, cfg, vocab_size, step, state["num_bad_steps"])
-            if reference:
-                reference.follow(model, grpo, step)
-        with timer("prepare_for_generation"):
-            sync_weights(model, engine, step)
-
-        count_step(state, step, cursor, num_rows, update)
-        if log:
-            seconds = timer.take() | {"total_step_time": time.perf_counter() - step_start}
-            log.step(step, found | derived_metrics(masked | update) | spread, seconds, ranks.world_size)
-            log.samples(step, "train", samples, inputs.tokenizer)
-        is_last = step == num_steps or data_is_used_up(grpo, num_rows, state["consumed_samples"])
-        stop = signals.requested()
-        due = grpo.val_period and step % grpo.val_period == 0
-        if (due or (is_last and grpo.val_at_end)) and not stop:  # who is told to stop has no time for it
-            state["last_validation"] = validate(cfg, inputs, engine, ranks, log, step)
-        due = saving.enabled and (step % saving.save_period == 0 or is_last or stop)
-        if due and state["num_bad_steps"] == 0:  # never after a step that went wrong
-            checkpoint.save(
-                checkpoints, step, model, optimizer, state, ranks, keep_latest=saving.keep_latest, extra=frozen
-            )
-        if stop and not is_last:
-            raise stopped(saving, state, run_folder)
-
+    check_canary(cfg, model, engine, device, "after the first sync")
+    start, step, train = time.perf_counter(), state["step"], {}
+    with checkpoint.Saver(checkpoints, saving, ranks, saved=step if saving.resume_from else None) as saver:
+        try:
+            if grpo.val_at_start and step == 0:
+                dog.enter("validation")
+                state["first_validation"] = validate(cfg, inputs, engine, ranks, log, step)
+            # Dynamic sampling draws more than a step has, so data may be used up before the last step.
+            while step < num_steps and not data_is_used_up(grpo, num_rows, state["consumed_samples"]):
+                step, step_start = step + 1, time.perf_counter()
+                dog.step = step
+                with timer("generation"):
+                    samples, cursor, found = collect_samples(cfg, inputs, engine, ranks, state["cursor"], step)
+                    engine.sleep()
+                check_versions(samples, step - 1)
+                train = found | learn(cfg, inputs, model, optimizer, reference, samples, ranks, device, state, timer)
+                with timer("prepare_for_generation"):
+                    sync_weights(model, engine, step)
+                if grpo.canary_period and step % grpo.canary_period == 0:
+                    with timer("canary"):
+                        train["canary_logp_gap"] = check_canary(cfg, model, engine, device, f"after step {step}")
+                count_step(state, step, cursor, num_rows, train)
+                saver.poll()  # before the step counts as done: a kill costs at most save_period of those
+                if log:
+                    seconds = timer.take() | {"total_step_time": time.perf_counter() - step_start}
+                    log.step(step, train, seconds, ranks.world_size)
+                    log.samples(step, "train", samples, inputs.tokenizer)
+                is_last = step == num_steps or data_is_used_up(grpo, num_rows, state["consumed_samples"])
+                if (stop := signals.requested()) and not is_last:
+                    raise Interrupted
+                due = grpo.val_period and step % grpo.val_period == 0
+                if (due or (is_last and grpo.val_at_end)) and not stop:  # who is told to stop has no time for it
+                    dog.enter("validation")
+                    state["last_validation"] = validate(cfg, inputs, engine, ranks, log, step)
+                with timer("checkpointing"):
+                    if step % saving.save_period == 0 or is_last:
+                        save(saver, model, optimizer, state, frozen, train)
+        except Interrupted:  # between steps, or amid a step's samples, which are given up, or amid a validation
+            raise save_early(saver, model, optimizer, state, frozen, train, run_folder) from None
+    dog.enter("export")
     if saving.save_hf_at_end:
         save_hf(model, run_folder / "hf_model", inputs.model_folder, dtype=getattr(torch, cfg.policy.precision))
     if log:
         log.close(state, time.perf_counter() - start, checkpoints, saving)
     return f"trained to step {state['step']}"
+
+
+def learn(
+    cfg: config.Config,
+    inputs: Inputs,
+    model: Decoder,
+    optimizer: torch.optim.Optimizer,
+    reference: Reference | None,
+    samples: list[data.Sample],
+    ranks: runtime.Ranks,
+    device: torch.device,
+    state: dict,
+    timer: runtime.Timers,
+) -> dict[str, float]:
+    """Samples of a step -> trained weights: advantages, packs, log-probabilities, optimizer steps; their metrics."""
+    step, vocab_size = state["step"] + 1, inputs.tokenizer.vocab_size
+    with timer("advantage_calculation"):
+        adv_B, spread = step_advantages(samples, cfg)
+    with timer("data_processing"):
+        micro_batches = make_micro_batches(samples, adv_B, cfg, ranks, device)
+    with timer("policy_and_reference_logprobs"):
+        batches, masked = score(model, reference, micro_batches, cfg, vocab_size)
+    with timer("policy_training"):
+        set_learning_rate(optimizer, cfg, step, num_steps_of(cfg, inputs.train.num_rows))
+        update = train_step(model, optimizer, batches, cfg, vocab_size, step, state["num_bad_steps"])
+        if reference:
+            reference.follow(model, cfg.grpo, step)
+    return derived_metrics(masked | update) | spread
 
 
 def count_step(state: dict, step: int, cursor: dict, num_rows: int, update: dict[str, float]) -> None:
@@ -137,12 +176,25 @@ def count_step(state: dict, step: int, cursor: dict, num_rows: int, update: dict
     state["total_valid_tokens"] += update["global_valid_toks"]
 
 
-def stopped(saving: config.CheckpointingConfig, state: dict, run_folder: Path) -> Exception:
-    """What a signal ends the run with: Saved only if it is."""
-    if saving.enabled and state["num_bad_steps"] == 0:
-        return runtime.Saved(f"signal after step {state['step']}; continue with checkpointing.resume_from={run_folder}")
-    why = "after a bad step" if saving.enabled else "with checkpointing.enabled=false"
-    return runtime.StopRun(f"signal after step {state['step']}, not saved {why}")
+def save(saver: checkpoint.Saver, model, optimizer, state: dict, frozen: dict, train: dict[str, float]) -> None:
+    """A checkpoint of the step that has ended, where the config has them; never after a step that went wrong."""
+    if saver.cfg.enabled and state["num_bad_steps"] == 0 and state["step"] != saver.saved:
+        saver.save(state["step"], model, optimizer, state, frozen, checkpoint.metric(saver.cfg, state, train))
+
+
+def save_early(
+    saver: checkpoint.Saver, model, optimizer, state: dict, frozen: dict, train: dict[str, float], run_folder: Path
+) -> Exception:
+    """What a signal ends the run with, after the last step that was whole: Saved only if it is."""
+    saver.finish()
+    save(saver, model, optimizer, state, frozen, train)
+    saver.finish()
+    after = f"told to stop, after step {state['step']}"
+    if saver.saved == state["step"]:
+        return runtime.Saved(f"{after}; continue with checkpointing.resume_from={run_folder}")
+    bad = "it went wrong" if state["num_bad_steps"] else "see above"
+    why = bad if saver.cfg.enabled else "checkpointing.enabled=false"
+    return runtime.StopRun(f"{after}, which is not saved ({why})")
 
 
 def step_advantages(samples: list[data.Sample], cfg: config.Config) -> tuple[list[float], dict[str, float]]:
@@ -220,7 +272,11 @@ def restore(
             "cursor": inputs.train.start(),
             "fingerprints": inputs.train.fingerprints,
         }
-    state = checkpoint.load(checkpoints, model, optimizer, ranks, extra=reference)
+    mode = cfg.checkpointing.resume
+    state = checkpoint.load(checkpoints, model, optimizer, ranks, extra=reference, mode=mode)
+    if cfg.checkpointing.allow_changes and state["fingerprints"] != inputs.train.fingerprints:
+        ranks.say("WARNING: other data than before (checkpointing.allow_changes=true): they are read from their start")
+        state |= {"cursor": inputs.train.start(), "fingerprints": inputs.train.fingerprints, "consumed_samples": 0}
     inputs.train.check_same(state["fingerprints"], cfg.checkpointing.resume_from)
     return state
 
@@ -258,30 +314,30 @@ def open_log(cfg: config.Config, run_folder: Path, ranks: runtime.Ranks, step: i
         return None
     if cfg.checkpointing.resume_from is None:
         (run_folder / "config.yaml").write_text(config_file.to_yaml(cfg))
-    return RunLog(
-        run_folder,
-        tensorboard=cfg.logger.tensorboard_enabled,
-        first_step=step + 1,
-        num_steps=num_steps,
-        max_samples=cfg.logger.num_samples_to_log,
-    )
+    what = {"tensorboard": cfg.logger.tensorboard_enabled, "max_samples": cfg.logger.num_samples_to_log}
+    return RunLog(run_folder, first_step=step + 1, num_steps=num_steps, **what)
 
 
 def main() -> int:
     """One rank from start to exit code."""
-    run_folder = None
+    run_folder, dog = None, None
     try:
         cfg = parse(sys.argv[1:])
         inputs = read_inputs(cfg)
         ranks, device = runtime.start(cfg.policy.generation.vllm_cfg.tensor_parallel_size)
+        cfg = runtime.of_rank_0(cfg)  # resume=auto: another rank may have found another run
         run_folder = runtime.open_run_folder(cfg.logger.log_dir, cfg.checkpointing.resume_from, ranks)
-        code, reason = 0, train(cfg, inputs, ranks, device, run_folder)
+        if ranks.rank == 0:
+            provenance.write(run_folder, ranks.world_size)
+        dog = Watchdog(ranks, run_folder, **asdict(cfg.watchdog))
+        code, reason = 0, train(cfg, inputs, ranks, device, dog)
         for environment in inputs.environments.values():
             environment.close()
     except BaseException as error:
         code, reason = runtime.describe_failure(error)
-    tells = runtime.finish(code, reason, run_folder)
-    if tells:
+    if dog:
+        dog.stop()
+    if runtime.finish(code, reason, run_folder):
         print(reason, file=sys.stderr if code else sys.stdout, flush=True)
     return code
 

@@ -4,28 +4,19 @@ Owns no format: config.py, rows.py, data.py, model_config.py and envs.py do. It 
 would want to hear of mistakes.
 """
 
-import json
-import operator
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import chat
 import config
-import config_file
 import data
 import envs
 import graded_envs
+import resume
 from mixing import Mixture
 from model_config import ModelConfig, stored_shape
 from rows import Dataset, load_dataset
-
-# What a resumed run must have as before: with another, its position in the data and its samples would mean others.
-SAME_WHEN_RESUMED = (
-    *("policy.model_name", "grpo.seed", "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt"),
-    *("policy.tokenizer.chat_template", "policy.tokenizer.chat_template_kwargs"),
-    *("data.shuffle", "data.use_multiple_dataloader", "data.num_prompts_per_dataloader", "data.custom_dataloader"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +40,7 @@ def read_inputs(cfg: config.Config, *, to_train: bool = True) -> Inputs:
     if cfg.checkpointing.checkpoint_dir:
         data.check_writable("checkpointing.checkpoint_dir", cfg.checkpointing.checkpoint_dir)
     if cfg.checkpointing.resume_from:
-        check_resumable(cfg, to_train)
+        resume.check_resumable(cfg, to_train)
     folder = data.resolve_model_folder(cfg.policy.model_name)
     template = cfg.policy.tokenizer
     tokenizer = chat.Tokenizer(folder, template.chat_template, template.chat_template_kwargs)
@@ -144,61 +135,6 @@ def read_reward_model(cfg: config.RewardModelConfig) -> tuple[Path, chat.Tokeniz
     except Exception as error:  # a template is a program
         raise config.ConfigError(f"{key}: the chat template of {folder} refuses a conversation ({error!r})") from error
     return folder, tokenizer
-
-
-def check_resumable(cfg: config.Config, to_train: bool = True) -> None:
-    """ConfigError where the run `checkpointing.resume_from` cannot go on: it left no whole checkpoint, or this run has
-    another number of ranks (WORLD_SIZE, where it is set) or other settings that must stay.
-
-    Content is not read here: checkpoint.py compares checksums.
-    """
-    folder = Path(cfg.checkpointing.resume_from)
-    if not os.path.isdir(folder):
-        raise config.ConfigError(f"checkpointing.resume_from: no folder '{folder}'; give a run folder, as logs/exp_001")
-    if to_train:
-        data.check_writable("checkpointing.resume_from", str(folder))
-    checkpoints = checkpoint_folder(cfg.checkpointing, folder)
-    newest = next(iter(committed(checkpoints)), None)
-    if newest is None:
-        raise config.ConfigError(
-            f"checkpointing.resume_from={folder}: no whole checkpoint in {checkpoints}; start a new run without it"
-        )
-    ranks, saved_ranks = os.environ.get("WORLD_SIZE"), read_meta(newest)["world_size"]
-    if ranks is not None and int(ranks) != saved_ranks:
-        raise config.ConfigError(
-            f"{newest}: written by {saved_ranks} ranks, this run has {ranks}; use --nproc_per_node={saved_ranks}"
-        )
-    before, changed = config_file.load(folder / "config.yaml"), []
-    for key in SAME_WHEN_RESUMED if to_train else ("policy.model_name",):
-        old, new = (operator.attrgetter(key)(c) for c in (before, cfg))
-        if old != new and (key != "policy.model_name" or Path(old) != Path(new)):  # "model" is "./model/"
-            changed.append(f"{key}={json.dumps(new)} (there {json.dumps(old)})")
-    if changed:
-        raise config.ConfigError(
-            f"not as in the run that checkpointing.resume_from={folder} continues: {', '.join(changed)}; use "
-            f"./train.sh {folder}/config.yaml checkpointing.resume_from={folder}"
-        )
-
-
-def checkpoint_folder(cfg: config.CheckpointingConfig, run_folder: Path) -> Path:
-    """Where a run's checkpoints are. Runs that share a `checkpoint_dir` have a folder each: a run deletes old ones."""
-    return Path(cfg.checkpoint_dir) / run_folder.resolve().name if cfg.checkpoint_dir else run_folder / "checkpoints"
-
-
-def committed(checkpoints: Path) -> list[Path]:
-    """Whole checkpoints in the folder, newest first."""
-    found = [path for path in checkpoints.glob("step_*") if path.name[5:].isdigit() and read_meta(path)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
-
-
-def read_meta(checkpoint: Path) -> dict | None:
-    """Its meta.json (checkpoint.py); None when that is missing, unreadable, or the files are not those it lists."""
-    try:
-        meta = json.loads((checkpoint / "meta.json").read_text())
-        whole = all((checkpoint / name).stat().st_size == entry["bytes"] for name, entry in meta["files"].items())
-        return meta if whole and {"version", "step", "world_size", "state"} <= meta.keys() else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
 
 
 def num_steps_of(cfg: config.Config, num_rows: int) -> int:

@@ -19,7 +19,7 @@ import re
 import torch
 from torch import Tensor
 
-from config import LossConfig
+from config import MAX_LOG_RATIO, LossConfig
 from config_check import loss_problems
 
 Metrics = dict[str, Tensor | tuple[Tensor, Tensor]]
@@ -100,8 +100,8 @@ def policy_loss(
     nll: mean of -logp over the tokens of positive samples (VAPO, Yue et al. 2025, eq. 10; NeMo RL's is the mean of each
     micro-batch: equal where there is one).
 
-    What is masked may hold anything, NaN too. A token whose sampler logp is not finite is dropped and counted
-    (`num_nonfinite_sampler_logp`); no denominator shrinks for it, nor for what an importance weight masks.
+    What is masked may hold anything, NaN too. A token whose sampler logp is not finite is as if masked, and counted
+    (`num_nonfinite_sampler_logp`): the caller's counts are without it. What an importance weight masks stays in them.
     """
     problems = list(loss_problems(cfg))
     assert not problems, problems
@@ -144,9 +144,8 @@ def token_shares(
 ) -> tuple[Tensor, Tensor]:
     """What a head that sees tokens one by one needs to know of the rest: (share_T, nll_share_T), the weights of each
     token in `policy_loss`'s aggregate and nll; 0 where it is not trained. Arguments as there."""
-    mask_T = mask_T != 0
-    valid_T = mask_T & sampler_logp_T.isfinite()
-    seqs = _Sequences(seq_T, mask_T, sampler_logp_T.dtype)
+    valid_T = (mask_T != 0) & sampler_logp_T.isfinite()
+    seqs = _Sequences(seq_T, valid_T, sampler_logp_T.dtype)
     share_T = torch.where(valid_T, _shares(seqs, num_valid_tokens, num_valid_seqs, cfg), 0.0)
     nll_share_T = (valid_T & (positive_T != 0)).to(share_T.dtype) / _at_least_one(num_positive_tokens)
     return share_T, nll_share_T
@@ -164,7 +163,7 @@ class _Tokens:
         self.logp_T, self.adv_T = self.keep(logp_T), self.keep(adv_T).detach()
         self.old_logp_T = (self.logp_T if cfg.force_on_policy_ratio else self.keep(old_logp_T)).detach()
         self.sampler_logp_T = self.keep(sampler_logp_T).detach()
-        self.seqs = _Sequences(seq_T, self.mask_T, self.dtype)
+        self.seqs = _Sequences(seq_T, self.valid_T, self.dtype)
 
     def keep(
         self, x_T: Tensor
@@ -216,6 +215,7 @@ def _ratios(t: _Tokens, cfg: LossConfig) -> tuple[Tensor, Tensor]:
     r = exp(logp - old) (PPO, Schulman et al. 2017); clamp(r, 1 - ratio_clip_min, 1 + ratio_clip_max), the bounds apart
     as DAPO's clip-higher. sequence_level_importance_ratios: exp(mean of logp - old over the sequence) (GSPO, Zheng et
     al. 2025). force_on_policy_ratio: no clamp; `old` is detach(logp), in the metrics too, so r = 1.
+    |log r| is at most MAX_LOG_RATIO, and r has no gradient beyond: what overflows would cost the whole step.
     disable_ppo_ratio: logp is in r's place, in the metrics too, as in NeMo RL.
     """
     if cfg.disable_ppo_ratio:
@@ -226,7 +226,7 @@ def _ratios(t: _Tokens, cfg: LossConfig) -> tuple[Tensor, Tensor]:
         return ratio_T, ratio_T
     if cfg.sequence_level_importance_ratios:
         log_ratio_T = t.seqs.sum(log_ratio_T) / t.seqs.len_T
-    ratio_T = log_ratio_T.exp()
+    ratio_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return ratio_T, ratio_T.clamp(1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max)
 
 
@@ -327,11 +327,11 @@ def _token_metrics(
         "js_divergence_error": js_T,
         # -E[log p] under the current policy, from samples of the sampler's. `entropy` is the exact one.
         "approx_entropy": -(t.logp_T - t.sampler_logp_T).exp() * t.logp_T,
-        "kept_fraction/finite_sampler_logp": t.valid_T,
     }
     if entropy_T is not None:
         mean_T["entropy"] = entropy_T
-    metrics: Metrics = {name: (t.keep(x_T).sum(), t.mask_T.sum()) for name, x_T in mean_T.items()}
+    metrics: Metrics = {name: (t.keep(x_T).sum(), t.valid_T.sum()) for name, x_T in mean_T.items()}
+    metrics["kept_fraction/finite_sampler_logp"] = (t.valid_T.sum(), t.mask_T.sum())
     metrics["probs_ratio_min"], metrics["probs_ratio_max"] = _extremes(ratio_T, t.valid_T)
     metrics["probs_ratio_clamped_min"], metrics["probs_ratio_clamped_max"] = _extremes(clamped_T, t.valid_T)
     metrics["logp_gap_max"] = _extremes(gap_T.abs(), t.valid_T)[1]
@@ -345,7 +345,7 @@ def _weight_metrics(t: _Tokens, weight_T: Tensor, outside_T: Tensor | None, cfg:
 
     def mean(x_T, over_seqs):
         x_T = x_T.to(t.dtype)
-        return (t.seqs.sum_of(x_T), t.seqs.count) if over_seqs else (t.keep(x_T).sum(), t.mask_T.sum())
+        return (t.seqs.sum_of(x_T), t.seqs.count) if over_seqs else (t.keep(x_T).sum(), t.valid_T.sum())
 
     gspo = cfg.sequence_level_importance_ratios
     first, second = (mean(weight_T**power, gspo or kind in BY_SEQUENCE) for power in (1, 2))

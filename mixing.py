@@ -59,7 +59,7 @@ class Mixture:
                 path = self.datasets[name].path if name in now else "which this run does not have"
                 raise ConfigError(
                     f"data.train: '{name}' ({path}) is not as in the run {resumed}: its position in it would mean "
-                    "other prompts; give the same data, or start a new run from the exported model"
+                    "other prompts; give the same data, or set checkpointing.allow_changes=true: these from their start"
                 )
 
     def start(self) -> Cursor:

@@ -13,9 +13,10 @@ import logging
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 
 import numpy as np
 import torch
@@ -45,6 +46,9 @@ logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # for what
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # of its own use of a deprecated torch name
 
 from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
+
+STEPS_BETWEEN_STOPS = 16  # decode steps; with several ranks to an engine each look is a collective of theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,10 @@ class Completion:
 
 
 class Engine:
-    """An in-process vLLM, awake or (CUDA only) asleep, holding the weights of `weight_version`."""
+    """An in-process vLLM, awake or (CUDA only) asleep, holding the weights of `weight_version`. stop: whether to give
+    up what is being generated; all ranks of a tensor-parallel group must be answered alike (Ranks.engine_agrees)."""
+
+    stop: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(
         self,
@@ -105,6 +112,7 @@ class Engine:
             **({"enforce_eager": cfg.vllm_cfg.enforce_eager} | hardware),
         )
         self.param_names = self.llm.apply_model(_checkpoint_names)[0]
+        self.shapes: dict[str, list[int]] = {}  # of the first sync, which vLLM itself compares with its own
 
     def generate(
         self,
@@ -118,7 +126,8 @@ class Engine:
     ) -> list[Completion]:
         """Samples one completion per prompt. On CPU it depends on (weights, prompt, seed, options) only, not on what
         else is in the batch; CUDA kernels round differently in other batches. `temperature` 0 is greedy; top_p, top_k
-        are for validation alone. Every rank of a tensor-parallel group must call it alike.
+        are for validation alone. Every rank of a tensor-parallel group must call it alike. Interrupted when told to
+        stop meanwhile.
         """
         assert self.weight_version >= 0, "generate() before the first sync(): the engine holds dummy weights"
         params = [
@@ -130,12 +139,21 @@ class Engine:
                 stop_token_ids=self.stop_token_ids,
                 logprobs=0,  # of the sampled token only
                 detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
                 seed=seed if temperature > 0 else None,
             )
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return [_completion(request.outputs[0]) for request in self.llm.generate(inputs, params, use_tqdm=False)]
+        engine, ended = self.llm.llm_engine, {}
+        for number, (prompt, how) in enumerate(zip(prompts, params, strict=True)):
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, how)
+        for steps in count(1):
+            if not engine.has_unfinished_requests():
+                return [_completion(ended[str(number)]) for number in range(len(prompts))]
+            if steps % STEPS_BETWEEN_STOPS == 0 and self.stop():
+                engine.abort_request([str(number) for number in range(len(prompts)) if str(number) not in ended])
+                raise envs.Interrupted
+            ended |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
 
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Streams full tensors by HF name into the engine, in place, and forgets everything computed with the old ones.
@@ -157,6 +175,9 @@ class Engine:
             if name in ("model.embed_tokens.weight", "lm_head.weight"):
                 tensor = tensor[: self.vocab_size]
             sent.add(name)
+            shape = self.shapes.setdefault(name, list(tensor.shape))
+            if shape != list(tensor.shape):
+                raise StopRun(f"weight sync: {name} has shape {list(tensor.shape)}, before {shape}")
             yield name, tensor
             if name == "model.embed_tokens.weight" and self.send_head_copy:
                 sent.add("lm_head.weight")
@@ -227,8 +248,13 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": tokenizer.decode(completion.ids)})
 
     def add_verdict(self, verdict: envs.Verdict, tokenizer: Tokenizer, max_total_tokens: int, is_last: bool) -> None:
-        """Ends the conversation, or appends the observation, if a reply has room behind it."""
-        assert verdict.outcome in envs.OUTCOMES and np.isfinite(verdict.reward), verdict
+        """Ends the conversation, or appends the observation, if a reply has room behind it. A reward that is not finite
+        is none: outcome `error`, counted as such."""
+        assert verdict.outcome in envs.OUTCOMES, verdict
+        if not np.isfinite([verdict.reward, *verdict.rewards.values()]).all():
+            verdict = replace(
+                verdict, reward=0.0, rewards=dict.fromkeys(verdict.rewards, 0.0), outcome="error", done=True
+            )
         self.verdicts.append(verdict)
         self.done = verdict.done or self.finish_reason == "length"  # half a reply is no turn to answer to
         if self.done:
@@ -305,7 +331,10 @@ def rollout(
         for talk, completion in zip(live, engine.generate([t.token_ids for t in live], seeds, **how), strict=True):
             talk.add_reply(completion, tokenizer)
         graded = partial(grade, live, environments)
-        for talk, verdict in zip(live, ranks.from_leader(graded) if ranks else graded(), strict=True):
+        verdicts = ranks.from_leader(graded) if ranks else graded()
+        if verdicts is None:
+            raise envs.Interrupted
+        for talk, verdict in zip(live, verdicts, strict=True):
             talk.add_verdict(verdict, tokenizer, engine.max_total_tokens, turn == max_turns - 1)
     return [talk.sample(engine.weight_version) for talk in talks]
 
@@ -322,10 +351,15 @@ def rollout_over_ranks(
 ) -> list[Sample]:
     """`rollout` of prompts that all ranks name alike: each engine takes its share, every rank gets all samples.
 
-    StopRun when more than `max_error_fraction` of them could not be graded: their rewards would be noise.
+    StopRun when more than `max_error_fraction` of them could not be graded: their rewards would be noise. Interrupted,
+    on all ranks, when any of them was told to stop meanwhile: the others finish their share first.
     """
     mine = prompts[ranks.dp_rank :: ranks.dp_size]
-    samples = gather_samples(rollout(engine, tokenizer, environments, mine, ranks=ranks, **how), ranks)
+    try:
+        own = rollout(engine, tokenizer, environments, mine, ranks=ranks, **how)
+    except envs.Interrupted:
+        own = None
+    samples = gather_samples(own, ranks)
     provisional = [sample for sample in samples if sample.env_name == "reward_model"]
     if provisional:
         score_by_model(provisional, environments["reward_model"], engine)
@@ -338,10 +372,12 @@ def rollout_over_ranks(
     return samples
 
 
-def gather_samples(samples: list[Sample], ranks: Ranks) -> list[Sample]:
-    """All ranks' samples on every rank, ordered by (prompt, index)."""
+def gather_samples(samples: list[Sample] | None, ranks: Ranks) -> list[Sample]:
+    """All ranks' samples on every rank, ordered by (prompt, index). Interrupted where one has None."""
     parts: list = [None] * ranks.world_size
-    dist.all_gather_object(parts, samples if ranks.leads_engine else [])
+    dist.all_gather_object(parts, samples if ranks.leads_engine or samples is None else [])
+    if any(part is None for part in parts):
+        raise envs.Interrupted
     return sorted((s for part in parts for s in part), key=lambda s: (s.prompt, s.index))
 
 
@@ -354,8 +390,8 @@ def score_by_model(samples: Sequence[Sample], environment: envs.Provisional, eng
     engine.wake("kv_cache")
 
 
-def grade(talks: Sequence[Conversation], environments: dict[str, envs.Environment]) -> list[envs.Verdict]:
-    """A verdict on the last reply of each; one call per environment."""
+def grade(talks: Sequence[Conversation], environments: dict[str, envs.Environment]) -> list[envs.Verdict] | None:
+    """A verdict on the last reply of each; one call per environment. None when told to stop meanwhile."""
     verdicts: dict[int, envs.Verdict] = {}
     for name, environment in environments.items():
         mine = [i for i, talk in enumerate(talks) if talk.row.env_name == name]
@@ -363,5 +399,8 @@ def grade(talks: Sequence[Conversation], environments: dict[str, envs.Environmen
         for talk in (talks[i] for i in mine):
             state = talk.verdicts[-1].state if talk.verdicts else {}
             turns.append(envs.Turn(talk.messages, talk.row.answer, talk.finish_reason, state, talk.row.columns))
-        verdicts |= zip(mine, environment.step(turns) if turns else [], strict=True)
+        try:
+            verdicts |= zip(mine, environment.step(turns) if turns else [], strict=True)
+        except envs.Interrupted:
+            return None
     return [verdicts[i] for i in range(len(talks))]

@@ -247,10 +247,12 @@ def _gradient_rows_first(micro: MicroBatch, cfg: config.Config) -> MicroBatch:
 
 
 def _counts(micros: list[MicroBatch]) -> tuple[int, int, int]:
-    """Trained tokens, sequences that have any, trained tokens of sequences with a positive reward."""
-    tokens = sum(int(m.mask_R.sum()) for m in micros)
-    seqs = sum(len(m.seq_R[m.mask_R].unique()) for m in micros)
-    return tokens, seqs, sum(int((m.mask_R & (m.reward_R > 0)).sum()) for m in micros)
+    """Trained tokens, sequences that have any, trained tokens of sequences with a positive reward: those for which the
+    sampler's log-probability is a number (`policy_loss` drops the others)."""
+    trained = [(m, m.mask_R & m.sampler_logp_R.isfinite()) for m in micros]
+    tokens = sum(int(trained_R.sum()) for _, trained_R in trained)
+    seqs = sum(len(m.seq_R[trained_R].unique()) for m, trained_R in trained)
+    return tokens, seqs, sum(int((trained_R & (m.reward_R > 0)).sum()) for m, trained_R in trained)
 
 
 def train_step(
@@ -267,8 +269,9 @@ def train_step(
     total, count = {}, 0
     for batch in batches * cfg.policy.ppo_epochs:
         update = compute_gradients(model, batch, cfg, vocab_size, total)
-        check_logp_gap(update, cfg.grpo.logp_gap_limit, step)
-        norm, num_bad_steps = apply_gradients(model, optimizer, cfg, update["loss"], num_bad_steps, step)
+        patient = num_bad_steps < cfg.grpo.logp_gap_patience
+        skip = check_logp_gap(update, cfg.grpo.logp_gap_limit, step, patient)
+        norm, num_bad_steps = apply_gradients(model, optimizer, cfg, update["loss"], num_bad_steps, step, skip)
         count += 1
     if count > 1:
         update = reduce_over_ranks(total, divide_sums_by=count)
@@ -342,40 +345,49 @@ def _loss(
 
 
 def apply_gradients(
-    model: Decoder, optimizer: torch.optim.Optimizer, cfg: config.Config, loss: float, num_bad_steps: int, step: int
+    model: Decoder,
+    optimizer: torch.optim.Optimizer,
+    cfg: config.Config,
+    loss: float,
+    num_bad_steps: int,
+    step: int,
+    skip: bool = False,
 ) -> tuple[float, int]:
     """Clips the gradient and steps, unless loss or gradient is not finite: then the weights stay as they are, and more
-    than max_bad_steps such steps in a row end the run. Both numbers are equal on all ranks, so all take one branch.
+    than max_bad_steps bad steps in a row end the run. Both numbers are equal on all ranks, so all take one branch.
 
-    Returns the gradient's norm before clipping and the bad steps in a row.
+    skip: a bad step for another reason. Returns the gradient's norm before clipping and the bad steps in a row.
     """
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.policy.max_grad_norm).full_tensor().item()
     finite = math.isfinite(loss) and math.isfinite(norm)
-    if finite:
+    if finite and not skip:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)  # at once: gradients must not take memory during the rollout (RL#1147)
-    num_bad_steps = 0 if finite else num_bad_steps + 1
-    if num_bad_steps > cfg.grpo.max_bad_steps:
+    num_bad_steps = 0 if finite and not skip else num_bad_steps + 1
+    if not finite and num_bad_steps > cfg.grpo.max_bad_steps:
         raise StopRun(
-            f"step {step}: loss {loss}, gradient norm {norm}: {num_bad_steps} steps in a row are not finite "
+            f"step {step}: loss {loss}, gradient norm {norm} are not finite: {num_bad_steps} bad steps in a row "
             f"(grpo.max_bad_steps={cfg.grpo.max_bad_steps}); the weights are those before the first of them"
         )
     return norm, num_bad_steps
 
 
-def check_logp_gap(update: dict[str, float], limit: float | None, step: int) -> None:
+def check_logp_gap(update: dict[str, float], limit: float | None, step: int, patient: bool = False) -> bool:
     """Sampler and trainer score the same tokens with the same weights: a gap means they are not the same.
 
-    Raises StopRun, before the step is applied. A sampler that reports no finite number at all fails too.
+    Returns whether it is over the limit, or some of the sampler's are not finite: the step must not be applied. Raises
+    StopRun then, unless `patient`: the next sync may mend it.
     """
     gap, unknown = update["logp_gap_mean"], update["num_nonfinite_sampler_logp"]
-    if limit is not None and (not gap <= limit or unknown):
+    over = limit is not None and bool(not gap <= limit or unknown)
+    if over and not patient:
         raise StopRun(
             f"step {step}: sampler and trainer disagree by {gap:.4f} nats per token on average (max "
             f"{update['logp_gap_max']:.4f}; {unknown:.0f} of the sampler's not finite; grpo.logp_gap_limit={limit}). "
             "Likely causes: the engine holds old weights (sync skipped or partial), a stale prefix cache, another "
             "temperature or vocabulary on one side, or a wrong attention kernel. The step was not applied."
         )
+    return over
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, cfg: config.Config, step: int, num_steps: int) -> None:

@@ -102,14 +102,20 @@ def main() -> None:
         check("memory in use asleep, as a share of awake", line["used_GiB_asleep_again"] / line["used_GiB_awake"], 0.5)
 
     def sample() -> list:
-        return grpo.collect_samples(cfg, given, engine, ranks, 0, 1)[0]
+        return grpo.collect_samples(cfg, given, engine, ranks, given.train.start(), 1)[0]
 
     def gap_of(samples: list) -> float:
         return gap(policy, samples, cfg, ranks, device, vocab)
 
-    check_sync(policy, engine, sample, gap_of, 1e-4 if args.dry else 0.05)
+    limit = 1e-4 if args.dry else 0.05
+    check("canary after a sync", grpo.check_canary(cfg, policy, engine, device, "after a sync"), limit)
+    engine.sleep()  # as for a reward model: the weights are not sent again
+    engine.wake("weights")
+    engine.wake("kv_cache")
+    check("canary after sleep and wake", grpo.check_canary(cfg, policy, engine, device, "after a wake"), limit)
+    check_sync(policy, engine, sample, gap_of, limit)
 
-    prompts = [row.prompt_ids for row in given.train.rows[: 64 if args.dry else 2048]]
+    prompts = [row.prompt_ids for row in next(iter(given.train.datasets.values())).rows[: 64 if args.dry else 2048]]
     how = {"temperature": 1.0, "max_new_tokens": cfg.policy.generation.max_new_tokens}
     line["tokens_per_second_seeded"], (first, second) = speed(engine, prompts, list(range(len(prompts))), how)
     check("seeded samples that differ when repeated", sum(a != b for a, b in zip(first, second, strict=True)), 0)

@@ -4,7 +4,7 @@
 no other token, its derivatives g in logp and h in the entropy are known as soon as its row of logits is, and dz with
 them (kernels/rows.py): forward makes both gradients chunk by chunk, 6 R V D, and backward scales them. Per token:
     loss = share (w l + reference_policy_kl_penalty kl - entropy_coef H) - positive_example_nll_weight nll_share logp
-    l    PPO max(-A r, -A clamp(r)) with r = exp(logp - old), dual clip; CISPO -A clamp(r) logp; or -A logp
+    l    PPO max(-A r, -A clamp(r)), r = exp(logp - old) as loss._ratios; dual clip; CISPO -A clamp(r) logp; or -A logp
     w    exp(old - sampler), clamped (tis) or 0 out of bounds (icepop)
     kl   k1, k2 or k3 of ref - logp, with either gradient
 share and nll_share weigh the token in its aggregates. `loss.policy_loss` is the definition, ties included. Here it is
@@ -20,10 +20,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from config import LossConfig
+from config import MAX_LOG_RATIO, LossConfig
 from kernels.head import Head, choose_head
 from kernels.linear_logp import linear_logp
 from kernels.rows import LN2, chunks, dlogits_, launch, mm_float32, narrow_view, row_stats, row_stats_, write_dlogits
+
+MOST = tl.constexpr(MAX_LOG_RATIO)
 
 
 def unsupported(cfg: LossConfig) -> list[str]:
@@ -43,13 +45,15 @@ def token_terms(
     if cfg.disable_ppo_ratio:
         loss, g = -adv * logp, -adv
     else:
-        ratio = (logp - old).exp()
+        log_ratio = logp - old
+        ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         clamped = ratio.clamp(1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max)
         if cfg.use_cispo:
             loss, g = -adv * clamped * logp, -adv * clamped
         else:
             loss = torch.maximum(-adv * ratio, -adv * clamped)
-            g = torch.where((ratio == clamped) | (-adv * ratio > -adv * clamped), -adv * ratio, 0.0)
+            moves = (log_ratio.abs() <= MAX_LOG_RATIO) & ((ratio == clamped) | (-adv * ratio > -adv * clamped))
+            g = torch.where(moves, -adv * ratio, 0.0)
             if cfg.ratio_clip_c is not None:
                 most = torch.where(adv < 0, -adv * cfg.ratio_clip_c, torch.inf)
                 g = torch.where(loss < most, g, torch.where(loss == most, g / 2, 0.0))  # at a tie autograd halves
@@ -91,13 +95,15 @@ def _token_terms(logp, entropy, old, sampler, adv, share, ref, nll, CFG: tl.cons
     if CFG.disable_ppo_ratio:
         loss, g = -adv * logp, -adv
     else:
-        ratio = tl.exp(logp - old)
+        log_ratio = logp - old
+        ratio = tl.exp(tl.where(log_ratio > MOST, MOST, tl.where(log_ratio < -MOST, -MOST, log_ratio)))  # NaN stays
         clamped = tl.minimum(tl.maximum(ratio, 1 - CFG.ratio_clip_min), 1 + CFG.ratio_clip_max)
         if CFG.use_cispo:
             loss, g = -adv * clamped * logp, -adv * clamped
         else:
             loss = tl.maximum(-adv * ratio, -adv * clamped)
-            g = tl.where((ratio == clamped) | (-adv * ratio > -adv * clamped), -adv * ratio, 0.0)
+            moves = (tl.abs(log_ratio) <= MOST) & ((ratio == clamped) | (-adv * ratio > -adv * clamped))
+            g = tl.where(moves, -adv * ratio, 0.0)
             if CFG.ratio_clip_c is not None:
                 most = tl.where(adv < 0, -adv * CFG.ratio_clip_c, float("inf"))
                 g = tl.where(loss < most, g, tl.where(loss == most, g / 2, 0.0))

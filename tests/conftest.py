@@ -61,6 +61,15 @@ def engine(one_rank, tiny):
         config.GenerationConfig(),
         dtype="float32",
         tied_head=True,
-        max_total_tokens=128,
+        max_total_tokens=256,  # more than a block of the prefix cache
         seed=0,
     )
+
+
+@pytest.fixture(scope="session")
+def unbroken(tmp_path_factory):
+    """The folder of 6 steps of the real command without a break, with a checkpoint of each."""
+    from run_life import run_to_the_end
+
+    every = ("checkpointing.save_period=1", "checkpointing.keep_latest=6")
+    return run_to_the_end(tmp_path_factory.mktemp("unbroken"), 6, *every)

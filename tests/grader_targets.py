@@ -42,6 +42,8 @@ def run(job):
         return len(bytearray(2 << 30))  # twice the worker's limit
     if kind == "long value":
         return "x" * (16 << 20)
+    if kind == "gigabyte":
+        return "x" * value
     if kind == "no json":
         return {1, 2}
     if kind == "pid":

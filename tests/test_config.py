@@ -386,6 +386,25 @@ VLLM = "policy.generation.vllm_cfg"
         ),
         (
             1,
+            [
+                *("checkpointing.resume=never", "checkpointing.resume_from=logs/exp_001"),
+                *("checkpointing.checkpoint_must_save_by=03:45:00", "checkpointing.metric_name=accuracy"),
+            ],
+            [
+                "checkpointing.resume=never and checkpointing.resume_from=logs/exp_001: choose one",
+                "checkpointing.checkpoint_must_save_by=03:45:00: must be DD:HH:MM:SS, as 00:03:45:00",
+                "checkpointing.metric_name=accuracy: must be a key of metrics.jsonl, as train/reward",
+            ],
+        ),
+        (
+            1,
+            ["checkpointing.keep_top_k=3", "grpo.val_period=0"],
+            [
+                "checkpointing.keep_top_k=3 compares validation/sampled/accuracy, and grpo.val_period=0: no validation",
+            ],
+        ),
+        (
+            1,
             ["loss_fn.disable_ppo_ratio=true", "loss_fn.force_on_policy_ratio=true", "loss_fn.ratio_clip_c=3"],
             [
                 "loss_fn.disable_ppo_ratio=true and loss_fn.force_on_policy_ratio=true: choose one",
@@ -504,6 +523,7 @@ def test_keys_that_do(write, overrides):
         ("checkpointing.keep_latest", ["1"], ["2"]),
         ("grpo.val_period", ["-1"], ["0"]),
         ("grpo.max_bad_steps", ["-1"], ["0"]),
+        ("grpo.logp_gap_patience", ["-1"], ["0"]),
         ("grpo.seed", ["-1", "4294967296"], ["0", "4294967295"]),
         ("policy.scheduler.warmup_start_factor", ["0", "1.5"], ["1"]),
     ],
@@ -542,6 +562,13 @@ def test_validation_data_is_needed_only_where_validation_is_asked_for(write):
     validate(load(write("grpo: {seed: 1}"), overrides), 1)
     with pytest.raises(ConfigError, match=r"^data\.validation\.data_path is not set"):
         validate(load("run.yaml", [*overrides, "grpo.val_at_end=true"]), 1)
+
+
+def test_time_to_save_by(write):
+    """90,061 s are a day, an hour, a minute and a second."""
+    cfg = load(write("checkpointing: {checkpoint_must_save_by: '1:01:01:01'}"))
+    assert cfg.checkpointing.must_save_by_seconds == 90_061
+    assert load(write("{}")).checkpointing.must_save_by_seconds is None
 
 
 def test_longest_prompt(write):

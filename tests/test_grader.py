@@ -191,3 +191,18 @@ def test_nothing_stays_behind_after_hostile_jobs(strict, tmp_path, num_jobs, num
     while held() != before and time.monotonic() < end:
         time.sleep(0.05)
     assert held() == before
+
+
+@pytest.mark.parametrize("number", grader.ENDING)
+def test_a_signal_does_not_end_a_worker_that_starts_just_now(monkeypatch, number):
+    def start_and_signal(*args, **how):
+        process = popen(*args, **how)
+        process.send_signal(number)  # as torchrun does to all of the rank's
+        return process
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(grader.subprocess, "Popen", start_and_signal)
+    pool = make_pool(num_workers=1)
+    assert [graded.value for graded in pool.grade([("double", 2)])] == [4]
+    pool.close()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), "the trainer's own are as before"

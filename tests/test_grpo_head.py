@@ -240,6 +240,17 @@ def test_weights_that_overflow_are_0(head):
 
 @both
 @cover
+def test_ratios_that_would_overflow(head, cfg):
+    """exp(95) is infinite in float32."""
+    case = Case(6, 37)
+    case.old[:4] = case.old[:4] + torch.tensor([95.0, -95.0, 30.0, -30.0], device=DEVICE)
+    found = case.ours(cfg, head)
+    assert all(x.isfinite().all() for x in found)
+    close(found, case.oracle(cfg), gradient=1e-5)
+
+
+@both
+@cover
 def test_no_trained_token(head, cfg):
     case = Case(20, 37)
     case.mask[:] = False

@@ -11,16 +11,17 @@ ROOT = Path(__file__).resolve().parent.parent
 ORDER = (
     *("config", "config_nemo", "config_file", "config_check", "kernels", "sandbox", "model_config"),
     *("envs", "grader", "math_grader", "code_grader", "graded_envs", "chat", "data", "sources", "rows", "mixing"),
-    *("model", "loss", "metrics", "runtime", "reward_model"),
-    *("inputs", "shaping", "sampling", "advantages", "update", "rollout", "checkpoint", "validation"),
+    *("model", "loss", "metrics", "runtime", "provenance", "watchdog", "reward_model"),
+    *("resume", "inputs", "shaping", "sampling", "advantages", "update", "rollout", "freshness", "checkpoint"),
+    "validation",
     *("grpo", "eval"),
 )
 ALONE = ("config", "kernels", "sandbox", "runtime", "loss")  # of ours: config and its checks at most
 WITHOUT_TORCH = (
     *("config", "config_nemo", "config_file", "config_check", "sandbox", "model_config", "envs", "grader"),
-    *("math_grader", "code_grader", "graded_envs", "chat", "data", "sources", "rows", "mixing", "inputs"),
+    *("math_grader", "code_grader", "graded_envs", "chat", "data", "sources", "rows", "mixing", "resume", "inputs"),
 )
-MAX_LINES = {"grpo.py": 350}
+MAX_LINES = {"grpo.py": 350, "config.py": 500}  # config.py is a table: some lines for each key
 FILES = sorted([*ROOT.glob("*.py"), *ROOT.glob("kernels/*.py")])
 NAMES = [str(path.relative_to(ROOT)) for path in FILES]
 TREES = {name: ast.parse((ROOT / name).read_text(encoding="utf-8")) for name in NAMES}
@@ -64,6 +65,9 @@ def calls_of(tree):
     return [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
 
 
+UNSAFE = ("weights_only=False", "allow_pickle=True", "shell=True", "trust_remote_code=True")
+
+
 def unsafe(tree):
     """What must not be: code or objects out of data, a shell, an except that catches without saying what."""
     found = sorted(imports(tree) & {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"})
@@ -72,14 +76,29 @@ def unsafe(tree):
             found.append(called)
         for keyword in node.keywords:
             text = f"{keyword.arg}={ast.unparse(keyword.value)}"
-            found += [text] if text in ("weights_only=False", "shell=True", "trust_remote_code=True") else []
+            found += [text] if text in UNSAFE else []
     return found + ["except:" for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler) and n.type is None]
 
 
-@pytest.mark.parametrize("name", NAMES)
+EXAMPLES = [str(p.relative_to(ROOT)) for p in sorted([*ROOT.glob("examples/**/*.py"), *ROOT.glob("bench/*.py")])]
+
+
+@pytest.mark.parametrize("name", NAMES + EXAMPLES)
 def test_nothing_unsafe(name):
     """One call of exec(), where the code of policies runs: in a throw-away process."""
-    assert unsafe(TREES[name]) == (["exec"] if name == "sandbox.py" else [])
+    tree = TREES.get(name) or ast.parse((ROOT / name).read_text(encoding="utf-8"))
+    assert unsafe(tree) == (["exec"] if name == "sandbox.py" else [])
+
+
+def test_sockets_are_local():
+    """Who binds or listens; torch's and vLLM's rendezvous are given 127.0.0.1 (runtime.start, rollout.py)."""
+    found = {}
+    for name in NAMES + EXAMPLES:
+        tree = TREES.get(name) or ast.parse((ROOT / name).read_text(encoding="utf-8"))
+        sockets = [node for called, node in calls_of(tree) if re.search(r"^(?!inspect).*\.(bind|listen)$", called)]
+        bound = [ast.unparse(node) for node in sockets]
+        found |= {name: bound} if bound else {}
+    assert found == {"runtime.py": ["server.bind(('127.0.0.1', 0))"]}
 
 
 def test_unsafe_sees_each_of_them():
@@ -92,6 +111,7 @@ def test_unsafe_sees_each_of_them():
         "yaml.load(f, Loader=yaml.SafeLoader)": 1,
         "yaml.safe_load(f)": 0,
         "torch.load(f, weights_only=False)": 1,
+        "np.load(f, allow_pickle=True)": 1,
         "subprocess.run(x, shell=True)": 1,
         "try:\n    f()\nexcept:\n    pass": 1,
         "try:\n    f()\nexcept OSError:\n    pass": 0,
@@ -109,7 +129,7 @@ def test_sizes(name):
 
 
 def test_size_of_all_product_code():
-    assert sum(len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in NAMES) <= 8200
+    assert sum(len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in NAMES) <= 8900
 
 
 @pytest.mark.parametrize("name", NAMES)

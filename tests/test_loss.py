@@ -327,22 +327,39 @@ def test_what_is_masked_may_hold_anything(name, gap, options):
     assert run(gap)[1].isfinite().all()
 
 
+@pytest.mark.parametrize(("gap", "log_ratio", "moves"), [(19, 19, True), (21, 20, False), (500, 20, False)])
+def test_log_ratios_are_at_most_20(gap, log_ratio, moves):
+    """A token of advantage -2 that the policy has come to like e^gap times more: its loss is 2 r, of 5 tokens."""
+    batch = golden_batch()
+    batch["adv_T"][2], batch["old_logp_T"][2] = -2.0, batch["logp_T"].detach()[2] - gap
+    without = golden_batch()
+    without["adv_T"][2] = 0.0
+    loss, metrics = policy_loss(**batch, cfg=LossConfig(ratio_clip_c=None))
+    rest, _ = policy_loss(**without, cfg=LossConfig(ratio_clip_c=None))
+    loss.backward()
+    assert (loss - rest).item() == pytest.approx(2 * math.exp(log_ratio) / 5, rel=1e-5)
+    assert batch["logp_T"].grad[2].item() == pytest.approx(moves * 2 * math.exp(log_ratio) / 5, rel=1e-5)
+    assert reduced(metrics)["probs_ratio"] > math.exp(log_ratio) / 6
+
+
 @pytest.mark.parametrize("token_level", [True, False])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_tokens_without_finite_sampler_logp_are_dropped_and_counted(bad, token_level):
     cfg = LossConfig(token_level_loss=token_level)
-    batch = golden_batch()
+    batch = golden_batch() | {"num_valid_tokens": 4}
     batch["sampler_logp_T"][1] = bad
     loss, metrics = policy_loss(**batch, cfg=cfg)
     loss.backward()
-    # Token 1 has A = 1 and r = 1: the loss of the whole batch without its -1, over the same denominators.
-    whole = -0.370789 + 1 / 5 if token_level else -0.229609 + 1 / 6
-    assert abs(loss.item() - whole) <= PRINTED
+    # Token 1 has A = 1 and r = 1: the sums of the two golden losses without its -1, over 4 tokens, 2 of its sequence.
+    both = -0.370789 * 5
+    first = 6 * (both / 2 + 0.229609 * 2)  # of both = first + second and 2 * -.229609 = first / 3 + second / 2
+    want = (both + 1) / 4 if token_level else ((first + 1) / 2 + (both - first) / 2) / 2
+    assert loss.item() == pytest.approx(want, abs=10 * PRINTED)  # made of rounded sums
     assert batch["logp_T"].grad[1] == 0 and batch["logp_T"].grad[2] != 0
     got = reduced(metrics)
     assert got["num_nonfinite_sampler_logp"] == 1 and got["num_valid_samples"] == 2
     assert got["kept_fraction/finite_sampler_logp"] == pytest.approx(4 / 5)
-    assert got["probs_ratio"] == pytest.approx((0.860197 * 5 - 1) / 5, abs=PRINTED)
+    assert got["probs_ratio"] == pytest.approx((0.860197 * 5 - 1) / 4, abs=2 * PRINTED)
     assert all(math.isfinite(x) for x in got.values())
 
 

@@ -165,8 +165,9 @@ def test_rewards_outcomes_and_reasons(synced, tokenizer):
             assert sampled and len(ids) == 20 and ids[-1] not in synced.stop_token_ids and s.num_turns <= max_turns
 
 
-def test_a_conversation_without_room_ends_truncated(synced, tokenizer):
-    """max_total_tokens is 128: observations of 43 tokens leave room for two turns, one of 128 for one."""
+def test_a_conversation_without_room_ends_truncated(synced, tokenizer, monkeypatch):
+    """Of 128 tokens observations of 43 leave room for two turns, one of 128 for one."""
+    monkeypatch.setattr(synced, "max_total_tokens", 128)
     prompts = rows(tokenizer, ["1"])
     for size, most in ((40, 4), (120, 1)):
         environment = Script(observation=({"role": "user", "content": "x" * size},))

@@ -61,6 +61,7 @@ def test_the_whole_recipe(capsys):
     assert (cfg.policy.generation.max_new_tokens, cfg.policy.generation.vllm_cfg.precision) == (512, "bfloat16")
     assert cfg.data.validation == () and cfg.data.train[0].split_validation_size == 0.05
     assert cfg.grpo.reward_shaping.max_response_length == 512
+    assert (cfg.checkpointing.metric_name, cfg.checkpointing.keep_top_k) == ("validation/sampled/accuracy", 3)
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and err.startswith(
         "warning: keys of NeMo RL that mean nothing here: grpo.val_batch_size, "

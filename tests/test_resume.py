@@ -1,60 +1,27 @@
 """The real command, 2 ranks on CPU: 6 steps == 3 steps + resume + 3 steps, to the bit."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from run_life import run_to_the_end
 from safetensors.torch import load_file
 from torch import equal
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def launch(log_dir, *overrides):
-    arguments = [
-        "configs/smoke.yaml",
-        f"logger.log_dir={log_dir}",
-        "grpo.max_num_steps=6",
-        "checkpointing.save_period=3",
-        "grpo.val_at_start=false",
-        "grpo.val_at_end=false",
-        "grpo.num_prompts_per_step=8",
-        "grpo.num_generations_per_prompt=8",
-        "logger.num_samples_to_log=64",
-        *("data.train.1.data_path=examples/arithmetic/heldout.jsonl", "data.train.1.output_key=answer"),
-        *("data.train.0.weight=3", "data.train.1.weight=1"),  # the cursor is of two sets
-        *overrides,
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "grpo.py",
-        *arguments,
-    ]
-    run = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return run.stdout
-
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(unbroken, tmp_path_factory):
     """(run folder of 6 steps, one that was cut back to step 3 and resumed, the two outputs)."""
-    work = tmp_path_factory.mktemp("runs")
-    first = launch(work / "logs")
-    whole, resumed = work / "logs" / "exp_001", work / "logs" / "exp_002"
-    shutil.copytree(whole, resumed)
-    shutil.rmtree(resumed / "checkpoints" / "step_000006")  # as if it had been killed in step 6
+    work = tmp_path_factory.mktemp("resumed")
+    resumed = work / "logs" / "exp_001"
+    shutil.copytree(unbroken, resumed)
+    for step in (4, 5, 6):
+        shutil.rmtree(resumed / "checkpoints" / f"step_{step:06d}")  # as if it had been killed in step 4
     shutil.rmtree(resumed / "hf_model")
     with (resumed / "samples.jsonl").open("a") as file:
         file.write('{"step": 6, "cut')  # by the kill
-    return whole, resumed, first, launch(work / "logs", f"checkpointing.resume_from={resumed}")
+    run_to_the_end(work, 6, resume=resumed)
+    return unbroken, resumed, *((f / "life_0.log").read_text() for f in (unbroken.parent.parent, work))
 
 
 def records(folder, name):

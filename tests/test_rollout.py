@@ -194,7 +194,7 @@ def test_lengths_end_tokens_and_finish_reasons(engine, policy, tokenizer, monkey
     monkeypatch.setattr(
         engine, "stop_token_ids", list(range(0, 250, 10))
     )  # random weights hardly ever end by themselves
-    prompt = tokenizer.render([{"role": "user", "content": "x" * 100}])
+    prompt = tokenizer.render([{"role": "user", "content": "x" * 230}])
     completions = engine.generate([prompt] * 64, list(range(64)), temperature=1.0, max_new_tokens=60)
     room = engine.max_total_tokens - len(prompt)
     assert room < 60 and {len(c.ids) for c in completions if c.finish_reason == "length"} == {room}

@@ -181,6 +181,32 @@ def test_filtered_samples_and_masked_sequences_leave_gradient_and_denominators(p
         assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
 
 
+@pytest.mark.parametrize(("token_level", "gspo"), [(True, False), (False, False), (False, True)])
+def test_tokens_whose_sampler_says_no_number_are_as_if_masked(policy, batch, one_rank, token_level, gspo):
+    """Gradient and denominators are those of a batch that never trains on them; one sequence is lost whole."""
+    samples, adv_B, vocab_size = batch
+    cfg = settings(loss_fn={"token_level_loss": token_level, "sequence_level_importance_ratios": gspo})
+    found = []
+    for as_masked in (False, True):
+        case = [copy.deepcopy(sample) for sample in samples]
+        for i, where in ((1, slice(1)), (7, slice(None)), (16, slice(-1, None))):
+            case[i].sampler_logps[where] = np.nan if i != 16 else -np.inf
+            if as_masked:
+                case[i].mask[where], case[i].sampler_logps[where] = False, -1.0
+        (step,) = batches_of(policy, None, (case, adv_B, vocab_size), cfg, one_rank)
+        metrics = update.compute_gradients(policy, step, cfg, vocab_size)
+        found.append((step.num_tokens, step.num_seqs, step.num_positive_tokens, metrics, gradients(policy)))
+        policy.zero_grad()
+    (*counts, metrics, gradient), (*expected_counts, expected_metrics, expected) = found
+    assert counts == expected_counts and counts[1] == 19
+    lost = {"num_nonfinite_sampler_logp", "kept_fraction/finite_sampler_logp"}
+    assert metrics["num_nonfinite_sampler_logp"] == 2 + int(samples[7].mask.sum())
+    left = {name: value for name, value in metrics.items() if name not in lost}
+    assert left == pytest.approx({name: expected_metrics[name] for name in left}, rel=1e-5, abs=1e-7)
+    for name in expected:
+        assert (gradient[name] - expected[name]).norm() <= 1e-6 * expected[name].norm(), name
+
+
 def test_kl_in_reward_whitens_over_all_tokens_of_the_step(policy, batch, one_rank):
     cfg = settings(
         grpo={"adv_estimator": config.AdvEstimatorConfig(name="reinforce_plus_plus")},

@@ -1,0 +1,113 @@
+"""The real command by train.sh, 2 ranks on CPU, told to stop or killed: what is saved goes on to the same bits."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from run_life import ROOT, Life, assert_same, command, newest_step, run_to_the_end, steps
+
+SECONDS = 20  # a run that was told to stop has
+
+
+def told_to_stop(work, number, slow, *overrides, resume=None):
+    """A run that is told to stop when it is in the slow phase: saved, exit code 75 in time. Its folder."""
+    life = Life(work, 6, *overrides, slow=slow, resume=resume)
+    life.wait_for(life.mark.exists)
+    code, seconds = life.end(number)
+    folder = work / "logs" / "exp_001"
+    assert (code, seconds < SECONDS) == (75, True), (code, seconds, life.log.read_text()[-3000:])
+    assert json.loads((folder / "exit.json").read_text())["code"] == 75
+    assert newest_step(folder) == steps(folder)[-1], "the last whole step was saved"
+    print(f"{signal.Signals(number).name} in {slow[0]}: step {newest_step(folder)} saved, {seconds:.1f} s")
+    return folder
+
+
+def test_told_to_stop_and_killed(tmp_path, unbroken):
+    """SIGTERM amid decoding, SIGKILL to a rank amid the update, SIGUSR1 amid grading; each part goes on from the one
+    before, and what is saved in the end is the unbroken run's, to the bit."""
+    folder = told_to_stop(tmp_path, signal.SIGTERM, ("rollout", 1))
+    assert steps(folder) == [1]
+    assert_same(folder, unbroken, 1)
+    life = Life(tmp_path, 6, slow=("update", 3), resume=folder)  # of step 4
+    life.wait_for(life.mark.exists)
+    rank = next(pid for pid, line in life.processes().items() if b"-u\0grpo.py" in line)
+    code, _ = life.end(signal.SIGKILL, rank)
+    assert code == 1 and "crashed" in json.loads((folder / "exit.json").read_text())["reason"]
+    assert newest_step(folder) in (1, 3), "the save of step 3 may not have been committed"
+    told_to_stop(tmp_path, signal.SIGUSR1, ("grading", 3), resume=folder)
+    assert newest_step(folder) in (3, 5)
+    assert_same(folder, unbroken, newest_step(folder))
+
+
+# The call of the environment behind which the phase is slow: each step has one for its samples, two for its validation.
+PHASES = {"rollout": 3, "grading": 4, "update": 3, "sync": 3, "validation": 1, "save": 1}
+LONG = ("grpo.max_num_steps=40", "grpo.val_period=1", "grpo.max_val_samples=8", "grpo.canary_period=0")
+
+
+@pytest.mark.long
+def test_told_to_stop_in_each_phase(tmp_path):
+    """One run, told to stop at 12 instants by either signal: what each part saves is the unbroken run's, to the bit."""
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "parts").mkdir()
+    every = ("checkpointing.save_period=1", "checkpointing.keep_latest=40")
+    whole, folder = run_to_the_end(tmp_path / "whole", 40, *LONG, *every), None
+    for phase, call in PHASES.items():
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            folder = told_to_stop(tmp_path / "parts", number, (phase, call), *LONG, resume=folder)
+            assert_same(folder, whole, newest_step(folder))
+    run_to_the_end(tmp_path / "parts", 40, *LONG, resume=folder)
+    assert_same(folder, whole, 40)
+
+
+@pytest.mark.long
+def test_chain_of_25_kills(tmp_path):
+    """A random rank, or torchrun, at random instants; each life goes on from what the last one has committed."""
+    num_steps, rng, kills = 240, random.Random(7), []
+    whole_work, work = tmp_path / "whole", tmp_path / "killed"
+    whole_work.mkdir()
+    work.mkdir()
+    whole, folder = run_to_the_end(whole_work, num_steps), work / "logs" / "exp_001"
+    for _ in range(25):
+        before = newest_step(folder)
+        life = Life(work, num_steps, resume=folder if before else None)
+        life.wait_for(lambda life=life: re.search(r"^engine: ", life.log.read_text(), re.M))
+        time.sleep(rng.uniform(0, 6))
+        victims = [pid for pid, line in life.processes().items() if b"grpo.py\0" in line]
+        assert len(victims) == 3, "two ranks and torchrun"
+        assert life.end(signal.SIGKILL, rng.choice(victims))[0] not in (0, 75)
+        done, committed = max(steps(folder), default=0), newest_step(folder)
+        kills.append((done, committed))
+        assert committed >= before and done - committed <= 3, kills  # save_period
+        if committed == 0:  # nothing to go on from
+            folder.rename(work / f"nothing_{len(kills)}")
+    print(f"killed after steps, with a checkpoint of step: {kills}")
+    run_to_the_end(work, num_steps, resume=folder)
+    assert_same(folder, whole, num_steps)
+
+
+def test_torchrun_killed_while_the_ranks_import_leaves_none(tmp_path):
+    command_line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "grpo.py"]
+    command_line += ["configs/smoke.yaml", f"logger.log_dir={tmp_path}"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    with (tmp_path / "log").open("w") as log:
+        torchrun = subprocess.Popen(command_line, cwd=ROOT, env=env, stdout=log, stderr=log)
+    end = time.monotonic() + 60
+    while len(ranks := children_of(torchrun.pid)) < 2 or "loading torch" not in (tmp_path / "log").read_text():
+        assert time.monotonic() < end and torchrun.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.01)
+    time.sleep(0.5)  # both are past the first lines of grpo.py, and import torch for seconds
+    torchrun.kill()
+    torchrun.wait()
+    time.sleep(1)
+    assert [pid for pid in ranks if command(pid)] == []
+
+
+def children_of(pid):
+    return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
