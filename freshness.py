@@ -15,12 +15,12 @@ import torch.distributed as dist
 import config
 import data
 from model import Decoder
-from rollout import STEPS_BETWEEN_STOPS, Engine
+from rollout import Engine
 from runtime import StopRun
 from update import forward, to_device
 
 NUM_PROMPT_TOKENS = 160  # vLLM's blocks are 16 tokens, on CPU 128
-NUM_NEW_TOKENS = STEPS_BETWEEN_STOPS - 1  # so few that no signal ends it on one rank alone
+NUM_NEW_TOKENS = 32
 
 
 def check_versions(samples: Sequence[data.Sample], version: int) -> None:
@@ -33,18 +33,14 @@ def check_versions(samples: Sequence[data.Sample], version: int) -> None:
 def check_canary(cfg: config.Config, model: Decoder, engine: Engine, device: torch.device, when: str) -> float:
     """Mean |sampler - trainer| log-probability, in nats, of NUM_NEW_TOKENS tokens that every engine samples after the
     canary; one forward without gradients. A collective of all ranks. StopRun above grpo.logp_gap_limit."""
-    total, num_new = cfg.policy.max_total_sequence_length, NUM_NEW_TOKENS
-    num_new = min(num_new, max(1, total // 2))
-    ids = np.random.Generator(np.random.PCG64(0)).integers(
-        0, engine.vocab_size, min(NUM_PROMPT_TOKENS, total - num_new)
-    )
-    temperature = cfg.policy.generation.temperature
-    prompt = ids.tolist()
-    (completion,) = engine.generate([prompt], [0], temperature=temperature, max_new_tokens=num_new)
-    mask = np.ones(len(completion.ids), bool)
-    sample = data.Sample(
-        0, 0, 0, prompt, completion.ids, completion.logps, mask, "length", engine.weight_version, 0.0, "ok"
-    )
+    total = cfg.policy.max_total_sequence_length
+    num_new = min(NUM_NEW_TOKENS, max(1, total // 2))
+    random = np.random.Generator(np.random.PCG64(0))
+    prompt = random.integers(0, engine.vocab_size, min(NUM_PROMPT_TOKENS, total - num_new)).tolist()
+    how = {"temperature": cfg.policy.generation.temperature, "max_new_tokens": num_new}
+    (completion,) = engine.generate([prompt], [0], interruptible=False, **how)
+    mask, version = np.ones(len(completion.ids), bool), engine.weight_version
+    sample = data.Sample(0, 0, 0, prompt, completion.ids, completion.logps, mask, "length", version)
     (pack,) = data.pack_samples([sample], [0.0], total)
     with torch.no_grad():
         logp_R = forward(model, to_device(pack, device), cfg, engine.vocab_size)[0]

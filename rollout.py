@@ -123,11 +123,12 @@ class Engine:
         max_new_tokens: int,
         top_p: float = 1.0,
         top_k: int | None = None,
+        interruptible: bool = True,
     ) -> list[Completion]:
         """Samples one completion per prompt. On CPU it depends on (weights, prompt, seed, options) only, not on what
         else is in the batch; CUDA kernels round differently in other batches. `temperature` 0 is greedy; top_p, top_k
         are for validation alone. Every rank of a tensor-parallel group must call it alike. Interrupted when told to
-        stop meanwhile.
+        stop meanwhile, if `interruptible`.
         """
         assert self.weight_version >= 0, "generate() before the first sync(): the engine holds dummy weights"
         params = [
@@ -150,7 +151,7 @@ class Engine:
         for steps in count(1):
             if not engine.has_unfinished_requests():
                 return [_completion(ended[str(number)]) for number in range(len(prompts))]
-            if steps % STEPS_BETWEEN_STOPS == 0 and self.stop():
+            if interruptible and steps % STEPS_BETWEEN_STOPS == 0 and self.stop():
                 engine.abort_request([str(number) for number in range(len(prompts)) if str(number) not in ended])
                 raise envs.Interrupted
             ended |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}

@@ -218,12 +218,12 @@ class RowMaker:
         if task is None or task in (self.cfg.set_name, self.cfg.env_name):
             return self.cfg.env_name
         name = self.tasks.get(task) if isinstance(task, str) else None
-        if name is None and (task in ENVIRONMENTS or (isinstance(task, str) and ":" in task)):
+        if name is None and task in ENVIRONMENTS:  # a row may not name code of its choice: only the config does
             name = task
         if name is None:
             raise DataError(
-                f"{where}: task_name {task!r} is no environment; known: {', '.join(ENVIRONMENTS)}, module:Class; name "
-                "its environment in data.task_to_env"
+                f"{where}: task_name {task!r} is no environment; known: {', '.join(ENVIRONMENTS)}; name its "
+                "environment, also a module:Class, in data.task_to_env"
             )
         return name
 

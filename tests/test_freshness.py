@@ -130,6 +130,12 @@ def test_wrong_shape_is_refused(synced, policy):
         list(synced._engine_weights(cut, set()))
 
 
+def test_the_canary_is_not_given_up(synced, policy, monkeypatch):
+    """Ranks would be told at different tokens, and the canary is a collective of all."""
+    monkeypatch.setattr(synced, "stop", lambda: True)
+    assert look(policy, synced) <= 1e-4
+
+
 def test_told_to_stop_between_decode_steps(synced, policy, monkeypatch):
     """What was asked for is given up, and the engine is as before."""
     prompts, seeds = [[5, 6, 7 + i] for i in range(8)], [sample_seed(i) for i in range(8)]

@@ -209,6 +209,7 @@ def test_loss_multiplier(tokenizer):
         ({"responses_create_params": {"input": [{"type": "function_call"}]}, "answer": "1"}, "'messages' must be"),
         (GOOD | {"task_name": "algebra"}, "task_name 'algebra' is no environment; known: exact, math, code, reward_"),
         (GOOD | {"task_name": 3}, "task_name 3 is no environment"),
+        (GOOD | {"task_name": "os:system"}, "task_name 'os:system' is no environment; known: exact, math, code, rew"),
         (GOOD | {"loss_multiplier": 0.5}, "loss_multiplier=0.5: 1 (trained on) or 0 (sampled and scored only)"),
         (GOOD | {"id": "a"}, "the `id` of rows.jsonl:1; give each row its own, or none"),
     ],
