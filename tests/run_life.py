@@ -59,9 +59,10 @@ class Life:
         os.kill(pid or self.process.pid, number)
         code = self.process.wait(timeout=120)
         seconds = time.monotonic() - start
-        time.sleep(1)
-        left = {pid: line for pid, line in before.items() if command(pid) == line}
-        assert not left, left
+        end = time.monotonic() + 2
+        while left := {pid: line for pid, line in before.items() if command(pid) == line}:
+            assert time.monotonic() < end, left
+            time.sleep(0.02)
         return code, seconds
 
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 import runtime  # noqa: E402
 import watchdog  # noqa: E402
 
-watchdog.POLL_SECONDS, watchdog.GRACE_SECONDS = 0.05, 1.0
+watchdog.POLL_SECONDS, watchdog.GRACE_SECONDS = 0.05, 0.8
 
 
 def grade_forever():
