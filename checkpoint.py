@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from config import CheckpointingConfig, ConfigError
 from resume import VERSION, committed, damaged, read_meta, steps
-from runtime import Ranks, Saved, StopRun
+from runtime import Ranks, Saved, StopRun, any_of, of_rank_0
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAX_FAILURES = 3  # saves in a row that the disk refused, before the run stops
@@ -89,9 +89,7 @@ class Saver:
     def poll(self) -> None:
         """Commits the pending checkpoint if all ranks have written theirs; else leaves it for later."""
         if self.pending is not None and self.pending.thread is not None:
-            running = torch.tensor(self.pending.thread.is_alive(), dtype=torch.int32)
-            dist.all_reduce(running)
-            if not running.item():
+            if not any_of(self.pending.thread.is_alive()):
                 self.finish()
 
     def finish(self) -> None:
@@ -141,14 +139,13 @@ class Saver:
 
     def _on_rank_0(self, action) -> str | None:
         """Has rank 0 do it; every rank learns of what the disk said to it."""
-        problem: list[str | None] = [None]
+        problem = None
         if self.ranks.rank == 0:
             try:
                 action()
             except OSError as error:
-                problem = [str(error)]
-        dist.broadcast_object_list(problem, src=0)
-        return problem[0]
+                problem = str(error)
+        return of_rank_0(problem)
 
     def _give_up(self, problem: str) -> None:
         temporary, self.pending = self.pending.temporary, None
@@ -183,9 +180,7 @@ def load(
     mode "auto" takes the newest that is good, with a loud line for each that is not; else the newest must be. Returns
     its `state` with `step` in it. Raises ConfigError, on all ranks, that names the damaged file.
     """
-    found = [str(path) for path in steps(folder)]
-    dist.broadcast_object_list(choice := [found], src=0)  # rank 0's view of a shared disk
-    for path in map(Path, choice[0]):
+    for path in of_rank_0(steps(folder)):  # rank 0's view of a shared disk
         problem = _problem(path, ranks)
         if problem is None:
             meta = read_meta(path)

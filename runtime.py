@@ -77,11 +77,7 @@ class Ranks:
 
     def engine_agrees(self, told: Callable[[], bool]) -> bool:
         """Whether any rank of this one's engine is `told`: all of them answer alike, and must ask at the same time."""
-        if self.engine_group is None:
-            return told()
-        flag = torch.tensor([told()], dtype=torch.int32)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.engine_group)
-        return bool(flag.item())
+        return told() if self.engine_group is None else any_of(told(), self.engine_group)
 
     def from_leader(self, compute: Callable[[], T]) -> T:
         """What `compute` gives on the rank that leads this one's engine, on all ranks of the engine."""
@@ -111,6 +107,13 @@ def start(tp_size: int) -> tuple[Ranks, torch.device]:
         group, _ = dist.new_subgroups(tp_size, timeout=COLLECTIVE_TIMEOUT, backend="gloo")
         ranks = replace(ranks, engine_group=group)
     return ranks, device
+
+
+def any_of(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether any rank (of the group) has the flag: a collective of these ranks."""
+    flags = torch.tensor([flag], dtype=torch.int32)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    return bool(flags.item())
 
 
 def of_rank_0(value: T) -> T:
@@ -151,9 +154,7 @@ class Signals:
 
     def requested(self) -> bool:
         """True on all ranks as soon as one got a signal: a collective, called by all at the same point of the loop."""
-        flag = torch.tensor([self.pending()], dtype=torch.int32)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+        return any_of(self.pending())
 
 
 class Timers:
@@ -184,7 +185,7 @@ class Timers:
 
 def open_run_folder(log_dir: str, resume_from: str | None, ranks: Ranks) -> Path:
     """The run's folder: the one to resume, or a new `exp_NNN` in `log_dir`. Rank 0 makes it, all get the same path."""
-    choice: list[str | None] = [resume_from]
+    folder = resume_from
     if ranks.rank == 0 and resume_from is None:
         taken = [int(p.name[4:]) for p in Path(log_dir).glob("exp_*") if p.name[4:].isdigit()]
         number = max(taken, default=0) + 1
@@ -194,12 +195,11 @@ def open_run_folder(log_dir: str, resume_from: str | None, ranks: Ranks) -> Path
                 break
             except FileExistsError:  # another run took it just now
                 number += 1
-        choice = [str(Path(log_dir) / f"exp_{number:03d}")]
+        folder = str(Path(log_dir) / f"exp_{number:03d}")
     elif ranks.rank == 0:
         (Path(resume_from) / "exit.json").unlink(missing_ok=True)  # it says how the part before ended
         shutil.rmtree(Path(resume_from) / "stacks", ignore_errors=True)
-    dist.broadcast_object_list(choice, src=0)
-    return Path(choice[0])
+    return Path(of_rank_0(folder))
 
 
 def finish(code: int, reason: str, run_folder: Path | None) -> bool:

@@ -165,15 +165,21 @@ def train(tokenizer: chat.Tokenizer, pairs: list[tuple[int, int]]) -> Decoder:
     for step in range(NUM_STEPS):
         cosine = 0.5 * (1 + math.cos(math.pi * step / NUM_STEPS))
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * min((step + 1) / WARMUP_STEPS, cosine)
-        logp_R, _ = model(**draw_batch(rng, tokenizer, pairs))
-        loss = -logp_R.mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        optimizer.step()
+        loss = teach(model, optimizer, draw_batch(rng, tokenizer, pairs))
         if (step + 1) % 100 == 0:
             print(f"step {step + 1}/{NUM_STEPS}  loss {loss:.4f}", flush=True)
     return model
+
+
+def teach(model: Decoder, optimizer: torch.optim.Optimizer, batch: dict) -> float:
+    """A step of the optimizer on the mean negative log-likelihood of a pack's replies, which it returns."""
+    logp_R, _ = model(**batch)
+    loss = -logp_R.mean()
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+    optimizer.step()
+    return loss.item()
 
 
 def main(folder: Path) -> None:

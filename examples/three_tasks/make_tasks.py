@@ -88,12 +88,7 @@ def train(folder: Path, tokenizer: chat.Tokenizer) -> Decoder:
     rng = random.Random(SEED)
     for step in range(NUM_STEPS):
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * min((step + 1) / 50, 1 - step / NUM_STEPS)
-        logp_R, _ = model(**draw_batch(rng, tokenizer, heldout))
-        loss = -logp_R.mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), make_starter.MAX_GRAD_NORM)
-        optimizer.step()
+        loss = make_starter.teach(model, optimizer, draw_batch(rng, tokenizer, heldout))
         if (step + 1) % 100 == 0:
             print(f"step {step + 1}/{NUM_STEPS}  loss {loss:.4f}", flush=True)
     return model
