@@ -25,7 +25,7 @@ RENAMED = {f"data.{name}": f"data.default.{name}" for name in _DATASET_KEYS} | {
     "data.train_split": "data.train.split",
     "data.val_split": "data.validation.split",
 }
-METRICS = {name: "validation/sampled/accuracy" for name in ("val:accuracy", "val_reward", "val:reward")}
+SCORE = "validation/sampled/"  # of metrics that NeMo RL calls val:...
 # `section.*` is all below it; `key=a|b` only with these values (as written); anything else of the key is refused.
 PASSED_OVER = """
 cluster.*  data_plane.enabled=false  data_plane.*  reward_penalties.*  on_policy_distillation=null
@@ -104,7 +104,8 @@ def rewrite(name: str, node: yaml.Node, where: str) -> Iterator[tuple[str, yaml.
             if theirs in warmup["kwargs"]:
                 yield f"{name}.{ours}", scalar(str(warmup["kwargs"][theirs])), where
     elif name == "checkpointing.metric_name" and isinstance(node, yaml.ScalarNode):
-        yield name, scalar(METRICS.get(node.value, node.value.replace("train:", "train/", 1))), where
+        ours = node.value.replace("train:", "train/", 1).replace("val:", SCORE, 1)
+        yield name, scalar(f"{SCORE}accuracy" if ours == "val_reward" else ours), where  # its older name for accuracy
     else:
         yield RENAMED.get(name, name), node, where
 

@@ -72,6 +72,21 @@ def test_the_whole_recipe(capsys):
     validate(cfg, 8)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("val:accuracy", "validation/sampled/accuracy"),
+        ("val_reward", "validation/sampled/accuracy"),
+        ("val:avg_length", "validation/sampled/avg_length"),
+        ("train:reward", "train/reward"),
+        ("validation/greedy/accuracy", "validation/greedy/accuracy"),
+    ],
+)
+def test_names_of_metrics(theirs, ours, tmp_path):
+    (tmp_path / "run.yaml").write_text(f"checkpointing: {{metric_name: {theirs!r}}}\n")
+    assert load(tmp_path / "run.yaml").checkpointing.metric_name == ours
+
+
 @pytest.mark.parametrize("path", sorted(FILES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_what_was_read_is_written_as_plain_values(path, tmp_path, capsys):
     cfg = load(path)
