@@ -492,3 +492,7 @@ FIELDS: dict[str, Field] = dict(_walk(Config))  # full key -> field, sections to
 CLASSES = {"": Config} | {name: section_class(f.type) for name, f in FIELDS.items() if section_class(f.type)}
 LISTS = [name for name in CLASSES if name and not is_dataclass(FIELDS[name].type)]  # lists of sections
 SECTIONS = {name: ", ".join(f.name for f in fields(cls)) for name, cls in CLASSES.items()}  # -> its keys
+
+
+class DataError(ConfigError):
+    """A dataset or model folder the run cannot use; the message names the file and the fix. Process exit code 2."""

@@ -9,65 +9,12 @@ Dims: `P` prompts of a step, `B` samples, `T` packed tokens, `R` response rows (
 `S` sequences of a pack.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
-from chat import DataError, read_json
-from config import ConfigError
-from model_config import ModelConfig, weight_files
-
 # ---------------------------------------------------------------------------------------------------- model folder
-
-
-def resolve_model_folder(name: str, key: str = "policy.model_name") -> Path:
-    """A local HF folder, or a hub name (`org/model`), the value of config key `key`, -> a checked local folder. Raises
-    DataError."""
-    folder = Path(name)
-    # os.path: unlike Path's, these say no to a name that is too long for the file system
-    if not os.path.exists(folder) and name.count("/") == 1 and not name.startswith((".", "/")):
-        folder = _download(name, key)
-    if not os.path.isdir(folder):
-        raise DataError(f"{key}: no folder '{name}' (give a Hugging Face folder or a hub name org/model)")
-    read_model_config(folder)
-    weight_files(folder)
-    if not (folder / "tokenizer.json").is_file():
-        raise DataError(f"{folder}: no tokenizer.json (save the tokenizer in its 'fast' format)")
-    return folder
-
-
-def _download(name: str, key: str) -> Path:
-    import huggingface_hub  # on demand: a local folder needs no network library
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise DataError(
-            f"{key}: '{name}' is no local folder and could not be fetched from the hub "
-            f"({type(error).__name__}); without network, download it elsewhere and give the folder's path"
-        ) from error
-
-
-def read_model_config(folder: Path) -> ModelConfig:
-    """The folder's config.json. ConfigError where the model is not supported."""
-    return ModelConfig.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
-
-
-def check_writable(key: str, folder: str) -> None:
-    """ConfigError when `folder`, the value of config key `key`, could not be made or written; makes nothing."""
-    path = Path(folder).absolute()
-    if "\0" in folder or any(len(os.fsencode(part)) > 255 for part in path.parts):
-        raise ConfigError(f"{key}={folder!r}: a name in it is longer than 255 bytes, or has a byte 0")
-    while not os.path.exists(path):  # unlike Path.exists, also false below a folder that must not be searched
-        path = path.parent
-    if not path.is_dir():
-        raise ConfigError(f"{key}={folder}: {path} is a file, not a folder")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"{key}={folder}: no permission to write in {path}")
 
 
 # ------------------------------------------------------------------------------------------ rows, samples and packs

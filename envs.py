@@ -21,10 +21,6 @@ from config import ConfigError
 OUTCOMES = ("ok", "wrong", "parse_fail", "timeout", "error")
 
 
-class Interrupted(Exception):
-    """The run was told to stop while it waited for replies or their grades: the step's samples are given up."""
-
-
 @dataclass(frozen=True, slots=True)
 class Turn:
     """What an environment sees: the messages so far (the policy's reply last), the row's answer, how the reply ended

@@ -15,7 +15,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from grader import die_with_parent
+from system.exits import die_with_parent, exit_process
+from system.ranks import start_process_group
 
 if "RANK" in os.environ:  # before torch and vllm are imported, which takes a while
     die_with_parent()
@@ -23,23 +24,23 @@ if "RANK" in os.environ:  # before torch and vllm are imported, which takes a wh
 import torch
 
 import config
-import config_file
-import runtime
 from data import Sample
 from grpo import build, parse, restore, sync_weights
-from inputs import Inputs, read_inputs
-from metrics import RunLog
-from resume import checkpoint_folder
+from run import config_file
+from run.folder import open_run_folder
+from run.log import RunLog
+from run.preflight import Inputs, read_inputs
+from run.resume import checkpoint_folder
 from sampling import groups_of
+from system.exits import describe_failure, write_exit_file
+from system.ranks import Ranks
 from update import Reference, needs_reference
 from validation import clustered_interval, modes, sample_problems, score, wilson_interval
 
 USAGE = "usage: [torchrun --nproc_per_node=N] eval.py CONFIG.yaml [policy.model_name=X | checkpointing.resume_from=RUN]"
 
 
-def evaluate(
-    cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torch.device, folder: Path
-) -> dict[str, Any]:
+def evaluate(cfg: config.Config, inputs: Inputs, ranks: Ranks, device: torch.device, folder: Path) -> dict[str, Any]:
     """The report, equal on all ranks: what was scored, with which settings, and the numbers of each set and mode."""
     start = time.perf_counter()
     model, optimizer, engine = build(cfg, inputs, ranks, device)
@@ -64,7 +65,7 @@ def evaluate(
             found[mode] = numbers(samples, mode)
             interval = found[mode]["accuracy_ci95"]
             between = f"95%: {interval[0]:.4f} to {interval[1]:.4f}" if interval else "one problem: no interval"
-            ranks.say(f"{name} | {mode} | accuracy {found[mode]['accuracy']:.4f} ({between})")
+            ranks.print_rank0(f"{name} | {mode} | accuracy {found[mode]['accuracy']:.4f} ({between})")
             if log:
                 log.samples(step, f"{name}/{mode}", samples, inputs.tokenizer, cfg.logger.num_val_samples_to_print)
         report["sets"][name] = found
@@ -99,18 +100,18 @@ def main() -> int:
         inputs = read_inputs(cfg, to_train=False)
         if not inputs.validation:
             raise config.ConfigError("data.validation.data_path is not set: name the jsonl file with the problems")
-        ranks, device = runtime.start(cfg.policy.generation.vllm_cfg.tensor_parallel_size)
-        folder = runtime.open_run_folder(cfg.logger.log_dir, None, ranks)
+        ranks, device = start_process_group(cfg.policy.generation.vllm_cfg.tensor_parallel_size)
+        folder = open_run_folder(cfg.logger.log_dir, None, ranks)
         report = evaluate(cfg, inputs, ranks, device, folder)
         if ranks.rank == 0:
             (folder / "eval.json").write_text(json.dumps(report, indent=2) + "\n")
         code, reason = 0, f"scored: {folder / 'eval.json'}"
     except BaseException as error:
-        code, reason = runtime.describe_failure(error)
-    if runtime.finish(code, reason, folder):
+        code, reason = describe_failure(error)
+    if write_exit_file(code, reason, folder):
         print(reason, file=sys.stderr if code else sys.stdout, flush=True)
     return code
 
 
 if __name__ == "__main__":
-    runtime.leave(main())
+    exit_process(main())

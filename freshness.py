@@ -16,7 +16,7 @@ import config
 import data
 from model import Decoder
 from rollout import Engine
-from runtime import StopRun
+from system.exits import StopRun
 from update import forward, to_device
 
 NUM_PROMPT_TOKENS = 160  # vLLM's blocks are 16 tokens, on CPU 128

@@ -10,12 +10,11 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import code_grader
-import sandbox
 from config import CodeEnvConfig, ConfigError, EnvConfig, MathEnvConfig
 from envs import Environment, Exact, Provisional, RewardFunction, Turn, Verdict, import_attribute
-from grader import Graded, GraderPool
-from math_grader import MAX_ANSWER_CHARS, gold_answer
+from graders import code_grader, sandbox
+from graders.math_grader import MAX_ANSWER_CHARS, gold_answer
+from graders.pool import Graded, GraderPool
 
 
 def _outcome(graded: Graded) -> str:
@@ -42,7 +41,7 @@ class Math(Environment):
             self.canaries = self.strict_canaries
         workers = max(1, cfg.num_workers // num_ranks)
         self.pool = GraderPool(
-            "math_grader:grade",
+            "graders.math_grader:grade",
             num_workers=workers,
             deadline_s=cfg.deadline_s,
             memory_mib=cfg.memory_mib,
@@ -101,7 +100,7 @@ class Code(Environment):
                 f"allow user namespaces and seccomp{other}"
             ) from error
         self.pool = GraderPool(
-            "code_grader:grade",
+            "graders.code_grader:grade",
             num_workers=max(1, cfg.num_workers // num_ranks),
             deadline_s=cfg.deadline_s + 20,  # the second line: deadlines of code are sandbox.py's
             memory_mib=cfg.memory_mib + 1024,

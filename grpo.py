@@ -19,12 +19,12 @@ from functools import partial
 from pathlib import Path
 
 import config
-import config_check
-import config_file
 import data
-from grader import GraderPool, die_with_parent
-from inputs import Inputs, check, num_steps_of, read_inputs
-from resume import checkpoint_folder, resolve
+from graders.pool import GraderPool
+from run import config_check, config_file
+from run.preflight import Inputs, check, num_steps_of, read_inputs
+from run.resume import checkpoint_folder, resolve
+from system.exits import die_with_parent
 
 USAGE = "usage: [torchrun --nproc_per_node=N] grpo.py [--check] CONFIG.yaml [key.sub=value ...] | --help"
 
@@ -57,36 +57,36 @@ if os.environ.get("RANK", "0") == "0" and __name__ == "__main__":
     print("loading torch and vllm", flush=True)
 gc.disable()  # what is imported stays: looking for garbage in it takes a third of the start
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import torch
+import torch.distributed as dist
 
-import checkpoint  # noqa: E402
-import provenance  # noqa: E402
-import runtime  # noqa: E402
-from advantages import advantage_metrics, advantages  # noqa: E402
-from envs import Interrupted  # noqa: E402
-from freshness import check_canary, check_versions  # noqa: E402
-from loss import derived_metrics  # noqa: E402
-from metrics import RunLog  # noqa: E402
-from model import Decoder, full_tensors, load_policy, save_hf, uses_flash_attention  # noqa: E402
-from reward_model import RewardModel  # noqa: E402
-from rollout import Engine, rollout_over_ranks  # noqa: E402
-from sampling import collect, data_is_used_up  # noqa: E402
-from update import Reference, head_choice, make_micro_batches, needs_reference, score, set_learning_rate, train_step  # noqa: E402
-from validation import validate  # noqa: E402
-from watchdog import Watchdog  # noqa: E402
+from advantages import advantage_metrics, advantages
+from freshness import check_canary, check_versions
+from loss import derived_metrics
+from model import Decoder, full_tensors, load_policy, save_hf, uses_flash_attention
+from reward_model import RewardModel
+from rollout import Engine, rollout_over_ranks
+from run import checkpoint
+from run.folder import open_run_folder, write_provenance
+from run.log import RunLog, Timers
+from sampling import collect, data_is_used_up
+from system.exits import Interrupted, Saved, Signals, StopRun, describe_failure, exit_process, write_exit_file
+from system.ranks import Ranks, any_rank, broadcast_from_rank0, seed_everything, start_process_group
+from system.watchdog import Watchdog
+from update import Reference, head_choice, make_micro_batches, needs_reference, score, set_learning_rate, train_step
+from validation import validate
 
 gc.enable()
 gc.freeze()
 
 
-def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torch.device, dog: Watchdog) -> str:
+def train(cfg: config.Config, inputs: Inputs, ranks: Ranks, device: torch.device, dog: Watchdog) -> str:
     """The run: returns the reason it ended. Raises StopRun when one of its checks fails, Saved when told to stop."""
-    grpo, saving, timer = cfg.grpo, cfg.checkpointing, runtime.Timers(dog.enter)
+    grpo, saving, timer = cfg.grpo, cfg.checkpointing, Timers(dog.enter)
     num_rows, num_steps = inputs.train.num_rows, num_steps_of(cfg, inputs.train.num_rows)
-    signals = runtime.Signals(saving.must_save_by_seconds)
+    signals = Signals(saving.must_save_by_seconds)
     model, optimizer, engine = build(cfg, inputs, ranks, device)
-    GraderPool.stop, engine.stop = signals.pending, partial(ranks.engine_agrees, signals.pending)
+    GraderPool.stop, engine.stop = signals.pending, partial(ranks.any_rank_of_engine, signals.pending)
     reference = Reference(model) if needs_reference(cfg) else None
     run_folder, frozen = dog.run_folder, reference.shards if reference else {}
     checkpoints = checkpoint_folder(saving, run_folder)
@@ -121,7 +121,7 @@ def train(cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torc
                     log.step(step, train, seconds, ranks.world_size)
                     log.samples(step, "train", samples, inputs.tokenizer)
                 is_last = step == num_steps or data_is_used_up(grpo, num_rows, state["consumed_samples"])
-                if (stop := signals.requested()) and not is_last:
+                if (stop := any_rank(signals.pending())) and not is_last:
                     raise Interrupted
                 due = grpo.val_period and step % grpo.val_period == 0
                 if (due or (is_last and grpo.val_at_end)) and not stop:  # who is told to stop has no time for it
@@ -147,10 +147,10 @@ def learn(
     optimizer: torch.optim.Optimizer,
     reference: Reference | None,
     samples: list[data.Sample],
-    ranks: runtime.Ranks,
+    ranks: Ranks,
     device: torch.device,
     state: dict,
-    timer: runtime.Timers,
+    timer: Timers,
 ) -> dict[str, float]:
     """Samples of a step -> trained weights: advantages, packs, log-probabilities, optimizer steps; their metrics."""
     step, vocab_size = state["step"] + 1, inputs.tokenizer.vocab_size
@@ -191,10 +191,10 @@ def save_early(
     saver.finish()
     after = f"told to stop, after step {state['step']}"
     if saver.saved == state["step"]:
-        return runtime.Saved(f"{after}; continue with checkpointing.resume_from={run_folder}")
+        return Saved(f"{after}; continue with checkpointing.resume_from={run_folder}")
     bad = "it went wrong" if state["num_bad_steps"] else "see above"
     why = bad if saver.cfg.enabled else "checkpointing.enabled=false"
-    return runtime.StopRun(f"{after}, which is not saved ({why})")
+    return StopRun(f"{after}, which is not saved ({why})")
 
 
 def step_advantages(samples: list[data.Sample], cfg: config.Config) -> tuple[list[float], dict[str, float]]:
@@ -208,11 +208,11 @@ def step_advantages(samples: list[data.Sample], cfg: config.Config) -> tuple[lis
 
 
 def build(
-    cfg: config.Config, inputs: Inputs, ranks: runtime.Ranks, device: torch.device
+    cfg: config.Config, inputs: Inputs, ranks: Ranks, device: torch.device
 ) -> tuple[Decoder, torch.optim.AdamW, Engine]:
     """The sharded policy with float32 master weights, its optimizer, and the engine, which has no weights yet."""
     head = head_choice(cfg, device)
-    runtime.seed_everything(cfg.grpo.seed)
+    seed_everything(cfg.grpo.seed)
     mesh = dist.init_device_mesh(device.type, (ranks.world_size,))
     model = load_policy(
         inputs.model_folder,
@@ -223,7 +223,7 @@ def build(
     )
     size, dtype = sum(param.numel() for param in model.parameters()), getattr(torch, cfg.policy.precision)
     attention = "varlen_attn" if uses_flash_attention(device.type, dtype) else "SDPA by runs of equal length"
-    ranks.say(
+    ranks.print_rank0(
         f"policy: {size / 1e6:,.1f} M parameters, {cfg.policy.precision}, FSDP2 over {ranks.world_size} ranks; "
         f"{head.describe(inputs.tokenizer.vocab_size)}; attention: {attention}; starting the engine"
     )
@@ -244,7 +244,9 @@ def build(
         max_total_tokens=cfg.policy.max_total_sequence_length,
         seed=cfg.grpo.seed,
     )
-    ranks.say(f"engine: {ranks.dp_size} x vLLM over {ranks.tp_size} ranks each, vocabulary {engine.vocab_size:,}")
+    ranks.print_rank0(
+        f"engine: {ranks.dp_size} x vLLM over {ranks.tp_size} ranks each, vocabulary {engine.vocab_size:,}"
+    )
     engine.sleep()
     return model, optimizer, engine
 
@@ -255,7 +257,7 @@ def restore(
     model: Decoder,
     optimizer: torch.optim.Optimizer,
     reference: dict[str, torch.Tensor],
-    ranks: runtime.Ranks,
+    ranks: Ranks,
     checkpoints: Path,
 ) -> dict:
     """The run's counters: of a new run, or of the checkpoint it resumes, whose weights and moments are loaded too.
@@ -275,7 +277,9 @@ def restore(
     mode = cfg.checkpointing.resume
     state = checkpoint.load(checkpoints, model, optimizer, ranks, extra=reference, mode=mode)
     if cfg.checkpointing.allow_changes and state["fingerprints"] != inputs.train.fingerprints:
-        ranks.say("WARNING: other data than before (checkpointing.allow_changes=true): they are read from their start")
+        ranks.print_rank0(
+            "WARNING: other data than before (checkpointing.allow_changes=true): they are read from their start"
+        )
         state |= {"cursor": inputs.train.start(), "fingerprints": inputs.train.fingerprints, "consumed_samples": 0}
     inputs.train.check_same(state["fingerprints"], cfg.checkpointing.resume_from)
     return state
@@ -289,7 +293,7 @@ def sync_weights(model: Decoder, engine: Engine, version: int) -> None:
 
 
 def collect_samples(
-    cfg: config.Config, inputs: Inputs, engine: Engine, ranks: runtime.Ranks, cursor: dict, step: int
+    cfg: config.Config, inputs: Inputs, engine: Engine, ranks: Ranks, cursor: dict, step: int
 ) -> tuple[list[data.Sample], dict, dict[str, float]]:
     """The step's samples, the cursor behind the prompts drawn for them, and their metrics; all of it on every rank."""
     generate = partial(
@@ -308,7 +312,7 @@ def collect_samples(
     return collect(cfg, inputs.train, cursor, generate)
 
 
-def open_log(cfg: config.Config, run_folder: Path, ranks: runtime.Ranks, step: int, num_steps: int) -> RunLog | None:
+def open_log(cfg: config.Config, run_folder: Path, ranks: Ranks, step: int, num_steps: int) -> RunLog | None:
     """Rank 0's log, with the resolved config beside it; None on the others."""
     if ranks.rank != 0:
         return None
@@ -324,23 +328,23 @@ def main() -> int:
     try:
         cfg = parse(sys.argv[1:])
         inputs = read_inputs(cfg)
-        ranks, device = runtime.start(cfg.policy.generation.vllm_cfg.tensor_parallel_size)
-        cfg = runtime.of_rank_0(cfg)  # resume=auto: another rank may have found another run
-        run_folder = runtime.open_run_folder(cfg.logger.log_dir, cfg.checkpointing.resume_from, ranks)
+        ranks, device = start_process_group(cfg.policy.generation.vllm_cfg.tensor_parallel_size)
+        cfg = broadcast_from_rank0(cfg)  # resume=auto: another rank may have found another run
+        run_folder = open_run_folder(cfg.logger.log_dir, cfg.checkpointing.resume_from, ranks)
         if ranks.rank == 0:
-            provenance.write(run_folder, ranks.world_size)
+            write_provenance(run_folder, ranks.world_size)
         dog = Watchdog(ranks, run_folder, **asdict(cfg.watchdog))
         code, reason = 0, train(cfg, inputs, ranks, device, dog)
         for environment in inputs.environments.values():
             environment.close()
     except BaseException as error:
-        code, reason = runtime.describe_failure(error)
+        code, reason = describe_failure(error)
     if dog:
         dog.stop()
-    if runtime.finish(code, reason, run_folder):
+    if write_exit_file(code, reason, run_folder):
         print(reason, file=sys.stderr if code else sys.stdout, flush=True)
     return code
 
 
 if __name__ == "__main__":
-    runtime.leave(main())
+    exit_process(main())

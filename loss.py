@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from config import MAX_LOG_RATIO, LossConfig
-from config_check import loss_problems
+from run.config_check import loss_problems
 
 Metrics = dict[str, Tensor | tuple[Tensor, Tensor]]
 

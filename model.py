@@ -31,8 +31,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from config import ConfigError
+from hf.model_config import ModelConfig, weight_files
 from kernels import linear_logp
-from model_config import ModelConfig, weight_files
 
 MAX_FILE_BYTES = 5 * 10**9
 # What an HF folder holds beside weights; `save_hf` takes it along from its source.

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from chat import Tokenizer, read_json
 from config import RewardModelConfig
 from data import first_fit
+from hf.files import read_json
+from hf.model_config import ModelConfig
+from hf.tokenizer import Tokenizer
 from model import Decoder, load_policy
-from model_config import ModelConfig
 
 
 class RewardDecoder(Decoder):

@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 
 import envs
-from chat import Tokenizer
 from config import GenerationConfig
 from data import Row, Sample
-from runtime import Ranks, StopRun
+from hf.tokenizer import Tokenizer
+from system.exits import Interrupted, StopRun
+from system.ranks import Ranks
 
 # vLLM reads these while it is imported.
 os.environ.update(
@@ -45,8 +46,8 @@ if not torch.cuda.is_available():
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # for what it says before it reads that itself
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # of its own use of a deprecated torch name
 
-from vllm import LLM, SamplingParams  # noqa: E402
-from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 STEPS_BETWEEN_STOPS = 16  # decode steps; with several ranks to an engine each look is a collective of theirs
 
@@ -63,7 +64,7 @@ class Completion:
 
 class Engine:
     """An in-process vLLM, awake or (CUDA only) asleep, holding the weights of `weight_version`. stop: whether to give
-    up what is being generated; all ranks of a tensor-parallel group must be answered alike (Ranks.engine_agrees)."""
+    up what is being generated; all ranks of an engine must be answered alike (Ranks.any_rank_of_engine)."""
 
     stop: Callable[[], bool] = staticmethod(lambda: False)
 
@@ -153,7 +154,7 @@ class Engine:
                 return [_completion(ended[str(number)]) for number in range(len(prompts))]
             if interruptible and steps % STEPS_BETWEEN_STOPS == 0 and self.stop():
                 engine.abort_request([str(number) for number in range(len(prompts)) if str(number) not in ended])
-                raise envs.Interrupted
+                raise Interrupted
             ended |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
 
     def sync(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -332,9 +333,9 @@ def rollout(
         for talk, completion in zip(live, engine.generate([t.token_ids for t in live], seeds, **how), strict=True):
             talk.add_reply(completion, tokenizer)
         graded = partial(grade, live, environments)
-        verdicts = ranks.from_leader(graded) if ranks else graded()
+        verdicts = ranks.broadcast_from_tp_leader(graded) if ranks else graded()
         if verdicts is None:
-            raise envs.Interrupted
+            raise Interrupted
         for talk, verdict in zip(live, verdicts, strict=True):
             talk.add_verdict(verdict, tokenizer, engine.max_total_tokens, turn == max_turns - 1)
     return [talk.sample(engine.weight_version) for talk in talks]
@@ -358,7 +359,7 @@ def rollout_over_ranks(
     mine = prompts[ranks.dp_rank :: ranks.dp_size]
     try:
         own = rollout(engine, tokenizer, environments, mine, ranks=ranks, **how)
-    except envs.Interrupted:
+    except Interrupted:
         own = None
     samples = gather_samples(own, ranks)
     provisional = [sample for sample in samples if sample.env_name == "reward_model"]
@@ -378,7 +379,7 @@ def gather_samples(samples: list[Sample] | None, ranks: Ranks) -> list[Sample]:
     parts: list = [None] * ranks.world_size
     dist.all_gather_object(parts, samples if ranks.leads_engine or samples is None else [])
     if any(part is None for part in parts):
-        raise envs.Interrupted
+        raise Interrupted
     return sorted((s for part in parts for s in part), key=lambda s: (s.prompt, s.index))
 
 
@@ -402,6 +403,6 @@ def grade(talks: Sequence[Conversation], environments: dict[str, envs.Environmen
             turns.append(envs.Turn(talk.messages, talk.row.answer, talk.finish_reason, state, talk.row.columns))
         try:
             verdicts |= zip(mine, environment.step(turns) if turns else [], strict=True)
-        except envs.Interrupted:
+        except Interrupted:
             return None
     return [verdicts[i] for i in range(len(talks))]

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from config import Config, GRPOConfig
 from data import Row, Sample
-from metrics import sample_metrics
-from mixing import Cursor, Mixture
-from runtime import StopRun
+from dataset.mixing import Cursor, Mixture
+from run.metrics import sample_metrics
 from shaping import filter_overlong, shape_rewards
+from system.exits import StopRun
 
 Generate = Callable[[list[tuple[int, Row]]], list[Sample]]  # (index in the step, row) -> graded samples, in order
 

@@ -20,9 +20,10 @@ import data
 from advantages import kl_in_reward_advantages
 from kernels import Head, choose_head, grpo_head, linear_logp, unsupported
 from loss import Metrics, policy_loss, seq_logp_error_mask, token_shares
-from metrics import accumulate, reduce_over_ranks
 from model import Decoder, sharded_parameters
-from runtime import Ranks, StopRun
+from run.metrics import accumulate, reduce_over_ranks
+from system.exits import StopRun
+from system.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +166,7 @@ def head_choice(cfg: config.Config, device: torch.device) -> Head:
 
 @torch.no_grad()
 def score(
-    model: Decoder,
-    reference: Reference | None,
-    steps: list[list[MicroBatch]],
-    cfg: config.Config,
-    vocab_size: int,
+    model: Decoder, reference: Reference | None, steps: list[list[MicroBatch]], cfg: config.Config, vocab_size: int
 ) -> tuple[list[Batch], dict[str, float]]:
     """Fills in old and reference log-probabilities where they matter, masks sequences whose sampler and trainer
     disagree, finishes advantages with a KL in the reward, and counts what is left. A collective of all ranks.

@@ -13,11 +13,11 @@ from typing import Any
 
 import config
 from data import Sample
-from inputs import Inputs
-from metrics import RunLog
 from rollout import Engine, rollout_over_ranks
-from runtime import Ranks
+from run.log import RunLog
+from run.preflight import Inputs
 from sampling import groups_of
+from system.ranks import Ranks
 
 Z95 = 1.959964  # 97.5% of a normal distribution lie below
 

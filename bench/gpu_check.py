@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import model
-import runtime
 import update
 from bench.head import call, exact_rows, facts, heads, make_inputs, oracle, ours
 from bench.train_step import QWEN, TINY, WAYS, config_of, loss_outside, random_batch, random_policy
 from config import LossConfig
 from kernels import Head, grpo_head, linear_logp
+from system.exits import exit_process
+from system.ranks import Ranks, start_process_group
 
 EVERY_TERM = {"ratio_clip_c": 3.0, "use_importance_sampling_correction": True, "entropy_coef": 0.1}
 EVERY_TERM |= {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0}
@@ -113,7 +114,7 @@ def check_attention(device: torch.device, lengths: list[int]) -> None:
         check(f"packed attention, {kind} in bfloat16: {name}", relative(narrow, exact), 2e-2)
 
 
-def check_step(ranks: runtime.Ranks, device: torch.device, dry: bool) -> None:
+def check_step(ranks: Ranks, device: torch.device, dry: bool) -> None:
     """The gradient of a training step, sharded over one rank, tied and untied: each way against the PyTorch head."""
     for tied in (True, False):
         hf = (TINY if dry else QWEN | {"num_hidden_layers": 2}) | {"tie_word_embeddings": tied}
@@ -140,7 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dry", action="store_true")
     dry = parser.parse_args().dry
-    ranks, device = runtime.start(tp_size=1)
+    ranks, device = start_process_group(tp_size=1)
     print(facts())
     backend = "triton" if not dry or os.environ.get("TRITON_INTERPRET") == "1" else "torch"
     how = (device.type, torch.float32 if dry else torch.bfloat16, backend)
@@ -161,7 +162,7 @@ def main() -> None:
     print("FAIL: " + "; ".join(failed) if failed else "PASS: all", flush=True)
     dist.destroy_process_group()
     sys.stdout.flush()
-    runtime.leave(1 if failed else 0)
+    exit_process(1 if failed else 0)
 
 
 if __name__ == "__main__":

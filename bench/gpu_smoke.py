@@ -16,15 +16,16 @@ from unittest import mock
 
 import torch
 
-import config_file
 import grpo
-import inputs
 import model
 import rollout
-import runtime
 import update
 from bench.gpu_check import check, failed
 from bench.head import ROOT, facts
+from run import config_file
+from run.preflight import read_inputs
+from system.exits import exit_process
+from system.ranks import Ranks, start_process_group
 
 
 def used_gib() -> float:
@@ -41,7 +42,7 @@ def runner_of(worker) -> str:
 
 
 @torch.no_grad()
-def gap(policy: model.Decoder, samples: list, cfg, ranks: runtime.Ranks, device: torch.device, vocab: int) -> float:
+def gap(policy: model.Decoder, samples: list, cfg, ranks: Ranks, device: torch.device, vocab: int) -> float:
     """Mean |sampler - trainer| logp."""
     micros = update.make_micro_batches(samples, [1.0] * len(samples), cfg, ranks, device)[0]
     gaps = [(update.forward(policy, m, cfg, vocab)[0] - m.sampler_logp_R).abs() for m in micros]
@@ -85,8 +86,8 @@ def main() -> None:
     words = [f"logger.log_dir={tempfile.mkdtemp()}", "policy.generation.vllm_cfg.enforce_eager=true"]
     words += [] if args.dry else ["policy.precision=bfloat16", "policy.generation.vllm_cfg.gpu_memory_utilization=0.3"]
     cfg = config_file.load(ROOT / "configs/smoke.yaml", words)
-    given = inputs.read_inputs(cfg)
-    ranks, device = runtime.start(tp_size=1)
+    given = read_inputs(cfg)
+    ranks, device = start_process_group(tp_size=1)
     vocab = given.tokenizer.vocab_size
     line: dict = facts() | {"used_GiB_before": used_gib()}
     policy, _, engine = grpo.build(cfg, given, ranks, device)
@@ -129,7 +130,7 @@ def main() -> None:
             file.write(text + "\n")
     print("FAIL: " + "; ".join(failed) if failed else "PASS: all", flush=True)
     sys.stdout.flush()
-    runtime.leave(1 if failed else 0)
+    exit_process(1 if failed else 0)
 
 
 if __name__ == "__main__":

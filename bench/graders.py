@@ -10,12 +10,12 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from grader import GraderPool
-from math_grader import gold_answer
+from graders.math_grader import gold_answer
+from graders.pool import GraderPool
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tests"))
-from math_corpus import cases  # noqa: E402
+sys.path.append(str(ROOT / "tests" / "helpers"))
+from math_corpus import cases
 
 FIRST = {"reply": r"\boxed{x+y}", "answer": "y+x", "strict": False}
 
@@ -60,7 +60,7 @@ def main() -> None:
     args = parser.parse_args()
     start = time.monotonic()
     pool = GraderPool(
-        "math_grader:grade", num_workers=args.workers, deadline_s=args.deadline, memory_mib=2048, first=FIRST
+        "graders.math_grader:grade", num_workers=args.workers, deadline_s=args.deadline, memory_mib=2048, first=FIRST
     )
     print(f"{args.workers} workers started in {time.monotonic() - start:.2f} s, deadline {args.deadline:g} s")
     if args.gsm8k.exists():

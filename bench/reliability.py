@@ -25,19 +25,19 @@ sys.argv[1:1] = ["configs/smoke.yaml", f"grpo.max_num_steps={NUM_STEPS}", f"grpo
 sys.argv += [f"checkpointing.save_period={PERIOD}", "grpo.val_period=0", "logger.log_dir=logs/reliability"]
 sys.argv += ["grpo.val_at_start=false", "grpo.val_at_end=false", "logger.tensorboard_enabled=false"]
 
-import checkpoint  # noqa: E402
-import grpo  # noqa: E402
-import model  # noqa: E402
-import rollout  # noqa: E402
-import runtime  # noqa: E402
-import update  # noqa: E402
-import watchdog  # noqa: E402
+import grpo
+import model
+import rollout
+import update
+from run import checkpoint
+from system import watchdog
+from system.exits import Signals, exit_process
 
 CHECKS = {
     (grpo, "check_versions"): None,
     (update, "check_logp_gap"): None,
-    (runtime.Signals, "requested"): False,
-    (runtime.Signals, "pending"): False,
+    (Signals, "requested"): False,
+    (Signals, "pending"): False,
     (watchdog.Watchdog, "enter"): None,
     (checkpoint.Saver, "poll"): None,
 }
@@ -121,4 +121,4 @@ if __name__ == "__main__":
         print(text)
         if OUT:
             OUT.write_text(text + "\n")
-    runtime.leave(code)
+    exit_process(code)

@@ -25,14 +25,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import config_file
 import data
-import runtime
 import update
 from bench.head import ROOT, facts
 from config import Config
+from hf.model_config import ModelConfig
 from model import Decoder, shard, sharded_parameters
-from model_config import ModelConfig
+from run import config_file
+from system.exits import exit_process
+from system.ranks import Ranks, start_process_group
 
 PEAK = 989e12
 QWEN = {"model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_size": 1536}
@@ -72,7 +73,7 @@ def random_policy(hf: dict, device: torch.device, precision: str) -> Decoder:
     return model
 
 
-def random_batch(cfg: Config, vocab: int, num_samples: int, ranks: runtime.Ranks, device: torch.device) -> update.Batch:
+def random_batch(cfg: Config, vocab: int, num_samples: int, ranks: Ranks, device: torch.device) -> update.Batch:
     rng = np.random.default_rng(0)
     samples = []
     for i in range(num_samples):
@@ -126,7 +127,7 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--out", type=Path, help="a line of JSON is added for each way")
     args = parser.parse_args()
-    ranks, device = runtime.start(tp_size=1)
+    ranks, device = start_process_group(tp_size=1)
     cfg = config_of("grpo_head")
     model = random_policy(TINY if args.dry else QWEN, device, cfg.policy.precision)
     head = HeadAlone(model, device, getattr(torch, cfg.policy.precision))
@@ -161,7 +162,7 @@ def main() -> None:
         if args.out:
             with args.out.open("a") as file:
                 file.write(text + "\n")
-    runtime.leave(0)
+    exit_process(0)
 
 
 if __name__ == "__main__":

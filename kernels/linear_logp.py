@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.head import Head, choose_head
-from kernels.rows import LN2, LOG2_E, chunks, dlogits_, mm_float32, row_stats_
+from kernels.backend import Head, choose_head
+from kernels.softmax import LN2, LOG2_E, chunks, dlogits_, mm_float32, row_stats_
 
 # Rows, columns and depth of a tile of logits, by the bytes of an element: what sm_90 holds without spilling
 # (tests/test_kernels_aot.py). 4 bytes: exact float32 products, without tensor cores.

@@ -7,10 +7,12 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), *map(str, (ROOT / "tests").glob("*/"))]
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
+
+from system.ranks import start_process_group
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run on CPU tensors
@@ -33,9 +35,7 @@ def one_rank():
     """The process group of a lone rank, and its mesh: (ranks, device, mesh)."""
     import torch.distributed as dist
 
-    import runtime
-
-    ranks, device = runtime.start(tp_size=1)
+    ranks, device = start_process_group(tp_size=1)
     return ranks, device, dist.init_device_mesh(device.type, (1,))
 
 
@@ -52,7 +52,7 @@ def tiny(tmp_path_factory):
 def engine(one_rank, tiny):
     """The session's vLLM engine over `tiny`, without weights: tests call sync first."""
     import config
-    from chat import Tokenizer
+    from hf.tokenizer import Tokenizer
     from rollout import Engine
 
     return Engine(

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-import chat
 from examples.arithmetic.make_problems import draw_problems, needs_carry, sum_without_carry
+from hf import tokenizer as hf_tokenizer
 from model import Decoder, ModelConfig, init_weights, save_hf
 
 FORGET_SHARE = 0.6
@@ -86,11 +86,11 @@ def write_configs(folder: Path) -> None:
         (folder / f"{name}.json").write_text(text, encoding="utf-8", newline="\n")
 
 
-def prompt_ids(tokenizer: chat.Tokenizer, a: int, b: int) -> list[int]:
+def prompt_ids(tokenizer: hf_tokenizer.Tokenizer, a: int, b: int) -> list[int]:
     return tokenizer.render([{"role": "user", "content": f"{a}+{b}="}])
 
 
-def answer_ids(tokenizer: chat.Tokenizer, answer: int) -> list[int]:
+def answer_ids(tokenizer: hf_tokenizer.Tokenizer, answer: int) -> list[int]:
     return tokenizer.backend.encode(str(answer)).ids
 
 
@@ -119,7 +119,7 @@ def complete(model: Decoder, prompts: list[list[int]], generator: torch.Generato
     return [ids[: ids.index(END_ID)] if END_ID in ids else None for ids in outputs]
 
 
-def evaluate(model: Decoder, tokenizer: chat.Tokenizer, pairs: list[tuple[int, int]], num_samples: int):
+def evaluate(model: Decoder, tokenizer: hf_tokenizer.Tokenizer, pairs: list[tuple[int, int]], num_samples: int):
     """{"accuracy": share of right answers, "clean": share of answers that are right or lack just the carry},
     to the token; `num_samples` per problem at temperature 1, or 0: greedy decoding."""
     generator = torch.Generator().manual_seed(SEED) if num_samples else None
@@ -132,7 +132,7 @@ def evaluate(model: Decoder, tokenizer: chat.Tokenizer, pairs: list[tuple[int, i
     return {"accuracy": num_right / len(pairs), "clean": (num_right + num_slips) / len(pairs)}
 
 
-def draw_batch(rng: random.Random, tokenizer: chat.Tokenizer, pairs: list[tuple[int, int]]) -> dict:
+def draw_batch(rng: random.Random, tokenizer: hf_tokenizer.Tokenizer, pairs: list[tuple[int, int]]) -> dict:
     """A pack of questions with taught answers."""
     sequences = []
     for a, b in rng.choices(pairs, k=BATCH_SIZE):
@@ -156,7 +156,7 @@ def pack_of(sequences: list[tuple[list[int], list[int]]]) -> dict:
     return {name: torch.tensor(values) for name, values in pack.items()}
 
 
-def train(tokenizer: chat.Tokenizer, pairs: list[tuple[int, int]]) -> Decoder:
+def train(tokenizer: hf_tokenizer.Tokenizer, pairs: list[tuple[int, int]]) -> Decoder:
     """AdamW with a cosine schedule on the negative log-likelihood of the taught answers. Weights float32."""
     model = Decoder(ModelConfig.from_hf(MODEL_CONFIG))
     init_weights(model, SEED)
@@ -187,7 +187,7 @@ def main(folder: Path) -> None:
     start = time.perf_counter()
     train_pairs, heldout_pairs = draw_problems()
     write_configs(folder)
-    tokenizer = chat.Tokenizer(folder)
+    tokenizer = hf_tokenizer.Tokenizer(folder)
     model = train(tokenizer, train_pairs)
     with torch.no_grad():
         for param in model.parameters():

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 
 import envs
-import sandbox
 from config import ConfigError
 from envs import Turn, Verdict
-from grader import GraderPool
+from graders import sandbox
+from graders.pool import GraderPool
 
 CALL = re.compile(r"<(calc|python)>((?:(?!<\1>).)*)</\1>\s*\Z", re.DOTALL)
 MAX_RESULT_CHARS = 1000

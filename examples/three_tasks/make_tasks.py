@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-import chat
 from examples.arithmetic import make_starter
 from examples.arithmetic.make_problems import needs_carry, sum_without_carry
+from hf.tokenizer import Tokenizer
 from model import Decoder, load_policy, save_hf
 
 NUM_TRAIN, NUM_HELDOUT = 1500, 100
@@ -69,7 +69,7 @@ def write_problems(folder: Path) -> None:
         (folder / f"{task}_heldout.jsonl").write_text("".join(lines[NUM_TRAIN:]))
 
 
-def draw_batch(rng: random.Random, tokenizer: chat.Tokenizer, heldout: set[str]) -> dict[str, torch.Tensor]:
+def draw_batch(rng: random.Random, tokenizer: Tokenizer, heldout: set[str]) -> dict[str, torch.Tensor]:
     """A pack of problems with taught replies, as the arguments of `Decoder.forward`."""
     sequences = []
     while len(sequences) < BATCH_SIZE:
@@ -80,7 +80,7 @@ def draw_batch(rng: random.Random, tokenizer: chat.Tokenizer, heldout: set[str])
     return make_starter.pack_of(sequences)
 
 
-def train(folder: Path, tokenizer: chat.Tokenizer) -> Decoder:
+def train(folder: Path, tokenizer: Tokenizer) -> Decoder:
     model = load_policy(Path(make_starter.__file__).parent / "starter", device="cpu")
     optimizer = torch.optim.AdamW(model.parameters(), betas=make_starter.BETAS, weight_decay=make_starter.WEIGHT_DECAY)
     files = [folder / f"{task}_heldout.jsonl" for task in TASKS]
@@ -99,7 +99,7 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_problems(folder)
     make_starter.write_configs(folder / "starter")
-    model = train(folder, chat.Tokenizer(folder / "starter"))
+    model = train(folder, Tokenizer(folder / "starter"))
     save_hf(model, folder / "starter", folder / "starter", dtype=torch.bfloat16)
 
 

@@ -1,0 +1,1 @@
+"""Hugging Face's formats: a model folder's config, weights, tokenizer and chat template."""

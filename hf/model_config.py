@@ -1,0 +1,211 @@
+"""What a model computes, read from its config.json; refused where `model.Decoder` would compute something else. And
+where its weights are: the safetensors files of its folder, each of them whole.
+
+Torch-free, so that `grpo.py --check` finds an unsupported model in a second. Used by model.py, and by data.py for that.
+"""
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from config import ConfigError, DataError
+from hf.files import read_json
+
+# Fields of config.json that change the computation, each with the values that `Decoder` is written for.
+SUPPORTED_VALUES = {
+    "model_type": ("llama", "qwen2", "qwen3"),
+    "hidden_act": ("silu",),
+    "rope_type": ("default", "llama3"),
+    "partial_rotary_factor": (None, 1),
+    "attention_dropout": (None, 0),
+    "mlp_bias": (None, False),
+    "use_sliding_window": (None, False),
+    "is_causal": (None, True),
+    "attention_bias": (None, False, True),
+    "tie_word_embeddings": (None, False, True),
+    "quantization_config": (None,),
+    "attention_multiplier": (None,),
+    "embedding_multiplier": (None,),
+    "residual_multiplier": (None,),
+    "logits_scaling": (None,),
+}
+INTEGERS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+MORE_INTEGERS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings")
+NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "factor", "low_freq_factor", "high_freq_factor")
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3.1's stretching of the low rotary frequencies; fields as in config.json."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What the decoder computes, under HF's field names where there is one. Made by `from_hf`."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Llama3Rope | None  # None: plain RoPE
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+    initializer_range: float  # std of `init_weights`
+    max_position_embeddings: int | None  # tokens of a sequence; None: no limit
+
+    @classmethod
+    def from_hf(cls, hf: dict, source: str = "config.json") -> "ModelConfig":
+        """Reads the dict of a config.json written by transformers 4 or 5; `source` names it in messages.
+
+        Raises ConfigError, naming the field and what is supported, if a field is missing, is not the number it should
+        be, or has a value under which the model's authors compute something that `Decoder` does not.
+        """
+        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}  # transformers 5 or 4
+        if not isinstance(rope, dict):
+            raise ConfigError(f"{source}: rope_parameters or rope_scaling: expected a mapping, got {rope!r}")
+        hf = {**hf, **rope, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
+        for field, supported in SUPPORTED_VALUES.items():
+            if hf.get(field) not in supported:
+                names = ", ".join("absent" if value is None else repr(value) for value in supported)
+                raise ConfigError(f"{source}: {field}={hf.get(field)!r} is not supported; supported: {names}")
+        layer_types = hf.get("layer_types") or []
+        if not isinstance(layer_types, list):
+            raise ConfigError(f"{source}: layer_types: expected a list, got {layer_types!r}")
+        if any(kind != "full_attention" for kind in layer_types):
+            raise ConfigError(f"{source}: layer_types other than 'full_attention' are not supported")
+        llama3 = Llama3Rope.__dataclass_fields__ if hf["rope_type"] == "llama3" else ()
+        missing = [field for field in (*INTEGERS, "rms_norm_eps", *llama3) if hf.get(field) is None]
+        if missing:
+            raise ConfigError(f"{source}: {', '.join(missing)} missing")
+        _check_numbers(hf, source)
+        is_qwen2, attention_bias = hf["model_type"] == "qwen2", bool(hf.get("attention_bias"))
+        heads = hf["num_attention_heads"]
+        kv_heads, head_dim = hf.get("num_key_value_heads") or heads, hf.get("head_dim") or hf["hidden_size"] // heads
+        if heads % kv_heads:
+            raise ConfigError(f"{source}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
+        if head_dim < 2 or head_dim % 2:
+            raise ConfigError(f"{source}: head_dim={head_dim}: not even (absent: hidden_size / num_attention_heads)")
+        return cls(
+            **{field: hf[field] for field in INTEGERS},
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=hf["rms_norm_eps"],
+            rope_theta=hf.get("rope_theta") or 10_000.0,  # transformers' default for all three
+            rope_scaling=Llama3Rope(**{field: hf[field] for field in llama3}) if llama3 else None,
+            tie_word_embeddings=bool(hf.get("tie_word_embeddings")),
+            qkv_bias=is_qwen2 or attention_bias,  # Qwen2 always has them, and never a bias on o_proj
+            o_bias=attention_bias and not is_qwen2,
+            qk_norm=hf["model_type"] == "qwen3",
+            initializer_range=hf.get("initializer_range") or 0.02,
+            max_position_embeddings=hf.get("max_position_embeddings"),
+        )
+
+
+def _check_numbers(hf: dict, source: str) -> None:
+    """Every size and number that is there is of its type, finite and above 0; bool is no number."""
+    for fields, types, kind in ((INTEGERS + MORE_INTEGERS, int, "whole number"), (NUMBERS, int | float, "number")):
+        for field in fields:
+            value = hf.get(field)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, types) or not 0 < value < math.inf:
+                raise ConfigError(f"{source}: {field}={value!r} is not a {kind} above 0")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """model.safetensors, or the files that its index names. ConfigError unless each is there and, by its header, whole.
+
+    Which tensors they hold is not looked at: `model.load_weights` does.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    files = [single]
+    if not single.is_file():
+        try:
+            files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except FileNotFoundError as error:
+            adapter = any(folder.glob("adapter_model.*"))
+            why = "merge the adapter into its model" if adapter else "other formats are not read: they can run code"
+            raise ConfigError(f"{folder}: no {single.name} nor {index.name} ({why})") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"{index}: no 'weight_map' of name to file is readable ({error!r})") from error
+    for file in files:
+        problem = _safetensors_problem(file)
+        if problem:
+            raise ConfigError(f"{file}: not a readable safetensors file ({problem}); fetch it again")
+    return files
+
+
+def stored_shape(folder: Path, name: str) -> list[int] | None:
+    """Shape of a weight by the headers of the folder's `weight_files`; None where they do not have it."""
+    for file in weight_files(folder):
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        if name in header:
+            return header[name]["shape"]
+    return None
+
+
+def _safetensors_problem(path: Path) -> str | None:
+    """What contradicts the format: 8 bytes little-endian length of the header, the header in JSON, the tensors."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            start = 8 + int.from_bytes(file.read(8), "little")
+            if not 8 < start <= size:
+                return f"its {size:,} bytes do not hold its header"
+            header = json.loads(file.read(start - 8))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        expected = start + max(ends, default=0)
+    except OSError as error:
+        return error.strerror
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        return f"its header: {error!r}"
+    return None if size == expected else f"{size:,} bytes, by its header {expected:,}"
+
+
+def resolve_model_folder(name: str, key: str = "policy.model_name") -> Path:
+    """A local HF folder, or a hub name (`org/model`), the value of config key `key`, -> a checked local folder. Raises
+    DataError."""
+    folder = Path(name)
+    # os.path: unlike Path's, these say no to a name that is too long for the file system
+    if not os.path.exists(folder) and name.count("/") == 1 and not name.startswith((".", "/")):
+        folder = _download(name, key)
+    if not os.path.isdir(folder):
+        raise DataError(f"{key}: no folder '{name}' (give a Hugging Face folder or a hub name org/model)")
+    read_model_config(folder)
+    weight_files(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise DataError(f"{folder}: no tokenizer.json (save the tokenizer in its 'fast' format)")
+    return folder
+
+
+def _download(name: str, key: str) -> Path:
+    import huggingface_hub  # on demand: a local folder needs no network library
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise DataError(
+            f"{key}: '{name}' is no local folder and could not be fetched from the hub "
+            f"({type(error).__name__}); without network, download it elsewhere and give the folder's path"
+        ) from error
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """The folder's config.json. ConfigError where the model is not supported."""
+    return ModelConfig.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))

@@ -1,0 +1,1 @@
+"""What operates a run: config files and checks, set-up, checkpoints, logs."""

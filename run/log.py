@@ -1,0 +1,175 @@
+"""Numbers of a step: reduced over micro-batches and ranks, then written for people and programs.
+
+Owns the reduction rule and the files metrics.jsonl, samples.jsonl and the TensorBoard events, and the console line.
+Reduction rule (that of `loss.policy_loss`): a pair (sum, count) adds up on both sides and is divided once, at the very
+end; a name ending in `_min` or `_max` takes the extremum; any other scalar adds up. Never a mean of means (trl#6380).
+Values are logged raw: a NaN stays visible.
+"""
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from config import CheckpointingConfig
+from data import Sample
+from hf.tokenizer import Tokenizer
+
+_TIMERS = {"prepare_for_generation": "prepare_for_generation/total"}  # NeMo RL's name
+
+
+class RunLog:
+    """Files of a run folder and the console, written by rank 0 only."""
+
+    def __init__(self, folder: Path, *, tensorboard: bool, first_step: int, num_steps: int, max_samples: int):
+        self.folder, self.num_steps, self.max_samples = folder, num_steps, max_samples
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            _drop_from(folder / name, first_step)
+        self.metrics_file = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self.samples_file = (folder / "samples.jsonl").open("a", encoding="utf-8", buffering=1)
+        events = str(folder / "tensorboard")
+        self.tensorboard = SummaryWriter(events, purge_step=first_step) if tensorboard else None
+        self.start, self.first_step = time.perf_counter(), first_step
+        self.tokens_per_sec: list[float] = []
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """One object of metrics.jsonl and the same numbers to TensorBoard."""
+        self.metrics_file.write(json.dumps({"step": step, **values}) + "\n")
+        if self.tensorboard:
+            for name, value in values.items():
+                self.tensorboard.add_scalar(name, value, step)
+
+    def samples(
+        self, step: int, kind: str, samples: Sequence[Sample], tokenizer: Tokenizer, num_print: int = 0
+    ) -> None:
+        """The first conversations to samples.jsonl, `num_print` of them to the console."""
+        for i, sample in enumerate(samples[: max(self.max_samples, num_print)]):
+            prompt, reply = (
+                tokenizer.backend.decode(list(ids), skip_special_tokens=False)
+                for ids in (sample.prompt_ids, sample.output_ids)
+            )
+            record = dict(
+                step=step,
+                kind=kind,
+                row_id=sample.row_id,
+                index=sample.index,
+                prompt=prompt,
+                reply=reply,
+                reward=sample.reward,
+                unshaped_reward=sample.unshaped_reward,
+                outcome=sample.outcome,
+                finish_reason=sample.finish_reason,
+                weight_version=sample.weight_version,
+                num_tokens=sample.num_tokens,
+            )
+            if i < self.max_samples:
+                self.samples_file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            if i < num_print:
+                print(f"    [{kind}] {prompt!r} -> {reply!r}  {sample.outcome}, reward {sample.reward:g}", flush=True)
+
+    def step(self, step: int, train: dict[str, float], seconds: dict[str, float], world_size: int) -> None:
+        """A training step: its object in metrics.jsonl and its one readable line."""
+        total = seconds["total_step_time"]
+        tokens_per_sec = train["total_num_tokens"] / total
+        values = {f"train/{name}": value for name, value in train.items()}
+        values |= {f"timing/train/{_TIMERS.get(name, name)}": value for name, value in seconds.items()}
+        values["performance/tokens_per_sec"] = tokens_per_sec
+        values["performance/tokens_per_sec_per_gpu"] = tokens_per_sec / world_size
+        values["performance/samples_per_sec"] = train["global_valid_seqs"] / total
+        values["performance/samples_per_sec_per_gpu"] = train["global_valid_seqs"] / total / world_size
+        values["timing/train/valid_tokens_per_sec_per_gpu"] = train["global_valid_toks"] / total / world_size
+        values["performance/policy_training_tokens_per_sec_per_gpu"] = (
+            train["total_num_tokens"] / seconds["policy_training"] / world_size
+        )
+        values["performance/generation_tokens_per_sec_per_gpu"] = (
+            train["total_gen_tokens"] / seconds["generation"] / world_size
+        )
+        self.metrics(step, values)
+        self.tokens_per_sec.append(tokens_per_sec)
+        eta = (time.perf_counter() - self.start) / (step - self.first_step + 1) * (self.num_steps - step)
+        short = {"generation": "gen", "data_processing": "data", "policy_training": "train"}
+        short["prepare_for_generation"] = "sync"
+        phases = " ".join(f"{label} {seconds[name]:.2f}" for name, label in short.items())
+        print(
+            f"step {step}/{self.num_steps} | reward {train['reward']:.3f} acc {train['accuracy']:.3f} | "
+            f"loss {train['loss']:+.4f} grad {train['grad_norm']:.3f} | "
+            f"logp gap {train['logp_gap_mean']:.0e} max {train['logp_gap_max']:.0e} | "
+            f"{tokens_per_sec:,.0f} tok/s | {total:.2f}s ({phases}) | ETA {int(eta) // 60}m{int(eta) % 60:02d}s",
+            flush=True,
+        )
+
+    def validation(self, step: int, values: dict[str, float]) -> None:
+        """A validation: an object of its own in metrics.jsonl, and a line."""
+        self.metrics(step, values)
+        accuracies = [f"{label} {value:.3f}" for label, value in _accuracies(values).items()]
+        seconds = f"{values['timing/validation/total_validation_time']:.1f}s"
+        print(" | ".join([f"validation after step {step}", *accuracies, seconds]), flush=True)
+
+    def close(self, state: dict, seconds: float, checkpoints: Path, cfg: CheckpointingConfig) -> None:
+        """The table a run ends with."""
+        self.metrics_file.close()
+        self.samples_file.close()
+        if self.tensorboard:
+            self.tensorboard.close()
+        rows = []
+        first, last = _accuracies(state["first_validation"]), _accuracies(state["last_validation"])
+        for label in first | last or ("greedy", "sampled"):
+            known = [f"{values[label]:.3f}" if label in values else "not measured" for values in (first, last)]
+            rows.append((f"accuracy, {label}", " -> ".join(known)))
+        median = float(np.median(self.tokens_per_sec)) if self.tokens_per_sec else float("nan")
+        rows += [
+            ("steps", f"{state['step']} ({len(self.tokens_per_sec)} of them in this process)"),
+            ("seconds of training", f"{seconds:.0f} (validations and checkpoints included)"),
+            ("tokens/s, median step", f"{median:,.0f}"),
+            ("checkpoints", str(checkpoints) if cfg.enabled else "none (checkpointing.enabled=false)"),
+            ("model, HF format", str(self.folder / "hf_model") if cfg.save_hf_at_end else "none"),
+            ("metrics, samples", f"{self.folder / 'metrics.jsonl'}, {self.folder / 'samples.jsonl'}"),
+            ("TensorBoard", f"tensorboard --logdir {self.folder}" if self.tensorboard else "none"),
+        ]
+        width = max(len(name) for name, _ in rows)
+        print("\n" + "\n".join(f"{name:<{width}}  {value}" for name, value in rows) + "\n", flush=True)
+
+
+def _accuracies(values: dict[str, float]) -> dict[str, float]:
+    """Mode -> accuracy; where there are several sets, "<set> <mode>"."""
+    start, end = "validation/", "/accuracy"
+    found = {name: value for name, value in values.items() if name.startswith(start) and name.endswith(end)}
+    return {name[len(start) : -len(end)].replace("/", " "): value for name, value in found.items()}
+
+
+def _drop_from(file: Path, first_step: int) -> None:
+    """Removes what a run wrote after the checkpoint it is now resumed from (a last line cut by a kill included)."""
+    if not file.exists():
+        return
+    lines = file.read_bytes().splitlines(keepends=True)  # bytes: text has other line ends too, and a cut can be no text
+    kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] < first_step]
+    file.write_bytes(b"".join(kept))
+
+
+class Timers:
+    """Seconds of each named phase since the last `take`. `enter` is told of each phase that begins: the watchdog."""
+
+    def __init__(self, enter: Callable[[str], None]):
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.enter = enter
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self.enter(name)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # a phase ends when its kernels have
+            self.seconds[name] += time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        taken, self.seconds = dict(self.seconds), defaultdict(float)
+        return taken

@@ -1,0 +1,143 @@
+"""Numbers of a step: of its samples, and reduced over micro-batches and ranks."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from data import Sample
+from envs import OUTCOMES
+
+Metric = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def accumulate(total: dict[str, Metric], new: dict[str, Metric]) -> None:
+    """Adds one micro-batch's metrics to `total`, in place, by the reduction rule; no device sync."""
+    for name, value in new.items():
+        if name not in total:
+            total[name] = value
+        elif isinstance(value, tuple):
+            total[name] = tuple(a + b for a, b in zip(total[name], value, strict=True))
+        elif name.endswith("_min"):
+            total[name] = torch.minimum(total[name], value)
+        elif name.endswith("_max"):
+            total[name] = torch.maximum(total[name], value)
+        else:
+            total[name] = total[name] + value
+
+
+def reduce_over_ranks(total: dict[str, Metric], *, divide_sums_by: int = 1) -> dict[str, float]:
+    """The step's numbers, equal on every rank: a collective, with the same names on all ranks.
+
+    `divide_sums_by`: the number of optimizer steps that `total` was accumulated over: what is no pair and no extremum
+    becomes its mean over them.
+    """
+    names = list(total)
+    sums = [v for name in names for v in _sum_parts(name, total[name])]
+    summed = _over_ranks(sums, torch.sum)
+    lows = _over_ranks([total[n] for n in names if n.endswith("_min")], torch.amin)
+    highs = _over_ranks([total[n] for n in names if n.endswith("_max")], torch.amax)
+    reduced = {}
+    for name in names:
+        if isinstance(total[name], tuple):
+            value, count = next(summed), next(summed)
+            reduced[name] = value / count if count else float("nan")
+        elif name.endswith(("_min", "_max")):
+            reduced[name] = next(lows if name.endswith("_min") else highs)
+        else:
+            reduced[name] = next(summed) / divide_sums_by
+    return reduced
+
+
+def _sum_parts(name: str, value: Metric) -> tuple[torch.Tensor, ...]:
+    if isinstance(value, tuple):
+        return value
+    return () if name.endswith(("_min", "_max")) else (value,)
+
+
+def _over_ranks(values: list[torch.Tensor], combine: Callable) -> Iterator[float]:
+    """Gathered and then combined: the MIN and MAX of gloo's all_reduce lose a NaN of any rank but the first."""
+    if not values:
+        return iter(())
+    mine = torch.stack([torch.as_tensor(v).detach().double().cpu() for v in values])
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    return iter(combine(torch.stack(parts), 0).tolist())
+
+
+def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> dict[str, float]:
+    """Numbers of the samples of a step, all ranks': `generated`, of which dynamic sampling left `trained`.
+
+    Names are NeMo RL's where it has one. Means are over all generated samples: they show the policy, the kept ones only
+    the middle of the problems. Of `trained`: filtered_reward and total_num_tokens. zero_variance_fraction is of the
+    groups' rewards that the advantages see, unshaped_zero_variance_fraction of those before shaping.
+    """
+    tokens_B = np.array([s.num_gen_tokens for s in generated])
+    turns_B = np.array([s.num_turns for s in generated])
+    return {
+        "reward": _mean(s.reward for s in generated),
+        "filtered_reward": _mean(s.reward for s in trained),
+        "unshaped_reward": _mean(s.unshaped_reward for s in generated),
+        "accuracy": _mean(s.outcome == "ok" for s in generated),
+        **{f"outcome/{name}": _mean(s.outcome == name for s in generated) for name in OUTCOMES[1:]},
+        **_group_metrics(generated),
+        **_reward_by("env", generated, [s.env_name for s in generated]),
+        **_reward_by("dataset", generated, [s.dataset for s in generated]),
+        **_outcomes_by_env(generated),
+        **_reward_by("finish_reason", generated, [s.finish_reason for s in generated]),
+        **_reward_by("gen_tokens", generated, [_length_bucket(s.num_gen_tokens) for s in generated]),
+        "mean_prompt_length": _mean(len(s.prompt_ids) for s in generated),
+        "mean_gen_tokens_per_sample": float(tokens_B.mean()),
+        "min_gen_tokens_per_sample": int(tokens_B.min()),
+        "max_gen_tokens_per_sample": int(tokens_B.max()),
+        "mean_env_tokens_per_sample": _mean(s.num_env_tokens for s in generated),
+        "mean_total_tokens_per_sample": _mean(s.num_tokens for s in generated),
+        "total_gen_tokens": int(tokens_B.sum()),
+        "total_num_tokens": sum(s.num_tokens for s in trained),
+        "total_turns": int(turns_B.sum()),
+        "avg_turns_per_sample": float(turns_B.mean()),
+        "max_turns_per_sample": int(turns_B.max()),
+        "truncation_rate": _mean(s.finish_reason == "length" for s in generated),
+        "natural_termination_rate": _mean(s.finish_reason == "stop" for s in generated),
+        "max_turns_reached_rate": _mean(s.finish_reason == "max_turns" for s in generated),
+    }
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))
+
+
+def _group_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt, []).append(sample)
+    unshaped = [{s.unshaped_reward for s in group} for group in groups.values()]
+    return {
+        "zero_variance_fraction": _mean(len({s.reward for s in group}) == 1 for group in groups.values()),
+        "unshaped_zero_variance_fraction": _mean(len(rewards) == 1 for rewards in unshaped),
+    }
+
+
+def _reward_by(what: str, samples: Sequence[Sample], labels: Sequence[str]) -> dict[str, float]:
+    """Mean reward of the samples under each label; a label that no sample has this step is not there."""
+    by_label: dict[str, list[float]] = {}
+    for sample, label in zip(samples, labels, strict=True):
+        by_label.setdefault(label, []).append(sample.reward)
+    return {f"reward_by_{what}/{label}": _mean(rewards) for label, rewards in sorted(by_label.items()) if label}
+
+
+def _outcomes_by_env(samples: Sequence[Sample]) -> dict[str, float]:
+    """Of each environment: its samples, and the share of them with each outcome; `ok` is its accuracy."""
+    values: dict[str, float] = {}
+    for name in sorted({s.env_name for s in samples}):
+        outcomes = [s.outcome for s in samples if s.env_name == name]
+        values[f"num_samples_by_env/{name}"] = len(outcomes)
+        values |= {f"outcome_by_env/{name}/{known}": outcomes.count(known) / len(outcomes) for known in OUTCOMES}
+    return values
+
+
+def _length_bucket(length: int) -> str:
+    """By powers of two: "000017-000032". Zeros in front keep the names in order."""
+    top = 1 << max(length - 1, 0).bit_length()
+    return f"{top // 2 + 1 if top > 1 else 0:06d}-{top:06d}"

@@ -1,0 +1,160 @@
+"""What a run reads, found and checked before torch is loaded: all that `grpo.py --check` answers for.
+
+Owns no format: config.py, rows.py, data.py, model_config.py and envs.py do. It calls them in the order in which a user
+would want to hear of mistakes.
+"""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import config
+import envs
+import graded_envs
+from dataset.mixing import Mixture
+from dataset.problems import Dataset, load_dataset
+from hf.model_config import ModelConfig, read_model_config, resolve_model_folder, stored_shape
+from hf.tokenizer import Tokenizer
+from run import resume
+from run.config_check import check_writable
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run reads: found, parsed and checked, without torch. validation: name -> set, in the config's order."""
+
+    model_folder: Path
+    tokenizer: Tokenizer
+    train: Mixture
+    validation: dict[str, Dataset]
+    environments: dict[str, envs.Environment]
+    reward_model: tuple[Path, Tokenizer] | None = None  # where an environment asks for one
+
+
+def read_inputs(cfg: config.Config, *, to_train: bool = True) -> Inputs:
+    """Model folder, tokenizer, datasets and environments of the config. ConfigError for whatever is wrong with them.
+
+    Not `to_train`: the run in `checkpointing.resume_from` is only scored, and there may be no step to train.
+    """
+    check_writable("logger.log_dir", cfg.logger.log_dir)
+    if cfg.checkpointing.checkpoint_dir:
+        check_writable("checkpointing.checkpoint_dir", cfg.checkpointing.checkpoint_dir)
+    if cfg.checkpointing.resume_from:
+        resume.check_resumable(cfg, to_train)
+    folder = resolve_model_folder(cfg.policy.model_name)
+    template = cfg.policy.tokenizer
+    tokenizer = Tokenizer(folder, template.chat_template, template.chat_template_kwargs)
+    check_fits(cfg, folder, read_model_config(folder), tokenizer)
+    environments: dict[str, envs.Environment] = {}
+    train, validation = read_datasets(cfg, tokenizer, environments)
+    num_rows = train.num_rows
+    if to_train and num_steps_of(cfg, num_rows) == 0:
+        spare = f" x grpo.batch_multiplier={cfg.grpo.batch_multiplier:g}" if cfg.grpo.batch_multiplier != 1 else ""
+        raise config.ConfigError(
+            f"nothing to train: {num_rows} prompts x grpo.max_num_epochs={cfg.grpo.max_num_epochs} are fewer than "
+            f"grpo.num_prompts_per_step={cfg.grpo.num_prompts_per_step}{spare}"
+        )
+    reward_model = read_reward_model(cfg.env.reward_model) if "reward_model" in environments else None
+    return Inputs(folder, tokenizer, train, validation, environments, reward_model)
+
+
+def read_datasets(
+    cfg: config.Config, tokenizer: Tokenizer, environments: dict[str, envs.Environment]
+) -> tuple[Mixture, dict[str, Dataset]]:
+    """(training sets, validation sets); makes each environment that a row asks for, which looks at their answers."""
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    def check(env_name: str, answers: list[tuple[str, str, dict]]) -> None:
+        if env_name not in environments:
+            environments[env_name] = graded_envs.make_environment(env_name, cfg.env, num_ranks)
+        environments[env_name].check_answers(answers)
+
+    def read(section: config.DatasetConfig) -> tuple[Dataset, Dataset | None]:
+        return load_dataset(section, tokenizer, cfg.max_prompt_tokens, cfg.data.task_to_env, check)
+
+    train = [read(section) for section in cfg.data.train]
+    unsplit = [replace(section, split_validation_size=0) for section in cfg.data.validation]
+    held_out = [part for _, part in train if part] + [read(section)[0] for section in unsplit]
+    return Mixture([dataset for dataset, _ in train], cfg), {dataset.name: dataset for dataset in held_out}
+
+
+def check_fits(cfg: config.Config, folder: Path, model: ModelConfig, tokenizer: Tokenizer) -> None:
+    """ConfigError where config.json contradicts the tokenizer, or the run's config: vLLM would refuse either."""
+    total, limit = cfg.policy.max_total_sequence_length, model.max_position_embeddings
+    if limit is not None and total > limit:
+        raise config.ConfigError(
+            f"policy.max_total_sequence_length={total} is more than the model's max_position_embeddings={limit} "
+            f"({folder / 'config.json'}): use {limit} or less"
+        )
+    check_vocabulary(folder, model, tokenizer)
+    tensor = cfg.policy.generation.vllm_cfg.tensor_parallel_size
+    sizes = {"num_attention_heads": model.num_attention_heads, "intermediate_size": model.intermediate_size}
+    if tensor < model.num_key_value_heads or tensor % model.num_key_value_heads:  # else each rank has a copy of one
+        sizes["num_key_value_heads"] = model.num_key_value_heads
+    for name, size in sizes.items():
+        if size % tensor:
+            raise config.ConfigError(
+                f"policy.generation.vllm_cfg.tensor_parallel_size={tensor} does not divide the model's {name}={size} "
+                f"({folder / 'config.json'})"
+            )
+
+
+def check_vocabulary(folder: Path, model: ModelConfig, tokenizer: Tokenizer) -> None:
+    """ConfigError where the tokenizer has ids that the model has no embedding for."""
+    if tokenizer.vocab_size > model.vocab_size:
+        raise config.ConfigError(
+            f"{folder}: tokenizer.json has ids up to {tokenizer.vocab_size - 1}, config.json vocab_size="
+            f"{model.vocab_size}: tokens without an embedding; resize the model's embeddings, or use its own tokenizer"
+        )
+
+
+def read_reward_model(cfg: config.RewardModelConfig) -> tuple[Path, Tokenizer]:
+    """Folder and tokenizer of the reward model. ConfigError where it is none, or does not fit the config."""
+    key = "env.reward_model.model_name"
+    if cfg.model_name is None:
+        raise config.ConfigError(f"{key} is not set: env_name 'reward_model' scores with it")
+    folder = resolve_model_folder(cfg.model_name, key)
+    model, shape = read_model_config(folder), stored_shape(folder, "score.weight")
+    if shape != [1, model.hidden_size]:
+        found = f"score.weight of shape {shape}" if shape else "no score.weight"
+        raise config.ConfigError(
+            f"{key}: {folder} has {found}: give a Qwen2-, Qwen3- or LlamaForSequenceClassification with one label, "
+            f"whose score.weight is [1, {model.hidden_size}]"
+        )
+    limit = model.max_position_embeddings
+    if limit is not None and cfg.max_model_len > limit:
+        raise config.ConfigError(
+            f"env.reward_model.max_model_len={cfg.max_model_len} is more than its max_position_embeddings={limit} "
+            f"({folder / 'config.json'}): use {limit} or less"
+        )
+    tokenizer = Tokenizer(folder)
+    check_vocabulary(folder, model, tokenizer)
+    try:
+        messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+        tokenizer.render(messages, add_generation_prompt=False)
+    except Exception as error:  # a template is a program
+        raise config.ConfigError(f"{key}: the chat template of {folder} refuses a conversation ({error!r})") from error
+    return folder, tokenizer
+
+
+def num_steps_of(cfg: config.Config, num_rows: int) -> int:
+    """Steps of the run; dynamic sampling may draw more than one batch for a step, so fewer then."""
+    return min(cfg.grpo.max_num_steps, cfg.grpo.max_num_epochs * num_rows // cfg.grpo.prompts_per_batch)
+
+
+def check(cfg: config.Config) -> str:
+    """Everything that can be wrong before torch is loaded; a summary when nothing is."""
+    inputs = read_inputs(cfg)
+    for environment in inputs.environments.values():
+        environment.close()
+    lines = [f"model      {inputs.model_folder} (vocabulary {inputs.tokenizer.vocab_size:,})"]
+    sets = [("train", found) for found in inputs.train.datasets.values()]
+    for name, dataset in [*sets, *(("validation", found) for found in inputs.validation.values())]:
+        long = f", {dataset.num_too_long} left out: over {cfg.max_prompt_tokens} tokens" if dataset.num_too_long else ""
+        left = f", {dataset.num_left_out} left out by min_reward or processor" if dataset.num_left_out else ""
+        lines.append(f"{name:10} {dataset.path}: {len(dataset.rows):,} prompts{long}{left}")
+    steps, grpo = num_steps_of(cfg, inputs.train.num_rows), cfg.grpo
+    lines.append(
+        f"steps      {steps:,} of {grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} samples"
+    )
+    return "\n".join(lines)

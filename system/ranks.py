@@ -1,0 +1,109 @@
+"""The ranks of a run: who this process is among them, and the collectives that carry objects and flags."""
+
+import os
+import random
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # longer than any rollout: ranks wait for the slowest one's samples
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Where this process stands. A tensor-parallel group is `tp_size` consecutive ranks sharing one engine; there are
+    `dp_size` groups, and this rank belongs to number `dp_rank`. FSDP shards over all ranks."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    tp_size: int
+    engine_group: dist.ProcessGroup | None = None  # the ranks of this one's engine; None where it is alone
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.tp_size
+
+    @property
+    def dp_size(self) -> int:
+        return self.world_size // self.tp_size
+
+    def print_rank0(self, text: str) -> None:
+        """A line for the user: rank 0's."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+    @property
+    def leads_engine(self) -> bool:
+        """Ranks of a group hold the same samples: the first one reports them."""
+        return self.rank % self.tp_size == 0
+
+    def any_rank_of_engine(self, told: Callable[[], bool]) -> bool:
+        """Whether any rank of this one's engine is `told`: all of them answer alike, and must ask at the same time."""
+        return told() if self.engine_group is None else any_rank(told(), self.engine_group)
+
+    def broadcast_from_tp_leader(self, compute: Callable[[], T]) -> T:
+        """What `compute` gives on the rank that leads this one's engine, on all ranks of the engine."""
+        found = [compute() if self.leads_engine else None]
+        if self.engine_group is not None:
+            dist.broadcast_object_list(found, src=self.dp_rank * self.tp_size, group=self.engine_group)
+        return found[0]
+
+
+def start_process_group(tp_size: int) -> tuple[Ranks, torch.device]:
+    """Joins the process group torchrun laid out (RANK, WORLD_SIZE, ...; a lone process needs none of them).
+
+    Objects and CPU tensors go over gloo, CUDA tensors over nccl. Threads per rank are OMP_NUM_THREADS: train.sh sets
+    it, and torchrun to 1. Ranks with more threads than their share of the cores are 30x slower (DESIGN 4).
+    """
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ["MASTER_PORT"] = str(_free_port())
+    ranks = Ranks(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), tp_size)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", ranks.local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device if cuda else None)
+    if tp_size > 1:
+        group, _ = dist.new_subgroups(tp_size, timeout=COLLECTIVE_TIMEOUT, backend="gloo")
+        ranks = replace(ranks, engine_group=group)
+    return ranks, device
+
+
+def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether any rank (of the group) has the flag: a collective of these ranks."""
+    flags = torch.tensor([flag], dtype=torch.int32)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    return bool(flags.item())
+
+
+def broadcast_from_rank0(value: T) -> T:
+    """Rank 0's `value`, on all ranks."""
+    shared = [value]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds the global generators. Nothing of ours draws from them (vLLM reseeds them); this is for users' code."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+# ------------------------------------------------------------------------------------------------------- run folder

@@ -1,0 +1,116 @@
+"""Ends a run that hangs, and says where: a thread in each rank watches its phases and the other ranks.
+
+Owns the limit of each phase, the stacks of all ranks, and what is told when a rank dies. Ranks that wait for one that
+is stuck or gone would wait for the collective's timeout, on CUDA in a kernel that no signal interrupts. Nothing here is
+a collective: it has to work when those do not.
+"""
+
+import faulthandler
+import os
+import signal
+import socket
+import statistics
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections import defaultdict
+from pathlib import Path
+
+import torch.distributed as dist
+
+from system.exits import EXIT_CRASH, EXIT_HUNG, write_exit_file
+from system.ranks import Ranks
+
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+POLL_SECONDS = 1.0
+GRACE_SECONDS = 5.0  # for the other ranks' stacks, or for a lost peer's own word on why it ended
+
+
+class Watchdog:
+    """Watches this rank from `start` to `stop`; `enter` says what it does. Made by all ranks together."""
+
+    def __init__(self, ranks: Ranks, run_folder: Path, *, factor: float, min_seconds: float, first_seconds: float):
+        """A phase may take `factor` times the median of those of its name, but not less than `min_seconds`; the first
+        one of a name `first_seconds`: it may compile, or capture graphs."""
+        self.ranks, self.run_folder, self.folder = ranks, run_folder, run_folder / "stacks"
+        self.factor, self.min_seconds, self.first_seconds = factor, min_seconds, first_seconds
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.main = threading.get_ident()
+        self.step, self.phase, self.since = 0, "start", time.monotonic()
+        peers: list = [None] * ranks.world_size
+        dist.all_gather_object(peers, (socket.gethostname(), os.getpid()))
+        here = peers[ranks.rank][0]
+        self.peers = {rank: pid for rank, (host, pid) in enumerate(peers) if host == here and rank != ranks.rank}
+        self.stopped = threading.Event()
+        faulthandler.register(signal.SIGUSR2, all_threads=True)  # by hand: kill -USR2 <pid of a rank>
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """This rank now begins `phase`; the one before has ended well."""
+        now = time.monotonic()
+        self.seconds[self.phase] = [*self.seconds[self.phase], now - self.since][-50:]
+        self.step, self.phase, self.since = self.step if step is None else step, phase, now
+        # Where the thread below cannot run, because C code keeps the interpreter's lock: a thread without Python.
+        faulthandler.dump_traceback_later(self.limit() + 6 * GRACE_SECONDS, exit=True)
+
+    def limit(self) -> float:
+        past = self.seconds.get(self.phase)
+        return max(self.min_seconds, self.factor * statistics.median(past)) if past else self.first_seconds
+
+    def stop(self) -> None:
+        """Before this rank leaves: its end is no death."""
+        self.stopped.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        while not self.stopped.wait(POLL_SECONDS):
+            if time.monotonic() - self.since > self.limit() or self.folder.exists():
+                self._end_hung()
+            for rank, pid in self.peers.items():
+                if not _alive(pid) and not self.stopped.wait(GRACE_SECONDS):
+                    self._leave(EXIT_CRASH, f"crashed: rank {rank} (process {pid}) is gone")
+
+    def _end_hung(self) -> None:
+        self.folder.mkdir(exist_ok=True)  # which makes the other ranks dump theirs too
+        frames = sys._current_frames()
+        own = frames.pop(self.main)
+        texts = [self._where(own), "".join(traceback.format_stack(own))]
+        texts += ["another thread:\n" + "".join(traceback.format_stack(frame)) for frame in frames.values()]
+        (self.folder / f"rank_{self.ranks.rank:05d}.tmp").write_text("\n".join(texts))
+        os.rename(self.folder / f"rank_{self.ranks.rank:05d}.tmp", self.folder / f"rank_{self.ranks.rank:05d}.txt")
+        end = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < end and len(list(self.folder.glob("*.txt"))) < self.ranks.world_size:
+            time.sleep(0.1)
+        lines = {int(f.stem[5:]): f.read_text().splitlines()[0] for f in sorted(self.folder.glob("*.txt"))}
+        lines |= {rank: f"rank {rank}: does not answer" for rank in range(self.ranks.world_size) if rank not in lines}
+        stuck = [rank for rank in sorted(lines) if "waits for other ranks" not in lines[rank]]
+        who = f"rank {', '.join(map(str, stuck))} did not come" if stuck else "all ranks wait for each other"
+        told = "; ".join(lines[rank] for rank in stuck or sorted(lines))
+        self._leave(EXIT_HUNG, f"hung: {who}; {told}; stacks of all ranks: {self.folder}")
+
+    def _where(self, frame) -> str:
+        """One line: what this rank does, since when, and at which line of which file."""
+        stack = traceback.extract_stack(frame)
+        waits = any("torch/distributed" in entry.filename for entry in stack)
+        ours = [entry for entry in stack if not entry.filename.startswith(LIBRARIES)]
+        last = ours[-1] if ours else stack[-1]
+        doing = "waits for other ranks in" if waits else "is at"
+        return (
+            f"rank {self.ranks.rank}: step {self.step}, {self.phase}, {time.monotonic() - self.since:.0f} s (limit "
+            f"{self.limit():.0f} s), {doing} {Path(last.filename).name}:{last.lineno} {last.name}: {last.line}"
+        )
+
+    def _leave(self, code: int, reason: str) -> None:
+        if write_exit_file(code, reason, self.run_folder):
+            print(reason, file=sys.stderr, flush=True)
+        os._exit(code)
+
+
+def _alive(pid: int) -> bool:
+    """Not for a zombie either: its parent may be slow to notice."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,279 @@
+"""`grpo.py --check`, as a user starts it: every mistake is exit code 2, one message that names it, and no file made."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+import config
+from run import config_file
+from run.config_check import check_writable
+from run.preflight import read_inputs
+
+ROOT = Path(__file__).resolve().parents[2]
+STARTER = ROOT / "examples/arithmetic/starter"
+CONFIG = f"""
+grpo: {{num_prompts_per_step: 4, max_num_steps: 5, val_period: 0}}
+policy:
+  model_name: {STARTER}
+  max_total_sequence_length: 32
+  generation: {{max_new_tokens: 8}}
+data:
+  train: {{data_path: train.jsonl, output_key: answer}}
+"""
+
+
+@pytest.fixture
+def work(tmp_path):
+    """A working directory with a config, a data file and a copy of the starter to spoil."""
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    write_rows(tmp_path / "train.jsonl", range(10, 20))
+    shutil.copytree(STARTER, tmp_path / "model")
+    return tmp_path
+
+
+def write_rows(file, numbers):
+    file.write_text("".join(json.dumps({"input": f"{n}+1=", "answer": n + 1}) + "\n" for n in numbers))
+
+
+def check(work, *words, **env):
+    """(exit code, stdout, stderr) of the check; that it made and changed no file is asserted here."""
+
+    def tree():
+        return {path: path.is_file() and path.read_bytes() for path in work.rglob("*")}
+
+    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GRPO_EXIT_FILE")
+    env = {name: value for name, value in os.environ.items() if name not in unset} | env
+    env |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONWARNINGS": "default"}
+    before = tree()
+    command = [sys.executable, str(ROOT / "grpo.py"), *words]
+    run = subprocess.run(command, cwd=work, env=env, capture_output=True, text=True, timeout=60)
+    assert tree() == before
+    return run.returncode, run.stdout, run.stderr
+
+
+def refused(work, *words, **env):
+    """The message, of which there is exactly one."""
+    code, out, err = check(work, "--check", *words, **env)
+    assert (code, out) == (2, "") and err.startswith("error: ") and err.count("error: ") == 1, (code, out, err)
+    assert err.count("\n") == 1 and "Traceback" not in err, err
+    return err.removeprefix("error: ").rstrip("\n")
+
+
+def test_good_config_is_summed_up(work):
+    write_rows(work / "held.jsonl", range(3))
+    words = ["run.yaml", "data.validation.data_path=held.jsonl", "data.validation.output_key=answer"]
+    code, out, err = check(work, "--check", *words, WORLD_SIZE="2")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        f"model      {STARTER} (vocabulary 262)",
+        "train      train.jsonl: 10 prompts",
+        "validation held.jsonl: 3 prompts",
+        "steps      2 of 4 prompts x 16 samples",
+    ]
+
+
+def test_some_prompts_too_long_are_counted(work):
+    write_rows(work / "train.jsonl", [*range(10, 16), 10**30, 10**31])  # 8 ids with the template's 3; 37 and 38
+    code, out, err = check(work, "--check", "run.yaml")
+    assert (code, err) == (0, "")
+    assert "train      train.jsonl: 6 prompts, 2 left out: over 24 tokens\n" in out
+    assert "steps      1 of 4 prompts x 16 samples\n" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["absent.yaml"], "absent.yaml: No such file or directory; yaml files there: run.yaml"),
+        (
+            ["run.yaml", "grpo.num_prompt_per_step=4"],
+            "unknown key 'grpo.num_prompt_per_step'. Did you mean 'grpo.num_prompts_per_step'?",
+        ),
+        (["run.yaml", "grpo.seed=many"], "grpo.seed: expected int, got 'many' (str); the default is 42"),
+        (["run.yaml", "grpo.num_generations_per_prompt=1"], "grpo.num_generations_per_prompt=1: must be >= 2"),
+        (
+            ["run.yaml", "policy.sequence_packing.train_mb_tokens=31"],
+            "policy.sequence_packing.train_mb_tokens=31 is less than policy.max_total_sequence_length=32: use 32",
+        ),
+        (["run.yaml", "data.train.data_path=absent.jsonl"], "absent.jsonl: cannot be read (No such file or directory)"),
+        (["run.yaml", "data.train.data_path=null"], "data.train.data_path is not set"),
+        (["run.yaml", "grpo.val_period=1"], "data.validation.data_path is not set"),
+        (["run.yaml", "data.train.output_key=output"], "train.jsonl:1: no key 'output'; keys: input, answer"),
+        (["run.yaml", "data.train.env_name=exakt"], "env_name 'exakt' is unknown; known: exact"),
+        (["run.yaml", "data.train.output_key=input"], "train.jsonl:1: answer '10+1=' is not one plain number"),
+        (
+            ["run.yaml", "data.max_input_seq_length=7"],
+            "train.jsonl: no usable row: all 10 prompts are longer than 7 tokens",
+        ),
+        (
+            ["run.yaml", "grpo.num_prompts_per_step=11"],
+            "nothing to train: 10 prompts x grpo.max_num_epochs=1 are fewer than grpo.num_prompts_per_step=11",
+        ),
+        (
+            [
+                *("run.yaml", "grpo.num_prompts_per_step=8"),
+                *("grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5"),
+            ],
+            "nothing to train: 10 prompts x grpo.max_num_epochs=1 are fewer than grpo.num_prompts_per_step=8 x "
+            "grpo.batch_multiplier=1.5",
+        ),
+        (
+            ["run.yaml", "policy.model_name=absent"],
+            "policy.model_name: no folder 'absent' (give a Hugging Face folder or a",
+        ),
+        (["run.yaml", "policy.model_name=train.jsonl"], "policy.model_name: no folder 'train.jsonl'"),
+        (["run.yaml", "policy.model_name=."], "config.json: cannot be read (No such file or directory)"),
+        (["run.yaml", "policy.model_name=my models/one"], "policy.model_name: 'my models/one' is no local folder"),
+        (["run.yaml", f"policy.model_name={'m' * 300}"], "policy.model_name: no folder 'mmm"),
+        (["run.yaml", f"policy.model_name=org/{'m' * 300}"], "is no local folder and could not be fetched from the"),
+        (["run.yaml", "logger.log_dir=train.jsonl/logs"], "train.jsonl is a file, not a folder"),
+        (["run.yaml", f"logger.log_dir=logs/{'l' * 256}"], "lll': a name in it is longer than 255 bytes"),
+        (["run.yaml", f"checkpointing.resume_from={'r' * 300}"], "checkpointing.resume_from: no folder 'rrr"),
+        (["run.yaml", "checkpointing.checkpoint_dir=run.yaml/a"], "checkpointing.checkpoint_dir=run.yaml/a: "),
+        (["run.yaml", "checkpointing.resume_from=logs/exp_001"], "checkpointing.resume_from: no folder 'logs/exp_001'"),
+        (
+            ["run.yaml", "checkpointing.resume_from=model"],
+            "checkpointing.resume_from=model: no whole checkpoint in model/checkpoints",
+        ),
+        ([], "usage: [torchrun --nproc_per_node=N] grpo.py [--check] CONFIG.yaml"),
+    ],
+)
+def test_mistake_in_config_or_paths(work, words, message):
+    assert message in refused(work, *words)
+
+
+def test_byte_0_in_a_path(work, monkeypatch):
+    monkeypatch.chdir(work)
+    for keys, message in {
+        "data: {train: {data_path: {}}}": "'a\\x00b': cannot be read (a byte 0 in the name)",
+        "data: {train: {prompt_file: {}}}": "cannot be read (embedded null byte)",
+        "policy: {model_name: {}}": "policy.model_name: no folder 'a",
+        "logger: {log_dir: {}}": "logger.log_dir='a\\x00b': a name in it is longer than 255 bytes, or has a byte 0",
+        "checkpointing: {checkpoint_dir: {}}": "checkpointing.checkpoint_dir='a\\x00b': a name in it",
+        "checkpointing: {resume_from: {}}": "checkpointing.resume_from: no folder 'a",
+    }.items():
+        Path("zero.yaml").write_text("defaults: run.yaml\n" + keys.replace("{}", r'"a\0b"') + "\n")
+        with pytest.raises(config.ConfigError) as error:
+            read_inputs(config_file.load("zero.yaml"))
+        assert message in str(error.value)
+
+
+def test_prompts_must_be_divisible_by_the_ranks(work):
+    message = refused(work, "run.yaml", WORLD_SIZE="3")
+    assert message.startswith(
+        "grpo.num_prompts_per_step=4 is not divisible by the 3 data-parallel groups (world size 3"
+    )
+    assert message.endswith("use 3 or 6")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "train.jsonl: no usable row: it is empty"),
+        ('{"input": "1+1=", "answer": 2}\n{"input": "1+2=", "answer"\n', "train.jsonl:2: not valid JSON"),
+        ('{"input": "1+1=", "answer": 2}\n\n[1]\n', "train.jsonl:3: expected a JSON object, got list"),
+    ],
+)
+def test_mistake_in_data(work, content, message):
+    (work / "train.jsonl").write_text(content)
+    assert refused(work, "run.yaml").startswith(message)
+
+
+def edit(name, **fields):
+    def spoil(folder):
+        content = json.loads((folder / name).read_text()) | fields
+        (folder / name).write_text(json.dumps(content))
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (edit("config.json", model_type="gpt2"), "config.json: model_type='gpt2' is not supported; supported: 'llama'"),
+        (edit("config.json", hidden_act="gelu"), "config.json: hidden_act='gelu' is not supported; supported: 'silu'"),
+        (edit("config.json", hidden_size=None), "config.json: hidden_size missing"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json: not valid JSON"),
+        (
+            lambda folder: (folder / "tokenizer.json").unlink(),
+            "model: no tokenizer.json (save the tokenizer in its 'fast'",
+        ),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer.json: not a usable tokenizer"),
+        (edit("tokenizer_config.json", chat_template="{% if %}"), "model: the chat template does not parse"),
+        (lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff"), "chat_template.jinja: cannot be read"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model: no model.safetensors nor model.safetensors.i"),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "adapter_model.safetensors"),
+            "(merge the adapter into its model)",
+        ),
+        (lambda folder: os.truncate(folder / "model.safetensors", 5000), "a readable safetensors file (5,000 bytes, b"),
+        (edit("config.json", max_position_embeddings=31), "max_total_sequence_length=32 is more than the model"),
+        (edit("config.json", vocab_size=261), "tokenizer.json has ids up to 261, config.json vocab_size=261"),
+        (edit("config.json", vocab_size="262"), "config.json: vocab_size='262' is not a whole number above 0"),
+        (edit("tokenizer_config.json", chat_template="{{ 1 // 0 }}"), "train.jsonl:1: the chat template refuses"),
+    ],
+)
+def test_mistake_in_the_model_folder(work, spoil, message):
+    spoil(work / "model")
+    assert message in refused(work, "run.yaml", "policy.model_name=model")
+
+
+@pytest.mark.parametrize("env", [{"HF_HUB_OFFLINE": "1"}, {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}])
+def test_hub_name_without_network(work, env, tmp_path_factory):
+    cache = str(tmp_path_factory.mktemp("cache"))
+    message = refused(work, "run.yaml", "policy.model_name=nobody/nothing", HF_HOME=cache, **env)
+    assert message.startswith(
+        "policy.model_name: 'nobody/nothing' is no local folder and could not be fetched from the hub"
+    )
+    assert message.endswith("download it elsewhere and give the folder's path")
+
+
+@pytest.mark.parametrize(("mode", "name"), [(0o000, "logs"), (0o000, "a/b/c"), (0o000, ""), (0o555, "logs")])
+def test_folder_without_permission(mode, name):
+    """In a forked child that is no longer root, for whom permissions do not count."""
+    with tempfile.TemporaryDirectory() as folder:  # tmp_path is in a folder that only its owner may search
+        os.chmod(folder, mode)
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                if os.getuid() == 0:
+                    os.setuid(65534)
+                check_writable("logger.log_dir", os.path.join(folder, name))
+                os.write(writer, b"writable")
+            except BaseException as error:
+                os.write(writer, f"{type(error).__name__}: {error}".encode())
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        message = os.read(reader, 10_000).decode()
+        os.close(reader), os.close(writer)
+    path = os.path.join(folder, name)
+    assert message == f"ConfigError: logger.log_dir={path}: no permission to write in {folder}"
+
+
+def test_check_imports_neither_torch_nor_vllm(work):
+    command = [sys.executable, "-X", "importtime", str(ROOT / "grpo.py"), "--check", "run.yaml"]
+    run = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    imported = {line.rsplit("|", 1)[1].strip().split(".")[0] for line in run.stderr.splitlines() if "|" in line}
+    assert {"tokenizers", "numpy", "yaml"} <= imported and not {"torch", "vllm", "transformers"} & imported
+
+
+def test_help_lists_every_key(work):
+    def keys(section, prefix=""):
+        for name, value in section.items():
+            value = asdict(config.DatasetConfig()) if name in ("train", "validation") else value  # lists of sections
+            is_section = isinstance(value, dict) and value  # an empty one is the value of a free key
+            yield from keys(value, f"{prefix}{name}.") if is_section else [prefix + name]
+
+    code, out, err = check(work, "--help")
+    assert (code, err) == (0, "") and out.startswith("usage: ")
+    listed = [line.split(":")[0] for line in out.splitlines()[1:] if line and not line.startswith(" ")]
+    assert listed == list(keys(asdict(config.Config())))

@@ -1,0 +1,93 @@
+"""The real command, 2 ranks on CPU: 6 steps == 3 steps + resume + 3 steps, to the bit."""
+
+import json
+import shutil
+
+import pytest
+from run_life import run_to_the_end
+from safetensors.torch import load_file
+from torch import equal
+
+
+@pytest.fixture(scope="module")
+def runs(unbroken, tmp_path_factory):
+    """(run folder of 6 steps, one that was cut back to step 3 and resumed, the two outputs)."""
+    work = tmp_path_factory.mktemp("resumed")
+    resumed = work / "logs" / "exp_001"
+    shutil.copytree(unbroken, resumed)
+    for step in (4, 5, 6):
+        shutil.rmtree(resumed / "checkpoints" / f"step_{step:06d}")  # as if it had been killed in step 4
+    shutil.rmtree(resumed / "hf_model")
+    with (resumed / "samples.jsonl").open("a") as file:
+        file.write('{"step": 6, "cut')  # by the kill
+    run_to_the_end(work, 6, resume=resumed)
+    return unbroken, resumed, *((f / "life_0.log").read_text() for f in (unbroken.parent.parent, work))
+
+
+def records(folder, name):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_resumed_run_samples_the_same_and_ends_with_the_same_bits(runs):
+    whole, resumed, _, output = runs
+    assert "step 4/6" in output and "step 3/6" not in output
+    assert records(whole, "samples.jsonl") == records(resumed, "samples.jsonl")  # prompts, sampled text, rewards
+    assert [r["step"] for r in records(resumed, "samples.jsonl")] == [s for s in range(1, 7) for _ in range(64)]
+    for rank in range(2):
+        one, other = (
+            load_file(f / "checkpoints" / "step_000006" / f"rank_0000{rank}.safetensors") for f in (whole, resumed)
+        )
+        assert one.keys() == other.keys() and all(equal(one[name], other[name]) for name in one)
+        assert any(name.startswith("exp_avg_sq.") and one[name].abs().max() > 0 for name in one)
+    meta = json.loads((resumed / "checkpoints" / "step_000006" / "meta.json").read_text())
+    assert meta["state"]["cursor"]["drawn"] == {"train": 36, "heldout": 12}  # 3 to 1
+    before = load_file(whole / "checkpoints" / "step_000003" / "rank_00000.safetensors")
+    name = "param.model.layers.0.mlp.up_proj.weight"
+    after = load_file(whole / "checkpoints" / "step_000006" / "rank_00000.safetensors")
+    assert not equal(before[name], after[name])  # or "equal" would say nothing
+
+
+def test_metrics_are_those_of_the_unbroken_run_but_for_time(runs):
+    whole, resumed, _, _ = runs
+    for one, other in zip(records(whole, "metrics.jsonl"), records(resumed, "metrics.jsonl"), strict=True):
+        numbers = {k: v for k, v in one.items() if not k.startswith(("timing/", "performance/"))}
+        assert numbers == {k: v for k, v in other.items() if not k.startswith(("timing/", "performance/"))}
+
+
+def test_sampler_and_trainer_agree_after_every_real_update(runs):
+    steps = records(runs[0], "metrics.jsonl")
+    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(r["train/grad_norm"] > 0 and r["train/logp_gap_max"] <= 1e-4 for r in steps), steps
+
+
+def test_exported_model_is_the_last_checkpoint_and_loads_in_transformers(runs):
+    from transformers import AutoModelForCausalLM
+
+    whole, resumed, _, _ = runs
+    exported = load_file(whole / "hf_model" / "model.safetensors")
+    assert all(
+        equal(tensor, load_file(resumed / "hf_model" / "model.safetensors")[name]) for name, tensor in exported.items()
+    )
+    shards = [load_file(whole / "checkpoints" / "step_000006" / f"rank_0000{rank}.safetensors") for rank in range(2)]
+    for name, tensor in exported.items():
+        rows = sum(len(shard[f"param.{name}"]) for shard in shards)
+        assert rows == len(tensor)
+        assert equal(tensor[: len(shards[0][f"param.{name}"])], shards[0][f"param.{name}"])
+    loaded = AutoModelForCausalLM.from_pretrained(whole / "hf_model", dtype="auto")
+    assert equal(loaded.state_dict()["model.norm.weight"], exported["model.norm.weight"])
+    assert {p.name for p in (whole / "hf_model").iterdir()} >= {
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+
+
+def test_run_folder_says_how_it_ended_and_what_it_was(runs):
+    from run import config_file
+
+    whole, resumed, output, _ = runs
+    assert json.loads((whole / "exit.json").read_text()) == {"code": 0, "reason": "trained to step 6", "rank": 0}
+    cfg = config_file.load(whole / "config.yaml")
+    assert cfg.grpo.num_prompts_per_step == 8 and cfg.checkpointing.resume_from is None
+    assert config_file.load(resumed / "config.yaml") == cfg  # resuming leaves the record of the run as it was
+    assert (whole / "tensorboard").is_dir() and "accuracy, greedy" in output

@@ -1,0 +1,121 @@
+"""The shipped starter model and its problems: what every figure of the smoke run rests on."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from examples.arithmetic import make_problems, make_starter
+from hf.tokenizer import Tokenizer
+from model import load_policy
+
+HERE = Path(make_problems.__file__).parent
+STARTER = HERE / "starter"
+
+
+def read_pairs(name: str) -> list[tuple[int, int, str]]:
+    """(a, b, answer) of every row, by parsing the text anew."""
+    rows = []
+    for line in (HERE / name).read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        (message,) = row["messages"]
+        assert message["role"] == "user" and message["content"].endswith("="), row
+        a, b = message["content"][:-1].split("+")
+        rows.append((int(a), int(b), row["answer"]))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(STARTER)
+
+
+@pytest.fixture(scope="module")
+def figures(tokenizer) -> dict[str, dict[str, float]]:
+    """On the held-out problems, by make_starter's own decoding."""
+    model, pairs = load_policy(STARTER, device="cpu"), [(a, b) for a, b, _ in read_pairs("heldout.jsonl")]
+    kinds = {"greedy": 0, "sampled": 1}
+    return {kind: make_starter.evaluate(model, tokenizer, pairs, n) for kind, n in kinds.items()}
+
+
+def test_every_answer_is_right():
+    rows = read_pairs("train.jsonl") + read_pairs("heldout.jsonl")
+    assert all(answer == str(a + b) and 10 <= a <= 99 and 10 <= b <= 99 for a, b, answer in rows)
+
+
+def test_heldout_is_500_problems_disjoint_from_train():
+    train = {(a, b) for a, b, _ in read_pairs("train.jsonl")}
+    heldout = {(a, b) for a, b, _ in read_pairs("heldout.jsonl")}
+    assert len(heldout) == 500 and len(train) == len(read_pairs("train.jsonl")) == 4000
+    assert not train & heldout
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "heldout.jsonl"])
+def test_at_least_70_percent_need_a_carry(name):
+    rows = read_pairs(name)
+    carries = [(a // 10 + b // 10) * 10 + (a % 10 + b % 10) % 10 != a + b for a, b, _ in rows]
+    assert sum(carries) >= 0.7 * len(rows)
+
+
+def test_problem_files_are_what_the_script_writes(tmp_path):
+    make_problems.write_problems(tmp_path)
+    for name in ("train.jsonl", "heldout.jsonl"):
+        assert (tmp_path / name).read_bytes() == (HERE / name).read_bytes()
+
+
+def test_the_slip():
+    """Worked: 37+48 -> 75, 95+98 -> 183; without a carry it is the sum."""
+    assert make_problems.sum_without_carry(37, 48) == 75 and make_problems.needs_carry(37, 48)
+    assert make_problems.sum_without_carry(95, 98) == 183 and make_problems.needs_carry(95, 98)
+    assert make_problems.sum_without_carry(91, 98) == 189 and not make_problems.needs_carry(91, 98)
+
+
+def test_configs_and_tokenizer_are_what_the_script_writes(tmp_path):
+    make_starter.write_configs(tmp_path)
+    written = sorted(path.name for path in tmp_path.iterdir())
+    assert sorted(path.name for path in STARTER.iterdir()) == sorted([*written, "model.safetensors"])
+    for name in written:
+        assert (tmp_path / name).read_bytes() == (STARTER / name).read_bytes(), name
+
+
+def test_size():
+    assert sum(path.stat().st_size for path in STARTER.iterdir()) <= 3 * 10**6
+    with safe_open(STARTER / "model.safetensors", framework="pt") as file:
+        tensors = [file.get_tensor(name) for name in file.keys()]
+    assert 500_000 <= sum(tensor.numel() for tensor in tensors) <= 1_500_000
+    assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
+
+
+def test_template_renders_the_expected_ids(tokenizer):
+    """By hand: bytes in the order of their characters, from "!" (33) on; then pad, end, system, user..."""
+    question = [259, *(ord(char) - 33 for char in "37+48="), 257]
+    assert tokenizer.render([{"role": "user", "content": "37+48="}]) == [*question, 260]
+    turns = [("user", "37+48="), ("assistant", "75"), ("tool", "no")]
+    dialogue = [{"role": role, "content": content} for role, content in turns]
+    answers = [260, ord("7") - 33, ord("5") - 33, 257, 261, ord("n") - 33, ord("o") - 33, 257]
+    assert tokenizer.render(dialogue) == [*question, *answers, 260]
+    assert tokenizer.eos_token_ids == [257] and tokenizer.vocab_size == 262
+
+
+def test_any_text_makes_the_round_trip(tokenizer):
+    text = "".join(map(chr, range(0x800))) + "  85\r\n\t 日本 🧮 <|en"
+    ids = tokenizer.backend.encode(text).ids
+    assert tokenizer.decode(ids) == text and len(ids) == len(text.encode()) and max(ids) < 256
+
+
+def test_transformers_reads_the_same_tokenizer(tokenizer):
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(STARTER)
+    messages = [{"role": "system", "content": "Füge hinzu.\n"}, {"role": "user", "content": " 1+1 ="}]
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.render(messages) == theirs.encode(expected, add_special_tokens=False)
+    assert (theirs.eos_token_id, theirs.pad_token_id, len(theirs)) == (257, 256, 262)
+
+
+def test_starter_knows_sums_and_forgets_the_carry(figures):
+    """Wrong where it matters even when greedy, yet nearly every sample is one of the two answers taught."""
+    assert 0.05 <= figures["greedy"]["accuracy"] <= 0.60 and 0.40 <= figures["sampled"]["accuracy"] <= 0.60
+    assert figures["greedy"]["clean"] >= 0.99 and figures["sampled"]["clean"] >= 0.98

@@ -1,0 +1,253 @@
+"""Tools and the sliding puzzle: played through, against a search, and against what would hang a calculator."""
+
+import json
+import random
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+
+import pytest
+
+from config import ConfigError, EnvConfig
+from envs import Turn
+from examples.arithmetic import second_try
+from examples.arithmetic.make_problems import needs_carry
+from examples.envs import sliding_puzzle
+from examples.envs.tools import calculate
+from graded_envs import make_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+PUZZLE = "examples.envs.sliding_puzzle:SlidingPuzzle"
+
+
+def says(environment, reply, *, answer="391", finish_reason="stop", state=None, **columns):
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": reply}]
+    (verdict,) = environment.step([Turn(messages, answer, finish_reason, state or {}, columns)])
+    return verdict
+
+
+# ------------------------------------------------------------------------------------------------------------ tools
+
+
+@pytest.mark.parametrize(
+    ("formula", "value"),
+    [
+        ("17 * 23", "391"),
+        (" (1+2)/4\n", "0.75"),
+        ("2/3", "0.666666666667"),
+        ("0.1 + 0.2 - 0.3", "0"),
+        ("-7 // 2", "-4"),
+        ("-7 % 3", "2"),
+        ("2 ** -2", "0.25"),
+        ("2**100", str(2**100)),
+        ("-2**2", "-4"),
+        ("1e3", "1000"),
+        ("(-1) ** 99999999999", "-1"),
+        ("95**36**83", "error: the number is too large"),
+        ("9**9**9**9", "error: the number is too large"),
+        ("*".join(["2**2000"] * 3), "error: the number is too large"),
+        ("7 ** 0.5", "error: an exponent must be a whole number"),
+        ("1/0", "error: division by zero"),
+        ("0 ** -1", "error: division by zero"),
+        ("10**400/3", "error: integer division result too large for a float"),
+        ("", "error: not a formula"),
+        ("2 +", "error: not a formula"),
+        ("x", "error: only numbers, + - * / // % ** and parentheses"),
+        ("True", "error: only numbers, + - * / // % ** and parentheses"),
+        ("__import__('os').system('x')", "error: only numbers, + - * / // % ** and parentheses"),
+        ("1 < 2", "error: only numbers, + - * / // % ** and parentheses"),
+        ("1" * 201, "error: more than 200 characters"),
+    ],
+)
+def test_calculator(formula, value):
+    assert calculate(formula) == value
+
+
+def test_no_formula_ends_the_run():
+    """200 characters of anything: an answer or an error, at once."""
+    rng = random.Random(0)
+    for pieces in ("()", "(", "-", "~", "[", "1+", "9**", "lambda:", "\0", "\\", "é", "1_", "0x", "1j*", "'"):
+        assert calculate(pieces * (200 // len(pieces))).startswith("error") or pieces in "()-"
+    for _ in range(2000):
+        assert isinstance(
+            calculate("".join(rng.choice("0123456789+-*/%(). e") for _ in range(rng.randint(1, 60)))), str
+        )
+
+
+def test_calls_come_back_and_the_answer_is_graded():
+    tools = make_environment("examples.envs.tools:Tools", EnvConfig())
+    verdict = says(tools, "Let me see: <calc>2+2</calc> and <calc>17 * 23</calc> \n")
+    assert (
+        not verdict.done
+        and verdict.reward == 0
+        and verdict.observation == ({"role": "user", "content": "<result>391</result>"},)
+    )
+    assert (
+        says(tools, "<python>1</python>").observation[0]["content"] == "<result>error: there is no tool python</result>"
+    )
+    for reply, outcome in (
+        ("#### 391", "ok"),
+        ("391", "ok"),
+        ("<calc>17*23</calc> so #### 392", "wrong"),  # no call: the reply went on behind it
+        ("<calc>17*23</calc> so 391", "parse_fail"),
+        ("<calc>17*23", "parse_fail"),
+    ):
+        verdict = says(tools, reply)
+        assert verdict.done and (verdict.outcome, verdict.reward) == (outcome, outcome == "ok"), reply
+    assert says(tools, "<calc>17*23</calc>", finish_reason="length").done  # cut off: nobody would answer the result
+    other = make_environment(
+        "examples.envs.tools:Tools", EnvConfig(custom={"examples.envs.tools:Tools": {"role": "tool"}})
+    )
+    assert says(other, "<calc>" + "1" * 200 + "</calc>").observation[0] == {
+        "role": "tool",
+        "content": f"<result>{'1' * 200}</result>",
+    }
+    with pytest.raises(ConfigError, match="tools: 'shell' is unknown; known: calc, python"):
+        make_environment(
+            "examples.envs.tools:Tools", EnvConfig(custom={"examples.envs.tools:Tools": {"tools": ["shell"]}})
+        )
+    with pytest.raises(ConfigError, match="r:1: answer 'x' is not one plain number"):
+        tools.check_answers([("r:1", "x", {})])
+
+
+def test_programs_run_in_the_sandbox():
+    path = "examples.envs.tools:Tools"
+    options = {"tools": ["python"], "isolation": "none", "num_workers": 2, "python_timeout_s": 1.0}
+    tools = make_environment(path, EnvConfig(custom={path: options}))
+    programs = {
+        "n = 17\nprint(n * 23)": "391",
+        "print('x' * 5000)": "x" * 1000,
+        "1 / 0": "error: the program failed",
+        "while True: pass": "error: more than 1 s",
+        "import os; os.fork()": "error: the program failed",
+        "": "",
+    }
+    turns = [Turn([{"role": "assistant", "content": f"<python>{code}</python>"}], "391", "stop") for code in programs]
+    turns.insert(1, Turn([{"role": "assistant", "content": "<calc>1</calc>"}], "391", "stop"))
+    turns.insert(3, Turn([{"role": "assistant", "content": "#### 391"}], "391", "stop"))
+    verdicts = tools.step(turns)
+    tools.close()
+    assert verdicts.pop(3).outcome == "ok"
+    assert verdicts.pop(1).observation[0]["content"] == "<result>error: there is no tool calc</result>"
+    for verdict, printed in zip(verdicts, programs.values(), strict=True):
+        assert not verdict.done and verdict.observation[0]["content"] == f"<result>{printed}</result>"
+
+
+# --------------------------------------------------------------------------------------------------- sliding puzzle
+
+
+def shortest(grid):
+    """Moves of a shortest solution, by a search over flat boards that knows nothing of ours."""
+    size = len(grid)
+    start, goal = tuple(tile for row in grid for tile in row), (*range(1, size * size), 0)
+    queue, seen = deque([(start, ())]), {start}
+    while queue:
+        board, moves = queue.popleft()
+        if board == goal:
+            return list(moves)
+        gap = board.index(0)
+        for name, tile in (("up", gap + size), ("down", gap - size), ("left", gap + 1), ("right", gap - 1)):
+            same_row = tile // size == gap // size
+            if 0 <= tile < size * size and (same_row or name in ("up", "down")):
+                after = list(board)
+                after[gap], after[tile] = after[tile], 0
+                if tuple(after) not in seen:
+                    seen.add(tuple(after))
+                    queue.append((tuple(after), (*moves, name)))
+    return None
+
+
+def test_puzzles_can_be_solved_and_are_not_solved(tmp_path):
+    out = tmp_path / "puzzles.jsonl"
+    command = [sys.executable, "-m", "examples.envs.sliding_puzzle", "20", str(out), "7"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    make_environment(PUZZLE, EnvConfig()).check_answers((f"r:{i}", r["answer"], r) for i, r in enumerate(rows))
+    assert len(rows) == 20 and {len(row["grid"]) for row in rows} == {2, 3}
+    for row in rows:
+        game, state = make_environment(PUZZLE, EnvConfig()), None
+        moves = shortest(row["grid"])
+        assert 1 <= len(moves) <= 15 and sliding_puzzle.draw(row["grid"]) in row["messages"][0]["content"]
+        for i, move in enumerate(moves):
+            verdict = says(game, f"so <action>view</action> no: <action>{move.upper()} </action>", state=state, **row)
+            is_last = i == len(moves) - 1
+            assert (verdict.done, verdict.reward, verdict.outcome) == (is_last, is_last, "ok" if is_last else "wrong")
+            state = verdict.state
+        assert verdict.extracted == str(len(moves))
+
+
+def test_moves_by_hand():
+    grid = [[1, 2, 3], [4, 0, 6], [7, 5, 8]]
+    expected = {
+        "up": [[1, 2, 3], [4, 5, 6], [7, 0, 8]],
+        "down": [[1, 0, 3], [4, 2, 6], [7, 5, 8]],
+        "left": [[1, 2, 3], [4, 6, 0], [7, 5, 8]],
+        "right": [[1, 2, 3], [0, 4, 6], [7, 5, 8]],
+        "slide 3 2": [[1, 2, 3], [4, 5, 6], [7, 0, 8]],
+        **dict.fromkeys(("slide 3 3", "slide 2 2", "slide 4 2", "slide 0 2", "slide 3", "jump", "", "9" * 99)),
+    }
+    assert {action: sliding_puzzle.move(grid, action) for action in expected} == expected
+    assert (
+        sliding_puzzle.move([[1, 2], [3, 0]], "up") is None and sliding_puzzle.move([[0, 1], [3, 2]], "right") is None
+    )
+    assert (
+        sliding_puzzle.draw([[1, 2, 3, 4], [5, 0, 11, 12], [9, 10, 7, 8], [13, 14, 15, 6]]).splitlines()[1]
+        == " 5  . 11 12"
+    )
+
+
+def test_replies_that_are_no_move():
+    game, row = make_environment(PUZZLE, EnvConfig(custom={PUZZLE: {"max_moves": 2}})), {"grid": [[0, 1], [3, 2]]}
+    state = None
+    for reply, outcome, part, moves in (
+        ("left", "parse_fail", "No action found", 0),
+        ("<action>left", "parse_fail", "No action found", 0),
+        ("<action>view</action>", "wrong", ". 1\n3 2", 0),
+        ("<action>right</action>", "wrong", "That is not possible.", 1),
+    ):
+        verdict = says(game, reply, state=state, **row)
+        state = verdict.state
+        assert not verdict.done and (verdict.outcome, state) == (outcome, {"grid": row["grid"], "moves": moves})
+        assert part in verdict.observation[0]["content"] and verdict.observation[0]["role"] == "user"
+    verdict = says(game, "<action>left</action>", state=state, **row)
+    assert (verdict.done, verdict.outcome) == (True, "wrong") and row["grid"] == [
+        [0, 1],
+        [3, 2],
+    ]  # rows stay as they were
+    for grid in (None, [[1, 2]], [[1, 2], [3, 3]], [[1, 2], [3]], [[1, 2], [3, "0"]], "x"):
+        with pytest.raises(ConfigError, match=r"r:5: grid=.* is not a square of the numbers from 0"):
+            game.check_answers([("r:5", "", {"grid": grid})])
+
+
+# ------------------------------------------------------------------------------------------------ sums, second try
+
+
+def test_the_second_try():
+    path = "examples.arithmetic.second_try:SecondTry"
+    game, problem = make_environment(path, EnvConfig()), {"role": "user", "content": "37+48="}
+    sums = {second_try.wanted("37+48="), "75", "85"}
+    assert sums == {"75", "85"}
+    right = second_try.wanted("37+48=")
+    (wrong,) = sums - {right}
+
+    def verdicts(*replies):
+        messages = [problem]
+        for reply in replies:
+            messages += [{"role": "assistant", "content": reply}, problem]
+        (verdict,) = game.step([Turn(messages[:-1], "85", "stop")])
+        return verdict.reward, verdict.done, list(verdict.observation)
+
+    assert verdicts(right) == (1.0, True, [])
+    assert verdicts(wrong) == verdicts("x") == (0.0, False, [problem])
+    assert verdicts(wrong, right) == (1.0, True, []) and verdicts(wrong, wrong) == (0.0, True, [])
+    with pytest.raises(ConfigError, match="r:1: answer '5 apples' is not one of a sum of this folder"):
+        game.check_answers([("r:1", "5 apples", {})])
+
+
+def test_what_one_reply_can_be_right_on():
+    """The bound that two turns are held against: plain sums, and the commoner of the two wishes for the others."""
+    rows = [json.loads(line) for line in (ROOT / "examples/arithmetic/heldout.jsonl").open()]
+    carries = {p: needs_carry(*map(int, p[:-1].split("+"))) for p in (row["messages"][0]["content"] for row in rows)}
+    with_carry = sum(second_try.wanted(row["messages"][0]["content"]) == row["answer"] for row in rows) - 100
+    assert sum(carries.values()) == 400 and 0.7 < (100 + 400 - with_carry) / 500 < 0.75

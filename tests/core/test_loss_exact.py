@@ -1,0 +1,135 @@
+"""policy_loss against a float64 loop over tokens (loss_cases.py): value and gradients, for options in combination."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from loss_cases import hard_batch, loop_loss
+
+from config import LossConfig
+from loss import policy_loss
+from run.config_check import loss_problems
+
+IS_TYPES = {  # bounds that some weights of the batch are under, some above, some within
+    None: {},
+    "tis": {"truncated_importance_sampling_ratio": 1.2, "truncated_importance_sampling_ratio_min": 0.8},
+    "icepop": {"truncated_importance_sampling_ratio": 1.3, "truncated_importance_sampling_ratio_min": 0.7},
+    "seq-mask-tis": {"truncated_importance_sampling_ratio": 1.1, "truncated_importance_sampling_ratio_min": 0.95},
+    "sequence": {},
+    "sequence-truncate": {"truncated_importance_sampling_ratio": 1.5, "truncated_importance_sampling_ratio_min": 0.8},
+    "sequence-mask": {"truncated_importance_sampling_ratio": 2.0, "truncated_importance_sampling_ratio_min": 0.5},
+}
+WEIGHTS = [{}] + [
+    {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": kind, **bounds}
+    for kind, bounds in IS_TYPES.items()
+]
+AGGREGATIONS = [{}, {"token_level_loss": False}, {"token_level_loss": False, "loss_scale_factor": 9.0}]
+KLS = [{"reference_policy_kl_penalty": 0.0}] + [
+    {"reference_policy_kl_type": kind, "reference_policy_kl_penalty": 0.3} for kind in ("k1", "k2", "k3")
+]
+KL_VARIANTS = [
+    {"kl_gradient": gradient, "use_on_policy_kl_approximation": approx, **clamps}
+    for gradient in ("score_function", "plain")
+    for approx in (False, True)
+    for clamps in ({}, {"kl_input_clamp_value": 0.4}, {"kl_output_clamp_value": 0.1}, {"kl_input_clamp_value": None})
+]
+MODES = [
+    {},
+    {"sequence_level_importance_ratios": True},
+    {"use_cispo": True},
+    {"disable_ppo_ratio": True},
+    {"force_on_policy_ratio": True},
+    {"sequence_level_importance_ratios": True, "force_on_policy_ratio": True},
+]
+
+
+def allowed(*choices: list[dict]) -> list[LossConfig]:
+    combined = (
+        {name: value for part in parts for name, value in part.items()} for parts in itertools.product(*choices)
+    )
+    configs = [LossConfig(**options) for options in combined]
+    return [cfg for cfg in configs if not list(loss_problems(cfg))]
+
+
+def run(cfg: LossConfig, dtype=torch.float64) -> torch.Tensor:
+    """Loss, gradient in logp, gradient in entropy, as one vector."""
+    batch = hard_batch(dtype)
+    loss, _ = policy_loss(**batch, cfg=cfg)
+    loss.backward()
+    grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in (batch["logp_T"], batch["entropy_T"])]
+    return torch.cat([loss.detach()[None], *grads]).double()
+
+
+BATCH = hard_batch(torch.float64)
+
+
+def want(cfg: LossConfig) -> torch.Tensor:
+    loss, grad, grad_entropy = loop_loss(BATCH, cfg)
+    return torch.tensor([loss, *grad, *grad_entropy], dtype=torch.float64)
+
+
+def check(configs: list[LossConfig], tolerance: float = 1e-12, floor: float = 1e-3, dtype=torch.float64) -> None:
+    """Each number within `tolerance`, relative to itself, or to `floor` of the largest where it is below that."""
+    for cfg in configs:
+        got, expected = run(cfg, dtype), want(cfg)
+        error = (got - expected).abs() / expected.abs().clamp(min=floor * expected.abs().max())
+        assert error.max() <= tolerance, (cfg, error.max(), got, expected)
+
+
+@pytest.mark.parametrize("clip_max", [0.2, 0.28])
+@pytest.mark.parametrize("dual", [None, 1.05, 3.0])
+def test_clip_dual_clip_weights_kl_aggregation_entropy(clip_max, dual):
+    """Signs of the advantage and sides of the clips: all in the batch."""
+    clip = [{"ratio_clip_max": clip_max, "ratio_clip_c": dual}]
+    configs = allowed(clip, WEIGHTS, KLS, AGGREGATIONS, [{}, {"entropy_coef": 0.2}])
+    assert len(configs) == 8 * 4 * 3 * 2
+    check(configs)
+
+
+def test_modes_weights_aggregation():
+    configs = allowed(MODES, WEIGHTS, AGGREGATIONS, [{"reference_policy_kl_penalty": 0.3, "entropy_coef": 0.2}])
+    assert len(configs) == 8 * 3 + 4 * 2 + 8 + 8 * 3 + 8 * 3 + 4 * 2
+    check(configs)
+
+
+def test_kl_variants():
+    configs = allowed(MODES[:3], KLS[1:], KL_VARIANTS, AGGREGATIONS[:2])
+    assert len(configs) == 3 * 16 * (2 + 1 + 1)
+    check(configs)
+
+
+def test_positive_examples_and_a_lower_clip_of_its_own():
+    check(allowed(MODES, AGGREGATIONS, [{"positive_example_nll_weight": 0.7, "ratio_clip_min": 0.05}]))
+
+
+def test_float32_is_close():
+    configs = allowed(MODES, WEIGHTS, AGGREGATIONS, [{"entropy_coef": 0.2}]) + allowed(MODES, KLS, AGGREGATIONS)
+    check(configs, tolerance=1e-6, floor=1, dtype=torch.float32)
+
+
+ENUMS = {
+    "token_level_loss": [{"token_level_loss": True}, {"token_level_loss": False}],
+    "loss_scale_factor": [*AGGREGATIONS[1:], {"token_level_loss": False, "loss_scale_factor": 5.0}],
+    "reference_policy_kl_type": KLS,
+    "kl_gradient": [{"kl_gradient": "score_function"}, {"kl_gradient": "plain"}],
+    "use_on_policy_kl_approximation": [{}, {"use_on_policy_kl_approximation": True}],
+    "use_kl_in_reward": [{}, {"use_kl_in_reward": True}],
+    "kl_clamps": [{}, {"kl_input_clamp_value": 0.4}, {"kl_output_clamp_value": 0.1}],
+    "truncated_importance_sampling_type": WEIGHTS,
+    "mode": [{"token_level_loss": False, **mode} for mode in (MODES[0], MODES[1], MODES[3], MODES[4])] + [MODES[2]],
+    "ratio_clip_c": [{}, {"ratio_clip_c": 1.05}, {"ratio_clip_c": 3.0}],
+    "ratio_clip": [{}, {"ratio_clip_max": 0.28}, {"ratio_clip_min": 0.28}],
+    "entropy_coef": [{}, {"entropy_coef": 0.2}],
+    "positive_example_nll_weight": [{}, {"positive_example_nll_weight": 0.2}],
+}
+
+
+@pytest.mark.parametrize("option", ENUMS)
+def test_each_value_gives_numbers_that_no_other_does(option):
+    configs = [replace(LossConfig(reference_policy_kl_penalty=0.3), **values) for values in ENUMS[option]]
+    wanted = [want(cfg) for cfg in configs]
+    for i, cfg in enumerate(configs):
+        got = run(cfg)
+        distances = [(got - other).abs().max().item() for other in wanted]
+        assert distances[i] < 1e-12 and min(d for j, d in enumerate(distances) if j != i) > 1e-4, (cfg, distances)

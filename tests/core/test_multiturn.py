@@ -1,0 +1,226 @@
+"""Conversations of several turns: token-exact, masked, bounded, with rewards and reasons that add up."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from dist_case import CONFIG, batch_of
+
+import data
+import envs
+import update
+from envs import Verdict
+from hf.tokenizer import Tokenizer
+from model import full_tensors, load_policy
+from rollout import rollout, rollout_over_ranks, sample_seed
+from system.exits import StopRun
+
+TEMPERATURE = CONFIG.policy.generation.temperature
+
+
+class Script(envs.Environment):
+    """Answers every reply with "hint <turn>"; says what it saw. Done at turn `last` (counted from 0)."""
+
+    def __init__(self, last=99, observation=({"role": "user", "content": "hint"},)):
+        self.last, self.observation, self.seen = last, observation, []
+
+    def step(self, turns):
+        self.seen.append(turns)
+        verdicts = []
+        for turn in turns:
+            number = turn.state.get("number", 0)
+            done = number >= self.last
+            observation = () if done else tuple(m | {"content": f"{m['content']} {number}"} for m in self.observation)
+            rewards = {"a": 0.25, f"turn {number}": 0.5}
+            verdicts.append(
+                Verdict(
+                    0.75, "ok" if done else "wrong", done, observation, {"number": number + 1}, rewards, str(number)
+                )
+            )
+        return verdicts
+
+
+@pytest.fixture(scope="module")
+def policy(one_rank, tiny):
+    _, device, mesh = one_rank
+    return load_policy(tiny[0], device=device, mesh=mesh)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    return Tokenizer(tiny[0])
+
+
+@pytest.fixture
+def synced(engine, policy, monkeypatch):
+    """Random weights hardly ever end a reply: so with many more end tokens."""
+    engine.sync(full_tensors(policy, engine.dtype), 3)
+    monkeypatch.setattr(engine, "stop_token_ids", [*engine.stop_token_ids, *range(0, 250, 10)])
+    return engine
+
+
+def rows(tokenizer, texts, **fields):
+    found = []
+    for i, text in enumerate(texts):
+        messages = [{"role": "user", "content": text}]
+        found.append(data.Row(i, messages, "1", "script", tokenizer.render(messages), **fields))
+    return list(enumerate(found))
+
+
+def talk(engine, tokenizer, environment, prompts, **how):
+    how = {"num_samples": 4, "temperature": TEMPERATURE, "max_new_tokens": 20, "max_turns": 3, "seed_key": (7,)} | how
+    return rollout(engine, tokenizer, {"script": environment}, prompts, **how)
+
+
+def turns_of(sample):
+    """The runs of sampled and other tokens: [(sampled, ids, logps)]."""
+    edges = [0, *(np.flatnonzero(np.diff(sample.mask)) + 1), len(sample.mask)]
+    return [
+        (bool(sample.mask[a]), sample.output_ids[a:b].tolist(), sample.sampler_logps[a:b])
+        for a, b in itertools.pairwise(edges)
+    ]
+
+
+def test_the_trainers_logp_of_every_turn_is_the_samplers(synced, policy, tokenizer, tiny):
+    """Also against transformers, which shares nothing with us."""
+    samples = talk(synced, tokenizer, Script(), rows(tokenizer, [f"{i}+{i}" * (1 + i % 3) for i in range(8)]))
+    assert {s.num_turns for s in samples} >= {1, 2, 3} and {s.weight_version for s in samples} == {3}
+    for s in samples:
+        s.reward = 1.0
+    for packs in (
+        data.pack_samples(samples, [1.0] * len(samples), 2048),
+        data.pack_samples(samples, [1.0] * len(samples), 128),
+    ):
+        assert sum(len(pack.row_R) for pack in packs) == sum(s.num_gen_tokens for s in samples)
+        metrics = update.compute_gradients(policy, batch_of(packs, samples), CONFIG, tokenizer.vocab_size)
+        policy.zero_grad()
+        assert metrics["logp_gap_max"] <= 1e-4
+    longest = sorted(samples, key=lambda s: -s.num_turns)[:8]
+    for s in longest:
+        ids = torch.tensor([*s.prompt_ids, *s.output_ids.tolist()])
+        with torch.no_grad():
+            logits_TV = tiny[1](ids[None]).logits[0, len(s.prompt_ids) - 1 : -1, : tokenizer.vocab_size]
+        logp_T = (logits_TV / TEMPERATURE).log_softmax(-1).gather(1, ids[len(s.prompt_ids) :, None])[:, 0]
+        gap_T = (logp_T - torch.from_numpy(s.sampler_logps)).abs()
+        assert gap_T[torch.from_numpy(s.mask)].max() <= 1e-4 and s.num_turns == 3
+        assert (s.sampler_logps[~s.mask] == 0).all()
+
+
+def test_observations_are_the_templates_tokens_behind_the_sampled_ones(synced, tokenizer, monkeypatch):
+    """Replies of random bytes, half of them no UTF-8: decoded and encoded again they would be other tokens."""
+    environment, asked, observation_ids = Script(), [], tokenizer.observation_ids
+    monkeypatch.setattr(tokenizer, "observation_ids", lambda *args: asked.append(args) or observation_ids(*args))
+    samples = talk(synced, tokenizer, environment, rows(tokenizer, ["1+1", "2+2"]), num_samples=8)
+    end = tokenizer.eos_token_ids[0]
+    changed = 0
+    for s in samples:
+        parts = turns_of(s)
+        assert [sampled for sampled, _, _ in parts] == [True, False] * (s.num_turns - 1) + [True]
+        for k, (sampled, ids, _) in enumerate(parts):
+            if sampled:
+                assert ids[-1] in synced.stop_token_ids or k == len(parts) - 1  # half a reply is not answered
+                changed += tokenizer.backend.encode(tokenizer.decode(ids)).ids != ids
+                assert len(ids) <= 20
+            else:
+                user, assistant = (tokenizer.backend.token_to_id(t) for t in ("<|user|>", "<|assistant|>"))
+                hint = tokenizer.backend.encode(f"hint {k // 2}").ids
+                assert ids == [user, *hint, assistant]
+        assert s.num_env_tokens == sum(len(ids) for sampled, ids, _ in parts if not sampled) == int((~s.mask).sum())
+        assert (s.sampler_logps[~s.mask] == 0).all()
+        assert s.num_tokens == len(s.prompt_ids) + s.num_gen_tokens + s.num_env_tokens <= 128
+    assert changed >= 8 and end not in [i for s in samples for i in s.output_ids[~s.mask]]
+    for before, reply_ids, observation, tools in asked:  # the reply as ids only, and whose turn it is
+        assert [m["role"] for m in before] == ["user", "assistant"] * (len(before) // 2) + ["user"] and not tools
+        assert observation[0]["content"] == f"hint {len(before) // 2}" and reply_ids[-1] in synced.stop_token_ids
+    last = environment.seen[2][0]  # the whole conversation, as text, with what the environment said
+    assert [m["role"] for m in last.messages] == ["user", "assistant"] * 3
+    assert [m["content"] for m in last.messages[::2]] == ["1+1", "hint 0", "hint 1"] and last.state == {"number": 2}
+
+
+def test_rewards_outcomes_and_reasons(synced, tokenizer):
+    prompts = rows(tokenizer, ["1+1"], dataset="sums", columns={"level": 3}, tools=[{"name": "t"}])
+    for last, max_turns, reason in (
+        (0, 1, "stop"),
+        (0, 3, "stop"),
+        (1, 3, "stop"),
+        (2, 3, "stop"),
+        (9, 3, "max_turns"),
+        (1, 1, "max_turns"),
+    ):
+        environment = Script(last)
+        samples = talk(synced, tokenizer, environment, prompts, num_samples=12, max_turns=max_turns)
+        assert environment.seen[0][0].columns == {"level": 3} and {s.dataset for s in samples} == {"sums"}
+        whole = [s for s in samples if s.finish_reason != "length"]
+        assert whole and {s.finish_reason for s in whole} == {reason}
+        for s in whole:
+            assert s.num_turns == min(last + 1, max_turns)
+            assert s.reward == 0.75 * s.num_turns and s.extracted == str(s.num_turns - 1)
+            assert s.rewards == {"a": 0.25 * s.num_turns} | {f"turn {k}": 0.5 for k in range(s.num_turns)}
+            assert s.outcome == ("ok" if reason == "stop" else "wrong")
+        cut = [s for s in samples if s.finish_reason == "length"]
+        for s in cut:  # half a reply gets no answer, whatever the environment says
+            sampled, ids, _ = turns_of(s)[-1]
+            assert sampled and len(ids) == 20 and ids[-1] not in synced.stop_token_ids and s.num_turns <= max_turns
+
+
+def test_a_conversation_without_room_ends_truncated(synced, tokenizer, monkeypatch):
+    """Of 128 tokens observations of 43 leave room for two turns, one of 128 for one."""
+    monkeypatch.setattr(synced, "max_total_tokens", 128)
+    prompts = rows(tokenizer, ["1"])
+    for size, most in ((40, 4), (120, 1)):
+        environment = Script(observation=({"role": "user", "content": "x" * size},))
+        samples = talk(synced, tokenizer, environment, prompts, num_samples=8, max_turns=9)
+        assert {s.finish_reason for s in samples} == {"length"} and max(s.num_turns for s in samples) <= most
+        for s in samples:
+            sampled, ids, _ = turns_of(s)[-1]
+            assert sampled and s.num_tokens <= 128  # never an observation that nothing answers
+            if s.num_turns < most and size == 120:
+                assert len(ids) == 20
+    exact = 128 - 3 - 1 - 4  # prompt, a reply of one token, marks and " 0": one token of room is enough, none is not
+    first = rows(tokenizer, ["1"])[0][1]
+    assert len(first.prompt_ids) == 3
+    for size, turns in ((exact - 1, 2), (exact, 1)):
+        environment = Script(observation=({"role": "user", "content": "x" * size},))
+        found = talk(synced, tokenizer, environment, prompts, num_samples=32, max_turns=2, max_new_tokens=4)
+        short = [s for s in found if turns_of(s)[0][1][-1] in synced.stop_token_ids and len(turns_of(s)[0][1]) == 1]
+        assert short and {(s.num_turns, s.finish_reason == "length" or turns == 2) for s in short} == {(turns, True)}
+        assert {s.num_tokens for s in short} == {128 if turns == 2 else 4}
+
+
+def test_each_turn_has_seeds_of_its_own_and_conversations_do_not_depend_on_the_batch(synced, tokenizer, monkeypatch):
+    prompts = rows(tokenizer, ["1+1", "2+2", "3+3"])
+    together = talk(synced, tokenizer, Script(), prompts)
+    alone = [s for prompt in prompts for s in talk(synced, tokenizer, Script(), [prompt])]
+    for a, b in zip(together, alone, strict=True):
+        assert (a.prompt, a.index, a.output_ids.tolist()) == (b.prompt, b.index, b.output_ids.tolist())
+    used = []
+    generate = synced.generate
+    monkeypatch.setattr(synced, "generate", lambda ids, seeds, **how: used.append(seeds) or generate(ids, seeds, **how))
+    talk(synced, tokenizer, Script(), prompts, max_turns=2)
+    assert used[0] == [sample_seed(7, prompt, index) for prompt in range(3) for index in range(4)]
+    assert set(used[1]) <= {sample_seed(7, prompt, index, 1) for prompt in range(3) for index in range(4)}
+
+
+def test_rows_with_loss_multiplier_0_are_sampled_but_not_trained_on(synced, tokenizer):
+    (sample, *_), (masked, *_) = (
+        talk(synced, tokenizer, Script(), rows(tokenizer, ["1+1"], loss_multiplier=m)) for m in (1.0, 0.0)
+    )
+    assert masked.output_ids.tolist() == sample.output_ids.tolist() and masked.reward == sample.reward
+    assert masked.num_env_tokens == sample.num_env_tokens and sample.mask.any() and not masked.mask.any()
+
+
+def test_too_many_errors_end_the_run(synced, tokenizer, one_rank):
+    class Fails(Script):
+        def step(self, turns):
+            return [replace(v, outcome="error") if k == 0 else v for k, v in enumerate(super().step(turns))]
+
+    def run(bound):
+        how = dict(num_samples=4, temperature=1.0, max_new_tokens=4, seed_key=(0,), max_error_fraction=bound)
+        prompts = rows(tokenizer, ["1"])
+        return rollout_over_ranks(synced, tokenizer, {"script": Fails(0)}, prompts, ranks=one_rank[0], **how)
+
+    assert [s.outcome for s in run(0.25)].count("error") == 1
+    with pytest.raises(StopRun, match=r"1 of 4 answers could not be graded \({'script': 1}\), more than env"):
+        run(0.2)

@@ -1,0 +1,84 @@
+"""Corrections for a sampler that is not the policy: expectation over all sequences against closed forms, in float64."""
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.off_policy import CORRECTIONS, PREFIX, SEQUENCES, gradients, on_policy_gradient, table, token_logps, toy
+from config import LossConfig
+
+NOISE = 0.5  # enough that each bound has weights on both sides
+
+
+def expected(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(what policy_loss gives in expectation over the sampler, the true gradient)."""
+    policy, sampler, advantage = toy(NOISE)
+    q = token_logps(sampler).sum(1).exp()
+    each = gradients(policy, sampler, advantage, LossConfig(**CORRECTIONS[name]))
+    return (q[:, None, None] * each).sum(0), on_policy_gradient(policy, advantage)
+
+
+def closed_form(weights_of) -> torch.Tensor:
+    """sum_s q(s) A(s) sum_t w_t (onehot(a_t) - p(. | prefix_t)), in Python floats; weights_of(token ratios) -> w_t."""
+    policy, sampler, advantage = toy(NOISE)
+
+    def softmax(row):
+        total = sum(math.exp(x) for x in row)
+        return [math.exp(x) / total for x in row]
+
+    p, q = [softmax(row) for row in policy.tolist()], [softmax(row) for row in sampler.tolist()]
+    grad = [[0.0] * len(row) for row in p]
+    for s, tokens in enumerate(itertools.product(range(4), repeat=3)):
+        places = [0, 1 + tokens[0], 5 + 4 * tokens[0] + tokens[1]]
+        prob_q = math.prod(q[place][a] for place, a in zip(places, tokens, strict=True))
+        weights = weights_of([p[place][a] / q[place][a] for place, a in zip(places, tokens, strict=True)])
+        for place, a, weight in zip(places, tokens, weights, strict=True):
+            for b in range(4):
+                grad[place][b] += prob_q * advantage[s].item() * weight * ((a == b) - p[place][b])
+    return torch.tensor(grad, dtype=torch.float64)
+
+
+def within(low, x, high):
+    return x if low <= x <= high else 0.0
+
+
+WEIGHTS = {
+    "none": lambda r: [1.0] * 3,
+    "token": lambda r: r,
+    "tis, 2": lambda r: [min(x, 2.0) for x in r],
+    "icepop, 0.5-2": lambda r: [within(0.5, x, 2.0) for x in r],
+    "seq-mask-tis, 0.8-1.25": lambda r: r if 0.8 <= math.prod(r) ** (1 / 3) <= 1.25 else [0.0] * 3,
+    "sequence-mask, 3": lambda r: [within(0, math.prod(r), 3.0)] * 3,
+    "sequence-truncate, 3": lambda r: [min(math.prod(r), 3.0)] * 3,
+    "sequence": lambda r: [math.prod(r)] * 3,
+}
+
+
+def test_the_toy_is_what_it_says():
+    assert SEQUENCES.tolist() == [list(s) for s in itertools.product(range(4), repeat=3)]
+    assert all(row == [0, 1 + a, 5 + 4 * a + b] for row, (a, b, _) in zip(PREFIX.tolist(), SEQUENCES, strict=True))
+    policy, sampler, advantage = toy(NOISE)
+    p, q = (token_logps(logits).sum(1).exp() for logits in (policy, sampler))
+    torch.testing.assert_close(torch.stack([p.sum(), q.sum(), 1 + (p * advantage).sum()]), torch.ones(3).double())
+    ratios = (token_logps(policy) - token_logps(sampler)).exp()
+    assert (ratios > 2).any() and (ratios < 0.5).any() and (ratios.prod(1) > 3).any()
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_expectation_of_each_correction(name):
+    got, truth = expected(name)
+    torch.testing.assert_close(got, closed_form(WEIGHTS[name]), rtol=0, atol=1e-14)
+    bias = (got - truth).norm() / truth.norm()
+    if name == "sequence":
+        assert bias <= 1e-12  # the only one without
+        torch.testing.assert_close(got, truth, rtol=1e-10, atol=1e-14)
+    else:
+        assert bias > 0.1
+
+
+def test_the_table_in_the_docs_is_the_computed_one():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "off_policy.md").read_text(encoding="utf-8")
+    assert table() in page, "python -m bench.off_policy prints the table that belongs there"

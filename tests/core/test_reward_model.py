@@ -1,0 +1,232 @@
+"""reward_model.py against transformers' sequence classifiers, on one rank and on two."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+
+import envs
+from config import ConfigError, RewardModelConfig
+from data import Row
+from hf.tokenizer import Tokenizer
+from model import full_tensors, load_policy
+from reward_model import RewardModel
+from run.preflight import read_reward_model
+from system.exits import StopRun, exit_process
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MAX_LEN = 60
+TEXTS = ["2+2=", "4", "", "one two three", "vier", "7 * 8?", "it is 56, as 7 * 8 = 56", "x"]
+CONVERSATIONS = [
+    [{"role": "user", "content": TEXTS[i % 8]}, {"role": "assistant", "content": TEXTS[(3 * i + 1) % 8]}]
+    for i in range(11)
+]
+CONVERSATIONS[4] = [*CONVERSATIONS[4], *CONVERSATIONS[2]]  # several turns
+CONVERSATIONS[7] = [{"role": "user", "content": "long " * MAX_LEN}, CONVERSATIONS[7][1]]
+
+
+def make_reward_folder(folder, family, *, tied=True, pad="<|user|>"):
+    """A tiny classifier with one label, no weight at its initial value; returns transformers' scores by its own
+    tokenizer and template, in float32 and in bfloat16; None for the conversation that is too long."""
+    from tiny import make_tiny  # not at the top: spawned ranks do without transformers' seconds
+    from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+
+    make_tiny(folder, family=family, tied=tied)
+    (folder / "model.safetensors").unlink()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), pad_token=pad, eos_token="<|end|>"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|end|>"}))
+    config = AutoConfig.from_pretrained(folder, num_labels=1, pad_token_id=tokenizer.pad_token_id)
+    torch.manual_seed(1)
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)
+    model.save_pretrained(folder)
+    assert "score.weight" in load_file(folder / "model.safetensors")
+    texts = tokenizer.apply_chat_template(CONVERSATIONS, chat_template=TEMPLATE, tokenize=False)
+    batch = tokenizer(texts, padding=True, add_special_tokens=False, return_tensors="pt")
+    lengths = batch["attention_mask"].sum(1).tolist()
+    scores = []
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.no_grad():
+            score_B = model.to(dtype)(batch["input_ids"], batch["attention_mask"]).logits[:, 0].tolist()
+        scores.append([s if length <= MAX_LEN else None for s, length in zip(score_B, lengths, strict=True)])
+        assert scores[-1].count(None) == 1
+    return scores
+
+
+def load(folder, mesh, precision="float32"):
+    tokenizer = Tokenizer(folder)
+    cfg = RewardModelConfig(precision=precision, max_model_len=MAX_LEN)
+    return RewardModel(folder, tokenizer, cfg, device=torch.device("cpu"), mesh=mesh, pack_tokens=70)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    """(folder, expected scores) of a model whose config.json asks for a head over the vocabulary."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    return folder, make_reward_folder(folder, "qwen3", tied=False)[0]
+
+
+def gaps(scores, expected):
+    assert [score is None for score in scores] == [score is None for score in expected]
+    return torch.tensor([abs(a - b) for a, b in zip(scores, expected, strict=True) if b is not None])
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen2", {}),
+        ("qwen3", {"tied": False}),  # there is no lm_head all the same
+        ("llama", {"pad": "<|end|>"}),  # transformers then reads the score before the end token
+    ],
+)
+def test_scores_equal_transformers(family, options, one_rank, tmp_path):
+    expected, rounded = make_reward_folder(tmp_path, family, **options)
+    assert gaps(expected, [score and 0.0 for score in expected]).std() > 0.3  # scores that would hide an error are none
+    reward_model = load(tmp_path, one_rank[2])
+    gap = gaps(reward_model.score(CONVERSATIONS), expected).max().item()
+    print(f"{family}: largest gap {gap:.1e}")
+    assert gap <= 1e-5
+    moves, move, reward_model.device = [], reward_model.model.to, torch.device("cpu", 0)  # not as a GPU, but by name
+    reward_model.model.to = lambda where: moves.append(str(where)) or move(where)
+    one_by_one = [score for messages in CONVERSATIONS for score in reward_model.score([messages])]
+    assert gaps(one_by_one, expected).max() <= 1e-5
+    assert moves == ["cpu:0", "cpu"] * len(CONVERSATIONS)  # on the device while it scores, no longer
+    half = load(tmp_path, one_rank[2], precision="bfloat16")
+    assert {param.dtype for param in half.model.parameters()} == {torch.bfloat16}
+    # as close to float32 as transformers is in the same precision
+    assert gaps(half.score(CONVERSATIONS), expected).norm() <= 1.2 * gaps(rounded, expected).norm()
+
+
+def test_what_the_template_refuses_has_no_score(qwen3, one_rank, tmp_path, capsys):
+    folder = shutil.copytree(qwen3[0], tmp_path / "model")
+    refuses_x = "{% if messages[1]['content'] == 'x' %}{{ raise_exception('no x') }}{% endif %}" + TEMPLATE
+    edit_json(folder / "tokenizer_config.json", chat_template=refuses_x)
+    usual = CONVERSATIONS[0]
+    scores = load(folder, one_rank[2]).score([usual, [usual[0], usual[1] | {"content": "x"}], usual])
+    assert scores[1] is None and gaps([scores[0], scores[2]], [qwen3[1][0]] * 2).max() <= 1e-5
+    assert "1 of 3 conversations are over env.reward_model.max_model_len=60" in capsys.readouterr().err
+
+
+def test_each_environment_of_a_batch_rewards_its_own(engine, one_rank, tiny, qwen3):
+    """Three environments side by side, one of them the model, by which only its conversations are scored."""
+    from rollout import rollout_over_ranks  # not at the top: spawned ranks do without vLLM
+
+    ranks, device, mesh = one_rank
+    engine.sync(full_tensors(load_policy(tiny[0], device=device, mesh=mesh), engine.dtype), 0)
+    reward_model, tokenizer, seen = load(qwen3[0], mesh), Tokenizer(tiny[0]), []
+    provisional = envs.Provisional()
+    provisional.score = lambda conversations: seen.extend(conversations) or reward_model.score(conversations)
+
+    def length(completions, bonus):
+        return [len(text) + more for text, more in zip(completions, bonus, strict=True)]
+
+    environments = {"exact": envs.Exact(), "reward_model": provisional, "f": envs.RewardFunction(length, "f")}
+    rows = []
+    for i, env_name in enumerate(["exact", "reward_model", "f", "reward_model", "f", "exact", "reward_model"]):
+        messages = [{"role": "user", "content": f"{i}?" * (40 if i == 3 else 1)}]  # number 3 is too long for the model
+        rows.append(Row(i, messages, "1", env_name, tokenizer.render(messages), {"bonus": 100 * i}))
+    how = {"num_samples": 3, "temperature": 1.0, "max_new_tokens": 8, "seed_key": (0,)}
+    samples = rollout_over_ranks(engine, tokenizer, environments, list(enumerate(rows)), ranks=ranks, **how)
+    assert [(s.prompt, s.env_name) for s in samples] == [
+        (i, row.env_name) for i, row in enumerate(rows) for _ in range(3)
+    ]
+    scored = []
+    for s in samples:
+        reply = tokenizer.decode(s.output_ids)
+        if s.env_name == "reward_model":
+            scored.append([*rows[s.prompt].messages, {"role": "assistant", "content": reply}])
+            (score,) = reward_model.score(scored[-1:])
+            assert (score is None) == (s.prompt == 3) and (s.outcome == "error") == (score is None)
+            assert abs(s.reward - (score or 0.0)) <= 1e-5
+        else:
+            assert s.reward == (len(reply) + 100 * s.prompt if s.env_name == "f" else 0.0) and s.messages == []
+    assert seen == scored and len({s.reward for s in samples if s.prompt == 6}) == 3
+    with pytest.raises(StopRun, match=r"3 of 21 .*'reward_model': 3.*env.max_error_fraction=0.1"):
+        rollout_over_ranks(
+            engine, tokenizer, environments, list(enumerate(rows)), ranks=ranks, max_error_fraction=0.1, **how
+        )
+
+
+def edit_json(path, **fields):
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def two_labels(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"score.weight": tensors["score.weight"].repeat(2, 1)}, folder / "model.safetensors")
+
+
+def no_head(folder):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["score.weight"]
+    save_file(tensors, folder / "model.safetensors")
+
+
+REFUSES = {"chat_template": "{% if messages[1] %}{{ raise_exception('no replies') }}{% endif %}"}
+
+
+@pytest.mark.parametrize(
+    ("edit", "options", "message"),
+    [
+        (None, {"model_name": None}, r"env.reward_model.model_name is not set"),
+        (None, {"model_name": "nothing/at/all"}, r"env.reward_model.model_name: no folder 'nothing/at/all'"),
+        (None, {"max_model_len": 257}, r"max_model_len=257 .* max_position_embeddings=256 .*: use 256 or less"),
+        (no_head, {}, r"env.reward_model.model_name: .* has no score.weight"),
+        (two_labels, {}, r"has score.weight of shape \[2, 64\]: .* whose score.weight is \[1, 64\]"),
+        (
+            lambda folder: edit_json(folder / "config.json", model_type="gpt2"),
+            {},
+            r"model_type='gpt2' is not supported",
+        ),
+        (lambda folder: edit_json(folder / "config.json", vocab_size=20), {}, r"tokens without an embedding"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), {}, r"no tokenizer.json"),
+        (
+            lambda folder: edit_json(folder / "tokenizer_config.json", **REFUSES),
+            {},
+            r"refuses a conversation .*no replies",
+        ),
+    ],
+)
+def test_what_is_no_reward_model_is_said_at_check(edit, options, message, qwen3, tmp_path):
+    folder = shutil.copytree(qwen3[0], tmp_path / "model")
+    cfg = RewardModelConfig(**{"model_name": str(folder), "max_model_len": 256} | options)
+    if edit:
+        assert read_reward_model(cfg)[0] == folder
+        edit(folder)
+    with pytest.raises(ConfigError, match=message):
+        read_reward_model(cfg)
+
+
+def two_ranks(rank, world_size, folder, expected, work):
+    """Runs in each process; its asserts fail the spawn."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{work}/store", rank=rank, world_size=world_size)
+    reward_model = load(folder, dist.init_device_mesh("cpu", (world_size,)))
+    stored = load_file(folder / "model.safetensors")
+    rows = {name: len(param.to_local()) for name, param in reward_model.model.named_parameters()}
+    assert rows["score.weight"] == [1, 0][rank]
+    assert sum(rows.values()) < 0.6 * sum(map(len, stored.values()))
+    for count in (len(CONVERSATIONS), 1, 8, 0):  # 1: a rank without any; 8: the too long one is in a share alone
+        scores = reward_model.score(CONVERSATIONS[:count])
+        assert count == 0 or gaps(scores, expected[:count]).max() <= 1e-5
+        both = [None, None]
+        dist.all_gather_object(both, scores)
+        assert both[0] == both[1] and len(scores) == count
+        assert all(isinstance(param, DTensor) for param in reward_model.model.parameters())  # nothing stays gathered
+    exit_process(0)
+
+
+def test_two_ranks(qwen3, tmp_path):
+    mp.spawn(two_ranks, args=(2, *qwen3, tmp_path), nprocs=2)

@@ -1,0 +1,178 @@
+"""sampling.collect with a sampler whose rewards are known: which groups train, which prompts are drawn, the end."""
+
+import json
+
+import numpy as np
+import pytest
+
+import sampling
+from config import Config, DataConfig, GRPOConfig, RewardShapingConfig
+from data import Row, Sample
+from dataset.mixing import Mixture, rows_at
+from dataset.problems import Dataset
+from sampling import data_is_used_up
+from system.exits import StopRun
+
+ROWS = [Row(i, [], "", "exact", [1, 2]) for i in range(50)]
+SIZE = 4
+
+
+class Sampler:
+    """Samples of rewards that `rewards_of(row_id)` gives; remembers what it was asked for."""
+
+    def __init__(self, rewards_of, lengths=(3,)):
+        self.rewards_of, self.lengths, self.asked = rewards_of, lengths, []
+
+    def __call__(self, prompts):
+        self.asked.append([(index, row.row_id) for index, row in prompts])
+        return [self.sample(*prompt, i) for prompt in prompts for i in range(SIZE)]
+
+    def sample(self, prompt, row, i):
+        length, reward = self.lengths[i % len(self.lengths)], float(self.rewards_of(row.row_id)[i])
+        ids, logps, mask = np.full(length, prompt, np.int32), np.zeros(length, np.float32), np.ones(length, bool)
+        reason, outcome = "length" if length == 8 else "stop", "ok" if reward > 0 else "wrong"
+        return Sample(prompt, i, row.row_id, [1, 2], ids, logps, mask, reason, 0, reward, outcome)
+
+
+def config_of(num_prompts=4, *, shuffle=False, **grpo):
+    options = {"num_prompts_per_step": num_prompts, "num_generations_per_prompt": SIZE} | grpo
+    return Config(grpo=GRPOConfig(**options), data=DataConfig(shuffle=shuffle))
+
+
+def collect(cfg, rows, position, generate):
+    """sampling.collect over one training set, from `position` on, with the number of prompts drawn."""
+    mixture = Mixture([Dataset("rows.jsonl", rows, 0, "", "rows")], cfg)
+    samples, cursor, metrics = sampling.collect(cfg, mixture, mixture.start() | {"position": position}, generate)
+    return samples, cursor["position"] - position, metrics
+
+
+def by_remainder(row_id):
+    """Of three rows one is all wrong, one all right, one has a lone right answer."""
+    return [[0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 1, 0]][row_id % 3]
+
+
+def rows_of(samples):
+    return [sample.row_id for sample in samples[::SIZE]]
+
+
+def test_without_dynamic_sampling_every_group_trains():
+    sampler = Sampler(by_remainder)
+    samples, drawn, metrics = collect(config_of(), ROWS, 7, sampler)
+    assert drawn == 4 and sampler.asked == [[(0, 7), (1, 8), (2, 9), (3, 10)]]
+    assert [(s.prompt, s.index) for s in samples] == [(p, i) for p in range(4) for i in range(SIZE)]
+    assert not any(name.startswith("dynamic") for name in metrics)
+    assert (metrics["zero_variance_fraction"], metrics["num_overlong_filtered"]) == (0.75, 0)
+
+
+def test_groups_are_kept_whole_until_the_step_is_full():
+    """Rows 7..18 hold four mixed groups, of rows 8, 11, 14, 17: three batches of four, the last one used up exactly."""
+    sampler = Sampler(by_remainder)
+    samples, drawn, metrics = collect(config_of(use_dynamic_sampling=True), ROWS, 7, sampler)
+    assert (drawn, len(sampler.asked)) == (12, 3)
+    assert [pair for batch in sampler.asked for pair in batch] == [(i, 7 + i) for i in range(12)]  # no seed twice
+    assert rows_of(samples) == [8, 11, 14, 17]
+    assert [(s.prompt, s.index) for s in samples] == [(p, i) for p in range(4) for i in range(SIZE)]
+    assert [s.reward for s in samples] == [0, 0, 1, 0] * 4  # the lone right one with its peers
+    assert metrics["dynamic_sampling_num_gen_batches"] == 3
+    assert metrics["dynamic_sampling_num_discarded_valid_samples"] == 0
+    assert metrics["reward"] == pytest.approx((4 * 1 + 4 * 0.25) / 12) and metrics["filtered_reward"] == 0.25
+    assert (metrics["total_turns"], metrics["total_num_tokens"]) == (48, 16 * 5)
+
+
+def test_surplus_groups_are_discarded_and_counted():
+    options = {"use_dynamic_sampling": True, "batch_multiplier": 2.5}
+    samples, drawn, metrics = collect(config_of(2, **options), ROWS, 0, Sampler(lambda row: [row % 2, 0, 0, 0]))
+    assert (drawn, rows_of(samples)) == (5, [1, 3])
+    samples, drawn, metrics = collect(config_of(2, **options), ROWS, 1, Sampler(lambda row: [row % 2, 0, 0, 0]))
+    assert (drawn, rows_of(samples)) == (5, [1, 3])  # rows 1, 3 and 5 of 1..5 are mixed
+    assert metrics["dynamic_sampling_num_discarded_valid_samples"] == 1 * SIZE
+    assert metrics["dynamic_sampling_num_gen_batches"] == 1
+
+
+def test_draws_follow_the_data_order_across_epochs():
+    cfg = config_of(4, use_dynamic_sampling=True, shuffle=True, seed=3)
+    sampler = Sampler(by_remainder)
+    _, drawn, _ = collect(cfg, ROWS, 44, sampler)
+    expected = rows_at(50, 44, drawn, seed=3, shuffle=True)
+    assert drawn > 6 and [row for batch in sampler.asked for _, row in batch] == expected
+
+
+def test_lengths_alone_do_not_make_a_group_worth_keeping():
+    shaping = RewardShapingConfig(enabled=True, overlong_buffer_length=4, max_response_length=8)
+    cfg = config_of(2, use_dynamic_sampling=True, reward_shaping=shaping)
+    samples, drawn, metrics = collect(cfg, ROWS, 0, Sampler(by_remainder, lengths=(3, 6, 4, 8)))
+    assert rows_of(samples) == [2, 5] and drawn == 6
+    assert [s.reward for s in samples[:SIZE]] == [0, -0.5, 1, -1]
+    assert [s.unshaped_reward for s in samples[:SIZE]] == [0, 0, 1, 0]
+    assert metrics["zero_variance_fraction"] == 0
+    assert metrics["unshaped_zero_variance_fraction"] == pytest.approx(2 / 3)
+
+
+def test_shaping_cannot_hide_a_mixed_group_either():
+    """Shaped rewards are all 0 here; the answers still differ."""
+    shaping = RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.0)
+    cfg = config_of(1, use_dynamic_sampling=True, reward_shaping=shaping)
+    samples, _, metrics = collect(cfg, ROWS, 2, Sampler(by_remainder, lengths=(8,)))
+    assert rows_of(samples) == [2] and {s.reward for s in samples} == {0} and metrics["zero_variance_fraction"] == 1
+
+
+def test_overlong_filtering_leaves_the_reward_and_the_numbers():
+    samples, _, metrics = collect(config_of(1, overlong_filtering=True), ROWS, 2, Sampler(by_remainder, lengths=(3, 8)))
+    assert [int(s.mask.sum()) for s in samples] == [3, 0, 3, 0] and [s.reward for s in samples] == [0, 0, 1, 0]
+    assert (metrics["num_overlong_filtered"], metrics["truncation_rate"]) == (2, 0.5)
+    assert metrics["mean_gen_tokens_per_sample"] == 5.5
+    samples, _, metrics = collect(config_of(1), ROWS, 2, Sampler(by_remainder, lengths=(3, 8)))
+    assert all(s.mask.all() for s in samples) and metrics["num_overlong_filtered"] == 0  # only if asked
+
+
+def test_a_step_of_truncated_samples_alone_stops_the_run():
+    with pytest.raises(
+        StopRun, match=r"^all 4 samples of a step ran into policy\.generation\.max_new_tokens=256, and "
+    ):
+        collect(config_of(1, overlong_filtering=True), ROWS, 2, Sampler(by_remainder, lengths=(8,)))
+
+
+def test_a_step_without_a_row_to_train_on_stops_the_run():
+    class Masked(Sampler):
+        def sample(self, *args):
+            sample = super().sample(*args)
+            sample.mask[:] = sample.row_id > 1  # what rollout.py does for loss_multiplier 0
+            return sample
+
+    samples, _, metrics = collect(config_of(2), ROWS, 1, Masked(by_remainder))
+    assert [s.mask.any() for s in samples] == [False] * SIZE + [True] * SIZE and metrics["reward"] == 5 / 8
+    with pytest.raises(StopRun, match="all its rows have loss_multiplier=0"):
+        collect(config_of(2), ROWS, 0, Masked(by_remainder))
+
+
+def test_too_few_groups_stop_the_run_with_counts_and_keys():
+    sampler = Sampler(lambda row: [[0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]][row % 4])
+    cfg = config_of(8, use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=2, batch_multiplier=1.5)
+    with pytest.raises(StopRun) as caught:
+        collect(cfg, ROWS, 0, sampler)
+    assert len(sampler.asked) == 2  # exactly; NeMo RL goes one beyond
+    assert str(caught.value) == (
+        "dynamic sampling: 2 batches, 24 prompts of 4 samples, gave 6 groups of unequal rewards; a step needs 8. "
+        "6 groups were all right, 12 had no right answer. Raise grpo.dynamic_sampling_max_gen_batches=2, "
+        "grpo.batch_multiplier=1.5 or grpo.num_generations_per_prompt, lower grpo.num_prompts_per_step, or train on "
+        "problems that this model solves now and then"
+    )
+
+
+def test_the_last_allowed_batch_counts():
+    cfg = config_of(4, use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=3)
+    assert rows_of(collect(cfg, ROWS, 7, Sampler(by_remainder))[0]) == [8, 11, 14, 17]
+
+
+def test_all_ranks_decide_alike():
+    """Nothing but the arguments decides: the same samples give the same choice to the last bit of the metrics."""
+    cfg = config_of(use_dynamic_sampling=True, shuffle=True)
+    first, second = (collect(cfg, ROWS, 11, Sampler(by_remainder)) for _ in range(2))
+    assert json.dumps(first[2]) == json.dumps(second[2]) and rows_of(first[0]) == rows_of(second[0])
+
+
+def test_data_ends_where_a_whole_step_does_not_fit():
+    grpo = config_of(4, max_num_epochs=2, use_dynamic_sampling=True, batch_multiplier=1.5).grpo
+    assert [data_is_used_up(grpo, 50, position) for position in (0, 94, 95, 100)] == [False, False, True, True]
+    plain = config_of(4).grpo  # as without it: steps = 50 // 4
+    assert [data_is_used_up(plain, 50, 4 * step) for step in (11, 12)] == [False, True]

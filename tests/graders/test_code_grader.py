@@ -1,0 +1,289 @@
+"""Code judged by tests: HumanEval's solutions pass, spoiled and hostile ones do not, and nothing stays behind."""
+
+import gzip
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from hostile_code import HOSTILE, LOOK
+from test_pool import children
+
+import envs
+import graded_envs
+from config import CodeEnvConfig, ConfigError, EnvConfig
+from graders import code_grader, sandbox
+from graders.code_grader import extract_code, read_tests
+from graders.pool import GraderPool
+from graders.sandbox import Limits
+
+HUMANEVAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "HumanEval.jsonl.gz"
+SECRET = "the-secret-of-the-judge"
+
+
+def has(isolation):
+    try:
+        return sandbox.run("", "", Limits(10, isolation=isolation))[0] == sandbox.ENDED
+    except sandbox.Unavailable:
+        return False
+
+
+ISOLATION = next(filter(has, ("required", "none")), "none")
+ISOLATIONS = [
+    pytest.param(name, marks=pytest.mark.skipif(not has(name), reason=f"this machine has no isolation={name}"))
+    for name in ("required", "none")
+]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = GraderPool("graders.code_grader:grade", num_workers=2, deadline_s=40.0, memory_mib=1536)
+    yield pool
+    pool.close()
+
+
+def outcomes(pool, jobs):
+    return [graded.value["outcome"] if graded.outcome == "ok" else graded.message for graded in pool.grade(jobs)]
+
+
+def job(reply, row, isolation="none", seconds=20.0):
+    tests = read_tests("", row)
+    return {"reply": reply, "tests": tests, "seconds": seconds, "memory_mib": 512, "isolation": isolation}
+
+
+SPOILED = """
+names = {}
+exec(SOLUTION, names)
+def other(x):
+    if x is None: return 0
+    if type(x) is bool: return not x
+    if type(x) in (int, float): return x + 1
+    if type(x) is str: return x + "x"
+    if type(x) is dict: return x | {"other": 0}
+    return x + type(x)([0])
+def NAME(*args): return other(names["NAME"](*args))
+"""
+
+
+@pytest.mark.skipif(not HUMANEVAL.exists(), reason=f"real data is not there: {HUMANEVAL}")
+@pytest.mark.parametrize("isolation", [ISOLATION, pytest.param("none", marks=pytest.mark.long)])
+def test_humaneval_solutions_pass_and_spoiled_ones_fail(pool, isolation):
+    with gzip.open(HUMANEVAL, "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    right, spoiled = [], []
+    for row in rows:
+        solution = row["prompt"] + row["canonical_solution"]
+        wrapped = f"SOLUTION = {solution!r}\n{SPOILED.replace('NAME', row['entry_point'])}"
+        right.append(job(row["canonical_solution"], row, isolation))
+        spoiled.append(job(f"So:\n```python\n{wrapped}```\n", row, isolation))
+    assert outcomes(pool, right) == ["ok"] * 164
+    assert outcomes(pool, spoiled) == ["wrong"] * 164
+
+
+ADD = {"entry_point": "add", "test": "def check(f):\n    assert f(1, 2) == 3\n    assert f(5, -7) == -2\n"}
+RIGHT = "def add(a, b):\n    return a + b\n"
+CALLS = {
+    "entry_point": "f",
+    "tests": [{"args": [[1, 2]], "expected": {"a": [3.0, None]}}, {"args": [[]], "expected": 0}],
+}
+PROGRAM = {"tests": [{"input": "2\n3\n", "output": "5\n"}, {"input": "1 \n1", "output": "2"}]}
+ROOT = 'import math\ndef two(): return 2\ndef f(x):\n    """Root."""\n'
+PROMPTED = {"entry_point": "f", "prompt": ROOT, "test": "assert f(4) == two()"}  # HumanEval's tests use helpers too
+LOOPS = {"entry_point": "f", "test": "for x, y in zip(map(f, [1, 2]), [1, 2]): assert x == y"}
+RAISES = {"entry_point": "f", "test": "try:\n    f(0)\n    assert False\nexcept ZeroDivisionError:\n    pass\n"}
+SWALLOWS = {
+    "entry_point": "f",
+    "test": "for i in range(3):\n    try:\n        f(i)\n    except Exception:\n        pass\n",
+}
+SWALLOWS_ALL = SWALLOWS | {"test": SWALLOWS["test"].replace("Exception", "BaseException")}
+FORGED = """
+import os
+def f(x):
+    for fd in range(64):
+        try: os.write(fd, b'["other", {"int": "0x' + b"f" * 9999 + b'"}]\\n')
+        except OSError: pass
+"""
+TYPES = {
+    "entry_point": "f",
+    "test": "def check(f):\n    x = (1, {2}, b'3', frozenset([4]), 5j, None, {6: (7,)})\n    y = f(x)\n"
+    "    assert y == x and list(map(type, y)) == list(map(type, x))\n",
+}
+JUDGED = [
+    (ADD, RIGHT, "ok"),
+    (ADD, f"Think.\n```\nnot this\n```\n```python\n{RIGHT}```\nDone.", "ok"),
+    (ADD, "def add(a, b): return 3", "wrong"),
+    (ADD, "add = lambda a, b: a + b", "ok"),
+    (ADD, "def plus(a, b): return a + b", "wrong"),
+    (ADD, "def add(a, b) return", "wrong"),
+    (ADD, "I do not know.", "wrong"),
+    (ADD, "```python\n\n```", "parse_fail"),
+    (ADD, " \n", "parse_fail"),
+    (ADD, "def add(a, b):\n    while True: pass", "timeout"),
+    (CALLS, "def f(x): return {'a': [float(sum(x)), None]} if x else 0", "ok"),
+    (CALLS, "def f(x): return {'a': [sum(x), None]} if x else 0", "wrong"),  # 3 is no 3.0
+    (CALLS, "def f(x): return {'a': (float(sum(x)), None)} if x else 0", "wrong"),
+    (CALLS, "def f(x): return {'a': [float(sum(x)), None]} if x else False", "wrong"),
+    (CALLS, "def f(x): return {'a': [3.0, None, 1]} if x else 0", "wrong"),
+    (CALLS, "def f(x): return {'a': [3.0, None], 'b': 1} if x else 0", "wrong"),
+    (PROGRAM, "print(int(input()) + int(input()))", "ok"),
+    (PROGRAM, "print(int(input()) + int(input()), ' ')\nprint()\nexit()", "ok"),
+    (PROGRAM, "print(5)", "wrong"),
+    (PROGRAM, "print(int(input()) + int(input()))\n1 / 0", "wrong"),
+    (PROGRAM, "import sys\nsys.exit(0)", "wrong"),
+    (PROGRAM, "print(int(input()) + int(input()), flush=True)\nwhile True: pass", "timeout"),
+    (PROMPTED, "    return math.sqrt(x)", "ok"),
+    (PROMPTED, "def f(x): return math.sqrt(x)", "ok"),
+    (PROMPTED, "from math import sqrt as f", "ok"),
+    (PROMPTED, "    pass", "wrong"),
+    (RAISES, "def f(x): 1 / x", "ok"),
+    (RAISES, "class Mine(ZeroDivisionError): pass\ndef f(x): raise Mine", "ok"),
+    (RAISES, "def f(x): raise ValueError", "wrong"),
+    (RAISES, "def f(x): return x", "wrong"),
+    (LOOPS, "def f(x): return x", "ok"),
+    (LOOPS, "def f(x): raise StopIteration", "wrong"),
+    (SWALLOWS, "def f(x): raise ValueError", "ok"),  # it expects no more
+    (SWALLOWS, "def f(x): raise SystemExit", "wrong"),
+    (SWALLOWS, "def f(x): return object()", "wrong"),
+    (SWALLOWS_ALL, "def f(x): return object()", "wrong"),  # whoever catches it: no value is no pass
+    (SWALLOWS_ALL, FORGED, "wrong"),
+    (TYPES, "def f(x): return x", "ok"),
+    (TYPES, "def f(x): return list(x)", "wrong"),
+    (
+        {"entry_point": "f", "test": "x = f()\nassert not x, x"},
+        "def f(): return 1 << 99_999",
+        "wrong",
+    ),  # no shorter text
+    ({"entry_point": "f", "test": "def check_all(f): assert f(1) == 1"}, "def f(x): return x", "error"),
+    ({"entry_point": "f", "test": "import no_such_module"}, "def f(x): return x", "error"),
+    ({"entry_point": "f", "test": "f(lambda: 1)"}, "def f(x): return x", "error"),
+]
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_code_is_judged(pool, isolation):
+    jobs = [job(reply, row, isolation, 0.7 if "while True" in reply else 20) for row, reply, _ in JUDGED]
+    assert outcomes(pool, jobs) == [outcome for *_, outcome in JUDGED]
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_no_hostile_code_scores_or_stays(pool, isolation, tmp_path):
+    (tmp_path / "kept").write_text("kept")
+    good = job(RIGHT, ADD, isolation)
+    assert outcomes(pool, [good] * 4) == ["ok"] * 4
+    before = held()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        codes = [code.replace("PORT", port).replace("FOLDER", str(tmp_path)) for code in HOSTILE.values()]
+        found = outcomes(pool, [job(code, ADD, isolation, seconds=0.4) for code in codes])
+    assert {
+        name: outcome for name, outcome in zip(HOSTILE, found, strict=True) if outcome not in ("wrong", "timeout")
+    } == {}
+    assert outcomes(pool, [good] * 4) == ["ok"] * 4  # the run goes on
+    assert (tmp_path / "kept").exists()
+    end = time.monotonic() + 10
+    while held() != before and time.monotonic() < end:
+        time.sleep(0.05)
+    assert held() == before
+
+
+def held():
+    """Descriptors, processes, and files where code could leave some."""
+    return (
+        len(os.listdir("/proc/self/fd")),
+        sorted(children()),
+        sorted(os.listdir("/dev/shm")),
+        list(Path("/tmp").glob("filler*")),
+    )
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_what_is_expected_is_nowhere_to_be_found(pool, isolation):
+    row = {"entry_point": "add", "test": f"def check(f):\n    assert f(1, 2) == {SECRET!r}"}
+    told = f"def add(a, b): return {SECRET!r}"
+    assert outcomes(pool, [job(told, row, isolation), job(LOOK, row, isolation)]) == ["ok", "wrong"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "answer", "said"),
+    [
+        ({}, "7", "no tests, or two kinds of them: give `test` "),
+        ({}, "[" * 100_000, "no tests, or two kinds of them"),
+        ({"test": "f()", "tests": [{}]}, "", "no tests, or two kinds of them"),
+        ({"tests": "[1"}, "", "`tests` is not valid JSON"),
+        ({"tests": []}, "", "`tests` is no list of objects, or empty"),
+        ({"tests": [1]}, "", "`tests` is no list of objects, or empty"),
+        ({"tests": [{"input": 1, "output": "1"}], "entry_point": "f"}, "", "neither text under input and output, nor"),
+        ({"tests": [{"args": 1, "expected": 1}], "entry_point": "f"}, "", "neither text under input and output, nor"),
+        ({"tests": [{"args": [1], "expected": 1}]}, "", "entry_point None is no name of a function"),
+        ({"test": "f()", "entry_point": "a b"}, "", "entry_point 'a b' is no name"),
+        ({"test": "f(", "entry_point": "f"}, "", "`test` is not Python code"),
+        ({"test": "'" + "x" * code_grader.MAX_TESTS_BYTES + "'", "entry_point": "f"}, "", "more than 8 MiB of tests"),
+    ],
+)
+def test_rows_without_tests_are_told_so(columns, answer, said):
+    with pytest.raises(ValueError, match=said):
+        read_tests(answer, columns)
+
+
+def test_tests_are_read_from_fields_or_from_the_answer():
+    assert read_tests(json.dumps(ADD), {"id": 1}) == read_tests("", ADD) == {**ADD, "prompt": ""}
+    assert read_tests("", {"tests": json.dumps(PROGRAM["tests"])}) == PROGRAM
+    assert read_tests("", ADD | {"prompt": "Please add."})["prompt"] == ""
+    assert read_tests("", ADD | {"prompt": [{"role": "user"}]})["prompt"] == ""
+    assert read_tests("", ADD | {"prompt": "import math\n"})["prompt"] == "import math\n"
+
+
+@pytest.mark.parametrize(
+    ("reply", "code"),
+    [
+        ("x = 1", "x = 1"),
+        ("a\n```python\nx = 1\n```\nb\n```py\ny = 2\n```\n", "y = 2\n"),
+        ("```python\nx = 1\n```\n```json\n{}\n```\n```text\n1\n```", "x = 1\n"),
+        ("```json\n{}\n```\nthen\n  ```python\n  x = 1\n  ```", "  x = 1\n"),
+        ("```\nx = 1\n```", "x = 1\n"),
+        ("<think>```python\nx\n</think>\n```Python\ny\n```", "y\n"),
+        ("Use ```x``` so:\n```python3\ny\n```", "y\n"),
+        ("```python\nx = 1\n```\n```python\ny = 2", "x = 1\n"),
+        ("```python\r\nx = 1\r\n```", "x = 1\r\n"),
+    ],
+)
+def test_code_is_the_last_python_block(reply, code):
+    assert extract_code(reply) == code
+
+
+def environment(**changes):
+    kept = {name: value for name, value in (("isolation", ISOLATION), ("num_workers", 1), *changes.items())}
+    return graded_envs.make_environment("code", EnvConfig(code=CodeEnvConfig(**kept)))
+
+
+def test_environment_gives_verdicts():
+    before = children()
+    code = environment()
+    try:
+        code.check_answers([("a:1", "", ADD), ("a:2", json.dumps(PROGRAM), {})])
+        with pytest.raises(ConfigError, match=r"a:3: .*no tests, or two kinds of them"):
+            code.check_answers([("a:3", "7", {})])
+        turns = [
+            envs.Turn([{"role": "assistant", "content": reply}], "", reason, columns=ADD)
+            for reply, reason in ((RIGHT, "stop"), ("def add(a, b): return 0", "stop"), (RIGHT, "length"), ("", "stop"))
+        ]
+        verdicts = code.step(turns)
+        assert [verdict.outcome for verdict in verdicts] == ["ok", "wrong", "parse_fail", "parse_fail"]
+        assert [verdict.reward for verdict in verdicts] == [1.0, 0.0, 0.0, 0.0]
+    finally:
+        code.close()
+    assert children() == before
+
+
+def test_without_isolation_it_does_not_start(monkeypatch):
+    before = children()
+
+    def refuse(*_):
+        raise sandbox.Unavailable("unshare: Operation not permitted")
+
+    monkeypatch.setattr(sandbox, "run", refuse)
+    with pytest.raises(ConfigError, match=r"env\.code\.isolation=required.*unshare: Operation not permitted.*=none"):
+        environment(isolation="required")
+    assert children() == before

@@ -1,0 +1,156 @@
+"""Final answers: found in a stated order and compared right, over a corpus, over GSM8K, and whatever a reply holds."""
+
+import json
+from pathlib import Path
+
+import pytest
+from math_corpus import cases
+
+from config import ConfigError, EnvConfig, MathEnvConfig
+from envs import Turn
+from graded_envs import make_environment
+from graders.math_grader import equal, extract, gold_answer, grade
+from graders.pool import GraderPool
+
+GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k_test.jsonl"
+
+
+def job(answer, reply, strict=False):
+    return {"answer": answer, "reply": reply, "strict": strict}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = GraderPool(
+        "graders.math_grader:grade", num_workers=2, deadline_s=60, memory_mib=2048, first=job("x", r"\boxed{y}")
+    )
+    yield pool
+    pool.close()
+
+
+def outcomes(pool, jobs):
+    return [each.value["outcome"] if each.outcome == "ok" else each.outcome for each in pool.grade(jobs)]
+
+
+def test_corpus(pool):
+    corpus = [case for case in cases() if case[2] != "hostile"]
+    assert len(corpus) >= 150
+    found = outcomes(pool, [job(answer, reply) for answer, reply, _ in corpus])
+    wrong = [(*case[:2], outcome) for case, outcome in zip(corpus, found, strict=True) if outcome != case[2]]
+    assert not wrong, "\n".join(f"{answer} | {reply[:80]} is {outcome}" for answer, reply, outcome in wrong)
+
+
+def test_hostile_answers_score_nothing_and_end():
+    hostile = [case for case in cases() if case[2] == "hostile"]
+    pool = GraderPool(
+        "graders.math_grader:grade", num_workers=2, deadline_s=0.3, memory_mib=2048, first=job("x", r"\boxed{y}")
+    )
+    found = outcomes(pool, [job(answer, reply) for answer, reply, _ in hostile])
+    pool.close()
+    assert len(found) >= 15 and not {"ok", "error"} & set(found) and "timeout" in found
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason=f"real data is not there: {GSM8K}")
+def test_gsm8k_gold_solutions(pool):
+    answers = [json.loads(line)["answer"] for line in GSM8K.read_text(encoding="utf-8").splitlines()]
+    finals = [gold_answer(answer) for answer in answers]
+    others = [next(f for f in finals[i + 1 :] + finals[:i] if f != final) for i, final in enumerate(finals)]
+    assert len(answers) == 1319
+    assert outcomes(pool, [job(a, a) for a in answers]) == ["ok"] * 1319
+    assert outcomes(pool, [job(o, a) for o, a in zip(others, answers, strict=True)]) == ["wrong"] * 1319
+
+
+@pytest.mark.parametrize(
+    ("texts", "extracted"),
+    [
+        (["0.5", ".50", "1/2", r"\frac{1}{2}", "$0.5$", "50%"], "1/2"),
+        (["1{,}234", "1,234.0", r"\$1234", "x = 1234"], "1234"),
+        (["Blue", r"\text{blue}"], "blue"),
+        ([r"\sqrt{2}", r"\sqrt {2}"], r"\sqrt{2}"),
+    ],
+)
+def test_equal_answers_have_equal_texts_for_votes(texts, extracted):
+    assert {grade(job("1", rf"\boxed{{{text}}}"))["extracted"] for text in texts} == {extracted}
+
+
+@pytest.mark.parametrize(
+    ("reply", "found"),
+    [
+        (r"answer: 3 #### 2 \boxed{1}", "1"),
+        (r"\boxed{1} #### 2 answer: 3", "1"),
+        ("answer: 3 #### 2", "2"),
+        ("#### 2\nThe answer is 3", "2"),
+        ("The answer is 3", "3"),
+        (r"\boxed{1", None),
+        ("no answer here", None),
+    ],
+)
+def test_where_an_answer_is_looked_for(reply, found):
+    assert extract(reply) == found
+
+
+@pytest.mark.parametrize(
+    ("reply", "outcome"),
+    [
+        ("Answer: 5", "ok"),
+        ("Answer: $5$", "ok"),
+        (r"Answer: \boxed{5}", "ok"),
+        ("Answer: 5.0", "wrong"),  # a text comparison, as strict says
+        ("Answer: 4\nAnswer: 5", "ok"),
+        ("Answer: 5\nAnswer: 4", "wrong"),
+        (r"\boxed{5}", "parse_fail"),
+        ("Answer: 5" + " filler" * 20, "wrong"),
+        ("Answer: 5\n" + " filler" * 60, "parse_fail"),
+    ],
+)
+def test_strict(reply, outcome):
+    assert grade(job("5", reply, strict=True))["outcome"] == outcome
+
+
+def test_gold_goes_first():
+    assert equal("x=5", "5") and equal("50%", "50") and not equal("50.5", "50.5%")
+    assert equal("50.5%", "50.5") and equal("2", "1 = 2") and not equal("2", "2 = 1")
+
+
+# ---------------------------------------------------------------------------------------------------- the environment
+
+
+@pytest.fixture(scope="module")
+def environment():
+    environment = make_environment("math", EnvConfig(math=MathEnvConfig(num_workers=1, format_reward=0.1)))
+    yield environment
+    environment.close()
+
+
+@pytest.mark.parametrize(
+    ("reply", "finish_reason", "reward", "outcome"),
+    [
+        (r"\boxed{5.0}", "stop", 1.0, "ok"),
+        ("#### 5", "stop", 1.0, "ok"),
+        (r"\boxed{4}", "stop", 0.1, "wrong"),
+        ("#### 4", "stop", 0.0, "wrong"),
+        ("five", "stop", 0.0, "parse_fail"),
+        (r"\boxed{}", "stop", 0.0, "parse_fail"),
+        (r"\boxed{5}", "length", 0.0, "parse_fail"),
+    ],
+)
+def test_rewards(environment, reply, finish_reason, reward, outcome):
+    messages = [{"role": "user", "content": r"\boxed{5}"}, {"role": "assistant", "content": reply}]
+    (verdict,) = environment.step([Turn(messages, "5", finish_reason)])
+    assert (verdict.reward, verdict.outcome, verdict.done) == (reward, outcome, True)
+    assert verdict.extracted == {"ok": "5", "wrong": "4"}.get(outcome)
+
+
+def test_answers_that_cannot_be_graded_are_found_before_training(environment):
+    environment.check_answers([("r:1", "5", {}), ("r:2", r"\frac{1}{2}", {}), ("r:3", "so 5\n#### 5", {})])
+    for answer in ("", " ", "because ####", r"\boxed{}", "9" * 3000):
+        with pytest.raises(ConfigError, match=r"^r:7: answer .* is no final answer, .*'math'"):
+            environment.check_answers([("r:1", "5", {}), ("r:7", answer, {})])
+
+
+def test_strict_environment():
+    cfg = EnvConfig(math=MathEnvConfig(num_workers=1, math_verify_impl="dapo_math_verify"))
+    environment = make_environment("math", cfg)
+    turns = [Turn([{"role": "assistant", "content": text}], "5", "stop") for text in ("Answer: 5", r"\boxed{5}")]
+    assert [verdict.outcome for verdict in environment.step(turns)] == ["ok", "parse_fail"]
+    environment.close()

@@ -1,0 +1,207 @@
+"""The pool of graders: right answers in order, whatever single jobs do; nothing overruns, nothing stays behind."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from config import ConfigError
+from graders.pool import ENDING, MARK, GraderPool
+
+
+def make_pool(deadline_s=60, num_workers=2):
+    return GraderPool("grader_targets:run", num_workers=num_workers, deadline_s=deadline_s, memory_mib=1024)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = make_pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def strict():
+    """A pool whose jobs may take 0.3 s: only for what must overrun, since a busy machine overruns it too."""
+    pool = make_pool(0.3)
+    yield pool
+    pool.close()
+
+
+def gone(pid, seconds=10):
+    """Whether a process ends (or is a zombie of another's) soon: the kernel takes a moment."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if Path("/proc", str(int(pid)), "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def outcomes(pool, *jobs):
+    return [graded.outcome for graded in pool.grade(jobs)]
+
+
+def test_values_come_back_in_the_order_of_the_jobs(pool):
+    jobs = [("double", i) for i in range(50)]
+    assert [graded.value for graded in pool.grade(jobs)] == [2 * i for i in range(50)]
+    assert pool.grade([]) == []
+    long = "é\ud800" * 300_000  # more than a socket takes at once; half a surrogate pair crosses too
+    assert pool.grade([("echo", long)])[0].value == long
+
+
+@pytest.mark.parametrize("kind", ["hang", "busy", "locked", "deaf"])
+def test_overrun_is_killed_and_its_worker_replaced(strict, kind):
+    assert [graded.message for graded in strict.grade([(kind, 0)] * 3)] == ["no answer in 0.3 s"] * 3
+    assert outcomes(strict, (kind, 0)) == ["timeout"]
+
+
+def test_overrun_is_no_matter_of_the_other_jobs():
+    pool = make_pool(2)
+    graded = pool.grade([("double", 1), ("hang", 0), *[("double", i) for i in range(100)]])
+    pool.close()
+    assert [g.outcome for g in graded] == ["ok", "timeout", *["ok"] * 100]
+    assert [g.value for g in graded[2:]] == [2 * i for i in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("raise", "ValueError: boo"),
+        ("exit", "the worker died: exit code 0"),
+        ("os exit", "the worker died: exit code 0"),
+        ("segfault", "the worker died: exit code -11"),
+        ("memory", "MemoryError: "),
+        ("long value", "ValueError: the value is too large"),
+        ("no json", "TypeError: Object of type set is not JSON serializable"),
+    ],
+)
+def test_what_goes_wrong_is_an_error_with_its_reason(pool, kind, said):
+    bad, good = pool.grade([(kind, "boo"), ("double", 2)])
+    assert (bad.outcome, good.value) == ("error", 4) and bad.message.startswith(said)
+
+
+def test_what_a_grader_prints_is_no_answer(pool):
+    assert pool.grade([("print", 0)])[0].value == "printed"
+
+
+@pytest.mark.parametrize("kind", ["daemon", "daemon and hang", "daemon and die"])
+def test_what_a_grader_starts_dies_with_its_job(pool, kind, tmp_path):
+    pool = make_pool(3, num_workers=1) if "hang" in kind else pool
+    outcomes(pool, (kind, str(tmp_path / "pid")))
+    assert gone((tmp_path / "pid").read_text())
+
+
+def test_target_that_cannot_be_imported_is_named():
+    for target, said in (("no_such_module:f", "No module named"), ("grader_targets:nothing", "no attribute 'nothing'")):
+        with pytest.raises(ConfigError, match=f"grader {target}: .*{said}"):
+            GraderPool(target, num_workers=1, deadline_s=1, memory_mib=512)
+    for first, said in ((["raise", "boo"], "ValueError: boo"), (["os exit", 0], "the worker died: exit code 0")):
+        with pytest.raises(ConfigError, match=f"grader grader_targets:run: .*{said}"):
+            GraderPool("grader_targets:run", num_workers=2, deadline_s=1, memory_mib=512, first=first)
+
+
+def test_worker_killed_while_idle_costs_no_job(pool):
+    pids = {graded.value for graded in pool.grade([("pid", 0)] * 20)}
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        while Path("/proc", str(pid), "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+            time.sleep(0.01)
+    again = pool.grade([("pid", 0)] * 20)
+    assert all(graded.outcome == "ok" and graded.value not in pids for graded in again)
+
+
+def test_worker_is_replaced_after_so_many_jobs(monkeypatch):
+    monkeypatch.setattr("graders.pool.MAX_JOBS", 3)
+    pool = make_pool(num_workers=1)
+    pids = [graded.value for graded in pool.grade([("pid", 0)] * 7)]
+    pool.close()
+    assert sorted(Counter(pids).values()) == [1, 3, 3]
+
+
+def test_workers_die_with_their_trainer(tmp_path):
+    paths = [str(tmp_path / name) for name in "ab"]
+    code = (
+        "from graders.pool import GraderPool\n"
+        "pool = GraderPool('grader_targets:run', num_workers=2, deadline_s=60, memory_mib=512)\n"
+        "print(*(w.process.pid for w in pool.workers), flush=True)\n"
+        f"pool.grade([('touch and hang', path) for path in {paths}])"
+    )
+    env = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as trainer:
+        pids = trainer.stdout.readline().split()
+        end = time.monotonic() + 60
+        while not all(map(os.path.exists, paths)) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert len(pids) == 2 and all(Path("/proc", pid).exists() for pid in pids)
+        trainer.kill()
+    assert [gone(pid) for pid in pids] == [True, True]
+
+
+def children():
+    """Processes below this one, zombies too, and those that its workers have started, whoever has adopted them."""
+    parents, found, mark = {}, set(), f"{MARK}={os.getpid()}.".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[process.name] = (process / "stat").read_text().rsplit(")", 1)[1].split()[1]
+            if mark in (process / "environ").read_bytes():
+                found.add(process.name)
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    above = {str(os.getpid())}
+    while above:
+        above = {pid for pid, parent in parents.items() if parent in above}
+        found |= above
+    return found
+
+
+def held():
+    """(descriptors, processes, temporary and shared-memory files) of this process and its workers."""
+    return len(os.listdir("/proc/self/fd")), len(children()), len(os.listdir("/dev/shm"))
+
+
+@pytest.mark.parametrize(("num_jobs", "num_hang"), [(100, 10), pytest.param(2000, 200, marks=pytest.mark.long)])
+def test_nothing_stays_behind_after_hostile_jobs(strict, tmp_path, num_jobs, num_hang):
+    hang = ["hang", "busy", "deaf", "daemon and hang"]
+    ends = {"daemon": "ok", "print": "ok", "double": "ok", "echo": "ok"}
+    ends |= dict.fromkeys(["raise", "exit", "os exit", "segfault", "memory", "no json", "daemon and die"], "error")
+    rng = random.Random(0)
+    some = [*ends, *["double", "echo", "raise"] * 5]
+    kinds = [rng.choice(hang if i < num_hang else some) for i in range(num_jobs)]
+    rng.shuffle(kinds)
+    outcomes(strict, ("double", 1), ("double", 1))  # every worker is there
+    before = held()
+    found = outcomes(strict, *[(kind, str(tmp_path / str(i))) for i, kind in enumerate(kinds)])
+    assert all(outcome == "timeout" for kind, outcome in zip(kinds, found, strict=True) if kind in hang)
+    late = [kind for kind, outcome in zip(kinds, found, strict=True) if outcome != ends.get(kind, "timeout")]
+    assert all(outcome in (ends.get(kind), "timeout") for kind, outcome in zip(kinds, found, strict=True))
+    assert len(late) < num_jobs / 10, late  # on a busy machine
+    outcomes(strict, ("double", 1), ("double", 1))
+    end = time.monotonic() + 10
+    while held() != before and time.monotonic() < end:
+        time.sleep(0.05)
+    assert held() == before
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_a_signal_does_not_end_a_worker_that_starts_just_now(monkeypatch, number):
+    def start_and_signal(*args, **how):
+        process = popen(*args, **how)
+        process.send_signal(number)  # as torchrun does to all of the rank's
+        return process
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", start_and_signal)
+    pool = make_pool(num_workers=1)
+    assert [graded.value for graded in pool.grade([("double", 2)])] == [4]
+    pool.close()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), "the trainer's own are as before"

@@ -1,0 +1,239 @@
+"""Processes for code that nobody trusts: what it may and may not, in namespaces and without; how values cross."""
+
+import collections
+import enum
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_pool import children
+
+from graders import sandbox
+from graders.sandbox import CRASHED, ENDED, TIMED_OUT, Limits, decode, encode, run
+
+HEADERS = (Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), Path("/usr/include/asm-generic/unistd.h"))
+
+
+@pytest.fixture(scope="module", params=["required", "none"])
+def limits(request):
+    found = Limits(seconds=10, memory_mib=256, isolation=request.param)
+    try:
+        run("", "", found)
+    except sandbox.Unavailable as error:
+        pytest.skip(f"this machine has no isolation={request.param}: {error}")
+    return found
+
+
+def test_a_program_gets_its_input_and_its_output_comes_back(limits):
+    program = "import sys\nfor line in sys.stdin: print(line.upper(), end='')\nprint('höh', __name__)"
+    assert run(program, "a\nb\n", limits) == (ENDED, "A\nB\nhöh __main__\n")
+    in_a_thread = "import threading\nthreading.Thread(target=lambda: print(input() * 2)).start()"
+    assert run(in_a_thread, "x", limits) == (ENDED, "xx\n")
+    assert run("print(1)\nexit()", "", limits) == (ENDED, "1\n")
+    assert run("import asyncio\nasync def f(): print(1)\nasyncio.run(f())", "", limits) == (ENDED, "1\n")
+    long = "x" * 300_000  # more than a pipe takes at once
+    assert run("print(input(), end='')", long, limits) == (ENDED, long)
+
+
+@pytest.mark.parametrize(
+    ("program", "output"),
+    [
+        ("print(1)\n1/0", "1\n"),
+        ("print(1)\nraise SystemExit(3)", "1\n"),
+        ("import os\nprint(1, flush=True)\nos.abort()", "1\n"),
+        ("def f(: pass", ""),
+        ("x = bytearray(1 << 28)", ""),
+        ("print('x' * (5 << 20))", "x" * (sandbox.MAX_ANSWER_BYTES + 1)),
+        ("import os\nos._exit(124)", ""),  # which is the keeper's word for a deadline
+        ("import os\nos._exit(125)", ""),
+    ],
+)
+def test_a_program_that_fails_is_a_crash(limits, program, output):
+    assert run(program, "", limits) == (CRASHED, output)
+
+
+DEAF = "import signal, threading, time\nfor n in (1, 2, 3, 15, 17, 24): signal.signal(n, signal.SIG_IGN)\n"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True: pass",
+        "import time\ntime.sleep(1000)",
+        DEAF + "threading.Thread(target=time.sleep, args=(1000,)).start()",
+        DEAF + "import os\nos.closerange(0, 64)\nwhile True: time.sleep(1)",
+        DEAF + "import os\nos.setsid()\nwhile True: time.sleep(1)",
+    ],
+)
+def test_a_deadline_holds(limits, program):
+    before = children()
+    assert run(program, "", limits._replace(seconds=0.3))[0] == TIMED_OUT
+    assert children() == before
+
+
+FORBIDDEN = {  # each prints what it got hold of; PARENT is its keeper, or itself where that cannot be named
+    "fork": "print(os.fork())",
+    "fork by number": "print(libc.syscall(57 if os.uname().machine == 'x86_64' else -1) + 1 or 1/0)",
+    "start": "print(subprocess.run([sys.executable, '-c', '']))",
+    "exec": "os.execv(sys.executable, [sys.executable, '-c', 'print(1)'])",
+    "socket": "print(socket.socket(socket.AF_UNIX))",
+    "kill": "print(os.kill(PARENT, 0))",
+    "signal by descriptor": "r, w = os.pipe()\nprint(fcntl.fcntl(r, 10, 9), fcntl.fcntl(r, fcntl.F_SETOWN, PARENT))",
+    "limit another": "print(resource.prlimit(PARENT + 1, resource.RLIMIT_CORE, (0, 0)))",
+    "outlive the keeper": "print(libc.prctl(1, 0) + 1 or 1/0)",
+    "another's memory": "print(open(f'/proc/{os.getppid()}/mem', 'rb'))",
+    "another's descriptors": "print(os.open(f'/proc/{os.getppid()}/fd/1', os.O_RDONLY))",
+    "trace": "print(libc.ptrace(16, PARENT, 0, 0) + 1 or 1/0)",
+    "create": "print(open('FOLDER/new', 'w'))",
+    "append": "print(open('FOLDER/kept', 'a'))",
+    "delete": "print(os.unlink('FOLDER/kept'))",
+    "rename": "print(os.rename('FOLDER/kept', 'FOLDER/new'))",
+    "change mode": "print(os.chmod('FOLDER', 0o700))",
+    "spoil python": "print(open(os.__file__, 'r+'))",
+    "uncounted memory": "print(os.memfd_create('x'))",
+    "more memory as a file": "print(os.write(0, b'x'))",
+    "own namespaces": "print(libc.unshare(0x10000000) + 1 or 1/0)",
+    "another user": "print(os.setuid(1 if os.getuid() == 0 else 0))",
+    "more memory": "print(resource.setrlimit(resource.RLIMIT_AS, (-1, -1)))",
+}
+
+
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_what_is_forbidden_fails(limits, tmp_path, name):
+    (tmp_path / "kept").write_text("kept")
+    body = FORBIDDEN[name].replace("FOLDER", str(tmp_path)).replace("PARENT", "(os.getppid() or 1)")
+    program = "import ctypes, fcntl, os, resource, socket, subprocess, sys\nlibc = ctypes.CDLL(None)\nprint('here')\n"
+    assert run(program + body, "", limits) == (CRASHED, "here\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"] and (tmp_path / "kept").read_text() == "kept"
+
+
+def test_isolated_code_sees_python_and_nothing_else(limits, tmp_path):
+    if limits.isolation == "none":
+        pytest.skip("it sees what its user sees, as README.md says")
+    program = f"""
+import os, ssl, sqlite3
+def is_open(number):
+    try:
+        return bool(os.fstat(number))
+    except OSError:
+        return False
+print(os.getpid(), os.getuid(), "PATH" in os.environ, [number for number in range(64) if is_open(number)])
+print([os.path.exists(path) for path in {[str(tmp_path), sandbox.__file__, "/etc", "/proc", "/dev", "/old"]}])
+"""
+    assert run(program, "", limits) == (ENDED, f"1 65534 False [0, 1, 2]\n{[False] * 6}\n")
+
+
+def test_unavailable_says_what_the_machine_refused(limits, monkeypatch, tmp_path):
+    """The script with one thing in it that no kernel does."""
+    refused = {"required": ('"unshare", 0x', '"unshare", 1 + 0x', "unshare: Invalid argument")}.get(
+        limits.isolation, ('"prctl", PR_SET_SECCOMP, 2', '"prctl", PR_SET_SECCOMP, 9', "prctl: Invalid argument")
+    )
+    text = Path(sandbox.__file__).read_text(encoding="utf-8")
+    assert text.count(refused[0]) == 1
+    (tmp_path / "sandbox.py").write_text(text.replace(*refused[:2]), encoding="utf-8")
+    monkeypatch.setattr(sandbox, "__file__", str(tmp_path / "sandbox.py"))
+    with pytest.raises(sandbox.Unavailable, match=refused[2]):
+        run("print(1)", "", limits)
+
+
+def test_what_runs_dies_with_who_started_it(limits):
+    before = children()
+    starter = (
+        f"import sys, time\nsys.path.insert(0, {os.path.dirname(sandbox.__file__)!r})\nimport sandbox\n"
+        f"sandbox.start('program', sandbox.Limits(*{tuple(limits._replace(seconds=1000))!r}), stdout=1, "
+        "code='print(1, flush=True)\\nwhile True: pass')\ntime.sleep(100)"
+    )
+    with subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"1\n"
+        started = children() - before - {str(process.pid)}
+        assert len(started) == 2  # keeper and program
+        process.kill()
+    end = time.monotonic() + 10
+    while any(map(runs, started)) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not any(map(runs, started))
+
+
+def runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize(("machine", "header"), [("x86_64", HEADERS[0]), ("aarch64", HEADERS[1])])
+def test_numbers_of_system_calls_are_the_kernels(machine, header):
+    if not header.exists():
+        pytest.skip(f"{header} is not there")
+    text, column = header.read_text(), sandbox.MACHINES[machine][0]
+    kernels = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text))
+    listed = " ".join([sandbox.REFUSED, sandbox.UNKNOWN, *(rule[0] for rule in sandbox.GUARDED)])
+    found = {row[0]: row[column + 1] for row in re.findall(r"(\w+) (\d+|-) (\d+|-)", listed)}
+    newer = {"fchmodat2", "setxattrat", "removexattrat", "file_setattr"} - kernels.keys()  # than these headers
+    assert len(found) > 80
+    assert {name: kernels.get(name, "-") for name in found if name not in newer} == {
+        name: number for name, number in found.items() if name not in newer
+    }
+
+
+VALUES = (None, True, 0, -1, 2**53, -(10**5000), 1.5, -0.0, math.inf, 2j, "é\ud800", "", b"\0\xff", [1, [2]], (1, (2,)))
+VALUES += ({1, 2}, frozenset([1]), {"a": (1,), (1, 2): {}}, {"list": [1]}, {"int": "0x1"}, [], (), {}, set())
+
+
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+def test_values_cross_with_their_type(value):
+    found = decode(json.loads(json.dumps(encode(value))))
+    assert found == value and (type(value) is int or repr(found) == repr(value)) and type(found) is type(value)
+    assert math.isnan(decode(json.loads(json.dumps(encode(math.nan)))))
+
+
+def test_subclasses_of_dict_that_equal_one_cross_as_one():
+    for value in (collections.Counter("aab"), collections.OrderedDict(a=1), collections.defaultdict(list, a=[1])):
+        found = decode(json.loads(json.dumps(encode(value))))
+        assert type(found) is dict and found == value
+
+
+class MyInt(int):
+    def __eq__(self, other):
+        return True
+
+    __hash__ = int.__hash__
+
+
+class MyDict(dict):
+    pass
+
+
+class MyList(list):
+    pass
+
+
+POINT = collections.namedtuple("POINT", "x")
+COLOR = enum.IntEnum("COLOR", "RED")
+
+
+@pytest.mark.parametrize(
+    "value", [MyInt(3), MyDict(), MyList(), POINT(1), COLOR.RED, object(), print, iter([]), range(3), int]
+)
+@pytest.mark.parametrize("place", [lambda v: v, lambda v: [v], lambda v: (1, (v,)), lambda v: {"a": v}])
+def test_what_is_no_builtin_value_does_not_cross(value, place):
+    with pytest.raises(TypeError, match=f"a value of type {type(value).__name__}"):
+        encode(place(value))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *({}, {"int": "0x1", "tuple": []}, {"int": 1}, {"int": "x"}, {"object": []}, {"set": [[1]]}, {"tuple": 1}),
+        *({"dict": [1]}, {"dict": [[[], 1]]}, {"complex": [1]}, {"bytes": "0"}, {"bytes": None}, {"complex": ["x", 1]}),
+    ],
+)
+def test_what_nobody_encodes_is_refused(data):
+    with pytest.raises((TypeError, ValueError)):
+        decode([data])

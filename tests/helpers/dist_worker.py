@@ -1,0 +1,79 @@
+"""One rank of tests/test_distributed.py: torchrun --nproc_per_node=2 tests/dist_worker.py MODEL_FOLDER RESULT_FOLDER
+
+Writes what 2 ranks compute: gradients of an unevenly split batch, then greedy tokens of one engine over both ranks.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from system.exits import exit_process
+from system.ranks import start_process_group
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch.distributed as dist
+from dist_case import CONFIG, PROMPTS, batch_of, make_samples, rank_share
+from safetensors.torch import save_file
+
+import config
+import data
+import envs
+import update
+from hf.tokenizer import Tokenizer
+from model import full_tensors, load_policy
+from rollout import Engine, rollout
+
+
+class Disagrees(envs.Environment):
+    """A grader that works against time: on each rank it says something else."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def step(self, turns):
+        observation = ({"role": "user", "content": f"rank {self.rank}"},)
+        return [envs.Verdict(1.0 + self.rank, "wrong", done=False, observation=observation) for _ in turns]
+
+
+def two_turns(engine, tokenizer, ranks):
+    """[prompt, ids, reward, turns] of conversations with it."""
+    messages = [{"role": "user", "content": "1+1"}]
+    row = data.Row(0, messages, "2", "x", tokenizer.render(messages))
+    how = dict(num_samples=2, temperature=1.0, max_new_tokens=4, max_turns=2, seed_key=(0,), ranks=ranks)
+    engine.stop_token_ids = [*engine.stop_token_ids, *range(0, 256, 2)]  # so that replies end
+    samples = rollout(engine, tokenizer, {"x": Disagrees(ranks.rank)}, [(0, row), (1, row)], **how)
+    return [[s.prompt, s.output_ids.tolist(), s.reward, s.num_turns] for s in samples]
+
+
+if __name__ == "__main__":
+    folder, results = Path(sys.argv[1]), Path(sys.argv[2])
+    ranks, device = start_process_group(tp_size=2)
+    tokenizer = Tokenizer(folder)
+    policy = load_policy(folder, device=device, mesh=dist.init_device_mesh("cpu", (2,)))
+
+    samples, adv_B = make_samples(tokenizer.vocab_size)
+    shares = [data.pack_samples([samples[i] for i in share], [adv_B[i] for i in share], 40) for share in rank_share]
+    packs = shares[ranks.rank] + [data.empty_pack()] * (max(map(len, shares)) - len(shares[ranks.rank]))
+    metrics = update.compute_gradients(policy, batch_of(packs, samples), CONFIG, tokenizer.vocab_size)
+    gradients = {name: param.grad.full_tensor() for name, param in policy.named_parameters()}
+
+    vllm_cfg = config.VllmConfig(tensor_parallel_size=2)
+    engine = Engine(
+        str(folder),
+        tokenizer,
+        config.GenerationConfig(vllm_cfg=vllm_cfg),
+        dtype="float32",
+        tied_head=policy.config.tie_word_embeddings,
+        max_total_tokens=128,
+        seed=0,
+    )
+    engine.sync(full_tensors(policy, engine.dtype), 0)
+    greedy = [c.ids.tolist() for c in engine.generate(PROMPTS, [0] * len(PROMPTS), temperature=0.0, max_new_tokens=24)]
+    talks = two_turns(engine, tokenizer, ranks)
+    (results / f"rank_{ranks.rank}.json").write_text(json.dumps({"update": metrics, "greedy": greedy, "talks": talks}))
+    if ranks.rank == 0:
+        save_file(gradients, results / "gradients.safetensors")
+    dist.barrier()
+    exit_process(0)

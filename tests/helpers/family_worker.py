@@ -1,0 +1,73 @@
+"""python tests/family_worker.py qwen2|llama FOLDER: one engine of a family; prints what reaches it, as JSON.
+
+For each parameter alone: perturb, compare sampler and trainer before and after the sync.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+
+import torch
+import torch.distributed as dist
+from tiny import make_tiny
+
+import config
+import data
+import update
+from hf.tokenizer import Tokenizer
+from model import full_tensors, load_policy
+from rollout import Engine
+from system.exits import exit_process
+from system.ranks import start_process_group
+
+
+def gap(engine, policy, cfg, vocab_size) -> float:
+    """Largest |sampler - trainer| over some sampled tokens."""
+    prompts = [[(31 * i + 7 * j) % 250 for j in range(4 + i)] for i in range(12)]
+    done = engine.generate(prompts, list(range(12)), temperature=0.8, max_new_tokens=16)
+    worst = 0.0
+    for prompt, completion in zip(prompts, done, strict=True):
+        sample = data.Sample(
+            prompt=0,
+            index=0,
+            row_id=0,
+            prompt_ids=prompt,
+            output_ids=completion.ids,
+            sampler_logps=completion.logps,
+            mask=completion.ids >= 0,
+            finish_reason="stop",
+            weight_version=0,
+            reward=0.0,
+        )
+        (pack,) = data.pack_samples([sample], [0.0], 64)
+        with torch.no_grad():
+            logp_R, _ = update.forward(policy, update.to_device(pack, torch.device("cpu")), cfg, vocab_size)
+        worst = max(worst, (logp_R - torch.from_numpy(pack.sampler_logp_R)).abs().max().item())
+    return worst
+
+
+def main() -> None:
+    family, folder = sys.argv[1], Path(sys.argv[2])
+    make_tiny(folder, family=family, tied=False)
+    _, device = start_process_group(tp_size=1)
+    tokenizer = Tokenizer(folder)
+    policy = load_policy(folder, device=device, mesh=dist.init_device_mesh("cpu", (1,)))
+    generation = config.GenerationConfig(temperature=0.8)
+    cfg = config.Config(policy=config.PolicyConfig(generation=generation))
+    engine = Engine(str(folder), tokenizer, generation, dtype="float32", tied_head=False, max_total_tokens=64, seed=0)
+    engine.sync(full_tensors(policy, engine.dtype), 0)
+    found = {"start": [0.0, gap(engine, policy, cfg, tokenizer.vocab_size)]}
+    for name, param in policy.named_parameters():
+        with torch.no_grad():
+            param.to_local().add_(0.1 * torch.randn(param.shape, generator=torch.Generator().manual_seed(1)))
+        stale = gap(engine, policy, cfg, tokenizer.vocab_size)
+        engine.sync(full_tensors(policy, engine.dtype), 0)
+        found[name] = [stale, gap(engine, policy, cfg, tokenizer.vocab_size)]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
+    exit_process(0)

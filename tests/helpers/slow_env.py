@@ -1,0 +1,73 @@
+"""The environment `exact` that makes a phase of the run slow, for tests that end it there.
+
+SLOW in the environment is json [phase, call]: in the call of `step` with that number (from 1, on each rank) the next
+such phase becomes slow; as soon as it is in it, the file SLOW_MARK appears.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import envs
+from graders.pool import GraderPool
+
+PHASE, CALL = json.loads(os.environ.get("SLOW", "null")) or (None, 0)
+
+
+def grade(seconds):
+    time.sleep(seconds)
+
+
+def here():
+    Path(os.environ["SLOW_MARK"]).touch()
+
+
+class Slow(envs.Exact):
+    canaries = ()  # calls of `step` are those of the run alone
+
+    def __init__(self):
+        self.num_calls, self.pool = 0, None
+
+    def step(self, turns):
+        self.num_calls += 1
+        if self.num_calls == CALL and PHASE == "grading":
+            self.pool = GraderPool("slow_env:grade", num_workers=2, deadline_s=100, memory_mib=1024)
+            here()
+            self.pool.grade([60, 60, 60])
+        elif self.num_calls == CALL:
+            slow_down(PHASE)
+        return super().step(turns)
+
+    def close(self):
+        assert self.pool is None, "a test's slow grading is never waited for"
+
+
+def slow_down(phase):
+    """Replaces what the phase calls. Decoding steps do nothing for a minute; everything else takes 3 s longer."""
+    import torch
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    import rollout
+    from run import checkpoint
+
+    owner, name = {
+        "rollout": (LLMEngine, "step"),
+        "validation": (LLMEngine, "step"),
+        "update": (torch.optim.AdamW, "step"),
+        "save": (checkpoint, "save_file"),
+        "sync": (rollout.Engine, "sync"),
+    }[phase]
+    original, end = getattr(owner, name), time.monotonic() + 60
+
+    def decode(self):
+        here()
+        time.sleep(0.02)
+        return original(self) if time.monotonic() > end else []
+
+    def late(*args, **kwargs):
+        here()
+        time.sleep(3)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, decode if name == "step" and owner is LLMEngine else late)

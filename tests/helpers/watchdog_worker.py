@@ -1,0 +1,52 @@
+"""One rank of tests/test_watchdog.py: python tests/watchdog_worker.py FOLDER FAULT, in the environment of a rank."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from system import watchdog
+from system.exits import exit_process, write_exit_file
+from system.ranks import start_process_group
+
+watchdog.POLL_SECONDS, watchdog.GRACE_SECONDS = 0.05, 0.8
+
+
+def grade_forever():
+    while True:
+        time.sleep(0.1)  # the line the report names
+
+
+def main(folder: Path, fault: str) -> None:
+    ranks, _ = start_process_group(tp_size=1)
+    watch = watchdog.Watchdog(ranks, folder, factor=10, min_seconds=1.0, first_seconds=3.0)
+    for step in range(1, 6):
+        watch.enter("generation", step)
+        if ranks.rank == 1 and step == 4:
+            if fault == "stuck":
+                grade_forever()
+            elif fault == "interpreter lock":
+                ctypes.PyDLL(None).sleep(1000)  # PyDLL: C code that keeps the lock
+            elif fault == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif fault == "slow":
+                time.sleep(0.7)
+        if fault == "killed" and step == 4:
+            time.sleep(1000)  # as a kernel that waits for the other rank: no error comes out of it
+        time.sleep(0.05)
+        watch.enter("update")
+        dist.all_reduce(torch.ones(1))
+    watch.stop()
+    write_exit_file(0, "done", folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
+    exit_process(0)

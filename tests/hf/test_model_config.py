@@ -1,0 +1,139 @@
+"""What --check asks of a model folder without torch: numbers that are numbers, and whole safetensors files."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from config import ConfigError
+from hf.model_config import ModelConfig, weight_files
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "rms_norm_eps": 1e-6,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(vocab_size=-1), "vocab_size=-1 is not a whole number above 0"),
+        (dict(num_hidden_layers=2.5), "num_hidden_layers=2.5 is not a whole number above 0"),
+        (dict(num_hidden_layers=True), "num_hidden_layers=True is not a whole number above 0"),
+        (dict(hidden_size="64"), "hidden_size='64' is not a whole number above 0"),
+        (dict(intermediate_size=[96]), "intermediate_size=[96] is not a whole number above 0"),
+        (dict(num_attention_heads=0), "num_attention_heads=0 is not a whole number above 0"),
+        (dict(num_attention_heads="4"), "num_attention_heads='4' is not a whole number above 0"),
+        (dict(num_key_value_heads=0), "num_key_value_heads=0 is not a whole number above 0"),
+        (dict(num_key_value_heads=3), "num_key_value_heads=3 does not divide num_attention_heads=4"),
+        (dict(num_key_value_heads=8), "num_key_value_heads=8 does not divide num_attention_heads=4"),
+        (dict(head_dim=-16), "head_dim=-16 is not a whole number above 0"),
+        (dict(head_dim=15), "head_dim=15: not even"),
+        (dict(hidden_size=3), "head_dim=0: not even"),
+        (dict(max_position_embeddings="4k"), "max_position_embeddings='4k' is not a whole number above 0"),
+        (dict(rms_norm_eps="1e-6"), "rms_norm_eps='1e-6' is not a number above 0"),
+        (dict(rms_norm_eps=float("nan")), "rms_norm_eps=nan is not a number above 0"),
+        (dict(rope_theta="10000"), "rope_theta='10000' is not a number above 0"),
+        (dict(rope_theta=0), "rope_theta=0 is not a number above 0"),
+        (dict(rope_parameters={"rope_theta": float("inf")}), "rope_theta=inf is not a number above 0"),
+        (dict(initializer_range="0.02"), "initializer_range='0.02' is not a number above 0"),
+        (dict(rope_scaling={**LLAMA3, "factor": "8"}), "factor='8' is not a number above 0"),
+        (
+            dict(rope_scaling={**LLAMA3, "original_max_position_embeddings": 1.5}),
+            "original_max_position_embeddings=1.5 is not a whole number above 0",
+        ),
+        (dict(rope_scaling="llama3"), "rope_parameters or rope_scaling: expected a mapping, got 'llama3'"),
+        (dict(rope_parameters=[1]), "rope_parameters or rope_scaling: expected a mapping, got [1]"),
+        (dict(layer_types=2), "layer_types: expected a list, got 2"),
+        (dict(layer_types="full_attention"), "layer_types: expected a list, got 'full_attention'"),
+        (dict(layer_types=[["full_attention"]]), "layer_types other than 'full_attention'"),
+        (dict(tie_word_embeddings="false"), "tie_word_embeddings='false' is not supported; supported: absent, False"),
+        (dict(attention_bias="no"), "attention_bias='no' is not supported; supported: absent, False, True"),
+    ],
+)
+def test_each_field_is_of_its_type(change, message):
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.from_hf({**LLAMA, **change}, "folder/config.json")
+    assert str(error.value).startswith(f"folder/config.json: {message}")
+
+
+def test_good_numbers_are_taken():
+    assert ModelConfig.from_hf(LLAMA).max_position_embeddings is None
+    numbers = {"num_key_value_heads": 2, "head_dim": 10, "rope_theta": 500_000, "max_position_embeddings": 128}
+    config = ModelConfig.from_hf({**LLAMA, **numbers, "rope_scaling": LLAMA3, "layer_types": ["full_attention"] * 2})
+    assert numbers == {name: getattr(config, name) for name in numbers} and config.rope_scaling.factor == 8
+
+
+# ---------------------------------------------------------------------------------------------------------- weights
+
+
+def write_shards(folder):
+    """Two shards that safetensors itself wrote, and their index."""
+    save_file({"a": np.ones((3, 5), np.float32), "b": np.zeros(2, np.int8)}, folder / "1.safetensors", {"format": "pt"})
+    save_file({"c": np.ones(7, np.float16), "none": np.ones((0, 4), np.float32)}, folder / "2.safetensors")
+    names = {"a": "1.safetensors", "b": "1.safetensors", "c": "2.safetensors", "none": "2.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def refused(folder):
+    with pytest.raises(ConfigError) as error:
+        weight_files(folder)
+    assert "\n" not in str(error.value)
+    return str(error.value).removeprefix(f"{folder}")
+
+
+def test_whole_files_are_found(tmp_path):
+    write_shards(tmp_path)
+    assert weight_files(tmp_path) == [tmp_path / "1.safetensors", tmp_path / "2.safetensors"]
+    save_file({}, tmp_path / "model.safetensors")  # safetensors writes and reads a file without a tensor
+    assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
+
+
+def test_a_file_cut_anywhere_or_too_long_is_refused(tmp_path):
+    write_shards(tmp_path)
+    file = tmp_path / "2.safetensors"
+    content = file.read_bytes()
+    for size in (0, 7, 8, 20, len(content) - 14, len(content) - 1):
+        file.write_bytes(content[:size])
+        message = refused(tmp_path)
+        assert message.startswith("/2.safetensors: not a readable safetensors file (") and f"{size:,} bytes" in message
+        assert message.endswith("); fetch it again")
+    file.write_bytes(content + b"x")
+    assert f"/2.safetensors: not a readable safetensors file ({len(content) + 1} bytes, by" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "header", [b"[1]", b"{", b"[" * 100_000, b'{"a": {}}', b'{"a": 1}', b'{"a": {"data_offsets": []}}', b"\xff\xff"]
+)
+def test_a_header_that_is_none_is_refused(tmp_path, header):
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert refused(tmp_path).startswith("/model.safetensors: not a readable safetensors file (its header: ")
+
+
+def test_missing_files_are_refused(tmp_path):
+    assert refused(tmp_path).startswith(": no model.safetensors nor model.safetensors.index.json (other formats")
+    save_file({"a": np.ones(3)}, tmp_path / "adapter_model.safetensors")
+    assert refused(tmp_path).endswith("(merge the adapter into its model)")
+    write_shards(tmp_path)
+    (tmp_path / "1.safetensors").unlink()
+    assert refused(tmp_path).startswith("/1.safetensors: not a readable safetensors file (No such file or directory)")
+
+
+@pytest.mark.parametrize("index", ["", "{}", "[]", '{"weight_map": 1}', '{"weight_map": {"a": 1}}', "[" * 100_000])
+def test_an_index_that_is_none_is_refused(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert refused(tmp_path).startswith("/model.safetensors.index.json: no 'weight_map' of name to file is readable")

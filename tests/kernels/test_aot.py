@@ -1,0 +1,194 @@
+"""kernels/ compiled without a GPU for every target, and what the compiler made of them on sm_90.
+
+As a script, `python tests/test_kernels_aot.py FOLDER`, this file compiles all variants into FOLDER: the tests start it
+once, since kernels are made for the interpreter in a process of tests.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGETS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+
+
+def tile_stats(dtype, entropy, **constants):
+    """(kernel, {argument: type or constant}, launch options), as `_forward_triton` launches it."""
+    module = import_module("kernels.linear_logp")
+    rows, cols, depth = module.TILES[4 if dtype == "fp32" else 2]
+    return (
+        module.tile_stats_kernel,
+        {"hidden": f"tensordesc<{dtype}[{rows}, {depth}]>", "weight": f"tensordesc<{dtype}[{cols}, {depth}]>"}
+        | {"target_ptr": "*i64", "picked_ptr": "*fp32", "stats_ptr": "*fp32"}
+        | {"num_rows": "i32", "vocab": "i32", "width": "i32", "scale": "fp32"}
+        | {"ENTROPY": entropy, "WIDEN": False, "ROWS": rows, "COLS": cols, "DEPTH": depth}
+        | constants,
+        module.LAUNCH,
+    )
+
+
+def rows(vocab, dtype, **constants):
+    """What the kernels that own a row have in common; V as in training, where Triton knows what divides it."""
+    from kernels.softmax import launch
+
+    options = launch(vocab)
+    block = options.pop("BLOCK")
+    pointers = {"logits_ptr": "*fp32", "dlogits_ptr": f"*{dtype}", "target_ptr": "*i64"}
+    sizes = {"num_rows": "i32", "vocab": "i32", "row_stride": "i32", "scale": "fp32", "BLOCK": block}
+    return pointers | sizes | constants, options
+
+
+def dlogits(dtype, entropy, vocab=151936):
+    values, options = rows(vocab, dtype, slopes_ptr="*fp32", ENTROPY=entropy)
+    return import_module("kernels.rows").dlogits_kernel, values, options
+
+
+def policy(dtype, **keys):
+    """All terms at once with keys, else the defaults on policy."""
+    from config import LossConfig
+
+    constants = {"CFG": LossConfig(**keys), "HAS_OLD": bool(keys), "HAS_REF": bool(keys)}
+    pointers = {"inputs_ptr": "*fp32", "outputs_ptr": "*fp32", "first_row": "i32"}
+    values, options = rows(151936, dtype, **pointers, **constants)
+    return import_module("kernels.grpo_head").policy_row_kernel, values, options
+
+
+EVERY_TERM = {
+    "ratio_clip_c": 3.0,
+    "use_importance_sampling_correction": True,
+    "truncated_importance_sampling_type": "tis",
+    "truncated_importance_sampling_ratio": 2.0,
+    "entropy_coef": 0.01,
+    "positive_example_nll_weight": 0.1,
+}
+EVERYWHERE = {  # compiled for every target; the others for sm_90
+    "stats bf16 entropy": partial(tile_stats, "bf16", True),
+    "dlogits bf16": partial(dlogits, "bf16", False),
+    "policy bf16": partial(policy, "bf16"),
+}
+MATMULS = {
+    "stats bf16 entropy": EVERYWHERE["stats bf16 entropy"],
+    "stats bf16": partial(tile_stats, "bf16", False),
+    "stats fp16 entropy": partial(tile_stats, "fp16", True),
+}
+ROWS = {
+    "dlogits bf16": EVERYWHERE["dlogits bf16"],
+    "dlogits bf16 entropy": partial(dlogits, "bf16", True),
+    "dlogits fp32 entropy": partial(dlogits, "fp32", True),
+    "policy bf16": EVERYWHERE["policy bf16"],
+    "policy bf16 every term": partial(policy, "bf16", **EVERY_TERM),
+}
+OTHERS = {
+    "stats fp32 entropy": partial(tile_stats, "fp32", True),
+    "stats of ones": partial(tile_stats, "bf16", True, num_rows=1, vocab=1, width=1),  # Triton makes 1 a constant
+}
+VARIANTS = MATMULS | ROWS | OTHERS
+
+
+def compile_all(folder):
+    """Writes `variant.target.{ttir,ptx,json}`; json: resources of the binary."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    for variant, launch in VARIANTS.items():
+        kernel, values, options = launch()
+        assert sorted(values) == sorted(kernel.arg_names), (variant, kernel.arg_names)
+        # In the order of the kernel's arguments: another order compiles, to an empty kernel.
+        signature = {name: v if isinstance(v := values[name], str) else "constexpr" for name in kernel.arg_names}
+        constants = {(i,): values[name] for i, name in enumerate(kernel.arg_names) if signature[name] == "constexpr"}
+        aligned = {
+            (i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t[0] == "*" or t == "i32"
+        }
+        for target in TARGETS if variant in EVERYWHERE else ("sm_90",):
+            source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+            done = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
+            found = {"shared": done.metadata.shared, "bytes": len(done.kernel)}
+            path = folder / f"{variant}.{target}"
+            if target != "gfx942":
+                binary = Path(f"{path}.cubin")
+                binary.write_bytes(done.asm["cubin"])
+                dump = subprocess.run([cuobjdump, "-res-usage", binary], capture_output=True, text=True, check=True)
+                found |= {key: int(n) for key, n in re.findall(r"(REG|STACK):(\d+)", dump.stdout)}
+                Path(f"{path}.ptx").write_text(done.asm["ptx"])
+            Path(f"{path}.ttir").write_text(done.asm["ttir"])
+            Path(f"{path}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """read(variant, suffix, target="sm_90") of what was compiled."""
+    folder = tmp_path_factory.mktemp("aot")
+    env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, __file__, folder], env=env, check=True)
+
+    def read(variant, suffix, target="sm_90"):
+        text = (folder / f"{variant}.{target}.{suffix}").read_text()
+        return json.loads(text) if suffix == "json" else text
+
+    return read
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("variant", EVERYWHERE)
+def test_builds_for(built, variant, target):
+    assert built(variant, "json", target)["bytes"] > 1000
+    assert "tt.store" in built(variant, "ttir", target)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_spills_on_hopper(built, variant):
+    found = built(variant, "json")
+    print(f"{variant}: {found['REG']} registers, {found['shared']} bytes shared")
+    assert found["STACK"] == 0 and found["shared"] <= 227 * 1024, found
+    assert "st.global" in built(variant, "ptx") and found["REG"] > 20, found
+
+
+@pytest.mark.parametrize("variant", MATMULS)
+def test_matmuls_use_tensor_cores_and_tma(built, variant):
+    ptx = built(variant, "ptx")
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
+
+
+@pytest.mark.parametrize("variant", ROWS)
+def test_blocks_are_read_before_they_are_overwritten(built, variant):
+    """In the loop that writes dz over the logits: all loads, a barrier of the whole program, all stores."""
+    loops = re.split(r"^\$L__BB", built(variant, "ptx"), flags=re.M)
+    order = [re.findall(r"ld\.global\.v4|bar\.sync|st\.global\.v4", loop) for loop in loops]
+    (write,) = [found for found in order if "st.global.v4" in found]
+    *loads, barrier = write[: write.index("st.global.v4")]
+    assert barrier == "bar.sync" and loads == ["ld.global.v4"] * 4, write
+    assert set(write[len(loads) + 1 :]) == {"st.global.v4"}, write
+    if "bf16" in variant:
+        assert "cvt.rn.bf16x2.f32" in built(variant, "ptx")  # to nearest, two at a time
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS.keys() - {"stats of ones"}))
+def test_offsets_of_rows_are_64_bit(built, variant):
+    """row * V passes 2^31 at 14,135 rows of 151,936: of what moves a pointer, every product of two sizes is 64 bits."""
+    ttir = built(variant, "ttir")
+    defined = dict(re.findall(r"^\s*(%\w+) = (.*)", ttir, re.M))
+    moved_by, products = re.findall(r"tt\.addptr %\w+, (%\w+)", ttir), set()
+    while moved_by:
+        operation = defined.get(moved_by.pop(), "").split(" loc(")[0]
+        moved_by += re.findall(r"%\w+", operation)
+        if re.match(r"arith\.muli %(?!c)\w+, %(?!c)\w+ :", operation):  # constants are called %c16_i32 or %cst
+            products.add(operation)
+    assert products and all(operation.endswith(": i64") for operation in products), products
+
+
+if __name__ == "__main__":
+    compile_all(Path(sys.argv[1]))

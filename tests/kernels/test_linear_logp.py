@@ -1,0 +1,345 @@
+"""kernels/linear_logp: both backends against float64 logits and Python floats, and what they leave in memory.
+
+Without a GPU, Triton's kernels run in its interpreter on CPU tensors (conftest.py); with one, all of this runs there.
+"""
+
+import importlib
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import config
+from kernels import Head, choose_head, linear_logp
+from kernels.softmax import CHUNK_ELEMENTS, chunks
+
+ROOT = Path(__file__).resolve().parents[2]
+module = importlib.import_module("kernels.linear_logp")  # `kernels.linear_logp` is the function
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TORCH, TRITON = Head("torch"), Head("triton", 16)
+backends = pytest.mark.parametrize("head", [TORCH, TRITON], ids=["torch", "triton"])
+
+
+def make_inputs(T, V=37, D=8, dtype=torch.float32, seed=0, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden_TD = torch.randn(T, D, generator=generator, dtype=torch.float64) * scale
+    weight_VD = torch.randn(V, D, generator=generator, dtype=torch.float64)
+    target_T = torch.randint(V, (T,), generator=generator)
+    hidden_TD, weight_VD = (x.to(DEVICE, dtype).requires_grad_() for x in (hidden_TD, weight_VD))
+    return hidden_TD, weight_VD, target_T.to(DEVICE)
+
+
+def run(function, hidden_TD, weight_VD, target_T, temperature=1.0, entropy_coef=0.4):
+    """logp, entropy, dX, dW of sum(coefficient * logp) + entropy_coef * sum(coefficient^2 * entropy)."""
+    hidden_TD, weight_VD = hidden_TD.detach().requires_grad_(), weight_VD.detach().requires_grad_()
+    logp_T, entropy_T = function(hidden_TD, weight_VD, target_T, temperature)
+    coef_T = torch.randn(len(target_T), generator=torch.Generator().manual_seed(9)).to(logp_T)
+    (logp_T * coef_T + entropy_coef * coef_T**2 * entropy_T).sum().backward()
+    return logp_T, entropy_T, hidden_TD.grad, weight_VD.grad
+
+
+def ours(head):
+    return lambda x, w, y, tau: linear_logp(x, w, y, temperature=tau, return_entropy=True, head=head)
+
+
+def oracle(hidden_TD, weight_VD, target_T, temperature=1.0):
+    return run(module.reference, hidden_TD.double(), weight_VD.double(), target_T, temperature)
+
+
+def relative(got, want):
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+def check(inputs, head, temperature=1.0, logp=1e-4, gradient=1e-5):
+    """Against float64: absolute error of logp and entropy; error of each gradient relative to its norm, or to 1."""
+    got, want = run(ours(head), *inputs, temperature), oracle(*inputs, temperature)
+    for a, b in zip(got[:2], want[:2], strict=True):
+        assert a.dtype == torch.float32 and a.shape == b.shape
+        assert (a - b).abs().max() <= logp, (a - b).abs().max()
+    for a, b in zip(got[2:], want[2:], strict=True):
+        assert a.dtype == inputs[0].dtype and a.shape == b.shape
+        assert (a - b).norm() <= gradient * b.norm().clamp(min=1), (a - b).norm() / b.norm()
+    return got
+
+
+@pytest.mark.parametrize(
+    "head, dtype, rel",
+    [
+        (TORCH, torch.float64, 1e-12),
+        (TORCH, torch.float32, 2e-6),
+        (TRITON, torch.float64, 1e-12),
+        (TRITON, torch.float32, 2e-6),
+    ],
+)
+def test_values_equal_a_loop_over_python_floats(head, dtype, rel):
+    hidden_TD, weight_VD, target_T = make_inputs(6, V=11, dtype=dtype)
+    for tau in (1.0, 0.7):
+        logp_T, entropy_T = ours(head)(hidden_TD, weight_VD, target_T, tau)
+        assert logp_T.dtype == entropy_T.dtype == dtype  # float64 never goes to Triton
+        for t, row in enumerate(hidden_TD.tolist()):
+            z = [sum(a * b for a, b in zip(row, w, strict=True)) / tau for w in weight_VD.tolist()]
+            log_sum = math.log(sum(math.exp(x) for x in z))
+            entropy = sum(math.exp(x - log_sum) * (log_sum - x) for x in z)
+            assert logp_T[t].item() == pytest.approx(z[target_T[t]] - log_sum, rel=rel)
+            assert entropy_T[t].item() == pytest.approx(entropy, rel=rel)
+
+
+def test_gradients_equal_finite_differences(monkeypatch):
+    monkeypatch.setitem(CHUNK_ELEMENTS, DEVICE, 14)  # chunks of 2, 2 and 1 rows
+    hidden_TD, weight_VD, target_T = make_inputs(5, V=7, D=3, dtype=torch.float64)
+    for tau in (1.0, 0.7):
+        for function in (
+            lambda x, w, tau=tau: ours(TORCH)(x, w, target_T, tau),
+            lambda x, w, tau=tau: linear_logp(x, w, target_T, temperature=tau),
+            lambda x, w, tau=tau: ours(TORCH)(x, w, target_T, tau)[1],  # entropy alone: logp's gradient is absent
+        ):
+            assert torch.autograd.gradcheck(function, (hidden_TD, weight_VD))
+
+
+@pytest.mark.parametrize("T", [1, 15, 16, 17, 31, 32, 33])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_chunk_boundaries(monkeypatch, T, temperature):
+    V = 37
+    inputs = make_inputs(T, V)
+    check(inputs, TRITON, temperature, 4e-6, 1e-6)
+    for budget in (16 * V, 17 * V - 1, 1, 1 << 24):  # 16 rows twice, one row, everything in one chunk
+        monkeypatch.setitem(CHUNK_ELEMENTS, DEVICE, budget)
+        check(inputs, TORCH, temperature, 4e-6, 1e-6)
+
+
+def test_chunks_stay_within_the_budget(monkeypatch):
+    for rows, vocab, budget in [(100, 7, 70), (100, 7, 76), (5, 7, 700), (3, 50, 7), (0, 7, 70)]:
+        monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", budget)
+        parts = chunks(rows, vocab, TORCH, "cpu")
+        assert [t for c in parts for t in range(c.start, c.stop)] == list(range(rows))
+        assert all((c.stop - c.start) * vocab <= max(budget, vocab) for c in parts)
+
+
+# Columns around a tile's 256; rows around those of a tile, of 16 of them, and of two programs' share; odd depths.
+@pytest.mark.parametrize(
+    "T, V, D",
+    [(5, V, 24) for V in (1, 2, 127, 128, 129, 255, 256, 257)]
+    + [(T, 300, 40) for T in (7, 31, 32, 33, 127, 129)]
+    + [(530, 260, 8), (33, 257, 3), (33, 257, 71), (7, 32000, 16), (7, 151936, 16)],
+)
+@pytest.mark.parametrize("dtype, gradient", [(torch.float32, 1e-5), (torch.bfloat16, 3e-3)])
+def test_edge_shapes(T, V, D, dtype, gradient):
+    hidden_TD, weight_VD, target_T = make_inputs(T, V, D, dtype)
+    edges = torch.tensor([V - 1, 0, 255, 256, 127, 128]).clamp(max=V - 1)  # first and last column of V and of a tile
+    target_T[: len(edges)] = edges[:T]
+    check((hidden_TD, weight_VD, target_T), Head("triton"), 0.7, gradient=gradient)
+
+
+@backends
+@pytest.mark.parametrize("temperature", [1e-3, 0.1, 50.0])
+def test_temperatures(head, temperature):
+    check(make_inputs(9, V=300, scale=min(1, temperature)), head, temperature)
+
+
+@backends
+def test_no_rows(head):
+    hidden_TD, weight_VD, target_T = make_inputs(0)
+    logp_T, entropy_T = ours(head)(hidden_TD, weight_VD, target_T, 0.7)
+    assert logp_T.shape == entropy_T.shape == (0,)
+    (logp_T.sum() + entropy_T.sum()).backward()
+    assert hidden_TD.grad.shape == (0, 8) and (weight_VD.grad == 0).all()
+
+
+@backends
+@pytest.mark.parametrize(
+    "kind, offset", [("equal", 0.0), ("equal", 300.0), ("low", -1000.0), ("one huge", 0.0), ("one column", 0.0)]
+)
+def test_extreme_logits(head, kind, offset):
+    # The last hidden unit is 1, so that the last weight column is added to the logits as it is.
+    hidden_TD, weight_VD, _ = (x.detach() for x in make_inputs(9, V=1 if kind == "one column" else 300))
+    target_T = torch.arange(9, device=DEVICE) * 37 % len(weight_VD)
+    hidden_TD[:, -1], weight_VD[:, -1] = 1, offset
+    if kind == "equal":
+        hidden_TD[:, :-1] = 0
+    if kind == "one huge":
+        weight_VD[3, -1] = 800.0
+    got, want = run(ours(head), hidden_TD, weight_VD, target_T), oracle(hidden_TD, weight_VD, target_T)
+    assert all(x.isfinite().all() for x in got) and (got[0] <= 0).all()
+    # The matmul rounds logits near 1000 to 3e-5 already; a few such roundings meet, in another order with each backend:
+    # 3e-7 of the largest logit. dX's last column, offset * sum(dz) = 0, is noise.
+    bound = max(1e-4, 3e-7 * (hidden_TD @ weight_VD.T).abs().max().item())
+    for a, b in zip((*got[:2], got[2][:, :-1], got[3]), (*want[:2], want[2][:, :-1], want[3]), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=bound)
+    if kind == "equal":
+        torch.testing.assert_close(got[1], torch.full_like(got[1], math.log(300)), rtol=1e-6, atol=0)
+
+
+@backends
+def test_sliced_and_strided_inputs(head):
+    hidden_TD, weight_VD, target_T = make_inputs(20, V=37)
+    cut = hidden_TD[:, 1:6], weight_VD[:29, 1:6], (target_T % 29).repeat_interleave(2)[::2]
+    want = check(cut, head, 1.0, 4e-6, 1e-6)
+    wide_DT = hidden_TD.detach().T.contiguous().requires_grad_()  # so that .T of it is not contiguous
+    logp_T, entropy_T = ours(head)(wide_DT.T[:, 1:6], *cut[1:], 1.0)
+    coef_T = torch.randn(20, generator=torch.Generator().manual_seed(9)).to(logp_T)
+    (logp_T * coef_T + 0.4 * coef_T**2 * entropy_T).sum().backward()
+    torch.testing.assert_close(logp_T, want[0])
+    torch.testing.assert_close(wide_DT.grad.T[:, 1:6], want[2])
+    torch.testing.assert_close(weight_VD.grad[:29, 1:6], want[3])
+    assert (weight_VD.grad[29:] == 0).all()  # rows beyond the vocabulary take no part
+
+
+@pytest.mark.parametrize("head", [TORCH, Head("triton", 8)], ids=["torch", "triton"])
+@pytest.mark.parametrize("dtype, gradient", [(torch.bfloat16, 2.5e-3), (torch.float16, 4e-4)])
+def test_sixteen_bits_have_float32_logits_and_sums(monkeypatch, head, dtype, gradient):
+    """16 chunks; what is left is the rounding of dz, of dX and, once, of dW."""
+    monkeypatch.setitem(CHUNK_ELEMENTS, DEVICE, 8 * 501)
+    check(make_inputs(128, V=501, D=64, dtype=dtype, scale=0.3), head, 1.0, 2e-5, gradient)
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_nothing(head, dtype):
+    inputs = make_inputs(20, dtype=dtype)
+    want = run(ours(head), *inputs)
+    with torch.autocast(DEVICE, torch.float16):
+        got = run(ours(head), *inputs)
+    assert all(a.equal(b) for a, b in zip(got, want, strict=True))
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buffers_are_written_where_they_should_be(monkeypatch, head, dtype):
+    """Every buffer starts as NaN between two guards. Nothing of it is left, no guard is touched, inputs stay; and a
+    second call gives the same bits."""
+    guard, buffers, unguarded = 64, [], torch.Tensor.new_empty
+
+    def new_empty(self, *size, dtype=None, device=None):
+        if device:  # the interpreter's own
+            return unguarded(self, *size, device=device)
+        shape = torch.Size(size if isinstance(size[0], int) else size[0])
+        flat = torch.full((shape.numel() + 2 * guard,), torch.nan, dtype=dtype or self.dtype, device=self.device)
+        flat[:guard] = flat[-guard:] = 7.0
+        buffers.append(flat)
+        return flat[guard:-guard].view(shape)
+
+    inputs = make_inputs(35, V=259, D=21, dtype=dtype)  # two chunks of 16 rows and one of 3
+    before = [x.detach().clone() for x in inputs]
+    want = run(ours(head), *inputs)
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    monkeypatch.setattr(torch, "empty_like", lambda x: x.new_empty(x.shape))
+    got = run(ours(head), *inputs)
+    assert len(buffers) >= 4 and all((x[:guard] == 7).all() and (x[-guard:] == 7).all() for x in buffers)
+    assert all(a.equal(b) for a, b in zip(got, want, strict=True))
+    assert all(a.equal(b) for a, b in zip(inputs, before, strict=True))
+
+
+@backends
+def test_entropy_changes_nothing_else(head):
+    hidden_TD, weight_VD, target_T = make_inputs(20)
+    linear_logp(hidden_TD, weight_VD, target_T, head=head).sum().backward()
+    want = hidden_TD.grad.clone(), weight_VD.grad.clone()
+    hidden_TD.grad = weight_VD.grad = None
+    ours(head)(hidden_TD, weight_VD, target_T, 1.0)[0].sum().backward()
+    assert hidden_TD.grad.equal(want[0]) and weight_VD.grad.equal(want[1])
+
+
+@backends
+def test_entropy_alone_has_its_gradient(head):
+    inputs = make_inputs(20)
+    for function in (module.reference, ours(head)):
+        hidden_TD, weight_VD = (x.detach().double().requires_grad_() for x in inputs[:2])
+        narrow = (hidden_TD, weight_VD) if function is module.reference else (hidden_TD.float(), weight_VD.float())
+        function(*narrow, inputs[2], 0.7)[1].sum().backward()
+        if function is module.reference:
+            want = hidden_TD.grad, weight_VD.grad
+    assert relative(hidden_TD.grad, want[0]) <= 1e-6 and relative(weight_VD.grad, want[1]) <= 1e-6
+
+
+@backends
+@pytest.mark.parametrize("hidden_grad, weight_grad, matmuls", [(1, 1, 4), (1, 0, 3), (0, 1, 3), (0, 0, 1)])
+def test_only_needed_gradients_are_computed(head, hidden_grad, weight_grad, matmuls):
+    hidden_TD, weight_VD, target_T = make_inputs(20)
+    hidden_TD.requires_grad_(bool(hidden_grad))
+    weight_VD.requires_grad_(bool(weight_grad))
+    want = run(ours(head), hidden_TD, weight_VD, target_T, entropy_coef=0)
+    with FlopCounterMode(display=False) as flops:
+        logp_T = linear_logp(hidden_TD, weight_VD, target_T, head=head)
+        coef_T = torch.randn(20, generator=torch.Generator().manual_seed(9)).to(logp_T)
+        if logp_T.requires_grad:
+            (logp_T * coef_T).sum().backward()
+    # The counter sees torch's matmuls, so not the one of Triton's forward.
+    assert flops.get_total_flops() == (matmuls - (head is TRITON)) * 2 * 20 * 37 * 8
+    for x, used, grad in ((hidden_TD, hidden_grad, want[2]), (weight_VD, weight_grad, want[3])):
+        assert (x.grad is None) == (not used)
+        if used:
+            torch.testing.assert_close(x.grad, grad)
+
+
+@backends
+def test_programming_errors_are_refused(head):
+    hidden_TD, weight_VD, target_T = make_inputs(5)
+    for bad in [
+        (hidden_TD.bfloat16(), weight_VD, target_T),
+        (hidden_TD[:, :-1], weight_VD, target_T),
+        (hidden_TD, weight_VD, target_T[:-1]),
+    ]:
+        with pytest.raises(AssertionError):
+            linear_logp(*bad, head=head)
+    with pytest.raises(AssertionError):
+        linear_logp(hidden_TD, weight_VD, target_T, temperature=0.0, head=head)
+    if DEVICE == "cpu":  # a device assert would be the end of CUDA in this process
+        for wrong in (target_T + 37, target_T - 37):
+            with pytest.raises((IndexError, RuntimeError)):
+                linear_logp(hidden_TD, weight_VD, wrong, head=head)
+
+
+def test_the_choice():
+    assert choose_head("auto", "cuda", 512) == Head("triton", 512) and choose_head("auto", "cpu") == TORCH
+    assert choose_head("torch", "cuda") == TORCH and choose_head("triton", "cuda") == Head("triton")
+    with pytest.raises(config.ConfigError, match=r"policy\.head: triton needs a CUDA device.*cpu"):
+        choose_head("triton", "cpu")
+    assert Head("triton").rows(151936) == 6144 and Head("triton", 300).rows(151936) == 300
+    assert Head("triton").rows(10**9) == 1024
+    assert Head("triton").describe(151936) == "head: triton grpo_head, chunk 6144 rows"
+    assert Head("torch").describe(151936).startswith("head: torch reference")
+
+
+MEMORY_SCRIPT = """
+import sys, torch
+from config import LossConfig
+from kernels import grpo_head, linear_logp
+T, V, D = map(int, sys.argv[2:])
+def status(key):  # KiB
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
+def loss(hidden_TD, weight_VD, target_T):
+    if sys.argv[1] == "linear_logp":
+        logp_T, entropy_T = linear_logp(hidden_TD, weight_VD, target_T, return_entropy=True)
+        return logp_T.sum() + 0.1 * entropy_T.sum()
+    one_T = torch.ones(len(target_T))
+    rows = {"old_logp_R": None, "sampler_logp_R": -one_T, "adv_R": one_T, "share_R": one_T}
+    rows |= {"ref_logp_R": None, "nll_share_R": None, "num_grad_rows": len(one_T), "temperature": 1.0}
+    return grpo_head(hidden_TD, weight_VD, target_T, **rows, cfg=LossConfig(entropy_coef=0.1))[0]
+torch.set_num_threads(1)
+hidden_TD = torch.randn(T, D).requires_grad_()
+weight_VD = torch.randn(V, D).div_(16).requires_grad_()
+target_T = torch.randint(V, (T,))
+loss(torch.randn(8, D, requires_grad=True), torch.randn(8, D), target_T[:8] % 8).backward()
+before = min(status("VmHWM"), status("VmRSS"))  # the lower: a peak of start-up must not hide what is used now
+loss(hidden_TD, weight_VD, target_T).backward()
+assert hidden_TD.grad.abs().sum() > 0 and weight_VD.grad.abs().sum() > 0
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.parametrize("operation", ["linear_logp", "grpo_head"])
+@pytest.mark.parametrize(
+    "T, V, D, limit_mib", [(8192, 32768, 64, 256), pytest.param(4096, 151936, 512, 1024, marks=pytest.mark.long)]
+)
+def test_peak_memory_on_cpu(operation, T, V, D, limit_mib):
+    """With entropy and its gradient, dX and dW included, in a fresh process; logits alone are 1 and 2.3 GiB."""
+    command = [sys.executable, "-c", MEMORY_SCRIPT, operation, *map(str, (T, V, D))]
+    env = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    print(f"growth {int(done.stdout) / 1024:.0f} MiB, logits {T * V * 4 / 2**20:.0f} MiB")
+    assert int(done.stdout) / 1024 < limit_mib

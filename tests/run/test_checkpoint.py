@@ -1,0 +1,375 @@
+"""Checkpoints: what is restored is bitwise what was saved, on 1 and 2 ranks; what is not whole is never loaded."""
+
+import errno
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from dist_case import make_samples
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import cat, equal
+from torch.distributed.tensor import DTensor
+
+import data
+from config import CheckpointingConfig, ConfigError
+from model import load_policy
+from run import checkpoint
+from run.folder import open_run_folder
+from run.resume import committed
+from system.exits import EXIT_SAVED, Saved, StopRun, exit_process, write_exit_file
+from system.ranks import Ranks
+from update import Reference
+
+STATE = {"consumed_samples": 96, "num_bad_steps": 0, "fingerprint": "abc", "last_validation": {"accuracy": 0.5}}
+
+
+def fresh(folder, device, mesh):
+    model = load_policy(folder, device=device, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+
+
+def train_step(model, optimizer, seed, ranks):
+    """One optimizer step on this rank's own pack, which differs from step to step."""
+    samples, adv_B = make_samples(200)
+    (pack, *_) = data.pack_samples(samples[seed + ranks.rank :], adv_B[seed + ranks.rank :], 60)
+    tensors = (torch.from_numpy(x) for x in (pack.token_T, pack.position_T, pack.row_R, pack.target_R))
+    token_T, position_T, row_R, target_R = tensors
+    logp_R, _ = model(token_T, position_T, pack.cu_seqlens, row_R, target_R, temperature=1.0, vocab_size=259)
+    (logp_R * torch.from_numpy(pack.adv_R)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def snapshot(model, optimizer):
+    """name -> copy of this rank's shard of every weight and moment."""
+    tensors = {}
+    for name, param in model.named_parameters():
+        for kind, tensor in {"param": param, **optimizer.state[param]}.items():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            tensors[f"{kind}.{name}"] = local.detach().clone()
+    return tensors
+
+
+def assert_equal(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    assert [
+        name for name in ours if not equal(ours[name], theirs[name]) or ours[name].dtype != theirs[name].dtype
+    ] == []
+
+
+def check_resume(folder, work, ranks, device, mesh):
+    """Two steps, save, a third; then load into a fresh model and optimizer, and the third again."""
+    model, optimizer = fresh(folder, device, mesh)
+    start = {name: param.to_local().detach().clone() for name, param in model.named_parameters()}
+    for seed in (0, 1):
+        train_step(model, optimizer, seed, ranks)
+    saved = snapshot(model, optimizer)
+    saver, state = checkpoint.Saver(work, CheckpointingConfig(), ranks), dict(STATE)
+    saver.save(2, model, optimizer, state, {}, None)
+    train_step(model, optimizer, 2, ranks)  # while it is being written
+    state["consumed_samples"] = 0
+    third = snapshot(model, optimizer)
+    saver.finish()
+    assert committed(work) == [work / "step_000002"]
+
+    model, optimizer = fresh(folder, device, mesh)
+    assert checkpoint.load(work, model, optimizer, ranks, mode=None) == {"step": 2, **STATE}
+    assert_equal(snapshot(model, optimizer), saved)
+    train_step(model, optimizer, 2, ranks)
+    assert_equal(snapshot(model, optimizer), third)
+    # Or all of it would be equal without anything having been loaded.
+    changed = [name for name, shard in start.items() if len(shard) and not equal(shard, saved[f"param.{name}"])]
+    assert len(changed) > 10 and not equal(saved[f"exp_avg.{changed[0]}"], third[f"exp_avg.{changed[0]}"])
+    assert {float(tensor) for name, tensor in third.items() if name.startswith("step.")} == {3.0}
+
+
+def test_one_rank_resumes_to_the_bit(tiny, one_rank, tmp_path):
+    check_resume(tiny[0], tmp_path, *one_rank)
+
+
+def two_ranks(rank, folder, work):
+    dist.init_process_group("gloo", init_method=f"file://{work / 'meet'}", rank=rank, world_size=2)
+    ranks, mesh = Ranks(rank, 2, rank, 1), dist.init_device_mesh("cpu", (2,))
+    check_resume(folder, work, ranks, torch.device("cpu"), mesh)
+    file = work / "damaged" / "step_000002" / "rank_00001.safetensors"
+    if rank == 0:
+        shutil.copytree(work / "step_000002", file.parent)
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    dist.barrier()
+    with pytest.raises(ConfigError) as error:  # on both, or the other would wait in the next collective
+        checkpoint.load(file.parent.parent, *fresh(folder, torch.device("cpu"), mesh), ranks, mode=None)
+    assert str(error.value).startswith(f"{file}: content differs from its checksum in meta.json: the checkpoint is")
+    exit_process(0)
+
+
+def two_ranks_again(rank, folder, work):
+    """What one rank wrote, of what two had written, is for two the same as before."""
+    dist.init_process_group("gloo", init_method=f"file://{work / 'again'}", rank=rank, world_size=2)
+    ranks, mesh, snapshots = Ranks(rank, 2, rank, 1), dist.init_device_mesh("cpu", (2,)), []
+    for source in (work, work / "of_one"):
+        model, optimizer = fresh(folder, torch.device("cpu"), mesh)
+        reference = Reference(model).shards if source != work else {}
+        assert checkpoint.load(source, model, optimizer, ranks, extra=reference, mode=None) == {"step": 2, **STATE}
+        snapshots.append(snapshot(model, optimizer))
+    assert_equal(*snapshots)
+    stored = {f"param.{name}": tensor for name, tensor in reference.items()}
+    assert_equal(stored, {name: snapshots[0][name] for name in stored})
+    exit_process(0)
+
+
+def test_two_ranks_then_one_then_two(tiny, one_rank, tmp_path):
+    mp.spawn(two_ranks, (tiny[0], tmp_path), nprocs=2)
+    meta = json.loads((tmp_path / "step_000002" / "meta.json").read_text())
+    assert sorted(meta["files"]) == ["rank_00000.safetensors", "rank_00001.safetensors"] and meta["world_size"] == 2
+
+    ranks, device, mesh = one_rank
+    model, optimizer = fresh(tiny[0], device, mesh)
+    assert checkpoint.load(tmp_path, model, optimizer, ranks, mode=None) == {"step": 2, **STATE}
+    ours, shards = snapshot(model, optimizer), [load_file(tmp_path / "step_000002" / name) for name in meta["files"]]
+    assert_equal(ours, {name: x if x.dim() == 0 else cat([s[name] for s in shards]) for name, x in shards[0].items()})
+    assert {name.split(".")[0] for name in ours} == {"param", "step", "exp_avg", "exp_avg_sq"}
+
+    saver = checkpoint.Saver(tmp_path / "of_one", CheckpointingConfig(), ranks)
+    saver.save(2, model, optimizer, STATE, Reference(model).shards, None)
+    saver.finish()
+    mp.spawn(two_ranks_again, (tiny[0], tmp_path), nprocs=2)
+
+
+# ------------------------------------------------------------------- folders, with a model of 3 weights in place of one
+
+
+@pytest.fixture
+def run(one_rank, tmp_path):
+    """save(step) writes a checkpoint whose weights are all `step`; load() gives (its state, the weight)."""
+
+    class Run:
+        folder, ranks = tmp_path / "checkpoints", one_rank[0]
+
+        def save(self, step, metric=None, **options):
+            with checkpoint.Saver(self.folder, CheckpointingConfig(**options), self.ranks) as saver:
+                saver.save(step, *self.model(step), {"at": step}, {}, metric)
+            return self.folder / f"step_{step:06d}"
+
+        def load(self, mode=None):
+            model, optimizer = self.model(-1.0)
+            state = checkpoint.load(self.folder, model, optimizer, self.ranks, mode=mode)
+            assert not optimizer.state[model.weight]  # saved before the first optimizer step: there are no moments
+            return state, model.weight.unique().tolist()
+
+        def model(self, value):
+            model = torch.nn.Linear(3, 1, bias=False)
+            torch.nn.init.constant_(model.weight, value)
+            return model, torch.optim.AdamW(model.parameters())
+
+    return Run()
+
+
+def names(run):
+    return sorted(path.name for path in run.folder.iterdir())
+
+
+def test_newest_is_loaded_and_the_oldest_go(run):
+    for step in (8, 9, 999_999, 1_000_000):
+        run.save(step, keep_latest=3)
+    assert names(run) == ["step_000009", "step_1000000", "step_999999"]
+    assert [path.name for path in committed(run.folder)] == ["step_1000000", "step_999999", "step_000009"]
+    assert run.load() == ({"step": 1_000_000, "at": 1_000_000}, [1_000_000.0])
+
+
+def test_the_best_stay_too(run):
+    best = {"keep_top_k": 2, "keep_latest": 2}
+    for step, metric in enumerate([0.1, 0.9, None, 0.5, 0.9, 0.2, 0.3], start=1):
+        run.save(step, metric, **best)
+    assert names(run) == ["step_000002", "step_000005", "step_000006", "step_000007"]
+    run.save(8, 0.0, higher_is_better=False, **best)
+    assert names(run) == ["step_000006", "step_000007", "step_000008"]
+
+
+def test_old_ones_go_only_after_the_new_one_is_whole(run, monkeypatch):
+    run.save(1), run.save(2)
+    seen, rename = [], os.rename
+
+    def watched(source, target):
+        seen.append((Path(source).name, names(run), sorted(path.name for path in Path(source).iterdir())))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", watched)
+    run.save(3)
+    files = ["meta.json", "rank_00000.safetensors"]
+    assert seen == [
+        ("step_000003.tmp", ["step_000001", "step_000002", "step_000003.tmp"], files),
+        ("step_000001", ["step_000001", "step_000002", "step_000003"], files),  # out of the way, then removed
+    ]
+    assert names(run) == ["step_000002", "step_000003"]
+
+
+def test_what_a_kill_left_is_removed(run):
+    for name in ("step_000007.tmp", "step_000001.old"):
+        (run.folder / name).mkdir(parents=True)
+        (run.folder / name / "rank_00000.safetensors").write_bytes(b"half")
+    run.save(3)
+    assert names(run) == ["step_000003"] and run.load()[0]["step"] == 3
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def save_file_fails(*_):
+    raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+
+def disk_usage_small(folder):
+    return SimpleNamespace(free=11)
+
+
+def flush_fails(path):
+    raise FULL
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "fault", "said"),
+    [
+        (checkpoint, "save_file", save_file_fails, "step_000003.tmp/rank_00000.safetensors: I/O error: No space left"),
+        (checkpoint, "flush", flush_fails, "step_000003.tmp/rank_00000.safetensors: [Errno 28] No space left"),
+        (checkpoint.shutil, "disk_usage", disk_usage_small, "0 MiB free, a checkpoint needs 0 MiB"),
+        (os, "rename", lambda *_: flush_fails(None), "[Errno 28] No space left on device"),
+    ],
+)
+def test_a_full_disk_costs_the_checkpoint_not_the_run(run, monkeypatch, capsys, where, what, fault, said):
+    run.save(1), run.save(2)
+    saver = checkpoint.Saver(run.folder, CheckpointingConfig(), run.ranks)
+    with monkeypatch.context() as patch:
+        patch.setattr(where, what, fault)
+        for _ in range(2):
+            saver.save(3, *run.model(3), {"at": 3}, {}, None)
+            saver.finish()
+            assert names(run) == ["step_000001", "step_000002"] and run.load()[0]["step"] == 2
+            warning = capsys.readouterr().out
+            assert warning.startswith("WARNING: checkpoint step_000003 was not saved (") and said in warning
+            assert f"the newest is {run.folder / 'step_000002'}; training goes on" in warning
+        with pytest.raises(StopRun, match="3 failed in a row: make room in"):
+            saver.save(3, *run.model(3), {"at": 3}, {}, None)
+            saver.finish()
+    saver.num_failures = 2
+    saver.save(3, *run.model(3), {"at": 3}, {}, None)
+    saver.finish()
+    assert saver.num_failures == 0 and names(run) == ["step_000002", "step_000003"]
+
+
+def test_training_goes_on_while_it_is_written(run, monkeypatch):
+    release, write = threading.Event(), checkpoint.save_file
+
+    def slow(*arguments):
+        assert release.wait(20)
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "save_file", slow)
+    model, optimizer = run.model(1.0)
+    saver = checkpoint.Saver(run.folder, CheckpointingConfig(), run.ranks)
+    saver.save(1, model, optimizer, {"at": 1}, {}, None)
+    torch.nn.init.constant_(model.weight, 5.0)
+    saver.poll()
+    assert committed(run.folder) == [] and names(run) == ["step_000001.tmp"]
+    release.set()
+    saver.pending.thread.join()
+    saver.poll()
+    assert run.load() == ({"step": 1, "at": 1}, [1.0])
+
+
+@pytest.mark.parametrize(
+    ("error", "whole"), [(StopRun("a check"), 1), (Saved("a signal"), 1), (RuntimeError("bug"), 0)]
+)
+def test_what_all_ranks_raise_together_still_commits(run, error, whole):
+    with pytest.raises(type(error)), checkpoint.Saver(run.folder, CheckpointingConfig(), run.ranks) as saver:
+        saver.save(1, *run.model(1), {"at": 1}, {}, None)
+        thread = saver.pending.thread
+        raise error
+    thread.join()
+    assert len(committed(run.folder)) == whole
+
+
+def test_a_step_written_again_replaces_the_first(run):
+    with checkpoint.Saver(run.folder, CheckpointingConfig(), run.ranks) as saver:
+        saver.save(2, *run.model(5.0), {"at": 5}, {}, None)
+    run.save(2)
+    assert names(run) == ["step_000002"] and run.load() == ({"step": 2, "at": 2}, [2.0])
+
+
+def spoil(path, how):
+    shard, meta = path / "rank_00000.safetensors", path / "meta.json"
+    if how == "never renamed":
+        path.rename(f"{path}.tmp")
+    elif how == "no meta.json":
+        meta.unlink()
+    elif how == "meta.json cut":
+        meta.write_bytes(meta.read_bytes()[:-20])
+    elif how == "shard cut":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    else:
+        shard.unlink()
+
+
+@pytest.mark.parametrize("how", ["no meta.json", "meta.json cut", "shard cut", "no shard"])
+def test_what_is_not_whole_is_refused_or_passed_over_loudly(run, how, capsys):
+    run.save(1)
+    spoil(newest := run.save(2), how)
+    assert [path.name for path in committed(run.folder)] == ["step_000001"]
+    file = newest / ("meta.json" if "meta" in how else "rank_00000.safetensors")
+    with pytest.raises(ConfigError, match=f"^{file}: .*the checkpoint is damaged; use checkpointing.resume=auto"):
+        run.load()
+    assert run.load("auto") == ({"step": 1, "at": 1}, [1.0])
+    assert capsys.readouterr().out.startswith(f"WARNING: {file}: ")
+    run.save(3)
+    assert {"step_000001", "step_000003"} <= set(names(run)), "a damaged one must not count as one to keep"
+
+
+def test_a_users_copy_is_left_alone(run):
+    shutil.copytree(run.save(1), run.folder / "step_000001_best")
+    run.save(2), run.save(3)
+    assert names(run) == ["step_000001_best", "step_000002", "step_000003"] and run.load()[0]["step"] == 3
+
+
+def test_flipped_bit_is_refused_by_name(run):
+    run.save(1)
+    file = run.save(2) / "rank_00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1  # within a weight: the file parses, and has its size
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        run.load()
+    assert str(file) in str(error.value) and f"remove {file.parent}" in str(error.value)
+    assert run.load("auto")[0] == {"step": 1, "at": 1}
+
+
+def test_other_format_is_refused(run):
+    meta = run.save(1) / "meta.json"
+    meta.write_text(meta.read_text().replace('"version": 2', '"version": 3'))
+    with pytest.raises(ConfigError, match=r"step_000001/meta\.json: checkpoint format 3, this program reads 2"):
+        run.load()
+
+
+def test_no_checkpoint(run):
+    run.folder.mkdir()
+    (run.folder / "step_000003.tmp").mkdir()
+    with pytest.raises(ConfigError, match=r"checkpointing\.resume_from: no whole checkpoint in .*checkpoints"):
+        run.load()
+
+
+def test_resumed_run_says_anew_how_it_ended(one_rank, tmp_path, monkeypatch):
+    monkeypatch.delenv("GRPO_EXIT_FILE", raising=False)
+    folder = open_run_folder(str(tmp_path), None, one_rank[0])
+    assert folder == tmp_path / "exp_001" and open_run_folder(str(tmp_path), None, one_rank[0]).name == "exp_002"
+    write_exit_file(EXIT_SAVED, "saved: signal", folder)
+    write_exit_file(1, "crashed: a rank that only lost its peer", folder)  # the first to end has the word
+    assert json.loads((folder / "exit.json").read_text()) == {"code": EXIT_SAVED, "reason": "saved: signal", "rank": 0}
+    assert open_run_folder(str(tmp_path), str(folder), one_rank[0]) == folder
+    write_exit_file(0, "trained to step 9", folder)
+    assert json.loads((folder / "exit.json").read_text()) == {"code": 0, "reason": "trained to step 9", "rank": 0}

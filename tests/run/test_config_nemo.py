@@ -1,0 +1,268 @@
+"""config_nemo.py: the YAML of NeMo RL's GRPO guides means here what it means there; the files are in nemo_yaml/."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import config
+from config import ConfigError, DatasetConfig
+from run.config_check import validate
+from run.config_file import load, to_yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ROOT / "tests/helpers/nemo_yaml"
+MATH = {"processor": "math_hf_data_processor", "env_name": "math"}
+COT = MATH | {"prompt_file": "examples/prompts/cot.txt"}
+
+
+def test_response_dataset_with_defaults():
+    data = load(FILES / "response_dataset.yaml").data
+    common = {"dataset_name": "ResponseDataset", "output_key": "output"} | MATH
+    train = DatasetConfig(data_path="train.jsonl", input_key="question", split="train", split_validation_size=0.05)
+    assert data.train == (replace(train, **common),)
+    assert data.validation == (DatasetConfig(data_path="val.jsonl", input_key="input", **common),)
+    assert (data.max_input_seq_length, data.shuffle) == (512, True)
+
+
+def test_two_datasets_that_override_the_section(capsys):
+    data = load(FILES / "multiple_datasets.yaml").data
+    assert data.train == (
+        DatasetConfig(dataset_name="OpenMathInstruct-2", split_validation_size=0.05, seed=42, **COT),
+        DatasetConfig(dataset_name="DeepScaler", **COT),
+    )
+    assert data.validation == (
+        DatasetConfig(dataset_name="AIME2024", repeat=16, **COT),
+        DatasetConfig(dataset_name="DAPOMathAIME2024", **COT),
+    )
+    assert (data.use_multiple_dataloader, data.num_prompts_per_dataloader) == (False, 16)
+    assert load(FILES / "multiple_datasets.yaml", ["grpo.seed=7"]).data.train[0].seed == 7, "${grpo.seed} is read last"
+
+
+def test_flat_data_section(capsys):
+    cfg = load(FILES / "flat.yaml")
+    common = {"dataset_name": "ResponseDataset", "input_key": "problem", "output_key": "expected_answer"}
+    common["env_name"] = "math"
+    assert cfg.data.train == (DatasetConfig(data_path="rollouts/train.jsonl", **common),)
+    assert cfg.data.validation == (DatasetConfig(data_path="rollouts/validation.jsonl", **common),)
+    assert cfg.env.math.num_workers == 4
+    assert capsys.readouterr().err == "warning: keys of NeMo RL that mean nothing here: data.num_workers, cluster\n"
+
+
+def test_the_whole_recipe(capsys):
+    """Every key of grpo_math_1B.yaml: taken over, or in the table; the warning is one line."""
+    cfg = load(FILES / "math_1b.yaml")
+    assert cfg.policy.sequence_packing.train_mb_tokens == 512 * 4, "${mul:...}, of a key that we do not have"
+    assert (cfg.policy.scheduler.warmup_steps, cfg.policy.scheduler.warmup_start_factor) == (40, 0.2)
+    assert (cfg.policy.generation.max_new_tokens, cfg.policy.generation.vllm_cfg.precision) == (512, "bfloat16")
+    assert cfg.data.validation == () and cfg.data.train[0].split_validation_size == 0.05
+    assert cfg.grpo.reward_shaping.max_response_length == 512
+    assert (cfg.checkpointing.metric_name, cfg.checkpointing.keep_top_k) == ("validation/sampled/accuracy", 3)
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and err.startswith(
+        "warning: keys of NeMo RL that mean nothing here: grpo.val_batch_size, "
+    )
+    named = err.strip().split(": ")[2].split(", ")
+    assert len(set(named)) == len(named) and {"cluster", "policy.megatron_cfg", "logger.wandb"} <= set(named)
+    assert not any(name.startswith(("policy.megatron_cfg.", "logger.wandb.")) for name in named), "sections, not keys"
+    validate(cfg, 8)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("val:accuracy", "validation/sampled/accuracy"),
+        ("val_reward", "validation/sampled/accuracy"),
+        ("val:avg_length", "validation/sampled/avg_length"),
+        ("train:reward", "train/reward"),
+        ("validation/greedy/accuracy", "validation/greedy/accuracy"),
+    ],
+)
+def test_names_of_metrics(theirs, ours, tmp_path):
+    (tmp_path / "run.yaml").write_text(f"checkpointing: {{metric_name: {theirs!r}}}\n")
+    assert load(tmp_path / "run.yaml").checkpointing.metric_name == ours
+
+
+@pytest.mark.parametrize("path", sorted(FILES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_what_was_read_is_written_as_plain_values(path, tmp_path, capsys):
+    cfg = load(path)
+    (tmp_path / "config.yaml").write_text(to_yaml(cfg))
+    capsys.readouterr()
+    assert load(tmp_path / "config.yaml") == cfg and capsys.readouterr().err == ""
+    assert "${" not in to_yaml(cfg)
+
+
+def test_check_of_a_guides_file(tmp_path):
+    """As a user starts it: the guide's data section over a model and files that are there."""
+    starter = ROOT / "examples/arithmetic/starter"
+    for name in ("train", "val"):
+        rows = ({"question" if name == "train" else "input": f"{i}+1=", "output": f"#### {i + 1}"} for i in range(100))
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.yaml").write_text(f"defaults: {FILES}/response_dataset.yaml\npolicy: {{model_name: {starter}}}\n")
+    words = ["--check", "run.yaml", "data.default.env_name=exact", "policy.max_total_sequence_length=32"]
+    words += ["policy.generation.max_new_tokens=8"]
+    env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "grpo.py"), *words], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert (run.returncode, run.stderr) == (0, "warning: keys of NeMo RL that mean nothing here: data.num_workers\n")
+    assert run.stdout.splitlines()[1:] == [
+        "train      train.jsonl: 95 prompts",
+        "validation train.jsonl: 5 prompts",
+        "validation val.jsonl: 100 prompts",
+        "steps      2 of 32 prompts x 16 samples",
+    ]
+
+
+# ------------------------------------------------------------------------------------------- what is not taken over
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write(text):
+        Path("run.yaml").write_text(text)
+        return "run.yaml"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("grpo: {async_grpo: {enabled: true}}", "grpo.async_grpo.enabled=true is not supported here, only false"),
+        ("policy: {megatron_cfg: {enabled: True}}", "policy.megatron_cfg.enabled=True is not supported here, only fal"),
+        (
+            "policy: {dtensor_cfg: {lora_cfg: {enabled: true, dim: 8}}}",
+            "policy.dtensor_cfg.lora_cfg.enabled=true is no",
+        ),
+        (
+            "policy: {generation: {backend: sglang}}",
+            "policy.generation.backend=sglang is not supported here, only vllm",
+        ),
+        (
+            "policy: {generation: {val_top_p: 0.7}}",
+            "policy.generation.val_top_p=0.7 is not supported here, only ${.top_p}",
+        ),
+        ("policy: {hf_config_overrides: {a: 1}}", "policy.hf_config_overrides=a mapping or list is not supported here"),
+        ("policy: {dtensor_cfg: {tensor_parallel: 1}}", "unknown key 'policy.dtensor_cfg.tensor_parallel'."),
+        ("clusters: {a: 1}", "unknown key 'clusters'."),
+        ("data: {train: {num_workers: 1}}", "unknown key 'data.train.num_workers'."),
+        ("data: {input_ky: a}", "unknown key 'data.input_ky'. Did you mean 'data.train.input_key'?"),
+        ("data: {_override_: false}", "data._override_: expected true, got 'false' (bool)"),
+        (
+            "policy: {scheduler: [{name: a.CosineLR, kwargs: {}}]}",
+            "policy.scheduler: of lists, only a LinearLR up to 1.0",
+        ),
+        ("grpo: {seed: '${grpo.sed}'}", "grpo.seed: ${grpo.sed} is not the name of a key with one value"),
+        ("grpo: {seed: '${policy}'}", "grpo.seed: ${policy} is not the name of a key with one value"),
+        ("grpo: {seed: '${oc.env:HOME}'}", "grpo.seed: ${oc.env:HOME}: only keys, and mul of numbers, are understood"),
+        ("grpo: {seed: '${grpo.val_period}', val_period: '${grpo.seed}'}", "goes in a circle"),
+        ("grpo: {seed: '${mul:2, x}'}", "grpo.seed: ${mul:2, x}: only keys, and mul of numbers, are und"),
+        ("grpo: {seed: '${logger.log_dir}'}", "grpo.seed: expected int, got 'logs' (str); the default is 42"),
+        ("data: {train: [{data_path: a}, {}]}", "data.train: entry 2 is empty"),
+        (
+            "policy: {tokenizer: {chat_template_kwargs: 3}}",
+            "policy.tokenizer.chat_template_kwargs: expected mapping, got",
+        ),
+        ("data: {task_to_env: {algebra: 3}}", "data.task_to_env: expected mapping, got a mapping; the default is {}"),
+        ("env: {custom: {'m:C': 3}}", "env.custom: expected mapping, got a mapping; the default is {}"),
+    ],
+)
+def test_refused(write, text, message):
+    with pytest.raises(ConfigError) as error:
+        load(write(text))
+    assert message in str(error.value) and str(error.value).startswith("run.yaml line 1: "), error.value
+
+
+def test_references_to_other_keys(write):
+    text = "grpo: {val_period: 3, max_val_samples: '${.val_period}', seed: '${ mul: ${grpo.val_period}, 7 }'}"
+    grpo = load(write(text), ["grpo.val_period=4", "grpo.max_bad_steps=${grpo.max_val_samples}"]).grpo
+    assert (grpo.max_val_samples, grpo.seed, grpo.max_bad_steps) == (4, 28, 4)
+
+
+def test_an_overridden_section_starts_from_the_defaults(write):
+    Path("base.yaml").write_text("data: {shuffle: false, train: {data_path: a}, task_to_env: {x: math}}\n")
+    data = load(write("defaults: base.yaml\ndata: {_override_: true, train: {data_path: b}}\n")).data
+    assert data == config.DataConfig(train=(DatasetConfig(data_path="b"),))
+    assert load(write("defaults: base.yaml\ndata: {train: null}\n")).data.train == ()
+
+
+def test_defaults_fill_what_a_set_does_not_say(write):
+    text = (
+        "data: {train: {input_key: null}, validation: [{seed: 1}, {env_name: code}], default: {input_key: q, seed: 7}}"
+    )
+    data = load(write(text), ["data.default.env_name=math"]).data
+    assert [(d.input_key, d.seed, d.env_name) for d in (*data.train, *data.validation)] == [
+        (None, 7, "math"),
+        ("q", 1, "math"),
+        ("q", 7, "code"),
+    ]
+
+
+def test_free_mappings(write):
+    text = (
+        "env: {custom: {'m:C': {a: 1e-6, b: [x, 010, no]}}}\npolicy: {tokenizer: {chat_template_kwargs: {k: 'true'}}}"
+    )
+    overrides = ["policy.tokenizer.chat_template_kwargs.enable_thinking=false", "env.custom.m.n:C.a=2"]
+    cfg = load(write(text), overrides)
+    assert cfg.env.custom == {"m:C": {"a": 1e-6, "b": ["x", 8, False]}, "m.n:C": {"a": 2}}
+    assert cfg.policy.tokenizer.chat_template_kwargs == {"k": "true", "enable_thinking": False}
+    assert load(write(to_yaml(cfg))) == cfg
+    assert load("run.yaml", ["data.task_to_env={algebra: math}"]).data.task_to_env == {"algebra": "math"}
+
+
+# ----------------------------------------------------------------------------------------------- mixes and names
+
+SETS = "data: {train: [{data_path: a.jsonl}, {data_path: b.jsonl}], validation: {data_path: v.jsonl}}\n"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["data.train.0.weight=2"], "data.train: some sets have a weight and some have none: give all of them one"),
+        (["data.train.0.weight=0"], "data.train.0.weight=0.0: must be > 0"),
+        (
+            ["data.train.1.data_path=x/a.jsonl"],
+            "data.train: 2 sets are called 'a': tell them apart by their key `name`",
+        ),
+        (
+            ["data.use_multiple_dataloader=true"],
+            "data.use_multiple_dataloader=true: set data.num_prompts_per_dataloader",
+        ),
+        (
+            ["data.use_multiple_dataloader=true", "data.num_prompts_per_dataloader=12"],
+            "data.num_prompts_per_dataloader=12 does not divide the 32 prompts drawn at once for a step",
+        ),
+        (
+            ["data.use_multiple_dataloader=true", "data.train.0.weight=1", "data.train.1.weight=1"],
+            "data.train.weight and data.use_multiple_dataloader=true: choose one way to mix",
+        ),
+        (["data.train.0.split_validation_size=2", "data.train.0.name=v"], "data.validation: 2 sets are called 'v'"),
+        (["data.validation.split_validation_size=2"], "data.validation.split_validation_size: validation sets are not"),
+        (
+            ["data.train.1.dataset_name=ResponseDataset", "data.train.1.data_path=null"],
+            "data.train.1.data_path is not se",
+        ),
+    ],
+)
+def test_mixes_that_make_no_sense(write, overrides, problem):
+    with pytest.raises(ConfigError) as error:
+        validate(load(write(SETS), overrides), 1)
+    assert problem in str(error.value)
+
+
+def test_mixes_that_do(write):
+    for overrides in (
+        [],
+        ["data.train.0.weight=2", "data.train.1.weight=0.5"],
+        ["data.use_multiple_dataloader=true", "data.num_prompts_per_dataloader=16"],
+        ["data.use_multiple_dataloader=true", "data.custom_dataloader=mine:sampler"],
+        ["data.validation=null", "data.train.0.split_validation_size=0.1"],
+    ):
+        validate(load(write(SETS), overrides), 1)

@@ -1,0 +1,305 @@
+"""Reduction over micro-batches and ranks, a step's numbers by hand, and the files of a run as they are read back."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import config
+from data import Sample
+from hf.tokenizer import Tokenizer
+from run.log import RunLog
+from run.metrics import accumulate, reduce_over_ranks, sample_metrics
+from system.exits import exit_process
+
+STARTER = Path(__file__).resolve().parents[2] / "examples/arithmetic/starter"
+NAN, INF = float("nan"), float("inf")
+
+
+def scalar(value):
+    return torch.tensor(float(value))
+
+
+MICRO_BATCHES = [  # a micro-batch a row, which two ranks share unevenly below
+    {"loss": scalar(0.5), "ratio": (scalar(6), scalar(3)), "r_min": scalar(0.9), "r_max": scalar(1.1)},
+    {"loss": scalar(-2), "ratio": (scalar(1), scalar(1)), "r_min": scalar(0.7), "r_max": scalar(1.0)},
+    {"loss": scalar(4), "ratio": (scalar(0), scalar(0)), "r_min": scalar(INF), "r_max": scalar(-INF)},  # no token
+    {"loss": scalar(1), "ratio": (scalar(5), scalar(4)), "r_min": scalar(0.8), "r_max": scalar(1.3)},
+]
+# 12 / 8, not the mean of 2, 1 and 1.25; in float32, as the micro-batches are
+REDUCED = {"loss": 3.5, "ratio": 1.5, "r_min": float(scalar(0.7)), "r_max": float(scalar(1.3))}
+EMPTY = {"mean": (scalar(0), scalar(0)), "n": torch.tensor(3)}
+
+
+def total_of(micro_batches):
+    total = {}
+    for metrics in micro_batches:
+        accumulate(total, metrics)
+    return total
+
+
+def test_one_rank_by_hand(one_rank):
+    assert reduce_over_ranks(total_of(MICRO_BATCHES)) == REDUCED
+    assert reduce_over_ranks({}) == {}
+    empty = reduce_over_ranks(EMPTY)
+    assert math.isnan(empty["mean"]) and empty["n"] == 3  # no token: no mean, rather than 0
+
+
+def test_accumulate_leaves_the_micro_batches_as_they_are():
+    before = MICRO_BATCHES[0]["loss"].clone(), MICRO_BATCHES[0]["ratio"][0].clone()
+    total_of(MICRO_BATCHES)
+    assert (MICRO_BATCHES[0]["loss"], MICRO_BATCHES[0]["ratio"][0]) == before
+
+
+def two_ranks(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2)
+    results = {"sum": reduce_over_ranks(total_of(MICRO_BATCHES[:1] if rank == 0 else MICRO_BATCHES[1:]))}
+    for bad in range(2):
+        value = scalar(NAN if rank == bad else 1)
+        names = {"pair": (value, scalar(1)), "sum": value, "a_min": value, "a_max": value, "fine": scalar(1)}
+        results[f"nan of rank {bad}"] = reduce_over_ranks(names)
+    # One rank without a token: the other's mean stands.
+    results["zero"] = reduce_over_ranks({"mean": (scalar(3 * rank), scalar(2 * rank)), "none": (scalar(0), scalar(0))})
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+    exit_process(0)
+
+
+def test_two_ranks_equal_one_and_every_nan_stays_visible(tmp_path):
+    mp.spawn(two_ranks, (tmp_path,), nprocs=2)
+    for rank in range(2):
+        results = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert results["sum"] == REDUCED
+        for bad in range(2):
+            values = results[f"nan of rank {bad}"]
+            assert values.pop("fine") == 2 and all(map(math.isnan, values.values())), (rank, bad, values)
+        assert results["zero"]["mean"] == 1.5 and math.isnan(results["zero"]["none"])
+
+
+def sample(prompt, reward, outcome, length, *, finish_reason="stop", unsampled=0, num_turns=1):
+    mask = np.arange(length) >= unsampled
+    ids, logps = np.array([16] * (length - 1) + [257], np.int32), np.zeros(length, np.float32)  # 257: the end token
+    prompt_ids, env_name = [17] * (prompt + 1), "games" if prompt else "math"
+    found = Sample(prompt, 0, 40 + prompt, prompt_ids, ids, logps, mask, finish_reason, 7, reward, outcome, reward)
+    dataset = "" if prompt else "a"
+    return replace(found, env_name=env_name, num_env_tokens=unsampled, num_turns=num_turns, dataset=dataset)
+
+
+SAMPLES = [
+    sample(0, 1.0, "ok", 2),
+    sample(0, 1.0, "ok", 4),
+    sample(1, 0.0, "wrong", 6, unsampled=4),
+    sample(1, 0.0, "parse_fail", 8, finish_reason="length"),
+    sample(2, 1.0, "ok", 1, finish_reason="max_turns", num_turns=4),
+    sample(2, 0.0, "timeout", 3),
+    sample(3, 0.5, "ok", 1),  # no variance, neither all right nor all wrong
+    sample(3, 0.5, "error", 1),
+]
+
+
+def test_numbers_of_a_step_by_hand():
+    assert sample_metrics(SAMPLES, SAMPLES[4:]) == {
+        "reward": 0.5,
+        "filtered_reward": 0.5,
+        "unshaped_reward": 0.5,
+        "accuracy": 0.5,
+        "outcome/wrong": 0.125,
+        "outcome/parse_fail": 0.125,
+        "outcome/timeout": 0.125,
+        "outcome/error": 0.125,
+        "zero_variance_fraction": 0.75,
+        "unshaped_zero_variance_fraction": 0.75,
+        "reward_by_env/games": 1 / 3,
+        "reward_by_env/math": 1.0,
+        "reward_by_dataset/a": 1.0,  # the others' has no name
+        "num_samples_by_env/games": 6,
+        "outcome_by_env/games/ok": 1 / 3,
+        **{f"outcome_by_env/games/{name}": 1 / 6 for name in ("wrong", "parse_fail", "timeout", "error")},
+        "num_samples_by_env/math": 2,
+        "outcome_by_env/math/ok": 1.0,
+        **{f"outcome_by_env/math/{name}": 0.0 for name in ("wrong", "parse_fail", "timeout", "error")},
+        "reward_by_finish_reason/length": 0.0,
+        "reward_by_finish_reason/max_turns": 1.0,
+        "reward_by_finish_reason/stop": 0.5,
+        "reward_by_gen_tokens/000000-000001": 2 / 3,
+        "reward_by_gen_tokens/000002-000002": 0.5,  # of the 6 ids of one, 4 are the environment's
+        "reward_by_gen_tokens/000003-000004": 0.5,
+        "reward_by_gen_tokens/000005-000008": 0.0,
+        "mean_prompt_length": 2.5,
+        "mean_gen_tokens_per_sample": 22 / 8,  # 4 of the 26 were not sampled
+        "min_gen_tokens_per_sample": 1,
+        "max_gen_tokens_per_sample": 8,
+        "mean_env_tokens_per_sample": 0.5,
+        "mean_total_tokens_per_sample": 46 / 8,
+        "total_gen_tokens": 22,
+        "total_num_tokens": 20,  # of the 4 that are trained on
+        "total_turns": 11,
+        "avg_turns_per_sample": 11 / 8,
+        "max_turns_per_sample": 4,
+        "truncation_rate": 0.125,
+        "natural_termination_rate": 0.75,
+        "max_turns_reached_rate": 0.125,
+    }
+
+
+def test_groups_by_the_reward_that_matters():
+    """Shaping makes all groups unequal: the shaped reward trains, how hard a prompt is says the unshaped one."""
+    samples = [replace(s, reward=s.reward - 0.01 * i, mask=s.mask & False) for i, s in enumerate(SAMPLES)]
+    found = sample_metrics(samples, samples[:2])
+    assert found["zero_variance_fraction"] == 0
+    assert found["unshaped_zero_variance_fraction"] == 0.75
+    assert (found["unshaped_reward"], found["total_gen_tokens"]) == (0.5, 22)  # masks say what is trained, not more
+    assert found["reward"] == pytest.approx(0.5 - 0.035) and found["filtered_reward"] == pytest.approx(0.995)
+    samples[3].reward = NAN
+    assert math.isnan(sample_metrics(samples, samples[:2])["reward"])
+
+
+# -------------------------------------------------------------------------------------------------------- run log
+
+TRAIN = {
+    "reward": 0.625,
+    "accuracy": 0.5,
+    "loss": -0.0123,
+    "grad_norm": 1.75,
+    "logp_gap_mean": 4e-7,
+    "logp_gap_max": 3e-6,
+    "total_num_tokens": 1200,
+    "global_valid_toks": 500,
+    "total_gen_tokens": 600,
+    "global_valid_seqs": 24,
+}
+SECONDS = {"generation": 1.5, "data_processing": 0.25, "policy_training": 2.0, "prepare_for_generation": 0.5}
+SECONDS["total_step_time"] = 4.0
+
+
+def open_log(folder, first_step=1, **kwargs):
+    return RunLog(folder, **({"tensorboard": False, "num_steps": 10, "max_samples": 2} | kwargs), first_step=first_step)
+
+
+def close(log, step=10, **cfg):
+    state = {"step": step, "first_validation": {"validation/greedy/accuracy": 0.25}, "last_validation": {}}
+    log.close(state, 12.4, log.folder / "checkpoints", config.CheckpointingConfig(**cfg))
+
+
+def records(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_bytes().decode().split("\n")[:-1]]
+
+
+def test_step_in_metrics_file_and_on_the_console(tmp_path, capsys):
+    log = open_log(tmp_path)
+    log.step(1, TRAIN | {"probs_ratio": NAN}, SECONDS, world_size=2)
+    (record,) = records(tmp_path)
+    assert math.isnan(record.pop("train/probs_ratio")) and "NaN" in (tmp_path / "metrics.jsonl").read_text()
+    assert record == {
+        "step": 1,
+        **{f"train/{name}": value for name, value in TRAIN.items()},
+        "timing/train/generation": 1.5,
+        "timing/train/data_processing": 0.25,
+        "timing/train/policy_training": 2.0,
+        "timing/train/prepare_for_generation/total": 0.5,
+        "timing/train/total_step_time": 4.0,
+        "timing/train/valid_tokens_per_sec_per_gpu": 62.5,
+        "performance/tokens_per_sec": 300.0,
+        "performance/tokens_per_sec_per_gpu": 150.0,
+        "performance/samples_per_sec": 6.0,
+        "performance/samples_per_sec_per_gpu": 3.0,
+        "performance/policy_training_tokens_per_sec_per_gpu": 300.0,
+        "performance/generation_tokens_per_sec_per_gpu": 200.0,
+    }
+    (line,) = capsys.readouterr().out.splitlines()
+    start = "step 1/10 | reward 0.625 acc 0.500 | loss -0.0123 grad 1.750 | logp gap 4e-07 max 3e-06 | 300 tok/s | "
+    assert line.startswith(f"{start}4.00s (gen 1.50 data 0.25 train 2.00 sync 0.50) | ETA 0m"), line
+
+
+def test_validation_is_a_record_and_a_line_of_its_own(tmp_path, capsys):
+    values = {"validation/greedy/accuracy": 0.75, "validation/sampled/accuracy": 0.5}
+    values["timing/validation/total_validation_time"] = 2.0
+    open_log(tmp_path).validation(5, values)
+    assert records(tmp_path) == [{"step": 5, **values}]
+    assert capsys.readouterr().out == "validation after step 5 | greedy 0.750 | sampled 0.500 | 2.0s\n"
+
+
+def test_validation_of_several_sets(tmp_path, capsys):
+    values = {"validation/a/greedy/accuracy": 0.75, "validation/a/greedy/reward": 9.0}
+    values["validation/b/sampled/accuracy"] = 0.5
+    log = open_log(tmp_path)
+    log.validation(5, values | {"timing/validation/total_validation_time": 2.0})
+    assert capsys.readouterr().out == "validation after step 5 | a greedy 0.750 | b sampled 0.500 | 2.0s\n"
+    state = {"step": 5, "first_validation": values, "last_validation": {"validation/a/greedy/accuracy": 1.0}}
+    log.close(state, 12.4, tmp_path, config.CheckpointingConfig())
+    lines = capsys.readouterr().out.split("\n")[1:3]
+    assert [" ".join(x.split()) for x in lines] == [
+        "accuracy, a greedy 0.750 -> 1.000",
+        "accuracy, b sampled 0.500 -> not measured",
+    ]
+
+
+def test_samples_file_and_console(tmp_path, capsys):
+    log = open_log(tmp_path)
+    log.samples(3, "train", SAMPLES[1:], Tokenizer(STARTER), num_print=1)
+    first = dict(step=3, kind="train", row_id=40, index=0, prompt="2", reply="111<|end|>", reward=1.0, outcome="ok")
+    first |= dict(unshaped_reward=1.0)
+    first |= dict(finish_reason="stop", weight_version=7, num_tokens=5)
+    second = dict(row_id=41, prompt="22", reply="11111<|end|>", reward=0.0, outcome="wrong", num_tokens=8)
+    second |= dict(unshaped_reward=0.0)
+    assert records(tmp_path, "samples.jsonl") == [first, first | second]
+    assert capsys.readouterr().out == "    [train] '2' -> '111<|end|>'  ok, reward 1\n"
+
+
+def test_table_at_the_end(tmp_path, capsys):
+    log = open_log(tmp_path, first_step=8)
+    for step, seconds in ((8, 2.0), (9, 4.0), (10, 1.0)):
+        log.step(step, TRAIN, SECONDS | {"total_step_time": seconds}, world_size=1)
+    capsys.readouterr()
+    close(log, save_hf_at_end=False)
+    table = dict(line.split("  ", 1) for line in capsys.readouterr().out.strip().splitlines())
+    assert {name: value.strip() for name, value in table.items()} == {
+        "accuracy, greedy": "0.250 -> not measured",
+        "steps": "10 (3 of them in this process)",
+        "seconds of training": "12 (validations and checkpoints included)",
+        "tokens/s, median step": "600",
+        "checkpoints": str(tmp_path / "checkpoints"),
+        "model, HF format": "none",
+        "metrics, samples": f"{tmp_path / 'metrics.jsonl'}, {tmp_path / 'samples.jsonl'}",
+        "TensorBoard": "none",
+    }
+
+
+@pytest.mark.parametrize("cut", [b'{"step": 2, "re', '{"step": 2, "reply": "é'.encode()[:-1]])
+def test_resuming_drops_what_came_after_the_checkpoint(tmp_path, cut):
+    """Also of replies with line ends that only text knows, and with a last line that was cut inside a character."""
+    reply = "a\u2028b\x85c\x0b\x0c\x1cd\r\ne"
+    kept = [{"step": 1, "reply": reply, "n": NAN}, {"step": 2, "reply": "é" + reply}]
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        lines = [json.dumps(x, ensure_ascii=False) + "\n" for x in [*kept, {"step": 3, "reply": reply}, {"step": 4}]]
+        (tmp_path / name).write_bytes("".join(lines).encode() + cut)
+    log = open_log(tmp_path, first_step=3)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert repr(records(tmp_path, name)) == repr(kept)  # repr: NaN is not equal to itself
+    log.metrics(3, {"x": 1.0})
+    assert records(tmp_path)[2:] == [{"step": 3, "x": 1.0}]
+
+
+def test_a_new_run_appends_to_nothing_and_a_second_log_keeps_the_first_steps(tmp_path):
+    for step in (1, 2, 3):
+        open_log(tmp_path, first_step=step).metrics(step, {"x": step})
+    assert records(tmp_path) == [{"step": step, "x": step} for step in (1, 2, 3)]
+
+
+def test_tensorboard_has_the_numbers_of_the_metrics_file(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first_step in (1, 3):  # killed after step 4, resumed after step 2
+        log = open_log(tmp_path, first_step, tensorboard=True)
+        for step in range(first_step, 5):
+            log.metrics(step, {"train/reward": step / 8 + first_step})
+        close(log)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == ["train/reward"]
+    points = [(event.step, event.value) for event in events.Scalars("train/reward")]
+    assert points == [(record["step"], record["train/reward"]) for record in records(tmp_path)]

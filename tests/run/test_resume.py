@@ -1,0 +1,158 @@
+"""Which run goes on, and from which of its checkpoints: read without torch, damaged ones refused by name."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+
+import config
+from config import ConfigError
+from run import config_file, resume
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run folder with a checkpoint of 2 ranks, and the config that resumes it."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    folder = tmp_path / "logs" / "exp_001"
+    cfg = config.Config(policy=config.PolicyConfig(model_name="models/one"))
+    write_checkpoint(folder / "checkpoints" / "step_000009", world_size=8)
+    write_checkpoint(folder / "checkpoints" / "step_000010", world_size=2)
+    (folder / "config.yaml").write_text(config_file.to_yaml(cfg))
+    return folder, replace(cfg, checkpointing=config.CheckpointingConfig(resume_from=str(folder)))
+
+
+def write_checkpoint(folder, **changes):
+    folder.mkdir(parents=True)
+    (folder / "rank_00000.safetensors").write_bytes(b"12345")
+    files = {"rank_00000.safetensors": {"bytes": 5, "sha256": ""}}
+    meta = {"version": 2, "step": 1, "world_size": 2, "files": files, "state": {}, "metric": None} | changes
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def refused(cfg, **kwargs):
+    with pytest.raises(ConfigError) as error:
+        resume.check_resumable(cfg, **kwargs)
+    return str(error.value)
+
+
+def test_same_run_may_go_on(run, monkeypatch):
+    _, cfg = run
+    resume.check_resumable(cfg)
+    resume.check_resumable(replace(cfg, grpo=replace(cfg.grpo, max_num_steps=7)))
+    resume.check_resumable(replace(cfg, policy=replace(cfg.policy, model_name="./models/one/")))
+    monkeypatch.setenv("WORLD_SIZE", "4")  # shards are read by any number of ranks
+    resume.check_resumable(cfg)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "named"),
+    [
+        ("policy", "model_name", "models/two", 'policy.model_name="models/two" (there "models/one")'),
+        ("grpo", "seed", 43, "grpo.seed=43 (there 42)"),
+        ("grpo", "num_prompts_per_step", 8, "grpo.num_prompts_per_step=8 (there 32)"),
+        ("grpo", "num_generations_per_prompt", 8, "grpo.num_generations_per_prompt=8 (there 16)"),
+        (
+            *("policy", "tokenizer", config.TokenizerConfig(chat_template=None)),
+            'policy.tokenizer.chat_template=null (there "default")',
+        ),
+        ("data", "shuffle", False, "data.shuffle=false (there true)"),
+        ("data", "use_multiple_dataloader", True, "data.use_multiple_dataloader=true (there false)"),
+        ("data", "num_prompts_per_dataloader", 4, "data.num_prompts_per_dataloader=4 (there null)"),
+        ("data", "custom_dataloader", "m:f", 'data.custom_dataloader="m:f" (there null)'),
+    ],
+)
+def test_settings_that_must_stay(run, section, key, value, named):
+    folder, cfg = run
+    changed = replace(cfg, **{section: replace(getattr(cfg, section), **{key: value})})
+    assert refused(changed) == (
+        f"not as in the run that checkpointing.resume_from={folder} continues: {named}; use "
+        f"./train.sh {folder}/config.yaml checkpointing.resume_from={folder}, or set checkpointing.allow_changes=true"
+    )
+    resume.check_resumable(replace(changed, checkpointing=replace(changed.checkpointing, allow_changes=True)))
+    if key == "model_name":
+        assert named in refused(changed, to_train=False)
+    else:
+        resume.check_resumable(changed, to_train=False)  # a score with another seed is a score
+
+
+def test_run_folder_without_its_config(run):
+    folder, cfg = run
+    (folder / "config.yaml").unlink()
+    assert refused(cfg).startswith(f"{folder}/config.yaml: No such file or directory")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        ("[]", "meta.json: not what checkpoint.py writes (TypeError"),
+        ("{}", "meta.json: not what checkpoint.py writes (KeyError: 'version')"),
+        ("[" * 100_000, "meta.json: not what checkpoint.py writes (RecursionError"),
+        ('{"version": 1}', "meta.json: checkpoint format 1, this program reads 2"),
+        ('{"version": 2, "files": {}}', "meta.json: lacks metric, state, step, world_size"),
+        ('{"version": 2, "files": {"gone": {"bytes": 1}}}', "gone: No such file or directory"),
+        ("cut shard", "rank_00000.safetensors: 4 bytes, 5 by meta.json"),
+        ("no meta", "meta.json: No such file or directory"),
+    ],
+)
+def test_damaged_newest_is_refused_by_name_and_auto_goes_on_before_it(run, spoil, said):
+    folder, cfg = run
+    newest = folder / "checkpoints" / "step_000010"
+    if spoil == "cut shard":
+        (newest / "rank_00000.safetensors").write_bytes(b"1234")
+    elif spoil == "no meta":
+        (newest / "meta.json").unlink()
+    else:
+        (newest / "meta.json").write_text(spoil)
+    problem = refused(cfg)
+    assert f"{newest}/{said}" in problem and "checkpointing.resume=auto" in problem and f"remove {newest}" in problem
+    auto = replace(cfg, checkpointing=replace(cfg.checkpointing, resume="auto"))
+    resume.check_resumable(auto)
+    assert [path.name for path in resume.committed(folder / "checkpoints")] == ["step_000009"]
+    (folder / "checkpoints" / "step_000009" / "meta.json").unlink()
+    for each in (cfg, auto):
+        assert f"no whole checkpoint in {folder}/checkpoints ({newest}/{said}" in refused(each)
+
+
+def test_newest_run_with_a_checkpoint_is_found(run, tmp_path):
+    folder, cfg = run
+    logs = config.LoggerConfig(log_dir=str(tmp_path / "logs"))
+
+    def found(mode, **changes):
+        return resume.resolve(
+            replace(cfg, logger=logs, checkpointing=config.CheckpointingConfig(resume=mode, **changes))
+        ).checkpointing.resume_from
+
+    (tmp_path / "logs" / "exp_003").mkdir()  # killed before its first checkpoint
+    assert found("auto") == found("must") == str(folder)
+    shutil.copytree(folder, tmp_path / "logs" / "exp_010")
+    assert found("auto") == found("must") == str(tmp_path / "logs" / "exp_010")
+    assert found("auto", resume_from=str(folder)) == str(folder)
+    assert found("never") is found(None) is None
+    logs = config.LoggerConfig(log_dir=str(tmp_path / "none"))
+    assert found("auto") is None
+    with pytest.raises(ConfigError, match=r"checkpointing\.resume=must: no run in logger\.log_dir=.*none has"):
+        found("must")
+
+
+def test_run_folder_that_must_not_be_written(run, monkeypatch):
+    folder, cfg = run
+    allowed = resume.data.os.access
+    monkeypatch.setattr(resume.data.os, "access", lambda path, mode: path != folder and allowed(path, mode))
+    assert refused(cfg) == f"checkpointing.resume_from={folder}: no permission to write in {folder}"
+    resume.check_resumable(cfg, to_train=False)
+
+
+def test_runs_that_share_a_checkpoint_dir_have_a_folder_each(run, tmp_path, monkeypatch):
+    folder, cfg = run
+    assert resume.checkpoint_folder(config.CheckpointingConfig(), folder) == folder / "checkpoints"
+    shared = config.CheckpointingConfig(checkpoint_dir=str(tmp_path / "big"), resume_from=str(folder))
+    assert resume.checkpoint_folder(shared, folder) == tmp_path / "big" / "exp_001"
+    assert resume.checkpoint_folder(shared, folder.parent / "exp_002") == tmp_path / "big" / "exp_002"
+    monkeypatch.chdir(folder)
+    assert resume.checkpoint_folder(shared, resume.Path(".")) == tmp_path / "big" / "exp_001"
+    assert f"no whole checkpoint in {tmp_path}/big/exp_001" in refused(replace(cfg, checkpointing=shared))
+    (tmp_path / "big").mkdir()
+    (folder / "checkpoints").rename(tmp_path / "big" / "exp_001")
+    resume.check_resumable(replace(cfg, checkpointing=shared))

@@ -1,0 +1,95 @@
+"""A rank that is stuck, dead or slow: the others end too, in time, and the reason names rank and line."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from run import folder as run_folder
+
+WORKER = Path(__file__).resolve().parents[1] / "helpers" / "watchdog_worker.py"
+
+
+def run_ranks(folder, fault):
+    """(exit codes of two ranks, exit.json, their stderr); none of them is left after a minute."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    clean = {k: v for k, v in os.environ.items() if k != "GRPO_EXIT_FILE"}
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, WORKER, folder, fault],
+            env=clean | meet | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    end = json.loads((folder / "exit.json").read_text())
+    return [rank.returncode for rank in ranks], end, errors
+
+
+def test_stuck_rank_is_named_with_its_line(tmp_path):
+    codes, end, errors = run_ranks(tmp_path, "stuck")
+    assert codes == [4, 4] and end["code"] == 4
+    line = next(i for i, text in enumerate(WORKER.read_text().splitlines(), 1) if "the line the report names" in text)
+    assert end["reason"].startswith("hung: rank 1 did not come; rank 1: step 4, generation, ")
+    assert f"is at watchdog_worker.py:{line} grade_forever: time.sleep(0.1)" in end["reason"]
+    assert sum(end["reason"] in text for text in errors) == 1  # said once
+    waiting = (tmp_path / "stacks" / "rank_00000.txt").read_text()
+    assert waiting.startswith("rank 0: step 4, update, ") and "waits for other ranks in watchdog_worker.py" in waiting
+
+
+def test_rank_whose_interpreter_is_locked_ends_too(tmp_path):
+    codes, end, errors = run_ranks(tmp_path, "interpreter lock")
+    assert codes == [4, 1]
+    assert end["reason"].startswith("hung: rank 1 did not come; rank 1: does not answer; stacks of all ranks: ")
+    assert "Timeout" in errors[1] and "in main" in errors[1]  # of the thread that needs no interpreter
+
+
+def test_death_of_a_rank_ends_the_others(tmp_path):
+    codes, end, _ = run_ranks(tmp_path, "killed")
+    assert codes == [1, -9] and end["code"] == 1
+    assert end["reason"].startswith("crashed: rank 1 (process ") and end["reason"].endswith(") is gone")
+
+
+def test_slow_is_not_stuck(tmp_path):
+    codes, end, _ = run_ranks(tmp_path, "slow")
+    assert codes == [0, 0] and end == {"code": 0, "reason": "done", "rank": 0} and not (tmp_path / "stacks").exists()
+
+
+def test_provenance_repeats_the_program(tmp_path, monkeypatch):
+    git = {"rev-parse": "abc123\n", "diff": "--- a\n+++ b\n"}
+    monkeypatch.setattr(run_folder, "_git", lambda verb, *_: git[verb])
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "my config.yaml", "grpo.seed=1"])
+    run_folder.write_provenance(tmp_path, 2)
+    git["diff"] = ""
+    run_folder.write_provenance(tmp_path, 4)  # resumed
+    first, second = json.loads((tmp_path / "provenance.json").read_text())
+    assert first["commit"] == "abc123" and first["command"] == "grpo.py 'my config.yaml' grpo.seed=1"
+    assert (first["world_size"], second["world_size"]) == (2, 4)
+    assert (tmp_path / first["changes"]).read_text() == git["diff"] or (
+        tmp_path / first["changes"]
+    ).read_text() == "--- a\n+++ b\n"
+    assert second["changes"] is None and first["packages"]["numpy"] and first["machine"]["cores"] == os.cpu_count()
+
+
+@pytest.mark.parametrize("missing", ["git", "repository"])
+def test_provenance_without_git(tmp_path, monkeypatch, missing):
+    if missing == "git":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        monkeypatch.setattr(run_folder, "ROOT", tmp_path)
+    run_folder.write_provenance(tmp_path, 1)
+    (part,) = json.loads((tmp_path / "provenance.json").read_text())
+    assert part["commit"] == "unknown" and part["changes"] is None
