@@ -1,5 +1,5 @@
-"""The records that travel through a step, and packing: `Row` (a problem), `Sample` (what the engine produced), `Pack`
-(what the trainer eats); and the torch-free half of a model folder.
+"""The records that travel through a step, and packing: `Problem`, `Sample` (what the engine produced), `Pack` (what the
+trainer eats).
 
 Does not own: tokens of messages (chat.py), reading rows (sources.py, rows.py), their order (mixing.py), grading
 (envs.py), generation (rollout.py). Imports neither torch nor vllm, so that `grpo.py --check` answers in under two
@@ -21,9 +21,9 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Problem:
     """One problem. `row_id` is its index in its source (of a jsonl file: its line, from 0), so that logs can point at
-    it; columns: all fields of the row as read; loss_multiplier 0: sampled and scored, but not trained on; dataset: the
+    it; fields: all fields of the row as read; loss_multiplier 0: sampled and scored, but not trained on; dataset: the
     name of its set; tools: what its template shows the policy."""
 
     row_id: int
@@ -31,7 +31,7 @@ class Row:
     answer: str
     env_name: str
     prompt_ids: list[int]
-    columns: dict = field(default_factory=dict)
+    fields: dict = field(default_factory=dict)
     loss_multiplier: float = 1.0
     dataset: str = ""
     tools: list[dict] | None = None
@@ -83,7 +83,7 @@ class Sample:
 class Pack:
     """Whole sequences back to back, without padding. Input ids are ids[:-1] of each sequence, targets ids[1:].
 
-    token_T, position_T int64 · cu_seqlens int32 [S+1] · row_R int64: rows of T whose target was sampled · target_R
+    token_T, position_T int64 · cu_seqlens int32 [S+1] · pos_R int64: rows of T whose target was sampled · target_R
     int64 · sampler_logp_R float32 · adv_R, reward_R float32 of the row's sample · seq_R int64: number of the row's
     sequence within the pack.
     Every response row is trained on; rows that are not (prompt, observation) never reach the head.
@@ -92,7 +92,7 @@ class Pack:
     token_T: np.ndarray
     position_T: np.ndarray
     cu_seqlens: np.ndarray
-    row_R: np.ndarray
+    pos_R: np.ndarray
     target_R: np.ndarray
     sampler_logp_R: np.ndarray
     adv_R: np.ndarray
@@ -152,7 +152,7 @@ def _pack(samples: list[Sample], adv_S: list[float]) -> Pack:
         token_T=np.concatenate(tokens),
         position_T=np.concatenate(positions),
         cu_seqlens=np.asarray(cu, np.int32),
-        row_R=np.concatenate(rows),
+        pos_R=np.concatenate(rows),
         target_R=np.concatenate(targets),
         sampler_logp_R=np.concatenate(logps).astype(np.float32),
         adv_R=np.concatenate(advs).astype(np.float32),

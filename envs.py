@@ -30,11 +30,11 @@ class Turn:
     answer: str
     finish_reason: str
     state: dict = field(default_factory=dict)
-    columns: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class StepResult:
     """What it answers. `outcome` is one of OUTCOMES; `observation` are messages to append when not `done`.
 
     A conversation's reward is the sum of its turns', its outcome the last one's. state: for the next turn's `Turn`, and
@@ -60,8 +60,8 @@ class Environment:
 
     canaries: Sequence[tuple[str, str, str]] = ()  # (reply, answer, outcome) it must give before a run may start
 
-    def step(self, turns: Sequence[Turn]) -> list[Verdict]:
-        """A verdict per turn, in order. Errors of one answer are outcomes; what is raised ends the run."""
+    def step(self, turns: Sequence[Turn]) -> list[StepResult]:
+        """A result per turn, in order. Errors of one answer are outcomes; what is raised ends the run."""
         raise NotImplementedError
 
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
@@ -88,17 +88,17 @@ class Exact(Environment):
 
     canaries = (("#### 1,234", "1234", "ok"), ("1233", "1234", "wrong"), ("no", "1234", "parse_fail"))
 
-    def step(self, turns: Sequence[Turn]) -> list[Verdict]:
+    def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         return [self.grade(turn) for turn in turns]
 
-    def grade(self, turn: Turn) -> Verdict:
+    def grade(self, turn: Turn) -> StepResult:
         value = None if turn.finish_reason == "length" else exact_number(turn.messages[-1]["content"])
         if value is None:
-            return Verdict(0.0, "parse_fail")
+            return StepResult(0.0, "parse_fail")
         gold = exact_number(turn.answer)
         assert gold is not None, f"answer {turn.answer!r} is not a number: check_answers() runs before training"
         right = value == gold
-        return Verdict(float(right), "ok" if right else "wrong", extracted=plain_number(value))
+        return StepResult(float(right), "ok" if right else "wrong", extracted=plain_number(value))
 
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
         for where, answer, _ in answers:
@@ -119,7 +119,7 @@ def plain_number(value: Decimal) -> str:
     return f"-{text}" if value < 0 else text
 
 
-class Provisional(Environment):
+class RewardModelEnv(Environment):
     """Of `reward_model`: every reply is fine, and worth nothing until the model has scored it (reward_model.py).
 
     score: conversations -> a score of each, or None where it has none; set when the model is loaded.
@@ -127,8 +127,8 @@ class Provisional(Environment):
 
     score: Callable[[Sequence[list[dict]]], list[float | None]]
 
-    def step(self, turns: Sequence[Turn]) -> list[Verdict]:
-        return [Verdict(0.0, "ok") for _ in turns]
+    def step(self, turns: Sequence[Turn]) -> list[StepResult]:
+        return [StepResult(0.0, "ok") for _ in turns]
 
 
 class RewardFunction(Environment):
@@ -150,11 +150,11 @@ class RewardFunction(Environment):
         if self.accepted is not None and "completions" not in self.accepted:
             raise ConfigError(f"env_name '{name}': a reward function takes `completions` (TRL's signature)")
 
-    def step(self, turns: Sequence[Turn]) -> list[Verdict]:
+    def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         if not turns:
             return []
-        names = sorted({name for turn in turns for name in turn.columns})
-        columns: dict[str, list] = {name: [turn.columns.get(name) for turn in turns] for name in names}
+        names = sorted({name for turn in turns for name in turn.fields})
+        columns: dict[str, list] = {name: [turn.fields.get(name) for turn in turns] for name in names}
         columns = {"answer": [turn.answer for turn in turns]} | columns
         columns["prompts"] = [self._text_or_chat(turn, turn.messages[:-1]) for turn in turns]
         columns["completions"] = [self._text_or_chat(turn, turn.messages[-1:]) for turn in turns]
@@ -167,18 +167,18 @@ class RewardFunction(Environment):
 
     @staticmethod
     def _text_or_chat(turn: Turn, messages: list[dict]) -> str | list[dict]:
-        is_chat = "messages" in turn.columns
+        is_chat = "messages" in turn.fields
         return messages if is_chat else "".join(message["content"] for message in messages)
 
     @staticmethod
-    def _verdict(reward: float | None) -> Verdict:
+    def _verdict(reward: float | None) -> StepResult:
         if reward is None or not math.isfinite(reward):
-            return Verdict(0.0, "error")
-        return Verdict(float(reward), "ok" if reward > 0 else "wrong")
+            return StepResult(0.0, "error")
+        return StepResult(float(reward), "ok" if reward > 0 else "wrong")
 
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
-        for where, _, columns in answers:
-            missing = [name for name in self.required if name not in columns]
+        for where, _, fields in answers:
+            missing = [name for name in self.required if name not in fields]
             if missing:
                 raise ConfigError(f"{where}: no field '{missing[0]}', which the reward function {self.name} asks for")
 

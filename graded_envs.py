@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from config import CodeEnvConfig, ConfigError, EnvConfig, MathEnvConfig
-from envs import Environment, Exact, Provisional, RewardFunction, Turn, Verdict, import_attribute
+from envs import Environment, Exact, RewardFunction, RewardModelEnv, StepResult, Turn, import_attribute
 from graders import code_grader, sandbox
 from graders.math_grader import MAX_ANSWER_CHARS, gold_answer
 from graders.pool import Graded, GraderPool
@@ -48,7 +48,7 @@ class Math(Environment):
             first={"reply": r"\boxed{x+y}", "answer": "y+x", "strict": False},  # imports sympy
         )
 
-    def step(self, turns: Sequence[Turn]) -> list[Verdict]:
+    def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         replies = [turn.messages[-1]["content"] if turn.finish_reason == "stop" else "" for turn in turns]
         jobs = [
             {"reply": reply, "answer": turn.answer, "strict": self.strict}
@@ -56,11 +56,11 @@ class Math(Environment):
         ]
         return [self._verdict(graded) for graded in self.pool.grade(jobs)]
 
-    def _verdict(self, graded: Graded) -> Verdict:
+    def _verdict(self, graded: Graded) -> StepResult:
         outcome, found = _outcome(graded), graded.value or {}
         boxed = outcome == "wrong" and found["boxed"]
         reward = 1.0 if outcome == "ok" else self.format_reward if boxed else 0.0
-        return Verdict(reward, outcome, extracted=found.get("extracted"))
+        return StepResult(reward, outcome, extracted=found.get("extracted"))
 
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
         for where, answer, _ in answers:
@@ -106,19 +106,19 @@ class Code(Environment):
             memory_mib=cfg.memory_mib + 1024,
         )
 
-    def step(self, turns: Sequence[Turn]) -> list[Verdict]:
+    def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         replies = [turn.messages[-1]["content"] if turn.finish_reason == "stop" else "" for turn in turns]
         jobs = [
-            {"reply": reply, "tests": code_grader.read_tests(turn.answer, turn.columns), **self.limits}
+            {"reply": reply, "tests": code_grader.read_tests(turn.answer, turn.fields), **self.limits}
             for reply, turn in zip(replies, turns, strict=True)
         ]
         outcomes = map(_outcome, self.pool.grade(jobs))
-        return [Verdict(float(outcome == "ok"), outcome) for outcome in outcomes]
+        return [StepResult(float(outcome == "ok"), outcome) for outcome in outcomes]
 
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
-        for where, answer, columns in answers:
+        for where, answer, fields in answers:
             try:
-                code_grader.read_tests(answer, columns)
+                code_grader.read_tests(answer, fields)
             except ValueError as error:
                 raise ConfigError(f"{where}: {error} (env_name 'code')") from error
 
@@ -135,7 +135,7 @@ def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environme
     if name == "exact":
         environment: Environment = Exact()
     elif name == "reward_model":
-        environment = Provisional()
+        environment = RewardModelEnv()
     elif name in ("math", "code"):
         environment = Math(cfg.math, num_ranks) if name == "math" else Code(cfg.code, num_ranks)
     elif ":" in name:
@@ -158,12 +158,12 @@ def check_canaries(name: str, environment: Environment) -> None:
     turns = [
         Turn([{"role": "user", "content": ""}, {"role": "assistant", "content": r}], a, "stop") for r, a, _ in canaries
     ]
-    verdicts = environment.step(turns) if turns else []
-    for (reply, answer, expected), verdict in zip(canaries, verdicts, strict=True):
-        if verdict.outcome != expected:
+    results = environment.step(turns) if turns else []
+    for (reply, answer, expected), result in zip(canaries, results, strict=True):
+        if result.outcome != expected:
             raise ConfigError(
                 f"env_name '{name}' is broken: reply {reply!r} to answer {answer!r} must be '{expected}', and is "
-                f"'{verdict.outcome}'"
+                f"'{result.outcome}'"
             )
 
 

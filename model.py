@@ -189,16 +189,16 @@ class Decoder(nn.Module):
         token_T: Tensor,
         position_T: Tensor,
         cu_seqlens,
-        row_R: Tensor | None = None,
+        pos_R: Tensor | None = None,
         target_R: Tensor | None = None,
         *,
         temperature: float = 1.0,
         vocab_size: int | None = None,
         head: Callable | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
-        """(logp_R, entropy_R), float32, in nats: at rows `row_R`, the log-probability of `target_R` under
+        """(logp_R, entropy_R), float32, in nats: at rows `pos_R`, the log-probability of `target_R` under
         softmax(logits[:vocab_size] / temperature), and the entropy of that distribution. With `head`: what
-        head(hidden_RD, weight_VD, target_R, temperature=) returns. Without `row_R`: logits_TV over the whole
+        head(hidden_RD, weight_VD, target_R, temperature=) returns. Without `pos_R`: logits_TV over the whole
         vocabulary in compute precision, for tests and tools.
 
         The tensors are int64 on the model's device, T >= 1. R = 0 is allowed: every gradient is then zero.
@@ -214,9 +214,9 @@ class Decoder(nn.Module):
             hidden_TD = block(hidden_TD, cos_T1H, sin_T1H, layout)
         hidden_TD = self.model["norm"](hidden_TD)
         weight_VD = (self.lm_head or self.model["embed_tokens"]).weight
-        if row_R is None:
+        if pos_R is None:
             return F.linear(hidden_TD, weight_VD)
-        hidden_RD, weight_VD = hidden_TD.index_select(0, row_R), weight_VD[:vocab_size]
+        hidden_RD, weight_VD = hidden_TD.index_select(0, pos_R), weight_VD[:vocab_size]
         head = head or partial(linear_logp, return_entropy=True)
         return head(hidden_RD, weight_VD, target_R, temperature=temperature)
 

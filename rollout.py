@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import envs
 from config import GenerationConfig
-from data import Row, Sample
+from data import Problem, Sample
 from hf.tokenizer import Tokenizer
 from system.exits import Interrupted, StopRun
 from system.ranks import Ranks
@@ -227,13 +227,13 @@ class Conversation:
     """One sample in the making: `ids` are all after the prompt, sampled (mask True) or an observation's (logp 0)."""
 
     prompt: int
-    row: Row
+    row: Problem
     index: int
     messages: list[dict]
     ids: list[np.ndarray] = field(default_factory=list)
     logps: list[np.ndarray] = field(default_factory=list)
     mask: list[np.ndarray] = field(default_factory=list)
-    verdicts: list[envs.Verdict] = field(default_factory=list)
+    results: list[envs.StepResult] = field(default_factory=list)
     finish_reason: str = ""  # of the last reply; of the whole as soon as `done`
     done: bool = False
 
@@ -249,22 +249,20 @@ class Conversation:
         self.finish_reason = completion.finish_reason
         self.messages.append({"role": "assistant", "content": tokenizer.decode(completion.ids)})
 
-    def add_verdict(self, verdict: envs.Verdict, tokenizer: Tokenizer, max_total_tokens: int, is_last: bool) -> None:
+    def add_result(self, result: envs.StepResult, tokenizer: Tokenizer, max_total_tokens: int, is_last: bool) -> None:
         """Ends the conversation, or appends the observation, if a reply has room behind it. A reward that is not finite
         is none: outcome `error`, counted as such."""
-        assert verdict.outcome in envs.OUTCOMES, verdict
-        if not np.isfinite([verdict.reward, *verdict.rewards.values()]).all():
-            verdict = replace(
-                verdict, reward=0.0, rewards=dict.fromkeys(verdict.rewards, 0.0), outcome="error", done=True
-            )
-        self.verdicts.append(verdict)
-        self.done = verdict.done or self.finish_reason == "length"  # half a reply is no turn to answer to
+        assert result.outcome in envs.OUTCOMES, result
+        if not np.isfinite([result.reward, *result.rewards.values()]).all():
+            result = replace(result, reward=0.0, rewards=dict.fromkeys(result.rewards, 0.0), outcome="error", done=True)
+        self.results.append(result)
+        self.done = result.done or self.finish_reason == "length"  # half a reply is no turn to answer to
         if self.done:
             return
         if is_last:
             self.done, self.finish_reason = True, "max_turns"
             return
-        before, observation = self.messages[:-1], list(verdict.observation)
+        before, observation = self.messages[:-1], list(result.observation)
         ids = tokenizer.observation_ids(before, self.ids[-1].tolist(), observation, self.row.tools)
         if len(self.token_ids) + len(ids) >= max_total_tokens:
             self.done, self.finish_reason = True, "length"
@@ -277,7 +275,7 @@ class Conversation:
     def sample(self, weight_version: int) -> Sample:
         mask = np.concatenate(self.mask)
         rewards: dict[str, float] = {}
-        for name, value in (item for verdict in self.verdicts for item in verdict.rewards.items()):
+        for name, value in (item for result in self.results for item in result.rewards.items()):
             rewards[name] = rewards.get(name, 0.0) + value
         return Sample(
             prompt=self.prompt,
@@ -289,13 +287,13 @@ class Conversation:
             mask=mask if self.row.loss_multiplier else np.zeros_like(mask),
             finish_reason=self.finish_reason,
             weight_version=weight_version,
-            reward=sum(verdict.reward for verdict in self.verdicts),
+            reward=sum(result.reward for result in self.results),
             rewards=rewards,
-            outcome=self.verdicts[-1].outcome,
-            extracted=self.verdicts[-1].extracted,
+            outcome=self.results[-1].outcome,
+            extracted=self.results[-1].extracted,
             env_name=self.row.env_name,
             dataset=self.row.dataset,
-            num_turns=len(self.verdicts),
+            num_turns=len(self.results),
             num_env_tokens=int((~mask).sum()),
             messages=self.messages if self.row.env_name == "reward_model" else [],
         )
@@ -305,7 +303,7 @@ def rollout(
     engine: Engine,
     tokenizer: Tokenizer,
     environments: dict[str, envs.Environment],
-    prompts: Sequence[tuple[int, Row]],
+    prompts: Sequence[tuple[int, Problem]],
     *,
     num_samples: int,
     seed_key: tuple[int, ...],
@@ -333,11 +331,11 @@ def rollout(
         for talk, completion in zip(live, engine.generate([t.token_ids for t in live], seeds, **how), strict=True):
             talk.add_reply(completion, tokenizer)
         graded = partial(grade, live, environments)
-        verdicts = ranks.broadcast_from_tp_leader(graded) if ranks else graded()
-        if verdicts is None:
+        results = ranks.broadcast_from_tp_leader(graded) if ranks else graded()
+        if results is None:
             raise Interrupted
-        for talk, verdict in zip(live, verdicts, strict=True):
-            talk.add_verdict(verdict, tokenizer, engine.max_total_tokens, turn == max_turns - 1)
+        for talk, result in zip(live, results, strict=True):
+            talk.add_result(result, tokenizer, engine.max_total_tokens, turn == max_turns - 1)
     return [talk.sample(engine.weight_version) for talk in talks]
 
 
@@ -345,7 +343,7 @@ def rollout_over_ranks(
     engine: Engine,
     tokenizer: Tokenizer,
     environments: dict[str, envs.Environment],
-    prompts: Sequence[tuple[int, Row]],
+    prompts: Sequence[tuple[int, Problem]],
     *,
     ranks: Ranks,
     max_error_fraction: float = 1.0,
@@ -383,7 +381,7 @@ def gather_samples(samples: list[Sample] | None, ranks: Ranks) -> list[Sample]:
     return sorted((s for part in parts for s in part), key=lambda s: (s.prompt, s.index))
 
 
-def score_by_model(samples: Sequence[Sample], environment: envs.Provisional, engine: Engine) -> None:
+def score_by_model(samples: Sequence[Sample], environment: envs.RewardModelEnv, engine: Engine) -> None:
     """Gives samples the reward model's scores, a collective of all ranks; the engine makes room for it meanwhile."""
     engine.sleep()
     for sample, score in zip(samples, environment.score([s.messages for s in samples]), strict=True):
@@ -392,17 +390,17 @@ def score_by_model(samples: Sequence[Sample], environment: envs.Provisional, eng
     engine.wake("kv_cache")
 
 
-def grade(talks: Sequence[Conversation], environments: dict[str, envs.Environment]) -> list[envs.Verdict] | None:
-    """A verdict on the last reply of each; one call per environment. None when told to stop meanwhile."""
-    verdicts: dict[int, envs.Verdict] = {}
+def grade(talks: Sequence[Conversation], environments: dict[str, envs.Environment]) -> list[envs.StepResult] | None:
+    """A result on the last reply of each; one call per environment. None when told to stop meanwhile."""
+    results: dict[int, envs.StepResult] = {}
     for name, environment in environments.items():
         mine = [i for i, talk in enumerate(talks) if talk.row.env_name == name]
         turns = []
         for talk in (talks[i] for i in mine):
-            state = talk.verdicts[-1].state if talk.verdicts else {}
-            turns.append(envs.Turn(talk.messages, talk.row.answer, talk.finish_reason, state, talk.row.columns))
+            state = talk.results[-1].state if talk.results else {}
+            turns.append(envs.Turn(talk.messages, talk.row.answer, talk.finish_reason, state, talk.row.fields))
         try:
-            verdicts |= zip(mine, environment.step(turns) if turns else [], strict=True)
+            results |= zip(mine, environment.step(turns) if turns else [], strict=True)
         except Interrupted:
             return None
-    return [verdicts[i] for i in range(len(talks))]
+    return [results[i] for i in range(len(talks))]

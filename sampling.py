@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from config import Config, GRPOConfig
-from data import Row, Sample
+from data import Problem, Sample
 from dataset.mixing import Cursor, Mixture
 from run.metrics import sample_metrics
 from shaping import filter_overlong, shape_rewards
 from system.exits import StopRun
 
-Generate = Callable[[list[tuple[int, Row]]], list[Sample]]  # (index in the step, row) -> graded samples, in order
+Generate = Callable[[list[tuple[int, Problem]]], list[Sample]]  # (index in the step, row) -> graded samples, in order
 
 
 def collect(

@@ -34,7 +34,7 @@ class MicroBatch:
     pack: data.Pack
     token_T: Tensor
     position_T: Tensor
-    row_R: Tensor
+    pos_R: Tensor
     target_R: Tensor
     sampler_logp_R: Tensor
     adv_R: Tensor
@@ -136,10 +136,10 @@ def make_micro_batches(
 
 
 def to_device(pack: data.Pack, device: torch.device) -> MicroBatch:
-    names = ("token_T", "position_T", "row_R", "target_R", "sampler_logp_R", "adv_R", "seq_R", "reward_R")
+    names = ("token_T", "position_T", "pos_R", "target_R", "sampler_logp_R", "adv_R", "seq_R", "reward_R")
     tensors = {name: torch.from_numpy(getattr(pack, name)).to(device, non_blocking=True) for name in names}
     mask_R = torch.ones_like(tensors["adv_R"], dtype=torch.bool)
-    return MicroBatch(pack, **tensors, mask_R=mask_R, num_grad_rows=len(pack.row_R))
+    return MicroBatch(pack, **tensors, mask_R=mask_R, num_grad_rows=len(pack.pos_R))
 
 
 def forward(
@@ -151,7 +151,7 @@ def forward(
         micro.token_T,
         micro.position_T,
         micro.pack.cu_seqlens,
-        micro.row_R,
+        micro.pos_R,
         micro.target_R,
         temperature=cfg.policy.generation.temperature,
         vocab_size=vocab_size,

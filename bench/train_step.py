@@ -93,15 +93,15 @@ class HeadAlone(nn.Module):
         shape = (model.config.vocab_size, model.config.hidden_size)
         self.weight_VD = nn.Parameter(torch.randn(shape, device=device, dtype=dtype) * 0.02)
 
-    def forward(self, token_T, position_T, cu_seqlens, row_R, target_R, *, temperature, vocab_size, head) -> tuple:
-        hidden_RD = self.weight_VD.new_empty(len(row_R), self.weight_VD.shape[1]).normal_().requires_grad_()
+    def forward(self, token_T, position_T, cu_seqlens, pos_R, target_R, *, temperature, vocab_size, head) -> tuple:
+        hidden_RD = self.weight_VD.new_empty(len(pos_R), self.weight_VD.shape[1]).normal_().requires_grad_()
         return head(hidden_RD, self.weight_VD[:vocab_size], target_R, temperature=temperature)
 
 
 def count(model: Decoder, batch: update.Batch, vocab: int) -> dict[str, float]:
     """Tokens, rows and FLOPs of the step, by the formula above."""
     hf, blocks = model.config, sum(p.numel() for name, p in sharded_parameters(model).items() if ".layers." in name)
-    tokens, rows = (sum(len(getattr(m, name)) for m in batch.micros) for name in ("token_T", "row_R"))
+    tokens, rows = (sum(len(getattr(m, name)) for m in batch.micros) for name in ("token_T", "pos_R"))
     squares = sum(int((np.diff(m.pack.cu_seqlens).astype(np.int64) ** 2).sum()) for m in batch.micros)
     attention = 6 * hf.num_attention_heads * hf.head_dim * hf.num_hidden_layers * squares
     head = 6 * rows * hf.hidden_size * vocab

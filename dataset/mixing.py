@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from config import Config, ConfigError
-from data import Row
+from data import Problem
 from dataset.problems import Dataset
 from envs import import_attribute
 from run.config_check import NEMO_DATALOADER
@@ -70,7 +70,7 @@ class Mixture:
         """The cursor with the metrics of the step, for a sampler of the user's to see at the next one."""
         return cursor | {"records": dict(metrics)} if self.sampler else cursor
 
-    def draw(self, cursor: Cursor, count: int) -> tuple[list[Row], Cursor]:
+    def draw(self, cursor: Cursor, count: int) -> tuple[list[Problem], Cursor]:
         """The next `count` rows, and the cursor behind them."""
         position, drawn = cursor["position"], dict(cursor["drawn"])
         after = cursor | {"position": position + count, "drawn": drawn, "memory": dict(cursor["memory"])}
@@ -92,7 +92,7 @@ class Mixture:
             rows.append(self.datasets[name].rows[index])
         return rows, after
 
-    def _row_of_all(self, index: int) -> Row:
+    def _row_of_all(self, index: int) -> Problem:
         for dataset in self.datasets.values():
             if index < len(dataset.rows):
                 return dataset.rows[index]

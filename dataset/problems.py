@@ -17,7 +17,7 @@ import jinja2
 import numpy as np
 
 from config import DataError, DatasetConfig
-from data import Row
+from data import Problem
 from dataset.sources import Source, open_source, with_known_keys
 from envs import import_attribute
 from hf.files import read_text
@@ -32,7 +32,7 @@ NEMO_PROCESSORS = ("default", "math_data_processor", "math_hf_data_processor", "
 GSM8K_ANSWER = re.compile(r".*\n#### ([^\n]+)\s*", re.DOTALL)
 ENVIRONMENTS = ("exact", "math", "code", "reward_model")
 PORTION = 256  # rows whose fields are in memory at once, of each environment
-Check = Callable[[str, list[tuple[str, str, dict]]], None]  # env_name, (where, answer, columns) of rows
+Check = Callable[[str, list[tuple[str, str, dict]]], None]  # env_name, (where, answer, fields) of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +41,17 @@ class Dataset:
     rows a filter left out. `path` names the source, `name` the dataset."""
 
     path: str
-    rows: Sequence[Row]
+    rows: Sequence[Problem]
     num_too_long: int
     fingerprint: str
     name: str = ""
     num_left_out: int = 0
 
 
-class Rows(Sequence):
+class Problems(Sequence):
     """Rows made when asked for: `kept` are their numbers in the source, each of them there `repeat` times over."""
 
-    def __init__(self, source: Source, make: Callable[[int, dict], Row | None], kept: array, repeat: int):
+    def __init__(self, source: Source, make: Callable[[int, dict], Problem | None], kept: array, repeat: int):
         self.source, self.make, self.kept, self.repeat = source, make, kept, repeat
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ def load_dataset(
     data.task_to_env. `check` gets the answers of each environment, in portions. Raises DataError with file and line for
     anything malformed, for an `id` that two rows share, and when no row is left.
     """
-    maker = RowMaker(with_known_keys(cfg), tokenizer, tasks)
+    maker = ProblemMaker(with_known_keys(cfg), tokenizer, tasks)
     source = open_source(maker.cfg)
     maker.source = source
     kept, ids, digest, portions = array("Q"), Ids(), hashlib.sha256(), {}
@@ -88,7 +88,7 @@ def load_dataset(
         if row is None:
             num_left_out += 1
             continue
-        ids.add(number, row.columns)
+        ids.add(number, row.fields)
         if len(row.prompt_ids) > max_prompt_tokens:
             num_too_long += 1
             continue
@@ -96,7 +96,7 @@ def load_dataset(
         content = [number, row.messages, row.answer, row.env_name, row.loss_multiplier, row.tools]
         digest.update(json.dumps(content).encode())
         portion = portions.setdefault(row.env_name, [])
-        portion.append((source.where(number), row.answer, row.columns))
+        portion.append((source.where(number), row.answer, row.fields))
         if len(portion) == PORTION:
             check(row.env_name, portion)
             portion.clear()
@@ -110,7 +110,7 @@ def load_dataset(
         raise DataError(f"{source.name}: no usable row: {' and '.join(filter(None, (long, left))) or 'it is empty'}")
     whole = Dataset(source.name, kept, num_too_long, digest.hexdigest(), cfg.set_name, num_left_out)
     parts = split(whole, cfg) if cfg.split_validation_size else (whole, None)
-    return tuple(part and replace(part, rows=Rows(source, maker, part.rows, cfg.repeat)) for part in parts)
+    return tuple(part and replace(part, rows=Problems(source, maker, part.rows, cfg.repeat)) for part in parts)
 
 
 def split(whole: Dataset, cfg: DatasetConfig) -> tuple[Dataset, Dataset]:
@@ -135,9 +135,9 @@ class Ids:
     def __init__(self):
         self.numbers, self.hashes = array("Q"), array("Q")
 
-    def add(self, number: int, columns: Mapping[str, Any]) -> None:
-        if columns.get("id") is not None and "responses_create_params" not in columns:
-            text = json.dumps(columns["id"], sort_keys=True, default=str)
+    def add(self, number: int, fields: Mapping[str, Any]) -> None:
+        if fields.get("id") is not None and "responses_create_params" not in fields:
+            text = json.dumps(fields["id"], sort_keys=True, default=str)
             self.numbers.append(number)
             self.hashes.append(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()))
 
@@ -154,8 +154,8 @@ class Ids:
 
 
 @dataclass(slots=True)
-class RowMaker:
-    """Raw row -> Row, or None where a filter leaves it out: a function of the row and of the section `cfg`."""
+class ProblemMaker:
+    """Raw row -> Problem, or None where a filter leaves it out: a function of the row and of the section `cfg`."""
 
     cfg: DatasetConfig
     tokenizer: Tokenizer
@@ -172,7 +172,7 @@ class RowMaker:
         own = cfg.processor is not None and cfg.processor not in NEMO_PROCESSORS
         self.processor = import_attribute(cfg.processor, "processor") if own else None
 
-    def __call__(self, number: int, raw: dict) -> Row | None:
+    def __call__(self, number: int, raw: dict) -> Problem | None:
         where = self.source.where(number)
         if self.processor:
             raw = self._processed(raw, where)
@@ -196,7 +196,7 @@ class RowMaker:
         multiplier = raw.get("loss_multiplier", 1)
         if multiplier not in (0, 1):
             raise DataError(f"{where}: loss_multiplier={multiplier!r}: 1 (trained on) or 0 (sampled and scored only)")
-        return Row(number, messages, answer or "", env_name, ids, raw, float(multiplier), self.cfg.set_name, tools)
+        return Problem(number, messages, answer or "", env_name, ids, raw, float(multiplier), self.cfg.set_name, tools)
 
     def _processed(self, raw: dict, where: str) -> dict | None:
         try:

@@ -152,7 +152,7 @@ def pack_of(sequences: list[tuple[list[int], list[int]]]) -> dict:
         tokens += (prompt + answer)[:-1]
         positions += range(len(prompt) + len(answer) - 1)
         cu_seqlens.append(len(tokens))
-    pack = dict(token_T=tokens, position_T=positions, cu_seqlens=cu_seqlens, row_R=rows, target_R=targets)
+    pack = dict(token_T=tokens, position_T=positions, cu_seqlens=cu_seqlens, pos_R=rows, target_R=targets)
     return {name: torch.tensor(values) for name, values in pack.items()}
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import envs
 from config import ConfigError
-from envs import Turn, Verdict
+from envs import StepResult, Turn
 from examples.arithmetic.make_problems import sum_without_carry
 
 PROBLEM = re.compile(r"(\d\d)\+(\d\d)=")
@@ -25,10 +25,10 @@ class SecondTry(envs.Environment):
     def __init__(self):
         self.exact = envs.Exact()
 
-    def step(self, turns: Sequence[Turn]) -> list[Verdict]:
+    def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         return [self.one(turn) for turn in turns]
 
-    def one(self, turn: Turn) -> Verdict:
+    def one(self, turn: Turn) -> StepResult:
         problem = turn.messages[0]
         verdict = self.exact.grade(replace(turn, answer=wanted(problem["content"])))
         is_first = len(turn.messages) == 2

@@ -19,7 +19,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from config import ConfigError
-from envs import Environment, Turn, Verdict
+from envs import Environment, StepResult, Turn
 
 PROBLEM = (
     "Using the numbers {nums}, make an equation that equals {target}. You may use + - * / and parentheses, and each "
@@ -50,26 +50,28 @@ class Countdown(Environment):
             raise ConfigError(f"countdown: format_reward={format_reward}: must be at least 0 and below 1")
         self.format_reward, self.use_all = format_reward, use_all
 
-    def step(self, turns: Sequence[Turn]) -> list[Verdict]:
+    def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         return [self.grade(turn) for turn in turns]
 
-    def grade(self, turn: Turn) -> Verdict:
+    def grade(self, turn: Turn) -> StepResult:
         _, _, rest = turn.messages[-1]["content"].rpartition("<answer>")
         equation, closed, _ = rest.partition("</answer>")
         equation, _, _ = equation.partition("=")  # "... = 24" claims a value: that is not read
         result = evaluate(equation) if closed and turn.finish_reason == "stop" else None
         if result is None:
-            return Verdict(0.0, "parse_fail", rewards={"answer": 0.0, "format": 0.0})
+            return StepResult(0.0, "parse_fail", rewards={"answer": 0.0, "format": 0.0})
         value, used = result
-        allowed, used = Counter(turn.columns["nums"]), Counter(used)
+        allowed, used = Counter(turn.fields["nums"]), Counter(used)
         right = value == int(turn.answer) and (used == allowed if self.use_all else used <= allowed)
         rewards = {"answer": (1 - self.format_reward) * right, "format": self.format_reward}
-        return Verdict(sum(rewards.values()), "ok" if right else "wrong", rewards=rewards, extracted=equation.strip())
+        return StepResult(
+            sum(rewards.values()), "ok" if right else "wrong", rewards=rewards, extracted=equation.strip()
+        )
 
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
         """ConfigError for a row without a whole target or a list `nums` of whole numbers."""
-        for where, target, columns in answers:
-            nums = columns.get("nums")
+        for where, target, fields in answers:
+            nums = fields.get("nums")
             if not isinstance(nums, list) or not nums or any(type(n) is not int or n < 0 for n in nums):
                 raise ConfigError(f"{where}: nums={nums!r} is not a list of whole numbers, which countdown needs")
             if not re.fullmatch(r"-?\d{1,100}", target):

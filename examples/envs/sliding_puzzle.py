@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from config import ConfigError
-from envs import Turn, Verdict
+from envs import StepResult, Turn
 
 RULES = """Slide the tiles of this board until they are in order, row by row from 1 to {last}, with the gap at the end:
 
@@ -39,30 +39,30 @@ class SlidingPuzzle:
     def __init__(self, *, max_moves: int = 50):
         self.max_moves = max_moves
 
-    def step(self, turns: Sequence[Turn]) -> list[Verdict]:
+    def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         return [self.play(turn) for turn in turns]
 
-    def play(self, turn: Turn) -> Verdict:
-        state = turn.state or {"grid": turn.columns["grid"], "moves": 0}
+    def play(self, turn: Turn) -> StepResult:
+        state = turn.state or {"grid": turn.fields["grid"], "moves": 0}
         actions = ACTION.findall(turn.messages[-1]["content"])
         if not actions:
             says = f"{draw(state['grid'])}\n\nNo action found. Write one like this: <action>up</action>"
-            return Verdict(0.0, "parse_fail", done=False, observation=(_says(says),), state=state)
+            return StepResult(0.0, "parse_fail", done=False, observation=(_says(says),), state=state)
         action = " ".join(actions[-1].lower().split())
         if action == "view":
-            return Verdict(0.0, "wrong", done=False, observation=(_says(draw(state["grid"])),), state=state)
+            return StepResult(0.0, "wrong", done=False, observation=(_says(draw(state["grid"])),), state=state)
         moves = state["moves"] + 1
         grid = move(state["grid"], action)
         if grid == solved(len(state["grid"])):
-            return Verdict(1.0, "ok", extracted=str(moves))
+            return StepResult(1.0, "ok", extracted=str(moves))
         says = "That is not possible." if grid is None else f"Moved.\n\n{draw(grid)}"
         state = {"grid": grid or state["grid"], "moves": moves}
-        return Verdict(0.0, "wrong", done=moves >= self.max_moves, observation=(_says(says),), state=state)
+        return StepResult(0.0, "wrong", done=moves >= self.max_moves, observation=(_says(says),), state=state)
 
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
         """ConfigError for a row without a `grid`. Whether it can be solved at all is for who writes puzzles."""
-        for where, _, columns in answers:
-            grid = columns.get("grid")
+        for where, _, fields in answers:
+            grid = fields.get("grid")
             square = isinstance(grid, list) and all(isinstance(row, list) and len(row) == len(grid) for row in grid)
             tiles = [tile for row in grid for tile in row if type(tile) is int] if square else []
             if not tiles or sorted(tiles) != list(range(len(grid) ** 2)):

@@ -14,7 +14,7 @@ from fractions import Fraction
 
 import envs
 from config import ConfigError
-from envs import Turn, Verdict
+from envs import StepResult, Turn
 from graders import sandbox
 from graders.pool import GraderPool
 
@@ -61,7 +61,7 @@ class Tools(envs.Environment):
             if said != ["42"]:
                 raise ConfigError(f"tools: the python tool does not work here: {said[0]}")
 
-    def step(self, turns: Sequence[Turn]) -> list[Verdict]:
+    def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         calls = [CALL.search(turn.messages[-1]["content"]) if turn.finish_reason == "stop" else None for turn in turns]
         results = iter(self.run([call[2] for call in calls if call and call[1] == "python" and self.pool]))
         verdicts = []
@@ -74,7 +74,7 @@ class Tools(envs.Environment):
             else:
                 result = next(results) if call[1] == "python" else calculate(call[2])
             message = {"role": self.role, "content": f"<result>{result[:MAX_RESULT_CHARS]}</result>"}
-            verdicts.append(Verdict(0.0, "parse_fail", done=False, observation=(message,)))
+            verdicts.append(StepResult(0.0, "parse_fail", done=False, observation=(message,)))
         return verdicts
 
     def run(self, programs: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ from test_pool import children
 from test_validation import FakeEngine, FakeTokenizer
 
 import envs
-from data import Row
+from data import Problem
 from graders.pool import GraderPool
 from rollout import rollout, rollout_over_ranks
 from system.exits import StopRun
@@ -42,7 +42,7 @@ class Hostile(envs.Environment):
             for i, turn in enumerate(turns)
         ]
         graded = self.pool.grade(jobs)
-        return [envs.Verdict(float(each.outcome == "ok"), each.outcome) for each in graded]
+        return [envs.StepResult(float(each.outcome == "ok"), each.outcome) for each in graded]
 
 
 @pytest.fixture
@@ -53,7 +53,9 @@ def environment(tmp_path):
 
 
 def rows(names):
-    return [(i, Row(i, [{"role": "user", "content": "?"}], name, "hostile", [1, 2])) for i, name in enumerate(names)]
+    return [
+        (i, Problem(i, [{"role": "user", "content": "?"}], name, "hostile", [1, 2])) for i, name in enumerate(names)
+    ]
 
 
 HOW = {"num_samples": 1, "temperature": 1.0, "max_new_tokens": 4, "max_turns": 1, "seed_key": (0,)}

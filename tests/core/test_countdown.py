@@ -15,7 +15,7 @@ ROW = ([3, 5, 6, 6], "24")
 
 def grade(reply, row=ROW, finish_reason="stop", **options):
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": reply}]
-    turn = Turn(messages, row[1], finish_reason, columns={"nums": row[0]})
+    turn = Turn(messages, row[1], finish_reason, fields={"nums": row[0]})
     (verdict,) = countdown.Countdown(**options).step([turn])
     return verdict
 

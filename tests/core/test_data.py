@@ -51,7 +51,7 @@ def test_packs_hold_every_sampled_token_once(max_tokens):
         for s, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             ids = by_inputs[tuple(pack.token_T[start : start + length].tolist())]  # whole, or a KeyError
             of_s = pack.seq_R == s
-            columns = (pack.row_R - start, pack.target_R, pack.sampler_logp_R, pack.adv_R)
+            columns = (pack.pos_R - start, pack.target_R, pack.sampler_logp_R, pack.adv_R)
             assert list(zip(*(x[of_s].tolist() for x in columns), strict=True)) == naive_tokens(*by_ids[ids])
             seen.append(ids)
         kinds = {name: getattr(pack, name).dtype for name in pack.__slots__}

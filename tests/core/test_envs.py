@@ -7,7 +7,7 @@ import pytest
 import envs
 import graded_envs
 from config import ConfigError, EnvConfig
-from envs import Verdict
+from envs import StepResult
 
 
 def grade(reply, answer="1234", finish_reason="stop"):
@@ -120,7 +120,7 @@ class Mine(envs.Environment):
         self.word, self.size = word, size
 
     def step(self, turns):
-        return [Verdict(1.0, "ok" if self.word in turn.messages[-1]["content"] else "wrong") for turn in turns]
+        return [StepResult(1.0, "ok" if self.word in turn.messages[-1]["content"] else "wrong") for turn in turns]
 
 
 class Plain(envs.Environment):

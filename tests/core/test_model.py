@@ -78,8 +78,8 @@ def make_pack(lengths, vocab=211, seed=0):
 def response_rows(lengths, token_T):
     """Every row but each sequence's last, and the token after it."""
     last = set((np.cumsum(lengths) - 1).tolist())
-    row_R = torch.tensor([row for row in range(len(token_T)) if row not in last])
-    return row_R, token_T[row_R + 1]
+    pos_R = torch.tensor([row for row in range(len(token_T)) if row not in last])
+    return pos_R, token_T[pos_R + 1]
 
 
 def grads(model):
@@ -124,10 +124,10 @@ def test_packed_equals_one_by_one(folders, family):
 def test_logp_and_entropy_are_those_of_the_logits(folders):
     model = load_policy(folders["qwen2"][0], device="cpu")
     token_T, position_T, cu_seqlens = make_pack(LENGTHS, vocab=200)
-    row_R, target_R = response_rows(LENGTHS, token_T)
-    logp_R, entropy_R = model(token_T, position_T, cu_seqlens, row_R, target_R, temperature=0.7, vocab_size=200)
+    pos_R, target_R = response_rows(LENGTHS, token_T)
+    logp_R, entropy_R = model(token_T, position_T, cu_seqlens, pos_R, target_R, temperature=0.7, vocab_size=200)
     logits_TV = model(token_T, position_T, torch.from_numpy(cu_seqlens)).detach().double()
-    for i, (row, target) in enumerate(zip(row_R.tolist(), target_R.tolist(), strict=True)):
+    for i, (row, target) in enumerate(zip(pos_R.tolist(), target_R.tolist(), strict=True)):
         scaled = [value / 0.7 for value in logits_TV[row, :200].tolist()]
         largest = max(scaled)
         log_sum = largest + math.log(sum(math.exp(value - largest) for value in scaled))
@@ -331,8 +331,8 @@ def join(rank, world_size, file):
     return init_device_mesh("cpu", (world_size,))
 
 
-def logp_loss(model, pack, row_R, target_R, **kwargs):
-    logp_R, _ = model(*pack, row_R, target_R, **kwargs)
+def logp_loss(model, pack, pos_R, target_R, **kwargs):
+    logp_R, _ = model(*pack, pos_R, target_R, **kwargs)
     return -logp_R.sum()
 
 
@@ -406,18 +406,18 @@ def two_ranks(rank, world_size, folder, work):
         assert torch.equal(export(*pack), logits_TV)
 
     # A rank without response rows takes part in the backward; gradients are sums over the ranks.
-    row_R, target_R = response_rows([4, 7], make_pack([4, 7])[0])
+    pos_R, target_R = response_rows([4, 7], make_pack([4, 7])[0])
     used = slice(0) if rank == 1 else slice(None)
-    logp_loss(model, make_pack([4, 7]), row_R[used], target_R[used]).backward()
+    logp_loss(model, make_pack([4, 7]), pos_R[used], target_R[used]).backward()
     plain = load_policy(folder, device="cpu")
-    logp_loss(plain, make_pack([4, 7]), row_R, target_R).backward()
+    logp_loss(plain, make_pack([4, 7]), pos_R, target_R).backward()
     for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         grad = param.grad.full_tensor()
         assert (grad - expected.grad).norm() <= 1e-5 * grad.norm(), name
 
     # bfloat16 gradients of two ranks are added in float32: the sums do not fit into bfloat16 again.
     model = load_policy(folder, device="cpu", mesh=mesh, precision="bfloat16")
-    logp_loss(model, make_pack([4, 7], seed=rank), row_R, target_R).backward()
+    logp_loss(model, make_pack([4, 7], seed=rank), pos_R, target_R).backward()
     grad = model.lm_head.weight.grad.to_local()
     assert grad.dtype == torch.float32 and not torch.equal(grad, grad.bfloat16().float())
     exit_process(0)

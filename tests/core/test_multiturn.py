@@ -11,7 +11,7 @@ from dist_case import CONFIG, batch_of
 import data
 import envs
 import update
-from envs import Verdict
+from envs import StepResult
 from hf.tokenizer import Tokenizer
 from model import full_tensors, load_policy
 from rollout import rollout, rollout_over_ranks, sample_seed
@@ -35,7 +35,7 @@ class Script(envs.Environment):
             observation = () if done else tuple(m | {"content": f"{m['content']} {number}"} for m in self.observation)
             rewards = {"a": 0.25, f"turn {number}": 0.5}
             verdicts.append(
-                Verdict(
+                StepResult(
                     0.75, "ok" if done else "wrong", done, observation, {"number": number + 1}, rewards, str(number)
                 )
             )
@@ -65,7 +65,7 @@ def rows(tokenizer, texts, **fields):
     found = []
     for i, text in enumerate(texts):
         messages = [{"role": "user", "content": text}]
-        found.append(data.Row(i, messages, "1", "script", tokenizer.render(messages), **fields))
+        found.append(data.Problem(i, messages, "1", "script", tokenizer.render(messages), **fields))
     return list(enumerate(found))
 
 
@@ -93,7 +93,7 @@ def test_the_trainers_logp_of_every_turn_is_the_samplers(synced, policy, tokeniz
         data.pack_samples(samples, [1.0] * len(samples), 2048),
         data.pack_samples(samples, [1.0] * len(samples), 128),
     ):
-        assert sum(len(pack.row_R) for pack in packs) == sum(s.num_gen_tokens for s in samples)
+        assert sum(len(pack.pos_R) for pack in packs) == sum(s.num_gen_tokens for s in samples)
         metrics = update.compute_gradients(policy, batch_of(packs, samples), CONFIG, tokenizer.vocab_size)
         policy.zero_grad()
         assert metrics["logp_gap_max"] <= 1e-4
@@ -140,7 +140,7 @@ def test_observations_are_the_templates_tokens_behind_the_sampled_ones(synced, t
 
 
 def test_rewards_outcomes_and_reasons(synced, tokenizer):
-    prompts = rows(tokenizer, ["1+1"], dataset="sums", columns={"level": 3}, tools=[{"name": "t"}])
+    prompts = rows(tokenizer, ["1+1"], dataset="sums", fields={"level": 3}, tools=[{"name": "t"}])
     for last, max_turns, reason in (
         (0, 1, "stop"),
         (0, 3, "stop"),
@@ -151,7 +151,7 @@ def test_rewards_outcomes_and_reasons(synced, tokenizer):
     ):
         environment = Script(last)
         samples = talk(synced, tokenizer, environment, prompts, num_samples=12, max_turns=max_turns)
-        assert environment.seen[0][0].columns == {"level": 3} and {s.dataset for s in samples} == {"sums"}
+        assert environment.seen[0][0].fields == {"level": 3} and {s.dataset for s in samples} == {"sums"}
         whole = [s for s in samples if s.finish_reason != "length"]
         assert whole and {s.finish_reason for s in whole} == {reason}
         for s in whole:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import envs
 from config import ConfigError, RewardModelConfig
-from data import Row
+from data import Problem
 from hf.tokenizer import Tokenizer
 from model import full_tensors, load_policy
 from reward_model import RewardModel
@@ -126,7 +126,7 @@ def test_each_environment_of_a_batch_rewards_its_own(engine, one_rank, tiny, qwe
     ranks, device, mesh = one_rank
     engine.sync(full_tensors(load_policy(tiny[0], device=device, mesh=mesh), engine.dtype), 0)
     reward_model, tokenizer, seen = load(qwen3[0], mesh), Tokenizer(tiny[0]), []
-    provisional = envs.Provisional()
+    provisional = envs.RewardModelEnv()
     provisional.score = lambda conversations: seen.extend(conversations) or reward_model.score(conversations)
 
     def length(completions, bonus):
@@ -136,7 +136,7 @@ def test_each_environment_of_a_batch_rewards_its_own(engine, one_rank, tiny, qwe
     rows = []
     for i, env_name in enumerate(["exact", "reward_model", "f", "reward_model", "f", "exact", "reward_model"]):
         messages = [{"role": "user", "content": f"{i}?" * (40 if i == 3 else 1)}]  # number 3 is too long for the model
-        rows.append(Row(i, messages, "1", env_name, tokenizer.render(messages), {"bonus": 100 * i}))
+        rows.append(Problem(i, messages, "1", env_name, tokenizer.render(messages), {"bonus": 100 * i}))
     how = {"num_samples": 3, "temperature": 1.0, "max_new_tokens": 8, "seed_key": (0,)}
     samples = rollout_over_ranks(engine, tokenizer, environments, list(enumerate(rows)), ranks=ranks, **how)
     assert [(s.prompt, s.env_name) for s in samples] == [

@@ -36,7 +36,7 @@ def sample(engine, tokenizer, num_prompts, num_samples, max_new_tokens, seed=0):
     """Samples from prompts of several lengths, graded by the arithmetic environment (all wrong: random weights)."""
     texts = [f"{i}+{7 * i}" * (1 + i % 4) for i in range(num_prompts)]
     rows = [
-        data.Row(
+        data.Problem(
             i, [{"role": "user", "content": text}], "1", "exact", tokenizer.render([{"role": "user", "content": text}])
         )
         for i, text in enumerate(texts)
@@ -62,7 +62,7 @@ def gaps(policy, tokenizer, samples):
             logp_R, _ = policy(
                 *tensors,
                 pack.cu_seqlens,
-                torch.from_numpy(pack.row_R),
+                torch.from_numpy(pack.pos_R),
                 torch.from_numpy(pack.target_R),
                 temperature=TEMPERATURE,
                 vocab_size=tokenizer.vocab_size,

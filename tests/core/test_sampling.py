@@ -7,13 +7,13 @@ import pytest
 
 import sampling
 from config import Config, DataConfig, GRPOConfig, RewardShapingConfig
-from data import Row, Sample
+from data import Problem, Sample
 from dataset.mixing import Mixture, rows_at
 from dataset.problems import Dataset
 from sampling import data_is_used_up
 from system.exits import StopRun
 
-ROWS = [Row(i, [], "", "exact", [1, 2]) for i in range(50)]
+ROWS = [Problem(i, [], "", "exact", [1, 2]) for i in range(50)]
 SIZE = 4
 
 

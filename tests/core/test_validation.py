@@ -11,7 +11,7 @@ import pytest
 
 import config
 import envs
-from data import Row, Sample
+from data import Problem, Sample
 from dataset.problems import Dataset
 from run import config_check, config_file
 from run.preflight import Inputs
@@ -167,7 +167,7 @@ class FakeTokenizer:
 
 def inputs_of(**sizes):
     """Validation sets of so many problems, whose answers are 7."""
-    rows = [Row(i, [{"role": "user", "content": "?"}], "7", "exact", [1, 2]) for i in range(50)]
+    rows = [Problem(i, [{"role": "user", "content": "?"}], "7", "exact", [1, 2]) for i in range(50)]
     sets = {name: Dataset(f"{name}.jsonl", rows[:size], 0, name) for name, size in sizes.items()}
     return Inputs(Path(), FakeTokenizer(), None, sets, {"exact": envs.Exact()})
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from config import Config, ConfigError, DataConfig, DatasetConfig, GRPOConfig
-from data import Row
+from data import Problem
 from dataset.mixing import Mixture, rows_at
 from dataset.problems import Dataset
 from run.config_check import NEMO_DATALOADER
@@ -26,7 +26,7 @@ def mixture_of(sizes, weights=None, *, shuffle=True, seed=42, **data):
     train = tuple(DatasetConfig(name=n, weight=w) for n, w in zip(names, weights or [None] * len(sizes), strict=True))
     sets = [
         Dataset(
-            f"{name}.jsonl", [Row(i, [], "", "exact", [], dataset=name) for i in range(size)], 0, f"of {name}", name
+            f"{name}.jsonl", [Problem(i, [], "", "exact", [], dataset=name) for i in range(size)], 0, f"of {name}", name
         )
         for name, size in zip(names, sizes, strict=True)
     ]

@@ -100,7 +100,7 @@ CHAT_TOOL = {"type": "function", "function": {"name": "add", "parameters": {"typ
 def test_forms_of_a_row(tokenizer, row, keys, messages, answer):
     (found,) = load(tokenizer, [row], **keys).rows
     assert [(message["role"], message["content"]) for message in found.messages] == messages
-    assert (found.answer, found.columns, found.dataset, found.loss_multiplier) == (answer, row, "rows", 1.0)
+    assert (found.answer, found.fields, found.dataset, found.loss_multiplier) == (answer, row, "rows", 1.0)
     assert bytes(tokenizer.decode(found.prompt_ids), "utf-8") == "".join(text for _, text in messages).encode()
 
 
@@ -149,7 +149,7 @@ def test_rows_left_out_are_counted(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(processor=processor, wrong=lambda raw: [raw]))
     rows = [{"q": q, "a": a, "r": r} for q, a, r in (("no", 1, 1), ("x" * 9, 2, 0.5), ("x" * 30, 3, 1), ("y", 4, 0.4))]
     dataset = load(tokenizer, rows, 10, processor="mine:processor", min_reward=0.5)
-    assert [(row.row_id, row.answer, row.columns["reward"]) for row in dataset.rows] == [(1, "2", 0.5)]
+    assert [(row.row_id, row.answer, row.fields["reward"]) for row in dataset.rows] == [(1, "2", 0.5)]
     assert (dataset.num_too_long, dataset.num_left_out) == (1, 2)
     for options, told in (
         ({"min_reward": 2}, "rows.jsonl: no usable row: 4 were left out by min_reward or processor"),

@@ -34,13 +34,13 @@ class Disagrees(envs.Environment):
 
     def step(self, turns):
         observation = ({"role": "user", "content": f"rank {self.rank}"},)
-        return [envs.Verdict(1.0 + self.rank, "wrong", done=False, observation=observation) for _ in turns]
+        return [envs.StepResult(1.0 + self.rank, "wrong", done=False, observation=observation) for _ in turns]
 
 
 def two_turns(engine, tokenizer, ranks):
     """[prompt, ids, reward, turns] of conversations with it."""
     messages = [{"role": "user", "content": "1+1"}]
-    row = data.Row(0, messages, "2", "x", tokenizer.render(messages))
+    row = data.Problem(0, messages, "2", "x", tokenizer.render(messages))
     how = dict(num_samples=2, temperature=1.0, max_new_tokens=4, max_turns=2, seed_key=(0,), ranks=ranks)
     engine.stop_token_ids = [*engine.stop_token_ids, *range(0, 256, 2)]  # so that replies end
     samples = rollout(engine, tokenizer, {"x": Disagrees(ranks.rank)}, [(0, row), (1, row)], **how)

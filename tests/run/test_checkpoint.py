@@ -40,9 +40,9 @@ def train_step(model, optimizer, seed, ranks):
     """One optimizer step on this rank's own pack, which differs from step to step."""
     samples, adv_B = make_samples(200)
     (pack, *_) = data.pack_samples(samples[seed + ranks.rank :], adv_B[seed + ranks.rank :], 60)
-    tensors = (torch.from_numpy(x) for x in (pack.token_T, pack.position_T, pack.row_R, pack.target_R))
-    token_T, position_T, row_R, target_R = tensors
-    logp_R, _ = model(token_T, position_T, pack.cu_seqlens, row_R, target_R, temperature=1.0, vocab_size=259)
+    tensors = (torch.from_numpy(x) for x in (pack.token_T, pack.position_T, pack.pos_R, pack.target_R))
+    token_T, position_T, pos_R, target_R = tensors
+    logp_R, _ = model(token_T, position_T, pack.cu_seqlens, pos_R, target_R, temperature=1.0, vocab_size=259)
     (logp_R * torch.from_numpy(pack.adv_R)).sum().backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
