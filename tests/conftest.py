@@ -7,7 +7,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), *map(str, (ROOT / "tests").glob("*/"))]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 import pytest
 import torch

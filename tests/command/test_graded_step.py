@@ -4,8 +4,8 @@ import time
 from collections import Counter
 
 import pytest
-from test_pool import children
-from test_validation import FakeEngine, FakeTokenizer
+from fakes import FakeEngine, FakeTokenizer
+from processes import children
 
 import envs
 from data import Problem
