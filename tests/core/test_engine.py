@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from samples import sample
 
 import config
 import freshness
@@ -69,8 +70,6 @@ def test_skipped_sync(synced, policy, tiny):
 
 
 def replace_version(version):
-    from test_log import sample
-
     return replace(sample(0, 1.0, "ok", 3), weight_version=version)
 
 

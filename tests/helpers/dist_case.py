@@ -1,4 +1,4 @@
-"""The batch and the prompts that tests/test_distributed.py computes on one rank and on two."""
+"""The batch and the prompts that tests/system/test_ranks.py computes on one rank and on two."""
 
 import numpy as np
 import torch

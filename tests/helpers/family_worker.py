@@ -1,4 +1,4 @@
-"""python tests/family_worker.py qwen2|llama FOLDER: one engine of a family; prints what reaches it, as JSON.
+"""python tests/helpers/family_worker.py qwen2|llama FOLDER: one engine of a family; prints what reaches it, as JSON.
 
 For each parameter alone: perturb, compare sampler and trainer before and after the sync.
 """

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def two_ranks(tiny, tmp_path_factory):
-    """What tests/dist_worker.py wrote: (gradients, [rank 0's json, rank 1's])."""
+    """What tests/helpers/dist_worker.py wrote: (gradients, [rank 0's json, rank 1's])."""
     results = tmp_path_factory.mktemp("two_ranks")
     command = [
         sys.executable,
