@@ -3,7 +3,6 @@ that runs a stranger's code."""
 
 import ast
 import re
-import sys
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
 import layout_table
 from layout_table import ROOMS
 
