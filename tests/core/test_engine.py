@@ -9,7 +9,8 @@ from samples import sample
 import config
 import freshness
 from hf.tokenizer import Tokenizer
-from model import full_tensors, load_policy
+from hf.weights import full_tensors
+from model import load_policy
 from rollout import sample_seed
 from system.exits import Interrupted, StopRun
 

@@ -18,7 +18,8 @@ import data
 import envs
 import update
 from hf.tokenizer import Tokenizer
-from model import full_tensors, load_policy
+from hf.weights import full_tensors
+from model import load_policy
 from rollout import Engine, rollout
 from system.exits import exit_process
 from system.ranks import start_process_group

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 import data
 import update
 from hf.tokenizer import Tokenizer
-from model import full_tensors, load_policy
+from hf.weights import full_tensors
+from model import load_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 
