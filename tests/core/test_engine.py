@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
+import freshness
 import pytest
 import torch
 from samples import sample
 
 import config
-import freshness
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from model import load_policy

@@ -10,13 +10,13 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 import torch.distributed as dist
+import update
 from dist_case import CONFIG, PROMPTS, batch_of, make_samples, rank_share
 from safetensors.torch import save_file
 
 import config
 import data
 import envs
-import update
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from model import load_policy

@@ -11,11 +11,11 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 import torch
 import torch.distributed as dist
+import update
 from tiny import make_tiny
 
 import config
 import data
-import update
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from model import load_policy

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import update
 from dist_case import CONFIG, PROMPTS, batch_of, make_samples
 from safetensors.torch import load_file
 
 import data
-import update
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from model import load_policy
