@@ -49,7 +49,6 @@ from advantages import step_advantages
 from batch import MicroBatch, Minibatch, finish_minibatches, make_minibatches, needs_old_logps
 from config import Config
 from engine import check_canary, check_versions, sync_weights
-from eval import validate
 from kernels import grpo_head, unsupported
 from loss import Metrics, derived_metrics, policy_loss, token_shares
 from model import Decoder, Reference
@@ -58,6 +57,7 @@ from rollout import sample_step
 from run import setup
 from run.folder import open_run_folder, write_provenance
 from run.metrics import accumulate, reduce_over_ranks, sample_metrics
+from run.validation import validate
 from system.exits import Interrupted, describe_failure, exit_process, write_exit_file
 from system.ranks import broadcast_from_rank0, start_process_group
 from system.watchdog import Watchdog

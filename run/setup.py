@@ -17,12 +17,12 @@ from hf.weights import save_hf
 from kernels import choose_head
 from model import Decoder, Reference, load_policy, uses_flash_attention
 from optim import build_optimizer
-from reward_model import RewardModel
 from rollout import Sampler, StepSamples, data_is_used_up
 from run import checkpoint, config_file
 from run.log import RunLog, Timers
 from run.preflight import Inputs, num_steps_of
 from run.resume import checkpoint_folder
+from run.reward_model import RewardModel
 from system.exits import Interrupted, Saved, Signals, StopRun
 from system.ranks import Ranks, any_rank, seed_everything
 from system.watchdog import Watchdog
@@ -82,10 +82,9 @@ def set_up(
 ) -> Run:
     """A run that is ready for its first step, or for the one after its checkpoint. A collective of all ranks."""
     signals = Signals(cfg.checkpointing.must_save_by_seconds)
-    model, optimizer, engine, sampler = build(cfg, inputs, ranks, device)
+    model, optimizer, reference, engine, sampler = build(cfg, inputs, ranks, device)
     GraderPool.stop = signals.pending
     engine.should_stop = lambda: ranks.any_rank_of_engine(signals.pending)
-    reference = Reference(model) if cfg.loss_fn.reference_policy_kl_penalty > 0 else None
     checkpoints = checkpoint_folder(cfg.checkpointing, folder)
     state = restore(cfg, inputs, model, optimizer, reference, ranks, checkpoints)
     num_steps = num_steps_of(cfg, inputs.train.num_rows)
@@ -113,9 +112,9 @@ def set_up(
 
 def build(
     cfg: config.Config, inputs: Inputs, ranks: Ranks, device: torch.device
-) -> tuple[Decoder, torch.optim.Optimizer, Engine, Sampler]:
-    """The sharded policy with float32 master weights, its optimizer, the engine, which has no weights yet and sleeps,
-    and the sampler over it."""
+) -> tuple[Decoder, torch.optim.Optimizer, Reference | None, Engine, Sampler]:
+    """The sharded policy with float32 master weights, its optimizer, the reference policy where the loss has a KL, the
+    engine, which has no weights yet and sleeps, and the sampler over it."""
     policy = cfg.policy
     backend = choose_head(policy.head, device.type, policy.head_chunk_rows)
     seed_everything(cfg.grpo.seed)
@@ -144,6 +143,7 @@ def build(
             *inputs.reward_model, cfg.env.reward_model, device=device, mesh=mesh, pack_tokens=pack_tokens
         )
     optimizer = build_optimizer(model, policy.optimizer)
+    reference = Reference(model) if cfg.loss_fn.reference_policy_kl_penalty > 0 else None
     engine = Engine(
         str(inputs.model_folder),
         inputs.tokenizer,
@@ -166,7 +166,7 @@ def build(
         max_error_fraction=cfg.env.max_error_fraction,
         score_conversations=reward_model.score if reward_model else None,
     )
-    return model, optimizer, engine, sampler
+    return model, optimizer, reference, engine, sampler
 
 
 def restore(

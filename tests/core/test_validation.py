@@ -9,6 +9,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 from fakes import FakeEngine, FakeTokenizer
+from validation import clustered_interval, majority, modes, pass_at_k, score, validate, wilson_interval
 
 import config
 import envs
@@ -17,7 +18,6 @@ from dataset.problems import Dataset
 from run import config_check, config_file
 from run.preflight import Inputs
 from system.ranks import Ranks
-from validation import clustered_interval, majority, modes, pass_at_k, score, validate, wilson_interval
 
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, tp_size=1)
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 import torch
+from update import Batch, to_device
 
 import config
 from data import Pack, Sample
-from update import Batch, to_device
 
 CONFIG = config.Config(
     loss_fn=config.LossConfig(reference_policy_kl_penalty=0.0),

@@ -14,13 +14,13 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 import numpy as np
 import torch
 import torch.distributed as dist
+import update
 from dist_case import batch_of, make_samples, rank_share
 
 import config
 import data
 import grpo
 import system.ranks
-import update
 from hf.tokenizer import Tokenizer
 from model import load_policy
 from run import checkpoint

@@ -1,0 +1,124 @@
+"""Scores the policy on the validation sets: accuracy, pass@k and maj@k, with intervals."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean, stdev
+
+from config import Config
+from data import Sample
+from dataset.problems import Dataset
+from engine import SamplingOptions
+from rollout import Sampler, groups_of
+from run.setup import Run
+
+Z95 = 1.959964  # 97.5% of a normal distribution lie below
+
+
+def validate(run: Run) -> None:
+    """Scores every validation set in every mode, logs the numbers, and keeps them in the run's state."""
+    if not run.inputs.validation:
+        return
+    run.watchdog.enter("validation")
+    start = time.perf_counter()
+    values: dict[str, float] = {}
+    for name, dataset in run.inputs.validation.items():
+        for mode in modes(run.cfg):
+            samples = sample_problems(run.cfg, run.sampler, dataset, mode)
+            prefix = f"validation/{name}/{mode}" if len(run.inputs.validation) > 1 else f"validation/{mode}"
+            values |= {f"{prefix}/{key}": value for key, value in summarize(samples).items()}
+            if run.log:
+                num_print = run.cfg.logger.num_val_samples_to_print
+                run.log.samples(run.state.step, prefix, samples, run.inputs.tokenizer, num_print)
+    values["timing/validation/total_validation_time"] = time.perf_counter() - start
+    if run.log:
+        run.log.validation(run.state.step, values)
+    if run.state.step == 0:
+        run.state.first_validation = values
+    else:
+        run.state.last_validation = values
+
+
+def modes(cfg: Config) -> dict[str, tuple[int, SamplingOptions]]:
+    """Name -> (samples per problem, how they are sampled). Greedy: one. Sampled: as the val_ options say."""
+    grpo, generation = cfg.grpo, cfg.policy.generation
+    length = grpo.val_max_new_tokens or generation.max_new_tokens
+    sampled = SamplingOptions(
+        temperature=grpo.val_temperature or generation.temperature,
+        max_new_tokens=length,
+        top_p=grpo.val_top_p or 1.0,
+        top_k=grpo.val_top_k,
+    )
+    greedy = SamplingOptions(temperature=0.0, max_new_tokens=length)
+    return {"greedy": (1, greedy), "sampled": (grpo.val_num_generations_per_prompt, sampled)}
+
+
+def sample_problems(cfg: Config, sampler: Sampler, dataset: Dataset, mode: str) -> list[Sample]:
+    """Graded samples of the first max_val_samples problems of a set, on every rank; the ranks share the work. The seeds
+    are the same every time, so that two validations differ by the weights alone."""
+    problems = list(enumerate(dataset.rows[: cfg.grpo.max_val_samples]))
+    num_samples, options = modes(cfg)[mode]
+    return sampler.sample(problems, num_samples, options, (cfg.grpo.seed, -1))
+
+
+def summarize(samples: Sequence[Sample]) -> dict[str, float]:
+    """Numbers of one set and mode, over groups of n samples of a problem. Rewards are the grader's, unscaled.
+
+    With n > 1 also pass_at_k and maj_at_k, k = 1, 2, 4, ... and n: pass_at_1 is accuracy, pass_at_n NeMo RL's pass_k.
+    """
+    groups = groups_of(samples)
+    size = len(groups[0])
+    assert all(len(group) == size for group in groups), sorted(map(len, groups))
+    values = {
+        "accuracy": fmean(s.outcome == "ok" for s in samples),
+        "reward": fmean(s.reward for s in samples),
+        "avg_length": fmean(s.num_gen_tokens for s in samples),
+        "truncation_rate": fmean(s.finish_reason == "length" for s in samples),
+        "outcome/parse_fail": fmean(s.outcome == "parse_fail" for s in samples),
+    }
+    for k in sorted({size} | {2**i for i in range(size.bit_length())}) if size > 1 else ():
+        values[f"pass_at_{k}"] = fmean(pass_at_k(size, sum(s.outcome == "ok" for s in g), k) for g in groups)
+        if k > 1:
+            values[f"maj_at_{k}"] = fmean(majority(g[:k]) for g in groups)
+    return values
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """Probability that k of the samples, drawn without replacement, hold a right one: 1 - C(n-c, k) / C(n, k); unbiased
+    for the chance of k fresh samples (Chen et al. 2021, "Evaluating Large Language Models Trained on Code")."""
+    assert 1 <= k <= num_samples and 0 <= num_right <= num_samples, (num_samples, num_right, k)
+    return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def majority(samples: Sequence[Sample]) -> float:
+    """Whether the answer that most samples give is right (Wang et al. 2022, "Self-Consistency").
+
+    Votes go by `extracted`; samples without an answer do not vote, and the value is 0 if none has one. At a tie each
+    leading answer counts alike, as if one were drawn: a function of the votes, not of their order. maj@k is this over
+    the first k samples of each problem, which is unbiased because samples are independent.
+    """
+    votes = Counter(s.extracted for s in samples if s.extracted is not None)
+    leaders = [answer for answer, count in votes.items() if count == max(votes.values())]
+    share_right = [fmean(s.outcome == "ok" for s in samples if s.extracted == answer) for answer in leaders]
+    return fmean(share_right) if leaders else 0.0
+
+
+def wilson_interval(num_right: int, num_problems: int) -> tuple[float, float]:
+    """95% interval of a share of independent problems (Wilson 1927): (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) /
+    (1 + z^2/n). Inside [0, 1], and of some width even when all are right."""
+    n, p = num_problems, num_right / num_problems
+    middle, half = p + Z95**2 / (2 * n), Z95 * math.sqrt(p * (1 - p) / n + Z95**2 / (4 * n**2))
+    return (middle - half) / (1 + Z95**2 / n), (middle + half) / (1 + Z95**2 / n)
+
+
+def clustered_interval(means: Sequence[float]) -> tuple[float, float] | None:
+    """95% interval of the mean of per-problem means: m -+ z s / sqrt(N), s with Bessel's correction, cut to [0, 1].
+
+    Samples of one problem are alike, so the problem is the unit (Miller 2024, "Adding Error Bars to Evals"). Normal
+    approximation: for tens of problems or more. None for a single one.
+    """
+    if len(means) < 2:
+        return None
+    middle, half = fmean(means), Z95 * stdev(means) / math.sqrt(len(means))
+    return max(0.0, middle - half), min(1.0, middle + half)
