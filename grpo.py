@@ -60,6 +60,7 @@ gc.disable()  # what is imported stays: looking for garbage in it takes a third 
 import torch
 import torch.distributed as dist
 
+import optim
 from advantages import advantage_metrics, advantages
 from freshness import check_canary, check_versions
 from loss import derived_metrics
@@ -73,7 +74,7 @@ from sampling import collect, data_is_used_up
 from system.exits import Interrupted, Saved, Signals, StopRun, describe_failure, exit_process, write_exit_file
 from system.ranks import Ranks, any_rank, broadcast_from_rank0, seed_everything, start_process_group
 from system.watchdog import Watchdog
-from update import Reference, head_choice, make_micro_batches, needs_reference, score, set_learning_rate, train_step
+from update import Reference, head_choice, make_micro_batches, needs_reference, score, train_step
 from validation import validate
 
 gc.enable()
@@ -161,7 +162,7 @@ def learn(
     with timer("policy_and_reference_logprobs"):
         batches, masked = score(model, reference, micro_batches, cfg, vocab_size)
     with timer("policy_training"):
-        set_learning_rate(optimizer, cfg, step, num_steps_of(cfg, inputs.train.num_rows))
+        optim.set_learning_rate(optimizer, cfg.policy.scheduler, step, num_steps_of(cfg, inputs.train.num_rows))
         update = train_step(model, optimizer, batches, cfg, vocab_size, step, state["num_bad_steps"])
         if reference:
             reference.follow(model, cfg.grpo, step)
@@ -209,7 +210,7 @@ def step_advantages(samples: list[data.Sample], cfg: config.Config) -> tuple[lis
 
 def build(
     cfg: config.Config, inputs: Inputs, ranks: Ranks, device: torch.device
-) -> tuple[Decoder, torch.optim.AdamW, Engine]:
+) -> tuple[Decoder, torch.optim.Optimizer, Engine]:
     """The sharded policy with float32 master weights, its optimizer, and the engine, which has no weights yet."""
     head = head_choice(cfg, device)
     seed_everything(cfg.grpo.seed)
@@ -233,7 +234,7 @@ def build(
             *inputs.reward_model, cfg.env.reward_model, device=device, mesh=mesh, pack_tokens=pack_tokens
         )
         inputs.environments["reward_model"].score = reward_model.score
-    optimizer = torch.optim.AdamW(model.parameters(), **asdict(cfg.policy.optimizer.kwargs), fused=True)
+    optimizer = optim.build_optimizer(model, cfg.policy.optimizer)
     generation = cfg.policy.generation
     engine = Engine(
         str(inputs.model_folder),
@@ -275,7 +276,8 @@ def restore(
             "fingerprints": inputs.train.fingerprints,
         }
     mode = cfg.checkpointing.resume
-    state = checkpoint.load(checkpoints, model, optimizer, ranks, extra=reference, mode=mode)
+    state = checkpoint.load(checkpoints, model, optimizer, ranks, reference=reference, mode=mode)
+    ranks.print_rank0(f"resumed from {checkpoints}/step_{state['step']:06d}")
     if cfg.checkpointing.allow_changes and state["fingerprints"] != inputs.train.fingerprints:
         ranks.print_rank0(
             "WARNING: other data than before (checkpointing.allow_changes=true): they are read from their start"

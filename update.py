@@ -5,7 +5,6 @@ batches of `train_global_batch_size`, gone through `ppo_epochs` times; each batc
 rank. Denominators are those of the whole optimizer batch. The formulas are loss.py's and advantages.py's.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -17,12 +16,12 @@ from torch import Tensor
 
 import config
 import data
+import optim
 from advantages import kl_in_reward_advantages
 from kernels import Head, choose_head, grpo_head, linear_logp, unsupported
 from loss import Metrics, policy_loss, seq_logp_error_mask, token_shares
 from model import Decoder, sharded_parameters
 from run.metrics import accumulate, reduce_over_ranks
-from system.exits import StopRun
 from system.ranks import Ranks
 
 
@@ -266,9 +265,11 @@ def train_step(
     total, count = {}, 0
     for batch in batches * cfg.policy.ppo_epochs:
         update = compute_gradients(model, batch, cfg, vocab_size, total)
-        patient = num_bad_steps < cfg.grpo.logp_gap_patience
-        skip = check_logp_gap(update, cfg.grpo.logp_gap_limit, step, patient)
-        norm, num_bad_steps = apply_gradients(model, optimizer, cfg, update["loss"], num_bad_steps, step, skip)
+        norm = optim.clip_grad_norm(model, cfg.policy.max_grad_norm)
+        num_bad_steps = optim.count_bad_steps(num_bad_steps, update, norm, cfg.grpo, step)
+        if num_bad_steps == 0:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)  # at once: gradients must not take memory during the rollout
         count += 1
     if count > 1:
         update = reduce_over_ranks(total, divide_sums_by=count)
@@ -339,70 +340,3 @@ def _loss(
             **whole,
         )
     return loss if in_one_pass else whole_loss, metrics
-
-
-def apply_gradients(
-    model: Decoder,
-    optimizer: torch.optim.Optimizer,
-    cfg: config.Config,
-    loss: float,
-    num_bad_steps: int,
-    step: int,
-    skip: bool = False,
-) -> tuple[float, int]:
-    """Clips the gradient and steps, unless loss or gradient is not finite: then the weights stay as they are, and more
-    than max_bad_steps bad steps in a row end the run. Both numbers are equal on all ranks, so all take one branch.
-
-    skip: a bad step for another reason. Returns the gradient's norm before clipping and the bad steps in a row.
-    """
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.policy.max_grad_norm).full_tensor().item()
-    finite = math.isfinite(loss) and math.isfinite(norm)
-    if finite and not skip:
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)  # at once: gradients must not take memory during the rollout (RL#1147)
-    num_bad_steps = 0 if finite and not skip else num_bad_steps + 1
-    if not finite and num_bad_steps > cfg.grpo.max_bad_steps:
-        raise StopRun(
-            f"step {step}: loss {loss}, gradient norm {norm} are not finite: {num_bad_steps} bad steps in a row "
-            f"(grpo.max_bad_steps={cfg.grpo.max_bad_steps}); the weights are those before the first of them"
-        )
-    return norm, num_bad_steps
-
-
-def check_logp_gap(update: dict[str, float], limit: float | None, step: int, patient: bool = False) -> bool:
-    """Sampler and trainer score the same tokens with the same weights: a gap means they are not the same.
-
-    Returns whether it is over the limit, or some of the sampler's are not finite: the step must not be applied. Raises
-    StopRun then, unless `patient`: the next sync may mend it.
-    """
-    gap, unknown = update["logp_gap_mean"], update["num_nonfinite_sampler_logp"]
-    over = limit is not None and bool(not gap <= limit or unknown)
-    if over and not patient:
-        raise StopRun(
-            f"step {step}: sampler and trainer disagree by {gap:.4f} nats per token on average (max "
-            f"{update['logp_gap_max']:.4f}; {unknown:.0f} of the sampler's not finite; grpo.logp_gap_limit={limit}). "
-            "Likely causes: the engine holds old weights (sync skipped or partial), a stale prefix cache, another "
-            "temperature or vocabulary on one side, or a wrong attention kernel. The step was not applied."
-        )
-    return over
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, cfg: config.Config, step: int, num_steps: int) -> None:
-    """The rate of a step (from 1); a function of the step alone, so there is nothing to resume."""
-    for group in optimizer.param_groups:
-        group["lr"] = cfg.policy.optimizer.kwargs.lr * learning_rate_factor(cfg.policy.scheduler, step, num_steps)
-
-
-def learning_rate_factor(cfg: config.SchedulerConfig, step: int, num_steps: int) -> float:
-    """Linear warm-up from warmup_start_factor over warmup_steps, then constant, or a linear or cosine way down that
-    reaches min_factor at the last step. One rate for all optimizer steps of a rollout, as in NeMo RL.
-
-    Example: warmup_steps 2, start 0.5, linear to 0 in 6 steps: 0.5, 0.75, 1, 2/3, 1/3, 0.
-    """
-    if step <= cfg.warmup_steps:
-        return cfg.warmup_start_factor + (1 - cfg.warmup_start_factor) * (step - 1) / cfg.warmup_steps
-    if cfg.name == "constant":
-        return 1.0
-    done = (step - 1 - cfg.warmup_steps) / max(1, num_steps - 1 - cfg.warmup_steps)
-    left = 1 - done if cfg.name == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return cfg.min_factor + (1 - cfg.min_factor) * left

@@ -8,6 +8,7 @@ from dist_case import batch_of
 import config
 import data
 import envs
+import optim
 import update
 from hf.tokenizer import Tokenizer
 from model import full_tensors, load_policy
@@ -124,9 +125,10 @@ def test_skipped_sync_after_an_optimizer_step_stops_the_run(engine, policy, toke
 
     metrics = one_step()
     assert metrics["logp_gap_max"] <= 1e-4
-    update.check_logp_gap(metrics, 1e-3, step=1)
+    limit = config.GRPOConfig(logp_gap_limit=1e-3)
+    assert optim.count_bad_steps(0, metrics, 1.0, limit, step=1) == 0
     with pytest.raises(StopRun, match="the engine holds old weights"):
-        update.check_logp_gap(one_step(), 1e-3, step=2)  # no sync in between
+        optim.count_bad_steps(0, one_step(), 1.0, limit, step=2)  # no sync in between
     sync(engine, policy)
     assert one_step()["logp_gap_max"] <= 1e-4
 

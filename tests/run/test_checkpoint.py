@@ -49,12 +49,15 @@ def train_step(model, optimizer, seed, ranks):
 
 
 def snapshot(model, optimizer):
-    """name -> copy of this rank's shard of every weight and moment."""
+    """name in the file -> copy of this rank's shard of every weight and of every tensor of the optimizer."""
     tensors = {}
     for name, param in model.named_parameters():
-        for kind, tensor in {"param": param, **optimizer.state[param]}.items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            tensors[f"{kind}.{name}"] = local.detach().clone()
+        tensors[f"param.{name}"] = param.to_local().detach().clone()
+        for key, tensor in optimizer.state[param].items():
+            if isinstance(tensor, DTensor):
+                tensors[f"sharded.{key}.{name}"] = tensor.to_local().clone()
+            else:
+                tensors[f"replicated.{key}.{name}"] = tensor.clone()
     return tensors
 
 
@@ -87,8 +90,8 @@ def check_resume(folder, work, ranks, device, mesh):
     assert_equal(snapshot(model, optimizer), third)
     # Or all of it would be equal without anything having been loaded.
     changed = [name for name, shard in start.items() if len(shard) and not equal(shard, saved[f"param.{name}"])]
-    assert len(changed) > 10 and not equal(saved[f"exp_avg.{changed[0]}"], third[f"exp_avg.{changed[0]}"])
-    assert {float(tensor) for name, tensor in third.items() if name.startswith("step.")} == {3.0}
+    assert len(changed) > 10 and not equal(saved[f"sharded.exp_avg.{changed[0]}"], third[f"sharded.exp_avg.{changed[0]}"])
+    assert {float(tensor) for name, tensor in third.items() if name.startswith("replicated.step.")} == {3.0}
 
 
 def test_one_rank_resumes_to_the_bit(tiny, one_rank, tmp_path):
@@ -117,7 +120,7 @@ def two_ranks_again(rank, folder, work):
     for source in (work, work / "of_one"):
         model, optimizer = fresh(folder, torch.device("cpu"), mesh)
         reference = Reference(model).shards if source != work else {}
-        assert checkpoint.load(source, model, optimizer, ranks, extra=reference, mode=None) == {"step": 2, **STATE}
+        assert checkpoint.load(source, model, optimizer, ranks, reference=reference, mode=None) == {"step": 2, **STATE}
         snapshots.append(snapshot(model, optimizer))
     assert_equal(*snapshots)
     stored = {f"param.{name}": tensor for name, tensor in reference.items()}
@@ -135,7 +138,8 @@ def test_two_ranks_then_one_then_two(tiny, one_rank, tmp_path):
     assert checkpoint.load(tmp_path, model, optimizer, ranks, mode=None) == {"step": 2, **STATE}
     ours, shards = snapshot(model, optimizer), [load_file(tmp_path / "step_000002" / name) for name in meta["files"]]
     assert_equal(ours, {name: x if x.dim() == 0 else cat([s[name] for s in shards]) for name, x in shards[0].items()})
-    assert {name.split(".")[0] for name in ours} == {"param", "step", "exp_avg", "exp_avg_sq"}
+    kinds = {name.partition(".model.")[0] for name in ours}
+    assert kinds == {"param", "replicated.step", "sharded.exp_avg", "sharded.exp_avg_sq"}
 
     saver = checkpoint.Saver(tmp_path / "of_one", CheckpointingConfig(), ranks)
     saver.save(2, model, optimizer, STATE, Reference(model).shards, None)
@@ -351,8 +355,8 @@ def test_flipped_bit_is_refused_by_name(run):
 
 def test_other_format_is_refused(run):
     meta = run.save(1) / "meta.json"
-    meta.write_text(meta.read_text().replace('"version": 2', '"version": 3'))
-    with pytest.raises(ConfigError, match=r"step_000001/meta\.json: checkpoint format 3, this program reads 2"):
+    meta.write_text(meta.read_text().replace('"version": 3', '"version": 2'))
+    with pytest.raises(ConfigError, match=r"step_000001/meta\.json: checkpoint format 2 of another version .* format 3 only; go on"):
         run.load()
 
 

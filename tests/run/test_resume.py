@@ -27,7 +27,7 @@ def write_checkpoint(folder, **changes):
     folder.mkdir(parents=True)
     (folder / "rank_00000.safetensors").write_bytes(b"12345")
     files = {"rank_00000.safetensors": {"bytes": 5, "sha256": ""}}
-    meta = {"version": 2, "step": 1, "world_size": 2, "files": files, "state": {}, "metric": None} | changes
+    meta = {"version": resume.VERSION, "step": 1, "world_size": 2, "files": files, "state": {}, "metric": None} | changes
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
@@ -89,9 +89,8 @@ def test_run_folder_without_its_config(run):
         ("[]", "meta.json: not what checkpoint.py writes (TypeError"),
         ("{}", "meta.json: not what checkpoint.py writes (KeyError: 'version')"),
         ("[" * 100_000, "meta.json: not what checkpoint.py writes (RecursionError"),
-        ('{"version": 1}', "meta.json: checkpoint format 1, this program reads 2"),
-        ('{"version": 2, "files": {}}', "meta.json: lacks metric, state, step, world_size"),
-        ('{"version": 2, "files": {"gone": {"bytes": 1}}}', "gone: No such file or directory"),
+        ('{"version": 3, "files": {}}', "meta.json: lacks metric, state, step, world_size"),
+        ('{"version": 3, "files": {"gone": {"bytes": 1}}}', "gone: No such file or directory"),
         ("cut shard", "rank_00000.safetensors: 4 bytes, 5 by meta.json"),
         ("no meta", "meta.json: No such file or directory"),
     ],
@@ -138,8 +137,8 @@ def test_newest_run_with_a_checkpoint_is_found(run, tmp_path):
 
 def test_run_folder_that_must_not_be_written(run, monkeypatch):
     folder, cfg = run
-    allowed = resume.data.os.access
-    monkeypatch.setattr(resume.data.os, "access", lambda path, mode: path != folder and allowed(path, mode))
+    allowed = resume.os.access
+    monkeypatch.setattr(resume.os, "access", lambda path, mode: path != folder and allowed(path, mode))
     assert refused(cfg) == f"checkpointing.resume_from={folder}: no permission to write in {folder}"
     resume.check_resumable(cfg, to_train=False)
 
