@@ -1,6 +1,6 @@
 """Whether the engine samples from the weights that are trained: a canary, looked at outside of training.
 
-Each step compares the log-probabilities of its samples on both sides anyway (update.check_logp_gap), which costs
+Each step compares the log-probabilities of its samples on both sides anyway (optim.count_bad_steps), which costs
 nothing, but comes after a whole rollout and sees only what was sampled. The canary is a fixed prompt of more than a
 block of the prefix cache: it comes before the first rollout, and finds weights, a cache or a compute path that stayed
 old, whatever the data are.

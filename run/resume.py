@@ -126,10 +126,12 @@ def check_resumable(cfg: config.Config, to_train: bool = True) -> None:
             changed[key] = f"{key}={json.dumps(new)} (there {json.dumps(old)})"
     other_optimizer = "policy.optimizer.name" in changed
     if other_optimizer or (changed and not cfg.checkpointing.allow_changes):
-        last = "no optimizer reads another's state" if other_optimizer else "or set checkpointing.allow_changes=true"
+        also = (
+            ": no optimizer reads another's state" if other_optimizer else ", or set checkpointing.allow_changes=true"
+        )
         raise config.ConfigError(
             f"not as in the run that checkpointing.resume_from={run} continues: {', '.join(changed.values())}; use "
-            f"./train.sh {run}/config.yaml checkpointing.resume_from={run}, {last}"
+            f"./train.sh {run}/config.yaml checkpointing.resume_from={run}{also}"
         )
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import threading
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -90,7 +91,8 @@ def check_resume(folder, work, ranks, device, mesh):
     assert_equal(snapshot(model, optimizer), third)
     # Or all of it would be equal without anything having been loaded.
     changed = [name for name, shard in start.items() if len(shard) and not equal(shard, saved[f"param.{name}"])]
-    assert len(changed) > 10 and not equal(saved[f"sharded.exp_avg.{changed[0]}"], third[f"sharded.exp_avg.{changed[0]}"])
+    moment = f"sharded.exp_avg.{changed[0]}"
+    assert len(changed) > 10 and not equal(saved[moment], third[moment])
     assert {float(tensor) for name, tensor in third.items() if name.startswith("replicated.step.")} == {3.0}
 
 
@@ -145,6 +147,40 @@ def test_two_ranks_then_one_then_two(tiny, one_rank, tmp_path):
     saver.save(2, model, optimizer, STATE, Reference(model).shards, None)
     saver.finish()
     mp.spawn(two_ranks_again, (tiny[0], tmp_path), nprocs=2)
+
+
+def test_whatever_an_optimizer_keeps_for_a_parameter_comes_back(tiny, one_rank, tmp_path):
+    """Each kind of value, under a name of its own: type, dtype, placement and content are those that were saved."""
+    ranks, device, mesh = one_rank
+    model = load_policy(tiny[0], device=device, mesh=mesh)
+    saved, loaded = (SimpleNamespace(state=defaultdict(dict)) for _ in range(2))
+    for i, param in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(i)
+        rows = torch.randn(param.to_local().shape, generator=generator)
+        saved.state[param] = {
+            "moment": DTensor.from_local(rows.bfloat16(), mesh, param.placements),
+            "error_feedback": rows.mul(10).to(torch.int8),
+            "scale": torch.tensor(0.1 * i),
+            "preconditioner": torch.randn(2, 3, generator=generator, dtype=torch.float64),
+            "count": 2**40 + i,
+            "decay": 0.1 + i,
+        }
+    with checkpoint.Saver(tmp_path, CheckpointingConfig(), ranks) as saver:
+        saver.save(1, model, saved, {}, {}, None)
+    assert checkpoint.load(tmp_path, model, loaded, ranks, mode=None) == {"step": 1}
+    assert len(saved.state) > 10 and saved.state.keys() == loaded.state.keys()
+    for param, state in saved.state.items():
+        again = loaded.state[param]
+        assert state.keys() == again.keys()
+        for key, value in state.items():
+            assert type(value) is type(again[key]), key
+            if isinstance(value, DTensor):
+                assert value.placements == again[key].placements and again[key].shape == param.shape
+                assert equal(value.to_local(), again[key].to_local())
+            elif isinstance(value, torch.Tensor):
+                assert value.dtype == again[key].dtype and equal(value, again[key]), key
+            else:
+                assert value == again[key], key
 
 
 # ------------------------------------------------------------------- folders, with a model of 3 weights in place of one
@@ -356,7 +392,7 @@ def test_flipped_bit_is_refused_by_name(run):
 def test_other_format_is_refused(run):
     meta = run.save(1) / "meta.json"
     meta.write_text(meta.read_text().replace('"version": 3', '"version": 2'))
-    with pytest.raises(ConfigError, match=r"step_000001/meta\.json: checkpoint format 2 of another version .* format 3 only; go on"):
+    with pytest.raises(ConfigError, match=r"step_000001/meta\.json: checkpoint format 2 of another version of"):
         run.load()
 
 
