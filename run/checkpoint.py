@@ -7,15 +7,15 @@ writes and flushes it as `step_000010.tmp`; at the end of a later step, when all
 renames. Older ones go only after that. So a kill at any instant leaves every committed checkpoint as it was.
 """
 
-# torch.distributed.checkpoint is not used: its metadata is a pickle, which runs code when it is loaded, it keeps no
-# checksum of a file, and it leaves open in which order files are flushed and renamed.
+# Not torch.distributed.checkpoint: its metadata is a pickle, which can run code when it is loaded; it keeps no checksum
+# of a file; and a checkpoint must be flushed, renamed and only then replace older ones, in this order.
 
 import hashlib
 import json
 import os
 import shutil
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -40,14 +40,14 @@ class Pending:
     temporary: Path
     meta: dict
     thread: threading.Thread | None = None
-    entry: dict | None = None
+    entry: dict = field(default_factory=dict)  # of meta.json's "files"
     error: str | None = None
 
     def write(self, tensors: dict[str, Tensor], file: Path) -> None:
         try:
             save_file(tensors, file)
             flush(file)
-            self.entry = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+            self.entry = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}}
         except Exception as error:  # safetensors raises its own for a full disk; `finish` shows it to all ranks
             self.error = f"{file}: {error}"
 
@@ -85,26 +85,25 @@ class Saver:
         dist.all_reduce(size)
         if problem := self._on_rank_0(lambda: self._make_room(temporary, int(size))):
             return self._give_up(problem)
-        file = temporary / _shard_name(self.ranks.rank)
+        file = temporary / f"rank_{self.ranks.rank:05d}.safetensors"
         # Not a daemon: where the run ends in an error, the interpreter still waits for the file to be closed.
         self.pending.thread = threading.Thread(target=self.pending.write, args=(tensors, file), name="checkpoint")
         self.pending.thread.start()
 
     def poll(self) -> None:
         """Commits the pending checkpoint if all ranks have written theirs; else leaves it for later."""
-        if self.pending is not None and self.pending.thread is not None:
-            if not any_rank(self.pending.thread.is_alive()):
-                self.finish()
+        if self.pending is not None and not any_rank(self.pending.thread.is_alive()):
+            self.finish()
 
     def finish(self) -> None:
         """Waits for the pending checkpoint and commits it."""
-        if self.pending is None or self.pending.thread is None:
+        if self.pending is None:
             return
         self.pending.thread.join()
         results: list = [None] * self.ranks.world_size
         dist.all_gather_object(results, (self.pending.entry, self.pending.error))
         problem = next((error for _, error in results if error), None)
-        self.pending.meta["files"] = {_shard_name(rank): entry for rank, (entry, _) in enumerate(results)}
+        self.pending.meta["files"] = {name: entry for entries, _ in results for name, entry in entries.items()}
         problem = problem or self._on_rank_0(self._commit)
         if problem:
             self._give_up(problem)
@@ -189,7 +188,7 @@ def load(
         problem = _problem(path, ranks)
         if problem is None:
             meta = read_meta(path)
-            _restore(_Files(path, meta), model, optimizer, reference or {})
+            _restore(path, list(meta["files"]), model, optimizer, reference or {})
             return {"step": meta["step"], **meta["state"]}
         if mode != "auto":
             raise ConfigError(damaged(problem, path))
@@ -199,41 +198,17 @@ def load(
 
 def _problem(path: Path, ranks: Ranks) -> str | None:
     """What is wrong with a checkpoint, the same on all ranks; its files are divided among them."""
-    meta, problem = read_meta(path), None
-    if isinstance(meta, str):
-        problem = meta
-    else:
-        for name in sorted(meta["files"])[ranks.rank :: ranks.world_size]:
-            problem = problem or _damage(path / name, meta["files"][name]["sha256"])
+    meta = read_meta(path)
+    problem = meta if isinstance(meta, str) else None
+    for name in [] if problem else sorted(meta["files"])[ranks.rank :: ranks.world_size]:
+        try:
+            if _sha256(path / name) != meta["files"][name]["sha256"]:
+                problem = f"{path / name}: content differs from its checksum in meta.json"
+        except OSError as error:
+            problem = f"{path / name}: {error.strerror}"
     problems: list[str | None] = [None] * ranks.world_size
     dist.all_gather_object(problems, problem)
     return next(filter(None, problems), None)
-
-
-class _Files:
-    """The tensors of a checkpoint. What was sharded is cut into rows, which lie one rank after another in its files."""
-
-    def __init__(self, path: Path, meta: dict):
-        self.path = path
-        self.files = [safe_open(path / name, framework="pt") for name in sorted(meta["files"])]
-        self.names = sorted(self.files[0].keys())
-
-    def read_rows(self, name: str, rows: slice) -> Tensor:
-        """These rows of the whole tensor, however many ranks it was cut for."""
-        parts, start = [], 0
-        for file in self.files:
-            stored = file.get_slice(name)
-            end = start + stored.get_shape()[0]
-            low = min(max(rows.start, start), end)
-            parts.append(stored[low - start : max(low, min(rows.stop, end)) - start])
-            start = end
-        tensor = torch.cat(parts)
-        assert len(tensor) == rows.stop - rows.start, (self.path, name, rows, tensor.shape, start)
-        return tensor
-
-
-def _shard_name(rank: int) -> str:
-    return f"rank_{rank:05d}.safetensors"
 
 
 def _copy_to_host(model, optimizer, reference: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -248,7 +223,7 @@ def _copy_to_host(model, optimizer, reference: dict[str, Tensor]) -> dict[str, T
 
 
 def _describe_state(value: Tensor | float | int, param: Tensor) -> tuple[str, Tensor]:
-    """(kind, tensor to store) of a value that an optimizer keeps for a parameter. `_restore_state` undoes it.
+    """(kind, tensor to store) of a value that an optimizer keeps for a parameter. `_read_state` undoes it.
 
     sharded: a DTensor like the parameter. local: a tensor like this rank's rows of it. number: no tensor. replicated:
     any other tensor, which must be the same on all ranks.
@@ -261,46 +236,54 @@ def _describe_state(value: Tensor | float | int, param: Tensor) -> tuple[str, Te
     return "local" if value.dim() and value.shape == _local(param).shape else "replicated", value
 
 
-def _restore_state(files: _Files, name: str, kind: str, param: Tensor) -> Tensor | float | int:
+def _read_state(files: list, name: str, kind: str, param: Tensor) -> Tensor | float | int:
     if kind in ("number", "replicated"):
-        tensor = files.files[0].get_tensor(name)
+        tensor = files[0].get_tensor(name)
         return tensor.item() if kind == "number" else tensor.to(param.device)
-    rows = files.read_rows(name, local_rows(param)).to(param.device)
+    rows = _read_rows(files, name, local_rows(param)).to(param.device)
     if kind == "local":
         return rows
     return DTensor.from_local(rows, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
 
 
+def _read_rows(files: list, name: str, rows: slice) -> Tensor:
+    """These rows of a whole tensor, which lies in the files cut into rows, one rank's after another's."""
+    parts, start = [], 0
+    for file in files:
+        stored = file.get_slice(name)
+        end = start + stored.get_shape()[0]
+        low = min(max(rows.start, start), end)
+        parts.append(stored[low - start : max(low, min(rows.stop, end)) - start])
+        start = end
+    tensor = torch.cat(parts)
+    assert len(tensor) == rows.stop - rows.start, (name, rows, tensor.shape, start)
+    return tensor
+
+
 @torch.no_grad()
-def _restore(files: _Files, model, optimizer, reference: dict[str, Tensor]) -> None:
-    has_reference = any(name.startswith("reference.") for name in files.names)
+def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[str, Tensor]) -> None:
+    files = [safe_open(path / shard, framework="pt") for shard in sorted(shards)]
+    names = sorted(files[0].keys())
+    has_reference = any(name.startswith("reference.") for name in names)
     if has_reference != bool(reference):
         raise ConfigError(
-            f"{files.path}: was saved {'with' if has_reference else 'without'} a reference policy; set "
+            f"{path}: was saved {'with' if has_reference else 'without'} a reference policy; set "
             "loss_fn.reference_policy_kl_penalty as in that run"
         )
     params = dict(model.named_parameters())
     for name, param in params.items():
-        rows = local_rows(param)
-        _local(param).copy_(files.read_rows(f"param.{name}", rows))
-        if has_reference:
-            reference[name].copy_(files.read_rows(f"reference.{name}", rows))
-    for stored in files.names:  # no optimizer state where it was saved before the first step
+        _local(param).copy_(_read_rows(files, f"param.{name}", local_rows(param)))
+    for name, rows in reference.items():
+        rows.copy_(_read_rows(files, f"reference.{name}", local_rows(params[name])))
+    for stored in names:  # of the optimizer: nothing, where the first step was still to come
         kind, _, rest = stored.partition(".")
         if kind not in ("param", "reference"):
             key, _, name = rest.partition(".")
-            optimizer.state[params[name]][key] = _restore_state(files, stored, kind, params[name])
+            optimizer.state[params[name]][key] = _read_state(files, stored, kind, params[name])
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _damage(file: Path, sha256: str) -> str | None:
-    try:
-        return None if _sha256(file) == sha256 else f"{file}: content differs from its checksum in meta.json"
-    except OSError as error:
-        return f"{file}: {error.strerror}"
 
 
 def _sha256(file: Path) -> str:
