@@ -123,3 +123,11 @@ def _whiten(x: Tensor, weight: Tensor, sum_over_ranks: Callable[[Tensor], Tensor
 def _clip(adv: Tensor, grpo: GRPOConfig) -> Tensor:
     low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
     return adv if low is None and high is None else adv.clamp(low, high)
+
+
+def step_advantages(samples, grpo, loss_fn):
+    reward_B = torch.tensor([s.reward for s in samples])
+    group_B = torch.tensor([s.prompt for s in samples])
+    num_tokens_B = torch.tensor([int(s.mask.sum()) for s in samples])
+    adv_B = advantages(reward_B, group_B, num_tokens_B, grpo, loss_fn, {})
+    return adv_B.tolist(), advantage_metrics(reward_B, group_B, adv_B, grpo)

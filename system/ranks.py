@@ -101,7 +101,7 @@ def local_rows(tensor: torch.Tensor) -> slice:
     assert tensor.placements == (Shard(0),), tensor.placements
     rows_per_rank = -(-len(tensor) // tensor.device_mesh.size())
     start = min(tensor.device_mesh.get_local_rank() * rows_per_rank, len(tensor))
-    return slice(start, start + len(tensor.to_local()))
+    return slice(start, min(start + rows_per_rank, len(tensor)))
 
 
 def _free_port() -> int:

@@ -20,14 +20,14 @@ from torch import cat, equal
 from torch.distributed.tensor import DTensor
 
 import data
+from batch import to_device
 from config import CheckpointingConfig, ConfigError
-from model import load_policy
+from model import Reference, load_policy
 from run import checkpoint
 from run.folder import open_run_folder
 from run.resume import committed
 from system.exits import EXIT_SAVED, Saved, StopRun, exit_process, write_exit_file
 from system.ranks import Ranks
-from update import Reference
 
 STATE = {"consumed_samples": 96, "num_bad_steps": 0, "fingerprint": "abc", "last_validation": {"accuracy": 0.5}}
 
@@ -41,10 +41,9 @@ def train_step(model, optimizer, seed, ranks):
     """One optimizer step on this rank's own pack, which differs from step to step."""
     samples, adv_B = make_samples(200)
     (pack, *_) = data.pack_samples(samples[seed + ranks.rank :], adv_B[seed + ranks.rank :], 60)
-    tensors = (torch.from_numpy(x) for x in (pack.token_T, pack.position_T, pack.pos_R, pack.target_R))
-    token_T, position_T, pos_R, target_R = tensors
-    logp_R, _ = model(token_T, position_T, pack.cu_seqlens, pos_R, target_R, temperature=1.0, vocab_size=259)
-    (logp_R * torch.from_numpy(pack.adv_R)).sum().backward()
+    micro = to_device(pack, torch.device("cpu"))
+    logp_R, _ = model(*micro.model_inputs)
+    (logp_R * micro.adv_R).sum().backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 

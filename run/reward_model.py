@@ -32,13 +32,13 @@ class RewardDecoder(Decoder):
         super().__init__(replace(config, tie_word_embeddings=True))  # such checkpoints have no head over the vocabulary
         self.score = nn.Linear(config.hidden_size, 1, bias=False)
 
-    def forward(self, token_T: Tensor, position_T: Tensor, cu_seqlens: Tensor, row_S: Tensor) -> Tensor:
-        """Scores at rows row_S, [S], computed in float32: bfloat16 would round them to 3 digits."""
+    def forward(self, token_T: Tensor, position_T: Tensor, cu_seqlens: Tensor, pos_S: Tensor) -> Tensor:
+        """Scores at positions pos_S, [S], computed in float32: bfloat16 would round them to 3 digits."""
 
-        def head(hidden_SD: Tensor, *_, temperature: float) -> Tensor:  # which scores have not
+        def score(hidden_SD: Tensor, *_, **__) -> Tensor:
             return hidden_SD.float() @ self.score.weight[0].float()
 
-        return super().forward(token_T, position_T, cu_seqlens, row_S, head=head)
+        return super().forward(token_T, position_T, cu_seqlens, pos_S, logprob_fn=score)
 
 
 class RewardModel:
