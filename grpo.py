@@ -60,7 +60,7 @@ gc.disable()  # what is imported stays: looking for garbage in it takes a third 
 import torch
 import torch.distributed as dist
 
-from advantages import advantage_metrics, advantages
+from advantages import step_advantages
 from freshness import check_canary, check_versions
 from loss import derived_metrics
 from model import Decoder, full_tensors, load_policy, save_hf, uses_flash_attention
@@ -155,7 +155,7 @@ def learn(
     """Samples of a step -> trained weights: advantages, packs, log-probabilities, optimizer steps; their metrics."""
     step, vocab_size = state["step"] + 1, inputs.tokenizer.vocab_size
     with timer("advantage_calculation"):
-        adv_B, spread = step_advantages(samples, cfg)
+        adv_B, spread = step_advantages(samples, cfg.grpo, cfg.loss_fn)
     with timer("data_processing"):
         micro_batches = make_micro_batches(samples, adv_B, cfg, ranks, device)
     with timer("policy_and_reference_logprobs"):
@@ -195,16 +195,6 @@ def save_early(
     bad = "it went wrong" if state["num_bad_steps"] else "see above"
     why = bad if saver.cfg.enabled else "checkpointing.enabled=false"
     return StopRun(f"{after}, which is not saved ({why})")
-
-
-def step_advantages(samples: list[data.Sample], cfg: config.Config) -> tuple[list[float], dict[str, float]]:
-    """(adv_B, their metrics); a function of all samples of the step, so equal on all ranks."""
-    reward_B = torch.tensor([s.reward for s in samples])
-    group_B = torch.tensor([s.prompt for s in samples])
-    num_tokens_B = torch.tensor([int(s.mask.sum()) for s in samples])
-    rewards = {name: torch.tensor([s.rewards[name] for s in samples]) for name in samples[0].rewards}
-    adv_B = advantages(reward_B, group_B, num_tokens_B, cfg.grpo, cfg.loss_fn, rewards)
-    return adv_B.tolist(), advantage_metrics(reward_B, group_B, adv_B, cfg.grpo)
 
 
 def build(

@@ -7,11 +7,11 @@ others would give no gradient. Every rank sees all samples, so all decide alike.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from advantages import filter_overlong, shape_rewards
 from config import Config, GRPOConfig
 from data import Problem, Sample
 from dataset.mixing import Cursor, Mixture
 from run.metrics import sample_metrics
-from shaping import filter_overlong, shape_rewards
 from system.exits import StopRun
 
 Generate = Callable[[list[tuple[int, Problem]]], list[Sample]]  # (index in the step, row) -> graded samples, in order

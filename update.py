@@ -19,7 +19,7 @@ import config
 import data
 from advantages import kl_in_reward_advantages
 from kernels import Head, choose_head, grpo_head, linear_logp, unsupported
-from loss import Metrics, policy_loss, seq_logp_error_mask, token_shares
+from loss import Metrics, clamp_abs, kl_estimate, policy_loss, seq_logp_error_mask, token_shares
 from model import Decoder, sharded_parameters
 from run.metrics import accumulate, reduce_over_ranks
 from system.exits import StopRun
@@ -214,11 +214,12 @@ def _kl_in_reward(steps: list[list[MicroBatch]], cfg: config.Config) -> list[lis
         dist.all_reduce(x)
         return x.to(micros[0].adv_R.device)
 
+    log_ratio_R = clamp_abs(together("ref_logp_R") - together("old_logp_R"), cfg.loss_fn.kl_input_clamp_value)
+    kl_R = kl_estimate(log_ratio_R, cfg.loss_fn.reference_policy_kl_type)
     adv = kl_in_reward_advantages(
         together("adv_R"),
-        old_logp_T=together("old_logp_R"),
-        ref_logp_T=together("ref_logp_R"),
-        mask_T=together("mask_R"),
+        kl_R=clamp_abs(kl_R, cfg.loss_fn.kl_output_clamp_value),
+        mask_R=together("mask_R"),
         grpo=cfg.grpo,
         loss_fn=cfg.loss_fn,
         sum_over_ranks=sum_over_ranks,
