@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from config import ConfigError
 from graders import sandbox
 from graders.sandbox import Limits
 
@@ -38,6 +39,30 @@ def check(candidate):
         value = candidate(*case["args"])
         assert same(value, case["expected"]), f"call {number} gave {value!r:.100}, not {case['expected']!r:.100}"
 """
+
+_ADD_TESTS = json.dumps({"entry_point": "add", "test": "def check(f):\n    assert f(2, 3) == 5"})
+_SUM_TESTS = json.dumps({"tests": [{"input": "2 3", "output": "5"}]})
+_EQUALS_ALL = "class Equal:\n    __eq__ = lambda *_: True\ndef add(a, b): return Equal()"
+SELF_TESTS = (  # (reply, answer, outcome): what this file must say before a run may start
+    ("```python\ndef add(a, b):\n    return a + b\n```", _ADD_TESTS, "ok"),
+    ("def add(a, b): return a * b", _ADD_TESTS, "wrong"),
+    (_EQUALS_ALL, _ADD_TESTS, "wrong"),
+    ("print(sum(map(int, input().split())))", _SUM_TESTS, "ok"),
+    ("exit(0)", _SUM_TESTS, "wrong"),
+)
+
+
+def check_isolation(limits: dict) -> None:
+    """Raises ConfigError if this machine cannot run a program under `limits` (arguments of sandbox.Limits)."""
+    try:
+        sandbox.run("", "", Limits(**limits))
+    except sandbox.Unavailable as error:
+        isolation = limits["isolation"]
+        other = ", or set env.code.isolation=none (see README.md)" if isolation == "required" else ""
+        raise ConfigError(
+            f"env.code.isolation={isolation}: this machine does not let a program be kept apart ({error}): "
+            f"allow user namespaces and seccomp{other}"
+        ) from error
 
 
 def read_tests(answer: str, columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,13 @@ from functools import cache, lru_cache
 
 MAX_ANSWER_CHARS = 2_000  # a longer one is no answer (parse_fail)
 MAX_REPLY_CHARS = 200_000  # of a longer reply the end is read
+SELF_TESTS = (  # (reply, answer, outcome): what this file must say before a run may start
+    (r"so \boxed{\frac{1}{2}}", "0.5", "ok"),
+    (r"\boxed{(x+1)^2}", "x^2+2x+1", "ok"),
+    (r"\boxed{2}", "0.5", "wrong"),
+    ("half", "0.5", "parse_fail"),
+)
+STRICT_SELF_TESTS = (("Answer: 5", "5", "ok"), ("Answer: 4", "5", "wrong"), (r"\boxed{5}", "5", "parse_fail"))
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _ANSWER_IS = re.compile(r"(?i)\banswer\**\s*(?:is\s*:?|:|=)[\s*]*")
