@@ -233,7 +233,9 @@ class GraderPool:
             elif message is not None:
                 worker.ready = True
             elif time.monotonic() > worker.deadline:
-                self._end_worker(worker, graded, f"no answer in {self.deadline_s if worker.ready else START_SECONDS:g} s")
+                self._end_worker(
+                    worker, graded, f"no answer in {self.deadline_s if worker.ready else START_SECONDS:g} s"
+                )
 
     def _end_worker(self, worker: Worker, graded: list[Graded | None], late: str | None) -> None:
         """The worker died, or overran its deadline (`late`): records the outcome of its job and starts a new worker."""
