@@ -1,9 +1,9 @@
 """Rewards -> advantages: scaling and shaping, the overlong filter, then the estimator that the config names.
 
 A step calls `shape_rewards`, `filter_overlong` and `step_advantages`, in this order. All tokens of a sample share its
-advantage. Only a KL in the reward differs from token to token; then `kl_in_reward_advantages` finishes the advantages
-when the log-probabilities are known. All statistics are those of the whole step, whatever the number of ranks. No
-torch.distributed, no I/O. docs/details.md says which paper or system each choice is from, and what the others do.
+advantage. Only a KL in the reward differs from token to token: `kl_in_reward_advantages` adds it when the
+log-probabilities are known. All statistics are those of the step, whatever the number of ranks. No I/O.
+docs/details.md says which paper or system each choice is from, and what the others do.
 
 Dims: B samples of a step, G samples of a group, P rewards in the baseline of a sample, R response tokens of a rank.
 """
@@ -16,8 +16,6 @@ from torch import Tensor
 
 from config import ConfigError, GRPOConfig, LossConfig, RewardScalingConfig, RewardShapingConfig
 from data import Sample
-
-GDPO = "grpo.adv_estimator.name=gdpo"
 
 
 def shape_rewards(samples: Sequence[Sample], grpo: GRPOConfig, max_new_tokens: int) -> None:
@@ -48,9 +46,9 @@ def scale_reward(reward: float, cfg: RewardScalingConfig) -> float:
 def overlong_penalty(length: int, cfg: RewardShapingConfig, max_new_tokens: int) -> float:
     """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13) for `length` tokens: >= 0, to be subtracted.
 
-    0 up to max_response_length - overlong_buffer_length tokens, then linear, overlong_buffer_penalty at
-    max_response_length. Beyond, the line goes on (NeMo RL, verl); with floor_overlong_penalty it stays (TRL). DAPO's
-    paper gives -1 there. Example: max 20, buffer 4, penalty 1: 0 at 16 tokens, .25 at 17, 1 at 20, 2 at 24.
+    0 up to max_response_length - overlong_buffer_length tokens, then linear up to overlong_buffer_penalty at
+    max_response_length. Beyond, the line goes on (NeMo RL, verl), or stays with floor_overlong_penalty (DAPO, TRL).
+    Example: max 20, buffer 4, penalty 1: 0 at 16 tokens, .25 at 17, 1 at 20, 2 at 24.
     """
     longest = max_new_tokens if cfg.max_response_length is None else cfg.max_response_length
     share = max(length - (longest - cfg.overlong_buffer_length), 0) / cfg.overlong_buffer_length
@@ -66,10 +64,8 @@ def filter_overlong(samples: Sequence[Sample]) -> int:
     return len(truncated)
 
 
-def step_advantages(
-    samples: Sequence[Sample], grpo: GRPOConfig, loss_fn: LossConfig
-) -> tuple[list[float], dict[str, float]]:
-    """(adv_B, metrics) of the shaped samples of a step. It depends on them alone, so it is equal on all ranks."""
+def step_advantages(samples: list[Sample], grpo: GRPOConfig, loss_fn: LossConfig) -> tuple[list[float], dict]:
+    """(adv_B, metrics: name -> float) of the shaped samples of a step: equal on all ranks, as the samples are."""
     reward_B = torch.tensor([sample.reward for sample in samples])
     group_B = torch.tensor([sample.prompt for sample in samples])
     num_tokens_B = torch.tensor([int(sample.mask.sum()) for sample in samples])
@@ -179,13 +175,15 @@ def collect_reward_parts(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """name -> reward_B of each part, for gdpo. ConfigError if a sample lacks a part, or if there are fewer than two."""
     names = sorted({name for sample in samples for name in sample.rewards})
     if len(names) < 2:
-        raise ConfigError(f"{GDPO} needs two rewards or more of each sample; StepResult.rewards has {names}")
+        raise ConfigError(
+            f"adv_estimator.name=gdpo needs two rewards or more of each sample, StepResult.rewards: {names}"
+        )
     for sample in samples:
         missing = [name for name in names if name not in sample.rewards]
         if missing:
             raise ConfigError(
                 f"env_name '{sample.env_name}': StepResult.rewards lacks '{missing[0]}', which other samples have; "
-                f"with {GDPO} each environment must give all of {', '.join(names)}"
+                f"with grpo.adv_estimator.name=gdpo each environment must give all of {', '.join(names)}"
             )
     return {name: torch.tensor([sample.rewards[name] for sample in samples]) for name in names}
 
@@ -215,8 +213,7 @@ def advantage_metrics(reward_B: Tensor, group_B: Tensor, adv_B: Tensor, grpo: GR
     baseline is 0, 1 or another number (NeMo RL): their peers got the problem all wrong, all right, or some of each."""
     loo = grpo.use_leave_one_out_baseline
     baseline_B = reward_B - group_advantages(reward_B, group_B, leave_one_out=loo, normalize=False)
-    zero = (baseline_B == 0).float().mean().item() * 100
-    one = (baseline_B == 1).float().mean().item() * 100
+    zero, one = ((baseline_B == value).float().mean().item() * 100 for value in (0, 1))
     baseline = {"pct_0": zero, "pct_1": one, "pct_mixed": 100 - zero - one}
     return {f"baseline_reward/{name}": value for name, value in baseline.items()} | {
         f"advantages/{name}": getattr(adv_B, name)().item() for name in ("mean", "max", "min", "sum")

@@ -30,7 +30,8 @@ import update
 from bench.head import ROOT, facts
 from config import Config
 from hf.model_config import ModelConfig
-from model import Decoder, shard, sharded_parameters
+from hf.weights import sharded_parameters
+from model import Decoder, shard
 from run import config_file
 from system.exits import exit_process
 from system.ranks import Ranks, start_process_group

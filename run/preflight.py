@@ -5,6 +5,7 @@ would want to hear of mistakes.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from dataset.mixing import Mixture
 from dataset.problems import Dataset, load_dataset
 from hf.model_config import ModelConfig, read_model_config, resolve_model_folder, stored_shape
 from hf.tokenizer import Tokenizer
-from run import resume
+from run import config_check, config_file, resume
 from run.config_check import check_writable
 
 
@@ -184,3 +185,13 @@ def check(cfg: config.Config) -> str:
         f"steps      {steps:,} of {grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} samples"
     )
     return "\n".join(lines)
+
+
+def parse_command_line(argv: Sequence[str], usage: str) -> config.Config:
+    """The validated config of a command line, with the run that it resumes. ConfigError for whatever is wrong."""
+    words = [word for word in argv if word != "--check"]
+    if not words or words[0].startswith("-"):
+        raise config.ConfigError(usage)
+    cfg = config_file.load(words[0], words[1:])
+    config_check.validate(cfg, int(os.environ.get("WORLD_SIZE", "1")))
+    return resume.resolve(cfg)

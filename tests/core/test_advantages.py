@@ -231,7 +231,7 @@ def test_gdpo_names_the_environment_that_lacks_a_reward():
         assert str(error.value).endswith("must give all of answer, format")
     for rewards in ({"answer": 1.0}, {}):
         with pytest.raises(
-            ConfigError, match=r"name=gdpo needs two rewards or more of each sample; StepResult.rewards"
+            ConfigError, match=r"name=gdpo needs two rewards or more of each sample, StepResult.rewards: \["
         ):
             step_advantages([graded("mine", 1, 1.0, rewards)], GDPO, LossConfig())
 

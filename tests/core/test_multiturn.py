@@ -13,7 +13,8 @@ import envs
 import update
 from envs import StepResult
 from hf.tokenizer import Tokenizer
-from model import full_tensors, load_policy
+from hf.weights import full_tensors
+from model import load_policy
 from rollout import rollout, rollout_over_ranks, sample_seed
 from system.exits import StopRun
 

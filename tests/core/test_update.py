@@ -13,7 +13,7 @@ import config
 import data
 import update
 from hf.tokenizer import Tokenizer
-from model import load_policy
+from model import Reference, load_policy
 
 CPU = torch.device("cpu")
 
@@ -133,7 +133,7 @@ def test_minibatches_and_epochs_equal_a_loop_by_hand(policy, batch, one_rank, ti
 
 def test_reference_keeps_the_first_weights_and_gives_the_policy_back(policy, batch, one_rank):
     cfg = settings(loss_fn={"reference_policy_kl_penalty": 0.1})
-    reference = update.Reference(policy)
+    reference = Reference(policy)
     (first,) = batches_of(policy, reference, batch, cfg, one_rank)
     start = torch.cat([micro.ref_logp_R for micro in first.micros])
     assert update.compute_gradients(policy, first, cfg, batch[2])["kl_penalty"] == pytest.approx(0, abs=1e-9)
@@ -212,7 +212,7 @@ def test_kl_in_reward_whitens_over_all_tokens_of_the_step(policy, batch, one_ran
         grpo={"adv_estimator": config.AdvEstimatorConfig(name="reinforce_plus_plus")},
         loss_fn={"reference_policy_kl_penalty": 0.5, "use_kl_in_reward": True, "reference_policy_kl_type": "k1"},
     )
-    reference = update.Reference(policy)
+    reference = Reference(policy)
     with torch.no_grad():
         for param in policy.parameters():
             param.to_local().mul_(1.05)
@@ -242,7 +242,7 @@ def test_one_pass_equals_two_and_leaves_out_rows_without_gradient(policy, batch,
     cfg = settings(loss_fn=loss_fn, policy={"ppo_epochs": 2})
     reference = None
     if cfg.loss_fn.reference_policy_kl_penalty:
-        reference = update.Reference(policy)
+        reference = Reference(policy)
         for shard in reference.shards.values():
             shard.mul_(1.01)
     rows = {

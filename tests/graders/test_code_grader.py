@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from hostile_code import HOSTILE, LOOK
-from test_pool import children
+from processes import children
 
 import envs
 from config import CodeEnvConfig, ConfigError, EnvConfig

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_pool import children
+from processes import children
 
 from graders import sandbox
 from graders.codec import decode, encode

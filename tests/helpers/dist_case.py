@@ -1,11 +1,11 @@
-"""The batch and the prompts that tests/test_distributed.py computes on one rank and on two."""
+"""The batch and the prompts that tests/system/test_ranks.py computes on one rank and on two."""
 
 import numpy as np
 import torch
+from update import Batch, to_device
 
 import config
 from data import Pack, Sample
-from update import Batch, to_device
 
 CONFIG = config.Config(
     loss_fn=config.LossConfig(reference_policy_kl_penalty=0.0),

@@ -1,4 +1,4 @@
-"""Kills ranks while they save, again and again: python tests/kill_worker.py FOLDER NUM_KILLS SEED
+"""Kills ranks while they save, again and again: python tests/helpers/kill_worker.py FOLDER NUM_KILLS SEED
 
 One process that has imported torch forks two gloo ranks for each life: they load, go on from there, save after every
 step, and one of them is killed, at a named point of the save or at a random instant. What a life loads must be a state

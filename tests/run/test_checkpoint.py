@@ -20,13 +20,12 @@ from torch.distributed.tensor import DTensor
 
 import data
 from config import CheckpointingConfig, ConfigError
-from model import load_policy
+from model import Reference, load_policy
 from run import checkpoint
 from run.folder import open_run_folder
 from run.resume import committed
 from system.exits import EXIT_SAVED, Saved, StopRun, exit_process, write_exit_file
 from system.ranks import Ranks
-from update import Reference
 
 STATE = {"consumed_samples": 96, "num_bad_steps": 0, "fingerprint": "abc", "last_validation": {"accuracy": 0.5}}
 

@@ -32,13 +32,13 @@ class RewardDecoder(Decoder):
         super().__init__(replace(config, tie_word_embeddings=True))  # such checkpoints have no head over the vocabulary
         self.score = nn.Linear(config.hidden_size, 1, bias=False)
 
-    def forward(self, token_T: Tensor, position_T: Tensor, cu_seqlens: Tensor, last_S: Tensor) -> Tensor:
-        """score_S at positions last_S of the pack, in float32: bfloat16 would round scores to 3 digits."""
+    def forward(self, token_T: Tensor, position_T: Tensor, cu_seqlens: Tensor, pos_S: Tensor) -> Tensor:
+        """score_S at positions pos_S of the pack, in float32: bfloat16 would round scores to 3 digits."""
 
-        def head(hidden_SD: Tensor, *_, temperature: float) -> Tensor:  # a score has no temperature
+        def score(hidden_SD: Tensor, *_, **__) -> Tensor:
             return hidden_SD.float() @ self.score.weight[0].float()
 
-        return super().forward(token_T, position_T, cu_seqlens, last_S, head=head)
+        return super().forward(token_T, position_T, cu_seqlens, pos_S, logprob_fn=score)
 
 
 class RewardModel:
