@@ -11,7 +11,6 @@ from pathlib import Path
 
 import config
 import envs
-import graded_envs
 from dataset.mixing import Mixture
 from dataset.problems import Dataset, load_dataset
 from hf.model_config import ModelConfig, read_model_config, resolve_model_folder, stored_shape
@@ -67,16 +66,43 @@ def read_datasets(
 
     def check(env_name: str, answers: list[tuple[str, str, dict]]) -> None:
         if env_name not in environments:
-            environments[env_name] = graded_envs.make_environment(env_name, cfg.env, num_ranks)
+            environments[env_name] = envs.make_environment(env_name, cfg.env, num_ranks)
         environments[env_name].check_answers(answers)
 
     def read(section: config.DatasetConfig) -> tuple[Dataset, Dataset | None]:
         return load_dataset(section, tokenizer, cfg.max_prompt_tokens, cfg.data.task_to_env, check)
 
     train = [read(section) for section in cfg.data.train]
+    if cfg.grpo.adv_estimator.name == "gdpo":
+        check_reward_names(environments, cfg.grpo.adv_estimator.reward_weights)
     unsplit = [replace(section, split_validation_size=0) for section in cfg.data.validation]
     held_out = [part for _, part in train if part] + [read(section)[0] for section in unsplit]
     return Mixture([dataset for dataset, _ in train], cfg), {dataset.name: dataset for dataset in held_out}
+
+
+def check_reward_names(environments: dict[str, envs.Environment], weights: tuple[float, ...] | None) -> None:
+    """Raises ConfigError unless all environments declare the same two or more reward_names, as gdpo needs them.
+
+    environments: env_name -> environment of the training sets; weights: grpo.adv_estimator.reward_weights.
+    """
+    declared = {env_name: set(getattr(each, "reward_names", ())) for env_name, each in environments.items()}
+    names = sorted(set().union(*declared.values()))
+    gdpo, fix = "grpo.adv_estimator.name=gdpo", "give them in StepResult.rewards and name them in its reward_names"
+    for env_name, its_names in declared.items():
+        missing = [name for name in names if name not in its_names]
+        if missing:
+            raise config.ConfigError(
+                f"env_name '{env_name}' has no reward {', '.join(missing)}, which {gdpo} needs: {fix}"
+            )
+    if len(names) < 2:
+        raise config.ConfigError(
+            f"{gdpo} needs two rewards or more of each sample; env_name '{', '.join(declared)}' declares "
+            f"{', '.join(names) or 'none'}: {fix}, or set grpo.adv_estimator.name=grpo"
+        )
+    if weights is not None and len(weights) != len(names):
+        raise config.ConfigError(
+            f"grpo.adv_estimator.reward_weights={list(weights)}: must be {len(names)} numbers, for {', '.join(names)}"
+        )
 
 
 def check_fits(cfg: config.Config, folder: Path, model: ModelConfig, tokenizer: Tokenizer) -> None:
