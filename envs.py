@@ -5,12 +5,9 @@ reward function by dotted path. Knows nothing of tokens: rollout.py turns replie
 tokens. Imports neither torch nor vllm, so that graders can run in plain processes.
 """
 
-import importlib
 import inspect
 import math
-import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -181,14 +178,3 @@ class RewardFunction(Environment):
             missing = [name for name in self.required if name not in fields]
             if missing:
                 raise ConfigError(f"{where}: no field '{missing[0]}', which the reward function {self.name} asks for")
-
-
-def import_attribute(path: str, key: str) -> Any:
-    """What `module:name`, the value of config key `key`, names. Modules may be in the working directory."""
-    module, _, attribute = path.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last: no file there takes the place of ours
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, ValueError, AttributeError) as error:  # ValueError: an empty module name
-        raise ConfigError(f"{key} '{path}': cannot be imported ({error})") from error

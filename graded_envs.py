@@ -11,10 +11,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from config import CodeEnvConfig, ConfigError, EnvConfig, MathEnvConfig
-from envs import Environment, Exact, RewardFunction, RewardModelEnv, StepResult, Turn, import_attribute
+from envs import Environment, Exact, RewardFunction, RewardModelEnv, StepResult, Turn
 from graders import code_grader, sandbox
 from graders.math_grader import MAX_ANSWER_CHARS, gold_answer
 from graders.pool import Graded, GraderPool
+from system.imports import import_attribute
 
 
 def _outcome(graded: Graded) -> str:

@@ -22,7 +22,7 @@ import config
 import data
 from graders.pool import GraderPool
 from run import config_check, config_file
-from run.preflight import Inputs, check, num_steps_of, read_inputs
+from run.preflight import RunInputs, check, num_steps_of, read_inputs
 from run.resume import checkpoint_folder, resolve
 from system.exits import die_with_parent
 
@@ -71,7 +71,7 @@ from run.folder import open_run_folder, write_provenance
 from run.log import RunLog, Timers
 from sampling import collect, data_is_used_up
 from system.exits import Interrupted, Saved, Signals, StopRun, describe_failure, exit_process, write_exit_file
-from system.ranks import Ranks, any_rank, broadcast_from_rank0, seed_everything, start_process_group
+from system.ranks import Ranks, any_rank, broadcast_from_rank0, on_rank0, seed_everything, start_process_group
 from system.watchdog import Watchdog
 from update import Reference, head_choice, make_micro_batches, needs_reference, score, set_learning_rate, train_step
 from validation import validate
@@ -80,10 +80,10 @@ gc.enable()
 gc.freeze()
 
 
-def train(cfg: config.Config, inputs: Inputs, ranks: Ranks, device: torch.device, dog: Watchdog) -> str:
+def train(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device, dog: Watchdog) -> str:
     """The run: returns the reason it ended. Raises StopRun when one of its checks fails, Saved when told to stop."""
     grpo, saving, timer = cfg.grpo, cfg.checkpointing, Timers(dog.enter)
-    num_rows, num_steps = inputs.train.num_rows, num_steps_of(cfg, inputs.train.num_rows)
+    num_rows, num_steps = inputs.train.num_problems, num_steps_of(cfg, inputs.train.num_problems)
     signals = Signals(saving.must_save_by_seconds)
     model, optimizer, engine = build(cfg, inputs, ranks, device)
     GraderPool.stop, engine.stop = signals.pending, partial(ranks.any_rank_of_engine, signals.pending)
@@ -142,7 +142,7 @@ def train(cfg: config.Config, inputs: Inputs, ranks: Ranks, device: torch.device
 
 def learn(
     cfg: config.Config,
-    inputs: Inputs,
+    inputs: RunInputs,
     model: Decoder,
     optimizer: torch.optim.Optimizer,
     reference: Reference | None,
@@ -161,7 +161,7 @@ def learn(
     with timer("policy_and_reference_logprobs"):
         batches, masked = score(model, reference, micro_batches, cfg, vocab_size)
     with timer("policy_training"):
-        set_learning_rate(optimizer, cfg, step, num_steps_of(cfg, inputs.train.num_rows))
+        set_learning_rate(optimizer, cfg, step, num_steps_of(cfg, inputs.train.num_problems))
         update = train_step(model, optimizer, batches, cfg, vocab_size, step, state["num_bad_steps"])
         if reference:
             reference.follow(model, cfg.grpo, step)
@@ -208,7 +208,7 @@ def step_advantages(samples: list[data.Sample], cfg: config.Config) -> tuple[lis
 
 
 def build(
-    cfg: config.Config, inputs: Inputs, ranks: Ranks, device: torch.device
+    cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device
 ) -> tuple[Decoder, torch.optim.AdamW, Engine]:
     """The sharded policy with float32 master weights, its optimizer, and the engine, which has no weights yet."""
     head = head_choice(cfg, device)
@@ -253,7 +253,7 @@ def build(
 
 def restore(
     cfg: config.Config,
-    inputs: Inputs,
+    inputs: RunInputs,
     model: Decoder,
     optimizer: torch.optim.Optimizer,
     reference: dict[str, torch.Tensor],
@@ -293,7 +293,7 @@ def sync_weights(model: Decoder, engine: Engine, version: int) -> None:
 
 
 def collect_samples(
-    cfg: config.Config, inputs: Inputs, engine: Engine, ranks: Ranks, cursor: dict, step: int
+    cfg: config.Config, inputs: RunInputs, engine: Engine, ranks: Ranks, cursor: dict, step: int
 ) -> tuple[list[data.Sample], dict, dict[str, float]]:
     """The step's samples, the cursor behind the prompts drawn for them, and their metrics; all of it on every rank."""
     generate = partial(
@@ -327,9 +327,9 @@ def main() -> int:
     run_folder, dog = None, None
     try:
         cfg = parse(sys.argv[1:])
-        inputs = read_inputs(cfg)
         ranks, device = start_process_group(cfg.policy.generation.vllm_cfg.tensor_parallel_size)
         cfg = broadcast_from_rank0(cfg)  # resume=auto: another rank may have found another run
+        inputs = read_inputs(cfg, on_rank0=on_rank0)
         run_folder = open_run_folder(cfg.logger.log_dir, cfg.checkpointing.resume_from, ranks)
         if ranks.rank == 0:
             write_provenance(run_folder, ranks.world_size)

@@ -95,7 +95,7 @@ class RewardModel:
         score: the last that is not `pad_token_id`, so that a model with the end token for padding ends before it. []
         where the template refuses it."""
         try:
-            ids = self.tokenizer.render(messages, add_generation_prompt=False)
+            ids = self.tokenizer.render(messages, add_generation_prompt=False, escape=True)
         except jinja2.TemplateError:
             return []
         end = len(ids)

@@ -15,7 +15,7 @@ import config
 from data import Sample
 from rollout import Engine, rollout_over_ranks
 from run.log import RunLog
-from run.preflight import Inputs
+from run.preflight import RunInputs
 from sampling import groups_of
 from system.ranks import Ranks
 
@@ -23,7 +23,7 @@ Z95 = 1.959964  # 97.5% of a normal distribution lie below
 
 
 def validate(
-    cfg: config.Config, inputs: Inputs, engine: Engine, ranks: Ranks, log: RunLog | None, step: int
+    cfg: config.Config, inputs: RunInputs, engine: Engine, ranks: Ranks, log: RunLog | None, step: int
 ) -> dict[str, float]:
     """Scores every validation set in every mode; logs and returns the numbers. {} when there is no set."""
     if not inputs.validation:
@@ -56,11 +56,11 @@ def modes(cfg: config.Config) -> dict[str, dict[str, Any]]:
 
 
 def sample_problems(
-    cfg: config.Config, inputs: Inputs, engine: Engine, ranks: Ranks, name: str, mode: str
+    cfg: config.Config, inputs: RunInputs, engine: Engine, ranks: Ranks, name: str, mode: str
 ) -> list[Sample]:
     """Graded samples of the first max_val_samples problems of set `name`, on every rank; the ranks share the work. The
     same seeds every time, so that two validations differ by the weights alone."""
-    problems = list(enumerate(inputs.validation[name].rows[: cfg.grpo.max_val_samples]))
+    problems = list(enumerate(inputs.validation[name].problems[: cfg.grpo.max_val_samples]))
     how = modes(cfg)[mode] | {"seed_key": (cfg.grpo.seed, -1), "max_turns": cfg.grpo.max_rollout_turns}
     how["max_error_fraction"] = cfg.env.max_error_fraction
     return rollout_over_ranks(engine, inputs.tokenizer, inputs.environments, problems, ranks=ranks, **how)

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from config import ConfigError
+
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # longer than any rollout: ranks wait for the slowest one's samples
 
@@ -91,6 +93,20 @@ def broadcast_from_rank0(value: T) -> T:
     shared = [value]
     dist.broadcast_object_list(shared, src=0)
     return shared[0]
+
+
+def on_rank0(work: Callable[[], T]) -> T:
+    """What `work` gives on rank 0, on all ranks; the ConfigError that it raises there is raised on all ranks."""
+    result: T | ConfigError | None = None
+    if dist.get_rank() == 0:
+        try:
+            result = work()
+        except ConfigError as error:
+            result = error
+    result = broadcast_from_rank0(result)
+    if isinstance(result, ConfigError):
+        raise result
+    return result
 
 
 def _free_port() -> int:

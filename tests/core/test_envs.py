@@ -8,6 +8,7 @@ import envs
 import graded_envs
 from config import ConfigError, EnvConfig
 from envs import StepResult
+from system.imports import import_attribute
 
 
 def grade(reply, answer="1234", finish_reason="stop"):
@@ -170,7 +171,7 @@ def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     (verdict,) = graded_envs.make_environment("only_here:f", EnvConfig()).step([turn("x")])
-    assert verdict.reward == 1.0 and envs.import_attribute("envs:Exact", "env_name") is envs.Exact
+    assert verdict.reward == 1.0 and import_attribute("envs:Exact", "env_name") is envs.Exact
 
 
 GRADES = 5

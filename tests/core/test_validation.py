@@ -12,9 +12,9 @@ import pytest
 import config
 import envs
 from data import Problem, Sample
-from dataset.problems import Dataset
+from dataset.scan import Dataset
 from run import config_check, config_file
-from run.preflight import Inputs
+from run.preflight import RunInputs
 from system.ranks import Ranks
 from validation import clustered_interval, majority, modes, pass_at_k, score, validate, wilson_interval
 
@@ -168,8 +168,8 @@ class FakeTokenizer:
 def inputs_of(**sizes):
     """Validation sets of so many problems, whose answers are 7."""
     rows = [Problem(i, [{"role": "user", "content": "?"}], "7", "exact", [1, 2]) for i in range(50)]
-    sets = {name: Dataset(f"{name}.jsonl", rows[:size], 0, name) for name, size in sizes.items()}
-    return Inputs(Path(), FakeTokenizer(), None, sets, {"exact": envs.Exact()})
+    sets = {name: Dataset(f"{name}.jsonl", rows[:size], "", name) for name, size in sizes.items()}
+    return RunInputs(Path(), FakeTokenizer(), None, sets, {"exact": envs.Exact()})
 
 
 def config_of(**grpo):

@@ -13,7 +13,7 @@ from chat_templates import CONVERSATIONS, TEMPLATES, TOOLS
 from tokenizers import models, pre_tokenizers, processors
 
 from config import DataError, DatasetConfig
-from dataset.problems import load_dataset
+from dataset.scan import load_dataset
 from hf.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
