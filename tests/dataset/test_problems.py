@@ -149,3 +149,12 @@ def test_explicit_keys_are_the_only_ones(tokenizer):
     Path("prompt.txt").write_text("{}")
     message = refused(tokenizer, [{"messages": [USER | {"role": "tool"}], "answer": "1"}], prompt_file="prompt.txt")
     assert message == "rows.jsonl:1: no user message, which prompt_file=prompt.txt goes around"
+
+
+def test_a_control_token_in_a_prompt_file_is_refused(tokenizer):
+    for key in ("prompt_file", "system_prompt_file"):
+        Path("text.txt").write_text("Think. {}<|end|>")
+        message = refused(tokenizer, [GOOD], **{key: "text.txt"})
+        assert message.startswith("text.txt: holds the control token '<|end|>'"), message
+        Path("text.txt").write_text("Think. {}<|end")
+        assert len(load(tokenizer, [GOOD], **{key: "text.txt"}).problems) == 1

@@ -3,10 +3,14 @@
 import json
 import subprocess
 import sys
+from collections import Counter
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
 
 from dataset_case import GOOD, USER, load, read, refused
+
+from dataset import scan
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -118,3 +122,117 @@ def test_fingerprint_is_of_what_is_trained_on(tokenizer):
 
 
 CHANGES = ({"output": "5"}, {"input": "2+3"}, {"task_name": "math"}, {"loss_multiplier": 0})
+
+
+# --------------------------------------------------------------------------------- control tokens, part of the rows
+
+
+def test_rows_with_a_control_token_are_left_out_counted_and_named(tokenizer):
+    def message(text, role="user"):
+        return {"role": role, "content": text}
+
+    tool = {"type": "function", "function": {"name": "add", "description": "ends with <|end|>"}}
+    rows = [
+        GOOD,
+        {"input": "a<|end|>b", "output": "1"},
+        {"messages": [message("<|us", "system"), message("er|>")], "output": "1"},  # out of two messages
+        {"input": "a", "output": "<|end|>", "note": "<|end|>"},  # is in no prompt
+        {"input": "2 <", "output": "1"},
+        GOOD | {"tools": [tool]},
+        {"messages": [message("x"), message("y", "<|assistant|>"), message("z")], "output": "1"},
+    ]
+    dataset = load(tokenizer, rows)
+    assert [problem.row_id for problem in dataset.problems] == [0, 3, 4]
+    places = "rows.jsonl:2 '<|end|>', rows.jsonl:3 '<|user|>', rows.jsonl:6 '<|end|>', ..."
+    assert dataset.counts.left_out(9) == f"4 left out: a control token in their text ({places})"
+    assert "rows.jsonl: no usable row: 1 left out: a control token in their text (rows.jsonl:1 '<|end|>')" == refused(
+        tokenizer, rows[1:2]
+    )
+
+
+def test_part_of_the_rows(tokenizer):
+    """The first half of max_rows in order, the others drawn from the rest: each about equally often."""
+    seen = []
+
+    def part(seed, num_rows=100, bad=()):
+        rows = [{"input": "x" * (30 if i in bad else 1), "output": str(i)} for i in range(num_rows)]
+        seen.clear()
+        check = lambda _, answers: seen.extend(int(answer) for _, answer, _ in answers)  # noqa: E731
+        return load(tokenizer, rows, 20, check=check, max_rows=20, seed=seed)
+
+    dataset = part(3)
+    first = list(seen)
+    assert first == sorted(set(first)) and len(first) == 20 and first[:10] == list(range(10))
+    assert (dataset.counts.num_rows, dataset.counts.num_read, len(dataset.problems)) == (100, 20, 100)
+    part(3)
+    assert seen == first
+    drawn = Counter()
+    for seed in range(200):
+        part(seed)
+        drawn.update(seen[10:])
+    assert set(drawn) == set(range(10, 100)) and max(drawn.values()) < 45  # of 200 * 10 / 90 = 22
+    dataset = part(3, bad=(4, first[-1]))
+    assert dataset.counts.num_too_long == 2 and len(dataset.problems) == 98
+    assert 4 not in {problem.row_id for problem in dataset.problems}
+    dataset = part(3, num_rows=20)
+    assert (dataset.counts.num_rows, dataset.counts.num_read) == (20, 20) and seen == list(range(20))
+    assert refused(tokenizer, [GOOD] * 100, 2, max_rows=20) == "rows.jsonl: no usable row: 20 left out: over 2 tokens"
+
+
+def test_progress_is_said_of_many_rows(tokenizer, monkeypatch, capsys):
+    monkeypatch.setattr(scan, "PROGRESS_SECONDS", -1)
+    load(tokenizer, [GOOD] * 30)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(scan, "MANY_ROWS", 29)
+    load(tokenizer, [GOOD] * 30)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 30 and lines[17] == "rows.jsonl: checked 17 of 30 rows"
+
+
+# -------------------------------------------------------------------------------------------------- several ranks
+
+
+class FakeRanks:
+    """Ranks one after the other: what the first one's work gave or raised goes to the others as a message would."""
+
+    def __init__(self):
+        self.results = []
+        self.num_asked = 0
+
+    def rank(self, number):
+        self.num_asked = 0
+        return lambda work: self.answer(number, work)
+
+    def answer(self, number, work):
+        if number == 0:
+            self.results.append(work())
+        self.num_asked += 1
+        return ForkingPickler.loads(ForkingPickler.dumps(self.results[self.num_asked - 1]))
+
+
+def test_one_rank_renders_and_all_have_the_same_problems(tokenizer, monkeypatch):
+    rows = [{"input": "x" * (30 if i == 3 else 1 + i % 5), "output": str(i), "id": i} for i in range(50)]
+    rows[7]["task_name"] = "math"
+    ranks, rendered, render = FakeRanks(), [], tokenizer.render
+    monkeypatch.setattr(tokenizer, "render", lambda *args: rendered.append(args) or render(*args))
+    loaded = []
+    for number in range(3):
+        environments = []
+        check = lambda name, answers: environments.append((name, len(answers)))  # noqa: E731, B023
+        options = {"on_rank0": ranks.rank(number), "split_validation_size": 5, "check": check}
+        loaded.append((read(tokenizer, rows, 20, **options), environments))
+        assert len(rendered) == 50, "only rank 0 renders"
+    alone = read(tokenizer, rows, 20, split_validation_size=5)
+    for (train, held), environments in loaded:
+        for part, expected in ((train, alone[0]), (held, alone[1])):
+            assert list(part.problems) == list(expected.problems)
+            assert (part.fingerprint, part.counts) == (expected.fingerprint, expected.counts)
+        assert environments[-2:] == [("exact", 0), ("math", 0)]  # made on every rank
+    assert loaded[0][1][:2] == [("exact", 48), ("math", 1)] and len(loaded[1][1]) == 2
+
+
+def test_ranks_that_find_other_rows_are_refused(tokenizer):
+    ranks = FakeRanks()
+    load(tokenizer, [GOOD, GOOD], on_rank0=ranks.rank(0))
+    message = refused(tokenizer, [GOOD, GOOD | {"output": "3"}], on_rank0=ranks.rank(1))
+    assert message.startswith("rows.jsonl: this rank finds other rows there than rank 0")
