@@ -21,7 +21,7 @@ from pathlib import Path
 import config
 import data
 from graders.pool import GraderPool
-from run import config_check, config_file
+from run import config_check, config_file, config_keys
 from run.preflight import Inputs, check, num_steps_of, read_inputs
 from run.resume import checkpoint_folder, resolve
 from system.exits import die_with_parent
@@ -42,7 +42,7 @@ def parse(argv: Sequence[str]) -> config.Config:
 if __name__ == "__main__" and (len(sys.argv) == 1 or {"--check", "--help", "-h"} & set(sys.argv)):
     # Before torch and vllm are imported: mistakes are answered in a second.
     if {"--help", "-h"} & set(sys.argv):
-        print(USAGE, config_file.help_text(), sep="\n\n")
+        print(USAGE, config_keys.help_text(), sep="\n\n")
         sys.exit(0)
     try:
         print(check(parse(sys.argv[1:])))

@@ -266,7 +266,7 @@ def train_step(
     total, count = {}, 0
     for batch in batches * cfg.policy.ppo_epochs:
         update = compute_gradients(model, batch, cfg, vocab_size, total)
-        patient = num_bad_steps < cfg.grpo.logp_gap_patience
+        patient = num_bad_steps < cfg.grpo.max_bad_steps
         skip = check_logp_gap(update, cfg.grpo.logp_gap_limit, step, patient)
         norm, num_bad_steps = apply_gradients(model, optimizer, cfg, update["loss"], num_bad_steps, step, skip)
         count += 1

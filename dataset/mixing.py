@@ -23,7 +23,6 @@ from config import Config, ConfigError
 from data import Problem
 from dataset.problems import Dataset
 from envs import import_attribute
-from run.config_check import NEMO_DATALOADER
 
 Cursor = dict[str, Any]  # position: prompts drawn; drawn: set -> prompts drawn by name; memory, records: of the sampler
 
@@ -38,8 +37,9 @@ class Mixture:
         weights = [section.weight for section in cfg.data.train]
         self.weights = [Fraction(weight) for weight in weights] if all(weights) else []
         path, self.in_turn = cfg.data.custom_dataloader, cfg.data.use_multiple_dataloader
-        own = self.in_turn and path not in (None, NEMO_DATALOADER)
-        self.sampler: Callable[..., Any] | None = import_attribute(path, "data.custom_dataloader") if own else None
+        self.sampler: Callable[..., Any] | None = None
+        if self.in_turn and path:
+            self.sampler = import_attribute(path, "data.custom_dataloader")
 
     @property
     def num_rows(self) -> int:

@@ -27,8 +27,6 @@ INPUT_KEYS = ("input", "problem", "question", "prompt")
 OUTPUT_KEYS = ("output", "expected_answer", "ground_truth", "answer")
 GYM_PLACES = ("", "verifier_metadata.", "metadata.", "extra_env_info.", "reward_model.")
 GYM_PLACES += ("responses_create_params.metadata.",)
-# NeMo RL's names for what is done here anyway: take the text or the messages of a row, and its answer.
-NEMO_PROCESSORS = ("default", "math_data_processor", "math_hf_data_processor", "nemo_gym_data_processor")
 GSM8K_ANSWER = re.compile(r".*\n#### ([^\n]+)\s*", re.DOTALL)
 ENVIRONMENTS = ("exact", "math", "code", "reward_model")
 PORTION = 256  # rows whose fields are in memory at once, of each environment
@@ -169,8 +167,7 @@ class ProblemMaker:
         cfg = self.cfg
         self.system = read_text(cfg.system_prompt_file) if cfg.system_prompt_file else None
         self.prompt = read_prompt(cfg.prompt_file) if cfg.prompt_file else None
-        own = cfg.processor is not None and cfg.processor not in NEMO_PROCESSORS
-        self.processor = import_attribute(cfg.processor, "processor") if own else None
+        self.processor = import_attribute(cfg.processor, "processor") if cfg.processor else None
 
     def __call__(self, number: int, raw: dict) -> Problem | None:
         where = self.source.where(number)

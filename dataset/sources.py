@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 from config import DataError, DatasetConfig
 from envs import import_attribute
-from run.config_check import FILE_DATASETS
 
 MAX_LINE_BYTES = 64 * 2**20
 BOM = b"\xef\xbb\xbf"
@@ -68,8 +67,8 @@ def with_known_keys(cfg: DatasetConfig) -> DatasetConfig:
     """The section, with what its `dataset_name` implies filled in; that is None then, where it is not the user's own
     function. DataError for a name nobody knows."""
     name = cfg.dataset_name
-    if name is None or name in FILE_DATASETS:
-        return replace(cfg, dataset_name=None, env_name=cfg.env_name or "exact")
+    if name is None:
+        return replace(cfg, env_name=cfg.env_name or "exact")
     if ":" in name:
         return replace(cfg, env_name=cfg.env_name or "exact")
     known = {_plain(key): value for key, value in KNOWN.items()}.get(_plain(name))

@@ -121,17 +121,6 @@ def test_check_of_a_guides_file(tmp_path):
 # ------------------------------------------------------------------------------------------- what is not taken over
 
 
-@pytest.fixture
-def write(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    def write(text):
-        Path("run.yaml").write_text(text)
-        return "run.yaml"
-
-    return write
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -215,54 +204,3 @@ def test_free_mappings(write):
     assert cfg.policy.tokenizer.chat_template_kwargs == {"k": "true", "enable_thinking": False}
     assert load(write(to_yaml(cfg))) == cfg
     assert load("run.yaml", ["data.task_to_env={algebra: math}"]).data.task_to_env == {"algebra": "math"}
-
-
-# ----------------------------------------------------------------------------------------------- mixes and names
-
-SETS = "data: {train: [{data_path: a.jsonl}, {data_path: b.jsonl}], validation: {data_path: v.jsonl}}\n"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "problem"),
-    [
-        (["data.train.0.weight=2"], "data.train: some sets have a weight and some have none: give all of them one"),
-        (["data.train.0.weight=0"], "data.train.0.weight=0.0: must be > 0"),
-        (
-            ["data.train.1.data_path=x/a.jsonl"],
-            "data.train: 2 sets are called 'a': tell them apart by their key `name`",
-        ),
-        (
-            ["data.use_multiple_dataloader=true"],
-            "data.use_multiple_dataloader=true: set data.num_prompts_per_dataloader",
-        ),
-        (
-            ["data.use_multiple_dataloader=true", "data.num_prompts_per_dataloader=12"],
-            "data.num_prompts_per_dataloader=12 does not divide the 32 prompts drawn at once for a step",
-        ),
-        (
-            ["data.use_multiple_dataloader=true", "data.train.0.weight=1", "data.train.1.weight=1"],
-            "data.train.weight and data.use_multiple_dataloader=true: choose one way to mix",
-        ),
-        (["data.train.0.split_validation_size=2", "data.train.0.name=v"], "data.validation: 2 sets are called 'v'"),
-        (["data.validation.split_validation_size=2"], "data.validation.split_validation_size: validation sets are not"),
-        (
-            ["data.train.1.dataset_name=ResponseDataset", "data.train.1.data_path=null"],
-            "data.train.1.data_path is not se",
-        ),
-    ],
-)
-def test_mixes_that_make_no_sense(write, overrides, problem):
-    with pytest.raises(ConfigError) as error:
-        validate(load(write(SETS), overrides), 1)
-    assert problem in str(error.value)
-
-
-def test_mixes_that_do(write):
-    for overrides in (
-        [],
-        ["data.train.0.weight=2", "data.train.1.weight=0.5"],
-        ["data.use_multiple_dataloader=true", "data.num_prompts_per_dataloader=16"],
-        ["data.use_multiple_dataloader=true", "data.custom_dataloader=mine:sampler"],
-        ["data.validation=null", "data.train.0.split_validation_size=0.1"],
-    ):
-        validate(load(write(SETS), overrides), 1)
