@@ -15,7 +15,6 @@ from config import Config, ConfigError, DataConfig, DatasetConfig, GRPOConfig
 from data import Problem
 from dataset.mixing import Mixture, rows_at
 from dataset.problems import Dataset
-from run.config_check import NEMO_DATALOADER
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,13 +64,12 @@ def test_guides_example_of_one_loader_and_of_several():
     one, _ = batches(mixture_of([4, 8], shuffle=False), [4] * 3)
     assert one == [[(name, i + k) for i in range(4)] for name, k in (("a", 0), ("b", 0), ("b", 4))]
     turns = {"use_multiple_dataloader": True, "num_prompts_per_dataloader": 2}
-    for path in (None, NEMO_DATALOADER):
-        several, _ = batches(mixture_of([4, 8], shuffle=False, custom_dataloader=path, **turns), [4] * 3)
-        assert several == [
-            [("a", 0), ("a", 1), ("b", 0), ("b", 1)],
-            [("a", 2), ("a", 3), ("b", 2), ("b", 3)],
-            [("a", 0), ("a", 1), ("b", 4), ("b", 5)],
-        ]
+    several, _ = batches(mixture_of([4, 8], shuffle=False, **turns), [4] * 3)
+    assert several == [
+        [("a", 0), ("a", 1), ("b", 0), ("b", 1)],
+        [("a", 2), ("a", 3), ("b", 2), ("b", 3)],
+        [("a", 0), ("a", 1), ("b", 4), ("b", 5)],
+    ]
 
 
 def test_turns_go_on_where_a_step_has_not_all_sets():

@@ -362,7 +362,6 @@ def hub(monkeypatch):
     [
         ({"data_path": "org/rows"}, ("org/rows", None, "train")),
         ({"data_path": "org/rows-v1.5", "subset": "a", "split": "test"}, ("org/rows-v1.5", "a", "test")),
-        ({"dataset_name": "ResponseDataset", "data_path": "org/rows"}, ("org/rows", None, "train")),
         ({"dataset_name": "gsm8k"}, ("openai/gsm8k", "main", "train")),
         ({"dataset_name": "GSM8K", "split": "test"}, ("openai/gsm8k", "main", "test")),
         ({"dataset_name": "MATH-500"}, ("HuggingFaceH4/MATH-500", None, "test")),
@@ -384,8 +383,7 @@ def test_what_is_asked_of_the_hub(tokenizer, hub, keys, asked):
         == dataset.name
         == (keys["dataset_name"] if "data_path" not in keys else Path(keys["data_path"]).stem)
     )
-    known = keys.get("dataset_name") not in (None, "ResponseDataset")
-    assert row.env_name == ("math" if known else "exact")
+    assert row.env_name == ("math" if "dataset_name" in keys else "exact")
 
 
 def test_subsets_follow_one_another(tokenizer, hub):

@@ -3,9 +3,14 @@
 Messages are compared whole: they are the interface.
 """
 
-import pytest
+import re
+from typing import get_args
 
-from config import ConfigError
+import pytest
+import torch
+
+from advantages import advantages
+from config import AdvEstimatorConfig, ConfigError
 from run.config_check import validate
 from run.config_file import load
 
@@ -28,8 +33,9 @@ VLLM = "policy.generation.vllm_cfg"
             1,
             ["grpo.num_generations_per_prompt=1", "grpo.max_num_steps=0"],
             [
-                "grpo.num_generations_per_prompt=1: must be >= 2 (Samples per prompt, compared to each other.)",
-                "grpo.max_num_steps=0: must be >= 1 (Optimizer steps, unless max_num_epochs ends the run.)",
+                "grpo.num_generations_per_prompt=1: must be >= 2 (A step samples this many responses per prompt; "
+                "they form a group.)",
+                "grpo.max_num_steps=0: must be >= 1 (The run ends after this many steps, or after max_num_epochs.)",
             ],
         ),
         (
@@ -69,33 +75,40 @@ VLLM = "policy.generation.vllm_cfg"
             ["policy.generation.max_new_tokens=513"],
             [
                 "policy.generation.max_new_tokens=513 is more than policy.max_total_sequence_length=512: lower it to "
-                "512 (what each prompt leaves), or less"
+                "512 or less"
             ],
         ),
         (
             1,
             [
-                *("checkpointing.resume=never", "checkpointing.resume_from=logs/exp_001"),
-                *("checkpointing.checkpoint_must_save_by=03:45:00", "checkpointing.metric_name=accuracy"),
+                "checkpointing.resume=never",
+                "checkpointing.resume_from=logs/exp_001",
+                "checkpointing.checkpoint_must_save_by=03:45:00",
+                "checkpointing.metric_name=accuracy",
             ],
             [
                 "checkpointing.resume=never and checkpointing.resume_from=logs/exp_001: choose one",
-                "checkpointing.checkpoint_must_save_by=03:45:00: must be DD:HH:MM:SS, as 00:03:45:00",
-                "checkpointing.metric_name=accuracy: must be a key of metrics.jsonl, as train/reward",
+                "checkpointing.checkpoint_must_save_by=03:45:00: must be DD:HH:MM:SS, such as 00:03:45:00",
+                "checkpointing.metric_name=accuracy: must be a key of metrics.jsonl, such as train/reward",
             ],
         ),
         (
             1,
             ["checkpointing.keep_top_k=3", "grpo.val_period=0"],
-            ["checkpointing.keep_top_k=3 compares validation/sampled/accuracy, and grpo.val_period=0: no validation"],
+            [
+                "checkpointing.keep_top_k=3 compares validation/sampled/accuracy, but grpo.val_period=0 means no "
+                "validation"
+            ],
         ),
         (
             1,
             ["loss_fn.disable_ppo_ratio=true", "loss_fn.force_on_policy_ratio=true", "loss_fn.ratio_clip_c=3"],
             [
                 "loss_fn.disable_ppo_ratio=true and loss_fn.force_on_policy_ratio=true: choose one",
-                "loss_fn.ratio_clip_c=3.0 and loss_fn.disable_ppo_ratio=true: there is no ratio to clip",
-                "loss_fn.ratio_clip_c=3.0 and loss_fn.force_on_policy_ratio=true: the ratio is 1",
+                "loss_fn.ratio_clip_c=3.0 has no effect with loss_fn.disable_ppo_ratio=true: there is no ratio to clip"
+                "; set loss_fn.ratio_clip_c=null",
+                "loss_fn.ratio_clip_c=3.0 has no effect with loss_fn.force_on_policy_ratio=true: the ratio is 1; "
+                "set loss_fn.ratio_clip_c=null",
             ],
         ),
         (
@@ -140,15 +153,6 @@ REINFORCE, GDPO = "grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estim
         (f"{KIND}=sequence", f"{LOW}=0.0", [IS]),
         (f"{KIND}=seq-mask-tis", GSPO, [IS, PER_SEQUENCE, f"{HIGH}=2", f"{LOW}=0.5"]),
         (f"{KIND}=sequence", GSPO, [IS, PER_SEQUENCE]),
-        (GSPO, "loss_fn.disable_ppo_ratio=true", [PER_SEQUENCE]),
-        ("loss_fn.use_kl_in_reward=true", "grpo.adv_estimator.name=grpo", []),
-        ("loss_fn.use_kl_in_reward=true", GDPO, []),
-        ("loss_fn.kl_gradient=plain", "loss_fn.use_kl_in_reward=true", [REINFORCE]),
-        ("loss_fn.use_on_policy_kl_approximation=true", "loss_fn.use_kl_in_reward=true", [REINFORCE]),
-        ("grpo.adv_estimator.reward_weights=[1.0, 2.0]", "grpo.adv_estimator.name=grpo", []),
-        ("grpo.adv_estimator.minus_baseline=false", GDPO, []),
-        ("grpo.reward_std=batch", "grpo.normalize_rewards=false", []),
-        ("grpo.reward_std=group", REINFORCE, []),
     ],
 )
 def test_keys_that_do_not_go_together(write, one, other, besides):
@@ -156,15 +160,69 @@ def test_keys_that_do_not_go_together(write, one, other, besides):
     assert problem.startswith(f"{one} and {other}: ")
 
 
+@pytest.mark.parametrize(
+    ("unread", "default", "other", "besides"),
+    [
+        (GSPO, "false", "loss_fn.disable_ppo_ratio=true", [PER_SEQUENCE]),
+        ("loss_fn.use_kl_in_reward=true", "false", "grpo.adv_estimator.name=grpo", []),
+        ("loss_fn.use_kl_in_reward=true", "false", GDPO, []),
+        ("loss_fn.kl_gradient=plain", "score_function", "loss_fn.use_kl_in_reward=true", [REINFORCE]),
+        ("loss_fn.use_on_policy_kl_approximation=true", "false", "loss_fn.use_kl_in_reward=true", [REINFORCE]),
+        ("grpo.reward_std=batch", "baseline", "grpo.normalize_rewards=false", []),
+        ("grpo.reward_shaping.enabled=true", "false", GDPO, []),
+        ("grpo.ref_policy_update_period=5", "null", "loss_fn.reference_policy_kl_penalty=0.0", []),
+        ("grpo.ref_policy_update_alpha=0.5", "1.0", "grpo.ref_policy_update_period=null", []),
+        ("policy.scheduler.min_factor=0.1", "0.0", "policy.scheduler.name=constant", []),
+    ],
+)
+def test_a_key_that_nothing_reads_must_have_its_default(write, unread, default, other, besides):
+    (problem,) = problems_of(write("grpo: {seed: 1}"), 1, unread, other, *besides)
+    assert problem.startswith(f"{unread} has no effect with {other}: ")
+    key = unread.partition("=")[0]
+    assert problem.endswith(f"; set {key}={default}")
+    validate(load("run.yaml", [*VALID, f"{key}={default}", other, *besides]), 1)
+
+
+ESTIMATOR_OPTIONS = {  # key -> a value other than its default
+    "grpo.normalize_rewards": "false",
+    "grpo.use_leave_one_out_baseline": "false",
+    "grpo.reward_std": "batch",
+    "grpo.adv_estimator.minus_baseline": "false",
+    "grpo.adv_estimator.reward_weights": "[1.0, 3.0]",
+}
+
+
+def advantages_of(cfg):
+    """What the estimator of a config makes of two groups of four samples with two rewards each."""
+    rewards = {"a": torch.tensor([0.0, 1, 1, 1, 0, 0, 0, 1]), "b": torch.tensor([0.5, 2, 0, 1, 7, 3, 0, 0])}
+    group_B = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    num_tokens_B = torch.arange(1, 9)
+    return advantages(rewards["a"] + rewards["b"], group_B, num_tokens_B, cfg.grpo, cfg.loss_fn, rewards)
+
+
+@pytest.mark.parametrize("key", ESTIMATOR_OPTIONS)
+@pytest.mark.parametrize("estimator", get_args(AdvEstimatorConfig.__annotations__["name"]))
+def test_an_option_is_refused_if_and_only_if_the_estimator_does_not_read_it(write, estimator, key):
+    name = f"grpo.adv_estimator.name={estimator}"
+    plain = load(write("grpo: {seed: 1}"), [*VALID, name])
+    changed = load("run.yaml", [*VALID, name, f"{key}={ESTIMATOR_OPTIONS[key]}"])
+    validate(plain, 1)
+    if torch.equal(advantages_of(plain), advantages_of(changed)):
+        with pytest.raises(
+            ConfigError, match=f"^{re.escape(f'{key}={ESTIMATOR_OPTIONS[key]} has no effect with {name}')}: "
+        ):
+            validate(changed, 1)
+    else:
+        validate(changed, 1)
+
+
 def test_a_forced_ratio_is_for_one_step_per_rollout(write):
-    path, forced, batch = (
-        write("grpo: {seed: 1}"),
-        "loss_fn.force_on_policy_ratio=true",
-        "policy.train_global_batch_size",
-    )
-    told = "loss_fn.force_on_policy_ratio=true is for one optimizer step per rollout, but policy.ppo_epochs="
-    assert problems_of(path, 1, forced, "policy.ppo_epochs=2") == [f"{told}2 and {batch}=null make 2"]
-    assert problems_of(path, 1, forced, f"{batch}=128") == [f"{told}1 and {batch}=128 make 4"]
+    path = write("grpo: {seed: 1}")
+    forced = "loss_fn.force_on_policy_ratio=true"
+    batch = "policy.train_global_batch_size"
+    start = "loss_fn.force_on_policy_ratio=true is for one optimizer step per rollout, but policy.ppo_epochs="
+    assert problems_of(path, 1, forced, "policy.ppo_epochs=2") == [f"{start}2 and {batch}=null make 2"]
+    assert problems_of(path, 1, forced, f"{batch}=128") == [f"{start}1 and {batch}=128 make 4"]
     validate(load(path, [*VALID, forced, f"{batch}=512"]), 1)
     validate(load(path, [*VALID, f"{batch}=128", "policy.ppo_epochs=2"]), 1)
 
@@ -209,7 +267,6 @@ def test_keys_that_do(write, overrides):
         ("checkpointing.keep_latest", ["1"], ["2"]),
         ("grpo.val_period", ["-1"], ["0"]),
         ("grpo.max_bad_steps", ["-1"], ["0"]),
-        ("grpo.logp_gap_patience", ["-1"], ["0"]),
         ("grpo.seed", ["-1", "4294967296"], ["0", "4294967295"]),
         ("policy.scheduler.warmup_start_factor", ["0", "1.5"], ["1"]),
     ],
@@ -223,15 +280,6 @@ def test_bounds(write, key, refused, accepted):
         validate(load(path, [*VALID, f"{key}={text}"]), 1)
 
 
-@pytest.mark.parametrize(("override", "values"), [("top_p=0.9", "0.9, top_k=null"), ("top_k=5", "1.0, top_k=5")])
-def test_filtered_sampling_is_refused(write, override, values):
-    (problem,) = problems_of(write("grpo: {seed: 1}"), 1, f"policy.generation.{override}")
-    assert problem == (
-        f"policy.generation.top_p={values}: must be 1 and null; the trainer scores the whole distribution, "
-        "and a filtered sampler draws from another"
-    )
-
-
 def test_prompts_are_divided_among_engines_not_ranks(write):
     path = write("grpo: {num_prompts_per_step: 2}")
     validate(load(path, [*VALID, f"{VLLM}.tensor_parallel_size=2"]), 4)
@@ -240,7 +288,7 @@ def test_prompts_are_divided_among_engines_not_ranks(write):
 
 def test_empty_text_is_refused(write):
     (problem,) = problems_of(write("logger: {log_dir: ''}"), 1)
-    assert problem == "logger.log_dir is empty (Holds the numbered run folders, exp_001 and on.)"
+    assert problem == "logger.log_dir is empty (This folder holds the numbered run folders, exp_001 and on.)"
 
 
 def test_validation_data_is_needed_only_where_validation_is_asked_for(write):
