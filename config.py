@@ -80,7 +80,7 @@ class GRPOConfig:
     normalize_rewards: bool = True
     """grpo and gdpo divide each advantage by a standard deviation of rewards, which reward_std names."""
     use_leave_one_out_baseline: bool = True
-    """The baseline is the mean reward of the group's other samples. If false, it is the mean of the whole group."""
+    """grpo and gdpo subtract the mean reward of the group's other samples. If false, they subtract the group's mean."""
     reward_std: Literal["baseline", "group", "batch"] = "baseline"
     """baseline is the standard deviation of the rewards that make the baseline, with NeMo RL's rule where it is 0.
     group and batch are that of the whole group or batch, plus 1e-4, as TRL's scale_rewards."""
@@ -106,7 +106,7 @@ class GRPOConfig:
     ref_policy_update_alpha: float = key(1.0, "> 0, <= 1")
     """An update sets the reference to alpha * policy + (1 - alpha) * reference."""
     val_period: int = key(10, ">= 0")
-    """Validation runs every this many steps; 0 leaves val_at_start and val_at_end."""
+    """Validation runs every this many steps; 0 leaves only val_at_start and val_at_end."""
     val_at_start: bool = False
     """Validation runs before the first step."""
     val_at_end: bool = False
@@ -237,7 +237,7 @@ class SchedulerConfig:
     warmup_steps: int = key(50, ">= 0")
     """The learning rate rises linearly over this many steps; 0 means no warm-up."""
     warmup_start_factor: float = key(0.1, "> 0, <= 1")
-    """The first step has this share of the learning rate."""
+    """The first step of the warm-up has this share of the learning rate."""
     min_factor: float = key(0.0, ">= 0, <= 1")
     """linear and cosine fall towards this share of the learning rate, reached one step after the last."""
 
@@ -354,7 +354,7 @@ class DatasetConfig:
 @dataclass(frozen=True, slots=True)
 class DataConfig:
     max_input_seq_length: int | None = key(None, ">= 1")
-    """Longer prompts, in tokens, are dropped and counted. null allows what max_new_tokens leaves, the upper limit."""
+    """Prompts of more tokens are dropped and counted; null means what max_new_tokens leaves, the limit in any case."""
     shuffle: bool = True
     """Each epoch reads the training data in a new random order. If false, it keeps the order of the file."""
     use_multiple_dataloader: bool = False
@@ -471,11 +471,11 @@ class CheckpointingConfig:
 @dataclass(frozen=True, slots=True)
 class WatchdogConfig:
     factor: float = key(10.0, "> 1")
-    """The run ends with exit code 4 once a phase of a step takes longer than this many times its median: it hangs."""
+    """A phase that takes longer than this many times its median counts as hung; the run ends with exit code 4."""
     min_seconds: float = key(600.0, "> 0")
-    """No phase counts as hanging before it has taken this many seconds."""
+    """No phase counts as hung before it has taken this many seconds."""
     first_seconds: float = key(3600.0, "> 0")
-    """The first phase of each name, which may compile or load, counts as hanging after this many seconds."""
+    """The first phase of each name, which may compile or load, counts as hung after this many seconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,5 +130,5 @@ def help_text() -> str:
     for name, meaning in meanings().items():
         limits = f" ({bounds(name)})" if bounds(name) else ""
         lines.append(f"{name}: {type_name(FIELDS[name].type)}{limits} = {default_text(name)}")
-        lines.append(textwrap.indent(textwrap.fill(meaning, 100), "    "))
+        lines.append(textwrap.indent(textwrap.fill(meaning, 100, break_on_hyphens=False), "    "))
     return "\n".join(lines) + "\n"

@@ -325,8 +325,8 @@ ONE = "data: {validation: {data_path: v.jsonl}}"
         (
             ONE,
             ["grpo.reward_shaping.enabled=true", "grpo.adv_estimator.name=gdpo"],
-            "grpo.reward_shaping.enabled=true has no effect with grpo.adv_estimator.name=gdpo: it reads each reward, not "
-            "their shaped sum; set grpo.reward_shaping.enabled=false",
+            "grpo.reward_shaping.enabled=true has no effect with grpo.adv_estimator.name=gdpo: it reads each reward, "
+            "not their shaped sum; set grpo.reward_shaping.enabled=false",
         ),
         (
             ONE,

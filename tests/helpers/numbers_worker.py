@@ -9,9 +9,6 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from system.exits import exit_process
-from system.ranks import start_process_group
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -27,8 +24,8 @@ import update
 from hf.tokenizer import Tokenizer
 from model import load_policy
 from run import checkpoint
-from system.exits import StopRun
-from system.ranks import COLLECTIVE_TIMEOUT
+from system.exits import StopRun, exit_process
+from system.ranks import COLLECTIVE_TIMEOUT, start_process_group
 
 LOOSE = config.GRPOConfig(logp_gap_limit=None, max_bad_steps=2)
 CASES = {
