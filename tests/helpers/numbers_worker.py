@@ -20,12 +20,13 @@ from dist_case import batch_of, make_samples, rank_share
 import config
 import data
 import grpo
+import system.ranks
 import update
 from hf.tokenizer import Tokenizer
 from model import load_policy
 from run import checkpoint
 from system.exits import StopRun, exit_process
-from system.ranks import COLLECTIVE_TIMEOUT, start_process_group
+from system.ranks import start_process_group
 
 LOOSE = config.GRPOConfig(logp_gap_limit=None, max_bad_steps=2)
 CASES = {
@@ -90,7 +91,7 @@ def one(case, policy, optimizer, ranks, vocab_size, work, num_bad_steps=0):
 
 if __name__ == "__main__":
     folder, work = Path(sys.argv[1]), Path(sys.argv[2])
-    COLLECTIVE_TIMEOUT = timedelta(minutes=29)  # torch's own default for gloo is the 30 of ours
+    system.ranks.COLLECTIVE_TIMEOUT = timedelta(minutes=29)  # torch's own default for gloo is the 30 of ours
     ranks, device = start_process_group(tp_size=2)  # with a group for the engine
     vocab_size = Tokenizer(folder).vocab_size
     policy = load_policy(folder, device=device, mesh=dist.init_device_mesh("cpu", (2,)))
