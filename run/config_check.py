@@ -115,11 +115,7 @@ _UNREAD = (  # a key that nothing reads while the condition holds, and why: it m
     ("grpo.adv_estimator.minus_baseline", f"{_ESTIMATOR}!=reinforce_plus_plus", "the other estimators have a baseline"),
     ("grpo.adv_estimator.reward_weights", f"{_ESTIMATOR}!=gdpo", "only gdpo has several rewards"),
     ("grpo.normalize_rewards", f"{_ESTIMATOR}=reinforce_plus_plus", "it whitens over the tokens of the batch"),
-    (
-        "grpo.use_leave_one_out_baseline",
-        f"{_ESTIMATOR}=reinforce_plus_plus",
-        "its baseline is the group's mean or none",
-    ),
+    ("grpo.use_leave_one_out_baseline", f"{_ESTIMATOR}=reinforce_plus_plus", "it may subtract the group's mean"),
     ("grpo.reward_std", f"{_ESTIMATOR}=reinforce_plus_plus", "it whitens over the tokens of the batch"),
     ("grpo.reward_std", "grpo.normalize_rewards=false", "nothing is divided by it"),
     ("grpo.reward_shaping.enabled", f"{_ESTIMATOR}=gdpo", "it reads each reward, not their shaped sum"),
