@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
+import update
 from dist_case import batch_of
 
 import config
 import data
 import envs
-import update
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from model import load_policy
