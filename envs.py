@@ -5,12 +5,9 @@ Knows nothing of tokens: rollout.py turns replies into text, and observations in
 the processes in which that happens, are in graders/. Imports neither torch nor vllm.
 """
 
-import importlib
 import inspect
 import math
-import os
 import re
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +17,7 @@ from typing import Any
 from config import CodeEnvConfig, ConfigError, EnvConfig, MathEnvConfig
 from graders import code_grader, math_grader
 from graders.pool import Graded, GraderPool
+from system.imports import import_attribute
 
 OUTCOMES = ("ok", "wrong", "parse_fail", "timeout", "error")
 MAX_REPLY_CHARS = 100_000  # `exact` reads the end of a longer reply
@@ -329,14 +327,3 @@ def run_self_tests(name: str, environment: Environment) -> None:
                 f"env_name '{name}' is broken: reply {reply!r} to answer {answer!r} must be '{expected}', and is "
                 f"'{result.outcome}'"
             )
-
-
-def import_attribute(path: str, key: str) -> Any:
-    """What `module:name`, the value of config key `key`, names. Modules may be in the working directory."""
-    module, _, attribute = path.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last: no file there takes the place of ours
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, ValueError, AttributeError) as error:  # ValueError: an empty module name
-        raise ConfigError(f"{key} '{path}': cannot be imported ({error})") from error

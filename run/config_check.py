@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from config import LISTS, Config, ConfigError, LossConfig
+from dataset.mixing import NEMO_DATALOADER
+from dataset.sources import FILE_DATASETS
 
 _OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
@@ -233,9 +235,6 @@ def _dataset_problems(cfg: Config) -> Iterator[str]:
     yield from _mixing_problems(cfg)
 
 
-FILE_DATASETS = ("ResponseDataset", "NemoGymDataset", "nemo_gym", "openai_format")  # of NeMo RL: what data_path names
-
-
 def _mixing_problems(cfg: Config) -> Iterator[str]:
     data, draw = cfg.data, cfg.grpo.prompts_per_batch
     weights, size = [dataset.weight for dataset in data.train], data.num_prompts_per_dataloader
@@ -248,9 +247,6 @@ def _mixing_problems(cfg: Config) -> Iterator[str]:
             yield "data.use_multiple_dataloader=true: set data.num_prompts_per_dataloader, the prompts of a turn"
         elif draw % size:
             yield f"data.num_prompts_per_dataloader={size} does not divide the {draw} prompts drawn at once for a step"
-
-
-NEMO_DATALOADER = "examples.custom_dataloader.custom_dataloader.example_custom_dataloader"  # it takes turns
 
 
 def _validation_problems(cfg: Config) -> Iterator[str]:

@@ -101,7 +101,7 @@ class RewardModel:
         model that pads with its end token, they end before that.
         """
         try:
-            ids = self.tokenizer.render(messages, add_generation_prompt=False)
+            ids = self.tokenizer.render(messages, add_generation_prompt=False, escape=True)
         except jinja2.TemplateError:
             return []
         end = len(ids)

@@ -109,7 +109,7 @@ def test_some_prompts_too_long_are_counted(work):
         (["run.yaml", "data.train.output_key=input"], "train.jsonl:1: answer '10+1=' is not one plain number"),
         (
             ["run.yaml", "data.max_input_seq_length=7"],
-            "train.jsonl: no usable row: all 10 prompts are longer than 7 tokens",
+            "train.jsonl: no usable row: 10 left out: over 7 tokens",
         ),
         (
             ["run.yaml", "grpo.num_prompts_per_step=11"],

@@ -12,6 +12,7 @@ import pytest
 import envs
 from config import ConfigError, EnvConfig
 from envs import StepResult
+from system.imports import import_attribute
 
 
 def grade(reply, answer="1234", finish_reason="stop"):
@@ -174,7 +175,7 @@ def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     (result,) = envs.make_environment("only_here:f", EnvConfig()).step([turn("x")])
-    assert result.reward == 1.0 and envs.import_attribute("envs:Exact", "env_name") is envs.Exact
+    assert result.reward == 1.0 and import_attribute("envs:Exact", "env_name") is envs.Exact
 
 
 GRADES = 5

@@ -14,9 +14,9 @@ from validation import clustered_interval, majority, modes, pass_at_k, score, va
 import config
 import envs
 from data import Problem, Sample
-from dataset.problems import Dataset
+from dataset.scan import Dataset
 from run import config_check, config_file
-from run.preflight import Inputs
+from run.preflight import RunInputs
 from system.ranks import Ranks
 
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, tp_size=1)
@@ -148,8 +148,8 @@ def test_one_sample_has_no_k():
 def inputs_of(**sizes):
     """Validation sets of so many problems, whose answers are 7."""
     rows = [Problem(i, [{"role": "user", "content": "?"}], "7", "exact", [1, 2]) for i in range(50)]
-    sets = {name: Dataset(f"{name}.jsonl", rows[:size], 0, name) for name, size in sizes.items()}
-    return Inputs(Path(), FakeTokenizer(), None, sets, {"exact": envs.Exact()})
+    sets = {name: Dataset(f"{name}.jsonl", rows[:size], "", name) for name, size in sizes.items()}
+    return RunInputs(Path(), FakeTokenizer(), None, sets, {"exact": envs.Exact()})
 
 
 def config_of(**grpo):
