@@ -19,7 +19,7 @@ from dataclasses import asdict
 from functools import partial
 
 from config import ConfigError
-from run import config_file, preflight
+from run import config_keys, preflight
 from system.exits import die_with_parent
 
 USAGE = "usage: [torchrun --nproc_per_node=N] grpo.py [--check [--all]] CONFIG.yaml [key.sub=value ...] | --help"
@@ -27,7 +27,7 @@ USAGE = "usage: [torchrun --nproc_per_node=N] grpo.py [--check [--all]] CONFIG.y
 if __name__ == "__main__" and (len(sys.argv) == 1 or {"--check", "--help", "-h"} & set(sys.argv)):
     # Before torch and vllm are imported: mistakes are answered in a second.
     if {"--help", "-h"} & set(sys.argv):
-        print(USAGE, config_file.help_text(), sep="\n\n")
+        print(USAGE, config_keys.help_text(), sep="\n\n")
         sys.exit(0)
     try:
         print(preflight.check(preflight.parse_command_line(sys.argv[1:], USAGE), all_rows="--all" in sys.argv))
