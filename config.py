@@ -204,19 +204,9 @@ class SequencePackingConfig:
 @dataclass(frozen=True, slots=True)
 class OptimizerKwargs:
     lr: float = key(5e-6, "Learning rate of AdamW after warm-up.", "> 0")
-    weight_decay: float = key(0.01, "Decoupled weight decay, of Muon's matrices too.", ">= 0")
+    weight_decay: float = key(0.01, "Decoupled weight decay of all parameters.", ">= 0")
     betas: tuple[float, float] = key((0.9, 0.999), "Decay rates of the two moments.", ">= 0, < 1")
     eps: float = key(1e-8, "Added to the root of the second moment.", "> 0")
-
-
-@dataclass(frozen=True, slots=True)
-class MuonConfig:
-    lr: float | None = key(
-        None,
-        "Learning rate of the matrices after warm-up; null = kwargs.lr: updates are of the size of AdamW's.",
-        "> 0",
-    )
-    momentum: float = key(0.95, "Decay rate of the momentum.", ">= 0, < 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +215,10 @@ class OptimizerConfig:
         "torch.optim.AdamW", "torch.optim.Muon: Muon for the matrices of the blocks, AdamW for all other parameters."
     )
     kwargs: OptimizerKwargs = OptimizerKwargs()
-    muon: MuonConfig = MuonConfig()
+    muon_lr: float | None = key(
+        None, "torch.optim.Muon: learning rate of the matrices after warm-up; null = kwargs.lr.", "> 0"
+    )
+    muon_momentum: float = key(0.95, "torch.optim.Muon: decay rate of its momentum.", ">= 0, < 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,8 +198,8 @@ def test_nearest_key(write, key, nearest):
 
 
 def test_no_nearest_key_is_invented(write):
-    assert message_of(write("grpo: {seed: 1}"), "policy.optimizer.kwargs.momentum=1") == (
-        "command line 'policy.optimizer.kwargs.momentum=1': unknown key 'policy.optimizer.kwargs.momentum'. "
+    assert message_of(write("grpo: {seed: 1}"), "policy.optimizer.kwargs.amsgrad=1") == (
+        "command line 'policy.optimizer.kwargs.amsgrad=1': unknown key 'policy.optimizer.kwargs.amsgrad'. "
         "Keys of policy.optimizer.kwargs: lr, weight_decay, betas, eps"
     )
 
@@ -461,6 +461,8 @@ REINFORCE, GDPO = "grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estim
         ("grpo.adv_estimator.minus_baseline=false", GDPO, []),
         ("grpo.reward_std=batch", "grpo.normalize_rewards=false", []),
         ("grpo.reward_std=group", REINFORCE, []),
+        ("policy.optimizer.muon_lr=0.02", "policy.optimizer.name=torch.optim.AdamW", []),
+        ("policy.optimizer.muon_momentum=0.9", "policy.optimizer.name=torch.optim.AdamW", []),
     ],
 )
 def test_keys_that_do_not_go_together(write, one, other, besides):
