@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
+from config import ConfigError
+
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # longer than any rollout: ranks wait for the slowest one's samples
 
@@ -102,6 +104,20 @@ def local_rows(tensor: torch.Tensor) -> slice:
     rows_per_rank = -(-len(tensor) // tensor.device_mesh.size())
     start = min(tensor.device_mesh.get_local_rank() * rows_per_rank, len(tensor))
     return slice(start, min(start + rows_per_rank, len(tensor)))
+
+
+def on_rank0(work: Callable[[], T]) -> T:
+    """What `work` gives on rank 0, on all ranks; the ConfigError that it raises there is raised on all ranks."""
+    result: T | ConfigError | None = None
+    if dist.get_rank() == 0:
+        try:
+            result = work()
+        except ConfigError as error:
+            result = error
+    result = broadcast_from_rank0(result)
+    if isinstance(result, ConfigError):
+        raise result
+    return result
 
 
 def _free_port() -> int:

@@ -6,11 +6,11 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+import update
 from dist_case import CONFIG, make_samples
 
 import config
 import data
-import update
 from hf.tokenizer import Tokenizer
 from model import Reference, load_policy
 
