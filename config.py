@@ -203,16 +203,29 @@ class SequencePackingConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerKwargs:
-    lr: float = key(5e-6, "Learning rate after warm-up.", "> 0")
-    weight_decay: float = key(0.01, "Decoupled weight decay.", ">= 0")
+    lr: float = key(5e-6, "Learning rate of AdamW after warm-up.", "> 0")
+    weight_decay: float = key(0.01, "Decoupled weight decay, of Muon's matrices too.", ">= 0")
     betas: tuple[float, float] = key((0.9, 0.999), "Decay rates of the two moments.", ">= 0, < 1")
     eps: float = key(1e-8, "Added to the root of the second moment.", "> 0")
 
 
 @dataclass(frozen=True, slots=True)
+class MuonConfig:
+    lr: float | None = key(
+        None,
+        "Learning rate of the matrices after warm-up; null = kwargs.lr: updates are of the size of AdamW's.",
+        "> 0",
+    )
+    momentum: float = key(0.95, "Decay rate of the momentum.", ">= 0, < 1")
+
+
+@dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    name: Literal["torch.optim.AdamW"] = key("torch.optim.AdamW", "The only one there is.")
+    name: Literal["torch.optim.AdamW", "torch.optim.Muon"] = key(
+        "torch.optim.AdamW", "torch.optim.Muon: Muon for the matrices of the blocks, AdamW for all other parameters."
+    )
     kwargs: OptimizerKwargs = OptimizerKwargs()
+    muon: MuonConfig = MuonConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +233,9 @@ class SchedulerConfig:
     name: Literal["constant", "linear", "cosine"] = key("constant", "Of the learning rate, after warm-up.")
     warmup_steps: int = key(50, "Steps of linear warm-up; 0 = none.", ">= 0")
     warmup_start_factor: float = key(0.1, "Share of the learning rate at the first step.", "> 0, <= 1")
-    min_factor: float = key(0.0, "linear, cosine: share of the learning rate at the last step.", ">= 0, <= 1")
+    min_factor: float = key(
+        0.0, "linear, cosine: share of the learning rate that one step after the last would have.", ">= 0, <= 1"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ import rollout
 import update
 from bench.gpu_check import check, failed
 from bench.head import ROOT, facts
+from hf.weights import sharded_parameters
 from run import config_file
 from run.preflight import read_inputs
 from system.exits import exit_process
@@ -54,7 +55,7 @@ def check_sync(policy, engine, sample, gap_of, limit: float) -> None:
     base, generator = sample(), torch.Generator().manual_seed(0)
     check("logp gap after the first sync", gap_of(base), limit)
     stale, fresh = [], []
-    for version, param in enumerate(model.sharded_parameters(policy).values(), 1):
+    for version, param in enumerate(sharded_parameters(policy).values(), 1):
         local = param.detach().to_local()
         before = local.clone()
         size = 3 if local.dim() == 1 else 1  # far more than bfloat16 blurs: norms of short sequences matter little

@@ -121,6 +121,8 @@ _WITHOUT_EFFECT = (  # as above, with full keys: the first would be read by nobo
     ("grpo.ref_policy_update_period!=null", "loss_fn.reference_policy_kl_penalty=0.0", "there is no reference"),
     ("grpo.ref_policy_update_alpha!=1.0", "grpo.ref_policy_update_period=null", "the reference is never updated"),
     ("policy.scheduler.min_factor!=0.0", "policy.scheduler.name=constant", "a constant rate has no end to reach"),
+    ("policy.optimizer.muon.lr!=null", "policy.optimizer.name!=torch.optim.Muon", "only Muon has it"),
+    ("policy.optimizer.muon.momentum!=0.95", "policy.optimizer.name!=torch.optim.Muon", "only Muon has it"),
     ("grpo.adv_estimator.reward_weights!=null", "grpo.adv_estimator.name!=gdpo", "only gdpo has several rewards"),
     ("grpo.adv_estimator.minus_baseline=false", "grpo.adv_estimator.name!=reinforce_plus_plus", "the others need one"),
     ("grpo.reward_std!=baseline", "grpo.normalize_rewards=false", "nothing is divided by it"),

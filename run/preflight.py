@@ -1,23 +1,22 @@
 """Finds and checks what a run reads, before torch is loaded: all that `grpo.py --check` answers for.
 
-Owns no format. It calls those who do (config_check.py, model_config.py, tokenizer.py, scan.py, graded_envs.py) in the
+Owns no format. It calls those who do (config_check.py, model_config.py, tokenizer.py, scan.py, envs.py) in the
 order in which a user wants to hear of mistakes.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import config
 import envs
-import graded_envs
 from dataset.mixing import Mixture
 from dataset.scan import Dataset, load_dataset
 from hf.model_config import ModelConfig, read_model_config, resolve_model_folder, stored_shape
 from hf.tokenizer import Tokenizer
-from run import resume
+from run import config_check, config_file, resume
 from run.config_check import check_writable
 
 MAX_ROWS = 2_000  # of each set that --check looks at: a quarter of a second
@@ -61,7 +60,7 @@ def read_inputs(
 
     def check_answers(env_name: str, answers: list[tuple[str, str, dict]]) -> None:
         if env_name not in environments:
-            environments[env_name] = graded_envs.make_environment(env_name, cfg.env, num_ranks)
+            environments[env_name] = envs.make_environment(env_name, cfg.env, num_ranks)
         environments[env_name].check_answers(answers)
 
     def read(section: config.DatasetConfig) -> tuple[Dataset, Dataset | None]:
@@ -69,6 +68,8 @@ def read_inputs(
         return load_dataset(section, tokenizer, limit, tasks, check_answers, max_rows=max_rows, on_rank0=on_rank0)
 
     train = [read(section) for section in cfg.data.train]
+    if cfg.grpo.adv_estimator.name == "gdpo":
+        check_reward_names(environments, cfg.grpo.adv_estimator.reward_weights)
     unsplit = [replace(section, split_validation_size=0) for section in cfg.data.validation]
     held_out = [part for _, part in train if part] + [read(section)[0] for section in unsplit]
     mixture = Mixture([dataset for dataset, _ in train], cfg)
@@ -81,6 +82,31 @@ def read_inputs(
     reward_model = read_reward_model(cfg.env.reward_model) if "reward_model" in environments else None
     validation = {dataset.name: dataset for dataset in held_out}
     return RunInputs(folder, tokenizer, mixture, validation, environments, reward_model)
+
+
+def check_reward_names(environments: dict[str, envs.Environment], weights: tuple[float, ...] | None) -> None:
+    """Raises ConfigError unless all environments declare the same two or more reward_names, as gdpo needs them.
+
+    environments: env_name -> environment of the training sets; weights: grpo.adv_estimator.reward_weights.
+    """
+    declared = {env_name: set(getattr(each, "reward_names", ())) for env_name, each in environments.items()}
+    names = sorted(set().union(*declared.values()))
+    gdpo, fix = "grpo.adv_estimator.name=gdpo", "give them in StepResult.rewards and name them in its reward_names"
+    for env_name, its_names in declared.items():
+        missing = [name for name in names if name not in its_names]
+        if missing:
+            raise config.ConfigError(
+                f"env_name '{env_name}' has no reward {', '.join(missing)}, which {gdpo} needs: {fix}"
+            )
+    if len(names) < 2:
+        raise config.ConfigError(
+            f"{gdpo} needs two rewards or more of each sample; env_name '{', '.join(declared)}' declares "
+            f"{', '.join(names) or 'none'}: {fix}, or set grpo.adv_estimator.name=grpo"
+        )
+    if weights is not None and len(weights) != len(names):
+        raise config.ConfigError(
+            f"grpo.adv_estimator.reward_weights={list(weights)}: must be {len(names)} numbers, for {', '.join(names)}"
+        )
 
 
 def check_fits(cfg: config.Config, folder: Path, model: ModelConfig, tokenizer: Tokenizer) -> None:
@@ -180,3 +206,14 @@ def check(cfg: config.Config, *, all_rows: bool = False) -> str:
     if is_part:
         lines.append("rows       checked in part; the run checks all before its first step, --check --all does now")
     return "\n".join(lines)
+
+
+def parse_command_line(argv: Sequence[str], usage: str) -> config.Config:
+    """The validated config of a command line, with the run that it resumes. ConfigError for whatever is wrong."""
+    flags = ("--check", "--all") if "--check" in argv else ()
+    words = [word for word in argv if word not in flags]
+    if not words or words[0].startswith("-"):
+        raise config.ConfigError(usage)
+    cfg = config_file.load(words[0], words[1:])
+    config_check.validate(cfg, int(os.environ.get("WORLD_SIZE", "1")))
+    return resume.resolve(cfg)

@@ -10,36 +10,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from mixes import MIXES, batches, mixture_of
 
-from config import Config, ConfigError, DataConfig, DatasetConfig, GRPOConfig
-from data import Problem
-from dataset.mixing import NEMO_DATALOADER, Mixture, epoch_order
-from dataset.scan import Dataset
+from config import ConfigError
+from dataset.mixing import NEMO_DATALOADER, epoch_order
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def mixture_of(sizes, weights=None, *, shuffle=True, seed=42, **data):
-    """Sets a, b, ... of so many rows; a row knows its set and its number."""
-    names = "abcdefgh"[: len(sizes)]
-    train = tuple(DatasetConfig(name=n, weight=w) for n, w in zip(names, weights or [None] * len(sizes), strict=True))
-    sets = [
-        Dataset(
-            f"{name}.jsonl", [Problem(i, [], "", "exact", [], dataset=name) for i in range(size)], f"of {name}", name
-        )
-        for name, size in zip(names, sizes, strict=True)
-    ]
-    return Mixture(sets, Config(grpo=GRPOConfig(seed=seed), data=DataConfig(train=train, shuffle=shuffle, **data)))
-
-
-def batches(mixture, counts, cursor=None):
-    """(set, row) of each prompt of each draw, and the cursor behind them, which went through JSON every time."""
-    cursor, found = cursor or mixture.start(), []
-    for count in counts:
-        rows, cursor = mixture.draw(cursor, count)
-        cursor = json.loads(json.dumps(cursor))
-        found.append([(row.dataset, row.row_id) for row in rows])
-    return found, cursor
 
 
 def shares(batch):
@@ -178,12 +154,6 @@ def test_sampler_that_cannot_be_imported():
 
 # -------------------------------------------------------------------------------------- ranks, resumes, other data
 
-MIXES = {
-    "size": {},
-    "weight": {"weights": (2, 1, 1)},
-    "turns": {"use_multiple_dataloader": True, "num_prompts_per_dataloader": 4},
-}
-
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_resumes_anywhere_whatever_the_draws(mix):
@@ -199,8 +169,8 @@ def test_resumes_anywhere_whatever_the_draws(mix):
 
 RANKS = """
 import json, sys
-sys.path[:0] = ["tests/dataset"]
-from test_mixing import MIXES, batches, mixture_of
+sys.path[:0] = ["tests/helpers"]
+from mixes import MIXES, batches, mixture_of
 print(json.dumps([batches(mixture_of([5, 9, 2], **mix), [8] * 9) for mix in MIXES.values()]))
 """
 

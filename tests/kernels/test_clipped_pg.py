@@ -8,10 +8,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from loss_cases import hard_batch
-from test_loss_exact import MODES as ALL_MODES
-from test_loss_exact import WEIGHTS as ALL_WEIGHTS
-from test_loss_exact import allowed
+from loss_cases import MODES as ALL_MODES
+from loss_cases import WEIGHTS as ALL_WEIGHTS
+from loss_cases import allowed, hard_batch
 from torch.utils.flop_counter import FlopCounterMode
 
 import kernels.softmax
