@@ -1,7 +1,7 @@
 """GRPO post-training: the entry, and the loop on one page.
 
     torchrun --nproc_per_node=8 grpo.py configs/math_1b.yaml [key.sub=value ...]     train
-    python grpo.py --check configs/math_1b.yaml [key.sub=value ...]                  find every config and data error
+    python grpo.py --check [--all] configs/math_1b.yaml [key.sub=value ...]          find config and data errors, in all rows
     python grpo.py --help                                                            every key, meaning and default
 
 Each rank is one process that holds its FSDP shards of the policy and a whole vLLM engine (or a part of one, with tensor

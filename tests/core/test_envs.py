@@ -12,6 +12,7 @@ import pytest
 import envs
 from config import ConfigError, EnvConfig
 from envs import StepResult
+from system.imports import import_attribute
 
 
 def grade(reply, answer="1234", finish_reason="stop"):
