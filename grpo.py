@@ -1,7 +1,7 @@
 """GRPO post-training: the entry, and the loop on one page.
 
     torchrun --nproc_per_node=8 grpo.py configs/math_1b.yaml [key.sub=value ...]     train
-    python grpo.py --check [--all] configs/math_1b.yaml [key.sub=value ...]          find config and data errors, in all rows
+    python grpo.py --check configs/math_1b.yaml [key.sub=value ...]                  find every config and data error
     python grpo.py --help                                                            every key, meaning and default
 
 Each rank is one process that holds its FSDP shards of the policy and a whole vLLM engine (or a part of one, with tensor
@@ -19,7 +19,7 @@ from dataclasses import asdict
 from functools import partial
 
 from config import ConfigError
-from run import config_file, preflight
+from run import config_keys, preflight
 from system.exits import die_with_parent
 
 USAGE = "usage: [torchrun --nproc_per_node=N] grpo.py [--check [--all]] CONFIG.yaml [key.sub=value ...] | --help"
@@ -27,7 +27,7 @@ USAGE = "usage: [torchrun --nproc_per_node=N] grpo.py [--check [--all]] CONFIG.y
 if __name__ == "__main__" and (len(sys.argv) == 1 or {"--check", "--help", "-h"} & set(sys.argv)):
     # Before torch and vllm are imported: mistakes are answered in a second.
     if {"--help", "-h"} & set(sys.argv):
-        print(USAGE, config_file.help_text(), sep="\n\n")
+        print(USAGE, config_keys.help_text(), sep="\n\n")
         sys.exit(0)
     try:
         print(preflight.check(preflight.parse_command_line(sys.argv[1:], USAGE), all_rows="--all" in sys.argv))

@@ -15,11 +15,11 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+import update
 
 import grpo
 import model
 import rollout
-import update
 from bench.gpu_check import check, failed
 from bench.head import ROOT, facts
 from hf.weights import sharded_parameters

@@ -22,11 +22,11 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+import update
 from torch import nn
 
 import data
 import optim
-import update
 from bench.head import ROOT, facts
 from config import Config
 from hf.model_config import ModelConfig

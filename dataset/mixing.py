@@ -25,10 +25,8 @@ from data import Problem
 from dataset.scan import Dataset
 from system.imports import import_attribute
 
-NEMO_DATALOADER = "examples.custom_dataloader.custom_dataloader.example_custom_dataloader"  # it takes sets in turn
-Cursor = dict[
-    str, Any
-]  # position: problems drawn; drawn: set -> problems drawn by name; memory, records: the sampler's
+# position: problems drawn; drawn: set -> problems drawn by name; memory, records: the sampler's
+Cursor = dict[str, Any]
 
 
 class Mixture:
@@ -44,7 +42,7 @@ class Mixture:
         self.weights = [Fraction(weight) for weight in weights] if all(weights) else []
         path, self.in_turn = cfg.data.custom_dataloader, cfg.data.use_multiple_dataloader
         self.sampler: Callable[..., Any] | None = None
-        if self.in_turn and path not in (None, NEMO_DATALOADER):
+        if self.in_turn and path:
             self.sampler = import_attribute(path, "data.custom_dataloader")
 
     @property

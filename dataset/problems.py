@@ -24,8 +24,6 @@ INPUT_KEYS = ("input", "problem", "question", "prompt")
 OUTPUT_KEYS = ("output", "expected_answer", "ground_truth", "answer")
 GYM_PLACES = ("", "verifier_metadata.", "metadata.", "extra_env_info.", "reward_model.")
 GYM_PLACES += ("responses_create_params.metadata.",)
-# NeMo RL's names for what is done here anyway: take the text or the messages of a row, and its answer.
-NEMO_PROCESSORS = ("default", "math_data_processor", "math_hf_data_processor", "nemo_gym_data_processor")
 GSM8K_ANSWER = re.compile(r".*\n#### ([^\n]+)\s*", re.DOTALL)
 ENVIRONMENTS = ("exact", "math", "code", "reward_model")
 
@@ -51,8 +49,7 @@ class ProblemMaker:
         self.prompt = (
             split_prompt(cfg.prompt_file, self._read_prompt_file(cfg.prompt_file)) if cfg.prompt_file else None
         )
-        is_ours = cfg.processor is None or cfg.processor in NEMO_PROCESSORS
-        self.processor = None if is_ours else import_attribute(cfg.processor, "processor")
+        self.processor = import_attribute(cfg.processor, "processor") if cfg.processor else None
 
     def _read_prompt_file(self, name: str) -> str:
         text = read_text(name)

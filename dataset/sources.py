@@ -19,7 +19,6 @@ from config import DataError, DatasetConfig
 from hf.files import download
 from system.imports import import_attribute
 
-FILE_DATASETS = ("ResponseDataset", "NemoGymDataset", "nemo_gym", "openai_format")  # NeMo RL's: what data_path names
 PARQUET_BRANCH = "refs/convert/parquet"  # where the hub keeps each dataset as SUBSET/SPLIT/0000.parquet, 0001, ...
 MAX_LINE_BYTES = 64 * 2**20
 BOM = b"\xef\xbb\xbf"
@@ -78,8 +77,8 @@ def with_preset(cfg: DatasetConfig) -> DatasetConfig:
     """The section with the keys that its `dataset_name` implies. `dataset_name` is None in the result, except where it
     is a function of the user's. Raises DataError for an unknown name."""
     name = cfg.dataset_name
-    if name is None or name in FILE_DATASETS:
-        return replace(cfg, dataset_name=None, env_name=cfg.env_name or "exact")
+    if name is None:
+        return replace(cfg, env_name=cfg.env_name or "exact")
     if ":" in name:
         return replace(cfg, env_name=cfg.env_name or "exact")
     preset = {_plain(key): value for key, value in PRESETS.items()}.get(_plain(name))

@@ -1,6 +1,6 @@
 """Finds and checks what a run reads, before torch is loaded: all that `grpo.py --check` answers for.
 
-Owns no format. It calls those who do (config_check.py, model_config.py, tokenizer.py, scan.py, envs.py) in the
+Owns no format. It calls those who do (config_check.py, model_config.py, tokenizer.py, scan.py, graded_envs.py) in the
 order in which a user wants to hear of mistakes.
 """
 
@@ -19,7 +19,7 @@ from hf.tokenizer import Tokenizer
 from run import config_check, config_file, resume
 from run.config_check import check_writable
 
-MAX_ROWS = 2_000  # of each set that --check looks at: a quarter of a second
+MAX_ROWS = 5_000  # of each set that --check looks at: half a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +210,7 @@ def check(cfg: config.Config, *, all_rows: bool = False) -> str:
 
 def parse_command_line(argv: Sequence[str], usage: str) -> config.Config:
     """The validated config of a command line, with the run that it resumes. ConfigError for whatever is wrong."""
-    flags = ("--check", "--all") if "--check" in argv else ()
-    words = [word for word in argv if word not in flags]
+    words = [word for word in argv if word not in ("--check", "--all")]
     if not words or words[0].startswith("-"):
         raise config.ConfigError(usage)
     cfg = config_file.load(words[0], words[1:])

@@ -4,13 +4,13 @@ import json
 
 import numpy as np
 import pytest
-
 import sampling
+from sampling import data_is_used_up
+
 from config import Config, DataConfig, GRPOConfig, RewardShapingConfig
 from data import Problem, Sample
 from dataset.mixing import Mixture, epoch_order
 from dataset.scan import Dataset
-from sampling import data_is_used_up
 from system.exits import StopRun
 
 ROWS = [Problem(i, [], "", "exact", [1, 2]) for i in range(50)]

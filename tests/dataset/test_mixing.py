@@ -13,7 +13,7 @@ import pytest
 from mixes import MIXES, batches, mixture_of
 
 from config import ConfigError
-from dataset.mixing import NEMO_DATALOADER, epoch_order
+from dataset.mixing import epoch_order
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,13 +40,12 @@ def test_guides_example_of_one_loader_and_of_several():
     one, _ = batches(mixture_of([4, 8], shuffle=False), [4] * 3)
     assert one == [[(name, i + k) for i in range(4)] for name, k in (("a", 0), ("b", 0), ("b", 4))]
     turns = {"use_multiple_dataloader": True, "num_prompts_per_dataloader": 2}
-    for path in (None, NEMO_DATALOADER):
-        several, _ = batches(mixture_of([4, 8], shuffle=False, custom_dataloader=path, **turns), [4] * 3)
-        assert several == [
-            [("a", 0), ("a", 1), ("b", 0), ("b", 1)],
-            [("a", 2), ("a", 3), ("b", 2), ("b", 3)],
-            [("a", 0), ("a", 1), ("b", 4), ("b", 5)],
-        ]
+    several, _ = batches(mixture_of([4, 8], shuffle=False, **turns), [4] * 3)
+    assert several == [
+        [("a", 0), ("a", 1), ("b", 0), ("b", 1)],
+        [("a", 2), ("a", 3), ("b", 2), ("b", 3)],
+        [("a", 0), ("a", 1), ("b", 4), ("b", 5)],
+    ]
 
 
 def test_turns_go_on_where_a_step_has_not_all_sets():

@@ -112,7 +112,6 @@ HUB_ROW = {"problem": "p", "question": "p", "prompt": [USER], "answer": "1"}
     [
         ({"data_path": "org/rows"}, "org/rows", "default/train"),
         ({"data_path": "org/rows-v1.5", "subset": "a", "split": "test"}, "org/rows-v1.5", "a/test"),
-        ({"dataset_name": "ResponseDataset", "data_path": "org/rows"}, "org/rows", "default/train"),
         ({"dataset_name": "gsm8k"}, "openai/gsm8k", "main/train"),
         ({"dataset_name": "GSM8K", "split": "test"}, "openai/gsm8k", "main/test"),
         ({"dataset_name": "MATH-500"}, "HuggingFaceH4/MATH-500", "default/test"),
@@ -134,7 +133,7 @@ def test_what_is_taken_of_the_hub(tokenizer, hub, keys, name, folder):
     (problem,) = dataset.problems
     assert problem.answer == "1" and problem.dataset == dataset.name
     assert dataset.name == (keys["dataset_name"] if "data_path" not in keys else Path(keys["data_path"]).stem)
-    is_preset = keys.get("dataset_name") not in (None, "ResponseDataset")
+    is_preset = keys.get("dataset_name") is not None
     assert problem.env_name == ("math" if is_preset else "exact")
 
 

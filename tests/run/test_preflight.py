@@ -67,6 +67,65 @@ def test_tensor_parallel_sizes_are_those_that_vllm_takes(tmp_path):
     assert fits(tmp_path, tensor=3).startswith(f"{key}=3 does not divide the model's num_key_value_heads=2")
 
 
+# ------------------------------------------------------------------------------------------ gdpo's rewards
+
+COUNTDOWN = "examples.envs.countdown:Countdown"
+GDPO = """
+grpo: {num_prompts_per_step: 2, max_num_steps: 1, val_period: 0, adv_estimator: {name: gdpo}}
+policy:
+  model_name: %s
+  max_total_sequence_length: 32
+  generation: {max_new_tokens: 8}
+data:
+  train:
+    - {data_path: countdown.jsonl, output_key: answer, env_name: "examples.envs.countdown:Countdown"}
+    - {data_path: countdown.jsonl, output_key: answer, env_name: "examples.envs.countdown:Countdown", name: again}
+  validation: {data_path: countdown.jsonl, output_key: answer, env_name: exact, name: held_out}
+"""
+
+
+def test_check_names_the_environment_that_lacks_a_reward_for_gdpo(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    starter = Path(__file__).resolve().parents[2] / "examples/arithmetic/starter"
+    Path("run.yaml").write_text(GDPO % starter)
+    Path("countdown.jsonl").write_text(json.dumps({"input": "1+2=", "answer": "3", "nums": [1, 2]}) + "\n")
+    cfg = config_file.load("run.yaml", [])
+    assert set(read_inputs(cfg).environments) == {COUNTDOWN, "exact"}, "validation's environments need no parts"
+    mixed = replace(
+        cfg, data=replace(cfg.data, train=(cfg.data.train[0], replace(cfg.data.train[1], env_name="exact")))
+    )
+    with pytest.raises(ConfigError, match=r"^env_name 'exact' has no reward answer, format, which .*name=gdpo needs: "):
+        read_inputs(mixed)
+    assert read_inputs(replace(mixed, grpo=replace(mixed.grpo, adv_estimator=config.AdvEstimatorConfig())))
+
+
+@pytest.mark.parametrize(
+    ("declared", "weights", "message"),
+    [
+        ({"a": ("x", "y"), "b": ("y", "x")}, (1.0, 2.0), None),
+        (
+            {"a": ("x", "y"), "b": ("y",)},
+            None,
+            r"^env_name 'b' has no reward x, which .* needs: give them in StepResult",
+        ),
+        ({"a": ("x",), "b": ("x",)}, None, r"needs two rewards or more of each sample; env_name 'a, b' declares x: "),
+        ({"a": ()}, None, r"needs two rewards or more of each sample; env_name 'a' declares none: "),
+        ({"a": ("x", "y")}, (1.0,), r"reward_weights=\[1.0\]: must be 2 numbers, for x, y$"),
+        ({"a": None}, None, r"env_name 'a' declares none: "),
+    ],
+)
+def test_gdpo_needs_the_same_two_rewards_of_each_environment(declared, weights, message):
+    environments = {
+        name: SimpleNamespace() if names is None else SimpleNamespace(reward_names=names)
+        for name, names in declared.items()
+    }
+    if message is None:
+        check_reward_names(environments, weights)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            check_reward_names(environments, weights)
+
+
 def test_stop_tokens_are_ids_of_the_tokenizer(tmp_path):
     assert fits(tmp_path, vocab_size=90, stop_token_ids=(0, 89)) == "fits"
     assert fits(tmp_path, vocab_size=90, stop_token_ids=(0, 90)) == (
@@ -134,62 +193,3 @@ def test_check_says_how_much_it_looked_at(recipe, tmp_path, monkeypatch):
     for read in (lambda: check(cfg, all_rows=True), lambda: preflight.read_inputs(cfg)):
         with pytest.raises(ConfigError, match=r"rows\.jsonl:99: answer 'no number' is not one plain number"):
             read()
-
-
-# ------------------------------------------------------------------------------------------ gdpo's rewards
-
-COUNTDOWN = "examples.envs.countdown:Countdown"
-GDPO = """
-grpo: {num_prompts_per_step: 2, max_num_steps: 1, val_period: 0, adv_estimator: {name: gdpo}}
-policy:
-  model_name: %s
-  max_total_sequence_length: 32
-  generation: {max_new_tokens: 8}
-data:
-  train:
-    - {data_path: countdown.jsonl, output_key: answer, env_name: "examples.envs.countdown:Countdown"}
-    - {data_path: countdown.jsonl, output_key: answer, env_name: "examples.envs.countdown:Countdown", name: again}
-  validation: {data_path: countdown.jsonl, output_key: answer, env_name: exact, name: held_out}
-"""
-
-
-def test_check_names_the_environment_that_lacks_a_reward_for_gdpo(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    starter = Path(__file__).resolve().parents[2] / "examples/arithmetic/starter"
-    Path("run.yaml").write_text(GDPO % starter)
-    Path("countdown.jsonl").write_text(json.dumps({"input": "1+2=", "answer": "3", "nums": [1, 2]}) + "\n")
-    cfg = config_file.load("run.yaml", [])
-    assert set(read_inputs(cfg).environments) == {COUNTDOWN, "exact"}, "validation's environments need no parts"
-    mixed = replace(
-        cfg, data=replace(cfg.data, train=(cfg.data.train[0], replace(cfg.data.train[1], env_name="exact")))
-    )
-    with pytest.raises(ConfigError, match=r"^env_name 'exact' has no reward answer, format, which .*name=gdpo needs: "):
-        read_inputs(mixed)
-    assert read_inputs(replace(mixed, grpo=replace(mixed.grpo, adv_estimator=config.AdvEstimatorConfig())))
-
-
-@pytest.mark.parametrize(
-    ("declared", "weights", "message"),
-    [
-        ({"a": ("x", "y"), "b": ("y", "x")}, (1.0, 2.0), None),
-        (
-            {"a": ("x", "y"), "b": ("y",)},
-            None,
-            r"^env_name 'b' has no reward x, which .* needs: give them in StepResult",
-        ),
-        ({"a": ("x",), "b": ("x",)}, None, r"needs two rewards or more of each sample; env_name 'a, b' declares x: "),
-        ({"a": ()}, None, r"needs two rewards or more of each sample; env_name 'a' declares none: "),
-        ({"a": ("x", "y")}, (1.0,), r"reward_weights=\[1.0\]: must be 2 numbers, for x, y$"),
-        ({"a": None}, None, r"env_name 'a' declares none: "),
-    ],
-)
-def test_gdpo_needs_the_same_two_rewards_of_each_environment(declared, weights, message):
-    environments = {
-        name: SimpleNamespace() if names is None else SimpleNamespace(reward_names=names)
-        for name, names in declared.items()
-    }
-    if message is None:
-        check_reward_names(environments, weights)
-    else:
-        with pytest.raises(ConfigError, match=message):
-            check_reward_names(environments, weights)
