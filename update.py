@@ -193,11 +193,11 @@ def score(
 def _mask_by_logp_error(micro: MicroBatch, cfg: config.Config, total: dict) -> MicroBatch:
     mask_R, metrics = seq_logp_error_mask(
         micro.mask_R,
-        old_logp_T=micro.old_logp_R,
-        sampler_logp_T=micro.sampler_logp_R,
-        seq_T=micro.seq_R,
+        old_logp_R=micro.old_logp_R,
+        sampler_logp_R=micro.sampler_logp_R,
+        seq_R=micro.seq_R,
         threshold=cfg.grpo.seq_logprob_error_threshold,
-        correct_T=micro.reward_R == 1,
+        correct_R=micro.reward_R == 1,
     )
     accumulate(total, metrics)
     return replace(micro, mask_R=mask_R)
