@@ -262,11 +262,11 @@ class PolicyConfig:
     model_name: str = key("Qwen/Qwen2.5-1.5B", "Folder or hub name: Qwen2, Qwen2.5, dense Qwen3, Llama 3.")
     tokenizer: TokenizerConfig = TokenizerConfig()
     precision: Literal["bfloat16", "float32"] = key("bfloat16", "Of the trainer; master weights: float32.")
-    head: Literal["auto", "triton", "torch"] = key(
-        "auto", "Kernels of the output layer and the loss; auto: triton on CUDA, torch elsewhere."
+    kernel_backend: Literal["auto", "triton", "torch"] = key(
+        "auto", "Code that computes the output layer and the loss: auto means triton on CUDA and torch elsewhere."
     )
-    head_chunk_rows: int | None = key(
-        None, "Response rows whose logits are in memory at once, with triton; null = 3.5 GiB of them.", ">= 1"
+    logprob_chunk_size: int | None = key(
+        None, "With triton, how many response tokens have logits in memory at once; null means 3.5 GiB of them.", ">= 1"
     )
     train_global_batch_size: int | None = key(
         None, "Samples of one optimizer step; null = the whole rollout, one step.", ">= 1"

@@ -73,7 +73,7 @@ from sampling import collect, data_is_used_up
 from system.exits import Interrupted, Saved, Signals, StopRun, describe_failure, exit_process, write_exit_file
 from system.ranks import Ranks, any_rank, broadcast_from_rank0, seed_everything, start_process_group
 from system.watchdog import Watchdog
-from update import Reference, head_choice, make_micro_batches, needs_reference, score, set_learning_rate, train_step
+from update import Reference, kernel_backend, loss_path, make_micro_batches, needs_reference, score, set_learning_rate, train_step
 from validation import validate
 
 gc.enable()
@@ -211,7 +211,7 @@ def build(
     cfg: config.Config, inputs: Inputs, ranks: Ranks, device: torch.device
 ) -> tuple[Decoder, torch.optim.AdamW, Engine]:
     """The sharded policy with float32 master weights, its optimizer, and the engine, which has no weights yet."""
-    head = head_choice(cfg, device)
+    backend = kernel_backend(cfg, device)
     seed_everything(cfg.grpo.seed)
     mesh = dist.init_device_mesh(device.type, (ranks.world_size,))
     model = load_policy(
@@ -225,7 +225,8 @@ def build(
     attention = "varlen_attn" if uses_flash_attention(device.type, dtype) else "SDPA by runs of equal length"
     ranks.print_rank0(
         f"policy: {size / 1e6:,.1f} M parameters, {cfg.policy.precision}, FSDP2 over {ranks.world_size} ranks; "
-        f"{head.describe(inputs.tokenizer.vocab_size)}; attention: {attention}; starting the engine"
+        f"{backend.describe(inputs.tokenizer.vocab_size)}; {loss_path(cfg, device).describe()}; attention: {attention}; "
+        "starting the engine"
     )
     if inputs.reward_model:
         pack_tokens = cfg.policy.sequence_packing.train_mb_tokens

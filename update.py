@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,11 @@ from torch import Tensor
 import config
 import data
 from advantages import kl_in_reward_advantages
-from kernels import Head, choose_head, grpo_head, linear_logp, unsupported
-from loss import Metrics, policy_loss, seq_logp_error_mask, token_shares
+from kernels import KernelBackend, LossPath, choose_backend, linear_logp, linear_loss
+from kernels.linear_loss import DEVIATION, one_pass_problem
+from loss import Metrics, policy_loss, seq_logp_error_mask
 from model import Decoder, sharded_parameters
+from run.loss_path import choose_loss_path
 from run.metrics import accumulate, reduce_over_ranks
 from system.exits import StopRun
 from system.ranks import Ranks
@@ -142,11 +144,9 @@ def to_device(pack: data.Pack, device: torch.device) -> MicroBatch:
     return MicroBatch(pack, **tensors, mask_R=mask_R, num_grad_rows=len(pack.pos_R))
 
 
-def forward(
-    model: Decoder, micro: MicroBatch, cfg: config.Config, vocab_size: int, head: Callable | None = None
-) -> tuple[Tensor, ...]:
+def forward(model: Decoder, micro: MicroBatch, cfg: config.Config, vocab_size: int, head: Callable | None = None):
     """(logp_R, entropy_R) under the model's weights, at the sampling temperature; or what another `head` returns."""
-    choice = head_choice(cfg, micro.token_T.device)
+    backend = kernel_backend(cfg, micro.token_T.device)
     return model(
         micro.token_T,
         micro.position_T,
@@ -155,13 +155,28 @@ def forward(
         micro.target_R,
         temperature=cfg.policy.generation.temperature,
         vocab_size=vocab_size,
-        head=partial(head or partial(linear_logp, return_entropy=True), head=choice),
+        head=head or partial(linear_logp, return_entropy=True, backend=backend),
     )
 
 
-def head_choice(cfg: config.Config, device: torch.device) -> Head:
-    """Which kernels compute the output layer. ConfigError where the machine does not have what the config asks for."""
-    return choose_head(cfg.policy.head, device.type, cfg.policy.head_chunk_rows)
+def kernel_backend(cfg: config.Config, device: torch.device) -> KernelBackend:
+    """Which code computes the output layer. ConfigError where the machine does not have what the config asks for."""
+    try:
+        return choose_backend(cfg.policy.kernel_backend, device.type, cfg.policy.logprob_chunk_size)
+    except ValueError as error:
+        raise config.ConfigError(f"policy.kernel_backend: {error}") from error
+
+
+def loss_path(cfg: config.Config, device: torch.device) -> LossPath:
+    """How the loss of this run is trained."""
+    has_ref = needs_reference(cfg)
+    return _loss_path(cfg.loss_fn, needs_old_logps(cfg), has_ref, kernel_backend(cfg, device), device)
+
+
+@cache
+def _loss_path(loss_fn, has_old, has_ref, backend, device):
+    options = {"has_old": has_old, "has_ref": has_ref, "backend": backend, "device": device}
+    return choose_loss_path(policy_loss, loss_fn, **options, max_log_ratio=config.MAX_LOG_RATIO)
 
 
 @torch.no_grad()
@@ -228,15 +243,10 @@ def _kl_in_reward(steps: list[list[MicroBatch]], cfg: config.Config) -> list[lis
 
 
 def _gradient_rows_first(micro: MicroBatch, cfg: config.Config) -> MicroBatch:
-    """Half of the head's work is for gradients, and a group of equal rewards has none: advantage 0, unless a KL or an
-    entropy bonus moves it all the same."""
-    loss_fn = cfg.loss_fn
-    moved_R = micro.adv_R != 0
-    if loss_fn.entropy_coef or (micro.ref_logp_R is not None and not loss_fn.use_kl_in_reward):
-        moved_R = torch.ones_like(moved_R)
-    if loss_fn.positive_example_nll_weight:
-        moved_R = moved_R | (micro.reward_R > 0)
-    moved_R = moved_R & micro.mask_R
+    """Two thirds of the output layer's work are for gradients, and a group of equal rewards has none: advantage 0, unless
+    a KL or an entropy bonus moves it all the same."""
+    path = loss_path(cfg, micro.adv_R.device)
+    moved_R = path.may_have_gradient(micro.adv_R, micro.reward_R > 0) & micro.mask_R
     order_R = moved_R.logical_not().argsort(stable=True)
     rows = {f.name: getattr(micro, f.name) for f in fields(micro) if f.name.endswith("_R")}
     rows = {name: x_R[order_R] for name, x_R in rows.items() if x_R is not None}
@@ -295,50 +305,37 @@ def compute_gradients(
         loss, metrics = _loss(model, micro, batch, cfg, vocab_size)
         loss.backward()
         accumulate(own, metrics)
+    update = reduce_over_ranks(own)
+    del own[DEVIATION]
+    problem = one_pass_problem(update.pop(DEVIATION))
+    if problem:
+        raise StopRun(problem)
     if total is not None:
         accumulate(total, own)
-    return reduce_over_ranks(own)
+    return update
 
 
 def _loss(
     model: Decoder, micro: MicroBatch, batch: Batch, cfg: config.Config, vocab_size: int
 ) -> tuple[Tensor, Metrics]:
-    """The micro-batch's share of the loss, differentiable, and its metrics. A loss of tokens one by one comes with its
-    gradients out of one pass over the logits; one that needs whole sequences computes the logits twice."""
-    positive_R = micro.reward_R > 0
-    whole = {"num_valid_tokens": batch.num_tokens, "num_valid_seqs": batch.num_seqs, "cfg": cfg.loss_fn}
-    whole |= {"positive_T": positive_R, "num_positive_tokens": batch.num_positive_tokens}
-    rows = {"sampler_logp_T": micro.sampler_logp_R, "seq_T": micro.seq_R}
-    in_one_pass = not unsupported(cfg.loss_fn)
-    if in_one_pass:
-        share_R, nll_share_R = token_shares(micro.mask_R, **rows, **whole)
-        head = partial(
-            grpo_head,
-            num_grad_rows=micro.num_grad_rows,
-            old_logp_R=micro.old_logp_R,
-            sampler_logp_R=micro.sampler_logp_R,
-            adv_R=micro.adv_R,
-            share_R=share_R,
-            ref_logp_R=micro.ref_logp_R,
-            nll_share_R=nll_share_R,
-            cfg=cfg.loss_fn,
-        )
-        loss, logp_R, entropy_R = forward(model, micro, cfg, vocab_size, head)
-    else:
-        logp_R, entropy_R = forward(model, micro, cfg, vocab_size)
-        entropy_R = entropy_R if cfg.loss_fn.entropy_coef else entropy_R.detach()
-    with torch.set_grad_enabled(not in_one_pass):
-        whole_loss, metrics = policy_loss(
-            logp_R,
-            old_logp_T=logp_R.detach() if micro.old_logp_R is None else micro.old_logp_R,
-            adv_T=micro.adv_R,
-            mask_T=micro.mask_R,
-            ref_logp_T=micro.ref_logp_R,
-            entropy_T=entropy_R,
-            **rows,
-            **whole,
-        )
-    return loss if in_one_pass else whole_loss, metrics
+    """The pack's part of the loss, differentiable, and its metrics."""
+    pack_loss = partial(
+        policy_loss,
+        old_logp_T=micro.old_logp_R,
+        sampler_logp_T=micro.sampler_logp_R,
+        adv_T=micro.adv_R,
+        mask_T=micro.mask_R,
+        seq_T=micro.seq_R,
+        num_valid_tokens=batch.num_tokens,
+        num_valid_seqs=batch.num_seqs,
+        cfg=cfg.loss_fn,
+        ref_logp_T=micro.ref_logp_R,
+        positive_T=micro.reward_R > 0,
+        num_positive_tokens=batch.num_positive_tokens,
+    )
+    path = loss_path(cfg, micro.adv_R.device)
+    head = partial(linear_loss, num_grad_rows=micro.num_grad_rows, pack_loss=pack_loss, path=path)
+    return forward(model, micro, cfg, vocab_size, head)
 
 
 def apply_gradients(

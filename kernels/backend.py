@@ -1,9 +1,10 @@
-"""Which code computes the output layer: Triton kernels or plain PyTorch. Chosen once, and printed."""
+"""Which code computes the output layer, Triton kernels or plain PyTorch, and the loss on top. Chosen once, printed."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 CHUNK_BYTES = int(3.5 * 2**30)  # of a chunk's float32 logits with Triton, where nobody says how many rows
 
@@ -35,3 +36,32 @@ def choose_backend(
     if option == "auto":
         option = "triton" if device_type == "cuda" else "torch"
     return KernelBackend(option, chunk_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class LossPath:
+    """idle_moves, positive_moves: whether tokens of advantage 0 have a gradient all the same: all of them (as with a KL
+    or an entropy bonus), those of positive samples. max_log_ratio: loss.py's bound of |logp - old|, for the kernel."""
+
+    kind: Literal["fused", "one pass", "two passes"]
+    why: str
+    backend: KernelBackend
+    max_log_ratio: float
+    idle_moves: bool
+    positive_moves: bool
+
+    def describe(self) -> str:
+        """One line for the console."""
+        kinds = {
+            "fused": "fused Triton kernel, proven equal to loss.py",
+            "one pass": "one pass, autograd of loss.py",
+            "two passes": "two passes, autograd of loss.py",
+        }
+        return f"loss: {kinds[self.kind]}" + (f" ({self.why})" if self.why else "")
+
+    def may_have_gradient(self, adv_R: Tensor, positive_R: Tensor) -> Tensor:
+        """Which tokens the loss can have a derivative at (bool), if they are trained on at all."""
+        moved_R = adv_R != 0
+        if self.positive_moves:
+            moved_R = moved_R | positive_R
+        return torch.ones_like(moved_R) if self.idle_moves else moved_R

@@ -91,10 +91,12 @@ def dlogits_(
     """
     if backend.name == "triton":
         dlogits_CV, vocab = narrow_view(logits_CV, dtype), logits_CV.shape[1]
+        g_C = g_C.contiguous()
+        h_or_any_C = g_C if h_C is None else h_C.contiguous()  # what is not there is not read
         stats = (g_C, g_C, g_C) if max_C is None else (max_C, sum_C, entropy_C)
         dlogits_kernel[(len(logits_CV),)](
-            logits_CV, dlogits_CV, target_C, g_C, g_C if h_C is None else h_C, *stats, vocab, dlogits_CV.stride(0),
-            1 / temperature, HAS_STATS=max_C is not None, ENTROPY=h_C is not None, **launch_options(vocab),
+            logits_CV, dlogits_CV, target_C, g_C, h_or_any_C, *stats, vocab, dlogits_CV.stride(0), 1 / temperature,
+            HAS_STATS=max_C is not None, ENTROPY=h_C is not None, **launch_options(vocab),
         )  # fmt: skip
         return dlogits_CV
     z_CV = logits_CV if max_C is None else logits_CV.sub_(max_C[:, None])
@@ -166,7 +168,7 @@ def row_stats_kernel(logits_ptr, target_ptr, stats_ptr, num_rows, vocab, scale, 
     logits, stats = logits_ptr + row * vocab, stats_ptr + row
     largest, log2_sum, weighted = row_stats(logits, vocab, scale, BLOCK)
     tl.store(stats, (tl.load(logits + tl.load(target_ptr + row)) - largest) * scale - log2_sum * LN2)
-    tl.store(stats + num_rows, LN2 * (log2_sum - weighted))
+    tl.store(stats + num_rows, (log2_sum - weighted) * LN2)
     tl.store(stats + 2 * num_rows, largest)
     tl.store(stats + 3 * num_rows, log2_sum)
 
@@ -185,7 +187,7 @@ def dlogits_kernel(
         entropy = tl.load(entropy_ptr + row)
     else:
         largest, log2_sum, weighted = row_stats(logits, vocab, scale, BLOCK)
-        entropy = LN2 * (log2_sum - weighted)
+        entropy = (log2_sum - weighted) * LN2
     h = 0.0
     if ENTROPY:
         h = tl.load(h_ptr + row)
