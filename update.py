@@ -243,8 +243,8 @@ def _kl_in_reward(steps: list[list[MicroBatch]], cfg: config.Config) -> list[lis
 
 
 def _gradient_rows_first(micro: MicroBatch, cfg: config.Config) -> MicroBatch:
-    """Two thirds of the output layer's work are for gradients, and a group of equal rewards has none: advantage 0, unless
-    a KL or an entropy bonus moves it all the same."""
+    """Two thirds of the output layer's work are for gradients, and a token of advantage 0 has none, unless a KL or an
+    entropy bonus moves it all the same."""
     path = loss_path(cfg, micro.adv_R.device)
     moved_R = path.may_have_gradient(micro.adv_R, micro.reward_R > 0) & micro.mask_R
     order_R = moved_R.logical_not().argsort(stable=True)

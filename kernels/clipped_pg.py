@@ -40,6 +40,7 @@ def kernel_inputs(pack: Mapping, dtype: torch.dtype) -> Tensor:
     old_R = zero_R if pack["old_logp_T"] is None else pack["old_logp_T"]
     ref_R = zero_R if pack["ref_logp_T"] is None else pack["ref_logp_T"]
     columns = (old_R, sampler_R, pack["adv_T"], torch.where(valid_R, weight_R, 0.0), ref_R, nll_weight_R)
+    assert len({x_R.shape for x_R in columns}) == 1, [x_R.shape for x_R in columns]
     return torch.stack([x_R.detach().to(dtype) for x_R in columns])
 
 

@@ -88,10 +88,13 @@ def _one_pass(hidden_RD, weight_VD, target_R, temperature, num_grad_rows, pack_l
     is_fused = path.kind == "fused" and backend.name == "triton"
     logp_R, entropy_R = hidden_RD.new_zeros(2, num_rows, dtype=wide)
     used_KR = hidden_RD.new_zeros(2, num_rows, dtype=wide)  # derivatives in logp and entropy, as used
-    grad_hidden_RD = torch.zeros_like(hidden_RD) if needed[0] else None
-    grad_weight_VD = weight_VD.new_zeros(weight_VD.shape, dtype=wide) if needed[1] else None
-
     rest, target_R = slice(num_grad_rows, None), target_R.contiguous()
+    grad_hidden_RD = hidden_RD.new_empty(hidden_RD.shape) if needed[0] else None
+    grad_weight_VD = weight_VD.new_empty(weight_VD.shape, dtype=wide) if needed[1] else None
+    if needed[0]:
+        grad_hidden_RD[rest] = 0
+    if needed[1] and not num_grad_rows:
+        grad_weight_VD.zero_()
     logp_R[rest], entropy_R[rest] = linear_logp(
         hidden_RD[rest], weight_VD, target_R[rest], temperature=temperature, return_entropy=True, backend=backend
     )

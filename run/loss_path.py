@@ -29,7 +29,21 @@ from kernels.linear_loss import linear_loss
 # `syntax_of(loss.policy_loss)` when tests/kernels last held kernels/clipped_pg.py equal to loss.py. Whoever changes both
 # runs those tests, and then prints the new one:
 #   python -c "import loss, run.loss_path as p; print(p.syntax_of(loss.policy_loss))"
-PROVEN = {}
+PROVEN = {
+    "BY_SEQUENCE": "fa4d1af7",
+    "MAX_LOG_RATIO": "585348db",
+    "_Sequences": "4ef81bab",
+    "_Tokens": "da4dc072",
+    "_aggregation_weights": "53e18eeb",
+    "_at_least_one": "07224915",
+    "_ratios": "264ff076",
+    "_reference_kl": "c9a7ff0a",
+    "_sampler_weights": "01878a09",
+    "_token_loss": "f1959549",
+    "clamp_abs": "b71bf0f5",
+    "kl_estimate": "bd25fe27",
+    "policy_loss": "45fd5ef5",
+}
 PROBE_SIZES = (1e-3, 0.03, 0.3, 3.0, 30.0)  # nats
 
 
@@ -89,7 +103,11 @@ def syntax_of(function: Callable) -> dict[str, str]:
             if isinstance(reached, ModuleType):
                 reached = getattr(reached, attribute, None)
             home = (getattr(reached, "__module__", None) or "").split(".")[0]
-            if reached is None or home in ("torch", *sys.stdlib_module_names) or owner.endswith(("_metrics", "_problems")):
+            if (
+                reached is None
+                or home in ("torch", *sys.stdlib_module_names)
+                or owner.endswith(("_metrics", "_problems"))
+            ):
                 continue
             todo.append((used, reached))
     return digests
@@ -192,11 +210,10 @@ def _edge_pack(logp_R: Tensor, cfg: Any, has_old: bool, has_ref: bool, max_log_r
     bound = cfg.kl_input_clamp_value
     clips = (log(1 - cfg.ratio_clip_min), log(1 + cfg.ratio_clip_max), log(cfg.ratio_clip_c))
     values = {
-        "log_ratio": [0.01, 0.05, -0.05, 0.7, -0.7, 3.0, -3.0, 50.0, -50.0]
-        + sides(-max_log_ratio, max_log_ratio, *clips),
+        "log_ratio": [0.01, -0.05, 0.7, -0.7, 3.0, -3.0, 50.0, -50.0, *sides(-max_log_ratio, max_log_ratio, *clips)],
         "adv": [1.3, -0.7, 0.0, -2.1, 40.0],
-        "gap": [0.0, 0.2, -0.2, 2.0, -2.0, 200.0, -200.0, math.inf] + sides(log(low), log(high)),
-        "ref": [0.1, -0.1, 0.8, -0.8, 5.0, -5.0, 15.0, -15.0, 30.0] + sides(bound, bound and -bound),
+        "gap": [0.0, 0.2, -0.2, 2.0, -2.0, 200.0, -200.0, math.inf, *sides(log(low), log(high))],
+        "ref": [0.1, -0.1, 0.8, -0.8, 5.0, -5.0, 15.0, -15.0, 30.0, *sides(bound, bound and -bound)],
     }
     row_R = torch.arange(len(logp_R), device=logp_R.device)
     columns, stride = {}, 1

@@ -300,7 +300,9 @@ def test_programming_errors_are_refused(backend):
 
 
 def test_the_choice():
-    assert choose_backend("auto", "cuda", 512) == KernelBackend("triton", 512) and choose_backend("auto", "cpu") == TORCH
+    assert (
+        choose_backend("auto", "cuda", 512) == KernelBackend("triton", 512) and choose_backend("auto", "cpu") == TORCH
+    )
     assert choose_backend("torch", "cuda") == TORCH and choose_backend("triton", "cuda") == KernelBackend("triton")
     with pytest.raises(ValueError, match=r"triton needs a CUDA device.*cpu"):
         choose_backend("triton", "cpu")
