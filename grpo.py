@@ -73,7 +73,16 @@ from sampling import collect, data_is_used_up
 from system.exits import Interrupted, Saved, Signals, StopRun, describe_failure, exit_process, write_exit_file
 from system.ranks import Ranks, any_rank, broadcast_from_rank0, seed_everything, start_process_group
 from system.watchdog import Watchdog
-from update import Reference, kernel_backend, loss_path, make_micro_batches, needs_reference, score, set_learning_rate, train_step
+from update import (
+    Reference,
+    kernel_backend,
+    loss_path,
+    make_micro_batches,
+    needs_reference,
+    score,
+    set_learning_rate,
+    train_step,
+)
 from validation import validate
 
 gc.enable()

@@ -26,8 +26,8 @@ from kernels.backend import KernelBackend, LossPath
 from kernels.linear_logp import linear_logp
 from kernels.linear_loss import linear_loss
 
-# `syntax_of(loss.policy_loss)` when tests/kernels last held kernels/clipped_pg.py equal to loss.py. Whoever changes both
-# runs those tests, and then prints the new one:
+# `syntax_of(loss.policy_loss)` when tests/kernels last held kernels/clipped_pg.py equal to loss.py. Whoever changes
+# both runs those tests, and then prints the new one:
 #   python -c "import loss, run.loss_path as p; print(p.syntax_of(loss.policy_loss))"
 PROVEN = {
     "BY_SEQUENCE": "fa4d1af7",

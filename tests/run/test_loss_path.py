@@ -202,12 +202,12 @@ def test_a_wrong_copy_does_not_pass_the_probes(monkeypatch, kl, has_old):
     """The fused kernel with other options than the loss: each difference is seen."""
     cfg = LossConfig(ratio_clip_max=0.28, ratio_clip_c=3.0, use_importance_sampling_correction=True, **kl)
     cfg = replace(cfg, truncated_importance_sampling_type="tis", truncated_importance_sampling_ratio=2.0)
-    cfg = replace(cfg, kl_output_clamp_value=None)
+    cfg = replace(cfg, kl_input_clamp_value=2.0, kl_output_clamp_value=None)
     changes = {"truncated_importance_sampling_ratio": 2.1, "entropy_coef": 0.01}
     if has_old:
-        changes |= {"ratio_clip_min": 0.201, "ratio_clip_max": 0.281, "ratio_clip_c": 3.05, "use_cispo": True}
+        changes |= {"ratio_clip_min": 0.202, "ratio_clip_max": 0.282, "ratio_clip_c": 3.05, "use_cispo": True}
     if cfg.reference_policy_kl_penalty:
-        changes |= {"kl_input_clamp_value": 20.5, "kl_gradient": "plain", "reference_policy_kl_penalty": 0.301}
+        changes |= {"kl_input_clamp_value": 2.05, "kl_gradient": "plain", "reference_policy_kl_penalty": 0.301}
     path = loss_path.LossPath("fused", "", TRITON, MAX_LOG_RATIO, True, True)
     module = importlib.import_module("kernels.linear_loss")  # `kernels.linear_loss` is the function
     real = module.clipped_pg_dlogits_
