@@ -14,8 +14,9 @@ import envs
 from config import ConfigError, RewardModelConfig
 from data import Problem
 from hf.tokenizer import Tokenizer
-from model import full_tensors, load_policy
-from reward_model import RewardModel
+from hf.weights import full_tensors
+from model import load_policy
+from rollout import RewardModel
 from run.preflight import read_reward_model
 from system.exits import StopRun, exit_process
 

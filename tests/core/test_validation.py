@@ -8,15 +8,16 @@ from statistics import fmean
 
 import numpy as np
 import pytest
+from fakes import FakeEngine, FakeTokenizer
+from validation import clustered_interval, majority, modes, pass_at_k, score, validate, wilson_interval
 
 import config
 import envs
 from data import Problem, Sample
-from dataset.problems import Dataset
+from dataset.scan import Dataset
 from run import config_check, config_file
-from run.preflight import Inputs
+from run.preflight import RunInputs
 from system.ranks import Ranks
-from validation import clustered_interval, majority, modes, pass_at_k, score, validate, wilson_interval
 
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, tp_size=1)
 
@@ -144,32 +145,11 @@ def test_one_sample_has_no_k():
 # -------------------------------------------------------------------------------------------------------- validate
 
 
-class FakeEngine:
-    """Answers "7" to every prompt, and "5" to odd seeds of sampled requests; remembers how it was asked."""
-
-    weight_version, max_total_tokens = 3, 512
-
-    def __init__(self):
-        self.calls = []
-
-    def generate(self, prompts, seeds, **how):
-        from rollout import Completion
-
-        self.calls.append((len(prompts), how))
-        replies = ["5" if how["temperature"] and seed % 2 else "7" for seed in seeds]
-        return [Completion(np.array([ord(c) for c in r], np.int32), np.zeros(1, np.float32), "stop") for r in replies]
-
-
-class FakeTokenizer:
-    def decode(self, ids):
-        return "".join(map(chr, ids))
-
-
 def inputs_of(**sizes):
     """Validation sets of so many problems, whose answers are 7."""
     rows = [Problem(i, [{"role": "user", "content": "?"}], "7", "exact", [1, 2]) for i in range(50)]
-    sets = {name: Dataset(f"{name}.jsonl", rows[:size], 0, name) for name, size in sizes.items()}
-    return Inputs(Path(), FakeTokenizer(), None, sets, {"exact": envs.Exact()})
+    sets = {name: Dataset(f"{name}.jsonl", rows[:size], "", name) for name, size in sizes.items()}
+    return RunInputs(Path(), FakeTokenizer(), None, sets, {"exact": envs.Exact()})
 
 
 def config_of(**grpo):

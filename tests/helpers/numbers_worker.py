@@ -1,4 +1,4 @@
-"""One rank of tests/test_numbers.py: torchrun --nproc_per_node=2 tests/numbers_worker.py MODEL_FOLDER RESULT_FOLDER
+"""One rank of tests/command/test_numbers.py, under torchrun with 2: numbers_worker.py MODEL_FOLDER RESULT_FOLDER
 
 On rank 1 alone a number goes wrong, in one of several places; writes what an optimizer step made of it on each rank.
 """
@@ -9,24 +9,22 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import update
 from dist_case import batch_of, make_samples, rank_share
 
 import config
 import data
 import grpo
 import system.ranks
-import update
 from hf.tokenizer import Tokenizer
 from model import load_policy
 from run import checkpoint
 from system.exits import StopRun, exit_process
-from system.ranks import start_process_group
 
 LOOSE = config.GRPOConfig(logp_gap_limit=None, max_bad_steps=2)
 CASES = {
@@ -92,7 +90,7 @@ def one(case, policy, optimizer, ranks, vocab_size, work, num_bad_steps=0):
 if __name__ == "__main__":
     folder, work = Path(sys.argv[1]), Path(sys.argv[2])
     system.ranks.COLLECTIVE_TIMEOUT = timedelta(minutes=29)  # torch's own default for gloo is the 30 of ours
-    ranks, device = start_process_group(tp_size=2)  # with a group for the engine
+    ranks, device = system.ranks.start_process_group(tp_size=2)  # with a group for the engine
     vocab_size = Tokenizer(folder).vocab_size
     policy = load_policy(folder, device=device, mesh=dist.init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4)

@@ -8,10 +8,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from loss_cases import hard_batch
-from test_loss_exact import MODES as ALL_MODES
-from test_loss_exact import WEIGHTS as ALL_WEIGHTS
-from test_loss_exact import allowed
+from loss_cases import MODES as ALL_MODES
+from loss_cases import WEIGHTS as ALL_WEIGHTS
+from loss_cases import allowed, hard_batch
 from torch.utils.flop_counter import FlopCounterMode
 
 import kernels.softmax
@@ -62,7 +61,7 @@ cover = pytest.mark.parametrize("cfg", COVER, ids=["plain", "dual", "cispo"])
 
 
 class Case:
-    """Inputs of the head, their oracle in float64, and what the head makes of them."""
+    """RunInputs of the head, their oracle in float64, and what the head makes of them."""
 
     def __init__(self, R, V, D=13, dtype=torch.float32, seed=0, temperature=0.7, hidden=None, weight=None):
         self.generator, self.temperature, self.R = torch.Generator().manual_seed(seed), temperature, R
