@@ -129,8 +129,7 @@ class GRPOConfig:
     """A step is bad if |sampler - trainer log-probability|, in nats and averaged over its tokens, exceeds this; null
     sets no limit. bfloat16 gives 0.01, float32 1e-6, and old weights in the engine what the missed update moved."""
     canary_period: int = key(10, ">= 0")
-    """Every this many steps, a fixed prompt is sampled and scored again, for the same limit; 0 means only at the
-    start."""
+    """A fixed prompt is sampled and scored again every this many steps, to the same limit; 0 does so only at first."""
     max_bad_steps: int = key(0, ">= 0")
     """A step whose loss or gradient is not finite, or whose sampler-trainer gap exceeds logp_gap_limit, is skipped and
     counted; more than this many in a row end the run."""
@@ -367,8 +366,7 @@ class DataConfig:
     num_prompts_per_dataloader: int | None = key(None, ">= 1")
     """use_multiple_dataloader, which needs this key, takes this many prompts of a set before the next set's turn."""
     custom_dataloader: str | None = None
-    """module:function of yours names the set of each prompt of a step (see dataset/mixing.py); null lets them take
-    turns."""
+    """module:function of yours names the set of each prompt of a step, see dataset/mixing.py; null takes turns."""
     task_to_env: Mapping[str, str] = field(default_factory=dict)
     """A row whose `task_name` is a key here goes to that env_name; other task names are env_names themselves."""
     train: tuple[DatasetConfig, ...] = ()  # in yaml a mapping, or a list of mappings

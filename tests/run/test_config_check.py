@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 import torch
 
-from advantages import advantages
+from advantages import estimate_advantages
 from config import AdvEstimatorConfig, ConfigError
 from run.config_check import validate
 from run.config_file import load
@@ -199,7 +199,7 @@ def advantages_of(cfg):
     rewards = {"a": torch.tensor([0.0, 1, 1, 1, 0, 0, 0, 1]), "b": torch.tensor([0.5, 2, 0, 1, 7, 3, 0, 0])}
     group_B = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
     num_tokens_B = torch.arange(1, 9)
-    return advantages(rewards["a"] + rewards["b"], group_B, num_tokens_B, cfg.grpo, cfg.loss_fn, rewards)
+    return estimate_advantages(rewards["a"] + rewards["b"], group_B, num_tokens_B, cfg.grpo, cfg.loss_fn, rewards)
 
 
 @pytest.mark.parametrize("key", ESTIMATOR_OPTIONS)
