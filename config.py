@@ -210,9 +210,9 @@ class SequencePackingConfig:
 @dataclass(frozen=True, slots=True)
 class OptimizerKwargs:
     lr: float = key(5e-6, "> 0")
-    """AdamW has this learning rate after warm-up."""
+    """The learning rate of AdamW has this value after warm-up."""
     weight_decay: float = key(0.01, ">= 0")
-    """The decoupled weight decay has this strength, for Muon too."""
+    """The decoupled weight decay has this strength, for Muon's matrices too."""
     betas: tuple[float, float] = key((0.9, 0.999), ">= 0, < 1")
     """The two moments decay at these rates."""
     eps: float = key(1e-8, "> 0")
@@ -222,15 +222,15 @@ class OptimizerKwargs:
 @dataclass(frozen=True, slots=True)
 class MuonConfig:
     lr: float | None = key(None, "> 0")
-    """Muon has this learning rate after warm-up; null means kwargs.lr, as its updates are of the size of AdamW's."""
+    """The matrices have this learning rate after warm-up; null means kwargs.lr: updates are as large as AdamW's."""
     momentum: float = key(0.95, ">= 0, < 1")
-    """Muon's momentum decays at this rate."""
+    """The momentum decays at this rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
     name: Literal["torch.optim.AdamW", "torch.optim.Muon"] = "torch.optim.AdamW"
-    """torch.optim.Muon uses Muon for the matrices of the blocks and AdamW for all other parameters."""
+    """torch.optim.Muon is Muon for the matrices of the blocks and AdamW for all other parameters."""
     kwargs: OptimizerKwargs = OptimizerKwargs()
     muon: MuonConfig = MuonConfig()
 

@@ -25,9 +25,8 @@ from data import Problem
 from dataset.scan import Dataset
 from system.imports import import_attribute
 
-Cursor = dict[
-    str, Any
-]  # position: problems drawn; drawn: set -> problems drawn by name; memory, records: the sampler's
+# position: problems drawn; drawn: set -> problems drawn by name; memory, records: the sampler's
+Cursor = dict[str, Any]
 
 
 class Mixture:

@@ -133,7 +133,7 @@ def test_what_is_taken_of_the_hub(tokenizer, hub, keys, name, folder):
     (problem,) = dataset.problems
     assert problem.answer == "1" and problem.dataset == dataset.name
     assert dataset.name == (keys["dataset_name"] if "data_path" not in keys else Path(keys["data_path"]).stem)
-    is_preset = "dataset_name" in keys
+    is_preset = keys.get("dataset_name") is not None
     assert problem.env_name == ("math" if is_preset else "exact")
 
 
