@@ -1,42 +1,35 @@
 """The policy: one decoder for Qwen2 / Qwen2.5, Qwen3 (dense) and Llama 3.x over packed tokens.
 
-Owns the architecture (`Decoder`), its FSDP2 wrapping (`shard`), and its weights in and out of Hugging Face
-folders (`load_policy`, `full_tensors`, `save_hf`). Parameters have exactly the names of HF checkpoints.
-Sequences lie one after another in a pack [T], bounded by `cu_seqlens`: no padding, no mask. The head runs in
+Owns the architecture (`Decoder`), its FSDP2 wrapping (`shard`), loading (`load_policy`), the reference policy of the KL
+and the network of a reward model. Parameters have exactly the names of Hugging Face checkpoints.
+
+The sequences of a pack lie one after another, bounded by `cu_seqlens`: no padding, no mask. The head runs inside
 `Decoder.forward`, because only there does FSDP2 hold the root's weights (embedding, final norm, head) whole.
-Tensor names end in their dims: T packed tokens, S sequences, R response rows, D hidden, V vocab, N heads,
-K key/value heads, H head dim.
+Dims: T packed tokens, S sequences, R response tokens, D hidden, V vocab, N heads, K key/value heads, H head dim.
 """
 
-import json
 import math
-import os
-import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, islice, pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
-from config import ConfigError
-from hf.model_config import ModelConfig, weight_files
-from kernels import linear_logp
+from config import GRPOConfig
+from hf.model_config import ModelConfig, read_model_config
+from hf.weights import load_weights, sharded_parameters
+from kernels import Head as KernelBackend
+from kernels import KernelBackend, LossPath, linear_logp
 
-MAX_FILE_BYTES = 5 * 10**9
-# What an HF folder holds beside weights; `save_hf` takes it along from its source.
-SIDE_FILES = ("generation_config.json", "*token*", "vocab.json", "merges.txt", "chat_template.*")
 # For fewer key than query heads, varlen_attn of torch >= 2.12 wants a flag that 2.11 neither has nor needs.
 VARLEN_GQA = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
 
@@ -172,7 +165,12 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The causal language model. It has no buffers: `state_dict()` has the names of the HF checkpoint."""
+    """The causal language model. It has no buffers: `state_dict()` has the names of the HF checkpoint.
+
+    temperature, vocab_limit, backend, loss_path are constants of a run, which run/setup.py sets: the trainer divides logits by the
+    sampler's temperature, leaves out rows of the head beyond the tokenizer, which the sampler bans as well, and
+    computes the head with one choice of kernels.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -183,6 +181,10 @@ class Decoder(nn.Module):
         self.model["norm"] = RMSNorm(config.hidden_size, config.rms_norm_eps)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.temperature = 1.0
+        self.vocab_limit: int | None = None
+        self.backend: KernelBackend | None = None  # None: Triton on CUDA, PyTorch elsewhere
+        self.loss_path: LossPath | None = None  # of the trained policy
 
     def forward(
         self,
@@ -192,20 +194,16 @@ class Decoder(nn.Module):
         pos_R: Tensor | None = None,
         target_R: Tensor | None = None,
         *,
-        temperature: float = 1.0,
-        vocab_size: int | None = None,
-        head: Callable | None = None,
+        logprob_fn: Callable | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
-        """(logp_R, entropy_R), float32, in nats: at rows `pos_R`, the log-probability of `target_R` under
-        softmax(logits[:vocab_size] / temperature), and the entropy of that distribution. With `head`: what
-        head(hidden_RD, weight_VD, target_R, temperature=) returns. Without `pos_R`: logits_TV over the whole
-        vocabulary in compute precision, for tests and tools.
+        """(logp_R, entropy_R), float32, in nats: at positions `pos_R` of the pack, the log-probability of `target_R`
+        under softmax(logits[:vocab_limit] / temperature), and the entropy of that distribution. `logprob_fn` computes
+        something else from the same inputs: its result is returned (kernels.linear_logp has its signature). Without
+        `pos_R`: logits_TV over the whole vocabulary in compute precision, for tests and tools.
 
         The tensors are int64 on the model's device, T >= 1. R = 0 is allowed: every gradient is then zero.
         `cu_seqlens` [S+1], a numpy array or a tensor, rises strictly from 0 to T. On CUDA give it as numpy:
         FSDP moves tensors to the device, and reading one back waits for all kernels queued there.
-        `vocab_size` leaves out the head's rows beyond the tokenizer, which the sampler bans as well.
-        `head`, called with hidden_RD and weight_VD in place of all that, computes what is returned.
         """
         layout = PackLayout.of(cu_seqlens, len(token_T), token_T.device)
         hidden_TD = self.model["embed_tokens"](token_T)
@@ -216,22 +214,10 @@ class Decoder(nn.Module):
         weight_VD = (self.lm_head or self.model["embed_tokens"]).weight
         if pos_R is None:
             return F.linear(hidden_TD, weight_VD)
-        hidden_RD, weight_VD = hidden_TD.index_select(0, pos_R), weight_VD[:vocab_size]
-        head = head or partial(linear_logp, return_entropy=True)
-        return head(hidden_RD, weight_VD, target_R, temperature=temperature)
-
-
-@torch.no_grad()
-def init_weights(model: Decoder, seed: int) -> None:
-    """Fresh weights, a function of `seed`: matrices normal(0, initializer_range), norms 1, biases 0."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, param in model.named_parameters():
-        if name.endswith("norm.weight"):
-            param.fill_(1.0)
-        elif name.endswith(".bias"):
-            param.zero_()
-        else:
-            param.copy_(torch.randn(param.shape, generator=generator) * model.config.initializer_range)
+        hidden_RD = hidden_TD.index_select(0, pos_R)
+        logprob_fn = logprob_fn or partial(linear_logp, return_entropy=True)
+        limit = self.vocab_limit
+        return logprob_fn(hidden_RD, weight_VD[:limit], target_R, temperature=self.temperature, backend=self.backend)
 
 
 def shard(model: Decoder, mesh: DeviceMesh, *, precision: str, activation_checkpointing: bool) -> None:
@@ -255,14 +241,6 @@ def shard(model: Decoder, mesh: DeviceMesh, *, precision: str, activation_checkp
     model.register_forward_hook(lambda root, *_: None if torch.is_grad_enabled() else root.reshard())
 
 
-def sharded_parameters(model: Decoder) -> dict[str, nn.Parameter]:
-    """HF name -> parameter; if sharded the masters, even after a forward that no backward has followed."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    return dict(model.named_parameters())
-
-
 def load_policy(
     folder: str | Path,
     *,
@@ -277,13 +255,8 @@ def load_policy(
     A rank allocates and reads only its own shards. Raises ConfigError if the folder is unreadable, the model
     not supported, or the weights not those that config.json describes.
     """
-    path = Path(folder) / "config.json"
-    try:
-        hf = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not readable ({error}); a model is a Hugging Face folder") from error
     with torch.device("meta"):
-        model = decoder(ModelConfig.from_hf(hf, str(path)))
+        model = decoder(read_model_config(Path(folder)))
     if mesh is not None:
         shard(model, mesh, precision=precision, activation_checkpointing=activation_checkpointing)
     else:
@@ -293,103 +266,42 @@ def load_policy(
     return model
 
 
-@torch.no_grad()
-def load_weights(model: Decoder, folder: str | Path) -> None:
-    """Fills the parameters, whole or sharded, from the folder's safetensors, cast to the parameters' dtype.
+class Reference:
+    """The policy to which the KL is measured: a copy of this rank's shards in host memory.
 
-    Names must match both ways, but for what some exports store beside the weights: a copy of a tied head,
-    rotary frequencies. Raises ConfigError naming file and names.
+    It has no module of its own. `in_place_of` puts its weights into the policy's module for a forward: so it takes no
+    device memory while it is not used, and the same code computes it.
     """
-    missing, unexpected = sharded_parameters(model), []
-    for path in weight_files(Path(folder)):
+
+    def __init__(self, model: Decoder):
+        self.shards = {name: shard.cpu().clone() for name, shard in _shards(model).items()}
+
+    @contextmanager
+    def in_place_of(self, model: Decoder) -> Iterator[None]:
+        """Within, `model` computes with the reference's weights."""
+        policy = {name: shard.clone() for name, shard in _shards(model).items()}
+        _copy(self.shards, _shards(model))
         try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():
-                    if name in missing:
-                        _copy_rows(missing.pop(name), file.get_slice(name), f"{path}: {name}")
-                    elif not name.endswith(("lm_head.weight", "rotary_emb.inv_freq")):
-                        unexpected.append(f"{name} ({path.name})")
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{path}: not a readable safetensors file ({error}); fetch it again") from error
-    for what, names in (("missing", list(missing)), ("unexpected", unexpected)):
-        if names:
-            names[5:] = [f"{len(names) - 5} more"] if len(names) > 5 else []
-            raise ConfigError(f"{folder}: weights do not match its config.json; {what}: {', '.join(names)}")
+            yield
+        finally:
+            _copy(policy, _shards(model))
+
+    @torch.no_grad()
+    def follow(self, model: Decoder, cfg: GRPOConfig, step: int) -> None:
+        """reference <- alpha * policy + (1 - alpha) * reference (TRL's ref_model_mixup_alpha; 1 copies), after the
+        steps at which the config asks for it."""
+        if cfg.ref_policy_update_period is None or step % cfg.ref_policy_update_period:
+            return
+        alpha = cfg.ref_policy_update_alpha
+        for name, shard in _shards(model).items():
+            self.shards[name].lerp_(shard.cpu(), alpha)
 
 
-def _copy_rows(param: Tensor, stored, where: str) -> None:
-    """Copies a stored tensor; into a shard its rows, which are those of torch.chunk: uneven, maybe none."""
-    if stored.get_shape() != list(param.shape):
-        raise ConfigError(f"{where}: shape {stored.get_shape()}, but {list(param.shape)} by config.json")
-    start, local = 0, param
-    if isinstance(param, DTensor):
-        assert param.placements == (Shard(0),), param.placements
-        chunk, local = -(-len(param) // param.device_mesh.size()), param.to_local()
-        start = min(param.device_mesh.get_local_rank() * chunk, len(param))
-        assert len(local) == min(chunk, len(param) - start), (where, local.shape, start)
-    if len(local):
-        local.copy_(stored[start : start + len(local)])
+def _shards(model: Decoder) -> dict[str, Tensor]:
+    return {name: param.to_local().detach() for name, param in sharded_parameters(model).items()}
 
 
-def full_tensors(model: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, whole tensor in `dtype`), one parameter at a time; a tied head is not repeated.
-
-    Each item is a collective of a sharded model's ranks: all of them must walk the whole iterator.
-    """
-    for name, param in sharded_parameters(model).items():
-        tensor = param.detach().to(dtype)  # before gathering: bfloat16 is half the traffic
-        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def save_hf(model: Decoder, folder: str | Path, source_folder: str | Path, *, dtype: torch.dtype) -> None:
-    """Writes an HF folder that transformers, vLLM and `load_policy` can load; a collective of all ranks.
-
-    Weights in `dtype`: give what the policy computes in, so that the folder scores as the run did. The source's
-    configs (but for the dtype) and tokenizer are copied. Rank 0 writes, and holds no more than one file's tensors
-    (MAX_FILE_BYTES). `<folder>.tmp` is renamed at the end, so `folder` is always whole; one that exists is replaced,
-    without what else was in it.
-    """
-    folder, source = Path(folder), Path(source_folder)
-    hf = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    hf = {name: value for name, value in hf.items() if name != "torch_dtype"} | {"dtype": str(dtype).split(".")[1]}
-    is_writer = not dist.is_initialized() or dist.get_rank() == 0
-    new, old = (folder.with_name(f"{folder.name}.{suffix}") for suffix in ("tmp", "old"))
-    if is_writer:
-        for leftover in (new, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        new.mkdir(parents=True)
-        for path in (path for pattern in SIDE_FILES for path in source.glob(pattern)):
-            shutil.copyfile(path, new / path.name)
-        (new / "config.json").write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")
-    tensors, names_of_file = full_tensors(model, dtype), _plan_files(model, dtype)
-    for file, names in names_of_file.items():
-        content = {name: tensor.cpu() for name, tensor in islice(tensors, len(names)) if is_writer}
-        if is_writer:
-            save_file(content, new / file, metadata={"format": "pt"})
-            os.chmod(new / file, 0o644)  # safetensors makes files that only their owner can read
-    if is_writer:
-        if len(names_of_file) > 1:
-            size = sum(param.numel() for param in model.parameters()) * dtype.itemsize
-            weight_map = {name: file for file, names in names_of_file.items() for name in names}
-            index = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2)
-            (new / "model.safetensors.index.json").write_text(index + "\n")
-        if folder.exists():
-            os.rename(folder, old)
-        os.rename(new, folder)
-        shutil.rmtree(old, ignore_errors=True)
-    if dist.is_initialized():
-        dist.barrier()  # on return, the folder is there for every rank
-
-
-def _plan_files(model: Decoder, dtype: torch.dtype) -> dict[str, list[str]]:
-    """File -> names, in the order of `full_tensors`."""
-    files, room = [], 0
-    for name, param in sharded_parameters(model).items():
-        size = param.numel() * dtype.itemsize
-        if not files or size > room:
-            files, room = [*files, []], MAX_FILE_BYTES
-        files[-1].append(name)
-        room -= size
-    if len(files) == 1:
-        return {"model.safetensors": files[0]}
-    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
+@torch.no_grad()
+def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
+    for name, tensor in target.items():
+        tensor.copy_(source[name])

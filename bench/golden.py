@@ -81,10 +81,11 @@ def recorder(engine_class: type, folder: Path, rank: int) -> type:
     file = (folder / f"samples_{rank}.jsonl").open("w", buffering=1)
 
     class Recorder(engine_class):
-        def generate(self, prompts, seeds, **options):
-            completions = super().generate(prompts, seeds, **options)
+        def generate(self, prompts, seeds, *options, **more_options):
+            completions = super().generate(prompts, seeds, *options, **more_options)
+            temperature = options[0].temperature if options else more_options["temperature"]
             for prompt, seed, completion in zip(prompts, seeds, completions, strict=True):
-                key = request_key(prompt, seed, options["temperature"], self.weight_version)
+                key = request_key(prompt, seed, temperature, self.weight_version)
                 ids, logps = completion.ids.tolist(), completion.logps.tolist()
                 file.write(json.dumps([key, ids, logps, completion.finish_reason]) + "\n")
             return completions
@@ -112,14 +113,14 @@ def replayer(completion_class: type, recording: Path, policy: list) -> type:
             known[key] = found
 
     class Replayer:
-        stop = staticmethod(lambda: False)
         weight_version = -1
 
         def __init__(self, folder, tokenizer, cfg, *, dtype, max_total_tokens, **_):
             self.vocab_size, self.max_total_tokens = tokenizer.vocab_size, max_total_tokens
             self.dtype = getattr(torch, dtype)
 
-        def generate(self, prompts, seeds, *, temperature, **_):
+        def generate(self, prompts, seeds, options=None, *, temperature=None, **_):
+            temperature = options.temperature if options else temperature
             found = [
                 known[request_key(p, s, temperature, self.weight_version)] for p, s in zip(prompts, seeds, strict=True)
             ]
@@ -172,7 +173,8 @@ def rank_main(mode: str, recording: Path, out: Path, task: str) -> int:
     sys.argv = ["grpo.py", *TASKS[task], *QUIET, f"logger.log_dir={out / 'logs'}"]
     grpo = importlib.import_module("grpo")
     code = grpo.main()
-    importlib.import_module("system.exits" if new else "runtime").leave(code)
+    leave = importlib.import_module("system.exits").exit_process if new else importlib.import_module("runtime").leave
+    leave(code)
     return code
 
 

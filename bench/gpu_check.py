@@ -20,6 +20,7 @@ import update
 from bench.head import call, exact_rows, facts, heads, make_inputs, oracle, ours
 from bench.train_step import QWEN, TINY, WAYS, config_of, loss_outside, random_batch, random_policy
 from config import LossConfig
+from hf.weights import sharded_parameters
 from kernels import Head, grpo_head, linear_logp
 from system.exits import exit_process
 from system.ranks import Ranks, start_process_group
@@ -124,7 +125,7 @@ def check_step(ranks: Ranks, device: torch.device, dry: bool) -> None:
         for way in WAYS:
             with loss_outside(way):
                 update.compute_gradients(policy, batch, config_of(way), hf["vocab_size"])
-            shards = {name: param.grad.to_local() for name, param in model.sharded_parameters(policy).items()}
+            shards = {name: param.grad.to_local() for name, param in sharded_parameters(policy).items()}
             gradient[way] = torch.cat([shard.flatten() for shard in shards.values()])
             head = "model.embed_tokens.weight" if tied else "lm_head.weight"
             gradient[f"{way}, {head}"] = shards[head].flatten()

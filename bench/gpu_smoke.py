@@ -15,13 +15,14 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+import update
 
 import grpo
 import model
 import rollout
-import update
 from bench.gpu_check import check, failed
 from bench.head import ROOT, facts
+from hf.weights import sharded_parameters
 from run import config_file
 from run.preflight import read_inputs
 from system.exits import exit_process
@@ -54,7 +55,7 @@ def check_sync(policy, engine, sample, gap_of, limit: float) -> None:
     base, generator = sample(), torch.Generator().manual_seed(0)
     check("logp gap after the first sync", gap_of(base), limit)
     stale, fresh = [], []
-    for version, param in enumerate(model.sharded_parameters(policy).values(), 1):
+    for version, param in enumerate(sharded_parameters(policy).values(), 1):
         local = param.detach().to_local()
         before = local.clone()
         size = 3 if local.dim() == 1 else 1  # far more than bfloat16 blurs: norms of short sequences matter little
@@ -116,7 +117,7 @@ def main() -> None:
     check("canary after sleep and wake", grpo.check_canary(cfg, policy, engine, device, "after a wake"), limit)
     check_sync(policy, engine, sample, gap_of, limit)
 
-    prompts = [row.prompt_ids for row in next(iter(given.train.datasets.values())).rows[: 64 if args.dry else 2048]]
+    prompts = [row.prompt_ids for row in next(iter(given.train.datasets.values())).problems[: 64 if args.dry else 2048]]
     how = {"temperature": 1.0, "max_new_tokens": cfg.policy.generation.max_new_tokens}
     line["tokens_per_second_seeded"], (first, second) = speed(engine, prompts, list(range(len(prompts))), how)
     check("seeded samples that differ when repeated", sum(a != b for a, b in zip(first, second, strict=True)), 0)

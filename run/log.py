@@ -1,8 +1,5 @@
-"""Numbers of a step: reduced over micro-batches and ranks, then written for people and programs.
+"""What a run writes for people and programs: metrics.jsonl, samples.jsonl, TensorBoard events, the console.
 
-Owns the reduction rule and the files metrics.jsonl, samples.jsonl and the TensorBoard events, and the console line.
-Reduction rule (that of `loss.policy_loss`): a pair (sum, count) adds up on both sides and is divided once, at the very
-end; a name ending in `_min` or `_max` takes the extremum; any other scalar adds up. Never a mean of means (trl#6380).
 Values are logged raw: a NaN stays visible.
 """
 
@@ -12,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,7 +19,10 @@ from config import CheckpointingConfig
 from data import Sample
 from hf.tokenizer import Tokenizer
 
-_TIMERS = {"prepare_for_generation": "prepare_for_generation/total"}  # NeMo RL's name
+if TYPE_CHECKING:
+    from run.setup import RunState
+
+TIMING_NAMES = {"prepare_for_generation": "prepare_for_generation/total"}  # NeMo RL's name
 
 
 class RunLog:
@@ -62,7 +63,7 @@ class RunLog:
                 prompt=prompt,
                 reply=reply,
                 reward=sample.reward,
-                unshaped_reward=sample.unshaped_reward,
+                unshaped_reward=sample.unshaped_reward if sample.unshaped_reward == sample.unshaped_reward else None,
                 outcome=sample.outcome,
                 finish_reason=sample.finish_reason,
                 weight_version=sample.weight_version,
@@ -78,7 +79,7 @@ class RunLog:
         total = seconds["total_step_time"]
         tokens_per_sec = train["total_num_tokens"] / total
         values = {f"train/{name}": value for name, value in train.items()}
-        values |= {f"timing/train/{_TIMERS.get(name, name)}": value for name, value in seconds.items()}
+        values |= {f"timing/train/{TIMING_NAMES.get(name, name)}": value for name, value in seconds.items()}
         values["performance/tokens_per_sec"] = tokens_per_sec
         values["performance/tokens_per_sec_per_gpu"] = tokens_per_sec / world_size
         values["performance/samples_per_sec"] = train["global_valid_seqs"] / total
@@ -111,20 +112,21 @@ class RunLog:
         seconds = f"{values['timing/validation/total_validation_time']:.1f}s"
         print(" | ".join([f"validation after step {step}", *accuracies, seconds]), flush=True)
 
-    def close(self, state: dict, seconds: float, checkpoints: Path, cfg: CheckpointingConfig) -> None:
+    def close(self, state: "RunState", checkpoints: Path, cfg: CheckpointingConfig) -> None:
         """The table a run ends with."""
         self.metrics_file.close()
         self.samples_file.close()
         if self.tensorboard:
             self.tensorboard.close()
         rows = []
-        first, last = _accuracies(state["first_validation"]), _accuracies(state["last_validation"])
+        first, last = _accuracies(state.first_validation), _accuracies(state.last_validation)
         for label in first | last or ("greedy", "sampled"):
-            known = [f"{values[label]:.3f}" if label in values else "not measured" for values in (first, last)]
-            rows.append((f"accuracy, {label}", " -> ".join(known)))
+            before, after = (f"{kind[label]:.3f}" if label in kind else "not measured" for kind in (first, last))
+            rows.append((f"accuracy, {label}", f"{before} -> {after}"))
         median = float(np.median(self.tokens_per_sec)) if self.tokens_per_sec else float("nan")
+        seconds = time.perf_counter() - self.start
         rows += [
-            ("steps", f"{state['step']} ({len(self.tokens_per_sec)} of them in this process)"),
+            ("steps", f"{state.step} ({len(self.tokens_per_sec)} of them in this process)"),
             ("seconds of training", f"{seconds:.0f} (validations and checkpoints included)"),
             ("tokens/s, median step", f"{median:,.0f}"),
             ("checkpoints", str(checkpoints) if cfg.enabled else "none (checkpointing.enabled=false)"),
@@ -153,11 +155,12 @@ def _drop_from(file: Path, first_step: int) -> None:
 
 
 class Timers:
-    """Seconds of each named phase since the last `take`. `enter` is told of each phase that begins: the watchdog."""
+    """Seconds of each named phase of a step. `enter` is told of each phase that begins: the watchdog."""
 
     def __init__(self, enter: Callable[[str], None]):
-        self.seconds: dict[str, float] = defaultdict(float)
         self.enter = enter
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.step_start = time.perf_counter()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -170,6 +173,11 @@ class Timers:
                 torch.cuda.synchronize()  # a phase ends when its kernels have
             self.seconds[name] += time.perf_counter() - start
 
+    def start_step(self) -> None:
+        self.step_start = time.perf_counter()
+
     def take(self) -> dict[str, float]:
-        taken, self.seconds = dict(self.seconds), defaultdict(float)
-        return taken
+        """Phase -> seconds since the last call, and total_step_time since the step began."""
+        seconds = {**self.seconds, "total_step_time": time.perf_counter() - self.step_start}
+        self.seconds.clear()
+        return seconds

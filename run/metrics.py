@@ -1,4 +1,9 @@
-"""Numbers of a step: of its samples, and reduced over micro-batches and ranks."""
+"""Numbers of a step: of its samples, and of its loss, reduced over micro-batches and ranks.
+
+The reduction rule is that of `loss.policy_loss`: a pair (sum, count) adds up on both sides and is divided once, at the
+very end; a name that ends in `_min` or `_max` takes the extremum; any other scalar adds up. Never a mean of means
+(huggingface/trl#6380).
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 

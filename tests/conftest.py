@@ -1,18 +1,34 @@
-"""Fixtures several test files share: one process group and one vLLM engine for the whole pytest process."""
+"""What all tests share: paths, the fast selection, one process group and one vLLM engine for the whole process.
 
+`--fast` leaves out what is slow (SLOW, LAUNCHES and the mark `slow`), puts a stand-in where vLLM would be imported, and
+writes which functions of the core were entered to tests/fast_coverage.txt. A function that was not fails the session.
+"""
+
+import inspect
 import os
+import re
 import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), *map(str, (ROOT / "tests").glob("*/"))]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
+import core_coverage
+import fake_vllm
 import pytest
 import torch
 
-from system.ranks import start_process_group
+# By its name: the real command; graders, which wait for deadlines; compilers; kernels at sizes that take the
+# interpreter seconds.
+SLOW = re.compile(
+    r"(command|graders)/|system/test_watchdog|kernels/test_aot"
+    r"|kernels/.*(151936|32000|530-260|peak_memory|test_options|test_terms_of_many)"
+)
+# By what it or one of its fixtures starts: ranks, or the real command.
+LAUNCHES = re.compile(r"torch\.distributed\.run|mp\.spawn\(|_worker\.py|run_to_the_end\(|train\.sh")
+COVERAGE = ROOT / "tests" / "fast_coverage.txt"
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run on CPU tensors
@@ -30,10 +46,50 @@ if not torch.cuda.is_available():
     InterpreterBuilder.cast_impl = cast_as_gpus_do
 
 
+def pytest_addoption(parser):
+    parser.addoption("--fast", action="store_true", help="seconds: no process is launched, vLLM is a stand-in")
+
+
+def pytest_configure(config):
+    if config.getoption("--fast"):
+        fake_vllm.install()
+        core_coverage.start()
+
+
+def is_slow(item) -> bool:
+    if item.get_closest_marker("slow") or SLOW.match(item.nodeid.removeprefix("tests/")):
+        return True
+    fixtures = [found[-1].func for found in item._fixtureinfo.name2fixturedefs.values()]
+    ours = [f for f in [item.function, *fixtures] if inspect.getsourcefile(f).startswith(str(ROOT))]
+    return any(LAUNCHES.search(inspect.getsource(function)) for function in ours)
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--fast"):
+        slow = {item for item in items if is_slow(item)}
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """A part of the selection is not meant to enter everything."""
+    config = session.config
+    core_coverage.stop()
+    if not config.getoption("--fast") or exitstatus != 0 or config.args != config.getini("testpaths"):
+        return
+    table, missing = core_coverage.report()
+    COVERAGE.write_text(table, encoding="utf-8")
+    if missing:
+        print("\nno fast test enters:", *missing, sep="\n    ")
+        session.exitstatus = 1
+
+
 @pytest.fixture(scope="session")
 def one_rank():
     """The process group of a lone rank, and its mesh: (ranks, device, mesh)."""
     import torch.distributed as dist
+
+    from system.ranks import start_process_group
 
     ranks, device = start_process_group(tp_size=1)
     return ranks, device, dist.init_device_mesh(device.type, (1,))

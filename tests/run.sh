@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Sets up as train.sh does, runs the linter, then the tests; with --long the long ones. Other arguments go to pytest.
+# Sets up as train.sh does, runs the linter, then the tests. Other arguments go to pytest.
+#   --fast   in a minute: no process is launched, a stand-in takes vLLM's place; enters every function of the core
+#   --long   those that take minutes each, which are left out otherwise
 set -euo pipefail
 
 # shellcheck source=setup.sh
 source "$(dirname "$0")/../setup.sh"
 
 select="not long"
-if [[ ${1:-} == --long ]]; then select="long"; shift; fi
+if [[ ${1:-} == --long ]]; then select="long"; shift; fi  # --fast is an option of tests/conftest.py
 if [[ $GRPO_DEVICE == cpu ]]; then
     select+=" and not gpu"
     export TORCHDYNAMO_DISABLE=1  # vLLM's sampler is compiled: dies without a C++ compiler, slow with one

@@ -21,7 +21,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from examples.arithmetic.make_problems import draw_problems, needs_carry, sum_without_carry
 from hf import tokenizer as hf_tokenizer
-from model import Decoder, ModelConfig, init_weights, save_hf
+from hf.weights import save_hf
+from model import Decoder, ModelConfig
 
 FORGET_SHARE = 0.6
 NUM_STEPS, BATCH_SIZE, WARMUP_STEPS, SEED = 1500, 64, 100, 0
@@ -68,6 +69,19 @@ MODEL_CONFIG = {
     "pad_token_id": PAD_ID,
     "use_cache": True,
 }
+
+
+@torch.no_grad()
+def init_weights(model: Decoder, seed: int) -> None:
+    """Fresh weights, a function of `seed`: matrices normal(0, initializer_range), norms 1, biases 0."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, param in model.named_parameters():
+        if name.endswith("norm.weight"):
+            param.fill_(1.0)
+        elif name.endswith(".bias"):
+            param.zero_()
+        else:
+            param.copy_(torch.randn(param.shape, generator=generator) * model.config.initializer_range)
 
 
 def write_configs(folder: Path) -> None:

@@ -21,7 +21,8 @@ import torch
 from examples.arithmetic import make_starter
 from examples.arithmetic.make_problems import needs_carry, sum_without_carry
 from hf.tokenizer import Tokenizer
-from model import Decoder, load_policy, save_hf
+from hf.weights import save_hf
+from model import Decoder, load_policy
 
 NUM_TRAIN, NUM_HELDOUT = 1500, 100
 FORGET_SHARE, SWAP_SHARE = 0.6, 0.5

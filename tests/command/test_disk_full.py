@@ -14,7 +14,7 @@ IN_A_NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
 
 @pytest.fixture(scope="module")
 def saves(tmp_path_factory):
-    """What tests/disk_full_worker.py found after each save, and what it told the user."""
+    """What tests/helpers/disk_full_worker.py found after each save, and what it told the user."""
     try:
         mount = [*IN_A_NAMESPACE, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path_factory.mktemp("mount"))]
         allowed = subprocess.run(mount, capture_output=True, text=True)

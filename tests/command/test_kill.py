@@ -1,4 +1,4 @@
-"""Ranks killed while they save: every life loads what was committed last (tests/kill_worker.py)."""
+"""Ranks killed while they save: every life loads what was committed last (tests/helpers/kill_worker.py)."""
 
 import json
 import subprocess

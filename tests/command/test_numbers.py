@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def ranks(tiny, tmp_path_factory):
-    """What tests/numbers_worker.py wrote, of both ranks."""
+    """What tests/helpers/numbers_worker.py wrote, of both ranks."""
     work = tmp_path_factory.mktemp("numbers")
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     command = [sys.executable, *launch, "tests/helpers/numbers_worker.py", str(tiny[0]), str(work)]

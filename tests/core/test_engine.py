@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 
+import freshness
 import pytest
 import torch
+from samples import sample
 
 import config
-import freshness
 from hf.tokenizer import Tokenizer
-from model import full_tensors, load_policy
+from hf.weights import full_tensors
+from model import load_policy
 from rollout import sample_seed
 from system.exits import Interrupted, StopRun
 
@@ -68,8 +70,6 @@ def test_skipped_sync(synced, policy, tiny):
 
 
 def replace_version(version):
-    from test_log import sample
-
     return replace(sample(0, 1.0, "ok", 3), weight_version=version)
 
 

@@ -1,29 +1,14 @@
 """policy_loss against a float64 loop over tokens (loss_cases.py): value and gradients, for options in combination."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
 import torch
-from loss_cases import hard_batch, loop_loss
+from loss_cases import MODES, WEIGHTS, allowed, hard_batch, loop_loss
 
 from config import LossConfig
 from loss import policy_loss
-from run.config_check import loss_problems
 
-IS_TYPES = {  # bounds that some weights of the batch are under, some above, some within
-    None: {},
-    "tis": {"truncated_importance_sampling_ratio": 1.2, "truncated_importance_sampling_ratio_min": 0.8},
-    "icepop": {"truncated_importance_sampling_ratio": 1.3, "truncated_importance_sampling_ratio_min": 0.7},
-    "seq-mask-tis": {"truncated_importance_sampling_ratio": 1.1, "truncated_importance_sampling_ratio_min": 0.95},
-    "sequence": {},
-    "sequence-truncate": {"truncated_importance_sampling_ratio": 1.5, "truncated_importance_sampling_ratio_min": 0.8},
-    "sequence-mask": {"truncated_importance_sampling_ratio": 2.0, "truncated_importance_sampling_ratio_min": 0.5},
-}
-WEIGHTS = [{}] + [
-    {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": kind, **bounds}
-    for kind, bounds in IS_TYPES.items()
-]
 AGGREGATIONS = [{}, {"token_level_loss": False}, {"token_level_loss": False, "loss_scale_factor": 9.0}]
 KLS = [{"reference_policy_kl_penalty": 0.0}] + [
     {"reference_policy_kl_type": kind, "reference_policy_kl_penalty": 0.3} for kind in ("k1", "k2", "k3")
@@ -34,22 +19,6 @@ KL_VARIANTS = [
     for approx in (False, True)
     for clamps in ({}, {"kl_input_clamp_value": 0.4}, {"kl_output_clamp_value": 0.1}, {"kl_input_clamp_value": None})
 ]
-MODES = [
-    {},
-    {"sequence_level_importance_ratios": True},
-    {"use_cispo": True},
-    {"disable_ppo_ratio": True},
-    {"force_on_policy_ratio": True},
-    {"sequence_level_importance_ratios": True, "force_on_policy_ratio": True},
-]
-
-
-def allowed(*choices: list[dict]) -> list[LossConfig]:
-    combined = (
-        {name: value for part in parts for name, value in part.items()} for parts in itertools.product(*choices)
-    )
-    configs = [LossConfig(**options) for options in combined]
-    return [cfg for cfg in configs if not list(loss_problems(cfg))]
 
 
 def run(cfg: LossConfig, dtype=torch.float64) -> torch.Tensor:

@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import model as model_module
 from config import ConfigError
-from model import Decoder, ModelConfig, full_tensors, init_weights, load_policy, load_weights, save_hf
+from examples.arithmetic.make_starter import init_weights
+from hf.weights import full_tensors, load_weights, save_hf
+from model import Decoder, ModelConfig, load_policy
 from system.exits import exit_process
 
 SIZES = dict(

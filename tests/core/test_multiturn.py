@@ -6,14 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import update
 from dist_case import CONFIG, batch_of
 
 import data
 import envs
-import update
 from envs import StepResult
 from hf.tokenizer import Tokenizer
-from model import full_tensors, load_policy
+from hf.weights import full_tensors
+from model import load_policy
 from rollout import rollout, rollout_over_ranks, sample_seed
 from system.exits import StopRun
 

@@ -3,14 +3,15 @@
 import numpy as np
 import pytest
 import torch
+import update
 from dist_case import batch_of
 
 import config
 import data
 import envs
-import update
 from hf.tokenizer import Tokenizer
-from model import full_tensors, load_policy
+from hf.weights import full_tensors
+from model import load_policy
 from rollout import rollout, sample_seed
 from system.exits import StopRun
 

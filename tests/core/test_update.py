@@ -2,18 +2,17 @@
 
 import copy
 import dataclasses
-import math
 
 import numpy as np
 import pytest
 import torch
+import update
 from dist_case import CONFIG, make_samples
 
 import config
 import data
-import update
 from hf.tokenizer import Tokenizer
-from model import load_policy
+from model import Reference, load_policy
 
 CPU = torch.device("cpu")
 
@@ -54,21 +53,6 @@ def gradients(policy):
 
 def weights(policy):
     return {name: param.full_tensor().detach().clone() for name, param in policy.named_parameters()}
-
-
-def test_learning_rate_of_every_schedule_by_hand():
-    def rates(num_steps, **keys):
-        cfg = config.SchedulerConfig(**keys)
-        return [update.learning_rate_factor(cfg, step, num_steps) for step in range(1, num_steps + 1)]
-
-    assert rates(4, warmup_steps=0) == [1, 1, 1, 1]
-    assert rates(4, warmup_steps=2, warmup_start_factor=0.5) == [0.5, 0.75, 1, 1]
-    linear = rates(6, warmup_steps=2, warmup_start_factor=0.5, name="linear")
-    assert linear == pytest.approx([0.5, 0.75, 1, 2 / 3, 1 / 3, 0])
-    assert rates(5, warmup_steps=0, name="linear", min_factor=0.2) == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
-    half = math.sqrt(0.5)
-    cosine = rates(5, warmup_steps=0, name="cosine", min_factor=0.1)
-    assert cosine == pytest.approx([1, 0.1 + 0.45 * (1 + half), 0.55, 0.1 + 0.45 * (1 - half), 0.1])
 
 
 def test_old_logps_that_are_skipped_would_have_been_the_same(policy, batch, one_rank):
@@ -133,7 +117,7 @@ def test_minibatches_and_epochs_equal_a_loop_by_hand(policy, batch, one_rank, ti
 
 def test_reference_keeps_the_first_weights_and_gives_the_policy_back(policy, batch, one_rank):
     cfg = settings(loss_fn={"reference_policy_kl_penalty": 0.1})
-    reference = update.Reference(policy)
+    reference = Reference(policy)
     (first,) = batches_of(policy, reference, batch, cfg, one_rank)
     start = torch.cat([micro.ref_logp_R for micro in first.micros])
     assert update.compute_gradients(policy, first, cfg, batch[2])["kl_penalty"] == pytest.approx(0, abs=1e-9)
@@ -212,7 +196,7 @@ def test_kl_in_reward_whitens_over_all_tokens_of_the_step(policy, batch, one_ran
         grpo={"adv_estimator": config.AdvEstimatorConfig(name="reinforce_plus_plus")},
         loss_fn={"reference_policy_kl_penalty": 0.5, "use_kl_in_reward": True, "reference_policy_kl_type": "k1"},
     )
-    reference = update.Reference(policy)
+    reference = Reference(policy)
     with torch.no_grad():
         for param in policy.parameters():
             param.to_local().mul_(1.05)
@@ -242,7 +226,7 @@ def test_one_pass_equals_two_and_leaves_out_rows_without_gradient(policy, batch,
     cfg = settings(loss_fn=loss_fn, policy={"ppo_epochs": 2})
     reference = None
     if cfg.loss_fn.reference_policy_kl_penalty:
-        reference = update.Reference(policy)
+        reference = Reference(policy)
         for shard in reference.shards.values():
             shard.mul_(1.01)
     rows = {

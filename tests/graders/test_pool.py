@@ -10,9 +10,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from processes import children
 
 from config import ConfigError
-from graders.pool import ENDING, MARK, GraderPool
+from graders.pool import ENDING, GraderPool
 
 
 def make_pool(deadline_s=60, num_workers=2):
@@ -145,23 +146,6 @@ def test_workers_die_with_their_trainer(tmp_path):
         assert len(pids) == 2 and all(Path("/proc", pid).exists() for pid in pids)
         trainer.kill()
     assert [gone(pid) for pid in pids] == [True, True]
-
-
-def children():
-    """Processes below this one, zombies too, and those that its workers have started, whoever has adopted them."""
-    parents, found, mark = {}, set(), f"{MARK}={os.getpid()}.".encode()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[process.name] = (process / "stat").read_text().rsplit(")", 1)[1].split()[1]
-            if mark in (process / "environ").read_bytes():
-                found.add(process.name)
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-    above = {str(os.getpid())}
-    while above:
-        above = {pid for pid, parent in parents.items() if parent in above}
-        found |= above
-    return found
 
 
 def held():

@@ -1,4 +1,4 @@
-"""The process of tests/test_disk_full.py, in a mount namespace of its own: disk_full_worker.py FOLDER
+"""The process of tests/command/test_disk_full.py, in a mount namespace of its own: disk_full_worker.py FOLDER
 
 Mounts a tmpfs of 6 MiB on FOLDER and saves toy states of 2 MiB there; another file takes the room while one is written.
 Prints a JSON object of what there was after each save.

@@ -1,4 +1,4 @@
-"""One rank of tests/test_distributed.py: torchrun --nproc_per_node=2 tests/dist_worker.py MODEL_FOLDER RESULT_FOLDER
+"""One rank of tests/system/test_ranks.py, under torchrun with 2: dist_worker.py MODEL_FOLDER RESULT_FOLDER
 
 Writes what 2 ranks compute: gradients of an unevenly split batch, then greedy tokens of one engine over both ranks.
 """
@@ -7,23 +7,22 @@ import json
 import sys
 from pathlib import Path
 
-from system.exits import exit_process
-from system.ranks import start_process_group
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 import torch.distributed as dist
+import update
 from dist_case import CONFIG, PROMPTS, batch_of, make_samples, rank_share
 from safetensors.torch import save_file
 
 import config
 import data
 import envs
-import update
 from hf.tokenizer import Tokenizer
-from model import full_tensors, load_policy
+from hf.weights import full_tensors
+from model import load_policy
 from rollout import Engine, rollout
+from system.exits import exit_process
+from system.ranks import start_process_group
 
 
 class Disagrees(envs.Environment):

@@ -1,4 +1,4 @@
-"""python tests/family_worker.py qwen2|llama FOLDER: one engine of a family; prints what reaches it, as JSON.
+"""python tests/helpers/family_worker.py qwen2|llama FOLDER: one engine of a family; prints what reaches it, as JSON.
 
 For each parameter alone: perturb, compare sampler and trainer before and after the sync.
 """
@@ -11,13 +11,14 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 import torch
 import torch.distributed as dist
+import update
 from tiny import make_tiny
 
 import config
 import data
-import update
 from hf.tokenizer import Tokenizer
-from model import full_tensors, load_policy
+from hf.weights import full_tensors
+from model import load_policy
 from rollout import Engine
 from system.exits import exit_process
 from system.ranks import start_process_group

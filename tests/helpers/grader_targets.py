@@ -1,4 +1,4 @@
-"""What tests/test_grader.py has graded: functions that answer, hang, crash, fork, or say too much."""
+"""What tests/graders/test_pool.py has graded: functions that answer, hang, crash, fork, or say too much."""
 
 import ctypes
 import os

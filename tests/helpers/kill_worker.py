@@ -1,4 +1,4 @@
-"""Kills ranks while they save, again and again: python tests/kill_worker.py FOLDER NUM_KILLS SEED
+"""Kills ranks while they save, again and again: python tests/helpers/kill_worker.py FOLDER NUM_KILLS SEED
 
 One process that has imported torch forks two gloo ranks for each life: they load, go on from there, save after every
 step, and one of them is killed, at a named point of the save or at a random instant. What a life loads must be a state
@@ -81,7 +81,7 @@ def live(rank: int, folder: Path, life: int, point: str | None) -> None:
     ranks, checkpoints = Ranks(rank, 2, rank, 1), folder / "checkpoints"
     model, optimizer = model_at(-1)
     step = 0
-    if resume.steps(checkpoints):
+    if resume.checkpoints(checkpoints):
         state = checkpoint.load(checkpoints, model, optimizer, ranks, mode="auto")
         step = state["step"]
         assert state == {"step": step, "cursor": step * 7}, state

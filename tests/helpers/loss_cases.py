@@ -6,6 +6,7 @@ import math
 import torch
 
 from config import LossConfig
+from run.config_check import loss_problems
 
 LOGPS = ("logp_T", "old_logp_T", "sampler_logp_T", "ref_logp_T")
 
@@ -172,3 +173,34 @@ def reduced(*parts):
         else:
             out[name] = float(sum(values))
     return out
+
+
+IS_TYPES = {  # bounds that some weights of the batch are under, some above, some within
+    None: {},
+    "tis": {"truncated_importance_sampling_ratio": 1.2, "truncated_importance_sampling_ratio_min": 0.8},
+    "icepop": {"truncated_importance_sampling_ratio": 1.3, "truncated_importance_sampling_ratio_min": 0.7},
+    "seq-mask-tis": {"truncated_importance_sampling_ratio": 1.1, "truncated_importance_sampling_ratio_min": 0.95},
+    "sequence": {},
+    "sequence-truncate": {"truncated_importance_sampling_ratio": 1.5, "truncated_importance_sampling_ratio_min": 0.8},
+    "sequence-mask": {"truncated_importance_sampling_ratio": 2.0, "truncated_importance_sampling_ratio_min": 0.5},
+}
+WEIGHTS = [{}] + [
+    {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": kind, **bounds}
+    for kind, bounds in IS_TYPES.items()
+]
+MODES = [
+    {},
+    {"sequence_level_importance_ratios": True},
+    {"use_cispo": True},
+    {"disable_ppo_ratio": True},
+    {"force_on_policy_ratio": True},
+    {"sequence_level_importance_ratios": True, "force_on_policy_ratio": True},
+]
+
+
+def allowed(*choices: list[dict]) -> list[LossConfig]:
+    combined = (
+        {name: value for part in parts for name, value in part.items()} for parts in itertools.product(*choices)
+    )
+    configs = [LossConfig(**options) for options in combined]
+    return [cfg for cfg in configs if not list(loss_problems(cfg))]

@@ -1,4 +1,4 @@
-"""One rank of tests/test_numbers.py: torchrun --nproc_per_node=2 tests/numbers_worker.py MODEL_FOLDER RESULT_FOLDER
+"""One rank of tests/command/test_numbers.py, under torchrun with 2: numbers_worker.py MODEL_FOLDER RESULT_FOLDER
 
 On rank 1 alone a number goes wrong, in one of several places; writes what an optimizer step made of it on each rank.
 """
@@ -9,26 +9,22 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from system.exits import exit_process
-from system.ranks import start_process_group
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import update
 from dist_case import batch_of, make_samples, rank_share
 
 import config
 import data
 import grpo
-import update
+import system.ranks
 from hf.tokenizer import Tokenizer
 from model import load_policy
 from run import checkpoint
-from system.exits import StopRun
-from system.ranks import COLLECTIVE_TIMEOUT
+from system.exits import StopRun, exit_process
 
 LOOSE = config.GRPOConfig(logp_gap_limit=None, max_bad_steps=2)
 CASES = {
@@ -36,8 +32,8 @@ CASES = {
     "gradient": LOOSE,
     "loss": LOOSE,
     "sampler": LOOSE,
-    "sampler, limit": replace(LOOSE, logp_gap_limit=100.0),
-    "sampler, patience": replace(LOOSE, logp_gap_limit=100.0, logp_gap_patience=1),
+    "sampler, limit": replace(LOOSE, logp_gap_limit=100.0, max_bad_steps=0),
+    "sampler, patience": replace(LOOSE, logp_gap_limit=100.0, max_bad_steps=1),
 }
 
 
@@ -93,8 +89,8 @@ def one(case, policy, optimizer, ranks, vocab_size, work, num_bad_steps=0):
 
 if __name__ == "__main__":
     folder, work = Path(sys.argv[1]), Path(sys.argv[2])
-    COLLECTIVE_TIMEOUT = timedelta(minutes=29)  # torch's own default for gloo is the 30 of ours
-    ranks, device = start_process_group(tp_size=2)  # with a group for the engine
+    system.ranks.COLLECTIVE_TIMEOUT = timedelta(minutes=29)  # torch's own default for gloo is the 30 of ours
+    ranks, device = system.ranks.start_process_group(tp_size=2)  # with a group for the engine
     vocab_size = Tokenizer(folder).vocab_size
     policy = load_policy(folder, device=device, mesh=dist.init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4)

@@ -1,4 +1,4 @@
-"""One rank of tests/test_watchdog.py: python tests/watchdog_worker.py FOLDER FAULT, in the environment of a rank."""
+"""One rank of tests/system/test_watchdog.py: watchdog_worker.py FOLDER FAULT, in the environment of a rank."""
 
 import ctypes
 import os

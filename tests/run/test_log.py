@@ -5,14 +5,13 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from samples import sample
 
 import config
-from data import Sample
 from hf.tokenizer import Tokenizer
 from run.log import RunLog
 from run.metrics import accumulate, reduce_over_ranks, sample_metrics
@@ -79,15 +78,6 @@ def test_two_ranks_equal_one_and_every_nan_stays_visible(tmp_path):
             values = results[f"nan of rank {bad}"]
             assert values.pop("fine") == 2 and all(map(math.isnan, values.values())), (rank, bad, values)
         assert results["zero"]["mean"] == 1.5 and math.isnan(results["zero"]["none"])
-
-
-def sample(prompt, reward, outcome, length, *, finish_reason="stop", unsampled=0, num_turns=1):
-    mask = np.arange(length) >= unsampled
-    ids, logps = np.array([16] * (length - 1) + [257], np.int32), np.zeros(length, np.float32)  # 257: the end token
-    prompt_ids, env_name = [17] * (prompt + 1), "games" if prompt else "math"
-    found = Sample(prompt, 0, 40 + prompt, prompt_ids, ids, logps, mask, finish_reason, 7, reward, outcome, reward)
-    dataset = "" if prompt else "a"
-    return replace(found, env_name=env_name, num_env_tokens=unsampled, num_turns=num_turns, dataset=dataset)
 
 
 SAMPLES = [

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_loss_exact import AGGREGATIONS, KLS, MODES, WEIGHTS, allowed
+from loss_cases import MODES, WEIGHTS, allowed
+from test_loss_exact import AGGREGATIONS, KLS
 
 import kernels.softmax
 import loss as original
@@ -92,13 +93,13 @@ def oracle(policy_loss, hidden_RD, weight_VD, target_R, pack):
     return torch.autograd.grad(loss, leaves)
 
 
-def train(policy_loss, path, hidden_RD, weight_VD, target_R, pack):
+def train(policy_loss, path, backend, hidden_RD, weight_VD, target_R, pack):
     """(gradients in hidden and weight, metrics), rows that may have a gradient first, as the trainer sorts them."""
     moved_R = path.may_have_gradient(pack["adv_T"], pack["positive_T"]) & pack["mask_T"]
     order_R = moved_R.logical_not().argsort(stable=True)
     pack = {name: x[order_R] if torch.is_tensor(x) else x for name, x in pack.items()}
     hidden_RD, weight_VD = hidden_RD.clone().requires_grad_(), weight_VD.clone().requires_grad_()
-    options = {"temperature": 0.7, "num_grad_rows": int(moved_R.sum()), "path": path}
+    options = {"temperature": 0.7, "num_grad_rows": int(moved_R.sum()), "path": path, "backend": backend}
     pack_loss = partial(policy_loss, **pack)
     loss, metrics = linear_loss(hidden_RD[order_R], weight_VD, target_R[order_R], pack_loss=pack_loss, **options)
     loss.backward()
@@ -124,7 +125,7 @@ def test_edits_are_trained(tmp_path, small_chunks, edit):
     assert max(relative_errors(unedited, want)) > 0.01, "the edit changes nothing here"
     for backend in (TORCH, TRITON):
         path = choose(module.policy_loss, cfg, backend)
-        got, metrics = train(module.policy_loss, path, *case)
+        got, metrics = train(module.policy_loss, path, backend, *case)
         assert max(relative_errors(got, want)) <= 1e-5, (path.describe(), relative_errors(got, want))
         assert one_pass_problem(metrics[DEVIATION].item()) is None
         why = f" (loss.py was edited: {function})" if backend is TRITON else ""
@@ -136,7 +137,7 @@ def test_without_an_edit_the_fused_kernel_proves_itself(small_chunks):
     case = make_case(cfg)
     path = choose(original.policy_loss, cfg, TRITON)
     assert path.describe() == "loss: fused Triton kernel, proven equal to loss.py"
-    got, _ = train(original.policy_loss, path, *case)
+    got, _ = train(original.policy_loss, path, TRITON, *case)
     assert max(relative_errors(got, oracle(original.policy_loss, *case))) <= 1e-5
     assert choose(original.policy_loss, cfg, TORCH).describe() == "loss: one pass, autograd of loss.py"
 
@@ -147,20 +148,21 @@ def test_an_edit_that_couples_tokens_where_no_probe_sees_it_is_refused(tmp_path,
     module, case = edited(tmp_path, PPO, PPO + COUPLES), make_case(cfg)
     path = choose(module.policy_loss, cfg, backend)
     assert path.kind == "one pass"
-    got, metrics = train(module.policy_loss, path, *case)
+    got, metrics = train(module.policy_loss, path, backend, *case)
     assert max(relative_errors(got, oracle(module.policy_loss, *case))) > 1e-3
     assert "loss.py couples the tokens of a pack" in one_pass_problem(metrics[DEVIATION].item())
     two_passes = replace(path, kind="two passes")
-    got, metrics = train(module.policy_loss, two_passes, *case)
+    got, metrics = train(module.policy_loss, two_passes, backend, *case)
     assert max(relative_errors(got, oracle(module.policy_loss, *case))) <= 1e-5 and metrics[DEVIATION] == 0
 
 
 def test_an_edit_that_couples_tokens_is_trained_in_two_passes(tmp_path):
     cfg = LossConfig(reference_policy_kl_penalty=0.0)
     module, case = edited(tmp_path, PPO, PPO + "\n    loss_R = loss_R * t.logp_R.mean()"), make_case(cfg)
-    path = choose(module.policy_loss, cfg, TORCH)
+    backend = TORCH
+    path = choose(module.policy_loss, cfg, backend)
     assert path.describe() == "loss: two passes, autograd of loss.py (the loss couples the tokens of a sequence)"
-    got, _ = train(module.policy_loss, path, *case)
+    got, _ = train(module.policy_loss, path, backend, *case)
     assert max(relative_errors(got, oracle(module.policy_loss, *case))) <= 1e-5
 
 
@@ -208,10 +210,10 @@ def test_a_wrong_copy_does_not_pass_the_probes(monkeypatch, kl, has_old):
         changes |= {"ratio_clip_min": 0.202, "ratio_clip_max": 0.282, "ratio_clip_c": 3.05, "use_cispo": True}
     if cfg.reference_policy_kl_penalty:
         changes |= {"kl_input_clamp_value": 2.05, "kl_gradient": "plain", "reference_policy_kl_penalty": 0.301}
-    path = loss_path.LossPath("fused", "", TRITON, MAX_LOG_RATIO, True, True)
+    path = loss_path.LossPath("fused", "", MAX_LOG_RATIO, True, True)
     module = importlib.import_module("kernels.linear_loss")  # `kernels.linear_loss` is the function
     real = module.clipped_pg_dlogits_
-    arguments = (original.policy_loss, cfg, has_old, cfg.reference_policy_kl_penalty > 0, path, DEVICE)
+    arguments = (original.policy_loss, cfg, has_old, cfg.reference_policy_kl_penalty > 0, path, TRITON, DEVICE)
     assert loss_path._fused_differences(*arguments) == 0
     for name, value in changes.items():
         wrong = replace(cfg, **{name: value})

@@ -8,20 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
+import update
 from dist_case import CONFIG, PROMPTS, batch_of, make_samples
 from safetensors.torch import load_file
 
 import data
-import update
 from hf.tokenizer import Tokenizer
-from model import full_tensors, load_policy
+from hf.weights import full_tensors
+from model import load_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tiny, tmp_path_factory):
-    """What tests/dist_worker.py wrote: (gradients, [rank 0's json, rank 1's])."""
+    """What tests/helpers/dist_worker.py wrote: (gradients, [rank 0's json, rank 1's])."""
     results = tmp_path_factory.mktemp("two_ranks")
     command = [
         sys.executable,

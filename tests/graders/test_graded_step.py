@@ -4,8 +4,8 @@ import time
 from collections import Counter
 
 import pytest
-from test_pool import children
-from test_validation import FakeEngine, FakeTokenizer
+from fakes import FakeEngine, FakeTokenizer
+from processes import children
 
 import envs
 from data import Problem
@@ -14,7 +14,7 @@ from rollout import rollout, rollout_over_ranks
 from system.exits import StopRun
 
 DEADLINE = 2.0
-JOBS = {  # what the row's answer asks of the grader (tests/grader_targets.py) -> the outcome of the sample
+JOBS = {  # what the row's answer asks of the grader (tests/helpers/grader_targets.py) -> the outcome of the sample
     "double": "ok",
     "hang": "timeout",
     "deaf": "timeout",

@@ -1,72 +1,68 @@
-"""Validation: accuracy, pass@k and maj@k on held-out problems, greedy and sampled, over all ranks.
-
-Owns which problems are sampled how, the estimators, and the names of the numbers: `validation/<mode>/...`, with several
-sets `validation/<set>/<mode>/...`. eval.py scores with the same functions. Sampling and grading are rollout.py's.
-"""
+"""Scores the policy on the validation sets: accuracy, pass@k and maj@k, with intervals."""
 
 import math
 import time
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, stdev
-from typing import Any
 
-import config
+from config import Config
 from data import Sample
-from rollout import Engine, rollout_over_ranks
-from run.log import RunLog
-from run.preflight import Inputs
-from sampling import groups_of
-from system.ranks import Ranks
+from dataset.scan import Dataset
+from engine import SamplingOptions
+from rollout import Sampler, groups_of
+from run.setup import Run
 
 Z95 = 1.959964  # 97.5% of a normal distribution lie below
 
 
-def validate(
-    cfg: config.Config, inputs: Inputs, engine: Engine, ranks: Ranks, log: RunLog | None, step: int
-) -> dict[str, float]:
-    """Scores every validation set in every mode; logs and returns the numbers. {} when there is no set."""
-    if not inputs.validation:
-        return {}
-    start, values = time.perf_counter(), {}
-    for name in inputs.validation:
-        for mode in modes(cfg):
-            samples = sample_problems(cfg, inputs, engine, ranks, name, mode)
-            prefix = f"validation/{name}/{mode}" if len(inputs.validation) > 1 else f"validation/{mode}"
-            values |= {f"{prefix}/{key}": value for key, value in score(samples).items()}
-            if log:
-                log.samples(step, prefix, samples, inputs.tokenizer, cfg.logger.num_val_samples_to_print)
+def validate(run: Run) -> None:
+    """Scores every validation set in every mode, logs the numbers, and keeps them in the run's state."""
+    if not run.inputs.validation:
+        return
+    run.watchdog.enter("validation")
+    start = time.perf_counter()
+    values: dict[str, float] = {}
+    for name, dataset in run.inputs.validation.items():
+        for mode in modes(run.cfg):
+            samples = sample_problems(run.cfg, run.sampler, dataset, mode)
+            prefix = f"validation/{name}/{mode}" if len(run.inputs.validation) > 1 else f"validation/{mode}"
+            values |= {f"{prefix}/{key}": value for key, value in summarize(samples).items()}
+            if run.log:
+                num_print = run.cfg.logger.num_val_samples_to_print
+                run.log.samples(run.state.step, prefix, samples, run.inputs.tokenizer, num_print)
     values["timing/validation/total_validation_time"] = time.perf_counter() - start
-    if log:
-        log.validation(step, values)
-    return values
+    if run.log:
+        run.log.validation(run.state.step, values)
+    if run.state.step == 0:
+        run.state.first_validation = values
+    else:
+        run.state.last_validation = values
 
 
-def modes(cfg: config.Config) -> dict[str, dict[str, Any]]:
-    """Name -> options of `rollout`. Greedy: one reply. Sampled: val_num_generations_per_prompt, by the val_ options."""
+def modes(cfg: Config) -> dict[str, tuple[int, SamplingOptions]]:
+    """Name -> (samples per problem, how they are sampled). Greedy: one. Sampled: as the val_ options say."""
     grpo, generation = cfg.grpo, cfg.policy.generation
-    length = {"max_new_tokens": grpo.val_max_new_tokens or generation.max_new_tokens}
-    sampled = {
-        "num_samples": grpo.val_num_generations_per_prompt,
-        "temperature": grpo.val_temperature or generation.temperature,
-        "top_p": grpo.val_top_p or 1.0,
-        "top_k": grpo.val_top_k,
-    }
-    return {"greedy": {"num_samples": 1, "temperature": 0.0} | length, "sampled": sampled | length}
+    length = grpo.val_max_new_tokens or generation.max_new_tokens
+    sampled = SamplingOptions(
+        temperature=grpo.val_temperature or generation.temperature,
+        max_new_tokens=length,
+        top_p=grpo.val_top_p or 1.0,
+        top_k=grpo.val_top_k,
+    )
+    greedy = SamplingOptions(temperature=0.0, max_new_tokens=length)
+    return {"greedy": (1, greedy), "sampled": (grpo.val_num_generations_per_prompt, sampled)}
 
 
-def sample_problems(
-    cfg: config.Config, inputs: Inputs, engine: Engine, ranks: Ranks, name: str, mode: str
-) -> list[Sample]:
-    """Graded samples of the first max_val_samples problems of set `name`, on every rank; the ranks share the work. The
-    same seeds every time, so that two validations differ by the weights alone."""
-    problems = list(enumerate(inputs.validation[name].rows[: cfg.grpo.max_val_samples]))
-    how = modes(cfg)[mode] | {"seed_key": (cfg.grpo.seed, -1), "max_turns": cfg.grpo.max_rollout_turns}
-    how["max_error_fraction"] = cfg.env.max_error_fraction
-    return rollout_over_ranks(engine, inputs.tokenizer, inputs.environments, problems, ranks=ranks, **how)
+def sample_problems(cfg: Config, sampler: Sampler, dataset: Dataset, mode: str) -> list[Sample]:
+    """Graded samples of the first max_val_samples problems of a set, on every rank; the ranks share the work. The seeds
+    are the same every time, so that two validations differ by the weights alone."""
+    problems = list(enumerate(dataset.problems[: cfg.grpo.max_val_samples]))
+    num_samples, options = modes(cfg)[mode]
+    return sampler.sample(problems, num_samples, options, (cfg.grpo.seed, -1))
 
 
-def score(samples: Sequence[Sample]) -> dict[str, float]:
+def summarize(samples: Sequence[Sample]) -> dict[str, float]:
     """Numbers of one set and mode, over groups of n samples of a problem. Rewards are the grader's, unscaled.
 
     With n > 1 also pass_at_k and maj_at_k, k = 1, 2, 4, ... and n: pass_at_1 is accuracy, pass_at_n NeMo RL's pass_k.
@@ -98,9 +94,9 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 def majority(samples: Sequence[Sample]) -> float:
     """Whether the answer that most samples give is right (Wang et al. 2022, "Self-Consistency").
 
-    Votes go by `extracted`; samples without an answer do not vote, and 0 if none has one. Tie: each leading answer
-    counts alike, as if one were drawn; a function of the votes, not of their order. maj@k is this over the first k
-    samples of each problem, which is unbiased because samples are independent.
+    Votes go by `extracted`; samples without an answer do not vote, and the value is 0 if none has one. At a tie each
+    leading answer counts alike, as if one were drawn: a function of the votes, not of their order. maj@k is this over
+    the first k samples of each problem, which is unbiased because samples are independent.
     """
     votes = Counter(s.extracted for s in samples if s.extracted is not None)
     leaders = [answer for answer, count in votes.items() if count == max(votes.values())]

@@ -1,0 +1,194 @@
+"""Samples and their advantages -> what the optimizer steps of a rollout train on: packs on this rank's device.
+
+A rollout of B = P * G samples is cut into minibatches of `train_global_batch_size`, one for each optimizer step (the
+whole rollout is one, by default). A minibatch is cut into packs, the same number on every rank, because each is a
+collective of FSDP. The denominators of the loss are counts over a whole minibatch, all ranks and all packs.
+Dims: B samples, T packed tokens, R response tokens of a pack, S sequences of a pack.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from advantages import kl_in_reward_advantages
+from config import Config
+from data import Pack, Sample, assign_to_ranks, empty_pack, pack_samples
+from kernels import LossPath
+from loss import Metrics, clamp_abs, kl_estimate, seq_logp_error_mask
+from system.ranks import Ranks
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """A `data.Pack` on the device, and what the trainer finds out about its R response tokens.
+
+    mask_R: tokens that are trained on. num_grad_rows: only the first so many can have a gradient; the others are there
+    for the metrics. old_logp_R, ref_logp_R: under the policy at the start of the step, under the reference policy;
+    None where the run does not need them.
+
+    Example: two sequences of 3 and 2 input tokens with 2 and 1 response tokens: cu_seqlens [0, 3, 5], pos_R [1, 2, 4],
+    seq_R [0, 0, 1], mask_R [True, True, True], num_grad_rows 3.
+    """
+
+    token_T: Tensor
+    position_T: Tensor
+    cu_seqlens: np.ndarray  # stays on the host: the model reads it before it launches anything
+    pos_R: Tensor
+    target_R: Tensor
+    sampler_logp_R: Tensor
+    adv_R: Tensor
+    seq_R: Tensor
+    reward_R: Tensor
+    mask_R: Tensor
+    num_grad_rows: int
+    old_logp_R: Tensor | None = None
+    ref_logp_R: Tensor | None = None
+
+    @property
+    def model_inputs(self) -> tuple:
+        """The arguments of `model.Decoder.forward`."""
+        return self.token_T, self.position_T, self.cu_seqlens, self.pos_R, self.target_R
+
+
+@dataclass(slots=True)
+class Minibatch:
+    """What one optimizer step sees: this rank's micro-batches, and counts over all ranks (0 until they are known).
+
+    num_tokens: trained tokens. num_seqs: sequences that have any. num_positive_tokens: those of rewards > 0.
+    """
+
+    micros: list[MicroBatch]
+    num_tokens: int = 0
+    num_seqs: int = 0
+    num_positive_tokens: int = 0
+
+
+def make_minibatches(
+    samples: Sequence[Sample], adv_B: Sequence[float], cfg: Config, ranks: Ranks, device: torch.device
+) -> list[Minibatch]:
+    """This rank's minibatches of a rollout. Every rank works out the packs of all ranks, so that all make the same
+    number of collectives; a rank with fewer packs runs empty ones."""
+    size = cfg.policy.train_global_batch_size or len(samples)
+    max_tokens = cfg.policy.sequence_packing.train_mb_tokens
+    minibatches = []
+    for first in range(0, len(samples), size):
+        # A sample that was filtered out takes no part in any forward.
+        members = [i for i in range(first, min(first + size, len(samples))) if samples[i].mask.any()]
+        packs_of_rank = []
+        for share in assign_to_ranks([samples[i].num_tokens for i in members], ranks.world_size):
+            chosen = [members[k] for k in share]
+            packs_of_rank.append(pack_samples([samples[i] for i in chosen], [adv_B[i] for i in chosen], max_tokens))
+        num_packs = max(1, *map(len, packs_of_rank))  # one also where everything was filtered out
+        packs = packs_of_rank[ranks.rank]
+        packs += [empty_pack()] * (num_packs - len(packs))
+        minibatches.append(Minibatch([to_device(pack, device) for pack in packs]))
+    return minibatches
+
+
+def to_device(pack: Pack, device: torch.device) -> MicroBatch:
+    arrays = {field.name: getattr(pack, field.name) for field in fields(pack) if field.name != "cu_seqlens"}
+    tensors = {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
+    mask_R = torch.ones_like(tensors["adv_R"], dtype=torch.bool)
+    return MicroBatch(**tensors, cu_seqlens=pack.cu_seqlens, mask_R=mask_R, num_grad_rows=len(mask_R))
+
+
+def needs_old_logps(cfg: Config) -> bool:
+    """Whether the policy at the start of the step is scored in a forward of its own.
+
+    Not when a single optimizer step follows each rollout: the training forward itself is then that policy, old is its
+    log-probability, detached, and the ratio is 1 exactly. More steps move away from it. The mask of sequences whose
+    log-probabilities disagree, and a KL in the reward, must be known before the first one.
+    """
+    per_rollout = cfg.grpo.num_prompts_per_step * cfg.grpo.num_generations_per_prompt
+    several = cfg.policy.ppo_epochs > 1 or (cfg.policy.train_global_batch_size or per_rollout) < per_rollout
+    return several or cfg.grpo.seq_logprob_error_threshold is not None or cfg.loss_fn.use_kl_in_reward
+
+
+@torch.no_grad()
+def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath) -> list[Metrics]:
+    """What needs the log-probabilities, in place: masks sequences whose sampler and trainer disagree, puts the KL into
+    the advantages where the config asks for it, and counts what is trained on, over all ranks. A collective.
+
+    Returns the metrics of the mask, one item for each micro-batch; none where there is no mask.
+    """
+    micros = [micro for minibatch in minibatches for micro in minibatch.micros]
+    metrics = []
+    if cfg.grpo.seq_logprob_error_threshold is not None:
+        metrics = [_mask_by_logp_error(micro, cfg.grpo.seq_logprob_error_threshold) for micro in micros]
+    if cfg.loss_fn.use_kl_in_reward:
+        _put_kl_into_advantages(micros, cfg)
+    for micro in micros:
+        _put_gradient_rows_first(micro, path)
+    counts = torch.tensor([_count(minibatch) for minibatch in minibatches], dtype=torch.int64)
+    dist.all_reduce(counts)
+    for minibatch, (num_tokens, num_seqs, num_positive_tokens) in zip(minibatches, counts.tolist(), strict=True):
+        minibatch.num_tokens = num_tokens
+        minibatch.num_seqs = num_seqs
+        minibatch.num_positive_tokens = num_positive_tokens
+    return metrics
+
+
+def _mask_by_logp_error(micro: MicroBatch, threshold: float) -> Metrics:
+    micro.mask_R, metrics = seq_logp_error_mask(
+        micro.mask_R,
+        old_logp_R=micro.old_logp_R,
+        sampler_logp_R=micro.sampler_logp_R,
+        seq_R=micro.seq_R,
+        threshold=threshold,
+        correct_R=micro.reward_R == 1,
+    )
+    return metrics
+
+
+def _put_kl_into_advantages(micros: list[MicroBatch], cfg: Config) -> None:
+    """REINFORCE++'s KL in the reward. The whitening needs all tokens of the step: those of all packs and ranks."""
+
+    def concatenated(name: str) -> Tensor:
+        return torch.cat([getattr(micro, name) for micro in micros])
+
+    def sum_over_ranks(x: Tensor) -> Tensor:
+        total = x.cpu()
+        dist.all_reduce(total)
+        return total.to(x.device)
+
+    log_ratio_R = clamp_abs(concatenated("ref_logp_R") - concatenated("old_logp_R"), cfg.loss_fn.kl_input_clamp_value)
+    kl_R = kl_estimate(log_ratio_R, cfg.loss_fn.reference_policy_kl_type)
+    adv = kl_in_reward_advantages(
+        concatenated("adv_R"),
+        kl_R=clamp_abs(kl_R, cfg.loss_fn.kl_output_clamp_value),
+        mask_R=concatenated("mask_R"),
+        grpo=cfg.grpo,
+        loss_fn=cfg.loss_fn,
+        sum_over_ranks=sum_over_ranks,
+    )
+    for micro, adv_R in zip(micros, adv.split([len(micro.adv_R) for micro in micros]), strict=True):
+        micro.adv_R = adv_R
+
+
+def _put_gradient_rows_first(micro: MicroBatch, path: LossPath) -> None:
+    """Two thirds of the output layer's work are for gradients, and a token of advantage 0 has none, unless a KL or an
+    entropy bonus moves the policy all the same: `path` knows, because it asked the loss."""
+    moved_R = path.may_have_gradient(micro.adv_R, micro.reward_R > 0) & micro.mask_R
+    order_R = moved_R.logical_not().argsort(stable=True)
+    for name in (field.name for field in fields(micro) if field.name.endswith("_R")):
+        if (x_R := getattr(micro, name)) is not None:
+            setattr(micro, name, x_R[order_R])
+    micro.num_grad_rows = int(moved_R.sum())
+
+
+def _count(minibatch: Minibatch) -> tuple[int, int, int]:
+    """This rank's num_tokens, num_seqs, num_positive_tokens. A token for which the sampler's log-probability is no
+    number does not count: `policy_loss` drops it."""
+    num_tokens = 0
+    num_seqs = 0
+    num_positive_tokens = 0
+    for micro in minibatch.micros:
+        trained_R = micro.mask_R & micro.sampler_logp_R.isfinite()
+        num_tokens += int(trained_R.sum())
+        num_seqs += len(micro.seq_R[trained_R].unique())
+        num_positive_tokens += int((trained_R & (micro.reward_R > 0)).sum())
+    return num_tokens, num_seqs, num_positive_tokens

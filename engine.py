@@ -1,0 +1,279 @@
+"""The vLLM engine inside the trainer's process: generate, sleep and wake, weight sync, and the checks that it is fresh.
+
+The only file that imports vllm. There is one engine per rank, or one per group of `tensor_parallel_size` consecutive
+ranks ("external_launcher": every rank of a group calls `generate` with the same prompts and gets the same samples).
+The engine never reads weights from disk. It starts with dummy ones and gets the trainer's by `sync`, which is therefore
+the only path that weights can take.
+"""
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from config import GenerationConfig
+from data import Sample, pack_samples
+from hf.tokenizer import Tokenizer
+from hf.weights import full_tensors
+from model import Decoder
+from system.exits import Interrupted, StopRun
+
+# vLLM reads these while it is imported.
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine lives in this process
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",  # several ranks share the cores; vLLM would pin all of them to the same ones
+)
+os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+if not torch.cuda.is_available():
+    # vLLM's sampler is under torch.compile, which on CPU needs a C++ compiler and 6-24 s, and makes nothing faster.
+    import torch._dynamo
+
+    torch._dynamo.config.disable = True
+
+logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # for what it says before it reads that itself
+warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # of its own use of a deprecated torch name
+
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+STEPS_BETWEEN_STOPS = 16  # decode steps; with several ranks to an engine each look is a collective of theirs
+NUM_CANARY_PROMPT_TOKENS = 160  # more than a block of the prefix cache: vLLM's have 16 tokens, on CPU 128
+NUM_CANARY_NEW_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How to sample. temperature 0 is greedy. top_p and top_k filter, which only validation may do: the trainer scores
+    the whole distribution."""
+
+    temperature: float
+    max_new_tokens: int
+    top_p: float = 1.0
+    top_k: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled reply: its ids (end token included), their log-probabilities under the sampling distribution (after
+    temperature), and why it ended: "stop" (an end token) or "length".
+
+    Example: ids [9, 3], logps [-0.1, -0.7], finish_reason "stop".
+    """
+
+    ids: np.ndarray
+    logps: np.ndarray
+    finish_reason: str
+
+
+class Engine:
+    """An in-process vLLM, awake or (CUDA only) asleep, holding the weights of `weight_version`.
+
+    should_stop: asked between decode steps whether to give up what is being generated. All ranks of an engine must get
+    the same answer (Ranks.any_rank_of_engine).
+    """
+
+    should_stop: Callable[[], bool] = staticmethod(lambda: False)
+
+    def __init__(
+        self,
+        folder: str,
+        tokenizer: Tokenizer,
+        cfg: GenerationConfig,
+        *,
+        dtype: str,
+        tied_head: bool,
+        max_total_tokens: int,
+        seed: int,
+    ):
+        self.cuda = torch.cuda.is_available()
+        self.vocab_size = tokenizer.vocab_size
+        self.stop_token_ids = cfg.stop_token_ids or tokenizer.eos_token_ids
+        self.max_total_tokens = max_total_tokens
+        self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+        self.weight_version = -1
+        # Ids beyond the tokenizer (padded vocabulary) do not exist in the engine: its vocabulary is the tokenizer's.
+        overrides: dict = {"vocab_size": self.vocab_size}
+        self.send_head_copy = tied_head and not self.cuda
+        if not self.cuda:
+            # vLLM's CPU layers compute from packed copies, and a reload does not refresh the copy of a *tied* head: the
+            # logits would stay stale. Untied, the head is a layer like the others; `sync` sends it the embedding.
+            overrides["tie_word_embeddings"] = False
+            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.vllm_cfg.kvcache_gib)
+        # A prompt cut into chunks makes vLLM rewind the request's generator, which CPU generators cannot do.
+        whole_prompts = dict(enable_chunked_prefill=False, max_num_batched_tokens=max(8192, max_total_tokens))
+        hardware = dict(enable_sleep_mode=True) if self.cuda else dict(enforce_eager=True, **whole_prompts)
+        self.llm = LLM(
+            model=folder,
+            skip_tokenizer_init=True,  # token-in, token-out
+            load_format="dummy",
+            generation_config="vllm",  # or it would add the folder's end tokens and sampling defaults to ours
+            hf_overrides=overrides,
+            dtype=dtype,
+            max_model_len=max_total_tokens,
+            tensor_parallel_size=cfg.vllm_cfg.tensor_parallel_size,
+            distributed_executor_backend="external_launcher",
+            gpu_memory_utilization=cfg.vllm_cfg.gpu_memory_utilization,
+            logprobs_mode="processed_logprobs",  # after temperature: the distribution that was sampled from
+            seed=seed,  # ranks of a tensor-parallel group must agree (vllm-project/vllm#15895)
+            disable_log_stats=True,
+            **({"enforce_eager": cfg.vllm_cfg.enforce_eager} | hardware),
+        )
+        self.param_names = self.llm.apply_model(_checkpoint_names)[0]
+        self.shapes: dict[str, list[int]] = {}  # of the first sync, which vLLM itself compares with its own
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        seeds: Sequence[int],
+        options: SamplingOptions,
+        *,
+        interruptible: bool = True,
+    ) -> list[Completion]:
+        """Samples one completion per prompt; every rank of an engine must call it alike.
+
+        On CPU a completion depends on (weights, prompt, seed, options) only, not on what else is in the batch; CUDA
+        kernels round differently in other batches. Raises Interrupted when told to stop meanwhile, if `interruptible`.
+        """
+        assert self.weight_version >= 0, "generate() before the first sync(): the engine holds dummy weights"
+        engine, finished = self.llm.llm_engine, {}
+        for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            params = SamplingParams(
+                temperature=options.temperature,
+                top_p=options.top_p,
+                top_k=options.top_k or 0,  # vLLM's word for no limit
+                max_tokens=min(options.max_new_tokens, self.max_total_tokens - len(prompt)),
+                stop_token_ids=self.stop_token_ids,
+                logprobs=0,  # of the sampled token only
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                seed=seed if options.temperature > 0 else None,
+            )
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+        for steps in count(1):
+            if not engine.has_unfinished_requests():
+                return [_completion(finished[str(number)]) for number in range(len(prompts))]
+            if interruptible and steps % STEPS_BETWEEN_STOPS == 0 and self.should_stop():
+                engine.abort_request([str(number) for number in range(len(prompts)) if str(number) not in finished])
+                raise Interrupted
+            finished |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
+
+    def sync(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Streams full tensors by HF name into the engine, in place, and forgets everything computed with the old ones.
+
+        Raises StopRun when the names sent are not exactly the engine's parameters: vLLM itself would only warn.
+        """
+        sent: set[str] = set()
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._engine_weights(weights, sent)})
+        if sent != self.param_names:
+            missing, unknown = sorted(self.param_names - sent), sorted(sent - self.param_names)
+            raise StopRun(f"weight sync: the engine did not get its {missing[:5]}, and has no {unknown[:5]}")
+        if not self.llm.reset_prefix_cache():
+            raise StopRun("weight sync: vLLM did not drop its prefix cache, whose keys are of the old weights")
+        self.weight_version = version
+
+    def _engine_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], sent: set[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            if name in ("model.embed_tokens.weight", "lm_head.weight"):
+                tensor = tensor[: self.vocab_size]
+            sent.add(name)
+            shape = self.shapes.setdefault(name, list(tensor.shape))
+            if shape != list(tensor.shape):
+                raise StopRun(f"weight sync: {name} has shape {list(tensor.shape)}, before {shape}")
+            yield name, tensor
+            if name == "model.embed_tokens.weight" and self.send_head_copy:
+                sent.add("lm_head.weight")
+                yield "lm_head.weight", tensor
+
+    def sleep(self) -> None:
+        """Gives the GPU's memory to the trainer (weights to host memory, KV cache dropped). CPU: nothing to give."""
+        if self.cuda:
+            self.llm.sleep(level=1)
+
+    def wake(self, part: str) -> None:
+        """`part`: "weights" (then sync), then "kv_cache"."""
+        if self.cuda:
+            torch.cuda.empty_cache()
+            self.llm.wake_up(tags=[part])
+
+
+def _completion(output) -> Completion:
+    ids = list(output.token_ids)
+    # By id: the sampled token is not always the first of its entry (NVIDIA-NeMo/RL#3297).
+    logps = [entry[token].logprob for entry, token in zip(output.logprobs, ids, strict=True)]
+    assert output.finish_reason in ("stop", "length"), output.finish_reason
+    return Completion(np.asarray(ids, np.int32), np.asarray(logps, np.float32), output.finish_reason)
+
+
+def _checkpoint_names(model: torch.nn.Module) -> set[str]:
+    """Names of the engine's parameters as checkpoints have them: q_proj, k_proj and v_proj, not the fused qkv_proj."""
+    names = set()
+    for name, _ in model.named_parameters():
+        fused = next((part for part in name.split(".") if part in model.packed_modules_mapping), None)
+        parts = model.packed_modules_mapping[fused] if fused else [None]
+        names |= {name.replace(fused, part) if fused else name for part in parts}
+    return names
+
+
+def sync_weights(model: Decoder, engine: Engine, version: int) -> None:
+    """Trainer -> sampler; a collective of all ranks. The KV cache gets its memory back after the weights, which need it
+    while they stream (vllm-project/vllm#15254)."""
+    engine.wake("weights")
+    engine.sync(full_tensors(model, engine.dtype), version)
+    engine.wake("kv_cache")
+
+
+# ------------------------------------------------------------------------------------------------- is the engine fresh?
+
+
+def check_versions(samples: Sequence[Sample], version: int) -> None:
+    """StopRun where a sample was drawn from other weights than those of step `version`, which are to be trained."""
+    versions = {sample.weight_version for sample in samples}
+    if versions - {version}:
+        raise StopRun(
+            f"samples are of the weights of steps {sorted(versions)}, to train those of step {version}: no sync"
+        )
+
+
+def check_canary(model: Decoder, engine: Engine, limit: float | None, device: torch.device, when: str) -> float:
+    """Mean |sampler - trainer| log-probability, in nats per token, on a fixed prompt that every engine continues.
+
+    Each step compares the log-probabilities of its own samples too, which costs nothing; but that comes after a whole
+    rollout and sees only what was sampled. This comes before the first one, and its prompt is longer than a block of
+    the prefix cache: it finds weights, a cache or a compute path that stayed old, whatever the data are. One forward
+    without gradients; a collective of all ranks. Raises StopRun above `limit` (grpo.logp_gap_limit).
+    """
+    total = engine.max_total_tokens
+    num_new = min(NUM_CANARY_NEW_TOKENS, max(1, total // 2))
+    random = np.random.Generator(np.random.PCG64(0))
+    prompt = random.integers(0, engine.vocab_size, min(NUM_CANARY_PROMPT_TOKENS, total - num_new)).tolist()
+    options = SamplingOptions(model.temperature, num_new)
+    (reply,) = engine.generate([prompt], [0], options, interruptible=False)
+    mask = np.ones(len(reply.ids), bool)
+    sample = Sample(0, 0, 0, prompt, reply.ids, reply.logps, mask, "length", engine.weight_version)
+    (pack,) = pack_samples([sample], [0.0], total)
+    token_T, position_T, pos_R, target_R = (
+        torch.from_numpy(x).to(device) for x in (pack.token_T, pack.position_T, pack.pos_R, pack.target_R)
+    )
+    with torch.no_grad():
+        logp_R, _ = model(token_T, position_T, pack.cu_seqlens, pos_R, target_R)
+    gap_R = (logp_R.cpu().double() - torch.from_numpy(pack.sampler_logp_R)).abs()
+    sum_and_count = torch.tensor([gap_R.sum(), len(gap_R)], dtype=torch.float64)
+    dist.all_reduce(sum_and_count)
+    gap = float(sum_and_count[0] / sum_and_count[1])
+    if limit is not None and not gap <= limit:
+        raise StopRun(
+            f"{when}: on a fixed prompt sampler and trainer disagree by {gap:.4f} nats per token (grpo.logp_gap_limit="
+            f"{limit}). Likely causes: the engine holds old weights (a parameter that the sync does not reach, a tied "
+            "head), a stale prefix cache, another vocabulary on one side, or a wrong attention kernel"
+        )
+    return gap

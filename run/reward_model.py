@@ -1,0 +1,119 @@
+"""The reward model: scores whole conversations with a decoder of its own, sharded over all ranks like the policy.
+
+Owns the `score` head of Hugging Face's Qwen2-, Qwen3- and LlamaForSequenceClassification with one label (`score.weight`
+[1, D], read at the last token). The weights stay in host memory except while they score. model.py owns the rest of the
+network. Here the text is encoded anew, because another model reads it, in that model's chat template.
+Dims: T packed tokens, S conversations of a pack, B conversations of all ranks, D hidden.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import jinja2
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from config import RewardModelConfig
+from data import first_fit
+from hf.files import read_json
+from hf.model_config import ModelConfig
+from hf.tokenizer import Tokenizer
+from model import Decoder, load_policy
+
+
+class RewardDecoder(Decoder):
+    """A decoder with one number per conversation: the hidden state of its last token times `score.weight`."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(replace(config, tie_word_embeddings=True))  # such checkpoints have no head over the vocabulary
+        self.score = nn.Linear(config.hidden_size, 1, bias=False)
+
+    def forward(self, token_T: Tensor, position_T: Tensor, cu_seqlens: Tensor, pos_S: Tensor) -> Tensor:
+        """score_S at positions pos_S of the pack, in float32: bfloat16 would round scores to 3 digits."""
+
+        def score(hidden_SD: Tensor, *_, **__) -> Tensor:
+            return hidden_SD.float() @ self.score.weight[0].float()
+
+        return super().forward(token_T, position_T, cu_seqlens, pos_S, logprob_fn=score)
+
+
+class RewardModel:
+    """This rank's shards. `max_model_len` bounds the tokens of a conversation, `pack_tokens` those of a pack."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer,
+        cfg: RewardModelConfig,
+        *,
+        device: torch.device,
+        mesh: DeviceMesh,
+        pack_tokens: int,
+    ):
+        self.tokenizer, self.device, self.max_model_len = tokenizer, device, cfg.max_model_len
+        self.pack_tokens = max(pack_tokens, cfg.max_model_len)
+        self.pad_token_id = read_json(folder / "config.json").get("pad_token_id")
+        model = load_policy(folder, device="cpu", mesh=mesh, precision=cfg.precision, decoder=RewardDecoder)
+        self.model = model.requires_grad_(False).to(getattr(torch, cfg.precision))
+
+    @torch.no_grad()
+    def score(self, conversations: Sequence[list[dict]]) -> list[float | None]:
+        """The score of each conversation; None if it has more than `max_model_len` tokens, the template refuses it, or
+        the score is not finite.
+
+        A collective: all ranks pass the same conversations and get the same scores. Each rank scores a share of them,
+        and runs as many packs as the rank that has the most.
+        """
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        local_ids = [self.encode(messages) for messages in conversations[rank::num_ranks]]
+        usable = [i for i, ids in enumerate(local_ids) if 0 < len(ids) <= self.max_model_len]
+        if len(usable) < len(local_ids):
+            num_refused = f"{len(local_ids) - len(usable)} of {len(local_ids)}"
+            why = f"over env.reward_model.max_model_len={self.max_model_len} tokens or refused by its chat template"
+            print(f"reward model: {num_refused} conversations are {why}", file=sys.stderr)
+        lengths = [len(local_ids[i]) for i in usable]
+        packs = [[usable[k] for k in pack] for pack in first_fit(lengths, self.pack_tokens)]
+        max_packs = torch.tensor(len(packs))
+        dist.all_reduce(max_packs, op=dist.ReduceOp.MAX)
+        score_B = torch.full((len(conversations),), torch.nan)
+        self.model.to(self.device)
+        for pack in packs + [None] * (int(max_packs) - len(packs)):  # None: joins the collectives with one token
+            score_S = self._score_pack([local_ids[i] for i in pack] if pack else [[0]])
+            if pack:
+                score_B[[rank + num_ranks * i for i in pack]] = score_S.cpu()
+        self.model.to("cpu")
+        is_scored_B = score_B.isfinite()
+        score_B = torch.where(is_scored_B, score_B, 0)
+        dist.all_reduce(score_B)  # each conversation has been scored on one rank
+        is_scored_B = is_scored_B.int()
+        dist.all_reduce(is_scored_B)
+        pairs = zip(score_B.tolist(), is_scored_B.tolist(), strict=True)
+        return [score if is_scored else None for score, is_scored in pairs]
+
+    def encode(self, messages: list[dict]) -> list[int]:
+        """Ids of the conversation in the reward model's template; [] if the template refuses the conversation.
+
+        They end with the token at which transformers reads the score: the last one that is not `pad_token_id`. So for a
+        model that pads with its end token, they end before that.
+        """
+        try:
+            ids = self.tokenizer.render(messages, add_generation_prompt=False, escape=True)
+        except jinja2.TemplateError:
+            return []
+        end = len(ids)
+        while end > 1 and ids[end - 1] == self.pad_token_id:
+            end -= 1
+        return ids[:end]
+
+    def _score_pack(self, ids_S: list[list[int]]) -> Tensor:
+        end_S = torch.tensor([len(ids) for ids in ids_S]).cumsum(0)
+        token_T = torch.tensor([token for ids in ids_S for token in ids])
+        position_T = torch.cat([torch.arange(len(ids)) for ids in ids_S])
+        cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), end_S]).numpy()
+        token_T = token_T.to(self.device, non_blocking=True)
+        position_T = position_T.to(self.device, non_blocking=True)
+        return self.model(token_T, position_T, cu_seqlens, (end_S - 1).to(self.device, non_blocking=True))

@@ -1,0 +1,241 @@
+"""A stand-in for the package `vllm`, as far as engine.py uses it: samples on one CPU core in place of an engine.
+
+`install()` puts it where `import vllm` finds it. The arithmetic is that of transformers' model of the same config.json,
+in float64, so that what is sampled depends on (weights, prompt, seed, options) alone and not on the batch; the weights
+are random until `reload_weights` sends others, as with load_format="dummy". It refuses what vLLM refuses, and what
+vLLM would let pass in silence: a sync of sleeping weights, an awake KV cache before the weights, use while asleep.
+
+Like vLLM it has a prefix cache: logits of ids once seen, right until weights change, wrong if nobody resets it then.
+"""
+
+import enum
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import torch
+
+# What vLLM holds fused, and the names that checkpoints have for the parts.
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+MAX_FORWARD_TOKENS = 16_384
+
+
+class RequestOutputKind(enum.Enum):
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass(kw_only=True)
+class SamplingParams:
+    temperature: float
+    max_tokens: int
+    stop_token_ids: list[int]
+    logprobs: int
+    detokenize: bool
+    output_kind: RequestOutputKind
+    top_p: float = 1.0
+    top_k: int = 0  # no limit
+    seed: int | None = None
+
+    def __post_init__(self):
+        assert self.temperature >= 0 and self.max_tokens >= 1 and 0 < self.top_p <= 1 and self.top_k >= 0, self
+        assert self.logprobs == 0 and not self.detokenize and self.output_kind is RequestOutputKind.FINAL_ONLY, self
+        assert self.temperature == 0 or self.seed is not None, "draws from torch's generator, which others use"
+        assert len(self.stop_token_ids) > 0, "nothing would end a reply"
+
+
+@dataclass
+class Logprob:
+    logprob: float
+
+
+@dataclass
+class CompletionOutput:
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]]
+    finish_reason: str | None = None
+
+
+@dataclass
+class RequestOutput:
+    request_id: str
+    outputs: list[CompletionOutput]
+    finished: bool
+
+
+class Request:
+    """One prompt on its way: what it has, and its own generator."""
+
+    def __init__(self, prompt: list[int], params: SamplingParams):
+        self.ids, self.params, self.reply = list(prompt), params, CompletionOutput([], [])
+        self.generator = torch.Generator().manual_seed(params.seed or 0)
+
+    def add_token(self, logits_V: torch.Tensor) -> bool:
+        """Samples a token and keeps its log-probability after temperature and filters; whether it is the last one."""
+        params = self.params
+        logp_V = (logits_V / (params.temperature or 1.0)).log_softmax(-1)
+        if params.temperature and (params.top_k or params.top_p < 1):
+            ordered, order = logp_V.sort(descending=True)
+            before = ordered.exp().cumsum(0) - ordered.exp()
+            keep = (before < params.top_p) & (torch.arange(len(order)) < (params.top_k or len(order)))
+            logp_V = torch.full_like(logp_V, -torch.inf).index_put((order[keep],), ordered[keep]).log_softmax(-1)
+        if params.temperature:
+            below_V = logp_V.exp().cumsum(0)
+            point = below_V[-1] * torch.rand((), generator=self.generator, dtype=torch.float64)
+            token = int(torch.searchsorted(below_V, point, right=True))  # never an id without probability
+        else:
+            token = int(logp_V.argmax())
+        self.ids.append(token)
+        self.reply.token_ids.append(token)
+        self.reply.logprobs.append({token: Logprob(float(logp_V[token]))})
+        if token in params.stop_token_ids:
+            self.reply.finish_reason = "stop"
+        elif len(self.reply.token_ids) == params.max_tokens:
+            self.reply.finish_reason = "length"
+        return self.reply.finish_reason is not None
+
+
+class LLMEngine:
+    """The queue of requests; each `step` adds a token to all of them."""
+
+    def __init__(self, llm: "LLM"):
+        self.llm = llm
+        self.requests: dict[str, Request] = {}
+
+    def add_request(self, request_id: str, prompt: dict[str, list[int]], params: SamplingParams) -> None:
+        ids = prompt["prompt_token_ids"]
+        assert request_id not in self.requests and 0 < len(ids) <= self.llm.max_model_len - params.max_tokens, ids
+        assert all(type(token) is int and 0 <= token < self.llm.vocab_size for token in ids), ids
+        assert max(params.stop_token_ids) < self.llm.vocab_size, params
+        self.requests[request_id] = Request(ids, params)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    def abort_request(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            del self.requests[request_id]
+
+    def step(self) -> list[RequestOutput]:
+        assert not self.llm.asleep, f"generates while {self.llm.asleep} sleep"
+        logits = self.llm.logits_after([tuple(request.ids) for request in self.requests.values()])
+        ended = [name for name, request in self.requests.items() if request.add_token(logits[tuple(request.ids)])]
+        return [RequestOutput(name, [self.requests.pop(name).reply], finished=True) for name in ended]
+
+
+class FusedNames:
+    """The engine's module as `apply_model` shows it: q_proj, k_proj and v_proj are one parameter there."""
+
+    packed_modules_mapping = FUSED
+
+    def __init__(self, model: torch.nn.Module):
+        self.model = model
+
+    def named_parameters(self):
+        for name, param in self.model.named_parameters():
+            if any(part in name for parts in FUSED.values() for part in parts[1:]):
+                continue  # it is in the one of the first part
+            for whole, parts in FUSED.items():
+                name = name.replace(parts[0], whole)
+            yield name, param
+
+
+class LLM:
+    """The arguments are those that engine.py gives; another one is a TypeError, as vLLM's is."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        skip_tokenizer_init: bool,
+        load_format: str,
+        generation_config: str,
+        hf_overrides: dict,
+        dtype: str,
+        max_model_len: int,
+        tensor_parallel_size: int,
+        distributed_executor_backend: str,
+        gpu_memory_utilization: float,
+        logprobs_mode: str,
+        seed: int,
+        disable_log_stats: bool,
+        enforce_eager: bool,
+        enable_sleep_mode: bool = False,
+        enable_chunked_prefill: bool = True,
+        max_num_batched_tokens: int = 8192,
+    ):
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        assert skip_tokenizer_init and load_format == "dummy" and generation_config == "vllm" and disable_log_stats
+        assert distributed_executor_backend == "external_launcher" and logprobs_mode == "processed_logprobs"
+        assert dtype in ("float32", "bfloat16") and tensor_parallel_size == 1 and 0 < gpu_memory_utilization <= 1
+        assert enable_sleep_mode == torch.cuda.is_available(), "vLLM refuses sleep mode on CPU; on CUDA it is needed"
+        assert enable_sleep_mode or (enforce_eager and not enable_chunked_prefill), "on CPU"
+        assert max_num_batched_tokens >= max_model_len
+        torch.manual_seed(seed)  # vLLM, too, seeds the global generators
+        config = AutoConfig.from_pretrained(model, **hf_overrides)
+        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval().requires_grad_(False)
+        self.vocab_size, self.max_model_len, self.can_sleep = config.vocab_size, max_model_len, enable_sleep_mode
+        self.logits: dict[tuple[int, ...], torch.Tensor] = {}  # the prefix cache
+        self.asleep: set[str] = set()
+        self.llm_engine = LLMEngine(self)
+
+    def apply_model(self, function) -> list:
+        return [function(FusedNames(self.model))]
+
+    def logits_after(self, prefixes: list[tuple[int, ...]]) -> dict[tuple[int, ...], torch.Tensor]:
+        """Of the token behind each prefix."""
+        by_length = defaultdict(list)
+        for ids in dict.fromkeys(prefixes):
+            if ids not in self.logits:
+                by_length[len(ids)].append(ids)
+        for length, group in by_length.items():
+            size = max(1, MAX_FORWARD_TOKENS // length)
+            for start in range(0, len(group), size):
+                part = group[start : start + size]
+                with torch.no_grad():
+                    logits_BV = self.model(torch.tensor(part), use_cache=False, logits_to_keep=1).logits[:, -1]
+                self.logits |= zip(part, logits_BV, strict=True)
+        return {ids: self.logits[ids] for ids in prefixes}
+
+    def collective_rpc(self, method: str, kwargs: dict) -> list[None]:
+        """reload_weights, in place. A name that it has not is passed over, as vLLM does."""
+        assert method == "reload_weights" and list(kwargs) == ["weights_iterator"], (method, kwargs)
+        assert "weights" not in self.asleep, "weights are sent to where none are"
+        assert "kv_cache" in self.asleep or not self.can_sleep, "the KV cache holds the memory that they need meanwhile"
+        params = dict(self.model.named_parameters())
+        for name, tensor in kwargs["weights_iterator"]:
+            if name in params:
+                assert params[name].shape == tensor.shape, (name, params[name].shape, tensor.shape)
+                params[name].copy_(tensor)
+        return [None]
+
+    def reset_prefix_cache(self) -> bool:
+        assert not self.llm_engine.requests, "requests are under way"
+        self.logits.clear()
+        return True
+
+    def sleep(self, level: int) -> None:
+        """Weights to host memory, the KV cache and what it holds away."""
+        assert self.can_sleep and level == 1 and not self.asleep and not self.llm_engine.requests, self.asleep
+        self.asleep = {"weights", "kv_cache"}
+        self.logits.clear()
+
+    def wake_up(self, tags: list[str]) -> None:
+        assert tags == (["weights"] if "weights" in self.asleep else ["kv_cache"]), (tags, self.asleep)
+        assert set(tags) <= self.asleep, (tags, self.asleep)
+        self.asleep -= set(tags)
+
+
+def install() -> None:
+    """Before engine.py is imported: `vllm` is this file from then on, in this process."""
+    assert "vllm" not in sys.modules, "the real one is here already"
+    whole, part = ModuleType("vllm"), ModuleType("vllm.sampling_params")
+    whole.LLM, whole.SamplingParams, whole.sampling_params = LLM, SamplingParams, part
+    part.SamplingParams, part.RequestOutputKind = SamplingParams, RequestOutputKind
+    for module in (whole, part):
+        module.__spec__ = ModuleSpec(module.__name__, loader=None)
+        sys.modules[module.__name__] = module

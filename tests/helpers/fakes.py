@@ -1,0 +1,24 @@
+"""An engine and a tokenizer for tests of what stands around them."""
+
+import numpy as np
+
+
+class FakeEngine:
+    """Answers "7" to every prompt, and "5" to odd seeds of sampled requests; remembers how it was asked."""
+
+    weight_version, max_total_tokens = 3, 512
+
+    def __init__(self):
+        self.calls = []
+
+    def generate(self, prompts, seeds, **how):
+        from rollout import Completion
+
+        self.calls.append((len(prompts), how))
+        replies = ["5" if how["temperature"] and seed % 2 else "7" for seed in seeds]
+        return [Completion(np.array([ord(c) for c in r], np.int32), np.zeros(1, np.float32), "stop") for r in replies]
+
+
+class FakeTokenizer:
+    def decode(self, ids):
+        return "".join(map(chr, ids))

@@ -1,0 +1,37 @@
+"""Mixtures of several datasets, and what they draw."""
+
+import json
+
+from config import Config, DataConfig, DatasetConfig, GRPOConfig
+from data import Problem
+from dataset.mixing import Mixture
+from dataset.scan import Dataset
+
+MIXES = {
+    "size": {},
+    "weight": {"weights": (2, 1, 1)},
+    "turns": {"use_multiple_dataloader": True, "num_prompts_per_dataloader": 4},
+}
+
+
+def mixture_of(sizes, weights=None, *, shuffle=True, seed=42, **data):
+    """Sets a, b, ... of so many rows; a row knows its set and its number."""
+    names = "abcdefgh"[: len(sizes)]
+    train = tuple(DatasetConfig(name=n, weight=w) for n, w in zip(names, weights or [None] * len(sizes), strict=True))
+    sets = [
+        Dataset(
+            f"{name}.jsonl", [Problem(i, [], "", "exact", [], dataset=name) for i in range(size)], f"of {name}", name
+        )
+        for name, size in zip(names, sizes, strict=True)
+    ]
+    return Mixture(sets, Config(grpo=GRPOConfig(seed=seed), data=DataConfig(train=train, shuffle=shuffle, **data)))
+
+
+def batches(mixture, counts, cursor=None):
+    """(set, row) of each prompt of each draw, and the cursor behind them, which went through JSON every time."""
+    cursor, found = cursor or mixture.start(), []
+    for count in counts:
+        rows, cursor = mixture.draw(cursor, count)
+        cursor = json.loads(json.dumps(cursor))
+        found.append([(row.dataset, row.row_id) for row in rows])
+    return found, cursor
