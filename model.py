@@ -27,7 +27,6 @@ from torch.utils.checkpoint import checkpoint
 from config import GRPOConfig
 from hf.model_config import ModelConfig, read_model_config
 from hf.weights import load_weights, sharded_parameters
-from kernels import Head as KernelBackend
 from kernels import KernelBackend, LossPath, linear_logp
 
 # For fewer key than query heads, varlen_attn of torch >= 2.12 wants a flag that 2.11 neither has nor needs.
@@ -167,9 +166,9 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """The causal language model. It has no buffers: `state_dict()` has the names of the HF checkpoint.
 
-    temperature, vocab_limit, backend, loss_path are constants of a run, which run/setup.py sets: the trainer divides logits by the
-    sampler's temperature, leaves out rows of the head beyond the tokenizer, which the sampler bans as well, and
-    computes the head with one choice of kernels.
+    temperature, vocab_limit, backend, loss_path are constants of a run, set by run/setup.py: the trainer divides logits
+    by the sampler's temperature, leaves out rows of the head beyond the tokenizer, which the sampler bans as well, and
+    computes the head with one choice of kernels and the loss in one way.
     """
 
     def __init__(self, config: ModelConfig):

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from loss_cases import MODES, WEIGHTS, allowed
-from test_loss_exact import AGGREGATIONS, KLS
 
 import kernels.softmax
 import loss as original
@@ -25,6 +24,7 @@ from run import loss_path
 from run.loss_path import choose_loss_path, edited_names, syntax_of
 
 ROOT = Path(__file__).resolve().parents[2]
+NO_KL, K3 = {"reference_policy_kl_penalty": 0.0}, {"reference_policy_kl_penalty": 0.3}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TORCH, TRITON = KernelBackend("torch"), KernelBackend("triton", 16)
 PPO = "loss_R = torch.maximum(-t.adv_R * ratio_R, -t.adv_R * clamped_R)"
@@ -169,7 +169,7 @@ def test_an_edit_that_couples_tokens_is_trained_in_two_passes(tmp_path):
 def test_which_options_couple_tokens():
     """Told from what the options mean: whose ratio or weight is a sequence's, and still moves with logp."""
     seen = set()
-    for cfg in allowed(MODES, WEIGHTS, AGGREGATIONS[1:2]):
+    for cfg in allowed(MODES, WEIGHTS, [{"token_level_loss": False}]):
         for has_old in (True, False):
             moves = not has_old or cfg.force_on_policy_ratio  # old is logp itself
             gspo, kind = cfg.sequence_level_importance_ratios, cfg.truncated_importance_sampling_type
@@ -199,17 +199,17 @@ def test_which_tokens_without_advantage_have_a_gradient(options, has_ref, idle, 
     assert path.may_have_gradient(adv_R, positive_R).tolist() == [idle, idle or positive, True]
 
 
-@pytest.mark.parametrize(("kl", "has_old"), [(KLS[0], True), (KLS[3], False)])
+@pytest.mark.parametrize(("kl", "has_old"), [(NO_KL, True), (K3, False)])
 def test_a_wrong_copy_does_not_pass_the_probes(monkeypatch, kl, has_old):
     """The fused kernel with other options than the loss: each difference is seen."""
     cfg = LossConfig(ratio_clip_max=0.28, ratio_clip_c=3.0, use_importance_sampling_correction=True, **kl)
     cfg = replace(cfg, truncated_importance_sampling_type="tis", truncated_importance_sampling_ratio=2.0)
     cfg = replace(cfg, kl_input_clamp_value=2.0, kl_output_clamp_value=None)
-    changes = {"truncated_importance_sampling_ratio": 2.1, "entropy_coef": 0.01}
+    changes = {"truncated_importance_sampling_ratio": 2.1}
     if has_old:
-        changes |= {"ratio_clip_min": 0.202, "ratio_clip_max": 0.282, "ratio_clip_c": 3.05, "use_cispo": True}
+        changes |= {"ratio_clip_min": 0.202, "ratio_clip_max": 0.282, "ratio_clip_c": 3.05}
     if cfg.reference_policy_kl_penalty:
-        changes |= {"kl_input_clamp_value": 2.05, "kl_gradient": "plain", "reference_policy_kl_penalty": 0.301}
+        changes |= {"kl_input_clamp_value": 2.05, "kl_gradient": "plain"}
     path = loss_path.LossPath("fused", "", MAX_LOG_RATIO, True, True)
     module = importlib.import_module("kernels.linear_loss")  # `kernels.linear_loss` is the function
     real = module.clipped_pg_dlogits_
