@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+import update
 from torch import Tensor
 
 import model
-import update
 from bench.head import call, exact_rows, facts, heads, make_inputs, oracle, ours
 from bench.train_step import QWEN, TINY, WAYS, config_of, loss_outside, random_batch, random_policy
 from config import LossConfig
