@@ -15,11 +15,11 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+import update
 
 import grpo
 import model
 import rollout
-import update
 from bench.gpu_check import check, failed
 from bench.head import ROOT, facts
 from hf.weights import sharded_parameters
@@ -117,7 +117,7 @@ def main() -> None:
     check("canary after sleep and wake", grpo.check_canary(cfg, policy, engine, device, "after a wake"), limit)
     check_sync(policy, engine, sample, gap_of, limit)
 
-    prompts = [row.prompt_ids for row in next(iter(given.train.datasets.values())).rows[: 64 if args.dry else 2048]]
+    prompts = [row.prompt_ids for row in next(iter(given.train.datasets.values())).problems[: 64 if args.dry else 2048]]
     how = {"temperature": 1.0, "max_new_tokens": cfg.policy.generation.max_new_tokens}
     line["tokens_per_second_seeded"], (first, second) = speed(engine, prompts, list(range(len(prompts))), how)
     check("seeded samples that differ when repeated", sum(a != b for a, b in zip(first, second, strict=True)), 0)

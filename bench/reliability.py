@@ -28,14 +28,12 @@ sys.argv += ["grpo.val_at_start=false", "grpo.val_at_end=false", "logger.tensorb
 import grpo
 import model
 import rollout
-import update
 from run import checkpoint
 from system import watchdog
 from system.exits import Signals, exit_process
 
 CHECKS = {
     (grpo, "check_versions"): None,
-    (update, "check_logp_gap"): None,
     (Signals, "requested"): False,
     (Signals, "pending"): False,
     (watchdog.Watchdog, "enter"): None,

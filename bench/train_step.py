@@ -2,7 +2,7 @@
 
     python -m bench.train_step [--samples 128] [--out FILE]        --dry: the same with a tiny model, on a CPU
 
-Through the project's own code (model.shard; update's score, compute_gradients, apply_gradients; one rank), with packs
+Through the project's own code (model.shard; update's score and compute_gradients, optim; one rank), with packs
 like those of configs/math_1b.yaml: 8,192 tokens, prompts of 60 to 160, responses of 100 to 400, no reference policy.
 Three ways: `grpo_head`; `linear_logp` with the loss outside, as losses over sequences have it; the PyTorch head. FLOPs
 of a step over T tokens in sequences of length L, R rows at the head, P parameters in the blocks, N heads of H:
@@ -16,17 +16,17 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import update
 from torch import nn
 
 import data
-import update
+import optim
 from bench.head import ROOT, facts
 from config import Config
 from hf.model_config import ModelConfig
@@ -133,15 +133,17 @@ def main() -> None:
     model = random_policy(TINY if args.dry else QWEN, device, cfg.policy.precision)
     head = HeadAlone(model, device, getattr(torch, cfg.policy.precision))
     vocab = model.config.vocab_size
-    optimizer = torch.optim.AdamW(model.parameters(), **asdict(cfg.policy.optimizer.kwargs), fused=True)
+    optimizer = optim.build_optimizer(model, cfg.policy.optimizer)
     batch = random_batch(cfg, vocab, args.samples, ranks, device)
     work = count(model, batch, vocab)
     for way in WAYS:
         cfg = config_of(way)
 
         def step(cfg=cfg) -> None:
-            loss = update.compute_gradients(model, batch, cfg, vocab)["loss"]
-            update.apply_gradients(model, optimizer, cfg, loss, 0, 1)
+            update.compute_gradients(model, batch, cfg, vocab)
+            optim.clip_grad_norm(model, cfg.policy.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
         def head_alone(cfg=cfg) -> None:
             update.compute_gradients(head, batch, cfg, vocab)

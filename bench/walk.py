@@ -67,7 +67,7 @@ def trace_step(words: list[str]) -> Trace:
         for step in steps(run):
             if step == STEP:
                 enter = run.timer.enter
-                run.timer.enter = lambda phase: (trace.enter(phase), enter(phase))
+                run.timer.enter = lambda phase, enter=enter: (trace.enter(phase), enter(phase))
                 sys.setprofile(trace)
             yield step
 

@@ -12,11 +12,11 @@ from system.ranks import Ranks
 def test_other_data_are_read_from_their_start_where_that_is_allowed(monkeypatch, tmp_path, capsys):
     import grpo
     from dataset.mixing import Mixture
-    from dataset.problems import Dataset
+    from dataset.scan import Dataset
 
     cfg = config.Config(checkpointing=config.CheckpointingConfig(resume_from="logs/exp_001"))
-    before = Mixture([Dataset("a.jsonl", [], 0, "1", name="a")], cfg)
-    now = Mixture([Dataset("b.jsonl", [], 0, "2", name="b")], cfg)
+    before = Mixture([Dataset("a.jsonl", [], "1", name="a")], cfg)
+    now = Mixture([Dataset("b.jsonl", [], "2", name="b")], cfg)
     saved = {"step": 7, "cursor": before.start() | {"position": 56}, "fingerprints": before.fingerprints}
     saved |= {"consumed_samples": 56, "total_valid_tokens": 99}
     monkeypatch.setattr(grpo.checkpoint, "load", lambda *_, **__: dict(saved))

@@ -4,13 +4,13 @@ import json
 
 import numpy as np
 import pytest
-
 import sampling
+from sampling import data_is_used_up
+
 from config import Config, DataConfig, GRPOConfig, RewardShapingConfig
 from data import Problem, Sample
-from dataset.mixing import Mixture, rows_at
-from dataset.problems import Dataset
-from sampling import data_is_used_up
+from dataset.mixing import Mixture, epoch_order
+from dataset.scan import Dataset
 from system.exits import StopRun
 
 ROWS = [Problem(i, [], "", "exact", [1, 2]) for i in range(50)]
@@ -41,7 +41,7 @@ def config_of(num_prompts=4, *, shuffle=False, **grpo):
 
 def collect(cfg, rows, position, generate):
     """sampling.collect over one training set, from `position` on, with the number of prompts drawn."""
-    mixture = Mixture([Dataset("rows.jsonl", rows, 0, "", "rows")], cfg)
+    mixture = Mixture([Dataset("rows.jsonl", rows, "", "rows")], cfg)
     samples, cursor, metrics = sampling.collect(cfg, mixture, mixture.start() | {"position": position}, generate)
     return samples, cursor["position"] - position, metrics
 
@@ -93,7 +93,7 @@ def test_draws_follow_the_data_order_across_epochs():
     cfg = config_of(4, use_dynamic_sampling=True, shuffle=True, seed=3)
     sampler = Sampler(by_remainder)
     _, drawn, _ = collect(cfg, ROWS, 44, sampler)
-    expected = rows_at(50, 44, drawn, seed=3, shuffle=True)
+    expected = epoch_order(50, 44, drawn, seed=3, shuffle=True)
     assert drawn > 6 and [row for batch in sampler.asked for _, row in batch] == expected
 
 

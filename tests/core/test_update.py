@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import math
 
 import numpy as np
 import pytest
@@ -54,21 +53,6 @@ def gradients(policy):
 
 def weights(policy):
     return {name: param.full_tensor().detach().clone() for name, param in policy.named_parameters()}
-
-
-def test_learning_rate_of_every_schedule_by_hand():
-    def rates(num_steps, **keys):
-        cfg = config.SchedulerConfig(**keys)
-        return [update.learning_rate_factor(cfg, step, num_steps) for step in range(1, num_steps + 1)]
-
-    assert rates(4, warmup_steps=0) == [1, 1, 1, 1]
-    assert rates(4, warmup_steps=2, warmup_start_factor=0.5) == [0.5, 0.75, 1, 1]
-    linear = rates(6, warmup_steps=2, warmup_start_factor=0.5, name="linear")
-    assert linear == pytest.approx([0.5, 0.75, 1, 2 / 3, 1 / 3, 0])
-    assert rates(5, warmup_steps=0, name="linear", min_factor=0.2) == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
-    half = math.sqrt(0.5)
-    cosine = rates(5, warmup_steps=0, name="cosine", min_factor=0.1)
-    assert cosine == pytest.approx([1, 0.1 + 0.45 * (1 + half), 0.55, 0.1 + 0.45 * (1 - half), 0.1])
 
 
 def test_old_logps_that_are_skipped_would_have_been_the_same(policy, batch, one_rank):

@@ -4,8 +4,8 @@ import collections
 import enum
 import json
 import math
-import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -15,7 +15,8 @@ import pytest
 from processes import children
 
 from graders import sandbox
-from graders.sandbox import CRASHED, ENDED, TIMED_OUT, Limits, decode, encode, run
+from graders.codec import decode, encode
+from graders.sandbox import CRASHED, ENDED, TIMED_OUT, Limits, run
 
 HEADERS = (Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), Path("/usr/include/asm-generic/unistd.h"))
 
@@ -136,8 +137,9 @@ def test_unavailable_says_what_the_machine_refused(limits, monkeypatch, tmp_path
     )
     text = Path(sandbox.__file__).read_text(encoding="utf-8")
     assert text.count(refused[0]) == 1
-    (tmp_path / "sandbox.py").write_text(text.replace(*refused[:2]), encoding="utf-8")
-    monkeypatch.setattr(sandbox, "__file__", str(tmp_path / "sandbox.py"))
+    shutil.copytree(Path(sandbox.__file__).parent, tmp_path / "graders")
+    (tmp_path / "graders" / "sandbox.py").write_text(text.replace(*refused[:2]), encoding="utf-8")
+    monkeypatch.setattr(sandbox, "__file__", str(tmp_path / "graders" / "sandbox.py"))
     with pytest.raises(sandbox.Unavailable, match=refused[2]):
         run("print(1)", "", limits)
 
@@ -145,7 +147,8 @@ def test_unavailable_says_what_the_machine_refused(limits, monkeypatch, tmp_path
 def test_what_runs_dies_with_who_started_it(limits):
     before = children()
     starter = (
-        f"import sys, time\nsys.path.insert(0, {os.path.dirname(sandbox.__file__)!r})\nimport sandbox\n"
+        f"import sys, time\nsys.path.insert(0, {str(Path(sandbox.__file__).parents[1])!r})\n"
+        "from graders import sandbox\n"
         f"sandbox.start('program', sandbox.Limits(*{tuple(limits._replace(seconds=1000))!r}), stdout=1, "
         "code='print(1, flush=True)\\nwhile True: pass')\ntime.sleep(100)"
     )

@@ -2,9 +2,9 @@
 
 import numpy as np
 import torch
-from update import Batch, to_device
 
 import config
+from batch import Minibatch, to_device
 from data import Pack, Sample
 
 CONFIG = config.Config(
@@ -43,9 +43,9 @@ def make_samples(vocab_size: int) -> tuple[list[Sample], list[float]]:
     return samples, rng.normal(size=20).tolist()
 
 
-def batch_of(packs: list[Pack], samples: list[Sample]) -> Batch:
+def batch_of(packs: list[Pack], samples: list[Sample]) -> Minibatch:
     """The optimizer batch of `samples` whose packs on this rank are `packs`."""
     num_tokens = sum(int(s.mask.sum()) for s in samples)
     num_positive_tokens = sum(int(s.mask.sum()) for s in samples if s.reward > 0)
     micros = [to_device(pack, torch.device("cpu")) for pack in packs]
-    return Batch(micros, num_tokens, sum(bool(s.mask.any()) for s in samples), num_positive_tokens)
+    return Minibatch(micros, num_tokens, sum(bool(s.mask.any()) for s in samples), num_positive_tokens)

@@ -32,8 +32,8 @@ CASES = {
     "gradient": LOOSE,
     "loss": LOOSE,
     "sampler": LOOSE,
-    "sampler, limit": replace(LOOSE, logp_gap_limit=100.0),
-    "sampler, patience": replace(LOOSE, logp_gap_limit=100.0, logp_gap_patience=1),
+    "sampler, limit": replace(LOOSE, logp_gap_limit=100.0, max_bad_steps=0),
+    "sampler, patience": replace(LOOSE, logp_gap_limit=100.0, max_bad_steps=1),
 }
 
 
