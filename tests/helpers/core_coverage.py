@@ -10,6 +10,7 @@ from collections import defaultdict
 from importlib.machinery import SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
+from typing import ClassVar
 
 ROOT = Path(__file__).resolve().parents[2]
 entered: set[str] = set()
@@ -54,7 +55,7 @@ class Loader(SourceFileLoader):
 
 
 class Finder:
-    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in core_files()}
+    files: ClassVar = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in core_files()}
 
     @classmethod
     def find_spec(cls, fullname, path=None, target=None):
