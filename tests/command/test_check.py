@@ -138,7 +138,7 @@ def test_some_prompts_too_long_are_counted(work):
             ["run.yaml", "checkpointing.resume_from=model"],
             "checkpointing.resume_from=model: no whole checkpoint in model/checkpoints",
         ),
-        ([], "usage: [torchrun --nproc_per_node=N] grpo.py [--check] CONFIG.yaml"),
+        ([], "usage: [torchrun --nproc_per_node=N] grpo.py [--check [--all]] CONFIG.yaml"),
     ],
 )
 def test_mistake_in_config_or_paths(work, words, message):
