@@ -1,270 +1,180 @@
-"""From samples to optimizer steps: schedules, minibatches and epochs, old and reference log-probabilities."""
+"""From samples to packs on the device: who gets what, which rows come first, what is masked, what is counted."""
 
-import copy
-import dataclasses
-import math
+from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
-from dist_case import CONFIG, make_samples
+from dist_case import make_samples, settings
+from loop import CPU
 
 import config
-import data
-import update
-from hf.tokenizer import Tokenizer
-from model import Reference, load_policy
+from batch import finish_minibatches, make_minibatches, needs_old_logps
+from system.ranks import Ranks
 
-CPU = torch.device("cpu")
+PACKS_OF_64 = {"sequence_packing": config.SequencePackingConfig(64)}
 
 
 @pytest.fixture
-def policy(one_rank, tiny):
-    _, device, mesh = one_rank
-    return load_policy(tiny[0], device=device, mesh=mesh)
-
-
-@pytest.fixture
-def batch(tiny):
-    vocab_size = Tokenizer(tiny[0]).vocab_size
-    samples, adv_B = make_samples(vocab_size)
+def step():
+    """(samples, advantages), with rewards 0 and 1."""
+    samples, adv_B = make_samples(250)
     for sample, adv in zip(samples, adv_B, strict=True):
         sample.reward = float(adv > 0.3)
-    return samples, adv_B, vocab_size
+    return samples, adv_B
 
 
-def settings(**sections):
-    """CONFIG with keys of sections changed: settings(grpo={...}, policy={...}, loss_fn={...})."""
-    grpo = {"num_prompts_per_step": 5, "num_generations_per_prompt": 4, "logp_gap_limit": None}
-    sections["grpo"] = grpo | sections.get("grpo", {})
-    sections["loss_fn"] = {"reference_policy_kl_penalty": 0.0} | sections.get("loss_fn", {})
-    changed = {name: dataclasses.replace(getattr(CONFIG, name), **keys) for name, keys in sections.items()}
-    return dataclasses.replace(CONFIG, **changed)
+def rank(number, world_size=1):
+    return Ranks(number, world_size, number, 1)
 
 
-def batches_of(policy, reference, case, cfg, one_rank):
-    samples, adv_B, vocab_size = case
-    micros = update.make_micro_batches(samples, adv_B, cfg, one_rank[0], CPU)
-    return update.score(policy, reference, micros, cfg, vocab_size)[0]
+def with_logps(minibatches, seed=0):
+    """Fills in log-probabilities as a policy and a reference might give them."""
+    generator = torch.Generator().manual_seed(seed)
+    for micro in (micro for minibatch in minibatches for micro in minibatch.micros):
+        micro.old_logp_R = micro.sampler_logp_R + 0.1 * torch.randn(len(micro.pos_R), generator=generator)
+        micro.ref_logp_R = micro.old_logp_R + 0.2 * torch.randn(len(micro.pos_R), generator=generator)
+    return minibatches
 
 
-def gradients(policy):
-    return {name: param.grad.full_tensor().clone() for name, param in policy.named_parameters()}
+def test_when_the_policy_is_scored_before_it_is_trained():
+    assert not needs_old_logps(settings())
+    assert not needs_old_logps(settings(policy={"train_global_batch_size": 20}))
+    assert needs_old_logps(settings(policy={"train_global_batch_size": 10}))
+    assert needs_old_logps(settings(policy={"ppo_epochs": 2}))
+    assert needs_old_logps(settings(grpo={"seq_logprob_error_threshold": 2.0}))
+    assert needs_old_logps(settings(loss_fn={"use_kl_in_reward": True}))
 
 
-def weights(policy):
-    return {name: param.full_tensor().detach().clone() for name, param in policy.named_parameters()}
+def sequences(micro):
+    """The input ids of each sequence of a pack."""
+    return [tuple(ids.tolist()) for ids in np.split(micro.token_T.numpy(), micro.cu_seqlens[1:-1])]
 
 
-def test_learning_rate_of_every_schedule_by_hand():
-    def rates(num_steps, **keys):
-        cfg = config.SchedulerConfig(**keys)
-        return [update.learning_rate_factor(cfg, step, num_steps) for step in range(1, num_steps + 1)]
-
-    assert rates(4, warmup_steps=0) == [1, 1, 1, 1]
-    assert rates(4, warmup_steps=2, warmup_start_factor=0.5) == [0.5, 0.75, 1, 1]
-    linear = rates(6, warmup_steps=2, warmup_start_factor=0.5, name="linear")
-    assert linear == pytest.approx([0.5, 0.75, 1, 2 / 3, 1 / 3, 0])
-    assert rates(5, warmup_steps=0, name="linear", min_factor=0.2) == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
-    half = math.sqrt(0.5)
-    cosine = rates(5, warmup_steps=0, name="cosine", min_factor=0.1)
-    assert cosine == pytest.approx([1, 0.1 + 0.45 * (1 + half), 0.55, 0.1 + 0.45 * (1 - half), 0.1])
-
-
-def test_old_logps_that_are_skipped_would_have_been_the_same(policy, batch, one_rank):
-    """The condition of needs_old_logps: one optimizer step for the rollout. Then scoring first changes nothing."""
-    cfg = settings()
-    assert not update.needs_old_logps(cfg)
-    for keys in ({"train_global_batch_size": 10}, {"ppo_epochs": 2}):
-        assert update.needs_old_logps(settings(policy=keys))
-    assert not update.needs_old_logps(settings(policy={"train_global_batch_size": 20}))
-    (skipped,) = batches_of(policy, None, batch, cfg, one_rank)
-    assert all(micro.old_logp_R is None for micro in skipped.micros)
-    metrics = update.compute_gradients(policy, skipped, cfg, batch[2])
-    expected = gradients(policy)
-    policy.zero_grad()
-    (scored,) = batches_of(policy, None, batch, settings(grpo={"seq_logprob_error_threshold": 1e30}), one_rank)
-    assert all(micro.old_logp_R is not None for micro in scored.micros)
-    assert update.compute_gradients(policy, scored, cfg, batch[2]) == pytest.approx(metrics, rel=1e-6, abs=1e-7)
-    for name, gradient in gradients(policy).items():
-        assert (gradient - expected[name]).norm() <= 1e-6 * expected[name].norm(), name
+@pytest.mark.parametrize("world_size", [1, 2, 3, 16])
+def test_every_sample_is_in_one_pack_of_its_minibatch(step, world_size):
+    samples, adv_B = step
+    samples[3].mask[:] = False  # filtered out
+    cfg = settings(policy=PACKS_OF_64 | {"train_global_batch_size": 8})
+    of_ranks = [make_minibatches(samples, adv_B, cfg, rank(r, world_size), CPU) for r in range(world_size)]
+    for i, members in enumerate((range(8), range(8, 16), range(16, 20))):
+        minibatches = [of_rank[i] for of_rank in of_ranks]
+        assert len({len(minibatch.micros) for minibatch in minibatches}) == 1, "each pack is a collective"
+        micros = [micro for minibatch in minibatches for micro in minibatch.micros]
+        assert all(len(micro.token_T) <= 64 for micro in micros)
+        packed = [ids for micro in micros for ids in sequences(micro) if len(micro.pos_R)]
+        whole = [(*samples[k].prompt_ids, *samples[k].output_ids.tolist()) for k in members if k != 3]
+        assert sorted(packed) == sorted(ids[:-1] for ids in whole)
+        empty = [micro for micro in micros if not len(micro.pos_R)]
+        assert all(micro.token_T.tolist() == [0] and micro.num_grad_rows == 0 for micro in empty)
+        assert bool(empty) == (world_size == 16)
+    assert all(len(of_rank) == 3 for of_rank in of_ranks)
 
 
-def test_minibatches_and_epochs_equal_a_loop_by_hand(policy, batch, one_rank, tiny):
-    """2 minibatches x 2 epochs with plain SGD, against transformers in float64 with the PPO loss written out."""
-    samples, adv_B, vocab_size = batch
-    cfg = settings(policy={"train_global_batch_size": 12, "ppo_epochs": 2, "max_grad_norm": 1e9})
-    cfg = dataclasses.replace(cfg, policy=dataclasses.replace(cfg.policy, train_global_batch_size=10))
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.3)
-    batches = batches_of(policy, None, batch, cfg, one_rank)
-    assert [b.num_seqs for b in batches] == [10, 10]
-    metrics = update.train_step(policy, optimizer, batches, cfg, vocab_size, 1, 0)
-
-    oracle = copy.deepcopy(tiny[1]).double()
-
-    def logp(s):
-        ids = torch.tensor([*s.prompt_ids, *s.output_ids.tolist()])
-        logits_TV = oracle(ids[None]).logits[0, len(s.prompt_ids) - 1 : -1, :vocab_size] / 0.8
-        return logits_TV.log_softmax(-1).gather(1, ids[len(s.prompt_ids) :, None])[:, 0][torch.from_numpy(s.mask)]
-
-    with torch.no_grad():
-        old = [logp(s) for s in samples]
-    ratios = []
-    for part in [range(10), range(10, 20)] * 2:
-        oracle.zero_grad()
-        num_tokens = sum(int(samples[i].mask.sum()) for i in part)
-        for i in part:
-            ratio_T = (logp(samples[i]) - old[i]).exp()
-            loss_T = torch.maximum(-adv_B[i] * ratio_T, -adv_B[i] * ratio_T.clamp(0.8, 1.2))
-            (loss_T.sum() / num_tokens).backward()
-            ratios.append(ratio_T.detach())
-        with torch.no_grad():
-            for param in oracle.parameters():
-                param -= 0.3 * param.grad
-    before, after = tiny[1].state_dict(), oracle.state_dict()
-    for name, found in weights(policy).items():
-        change = after[name] - before[name].double()
-        assert (found - before[name] - change).norm() <= 1e-4 * change.norm(), name
-    assert metrics["probs_ratio"] == pytest.approx(torch.cat(ratios).mean().item(), rel=1e-5)
-    assert metrics["probs_ratio_max"] == pytest.approx(torch.cat(ratios).max().item(), rel=1e-5)
-    assert metrics["probs_ratio_max"] > 1.2 and metrics["ratio_clip_high_fraction"] > 0  # clipping took part
-    assert metrics["num_optimizer_steps"] == 4 and metrics["global_valid_seqs"] == 20
+def test_a_minibatch_without_a_sample_to_train_on_is_one_empty_pack(step, one_rank):
+    samples, adv_B = step
+    for sample in samples[10:]:
+        sample.mask[:] = False
+    cfg = settings(policy={"train_global_batch_size": 10})
+    minibatches = make_minibatches(samples, adv_B, cfg, rank(0), CPU)
+    finish_minibatches(minibatches, cfg)
+    assert [len(minibatch.micros) for minibatch in minibatches] == [1, 1]
+    full, empty = minibatches
+    assert full.num_seqs == 10 and (empty.num_tokens, empty.num_seqs, empty.num_positive_tokens) == (0, 0, 0)
+    assert empty.micros[0].token_T.tolist() == [0] and len(empty.micros[0].pos_R) == 0
 
 
-def test_reference_keeps_the_first_weights_and_gives_the_policy_back(policy, batch, one_rank):
-    cfg = settings(loss_fn={"reference_policy_kl_penalty": 0.1})
-    reference = Reference(policy)
-    (first,) = batches_of(policy, reference, batch, cfg, one_rank)
-    start = torch.cat([micro.ref_logp_R for micro in first.micros])
-    assert update.compute_gradients(policy, first, cfg, batch[2])["kl_penalty"] == pytest.approx(0, abs=1e-9)
-    with torch.no_grad():
-        for param in policy.parameters():
-            param.to_local().mul_(1.1)
-    moved = weights(policy)
-    (second,) = batches_of(policy, reference, batch, cfg, one_rank)
-    assert torch.equal(torch.cat([micro.ref_logp_R for micro in second.micros]), start)
-    assert all(torch.equal(tensor, moved[name]) for name, tensor in weights(policy).items())
-    assert update.compute_gradients(policy, second, cfg, batch[2])["kl_penalty"] > 0.01
-    name = "model.norm.weight"
-    kept = reference.shards[name].clone()
-    reference.update(policy, 0.25)
-    assert torch.allclose(reference.shards[name], 0.25 * moved[name] + 0.75 * kept)
-    reference.update(policy, 1.0)
-    assert torch.equal(reference.shards[name], moved[name])
-
-
-def test_filtered_samples_and_masked_sequences_leave_gradient_and_denominators(policy, batch, one_rank):
-    samples, adv_B, vocab_size = batch
-    for i in (0, 7, 19):
-        samples[i].mask = np.zeros_like(samples[i].mask)  # what overlong_filtering does
-    cfg = settings()
-    (filtered,) = batches_of(policy, None, batch, cfg, one_rank)
-    kept = [s for i, s in enumerate(samples) if i not in (0, 7, 19)]
-    assert filtered.num_seqs == 17 and filtered.num_tokens == sum(int(s.mask.sum()) for s in kept)
-    assert sum(len(micro.pack.token_T) for micro in filtered.micros) == sum(s.num_tokens - 1 for s in kept)
-    update.compute_gradients(policy, filtered, cfg, vocab_size)
-    expected = gradients(policy)
-    policy.zero_grad()
-    # The same three dropped because sampler and trainer disagree on them.
-    samples, adv_B = make_samples(vocab_size)
-    with torch.no_grad():
-        for i, sample in enumerate(samples):
-            (pack,) = data.pack_samples([sample], [0.0], 2048)
-            logp_R = update.forward(policy, update.to_device(pack, CPU), cfg, vocab_size)[0].numpy()
-            sample.sampler_logps[sample.mask] = logp_R - (3.0 if i in (0, 7, 19) else 0.01)
-    (masked,) = batches_of(
-        policy, None, (samples, adv_B, vocab_size), settings(grpo={"seq_logprob_error_threshold": 2.0}), one_rank
-    )
-    assert (masked.num_seqs, masked.num_tokens) == (17, filtered.num_tokens)
-    update.compute_gradients(policy, masked, cfg, vocab_size)
-    for name, gradient in gradients(policy).items():
-        assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
-
-
-@pytest.mark.parametrize(("token_level", "gspo"), [(True, False), (False, False), (False, True)])
-def test_tokens_whose_sampler_says_no_number_are_as_if_masked(policy, batch, one_rank, token_level, gspo):
-    """Gradient and denominators are those of a batch that never trains on them; one sequence is lost whole."""
-    samples, adv_B, vocab_size = batch
-    cfg = settings(loss_fn={"token_level_loss": token_level, "sequence_level_importance_ratios": gspo})
-    found = []
-    for as_masked in (False, True):
-        case = [copy.deepcopy(sample) for sample in samples]
-        for i, where in ((1, slice(1)), (7, slice(None)), (16, slice(-1, None))):
-            case[i].sampler_logps[where] = np.nan if i != 16 else -np.inf
-            if as_masked:
-                case[i].mask[where], case[i].sampler_logps[where] = False, -1.0
-        (step,) = batches_of(policy, None, (case, adv_B, vocab_size), cfg, one_rank)
-        metrics = update.compute_gradients(policy, step, cfg, vocab_size)
-        found.append((step.num_tokens, step.num_seqs, step.num_positive_tokens, metrics, gradients(policy)))
-        policy.zero_grad()
-    (*counts, metrics, gradient), (*expected_counts, expected_metrics, expected) = found
-    assert counts == expected_counts and counts[1] == 19
-    lost = {"num_nonfinite_sampler_logp", "kept_fraction/finite_sampler_logp"}
-    assert metrics["num_nonfinite_sampler_logp"] == 2 + int(samples[7].mask.sum())
-    left = {name: value for name, value in metrics.items() if name not in lost}
-    assert left == pytest.approx({name: expected_metrics[name] for name in left}, rel=1e-5, abs=1e-7)
-    for name in expected:
-        assert (gradient[name] - expected[name]).norm() <= 1e-6 * expected[name].norm(), name
-
-
-def test_kl_in_reward_whitens_over_all_tokens_of_the_step(policy, batch, one_rank):
-    cfg = settings(
-        grpo={"adv_estimator": config.AdvEstimatorConfig(name="reinforce_plus_plus")},
-        loss_fn={"reference_policy_kl_penalty": 0.5, "use_kl_in_reward": True, "reference_policy_kl_type": "k1"},
-    )
-    reference = Reference(policy)
-    with torch.no_grad():
-        for param in policy.parameters():
-            param.to_local().mul_(1.05)
-    (found,) = batches_of(policy, reference, batch, cfg, one_rank)
-    together = {
-        name: torch.cat([getattr(micro, name) for micro in found.micros]).double().numpy()
-        for name in ("adv_R", "old_logp_R", "ref_logp_R")
-    }
-    raw = np.concatenate([micro.pack.adv_R for micro in found.micros]).astype(np.float64)
-    value = raw - 0.5 * (together["old_logp_R"] - together["ref_logp_R"])  # k1: log policy - log reference
-    assert together["adv_R"] == pytest.approx((value - value.mean()) / value.std(), rel=1e-4, abs=1e-5)
+def test_counts_of_each_minibatch_by_hand(step, one_rank):
+    samples, adv_B = step
+    samples[2].sampler_logps[samples[2].mask.nonzero()[0][0]] = np.nan  # a token that the loss drops
+    samples[12].sampler_logps[:] = -np.inf  # a sequence of such tokens
+    cfg = settings(policy={"train_global_batch_size": 10, "sequence_packing": config.SequencePackingConfig(40)})
+    minibatches = make_minibatches(samples, adv_B, cfg, rank(0), CPU)
+    assert all(minibatch.num_tokens == 0 for minibatch in minibatches), "not known yet"
+    assert finish_minibatches(minibatches, cfg) == []
+    for minibatch, part in zip(minibatches, (samples[:10], samples[10:]), strict=True):
+        assert len(minibatch.micros) > 1
+        trained = {s.index + 4 * s.prompt: int((s.mask & np.isfinite(s.sampler_logps)).sum()) for s in part}
+        assert minibatch.num_tokens == sum(trained.values())
+        assert minibatch.num_seqs == sum(count > 0 for count in trained.values())
+        positive = [s for s in part if s.reward > 0]
+        assert minibatch.num_positive_tokens == sum(trained[s.index + 4 * s.prompt] for s in positive) > 0
+    assert [minibatch.num_seqs for minibatch in minibatches] == [10, 9]
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "moved"),
+    ("loss_fn", "reference", "moved"),
     [
-        ({}, "advantage"),
-        ({"positive_example_nll_weight": 0.3}, "advantage or positive"),
-        ({"entropy_coef": 0.1, "use_importance_sampling_correction": True}, "all"),
-        ({"reference_policy_kl_penalty": 0.2, "token_level_loss": False}, "all"),
-        ({"use_cispo": True, "ratio_clip_max": 0.05}, "advantage"),
+        ({}, False, lambda sample, adv: adv != 0),
+        ({"positive_example_nll_weight": 0.3}, False, lambda sample, adv: adv != 0 or sample.reward > 0),
+        ({"entropy_coef": 0.1}, False, lambda sample, adv: True),
+        ({}, True, lambda sample, adv: True),
     ],
 )
-def test_one_pass_equals_two_and_leaves_out_rows_without_gradient(policy, batch, one_rank, monkeypatch, loss_fn, moved):
-    samples, adv_B, vocab_size = batch
+def test_rows_with_a_gradient_come_first(step, one_rank, loss_fn, reference, moved):
+    """The others stay, for the metrics; what belongs to a row goes with it."""
+    samples, adv_B = step
     adv_B = [0.0 if i // 4 in (1, 3) else adv for i, adv in enumerate(adv_B)]  # two groups of equal rewards
-    cfg = settings(loss_fn=loss_fn, policy={"ppo_epochs": 2})
-    reference = None
-    if cfg.loss_fn.reference_policy_kl_penalty:
-        reference = Reference(policy)
-        for shard in reference.shards.values():
-            shard.mul_(1.01)
-    rows = {
-        "advantage": sum(int(s.mask.sum()) for s, adv in zip(samples, adv_B, strict=True) if adv),
-        "advantage or positive": sum(
-            int(s.mask.sum()) for s, adv in zip(samples, adv_B, strict=True) if adv or s.reward > 0
-        ),
-        "all": sum(int(s.mask.sum()) for s in samples),
-    }
-    (step,) = batches_of(policy, reference, (samples, adv_B, vocab_size), cfg, one_rank)
-    assert sum(micro.num_grad_rows for micro in step.micros) == rows[moved]
-    assert rows["advantage"] < rows["advantage or positive"] < rows["all"]
-    with torch.no_grad():  # away from the policy that `old` is of
-        for param in policy.parameters():
-            param.mul_(1.002)
-    found = []
-    for refused in ([], ["as if it needed whole sequences"]):
-        monkeypatch.setattr(update, "unsupported", lambda _, refused=refused: refused)
-        metrics = update.compute_gradients(policy, step, cfg, vocab_size)
-        found.append((metrics, gradients(policy)))
-        policy.zero_grad(set_to_none=True)
-    (metrics, fused), (expected_metrics, expected) = found
-    assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-7) and metrics["probs_ratio_max"] > 1.01
-    for name, gradient in expected.items():
-        assert (fused[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    cfg = settings(loss_fn=loss_fn, policy=PACKS_OF_64)
+    minibatches = with_logps(make_minibatches(samples, adv_B, cfg, rank(0), CPU))
+    (minibatch,) = minibatches
+    names = [field.name for field in fields(minibatch.micros[0]) if field.name.endswith("_R")]
+    if not reference:
+        names.remove("ref_logp_R")
+        for micro in minibatch.micros:
+            micro.ref_logp_R = None
+
+    def rows(micro):
+        return sorted(zip(*(getattr(micro, name).tolist() for name in names), strict=True))
+
+    before = [rows(micro) for micro in minibatch.micros]
+    finish_minibatches(minibatches, cfg)
+    assert [rows(micro) for micro in minibatch.micros] == before and len(before) > 2
+    by_ids = {(*s.prompt_ids, *s.output_ids.tolist())[:-1]: (s, adv) for s, adv in zip(samples, adv_B, strict=True)}
+    for micro in minibatch.micros:
+        members = [by_ids[ids] for ids in sequences(micro)]
+        has_gradient = [bool(moved(*members[seq])) for seq in micro.seq_R.tolist()]
+        assert has_gradient == sorted(has_gradient, reverse=True) and sum(has_gradient) == micro.num_grad_rows
+        for part in micro.pos_R.tensor_split([micro.num_grad_rows]):
+            assert (part.diff() > 0).all(), "within each part the order is that of the pack"
+
+
+def test_masked_sequences_are_behind_the_rows_with_a_gradient(step, one_rank):
+    """Sampler and trainer disagree by 1 nat on two samples: mean exp(1) > 2."""
+    samples, adv_B = step
+    cfg = settings(grpo={"seq_logprob_error_threshold": 2.0}, policy=PACKS_OF_64)
+    minibatches = make_minibatches(samples, adv_B, cfg, rank(0), CPU)
+    off = {(*samples[i].prompt_ids, *samples[i].output_ids.tolist())[:-1] for i in (4, 11)}
+    for micro in minibatches[0].micros:
+        is_off = torch.tensor([ids in off for ids in sequences(micro)])
+        micro.old_logp_R = micro.sampler_logp_R + is_off[micro.seq_R].float()
+    metrics = finish_minibatches(minibatches, cfg)
+    assert len(metrics) == len(minibatches[0].micros) > 2
+    kept = [sample for i, sample in enumerate(samples) if i not in (4, 11)]
+    assert (minibatches[0].num_seqs, minibatches[0].num_tokens) == (18, sum(int(s.mask.sum()) for s in kept))
+    for micro in minibatches[0].micros:
+        is_off = torch.tensor([ids in off for ids in sequences(micro)])[micro.seq_R]
+        assert torch.equal(micro.mask_R, ~is_off) and micro.num_grad_rows == int((~is_off).sum())
+        assert micro.mask_R[: micro.num_grad_rows].all()
+
+
+def test_kl_in_reward_whitens_over_all_tokens_of_the_step(step, one_rank):
+    """All minibatches and packs together; then the advantages are no longer those of whole samples."""
+    cfg = settings(
+        grpo={"adv_estimator": config.AdvEstimatorConfig(name="reinforce_plus_plus")},
+        loss_fn={"reference_policy_kl_penalty": 0.5, "use_kl_in_reward": True, "reference_policy_kl_type": "k1"},
+        policy=PACKS_OF_64 | {"train_global_batch_size": 10},
+    )
+    minibatches = with_logps(make_minibatches(*step, cfg, rank(0), CPU))
+    micros = [micro for minibatch in minibatches for micro in minibatch.micros]
+    assert len(micros) > 4
+    value = [micro.adv_R - 0.5 * (micro.old_logp_R - micro.ref_logp_R) for micro in micros]  # k1
+    keys = [list(zip(micro.pos_R.tolist(), micro.seq_R.tolist(), strict=True)) for micro in micros]
+    value_T = torch.cat(value).double().numpy()
+    mean, std = value_T.mean(), value_T.std()
+    finish_minibatches(minibatches, cfg)
+    for micro, raw, order in zip(micros, value, keys, strict=True):
+        expected = dict(zip(order, ((raw.double().numpy() - mean) / std).tolist(), strict=True))
+        after = zip(micro.pos_R.tolist(), micro.seq_R.tolist(), strict=True)
+        assert micro.adv_R.tolist() == pytest.approx([expected[key] for key in after], rel=1e-4, abs=1e-5)
+        assert micro.num_grad_rows == len(micro.pos_R)
