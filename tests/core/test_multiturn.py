@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import update
 from dist_case import CONFIG, batch_of
 
 import data
 import envs
-import update
 from envs import StepResult
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors

@@ -7,7 +7,7 @@ import numpy as np
 import config
 from data import Sample
 
-# The gradient is compared as it is, so nothing clips it; the sampler's log-probabilities are made up, so no limit holds.
+# Gradients are compared as they are, so nothing clips them; the log-probabilities are made up, so they have no limit.
 CONFIG = config.Config(
     grpo=config.GRPOConfig(
         num_prompts_per_step=5, num_generations_per_prompt=4, logp_gap_limit=None, canary_period=0, val_period=0
