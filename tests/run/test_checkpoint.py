@@ -32,6 +32,7 @@ STATE = {"consumed_samples": 96, "num_bad_steps": 0, "fingerprint": "abc", "last
 
 def fresh(folder, device, mesh):
     model = load_policy(folder, device=device, mesh=mesh)
+    model.vocab_limit = 259
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
 
 
@@ -41,7 +42,7 @@ def train_step(model, optimizer, seed, ranks):
     (pack, *_) = data.pack_samples(samples[seed + ranks.rank :], adv_B[seed + ranks.rank :], 60)
     tensors = (torch.from_numpy(x) for x in (pack.token_T, pack.position_T, pack.pos_R, pack.target_R))
     token_T, position_T, pos_R, target_R = tensors
-    logp_R, _ = model(token_T, position_T, pack.cu_seqlens, pos_R, target_R, temperature=1.0, vocab_size=259)
+    logp_R, _ = model(token_T, position_T, pack.cu_seqlens, pos_R, target_R)
     (logp_R * torch.from_numpy(pack.adv_R)).sum().backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
