@@ -1,114 +1,223 @@
-"""Advantages of a step from its rewards, by the estimator the config names: pure tensors, no torch.distributed, no I/O.
+"""Rewards -> advantages: scaling and shaping, the overlong filter, then the estimator that the config names.
 
-`advantages` gives one number for each sample, which all its tokens share. Only a KL in the reward is a token's own:
-then `kl_in_reward_advantages` finishes them once the log-probabilities are known. Statistics are of the whole step:
-`advantages` sees all its samples; the other sees a rank's tokens and is told how to sum over ranks.
+A step calls `shape_rewards`, `filter_overlong` and `step_advantages`, in this order. All tokens of a sample share its
+advantage. Only a KL in the reward differs from token to token: `kl_in_reward_advantages` adds it when the
+log-probabilities are known. All statistics are those of the step, whatever the number of ranks. No I/O.
 docs/details.md says which paper or system each choice is from, and what the others do.
+
+Dims: B samples of a step, G samples of a group, P rewards in the baseline of a sample, R response tokens of a rank.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from config import ConfigError, GRPOConfig, LossConfig
-from loss import clamp_abs, group_advantages, kl_estimate
+from config import ConfigError, GRPOConfig, LossConfig, RewardScalingConfig, RewardShapingConfig
+from data import Sample
 
 
-def advantages(
+def shape_rewards(samples: Sequence[Sample], grpo: GRPOConfig, max_new_tokens: int) -> None:
+    """Scales the rewards, then shapes them by length (NeMo RL's order); changes the samples, so call it once.
+
+    `unshaped_reward` keeps the scaled reward. Scaling also covers the parts in `rewards`. stop_properly_penalty_coef
+    replaces the overlong penalty: it multiplies the reward of each truncated sample (NeMo RL), so a negative reward
+    shrinks. A length counts all sampled tokens, end token included; NeMo RL counts the first turn only.
+    """
+    scaling, shaping = grpo.reward_scaling, grpo.reward_shaping
+    for sample in samples:
+        if scaling.enabled:
+            sample.reward = scale_reward(sample.reward, scaling)
+            sample.rewards = {name: scale_reward(reward, scaling) for name, reward in sample.rewards.items()}
+        sample.unshaped_reward = sample.reward
+        if shaping.enabled and shaping.stop_properly_penalty_coef is None:
+            sample.reward -= overlong_penalty(sample.num_gen_tokens, shaping, max_new_tokens)
+        elif shaping.enabled and sample.finish_reason == "length":
+            sample.reward *= shaping.stop_properly_penalty_coef
+
+
+def scale_reward(reward: float, cfg: RewardScalingConfig) -> float:
+    """Linear from [source_min, source_max] to [target_min, target_max]; a reward outside is clamped first."""
+    share = (min(max(reward, cfg.source_min), cfg.source_max) - cfg.source_min) / (cfg.source_max - cfg.source_min)
+    return cfg.target_min + share * (cfg.target_max - cfg.target_min)
+
+
+def overlong_penalty(length: int, cfg: RewardShapingConfig, max_new_tokens: int) -> float:
+    """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13) for `length` tokens: >= 0, to be subtracted.
+
+    0 up to max_response_length - overlong_buffer_length tokens, then linear up to overlong_buffer_penalty at
+    max_response_length. Beyond, the line goes on (NeMo RL, verl), or stays with floor_overlong_penalty (DAPO, TRL).
+    Example: max 20, buffer 4, penalty 1: 0 at 16 tokens, .25 at 17, 1 at 20, 2 at 24.
+    """
+    longest = max_new_tokens if cfg.max_response_length is None else cfg.max_response_length
+    share = max(length - (longest - cfg.overlong_buffer_length), 0) / cfg.overlong_buffer_length
+    return cfg.overlong_buffer_penalty * (min(share, 1.0) if cfg.floor_overlong_penalty else share)
+
+
+def filter_overlong(samples: Sequence[Sample]) -> int:
+    """Clears the mask of truncated samples, in place, so that none of their tokens is trained on or counted; returns
+    their number. Their reward stays in the baseline of their group (NeMo RL)."""
+    truncated = [sample for sample in samples if sample.finish_reason == "length"]
+    for sample in truncated:
+        sample.mask = np.zeros_like(sample.mask)
+    return len(truncated)
+
+
+def step_advantages(samples: list[Sample], grpo: GRPOConfig, loss_fn: LossConfig) -> tuple[list[float], dict]:
+    """(adv_B, metrics: name -> float) of the shaped samples of a step: equal on all ranks, as the samples are."""
+    reward_B = torch.tensor([sample.reward for sample in samples])
+    group_B = torch.tensor([sample.prompt for sample in samples])
+    num_tokens_B = torch.tensor([int(sample.mask.sum()) for sample in samples])
+    # Only gdpo looks at the parts of a reward, so only there must all environments of a batch give the same ones.
+    reward_parts = collect_reward_parts(samples) if grpo.adv_estimator.name == "gdpo" else {}
+    adv_B = estimate_advantages(reward_B, group_B, num_tokens_B, grpo, loss_fn, reward_parts)
+    return adv_B.tolist(), advantage_metrics(reward_B, group_B, adv_B, grpo)
+
+
+def estimate_advantages(
     reward_B: Tensor,
     group_B: Tensor,
     num_tokens_B: Tensor,
     grpo: GRPOConfig,
     loss_fn: LossConfig,
-    rewards: Mapping[str, Tensor] | None = None,
+    reward_parts: Mapping[str, Tensor],
 ) -> Tensor:
-    """adv_B, in reward_B's dtype: of every token of a sample; to be finished where loss_fn.use_kl_in_reward is set.
+    """adv_B in reward_B's dtype, by grpo.adv_estimator.name, clipped to [advantage_clip_low, advantage_clip_high].
 
-    reward_B: floating, all samples of the step; group_B: their groups, in any order; num_tokens_B: trained tokens.
-    rewards: name -> reward_B of each kind of reward, for gdpo. By grpo.adv_estimator.name:
         grpo                  `group_advantages` (Shao et al. 2024)
-        gdpo                  `multi_reward_advantages` (Liu et al. 2026)
-        reinforce_plus_plus   r, less the mean of its group if minus_baseline, whitened over the tokens of the step (Hu
-                              et al. 2025), so that a long response counts for as many as it has
-    Then clipped to [grpo.advantage_clip_low, grpo.advantage_clip_high]. Raises ConfigError: gdpo without two rewards.
+        gdpo                  `gdpo_advantages` (Liu et al. 2026)
+        reinforce_plus_plus   the reward, minus the mean of its group if minus_baseline, whitened over the tokens of the
+                              step, so that a long response weighs as much as its length (Hu et al. 2025)
+
+    reward_B: floating. group_B: the group of each sample, in any order. num_tokens_B: trained tokens of each sample.
+    reward_parts: name -> reward_B of that part, for gdpo. loss_fn.use_kl_in_reward: not yet whitened and clipped.
     """
     estimator = grpo.adv_estimator
-    options = {
-        "leave_one_out": grpo.use_leave_one_out_baseline,
-        "normalize": grpo.normalize_rewards,
-        "std": grpo.reward_std,
-    }
     if estimator.name == "grpo":
-        return _clip(group_advantages(reward_B, group_B, **options), grpo)
-    if estimator.name == "gdpo":
-        return _clip(multi_reward_advantages(rewards or {}, group_B, estimator.reward_weights, **options), grpo)
-    adv_B = reward_B
-    if estimator.minus_baseline:
-        adv_B = group_advantages(reward_B, group_B, leave_one_out=False, normalize=False)
-    return adv_B if loss_fn.use_kl_in_reward else _clip(_whiten(adv_B, num_tokens_B), grpo)
+        adv_B = _by_group(reward_B, group_B, grpo)
+    elif estimator.name == "gdpo":
+        adv_B = gdpo_advantages(reward_parts, group_B, grpo)
+    elif estimator.name == "reinforce_plus_plus":
+        adv_B = reward_B
+        if estimator.minus_baseline:
+            adv_B = group_advantages(reward_B, group_B, leave_one_out=False, normalize=False)
+        if loss_fn.use_kl_in_reward:
+            return adv_B
+        adv_B = _whiten(adv_B, num_tokens_B)
+    else:
+        raise AssertionError(f"grpo.adv_estimator.name={estimator.name}: estimate_advantages has no branch for it")
+    return _clip(adv_B, grpo)
 
 
-def advantage_metrics(reward_B: Tensor, group_B: Tensor, adv_B: Tensor, grpo: GRPOConfig) -> dict[str, float]:
-    """Of the advantages, and baseline_reward/pct_0, pct_1, pct_mixed: per cent of samples whose baseline is 0, 1, else
-    (NeMo RL): problems that all the others of the group got wrong, right, or some of each."""
-    loo = grpo.use_leave_one_out_baseline
-    baseline_B = reward_B - group_advantages(reward_B, group_B, leave_one_out=loo, normalize=False)
-    zero, one = ((baseline_B == value).float().mean().item() * 100 for value in (0, 1))
-    baseline = {"pct_0": zero, "pct_1": one, "pct_mixed": 100 - zero - one}
-    spread = {name: getattr(adv_B, name)().item() for name in ("mean", "max", "min", "sum")}
-    return {f"baseline_reward/{k}": v for k, v in baseline.items()} | {f"advantages/{k}": v for k, v in spread.items()}
-
-
-def multi_reward_advantages(
-    rewards: Mapping[str, Tensor], group_B: Tensor, weights: tuple[float, ...] | None, **options
+def group_advantages(
+    reward_B: Tensor, group_B: Tensor, *, leave_one_out: bool, normalize: bool, std: str = "baseline"
 ) -> Tensor:
-    """GDPO (Liu et al. 2026): `group_advantages` of each reward with `options`, weighted sum, whitened over the batch.
+    """Advantage of each sample within its group: A_i = r_i - b_i, divided by a standard deviation if `normalize`.
 
-    So a reward of small spread counts as much as one of large. weights: in the alphabetical order of the names; None =
-    1 each. The last step is (x - mean) / std with Bessel's correction, or x - mean where all are equal (NeMo RL).
+    b_i is the mean reward of i's group (GRPO, Shao et al. 2024), without r_i if `leave_one_out` (RLOO, Ahmadian et
+    al. 2024). Without `normalize`: Dr. GRPO (Liu et al. 2025). Standard deviations have Bessel's correction; `std`:
+        baseline  of the rewards that make b_i: A_i / (s_i + 1e-6) where s_i > 0 (NeMo RL). s_i = 0 where fewer than two
+                  remain, or all that remain are equal: such samples stay unnormalized, so that one right answer
+                  among wrong ones gets A = 1, not a million.
+        group     of the whole group: A_i / (s + 1e-4) (TRL, scale_rewards=group)
+        batch     of reward_B, all groups together: A_i / (s + 1e-4) (TRL, scale_rewards=batch; Lite PPO)
+    reward_B: floating; group_B: the group of each sample, in any order. Returns adv_B in reward_B's dtype; a group of
+    one gets 0.
+    Example: rewards [1, 0, 0, 0] of one group, both options on -> [1, -.577349, -.577349, -.577349].
     """
-    names = sorted(rewards)
-    if len(names) < 2:
-        raise ConfigError(
-            f"grpo.adv_estimator.name=gdpo needs two rewards or more of each sample, got {', '.join(names) or 'none'}: "
-            "name environments that give them, or set grpo.adv_estimator.name=grpo"
-        )
-    if weights is not None and len(weights) != len(names):
-        raise ConfigError(
-            f"grpo.adv_estimator.reward_weights={list(weights)}: must be {len(names)} numbers, of {', '.join(names)}"
-        )
-    total_B = torch.zeros_like(rewards[names[0]], dtype=torch.float64)
-    for name, weight in zip(names, weights or [1.0] * len(names), strict=True):
-        total_B += weight * group_advantages(rewards[name].double(), group_B, **options)
+    assert reward_B.is_floating_point() and reward_B.shape == group_B.shape, (reward_B.dtype, group_B.shape)
+    assert std in ("baseline", "group", "batch"), std
+    adv_B = torch.zeros_like(reward_B, dtype=torch.float64)
+    for group in group_B.unique():
+        reward_G = reward_B[group_B == group].double()
+        size = len(reward_G)
+        if size == 1:
+            continue
+        baseline_GP = reward_G.expand(size, size)
+        if leave_one_out:
+            is_peer_GG = ~torch.eye(size, dtype=torch.bool, device=reward_G.device)
+            baseline_GP = baseline_GP[is_peer_GG].view(size, size - 1)
+        adv_G = reward_G - baseline_GP.mean(1)
+        if normalize and std == "group":
+            adv_G = adv_G / (reward_G.std() + 1e-4)
+        elif normalize and std == "baseline" and baseline_GP.shape[1] > 1:
+            std_G = baseline_GP.std(1)  # exactly 0 for equal rewards; sqrt(mean of squares - squared mean) is not
+            adv_G = torch.where(std_G > 0, adv_G / (std_G + 1e-6), adv_G)
+        adv_B[group_B == group] = adv_G
+    if normalize and std == "batch" and len(reward_B) > 1:
+        adv_B /= reward_B.double().std() + 1e-4
+    return adv_B.to(reward_B.dtype)
+
+
+def _by_group(reward_B: Tensor, group_B: Tensor, grpo: GRPOConfig) -> Tensor:
+    loo, normalize = grpo.use_leave_one_out_baseline, grpo.normalize_rewards
+    return group_advantages(reward_B, group_B, leave_one_out=loo, normalize=normalize, std=grpo.reward_std)
+
+
+def gdpo_advantages(reward_parts: Mapping[str, Tensor], group_B: Tensor, grpo: GRPOConfig) -> Tensor:
+    """GDPO (Liu et al. 2026): `group_advantages` of each part, their weighted sum, whitened over the batch.
+
+    So a part of small spread counts as much as one of large spread. reward_weights go with the names in alphabetical
+    order. Whitening is (x - mean) / std with Bessel's correction, or x - mean where all are equal (NeMo RL).
+    """
+    names = sorted(reward_parts)
+    weights = grpo.adv_estimator.reward_weights or [1.0] * len(names)
+    total_B = torch.zeros_like(reward_parts[names[0]], dtype=torch.float64)
+    for name, weight in zip(names, weights, strict=True):
+        total_B += weight * _by_group(reward_parts[name].double(), group_B, grpo)
     total_B -= total_B.mean()
     std = total_B.std()
-    return (total_B / std if std > 0 else total_B).to(rewards[names[0]].dtype)
+    return (total_B / std if std > 0 else total_B).to(reward_parts[names[0]].dtype)
+
+
+def collect_reward_parts(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """name -> reward_B of each part, for gdpo. ConfigError if a sample lacks a part, or if there are fewer than two."""
+    names = sorted({name for sample in samples for name in sample.rewards})
+    if len(names) < 2:
+        raise ConfigError(
+            f"adv_estimator.name=gdpo needs two rewards or more of each sample, StepResult.rewards: {names}"
+        )
+    for sample in samples:
+        missing = [name for name in names if name not in sample.rewards]
+        if missing:
+            raise ConfigError(
+                f"env_name '{sample.env_name}': StepResult.rewards lacks '{missing[0]}', which other samples have; "
+                f"with grpo.adv_estimator.name=gdpo each environment must give all of {', '.join(names)}"
+            )
+    return {name: torch.tensor([sample.rewards[name] for sample in samples]) for name in names}
 
 
 def kl_in_reward_advantages(
-    adv_T: Tensor,
+    adv_R: Tensor,
     *,
-    old_logp_T: Tensor,
-    ref_logp_T: Tensor,
-    mask_T: Tensor,
+    kl_R: Tensor,
+    mask_R: Tensor,
     grpo: GRPOConfig,
     loss_fn: LossConfig,
     sum_over_ranks: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Tensor:
-    """REINFORCE++ with KL in the reward: adv_T less reference_policy_kl_penalty * KL of the token, whitened, clipped.
+    """REINFORCE++ with KL in the reward: adv_R - reference_policy_kl_penalty * kl_R, whitened, then clipped.
 
-    adv_T: what `advantages` gave, for each token of this rank, all its packs together; mask_T, nonzero if trained: what
-    is masked may hold anything and gets 0. sum_over_ranks: an all-reduce (a collective) of a 0-dim float64 tensor. The
-    KL is estimated at old_logp_T, with the type and clamps of the loss, and is the token's alone, as in NeMo RL (Hu et
-    al. 2025 charge a token for what follows it too).
+    adv_R: the result of `step_advantages` for each token of this rank, all packs together. kl_R: the KL estimate of the
+    token alone, as in NeMo RL (Hu et al. 2025 also charge a token for what follows it). mask_R: nonzero for trained
+    tokens; the others may hold anything and get 0. sum_over_ranks: all-reduces a 0-dim float64 tensor (a collective).
     """
-    mask_T = mask_T != 0
-    log_ratio_T = clamp_abs(ref_logp_T - old_logp_T, loss_fn.kl_input_clamp_value)
-    kl_T = kl_estimate(log_ratio_T, loss_fn.reference_policy_kl_type)
-    adv_T = adv_T - loss_fn.reference_policy_kl_penalty * clamp_abs(kl_T, loss_fn.kl_output_clamp_value)
-    adv_T = _clip(_whiten(torch.where(mask_T, adv_T, 0.0), mask_T, sum_over_ranks), grpo)
-    return torch.where(mask_T, adv_T, 0.0)
+    mask_R = mask_R != 0
+    adv_R = torch.where(mask_R, adv_R - loss_fn.reference_policy_kl_penalty * kl_R, 0.0)
+    return torch.where(mask_R, _clip(_whiten(adv_R, mask_R, sum_over_ranks), grpo), 0.0)
+
+
+def advantage_metrics(reward_B: Tensor, group_B: Tensor, adv_B: Tensor, grpo: GRPOConfig) -> dict[str, float]:
+    """advantages/{mean, max, min, sum}, and baseline_reward/{pct_0, pct_1, pct_mixed}: per cent of the samples whose
+    baseline is 0, 1 or another number (NeMo RL): their peers got the problem all wrong, all right, or some of each."""
+    loo = grpo.use_leave_one_out_baseline
+    baseline_B = reward_B - group_advantages(reward_B, group_B, leave_one_out=loo, normalize=False)
+    zero, one = ((baseline_B == value).float().mean().item() * 100 for value in (0, 1))
+    baseline = {"pct_0": zero, "pct_1": one, "pct_mixed": 100 - zero - one}
+    return {f"baseline_reward/{name}": value for name, value in baseline.items()} | {
+        f"advantages/{name}": getattr(adv_B, name)().item() for name in ("mean", "max", "min", "sum")
+    }
 
 
 def _whiten(x: Tensor, weight: Tensor, sum_over_ranks: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
@@ -123,11 +232,3 @@ def _whiten(x: Tensor, weight: Tensor, sum_over_ranks: Callable[[Tensor], Tensor
 def _clip(adv: Tensor, grpo: GRPOConfig) -> Tensor:
     low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
     return adv if low is None and high is None else adv.clamp(low, high)
-
-
-def step_advantages(samples, grpo, loss_fn):
-    reward_B = torch.tensor([s.reward for s in samples])
-    group_B = torch.tensor([s.prompt for s in samples])
-    num_tokens_B = torch.tensor([int(s.mask.sum()) for s in samples])
-    adv_B = advantages(reward_B, group_B, num_tokens_B, grpo, loss_fn, {})
-    return adv_B.tolist(), advantage_metrics(reward_B, group_B, adv_B, grpo)

@@ -17,7 +17,7 @@ from torch import Tensor
 from advantages import kl_in_reward_advantages
 from config import Config
 from data import Pack, Sample, assign_to_ranks, empty_pack, pack_samples
-from loss import Metrics, seq_logp_error_mask
+from loss import Metrics, clamp_abs, kl_estimate, seq_logp_error_mask
 from system.ranks import Ranks
 
 
@@ -154,11 +154,12 @@ def _put_kl_into_advantages(micros: list[MicroBatch], cfg: Config) -> None:
         dist.all_reduce(total)
         return total.to(x.device)
 
+    log_ratio_R = clamp_abs(concatenated("ref_logp_R") - concatenated("old_logp_R"), cfg.loss_fn.kl_input_clamp_value)
+    kl_R = kl_estimate(log_ratio_R, cfg.loss_fn.reference_policy_kl_type)
     adv = kl_in_reward_advantages(
         concatenated("adv_R"),
-        old_logp_T=concatenated("old_logp_R"),
-        ref_logp_T=concatenated("ref_logp_R"),
-        mask_T=concatenated("mask_R"),
+        kl_R=clamp_abs(kl_R, cfg.loss_fn.kl_output_clamp_value),
+        mask_R=concatenated("mask_R"),
         grpo=cfg.grpo,
         loss_fn=cfg.loss_fn,
         sum_over_ranks=sum_over_ranks,

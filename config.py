@@ -1,279 +1,310 @@
-"""The configuration of a run: every key, with its type, default, bounds and meaning.
+"""Every key of a run's configuration: type, default, bounds, and below it the meaning that --help and errors show.
 
-Keys that NeMo RL has too carry its names and, unless the meaning says otherwise, the defaults of its
-`grpo_math_1B.yaml`. config_file.py reads and writes them, config_check.py says what is refused. Imports neither torch
-nor vllm, so that `grpo.py --check` takes no time.
+A key that NeMo RL has too carries its name, and its default in `grpo_math_1B.yaml` unless the meaning says otherwise.
+Everywhere here a step is one rollout and the optimizer steps on its samples, and null is None. run/config_file.py reads
+configs, run/config_check.py refuses those that cannot run. No torch, no vllm: `grpo.py --check` starts at once.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 
 class ConfigError(Exception):
     """A mistake of the user's. The text is the whole message; the entry prints it and exits with 2."""
 
 
-def key(default: Any, meaning: str, bounds: str = "") -> Any:
-    """A config key. `bounds` is what `validate` asks of the value, as in "> 0" or ">= 0, < 1". `default` dict: the
-    value is a mapping of any keys, read as yaml means it, and empty by default."""
-    metadata = {"help": meaning, "bounds": bounds}
-    return (
-        field(default_factory=dict, metadata=metadata) if default is dict else field(default=default, metadata=metadata)
-    )
+class DataError(ConfigError):
+    """A dataset or model folder that the run cannot use. The message names the file and the fix."""
+
+
+def key(default: Any, bounds: str) -> Any:
+    """A config key whose value, or each number of it, must be within `bounds`, such as "> 0" or ">= 0, < 1"."""
+    return field(default=default, metadata={"bounds": bounds})
 
 
 @dataclass(frozen=True, slots=True)
 class AdvEstimatorConfig:
-    name: Literal["grpo", "gdpo", "reinforce_plus_plus"] = key(
-        "grpo",
-        "grpo: reward against its group's. gdpo: so for each of several rewards, then a weighted sum, whitened over "
-        "the batch. reinforce_plus_plus: whitened over the tokens of the batch; reads neither normalize_rewards nor "
-        "use_leave_one_out_baseline.",
-    )
-    minus_baseline: bool = key(True, "reinforce_plus_plus: first subtract the mean reward of the group.")
-    reward_weights: tuple[float, ...] | None = key(
-        None, "gdpo: weight of each reward, in the alphabetical order of their names; null = 1 each."
-    )
+    name: Literal["grpo", "gdpo", "reinforce_plus_plus"] = "grpo"
+    """grpo compares each reward with those of its group. gdpo does so for each of several rewards and whitens their
+    weighted sum over the batch. reinforce_plus_plus whitens the rewards over the tokens of the batch."""
+    minus_baseline: bool = True
+    """reinforce_plus_plus first subtracts the mean reward of the group."""
+    reward_weights: tuple[float, ...] | None = None
+    """gdpo multiplies the rewards by these weights, in the alphabetical order of their names; null means 1 each."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardScalingConfig:
-    enabled: bool = key(False, "Map rewards linearly from the source range to the target range, clamped to it.")
-    source_min: float = key(0.0, "Rewards at or below become target_min.")
-    source_max: float = key(1.0, "Rewards at or above become target_max.")
-    target_min: float = key(0.0, "Lowest reward after scaling.")
-    target_max: float = key(1.0, "Highest reward after scaling.")
+    enabled: bool = False
+    """Rewards are clamped to the source range, then mapped linearly to the target range."""
+    source_min: float = 0.0
+    """Rewards at or below this become target_min."""
+    source_max: float = 1.0
+    """Rewards at or above this become target_max."""
+    target_min: float = 0.0
+    """No scaled reward is lower than this."""
+    target_max: float = 1.0
+    """No scaled reward is higher than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardShapingConfig:
-    enabled: bool = key(False, "Lower the reward of long responses: DAPO's overlong penalty, or stop_properly's.")
-    overlong_buffer_length: int = key(128, "The penalty grows over the last so many tokens.", ">= 1")
-    overlong_buffer_penalty: float = key(1.0, "Taken off the reward at max_response_length tokens.", ">= 0")
-    max_response_length: int | None = key(
-        None, "Tokens at which the whole penalty is due; null = policy.generation.max_new_tokens.", ">= 1"
-    )
-    floor_overlong_penalty: bool = key(
-        False, "At most overlong_buffer_penalty, as TRL; false: grows past max_response_length, as NeMo RL, verl."
-    )
-    stop_properly_penalty_coef: float | None = key(
-        None, "Multiply the reward of truncated responses by this, in place of the overlong penalty.", ">= 0, <= 1"
-    )
+    enabled: bool = False
+    """Long responses lose reward, by DAPO's overlong penalty or by stop_properly_penalty_coef."""
+    overlong_buffer_length: int = key(128, ">= 1")
+    """The penalty starts this many tokens before max_response_length and grows linearly."""
+    overlong_buffer_penalty: float = key(1.0, ">= 0")
+    """A response of max_response_length tokens loses this much reward."""
+    max_response_length: int | None = key(None, ">= 1")
+    """The full penalty is due at this many tokens; null means policy.generation.max_new_tokens."""
+    floor_overlong_penalty: bool = False
+    """The penalty is at most overlong_buffer_penalty, as in TRL. If false, it grows on, as in NeMo RL and verl."""
+    stop_properly_penalty_coef: float | None = key(None, ">= 0, <= 1")
+    """Truncated responses keep this share of their reward, and the overlong penalty is off; null leaves it on."""
 
 
 @dataclass(frozen=True, slots=True)
 class GRPOConfig:
-    num_prompts_per_step: int = key(32, "Prompts of one optimizer step, over all ranks.", ">= 1")
-    num_generations_per_prompt: int = key(16, "Samples per prompt, compared to each other.", ">= 2")
-    max_rollout_turns: int = key(
-        1, "Replies of the policy in a conversation; an environment may end it sooner.", ">= 1"
-    )
-    max_num_epochs: int = key(1, "Passes over the training data, unless max_num_steps ends the run.", ">= 1")
-    max_num_steps: int = key(1_000_000, "Optimizer steps, unless max_num_epochs ends the run.", ">= 1")
-    normalize_rewards: bool = key(True, "Divide advantages by the standard deviation of their group.")
-    use_leave_one_out_baseline: bool = key(True, "Baseline: mean reward of the others in the group.")
-    reward_std: Literal["baseline", "group", "batch"] = key(
-        "baseline",
-        "Which standard deviation normalize_rewards divides by. baseline: of the rewards that make the baseline, with "
-        "NeMo RL's rule for 0. group, batch: of the whole group or batch, + 1e-4, as TRL's scale_rewards.",
-    )
+    num_prompts_per_step: int = key(32, ">= 1")
+    """A step is one rollout of this many prompts, over all ranks, and the optimizer steps on its samples."""
+    num_generations_per_prompt: int = key(16, ">= 2")
+    """A step samples this many responses per prompt; they form a group."""
+    max_rollout_turns: int = key(1, ">= 1")
+    """The policy replies at most this many times in a conversation; an environment may end it sooner."""
+    max_num_epochs: int = key(1, ">= 1")
+    """The run ends after this many passes over the training data, or after max_num_steps."""
+    max_num_steps: int = key(1_000_000, ">= 1")
+    """The run ends after this many steps, or after max_num_epochs."""
+    normalize_rewards: bool = True
+    """grpo and gdpo divide each advantage by a standard deviation of rewards, which reward_std names."""
+    use_leave_one_out_baseline: bool = True
+    """grpo and gdpo subtract the mean reward of the group's other samples. If false, they subtract the group's mean."""
+    reward_std: Literal["baseline", "group", "batch"] = "baseline"
+    """baseline is the standard deviation of the rewards that make the baseline, with NeMo RL's rule where it is 0.
+    group and batch are that of the whole group or batch, plus 1e-4, as TRL's scale_rewards."""
     adv_estimator: AdvEstimatorConfig = AdvEstimatorConfig()
-    advantage_clip_low: float | None = key(None, "Advantages below are raised to this; null = none are.")
-    advantage_clip_high: float | None = key(None, "Advantages above are lowered to this; null = none are.")
-    seq_logprob_error_threshold: float | None = key(
-        None,
-        "Leave out a sequence whose mean exp(|sampler - trainer log-probability|) exceeds this; null = none.",
-        ">= 1",
-    )
+    advantage_clip_low: float | None = None
+    """Advantages below this are raised to it; null means no limit."""
+    advantage_clip_high: float | None = None
+    """Advantages above this are lowered to it; null means no limit."""
+    seq_logprob_error_threshold: float | None = key(None, ">= 1")
+    """Sequences whose mean exp(|sampler - trainer log-probability|) exceeds this are not trained on; null keeps all."""
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
-    overlong_filtering: bool = key(False, "Truncated samples are not trained on; they stay in their group's baseline.")
-    use_dynamic_sampling: bool = key(
-        False,
-        "DAPO: draw prompts until a step is full of groups whose rewards, before shaping, are not all equal. A pass "
-        "over the data then has fewer steps.",
-    )
-    batch_multiplier: float = key(
-        1.0, "use_dynamic_sampling: draw so many times num_prompts_per_step prompts at once.", ">= 1"
-    )
-    dynamic_sampling_max_gen_batches: int = key(10, "Draws for one step; if they are too few the run stops.", ">= 1")
-    ref_policy_update_period: int | None = key(
-        None, "Steps between updates of the reference policy; null = it stays what the run began with.", ">= 1"
-    )
-    ref_policy_update_alpha: float = key(
-        1.0, "An update sets reference = alpha * policy + (1 - alpha) * reference.", "> 0, <= 1"
-    )
-    val_period: int = key(10, "Validate every so many steps; 0 = only at start and end, if asked.", ">= 0")
-    val_at_start: bool = key(False, "Validate before the first step.")
-    val_at_end: bool = key(False, "Validate after the last step.")
-    max_val_samples: int = key(256, "Validation problems used of each set, from the top of the file.", ">= 1")
-    val_num_generations_per_prompt: int = key(
-        1, "Samples per problem, for accuracy, pass@k and maj@k of k = 1, 2, 4, ... up to it; greedy has one.", ">= 1"
-    )
-    val_temperature: float | None = key(None, "Of sampled validation; null = policy.generation.temperature.", "> 0")
-    val_top_p: float | None = key(None, "Of sampled validation, which may filter; null = 1.", "> 0, <= 1")
-    val_top_k: int | None = key(None, "Of sampled validation, which may filter; null = no limit.", ">= 1")
-    val_max_new_tokens: int | None = key(
-        None, "Longest response of validation; null = policy.generation.max_new_tokens.", ">= 1"
-    )
-    seed: int = key(42, "Decides data order and samples: same seed, same run.", ">= 0, < 4294967296")
-    logp_gap_limit: float | None = key(
-        0.1,
-        "Stop when |sampler - trainer| log-probability, averaged over a step, exceeds this. bfloat16 gives 0.01, "
-        "float32 1e-6; engines that miss an update give what that update moves. null = log only.",
-        "> 0",
-    )
-    logp_gap_patience: int = key(
-        0, "Steps over logp_gap_limit are skipped and counted as bad; this many in a row do not stop the run.", ">= 0"
-    )
-    canary_period: int = key(
-        10,
-        "Steps between looks at a fixed prompt, sampled and scored anew: the same limit. 0 = at the start only.",
-        ">= 0",
-    )
-    max_bad_steps: int = key(
-        0,
-        "Steps with a non-finite loss or gradient are skipped and counted; more than so many in a row stop "
-        "the run. 0 = the first does: it is a fault to look at, not noise to step over.",
-        ">= 0",
-    )
+    overlong_filtering: bool = False
+    """Truncated samples are not trained on; their rewards still count in their group's baseline."""
+    use_dynamic_sampling: bool = False
+    """As in DAPO, prompts are drawn until a step is full of groups whose unshaped rewards differ within the group."""
+    batch_multiplier: float = key(1.0, ">= 1")
+    """use_dynamic_sampling draws this many times num_prompts_per_step prompts at once."""
+    dynamic_sampling_max_gen_batches: int = key(10, ">= 1")
+    """use_dynamic_sampling draws at most this many times for a step; if the step is not full by then, the run ends."""
+    ref_policy_update_period: int | None = key(None, ">= 1")
+    """The reference policy is updated every this many steps; null leaves it at the initial weights."""
+    ref_policy_update_alpha: float = key(1.0, "> 0, <= 1")
+    """An update sets the reference to alpha * policy + (1 - alpha) * reference."""
+    val_period: int = key(10, ">= 0")
+    """Validation runs every this many steps; 0 leaves only val_at_start and val_at_end."""
+    val_at_start: bool = False
+    """Validation runs before the first step."""
+    val_at_end: bool = False
+    """Validation runs after the last step."""
+    max_val_samples: int = key(256, ">= 1")
+    """Validation uses at most this many problems of each set, from the top of the file."""
+    val_num_generations_per_prompt: int = key(1, ">= 1")
+    """Sampled validation draws this many responses per problem for accuracy, pass@k and maj@k with k = 1, 2, 4, ...;
+    greedy validation draws one."""
+    val_temperature: float | None = key(None, "> 0")
+    """Sampled validation divides the logits by this; null means policy.generation.temperature."""
+    val_top_p: float | None = key(None, "> 0, <= 1")
+    """Sampled validation draws from the likeliest tokens that hold this much probability; null means all tokens."""
+    val_top_k: int | None = key(None, ">= 1")
+    """Sampled validation draws from this many likeliest tokens; null means all tokens."""
+    val_max_new_tokens: int | None = key(None, ">= 1")
+    """A validation response has at most this many tokens; null means policy.generation.max_new_tokens."""
+    seed: int = key(42, ">= 0, < 4294967296")
+    """The seed fixes the order of the data and all samples, so the same seed gives the same run."""
+    logp_gap_limit: float | None = key(0.1, "> 0")
+    """A step is bad if |sampler - trainer log-probability|, in nats and averaged over its tokens, exceeds this; null
+    sets no limit. bfloat16 gives 0.01, float32 1e-6, and old weights in the engine what the missed update moved."""
+    canary_period: int = key(10, ">= 0")
+    """Every this many steps, a fixed prompt is sampled and scored again; its gap must stay below logp_gap_limit. 0
+    checks it at the start only."""
+    max_bad_steps: int = key(0, ">= 0")
+    """A step whose loss or gradient is not finite, or whose sampler-trainer gap exceeds logp_gap_limit, is skipped and
+    counted; more than this many in a row end the run."""
 
     @property
     def prompts_per_batch(self) -> int:
-        """Prompts drawn at once."""
+        """The number of prompts that are drawn at once."""
         return int(self.num_prompts_per_step * self.batch_multiplier)
 
 
-MAX_LOG_RATIO = 20.0  # of |logp - old|: beyond, the ratio is e^20 or e^-20 and has no gradient; exp never overflows
+MAX_LOG_RATIO = 20.0  # |logp - old logp| is clamped to this: beyond, the ratio has no gradient; exp never overflows
 
 
 @dataclass(frozen=True, slots=True)
 class LossConfig:
-    ratio_clip_min: float = key(0.2, "The probability ratio is clipped below at 1 - this.", ">= 0, <= 1")
-    ratio_clip_max: float = key(0.2, "The probability ratio is clipped above at 1 + this.", ">= 0")
-    ratio_clip_c: float | None = key(None, "Dual clip of negative advantages, at this * |advantage|.", "> 1")
-    token_level_loss: bool = key(True, "Mean over tokens; false = over sequences of their token means.")
-    loss_scale_factor: float | None = key(
-        None,
-        "Dr. GRPO, with token_level_loss=false: divide the token sum of every sequence by this length, as the longest "
-        "response, in place of its own; null = its own.",
-        "> 0",
-    )
-    disable_ppo_ratio: bool = key(False, "Plain policy gradient: log-probability in place of the ratio.")
-    force_on_policy_ratio: bool = key(False, "Ratio 1: exact with one optimizer step per rollout.")
-    sequence_level_importance_ratios: bool = key(False, "GSPO: one ratio for a sequence, the mean of its tokens' logs.")
-    use_cispo: bool = key(False, "CISPO: the clipped ratio is a constant weight of the log-probability.")
-    reference_policy_kl_penalty: float = key(0.01, "Weight of KL(policy || reference); 0 = no reference.", ">= 0")
-    reference_policy_kl_type: Literal["k1", "k2", "k3"] = key("k3", "Schulman's estimator of the KL.")
-    kl_gradient: Literal["score_function", "plain"] = key(
-        "score_function",
-        "Gradient of the KL in the loss. score_function: of the KL itself, sampling included, as NeMo RL. plain: of "
-        "the estimator alone, as TRL and verl.",
-    )
-    kl_input_clamp_value: float | None = key(20.0, "Bound of |log-probability difference| in the KL.", "> 0")
-    kl_output_clamp_value: float | None = key(10.0, "Bound of |KL| of a token.", "> 0")
-    use_on_policy_kl_approximation: bool = key(False, "Weight the KL by policy / sampler probability.")
-    use_kl_in_reward: bool = key(False, "KL in the reward in place of the loss; reinforce_plus_plus only.")
-    use_importance_sampling_correction: bool = key(False, "Weight tokens by trainer / sampler probability.")
+    ratio_clip_min: float = key(0.2, ">= 0, <= 1")
+    """The probability ratio is clipped from below at 1 - this."""
+    ratio_clip_max: float = key(0.2, ">= 0")
+    """The probability ratio is clipped from above at 1 + this."""
+    ratio_clip_c: float | None = key(None, "> 1")
+    """A token with negative advantage has at most this * |advantage| as loss (dual clip); null means no limit."""
+    token_level_loss: bool = True
+    """The loss is the mean over tokens. If false, it is the mean over sequences of their token means."""
+    loss_scale_factor: float | None = key(None, "> 0")
+    """As in Dr. GRPO, this length, such as the longest response's, divides each sequence's token sum; null divides by
+    its own length. It needs token_level_loss=false."""
+    disable_ppo_ratio: bool = False
+    """The log-probability replaces the ratio, which makes this the plain policy gradient."""
+    force_on_policy_ratio: bool = False
+    """The ratio counts as 1, which is exact with one optimizer step per rollout."""
+    sequence_level_importance_ratios: bool = False
+    """As in GSPO, the tokens of a sequence share one ratio, from the mean of their log-ratios."""
+    use_cispo: bool = False
+    """As in CISPO, the clipped ratio is a constant weight on the log-probability."""
+    reference_policy_kl_penalty: float = key(0.01, ">= 0")
+    """The KL of policy and reference policy has this weight; with 0 there is no reference policy."""
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
+    """The KL is estimated by Schulman's k1, k2 or k3."""
+    kl_gradient: Literal["score_function", "plain"] = "score_function"
+    """score_function is the gradient of the KL itself, sampling included (NeMo RL). plain is the gradient of the
+    estimator alone (TRL, verl)."""
+    kl_input_clamp_value: float | None = key(20.0, "> 0")
+    """The KL clamps each log-probability difference to +-this; null means no limit."""
+    kl_output_clamp_value: float | None = key(10.0, "> 0")
+    """The KL of a token is clamped to +-this; null means no limit."""
+    use_on_policy_kl_approximation: bool = False
+    """The KL of a token is weighted by its policy / sampler probability."""
+    use_kl_in_reward: bool = False
+    """The KL lowers the reward instead of raising the loss; it needs reinforce_plus_plus."""
+    use_importance_sampling_correction: bool = False
+    """The loss of a token is weighted by its trainer / sampler probability."""
     truncated_importance_sampling_type: (
         Literal["tis", "icepop", "seq-mask-tis", "sequence", "sequence-truncate", "sequence-mask"] | None
-    ) = key(
-        None,
-        "Weights out of bounds are clamped (tis) or 0 (icepop); seq-mask-tis: 0 in sequences whose geometric mean is "
-        "out. sequence: a weight is the product over the sequence; -truncate, -mask: with bounds, as tis and icepop. "
-        "null: of tokens, no bounds.",
-    )
-    truncated_importance_sampling_ratio: float | None = key(None, "Upper bound of the weights.", "> 0")
-    truncated_importance_sampling_ratio_min: float | None = key(None, "Lower bound; null = 0.", ">= 0")
-    entropy_coef: float = key(0.0, "Weight of the entropy bonus: exact entropy, over the whole vocabulary.", ">= 0")
-    positive_example_nll_weight: float = key(0.0, "Weight of -log-probability of samples with reward > 0.", ">= 0")
+    ) = None
+    """tis clamps the weights to the bounds, icepop zeroes those outside, and seq-mask-tis zeroes sequences whose
+    geometric mean is outside. sequence multiplies the weights of a sequence into one; sequence-truncate and
+    sequence-mask then bound it as tis and icepop do. null weights tokens without bounds."""
+    truncated_importance_sampling_ratio: float | None = key(None, "> 0")
+    """The weights have this upper bound."""
+    truncated_importance_sampling_ratio_min: float | None = key(None, ">= 0")
+    """The weights have this lower bound; null means 0."""
+    entropy_coef: float = key(0.0, ">= 0")
+    """The entropy bonus has this weight; the entropy is exact, over the whole vocabulary."""
+    positive_example_nll_weight: float = key(0.0, ">= 0")
+    """Samples with a reward above 0 add their -log-probability with this weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class DTensorConfig:
-    activation_checkpointing: bool = key(False, "Compute blocks again in backward: slower, less memory.")
+    activation_checkpointing: bool = False
+    """The backward pass computes each block again, which is slower and saves memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequencePackingConfig:
-    train_mb_tokens: int = key(2048, "Tokens of a pack (micro-batch); sequences stay whole.", ">= 1")
+    train_mb_tokens: int = key(2048, ">= 1")
+    """A pack (micro-batch) holds at most this many tokens; no sequence is split."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerKwargs:
-    lr: float = key(5e-6, "Learning rate after warm-up.", "> 0")
-    weight_decay: float = key(0.01, "Decoupled weight decay.", ">= 0")
-    betas: tuple[float, float] = key((0.9, 0.999), "Decay rates of the two moments.", ">= 0, < 1")
-    eps: float = key(1e-8, "Added to the root of the second moment.", "> 0")
+    lr: float = key(5e-6, "> 0")
+    """The learning rate of AdamW has this value after warm-up."""
+    weight_decay: float = key(0.01, ">= 0")
+    """The decoupled weight decay has this strength, for Muon's matrices too."""
+    betas: tuple[float, float] = key((0.9, 0.999), ">= 0, < 1")
+    """The two moments decay at these rates."""
+    eps: float = key(1e-8, "> 0")
+    """This is added to the root of the second moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class MuonConfig:
+    lr: float | None = key(None, "> 0")
+    """The matrices have this learning rate after warm-up; null means kwargs.lr: updates are as large as AdamW's."""
+    momentum: float = key(0.95, ">= 0, < 1")
+    """The momentum decays at this rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    name: Literal["torch.optim.AdamW"] = key("torch.optim.AdamW", "The only one there is.")
+    name: Literal["torch.optim.AdamW", "torch.optim.Muon"] = "torch.optim.AdamW"
+    """torch.optim.Muon is Muon for the matrices of the blocks and AdamW for all other parameters."""
     kwargs: OptimizerKwargs = OptimizerKwargs()
+    muon: MuonConfig = MuonConfig()
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    name: Literal["constant", "linear", "cosine"] = key("constant", "Of the learning rate, after warm-up.")
-    warmup_steps: int = key(50, "Steps of linear warm-up; 0 = none.", ">= 0")
-    warmup_start_factor: float = key(0.1, "Share of the learning rate at the first step.", "> 0, <= 1")
-    min_factor: float = key(0.0, "linear, cosine: share of the learning rate at the last step.", ">= 0, <= 1")
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up, the learning rate follows this curve over the steps of the run."""
+    warmup_steps: int = key(50, ">= 0")
+    """The learning rate rises linearly over this many steps; 0 means no warm-up."""
+    warmup_start_factor: float = key(0.1, "> 0, <= 1")
+    """The first step of the warm-up has this share of the learning rate."""
+    min_factor: float = key(0.0, ">= 0, <= 1")
+    """linear and cosine fall towards this share of the learning rate, reached one step after the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmConfig:
-    tensor_parallel_size: int = key(1, "Consecutive ranks that share one engine.", ">= 1")
-    gpu_memory_utilization: float = key(0.6, "Share of GPU memory for the engine while awake.", "> 0, < 1")
-    enforce_eager: bool = key(False, "No CUDA graphs: starts faster, generates slower. Always so on CPU.")
-    precision: Literal["bfloat16", "float32"] | None = key(None, "Of the engine; null = policy.precision.")
-    kvcache_gib: int = key(1, "CPU only: GiB of key-value cache of an engine.", ">= 1")
+    tensor_parallel_size: int = key(1, ">= 1")
+    """This many consecutive ranks share one engine."""
+    gpu_memory_utilization: float = key(0.6, "> 0, < 1")
+    """The engine takes this share of the GPU's memory while it is awake."""
+    enforce_eager: bool = False
+    """The engine uses no CUDA graphs, so it starts faster and generates slower. On CPU there are none."""
+    precision: Literal["bfloat16", "float32"] | None = None
+    """The engine computes in this type; null means policy.precision."""
+    kvcache_gib: int = key(1, ">= 1")
+    """On CPU, the key-value cache of an engine takes this many GiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    temperature: float = key(1.0, "Divides the logits, in sampler and trainer alike.", "> 0")
-    top_p: float = key(1.0, "Only 1: the trainer scores the whole distribution, not a part.")
-    top_k: int | None = key(None, "Only null, for the same reason.")
-    max_new_tokens: int = key(
-        256,
-        "Tokens of a response; longer ones are cut and counted. Kept free behind every prompt; but for "
-        "policy.max_total_sequence_length, as NeMo RL's configs have it: then a response gets what its prompt leaves.",
-        ">= 1",
-    )
-    stop_token_ids: tuple[int, ...] | None = key(None, "Ids that end a response; null = the model's.", ">= 0")
+    temperature: float = key(1.0, "> 0")
+    """Sampler and trainer both divide the logits by this."""
+    max_new_tokens: int = key(256, ">= 1")
+    """A response has at most this many tokens; a longer one is cut and counted. Prompts longer than
+    max_total_sequence_length - max_new_tokens are dropped. If the two keys are equal, as in NeMo RL's configs, a
+    response may use whatever its prompt leaves."""
+    stop_token_ids: tuple[int, ...] | None = key(None, ">= 0")
+    """These token ids end a response; null means the model's own."""
     vllm_cfg: VllmConfig = VllmConfig()
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig:
-    chat_template: str | None = key(
-        "default", "default: the model's own; a file; the template's text; null = none: the text of the messages alone."
-    )
-    chat_template_kwargs: Mapping[str, Any] = key(
-        dict, "What the template may ask for by name, as enable_thinking: false."
-    )
+    chat_template: str | None = "default"
+    """default is the model's own template, other text is a template or its file, and null joins the messages' texts."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """The chat template sees these variables, such as enable_thinking: false."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
-    model_name: str = key("Qwen/Qwen2.5-1.5B", "Folder or hub name: Qwen2, Qwen2.5, dense Qwen3, Llama 3.")
+    model_name: str = "Qwen/Qwen2.5-1.5B"
+    """The policy starts as this folder or hub model: Qwen2, Qwen2.5, dense Qwen3 or Llama 3."""
     tokenizer: TokenizerConfig = TokenizerConfig()
-    precision: Literal["bfloat16", "float32"] = key("bfloat16", "Of the trainer; master weights: float32.")
-    head: Literal["auto", "triton", "torch"] = key(
-        "auto", "Kernels of the output layer and the loss; auto: triton on CUDA, torch elsewhere."
-    )
-    head_chunk_rows: int | None = key(
-        None, "Response rows whose logits are in memory at once, with triton; null = 3.5 GiB of them.", ">= 1"
-    )
-    train_global_batch_size: int | None = key(
-        None, "Samples of one optimizer step; null = the whole rollout, one step.", ">= 1"
-    )
-    ppo_epochs: int = key(1, "Passes over the samples of a rollout.", ">= 1")
-    max_total_sequence_length: int = key(512, "Tokens of prompt and response together.", ">= 2")
-    max_grad_norm: float = key(1.0, "A longer gradient is scaled down to this norm.", "> 0")
+    precision: Literal["bfloat16", "float32"] = "bfloat16"
+    """The trainer computes in this type; its master weights are float32."""
+    head: Literal["auto", "triton", "torch"] = "auto"
+    """The output layer and the loss run on these kernels; auto means triton on CUDA and torch elsewhere."""
+    head_chunk_rows: int | None = key(None, ">= 1")
+    """With triton, the logits of this many response rows are in memory at once; null means 3.5 GiB of them."""
+    train_global_batch_size: int | None = key(None, ">= 1")
+    """An optimizer step trains on this many samples; null means the whole rollout."""
+    ppo_epochs: int = key(1, ">= 1")
+    """A step trains this many times on the samples of its rollout."""
+    max_total_sequence_length: int = key(512, ">= 2")
+    """Prompt and response together have at most this many tokens."""
+    max_grad_norm: float = key(1.0, "> 0")
+    """A longer gradient is scaled down to this norm."""
     dtensor_cfg: DTensorConfig = DTensorConfig()
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -283,82 +314,67 @@ class PolicyConfig:
 
 @dataclass(frozen=True, slots=True)
 class DatasetConfig:
-    name: str | None = key(
-        None, "What metrics and errors call it, as in validation/<name>/...; null = the file's stem or dataset_name."
-    )
-    data_path: str | None = key(
-        None, "A jsonl, json or parquet file, relative to the working directory, or a hub name org/dataset."
-    )
-    dataset_name: str | None = key(
-        None,
-        "A known dataset: gsm8k, MATH-500, OpenMathInstruct-2, DeepScaler, AIME2024, AIME2025, AIME2026, DAPOMath17K, "
-        "DAPOMathAIME2024; or module:function of yours, which gets this section and returns a sequence of rows. null = "
-        "what data_path names; with both, rows of that kind from there.",
-    )
-    subset: str | None = key(None, "Of a hub dataset: its configuration; null = the known dataset's, or none.")
-    split: str | None = key(None, "Of a hub dataset; null = the known dataset's, or train.")
-    input_key: str | None = key(
-        None,
-        "Field of a row with the problem, as text or chat messages; a.b looks into field a. null = the known "
-        "dataset's, or messages, input, problem, question or prompt, whichever a row has.",
-    )
-    output_key: str | None = key(
-        None,
-        "Field of a row with the expected answer; a.b looks into field a. null = the known dataset's, or output, "
-        "expected_answer, ground_truth or answer, whichever a row has.",
-    )
-    prompt_file: str | None = key(
-        None,
-        "Text file around the problem (of chat messages: the last user's), which goes where its {} is; {{ and }} stand "
-        "for braces. null = none.",
-    )
-    system_prompt_file: str | None = key(
-        None, "Text file that becomes the system message of rows that bring none of their own; null = none."
-    )
-    processor: str | None = key(
-        None, "module:function of yours: a row as read -> a row as understood here, or None to leave it out."
-    )
-    env_name: str | None = key(
-        None,
-        "What scores responses: exact (all of it, or after ####, is the number), math, code, reward_model, or "
-        "module:Class or module:function of yours. null = the known dataset's, or exact.",
-    )
-    min_reward: float | None = key(
-        None, "Leave out rows whose field `reward`, as rollouts of NeMo Gym have it, is less; null = none."
-    )
-    repeat: int = key(1, "How often each row is in the set: in validation, as so many problems.", ">= 1")
-    split_validation_size: float = key(
-        0.0, "Training set: this share of the rows (from 1 on: so many) is taken out, as a validation set.", ">= 0"
-    )
-    seed: int = key(42, "Decides which rows split_validation_size takes.", ">= 0, < 4294967296")
-    weight: float | None = key(
-        None, "Of several training sets: its share of the prompts, against the others' weights; null = by size.", "> 0"
-    )
+    name: str | None = None
+    """Metrics and errors call the dataset this; null means the stem of the file or dataset_name."""
+    data_path: str | None = None
+    """The rows are this jsonl, json or parquet file, relative to the working directory, or this hub dataset,
+    org/name."""
+    dataset_name: str | None = None
+    """gsm8k, MATH-500, OpenMathInstruct-2, DeepScaler, AIME2024, AIME2025, AIME2026, DAPOMath17K and DAPOMathAIME2024
+    are known: this program knows their place and fields, and data_path may name another place. module:function is a
+    function of yours, which gets this section and returns a sequence of rows. null reads data_path."""
+    subset: str | None = None
+    """This configuration of a hub dataset is read; null means the known dataset's, or none."""
+    split: str | None = None
+    """This split of a hub dataset is read; null means the known dataset's, or train."""
+    input_key: str | None = None
+    """This field of a row holds the problem, as text or chat messages; a.b is field b of field a. null means the known
+    dataset's, or the first that a row has of messages, input, problem, question and prompt."""
+    output_key: str | None = None
+    """This field of a row holds the expected answer; a.b is field b of field a. null means the known dataset's, or the
+    first that a row has of output, expected_answer, ground_truth and answer."""
+    prompt_file: str | None = None
+    """The problem, or the last user message of a chat, is put where this text file has {}; its {{ and }} mean braces.
+    null leaves the problem as it is."""
+    system_prompt_file: str | None = None
+    """The text of this file becomes the system message of rows that have none; null adds none."""
+    processor: str | None = None
+    """module:function is a function of yours that turns a row as read into a row to use, or into None to drop it."""
+    env_name: str | None = None
+    """exact (the response, or its part after ####, is the number), math, code, reward_model, or module:Class or
+    module:function of yours scores responses. null means the known dataset's, or exact."""
+    min_reward: float | None = None
+    """Rows whose field `reward`, which rollouts of NeMo Gym have, is below this are left out; null keeps all."""
+    repeat: int = key(1, ">= 1")
+    """The set has each row this many times; in validation, each time is a problem."""
+    split_validation_size: float = key(0.0, ">= 0")
+    """A training set gives this share of its rows, or this many if 1 or more, to a validation set."""
+    seed: int = key(42, ">= 0, < 4294967296")
+    """The seed decides which rows split_validation_size takes."""
+    weight: float | None = key(None, "> 0")
+    """Several training sets give prompts in proportion to their weights; null goes by their numbers of rows."""
 
     @property
     def set_name(self) -> str:
-        """What metrics call it; "" where nothing is named."""
+        """The dataset's name in metrics and errors; "" if the section names nothing."""
         return self.name or Path(self.data_path or "").stem or (self.dataset_name or "").rpartition(":")[2]
 
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    max_input_seq_length: int | None = key(
-        None, "Prompts of more tokens are dropped and counted; null, or more: what max_new_tokens leaves.", ">= 1"
-    )
-    shuffle: bool = key(True, "A new order of the training data each epoch; false = file order.")
-    use_multiple_dataloader: bool = key(
-        False, "Training sets in turn, num_prompts_per_dataloader prompts of each, or as custom_dataloader says."
-    )
-    num_prompts_per_dataloader: int | None = key(
-        None, "use_multiple_dataloader: prompts of one set before the next one's turn. To be set there.", ">= 1"
-    )
-    custom_dataloader: str | None = key(
-        None,
-        "use_multiple_dataloader: module:function of yours that names the set of each prompt of a step and may read "
-        "the metrics of the step before (mixing.py); null = in turn.",
-    )
-    task_to_env: Mapping[str, str] = key(dict, "Field `task_name` of rows -> env_name; other task names are env_names.")
+    max_input_seq_length: int | None = key(None, ">= 1")
+    """Prompts of more tokens are dropped and counted; null means what max_new_tokens leaves, the limit in any case."""
+    shuffle: bool = True
+    """Each epoch reads the training data in a new random order. If false, it keeps the order of the file."""
+    use_multiple_dataloader: bool = False
+    """The training sets take turns, with num_prompts_per_dataloader prompts each, or follow custom_dataloader."""
+    num_prompts_per_dataloader: int | None = key(None, ">= 1")
+    """use_multiple_dataloader, which needs this key, takes this many prompts of a set before the next set's turn."""
+    custom_dataloader: str | None = None
+    """module:function is a function of yours that names the set of each prompt of a step for use_multiple_dataloader;
+    it may read the last step's metrics (dataset/mixing.py). null lets the sets take turns."""
+    task_to_env: Mapping[str, str] = field(default_factory=dict)
+    """A row whose `task_name` is a key here goes to that env_name; other task names are env_names themselves."""
     train: tuple[DatasetConfig, ...] = ()  # in yaml a mapping, or a list of mappings
     validation: tuple[DatasetConfig, ...] = ()
     default: DatasetConfig = DatasetConfig()  # what train and validation sets do not say themselves
@@ -366,34 +382,38 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class MathEnvConfig:
-    num_workers: int = key(8, "Worker processes that grade; the ranks of a machine share them.", ">= 1")
-    math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = key(
-        "hf_math_verify", "Equal as mathematics; or, as DAPO, equal as text after `Answer:`."
-    )
-    format_reward: float = key(0.0, "Of a wrong answer that is in a box.", ">= 0, < 1")
-    deadline_s: float = key(5.0, "Seconds for an answer; then its grader is killed, outcome `timeout`.", "> 0, <= 600")
-    memory_mib: int = key(2048, "Memory of a grader.", ">= 256")
+    num_workers: int = key(8, ">= 1")
+    """This many worker processes grade; the ranks of a machine share them."""
+    math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = "hf_math_verify"
+    """hf_math_verify compares mathematics; dapo_math_verify compares the text after `Answer:`, as DAPO does."""
+    format_reward: float = key(0.0, ">= 0, < 1")
+    """A wrong answer in a box gets this reward."""
+    deadline_s: float = key(5.0, "> 0, <= 600")
+    """Grading an answer may take this many seconds; then its worker is killed and the outcome is `timeout`."""
+    memory_mib: int = key(2048, ">= 256")
+    """A worker may use this many MiB of memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodeEnvConfig:
-    num_workers: int = key(8, "Worker processes that judge; the ranks of a machine share them.", ">= 1")
-    isolation: Literal["required", "none"] = key(
-        "required", "required: namespaces of its own for each program, or no run. none: limits alone, as this user."
-    )
-    deadline_s: float = key(
-        10.0, "Seconds for all tests of a program; then it is killed, outcome `timeout`.", "> 0, <= 600"
-    )
-    memory_mib: int = key(512, "Memory of a program.", ">= 64")
+    num_workers: int = key(8, ">= 1")
+    """This many worker processes judge; the ranks of a machine share them."""
+    isolation: Literal["required", "none"] = "required"
+    """required runs each program in namespaces of its own, or not at all. none runs it as this user, within limits."""
+    deadline_s: float = key(10.0, "> 0, <= 600")
+    """All tests of a program may take this many seconds; then it is killed and the outcome is `timeout`."""
+    memory_mib: int = key(512, ">= 64")
+    """A program may use this many MiB of memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardModelConfig:
-    model_name: str | None = key(
-        None, "Folder or hub name of a Qwen2-, Qwen3- or LlamaForSequenceClassification with one label."
-    )
-    precision: Literal["bfloat16", "float32"] = key("bfloat16", "Of its weights and compute; scores are float32.")
-    max_model_len: int = key(2048, "Its longest conversation, in its tokens; longer ones are outcome `error`.", ">= 1")
+    model_name: str | None = None
+    """This folder or hub model is a Qwen2-, Qwen3- or LlamaForSequenceClassification with one label."""
+    precision: Literal["bfloat16", "float32"] = "bfloat16"
+    """The reward model holds its weights and computes in this type; its scores are float32."""
+    max_model_len: int = key(2048, ">= 1")
+    """Conversations of more of the reward model's tokens get the outcome `error`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,48 +421,56 @@ class EnvConfig:
     math: MathEnvConfig = MathEnvConfig()
     code: CodeEnvConfig = CodeEnvConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
-    custom: Mapping[str, Mapping[str, Any]] = key(dict, "env_name (module:Class) of yours -> its keyword arguments.")
-    max_error_fraction: float = key(
-        0.05, "Stop when more than this share of a step's replies ends in outcome `error`.", ">= 0, <= 1"
-    )
+    custom: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Each env_name of your own, module:Class, gets the keyword arguments given here."""
+    max_error_fraction: float = key(0.05, ">= 0, <= 1")
+    """The run stops if more than this share of a step's replies has the outcome `error`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoggerConfig:
-    log_dir: str = key("logs", "Holds the numbered run folders, exp_001 and on.")
-    tensorboard_enabled: bool = key(True, "Write the numbers of metrics.jsonl as TensorBoard events too.")
-    num_samples_to_log: int = key(8, "Conversations of each step and validation written to samples.jsonl.", ">= 0")
-    num_val_samples_to_print: int = key(3, "Conversations of a validation shown on the console.", ">= 0")
+    log_dir: str = "logs"
+    """This folder holds the numbered run folders, exp_001 and on."""
+    tensorboard_enabled: bool = True
+    """The numbers of metrics.jsonl are also written as TensorBoard events."""
+    num_samples_to_log: int = key(8, ">= 0")
+    """Each step and validation writes this many conversations to samples.jsonl."""
+    num_val_samples_to_print: int = key(3, ">= 0")
+    """Each validation prints this many conversations."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointingConfig:
-    enabled: bool = key(True, "Save checkpoints; a run without cannot be continued.")
-    checkpoint_dir: str | None = key(None, "Where they go; null = checkpoints in the run folder.")
-    save_period: int = key(10, "Steps between checkpoints: the most that a kill costs.", ">= 1")
-    keep_latest: int = key(2, "How many stay. Not 1: the old goes after the new is whole.", ">= 2")
-    keep_top_k: int | None = key(None, "Of the others, so many best by metric_name stay too; null = none.", ">= 1")
-    metric_name: str = key(
-        "validation/sampled/accuracy", "What keep_top_k compares: a key of metrics.jsonl, its newest value when saving."
-    )
-    higher_is_better: bool = key(True, "Of metric_name.")
-    save_hf_at_end: bool = key(True, "Write the final weights as a Hugging Face folder, checkpoints or not.")
-    resume_from: str | None = key(None, "Run folder whose newest checkpoint to continue; null = as `resume` says.")
-    resume: Literal["auto", "must", "never"] | None = key(
-        None,
-        "auto: go on with resume_from, else with the newest run of logger.log_dir that has a whole checkpoint, over a "
-        "damaged one to the one before it; a new run where none is. must: the same, but the newest must be there "
-        "and good. never: a new run. null: must with resume_from, else never.",
-    )
-    allow_changes: bool = key(
-        False, "Resume with another model name, seed, template or other data than before: other data from their start."
-    )
-    checkpoint_must_save_by: str | None = key(
-        None, "DD:HH:MM:SS after the start: save and end with exit code 75, as on a signal; null = never."
-    )
+    enabled: bool = True
+    """The run saves checkpoints; without them it cannot be continued."""
+    checkpoint_dir: str | None = None
+    """Checkpoints go to this folder; null means checkpoints in the run folder."""
+    save_period: int = key(10, ">= 1")
+    """A checkpoint is saved every this many steps; a kill loses at most as many."""
+    keep_latest: int = key(2, ">= 2")
+    """This many newest checkpoints stay, at least two, because an old one goes only after the new one is whole."""
+    keep_top_k: int | None = key(None, ">= 1")
+    """This many more checkpoints stay, the best by metric_name; null keeps no more."""
+    metric_name: str = "validation/sampled/accuracy"
+    """keep_top_k compares this key of metrics.jsonl, by its newest value at the time of saving."""
+    higher_is_better: bool = True
+    """The best metric_name is the highest. If false, it is the lowest."""
+    save_hf_at_end: bool = True
+    """The run ends by writing its weights as a Hugging Face folder, with or without checkpoints."""
+    resume_from: str | None = None
+    """The run continues from the newest checkpoint of this run folder; null means what `resume` says."""
+    resume: Literal["auto", "must", "never"] | None = None
+    """auto continues resume_from, or else the newest run in logger.log_dir that has a whole checkpoint; it passes over
+    damaged checkpoints and starts a new run if none is left. must does the same, but fails if no run is left or its
+    newest checkpoint is damaged. never starts a new run. null means must if resume_from is set, else never."""
+    allow_changes: bool = False
+    """A resumed run may change the model's name, seed, template or data; changed data start from their first row."""
+    checkpoint_must_save_by: str | None = None
+    """The run saves and ends with exit code 75 at this time after its start, DD:HH:MM:SS; null sets no time."""
 
     @property
     def must_save_by_seconds(self) -> float | None:
+        """checkpoint_must_save_by in seconds."""
         if self.checkpoint_must_save_by is None:
             return None
         days, hours, minutes, seconds = map(int, self.checkpoint_must_save_by.split(":"))
@@ -451,9 +479,12 @@ class CheckpointingConfig:
 
 @dataclass(frozen=True, slots=True)
 class WatchdogConfig:
-    factor: float = key(10.0, "A phase of a step that takes so many times its median hangs: the run ends.", "> 1")
-    min_seconds: float = key(600.0, "No phase hangs before it took so long.", "> 0")
-    first_seconds: float = key(3600.0, "The same, of the first phase of a name: it may compile, or load.", "> 0")
+    factor: float = key(10.0, "> 1")
+    """A phase that takes longer than this many times its median counts as hung; the run ends with exit code 4."""
+    min_seconds: float = key(600.0, "> 0")
+    """No phase counts as hung before it has taken this many seconds."""
+    first_seconds: float = key(3600.0, "> 0")
+    """The first phase of each name, which may compile or load, counts as hung after this many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,30 +500,7 @@ class Config:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """The longest prompt that is kept: behind it, `max_new_tokens` fit, or one token where those are the total."""
+        """The longest prompt kept: it leaves room for max_new_tokens, or for one token if those are the total."""
         total, new = self.policy.max_total_sequence_length, self.policy.generation.max_new_tokens
         left = total - (new if new < total else 1)
         return left if self.data.max_input_seq_length is None else min(left, self.data.max_input_seq_length)
-
-
-def section_class(kind: Any) -> type | None:
-    """The class of a section, or of the sections of a list; None for other fields."""
-    kind = get_args(kind)[0] if get_origin(kind) is tuple else kind
-    return kind if is_dataclass(kind) else None
-
-
-def _walk(cls: type, prefix: str = "") -> Iterator[tuple[str, Field]]:
-    for f in fields(cls):
-        yield prefix + f.name, f
-        if section_class(f.type):
-            yield from _walk(section_class(f.type), f"{prefix}{f.name}.")
-
-
-FIELDS: dict[str, Field] = dict(_walk(Config))  # full key -> field, sections too, in the order above
-CLASSES = {"": Config} | {name: section_class(f.type) for name, f in FIELDS.items() if section_class(f.type)}
-LISTS = [name for name in CLASSES if name and not is_dataclass(FIELDS[name].type)]  # lists of sections
-SECTIONS = {name: ", ".join(f.name for f in fields(cls)) for name, cls in CLASSES.items()}  # -> its keys
-
-
-class DataError(ConfigError):
-    """A dataset or model folder the run cannot use; the message names the file and the fix. Process exit code 2."""

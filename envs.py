@@ -1,46 +1,60 @@
-"""Environments: a conversation goes in, reward, outcome and (for multi-turn tasks) the next observation come out.
+"""Environments: a conversation goes in; its reward, its outcome and, in tasks of many turns, an observation come out.
 
-Owns: the interface, the task `exact`, and finding an environment by its name: a built-in one, or a user's class or
-reward function by dotted path. Knows nothing of tokens: rollout.py turns replies into text and observations into
-tokens. Imports neither torch nor vllm, so that graders can run in plain processes.
+Owns the interface, the built-in environments, and `make_environment`: the env_name of a dataset -> its environment.
+Knows nothing of tokens: rollout.py turns replies into text, and observations into tokens. How answers are graded, and
+the processes in which that happens, are in graders/. Imports neither torch nor vllm.
 """
 
-import importlib
 import inspect
 import math
-import os
 import re
-import sys
-from collections.abc import Callable, Iterable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from config import ConfigError
+from config import CodeEnvConfig, ConfigError, EnvConfig, MathEnvConfig
+from graders import code_grader, math_grader
+from graders.pool import Graded, GraderPool
+from system.imports import import_attribute
 
 OUTCOMES = ("ok", "wrong", "parse_fail", "timeout", "error")
+MAX_REPLY_CHARS = 100_000  # `exact` reads the end of a longer reply
+NUMBER = re.compile(r"[-+]?\$?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What an environment sees: the messages so far (the policy's reply last), the row's answer, how the reply ended
-    ("stop" | "length"), the state it returned after the turn before ({} at first), the row's fields by name."""
+    """What an environment sees of a conversation.
+
+    messages: all so far, the policy's reply last; answer, fields: those of the problem; finish_reason: how the reply
+    ended ("stop" | "length"); state: what the environment returned after the previous turn, {} at first; prompt_ids,
+    completion_ids: the tokens before the reply, and those of the reply.
+    """
 
     messages: list[dict]
     answer: str
     finish_reason: str
     state: dict = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
+    prompt_ids: Sequence[int] = ()
+    completion_ids: Sequence[int] = ()
+
+    @property
+    def whole_reply(self) -> str:
+        """The reply, or "" if the length limit cut it off. Half a reply never scores: it may end in half a number."""
+        return "" if self.finish_reason == "length" else self.messages[-1]["content"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What it answers. `outcome` is one of OUTCOMES; `observation` are messages to append when not `done`.
+    """What an environment returns for a `Turn`.
 
-    A conversation's reward is the sum of its turns', its outcome the last one's. state: for the next turn's `Turn`, and
-    nothing else: an environment keeps no conversations. rewards: name -> reward, where `reward` is made of several.
-    extracted: the answer found in the reply, in a form in which equal answers are equal texts, for majority votes; None
-    where there is none.
+    reward: a conversation gets the sum over its turns. outcome: one of OUTCOMES; a conversation gets that of its last
+    turn. observation: messages to append when not `done`. state: for the next `Turn`, since an environment keeps no
+    conversations. rewards: name -> reward, if `reward` has several parts. extracted: the answer in the reply, for
+    majority votes: equal answers are equal texts; None if there is none.
     """
 
     reward: float
@@ -53,46 +67,42 @@ class StepResult:
 
 
 class Environment:
-    """History and state in, reward and new state out, for a batch of conversations at once.
+    """A base for environments; any class that has its three methods will do."""
 
-    A base for what has nothing to check or to close; any class with these three methods is an environment.
-    """
-
-    canaries: Sequence[tuple[str, str, str]] = ()  # (reply, answer, outcome) it must give before a run may start
+    self_tests: Sequence[tuple[str, str, str]] = ()  # (reply, answer, expected outcome), tried before a run starts
+    reward_names: Sequence[str] = ()  # names in StepResult.rewards; grpo.adv_estimator.name=gdpo needs two or more
+    pool: GraderPool | None = None  # worker processes, if it has any
 
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:
-        """A result per turn, in order. Errors of one answer are outcomes; what is raised ends the run."""
+        """A result for each turn, in order. An ungradable answer is an outcome; an exception ends the run."""
         raise NotImplementedError
 
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
-        """ConfigError when an answer of the dataset cannot be graded: found at --check, not at step 900.
+        """Raises ConfigError if an answer of the dataset cannot be graded: --check finds it, not step 900.
 
-        `answers`: (where, as in "train.jsonl:7"; answer; the row's fields) of each row.
+        answers: for each problem, where it is ("train.jsonl:7"), its answer and its fields.
         """
 
     def close(self) -> None:
-        """Ends processes it started."""
-
-
-NUMBER = re.compile(r"[-+]?\$?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?")
-MAX_REPLY_CHARS = 100_000
+        """Ends the processes that the environment started."""
+        if self.pool:
+            self.pool.close()
 
 
 class Exact(Environment):
-    """Reward 1 when the reply *is* the right number, else 0.
+    """Reward 1 if the whole reply is the right number, else 0.
 
-    The answer is the text after the last `####` (GSM8K's form), or the whole text where there is none, and must be one
-    plain number; `1,234` and `$5` are understood, values compare as decimals (5.0 == 5). A reply cut off by the length
-    limit never scores: its number may be half a number.
+    In reply and answer, only the text after the last `####` counts (GSM8K's form), or all of it if there is none. It
+    must be one plain number; `1,234` and `$5` are understood, and values are compared as decimals (5.0 == 5).
     """
 
-    canaries = (("#### 1,234", "1234", "ok"), ("1233", "1234", "wrong"), ("no", "1234", "parse_fail"))
+    self_tests = (("#### 1,234", "1234", "ok"), ("1233", "1234", "wrong"), ("no", "1234", "parse_fail"))
 
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         return [self.grade(turn) for turn in turns]
 
     def grade(self, turn: Turn) -> StepResult:
-        value = None if turn.finish_reason == "length" else exact_number(turn.messages[-1]["content"])
+        value = exact_number(turn.whole_reply)
         if value is None:
             return StepResult(0.0, "parse_fail")
         gold = exact_number(turn.answer)
@@ -107,7 +117,7 @@ class Exact(Environment):
 
 
 def exact_number(text: str) -> Decimal | None:
-    """The one number that `text` (after its last `####`) consists of, else None."""
+    """The number that `text`, after its last `####`, consists of; None if it is anything else."""
     text = text[-MAX_REPLY_CHARS:].rsplit("####", 1)[-1].strip()
     return Decimal(text.replace(",", "").replace("$", "")) if NUMBER.fullmatch(text) else None
 
@@ -119,51 +129,120 @@ def plain_number(value: Decimal) -> str:
     return f"-{text}" if value < 0 else text
 
 
-class RewardModelEnv(Environment):
-    """Of `reward_model`: every reply is fine, and worth nothing until the model has scored it (reward_model.py).
+class Math(Environment):
+    """Reward 1 for the right final answer, else 0; format_reward for a wrong one in a box. Rules: math_grader.py."""
 
-    score: conversations -> a score of each, or None where it has none; set when the model is loaded.
+    def __init__(self, cfg: MathEnvConfig, num_ranks: int):
+        self.strict = cfg.math_verify_impl == "dapo_math_verify"
+        self.format_reward = cfg.format_reward
+        self.self_tests = math_grader.STRICT_SELF_TESTS if self.strict else math_grader.SELF_TESTS
+        self.pool = GraderPool(
+            "graders.math_grader:grade",
+            num_workers=max(1, cfg.num_workers // num_ranks),
+            deadline_s=cfg.deadline_s,
+            memory_mib=cfg.memory_mib,
+            first={"reply": r"\boxed{x+y}", "answer": "y+x", "strict": False},  # imports sympy
+        )
+
+    def step(self, turns: Sequence[Turn]) -> list[StepResult]:
+        jobs = [{"reply": turn.whole_reply, "answer": turn.answer, "strict": self.strict} for turn in turns]
+        return [self.result(graded) for graded in self.pool.grade(jobs)]
+
+    def result(self, graded: Graded) -> StepResult:
+        if graded.outcome != "ok":  # the grader itself failed, or overran its deadline
+            return StepResult(0.0, graded.outcome)
+        outcome = graded.value["outcome"]
+        wrong_reward = self.format_reward if outcome == "wrong" and graded.value["boxed"] else 0.0
+        return StepResult(1.0 if outcome == "ok" else wrong_reward, outcome, extracted=graded.value["extracted"])
+
+    def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
+        for where, answer, _ in answers:
+            if not 0 < len(math_grader.gold_answer(answer)) <= math_grader.MAX_ANSWER_CHARS:
+                raise ConfigError(f"{where}: answer {answer[:80]!r} is no final answer, which env_name 'math' needs")
+
+
+class Code(Environment):
+    """Reward 1 for code that passes all tests of its problem, else 0. Forms of tests: code_grader.read_tests.
+
+    Raises ConfigError if this machine cannot isolate a program as env.code.isolation demands.
     """
 
-    score: Callable[[Sequence[list[dict]]], list[float | None]]
+    self_tests = code_grader.SELF_TESTS
+
+    def __init__(self, cfg: CodeEnvConfig, num_ranks: int):
+        self.limits = {"seconds": cfg.deadline_s, "memory_mib": cfg.memory_mib, "isolation": cfg.isolation}
+        code_grader.check_isolation(self.limits)
+        self.pool = GraderPool(
+            "graders.code_grader:grade",
+            num_workers=max(1, cfg.num_workers // num_ranks),
+            deadline_s=cfg.deadline_s + 20,  # sandbox.py holds the deadline; this one is for a grader that hangs
+            memory_mib=cfg.memory_mib + 1024,
+        )
+
+    def step(self, turns: Sequence[Turn]) -> list[StepResult]:
+        jobs = []
+        for turn in turns:
+            tests = code_grader.read_tests(turn.answer, turn.fields)
+            jobs.append({"reply": turn.whole_reply, "tests": tests, **self.limits})
+        graded_jobs = self.pool.grade(jobs)
+        outcomes = [graded.value["outcome"] if graded.outcome == "ok" else graded.outcome for graded in graded_jobs]
+        return [StepResult(float(outcome == "ok"), outcome) for outcome in outcomes]
+
+    def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
+        for where, answer, fields in answers:
+            try:
+                code_grader.read_tests(answer, fields)
+            except ValueError as error:
+                raise ConfigError(f"{where}: {error} (env_name 'code')") from error
+
+
+class RewardModelEnv(Environment):
+    """Accepts every reply with reward 0; afterwards rollout.py replaces the reward by the reward model's score."""
 
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         return [StepResult(0.0, "ok") for _ in turns]
 
 
 class RewardFunction(Environment):
-    """A plain function of a batch as TRL's trainers take: `f(completions, **columns) -> list[float | None]`.
+    """A function of a batch with the signature of TRL's trainers: `f(completions, **columns) -> list[float | None]`.
 
-    Called by keyword: `completions`, `prompts`, `answer`, and every field of the rows (None where one has none); it
-    gets those it has parameters for. As in TRL, a row of chat `messages` has a list of messages for its prompt and
-    [{role, content}] for its completion; any other row has texts. More than 0 counts as "ok"; None or what is no finite
-    number, as "error" with reward 0. What it raises ends the run.
+    It is called by keyword with those of these that it has parameters for: `completions`, `prompts`, `completion_ids`,
+    `prompt_ids`, `answer`, and each field of the problems (None where a problem lacks it). As in TRL, a problem with
+    chat `messages` has a list of messages as its prompt and [{role, content}] as its completion, any other has texts.
+    A reward above 0 counts as "ok"; None, or what is no finite number, as "error" with reward 0. TRL's `trainer_state`
+    and `log_*` do not exist here. An exception ends the run; its message names the function's file and line.
     """
+
+    GIVEN = ("completions", "prompts", "completion_ids", "prompt_ids", "answer")
 
     def __init__(self, function: Callable[..., Sequence[float | None]], name: str):
         self.function, self.name = function, name
         parameters = inspect.signature(function).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self.accepted = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else {p.name for p in named}
-        given = {"completions", "prompts", "answer"}
-        self.required = [p.name for p in named if p.default is p.empty and p.name not in given]
-        if self.accepted is not None and "completions" not in self.accepted:
+        self.accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.accepted = {p.name for p in named}
+        self.required_fields = [p.name for p in named if p.default is p.empty and p.name not in self.GIVEN]
+        if not self.accepts_all and "completions" not in self.accepted:
             raise ConfigError(f"env_name '{name}': a reward function takes `completions` (TRL's signature)")
 
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         if not turns:
             return []
         names = sorted({name for turn in turns for name in turn.fields})
-        columns: dict[str, list] = {name: [turn.fields.get(name) for turn in turns] for name in names}
-        columns = {"answer": [turn.answer for turn in turns]} | columns
+        columns: dict[str, list] = {"answer": [turn.answer for turn in turns]}
+        columns |= {name: [turn.fields.get(name) for turn in turns] for name in names}
         columns["prompts"] = [self._text_or_chat(turn, turn.messages[:-1]) for turn in turns]
         columns["completions"] = [self._text_or_chat(turn, turn.messages[-1:]) for turn in turns]
-        if self.accepted is not None:
-            columns = {name: values for name, values in columns.items() if name in self.accepted}
-        rewards = list(self.function(**columns))
+        columns["prompt_ids"] = [list(turn.prompt_ids) for turn in turns]
+        columns["completion_ids"] = [list(turn.completion_ids) for turn in turns]
+        accepted = {name: values for name, values in columns.items() if self.accepts_all or name in self.accepted}
+        try:
+            rewards = list(self.function(**accepted))
+        except Exception as error:
+            raise RuntimeError(f"{self.name} raised {type(error).__name__}: {error}{_place_of(error)}") from error
         if len(rewards) != len(turns):
             raise ValueError(f"{self.name} gave {len(rewards)} rewards for {len(turns)} completions")
-        return [self._verdict(reward) for reward in rewards]
+        return [self._result(reward) for reward in rewards]
 
     @staticmethod
     def _text_or_chat(turn: Turn, messages: list[dict]) -> str | list[dict]:
@@ -171,24 +250,80 @@ class RewardFunction(Environment):
         return messages if is_chat else "".join(message["content"] for message in messages)
 
     @staticmethod
-    def _verdict(reward: float | None) -> StepResult:
+    def _result(reward: float | None) -> StepResult:
         if reward is None or not math.isfinite(reward):
             return StepResult(0.0, "error")
         return StepResult(float(reward), "ok" if reward > 0 else "wrong")
 
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
         for where, _, fields in answers:
-            missing = [name for name in self.required if name not in fields]
+            missing = [name for name in self.required_fields if name not in fields]
             if missing:
                 raise ConfigError(f"{where}: no field '{missing[0]}', which the reward function {self.name} asks for")
 
 
-def import_attribute(path: str, key: str) -> Any:
-    """What `module:name`, the value of config key `key`, names. Modules may be in the working directory."""
-    module, _, attribute = path.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last: no file there takes the place of ours
+def _place_of(error: Exception) -> str:
+    """The last line that the function ran in its own file, as " (file:line)"; "" if it is not written in Python."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own_file = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f" ({own_file[-1].filename}:{own_file[-1].lineno})" if own_file else ""
+
+
+def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environment:
+    """`env_name` of a dataset -> its environment, which has passed its self-tests. `num_ranks` share the machine.
+
+    "module:name" is a user's class, made with the keyword arguments in env.custom[name], or a reward function. Call
+    this before torch and vllm are imported: it starts processes. Raises ConfigError.
+    """
+    if name == "exact":
+        environment: Environment = Exact()
+    elif name == "math":
+        environment = Math(cfg.math, num_ranks)
+    elif name == "code":
+        environment = Code(cfg.code, num_ranks)
+    elif name == "reward_model":
+        environment = RewardModelEnv()
+    elif ":" in name:
+        environment = _custom(name, import_attribute(name, "env_name"), cfg.custom.get(name, {}))
+    else:
+        raise ConfigError(
+            f"env_name '{name}' is unknown; known: exact, math, code, reward_model, and module:Class or module:function"
+        )
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, ValueError, AttributeError) as error:  # ValueError: an empty module name
-        raise ConfigError(f"{key} '{path}': cannot be imported ({error})") from error
+        run_self_tests(name, environment)
+    except ConfigError:
+        environment.close()
+        raise
+    return environment
+
+
+def _custom(name: str, attribute: Any, kwargs: Mapping[str, Any]) -> Environment:
+    if not isinstance(attribute, type):
+        if not callable(attribute) or kwargs:
+            why = "takes no env.custom arguments" if callable(attribute) else "is neither a class nor a function"
+            raise ConfigError(f"env_name '{name}' {why}")
+        return RewardFunction(attribute, name)
+    missing = [m for m in ("step", "check_answers", "close") if not callable(getattr(attribute, m, None))]
+    if missing:
+        raise ConfigError(f"env_name '{name}': no method {missing[0]}(); derive the class from envs.Environment")
+    try:
+        inspect.signature(attribute).bind(**kwargs)
+    except TypeError as error:
+        raise ConfigError(f"env.custom['{name}']: {error}") from error
+    return attribute(**kwargs)
+
+
+def run_self_tests(name: str, environment: Environment) -> None:
+    """Raises ConfigError if an environment does not grade its own examples as it says: a run would learn from noise."""
+    self_tests = getattr(environment, "self_tests", ())
+    question = {"role": "user", "content": ""}
+    turns = [
+        Turn([question, {"role": "assistant", "content": reply}], answer, "stop") for reply, answer, _ in self_tests
+    ]
+    results = environment.step(turns) if turns else []
+    for (reply, answer, expected), result in zip(self_tests, results, strict=True):
+        if result.outcome != expected:
+            raise ConfigError(
+                f"env_name '{name}' is broken: reply {reply!r} to answer {answer!r} must be '{expected}', and is "
+                f"'{result.outcome}'"
+            )

@@ -30,17 +30,17 @@ from rollout import groups_of
 from run import config_file
 from run.folder import open_run_folder
 from run.log import RunLog
-from run.preflight import Inputs, parse_command_line, read_inputs
+from run.preflight import RunInputs, parse_command_line, read_inputs
 from run.resume import checkpoint_folder
 from run.setup import build, restore
 from run.validation import clustered_interval, modes, sample_problems, summarize, wilson_interval
 from system.exits import describe_failure, exit_process, write_exit_file
-from system.ranks import Ranks, start_process_group
+from system.ranks import Ranks, on_rank0, start_process_group
 
 USAGE = "usage: [torchrun --nproc_per_node=N] eval.py CONFIG.yaml [policy.model_name=X | checkpointing.resume_from=RUN]"
 
 
-def evaluate(cfg: Config, inputs: Inputs, ranks: Ranks, device: torch.device, folder: Path) -> dict[str, Any]:
+def evaluate(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device, folder: Path) -> dict[str, Any]:
     """The report, equal on all ranks: what was scored, with which settings, and the numbers of each set and mode."""
     start = time.perf_counter()
     model, optimizer, reference, engine, sampler = build(cfg, inputs, ranks, device)
@@ -96,10 +96,10 @@ def main() -> int:
         if len(sys.argv) == 1 or {"--help", "-h"} & set(sys.argv):
             raise ConfigError(USAGE)
         cfg = parse_command_line(sys.argv[1:], USAGE)
-        inputs = read_inputs(cfg, to_train=False)
+        ranks, device = start_process_group(cfg.policy.generation.vllm_cfg.tensor_parallel_size)
+        inputs = read_inputs(cfg, to_train=False, on_rank0=on_rank0)
         if not inputs.validation:
             raise ConfigError("data.validation.data_path is not set: name the jsonl file with the problems")
-        ranks, device = start_process_group(cfg.policy.generation.vllm_cfg.tensor_parallel_size)
         folder = open_run_folder(cfg.logger.log_dir, None, ranks)
         report = evaluate(cfg, inputs, ranks, device, folder)
         if ranks.rank == 0:

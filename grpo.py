@@ -19,18 +19,18 @@ from dataclasses import asdict
 from functools import partial
 
 from config import ConfigError
-from run import config_file, preflight
+from run import config_keys, preflight
 from system.exits import die_with_parent
 
-USAGE = "usage: [torchrun --nproc_per_node=N] grpo.py [--check] CONFIG.yaml [key.sub=value ...] | --help"
+USAGE = "usage: [torchrun --nproc_per_node=N] grpo.py [--check [--all]] CONFIG.yaml [key.sub=value ...] | --help"
 
 if __name__ == "__main__" and (len(sys.argv) == 1 or {"--check", "--help", "-h"} & set(sys.argv)):
     # Before torch and vllm are imported: mistakes are answered in a second.
     if {"--help", "-h"} & set(sys.argv):
-        print(USAGE, config_file.help_text(), sep="\n\n")
+        print(USAGE, config_keys.help_text(), sep="\n\n")
         sys.exit(0)
     try:
-        print(preflight.check(preflight.parse_command_line(sys.argv[1:], USAGE)))
+        print(preflight.check(preflight.parse_command_line(sys.argv[1:], USAGE), all_rows="--all" in sys.argv))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -59,7 +59,7 @@ from run.folder import open_run_folder, write_provenance
 from run.metrics import accumulate, reduce_over_ranks, sample_metrics
 from run.validation import validate
 from system.exits import Interrupted, describe_failure, exit_process, write_exit_file
-from system.ranks import broadcast_from_rank0, start_process_group
+from system.ranks import broadcast_from_rank0, on_rank0, start_process_group
 from system.watchdog import Watchdog
 
 gc.enable()
@@ -204,9 +204,9 @@ def main() -> int:
     watchdog = None
     try:
         cfg = preflight.parse_command_line(sys.argv[1:], USAGE)
-        inputs = preflight.read_inputs(cfg)
         ranks, device = start_process_group(cfg.policy.generation.vllm_cfg.tensor_parallel_size)
         cfg = broadcast_from_rank0(cfg)  # resume=auto: another rank may have found another run
+        inputs = preflight.read_inputs(cfg, on_rank0=on_rank0)
         run_folder = open_run_folder(cfg.logger.log_dir, cfg.checkpointing.resume_from, ranks)
         if ranks.rank == 0:
             write_provenance(run_folder, ranks.world_size)

@@ -19,55 +19,13 @@ import re
 import torch
 from torch import Tensor
 
+from advantages import group_advantages as group_advantages  # public surface: loss.group_advantages
 from config import MAX_LOG_RATIO, LossConfig
 from run.config_check import loss_problems
 
 Metrics = dict[str, Tensor | tuple[Tensor, Tensor]]
 
 BY_SEQUENCE = ("sequence", "sequence-truncate", "sequence-mask")  # importance sampling types that weight sequences
-
-
-def group_advantages(
-    reward_B: Tensor, group_B: Tensor, *, leave_one_out: bool, normalize: bool, std: str = "baseline"
-) -> Tensor:
-    """Advantage of each sample within its group: A_i = r_i - b_i, with `normalize` over a standard deviation.
-
-    b_i is the mean reward of i's group (GRPO, Shao et al. 2024), without r_i if `leave_one_out` (RLOO, Ahmadian et
-    al. 2024). Without `normalize`: Dr. GRPO (Liu et al. 2025). Standard deviations have Bessel's correction; `std`:
-        baseline  of the rewards that make b_i: A_i / (s_i + 1e-6) where s_i > 0 (NeMo RL). s_i = 0 where fewer than two
-                  remain, or all that remain are equal: such samples stay unnormalized, so that one right answer
-                  among wrong ones gets A = 1, not a million.
-        group     of the whole group: A_i / (s + 1e-4) (TRL, scale_rewards=group)
-        batch     of reward_B, all groups together: A_i / (s + 1e-4) (TRL, scale_rewards=batch; Lite PPO)
-    A group of one gets 0.
-
-    reward_B: floating; group_B: the group of each sample, in any order. Returns adv_B in reward_B's dtype.
-    Example: rewards [1, 0, 0, 0] of one group, both options on -> [1, -.577349, -.577349, -.577349].
-    """
-    assert reward_B.is_floating_point() and reward_B.shape == group_B.shape, (reward_B.dtype, group_B.shape)
-    assert std in ("baseline", "group", "batch"), std
-    adv_B = torch.zeros_like(reward_B, dtype=torch.float64)
-    for group in group_B.unique():
-        member_B = group_B == group
-        if member_B.sum() > 1:
-            adv_B[member_B] = _advantages_of_group(reward_B[member_B].double(), leave_one_out, normalize and std)
-    if normalize and std == "batch" and len(reward_B) > 1:
-        adv_B /= reward_B.double().std() + 1e-4
-    return adv_B.to(reward_B.dtype)
-
-
-def _advantages_of_group(reward_G: Tensor, leave_one_out: bool, std: str | bool) -> Tensor:
-    size = len(reward_G)
-    peers_GG = reward_G.expand(size, size)
-    if leave_one_out:
-        peers_GG = peers_GG[~torch.eye(size, dtype=torch.bool, device=reward_G.device)].view(size, size - 1)
-    adv_G = reward_G - peers_GG.mean(1)
-    if std == "group":
-        return adv_G / (reward_G.std() + 1e-4)
-    if std == "baseline" and peers_GG.shape[1] > 1:
-        std_G = peers_GG.std(1)  # exactly 0 for equal rewards; sqrt(mean of squares - squared mean) would not be
-        return torch.where(std_G > 0, adv_G / (std_G + 1e-6), adv_G)
-    return adv_G
 
 
 def policy_loss(

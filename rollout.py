@@ -13,12 +13,12 @@ import numpy as np
 import torch.distributed as dist
 
 import envs
+from advantages import filter_overlong, shape_rewards
 from config import Config, GRPOConfig
 from data import Problem, Sample
 from dataset.mixing import Cursor, Mixture
 from engine import Completion, Engine, SamplingOptions
 from hf.tokenizer import Tokenizer
-from shaping import filter_overlong, shape_rewards
 from system.exits import Interrupted, StopRun
 from system.ranks import Ranks
 
@@ -56,7 +56,15 @@ class Conversation:
     def turn(self) -> envs.Turn:
         """What the environment sees after a reply."""
         state = self.results[-1].state if self.results else {}
-        return envs.Turn(self.messages, self.problem.answer, self.finish_reason, state, self.problem.fields)
+        return envs.Turn(
+            self.messages,
+            self.problem.answer,
+            self.finish_reason,
+            state,
+            self.problem.fields,
+            prompt_ids=[*self.problem.prompt_ids, *(int(i) for ids in self.ids[:-1] for i in ids)],
+            completion_ids=self.ids[-1].tolist(),
+        )
 
     def add_result(self, result: envs.StepResult, tokenizer: Tokenizer, max_total_tokens: int, is_last: bool) -> None:
         """Ends the conversation, or appends the observation if a reply has room behind it. A reward that is not finite

@@ -1,15 +1,16 @@
-"""Which rows come next: several training sets become one sequence of prompts.
+"""Which problems come next: several training sets become one sequence of problems.
 
-By size (all rows in one shuffled order), by weight, some prompts of each set in turn, or as a function of the user's
-says. What is drawn is a function of the config and of a cursor: a small JSON-able dict that checkpoints keep. So it is
-the same on every rank and on any number of them, and a resumed run goes on exactly. `shuffle`: within an epoch of a set
-(or of all, by size) every row comes once, in the order numpy's PCG64 gives for (seed, epoch[, set]).
+Owns the order: by size (all problems in one shuffled order), by weight, some of each set in turn, or as a function of
+the user's decides. What is drawn is a function of the config and of a cursor, a small dict of JSON values that
+checkpoints keep. So it is the same on every rank and on any number of them, and a resumed run goes on exactly.
+`shuffle`: within an epoch of a set (or of all sets, by size) every problem comes once, in the order that numpy's PCG64
+gives for (seed, epoch[, set]).
 
 A sampler of the user's, data.custom_dataloader, is called once per draw with keyword arguments:
-    f(num_prompts, sizes, records, memory, position, seed) -> a list of `num_prompts` items, each the name of a set, for
-    its next row, or (name, index of a row)
-sizes: set -> rows. records: the metrics of the step before, {} at first (`reward_by_dataset/<set>` among them). memory:
-a dict of its own, which it may change and which checkpoints keep. It must not depend on anything else.
+    f(num_prompts, sizes, records, memory, position, seed) -> a list of `num_prompts` items. An item is the name of a
+    set, for its next problem, or (name, index of a problem).
+sizes: set -> number of problems. records: the metrics of the step before, {} at first (`reward_by_dataset/<set>` among
+them). memory: a dict of its own, which it may change and which checkpoints keep. It must not depend on anything else.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +22,11 @@ import numpy as np
 
 from config import Config, ConfigError
 from data import Problem
-from dataset.problems import Dataset
-from envs import import_attribute
-from run.config_check import NEMO_DATALOADER
+from dataset.scan import Dataset
+from system.imports import import_attribute
 
-Cursor = dict[str, Any]  # position: prompts drawn; drawn: set -> prompts drawn by name; memory, records: of the sampler
+# position: problems drawn; drawn: set -> problems drawn by name; memory, records: the sampler's
+Cursor = dict[str, Any]
 
 
 class Mixture:
@@ -34,17 +35,20 @@ class Mixture:
     def __init__(self, datasets: Sequence[Dataset], cfg: Config):
         self.datasets = {dataset.name: dataset for dataset in datasets}
         assert len(self.datasets) == len(datasets), [dataset.name for dataset in datasets]
-        self.seed, self.shuffle, self.turn = cfg.grpo.seed, cfg.data.shuffle, cfg.data.num_prompts_per_dataloader
+        self.seed = cfg.grpo.seed
+        self.shuffle = cfg.data.shuffle
+        self.turn = cfg.data.num_prompts_per_dataloader
         weights = [section.weight for section in cfg.data.train]
         self.weights = [Fraction(weight) for weight in weights] if all(weights) else []
         path, self.in_turn = cfg.data.custom_dataloader, cfg.data.use_multiple_dataloader
-        own = self.in_turn and path not in (None, NEMO_DATALOADER)
-        self.sampler: Callable[..., Any] | None = import_attribute(path, "data.custom_dataloader") if own else None
+        self.sampler: Callable[..., Any] | None = None
+        if self.in_turn and path:
+            self.sampler = import_attribute(path, "data.custom_dataloader")
 
     @property
-    def num_rows(self) -> int:
-        """Rows of all sets: so many prompts are an epoch, whatever the mix."""
-        return sum(len(dataset.rows) for dataset in self.datasets.values())
+    def num_problems(self) -> int:
+        """Problems of all sets: so many prompts are an epoch, whatever the mix."""
+        return sum(len(dataset.problems) for dataset in self.datasets.values())
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -58,8 +62,9 @@ class Mixture:
             if now.get(name) != fingerprints.get(name):
                 path = self.datasets[name].path if name in now else "which this run does not have"
                 raise ConfigError(
-                    f"data.train: '{name}' ({path}) is not as in the run {resumed}: its position in it would mean "
-                    "other prompts; give the same data, or set checkpointing.allow_changes=true: these from their start"
+                    f"data.train: '{name}' ({path}) is not the data of the run {resumed}: its position in it would "
+                    "mean other prompts; give the same data, or read these from their start with "
+                    "checkpointing.allow_changes=true"
                 )
 
     def start(self) -> Cursor:
@@ -71,43 +76,43 @@ class Mixture:
         return cursor | {"records": dict(metrics)} if self.sampler else cursor
 
     def draw(self, cursor: Cursor, count: int) -> tuple[list[Problem], Cursor]:
-        """The next `count` rows, and the cursor behind them."""
+        """The next `count` problems, and the cursor behind them."""
         position, drawn = cursor["position"], dict(cursor["drawn"])
         after = cursor | {"position": position + count, "drawn": drawn, "memory": dict(cursor["memory"])}
         if not (self.in_turn or self.weights):
-            picked = rows_at(self.num_rows, position, count, seed=self.seed, shuffle=self.shuffle)
-            return [self._row_of_all(index) for index in picked], after
+            order = epoch_order(self.num_problems, position, count, seed=self.seed, shuffle=self.shuffle)
+            return [self._problem_of_all(index) for index in order], after
         if self.sampler:
-            asked = self._asked(after, count)
+            items = self._sample(after, count)
         elif self.in_turn:
             names = list(self.datasets)
-            asked = [(names[k // self.turn % len(names)], None) for k in range(position, position + count)]
+            items = [(names[k // self.turn % len(names)], None) for k in range(position, position + count)]
         else:
-            asked = [(name, None) for name in by_weight(drawn, self.weights, count)]
-        rows = []
-        for name, index in asked:
+            items = [(name, None) for name in by_weight(drawn, self.weights, count)]
+        problems = []
+        for name, index in items:
             if index is None:
-                index = self._next_of(name, drawn[name])
+                index = self._next_index(name, drawn[name])
                 drawn[name] += 1
-            rows.append(self.datasets[name].rows[index])
-        return rows, after
+            problems.append(self.datasets[name].problems[index])
+        return problems, after
 
-    def _row_of_all(self, index: int) -> Problem:
+    def _problem_of_all(self, index: int) -> Problem:
         for dataset in self.datasets.values():
-            if index < len(dataset.rows):
-                return dataset.rows[index]
-            index -= len(dataset.rows)
+            if index < len(dataset.problems):
+                return dataset.problems[index]
+            index -= len(dataset.problems)
         raise AssertionError(index)
 
-    def _next_of(self, name: str, position: int) -> int:
-        which = list(self.datasets).index(name)
-        size = len(self.datasets[name].rows)
-        return rows_at(size, position, 1, seed=self.seed, shuffle=self.shuffle, stream=(which,))[0]
+    def _next_index(self, name: str, position: int) -> int:
+        stream = (list(self.datasets).index(name),)
+        size = len(self.datasets[name].problems)
+        return epoch_order(size, position, 1, seed=self.seed, shuffle=self.shuffle, stream=stream)[0]
 
-    def _asked(self, after: Cursor, count: int) -> list[tuple[str, int | None]]:
-        """What the user's sampler names; it may change after["memory"]. ConfigError where that is not `count` rows."""
-        sizes = {name: len(dataset.rows) for name, dataset in self.datasets.items()}
-        found = self.sampler(
+    def _sample(self, after: Cursor, count: int) -> list[tuple[str, int | None]]:
+        """What the user's sampler draws; it may change after["memory"]. ConfigError unless that is `count` problems."""
+        sizes = {name: len(dataset.problems) for name, dataset in self.datasets.items()}
+        answer = self.sampler(
             num_prompts=count,
             sizes=sizes,
             records=after["records"],
@@ -115,11 +120,12 @@ class Mixture:
             position=after["position"] - count,
             seed=self.seed,
         )
-        items = [(item, None) if isinstance(item, str) else tuple(item) for item in found]
+        items = [(item, None) if isinstance(item, str) else tuple(item) for item in answer]
         wrong = [i for i in items if len(i) != 2 or i[0] not in sizes or not (i[1] is None or 0 <= i[1] < sizes[i[0]])]
-        if len(items) != count or wrong:
-            told = f"{wrong[0]!r}, which is no row of {sizes}" if wrong else f"{len(items)} prompts instead of {count}"
-            raise ConfigError(f"data.custom_dataloader gave {told}")
+        if wrong:
+            raise ConfigError(f"data.custom_dataloader gave {wrong[0]!r}, which is no problem of {sizes}")
+        if len(items) != count:
+            raise ConfigError(f"data.custom_dataloader gave {len(items)} prompts instead of {count}")
         return items
 
 
@@ -137,21 +143,22 @@ def by_weight(drawn: Mapping[str, int], weights: Sequence[Fraction], count: int)
     return names
 
 
-def rows_at(
-    num_rows: int, position: int, count: int, *, seed: int, shuffle: bool, stream: tuple[int, ...] = ()
+def epoch_order(
+    size: int, position: int, count: int, *, seed: int, shuffle: bool, stream: tuple[int, ...] = ()
 ) -> list[int]:
-    """Indices of the `count` rows from global `position` on: epoch e is the permutation f(seed, e), epochs follow on.
+    """`count` indices below `size` from global `position` on: epoch e is the permutation f(seed, e, stream), and epochs
+    follow one another.
 
     A function of its arguments alone: the same on any number of ranks, and a saved `position` resumes exactly.
     """
-    picked = []
+    indices = []
     for k in range(position, position + count):
-        epoch, offset = divmod(k, num_rows)
-        picked.append(int(_permutation(num_rows, seed, epoch, stream)[offset]) if shuffle else offset)
-    return picked
+        epoch, offset = divmod(k, size)
+        indices.append(int(_permutation(size, seed, epoch, stream)[offset]) if shuffle else offset)
+    return indices
 
 
 @lru_cache(maxsize=8)
-def _permutation(num_rows: int, seed: int, epoch: int, stream: tuple[int, ...]) -> np.ndarray:
-    order = np.random.Generator(np.random.PCG64([seed, epoch, *stream])).permutation(num_rows)
-    return order.astype(np.uint32) if num_rows < 2**32 else order
+def _permutation(size: int, seed: int, epoch: int, stream: tuple[int, ...]) -> np.ndarray:
+    order = np.random.Generator(np.random.PCG64([seed, epoch, *stream])).permutation(size)
+    return order.astype(np.uint32) if size < 2**32 else order

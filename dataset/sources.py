@@ -1,8 +1,8 @@
-"""Where rows come from: a file, the Hugging Face hub, or a function of the user's; each a dict, read by its number.
+"""Where the rows of a dataset come from: a file, the Hugging Face hub, or a function of the user's.
 
-Owns the table of known datasets and the reading of jsonl, json and parquet. Does not own what the fields of a row mean
-(rows.py). A jsonl file is streamed once and never held: of a line, its offset and checksum stay (12 bytes), and it is
-read again when its turn comes. `datasets` and `pyarrow` are imported only where their data is asked for.
+Owns the table of dataset presets and the reading of jsonl, json and parquet. Does not own what the fields of a row mean
+(problems.py). A jsonl file is never held in memory: of each line, its offset and checksum stay (12 bytes), and the line
+is read again when its turn comes. Rows of other forms are held; pyarrow is imported only to read parquet.
 """
 
 import json
@@ -10,21 +10,22 @@ import os
 import re
 import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from config import DataError, DatasetConfig
-from envs import import_attribute
-from run.config_check import FILE_DATASETS
+from hf.files import download
+from system.imports import import_attribute
 
+PARQUET_BRANCH = "refs/convert/parquet"  # where the hub keeps each dataset as SUBSET/SPLIT/0000.parquet, 0001, ...
 MAX_LINE_BYTES = 64 * 2**20
 BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class DatasetPreset:
     """A public dataset: its name on the hub, what to take of it (subsets joined by +), and the keys of its rows."""
 
     hub: str
@@ -35,26 +36,34 @@ class Known:
 
 
 # By NeMo RL's names; case, "-", "_" and blanks do not count. All of them are mathematics, so env_name math.
-KNOWN = {
-    "gsm8k": Known("openai/gsm8k", "main", "train", "question", "answer"),
-    "MATH-500": Known("HuggingFaceH4/MATH-500", None, "test", "problem", "answer"),
-    "OpenMathInstruct-2": Known("nvidia/OpenMathInstruct-2", None, "train_1M", "problem", "expected_answer"),
-    "DeepScaler": Known("agentica-org/DeepScaleR-Preview-Dataset", None, "train", "problem", "answer"),
-    "AIME2024": Known("HuggingFaceH4/aime_2024", None, "train", "problem", "answer"),
-    "AIME2025": Known("opencompass/AIME2025", "AIME2025-I+AIME2025-II", "test", "question", "answer"),
-    "AIME2026": Known("MathArena/aime_2026", None, "train", "problem", "answer"),
-    "DAPOMath17K": Known("BytedTsinghua-SIA/DAPO-Math-17k", None, "train", "prompt", "reward_model.ground_truth"),
-    "DAPOMathAIME2024": Known("BytedTsinghua-SIA/AIME-2024", None, "train", "prompt", "reward_model.ground_truth"),
+PRESETS = {
+    "gsm8k": DatasetPreset("openai/gsm8k", "main", "train", "question", "answer"),
+    "MATH-500": DatasetPreset("HuggingFaceH4/MATH-500", None, "test", "problem", "answer"),
+    "OpenMathInstruct-2": DatasetPreset("nvidia/OpenMathInstruct-2", None, "train_1M", "problem", "expected_answer"),
+    "DeepScaler": DatasetPreset("agentica-org/DeepScaleR-Preview-Dataset", None, "train", "problem", "answer"),
+    "AIME2024": DatasetPreset("HuggingFaceH4/aime_2024", None, "train", "problem", "answer"),
+    "AIME2025": DatasetPreset("opencompass/AIME2025", "AIME2025-I+AIME2025-II", "test", "question", "answer"),
+    "AIME2026": DatasetPreset("MathArena/aime_2026", None, "train", "problem", "answer"),
+    "DAPOMath17K": DatasetPreset(
+        "BytedTsinghua-SIA/DAPO-Math-17k", None, "train", "prompt", "reward_model.ground_truth"
+    ),
+    "DAPOMathAIME2024": DatasetPreset(
+        "BytedTsinghua-SIA/AIME-2024", None, "train", "prompt", "reward_model.ground_truth"
+    ),
 }
 
 
 class Source(Protocol):
-    """Rows by number, not necessarily without gaps."""
+    """Rows by number. The numbers may have gaps: those of a jsonl file are its lines', and blank lines are no rows."""
 
     name: str
 
-    def scan(self) -> Iterator[tuple[int, dict]]:
-        """All rows with their numbers, in order; once."""
+    def numbers(self) -> Sequence[int]:
+        """The numbers of all rows, in order. To be called once, before any row is read."""
+        ...
+
+    def checksum(self) -> int:
+        """Differs where two processes read different rows under the same name."""
         ...
 
     def __getitem__(self, number: int) -> dict: ...
@@ -64,23 +73,23 @@ class Source(Protocol):
         ...
 
 
-def with_known_keys(cfg: DatasetConfig) -> DatasetConfig:
-    """The section, with what its `dataset_name` implies filled in; that is None then, where it is not the user's own
-    function. DataError for a name nobody knows."""
+def with_preset(cfg: DatasetConfig) -> DatasetConfig:
+    """The section with the keys that its `dataset_name` implies. `dataset_name` is None in the result, except where it
+    is a function of the user's. Raises DataError for an unknown name."""
     name = cfg.dataset_name
-    if name is None or name in FILE_DATASETS:
-        return replace(cfg, dataset_name=None, env_name=cfg.env_name or "exact")
+    if name is None:
+        return replace(cfg, env_name=cfg.env_name or "exact")
     if ":" in name:
         return replace(cfg, env_name=cfg.env_name or "exact")
-    known = {_plain(key): value for key, value in KNOWN.items()}.get(_plain(name))
-    if known is None:
+    preset = {_plain(key): value for key, value in PRESETS.items()}.get(_plain(name))
+    if preset is None:
         raise DataError(
-            f"dataset_name '{name}' is unknown; known: {', '.join(KNOWN)}, and module:function of yours; or name a "
+            f"dataset_name '{name}' is unknown; known: {', '.join(PRESETS)}, and module:function of yours; or name a "
             "file or a hub dataset with data_path, and no dataset_name"
         )
-    own = {key: getattr(cfg, key) or getattr(known, key) for key in ("split", "subset", "input_key", "output_key")}
-    path, env_name = cfg.data_path or known.hub, cfg.env_name or "math"
-    return replace(cfg, name=cfg.set_name, dataset_name=None, data_path=path, env_name=env_name, **own)
+    keys = {key: getattr(cfg, key) or getattr(preset, key) for key in ("split", "subset", "input_key", "output_key")}
+    path, env_name = cfg.data_path or preset.hub, cfg.env_name or "math"
+    return replace(cfg, name=cfg.set_name, dataset_name=None, data_path=path, env_name=env_name, **keys)
 
 
 def _plain(name: str) -> str:
@@ -88,33 +97,38 @@ def _plain(name: str) -> str:
 
 
 def open_source(cfg: DatasetConfig) -> Source:
-    """The source that a section names; one from `with_known_keys`. DataError where it cannot be read."""
+    """The source that a section names; the section is one from `with_preset`. DataError where it cannot be read."""
     if cfg.dataset_name:
-        return Listed(cfg.dataset_name, import_attribute(cfg.dataset_name, "dataset_name")(cfg))
-    name = cfg.data_path
-    # os.path: unlike Path's, it says no to a name that is too long for the file system
-    looks_local = name.startswith((".", "/")) or Path(name).suffix in (".jsonl", ".json", ".parquet") or "\0" in name
-    if not looks_local and name.count("/") == 1 and not os.path.exists(name):
-        return Listed(name, _from_hub(name, cfg))
-    if name.endswith(".parquet"):
-        return Listed(name, _from_parquet(name))
+        return InMemorySource(cfg.dataset_name, import_attribute(cfg.dataset_name, "dataset_name")(cfg))
+    name, suffix = cfg.data_path, Path(cfg.data_path).suffix
+    if suffix == ".csv":
+        raise DataError(f"{name}: csv is not read: use jsonl, json or parquet")
+    # os.path.exists says no to a name that is too long for the file system; Path.exists raises.
+    is_local = name.startswith((".", "/")) or suffix in (".jsonl", ".json", ".parquet") or "\0" in name
+    if not is_local and name.count("/") == 1 and not os.path.exists(name):
+        return InMemorySource(name, _read_hub(name, cfg))
+    if suffix == ".parquet":
+        return InMemorySource(name, _read_parquet(name, [name]))
     if "\0" in name:
         raise DataError(f"{name!r}: cannot be read (a byte 0 in the name)")
     try:
         with open(name, "rb") as file:
             start = file.read(4096).removeprefix(BOM).lstrip()
-        return Listed(name, _from_json(Path(name))) if start.startswith(b"[") else JsonLines(name)
+        return InMemorySource(name, _read_json(Path(name))) if start.startswith(b"[") else JsonLines(name)
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error.strerror})") from error
 
 
 class JsonLines:
-    """A file with a JSON object in each line; a row's number is its line's, from 0. Blank lines are no rows."""
+    """A file with a JSON object in each line; a row's number is its line's, from 0."""
 
     def __init__(self, name: str):
-        self.name, self.offsets, self.checksums = name, array("Q"), array("I")
+        self.name = name
+        self.offsets = array("Q")
+        self.checksums = array("I")
 
-    def scan(self) -> Iterator[tuple[int, dict]]:
+    def numbers(self) -> Sequence[int]:
+        numbers = array("Q")
         offset = 0
         with open(self.name, "rb") as file:
             while line := file.readline(MAX_LINE_BYTES + 1):
@@ -125,7 +139,11 @@ class JsonLines:
                 if len(line) > MAX_LINE_BYTES:
                     raise DataError(f"{self.where(number)}: a line of more than {MAX_LINE_BYTES >> 20} MiB")
                 if line.strip():
-                    yield number, self._parse(number, line)
+                    numbers.append(number)
+        return numbers
+
+    def checksum(self) -> int:
+        return zlib.crc32(self.checksums)
 
     def __getitem__(self, number: int) -> dict:
         try:
@@ -134,30 +152,31 @@ class JsonLines:
                 line = file.readline(MAX_LINE_BYTES)
         except OSError as error:
             raise DataError(f"{self.name}: cannot be read any more ({error.strerror})") from error
+        where = self.where(number)
         if zlib.crc32(line) != self.checksums[number]:
-            raise DataError(f"{self.where(number)}: the file was changed after the run began to read it")
-        return self._parse(number, line)
-
-    def _parse(self, number: int, line: bytes) -> dict:
+            raise DataError(f"{where}: the file was changed after the run began to read it")
         try:
-            raw = json.loads((line.removeprefix(BOM) if number == 0 else line).decode("utf-8"))
+            row = json.loads((line.removeprefix(BOM) if number == 0 else line).decode("utf-8"))
         except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, or not JSON
-            raise DataError(f"{self.where(number)}: not valid JSON ({error})") from error
-        return _object(raw, self.where(number))
+            raise DataError(f"{where}: not valid JSON ({error})") from error
+        return _object(row, where)
 
     def where(self, number: int) -> str:
         return f"{self.name}:{number + 1}"
 
 
-class Listed:
-    """Rows that something else holds: a list, a table, a dataset of the hub's library, mapped from its file."""
+class InMemorySource:
+    """Rows that a sequence holds: a list, a table, or what a function of the user's returned."""
 
     def __init__(self, name: str, rows: Sequence[dict]):
-        self.name, self.rows = name, rows
+        self.name = name
+        self.rows = rows
 
-    def scan(self) -> Iterator[tuple[int, dict]]:
-        for number in range(len(self.rows)):
-            yield number, self[number]
+    def numbers(self) -> Sequence[int]:
+        return range(len(self.rows))
+
+    def checksum(self) -> int:
+        return len(self.rows)
 
     def __getitem__(self, number: int) -> dict:
         return _object(self.rows[number], self.where(number))
@@ -166,13 +185,13 @@ class Listed:
         return f"{self.name}, row {number + 1}"
 
 
-def _object(raw: Any, where: str) -> dict:
-    if not isinstance(raw, dict):
-        raise DataError(f"{where}: expected a JSON object, got {type(raw).__name__}")
-    return raw
+def _object(row: Any, where: str) -> dict:
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: expected a JSON object, got {type(row).__name__}")
+    return row
 
 
-def _from_json(path: Path) -> list[dict]:
+def _read_json(path: Path) -> list[dict]:
     """A JSON array of objects. It is parsed as a whole: jsonl is the form for large data."""
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"))
@@ -193,36 +212,32 @@ class _Table(Sequence):
         return self.table.slice(number, 1).to_pylist()[0]
 
 
-def _from_parquet(name: str) -> Sequence[dict]:
+def _read_parquet(name: str, files: Sequence[str | Path]) -> Sequence[dict]:
+    """The rows of the files, one file after the other; a field that some files lack is None there."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(f"{name}: to read parquet, `pip install pyarrow`, or give the rows as jsonl") from error
     try:
-        return _Table(pyarrow.parquet.read_table(name, memory_map=True))
+        tables = [pyarrow.parquet.read_table(file, memory_map=True) for file in files]
+        return _Table(pyarrow.concat_tables(tables, promote_options="default"))
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"{name}: cannot be read as parquet ({error})") from error
 
 
-def _from_hub(name: str, cfg: DatasetConfig) -> Sequence[dict]:
-    """The rows of a dataset of the hub, one subset after the other."""
+def _read_hub(name: str, cfg: DatasetConfig) -> Sequence[dict]:
+    """The rows of a dataset of the hub, one subset after the other, from the hub's own parquet copy of it."""
     instead = "or download it elsewhere and give its file: data_path=FILE, .jsonl, .json or .parquet"
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(
-            f"'{name}' is no file here; to read it from the Hugging Face hub, `pip install datasets`, {instead}"
-        ) from error
-    try:
-        parts = [
-            datasets.load_dataset(name, subset or None, split=cfg.split or "train")
-            for subset in (cfg.subset or "").split("+")
-        ]
-    except Exception as error:  # of datasets, huggingface_hub, its HTTP library and pyarrow: they share no base
-        told = " ".join(str(error).split())[:300]
-        raise DataError(
-            f"'{name}' is no file here, and the Hugging Face hub did not give it ({type(error).__name__}: {told}); "
-            f"check data_path, subset={cfg.subset} and split={cfg.split or 'train'}, {instead}"
-        ) from error
-    return parts[0] if len(parts) == 1 else [row for part in parts for row in part]
+    folders = [f"{subset or 'default'}/{cfg.split or 'train'}" for subset in (cfg.subset or "").split("+")]
+    patterns = [f"{folder}/*.parquet" for folder in folders]
+    options = {"repo_type": "dataset", "revision": PARQUET_BRANCH}
+    copy = download(name, patterns, f"data_path: '{name}' is no local file", f"check its name, {instead}", **options)
+    files = [sorted(copy.glob(pattern)) for pattern in patterns]
+    for folder, found in zip(folders, files, strict=True):
+        if not found:
+            raise DataError(
+                f"data_path: '{name}' has no {folder} in the hub's parquet copy of it (branch {PARQUET_BRANCH}): set "
+                f"subset and split to a folder that is there, {instead}"
+            )
+    return _read_parquet(name, [file for found in files for file in found])

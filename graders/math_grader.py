@@ -1,9 +1,10 @@
-"""The final answer of a worked solution, and whether it equals the expected one. Pure; runs in a grader process.
+"""The final answer of a worked solution, and whether it equals the expected one. Pure; runs in a worker of pool.py.
 
-`extract` finds the answer, in this order: the last complete \\boxed{} or \\fbox{}; what follows the last "####"
-(GSM8K); what follows the last "answer is" or "answer:". `equal` compares: as exact numbers where both are plain ones,
-else as texts without typography, else by math-verify and sympy, whose own timeouts are off: they are SIGALRM's, and the
-pool (grader.py) has a deadline that holds. Arguments are always (gold, answer): math-verify's order matters.
+`extract` looks for the answer in this order: the last complete \\boxed{} or \\fbox{}; the text after the last "####"
+(GSM8K); the text after the last "answer is" or "answer:". `equal` compares first as texts without typography, then as
+exact numbers if both are plain numbers, else by math-verify and sympy. Their own timeouts are off, since they use
+SIGALRM; the deadline of the pool holds always. Arguments are (gold, answer), because math-verify's result depends on
+the order.
 """
 
 import logging
@@ -12,7 +13,14 @@ from fractions import Fraction
 from functools import cache, lru_cache
 
 MAX_ANSWER_CHARS = 2_000  # a longer one is no answer (parse_fail)
-MAX_REPLY_CHARS = 200_000  # of a longer reply the end is read
+MAX_REPLY_CHARS = 200_000  # only the end of a longer reply is read
+SELF_TESTS = (  # (reply, answer, outcome): what this file must say before a run may start
+    (r"so \boxed{\frac{1}{2}}", "0.5", "ok"),
+    (r"\boxed{(x+1)^2}", "x^2+2x+1", "ok"),
+    (r"\boxed{2}", "0.5", "wrong"),
+    ("half", "0.5", "parse_fail"),
+)
+STRICT_SELF_TESTS = (("Answer: 5", "5", "ok"), ("Answer: 4", "5", "wrong"), (r"\boxed{5}", "5", "parse_fail"))
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _ANSWER_IS = re.compile(r"(?i)\banswer\**\s*(?:is\s*:?|:|=)[\s*]*")
@@ -32,12 +40,13 @@ _WORDS = re.compile(r"[^\W\d_]+(?:[ ,.'-]+[^\W\d_]+)*")
 
 
 def grade(job: dict) -> dict:
-    """One reply against one answer: {outcome, extracted, boxed}. `job`: reply, answer, strict.
+    """Grades a job {reply, answer, strict}: returns {outcome, extracted, boxed}.
 
-    strict is DAPO's rule (Yu et al. 2025): the same text, but for typography, after the last "Answer:" of the reply's
-    last 300 characters. boxed: whether the reply has a complete box.
+    strict is DAPO's rule (Yu et al. 2025): the text after the last "Answer:" within the last 300 characters must be the
+    gold answer, apart from typography. boxed: whether the reply has a complete box.
     """
-    gold, boxed = gold_answer(job["answer"]), _last_box(job["reply"][-MAX_REPLY_CHARS:]) is not None
+    gold = gold_answer(job["answer"])
+    boxed = _last_box(job["reply"][-MAX_REPLY_CHARS:]) is not None
     answer = strict_answer(job["reply"]) if job["strict"] else extract(job["reply"])
     if answer is None:
         return {"outcome": "parse_fail", "extracted": None, "boxed": boxed}
@@ -46,26 +55,27 @@ def grade(job: dict) -> dict:
 
 
 def extract(reply: str) -> str | None:
-    """The final answer, or None: nothing found, an empty box, or more than MAX_ANSWER_CHARS."""
+    """The final answer; None if there is none, its box is empty, or it has more than MAX_ANSWER_CHARS."""
     reply = reply[-MAX_REPLY_CHARS:]
-    found = next((x for x in (_last_box(reply), _after_marks(reply), _after_words(reply)) if x is not None), "").strip()
-    return found if 0 < len(found) <= MAX_ANSWER_CHARS else None
+    candidates = (_last_box(reply), _after_marks(reply), _after_words(reply))
+    answer = next((candidate for candidate in candidates if candidate is not None), "").strip()
+    return answer if 0 < len(answer) <= MAX_ANSWER_CHARS else None
 
 
 def strict_answer(reply: str) -> str | None:
-    found = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", reply[-300:])
-    return gold_answer(found[-1]) or None if found else None
+    answers = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", reply[-300:])
+    return gold_answer(answers[-1]) or None if answers else None
 
 
 def gold_answer(answer: str) -> str:
-    """A dataset's answer: GSM8K's worked solution, a box in a text, or the answer itself."""
-    found = _last_box(answer)
-    return found if found is not None else answer.rsplit("####", 1)[-1].strip()
+    """The final answer in the answer of a dataset: a box, the text after "####" (GSM8K), or the whole text."""
+    box = _last_box(answer)
+    return box if box is not None else answer.rsplit("####", 1)[-1].strip()
 
 
 def _last_box(text: str) -> str | None:
-    """Content of the box that opens last, of those whose braces close; escaped braces (a set's) do not count."""
-    opened: list[int | None] = []  # where the box of each open brace begins; None: the brace is no box's
+    """The content of the last-opened box whose braces close. Escaped braces, as of a set, do not count."""
+    opened: list[int | None] = []  # for each open brace, where the content of its box begins; None if it has no box
     best: tuple[int, int] | None = None
     for token in _BRACES.finditer(text):
         if token[0] == "}":
@@ -85,7 +95,7 @@ def _after_words(text: str) -> str | None:
     parts = _ANSWER_IS.split(text)
     if len(parts) == 1:
         return None
-    line = re.sub(r"\*\*(?=[.\s]|$)", "", parts[-1].strip().split("\n", 1)[0])  # of bold type
+    line = re.sub(r"\*\*(?=[.\s]|$)", "", parts[-1].strip().split("\n", 1)[0])  # ends of bold type
     math = re.match(r"\$([^$]+)\$|\\\((.+?)\\\)", line)
     if math:
         return math[1] or math[2]
@@ -93,15 +103,16 @@ def _after_words(text: str) -> str | None:
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Whether the answer is the gold one: 1/2 = 0.5 = \\frac12 = 50%; units, \\text and spacing do not count; sets in
-    any order, tuples, intervals and matrices element by element, equations by sides, the rest by sympy.
+    """Whether the answer is the gold one: 1/2 = 0.5 = \\frac12 = 50%; units, \\text and spacing do not count. Sets are
+    equal in any order; tuples, intervals and matrices element by element; equations side by side; sympy does the rest.
 
-    % may be missing where the gold has it (50% = 50), and be too much behind an integer (9 = 9%: math-verify's rule).
+    A missing % is forgiven (gold 50%, answer 50), and so is an extra one after an integer (gold 9, answer 9%), as in
+    math-verify.
     """
     one, other = _typography(gold), _typography(answer)
     if one == other or (_WORDS.fullmatch(one) and one.casefold() == other.casefold()):
         return True
-    if len(one) > MAX_ANSWER_CHARS or re.fullmatch("[A-Z]{2,}", one):  # BAC is an order, no product of three
+    if len(one) > MAX_ANSWER_CHARS or re.fullmatch("[A-Z]{2,}", one):  # BAC is an order, not a product
         return False
     if "\\" in one and one.casefold() == other.casefold():  # Omega is not omega
         return False
@@ -117,13 +128,13 @@ def equal(gold: str, answer: str) -> bool:
 
 
 def _close(gold: Fraction, answer: Fraction, one: str, other: str) -> bool:
-    """A decimal that is the fraction, rounded to at least the 6 digits that math-verify asks for."""
+    """Whether one is a fraction and the other its decimal, rounded to at least the 6 digits that math-verify wants."""
     digits = [len(text.partition(".")[2].rstrip("%")) for text in (one, other)]
     return ("/" in one) != ("/" in other) and max(digits) >= 6 and abs(gold - answer) <= Fraction(1, 10**6) / 2
 
 
 def number(text: str) -> Fraction | None:
-    """The value of a plain number (1,234.5  -3/4  1 1/2  50%), exactly; None where it is something else."""
+    """The exact value of a plain number (1,234.5  -3/4  1 1/2  50%); None if the text is something else."""
     if match := _MIXED.fullmatch(text):
         below = int(match["below"])
         value = None if below == 0 else int(match["whole"]) + Fraction(int(match["above"]), below)
@@ -169,7 +180,7 @@ def _typography(text: str) -> str:
 
 @cache
 def _quiet() -> None:
-    """math-verify warns at each start that its timeouts are off: on purpose."""
+    """Silences math-verify's warning that its timeouts are off: they are off on purpose."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 

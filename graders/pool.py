@@ -1,9 +1,10 @@
 """Worker processes that grade: jobs go in, values come out, and a job that overruns its deadline is killed.
 
-Owns the processes and their deadlines, not what is graded: that is a function by dotted path, imported in the worker.
-A worker has its own session, a small environment, a memory limit and no torch; jobs and values cross a socket as JSON.
-Nothing a job does can hold up the trainer for longer than its deadline: no threads, no SIGALRM, which sympy can block
-and which fails off the main thread; the kernel kills the worker and all it has started, and another takes its place.
+Owns the processes and their deadlines. What grades is a function by dotted path, which the worker imports. A worker has
+a session of its own, a small environment, a memory limit and no torch; jobs and values cross a socket as JSON. Nothing
+that a job does can hold up the trainer for longer than its deadline: the kernel kills the worker and all processes that
+it started, and another worker takes its place. (A thread cannot be killed. SIGALRM can be blocked, as sympy does, and
+works in the main thread only.)
 """
 
 import atexit
@@ -28,10 +29,10 @@ from config import ConfigError
 from system.exits import Interrupted, die_with_parent
 
 MAX_BYTES = 16 << 20  # of a job or a value
-MAX_JOBS = 20_000  # of a worker, which is then replaced: what a grader's libraries keep in memory has a bound
-STOP_SECONDS = 0.5  # between two looks at whether the run was told to stop
+MAX_JOBS = 20_000  # then a worker is replaced, which bounds what the libraries of a grader keep in memory
+STOP_SECONDS = 0.5  # how often `GraderPool.stop` is called
 START_SECONDS = 120.0  # for a worker's imports, on a busy machine
-MARK = "GRADER_WORKER"  # in the environment of a worker and of what it starts
+MARK = "GRADER_WORKER"  # in the environment of a worker and of the processes that it starts
 PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
@@ -45,34 +46,35 @@ class Graded:
     message: str = ""
 
 
-class _Worker:
-    """One process and our end of its socket."""
+class Worker:
+    """A worker process, seen from the trainer: the process and this end of its socket."""
 
     def __init__(self, target: str, memory_mib: int, first: Any):
-        self.socket, theirs = socket.socketpair()
+        self.socket, worker_end = socket.socketpair()
         self.socket.setblocking(False)
         self.mark = f"{os.getpid()}.{time.monotonic_ns()}.{self.socket.fileno()}"
         environment = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
         environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         environment |= {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", MARK: self.mark}
-        arguments = [target, str(theirs.fileno()), str(memory_mib), json.dumps(first)]
-        held = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # torchrun's must not end a worker that starts just now
+        arguments = [target, str(worker_end.fileno()), str(memory_mib), json.dumps(first)]
+        # A signal of torchrun, which goes to the whole process group, must not end a worker that is just starting.
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-B", "-m", "graders.pool", *arguments],
                 env=environment,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[worker_end.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # what a grader prints is nobody's protocol
+                stdout=subprocess.DEVNULL,  # a grader may print; answers go through the socket
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, held)
-        theirs.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+        worker_end.close()
         self.inbox, self.outbox = bytearray(), b""
-        self.ready = False  # has imported the function
-        self.job: int | None = None
+        self.ready = False  # whether it has imported the function
+        self.job: int | None = None  # the number of the job that it works on
         self.num_jobs = 0
         self.deadline = time.monotonic() + START_SECONDS
 
@@ -82,7 +84,8 @@ class _Worker:
         self.outbox = len(payload).to_bytes(4, "big") + payload
 
     def pump(self) -> Any:
-        """Moves bytes both ways; a whole message, if there is one. ConnectionError when the worker is gone."""
+        """Moves bytes both ways; returns a message if a whole one has come, else None. ConnectionError if the worker is
+        gone."""
         try:
             while self.outbox:
                 self.outbox = self.outbox[self.socket.send(self.outbox) :]
@@ -100,16 +103,17 @@ class _Worker:
             raise ConnectionError
         if len(self.inbox) < 4 + size or len(self.inbox) < 4:
             return None
-        message, self.inbox = json.loads(self.inbox[4 : 4 + size]), self.inbox[4 + size :]
-        return message
+        message = self.inbox[4 : 4 + size]
+        self.inbox = self.inbox[4 + size :]
+        return json.loads(message)
 
     def kill(self) -> int | None:
-        """Ends the process and everything it has started; the exit code of one that had ended by itself."""
+        """Ends the process and all that it started. Returns its exit code if it had ended by itself, else None."""
         try:
             code = self.process.wait(0)
         except subprocess.TimeoutExpired:
             code = None
-            os.kill(self.process.pid, signal.SIGSTOP)  # or it would go on to start more
+            os.kill(self.process.pid, signal.SIGSTOP)  # a stopped process starts no more processes
         kill_descendants(self.process.pid, None if code is None else self.mark)
         self.process.kill()
         self.process.wait()
@@ -118,29 +122,32 @@ class _Worker:
 
 
 def kill_descendants(pid: int, mark: str | None = None) -> None:
-    """Kills all processes below `pid`, whatever their session: what a worker starts stays below it, since it adopts the
-    orphans among them (PR_SET_CHILD_SUBREAPER). Of a dead worker's, those that have its mark."""
+    """Kills all processes below `pid`, whatever their session, until none is left.
+
+    All processes that a worker starts stay below it, since it adopts the orphans among them (PR_SET_CHILD_SUBREAPER).
+    If the worker is already dead, `mark` finds them: the environment that they inherited contains it.
+    """
     while True:
-        parents: dict[int, list[int]] = {}
-        below: list[int] = []
-        for entry in Path("/proc").iterdir():
+        children: dict[int, list[int]] = {}
+        doomed: list[int] = []
+        for entry in Path("/proc").glob("[0-9]*"):
             try:
-                if entry.name.isdigit():
-                    state, parent = (entry / "stat").read_text().rsplit(")", 1)[1].split()[:2]
-                    if state not in "ZX":
-                        parents.setdefault(int(parent), []).append(int(entry.name))
-                        if mark and f"{MARK}={mark}\0".encode() in (entry / "environ").read_bytes():
-                            below.append(int(entry.name))
+                state, parent = (entry / "stat").read_text().rsplit(")", 1)[1].split()[:2]
+                if state in "ZX":  # it has ended
+                    continue
+                children.setdefault(int(parent), []).append(int(entry.name))
+                if mark and f"{MARK}={mark}\0".encode() in (entry / "environ").read_bytes():
+                    doomed.append(int(entry.name))
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue
-        below += parents.get(pid, ())
-        for child in below:
-            below += (each for each in parents.get(child, ()) if each not in below)
-        if not below:
+        doomed += children.get(pid, ())
+        for process in doomed:  # the list grows while the loop goes down the tree
+            doomed += (child for child in children.get(process, ()) if child not in doomed)
+        if not doomed:
             return
-        for child in below:
+        for process in doomed:
             try:
-                os.kill(child, signal.SIGKILL)
+                os.kill(process, signal.SIGKILL)
             except ProcessLookupError:
                 pass
 
@@ -148,25 +155,29 @@ def kill_descendants(pid: int, mark: str | None = None) -> None:
 class GraderPool:
     """`num_workers` processes that each call the function `target` ("module:name") on one job at a time.
 
-    A job and what the function makes of it are JSON-able. `first` is a job that each worker does before it counts as
-    started: what the function imports is then on no other job's time. Made before torch and vllm are imported; used by
-    one thread. ConfigError when a worker cannot start. stop: of all pools of the process, whether to give up waiting.
+    Jobs and values are JSON. Each worker does the job `first` before it counts as started, so that the time for imports
+    counts against no other job. Make pools before torch and vllm are imported, and use a pool from one thread. `stop`,
+    set on the class, tells all pools of the process whether to give up waiting. ConfigError if a worker cannot start.
     """
 
     stop: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(self, target: str, *, num_workers: int, deadline_s: float, memory_mib: int, first: Any = None):
-        self.deadline_s, self.owner, self.arguments = deadline_s, os.getpid(), (target, memory_mib, first)
-        self.workers = [_Worker(*self.arguments)]
+        self.deadline_s = deadline_s
+        self.target = target
+        self.memory_mib = memory_mib
+        self.first = first
+        self.owner = os.getpid()
+        self.workers = [self._start_worker()]
         atexit.register(self.close)
         while not self.workers[0].ready:
-            self._step([])
-        self.workers += [_Worker(*self.arguments) for _ in range(num_workers - 1)]  # ready by the first jobs, or soon
+            self._wait([])
+        self.workers += [self._start_worker() for _ in range(num_workers - 1)]  # nobody waits for these to be ready
 
     def grade(self, jobs: Sequence[Any]) -> list[Graded]:
-        """The outcome of each job, in order. Takes at most a deadline for each of them over the number of workers.
-        Interrupted when told to stop meanwhile; then only close() may follow."""
-        assert all(worker.job is None for worker in self.workers), "a grade() before this one was interrupted"
+        """The outcome of each job, in order. Takes at most (jobs / workers) deadlines. Raises Interrupted when `stop`
+        says so; after that only close() may follow."""
+        assert all(worker.job is None for worker in self.workers), "an earlier grade() was interrupted"
         graded: list[Graded | None] = [None] * len(jobs)
         waiting = deque(enumerate(jobs))
         while waiting or any(worker.job is not None for worker in self.workers):
@@ -182,21 +193,24 @@ class GraderPool:
                     graded[number] = Graded("error", message=f"a job of more than {MAX_BYTES >> 20} MiB")
                 else:
                     worker.send(number, payload, self.deadline_s)
-            self._step(graded)
+            self._wait(graded)
             if self.stop():
                 raise Interrupted
         return graded
 
     def close(self) -> None:
-        if os.getpid() != self.owner:  # a fork of the process, at its end
+        if os.getpid() != self.owner:  # a fork of the owner, which ends
             return
         for worker in self.workers:
             worker.kill()
         self.workers = []
         atexit.unregister(self.close)
 
-    def _step(self, graded: list[Graded | None]) -> None:
-        """Waits until something happens, at most until the next deadline, and sees to it; results go into `graded`."""
+    def _start_worker(self) -> Worker:
+        return Worker(self.target, self.memory_mib, self.first)
+
+    def _wait(self, graded: list[Graded | None]) -> None:
+        """Waits for a message, a dead worker or the next deadline, and handles them; outcomes go into `graded`."""
         busy = [worker for worker in self.workers if worker.job is not None or not worker.ready]
         if not busy:
             return
@@ -209,8 +223,8 @@ class GraderPool:
         for worker in busy:
             try:
                 message = worker.pump() if worker in moved else None
-            except (ConnectionError, ValueError):  # ValueError: what came is no JSON
-                self._ended(worker, graded, None)
+            except (ConnectionError, ValueError):  # ValueError: the message is no JSON
+                self._end_worker(worker, graded, None)
                 continue
             if message is not None and worker.ready:
                 graded[worker.job], worker.job = Graded(**message), None
@@ -219,10 +233,12 @@ class GraderPool:
             elif message is not None:
                 worker.ready = True
             elif time.monotonic() > worker.deadline:
-                self._ended(worker, graded, f"no answer in {self.deadline_s if worker.ready else START_SECONDS:g} s")
+                self._end_worker(
+                    worker, graded, f"no answer in {self.deadline_s if worker.ready else START_SECONDS:g} s"
+                )
 
-    def _ended(self, worker: _Worker, graded: list[Graded | None], late: str | None) -> None:
-        """A worker that is dead or must die: its job has an outcome, it a successor."""
+    def _end_worker(self, worker: Worker, graded: list[Graded | None], late: str | None) -> None:
+        """The worker died, or overran its deadline (`late`): records the outcome of its job and starts a new worker."""
         if late is None:  # its socket closes a moment before the process ends
             try:
                 worker.process.wait(0.2)
@@ -235,21 +251,21 @@ class GraderPool:
         graded[worker.job] = Graded("timeout" if late else "error", message=message)
         self._replace(worker)
 
-    def _replace(self, worker: _Worker) -> None:
+    def _replace(self, worker: Worker) -> None:
         if worker.socket.fileno() >= 0:
             worker.kill()
-        self.workers[self.workers.index(worker)] = _Worker(*self.arguments)
+        self.workers[self.workers.index(worker)] = self._start_worker()
 
     def _fail(self, problem: str) -> None:
         self.close()
-        raise ConfigError(f"grader {self.arguments[0]}: {problem}")
+        raise ConfigError(f"grader {self.target}: {problem}")
 
 
 # ------------------------------------------------------------------------------------------------ in the worker process
 
 
 def main(target: str, descriptor: int, memory_mib: int, first: Any) -> None:
-    """Imports the function, does the first job, says so, then answers jobs until the other end closes."""
+    """Imports the function, does the first job, reports that, then answers jobs until the trainer closes the socket."""
     die_with_parent()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in ENDING:
@@ -260,12 +276,12 @@ def main(target: str, descriptor: int, memory_mib: int, first: Any) -> None:
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
 
-    def answer(work) -> None:
+    def answer(work: Callable[[], Any]) -> None:
         try:
             payload = json.dumps({"outcome": "ok", "value": work()}).encode()
             if len(payload) > MAX_BYTES:
                 raise ValueError("the value is too large")
-        except Exception as error:  # whatever a grader raises is an outcome, counted and bounded
+        except Exception as error:  # any exception of a grader is an outcome, which is counted and bounded
             message = f"{type(error).__name__}: {error}"[:1000]
             payload = json.dumps({"outcome": "error", "message": message}).encode()
         connection.sendall(len(payload).to_bytes(4, "big") + payload)
@@ -288,7 +304,7 @@ def main(target: str, descriptor: int, memory_mib: int, first: Any) -> None:
 
 
 def _end_children() -> None:
-    """What a job has started ends with it."""
+    """Ends the processes that the last job has started."""
     try:
         while True:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:

@@ -1,4 +1,4 @@
-"""Throw-away processes for code that nobody trusts: what a policy writes, and the tests that come with a dataset.
+"""Throw-away processes for untrusted code: what a policy writes, and the tests that come with a dataset.
 
 Each piece of code gets a process of its own: a fresh interpreter with the standard library, limits on CPU, memory and
 files, no capabilities, and a system call filter (seccomp) under which it cannot start a process, signal or look into
@@ -6,12 +6,11 @@ another one, open a socket, or write to any file. With isolation "required" it a
 network at all, no other process, and a read-only file system that holds Python's library and nothing else. A keeper,
 the parent of that process, enforces the deadline with SIGKILL; both die with whoever started them.
 
-The first half starts such processes, the second runs in them; between is the codec in which values cross. Two start for
-each answer: imports are few. Standard library only, Linux on x86-64 and ARM64; the only file that may call exec().
+Top: the parent side. Bottom: what runs inside. Two interpreters start for each answer, so imports are few. Standard
+library only, Linux on x86-64 and ARM64; the only file that may call exec().
 """
 
 import builtins
-import collections
 import ctypes
 import errno
 import json
@@ -25,9 +24,16 @@ import types
 from collections.abc import Sequence
 from typing import Any, BinaryIO, NamedTuple
 
-MAX_ANSWER_BYTES = 4 << 20  # of a program's output, or of one value
-ENDED, CRASHED, TIMED_OUT, NO_SANDBOX = 0, 1, 124, 125  # how a keeper exits: no code can make it say another
-SCRIPT = "import sys; sys.path.append(sys.argv[1]); import sandbox; sys.path.pop(); sandbox.main(int(sys.argv[2]))"
+from graders.codec import MAX_ANSWER_BYTES, Proxy, decode, encode
+
+ENDED, CRASHED, TIMED_OUT, NO_SANDBOX = 0, 1, 124, 125  # exit codes of a keeper, which the code inside cannot choose
+SCRIPT = """
+import sys
+sys.path.append(sys.argv[1])
+from graders import sandbox
+sys.path.pop()
+sandbox.main(int(sys.argv[2]))
+"""
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 # Refused system calls, with their numbers on x86-64 and ARM64: those that start processes, reach others or gain
@@ -63,11 +69,8 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 2
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of numbers, AUDIT_ARCH_*
 
 
-# ------------------------------------------------------------------------------------------------------- starting one
-
-
 class Limits(NamedTuple):
-    """Of one process: wall seconds, address space, and "required" or "none", as in env.code.isolation."""
+    """Limits of one process: wall seconds, address space, and "required" or "none", as in env.code.isolation."""
 
     seconds: float
     memory_mib: int = 1024
@@ -75,43 +78,49 @@ class Limits(NamedTuple):
 
 
 class Unavailable(OSError):
-    """This machine cannot make such a process; the text says what it refused."""
+    """This machine cannot make such a process; the text says which call it refused."""
 
 
 def start(
     mode: str, limits: Limits, *, stdin: Any = None, stdout: Any = None, fds: Sequence[int] = (), **job: Any
 ) -> Any:
-    """The keeper (a subprocess.Popen) of a new process in which `mode` (of MODES) runs, `job` its keyword arguments.
+    """The keeper (a subprocess.Popen) of a new process that runs `mode` (a key of MODES) with the arguments `job`.
 
-    stdin, stdout: files or descriptors; None = empty, and a pipe. fds: others that it inherits.
+    stdin, stdout: files or descriptors; None = empty, and a pipe. fds: other descriptors that the process inherits.
     """
     import subprocess  # 15 ms, which the processes themselves need not spend
 
-    how = {"seconds": limits.seconds, "memory_mib": limits.memory_mib, "isolate": limits.isolation == "required"}
-    with memory_file(json.dumps({"mode": mode, "parent": os.getpid(), "how": how, "job": job}).encode()) as file:
+    order = {"mode": mode, "parent": os.getpid(), "limits": limits._asdict(), "job": job}
+    with memory_file(json.dumps(order).encode()) as file:
         flags = ("-I", "-S", "-B", "-X", "utf8")  # no environment, no site-packages, no .pyc written
-        command = [sys.executable, *flags, "-c", SCRIPT, os.path.dirname(os.path.abspath(__file__)), str(file.fileno())]
-        null, stdout = subprocess.DEVNULL, subprocess.PIPE if stdout is None else stdout
-        pipes = {"stdin": null if stdin is None else stdin, "stdout": stdout, "stderr": null}
-        return subprocess.Popen(command, env={}, cwd="/", pass_fds=(file.fileno(), *fds), **pipes)
+        folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the one that holds graders/
+        return subprocess.Popen(
+            [sys.executable, *flags, "-c", SCRIPT, folder, str(file.fileno())],
+            stdin=subprocess.DEVNULL if stdin is None else stdin,
+            stdout=subprocess.PIPE if stdout is None else stdout,
+            stderr=subprocess.DEVNULL,
+            env={},
+            cwd="/",
+            pass_fds=(file.fileno(), *fds),
+        )
 
 
 def end(keeper: Any) -> int:
-    """Ends the process if it runs; how its keeper exited."""
+    """Ends the process if it still runs; returns the exit code of its keeper."""
     import subprocess
 
     keeper.terminate()
     try:
         return keeper.wait(1)
-    except subprocess.TimeoutExpired:  # it was told before it could listen
+    except subprocess.TimeoutExpired:  # SIGTERM came before the keeper could wait for it
         keeper.kill()
         return keeper.wait()
 
 
 def run(code: str, text: str, limits: Limits) -> tuple[int, str]:
-    """A program with `text` on stdin: (ENDED | CRASHED | TIMED_OUT, what it printed).
+    """Runs a program with `text` on stdin: (ENDED | CRASHED | TIMED_OUT, its output).
 
-    Output beyond MAX_ANSWER_BYTES is a crash. Only the output says what the program did: it may choose how to exit.
+    Output beyond MAX_ANSWER_BYTES is a crash. Trust only the output: a program chooses how it exits.
     """
     with memory_file(text.encode("utf-8", "replace")) as stdin:
         keeper = start("program", limits, stdin=stdin, code=code)
@@ -132,144 +141,44 @@ def memory_file(data: bytes) -> BinaryIO:
     return file
 
 
-# ------------------------------------------------------------------------------------------------------------- values
-
-PLAIN = (type(None), bool, float, str)
-DICTS = (
-    dict,
-    collections.OrderedDict,
-    collections.defaultdict,
-    collections.Counter,
-)  # equal to dicts, and sent as such
-GROUPS = {tuple: "tuple", set: "set", frozenset: "frozenset"}
-# Not raised again: what takes more than a text to make, and what would end a loop of the test instead of failing it.
-UNRAISED = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError, ExceptionGroup, StopIteration)
-UNRAISED += (StopAsyncIteration,)
-RAISABLE = {
-    name: kind
-    for name, kind in vars(builtins).items()
-    if isinstance(kind, type) and issubclass(kind, Exception) and kind not in UNRAISED
-}
-
-
-def encode(value: Any) -> Any:
-    """A value as JSON: itself, or {type: content}. TypeError for what is not of exactly a built-in type, at any depth:
-    a subclass may have its own idea of ==."""
-    kind = type(value)
-    if kind in PLAIN:
-        return value
-    if kind is int:
-        return value if -(2**53) < value < 2**53 else {"int": hex(value)}
-    if kind is list:
-        return [encode(item) for item in value]
-    if kind in GROUPS:
-        return {GROUPS[kind]: [encode(item) for item in value]}
-    if kind in DICTS:
-        return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
-    if kind is bytes:
-        return {"bytes": value.hex()}
-    if kind is complex:
-        return {"complex": [value.real, value.imag]}
-    raise TypeError(f"a value of type {kind.__name__}")
-
-
-def decode(value: Any) -> Any:
-    """What `encode` was given, of built-in types only. ValueError or TypeError for what it does not write."""
-    if type(value) is list:
-        return [decode(item) for item in value]
-    if type(value) is not dict:
-        return value
-    ((kind, content),) = value.items()
-    if kind == "int":
-        return int(content, 16)
-    if kind == "bytes":
-        return bytes.fromhex(content)
-    if kind == "complex":
-        real, imag = content
-        return complex(float(real), float(imag))
-    if kind == "dict":
-        return {decode(key): decode(item) for key, item in content}
-    for group, name in GROUPS.items():
-        if kind == name:
-            return group(decode(item) for item in content)
-    raise ValueError(f"a value of kind {kind!r}")
-
-
-class Lost(BaseException):
-    """The candidate is of no use any more. Tests that catch every Exception do not catch this."""
-
-
-class Proxy:
-    """The candidate's function as a process of ours sees it: a call goes to its process, a value comes back.
-
-    Its exceptions are raised again as the nearest built-in ones, without text. `calls` counts; `lost` says why an
-    answer was no value (then no test is passed, whoever caught what); `unsendable` is an argument that cannot cross.
-    """
-
-    def __init__(self, requests: int, responses: int):
-        self.requests, self.responses = requests, os.fdopen(responses, "rb")
-        self.calls, self.lost, self.unsendable = 0, "", ""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            line = json.dumps([encode(list(args)), encode(kwargs)]).encode() + b"\n"
-        except TypeError as error:
-            self.unsendable = f"the test calls with {error}"
-            raise Lost(self.unsendable) from error
-        self.calls += 1
-        try:
-            while line:
-                line = line[os.write(self.requests, line) :]
-            kind, content = json.loads(self.responses.readline(MAX_ANSWER_BYTES))
-            value = decode(content)
-        except (OSError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
-            kind, value = "bad", f"no answer ({type(error).__name__})"
-        if kind == "raised" and type(value) is list:
-            raise next((RAISABLE[name] for name in value if type(name) is str and name in RAISABLE), Exception)
-        if kind != "value":
-            self.lost = value[:300] if type(value) is str and value else "no answer"
-            raise Lost(self.lost)
-        return value
-
-
-# ------------------------------------------------------------------------------------------ in the process, as a script
+# ---------------------------------------------------------------------------------------- inside, as a script
 
 
 def main(descriptor: int) -> None:
-    """The keeper: makes the process, waits for its end, its deadline or a SIGTERM, and sees to it that it is gone."""
+    """The keeper: starts the process, waits for its end, its deadline or a SIGTERM, and kills it."""
     with os.fdopen(descriptor, "rb") as file:
         order = json.load(file)
-    how = order["how"]
+    limits = Limits(**order["limits"])
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
     try:
-        if how["isolate"]:
+        if limits.isolation == "required":
             enter_namespaces()
-        libc("prctl", PR_SET_DUMPABLE, 0)  # nobody looks into this process, nor into its child
+        libc("prctl", PR_SET_DUMPABLE, 0)  # no process can look into this one, nor into its child
         libc("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
     except OSError as error:
         os.write(1, str(error).encode())
         os._exit(NO_SANDBOX)
-    if os.getppid() != order["parent"]:  # gone before it could matter
+    if os.getppid() != order["parent"]:  # the parent ended before PDEATHSIG was set
         os._exit(CRASHED)
-    told, tell = os.pipe()
+    status_out, status_in = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(told)
+        os.close(status_out)
         try:
-            confine(how)
-            os.write(tell, b"ready")  # fails if the keeper is gone: PDEATHSIG came too late for that
+            confine(limits)
+            os.write(status_in, b"ready")  # fails if the keeper is gone: PDEATHSIG came too late for that
         except OSError as error:
-            os.write(tell, str(error).encode())
+            os.write(status_in, str(error).encode())
             os._exit(CRASHED)
-        os.close(tell)
+        os.close(status_in)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, signal.SIGTERM})
         return MODES[order["mode"]](**order["job"])
-    os.close(tell)
-    problem = os.read(told, 1000)
+    os.close(status_in)
+    problem = os.read(status_out, 1000)
     if problem != b"ready":
         os.write(1, problem)
         os._exit(NO_SANDBOX)
-    ended = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, how["seconds"])
+    ended = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, limits.seconds)
     os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]
     os._exit(TIMED_OUT if ended is None else ENDED if status == 0 else CRASHED)
@@ -283,7 +192,7 @@ def libc(name: str, *args: Any) -> None:
 
 
 def enter_namespaces() -> None:
-    """User, mount, process, network and IPC namespaces of our own; their root has Python's library in it, read-only."""
+    """Enters new user, mount, process, network and IPC namespaces, whose root holds Python's library, read-only."""
     library = os.path.dirname(os.path.dirname(os.__file__))
     shown = sorted({path for path in (library, "/lib", "/lib64", "/usr/lib", "/usr/lib64") if os.path.isdir(path)})
     sources = [os.path.realpath(path) for path in shown]
@@ -301,7 +210,7 @@ def enter_namespaces() -> None:
     for path, source in zip(shown, sources, strict=True):
         os.makedirs(path, exist_ok=True)
         libc("mount", os.fsencode("/old" + source), os.fsencode(path), None, 4096 | recursive, None)
-        # What the mount had stays, or the kernel refuses: nosuid, nodev, noexec, noatime, nodiratime, relatime.
+        # The kernel refuses to drop flags that the mount has: nosuid, nodev, noexec, noatime, nodiratime, relatime.
         flags = os.statvfs(path).f_flag
         kept = flags & (2 | 4 | 8 | 1024 | 2048) | (1 << 21 if flags & 4096 else 0)
         libc("mount", None, os.fsencode(path), None, rebind | kept | 1, None)  # MS_RDONLY
@@ -310,12 +219,17 @@ def enter_namespaces() -> None:
     libc("mount", None, b"/", None, rebind | nosuid_nodev | 1, None)
 
 
-def confine(how: dict) -> None:
-    """Limits, no capabilities, death with the parent, the system call filter: what no code can undo."""
+def confine(limits: Limits) -> None:
+    """Sets what the code cannot undo: limits, no capabilities, death with the parent, the system call filter."""
     os.chdir("/")
-    seconds = int(how["seconds"]) + 2  # of CPU: for the case that the keeper is killed and PDEATHSIG fails
-    limits = {resource.RLIMIT_AS: how["memory_mib"] << 20, resource.RLIMIT_CPU: seconds, resource.RLIMIT_NOFILE: 64}
-    for which, value in {**limits, resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}.items():
+    rlimits = {
+        resource.RLIMIT_AS: limits.memory_mib << 20,
+        resource.RLIMIT_CPU: int(limits.seconds) + 2,  # ends the process if the keeper is killed and PDEATHSIG fails
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_CORE: 0,
+    }
+    for which, value in rlimits.items():
         hard = resource.getrlimit(which)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(which, (value, value))
@@ -353,7 +267,7 @@ def call_filter(machine: str) -> list[tuple[int, int, int, int]]:
 
 
 def load(code: str, name: str, names: dict | None = None) -> dict:
-    """Runs code as module `name`, or in the `names` of one; the names it leaves."""
+    """Runs code as the module `name`, or within `names` of another; returns the names that it leaves."""
     if names is None:
         module = sys.modules[name] = types.ModuleType(name)
         names = module.__dict__
@@ -368,14 +282,14 @@ def run_program(code: str) -> None:
 
 
 def take_over(descriptor: int) -> int:
-    """A copy of the descriptor, which is nobody's stdin or stdout any more."""
+    """A copy of the descriptor, so that the code finds only stderr in its place."""
     copy = os.dup(descriptor)
     os.dup2(2, descriptor)
     return copy
 
 
 def serve(code: str, name: str) -> None:
-    """Answers calls of the code's function `name` as long as `Proxy` asks for them."""
+    """Answers the calls that `Proxy` sends, with the code's function `name`."""
     requests, responses = os.fdopen(take_over(0), "rb"), take_over(1)
     function = load(code, "candidate")[name]
     for line in requests:
@@ -395,29 +309,31 @@ def serve(code: str, name: str) -> None:
 
 
 def judge(prompt: str, test: str, name: str, requests: int, responses: int) -> None:
-    """Runs trusted test code on the candidate, then says [outcome, why].
+    """Runs trusted test code on the candidate, then writes [outcome, reason].
 
-    "ok": it called the candidate, and it, or the function check(candidate) that it defines, came to its end, and every
-    answer was a value or an exception. "error": it failed, or ended, before it called anything.
+    "ok": the test called the candidate, each answer was a value or an exception, and the test, with the function
+    check(candidate) if it defines one, came to its end. "error": it failed, or ended, before it called anything.
     """
-    verdict, candidate, problem = take_over(1), Proxy(requests, responses), None
-    os.write(verdict, b"ready\n")
+    result = take_over(1)
+    candidate = Proxy(requests, responses)
+    problem = None
+    os.write(result, b"ready\n")
     try:
         names = load(prompt, "tests")
         names[name] = candidate
         load(test, "tests", names)
         if "check" in names:
             names["check"](candidate)
-    except BaseException as error:  # whatever a test raises
-        # Of what it says, texts only: to show a value of the candidate's may fail, and the verdict with it.
-        said = error.args[0] if error.args and type(error.args[0]) is str else ""
-        problem = candidate.lost or f"{type(error).__name__}: {said}"[:300]
+    except BaseException as error:  # a test may raise anything
+        # Only a text is shown: the repr of another value may itself fail.
+        text = error.args[0] if error.args and type(error.args[0]) is str else ""
+        problem = candidate.lost or f"{type(error).__name__}: {text}"[:300]
     if candidate.unsendable or not candidate.calls:
         answer = ["error", candidate.unsendable or problem or "the test never calls the candidate"]
     else:
         problem = problem or candidate.lost
         answer = ["wrong" if problem else "ok", problem or ""]
-    os.write(verdict, json.dumps(answer).encode() + b"\n")
+    os.write(result, json.dumps(answer).encode() + b"\n")
 
 
 MODES = {"program": run_program, "serve": serve, "judge": judge}

@@ -1,6 +1,7 @@
-"""Reads the JSON and text files of a model folder, with errors that name the file."""
+"""Reads the files of a model folder or of the Hugging Face hub, with errors that name the file. No torch."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from config import DataError
@@ -25,3 +26,28 @@ def read_text(name: str | Path) -> str:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a byte 0 in the name
         raise DataError(f"{name}: cannot be read ({error})") from error
+
+
+def download(
+    name: str,
+    patterns: Sequence[str],
+    problem: str,
+    instead: str,
+    repo_type: str = "model",
+    revision: str | None = None,
+) -> Path:
+    """The local copy of a repository of the hub, of its files that match `patterns`; without network, the copy that was
+    made before. DataError begins with `problem` and ends with `instead` where neither can be had."""
+    import huggingface_hub  # on demand: local files need no network library
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = huggingface_hub.snapshot_download(
+            name, repo_type=repo_type, revision=revision, allow_patterns=list(patterns)
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        cause = " ".join(str(error).split())[:200]
+        raise DataError(
+            f"{problem} and could not be fetched from the hub ({type(error).__name__}: {cause}); {instead}"
+        ) from error
+    return Path(folder)

@@ -1,7 +1,7 @@
-"""What a model computes, read from its config.json; refused where `model.Decoder` would compute something else. And
-where its weights are: the safetensors files of its folder, each of them whole.
+"""What a model folder holds: the architecture by its config.json, and the safetensors files with its weights.
 
-Torch-free, so that `grpo.py --check` finds an unsupported model in a second. Used by model.py, and by data.py for that.
+Owns which architectures are supported: it refuses a model for which `model.Decoder` would compute something else than
+its authors do. Checks that each weight file is complete. No torch, so that `grpo.py --check` answers in a second.
 """
 
 import json
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from config import ConfigError, DataError
-from hf.files import read_json
+from hf.files import download, read_json
 
-# Fields of config.json that change the computation, each with the values that `Decoder` is written for.
+# Fields of config.json that change the computation, each with the values that `Decoder` computes.
 SUPPORTED_VALUES = {
     "model_type": ("llama", "qwen2", "qwen3"),
     "hidden_act": ("silu",),
@@ -116,7 +116,7 @@ class ModelConfig:
 
 
 def _check_numbers(hf: dict, source: str) -> None:
-    """Every size and number that is there is of its type, finite and above 0; bool is no number."""
+    """Raises ConfigError for a size or number that is not of its type, not finite or not above 0; bool is no number."""
     for fields, types, kind in ((INTEGERS + MORE_INTEGERS, int, "whole number"), (NUMBERS, int | float, "number")):
         for field in fields:
             value = hf.get(field)
@@ -127,21 +127,22 @@ def _check_numbers(hf: dict, source: str) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """model.safetensors, or the files that its index names. ConfigError unless each is there and, by its header, whole.
+    """model.safetensors, or the files that its index names. ConfigError where one is missing or incomplete.
 
-    Which tensors they hold is not looked at: `model.load_weights` does.
+    Which tensors they hold is not checked here: `model.load_weights` does that.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    files = [single]
-    if not single.is_file():
-        try:
-            files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except FileNotFoundError as error:
-            adapter = any(folder.glob("adapter_model.*"))
-            why = "merge the adapter into its model" if adapter else "other formats are not read: they can run code"
-            raise ConfigError(f"{folder}: no {single.name} nor {index.name} ({why})") from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"{index}: no 'weight_map' of name to file is readable ({error!r})") from error
+    if single.is_file():
+        files = [single]
+    elif index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ConfigError(f"{index}: no 'weight_map' of name to file")
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+    else:
+        adapter = any(folder.glob("adapter_model.*"))
+        why = "merge the adapter into its model" if adapter else "other formats are not read: they can run code"
+        raise ConfigError(f"{folder}: no {single.name} nor {index.name} ({why})")
     for file in files:
         problem = _safetensors_problem(file)
         if problem:
@@ -160,7 +161,8 @@ def stored_shape(folder: Path, name: str) -> list[int] | None:
 
 
 def _safetensors_problem(path: Path) -> str | None:
-    """What contradicts the format: 8 bytes little-endian length of the header, the header in JSON, the tensors."""
+    """What is wrong with the file, or None. The format: 8 bytes little-endian length of the header, the header in JSON,
+    the tensors."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -178,12 +180,14 @@ def _safetensors_problem(path: Path) -> str | None:
 
 
 def resolve_model_folder(name: str, key: str = "policy.model_name") -> Path:
-    """A local HF folder, or a hub name (`org/model`), the value of config key `key`, -> a checked local folder. Raises
-    DataError."""
+    """A checked local folder for the value of config key `key`: a Hugging Face folder, or a hub name `org/model`.
+    Raises DataError, or ConfigError where the model is not supported."""
     folder = Path(name)
-    # os.path: unlike Path's, these say no to a name that is too long for the file system
+    # os.path says no to a name that is too long for the file system; Path's own methods raise.
     if not os.path.exists(folder) and name.count("/") == 1 and not name.startswith((".", "/")):
-        folder = _download(name, key)
+        problem = f"{key}: '{name}' is no local folder"
+        instead = "without network, download it elsewhere and give the folder's path"
+        folder = download(name, ["*.json", "*.safetensors", "*.jinja"], problem, instead)
     if not os.path.isdir(folder):
         raise DataError(f"{key}: no folder '{name}' (give a Hugging Face folder or a hub name org/model)")
     read_model_config(folder)
@@ -191,19 +195,6 @@ def resolve_model_folder(name: str, key: str = "policy.model_name") -> Path:
     if not (folder / "tokenizer.json").is_file():
         raise DataError(f"{folder}: no tokenizer.json (save the tokenizer in its 'fast' format)")
     return folder
-
-
-def _download(name: str, key: str) -> Path:
-    import huggingface_hub  # on demand: a local folder needs no network library
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise DataError(
-            f"{key}: '{name}' is no local folder and could not be fetched from the hub "
-            f"({type(error).__name__}); without network, download it elsewhere and give the folder's path"
-        ) from error
 
 
 def read_model_config(folder: Path) -> ModelConfig:

@@ -1,19 +1,17 @@
 """Chat messages -> token ids and back: the tokenizer of a model folder and its chat template.
 
-A template is a program that writes one text. That text is encoded as transformers would, with one difference: what a
-message says never becomes a control token. Control tokens are the tokenizer's special tokens, what ends a reply, and
-added tokens that look like `<|this|>`; other added tokens (`<think>`) are words a message may use.
-
-To know which of the control tokens in a text were written by the template, the template runs again with one character
-that nobody uses put into those of the messages (`<?|im_end|>`). Where that comes out, the text is cut before it is
-encoded, so it is spelled in ordinary tokens. The text itself is always the template's of the real messages.
+A template is a program that writes one text from the messages. `Tokenizer.render` encodes that text to the same ids as
+transformers, and guarantees that the text of a message never becomes a control token, alone or together with its
+neighbours: it refuses such a text, or escapes it where the caller cannot choose its texts (an environment's answer, a
+reply that a reward model scores). Control tokens are the tokenizer's special tokens, the tokens that end a reply, and
+added tokens that look like `<|this|>`. Other added tokens (`<think>`) are words that a message may use.
 """
 
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
-from itertools import pairwise
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +23,18 @@ import tokenizers
 from config import DataError
 from hf.files import read_json, read_text
 
-# -------------------------------------------------------------------------------------------------------- tokenizer
-
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LOOKS_SPECIAL = re.compile("<[|\uff5c].*[|\uff5c]>")  # DeepSeek's turn marks are not flagged special
 PRIVATE_USE = range(0xF0000, 0x10FFFE)
+ESCAPE = "\u200b"  # a space of no width: inside a control token, it makes ordinary text of it
+
+
+class ControlTokenInText(DataError):
+    """A message or a tool has text that the tokenizer would read as the control token `token`."""
+
+    def __init__(self, token: str):
+        super().__init__(f"the text holds the control token {token!r}")
+        self.token = token
 
 
 class Tokenizer:
@@ -37,8 +42,8 @@ class Tokenizer:
 
     template: "default" for the model's own (none where it has none), None for none, a file's name, or the text.
     template_kwargs: what templates may ask for by name (`enable_thinking`, `date_string`). `vocab_size` is one past the
-    largest id the tokenizer knows. A checkpoint's vocabulary may be padded beyond it; those ids are banned on both
-    sides (DESIGN 4), or the engine samples ids that cannot be decoded (vllm#13175).
+    largest id the tokenizer knows. A checkpoint's vocabulary may be padded beyond it: engine and trainer both ban those
+    ids, because they cannot be decoded (vllm-project/vllm#13175).
     """
 
     def __init__(self, folder: Path, template: str | None = "default", template_kwargs: dict[str, Any] | None = None):
@@ -132,23 +137,32 @@ class Tokenizer:
             for token_id, text in self.added.items()
             if decoder[token_id].special or token_id in self.eos_token_ids or LOOKS_SPECIAL.fullmatch(text)
         }
-        longest_first = sorted(control, key=lambda token: (-len(token), token))
-        first, any_rank = re.escape("".join({token[0] for token in control})), "|".join(map(re.escape, longest_first))
-        # Looking ahead, so that those that overlap are found as well; the first lookahead is for speed.
-        self.control = re.compile(f"(?=[{first}])(?=({any_rank}))" if control else "(?!)")
-        self.starts = {token[:k] for token in control for k in range(1, len(token))}
-        self.ends = {token[k:] for token in control for k in range(1, len(token))}
-        self.longest = max(map(len, control), default=0)
+        first = re.escape("".join({token[0] for token in control}))
+        any_token = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))
+        # It consumes one character, so that overlapping tokens are found as well; the first lookahead is for speed.
+        self.control = re.compile(f"(?=[{first}])(?=({any_token}))(.)" if control else "(?!)", re.DOTALL)
+        self.starts = tuple({token[:k] for token in control for k in range(1, len(token))})
+        self.ends = tuple({token[k:] for token in control for k in range(1, len(token))})
+
+    def control_tokens(self, *values: Any) -> list[str]:
+        """The control tokens in the strings of `values`, which may be nested in dicts and lists, in order."""
+        return [match[1] for string in _strings(values) for match in self.control.finditer(string)]
 
     def render(
-        self, messages: Sequence[dict], tools: Sequence[dict] | None = None, *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[dict],
+        tools: Sequence[dict] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        escape: bool = False,
     ) -> list[int]:
-        """Chat messages -> ids, with the template's own opening of the assistant's turn at the end where it is asked.
+        """Chat messages -> ids. add_generation_prompt: with the template's opening of the assistant's turn at the end.
 
-        Without a template (a base model): the messages' text, behind what the tokenizer opens a text with (Llama's
-        BOS). What it closes a text with is left off: the reply goes on from there. Raises whatever a template raises.
+        Without a template (a base model): the messages' text, after what the tokenizer puts before a text (Llama's
+        BOS). What it puts behind a text is left off: the reply goes on from there. A text with a control token is
+        escaped where the caller asks for it; else it raises ControlTokenInText. Raises whatever a template raises.
         """
-        ids = self._encode(*self._write(messages, tools, add_generation_prompt))
+        ids = self._encode(self._write(messages, tools, add_generation_prompt, escape))
         if self.templates or not ids:
             return ids
         plain, whole = (self.backend.encode("a", add_special_tokens=special).ids for special in (False, True))
@@ -164,104 +178,79 @@ class Tokenizer:
         """Ids to append to a sampled reply: all that the template writes from its end to the opening of the next one.
 
         messages: those before the reply. The reply itself is never encoded: the template gets one private character
-        in its place. The end token it was sampled with is not repeated. A template that rewrites earlier turns (drops
-        their thinking) does so for its readers only; what was sampled stays as it was sampled. Raises what it raises.
+        in its place. The end token it was sampled with is not repeated. Control tokens in the observation are escaped.
+        Where a template rewrites earlier turns (drops their thinking), the sampled ids stay as they were sampled.
+        Raises DataError where the template refuses the observation or leaves out the reply.
         """
         hole = _unused(messages, observation, tools)
         reply = {"role": "assistant", "content": hole}
         try:
-            text, cuts = self._write([*messages, reply, *observation], tools)
+            text = self._write([*messages, reply, *observation], tools, escape=True)
         except jinja2.TemplateError as error:
             raise DataError(
                 f"the chat template refuses what the environment answers {observation} ({error})"
             ) from error
         if hole not in text:
             raise DataError("the chat template leaves out the assistant's last message: it is not for several turns")
-        start = text.rindex(hole) + 1
+        text = text[text.rindex(hole) + 1 :]
         if len(reply_ids) and (end := self.added.get(int(reply_ids[-1]))):
-            closing = re.compile(rf"\s*{re.escape(end)}").match(text, start)  # Llama 2 has a space before it
-            start = closing.end() if closing else start
-        return self._encode(text[start:], [cut - start for cut in cuts if cut > start])
+            closing = re.compile(rf"\s*{re.escape(end)}").match(text)  # Llama 2 has a space before it
+            text = text[closing.end() :] if closing else text
+        return self._encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ids -> text without special tokens: for graders and people, never to be encoded again (slime#117)."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
-    def _encode(self, text: str, cuts: Sequence[int]) -> list[int]:
-        pieces = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
-        return [token_id for piece in pieces for token_id in self.backend.encode(piece, add_special_tokens=False).ids]
+    def _encode(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False).ids
 
     def _write(
-        self, messages: Sequence[dict], tools: Sequence[dict] | None, add_generation_prompt: bool = True
-    ) -> tuple[str, list[int]]:
-        """The text, and where to cut it: inside each control token that the template did not write."""
-        if not self.templates:
-            text = "".join(message["content"] for message in messages)
-            return text, self._in_control_tokens(text, {inside for _, (inside, _, _) in self._suspects(text)})
-        template = self.templates["tool_use" if tools and "tool_use" in self.templates else "default"]
+        self,
+        messages: Sequence[dict],
+        tools: Sequence[dict] | None,
+        add_generation_prompt: bool = True,
+        escape: bool = False,
+    ) -> str:
+        """The template's text, in which all control tokens are the template's. ControlTokenInText where some would not
+        be, unless `escape`."""
 
         def write(parts: Sequence[Any]) -> str:
-            names = dict(messages=parts[:-1], tools=parts[-1], documents=None)
-            return template.render(add_generation_prompt=add_generation_prompt, **names, **self.names)
+            if not self.templates:
+                return "".join(message["content"] for message in parts[:-1])
+            template = self.templates["tool_use" if tools and "tool_use" in self.templates else "default"]
+            names = dict(messages=parts[:-1], tools=parts[-1], documents=None) | self.names
+            return template.render(add_generation_prompt=add_generation_prompt, **names)
 
         parts = [*messages, list(tools) if tools else None]
-        text = write(parts)
-        return text, self._cuts(text, parts, write)
+        escaped = self._escape(parts)
+        if escaped == parts:
+            return write(parts)
+        token = next(iter(self.control_tokens(parts)), None)
+        if token is None:  # a text begins or ends with a part of one: do its neighbours complete it?
+            text, safe_text = write(parts), write(escaped)
+            tokens = zip_longest(self.control_tokens(text), self.control_tokens(safe_text))
+            token = next((first or second for first, second in tokens if first != second), None)
+            if token is None:
+                return text
+        if not escape:
+            raise ControlTokenInText(token)
+        return write(escaped)
 
-    def _cuts(self, text: str, parts: Sequence[Any], write: Callable[[Sequence[Any]], str]) -> list[int]:
-        """Where control tokens of `text` come from the strings in `parts` (messages, then tools)."""
-        found = [{token for string in _strings(part) for token, _ in self._suspects(*string)} for part in parts]
-        if not any(found):
-            return []
-        mark = _unused(text, parts)
-
-        def places(tokens: Sequence[set[str]], side: int) -> set[int] | None:
-            """Where in `text` the marks are that are put into these tokens of the parts (side 0), before them (-1) or
-            behind them (1). None where the template minds them: what it writes then is another text."""
-
-            def marked(string: str, is_key: bool, tokens: set[str]) -> str:
-                at = sorted({sides[side] for token, sides in self._suspects(string, is_key) if token in tokens})
-                return mark.join(string[a:b] for a, b in pairwise([0, *at, len(string)]))
-
-            written = write(
-                [
-                    _map_strings(p, lambda s, is_key, t=t: marked(s, is_key, t))
-                    for p, t in zip(parts, tokens, strict=True)
-                ]
-            )
-            found_at = {m.start() - k - side for k, m in enumerate(re.finditer(mark, written))}
-            return found_at if written.replace(mark, "") == text else None
-
-        cuts = places(found, 0)
-        if cuts is None:
-            cuts = set()
-            for i, token in [(i, token) for i, tokens in enumerate(found) for token in sorted(tokens)]:
-                only = [{token} if k == i else set() for k in range(len(parts))]
-                seen = next((at for side in (0, -1, 1) if (at := places(only, side)) is not None), None)
-                # In the assistant's it is for the template to say: think tags are special tokens in some models.
-                if seen is None and not (isinstance(parts[i], dict) and parts[i].get("role") == "assistant"):
-                    raise jinja2.TemplateError(f"it looks for {token!r}, which here is text of a message")
-                cuts |= seen or set()
-        return self._in_control_tokens(text, cuts)
-
-    def _in_control_tokens(self, text: str, cuts: set[int]) -> list[int]:
-        """Only elsewhere would a cut change how `text` is spelled."""
-        inside = {at for found in self.control.finditer(text) for at in range(found.start() + 1, found.end(1))}
-        return sorted(cuts & inside)
-
-    def _suspects(self, string: str, is_key: bool = False) -> Iterator[tuple[str, tuple[int, int, int]]]:
-        """(token, where to mark it: inside, behind, before) of the control tokens in `string`, and of what is a part of
-        one at either end, which its neighbour in the text could complete. A marked key would not be found any more."""
-        for found in self.control.finditer(string):
-            if len(found[1]) == 1:
-                raise jinja2.TemplateError(f"a text has {found[1]!r}, a control token that cannot be spelled otherwise")
-            yield found[1], (found.start() + 1, found.end(1), found.start())
-        head, tail = len(string) - len(string.lstrip()), len(string.rstrip())
-        for length in range(1, 0 if is_key else min(tail - head, self.longest - 1) + 1):
-            if (part := string[tail - length : tail]) in self.starts:
-                yield part, (tail - length + 1, tail, tail - length)
-            if (part := string[head : head + length]) in self.ends:
-                yield part, (head, head + length, head)
+    def _escape(self, value: Any, is_key: bool = False) -> Any:
+        """A copy of nested dicts and lists in which no string holds a control token, nor can complete one together with
+        its neighbours in the text. Templates look keys up, so a key that only begins or ends like a token stays."""
+        if isinstance(value, dict):
+            return {self._escape(key, True): self._escape(entry) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._escape(entry) for entry in value]
+        if not isinstance(value, str):
+            return value
+        text = self.control.sub(lambda match: match[2] + ESCAPE if len(match[1]) > 1 else "\ufffd", value)
+        bare = text.strip()  # templates may trim
+        before = ESCAPE if not is_key and bare.startswith(self.ends) else ""
+        after = ESCAPE if not is_key and bare.endswith(self.starts) else ""
+        return text.replace(bare, before + bare + after) if before or after else text
 
 
 class _Generation(jinja2.ext.Extension):
@@ -287,22 +276,18 @@ def _raise_template_error(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _map_strings(value: Any, change: Callable[[str, bool], str], is_key: bool = False) -> Any:
-    """A copy of nested dicts and lists with `change(string, is it a key)` for its strings."""
-    if isinstance(value, dict):
-        return {_map_strings(k, change, True): _map_strings(entry, change) for k, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_map_strings(entry, change) for entry in value]
-    return change(value, is_key) if isinstance(value, str) else value
-
-
-def _strings(value: Any) -> list[tuple[str, bool]]:
-    found: list[tuple[str, bool]] = []
-    _map_strings(value, lambda string, is_key: found.append((string, is_key)) or string)
-    return found
+def _strings(value: Any) -> Iterator[str]:
+    """All strings in nested dicts, with their keys, and lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _strings(list(value.items()))
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _strings(entry)
 
 
 def _unused(*values: Any) -> str:
     """A character of the private use planes that no string in `values` has."""
-    used = set().union(*(string for string, _ in _strings(values)))
+    used = set().union(*_strings(values))
     return next(char for char in map(chr, PRIVATE_USE) if char not in used)

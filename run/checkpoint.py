@@ -1,51 +1,54 @@
-"""Training state on disk: the only writer and reader of checkpoints; which folder is one, resume.py says without torch.
+"""Writes and reads checkpoints. Finding them and telling which are whole (torch-free) is resume.py.
 
 A checkpoint is a folder `step_000010/` with one safetensors file per rank (its rows of the float32 master weights, of
-the optimizer's moments and of the reference policy) and `meta.json`, written last: step, cursor, counters,
+the optimizer's state and of the reference policy) and `meta.json`, written last: step, cursor, counters,
 fingerprints, and size and sha256 of every file. Training stops only for a copy to host memory: a thread of each rank
 writes and flushes it as `step_000010.tmp`; at the end of a later step, when all ranks have, rank 0 adds meta.json and
 renames. Older ones go only after that. So a kill at any instant leaves every committed checkpoint as it was.
 """
+
+# Not torch.distributed.checkpoint: its metadata is a pickle, which can run code when it is loaded; it keeps no checksum
+# of a file; and a checkpoint must be flushed, renamed and only then replace older ones, in this order.
 
 import hashlib
 import json
 import os
 import shutil
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from config import CheckpointingConfig, ConfigError
-from run.resume import VERSION, committed, damaged, read_meta, steps
+from run.resume import VERSION, checkpoints, committed, damaged, read_meta
 from system.exits import Saved, StopRun
-from system.ranks import Ranks, any_rank, broadcast_from_rank0
+from system.ranks import Ranks, any_rank, broadcast_from_rank0, local_rows
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 MAX_FAILURES = 3  # saves in a row that the disk refused, before the run stops
 
 
 @dataclass(slots=True)
 class Pending:
-    """A checkpoint on its way: what its meta.json will say, this rank's writer, and how that ended."""
+    """A checkpoint that is being written: its meta.json, and the thread of this rank's file with its result."""
 
     temporary: Path
     meta: dict
     thread: threading.Thread | None = None
-    entry: dict | None = None
+    entry: dict = field(default_factory=dict)  # of meta.json's "files"
     error: str | None = None
 
-    def write(self, tensors: dict[str, torch.Tensor], file: Path) -> None:
+    def write(self, tensors: dict[str, Tensor], file: Path) -> None:
         try:
             save_file(tensors, file)
             flush(file)
-            self.entry = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-        except Exception as error:  # safetensors raises its own for a full disk; told to all ranks by `poll`
+            self.entry = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}}
+        except Exception as error:  # safetensors raises its own for a full disk; `finish` shows it to all ranks
             self.error = f"{file}: {error}"
 
 
@@ -66,15 +69,15 @@ class Saver:
         if error is None or isinstance(error, (StopRun, Saved)):  # what all ranks raise together
             self.finish()
 
-    def save(self, step: int, model, optimizer, state: dict, extra: dict[str, torch.Tensor], metric: float | None):
+    def save(self, step: int, model, optimizer, state: dict, reference: dict[str, Tensor], metric: float | None):
         """Begins checkpoint `step`: on return the state is copied, and training may go on.
 
-        `state`: JSON-able counters and fingerprints, handed back by `load`. `extra`: further row shards by parameter
-        name (the reference policy's). `metric`: what keep_top_k compares. A disk without room costs this checkpoint,
-        not the run; MAX_FAILURES of them in a row end it (StopRun).
+        `state`: JSON-able counters and fingerprints, which `load` returns. `reference`: this rank's rows of the
+        reference policy by parameter name, empty without one. `metric`: what keep_top_k compares. A disk without room
+        costs this checkpoint, not the run; MAX_FAILURES of them in a row end it (StopRun).
         """
         self.finish()
-        tensors = _shards(model, optimizer, extra)
+        tensors = _copy_to_host(model, optimizer, reference)
         temporary = self.folder / f"step_{step:06d}.tmp"
         meta = {"version": VERSION, "step": step, "world_size": self.ranks.world_size, "state": state, "metric": metric}
         self.pending = Pending(temporary, json.loads(json.dumps(meta)))  # the run goes on changing `state`
@@ -82,26 +85,25 @@ class Saver:
         dist.all_reduce(size)
         if problem := self._on_rank_0(lambda: self._make_room(temporary, int(size))):
             return self._give_up(problem)
-        file = temporary / _shard_name(self.ranks.rank)
+        file = temporary / f"rank_{self.ranks.rank:05d}.safetensors"
         # Not a daemon: where the run ends in an error, the interpreter still waits for the file to be closed.
         self.pending.thread = threading.Thread(target=self.pending.write, args=(tensors, file), name="checkpoint")
         self.pending.thread.start()
 
     def poll(self) -> None:
         """Commits the pending checkpoint if all ranks have written theirs; else leaves it for later."""
-        if self.pending is not None and self.pending.thread is not None:
-            if not any_rank(self.pending.thread.is_alive()):
-                self.finish()
+        if self.pending is not None and not any_rank(self.pending.thread.is_alive()):
+            self.finish()
 
     def finish(self) -> None:
         """Waits for the pending checkpoint and commits it."""
-        if self.pending is None or self.pending.thread is None:
+        if self.pending is None:
             return
         self.pending.thread.join()
-        answers: list = [None] * self.ranks.world_size
-        dist.all_gather_object(answers, (self.pending.entry, self.pending.error))
-        problem = next((error for _, error in answers if error), None)
-        self.pending.meta["files"] = {_shard_name(rank): entry for rank, (entry, _) in enumerate(answers)}
+        results: list = [None] * self.ranks.world_size
+        dist.all_gather_object(results, (self.pending.entry, self.pending.error))
+        problem = next((error for _, error in results if error), None)
+        self.pending.meta["files"] = {name: entry for entries, _ in results for name, entry in entries.items()}
         problem = problem or self._on_rank_0(self._commit)
         if problem:
             self._give_up(problem)
@@ -109,7 +111,7 @@ class Saver:
             self.saved, self.pending, self.num_failures = self.pending.meta["step"], None, 0
 
     def _make_room(self, temporary: Path, size: int) -> None:
-        for leftover in (*self.folder.glob("step_*.tmp"), *self.folder.glob("step_*.old")):  # of a kill
+        for leftover in (*self.folder.glob("step_*.tmp"), *self.folder.glob("step_*.old")):  # by a kill
             shutil.rmtree(leftover)
         temporary.mkdir(parents=True)
         free = shutil.disk_usage(temporary).free
@@ -139,7 +141,7 @@ class Saver:
                 shutil.rmtree(gone)
 
     def _on_rank_0(self, action) -> str | None:
-        """Has rank 0 do it; every rank learns of what the disk said to it."""
+        """Calls `action` on rank 0. Every rank gets the text of the OSError it raised, or None."""
         problem = None
         if self.ranks.rank == 0:
             try:
@@ -154,38 +156,39 @@ class Saver:
             shutil.rmtree(temporary, ignore_errors=True)
         self.num_failures += 1
         newest = next(iter(committed(self.folder)), None)
-        what = f"checkpoint {temporary.stem} was not saved ({problem}); the newest is {newest}"
+        failure = f"checkpoint {temporary.stem} was not saved ({problem}); the newest is {newest}"
         if self.num_failures >= MAX_FAILURES:
-            raise StopRun(f"{what}; {self.num_failures} failed in a row: make room in {self.folder}")
-        self.ranks.print_rank0(f"WARNING: {what}; training goes on, the next one is due as configured")
+            raise StopRun(f"{failure}; {self.num_failures} failed in a row: make room in {self.folder}")
+        self.ranks.print_rank0(f"WARNING: {failure}; training goes on, the next one is due as configured")
 
 
-def metric(saving: CheckpointingConfig, state: dict, train: dict[str, float]) -> float | None:
-    """What keep_top_k compares, of the last step's and validation's numbers; None as long as there are none."""
-    kind = train if saving.metric_name.startswith("train/") else state["last_validation"]
-    if saving.keep_top_k is None or not kind:
+def metric(ckpt_cfg: CheckpointingConfig, state: dict, train: dict[str, float]) -> float | None:
+    """What keep_top_k compares: a number of the last step or the last validation; None as long as there is none."""
+    source = train if ckpt_cfg.metric_name.startswith("train/") else state["last_validation"]
+    if ckpt_cfg.keep_top_k is None or not source:
         return None
-    known = {f"train/{name}": value for name, value in train.items()} | state["last_validation"]
-    if saving.metric_name not in known:
+    metrics = {f"train/{name}": value for name, value in train.items()} | state["last_validation"]
+    if ckpt_cfg.metric_name not in metrics:
         raise StopRun(
-            f"checkpointing.metric_name={saving.metric_name} is no metric here; known: {', '.join(sorted(known))}"
+            f"checkpointing.metric_name={ckpt_cfg.metric_name} is no metric here; known: {', '.join(sorted(metrics))}"
         )
-    return known[saving.metric_name]
+    return metrics[ckpt_cfg.metric_name]
 
 
 def load(
-    folder: Path, model, optimizer, ranks: Ranks, extra: dict[str, torch.Tensor] | None = None, *, mode: str | None
+    folder: Path, model, optimizer, ranks: Ranks, reference: dict[str, Tensor] | None = None, *, mode: str | None
 ) -> dict:
-    """Restores the newest checkpoint of `folder` into model and optimizer, on any number of ranks. A collective.
+    """Restores the newest checkpoint of `folder` into model, fresh optimizer and `reference`, on any number of ranks.
+    A collective.
 
-    mode "auto" takes the newest that is good, with a loud line for each that is not; else the newest must be. Returns
-    its `state` with `step` in it. Raises ConfigError, on all ranks, that names the damaged file.
+    mode "auto" takes the newest that is good and prints a warning for each that is not; with another mode the newest
+    must be good. Returns its `state` with `step` in it. Raises ConfigError, on all ranks, that names the damaged file.
     """
-    for path in broadcast_from_rank0(steps(folder)):  # rank 0's view of a shared disk
+    for path in broadcast_from_rank0(checkpoints(folder)):  # rank 0's view of a shared disk
         problem = _problem(path, ranks)
         if problem is None:
             meta = read_meta(path)
-            _restore(_Files(path, meta), model, optimizer, extra or {})
+            _restore(path, list(meta["files"]), model, optimizer, reference or {})
             return {"step": meta["step"], **meta["state"]}
         if mode != "auto":
             raise ConfigError(damaged(problem, path))
@@ -195,94 +198,92 @@ def load(
 
 def _problem(path: Path, ranks: Ranks) -> str | None:
     """What is wrong with a checkpoint, the same on all ranks; its files are divided among them."""
-    meta, problem = read_meta(path), None
-    if isinstance(meta, str):
-        problem = meta
-    else:
-        for name in sorted(meta["files"])[ranks.rank :: ranks.world_size]:
-            problem = problem or _damage(path / name, meta["files"][name]["sha256"])
+    meta = read_meta(path)
+    problem = meta if isinstance(meta, str) else None
+    for name in [] if problem else sorted(meta["files"])[ranks.rank :: ranks.world_size]:
+        try:
+            if _sha256(path / name) != meta["files"][name]["sha256"]:
+                problem = f"{path / name}: content differs from its checksum in meta.json"
+        except OSError as error:
+            problem = f"{path / name}: {error.strerror}"
     problems: list[str | None] = [None] * ranks.world_size
     dist.all_gather_object(problems, problem)
     return next(filter(None, problems), None)
 
 
-class _Files:
-    """The tensors of a checkpoint, whose rows lie one rank after another in its files."""
-
-    def __init__(self, path: Path, meta: dict):
-        self.path = path
-        self.files = [safe_open(path / name, framework="pt") for name in sorted(meta["files"])]
-        self.names = set(self.files[0].keys())
-
-    def scalar(self, name: str) -> torch.Tensor:
-        return self.files[0].get_tensor(name)
-
-    def read_rows(self, name: str, target: torch.Tensor, first: int) -> None:
-        """Copies rows [first, first + len(target)) of the whole tensor."""
-        done, start = 0, 0
-        for file in self.files:
-            stored = file.get_slice(name)
-            end = start + stored.get_shape()[0]
-            low, high = max(first, start), min(first + len(target), end)
-            if low < high:
-                target[low - first : high - first].copy_(stored[low - start : high - start])
-                done += high - low
-            start = end
-        assert done == len(target), (self.path, name, done, target.shape, start)
-
-
-def _shard_name(rank: int) -> str:
-    return f"rank_{rank:05d}.safetensors"
-
-
-def _shards(model, optimizer, extra: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies in host memory: the thread writes them while training changes the originals."""
-    tensors = {f"extra.{name}": tensor for name, tensor in extra.items()}
+def _copy_to_host(model, optimizer, reference: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Name in the file -> copy of this rank's rows: the thread writes them while training changes the originals."""
+    tensors = {f"reference.{name}": rows for name, rows in reference.items()}
     for name, param in model.named_parameters():
         tensors[f"param.{name}"] = _local(param)
-        if param in optimizer.state:
-            tensors[f"step.{name}"] = optimizer.state[param]["step"]
-            tensors |= {f"{moment}.{name}": _local(optimizer.state[param][moment]) for moment in MOMENTS}
+        for key, value in optimizer.state.get(param, {}).items():
+            kind, tensor = _describe_state(value, param)
+            tensors[f"{kind}.{key}.{name}"] = tensor
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
+def _describe_state(value: Tensor | float | int, param: Tensor) -> tuple[str, Tensor]:
+    """(kind, tensor to store) of a value that an optimizer keeps for a parameter. `_read_state` undoes it.
+
+    sharded: a DTensor like the parameter. local: a tensor like this rank's rows of it. number: no tensor. replicated:
+    any other tensor, which must be the same on all ranks.
+    """
+    if isinstance(value, DTensor):
+        assert value.shape == param.shape and value.placements == param.placements, (value.shape, value.placements)
+        return "sharded", value.to_local()
+    if not isinstance(value, Tensor):
+        return "number", torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    return "local" if value.dim() and value.shape == _local(param).shape else "replicated", value
+
+
+def _read_state(files: list, name: str, kind: str, param: Tensor) -> Tensor | float | int:
+    if kind in ("number", "replicated"):
+        tensor = files[0].get_tensor(name)
+        return tensor.item() if kind == "number" else tensor.to(param.device)
+    rows = _read_rows(files, name, local_rows(param)).to(param.device)
+    if kind == "local":
+        return rows
+    return DTensor.from_local(rows, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
+
+
+def _read_rows(files: list, name: str, rows: slice) -> Tensor:
+    """These rows of a whole tensor, which lies in the files cut into rows, one rank's after another's."""
+    parts, start = [], 0
+    for file in files:
+        stored = file.get_slice(name)
+        end = start + stored.get_shape()[0]
+        low = min(max(rows.start, start), end)
+        parts.append(stored[low - start : max(low, min(rows.stop, end)) - start])
+        start = end
+    tensor = torch.cat(parts)
+    assert len(tensor) == rows.stop - rows.start, (name, rows, tensor.shape, start)
+    return tensor
+
+
 @torch.no_grad()
-def _restore(files: _Files, model, optimizer, extra: dict[str, torch.Tensor]) -> None:
-    stored = {name.removeprefix("extra.") for name in files.names if name.startswith("extra.")}
-    if stored != extra.keys():
+def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[str, Tensor]) -> None:
+    files = [safe_open(path / shard, framework="pt") for shard in sorted(shards)]
+    names = sorted(files[0].keys())
+    has_reference = any(name.startswith("reference.") for name in names)
+    if has_reference != bool(reference):
         raise ConfigError(
-            f"{files.path}: was saved {'with' if stored else 'without'} a reference policy; set "
+            f"{path}: was saved {'with' if has_reference else 'without'} a reference policy; set "
             "loss_fn.reference_policy_kl_penalty as in that run"
         )
-    for name, param in model.named_parameters():
-        first = _first_row(param)
-        files.read_rows(f"param.{name}", _local(param), first)
-        if name in extra:
-            files.read_rows(f"extra.{name}", extra[name], first)
-        if f"step.{name}" in files.names:  # else saved before the first optimizer step
-            state = optimizer.state[param]
-            state["step"] = files.scalar(f"step.{name}").to(param.device)
-            for moment in MOMENTS:
-                state[moment] = torch.zeros_like(param)
-                files.read_rows(f"{moment}.{name}", _local(state[moment]), first)
+    params = dict(model.named_parameters())
+    for name, param in params.items():
+        _local(param).copy_(_read_rows(files, f"param.{name}", local_rows(param)))
+    for name, rows in reference.items():
+        rows.copy_(_read_rows(files, f"reference.{name}", local_rows(params[name])))
+    for stored in names:  # of the optimizer: nothing, where the first step was still to come
+        kind, _, rest = stored.partition(".")
+        if kind not in ("param", "reference"):
+            key, _, name = rest.partition(".")
+            optimizer.state[params[name]][key] = _read_state(files, stored, kind, params[name])
 
 
-def _first_row(param: torch.Tensor) -> int:
-    """Of this rank's shard, in the whole tensor: shards are those of torch.chunk."""
-    if not isinstance(param, DTensor):
-        return 0
-    return min(param.device_mesh.get_local_rank() * -(-len(param) // param.device_mesh.size()), len(param))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _damage(file: Path, sha256: str) -> str | None:
-    try:
-        return None if _sha256(file) == sha256 else f"{file}: content differs from its checksum in meta.json"
-    except OSError as error:
-        return f"{file}: {error.strerror}"
 
 
 def _sha256(file: Path) -> str:

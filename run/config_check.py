@@ -1,6 +1,6 @@
 """What is refused of a Config that was read well: values out of bounds, sizes that do not fit, keys that contradict.
 
-Each refusal names the keys with their values and says why. Nothing that a user sets is silently ignored.
+Each refusal names the keys with their values and the reason. Nothing that a user sets is silently ignored.
 """
 
 import json
@@ -8,12 +8,12 @@ import operator
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import Field, fields, is_dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from config import LISTS, Config, ConfigError, LossConfig
+from config import Config, ConfigError, LossConfig
+from run.config_keys import bounds, default_text, meanings, plain_name, settings
 
 _OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
@@ -24,36 +24,26 @@ def validate(cfg: Config, world_size: int) -> None:
     problems = list(_bound_problems(cfg)) or [
         *_size_problems(cfg, world_size),
         *loss_problems(cfg.loss_fn),
-        *_clashes(cfg, _WITHOUT_EFFECT),
-        *_other_problems(cfg),
+        *_unread_problems(cfg),
+        *_checkpoint_problems(cfg),
+        *_reward_problems(cfg),
+        *_dataset_problems(cfg),
+        *_mixing_problems(cfg),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def _settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Field, Any]]:
-    """(full key, field, value) of a config; the sections of a list are numbered where there are several."""
-    for f in fields(section):
-        name, value = prefix + f.name, getattr(section, f.name)
-        if is_dataclass(value):
-            yield from _settings(value, f"{name}.")
-        elif name in LISTS:
-            for i, item in enumerate(value):
-                yield from _settings(item, f"{name}.{i}." if len(value) > 1 else f"{name}.")
-        else:
-            yield name, f, value
-
-
 def _bound_problems(cfg: Config) -> Iterator[str]:
     """Each key by itself, against the bounds it declares."""
-    for name, f, value in _settings(cfg):
-        bounds, meaning = f.metadata["bounds"], f.metadata["help"]
+    for name, value in settings(cfg):
+        key = plain_name(name)
         if value == "":
-            yield f"{name} is empty ({meaning})"
-        limits = [limit.split() for limit in bounds.split(",") if limit]
+            yield f"{name} is empty ({meanings()[key]})"
+        limits = [limit.split() for limit in bounds(key).split(",") if limit]
         numbers = value if isinstance(value, tuple) else () if value is None else (value,)
         if limits and not all(_OPERATORS[sign](number, float(limit)) for number in numbers for sign, limit in limits):
-            yield f"{name}={json.dumps(value)}: must be {bounds} ({meaning})"
+            yield f"{name}={json.dumps(value)}: must be {bounds(key)} ({meanings()[key]})"
 
 
 def _size_problems(cfg: Config, world_size: int) -> Iterator[str]:
@@ -85,106 +75,114 @@ def _size_problems(cfg: Config, world_size: int) -> Iterator[str]:
     total, new = cfg.policy.max_total_sequence_length, generation.max_new_tokens
     pack = cfg.policy.sequence_packing.train_mb_tokens
     total_key = f"policy.max_total_sequence_length={total}"
-    new_key = f"policy.generation.max_new_tokens={new}"
     if pack < total:
         yield f"policy.sequence_packing.train_mb_tokens={pack} is less than {total_key}: use {total} or more"
     if new > total:
-        yield f"{new_key} is more than {total_key}: lower it to {total} (what each prompt leaves), or less"
+        yield f"policy.generation.max_new_tokens={new} is more than {total_key}: lower it to {total} or less"
+    prompt, val_new = cfg.max_prompt_tokens, cfg.grpo.val_max_new_tokens
+    if val_new is not None and new < total < prompt + val_new:
+        yield (
+            f"grpo.val_max_new_tokens={val_new} and prompts of {prompt} tokens do not fit in {total_key}: raise it to "
+            f"{prompt + val_new}, or lower data.max_input_seq_length"
+        )
 
 
 _TIS = "truncated_importance_sampling"
-_LOSS_CLASHES = (  # a condition, another, why they do not go together: keys of loss_fn, values as in json
+_LOSS_CLASHES = (  # two conditions on keys of loss_fn, with values as in json, that may not both hold, and why
     ("use_cispo=true", "ratio_clip_c!=null", "CISPO has no second clip"),
     ("use_cispo=true", "disable_ppo_ratio=true", "CISPO needs the ratio"),
     ("use_cispo=true", "force_on_policy_ratio=true", "CISPO needs the ratio"),
-    ("use_cispo=true", "sequence_level_importance_ratios=true", "CISPO's ratio is a token's, GSPO's a sequence's"),
+    ("use_cispo=true", "sequence_level_importance_ratios=true", "CISPO's ratio is a token's, GSPO's is a sequence's"),
     ("use_cispo=true", "token_level_loss=false", "CISPO averages over tokens"),
     ("sequence_level_importance_ratios=true", "token_level_loss=true", "GSPO averages over sequences"),
     ("loss_scale_factor!=null", "token_level_loss=true", "a mean over tokens divides by their number"),
     ("disable_ppo_ratio=true", "force_on_policy_ratio=true", "choose one"),
     (f"{_TIS}_type!=null", "use_importance_sampling_correction=false", "there are no weights to bound"),
-    (f"{_TIS}_type!=null|sequence", f"{_TIS}_ratio=null", "it needs its upper bound"),
-    (f"{_TIS}_type=icepop|seq-mask-tis", f"{_TIS}_ratio_min=null", "it needs its lower bound"),
+    (f"{_TIS}_type!=null|sequence", f"{_TIS}_ratio=null", "this type needs its upper bound"),
+    (f"{_TIS}_type=icepop|seq-mask-tis", f"{_TIS}_ratio_min=null", "this type needs its lower bound"),
     (f"{_TIS}_type=null|sequence", f"{_TIS}_ratio!=null", "only the other types have a bound"),
     (f"{_TIS}_type=null|sequence", f"{_TIS}_ratio_min!=null", "only the other types have a bound"),
-    (f"{_TIS}_type!=null|tis|icepop", "sequence_level_importance_ratios=true", "GSPO's weights are of sequences"),
+    (f"{_TIS}_type!=null|tis|icepop", "sequence_level_importance_ratios=true", "GSPO weights whole sequences"),
 )
-_WITHOUT_EFFECT = (  # as above, with full keys: the first would be read by nobody, which is better said than ignored
-    ("loss_fn.ratio_clip_c!=null", "loss_fn.disable_ppo_ratio=true", "there is no ratio to clip"),
-    ("loss_fn.ratio_clip_c!=null", "loss_fn.force_on_policy_ratio=true", "the ratio is 1"),
-    ("loss_fn.sequence_level_importance_ratios=true", "loss_fn.disable_ppo_ratio=true", "there is no ratio"),
-    ("loss_fn.use_kl_in_reward=true", "grpo.adv_estimator.name!=reinforce_plus_plus", "only that one has it"),
-    ("loss_fn.kl_gradient=plain", "loss_fn.use_kl_in_reward=true", "a reward has no gradient"),
-    ("loss_fn.use_on_policy_kl_approximation=true", "loss_fn.use_kl_in_reward=true", "only the KL in the loss has it"),
-    ("grpo.ref_policy_update_period!=null", "loss_fn.reference_policy_kl_penalty=0.0", "there is no reference"),
-    ("grpo.ref_policy_update_alpha!=1.0", "grpo.ref_policy_update_period=null", "the reference is never updated"),
-    ("policy.scheduler.min_factor!=0.0", "policy.scheduler.name=constant", "a constant rate has no end to reach"),
-    ("grpo.adv_estimator.reward_weights!=null", "grpo.adv_estimator.name!=gdpo", "only gdpo has several rewards"),
-    ("grpo.adv_estimator.minus_baseline=false", "grpo.adv_estimator.name!=reinforce_plus_plus", "the others need one"),
-    ("grpo.reward_std!=baseline", "grpo.normalize_rewards=false", "nothing is divided by it"),
-    ("grpo.reward_shaping.enabled=true", "grpo.adv_estimator.name=gdpo", "it reads each reward, not their shaped sum"),
-    ("grpo.reward_std!=baseline", "grpo.adv_estimator.name=reinforce_plus_plus", "it whitens over tokens"),
+_ESTIMATOR = "grpo.adv_estimator.name"
+_UNREAD = (  # a key that nothing reads while the condition holds, and why: it must have its default then
+    ("loss_fn.ratio_clip_c", "loss_fn.disable_ppo_ratio=true", "there is no ratio to clip"),
+    ("loss_fn.ratio_clip_c", "loss_fn.force_on_policy_ratio=true", "the ratio is 1"),
+    ("loss_fn.sequence_level_importance_ratios", "loss_fn.disable_ppo_ratio=true", "there is no ratio"),
+    ("loss_fn.kl_gradient", "loss_fn.use_kl_in_reward=true", "a reward has no gradient"),
+    ("loss_fn.use_on_policy_kl_approximation", "loss_fn.use_kl_in_reward=true", "it is about the KL in the loss"),
+    ("loss_fn.use_kl_in_reward", f"{_ESTIMATOR}!=reinforce_plus_plus", "only reinforce_plus_plus has it"),
+    ("grpo.adv_estimator.minus_baseline", f"{_ESTIMATOR}!=reinforce_plus_plus", "the other estimators have a baseline"),
+    ("grpo.adv_estimator.reward_weights", f"{_ESTIMATOR}!=gdpo", "only gdpo has several rewards"),
+    ("grpo.normalize_rewards", f"{_ESTIMATOR}=reinforce_plus_plus", "it whitens over the tokens of the batch"),
+    ("grpo.use_leave_one_out_baseline", f"{_ESTIMATOR}=reinforce_plus_plus", "it may subtract the group's mean"),
+    ("grpo.reward_std", f"{_ESTIMATOR}=reinforce_plus_plus", "it whitens over the tokens of the batch"),
+    ("grpo.reward_std", "grpo.normalize_rewards=false", "nothing is divided by it"),
+    ("grpo.reward_shaping.enabled", f"{_ESTIMATOR}=gdpo", "it reads each reward, not their shaped sum"),
+    ("grpo.ref_policy_update_period", "loss_fn.reference_policy_kl_penalty=0.0", "there is no reference policy"),
+    ("grpo.ref_policy_update_alpha", "grpo.ref_policy_update_period=null", "the reference policy is never updated"),
+    ("policy.scheduler.min_factor", "policy.scheduler.name=constant", "a constant rate does not fall"),
+    ("policy.optimizer.muon.lr", "policy.optimizer.name!=torch.optim.Muon", "only Muon reads it"),
+    ("policy.optimizer.muon.momentum", "policy.optimizer.name!=torch.optim.Muon", "only Muon reads it"),
 )
 
 
 def loss_problems(loss: LossConfig) -> Iterator[str]:
     """Keys of the loss that contradict each other. `policy_loss` asserts that there are none."""
-    yield from _clashes(loss, _LOSS_CLASHES, "loss_fn.")
+    for one, other, reason in _LOSS_CLASHES:
+        keys = [_key_if(loss, condition) for condition in (one, other)]
+        if all(keys):
+            yield f"{' and '.join(f'loss_fn.{key}={_text(loss, key)}' for key in keys)}: {reason}"
     low, high = loss.truncated_importance_sampling_ratio_min, loss.truncated_importance_sampling_ratio
     if None not in (low, high) and low > high:
         yield f"loss_fn.{_TIS}_ratio_min={low} is above loss_fn.{_TIS}_ratio={high}: exchange them"
 
 
-def _clashes(root: Any, rows: Sequence[tuple[str, str, str]], prefix: str = "") -> Iterator[str]:
-    """A line for each of the rows whose two conditions, `key=value|value` or `key!=...`, both hold."""
-
-    def text(name: str) -> str:
-        value = operator.attrgetter(name)(root)
-        return value if isinstance(value, str) else json.dumps(value)
-
-    for *conditions, why in rows:
-        keys = [re.fullmatch(r"(.+?)(!?=)(.+)", condition).groups() for condition in conditions]
-        if all((text(name) in values.split("|")) == (sign == "=") for name, sign, values in keys):
-            yield f"{' and '.join(f'{prefix}{name}={text(name)}' for name, _, _ in keys)}: {why}"
+def _unread_problems(cfg: Config) -> Iterator[str]:
+    """Keys that are set and that nothing would read."""
+    for key, condition, reason in _UNREAD:
+        other, default = _key_if(cfg, condition), default_text(key).strip('"')
+        if other and _text(cfg, key) != default:
+            setting = f"{key}={_text(cfg, key)}"
+            yield f"{setting} has no effect with {other}={_text(cfg, other)}: {reason}; set {key}={default}"
 
 
-def _other_problems(cfg: Config) -> Iterator[str]:
-    generation, grpo = cfg.policy.generation, cfg.grpo
-    if generation.top_p != 1 or generation.top_k is not None:
-        yield (
-            f"policy.generation.top_p={generation.top_p}, top_k={json.dumps(generation.top_k)}: must be 1 "
-            "and null; the trainer scores the whole distribution, and a filtered sampler draws from another"
-        )
-    low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
-    if None not in (low, high) and low >= high:
-        yield f"grpo.advantage_clip_low={low} is not below grpo.advantage_clip_high={high}: exchange them"
-    yield from _checkpoint_problems(cfg)
-    yield from _reward_problems(cfg)
-    yield from _dataset_problems(cfg)
-    yield from _validation_problems(cfg)
+def _key_if(section: Any, condition: str) -> str | None:
+    """The key of `key=value|value` or `key!=value|value`, if that holds in the section."""
+    key, sign, values = re.fullmatch(r"(.+?)(!?=)(.+)", condition).groups()
+    return key if (_text(section, key) in values.split("|")) == (sign == "=") else None
+
+
+def _text(section: Any, key: str) -> str:
+    """The value of a key as one writes it: json, and text without quotes."""
+    value = operator.attrgetter(key)(section)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _checkpoint_problems(cfg: Config) -> Iterator[str]:
+    """Saving and resuming."""
     saving = cfg.checkpointing
     by, name = saving.checkpoint_must_save_by, saving.metric_name
     if saving.resume == "never" and saving.resume_from:
         yield f"checkpointing.resume=never and checkpointing.resume_from={saving.resume_from}: choose one"
     if by is not None and not re.fullmatch(r"\d+:\d\d?:\d\d?:\d\d?", by):
-        yield f"checkpointing.checkpoint_must_save_by={by}: must be DD:HH:MM:SS, as 00:03:45:00"
+        yield f"checkpointing.checkpoint_must_save_by={by}: must be DD:HH:MM:SS, such as 00:03:45:00"
     if not name.startswith(("train/", "validation/")):
-        yield f"checkpointing.metric_name={name}: must be a key of metrics.jsonl, as train/reward"
+        yield f"checkpointing.metric_name={name}: must be a key of metrics.jsonl, such as train/reward"
     elif saving.keep_top_k and name.startswith("validation/") and not cfg.grpo.val_period:
-        yield f"checkpointing.keep_top_k={saving.keep_top_k} compares {name}, and grpo.val_period=0: no validation"
+        yield f"checkpointing.keep_top_k={saving.keep_top_k} compares {name}, but grpo.val_period=0 means no validation"
 
 
 def _reward_problems(cfg: Config) -> Iterator[str]:
-    """Scaling, shaping and dynamic sampling."""
+    """Scaling, shaping, the bounds of advantages, dynamic sampling."""
     grpo, scaling, shaping = cfg.grpo, cfg.grpo.reward_scaling, cfg.grpo.reward_shaping
+    low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
+    if None not in (low, high) and low >= high:
+        yield f"grpo.advantage_clip_low={low} is not below grpo.advantage_clip_high={high}: exchange them"
     for side in ("source", "target") if scaling.enabled else ():
         low, high = getattr(scaling, f"{side}_min"), getattr(scaling, f"{side}_max")
         if low >= high:
-            key = f"grpo.reward_scaling.{side}"
-            yield f"{key}_min={low} is not below {key}_max={high}: exchange them"
+            yield f"grpo.reward_scaling.{side}_min={low} is not below {side}_max={high}: exchange them"
     new, buffer = cfg.policy.generation.max_new_tokens, shaping.overlong_buffer_length
     longest = new if shaping.max_response_length is None else shaping.max_response_length
     length_key = f"grpo.reward_shaping.max_response_length={json.dumps(shaping.max_response_length)}"
@@ -201,14 +199,14 @@ def _reward_problems(cfg: Config) -> Iterator[str]:
     if grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling:
         yield f"{multiplier_key} and grpo.use_dynamic_sampling=false: only dynamic sampling draws spare prompts"
     elif draw != int(draw):
-        yield f"{multiplier_key} x grpo.num_prompts_per_step={grpo.num_prompts_per_step}: {draw} is no whole number"
+        yield f"{multiplier_key} x grpo.num_prompts_per_step={grpo.num_prompts_per_step}: {draw} is not a whole number"
 
 
 def _dataset_problems(cfg: Config) -> Iterator[str]:
-    """Which sets there are, what they are called, how they are mixed."""
+    """The datasets and their names."""
     grpo, data = cfg.grpo, cfg.data
     split_off = [dataset for dataset in data.train if dataset.split_validation_size]
-    asked = grpo.val_period or grpo.val_at_start or grpo.val_at_end
+    validates = grpo.val_period or grpo.val_at_start or grpo.val_at_end
     hints = {
         "train": "name the jsonl file of training problems",
         "validation": "name a jsonl file, or ask for no validation with grpo.val_period=0 grpo.val_at_start=false "
@@ -216,11 +214,11 @@ def _dataset_problems(cfg: Config) -> Iterator[str]:
     }
     if not data.train:
         yield f"data.train.data_path is not set: {hints['train']}"
-    if asked and not data.validation and not split_off:
+    if validates and not data.validation and not split_off:
         yield f"data.validation.data_path is not set: {hints['validation']}"
     for key, sets in (("train", data.train), ("validation", data.validation)):
         for i, dataset in enumerate(sets):
-            if dataset.data_path is None and dataset.dataset_name in (None, *FILE_DATASETS):
+            if dataset.data_path is None and dataset.dataset_name is None:
                 yield f"data.{key}{f'.{i}' if len(sets) > 1 else ''}.data_path is not set: {hints[key]}"
     for key, sets in (("train", data.train), ("validation", (*split_off, *data.validation))):
         for name, count in Counter(dataset.set_name for dataset in sets).items():
@@ -228,41 +226,25 @@ def _dataset_problems(cfg: Config) -> Iterator[str]:
                 yield f"data.{key}: {count} sets are called '{name}': tell them apart by their key `name`"
     if any(dataset.split_validation_size != data.default.split_validation_size for dataset in data.validation):
         yield "data.validation.split_validation_size: validation sets are not split; set it in data.train"
-    yield from _mixing_problems(cfg)
-
-
-FILE_DATASETS = ("ResponseDataset", "NemoGymDataset", "nemo_gym", "openai_format")  # of NeMo RL: what data_path names
 
 
 def _mixing_problems(cfg: Config) -> Iterator[str]:
+    """How several training sets become one."""
     data, draw = cfg.data, cfg.grpo.prompts_per_batch
     weights, size = [dataset.weight for dataset in data.train], data.num_prompts_per_dataloader
     if None in weights and any(weights):
         yield "data.train: some sets have a weight and some have none: give all of them one, or none"
     if any(weights) and data.use_multiple_dataloader:
         yield "data.train.weight and data.use_multiple_dataloader=true: choose one way to mix"
-    if data.use_multiple_dataloader and data.custom_dataloader in (None, NEMO_DATALOADER):
+    if data.use_multiple_dataloader and data.custom_dataloader is None:
         if size is None:
             yield "data.use_multiple_dataloader=true: set data.num_prompts_per_dataloader, the prompts of a turn"
         elif draw % size:
             yield f"data.num_prompts_per_dataloader={size} does not divide the {draw} prompts drawn at once for a step"
 
 
-NEMO_DATALOADER = "examples.custom_dataloader.custom_dataloader.example_custom_dataloader"  # it takes turns
-
-
-def _validation_problems(cfg: Config) -> Iterator[str]:
-    grpo = cfg.grpo
-    total, prompt, new = cfg.policy.max_total_sequence_length, cfg.max_prompt_tokens, grpo.val_max_new_tokens
-    if new is not None and cfg.policy.generation.max_new_tokens < total < prompt + new:
-        yield (
-            f"grpo.val_max_new_tokens={new} and prompts of {prompt} tokens do not fit in "
-            f"policy.max_total_sequence_length={total}: raise it to {prompt + new}, or lower data.max_input_seq_length"
-        )
-
-
 def check_writable(key: str, folder: str) -> None:
-    """ConfigError when `folder`, the value of config key `key`, could not be made or written; makes nothing."""
+    """Raise ConfigError if `folder`, the value of config key `key`, could not be made or written. Makes nothing."""
     path = Path(folder).absolute()
     if "\0" in folder or any(len(os.fsencode(part)) > 255 for part in path.parts):
         raise ConfigError(f"{key}={folder!r}: a name in it is longer than 255 bytes, or has a byte 0")

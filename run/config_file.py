@@ -1,35 +1,34 @@
-"""Yaml files and `key.sub=value` overrides -> Config; Config -> yaml and the text of --help.
+"""Yaml files and `key.sub=value` overrides -> Config; Config -> yaml.
 
-A mistake is a `ConfigError` that names the place, the full key, the value and the fix. Reads yaml files and nothing
-else: whether data and model exist is for data.py to say, whether values fit each other for config_check.py.
+A mistake is a `ConfigError` that names the place, the full key, the value and the fix. This file reads yaml files and
+nothing else: preflight.py looks for the data and the model, config_check.py whether values fit each other.
 """
 
-import difflib
 import json
 import math
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from config import FIELDS, LISTS, SECTIONS, Config, ConfigError, section_class
+from config import Config, ConfigError
+from run import config_keys as keys
 from run import config_nemo
+from run.config_keys import FIELDS, FREE, LISTS, SECTIONS
 
 _TAG = "tag:yaml.org,2002:"  # the tags of yaml's own types start with it
-# Keys whose value is a mapping of any keys.
-_FREE = {name for name, f in FIELDS.items() if get_origin(f.type) is Mapping}
+_NULL = config_nemo.NULL
+_Entry = tuple[str, yaml.Node, str]  # full key, what is written for it, the place
 
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """A value with `${...}` in it, read when all others are known."""
+    """A value with `${...}` in it, which is read when all others are known."""
 
     text: str
     where: str
@@ -42,89 +41,93 @@ class _Reference:
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a yaml file, over the files its `defaults:` names and under `key.sub=value` overrides.
 
-    The last to set a key wins; a list is one value. Raises ConfigError. What the values say is `validate`'s.
+    The last to set a key wins; a list is one value. Raises ConfigError. `config_check.validate` judges the values.
     """
-    passed_over: dict[str, None] = {}
-    values = _read_file(Path(path), (), passed_over)
+    entries = _read_file(Path(path), ())
     for override in overrides:
-        where = f"command line {override!r}"
-        name, equals, text = override.partition("=")
-        if not equals:
-            raise ConfigError(f"{where}: expected key.sub=value, as in grpo.seed=1")
-        free = next((free for free in _FREE if name.startswith(f"{free}.")), None)
-        if name in LISTS and text == "null":
-            values = _without(values, name)
-        elif free:
-            value = _free(config_nemo.scalar(text))
-            *outer, last = name.removeprefix(f"{free}.").rsplit(".", 1 if free == "env.custom" else 0)
-            inner = values.get(free) or {}
-            entry = {last: value} if not outer else {outer[0]: inner.get(outer[0], {}) | {last: value}}
-            values[free] = inner | entry
+        entries += _read_override(override)
+    values: dict[str, Any] = {}
+    rows: dict[str, None] = {}  # of config_nemo.NO_EFFECT
+    for name, node, where in entries:
+        plain = keys.plain_name(name)
+        row = None if plain in FIELDS else config_nemo.no_effect(plain, node, where)
+        if section := _emptied_section(name, node, where):
+            values = {key: value for key, value in values.items() if not key.startswith(f"{section}.")}
+        elif free := next((free for free in FREE if name.startswith(f"{free}.")), None):
+            values[free] = _with_free_key(values.get(free) or {}, free, name, node, where)
+        elif row is None:
+            values[keys.numbered_name(name)] = _value(name, node, where)
         else:
-            is_tree = name in _FREE or (name in FIELDS and get_origin(_split(FIELDS[name].type)[0]) is tuple)
-            # the text as typed, whatever yaml would see in "no", "a: b" or "[x]"
-            node = _compose(text, where) if is_tree and name not in SECTIONS else config_nemo.scalar(text)
-            for entry in config_nemo.rewrite(name, node, where):
-                values |= _entry(*entry, passed_over)
+            rows |= {row: None} if row else {}
+            values |= {name: node.value} if isinstance(node, yaml.ScalarNode) else {}  # others may refer to it
     values = {name: _resolve(name, value, values) for name, value in values.items()}
-    if passed_over and os.environ.get("RANK", "0") == "0":
-        print(f"warning: keys of NeMo RL that mean nothing here: {', '.join(passed_over)}", file=sys.stderr)
+    if rows and os.environ.get("RANK", "0") == "0":
+        print(config_nemo.warning(rows), file=sys.stderr)
     return _build(Config, "", values)
 
 
-def _read_file(path: Path, parents: tuple[Path, ...], passed_over: dict[str, None]) -> dict[str, Any]:
-    """Full key -> value of a file over its defaults. `parents`: the files whose defaults led here. Adds to passed_over
-    the keys of NeMo RL that mean nothing here."""
+def _read_file(path: Path, parents: tuple[Path, ...]) -> list[_Entry]:
+    """The entries of a file after those of its defaults. `parents`: the files whose defaults led here."""
     if path.resolve() in [parent.resolve() for parent in parents]:
         raise ConfigError(f"{path}: defaults go in a circle: {' -> '.join(map(str, (*parents, path)))}")
     try:
         root = _compose(path.read_bytes(), str(path))
     except OSError as error:
         named = f" (named by the defaults of {parents[-1]})" if parents else ""
-        there = ", ".join(sorted(map(str, path.parent.glob("*.yaml")))) or "none"
-        raise ConfigError(f"{path}: {error.strerror}{named}; yaml files there: {there}") from None
+        files = ", ".join(sorted(map(str, path.parent.glob("*.yaml")))) or "none"
+        raise ConfigError(f"{path}: {error.strerror}{named}; yaml files there: {files}") from None
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}: expected sections of keys, as in 'grpo: {{seed: 1}}', got {_got(root)}")
-    below, own = {}, {}
+    below: list[_Entry] = []
+    emptied: list[_Entry] = []
+    entries: list[_Entry] = []
     for name, node, where in _leaves(root, "", path, {}):
-        section, _, last = name.rpartition(".")
-        is_null = node.tag == _TAG + "null"
-        if name in LISTS and (is_null or isinstance(node, yaml.SequenceNode)):
-            below = _without(below, name)  # one value: nothing of what it replaces stays
-            continue
-        if last == "_override_" and section in SECTIONS:
-            if node.value != "true":
-                raise ConfigError(f"{where}: {name}: expected true, got {_got(node)}")
-            below = _without(below, section)
-            continue
-        if name != "defaults":
-            own |= _entry(name, node, where, passed_over)
-            continue
-        for entry in node.value if isinstance(node, yaml.SequenceNode) else [node]:
-            if not isinstance(entry, yaml.ScalarNode) or not entry.value:
-                raise ConfigError(f"{where}: defaults: expected a file or a list of files, got {_got(entry)}")
-            below |= _read_file(path.parent / entry.value, (*parents, path), passed_over)
-    return below | own
+        if name == "defaults":
+            for default in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+                if not isinstance(default, yaml.ScalarNode) or not default.value:
+                    raise ConfigError(f"{where}: defaults: expected a file or a list of files, got {_got(default)}")
+                below += _read_file(path.parent / default.value, (*parents, path))
+        elif _emptied_section(name, node, where):
+            emptied.append((name, node, where))  # before the file's entries, wherever in the file it is
+        else:
+            entries.append((name, node, where))
+    return below + emptied + entries
 
 
-def _entry(name: str, node: yaml.Node, where: str, passed_over: dict[str, None]) -> dict[str, Any]:
-    """{full key: value}. The text of a key that is passed over stays too: another may refer to it."""
-    plain = _plain(name)
-    row = None if plain in FIELDS else config_nemo.passed_over(plain, node, where)
-    if row is None:
-        return {_numbered(name): _value(name, node, where)}
-    if row:
-        passed_over[row] = None
-    return {name: node.value} if isinstance(node, yaml.ScalarNode) else {}
+def _read_override(override: str) -> list[_Entry]:
+    """The entries of `key.sub=value`, whose value is the text as typed, whatever yaml sees in "no", "a: b" or "[x]"."""
+    where = f"command line {override!r}"
+    name, equals, text = override.partition("=")
+    if not equals:
+        raise ConfigError(f"{where}: expected key.sub=value, as in grpo.seed=1")
+    is_list = name in FIELDS and name not in LISTS and get_origin(keys.split_optional(FIELDS[name].type)[0]) is tuple
+    node = _compose(text, where) if is_list or name in FREE else config_nemo.scalar(text)
+    return list(config_nemo.rewrite(name, node, where))
 
 
-def _without(values: dict[str, Any], section: str) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if not name.startswith(f"{section}.")}
+def _emptied_section(name: str, node: yaml.Node, where: str) -> str | None:
+    """The section of which an entry drops all values set before: a list of sections is one value, and NeMo RL's
+    `_override_: true` asks for it."""
+    if name in LISTS and (node.tag == _NULL or isinstance(node, yaml.SequenceNode)):
+        return name
+    section, _, last = name.rpartition(".")
+    if last != "_override_" or section not in SECTIONS:
+        return None
+    if node.value != "true":
+        raise ConfigError(f"{where}: {name}: expected true, got {_got(node)}")
+    return section
 
 
-def _plain(name: str) -> str:
-    """A key without the numbers of lists."""
-    return re.sub(r"\.\d+(?=\.|$)", "", name)
+def _with_free_key(mapping: dict[str, Any], free: str, name: str, node: yaml.Node, where: str) -> dict[str, Any]:
+    """The mapping at key `free` with one more key, `name`, such as env.custom.my.envs:Class.key."""
+    key = name.removeprefix(f"{free}.")
+    env_name, _, argument = key.rpartition(".") if free == "env.custom" else ("", "", key)
+    try:
+        value = {argument: _free(node)}
+        mapping = mapping | ({env_name: mapping.get(env_name, {}) | value} if env_name else value)
+        return _checked_values(mapping, FIELDS[free].type)
+    except ValueError:
+        raise ConfigError(f"{where}: {name}: got {_got(node)}, which {free} cannot hold") from None
 
 
 def _resolve(name: str, value: Any, values: dict[str, Any]) -> Any:
@@ -133,28 +136,21 @@ def _resolve(name: str, value: Any, values: dict[str, Any]) -> Any:
         return value
 
     def look_up(other: str) -> str:
-        found = values.get(_numbered(other), FIELDS[other].default if other in FIELDS else MISSING)
-        if found is MISSING or other in SECTIONS or isinstance(found, (tuple, dict)):
+        text = values.get(keys.numbered_name(other), FIELDS[other].default if other in FIELDS else MISSING)
+        if text is MISSING or other in SECTIONS or isinstance(text, (tuple, dict)):
             raise ConfigError(f"{value.where}: {name}: ${{{other}}} is not the name of a key with one value")
-        return found.text if isinstance(found, _Reference) else found if isinstance(found, str) else json.dumps(found)
+        if isinstance(text, _Reference):
+            return text.text
+        return text if isinstance(text, str) else json.dumps(text)
 
     text = config_nemo.interpolate(name, value.text, value.where, look_up)
     return _value(name, config_nemo.scalar(text), value.where)
 
 
-def _numbered(name: str) -> str:
-    """`data.validation.x` -> `data.validation.0.x`: a list of sections may be written as its only one."""
-    for section in LISTS:
-        rest = name.removeprefix(f"{section}.")
-        if rest != name and not rest.partition(".")[0].isdigit():
-            return f"{section}.0.{rest}"
-    return name
-
-
 def _compose(text: str | bytes, where: str) -> yaml.Node:
     """Yaml text -> its node tree, with no object made of it. Empty text is null."""
     try:
-        return yaml.compose(text, Loader=yaml.SafeLoader) or yaml.ScalarNode(_TAG + "null", "")
+        return yaml.compose(text, Loader=yaml.SafeLoader) or yaml.ScalarNode(_NULL, "")
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"{where} line {error.problem_mark.line + 1}: not yaml: {error.problem}") from None
     except yaml.YAMLError as error:
@@ -192,37 +188,34 @@ def _leaves(node: yaml.Node, prefix: str, path: Path, lines: dict[str, int]) -> 
 
 def _value(name: str, node: yaml.Node, where: str) -> Any:
     """The value of a key. Every unknown key and wrong type ends here."""
-    plain = _plain(name)
+    plain = keys.plain_name(name)
     if plain not in FIELDS:
-        raise ConfigError(f"{where}: {_unknown(plain)}")
+        raise ConfigError(f"{where}: {keys.unknown_key(plain)}")
     if plain in SECTIONS:
-        raise ConfigError(f"{where}: {name} is a section, got {_got(node)}; set its keys: {SECTIONS[plain]}")
-    f = FIELDS[plain]
-    if isinstance(node, yaml.ScalarNode) and "${" in node.value and plain not in _FREE:
+        raise ConfigError(f"{where}: {name} is a section, got {_got(node)}; set its keys: {keys.keys_of(plain)}")
+    if isinstance(node, yaml.ScalarNode) and "${" in node.value and plain not in FREE:
         return _Reference(node.value, where)
+    kind = FIELDS[plain].type
     try:
-        return _read(node, f.type)
+        return _read(node, kind)
     except ValueError:
-        expected = f"expected {_type_name(f.type)}, got {_got(node)}"
-        raise ConfigError(f"{where}: {name}: {expected}; the default is {json.dumps(_default(f))}") from None
+        expected = f"expected {keys.type_name(kind)}, got {_got(node)}"
+        raise ConfigError(f"{where}: {name}: {expected}; the default is {keys.default_text(plain)}") from None
 
 
 def _read(node: yaml.Node, kind: Any) -> Any:
-    """A node as a value of a field's type. ValueError where it is none."""
-    base, optional = _split(kind)
-    if optional and node.tag == _TAG + "null":
+    """A node as a value of a field's type. ValueError if it is none."""
+    base, optional = keys.split_optional(kind)
+    if optional and node.tag == _NULL:
         return None
     if get_origin(base) is tuple and isinstance(node, yaml.SequenceNode):
         kinds = get_args(base)
         kinds = kinds[:1] * len(node.value) if kinds[-1] is Ellipsis else kinds
         return tuple(_read(item, item_kind) for item, item_kind in zip(node.value, kinds, strict=True))
-    if get_origin(base) is Mapping and (node.tag == _TAG + "null" or isinstance(node, yaml.MappingNode)):
-        found, inner = _free(node) or {}, get_args(base)[1]
-        if inner is not Any and not all(isinstance(value, get_origin(inner) or inner) for value in found.values()):
-            raise ValueError
-        return found
+    if get_origin(base) is Mapping and (node.tag == _NULL or isinstance(node, yaml.MappingNode)):
+        return _checked_values(_free(node) or {}, base)
     text = node.value
-    if not isinstance(node, yaml.ScalarNode) or node.tag == _TAG + "null" or not node.tag.startswith(_TAG):
+    if not isinstance(node, yaml.ScalarNode) or node.tag == _NULL or not node.tag.startswith(_TAG):
         raise ValueError
     if base is str or (get_origin(base) is Literal and text in get_args(base)):
         return text
@@ -235,8 +228,16 @@ def _read(node: yaml.Node, kind: Any) -> Any:
     raise ValueError
 
 
+def _checked_values(mapping: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """The mapping, if its values are of the type that `kind`, a Mapping, gives them; else ValueError."""
+    inner = get_args(kind)[1]
+    if inner is not Any and not all(isinstance(value, get_origin(inner) or inner) for value in mapping.values()):
+        raise ValueError
+    return mapping
+
+
 def _free(node: yaml.Node) -> Any:
-    """A node as yaml means it, but for numbers like 1e-6, which PyYAML takes for text."""
+    """A node as yaml means it, except that 1e-6 is a number, not text. ValueError if it has a tag of the user's."""
     if isinstance(node, yaml.MappingNode):
         return {str(_free(key)): _free(value) for key, value in node.value}
     if isinstance(node, yaml.SequenceNode):
@@ -245,12 +246,8 @@ def _free(node: yaml.Node) -> Any:
         return float(node.value)
     try:
         return yaml.SafeLoader("").construct_object(node)
-    except yaml.YAMLError:  # a tag of someone's own
+    except yaml.YAMLError:
         raise ValueError from None
-
-
-def _default(f: Field) -> Any:
-    return {} if f.default is MISSING else f.default
 
 
 def _got(node: yaml.Node) -> str:
@@ -261,63 +258,32 @@ def _got(node: yaml.Node) -> str:
     return {"map": "a mapping", "null": "null"}.get(tag, f"{node.value!r} ({tag})")
 
 
-def _unknown(name: str) -> str:
-    """What to say of a key that does not exist: the key nearest by its last name, and the keys beside it."""
-    last_names = {full: full.rpartition(".")[2] for full in FIELDS}
-    last = difflib.get_close_matches(name.rpartition(".")[2], last_names.values(), n=1)
-    namesakes = [full for full in FIELDS if last_names[full] in last]
-    near = difflib.get_close_matches(name, namesakes, n=1, cutoff=0)
-    section = name
-    while section not in SECTIONS:
-        section = section.rpartition(".")[0]
-    hint = f" Did you mean '{near[0]}'?" if near else ""
-    return f"unknown key '{name}'.{hint} Keys of {section or 'a config'}: {SECTIONS[section]}"
-
-
-def _split(kind: Any) -> tuple[Any, bool]:
-    """`X | None` -> (X, True); `X` -> (X, False)."""
-    return (get_args(kind)[0], True) if NoneType in get_args(kind) else (kind, False)
-
-
 def _build(cls: type, prefix: str, values: dict[str, Any]) -> Any:
+    """A section from the values of its keys. `prefix`: its full name and a dot."""
     kwargs = {}
     for f in fields(cls):
-        if prefix + f.name in LISTS:
-            start = f"{prefix}{f.name}."
-            numbers = [int(name.removeprefix(start).partition(".")[0]) for name in values if name.startswith(start)]
-            items = range(max(numbers, default=-1) + 1)
-            for i, item in ((i, item) for i in items for item in fields(section_class(f.type))):
-                if f"{prefix}default.{item.name}" in values:
-                    values.setdefault(f"{start}{i}.{item.name}", values[f"{prefix}default.{item.name}"])
-            kwargs[f.name] = tuple(_build(section_class(f.type), f"{start}{i}.", values) for i in items)
+        name = prefix + f.name
+        if name in LISTS:
+            kwargs[f.name] = _build_list(name, values, defaults=f"{prefix}default.")
         elif is_dataclass(f.type):
-            kwargs[f.name] = _build(f.type, f"{prefix}{f.name}.", values)
-        elif prefix + f.name in values:
-            kwargs[f.name] = values[prefix + f.name]
+            kwargs[f.name] = _build(f.type, f"{name}.", values)
+        elif name in values:
+            kwargs[f.name] = values[name]
     return cls(**kwargs)
+
+
+def _build_list(name: str, values: dict[str, Any], defaults: str) -> tuple[Any, ...]:
+    """The sections of a list. A key that a section does not set has the value of the same key below `defaults`."""
+    cls = keys.section_class(FIELDS[name].type)
+    common = {f.name: values[defaults + f.name] for f in fields(cls) if defaults + f.name in values}
+    numbers = [int(key.removeprefix(f"{name}.").partition(".")[0]) for key in values if key.startswith(f"{name}.")]
+    sections = []
+    for i in range(max(numbers, default=-1) + 1):
+        inherited = {f"{name}.{i}.{key}": value for key, value in common.items()}
+        sections.append(_build(cls, f"{name}.{i}.", inherited | values))
+    return tuple(sections)
 
 
 def to_yaml(cfg: Config) -> str:
     """The whole config as yaml that `load` reads back to an equal one."""
     return yaml.safe_dump(asdict(cfg), sort_keys=False, allow_unicode=True)
-
-
-def help_text() -> str:
-    """Every key with its type, bounds, default and meaning."""
-    lines = []
-    for name, f in FIELDS.items():
-        if name not in SECTIONS:
-            bounds = f" ({f.metadata['bounds']})" if f.metadata["bounds"] else ""
-            lines.append(f"{name}: {_type_name(f.type)}{bounds} = {json.dumps(_default(f))}")
-            lines.append(textwrap.indent(textwrap.fill(f.metadata["help"], 100), "    "))
-    return "\n".join(lines) + "\n"
-
-
-def _type_name(kind: Any) -> str:
-    base, optional = _split(kind)
-    names = {bool: "true or false", int: "int", float: "finite float", str: "str"}
-    if get_origin(base) is Literal:
-        name = " or ".join(get_args(base))
-    else:
-        name = "mapping" if get_origin(base) is Mapping else names.get(base) or str(base).replace("tuple", "list")
-    return f"{name} or null" if optional else name

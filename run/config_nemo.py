@@ -1,23 +1,21 @@
-"""A config as NeMo RL writes it -> one of ours: its `${...}`, the shapes of keys we spell otherwise, keys to pass over.
+"""A config as NeMo RL writes it -> as we write it: names, shapes and values of keys, `${...}`, keys without effect.
 
-Facts are those of NeMo RL's GRPO guides and examples/configs (7ea279a, and the flat `data` section it had before). What
-it has and we do not is in `PASSED_OVER`: such keys are named in one warning; those that would change the run are
-refused, but for the value that says how it is here. Knows names and yaml nodes, no types: config_file.py reads values.
+Facts are those of the GRPO guides and examples/configs of NVIDIA-NeMo/RL at 7ea279a, and of its older flat `data`
+section. This file knows names of keys and yaml nodes; config_file.py reads values of types.
 """
 
 import re
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 
 import yaml
 
 from config import ConfigError
 
-_DATASET_KEYS = (
-    *("dataset_name", "subset", "split_validation_size", "seed", "input_key", "output_key"),
-    *("prompt_file", "system_prompt_file", "processor", "env_name"),
-)
-RENAMED = {f"data.{name}": f"data.default.{name}" for name in _DATASET_KEYS} | {
+NULL = "tag:yaml.org,2002:null"
+_DATASET_KEYS = "dataset_name subset split_validation_size seed input_key output_key prompt_file system_prompt_file"
+RENAMED = {f"data.{name}": f"data.default.{name}" for name in [*_DATASET_KEYS.split(), "processor", "env_name"]} | {
     "data.train_data_path": "data.train.data_path",
     "data.val_data_path": "data.validation.data_path",
     "data.train_jsonl_fpath": "data.train.data_path",
@@ -25,89 +23,107 @@ RENAMED = {f"data.{name}": f"data.default.{name}" for name in _DATASET_KEYS} | {
     "data.train_split": "data.train.split",
     "data.val_split": "data.validation.split",
 }
-SCORE = "validation/sampled/"  # of metrics that NeMo RL calls val:...
-# `section.*` is all below it; `key=a|b` only with these values (as written); anything else of the key is refused.
-PASSED_OVER = """
-cluster.*  data_plane.enabled=false  data_plane.*  reward_penalties.*  on_policy_distillation=null
-grpo.val_start_at=-1  grpo.val_batch_size  grpo.stop_at_validation_metric=null  grpo.stop_at_validation_threshold=null
-grpo.invalid_tool_call_advantage=null  grpo.malformed_thinking_advantage=null
-grpo.async_grpo.enabled=false  grpo.async_grpo.*
-grpo.adv_estimator.normalize_rewards=${grpo.normalize_rewards}
-grpo.adv_estimator.use_leave_one_out_baseline=${grpo.use_leave_one_out_baseline}
-checkpointing.model_save_format
-checkpointing.save_consolidated  checkpointing.save_optimizer=true
-policy.tokenizer.name=${policy.model_name}  policy.tokenizer.use_fastokens  policy.hf_config_overrides={}
-policy.train_micro_batch_size  policy.generation_batch_size  policy.logprob_batch_size  policy.logprob_chunk_size
-policy.offload_optimizer_for_logprob  policy.make_sequence_length_divisible_by  policy.dynamic_batching.*
-policy.dtensor_cfg._v2  policy.dtensor_cfg.enabled=true  policy.dtensor_cfg.cpu_offload
-policy.dtensor_cfg.sequence_parallel  policy.dtensor_cfg.tensor_parallel_size  policy.dtensor_cfg.context_parallel_size
-policy.dtensor_cfg.custom_parallel_plan  policy.dtensor_cfg.automodel_kwargs.*
-policy.dtensor_cfg.lora_cfg.enabled=false  policy.dtensor_cfg.lora_cfg.*
-policy.megatron_cfg.enabled=false  policy.megatron_cfg.*  policy.draft.enabled=false  policy.draft.*
-policy.sequence_packing.enabled=true  policy.sequence_packing.logprob_mb_tokens  policy.sequence_packing.algorithm
-policy.sequence_packing.microbatch_order  policy.sequence_packing.sequence_length_round
-policy.generation.backend=vllm  policy.generation.stop_strings=null
-policy.generation.val_temperature=${.temperature}  policy.generation.val_top_p=${.top_p}
-policy.generation.val_top_k=${.top_k}  policy.generation.port_range_low  policy.generation.port_range_high
-policy.generation.refit_transport  policy.generation.real_quant_export_cpu_offload  policy.generation.refit_cfg.*
-policy.generation.mcore_generation_config.*  policy.generation.vllm_kwargs={}
-policy.generation.colocated.enabled=true  policy.generation.colocated.*
-policy.generation.vllm_cfg.async_engine=false  policy.generation.vllm_cfg.kv_cache_dtype=auto
-policy.generation.vllm_cfg.logprobs_mode=processed_logprobs  policy.generation.vllm_cfg.pipeline_parallel_size=1
-policy.generation.vllm_cfg.expert_parallel_size=1  policy.generation.vllm_cfg.max_model_len
-policy.generation.vllm_cfg.use_tqdm  policy.generation.vllm_cfg.use_deep_gemm=false
-policy.generation.vllm_cfg.num_last_layers_in_bf16  policy.generation.vllm_cfg.num_first_layers_in_bf16
-policy.generation.vllm_cfg.enable_vllm_metrics_logger  policy.generation.vllm_cfg.vllm_metrics_logger_interval
-policy.generation.vllm_cfg.http_refit_api_key_env_var  policy.generation.vllm_cfg.http_refit_server_port
-policy.generation.vllm_cfg.zmq_refit_server_port  policy.generation.vllm_cfg.reset_encoder_cache_after_weight_update
-data.num_workers  data.train.download_dir  data.validation.download_dir  data.default.download_dir
-env.should_use_nemo_gym=false  env.should_log_nemo_gym_responses  env.nemo_gym.*  env.math.stop_strings=null
-env.math.verifier_type=math
-env.reward_model.enabled=true  env.reward_model.tokenizer.*  env.reward_model.batch_size
-env.reward_model.checkpoint_path=null  env.reward_model.resources.*  env.reward_model.dtensor_cfg.*
-logger.wandb_enabled  logger.mlflow_enabled  logger.swanlab_enabled  logger.monitor_gpus  logger.wandb.*
-logger.swanlab.*  logger.tensorboard.*  logger.mlflow.*  logger.gpu_monitoring.*
-""".split()
-_ONLY = dict(row.split("=", 1) for row in PASSED_OVER if "=" in row)
-_ALL = {row for row in PASSED_OVER if "=" not in row}
+# Last name of a key in `data` -> values that name what null means here: rows of data_path, read as they are, in turn.
+MEAN_NULL = {
+    "dataset_name": ["ResponseDataset", "NemoGymDataset", "nemo_gym", "openai_format"],
+    "processor": ["default", "math_data_processor", "math_hf_data_processor", "nemo_gym_data_processor"],
+    "custom_dataloader": ["examples.custom_dataloader.custom_dataloader.example_custom_dataloader"],
+}
+SCORE = "validation/sampled/"  # NeMo RL's validation metrics `val:...` are those of our sampled validation
+# Keys that are read but change nothing, by section; what a user may miss most comes first. `x.*` is every key below x.
+# `key=a|b` has only these values, which are what happens here anyway; any other value of that key is refused.
+NO_EFFECT = """
+policy: dtensor_cfg.tensor_parallel_size dtensor_cfg.context_parallel_size dtensor_cfg.sequence_parallel
+policy: dtensor_cfg.cpu_offload dtensor_cfg.enabled=true dtensor_cfg.lora_cfg.enabled=false dtensor_cfg.lora_cfg.*
+policy: megatron_cfg.enabled=false megatron_cfg.* draft.enabled=false draft.* dynamic_batching.*
+policy: train_micro_batch_size logprob_batch_size logprob_chunk_size generation_batch_size offload_optimizer_for_logprob
+policy: hf_config_overrides={} tokenizer.name=${policy.model_name} tokenizer.use_fastokens dtensor_cfg._v2
+policy: make_sequence_length_divisible_by dtensor_cfg.custom_parallel_plan dtensor_cfg.automodel_kwargs.*
+policy.sequence_packing: enabled=true logprob_mb_tokens algorithm microbatch_order sequence_length_round
+policy.generation: top_p=1.0|1 top_k=null backend=vllm stop_strings=null colocated.enabled=true colocated.*
+policy.generation: val_temperature=${.temperature} val_top_p=${.top_p} val_top_k=${.top_k} vllm_kwargs={}
+policy.generation: port_range_low port_range_high refit_transport refit_cfg.* real_quant_export_cpu_offload
+policy.generation: mcore_generation_config.*
+policy.generation.vllm_cfg: async_engine=false kv_cache_dtype=auto logprobs_mode=processed_logprobs
+policy.generation.vllm_cfg: pipeline_parallel_size=1 expert_parallel_size=1 use_deep_gemm=false max_model_len use_tqdm
+policy.generation.vllm_cfg: num_last_layers_in_bf16 num_first_layers_in_bf16 enable_vllm_metrics_logger
+policy.generation.vllm_cfg: vllm_metrics_logger_interval http_refit_api_key_env_var http_refit_server_port
+policy.generation.vllm_cfg: zmq_refit_server_port reset_encoder_cache_after_weight_update
+grpo: async_grpo.enabled=false async_grpo.* stop_at_validation_metric=null stop_at_validation_threshold=null
+grpo: invalid_tool_call_advantage=null malformed_thinking_advantage=null val_start_at=-1 val_batch_size
+grpo.adv_estimator: normalize_rewards=${grpo.normalize_rewards}
+grpo.adv_estimator: use_leave_one_out_baseline=${grpo.use_leave_one_out_baseline}
+data: num_workers train.download_dir validation.download_dir default.download_dir
+env: should_use_nemo_gym=false should_log_nemo_gym_responses nemo_gym.* math.stop_strings=null math.verifier_type=math
+env.reward_model: enabled=true checkpoint_path=null batch_size tokenizer.* resources.* dtensor_cfg.*
+checkpointing: save_optimizer=true model_save_format save_consolidated
+logger: wandb_enabled mlflow_enabled swanlab_enabled monitor_gpus wandb.* mlflow.* swanlab.* tensorboard.*
+: logger.gpu_monitoring.* cluster.* reward_penalties.* data_plane.enabled=false data_plane.* on_policy_distillation=null
+"""
+_LINES = [line.partition(": ") for line in NO_EFFECT.strip().splitlines()]
+_ROWS = [f"{section}.{key}".removeprefix(".") for section, _, keys in _LINES for key in keys.split()]
+_ONLY = dict(row.split("=", 1) for row in _ROWS if "=" in row)
+_FILTERED = ": the trainer scores the whole distribution, and a filtered sampler draws from another"
 
 
 def is_section(name: str) -> bool:
-    """Whether only some keys below `name` may be passed over, so that each is to be looked at."""
-    return any(row.startswith(f"{name}.") and row != f"{name}.*" for row in PASSED_OVER)
+    """Whether NO_EFFECT has some keys below `name` one by one, so that each of them is to be looked at."""
+    return any(row.startswith(f"{name}.") and row != f"{name}.*" for row in _ROWS)
 
 
-def passed_over(name: str, node: yaml.Node, where: str) -> str | None:
-    """The key or section of the table that a key is passed over by, to be named; "" where its value is how things are
-    here; None for other keys."""
+def no_effect(name: str, node: yaml.Node, where: str) -> str | None:
+    """The row of NO_EFFECT with this key, for `warning`; None without one. A row with values gives "" for such a value,
+    of which there is nothing to tell, and ConfigError for others."""
     if name in _ONLY:
-        got = node.value if isinstance(node, yaml.ScalarNode) else "{}" if not node.value else "a mapping or list"
-        got = "null" if node.tag.endswith(":null") else got
-        if got.lower() not in _ONLY[name].split("|"):
-            raise ConfigError(f"{where}: {name}={got} is not supported here, only {_ONLY[name].replace('|', ' or ')}")
+        value = node.value if isinstance(node, yaml.ScalarNode) else "a mapping or list" if node.value else "{}"
+        value = "null" if node.tag == NULL else value
+        if value.lower() not in _ONLY[name].split("|"):
+            reason = _FILTERED if name.endswith((".top_p", ".top_k")) else ""
+            expected = _ONLY[name].replace("|", " or ")
+            raise ConfigError(f"{where}: {name}={value} is not supported here, only {expected}{reason}")
         return ""
     parts = name.split(".")
-    sections = (".".join(parts[:n]) for n in range(1, len(parts) + 1))
-    return name if name in _ALL else next((section for section in sections if f"{section}.*" in _ALL), None)
+    sections = [".".join(parts[:count]) + ".*" for count in range(1, len(parts) + 1)]
+    return next((row for row in [name, *sections] if row in _ROWS), None)
+
+
+def warning(rows: Iterable[str]) -> str:
+    """What to print about keys without effect, a paragraph for each section; rows as `no_effect` returns them."""
+    sections: dict[str, list[str]] = {}
+    for row in sorted(rows, key=_ROWS.index):
+        section, _, key = row.partition(".")
+        sections.setdefault(section, []).append(key)
+    lines = ["warning: these keys of NeMo RL have no effect here (* is every key below):"]
+    for section, keys in sections.items():
+        text = f"  {section}: {', '.join(keys)}"
+        lines.append(textwrap.fill(text, 120, subsequent_indent="    ", break_on_hyphens=False))
+    return "\n".join(lines)
 
 
 def rewrite(name: str, node: yaml.Node, where: str) -> Iterator[tuple[str, yaml.Node, str]]:
-    """(name, node, place) of a key as we spell it; several of a list of schedulers."""
+    """(full key, node, place) of a key as we write it; a list of schedulers gives several. ConfigError if it cannot."""
+    name = RENAMED.get(name, name)
     if name == "policy.scheduler" and isinstance(node, yaml.SequenceNode):
-        found = yaml.SafeLoader("").construct_document(node)
-        warmup, rest = found[0], found[1] if len(found) > 1 else {}
-        names = [str(entry.get("name")).rpartition(".")[2] for entry in (warmup, rest)]
-        if names != ["LinearLR", "ConstantLR"] or warmup["kwargs"].get("end_factor", 1.0) != 1.0 or len(found) > 3:
-            raise ConfigError(f"{where}: {name}: of lists, only a LinearLR up to 1.0 before a ConstantLR is understood")
-        values = {"start_factor": "warmup_start_factor", "total_iters": "warmup_steps"}
-        for theirs, ours in values.items():
-            if theirs in warmup["kwargs"]:
-                yield f"{name}.{ours}", scalar(str(warmup["kwargs"][theirs])), where
+        yield from _scheduler(name, node, where)
     elif name == "checkpointing.metric_name" and isinstance(node, yaml.ScalarNode):
-        ours = node.value.replace("train:", "train/", 1).replace("val:", SCORE, 1)
-        yield name, scalar(f"{SCORE}accuracy" if ours == "val_reward" else ours), where  # its older name for accuracy
+        metric = node.value.replace("train:", "train/", 1).replace("val:", SCORE, 1)
+        yield name, scalar(f"{SCORE}accuracy" if metric == "val_reward" else metric), where  # an older name of accuracy
+    elif name.startswith("data.") and node.value in MEAN_NULL.get(name.rpartition(".")[2], []):
+        yield name, scalar("null"), where
     else:
-        yield RENAMED.get(name, name), node, where
+        yield name, node, where
+
+
+def _scheduler(name: str, node: yaml.Node, where: str) -> Iterator[tuple[str, yaml.Node, str]]:
+    """The keys of policy.scheduler for NeMo RL's list: LinearLR, ConstantLR, and the milestone between them."""
+    schedulers = [entry if isinstance(entry, dict) else {} for entry in yaml.SafeLoader("").construct_document(node)]
+    names = [str(entry.get("name")).rpartition(".")[2] for entry in schedulers[:2]]
+    warmup = schedulers[0].get("kwargs") or {} if schedulers else {}
+    if names != ["LinearLR", "ConstantLR"] or warmup.get("end_factor", 1.0) != 1.0 or len(schedulers) > 3:
+        raise ConfigError(f"{where}: {name}: of lists, only a LinearLR up to 1.0 before a ConstantLR is understood")
+    for theirs, ours in {"start_factor": "warmup_start_factor", "total_iters": "warmup_steps"}.items():
+        if theirs in warmup:
+            yield f"{name}.{ours}", scalar(str(warmup[theirs])), where
 
 
 def scalar(text: str) -> yaml.ScalarNode:
@@ -118,10 +134,11 @@ def scalar(text: str) -> yaml.ScalarNode:
 def interpolate(name: str, text: str, where: str, look_up: Callable[[str], str]) -> str:
     """`text` of key `name` without its `${key}`, `${.sibling}` and `${mul: a, b}`. `look_up`: full key -> its text."""
     for _ in range(20):
-        found = re.search(r"\$\{([^${}]*)\}", text)
-        if not found:
+        match = re.search(r"\$\{([^${}]*)\}", text)
+        if not match:
             return text
-        inner, (resolver, colon, rest) = found[1].strip(), found[1].partition(":")
+        inner = match[1].strip()
+        resolver, colon, rest = inner.partition(":")
         if colon:
             factors = [factor.strip() for factor in rest.split(",")]
             if resolver.strip() != "mul" or not all(re.fullmatch(r"[\d.]+", factor) for factor in factors):
@@ -129,5 +146,5 @@ def interpolate(name: str, text: str, where: str, look_up: Callable[[str], str])
             value = f"{prod(map(float, factors)):.17g}"
         else:
             value = look_up(f"{name.rpartition('.')[0]}{inner}" if inner.startswith(".") else inner)
-        text = text[: found.start()] + value + text[found.end() :]
+        text = text[: match.start()] + value + text[match.end() :]
     raise ConfigError(f"{where}: {name}: ${{...}} goes in a circle, or is too deep")

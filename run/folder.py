@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from run.resume import numbered
 from system.ranks import Ranks, broadcast_from_rank0
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,8 +77,7 @@ def open_run_folder(log_dir: str, resume_from: str | None, ranks: Ranks) -> Path
     """The run's folder: the one to resume, or a new `exp_NNN` in `log_dir`. Rank 0 makes it, all get the same path."""
     folder = resume_from
     if ranks.rank == 0 and resume_from is None:
-        taken = [int(p.name[4:]) for p in Path(log_dir).glob("exp_*") if p.name[4:].isdigit()]
-        number = max(taken, default=0) + 1
+        number = max(numbered(Path(log_dir), "exp_"), default=0) + 1
         while True:
             try:
                 (Path(log_dir) / f"exp_{number:03d}").mkdir(parents=True)

@@ -1,27 +1,29 @@
-"""What a run reads, found and checked before torch is loaded: all that `grpo.py --check` answers for.
+"""Finds and checks what a run reads, before torch is loaded: all that `grpo.py --check` answers for.
 
-Owns no format: config.py, rows.py, data.py, model_config.py and envs.py do. It calls them in the order in which a user
-would want to hear of mistakes.
+Owns no format. It calls those who do (config_check.py, model_config.py, tokenizer.py, scan.py, graded_envs.py) in the
+order in which a user wants to hear of mistakes.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import config
 import envs
-import graded_envs
 from dataset.mixing import Mixture
-from dataset.problems import Dataset, load_dataset
+from dataset.scan import Dataset, load_dataset
 from hf.model_config import ModelConfig, read_model_config, resolve_model_folder, stored_shape
 from hf.tokenizer import Tokenizer
 from run import config_check, config_file, resume
 from run.config_check import check_writable
 
+MAX_ROWS = 5_000  # of each set that --check looks at: half a second
+
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class RunInputs:
     """What a run reads: found, parsed and checked, without torch. validation: name -> set, in the config's order."""
 
     model_folder: Path
@@ -32,10 +34,17 @@ class Inputs:
     reward_model: tuple[Path, Tokenizer] | None = None  # where an environment asks for one
 
 
-def read_inputs(cfg: config.Config, *, to_train: bool = True) -> Inputs:
+def read_inputs(
+    cfg: config.Config,
+    *,
+    to_train: bool = True,
+    max_rows: int | None = None,
+    on_rank0: Callable[[Callable[[], Any]], Any] = lambda work: work(),
+) -> RunInputs:
     """Model folder, tokenizer, datasets and environments of the config. ConfigError for whatever is wrong with them.
 
-    Not `to_train`: the run in `checkpointing.resume_from` is only scored, and there may be no step to train.
+    Not `to_train`: the run in `checkpointing.resume_from` is only scored, and there may be no step to train. max_rows
+    and on_rank0 (`Ranks.on_rank0`, so that one rank checks all rows): as in `load_dataset`.
     """
     check_writable("logger.log_dir", cfg.logger.log_dir)
     if cfg.checkpointing.checkpoint_dir:
@@ -47,40 +56,61 @@ def read_inputs(cfg: config.Config, *, to_train: bool = True) -> Inputs:
     tokenizer = Tokenizer(folder, template.chat_template, template.chat_template_kwargs)
     check_fits(cfg, folder, read_model_config(folder), tokenizer)
     environments: dict[str, envs.Environment] = {}
-    train, validation = read_datasets(cfg, tokenizer, environments)
-    num_rows = train.num_rows
-    if to_train and num_steps_of(cfg, num_rows) == 0:
-        spare = f" x grpo.batch_multiplier={cfg.grpo.batch_multiplier:g}" if cfg.grpo.batch_multiplier != 1 else ""
-        raise config.ConfigError(
-            f"nothing to train: {num_rows} prompts x grpo.max_num_epochs={cfg.grpo.max_num_epochs} are fewer than "
-            f"grpo.num_prompts_per_step={cfg.grpo.num_prompts_per_step}{spare}"
-        )
-    reward_model = read_reward_model(cfg.env.reward_model) if "reward_model" in environments else None
-    return Inputs(folder, tokenizer, train, validation, environments, reward_model)
-
-
-def read_datasets(
-    cfg: config.Config, tokenizer: Tokenizer, environments: dict[str, envs.Environment]
-) -> tuple[Mixture, dict[str, Dataset]]:
-    """(training sets, validation sets); makes each environment that a row asks for, which looks at their answers."""
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
-    def check(env_name: str, answers: list[tuple[str, str, dict]]) -> None:
+    def check_answers(env_name: str, answers: list[tuple[str, str, dict]]) -> None:
         if env_name not in environments:
-            environments[env_name] = graded_envs.make_environment(env_name, cfg.env, num_ranks)
+            environments[env_name] = envs.make_environment(env_name, cfg.env, num_ranks)
         environments[env_name].check_answers(answers)
 
     def read(section: config.DatasetConfig) -> tuple[Dataset, Dataset | None]:
-        return load_dataset(section, tokenizer, cfg.max_prompt_tokens, cfg.data.task_to_env, check)
+        limit, tasks = cfg.max_prompt_tokens, cfg.data.task_to_env
+        return load_dataset(section, tokenizer, limit, tasks, check_answers, max_rows=max_rows, on_rank0=on_rank0)
 
     train = [read(section) for section in cfg.data.train]
+    if cfg.grpo.adv_estimator.name == "gdpo":
+        check_reward_names(environments, cfg.grpo.adv_estimator.reward_weights)
     unsplit = [replace(section, split_validation_size=0) for section in cfg.data.validation]
     held_out = [part for _, part in train if part] + [read(section)[0] for section in unsplit]
-    return Mixture([dataset for dataset, _ in train], cfg), {dataset.name: dataset for dataset in held_out}
+    mixture = Mixture([dataset for dataset, _ in train], cfg)
+    if to_train and num_steps_of(cfg, mixture.num_problems) == 0:
+        spare = f" x grpo.batch_multiplier={cfg.grpo.batch_multiplier:g}" if cfg.grpo.batch_multiplier != 1 else ""
+        raise config.ConfigError(
+            f"nothing to train: {mixture.num_problems} prompts x grpo.max_num_epochs={cfg.grpo.max_num_epochs} are "
+            f"fewer than grpo.num_prompts_per_step={cfg.grpo.num_prompts_per_step}{spare}"
+        )
+    reward_model = read_reward_model(cfg.env.reward_model) if "reward_model" in environments else None
+    validation = {dataset.name: dataset for dataset in held_out}
+    return RunInputs(folder, tokenizer, mixture, validation, environments, reward_model)
+
+
+def check_reward_names(environments: dict[str, envs.Environment], weights: tuple[float, ...] | None) -> None:
+    """Raises ConfigError unless all environments declare the same two or more reward_names, as gdpo needs them.
+
+    environments: env_name -> environment of the training sets; weights: grpo.adv_estimator.reward_weights.
+    """
+    declared = {env_name: set(getattr(each, "reward_names", ())) for env_name, each in environments.items()}
+    names = sorted(set().union(*declared.values()))
+    gdpo, fix = "grpo.adv_estimator.name=gdpo", "give them in StepResult.rewards and name them in its reward_names"
+    for env_name, its_names in declared.items():
+        missing = [name for name in names if name not in its_names]
+        if missing:
+            raise config.ConfigError(
+                f"env_name '{env_name}' has no reward {', '.join(missing)}, which {gdpo} needs: {fix}"
+            )
+    if len(names) < 2:
+        raise config.ConfigError(
+            f"{gdpo} needs two rewards or more of each sample; env_name '{', '.join(declared)}' declares "
+            f"{', '.join(names) or 'none'}: {fix}, or set grpo.adv_estimator.name=grpo"
+        )
+    if weights is not None and len(weights) != len(names):
+        raise config.ConfigError(
+            f"grpo.adv_estimator.reward_weights={list(weights)}: must be {len(names)} numbers, for {', '.join(names)}"
+        )
 
 
 def check_fits(cfg: config.Config, folder: Path, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """ConfigError where config.json contradicts the tokenizer, or the run's config: vLLM would refuse either."""
+    """ConfigError where config.json or the tokenizer contradicts the run's config: vLLM would fail later."""
     total, limit = cfg.policy.max_total_sequence_length, model.max_position_embeddings
     if limit is not None and total > limit:
         raise config.ConfigError(
@@ -88,6 +118,12 @@ def check_fits(cfg: config.Config, folder: Path, model: ModelConfig, tokenizer: 
             f"({folder / 'config.json'}): use {limit} or less"
         )
     check_vocabulary(folder, model, tokenizer)
+    for token_id in cfg.policy.generation.stop_token_ids or ():
+        if token_id >= tokenizer.vocab_size:
+            raise config.ConfigError(
+                f"policy.generation.stop_token_ids: {token_id} is no token of the model, whose ids end at "
+                f"{tokenizer.vocab_size - 1} ({folder / 'tokenizer.json'}): take it out"
+            )
     tensor = cfg.policy.generation.vllm_cfg.tensor_parallel_size
     sizes = {"num_attention_heads": model.num_attention_heads, "intermediate_size": model.intermediate_size}
     if tensor < model.num_key_value_heads or tensor % model.num_key_value_heads:  # else each rank has a copy of one
@@ -117,9 +153,9 @@ def read_reward_model(cfg: config.RewardModelConfig) -> tuple[Path, Tokenizer]:
     folder = resolve_model_folder(cfg.model_name, key)
     model, shape = read_model_config(folder), stored_shape(folder, "score.weight")
     if shape != [1, model.hidden_size]:
-        found = f"score.weight of shape {shape}" if shape else "no score.weight"
+        weight = f"score.weight of shape {shape}" if shape else "no score.weight"
         raise config.ConfigError(
-            f"{key}: {folder} has {found}: give a Qwen2-, Qwen3- or LlamaForSequenceClassification with one label, "
+            f"{key}: {folder} has {weight}: give a Qwen2-, Qwen3- or LlamaForSequenceClassification with one label, "
             f"whose score.weight is [1, {model.hidden_size}]"
         )
     limit = model.max_position_embeddings
@@ -138,32 +174,43 @@ def read_reward_model(cfg: config.RewardModelConfig) -> tuple[Path, Tokenizer]:
     return folder, tokenizer
 
 
-def num_steps_of(cfg: config.Config, num_rows: int) -> int:
-    """Steps of the run; dynamic sampling may draw more than one batch for a step, so fewer then."""
-    return min(cfg.grpo.max_num_steps, cfg.grpo.max_num_epochs * num_rows // cfg.grpo.prompts_per_batch)
+def num_steps_of(cfg: config.Config, num_problems: int) -> int:
+    """Steps of the run. Dynamic sampling may draw more than one batch for a step; then there are fewer."""
+    return min(cfg.grpo.max_num_steps, cfg.grpo.max_num_epochs * num_problems // cfg.grpo.prompts_per_batch)
 
 
-def check(cfg: config.Config) -> str:
-    """Everything that can be wrong before torch is loaded; a summary when nothing is."""
-    inputs = read_inputs(cfg)
+def check(cfg: config.Config, *, all_rows: bool = False) -> str:
+    """Checks everything that can be wrong before torch is loaded: all rows, or MAX_ROWS of each set. Returns a summary
+    when nothing is wrong."""
+    math, code = replace(cfg.env.math, num_workers=1), replace(cfg.env.code, num_workers=1)  # enough for their canaries
+    cfg = replace(cfg, env=replace(cfg.env, math=math, code=code))
+    inputs = read_inputs(cfg, max_rows=None if all_rows else MAX_ROWS)
     for environment in inputs.environments.values():
         environment.close()
     lines = [f"model      {inputs.model_folder} (vocabulary {inputs.tokenizer.vocab_size:,})"]
-    sets = [("train", found) for found in inputs.train.datasets.values()]
-    for name, dataset in [*sets, *(("validation", found) for found in inputs.validation.values())]:
-        long = f", {dataset.num_too_long} left out: over {cfg.max_prompt_tokens} tokens" if dataset.num_too_long else ""
-        left = f", {dataset.num_left_out} left out by min_reward or processor" if dataset.num_left_out else ""
-        lines.append(f"{name:10} {dataset.path}: {len(dataset.rows):,} prompts{long}{left}")
-    steps, grpo = num_steps_of(cfg, inputs.train.num_rows), cfg.grpo
+    sets = [("train", dataset) for dataset in inputs.train.datasets.values()]
+    sets += [("validation", dataset) for dataset in inputs.validation.values()]
+    is_part = False
+    for name, dataset in sets:
+        counts, size = dataset.counts, f"{len(dataset.problems):,} prompts"
+        if counts.num_read < counts.num_rows:
+            is_part = True
+            first = MAX_ROWS // 2
+            size = f"{counts.num_rows:,} rows, {counts.num_read:,} checked (the first {first:,}, the others at random)"
+        left_out = counts.left_out(cfg.max_prompt_tokens)
+        lines.append(f"{name:10} {dataset.path}: {size}{', ' * bool(left_out)}{left_out}")
+    steps, grpo = num_steps_of(cfg, inputs.train.num_problems), cfg.grpo
     lines.append(
         f"steps      {steps:,} of {grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} samples"
     )
+    if is_part:
+        lines.append("rows       checked in part; the run checks all before its first step, --check --all does now")
     return "\n".join(lines)
 
 
 def parse_command_line(argv: Sequence[str], usage: str) -> config.Config:
     """The validated config of a command line, with the run that it resumes. ConfigError for whatever is wrong."""
-    words = [word for word in argv if word != "--check"]
+    words = [word for word in argv if word not in ("--check", "--all")]
     if not words or words[0].startswith("-"):
         raise config.ConfigError(usage)
     cfg = config_file.load(words[0], words[1:])

@@ -1,8 +1,8 @@
-"""Run folders and checkpoints as files: which run to go on with, which checkpoint is whole. No torch.
+"""Finds run folders and checkpoints and says which are whole. No torch: `--check` asks here whether a run can go on.
 
-A checkpoint is a folder `step_000010` with the files that its `meta.json` lists, of the sizes it lists; checkpoint.py
-writes and reads the content, and compares checksums. Anything else under that name is damaged: a rename puts a folder
-there only when it is whole. What `--check` says of resuming is said here.
+A checkpoint is a folder `step_000010` with the files that its `meta.json` lists, of the sizes it lists. A rename puts
+it there only when it is whole, so anything else under such a name is damaged. checkpoint.py writes and reads the
+tensors and compares their checksums.
 """
 
 import json
@@ -15,13 +15,27 @@ import config
 from run import config_file
 from run.config_check import check_writable
 
-VERSION = 2
-# What a resumed run must have as before: with another, its position in the data and its samples would mean others.
+VERSION = 3  # of a checkpoint's files; another one is refused
+# With another value, the position in the data and the sampling seeds would mean other prompts and samples.
 SAME_WHEN_RESUMED = (
-    *("policy.model_name", "grpo.seed", "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt"),
-    *("policy.tokenizer.chat_template", "policy.tokenizer.chat_template_kwargs"),
-    *("data.shuffle", "data.use_multiple_dataloader", "data.num_prompts_per_dataloader", "data.custom_dataloader"),
+    "policy.model_name",
+    "policy.optimizer.name",
+    "grpo.seed",
+    "grpo.num_prompts_per_step",
+    "grpo.num_generations_per_prompt",
+    "policy.tokenizer.chat_template",
+    "policy.tokenizer.chat_template_kwargs",
+    "data.shuffle",
+    "data.use_multiple_dataloader",
+    "data.num_prompts_per_dataloader",
+    "data.custom_dataloader",
 )
+
+
+def numbered(folder: Path, prefix: str) -> dict[int, Path]:
+    """Number -> path of the exp_007 or step_000010 in `folder`, highest number first."""
+    paths = {p.name.removeprefix(prefix): p for p in folder.glob(f"{prefix}*")}
+    return {int(number): paths[number] for number in sorted(filter(str.isdecimal, paths), key=int, reverse=True)}
 
 
 def checkpoint_folder(cfg: config.CheckpointingConfig, run_folder: Path) -> Path:
@@ -29,24 +43,30 @@ def checkpoint_folder(cfg: config.CheckpointingConfig, run_folder: Path) -> Path
     return Path(cfg.checkpoint_dir) / run_folder.resolve().name if cfg.checkpoint_dir else run_folder / "checkpoints"
 
 
-def steps(checkpoints: Path) -> list[Path]:
-    """Folders that stand for a checkpoint, whole or not, newest first."""
-    found = [path for path in checkpoints.glob("step_*") if path.name[5:].isdigit()]
-    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, whole or not, newest first."""
+    return list(numbered(folder, "step_").values())
 
 
-def committed(checkpoints: Path) -> list[Path]:
-    """Whole checkpoints, newest first."""
-    return [path for path in steps(checkpoints) if isinstance(read_meta(path), dict)]
+def committed(folder: Path) -> list[Path]:
+    """The whole checkpoints in `folder`, newest first. ConfigError where one has another format."""
+    return [path for path in checkpoints(folder) if isinstance(read_meta(path), dict)]
 
 
 def read_meta(checkpoint: Path) -> dict | str:
-    """Its meta.json; where the checkpoint is not whole, what is wrong with it, naming the file."""
+    """The content of its meta.json; where the checkpoint is not whole, what is wrong with it, naming the file.
+
+    ConfigError where another version of the program wrote it: it is whole, but nothing here can read it.
+    """
     file = checkpoint / "meta.json"
     try:
         meta = json.loads(file.read_text(encoding="utf-8"))
         if meta["version"] != VERSION:
-            return f"{file}: checkpoint format {meta['version']}, this program reads {VERSION}"
+            raise config.ConfigError(
+                f"{file}: checkpoint format {json.dumps(meta['version'])} of another version of this program, which "
+                f"now reads format {VERSION} only; go on with the version that wrote it (provenance.json in the run "
+                "folder names its commit), or start a new run"
+            )
         for name, entry in meta["files"].items():
             size = (checkpoint / name).stat().st_size
             if size != entry["bytes"]:
@@ -60,60 +80,63 @@ def read_meta(checkpoint: Path) -> dict | str:
 
 
 def resolve(cfg: config.Config) -> config.Config:
-    """The config with `checkpointing.resume_from` as `checkpointing.resume` makes it: the run to go on with, or null.
+    """The config with `checkpointing.resume_from` set as `checkpointing.resume` asks: the run to go on with, or null.
 
     must, auto: the run named, else the newest run of logger.log_dir that has a whole checkpoint. ConfigError where
     `must` finds none.
     """
-    saving = cfg.checkpointing
-    if saving.resume not in ("auto", "must") or saving.resume_from:
+    ckpt_cfg = cfg.checkpointing
+    if ckpt_cfg.resume not in ("auto", "must") or ckpt_cfg.resume_from:
         return cfg
-    runs = [path for path in Path(cfg.logger.log_dir).glob("exp_*") if path.name[4:].isdigit()]
-    runs.sort(key=lambda path: int(path.name[4:]), reverse=True)
-    found = next((path for path in runs if committed(checkpoint_folder(saving, path))), None)
-    if found is None and saving.resume == "must":
+    runs = numbered(Path(cfg.logger.log_dir), "exp_").values()
+    newest = next((run for run in runs if committed(checkpoint_folder(ckpt_cfg, run))), None)
+    if newest is None and ckpt_cfg.resume == "must":
         raise config.ConfigError(
             f"checkpointing.resume=must: no run in logger.log_dir={cfg.logger.log_dir} has a whole checkpoint; name "
             "one by checkpointing.resume_from, or use checkpointing.resume=auto to start a new run where there is none"
         )
-    return replace(cfg, checkpointing=replace(saving, resume_from=None if found is None else str(found)))
+    return replace(cfg, checkpointing=replace(ckpt_cfg, resume_from=None if newest is None else str(newest)))
 
 
 def check_resumable(cfg: config.Config, to_train: bool = True) -> None:
     """ConfigError where the run `checkpointing.resume_from` cannot go on: it left no whole checkpoint, its newest is
-    damaged (resume=auto takes the one before), or settings differ that must stay.
+    damaged (resume=auto takes the one before), another version wrote it, or settings differ that must stay.
 
-    Content is not read here: checkpoint.py compares checksums.
+    Reads no tensors: checkpoint.py compares checksums.
     """
-    folder = Path(cfg.checkpointing.resume_from)
-    if not os.path.isdir(folder):
-        raise config.ConfigError(f"checkpointing.resume_from: no folder '{folder}'; give a run folder, as logs/exp_001")
+    run = Path(cfg.checkpointing.resume_from)
+    if not os.path.isdir(run):
+        raise config.ConfigError(f"checkpointing.resume_from: no folder '{run}'; give a run folder, as logs/exp_001")
     if to_train:
-        check_writable("checkpointing.resume_from", str(folder))
-    checkpoints = checkpoint_folder(cfg.checkpointing, folder)
-    if not committed(checkpoints):
-        problems = "; ".join(str(read_meta(path)) for path in steps(checkpoints)[:3])
+        check_writable("checkpointing.resume_from", str(run))
+    folder = checkpoint_folder(cfg.checkpointing, run)
+    if not committed(folder):
+        problems = "; ".join(str(read_meta(path)) for path in checkpoints(folder)[:3])
         raise config.ConfigError(
-            f"checkpointing.resume_from={folder}: no whole checkpoint in {checkpoints}"
+            f"checkpointing.resume_from={run}: no whole checkpoint in {folder}"
             f"{f' ({problems})' if problems else ''}; start a new run without it"
         )
-    newest = steps(checkpoints)[0]
+    newest = checkpoints(folder)[0]
     if cfg.checkpointing.resume != "auto" and isinstance(problem := read_meta(newest), str):
         raise config.ConfigError(damaged(problem, newest))
-    before, changed = config_file.load(folder / "config.yaml"), []
+    before, changed = config_file.load(run / "config.yaml"), {}
     for key in SAME_WHEN_RESUMED if to_train else ("policy.model_name",):
         old, new = (operator.attrgetter(key)(c) for c in (before, cfg))
         if old != new and (key != "policy.model_name" or Path(old) != Path(new)):  # "model" is "./model/"
-            changed.append(f"{key}={json.dumps(new)} (there {json.dumps(old)})")
-    if changed and not cfg.checkpointing.allow_changes:
+            changed[key] = f"{key}={json.dumps(new)} (there {json.dumps(old)})"
+    other_optimizer = "policy.optimizer.name" in changed
+    if other_optimizer or (changed and not cfg.checkpointing.allow_changes):
+        also = (
+            ": no optimizer reads another's state" if other_optimizer else ", or set checkpointing.allow_changes=true"
+        )
         raise config.ConfigError(
-            f"not as in the run that checkpointing.resume_from={folder} continues: {', '.join(changed)}; use "
-            f"./train.sh {folder}/config.yaml checkpointing.resume_from={folder}, or set "
-            "checkpointing.allow_changes=true"
+            f"not as in the run that checkpointing.resume_from={run} continues: {', '.join(changed.values())}; use "
+            f"./train.sh {run}/config.yaml checkpointing.resume_from={run}{also}"
         )
 
 
 def damaged(problem: str, checkpoint: Path) -> str:
+    """The text of a ConfigError about a checkpoint that is not whole."""
     return (
         f"{problem}: the checkpoint is damaged; use checkpointing.resume=auto to go on from the one before it, or "
         f"remove {checkpoint}"

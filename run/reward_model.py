@@ -1,9 +1,9 @@
 """The reward model: scores whole conversations with a decoder of its own, sharded over all ranks like the policy.
 
 Owns the `score` head of Hugging Face's Qwen2-, Qwen3- and LlamaForSequenceClassification with one label (`score.weight`
-[1, D], read at the last token), and where the weights are: in host memory, but for the time in which they score.
-Everything else of the network is model.py's. Here decoding and encoding again IS right: the conversation is shown to
-another model, in its own chat template. Dims: T packed tokens, S conversations of a pack, D hidden.
+[1, D], read at the last token). The weights stay in host memory except while they score. model.py owns the rest of the
+network. Here the text is encoded anew, because another model reads it, in that model's chat template.
+Dims: T packed tokens, S conversations of a pack, B conversations of all ranks, D hidden.
 """
 
 import sys
@@ -26,14 +26,14 @@ from model import Decoder, load_policy
 
 
 class RewardDecoder(Decoder):
-    """A decoder that ends in one number per conversation: hidden state of its last token times `score.weight`."""
+    """A decoder with one number per conversation: the hidden state of its last token times `score.weight`."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(replace(config, tie_word_embeddings=True))  # such checkpoints have no head over the vocabulary
         self.score = nn.Linear(config.hidden_size, 1, bias=False)
 
     def forward(self, token_T: Tensor, position_T: Tensor, cu_seqlens: Tensor, pos_S: Tensor) -> Tensor:
-        """Scores at positions pos_S, [S], computed in float32: bfloat16 would round them to 3 digits."""
+        """score_S at positions pos_S of the pack, in float32: bfloat16 would round scores to 3 digits."""
 
         def score(hidden_SD: Tensor, *_, **__) -> Tensor:
             return hidden_SD.float() @ self.score.weight[0].float()
@@ -42,7 +42,7 @@ class RewardDecoder(Decoder):
 
 
 class RewardModel:
-    """This rank's shards. `max_model_len` tokens of a conversation and `pack_tokens` of a pack bound the memory."""
+    """This rank's shards. `max_model_len` bounds the tokens of a conversation, `pack_tokens` those of a pack."""
 
     def __init__(
         self,
@@ -62,40 +62,46 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, conversations: Sequence[list[dict]]) -> list[float | None]:
-        """Each conversation's score; None where it has more than `max_model_len` tokens, the template refuses it, or
+        """The score of each conversation; None if it has more than `max_model_len` tokens, the template refuses it, or
         the score is not finite.
 
-        A collective: all ranks give the same conversations and get the same scores. Each rank scores its share, and
-        runs as many packs as the rank with the most.
+        A collective: all ranks pass the same conversations and get the same scores. Each rank scores a share of them,
+        and runs as many packs as the rank that has the most.
         """
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        mine = [self.encode(messages) for messages in conversations[rank::num_ranks]]
-        usable = [i for i, ids in enumerate(mine) if 0 < len(ids) <= self.max_model_len]
-        if len(usable) < len(mine):
+        local_ids = [self.encode(messages) for messages in conversations[rank::num_ranks]]
+        usable = [i for i, ids in enumerate(local_ids) if 0 < len(ids) <= self.max_model_len]
+        if len(usable) < len(local_ids):
+            num_refused = f"{len(local_ids) - len(usable)} of {len(local_ids)}"
             why = f"over env.reward_model.max_model_len={self.max_model_len} tokens or refused by its chat template"
-            print(f"reward model: {len(mine) - len(usable)} of {len(mine)} conversations are {why}", file=sys.stderr)
-        packs = [[usable[k] for k in pack] for pack in first_fit([len(mine[i]) for i in usable], self.pack_tokens)]
-        most = torch.tensor(len(packs))
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            print(f"reward model: {num_refused} conversations are {why}", file=sys.stderr)
+        lengths = [len(local_ids[i]) for i in usable]
+        packs = [[usable[k] for k in pack] for pack in first_fit(lengths, self.pack_tokens)]
+        max_packs = torch.tensor(len(packs))
+        dist.all_reduce(max_packs, op=dist.ReduceOp.MAX)
         score_B = torch.full((len(conversations),), torch.nan)
         self.model.to(self.device)
-        for pack in packs + [None] * (int(most) - len(packs)):
-            score_S = self._score_pack([mine[i] for i in pack] if pack else [[0]])
+        for pack in packs + [None] * (int(max_packs) - len(packs)):  # None: joins the collectives with one token
+            score_S = self._score_pack([local_ids[i] for i in pack] if pack else [[0]])
             if pack:
                 score_B[[rank + num_ranks * i for i in pack]] = score_S.cpu()
         self.model.to("cpu")
-        known_B = score_B.isfinite()
-        score_B = torch.where(known_B, score_B, 0)
-        dist.all_reduce(score_B)  # each rank knows its own
-        dist.all_reduce(known_B := known_B.int())
-        return [score if known else None for score, known in zip(score_B.tolist(), known_B.tolist(), strict=True)]
+        is_scored_B = score_B.isfinite()
+        score_B = torch.where(is_scored_B, score_B, 0)
+        dist.all_reduce(score_B)  # each conversation has been scored on one rank
+        is_scored_B = is_scored_B.int()
+        dist.all_reduce(is_scored_B)
+        pairs = zip(score_B.tolist(), is_scored_B.tolist(), strict=True)
+        return [score if is_scored else None for score, is_scored in pairs]
 
     def encode(self, messages: list[dict]) -> list[int]:
-        """The conversation in the reward model's template, up to its last token, which is where transformers reads the
-        score: the last that is not `pad_token_id`, so that a model with the end token for padding ends before it. []
-        where the template refuses it."""
+        """Ids of the conversation in the reward model's template; [] if the template refuses the conversation.
+
+        They end with the token at which transformers reads the score: the last one that is not `pad_token_id`. So for a
+        model that pads with its end token, they end before that.
+        """
         try:
-            ids = self.tokenizer.render(messages, add_generation_prompt=False)
+            ids = self.tokenizer.render(messages, add_generation_prompt=False, escape=True)
         except jinja2.TemplateError:
             return []
         end = len(ids)
@@ -108,5 +114,6 @@ class RewardModel:
         token_T = torch.tensor([token for ids in ids_S for token in ids])
         position_T = torch.cat([torch.arange(len(ids)) for ids in ids_S])
         cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), end_S]).numpy()
-        tensors = [x.to(self.device, non_blocking=True) for x in (token_T, position_T, end_S - 1)]
-        return self.model(tensors[0], tensors[1], cu_seqlens, tensors[2])
+        token_T = token_T.to(self.device, non_blocking=True)
+        position_T = position_T.to(self.device, non_blocking=True)
+        return self.model(token_T, position_T, cu_seqlens, (end_S - 1).to(self.device, non_blocking=True))

@@ -20,7 +20,7 @@ from optim import build_optimizer
 from rollout import Sampler, StepSamples, data_is_used_up
 from run import checkpoint, config_file
 from run.log import RunLog, Timers
-from run.preflight import Inputs, num_steps_of
+from run.preflight import RunInputs, num_steps_of
 from run.resume import checkpoint_folder
 from run.reward_model import RewardModel
 from system.exits import Interrupted, Saved, Signals, StopRun
@@ -51,7 +51,7 @@ class Run:
     """Everything that lives from the first step to the last."""
 
     cfg: config.Config
-    inputs: Inputs
+    inputs: RunInputs
     ranks: Ranks
     device: torch.device
     folder: Path
@@ -73,12 +73,12 @@ class Run:
     @property
     def is_finished(self) -> bool:
         """Dynamic sampling draws more than a step has, so data may be used up before the last step."""
-        used_up = data_is_used_up(self.cfg.grpo, self.inputs.train.num_rows, self.state.consumed_samples)
+        used_up = data_is_used_up(self.cfg.grpo, self.inputs.train.num_problems, self.state.consumed_samples)
         return self.state.step >= self.num_steps or used_up
 
 
 def set_up(
-    cfg: config.Config, inputs: Inputs, ranks: Ranks, device: torch.device, folder: Path, watchdog: Watchdog
+    cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device, folder: Path, watchdog: Watchdog
 ) -> Run:
     """A run that is ready for its first step, or for the one after its checkpoint. A collective of all ranks."""
     signals = Signals(cfg.checkpointing.must_save_by_seconds)
@@ -87,7 +87,7 @@ def set_up(
     engine.should_stop = lambda: ranks.any_rank_of_engine(signals.pending)
     checkpoints = checkpoint_folder(cfg.checkpointing, folder)
     state = restore(cfg, inputs, model, optimizer, reference, ranks, checkpoints)
-    num_steps = num_steps_of(cfg, inputs.train.num_rows)
+    num_steps = num_steps_of(cfg, inputs.train.num_problems)
     saved = state.step if cfg.checkpointing.resume_from else None
     return Run(
         cfg=cfg,
@@ -111,7 +111,7 @@ def set_up(
 
 
 def build(
-    cfg: config.Config, inputs: Inputs, ranks: Ranks, device: torch.device
+    cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device
 ) -> tuple[Decoder, torch.optim.Optimizer, Reference | None, Engine, Sampler]:
     """The sharded policy with float32 master weights, its optimizer, the reference policy where the loss has a KL, the
     engine, which has no weights yet and sleeps, and the sampler over it."""
@@ -171,7 +171,7 @@ def build(
 
 def restore(
     cfg: config.Config,
-    inputs: Inputs,
+    inputs: RunInputs,
     model: Decoder,
     optimizer: torch.optim.Optimizer,
     reference: Reference | None,
@@ -185,7 +185,7 @@ def restore(
             raise config.ConfigError(f"{checkpoints} holds checkpoints of another run: choose another checkpoint_dir")
         return RunState(train.start(), train.fingerprints)
     shards = reference.shards if reference else {}
-    state = RunState(**checkpoint.load(checkpoints, model, optimizer, ranks, extra=shards, mode=ckpt_cfg.resume))
+    state = RunState(**checkpoint.load(checkpoints, model, optimizer, ranks, reference=shards, mode=ckpt_cfg.resume))
     if ckpt_cfg.allow_changes and state.fingerprints != train.fingerprints:
         ranks.print_rank0(
             "WARNING: other data than before (checkpointing.allow_changes=true): they are read from their start"
@@ -231,7 +231,7 @@ def end_step(run: Run, samples: StepSamples, metrics: dict[str, float]) -> None:
     state.step += 1
     state.cursor = run.inputs.train.record(samples.cursor, metrics)
     state.consumed_samples = samples.cursor["position"]
-    state.current_epoch = state.consumed_samples // run.inputs.train.num_rows
+    state.current_epoch = state.consumed_samples // run.inputs.train.num_problems
     state.num_bad_steps = int(metrics["num_bad_steps"])
     state.total_valid_tokens += metrics["global_valid_toks"]
     run.metrics = metrics

@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 
 from config import Config
 from data import Sample
-from dataset.problems import Dataset
+from dataset.scan import Dataset
 from engine import SamplingOptions
 from rollout import Sampler, groups_of
 from run.setup import Run
@@ -57,7 +57,7 @@ def modes(cfg: Config) -> dict[str, tuple[int, SamplingOptions]]:
 def sample_problems(cfg: Config, sampler: Sampler, dataset: Dataset, mode: str) -> list[Sample]:
     """Graded samples of the first max_val_samples problems of a set, on every rank; the ranks share the work. The seeds
     are the same every time, so that two validations differ by the weights alone."""
-    problems = list(enumerate(dataset.rows[: cfg.grpo.max_val_samples]))
+    problems = list(enumerate(dataset.problems[: cfg.grpo.max_val_samples]))
     num_samples, options = modes(cfg)[mode]
     return sampler.sample(problems, num_samples, options, (cfg.grpo.seed, -1))
 

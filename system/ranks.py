@@ -11,6 +11,9 @@ from typing import TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from config import ConfigError
 
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # longer than any rollout: ranks wait for the slowest one's samples
@@ -91,6 +94,30 @@ def broadcast_from_rank0(value: T) -> T:
     shared = [value]
     dist.broadcast_object_list(shared, src=0)
     return shared[0]
+
+
+def local_rows(tensor: torch.Tensor) -> slice:
+    """The rows of a whole tensor that this rank holds: all, or of a shard those of torch.chunk: uneven, maybe none."""
+    if not isinstance(tensor, DTensor):
+        return slice(0, len(tensor))
+    assert tensor.placements == (Shard(0),), tensor.placements
+    rows_per_rank = -(-len(tensor) // tensor.device_mesh.size())
+    start = min(tensor.device_mesh.get_local_rank() * rows_per_rank, len(tensor))
+    return slice(start, min(start + rows_per_rank, len(tensor)))
+
+
+def on_rank0(work: Callable[[], T]) -> T:
+    """What `work` gives on rank 0, on all ranks; the ConfigError that it raises there is raised on all ranks."""
+    result: T | ConfigError | None = None
+    if dist.get_rank() == 0:
+        try:
+            result = work()
+        except ConfigError as error:
+            result = error
+    result = broadcast_from_rank0(result)
+    if isinstance(result, ConfigError):
+        raise result
+    return result
 
 
 def _free_port() -> int:

@@ -1,6 +1,6 @@
 """What all tests share: paths, the fast selection, one process group and one vLLM engine for the whole process.
 
-`--fast` leaves out what is slow (LAUNCHES and the mark `slow`), puts a stand-in where vLLM would be imported, and
+`--fast` leaves out what is slow (SLOW, LAUNCHES and the mark `slow`), puts a stand-in where vLLM would be imported, and
 writes which functions of the core were entered to tests/fast_coverage.txt. A function that was not fails the session.
 """
 
@@ -20,6 +20,13 @@ import fake_vllm
 import pytest
 import torch
 
+# By its name: the real command; graders, which wait for deadlines; compilers; kernels at sizes that take the
+# interpreter seconds.
+SLOW = re.compile(
+    r"(command|graders)/|system/test_watchdog|kernels/test_aot"
+    r"|kernels/.*(151936|32000|530-260|peak_memory|test_options|test_terms_of_many)"
+)
+# By what it or one of its fixtures starts: ranks, or the real command.
 LAUNCHES = re.compile(r"torch\.distributed\.run|mp\.spawn\(|_worker\.py|run_to_the_end\(|train\.sh")
 COVERAGE = ROOT / "tests" / "fast_coverage.txt"
 
@@ -49,9 +56,8 @@ def pytest_configure(config):
         core_coverage.start()
 
 
-def launches(item) -> bool:
-    """Whether the test or one of its fixtures starts ranks or the real command: by the text of these functions."""
-    if (ROOT / "tests" / "command") in item.path.parents:
+def is_slow(item) -> bool:
+    if item.get_closest_marker("slow") or SLOW.match(item.nodeid.removeprefix("tests/")):
         return True
     fixtures = [found[-1].func for found in item._fixtureinfo.name2fixturedefs.values()]
     ours = [f for f in [item.function, *fixtures] if inspect.getsourcefile(f).startswith(str(ROOT))]
@@ -59,10 +65,10 @@ def launches(item) -> bool:
 
 
 def pytest_collection_modifyitems(config, items):
-    slow = [item for item in items if item.get_closest_marker("slow") or launches(item)]
     if config.getoption("--fast"):
+        slow = {item for item in items if is_slow(item)}
         config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in set(slow)]
+        items[:] = [item for item in items if item not in slow]
 
 
 def pytest_sessionfinish(session, exitstatus):

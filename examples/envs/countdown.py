@@ -43,7 +43,8 @@ class Countdown(Environment):
     once. `rewards` has both parts, whose sum it is. A reply cut off by the length limit has no answer.
     """
 
-    canaries = (("24", "24", "parse_fail"),)  # the others need a row's numbers: tests/test_countdown.py has them
+    self_tests = (("24", "24", "parse_fail"),)  # other replies need the numbers of a problem: see test_countdown.py
+    reward_names = ("answer", "format")
 
     def __init__(self, *, format_reward: float = 0.1, use_all: bool = True):
         if not 0 <= format_reward < 1:
@@ -54,10 +55,10 @@ class Countdown(Environment):
         return [self.grade(turn) for turn in turns]
 
     def grade(self, turn: Turn) -> StepResult:
-        _, _, rest = turn.messages[-1]["content"].rpartition("<answer>")
+        _, _, rest = turn.whole_reply.rpartition("<answer>")
         equation, closed, _ = rest.partition("</answer>")
         equation, _, _ = equation.partition("=")  # "... = 24" claims a value: that is not read
-        result = evaluate(equation) if closed and turn.finish_reason == "stop" else None
+        result = evaluate(equation) if closed else None
         if result is None:
             return StepResult(0.0, "parse_fail", rewards={"answer": 0.0, "format": 0.0})
         value, used = result

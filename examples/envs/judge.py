@@ -3,11 +3,11 @@
     env: {custom: {"examples.envs.judge:Judge": {url: "http://localhost:8000/v1", model: Qwen/Qwen3-32B}}}
     data: {train: {env_name: "examples.envs.judge:Judge", ...}}
 
-On by that config only: conversations leave the machine for `url`, and there is no default for it. The judge is asked
-with PROMPT, or the text of `prompt_file`, in which {question} is the conversation before the reply, {answer} the row's
-answer and {reply} what is judged. It must write `Score: x`; the last such line counts, x from `min_score` to
-`max_score`, and the reward is x mapped to 0..1. What fails for good is outcome "error" with reward 0, which
-env.max_error_fraction bounds. A judge can be talked into a good score: read samples.jsonl, and what it rewards.
+Only this config turns it on: conversations then leave the machine for `url`, which has no default. The judge gets
+PROMPT, or the text of `prompt_file`, in which {question} is the conversation before the reply, {answer} the answer of
+the problem and {reply} the reply. It must write `Score: x`; the last such line counts. x goes from `min_score` to
+`max_score`, and the reward is x mapped to 0..1. A request that fails for good gives outcome "error" with reward 0, and
+env.max_error_fraction bounds those. A judge can be talked into a good score: read samples.jsonl to see what it rewards.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ PROMPT = """Grade the reply to a question. Text between the markers is to be gra
 Think about whether the reply is right and complete. Then end with one line of the form "Score: x", where x is a whole
 number from 0 (useless) to 10 (right and complete)."""
 SCORE = re.compile(r"^[ \t*#]*score[ \t*]*:[ \t*]*(-?\d+(?:\.\d+)?)[ \t*.]*$", re.I | re.M | re.A)
-CANARIES = (("The answer is 1234.", "1234", "ok"), ("The answer is 77.", "1234", "wrong"))  # the endpoint is asked
+SELF_TESTS = (("The answer is 1234.", "1234", "ok"), ("The answer is 77.", "1234", "wrong"))  # they go to the endpoint
 MAX_BYTES = 1 << 20  # of an answer of the endpoint
 
 
@@ -69,7 +69,7 @@ class Judge(Environment):
     `extra_body` goes into each request, over the fields it has here: {chat_template_kwargs: {enable_thinking: false}}.
     An attempt has `timeout_s`. Server errors, 429, timeouts, lost connections and answers that are no JSON are
     tried again `max_retries` times, after backoff_s, 2 backoff_s, 4 backoff_s, ... or the longer `Retry-After`, up to
-    `max_wait_s`. Equal prompts are asked once: scores are kept by the hash of the request, in memory and, in
+    `max_wait_s`. Equal prompts are sent once: scores are kept by the hash of the request, in memory and, in
     `cache_dir`, for other ranks and runs. The key for the endpoint is read from the environment variable `api_key_env`.
     A reply of at least `pass_mark` of the way from min_score to max_score is outcome "ok".
     """
@@ -103,7 +103,8 @@ class Judge(Environment):
             self.prompt = Path(prompt_file).read_text(encoding="utf-8") if prompt_file else PROMPT
         except (OSError, ValueError) as error:
             raise ConfigError(f"judge: prompt_file={prompt_file}: cannot be read ({error})") from error
-        self.canaries = () if prompt_file else CANARIES  # another prompt may ask for something else than what is right
+        # A prompt of one's own may ask for something else than a right answer.
+        self.self_tests = () if prompt_file else SELF_TESTS
         if "{reply}" not in self.prompt:
             raise ConfigError(f"judge: {prompt_file}: no {{reply}} in it: every reply would be judged alike")
         self.url = url.rstrip("/") + "/chat/completions"
@@ -131,9 +132,9 @@ class Judge(Environment):
             print(
                 f"judge: {len(failed)} of {len(unknown)} requests failed, as: {min(failed.values())}", file=sys.stderr
             )
-        return [self.verdict(self.scores.get(key)) for key in keys]
+        return [self.result(self.scores.get(key)) for key in keys]
 
-    def verdict(self, score: float | None) -> StepResult:
+    def result(self, score: float | None) -> StepResult:
         if score is None:
             return StepResult(0.0, "error")
         reward = (score - self.min_score) / (self.max_score - self.min_score)
@@ -180,12 +181,12 @@ class Judge(Environment):
 
     def parse(self, text: str) -> float:
         """The number of the last line `Score: x`."""
-        found = SCORE.findall(text)
-        if not found:
+        scores = SCORE.findall(text)
+        if not scores:
             raise JudgeError(f"no line 'Score: x' in {text[-200:]!r}", retry=False)
-        if not self.min_score <= float(found[-1]) <= self.max_score:
-            raise JudgeError(f"score {found[-1]} is not in {self.min_score:g}..{self.max_score:g}", retry=False)
-        return float(found[-1])
+        if not self.min_score <= float(scores[-1]) <= self.max_score:
+            raise JudgeError(f"score {scores[-1]} is not in {self.min_score:g}..{self.max_score:g}", retry=False)
+        return float(scores[-1])
 
     def request(self, body: bytes) -> str:
         """What the judge wrote."""
@@ -204,9 +205,9 @@ class Judge(Environment):
         except urllib.error.HTTPError as error:
             after = error.headers.get("Retry-After", "")
             wait_s = float(after) if after.isdecimal() else 0.0
-            said = error.read(300).decode(errors="replace")
+            details = error.read(300).decode(errors="replace")
             retry = error.code in (408, 429) or error.code >= 500
-            raise JudgeError(f"{error} {said}", retry=retry, wait_s=wait_s) from error
+            raise JudgeError(f"{error} {details}", retry=retry, wait_s=wait_s) from error
         except (OSError, HTTPException) as error:  # no connection, timeout, half an answer
             raise JudgeError(repr(error), retry=True) from error
         except (ValueError, LookupError, TypeError, RecursionError) as error:

@@ -37,7 +37,7 @@ class Tools(envs.Environment):
     of which num_workers run at once. isolation: as env.code.isolation. role: of the messages that bring results; "tool"
     where the chat template knows it."""
 
-    canaries = (("#### 391", "391", "ok"), ("It is 17 * 23", "391", "parse_fail"))
+    self_tests = (("#### 391", "391", "ok"), ("It is 17 * 23", "391", "parse_fail"))
 
     def __init__(
         self,
@@ -52,30 +52,30 @@ class Tools(envs.Environment):
         unknown = sorted({*tools} - {"calc", "python"})
         if unknown:
             raise ConfigError(f"tools: '{unknown[0]}' is unknown; known: calc, python")
-        self.tools, self.role, self.exact, self.pool = tools, role, envs.Exact(), None
+        self.tools, self.role, self.exact = tools, role, envs.Exact()
         self.limits = {"seconds": python_timeout_s, "memory_mib": python_memory_mib, "isolation": isolation}
         if "python" in tools:
             seconds, target = python_timeout_s + 5, "examples.envs.tools:run_python"
             self.pool = GraderPool(target, num_workers=num_workers, deadline_s=seconds, memory_mib=1024)
-            said = self.run(["print(6 * 7)"])
-            if said != ["42"]:
-                raise ConfigError(f"tools: the python tool does not work here: {said[0]}")
+            printed = self.run(["print(6 * 7)"])
+            if printed != ["42"]:
+                raise ConfigError(f"tools: the python tool does not work here: {printed[0]}")
 
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:
-        calls = [CALL.search(turn.messages[-1]["content"]) if turn.finish_reason == "stop" else None for turn in turns]
+        calls = [CALL.search(turn.whole_reply) for turn in turns]
         results = iter(self.run([call[2] for call in calls if call and call[1] == "python" and self.pool]))
-        verdicts = []
+        step_results = []
         for turn, call in zip(turns, calls, strict=True):
             if call is None:
-                verdicts.append(self.exact.grade(turn))
+                step_results.append(self.exact.grade(turn))
                 continue
             if call[1] not in self.tools:
                 result = f"error: there is no tool {call[1]}"
             else:
                 result = next(results) if call[1] == "python" else calculate(call[2])
             message = {"role": self.role, "content": f"<result>{result[:MAX_RESULT_CHARS]}</result>"}
-            verdicts.append(StepResult(0.0, "parse_fail", done=False, observation=(message,)))
-        return verdicts
+            step_results.append(StepResult(0.0, "parse_fail", done=False, observation=(message,)))
+        return step_results
 
     def run(self, programs: Sequence[str]) -> list[str]:
         """What they print, or "error: ...": side by side, each in a throw-away process that a worker starts."""
@@ -84,10 +84,6 @@ class Tools(envs.Environment):
 
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
         self.exact.check_answers(answers)
-
-    def close(self) -> None:
-        if self.pool:
-            self.pool.close()
 
 
 def run_python(job: dict) -> str:

@@ -107,10 +107,7 @@ def test_some_prompts_too_long_are_counted(work):
         (["run.yaml", "data.train.output_key=output"], "train.jsonl:1: no key 'output'; keys: input, answer"),
         (["run.yaml", "data.train.env_name=exakt"], "env_name 'exakt' is unknown; known: exact"),
         (["run.yaml", "data.train.output_key=input"], "train.jsonl:1: answer '10+1=' is not one plain number"),
-        (
-            ["run.yaml", "data.max_input_seq_length=7"],
-            "train.jsonl: no usable row: all 10 prompts are longer than 7 tokens",
-        ),
+        (["run.yaml", "data.max_input_seq_length=7"], "train.jsonl: no usable row: 10 left out: over 7 tokens"),
         (
             ["run.yaml", "grpo.num_prompts_per_step=11"],
             "nothing to train: 10 prompts x grpo.max_num_epochs=1 are fewer than grpo.num_prompts_per_step=11",
@@ -141,7 +138,7 @@ def test_some_prompts_too_long_are_counted(work):
             ["run.yaml", "checkpointing.resume_from=model"],
             "checkpointing.resume_from=model: no whole checkpoint in model/checkpoints",
         ),
-        ([], "usage: [torchrun --nproc_per_node=N] grpo.py [--check] CONFIG.yaml"),
+        ([], "usage: [torchrun --nproc_per_node=N] grpo.py [--check [--all]] CONFIG.yaml"),
     ],
 )
 def test_mistake_in_config_or_paths(work, words, message):

@@ -1,15 +1,28 @@
-"""advantages.py and the standard deviations of group_advantages, against plain Python sums and worked examples."""
+"""advantages.py against plain Python sums, worked examples, and the numbers of other systems."""
 
 import math
 from dataclasses import replace
 from statistics import mean, pstdev, stdev
 
+import numpy as np
 import pytest
 import torch
 
-from advantages import advantage_metrics, advantages, kl_in_reward_advantages, multi_reward_advantages
-from config import AdvEstimatorConfig, ConfigError, GRPOConfig, LossConfig
-from loss import group_advantages
+import loss
+from advantages import (
+    advantage_metrics,
+    estimate_advantages,
+    filter_overlong,
+    gdpo_advantages,
+    group_advantages,
+    kl_in_reward_advantages,
+    overlong_penalty,
+    scale_reward,
+    shape_rewards,
+    step_advantages,
+)
+from config import AdvEstimatorConfig, ConfigError, GRPOConfig, LossConfig, RewardScalingConfig, RewardShapingConfig
+from data import Sample
 
 REWARDS = {3: [1.0, 0, 0, 0.5], 9: [0.3, 1, -0.5, 2], 5: [0.2, 0.2, 0.2]}  # the last: all equal
 REWARD_B = torch.tensor([r for rewards in REWARDS.values() for r in rewards], dtype=torch.float64)
@@ -64,10 +77,10 @@ def test_group_as_trl_to_printed_digits():
 def test_grpo_takes_the_options_of_the_config(std, leave_one_out):
     grpo = GRPOConfig(reward_std=std, use_leave_one_out_baseline=leave_one_out)
     want = group_advantages(REWARD_B, GROUP_B, leave_one_out=leave_one_out, normalize=True, std=std)
-    equal(advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, LossConfig()), want)
+    equal(estimate_advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, LossConfig(), {}), want)
     dr_grpo = replace(grpo, normalize_rewards=False, reward_std="baseline")
     want = group_advantages(REWARD_B, GROUP_B, leave_one_out=leave_one_out, normalize=False)
-    equal(advantages(REWARD_B, GROUP_B, TOKENS_B, dr_grpo, LossConfig()), want)
+    equal(estimate_advantages(REWARD_B, GROUP_B, TOKENS_B, dr_grpo, LossConfig(), {}), want)
 
 
 def whitened(values, weights):
@@ -81,14 +94,16 @@ def whitened(values, weights):
 def test_reinforce_plus_plus_is_whitened_over_tokens(minus_baseline):
     grpo = GRPOConfig(adv_estimator=AdvEstimatorConfig(name="reinforce_plus_plus", minus_baseline=minus_baseline))
     values = [r - mean(rewards) * minus_baseline for rewards in REWARDS.values() for r in rewards]
-    equal(advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, LossConfig()), whitened(values, TOKENS_B.tolist()))
+    equal(estimate_advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, LossConfig(), {}), whitened(values, TOKENS_B.tolist()))
     # Two tokens of A = 1 and one of -1 by hand: mean 1/3, variance 8/9.
-    got = advantages(torch.tensor([1.0, -1]), torch.tensor([0, 1]), torch.tensor([2, 1]), grpo, LossConfig())
+    got = estimate_advantages(
+        torch.tensor([1.0, -1]), torch.tensor([0, 1]), torch.tensor([2, 1]), grpo, LossConfig(), {}
+    )
     want = torch.zeros(2) if minus_baseline else torch.tensor([1, -2]) / math.sqrt(2)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
     # A spread of 1e-5 is below the floor of 1e-4: rounding is not blown up to advantages of 1.
     reward_B = torch.tensor([1 + 1e-5, 1 - 1e-5], dtype=torch.float64)
-    equal(advantages(reward_B, torch.zeros(2), torch.ones(2), grpo, LossConfig()), [0.1, -0.1])
+    equal(estimate_advantages(reward_B, torch.zeros(2), torch.ones(2), grpo, LossConfig(), {}), [0.1, -0.1])
 
 
 def tokens():
@@ -113,7 +128,7 @@ def test_kl_in_the_reward(kind):
     )
     seq_T, old_T, ref_T, mask_T = tokens()
     grpo = replace(PLUS, advantage_clip_high=1.5)
-    adv_T = advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, loss_fn)[seq_T]
+    adv_T = estimate_advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, loss_fn, {})[seq_T]
     centered = [r - mean(rewards) for rewards in REWARDS.values() for r in rewards]
     equal(adv_T, [centered[seq] for seq in seq_T.tolist()])
 
@@ -125,7 +140,8 @@ def test_kl_in_the_reward(kind):
             values.append(adv - 0.3 * min(max(kl, -0.6), 0.6))
     want = iter(min(value, 1.5) for value in whitened(values, [1] * len(values)))
     want_T = [next(want) if is_valid else 0.0 for is_valid in mask_T.tolist()]
-    given = {"old_logp_T": old_T, "ref_logp_T": ref_T, "mask_T": mask_T}
+    kl_T = loss.clamp_abs(loss.kl_estimate(loss.clamp_abs(ref_T - old_T, 1.2), kind), 0.6)  # as the loop gives it
+    given = {"kl_R": kl_T, "mask_R": mask_T}
     whole, options = [], {"grpo": grpo, "loss_fn": loss_fn}
     got = kl_in_reward_advantages(adv_T, **given, **options, sum_over_ranks=lambda x: whole.append(x) or x)
     equal(got, want_T)
@@ -145,10 +161,10 @@ def test_kl_in_the_reward(kind):
 
 
 def test_no_valid_token_is_no_nan():
-    given = {name: torch.zeros(3) for name in ("old_logp_T", "ref_logp_T", "mask_T")}
+    given = {name: torch.zeros(3) for name in ("kl_R", "mask_R")}
     got = kl_in_reward_advantages(torch.ones(3), **given, grpo=PLUS, loss_fn=LossConfig(use_kl_in_reward=True))
     assert got.tolist() == [0, 0, 0]
-    assert advantages(torch.ones(2), torch.zeros(2), torch.zeros(2), PLUS, LossConfig()).tolist() == [0, 0]
+    assert estimate_advantages(torch.ones(2), torch.zeros(2), torch.zeros(2), PLUS, LossConfig(), {}).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("weights", [None, (2.0, 0.5)])
@@ -165,43 +181,82 @@ def test_gdpo(weights, normalize):
     sums = [first * a + second * b for a, b in zip(*parts, strict=True)]
     want = [(x - mean(sums)) / stdev(sums) for x in sums]
     assert pstdev(sums) != stdev(sums)
-    equal(advantages(rewards["correct"] * 0, GROUP_B, TOKENS_B, grpo, LossConfig(), rewards), want)
+    equal(estimate_advantages(rewards["correct"] * 0, GROUP_B, TOKENS_B, grpo, LossConfig(), rewards), want)
     same = {"a": torch.ones(4), "b": torch.ones(4)}
-    assert multi_reward_advantages(same, torch.zeros(4), None, leave_one_out=True, normalize=True).tolist() == [0] * 4
+    assert gdpo_advantages(same, torch.zeros(4), replace(grpo, adv_estimator=AdvEstimatorConfig())).tolist() == [0] * 4
 
 
 def test_gdpo_weighs_rewards_of_any_scale_alike():
     small = {"a": REWARD_B, "b": REWARD_B.flip(0) * 1e-3}
     large = {"a": REWARD_B, "b": REWARD_B.flip(0)}
-    options = {"leave_one_out": False, "normalize": True, "std": "baseline"}
-    a, b = (multi_reward_advantages(r, GROUP_B, None, **options) for r in (small, large))
+    a, b = (gdpo_advantages(r, GROUP_B, GRPOConfig(use_leave_one_out_baseline=False)) for r in (small, large))
     torch.testing.assert_close(a, b, rtol=0, atol=5e-3)  # the 1e-6 beside a std of 1e-3
 
 
-@pytest.mark.parametrize(
-    ("rewards", "weights", "message"),
-    [
-        (None, None, "needs two rewards or more of each sample, got none"),
-        ({"a": REWARD_B}, None, "needs two rewards or more of each sample, got a"),
-        ({"b": REWARD_B, "a": REWARD_B}, (1.0,), r"reward_weights=\[1.0\]: must be 2 numbers, of a, b"),
-    ],
-)
-def test_gdpo_says_what_it_needs(rewards, weights, message):
-    grpo = GRPOConfig(adv_estimator=AdvEstimatorConfig(name="gdpo", reward_weights=weights))
-    with pytest.raises(ConfigError, match=message):
-        advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, LossConfig(), rewards)
+# ------------------------------------------------------------------------------------------ the samples of a step
+
+GDPO = GRPOConfig(adv_estimator=AdvEstimatorConfig(name="gdpo"))
+MIXED = [("exact", 1.0, {}), ("countdown", 0.1, {"answer": 0.0, "format": 0.1}), ("math", 0.0, {})]
+
+
+def graded(env_name, prompt, reward, rewards, length=3):
+    """A sample of `length` trained tokens."""
+    zeros = np.zeros(length)
+    sample = Sample(prompt, 0, 0, [5] * 100, zeros.astype(np.int32), zeros.astype(np.float32), zeros == 0, "stop", 0)
+    sample.reward, sample.env_name, sample.rewards = reward, env_name, rewards
+    return sample
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus"])
+def test_environments_that_name_different_rewards_share_a_batch(name, first):
+    """Only gdpo reads the parts of a reward. Whichever environment comes first, the others may have other parts."""
+    samples = []
+    for prompt, (env_name, reward, rewards) in enumerate(MIXED[first:] + MIXED[:first]):
+        samples += [graded(env_name, prompt, reward, rewards, length=2), graded(env_name, prompt, 0.5, rewards)]
+    adv_B, metrics = step_advantages(samples, replace(PLUS, adv_estimator=AdvEstimatorConfig(name=name)), LossConfig())
+    # Groups of two: reward r against 0.5.
+    distances = [sign * (sample.reward - 0.5) for sample in samples[::2] for sign in (1, -1)]
+    want = distances if name == "grpo" else whitened([d / 2 for d in distances], [2, 3] * 3)
+    assert adv_B == pytest.approx(want, abs=1e-6)
+    assert metrics["advantages/max"] == max(adv_B)
+
+
+def test_gdpo_names_the_environment_that_lacks_a_reward():
+    complete = [graded("countdown", 0, 1.0, {"answer": 0.9, "format": reward}) for reward in (0.0, 0.1)]
+    assert len(step_advantages(complete, GDPO, LossConfig())[0]) == 2
+    for rewards in ({"answer": 1.0}, {}):
+        with pytest.raises(ConfigError, match=r"^env_name 'mine': StepResult.rewards lacks '(answer|format)'") as error:
+            step_advantages([*complete, graded("mine", 1, 1.0, rewards)], GDPO, LossConfig())
+        assert str(error.value).endswith("must give all of answer, format")
+    for rewards in ({"answer": 1.0}, {}):
+        with pytest.raises(
+            ConfigError, match=r"name=gdpo needs two rewards or more of each sample, StepResult.rewards: \["
+        ):
+            step_advantages([graded("mine", 1, 1.0, rewards)], GDPO, LossConfig())
+
+
+def test_an_estimator_without_a_branch_raises():
+    for name in ("median", "reinforce"):
+        grpo = GRPOConfig(adv_estimator=AdvEstimatorConfig(name=name))
+        with pytest.raises(AssertionError, match=f"^grpo.adv_estimator.name={name}: .* has no branch"):
+            step_advantages([graded("exact", 0, 1.0, {}), graded("exact", 0, 0.0, {})], grpo, LossConfig())
+
+
+def test_the_loss_module_has_the_same_group_advantages():
+    assert loss.group_advantages is group_advantages
 
 
 @pytest.mark.parametrize("name", ["grpo", "gdpo", "reinforce_plus_plus"])
 def test_clip_is_the_last_step(name):
     grpo = GRPOConfig(adv_estimator=AdvEstimatorConfig(name=name))
     rewards = {"a": REWARD_B, "b": REWARD_B.square()}
-    free = advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, LossConfig(), rewards)
+    free = estimate_advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, LossConfig(), rewards)
     assert free.min() < -0.4 and free.max() > 0.3
     for low, high in [(-0.4, 0.3), (None, 0.3), (-0.4, None)]:
         clipped = replace(grpo, advantage_clip_low=low, advantage_clip_high=high)
         want = [min(max(a, low or -math.inf), high or math.inf) for a in free.tolist()]
-        equal(advantages(REWARD_B, GROUP_B, TOKENS_B, clipped, LossConfig(), rewards), want)
+        equal(estimate_advantages(REWARD_B, GROUP_B, TOKENS_B, clipped, LossConfig(), rewards), want)
 
 
 def test_order_of_the_samples_does_not_matter():
@@ -209,9 +264,9 @@ def test_order_of_the_samples_does_not_matter():
     for name in ("grpo", "gdpo", "reinforce_plus_plus"):
         grpo = GRPOConfig(adv_estimator=AdvEstimatorConfig(name=name), reward_std="baseline")
         rewards = {"a": REWARD_B, "b": REWARD_B.square()}
-        want = advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, LossConfig(), rewards)[order_B]
+        want = estimate_advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, LossConfig(), rewards)[order_B]
         shuffled = {key: r[order_B] for key, r in rewards.items()}
-        got = advantages(REWARD_B[order_B], GROUP_B[order_B], TOKENS_B[order_B], grpo, LossConfig(), shuffled)
+        got = estimate_advantages(REWARD_B[order_B], GROUP_B[order_B], TOKENS_B[order_B], grpo, LossConfig(), shuffled)
         equal(got, want)
 
 
@@ -227,3 +282,83 @@ def test_baseline_metrics_by_hand():
     assert (found["advantages/max"], found["advantages/min"], found["advantages/sum"]) == (1, -0.5, 0)
     of_mean = advantage_metrics(reward_B, group_B, adv_B, GRPOConfig(use_leave_one_out_baseline=False))
     assert of_mean["baseline_reward/pct_mixed"] == pytest.approx(100 / 3, rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------ scaling and shaping
+
+OVERLONG = {"enabled": True, "overlong_buffer_length": 4, "overlong_buffer_penalty": 1.0, "max_response_length": 20}
+
+
+def sample(length, reward=1.0, *, finish_reason="stop", num_env_tokens=0, rewards=None):
+    zeros = np.zeros(length)
+    sample = Sample(0, 0, 0, [5] * 100, zeros.astype(np.int32), zeros.astype(np.float32), zeros == 0, finish_reason, 0)
+    sample.reward, sample.num_env_tokens, sample.rewards = reward, num_env_tokens, rewards or {}
+    return sample
+
+
+def shaped(samples, max_new_tokens=99, scaling=None, **shaping):
+    grpo = GRPOConfig(reward_scaling=scaling or RewardScalingConfig(), reward_shaping=RewardShapingConfig(**shaping))
+    shape_rewards(samples, grpo, max_new_tokens)
+    return [s.reward for s in samples]
+
+
+GOLDEN = {16: 1, 17: 0.75, 18: 0.5, 20: 0, 24: -1}  # from NeMo RL's code
+
+
+def test_overlong_penalty_is_nemo_rls():
+    assert shaped([sample(length) for length in GOLDEN], **OVERLONG) == list(GOLDEN.values())
+    assert shaped([sample(1), sample(15)], **OVERLONG) == [1, 1]
+
+
+def test_floored_as_trl():
+    lengths = (16, 17, 20, 21, 24, 400)
+    floored = shaped([sample(length) for length in lengths], floor_overlong_penalty=True, **OVERLONG)
+    assert floored == [1, 0.75, 0, 0, 0, 0]
+
+
+def test_penalty_scales_and_the_longest_response_is_that_of_the_engine():
+    cfg = RewardShapingConfig(enabled=True, overlong_buffer_length=10, overlong_buffer_penalty=0.3)
+    assert [overlong_penalty(length, cfg, 50) for length in (40, 45, 50, 60)] == pytest.approx([0, 0.15, 0.3, 0.6])
+    assert overlong_penalty(45, cfg, 99) == 0
+
+
+def test_lengths_are_the_policys_own_tokens():
+    """Neither the prompt's nor the environment's, whatever the mask says."""
+    long = sample(24, num_env_tokens=6)
+    long.mask[:] = False
+    assert shaped([long], **OVERLONG) == [GOLDEN[18]]
+
+
+def test_stop_properly_takes_the_place_of_the_penalty():
+    samples = [sample(24, 0.8), sample(24, 0.8, finish_reason="length"), sample(24, -1.0, finish_reason="length")]
+    assert shaped(samples, stop_properly_penalty_coef=0.25, **OVERLONG) == [0.8, 0.2, -0.25]
+    assert shaped([sample(4, 0.8, finish_reason="length")], stop_properly_penalty_coef=0, **OVERLONG) == [0]
+
+
+def test_scaling_by_hand():
+    cfg = RewardScalingConfig(enabled=True, source_min=-1, source_max=3, target_min=10, target_max=20)
+    assert [scale_reward(reward, cfg) for reward in (-5, -1, 0, 1, 3, 8)] == [10, 10, 12.5, 15, 20, 20]
+
+
+def test_scale_comes_first_and_its_result_is_kept():
+    """Reward 1 becomes 5, less the penalty .5: 4.5. The other order would scale .5 to 4."""
+    scaling = RewardScalingConfig(enabled=True, target_min=3, target_max=5)
+    graded = sample(18, rewards={"format": 0.5, "answer": 7})
+    assert shaped([graded], scaling=scaling, **OVERLONG) == [4.5]
+    assert (graded.unshaped_reward, graded.rewards) == (5, {"format": 4, "answer": 5})
+
+
+def test_disabled_is_nothing():
+    samples = [sample(30, 7.0, finish_reason="length", rewards={"a": 9})]
+    assert shaped(samples, **OVERLONG | {"enabled": False}, stop_properly_penalty_coef=0.5) == [7]
+    assert samples[0].unshaped_reward == 7 and samples[0].rewards == {"a": 9}
+
+
+def test_overlong_filtering_masks_and_keeps_the_reward():
+    shared = np.ones(8, bool)
+    samples = [sample(8), sample(8, finish_reason="length"), sample(8)]
+    for s in samples:
+        s.mask = shared
+    assert filter_overlong(samples) == 1
+    assert [int(s.mask.sum()) for s in samples] == [8, 0, 8] and samples[1].mask.dtype == bool
+    assert [s.reward for s in samples] == [1, 1, 1] and samples[1].num_gen_tokens == 8

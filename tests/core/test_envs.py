@@ -1,20 +1,25 @@
-"""The exact-answer environment against a table made by hand; users' classes and functions; canaries."""
+"""The exact-answer environment against a table made by hand; users' classes and functions; self-tests."""
 
+import math
+import re
 import sys
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
 
 import pytest
 
 import envs
-import graded_envs
 from config import ConfigError, EnvConfig
 from envs import StepResult
+from system.imports import import_attribute
 
 
 def grade(reply, answer="1234", finish_reason="stop"):
     turn = envs.Turn([{"role": "user", "content": "?"}, {"role": "assistant", "content": reply}], answer, finish_reason)
-    (verdict,) = graded_envs.make_environment("exact", EnvConfig()).step([turn])
-    assert verdict.done and not verdict.observation and verdict.reward == (verdict.outcome == "ok")
-    return verdict.outcome
+    (result,) = envs.make_environment("exact", EnvConfig()).step([turn])
+    assert result.done and not result.observation and result.reward == (result.outcome == "ok")
+    return result.outcome
 
 
 @pytest.mark.parametrize(
@@ -76,22 +81,22 @@ def test_long_replies_are_graded(piece):
     assert grade(f"{reply}#### 1234") == "ok"
 
 
-def test_verdicts_are_in_the_order_of_the_turns():
+def test_results_are_in_the_order_of_the_turns():
     turns = [envs.Turn([{"role": "assistant", "content": text}], "5", "stop") for text in ("6", "x", "5")]
-    verdicts = graded_envs.make_environment("exact", EnvConfig()).step(turns)
-    assert [verdict.outcome for verdict in verdicts] == ["wrong", "parse_fail", "ok"]
+    results = envs.make_environment("exact", EnvConfig()).step(turns)
+    assert [result.outcome for result in results] == ["wrong", "parse_fail", "ok"]
 
 
 def test_only_the_last_message_is_graded():
     messages = [
         {"role": role, "content": text} for role, text in (("user", "5"), ("assistant", "5"), ("assistant", "6"))
     ]
-    (verdict,) = graded_envs.make_environment("exact", EnvConfig()).step([envs.Turn(messages, "5", "stop")])
-    assert verdict.outcome == "wrong"
+    (result,) = envs.make_environment("exact", EnvConfig()).step([envs.Turn(messages, "5", "stop")])
+    assert result.outcome == "wrong"
 
 
 def test_answers_that_are_no_number_are_found_before_training():
-    environment = graded_envs.make_environment("exact", EnvConfig())
+    environment = envs.make_environment("exact", EnvConfig())
     environment.check_answers(
         [("rows.jsonl:1", "5", {}), ("rows.jsonl:2", "1,000", {}), ("r:3", "it is #### -2.5", {})]
     )
@@ -105,7 +110,7 @@ def test_unknown_environment():
     with pytest.raises(
         ConfigError, match="env_name 'exakt' is unknown; known: exact, math, code, reward_model, and module:Class"
     ):
-        graded_envs.make_environment("exakt", EnvConfig())
+        envs.make_environment("exakt", EnvConfig())
 
 
 # ------------------------------------------------------------------------------------------ classes and functions
@@ -114,7 +119,7 @@ def test_unknown_environment():
 class Mine(envs.Environment):
     """A user's: right when the reply has `word`."""
 
-    canaries = (("a b", "", "ok"),)
+    self_tests = (("a b", "", "ok"),)
 
     def __init__(self, word="b", *, size=1):
         self.word, self.size = word, size
@@ -137,7 +142,7 @@ class NoClose:
 
 
 def make(name, **custom):
-    return graded_envs.make_environment(
+    return envs.make_environment(
         f"{__name__}:{name}", EnvConfig(custom={f"{__name__}:{name}": custom} if custom else {})
     )
 
@@ -161,7 +166,7 @@ def test_classes_by_dotted_path_get_their_arguments():
             make(name, **custom)
     for path in ("no_such_module:X", ":X", "test_envs:"):
         with pytest.raises(ConfigError, match=f"^env_name '{path}': cannot be imported"):
-            graded_envs.make_environment(path, EnvConfig())
+            envs.make_environment(path, EnvConfig())
 
 
 def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch):
@@ -169,8 +174,8 @@ def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch):
     (tmp_path / "envs.py").write_text("raise SystemExit")
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
-    (verdict,) = graded_envs.make_environment("only_here:f", EnvConfig()).step([turn("x")])
-    assert verdict.reward == 1.0 and envs.import_attribute("envs:Exact", "env_name") is envs.Exact
+    (result,) = envs.make_environment("only_here:f", EnvConfig()).step([turn("x")])
+    assert result.reward == 1.0 and import_attribute("envs:Exact", "env_name") is envs.Exact
 
 
 GRADES = 5
@@ -191,6 +196,22 @@ def chats(*, completions, answer):
     return [float(c[0]["content"] == a) for c, a in zip(completions, answer, strict=True)]
 
 
+def ids(completions, completion_ids, prompt_ids):
+    return [len(new) + 10 * len(old) for new, old in zip(completion_ids, prompt_ids, strict=True)]
+
+
+def fails(completions):
+    return [score(text) for text in completions]
+
+
+def score(text):
+    return len(text) / (len(text) - 1)  # the line that fails
+
+
+def fails_elsewhere(completions):
+    return [Decimal(text) for text in completions]
+
+
 def too_few(completions, **kwargs):
     return [1.0]
 
@@ -206,7 +227,7 @@ def turn(reply, **columns):
 
 
 def graded(name, *turns):
-    return [(verdict.reward, verdict.outcome) for verdict in make(name).step(turns)]
+    return [(result.reward, result.outcome) for result in make(name).step(turns)]
 
 
 def test_reward_functions_with_trls_signature():
@@ -215,10 +236,11 @@ def test_reward_functions_with_trls_signature():
         (-1.0, "wrong"),
     ]
     others = {"answer": ["7", "7"], "note": ["x", None], "extra": [None, 3]}
+    others |= {"prompt_ids": [[], []], "completion_ids": [[], []]}
     assert CALLS == [(["abcd", "ab"], ["?", "?"], [1, 2], "none", others)]
     replies = ("0.5", "0", "none", "nan", "inf", "-inf")
-    verdicts = graded("only_completions", *(turn(reply, level=1) for reply in replies))
-    assert verdicts == [(0.5, "ok"), (0.0, "wrong"), *[(0.0, "error")] * 4]
+    results = graded("only_completions", *(turn(reply, level=1) for reply in replies))
+    assert results == [(0.5, "ok"), (0.0, "wrong"), *[(0.0, "error")] * 4]
     messages = [{"role": "user", "content": "?"}]
     assert graded("chats", turn("7", messages=messages), turn("8", messages=messages)) == [(1.0, "ok"), (0.0, "wrong")]
     assert graded("chats") == []
@@ -231,14 +253,41 @@ def test_reward_functions_with_trls_signature():
         make("length").check_answers([("rows.jsonl:1", "7", {"level": 1}), ("rows.jsonl:2", "7", {"missing": 1})])
 
 
-def test_canaries_of_built_in_environments_are_asked(monkeypatch):
+def test_reward_functions_get_token_ids_as_trl_gives_them():
+    (result,) = make("ids").step([replace(turn("abc"), prompt_ids=[5, 7], completion_ids=[1, 2, 3])])
+    assert result.reward == 23
+    make("ids").check_answers([("rows.jsonl:1", "7", {})])  # no field of the rows needs that name
+
+
+def test_a_reward_function_that_raises_is_named_with_file_and_line():
+    lines = Path(__file__).read_text().splitlines()
+    for name, problem, marker in (
+        ("fails", "ZeroDivisionError: division by zero", "# the line that fails"),
+        ("fails_elsewhere", "InvalidOperation: .*", "return [Decimal(text)"),
+    ):
+        line = next(number for number, text in enumerate(lines, 1) if marker in text)
+        with pytest.raises(
+            RuntimeError, match=rf"^test_envs:{name} raised {problem} \({re.escape(__file__)}:{line}\)$"
+        ):
+            make(name).step([turn("x")])
+    builtin = envs.RewardFunction(fails, "f")
+    builtin.function = math.sqrt  # not written in Python: there is no line
+    with pytest.raises(RuntimeError, match=r"^f raised TypeError: .*keyword arguments$"):
+        builtin.step([turn("x")])
+
+
+def test_a_reply_that_was_cut_off_is_empty():
+    assert turn("5").whole_reply == "5" and replace(turn("5"), finish_reason="length").whole_reply == ""
+
+
+def test_self_tests_of_built_in_environments_run(monkeypatch):
     monkeypatch.setattr(envs, "exact_number", lambda text: None)
     with pytest.raises(
         ConfigError, match="env_name 'exact' is broken: reply '#### 1,234' to answer '1234' must be 'ok'"
     ):
-        graded_envs.make_environment("exact", EnvConfig())
+        envs.make_environment("exact", EnvConfig())
 
 
-def test_the_reward_models_verdicts_are_provisional():
-    made = graded_envs.make_environment("reward_model", EnvConfig())
+def test_the_reward_model_environment_accepts_every_reply():
+    made = envs.make_environment("reward_model", EnvConfig())
     assert [(v.reward, v.outcome, v.done) for v in made.step([turn("a"), turn("b")])] == [(0.0, "ok", True)] * 2

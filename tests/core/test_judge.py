@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from config import ConfigError, EnvConfig
-from envs import Turn
+from envs import Turn, make_environment
 from examples.envs.judge import Judge
-from graded_envs import make_environment
 
 
 def chat(text):

@@ -7,8 +7,8 @@ import pytest
 
 from config import Config, DataConfig, GRPOConfig, RewardShapingConfig
 from data import Problem, Sample
-from dataset.mixing import Mixture, rows_at
-from dataset.problems import Dataset
+from dataset.mixing import Mixture, epoch_order
+from dataset.scan import Dataset
 from rollout import data_is_used_up, sample_seed, sample_step
 from run.metrics import sample_metrics
 from system.exits import StopRun
@@ -43,7 +43,7 @@ def config_of(num_prompts=4, *, shuffle=False, **grpo):
 
 def collect(cfg, rows, position, sampler):
     """sample_step over one training set, from `position` on: (samples, number of prompts drawn, metrics)."""
-    mixture = Mixture([Dataset("rows.jsonl", rows, 0, "", "rows")], cfg)
+    mixture = Mixture([Dataset("rows.jsonl", rows, "", "rows")], cfg)
     step = sample_step(sampler, cfg, mixture, mixture.start() | {"position": position}, 5)
     metrics = sample_metrics(step.generated, step.trained) | step.metrics
     return step.trained, step.cursor["position"] - position, metrics
@@ -96,7 +96,7 @@ def test_draws_follow_the_data_order_across_epochs():
     cfg = config_of(4, use_dynamic_sampling=True, shuffle=True, seed=3)
     sampler = StubSampler(by_remainder)
     _, drawn, _ = collect(cfg, ROWS, 44, sampler)
-    expected = rows_at(50, 44, drawn, seed=3, shuffle=True)
+    expected = epoch_order(50, 44, drawn, seed=3, shuffle=True)
     assert drawn > 6 and [row for batch in sampler.calls for _, row in batch] == expected
 
 

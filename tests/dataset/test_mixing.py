@@ -13,8 +13,7 @@ import pytest
 from mixes import MIXES, batches, mixture_of
 
 from config import ConfigError
-from dataset.mixing import rows_at
-from run.config_check import NEMO_DATALOADER
+from dataset.mixing import epoch_order
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,13 +40,12 @@ def test_guides_example_of_one_loader_and_of_several():
     one, _ = batches(mixture_of([4, 8], shuffle=False), [4] * 3)
     assert one == [[(name, i + k) for i in range(4)] for name, k in (("a", 0), ("b", 0), ("b", 4))]
     turns = {"use_multiple_dataloader": True, "num_prompts_per_dataloader": 2}
-    for path in (None, NEMO_DATALOADER):
-        several, _ = batches(mixture_of([4, 8], shuffle=False, custom_dataloader=path, **turns), [4] * 3)
-        assert several == [
-            [("a", 0), ("a", 1), ("b", 0), ("b", 1)],
-            [("a", 2), ("a", 3), ("b", 2), ("b", 3)],
-            [("a", 0), ("a", 1), ("b", 4), ("b", 5)],
-        ]
+    several, _ = batches(mixture_of([4, 8], shuffle=False, **turns), [4] * 3)
+    assert several == [
+        [("a", 0), ("a", 1), ("b", 0), ("b", 1)],
+        [("a", 2), ("a", 3), ("b", 2), ("b", 3)],
+        [("a", 0), ("a", 1), ("b", 4), ("b", 5)],
+    ]
 
 
 def test_turns_go_on_where_a_step_has_not_all_sets():
@@ -91,8 +89,8 @@ def test_each_set_has_epochs_of_its_own():
     for name, size in (("a", 3), ("b", 6)):
         epochs = [of[name][i : i + size] for i in range(0, 12, size)]
         assert all(sorted(epoch) == list(range(size)) for epoch in epochs) and len(set(map(tuple, epochs))) > 1
-    streams = {tuple(rows_at(6, 0, 6, seed=42, shuffle=True, stream=stream)) for stream in ((0,), (1,))}
-    assert len(streams) == 2 and tuple(of["b"][:6]) == tuple(rows_at(6, 0, 6, seed=42, shuffle=True, stream=(1,)))
+    streams = {tuple(epoch_order(6, 0, 6, seed=42, shuffle=True, stream=stream)) for stream in ((0,), (1,))}
+    assert len(streams) == 2 and tuple(of["b"][:6]) == tuple(epoch_order(6, 0, 6, seed=42, shuffle=True, stream=(1,)))
 
 
 # ------------------------------------------------------------------------------------------- a sampler of one's own
@@ -135,10 +133,10 @@ def test_sampler_sees_the_metrics_of_the_step_before(curriculum):
         (["a"] * 3, "data.custom_dataloader gave 3 prompts instead of 4"),
         (
             ["a", "b", "d", "a"],
-            "data.custom_dataloader gave ('d', None), which is no row of {'a': 20, 'b': 20, 'c': 20}",
+            "data.custom_dataloader gave ('d', None), which is no problem of {'a': 20, 'b': 20, 'c': 20}",
         ),
-        (["a", "b", ("a", 20), "a"], "data.custom_dataloader gave ('a', 20), which is no row of"),
-        (["a", "b", ("a", -1), "a"], "data.custom_dataloader gave ('a', -1), which is no row of"),
+        (["a", "b", ("a", 20), "a"], "data.custom_dataloader gave ('a', 20), which is no problem of"),
+        (["a", "b", ("a", -1), "a"], "data.custom_dataloader gave ('a', -1), which is no problem of"),
     ],
 )
 def test_sampler_that_asks_for_what_is_not_there(curriculum, asked, told):
@@ -189,9 +187,12 @@ def test_other_data_is_named():
     mixture, saved = mixture_of([2, 3]), mixture_of([2, 3]).fingerprints
     mixture.check_same(saved, "logs/exp_001")
     for other, told in (
-        ({**saved, "b": "x"}, "data.train: 'b' (b.jsonl) is not as in the run logs/exp_001: its position in it would"),
-        ({**saved, "c": "x"}, "data.train: 'c' (which this run does not have) is not as in the run logs/exp_001"),
-        ({"a": saved["a"]}, "data.train: 'b' (b.jsonl) is not as in the run"),
+        (
+            {**saved, "b": "x"},
+            "data.train: 'b' (b.jsonl) is not the data of the run logs/exp_001: its position in it would",
+        ),
+        ({**saved, "c": "x"}, "data.train: 'c' (which this run does not have) is not the data of the run logs/exp_001"),
+        ({"a": saved["a"]}, "data.train: 'b' (b.jsonl) is not the data of the run"),
     ):
         with pytest.raises(ConfigError) as error:
             mixture.check_same(other, "logs/exp_001")
@@ -203,15 +204,17 @@ def test_other_data_is_named():
 
 def test_order_is_numpys_permutation_of_each_epoch():
     orders = [np.random.Generator(np.random.PCG64([3, epoch])).permutation(5) for epoch in range(4)]
-    assert rows_at(5, 3, 14, seed=3, shuffle=True) == np.concatenate(orders)[3:17].tolist()
-    assert rows_at(5, 3, 9, seed=3, shuffle=False) == [3, 4, 0, 1, 2, 3, 4, 0, 1]
+    assert epoch_order(5, 3, 14, seed=3, shuffle=True) == np.concatenate(orders)[3:17].tolist()
+    assert epoch_order(5, 3, 9, seed=3, shuffle=False) == [3, 4, 0, 1, 2, 3, 4, 0, 1]
 
 
 def test_order_resumes_anywhere_and_does_not_depend_on_the_batch():
-    whole = rows_at(7, 0, 70, seed=42, shuffle=True)
+    whole = epoch_order(7, 0, 70, seed=42, shuffle=True)
     for batch in (1, 3, 7, 10, 14):
-        parts = [rows_at(7, start, end - start, seed=42, shuffle=True) for start, end in pairwise(range(0, 71, batch))]
+        parts = [
+            epoch_order(7, start, end - start, seed=42, shuffle=True) for start, end in pairwise(range(0, 71, batch))
+        ]
         assert list(chain(*parts)) == whole[: len(parts) * batch]
     epochs = [whole[i : i + 7] for i in range(0, 70, 7)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
-    assert len(set(map(tuple, epochs))) > 5 and whole != rows_at(7, 0, 70, seed=43, shuffle=True)
+    assert len(set(map(tuple, epochs))) > 5 and whole != epoch_order(7, 0, 70, seed=43, shuffle=True)

@@ -12,7 +12,6 @@ from hostile_code import HOSTILE, LOOK
 from processes import children
 
 import envs
-import graded_envs
 from config import CodeEnvConfig, ConfigError, EnvConfig
 from graders import code_grader, sandbox
 from graders.code_grader import extract_code, read_tests
@@ -255,7 +254,7 @@ def test_code_is_the_last_python_block(reply, code):
 
 def environment(**changes):
     kept = {name: value for name, value in (("isolation", ISOLATION), ("num_workers", 1), *changes.items())}
-    return graded_envs.make_environment("code", EnvConfig(code=CodeEnvConfig(**kept)))
+    return envs.make_environment("code", EnvConfig(code=CodeEnvConfig(**kept)))
 
 
 def test_environment_gives_verdicts():
@@ -266,7 +265,7 @@ def test_environment_gives_verdicts():
         with pytest.raises(ConfigError, match=r"a:3: .*no tests, or two kinds of them"):
             code.check_answers([("a:3", "7", {})])
         turns = [
-            envs.Turn([{"role": "assistant", "content": reply}], "", reason, columns=ADD)
+            envs.Turn([{"role": "assistant", "content": reply}], "", reason, fields=ADD)
             for reply, reason in ((RIGHT, "stop"), ("def add(a, b): return 0", "stop"), (RIGHT, "length"), ("", "stop"))
         ]
         verdicts = code.step(turns)

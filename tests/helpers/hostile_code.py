@@ -55,8 +55,7 @@ sys.modules['json'].dumps = lambda x: '["value", true]'
 def add(a, b): return 0
 --- patches its own runner
 import sys
-m = sys.modules['sandbox'] if 'sandbox' in sys.modules else sys._getframe(2)
-m.f_globals['encode'] = lambda x: {'tuple': [{'int': '0x3'}]}
+vars(sys.modules['graders.sandbox'])['encode'] = lambda x: {'tuple': [{'int': '0x3'}]}
 def add(a, b): return 0
 --- raises what asserts raise
 def add(a, b): raise AssertionError

@@ -81,7 +81,7 @@ def live(rank: int, folder: Path, life: int, point: str | None) -> None:
     ranks, checkpoints = Ranks(rank, 2, rank, 1), folder / "checkpoints"
     model, optimizer = model_at(-1)
     step = 0
-    if resume.steps(checkpoints):
+    if resume.checkpoints(checkpoints):
         state = checkpoint.load(checkpoints, model, optimizer, ranks, mode="auto")
         step = state["step"]
         assert state == {"step": step, "cursor": step * 7}, state

@@ -1,5 +1,5 @@
-"""Cases of tests/graders/test_math_grader.py: (expected answer, reply or answer, outcome). Written from what math-verify's
-documentation promises and from bugs that other systems' graders had."""
+"""Cases of tests/graders/test_math_grader.py: (expected answer, reply or answer, outcome). Written from what
+math-verify's documentation promises and from bugs that other systems' graders had."""
 
 EQUAL = r"""
 18 | 18

@@ -5,7 +5,7 @@ import json
 from config import Config, DataConfig, DatasetConfig, GRPOConfig
 from data import Problem
 from dataset.mixing import Mixture
-from dataset.problems import Dataset
+from dataset.scan import Dataset
 
 MIXES = {
     "size": {},
@@ -20,7 +20,7 @@ def mixture_of(sizes, weights=None, *, shuffle=True, seed=42, **data):
     train = tuple(DatasetConfig(name=n, weight=w) for n, w in zip(names, weights or [None] * len(sizes), strict=True))
     sets = [
         Dataset(
-            f"{name}.jsonl", [Problem(i, [], "", "exact", [], dataset=name) for i in range(size)], 0, f"of {name}", name
+            f"{name}.jsonl", [Problem(i, [], "", "exact", [], dataset=name) for i in range(size)], f"of {name}", name
         )
         for name, size in zip(names, sizes, strict=True)
     ]

@@ -107,6 +107,6 @@ def at_step(folder, step):
 def assert_same(folder, reference, step):
     """The run whose parts ended by signals is at `step` what the unbroken one is, to the bit."""
     (tensors, cursor, samples), (ref_tensors, ref_cursor, ref_samples) = at_step(folder, step), at_step(reference, step)
-    assert tensors.keys() == ref_tensors.keys() and any("/exp_avg_sq." in name for name in tensors)
+    assert tensors.keys() == ref_tensors.keys() and any("/sharded.exp_avg_sq." in name for name in tensors)
     assert [name for name in tensors if not equal(tensors[name], ref_tensors[name])] == []
     assert cursor == ref_cursor and samples == ref_samples and len(samples) == 64 * step

@@ -24,7 +24,7 @@ def here():
 
 
 class Slow(envs.Exact):
-    canaries = ()  # calls of `step` are those of the run alone
+    self_tests = ()  # calls of `step` are those of the run alone
 
     def __init__(self):
         self.num_calls, self.pool = 0, None

@@ -134,10 +134,20 @@ def test_missing_files_are_refused(tmp_path):
     assert refused(tmp_path).startswith("/1.safetensors: not a readable safetensors file (No such file or directory)")
 
 
-@pytest.mark.parametrize("index", ["", "{}", "[]", '{"weight_map": 1}', '{"weight_map": {"a": 1}}', "[" * 100_000])
-def test_an_index_that_is_none_is_refused(tmp_path, index):
+@pytest.mark.parametrize(
+    ("index", "problem"),
+    [
+        ("", "not valid JSON (Expecting value"),
+        ("[" * 100_000, "not valid JSON (maximum recursion depth"),
+        ("[]", "expected a JSON object, got list"),
+        ("{}", "no 'weight_map' of name to file"),
+        ('{"weight_map": 1}', "no 'weight_map' of name to file"),
+        ('{"weight_map": {"a": 1}}', "no 'weight_map' of name to file"),
+    ],
+)
+def test_an_index_that_is_none_is_refused(tmp_path, index, problem):
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    assert refused(tmp_path).startswith("/model.safetensors.index.json: no 'weight_map' of name to file is readable")
+    assert refused(tmp_path).startswith(f"/model.safetensors.index.json: {problem}")
 
 
 UNSUPPORTED = [

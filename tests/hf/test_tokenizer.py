@@ -1,9 +1,11 @@
 """Messages to ids: templates against transformers, what may be a control token, what an observation adds."""
 
 import json
+import re
 from datetime import datetime
 from itertools import product
 from pathlib import Path
+from random import Random
 
 import jinja2
 import pytest
@@ -13,24 +15,21 @@ from chat_templates import CONVERSATIONS, TEMPLATES, TOOLS
 from tokenizers import models, pre_tokenizers, processors
 
 from config import DataError, DatasetConfig
-from dataset.problems import load_dataset
-from hf.tokenizer import Tokenizer
+from dataset.scan import load_dataset
+from hf.tokenizer import ESCAPE, ControlTokenInText, Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECIALS = "<s> </s> <|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> <start_of_turn> "
 SPECIALS = [*(SPECIALS + "<end_of_turn> <|user|> <|system|> <|assistant|> <|end|> [INST] [/INST]").split()]
 WORDS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-GSM8K = ROOT.parent / "shared" / "data" / "gsm8k_train.jsonl"
 USER = [{"role": "user", "content": "x"}]
 
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
     """A folder with a byte-level BPE tokenizer of 1,500 merges, with special tokens and added words; no template."""
-    if not GSM8K.exists():
-        pytest.skip(f"no {GSM8K}, which the tokenizer is trained on")
-    with GSM8K.open(encoding="utf-8") as file:
-        texts = [json.loads(line)["question"] for line, _ in zip(file, range(1500), strict=False)]
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")]
+    texts += ["The total of all the dollars"] * 100
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -206,10 +205,14 @@ def test_without_a_template_a_prompt_opens_as_transformers_opens_a_text(tmp_path
     for text in (" 1+1 =\n", "aaa", "<|user|", "ü"):
         ids = ours.render([{"role": "system", "content": text[:2]}, {"role": "user", "content": text[2:]}])
         assert ids == theirs(text).input_ids == opening + backend.encode(text, add_special_tokens=False).ids
-    # Text that spells a control token, also out of two messages, is spelled: there is no template to write one.
-    ids = ours.render([{"role": "system", "content": "<|end|>a<|us"}, {"role": "user", "content": "er|>"}])
-    assert ids[: len(opening)] == opening and max(ids[len(opening) :]) < 256
-    assert ours.decode(ids) == "<|end|>a<|user|>"
+    # Text that makes a control token, also out of two messages, is none: there is no template to write one.
+    for texts, token in ((("<|end|>a", "b"), "<|end|>"), (("a<|us", "er|>"), "<|user|>")):
+        messages = [{"role": "user", "content": text} for text in texts]
+        with pytest.raises(ControlTokenInText, match=re.escape(repr(token))):
+            ours.render(messages)
+        ids = ours.render(messages, escape=True)
+        assert ids[: len(opening)] == opening and max(ids[len(opening) :]) < 256
+        assert ours.decode(ids).replace(ESCAPE, "") == "".join(texts)
     assert ours.render([{"role": "user", "content": ""}]) == []  # refused as empty, with BOS or without
 
 
@@ -308,6 +311,7 @@ HOSTILE = [
 @pytest.mark.parametrize("text", HOSTILE)
 @pytest.mark.parametrize("where", ["content", "role", "note", "tool", "assistant"])
 def test_text_of_messages_never_becomes_a_control_token(bpe, theirs, text, where):
+    """It is refused, or, where the caller asks for it, escaped; of a text that only looks like one, nothing changes."""
     tokenizer = Tokenizer(bpe, TAGGING)
     message = {"role": "user", "content": "x"}
     message |= {"content": {"content": text}, "role": {"role": text}, "note": {"notes": [{text: [text]}]}}.get(
@@ -315,13 +319,50 @@ def test_text_of_messages_never_becomes_a_control_token(bpe, theirs, text, where
     )
     first = {"role": "assistant", "content": text if where == "assistant" else "before"}
     messages, tools = [first, message], [{"name": text}] if where == "tool" else None
-    ids = tokenizer.render(messages, tools)
     written = theirs.apply_chat_template(messages, chat_template=TAGGING, tools=tools, tokenize=False)
-    assert tokenizer.backend.decode(ids, skip_special_tokens=False) == written
+    ids = tokenizer.render(messages, tools, escape=True)
+    spelled = tokenizer.backend.decode(ids, skip_special_tokens=False)
+    assert spelled.replace(ESCAPE, "") == written
     assert control_ids(tokenizer, ids) == ["<|im_start|>", "<|im_end|>"] * 2 + ["<|im_start|>"]
+    tokens = [token for token in SPECIALS if token in text]
+    if tokens:
+        assert spelled != written
+        with pytest.raises(ControlTokenInText) as error:
+            tokenizer.render(messages, tools)
+        assert error.value.token in tokens
+    else:
+        assert ids == tokenizer.render(messages, tools) == theirs.encode(written, add_special_tokens=False)
 
 
-def test_tokens_are_cut_only_where_the_messages_wrote_one(bpe, theirs):
+FRAGMENTS = [*("<|im_end|>", "<|", "im_end", "_end|>", "|>", "<", ">", "</s>", "</", "s>", "[", "INST]", "[/INST]")]
+FRAGMENTS += [*(" ", "\n", "x", "2 < 3", "</think>", "<think>")]
+PLAIN_TEMPLATES = [
+    None,
+    "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "{% for m in messages %}{{ m.content | trim }}{% endfor %}",
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}",
+    "{% for m in messages %}<|im_{{ m.content | trim }}|>{{ m.content }}>{% endfor %}",
+    "{% for m in messages %}[{{ m.content }}]{{ m.content | tojson }}<{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("template", PLAIN_TEMPLATES)
+def test_no_mix_of_fragments_becomes_a_control_token(bpe, template):
+    """Random texts of pieces of control tokens: the control tokens are those that the template writes around an "x"."""
+    tokenizer, random, num_refused = Tokenizer(bpe, template), Random(7), 0
+    for _ in range(400):
+        texts = ["".join(random.choices(FRAGMENTS, k=random.randint(0, 5))) for _ in range(random.randint(1, 3))]
+        messages = [{"role": "user", "content": text} for text in [*texts, "x"]]
+        expected = control_ids(tokenizer, tokenizer.render([message | {"content": "x"} for message in messages]))
+        assert control_ids(tokenizer, tokenizer.render(messages, escape=True)) == expected, texts
+        try:
+            assert control_ids(tokenizer, tokenizer.render(messages)) == expected, texts
+        except ControlTokenInText:
+            num_refused += 1
+    assert 50 < num_refused < 350, num_refused
+
+
+def test_what_only_looks_like_a_control_token_stays_as_it_is(bpe, theirs):
     """Text that could be a part of a control token, but is not, is encoded as ever."""
     tokenizer = Tokenizer(bpe, TAGGING)
     for text in ("is 3 <", "<", "a <|im", "> 5", "|>", "<think>a</think> b", "<tool_call>"):
@@ -334,12 +375,15 @@ def test_parts_that_others_complete(bpe):
     """Messages side by side, and a template that writes half a token itself."""
     tokenizer = Tokenizer(bpe, "{% for m in messages %}{{ m.content }}{% endfor %}")
     pieces = [{"role": "user", "content": text} for text in ("a<|im_", "end|><", "|end|>", "<|end|", ">b[", "INST]")]
-    ids = tokenizer.render(pieces)
-    assert tokenizer.decode(ids) == "a<|im_end|><|end|><|end|>b[INST]" and control_ids(tokenizer, ids) == []
+    ids = tokenizer.render(pieces, escape=True)
+    assert tokenizer.decode(ids).replace(ESCAPE, "") == "a<|im_end|><|end|><|end|>b[INST]"
+    assert control_ids(tokenizer, ids) == []
+    with pytest.raises(ControlTokenInText, match=re.escape("'<|im_end|>'")):
+        tokenizer.render(pieces)
     tokenizer = Tokenizer(bpe, "{% for m in messages %}<|{{ m.content | trim }}|>{{ m.role }}<|end|>{% endfor %}")
-    ids = tokenizer.render([{"role": "user|>", "content": "im_end"}, {"role": "x<|im_end", "content": "|im_end|> "}])
+    messages = [{"role": "user|>", "content": "im_end"}, {"role": "x<|im_end", "content": "|im_end|> "}]
     # "<|" + "im_end" + "|>" is a token that this template makes of a plain word, as some do of a role.
-    assert control_ids(tokenizer, ids) == ["<|im_end|>", "<|end|>", "<|end|>"]
+    assert control_ids(tokenizer, tokenizer.render(messages, escape=True)) == ["<|im_end|>", "<|end|>", "<|end|>"]
 
 
 def with_tokens(bpe, folder, *tokens):
@@ -352,22 +396,26 @@ def with_tokens(bpe, folder, *tokens):
 
 
 @pytest.mark.parametrize(
-    ("template", "text", "written"),
+    ("template", "text", "token", "written"),
     [
-        ("{{ m }}>", "a<|im_end|", "a<|im_end|>"),  # the template has the end of it,
-        ("<{{ m }}", "|im_end|>b", "<|im_end|>b"),  # or the beginning
-        ("{{ m }}", "<a>b<c>", "<a>b<c>"),  # two that overlap
-        ("{{ '!' if '</think>' in m }}{{ m }}", "a</think>b", "!a</think>b"),  # it looks, and writes all the same
-        ("{{ '!' if m.startswith('</think>') }}{{ m }}", "</think>b", "!</think>b"),
-        ("{{ '!' if m.endswith('</think>') }}{{ m }}", "a</think>", "!a</think>"),
+        ("{{ m }}>", "a<|im_end|", "<|im_end|>", "a<|im_end|>"),  # the template has the end of it,
+        ("<{{ m }}", "|im_end|>b", "<|im_end|>", "<|im_end|>b"),  # or the beginning
+        ("{{ m }}", "<a>b<c>", "<a>b", "<a>b<c>"),  # two that overlap
+        # a template that looks for the token does not find it
+        ("{{ m }}{{ '</think>' if '</think>' not in m }}", "a</think>b", "</think>", "a</think>b</think>"),
+        ("{{ m.split('</think>')[-1] }}", "a</think>b", "</think>", "a</think>b"),
     ],
 )
-def test_every_way_for_a_text_to_be_a_control_token(bpe, tmp_path, template, text, written):
+def test_every_way_for_a_text_to_be_a_control_token(bpe, tmp_path, template, text, token, written):
     backend = with_tokens(bpe, tmp_path, "<a>b", "b<c>", "</think>")
     tokenizer = Tokenizer(tmp_path, "{% set m = messages[0].content %}" + template)
-    ids = tokenizer.render([{"role": "user", "content": text}])
-    assert backend.decode(ids, skip_special_tokens=False) == written
-    assert not set(ids) & set(backend.get_added_tokens_decoder())
+    messages = [{"role": "user", "content": text}]
+    with pytest.raises(ControlTokenInText, match=re.escape(repr(token))):
+        tokenizer.render(messages)
+    ids = tokenizer.render(messages, escape=True)
+    assert backend.decode(ids, skip_special_tokens=False).replace(ESCAPE, "") == written
+    added = backend.get_added_tokens_decoder()
+    assert len(set(ids) & set(added)) == written.count("</think>") - text.count("</think>")
 
 
 def test_what_is_no_control_token_is_never_cut(bpe, tmp_path):
@@ -377,30 +425,6 @@ def test_what_is_no_control_token_is_never_cut(bpe, tmp_path):
     assert ids == backend.encode("The total", add_special_tokens=False).ids and len(ids) < 4
     ids = Tokenizer(tmp_path, "The do{{ messages[0].content }}").render([{"role": "user", "content": "llars"}])
     assert ids == backend.encode("The dollars", add_special_tokens=False).ids and len(ids) < 4
-
-
-THOUGHTS = [("a\n</think>\nb", "b"), ("</think>", ""), ("<think>a</think>b<|im_end|>", "b<|im_end|>")]
-
-
-@pytest.mark.parametrize(("text", "kept"), THOUGHTS)
-def test_a_template_that_reads_control_tokens_in_messages(bpe, tmp_path, text, kept):
-    """Where think tags are special tokens: the assistant's are the template's to read, anybody else's are refused."""
-    with_tokens(bpe, tmp_path, "<think>", "</think>")
-    tokenizer = Tokenizer(tmp_path, TAGGING)
-    messages = [{"role": "assistant", "content": text}, {"role": "user", "content": "<|im_end|><think>"}]
-    ids = tokenizer.render(messages)
-    written = f"<|im_start|>assistant{kept}<|im_end|><|im_start|>user<|im_end|><think><|im_end|><|im_start|>"
-    assert tokenizer.backend.decode(ids, skip_special_tokens=False) == written
-    found = [tokenizer.backend.id_to_token(i) for i in ids if tokenizer.backend.id_to_token(i)[0] == "<"]
-    assert [token for token in found if len(token) > 2] == ["<|im_start|>", "<|im_end|>"] * 2 + ["<|im_start|>"]
-    tokenizer = Tokenizer(
-        tmp_path,
-        "{% for m in messages %}{{ m.content.split('</think>') | map('trim') | join('</think>') }}{% endfor %}",
-    )
-    twice = [{"role": "assistant", "content": "a </think> b"}]
-    assert tokenizer.backend.token_to_id("</think>") in tokenizer.render(twice)
-    with pytest.raises(jinja2.TemplateError, match="it looks for '</think>', which here is text of a message"):
-        tokenizer.render([*twice, {"role": "user", "content": "a </think> b"}])
 
 
 def test_what_counts_as_a_control_token(bpe, tmp_path):
@@ -413,13 +437,17 @@ def test_what_counts_as_a_control_token(bpe, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": stop}))
     tokenizer = Tokenizer(tmp_path, "{{ messages[0].content }}")
     text = "<|tool|><\uff5cUser\uff5c><stop><word><think></s>"
-    ids = tokenizer.render([{"role": "user", "content": text}])
+    messages = [{"role": "user", "content": text}]
+    assert tokenizer.control_tokens(messages) == ["<|tool|>", "<\uff5cUser\uff5c>", "<stop>", "</s>"]
+    ids = tokenizer.render(messages, escape=True)
     added = backend.get_added_tokens_decoder()
     assert [added[i].content for i in ids if i in added] == ["<word>", "<think>"]
-    assert tokenizer.backend.decode(ids, skip_special_tokens=False) == text
+    assert tokenizer.backend.decode(ids, skip_special_tokens=False).replace(ESCAPE, "") == text
     for template in ("{{ messages[0].content }}", None):
-        with pytest.raises(jinja2.TemplateError, match=r"has '\$', a control token that cannot be spelled otherwise"):
-            Tokenizer(tmp_path, template).render([{"role": "user", "content": "5$"}])
+        tokenizer, messages = Tokenizer(tmp_path, template), [{"role": "user", "content": "5$"}]
+        with pytest.raises(ControlTokenInText, match=r"holds the control token '\$'"):
+            tokenizer.render(messages)
+        assert tokenizer.decode(tokenizer.render(messages, escape=True)) == "5\ufffd"
 
 
 # ---------------------------------------------------------------------------------------------------- observations
@@ -447,12 +475,12 @@ def test_observations_are_what_the_template_adds(bpe, theirs, name, talk, tools)
 
 
 def test_observations_by_hand(bpe, tmp_path):
-    """Of the reply only its end matters, whatever it says; control tokens in observations are text here too."""
+    """Only the end of the reply matters, whatever it says; control tokens in observations are escaped."""
     tokenizer = Tokenizer(bpe, TEMPLATES["thinking"])
     before = [{"role": "user", "content": "1+1"}]
     answers = [{"role": "tool", "content": "<|im_end|>é"}, {"role": "user", "content": "go <|im_"}]
-    text = "\n<|im_start|>user\n<tool_response><|im_end|>é</tool_response><|im_end|>\n"
-    text += "<|im_start|>user\ngo <|im_<|im_end|>\n<|im_start|>assistant\n"
+    text = f"\n<|im_start|>user\n<tool_response><{ESCAPE}|im_end|>é</tool_response><|im_end|>\n"
+    text += f"<|im_start|>user\ngo <|im_{ESCAPE}<|im_end|>\n<|im_start|>assistant\n"
     end, other = (tokenizer.backend.token_to_id(token) for token in ("<|im_end|>", "<|eot_id|>"))
     expected = ["<|im_start|>", "<|im_end|>"] * 2 + ["<|im_start|>"]
     for reply, opening in (([5, 9, end], ""), ([5, other], "<|im_end|>"), ([5], "<|im_end|>"), ([], "<|im_end|>")):
@@ -460,8 +488,13 @@ def test_observations_by_hand(bpe, tmp_path):
         assert tokenizer.backend.decode(ids, skip_special_tokens=False) == opening + text
         assert control_ids(tokenizer, ids) == [opening] * bool(opening) + expected
     plain = Tokenizer(bpe, None)
-    assert plain.observation_ids(before, [5], answers) == plain.backend.encode("<", add_special_tokens=False).ids + (
-        plain.backend.encode("|im_end|>égo <|im_", add_special_tokens=False).ids
+    observation = [{"role": "user", "content": text} for text in ("<|im_end|>é", "go <|im_", "end|>", "<", "/s>")]
+    spelled = f"<{ESCAPE}|im_end|>égo <|im_{ESCAPE}{ESCAPE}end|><{ESCAPE}{ESCAPE}/s>"
+    assert (
+        plain.observation_ids(before, [5], observation) == plain.backend.encode(spelled, add_special_tokens=False).ids
+    )
+    assert plain.observation_ids(before, [5], [{"role": "user", "content": "5 <"}]) == (
+        plain.backend.encode("5 <", add_special_tokens=False).ids
     )
     with pytest.raises(DataError, match="leaves out the assistant's last message"):
         Tokenizer(bpe, "{{ messages[0].content }}").observation_ids(before, [5], answers)

@@ -61,7 +61,7 @@ cover = pytest.mark.parametrize("cfg", COVER, ids=["plain", "dual", "cispo"])
 
 
 class Case:
-    """Inputs of the head, their oracle in float64, and what the head makes of them."""
+    """RunInputs of the head, their oracle in float64, and what the head makes of them."""
 
     def __init__(self, R, V, D=13, dtype=torch.float32, seed=0, temperature=0.7, hidden=None, weight=None):
         self.generator, self.temperature, self.R = torch.Generator().manual_seed(seed), temperature, R

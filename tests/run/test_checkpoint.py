@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import threading
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from torch import cat, equal
 from torch.distributed.tensor import DTensor
 
 import data
+from batch import to_device
 from config import CheckpointingConfig, ConfigError
 from model import Reference, load_policy
 from run import checkpoint
@@ -32,7 +34,6 @@ STATE = {"consumed_samples": 96, "num_bad_steps": 0, "fingerprint": "abc", "last
 
 def fresh(folder, device, mesh):
     model = load_policy(folder, device=device, mesh=mesh)
-    model.vocab_limit = 259
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
 
 
@@ -40,21 +41,23 @@ def train_step(model, optimizer, seed, ranks):
     """One optimizer step on this rank's own pack, which differs from step to step."""
     samples, adv_B = make_samples(200)
     (pack, *_) = data.pack_samples(samples[seed + ranks.rank :], adv_B[seed + ranks.rank :], 60)
-    tensors = (torch.from_numpy(x) for x in (pack.token_T, pack.position_T, pack.pos_R, pack.target_R))
-    token_T, position_T, pos_R, target_R = tensors
-    logp_R, _ = model(token_T, position_T, pack.cu_seqlens, pos_R, target_R)
-    (logp_R * torch.from_numpy(pack.adv_R)).sum().backward()
+    micro = to_device(pack, torch.device("cpu"))
+    logp_R, _ = model(*micro.model_inputs)
+    (logp_R * micro.adv_R).sum().backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
 def snapshot(model, optimizer):
-    """name -> copy of this rank's shard of every weight and moment."""
+    """name in the file -> copy of this rank's shard of every weight and of every tensor of the optimizer."""
     tensors = {}
     for name, param in model.named_parameters():
-        for kind, tensor in {"param": param, **optimizer.state[param]}.items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            tensors[f"{kind}.{name}"] = local.detach().clone()
+        tensors[f"param.{name}"] = param.to_local().detach().clone()
+        for key, tensor in optimizer.state[param].items():
+            if isinstance(tensor, DTensor):
+                tensors[f"sharded.{key}.{name}"] = tensor.to_local().clone()
+            else:
+                tensors[f"replicated.{key}.{name}"] = tensor.clone()
     return tensors
 
 
@@ -87,8 +90,9 @@ def check_resume(folder, work, ranks, device, mesh):
     assert_equal(snapshot(model, optimizer), third)
     # Or all of it would be equal without anything having been loaded.
     changed = [name for name, shard in start.items() if len(shard) and not equal(shard, saved[f"param.{name}"])]
-    assert len(changed) > 10 and not equal(saved[f"exp_avg.{changed[0]}"], third[f"exp_avg.{changed[0]}"])
-    assert {float(tensor) for name, tensor in third.items() if name.startswith("step.")} == {3.0}
+    moment = f"sharded.exp_avg.{changed[0]}"
+    assert len(changed) > 10 and not equal(saved[moment], third[moment])
+    assert {float(tensor) for name, tensor in third.items() if name.startswith("replicated.step.")} == {3.0}
 
 
 def test_one_rank_resumes_to_the_bit(tiny, one_rank, tmp_path):
@@ -117,7 +121,7 @@ def two_ranks_again(rank, folder, work):
     for source in (work, work / "of_one"):
         model, optimizer = fresh(folder, torch.device("cpu"), mesh)
         reference = Reference(model).shards if source != work else {}
-        assert checkpoint.load(source, model, optimizer, ranks, extra=reference, mode=None) == {"step": 2, **STATE}
+        assert checkpoint.load(source, model, optimizer, ranks, reference=reference, mode=None) == {"step": 2, **STATE}
         snapshots.append(snapshot(model, optimizer))
     assert_equal(*snapshots)
     stored = {f"param.{name}": tensor for name, tensor in reference.items()}
@@ -135,12 +139,47 @@ def test_two_ranks_then_one_then_two(tiny, one_rank, tmp_path):
     assert checkpoint.load(tmp_path, model, optimizer, ranks, mode=None) == {"step": 2, **STATE}
     ours, shards = snapshot(model, optimizer), [load_file(tmp_path / "step_000002" / name) for name in meta["files"]]
     assert_equal(ours, {name: x if x.dim() == 0 else cat([s[name] for s in shards]) for name, x in shards[0].items()})
-    assert {name.split(".")[0] for name in ours} == {"param", "step", "exp_avg", "exp_avg_sq"}
+    kinds = {name.partition(".model.")[0] for name in ours}
+    assert kinds == {"param", "replicated.step", "sharded.exp_avg", "sharded.exp_avg_sq"}
 
     saver = checkpoint.Saver(tmp_path / "of_one", CheckpointingConfig(), ranks)
     saver.save(2, model, optimizer, STATE, Reference(model).shards, None)
     saver.finish()
     mp.spawn(two_ranks_again, (tiny[0], tmp_path), nprocs=2)
+
+
+def test_whatever_an_optimizer_keeps_for_a_parameter_comes_back(tiny, one_rank, tmp_path):
+    """Each kind of value, under a name of its own: type, dtype, placement and content are those that were saved."""
+    ranks, device, mesh = one_rank
+    model = load_policy(tiny[0], device=device, mesh=mesh)
+    saved, loaded = (SimpleNamespace(state=defaultdict(dict)) for _ in range(2))
+    for i, param in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(i)
+        rows = torch.randn(param.to_local().shape, generator=generator)
+        saved.state[param] = {
+            "moment": DTensor.from_local(rows.bfloat16(), mesh, param.placements),
+            "error_feedback": rows.mul(10).to(torch.int8),
+            "scale": torch.tensor(0.1 * i),
+            "preconditioner": torch.randn(2, 3, generator=generator, dtype=torch.float64),
+            "count": 2**40 + i,
+            "decay": 0.1 + i,
+        }
+    with checkpoint.Saver(tmp_path, CheckpointingConfig(), ranks) as saver:
+        saver.save(1, model, saved, {}, {}, None)
+    assert checkpoint.load(tmp_path, model, loaded, ranks, mode=None) == {"step": 1}
+    assert len(saved.state) > 10 and saved.state.keys() == loaded.state.keys()
+    for param, state in saved.state.items():
+        again = loaded.state[param]
+        assert state.keys() == again.keys()
+        for key, value in state.items():
+            assert type(value) is type(again[key]), key
+            if isinstance(value, DTensor):
+                assert value.placements == again[key].placements and again[key].shape == param.shape
+                assert equal(value.to_local(), again[key].to_local())
+            elif isinstance(value, torch.Tensor):
+                assert value.dtype == again[key].dtype and equal(value, again[key]), key
+            else:
+                assert value == again[key], key
 
 
 # ------------------------------------------------------------------- folders, with a model of 3 weights in place of one
@@ -351,8 +390,8 @@ def test_flipped_bit_is_refused_by_name(run):
 
 def test_other_format_is_refused(run):
     meta = run.save(1) / "meta.json"
-    meta.write_text(meta.read_text().replace('"version": 2', '"version": 3'))
-    with pytest.raises(ConfigError, match=r"step_000001/meta\.json: checkpoint format 3, this program reads 2"):
+    meta.write_text(meta.read_text().replace('"version": 3', '"version": 2'))
+    with pytest.raises(ConfigError, match=r"step_000001/meta\.json: checkpoint format 2 of another version of"):
         run.load()
 
 

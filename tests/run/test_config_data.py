@@ -77,16 +77,16 @@ ONE = "data: {validation: {data_path: v.jsonl}}"
             "grpo.val_max_new_tokens=400 and prompts of 256 tokens do not fit in policy.max_total_sequence_length=512: "
             "raise it to 656, or lower data.max_input_seq_length",
         ),
-        (ONE, ["grpo.val_top_p=0"], "grpo.val_top_p=0.0: must be > 0, <= 1 (Of sampled validation, which may filter; "),
+        (ONE, ["grpo.val_top_p=0"], "grpo.val_top_p=0.0: must be > 0, <= 1 (Sampled validation draws from the "),
         (
             ONE,
             ["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.source_max=0"],
-            "grpo.reward_scaling.source_min=0.0 is not below grpo.reward_scaling.source_max=0.0: exchange them",
+            "grpo.reward_scaling.source_min=0.0 is not below source_max=0.0: exchange them",
         ),
         (
             ONE,
             ["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.target_min=2"],
-            "grpo.reward_scaling.target_min=2.0 is not below grpo.reward_scaling.target_max=1.0: exchange them",
+            "grpo.reward_scaling.target_min=2.0 is not below target_max=1.0: exchange them",
         ),
         (
             ONE,
@@ -104,8 +104,8 @@ ONE = "data: {validation: {data_path: v.jsonl}}"
         (
             ONE,
             ["grpo.reward_shaping.enabled=true", "grpo.adv_estimator.name=gdpo"],
-            "grpo.reward_shaping.enabled=true and grpo.adv_estimator.name=gdpo: it reads each reward, not their shaped "
-            "sum",
+            "grpo.reward_shaping.enabled=true has no effect with grpo.adv_estimator.name=gdpo: it reads each reward, "
+            "not their shaped sum; set grpo.reward_shaping.enabled=false",
         ),
         (
             ONE,
@@ -115,9 +115,9 @@ ONE = "data: {validation: {data_path: v.jsonl}}"
         (
             ONE,
             ["grpo.batch_multiplier=1.3", "grpo.use_dynamic_sampling=true"],
-            "grpo.batch_multiplier=1.3 x grpo.num_prompts_per_step=32: 41.6 is no whole number",
+            "grpo.batch_multiplier=1.3 x grpo.num_prompts_per_step=32: 41.6 is not a whole number",
         ),
-        (ONE, ["grpo.batch_multiplier=0.5"], "grpo.batch_multiplier=0.5: must be >= 1 (use_dynamic_sampling: draw "),
+        (ONE, ["grpo.batch_multiplier=0.5"], "grpo.batch_multiplier=0.5: must be >= 1 (use_dynamic_sampling draws "),
     ],
 )
 def test_impossible_settings(tmp_path, text, overrides, problem):

@@ -1,12 +1,19 @@
-"""Model against config, and what may be resumed: checked without torch, on folders made by hand."""
+"""Model against config, and how much of the data is looked at: checked without torch, on folders made by hand."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+
+import pytest
 
 import config
 from config import ConfigError
 from hf.model_config import ModelConfig
-from run.preflight import check_fits
+from run import config_check, config_file, preflight
+from run.preflight import check, check_fits, check_reward_names, read_inputs
+
+ROOT = Path(__file__).resolve().parents[2]
 
 MODEL = ModelConfig.from_hf(
     {
@@ -24,11 +31,10 @@ MODEL = ModelConfig.from_hf(
 )
 
 
-def fits(tmp_path, model=MODEL, *, length=64, tensor=1, vocab_size=100):
+def fits(tmp_path, model=MODEL, *, length=64, tensor=1, vocab_size=100, stop_token_ids=None):
     vllm_cfg = config.VllmConfig(tensor_parallel_size=tensor)
-    policy = config.PolicyConfig(
-        max_total_sequence_length=length, generation=config.GenerationConfig(vllm_cfg=vllm_cfg)
-    )
+    generation = config.GenerationConfig(vllm_cfg=vllm_cfg, stop_token_ids=stop_token_ids)
+    policy = config.PolicyConfig(max_total_sequence_length=length, generation=generation)
     try:
         check_fits(config.Config(policy=policy), tmp_path, model, SimpleNamespace(vocab_size=vocab_size))
     except ConfigError as error:
@@ -59,3 +65,131 @@ def test_tensor_parallel_sizes_are_those_that_vllm_takes(tmp_path):
     key = "policy.generation.vllm_cfg.tensor_parallel_size"
     assert fits(tmp_path, tensor=5).startswith(f"{key}=5 does not divide the model's num_attention_heads=12")
     assert fits(tmp_path, tensor=3).startswith(f"{key}=3 does not divide the model's num_key_value_heads=2")
+
+
+# ------------------------------------------------------------------------------------------ gdpo's rewards
+
+COUNTDOWN = "examples.envs.countdown:Countdown"
+GDPO = """
+grpo: {num_prompts_per_step: 2, max_num_steps: 1, val_period: 0, adv_estimator: {name: gdpo}}
+policy:
+  model_name: %s
+  max_total_sequence_length: 32
+  generation: {max_new_tokens: 8}
+data:
+  train:
+    - {data_path: countdown.jsonl, output_key: answer, env_name: "examples.envs.countdown:Countdown"}
+    - {data_path: countdown.jsonl, output_key: answer, env_name: "examples.envs.countdown:Countdown", name: again}
+  validation: {data_path: countdown.jsonl, output_key: answer, env_name: exact, name: held_out}
+"""
+
+
+def test_check_names_the_environment_that_lacks_a_reward_for_gdpo(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    starter = Path(__file__).resolve().parents[2] / "examples/arithmetic/starter"
+    Path("run.yaml").write_text(GDPO % starter)
+    Path("countdown.jsonl").write_text(json.dumps({"input": "1+2=", "answer": "3", "nums": [1, 2]}) + "\n")
+    cfg = config_file.load("run.yaml", [])
+    assert set(read_inputs(cfg).environments) == {COUNTDOWN, "exact"}, "validation's environments need no parts"
+    mixed = replace(
+        cfg, data=replace(cfg.data, train=(cfg.data.train[0], replace(cfg.data.train[1], env_name="exact")))
+    )
+    with pytest.raises(ConfigError, match=r"^env_name 'exact' has no reward answer, format, which .*name=gdpo needs: "):
+        read_inputs(mixed)
+    assert read_inputs(replace(mixed, grpo=replace(mixed.grpo, adv_estimator=config.AdvEstimatorConfig())))
+
+
+@pytest.mark.parametrize(
+    ("declared", "weights", "message"),
+    [
+        ({"a": ("x", "y"), "b": ("y", "x")}, (1.0, 2.0), None),
+        (
+            {"a": ("x", "y"), "b": ("y",)},
+            None,
+            r"^env_name 'b' has no reward x, which .* needs: give them in StepResult",
+        ),
+        ({"a": ("x",), "b": ("x",)}, None, r"needs two rewards or more of each sample; env_name 'a, b' declares x: "),
+        ({"a": ()}, None, r"needs two rewards or more of each sample; env_name 'a' declares none: "),
+        ({"a": ("x", "y")}, (1.0,), r"reward_weights=\[1.0\]: must be 2 numbers, for x, y$"),
+        ({"a": None}, None, r"env_name 'a' declares none: "),
+    ],
+)
+def test_gdpo_needs_the_same_two_rewards_of_each_environment(declared, weights, message):
+    environments = {
+        name: SimpleNamespace() if names is None else SimpleNamespace(reward_names=names)
+        for name, names in declared.items()
+    }
+    if message is None:
+        check_reward_names(environments, weights)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            check_reward_names(environments, weights)
+
+
+def test_stop_tokens_are_ids_of_the_tokenizer(tmp_path):
+    assert fits(tmp_path, vocab_size=90, stop_token_ids=(0, 89)) == "fits"
+    assert fits(tmp_path, vocab_size=90, stop_token_ids=(0, 90)) == (
+        "policy.generation.stop_token_ids: 90 is no token of the model, whose ids end at 89 "
+        f"({tmp_path / 'tokenizer.json'}): take it out"
+    )
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """Loads a recipe that ships, with the starter model; from the repository, as paths in recipes are."""
+    monkeypatch.chdir(ROOT)
+
+    def load(name, *words):
+        words = ["policy.model_name=examples/arithmetic/starter", f"logger.log_dir={tmp_path}", *words]
+        cfg = config_file.load(f"configs/{name}", words)
+        config_check.validate(cfg, 8)
+        return cfg
+
+    return load
+
+
+@pytest.mark.parametrize("name", ["math_1b.yaml", "math_8b.yaml"])
+def test_gsm8k_recipe_with_local_files(recipe, tmp_path, name):
+    """The override that README shows; rows as the hub has them."""
+    words = []
+    for key, count in (("train", 40), ("validation", 9)):
+        file = tmp_path / f"gsm8k_{key}.jsonl"
+        rows = ({"question": f"{i} + 1?", "answer": f"It is {i + 1}.\n#### {i + 1:,}"} for i in range(990, 990 + count))
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        words.append(f"data.{key}.data_path={file}")
+    cfg = recipe(name, *words, "policy.generation.max_new_tokens=768")
+    assert [section.dataset_name for section in cfg.data.train + cfg.data.validation] == ["gsm8k", "gsm8k"]
+    assert [section.split for section in cfg.data.train + cfg.data.validation] == ["train", "test"]
+    lines = check(cfg).splitlines()
+    assert lines[1:] == [
+        f"train      {tmp_path}/gsm8k_train.jsonl: 40 prompts",
+        f"validation {tmp_path}/gsm8k_validation.jsonl: 9 prompts",
+        "steps      5 of 32 prompts x 16 samples",
+    ]
+    inputs = preflight.read_inputs(cfg)
+    problem = inputs.train.datasets["gsm8k_train"].problems[10]
+    assert problem.env_name == "math" and problem.answer == "1,001" and list(inputs.environments) == ["math"]
+    (content,) = [message["content"] for message in problem.messages]
+    assert content.endswith("\n\n1000 + 1?\n") and r"\boxed{42}" in content
+    inputs.environments["math"].close()
+
+
+def test_check_says_how_much_it_looked_at(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "MAX_ROWS", 10)
+    file = tmp_path / "rows.jsonl"
+    rows = [{"input": f"{i}+1=", "answer": str(i + 1)} for i in range(100)]
+    rows[2]["input"] = "x" * 2000
+    rows[98]["answer"] = "no number"  # seed 42 does not draw it
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows[3:13]))
+    cfg = recipe("smoke.yaml", f"data.train.data_path={file}", f"data.validation.data_path={held_out}")
+    assert check(cfg).splitlines()[1:] == [
+        f"train      {file}: 100 rows, 10 checked (the first 5, the others at random), 1 left out: over 24 tokens",
+        f"validation {held_out}: 10 prompts",
+        "steps      120 of 16 prompts x 16 samples",
+        "rows       checked in part; the run checks all before its first step, --check --all does now",
+    ]
+    for read in (lambda: check(cfg, all_rows=True), lambda: preflight.read_inputs(cfg)):
+        with pytest.raises(ConfigError, match=r"rows\.jsonl:99: answer 'no number' is not one plain number"):
+            read()

@@ -27,8 +27,8 @@ def write_checkpoint(folder, **changes):
     folder.mkdir(parents=True)
     (folder / "rank_00000.safetensors").write_bytes(b"12345")
     files = {"rank_00000.safetensors": {"bytes": 5, "sha256": ""}}
-    meta = {"version": 2, "step": 1, "world_size": 2, "files": files, "state": {}, "metric": None} | changes
-    (folder / "meta.json").write_text(json.dumps(meta))
+    meta = {"version": resume.VERSION, "step": 1, "world_size": 2, "files": files, "state": {}, "metric": None}
+    (folder / "meta.json").write_text(json.dumps(meta | changes))
 
 
 def refused(cfg, **kwargs):
@@ -77,6 +77,45 @@ def test_settings_that_must_stay(run, section, key, value, named):
         resume.check_resumable(changed, to_train=False)  # a score with another seed is a score
 
 
+def test_another_optimizer_is_refused_even_where_changes_are_allowed(run):
+    folder, cfg = run
+    muon = replace(cfg, policy=replace(cfg.policy, optimizer=config.OptimizerConfig(name="torch.optim.Muon")))
+    for allow_changes in (False, True):
+        changed = replace(muon, checkpointing=replace(cfg.checkpointing, allow_changes=allow_changes))
+        assert refused(changed) == (
+            f"not as in the run that checkpointing.resume_from={folder} continues: "
+            'policy.optimizer.name="torch.optim.Muon" (there "torch.optim.AdamW"); use ./train.sh '
+            f"{folder}/config.yaml checkpointing.resume_from={folder}: no optimizer reads another's state"
+        )
+    resume.check_resumable(changed, to_train=False)
+
+
+def test_a_run_of_another_version_is_refused_with_a_sentence(run, tmp_path):
+    folder, cfg = run
+    for step in (9, 10):
+        meta = folder / "checkpoints" / f"step_{step:06d}" / "meta.json"
+        meta.write_text(meta.read_text().replace('"version": 3', '"version": 2'))
+    auto = config.CheckpointingConfig(resume="auto")
+    logs = config.LoggerConfig(log_dir=str(tmp_path / "logs"))
+    for refuse in (
+        lambda: resume.check_resumable(cfg),
+        lambda: resume.check_resumable(cfg, to_train=False),
+        lambda: resume.check_resumable(replace(cfg, checkpointing=replace(cfg.checkpointing, resume="auto"))),
+        lambda: resume.resolve(replace(cfg, logger=logs, checkpointing=auto)),  # no new run in silence
+    ):
+        with pytest.raises(ConfigError) as error:
+            refuse()
+        assert str(error.value) == (
+            f"{folder}/checkpoints/step_000010/meta.json: checkpoint format 2 of another version of this program, "
+            "which now reads format 3 only; go on with the version that wrote it (provenance.json in the run folder "
+            "names its commit), or start a new run"
+        )
+    shutil.copytree(folder, tmp_path / "logs" / "exp_002")
+    write_checkpoint(tmp_path / "logs" / "exp_002" / "checkpoints" / "step_000011")
+    found = resume.numbered(tmp_path / "logs", "exp_")
+    assert list(found.items()) == [(2, tmp_path / "logs" / "exp_002"), (1, folder)]
+
+
 def test_run_folder_without_its_config(run):
     folder, cfg = run
     (folder / "config.yaml").unlink()
@@ -89,9 +128,8 @@ def test_run_folder_without_its_config(run):
         ("[]", "meta.json: not what checkpoint.py writes (TypeError"),
         ("{}", "meta.json: not what checkpoint.py writes (KeyError: 'version')"),
         ("[" * 100_000, "meta.json: not what checkpoint.py writes (RecursionError"),
-        ('{"version": 1}', "meta.json: checkpoint format 1, this program reads 2"),
-        ('{"version": 2, "files": {}}', "meta.json: lacks metric, state, step, world_size"),
-        ('{"version": 2, "files": {"gone": {"bytes": 1}}}', "gone: No such file or directory"),
+        ('{"version": 3, "files": {}}', "meta.json: lacks metric, state, step, world_size"),
+        ('{"version": 3, "files": {"gone": {"bytes": 1}}}', "gone: No such file or directory"),
         ("cut shard", "rank_00000.safetensors: 4 bytes, 5 by meta.json"),
         ("no meta", "meta.json: No such file or directory"),
     ],
@@ -138,8 +176,8 @@ def test_newest_run_with_a_checkpoint_is_found(run, tmp_path):
 
 def test_run_folder_that_must_not_be_written(run, monkeypatch):
     folder, cfg = run
-    allowed = resume.data.os.access
-    monkeypatch.setattr(resume.data.os, "access", lambda path, mode: path != folder and allowed(path, mode))
+    allowed = resume.os.access
+    monkeypatch.setattr(resume.os, "access", lambda path, mode: path != folder and allowed(path, mode))
     assert refused(cfg) == f"checkpointing.resume_from={folder}: no permission to write in {folder}"
     resume.check_resumable(cfg, to_train=False)
 

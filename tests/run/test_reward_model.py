@@ -1,4 +1,4 @@
-"""The reward model against transformers' sequence classifiers, on one rank and on two."""
+"""reward_model.py against transformers' sequence classifiers, on one rank and on two."""
 
 import json
 import shutil
@@ -143,8 +143,8 @@ def test_each_environment_of_a_batch_rewards_its_own(engine, one_rank, tiny, qwe
         messages = [{"role": "user", "content": f"{i}?" * (40 if i == 3 else 1)}]  # number 3 is too long for the model
         rows.append(Problem(i, messages, "1", env_name, tokenizer.render(messages), {"bonus": 100 * i}))
     sampler = Sampler(engine, tokenizer, environments, ranks, score_conversations=score)
-    arguments = (list(enumerate(rows)), 3, SamplingOptions(1.0, 8), (0,))
-    samples = sampler.sample(*arguments)
+    options = SamplingOptions(temperature=1.0, max_new_tokens=8)
+    samples = sampler.sample(list(enumerate(rows)), 3, options, (0,))
     assert [(s.prompt, s.env_name) for s in samples] == [
         (i, row.env_name) for i, row in enumerate(rows) for _ in range(3)
     ]
@@ -160,7 +160,8 @@ def test_each_environment_of_a_batch_rewards_its_own(engine, one_rank, tiny, qwe
             assert s.reward == (len(reply) + 100 * s.prompt if s.env_name == "f" else 0.0) and s.messages == []
     assert seen == scored and len({s.reward for s in samples if s.prompt == 6}) == 3
     with pytest.raises(StopRun, match=r"3 of 21 .*'reward_model': 3.*env.max_error_fraction=0.1"):
-        replace(sampler, max_error_fraction=0.1).sample(*arguments)
+        strict = replace(sampler, max_error_fraction=0.1)
+        strict.sample(list(enumerate(rows)), 3, options, (0,))
 
 
 def edit_json(path, **fields):

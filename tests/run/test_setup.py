@@ -7,7 +7,7 @@ import pytest
 
 import config
 from dataset.mixing import Mixture
-from dataset.problems import Dataset
+from dataset.scan import Dataset
 from run import setup
 from system.exits import Saved, StopRun
 from system.ranks import Ranks
@@ -17,8 +17,8 @@ ALONE = Ranks(rank=0, world_size=1, local_rank=0, tp_size=1)
 
 def test_other_data_are_read_from_their_start_where_that_is_allowed(monkeypatch, tmp_path, capsys):
     cfg = config.Config(checkpointing=config.CheckpointingConfig(resume_from="logs/exp_001"))
-    before = Mixture([Dataset("a.jsonl", [], 0, "1", name="a")], cfg)
-    now = Mixture([Dataset("b.jsonl", [], 0, "2", name="b")], cfg)
+    before = Mixture([Dataset("a.jsonl", [], "1", name="a")], cfg)
+    now = Mixture([Dataset("b.jsonl", [], "2", name="b")], cfg)
     cursor = before.start() | {"position": 56}
     saved = setup.RunState(cursor, before.fingerprints, step=7, consumed_samples=56, total_valid_tokens=99)
     monkeypatch.setattr(setup.checkpoint, "load", lambda *_, **__: asdict(saved))
@@ -39,7 +39,7 @@ def test_other_data_are_read_from_their_start_where_that_is_allowed(monkeypatch,
 
 def test_a_new_run_starts_at_nothing_and_not_over_anothers_checkpoints(tmp_path):
     cfg = config.Config()
-    mixture = Mixture([Dataset("a.jsonl", [], 0, "1", name="a")], cfg)
+    mixture = Mixture([Dataset("a.jsonl", [], "1", name="a")], cfg)
     inputs = SimpleNamespace(train=mixture)
     state = setup.restore(cfg, inputs, None, None, None, ALONE, tmp_path)
     assert state == setup.RunState(mixture.start(), mixture.fingerprints) and state.step == 0

@@ -14,10 +14,10 @@ from samples import answers
 import config
 import envs
 from data import Problem
-from dataset.problems import Dataset
+from dataset.scan import Dataset
 from engine import SamplingOptions
 from rollout import Sampler
-from run.preflight import Inputs
+from run.preflight import RunInputs
 from run.setup import RunState
 from run.validation import clustered_interval, majority, modes, pass_at_k, summarize, validate, wilson_interval
 from system.ranks import Ranks
@@ -140,8 +140,8 @@ def test_one_sample_has_no_k():
 def inputs_of(**sizes):
     """Validation sets of so many problems, whose answers are 7."""
     rows = [Problem(i, [{"role": "user", "content": "?"}], "7", "exact", [1, 2]) for i in range(50)]
-    sets = {name: Dataset(f"{name}.jsonl", rows[:size], 0, name) for name, size in sizes.items()}
-    return Inputs(Path(), FakeTokenizer(), None, sets, {"exact": envs.Exact()})
+    sets = {name: Dataset(f"{name}.jsonl", rows[:size], "", name) for name, size in sizes.items()}
+    return RunInputs(Path(), FakeTokenizer(), None, sets, {"exact": envs.Exact()})
 
 
 def config_of(**grpo):

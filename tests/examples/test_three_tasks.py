@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dataset.mixing import Mixture
-from dataset.problems import load_dataset
+from dataset.scan import load_dataset
 from examples.three_tasks import make_tasks
 from examples.three_tasks.rewards import digits_in_place
 from hf.tokenizer import Tokenizer

@@ -1,0 +1,134 @@
+"""The keys of `Config` by their full names, such as `policy.optimizer.kwargs.lr`; the text of --help."""
+
+import ast
+import difflib
+import json
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+import config
+
+
+def section_class(kind: Any) -> type | None:
+    """The class of a section, or of the sections of a list; None for the type of any other field."""
+    kind = get_args(kind)[0] if get_origin(kind) is tuple else kind
+    return kind if is_dataclass(kind) else None
+
+
+def _walk(cls: type, prefix: str = "") -> Iterator[tuple[str, Field]]:
+    for f in fields(cls):
+        yield prefix + f.name, f
+        if section_class(f.type):
+            yield from _walk(section_class(f.type), f"{prefix}{f.name}.")
+
+
+FIELDS: dict[str, Field] = dict(_walk(config.Config))  # full key -> field, sections too, in the order of config.py
+SECTIONS = {"": config.Config} | {name: section_class(f.type) for name, f in FIELDS.items() if section_class(f.type)}
+LISTS = [name for name in SECTIONS if name and not is_dataclass(FIELDS[name].type)]  # lists of sections
+FREE = [name for name, f in FIELDS.items() if get_origin(f.type) is Mapping]  # their values are mappings of any keys
+
+
+def keys_of(section: str) -> str:
+    """The keys of a section, for a message."""
+    return ", ".join(f.name for f in fields(SECTIONS[section]))
+
+
+def plain_name(name: str) -> str:
+    """A key without the numbers of lists."""
+    return re.sub(r"\.\d+(?=\.|$)", "", name)
+
+
+def numbered_name(name: str) -> str:
+    """`data.validation.x` -> `data.validation.0.x`: a list of sections may be written as its only one."""
+    for section in LISTS:
+        rest = name.removeprefix(f"{section}.")
+        if rest != name and not rest.partition(".")[0].isdigit():
+            return f"{section}.0.{rest}"
+    return name
+
+
+def unknown_key(name: str) -> str:
+    """The message about a key that does not exist: the key nearest by its last name, and the keys of its section."""
+    last_names = {full: full.rpartition(".")[2] for full in FIELDS}
+    last = difflib.get_close_matches(name.rpartition(".")[2], last_names.values(), n=1)
+    namesakes = [full for full in FIELDS if last_names[full] in last]
+    near = difflib.get_close_matches(name, namesakes, n=1, cutoff=0)
+    section = name
+    while section not in SECTIONS:
+        section = section.rpartition(".")[0]
+    hint = f" Did you mean '{near[0]}'?" if near else ""
+    return f"unknown key '{name}'.{hint} Keys of {section or 'a config'}: {keys_of(section)}"
+
+
+def split_optional(kind: Any) -> tuple[Any, bool]:
+    """`X | None` -> (X, True); `X` -> (X, False)."""
+    return (get_args(kind)[0], True) if NoneType in get_args(kind) else (kind, False)
+
+
+def type_name(kind: Any) -> str:
+    """A field's type in the words of a message."""
+    base, optional = split_optional(kind)
+    names = {bool: "true or false", int: "int", float: "finite float", str: "str"}
+    if get_origin(base) is Literal:
+        name = " or ".join(get_args(base))
+    else:
+        name = "mapping" if get_origin(base) is Mapping else names.get(base) or str(base).replace("tuple", "list")
+    return f"{name} or null" if optional else name
+
+
+def default_text(name: str) -> str:
+    """The default of a key, as json."""
+    default = FIELDS[name].default
+    return json.dumps({} if default is MISSING else default)
+
+
+def bounds(name: str) -> str:
+    """What the number of a key must be, such as ">= 0, < 1"; "" for keys without bounds."""
+    return FIELDS[name].metadata.get("bounds", "")
+
+
+def settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(full key, value) of a config; the sections of a list are numbered if there are several."""
+    for f in fields(section):
+        name, value = prefix + f.name, getattr(section, f.name)
+        if is_dataclass(value):
+            yield from settings(value, f"{name}.")
+        elif name in LISTS:
+            for i, item in enumerate(value):
+                yield from settings(item, f"{name}.{i}." if len(value) > 1 else f"{name}.")
+        else:
+            yield name, value
+
+
+@cache
+def meanings() -> dict[str, str]:
+    """Full key -> its meaning: the text below its field in config.py, which Python does not keep at run time."""
+    texts = {}
+    for cls in ast.parse(Path(config.__file__).read_text(encoding="utf-8")).body:
+        for node, below in pairwise(cls.body if isinstance(cls, ast.ClassDef) else []):
+            if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
+                texts[cls.name, node.target.id] = " ".join(ast.literal_eval(below.value).split())
+    meanings = {}
+    for name, f in FIELDS.items():
+        owner = SECTIONS[name.rpartition(".")[0]].__name__
+        if name not in SECTIONS:
+            assert (owner, f.name) in texts, f"config.py: {owner}.{f.name} has no text below it"
+            meanings[name] = texts[owner, f.name]
+    return meanings
+
+
+def help_text() -> str:
+    """Every key with its type, bounds, default and meaning."""
+    lines = []
+    for name, meaning in meanings().items():
+        limits = f" ({bounds(name)})" if bounds(name) else ""
+        lines.append(f"{name}: {type_name(FIELDS[name].type)}{limits} = {default_text(name)}")
+        lines.append(textwrap.indent(textwrap.fill(meaning, 100, break_on_hyphens=False), "    "))
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,83 @@
+"""config.py: defaults, what is computed from keys, the shipped recipes."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from config import CheckpointingConfig, Config, DataConfig, GenerationConfig, LossConfig, PolicyConfig
+from run.config_check import validate
+from run.config_file import load
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_defaults_are_nemo_rls():
+    """grpo_math_1B.yaml of NeMo RL 7ea279a, where the key means the same."""
+    cfg = Config()
+    assert (cfg.grpo.num_prompts_per_step, cfg.grpo.num_generations_per_prompt, cfg.grpo.seed) == (32, 16, 42)
+    assert (cfg.grpo.normalize_rewards, cfg.grpo.use_leave_one_out_baseline) == (True, True)
+    assert (cfg.grpo.val_period, cfg.grpo.max_val_samples, cfg.grpo.max_num_steps) == (10, 256, 1_000_000)
+    assert cfg.loss_fn == LossConfig(ratio_clip_min=0.2, ratio_clip_max=0.2, ratio_clip_c=None)
+    assert cfg.loss_fn.token_level_loss and not cfg.loss_fn.use_importance_sampling_correction
+    assert (cfg.loss_fn.reference_policy_kl_penalty, cfg.loss_fn.reference_policy_kl_type) == (0.01, "k3")
+    assert (cfg.loss_fn.kl_input_clamp_value, cfg.loss_fn.kl_output_clamp_value) == (20, 10)
+    assert (cfg.loss_fn.positive_example_nll_weight, cfg.loss_fn.truncated_importance_sampling_type) == (0, None)
+    assert dataclasses.astuple(cfg.grpo.adv_estimator) == ("grpo", True, None)
+    assert cfg.grpo.advantage_clip_low is cfg.grpo.advantage_clip_high is cfg.grpo.seq_logprob_error_threshold is None
+    assert dataclasses.astuple(cfg.policy.optimizer.kwargs) == (5e-6, 0.01, (0.9, 0.999), 1e-8)
+    assert dataclasses.astuple(cfg.policy.scheduler) == ("constant", 50, 0.1, 0.0)
+    assert cfg.policy.sequence_packing.train_mb_tokens == 512 * 4
+
+
+def test_config_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().grpo.seed = 1
+
+
+def test_time_to_save_by():
+    """90,061 s are a day, an hour, a minute and a second."""
+    assert CheckpointingConfig(checkpoint_must_save_by="1:01:01:01").must_save_by_seconds == 90_061
+    assert CheckpointingConfig().must_save_by_seconds is None
+
+
+@pytest.mark.parametrize(
+    ("max_new_tokens", "max_input_seq_length", "expected"),
+    [
+        (30, None, 70),
+        (30, 50, 50),
+        (30, 71, 70),  # room for the response comes first
+        (100, None, 99),  # a response gets what its prompt leaves
+        (100, 50, 50),
+    ],
+)
+def test_longest_prompt(max_new_tokens, max_input_seq_length, expected):
+    generation = GenerationConfig(max_new_tokens=max_new_tokens)
+    policy = PolicyConfig(max_total_sequence_length=100, generation=generation)
+    data = DataConfig(max_input_seq_length=max_input_seq_length)
+    assert Config(policy=policy, data=data).max_prompt_tokens == expected
+
+
+# --- what is shipped ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_config_is_valid_and_short(path):
+    for world_size in (1, 2, 4, 8):
+        validate(load(path), world_size)
+    assert len(path.read_text().splitlines()) <= 30
+
+
+def test_8b_is_the_1b_recipe_with_another_model():
+    small, large = load(ROOT / "configs/math_1b.yaml"), load(ROOT / "configs/math_8b.yaml")
+    assert large.data == small.data and large.grpo == small.grpo
+    assert (small.policy.model_name, large.policy.model_name) == ("Qwen/Qwen2.5-1.5B", "Qwen/Qwen3-8B-Base")
+    assert large.policy.dtensor_cfg.activation_checkpointing and not small.policy.dtensor_cfg.activation_checkpointing
+
+
+def test_neither_torch_nor_vllm_is_imported():
+    code = "import sys, config; print([m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,264 @@
+"""The optimizer: schedules against transformers', groups with a rate each, Muon with AdamW, the verdict on a step."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import config
+import optim
+from run import checkpoint
+from system.exits import StopRun, exit_process
+from system.ranks import Ranks
+
+ADAMW = config.OptimizerConfig(kwargs=config.OptimizerKwargs(lr=1e-2, weight_decay=0.1))
+MUON = replace(ADAMW, name="torch.optim.Muon", muon=config.MuonConfig(lr=2e-2, momentum=0.9))
+
+
+def rates(num_steps, **keys):
+    """The factor of each step of a run."""
+    cfg = config.SchedulerConfig(**keys)
+    return [optim.learning_rate_factor(cfg, step, num_steps) for step in range(1, num_steps + 1)]
+
+
+def rates_of_transformers(schedule, num_steps, **keys):
+    """The rates at which a run with that schedule of transformers steps an optimizer of rate 1."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = schedule(optimizer, num_training_steps=num_steps, **keys)
+    factors = []
+    for _ in range(num_steps):
+        factors.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return factors
+
+
+@pytest.mark.parametrize(("num_steps", "warmup"), [(1, 0), (3, 0), (10, 0), (10, 4), (5, 5), (4, 9)])
+def test_schedules_are_those_of_transformers(num_steps, warmup):
+    from transformers import optimization as oracle
+
+    keys = {"warmup_steps": warmup, "warmup_start_factor": 0.0}
+    for name, schedule in (
+        ("linear", oracle.get_linear_schedule_with_warmup),
+        ("cosine", oracle.get_cosine_schedule_with_warmup),
+    ):
+        expected = rates_of_transformers(schedule, num_steps, num_warmup_steps=warmup)
+        assert rates(num_steps, name=name, **keys) == pytest.approx(expected, abs=1e-12)
+    schedule = oracle.get_cosine_with_min_lr_schedule_with_warmup
+    expected = rates_of_transformers(schedule, num_steps, num_warmup_steps=warmup, min_lr_rate=0.1)
+    # transformers lifts the warm-up by min_lr_rate too, here it is the decay's alone
+    assert rates(num_steps, name="cosine", min_factor=0.1, **keys)[warmup:] == pytest.approx(expected[warmup:])
+
+
+def test_rates_by_hand_and_none_of_them_is_wasted():
+    assert rates(3, warmup_steps=0, name="linear") == pytest.approx([1, 2 / 3, 1 / 3])
+    assert rates(4, warmup_steps=0) == [1, 1, 1, 1]
+    assert rates(4, warmup_steps=2, warmup_start_factor=0.5) == [0.5, 0.75, 1, 1]
+    linear = rates(5, warmup_steps=2, warmup_start_factor=0.5, name="linear")
+    assert linear == pytest.approx([0.5, 0.75, 1, 2 / 3, 1 / 3])
+    assert rates(4, warmup_steps=0, name="linear", min_factor=0.2) == pytest.approx([1, 0.8, 0.6, 0.4])
+    half = math.sqrt(0.5)
+    cosine = rates(4, warmup_steps=0, name="cosine", min_factor=0.1)
+    assert cosine == pytest.approx([1, 0.1 + 0.45 * (1 + half), 0.55, 0.1 + 0.45 * (1 - half)])
+
+
+class Toy(nn.Module):
+    """Parameters named and shaped as a decoder's: an embedding, blocks with uneven matrices, norms, biases."""
+
+    def __init__(self, shapes=((6, 9), (9, 6), (5, 9))):
+        super().__init__()
+        self.model = nn.ModuleDict({"embed_tokens": nn.Embedding(11, 9), "norm": nn.LayerNorm(9)})
+        self.model["layers"] = nn.ModuleList(nn.Linear(columns, rows) for rows, columns in shapes)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.randn(param.shape, generator=generator) * 0.1)
+
+    def forward(self, gradients):
+        """A loss whose gradient is `gradients`, name -> tensor."""
+        return sum((param * gradients[name]).sum() for name, param in self.named_parameters())
+
+
+def gradients_of(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(param.shape, generator=generator) for name, param in model.named_parameters()}
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        optim.set_learning_rate(optimizer, config.SchedulerConfig(warmup_steps=2), step, 9)
+        model(gradients_of(model, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        assert all(param.grad is None for param in model.parameters())
+
+
+def test_each_group_keeps_its_own_rate():
+    model = Toy()
+    optimizer = optim.build_optimizer(model, MUON)
+    optim.set_learning_rate(optimizer, config.SchedulerConfig(warmup_steps=4, warmup_start_factor=0.5), 3, 9)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2 * 0.75, 2e-2 * 0.75]
+    optim.set_learning_rate(optimizer, config.SchedulerConfig(warmup_steps=4), 5, 9)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 2e-2]
+    same = optim.build_optimizer(model, replace(MUON, muon=config.MuonConfig()))
+    assert [group["lr"] for group in same.param_groups] == [1e-2, 1e-2]
+    with pytest.raises(AssertionError, match=r"policy\.optimizer\.name=torch\.optim\.SGD"):
+        optim.build_optimizer(model, replace(MUON, name="torch.optim.SGD"))
+
+
+def test_adamw_is_torchs_and_one_group():
+    model, twin = Toy(), Toy()
+    optimizer = optim.build_optimizer(model, ADAMW)
+    expected = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.9, 0.999), eps=1e-8)
+    for seed in range(3):
+        model(gradients_of(model, seed)).backward()
+        twin(gradients_of(twin, seed)).backward()
+        for each in (optimizer, expected):
+            each.step()
+            each.zero_grad()
+    assert len(optimizer.param_groups) == 1
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-7)
+
+
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest():
+    """A step by hand: momentum (1 - m) g, Nesterov, singular values near 1, scaled to 0.2 sqrt(longer side)."""
+    model = Toy()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = optim.build_optimizer(model, MUON)
+    gradients = gradients_of(model, 1)
+    model(gradients).backward()
+    optimizer.step()
+    keys = {name: set(optimizer.state[param]) for name, param in model.named_parameters()}
+    matrices = {f"model.layers.{i}.weight" for i in range(3)}
+    assert {name for name in keys if keys[name] == {"momentum_buffer"}} == matrices
+    assert all(keys[name] == {"step", "exp_avg", "exp_avg_sq"} for name in keys.keys() - matrices)
+    for name, param in model.named_parameters():
+        if name not in matrices:
+            first = before[name] * (1 - 1e-2 * 0.1) - 1e-2 * gradients[name].sign()  # the moments cancel in step 1
+            assert torch.allclose(param, first, atol=1e-5), name
+            continue
+        step = (before[name] * (1 - 2e-2 * 0.1) - param.detach()) / (2e-2 * 0.2 * math.sqrt(max(param.shape)))
+        left, _, right = torch.linalg.svd(gradients[name], full_matrices=False)
+        singular = left.T @ step @ right.T  # in the gradient's own basis the step is diagonal, about the identity
+        assert 0.6 < singular.diagonal().min() and singular.diagonal().max() < 1.25, (name, singular.diagonal())
+        assert (singular - singular.diagonal().diag()).abs().max() < 0.05, name
+
+
+def as_one(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded(rank_count):
+    model = Toy(((64, 96), (96, 64), (97, 64)))
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (rank_count,)))
+    model.set_gradient_divide_factor(float(rank_count))  # every rank has the whole gradient
+    model.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def two_ranks(rank, work):
+    """Two steps, save, a third meanwhile. A fresh pair that loads them makes the third again, the same to the bit."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{work / 'meet'}", rank=rank, world_size=2)
+    ranks = Ranks(rank, 2, rank, 1)
+    model = sharded(2)
+    optimizer = optim.build_optimizer(model, MUON)
+    train(model, optimizer, (1, 2))
+    saver = checkpoint.Saver(work / "checkpoints", config.CheckpointingConfig(), ranks)
+    saver.save(2, model, optimizer, {}, {}, None)
+    train(model, optimizer, (3,))
+    saver.finish()
+
+    again = sharded(2)
+    fresh = optim.build_optimizer(again, MUON)
+    assert checkpoint.load(work / "checkpoints", again, fresh, ranks, mode=None) == {"step": 2}
+    assert not torch.equal(next(again.parameters()).to_local(), next(model.parameters()).to_local())
+    train(again, fresh, (3,))
+    whole = {}
+    for (name, one), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        pairs = {"param": (one, other)}
+        pairs |= {key: (value, fresh.state[other][key]) for key, value in optimizer.state[one].items()}
+        assert optimizer.state[one].keys() == fresh.state[other].keys() != set()
+        for key, pair in pairs.items():
+            assert type(pair[0].data) is type(pair[1].data), (name, key)
+            full = [as_one(tensor.detach()) for tensor in pair]
+            assert torch.equal(*full), (name, key)
+        whole[name] = as_one(one.detach())
+    if rank == 0:
+        torch.save(whole, work / "two.pt")
+    dist.barrier()
+    exit_process(0)
+
+
+def test_muon_on_two_ranks_resumes_to_the_bit_and_is_within_3_percent_of_one(one_rank, tmp_path):
+    mp.spawn(two_ranks, (tmp_path,), nprocs=2)
+    two = torch.load(tmp_path / "two.pt")
+    alone, start = sharded(1), Toy(((64, 96), (96, 64), (97, 64))).state_dict()
+    train(alone, optim.build_optimizer(alone, MUON), (1, 2, 3))
+    off = {}
+    for name, param in alone.named_parameters():
+        update = param.full_tensor().detach() - start[name]
+        off[name] = float((two[name] - start[name] - update).norm() / update.norm())
+        assert off[name] <= (0.03 if ".layers." in name and param.ndim == 2 else 1e-5), off
+    # The checkpoint of two ranks on one: rows are put together, whatever their optimizer calls its tensors.
+    resumed = sharded(1)
+    optimizer = optim.build_optimizer(resumed, MUON)
+    checkpoint.load(tmp_path / "checkpoints", resumed, optimizer, one_rank[0], mode=None)
+    train(resumed, optimizer, (3,))
+    for name, param in resumed.named_parameters():
+        assert (as_one(param.detach()) - two[name]).norm() <= 0.03 * (two[name] - start[name]).norm(), name
+
+
+SOUND = {"loss": 0.1, "logp_gap_mean": 1e-6, "logp_gap_max": 1e-5, "num_nonfinite_sampler_logp": 0.0}
+LIMIT = config.GRPOConfig(logp_gap_limit=1e-3, max_bad_steps=2)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "grad_norm", "told"),
+    [
+        ({"loss": math.nan}, 1.0, "loss nan, gradient norm 1.0 are not finite"),
+        ({}, math.inf, "loss 0.1, gradient norm inf are not finite"),
+        ({"logp_gap_mean": 2e-3}, 1.0, "disagree by 0.0020 nats per token on average (max 0.0000; 0 of the sampler's"),
+        ({"logp_gap_mean": math.nan}, 1.0, "disagree by nan nats"),
+        ({"num_nonfinite_sampler_logp": 3.0}, 1.0, "3 of the sampler's not finite; grpo.logp_gap_limit=0.001)"),
+    ],
+)
+def test_bad_steps_of_any_kind_share_a_counter_and_stop_the_run(metrics, grad_norm, told):
+    def count(num_bad_steps, cfg=LIMIT, metrics=metrics, grad_norm=grad_norm):
+        return optim.count_bad_steps(num_bad_steps, SOUND | metrics, grad_norm, cfg, 7)
+
+    assert (count(0), count(1)) == (1, 2)
+    assert count(2, metrics={}, grad_norm=1.0) == 0  # a sound one begins the count anew
+    with pytest.raises(StopRun) as error:
+        count(2)
+    assert told in str(error.value) and str(error.value).startswith("step 7: ")
+    assert "3 bad steps in a row (grpo.max_bad_steps=2). The step was not applied" in str(error.value)
+    with pytest.raises(StopRun, match="1 bad steps in a row"):
+        count(0, replace(LIMIT, max_bad_steps=0))
+
+
+def test_without_a_limit_the_gap_is_only_logged():
+    cfg = replace(LIMIT, logp_gap_limit=None)
+    bad = SOUND | {"logp_gap_mean": 9.0, "num_nonfinite_sampler_logp": 3.0}
+    assert optim.count_bad_steps(0, bad, 1.0, cfg, 1) == 0
+    assert optim.count_bad_steps(0, bad | {"loss": math.inf}, 1.0, cfg, 1) == 1
+
+
+def test_clipping_scales_the_whole_gradient_and_gives_its_norm(one_rank):
+    for max_norm in (1e9, 0.5):
+        model = Toy()
+        gradients = gradients_of(model, 4)
+        norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm().item()
+        fully_shard(model, mesh=one_rank[2])
+        model(gradients).backward()
+        assert optim.clip_grad_norm(model, max_norm) == pytest.approx(norm, rel=1e-6) and norm > 1
+        scale = min(1, max_norm / norm)
+        for name, param in model.named_parameters():
+            assert torch.allclose(as_one(param.grad), gradients[name] * scale, rtol=1e-5), name

@@ -1,0 +1,160 @@
+"""What is read of a row in each of its forms, and what a user hears of a row that is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+from dataset_case import GOOD, USER, load, refused
+
+TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+
+
+CHAT_TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "messages", "answer"),
+    [
+        ({"input": "p", "output": "5"}, {}, [("user", "p")], "5"),
+        ({"input": "p", "output": 5.5}, {}, [("user", "p")], "5.5"),
+        ({"problem": "p", "expected_answer": "5", "problem_source": "x"}, {}, [("user", "p")], "5"),  # OpenMathInstruct
+        ({"question": "q", "answer": "She has 9 * 2 = 18.\n#### 18"}, {}, [("user", "q")], "18"),  # GSM8K
+        ({"a": {"b": "p"}, "c": {"d": {"e": 7}}}, {"input_key": "a.b", "output_key": "c.d.e"}, [("user", "p")], "7"),
+        ({"a.b": "p", "a": {"b": "no"}, "answer": "7"}, {"input_key": "a.b"}, [("user", "p")], "7"),
+        (
+            {"prompt": [USER], "reward_model": {"ground_truth": "34", "style": "rule"}},
+            {"dataset_name": "DAPOMath17K"},
+            [("user", "a")],
+            "34",
+        ),
+        ({"messages": [USER], "answer": "7", "question": "unused"}, {"input_key": "question"}, [("user", "a")], "7"),
+        ({"messages": [USER, {"role": "assistant", "content": "8"}]}, {}, [("user", "a")], "8"),  # the answer is there
+        ({"messages": [USER | {"content": [{"type": "text", "text": "b"}]}], "output": "8"}, {}, [("user", "b")], "8"),
+        ({"messages": None, "input": "p", "output": "1", "tools": None}, {}, [("user", "p")], "1"),  # arrow's nulls
+        (
+            {"responses_create_params": {"input": "p", "instructions": "s"}, "expected_answer": "9", "reward": 1.0},
+            {},
+            [("system", "s"), ("user", "p")],
+            "9",
+        ),
+        (
+            {"responses_create_params": {"input": [{"role": "developer", "content": "s"}, USER]}, "label": "B"},
+            {"env_name": "m:C"},
+            [("system", "s"), ("user", "a")],
+            "B",
+        ),
+        *(
+            ({"responses_create_params": {"input": [USER]}} | place, {}, [("user", "a")], "9")
+            for place in (
+                {"verifier_metadata": {"ground_truth": "9"}},
+                {"metadata": {"answer": 9}},
+                {"extra_env_info": {"expected_answer": "9"}},
+                {"reward_model": {"ground_truth": "9"}},
+            )
+        ),
+        ({"responses_create_params": {"input": [USER], "metadata": {"output": "9"}}}, {}, [("user", "a")], "9"),
+        ({"input": "p"}, {"env_name": "reward_model"}, [("user", "p")], ""),  # what needs no answer asks for none
+        ({"input": "p", "answer": {"a": [1]}}, {"env_name": "m:C"}, [("user", "p")], '{"a": [1]}'),
+        ({"input": "p", "answer": "x\n#### 5"}, {"env_name": "code"}, [("user", "p")], "x\n#### 5"),  # a comment
+    ],
+)
+def test_forms_of_a_row(tokenizer, row, keys, messages, answer):
+    (found,) = load(tokenizer, [row], **keys).problems
+    assert [(message["role"], message["content"]) for message in found.messages] == messages
+    assert (found.answer, found.fields, found.dataset, found.loss_multiplier) == (answer, row, "rows", 1.0)
+    assert bytes(tokenizer.decode(found.prompt_ids), "utf-8") == "".join(text for _, text in messages).encode()
+
+
+def test_tools_of_a_row(tokenizer):
+    gym = {"responses_create_params": {"input": "p", "tools": [TOOL]}, "answer": "1"}
+    rows = load(tokenizer, [gym, GOOD | {"tools": [CHAT_TOOL]}, GOOD | {"tools": []}]).problems
+    assert [row.tools for row in rows] == [[CHAT_TOOL], [CHAT_TOOL], None]
+
+
+def test_prompts_go_around_the_last_user_message_and_a_rows_own_system_message_stays(tokenizer):
+    Path("prompt.txt").write_text(r"<{}> \boxed{{}} {x}")
+    Path("system.txt").write_text("Sys ü")
+    talk = [USER, {"role": "assistant", "content": "b"}, {"role": "user", "content": "{}c"}]
+    own = [{"role": "system", "content": "own"}, USER]
+    rows = [{"input": "1+{}", "output": "2"}, {"messages": talk, "output": "2"}, {"messages": own, "output": "2"}]
+    dataset = load(tokenizer, rows, prompt_file="prompt.txt", system_prompt_file="system.txt")
+    assert [[message["content"] for message in row.messages] for row in dataset.problems] == [
+        ["Sys ü", r"<1+{}> \boxed{} {x}"],
+        ["Sys ü", "a", "b", r"<{}c> \boxed{} {x}"],
+        ["own", r"<a> \boxed{} {x}"],
+    ]
+    for text, number in (("no place", 0), ("{} and {}", 2), ("{{}}", 0)):
+        Path("prompt.txt").write_text(text)
+        message = refused(tokenizer, [GOOD], prompt_file="prompt.txt")
+        assert message.startswith(f"prompt.txt: needs exactly one {{}} where the input goes, has {number}")
+    Path("prompt.txt").write_bytes(b"\xff{}")
+    assert "prompt.txt: cannot be read" in refused(tokenizer, [GOOD], prompt_file="prompt.txt")
+    assert "absent.txt: cannot be read" in refused(tokenizer, [GOOD], system_prompt_file="absent.txt")
+
+
+def test_loss_multiplier(tokenizer):
+    rows = load(tokenizer, [GOOD | {"loss_multiplier": value} for value in (0, 1.0)] + [GOOD]).problems
+    assert [row.loss_multiplier for row in rows] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"input": "1+1", "output"', "not valid JSON"),
+        (b'{"input": "\xff", "output": "2"}', "not valid JSON ('utf-8' codec can't decode byte 0xff"),
+        (b"\xef\xbb\xbf" + json.dumps(GOOD).encode(), "not valid JSON (Unexpected UTF-8 BOM"),  # not the first line
+        (b"[" * 100_000, "not valid JSON"),
+        (b'["1+1"]', "expected a JSON object, got list"),
+        (b'{"input": "\\ud800", "output": "2"}', "the chat template refuses these messages"),  # half a surrogate pair
+        (
+            {"input": "1+1", "result": "2"},
+            "no key of output, expected_answer, ground_truth, answer; keys: input, resul",
+        ),
+        ({"input": "1+1", "output": None}, "no key of output"),
+        (
+            {"text": "1+1", "output": "2"},
+            "neither 'messages' nor text under 'input' or 'problem' or 'question' or 'pro",
+        ),
+        ({"input": 5, "output": "2"}, "neither 'messages' nor text under 'input'"),
+        ({"input": "", "output": "2"}, "the prompt is empty"),
+        ({"messages": [], "output": "2"}, "'messages' must be a non-empty list"),
+        ({"messages": [{"role": "user", "content": None}], "output": "2"}, "'messages' must be a non-empty list"),
+        ({"messages": [{"role": "user"}], "output": "2"}, "'messages' must be a non-empty list"),
+        ({"messages": ["a"], "output": "2"}, "'messages' must be a non-empty list"),
+        ({"messages": [USER, USER | {"role": "assistant"}], "output": "2"}, "the last message is the assistant's, and"),
+        ({"messages": [USER | {"role": "assistant"}]}, "no message before the assistant's"),
+        (
+            {"responses_create_params": {"input": 3}, "answer": "1"},
+            "no text and no messages under responses_create_par",
+        ),
+        ({"responses_create_params": {"input": [{"type": "function_call"}]}, "answer": "1"}, "'messages' must be"),
+        (GOOD | {"task_name": "algebra"}, "task_name 'algebra' is no environment; known: exact, math, code, reward_"),
+        (GOOD | {"task_name": 3}, "task_name 3 is no environment"),
+        (GOOD | {"task_name": "os:system"}, "task_name 'os:system' is no environment; known: exact, math, code, rew"),
+        (GOOD | {"loss_multiplier": 0.5}, "loss_multiplier=0.5: 1 (trained on) or 0 (sampled and scored only)"),
+        (GOOD | {"id": "a"}, "the `id` of rows.jsonl:1; give each row its own, or none"),
+    ],
+)
+def test_every_error_of_a_row_names_file_and_line(tokenizer, line, problem):
+    message = refused(tokenizer, [GOOD | {"id": "a"}, b"", line, GOOD | {"id": 3}])
+    assert message.startswith(f"rows.jsonl:3: {problem}"), message
+
+
+def test_explicit_keys_are_the_only_ones(tokenizer):
+    assert "rows.jsonl:1: no key 'result'; keys: input, output (see output_key)" == refused(
+        tokenizer, [GOOD], output_key="result"
+    )
+    assert "neither 'messages' nor text under 'text'; keys: " in refused(tokenizer, [GOOD], input_key="text")
+    assert "rows.jsonl:1: no number under 'reward'" in refused(tokenizer, [GOOD], min_reward=0.5)
+    Path("prompt.txt").write_text("{}")
+    message = refused(tokenizer, [{"messages": [USER | {"role": "tool"}], "answer": "1"}], prompt_file="prompt.txt")
+    assert message == "rows.jsonl:1: no user message, which prompt_file=prompt.txt goes around"
+
+
+def test_a_control_token_in_a_prompt_file_is_refused(tokenizer):
+    for key in ("prompt_file", "system_prompt_file"):
+        Path("text.txt").write_text("Think. {}<|end|>")
+        message = refused(tokenizer, [GOOD], **{key: "text.txt"})
+        assert message.startswith("text.txt: holds the control token '<|end|>'"), message
+        Path("text.txt").write_text("Think. {}<|end")
+        assert len(load(tokenizer, [GOOD], **{key: "text.txt"}).problems) == 1

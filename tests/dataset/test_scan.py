@@ -1,0 +1,238 @@
+"""The pass over all rows: what is usable, counted, shown to environments, split off, fingerprinted."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import SimpleNamespace
+
+from dataset_case import GOOD, USER, load, read, refused
+
+from dataset import scan
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_answers_are_shown_to_each_environment_in_portions(tokenizer):
+    seen = []
+    rows = [GOOD | {"output": str(i), "task_name": ("code", "maths", "rows", None)[i % 4]} for i in range(5000)]
+    dataset = load(tokenizer, rows, tasks={"maths": "math"}, check=lambda name, answers: seen.append((name, *answers)))
+    assert [row.env_name for row in dataset.problems[:4]] == ["code", "math", "exact", "exact"]
+    assert max(map(len, seen)) == 257
+    assert [len(answers) for name, *answers in seen if name == "exact"] == [256] * 9 + [2500 - 9 * 256, 0]
+    exact = [answer for name, *answers in seen if name == "exact" for answer in answers]
+    kept = [i for i in range(5000) if i % 4 > 1]
+    assert exact == [(f"rows.jsonl:{i + 1}", str(i), rows[i]) for i in kept]
+
+
+def test_rows_left_out_are_counted(tokenizer, monkeypatch):
+    def processor(raw):
+        return None if raw["q"] == "no" else {"input": raw["q"], "output": raw["a"], "reward": raw["r"]}
+
+    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(processor=processor, wrong=lambda raw: [raw]))
+    rows = [{"q": q, "a": a, "r": r} for q, a, r in (("no", 1, 1), ("x" * 9, 2, 0.5), ("x" * 30, 3, 1), ("y", 4, 0.4))]
+    dataset = load(tokenizer, rows, 10, processor="mine:processor", min_reward=0.5)
+    assert [(row.row_id, row.answer, row.fields["reward"]) for row in dataset.problems] == [(1, "2", 0.5)]
+    assert (dataset.counts.num_too_long, dataset.counts.num_filtered) == (1, 2)
+    for options, told in (
+        ({"min_reward": 2}, "rows.jsonl: no usable row: 4 left out: by min_reward or processor"),
+        (
+            {"min_reward": 0, "max_prompt_tokens": 0},
+            "no usable row: 3 left out: over 0 tokens, 1 left out: by min_reward or",
+        ),
+        ({"processor": "mine:wrong"}, "rows.jsonl:1: processor mine:wrong gave list, not a row or None"),
+        ({"processor": "mine:absent"}, "processor 'mine:absent': cannot be imported"),
+    ):
+        assert told in refused(tokenizer, rows, **{"processor": "mine:processor"} | options)
+    assert refused(tokenizer, [{}], processor="mine:processor").startswith("rows.jsonl:1: processor mine:processor rai")
+
+
+def test_prompts_over_the_limit_are_left_out_and_counted(tokenizer):
+    rows = [{"input": "x" * length, "output": "1"} for length in (9, 10, 11, 30, 1)]
+    dataset = load(tokenizer, rows, 10)
+    assert [(row.row_id, len(row.prompt_ids)) for row in dataset.problems] == [(0, 9), (1, 10), (4, 1)]
+    assert dataset.counts.num_too_long == 2
+
+
+def test_rollouts_of_one_task_may_share_an_id(tokenizer):
+    row = {"responses_create_params": {"input": [USER]}, "answer": "1", "id": 7}
+    assert len(load(tokenizer, [row, row]).problems) == 2
+
+
+MEMORY = """
+from pathlib import Path
+from config import DatasetConfig
+from dataset.scan import load_dataset
+from hf.tokenizer import Tokenizer
+def peak():
+    return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) / 1024
+tokenizer = Tokenizer(Path("."))
+def load(name):
+    return load_dataset(DatasetConfig(data_path=name), tokenizer, 100, {}, lambda *answers: None)[0]
+load("small.jsonl")
+before = peak()
+dataset = load("large.jsonl")
+print(len(dataset.problems), dataset.problems[-1].answer, peak() - before)
+"""
+
+
+def test_a_large_file_is_streamed(tokenizer):
+    """64 MiB in 2,048 rows, all fields of which the environment sees: 256 of them, 8 MiB, are in memory at once."""
+    row = GOOD | {"note": "x" * (32 << 10)}
+    for name, count in (("small.jsonl", 1), ("large.jsonl", 2048)):
+        with open(name, "w") as file:
+            for i in range(count):
+                file.write(json.dumps(row | {"output": str(i), "task_name": None}) + "\n")
+    command = [sys.executable, "-c", MEMORY]
+    run = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
+    count, answer, growth = run.stdout.split()
+    assert (count, answer) == ("2048", "2047") and float(growth) < 20, run.stdout
+
+
+def test_split_takes_rows_out_and_repeat_counts_them_again(tokenizer):
+    rows = [GOOD | {"output": str(i)} for i in range(50)] + [{"input": "x" * 30, "output": "0"}]
+
+    def answers(**cfg):
+        return [part and [row.answer for row in part.problems] for part in read(tokenizer, rows, 20, **cfg)]
+
+    assert answers(repeat=2) == [[str(i) for i in range(50)] * 2, None]
+    train, held = answers(split_validation_size=0.1)
+    assert len(held) == 5 and sorted(train + held, key=int) == [str(i) for i in range(50)]
+    assert train == sorted(train, key=int) and held == sorted(held, key=int)  # each in the file's order
+    assert answers(split_validation_size=0.1) == [train, held] != answers(split_validation_size=0.1, seed=43)
+    assert answers(split_validation_size=5.0) == [train, held], "a whole number is a number of rows"
+    assert len(answers(split_validation_size=0.001)[1]) == 1
+    assert "split_validation_size=50 leaves none of 50 rows to train on" in refused(
+        tokenizer, rows, 20, split_validation_size=50
+    )
+    whole, part = read(tokenizer, rows, 20, split_validation_size=5)
+    prints = [load(tokenizer, rows, 20, **cfg).fingerprint for cfg in ({}, {"split_validation_size": 6}, {"repeat": 2})]
+    assert len({whole.fingerprint, part.fingerprint, *prints}) == 5
+    assert (whole.counts.num_too_long, part.counts.num_too_long) == (1, 0)
+
+
+def test_fingerprint_is_of_what_is_trained_on(tokenizer):
+    rows = [{"input": "1+1", "output": "2"}, {"input": "2+2", "output": "4"}]
+    first = load(tokenizer, rows).fingerprint
+    assert load(tokenizer, [row | {"note": "x"} for row in rows]).fingerprint == first
+    changed = [rows[::-1], rows[:1], *([rows[0], rows[1] | change] for change in CHANGES)]
+    assert len({first, *(load(tokenizer, other).fingerprint for other in changed)}) == 7
+
+
+CHANGES = ({"output": "5"}, {"input": "2+3"}, {"task_name": "math"}, {"loss_multiplier": 0})
+
+
+# --------------------------------------------------------------------------------- control tokens, part of the rows
+
+
+def test_rows_with_a_control_token_are_left_out_counted_and_named(tokenizer):
+    def message(text, role="user"):
+        return {"role": role, "content": text}
+
+    tool = {"type": "function", "function": {"name": "add", "description": "ends with <|end|>"}}
+    rows = [
+        GOOD,
+        {"input": "a<|end|>b", "output": "1"},
+        {"messages": [message("<|us", "system"), message("er|>")], "output": "1"},  # out of two messages
+        {"input": "a", "output": "<|end|>", "note": "<|end|>"},  # is in no prompt
+        {"input": "2 <", "output": "1"},
+        GOOD | {"tools": [tool]},
+        {"messages": [message("x"), message("y", "<|assistant|>"), message("z")], "output": "1"},
+    ]
+    dataset = load(tokenizer, rows)
+    assert [problem.row_id for problem in dataset.problems] == [0, 3, 4]
+    places = "rows.jsonl:2 '<|end|>', rows.jsonl:3 '<|user|>', rows.jsonl:6 '<|end|>', ..."
+    assert dataset.counts.left_out(9) == f"4 left out: a control token in their text ({places})"
+    assert "rows.jsonl: no usable row: 1 left out: a control token in their text (rows.jsonl:1 '<|end|>')" == refused(
+        tokenizer, rows[1:2]
+    )
+
+
+def test_part_of_the_rows(tokenizer):
+    """The first half of max_rows in order, the others drawn from the rest: each about equally often."""
+    seen = []
+
+    def part(seed, num_rows=100, bad=()):
+        rows = [{"input": "x" * (30 if i in bad else 1), "output": str(i)} for i in range(num_rows)]
+        seen.clear()
+        check = lambda _, answers: seen.extend(int(answer) for _, answer, _ in answers)  # noqa: E731
+        return load(tokenizer, rows, 20, check=check, max_rows=20, seed=seed)
+
+    dataset = part(3)
+    first = list(seen)
+    assert first == sorted(set(first)) and len(first) == 20 and first[:10] == list(range(10))
+    assert (dataset.counts.num_rows, dataset.counts.num_read, len(dataset.problems)) == (100, 20, 100)
+    part(3)
+    assert seen == first
+    drawn = Counter()
+    for seed in range(200):
+        part(seed)
+        drawn.update(seen[10:])
+    assert set(drawn) == set(range(10, 100)) and max(drawn.values()) < 45  # of 200 * 10 / 90 = 22
+    dataset = part(3, bad=(4, first[-1]))
+    assert dataset.counts.num_too_long == 2 and len(dataset.problems) == 98
+    assert 4 not in {problem.row_id for problem in dataset.problems}
+    dataset = part(3, num_rows=20)
+    assert (dataset.counts.num_rows, dataset.counts.num_read) == (20, 20) and seen == list(range(20))
+    assert refused(tokenizer, [GOOD] * 100, 2, max_rows=20) == "rows.jsonl: no usable row: 20 left out: over 2 tokens"
+
+
+def test_progress_is_said_of_many_rows(tokenizer, monkeypatch, capsys):
+    monkeypatch.setattr(scan, "PROGRESS_SECONDS", -1)
+    load(tokenizer, [GOOD] * 30)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(scan, "MANY_ROWS", 29)
+    load(tokenizer, [GOOD] * 30)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 30 and lines[17] == "rows.jsonl: checked 17 of 30 rows"
+
+
+# -------------------------------------------------------------------------------------------------- several ranks
+
+
+class FakeRanks:
+    """Ranks one after the other: what the first one's work gave or raised goes to the others as a message would."""
+
+    def __init__(self):
+        self.results = []
+        self.num_asked = 0
+
+    def rank(self, number):
+        self.num_asked = 0
+        return lambda work: self.answer(number, work)
+
+    def answer(self, number, work):
+        if number == 0:
+            self.results.append(work())
+        self.num_asked += 1
+        return ForkingPickler.loads(ForkingPickler.dumps(self.results[self.num_asked - 1]))
+
+
+def test_one_rank_renders_and_all_have_the_same_problems(tokenizer, monkeypatch):
+    rows = [{"input": "x" * (30 if i == 3 else 1 + i % 5), "output": str(i), "id": i} for i in range(50)]
+    rows[7]["task_name"] = "math"
+    ranks, rendered, render = FakeRanks(), [], tokenizer.render
+    monkeypatch.setattr(tokenizer, "render", lambda *args: rendered.append(args) or render(*args))
+    loaded = []
+    for number in range(3):
+        environments = []
+        check = lambda name, answers: environments.append((name, len(answers)))  # noqa: E731, B023
+        options = {"on_rank0": ranks.rank(number), "split_validation_size": 5, "check": check}
+        loaded.append((read(tokenizer, rows, 20, **options), environments))
+        assert len(rendered) == 50, "only rank 0 renders"
+    alone = read(tokenizer, rows, 20, split_validation_size=5)
+    for (train, held), environments in loaded:
+        for part, expected in ((train, alone[0]), (held, alone[1])):
+            assert list(part.problems) == list(expected.problems)
+            assert (part.fingerprint, part.counts) == (expected.fingerprint, expected.counts)
+        assert environments[-2:] == [("exact", 0), ("math", 0)]  # made on every rank
+    assert loaded[0][1][:2] == [("exact", 48), ("math", 1)] and len(loaded[1][1]) == 2
+
+
+def test_ranks_that_find_other_rows_are_refused(tokenizer):
+    ranks = FakeRanks()
+    load(tokenizer, [GOOD, GOOD], on_rank0=ranks.rank(0))
+    message = refused(tokenizer, [GOOD, GOOD | {"output": "3"}], on_rank0=ranks.rank(1))
+    assert message.startswith("rows.jsonl: this rank finds other rows there than rank 0")

@@ -1,0 +1,132 @@
+"""Which tests hold which file: tests mirror the product's tree, and what does not is named here with what it holds.
+
+python tests/layout_table.py       writes the table of tests/README.md anew
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("kernels", "graders", "dataset", "hf", "system", "run")
+BEGIN, END = "<!-- written by tests/layout_table.py -->\n", "<!-- end -->\n"
+
+# Tests that are named after no file -> the files that they hold.
+ALSO = {
+    "command/test_check.py": ["grpo.py", "run/preflight.py", "run/config_check.py", "hf/files.py"],
+    "command/test_disk_full.py": ["run/checkpoint.py"],
+    "command/test_kill.py": ["run/checkpoint.py", "run/resume.py"],
+    "command/test_numbers.py": ["grpo.py", "optim.py", "system/ranks.py"],
+    "command/test_resumed_run.py": ["grpo.py", "run/setup.py", "run/checkpoint.py", "run/folder.py"],
+    "command/test_scripts.py": ["train.sh", "setup.sh", "system/exits.py"],
+    "command/test_signals.py": ["grpo.py", "system/exits.py"],
+    "command/test_soak.py": ["grpo.py", "engine.py"],
+    "core/test_countdown.py": ["examples/envs/countdown.py"],
+    "core/test_example_envs.py": ["examples/envs"],
+    "core/test_families.py": ["model.py", "engine.py", "hf/model_config.py"],
+    "core/test_fast_run.py": ["grpo.py", "eval.py", "engine.py", "run/setup.py"],
+    "core/test_judge.py": ["examples/envs/judge.py"],
+    "core/test_loss_exact.py": ["loss.py"],
+    "core/test_multiturn.py": ["rollout.py"],
+    "core/test_off_policy.py": ["loss.py", "bench/off_policy.py"],
+    "core/test_reward_model.py": ["envs.py", "model.py", "rollout.py"],
+    "core/test_sampling.py": ["rollout.py"],
+    "core/test_shaping.py": ["advantages.py"],
+    "core/test_update.py": ["grpo.py", "optim.py"],
+    "core/test_validation.py": ["eval.py"],
+    "examples/test_arithmetic.py": ["examples/arithmetic"],
+    "examples/test_three_tasks.py": ["examples/three_tasks", "dataset/mixing.py"],
+    "graders/test_graded_step.py": ["graders/pool.py", "rollout.py"],
+    "kernels/test_aot.py": ["kernels/linear_logp.py", "kernels/clipped_pg.py", "kernels/softmax.py"],
+}
+# Files without a test beside them -> why; ALSO, or the mirror of another file in FOR, holds them.
+WITHOUT = {
+    "config.py": "a table: what reads and checks it is tested, key by key",
+    "kernels/backend.py": "a choice between two ops, held by the tests of both",
+    "kernels/softmax.py": "what a row of logits needs, held by the two ops that are made of it",
+    "eval.py": "held by whole runs and by its estimators' tests",
+    "optim.py": "held where a step is computed",
+    "dataset/problems.py": "held from file to problem",
+    "hf/files.py": "held where a wrong file is answered",
+    "hf/weights.py": "held where weights go in and out",
+    "run/config_check.py": "held with the files and overrides that are refused",
+    "run/folder.py": "held by whole runs",
+    "run/metrics.py": "held with the log that writes them",
+    "run/setup.py": "held by whole runs",
+    "system/exits.py": "held by processes that end",
+}
+# Mirrors that hold another file too.
+FOR = {
+    "config.py": ["run/test_config_file.py", "run/test_config_nemo.py"],
+    "kernels/backend.py": ["kernels/test_clipped_pg.py", "kernels/test_linear_logp.py"],
+    "kernels/softmax.py": ["kernels/test_clipped_pg.py", "kernels/test_linear_logp.py"],
+    "dataset/problems.py": ["dataset/test_sources.py"],
+    "hf/weights.py": ["core/test_model.py"],
+    "run/config_check.py": ["run/test_config_file.py"],
+    "run/metrics.py": ["run/test_log.py"],
+}
+
+
+def product_files() -> list[str]:
+    """All .py of the product, by their paths."""
+    found = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in ROOT.glob(f"{room}/*.py"))]
+    return sorted(str(path.relative_to(ROOT)) for path in found)
+
+
+def mirror_of(name: str) -> str:
+    room, _, file = f"core/{name}".rpartition("/") if "/" not in name else name.rpartition("/")
+    return f"{room}/test_{file}"
+
+
+def needs_test() -> list[str]:
+    """A room's `__init__` says what the room is for, or names what it offers."""
+    return [name for name in product_files() if not name.endswith("__init__.py")]
+
+
+def test_files() -> set[str]:
+    tests = ROOT / "tests"
+    return {str(path.relative_to(tests)) for path in tests.glob("*/test_*.py")}
+
+
+def tests_of(name: str) -> list[str]:
+    """What to run when the file was edited: its mirror first."""
+    mirror = [mirror_of(name)] if mirror_of(name) in test_files() else []
+    return mirror + FOR.get(name, []) + [test for test, held in ALSO.items() if name in held]
+
+
+def problems() -> list[str]:
+    """What the lists above say wrongly, or do not say."""
+    tests, mirrors = test_files(), {mirror_of(name) for name in needs_test()}
+    found = [f"{name}: no tests/{mirror_of(name)}" for name in needs_test() if not tests_of(name)]
+    found += [f"tests/{test} is in no list: say in ALSO what it holds" for test in sorted(tests - mirrors - set(ALSO))]
+    for name in WITHOUT | FOR:
+        if name not in needs_test():
+            found.append(f"{name} is listed and is not there")
+        elif name in WITHOUT and mirror_of(name) in tests:
+            found.append(f"{name}: tests/{mirror_of(name)} is there, so WITHOUT need not excuse it")
+    alone = [name for name in needs_test() if mirror_of(name) not in tests and name not in WITHOUT]
+    found += [f"{name}: no tests/{mirror_of(name)}, and WITHOUT does not say why" for name in alone]
+    for test in sorted({*ALSO, *(test for listed in FOR.values() for test in listed)} - tests):
+        found.append(f"tests/{test} is listed and is not there")
+    held = sorted({name for listed in ALSO.values() for name in listed})
+    return found + [f"{name} is listed in ALSO and is not there" for name in held if not (ROOT / name).exists()]
+
+
+def table() -> str:
+    scripts = sorted({name for listed in ALSO.values() for name in listed} - set(needs_test()))
+    lines = ["| edited | run (`tests/run.sh` and these, under `tests/`) |", "|---|---|"]
+    for name in needs_test() + scripts:
+        lines.append(f"| {name} | {' '.join(tests_of(name))} |")
+    return "\n".join(lines) + "\n"
+
+
+def filled_in(readme: str) -> str:
+    """The page with the table between its two marks."""
+    before, _, rest = readme.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + table() + END + after
+
+
+if __name__ == "__main__":
+    page = ROOT / "tests" / "README.md"
+    page.write_text(filled_in(page.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.exit("\n".join(problems()) or 0)

@@ -1,0 +1,347 @@
+"""config_check.py: a config that cannot run, or a key that nothing reads, is refused with the keys and the reason.
+
+Messages are compared whole: they are the interface.
+"""
+
+import re
+from typing import get_args
+
+import pytest
+import torch
+
+from advantages import advantages
+from config import AdvEstimatorConfig, ConfigError
+from run.config_check import validate
+from run.config_file import load
+
+VALID = ["data.train.data_path=train.jsonl", "data.validation.data_path=val.jsonl"]
+
+
+def problems_of(path: str, world_size: int, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        validate(load(path, [*VALID, *overrides]), world_size)
+    return str(caught.value).splitlines()
+
+
+VLLM = "policy.generation.vllm_cfg"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "problems"),
+    [
+        (
+            1,
+            ["grpo.num_generations_per_prompt=1", "grpo.max_num_steps=0"],
+            [
+                "grpo.num_generations_per_prompt=1: must be >= 2 (A step samples this many responses per prompt; "
+                "they form a group.)",
+                "grpo.max_num_steps=0: must be >= 1 (The run ends after this many steps, or after max_num_epochs.)",
+            ],
+        ),
+        (
+            8,
+            ["grpo.num_prompts_per_step=30", f"{VLLM}.tensor_parallel_size=2"],
+            [
+                "grpo.num_prompts_per_step=30 is not divisible by the 4 data-parallel groups (world size 8, "
+                "policy.generation.vllm_cfg.tensor_parallel_size=2): use 28 or 32"
+            ],
+        ),
+        (
+            8,
+            ["grpo.num_prompts_per_step=3"],
+            [
+                "grpo.num_prompts_per_step=3 is not divisible by the 8 data-parallel groups (world size 8, "
+                "policy.generation.vllm_cfg.tensor_parallel_size=1): use 8"
+            ],
+        ),
+        (
+            2,
+            [f"{VLLM}.tensor_parallel_size=4"],
+            [
+                "policy.generation.vllm_cfg.tensor_parallel_size=4 does not divide the world size 2: "
+                "start a multiple of 4 ranks"
+            ],
+        ),
+        (
+            1,
+            ["policy.sequence_packing.train_mb_tokens=511"],
+            [
+                "policy.sequence_packing.train_mb_tokens=511 is less than "
+                "policy.max_total_sequence_length=512: use 512 or more"
+            ],
+        ),
+        (
+            1,
+            ["policy.generation.max_new_tokens=513"],
+            [
+                "policy.generation.max_new_tokens=513 is more than policy.max_total_sequence_length=512: lower it to "
+                "512 or less"
+            ],
+        ),
+        (
+            1,
+            [
+                "checkpointing.resume=never",
+                "checkpointing.resume_from=logs/exp_001",
+                "checkpointing.checkpoint_must_save_by=03:45:00",
+                "checkpointing.metric_name=accuracy",
+            ],
+            [
+                "checkpointing.resume=never and checkpointing.resume_from=logs/exp_001: choose one",
+                "checkpointing.checkpoint_must_save_by=03:45:00: must be DD:HH:MM:SS, such as 00:03:45:00",
+                "checkpointing.metric_name=accuracy: must be a key of metrics.jsonl, such as train/reward",
+            ],
+        ),
+        (
+            1,
+            ["checkpointing.keep_top_k=3", "grpo.val_period=0"],
+            [
+                "checkpointing.keep_top_k=3 compares validation/sampled/accuracy, but grpo.val_period=0 means no "
+                "validation"
+            ],
+        ),
+        (
+            1,
+            ["loss_fn.disable_ppo_ratio=true", "loss_fn.force_on_policy_ratio=true", "loss_fn.ratio_clip_c=3"],
+            [
+                "loss_fn.disable_ppo_ratio=true and loss_fn.force_on_policy_ratio=true: choose one",
+                "loss_fn.ratio_clip_c=3.0 has no effect with loss_fn.disable_ppo_ratio=true: there is no ratio to clip"
+                "; set loss_fn.ratio_clip_c=null",
+                "loss_fn.ratio_clip_c=3.0 has no effect with loss_fn.force_on_policy_ratio=true: the ratio is 1; "
+                "set loss_fn.ratio_clip_c=null",
+            ],
+        ),
+        (
+            1,
+            ["data.train=null", "data.validation=null"],
+            [
+                "data.train.data_path is not set: name the jsonl file of training problems",
+                "data.validation.data_path is not set: name a jsonl file, or ask for no validation with "
+                "grpo.val_period=0 grpo.val_at_start=false grpo.val_at_end=false",
+            ],
+        ),
+    ],
+)
+def test_validate(write, world_size, overrides, problems):
+    assert problems_of(write("grpo: {seed: 1}"), world_size, *overrides) == problems
+
+
+TIS_KEYS = "truncated_importance_sampling"
+CISPO, GSPO = "loss_fn.use_cispo=true", "loss_fn.sequence_level_importance_ratios=true"
+PER_SEQUENCE, IS = "loss_fn.token_level_loss=false", "loss_fn.use_importance_sampling_correction=true"
+KIND, HIGH, LOW = (f"loss_fn.{TIS_KEYS}_{name}" for name in ("type", "ratio", "ratio_min"))
+REINFORCE, GDPO = "grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estimator.name=gdpo"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "besides"),
+    [
+        (CISPO, "loss_fn.ratio_clip_c=3.0", []),
+        (CISPO, "loss_fn.disable_ppo_ratio=true", []),
+        (CISPO, "loss_fn.force_on_policy_ratio=true", []),
+        (CISPO, PER_SEQUENCE, []),
+        (GSPO, "loss_fn.token_level_loss=true", []),
+        ("loss_fn.loss_scale_factor=9.0", "loss_fn.token_level_loss=true", []),
+        (f"{KIND}=tis", "loss_fn.use_importance_sampling_correction=false", [f"{HIGH}=2"]),
+        (f"{KIND}=tis", f"{HIGH}=null", [IS]),
+        (f"{KIND}=sequence-mask", f"{HIGH}=null", [IS]),
+        (f"{KIND}=icepop", f"{LOW}=null", [IS, f"{HIGH}=2"]),
+        (f"{KIND}=seq-mask-tis", f"{LOW}=null", [IS, f"{HIGH}=2"]),
+        (f"{KIND}=null", f"{HIGH}=2.0", [IS]),
+        (f"{KIND}=null", f"{LOW}=0.5", [IS]),
+        (f"{KIND}=sequence", f"{HIGH}=2.0", [IS]),
+        (f"{KIND}=sequence", f"{LOW}=0.0", [IS]),
+        (f"{KIND}=seq-mask-tis", GSPO, [IS, PER_SEQUENCE, f"{HIGH}=2", f"{LOW}=0.5"]),
+        (f"{KIND}=sequence", GSPO, [IS, PER_SEQUENCE]),
+    ],
+)
+def test_keys_that_do_not_go_together(write, one, other, besides):
+    (problem,) = problems_of(write("grpo: {seed: 1}"), 1, one, other, *besides)
+    assert problem.startswith(f"{one} and {other}: ")
+
+
+@pytest.mark.parametrize(
+    ("unread", "default", "other", "besides"),
+    [
+        (GSPO, "false", "loss_fn.disable_ppo_ratio=true", [PER_SEQUENCE]),
+        ("loss_fn.use_kl_in_reward=true", "false", "grpo.adv_estimator.name=grpo", []),
+        ("loss_fn.use_kl_in_reward=true", "false", GDPO, []),
+        ("loss_fn.kl_gradient=plain", "score_function", "loss_fn.use_kl_in_reward=true", [REINFORCE]),
+        ("loss_fn.use_on_policy_kl_approximation=true", "false", "loss_fn.use_kl_in_reward=true", [REINFORCE]),
+        ("grpo.reward_std=batch", "baseline", "grpo.normalize_rewards=false", []),
+        ("grpo.reward_shaping.enabled=true", "false", GDPO, []),
+        ("grpo.ref_policy_update_period=5", "null", "loss_fn.reference_policy_kl_penalty=0.0", []),
+        ("grpo.ref_policy_update_alpha=0.5", "1.0", "grpo.ref_policy_update_period=null", []),
+        ("policy.scheduler.min_factor=0.1", "0.0", "policy.scheduler.name=constant", []),
+    ],
+)
+def test_a_key_that_nothing_reads_must_have_its_default(write, unread, default, other, besides):
+    (problem,) = problems_of(write("grpo: {seed: 1}"), 1, unread, other, *besides)
+    assert problem.startswith(f"{unread} has no effect with {other}: ")
+    key = unread.partition("=")[0]
+    assert problem.endswith(f"; set {key}={default}")
+    validate(load("run.yaml", [*VALID, f"{key}={default}", other, *besides]), 1)
+
+
+ESTIMATOR_OPTIONS = {  # key -> a value other than its default
+    "grpo.normalize_rewards": "false",
+    "grpo.use_leave_one_out_baseline": "false",
+    "grpo.reward_std": "batch",
+    "grpo.adv_estimator.minus_baseline": "false",
+    "grpo.adv_estimator.reward_weights": "[1.0, 3.0]",
+}
+
+
+def advantages_of(cfg):
+    """What the estimator of a config makes of two groups of four samples with two rewards each."""
+    rewards = {"a": torch.tensor([0.0, 1, 1, 1, 0, 0, 0, 1]), "b": torch.tensor([0.5, 2, 0, 1, 7, 3, 0, 0])}
+    group_B = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    num_tokens_B = torch.arange(1, 9)
+    return advantages(rewards["a"] + rewards["b"], group_B, num_tokens_B, cfg.grpo, cfg.loss_fn, rewards)
+
+
+@pytest.mark.parametrize("key", ESTIMATOR_OPTIONS)
+@pytest.mark.parametrize("estimator", get_args(AdvEstimatorConfig.__annotations__["name"]))
+def test_an_option_is_refused_if_and_only_if_the_estimator_does_not_read_it(write, estimator, key):
+    name = f"grpo.adv_estimator.name={estimator}"
+    plain = load(write("grpo: {seed: 1}"), [*VALID, name])
+    changed = load("run.yaml", [*VALID, name, f"{key}={ESTIMATOR_OPTIONS[key]}"])
+    validate(plain, 1)
+    if torch.equal(advantages_of(plain), advantages_of(changed)):
+        with pytest.raises(
+            ConfigError, match=f"^{re.escape(f'{key}={ESTIMATOR_OPTIONS[key]} has no effect with {name}')}: "
+        ):
+            validate(changed, 1)
+    else:
+        validate(changed, 1)
+
+
+def test_a_forced_ratio_is_for_one_step_per_rollout(write):
+    path = write("grpo: {seed: 1}")
+    forced = "loss_fn.force_on_policy_ratio=true"
+    batch = "policy.train_global_batch_size"
+    start = "loss_fn.force_on_policy_ratio=true is for one optimizer step per rollout, but policy.ppo_epochs="
+    assert problems_of(path, 1, forced, "policy.ppo_epochs=2") == [f"{start}2 and {batch}=null make 2"]
+    assert problems_of(path, 1, forced, f"{batch}=128") == [f"{start}1 and {batch}=128 make 4"]
+    validate(load(path, [*VALID, forced, f"{batch}=512"]), 1)
+    validate(load(path, [*VALID, f"{batch}=128", "policy.ppo_epochs=2"]), 1)
+
+
+def test_bounds_the_wrong_way_round(write):
+    bounds = [IS, f"{KIND}=icepop", f"{LOW}=3", f"{HIGH}=2"]
+    assert problems_of(write("grpo: {seed: 1}"), 1, *bounds) == [f"{LOW}=3.0 is above {HIGH}=2.0: exchange them"]
+    (problem,) = problems_of("run.yaml", 1, "grpo.advantage_clip_low=1", "grpo.advantage_clip_high=1")
+    assert problem == "grpo.advantage_clip_low=1.0 is not below grpo.advantage_clip_high=1.0: exchange them"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [CISPO, IS, f"{KIND}=icepop", f"{HIGH}=2", f"{LOW}=0"],
+        [GSPO, PER_SEQUENCE, IS, f"{KIND}=tis", f"{HIGH}=2"],
+        [PER_SEQUENCE, "loss_fn.loss_scale_factor=512", "grpo.normalize_rewards=false"],
+        [IS, f"{KIND}=sequence"],
+        [IS, f"{KIND}=sequence-mask", f"{HIGH}=3"],
+        [REINFORCE, "loss_fn.use_kl_in_reward=true", "grpo.adv_estimator.minus_baseline=false"],
+        [GDPO, "grpo.adv_estimator.reward_weights=[1, 0.5]", "grpo.reward_std=batch"],
+        ["loss_fn.use_on_policy_kl_approximation=true", "loss_fn.reference_policy_kl_penalty=0"],
+        ["grpo.advantage_clip_low=-1", "grpo.advantage_clip_high=1"],
+    ],
+)
+def test_keys_that_do(write, overrides):
+    validate(load(write("grpo: {seed: 1}"), [*VALID, *overrides]), 1)
+
+
+@pytest.mark.parametrize(
+    ("key", "refused", "accepted"),
+    [
+        ("loss_fn.ratio_clip_c", ["1", "0.5"], ["1.1", "null"]),
+        ("loss_fn.ratio_clip_min", ["-0.1", "1.1"], ["0", "1"]),
+        ("policy.generation.temperature", ["0", "-1"], ["0.1"]),
+        ("policy.optimizer.kwargs.lr", ["0", "-1e-6"], ["1e-9"]),
+        ("policy.optimizer.kwargs.betas", ["[0.9, 1]", "[-0.1, 0.9]"], ["[0, 0]"]),
+        ("policy.generation.stop_token_ids", ["[3, -1]"], ["[0]", "null"]),
+        (f"{VLLM}.gpu_memory_utilization", ["0", "1"], ["0.9"]),
+        (f"{VLLM}.tensor_parallel_size", ["0"], ["1"]),
+        ("checkpointing.save_period", ["0"], ["1"]),
+        ("checkpointing.keep_latest", ["1"], ["2"]),
+        ("grpo.val_period", ["-1"], ["0"]),
+        ("grpo.max_bad_steps", ["-1"], ["0"]),
+        ("grpo.seed", ["-1", "4294967296"], ["0", "4294967295"]),
+        ("policy.scheduler.warmup_start_factor", ["0", "1.5"], ["1"]),
+    ],
+)
+def test_bounds(write, key, refused, accepted):
+    path = write("grpo: {seed: 1}")
+    for text in refused:
+        (problem,) = problems_of(path, 1, f"{key}={text}")
+        assert problem.startswith(f"{key}=") and ": must be " in problem
+    for text in accepted:
+        validate(load(path, [*VALID, f"{key}={text}"]), 1)
+
+
+def test_prompts_are_divided_among_engines_not_ranks(write):
+    path = write("grpo: {num_prompts_per_step: 2}")
+    validate(load(path, [*VALID, f"{VLLM}.tensor_parallel_size=2"]), 4)
+    assert len(problems_of(path, 4)) == 1
+
+
+def test_empty_text_is_refused(write):
+    (problem,) = problems_of(write("logger: {log_dir: ''}"), 1)
+    assert problem == "logger.log_dir is empty (This folder holds the numbered run folders, exp_001 and on.)"
+
+
+def test_validation_data_is_needed_only_where_validation_is_asked_for(write):
+    overrides = ["data.train.data_path=x", "grpo.val_period=0"]
+    validate(load(write("grpo: {seed: 1}"), overrides), 1)
+    with pytest.raises(ConfigError, match=r"^data\.validation\.data_path is not set"):
+        validate(load("run.yaml", [*overrides, "grpo.val_at_end=true"]), 1)
+
+
+SETS = "data: {train: [{data_path: a.jsonl}, {data_path: b.jsonl}], validation: {data_path: v.jsonl}}\n"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["data.train.0.weight=2"], "data.train: some sets have a weight and some have none: give all of them one"),
+        (["data.train.0.weight=0"], "data.train.0.weight=0.0: must be > 0"),
+        (
+            ["data.train.1.data_path=x/a.jsonl"],
+            "data.train: 2 sets are called 'a': tell them apart by their key `name`",
+        ),
+        (
+            ["data.use_multiple_dataloader=true"],
+            "data.use_multiple_dataloader=true: set data.num_prompts_per_dataloader",
+        ),
+        (
+            ["data.use_multiple_dataloader=true", "data.num_prompts_per_dataloader=12"],
+            "data.num_prompts_per_dataloader=12 does not divide the 32 prompts drawn at once for a step",
+        ),
+        (
+            ["data.use_multiple_dataloader=true", "data.train.0.weight=1", "data.train.1.weight=1"],
+            "data.train.weight and data.use_multiple_dataloader=true: choose one way to mix",
+        ),
+        (["data.train.0.split_validation_size=2", "data.train.0.name=v"], "data.validation: 2 sets are called 'v'"),
+        (["data.validation.split_validation_size=2"], "data.validation.split_validation_size: validation sets are not"),
+        (
+            ["data.train.1.dataset_name=ResponseDataset", "data.train.1.data_path=null"],
+            "data.train.1.data_path is not se",
+        ),
+    ],
+)
+def test_mixes_that_make_no_sense(write, overrides, problem):
+    with pytest.raises(ConfigError) as error:
+        validate(load(write(SETS), overrides), 1)
+    assert problem in str(error.value)
+
+
+def test_mixes_that_do(write):
+    for overrides in (
+        [],
+        ["data.train.0.weight=2", "data.train.1.weight=0.5"],
+        ["data.use_multiple_dataloader=true", "data.num_prompts_per_dataloader=16"],
+        ["data.use_multiple_dataloader=true", "data.custom_dataloader=mine:sampler"],
+        ["data.validation=null", "data.train.0.split_validation_size=0.1"],
+    ):
+        validate(load(write(SETS), overrides), 1)
