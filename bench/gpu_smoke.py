@@ -19,11 +19,7 @@ import update
 
 import engine as engine_module
 import model
-<<<<<<< HEAD
 from batch import make_minibatches
-=======
-import rollout
->>>>>>> main
 from bench.gpu_check import check, failed
 from bench.head import ROOT, facts
 from engine import Engine, SamplingOptions, check_canary, sync_weights
@@ -123,15 +119,9 @@ def main() -> None:
     check("canary after sleep and wake", check_canary(policy, engine, None, device, "after a wake"), limit)
     check_sync(policy, engine, sample, gap_of, limit)
 
-<<<<<<< HEAD
-    prompts = [row.prompt_ids for row in next(iter(given.train.datasets.values())).rows[: 64 if args.dry else 2048]]
+    prompts = [row.prompt_ids for row in next(iter(given.train.datasets.values())).problems[: 64 if args.dry else 2048]]
     options = SamplingOptions(1.0, cfg.policy.generation.max_new_tokens)
     line["tokens_per_second_seeded"], (first, second) = speed(engine, prompts, list(range(len(prompts))), options)
-=======
-    prompts = [row.prompt_ids for row in next(iter(given.train.datasets.values())).problems[: 64 if args.dry else 2048]]
-    how = {"temperature": 1.0, "max_new_tokens": cfg.policy.generation.max_new_tokens}
-    line["tokens_per_second_seeded"], (first, second) = speed(engine, prompts, list(range(len(prompts))), how)
->>>>>>> main
     check("seeded samples that differ when repeated", sum(a != b for a, b in zip(first, second, strict=True)), 0)
     real = engine_module.SamplingParams
     with mock.patch.object(engine_module, "SamplingParams", lambda **params: real(**params | {"seed": None})):

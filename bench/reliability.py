@@ -28,21 +28,13 @@ sys.argv += ["grpo.val_at_start=false", "grpo.val_at_end=false", "logger.tensorb
 import engine
 import grpo
 import model
-<<<<<<< HEAD
 from run import checkpoint, setup
-=======
-import rollout
-from run import checkpoint
->>>>>>> main
 from system import watchdog
 from system.exits import Signals, exit_process
 
 CHECKS = {
     (grpo, "check_versions"): None,
-<<<<<<< HEAD
     (grpo, "count_bad_steps"): 0,
-=======
->>>>>>> main
     (Signals, "requested"): False,
     (Signals, "pending"): False,
     (watchdog.Watchdog, "enter"): None,

@@ -2,15 +2,9 @@
 
     python -m bench.train_step [--samples 128] [--out FILE]        --dry: the same with a tiny model, on a CPU
 
-<<<<<<< HEAD
 Through the project's own code (model.shard, batch, grpo.compute_loss, optim; one rank), with packs like those of
 configs/math_1b.yaml: 8,192 tokens, prompts of 60 to 160, responses of 100 to 400, no reference policy. Three ways:
 `grpo_head`; `linear_logp` with the loss outside, as losses over sequences have it; the PyTorch head. FLOPs
-=======
-Through the project's own code (model.shard; update's score and compute_gradients, optim; one rank), with packs
-like those of configs/math_1b.yaml: 8,192 tokens, prompts of 60 to 160, responses of 100 to 400, no reference policy.
-Three ways: `grpo_head`; `linear_logp` with the loss outside, as losses over sequences have it; the PyTorch head. FLOPs
->>>>>>> main
 of a step over T tokens in sequences of length L, R rows at the head, P parameters in the blocks, N heads of H:
     6 P T + 6 R D V + 6 N H layers sum L^2        (attention: 4 L^2 N H forward, half of it causal, x 3 with backward)
 Utilisation: that per second over 989e12, the H200's dense bfloat16 peak. head: the same step without the blocks.
@@ -22,10 +16,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-<<<<<<< HEAD
 from functools import partial
-=======
->>>>>>> main
 from pathlib import Path
 from unittest import mock
 
@@ -36,12 +27,8 @@ import update
 from torch import nn
 
 import data
-<<<<<<< HEAD
 import grpo
 from batch import Minibatch, finish_minibatches, make_minibatches
-=======
-import optim
->>>>>>> main
 from bench.head import ROOT, facts
 from config import Config
 from hf.model_config import ModelConfig
@@ -160,11 +147,7 @@ def main() -> None:
     model = random_policy(TINY if args.dry else QWEN, device, cfg.policy.precision)
     head = HeadAlone(model, device, getattr(torch, cfg.policy.precision))
     vocab = model.config.vocab_size
-<<<<<<< HEAD
     optimizer = build_optimizer(model, cfg.policy.optimizer)
-=======
-    optimizer = optim.build_optimizer(model, cfg.policy.optimizer)
->>>>>>> main
     batch = random_batch(cfg, vocab, args.samples, ranks, device)
     work = count(model, batch, vocab)
     for way in WAYS:
@@ -172,13 +155,8 @@ def main() -> None:
         model.backend = head.backend = choose_head(cfg.policy.head, device.type, cfg.policy.head_chunk_rows)
 
         def step(cfg=cfg) -> None:
-<<<<<<< HEAD
             compute_gradients(model, batch, cfg)
             clip_grad_norm(model, cfg.policy.max_grad_norm)
-=======
-            update.compute_gradients(model, batch, cfg, vocab)
-            optim.clip_grad_norm(model, cfg.policy.max_grad_norm)
->>>>>>> main
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
