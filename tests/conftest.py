@@ -108,8 +108,8 @@ def tiny(tmp_path_factory):
 def engine(one_rank, tiny):
     """The session's vLLM engine over `tiny`, without weights: tests call sync first."""
     import config
+    from engine import Engine
     from hf.tokenizer import Tokenizer
-    from rollout import Engine
 
     return Engine(
         str(tiny[0]),
