@@ -18,7 +18,7 @@ from system.exits import StopRun, exit_process
 from system.ranks import Ranks
 
 ADAMW = config.OptimizerConfig(kwargs=config.OptimizerKwargs(lr=1e-2, weight_decay=0.1))
-MUON = replace(ADAMW, name="torch.optim.Muon", muon=config.MuonConfig(lr=2e-2, momentum=0.9))
+MUON = replace(ADAMW, name="torch.optim.Muon", muon_lr=2e-2, muon_momentum=0.9)
 
 
 def rates(num_steps, **keys):
@@ -106,7 +106,7 @@ def test_each_group_keeps_its_own_rate():
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2 * 0.75, 2e-2 * 0.75]
     optim.set_learning_rate(optimizer, config.SchedulerConfig(warmup_steps=4), 5, 9)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 2e-2]
-    same = optim.build_optimizer(model, replace(MUON, muon=config.MuonConfig()))
+    same = optim.build_optimizer(model, replace(MUON, muon_lr=None))
     assert [group["lr"] for group in same.param_groups] == [1e-2, 1e-2]
     with pytest.raises(AssertionError, match=r"policy\.optimizer\.name=torch\.optim\.SGD"):
         optim.build_optimizer(model, replace(MUON, name="torch.optim.SGD"))
