@@ -171,6 +171,8 @@ def two_ranks(rank, work):
     model = sharded(2)
     optimizer = optim.build_optimizer(model, MUON)
     train(model, optimizer, (1, 2))
+    for param in model.parameters():  # as an optimizer that works on the rows of each rank would have it
+        optimizer.state[param]["of_my_rows"] = param.to_local().clone()
     saver = checkpoint.Saver(work / "checkpoints", config.CheckpointingConfig(), ranks)
     saver.save(2, model, optimizer, {}, {}, None)
     train(model, optimizer, (3,))
@@ -211,6 +213,8 @@ def test_muon_on_two_ranks_resumes_to_the_bit_and_is_within_3_percent_of_one(one
     resumed = sharded(1)
     optimizer = optim.build_optimizer(resumed, MUON)
     checkpoint.load(tmp_path / "checkpoints", resumed, optimizer, one_rank[0], mode=None)
+    for name, param in resumed.named_parameters():
+        assert torch.equal(optimizer.state[param]["of_my_rows"], param.full_tensor()), name
     train(resumed, optimizer, (3,))
     for name, param in resumed.named_parameters():
         assert (as_one(param.detach()) - two[name]).norm() <= 0.03 * (two[name] - start[name]).norm(), name
