@@ -49,8 +49,8 @@ from advantages import step_advantages
 from batch import MicroBatch, Minibatch, finish_minibatches, make_minibatches, needs_old_logps
 from config import Config
 from engine import check_canary, check_versions, sync_weights
-from kernels import grpo_head, unsupported
-from loss import Metrics, derived_metrics, policy_loss, token_shares
+from kernels import LossPath, linear_loss
+from loss import Metrics, derived_metrics, policy_loss
 from model import Decoder, Reference
 from optim import clip_grad_norm, count_bad_steps, set_learning_rate
 from rollout import sample_step
@@ -83,7 +83,7 @@ def train(run: setup.Run) -> None:
             minibatches = make_minibatches(samples.trained, adv_B, cfg, run.ranks, run.device)
 
         with timer("policy_and_reference_logprobs"):
-            mask_metrics = compute_logprobs(model, run.reference, minibatches, cfg)
+            mask_metrics = compute_logprobs(model, run.reference, minibatches, cfg, run.loss_path)
 
         with timer("policy_training"):
             set_learning_rate(optimizer, cfg.policy.scheduler, step, run.num_steps)
@@ -92,7 +92,7 @@ def train(run: setup.Run) -> None:
             for minibatch in minibatches * cfg.policy.ppo_epochs:
                 sums: Metrics = {}
                 for micro in minibatch.micros:
-                    loss, loss_metrics = compute_loss(model, micro, minibatch, cfg)
+                    loss, loss_metrics = compute_loss(model, micro, minibatch, cfg, run.loss_path)
                     loss.backward()  # adds to the gradient; FSDP sums it over ranks
                     accumulate(sums, loss_metrics)
                 grad_norm = clip_grad_norm(model, cfg.policy.max_grad_norm)
@@ -120,7 +120,7 @@ def train(run: setup.Run) -> None:
 
 @torch.no_grad()
 def compute_logprobs(
-    model: Decoder, reference: Reference | None, minibatches: list[Minibatch], cfg: Config
+    model: Decoder, reference: Reference | None, minibatches: list[Minibatch], cfg: Config, path: LossPath
 ) -> dict[str, float]:
     """Log-probabilities under the policy at the start of the step and under the reference, where the run needs them,
     into the minibatches; then what follows from them (batch.finish_minibatches). Returns the metrics of the mask."""
@@ -133,56 +133,32 @@ def compute_logprobs(
             for micro in micros:
                 micro.ref_logp_R, _ = model(*micro.model_inputs)
     sums: Metrics = {}
-    for mask_metrics in finish_minibatches(minibatches, cfg):
+    for mask_metrics in finish_minibatches(minibatches, cfg, path):
         accumulate(sums, mask_metrics)
     return reduce_over_ranks(sums) if sums else {}
 
 
-def compute_loss(model: Decoder, micro: MicroBatch, minibatch: Minibatch, cfg: Config) -> tuple[Tensor, Metrics]:
-    """The micro-batch's share of the minibatch's loss, differentiable, and its metrics.
-
-    A loss of tokens one by one comes with its gradients out of one pass over the logits; one that needs whole
-    sequences computes the logits twice.
-    """
-    positive_R = micro.reward_R > 0
-    whole = {
-        "num_valid_tokens": minibatch.num_tokens,
-        "num_valid_seqs": minibatch.num_seqs,
-        "cfg": cfg.loss_fn,
-        "positive_T": positive_R,
-        "num_positive_tokens": minibatch.num_positive_tokens,
-    }
-    rows = {"sampler_logp_T": micro.sampler_logp_R, "seq_T": micro.seq_R}
-    in_one_pass = not unsupported(cfg.loss_fn)
-    if in_one_pass:
-        share_R, nll_share_R = token_shares(micro.mask_R, **rows, **whole)
-        head = partial(
-            grpo_head,
-            num_grad_rows=micro.num_grad_rows,
-            old_logp_R=micro.old_logp_R,
-            sampler_logp_R=micro.sampler_logp_R,
-            adv_R=micro.adv_R,
-            share_R=share_R,
-            ref_logp_R=micro.ref_logp_R,
-            nll_share_R=nll_share_R,
-            cfg=cfg.loss_fn,
-        )
-        loss, logp_R, entropy_R = model(*micro.model_inputs, logprob_fn=head)
-    else:
-        logp_R, entropy_R = model(*micro.model_inputs)
-        entropy_R = entropy_R if cfg.loss_fn.entropy_coef else entropy_R.detach()
-    with torch.set_grad_enabled(not in_one_pass):
-        whole_loss, metrics = policy_loss(
-            logp_R,
-            old_logp_T=logp_R.detach() if micro.old_logp_R is None else micro.old_logp_R,
-            adv_T=micro.adv_R,
-            mask_T=micro.mask_R,
-            ref_logp_T=micro.ref_logp_R,
-            entropy_T=entropy_R,
-            **rows,
-            **whole,
-        )
-    return loss if in_one_pass else whole_loss, metrics
+def compute_loss(
+    model: Decoder, micro: MicroBatch, minibatch: Minibatch, cfg: Config, path: LossPath
+) -> tuple[Tensor, Metrics]:
+    """The micro-batch's part of the minibatch's loss, differentiable, and its metrics: what loss.policy_loss gives on
+    the log-probabilities of the model. `path` is how its gradient is computed, which changes no number."""
+    pack_loss = partial(
+        policy_loss,
+        old_logp_T=micro.old_logp_R,
+        sampler_logp_T=micro.sampler_logp_R,
+        adv_T=micro.adv_R,
+        mask_T=micro.mask_R,
+        seq_T=micro.seq_R,
+        num_valid_tokens=minibatch.num_tokens,
+        num_valid_seqs=minibatch.num_seqs,
+        cfg=cfg.loss_fn,
+        ref_logp_T=micro.ref_logp_R,
+        positive_T=micro.reward_R > 0,
+        num_positive_tokens=minibatch.num_positive_tokens,
+    )
+    logprob_fn = partial(linear_loss, num_grad_rows=micro.num_grad_rows, pack_loss=pack_loss, path=path)
+    return model(*micro.model_inputs, logprob_fn=logprob_fn)
 
 
 def training_metrics(

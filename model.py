@@ -27,8 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from config import GRPOConfig
 from hf.model_config import ModelConfig, read_model_config
 from hf.weights import load_weights, sharded_parameters
-from kernels import Head as KernelBackend
-from kernels import linear_logp
+from kernels import KernelBackend, linear_logp
 
 # For fewer key than query heads, varlen_attn of torch >= 2.12 wants a flag that 2.11 neither has nor needs.
 VARLEN_GQA = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
@@ -214,9 +213,8 @@ class Decoder(nn.Module):
         if pos_R is None:
             return F.linear(hidden_TD, weight_VD)
         hidden_RD = hidden_TD.index_select(0, pos_R)
-        logprob_fn = logprob_fn or partial(linear_logp, return_entropy=True)
-        limit = self.vocab_limit
-        return logprob_fn(hidden_RD, weight_VD[:limit], target_R, temperature=self.temperature, head=self.backend)
+        logprob_fn = logprob_fn or partial(linear_logp, return_entropy=True, backend=self.backend)
+        return logprob_fn(hidden_RD, weight_VD[: self.vocab_limit], target_R, temperature=self.temperature)
 
 
 def shard(model: Decoder, mesh: DeviceMesh, *, precision: str, activation_checkpointing: bool) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import config
+from kernels.linear_loss import DEVIATION, one_pass_problem
 from system.exits import StopRun
 
 
@@ -104,6 +105,8 @@ def count_bad_steps(
     the same weights, differ by more than logp_gap_limit on average. Raises StopRun at more than max_bad_steps in a row.
     `metrics` and `grad_norm` must be those of all ranks: then all ranks return the same and take one branch.
     """
+    if problem := one_pass_problem(metrics[DEVIATION]):
+        raise StopRun(f"step {step}: {problem}")
     problems = []
     if not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm)):
         problems.append(f"loss {metrics['loss']}, gradient norm {grad_norm} are not finite")

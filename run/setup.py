@@ -11,15 +11,18 @@ import torch
 import torch.distributed as dist
 
 import config
+from batch import needs_old_logps
 from engine import Engine, check_canary
 from graders.pool import GraderPool
 from hf.weights import save_hf
-from kernels import choose_head
+from kernels import LossPath, choose_backend
+from loss import policy_loss
 from model import Decoder, Reference, load_policy, uses_flash_attention
 from optim import build_optimizer
 from rollout import Sampler, StepSamples, data_is_used_up
 from run import checkpoint, config_file
 from run.log import RunLog, Timers
+from run.loss_path import choose_loss_path
 from run.preflight import RunInputs, num_steps_of
 from run.resume import checkpoint_folder
 from run.reward_model import RewardModel
@@ -67,6 +70,7 @@ class Run:
     watchdog: Watchdog
     timer: Timers
     num_steps: int
+    loss_path: LossPath
     metrics: dict[str, float] = field(default_factory=dict)  # of the newest step
     told_to_stop: bool = False  # by a signal to any rank, as of the end of the newest step
 
@@ -87,6 +91,16 @@ def set_up(
     engine.should_stop = lambda: ranks.any_rank_of_engine(signals.pending)
     checkpoints = checkpoint_folder(cfg.checkpointing, folder)
     state = restore(cfg, inputs, model, optimizer, reference, ranks, checkpoints)
+    loss_path = choose_loss_path(
+        policy_loss,
+        cfg.loss_fn,
+        has_old=needs_old_logps(cfg),
+        has_ref=reference is not None,
+        backend=model.backend,
+        device=device,
+        max_log_ratio=config.MAX_LOG_RATIO,
+    )
+    ranks.print_rank0(loss_path.describe())
     num_steps = num_steps_of(cfg, inputs.train.num_problems)
     saved = state.step if cfg.checkpointing.resume_from else None
     return Run(
@@ -107,6 +121,7 @@ def set_up(
         watchdog=watchdog,
         timer=Timers(watchdog.enter),
         num_steps=num_steps,
+        loss_path=loss_path,
     )
 
 
@@ -116,7 +131,10 @@ def build(
     """The sharded policy with float32 master weights, its optimizer, the reference policy where the loss has a KL, the
     engine, which has no weights yet and sleeps, and the sampler over it."""
     policy = cfg.policy
-    backend = choose_head(policy.head, device.type, policy.head_chunk_rows)
+    try:
+        backend = choose_backend(policy.kernel_backend, device.type, policy.logprob_chunk_size)
+    except ValueError as error:
+        raise config.ConfigError(f"policy.kernel_backend: {error}") from error
     seed_everything(cfg.grpo.seed)
     mesh = dist.init_device_mesh(device.type, (ranks.world_size,))
     model = load_policy(

@@ -243,8 +243,10 @@ def test_one_pass_equals_two_and_leaves_out_rows_without_gradient(policy, batch,
         for param in policy.parameters():
             param.mul_(1.002)
     found = []
-    for refused in ([], ["as if it needed whole sequences"]):
-        monkeypatch.setattr(update, "unsupported", lambda _, refused=refused: refused)
+    path = update.loss_path(cfg, CPU)
+    assert path.kind == "one pass"
+    for kind in ("one pass", "two passes"):
+        monkeypatch.setattr(update, "loss_path", lambda *_, kind=kind: dataclasses.replace(path, kind=kind))
         metrics = update.compute_gradients(policy, step, cfg, vocab_size)
         found.append((metrics, gradients(policy)))
         policy.zero_grad(set_to_none=True)
