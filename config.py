@@ -220,19 +220,14 @@ class OptimizerKwargs:
 
 
 @dataclass(frozen=True, slots=True)
-class MuonConfig:
-    lr: float | None = key(None, "> 0")
-    """The matrices have this learning rate after warm-up; null means kwargs.lr: updates are as large as AdamW's."""
-    momentum: float = key(0.95, ">= 0, < 1")
-    """The momentum decays at this rate."""
-
-
-@dataclass(frozen=True, slots=True)
 class OptimizerConfig:
     name: Literal["torch.optim.AdamW", "torch.optim.Muon"] = "torch.optim.AdamW"
     """torch.optim.Muon is Muon for the matrices of the blocks and AdamW for all other parameters."""
     kwargs: OptimizerKwargs = OptimizerKwargs()
-    muon: MuonConfig = MuonConfig()
+    muon_lr: float | None = key(None, "> 0")
+    """Muon's matrices have this learning rate after warm-up; null means kwargs.lr: updates are as large as AdamW's."""
+    muon_momentum: float = key(0.95, ">= 0, < 1")
+    """Muon's momentum decays at this rate."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,9 @@ class MuonWithAdamW:
         # of one (measured), and the same to the bit only on as many ranks.
         muon = torch.optim.Muon(
             matrices,
-            lr=cfg.kwargs.lr if cfg.muon.lr is None else cfg.muon.lr,
+            lr=cfg.kwargs.lr if cfg.muon_lr is None else cfg.muon_lr,
             weight_decay=cfg.kwargs.weight_decay,
-            momentum=cfg.muon.momentum,
+            momentum=cfg.muon_momentum,
             adjust_lr_fn="match_rms_adamw",
         )
         self.optimizers = (adamw, muon)

@@ -175,6 +175,8 @@ def test_keys_that_do_not_go_together(write, one, other, besides):
         ("policy.optimizer.muon.lr=0.1", "null", "policy.optimizer.name=torch.optim.AdamW", []),
         ("policy.optimizer.muon.momentum=0.5", "0.95", "policy.optimizer.name=torch.optim.AdamW", []),
         ("policy.scheduler.min_factor=0.1", "0.0", "policy.scheduler.name=constant", []),
+        ("policy.optimizer.muon_lr=0.02", "null", "policy.optimizer.name=torch.optim.AdamW", []),
+        ("policy.optimizer.muon_momentum=0.9", "0.95", "policy.optimizer.name=torch.optim.AdamW", []),
     ],
 )
 def test_a_key_that_nothing_reads_must_have_its_default(write, unread, default, other, besides):
