@@ -285,9 +285,9 @@ class PolicyConfig:
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     """The trainer computes in this type; its master weights are float32."""
     kernel_backend: Literal["auto", "triton", "torch"] = "auto"
-    """This code computes the output layer and the loss; auto means triton on CUDA and torch elsewhere."""
+    """The output layer and the loss run on these kernels; auto means triton on CUDA and torch elsewhere."""
     logprob_chunk_size: int | None = key(None, ">= 1")
-    """With triton, so many response tokens have logits in memory at once; null means 3.5 GiB of logits."""
+    """With triton, the logits of this many response tokens are in memory at once; null means 3.5 GiB of them."""
     train_global_batch_size: int | None = key(None, ">= 1")
     """An optimizer step trains on this many samples; null means the whole rollout."""
     ppo_epochs: int = key(1, ">= 1")

@@ -106,7 +106,7 @@ def count_bad_steps(
     `metrics` and `grad_norm` must be those of all ranks: then all ranks return the same and take one branch.
     """
     if problem := one_pass_problem(metrics[DEVIATION]):
-        raise StopRun(f"step {step}: {problem}")
+        raise StopRun(f"step {step}: {problem}. The step was not applied")
     problems = []
     if not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm)):
         problems.append(f"loss {metrics['loss']}, gradient norm {grad_norm} are not finite")
