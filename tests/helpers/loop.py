@@ -12,15 +12,32 @@ from unittest import mock
 import torch
 
 import grpo
-from config import Config
+from batch import needs_old_logps
+from config import MAX_LOG_RATIO, Config
 from data import Sample
+from kernels import KernelBackend, LossPath
+from loss import policy_loss
 from model import Decoder, Reference
 from rollout import StepSamples
 from run.log import Timers
+from run.loss_path import choose_loss_path
 from run.setup import Run, RunState
 from system.ranks import Ranks
 
 CPU = torch.device("cpu")
+
+
+def loss_path_of(cfg: Config, has_ref: bool = False) -> LossPath:
+    """How the loss of this config is computed here."""
+    return choose_loss_path(
+        policy_loss,
+        cfg.loss_fn,
+        has_old=needs_old_logps(cfg),
+        has_ref=has_ref,
+        backend=KernelBackend("torch"),
+        device=CPU,
+        max_log_ratio=MAX_LOG_RATIO,
+    )
 
 
 class KeepsGradients:
@@ -66,6 +83,7 @@ def make_run(
     optimizer=None,
     reference: Reference | None = None,
     saver=None,
+    loss_path: LossPath | None = None,
     num_steps: int = 1,
     **counters,
 ) -> Run:
@@ -76,7 +94,7 @@ def make_run(
     return Run(
         cfg=cfg,
         inputs=SimpleNamespace(
-            train=SimpleNamespace(num_rows=10**9, record=lambda cursor, metrics: cursor), validation={}
+            train=SimpleNamespace(num_problems=10**9, record=lambda cursor, metrics: cursor), validation={}
         ),
         ranks=ranks,
         device=CPU,
@@ -93,6 +111,7 @@ def make_run(
         watchdog=SimpleNamespace(step=0, enter=lambda phase: None),
         timer=Timers(lambda phase: None),
         num_steps=num_steps,
+        loss_path=loss_path or loss_path_of(cfg, reference is not None),
     )
 
 
