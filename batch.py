@@ -171,7 +171,7 @@ def _put_kl_into_advantages(micros: list[MicroBatch], cfg: Config) -> None:
 
 def _put_gradient_rows_first(micro: MicroBatch, path: LossPath) -> None:
     """Two thirds of the output layer's work are for gradients, and a token of advantage 0 has none, unless a KL or an
-    entropy bonus moves it all the same."""
+    entropy bonus moves the policy all the same: `path` knows, because it asked the loss."""
     moved_R = path.may_have_gradient(micro.adv_R, micro.reward_R > 0) & micro.mask_R
     order_R = moved_R.logical_not().argsort(stable=True)
     for name in (field.name for field in fields(micro) if field.name.endswith("_R")):

@@ -49,7 +49,8 @@ from advantages import step_advantages
 from batch import MicroBatch, Minibatch, finish_minibatches, make_minibatches, needs_old_logps
 from config import Config
 from engine import check_canary, check_versions, sync_weights
-from kernels import LossPath, linear_loss
+from kernels import linear_loss
+from kernels.linear_loss import DEVIATION
 from loss import Metrics, derived_metrics, policy_loss
 from model import Decoder, Reference
 from optim import clip_grad_norm, count_bad_steps, set_learning_rate
@@ -83,7 +84,7 @@ def train(run: setup.Run) -> None:
             minibatches = make_minibatches(samples.trained, adv_B, cfg, run.ranks, run.device)
 
         with timer("policy_and_reference_logprobs"):
-            mask_metrics = compute_logprobs(model, run.reference, minibatches, cfg, run.loss_path)
+            mask_metrics = compute_logprobs(model, run.reference, minibatches, cfg)
 
         with timer("policy_training"):
             set_learning_rate(optimizer, cfg.policy.scheduler, step, run.num_steps)
@@ -92,7 +93,7 @@ def train(run: setup.Run) -> None:
             for minibatch in minibatches * cfg.policy.ppo_epochs:
                 sums: Metrics = {}
                 for micro in minibatch.micros:
-                    loss, loss_metrics = compute_loss(model, micro, minibatch, cfg, run.loss_path)
+                    loss, loss_metrics = compute_loss(model, micro, minibatch, cfg)
                     loss.backward()  # adds to the gradient; FSDP sums it over ranks
                     accumulate(sums, loss_metrics)
                 grad_norm = clip_grad_norm(model, cfg.policy.max_grad_norm)
@@ -120,7 +121,7 @@ def train(run: setup.Run) -> None:
 
 @torch.no_grad()
 def compute_logprobs(
-    model: Decoder, reference: Reference | None, minibatches: list[Minibatch], cfg: Config, path: LossPath
+    model: Decoder, reference: Reference | None, minibatches: list[Minibatch], cfg: Config
 ) -> dict[str, float]:
     """Log-probabilities under the policy at the start of the step and under the reference, where the run needs them,
     into the minibatches; then what follows from them (batch.finish_minibatches). Returns the metrics of the mask."""
@@ -133,32 +134,30 @@ def compute_logprobs(
             for micro in micros:
                 micro.ref_logp_R, _ = model(*micro.model_inputs)
     sums: Metrics = {}
-    for mask_metrics in finish_minibatches(minibatches, cfg, path):
+    for mask_metrics in finish_minibatches(minibatches, cfg, model.loss_path):
         accumulate(sums, mask_metrics)
     return reduce_over_ranks(sums) if sums else {}
 
 
-def compute_loss(
-    model: Decoder, micro: MicroBatch, minibatch: Minibatch, cfg: Config, path: LossPath
-) -> tuple[Tensor, Metrics]:
-    """The micro-batch's part of the minibatch's loss, differentiable, and its metrics: what loss.policy_loss gives on
-    the log-probabilities of the model. `path` is how its gradient is computed, which changes no number."""
-    pack_loss = partial(
+def compute_loss(model: Decoder, micro: MicroBatch, minibatch: Minibatch, cfg: Config) -> tuple[Tensor, Metrics]:
+    """The micro-batch's part of the minibatch's loss, differentiable, and its metrics."""
+    pack_loss = partial(  # what is left to give are the log-probabilities and entropies
         policy_loss,
         old_logp_T=micro.old_logp_R,
         sampler_logp_T=micro.sampler_logp_R,
         adv_T=micro.adv_R,
         mask_T=micro.mask_R,
         seq_T=micro.seq_R,
-        num_valid_tokens=minibatch.num_tokens,
-        num_valid_seqs=minibatch.num_seqs,
-        cfg=cfg.loss_fn,
         ref_logp_T=micro.ref_logp_R,
         positive_T=micro.reward_R > 0,
+        num_valid_tokens=minibatch.num_tokens,
+        num_valid_seqs=minibatch.num_seqs,
         num_positive_tokens=minibatch.num_positive_tokens,
+        cfg=cfg.loss_fn,
     )
-    logprob_fn = partial(linear_loss, num_grad_rows=micro.num_grad_rows, pack_loss=pack_loss, path=path)
-    return model(*micro.model_inputs, logprob_fn=logprob_fn)
+    # The loss runs where the logits are: there its gradient costs one pass over them (kernels/linear_loss.py).
+    loss_of_logits = partial(linear_loss, pack_loss=pack_loss, num_grad_rows=micro.num_grad_rows, path=model.loss_path)
+    return model(*micro.model_inputs, logprob_fn=loss_of_logits)
 
 
 def training_metrics(
@@ -167,6 +166,7 @@ def training_metrics(
     """The loss metrics of a step, equal on all ranks: means over the tokens of all its optimizer steps, and for what is
     no mean (loss, counts) the mean over optimizer steps."""
     num_optimizer_steps = len(minibatches) * cfg.policy.ppo_epochs
+    sums = {name: value for name, value in sums.items() if name != DEVIATION}
     return derived_metrics(mask_metrics | reduce_over_ranks(sums, divide_sums_by=num_optimizer_steps)) | {
         "num_optimizer_steps": num_optimizer_steps,
         "global_valid_toks": sum(minibatch.num_tokens for minibatch in minibatches),

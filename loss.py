@@ -46,12 +46,11 @@ def policy_loss(
 ) -> tuple[Tensor, Metrics]:
     """This pack's part of the loss, differentiable in logp_T and entropy_T; metrics (NeMo RL's ClippedPGLossFn).
 
-    Per token, in nats: logp_T (current policy), old_logp_T (at the start of the step; None: logp_T itself, so that the
-    ratio is 1), sampler_logp_T (as the engine reported it), ref_logp_T (reference policy), entropy_T. adv_T:
-    advantages; mask_T: nonzero if trained; positive_T: nonzero if the reward is > 0; seq_T: an integer that the tokens
-    of one sequence share and no others have. Sequences must be whole; tokens in any order; T may be 0.
-    num_valid_tokens, num_valid_seqs, num_positive_tokens: trained ones, over all micro-batches and ranks of the
-    optimizer step.
+    Per token, in nats: logp_T (current policy), old_logp_T (at the start of the step; None: logp_T itself, and ratios
+    are 1), sampler_logp_T (as the engine reported it), ref_logp_T (reference policy), entropy_T. adv_T: advantages;
+    mask_T: nonzero if trained; positive_T: nonzero if the reward is > 0; seq_T: an integer that the tokens of one
+    sequence share and no others have. Sequences must be whole; tokens in any order; T may be 0. num_valid_tokens,
+    num_valid_seqs, num_positive_tokens: trained ones, over all micro-batches and ranks of the optimizer step.
 
         loss = sum over tokens of weight (w l + reference_policy_kl_penalty kl - entropy_coef entropy)
                + positive_example_nll_weight nll

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import update
 from torch import Tensor
 
 import model

@@ -111,7 +111,7 @@ def oracle(x: Inputs) -> dict[str, Tensor]:
 
 def ours(backend: KernelBackend, kind: str = "one pass") -> Callable:
     """`linear_loss` on the PPO-clip loss, one sequence for each advantage."""
-    path = LossPath(kind, "", backend, MAX_LOG_RATIO, idle_moves=False, positive_moves=False)
+    path = LossPath(kind, "", MAX_LOG_RATIO, idle_moves=False, positive_moves=False)
 
     def forward(x: Inputs):
         num_rows, seen = len(x.old_N), []

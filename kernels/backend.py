@@ -45,7 +45,6 @@ class LossPath:
 
     kind: Literal["fused", "one pass", "two passes"]
     why: str
-    backend: KernelBackend
     max_log_ratio: float
     idle_moves: bool
     positive_moves: bool

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.backend import LossPath
+from kernels.backend import KernelBackend, LossPath, choose_backend
 from kernels.clipped_pg import clipped_pg_dlogits_, kernel_inputs
 from kernels.linear_logp import TORCH, linear_logp
 from kernels.softmax import chunks, dlogits_, mm_float32, row_stats_
@@ -37,26 +37,31 @@ def linear_loss(
     num_grad_rows: int,
     pack_loss: partial,
     path: LossPath,
+    backend: KernelBackend | None = None,
 ) -> tuple[Tensor, dict]:
     """(loss, metrics) of pack_loss on log softmax(hidden_RD @ weight_VD.T / temperature); with `DEVIATION`.
 
-    hidden_RD, weight_VD, target_R: as `linear_logp`; the loss is differentiable once in the first two.
+    hidden_RD, weight_VD, target_R, backend: as `linear_logp`; the loss is differentiable once in the first two.
     pack_loss: `loss.policy_loss` with all its arguments but logp_T and entropy_T.
     num_grad_rows: in one pass, only the first so many rows get a gradient; of the others logp and entropy alone are
     computed. If the loss has one there all the same, that is a deviation too.
     Memory: a chunk of logits in float32 (twice with torch), dX, and dW, which is in float32 until backward.
     """
     assert 0 <= num_grad_rows <= len(hidden_RD), (num_grad_rows, hidden_RD.shape)
+    backend = backend or choose_backend("auto", hidden_RD.device.type)
+    backend = TORCH if hidden_RD.dtype == torch.float64 else backend
     moves = torch.is_grad_enabled() and (hidden_RD.requires_grad or weight_VD.requires_grad)
     if path.kind == "two passes" or not moves:
-        options = {"temperature": temperature, "return_entropy": True, "backend": path.backend}
+        options = {"temperature": temperature, "return_entropy": True, "backend": backend}
         logp_R, entropy_R = linear_logp(hidden_RD, weight_VD, target_R, **options)
         loss, metrics = pack_loss(logp_R, entropy_T=entropy_R)
         return loss, metrics | {DEVIATION: loss.new_zeros(())}
     matrices = (hidden_RD.detach(), weight_VD.detach())
     needed = (hidden_RD.requires_grad, weight_VD.requires_grad)
     with torch.no_grad():
-        loss, metrics, *grads = _one_pass(*matrices, target_R, temperature, num_grad_rows, pack_loss, path, needed)
+        loss, metrics, *grads = _one_pass(
+            *matrices, target_R, temperature, num_grad_rows, pack_loss, path, backend, needed
+        )
     return _KnownGradients.apply(hidden_RD, weight_VD, loss, *grads), metrics
 
 
@@ -80,11 +85,10 @@ class _KnownGradients(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def _one_pass(hidden_RD, weight_VD, target_R, temperature, num_grad_rows, pack_loss, path, needed):
+def _one_pass(hidden_RD, weight_VD, target_R, temperature, num_grad_rows, pack_loss, path, backend, needed):
     """(loss, metrics, dX or None, dW in float32 or None)."""
     narrow, (num_rows, vocab) = hidden_RD.dtype, (len(hidden_RD), len(weight_VD))
     wide = torch.promote_types(narrow, torch.float32)
-    backend = TORCH if narrow == torch.float64 else path.backend
     is_fused = path.kind == "fused" and backend.name == "triton"
     logp_R, entropy_R = hidden_RD.new_zeros(2, num_rows, dtype=wide)
     used_KR = hidden_RD.new_zeros(2, num_rows, dtype=wide)  # derivatives in logp and entropy, as used

@@ -60,7 +60,7 @@ def choose_loss_path(
     """The path of policy_loss (`loss.policy_loss`) with the options cfg. has_old, has_ref: whether old_logp_T and
     ref_logp_T are given in this run. A second at most; nothing random, so all ranks find the same."""
     coupled, idle_moves, positive_moves = _probe(policy_loss, cfg, has_old, has_ref)
-    path = LossPath("one pass", "", backend, max_log_ratio, idle_moves, positive_moves)
+    path = LossPath("one pass", "", max_log_ratio, idle_moves, positive_moves)
     if coupled:
         return replace(path, kind="two passes", why="the loss couples the tokens of a sequence")
     if backend.name != "triton":
@@ -68,7 +68,7 @@ def choose_loss_path(
     edited = edited_names(policy_loss)
     if edited:
         return replace(path, why=f"loss.py was edited: {', '.join(edited)}")
-    differ = _fused_differences(policy_loss, cfg, has_old, has_ref, replace(path, kind="fused"), device)
+    differ = _fused_differences(policy_loss, cfg, has_old, has_ref, replace(path, kind="fused"), backend, device)
     if differ:
         return replace(path, why=f"the fused kernel has another gradient at {differ} probes")
     return replace(path, kind="fused")
@@ -197,8 +197,9 @@ def _probe(policy_loss: Callable, cfg: Any, has_old: bool, has_ref: bool) -> tup
     return coupled, idle_moves, positive_moves
 
 
-def _edge_pack(logp_R: Tensor, cfg: Any, has_old: bool, has_ref: bool, max_log_ratio: float) -> dict:
-    """Arguments of policy_loss with both sides of every bound of cfg, both signs of the advantage, and extremes."""
+def _edge_values(cfg: Any, max_log_ratio: float) -> list[tuple[float, float, float, float]]:
+    """(logp - old, advantage, old - sampler, ref - logp): both sides of every bound of cfg for each sign of the
+    advantage, and extremes. What is not varied is gentle: an extreme would hide the others."""
 
     def sides(*bounds: float | None) -> list[float]:
         return [bound + side for bound in bounds if bound is not None for side in (-1e-3, 1e-3)]
@@ -209,44 +210,52 @@ def _edge_pack(logp_R: Tensor, cfg: Any, has_old: bool, has_ref: bool, max_log_r
     low, high = cfg.truncated_importance_sampling_ratio_min, cfg.truncated_importance_sampling_ratio
     bound = cfg.kl_input_clamp_value
     clips = (log(1 - cfg.ratio_clip_min), log(1 + cfg.ratio_clip_max), log(cfg.ratio_clip_c))
-    values = {
-        "log_ratio": [0.01, -0.05, 0.7, -0.7, 3.0, -3.0, 50.0, -50.0, *sides(-max_log_ratio, max_log_ratio, *clips)],
-        "adv": [1.3, -0.7, 0.0, -2.1, 40.0],
-        "gap": [0.0, 0.2, -0.2, 2.0, -2.0, 200.0, -200.0, math.inf, *sides(log(low), log(high))],
-        "ref": [0.1, -0.1, 0.8, -0.8, 5.0, -5.0, 15.0, -15.0, 30.0, *sides(bound, bound and -bound)],
-    }
-    row_R = torch.arange(len(logp_R), device=logp_R.device)
-    columns, stride = {}, 1
-    for name, choices in values.items():
-        columns[name] = torch.tensor(choices, device=logp_R.device, dtype=logp_R.dtype)[row_R // stride % len(choices)]
-        stride = len(choices) if name == "log_ratio" else 1
-    mask_R = row_R % 11 != 10
-    old_R = logp_R - columns["log_ratio"]
-    pack = {
-        "old_logp_T": old_R if has_old else None,
-        "sampler_logp_T": (old_R if has_old else logp_R) - columns["gap"],
-        "ref_logp_T": logp_R + columns["ref"] if has_ref else None,
-        "adv_T": columns["adv"],
-    }
-    pack = {name: None if x_R is None else torch.where(mask_R, x_R, torch.nan) for name, x_R in pack.items()}
-    return pack | {"mask_T": mask_R, "seq_T": row_R // 7, "positive_T": row_R % 2 == 0} | _counts(cfg)
+    log_ratios = [0.01, 0.7, -0.7, 3.0, -3.0, 50.0, -50.0, *sides(-max_log_ratio, max_log_ratio, *clips)]
+    gaps = [0.2, -0.2, 2.0, -2.0, 200.0, -200.0, math.inf, *sides(log(low), log(high))]
+    refs = [-0.1, 0.8, -0.8, 5.0, -5.0, 15.0, -15.0, 30.0, *sides(bound, bound and -bound)]
+    rows = [(log_ratio, adv, 0.1, 0.1) for log_ratio in log_ratios for adv in (1.3, -0.7, 0.0)]
+    rows += [(0.01, adv, gap, 0.1) for gap in gaps for adv in (1.3, -0.7)]
+    return rows + [(0.01, adv, 0.1, ref) for ref in refs for adv in (-2.1, 0.0)]
 
 
 def _fused_differences(
-    policy_loss: Callable, cfg: Any, has_old: bool, has_ref: bool, path: LossPath, device: torch.device
+    policy_loss: Callable,
+    cfg: Any,
+    has_old: bool,
+    has_ref: bool,
+    path: LossPath,
+    backend: KernelBackend,
+    device: torch.device,
 ) -> int:
     """Probes at which the fused kernel gives another gradient than autograd of policy_loss: rows of a small head."""
-    generator, num_rows = torch.Generator().manual_seed(0), 110
+    values = torch.tensor(_edge_values(cfg, path.max_log_ratio), device=device)
+    values = torch.cat([values, values[:8]])  # the last 8 are masked
+    generator, num_rows = torch.Generator().manual_seed(0), len(values)
     hidden_RD = torch.randn(num_rows, 8, generator=generator).to(device).requires_grad_()
     weight_VD = torch.randn(33, 8, generator=generator).to(device)
     target_R = torch.randint(33, (num_rows,), generator=generator).to(device)
-    logp_R = linear_logp(hidden_RD, weight_VD, target_R, temperature=0.9, backend=path.backend).detach()
-    pack_loss = partial(policy_loss, **_edge_pack(logp_R, cfg, has_old, has_ref, path.max_log_ratio))
+    logp_R = linear_logp(hidden_RD, weight_VD, target_R, temperature=0.9, backend=backend).detach()
+    log_ratio_R, adv_R, gap_R, ref_R = values.unbind(1)
+    row_R = torch.arange(num_rows, device=device)
+    mask_R = row_R < num_rows - 8
+    adv_R = torch.where(mask_R, adv_R, torch.nan)
+    old_R = logp_R - log_ratio_R if has_old else logp_R
+    pack_loss = partial(
+        policy_loss,
+        old_logp_T=torch.where(mask_R, old_R, torch.nan) if has_old else None,
+        sampler_logp_T=old_R - gap_R,
+        ref_logp_T=logp_R + ref_R if has_ref else None,
+        adv_T=adv_R,
+        mask_T=mask_R,
+        seq_T=row_R // 7,
+        positive_T=row_R % 2 == 0,
+        **_counts(cfg),
+    )
     slopes = []
     for kind in ("one pass", "fused"):
         loss, _ = linear_loss(
             hidden_RD, weight_VD, target_R, temperature=0.9, num_grad_rows=num_rows, pack_loss=pack_loss,
-            path=replace(path, kind=kind),
+            path=replace(path, kind=kind), backend=backend,
         )  # fmt: skip
         slopes += torch.autograd.grad(loss, hidden_RD)
     error_R, size_R = (slopes[1] - slopes[0]).abs().amax(1), slopes[0].abs().amax(1)

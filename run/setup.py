@@ -15,7 +15,7 @@ from batch import needs_old_logps
 from engine import Engine, check_canary
 from graders.pool import GraderPool
 from hf.weights import save_hf
-from kernels import LossPath, choose_backend
+from kernels import choose_backend
 from loss import policy_loss
 from model import Decoder, Reference, load_policy, uses_flash_attention
 from optim import build_optimizer
@@ -70,7 +70,6 @@ class Run:
     watchdog: Watchdog
     timer: Timers
     num_steps: int
-    loss_path: LossPath
     metrics: dict[str, float] = field(default_factory=dict)  # of the newest step
     told_to_stop: bool = False  # by a signal to any rank, as of the end of the newest step
 
@@ -91,16 +90,6 @@ def set_up(
     engine.should_stop = lambda: ranks.any_rank_of_engine(signals.pending)
     checkpoints = checkpoint_folder(cfg.checkpointing, folder)
     state = restore(cfg, inputs, model, optimizer, reference, ranks, checkpoints)
-    loss_path = choose_loss_path(
-        policy_loss,
-        cfg.loss_fn,
-        has_old=needs_old_logps(cfg),
-        has_ref=reference is not None,
-        backend=model.backend,
-        device=device,
-        max_log_ratio=config.MAX_LOG_RATIO,
-    )
-    ranks.print_rank0(loss_path.describe())
     num_steps = num_steps_of(cfg, inputs.train.num_problems)
     saved = state.step if cfg.checkpointing.resume_from else None
     return Run(
@@ -121,7 +110,6 @@ def set_up(
         watchdog=watchdog,
         timer=Timers(watchdog.enter),
         num_steps=num_steps,
-        loss_path=loss_path,
     )
 
 
@@ -147,11 +135,20 @@ def build(
     model.temperature = policy.generation.temperature
     model.vocab_limit = inputs.tokenizer.vocab_size
     model.backend = backend
+    model.loss_path = choose_loss_path(
+        policy_loss,
+        cfg.loss_fn,
+        has_old=needs_old_logps(cfg),
+        has_ref=cfg.loss_fn.reference_policy_kl_penalty > 0,
+        backend=backend,
+        device=device,
+        max_log_ratio=config.MAX_LOG_RATIO,
+    )
     size = sum(param.numel() for param in model.parameters())
     flash = uses_flash_attention(device.type, getattr(torch, policy.precision))
     ranks.print_rank0(
         f"policy: {size / 1e6:,.1f} M parameters, {policy.precision}, FSDP2 over {ranks.world_size} ranks; "
-        f"{backend.describe(inputs.tokenizer.vocab_size)}; "
+        f"{backend.describe(inputs.tokenizer.vocab_size)}; {model.loss_path.describe()}; "
         f"attention: {'varlen_attn' if flash else 'SDPA by runs of equal length'}; starting the engine"
     )
     reward_model = None

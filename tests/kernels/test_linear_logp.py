@@ -316,7 +316,7 @@ MEMORY_SCRIPT = """
 import sys, torch
 from functools import partial
 from config import LossConfig
-from kernels import KernelBackend, LossPath, linear_logp, linear_loss
+from kernels import LossPath, linear_logp, linear_loss
 from loss import policy_loss
 T, V, D = map(int, sys.argv[2:])
 def status(key):  # KiB
@@ -328,7 +328,7 @@ def loss(hidden_TD, weight_VD, target_T):
     one_T = torch.ones(len(target_T))
     pack = {"old_logp_T": None, "sampler_logp_T": -one_T, "adv_T": one_T, "mask_T": one_T, "seq_T": target_T}
     pack |= {"num_valid_tokens": 1, "num_valid_seqs": 1, "cfg": LossConfig(entropy_coef=0.1)}
-    path = LossPath("one pass", "", KernelBackend("torch"), 20, True, True)
+    path = LossPath("one pass", "", 20, True, True)
     options = {"temperature": 1.0, "num_grad_rows": len(one_T), "path": path}
     return linear_loss(hidden_TD, weight_VD, target_T, pack_loss=partial(policy_loss, **pack), **options)[0]
 torch.set_num_threads(1)

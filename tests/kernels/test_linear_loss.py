@@ -5,11 +5,12 @@ Without a GPU, Triton's kernels run in its interpreter on CPU tensors (conftest.
 
 import itertools
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from test_loss_exact import WEIGHTS as ALL_WEIGHTS
+from loss_cases import WEIGHTS as ALL_WEIGHTS
 from torch.utils.flop_counter import FlopCounterMode
 
 import kernels.softmax
@@ -21,8 +22,13 @@ from loss import policy_loss
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+class Way(NamedTuple):
+    path: LossPath
+    backend: KernelBackend
+
+
 def path_of(kind, backend):
-    return LossPath(kind, "", backend, MAX_LOG_RATIO, idle_moves=True, positive_moves=True)
+    return Way(LossPath(kind, "", MAX_LOG_RATIO, idle_moves=True, positive_moves=True), backend)
 
 
 TORCH = path_of("one pass", KernelBackend("torch"))
@@ -121,7 +127,7 @@ class Case:
         pack_loss = partial(recording_loss, **self.pack(cfg, has_old, wide) | (pack or {}))
         options = {"temperature": self.temperature, "num_grad_rows": self.R if num_grad_rows is None else num_grad_rows}
         matrices = (self.hidden if hidden is None else hidden, self.weight if weight is None else weight)
-        options |= {"pack_loss": pack_loss, "path": path} | changed
+        options |= {"pack_loss": pack_loss, **path._asdict()} | changed
         return *linear_loss(*matrices, options.pop("target", self.target), **options), *seen
 
     def ours(self, cfg, path, has_old=True, num_grad_rows=None, scale=1.0, **changed):
@@ -385,13 +391,25 @@ def test_a_loss_that_couples_tokens_is_found_out(monkeypatch, path):
         sized = path_of("one pass", KernelBackend(path.backend.name, rows))
         hidden, weight = (x.detach().requires_grad_() for x in (case.hidden, case.weight))
         loss, metrics = linear_loss(
-            hidden, weight, case.target, temperature=0.7, num_grad_rows=35, pack_loss=partial(centered_loss), path=sized
+            hidden,
+            weight,
+            case.target,
+            temperature=0.7,
+            num_grad_rows=35,
+            pack_loss=partial(centered_loss),
+            **sized._asdict(),
         )
         loss.backward()
         errors = [(x.double() - y).norm() / y.norm() for x, y in zip((hidden.grad, weight.grad), oracle, strict=True)]
         assert (max(errors) <= 1e-5) == holds and (one_pass_problem(metrics[DEVIATION].item()) is None) == holds
     _, metrics = linear_loss(
-        hidden, weight, case.target, temperature=0.7, num_grad_rows=7, pack_loss=partial(centered_loss), path=sized
+        hidden,
+        weight,
+        case.target,
+        temperature=0.7,
+        num_grad_rows=7,
+        pack_loss=partial(centered_loss),
+        **sized._asdict(),
     )
     assert "trains tokens without advantage" in one_pass_problem(metrics[DEVIATION].item())
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_loss_exact import AGGREGATIONS, KLS, MODES, WEIGHTS, allowed
+from loss_cases import MODES, WEIGHTS, allowed
 
 import kernels.softmax
 import loss as original
@@ -24,6 +24,7 @@ from run import loss_path
 from run.loss_path import choose_loss_path, edited_names, syntax_of
 
 ROOT = Path(__file__).resolve().parents[2]
+NO_KL, K3 = {"reference_policy_kl_penalty": 0.0}, {"reference_policy_kl_penalty": 0.3}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TORCH, TRITON = KernelBackend("torch"), KernelBackend("triton", 16)
 PPO = "loss_R = torch.maximum(-t.adv_R * ratio_R, -t.adv_R * clamped_R)"
@@ -92,13 +93,13 @@ def oracle(policy_loss, hidden_RD, weight_VD, target_R, pack):
     return torch.autograd.grad(loss, leaves)
 
 
-def train(policy_loss, path, hidden_RD, weight_VD, target_R, pack):
+def train(policy_loss, path, backend, hidden_RD, weight_VD, target_R, pack):
     """(gradients in hidden and weight, metrics), rows that may have a gradient first, as the trainer sorts them."""
     moved_R = path.may_have_gradient(pack["adv_T"], pack["positive_T"]) & pack["mask_T"]
     order_R = moved_R.logical_not().argsort(stable=True)
     pack = {name: x[order_R] if torch.is_tensor(x) else x for name, x in pack.items()}
     hidden_RD, weight_VD = hidden_RD.clone().requires_grad_(), weight_VD.clone().requires_grad_()
-    options = {"temperature": 0.7, "num_grad_rows": int(moved_R.sum()), "path": path}
+    options = {"temperature": 0.7, "num_grad_rows": int(moved_R.sum()), "path": path, "backend": backend}
     pack_loss = partial(policy_loss, **pack)
     loss, metrics = linear_loss(hidden_RD[order_R], weight_VD, target_R[order_R], pack_loss=pack_loss, **options)
     loss.backward()
@@ -124,7 +125,7 @@ def test_edits_are_trained(tmp_path, small_chunks, edit):
     assert max(relative_errors(unedited, want)) > 0.01, "the edit changes nothing here"
     for backend in (TORCH, TRITON):
         path = choose(module.policy_loss, cfg, backend)
-        got, metrics = train(module.policy_loss, path, *case)
+        got, metrics = train(module.policy_loss, path, backend, *case)
         assert max(relative_errors(got, want)) <= 1e-5, (path.describe(), relative_errors(got, want))
         assert one_pass_problem(metrics[DEVIATION].item()) is None
         why = f" (loss.py was edited: {function})" if backend is TRITON else ""
@@ -136,7 +137,7 @@ def test_without_an_edit_the_fused_kernel_proves_itself(small_chunks):
     case = make_case(cfg)
     path = choose(original.policy_loss, cfg, TRITON)
     assert path.describe() == "loss: fused Triton kernel, proven equal to loss.py"
-    got, _ = train(original.policy_loss, path, *case)
+    got, _ = train(original.policy_loss, path, TRITON, *case)
     assert max(relative_errors(got, oracle(original.policy_loss, *case))) <= 1e-5
     assert choose(original.policy_loss, cfg, TORCH).describe() == "loss: one pass, autograd of loss.py"
 
@@ -147,27 +148,28 @@ def test_an_edit_that_couples_tokens_where_no_probe_sees_it_is_refused(tmp_path,
     module, case = edited(tmp_path, PPO, PPO + COUPLES), make_case(cfg)
     path = choose(module.policy_loss, cfg, backend)
     assert path.kind == "one pass"
-    got, metrics = train(module.policy_loss, path, *case)
+    got, metrics = train(module.policy_loss, path, backend, *case)
     assert max(relative_errors(got, oracle(module.policy_loss, *case))) > 1e-3
     assert "loss.py couples the tokens of a pack" in one_pass_problem(metrics[DEVIATION].item())
     two_passes = replace(path, kind="two passes")
-    got, metrics = train(module.policy_loss, two_passes, *case)
+    got, metrics = train(module.policy_loss, two_passes, backend, *case)
     assert max(relative_errors(got, oracle(module.policy_loss, *case))) <= 1e-5 and metrics[DEVIATION] == 0
 
 
 def test_an_edit_that_couples_tokens_is_trained_in_two_passes(tmp_path):
     cfg = LossConfig(reference_policy_kl_penalty=0.0)
     module, case = edited(tmp_path, PPO, PPO + "\n    loss_R = loss_R * t.logp_R.mean()"), make_case(cfg)
-    path = choose(module.policy_loss, cfg, TORCH)
+    backend = TORCH
+    path = choose(module.policy_loss, cfg, backend)
     assert path.describe() == "loss: two passes, autograd of loss.py (the loss couples the tokens of a sequence)"
-    got, _ = train(module.policy_loss, path, *case)
+    got, _ = train(module.policy_loss, path, backend, *case)
     assert max(relative_errors(got, oracle(module.policy_loss, *case))) <= 1e-5
 
 
 def test_which_options_couple_tokens():
     """Told from what the options mean: whose ratio or weight is a sequence's, and still moves with logp."""
     seen = set()
-    for cfg in allowed(MODES, WEIGHTS, AGGREGATIONS[1:2]):
+    for cfg in allowed(MODES, WEIGHTS, [{"token_level_loss": False}]):
         for has_old in (True, False):
             moves = not has_old or cfg.force_on_policy_ratio  # old is logp itself
             gspo, kind = cfg.sequence_level_importance_ratios, cfg.truncated_importance_sampling_type
@@ -197,21 +199,21 @@ def test_which_tokens_without_advantage_have_a_gradient(options, has_ref, idle, 
     assert path.may_have_gradient(adv_R, positive_R).tolist() == [idle, idle or positive, True]
 
 
-@pytest.mark.parametrize(("kl", "has_old"), [(KLS[0], True), (KLS[3], False)])
+@pytest.mark.parametrize(("kl", "has_old"), [(NO_KL, True), (K3, False)])
 def test_a_wrong_copy_does_not_pass_the_probes(monkeypatch, kl, has_old):
     """The fused kernel with other options than the loss: each difference is seen."""
     cfg = LossConfig(ratio_clip_max=0.28, ratio_clip_c=3.0, use_importance_sampling_correction=True, **kl)
     cfg = replace(cfg, truncated_importance_sampling_type="tis", truncated_importance_sampling_ratio=2.0)
     cfg = replace(cfg, kl_input_clamp_value=2.0, kl_output_clamp_value=None)
-    changes = {"truncated_importance_sampling_ratio": 2.1, "entropy_coef": 0.01}
+    changes = {"truncated_importance_sampling_ratio": 2.1}
     if has_old:
-        changes |= {"ratio_clip_min": 0.202, "ratio_clip_max": 0.282, "ratio_clip_c": 3.05, "use_cispo": True}
+        changes |= {"ratio_clip_min": 0.202, "ratio_clip_max": 0.282, "ratio_clip_c": 3.05}
     if cfg.reference_policy_kl_penalty:
-        changes |= {"kl_input_clamp_value": 2.05, "kl_gradient": "plain", "reference_policy_kl_penalty": 0.301}
-    path = loss_path.LossPath("fused", "", TRITON, MAX_LOG_RATIO, True, True)
+        changes |= {"kl_input_clamp_value": 2.05, "kl_gradient": "plain"}
+    path = loss_path.LossPath("fused", "", MAX_LOG_RATIO, True, True)
     module = importlib.import_module("kernels.linear_loss")  # `kernels.linear_loss` is the function
     real = module.clipped_pg_dlogits_
-    arguments = (original.policy_loss, cfg, has_old, cfg.reference_policy_kl_penalty > 0, path, DEVICE)
+    arguments = (original.policy_loss, cfg, has_old, cfg.reference_policy_kl_penalty > 0, path, TRITON, DEVICE)
     assert loss_path._fused_differences(*arguments) == 0
     for name, value in changes.items():
         wrong = replace(cfg, **{name: value})
