@@ -14,12 +14,11 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import update
 from torch import Tensor
 
 import model
 from bench.head import FUSED, LOGP, OURS, OURS_SMALL, call, exact_rows, facts, heads, make_inputs, oracle, ours
-from bench.train_step import QWEN, TINY, WAYS, compute_gradients, config_of, loss_path_of, random_batch, random_policy
+from bench.train_step import QWEN, TINY, WAYS, compute_gradients, config_of, random_batch, random_policy, use
 from config import MAX_LOG_RATIO, LossConfig
 from hf.weights import sharded_parameters
 from kernels import KernelBackend, LossPath, linear_logp, linear_loss
@@ -85,8 +84,9 @@ def check_every_term(shape: tuple[int, int, int], device: str, dtype: torch.dtyp
             return policy_loss(logp_N, entropy_T=entropy_T, **pack)
 
         hidden_ND, weight_VD = (t.detach().to(wide).requires_grad_() for t in (x.hidden_ND, x.weight_VD))
-        path = LossPath(kind, "", KernelBackend(backend, 1024), MAX_LOG_RATIO, idle_moves=True, positive_moves=True)
+        path = LossPath(kind, "", MAX_LOG_RATIO, idle_moves=True, positive_moves=True)
         options = {"temperature": 1.3, "num_grad_rows": num_grad_rows, "path": path}
+        options |= {"backend": KernelBackend(backend, 1024)}
         loss, _ = linear_loss(hidden_ND, weight_VD, x.target_N, pack_loss=partial(recording_loss, **pack), **options)
         return [loss.detach(), *seen, *torch.autograd.grad(loss, (hidden_ND, weight_VD))]
 
@@ -141,7 +141,8 @@ def check_step(ranks: Ranks, device: torch.device, dry: bool) -> None:
         gradient = {}
         for way in WAYS:
             cfg = config_of(way)
-            compute_gradients(policy, batch, cfg, loss_path_of(way, cfg, device))
+            use(way, policy, cfg)
+            compute_gradients(policy, batch, cfg)
             shards = {name: param.grad.to_local() for name, param in sharded_parameters(policy).items()}
             gradient[way] = torch.cat([shard.flatten() for shard in shards.values()])
             head = "model.embed_tokens.weight" if tied else "lm_head.weight"

@@ -61,20 +61,21 @@ def config_of(way: str, *overrides: str) -> Config:
     return config_file.load(ROOT / "configs/math_1b.yaml", [*own, *overrides])
 
 
-def loss_path_of(way: str, cfg: Config, device: torch.device) -> LossPath:
-    """The way's own path, whatever a run would choose; without Triton there is no fused kernel, and one pass stands for
-    it."""
-    backend = choose_backend(cfg.policy.kernel_backend, device.type, cfg.policy.logprob_chunk_size)
+def use(way: str, model: nn.Module, cfg: Config) -> None:
+    """Has the model compute the loss this way, whatever a run would choose. Without Triton there is no fused kernel: it
+    is one pass then."""
+    device = next(model.parameters()).device
+    model.backend = choose_backend(cfg.policy.kernel_backend, device.type, cfg.policy.logprob_chunk_size)
     path = choose_loss_path(
         policy_loss,
         cfg.loss_fn,
         has_old=needs_old_logps(cfg),
         has_ref=False,
-        backend=backend,
+        backend=model.backend,
         device=device,
         max_log_ratio=MAX_LOG_RATIO,
     )
-    return replace(path, kind=WAYS[way][1])
+    model.loss_path = replace(path, kind=WAYS[way][1])
 
 
 @torch.no_grad()
@@ -104,13 +105,14 @@ def random_batch(cfg: Config, vocab: int, num_samples: int, ranks: Ranks, device
         samples.append(data.Sample(i // 16, i % 16, 0, prompt.tolist(), response, logps, mask, **ends))
     adv_B = rng.standard_normal(num_samples).tolist()
     minibatches = make_minibatches(samples, adv_B, cfg, ranks, device)
-    finish_minibatches(minibatches, cfg, loss_path_of("one pass", cfg, device))
+    path = LossPath("one pass", "", MAX_LOG_RATIO, idle_moves=False, positive_moves=False)  # without KL and entropy
+    finish_minibatches(minibatches, cfg, path)
     return minibatches[0]
 
 
-def compute_gradients(model: nn.Module, batch: Minibatch, cfg: Config, path: LossPath) -> None:
+def compute_gradients(model: nn.Module, batch: Minibatch, cfg: Config) -> None:
     for micro in batch.micros:
-        grpo.compute_loss(model, micro, batch, cfg, path)[0].backward()
+        grpo.compute_loss(model, micro, batch, cfg)[0].backward()
 
 
 class HeadAlone(nn.Module):
@@ -124,7 +126,9 @@ class HeadAlone(nn.Module):
 
     def forward(self, token_T, position_T, cu_seqlens, pos_R, target_R, *, logprob_fn: Callable) -> tuple:
         hidden_RD = self.weight_VD.new_empty(len(pos_R), self.weight_VD.shape[1]).normal_().requires_grad_()
-        return logprob_fn(hidden_RD, self.weight_VD, target_R, temperature=self.temperature)
+        return logprob_fn(
+            hidden_RD, self.weight_VD, target_R, temperature=self.temperature, backend=self.backend
+        )
 
 
 def count(model: Decoder, batch: Minibatch, vocab: int) -> dict[str, float]:
@@ -166,16 +170,17 @@ def main() -> None:
     work = count(model, batch, vocab)
     for way in WAYS:
         cfg = config_of(way)
-        path = loss_path_of(way, cfg, device)
+        use(way, model, cfg)
+        use(way, head, cfg)
 
-        def step(cfg=cfg, path=path) -> None:
-            compute_gradients(model, batch, cfg, path)
+        def step(cfg=cfg) -> None:
+            compute_gradients(model, batch, cfg)
             clip_grad_norm(model, cfg.policy.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-        def head_alone(cfg=cfg, path=path) -> None:
-            compute_gradients(head, batch, cfg, path)
+        def head_alone(cfg=cfg) -> None:
+            compute_gradients(head, batch, cfg)
             head.zero_grad(set_to_none=True)
 
         line = {"way": way} | work

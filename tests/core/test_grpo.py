@@ -44,7 +44,8 @@ def step(policy):
 def scored(policy, reference, step, cfg, ranks):
     """The minibatches of a step, with everything that the loss needs."""
     minibatches = batch.make_minibatches(*step, cfg, ranks, CPU)
-    grpo.compute_logprobs(policy, reference, minibatches, cfg, loss_path_of(cfg, reference is not None))
+    policy.loss_path = loss_path_of(cfg, reference is not None)
+    grpo.compute_logprobs(policy, reference, minibatches, cfg)
     return minibatches
 
 

@@ -89,6 +89,7 @@ def make_run(
 ) -> Run:
     """A run of `num_steps` steps; counters: of its RunState. It draws its data from a set without an end."""
     optimizer = optimizer or KeepsGradients(policy)
+    policy.loss_path = loss_path or loss_path_of(cfg, reference is not None)
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
     return Run(
@@ -111,7 +112,6 @@ def make_run(
         watchdog=SimpleNamespace(step=0, enter=lambda phase: None),
         timer=Timers(lambda phase: None),
         num_steps=num_steps,
-        loss_path=loss_path or loss_path_of(cfg, reference is not None),
     )
 
 
