@@ -60,7 +60,9 @@ def check_head(shape: tuple[int, int, int], device: str, dtype: torch.dtype, bac
         differ = sum((a != b).sum().item() for a, b in zip(first, call(forward, x, True), strict=True))
         check(f"{name} {where}: numbers that a second run changes", differ, 0)
     with torch.no_grad():
-        entropy_N = linear_logp(x.hidden_ND, x.weight_VD, x.target_N, return_entropy=True, backend=KernelBackend(backend))[1]
+        entropy_N = linear_logp(
+            x.hidden_ND, x.weight_VD, x.target_N, return_entropy=True, backend=KernelBackend(backend)
+        )[1]
     check(f"linear_logp {where}: entropy, largest", (entropy_N - exact["entropy"]).abs().max().item(), 1e-3)
 
 
@@ -72,7 +74,11 @@ def check_every_term(shape: tuple[int, int, int], device: str, dtype: torch.dtyp
     num_grad_rows = shape[0] * 3 // 4  # the others are masked
     pack = {"old_logp_T": x.old_N, "sampler_logp_T": x.old_N + noise_KN[0], "ref_logp_T": x.old_N - noise_KN[1]}
     pack |= {"adv_T": x.adv_N, "mask_T": row_N < num_grad_rows, "seq_T": row_N // 8, "positive_T": x.target_N % 2}
-    pack |= {"num_valid_tokens": num_grad_rows, "num_valid_seqs": -(-num_grad_rows // 8), "cfg": LossConfig(**EVERY_TERM)}
+    pack |= {
+        "num_valid_tokens": num_grad_rows,
+        "num_valid_seqs": -(-num_grad_rows // 8),
+        "cfg": LossConfig(**EVERY_TERM),
+    }
     pack |= {"num_positive_tokens": int((pack["positive_T"] * pack["mask_T"]).sum())}
 
     def computed(kind: str, wide: torch.dtype) -> list[Tensor]:
@@ -133,7 +139,7 @@ def check_attention(device: torch.device, lengths: list[int]) -> None:
 
 
 def check_step(ranks: Ranks, device: torch.device, dry: bool) -> None:
-    """The gradient of a training step, sharded over one rank, tied and untied: each way against the PyTorch output layer."""
+    """The gradient of a training step, sharded over one rank, tied and untied: each way against PyTorch."""
     for tied in (True, False):
         hf = (TINY if dry else QWEN | {"num_hidden_layers": 2}) | {"tie_word_embeddings": tied}
         policy = random_policy(hf, device, "bfloat16")

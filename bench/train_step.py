@@ -4,8 +4,8 @@
 
 Through the project's own code (model.shard, batch, grpo.compute_loss, optim; one rank), with packs like those of
 configs/math_1b.yaml: 8,192 tokens, prompts of 60 to 160, responses of 100 to 400, no reference policy. Four ways:
-the fused kernel; one pass by autograd; two passes, as losses that couple tokens have it; the PyTorch output layer. FLOPs
-of a step over T tokens in sequences of length L, R rows at the head, P parameters in the blocks, N heads of H:
+the fused kernel; one pass by autograd; two passes, as losses that couple tokens have it; the PyTorch output layer.
+FLOPs of a step over T tokens in sequences of length L, R rows at the head, P parameters in the blocks, N heads of H:
     6 P T + 6 R D V + 6 N H layers sum L^2        (attention: 4 L^2 N H forward, half of it causal, x 3 with backward)
 Utilisation: that per second over 989e12, the H200's dense bfloat16 peak. head: the same step without the blocks.
 """
@@ -126,9 +126,7 @@ class HeadAlone(nn.Module):
 
     def forward(self, token_T, position_T, cu_seqlens, pos_R, target_R, *, logprob_fn: Callable) -> tuple:
         hidden_RD = self.weight_VD.new_empty(len(pos_R), self.weight_VD.shape[1]).normal_().requires_grad_()
-        return logprob_fn(
-            hidden_RD, self.weight_VD, target_R, temperature=self.temperature, backend=self.backend
-        )
+        return logprob_fn(hidden_RD, self.weight_VD, target_R, temperature=self.temperature, backend=self.backend)
 
 
 def count(model: Decoder, batch: Minibatch, vocab: int) -> dict[str, float]:

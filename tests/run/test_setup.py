@@ -27,7 +27,10 @@ def test_other_data_are_read_from_their_start_where_that_is_allowed(monkeypatch,
         return setup.restore(cfg, SimpleNamespace(train=mixture), None, None, None, ALONE, tmp_path)
 
     assert restore(cfg, before) == saved
-    with pytest.raises(config.ConfigError, match=r"'a' .* is not the data of the run logs/exp_001: .* checkpointing\.allow_changes=true"):
+    with pytest.raises(
+        config.ConfigError,
+        match=r"'a' .* is not the data of the run logs/exp_001: .* checkpointing\.allow_changes=true",
+    ):
         restore(cfg, now)
     allowed = replace(cfg, checkpointing=replace(cfg.checkpointing, allow_changes=True))
     assert restore(allowed, before) == saved
