@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 
 from config import Config
 from data import Sample
-from dataset.problems import Dataset
+from dataset.scan import Dataset
 from engine import SamplingOptions
 from rollout import Sampler, groups_of
 from run.setup import Run
