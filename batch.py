@@ -17,6 +17,7 @@ from torch import Tensor
 from advantages import kl_in_reward_advantages
 from config import Config
 from data import Pack, Sample, assign_to_ranks, empty_pack, pack_samples
+from kernels import LossPath
 from loss import Metrics, clamp_abs, kl_estimate, seq_logp_error_mask
 from system.ranks import Ranks
 
@@ -108,7 +109,7 @@ def needs_old_logps(cfg: Config) -> bool:
 
 
 @torch.no_grad()
-def finish_minibatches(minibatches: list[Minibatch], cfg: Config) -> list[Metrics]:
+def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath) -> list[Metrics]:
     """What needs the log-probabilities, in place: masks sequences whose sampler and trainer disagree, puts the KL into
     the advantages where the config asks for it, and counts what is trained on, over all ranks. A collective.
 
@@ -121,7 +122,7 @@ def finish_minibatches(minibatches: list[Minibatch], cfg: Config) -> list[Metric
     if cfg.loss_fn.use_kl_in_reward:
         _put_kl_into_advantages(micros, cfg)
     for micro in micros:
-        _put_gradient_rows_first(micro, cfg)
+        _put_gradient_rows_first(micro, path)
     counts = torch.tensor([_count(minibatch) for minibatch in minibatches], dtype=torch.int64)
     dist.all_reduce(counts)
     for minibatch, (num_tokens, num_seqs, num_positive_tokens) in zip(minibatches, counts.tolist(), strict=True):
@@ -134,11 +135,11 @@ def finish_minibatches(minibatches: list[Minibatch], cfg: Config) -> list[Metric
 def _mask_by_logp_error(micro: MicroBatch, threshold: float) -> Metrics:
     micro.mask_R, metrics = seq_logp_error_mask(
         micro.mask_R,
-        old_logp_T=micro.old_logp_R,
-        sampler_logp_T=micro.sampler_logp_R,
-        seq_T=micro.seq_R,
+        old_logp_R=micro.old_logp_R,
+        sampler_logp_R=micro.sampler_logp_R,
+        seq_R=micro.seq_R,
         threshold=threshold,
-        correct_T=micro.reward_R == 1,
+        correct_R=micro.reward_R == 1,
     )
     return metrics
 
@@ -168,16 +169,10 @@ def _put_kl_into_advantages(micros: list[MicroBatch], cfg: Config) -> None:
         micro.adv_R = adv_R
 
 
-def _put_gradient_rows_first(micro: MicroBatch, cfg: Config) -> None:
-    """Half of the head's work is for gradients, and a group of equal rewards has none: its advantage is 0, unless a KL
-    or an entropy bonus moves the policy all the same."""
-    loss_fn = cfg.loss_fn
-    moved_R = micro.adv_R != 0
-    if loss_fn.entropy_coef or (micro.ref_logp_R is not None and not loss_fn.use_kl_in_reward):
-        moved_R = torch.ones_like(moved_R)
-    if loss_fn.positive_example_nll_weight:
-        moved_R = moved_R | (micro.reward_R > 0)
-    moved_R = moved_R & micro.mask_R
+def _put_gradient_rows_first(micro: MicroBatch, path: LossPath) -> None:
+    """Two thirds of the output layer's work are for gradients, and a token of advantage 0 has none, unless a KL or an
+    entropy bonus moves the policy all the same: `path` knows, because it asked the loss."""
+    moved_R = path.may_have_gradient(micro.adv_R, micro.reward_R > 0) & micro.mask_R
     order_R = moved_R.logical_not().argsort(stable=True)
     for name in (field.name for field in fields(micro) if field.name.endswith("_R")):
         if (x_R := getattr(micro, name)) is not None:

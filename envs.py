@@ -263,7 +263,7 @@ class RewardFunction(Environment):
 
 
 def _place_of(error: Exception) -> str:
-    """ " (file:line)" of the last line in the file that the caller's callee is in; "" for a function without Python."""
+    """The last line that the function ran in its own file, as " (file:line)"; "" if it is not written in Python."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     own_file = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" ({own_file[-1].filename}:{own_file[-1].lineno})" if own_file else ""

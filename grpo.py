@@ -49,8 +49,9 @@ from advantages import step_advantages
 from batch import MicroBatch, Minibatch, finish_minibatches, make_minibatches, needs_old_logps
 from config import Config
 from engine import check_canary, check_versions, sync_weights
-from kernels import grpo_head, unsupported
-from loss import Metrics, derived_metrics, policy_loss, token_shares
+from kernels import linear_loss
+from kernels.linear_loss import DEVIATION
+from loss import Metrics, derived_metrics, policy_loss
 from model import Decoder, Reference
 from optim import clip_grad_norm, count_bad_steps, set_learning_rate
 from rollout import sample_step
@@ -133,56 +134,30 @@ def compute_logprobs(
             for micro in micros:
                 micro.ref_logp_R, _ = model(*micro.model_inputs)
     sums: Metrics = {}
-    for mask_metrics in finish_minibatches(minibatches, cfg):
+    for mask_metrics in finish_minibatches(minibatches, cfg, model.loss_path):
         accumulate(sums, mask_metrics)
     return reduce_over_ranks(sums) if sums else {}
 
 
 def compute_loss(model: Decoder, micro: MicroBatch, minibatch: Minibatch, cfg: Config) -> tuple[Tensor, Metrics]:
-    """The micro-batch's share of the minibatch's loss, differentiable, and its metrics.
-
-    A loss of tokens one by one comes with its gradients out of one pass over the logits; one that needs whole
-    sequences computes the logits twice.
-    """
-    positive_R = micro.reward_R > 0
-    whole = {
-        "num_valid_tokens": minibatch.num_tokens,
-        "num_valid_seqs": minibatch.num_seqs,
-        "cfg": cfg.loss_fn,
-        "positive_T": positive_R,
-        "num_positive_tokens": minibatch.num_positive_tokens,
-    }
-    rows = {"sampler_logp_T": micro.sampler_logp_R, "seq_T": micro.seq_R}
-    in_one_pass = not unsupported(cfg.loss_fn)
-    if in_one_pass:
-        share_R, nll_share_R = token_shares(micro.mask_R, **rows, **whole)
-        head = partial(
-            grpo_head,
-            num_grad_rows=micro.num_grad_rows,
-            old_logp_R=micro.old_logp_R,
-            sampler_logp_R=micro.sampler_logp_R,
-            adv_R=micro.adv_R,
-            share_R=share_R,
-            ref_logp_R=micro.ref_logp_R,
-            nll_share_R=nll_share_R,
-            cfg=cfg.loss_fn,
-        )
-        loss, logp_R, entropy_R = model(*micro.model_inputs, logprob_fn=head)
-    else:
-        logp_R, entropy_R = model(*micro.model_inputs)
-        entropy_R = entropy_R if cfg.loss_fn.entropy_coef else entropy_R.detach()
-    with torch.set_grad_enabled(not in_one_pass):
-        whole_loss, metrics = policy_loss(
-            logp_R,
-            old_logp_T=logp_R.detach() if micro.old_logp_R is None else micro.old_logp_R,
-            adv_T=micro.adv_R,
-            mask_T=micro.mask_R,
-            ref_logp_T=micro.ref_logp_R,
-            entropy_T=entropy_R,
-            **rows,
-            **whole,
-        )
-    return loss if in_one_pass else whole_loss, metrics
+    """The micro-batch's part of the minibatch's loss, differentiable, and its metrics."""
+    pack_loss = partial(  # what is left to give are the log-probabilities and entropies
+        policy_loss,
+        old_logp_T=micro.old_logp_R,
+        sampler_logp_T=micro.sampler_logp_R,
+        adv_T=micro.adv_R,
+        mask_T=micro.mask_R,
+        seq_T=micro.seq_R,
+        ref_logp_T=micro.ref_logp_R,
+        positive_T=micro.reward_R > 0,
+        num_valid_tokens=minibatch.num_tokens,
+        num_valid_seqs=minibatch.num_seqs,
+        num_positive_tokens=minibatch.num_positive_tokens,
+        cfg=cfg.loss_fn,
+    )
+    # The loss runs where the logits are: there its gradient costs one pass over them (kernels/linear_loss.py).
+    loss_of_logits = partial(linear_loss, pack_loss=pack_loss, num_grad_rows=micro.num_grad_rows, path=model.loss_path)
+    return model(*micro.model_inputs, logprob_fn=loss_of_logits)
 
 
 def training_metrics(
@@ -191,6 +166,7 @@ def training_metrics(
     """The loss metrics of a step, equal on all ranks: means over the tokens of all its optimizer steps, and for what is
     no mean (loss, counts) the mean over optimizer steps."""
     num_optimizer_steps = len(minibatches) * cfg.policy.ppo_epochs
+    sums = {name: value for name, value in sums.items() if name != DEVIATION}
     return derived_metrics(mask_metrics | reduce_over_ranks(sums, divide_sums_by=num_optimizer_steps)) | {
         "num_optimizer_steps": num_optimizer_steps,
         "global_valid_toks": sum(minibatch.num_tokens for minibatch in minibatches),

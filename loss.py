@@ -1,16 +1,16 @@
-"""Group advantages and the policy-gradient loss with its options: pure tensors, no torch.distributed, no I/O.
+"""The policy-gradient loss: its one and only definition, with its options and metrics. Pure tensors, no I/O.
 
-`policy_loss` is the only definition of the loss; a fused head must equal it. It sees the packed tokens of one
-micro-batch and returns their share of the loss of the whole optimizer batch. Shares add up, whatever the
-micro-batches and ranks, because the denominators are those of the whole batch, given by the caller. Nothing
-in it waits for the GPU.
+Whatever `policy_loss` says is trained: kernels/ calls it and takes its derivatives by autograd. A tensor's name ends in
+its dimensions, here R: the response tokens of a pack. Only the keywords of `policy_loss` end in _T instead.
 
-How a metric of several micro-batches and ranks becomes one number is said by its form:
+A pack is one of several micro-batches, on one of several ranks. So no loss here is a mean: each token has a weight,
+1 / (what the aggregation divides by, counted over the whole optimizer step), and losses of packs simply add up. How a
+metric of several packs becomes one number is said by its form:
     (sum, count) pair          add the sums, add the counts, divide once at the end
-    name ends in _min, _max    minimum, maximum (+inf, -inf where a micro-batch has no valid token)
-    any other scalar           add (`loss` is divided by its global denominator already)
-What is no mean, `derived_metrics` makes of the reduced numbers. docs/details.md says which paper or system each
-choice is from, and what the others do.
+    name ends in _min, _max    minimum, maximum (+inf, -inf where a pack has no valid token)
+    any other scalar           add (`loss` is divided by the count of the whole step already)
+`derived_metrics` then makes what is not a mean. Nothing in this file waits for the GPU. docs/details.md says which
+paper or system each choice is from, and what the others do.
 """
 
 import math
@@ -31,7 +31,7 @@ BY_SEQUENCE = ("sequence", "sequence-truncate", "sequence-mask")  # importance s
 def policy_loss(
     logp_T: Tensor,
     *,
-    old_logp_T: Tensor,
+    old_logp_T: Tensor | None,
     sampler_logp_T: Tensor,
     adv_T: Tensor,
     mask_T: Tensor,
@@ -44,163 +44,151 @@ def policy_loss(
     positive_T: Tensor | None = None,
     num_positive_tokens: int | Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """This micro-batch's share of the loss, differentiable in logp_T and entropy_T; metrics (NeMo RL ClippedPGLossFn).
+    """This pack's part of the loss, differentiable in logp_T and entropy_T; metrics (NeMo RL's ClippedPGLossFn).
 
-    Per token: logp_T (current policy), old_logp_T (at the start of the step), sampler_logp_T (as the engine reported
-    it), ref_logp_T (reference policy) and entropy_T in nats; adv_T; mask_T, nonzero if trained; positive_T, nonzero if
-    the reward is > 0; seq_T, an integer that the tokens of one sequence share and no others have. Sequences must be
-    whole; tokens in any order; T may be 0. num_valid_tokens, num_valid_seqs, num_positive_tokens: trained ones, over
-    all micro-batches and ranks of the optimizer step.
+    Per token, in nats: logp_T (current policy), old_logp_T (at the start of the step; None: logp_T itself, and ratios
+    are 1), sampler_logp_T (as the engine reported it), ref_logp_T (reference policy), entropy_T. adv_T: advantages;
+    mask_T: nonzero if trained; positive_T: nonzero if the reward is > 0; seq_T: an integer that the tokens of one
+    sequence share and no others have. Sequences must be whole; tokens in any order; T may be 0. num_valid_tokens,
+    num_valid_seqs, num_positive_tokens: trained ones, over all micro-batches and ranks of the optimizer step.
 
-        loss = aggregate(w l + reference_policy_kl_penalty kl - entropy_coef entropy) + positive_example_nll_weight nll
+        loss = sum over tokens of weight (w l + reference_policy_kl_penalty kl - entropy_coef entropy)
+               + positive_example_nll_weight nll
 
-    l: `_token_loss`; w: `_sampler_weights`; kl, where ref_logp_T is given: `_reference_kl`; aggregate: `_shares`.
-    nll: mean of -logp over the tokens of positive samples (VAPO, Yue et al. 2025, eq. 10; NeMo RL's is the mean of each
-    micro-batch: equal where there is one).
+    weight: `_aggregation_weights`; w: `_sampler_weights`; l: `_token_loss`; kl, where ref_logp_T is given:
+    `_reference_kl`; nll: mean of -logp over the tokens of positive samples (VAPO, Yue et al. 2025, eq. 10).
 
-    What is masked may hold anything, NaN too. A token whose sampler logp is not finite is as if masked, and counted
-    (`num_nonfinite_sampler_logp`): the caller's counts are without it. What an importance weight masks stays in them.
+    Masked tokens may hold anything, NaN too. A token whose sampler logp is not finite counts as masked, and is reported
+    (`num_nonfinite_sampler_logp`): the caller's counts are without it. Tokens that an importance weight sets to 0 stay
+    in the counts.
     """
     problems = list(loss_problems(cfg))
     assert not problems, problems
+    old_logp_T = logp_T.detach() if old_logp_T is None else old_logp_T
     t = _Tokens(logp_T, old_logp_T, sampler_logp_T, adv_T, mask_T, seq_T, cfg)
-    share_T = _shares(t.seqs, num_valid_tokens, num_valid_seqs, cfg)
-    ratio_T, clamped_T = _ratios(t, cfg)
-    weight_T, outside_T = _sampler_weights(t, cfg)
-    loss_T = _token_loss(t, ratio_T, clamped_T, cfg)
+    weight_R = _aggregation_weights(t.seqs, num_valid_tokens, num_valid_seqs, cfg)
+    ratio_R, clamped_R = _ratios(t, cfg)
+    sampler_weight_R, outside_R = _sampler_weights(t, cfg)
+
+    loss_R = _token_loss(t, ratio_R, clamped_R, cfg)
     if cfg.use_importance_sampling_correction:
-        loss_T = loss_T * weight_T
-    loss, kl, nll = (loss_T * share_T).sum(), share_T.new_zeros(()), share_T.new_zeros(())
+        loss_R = loss_R * sampler_weight_R
+    loss = (loss_R * weight_R).sum()
+    kl = nll = loss.new_zeros(())
     if ref_logp_T is not None and cfg.reference_policy_kl_penalty and not cfg.use_kl_in_reward:
-        kl = (_reference_kl(t, t.keep(ref_logp_T).detach(), cfg) * share_T).sum()
+        kl = (_reference_kl(t, t.keep(ref_logp_T).detach(), cfg) * weight_R).sum()
         loss = loss + cfg.reference_policy_kl_penalty * kl
     if cfg.entropy_coef:
         assert entropy_T is not None, f"entropy_coef={cfg.entropy_coef} needs entropy_T"
-        loss = loss - cfg.entropy_coef * (t.keep(entropy_T) * share_T).sum()
+        loss = loss - cfg.entropy_coef * (t.keep(entropy_T) * weight_R).sum()
     if cfg.positive_example_nll_weight:
         assert positive_T is not None and num_positive_tokens is not None, "positive-example NLL needs both"
-        nll = -torch.where(positive_T != 0, t.logp_T, 0.0).sum() / _at_least_one(num_positive_tokens)
+        nll = -torch.where(positive_T != 0, t.logp_R, 0.0).sum() / _at_least_one(num_positive_tokens)
         loss = loss + cfg.positive_example_nll_weight * nll
 
     with torch.no_grad():
         metrics: Metrics = {"loss": loss.detach(), "kl_penalty": kl.detach(), "positive_nll_loss": nll.detach()}
-        metrics |= _token_metrics(t, ratio_T, clamped_T, entropy_T, cfg) | _weight_metrics(t, weight_T, outside_T, cfg)
+        metrics |= _token_metrics(t, ratio_R, clamped_R, entropy_T, cfg)
+        metrics |= _weight_metrics(t, sampler_weight_R, outside_R, cfg)
     return loss, metrics
 
 
-@torch.no_grad()
-def token_shares(
-    mask_T: Tensor,
-    *,
-    sampler_logp_T: Tensor,
-    seq_T: Tensor,
-    num_valid_tokens: int | Tensor,
-    num_valid_seqs: int | Tensor,
-    cfg: LossConfig,
-    positive_T: Tensor,
-    num_positive_tokens: int | Tensor,
-) -> tuple[Tensor, Tensor]:
-    """What a head that sees tokens one by one needs to know of the rest: (share_T, nll_share_T), the weights of each
-    token in `policy_loss`'s aggregate and nll; 0 where it is not trained. Arguments as there."""
-    valid_T = (mask_T != 0) & sampler_logp_T.isfinite()
-    seqs = _Sequences(seq_T, valid_T, sampler_logp_T.dtype)
-    share_T = torch.where(valid_T, _shares(seqs, num_valid_tokens, num_valid_seqs, cfg), 0.0)
-    nll_share_T = (valid_T & (positive_T != 0)).to(share_T.dtype) / _at_least_one(num_positive_tokens)
-    return share_T, nll_share_T
-
-
 class _Tokens:
-    """What `policy_loss` was given of each token, with 0 for what is not trained."""
+    """The arguments of `policy_loss` per token, with 0 in place of what is not trained."""
 
-    def __init__(self, logp_T, old_logp_T, sampler_logp_T, adv_T, mask_T, seq_T, cfg: LossConfig):
-        shapes = [x.shape for x in (logp_T, old_logp_T, sampler_logp_T, adv_T, mask_T, seq_T)]
-        assert logp_T.dim() == 1 and len(set(shapes)) == 1, shapes
-        self.mask_T = mask_T != 0
-        self.valid_T = self.mask_T & sampler_logp_T.isfinite()
-        self.dtype = logp_T.dtype
-        self.logp_T, self.adv_T = self.keep(logp_T), self.keep(adv_T).detach()
-        self.old_logp_T = (self.logp_T if cfg.force_on_policy_ratio else self.keep(old_logp_T)).detach()
-        self.sampler_logp_T = self.keep(sampler_logp_T).detach()
-        self.seqs = _Sequences(seq_T, self.valid_T, self.dtype)
+    def __init__(self, logp_R, old_logp_R, sampler_logp_R, adv_R, mask_R, seq_R, cfg: LossConfig):
+        shapes = [x.shape for x in (logp_R, old_logp_R, sampler_logp_R, adv_R, mask_R, seq_R)]
+        assert logp_R.dim() == 1 and len(set(shapes)) == 1, shapes
+        self.mask_R = mask_R != 0
+        self.valid_R = self.mask_R & sampler_logp_R.isfinite()
+        self.dtype = logp_R.dtype
+        self.logp_R = self.keep(logp_R)
+        self.old_logp_R = (self.logp_R if cfg.force_on_policy_ratio else self.keep(old_logp_R)).detach()
+        self.sampler_logp_R = self.keep(sampler_logp_R).detach()
+        self.adv_R = self.keep(adv_R).detach()
+        self.seqs = _Sequences(seq_R, self.valid_R, self.dtype)
 
-    def keep(
-        self, x_T: Tensor
-    ) -> Tensor:  # before any exp: where a masked value gives inf, 0 times its gradient is NaN
-        return torch.where(self.valid_T, x_T.to(self.dtype), 0.0)
+    def keep(self, x_R: Tensor) -> Tensor:
+        """x_R where it is trained, else 0. Before any exp: 0 times the gradient of a masked infinity would be NaN."""
+        return torch.where(self.valid_R, x_R.to(self.dtype), 0.0)
 
 
 class _Sequences:
-    """Which tokens make a sequence: sums over it, given back to each of its tokens."""
+    """Which tokens make a sequence. `valid_R` (bool): tokens that count."""
 
-    def __init__(self, seq_T: Tensor, mask_T: Tensor, dtype: torch.dtype):
-        sorted_seq_T, order_T = seq_T.sort()
-        self.index_T = torch.zeros_like(order_T)  # dense numbers; `unique` would make CUDA wait for how many there are
-        self.index_T[order_T[1:]] = (sorted_seq_T[1:] != sorted_seq_T[:-1]).cumsum(0)
-        self.mask_T = mask_T
-        self.len_T = self.sum(mask_T.to(dtype)).clamp(min=1)  # trained tokens of the token's sequence
-        self.count = self.sum_of(torch.ones_like(self.len_T)).round()  # sequences with a trained token
+    def __init__(self, seq_R: Tensor, valid_R: Tensor, dtype: torch.dtype):
+        # Numbers the sequences 0, 1, ... in the order of seq_R. `unique` does the same, but CUDA would have to wait for
+        # the length of its result.
+        sorted_R, order_R = seq_R.sort()
+        self.index_R = torch.zeros_like(order_R)
+        self.index_R[order_R[1:]] = (sorted_R[1:] != sorted_R[:-1]).cumsum(0)
+        self.valid_R = valid_R
+        self.length_R = self.sum_for_each_token(valid_R.to(dtype)).clamp(min=1)  # valid tokens of the token's sequence
+        self.count = self.sum_over_sequences(torch.ones_like(self.length_R)).round()  # sequences with a valid token
 
-    def sum(self, x_T: Tensor) -> Tensor:
-        """Sum over the sequence of each token; x_T is 0 where not trained."""
-        return torch.zeros_like(x_T).index_add(0, self.index_T, x_T)[self.index_T]
+    def sum_for_each_token(self, x_R: Tensor) -> Tensor:
+        """[R]: for each token the sum of x_R over its sequence. x_R must be 0 where a token is not valid."""
+        return torch.zeros_like(x_R).index_add(0, self.index_R, x_R)[self.index_R]
 
-    def sum_of(self, x_T: Tensor) -> Tensor:
-        """Sum over sequences with a trained token of what is the same for all tokens of a sequence."""
-        return torch.where(self.mask_T, x_T / self.len_T, 0).sum()
-
-
-def _at_least_one(count: int | Tensor) -> Tensor:  # a batch without valid token gives 0, not 0/0
-    return torch.as_tensor(count).clamp(min=1)
+    def sum_over_sequences(self, x_R: Tensor) -> Tensor:
+        """A scalar: x_R, which must be equal within a sequence, summed once for each sequence with a valid token."""
+        return torch.where(self.valid_R, x_R / self.length_R, 0).sum()
 
 
-def _shares(seqs: _Sequences, num_valid_tokens: int | Tensor, num_valid_seqs: int | Tensor, cfg: LossConfig) -> Tensor:
-    """Weight of each token in the loss, whose denominators are those of the whole optimizer step.
+def _at_least_one(count: int | Tensor) -> Tensor:
+    return torch.as_tensor(count).clamp(min=1)  # a step without a valid token gives 0, not 0/0
 
-    token_level_loss: 1 / tokens (DAPO, Yu et al. 2025). If false, a sequence's tokens are summed over
-    loss_scale_factor, the same for all (Dr. GRPO, Liu et al. 2025; verl's key), or without one over the sequence's
-    length (GRPO, Shao et al. 2024), and sequences averaged. One without trained token adds 0.
+
+def _aggregation_weights(
+    seqs: _Sequences, num_valid_tokens: int | Tensor, num_valid_seqs: int | Tensor, cfg: LossConfig
+) -> Tensor:
+    """Weight of each token in the loss. Counts are those of the whole optimizer step.
+
+    token_level_loss: 1 / tokens (DAPO, Yu et al. 2025). If false: 1 / (length * sequences), the mean over sequences of
+    their tokens' mean (GRPO, Shao et al. 2024); loss_scale_factor takes the place of every length (Dr. GRPO, Liu et al.
+    2025; verl's key).
     """
-    one_T = torch.ones_like(seqs.len_T)
+    one_R = torch.ones_like(seqs.length_R)
     if cfg.token_level_loss:
-        return one_T / _at_least_one(num_valid_tokens)
-    length_T = seqs.len_T if cfg.loss_scale_factor is None else cfg.loss_scale_factor * one_T
-    return one_T / length_T / _at_least_one(num_valid_seqs)
+        return one_R / _at_least_one(num_valid_tokens)
+    length_R = seqs.length_R if cfg.loss_scale_factor is None else cfg.loss_scale_factor * one_R
+    return one_R / length_R / _at_least_one(num_valid_seqs)
 
 
 def _ratios(t: _Tokens, cfg: LossConfig) -> tuple[Tensor, Tensor]:
-    """The ratio r of each token and the clamped one.
+    """The probability ratio r of each token, and the clamped one.
 
-    r = exp(logp - old) (PPO, Schulman et al. 2017); clamp(r, 1 - ratio_clip_min, 1 + ratio_clip_max), the bounds apart
-    as DAPO's clip-higher. sequence_level_importance_ratios: exp(mean of logp - old over the sequence) (GSPO, Zheng et
-    al. 2025). force_on_policy_ratio: no clamp; `old` is detach(logp), in the metrics too, so r = 1.
-    |log r| is at most MAX_LOG_RATIO, and r has no gradient beyond: what overflows would cost the whole step.
-    disable_ppo_ratio: logp is in r's place, in the metrics too, as in NeMo RL.
+    r = exp(logp - old) (PPO, Schulman et al. 2017); clamp(r, 1 - ratio_clip_min, 1 + ratio_clip_max), two bounds as in
+    DAPO's clip-higher. sequence_level_importance_ratios: exp(mean of logp - old over the sequence) (GSPO, Zheng et al.
+    2025). force_on_policy_ratio: `old` is detach(logp), in the metrics too, so r = 1; no clamp.
+    |log r| is at most MAX_LOG_RATIO, and r has no gradient beyond: one overflow would cost the whole step.
+    disable_ppo_ratio: logp stands in place of r, in the metrics too, as in NeMo RL.
     """
     if cfg.disable_ppo_ratio:
-        return t.logp_T, t.logp_T
-    log_ratio_T = t.logp_T - t.old_logp_T
+        return t.logp_R, t.logp_R
+    log_ratio_R = t.logp_R - t.old_logp_R
     if cfg.force_on_policy_ratio:
-        ratio_T = log_ratio_T.exp()
-        return ratio_T, ratio_T
+        ratio_R = log_ratio_R.exp()
+        return ratio_R, ratio_R
     if cfg.sequence_level_importance_ratios:
-        log_ratio_T = t.seqs.sum(log_ratio_T) / t.seqs.len_T
-    ratio_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return ratio_T, ratio_T.clamp(1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max)
+        log_ratio_R = t.seqs.sum_for_each_token(log_ratio_R) / t.seqs.length_R
+    ratio_R = log_ratio_R.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return ratio_R, ratio_R.clamp(1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max)
 
 
-def _token_loss(t: _Tokens, ratio_T: Tensor, clamped_T: Tensor, cfg: LossConfig) -> Tensor:
-    """Loss of each token, before weighting and aggregation.
+def _token_loss(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, cfg: LossConfig) -> Tensor:
+    """Loss of each token, before weights.
 
     l = max(-A r, -A clamp(r)) (PPO, Schulman et al. 2017, eq. 7); with ratio_clip_c = c, min(l, -A c) where A < 0 (dual
-    clip, Ye et al. 2019). use_cispo: l = -A detach(clamp(r)) logp (MiniMax-M1 2025), which cuts no
-    token's gradient. disable_ppo_ratio: l = -A logp (REINFORCE, Williams 1992), as r is logp.
+    clip, Ye et al. 2019). use_cispo: l = -A detach(clamp(r)) logp (MiniMax-M1 2025), which takes no token's gradient
+    away. disable_ppo_ratio: l = -A logp (REINFORCE, Williams 1992), as r is logp.
     """
     if cfg.use_cispo:
-        return -t.adv_T * clamped_T.detach() * t.logp_T
-    loss_T = torch.maximum(-t.adv_T * ratio_T, -t.adv_T * clamped_T)
+        return -t.adv_R * clamped_R.detach() * t.logp_R
+    loss_R = torch.maximum(-t.adv_R * ratio_R, -t.adv_R * clamped_R)
     if cfg.ratio_clip_c is not None:
-        loss_T = torch.where(t.adv_T < 0, torch.minimum(loss_T, -t.adv_T * cfg.ratio_clip_c), loss_T)
-    return loss_T
+        loss_R = torch.where(t.adv_R < 0, torch.minimum(loss_R, -t.adv_R * cfg.ratio_clip_c), loss_R)
+    return loss_R
 
 
 def _sampler_weights(t: _Tokens, cfg: LossConfig) -> tuple[Tensor, Tensor | None]:
@@ -211,23 +199,22 @@ def _sampler_weights(t: _Tokens, cfg: LossConfig) -> tuple[Tensor, Tensor | None
         tis, sequence-truncate   w clamped (Yao et al. 2025; TRL token_truncate, sequence_truncate)
         icepop, sequence-mask    w = 0 outside (IcePop, Ring Team 2025; TRL token_mask, sequence_mask)
         seq-mask-tis             token weights, 0 where the sequence's geometric mean is outside (Liu, Li et al. 2025)
-        sequence                 unbounded: the unbiased one (docs/off_policy.md), at the highest variance
+        sequence                 unbounded: the only one without bias (docs/off_policy.md), at the highest variance
     """
-    kind, low, high = (
-        cfg.truncated_importance_sampling_type,
-        cfg.truncated_importance_sampling_ratio_min or 0.0,
-        cfg.truncated_importance_sampling_ratio,
-    )
-    log_weight_T = t.old_logp_T - t.sampler_logp_T
-    by_seq = cfg.sequence_level_importance_ratios or kind in BY_SEQUENCE
-    weight_T = (t.seqs.sum(log_weight_T) if by_seq else log_weight_T).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    kind = cfg.truncated_importance_sampling_type
+    low = cfg.truncated_importance_sampling_ratio_min or 0.0
+    high = cfg.truncated_importance_sampling_ratio
+    log_weight_R = t.old_logp_R - t.sampler_logp_R
+    sequence_log_R = t.seqs.sum_for_each_token(log_weight_R)
+    by_sequence = cfg.sequence_level_importance_ratios or kind in BY_SEQUENCE
+    weight_R = (sequence_log_R if by_sequence else log_weight_R).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     if kind in (None, "sequence"):
-        return weight_T, None
-    judged_T = (t.seqs.sum(log_weight_T) / t.seqs.len_T).exp() if kind == "seq-mask-tis" else weight_T
-    outside_T = (judged_T < low) | (judged_T > high)
+        return weight_R, None
+    bounded_R = (sequence_log_R / t.seqs.length_R).exp() if kind == "seq-mask-tis" else weight_R
+    outside_R = (bounded_R < low) | (bounded_R > high)
     if kind in ("tis", "sequence-truncate"):
-        return weight_T.clamp(low, high), outside_T
-    return torch.where(outside_T, 0.0, weight_T), outside_T
+        return weight_R.clamp(low, high), outside_R
+    return torch.where(outside_R, 0.0, weight_R), outside_R
 
 
 def kl_estimate(log_ratio_T: Tensor, kind: str) -> Tensor:
@@ -242,78 +229,88 @@ def clamp_abs(x_T: Tensor, limit: float | None) -> Tensor:
     return x_T if limit is None else x_T.clamp(-limit, limit)
 
 
-def _reference_kl(t: _Tokens, ref_logp_T: Tensor, cfg: LossConfig) -> Tensor:
+def _reference_kl(t: _Tokens, ref_logp_R: Tensor, cfg: LossConfig) -> Tensor:
     """Estimate of KL(policy || reference) at each token: u k(clamp(ref - logp)), clamped.
 
-    u = exp(logp - detach(logp)): 1, but its gradient makes the whole that of the KL itself (NeMo RL; Tang, Munos 2025).
-    use_on_policy_kl_approximation: u = exp(logp - sampler) corrects for who sampled; 0 where not finite. Where the
-    input clamp bites, u is a constant. kl_gradient=plain: u is a constant everywhere (TRL, verl, Shao et al. 2024).
+    The KL is an expectation over samples of the policy. Its gradient has a part that moves the estimate k at the token
+    and one that moves how often the token is sampled, k times the gradient of logp (Tang, Munos 2025). The factor u
+    adds the second part: u = exp(logp - detach(logp)) has the value 1 and the gradient of logp (NeMo RL).
+        kl_gradient=plain               u is a constant: the first part alone (TRL, verl, Shao et al. 2024)
+        use_on_policy_kl_approximation  u = exp(logp - sampler), as the sampler drew the token; 0 where not finite
+    Where the input clamp acts, u is a constant: nothing may push there.
     Gradient in logp of k1, k2, k3, with d = logp - ref: score_function 1 + d, d + d^2/2, d; plain 1, d, 1 - exp(-d).
     """
-    log_ratio_T = ref_logp_T - t.logp_T
-    bounded_T = clamp_abs(log_ratio_T, cfg.kl_input_clamp_value)
-    log_weight_T = t.logp_T - (t.sampler_logp_T if cfg.use_on_policy_kl_approximation else t.logp_T.detach())
-    finite_T = log_weight_T.exp().isfinite()  # asked before the exp that has a gradient: 0 times inf would be NaN
-    weight_T = torch.where(finite_T, torch.where(finite_T, log_weight_T, 0.0).exp(), 0.0)
+    log_ratio_R = ref_logp_R - t.logp_R
+    bounded_R = clamp_abs(log_ratio_R, cfg.kl_input_clamp_value)
+    log_u_R = t.logp_R - (t.sampler_logp_R if cfg.use_on_policy_kl_approximation else t.logp_R.detach())
+    finite_R = log_u_R.exp().isfinite()  # before the exp that has a gradient: 0 times infinity would be NaN
+    u_R = torch.where(finite_R, torch.where(finite_R, log_u_R, 0.0).exp(), 0.0)
     if cfg.kl_gradient == "plain":
-        weight_T = weight_T.detach()
-    weight_T = torch.where(bounded_T == log_ratio_T, weight_T, weight_T.detach())
-    return clamp_abs(weight_T * kl_estimate(bounded_T, cfg.reference_policy_kl_type), cfg.kl_output_clamp_value)
+        u_R = u_R.detach()
+    u_R = torch.where(bounded_R == log_ratio_R, u_R, u_R.detach())
+    return clamp_abs(u_R * kl_estimate(bounded_R, cfg.reference_policy_kl_type), cfg.kl_output_clamp_value)
 
 
 def _token_metrics(
-    t: _Tokens, ratio_T: Tensor, clamped_T: Tensor, entropy_T: Tensor | None, cfg: LossConfig
+    t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, entropy_R: Tensor | None, cfg: LossConfig
 ) -> Metrics:
     """Counts, extremes, and means over the trained tokens, under NeMo RL's names where it has one."""
-    gap_T = t.sampler_logp_T - t.old_logp_T
-    mixture_T = torch.logaddexp(t.old_logp_T, t.sampler_logp_T) - math.log(2)
-    js_T = (kl_estimate(t.old_logp_T - mixture_T, "k3") + kl_estimate(t.sampler_logp_T - mixture_T, "k3")) / 2
-    low_T, high_T = ratio_T < clamped_T, ratio_T > clamped_T
-    if not cfg.use_cispo:  # PPO's clip binds on one side for each sign of A
-        low_T, high_T = low_T & (t.adv_T < 0), high_T & (t.adv_T > 0)
-    mean_T = {
-        "probs_ratio": ratio_T,
-        "probs_ratio_clamped": clamped_T,
-        # Where the clip takes the token's gradient away; with CISPO, where it bounds its weight. Without dual clip.
-        "ratio_clip_low_fraction": low_T,
-        "ratio_clip_high_fraction": high_T,
+    gap_R = t.sampler_logp_R - t.old_logp_R
+    mixture_R = torch.logaddexp(t.old_logp_R, t.sampler_logp_R) - math.log(2)
+    js_R = (kl_estimate(t.old_logp_R - mixture_R, "k3") + kl_estimate(t.sampler_logp_R - mixture_R, "k3")) / 2
+    # Where the clip takes the token's gradient away (not the dual clip): PPO's binds on one side for each sign of A.
+    # CISPO's bounds the token's weight on both sides.
+    low_R, high_R = ratio_R < clamped_R, ratio_R > clamped_R
+    if not cfg.use_cispo:
+        low_R, high_R = low_R & (t.adv_R < 0), high_R & (t.adv_R > 0)
+    mean_R = {
+        "probs_ratio": ratio_R,
+        "probs_ratio_clamped": clamped_R,
+        "ratio_clip_low_fraction": low_R,
+        "ratio_clip_high_fraction": high_R,
         # Trainer against sampler: healthy within 1-2% above 1, and below 1e-3 for the KLs (NeMo RL's bounds).
-        "token_mult_prob_error": gap_T.abs().exp(),
-        "logp_gap_mean": gap_T.abs(),
-        "gen_kl_error": kl_estimate(-gap_T, cfg.reference_policy_kl_type),
-        "policy_kl_error": kl_estimate(gap_T, cfg.reference_policy_kl_type),
-        "js_divergence_error": js_T,
+        "token_mult_prob_error": gap_R.abs().exp(),
+        "logp_gap_mean": gap_R.abs(),
+        "gen_kl_error": kl_estimate(-gap_R, cfg.reference_policy_kl_type),
+        "policy_kl_error": kl_estimate(gap_R, cfg.reference_policy_kl_type),
+        "js_divergence_error": js_R,
         # -E[log p] under the current policy, from samples of the sampler's. `entropy` is the exact one.
-        "approx_entropy": -(t.logp_T - t.sampler_logp_T).exp() * t.logp_T,
+        "approx_entropy": -(t.logp_R - t.sampler_logp_R).exp() * t.logp_R,
     }
-    if entropy_T is not None:
-        mean_T["entropy"] = entropy_T
-    metrics: Metrics = {name: (t.keep(x_T).sum(), t.valid_T.sum()) for name, x_T in mean_T.items()}
-    metrics["kept_fraction/finite_sampler_logp"] = (t.valid_T.sum(), t.mask_T.sum())
-    metrics["probs_ratio_min"], metrics["probs_ratio_max"] = _extremes(ratio_T, t.valid_T)
-    metrics["probs_ratio_clamped_min"], metrics["probs_ratio_clamped_max"] = _extremes(clamped_T, t.valid_T)
-    metrics["logp_gap_max"] = _extremes(gap_T.abs(), t.valid_T)[1]
-    counts = {"num_valid_samples": t.seqs.count, "num_nonfinite_sampler_logp": (t.mask_T & ~t.valid_T).sum()}
-    return metrics | counts
+    if entropy_R is not None:
+        mean_R["entropy"] = entropy_R
+    metrics: Metrics = {name: (t.keep(x_R).sum(), t.valid_R.sum()) for name, x_R in mean_R.items()}
+    metrics["kept_fraction/finite_sampler_logp"] = (t.valid_R.sum(), t.mask_R.sum())
+    metrics["probs_ratio_min"], metrics["probs_ratio_max"] = _extremes(ratio_R, t.valid_R)
+    metrics["probs_ratio_clamped_min"], metrics["probs_ratio_clamped_max"] = _extremes(clamped_R, t.valid_R)
+    metrics["logp_gap_max"] = _extremes(gap_R.abs(), t.valid_R)[1]
+    metrics["num_valid_samples"] = t.seqs.count
+    metrics["num_nonfinite_sampler_logp"] = (t.mask_R & ~t.valid_R).sum()
+    return metrics
 
 
-def _weight_metrics(t: _Tokens, weight_T: Tensor, outside_T: Tensor | None, cfg: LossConfig) -> Metrics:
-    """Of the sampler weights, after truncation or masking; over sequences where the weight or the mask is theirs."""
+def _weight_metrics(t: _Tokens, weight_R: Tensor, outside_R: Tensor | None, cfg: LossConfig) -> Metrics:
+    """Means of the sampler weights, after truncation or masking: over sequences where a weight is a sequence's."""
     kind = cfg.truncated_importance_sampling_type
-
-    def mean(x_T, over_seqs):
-        x_T = x_T.to(t.dtype)
-        return (t.seqs.sum_of(x_T), t.seqs.count) if over_seqs else (t.keep(x_T).sum(), t.valid_T.sum())
-
     gspo = cfg.sequence_level_importance_ratios
-    first, second = (mean(weight_T**power, gspo or kind in BY_SEQUENCE) for power in (1, 2))
-    metrics = {"importance_weight_mean": first, "importance_weight_square": second}
+
+    def mean(x_R, over_sequences):
+        x_R = x_R.to(t.dtype)
+        return (
+            (t.seqs.sum_over_sequences(x_R), t.seqs.count) if over_sequences else (t.keep(x_R).sum(), t.valid_R.sum())
+        )
+
+    metrics = {
+        "importance_weight_mean": mean(weight_R, gspo or kind in BY_SEQUENCE),
+        "importance_weight_square": mean(weight_R**2, gspo or kind in BY_SEQUENCE),
+    }
     # NeMo RL's name, and its number: with GSPO it sums over sequences instead of averaging.
-    metrics["sampling_importance_ratio"] = first[0] if gspo else first
-    if outside_T is not None:
-        metrics["is_oob_ratio"] = mean(outside_T, kind == "seq-mask-tis" or kind in BY_SEQUENCE)
+    average = metrics["importance_weight_mean"]
+    metrics["sampling_importance_ratio"] = average[0] if gspo else average
+    if outside_R is not None:
+        metrics["is_oob_ratio"] = mean(outside_R, kind == "seq-mask-tis" or kind in BY_SEQUENCE)
         if kind in ("icepop", "seq-mask-tis", "sequence-mask"):
-            metrics["kept_fraction/importance_sampling"] = mean(~outside_T, False)
+            metrics["kept_fraction/importance_sampling"] = mean(~outside_R, False)
     return metrics
 
 
@@ -333,41 +330,43 @@ def derived_metrics(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def seq_logp_error_mask(
-    mask_T: Tensor,
+    mask_R: Tensor,
     *,
-    old_logp_T: Tensor,
-    sampler_logp_T: Tensor,
-    seq_T: Tensor,
+    old_logp_R: Tensor,
+    sampler_logp_R: Tensor,
+    seq_R: Tensor,
     threshold: float | None,
-    correct_T: Tensor | None = None,
+    correct_R: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """mask_T (bool) without the sequences whose mean of exp(|sampler - old|) exceeds the threshold; metrics (NeMo RL).
+    """mask_R (bool) without the sequences whose mean of exp(|sampler - old|) exceeds the threshold; metrics (NeMo RL).
 
     Applied once, before the tokens and sequences of a step are counted: unlike a mask of the importance weights it
-    does shrink the denominators, as NeMo RL's. Tokens whose sampler logp is not finite do not count in the mean.
-    correct_T, nonzero where the sample is right: adds masked_correct_pct. Arguments else as `policy_loss`.
+    does shrink the counts, as NeMo RL's. Tokens whose sampler logp is not finite do not count in the mean.
+    correct_R, nonzero where the sample is right: adds masked_correct_pct. Other arguments as in `policy_loss`.
     """
-    mask_T = mask_T != 0
-    valid_T = mask_T & sampler_logp_T.isfinite()
-    gap_T = torch.where(valid_T, sampler_logp_T - old_logp_T, 0.0).abs()
-    seqs = _Sequences(seq_T, mask_T, gap_T.dtype)
-    error_T = seqs.sum(torch.where(valid_T, gap_T.exp(), 0.0)) / seqs.sum(valid_T.to(gap_T.dtype)).clamp(min=1)
-    kept_T = mask_T if threshold is None else mask_T & (error_T <= threshold)
+    mask_R = mask_R != 0
+    valid_R = mask_R & sampler_logp_R.isfinite()
+    gap_R = torch.where(valid_R, sampler_logp_R - old_logp_R, 0.0).abs()
+    seqs = _Sequences(seq_R, mask_R, gap_R.dtype)
+    num_valid_R = seqs.sum_for_each_token(valid_R.to(gap_R.dtype)).clamp(min=1)
+    error_R = seqs.sum_for_each_token(torch.where(valid_R, gap_R.exp(), 0.0)) / num_valid_R
+    kept_R = mask_R if threshold is None else mask_R & (error_R <= threshold)
     metrics: Metrics = {}
-    for suffix, counted_T in ("", mask_T), ("_after_mask", kept_T):
-        name, one_T = f"seq_mult_prob_error{suffix}", counted_T.to(gap_T.dtype)
-        metrics[name] = (seqs.sum_of(error_T * one_T), seqs.sum_of(one_T))
-        metrics[f"{name}_min"], metrics[f"{name}_max"] = _extremes(error_T, counted_T)
-    lost_T = (mask_T & ~kept_T).to(gap_T.dtype)
-    metrics["num_masked_seqs_by_logprob_error"] = seqs.sum_of(lost_T)
-    metrics["kept_fraction/seq_logprob_error"] = (kept_T.sum(), mask_T.sum())
-    if correct_T is not None:
-        metrics["masked_correct_pct"] = (seqs.sum_of(lost_T * (correct_T != 0)), seqs.sum_of(lost_T))
-    return kept_T, metrics
+    for suffix, counted_R in ("", mask_R), ("_after_mask", kept_R):
+        name, one_R = f"seq_mult_prob_error{suffix}", counted_R.to(gap_R.dtype)
+        metrics[name] = (seqs.sum_over_sequences(error_R * one_R), seqs.sum_over_sequences(one_R))
+        metrics[f"{name}_min"], metrics[f"{name}_max"] = _extremes(error_R, counted_R)
+    lost_R = (mask_R & ~kept_R).to(gap_R.dtype)
+    num_lost = seqs.sum_over_sequences(lost_R)
+    metrics["num_masked_seqs_by_logprob_error"] = num_lost
+    metrics["kept_fraction/seq_logprob_error"] = (kept_R.sum(), mask_R.sum())
+    if correct_R is not None:
+        metrics["masked_correct_pct"] = (seqs.sum_over_sequences(lost_R * (correct_R != 0)), num_lost)
+    return kept_R, metrics
 
 
-def _extremes(x_T: Tensor, valid_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Minimum and maximum over the valid tokens; the added infinity is the answer where there is none."""
-    inf = x_T.new_full((1,), torch.inf)
-    smallest = torch.cat([torch.where(valid_T, x_T, torch.inf), inf]).amin()
-    return smallest, torch.cat([torch.where(valid_T, x_T, -torch.inf), -inf]).amax()
+def _extremes(x_R: Tensor, valid_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Minimum and maximum over the valid tokens; the appended infinity keeps amin and amax defined without any."""
+    inf = x_R.new_full((1,), torch.inf)
+    smallest = torch.cat([torch.where(valid_R, x_R, torch.inf), inf]).amin()
+    return smallest, torch.cat([torch.where(valid_R, x_R, -torch.inf), -inf]).amax()

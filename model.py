@@ -27,8 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from config import GRPOConfig
 from hf.model_config import ModelConfig, read_model_config
 from hf.weights import load_weights, sharded_parameters
-from kernels import Head as KernelBackend
-from kernels import linear_logp
+from kernels import KernelBackend, LossPath, linear_logp
 
 # For fewer key than query heads, varlen_attn of torch >= 2.12 wants a flag that 2.11 neither has nor needs.
 VARLEN_GQA = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
@@ -167,9 +166,9 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """The causal language model. It has no buffers: `state_dict()` has the names of the HF checkpoint.
 
-    temperature, vocab_limit, backend are constants of a run, which run/setup.py sets: the trainer divides logits by the
-    sampler's temperature, leaves out rows of the head beyond the tokenizer, which the sampler bans as well, and
-    computes the head with one choice of kernels.
+    temperature, vocab_limit, backend, loss_path are constants of a run, set by run/setup.py: the trainer divides logits
+    by the sampler's temperature, leaves out rows of the head beyond the tokenizer, which the sampler bans as well, and
+    computes the head with one choice of kernels and the loss in one way.
     """
 
     def __init__(self, config: ModelConfig):
@@ -184,6 +183,7 @@ class Decoder(nn.Module):
         self.temperature = 1.0
         self.vocab_limit: int | None = None
         self.backend: KernelBackend | None = None  # None: Triton on CUDA, PyTorch elsewhere
+        self.loss_path: LossPath | None = None  # of the trained policy
 
     def forward(
         self,
@@ -216,7 +216,7 @@ class Decoder(nn.Module):
         hidden_RD = hidden_TD.index_select(0, pos_R)
         logprob_fn = logprob_fn or partial(linear_logp, return_entropy=True)
         limit = self.vocab_limit
-        return logprob_fn(hidden_RD, weight_VD[:limit], target_R, temperature=self.temperature, head=self.backend)
+        return logprob_fn(hidden_RD, weight_VD[:limit], target_R, temperature=self.temperature, backend=self.backend)
 
 
 def shard(model: Decoder, mesh: DeviceMesh, *, precision: str, activation_checkpointing: bool) -> None:

@@ -56,14 +56,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--deadline", type=float, default=2.0)
-    parser.add_argument("--gsm8k", type=Path, default=ROOT.parent / "shared" / "data" / "gsm8k_test.jsonl")
+    parser.add_argument("--gsm8k", type=Path, help="GSM8K's test set as JSON lines {question, answer}")
     args = parser.parse_args()
     start = time.monotonic()
     pool = GraderPool(
         "graders.math_grader:grade", num_workers=args.workers, deadline_s=args.deadline, memory_mib=2048, first=FIRST
     )
     print(f"{args.workers} workers started in {time.monotonic() - start:.2f} s, deadline {args.deadline:g} s")
-    if args.gsm8k.exists():
+    if args.gsm8k:
         gsm8k(pool, args.gsm8k)
     corpus(pool)
     pool.close()

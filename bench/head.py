@@ -4,6 +4,8 @@
     python -m bench.head --dry                             the same course on a CPU, tiny: whether the script works
     python -m bench.head --table FILE                      the table of what FILE has so far
     python -m bench.head --cpu [--shapes 4096,512,151936] [--out FILE]       one CPU thread, float32, the torch heads
+    python -m bench.head --cpu --against FOLDER [--out FILE]  one pass by autograd against a checkout of b1072a1, whose
+                                                              derivatives were written by hand, by turns
 
 All get the same inputs: hidden states that lean on the target's row of the weight, so that logits are peaked, and old
 log-probabilities that keep every ratio between the clips: near one, heads that round logits would be judged by luck.
@@ -22,6 +24,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -34,18 +37,20 @@ import triton
 from torch import Tensor
 
 from bench import peers
-from config import LossConfig
-from kernels import Head, grpo_head, linear_logp
+from config import MAX_LOG_RATIO, LossConfig
+from kernels import KernelBackend, LossPath, linear_logp, linear_loss
+from loss import policy_loss
 
 ROOT = Path(__file__).resolve().parent.parent
 MAIN_SHAPE = (32768, 2048, 151936)
 SHAPES = [MAIN_SHAPE, *((n, d, 151936) for n in (32768, 8192) for d in (1536, 2048, 4096)), (4096, 4096, 128256)]
-BARE, NAIVE, OURS, OURS_SMALL, LOGP = "bare matmuls", "naive", "grpo_head", "grpo_head, 512 rows", "linear_logp"
+BARE, NAIVE, OURS, OURS_SMALL, LOGP = "bare matmuls", "naive", "linear_loss", "linear_loss, 512 rows", "linear_logp"
+FUSED = "linear_loss, fused"
 LIGER_GRPO, VERL = "Liger GRPO", "verl"
 SECONDS = 60  # for the first run of a head, compilation included
 
 
-@dataclass
+@dataclass(slots=True)
 class Inputs:
     hidden_ND: Tensor
     weight_VD: Tensor
@@ -104,24 +109,44 @@ def oracle(x: Inputs) -> dict[str, Tensor]:
     return exact | {"CE dX": -slope_ND / num_rows, "CE dW": ce_VD}
 
 
-def ours(head: Head) -> Callable:
+def ours(backend: KernelBackend, kind: str = "one pass") -> Callable:
+    """`linear_loss` on the PPO-clip loss, one sequence for each advantage."""
+    path = LossPath(kind, "", MAX_LOG_RATIO, idle_moves=False, positive_moves=False)
+
     def forward(x: Inputs):
-        rows = {"old_logp_R": x.old_N, "sampler_logp_R": x.old_N, "adv_R": x.adv_N}
-        rows |= {"share_R": torch.full_like(x.old_N, 1 / len(x.old_N)), "ref_logp_R": None, "nll_share_R": None}
-        how = {"temperature": 1.0, "num_grad_rows": len(x.old_N), "cfg": LossConfig(), "head": head}
-        return grpo_head(x.hidden_ND, x.weight_VD, x.target_N, **rows, **how)[:2]
+        num_rows, seen = len(x.old_N), []
+
+        def recording_loss(logp_N, entropy_T, **pack):
+            seen[:] = [logp_N.detach()]
+            return policy_loss(logp_N, entropy_T=entropy_T, **pack)
+
+        seq_N = torch.arange(num_rows, device=x.old_N.device) // peers.seq_len(num_rows)
+        pack = {"old_logp_T": x.old_N, "sampler_logp_T": x.old_N, "adv_T": x.adv_N, "mask_T": torch.ones_like(x.old_N)}
+        pack |= {"seq_T": seq_N, "num_valid_tokens": num_rows, "num_valid_seqs": num_rows, "cfg": LossConfig()}
+        pack_loss = partial(recording_loss, **pack, ref_logp_T=None)
+        loss, _ = linear_loss(
+            x.hidden_ND,
+            x.weight_VD,
+            x.target_N,
+            temperature=1.0,
+            num_grad_rows=num_rows,
+            pack_loss=pack_loss,
+            path=path,
+        )
+        return loss, *seen
 
     return forward
 
 
 def heads(backend: str) -> dict[str, tuple[str, Callable]]:
     """Name -> (what it computes, the function that makes it)."""
-    score = partial(linear_logp, return_entropy=True, head=Head(backend))
+    score = partial(linear_logp, return_entropy=True, backend=KernelBackend(backend))
     return {
-        OURS: ("GRPO", lambda: ours(Head(backend))),
-        OURS_SMALL: ("GRPO", lambda: ours(Head(backend, 512))),
-        "grpo_head, 2048 rows": ("GRPO", lambda: ours(Head(backend, 2048))),
-        "grpo_head, 8192 rows": ("GRPO", lambda: ours(Head(backend, 8192))),
+        OURS: ("GRPO", lambda: ours(KernelBackend(backend))),
+        FUSED: ("GRPO", lambda: ours(KernelBackend(backend), "fused")),
+        OURS_SMALL: ("GRPO", lambda: ours(KernelBackend(backend, 512))),
+        "linear_loss, 2048 rows": ("GRPO", lambda: ours(KernelBackend(backend, 2048))),
+        "linear_loss, 8192 rows": ("GRPO", lambda: ours(KernelBackend(backend, 8192))),
         LOGP: ("GRPO", lambda: peers.of_logp(lambda *x: score(*x)[0])),
         NAIVE: ("GRPO", lambda: peers.of_logp(peers.naive_logp)),
         "naive, torch.compile": ("GRPO", lambda: peers.of_logp(torch.compile(peers.naive_logp, dynamic=False))),
@@ -132,7 +157,7 @@ def heads(backend: str) -> dict[str, tuple[str, Callable]]:
         LIGER_GRPO: ("GRPO", peers.liger_grpo),
         "Liger FLCE": ("CE", peers.liger_ce),
         "F.linear_cross_entropy": ("CE", peers.torch_ce),
-        "grpo_head, torch": ("GRPO", lambda: ours(Head("torch"))),
+        "linear_loss, torch": ("GRPO", lambda: ours(KernelBackend("torch"))),
     }
 
 
@@ -261,7 +286,7 @@ def measure(shape: tuple, args: argparse.Namespace, write: Callable) -> list[dic
             line = found[name, backward][0]
             line |= {"status": "ok", "ms": ms, "tflops": flops / ms / 1e9, "of_bare": floor / ms, "ms_all": all_ms}
             write(line)
-    for key in ((OURS, True), (LOGP, True), (LOGP, False)):
+    for key in ((OURS, True), (FUSED, True), (LOGP, True), (LOGP, False)):
         if key in found and found[key][1]:
             write({"shape": shape, "profile": key, "kernel_ms": kernel_ms(found[key][1], cuda)})
     return [line for line, _ in found.values()]
@@ -274,19 +299,19 @@ def bars(lines: list[dict]) -> list[str]:
     """The project's own demands at MAIN_SHAPE."""
     at = {(line["name"], line["backward"]): line for line in lines if tuple(line["shape"]) == MAIN_SHAPE}
     ms = {key: line["ms"] for key, line in at.items() if "ms" in line}
-    own, score, small = (at.get(key, {}) for key in ((OURS, True), (LOGP, False), (OURS_SMALL, True)))
+    own, score, small = (at.get(key, {}) for key in ((OURS, True), (FUSED, True), (LOGP, False), (OURS_SMALL, True)))
     rivals = [ms[n, b] for n, b in ms if b and at[n, b]["computes"] == "GRPO" and not n.startswith((OURS, LOGP))]
     best = min(rivals) / own["ms"] if rivals and "ms" in own else None
     times = {name: ms[name, True] / own["ms"] for name in (LIGER_GRPO, VERL) if (name, True) in ms and "ms" in own}
     rows = [
-        ("grpo_head: share of the bare matmuls' speed", own.get("of_bare"), ">=", 0.85),
-        ("grpo_head: speed over the best other GRPO's", best, ">=", 1.25),
-        ("grpo_head: speed over Liger GRPO's", times.get(LIGER_GRPO), ">=", 2),
-        ("grpo_head: speed over verl's", times.get(VERL), ">=", 2),
+        ("linear_loss: share of the bare matmuls' speed", own.get("of_bare"), ">=", 0.85),
+        ("linear_loss: speed over the best other GRPO's", best, ">=", 1.25),
+        ("linear_loss: speed over Liger GRPO's", times.get(LIGER_GRPO), ">=", 2),
+        ("linear_loss: speed over verl's", times.get(VERL), ">=", 2),
         ("linear_logp forward: share of the bare matmul's speed", score.get("of_bare"), ">=", 0.75),
-        ("grpo_head: extra MiB", own.get("extra_MiB"), "<=", 4096),
-        ("grpo_head, 512 rows: extra MiB", small.get("extra_MiB"), "<=", 1024),
-        ("grpo_head: mean logp error", own.get("logp_error"), "<=", 1e-4),
+        ("linear_loss: extra MiB", own.get("extra_MiB"), "<=", 4096),
+        ("linear_loss, 512 rows: extra MiB", small.get("extra_MiB"), "<=", 1024),
+        ("linear_loss: mean logp error", own.get("logp_error"), "<=", 1e-4),
     ]  # fmt: skip
     return [bar(*row) for row in rows]
 
@@ -333,8 +358,8 @@ def facts() -> dict:
 
 
 def cpu_heads() -> dict[str, Callable]:
-    score = partial(linear_logp, head=Head("torch"))
-    return {NAIVE: peers.of_logp(peers.naive_logp), LOGP: peers.of_logp(score), OURS: ours(Head("torch"))}
+    score = partial(linear_logp, backend=KernelBackend("torch"))
+    return {NAIVE: peers.of_logp(peers.naive_logp), LOGP: peers.of_logp(score), OURS: ours(KernelBackend("torch"))}
 
 
 def resident(name: str) -> float:
@@ -372,17 +397,97 @@ def measure_cpu(shape: tuple, rounds: int) -> dict[str, dict]:
     return results
 
 
+TIMED_OLD = """
+import sys, time, torch
+sys.path.insert(0, sys.argv[1])
+from config import LossConfig
+from kernels import Head, grpo_head
+def forward(x):
+    rows = {"old_logp_R": x.old_N, "sampler_logp_R": x.old_N, "adv_R": x.adv_N, "ref_logp_R": None}
+    rows |= {"share_R": torch.full_like(x.old_N, 1 / len(x.old_N)), "nll_share_R": None}
+    from loss import policy_loss
+    how = {"temperature": 1.0, "num_grad_rows": len(x.old_N), "cfg": LossConfig(), "head": Head("torch")}
+    loss, logp_N, entropy_N = grpo_head(x.hidden_ND, x.weight_VD, x.target_N, **rows, **how)
+    with torch.no_grad():  # its metrics, which were a call of their own
+        counts = {"num_valid_tokens": len(x.old_N), "num_valid_seqs": len(x.old_N)}
+        policy_loss(logp_N, old_logp_T=x.old_N, sampler_logp_T=x.old_N, adv_T=x.adv_N, entropy_T=entropy_N,
+                    mask_T=torch.ones_like(x.old_N), seq_T=torch.arange(len(x.old_N)), cfg=LossConfig(), **counts)
+    return loss, logp_N
+"""
+SERVE = """
+torch.set_num_threads(1)
+x = torch.load(sys.argv[2], weights_only=True)
+x = type("Inputs", (), x)
+x.hidden_ND.requires_grad_(), x.weight_VD.requires_grad_()
+for line in sys.stdin:
+    start = time.perf_counter()
+    loss, _ = forward(x)
+    grads = torch.autograd.grad(loss, (x.hidden_ND, x.weight_VD))
+    print(time.perf_counter() - start, loss.item(), *(grad.double().norm().item() for grad in grads), flush=True)
+"""
+TIMED_NEW = """
+import sys, time, torch
+sys.path.insert(0, sys.argv[1])
+from bench.head import KernelBackend, ours
+forward = ours(KernelBackend("torch"))
+"""
+
+
+def measure_against(shape: tuple, folder: Path, rounds: int) -> dict:
+    """Seconds of a forward and backward here and in `folder`, in two processes that take turns on the same inputs."""
+    x = make_inputs(*shape, "cpu", torch.float32)
+    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+        torch.save({name: getattr(x, name).detach() for name in Inputs.__slots__}, file.name)
+        servers = {}
+        for name, code, where in (("new", TIMED_NEW, ROOT), ("old", TIMED_OLD, folder)):
+            command = [sys.executable, "-c", code + SERVE, str(where), file.name]
+            servers[name] = subprocess.Popen(
+                command, cwd=where, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+        times: dict = {"new": [], "old": []}
+        numbers = {}
+        for number in range(rounds + 1):  # the first warms up; who begins takes turns too
+            for name in ("new", "old") if number % 2 else ("old", "new"):
+                print("go", file=servers[name].stdin, flush=True)
+                seconds, *numbers[name] = map(float, servers[name].stdout.readline().split())
+                times[name].append(seconds)
+        for server in servers.values():
+            server.stdin.close()
+            server.wait()
+    ratios = [new / old for new, old in zip(times["new"][1:], times["old"][1:], strict=True)]
+    return {
+        "seconds": times,
+        "loss, |dX|, |dW|": numbers,
+        "new_over_old_median_of_pairs": statistics.median(ratios),
+        "new_over_old_of_medians": statistics.median(times["new"][1:]) / statistics.median(times["old"][1:]),
+        "new_over_old_of_fastest": min(times["new"][1:]) / min(times["old"][1:]),
+    }
+
+
 def main_cpu(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     shape = args.shapes[0] if args.shapes else (4096, 512, 151936)
     if args.growth:
         print(cpu_growth(args.growth, shape))
         return
-    results = measure_cpu(shape, args.rounds)
+    if args.against:
+        results = measure_against(shape, args.against.absolute(), args.rounds)
+    else:
+        results = measure_cpu(shape, args.rounds)
     text = json.dumps(facts() | {"shape": shape, "threads": 1, "results": results}, indent=1)
     print(text)
     if args.out:
         args.out.write_text(text + "\n")
+    if args.against:
+        print(
+            bar(
+                "one pass by autograd over hand-written derivatives",
+                results["new_over_old_median_of_pairs"],
+                "<=",
+                1.05,
+            )
+        )
+        return
     for name in (LOGP, OURS):
         print(bar(f"{name}: time over naive's", results[name]["of_naive"], "<=", 1.15))
         print(bar(f"{name}: growth in GiB", results[name]["growth_GiB"], "<=", 1))
@@ -399,6 +504,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a line of JSON is added for each result; with --cpu, one object")
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--against", type=Path, metavar="FOLDER")
     parser.add_argument("--growth", help=argparse.SUPPRESS)
     parser.add_argument("--table", type=Path)
     args = parser.parse_args()

@@ -1,7 +1,7 @@
-"""One operation per file: the math in its docstring, a plain PyTorch reference, Triton kernels, what training calls."""
+"""The output layer and the loss on top of it, without logits of all rows in memory: Triton kernels or PyTorch."""
 
-from kernels.backend import Head, choose_head
-from kernels.clipped_pg import grpo_head, unsupported
+from kernels.backend import KernelBackend, LossPath, choose_backend
 from kernels.linear_logp import linear_logp
+from kernels.linear_loss import linear_loss
 
-__all__ = ["Head", "choose_head", "grpo_head", "linear_logp", "unsupported"]
+__all__ = ["KernelBackend", "LossPath", "choose_backend", "linear_logp", "linear_loss"]

@@ -23,21 +23,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.backend import Head, choose_head
+from kernels.backend import KernelBackend, choose_backend
 from kernels.softmax import LN2, LOG2_E, chunks, dlogits_, mm_float32, row_stats_
 
 # Rows, columns and depth of a tile of logits, by the bytes of an element: what sm_90 holds without spilling
-# (tests/test_kernels_aot.py). 4 bytes: exact float32 products, without tensor cores.
+# (tests/kernels/test_aot.py). 4 bytes: exact float32 products, without tensor cores.
 TILES = {2: (128, 256, 64), 4: (32, 256, 16)}
 LAUNCH = {"num_warps": 8, "num_stages": 3}
-
-
-def reference(hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, temperature: float = 1.0):
-    """(logp_T, entropy_T) by the definition and autograd, logits and all: what the chunked op must equal."""
-    wide = torch.promote_types(hidden_TD.dtype, torch.float32)
-    all_logp_TV = ((hidden_TD @ weight_VD.T).to(wide) / temperature).log_softmax(-1)
-    entropy_T = -(all_logp_TV.exp() * all_logp_TV).sum(-1)
-    return all_logp_TV.gather(1, target_T[:, None])[:, 0], entropy_T
+TORCH = KernelBackend("torch")
 
 
 @triton.jit
@@ -120,12 +113,12 @@ def _forward_torch(hidden_TD, weight_VD, target_T, temperature, return_entropy):
     wide = torch.promote_types(hidden_TD.dtype, torch.float32)
     logp_T, max_T, sum_T = (hidden_TD.new_empty(num_rows, dtype=wide) for _ in range(3))
     entropy_T = torch.empty_like(logp_T) if return_entropy else None
-    parts = chunks(num_rows, vocab, Head("torch"), hidden_TD.device.type)
+    parts = chunks(num_rows, vocab, TORCH, hidden_TD.device.type)
     buffer_CV = hidden_TD.new_empty(parts[0].stop if parts else 0, vocab, dtype=wide)
     for rows in parts:
         logits_CV = mm_float32(hidden_TD[rows], weight_VD.T, out=buffer_CV[: rows.stop - rows.start])
         logp_T[rows], entropy_C, max_T[rows], sum_T[rows] = row_stats_(
-            logits_CV, target_T[rows], temperature, return_entropy
+            logits_CV, target_T[rows], temperature, TORCH, return_entropy
         )
         if return_entropy:
             entropy_T[rows] = entropy_C
@@ -134,11 +127,11 @@ def _forward_torch(hidden_TD, weight_VD, target_T, temperature, return_entropy):
 
 class _LinearLogp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, target_T, temperature, return_entropy, head):
-        forward = _forward_triton if head.backend == "triton" else _forward_torch
+    def forward(ctx, hidden_TD, weight_VD, target_T, temperature, return_entropy, backend):
+        forward = _forward_triton if backend.name == "triton" else _forward_torch
         logp_T, entropy_T, max_T, sum_T = forward(hidden_TD, weight_VD, target_T, temperature, return_entropy)
         ctx.save_for_backward(hidden_TD, weight_VD, target_T, max_T, sum_T, entropy_T)
-        ctx.temperature, ctx.head = temperature, head
+        ctx.temperature, ctx.backend = temperature, backend
         ctx.set_materialize_grads(False)  # entropy as a metric only: its gradient is None and costs nothing
         return logp_T, entropy_T
 
@@ -153,7 +146,7 @@ class _LinearLogp(torch.autograd.Function):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden_TD = hidden_TD.new_empty(hidden_TD.shape) if need_hidden else None
         grad_weight_VD = weight_VD.new_zeros(weight_VD.shape, dtype=wide) if need_weight else None
-        parts = chunks(len(hidden_TD), vocab, ctx.head, hidden_TD.device.type)
+        parts = chunks(len(hidden_TD), vocab, ctx.backend, hidden_TD.device.type)
         buffer_CV = hidden_TD.new_empty(parts[0].stop if parts else 0, vocab, dtype=wide)
         for rows in parts:
             logits_CV = mm_float32(hidden_TD[rows], weight_VD.T, out=buffer_CV[: rows.stop - rows.start])
@@ -166,7 +159,7 @@ class _LinearLogp(torch.autograd.Function):
                 None if grad_entropy_T is None else grad_entropy_T[rows],
                 temperature=ctx.temperature,
                 dtype=narrow,
-                head=ctx.head,
+                backend=ctx.backend,
             )
             if need_hidden:
                 torch.mm(dz_CV, weight_VD, out=grad_hidden_TD[rows])
@@ -182,13 +175,13 @@ def linear_logp(
     *,
     temperature: float = 1.0,
     return_entropy: bool = False,
-    head: Head | None = None,
+    backend: KernelBackend | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """log softmax(hidden_TD @ weight_VD.T / temperature) at target_T: logp_T or (logp_T, entropy_T), in nats.
 
     hidden_TD, weight_VD: one floating dtype and device; any strides: `weight[:vocab_size]` drops padded rows.
     target_T: int64 ids in [0, V); another id is an error (a device assert on CUDA). T = 0 is allowed.
-    head: None = Triton on CUDA, PyTorch elsewhere; float64 always goes to PyTorch.
+    backend: None = Triton on CUDA, PyTorch elsewhere; float64 always goes to PyTorch.
     Outputs are float32 (float64 for float64 inputs), differentiable once in hidden_TD and weight_VD.
     Memory: dX, dW (twice for 16-bit dtypes), one chunk of logits, with torch a second one if entropy takes part.
     """
@@ -197,9 +190,9 @@ def linear_logp(
     assert hidden_TD.shape[1] == weight_VD.shape[1] and len(weight_VD) > 0, shapes
     assert hidden_TD.dtype == weight_VD.dtype, (hidden_TD.dtype, weight_VD.dtype)
     assert temperature > 0, temperature
-    head = head or choose_head("auto", hidden_TD.device.type)
+    backend = backend or choose_backend("auto", hidden_TD.device.type)
     if hidden_TD.dtype == torch.float64:
-        head = Head("torch")
+        backend = TORCH
     inputs = (hidden_TD, weight_VD, target_T.contiguous())
-    logp_T, entropy_T = _LinearLogp.apply(*inputs, temperature, return_entropy, head)
+    logp_T, entropy_T = _LinearLogp.apply(*inputs, temperature, return_entropy, backend)
     return (logp_T, entropy_T) if return_entropy else logp_T

@@ -1,7 +1,7 @@
 """Rows of logits, a chunk of them in one buffer: matmuls in float32, softmax statistics, gradients in place.
 
-What `linear_logp` and `grpo_head` share. With z = logits / temperature, p = softmax(z), entropy H = -sum p log p,
-target y and the loss's derivatives g in log p_y and h in H, the gradient of a row of logits is
+With z = logits / temperature, p = softmax(z), entropy H = -sum p log p, target y and the loss's derivatives g in
+log p_y and h in H, the gradient of a row of logits is
     dz_j = [ g (1[j = y] - p_j) - h p_j (log p_j + H) ] / temperature
 A row's statistics are kept relative to its largest logit m, which is exact however large logits are: m, and
 s = sum exp((logit - m) / temperature).
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.backend import Head
+from kernels.backend import KernelBackend
 
 # Logits of a chunk of the torch backend: at most this many elements (one row if V is larger). In float32: 64 MiB on
 # CPU, and 1 GiB on a GPU, where dW's matmul, which reads and writes all of dW, waits for memory below 1000 rows.
@@ -26,9 +26,9 @@ BLOCK = 8192  # columns that a program has in registers: 16 a thread
 LN2, LOG2_E = tl.constexpr(math.log(2)), tl.constexpr(math.log2(math.e))
 
 
-def chunks(num_rows: int, vocab: int, head: Head, device_type: str) -> list[slice]:
+def chunks(num_rows: int, vocab: int, backend: KernelBackend, device_type: str) -> list[slice]:
     """Rows whose logits are in memory together."""
-    size = head.rows(vocab) if head.backend == "triton" else max(1, CHUNK_ELEMENTS[device_type] // vocab)
+    size = backend.rows(vocab) if backend.name == "triton" else max(1, CHUNK_ELEMENTS[device_type] // vocab)
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 
@@ -47,10 +47,20 @@ def mm_float32(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> T
 
 
 def row_stats_(
-    logits_CV: Tensor, target_C: Tensor, temperature: float, return_entropy: bool
+    logits_CV: Tensor, target_C: Tensor, temperature: float, backend: KernelBackend, return_entropy: bool = True
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """(logp, entropy or None, m, s) of each row, in PyTorch. Leaves logits - m in the buffer if entropy is asked for,
-    which takes memory for a second one; else nothing of use."""
+    """(logp_C, entropy_C or None, max_C, sum_C): max_C is m; sum_C is s, with Triton its log2.
+
+    PyTorch leaves logits - m in the buffer where the entropy is asked for, which takes memory for a second buffer; else
+    nothing of use. Triton leaves the logits as they are.
+    """
+    if backend.name == "triton":
+        stats_KC = logits_CV.new_empty(4, len(logits_CV))
+        row_stats_kernel[(len(logits_CV),)](
+            logits_CV, target_C, stats_KC, len(logits_CV), logits_CV.shape[1], 1 / temperature,
+            **launch_options(logits_CV.shape[1]),
+        )  # fmt: skip
+        return tuple(stats_KC)
     max_C = logits_CV.amax(1)
     z_CV = logits_CV.sub_(max_C[:, None])
     target_C = z_CV.gather(1, target_C[:, None])[:, 0] / temperature
@@ -72,19 +82,21 @@ def dlogits_(
     *,
     temperature: float,
     dtype: torch.dtype,
-    head: Head,
+    backend: KernelBackend,
 ) -> Tensor:
     """dz_CV in `dtype`, in the memory of the contiguous logits_CV with Triton: for 16 bits its rows are 2 V apart.
 
-    max_C, sum_C: m and s; max_C None: logits_CV is relative to it. h_C None: 0, and entropy_C is not read. Triton reads
-    none of the three: see `dlogits_kernel`.
+    max_C, sum_C, entropy_C: as from `row_stats_`. max_C None: with PyTorch, the buffer holds logits - m already; with
+    Triton, statistics are taken from the logits once more. h_C None: 0, and PyTorch does not read entropy_C.
     """
-    if head.backend == "triton":
-        slopes_KC = torch.stack([g_C] if h_C is None else [g_C, h_C])
+    if backend.name == "triton":
         dlogits_CV, vocab = narrow_view(logits_CV, dtype), logits_CV.shape[1]
+        g_C = g_C.contiguous()
+        h_or_any_C = g_C if h_C is None else h_C.contiguous()  # what is not there is not read
+        stats = (g_C, g_C, g_C) if max_C is None else (max_C, sum_C, entropy_C)
         dlogits_kernel[(len(logits_CV),)](
-            logits_CV, dlogits_CV, target_C, slopes_KC, len(logits_CV), vocab, dlogits_CV.stride(0), 1 / temperature,
-            ENTROPY=h_C is not None, **launch(vocab),
+            logits_CV, dlogits_CV, target_C, g_C, h_or_any_C, *stats, vocab, dlogits_CV.stride(0), 1 / temperature,
+            HAS_STATS=max_C is not None, ENTROPY=h_C is not None, **launch_options(vocab),
         )  # fmt: skip
         return dlogits_CV
     z_CV = logits_CV if max_C is None else logits_CV.sub_(max_C[:, None])
@@ -107,7 +119,7 @@ def narrow_view(logits_CV: Tensor, dtype: torch.dtype) -> Tensor:
     return logits_CV.view(dtype)[:, : logits_CV.shape[1]]
 
 
-def launch(vocab: int) -> dict:
+def launch_options(vocab: int) -> dict[str, int]:
     """Block of columns and warps of a program that owns a row."""
     block = min(BLOCK, max(16, triton.next_power_of_2(vocab)))
     return {"BLOCK": block, "num_warps": max(1, block // 512)}
@@ -150,19 +162,36 @@ def write_dlogits(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def dlogits_kernel(
-    logits_ptr, dlogits_ptr, target_ptr, slopes_ptr, num_rows, vocab, row_stride, scale,
-    ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A program per row. slopes: g, and with ENTROPY h, [1 or 2, num_rows]; row_stride: of dlogits. Statistics are
-    taken from these logits: with those of another matmul, 1 - p of a sure token would be the difference of the two."""
+def row_stats_kernel(logits_ptr, target_ptr, stats_ptr, num_rows, vocab, scale, BLOCK: tl.constexpr):
+    """A program per row writes logp, entropy, m and log2 s of it into stats, [4, num_rows]."""
     row = tl.program_id(0).to(tl.int64)  # before it is multiplied: rows times vocab passes 2^31
-    logits = logits_ptr + row * vocab
+    logits, stats = logits_ptr + row * vocab, stats_ptr + row
     largest, log2_sum, weighted = row_stats(logits, vocab, scale, BLOCK)
+    tl.store(stats, (tl.load(logits + tl.load(target_ptr + row)) - largest) * scale - log2_sum * LN2)
+    tl.store(stats + num_rows, (log2_sum - weighted) * LN2)
+    tl.store(stats + 2 * num_rows, largest)
+    tl.store(stats + 3 * num_rows, log2_sum)
+
+
+@triton.jit
+def dlogits_kernel(
+    logits_ptr, dlogits_ptr, target_ptr, g_ptr, h_ptr, max_ptr, log2_sum_ptr, entropy_ptr, vocab, row_stride, scale,
+    HAS_STATS: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program per row; row_stride: of dlogits. Statistics must be of these very logits: with those of another matmul,
+    1 - p of a sure token would be the difference of the two."""
+    row = tl.program_id(0).to(tl.int64)
+    logits = logits_ptr + row * vocab
+    if HAS_STATS:
+        largest, log2_sum = tl.load(max_ptr + row), tl.load(log2_sum_ptr + row)
+        entropy = tl.load(entropy_ptr + row)
+    else:
+        largest, log2_sum, weighted = row_stats(logits, vocab, scale, BLOCK)
+        entropy = (log2_sum - weighted) * LN2
     h = 0.0
     if ENTROPY:
-        h = tl.load(slopes_ptr + num_rows + row)
+        h = tl.load(h_ptr + row)
     write_dlogits(
-        logits, dlogits_ptr + row * row_stride, vocab, tl.load(target_ptr + row), largest, log2_sum,
-        LN2 * (log2_sum - weighted), tl.load(slopes_ptr + row), h, scale, ENTROPY, BLOCK,
+        logits, dlogits_ptr + row * row_stride, vocab, tl.load(target_ptr + row), largest, log2_sum, entropy,
+        tl.load(g_ptr + row), h, scale, ENTROPY, BLOCK,
     )  # fmt: skip

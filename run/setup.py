@@ -11,15 +11,18 @@ import torch
 import torch.distributed as dist
 
 import config
+from batch import needs_old_logps
 from engine import Engine, check_canary
 from graders.pool import GraderPool
 from hf.weights import save_hf
-from kernels import choose_head
+from kernels import choose_backend
+from loss import policy_loss
 from model import Decoder, Reference, load_policy, uses_flash_attention
 from optim import build_optimizer
 from rollout import Sampler, StepSamples, data_is_used_up
 from run import checkpoint, config_file
 from run.log import RunLog, Timers
+from run.loss_path import choose_loss_path
 from run.preflight import RunInputs, num_steps_of
 from run.resume import checkpoint_folder
 from run.reward_model import RewardModel
@@ -116,7 +119,10 @@ def build(
     """The sharded policy with float32 master weights, its optimizer, the reference policy where the loss has a KL, the
     engine, which has no weights yet and sleeps, and the sampler over it."""
     policy = cfg.policy
-    backend = choose_head(policy.head, device.type, policy.head_chunk_rows)
+    try:
+        backend = choose_backend(policy.kernel_backend, device.type, policy.logprob_chunk_size)
+    except ValueError as error:
+        raise config.ConfigError(f"policy.kernel_backend: {error}") from error
     seed_everything(cfg.grpo.seed)
     mesh = dist.init_device_mesh(device.type, (ranks.world_size,))
     model = load_policy(
@@ -129,11 +135,20 @@ def build(
     model.temperature = policy.generation.temperature
     model.vocab_limit = inputs.tokenizer.vocab_size
     model.backend = backend
+    model.loss_path = choose_loss_path(
+        policy_loss,
+        cfg.loss_fn,
+        has_old=needs_old_logps(cfg),
+        has_ref=cfg.loss_fn.reference_policy_kl_penalty > 0,
+        backend=backend,
+        device=device,
+        max_log_ratio=config.MAX_LOG_RATIO,
+    )
     size = sum(param.numel() for param in model.parameters())
     flash = uses_flash_attention(device.type, getattr(torch, policy.precision))
     ranks.print_rank0(
         f"policy: {size / 1e6:,.1f} M parameters, {policy.precision}, FSDP2 over {ranks.world_size} ranks; "
-        f"{backend.describe(inputs.tokenizer.vocab_size)}; "
+        f"{backend.describe(inputs.tokenizer.vocab_size)}; {model.loss_path.describe()}; "
         f"attention: {'varlen_attn' if flash else 'SDPA by runs of equal length'}; starting the engine"
     )
     reward_model = None

@@ -1,6 +1,6 @@
 """Finds what a user's config names by dotted path: an environment, a reward function, a dataset, a sampler. No torch.
 
-Owns the search path and the error. What the attribute must be is for its user to check (graded_envs.py, sources.py).
+Owns the search path and the error. What the attribute must be is for its user to check (envs.py, sources.py).
 """
 
 import importlib

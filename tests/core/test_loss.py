@@ -413,10 +413,10 @@ def test_what_cannot_be_computed_is_refused(options, missing):
 @pytest.mark.parametrize("threshold, kept", [(None, [1, 1, 1, 1, 1, 0]), (1.12, [1, 1, 1, 0, 0, 0]), (1.0, [0] * 6)])
 def test_seq_logp_error_mask(threshold, kept):
     batch = golden_batch()
-    rows = {name: batch[name] for name in ("mask_T", "old_logp_T", "sampler_logp_T", "seq_T")}
-    rows["sampler_logp_T"][5] = math.nan  # masked
-    mask_T, metrics = seq_logp_error_mask(**rows, threshold=threshold, correct_T=torch.tensor([0, 0, 0, 1, 1, 1]))
-    assert mask_T.tolist() == [bool(k) for k in kept]
+    rows = {f"{name}_R": batch[f"{name}_T"] for name in ("mask", "old_logp", "sampler_logp", "seq")}
+    rows["sampler_logp_R"][5] = math.nan  # masked
+    mask_R, metrics = seq_logp_error_mask(**rows, threshold=threshold, correct_R=torch.tensor([0, 0, 0, 1, 1, 1]))
+    assert mask_R.tolist() == [bool(k) for k in kept]
     errors = [(math.exp(0.1) + math.exp(0.1) + 1) / 3, (1 + math.exp(0.3)) / 2]  # 1.070, 1.175
     left = errors[: 2 if threshold is None else 1 if threshold > 1 else 0]
     want = {
@@ -444,7 +444,7 @@ def test_seq_logp_error_mask(threshold, kept):
 def test_seq_logp_error_drops_a_sequence_by_its_finite_tokens():
     batch = golden_batch()
     batch["sampler_logp_T"][4] = -math.inf
-    rows = {name: batch[name] for name in ("mask_T", "old_logp_T", "sampler_logp_T", "seq_T")}
-    mask_T, metrics = seq_logp_error_mask(**rows, threshold=1.05)
-    assert mask_T.tolist() == [False, False, False, True, True, False]  # the second's other token has error 1
+    rows = {f"{name}_R": batch[f"{name}_T"] for name in ("mask", "old_logp", "sampler_logp", "seq")}
+    mask_R, metrics = seq_logp_error_mask(**rows, threshold=1.05)
+    assert mask_R.tolist() == [False, False, False, True, True, False]  # the second's other token has error 1
     assert metrics["seq_mult_prob_error_min"] == 1

@@ -1,6 +1,6 @@
 """kernels/ compiled without a GPU for every target, and what the compiler made of them on sm_90.
 
-As a script, `python tests/test_kernels_aot.py FOLDER`, this file compiles all variants into FOLDER: the tests start it
+As a script, `python tests/kernels/test_aot.py FOLDER`, this file compiles all variants into FOLDER: the tests start it
 once, since kernels are made for the interpreter in a process of tests.
 """
 
@@ -39,30 +39,29 @@ def tile_stats(dtype, entropy, **constants):
     )
 
 
-def rows(vocab, dtype, **constants):
-    """What the kernels that own a row have in common; V as in training, where Triton knows what divides it."""
-    from kernels.softmax import launch
+def rows(name, dtype=None, vocab=151936, **constants):
+    """A kernel whose programs own a row; V as in training, where Triton knows what divides it."""
+    from kernels.softmax import launch_options
 
-    options = launch(vocab)
-    block = options.pop("BLOCK")
-    pointers = {"logits_ptr": "*fp32", "dlogits_ptr": f"*{dtype}", "target_ptr": "*i64"}
-    sizes = {"num_rows": "i32", "vocab": "i32", "row_stride": "i32", "scale": "fp32", "BLOCK": block}
-    return pointers | sizes | constants, options
-
-
-def dlogits(dtype, entropy, vocab=151936):
-    values, options = rows(vocab, dtype, slopes_ptr="*fp32", ENTROPY=entropy)
-    return import_module("kernels.rows").dlogits_kernel, values, options
+    options = launch_options(vocab)
+    file = "clipped_pg" if name == "clipped_pg_kernel" else "softmax"
+    kernel = getattr(import_module(f"kernels.{file}"), name)
+    types = {"num_rows": "i32", "vocab": "i32", "row_stride": "i32", "first_row": "i32", "scale": "fp32"}
+    types |= {"target_ptr": "*i64", "dlogits_ptr": f"*{dtype}", "BLOCK": options.pop("BLOCK")} | constants
+    values = {argument: types.get(argument, "*fp32") for argument in kernel.arg_names}
+    return kernel, values, options
 
 
-def policy(dtype, **keys):
+def dlogits(dtype, entropy, stats=False):
+    return rows("dlogits_kernel", dtype, HAS_STATS=stats, ENTROPY=entropy)
+
+
+def clipped_pg(dtype, **keys):
     """All terms at once with keys, else the defaults on policy."""
-    from config import LossConfig
+    from config import MAX_LOG_RATIO, LossConfig
 
-    constants = {"CFG": LossConfig(**keys), "HAS_OLD": bool(keys), "HAS_REF": bool(keys)}
-    pointers = {"inputs_ptr": "*fp32", "outputs_ptr": "*fp32", "first_row": "i32"}
-    values, options = rows(151936, dtype, **pointers, **constants)
-    return import_module("kernels.grpo_head").policy_row_kernel, values, options
+    constants = {"CFG": LossConfig(**keys), "MOST": MAX_LOG_RATIO, "HAS_OLD": bool(keys), "HAS_REF": bool(keys)}
+    return rows("clipped_pg_kernel", dtype, **constants)
 
 
 EVERY_TERM = {
@@ -76,7 +75,8 @@ EVERY_TERM = {
 EVERYWHERE = {  # compiled for every target; the others for sm_90
     "stats bf16 entropy": partial(tile_stats, "bf16", True),
     "dlogits bf16": partial(dlogits, "bf16", False),
-    "policy bf16": partial(policy, "bf16"),
+    "row stats": partial(rows, "row_stats_kernel"),
+    "clipped pg bf16": partial(clipped_pg, "bf16"),
 }
 MATMULS = {
     "stats bf16 entropy": EVERYWHERE["stats bf16 entropy"],
@@ -86,11 +86,13 @@ MATMULS = {
 ROWS = {
     "dlogits bf16": EVERYWHERE["dlogits bf16"],
     "dlogits bf16 entropy": partial(dlogits, "bf16", True),
+    "dlogits bf16 entropy, statistics given": partial(dlogits, "bf16", True, True),
     "dlogits fp32 entropy": partial(dlogits, "fp32", True),
-    "policy bf16": EVERYWHERE["policy bf16"],
-    "policy bf16 every term": partial(policy, "bf16", **EVERY_TERM),
+    "clipped pg bf16": EVERYWHERE["clipped pg bf16"],
+    "clipped pg bf16 every term": partial(clipped_pg, "bf16", **EVERY_TERM),
 }
 OTHERS = {
+    "row stats": EVERYWHERE["row stats"],
     "stats fp32 entropy": partial(tile_stats, "fp32", True),
     "stats of ones": partial(tile_stats, "bf16", True, num_rows=1, vocab=1, width=1),  # Triton makes 1 a constant
 }

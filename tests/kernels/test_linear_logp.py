@@ -3,7 +3,6 @@
 Without a GPU, Triton's kernels run in its interpreter on CPU tensors (conftest.py); with one, all of this runs there.
 """
 
-import importlib
 import math
 import os
 import subprocess
@@ -14,15 +13,21 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import config
-from kernels import Head, choose_head, linear_logp
+from kernels import KernelBackend, choose_backend, linear_logp
 from kernels.softmax import CHUNK_ELEMENTS, chunks
 
 ROOT = Path(__file__).resolve().parents[2]
-module = importlib.import_module("kernels.linear_logp")  # `kernels.linear_logp` is the function
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TORCH, TRITON = Head("torch"), Head("triton", 16)
-backends = pytest.mark.parametrize("head", [TORCH, TRITON], ids=["torch", "triton"])
+TORCH, TRITON = KernelBackend("torch"), KernelBackend("triton", 16)
+backends = pytest.mark.parametrize("backend", [TORCH, TRITON], ids=["torch", "triton"])
+
+
+def reference(hidden_TD, weight_VD, target_T, temperature=1.0):
+    """(logp_T, entropy_T) by the definition and autograd, logits and all: what linear_logp must equal."""
+    wide = torch.promote_types(hidden_TD.dtype, torch.float32)
+    all_logp_TV = ((hidden_TD @ weight_VD.T).to(wide) / temperature).log_softmax(-1)
+    entropy_T = -(all_logp_TV.exp() * all_logp_TV).sum(-1)
+    return all_logp_TV.gather(1, target_T[:, None])[:, 0], entropy_T
 
 
 def make_inputs(T, V=37, D=8, dtype=torch.float32, seed=0, scale=1.0):
@@ -43,21 +48,21 @@ def run(function, hidden_TD, weight_VD, target_T, temperature=1.0, entropy_coef=
     return logp_T, entropy_T, hidden_TD.grad, weight_VD.grad
 
 
-def ours(head):
-    return lambda x, w, y, tau: linear_logp(x, w, y, temperature=tau, return_entropy=True, head=head)
+def ours(backend):
+    return lambda x, w, y, tau: linear_logp(x, w, y, temperature=tau, return_entropy=True, backend=backend)
 
 
 def oracle(hidden_TD, weight_VD, target_T, temperature=1.0):
-    return run(module.reference, hidden_TD.double(), weight_VD.double(), target_T, temperature)
+    return run(reference, hidden_TD.double(), weight_VD.double(), target_T, temperature)
 
 
 def relative(got, want):
     return ((got.double() - want).norm() / want.norm()).item()
 
 
-def check(inputs, head, temperature=1.0, logp=1e-4, gradient=1e-5):
+def check(inputs, backend, temperature=1.0, logp=1e-4, gradient=1e-5):
     """Against float64: absolute error of logp and entropy; error of each gradient relative to its norm, or to 1."""
-    got, want = run(ours(head), *inputs, temperature), oracle(*inputs, temperature)
+    got, want = run(ours(backend), *inputs, temperature), oracle(*inputs, temperature)
     for a, b in zip(got[:2], want[:2], strict=True):
         assert a.dtype == torch.float32 and a.shape == b.shape
         assert (a - b).abs().max() <= logp, (a - b).abs().max()
@@ -68,7 +73,7 @@ def check(inputs, head, temperature=1.0, logp=1e-4, gradient=1e-5):
 
 
 @pytest.mark.parametrize(
-    "head, dtype, rel",
+    "backend, dtype, rel",
     [
         (TORCH, torch.float64, 1e-12),
         (TORCH, torch.float32, 2e-6),
@@ -76,10 +81,10 @@ def check(inputs, head, temperature=1.0, logp=1e-4, gradient=1e-5):
         (TRITON, torch.float32, 2e-6),
     ],
 )
-def test_values_equal_a_loop_over_python_floats(head, dtype, rel):
+def test_values_equal_a_loop_over_python_floats(backend, dtype, rel):
     hidden_TD, weight_VD, target_T = make_inputs(6, V=11, dtype=dtype)
     for tau in (1.0, 0.7):
-        logp_T, entropy_T = ours(head)(hidden_TD, weight_VD, target_T, tau)
+        logp_T, entropy_T = ours(backend)(hidden_TD, weight_VD, target_T, tau)
         assert logp_T.dtype == entropy_T.dtype == dtype  # float64 never goes to Triton
         for t, row in enumerate(hidden_TD.tolist()):
             z = [sum(a * b for a, b in zip(row, w, strict=True)) / tau for w in weight_VD.tolist()]
@@ -132,19 +137,19 @@ def test_edge_shapes(T, V, D, dtype, gradient):
     hidden_TD, weight_VD, target_T = make_inputs(T, V, D, dtype)
     edges = torch.tensor([V - 1, 0, 255, 256, 127, 128]).clamp(max=V - 1)  # first and last column of V and of a tile
     target_T[: len(edges)] = edges[:T]
-    check((hidden_TD, weight_VD, target_T), Head("triton"), 0.7, gradient=gradient)
+    check((hidden_TD, weight_VD, target_T), KernelBackend("triton"), 0.7, gradient=gradient)
 
 
 @backends
 @pytest.mark.parametrize("temperature", [1e-3, 0.1, 50.0])
-def test_temperatures(head, temperature):
-    check(make_inputs(9, V=300, scale=min(1, temperature)), head, temperature)
+def test_temperatures(backend, temperature):
+    check(make_inputs(9, V=300, scale=min(1, temperature)), backend, temperature)
 
 
 @backends
-def test_no_rows(head):
+def test_no_rows(backend):
     hidden_TD, weight_VD, target_T = make_inputs(0)
-    logp_T, entropy_T = ours(head)(hidden_TD, weight_VD, target_T, 0.7)
+    logp_T, entropy_T = ours(backend)(hidden_TD, weight_VD, target_T, 0.7)
     assert logp_T.shape == entropy_T.shape == (0,)
     (logp_T.sum() + entropy_T.sum()).backward()
     assert hidden_TD.grad.shape == (0, 8) and (weight_VD.grad == 0).all()
@@ -154,7 +159,7 @@ def test_no_rows(head):
 @pytest.mark.parametrize(
     "kind, offset", [("equal", 0.0), ("equal", 300.0), ("low", -1000.0), ("one huge", 0.0), ("one column", 0.0)]
 )
-def test_extreme_logits(head, kind, offset):
+def test_extreme_logits(backend, kind, offset):
     # The last hidden unit is 1, so that the last weight column is added to the logits as it is.
     hidden_TD, weight_VD, _ = (x.detach() for x in make_inputs(9, V=1 if kind == "one column" else 300))
     target_T = torch.arange(9, device=DEVICE) * 37 % len(weight_VD)
@@ -163,7 +168,7 @@ def test_extreme_logits(head, kind, offset):
         hidden_TD[:, :-1] = 0
     if kind == "one huge":
         weight_VD[3, -1] = 800.0
-    got, want = run(ours(head), hidden_TD, weight_VD, target_T), oracle(hidden_TD, weight_VD, target_T)
+    got, want = run(ours(backend), hidden_TD, weight_VD, target_T), oracle(hidden_TD, weight_VD, target_T)
     assert all(x.isfinite().all() for x in got) and (got[0] <= 0).all()
     # The matmul rounds logits near 1000 to 3e-5 already; a few such roundings meet, in another order with each backend:
     # 3e-7 of the largest logit. dX's last column, offset * sum(dz) = 0, is noise.
@@ -175,12 +180,12 @@ def test_extreme_logits(head, kind, offset):
 
 
 @backends
-def test_sliced_and_strided_inputs(head):
+def test_sliced_and_strided_inputs(backend):
     hidden_TD, weight_VD, target_T = make_inputs(20, V=37)
     cut = hidden_TD[:, 1:6], weight_VD[:29, 1:6], (target_T % 29).repeat_interleave(2)[::2]
-    want = check(cut, head, 1.0, 4e-6, 1e-6)
+    want = check(cut, backend, 1.0, 4e-6, 1e-6)
     wide_DT = hidden_TD.detach().T.contiguous().requires_grad_()  # so that .T of it is not contiguous
-    logp_T, entropy_T = ours(head)(wide_DT.T[:, 1:6], *cut[1:], 1.0)
+    logp_T, entropy_T = ours(backend)(wide_DT.T[:, 1:6], *cut[1:], 1.0)
     coef_T = torch.randn(20, generator=torch.Generator().manual_seed(9)).to(logp_T)
     (logp_T * coef_T + 0.4 * coef_T**2 * entropy_T).sum().backward()
     torch.testing.assert_close(logp_T, want[0])
@@ -189,27 +194,27 @@ def test_sliced_and_strided_inputs(head):
     assert (weight_VD.grad[29:] == 0).all()  # rows beyond the vocabulary take no part
 
 
-@pytest.mark.parametrize("head", [TORCH, Head("triton", 8)], ids=["torch", "triton"])
+@pytest.mark.parametrize("backend", [TORCH, KernelBackend("triton", 8)], ids=["torch", "triton"])
 @pytest.mark.parametrize("dtype, gradient", [(torch.bfloat16, 2.5e-3), (torch.float16, 4e-4)])
-def test_sixteen_bits_have_float32_logits_and_sums(monkeypatch, head, dtype, gradient):
+def test_sixteen_bits_have_float32_logits_and_sums(monkeypatch, backend, dtype, gradient):
     """16 chunks; what is left is the rounding of dz, of dX and, once, of dW."""
     monkeypatch.setitem(CHUNK_ELEMENTS, DEVICE, 8 * 501)
-    check(make_inputs(128, V=501, D=64, dtype=dtype, scale=0.3), head, 1.0, 2e-5, gradient)
+    check(make_inputs(128, V=501, D=64, dtype=dtype, scale=0.3), backend, 1.0, 2e-5, gradient)
 
 
 @backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_changes_nothing(head, dtype):
+def test_autocast_changes_nothing(backend, dtype):
     inputs = make_inputs(20, dtype=dtype)
-    want = run(ours(head), *inputs)
+    want = run(ours(backend), *inputs)
     with torch.autocast(DEVICE, torch.float16):
-        got = run(ours(head), *inputs)
+        got = run(ours(backend), *inputs)
     assert all(a.equal(b) for a, b in zip(got, want, strict=True))
 
 
 @backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_buffers_are_written_where_they_should_be(monkeypatch, head, dtype):
+def test_buffers_are_written_where_they_should_be(monkeypatch, backend, dtype):
     """Every buffer starts as NaN between two guards. Nothing of it is left, no guard is touched, inputs stay; and a
     second call gives the same bits."""
     guard, buffers, unguarded = 64, [], torch.Tensor.new_empty
@@ -225,51 +230,51 @@ def test_buffers_are_written_where_they_should_be(monkeypatch, head, dtype):
 
     inputs = make_inputs(35, V=259, D=21, dtype=dtype)  # two chunks of 16 rows and one of 3
     before = [x.detach().clone() for x in inputs]
-    want = run(ours(head), *inputs)
+    want = run(ours(backend), *inputs)
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
     monkeypatch.setattr(torch, "empty_like", lambda x: x.new_empty(x.shape))
-    got = run(ours(head), *inputs)
+    got = run(ours(backend), *inputs)
     assert len(buffers) >= 4 and all((x[:guard] == 7).all() and (x[-guard:] == 7).all() for x in buffers)
     assert all(a.equal(b) for a, b in zip(got, want, strict=True))
     assert all(a.equal(b) for a, b in zip(inputs, before, strict=True))
 
 
 @backends
-def test_entropy_changes_nothing_else(head):
+def test_entropy_changes_nothing_else(backend):
     hidden_TD, weight_VD, target_T = make_inputs(20)
-    linear_logp(hidden_TD, weight_VD, target_T, head=head).sum().backward()
+    linear_logp(hidden_TD, weight_VD, target_T, backend=backend).sum().backward()
     want = hidden_TD.grad.clone(), weight_VD.grad.clone()
     hidden_TD.grad = weight_VD.grad = None
-    ours(head)(hidden_TD, weight_VD, target_T, 1.0)[0].sum().backward()
+    ours(backend)(hidden_TD, weight_VD, target_T, 1.0)[0].sum().backward()
     assert hidden_TD.grad.equal(want[0]) and weight_VD.grad.equal(want[1])
 
 
 @backends
-def test_entropy_alone_has_its_gradient(head):
+def test_entropy_alone_has_its_gradient(backend):
     inputs = make_inputs(20)
-    for function in (module.reference, ours(head)):
+    for function in (reference, ours(backend)):
         hidden_TD, weight_VD = (x.detach().double().requires_grad_() for x in inputs[:2])
-        narrow = (hidden_TD, weight_VD) if function is module.reference else (hidden_TD.float(), weight_VD.float())
+        narrow = (hidden_TD, weight_VD) if function is reference else (hidden_TD.float(), weight_VD.float())
         function(*narrow, inputs[2], 0.7)[1].sum().backward()
-        if function is module.reference:
+        if function is reference:
             want = hidden_TD.grad, weight_VD.grad
     assert relative(hidden_TD.grad, want[0]) <= 1e-6 and relative(weight_VD.grad, want[1]) <= 1e-6
 
 
 @backends
 @pytest.mark.parametrize("hidden_grad, weight_grad, matmuls", [(1, 1, 4), (1, 0, 3), (0, 1, 3), (0, 0, 1)])
-def test_only_needed_gradients_are_computed(head, hidden_grad, weight_grad, matmuls):
+def test_only_needed_gradients_are_computed(backend, hidden_grad, weight_grad, matmuls):
     hidden_TD, weight_VD, target_T = make_inputs(20)
     hidden_TD.requires_grad_(bool(hidden_grad))
     weight_VD.requires_grad_(bool(weight_grad))
-    want = run(ours(head), hidden_TD, weight_VD, target_T, entropy_coef=0)
+    want = run(ours(backend), hidden_TD, weight_VD, target_T, entropy_coef=0)
     with FlopCounterMode(display=False) as flops:
-        logp_T = linear_logp(hidden_TD, weight_VD, target_T, head=head)
+        logp_T = linear_logp(hidden_TD, weight_VD, target_T, backend=backend)
         coef_T = torch.randn(20, generator=torch.Generator().manual_seed(9)).to(logp_T)
         if logp_T.requires_grad:
             (logp_T * coef_T).sum().backward()
     # The counter sees torch's matmuls, so not the one of Triton's forward.
-    assert flops.get_total_flops() == (matmuls - (head is TRITON)) * 2 * 20 * 37 * 8
+    assert flops.get_total_flops() == (matmuls - (backend is TRITON)) * 2 * 20 * 37 * 8
     for x, used, grad in ((hidden_TD, hidden_grad, want[2]), (weight_VD, weight_grad, want[3])):
         assert (x.grad is None) == (not used)
         if used:
@@ -277,7 +282,7 @@ def test_only_needed_gradients_are_computed(head, hidden_grad, weight_grad, matm
 
 
 @backends
-def test_programming_errors_are_refused(head):
+def test_programming_errors_are_refused(backend):
     hidden_TD, weight_VD, target_T = make_inputs(5)
     for bad in [
         (hidden_TD.bfloat16(), weight_VD, target_T),
@@ -285,30 +290,34 @@ def test_programming_errors_are_refused(head):
         (hidden_TD, weight_VD, target_T[:-1]),
     ]:
         with pytest.raises(AssertionError):
-            linear_logp(*bad, head=head)
+            linear_logp(*bad, backend=backend)
     with pytest.raises(AssertionError):
-        linear_logp(hidden_TD, weight_VD, target_T, temperature=0.0, head=head)
+        linear_logp(hidden_TD, weight_VD, target_T, temperature=0.0, backend=backend)
     if DEVICE == "cpu":  # a device assert would be the end of CUDA in this process
         for wrong in (target_T + 37, target_T - 37):
             with pytest.raises((IndexError, RuntimeError)):
-                linear_logp(hidden_TD, weight_VD, wrong, head=head)
+                linear_logp(hidden_TD, weight_VD, wrong, backend=backend)
 
 
 def test_the_choice():
-    assert choose_head("auto", "cuda", 512) == Head("triton", 512) and choose_head("auto", "cpu") == TORCH
-    assert choose_head("torch", "cuda") == TORCH and choose_head("triton", "cuda") == Head("triton")
-    with pytest.raises(config.ConfigError, match=r"policy\.head: triton needs a CUDA device.*cpu"):
-        choose_head("triton", "cpu")
-    assert Head("triton").rows(151936) == 6144 and Head("triton", 300).rows(151936) == 300
-    assert Head("triton").rows(10**9) == 1024
-    assert Head("triton").describe(151936) == "head: triton grpo_head, chunk 6144 rows"
-    assert Head("torch").describe(151936).startswith("head: torch reference")
+    assert (
+        choose_backend("auto", "cuda", 512) == KernelBackend("triton", 512) and choose_backend("auto", "cpu") == TORCH
+    )
+    assert choose_backend("torch", "cuda") == TORCH and choose_backend("triton", "cuda") == KernelBackend("triton")
+    with pytest.raises(ValueError, match=r"triton needs a CUDA device.*cpu"):
+        choose_backend("triton", "cpu")
+    assert KernelBackend("triton").rows(151936) == 6144 and KernelBackend("triton", 300).rows(151936) == 300
+    assert KernelBackend("triton").rows(10**9) == 1024
+    assert KernelBackend("triton").describe(151936) == "output layer: Triton kernels, 6144 rows of logits at a time"
+    assert KernelBackend("torch").describe(151936).startswith("output layer: PyTorch")
 
 
 MEMORY_SCRIPT = """
 import sys, torch
+from functools import partial
 from config import LossConfig
-from kernels import grpo_head, linear_logp
+from kernels import LossPath, linear_logp, linear_loss
+from loss import policy_loss
 T, V, D = map(int, sys.argv[2:])
 def status(key):  # KiB
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
@@ -317,9 +326,11 @@ def loss(hidden_TD, weight_VD, target_T):
         logp_T, entropy_T = linear_logp(hidden_TD, weight_VD, target_T, return_entropy=True)
         return logp_T.sum() + 0.1 * entropy_T.sum()
     one_T = torch.ones(len(target_T))
-    rows = {"old_logp_R": None, "sampler_logp_R": -one_T, "adv_R": one_T, "share_R": one_T}
-    rows |= {"ref_logp_R": None, "nll_share_R": None, "num_grad_rows": len(one_T), "temperature": 1.0}
-    return grpo_head(hidden_TD, weight_VD, target_T, **rows, cfg=LossConfig(entropy_coef=0.1))[0]
+    pack = {"old_logp_T": None, "sampler_logp_T": -one_T, "adv_T": one_T, "mask_T": one_T, "seq_T": target_T}
+    pack |= {"num_valid_tokens": 1, "num_valid_seqs": 1, "cfg": LossConfig(entropy_coef=0.1)}
+    path = LossPath("one pass", "", 20, True, True)
+    options = {"temperature": 1.0, "num_grad_rows": len(one_T), "path": path}
+    return linear_loss(hidden_TD, weight_VD, target_T, pack_loss=partial(policy_loss, **pack), **options)[0]
 torch.set_num_threads(1)
 hidden_TD = torch.randn(T, D).requires_grad_()
 weight_VD = torch.randn(V, D).div_(16).requires_grad_()
@@ -332,7 +343,7 @@ print(status("VmHWM") - before)
 """
 
 
-@pytest.mark.parametrize("operation", ["linear_logp", "grpo_head"])
+@pytest.mark.parametrize("operation", ["linear_logp", "linear_loss"])
 @pytest.mark.parametrize(
     "T, V, D, limit_mib", [(8192, 32768, 64, 256), pytest.param(4096, 151936, 512, 1024, marks=pytest.mark.long)]
 )

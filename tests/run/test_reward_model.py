@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from data import Problem
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from model import load_policy
-from rollout import RewardModel
 from run.preflight import read_reward_model
+from run.reward_model import RewardModel
 from system.exits import StopRun, exit_process
 
 TEMPLATE = (
@@ -122,24 +123,28 @@ def test_what_the_template_refuses_has_no_score(qwen3, one_rank, tmp_path, capsy
 
 def test_each_environment_of_a_batch_rewards_its_own(engine, one_rank, tiny, qwen3):
     """Three environments side by side, one of them the model, by which only its conversations are scored."""
-    from rollout import rollout_over_ranks  # not at the top: spawned ranks do without vLLM
+    from engine import SamplingOptions  # not at the top: spawned ranks do without vLLM
+    from rollout import Sampler
 
     ranks, device, mesh = one_rank
     engine.sync(full_tensors(load_policy(tiny[0], device=device, mesh=mesh), engine.dtype), 0)
     reward_model, tokenizer, seen = load(qwen3[0], mesh), Tokenizer(tiny[0]), []
-    provisional = envs.RewardModelEnv()
-    provisional.score = lambda conversations: seen.extend(conversations) or reward_model.score(conversations)
+
+    def score(conversations):
+        seen.extend(conversations)
+        return reward_model.score(conversations)
 
     def length(completions, bonus):
         return [len(text) + more for text, more in zip(completions, bonus, strict=True)]
 
-    environments = {"exact": envs.Exact(), "reward_model": provisional, "f": envs.RewardFunction(length, "f")}
+    environments = {"exact": envs.Exact(), "reward_model": envs.RewardModelEnv(), "f": envs.RewardFunction(length, "f")}
     rows = []
     for i, env_name in enumerate(["exact", "reward_model", "f", "reward_model", "f", "exact", "reward_model"]):
         messages = [{"role": "user", "content": f"{i}?" * (40 if i == 3 else 1)}]  # number 3 is too long for the model
         rows.append(Problem(i, messages, "1", env_name, tokenizer.render(messages), {"bonus": 100 * i}))
-    how = {"num_samples": 3, "temperature": 1.0, "max_new_tokens": 8, "seed_key": (0,)}
-    samples = rollout_over_ranks(engine, tokenizer, environments, list(enumerate(rows)), ranks=ranks, **how)
+    sampler = Sampler(engine, tokenizer, environments, ranks, score_conversations=score)
+    options = SamplingOptions(temperature=1.0, max_new_tokens=8)
+    samples = sampler.sample(list(enumerate(rows)), 3, options, (0,))
     assert [(s.prompt, s.env_name) for s in samples] == [
         (i, row.env_name) for i, row in enumerate(rows) for _ in range(3)
     ]
@@ -155,9 +160,8 @@ def test_each_environment_of_a_batch_rewards_its_own(engine, one_rank, tiny, qwe
             assert s.reward == (len(reply) + 100 * s.prompt if s.env_name == "f" else 0.0) and s.messages == []
     assert seen == scored and len({s.reward for s in samples if s.prompt == 6}) == 3
     with pytest.raises(StopRun, match=r"3 of 21 .*'reward_model': 3.*env.max_error_fraction=0.1"):
-        rollout_over_ranks(
-            engine, tokenizer, environments, list(enumerate(rows)), ranks=ranks, max_error_fraction=0.1, **how
-        )
+        strict = replace(sampler, max_error_fraction=0.1)
+        strict.sample(list(enumerate(rows)), 3, options, (0,))
 
 
 def edit_json(path, **fields):

@@ -1,0 +1,66 @@
+"""Values that cross between judge and candidate: built-in types as they are, nothing else."""
+
+import collections
+import enum
+import json
+import math
+
+import pytest
+
+from graders.codec import decode, encode
+
+VALUES = (None, True, 0, -1, 2**53, -(10**5000), 1.5, -0.0, math.inf, 2j, "é\ud800", "", b"\0\xff", [1, [2]], (1, (2,)))
+VALUES += ({1, 2}, frozenset([1]), {"a": (1,), (1, 2): {}}, {"list": [1]}, {"int": "0x1"}, [], (), {}, set())
+
+
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+def test_values_cross_with_their_type(value):
+    found = decode(json.loads(json.dumps(encode(value))))
+    assert found == value and (type(value) is int or repr(found) == repr(value)) and type(found) is type(value)
+    assert math.isnan(decode(json.loads(json.dumps(encode(math.nan)))))
+
+
+def test_subclasses_of_dict_that_equal_one_cross_as_one():
+    for value in (collections.Counter("aab"), collections.OrderedDict(a=1), collections.defaultdict(list, a=[1])):
+        found = decode(json.loads(json.dumps(encode(value))))
+        assert type(found) is dict and found == value
+
+
+class MyInt(int):
+    def __eq__(self, other):
+        return True
+
+    __hash__ = int.__hash__
+
+
+class MyDict(dict):
+    pass
+
+
+class MyList(list):
+    pass
+
+
+POINT = collections.namedtuple("POINT", "x")
+COLOR = enum.IntEnum("COLOR", "RED")
+
+
+@pytest.mark.parametrize(
+    "value", [MyInt(3), MyDict(), MyList(), POINT(1), COLOR.RED, object(), print, iter([]), range(3), int]
+)
+@pytest.mark.parametrize("place", [lambda v: v, lambda v: [v], lambda v: (1, (v,)), lambda v: {"a": v}])
+def test_what_is_no_builtin_value_does_not_cross(value, place):
+    with pytest.raises(TypeError, match=f"a value of type {type(value).__name__}"):
+        encode(place(value))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *({}, {"int": "0x1", "tuple": []}, {"int": 1}, {"int": "x"}, {"object": []}, {"set": [[1]]}, {"tuple": 1}),
+        *({"dict": [1]}, {"dict": [[[], 1]]}, {"complex": [1]}, {"bytes": "0"}, {"bytes": None}, {"complex": ["x", 1]}),
+    ],
+)
+def test_what_nobody_encodes_is_refused(data):
+    with pytest.raises((TypeError, ValueError)):
+        decode([data])
