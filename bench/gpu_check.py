@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import update
 from torch import Tensor
 
 import model

@@ -23,7 +23,6 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-import update
 from torch import nn
 
 import data
