@@ -114,8 +114,7 @@ class GRPOConfig:
     max_val_samples: int = key(256, ">= 1")
     """Validation uses at most this many problems of each set, from the top of the file."""
     val_num_generations_per_prompt: int = key(1, ">= 1")
-    """Sampled validation draws this many responses per problem for accuracy, pass@k and maj@k with k = 1, 2, 4, ...;
-    greedy validation draws one."""
+    """Sampled validation draws this many responses per problem, for pass@k and maj@k; greedy validation draws one."""
     val_temperature: float | None = key(None, "> 0")
     """Sampled validation divides the logits by this; null means policy.generation.temperature."""
     val_top_p: float | None = key(None, "> 0, <= 1")
@@ -130,8 +129,7 @@ class GRPOConfig:
     """A step is bad if |sampler - trainer log-probability|, in nats and averaged over its tokens, exceeds this; null
     sets no limit. bfloat16 gives 0.01, float32 1e-6, and old weights in the engine what the missed update moved."""
     canary_period: int = key(10, ">= 0")
-    """Every this many steps, a fixed prompt is sampled and scored again; its gap must stay below logp_gap_limit. 0
-    checks it at the start only."""
+    """A fixed prompt is sampled and scored again every this many steps, to the same limit; 0 does so only at first."""
     max_bad_steps: int = key(0, ">= 0")
     """A step whose loss or gradient is not finite, or whose sampler-trainer gap exceeds logp_gap_limit, is skipped and
     counted; more than this many in a row end the run."""
@@ -156,8 +154,7 @@ class LossConfig:
     token_level_loss: bool = True
     """The loss is the mean over tokens. If false, it is the mean over sequences of their token means."""
     loss_scale_factor: float | None = key(None, "> 0")
-    """As in Dr. GRPO, this length, such as the longest response's, divides each sequence's token sum; null divides by
-    its own length. It needs token_level_loss=false."""
+    """As in Dr. GRPO, this length divides each sequence's token sum; null divides by the sequence's own length."""
     disable_ppo_ratio: bool = False
     """The log-probability replaces the ratio, which makes this the plain policy gradient."""
     force_on_policy_ratio: bool = False
@@ -171,8 +168,7 @@ class LossConfig:
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     """The KL is estimated by Schulman's k1, k2 or k3."""
     kl_gradient: Literal["score_function", "plain"] = "score_function"
-    """score_function is the gradient of the KL itself, sampling included (NeMo RL). plain is the gradient of the
-    estimator alone (TRL, verl)."""
+    """score_function is the gradient of the KL itself (NeMo RL), plain that of the estimator alone (TRL, verl)."""
     kl_input_clamp_value: float | None = key(20.0, "> 0")
     """The KL clamps each log-probability difference to +-this; null means no limit."""
     kl_output_clamp_value: float | None = key(10.0, "> 0")
@@ -224,19 +220,14 @@ class OptimizerKwargs:
 
 
 @dataclass(frozen=True, slots=True)
-class MuonConfig:
-    lr: float | None = key(None, "> 0")
-    """The matrices have this learning rate after warm-up; null means kwargs.lr: updates are as large as AdamW's."""
-    momentum: float = key(0.95, ">= 0, < 1")
-    """The momentum decays at this rate."""
-
-
-@dataclass(frozen=True, slots=True)
 class OptimizerConfig:
     name: Literal["torch.optim.AdamW", "torch.optim.Muon"] = "torch.optim.AdamW"
     """torch.optim.Muon is Muon for the matrices of the blocks and AdamW for all other parameters."""
     kwargs: OptimizerKwargs = OptimizerKwargs()
-    muon: MuonConfig = MuonConfig()
+    muon_lr: float | None = key(None, "> 0")
+    """Muon's matrices have this learning rate after warm-up; null means kwargs.lr: updates are as large as AdamW's."""
+    muon_momentum: float = key(0.95, ">= 0, < 1")
+    """Muon's momentum decays at this rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,8 +308,7 @@ class DatasetConfig:
     name: str | None = None
     """Metrics and errors call the dataset this; null means the stem of the file or dataset_name."""
     data_path: str | None = None
-    """The rows are this jsonl, json or parquet file, relative to the working directory, or this hub dataset,
-    org/name."""
+    """The rows are this jsonl, json or parquet file (from the working directory) or this hub dataset, org/name."""
     dataset_name: str | None = None
     """gsm8k, MATH-500, OpenMathInstruct-2, DeepScaler, AIME2024, AIME2025, AIME2026, DAPOMath17K and DAPOMathAIME2024
     are known: this program knows their place and fields, and data_path may name another place. module:function is a
@@ -371,8 +361,7 @@ class DataConfig:
     num_prompts_per_dataloader: int | None = key(None, ">= 1")
     """use_multiple_dataloader, which needs this key, takes this many prompts of a set before the next set's turn."""
     custom_dataloader: str | None = None
-    """module:function is a function of yours that names the set of each prompt of a step for use_multiple_dataloader;
-    it may read the last step's metrics (dataset/mixing.py). null lets the sets take turns."""
+    """module:function of yours names the set of each prompt of a step, see dataset/mixing.py; null takes turns."""
     task_to_env: Mapping[str, str] = field(default_factory=dict)
     """A row whose `task_name` is a key here goes to that env_name; other task names are env_names themselves."""
     train: tuple[DatasetConfig, ...] = ()  # in yaml a mapping, or a list of mappings

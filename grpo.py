@@ -50,7 +50,7 @@ from batch import MicroBatch, Minibatch, finish_minibatches, make_minibatches, n
 from config import Config
 from engine import check_canary, check_versions, sync_weights
 from kernels import linear_loss
-from kernels.linear_loss import DEVIATION, one_pass_problem
+from kernels.linear_loss import DEVIATION
 from loss import Metrics, derived_metrics, policy_loss
 from model import Decoder, Reference
 from optim import clip_grad_norm, count_bad_steps, set_learning_rate
@@ -59,7 +59,7 @@ from run import setup
 from run.folder import open_run_folder, write_provenance
 from run.metrics import accumulate, reduce_over_ranks, sample_metrics
 from run.validation import validate
-from system.exits import Interrupted, StopRun, describe_failure, exit_process, write_exit_file
+from system.exits import Interrupted, describe_failure, exit_process, write_exit_file
 from system.ranks import broadcast_from_rank0, on_rank0, start_process_group
 from system.watchdog import Watchdog
 
@@ -97,10 +97,7 @@ def train(run: setup.Run) -> None:
                     loss.backward()  # adds to the gradient; FSDP sums it over ranks
                     accumulate(sums, loss_metrics)
                 grad_norm = clip_grad_norm(model, cfg.policy.max_grad_norm)
-                reduced = reduce_over_ranks(sums)
-                if problem := one_pass_problem(reduced[DEVIATION]):
-                    raise StopRun(f"step {step}: {problem}. The step was not applied")
-                num_bad_steps = count_bad_steps(num_bad_steps, reduced, grad_norm, cfg.grpo, step)
+                num_bad_steps = count_bad_steps(num_bad_steps, reduce_over_ranks(sums), grad_norm, cfg.grpo, step)
                 if num_bad_steps == 0:
                     optimizer.step()
                 # At once: gradients must not take memory during the rollout (NVIDIA-NeMo/RL#1147).

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import config
+from kernels.linear_loss import DEVIATION, one_pass_problem
 from system.exits import StopRun
 
 
@@ -29,9 +30,9 @@ class MuonWithAdamW:
         # of one (measured), and the same to the bit only on as many ranks.
         muon = torch.optim.Muon(
             matrices,
-            lr=cfg.kwargs.lr if cfg.muon.lr is None else cfg.muon.lr,
+            lr=cfg.kwargs.lr if cfg.muon_lr is None else cfg.muon_lr,
             weight_decay=cfg.kwargs.weight_decay,
-            momentum=cfg.muon.momentum,
+            momentum=cfg.muon_momentum,
             adjust_lr_fn="match_rms_adamw",
         )
         self.optimizers = (adamw, muon)
@@ -104,6 +105,8 @@ def count_bad_steps(
     the same weights, differ by more than logp_gap_limit on average. Raises StopRun at more than max_bad_steps in a row.
     `metrics` and `grad_norm` must be those of all ranks: then all ranks return the same and take one branch.
     """
+    if problem := one_pass_problem(metrics[DEVIATION]):
+        raise StopRun(f"step {step}: {problem}. The step was not applied")
     problems = []
     if not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm)):
         problems.append(f"loss {metrics['loss']}, gradient norm {grad_norm} are not finite")

@@ -18,10 +18,10 @@ from torch import Tensor
 
 import model
 from bench.head import call, exact_rows, facts, heads, make_inputs, oracle, ours
-from bench.train_step import QWEN, TINY, WAYS, config_of, loss_outside, random_batch, random_policy
+from bench.train_step import QWEN, TINY, WAYS, compute_gradients, config_of, loss_outside, random_batch, random_policy
 from config import LossConfig
 from hf.weights import sharded_parameters
-from kernels import Head, grpo_head, linear_logp
+from kernels import Head, choose_head, grpo_head, linear_logp
 from system.exits import exit_process
 from system.ranks import Ranks, start_process_group
 
@@ -123,8 +123,10 @@ def check_step(ranks: Ranks, device: torch.device, dry: bool) -> None:
         batch = random_batch(config_of("grpo_head"), hf["vocab_size"], 16, ranks, device)
         gradient = {}
         for way in WAYS:
+            cfg = config_of(way)
+            policy.backend = choose_head(cfg.policy.head, device.type, cfg.policy.head_chunk_rows)
             with loss_outside(way):
-                update.compute_gradients(policy, batch, config_of(way), hf["vocab_size"])
+                compute_gradients(policy, batch, cfg)
             shards = {name: param.grad.to_local() for name, param in sharded_parameters(policy).items()}
             gradient[way] = torch.cat([shard.flatten() for shard in shards.values()])
             head = "model.embed_tokens.weight" if tied else "lm_head.weight"

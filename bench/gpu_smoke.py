@@ -17,14 +17,17 @@ from unittest import mock
 import torch
 import update
 
-import grpo
+import engine as engine_module
 import model
-import rollout
+from batch import make_minibatches
 from bench.gpu_check import check, failed
 from bench.head import ROOT, facts
+from engine import Engine, SamplingOptions, check_canary, sync_weights
 from hf.weights import sharded_parameters
+from rollout import sample_step
 from run import config_file
 from run.preflight import read_inputs
+from run.setup import build
 from system.exits import exit_process
 from system.ranks import Ranks, start_process_group
 
@@ -43,10 +46,10 @@ def runner_of(worker) -> str:
 
 
 @torch.no_grad()
-def gap(policy: model.Decoder, samples: list, cfg, ranks: Ranks, device: torch.device, vocab: int) -> float:
+def gap(policy: model.Decoder, samples: list, cfg, ranks: Ranks, device: torch.device) -> float:
     """Mean |sampler - trainer| logp."""
-    micros = update.make_micro_batches(samples, [1.0] * len(samples), cfg, ranks, device)[0]
-    gaps = [(update.forward(policy, m, cfg, vocab)[0] - m.sampler_logp_R).abs() for m in micros]
+    minibatch = make_minibatches(samples, [1.0] * len(samples), cfg, ranks, device)[0]
+    gaps = [(policy(*micro.model_inputs)[0] - micro.sampler_logp_R).abs() for micro in minibatch.micros]
     return torch.cat(gaps).mean().item()
 
 
@@ -61,7 +64,7 @@ def check_sync(policy, engine, sample, gap_of, limit: float) -> None:
         size = 3 if local.dim() == 1 else 1  # far more than bfloat16 blurs: norms of short sequences matter little
         local.add_((torch.randn(local.shape, generator=generator) * size).to(local))
         stale.append(gap_of(base))
-        grpo.sync_weights(policy, engine, version)
+        sync_weights(policy, engine, version)
         fresh.append(gap_of(sample()))
         local.copy_(before)
     check(f"logp gap after a sync, {len(fresh)} parameters perturbed one by one, largest", max(fresh), limit)
@@ -69,12 +72,12 @@ def check_sync(policy, engine, sample, gap_of, limit: float) -> None:
     check("its share of the gap before the sync, largest", max(shares), 0.5)
 
 
-def speed(engine, prompts: list[list[int]], seeds: list[int], how: dict) -> tuple[float, list]:
+def speed(engine: Engine, prompts: list[list[int]], seeds: list[int], options: SamplingOptions) -> tuple[float, list]:
     """Tokens per second of the second of two calls, and what both sampled."""
     both = []
     for _ in range(2):
         start = time.perf_counter()
-        both.append([completion.ids.tolist() for completion in engine.generate(prompts, seeds, **how)])
+        both.append([completion.ids.tolist() for completion in engine.generate(prompts, seeds, options)])
         elapsed = time.perf_counter() - start
     return sum(map(len, both[1])) / elapsed, both
 
@@ -89,41 +92,40 @@ def main() -> None:
     cfg = config_file.load(ROOT / "configs/smoke.yaml", words)
     given = read_inputs(cfg)
     ranks, device = start_process_group(tp_size=1)
-    vocab = given.tokenizer.vocab_size
     line: dict = facts() | {"used_GiB_before": used_gib()}
-    policy, _, engine = grpo.build(cfg, given, ranks, device)
+    policy, _, _, engine, sampler = build(cfg, given, ranks, device)
     line["model_runner"] = engine.llm.collective_rpc(runner_of)[0]
     line["used_GiB_asleep"] = used_gib()
-    grpo.sync_weights(policy, engine, 0)
+    sync_weights(policy, engine, 0)
     line["used_GiB_awake"] = used_gib()
     engine.sleep()
     line["used_GiB_asleep_again"] = used_gib()
-    grpo.sync_weights(policy, engine, 0)
+    sync_weights(policy, engine, 0)
     line["used_GiB_awake_again"] = used_gib()
     if not args.dry:
         check("memory in use asleep, as a share of awake", line["used_GiB_asleep_again"] / line["used_GiB_awake"], 0.5)
 
     def sample() -> list:
-        return grpo.collect_samples(cfg, given, engine, ranks, given.train.start(), 1)[0]
+        return sample_step(sampler, cfg, given.train, given.train.start(), 1).trained
 
     def gap_of(samples: list) -> float:
-        return gap(policy, samples, cfg, ranks, device, vocab)
+        return gap(policy, samples, cfg, ranks, device)
 
     limit = 1e-4 if args.dry else 0.05
-    check("canary after a sync", grpo.check_canary(cfg, policy, engine, device, "after a sync"), limit)
+    check("canary after a sync", check_canary(policy, engine, None, device, "after a sync"), limit)
     engine.sleep()  # as for a reward model: the weights are not sent again
     engine.wake("weights")
     engine.wake("kv_cache")
-    check("canary after sleep and wake", grpo.check_canary(cfg, policy, engine, device, "after a wake"), limit)
+    check("canary after sleep and wake", check_canary(policy, engine, None, device, "after a wake"), limit)
     check_sync(policy, engine, sample, gap_of, limit)
 
     prompts = [row.prompt_ids for row in next(iter(given.train.datasets.values())).problems[: 64 if args.dry else 2048]]
-    how = {"temperature": 1.0, "max_new_tokens": cfg.policy.generation.max_new_tokens}
-    line["tokens_per_second_seeded"], (first, second) = speed(engine, prompts, list(range(len(prompts))), how)
+    options = SamplingOptions(1.0, cfg.policy.generation.max_new_tokens)
+    line["tokens_per_second_seeded"], (first, second) = speed(engine, prompts, list(range(len(prompts))), options)
     check("seeded samples that differ when repeated", sum(a != b for a, b in zip(first, second, strict=True)), 0)
-    real = rollout.SamplingParams
-    with mock.patch.object(rollout, "SamplingParams", lambda **params: real(**params | {"seed": None})):
-        line["tokens_per_second_unseeded"], _ = speed(engine, prompts, list(range(len(prompts))), how)
+    real = engine_module.SamplingParams
+    with mock.patch.object(engine_module, "SamplingParams", lambda **params: real(**params | {"seed": None})):
+        line["tokens_per_second_unseeded"], _ = speed(engine, prompts, list(range(len(prompts))), options)
     text = json.dumps(line)
     print(text)
     if args.out:

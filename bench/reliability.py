@@ -2,11 +2,11 @@
 
 Run: `torchrun --standalone --nproc_per_node=2 bench/reliability.py [OUT.json] [key.sub=value ...]`: 300 steps, minutes.
 
-The checks: is every sample of this version of the weights, do sampler and trainer agree (the numbers are in the step's
-metrics anyway), was anyone told to stop (a collective, and looks between decode steps), the watchdog's phases, is a
-checkpoint ready to be committed (a collective). In steps with an even number they are replaced by nothing. Steps that
-look at the canary or save are left out, with their neighbours; what those two take is reported apart. Every forward of
-the model is counted.
+The checks: is every sample of this version of the weights; are loss and gradient finite and do sampler and trainer
+agree (the numbers are in the step's metrics anyway); was anyone told to stop (a collective, and looks between decode
+steps); the watchdog's phases; is a checkpoint ready to be committed (a collective). In steps with an even number they
+are replaced by nothing. Steps that look at the canary or save are left out, with their neighbours; what those two take
+is reported apart. Every forward of the model is counted.
 """
 
 import json
@@ -25,21 +25,22 @@ sys.argv[1:1] = ["configs/smoke.yaml", f"grpo.max_num_steps={NUM_STEPS}", f"grpo
 sys.argv += [f"checkpointing.save_period={PERIOD}", "grpo.val_period=0", "logger.log_dir=logs/reliability"]
 sys.argv += ["grpo.val_at_start=false", "grpo.val_at_end=false", "logger.tensorboard_enabled=false"]
 
+import engine
 import grpo
 import model
-import rollout
-from run import checkpoint
+from run import checkpoint, setup
 from system import watchdog
 from system.exits import Signals, exit_process
 
 CHECKS = {
     (grpo, "check_versions"): None,
+    (grpo, "count_bad_steps"): 0,
     (Signals, "requested"): False,
     (Signals, "pending"): False,
     (watchdog.Watchdog, "enter"): None,
     (checkpoint.Saver, "poll"): None,
 }
-ALWAYS = [(rollout.LLM, "reset_prefix_cache"), (grpo, "check_canary"), (checkpoint.Saver, "save")]
+ALWAYS = [(engine.LLM, "reset_prefix_cache"), (setup, "check_canary"), (checkpoint.Saver, "save")]
 step, began = 0, {}
 spent: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))  # check -> step -> seconds
 forwards: dict[int, int] = defaultdict(int)
@@ -62,19 +63,19 @@ def measure(owner, name: str, instead: tuple = ()) -> None:
 
 
 def follow_steps() -> None:
-    collect, forward = grpo.collect_samples, model.Decoder.forward
+    sample, forward = grpo.sample_step, model.Decoder.forward
 
     def begins(*args):
         global step
         step = args[-1]
         began[step] = time.perf_counter()
-        return collect(*args)
+        return sample(*args)
 
     def counted(*args, **kwargs):
         forwards[step] += 1
         return forward(*args, **kwargs)
 
-    grpo.collect_samples, model.Decoder.forward = begins, counted
+    grpo.sample_step, model.Decoder.forward = begins, counted
 
 
 def ms(seconds) -> dict[str, float]:
@@ -100,7 +101,7 @@ def report() -> dict:
         "inside_the_checks_ms": ms(total),
         "each_check_median_ms": {label: ms(spent[label][n] for n in odd)["median"] for label in sorted(checks)},
         "reset_prefix_cache_ms": ms(spent["LLM.reset_prefix_cache"][n] for n in odd),
-        "canary_ms": ms(spent["grpo.check_canary"].values()),
+        "canary_ms": ms(spent["run.setup.check_canary"].values()),
         "save_blocks_ms": ms(spent["Saver.save"].values()),
         "forwards_with_checks": sorted({forwards[n] for n, _ in pairs}),
         "forwards_without": sorted({forwards[n] for _, n in pairs}),

@@ -2,9 +2,9 @@
 
     python -m bench.train_step [--samples 128] [--out FILE]        --dry: the same with a tiny model, on a CPU
 
-Through the project's own code (model.shard; update's score and compute_gradients, optim; one rank), with packs
-like those of configs/math_1b.yaml: 8,192 tokens, prompts of 60 to 160, responses of 100 to 400, no reference policy.
-Three ways: `grpo_head`; `linear_logp` with the loss outside, as losses over sequences have it; the PyTorch head. FLOPs
+Through the project's own code (model.shard, batch, grpo.compute_loss, optim; one rank), with packs like those of
+configs/math_1b.yaml: 8,192 tokens, prompts of 60 to 160, responses of 100 to 400, no reference policy. Three ways:
+`grpo_head`; `linear_logp` with the loss outside, as losses over sequences have it; the PyTorch head. FLOPs
 of a step over T tokens in sequences of length L, R rows at the head, P parameters in the blocks, N heads of H:
     6 P T + 6 R D V + 6 N H layers sum L^2        (attention: 4 L^2 N H forward, half of it causal, x 3 with backward)
 Utilisation: that per second over 989e12, the H200's dense bfloat16 peak. head: the same step without the blocks.
@@ -16,6 +16,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -26,12 +27,15 @@ import update
 from torch import nn
 
 import data
-import optim
+import grpo
+from batch import Minibatch, finish_minibatches, make_minibatches
 from bench.head import ROOT, facts
 from config import Config
 from hf.model_config import ModelConfig
 from hf.weights import sharded_parameters
+from kernels import choose_head, linear_logp
 from model import Decoder, shard
+from optim import build_optimizer, clip_grad_norm
 from run import config_file
 from system.exits import exit_process
 from system.ranks import Ranks, start_process_group
@@ -54,7 +58,7 @@ def config_of(way: str, *overrides: str) -> Config:
 def loss_outside(way: str):
     """Within, a loss that grpo_head computes goes through linear_logp all the same, if that is the way."""
     outside = way == "linear_logp"
-    return mock.patch.object(update, "unsupported", (lambda _: ["bench"]) if outside else update.unsupported)
+    return mock.patch.object(grpo, "unsupported", (lambda _: ["bench"]) if outside else grpo.unsupported)
 
 
 @torch.no_grad()
@@ -74,7 +78,7 @@ def random_policy(hf: dict, device: torch.device, precision: str) -> Decoder:
     return model
 
 
-def random_batch(cfg: Config, vocab: int, num_samples: int, ranks: Ranks, device: torch.device) -> update.Batch:
+def random_batch(cfg: Config, vocab: int, num_samples: int, ranks: Ranks, device: torch.device) -> Minibatch:
     rng = np.random.default_rng(0)
     samples = []
     for i in range(num_samples):
@@ -83,7 +87,14 @@ def random_batch(cfg: Config, vocab: int, num_samples: int, ranks: Ranks, device
         ends = {"finish_reason": "stop", "weight_version": 0, "reward": float(i % 2)}
         samples.append(data.Sample(i // 16, i % 16, 0, prompt.tolist(), response, logps, mask, **ends))
     adv_B = rng.standard_normal(num_samples).tolist()
-    return update.score(None, None, update.make_micro_batches(samples, adv_B, cfg, ranks, device), cfg, vocab)[0][0]
+    minibatches = make_minibatches(samples, adv_B, cfg, ranks, device)
+    finish_minibatches(minibatches, cfg)
+    return minibatches[0]
+
+
+def compute_gradients(model: nn.Module, batch: Minibatch, cfg: Config) -> None:
+    for micro in batch.micros:
+        grpo.compute_loss(model, micro, batch, cfg)[0].backward()
 
 
 class HeadAlone(nn.Module):
@@ -93,17 +104,20 @@ class HeadAlone(nn.Module):
         super().__init__()
         shape = (model.config.vocab_size, model.config.hidden_size)
         self.weight_VD = nn.Parameter(torch.randn(shape, device=device, dtype=dtype) * 0.02)
+        self.temperature = model.temperature
+        self.backend = model.backend
 
-    def forward(self, token_T, position_T, cu_seqlens, pos_R, target_R, *, temperature, vocab_size, head) -> tuple:
+    def forward(self, token_T, position_T, cu_seqlens, pos_R, target_R, *, logprob_fn=None) -> tuple:
         hidden_RD = self.weight_VD.new_empty(len(pos_R), self.weight_VD.shape[1]).normal_().requires_grad_()
-        return head(hidden_RD, self.weight_VD[:vocab_size], target_R, temperature=temperature)
+        logprob_fn = logprob_fn or partial(linear_logp, return_entropy=True)
+        return logprob_fn(hidden_RD, self.weight_VD, target_R, temperature=self.temperature, head=self.backend)
 
 
-def count(model: Decoder, batch: update.Batch, vocab: int) -> dict[str, float]:
+def count(model: Decoder, batch: Minibatch, vocab: int) -> dict[str, float]:
     """Tokens, rows and FLOPs of the step, by the formula above."""
     hf, blocks = model.config, sum(p.numel() for name, p in sharded_parameters(model).items() if ".layers." in name)
     tokens, rows = (sum(len(getattr(m, name)) for m in batch.micros) for name in ("token_T", "pos_R"))
-    squares = sum(int((np.diff(m.pack.cu_seqlens).astype(np.int64) ** 2).sum()) for m in batch.micros)
+    squares = sum(int((np.diff(m.cu_seqlens).astype(np.int64) ** 2).sum()) for m in batch.micros)
     attention = 6 * hf.num_attention_heads * hf.head_dim * hf.num_hidden_layers * squares
     head = 6 * rows * hf.hidden_size * vocab
     return {"tokens": tokens, "rows": rows, "flops": 6 * blocks * tokens + head + attention, "head_flops": head}
@@ -133,20 +147,21 @@ def main() -> None:
     model = random_policy(TINY if args.dry else QWEN, device, cfg.policy.precision)
     head = HeadAlone(model, device, getattr(torch, cfg.policy.precision))
     vocab = model.config.vocab_size
-    optimizer = optim.build_optimizer(model, cfg.policy.optimizer)
+    optimizer = build_optimizer(model, cfg.policy.optimizer)
     batch = random_batch(cfg, vocab, args.samples, ranks, device)
     work = count(model, batch, vocab)
     for way in WAYS:
         cfg = config_of(way)
+        model.backend = head.backend = choose_head(cfg.policy.head, device.type, cfg.policy.head_chunk_rows)
 
         def step(cfg=cfg) -> None:
-            update.compute_gradients(model, batch, cfg, vocab)
-            optim.clip_grad_norm(model, cfg.policy.max_grad_norm)
+            compute_gradients(model, batch, cfg)
+            clip_grad_norm(model, cfg.policy.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
         def head_alone(cfg=cfg) -> None:
-            update.compute_gradients(head, batch, cfg, vocab)
+            compute_gradients(head, batch, cfg)
             head.zero_grad(set_to_none=True)
 
         line = {"way": way} | work

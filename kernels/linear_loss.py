@@ -157,7 +157,7 @@ def one_pass_problem(deviation: float) -> str | None:
     if deviation <= MAX_DEVIATION:
         return None
     return (
-        f"the gradient that was computed is off that of loss.py by {deviation:.2g}: loss.py couples the tokens of "
-        "a pack, or trains tokens without advantage, in a way that the probes at start did not see. Make them see it "
+        f"the gradient that was computed differs from that of loss.py by {deviation:.2g}: loss.py couples the tokens "
+        "of a pack, or trains tokens without advantage, in a way that the probes at start did not see. Show it to them "
         "(`_random_pack` in run/loss_path.py), or return the path 'two passes' from `choose_loss_path` there"
     )

@@ -122,8 +122,8 @@ _UNREAD = (  # a key that nothing reads while the condition holds, and why: it m
     ("grpo.ref_policy_update_period", "loss_fn.reference_policy_kl_penalty=0.0", "there is no reference policy"),
     ("grpo.ref_policy_update_alpha", "grpo.ref_policy_update_period=null", "the reference policy is never updated"),
     ("policy.scheduler.min_factor", "policy.scheduler.name=constant", "a constant rate does not fall"),
-    ("policy.optimizer.muon.lr", "policy.optimizer.name!=torch.optim.Muon", "only Muon reads it"),
-    ("policy.optimizer.muon.momentum", "policy.optimizer.name!=torch.optim.Muon", "only Muon reads it"),
+    ("policy.optimizer.muon_lr", "policy.optimizer.name!=torch.optim.Muon", "only Muon reads it"),
+    ("policy.optimizer.muon_momentum", "policy.optimizer.name!=torch.optim.Muon", "only Muon reads it"),
 )
 
 

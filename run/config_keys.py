@@ -59,7 +59,7 @@ def unknown_key(name: str) -> str:
     last_names = {full: full.rpartition(".")[2] for full in FIELDS}
     last = difflib.get_close_matches(name.rpartition(".")[2], last_names.values(), n=1)
     namesakes = [full for full in FIELDS if last_names[full] in last]
-    near = difflib.get_close_matches(name, namesakes, n=1, cutoff=0)
+    near = difflib.get_close_matches(name, namesakes, n=1, cutoff=0) if "." in name else namesakes
     section = name
     while section not in SECTIONS:
         section = section.rpartition(".")[0]

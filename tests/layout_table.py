@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("kernels", "graders", "dataset", "hf", "system", "run")
 BEGIN, END = "<!-- written by tests/layout_table.py -->\n", "<!-- end -->\n"
 
-# Tests that are named after no file -> the files that they hold.
+# Tests -> the files that they hold beside the one that they are named after.
 ALSO = {
     "command/test_check.py": ["grpo.py", "run/preflight.py", "run/config_check.py", "hf/files.py"],
     "command/test_disk_full.py": ["run/checkpoint.py"],
@@ -21,6 +21,7 @@ ALSO = {
     "command/test_signals.py": ["grpo.py", "system/exits.py"],
     "command/test_soak.py": ["grpo.py", "engine.py"],
     "core/test_countdown.py": ["examples/envs/countdown.py"],
+    "core/test_envs.py": ["system/imports.py"],
     "core/test_example_envs.py": ["examples/envs"],
     "core/test_families.py": ["model.py", "engine.py", "hf/model_config.py"],
     "core/test_fast_run.py": ["grpo.py", "eval.py", "engine.py", "run/setup.py"],
@@ -28,41 +29,35 @@ ALSO = {
     "core/test_loss_exact.py": ["loss.py"],
     "core/test_multiturn.py": ["rollout.py"],
     "core/test_off_policy.py": ["loss.py", "bench/off_policy.py"],
-    "core/test_reward_model.py": ["envs.py", "model.py", "rollout.py"],
     "core/test_sampling.py": ["rollout.py"],
-    "core/test_shaping.py": ["advantages.py"],
-    "core/test_update.py": ["grpo.py", "optim.py"],
-    "core/test_validation.py": ["eval.py"],
+    "core/test_update.py": ["grpo.py", "batch.py", "optim.py"],
+    "core/test_validation.py": ["eval.py", "run/validation.py"],
+    "dataset/test_scan.py": ["dataset/problems.py", "run/preflight.py"],
     "examples/test_arithmetic.py": ["examples/arithmetic"],
     "examples/test_three_tasks.py": ["examples/three_tasks", "dataset/mixing.py"],
     "graders/test_graded_step.py": ["graders/pool.py", "rollout.py"],
     "kernels/test_aot.py": ["kernels/linear_logp.py", "kernels/clipped_pg.py", "kernels/softmax.py"],
+    "kernels/test_linear_loss.py": ["kernels/clipped_pg.py", "kernels/backend.py", "kernels/softmax.py"],
+    "kernels/test_linear_logp.py": ["kernels/backend.py", "kernels/softmax.py"],
+    "core/test_model.py": ["hf/weights.py"],
+    "run/test_log.py": ["run/metrics.py"],
+    "run/test_config_nemo.py": ["config.py"],
 }
-# Files without a test beside them -> why; ALSO, or the mirror of another file in FOR, holds them.
+# Files without a test beside them -> why.
 WITHOUT = {
-    "config.py": "a table: what reads and checks it is tested, key by key",
+    "batch.py": "held where a step is computed",
     "kernels/backend.py": "a choice between two ops, held by the tests of both",
+    "kernels/clipped_pg.py": "a fast path of linear_loss, held against it",
     "kernels/softmax.py": "what a row of logits needs, held by the two ops that are made of it",
     "eval.py": "held by whole runs and by its estimators' tests",
-    "optim.py": "held where a step is computed",
-    "dataset/problems.py": "held from file to problem",
     "hf/files.py": "held where a wrong file is answered",
     "hf/weights.py": "held where weights go in and out",
-    "run/config_check.py": "held with the files and overrides that are refused",
     "run/folder.py": "held by whole runs",
     "run/metrics.py": "held with the log that writes them",
     "run/setup.py": "held by whole runs",
+    "run/validation.py": "held with eval.py, whose numbers are the same",
+    "system/imports.py": "held where a config names something of the user's",
     "system/exits.py": "held by processes that end",
-}
-# Mirrors that hold another file too.
-FOR = {
-    "config.py": ["run/test_config_file.py", "run/test_config_nemo.py"],
-    "kernels/backend.py": ["kernels/test_clipped_pg.py", "kernels/test_linear_logp.py"],
-    "kernels/softmax.py": ["kernels/test_clipped_pg.py", "kernels/test_linear_logp.py"],
-    "dataset/problems.py": ["dataset/test_sources.py"],
-    "hf/weights.py": ["core/test_model.py"],
-    "run/config_check.py": ["run/test_config_file.py"],
-    "run/metrics.py": ["run/test_log.py"],
 }
 
 
@@ -90,7 +85,7 @@ def test_files() -> set[str]:
 def tests_of(name: str) -> list[str]:
     """What to run when the file was edited: its mirror first."""
     mirror = [mirror_of(name)] if mirror_of(name) in test_files() else []
-    return mirror + FOR.get(name, []) + [test for test, held in ALSO.items() if name in held]
+    return mirror + [test for test, held in ALSO.items() if name in held]
 
 
 def problems() -> list[str]:
@@ -98,15 +93,14 @@ def problems() -> list[str]:
     tests, mirrors = test_files(), {mirror_of(name) for name in needs_test()}
     found = [f"{name}: no tests/{mirror_of(name)}" for name in needs_test() if not tests_of(name)]
     found += [f"tests/{test} is in no list: say in ALSO what it holds" for test in sorted(tests - mirrors - set(ALSO))]
-    for name in WITHOUT | FOR:
+    for name in WITHOUT:
         if name not in needs_test():
             found.append(f"{name} is listed and is not there")
-        elif name in WITHOUT and mirror_of(name) in tests:
+        elif mirror_of(name) in tests:
             found.append(f"{name}: tests/{mirror_of(name)} is there, so WITHOUT need not excuse it")
     alone = [name for name in needs_test() if mirror_of(name) not in tests and name not in WITHOUT]
     found += [f"{name}: no tests/{mirror_of(name)}, and WITHOUT does not say why" for name in alone]
-    for test in sorted({*ALSO, *(test for listed in FOR.values() for test in listed)} - tests):
-        found.append(f"tests/{test} is listed and is not there")
+    found += [f"tests/{test} is listed and is not there" for test in sorted(ALSO.keys() - tests)]
     held = sorted({name for listed in ALSO.values() for name in listed})
     return found + [f"{name} is listed in ALSO and is not there" for name in held if not (ROOT / name).exists()]
 

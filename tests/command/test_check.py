@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 import config
-from run import config_file
+from run import config_file, preflight
 from run.config_check import check_writable
-from run.preflight import read_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTER = ROOT / "examples/arithmetic/starter"
@@ -58,8 +57,25 @@ def check(work, *words, **env):
     return run.returncode, run.stdout, run.stderr
 
 
+def refused_here(work, monkeypatch, *words):
+    """The message, as the command makes it, in this process: 40 commands would take half a minute."""
+
+    def tree():
+        return {path: path.is_file() and path.read_bytes() for path in work.rglob("*")}
+
+    monkeypatch.chdir(work)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GRPO_EXIT_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    before = tree()
+    with pytest.raises(config.ConfigError) as error:
+        preflight.check(preflight.parse_command_line(words, "usage"))
+    assert tree() == before
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
 def refused(work, *words, **env):
-    """The message, of which there is exactly one."""
+    """The message of the real command, of which there is exactly one."""
     code, out, err = check(work, "--check", *words, **env)
     assert (code, out) == (2, "") and err.startswith("error: ") and err.count("error: ") == 1, (code, out, err)
     assert err.count("\n") == 1 and "Traceback" not in err, err
@@ -138,11 +154,27 @@ def test_some_prompts_too_long_are_counted(work):
             ["run.yaml", "checkpointing.resume_from=model"],
             "checkpointing.resume_from=model: no whole checkpoint in model/checkpoints",
         ),
-        ([], "usage: [torchrun --nproc_per_node=N] grpo.py [--check [--all]] CONFIG.yaml"),
     ],
 )
-def test_mistake_in_config_or_paths(work, words, message):
-    assert message in refused(work, *words)
+def test_mistake_in_config_or_paths(work, monkeypatch, words, message):
+    assert message in refused_here(work, monkeypatch, *words)
+
+
+def test_no_argument_is_answered_with_the_usage(work):
+    assert "usage: [torchrun --nproc_per_node=N] grpo.py [--check [--all]] CONFIG.yaml" in refused(work)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["grpo.seed=many"], "grpo.seed: expected int, got 'many'"),
+        (["data.train.output_key=output"], "train.jsonl:1: no key 'output'; keys: input, answer"),
+        (["policy.model_name=absent"], "policy.model_name: no folder 'absent'"),
+    ],
+)
+def test_the_command_says_the_same(work, words, message):
+    """A mistake of each kind: config, data, model."""
+    assert message in refused(work, "run.yaml", *words)
 
 
 def test_byte_0_in_a_path(work, monkeypatch):
@@ -157,7 +189,7 @@ def test_byte_0_in_a_path(work, monkeypatch):
     }.items():
         Path("zero.yaml").write_text("defaults: run.yaml\n" + keys.replace("{}", r'"a\0b"') + "\n")
         with pytest.raises(config.ConfigError) as error:
-            read_inputs(config_file.load("zero.yaml"))
+            preflight.read_inputs(config_file.load("zero.yaml"))
         assert message in str(error.value)
 
 
@@ -177,9 +209,9 @@ def test_prompts_must_be_divisible_by_the_ranks(work):
         ('{"input": "1+1=", "answer": 2}\n\n[1]\n', "train.jsonl:3: expected a JSON object, got list"),
     ],
 )
-def test_mistake_in_data(work, content, message):
+def test_mistake_in_data(work, monkeypatch, content, message):
     (work / "train.jsonl").write_text(content)
-    assert refused(work, "run.yaml").startswith(message)
+    assert refused_here(work, monkeypatch, "run.yaml").startswith(message)
 
 
 def edit(name, **fields):
@@ -216,9 +248,9 @@ def edit(name, **fields):
         (edit("tokenizer_config.json", chat_template="{{ 1 // 0 }}"), "train.jsonl:1: the chat template refuses"),
     ],
 )
-def test_mistake_in_the_model_folder(work, spoil, message):
+def test_mistake_in_the_model_folder(work, monkeypatch, spoil, message):
     spoil(work / "model")
-    assert message in refused(work, "run.yaml", "policy.model_name=model")
+    assert message in refused_here(work, monkeypatch, "run.yaml", "policy.model_name=model")
 
 
 @pytest.mark.parametrize("env", [{"HF_HUB_OFFLINE": "1"}, {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}])

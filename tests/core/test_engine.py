@@ -1,32 +1,203 @@
-"""A sampler that stayed old in one of the ways seen in the wild is found within one step, on a real engine."""
+"""The engine against the trainer and transformers: same tokens, same log-probabilities; a stale one is found."""
 
 from dataclasses import replace
 
-import freshness
+import numpy as np
 import pytest
 import torch
+from dist_case import settings
+from loop import CPU, make_run, train
 from samples import sample
 
 import config
+import data
+import envs
+from batch import to_device
+from engine import SamplingOptions, check_canary, check_versions
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from model import load_policy
-from rollout import sample_seed
+from rollout import Sampler, sample_seed
 from system.exits import Interrupted, StopRun
 
-CFG = config.Config(
-    grpo=config.GRPOConfig(logp_gap_limit=1e-3),
-    policy=config.PolicyConfig(
-        precision="float32", max_total_sequence_length=256, generation=config.GenerationConfig(temperature=0.7)
-    ),
-)
+TEMPERATURE = 0.7
 OLD = "sampler and trainer disagree by"
 
 
 @pytest.fixture
 def policy(one_rank, tiny):
     _, device, mesh = one_rank
-    return load_policy(tiny[0], device=device, mesh=mesh)
+    model = load_policy(tiny[0], device=device, mesh=mesh)
+    model.temperature = TEMPERATURE
+    model.vocab_limit = Tokenizer(tiny[0]).vocab_size
+    return model
+
+
+@pytest.fixture
+def tokenizer(tiny):
+    return Tokenizer(tiny[0])
+
+
+def sync(engine, policy, version=0, without=None):
+    engine.sync(((n, t) for n, t in full_tensors(policy, engine.dtype) if n != without), version)
+
+
+def draw(engine, tokenizer, ranks, num_prompts, num_samples, max_new_tokens):
+    """Samples from prompts of several lengths, graded by the arithmetic environment (all wrong: random weights)."""
+    texts = [f"{i}+{7 * i}" * (1 + i % 4) for i in range(num_prompts)]
+    rows = [
+        data.Problem(
+            i, [{"role": "user", "content": text}], "1", "exact", tokenizer.render([{"role": "user", "content": text}])
+        )
+        for i, text in enumerate(texts)
+    ]
+    sampler = Sampler(engine, tokenizer, {"exact": envs.Exact()}, ranks)
+    return sampler.sample(list(enumerate(rows)), num_samples, SamplingOptions(TEMPERATURE, max_new_tokens), (0,))
+
+
+@pytest.fixture
+def samples_of(engine, tokenizer, one_rank):
+    return lambda *sizes: draw(engine, tokenizer, one_rank[0], *sizes)
+
+
+def gaps(policy, samples):
+    """|sampler - trainer| of every sampled token, through the packs that training uses."""
+    gap = []
+    for pack in data.pack_samples(samples, [0.0] * len(samples), 2048):
+        micro = to_device(pack, CPU)
+        with torch.no_grad():
+            logp_R, _ = policy(*micro.model_inputs)
+        gap.append((logp_R - micro.sampler_logp_R).abs())
+    return torch.cat(gap)
+
+
+def test_sampler_equals_trainer_and_transformers_with_padded_vocabulary(engine, policy, samples_of, tiny):
+    sync(engine, policy)
+    samples = samples_of(32, 8, 60)
+    gap = gaps(policy, samples)
+    assert len(gap) == sum(int(s.mask.sum()) for s in samples) >= 10_000
+    assert gap.max() <= 1e-4, gap.max()
+    assert max(s.output_ids.max() for s in samples) < policy.vocab_limit < tiny[1].config.vocab_size
+    # An oracle that shares nothing with us: the padded rows hold probability in transformers' logits and must be cut.
+    for s in samples[::37]:
+        ids = torch.tensor([*s.prompt_ids, *s.output_ids.tolist()])
+        with torch.no_grad():
+            logits_TV = tiny[1](ids[None]).logits[0, len(s.prompt_ids) - 1 : -1]
+        padded_mass = logits_TV.softmax(-1)[:, policy.vocab_limit :].sum(-1)
+        logp_TV = (logits_TV[:, : policy.vocab_limit] / TEMPERATURE).log_softmax(-1)
+        expected = logp_TV.gather(1, ids[len(s.prompt_ids) :, None])[:, 0]
+        assert (expected - torch.from_numpy(s.sampler_logps)).abs().max() <= 1e-4
+        assert padded_mass.mean() > 0.01  # so that forgetting to cut them would show
+
+
+def test_every_parameter_reaches_the_engine(engine, policy, samples_of):
+    sync(engine, policy)
+    for name, param in policy.named_parameters():
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(1)
+            local = param.to_local()
+            local.add_(0.1 * torch.randn(local.shape, generator=generator))
+        stale = gaps(policy, samples_of(8, 2, 12))
+        assert stale.max() > 1e-3, f"{name}: the probe does not see that the engine is stale"
+        sync(engine, policy)
+        fresh = gaps(policy, samples_of(8, 2, 12))
+        assert fresh.max() <= 1e-4, f"{name} did not reach the engine: {fresh.max()}"
+
+
+def test_skipped_sync_after_an_optimizer_step_stops_the_run(engine, policy, samples_of, one_rank):
+    cfg = settings(
+        grpo={"logp_gap_limit": 1e-3},
+        policy={"max_total_sequence_length": 128, "generation": config.GenerationConfig(temperature=TEMPERATURE)},
+    )
+    sync(engine, policy)
+    run = make_run(policy, cfg, one_rank[0], optimizer=torch.optim.AdamW(policy.parameters(), lr=1e-2))
+
+    def one_step():
+        samples = [replace(s, weight_version=run.state.step) for s in samples_of(8, 4, 12)]  # as if they were new
+        run.num_steps = run.state.step + 1
+        train(run, samples, np.linspace(-1, 1, len(samples)).tolist())
+
+    one_step()
+    assert run.metrics["logp_gap_max"] <= 1e-4
+    with pytest.raises(StopRun, match="the engine holds old weights"):
+        one_step()  # no sync in between: the run's goes to another engine
+    policy.zero_grad()
+    sync(engine, policy)
+    one_step()
+    assert run.metrics["logp_gap_max"] <= 1e-4 and run.state.step == 2
+
+
+def test_partial_sync_is_refused(engine, policy):
+    weights = [
+        (name, tensor) for name, tensor in full_tensors(policy, engine.dtype) if "layers.1.mlp.up_proj" not in name
+    ]
+    with pytest.raises(StopRun, match="up_proj"):
+        engine.sync(iter(weights), 0)
+    sync(engine, policy)
+
+
+def test_a_sample_depends_on_its_seed_not_on_the_batch(engine, policy, samples_of):
+    sync(engine, policy)
+    everything = samples_of(6, 4, 20)
+    prompts = [s.prompt_ids for s in everything]
+    seeds = [sample_seed(0, s.prompt, s.index) for s in everything]
+    order = [17, 3, 8]
+    options = SamplingOptions(TEMPERATURE, 20)
+    alone = engine.generate([prompts[i] for i in order], [seeds[i] for i in order], options)
+    for i, completion in zip(order, alone, strict=True):
+        assert completion.ids.tolist() == everything[i].output_ids.tolist()
+        assert np.array_equal(completion.logps, everything[i].sampler_logps)
+    assert len({tuple(s.output_ids.tolist()) for s in everything if s.prompt == 0}) == 4
+
+
+def test_greedy_is_the_argmax_of_transformers(engine, policy, tokenizer, tiny):
+    sync(engine, policy)
+    prompt = tokenizer.render([{"role": "user", "content": "12+34="}])
+    ids = engine.generate([prompt], [0], SamplingOptions(0.0, 24))[0].ids.tolist()
+    expected = list(prompt)
+    with torch.no_grad():
+        for _ in ids:
+            expected.append(int(tiny[1](torch.tensor([expected])).logits[0, -1, : tokenizer.vocab_size].argmax()))
+    assert ids == expected[len(prompt) :]
+
+
+@pytest.mark.parametrize(("filters", "num_kept"), [({"top_k": 3}, 3), ({"top_p": 0.6}, None), ({"top_k": 1}, 1)])
+def test_filters_of_validation(engine, policy, tokenizer, tiny, filters, num_kept):
+    """All samples come from the kept ids and no kept id of some weight is missing; logps are those after the filter."""
+    sync(engine, policy)
+    prompt = tokenizer.render([{"role": "user", "content": "12+34="}])
+    with torch.no_grad():
+        probs = tiny[1](torch.tensor([prompt])).logits[0, -1, : tokenizer.vocab_size].double().softmax(0)
+    ordered, ids = probs.sort(descending=True)
+    if num_kept is None:  # the fewest ids that hold top_p of the probability
+        num_kept = 1 + int((ordered.cumsum(0) < filters["top_p"]).sum())
+    kept = dict(zip(ids[:num_kept].tolist(), (ordered[:num_kept] / ordered[:num_kept].sum()).tolist(), strict=True))
+    completions = engine.generate([prompt] * 400, list(range(400)), SamplingOptions(1.0, 1, **filters))
+    sampled = {int(c.ids[0]): float(c.logps[0]) for c in completions}
+    assert {i for i, p in kept.items() if p > 0.03} <= sampled.keys() <= kept.keys() and len(kept) < 60
+    assert all(abs(logp - np.log(kept[i])) < 1e-4 for i, logp in sampled.items())
+
+
+def test_a_rank_without_problems_generates_nothing(engine, policy):
+    sync(engine, policy)
+    assert engine.generate([], [], SamplingOptions(1.0, 4)) == []
+
+
+def test_lengths_end_tokens_and_finish_reasons(engine, policy, tokenizer, monkeypatch):
+    sync(engine, policy)
+    monkeypatch.setattr(
+        engine, "stop_token_ids", list(range(0, 250, 10))
+    )  # random weights hardly ever end by themselves
+    prompt = tokenizer.render([{"role": "user", "content": "x" * 230}])
+    completions = engine.generate([prompt] * 64, list(range(64)), SamplingOptions(1.0, 60))
+    room = engine.max_total_tokens - len(prompt)
+    assert room < 60 and {len(c.ids) for c in completions if c.finish_reason == "length"} == {room}
+    stopped = [c for c in completions if c.finish_reason == "stop"]
+    assert stopped and all(c.ids[-1] in engine.stop_token_ids for c in stopped)  # the end token is kept, and trained on
+    assert not any(i in engine.stop_token_ids for c in completions for i in c.ids[:-1])
+
+
+# ------------------------------------------------------------------------------------------------- is the engine fresh?
 
 
 @pytest.fixture
@@ -36,12 +207,8 @@ def synced(engine, policy):
     return engine
 
 
-def sync(engine, policy, version, without=None):
-    engine.sync(((n, t) for n, t in full_tensors(policy, engine.dtype) if n != without), version)
-
-
 def look(policy, engine):
-    return freshness.check_canary(CFG, policy, engine, torch.device("cpu"), "after step 1")
+    return check_canary(policy, engine, 1e-3, CPU, "after step 1")
 
 
 def step(policy, only=None):
@@ -55,22 +222,17 @@ def step(policy, only=None):
                 local.add_(noise)
 
 
-def test_skipped_sync(synced, policy, tiny):
-    tokenizer = Tokenizer(tiny[0])
-    assert synced.vocab_size == tokenizer.vocab_size
+def test_skipped_sync(synced, policy):
+    assert synced.vocab_size == policy.vocab_limit
     step(policy)
     with pytest.raises(StopRun, match=f"after step 1: on a fixed prompt {OLD}"):
         look(policy, synced)
-    samples = [replace_version(version) for version in (1, 0)]
-    freshness.check_versions(samples[:1], 1)
+    samples = [replace(sample(0, 1.0, "ok", 3), weight_version=version) for version in (1, 0)]
+    check_versions(samples[:1], 1)
     with pytest.raises(StopRun, match=r"weights of steps \[0, 1\], to train those of step 1: no sync"):
-        freshness.check_versions(samples, 1)
+        check_versions(samples, 1)
     sync(synced, policy, 1)
     assert look(policy, synced) <= 1e-4
-
-
-def replace_version(version):
-    return replace(sample(0, 1.0, "ok", 3), weight_version=version)
 
 
 def test_prefix_cache_that_outlives_a_sync(synced, policy, monkeypatch):
@@ -131,21 +293,21 @@ def test_wrong_shape_is_refused(synced, policy):
 
 def test_the_canary_is_not_given_up(synced, policy, monkeypatch):
     """Ranks would be told at different tokens, and the canary is a collective of all."""
-    monkeypatch.setattr(synced, "stop", lambda: True)
+    monkeypatch.setattr(synced, "should_stop", lambda: True)
     assert look(policy, synced) <= 1e-4
 
 
 def test_told_to_stop_between_decode_steps(synced, policy, monkeypatch):
     """What was asked for is given up, and the engine is as before."""
     prompts, seeds = [[5, 6, 7 + i] for i in range(8)], [sample_seed(i) for i in range(8)]
-    how = {"temperature": 0.7, "max_new_tokens": 60}
-    before = synced.generate(prompts, seeds, **how)
-    asked = []
-    monkeypatch.setattr(synced, "stop", lambda: asked.append(1) or len(asked) == 2)
+    options = SamplingOptions(TEMPERATURE, 60)
+    before = synced.generate(prompts, seeds, options)
+    looks = []
+    monkeypatch.setattr(synced, "should_stop", lambda: looks.append(1) or len(looks) == 2)
     with pytest.raises(Interrupted):
-        synced.generate(prompts, seeds, **how)
+        synced.generate(prompts, seeds, options)
     assert not synced.llm.llm_engine.has_unfinished_requests()
     monkeypatch.undo()
-    after = synced.generate(prompts, seeds, **how)
+    after = synced.generate(prompts, seeds, options)
     assert [c.ids.tolist() for c in after] == [c.ids.tolist() for c in before]
     assert all((a.logps == b.logps).all() for a, b in zip(after, before, strict=True))

@@ -1,5 +1,5 @@
 """Untied Qwen2 (with biases) and Llama 3 (with scaled rope) in the engine: every parameter arrives. Qwen3, tied, is in
-test_rollout.py; each engine needs a process of its own."""
+test_engine.py; each engine needs a process of its own."""
 
 import json
 import os

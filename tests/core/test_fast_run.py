@@ -5,12 +5,12 @@ import json
 import shutil
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 import fake_vllm
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_run import ROOT, STARTER, arguments, write_rows
 
 import config
 import engine as engine_module
@@ -21,22 +21,8 @@ from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from model import load_policy
 
-ROOT = Path(__file__).resolve().parents[2]
-STARTER = ROOT / "examples" / "arithmetic" / "starter"
-SMALL = (
-    "grpo.num_prompts_per_step=4",
-    "grpo.num_generations_per_prompt=8",
-    "grpo.max_num_steps=4",
-    "grpo.max_val_samples=20",
-    "grpo.val_num_generations_per_prompt=2",
-    "policy.optimizer.kwargs.lr=1e-3",
-    "policy.scheduler.warmup_steps=0",
-    "checkpointing.save_period=2",
-    "logger.num_samples_to_log=32",
-)
 SAMPLED = engine_module.SamplingOptions(temperature=1.0, max_new_tokens=4)
 GREEDY = engine_module.SamplingOptions(temperature=0.0, max_new_tokens=30)
-NUM_ROWS = 40  # of each file; reading all of them takes longer than four steps
 
 
 def use_stand_in(monkeypatch):
@@ -58,14 +44,11 @@ def run(stand_in, one_rank, monkeypatch, tmp_path):
     # The session has its process group already, and keeps its signal handlers.
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
 
+    write_rows(tmp_path)
+
     def run(program, *overrides):
-        words = [f"logger.log_dir={tmp_path}", *SMALL]
-        for part, name in (("train", "train.jsonl"), ("validation", "heldout.jsonl")):
-            rows = (STARTER.parent / name).read_text().splitlines(keepends=True)
-            (tmp_path / name).write_text("".join(rows[:NUM_ROWS]))
-            words.append(f"data.{part}.data_path={tmp_path / name}")
         monkeypatch.setattr(program, "start_process_group", lambda tp_size: one_rank[:2])
-        monkeypatch.setattr(sys, "argv", ["", "configs/smoke.yaml", *words, *overrides])
+        monkeypatch.setattr(sys, "argv", ["", *arguments(tmp_path), *overrides])
         assert program.main() == 0
         return sorted(tmp_path.glob("exp_*"))[-1]
 

@@ -1,35 +1,308 @@
-"""Parts of the loop that no run of a test reaches."""
+"""The loop itself (tests/helpers/loop.py runs `grpo.train`): gradients, optimizer steps, old and reference policies."""
 
+import copy
+import math
 from dataclasses import replace
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
+from dist_case import make_samples, settings
+from loop import CPU, KeepsGradients, make_run, train, train_once, weights
 
+import batch
 import config
-from system.ranks import Ranks
+import grpo
+from hf.tokenizer import Tokenizer
+from model import Reference, load_policy
+from system.exits import StopRun
 
 
-def test_other_data_are_read_from_their_start_where_that_is_allowed(monkeypatch, tmp_path, capsys):
-    import grpo
-    from dataset.mixing import Mixture
-    from dataset.scan import Dataset
+@pytest.fixture
+def ranks(one_rank):
+    return one_rank[0]
 
-    cfg = config.Config(checkpointing=config.CheckpointingConfig(resume_from="logs/exp_001"))
-    before = Mixture([Dataset("a.jsonl", [], "1", name="a")], cfg)
-    now = Mixture([Dataset("b.jsonl", [], "2", name="b")], cfg)
-    saved = {"step": 7, "cursor": before.start() | {"position": 56}, "fingerprints": before.fingerprints}
-    saved |= {"consumed_samples": 56, "total_valid_tokens": 99}
-    monkeypatch.setattr(grpo.checkpoint, "load", lambda *_, **__: dict(saved))
 
-    def restore(cfg, mixture):
-        ranks = Ranks(rank=0, world_size=1, local_rank=0, tp_size=1)
-        return grpo.restore(cfg, SimpleNamespace(train=mixture), None, None, {}, ranks, tmp_path)
+@pytest.fixture
+def policy(one_rank, tiny):
+    _, device, mesh = one_rank
+    model = load_policy(tiny[0], device=device, mesh=mesh)
+    model.temperature = 0.8
+    model.vocab_limit = Tokenizer(tiny[0]).vocab_size
+    return model
 
-    assert restore(cfg, before) == saved
-    with pytest.raises(config.ConfigError, match=r"'a' .* is not as in .* checkpointing\.allow_changes=true"):
-        restore(cfg, now)
-    allowed = replace(cfg, checkpointing=replace(cfg.checkpointing, allow_changes=True))
-    assert restore(allowed, before) == saved
-    state = restore(allowed, now)
-    assert state == saved | {"cursor": now.start(), "fingerprints": now.fingerprints, "consumed_samples": 0}
-    assert capsys.readouterr().out.startswith("WARNING: other data than before")
+
+@pytest.fixture
+def step(policy):
+    """(samples, advantages), with rewards."""
+    samples, adv_B = make_samples(policy.vocab_limit)
+    for sample, adv in zip(samples, adv_B, strict=True):
+        sample.reward = float(adv > 0.3)
+    return samples, adv_B
+
+
+def scored(policy, reference, step, cfg, ranks):
+    """The minibatches of a step, with everything that the loss needs."""
+    minibatches = batch.make_minibatches(*step, cfg, ranks, CPU)
+    grpo.compute_logprobs(policy, reference, minibatches, cfg)
+    return minibatches
+
+
+def assert_close(gradients, expected, limit):
+    assert gradients.keys() == expected.keys() != set()
+    for name, gradient in expected.items():
+        assert (gradients[name] - gradient).norm() <= limit * gradient.norm(), name
+
+
+def shifted(policy, factor):
+    with torch.no_grad():
+        for param in policy.parameters():
+            param.to_local().mul_(factor)
+
+
+def test_old_logps_that_are_skipped_would_have_been_the_same(policy, step, ranks):
+    """One optimizer step for the rollout: scoring first, which a threshold asks for, changes nothing."""
+    forwards = []
+    policy.register_forward_pre_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
+    skipped, expected = train_once(policy, *step, settings(), ranks)
+    assert all(forwards)
+    forwards.clear()
+    cfg = settings(grpo={"seq_logprob_error_threshold": 1e30})
+    metrics, gradients = train_once(policy, *step, cfg, ranks)
+    assert forwards.count(True) == forwards.count(False) > 0
+    known = {name: value for name, value in metrics.items() if name in skipped}
+    assert known == pytest.approx(skipped, rel=1e-6, abs=1e-7, nan_ok=True)
+    assert_close(gradients, expected, 1e-6)
+
+
+@pytest.mark.parametrize("max_norm", [1e9, 0.7])
+def test_minibatches_and_epochs_equal_a_loop_by_hand(policy, step, ranks, tiny, max_norm):
+    """2 minibatches x 2 epochs with plain SGD, against transformers in float64 with the PPO loss written out."""
+    samples, adv_B = step
+    packing = config.SequencePackingConfig(100)  # several packs to a minibatch
+    keys = {"train_global_batch_size": 10, "ppo_epochs": 2, "max_grad_norm": max_norm, "sequence_packing": packing}
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.3)
+    metrics, _ = train_once(policy, samples, adv_B, settings(policy=keys), ranks, optimizer=optimizer)
+
+    oracle = copy.deepcopy(tiny[1]).double()
+
+    def logp(s):
+        ids = torch.tensor([*s.prompt_ids, *s.output_ids.tolist()])
+        logits_TV = oracle(ids[None]).logits[0, len(s.prompt_ids) - 1 : -1, : policy.vocab_limit] / 0.8
+        return logits_TV.log_softmax(-1).gather(1, ids[len(s.prompt_ids) :, None])[:, 0][torch.from_numpy(s.mask)]
+
+    with torch.no_grad():
+        old = [logp(s) for s in samples]
+    ratios, norms = [], []
+    for part in [range(10), range(10, 20)] * 2:
+        oracle.zero_grad()
+        num_tokens = sum(int(samples[i].mask.sum()) for i in part)
+        for i in part:
+            ratio_T = (logp(samples[i]) - old[i]).exp()
+            loss_T = torch.maximum(-adv_B[i] * ratio_T, -adv_B[i] * ratio_T.clamp(0.8, 1.2))
+            (loss_T.sum() / num_tokens).backward()
+            ratios.append(ratio_T.detach())
+        norms.append(math.sqrt(sum(float(param.grad.square().sum()) for param in oracle.parameters())))
+        with torch.no_grad():
+            for param in oracle.parameters():
+                param -= 0.3 * param.grad * min(1, max_norm / norms[-1])
+    before, after = tiny[1].state_dict(), oracle.state_dict()
+    for name, weight in weights(policy).items():
+        change = after[name] - before[name].double()
+        assert (weight - before[name] - change).norm() <= 1e-4 * change.norm(), name
+    assert metrics["grad_norm"] == pytest.approx(norms[-1], rel=1e-4) and max(norms) > 0.7 > min(norms)
+    assert metrics["probs_ratio"] == pytest.approx(torch.cat(ratios).mean().item(), rel=1e-5)
+    assert metrics["probs_ratio_max"] == pytest.approx(torch.cat(ratios).max().item(), rel=1e-5)
+    if max_norm == 1e9:
+        assert metrics["probs_ratio_max"] > 1.2 and metrics["ratio_clip_high_fraction"] > 0  # clipping took part
+    assert metrics["num_optimizer_steps"] == 4 and metrics["global_valid_seqs"] == 20
+    assert metrics["global_valid_toks"] == sum(int(s.mask.sum()) for s in samples)
+
+
+def test_loss_and_counts_are_means_over_optimizer_steps(policy, step, ranks):
+    """The loss of each half by itself, with the same weights: their mean is that of two minibatches."""
+    samples, adv_B = step
+    halves = [train_once(policy, samples[part], adv_B[part], settings(), ranks) for part in (slice(10), slice(10, 20))]
+    metrics, last = train_once(policy, *step, settings(policy={"train_global_batch_size": 10}), ranks)
+    assert metrics["loss"] == pytest.approx((halves[0][0]["loss"] + halves[1][0]["loss"]) / 2, rel=1e-5)
+    assert_close(last, halves[1][1], 1e-6)  # nothing of the first half is left in it
+
+
+def test_steps_of_a_run(policy, step, ranks):
+    """Three steps: each with its rate, sampled from the weights of the one before, synced, counted."""
+    cfg = settings(
+        policy={"scheduler": config.SchedulerConfig(warmup_steps=2, warmup_start_factor=0.5)},
+        grpo={"ref_policy_update_period": 2, "ref_policy_update_alpha": 0.25},
+        loss_fn={"reference_policy_kl_penalty": 0.1},
+    )
+    samples, _ = step
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.2)
+    run = make_run(policy, cfg, ranks, optimizer=optimizer, reference=Reference(policy))
+    reference, rates, moved = weights(policy), [], weights(policy)
+    for number in (1, 2, 3):
+        run.num_steps = number
+        train(run, [replace(s, weight_version=number - 1) for s in samples], None)
+        rates.append(run.metrics["lr"])
+        before, moved = moved, weights(policy)
+        assert not any(torch.equal(before[name], moved[name]) for name in moved)
+        if number == 2:
+            reference = {name: 0.25 * moved[name] + 0.75 * tensor for name, tensor in reference.items()}
+        for name, tensor in reference.items():
+            assert torch.allclose(run.reference.shards[name], tensor, atol=1e-7), (number, name)
+        assert run.engine.calls == ["sleep", "wake weights", f"sync {number}", "wake kv_cache"]
+        assert all(torch.equal(run.engine.weights[name], tensor) for name, tensor in moved.items())
+        assert "advantages/mean" in run.metrics and "reward" in run.metrics
+        run.engine.calls.clear()
+    assert rates == pytest.approx([0.1, 0.15, 0.2]) and run.watchdog.step == 3
+    tokens = sum(int(s.mask.sum()) for s in samples)
+    assert (run.state.step, run.state.num_bad_steps, run.state.total_valid_tokens) == (3, 0, 3 * tokens)
+    run.num_steps = 4
+    with pytest.raises(StopRun, match=r"weights of steps \[2\], to train those of step 3: no sync"):
+        train(run, [replace(s, weight_version=2) for s in samples], None)
+    assert run.state.step == 3 and all(torch.equal(moved[name], tensor) for name, tensor in weights(policy).items())
+
+
+def test_a_bad_step_moves_nothing_and_too_many_stop_the_run(policy, step, ranks):
+    samples, adv_B = step
+    bad_B = [*adv_B[:-1], math.inf]
+    cfg = settings(grpo={"max_bad_steps": 2})
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.2)
+    before = weights(policy)
+    metrics, _ = train_once(policy, samples, bad_B, cfg, ranks, optimizer=optimizer, num_bad_steps=1)
+    assert metrics["num_bad_steps"] == 2 and not math.isfinite(metrics["loss"])
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(policy).items())
+    run = make_run(policy, cfg, ranks, optimizer=optimizer, num_bad_steps=2)
+    with pytest.raises(StopRun, match=r"step 1: .* are not finite: 3 bad steps in a row \(grpo\.max_bad_steps=2\)"):
+        train(run, samples, bad_B)
+    assert run.engine.calls == ["sleep"] and run.state.step == 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(policy).items())
+
+
+def test_a_bad_minibatch_leaves_the_other_as_it_is(policy, step, ranks):
+    """The second is applied, with a gradient that has nothing of the first; the count begins anew."""
+    samples, adv_B = step
+    cfg = settings(policy={"train_global_batch_size": 10}, grpo={"max_bad_steps": 2})
+    _, expected = train_once(policy, samples[10:], adv_B[10:], settings(), ranks)
+    metrics, gradients = train_once(policy, samples, [math.nan, *adv_B[1:]], cfg, ranks, num_bad_steps=1)
+    assert metrics["num_bad_steps"] == 0 and math.isnan(metrics["loss"])
+    assert_close(gradients, expected, 1e-6)
+    metrics, gradients = train_once(policy, samples, [*adv_B[:-1], math.nan], cfg, ranks, num_bad_steps=1)
+    assert metrics["num_bad_steps"] == 1  # of the last optimizer step, after a sound one
+
+
+def test_a_gap_to_the_sampler_is_a_bad_step(policy, step, ranks):
+    samples, adv_B = step
+    cfg = settings(grpo={"logp_gap_limit": 1e-3, "max_bad_steps": 0})
+    run = make_run(policy, cfg, ranks)
+    with pytest.raises(StopRun, match=r"sampler and trainer disagree by .* The step was not applied"):
+        train(run, samples, adv_B)
+    assert run.optimizer.gradients == {}
+
+
+def test_reference_keeps_the_first_weights_and_gives_the_policy_back(policy, step, ranks):
+    cfg = settings(loss_fn={"reference_policy_kl_penalty": 0.1})
+    reference = Reference(policy)
+    (first,) = scored(policy, reference, step, cfg, ranks)
+    assert train_once(policy, *step, cfg, ranks, reference=reference)[0]["kl_penalty"] == pytest.approx(0, abs=1e-9)
+    shifted(policy, 1.1)
+    moved = weights(policy)
+    (second,) = scored(policy, reference, step, cfg, ranks)
+    for before, after in zip(first.micros, second.micros, strict=True):
+        assert torch.equal(before.ref_logp_R, after.ref_logp_R)
+    assert train_once(policy, *step, cfg, ranks, reference=reference)[0]["kl_penalty"] > 0.01
+    assert all(torch.equal(tensor, moved[name]) for name, tensor in weights(policy).items())
+
+
+def test_filtered_samples_and_masked_sequences_leave_gradient_and_denominators(policy, step, ranks):
+    samples, adv_B = step
+    for i in (0, 7, 19):
+        samples[i].mask = np.zeros_like(samples[i].mask)  # what overlong_filtering does
+    metrics, expected = train_once(policy, *step, settings(), ranks)
+    num_tokens = sum(int(s.mask.sum()) for s in samples)
+    assert (metrics["global_valid_seqs"], metrics["global_valid_toks"]) == (17, num_tokens)
+    # The same three dropped because sampler and trainer disagree on them.
+    samples, adv_B = make_samples(policy.vocab_limit)
+    for i, sample in enumerate(samples):
+        sample.reward = float(adv_B[i] > 0.3)
+        (minibatch,) = batch.make_minibatches([sample], [0.0], settings(), ranks, CPU)
+        with torch.no_grad():
+            logp_R = policy(*minibatch.micros[0].model_inputs)[0].numpy()
+        sample.sampler_logps[sample.mask] = logp_R - (3.0 if i in (0, 7, 19) else 0.01)
+    cfg = settings(grpo={"seq_logprob_error_threshold": 2.0})
+    metrics, gradients = train_once(policy, samples, adv_B, cfg, ranks)
+    assert (metrics["global_valid_seqs"], metrics["global_valid_toks"]) == (17, num_tokens)
+    assert_close(gradients, expected, 1e-5)
+
+
+@pytest.mark.parametrize(("token_level", "gspo"), [(True, False), (False, False), (False, True)])
+def test_tokens_whose_sampler_says_no_number_are_as_if_masked(policy, step, ranks, token_level, gspo):
+    """Gradient and denominators are those of a batch that never trains on them; one sequence is lost whole."""
+    samples, adv_B = step
+    cfg = settings(loss_fn={"token_level_loss": token_level, "sequence_level_importance_ratios": gspo})
+    results = []
+    for as_masked in (False, True):
+        copies = [copy.deepcopy(sample) for sample in samples]
+        for i, where in ((1, slice(1)), (7, slice(None)), (16, slice(-1, None))):
+            copies[i].sampler_logps[where] = np.nan if i != 16 else -np.inf
+            if as_masked:
+                copies[i].mask[where], copies[i].sampler_logps[where] = False, -1.0
+        (minibatch,) = scored(policy, None, (copies, adv_B), cfg, ranks)
+        counts = (minibatch.num_tokens, minibatch.num_seqs, minibatch.num_positive_tokens)
+        results.append((counts, *train_once(policy, copies, adv_B, cfg, ranks)))
+    (counts, metrics, gradients), (expected_counts, expected_metrics, expected) = results
+    assert counts == expected_counts and counts[1] == 19
+    lost = {"num_nonfinite_sampler_logp", "kept_fraction/finite_sampler_logp"}
+    assert metrics["num_nonfinite_sampler_logp"] == 2 + int(samples[7].mask.sum())
+    left = {name: value for name, value in metrics.items() if name not in lost}
+    assert left == pytest.approx({name: expected_metrics[name] for name in left}, rel=1e-5, abs=1e-7, nan_ok=True)
+    assert_close(gradients, expected, 1e-6)
+
+
+class Moves(KeepsGradients):
+    """Each step moves away from the policy that `old` is of, whatever the gradient is."""
+
+    def step(self):
+        super().step()
+        shifted(self.model, 1.002)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "moved"),
+    [
+        ({}, "advantage"),
+        ({"positive_example_nll_weight": 0.3}, "advantage or positive"),
+        ({"entropy_coef": 0.1, "use_importance_sampling_correction": True}, "all"),
+        ({"reference_policy_kl_penalty": 0.2, "token_level_loss": False}, "all"),
+        ({"use_cispo": True, "ratio_clip_max": 0.05}, "advantage"),
+    ],
+)
+def test_one_pass_equals_two_and_leaves_out_rows_without_gradient(policy, step, ranks, monkeypatch, loss_fn, moved):
+    samples, adv_B = step
+    adv_B = [0.0 if i // 4 in (1, 3) else adv for i, adv in enumerate(adv_B)]  # two groups of equal rewards
+    cfg = settings(loss_fn=loss_fn, policy={"ppo_epochs": 2})
+    reference = None
+    if cfg.loss_fn.reference_policy_kl_penalty:
+        reference = Reference(policy)
+        for shard in reference.shards.values():
+            shard.mul_(1.01)
+    pairs = list(zip(samples, adv_B, strict=True))
+    rows = {
+        "advantage": sum(int(s.mask.sum()) for s, adv in pairs if adv),
+        "advantage or positive": sum(int(s.mask.sum()) for s, adv in pairs if adv or s.reward > 0),
+        "all": sum(int(s.mask.sum()) for s in samples),
+    }
+    (minibatch,) = scored(policy, reference, (samples, adv_B), cfg, ranks)
+    assert sum(micro.num_grad_rows for micro in minibatch.micros) == rows[moved]
+    assert rows["advantage"] < rows["advantage or positive"] < rows["all"]
+    results = []
+    for refused in ([], ["as if it needed whole sequences"]):
+        monkeypatch.setattr(grpo, "unsupported", lambda _, refused=refused: refused)
+        before = weights(policy)
+        results.append(train_once(policy, samples, adv_B, cfg, ranks, optimizer=Moves(policy), reference=reference))
+        with torch.no_grad():
+            for name, param in policy.named_parameters():
+                param.to_local().copy_(before[name])
+    (metrics, fused), (expected_metrics, expected) = results
+    assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-7, nan_ok=True)
+    assert metrics["probs_ratio_max"] > 1.01
+    assert_close(fused, expected, 1e-5)

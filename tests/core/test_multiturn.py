@@ -6,19 +6,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import update
-from dist_case import CONFIG, batch_of
+from dist_case import settings
+from loop import train_once
 
+import config
 import data
 import envs
+from engine import SamplingOptions
 from envs import StepResult
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from model import load_policy
-from rollout import rollout, rollout_over_ranks, sample_seed
+from rollout import Sampler, sample_seed
 from system.exits import StopRun
 
-TEMPERATURE = CONFIG.policy.generation.temperature
+TEMPERATURE = 0.8
 
 
 class Script(envs.Environment):
@@ -46,7 +48,10 @@ class Script(envs.Environment):
 @pytest.fixture(scope="module")
 def policy(one_rank, tiny):
     _, device, mesh = one_rank
-    return load_policy(tiny[0], device=device, mesh=mesh)
+    model = load_policy(tiny[0], device=device, mesh=mesh)
+    model.temperature = TEMPERATURE
+    model.vocab_limit = Tokenizer(tiny[0]).vocab_size
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +75,22 @@ def rows(tokenizer, texts, **fields):
     return list(enumerate(found))
 
 
-def talk(engine, tokenizer, environment, prompts, **how):
-    how = {"num_samples": 4, "temperature": TEMPERATURE, "max_new_tokens": 20, "max_turns": 3, "seed_key": (7,)} | how
-    return rollout(engine, tokenizer, {"script": environment}, prompts, **how)
+@pytest.fixture
+def converse(synced, tokenizer, one_rank):
+    """Samples of the environment's conversations about these prompts."""
+
+    def sample(environment, prompts, *, num_samples=4, max_new_tokens=20, max_turns=3, max_error_fraction=1.0):
+        sampler = Sampler(
+            synced,
+            tokenizer,
+            {"script": environment},
+            one_rank[0],
+            max_turns=max_turns,
+            max_error_fraction=max_error_fraction,
+        )
+        return sampler.sample(prompts, num_samples, SamplingOptions(TEMPERATURE, max_new_tokens), (7,))
+
+    return sample
 
 
 def turns_of(sample):
@@ -84,19 +102,16 @@ def turns_of(sample):
     ]
 
 
-def test_the_trainers_logp_of_every_turn_is_the_samplers(synced, policy, tokenizer, tiny):
+def test_the_trainers_logp_of_every_turn_is_the_samplers(converse, policy, one_rank, tokenizer, tiny):
     """Also against transformers, which shares nothing with us."""
-    samples = talk(synced, tokenizer, Script(), rows(tokenizer, [f"{i}+{i}" * (1 + i % 3) for i in range(8)]))
+    samples = converse(Script(), rows(tokenizer, [f"{i}+{i}" * (1 + i % 3) for i in range(8)]))
     assert {s.num_turns for s in samples} >= {1, 2, 3} and {s.weight_version for s in samples} == {3}
     for s in samples:
         s.reward = 1.0
-    for packs in (
-        data.pack_samples(samples, [1.0] * len(samples), 2048),
-        data.pack_samples(samples, [1.0] * len(samples), 128),
-    ):
-        assert sum(len(pack.pos_R) for pack in packs) == sum(s.num_gen_tokens for s in samples)
-        metrics = update.compute_gradients(policy, batch_of(packs, samples), CONFIG, tokenizer.vocab_size)
-        policy.zero_grad()
+    for max_tokens in (2048, 128):
+        cfg = settings(policy={"sequence_packing": config.SequencePackingConfig(max_tokens)})
+        metrics, gradients = train_once(policy, samples, [1.0] * len(samples), cfg, one_rank[0], step=3)
+        assert gradients and metrics["global_valid_toks"] == sum(s.num_gen_tokens for s in samples)
         assert metrics["logp_gap_max"] <= 1e-4
     longest = sorted(samples, key=lambda s: -s.num_turns)[:8]
     for s in longest:
@@ -109,11 +124,11 @@ def test_the_trainers_logp_of_every_turn_is_the_samplers(synced, policy, tokeniz
         assert (s.sampler_logps[~s.mask] == 0).all()
 
 
-def test_observations_are_the_templates_tokens_behind_the_sampled_ones(synced, tokenizer, monkeypatch):
+def test_observations_are_the_templates_tokens_behind_the_sampled_ones(converse, synced, tokenizer, monkeypatch):
     """Replies of random bytes, half of them no UTF-8: decoded and encoded again they would be other tokens."""
     environment, asked, observation_ids = Script(), [], tokenizer.observation_ids
     monkeypatch.setattr(tokenizer, "observation_ids", lambda *args: asked.append(args) or observation_ids(*args))
-    samples = talk(synced, tokenizer, environment, rows(tokenizer, ["1+1", "2+2"]), num_samples=8)
+    samples = converse(environment, rows(tokenizer, ["1+1", "2+2"]), num_samples=8)
     end = tokenizer.eos_token_ids[0]
     changed = 0
     for s in samples:
@@ -140,7 +155,7 @@ def test_observations_are_the_templates_tokens_behind_the_sampled_ones(synced, t
     assert [m["content"] for m in last.messages[::2]] == ["1+1", "hint 0", "hint 1"] and last.state == {"number": 2}
 
 
-def test_rewards_outcomes_and_reasons(synced, tokenizer):
+def test_rewards_outcomes_and_reasons(converse, synced, tokenizer):
     prompts = rows(tokenizer, ["1+1"], dataset="sums", fields={"level": 3}, tools=[{"name": "t"}])
     for last, max_turns, reason in (
         (0, 1, "stop"),
@@ -151,7 +166,7 @@ def test_rewards_outcomes_and_reasons(synced, tokenizer):
         (1, 1, "max_turns"),
     ):
         environment = Script(last)
-        samples = talk(synced, tokenizer, environment, prompts, num_samples=12, max_turns=max_turns)
+        samples = converse(environment, prompts, num_samples=12, max_turns=max_turns)
         assert environment.seen[0][0].fields == {"level": 3} and {s.dataset for s in samples} == {"sums"}
         whole = [s for s in samples if s.finish_reason != "length"]
         assert whole and {s.finish_reason for s in whole} == {reason}
@@ -166,13 +181,13 @@ def test_rewards_outcomes_and_reasons(synced, tokenizer):
             assert sampled and len(ids) == 20 and ids[-1] not in synced.stop_token_ids and s.num_turns <= max_turns
 
 
-def test_a_conversation_without_room_ends_truncated(synced, tokenizer, monkeypatch):
+def test_a_conversation_without_room_ends_truncated(converse, synced, tokenizer, monkeypatch):
     """Of 128 tokens observations of 43 leave room for two turns, one of 128 for one."""
     monkeypatch.setattr(synced, "max_total_tokens", 128)
     prompts = rows(tokenizer, ["1"])
     for size, most in ((40, 4), (120, 1)):
         environment = Script(observation=({"role": "user", "content": "x" * size},))
-        samples = talk(synced, tokenizer, environment, prompts, num_samples=8, max_turns=9)
+        samples = converse(environment, prompts, num_samples=8, max_turns=9)
         assert {s.finish_reason for s in samples} == {"length"} and max(s.num_turns for s in samples) <= most
         for s in samples:
             sampled, ids, _ = turns_of(s)[-1]
@@ -184,43 +199,41 @@ def test_a_conversation_without_room_ends_truncated(synced, tokenizer, monkeypat
     assert len(first.prompt_ids) == 3
     for size, turns in ((exact - 1, 2), (exact, 1)):
         environment = Script(observation=({"role": "user", "content": "x" * size},))
-        found = talk(synced, tokenizer, environment, prompts, num_samples=32, max_turns=2, max_new_tokens=4)
+        found = converse(environment, prompts, num_samples=32, max_turns=2, max_new_tokens=4)
         short = [s for s in found if turns_of(s)[0][1][-1] in synced.stop_token_ids and len(turns_of(s)[0][1]) == 1]
         assert short and {(s.num_turns, s.finish_reason == "length" or turns == 2) for s in short} == {(turns, True)}
         assert {s.num_tokens for s in short} == {128 if turns == 2 else 4}
 
 
-def test_each_turn_has_seeds_of_its_own_and_conversations_do_not_depend_on_the_batch(synced, tokenizer, monkeypatch):
+def test_each_turn_has_seeds_of_its_own_and_conversations_do_not_depend_on_the_batch(
+    converse, synced, tokenizer, monkeypatch
+):
     prompts = rows(tokenizer, ["1+1", "2+2", "3+3"])
-    together = talk(synced, tokenizer, Script(), prompts)
-    alone = [s for prompt in prompts for s in talk(synced, tokenizer, Script(), [prompt])]
+    together = converse(Script(), prompts)
+    alone = [s for prompt in prompts for s in converse(Script(), [prompt])]
     for a, b in zip(together, alone, strict=True):
         assert (a.prompt, a.index, a.output_ids.tolist()) == (b.prompt, b.index, b.output_ids.tolist())
     used = []
     generate = synced.generate
-    monkeypatch.setattr(synced, "generate", lambda ids, seeds, **how: used.append(seeds) or generate(ids, seeds, **how))
-    talk(synced, tokenizer, Script(), prompts, max_turns=2)
+    monkeypatch.setattr(synced, "generate", lambda ids, seeds, how: used.append(seeds) or generate(ids, seeds, how))
+    converse(Script(), prompts, max_turns=2)
     assert used[0] == [sample_seed(7, prompt, index) for prompt in range(3) for index in range(4)]
     assert set(used[1]) <= {sample_seed(7, prompt, index, 1) for prompt in range(3) for index in range(4)}
 
 
-def test_rows_with_loss_multiplier_0_are_sampled_but_not_trained_on(synced, tokenizer):
-    (sample, *_), (masked, *_) = (
-        talk(synced, tokenizer, Script(), rows(tokenizer, ["1+1"], loss_multiplier=m)) for m in (1.0, 0.0)
-    )
+def test_rows_with_loss_multiplier_0_are_sampled_but_not_trained_on(converse, tokenizer):
+    (sample, *_), (masked, *_) = (converse(Script(), rows(tokenizer, ["1+1"], loss_multiplier=m)) for m in (1.0, 0.0))
     assert masked.output_ids.tolist() == sample.output_ids.tolist() and masked.reward == sample.reward
     assert masked.num_env_tokens == sample.num_env_tokens and sample.mask.any() and not masked.mask.any()
 
 
-def test_too_many_errors_end_the_run(synced, tokenizer, one_rank):
+def test_too_many_errors_end_the_run(converse, tokenizer):
     class Fails(Script):
         def step(self, turns):
             return [replace(v, outcome="error") if k == 0 else v for k, v in enumerate(super().step(turns))]
 
     def run(bound):
-        how = dict(num_samples=4, temperature=1.0, max_new_tokens=4, seed_key=(0,), max_error_fraction=bound)
-        prompts = rows(tokenizer, ["1"])
-        return rollout_over_ranks(synced, tokenizer, {"script": Fails(0)}, prompts, ranks=one_rank[0], **how)
+        return converse(Fails(0), rows(tokenizer, ["1"]), max_new_tokens=4, max_turns=1, max_error_fraction=bound)
 
     assert [s.outcome for s in run(0.25)].count("error") == 1
     with pytest.raises(StopRun, match=r"1 of 4 answers could not be graded \({'script': 1}\), more than env"):

@@ -18,7 +18,7 @@ from system.exits import StopRun, exit_process
 from system.ranks import Ranks
 
 ADAMW = config.OptimizerConfig(kwargs=config.OptimizerKwargs(lr=1e-2, weight_decay=0.1))
-MUON = replace(ADAMW, name="torch.optim.Muon", muon=config.MuonConfig(lr=2e-2, momentum=0.9))
+MUON = replace(ADAMW, name="torch.optim.Muon", muon_lr=2e-2, muon_momentum=0.9)
 
 
 def rates(num_steps, **keys):
@@ -106,7 +106,7 @@ def test_each_group_keeps_its_own_rate():
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2 * 0.75, 2e-2 * 0.75]
     optim.set_learning_rate(optimizer, config.SchedulerConfig(warmup_steps=4), 5, 9)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 2e-2]
-    same = optim.build_optimizer(model, replace(MUON, muon=config.MuonConfig()))
+    same = optim.build_optimizer(model, replace(MUON, muon_lr=None))
     assert [group["lr"] for group in same.param_groups] == [1e-2, 1e-2]
     with pytest.raises(AssertionError, match=r"policy\.optimizer\.name=torch\.optim\.SGD"):
         optim.build_optimizer(model, replace(MUON, name="torch.optim.SGD"))
@@ -171,6 +171,8 @@ def two_ranks(rank, work):
     model = sharded(2)
     optimizer = optim.build_optimizer(model, MUON)
     train(model, optimizer, (1, 2))
+    for param in model.parameters():  # as an optimizer that works on the rows of each rank would have it
+        optimizer.state[param]["of_my_rows"] = param.to_local().clone()
     saver = checkpoint.Saver(work / "checkpoints", config.CheckpointingConfig(), ranks)
     saver.save(2, model, optimizer, {}, {}, None)
     train(model, optimizer, (3,))
@@ -211,6 +213,8 @@ def test_muon_on_two_ranks_resumes_to_the_bit_and_is_within_3_percent_of_one(one
     resumed = sharded(1)
     optimizer = optim.build_optimizer(resumed, MUON)
     checkpoint.load(tmp_path / "checkpoints", resumed, optimizer, one_rank[0], mode=None)
+    for name, param in resumed.named_parameters():
+        assert torch.equal(optimizer.state[param]["of_my_rows"], param.full_tensor()), name
     train(resumed, optimizer, (3,))
     for name, param in resumed.named_parameters():
         assert (as_one(param.detach()) - two[name]).norm() <= 0.03 * (two[name] - start[name]).norm(), name

@@ -1,212 +1,189 @@
-"""The sampler against the trainer and against transformers: same tokens, same log-probabilities, only fresh weights."""
+"""The samples of a step, of a sampler whose rewards are known: which groups train, which prompts are drawn, the end."""
+
+import json
 
 import numpy as np
 import pytest
-import torch
-import update
-from dist_case import batch_of
 
-import config
-import data
-import envs
-from hf.tokenizer import Tokenizer
-from hf.weights import full_tensors
-from model import load_policy
-from rollout import rollout, sample_seed
+from config import Config, DataConfig, GRPOConfig, RewardShapingConfig
+from data import Problem, Sample
+from dataset.mixing import Mixture, epoch_order
+from dataset.scan import Dataset
+from rollout import data_is_used_up, sample_seed, sample_step
+from run.metrics import sample_metrics
 from system.exits import StopRun
 
-TEMPERATURE = 0.7
+ROWS = [Problem(i, [], "", "exact", [1, 2]) for i in range(50)]
+SIZE = 4
+GOLDEN_SEED = 221_851_323_711_279
 
 
-@pytest.fixture
-def policy(one_rank, tiny):
-    _, device, mesh = one_rank
-    return load_policy(tiny[0], device=device, mesh=mesh)
+class StubSampler:
+    """Samples of rewards that `rewards_of(row_id)` gives; remembers the prompts of each call."""
+
+    def __init__(self, rewards_of, lengths=(3,)):
+        self.rewards_of, self.lengths, self.calls = rewards_of, lengths, []
+
+    def sample(self, prompts, num_samples, options, seed_key):
+        assert (num_samples, options.temperature, options.max_new_tokens) == (SIZE, 1.0, 256) and seed_key[1] == 5
+        self.calls.append([(index, row.row_id) for index, row in prompts])
+        return [self.one(*prompt, i) for prompt in prompts for i in range(SIZE)]
+
+    def one(self, prompt, row, i):
+        length, reward = self.lengths[i % len(self.lengths)], float(self.rewards_of(row.row_id)[i])
+        ids, logps, mask = np.full(length, prompt, np.int32), np.zeros(length, np.float32), np.ones(length, bool)
+        reason, outcome = "length" if length == 8 else "stop", "ok" if reward > 0 else "wrong"
+        return Sample(prompt, i, row.row_id, [1, 2], ids, logps, mask, reason, 0, reward, outcome)
 
 
-@pytest.fixture
-def tokenizer(tiny):
-    return Tokenizer(tiny[0])
+def config_of(num_prompts=4, *, shuffle=False, **grpo):
+    options = {"num_prompts_per_step": num_prompts, "num_generations_per_prompt": SIZE} | grpo
+    return Config(grpo=GRPOConfig(**options), data=DataConfig(shuffle=shuffle))
 
 
-def sync(engine, policy, version=0):
-    engine.sync(full_tensors(policy, engine.dtype), version)
+def collect(cfg, rows, position, sampler):
+    """sample_step over one training set, from `position` on: (samples, number of prompts drawn, metrics)."""
+    mixture = Mixture([Dataset("rows.jsonl", rows, "", "rows")], cfg)
+    step = sample_step(sampler, cfg, mixture, mixture.start() | {"position": position}, 5)
+    metrics = sample_metrics(step.generated, step.trained) | step.metrics
+    return step.trained, step.cursor["position"] - position, metrics
 
 
-def sample(engine, tokenizer, num_prompts, num_samples, max_new_tokens, seed=0):
-    """Samples from prompts of several lengths, graded by the arithmetic environment (all wrong: random weights)."""
-    texts = [f"{i}+{7 * i}" * (1 + i % 4) for i in range(num_prompts)]
-    rows = [
-        data.Problem(
-            i, [{"role": "user", "content": text}], "1", "exact", tokenizer.render([{"role": "user", "content": text}])
-        )
-        for i, text in enumerate(texts)
-    ]
-    return rollout(
-        engine,
-        tokenizer,
-        {"exact": envs.Exact()},
-        list(enumerate(rows)),
-        num_samples=num_samples,
-        temperature=TEMPERATURE,
-        max_new_tokens=max_new_tokens,
-        seed_key=(seed,),
+def by_remainder(row_id):
+    """Of three rows one is all wrong, one all right, one has a lone right answer."""
+    return [[0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 1, 0]][row_id % 3]
+
+
+def rows_of(samples):
+    return [sample.row_id for sample in samples[::SIZE]]
+
+
+def test_without_dynamic_sampling_every_group_trains():
+    sampler = StubSampler(by_remainder)
+    samples, drawn, metrics = collect(config_of(), ROWS, 7, sampler)
+    assert drawn == 4 and sampler.calls == [[(0, 7), (1, 8), (2, 9), (3, 10)]]
+    assert [(s.prompt, s.index) for s in samples] == [(p, i) for p in range(4) for i in range(SIZE)]
+    assert not any(name.startswith("dynamic") for name in metrics)
+    assert (metrics["zero_variance_fraction"], metrics["num_overlong_filtered"]) == (0.75, 0)
+
+
+def test_groups_are_kept_whole_until_the_step_is_full():
+    """Rows 7..18 hold four mixed groups, of rows 8, 11, 14, 17: three batches of four, the last one used up exactly."""
+    sampler = StubSampler(by_remainder)
+    samples, drawn, metrics = collect(config_of(use_dynamic_sampling=True), ROWS, 7, sampler)
+    assert (drawn, len(sampler.calls)) == (12, 3)
+    assert [pair for batch in sampler.calls for pair in batch] == [(i, 7 + i) for i in range(12)]  # no seed twice
+    assert rows_of(samples) == [8, 11, 14, 17]
+    assert [(s.prompt, s.index) for s in samples] == [(p, i) for p in range(4) for i in range(SIZE)]
+    assert [s.reward for s in samples] == [0, 0, 1, 0] * 4  # the lone right one with its peers
+    assert metrics["dynamic_sampling_num_gen_batches"] == 3
+    assert metrics["dynamic_sampling_num_discarded_valid_samples"] == 0
+    assert metrics["reward"] == pytest.approx((4 * 1 + 4 * 0.25) / 12) and metrics["filtered_reward"] == 0.25
+    assert (metrics["total_turns"], metrics["total_num_tokens"]) == (48, 16 * 5)
+
+
+def test_surplus_groups_are_discarded_and_counted():
+    options = {"use_dynamic_sampling": True, "batch_multiplier": 2.5}
+    samples, drawn, metrics = collect(config_of(2, **options), ROWS, 0, StubSampler(lambda row: [row % 2, 0, 0, 0]))
+    assert (drawn, rows_of(samples)) == (5, [1, 3])
+    samples, drawn, metrics = collect(config_of(2, **options), ROWS, 1, StubSampler(lambda row: [row % 2, 0, 0, 0]))
+    assert (drawn, rows_of(samples)) == (5, [1, 3])  # rows 1, 3 and 5 of 1..5 are mixed
+    assert metrics["dynamic_sampling_num_discarded_valid_samples"] == 1 * SIZE
+    assert metrics["dynamic_sampling_num_gen_batches"] == 1
+
+
+def test_draws_follow_the_data_order_across_epochs():
+    cfg = config_of(4, use_dynamic_sampling=True, shuffle=True, seed=3)
+    sampler = StubSampler(by_remainder)
+    _, drawn, _ = collect(cfg, ROWS, 44, sampler)
+    expected = epoch_order(50, 44, drawn, seed=3, shuffle=True)
+    assert drawn > 6 and [row for batch in sampler.calls for _, row in batch] == expected
+
+
+def test_lengths_alone_do_not_make_a_group_worth_keeping():
+    shaping = RewardShapingConfig(enabled=True, overlong_buffer_length=4, max_response_length=8)
+    cfg = config_of(2, use_dynamic_sampling=True, reward_shaping=shaping)
+    samples, drawn, metrics = collect(cfg, ROWS, 0, StubSampler(by_remainder, lengths=(3, 6, 4, 8)))
+    assert rows_of(samples) == [2, 5] and drawn == 6
+    assert [s.reward for s in samples[:SIZE]] == [0, -0.5, 1, -1]
+    assert [s.unshaped_reward for s in samples[:SIZE]] == [0, 0, 1, 0]
+    assert metrics["zero_variance_fraction"] == 0
+    assert metrics["unshaped_zero_variance_fraction"] == pytest.approx(2 / 3)
+
+
+def test_shaping_cannot_hide_a_mixed_group_either():
+    """Shaped rewards are all 0 here; the answers still differ."""
+    shaping = RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.0)
+    cfg = config_of(1, use_dynamic_sampling=True, reward_shaping=shaping)
+    samples, _, metrics = collect(cfg, ROWS, 2, StubSampler(by_remainder, lengths=(8,)))
+    assert rows_of(samples) == [2] and {s.reward for s in samples} == {0} and metrics["zero_variance_fraction"] == 1
+
+
+def test_overlong_filtering_leaves_the_reward_and_the_numbers():
+    samples, _, metrics = collect(
+        config_of(1, overlong_filtering=True), ROWS, 2, StubSampler(by_remainder, lengths=(3, 8))
+    )
+    assert [int(s.mask.sum()) for s in samples] == [3, 0, 3, 0] and [s.reward for s in samples] == [0, 0, 1, 0]
+    assert (metrics["num_overlong_filtered"], metrics["truncation_rate"]) == (2, 0.5)
+    assert metrics["mean_gen_tokens_per_sample"] == 5.5
+    samples, _, metrics = collect(config_of(1), ROWS, 2, StubSampler(by_remainder, lengths=(3, 8)))
+    assert all(s.mask.all() for s in samples) and metrics["num_overlong_filtered"] == 0  # only if asked
+
+
+def test_a_step_of_truncated_samples_alone_stops_the_run():
+    with pytest.raises(
+        StopRun, match=r"^all 4 samples of a step ran into policy\.generation\.max_new_tokens=256, and "
+    ):
+        collect(config_of(1, overlong_filtering=True), ROWS, 2, StubSampler(by_remainder, lengths=(8,)))
+
+
+def test_a_step_without_a_row_to_train_on_stops_the_run():
+    class Masked(StubSampler):
+        def one(self, *args):
+            sample = super().one(*args)
+            sample.mask[:] = sample.row_id > 1  # what rollout.py does for loss_multiplier 0
+            return sample
+
+    samples, _, metrics = collect(config_of(2), ROWS, 1, Masked(by_remainder))
+    assert [s.mask.any() for s in samples] == [False] * SIZE + [True] * SIZE and metrics["reward"] == 5 / 8
+    with pytest.raises(StopRun, match="all its rows have loss_multiplier=0"):
+        collect(config_of(2), ROWS, 0, Masked(by_remainder))
+
+
+def test_too_few_groups_stop_the_run_with_counts_and_keys():
+    sampler = StubSampler(lambda row: [[0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]][row % 4])
+    cfg = config_of(8, use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=2, batch_multiplier=1.5)
+    with pytest.raises(StopRun) as caught:
+        collect(cfg, ROWS, 0, sampler)
+    assert len(sampler.calls) == 2  # exactly; NeMo RL goes one beyond
+    assert str(caught.value) == (
+        "dynamic sampling: 2 batches, 24 prompts of 4 samples, gave 6 groups of unequal rewards; a step needs 8. "
+        "6 groups were all right, 12 had no right answer. Raise grpo.dynamic_sampling_max_gen_batches=2, "
+        "grpo.batch_multiplier=1.5 or grpo.num_generations_per_prompt, lower grpo.num_prompts_per_step, or train on "
+        "problems that this model solves now and then"
     )
 
 
-def gaps(policy, tokenizer, samples):
-    """|sampler - trainer| of every sampled token, through the packs that training uses."""
-    gap = []
-    for pack in data.pack_samples(samples, [0.0] * len(samples), 2048):
-        tensors = [torch.from_numpy(x) for x in (pack.token_T, pack.position_T)]
-        with torch.no_grad():
-            logp_R, _ = policy(
-                *tensors,
-                pack.cu_seqlens,
-                torch.from_numpy(pack.pos_R),
-                torch.from_numpy(pack.target_R),
-                temperature=TEMPERATURE,
-                vocab_size=tokenizer.vocab_size,
-            )
-        gap.append((logp_R - torch.from_numpy(pack.sampler_logp_R)).abs())
-    return torch.cat(gap)
+def test_the_last_allowed_batch_counts():
+    cfg = config_of(4, use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=3)
+    assert rows_of(collect(cfg, ROWS, 7, StubSampler(by_remainder))[0]) == [8, 11, 14, 17]
 
 
-def test_sampler_equals_trainer_and_transformers_with_padded_vocabulary(engine, policy, tokenizer, tiny):
-    sync(engine, policy)
-    samples = sample(engine, tokenizer, num_prompts=32, num_samples=8, max_new_tokens=60)
-    gap = gaps(policy, tokenizer, samples)
-    assert len(gap) == sum(int(s.mask.sum()) for s in samples) >= 10_000
-    assert gap.max() <= 1e-4, gap.max()
-    assert max(s.output_ids.max() for s in samples) < tokenizer.vocab_size < tiny[1].config.vocab_size
-    # An oracle that shares nothing with us: the padded rows hold probability in transformers' logits and must be cut.
-    for s in samples[::37]:
-        ids = torch.tensor([*s.prompt_ids, *s.output_ids.tolist()])
-        with torch.no_grad():
-            logits_TV = tiny[1](ids[None]).logits[0, len(s.prompt_ids) - 1 : -1]
-        padded_mass = logits_TV.softmax(-1)[:, tokenizer.vocab_size :].sum(-1)
-        logp_TV = (logits_TV[:, : tokenizer.vocab_size] / TEMPERATURE).log_softmax(-1)
-        expected = logp_TV.gather(1, ids[len(s.prompt_ids) :, None])[:, 0]
-        assert (expected - torch.from_numpy(s.sampler_logps)).abs().max() <= 1e-4
-        assert padded_mass.mean() > 0.01  # so that forgetting to cut them would show
+def test_all_ranks_decide_alike():
+    """Nothing but the arguments decides: the same samples give the same choice to the last bit of the metrics."""
+    cfg = config_of(use_dynamic_sampling=True, shuffle=True)
+    first, second = (collect(cfg, ROWS, 11, StubSampler(by_remainder)) for _ in range(2))
+    assert json.dumps(first[2]) == json.dumps(second[2]) and rows_of(first[0]) == rows_of(second[0])
 
 
-def test_every_parameter_reaches_the_engine(engine, policy, tokenizer):
-    sync(engine, policy)
-    for name, param in policy.named_parameters():
-        with torch.no_grad():
-            generator = torch.Generator().manual_seed(1)
-            local = param.to_local()
-            local.add_(0.1 * torch.randn(local.shape, generator=generator))
-        stale = gaps(policy, tokenizer, sample(engine, tokenizer, 8, 2, 12))
-        assert stale.max() > 1e-3, f"{name}: the probe does not see that the engine is stale"
-        sync(engine, policy)
-        fresh = gaps(policy, tokenizer, sample(engine, tokenizer, 8, 2, 12))
-        assert fresh.max() <= 1e-4, f"{name} did not reach the engine: {fresh.max()}"
-
-
-def test_skipped_sync_after_an_optimizer_step_stops_the_run(engine, policy, tokenizer):
-    cfg = config.Config(
-        policy=config.PolicyConfig(
-            max_total_sequence_length=128, generation=config.GenerationConfig(temperature=TEMPERATURE)
-        )
-    )
-    sync(engine, policy)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
-
-    def one_step():
-        samples = sample(engine, tokenizer, 8, 4, 12)
-        adv_B = np.linspace(-1, 1, len(samples)).tolist()
-        packs = data.pack_samples(samples, adv_B, 512)
-        metrics = update.compute_gradients(policy, batch_of(packs, samples), cfg, tokenizer.vocab_size)
-        optimizer.step()
-        optimizer.zero_grad()
-        return metrics
-
-    metrics = one_step()
-    assert metrics["logp_gap_max"] <= 1e-4
-    update.check_logp_gap(metrics, 1e-3, step=1)
-    with pytest.raises(StopRun, match="the engine holds old weights"):
-        update.check_logp_gap(one_step(), 1e-3, step=2)  # no sync in between
-    sync(engine, policy)
-    assert one_step()["logp_gap_max"] <= 1e-4
-
-
-def test_partial_sync_is_refused(engine, policy):
-    weights = [
-        (name, tensor) for name, tensor in full_tensors(policy, engine.dtype) if "layers.1.mlp.up_proj" not in name
-    ]
-    with pytest.raises(StopRun, match="up_proj"):
-        engine.sync(iter(weights), 0)
-    sync(engine, policy)
-
-
-def test_a_sample_depends_on_its_seed_not_on_the_batch(engine, policy, tokenizer):
-    sync(engine, policy)
-    everything = sample(engine, tokenizer, 6, 4, 20)
-    prompts = [s.prompt_ids for s in everything]
-    seeds = [sample_seed(0, s.prompt, s.index) for s in everything]
-    order = [17, 3, 8]
-    alone = engine.generate(
-        [prompts[i] for i in order], [seeds[i] for i in order], temperature=TEMPERATURE, max_new_tokens=20
-    )
-    for i, completion in zip(order, alone, strict=True):
-        assert completion.ids.tolist() == everything[i].output_ids.tolist()
-        assert np.array_equal(completion.logps, everything[i].sampler_logps)
-    assert len({tuple(s.output_ids.tolist()) for s in everything if s.prompt == 0}) == 4
-
-
-def test_greedy_is_the_argmax_of_transformers(engine, policy, tokenizer, tiny):
-    sync(engine, policy)
-    prompt = tokenizer.render([{"role": "user", "content": "12+34="}])
-    ids = engine.generate([prompt], [0], temperature=0.0, max_new_tokens=24)[0].ids.tolist()
-    expected = list(prompt)
-    with torch.no_grad():
-        for _ in ids:
-            expected.append(int(tiny[1](torch.tensor([expected])).logits[0, -1, : tokenizer.vocab_size].argmax()))
-    assert ids == expected[len(prompt) :]
-
-
-@pytest.mark.parametrize(("how", "num_kept"), [({"top_k": 3}, 3), ({"top_p": 0.6}, None), ({"top_k": 1}, 1)])
-def test_filters_of_validation(engine, policy, tokenizer, tiny, how, num_kept):
-    """All samples come from the kept ids and no kept id of some weight is missing; logps are those after the filter."""
-    sync(engine, policy)
-    prompt = tokenizer.render([{"role": "user", "content": "12+34="}])
-    with torch.no_grad():
-        probs = tiny[1](torch.tensor([prompt])).logits[0, -1, : tokenizer.vocab_size].double().softmax(0)
-    ordered, ids = probs.sort(descending=True)
-    if num_kept is None:  # the fewest ids that hold top_p of the probability
-        num_kept = 1 + int((ordered.cumsum(0) < how["top_p"]).sum())
-    kept = dict(zip(ids[:num_kept].tolist(), (ordered[:num_kept] / ordered[:num_kept].sum()).tolist(), strict=True))
-    completions = engine.generate([prompt] * 400, list(range(400)), temperature=1.0, max_new_tokens=1, **how)
-    found = {int(c.ids[0]): float(c.logps[0]) for c in completions}
-    assert {i for i, p in kept.items() if p > 0.03} <= found.keys() <= kept.keys() and len(kept) < 60
-    assert all(abs(logp - np.log(kept[i])) < 1e-4 for i, logp in found.items())
-
-
-def test_a_rank_without_problems_generates_nothing(engine, policy):
-    sync(engine, policy)
-    assert engine.generate([], [], temperature=1.0, max_new_tokens=4) == []
-
-
-def test_lengths_end_tokens_and_finish_reasons(engine, policy, tokenizer, monkeypatch):
-    sync(engine, policy)
-    monkeypatch.setattr(
-        engine, "stop_token_ids", list(range(0, 250, 10))
-    )  # random weights hardly ever end by themselves
-    prompt = tokenizer.render([{"role": "user", "content": "x" * 230}])
-    completions = engine.generate([prompt] * 64, list(range(64)), temperature=1.0, max_new_tokens=60)
-    room = engine.max_total_tokens - len(prompt)
-    assert room < 60 and {len(c.ids) for c in completions if c.finish_reason == "length"} == {room}
-    stopped = [c for c in completions if c.finish_reason == "stop"]
-    assert stopped and all(c.ids[-1] in engine.stop_token_ids for c in stopped)  # the end token is kept, and trained on
-    assert not any(i in engine.stop_token_ids for c in completions for i in c.ids[:-1])
+def test_data_ends_where_a_whole_step_does_not_fit():
+    grpo = config_of(4, max_num_epochs=2, use_dynamic_sampling=True, batch_multiplier=1.5).grpo
+    assert [data_is_used_up(grpo, 50, position) for position in (0, 94, 95, 100)] == [False, False, True, True]
+    plain = config_of(4).grpo  # as without it: steps = 50 // 4
+    assert [data_is_used_up(plain, 50, 4 * step) for step in (11, 12)] == [False, True]
 
 
 def test_sample_seeds_differ_and_are_fixed():
     keys = [(42, step, prompt, index) for step in range(-1, 4) for prompt in range(8) for index in range(8)]
     assert len({sample_seed(*key) for key in keys}) == len(keys)
     assert sample_seed(42, 1, 0, 0) == GOLDEN_SEED  # changing this changes what every resumed run samples
-
-
-GOLDEN_SEED = 221_851_323_711_279

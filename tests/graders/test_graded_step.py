@@ -9,8 +9,9 @@ from processes import children
 
 import envs
 from data import Problem
+from engine import SamplingOptions
 from graders.pool import GraderPool
-from rollout import rollout, rollout_over_ranks
+from rollout import Sampler
 from system.exits import StopRun
 
 DEADLINE = 2.0
@@ -58,13 +59,18 @@ def rows(names):
     ]
 
 
-HOW = {"num_samples": 1, "temperature": 1.0, "max_new_tokens": 4, "max_turns": 1, "seed_key": (0,)}
+def graded(environment, names, ranks, max_error_fraction=1.0):
+    """A sample for each row, which the environment has graded."""
+    sampler = Sampler(
+        FakeEngine(), FakeTokenizer(), {"hostile": environment}, ranks, max_error_fraction=max_error_fraction
+    )
+    return sampler.sample(rows(names), 1, SamplingOptions(1.0, 4), (0,))
 
 
-def test_step_ends_and_counts(environment):
+def test_step_ends_and_counts(environment, one_rank):
     before = len(children())
     start = time.monotonic()
-    samples = rollout(FakeEngine(), FakeTokenizer(), {"hostile": environment}, rows(JOBS), **HOW)
+    samples = graded(environment, JOBS, one_rank[0])
     seconds = time.monotonic() - start
     assert [s.outcome for s in samples] == [outcome for outcome in JOBS.values()]
     assert Counter(s.reward for s in samples) == {1.0: 2, 0.0: 8}
@@ -76,10 +82,7 @@ def test_step_ends_and_counts(environment):
 
 
 def test_errors_above_the_bound_end_the_run(environment, one_rank):
-    ranks = one_rank[0]
-    how = HOW | {"ranks": ranks, "max_error_fraction": 0.3}
     names = ["double", "raise", "raise", "double"]
     with pytest.raises(StopRun, match=r"2 of 4 answers could not be graded \({'hostile': 2}\), more than"):
-        rollout_over_ranks(FakeEngine(), FakeTokenizer(), {"hostile": environment}, rows(names), **how)
-    how["max_error_fraction"] = 0.5
-    assert len(rollout_over_ranks(FakeEngine(), FakeTokenizer(), {"hostile": environment}, rows(names), **how)) == 4
+        graded(environment, names, one_rank[0], max_error_fraction=0.3)
+    assert len(graded(environment, names, one_rank[0], max_error_fraction=0.5)) == 4

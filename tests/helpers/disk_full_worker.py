@@ -42,7 +42,7 @@ def take(file: Path, size: int) -> None:
 def main(folder: Path) -> dict:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)], check=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    checkpoints, ballast, found = folder / "checkpoints", folder / "ballast", {}
+    checkpoints, ballast, after = folder / "checkpoints", folder / "ballast", {}
     saver = checkpoint.Saver(checkpoints, CheckpointingConfig(keep_latest=2), Ranks(0, 1, 0, 1))
     write = checkpoint.Pending.write
 
@@ -62,7 +62,7 @@ def main(folder: Path) -> dict:
             stopped = str(error)
         model, optimizer = state_at(-1)
         loaded = checkpoint.load(checkpoints, model, optimizer, saver.ranks, mode="must")
-        found[name] = {
+        after[name] = {
             "left": sorted(path.name for path in checkpoints.iterdir()),
             "loaded": loaded,
             "values": model.weight.unique().tolist(),
@@ -79,7 +79,7 @@ def main(folder: Path) -> dict:
     take(ballast, 100 * MIB)
     for step in (5, 6, 7):
         save(step, f"full, {step}")
-    return found
+    return after
 
 
 if __name__ == "__main__":

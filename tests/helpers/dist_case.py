@@ -1,21 +1,38 @@
-"""The batch and the prompts that tests/system/test_ranks.py computes on one rank and on two."""
+"""The samples, the config and the prompts of tests that train: by hand, on one rank and on two."""
+
+from dataclasses import replace
 
 import numpy as np
-import torch
 
 import config
-from batch import Minibatch, to_device
-from data import Pack, Sample
+from data import Sample
 
+# Gradients are compared as they are, so nothing clips them; the log-probabilities are made up, so they have no limit.
 CONFIG = config.Config(
+    grpo=config.GRPOConfig(
+        num_prompts_per_step=5, num_generations_per_prompt=4, logp_gap_limit=None, canary_period=0, val_period=0
+    ),
     loss_fn=config.LossConfig(reference_policy_kl_penalty=0.0),
     policy=config.PolicyConfig(
-        max_total_sequence_length=64, generation=config.GenerationConfig(temperature=0.8, max_new_tokens=24)
+        max_total_sequence_length=64,
+        max_grad_norm=1e9,
+        scheduler=config.SchedulerConfig(warmup_steps=0),
+        generation=config.GenerationConfig(temperature=0.8, max_new_tokens=24),
     ),
 )
 PROMPTS = [[(7 * i + 3 * j) % 250 for j in range(5 + 4 * i)] for i in range(12)]
 # By hand, so that the ranks get very different numbers of tokens, packs, and an empty pack to fill up.
 rank_share = [[0, 1, 2], list(range(3, 20))]
+
+
+def settings(**sections) -> config.Config:
+    """CONFIG with keys of sections changed: settings(grpo={...}, policy={...}, loss_fn={...})."""
+    return replace(CONFIG, **{name: replace(getattr(CONFIG, name), **keys) for name, keys in sections.items()})
+
+
+def packs_of(max_tokens: int) -> config.Config:
+    """CONFIG with packs of at most so many tokens."""
+    return settings(policy={"sequence_packing": config.SequencePackingConfig(max_tokens)})
 
 
 def make_samples(vocab_size: int) -> tuple[list[Sample], list[float]]:
@@ -41,11 +58,3 @@ def make_samples(vocab_size: int) -> tuple[list[Sample], list[float]]:
             )
         )
     return samples, rng.normal(size=20).tolist()
-
-
-def batch_of(packs: list[Pack], samples: list[Sample]) -> Minibatch:
-    """The optimizer batch of `samples` whose packs on this rank are `packs`."""
-    num_tokens = sum(int(s.mask.sum()) for s in samples)
-    num_positive_tokens = sum(int(s.mask.sum()) for s in samples if s.reward > 0)
-    micros = [to_device(pack, torch.device("cpu")) for pack in packs]
-    return Minibatch(micros, num_tokens, sum(bool(s.mask.any()) for s in samples), num_positive_tokens)

@@ -6,21 +6,23 @@ Writes what 2 ranks compute: gradients of an unevenly split batch, then greedy t
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 import torch.distributed as dist
-import update
-from dist_case import CONFIG, PROMPTS, batch_of, make_samples, rank_share
+from dist_case import PROMPTS, make_samples, packs_of, rank_share
+from loop import train_once
 from safetensors.torch import save_file
 
 import config
 import data
 import envs
+from engine import Engine, SamplingOptions
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from model import load_policy
-from rollout import Engine, rollout
+from rollout import Sampler
 from system.exits import exit_process
 from system.ranks import start_process_group
 
@@ -40,9 +42,9 @@ def two_turns(engine, tokenizer, ranks):
     """[prompt, ids, reward, turns] of conversations with it."""
     messages = [{"role": "user", "content": "1+1"}]
     row = data.Problem(0, messages, "2", "x", tokenizer.render(messages))
-    how = dict(num_samples=2, temperature=1.0, max_new_tokens=4, max_turns=2, seed_key=(0,), ranks=ranks)
     engine.stop_token_ids = [*engine.stop_token_ids, *range(0, 256, 2)]  # so that replies end
-    samples = rollout(engine, tokenizer, {"x": Disagrees(ranks.rank)}, [(0, row), (1, row)], **how)
+    sampler = Sampler(engine, tokenizer, {"x": Disagrees(ranks.rank)}, ranks, max_turns=2)
+    samples = sampler.sample([(0, row), (1, row)], 2, SamplingOptions(1.0, 4), (0,))
     return [[s.prompt, s.output_ids.tolist(), s.reward, s.num_turns] for s in samples]
 
 
@@ -51,12 +53,12 @@ if __name__ == "__main__":
     ranks, device = start_process_group(tp_size=2)
     tokenizer = Tokenizer(folder)
     policy = load_policy(folder, device=device, mesh=dist.init_device_mesh("cpu", (2,)))
+    policy.temperature = 0.8
+    policy.vocab_limit = tokenizer.vocab_size
 
     samples, adv_B = make_samples(tokenizer.vocab_size)
-    shares = [data.pack_samples([samples[i] for i in share], [adv_B[i] for i in share], 40) for share in rank_share]
-    packs = shares[ranks.rank] + [data.empty_pack()] * (max(map(len, shares)) - len(shares[ranks.rank]))
-    metrics = update.compute_gradients(policy, batch_of(packs, samples), CONFIG, tokenizer.vocab_size)
-    gradients = {name: param.grad.full_tensor() for name, param in policy.named_parameters()}
+    with mock.patch("batch.assign_to_ranks", lambda lengths, world_size: rank_share):
+        metrics, gradients = train_once(policy, samples, adv_B, packs_of(40), ranks)
 
     vllm_cfg = config.VllmConfig(tensor_parallel_size=2)
     engine = Engine(
@@ -69,9 +71,12 @@ if __name__ == "__main__":
         seed=0,
     )
     engine.sync(full_tensors(policy, engine.dtype), 0)
-    greedy = [c.ids.tolist() for c in engine.generate(PROMPTS, [0] * len(PROMPTS), temperature=0.0, max_new_tokens=24)]
-    talks = two_turns(engine, tokenizer, ranks)
-    (results / f"rank_{ranks.rank}.json").write_text(json.dumps({"update": metrics, "greedy": greedy, "talks": talks}))
+    completions = engine.generate(PROMPTS, [0] * len(PROMPTS), SamplingOptions(0.0, 24))
+    greedy = [completion.ids.tolist() for completion in completions]
+    conversations = two_turns(engine, tokenizer, ranks)
+    (results / f"rank_{ranks.rank}.json").write_text(
+        json.dumps({"metrics": metrics, "greedy": greedy, "conversations": conversations})
+    )
     if ranks.rank == 0:
         save_file(gradients, results / "gradients.safetensors")
     dist.barrier()

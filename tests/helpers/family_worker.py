@@ -11,23 +11,23 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 import torch
 import torch.distributed as dist
-import update
 from tiny import make_tiny
 
 import config
 import data
+from batch import to_device
+from engine import Engine, SamplingOptions
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from model import load_policy
-from rollout import Engine
 from system.exits import exit_process
 from system.ranks import start_process_group
 
 
-def gap(engine, policy, cfg, vocab_size) -> float:
+def gap(engine, policy) -> float:
     """Largest |sampler - trainer| over some sampled tokens."""
     prompts = [[(31 * i + 7 * j) % 250 for j in range(4 + i)] for i in range(12)]
-    done = engine.generate(prompts, list(range(12)), temperature=0.8, max_new_tokens=16)
+    done = engine.generate(prompts, list(range(12)), SamplingOptions(0.8, 16))
     worst = 0.0
     for prompt, completion in zip(prompts, done, strict=True):
         sample = data.Sample(
@@ -44,7 +44,7 @@ def gap(engine, policy, cfg, vocab_size) -> float:
         )
         (pack,) = data.pack_samples([sample], [0.0], 64)
         with torch.no_grad():
-            logp_R, _ = update.forward(policy, update.to_device(pack, torch.device("cpu")), cfg, vocab_size)
+            logp_R, _ = policy(*to_device(pack, torch.device("cpu")).model_inputs)
         worst = max(worst, (logp_R - torch.from_numpy(pack.sampler_logp_R)).abs().max().item())
     return worst
 
@@ -55,17 +55,18 @@ def main() -> None:
     _, device = start_process_group(tp_size=1)
     tokenizer = Tokenizer(folder)
     policy = load_policy(folder, device=device, mesh=dist.init_device_mesh("cpu", (1,)))
-    generation = config.GenerationConfig(temperature=0.8)
-    cfg = config.Config(policy=config.PolicyConfig(generation=generation))
-    engine = Engine(str(folder), tokenizer, generation, dtype="float32", tied_head=False, max_total_tokens=64, seed=0)
+    policy.temperature = 0.8
+    policy.vocab_limit = tokenizer.vocab_size
+    options = {"dtype": "float32", "tied_head": False, "max_total_tokens": 64, "seed": 0}
+    engine = Engine(str(folder), tokenizer, config.GenerationConfig(), **options)
     engine.sync(full_tensors(policy, engine.dtype), 0)
-    found = {"start": [0.0, gap(engine, policy, cfg, tokenizer.vocab_size)]}
+    found = {"start": [0.0, gap(engine, policy)]}
     for name, param in policy.named_parameters():
         with torch.no_grad():
             param.to_local().add_(0.1 * torch.randn(param.shape, generator=torch.Generator().manual_seed(1)))
-        stale = gap(engine, policy, cfg, tokenizer.vocab_size)
+        stale = gap(engine, policy)
         engine.sync(full_tensors(policy, engine.dtype), 0)
-        found[name] = [stale, gap(engine, policy, cfg, tokenizer.vocab_size)]
+        found[name] = [stale, gap(engine, policy)]
     print(json.dumps(found))
 
 

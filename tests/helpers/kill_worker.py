@@ -2,7 +2,7 @@
 
 One process that has imported torch forks two gloo ranks for each life: they load, go on from there, save after every
 step, and one of them is killed, at a named point of the save or at a random instant. What a life loads must be a state
-that was committed, whole, and not older than the last commit that anybody was told of. Prints a JSON object.
+that was committed, whole, and not older than the last commit that `finish` has returned from. Prints a JSON object.
 """
 
 import json
@@ -86,8 +86,8 @@ def live(rank: int, folder: Path, life: int, point: str | None) -> None:
         step = state["step"]
         assert state == {"step": step, "cursor": step * 7}, state
         assert model.weight.unique().tolist() == [float(step)], (step, model.weight.unique())
-        told = int((folder / "told").read_text()) if (folder / "told").exists() else 0
-        assert step >= told, f"loads step {step}, {told} was committed"
+        newest = int((folder / "committed").read_text()) if (folder / "committed").exists() else 0
+        assert step >= newest, f"loads step {step}, {newest} was committed"
         if rank == 0:
             (folder / f"loaded_{life}").write_text(str(step))
     if point and POINTS[point][0] == rank:
@@ -97,8 +97,8 @@ def live(rank: int, folder: Path, life: int, point: str | None) -> None:
         saver.save(step, *model_at(step), {"cursor": step * 7}, {}, None)
         saver.finish()
         if rank == 0:
-            (folder / "told.tmp").write_text(str(step))
-            os.rename(folder / "told.tmp", folder / "told")
+            (folder / "committed.tmp").write_text(str(step))
+            os.rename(folder / "committed.tmp", folder / "committed")
     os._exit(0)
 
 
@@ -127,7 +127,7 @@ def wait(pids: list[int]) -> list[int]:
 
 
 def main(folder: Path, num_kills: int, seed: int) -> None:
-    rng, kills, life, found = random.Random(seed), Counter(), 0, []
+    rng, kills, life, has_loaded = random.Random(seed), Counter(), 0, []
     while kills.total() < num_kills:
         named = sorted(POINTS)[life // 2 % len(POINTS)] if life % 2 else None
         pids = [fork_rank(rank, folder, life, named) for rank in range(2)]
@@ -137,11 +137,11 @@ def main(folder: Path, num_kills: int, seed: int) -> None:
         codes = wait(pids)
         assert 66 not in codes, f"life {life} ({named}) found a bad state"
         kills[named or "a random instant"] += -signal.SIGKILL in codes
-        found.append((folder / f"loaded_{life}").exists())
+        has_loaded.append((folder / f"loaded_{life}").exists())
         life += 1
     assert wait([fork_rank(rank, folder, life, None) for rank in range(2)]) == [0, 0]
     left = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    print(json.dumps({"kills": kills, "lives": life, "loaded": sum(found), "left": left}))
+    print(json.dumps({"kills": kills, "lives": life, "loaded": sum(has_loaded), "left": left}))
     shutil.rmtree(folder / "checkpoints")
 
 

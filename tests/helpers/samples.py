@@ -1,4 +1,4 @@
-"""A graded sample, for tests of what is made of samples."""
+"""Graded samples, for tests of what is made of samples."""
 
 from dataclasses import replace
 
@@ -14,3 +14,14 @@ def sample(prompt, reward, outcome, length, *, finish_reason="stop", unsampled=0
     found = Sample(prompt, 0, 40 + prompt, prompt_ids, ids, logps, mask, finish_reason, 7, reward, outcome, reward)
     dataset = "" if prompt else "a"
     return replace(found, env_name=env_name, num_env_tokens=unsampled, num_turns=num_turns, dataset=dataset)
+
+
+def answers(*given, right="7"):
+    """One problem's samples by their answers; None: no answer was found."""
+    samples = []
+    for i, answer in enumerate(given):
+        outcome = "parse_fail" if answer is None else "ok" if answer == right else "wrong"
+        ids, logps = np.zeros(2 + i, np.int32), np.zeros(2 + i, np.float32)
+        samples.append(Sample(0, i, 0, [1], ids, logps, ids == 0, "stop", 0, float(outcome == "ok"), outcome))
+        samples[-1].extracted = answer
+    return samples

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from hf_folders import QWEN2
 from safetensors.numpy import save_file
 
 from config import ConfigError
@@ -147,3 +148,42 @@ def test_missing_files_are_refused(tmp_path):
 def test_an_index_that_is_none_is_refused(tmp_path, index, problem):
     (tmp_path / "model.safetensors.index.json").write_text(index)
     assert refused(tmp_path).startswith(f"/model.safetensors.index.json: {problem}")
+
+
+UNSUPPORTED = [
+    (dict(model_type="mistral"), "model_type='mistral' is not supported; supported: 'llama', 'qwen2', 'qwen3'"),
+    (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported; supported: 'silu'"),
+    (dict(use_sliding_window=True), "use_sliding_window=True is not supported; supported: absent, False"),
+    (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types other than 'full_attention' are not"),
+    (dict(mlp_bias=True), "mlp_bias=True is not supported; supported: absent, False"),
+    (dict(quantization_config={"bits": 4}), "quantization_config={'bits': 4} is not supported; supported: absent"),
+    (dict(attention_multiplier=0.5), "attention_multiplier=0.5 is not supported"),
+    (dict(attention_dropout=0.1), "attention_dropout=0.1 is not supported"),
+    (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported"),
+    (dict(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor=0.5 is not supported"),
+    (dict(rope_scaling={"rope_type": "yarn"}), "rope_type='yarn' is not supported; supported: 'default', 'llama3'"),
+    (dict(rope_scaling={"type": "linear", "factor": 4.0}), "rope_type='linear' is not supported"),
+    (dict(rope_parameters={"rope_type": "dynamic"}), "rope_type='dynamic' is not supported"),
+    (dict(rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}), ": high_freq_factor, orig"),
+    (dict(rms_norm_eps=None, hidden_size=None), ": hidden_size, rms_norm_eps missing"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), UNSUPPORTED)
+def test_unsupported_configs_name_the_field(change, message):
+    ModelConfig.from_hf(QWEN2)
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.from_hf({**QWEN2, **change}, "folder/config.json")
+    assert str(error.value).startswith("folder/config.json: ") and message in str(error.value)
+
+
+def test_both_forms_of_config_json_mean_the_same():
+    old = {**QWEN2, "model_type": "llama", "rope_theta": 5e5, "rope_scaling": LLAMA3}
+    new = {**QWEN2, "model_type": "llama", "rope_parameters": {"rope_theta": 5e5, **LLAMA3}}
+    del new["rope_theta"]
+    config = ModelConfig.from_hf(old)
+    assert config == ModelConfig.from_hf(new)
+    assert (config.rope_theta, config.rope_scaling.factor, config.head_dim) == (5e5, 8.0, 12)
+    assert (config.qkv_bias, config.o_bias, config.qk_norm, config.tie_word_embeddings) == (False,) * 4
+    assert ModelConfig.from_hf({**old, "head_dim": 20}).head_dim == 20
+    assert ModelConfig.from_hf({**QWEN2, "rope_scaling": {"type": "default"}}) == ModelConfig.from_hf(QWEN2)

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 import torch
 
-from advantages import advantages
+from advantages import estimate_advantages
 from config import AdvEstimatorConfig, ConfigError
 from run.config_check import validate
 from run.config_file import load
@@ -172,7 +172,11 @@ def test_keys_that_do_not_go_together(write, one, other, besides):
         ("grpo.reward_shaping.enabled=true", "false", GDPO, []),
         ("grpo.ref_policy_update_period=5", "null", "loss_fn.reference_policy_kl_penalty=0.0", []),
         ("grpo.ref_policy_update_alpha=0.5", "1.0", "grpo.ref_policy_update_period=null", []),
+        ("policy.optimizer.muon.lr=0.1", "null", "policy.optimizer.name=torch.optim.AdamW", []),
+        ("policy.optimizer.muon.momentum=0.5", "0.95", "policy.optimizer.name=torch.optim.AdamW", []),
         ("policy.scheduler.min_factor=0.1", "0.0", "policy.scheduler.name=constant", []),
+        ("policy.optimizer.muon_lr=0.02", "null", "policy.optimizer.name=torch.optim.AdamW", []),
+        ("policy.optimizer.muon_momentum=0.9", "0.95", "policy.optimizer.name=torch.optim.AdamW", []),
     ],
 )
 def test_a_key_that_nothing_reads_must_have_its_default(write, unread, default, other, besides):
@@ -197,7 +201,7 @@ def advantages_of(cfg):
     rewards = {"a": torch.tensor([0.0, 1, 1, 1, 0, 0, 0, 1]), "b": torch.tensor([0.5, 2, 0, 1, 7, 3, 0, 0])}
     group_B = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
     num_tokens_B = torch.arange(1, 9)
-    return advantages(rewards["a"] + rewards["b"], group_B, num_tokens_B, cfg.grpo, cfg.loss_fn, rewards)
+    return estimate_advantages(rewards["a"] + rewards["b"], group_B, num_tokens_B, cfg.grpo, cfg.loss_fn, rewards)
 
 
 @pytest.mark.parametrize("key", ESTIMATOR_OPTIONS)

@@ -5,14 +5,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-import update
-from dist_case import CONFIG, PROMPTS, batch_of, make_samples
+from dist_case import PROMPTS, make_samples, packs_of
+from loop import train_once
 from safetensors.torch import load_file
 
 import data
+from engine import SamplingOptions
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from model import load_policy
@@ -45,12 +47,10 @@ def two_ranks(tiny, tmp_path_factory):
 @pytest.fixture
 def policy(one_rank, tiny):
     _, device, mesh = one_rank
-    return load_policy(tiny[0], device=device, mesh=mesh)
-
-
-def gradients(policy, packs, samples, vocab_size):
-    metrics = update.compute_gradients(policy, batch_of(packs, samples), CONFIG, vocab_size)
-    return {name: param.grad.full_tensor() for name, param in policy.named_parameters()}, metrics
+    model = load_policy(tiny[0], device=device, mesh=mesh)
+    model.temperature = 0.8
+    model.vocab_limit = Tokenizer(tiny[0]).vocab_size
+    return model
 
 
 def relative(a, b):
@@ -59,57 +59,57 @@ def relative(a, b):
 
 
 @pytest.fixture
-def whole_batch(tiny):
-    tokenizer = Tokenizer(tiny[0])
-    samples, adv_B = make_samples(tokenizer.vocab_size)
-    return samples, adv_B, tokenizer.vocab_size
+def step(policy):
+    """(samples, advantages)."""
+    return make_samples(policy.vocab_limit)
 
 
-def test_one_pack_equals_transformers_sequence_by_sequence_in_float64(policy, tiny, whole_batch):
-    samples, adv_B, vocab_size = whole_batch
-    ours, _ = gradients(policy, data.pack_samples(samples, adv_B, 10_000), samples, vocab_size)
+def test_one_pack_equals_transformers_sequence_by_sequence_in_float64(policy, tiny, step, one_rank):
+    samples, adv_B = step
+    _, ours = train_once(policy, samples, adv_B, packs_of(10_000), one_rank[0])
     oracle = tiny[1].double()
     oracle.zero_grad()
     num_tokens = sum(int(s.mask.sum()) for s in samples)
     for s, adv in zip(samples, adv_B, strict=True):  # ratio 1 on policy: the gradient of -A logp / N, by hand
         ids = torch.tensor([*s.prompt_ids, *s.output_ids.tolist()])
-        logits_TV = oracle(ids[None]).logits[0, len(s.prompt_ids) - 1 : -1, :vocab_size] / 0.8
+        logits_TV = oracle(ids[None]).logits[0, len(s.prompt_ids) - 1 : -1, : policy.vocab_limit] / 0.8
         logp_T = logits_TV.log_softmax(-1).gather(1, ids[len(s.prompt_ids) :, None])[:, 0]
         (-adv * logp_T[torch.from_numpy(s.mask)].sum() / num_tokens).backward()
     expected = {name: param.grad.float() for name, param in oracle.named_parameters() if name != "lm_head.weight"}
     tiny[1].float().zero_grad(set_to_none=True)
     assert relative(ours, expected) <= 1e-5
-    assert ours["model.embed_tokens.weight"][vocab_size:].abs().max() == 0  # padded rows get no gradient
+    assert ours["model.embed_tokens.weight"][policy.vocab_limit :].abs().max() == 0  # padded rows get no gradient
 
 
-def test_micro_batches_in_any_order_and_two_unequal_ranks_give_the_same_gradient(policy, whole_batch, two_ranks):
-    samples, adv_B, vocab_size = whole_batch
-    one, metrics = gradients(policy, data.pack_samples(samples, adv_B, 10_000), samples, vocab_size)
-    packs = data.pack_samples(samples, adv_B, 40)
+def test_micro_batches_in_any_order_and_two_unequal_ranks_give_the_same_gradient(policy, step, two_ranks, one_rank):
+    samples, adv_B = step
+    metrics, gradients = train_once(policy, samples, adv_B, packs_of(10_000), one_rank[0])
+    metrics_many, many = train_once(policy, samples, adv_B, packs_of(40), one_rank[0])
+    packs = data.pack_samples(samples[::-1], adv_B[::-1], 40)
     assert len(packs) == 8
-    policy.zero_grad()
-    many, metrics_many = gradients(policy, packs, samples, vocab_size)
-    policy.zero_grad()
-    shuffled = data.pack_samples(samples[::-1], adv_B[::-1], 40)
-    other, metrics_other = gradients(policy, [shuffled[i] for i in (3, 1, 7, 0, 6, 2, 5, 4)], samples, vocab_size)
-    for found in (many, other, two_ranks[0]):
-        assert relative(found, one) <= 1e-6
-    for found in (metrics_many, metrics_other, two_ranks[1][0]["update"], two_ranks[1][1]["update"]):
-        assert found.keys() == metrics.keys()
-        assert all(found[name] == pytest.approx(metrics[name], rel=1e-6, abs=1e-6) for name in metrics)
+    shuffled = [packs[i] for i in (3, 1, 7, 0, 6, 2, 5, 4)]
+    with mock.patch("batch.pack_samples", lambda *_: shuffled):
+        metrics_other, other = train_once(policy, samples, adv_B, packs_of(40), one_rank[0])
+    for computed in (many, other, two_ranks[0]):
+        assert relative(computed, gradients) <= 1e-6
+    for computed in (metrics_many, metrics_other, two_ranks[1][0]["metrics"], two_ranks[1][1]["metrics"]):
+        assert computed == pytest.approx(metrics, rel=1e-6, abs=1e-6, nan_ok=True)
 
 
 def test_engine_over_two_ranks_gives_the_tokens_of_one(engine, policy, two_ranks):
     engine.sync(full_tensors(policy, engine.dtype), 0)
-    single = [c.ids.tolist() for c in engine.generate(PROMPTS, [0] * len(PROMPTS), temperature=0.0, max_new_tokens=24)]
+    completions = engine.generate(PROMPTS, [0] * len(PROMPTS), SamplingOptions(0.0, 24))
+    single = [completion.ids.tolist() for completion in completions]
     assert two_ranks[1][0]["greedy"] == single and two_ranks[1][1]["greedy"] == single
     assert len({tuple(ids) for ids in single}) == len(PROMPTS)  # not one stuck answer
 
 
 def test_ranks_of_one_engine_go_by_the_verdicts_of_its_first(two_ranks, tiny):
-    talks = two_ranks[1][0]["talks"]
-    assert talks == two_ranks[1][1]["talks"] and len(talks) == 4
-    said = Tokenizer(tiny[0]).backend.encode("rank 0").ids
-    for _, ids, reward, num_turns in talks:
-        assert reward == num_turns and (num_turns == 1 or any(ids[i : i + len(said)] == said for i in range(len(ids))))
-    assert max(num_turns for *_, num_turns in talks) == 2
+    conversations = two_ranks[1][0]["conversations"]
+    assert conversations == two_ranks[1][1]["conversations"] and len(conversations) == 4
+    words = Tokenizer(tiny[0]).backend.encode("rank 0").ids
+    for _, ids, reward, num_turns in conversations:
+        assert reward == num_turns and (
+            num_turns == 1 or any(ids[i : i + len(words)] == words for i in range(len(ids)))
+        )
+    assert max(num_turns for *_, num_turns in conversations) == 2

@@ -1,0 +1,180 @@
+"""From samples to packs on the device: who gets what, which rows come first, what is masked, what is counted."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from dist_case import make_samples, settings
+from loop import CPU
+
+import config
+from batch import finish_minibatches, make_minibatches, needs_old_logps
+from system.ranks import Ranks
+
+PACKS_OF_64 = {"sequence_packing": config.SequencePackingConfig(64)}
+
+
+@pytest.fixture
+def step():
+    """(samples, advantages), with rewards 0 and 1."""
+    samples, adv_B = make_samples(250)
+    for sample, adv in zip(samples, adv_B, strict=True):
+        sample.reward = float(adv > 0.3)
+    return samples, adv_B
+
+
+def rank(number, world_size=1):
+    return Ranks(number, world_size, number, 1)
+
+
+def with_logps(minibatches, seed=0):
+    """Fills in log-probabilities as a policy and a reference might give them."""
+    generator = torch.Generator().manual_seed(seed)
+    for micro in (micro for minibatch in minibatches for micro in minibatch.micros):
+        micro.old_logp_R = micro.sampler_logp_R + 0.1 * torch.randn(len(micro.pos_R), generator=generator)
+        micro.ref_logp_R = micro.old_logp_R + 0.2 * torch.randn(len(micro.pos_R), generator=generator)
+    return minibatches
+
+
+def test_when_the_policy_is_scored_before_it_is_trained():
+    assert not needs_old_logps(settings())
+    assert not needs_old_logps(settings(policy={"train_global_batch_size": 20}))
+    assert needs_old_logps(settings(policy={"train_global_batch_size": 10}))
+    assert needs_old_logps(settings(policy={"ppo_epochs": 2}))
+    assert needs_old_logps(settings(grpo={"seq_logprob_error_threshold": 2.0}))
+    assert needs_old_logps(settings(loss_fn={"use_kl_in_reward": True}))
+
+
+def sequences(micro):
+    """The input ids of each sequence of a pack."""
+    return [tuple(ids.tolist()) for ids in np.split(micro.token_T.numpy(), micro.cu_seqlens[1:-1])]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 16])
+def test_every_sample_is_in_one_pack_of_its_minibatch(step, world_size):
+    samples, adv_B = step
+    samples[3].mask[:] = False  # filtered out
+    cfg = settings(policy=PACKS_OF_64 | {"train_global_batch_size": 8})
+    of_ranks = [make_minibatches(samples, adv_B, cfg, rank(r, world_size), CPU) for r in range(world_size)]
+    for i, members in enumerate((range(8), range(8, 16), range(16, 20))):
+        minibatches = [of_rank[i] for of_rank in of_ranks]
+        assert len({len(minibatch.micros) for minibatch in minibatches}) == 1, "each pack is a collective"
+        micros = [micro for minibatch in minibatches for micro in minibatch.micros]
+        assert all(len(micro.token_T) <= 64 for micro in micros)
+        packed = [ids for micro in micros for ids in sequences(micro) if len(micro.pos_R)]
+        whole = [(*samples[k].prompt_ids, *samples[k].output_ids.tolist()) for k in members if k != 3]
+        assert sorted(packed) == sorted(ids[:-1] for ids in whole)
+        empty = [micro for micro in micros if not len(micro.pos_R)]
+        assert all(micro.token_T.tolist() == [0] and micro.num_grad_rows == 0 for micro in empty)
+        assert bool(empty) == (world_size == 16)
+    assert all(len(of_rank) == 3 for of_rank in of_ranks)
+
+
+def test_a_minibatch_without_a_sample_to_train_on_is_one_empty_pack(step, one_rank):
+    samples, adv_B = step
+    for sample in samples[10:]:
+        sample.mask[:] = False
+    cfg = settings(policy={"train_global_batch_size": 10})
+    minibatches = make_minibatches(samples, adv_B, cfg, rank(0), CPU)
+    finish_minibatches(minibatches, cfg)
+    assert [len(minibatch.micros) for minibatch in minibatches] == [1, 1]
+    full, empty = minibatches
+    assert full.num_seqs == 10 and (empty.num_tokens, empty.num_seqs, empty.num_positive_tokens) == (0, 0, 0)
+    assert empty.micros[0].token_T.tolist() == [0] and len(empty.micros[0].pos_R) == 0
+
+
+def test_counts_of_each_minibatch_by_hand(step, one_rank):
+    samples, adv_B = step
+    samples[2].sampler_logps[samples[2].mask.nonzero()[0][0]] = np.nan  # a token that the loss drops
+    samples[12].sampler_logps[:] = -np.inf  # a sequence of such tokens
+    cfg = settings(policy={"train_global_batch_size": 10, "sequence_packing": config.SequencePackingConfig(40)})
+    minibatches = make_minibatches(samples, adv_B, cfg, rank(0), CPU)
+    assert all(minibatch.num_tokens == 0 for minibatch in minibatches), "not known yet"
+    assert finish_minibatches(minibatches, cfg) == []
+    for minibatch, part in zip(minibatches, (samples[:10], samples[10:]), strict=True):
+        assert len(minibatch.micros) > 1
+        trained = {s.index + 4 * s.prompt: int((s.mask & np.isfinite(s.sampler_logps)).sum()) for s in part}
+        assert minibatch.num_tokens == sum(trained.values())
+        assert minibatch.num_seqs == sum(count > 0 for count in trained.values())
+        positive = [s for s in part if s.reward > 0]
+        assert minibatch.num_positive_tokens == sum(trained[s.index + 4 * s.prompt] for s in positive) > 0
+    assert [minibatch.num_seqs for minibatch in minibatches] == [10, 9]
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "reference", "moved"),
+    [
+        ({}, False, lambda sample, adv: adv != 0),
+        ({"positive_example_nll_weight": 0.3}, False, lambda sample, adv: adv != 0 or sample.reward > 0),
+        ({"entropy_coef": 0.1}, False, lambda sample, adv: True),
+        ({}, True, lambda sample, adv: True),
+    ],
+)
+def test_rows_with_a_gradient_come_first(step, one_rank, loss_fn, reference, moved):
+    """The others stay, for the metrics; what belongs to a row goes with it."""
+    samples, adv_B = step
+    adv_B = [0.0 if i // 4 in (1, 3) else adv for i, adv in enumerate(adv_B)]  # two groups of equal rewards
+    cfg = settings(loss_fn=loss_fn, policy=PACKS_OF_64)
+    minibatches = with_logps(make_minibatches(samples, adv_B, cfg, rank(0), CPU))
+    (minibatch,) = minibatches
+    names = [field.name for field in fields(minibatch.micros[0]) if field.name.endswith("_R")]
+    if not reference:
+        names.remove("ref_logp_R")
+        for micro in minibatch.micros:
+            micro.ref_logp_R = None
+
+    def rows(micro):
+        return sorted(zip(*(getattr(micro, name).tolist() for name in names), strict=True))
+
+    before = [rows(micro) for micro in minibatch.micros]
+    finish_minibatches(minibatches, cfg)
+    assert [rows(micro) for micro in minibatch.micros] == before and len(before) > 2
+    by_ids = {(*s.prompt_ids, *s.output_ids.tolist())[:-1]: (s, adv) for s, adv in zip(samples, adv_B, strict=True)}
+    for micro in minibatch.micros:
+        members = [by_ids[ids] for ids in sequences(micro)]
+        has_gradient = [bool(moved(*members[seq])) for seq in micro.seq_R.tolist()]
+        assert has_gradient == sorted(has_gradient, reverse=True) and sum(has_gradient) == micro.num_grad_rows
+        for part in micro.pos_R.tensor_split([micro.num_grad_rows]):
+            assert (part.diff() > 0).all(), "within each part the order is that of the pack"
+
+
+def test_masked_sequences_are_behind_the_rows_with_a_gradient(step, one_rank):
+    """Sampler and trainer disagree by 1 nat on two samples: mean exp(1) > 2."""
+    samples, adv_B = step
+    cfg = settings(grpo={"seq_logprob_error_threshold": 2.0}, policy=PACKS_OF_64)
+    minibatches = make_minibatches(samples, adv_B, cfg, rank(0), CPU)
+    off = {(*samples[i].prompt_ids, *samples[i].output_ids.tolist())[:-1] for i in (4, 11)}
+    for micro in minibatches[0].micros:
+        is_off = torch.tensor([ids in off for ids in sequences(micro)])
+        micro.old_logp_R = micro.sampler_logp_R + is_off[micro.seq_R].float()
+    metrics = finish_minibatches(minibatches, cfg)
+    assert len(metrics) == len(minibatches[0].micros) > 2
+    kept = [sample for i, sample in enumerate(samples) if i not in (4, 11)]
+    assert (minibatches[0].num_seqs, minibatches[0].num_tokens) == (18, sum(int(s.mask.sum()) for s in kept))
+    for micro in minibatches[0].micros:
+        is_off = torch.tensor([ids in off for ids in sequences(micro)])[micro.seq_R]
+        assert torch.equal(micro.mask_R, ~is_off) and micro.num_grad_rows == int((~is_off).sum())
+        assert micro.mask_R[: micro.num_grad_rows].all()
+
+
+def test_kl_in_reward_whitens_over_all_tokens_of_the_step(step, one_rank):
+    """All minibatches and packs together; then the advantages are no longer those of whole samples."""
+    cfg = settings(
+        grpo={"adv_estimator": config.AdvEstimatorConfig(name="reinforce_plus_plus")},
+        loss_fn={"reference_policy_kl_penalty": 0.5, "use_kl_in_reward": True, "reference_policy_kl_type": "k1"},
+        policy=PACKS_OF_64 | {"train_global_batch_size": 10},
+    )
+    minibatches = with_logps(make_minibatches(*step, cfg, rank(0), CPU))
+    micros = [micro for minibatch in minibatches for micro in minibatch.micros]
+    assert len(micros) > 4
+    value = [micro.adv_R - 0.5 * (micro.old_logp_R - micro.ref_logp_R) for micro in micros]  # k1
+    keys = [list(zip(micro.pos_R.tolist(), micro.seq_R.tolist(), strict=True)) for micro in micros]
+    value_T = torch.cat(value).double().numpy()
+    mean, std = value_T.mean(), value_T.std()
+    finish_minibatches(minibatches, cfg)
+    for micro, raw, order in zip(micros, value, keys, strict=True):
+        expected = dict(zip(order, ((raw.double().numpy() - mean) / std).tolist(), strict=True))
+        after = zip(micro.pos_R.tolist(), micro.seq_R.tolist(), strict=True)
+        assert micro.adv_R.tolist() == pytest.approx([expected[key] for key in after], rel=1e-4, abs=1e-5)
+        assert micro.num_grad_rows == len(micro.pos_R)

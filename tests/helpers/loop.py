@@ -1,0 +1,124 @@
+"""`grpo.train`, the loop of the program itself, on samples that a test gives it, in a `Run` without files and engine.
+
+Real: everything that trains, the counters, the weight sync's order, what is logged and when it is saved. Left out: what
+samples, what grades, what writes.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+import grpo
+from config import Config
+from data import Sample
+from model import Decoder, Reference
+from rollout import StepSamples
+from run.log import Timers
+from run.setup import Run, RunState
+from system.ranks import Ranks
+
+CPU = torch.device("cpu")
+
+
+class KeepsGradients:
+    """An optimizer that moves nothing: `gradients` are those of its last step, name -> whole tensor."""
+
+    def __init__(self, model: Decoder):
+        self.model = model
+        self.param_groups = [{"lr": 1.0, "initial_lr": 1.0}]
+        self.gradients: dict[str, torch.Tensor] = {}
+
+    def step(self) -> None:
+        self.gradients = {name: param.grad.full_tensor().clone() for name, param in self.model.named_parameters()}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.model.zero_grad(set_to_none)
+
+
+class RecordingEngine:
+    """calls: what the loop had it do, in order; weights: those of the last sync."""
+
+    dtype = torch.float32
+
+    def __init__(self):
+        self.calls: list[str] = []
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def sleep(self) -> None:
+        self.calls.append("sleep")
+
+    def wake(self, part: str) -> None:
+        self.calls.append(f"wake {part}")
+
+    def sync(self, weights, version: int) -> None:
+        self.calls.append(f"sync {version}")
+        self.weights = {name: tensor.clone() for name, tensor in weights}
+
+
+def make_run(
+    policy: Decoder,
+    cfg: Config,
+    ranks: Ranks,
+    *,
+    optimizer=None,
+    reference: Reference | None = None,
+    saver=None,
+    num_steps: int = 1,
+    **counters,
+) -> Run:
+    """A run of `num_steps` steps; counters: of its RunState. It draws its data from a set without an end."""
+    optimizer = optimizer or KeepsGradients(policy)
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+    return Run(
+        cfg=cfg,
+        inputs=SimpleNamespace(
+            train=SimpleNamespace(num_rows=10**9, record=lambda cursor, metrics: cursor), validation={}
+        ),
+        ranks=ranks,
+        device=CPU,
+        folder=Path(),
+        model=policy,
+        optimizer=optimizer,
+        engine=RecordingEngine(),
+        sampler=None,
+        reference=reference,
+        state=RunState(cursor={}, fingerprints={}, **counters),
+        saver=saver or SimpleNamespace(cfg=SimpleNamespace(enabled=False), saved=None, poll=lambda: None),
+        log=None,
+        signals=SimpleNamespace(pending=lambda: False),
+        watchdog=SimpleNamespace(step=0, enter=lambda phase: None),
+        timer=Timers(lambda phase: None),
+        num_steps=num_steps,
+    )
+
+
+def train(run: Run, samples: Sequence[Sample], adv_B: Sequence[float] | None) -> None:
+    """The steps that the run has left, each on these samples; adv_B None: with the advantages of their rewards."""
+    step_samples = StepSamples(list(samples), list(samples), {"position": len(samples)}, {})
+    with mock.patch.object(grpo, "sample_step", lambda *_: step_samples):
+        if adv_B is None:
+            grpo.train(run)
+        else:
+            with mock.patch.object(grpo, "step_advantages", lambda *_: (list(adv_B), {})):
+                grpo.train(run)
+
+
+def train_once(
+    policy: Decoder, samples: Sequence[Sample], adv_B: Sequence[float] | None, cfg: Config, ranks: Ranks, **options
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """One step of a run; options: of `make_run`. Returns its metrics, and the gradients its last optimizer step was
+    given: none if it was not applied, or if the options name another optimizer."""
+    run = make_run(policy, cfg, ranks, **options)
+    run.num_steps = run.state.step + 1
+    train(run, samples, adv_B)
+    assert all(param.grad is None for param in policy.parameters())
+    return run.metrics, getattr(run.optimizer, "gradients", {})
+
+
+def weights(policy: Decoder) -> dict[str, torch.Tensor]:
+    """Copies of the whole parameters."""
+    return {name: param.full_tensor().detach().clone() for name, param in policy.named_parameters()}

@@ -1,0 +1,109 @@
+"""What surrounds the steps: restoring a run, and what is due after a step."""
+
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+
+import pytest
+
+import config
+from dataset.mixing import Mixture
+from dataset.scan import Dataset
+from run import setup
+from system.exits import Saved, StopRun
+from system.ranks import Ranks
+
+ALONE = Ranks(rank=0, world_size=1, local_rank=0, tp_size=1)
+
+
+def test_other_data_are_read_from_their_start_where_that_is_allowed(monkeypatch, tmp_path, capsys):
+    cfg = config.Config(checkpointing=config.CheckpointingConfig(resume_from="logs/exp_001"))
+    before = Mixture([Dataset("a.jsonl", [], "1", name="a")], cfg)
+    now = Mixture([Dataset("b.jsonl", [], "2", name="b")], cfg)
+    cursor = before.start() | {"position": 56}
+    saved = setup.RunState(cursor, before.fingerprints, step=7, consumed_samples=56, total_valid_tokens=99)
+    monkeypatch.setattr(setup.checkpoint, "load", lambda *_, **__: asdict(saved))
+
+    def restore(cfg, mixture):
+        return setup.restore(cfg, SimpleNamespace(train=mixture), None, None, None, ALONE, tmp_path)
+
+    assert restore(cfg, before) == saved
+    with pytest.raises(config.ConfigError, match=r"'a' .* is not as in .* checkpointing\.allow_changes=true"):
+        restore(cfg, now)
+    allowed = replace(cfg, checkpointing=replace(cfg.checkpointing, allow_changes=True))
+    assert restore(allowed, before) == saved
+    capsys.readouterr()
+    state = restore(allowed, now)
+    assert state == replace(saved, cursor=now.start(), fingerprints=now.fingerprints, consumed_samples=0)
+    assert capsys.readouterr().out.startswith("WARNING: other data than before")
+
+
+def test_a_new_run_starts_at_nothing_and_not_over_anothers_checkpoints(tmp_path):
+    cfg = config.Config()
+    mixture = Mixture([Dataset("a.jsonl", [], "1", name="a")], cfg)
+    inputs = SimpleNamespace(train=mixture)
+    state = setup.restore(cfg, inputs, None, None, None, ALONE, tmp_path)
+    assert state == setup.RunState(mixture.start(), mixture.fingerprints) and state.step == 0
+    (tmp_path / "step_000010").mkdir()
+    with pytest.raises(config.ConfigError, match="holds checkpoints of another run: choose another checkpoint_dir"):
+        setup.restore(cfg, inputs, None, None, None, ALONE, tmp_path)
+
+
+class Saver:
+    """saved: the newest step of a checkpoint, as that of run/checkpoint.py."""
+
+    def __init__(self, enabled=True):
+        self.cfg = config.CheckpointingConfig(enabled=enabled, save_period=4)
+        self.saved = None
+        self.steps = []
+
+    def save(self, step, *_):
+        self.saved = step
+        self.steps.append(step)
+
+    def finish(self):
+        pass
+
+
+def run_after(step, *, num_steps=10, num_bad_steps=0, saver=None, told_to_stop=False, **grpo):
+    """A run between two steps."""
+    saver = saver or Saver()
+    cfg = config.Config(grpo=config.GRPOConfig(**grpo), checkpointing=saver.cfg)
+    rows = SimpleNamespace(train=SimpleNamespace(num_rows=10**9))
+    state = setup.RunState({}, {}, step=step, num_bad_steps=num_bad_steps)
+    values = dict.fromkeys(setup.Run.__dataclass_fields__)
+    values |= {"cfg": cfg, "inputs": rows, "state": state, "saver": saver, "num_steps": num_steps, "metrics": {}}
+    values |= {"told_to_stop": told_to_stop, "folder": "logs/exp_001", "timer": setup.Timers(lambda phase: None)}
+    return setup.Run(**values)
+
+
+def test_when_validation_is_due():
+    def due(step, **options):
+        return setup.validation_is_due(run_after(step, **options))
+
+    assert [step for step in range(11) if due(step, val_period=4)] == [4, 8]
+    assert [step for step in range(11) if due(step, val_period=4, val_at_start=True, val_at_end=True)] == [0, 4, 8, 10]
+    assert [step for step in range(11) if due(step, val_period=0, val_at_end=True)] == [10]
+    assert not due(4, val_period=4, told_to_stop=True)
+
+
+def test_when_a_checkpoint_is_due():
+    saver = Saver()
+    for step in range(1, 11):
+        setup.save_if_due(run_after(step, saver=saver))
+    assert saver.steps == [4, 8, 10]
+    setup.save_if_due(run_after(8, saver=(bad := Saver()), num_bad_steps=1))
+    setup.save_if_due(run_after(8, saver=(off := Saver(enabled=False))))
+    assert bad.steps == off.steps == []
+
+
+def test_a_run_told_to_stop_says_whether_its_last_step_is_saved():
+    saver = Saver()
+    reason = setup.save_early(run_after(3, saver=saver))
+    assert isinstance(reason, Saved) and saver.steps == [3]
+    assert str(reason) == "told to stop, after step 3; continue with checkpointing.resume_from=logs/exp_001"
+    for options, why in (
+        ({"saver": Saver(enabled=False)}, "checkpointing.enabled=false"),
+        ({"num_bad_steps": 1}, "it went wrong"),
+    ):
+        reason = setup.save_early(run_after(3, **options))
+        assert isinstance(reason, StopRun) and str(reason).endswith(f"step 3, which is not saved ({why})")
