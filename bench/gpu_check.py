@@ -10,18 +10,19 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
-import update
 from torch import Tensor
 
 import model
-from bench.head import call, exact_rows, facts, heads, make_inputs, oracle, ours
-from bench.train_step import QWEN, TINY, WAYS, compute_gradients, config_of, loss_outside, random_batch, random_policy
-from config import LossConfig
+from bench.head import FUSED, LOGP, OURS, OURS_SMALL, call, exact_rows, facts, heads, make_inputs, oracle, ours
+from bench.train_step import QWEN, TINY, WAYS, compute_gradients, config_of, random_batch, random_policy, set_way
+from config import MAX_LOG_RATIO, LossConfig
 from hf.weights import sharded_parameters
-from kernels import Head, choose_head, grpo_head, linear_logp
+from kernels import KernelBackend, LossPath, linear_logp, linear_loss
+from loss import policy_loss
 from system.exits import exit_process
 from system.ranks import Ranks, start_process_group
 
@@ -48,7 +49,7 @@ def check_head(shape: tuple[int, int, int], device: str, dtype: torch.dtype, bac
     x = make_inputs(*shape, device, dtype)
     exact, narrow = oracle(x), 3e-3 if dtype == torch.bfloat16 else 1e-5
     where = "x".join(map(str, shape))
-    for name in ("grpo_head", "grpo_head, 512 rows", "linear_logp"):
+    for name in (OURS, OURS_SMALL, FUSED, LOGP):
         forward = heads(backend)[name][1]()
         loss, logp_N, grad_ND, grad_VD = first = call(forward, x, True)
         check(f"{name} {where}: logp, mean", (logp_N - exact["logp"]).abs().mean().item(), 1e-4)
@@ -59,7 +60,9 @@ def check_head(shape: tuple[int, int, int], device: str, dtype: torch.dtype, bac
         differ = sum((a != b).sum().item() for a, b in zip(first, call(forward, x, True), strict=True))
         check(f"{name} {where}: numbers that a second run changes", differ, 0)
     with torch.no_grad():
-        entropy_N = linear_logp(x.hidden_ND, x.weight_VD, x.target_N, return_entropy=True, head=Head(backend))[1]
+        entropy_N = linear_logp(
+            x.hidden_ND, x.weight_VD, x.target_N, return_entropy=True, backend=KernelBackend(backend)
+        )[1]
     check(f"linear_logp {where}: entropy, largest", (entropy_N - exact["entropy"]).abs().max().item(), 1e-3)
 
 
@@ -67,26 +70,35 @@ def check_every_term(shape: tuple[int, int, int], device: str, dtype: torch.dtyp
     """Every term of the loss at once, entropy bonus included, against the float64 reference."""
     x, generator = make_inputs(*shape, device, dtype), torch.Generator(device).manual_seed(1)
     noise_KN = 0.1 * torch.rand(2, shape[0], generator=generator, device=device)
-    rows = {"old_logp_R": x.old_N, "sampler_logp_R": x.old_N + noise_KN[0], "ref_logp_R": x.old_N - noise_KN[1]}
-    rows |= {"adv_R": x.adv_N, "share_R": torch.full_like(x.old_N, 1 / shape[0])}
-    rows |= {"nll_share_R": (x.target_N % 2) / shape[0]}
-    how = {"temperature": 1.3, "num_grad_rows": shape[0] * 3 // 4, "cfg": LossConfig(**EVERY_TERM)}
-    found = []
-    for wide in (dtype, torch.float64):
+    rows = {"old_logp_T": x.old_N, "sampler_logp_T": x.old_N + noise_KN[0], "ref_logp_T": x.old_N - noise_KN[1]}
+    num_rows, row_N = shape[0], torch.arange(shape[0], device=device)
+    pack = {"mask_T": row_N < num_rows * 3 // 4, "seq_T": row_N // 64, "positive_T": x.target_N % 2 == 1}
+    pack |= {name: num_rows for name in ("num_valid_tokens", "num_valid_seqs", "num_positive_tokens")}
+    found = {}
+    for kind, wide in (("one pass", torch.float64), ("one pass", dtype), ("fused", dtype)):
         hidden_ND, weight_VD = (t.detach().to(wide).requires_grad_() for t in (x.hidden_ND, x.weight_VD))
-        loss, logp_N, entropy_N = grpo_head(hidden_ND, weight_VD, x.target_N, **rows, **how, head=Head(backend, 1024))
-        found.append([loss.detach(), logp_N, entropy_N, *torch.autograd.grad(loss, (hidden_ND, weight_VD))])
+        tensors = {
+            name: t.to(torch.promote_types(wide, torch.float32)) for name, t in (rows | {"adv_T": x.adv_N}).items()
+        }
+        pack_loss = partial(policy_loss, **tensors, **pack, cfg=LossConfig(**EVERY_TERM))
+        path = LossPath(kind, "", MAX_LOG_RATIO, idle_moves=True, positive_moves=True)
+        loss, _ = linear_loss(
+            hidden_ND, weight_VD, x.target_N, temperature=1.3, num_grad_rows=num_rows * 3 // 4, pack_loss=pack_loss,
+            path=path, backend=KernelBackend(backend, 1024),
+        )  # fmt: skip
+        found[kind, wide] = [loss.detach(), *torch.autograd.grad(loss, (hidden_ND, weight_VD))]
     narrow = 3e-3 if dtype == torch.bfloat16 else 1e-5
-    limits = {"loss": 1e-4, "logp": 1e-3, "entropy": 1e-3, "dX": narrow, "dW": narrow}
-    for (name, limit), own, exact in zip(limits.items(), *found, strict=True):
-        error = relative(own, exact) if name[0] == "d" else (own - exact).abs().max().item()
-        check(f"grpo_head, every term, {'x'.join(map(str, shape))}: {name}", error, limit)
+    exact = found.pop(("one pass", torch.float64))
+    for (kind, _), own in found.items():
+        for name, limit, a, b in zip(("loss", "dX", "dW"), (1e-4, narrow, narrow), own, exact, strict=True):
+            error = relative(a, b) if name[0] == "d" else (a - b).abs().max().item()
+            check(f"linear_loss, {kind}, every term, {'x'.join(map(str, shape))}: {name}", error, limit)
 
 
 def check_far_rows(shape: tuple[int, int, int], device: str, dtype: torch.dtype, backend: str) -> None:
     """One chunk of more than 2^31 logits: its last rows."""
     x = make_inputs(*shape, device, dtype)
-    _, logp_N, grad_ND, _ = call(ours(Head(backend, shape[0])), x, True)
+    _, logp_N, grad_ND, _ = call(ours(KernelBackend(backend, shape[0])), x, True)
     for rows, last_logp, all_logp_CV in exact_rows(x, torch.float64):  # noqa: B007  (the last)
         pass
     slope_CV = -all_logp_CV.exp()
@@ -120,21 +132,20 @@ def check_step(ranks: Ranks, device: torch.device, dry: bool) -> None:
     for tied in (True, False):
         hf = (TINY if dry else QWEN | {"num_hidden_layers": 2}) | {"tie_word_embeddings": tied}
         policy = random_policy(hf, device, "bfloat16")
-        batch = random_batch(config_of("grpo_head"), hf["vocab_size"], 16, ranks, device)
+        batch = random_batch(config_of("fused"), hf["vocab_size"], 16, ranks, device)
         gradient = {}
         for way in WAYS:
             cfg = config_of(way)
-            policy.backend = choose_head(cfg.policy.head, device.type, cfg.policy.head_chunk_rows)
-            with loss_outside(way):
-                compute_gradients(policy, batch, cfg)
+            set_way(policy, way, device)
+            compute_gradients(policy, batch, cfg)
             shards = {name: param.grad.to_local() for name, param in sharded_parameters(policy).items()}
             gradient[way] = torch.cat([shard.flatten() for shard in shards.values()])
             head = "model.embed_tokens.weight" if tied else "lm_head.weight"
             gradient[f"{way}, {head}"] = shards[head].flatten()
             policy.zero_grad(set_to_none=True)
         for name in gradient:
-            reference = gradient[name.replace(name.split(",")[0], "torch head")]
-            if not name.startswith("torch head"):
+            reference = gradient[name.replace(name.split(",")[0], "torch")]
+            if not name.startswith("torch"):
                 check(
                     f"step, {'tied' if tied else 'untied'}, {name}: gradient", relative(gradient[name], reference), 1e-2
                 )

@@ -15,7 +15,6 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-import update
 
 import engine as engine_module
 import model

@@ -3,9 +3,8 @@
     python -m bench.train_step [--samples 128] [--out FILE]        --dry: the same with a tiny model, on a CPU
 
 Through the project's own code (model.shard, batch, grpo.compute_loss, optim; one rank), with packs like those of
-configs/math_1b.yaml: 8,192 tokens, prompts of 60 to 160, responses of 100 to 400, no reference policy. Three ways:
-`grpo_head`; `linear_logp` with the loss outside, as losses over sequences have it; the PyTorch head. FLOPs
-of a step over T tokens in sequences of length L, R rows at the head, P parameters in the blocks, N heads of H:
+configs/math_1b.yaml: 8,192 tokens, prompts of 60 to 160, responses of 100 to 400, no reference policy. Four ways: the
+fused kernel; one pass; two passes, as losses that couple tokens have it; one pass in PyTorch. FLOPs of a step over T tokens in sequences of length L, R rows at the head, P parameters in the blocks, N heads of H:
     6 P T + 6 R D V + 6 N H layers sum L^2        (attention: 4 L^2 N H forward, half of it causal, x 3 with backward)
 Utilisation: that per second over 989e12, the H200's dense bfloat16 peak. head: the same step without the blocks.
 """
@@ -18,22 +17,20 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import update
 from torch import nn
 
 import data
 import grpo
 from batch import Minibatch, finish_minibatches, make_minibatches
 from bench.head import ROOT, facts
-from config import Config
+from config import MAX_LOG_RATIO, Config
 from hf.model_config import ModelConfig
 from hf.weights import sharded_parameters
-from kernels import choose_head, linear_logp
+from kernels import LossPath, choose_backend, linear_logp
 from model import Decoder, shard
 from optim import build_optimizer, clip_grad_norm
 from run import config_file
@@ -46,19 +43,24 @@ QWEN |= {"vocab_size": 151936, "intermediate_size": 8960, "num_hidden_layers": 2
 QWEN |= {"num_key_value_heads": 2, "tie_word_embeddings": True}
 TINY = QWEN | {"vocab_size": 515, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1}
-WAYS = {"grpo_head": "auto", "linear_logp": "auto", "torch head": "torch"}  # policy.head of each
+WAYS = {  # policy.kernel_backend and the kind of loss path
+    "fused": ("auto", "fused"),
+    "one pass": ("auto", "one pass"),
+    "two passes": ("auto", "two passes"),
+    "torch": ("torch", "one pass"),
+}
 
 
 def config_of(way: str, *overrides: str) -> Config:
     """configs/math_1b.yaml without a reference policy."""
-    own = ("loss_fn.reference_policy_kl_penalty=0", f"policy.head={WAYS[way]}")
+    own = ("loss_fn.reference_policy_kl_penalty=0", f"policy.kernel_backend={WAYS[way][0]}")
     return config_file.load(ROOT / "configs/math_1b.yaml", [*own, *overrides])
 
 
-def loss_outside(way: str):
-    """Within, a loss that grpo_head computes goes through linear_logp all the same, if that is the way."""
-    outside = way == "linear_logp"
-    return mock.patch.object(grpo, "unsupported", (lambda _: ["bench"]) if outside else grpo.unsupported)
+def set_way(model: nn.Module, way: str, device: torch.device) -> None:
+    """The fused kernel is for these options what it proves to be at start; here it need not prove it again."""
+    model.backend = choose_backend(WAYS[way][0], device.type)
+    model.loss_path = LossPath(WAYS[way][1], "", MAX_LOG_RATIO, idle_moves=False, positive_moves=False)
 
 
 @torch.no_grad()
@@ -88,7 +90,7 @@ def random_batch(cfg: Config, vocab: int, num_samples: int, ranks: Ranks, device
         samples.append(data.Sample(i // 16, i % 16, 0, prompt.tolist(), response, logps, mask, **ends))
     adv_B = rng.standard_normal(num_samples).tolist()
     minibatches = make_minibatches(samples, adv_B, cfg, ranks, device)
-    finish_minibatches(minibatches, cfg)
+    finish_minibatches(minibatches, cfg, LossPath("one pass", "", MAX_LOG_RATIO, False, False))
     return minibatches[0]
 
 
@@ -106,11 +108,12 @@ class HeadAlone(nn.Module):
         self.weight_VD = nn.Parameter(torch.randn(shape, device=device, dtype=dtype) * 0.02)
         self.temperature = model.temperature
         self.backend = model.backend
+        self.loss_path = model.loss_path
 
     def forward(self, token_T, position_T, cu_seqlens, pos_R, target_R, *, logprob_fn=None) -> tuple:
         hidden_RD = self.weight_VD.new_empty(len(pos_R), self.weight_VD.shape[1]).normal_().requires_grad_()
         logprob_fn = logprob_fn or partial(linear_logp, return_entropy=True)
-        return logprob_fn(hidden_RD, self.weight_VD, target_R, temperature=self.temperature, head=self.backend)
+        return logprob_fn(hidden_RD, self.weight_VD, target_R, temperature=self.temperature, backend=self.backend)
 
 
 def count(model: Decoder, batch: Minibatch, vocab: int) -> dict[str, float]:
@@ -143,7 +146,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a line of JSON is added for each way")
     args = parser.parse_args()
     ranks, device = start_process_group(tp_size=1)
-    cfg = config_of("grpo_head")
+    cfg = config_of("fused")
     model = random_policy(TINY if args.dry else QWEN, device, cfg.policy.precision)
     head = HeadAlone(model, device, getattr(torch, cfg.policy.precision))
     vocab = model.config.vocab_size
@@ -152,7 +155,8 @@ def main() -> None:
     work = count(model, batch, vocab)
     for way in WAYS:
         cfg = config_of(way)
-        model.backend = head.backend = choose_head(cfg.policy.head, device.type, cfg.policy.head_chunk_rows)
+        set_way(model, way, device)
+        set_way(head, way, device)
 
         def step(cfg=cfg) -> None:
             compute_gradients(model, batch, cfg)
@@ -165,13 +169,12 @@ def main() -> None:
             head.zero_grad(set_to_none=True)
 
         line = {"way": way} | work
-        with loss_outside(way):
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            line["seconds"] = seconds(step, args.rounds)
-            if device.type == "cuda":
-                line["peak_GiB"] = torch.cuda.max_memory_allocated() / 2**30
-            line["head_seconds"] = seconds(head_alone, args.rounds)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        line["seconds"] = seconds(step, args.rounds)
+        if device.type == "cuda":
+            line["peak_GiB"] = torch.cuda.max_memory_allocated() / 2**30
+        line["head_seconds"] = seconds(head_alone, args.rounds)
         line["tokens_per_second"] = work["tokens"] / line["seconds"]
         line["utilisation"] = work["flops"] / line["seconds"] / PEAK
         line["head_utilisation"] = work["head_flops"] / line["head_seconds"] / PEAK

@@ -4,6 +4,7 @@ import copy
 import math
 from dataclasses import replace
 
+import loop
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,9 @@ import batch
 import config
 import grpo
 from hf.tokenizer import Tokenizer
+from kernels import KernelBackend
 from model import Reference, load_policy
+from run.setup import loss_path_of
 from system.exits import StopRun
 
 
@@ -43,6 +46,7 @@ def step(policy):
 
 def scored(policy, reference, step, cfg, ranks):
     """The minibatches of a step, with everything that the loss needs."""
+    policy.loss_path = loss_path_of(cfg, KernelBackend("torch"), CPU)
     minibatches = batch.make_minibatches(*step, cfg, ranks, CPU)
     grpo.compute_logprobs(policy, reference, minibatches, cfg)
     return minibatches
@@ -295,8 +299,10 @@ def test_one_pass_equals_two_and_leaves_out_rows_without_gradient(policy, step, 
     assert sum(micro.num_grad_rows for micro in minibatch.micros) == rows[moved]
     assert rows["advantage"] < rows["advantage or positive"] < rows["all"]
     results = []
-    for refused in ([], ["as if it needed whole sequences"]):
-        monkeypatch.setattr(grpo, "unsupported", lambda _, refused=refused: refused)
+    path = policy.loss_path
+    assert path.kind == "one pass"
+    for kind in ("one pass", "two passes"):
+        monkeypatch.setattr(loop, "loss_path_of", lambda *_, kind=kind: replace(path, kind=kind))
         before = weights(policy)
         results.append(train_once(policy, samples, adv_B, cfg, ranks, optimizer=Moves(policy), reference=reference))
         with torch.no_grad():

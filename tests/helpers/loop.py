@@ -14,10 +14,11 @@ import torch
 import grpo
 from config import Config
 from data import Sample
+from kernels import KernelBackend
 from model import Decoder, Reference
 from rollout import StepSamples
 from run.log import Timers
-from run.setup import Run, RunState
+from run.setup import Run, RunState, loss_path_of
 from system.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -70,6 +71,7 @@ def make_run(
     **counters,
 ) -> Run:
     """A run of `num_steps` steps; counters: of its RunState. It draws its data from a set without an end."""
+    policy.loss_path = loss_path_of(cfg, KernelBackend("torch"), CPU)
     optimizer = optimizer or KeepsGradients(policy)
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
