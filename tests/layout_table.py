@@ -48,7 +48,6 @@ WITHOUT = {
     "hf/files.py": "held where a wrong file is answered",
     "run/folder.py": "held by whole runs",
     "run/metrics.py": "held with the log that writes them",
-    "system/imports.py": "held where a config names something of the user's",
     "system/exits.py": "held by processes that end",
 }
 
