@@ -18,7 +18,7 @@ from torch import Tensor
 
 import model
 from bench.head import FUSED, LOGP, OURS, OURS_SMALL, call, exact_rows, facts, heads, make_inputs, oracle, ours
-from bench.train_step import QWEN, TINY, WAYS, compute_gradients, config_of, random_batch, random_policy, use
+from bench.train_step import QWEN, TINY, WAYS, compute_gradients, config_of, random_batch, random_policy, set_way
 from config import MAX_LOG_RATIO, LossConfig
 from hf.weights import sharded_parameters
 from kernels import KernelBackend, LossPath, linear_logp, linear_loss
@@ -49,7 +49,7 @@ def check_head(shape: tuple[int, int, int], device: str, dtype: torch.dtype, bac
     x = make_inputs(*shape, device, dtype)
     exact, narrow = oracle(x), 3e-3 if dtype == torch.bfloat16 else 1e-5
     where = "x".join(map(str, shape))
-    for name in (OURS, FUSED, OURS_SMALL, LOGP):
+    for name in (OURS, OURS_SMALL, FUSED, LOGP):
         forward = heads(backend)[name][1]()
         loss, logp_N, grad_ND, grad_VD = first = call(forward, x, True)
         check(f"{name} {where}: logp, mean", (logp_N - exact["logp"]).abs().mean().item(), 1e-4)
@@ -70,40 +70,29 @@ def check_every_term(shape: tuple[int, int, int], device: str, dtype: torch.dtyp
     """Every term of the loss at once, entropy bonus included, against the float64 reference."""
     x, generator = make_inputs(*shape, device, dtype), torch.Generator(device).manual_seed(1)
     noise_KN = 0.1 * torch.rand(2, shape[0], generator=generator, device=device)
-    row_N = torch.arange(shape[0], device=device)
-    num_grad_rows = shape[0] * 3 // 4  # the others are masked
-    pack = {"old_logp_T": x.old_N, "sampler_logp_T": x.old_N + noise_KN[0], "ref_logp_T": x.old_N - noise_KN[1]}
-    pack |= {"adv_T": x.adv_N, "mask_T": row_N < num_grad_rows, "seq_T": row_N // 8, "positive_T": x.target_N % 2}
-    pack |= {
-        "num_valid_tokens": num_grad_rows,
-        "num_valid_seqs": -(-num_grad_rows // 8),
-        "cfg": LossConfig(**EVERY_TERM),
-    }
-    pack |= {"num_positive_tokens": int((pack["positive_T"] * pack["mask_T"]).sum())}
-
-    def computed(kind: str, wide: torch.dtype) -> list[Tensor]:
-        """loss, logp, entropy, dX, dW; float64 is computed by PyTorch and autograd."""
-        seen = []
-
-        def recording_loss(logp_N, entropy_T, **pack):
-            seen[:] = [logp_N.detach(), entropy_T.detach()]
-            return policy_loss(logp_N, entropy_T=entropy_T, **pack)
-
+    rows = {"old_logp_T": x.old_N, "sampler_logp_T": x.old_N + noise_KN[0], "ref_logp_T": x.old_N - noise_KN[1]}
+    num_rows, row_N = shape[0], torch.arange(shape[0], device=device)
+    pack = {"mask_T": row_N < num_rows * 3 // 4, "seq_T": row_N // 64, "positive_T": x.target_N % 2 == 1}
+    pack |= {name: num_rows for name in ("num_valid_tokens", "num_valid_seqs", "num_positive_tokens")}
+    found = {}
+    for kind, wide in (("one pass", torch.float64), ("one pass", dtype), ("fused", dtype)):
         hidden_ND, weight_VD = (t.detach().to(wide).requires_grad_() for t in (x.hidden_ND, x.weight_VD))
+        tensors = {
+            name: t.to(torch.promote_types(wide, torch.float32)) for name, t in (rows | {"adv_T": x.adv_N}).items()
+        }
+        pack_loss = partial(policy_loss, **tensors, **pack, cfg=LossConfig(**EVERY_TERM))
         path = LossPath(kind, "", MAX_LOG_RATIO, idle_moves=True, positive_moves=True)
-        options = {"temperature": 1.3, "num_grad_rows": num_grad_rows, "path": path}
-        options |= {"backend": KernelBackend(backend, 1024)}
-        loss, _ = linear_loss(hidden_ND, weight_VD, x.target_N, pack_loss=partial(recording_loss, **pack), **options)
-        return [loss.detach(), *seen, *torch.autograd.grad(loss, (hidden_ND, weight_VD))]
-
-    exact = computed("two passes", torch.float64)
+        loss, _ = linear_loss(
+            hidden_ND, weight_VD, x.target_N, temperature=1.3, num_grad_rows=num_rows * 3 // 4, pack_loss=pack_loss,
+            path=path, backend=KernelBackend(backend, 1024),
+        )  # fmt: skip
+        found[kind, wide] = [loss.detach(), *torch.autograd.grad(loss, (hidden_ND, weight_VD))]
     narrow = 3e-3 if dtype == torch.bfloat16 else 1e-5
-    limits = {"loss": 1e-4, "logp": 1e-3, "entropy": 1e-3, "dX": narrow, "dW": narrow}
-    for kind in ("one pass", "fused"):
-        for (name, limit), value, reference in zip(limits.items(), computed(kind, dtype), exact, strict=True):
-            is_gradient = name[0] == "d"
-            error = relative(value, reference) if is_gradient else (value - reference).abs().max().item()
-            check(f"{kind}, every term, {'x'.join(map(str, shape))}: {name}", error, limit)
+    exact = found.pop(("one pass", torch.float64))
+    for (kind, _), own in found.items():
+        for name, limit, a, b in zip(("loss", "dX", "dW"), (1e-4, narrow, narrow), own, exact, strict=True):
+            error = relative(a, b) if name[0] == "d" else (a - b).abs().max().item()
+            check(f"linear_loss, {kind}, every term, {'x'.join(map(str, shape))}: {name}", error, limit)
 
 
 def check_far_rows(shape: tuple[int, int, int], device: str, dtype: torch.dtype, backend: str) -> None:
@@ -139,15 +128,15 @@ def check_attention(device: torch.device, lengths: list[int]) -> None:
 
 
 def check_step(ranks: Ranks, device: torch.device, dry: bool) -> None:
-    """The gradient of a training step, sharded over one rank, tied and untied: each way against PyTorch."""
+    """The gradient of a training step, sharded over one rank, tied and untied: each way against the PyTorch head."""
     for tied in (True, False):
         hf = (TINY if dry else QWEN | {"num_hidden_layers": 2}) | {"tie_word_embeddings": tied}
         policy = random_policy(hf, device, "bfloat16")
-        batch = random_batch(config_of("one pass"), hf["vocab_size"], 16, ranks, device)
+        batch = random_batch(config_of("fused"), hf["vocab_size"], 16, ranks, device)
         gradient = {}
         for way in WAYS:
             cfg = config_of(way)
-            use(way, policy, cfg)
+            set_way(policy, way, device)
             compute_gradients(policy, batch, cfg)
             shards = {name: param.grad.to_local() for name, param in sharded_parameters(policy).items()}
             gradient[way] = torch.cat([shard.flatten() for shard in shards.values()])
@@ -155,8 +144,8 @@ def check_step(ranks: Ranks, device: torch.device, dry: bool) -> None:
             gradient[f"{way}, {head}"] = shards[head].flatten()
             policy.zero_grad(set_to_none=True)
         for name in gradient:
-            reference = gradient[name.replace(name.split(",")[0], "PyTorch")]
-            if not name.startswith("PyTorch"):
+            reference = gradient[name.replace(name.split(",")[0], "torch")]
+            if not name.startswith("torch"):
                 check(
                     f"step, {'tied' if tied else 'untied'}, {name}: gradient", relative(gradient[name], reference), 1e-2
                 )

@@ -3,9 +3,9 @@
     python -m bench.train_step [--samples 128] [--out FILE]        --dry: the same with a tiny model, on a CPU
 
 Through the project's own code (model.shard, batch, grpo.compute_loss, optim; one rank), with packs like those of
-configs/math_1b.yaml: 8,192 tokens, prompts of 60 to 160, responses of 100 to 400, no reference policy. Four ways:
-the fused kernel; one pass by autograd; two passes, as losses that couple tokens have it; the PyTorch output layer.
-FLOPs of a step over T tokens in sequences of length L, R rows at the head, P parameters in the blocks, N heads of H:
+configs/math_1b.yaml: 8,192 tokens, prompts of 60 to 160, responses of 100 to 400, no reference policy. Four ways: the
+fused kernel; one pass; two passes, as losses that couple tokens have it; one pass in PyTorch. FLOPs of a step over T
+tokens in sequences of length L, R rows at the head, P parameters in the blocks, N heads of H:
     6 P T + 6 R D V + 6 N H layers sum L^2        (attention: 4 L^2 N H forward, half of it causal, x 3 with backward)
 Utilisation: that per second over 989e12, the H200's dense bfloat16 peak. head: the same step without the blocks.
 """
@@ -16,7 +16,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,17 +26,15 @@ from torch import nn
 
 import data
 import grpo
-from batch import Minibatch, finish_minibatches, make_minibatches, needs_old_logps
+from batch import Minibatch, finish_minibatches, make_minibatches
 from bench.head import ROOT, facts
 from config import MAX_LOG_RATIO, Config
 from hf.model_config import ModelConfig
 from hf.weights import sharded_parameters
-from kernels import LossPath, choose_backend
-from loss import policy_loss
+from kernels import LossPath, choose_backend, linear_logp
 from model import Decoder, shard
 from optim import build_optimizer, clip_grad_norm
 from run import config_file
-from run.loss_path import choose_loss_path
 from system.exits import exit_process
 from system.ranks import Ranks, start_process_group
 
@@ -46,12 +44,11 @@ QWEN |= {"vocab_size": 151936, "intermediate_size": 8960, "num_hidden_layers": 2
 QWEN |= {"num_key_value_heads": 2, "tie_word_embeddings": True}
 TINY = QWEN | {"vocab_size": 515, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1}
-# (policy.kernel_backend, kind of loss path)
-WAYS = {
+WAYS = {  # policy.kernel_backend and the kind of loss path
     "fused": ("auto", "fused"),
     "one pass": ("auto", "one pass"),
     "two passes": ("auto", "two passes"),
-    "PyTorch": ("torch", "one pass"),
+    "torch": ("torch", "one pass"),
 }
 
 
@@ -61,21 +58,10 @@ def config_of(way: str, *overrides: str) -> Config:
     return config_file.load(ROOT / "configs/math_1b.yaml", [*own, *overrides])
 
 
-def use(way: str, model: nn.Module, cfg: Config) -> None:
-    """Has the model compute the loss this way, whatever a run would choose. Without Triton there is no fused kernel: it
-    is one pass then."""
-    device = next(model.parameters()).device
-    model.backend = choose_backend(cfg.policy.kernel_backend, device.type, cfg.policy.logprob_chunk_size)
-    path = choose_loss_path(
-        policy_loss,
-        cfg.loss_fn,
-        has_old=needs_old_logps(cfg),
-        has_ref=False,
-        backend=model.backend,
-        device=device,
-        max_log_ratio=MAX_LOG_RATIO,
-    )
-    model.loss_path = replace(path, kind=WAYS[way][1])
+def set_way(model: nn.Module, way: str, device: torch.device) -> None:
+    """The fused kernel is for these options what it proves to be at start; here it need not prove it again."""
+    model.backend = choose_backend(WAYS[way][0], device.type)
+    model.loss_path = LossPath(WAYS[way][1], "", MAX_LOG_RATIO, idle_moves=False, positive_moves=False)
 
 
 @torch.no_grad()
@@ -105,8 +91,7 @@ def random_batch(cfg: Config, vocab: int, num_samples: int, ranks: Ranks, device
         samples.append(data.Sample(i // 16, i % 16, 0, prompt.tolist(), response, logps, mask, **ends))
     adv_B = rng.standard_normal(num_samples).tolist()
     minibatches = make_minibatches(samples, adv_B, cfg, ranks, device)
-    path = LossPath("one pass", "", MAX_LOG_RATIO, idle_moves=False, positive_moves=False)  # without KL and entropy
-    finish_minibatches(minibatches, cfg, path)
+    finish_minibatches(minibatches, cfg, LossPath("one pass", "", MAX_LOG_RATIO, False, False))
     return minibatches[0]
 
 
@@ -123,9 +108,12 @@ class HeadAlone(nn.Module):
         shape = (model.config.vocab_size, model.config.hidden_size)
         self.weight_VD = nn.Parameter(torch.randn(shape, device=device, dtype=dtype) * 0.02)
         self.temperature = model.temperature
+        self.backend = model.backend
+        self.loss_path = model.loss_path
 
-    def forward(self, token_T, position_T, cu_seqlens, pos_R, target_R, *, logprob_fn: Callable) -> tuple:
+    def forward(self, token_T, position_T, cu_seqlens, pos_R, target_R, *, logprob_fn=None) -> tuple:
         hidden_RD = self.weight_VD.new_empty(len(pos_R), self.weight_VD.shape[1]).normal_().requires_grad_()
+        logprob_fn = logprob_fn or partial(linear_logp, return_entropy=True)
         return logprob_fn(hidden_RD, self.weight_VD, target_R, temperature=self.temperature, backend=self.backend)
 
 
@@ -159,7 +147,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a line of JSON is added for each way")
     args = parser.parse_args()
     ranks, device = start_process_group(tp_size=1)
-    cfg = config_of("one pass")
+    cfg = config_of("fused")
     model = random_policy(TINY if args.dry else QWEN, device, cfg.policy.precision)
     head = HeadAlone(model, device, getattr(torch, cfg.policy.precision))
     vocab = model.config.vocab_size
@@ -168,8 +156,8 @@ def main() -> None:
     work = count(model, batch, vocab)
     for way in WAYS:
         cfg = config_of(way)
-        use(way, model, cfg)
-        use(way, head, cfg)
+        set_way(model, way, device)
+        set_way(head, way, device)
 
         def step(cfg=cfg) -> None:
             compute_gradients(model, batch, cfg)

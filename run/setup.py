@@ -15,7 +15,7 @@ from batch import needs_old_logps
 from engine import Engine, check_canary
 from graders.pool import GraderPool
 from hf.weights import save_hf
-from kernels import choose_backend
+from kernels import KernelBackend, LossPath, choose_backend
 from loss import policy_loss
 from model import Decoder, Reference, load_policy, uses_flash_attention
 from optim import build_optimizer
@@ -113,6 +113,19 @@ def set_up(
     )
 
 
+def loss_path_of(cfg: config.Config, backend: KernelBackend, device: torch.device) -> LossPath:
+    """How the loss of this run is trained."""
+    return choose_loss_path(
+        policy_loss,
+        cfg.loss_fn,
+        has_old=needs_old_logps(cfg),
+        has_ref=cfg.loss_fn.reference_policy_kl_penalty > 0,
+        backend=backend,
+        device=device,
+        max_log_ratio=config.MAX_LOG_RATIO,
+    )
+
+
 def build(
     cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device
 ) -> tuple[Decoder, torch.optim.Optimizer, Reference | None, Engine, Sampler]:
@@ -135,15 +148,7 @@ def build(
     model.temperature = policy.generation.temperature
     model.vocab_limit = inputs.tokenizer.vocab_size
     model.backend = backend
-    model.loss_path = choose_loss_path(
-        policy_loss,
-        cfg.loss_fn,
-        has_old=needs_old_logps(cfg),
-        has_ref=cfg.loss_fn.reference_policy_kl_penalty > 0,
-        backend=backend,
-        device=device,
-        max_log_ratio=config.MAX_LOG_RATIO,
-    )
+    model.loss_path = loss_path_of(cfg, backend, device)
     size = sum(param.numel() for param in model.parameters())
     flash = uses_flash_attention(device.type, getattr(torch, policy.precision))
     ranks.print_rank0(

@@ -36,10 +36,7 @@ ALSO = {
     "kernels/test_aot.py": ["kernels/linear_logp.py", "kernels/clipped_pg.py", "kernels/softmax.py"],
     "kernels/test_linear_loss.py": ["kernels/clipped_pg.py", "kernels/backend.py", "kernels/softmax.py"],
     "kernels/test_linear_logp.py": ["kernels/backend.py", "kernels/softmax.py"],
-    "core/test_eval.py": ["run/validation.py"],
-    "core/test_grpo.py": ["batch.py", "optim.py", "run/setup.py", "run/metrics.py"],
-    "core/test_model.py": ["hf/weights.py"],
-    "run/test_config_data.py": ["run/config_file.py", "run/config_check.py"],
+    "run/test_config_data.py": ["config.py", "run/config_check.py"],
     "run/test_log.py": ["run/metrics.py"],
     "run/test_config_nemo.py": ["config.py"],
 }

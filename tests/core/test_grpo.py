@@ -4,17 +4,20 @@ import copy
 import math
 from dataclasses import replace
 
+import loop
 import numpy as np
 import pytest
 import torch
 from dist_case import make_samples, settings
-from loop import CPU, KeepsGradients, loss_path_of, make_run, train, train_once, weights
+from loop import CPU, KeepsGradients, make_run, train, train_once, weights
 
 import batch
 import config
 import grpo
 from hf.tokenizer import Tokenizer
+from kernels import KernelBackend
 from model import Reference, load_policy
+from run.setup import loss_path_of
 from system.exits import StopRun
 
 
@@ -43,8 +46,8 @@ def step(policy):
 
 def scored(policy, reference, step, cfg, ranks):
     """The minibatches of a step, with everything that the loss needs."""
+    policy.loss_path = loss_path_of(cfg, KernelBackend("torch"), CPU)
     minibatches = batch.make_minibatches(*step, cfg, ranks, CPU)
-    policy.loss_path = loss_path_of(cfg, reference is not None)
     grpo.compute_logprobs(policy, reference, minibatches, cfg)
     return minibatches
 
@@ -277,7 +280,7 @@ class Moves(KeepsGradients):
         ({"use_cispo": True, "ratio_clip_max": 0.05}, "advantage"),
     ],
 )
-def test_one_pass_equals_two_and_leaves_out_rows_without_gradient(policy, step, ranks, loss_fn, moved):
+def test_one_pass_equals_two_and_leaves_out_rows_without_gradient(policy, step, ranks, monkeypatch, loss_fn, moved):
     samples, adv_B = step
     adv_B = [0.0 if i // 4 in (1, 3) else adv for i, adv in enumerate(adv_B)]  # two groups of equal rewards
     cfg = settings(loss_fn=loss_fn, policy={"ppo_epochs": 2})
@@ -296,16 +299,16 @@ def test_one_pass_equals_two_and_leaves_out_rows_without_gradient(policy, step, 
     assert sum(micro.num_grad_rows for micro in minibatch.micros) == rows[moved]
     assert rows["advantage"] < rows["advantage or positive"] < rows["all"]
     results = []
-    path = loss_path_of(cfg, reference is not None)
+    path = policy.loss_path
     assert path.kind == "one pass"
     for kind in ("one pass", "two passes"):
+        monkeypatch.setattr(loop, "loss_path_of", lambda *_, kind=kind: replace(path, kind=kind))
         before = weights(policy)
-        options = {"optimizer": Moves(policy), "reference": reference, "loss_path": replace(path, kind=kind)}
-        results.append(train_once(policy, samples, adv_B, cfg, ranks, **options))
+        results.append(train_once(policy, samples, adv_B, cfg, ranks, optimizer=Moves(policy), reference=reference))
         with torch.no_grad():
             for name, param in policy.named_parameters():
                 param.to_local().copy_(before[name])
-    (metrics, gradients), (expected_metrics, expected) = results
+    (metrics, fused), (expected_metrics, expected) = results
     assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-7, nan_ok=True)
     assert metrics["probs_ratio_max"] > 1.01
-    assert_close(gradients, expected, 1e-5)
+    assert_close(fused, expected, 1e-5)

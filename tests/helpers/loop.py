@@ -12,32 +12,16 @@ from unittest import mock
 import torch
 
 import grpo
-from batch import needs_old_logps
-from config import MAX_LOG_RATIO, Config
+from config import Config
 from data import Sample
-from kernels import KernelBackend, LossPath
-from loss import policy_loss
+from kernels import KernelBackend
 from model import Decoder, Reference
 from rollout import StepSamples
 from run.log import Timers
-from run.loss_path import choose_loss_path
-from run.setup import Run, RunState
+from run.setup import Run, RunState, loss_path_of
 from system.ranks import Ranks
 
 CPU = torch.device("cpu")
-
-
-def loss_path_of(cfg: Config, has_ref: bool = False) -> LossPath:
-    """How the loss of this config is computed here."""
-    return choose_loss_path(
-        policy_loss,
-        cfg.loss_fn,
-        has_old=needs_old_logps(cfg),
-        has_ref=has_ref,
-        backend=KernelBackend("torch"),
-        device=CPU,
-        max_log_ratio=MAX_LOG_RATIO,
-    )
 
 
 class KeepsGradients:
@@ -83,19 +67,18 @@ def make_run(
     optimizer=None,
     reference: Reference | None = None,
     saver=None,
-    loss_path: LossPath | None = None,
     num_steps: int = 1,
     **counters,
 ) -> Run:
     """A run of `num_steps` steps; counters: of its RunState. It draws its data from a set without an end."""
+    policy.loss_path = loss_path_of(cfg, KernelBackend("torch"), CPU)
     optimizer = optimizer or KeepsGradients(policy)
-    policy.loss_path = loss_path or loss_path_of(cfg, reference is not None)
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
     return Run(
         cfg=cfg,
         inputs=SimpleNamespace(
-            train=SimpleNamespace(num_problems=10**9, record=lambda cursor, metrics: cursor), validation={}
+            train=SimpleNamespace(num_rows=10**9, record=lambda cursor, metrics: cursor), validation={}
         ),
         ranks=ranks,
         device=CPU,
