@@ -4,7 +4,8 @@
 
 Through the project's own code (model.shard, batch, grpo.compute_loss, optim; one rank), with packs like those of
 configs/math_1b.yaml: 8,192 tokens, prompts of 60 to 160, responses of 100 to 400, no reference policy. Four ways: the
-fused kernel; one pass; two passes, as losses that couple tokens have it; one pass in PyTorch. FLOPs of a step over T tokens in sequences of length L, R rows at the head, P parameters in the blocks, N heads of H:
+fused kernel; one pass; two passes, as losses that couple tokens have it; one pass in PyTorch. FLOPs of a step over T
+tokens in sequences of length L, R rows at the head, P parameters in the blocks, N heads of H:
     6 P T + 6 R D V + 6 N H layers sum L^2        (attention: 4 L^2 N H forward, half of it causal, x 3 with backward)
 Utilisation: that per second over 989e12, the H200's dense bfloat16 peak. head: the same step without the blocks.
 """
