@@ -132,6 +132,7 @@ def ours(backend: KernelBackend, kind: str = "one pass") -> Callable:
             num_grad_rows=num_rows,
             pack_loss=pack_loss,
             path=path,
+            backend=backend,
         )
         return loss, *seen
 

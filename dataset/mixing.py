@@ -135,7 +135,8 @@ def by_weight(drawn: Mapping[str, int], weights: Sequence[Fraction], count: int)
     No set is ever a prompt or more ahead of its share, and shares are exact whenever they are whole numbers. Example:
     weights 3 and 1 give a a b a, again and again. The first of equals wins.
     """
-    counts, total, names = dict(drawn), sum(weights), []
+    counts, total = dict(drawn), sum(weights)
+    names = []
     for k in range(sum(counts.values()) + 1, sum(counts.values()) + 1 + count):
         behind = {name: weight * k / total - counts[name] for name, weight in zip(counts, weights, strict=True)}
         names.append(max(behind, key=behind.__getitem__))

@@ -140,7 +140,8 @@ def read_row(
 ) -> tuple[list[dict], str | None, list[dict] | None]:
     """(messages, answer or None, tools or None) of a row. The keys: where to look for problem and answer; None: under
     INPUT_KEYS and OUTPUT_KEYS. DataError, which begins with `where`, for a row in none of the forms."""
-    params, tools, output_keys = raw.get("responses_create_params"), raw.get("tools"), OUTPUT_KEYS
+    params, tools = raw.get("responses_create_params"), raw.get("tools")
+    output_keys = OUTPUT_KEYS
     if params is not None:
         problem = _gym_messages(params, where)
         tools = _gym_tools(params) or tools

@@ -11,6 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -109,11 +110,7 @@ def load_dataset(
     source = open_source(cfg)
     maker = ProblemMaker(cfg, tokenizer, tasks, source)
     numbers = source.numbers()
-    picked = _pick(numbers, max_rows, cfg.seed)
-
-    def scan() -> tuple[array, tuple[str, ...], str, Counts, int]:
-        return *_scan(maker, numbers, picked, max_prompt_tokens, check), source.checksum()
-
+    scan = partial(_scan, maker, numbers, max_rows, max_prompt_tokens, check)
     kept, env_names, fingerprint, counts, checksum = on_rank0(scan)
     if checksum != source.checksum():
         raise DataError(f"{source.name}: this rank finds other rows there than rank 0: give all machines the same data")
@@ -134,11 +131,12 @@ def _pick(numbers: Sequence[int], max_rows: int | None, seed: int) -> Sequence[i
 
 
 def _scan(
-    maker: ProblemMaker, numbers: Sequence[int], picked: Sequence[int], max_prompt_tokens: int, check: Check
-) -> tuple[array, tuple[str, ...], str, Counts]:
-    """Makes and checks the problems of the rows `picked`: (numbers without those of unusable rows, environments,
-    fingerprint, counts)."""
-    source, counts = maker.source, Counts(len(numbers), len(picked))
+    maker: ProblemMaker, numbers: Sequence[int], max_rows: int | None, max_prompt_tokens: int, check: Check
+) -> tuple[array, tuple[str, ...], str, Counts, int]:
+    """Makes and checks problems: (numbers without those of unusable rows, names of the environments, fingerprint,
+    counts, checksum of the source)."""
+    source, picked = maker.source, _pick(numbers, max_rows, maker.cfg.seed)
+    counts = Counts(len(numbers), len(picked))
     dropped: set[int] = set()
     first_with_id: dict[int, int] = {}
     digest = hashlib.sha256()
@@ -180,7 +178,7 @@ def _scan(
         raise DataError(f"{source.name}: no usable row: {counts.left_out(max_prompt_tokens) or 'it is empty'}")
     digest.update(str(maker.cfg.repeat).encode())
     kept = array("Q", (number for number in numbers if number not in dropped))
-    return kept, tuple(chunks), digest.hexdigest(), counts
+    return kept, tuple(chunks), digest.hexdigest(), counts, source.checksum()
 
 
 def _id_hash(fields: Mapping[str, Any]) -> int | None:

@@ -13,13 +13,14 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from config import DataError, DatasetConfig
 from hf.files import download
 from system.imports import import_attribute
 
 PARQUET_BRANCH = "refs/convert/parquet"  # where the hub keeps each dataset as SUBSET/SPLIT/0000.parquet, 0001, ...
+GROUND_TRUTH = "reward_model.ground_truth"
 MAX_LINE_BYTES = 64 * 2**20
 BOM = b"\xef\xbb\xbf"
 
@@ -44,33 +45,9 @@ PRESETS = {
     "AIME2024": DatasetPreset("HuggingFaceH4/aime_2024", None, "train", "problem", "answer"),
     "AIME2025": DatasetPreset("opencompass/AIME2025", "AIME2025-I+AIME2025-II", "test", "question", "answer"),
     "AIME2026": DatasetPreset("MathArena/aime_2026", None, "train", "problem", "answer"),
-    "DAPOMath17K": DatasetPreset(
-        "BytedTsinghua-SIA/DAPO-Math-17k", None, "train", "prompt", "reward_model.ground_truth"
-    ),
-    "DAPOMathAIME2024": DatasetPreset(
-        "BytedTsinghua-SIA/AIME-2024", None, "train", "prompt", "reward_model.ground_truth"
-    ),
+    "DAPOMath17K": DatasetPreset("BytedTsinghua-SIA/DAPO-Math-17k", None, "train", "prompt", GROUND_TRUTH),
+    "DAPOMathAIME2024": DatasetPreset("BytedTsinghua-SIA/AIME-2024", None, "train", "prompt", GROUND_TRUTH),
 }
-
-
-class Source(Protocol):
-    """Rows by number. The numbers may have gaps: those of a jsonl file are its lines', and blank lines are no rows."""
-
-    name: str
-
-    def numbers(self) -> Sequence[int]:
-        """The numbers of all rows, in order. To be called once, before any row is read."""
-        ...
-
-    def checksum(self) -> int:
-        """Differs where two processes read different rows under the same name."""
-        ...
-
-    def __getitem__(self, number: int) -> dict: ...
-
-    def where(self, number: int) -> str:
-        """The place of a row, for messages."""
-        ...
 
 
 def with_preset(cfg: DatasetConfig) -> DatasetConfig:
@@ -96,7 +73,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[-_ ]", "", name.lower())
 
 
-def open_source(cfg: DatasetConfig) -> Source:
+def open_source(cfg: DatasetConfig) -> "Source":
     """The source that a section names; the section is one from `with_preset`. DataError where it cannot be read."""
     if cfg.dataset_name:
         return InMemorySource(cfg.dataset_name, import_attribute(cfg.dataset_name, "dataset_name")(cfg))
@@ -120,7 +97,7 @@ def open_source(cfg: DatasetConfig) -> Source:
 
 
 class JsonLines:
-    """A file with a JSON object in each line; a row's number is its line's, from 0."""
+    """A file with a JSON object in each line. A row's number is its line's, from 0; blank lines are no rows."""
 
     def __init__(self, name: str):
         self.name = name
@@ -128,6 +105,7 @@ class JsonLines:
         self.checksums = array("I")
 
     def numbers(self) -> Sequence[int]:
+        """The numbers of all rows, in order. To be called once, before any row is read: it reads the file through."""
         numbers = array("Q")
         offset = 0
         with open(self.name, "rb") as file:
@@ -143,6 +121,7 @@ class JsonLines:
         return numbers
 
     def checksum(self) -> int:
+        """Differs where two ranks find different rows under the same name."""
         return zlib.crc32(self.checksums)
 
     def __getitem__(self, number: int) -> dict:
@@ -183,6 +162,9 @@ class InMemorySource:
 
     def where(self, number: int) -> str:
         return f"{self.name}, row {number + 1}"
+
+
+Source = JsonLines | InMemorySource
 
 
 def _object(row: Any, where: str) -> dict:

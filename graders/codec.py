@@ -79,7 +79,9 @@ class Proxy:
 
     def __init__(self, requests: int, responses: int):
         self.requests, self.responses = requests, os.fdopen(responses, "rb")
-        self.calls, self.lost, self.unsendable = 0, "", ""
+        self.calls = 0
+        self.lost = ""
+        self.unsendable = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -26,7 +26,11 @@ from typing import Any, BinaryIO, NamedTuple
 
 from graders.codec import MAX_ANSWER_BYTES, Proxy, decode, encode
 
-ENDED, CRASHED, TIMED_OUT, NO_SANDBOX = 0, 1, 124, 125  # exit codes of a keeper, which the code inside cannot choose
+# Exit codes of a keeper; the code inside cannot choose them.
+ENDED = 0
+CRASHED = 1
+TIMED_OUT = 124
+NO_SANDBOX = 125
 SCRIPT = """
 import sys
 sys.path.append(sys.argv[1])
@@ -65,7 +69,11 @@ GUARDED = (  # by one argument: (call and numbers, which, comparison, values, re
     ("fcntl 72 25", 1, EQUAL, (8, 10, 15), True),  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals for others
     ("ioctl 16 29", 1, EQUAL, (0x5412, 0x541C, 0x8901, 0x8902), True),  # input for a terminal, and F_SETOWN again
 )
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+# Options of prctl(2).
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_SECCOMP = 22
+PR_SET_NO_NEW_PRIVS = 38
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of numbers, AUDIT_ARCH_*
 
 
@@ -201,7 +209,10 @@ def enter_namespaces() -> None:
     for name, text in (("setgroups", "deny"), ("uid_map", f"65534 {user} 1"), ("gid_map", f"65534 {group} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
-    nosuid_nodev, rebind, recursive, private = 2 | 4, 32 | 4096, 16384, 1 << 18  # MS_*
+    nosuid_nodev = 2 | 4  # MS_NOSUID, MS_NODEV
+    rebind = 32 | 4096  # MS_REMOUNT, MS_BIND
+    recursive = 16384  # MS_REC
+    private = 1 << 18  # MS_PRIVATE
     libc("mount", None, b"/", None, recursive | private, None)
     libc("mount", b"tmpfs", b"/tmp", b"tmpfs", nosuid_nodev, b"size=64k,mode=755")
     os.chdir("/tmp")
@@ -250,7 +261,10 @@ def call_filter(machine: str) -> list[tuple[int, int, int, int]]:
     def numbers(text: str) -> list[int]:
         return [int(n) for pair in re.findall(r"\w+ (\d+|-) (\d+|-)", text) if (n := pair[column]) != "-"]
 
-    load, leave, allow, refuse = 0x20, 0x06, 0x7FFF0000, 0x50000 | errno.EPERM
+    load = 0x20  # BPF_LD
+    leave = 0x06  # BPF_RET
+    allow = 0x7FFF0000  # SECCOMP_RET_ALLOW
+    refuse = 0x50000 | errno.EPERM  # SECCOMP_RET_ERRNO
     program = [(load, 0, 0, 4), (EQUAL, 1, 0, architecture), (leave, 0, 0, 1 << 31), (load, 0, 0, 0)]
     program += [(0x35, 0, 1, 0x40000000), (leave, 0, 0, refuse)]  # x86-64's second set of numbers
     for text, answer in ((REFUSED, refuse), (UNKNOWN, 0x50000 | errno.ENOSYS)):

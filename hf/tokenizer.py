@@ -26,6 +26,7 @@ from hf.files import read_json, read_text
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LOOKS_SPECIAL = re.compile("<[|\uff5c].*[|\uff5c]>")  # DeepSeek's turn marks are not flagged special
 PRIVATE_USE = range(0xF0000, 0x10FFFE)
+Dicts = Sequence[dict]  # messages, or tools
 ESCAPE = "\u200b"  # a space of no width: inside a control token, it makes ordinary text of it
 
 
@@ -110,16 +111,15 @@ class Tokenizer:
         ids: list[int] = []
         for name in ("generation_config.json", "config.json"):
             value = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
-            found = value if isinstance(value, list) else [] if value is None else [value]
-            if any(type(token_id) is not int or token_id < 0 for token_id in found):
+            file_ids = value if isinstance(value, list) else [] if value is None else [value]
+            if any(type(token_id) is not int or token_id < 0 for token_id in file_ids):
                 raise DataError(f"{folder / name}: eos_token_id: expected an id or a list of ids, got {value!r}")
-            ids += found
+            ids += file_ids
         if token and (token_id := self.backend.token_to_id(token)) is not None:
             ids.append(token_id)
         if not ids:
-            raise DataError(
-                f"{folder}: no eos_token_id in generation_config.json, config.json or tokenizer_config.json"
-            )
+            files = "generation_config.json, config.json or tokenizer_config.json"
+            raise DataError(f"{folder}: no eos_token_id in {files}")
         return sorted(set(ids))
 
     def _special(self, key: str) -> str:
@@ -149,12 +149,7 @@ class Tokenizer:
         return [match[1] for string in _strings(values) for match in self.control.finditer(string)]
 
     def render(
-        self,
-        messages: Sequence[dict],
-        tools: Sequence[dict] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        escape: bool = False,
+        self, messages: Dicts, tools: Dicts | None = None, *, add_generation_prompt: bool = True, escape: bool = False
     ) -> list[int]:
         """Chat messages -> ids. add_generation_prompt: with the template's opening of the assistant's turn at the end.
 
@@ -162,18 +157,14 @@ class Tokenizer:
         BOS). What it puts behind a text is left off: the reply goes on from there. A text with a control token is
         escaped where the caller asks for it; else it raises ControlTokenInText. Raises whatever a template raises.
         """
-        ids = self._encode(self._write(messages, tools, add_generation_prompt, escape))
+        ids = self._encode(self._write(messages, tools, add_generation_prompt, escape=escape))
         if self.templates or not ids:
             return ids
         plain, whole = (self.backend.encode("a", add_special_tokens=special).ids for special in (False, True))
         return whole[: next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)] + ids
 
     def observation_ids(
-        self,
-        messages: Sequence[dict],
-        reply_ids: Sequence[int],
-        observation: Sequence[dict],
-        tools: Sequence[dict] | None = None,
+        self, messages: Dicts, reply_ids: Sequence[int], observation: Dicts, tools: Dicts | None = None
     ) -> list[int]:
         """Ids to append to a sampled reply: all that the template writes from its end to the opening of the next one.
 
@@ -187,9 +178,8 @@ class Tokenizer:
         try:
             text = self._write([*messages, reply, *observation], tools, escape=True)
         except jinja2.TemplateError as error:
-            raise DataError(
-                f"the chat template refuses what the environment answers {observation} ({error})"
-            ) from error
+            answer = f"the chat template refuses what the environment answers {observation}"
+            raise DataError(f"{answer} ({error})") from error
         if hole not in text:
             raise DataError("the chat template leaves out the assistant's last message: it is not for several turns")
         text = text[text.rindex(hole) + 1 :]
@@ -205,13 +195,7 @@ class Tokenizer:
     def _encode(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def _write(
-        self,
-        messages: Sequence[dict],
-        tools: Sequence[dict] | None,
-        add_generation_prompt: bool = True,
-        escape: bool = False,
-    ) -> str:
+    def _write(self, messages: Dicts, tools: Dicts | None, add_generation_prompt: bool = True, *, escape: bool) -> str:
         """The template's text, in which all control tokens are the template's. ControlTokenInText where some would not
         be, unless `escape`."""
 
@@ -237,19 +221,19 @@ class Tokenizer:
             raise ControlTokenInText(token)
         return write(escaped)
 
-    def _escape(self, value: Any, is_key: bool = False) -> Any:
+    def _escape(self, value: Any) -> Any:
         """A copy of nested dicts and lists in which no string holds a control token, nor can complete one together with
-        its neighbours in the text. Templates look keys up, so a key that only begins or ends like a token stays."""
+        its neighbours in the text."""
         if isinstance(value, dict):
-            return {self._escape(key, True): self._escape(entry) for key, entry in value.items()}
+            return {self._escape(key): self._escape(entry) for key, entry in value.items()}
         if isinstance(value, list | tuple):
             return [self._escape(entry) for entry in value]
         if not isinstance(value, str):
             return value
         text = self.control.sub(lambda match: match[2] + ESCAPE if len(match[1]) > 1 else "\ufffd", value)
         bare = text.strip()  # templates may trim
-        before = ESCAPE if not is_key and bare.startswith(self.ends) else ""
-        after = ESCAPE if not is_key and bare.endswith(self.starts) else ""
+        before = ESCAPE if bare.startswith(self.ends) else ""
+        after = ESCAPE if bare.endswith(self.starts) else ""
         return text.replace(bare, before + bare + after) if before or after else text
 
 

@@ -210,7 +210,8 @@ def check(cfg: config.Config, *, all_rows: bool = False) -> str:
 
 def parse_command_line(argv: Sequence[str], usage: str) -> config.Config:
     """The validated config of a command line, with the run that it resumes. ConfigError for whatever is wrong."""
-    words = [word for word in argv if word not in ("--check", "--all")]
+    flags = ("--check", "--all") if "--check" in argv else ()
+    words = [word for word in argv if word not in flags]
     if not words or words[0].startswith("-"):
         raise config.ConfigError(usage)
     cfg = config_file.load(words[0], words[1:])

@@ -54,7 +54,9 @@ class RewardModel:
         mesh: DeviceMesh,
         pack_tokens: int,
     ):
-        self.tokenizer, self.device, self.max_model_len = tokenizer, device, cfg.max_model_len
+        self.tokenizer = tokenizer
+        self.device = device
+        self.max_model_len = cfg.max_model_len
         self.pack_tokens = max(pack_tokens, cfg.max_model_len)
         self.pad_token_id = read_json(folder / "config.json").get("pad_token_id")
         model = load_policy(folder, device="cpu", mesh=mesh, precision=cfg.precision, decoder=RewardDecoder)

@@ -25,6 +25,7 @@ import torch
 SLOW = re.compile(
     r"(command|graders)/|system/test_watchdog|kernels/test_aot"
     r"|kernels/.*(151936|32000|530-260|127|129|peak_memory|test_options|test_terms_of_many)"
+    r"|core/.*(test_sampler_equals_trainer|test_clip_dual_clip_weights)|run/.*test_which_options_couple"
 )
 # By what it or one of its fixtures starts: ranks, or the real command.
 LAUNCHES = re.compile(r"torch\.distributed\.run|mp\.spawn\(|_worker\.py|run_to_the_end\(|train\.sh")

@@ -27,7 +27,7 @@ LEVELS = (
 )
 LEVEL_OF = {unit: number for number, level in enumerate(LEVELS) for unit in level}
 TORCH_FREE = re.compile(
-    r"(config|data|envs)\.py|hf/(?!weights).*|dataset/.*|graders/.*|system/exits\.py"
+    r"(config|data|envs)\.py|hf/(?!weights).*|dataset/.*|graders/.*|system/(exits|imports)\.py"
     r"|run/(__init__|config_\w+|preflight|resume)\.py"
 )
 MAX_CORE_LINES, MAX_PRODUCT_LINES, MAX_FILES_ON_TOP = 3400, 8600, 13

@@ -30,10 +30,10 @@ class SecondTry(envs.Environment):
 
     def one(self, turn: Turn) -> StepResult:
         problem = turn.messages[0]
-        verdict = self.exact.grade(replace(turn, answer=wanted(problem["content"])))
+        result = self.exact.grade(replace(turn, answer=wanted(problem["content"])))
         is_first = len(turn.messages) == 2
-        done = verdict.outcome == "ok" or not is_first
-        return replace(verdict, done=done, observation=() if done else (problem,))
+        done = result.outcome == "ok" or not is_first
+        return replace(result, done=done, observation=() if done else (problem,))
 
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
         for where, answer, _ in answers:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 
 def digits_in_place(completions: Sequence[str], answer: Sequence[str], **columns) -> list[float]:
-    """The share of the answer's digits that stand where they should: a part of the way is worth a part.
+    """The share of the answer's digits that stand in the right place, so that half a solution has half the reward.
 
-    Every other column of the rows comes by its name too; rows of chat `messages` would have lists of messages here.
+    Each field of the problems comes by its name, too; a problem with chat `messages` would have lists of messages here.
     """
     pairs = zip(completions, answer, strict=True)
     return [sum(map(str.__eq__, text, gold)) / max(len(text), len(gold)) for text, gold in pairs]

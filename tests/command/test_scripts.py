@@ -43,13 +43,17 @@ sys.exit(code)
 """
 
 
-@pytest.fixture
-def repo(tmp_path: Path) -> Path:
+def copy_of_repository(folder: Path) -> Path:
     for name in ("setup.sh", "train.sh", "requirements"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, tmp_path / name)
-    (tmp_path / "grpo.py").write_text(PLAYED_RUN)
-    return tmp_path
+        copy(ROOT / name, folder / name)
+    (folder / "grpo.py").write_text(PLAYED_RUN)
+    return folder
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Path:
+    return copy_of_repository(tmp_path)
 
 
 def start(repo: Path, *args: str, **env: str) -> subprocess.Popen:
@@ -63,21 +67,50 @@ def start(repo: Path, *args: str, **env: str) -> subprocess.Popen:
     )
 
 
-def test_exit_code_and_reason_are_those_of_the_ranks(repo):
-    run = start(repo, "my.yaml", "grpo.seed=2", "--nproc_per_node=1", OMP_NUM_THREADS="1")
-    out, err = run.communicate(timeout=100)
-    assert run.returncode == 3
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory):
+    """Three runs at once, each in a copy of its own: name -> (folder, exit code, stdout, stderr). Most of their time
+    is torchrun's start."""
+    runs = {}
+    for name, words, env in (
+        ("refused", ("my.yaml", "grpo.seed=2", "--nproc_per_node=1"), {"OMP_NUM_THREADS": "1"}),
+        ("killed", ("my.yaml", "end=killed", "--nproc_per_node=1"), {}),
+        ("signal", ("my.yaml", "end=signal"), {}),
+    ):
+        folder = copy_of_repository(tmp_path_factory.mktemp(name))
+        runs[name] = folder, start(folder, *words, **env)
+    folder, run = runs["signal"]
+    while len(list(folder.glob("started_*"))) < 2:
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.05)
+    run.send_signal(signal.SIGUSR1)
+    ends = {}
+    for name, (folder, run) in runs.items():
+        out, err = run.communicate(timeout=100)
+        ends[name] = folder, run.returncode, out, err
+    return ends
+
+
+def test_exit_code_and_reason_are_those_of_the_ranks(launches):
+    _, code, out, err = launches["refused"]
+    assert code == 3
     assert err.splitlines()[-1] == "train.sh: exit code 3: the reason, in 'two' lines (rank 0)"
     checked, line = out.splitlines()[:2]
     assert json.loads(checked) == ["1", "my.yaml", "grpo.seed=2"]
     assert line.startswith("torchrun line: ") and line.endswith(" grpo.py my.yaml grpo.seed=2")
 
 
-def test_a_rank_that_dies_without_a_word_is_exit_code_1(repo):
-    run = start(repo, "my.yaml", "end=killed", "--nproc_per_node=1")
-    _, err = run.communicate(timeout=100)
-    assert run.returncode == 1
+def test_a_rank_that_dies_without_a_word_is_exit_code_1(launches):
+    _, code, _, err = launches["killed"]
+    assert code == 1
     assert err.splitlines()[-1].startswith("train.sh: exit code 1: no rank left a reason")
+
+
+def test_signal_reaches_every_rank(launches):
+    folder, code, _, err = launches["signal"]
+    assert code == 75, err
+    for rank in range(2):
+        assert (folder / f"seen_{rank}").read_text() == str([int(signal.SIGUSR1)])
 
 
 def test_failed_check_starts_nothing(repo):
@@ -86,18 +119,6 @@ def test_failed_check_starts_nothing(repo):
     assert (run.returncode, err) == (2, "")
     assert json.loads(out) == ["3", "configs/smoke.yaml", "check=fails"]
     assert not list(repo.glob("started_*"))
-
-
-def test_signal_reaches_every_rank(repo):
-    run = start(repo, "my.yaml", "end=signal")
-    while len(list(repo.glob("started_*"))) < 2:
-        assert run.poll() is None, run.communicate()
-        time.sleep(0.05)
-    run.send_signal(signal.SIGUSR1)
-    _, err = run.communicate(timeout=100)
-    assert run.returncode == 75, err
-    for rank in range(2):
-        assert (repo / f"seen_{rank}").read_text() == str([int(signal.SIGUSR1)])
 
 
 def test_setup_leaves_a_folder_it_did_not_make(repo):

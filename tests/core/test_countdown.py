@@ -16,8 +16,8 @@ ROW = ([3, 5, 6, 6], "24")
 def grade(reply, row=ROW, finish_reason="stop", **options):
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": reply}]
     turn = Turn(messages, row[1], finish_reason, fields={"nums": row[0]})
-    (verdict,) = countdown.Countdown(**options).step([turn])
-    return verdict
+    (result,) = countdown.Countdown(**options).step([turn])
+    return result
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,10 @@ def grade(reply, row=ROW, finish_reason="stop", **options):
 )
 def test_equations(equation, outcome):
     start = time.process_time()
-    verdict = grade(f"<answer>3 + 5</answer> no: <answer>{equation}</answer>")  # the last one counts
+    result = grade(f"<answer>3 + 5</answer> no: <answer>{equation}</answer>")  # the last one counts
     assert time.process_time() - start < 0.5
-    assert verdict.outcome == outcome
-    assert verdict.reward == sum(verdict.rewards.values()) == {"ok": 1.0, "wrong": 0.1, "parse_fail": 0.0}[outcome]
+    assert result.outcome == outcome
+    assert result.reward == sum(result.rewards.values()) == {"ok": 1.0, "wrong": 0.1, "parse_fail": 0.0}[outcome]
 
 
 def test_values_are_exact_fractions():
@@ -74,8 +74,8 @@ def test_values_are_exact_fractions():
     ],
 )
 def test_replies(reply, finish_reason, options, expected):
-    verdict = grade(reply, finish_reason=finish_reason, **options)
-    assert (verdict.reward, verdict.outcome) == expected
+    result = grade(reply, finish_reason=finish_reason, **options)
+    assert (result.reward, result.outcome) == expected
 
 
 @pytest.mark.parametrize(("nums", "target"), [(None, "24"), ([], "24"), ([3.5], "24"), ([True], "1"), ([3], "x")])

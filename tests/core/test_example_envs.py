@@ -22,8 +22,8 @@ PUZZLE = "examples.envs.sliding_puzzle:SlidingPuzzle"
 
 def says(environment, reply, *, answer="391", finish_reason="stop", state=None, **columns):
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": reply}]
-    (verdict,) = environment.step([Turn(messages, answer, finish_reason, state or {}, columns)])
-    return verdict
+    (result,) = environment.step([Turn(messages, answer, finish_reason, state or {}, columns)])
+    return result
 
 
 # ------------------------------------------------------------------------------------------------------------ tools
@@ -76,11 +76,11 @@ def test_no_formula_ends_the_run():
 
 def test_calls_come_back_and_the_answer_is_graded():
     tools = make_environment("examples.envs.tools:Tools", EnvConfig())
-    verdict = says(tools, "Let me see: <calc>2+2</calc> and <calc>17 * 23</calc> \n")
+    result = says(tools, "Let me see: <calc>2+2</calc> and <calc>17 * 23</calc> \n")
     assert (
-        not verdict.done
-        and verdict.reward == 0
-        and verdict.observation == ({"role": "user", "content": "<result>391</result>"},)
+        not result.done
+        and result.reward == 0
+        and result.observation == ({"role": "user", "content": "<result>391</result>"},)
     )
     assert (
         says(tools, "<python>1</python>").observation[0]["content"] == "<result>error: there is no tool python</result>"
@@ -92,8 +92,8 @@ def test_calls_come_back_and_the_answer_is_graded():
         ("<calc>17*23</calc> so 391", "parse_fail"),
         ("<calc>17*23", "parse_fail"),
     ):
-        verdict = says(tools, reply)
-        assert verdict.done and (verdict.outcome, verdict.reward) == (outcome, outcome == "ok"), reply
+        result = says(tools, reply)
+        assert result.done and (result.outcome, result.reward) == (outcome, outcome == "ok"), reply
     assert says(tools, "<calc>17*23</calc>", finish_reason="length").done  # cut off: nobody would answer the result
     other = make_environment(
         "examples.envs.tools:Tools", EnvConfig(custom={"examples.envs.tools:Tools": {"role": "tool"}})
@@ -125,12 +125,12 @@ def test_programs_run_in_the_sandbox():
     turns = [Turn([{"role": "assistant", "content": f"<python>{code}</python>"}], "391", "stop") for code in programs]
     turns.insert(1, Turn([{"role": "assistant", "content": "<calc>1</calc>"}], "391", "stop"))
     turns.insert(3, Turn([{"role": "assistant", "content": "#### 391"}], "391", "stop"))
-    verdicts = tools.step(turns)
+    results = tools.step(turns)
     tools.close()
-    assert verdicts.pop(3).outcome == "ok"
-    assert verdicts.pop(1).observation[0]["content"] == "<result>error: there is no tool calc</result>"
-    for verdict, printed in zip(verdicts, programs.values(), strict=True):
-        assert not verdict.done and verdict.observation[0]["content"] == f"<result>{printed}</result>"
+    assert results.pop(3).outcome == "ok"
+    assert results.pop(1).observation[0]["content"] == "<result>error: there is no tool calc</result>"
+    for result, printed in zip(results, programs.values(), strict=True):
+        assert not result.done and result.observation[0]["content"] == f"<result>{printed}</result>"
 
 
 # --------------------------------------------------------------------------------------------------- sliding puzzle
@@ -169,11 +169,11 @@ def test_puzzles_can_be_solved_and_are_not_solved(tmp_path):
         moves = shortest(row["grid"])
         assert 1 <= len(moves) <= 15 and sliding_puzzle.draw(row["grid"]) in row["messages"][0]["content"]
         for i, move in enumerate(moves):
-            verdict = says(game, f"so <action>view</action> no: <action>{move.upper()} </action>", state=state, **row)
+            result = says(game, f"so <action>view</action> no: <action>{move.upper()} </action>", state=state, **row)
             is_last = i == len(moves) - 1
-            assert (verdict.done, verdict.reward, verdict.outcome) == (is_last, is_last, "ok" if is_last else "wrong")
-            state = verdict.state
-        assert verdict.extracted == str(len(moves))
+            assert (result.done, result.reward, result.outcome) == (is_last, is_last, "ok" if is_last else "wrong")
+            state = result.state
+        assert result.extracted == str(len(moves))
 
 
 def test_moves_by_hand():
@@ -205,12 +205,12 @@ def test_replies_that_are_no_move():
         ("<action>view</action>", "wrong", ". 1\n3 2", 0),
         ("<action>right</action>", "wrong", "That is not possible.", 1),
     ):
-        verdict = says(game, reply, state=state, **row)
-        state = verdict.state
-        assert not verdict.done and (verdict.outcome, state) == (outcome, {"grid": row["grid"], "moves": moves})
-        assert part in verdict.observation[0]["content"] and verdict.observation[0]["role"] == "user"
-    verdict = says(game, "<action>left</action>", state=state, **row)
-    assert (verdict.done, verdict.outcome) == (True, "wrong") and row["grid"] == [
+        result = says(game, reply, state=state, **row)
+        state = result.state
+        assert not result.done and (result.outcome, state) == (outcome, {"grid": row["grid"], "moves": moves})
+        assert part in result.observation[0]["content"] and result.observation[0]["role"] == "user"
+    result = says(game, "<action>left</action>", state=state, **row)
+    assert (result.done, result.outcome) == (True, "wrong") and row["grid"] == [
         [0, 1],
         [3, 2],
     ]  # rows stay as they were
@@ -230,16 +230,16 @@ def test_the_second_try():
     right = second_try.wanted("37+48=")
     (wrong,) = sums - {right}
 
-    def verdicts(*replies):
+    def results(*replies):
         messages = [problem]
         for reply in replies:
             messages += [{"role": "assistant", "content": reply}, problem]
-        (verdict,) = game.step([Turn(messages[:-1], "85", "stop")])
-        return verdict.reward, verdict.done, list(verdict.observation)
+        (result,) = game.step([Turn(messages[:-1], "85", "stop")])
+        return result.reward, result.done, list(result.observation)
 
-    assert verdicts(right) == (1.0, True, [])
-    assert verdicts(wrong) == verdicts("x") == (0.0, False, [problem])
-    assert verdicts(wrong, right) == (1.0, True, []) and verdicts(wrong, wrong) == (0.0, True, [])
+    assert results(right) == (1.0, True, [])
+    assert results(wrong) == results("x") == (0.0, False, [problem])
+    assert results(wrong, right) == (1.0, True, []) and results(wrong, wrong) == (0.0, True, [])
     with pytest.raises(ConfigError, match="r:1: answer '5 apples' is not one of a sum of this folder"):
         game.check_answers([("r:1", "5 apples", {})])
 

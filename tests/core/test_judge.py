@@ -73,9 +73,9 @@ def turn(reply, answer="4", question="2 + 2?"):
 
 def judged(server, turns, **options):
     judge = Judge(url=server.url, model="m", **{"backoff_s": 0.01, "max_retries": 2} | options)
-    verdicts = judge.step(turns)
+    results = judge.step(turns)
     judge.close()
-    return [(verdict.outcome, verdict.reward) for verdict in verdicts]
+    return [(result.outcome, result.reward) for result in results]
 
 
 def test_scores_are_mapped_and_requests_are_what_was_asked(server, monkeypatch):
@@ -185,8 +185,8 @@ def test_equal_prompts_are_asked_once(server, tmp_path):
     cache = {"cache_dir": str(tmp_path / "cache")}
     judge = Judge(url=server.url, model="m", **cache)
     for _ in range(2):
-        verdicts = judge.step([turn("4"), turn("5"), turn("4")])
-        assert [v.reward for v in verdicts] == [1.0] * 3 and len(server.requests) == 2
+        results = judge.step([turn("4"), turn("5"), turn("4")])
+        assert [v.reward for v in results] == [1.0] * 3 and len(server.requests) == 2
     assert judged(server, [turn("5"), turn("6")], **cache) == [("ok", 1.0)] * 2  # from disk, and a new one
     assert len(server.requests) == 3
     for file in (tmp_path / "cache").iterdir():

@@ -220,7 +220,13 @@ def test_muon_on_two_ranks_resumes_to_the_bit_and_is_within_3_percent_of_one(one
         assert (as_one(param.detach()) - two[name]).norm() <= 0.03 * (two[name] - start[name]).norm(), name
 
 
-SOUND = {"loss": 0.1, "logp_gap_mean": 1e-6, "logp_gap_max": 1e-5, "num_nonfinite_sampler_logp": 0.0}
+SOUND = {
+    "loss": 0.1,
+    "logp_gap_mean": 1e-6,
+    "logp_gap_max": 1e-5,
+    "num_nonfinite_sampler_logp": 0.0,
+    "one_pass_deviation_max": 0.0,
+}
 LIMIT = config.GRPOConfig(logp_gap_limit=1e-3, max_bad_steps=2)
 
 
@@ -246,6 +252,11 @@ def test_bad_steps_of_any_kind_share_a_counter_and_stop_the_run(metrics, grad_no
     assert "3 bad steps in a row (grpo.max_bad_steps=2). The step was not applied" in str(error.value)
     with pytest.raises(StopRun, match="1 bad steps in a row"):
         count(0, replace(LIMIT, max_bad_steps=0))
+
+
+def test_a_loss_that_one_pass_cannot_train_stops_the_run_at_once():
+    with pytest.raises(StopRun, match=r"^step 7: .*The step was not applied$"):
+        optim.count_bad_steps(0, SOUND | {"one_pass_deviation_max": 1.0}, 1.0, LIMIT, 7)
 
 
 def test_without_a_limit_the_gap_is_only_logged():

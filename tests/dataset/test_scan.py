@@ -1,6 +1,7 @@
 """The pass over all rows: what is usable, counted, shown to environments, split off, fingerprinted."""
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -236,3 +237,17 @@ def test_ranks_that_find_other_rows_are_refused(tokenizer):
     load(tokenizer, [GOOD, GOOD], on_rank0=ranks.rank(0))
     message = refused(tokenizer, [GOOD, GOOD | {"output": "3"}], on_rank0=ranks.rank(1))
     assert message.startswith("rows.jsonl: this rank finds other rows there than rank 0")
+
+
+def test_two_real_ranks_share_a_scan_and_its_error(tokenizer, tmp_path):
+    rows = [{"input": "x" * (30 if i == 3 else 1), "output": str(i)} for i in range(9)]
+    for name, lines in (("good.jsonl", rows), ("bad.jsonl", [*rows, {"input": 5}])):
+        Path(name).write_text("".join(json.dumps(row) + "\n" for row in lines))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*launch, str(ROOT / "tests" / "helpers" / "scan_worker.py"), str(tmp_path)]
+    run = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    first, second = (json.loads(Path(f"rank_{rank}.json").read_text()) for rank in range(2))
+    assert first == second and first[0] == first[2]
+    assert first[0][0] == [str(i) for i in range(9) if i != 3] and first[0][2]["num_too_long"] == 1
+    assert first[1].startswith(f"{tmp_path}/bad.jsonl:10: neither 'messages' nor text under 'input'")

@@ -257,7 +257,7 @@ def environment(**changes):
     return envs.make_environment("code", EnvConfig(code=CodeEnvConfig(**kept)))
 
 
-def test_environment_gives_verdicts():
+def test_environment_gives_results():
     before = children()
     code = environment()
     try:
@@ -268,9 +268,9 @@ def test_environment_gives_verdicts():
             envs.Turn([{"role": "assistant", "content": reply}], "", reason, fields=ADD)
             for reply, reason in ((RIGHT, "stop"), ("def add(a, b): return 0", "stop"), (RIGHT, "length"), ("", "stop"))
         ]
-        verdicts = code.step(turns)
-        assert [verdict.outcome for verdict in verdicts] == ["ok", "wrong", "parse_fail", "parse_fail"]
-        assert [verdict.reward for verdict in verdicts] == [1.0, 0.0, 0.0, 0.0]
+        results = code.step(turns)
+        assert [result.outcome for result in results] == ["ok", "wrong", "parse_fail", "parse_fail"]
+        assert [result.reward for result in results] == [1.0, 0.0, 0.0, 0.0]
     finally:
         code.close()
     assert children() == before

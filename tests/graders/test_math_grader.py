@@ -135,9 +135,9 @@ def environment():
 )
 def test_rewards(environment, reply, finish_reason, reward, outcome):
     messages = [{"role": "user", "content": r"\boxed{5}"}, {"role": "assistant", "content": reply}]
-    (verdict,) = environment.step([Turn(messages, "5", finish_reason)])
-    assert (verdict.reward, verdict.outcome, verdict.done) == (reward, outcome, True)
-    assert verdict.extracted == {"ok": "5", "wrong": "4"}.get(outcome)
+    (result,) = environment.step([Turn(messages, "5", finish_reason)])
+    assert (result.reward, result.outcome, result.done) == (reward, outcome, True)
+    assert result.extracted == {"ok": "5", "wrong": "4"}.get(outcome)
 
 
 def test_answers_that_cannot_be_graded_are_found_before_training(environment):
@@ -151,5 +151,5 @@ def test_strict_environment():
     cfg = EnvConfig(math=MathEnvConfig(num_workers=1, math_verify_impl="dapo_math_verify"))
     environment = make_environment("math", cfg)
     turns = [Turn([{"role": "assistant", "content": text}], "5", "stop") for text in ("Answer: 5", r"\boxed{5}")]
-    assert [verdict.outcome for verdict in environment.step(turns)] == ["ok", "parse_fail"]
+    assert [result.outcome for result in environment.step(turns)] == ["ok", "parse_fail"]
     environment.close()

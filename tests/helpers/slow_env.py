@@ -48,7 +48,7 @@ def slow_down(phase):
     import torch
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    import rollout
+    from engine import Engine
     from run import checkpoint
 
     owner, name = {
@@ -56,7 +56,7 @@ def slow_down(phase):
         "validation": (LLMEngine, "step"),
         "update": (torch.optim.AdamW, "step"),
         "save": (checkpoint, "save_file"),
-        "sync": (rollout.Engine, "sync"),
+        "sync": (Engine, "sync"),
     }[phase]
     original, end = getattr(owner, name), time.monotonic() + 60
 

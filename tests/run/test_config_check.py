@@ -172,8 +172,6 @@ def test_keys_that_do_not_go_together(write, one, other, besides):
         ("grpo.reward_shaping.enabled=true", "false", GDPO, []),
         ("grpo.ref_policy_update_period=5", "null", "loss_fn.reference_policy_kl_penalty=0.0", []),
         ("grpo.ref_policy_update_alpha=0.5", "1.0", "grpo.ref_policy_update_period=null", []),
-        ("policy.optimizer.muon.lr=0.1", "null", "policy.optimizer.name=torch.optim.AdamW", []),
-        ("policy.optimizer.muon.momentum=0.5", "0.95", "policy.optimizer.name=torch.optim.AdamW", []),
         ("policy.scheduler.min_factor=0.1", "0.0", "policy.scheduler.name=constant", []),
         ("policy.optimizer.muon_lr=0.02", "null", "policy.optimizer.name=torch.optim.AdamW", []),
         ("policy.optimizer.muon_momentum=0.9", "0.95", "policy.optimizer.name=torch.optim.AdamW", []),

@@ -193,3 +193,11 @@ def test_check_says_how_much_it_looked_at(recipe, tmp_path, monkeypatch):
     for read in (lambda: check(cfg, all_rows=True), lambda: preflight.read_inputs(cfg)):
         with pytest.raises(ConfigError, match=r"rows\.jsonl:99: answer 'no number' is not one plain number"):
             read()
+
+
+def test_all_goes_with_check(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert preflight.parse_command_line(["--check", "--all", "configs/smoke.yaml"], "usage").data.train
+    for words in (["--all", "configs/smoke.yaml"], ["configs/smoke.yaml", "--all"], ["--check"], []):
+        with pytest.raises(ConfigError):
+            preflight.parse_command_line(words, "usage")

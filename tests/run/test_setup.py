@@ -27,7 +27,10 @@ def test_other_data_are_read_from_their_start_where_that_is_allowed(monkeypatch,
         return setup.restore(cfg, SimpleNamespace(train=mixture), None, None, None, ALONE, tmp_path)
 
     assert restore(cfg, before) == saved
-    with pytest.raises(config.ConfigError, match=r"'a' .* is not as in .* checkpointing\.allow_changes=true"):
+    with pytest.raises(
+        config.ConfigError,
+        match=r"'a' .* is not the data of the run logs/exp_001: .* checkpointing\.allow_changes=true",
+    ):
         restore(cfg, now)
     allowed = replace(cfg, checkpointing=replace(cfg.checkpointing, allow_changes=True))
     assert restore(allowed, before) == saved
@@ -68,7 +71,7 @@ def run_after(step, *, num_steps=10, num_bad_steps=0, saver=None, told_to_stop=F
     """A run between two steps."""
     saver = saver or Saver()
     cfg = config.Config(grpo=config.GRPOConfig(**grpo), checkpointing=saver.cfg)
-    rows = SimpleNamespace(train=SimpleNamespace(num_rows=10**9))
+    rows = SimpleNamespace(train=SimpleNamespace(num_problems=10**9))
     state = setup.RunState({}, {}, step=step, num_bad_steps=num_bad_steps)
     values = dict.fromkeys(setup.Run.__dataclass_fields__)
     values |= {"cfg": cfg, "inputs": rows, "state": state, "saver": saver, "num_steps": num_steps, "metrics": {}}
