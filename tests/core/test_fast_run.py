@@ -113,7 +113,7 @@ GRADED = {
 def test_workers_grade(name):
     """All cases are in tests/graders/, where workers also hang and crash."""
     answer, fields, right, wrong = GRADED[name]
-    cfg = config.EnvConfig(code=config.CodeConfig(isolation="none"))
+    cfg = config.EnvConfig(code=config.CodeEnvConfig(isolation="none"))
     environment = envs.make_environment(name, cfg)
     try:
         environment.check_answers([("train.jsonl:1", answer, fields)])
