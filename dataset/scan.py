@@ -11,7 +11,6 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,10 +31,7 @@ Check = Callable[[str, list[tuple[str, str, dict]]], None]  # env_name, (where, 
 @dataclass(slots=True)
 class Counts:
     """What became of the rows of a source: `num_read` of the `num_rows` were looked at, and each of these is usable, or
-    left out for one of three reasons.
-
-    Example: Counts(num_rows=10, num_read=10, num_too_long=2, num_with_token=1, examples=["a.jsonl:7 '<|end|>'"]).
-    """
+    left out for one of three reasons."""
 
     num_rows: int
     num_read: int
@@ -66,23 +62,22 @@ class Dataset:
     counts: Counts = field(default_factory=lambda: Counts(0, 0))
 
 
+@dataclass(frozen=True, slots=True)
 class Problems(Sequence):
-    """Problems made when asked for. `kept`: their rows' numbers in the source; each is there `repeat` times."""
+    """Problems made when asked for. `rows`: their numbers in the source; each is there `repeat` times."""
 
-    def __init__(self, make: Callable[[int], Problem | None], kept: array, repeat: int):
-        self.make = make
-        self.kept = kept
-        self.repeat = repeat
+    make: Callable[[int], Problem]
+    rows: np.ndarray
+    repeat: int
 
     def __len__(self) -> int:
-        return len(self.kept) * self.repeat
+        return len(self.rows) * self.repeat
 
     def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        return self.make(self.kept[index % len(self.kept)])
+        place = range(len(self))[index]
+        if isinstance(place, range):
+            return [self[i] for i in place]
+        return self.make(int(self.rows[place % len(self.rows)]))
 
 
 def load_dataset(
@@ -109,16 +104,29 @@ def load_dataset(
     cfg = with_preset(cfg)
     source = open_source(cfg)
     maker = ProblemMaker(cfg, tokenizer, tasks, source)
-    numbers = source.numbers()
-    scan = partial(_scan, maker, numbers, max_rows, max_prompt_tokens, check)
-    kept, env_names, fingerprint, counts, checksum = on_rank0(scan)
-    if checksum != source.checksum():
+    rows, env_names, fingerprint, counts, checksum = on_rank0(lambda: _scan(maker, max_rows, max_prompt_tokens, check))
+    if checksum != source.checksum:
         raise DataError(f"{source.name}: this rank finds other rows there than rank 0: give all machines the same data")
     for env_name in env_names:
         check(env_name, [])
-    whole = Dataset(source.name, kept, fingerprint, cfg.set_name, counts)
-    parts = split(whole, cfg) if cfg.split_validation_size else (whole, None)
-    return tuple(part and replace(part, problems=Problems(maker.again, part.problems, cfg.repeat)) for part in parts)
+    whole = Dataset(source.name, Problems(maker.again, rows, cfg.repeat), fingerprint, cfg.set_name, counts)
+    return _split(whole, cfg) if cfg.split_validation_size else (whole, None)
+
+
+def _split(whole: Dataset, cfg: DatasetConfig) -> tuple[Dataset, Dataset]:
+    """(the rest, split_validation_size of the rows), both in order. `seed` and the number of rows decide which ones."""
+    size, rows = cfg.split_validation_size, whole.problems.rows
+    count = int(size) if size >= 1 else max(1, round(size * len(rows)))
+    if count >= len(rows):
+        raise DataError(f"{whole.path}: split_validation_size={size:g} leaves none of {len(rows)} rows to train on")
+    order = np.random.Generator(np.random.PCG64([cfg.seed, len(rows)])).permutation(len(rows))
+
+    def part(name: str, indices: np.ndarray) -> Dataset:
+        text = f"{whole.fingerprint} {name} {count} {cfg.seed}"
+        problems = replace(whole.problems, rows=rows[np.sort(indices)])
+        return replace(whole, problems=problems, fingerprint=hashlib.sha256(text.encode()).hexdigest())
+
+    return part("rest", order[count:]), replace(part("part", order[:count]), counts=Counts(count, count))
 
 
 def _pick(numbers: Sequence[int], max_rows: int | None, seed: int) -> Sequence[int]:
@@ -131,13 +139,14 @@ def _pick(numbers: Sequence[int], max_rows: int | None, seed: int) -> Sequence[i
 
 
 def _scan(
-    maker: ProblemMaker, numbers: Sequence[int], max_rows: int | None, max_prompt_tokens: int, check: Check
-) -> tuple[array, tuple[str, ...], str, Counts, int]:
-    """Makes and checks problems: (numbers without those of unusable rows, names of the environments, fingerprint,
-    counts, checksum of the source)."""
-    source, picked = maker.source, _pick(numbers, max_rows, maker.cfg.seed)
-    counts = Counts(len(numbers), len(picked))
-    dropped: set[int] = set()
+    maker: ProblemMaker, max_rows: int | None, max_prompt_tokens: int, check: Check
+) -> tuple[np.ndarray, list[str], str, Counts, int]:
+    """Makes and checks problems: (numbers of the rows without the unusable ones, names of the environments,
+    fingerprint, counts, checksum of the source)."""
+    source = maker.source
+    picked = _pick(source.numbers, max_rows, maker.cfg.seed)
+    counts = Counts(len(source.numbers), len(picked))
+    usable = array("q")
     first_with_id: dict[int, int] = {}
     digest = hashlib.sha256()
     chunks: dict[str, list[tuple[str, str, dict]]] = {}
@@ -146,60 +155,36 @@ def _scan(
         if len(picked) > MANY_ROWS and time.monotonic() > last_progress + PROGRESS_SECONDS:
             last_progress = time.monotonic()
             print(f"{source.name}: checked {i:,} of {len(picked):,} rows", flush=True)
+        where = source.where(number)
         try:
             problem = maker(number)
         except ControlTokenInText as error:
             counts.num_with_token += 1
-            counts.examples += [f"{source.where(number)} {error.token!r}"][: NAMED - len(counts.examples)]
-            dropped.add(number)
+            counts.examples += [f"{where} {error.token!r}"][: NAMED - len(counts.examples)]
             continue
         if problem is None:
             counts.num_filtered += 1
-            dropped.add(number)
             continue
-        id_hash = _id_hash(problem.fields)
-        if id_hash is not None and first_with_id.setdefault(id_hash, number) != number:
-            first = source.where(first_with_id[id_hash])
-            raise DataError(f"{source.where(number)}: the `id` of {first}; give each row its own, or none")
+        row_id = problem.fields.get("id")
+        if row_id is not None and "responses_create_params" not in problem.fields:  # rollouts of one task share its id
+            first = first_with_id.setdefault(hash(json.dumps(row_id, sort_keys=True, default=str)), number)
+            if first != number:
+                raise DataError(f"{where}: the `id` of {source.where(first)}; give each row its own, or none")
         if len(problem.prompt_ids) > max_prompt_tokens:
             counts.num_too_long += 1
-            dropped.add(number)
             continue
+        usable.append(number)
         content = [number, problem.messages, problem.answer, problem.env_name, problem.loss_multiplier, problem.tools]
         digest.update(json.dumps(content).encode())
         chunk = chunks.setdefault(problem.env_name, [])
-        chunk.append((source.where(number), problem.answer, problem.fields))
+        chunk.append((where, problem.answer, problem.fields))
         if len(chunk) == CHUNK:
             check(problem.env_name, chunk)
             chunk.clear()
     for env_name, chunk in chunks.items():
         check(env_name, chunk)
-    if len(dropped) == len(picked):
+    if not usable:
         raise DataError(f"{source.name}: no usable row: {counts.left_out(max_prompt_tokens) or 'it is empty'}")
     digest.update(str(maker.cfg.repeat).encode())
-    kept = array("Q", (number for number in numbers if number not in dropped))
-    return kept, tuple(chunks), digest.hexdigest(), counts, source.checksum()
-
-
-def _id_hash(fields: Mapping[str, Any]) -> int | None:
-    """64 bits of a row's `id`; None where it has none. Rollouts have none: one task has many of them."""
-    if fields.get("id") is None or "responses_create_params" in fields:
-        return None
-    text = json.dumps(fields["id"], sort_keys=True, default=str)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
-
-
-def split(whole: Dataset, cfg: DatasetConfig) -> tuple[Dataset, Dataset]:
-    """(the rest, split_validation_size of the rows), both in order. `seed` and the number of rows decide which ones."""
-    size, num_rows = cfg.split_validation_size, len(whole.problems)
-    count = int(size) if size >= 1 else max(1, round(size * num_rows))
-    if count >= num_rows:
-        raise DataError(f"{whole.path}: split_validation_size={size:g} leaves none of {num_rows} rows to train on")
-    order = np.random.Generator(np.random.PCG64([cfg.seed, num_rows])).permutation(num_rows)
-    numbers = np.array(whole.problems, np.uint64)
-    parts = []
-    for which, indices in (("rest", order[count:]), ("part", order[:count])):
-        fingerprint = hashlib.sha256(f"{whole.fingerprint} {which} {count} {cfg.seed}".encode()).hexdigest()
-        kept = array("Q", numbers[np.sort(indices)].tobytes())
-        parts.append(replace(whole, problems=kept, fingerprint=fingerprint))
-    return parts[0], replace(parts[1], counts=Counts(count, count))
+    rows = np.setdiff1d(source.numbers, np.setdiff1d(picked, usable))  # without the unusable ones among the picked
+    return rows, list(chunks), digest.hexdigest(), counts, source.checksum
