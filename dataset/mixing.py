@@ -1,10 +1,8 @@
-"""Which problems come next: several training sets become one sequence of problems.
+"""Which problems come next: by size (all problems of the training sets in one shuffled order), by weight, some of each
+set in turn, or as a function of the user's decides.
 
-Owns the order: by size (all problems in one shuffled order), by weight, some of each set in turn, or as a function of
-the user's decides. What is drawn is a function of the config and of a cursor, a small dict of JSON values that
-checkpoints keep. So it is the same on every rank and on any number of them, and a resumed run goes on exactly.
-`shuffle`: within an epoch of a set (or of all sets, by size) every problem comes once, in the order that numpy's PCG64
-gives for (seed, epoch[, set]).
+What is drawn is a function of the config and of a cursor, a small dict of JSON values that checkpoints keep. So it is
+the same on any number of ranks, and a resumed run goes on exactly.
 
 A sampler of the user's, data.custom_dataloader, is called once per draw with keyword arguments:
     f(num_prompts, sizes, records, memory, position, seed) -> a list of `num_prompts` items. An item is the name of a
@@ -75,7 +73,7 @@ class Mixture:
         elif self.turn:
             items = [(names[k // self.turn % len(names)], None) for k in range(position, position + count)]
         elif self.weights:
-            items = [(name, None) for name in by_weight(drawn, self.weights, count)]
+            items = ((furthest_behind(drawn, self.weights), None) for _ in range(count))  # one by one: `drawn` grows
         else:
             items = [self._place(k) for k in self.order(self.num_problems, position, count)]
         problems = []
@@ -114,29 +112,22 @@ class Mixture:
         return items
 
 
-def by_weight(drawn: Mapping[str, int], weights: Sequence[Fraction], count: int) -> list[str]:
-    """Names of the next `count` prompts: each goes to the set that is furthest behind its share of all drawn so far.
+def furthest_behind(drawn: Mapping[str, int], weights: Sequence[Fraction]) -> str:
+    """The set that is furthest behind its share of all prompts up to the next one, of equals the first.
 
     No set is ever a prompt or more ahead of its share, and shares are exact whenever they are whole numbers. Example:
-    weights 3 and 1 give a a b a, again and again. The first of equals wins.
+    weights 3 and 1 give a a b a, again and again.
     """
-    counts, total = dict(drawn), sum(weights)
-    names = []
-    for k in range(sum(counts.values()) + 1, sum(counts.values()) + 1 + count):
-        behind = {name: weight * k / total - counts[name] for name, weight in zip(counts, weights, strict=True)}
-        names.append(max(behind, key=behind.__getitem__))
-        counts[names[-1]] += 1
-    return names
+    share = Fraction(sum(drawn.values()) + 1, sum(weights))  # prompts per weight
+    behind = {name: weight * share - drawn[name] for name, weight in zip(drawn, weights, strict=True)}
+    return max(behind, key=behind.__getitem__)
 
 
 def epoch_order(
     size: int, position: int, count: int, *, seed: int, shuffle: bool, stream: tuple[int, ...] = ()
 ) -> list[int]:
-    """`count` indices below `size` from global `position` on: epoch e is the permutation f(seed, e, stream), and epochs
-    follow one another.
-
-    A function of its arguments alone: the same on any number of ranks, and a saved `position` resumes exactly.
-    """
+    """`count` indices below `size` from global `position` on, one epoch after the other. An epoch has every index once,
+    in the order that numpy's PCG64 gives for (seed, epoch, *stream): the same on any number of ranks."""
     places = (divmod(k, size) for k in range(position, position + count))
     return [int(_permutation(size, seed, epoch, stream)[i]) if shuffle else i for epoch, i in places]
 

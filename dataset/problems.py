@@ -1,8 +1,7 @@
 """A raw row -> a problem with prompt ids, an answer and an environment.
 
 Understands text under a key, chat `messages` (a closing assistant message is the answer), and rollouts of NeMo Gym
-(`responses_create_params`). A new form of rows is added to `read_row`; or outside, by a `processor` that turns it into
-one of these. sources.py reads rows, scan.py says which of them are usable.
+(`responses_create_params`). A new form is added to `read_row`, or a user's `processor` turns it into one of these.
 """
 
 import json
@@ -28,10 +27,8 @@ ENVIRONMENTS = ("exact", "math", "code", "reward_model")
 
 
 class ProblemMaker:
-    """Number of a row -> Problem, or None where a filter leaves the row out: a function of the row and of `cfg`.
-
-    Raises DataError with file and line for a malformed row; ControlTokenInText for text that holds a control token.
-    """
+    """Number of a row -> Problem, or None where a filter leaves the row out. Raises DataError with file and line for a
+    malformed row, and ControlTokenInText for text that holds a control token."""
 
     def __init__(self, cfg: DatasetConfig, tokenizer: Tokenizer, tasks: Mapping[str, str], source: Source):
         self.cfg = cfg
@@ -54,14 +51,12 @@ class ProblemMaker:
         where, raw = self.source.where(number), self._row(number)
         if raw is None:
             return None
-        messages, answer, tools = read_row(raw, where, self.cfg.input_key, self.cfg.output_key)
+        messages, answer, tools = read_row(raw, where, self.cfg)
         task = raw.get("task_name")
         env_name = self.env_names.get(task) if isinstance(task, str | None) else None
         if env_name is None:
-            raise DataError(
-                f"{where}: task_name {task!r} is no environment; known: {', '.join(ENVIRONMENTS)}; name its "
-                "environment, also a module:Class, in data.task_to_env"
-            )
+            known = ", ".join(ENVIRONMENTS)
+            raise DataError(f"{where}: task_name {task!r} is no environment; known: {known} (see data.task_to_env)")
         if env_name in ("exact", "math"):
             if answer is None:
                 key = f"key '{self.cfg.output_key}'" if self.cfg.output_key else f"key of {', '.join(OUTPUT_KEYS)}"
@@ -81,13 +76,6 @@ class ProblemMaker:
         if multiplier not in (0, 1):
             raise DataError(f"{where}: loss_multiplier={multiplier!r}: 1 (trained on) or 0 (sampled and scored only)")
         return Problem(number, messages, answer or "", env_name, ids, raw, float(multiplier), self.cfg.set_name, tools)
-
-    def again(self, number: int) -> Problem:
-        """The problem of a row that was usable before."""
-        problem = self(number)
-        if problem is None:
-            raise DataError(f"{self.source.where(number)}: processor left out a row that it gave before")
-        return problem
 
     def _row(self, number: int) -> dict | None:
         """The row after the processor; None where that or min_reward leaves it out."""
@@ -114,17 +102,15 @@ class ProblemMaker:
             users = [message for message in messages if message["role"] == "user"]
             if not users:
                 raise DataError(f"{where}: no user message, which prompt_file={self.cfg.prompt_file} goes around")
-            users[-1]["content"] = users[-1]["content"].join(self.prompt)
+            users[-1]["content"] = users[-1]["content"].join(self.prompt)  # what the file has before and after it
         if self.system and all(message["role"] != "system" for message in messages):
             messages = [{"role": "system", "content": self.system}, *messages]
         return messages
 
 
-def read_row(
-    raw: dict, where: str, input_key: str | None, output_key: str | None
-) -> tuple[list[dict], str | None, list[dict] | None]:
-    """(messages, answer or None, tools or None) of a row. The keys: where to look for problem and answer; None: under
-    INPUT_KEYS and OUTPUT_KEYS. DataError, which begins with `where`, for a row in none of the forms."""
+def read_row(raw: dict, where: str, cfg: DatasetConfig) -> tuple[list[dict], str | None, list[dict] | None]:
+    """(messages, answer or None, tools or None) of a row. DataError, which begins with `where`, for a row in none of
+    the forms."""
     params, tools = raw.get("responses_create_params"), raw.get("tools")
     output_keys = OUTPUT_KEYS
     if params is not None:
@@ -134,19 +120,16 @@ def read_row(
     elif raw.get("messages") is not None:
         problem = raw["messages"]
     else:
-        input_keys = (input_key,) if input_key else INPUT_KEYS
+        input_keys = (cfg.input_key,) if cfg.input_key else INPUT_KEYS
         problem = _first(raw, input_keys)
         if not isinstance(problem, (str, list)):
             names, keys = "' or '".join(input_keys), ", ".join(map(str, raw))
             raise DataError(f"{where}: neither 'messages' nor text under '{names}'; keys: {keys} (see input_key)")
     messages = [{"role": "user", "content": problem}] if isinstance(problem, str) else _chat(problem, where)
-    answer = _first(raw, (output_key,) if output_key else output_keys)
+    answer = _first(raw, (cfg.output_key,) if cfg.output_key else output_keys)
     if messages[-1]["role"] == "assistant":
         if answer is not None:
-            raise DataError(
-                f"{where}: the last message is the assistant's, and there is an answer too; the policy is asked to "
-                "write that message: leave out one"
-            )
+            raise DataError(f"{where}: the last message is the assistant's, and there is an answer too: leave out one")
         answer = messages.pop()["content"]
     if not messages:
         raise DataError(f"{where}: no message before the assistant's")

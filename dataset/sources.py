@@ -1,8 +1,8 @@
 """Where the rows of a dataset come from: a file, the Hugging Face hub, or a function of the user's.
 
-Owns the table of dataset presets and the reading of jsonl, json and parquet. Does not own what the fields of a row mean
-(problems.py). A jsonl file is never held in memory: of each line, its offset and checksum stay (12 bytes), and the line
-is read again when its turn comes. Rows of other forms are held; pyarrow is imported only to read parquet.
+Owns the dataset presets and the reading of jsonl, json and parquet; problems.py knows what the fields of a row mean. A
+jsonl file is never held in memory: of each line, its offset and checksum stay (12 bytes), and the line is read again
+when its turn comes. Rows of other forms are held.
 """
 
 import os
@@ -102,8 +102,7 @@ def open_source(cfg: DatasetConfig) -> Source:
     try:
         with open(name, "rb") as file:
             if file.read(4096).removeprefix(BOM).lstrip().startswith(b"["):
-                # It is parsed as a whole: jsonl is the form for large data.
-                return _held(name, parse_json(Path(name).read_bytes(), name, "utf-8-sig"))
+                return _held(name, parse_json(Path(name).read_bytes(), name, "utf-8-sig"))  # jsonl is for large data
         return _json_lines(name)
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error.strerror})") from error
@@ -146,8 +145,7 @@ def _held(name: str, rows: Sequence[dict]) -> Source:
 def _read_parquet(name: str, files: Sequence[str | Path]) -> Source:
     """The rows of the files, one file after the other; a field that some files lack is None there."""
     try:
-        import pyarrow
-        import pyarrow.parquet
+        import pyarrow.parquet  # on demand: only parquet needs it
     except ImportError as error:
         raise DataError(f"{name}: to read parquet, `pip install pyarrow`, or give the rows as jsonl") from error
     try:
@@ -163,11 +161,12 @@ def _read_hub(name: str, cfg: DatasetConfig) -> Source:
     """The rows of a dataset of the hub, one subset after the other, from the hub's own parquet copy of it."""
     instead = "or download it elsewhere and give its file: data_path=FILE, .jsonl, .json or .parquet"
     folders = [f"{subset or 'default'}/{cfg.split or 'train'}" for subset in (cfg.subset or "").split("+")]
-    problem, patterns = f"data_path: '{name}' is no local file", [f"{folder}/*.parquet" for folder in folders]
+    patterns = [f"{folder}/*.parquet" for folder in folders]
+    problem = f"data_path: '{name}' is no local file"
     copy = download(name, patterns, problem, f"check its name, {instead}", "dataset", PARQUET_BRANCH)
     files: list[Path] = []
-    for folder in folders:
-        files_of_folder = sorted(copy.glob(f"{folder}/*.parquet"))
+    for folder, pattern in zip(folders, patterns, strict=True):
+        files_of_folder = sorted(copy.glob(pattern))
         if not files_of_folder:
             raise DataError(
                 f"data_path: '{name}' has no {folder} in the hub's parquet copy of it (branch {PARQUET_BRANCH}): set "
