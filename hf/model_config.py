@@ -1,7 +1,7 @@
-"""What a model folder holds: the architecture by its config.json, and the safetensors files with its weights.
+"""What a model folder holds: the architecture by its config.json, and whole safetensors files with its weights.
 
 Owns which architectures are supported: it refuses a model for which `model.Decoder` would compute something else than
-its authors do. Checks that each weight file is complete. No torch, so that `grpo.py --check` answers in a second.
+its authors do. No torch, so that `grpo.py --check` answers in a second.
 """
 
 import json
@@ -69,11 +69,8 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: dict, source: str = "config.json") -> "ModelConfig":
-        """Reads the dict of a config.json written by transformers 4 or 5; `source` names it in messages.
-
-        Raises ConfigError, naming the field and what is supported, if a field is missing, is not the number it should
-        be, or has a value under which the model's authors compute something that `Decoder` does not.
-        """
+        """Reads the dict of a config.json written by transformers 4 or 5; `source` names it in messages. ConfigError
+        names a field that is missing, is not the number it should be, or asks for what `Decoder` does not compute."""
         rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}  # transformers 5 or 4
         if not isinstance(rope, dict):
             raise ConfigError(f"{source}: rope_parameters or rope_scaling: expected a mapping, got {rope!r}")
@@ -83,16 +80,14 @@ class ModelConfig:
                 names = ", ".join("absent" if value is None else repr(value) for value in supported)
                 raise ConfigError(f"{source}: {field}={hf.get(field)!r} is not supported; supported: {names}")
         layer_types = hf.get("layer_types") or []
-        if not isinstance(layer_types, list):
-            raise ConfigError(f"{source}: layer_types: expected a list, got {layer_types!r}")
-        if any(kind != "full_attention" for kind in layer_types):
-            raise ConfigError(f"{source}: layer_types other than 'full_attention' are not supported")
+        if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+            raise ConfigError(f"{source}: layer_types: only a list of 'full_attention' is supported")
         llama3 = Llama3Rope.__dataclass_fields__ if hf["rope_type"] == "llama3" else ()
         missing = [field for field in (*INTEGERS, "rms_norm_eps", *llama3) if hf.get(field) is None]
         if missing:
             raise ConfigError(f"{source}: {', '.join(missing)} missing")
         _check_numbers(hf, source)
-        is_qwen2, attention_bias = hf["model_type"] == "qwen2", bool(hf.get("attention_bias"))
+        is_qwen2, has_bias = hf["model_type"] == "qwen2", bool(hf.get("attention_bias"))
         heads = hf["num_attention_heads"]
         kv_heads, head_dim = hf.get("num_key_value_heads") or heads, hf.get("head_dim") or hf["hidden_size"] // heads
         if heads % kv_heads:
@@ -107,8 +102,8 @@ class ModelConfig:
             rope_theta=hf.get("rope_theta") or 10_000.0,  # transformers' default for all three
             rope_scaling=Llama3Rope(**{field: hf[field] for field in llama3}) if llama3 else None,
             tie_word_embeddings=bool(hf.get("tie_word_embeddings")),
-            qkv_bias=is_qwen2 or attention_bias,  # Qwen2 always has them, and never a bias on o_proj
-            o_bias=attention_bias and not is_qwen2,
+            qkv_bias=is_qwen2 or has_bias,  # Qwen2 always has them, and never a bias on o_proj
+            o_bias=has_bias and not is_qwen2,
             qk_norm=hf["model_type"] == "qwen3",
             initializer_range=hf.get("initializer_range") or 0.02,
             max_position_embeddings=hf.get("max_position_embeddings"),
@@ -117,20 +112,17 @@ class ModelConfig:
 
 def _check_numbers(hf: dict, source: str) -> None:
     """Raises ConfigError for a size or number that is not of its type, not finite or not above 0; bool is no number."""
-    for fields, types, kind in ((INTEGERS + MORE_INTEGERS, int, "whole number"), (NUMBERS, int | float, "number")):
-        for field in fields:
-            value = hf.get(field)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, types) or not 0 < value < math.inf:
-                raise ConfigError(f"{source}: {field}={value!r} is not a {kind} above 0")
+    for field in (*INTEGERS, *MORE_INTEGERS, *NUMBERS):
+        value = hf.get(field)
+        types, kind = (int | float, "number") if field in NUMBERS else (int, "whole number")
+        is_number = isinstance(value, types) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 < value < math.inf):
+            raise ConfigError(f"{source}: {field}={value!r} is not a {kind} above 0")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """model.safetensors, or the files that its index names. ConfigError where one is missing or incomplete.
-
-    Which tensors they hold is not checked here: `model.load_weights` does that.
-    """
+    """model.safetensors, or the files that its index names. ConfigError where one is missing or incomplete. Which
+    tensors they hold, `load_weights` checks."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         files = [single]
@@ -144,39 +136,36 @@ def weight_files(folder: Path) -> list[Path]:
         why = "merge the adapter into its model" if adapter else "other formats are not read: they can run code"
         raise ConfigError(f"{folder}: no {single.name} nor {index.name} ({why})")
     for file in files:
-        problem = _safetensors_problem(file)
-        if problem:
-            raise ConfigError(f"{file}: not a readable safetensors file ({problem}); fetch it again")
+        _read_header(file)
     return files
 
 
 def stored_shape(folder: Path, name: str) -> list[int] | None:
     """Shape of a weight by the headers of the folder's `weight_files`; None where they do not have it."""
-    for file in weight_files(folder):
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        if name in header:
-            return header[name]["shape"]
-    return None
+    headers = map(_read_header, weight_files(folder))
+    return next((header[name]["shape"] for header in headers if name in header), None)
 
 
-def _safetensors_problem(path: Path) -> str | None:
-    """What is wrong with the file, or None. The format: 8 bytes little-endian length of the header, the header in JSON,
-    the tensors."""
+def _read_header(path: Path) -> dict:
+    """Tensor name -> entry of a whole safetensors file; ConfigError for any other. The format: 8 bytes little-endian
+    length of the header, the header in JSON, the tensors."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             start = 8 + int.from_bytes(file.read(8), "little")
             if not 8 < start <= size:
-                return f"its {size:,} bytes do not hold its header"
+                raise ValueError(f"{size:,} bytes do not hold it")
             header = json.loads(file.read(start - 8))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        expected = start + max(ends, default=0)
+        header.pop("__metadata__", None)
+        expected = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        problem = None if size == expected else f"{size:,} bytes, by its header {expected:,}"
     except OSError as error:
-        return error.strerror
+        problem = error.strerror
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-        return f"its header: {error!r}"
-    return None if size == expected else f"{size:,} bytes, by its header {expected:,}"
+        problem = f"its header: {error!r}"
+    if problem:
+        raise ConfigError(f"{path}: not a readable safetensors file ({problem}); fetch it again")
+    return header
 
 
 def resolve_model_folder(name: str, key: str = "policy.model_name") -> Path:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from config import ConfigError
+from hf.files import read_json
 from hf.model_config import weight_files
+from system.ranks import local_rows
 
 MAX_FILE_BYTES = 5 * 10**9
 # What an HF folder holds beside weights; `save_hf` takes it along from its source.
@@ -33,10 +36,8 @@ def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Fills the parameters, whole or sharded, from the folder's safetensors, cast to the parameters' dtype.
-
-    Names must match both ways, but for what some exports store beside the weights: a copy of a tied head,
-    rotary frequencies. Raises ConfigError naming file and names.
+    """Fills the parameters, whole or sharded, from the folder's safetensors, cast to the parameters' dtype. ConfigError
+    names the tensors that only one side has; a tied head's copy and rotary frequencies, which some store, may be there.
     """
     missing, unexpected = sharded_parameters(model), []
     for path in weight_files(Path(folder)):
@@ -55,25 +56,17 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
             raise ConfigError(f"{folder}: weights do not match its config.json; {what}: {', '.join(names)}")
 
 
-def _copy_rows(param: Tensor, stored, where: str) -> None:
-    """Copies a stored tensor; into a shard its rows, which are those of torch.chunk: uneven, maybe none."""
+def _copy_rows(param: Tensor, stored: Any, where: str) -> None:
+    """Copies a stored tensor; into a shard, its rows."""
     if stored.get_shape() != list(param.shape):
         raise ConfigError(f"{where}: shape {stored.get_shape()}, but {list(param.shape)} by config.json")
-    start, local = 0, param
-    if isinstance(param, DTensor):
-        assert param.placements == (Shard(0),), param.placements
-        chunk, local = -(-len(param) // param.device_mesh.size()), param.to_local()
-        start = min(param.device_mesh.get_local_rank() * chunk, len(param))
-        assert len(local) == min(chunk, len(param) - start), (where, local.shape, start)
-    if len(local):
-        local.copy_(stored[start : start + len(local)])
+    local = param.to_local() if isinstance(param, DTensor) else param
+    local.copy_(stored[local_rows(param)])
 
 
 def full_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, whole tensor in `dtype`), one parameter at a time; a tied head is not repeated.
-
-    Each item is a collective of a sharded model's ranks: all of them must walk the whole iterator.
-    """
+    """(HF name, whole tensor in `dtype`), one parameter at a time; a tied head is not repeated. Each item is a
+    collective of a sharded model's ranks: all of them must walk the whole iterator."""
     for name, param in sharded_parameters(model).items():
         tensor = param.detach().to(dtype)  # before gathering: bfloat16 is half the traffic
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -82,22 +75,22 @@ def full_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Te
 def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, dtype: torch.dtype) -> None:
     """Writes an HF folder that transformers, vLLM and `load_policy` can load; a collective of all ranks.
 
-    Weights in `dtype`: give what the policy computes in, so that the folder scores as the run did. The source's
-    configs (but for the dtype) and tokenizer are copied. Rank 0 writes, and holds no more than one file's tensors
-    (MAX_FILE_BYTES). `<folder>.tmp` is renamed at the end, so `folder` is always whole; one that exists is replaced,
-    without what else was in it.
+    Weights in `dtype`: give what the policy computes in, so that the folder scores as the run did. Configs (with that
+    dtype) and tokenizer are the source's. Rank 0 writes, and holds no more than one file's tensors (MAX_FILE_BYTES).
+    `<folder>.tmp` is renamed at the end, so `folder` is always whole; one that exists is replaced with all it holds.
     """
     folder, source = Path(folder), Path(source_folder)
-    hf = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    hf = {name: value for name, value in hf.items() if name != "torch_dtype"} | {"dtype": str(dtype).split(".")[1]}
+    hf = read_json(source / "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
+    hf.pop("torch_dtype", None)  # what transformers 4 called it
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     new, old = (folder.with_name(f"{folder.name}.{suffix}") for suffix in ("tmp", "old"))
     if is_writer:
         for leftover in (new, old):
             shutil.rmtree(leftover, ignore_errors=True)
         new.mkdir(parents=True)
-        for path in (path for pattern in SIDE_FILES for path in source.glob(pattern)):
-            shutil.copyfile(path, new / path.name)
+        for pattern in SIDE_FILES:
+            for path in source.glob(pattern):
+                shutil.copyfile(path, new / path.name)
         (new / "config.json").write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")
     tensors, names_of_file = full_tensors(model, dtype), _plan_files(model, dtype)
     for file, names in names_of_file.items():
@@ -121,13 +114,14 @@ def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, 
 
 def _plan_files(model: nn.Module, dtype: torch.dtype) -> dict[str, list[str]]:
     """File -> names, in the order of `full_tensors`."""
-    files, room = [], 0
+    files: list[list[str]] = []
+    room = 0
     for name, param in sharded_parameters(model).items():
-        size = param.numel() * dtype.itemsize
-        if not files or size > room:
-            files, room = [*files, []], MAX_FILE_BYTES
+        room -= param.numel() * dtype.itemsize
+        if not files or room < 0:
+            files.append([])
+            room = MAX_FILE_BYTES - param.numel() * dtype.itemsize
         files[-1].append(name)
-        room -= size
     if len(files) == 1:
         return {"model.safetensors": files[0]}
     return {f"model-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
