@@ -4,16 +4,18 @@ Owns which architectures are supported: it refuses a model for which `model.Deco
 its authors do. No torch, so that `grpo.py --check` answers in a second.
 """
 
-import json
 import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from config import ConfigError, DataError
 from hf.files import download, read_json
 
 # Fields of config.json that change the computation, each with the values that `Decoder` computes.
+UNSET = ("quantization_config", "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
 SUPPORTED_VALUES = {
     "model_type": ("llama", "qwen2", "qwen3"),
     "hidden_act": ("silu",),
@@ -25,11 +27,7 @@ SUPPORTED_VALUES = {
     "is_causal": (None, True),
     "attention_bias": (None, False, True),
     "tie_word_embeddings": (None, False, True),
-    "quantization_config": (None,),
-    "attention_multiplier": (None,),
-    "embedding_multiplier": (None,),
-    "residual_multiplier": (None,),
-    "logits_scaling": (None,),
+    **dict.fromkeys(UNSET, (None,)),
 }
 INTEGERS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 MORE_INTEGERS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings")
@@ -86,7 +84,12 @@ class ModelConfig:
         missing = [field for field in (*INTEGERS, "rms_norm_eps", *llama3) if hf.get(field) is None]
         if missing:
             raise ConfigError(f"{source}: {', '.join(missing)} missing")
-        _check_numbers(hf, source)
+        for field in (*INTEGERS, *MORE_INTEGERS, *NUMBERS):
+            value = hf.get(field)
+            types, kind = (int | float, "number") if field in NUMBERS else (int, "whole number")
+            is_number = isinstance(value, types) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 < value < math.inf):
+                raise ConfigError(f"{source}: {field}={value!r} is not a {kind} above 0")
         is_qwen2, has_bias = hf["model_type"] == "qwen2", bool(hf.get("attention_bias"))
         heads = hf["num_attention_heads"]
         kv_heads, head_dim = hf.get("num_key_value_heads") or heads, hf.get("head_dim") or hf["hidden_size"] // heads
@@ -110,16 +113,6 @@ class ModelConfig:
         )
 
 
-def _check_numbers(hf: dict, source: str) -> None:
-    """Raises ConfigError for a size or number that is not of its type, not finite or not above 0; bool is no number."""
-    for field in (*INTEGERS, *MORE_INTEGERS, *NUMBERS):
-        value = hf.get(field)
-        types, kind = (int | float, "number") if field in NUMBERS else (int, "whole number")
-        is_number = isinstance(value, types) and not isinstance(value, bool)
-        if value is not None and not (is_number and 0 < value < math.inf):
-            raise ConfigError(f"{source}: {field}={value!r} is not a {kind} above 0")
-
-
 def weight_files(folder: Path) -> list[Path]:
     """model.safetensors, or the files that its index names. ConfigError where one is missing or incomplete. Which
     tensors they hold, `load_weights` checks."""
@@ -136,36 +129,24 @@ def weight_files(folder: Path) -> list[Path]:
         why = "merge the adapter into its model" if adapter else "other formats are not read: they can run code"
         raise ConfigError(f"{folder}: no {single.name} nor {index.name} ({why})")
     for file in files:
-        _read_header(file)
+        open_weights(file)
     return files
 
 
 def stored_shape(folder: Path, name: str) -> list[int] | None:
     """Shape of a weight by the headers of the folder's `weight_files`; None where they do not have it."""
-    headers = map(_read_header, weight_files(folder))
-    return next((header[name]["shape"] for header in headers if name in header), None)
+    for file in map(open_weights, weight_files(folder)):
+        if name in file.keys():
+            return file.get_slice(name).get_shape()
+    return None
 
 
-def _read_header(path: Path) -> dict:
-    """Tensor name -> entry of a whole safetensors file; ConfigError for any other. The format: 8 bytes little-endian
-    length of the header, the header in JSON, the tensors."""
+def open_weights(path: Path, framework: str = "numpy") -> safe_open:
+    """An open safetensors file. ConfigError where its header is malformed, or its size is not what that says."""
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            start = 8 + int.from_bytes(file.read(8), "little")
-            if not 8 < start <= size:
-                raise ValueError(f"{size:,} bytes do not hold it")
-            header = json.loads(file.read(start - 8))
-        header.pop("__metadata__", None)
-        expected = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        problem = None if size == expected else f"{size:,} bytes, by its header {expected:,}"
-    except OSError as error:
-        problem = error.strerror
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-        problem = f"its header: {error!r}"
-    if problem:
-        raise ConfigError(f"{path}: not a readable safetensors file ({problem}); fetch it again")
-    return header
+        return safe_open(path, framework=framework)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path}: not a readable safetensors file ({error}); fetch it again") from error
 
 
 def resolve_model_folder(name: str, key: str = "policy.model_name") -> Path:

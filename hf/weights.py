@@ -4,13 +4,12 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from config import ConfigError
 from hf.files import read_json
-from hf.model_config import weight_files
+from hf.model_config import open_weights, weight_files
 from system.ranks import local_rows
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -41,15 +40,12 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     """
     missing, unexpected = sharded_parameters(model), []
     for path in weight_files(Path(folder)):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():
-                    if name in missing:
-                        _copy_rows(missing.pop(name), file.get_slice(name), f"{path}: {name}")
-                    elif not name.endswith(("lm_head.weight", "rotary_emb.inv_freq")):
-                        unexpected.append(f"{name} ({path.name})")
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{path}: not a readable safetensors file ({error}); fetch it again") from error
+        with open_weights(path, "pt") as file:
+            for name in file.keys():
+                if name in missing:
+                    _copy_rows(missing.pop(name), file.get_slice(name), f"{path}: {name}")
+                elif not name.endswith(("lm_head.weight", "rotary_emb.inv_freq")):
+                    unexpected.append(f"{name} ({path.name})")
     for what, names in (("missing", list(missing)), ("unexpected", unexpected)):
         if names:
             names[5:] = [f"{len(names) - 5} more"] if len(names) > 5 else []
@@ -68,8 +64,12 @@ def full_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Te
     """(HF name, whole tensor in `dtype`), one parameter at a time; a tied head is not repeated. Each item is a
     collective of a sharded model's ranks: all of them must walk the whole iterator."""
     for name, param in sharded_parameters(model).items():
-        tensor = param.detach().to(dtype)  # before gathering: bfloat16 is half the traffic
-        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        yield name, _whole(param, dtype)
+
+
+def _whole(param: Tensor, dtype: torch.dtype) -> Tensor:
+    tensor = param.detach().to(dtype)  # before gathering: bfloat16 is half the traffic
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, dtype: torch.dtype) -> None:
@@ -92,17 +92,22 @@ def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, 
             for path in source.glob(pattern):
                 shutil.copyfile(path, new / path.name)
         (new / "config.json").write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")
-    tensors, names_of_file = full_tensors(model, dtype), _plan_files(model, dtype)
-    for file, names in names_of_file.items():
-        content = {name: tensor.cpu() for name, tensor in islice(tensors, len(names)) if is_writer}
+    params = sharded_parameters(model)
+    plan = split_state_dict_into_shards_factory(
+        params,
+        get_storage_size=lambda param: param.numel() * dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=MAX_FILE_BYTES,
+    )
+    for file, names in plan.filename_to_tensors.items():
+        tensors = ((name, _whole(params[name], dtype)) for name in names)
+        content = {name: tensor.cpu() for name, tensor in tensors if is_writer}
         if is_writer:
             save_file(content, new / file, metadata={"format": "pt"})
             os.chmod(new / file, 0o644)  # safetensors makes files that only their owner can read
     if is_writer:
-        if len(names_of_file) > 1:
-            size = sum(param.numel() for param in model.parameters()) * dtype.itemsize
-            weight_map = {name: file for file, names in names_of_file.items() for name in names}
-            index = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2)
+        if plan.is_sharded:
+            index = json.dumps({"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}, indent=2)
             (new / "model.safetensors.index.json").write_text(index + "\n")
         if folder.exists():
             os.rename(folder, old)
@@ -110,18 +115,3 @@ def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, 
         shutil.rmtree(old, ignore_errors=True)
     if dist.is_initialized():
         dist.barrier()  # on return, the folder is there for every rank
-
-
-def _plan_files(model: nn.Module, dtype: torch.dtype) -> dict[str, list[str]]:
-    """File -> names, in the order of `full_tensors`."""
-    files: list[list[str]] = []
-    room = 0
-    for name, param in sharded_parameters(model).items():
-        room -= param.numel() * dtype.itemsize
-        if not files or room < 0:
-            files.append([])
-            room = MAX_FILE_BYTES - param.numel() * dtype.itemsize
-        files[-1].append(name)
-    if len(files) == 1:
-        return {"model.safetensors": files[0]}
-    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
