@@ -192,13 +192,14 @@ def check(cfg: config.Config, *, all_rows: bool = False) -> str:
     sets += [("validation", dataset) for dataset in inputs.validation.values()]
     is_part = False
     for name, dataset in sets:
-        counts, size = dataset.counts, f"{len(dataset.problems):,} prompts"
-        if counts.num_read < counts.num_rows:
+        size = f"{len(dataset.problems):,} prompts"
+        if dataset.num_read < dataset.num_rows:
             is_part = True
             first = MAX_ROWS // 2
-            size = f"{counts.num_rows:,} rows, {counts.num_read:,} checked (the first {first:,}, the others at random)"
-        left_out = counts.left_out(cfg.max_prompt_tokens)
-        lines.append(f"{name:10} {dataset.path}: {size}{', ' * bool(left_out)}{left_out}")
+            size = (
+                f"{dataset.num_rows:,} rows, {dataset.num_read:,} checked (the first {first:,}, the others at random)"
+            )
+        lines.append(f"{name:10} {dataset.path}: {', '.join(filter(None, (size, dataset.left_out)))}")
     steps, grpo = num_steps_of(cfg, inputs.train.num_problems), cfg.grpo
     lines.append(
         f"steps      {steps:,} of {grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} samples"
