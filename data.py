@@ -165,3 +165,11 @@ def empty_pack() -> Pack:
     """One token, no response row: what a rank with fewer packs runs so that every rank joins every collective."""
     zero, none, none_f = np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32)
     return Pack(zero, zero, np.asarray([0, 1], np.int32), none, none, none_f, none_f, none, none_f)
+
+
+def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Samples by their prompt, in the order in which prompts first appear."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt, []).append(sample)
+    return list(groups.values())

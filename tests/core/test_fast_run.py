@@ -88,9 +88,9 @@ def test_a_run_trains_saves_resumes_and_is_scored(run, tmp_path):
         assert numbers[mode]["accuracy"] == last[f"validation/{mode}/accuracy"]
 
 
-def make_engine(folder, **options):
-    options = {"dtype": "float32", "tied_head": True, "max_total_tokens": 64, "seed": 0} | options
-    return engine_module.Engine(str(folder), Tokenizer(folder), config.GenerationConfig(), **options)
+def make_engine(folder, max_total_tokens=64):
+    policy = config.PolicyConfig(precision="float32", max_total_sequence_length=max_total_tokens)
+    return engine_module.Engine(folder, Tokenizer(folder), config.Config(policy=policy))
 
 
 def test_the_engine_on_cuda_sleeps_and_wakes_in_order(stand_in, monkeypatch):
