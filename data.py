@@ -77,6 +77,14 @@ class Sample:
         return len(self.prompt_ids) + len(self.output_ids)
 
 
+def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Samples by their prompt, in the order in which prompts first appear."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt, []).append(sample)
+    return list(groups.values())
+
+
 @dataclass(slots=True)
 class Pack:
     """Whole sequences back to back, without padding. Inputs are ids[:-1] of each sequence, targets ids[1:].
@@ -153,21 +161,7 @@ def _pack(samples: list[Sample], adv_S: list[float]) -> Pack:
 
 
 def empty_pack() -> Pack:
-<<<<<<< HEAD
-    """One token, no response row: what a rank with fewer packs runs so that every rank joins every collective."""
-    zero, none, none_f = np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32)
-    return Pack(zero, zero, np.asarray([0, 1], np.int32), none, none, none_f, none_f, none, none_f)
-
-
-def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """Samples by their prompt, in the order in which prompts first appear."""
-    groups: dict[int, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.prompt, []).append(sample)
-    return list(groups.values())
-=======
     """One token, no response token: what a rank with fewer packs runs so that every rank joins every collective."""
     zero, none = np.zeros(1, np.int64), np.zeros(0, np.int64)
     floats = np.zeros(0, np.float32)
     return Pack(zero, zero, np.int32([0, 1]), none, none, floats, floats, none, floats)
->>>>>>> main
