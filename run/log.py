@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,9 +19,6 @@ from torch.utils.tensorboard import SummaryWriter
 from config import CheckpointingConfig, LoggerConfig
 from data import Sample
 from hf.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from run.setup import RunState
 
 TIMING_NAMES = {"prepare_for_generation": "prepare_for_generation/total"}  # NeMo RL's name
 PHASES = {"gen": "generation", "data": "data_processing", "train": "policy_training", "sync": "prepare_for_generation"}
@@ -102,8 +98,8 @@ class RunLog:
         seconds = f"{values['timing/validation/total_validation_time']:.1f}s"
         print(" | ".join([f"validation after step {step}", *accuracies, seconds]), flush=True)
 
-    def close(self, state: "RunState", checkpoints: Path, cfg: CheckpointingConfig) -> None:
-        """The table a run ends with."""
+    def close(self, state, checkpoints: Path, cfg: CheckpointingConfig) -> None:
+        """The table a run ends with. state: the `setup.RunState`."""
         self.metrics_file.close()
         self.samples_file.close()
         if self.tensorboard:

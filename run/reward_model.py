@@ -96,10 +96,9 @@ class RewardModel:
             ids = self.tokenizer.render(messages, add_generation_prompt=False, escape=True)
         except jinja2.TemplateError:
             return []
-        end = len(ids)
-        while end > 1 and ids[end - 1] == self.pad_token_id:
-            end -= 1
-        return ids[:end]
+        while len(ids) > 1 and ids[-1] == self.pad_token_id:
+            ids.pop()
+        return ids
 
     def _score_pack(self, ids_S: list[list[int]]) -> Tensor:
         cu_seqlens = np.cumsum([0, *map(len, ids_S)])

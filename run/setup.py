@@ -33,10 +33,8 @@ from system.watchdog import Watchdog
 
 @dataclass(slots=True)
 class RunState:
-    """The run's counters, which checkpoints keep.
-
-    Sampling seeds are f(seed, step, prompt, sample) and the data order is f(seed, epoch), so there is no other state.
-    """
+    """The run's counters, which checkpoints keep. There is no other state: sampling seeds are f(seed, step, prompt,
+    sample), and the data order is f(seed, epoch)."""
 
     cursor: dict
     fingerprints: dict[str, str]
@@ -136,12 +134,9 @@ def build(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.dev
         raise config.ConfigError(f"policy.kernel_backend: {error}") from error
     seed_everything(cfg.grpo.seed)
     mesh = dist.init_device_mesh(device.type, (ranks.world_size,))
+    recompute = policy.dtensor_cfg.activation_checkpointing
     model = load_policy(
-        inputs.model_folder,
-        device=device,
-        mesh=mesh,
-        precision=policy.precision,
-        activation_checkpointing=policy.dtensor_cfg.activation_checkpointing,
+        inputs.model_folder, device=device, mesh=mesh, precision=policy.precision, activation_checkpointing=recompute
     )
     model.temperature = policy.generation.temperature
     model.vocab_limit = inputs.tokenizer.vocab_size
@@ -160,21 +155,16 @@ def build(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.dev
         f"engine: {ranks.dp_size} x vLLM over {ranks.tp_size} ranks each, vocabulary {engine.vocab_size:,}"
     )
     engine.sleep()
-    sampler = Sampler(
-        engine,
-        inputs.tokenizer,
-        inputs.environments,
-        ranks,
-        max_turns=cfg.grpo.max_rollout_turns,
-        max_error_fraction=cfg.env.max_error_fraction,
-        score_conversations=reward_model.score if reward_model else None,
-    )
+    score = reward_model.score if reward_model else None
+    max_turns, max_errors = cfg.grpo.max_rollout_turns, cfg.env.max_error_fraction
+    sampler = Sampler(engine, inputs.tokenizer, inputs.environments, ranks, max_turns, max_errors, score)
     return model, engine, sampler
 
 
 def restore(run: Run) -> None:
     """Loads the checkpoint that the config resumes: weights, the optimizer's state, the reference and the counters."""
-    cfg, train, checkpoints = run.cfg.checkpointing, run.inputs.train, run.saver.folder
+    cfg, train = run.cfg.checkpointing, run.inputs.train
+    checkpoints = run.saver.folder
     if cfg.resume_from is None:
         if any(checkpoints.glob("step_*")):
             raise config.ConfigError(f"{checkpoints} holds checkpoints of another run: choose another checkpoint_dir")
@@ -184,8 +174,8 @@ def restore(run: Run) -> None:
     run.state = state = RunState(**counters)
     run.saver.saved = state.step
     if cfg.allow_changes and state.fingerprints != train.fingerprints:
-        why = "(checkpointing.allow_changes=true): they are read from their start"
-        run.ranks.print_rank0(f"WARNING: other data than before {why}")
+        allowed = "(checkpointing.allow_changes=true): they are read from their start"
+        run.ranks.print_rank0(f"WARNING: other data than before {allowed}")
         state.cursor = train.start()
         state.fingerprints = train.fingerprints
     train.check_same(state.fingerprints, cfg.resume_from)

@@ -50,8 +50,10 @@ def validate(run: Run) -> None:
 def evaluate(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device, folder: Path) -> dict[str, Any]:
     """What eval.py reports, equal on all ranks: what was scored, with which settings, and the numbers of each set and
     mode. Rank 0 writes samples into `folder`."""
-    start, step, scored = time.perf_counter(), 0, None
+    start = time.perf_counter()
     model, engine, sampler = build(cfg, inputs, ranks, device)
+    step = 0
+    scored = None
     if cfg.checkpointing.resume_from:
         checkpoints = checkpoint_folder(cfg.checkpointing, Path(cfg.checkpointing.resume_from))
         step = checkpoint.load(checkpoints, model, None, ranks, mode=cfg.checkpointing.resume)["step"]
@@ -62,10 +64,9 @@ def evaluate(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device,
     log = RunLog(folder, without_events, first_step=0, num_steps=0) if ranks.rank == 0 else None
     for name, mode, samples in sample_sets(cfg, inputs, sampler):
         numbers = sets[name][mode] = with_interval(samples, mode)
-        interval = "one problem: no interval"
-        if numbers["accuracy_ci95"]:
-            interval = "95%: {:.4f} to {:.4f}".format(*numbers["accuracy_ci95"])
-        ranks.print_rank0(f"{name} | {mode} | accuracy {numbers['accuracy']:.4f} ({interval})")
+        interval = numbers["accuracy_ci95"]
+        between = f"95%: {interval[0]:.4f} to {interval[1]:.4f}" if interval else "one problem: no interval"
+        ranks.print_rank0(f"{name} | {mode} | accuracy {numbers['accuracy']:.4f} ({between})")
         if log:
             log.samples(step, f"{name}/{mode}", samples, inputs.tokenizer, cfg.logger.num_val_samples_to_print)
     return {

@@ -1,9 +1,7 @@
 """How a rank ends: the exceptions that end a run, exit codes, signals, and `exit.json`. No torch.
 
-Exit codes of the process: 0 done · 1 crashed · 2 bad config, data or model folder · 3 stopped by a check of the run
-itself (a logp gap over its limit, numbers that are not finite) · 4 hung (watchdog.py) · 75 saved on a signal. torchrun
-turns every non-zero code into 1, so the ranks also write `exit.json` {code, reason, rank} into the run folder and to
-$GRPO_EXIT_FILE, which train.sh reads.
+torchrun turns every non-zero code into 1, so the ranks also write `exit.json` {code, reason, rank} into the run folder
+and to $GRPO_EXIT_FILE, which train.sh reads.
 """
 
 import ctypes
@@ -19,7 +17,11 @@ from pathlib import Path
 
 from config import ConfigError
 
-EXIT_CRASH, EXIT_CONFIG, EXIT_CHECK, EXIT_HUNG, EXIT_SAVED = 1, 2, 3, 4, 75
+EXIT_CRASH = 1
+EXIT_CONFIG = 2  # bad config, data or model folder
+EXIT_CHECK = 3  # a check of the run itself: a logp gap over its limit, numbers that are not finite
+EXIT_HUNG = 4  # watchdog.py
+EXIT_SAVED = 75  # on a signal
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 START_TIME = time.monotonic()  # of this process, near enough
 

@@ -15,8 +15,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections import defaultdict, deque
-from functools import partial
+from collections import defaultdict
 from pathlib import Path
 
 import torch.distributed as dist
@@ -38,7 +37,7 @@ class Watchdog:
         self.run_folder = run_folder
         self.folder = run_folder / "stacks"
         self.cfg = cfg
-        self.seconds = defaultdict(partial(deque, maxlen=50))  # phase -> what its last ones took
+        self.seconds: dict[str, list[float]] = defaultdict(list)
         self.main = threading.get_ident()
         self.step = 0
         self.phase = "start"
@@ -54,9 +53,10 @@ class Watchdog:
     def enter(self, phase: str) -> None:
         """This rank now begins `phase`; the one before has ended well."""
         now = time.monotonic()
-        self.seconds[self.phase].append(now - self.since)
-        self.phase = phase
+        # A new list, and the time before the phase: the thread below may read at any point.
+        self.seconds[self.phase] = [*self.seconds[self.phase], now - self.since][-50:]
         self.since = now
+        self.phase = phase
         # Where the thread below cannot run, because C code keeps the interpreter's lock: a thread without Python.
         faulthandler.dump_traceback_later(self.limit() + 6 * GRACE_SECONDS, exit=True)
 
