@@ -279,12 +279,10 @@ def main(target: str, descriptor: int, memory_mib: int, first: Any) -> None:
 
 def _end_children() -> None:
     """Ends the processes that the last job has started."""
-    try:
+    with suppress(ChildProcessError):  # there is none left
         while True:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 kill_descendants(os.getpid())
-    except ChildProcessError:
-        pass
 
 
 if __name__ == "__main__":
