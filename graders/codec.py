@@ -75,21 +75,20 @@ class Proxy:
     """
 
     def __init__(self, requests: int, responses: int):
-        self.requests, self.responses = requests, os.fdopen(responses, "rb")
+        self.requests, self.responses = os.fdopen(requests, "w"), os.fdopen(responses, "rb")
         self.calls = 0
         self.lost = False
         self.unsendable = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            line = json.dumps([encode(list(args)), encode(kwargs)]).encode() + b"\n"
+            request = json.dumps([encode(list(args)), encode(kwargs)])
         except TypeError as error:
             self.unsendable = True
             raise Lost from error
         self.calls += 1
         try:
-            while line:
-                line = line[os.write(self.requests, line) :]
+            print(request, file=self.requests, flush=True)
             kind, content = json.loads(self.responses.readline(MAX_ANSWER_BYTES))
             value = decode(content)
         except (OSError, ValueError, TypeError, OverflowError, RecursionError, MemoryError):

@@ -108,11 +108,17 @@ def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environme
         raise ConfigError(
             f"env_name '{name}' is unknown; known: exact, math, code, reward_model, and module:Class or module:function"
         )
-    try:
-        run_self_tests(name, environment)
-    except ConfigError:
-        environment.close()
-        raise
+    examples = getattr(environment, "self_tests", ())
+    chats = [[{"role": "user", "content": ""}, {"role": "assistant", "content": reply}] for reply, _, _ in examples]
+    turns = [Turn(chat, answer, "stop") for chat, (_, answer, _) in zip(chats, examples, strict=True)]
+    results = environment.step(turns) if turns else []
+    for (reply, answer, expected), result in zip(examples, results, strict=True):
+        if result.outcome != expected:  # a run would learn from noise
+            environment.close()
+            raise ConfigError(
+                f"env_name '{name}' is broken: reply {reply!r} to answer {answer!r} must be '{expected}', and is "
+                f"'{result.outcome}'"
+            )
     return environment
 
 
@@ -130,17 +136,3 @@ def _custom(name: str, attribute: Any, kwargs: Mapping[str, Any]) -> Environment
     except TypeError as error:
         raise ConfigError(f"env.custom['{name}']: {error}") from error
     return attribute(**kwargs)
-
-
-def run_self_tests(name: str, environment: Environment) -> None:
-    """Raises ConfigError if an environment does not grade its own examples as it says: a run would learn from noise."""
-    self_tests = getattr(environment, "self_tests", ())
-    chats = [[{"role": "user", "content": ""}, {"role": "assistant", "content": reply}] for reply, _, _ in self_tests]
-    turns = [Turn(chat, answer, "stop") for chat, (_, answer, _) in zip(chats, self_tests, strict=True)]
-    results = environment.step(turns) if turns else []
-    for (reply, answer, expected), result in zip(self_tests, results, strict=True):
-        if result.outcome != expected:
-            raise ConfigError(
-                f"env_name '{name}' is broken: reply {reply!r} to answer {answer!r} must be '{expected}', and is "
-                f"'{result.outcome}'"
-            )

@@ -300,7 +300,7 @@ def take_over(descriptor: int) -> int:
 
 def serve(code: str, name: str) -> None:
     """Answers the calls that `Proxy` sends, with the code's function `name`."""
-    requests, responses = os.fdopen(take_over(0), "rb"), take_over(1)
+    requests, responses = os.fdopen(take_over(0), "rb"), os.fdopen(take_over(1), "w")
     function = load(code, "candidate")[name]
     for line in requests:
         args, kwargs = map(decode, json.loads(line))
@@ -313,9 +313,8 @@ def serve(code: str, name: str) -> None:
                 answer = json.dumps(["value", encode(value)])
             except (TypeError, ValueError, RecursionError):
                 answer = json.dumps(["bad", None])
-        data = answer.encode() + b"\n"
-        while data:
-            data = data[os.write(responses, data) :]
+        responses.write(f"{answer}\n")
+        responses.flush()
 
 
 def judge(prompt: str, test: str, name: str, requests: int, responses: int) -> None:
