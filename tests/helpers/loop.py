@@ -78,7 +78,7 @@ def make_run(
     return Run(
         cfg=cfg,
         inputs=SimpleNamespace(
-            train=SimpleNamespace(num_rows=10**9, record=lambda cursor, metrics: cursor), validation={}
+            train=SimpleNamespace(num_problems=10**9, record=lambda cursor, metrics: cursor), validation={}
         ),
         ranks=ranks,
         device=CPU,
