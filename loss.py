@@ -21,7 +21,6 @@ from torch import Tensor
 
 from advantages import group_advantages as group_advantages  # public surface: loss.group_advantages
 from config import MAX_LOG_RATIO, LossConfig
-from run.config_check import loss_problems
 
 Metrics = dict[str, Tensor | tuple[Tensor, Tensor]]
 
@@ -62,8 +61,6 @@ def policy_loss(
     (`num_nonfinite_sampler_logp`): the caller's counts are without it. Tokens that an importance weight sets to 0 stay
     in the counts.
     """
-    problems = list(loss_problems(cfg))
-    assert not problems, problems
     old_logp_T = logp_T.detach() if old_logp_T is None else old_logp_T
     t = _Tokens(logp_T, old_logp_T, sampler_logp_T, adv_T, mask_T, seq_T, cfg)
     weight_R = _aggregation_weights(t.seqs, num_valid_tokens, num_valid_seqs, cfg)

@@ -87,7 +87,8 @@ VLLM = "policy.generation.vllm_cfg"
                 "checkpointing.metric_name=accuracy",
             ],
             [
-                "checkpointing.resume=never and checkpointing.resume_from=logs/exp_001: choose one",
+                "checkpointing.resume_from=logs/exp_001 has no effect with checkpointing.resume=never: a new run is "
+                "started; set checkpointing.resume_from=null",
                 "checkpointing.checkpoint_must_save_by=03:45:00: must be DD:HH:MM:SS, such as 00:03:45:00",
                 "checkpointing.metric_name=accuracy: must be a key of metrics.jsonl, such as train/reward",
             ],
