@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from config import Config, ConfigError, DatasetConfig, LossConfig
+from config import CheckpointingConfig, Config, ConfigError, DatasetConfig, LossConfig
 from run.config_keys import bounds, default_text, meanings, plain_name, settings
 
 _OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
@@ -170,6 +170,14 @@ def _checkpoint_problems(cfg: Config) -> Iterator[str]:
         yield f"checkpointing.metric_name={name}: must be a key of metrics.jsonl, such as train/reward"
     elif saving.keep_top_k and name.startswith("validation/") and not cfg.grpo.val_period:
         yield f"checkpointing.keep_top_k={saving.keep_top_k} compares {name}, but grpo.val_period=0 means no validation"
+
+
+def must_save_by_seconds(cfg: CheckpointingConfig) -> float | None:
+    """checkpoint_must_save_by of a validated config in seconds; None for null."""
+    if cfg.checkpoint_must_save_by is None:
+        return None
+    days, hours, minutes, seconds = map(int, cfg.checkpoint_must_save_by.split(":"))
+    return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
 
 
 def _reward_problems(cfg: Config) -> Iterator[str]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from advantages import estimate_advantages
-from config import AdvEstimatorConfig, ConfigError
-from run.config_check import validate
+from config import AdvEstimatorConfig, CheckpointingConfig, ConfigError
+from run.config_check import must_save_by_seconds, validate
 from run.config_file import load
 
 VALID = ["data.train.data_path=train.jsonl", "data.validation.data_path=val.jsonl"]
@@ -281,6 +281,12 @@ def test_bounds(write, key, refused, accepted):
         assert problem.startswith(f"{key}=") and ": must be " in problem
     for text in accepted:
         validate(load(path, [*VALID, f"{key}={text}"]), 1)
+
+
+def test_time_to_save_by():
+    """90,061 s are a day, an hour, a minute and a second."""
+    assert must_save_by_seconds(CheckpointingConfig(checkpoint_must_save_by="1:01:01:01")) == 90_061
+    assert must_save_by_seconds(CheckpointingConfig()) is None
 
 
 def test_prompts_are_divided_among_engines_not_ranks(write):
