@@ -133,8 +133,8 @@ class GRPOConfig:
     canary_period: int = key(10, ">= 0")
     """A fixed prompt is sampled and scored again every this many steps, to the same limit; 0 does so only at first."""
     max_bad_steps: int = key(0, ">= 0")
-    """A step is bad, too, if its loss or gradient is not finite. Bad steps are skipped and counted; more than this many
-    in a row end the run."""
+    """A step whose loss or gradient is not finite, or whose sampler-trainer gap exceeds logp_gap_limit, is skipped and
+    counted; more than this many in a row end the run."""
 
     @property
     def prompts_per_batch(self) -> int:

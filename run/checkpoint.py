@@ -14,9 +14,9 @@ import hashlib
 import json
 import os
 import shutil
-import threading
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,23 +33,22 @@ from system.ranks import Ranks, any_rank, broadcast_from_rank0, local_rows
 MAX_FAILURES = 3  # saves in a row that the disk refused, before the run stops
 
 
-@dataclass(slots=True)
-class Pending:
-    """A checkpoint that is being written: its meta.json, and the thread of this rank's file with its result."""
+class Pending(NamedTuple):
+    """A checkpoint that is being written: its folder until it is whole, its meta.json, and this rank's `write_file`."""
 
     temporary: Path
     meta: dict
-    thread: threading.Thread | None = None
-    entry: dict = field(default_factory=dict)  # of meta.json's "files"
-    error: str | None = None
+    written: Future
 
-    def write(self, tensors: dict[str, Tensor], file: Path) -> None:
-        try:
-            save_file(tensors, file)
-            flush(file)
-            self.entry = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}}
-        except Exception as error:  # safetensors raises its own for a full disk; `finish` shows it to all ranks
-            self.error = f"{file}: {error}"
+
+def write_file(tensors: dict[str, Tensor], file: Path) -> dict | str:
+    """Writes a rank's file. Returns its entry of meta.json's "files", or what went wrong."""
+    try:
+        save_file(tensors, file)
+        flush(file)
+        return {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}}
+    except Exception as error:  # safetensors raises its own for a full disk; `finish` shows it to all ranks
+        return f"{file}: {error}"
 
 
 class Saver:
@@ -58,6 +57,8 @@ class Saver:
 
     def __init__(self, folder: Path, cfg: CheckpointingConfig, ranks: Ranks, saved: int | None = None):
         self.folder, self.cfg, self.ranks = folder, cfg, ranks
+        # Not a daemon: where the run ends in an error, the interpreter still waits for the file to be closed.
+        self.writer = ThreadPoolExecutor(1, "checkpoint")
         self.pending: Pending | None = None
         self.saved = saved  # the newest step that is on disk
         self.num_failures = 0
@@ -78,37 +79,35 @@ class Saver:
         """
         self.finish()
         tensors = _copy_to_host(model, optimizer, reference)
-        temporary = self.folder / f"step_{step:06d}.tmp"
-        meta = {"version": VERSION, "step": step, "world_size": self.ranks.world_size, "state": state, "metric": metric}
-        self.pending = Pending(temporary, json.loads(json.dumps(meta)))  # the run goes on changing `state`
         size = torch.tensor(sum(tensor.nbytes for tensor in tensors.values()))
         dist.all_reduce(size)
+        temporary = self.folder / f"step_{step:06d}.tmp"
         if problem := self._on_rank_0(lambda: self._make_room(temporary, int(size))):
-            return self._give_up(problem)
+            return self._give_up(temporary, problem)
+        meta = {"version": VERSION, "step": step, "world_size": self.ranks.world_size, "state": state, "metric": metric}
+        meta = json.loads(json.dumps(meta))  # the run goes on changing `state`
         file = temporary / f"rank_{self.ranks.rank:05d}.safetensors"
-        # Not a daemon: where the run ends in an error, the interpreter still waits for the file to be closed.
-        self.pending.thread = threading.Thread(target=self.pending.write, args=(tensors, file), name="checkpoint")
-        self.pending.thread.start()
+        self.pending = Pending(temporary, meta, self.writer.submit(write_file, tensors, file))
 
     def poll(self) -> None:
         """Commits the pending checkpoint if all ranks have written theirs; else leaves it for later."""
-        if self.pending is not None and not any_rank(self.pending.thread.is_alive()):
+        if self.pending is not None and not any_rank(not self.pending.written.done()):
             self.finish()
 
     def finish(self) -> None:
         """Waits for the pending checkpoint and commits it."""
         if self.pending is None:
             return
-        self.pending.thread.join()
-        results: list = [None] * self.ranks.world_size
-        dist.all_gather_object(results, (self.pending.entry, self.pending.error))
-        problem = next((error for _, error in results if error), None)
-        self.pending.meta["files"] = {name: entry for entries, _ in results for name, entry in entries.items()}
-        problem = problem or self._on_rank_0(self._commit)
+        temporary, meta, written = self.pending
+        results = _gather(written.result())
+        self.pending = None
+        problem = next((result for result in results if isinstance(result, str)), None)
+        if problem is None:
+            meta["files"] = {name: entry for files in results for name, entry in files.items()}
+            problem = self._on_rank_0(lambda: self._commit(temporary, meta))
         if problem:
-            self._give_up(problem)
-        else:
-            self.saved, self.pending, self.num_failures = self.pending.meta["step"], None, 0
+            return self._give_up(temporary, problem)
+        self.saved, self.num_failures = meta["step"], 0
 
     def _make_room(self, temporary: Path, size: int) -> None:
         for leftover in (*self.folder.glob("step_*.tmp"), *self.folder.glob("step_*.old")):  # by a kill
@@ -118,10 +117,9 @@ class Saver:
         if free < 1.05 * size:  # headers, meta.json, blocks
             raise OSError(f"{self.folder}: {free / 2**20:,.0f} MiB free, a checkpoint needs {size / 2**20:,.0f} MiB")
 
-    def _commit(self) -> None:
-        temporary = self.pending.temporary
+    def _commit(self, temporary: Path, meta: dict) -> None:
         final = temporary.with_suffix("")
-        (temporary / "meta.json").write_text(json.dumps(self.pending.meta, indent=1))
+        (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
         flush(temporary / "meta.json")
         flush(temporary)
         shutil.rmtree(final, ignore_errors=True)  # only a run resumed from before this step gets here with one
@@ -150,8 +148,7 @@ class Saver:
                 problem = str(error)
         return broadcast_from_rank0(problem)
 
-    def _give_up(self, problem: str) -> None:
-        temporary, self.pending = self.pending.temporary, None
+    def _give_up(self, temporary: Path, problem: str) -> None:
         if self.ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         self.num_failures += 1
@@ -206,9 +203,14 @@ def _problem(path: Path, ranks: Ranks) -> str | None:
                 problem = f"{path / name}: content differs from its checksum in meta.json"
         except OSError as error:
             problem = f"{path / name}: {error.strerror}"
-    problems: list[str | None] = [None] * ranks.world_size
-    dist.all_gather_object(problems, problem)
-    return next(filter(None, problems), None)
+    return next(filter(None, _gather(problem)), None)
+
+
+def _gather(value: Any) -> list:
+    """The value of each rank, on all ranks."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _copy_to_host(model, optimizer, reference: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -251,10 +253,10 @@ def _read_rows(files: list, name: str, rows: slice) -> Tensor:
     parts, start = [], 0
     for file in files:
         stored = file.get_slice(name)
-        end = start + stored.get_shape()[0]
-        low = min(max(rows.start, start), end)
-        parts.append(stored[low - start : max(low, min(rows.stop, end)) - start])
-        start = end
+        length = stored.get_shape()[0]
+        low, high, _ = slice(max(rows.start - start, 0), max(rows.stop - start, 0)).indices(length)
+        parts.append(stored[low:high])
+        start += length
     tensor = torch.cat(parts)
     assert len(tensor) == rows.stop - rows.start, (name, rows, tensor.shape, start)
     return tensor

@@ -318,7 +318,7 @@ def test_training_goes_on_while_it_is_written(run, monkeypatch):
     saver.poll()
     assert committed(run.folder) == [] and names(run) == ["step_000001.tmp"]
     release.set()
-    saver.pending.thread.join()
+    saver.pending.written.result()
     saver.poll()
     assert run.load() == ({"step": 1, "at": 1}, [1.0])
 
@@ -329,9 +329,9 @@ def test_training_goes_on_while_it_is_written(run, monkeypatch):
 def test_what_all_ranks_raise_together_still_commits(run, error, whole):
     with pytest.raises(type(error)), checkpoint.Saver(run.folder, CheckpointingConfig(), run.ranks) as saver:
         saver.save(1, *run.model(1), {"at": 1}, {}, None)
-        thread = saver.pending.thread
+        written = saver.pending.written
         raise error
-    thread.join()
+    written.result()
     assert len(committed(run.folder)) == whole
 
 
