@@ -1,22 +1,21 @@
 """Writes and reads checkpoints. Finding them and telling which are whole (torch-free) is resume.py.
 
 A checkpoint is a folder `step_000010/` with one safetensors file per rank (its rows of the float32 master weights, of
-the optimizer's state and of the reference policy) and `meta.json`, written last: step, cursor, counters,
-fingerprints, and size and sha256 of every file. Training stops only for a copy to host memory: a thread of each rank
-writes and flushes it as `step_000010.tmp`; at the end of a later step, when all ranks have, rank 0 adds meta.json and
-renames. Older ones go only after that. So a kill at any instant leaves every committed checkpoint as it was.
+the optimizer's state and of the reference policy) and `meta.json`, written last: step, counters, fingerprints, and size
+and sha256 of every file. Training stops only for a copy to host memory: a thread of each rank writes it into
+`step_000010.tmp`, and when all ranks have, at the end of a later step, rank 0 adds meta.json and renames. Older ones go
+only after that, so a kill at any instant leaves every committed checkpoint as it was. Not
+torch.distributed.checkpoint: its metadata is a pickle, which can run code, and it keeps no checksum of a file.
 """
-
-# Not torch.distributed.checkpoint: its metadata is a pickle, which can run code when it is loaded; it keeps no checksum
-# of a file; and a checkpoint must be flushed, renamed and only then replace older ones, in this order.
 
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,17 +27,9 @@ from torch.distributed.tensor import DTensor
 from config import CheckpointingConfig, ConfigError
 from run.resume import VERSION, checkpoints, committed, damaged, read_meta
 from system.exits import Saved, StopRun
-from system.ranks import Ranks, any_rank, broadcast_from_rank0, local_rows
+from system.ranks import Ranks, any_rank, broadcast_from_rank0, local_rows, on_rank0
 
 MAX_FAILURES = 3  # saves in a row that the disk refused, before the run stops
-
-
-class Pending(NamedTuple):
-    """A checkpoint that is being written: its folder until it is whole, its meta.json, and this rank's `write_file`."""
-
-    temporary: Path
-    meta: dict
-    written: Future
 
 
 def write_file(tensors: dict[str, Tensor], file: Path) -> dict | str:
@@ -59,7 +50,8 @@ class Saver:
         self.folder, self.cfg, self.ranks = folder, cfg, ranks
         # Not a daemon: where the run ends in an error, the interpreter still waits for the file to be closed.
         self.writer = ThreadPoolExecutor(1, "checkpoint")
-        self.pending: Pending | None = None
+        self.pending: tuple[Path, dict] | None = None  # folder and meta.json of the checkpoint that is being written
+        self.written: Future[dict | str] | None = None  # this rank's `write_file` of it
         self.saved = saved  # the newest step that is on disk
         self.num_failures = 0
 
@@ -73,38 +65,37 @@ class Saver:
     def save(self, step: int, model, optimizer, state: dict, reference: dict[str, Tensor], metric: float | None):
         """Begins checkpoint `step`: on return the state is copied, and training may go on.
 
-        `state`: JSON-able counters and fingerprints, which `load` returns. `reference`: this rank's rows of the
-        reference policy by parameter name, empty without one. `metric`: what keep_top_k compares. A disk without room
-        costs this checkpoint, not the run; MAX_FAILURES of them in a row end it (StopRun).
+        `state`: JSON-able, `load` returns it. `reference`: this rank's rows of the reference policy by parameter name,
+        or {}. `metric`: what keep_top_k compares. A disk without room costs this checkpoint, not the run; MAX_FAILURES
+        of them in a row end it (StopRun).
         """
         self.finish()
         tensors = _copy_to_host(model, optimizer, reference)
-        size = torch.tensor(sum(tensor.nbytes for tensor in tensors.values()))
-        dist.all_reduce(size)
+        size = sum(_gather(sum(tensor.nbytes for tensor in tensors.values())))
         temporary = self.folder / f"step_{step:06d}.tmp"
-        if problem := self._on_rank_0(lambda: self._make_room(temporary, int(size))):
+        if problem := on_rank0(lambda: _os_error_of(self._make_room, temporary, size)):
             return self._give_up(temporary, problem)
         meta = {"version": VERSION, "step": step, "world_size": self.ranks.world_size, "state": state, "metric": metric}
         meta = json.loads(json.dumps(meta))  # the run goes on changing `state`
         file = temporary / f"rank_{self.ranks.rank:05d}.safetensors"
-        self.pending = Pending(temporary, meta, self.writer.submit(write_file, tensors, file))
+        self.pending = temporary, meta
+        self.written = self.writer.submit(write_file, tensors, file)
 
     def poll(self) -> None:
         """Commits the pending checkpoint if all ranks have written theirs; else leaves it for later."""
-        if self.pending is not None and not any_rank(not self.pending.written.done()):
+        if self.pending is not None and not any_rank(not self.written.done()):
             self.finish()
 
     def finish(self) -> None:
         """Waits for the pending checkpoint and commits it."""
         if self.pending is None:
             return
-        temporary, meta, written = self.pending
-        results = _gather(written.result())
-        self.pending = None
+        results = _gather(self.written.result())
+        (temporary, meta), self.pending = self.pending, None
         problem = next((result for result in results if isinstance(result, str)), None)
         if problem is None:
             meta["files"] = {name: entry for files in results for name, entry in files.items()}
-            problem = self._on_rank_0(lambda: self._commit(temporary, meta))
+            problem = on_rank0(lambda: _os_error_of(self._commit, temporary, meta))
         if problem:
             return self._give_up(temporary, problem)
         self.saved, self.num_failures = meta["step"], 0
@@ -138,16 +129,6 @@ class Saver:
                 os.rename(path, gone := path.with_suffix(".old"))  # a kill amid rmtree must not leave half a checkpoint
                 shutil.rmtree(gone)
 
-    def _on_rank_0(self, action) -> str | None:
-        """Calls `action` on rank 0. Every rank gets the text of the OSError it raised, or None."""
-        problem = None
-        if self.ranks.rank == 0:
-            try:
-                action()
-            except OSError as error:
-                problem = str(error)
-        return broadcast_from_rank0(problem)
-
     def _give_up(self, temporary: Path, problem: str) -> None:
         if self.ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -159,33 +140,37 @@ class Saver:
         self.ranks.print_rank0(f"WARNING: {failure}; training goes on, the next one is due as configured")
 
 
+def _os_error_of(action: Callable[..., None], *arguments: Any) -> str | None:
+    """The text of the OSError that `action` raises, or None."""
+    try:
+        return action(*arguments)
+    except OSError as error:
+        return str(error)
+
+
 def metric(ckpt_cfg: CheckpointingConfig, state: dict, train: dict[str, float]) -> float | None:
     """What keep_top_k compares: a number of the last step or the last validation; None as long as there is none."""
-    source = train if ckpt_cfg.metric_name.startswith("train/") else state["last_validation"]
-    if ckpt_cfg.keep_top_k is None or not source:
+    name, validation = ckpt_cfg.metric_name, state["last_validation"]
+    if ckpt_cfg.keep_top_k is None or not (train if name.startswith("train/") else validation):
         return None
-    metrics = {f"train/{name}": value for name, value in train.items()} | state["last_validation"]
-    if ckpt_cfg.metric_name not in metrics:
-        raise StopRun(
-            f"checkpointing.metric_name={ckpt_cfg.metric_name} is no metric here; known: {', '.join(sorted(metrics))}"
-        )
-    return metrics[ckpt_cfg.metric_name]
+    metrics = {f"train/{key}": value for key, value in train.items()} | validation
+    if name not in metrics:
+        raise StopRun(f"checkpointing.metric_name={name} is no metric here; known: {', '.join(sorted(metrics))}")
+    return metrics[name]
 
 
-def load(
-    folder: Path, model, optimizer, ranks: Ranks, reference: dict[str, Tensor] | None = None, *, mode: str | None
-) -> dict:
-    """Restores the newest checkpoint of `folder` into model, fresh optimizer and `reference`, on any number of ranks.
-    A collective.
+def load(folder: Path, model, optimizer, ranks: Ranks, reference: dict[str, Tensor], *, mode: str | None) -> dict:
+    """Restores the newest checkpoint of `folder` into model, fresh optimizer and `reference` (as in `save`), on any
+    number of ranks, and returns its `state` with `step` in it. A collective.
 
     mode "auto" takes the newest that is good and prints a warning for each that is not; with another mode the newest
-    must be good. Returns its `state` with `step` in it. Raises ConfigError, on all ranks, that names the damaged file.
+    must be good. Raises ConfigError, on all ranks, that names the damaged file.
     """
     for path in broadcast_from_rank0(checkpoints(folder)):  # rank 0's view of a shared disk
         problem = _problem(path, ranks)
         if problem is None:
             meta = read_meta(path)
-            _restore(path, list(meta["files"]), model, optimizer, reference or {})
+            _restore(path, list(meta["files"]), model, optimizer, reference)
             return {"step": meta["step"], **meta["state"]}
         if mode != "auto":
             raise ConfigError(damaged(problem, path))
@@ -225,11 +210,8 @@ def _copy_to_host(model, optimizer, reference: dict[str, Tensor]) -> dict[str, T
 
 
 def _describe_state(value: Tensor | float | int, param: Tensor) -> tuple[str, Tensor]:
-    """(kind, tensor to store) of a value that an optimizer keeps for a parameter. `_read_state` undoes it.
-
-    sharded: a DTensor like the parameter. local: a tensor like this rank's rows of it. number: no tensor. replicated:
-    any other tensor, which must be the same on all ranks.
-    """
+    """(kind, tensor to store) of what an optimizer keeps for a parameter. sharded: a DTensor like the parameter. local:
+    a tensor like this rank's rows of it. replicated: any other tensor, equal on all ranks. number: no tensor."""
     if isinstance(value, DTensor):
         assert value.shape == param.shape and value.placements == param.placements, (value.shape, value.placements)
         return "sharded", value.to_local()
@@ -239,27 +221,28 @@ def _describe_state(value: Tensor | float | int, param: Tensor) -> tuple[str, Te
 
 
 def _read_state(files: list, name: str, kind: str, param: Tensor) -> Tensor | float | int:
-    if kind in ("number", "replicated"):
-        tensor = files[0].get_tensor(name)
-        return tensor.item() if kind == "number" else tensor.to(param.device)
-    rows = _read_rows(files, name, local_rows(param)).to(param.device)
+    """What `_describe_state` described."""
+    if kind == "number":
+        return files[0].get_tensor(name).item()
+    if kind == "replicated":
+        return files[0].get_tensor(name).to(param.device)
+    rows = _read_rows(files, name, param).to(param.device)
     if kind == "local":
         return rows
     return DTensor.from_local(rows, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
 
 
-def _read_rows(files: list, name: str, rows: slice) -> Tensor:
-    """These rows of a whole tensor, which lies in the files cut into rows, one rank's after another's."""
-    parts, start = [], 0
+def _read_rows(files: list, name: str, param: Tensor) -> Tensor:
+    """This rank's rows of a tensor like `param`, which lies in the files cut into rows, one rank's after another's."""
+    rows, parts, start = local_rows(param), [], 0
     for file in files:
         stored = file.get_slice(name)
         length = stored.get_shape()[0]
         low, high, _ = slice(max(rows.start - start, 0), max(rows.stop - start, 0)).indices(length)
         parts.append(stored[low:high])
         start += length
-    tensor = torch.cat(parts)
-    assert len(tensor) == rows.stop - rows.start, (name, rows, tensor.shape, start)
-    return tensor
+    assert start >= rows.stop, (name, start, rows)
+    return torch.cat(parts)
 
 
 @torch.no_grad()
@@ -274,9 +257,9 @@ def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[st
         )
     params = dict(model.named_parameters())
     for name, param in params.items():
-        _local(param).copy_(_read_rows(files, f"param.{name}", local_rows(param)))
+        _local(param).copy_(_read_rows(files, f"param.{name}", param))
     for name, rows in reference.items():
-        rows.copy_(_read_rows(files, f"reference.{name}", local_rows(params[name])))
+        rows.copy_(_read_rows(files, f"reference.{name}", params[name]))
     for stored in names:  # of the optimizer: nothing, where the first step was still to come
         kind, _, rest = stored.partition(".")
         if kind not in ("param", "reference"):

@@ -206,7 +206,7 @@ def restore(
             raise config.ConfigError(f"{checkpoints} holds checkpoints of another run: choose another checkpoint_dir")
         return RunState(train.start(), train.fingerprints)
     shards = reference.shards if reference else {}
-    state = RunState(**checkpoint.load(checkpoints, model, optimizer, ranks, reference=shards, mode=ckpt_cfg.resume))
+    state = RunState(**checkpoint.load(checkpoints, model, optimizer, ranks, shards, mode=ckpt_cfg.resume))
     if ckpt_cfg.allow_changes and state.fingerprints != train.fingerprints:
         ranks.print_rank0(
             "WARNING: other data than before (checkpointing.allow_changes=true): they are read from their start"
