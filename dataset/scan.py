@@ -64,6 +64,7 @@ class Dataset:
     fingerprint: str
     name: str = ""
     counts: Counts = field(default_factory=lambda: Counts(0, 0))
+    env_names: tuple[str, ...] = ()  # of its rows, in the order of their first
 
 
 class Problems(Sequence):
@@ -116,7 +117,7 @@ def load_dataset(
         raise DataError(f"{source.name}: this rank finds other rows there than rank 0: give all machines the same data")
     for env_name in env_names:
         check(env_name, [])
-    whole = Dataset(source.name, kept, fingerprint, cfg.set_name, counts)
+    whole = Dataset(source.name, kept, fingerprint, cfg.set_name, counts, env_names)
     parts = split(whole, cfg) if cfg.split_validation_size else (whole, None)
     return tuple(part and replace(part, problems=Problems(maker.again, part.problems, cfg.repeat)) for part in parts)
 

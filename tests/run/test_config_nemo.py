@@ -129,9 +129,9 @@ def test_check_of_a_guides_file(tmp_path):
     )
     assert (run.returncode, run.stderr) == (0, f"{WARNING}\n  data: num_workers\n")
     assert run.stdout.splitlines()[1:] == [
-        "train      train.jsonl: 95 prompts",
-        "validation train.jsonl: 5 prompts",
-        "validation val.jsonl: 100 prompts",
+        "train      train.jsonl (exact): 95 prompts",
+        "validation train.jsonl (exact): 5 prompts",
+        "validation val.jsonl (exact): 100 prompts",
         "steps      2 of 32 prompts x 16 samples",
     ]
 
