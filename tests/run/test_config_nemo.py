@@ -12,6 +12,7 @@ import pytest
 
 import config
 from config import ConfigError, DatasetConfig
+from run import config_keys, config_nemo
 from run.config_check import validate
 from run.config_file import load, to_yaml
 
@@ -248,3 +249,7 @@ def test_free_mappings(write):
     assert cfg.policy.tokenizer.chat_template_kwargs == {"k": "true", "enable_thinking": False}
     assert load(write(to_yaml(cfg))) == cfg
     assert load("run.yaml", ["data.task_to_env={algebra: math}"]).data.task_to_env == {"algebra": "math"}
+
+
+def test_no_key_of_ours_is_said_to_have_no_effect():
+    assert not {row.partition("=")[0] for row in config_nemo._ROWS} & config_keys.FIELDS.keys()
