@@ -60,7 +60,7 @@ def read_lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def ask(name: str, work: Path) -> dict:
+def make_job(name: str, work: Path) -> dict:
     """What the fork is to do, and the files that this takes."""
     loss_fn = {"reference_policy_kl_penalty": 0.0}
     if name in ("loss_term", "soft_clip", "metric"):
@@ -131,7 +131,7 @@ def forks(tmp_path_factory):
     made = {name: make_fork(name, tmp_path_factory.mktemp(name)) for name in NAMES}
     good = [(name, fork) for name, fork in made.items() if "no longer applies" not in fork.problem]
     for name, fork in good:
-        (fork.work / "ask.json").write_text(json.dumps(ask(name, fork.work)))
+        (fork.work / "job.json").write_text(json.dumps(make_job(name, fork.work)))
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(use, [fork for _, fork in good]))
     return made

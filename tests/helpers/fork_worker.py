@@ -1,6 +1,6 @@
 """python fork_worker.py WORK, in a copy of the repository that a fork has edited: uses it, in one process.
 
-WORK/ask.json names what; WORK/answer.json and gradients.safetensors have the answers. The keys of ask.json:
+WORK/job.json names what; WORK/answer.json and gradients.safetensors have the answers. The keys of job.json:
     loss_fn      keys of the loss: its gradients and metrics at WORK/case.safetensors, by each path
     advantages   [rewards of each group, keys of `grpo`] each: the advantages
     sources      data files: their rows, or why they are refused
@@ -96,18 +96,18 @@ def run(work: Path, overrides: list[str]) -> str:
 
 def main() -> None:
     work = Path(sys.argv[1])
-    ask = json.loads((work / "ask.json").read_text())
+    job = json.loads((work / "job.json").read_text())
     answer = {
-        "advantages": [read_advantages(*case) for case in ask.get("advantages", ())],
-        "sources": [read_source(file) for file in ask.get("sources", ())],
-        "models": [read_model(folder, load_file(work / "ids.safetensors")["ids"]) for folder in ask.get("models", ())],
-        "loss": read_loss(work, ask["loss_fn"]) if "loss_fn" in ask else None,
+        "advantages": [read_advantages(*case) for case in job.get("advantages", ())],
+        "sources": [read_source(file) for file in job.get("sources", ())],
+        "models": [read_model(folder, load_file(work / "ids.safetensors")["ids"]) for folder in job.get("models", ())],
+        "loss": read_loss(work, job["loss_fn"]) if "loss_fn" in job else None,
     }
     write_rows(work)
     place = grpo.start_process_group(1)
     grpo.start_process_group = lambda tp_size: place  # a process has one, which its runs share
     runs = []
-    for overrides in ask["runs"]:
+    for overrides in job["runs"]:
         if overrides == "cut":
             shutil.copytree(runs[-1], work / "cut")
             shutil.rmtree(sorted((work / "cut" / "checkpoints").glob("step_*"))[-1])
