@@ -70,11 +70,12 @@ gc.freeze()
 def train(run: setup.Run) -> None:
     """GRPO (Shao et al. 2024), step by step. Every rank runs this code; samples, advantages and metrics are those of
     all ranks. Raises StopRun when a check of the run fails, Interrupted when a signal asks for an end."""
-    cfg, model, engine, optimizer, timer = run.cfg, run.model, run.engine, run.optimizer, run.timer
+    cfg, timer = run.cfg, run.timer
+    model, optimizer = run.model, run.optimizer
     for step in setup.steps(run):
         with timer("generation"):
             samples = sample_step(run.sampler, cfg, run.inputs.train, run.state.cursor, step)
-            engine.sleep()
+            run.engine.sleep()
         check_versions(samples.trained, step - 1)
 
         with timer("advantage_calculation"):
@@ -107,7 +108,7 @@ def train(run: setup.Run) -> None:
                 run.reference.follow(model, cfg.grpo, step)
 
         with timer("prepare_for_generation"):
-            sync_weights(model, engine, step)
+            sync_weights(model, run.engine, step)
 
         metrics = sample_metrics(samples.generated, samples.trained) | samples.metrics | advantage_metrics
         metrics |= training_metrics(step_sums, mask_metrics, minibatches, cfg)
@@ -123,8 +124,8 @@ def train(run: setup.Run) -> None:
 def compute_logprobs(
     model: Decoder, reference: Reference | None, minibatches: list[Minibatch], cfg: Config
 ) -> dict[str, float]:
-    """Log-probabilities under the policy at the start of the step and under the reference, where the run needs them,
-    into the minibatches; then what follows from them (batch.finish_minibatches). Returns the metrics of the mask."""
+    """Puts into the minibatches the log-probabilities under the policy at the start of the step and under the reference
+    policy, where the run needs them, and what follows from them. Returns the metrics of the mask."""
     micros = [micro for minibatch in minibatches for micro in minibatch.micros]
     if needs_old_logps(cfg):
         for micro in micros:

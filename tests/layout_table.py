@@ -21,7 +21,6 @@ ALSO = {
     "command/test_signals.py": ["grpo.py", "system/exits.py"],
     "command/test_soak.py": ["grpo.py", "engine.py"],
     "core/test_countdown.py": ["examples/envs/countdown.py"],
-    "core/test_envs.py": ["system/imports.py"],
     "core/test_example_envs.py": ["examples/envs"],
     "core/test_families.py": ["model.py", "engine.py", "hf/model_config.py"],
     "core/test_fast_run.py": ["grpo.py", "eval.py", "engine.py", "run/setup.py"],
