@@ -1,6 +1,6 @@
 """Finds and checks what a run reads, before torch is loaded: all that `grpo.py --check` answers for.
 
-Owns no format. It calls those who do (config_check.py, model_config.py, tokenizer.py, scan.py, graded_envs.py) in the
+Owns no format. It calls those who do (config_check.py, model_config.py, tokenizer.py, scan.py, envs.py) in the
 order in which a user wants to hear of mistakes.
 """
 

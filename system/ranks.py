@@ -64,7 +64,7 @@ def start_process_group(tp_size: int) -> tuple[Ranks, torch.device]:
     """Joins the process group torchrun laid out (RANK, WORLD_SIZE, ...; a lone process needs none of them).
 
     Objects and CPU tensors go over gloo, CUDA tensors over nccl. Threads per rank are OMP_NUM_THREADS: train.sh sets
-    it, and torchrun to 1. Ranks with more threads than their share of the cores are 30x slower (DESIGN 4).
+    it, and torchrun to 1. Ranks with more threads than their share of the cores are up to 30x slower.
     """
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
