@@ -1,6 +1,10 @@
 """Finds and checks what a run reads, before torch is loaded: all that `grpo.py --check` answers for.
 
+<<<<<<< HEAD
 Owns no format. It calls those who do (config_check.py, model_config.py, tokenizer.py, scan.py, envs.py) in the
+=======
+Owns no format. It calls those who do (config_check.py, model_config.py, tokenizer.py, scan.py, environments.py) in the
+>>>>>>> main
 order in which a user wants to hear of mistakes.
 """
 
@@ -14,6 +18,7 @@ import config
 import envs
 from dataset.mixing import Mixture
 from dataset.scan import Dataset, load_dataset
+from graders.environments import make_environment
 from hf.model_config import ModelConfig, read_model_config, resolve_model_folder, stored_shape
 from hf.tokenizer import Tokenizer
 from run import config_check, config_file, resume
@@ -60,7 +65,7 @@ def read_inputs(
 
     def check_answers(env_name: str, answers: list[tuple[str, str, dict]]) -> None:
         if env_name not in environments:
-            environments[env_name] = envs.make_environment(env_name, cfg.env, num_ranks)
+            environments[env_name] = make_environment(env_name, cfg.env, num_ranks)
         environments[env_name].check_answers(answers)
 
     def read(section: config.DatasetConfig) -> tuple[Dataset, Dataset | None]:
@@ -192,13 +197,14 @@ def check(cfg: config.Config, *, all_rows: bool = False) -> str:
     sets += [("validation", dataset) for dataset in inputs.validation.values()]
     is_part = False
     for name, dataset in sets:
-        counts, size = dataset.counts, f"{len(dataset.problems):,} prompts"
-        if counts.num_read < counts.num_rows:
+        size = f"{len(dataset.problems):,} prompts"
+        if dataset.num_read < dataset.num_rows:
             is_part = True
             first = MAX_ROWS // 2
-            size = f"{counts.num_rows:,} rows, {counts.num_read:,} checked (the first {first:,}, the others at random)"
-        left_out = counts.left_out(cfg.max_prompt_tokens)
-        lines.append(f"{name:10} {dataset.path}: {size}{', ' * bool(left_out)}{left_out}")
+            size = (
+                f"{dataset.num_rows:,} rows, {dataset.num_read:,} checked (the first {first:,}, the others at random)"
+            )
+        lines.append(f"{name:10} {dataset.path}: {', '.join(filter(None, (size, dataset.left_out)))}")
     steps, grpo = num_steps_of(cfg, inputs.train.num_problems), cfg.grpo
     lines.append(
         f"steps      {steps:,} of {grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} samples"

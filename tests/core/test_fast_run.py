@@ -17,6 +17,7 @@ import engine as engine_module
 import envs
 import eval as eval_module
 import grpo
+from graders.environments import make_environment
 from graders.pool import GraderPool
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
@@ -114,7 +115,7 @@ def test_workers_grade(name):
     """All cases are in tests/graders/, where workers also hang and crash."""
     answer, fields, right, wrong = GRADED[name]
     cfg = config.EnvConfig(code=config.CodeEnvConfig(isolation="none"))
-    environment = envs.make_environment(name, cfg)
+    environment = make_environment(name, cfg)
     try:
         environment.check_answers([("train.jsonl:1", answer, fields)])
         turns = [
@@ -131,9 +132,9 @@ def test_an_environment_without_a_step_says_so():
         envs.Environment().step([])
 
 
-def make_engine(folder, **options):
-    options = {"dtype": "float32", "tied_head": True, "max_total_tokens": 64, "seed": 0} | options
-    return engine_module.Engine(str(folder), Tokenizer(folder), config.GenerationConfig(), **options)
+def make_engine(folder, max_total_tokens=64):
+    policy = config.PolicyConfig(precision="float32", max_total_sequence_length=max_total_tokens)
+    return engine_module.Engine(folder, Tokenizer(folder), config.Config(policy=policy))
 
 
 def test_the_engine_on_cuda_sleeps_and_wakes_in_order(stand_in, monkeypatch):
