@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,8 @@ class Tokenizer:
 
     template: "default" for the model's own (none where it has none), None for none, a file's name, or the text.
     template_kwargs: what templates may ask for by name (`enable_thinking`, `date_string`). `vocab_size` is one past the
-    largest id the tokenizer knows. A checkpoint's vocabulary may be padded beyond it: engine and trainer both ban those
-    ids, because they cannot be decoded (vllm-project/vllm#13175).
+    largest id the tokenizer knows; engine and trainer both ban the ids of a padded vocabulary beyond it, because they
+    cannot be decoded (vllm-project/vllm#13175).
     """
 
     def __init__(self, folder: Path, template: str | None = "default", template_kwargs: dict[str, Any] | None = None):
@@ -59,21 +60,28 @@ class Tokenizer:
             raise DataError(f"{folder / 'tokenizer.json'}: its vocabulary is empty")
         self.settings_file = folder / "tokenizer_config.json"
         self.settings = read_json(self.settings_file) if self.settings_file.is_file() else {}
-        special = {name: text for name in SPECIAL if (text := self._special(name))}
-        self.names = special | dict(template_kwargs or {})
+        special = {name: self._special(name) for name in SPECIAL if self.settings.get(name)}
+        self.names = special | (template_kwargs or {})
         reserved = {"messages", "tools", "documents", "add_generation_prompt"} & self.names.keys()
         if reserved:
             raise DataError(f"policy.tokenizer.chat_template_kwargs: {min(reserved)} is not yours to set")
         self.now = datetime.now()  # one date for all that this process renders, also past midnight
         self.templates = {name: self._compile(text, folder) for name, text in self._texts(folder, template).items()}
-        self.eos_token_ids = self._eos_token_ids(folder, special.get("eos_token"))
+        self.eos_token_ids = self._eos_token_ids(folder, special.get("eos_token", ""))
         self._find_control_tokens()
+
+    def _special(self, key: str) -> str:
+        value = self.settings[key]
+        text = value.get("content") if isinstance(value, dict) else value
+        if not isinstance(text, str):
+            raise DataError(f"{self.settings_file}: {key}: expected text or {{content: text}}, got {value!r}")
+        return text
 
     def _texts(self, folder: Path, template: str | None) -> dict[str, str]:
         """Name -> template, of which one is "default"; {} for none."""
+        if template is None or "{" in template:
+            return {} if template is None else {"default": template}
         if template != "default":
-            if template is None or "{" in template:
-                return {} if template is None else {"default": template}
             if not Path(template).is_file():
                 raise DataError(
                     f"policy.tokenizer.chat_template={template!r}: no such file, and no template either; default = the "
@@ -81,25 +89,23 @@ class Tokenizer:
                 )
             return {"default": read_text(template)}
         file = folder / "chat_template.jinja"
-        text = read_text(file) if file.is_file() else self.settings.get("chat_template")
-        if isinstance(text, list):  # HF's named templates: [{"name": "default", "template": ...}, ...]
-            if not all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in text):
-                raise DataError(f"{self.settings_file}: chat_template: a list must be of {{name, template}}")
-            texts = {entry["name"]: entry["template"] for entry in text if entry["name"] in ("default", "tool_use")}
-            texts = texts if "default" in texts else {}
-        else:
-            texts = {} if text is None else {"default": text}
+        entries = read_text(file) if file.is_file() else self.settings.get("chat_template")
+        if not isinstance(entries, list):  # else HF's named templates: [{"name": "default", "template": ...}, ...]
+            entries = [] if entries is None else [{"name": "default", "template": entries}]
+        if not all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in entries):
+            raise DataError(f"{self.settings_file}: chat_template: a list must be of {{name, template}}")
+        texts = {entry["name"]: entry["template"] for entry in entries if entry["name"] in ("default", "tool_use")}
         for text in texts.values():
             if not isinstance(text, str):
                 raise DataError(f"{self.settings_file}: chat_template: expected text, got {type(text).__name__}")
-        return texts
+        return texts if "default" in texts else {}
 
     def _compile(self, text: str, folder: Path) -> jinja2.Template:
         """With all that transformers gives to templates, so that models' own run as they are."""
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
-        environment.filters["tojson"] = _to_json
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # unlike jinja2's, leaves < > & as is
         environment.globals["raise_exception"] = _raise_template_error
         environment.globals["strftime_now"] = self.now.strftime
         try:
@@ -107,27 +113,19 @@ class Tokenizer:
         except Exception as error:  # jinja2 compiles it to Python, which has errors of its own
             raise DataError(f"{folder}: the chat template does not parse ({error})") from error
 
-    def _eos_token_ids(self, folder: Path, token: str | None) -> list[int]:
-        ids: list[int] = []
-        for name in ("generation_config.json", "config.json"):
-            value = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+    def _eos_token_ids(self, folder: Path, token: str) -> list[int]:
+        ids = {self.backend.token_to_id(token)} - {None}
+        for file in (folder / "generation_config.json", folder / "config.json"):
+            value = read_json(file).get("eos_token_id") if file.is_file() else None
             file_ids = value if isinstance(value, list) else [] if value is None else [value]
             if any(type(token_id) is not int or token_id < 0 for token_id in file_ids):
-                raise DataError(f"{folder / name}: eos_token_id: expected an id or a list of ids, got {value!r}")
-            ids += file_ids
-        if token and (token_id := self.backend.token_to_id(token)) is not None:
-            ids.append(token_id)
+                raise DataError(f"{file}: eos_token_id: expected an id or a list of ids, got {value!r}")
+            ids |= set(file_ids)
         if not ids:
-            files = "generation_config.json, config.json or tokenizer_config.json"
-            raise DataError(f"{folder}: no eos_token_id in {files}")
-        return sorted(set(ids))
-
-    def _special(self, key: str) -> str:
-        value = self.settings.get(key)
-        text = value.get("content") if isinstance(value, dict) else value or ""
-        if not isinstance(text, str):
-            raise DataError(f"{self.settings_file}: {key}: expected text or {{content: text}}, got {value!r}")
-        return text
+            raise DataError(
+                f"{folder}: no eos_token_id in generation_config.json, config.json or tokenizer_config.json"
+            )
+        return sorted(ids)
 
     def _find_control_tokens(self) -> None:
         decoder = self.backend.get_added_tokens_decoder()
@@ -154,8 +152,8 @@ class Tokenizer:
         """Chat messages -> ids. add_generation_prompt: with the template's opening of the assistant's turn at the end.
 
         Without a template (a base model): the messages' text, after what the tokenizer puts before a text (Llama's
-        BOS). What it puts behind a text is left off: the reply goes on from there. A text with a control token is
-        escaped where the caller asks for it; else it raises ControlTokenInText. Raises whatever a template raises.
+        BOS); the reply goes on from there. A text with a control token is escaped where the caller asks for it; else it
+        raises ControlTokenInText. Raises whatever a template raises.
         """
         ids = self._encode(self._write(messages, tools, add_generation_prompt, escape=escape))
         if self.templates or not ids:
@@ -170,7 +168,6 @@ class Tokenizer:
 
         messages: those before the reply. The reply itself is never encoded: the template gets one private character
         in its place. The end token it was sampled with is not repeated. Control tokens in the observation are escaped.
-        Where a template rewrites earlier turns (drops their thinking), the sampled ids stay as they were sampled.
         Raises DataError where the template refuses the observation or leaves out the reply.
         """
         hole = _unused(messages, observation, tools)
@@ -178,8 +175,8 @@ class Tokenizer:
         try:
             text = self._write([*messages, reply, *observation], tools, escape=True)
         except jinja2.TemplateError as error:
-            answer = f"the chat template refuses what the environment answers {observation}"
-            raise DataError(f"{answer} ({error})") from error
+            problem = f"the chat template refuses what the environment answers {observation} ({error})"
+            raise DataError(problem) from error
         if hole not in text:
             raise DataError("the chat template leaves out the assistant's last message: it is not for several turns")
         text = text[text.rindex(hole) + 1 :]
@@ -232,9 +229,8 @@ class Tokenizer:
             return value
         text = self.control.sub(lambda match: match[2] + ESCAPE if len(match[1]) > 1 else "\ufffd", value)
         bare = text.strip()  # templates may trim
-        before = ESCAPE if bare.startswith(self.ends) else ""
-        after = ESCAPE if bare.endswith(self.starts) else ""
-        return text.replace(bare, before + bare + after) if before or after else text
+        before, after = ESCAPE * bare.startswith(self.ends), ESCAPE * bare.endswith(self.starts)
+        return text.replace(bare, before + bare + after)
 
 
 class _Generation(jinja2.ext.Extension):
@@ -249,11 +245,6 @@ class _Generation(jinja2.ext.Extension):
 
     def _write(self, caller: Callable[[], str]) -> str:
         return caller()
-
-
-def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Unlike jinja2's own, leaves <, > and & as they are; transformers' options."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_template_error(message: str) -> None:

@@ -173,15 +173,15 @@ def check(cfg: Config, *, all_rows: bool = False) -> str:
     sets = [("train", dataset) for dataset in inputs.train.datasets.values()]
     sets += [("validation", dataset) for dataset in inputs.validation.values()]
     for name, dataset in sets:
-        counts, size = dataset.counts, f"{len(dataset.problems):,} prompts"
-        if counts.num_read < counts.num_rows:
+        size = f"{len(dataset.problems):,} prompts"
+        if dataset.num_read < dataset.num_rows:
             chosen = f"the first {MAX_ROWS // 2:,}, the others at random"
-            size = f"{counts.num_rows:,} rows, {counts.num_read:,} checked ({chosen})"
-        numbers = ", ".join(filter(None, [size, counts.left_out(cfg.max_prompt_tokens)]))
+            size = f"{dataset.num_rows:,} rows, {dataset.num_read:,} checked ({chosen})"
+        numbers = ", ".join(filter(None, (size, dataset.left_out)))
         lines.append(f"{name:10} {dataset.path} ({', '.join(dataset.env_names)}): {numbers}")
     steps, samples = num_steps_of(cfg, inputs.train.num_problems), cfg.grpo.num_generations_per_prompt
     lines.append(f"steps      {steps:,} of {cfg.grpo.num_prompts_per_step} prompts x {samples} samples")
-    if any(dataset.counts.num_read < dataset.counts.num_rows for _, dataset in sets):
+    if any(dataset.num_read < dataset.num_rows for _, dataset in sets):
         lines.append("rows       checked in part; the run checks all before its first step, --check --all does now")
     return "\n".join(lines)
 

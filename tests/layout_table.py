@@ -21,7 +21,6 @@ ALSO = {
     "command/test_signals.py": ["grpo.py", "system/exits.py"],
     "command/test_soak.py": ["grpo.py", "engine.py"],
     "core/test_countdown.py": ["examples/envs/countdown.py"],
-    "core/test_envs.py": ["system/imports.py"],
     "core/test_example_envs.py": ["examples/envs"],
     "core/test_families.py": ["model.py", "engine.py", "hf/model_config.py"],
     "core/test_fast_run.py": ["grpo.py", "eval.py", "engine.py", "run/setup.py"],
@@ -48,7 +47,6 @@ WITHOUT = {
     "hf/files.py": "held where a wrong file is answered",
     "run/folder.py": "held by whole runs",
     "run/metrics.py": "held with the log that writes them",
-    "system/imports.py": "held where a config names something of the user's",
     "system/exits.py": "held by processes that end",
 }
 
