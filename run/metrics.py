@@ -5,6 +5,8 @@ very end; a name that ends in `_min` or `_max` takes the extremum; any other sca
 (huggingface/trl#6380).
 """
 
+import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -59,6 +61,21 @@ def reduce_over_ranks(total: dict[str, Metric], *, divide_sums_by: int = 1) -> d
         else:
             reduced[name] = summed / divide_sums_by
     return reduced
+
+
+def derived_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """Reduced metrics -> the same with what is no mean, and NeMo RL's names where the reduction needs another ending.
+
+    effective_sample_size of the sampler weights (Kish 1965): (sum w)^2 / (n sum w^2), from 1/n (one weight is
+    everything) to 1 (all equal), over n tokens, or sequences where weights are theirs. It takes the place of
+    importance_weight_square, of which it is made.
+    """
+    pattern = r"(seq_mult_prob_error(?:_after_mask)?)(?:_(min|max))?"
+    metrics = {re.sub(pattern, lambda m: f"{m[2] or 'mean'}_{m[1]}", name): x for name, x in metrics.items()}
+    if "importance_weight_square" in metrics:
+        mean, square = metrics["importance_weight_mean"], metrics.pop("importance_weight_square")
+        metrics["effective_sample_size"] = mean**2 / square if square else math.nan
+    return metrics
 
 
 def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> dict[str, float]:

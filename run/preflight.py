@@ -13,6 +13,7 @@ import envs
 from config import Config, ConfigError, DatasetConfig, RewardModelConfig
 from dataset.mixing import Mixture
 from dataset.scan import Dataset, load_dataset
+from graders.environments import make_environment
 from hf.model_config import ModelConfig, read_model_config, resolve_model_folder, stored_shape
 from hf.tokenizer import Tokenizer
 from run import config_check, config_file, resume
@@ -55,7 +56,7 @@ def read_inputs(
 
     def check_answers(env_name: str, answers: list[tuple[str, str, dict]]) -> None:
         if env_name not in environments:
-            environments[env_name] = envs.make_environment(env_name, cfg.env, num_ranks)
+            environments[env_name] = make_environment(env_name, cfg.env, num_ranks)
         environments[env_name].check_answers(answers)
 
     def read(section: DatasetConfig) -> tuple[Dataset, Dataset | None]:

@@ -17,8 +17,8 @@ from layout_table import ROOMS
 LEVELS = (
     ("config",),
     ("kernels", "system", "hf", "data"),
-    ("graders", "dataset"),
-    ("envs", "advantages", "loss", "optim"),
+    ("envs", "dataset"),
+    ("graders", "advantages", "loss", "optim"),
     ("model", "engine", "batch"),
     ("rollout",),
     ("run",),

@@ -17,6 +17,7 @@ import engine as engine_module
 import envs
 import eval as eval_module
 import grpo
+from graders.environments import make_environment
 from graders.pool import GraderPool
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
@@ -114,7 +115,7 @@ def test_workers_grade(name):
     """All cases are in tests/graders/, where workers also hang and crash."""
     answer, fields, right, wrong = GRADED[name]
     cfg = config.EnvConfig(code=config.CodeEnvConfig(isolation="none"))
-    environment = envs.make_environment(name, cfg)
+    environment = make_environment(name, cfg)
     try:
         environment.check_answers([("train.jsonl:1", answer, fields)])
         turns = [
