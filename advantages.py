@@ -1,9 +1,8 @@
 """Rewards -> advantages: scaling and shaping, the overlong filter, then the estimator that the config names.
 
 A step calls `shape_rewards`, `filter_overlong` and `step_advantages`, in this order. All tokens of a sample share its
-advantage. Only a KL in the reward differs from token to token: `kl_in_reward_advantages` adds it when the
-log-probabilities are known. All statistics are those of the step, whatever the number of ranks. No I/O.
-docs/details.md says which paper or system each choice is from, and what the others do.
+advantage, until `kl_in_reward_advantages` adds a KL that differs from token to token. All statistics are those of the
+step, whatever the number of ranks. docs/details.md says where each choice is from, and what other systems do.
 
 Dims: B samples of a step, G samples of a group, P rewards in the baseline of a sample, R response tokens of a rank.
 """
@@ -17,13 +16,16 @@ from torch import Tensor
 from config import ConfigError, GRPOConfig, LossConfig, RewardScalingConfig, RewardShapingConfig
 from data import Sample
 
+Parts = Mapping[str, Tensor]  # name of a part of the reward -> reward_B of that part
+Reduce = Callable[[Tensor], Tensor]  # all-reduces a 0-dim float64 tensor over the ranks (a collective)
+
 
 def shape_rewards(samples: Sequence[Sample], grpo: GRPOConfig, max_new_tokens: int) -> None:
-    """Scales the rewards, then shapes them by length (NeMo RL's order); changes the samples, so call it once.
+    """Scales the rewards and their parts, then shapes the rewards by length (NeMo RL's order). In place: call it once.
 
-    `unshaped_reward` keeps the scaled reward. Scaling also covers the parts in `rewards`. stop_properly_penalty_coef
-    replaces the overlong penalty: it multiplies the reward of each truncated sample (NeMo RL), so a negative reward
-    shrinks. A length counts all sampled tokens, end token included; NeMo RL counts the first turn only.
+    `unshaped_reward` keeps the scaled reward. stop_properly_penalty_coef replaces the overlong penalty: it multiplies
+    the reward of each truncated sample (NeMo RL), so a negative reward shrinks. A length counts the sampled tokens of
+    all turns, end token included; NeMo RL counts the first turn only.
     """
     scaling, shaping = grpo.reward_scaling, grpo.reward_shaping
     for sample in samples:
@@ -70,34 +72,29 @@ def step_advantages(samples: list[Sample], grpo: GRPOConfig, loss_fn: LossConfig
     group_B = torch.tensor([sample.prompt for sample in samples])
     num_tokens_B = torch.tensor([int(sample.mask.sum()) for sample in samples])
     # Only gdpo looks at the parts of a reward, so only there must all environments of a batch give the same ones.
-    reward_parts = collect_reward_parts(samples) if grpo.adv_estimator.name == "gdpo" else {}
-    adv_B = estimate_advantages(reward_B, group_B, num_tokens_B, grpo, loss_fn, reward_parts)
+    parts = collect_reward_parts(samples) if grpo.adv_estimator.name == "gdpo" else {}
+    adv_B = estimate_advantages(reward_B, group_B, num_tokens_B, grpo, loss_fn, parts)
     return adv_B.tolist(), advantage_metrics(reward_B, group_B, adv_B, grpo)
 
 
 def estimate_advantages(
-    reward_B: Tensor,
-    group_B: Tensor,
-    num_tokens_B: Tensor,
-    grpo: GRPOConfig,
-    loss_fn: LossConfig,
-    reward_parts: Mapping[str, Tensor],
+    reward_B: Tensor, group_B: Tensor, num_tokens_B: Tensor, grpo: GRPOConfig, loss_fn: LossConfig, parts: Parts
 ) -> Tensor:
     """adv_B in reward_B's dtype, by grpo.adv_estimator.name, clipped to [advantage_clip_low, advantage_clip_high].
 
         grpo                  `group_advantages` (Shao et al. 2024)
-        gdpo                  `gdpo_advantages` (Liu et al. 2026)
+        gdpo                  `gdpo_advantages` of `parts` (Liu et al. 2026)
         reinforce_plus_plus   the reward, minus the mean of its group if minus_baseline, whitened over the tokens of the
                               step, so that a long response weighs as much as its length (Hu et al. 2025)
 
     reward_B: floating. group_B: the group of each sample, in any order. num_tokens_B: trained tokens of each sample.
-    reward_parts: name -> reward_B of that part, for gdpo. loss_fn.use_kl_in_reward: not yet whitened and clipped.
+    With loss_fn.use_kl_in_reward the result is not yet whitened and clipped.
     """
     estimator = grpo.adv_estimator
     if estimator.name == "grpo":
         adv_B = _by_group(reward_B, group_B, grpo)
     elif estimator.name == "gdpo":
-        adv_B = gdpo_advantages(reward_parts, group_B, grpo)
+        adv_B = gdpo_advantages(parts, group_B, grpo)
     elif estimator.name == "reinforce_plus_plus":
         adv_B = reward_B
         if estimator.minus_baseline:
@@ -122,8 +119,7 @@ def group_advantages(
                   among wrong ones gets A = 1, not a million.
         group     of the whole group: A_i / (s + 1e-4) (TRL, scale_rewards=group)
         batch     of reward_B, all groups together: A_i / (s + 1e-4) (TRL, scale_rewards=batch; Lite PPO)
-    reward_B: floating; group_B: the group of each sample, in any order. Returns adv_B in reward_B's dtype; a group of
-    one gets 0.
+    reward_B: floating; group_B: groups, in any order. Returns adv_B in reward_B's dtype; it is 0 in a group of one.
     Example: rewards [1, 0, 0, 0] of one group, both options on -> [1, -.577349, -.577349, -.577349].
     """
     assert reward_B.is_floating_point() and reward_B.shape == group_B.shape, (reward_B.dtype, group_B.shape)
@@ -151,57 +147,45 @@ def group_advantages(
 
 
 def _by_group(reward_B: Tensor, group_B: Tensor, grpo: GRPOConfig) -> Tensor:
-    loo, normalize = grpo.use_leave_one_out_baseline, grpo.normalize_rewards
-    return group_advantages(reward_B, group_B, leave_one_out=loo, normalize=normalize, std=grpo.reward_std)
+    loo = grpo.use_leave_one_out_baseline
+    return group_advantages(reward_B, group_B, leave_one_out=loo, normalize=grpo.normalize_rewards, std=grpo.reward_std)
 
 
-def gdpo_advantages(reward_parts: Mapping[str, Tensor], group_B: Tensor, grpo: GRPOConfig) -> Tensor:
+def gdpo_advantages(parts: Parts, group_B: Tensor, grpo: GRPOConfig) -> Tensor:
     """GDPO (Liu et al. 2026): `group_advantages` of each part, their weighted sum, whitened over the batch.
 
-    So a part of small spread counts as much as one of large spread. reward_weights go with the names in alphabetical
-    order. Whitening is (x - mean) / std with Bessel's correction, or x - mean where all are equal (NeMo RL).
+    All parts count alike, whatever their spread. reward_weights go with the names in alphabetical order. Whitening is
+    (x - mean) / std with Bessel's correction, or x - mean where all are equal (NeMo RL).
     """
-    names = sorted(reward_parts)
+    names = sorted(parts)
     weights = grpo.adv_estimator.reward_weights or [1.0] * len(names)
-    total_B = torch.zeros_like(reward_parts[names[0]], dtype=torch.float64)
-    for name, weight in zip(names, weights, strict=True):
-        total_B += weight * _by_group(reward_parts[name].double(), group_B, grpo)
+    adv_of_parts = [_by_group(parts[name].double(), group_B, grpo) for name in names]
+    total_B = sum(weight * adv_B for weight, adv_B in zip(weights, adv_of_parts, strict=True))
     total_B -= total_B.mean()
     std = total_B.std()
-    return (total_B / std if std > 0 else total_B).to(reward_parts[names[0]].dtype)
+    return (total_B / std if std > 0 else total_B).to(parts[names[0]].dtype)
 
 
-def collect_reward_parts(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """name -> reward_B of each part, for gdpo. ConfigError if a sample lacks a part, or if there are fewer than two."""
+def collect_reward_parts(samples: Sequence[Sample]) -> Parts:
+    """For gdpo. ConfigError if a sample lacks a part that another has, or if there are fewer than two."""
     names = sorted({name for sample in samples for name in sample.rewards})
-    if len(names) < 2:
-        raise ConfigError(
-            f"adv_estimator.name=gdpo needs two rewards or more of each sample, StepResult.rewards: {names}"
-        )
     for sample in samples:
-        missing = [name for name in names if name not in sample.rewards]
-        if missing:
+        if len(names) < 2 or len(sample.rewards) < len(names):
             raise ConfigError(
-                f"env_name '{sample.env_name}': StepResult.rewards lacks '{missing[0]}', which other samples have; "
-                f"with grpo.adv_estimator.name=gdpo each environment must give all of {', '.join(names)}"
+                f"env_name '{sample.env_name}': StepResult.rewards has {sorted(sample.rewards)}; with "
+                f"grpo.adv_estimator.name=gdpo every sample must have the same two rewards or more, here {names}"
             )
     return {name: torch.tensor([sample.rewards[name] for sample in samples]) for name in names}
 
 
 def kl_in_reward_advantages(
-    adv_R: Tensor,
-    *,
-    kl_R: Tensor,
-    mask_R: Tensor,
-    grpo: GRPOConfig,
-    loss_fn: LossConfig,
-    sum_over_ranks: Callable[[Tensor], Tensor] = lambda x: x,
+    adv_R: Tensor, *, kl_R: Tensor, mask_R: Tensor, grpo: GRPOConfig, loss_fn: LossConfig, sum_over_ranks: Reduce
 ) -> Tensor:
     """REINFORCE++ with KL in the reward: adv_R - reference_policy_kl_penalty * kl_R, whitened, then clipped.
 
     adv_R: the result of `step_advantages` for each token of this rank, all packs together. kl_R: the KL estimate of the
     token alone, as in NeMo RL (Hu et al. 2025 also charge a token for what follows it). mask_R: nonzero for trained
-    tokens; the others may hold anything and get 0. sum_over_ranks: all-reduces a 0-dim float64 tensor (a collective).
+    tokens; the others may hold anything and get 0.
     """
     mask_R = mask_R != 0
     adv_R = torch.where(mask_R, adv_R - loss_fn.reference_policy_kl_penalty * kl_R, 0.0)
@@ -214,13 +198,12 @@ def advantage_metrics(reward_B: Tensor, group_B: Tensor, adv_B: Tensor, grpo: GR
     loo = grpo.use_leave_one_out_baseline
     baseline_B = reward_B - group_advantages(reward_B, group_B, leave_one_out=loo, normalize=False)
     zero, one = ((baseline_B == value).float().mean().item() * 100 for value in (0, 1))
-    baseline = {"pct_0": zero, "pct_1": one, "pct_mixed": 100 - zero - one}
-    return {f"baseline_reward/{name}": value for name, value in baseline.items()} | {
-        f"advantages/{name}": getattr(adv_B, name)().item() for name in ("mean", "max", "min", "sum")
-    }
+    shares = {"pct_0": zero, "pct_1": one, "pct_mixed": 100 - zero - one}
+    baseline = {f"baseline_reward/{name}": share for name, share in shares.items()}
+    return baseline | {f"advantages/{name}": getattr(adv_B, name)().item() for name in ("mean", "max", "min", "sum")}
 
 
-def _whiten(x: Tensor, weight: Tensor, sum_over_ranks: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+def _whiten(x: Tensor, weight: Tensor, sum_over_ranks: Reduce = lambda x: x) -> Tensor:
     """(x - mean) / sqrt(max(variance, 1e-8)), both weighted and without Bessel's correction (NeMo RL)."""
     y, weight = x.double(), weight.double()
     total = sum_over_ranks(weight.sum()).clamp(min=1)

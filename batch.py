@@ -23,26 +23,18 @@ from system.ranks import Ranks
 
 
 @dataclass(slots=True)
-class MicroBatch:
-    """A `data.Pack` on the device, and what the trainer finds out about its R response tokens.
+class MicroBatch(Pack):
+    """A `data.Pack` with tensors on the device in place of arrays, and what the trainer finds out about its R response
+    tokens. cu_seqlens stays on the host: the model reads it before it launches anything.
 
     mask_R: tokens that are trained on. num_grad_rows: only the first so many can have a gradient; the others are there
-    for the metrics. old_logp_R, ref_logp_R: under the policy at the start of the step, under the reference policy;
+    for the metrics. old_logp_R, ref_logp_R: under the policy at the start of the step and under the reference policy;
     None where the run does not need them.
 
     Example: two sequences of 3 and 2 input tokens with 2 and 1 response tokens: cu_seqlens [0, 3, 5], pos_R [1, 2, 4],
     seq_R [0, 0, 1], mask_R [True, True, True], num_grad_rows 3.
     """
 
-    token_T: Tensor
-    position_T: Tensor
-    cu_seqlens: np.ndarray  # stays on the host: the model reads it before it launches anything
-    pos_R: Tensor
-    target_R: Tensor
-    sampler_logp_R: Tensor
-    adv_R: Tensor
-    seq_R: Tensor
-    reward_R: Tensor
     mask_R: Tensor
     num_grad_rows: int
     old_logp_R: Tensor | None = None
@@ -180,15 +172,12 @@ def _put_gradient_rows_first(micro: MicroBatch, path: LossPath) -> None:
     micro.num_grad_rows = int(moved_R.sum())
 
 
-def _count(minibatch: Minibatch) -> tuple[int, int, int]:
+def _count(minibatch: Minibatch) -> list[int]:
     """This rank's num_tokens, num_seqs, num_positive_tokens. A token for which the sampler's log-probability is no
     number does not count: `policy_loss` drops it."""
-    num_tokens = 0
-    num_seqs = 0
-    num_positive_tokens = 0
+    counts = np.zeros(3, np.int64)
     for micro in minibatch.micros:
         trained_R = micro.mask_R & micro.sampler_logp_R.isfinite()
-        num_tokens += int(trained_R.sum())
-        num_seqs += len(micro.seq_R[trained_R].unique())
-        num_positive_tokens += int((trained_R & (micro.reward_R > 0)).sum())
-    return num_tokens, num_seqs, num_positive_tokens
+        num_seqs = len(micro.seq_R[trained_R].unique())
+        counts += [int(trained_R.sum()), num_seqs, int((trained_R & (micro.reward_R > 0)).sum())]
+    return counts.tolist()

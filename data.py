@@ -1,30 +1,27 @@
-"""The records that travel through a step, and packing: `Problem`, `Sample` (what the engine produced), `Pack` (what the
-trainer eats).
+"""The records that travel through a step, and packing. Imports neither torch nor vllm.
 
-Does not own: tokens of messages (chat.py), reading rows (sources.py, rows.py), their order (mixing.py), grading
-(envs.py), generation (rollout.py). Imports neither torch nor vllm, so that `grpo.py --check` answers in under two
-seconds.
-
-Dims: `P` prompts of a step, `B` samples, `T` packed tokens, `R` response rows (rows of T whose next token was sampled),
-`S` sequences of a pack.
+Problem -> Sample (rollout.py) -> Pack (here) -> MicroBatch (batch.py). Does not own: reading rows and their order
+(dataset/), tokens of messages (hf/tokenizer.py), grading (envs.py), generation (rollout.py).
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-# ---------------------------------------------------------------------------------------------------- model folder
-
-
-# ------------------------------------------------------------------------------------------ rows, samples and packs
-
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem. `row_id` is its index in its source (of a jsonl file: its line, from 0), so that logs can point at
-    it; fields: all fields of the row as read; loss_multiplier 0: sampled and scored, but not trained on; dataset: the
-    name of its set; tools: what its template shows the policy."""
+    """One row of a dataset, ready to be sampled.
+
+    row_id: its index in its source (in a jsonl file: its line, from 0), so that logs can point at it. fields: all
+    fields of the row as read. loss_multiplier 0: sampled and scored, but not trained on. dataset: the name of its set.
+    tools: what its chat template shows the policy.
+
+    Example: row_id 6, messages [{"role": "user", "content": "37+48="}], answer "85", env_name "exact",
+    prompt_ids [256, 51, 55, 43, 52, 56, 61], fields {"input": "37+48=", "answer": "85"}, dataset "train".
+    """
 
     row_id: int
     messages: list[dict]
@@ -39,14 +36,15 @@ class Problem:
 
 @dataclass(slots=True)
 class Sample:
-    """One sampled conversation: exactly the ids the engine saw and produced; never decoded and encoded again.
+    """One sampled conversation: exactly the ids that the engine saw and produced, never decoded and encoded again.
 
-    Example (single turn): prompt_ids [5, 7, 2], output_ids [9, 3], sampler_logps [-.1, -.7], mask [True, True].
-    `mask` is False on output ids that were not sampled (an environment's observation). `prompt` is the index of the
-    prompt in the step: groups are built from it, never from text. reward, rewards (of each kind, where there are
-    several), outcome and extracted (the answer found in the reply) are filled in by the grader; unshaped_reward (after
-    scaling, before shaping) by shaping.py. Overlong filtering clears `mask`, so lengths come from output_ids. messages:
-    the conversation as text, where another model is to score it; else none.
+    prompt: the index of the problem in the step; groups are made from it, never from text. index: the sample's number
+    in its group. mask: False at output ids that were not sampled (an observation) or are not trained on; so lengths
+    come from output_ids. reward, rewards (the parts of it), outcome, extracted (the answer in the reply): the grader's;
+    unshaped_reward: after scaling, before shaping (advantages.py). messages: for a reward model to score, else none.
+
+    Example (one turn): prompt 0, index 3, prompt_ids [5, 7, 2], output_ids [9, 3], sampler_logps [-0.1, -0.7],
+    mask [True, True], finish_reason "stop", weight_version 12, reward 1.0, outcome "ok".
     """
 
     prompt: int
@@ -79,30 +77,39 @@ class Sample:
         return len(self.prompt_ids) + len(self.output_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class Pack:
-    """Whole sequences back to back, without padding. Input ids are ids[:-1] of each sequence, targets ids[1:].
+def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Samples by their prompt, in the order in which prompts first appear."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt, []).append(sample)
+    return list(groups.values())
 
-    token_T, position_T int64 · cu_seqlens int32 [S+1] · pos_R int64: rows of T whose target was sampled · target_R
-    int64 · sampler_logp_R float32 · adv_R, reward_R float32 of the row's sample · seq_R int64: number of the row's
-    sequence within the pack.
-    Every response row is trained on; rows that are not (prompt, observation) never reach the head.
+
+@dataclass(slots=True)
+class Pack:
+    """Whole sequences back to back, without padding. Inputs are ids[:-1] of each sequence, targets ids[1:].
+
+    T counts input tokens, R those of them whose target was sampled (`pos_R`): the others (prompt, observation) never
+    reach the head. adv_R, reward_R: of the token's sample; seq_R: number of its sequence within the pack.
+    Example: the Sample above alone: token_T [5, 7, 2, 9], position_T [0, 1, 2, 3], cu_seqlens [0, 4], pos_R [2, 3],
+    target_R [9, 3], sampler_logp_R [-0.1, -0.7], seq_R [0, 0].
     """
 
-    token_T: np.ndarray
+    token_T: np.ndarray  # int64, as position_T, pos_R, target_R, seq_R
     position_T: np.ndarray
-    cu_seqlens: np.ndarray
+    cu_seqlens: np.ndarray  # int32, [S + 1]
     pos_R: np.ndarray
     target_R: np.ndarray
-    sampler_logp_R: np.ndarray
+    sampler_logp_R: np.ndarray  # float32, as adv_R and reward_R
     adv_R: np.ndarray
     seq_R: np.ndarray
     reward_R: np.ndarray
 
 
 def assign_to_ranks(lengths: Sequence[int], world_size: int) -> list[list[int]]:
-    """Indices of the samples each rank trains on: longest first to the least loaded rank, ties to the lowest rank."""
-    load, assigned = [0] * world_size, [[] for _ in range(world_size)]
+    """Indices of the samples that each rank trains on: longest first to the least loaded rank, ties to the lowest."""
+    load = [0] * world_size
+    assigned: list[list[int]] = [[] for _ in range(world_size)]
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         rank = min(range(world_size), key=lambda r: (load[r], len(assigned[r]), r))
         load[rank] += lengths[i]
@@ -116,14 +123,15 @@ def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     Longest first also puts sequences of equal length side by side, which the CPU attention takes as one call.
     """
     packs: list[list[int]] = []
-    used: list[int] = []
+    room: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         assert lengths[i] <= max_tokens, f"sample of {lengths[i]} tokens, packs of {max_tokens}"
-        b = next((b for b, tokens in enumerate(used) if tokens + lengths[i] <= max_tokens), len(packs))
-        if b == len(packs):
-            packs, used = [*packs, []], [*used, 0]
-        packs[b].append(i)
-        used[b] += lengths[i]
+        number = next((number for number, tokens in enumerate(room) if lengths[i] <= tokens), len(packs))
+        if number == len(packs):
+            packs.append([])
+            room.append(max_tokens)
+        packs[number].append(i)
+        room[number] -= lengths[i]
     return packs
 
 
@@ -134,34 +142,26 @@ def pack_samples(samples: Sequence[Sample], adv_B: Sequence[float], max_tokens: 
 
 
 def _pack(samples: list[Sample], adv_S: list[float]) -> Pack:
-    tokens, positions, rows, targets, logps, advs, seqs, rewards, cu = [], [], [], [], [], [], [], [], [0]
-    for s, (sample, adv) in enumerate(zip(samples, adv_S, strict=True)):
+    parts: dict[str, list[np.ndarray]] = defaultdict(list)
+    ends = [0]
+    for number, (sample, adv) in enumerate(zip(samples, adv_S, strict=True)):
         ids = np.concatenate([np.asarray(sample.prompt_ids, np.int64), sample.output_ids.astype(np.int64)])
         sampled = np.flatnonzero(sample.mask)
-        row = len(sample.prompt_ids) + sampled - 1  # the row that predicts the sampled id
-        rows.append(cu[-1] + row)
-        targets.append(ids[row + 1])
-        logps.append(sample.sampler_logps[sampled])
-        advs.append(np.full(len(row), adv))
-        seqs.append(np.full(len(row), s))
-        rewards.append(np.full(len(row), sample.reward))
-        tokens.append(ids[:-1])
-        positions.append(np.arange(len(ids) - 1))
-        cu.append(cu[-1] + len(ids) - 1)
-    return Pack(
-        token_T=np.concatenate(tokens),
-        position_T=np.concatenate(positions),
-        cu_seqlens=np.asarray(cu, np.int32),
-        pos_R=np.concatenate(rows),
-        target_R=np.concatenate(targets),
-        sampler_logp_R=np.concatenate(logps).astype(np.float32),
-        adv_R=np.concatenate(advs).astype(np.float32),
-        seq_R=np.concatenate(seqs),
-        reward_R=np.concatenate(rewards).astype(np.float32),
-    )
+        position_R = len(sample.prompt_ids) + sampled - 1  # the position that predicts the sampled id
+        parts["token_T"].append(ids[:-1])
+        parts["position_T"].append(np.arange(len(ids) - 1))
+        parts["pos_R"].append(ends[-1] + position_R)
+        parts["target_R"].append(ids[position_R + 1])
+        parts["sampler_logp_R"].append(sample.sampler_logps[sampled].astype(np.float32))
+        parts["adv_R"].append(np.full(len(sampled), adv, np.float32))
+        parts["seq_R"].append(np.full(len(sampled), number))
+        parts["reward_R"].append(np.full(len(sampled), sample.reward, np.float32))
+        ends.append(ends[-1] + len(ids) - 1)
+    return Pack(**{name: np.concatenate(arrays) for name, arrays in parts.items()}, cu_seqlens=np.int32(ends))
 
 
 def empty_pack() -> Pack:
-    """One token, no response row: what a rank with fewer packs runs so that every rank joins every collective."""
-    zero, none, none_f = np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32)
-    return Pack(zero, zero, np.asarray([0, 1], np.int32), none, none, none_f, none_f, none, none_f)
+    """One token, no response token: what a rank with fewer packs runs so that every rank joins every collective."""
+    zero, none = np.zeros(1, np.int64), np.zeros(0, np.int64)
+    floats = np.zeros(0, np.float32)
+    return Pack(zero, zero, np.int32([0, 1]), none, none, floats, floats, none, floats)

@@ -1,23 +1,20 @@
 """Environments: a conversation goes in; its reward, its outcome and, in tasks of many turns, an observation come out.
 
-Owns the interface, the built-in environments, and `make_environment`: the env_name of a dataset -> its environment.
-Knows nothing of tokens: rollout.py turns replies into text, and observations into tokens. How answers are graded, and
-the processes in which that happens, are in graders/. Imports neither torch nor vllm.
+Owns the interface and the small environments. graders/environments.py has those that grade in processes of their own,
+and makes the environment that a dataset's env_name names. Knows nothing of tokens: rollout.py turns replies into text,
+and observations into tokens. Imports neither torch nor vllm.
 """
 
 import inspect
 import math
 import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from config import CodeEnvConfig, ConfigError, EnvConfig, MathEnvConfig
-from graders import code_grader, math_grader
-from graders.pool import Graded, GraderPool
-from system.imports import import_attribute
+from config import ConfigError
 
 OUTCOMES = ("ok", "wrong", "parse_fail", "timeout", "error")
 MAX_REPLY_CHARS = 100_000  # `exact` reads the end of a longer reply
@@ -71,7 +68,7 @@ class Environment:
 
     self_tests: Sequence[tuple[str, str, str]] = ()  # (reply, answer, expected outcome), tried before a run starts
     reward_names: Sequence[str] = ()  # names in StepResult.rewards; grpo.adv_estimator.name=gdpo needs two or more
-    pool: GraderPool | None = None  # worker processes, if it has any
+    pool: Any = None  # a graders.pool.GraderPool, if it has worker processes
 
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         """A result for each turn, in order. An ungradable answer is an outcome; an exception ends the run."""
@@ -127,73 +124,6 @@ def plain_number(value: Decimal) -> str:
     text = f"{value.copy_abs():f}"  # abs() would round
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return f"-{text}" if value < 0 else text
-
-
-class Math(Environment):
-    """Reward 1 for the right final answer, else 0; format_reward for a wrong one in a box. Rules: math_grader.py."""
-
-    def __init__(self, cfg: MathEnvConfig, num_ranks: int):
-        self.strict = cfg.math_verify_impl == "dapo_math_verify"
-        self.format_reward = cfg.format_reward
-        self.self_tests = math_grader.STRICT_SELF_TESTS if self.strict else math_grader.SELF_TESTS
-        self.pool = GraderPool(
-            "graders.math_grader:grade",
-            num_workers=max(1, cfg.num_workers // num_ranks),
-            deadline_s=cfg.deadline_s,
-            memory_mib=cfg.memory_mib,
-            first={"reply": r"\boxed{x+y}", "answer": "y+x", "strict": False},  # imports sympy
-        )
-
-    def step(self, turns: Sequence[Turn]) -> list[StepResult]:
-        jobs = [{"reply": turn.whole_reply, "answer": turn.answer, "strict": self.strict} for turn in turns]
-        return [self.result(graded) for graded in self.pool.grade(jobs)]
-
-    def result(self, graded: Graded) -> StepResult:
-        if graded.outcome != "ok":  # the grader itself failed, or overran its deadline
-            return StepResult(0.0, graded.outcome)
-        outcome = graded.value["outcome"]
-        wrong_reward = self.format_reward if outcome == "wrong" and graded.value["boxed"] else 0.0
-        return StepResult(1.0 if outcome == "ok" else wrong_reward, outcome, extracted=graded.value["extracted"])
-
-    def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
-        for where, answer, _ in answers:
-            if not 0 < len(math_grader.gold_answer(answer)) <= math_grader.MAX_ANSWER_CHARS:
-                raise ConfigError(f"{where}: answer {answer[:80]!r} is no final answer, which env_name 'math' needs")
-
-
-class Code(Environment):
-    """Reward 1 for code that passes all tests of its problem, else 0. Forms of tests: code_grader.read_tests.
-
-    Raises ConfigError if this machine cannot isolate a program as env.code.isolation demands.
-    """
-
-    self_tests = code_grader.SELF_TESTS
-
-    def __init__(self, cfg: CodeEnvConfig, num_ranks: int):
-        self.limits = {"seconds": cfg.deadline_s, "memory_mib": cfg.memory_mib, "isolation": cfg.isolation}
-        code_grader.check_isolation(self.limits)
-        self.pool = GraderPool(
-            "graders.code_grader:grade",
-            num_workers=max(1, cfg.num_workers // num_ranks),
-            deadline_s=cfg.deadline_s + 20,  # sandbox.py holds the deadline; this one is for a grader that hangs
-            memory_mib=cfg.memory_mib + 1024,
-        )
-
-    def step(self, turns: Sequence[Turn]) -> list[StepResult]:
-        jobs = []
-        for turn in turns:
-            tests = code_grader.read_tests(turn.answer, turn.fields)
-            jobs.append({"reply": turn.whole_reply, "tests": tests, **self.limits})
-        graded_jobs = self.pool.grade(jobs)
-        outcomes = [graded.value["outcome"] if graded.outcome == "ok" else graded.outcome for graded in graded_jobs]
-        return [StepResult(float(outcome == "ok"), outcome) for outcome in outcomes]
-
-    def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
-        for where, answer, fields in answers:
-            try:
-                code_grader.read_tests(answer, fields)
-            except ValueError as error:
-                raise ConfigError(f"{where}: {error} (env_name 'code')") from error
 
 
 class RewardModelEnv(Environment):
@@ -267,63 +197,3 @@ def _place_of(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)[1:]
     own_file = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" ({own_file[-1].filename}:{own_file[-1].lineno})" if own_file else ""
-
-
-def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environment:
-    """`env_name` of a dataset -> its environment, which has passed its self-tests. `num_ranks` share the machine.
-
-    "module:name" is a user's class, made with the keyword arguments in env.custom[name], or a reward function. Call
-    this before torch and vllm are imported: it starts processes. Raises ConfigError.
-    """
-    if name == "exact":
-        environment: Environment = Exact()
-    elif name == "math":
-        environment = Math(cfg.math, num_ranks)
-    elif name == "code":
-        environment = Code(cfg.code, num_ranks)
-    elif name == "reward_model":
-        environment = RewardModelEnv()
-    elif ":" in name:
-        environment = _custom(name, import_attribute(name, "env_name"), cfg.custom.get(name, {}))
-    else:
-        raise ConfigError(
-            f"env_name '{name}' is unknown; known: exact, math, code, reward_model, and module:Class or module:function"
-        )
-    try:
-        run_self_tests(name, environment)
-    except ConfigError:
-        environment.close()
-        raise
-    return environment
-
-
-def _custom(name: str, attribute: Any, kwargs: Mapping[str, Any]) -> Environment:
-    if not isinstance(attribute, type):
-        if not callable(attribute) or kwargs:
-            why = "takes no env.custom arguments" if callable(attribute) else "is neither a class nor a function"
-            raise ConfigError(f"env_name '{name}' {why}")
-        return RewardFunction(attribute, name)
-    missing = [m for m in ("step", "check_answers", "close") if not callable(getattr(attribute, m, None))]
-    if missing:
-        raise ConfigError(f"env_name '{name}': no method {missing[0]}(); derive the class from envs.Environment")
-    try:
-        inspect.signature(attribute).bind(**kwargs)
-    except TypeError as error:
-        raise ConfigError(f"env.custom['{name}']: {error}") from error
-    return attribute(**kwargs)
-
-
-def run_self_tests(name: str, environment: Environment) -> None:
-    """Raises ConfigError if an environment does not grade its own examples as it says: a run would learn from noise."""
-    self_tests = getattr(environment, "self_tests", ())
-    question = {"role": "user", "content": ""}
-    turns = [
-        Turn([question, {"role": "assistant", "content": reply}], answer, "stop") for reply, answer, _ in self_tests
-    ]
-    results = environment.step(turns) if turns else []
-    for (reply, answer, expected), result in zip(self_tests, results, strict=True):
-        if result.outcome != expected:
-            raise ConfigError(
-                f"env_name '{name}' is broken: reply {reply!r} to answer {answer!r} must be '{expected}', and is "
-                f"'{result.outcome}'"
-            )

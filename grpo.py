@@ -15,7 +15,6 @@ N heads, K key/value heads, H head dim, C a chunk of R.
 import gc
 import os
 import sys
-from dataclasses import asdict
 from functools import partial
 
 from config import ConfigError
@@ -59,7 +58,7 @@ from run import setup
 from run.folder import open_run_folder, write_provenance
 from run.metrics import accumulate, reduce_over_ranks, sample_metrics
 from run.validation import validate
-from system.exits import Interrupted, describe_failure, exit_process, write_exit_file
+from system.exits import Interrupted, describe_failure, exit_process, report_exit
 from system.ranks import broadcast_from_rank0, on_rank0, start_process_group
 from system.watchdog import Watchdog
 
@@ -70,11 +69,12 @@ gc.freeze()
 def train(run: setup.Run) -> None:
     """GRPO (Shao et al. 2024), step by step. Every rank runs this code; samples, advantages and metrics are those of
     all ranks. Raises StopRun when a check of the run fails, Interrupted when a signal asks for an end."""
-    cfg, model, engine, optimizer, timer = run.cfg, run.model, run.engine, run.optimizer, run.timer
+    cfg, timer = run.cfg, run.timer
+    model, optimizer = run.model, run.optimizer
     for step in setup.steps(run):
         with timer("generation"):
             samples = sample_step(run.sampler, cfg, run.inputs.train, run.state.cursor, step)
-            engine.sleep()
+            run.engine.sleep()
         check_versions(samples.trained, step - 1)
 
         with timer("advantage_calculation"):
@@ -107,7 +107,7 @@ def train(run: setup.Run) -> None:
                 run.reference.follow(model, cfg.grpo, step)
 
         with timer("prepare_for_generation"):
-            sync_weights(model, engine, step)
+            sync_weights(model, run.engine, step)
 
         metrics = sample_metrics(samples.generated, samples.trained) | samples.metrics | advantage_metrics
         metrics |= training_metrics(step_sums, mask_metrics, minibatches, cfg)
@@ -123,8 +123,8 @@ def train(run: setup.Run) -> None:
 def compute_logprobs(
     model: Decoder, reference: Reference | None, minibatches: list[Minibatch], cfg: Config
 ) -> dict[str, float]:
-    """Log-probabilities under the policy at the start of the step and under the reference, where the run needs them,
-    into the minibatches; then what follows from them (batch.finish_minibatches). Returns the metrics of the mask."""
+    """Puts into the minibatches the log-probabilities under the policy at the start of the step and under the reference
+    policy, where the run needs them, and what follows from them. Returns the metrics of the mask."""
     micros = [micro for minibatch in minibatches for micro in minibatch.micros]
     if needs_old_logps(cfg):
         for micro in micros:
@@ -185,8 +185,8 @@ def main() -> int:
         inputs = preflight.read_inputs(cfg, on_rank0=on_rank0)
         run_folder = open_run_folder(cfg.logger.log_dir, cfg.checkpointing.resume_from, ranks)
         if ranks.rank == 0:
-            write_provenance(run_folder, ranks.world_size)
-        watchdog = Watchdog(ranks, run_folder, **asdict(cfg.watchdog))
+            write_provenance(run_folder, cfg, ranks.world_size)
+        watchdog = Watchdog(ranks, run_folder, cfg.watchdog)
         run = setup.set_up(cfg, inputs, ranks, device, run_folder, watchdog)
         sync_weights(run.model, run.engine, run.state.step)
         check_canary(run.model, run.engine, cfg.grpo.logp_gap_limit, device, "after the first sync")
@@ -202,8 +202,7 @@ def main() -> int:
         code, reason = describe_failure(error)
     if watchdog:
         watchdog.stop()
-    if write_exit_file(code, reason, run_folder):
-        print(reason, file=sys.stderr if code else sys.stdout, flush=True)
+    report_exit(code, reason, run_folder)
     return code
 
 

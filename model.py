@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from config import GRPOConfig
 from hf.model_config import ModelConfig, read_model_config
 from hf.weights import load_weights, sharded_parameters
-from kernels import TWO_PASSES, KernelBackend, LossPath, linear_logp
+from kernels import KernelBackend, LossPath, linear_logp
 
 # For fewer key than query heads, varlen_attn of torch >= 2.12 wants a flag that 2.11 neither has nor needs.
 VARLEN_GQA = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
@@ -58,9 +58,9 @@ def uses_flash_attention(device_type: str, dtype: torch.dtype) -> bool:
 def packed_attention(query_TNH: Tensor, key_TKH: Tensor, value_TKH: Tensor, layout: PackLayout) -> Tensor:
     """Causal attention of each sequence of the pack to itself, K <= N (GQA). Returns [T, N * H]."""
     if uses_flash_attention(query_TNH.device.type, query_TNH.dtype):
-        ends, length = layout.cu_seqlens, layout.max_length
-        qkv_ends = (query_TNH, key_TKH, value_TKH, ends, ends, length, length)
-        return varlen_attn(*qkv_ends, window_size=(-1, 0), **VARLEN_GQA).flatten(1)  # (-1, 0): causal
+        bounds = (layout.cu_seqlens, layout.cu_seqlens, layout.max_length, layout.max_length)
+        causal = (-1, 0)
+        return varlen_attn(query_TNH, key_TKH, value_TKH, *bounds, window_size=causal, **VARLEN_GQA).flatten(1)
     # Neighbours of equal length are one batched call on a view: small models pay for the number of calls.
     outs, row = [], 0
     for count, length in layout.runs:
@@ -111,7 +111,8 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
-        D, H, self.head_dim = config.hidden_size, config.head_dim, config.head_dim
+        self.head_dim = config.head_dim
+        D, H = config.hidden_size, config.head_dim
         N, K = config.num_attention_heads, config.num_key_value_heads
         self.q_proj = nn.Linear(D, N * H, bias=config.qkv_bias)
         self.k_proj = nn.Linear(D, K * H, bias=config.qkv_bias)
@@ -183,7 +184,7 @@ class Decoder(nn.Module):
         self.temperature = 1.0
         self.vocab_limit: int | None = None
         self.backend: KernelBackend | None = None  # None: Triton on CUDA, PyTorch elsewhere
-        self.loss_path: LossPath = TWO_PASSES
+        self.loss_path = LossPath()
 
     def forward(
         self,

@@ -4,10 +4,11 @@
     python bench/golden.py replay FOLDER OUT [TASK ...]        train on what was sampled, without an engine
     python bench/golden.py compare FOLDER OUT [--out=FILE]     every number of every step, side by side
 
-A recording holds what the engine returned, the weights it was given, the gradients that the optimizer saw and the
-metrics of each step. A replay answers each request of the rollout from the recording, and puts the recorded weights
-into the policy at each sync, so that every step is compared on its own. Run it in the checkout that is to be measured;
-it finds the engine in `engine.py`, or in `rollout.py` as it was before the house was built.
+A recording holds what the engine returned, the weights it was given, the gradients that the optimizer saw, the weights
+that each of its steps left, and the metrics of each step. A replay answers each request of the rollout from the
+recording, and puts the recorded weights into the policy after each optimizer step and at each sync, so that every
+step is compared on its own. Run it in the checkout that is to be measured; it finds the engine in `engine.py`, or in
+`rollout.py` as it was before the house was built.
 """
 
 import contextlib
@@ -57,21 +58,35 @@ def request_key(prompt, seed, temperature, version: int) -> str:
     return hashlib.blake2b(repr((version, list(prompt), seed, temperature)).encode(), digest_size=12).hexdigest()
 
 
-def keep_gradients(folder: Path, rank: int) -> None:
-    """Writes what each optimizer step of this rank sees."""
-    from safetensors.torch import save_file
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
+def keep_gradients(folder: Path, rank: int, recording: Path | None) -> None:
+    """Writes the gradients that each optimizer step of this rank sees, and when recording the weights it leaves. In a
+    replay the recorded weights take the place of its own: so every optimizer step is compared on its own, too."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     count = 0
 
-    def hook(optimizer, *_):
+    def local(optimizer):
+        return {f"{i:04d}": p for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+
+    def before(optimizer, *_):
+        grads = {name: p.grad.to_local().clone() for name, p in local(optimizer).items() if p.grad is not None}
+        save_file(grads, folder / f"grad_{rank}_{count:04d}.safetensors")
+
+    @torch.no_grad()
+    def after(optimizer, *_):
         nonlocal count
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        local = {f"{i:04d}": g.to_local().clone() for i, g in enumerate(grads) if g is not None}
-        save_file(local, folder / f"grad_{rank}_{count:04d}.safetensors")
+        name, weights = f"after_{rank}_{count:04d}.safetensors", local(optimizer)
+        if recording is None:
+            save_file({key: p.to_local().clone() for key, p in weights.items()}, folder / name)
+        else:
+            for key, tensor in load_file(recording / name).items():
+                weights[key].to_local().copy_(tensor)
         count += 1
 
-    register_optimizer_step_pre_hook(hook)
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
 
 
 def recorder(engine_class: type, folder: Path, rank: int) -> type:
@@ -115,9 +130,9 @@ def replayer(completion_class: type, recording: Path, policy: list) -> type:
     class Replayer:
         weight_version = -1
 
-        def __init__(self, folder, tokenizer, cfg, *, dtype, max_total_tokens, **_):
-            self.vocab_size, self.max_total_tokens = tokenizer.vocab_size, max_total_tokens
-            self.dtype = getattr(torch, dtype)
+        def __init__(self, folder, tokenizer, cfg):
+            self.vocab_size, self.max_total_tokens = tokenizer.vocab_size, cfg.policy.max_total_sequence_length
+            self.dtype = getattr(torch, cfg.policy.generation.vllm_cfg.precision or cfg.policy.precision)
 
         def generate(self, prompts, seeds, options=None, *, temperature=None, **_):
             temperature = options.temperature if options else temperature
@@ -169,7 +184,7 @@ def rank_main(mode: str, recording: Path, out: Path, task: str) -> int:
         home.Engine = replayer(home.Completion, recording, policy)
     else:
         home.Engine = recorder(home.Engine, out, rank)
-    keep_gradients(out, rank)
+    keep_gradients(out, rank, recording if mode == "replay" else None)
     sys.argv = ["grpo.py", *TASKS[task], *QUIET, f"logger.log_dir={out / 'logs'}"]
     grpo = importlib.import_module("grpo")
     code = grpo.main()

@@ -10,14 +10,12 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from graders.math_grader import gold_answer
+from graders.math_grader import FIRST_JOB, gold_answer
 from graders.pool import GraderPool
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests" / "helpers"))
 from math_corpus import cases
-
-FIRST = {"reply": r"\boxed{x+y}", "answer": "y+x", "strict": False}
 
 
 def job(answer: str, reply: str) -> dict:
@@ -46,7 +44,7 @@ def corpus(pool: GraderPool) -> None:
         start = time.monotonic()
         graded = pool.grade([job(answer, reply)])
         rows.append((time.monotonic() - start, *outcomes(graded), expected, reply))
-        pool.grade([FIRST] * (2 * len(pool.workers)))  # every worker is there again
+        pool.grade([FIRST_JOB] * (2 * len(pool.workers)))  # every worker is there again
     print(f"corpus: {len(rows)} answers, {sum(row[0] for row in rows):.1f} s one by one; the slowest:")
     for seconds, outcome, expected, reply in sorted(rows, reverse=True)[:20]:
         print(f"  {seconds:6.3f} s  {outcome:10} expected {expected:10} {reply[:60]!a}")
@@ -60,7 +58,11 @@ def main() -> None:
     args = parser.parse_args()
     start = time.monotonic()
     pool = GraderPool(
-        "graders.math_grader:grade", num_workers=args.workers, deadline_s=args.deadline, memory_mib=2048, first=FIRST
+        "graders.math_grader:grade",
+        num_workers=args.workers,
+        deadline_s=args.deadline,
+        memory_mib=2048,
+        first=FIRST_JOB,
     )
     print(f"{args.workers} workers started in {time.monotonic() - start:.2f} s, deadline {args.deadline:g} s")
     if args.gsm8k:

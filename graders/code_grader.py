@@ -9,11 +9,12 @@ proves nothing.
 import ast
 import json
 import os
+import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from config import ConfigError
 from graders import sandbox
 from graders.sandbox import Limits
 
@@ -36,10 +37,11 @@ def same(value, expected):
     return value == expected
 
 def check(candidate):
-    for number, case in enumerate(json.loads(CASES), 1):
-        value = candidate(*case["args"])
-        assert same(value, case["expected"]), f"call {number} gave {value!r:.100}, not {case['expected']!r:.100}"
+    for case in json.loads(CASES):
+        assert same(candidate(*case["args"]), case["expected"])
 """
+# A fenced block: its language, and lines that open or close no other one.
+BLOCK = re.compile(r"^[ \t]*```([^`\n]*)\n((?:(?![ \t]*```[^`\n]*$).*\n)*)[ \t]*```[ \t\r]*$", re.MULTILINE)
 
 _ADD_TESTS = json.dumps({"entry_point": "add", "test": "def check(f):\n    assert f(2, 3) == 5"})
 _SUM_TESTS = json.dumps({"tests": [{"input": "2 3", "output": "5"}]})
@@ -53,19 +55,6 @@ SELF_TESTS = (  # (reply, answer, outcome): what this file must say before a run
 )
 
 
-def check_isolation(limits: dict) -> None:
-    """Raises ConfigError if this machine cannot run a program under `limits` (arguments of sandbox.Limits)."""
-    try:
-        sandbox.run("", "", Limits(**limits))
-    except sandbox.Unavailable as error:
-        isolation = limits["isolation"]
-        other = ", or set env.code.isolation=none (see README.md)" if isolation == "required" else ""
-        raise ConfigError(
-            f"env.code.isolation={isolation}: this machine does not let a program be kept apart ({error}): "
-            f"allow user namespaces and seccomp{other}"
-        ) from error
-
-
 def read_tests(answer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The tests of a problem: {tests} for a program, or {test, entry_point, prompt} for a function.
 
@@ -75,10 +64,8 @@ def read_tests(answer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """
     source: Any = fields
     if fields.get("test") is None and fields.get("tests") is None:
-        try:
+        with suppress(ValueError, RecursionError):  # an answer that is no JSON has no tests
             source = json.loads(answer)
-        except (ValueError, RecursionError):
-            source = None
     if not isinstance(source, Mapping) or (source.get("test") is None) == (source.get("tests") is None):
         raise ValueError(f"no tests, or two kinds of them: give {FORMS}")
     test, tests = source.get("test"), source.get("tests")
@@ -100,72 +87,57 @@ def read_tests(answer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         if not all(isinstance(case.get("args"), list) and "expected" in case for case in tests):
             raise ValueError(f"`tests` has neither text under input and output, nor args and expected: give {FORMS}")
         test = f"CASES = {json.dumps(tests)!r}\n{CALLS}"
-    elif not isinstance(test, str) or not is_python(test):
+    elif not is_python(test):
         raise ValueError("`test` is not Python code")
-    return {
-        "test": test,
-        "entry_point": name,
-        "prompt": prompt if isinstance(prompt, str) and is_python(prompt) else "",
-    }
+    return {"test": test, "entry_point": name, "prompt": prompt if is_python(prompt) else ""}
 
 
-def is_python(code: str) -> bool:
-    try:
-        ast.parse(code)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
+def is_python(code: Any) -> bool:
+    if isinstance(code, str):
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            ast.parse(code)
+            return True
+    return False
 
 
 def extract_code(reply: str) -> str:
     """The last fenced block in Python or without a language, else the whole reply."""
-    code = reply
-    language = ""
-    block: list[str] | None = None  # lines of the open block
-    for line in reply.splitlines(keepends=True):
-        fence = line.strip()
-        if block is not None and fence == "```":
-            if language in ("", "python", "py", "python3"):
-                code = "".join(block)
-            block = None
-        elif fence.startswith("```") and "`" not in fence[3:]:
-            block, language = [], fence[3:].strip().lower()
-        elif block is not None:
-            block.append(line)
-    return code
+    for language, code in reversed(BLOCK.findall(reply)):
+        if language.strip().lower() in ("", "python", "py", "python3"):
+            return code
+    return reply
 
 
-def grade(job: dict) -> dict:
-    """Grades a job {reply, tests (from `read_tests`), seconds (for all tests together), memory_mib, isolation}: returns
-    {outcome, message}. Raises sandbox.Unavailable if no process could be made."""
+def grade(job: dict) -> str:
+    """The outcome of a job {reply, tests (from `read_tests`), seconds (for all tests together), memory_mib, isolation}.
+    Raises sandbox.Unavailable if no process could be made."""
     code, tests = extract_code(job["reply"]), job["tests"]
     if not code.strip():
-        return {"outcome": "parse_fail", "message": "no code"}
+        return "parse_fail"
     code = f"{tests.get('prompt', '')}\n{code}"  # the prompt has imports and helpers, or a function that the reply ends
     sandbox.libc("prctl", sandbox.PR_SET_DUMPABLE, 0)  # this process knows what is expected: no other may look into it
     limits = Limits(job["seconds"], job["memory_mib"], job["isolation"])
-    outcome, message = by_programs(code, tests["tests"], limits) if "tests" in tests else by_test(code, tests, limits)
-    return {"outcome": outcome, "message": message}
+    return by_programs(code, tests["tests"], limits) if "tests" in tests else by_test(code, tests, limits)
 
 
-def by_programs(code: str, tests: list[dict], limits: Limits) -> tuple[str, str]:
+def by_programs(code: str, tests: list[dict], limits: Limits) -> str:
     """Runs the program once for each input. Spaces at the ends of lines and of the whole output do not count."""
     deadline = time.monotonic() + limits.seconds
-    for number, case in enumerate(tests, 1):
-        left = deadline - time.monotonic()
-        exited, output = sandbox.run(code, case["input"], limits._replace(seconds=max(left, 0.001)))
+    for case in tests:
+        left = max(deadline - time.monotonic(), 0.001)
+        exited, output = sandbox.run(code, case["input"], limits._replace(seconds=left))
         if exited == sandbox.TIMED_OUT:
-            return "timeout", f"test {number}"
+            return "timeout"
         if exited != sandbox.ENDED or lines(output) != lines(case["output"]):
-            return "wrong", f"test {number}: " + ("crashed" if exited else f"printed {output!r:.100}")
-    return "ok", ""
+            return "wrong"
+    return "ok"
 
 
 def lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def by_test(code: str, tests: Mapping[str, Any], limits: Limits) -> tuple[str, str]:
+def by_test(code: str, tests: Mapping[str, Any], limits: Limits) -> str:
     """Starts the judge, then the candidate, which runs when no process can look into the judge any more."""
     requests_out, requests_in = os.pipe()
     responses_out, responses_in = os.pipe()
@@ -189,9 +161,10 @@ def by_test(code: str, tests: Mapping[str, Any], limits: Limits) -> tuple[str, s
         for descriptor in (requests_out, requests_in, responses_out, responses_in):
             os.close(descriptor)
     with judge.stdout:
-        result = judge.stdout.readline()  # empty if the judge died
+        outcome = judge.stdout.readline().decode().strip()  # empty if the judge died
     exit_codes = [sandbox.end(keeper) for keeper in (candidate, judge) if keeper]
     if candidate is None or sandbox.NO_SANDBOX in exit_codes:
         raise sandbox.Unavailable(f"judge or candidate did not start: {ready.decode().strip()}")
-    outcome, message = json.loads(result) if result else ("error", "the judge died")
-    return ("timeout" if outcome != "ok" and sandbox.TIMED_OUT in exit_codes else outcome), message
+    if outcome != "ok" and sandbox.TIMED_OUT in exit_codes:
+        return "timeout"
+    return outcome or "error"

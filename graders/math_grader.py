@@ -10,7 +10,7 @@ the order.
 import logging
 import re
 from fractions import Fraction
-from functools import cache, lru_cache
+from functools import lru_cache
 
 MAX_ANSWER_CHARS = 2_000  # a longer one is no answer (parse_fail)
 MAX_REPLY_CHARS = 200_000  # only the end of a longer reply is read
@@ -20,6 +20,8 @@ SELF_TESTS = (  # (reply, answer, outcome): what this file must say before a run
     (r"\boxed{2}", "0.5", "wrong"),
     ("half", "0.5", "parse_fail"),
 )
+# A worker does it before its deadlines count: it imports sympy, and what sympy itself imports when it simplifies.
+FIRST_JOB = {"reply": r"\boxed{(x+1)^2}", "answer": "x^2+2x+1", "strict": False}
 STRICT_SELF_TESTS = (("Answer: 5", "5", "ok"), ("Answer: 4", "5", "wrong"), (r"\boxed{5}", "5", "parse_fail"))
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
@@ -178,18 +180,10 @@ def _typography(text: str) -> str:
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text) if re.search(r"\d", text) else " ".join(text.split())
 
 
-@cache
-def _quiet() -> None:
-    """Silences math-verify's warning that its timeouts are off: they are off on purpose."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-
-
 def _by_sympy(gold: str, answer: str) -> bool:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify  # 1 s: only where it is needed
 
-    _quiet()
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # no warning that its timeouts are off: on purpose
     configs = [LatexExtractionConfig(), ExprExtractionConfig()]
-    sides = []
-    for text in (gold, answer):
-        sides.append(parse(f"\\boxed{{{text}}}", configs, parsing_timeout=None))
-    return bool(sides[0] and sides[1] and verify(*sides, timeout_seconds=None))
+    sides = [parse(f"\\boxed{{{text}}}", configs, parsing_timeout=None) for text in (gold, answer)]
+    return all(sides) and verify(*sides, timeout_seconds=None)

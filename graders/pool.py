@@ -9,11 +9,11 @@ works in the main thread only.)
 
 import atexit
 import ctypes
-import importlib
 import json
 import os
+import pkgutil
 import resource
-import selectors
+import select
 import signal
 import socket
 import subprocess
@@ -21,9 +21,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from config import ConfigError
 from system.exits import Interrupted, die_with_parent
@@ -37,8 +38,7 @@ PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
-@dataclass(frozen=True, slots=True)
-class Graded:
+class Graded(NamedTuple):
     """How a job ended: "ok" and the function's value, "timeout", or "error" and what happened."""
 
     outcome: str
@@ -72,48 +72,42 @@ class Worker:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         worker_end.close()
-        self.inbox, self.outbox = bytearray(), b""
+        self.inbox = bytearray()
+        self.outbox = b""
         self.ready = False  # whether it has imported the function
         self.job: int | None = None  # the number of the job that it works on
         self.num_jobs = 0
         self.deadline = time.monotonic() + START_SECONDS
 
     def send(self, job: int, payload: bytes, seconds: float) -> None:
-        self.job, self.deadline = job, time.monotonic() + seconds
+        self.job = job
         self.num_jobs += 1
-        self.outbox = len(payload).to_bytes(4, "big") + payload
+        self.outbox = payload + b"\n"
+        self.deadline = time.monotonic() + seconds
 
     def pump(self) -> Any:
         """Moves bytes both ways; returns a message if a whole one has come, else None. ConnectionError if the worker is
-        gone."""
-        try:
+        gone, TimeoutError if it is late, ValueError if it sent no JSON."""
+        with suppress(BlockingIOError):
             while self.outbox:
                 self.outbox = self.outbox[self.socket.send(self.outbox) :]
-        except BlockingIOError:
-            pass
-        try:
+        with suppress(BlockingIOError):
             chunk = self.socket.recv(1 << 20)
-        except BlockingIOError:
-            return None
-        if not chunk:
-            raise ConnectionError
-        self.inbox += chunk
-        size = int.from_bytes(self.inbox[:4], "big")
-        if size > MAX_BYTES:
-            raise ConnectionError
-        if len(self.inbox) < 4 + size or len(self.inbox) < 4:
-            return None
-        message = self.inbox[4 : 4 + size]
-        self.inbox = self.inbox[4 + size :]
-        return json.loads(message)
+            self.inbox += chunk
+            if not chunk or len(self.inbox) > MAX_BYTES + 1:
+                raise ConnectionError
+        if self.inbox.endswith(b"\n"):
+            message, self.inbox = self.inbox, bytearray()
+            return json.loads(message)
+        if time.monotonic() > self.deadline:
+            raise TimeoutError
+        return None
 
     def kill(self) -> int | None:
         """Ends the process and all that it started. Returns its exit code if it had ended by itself, else None."""
-        try:
-            code = self.process.wait(0)
-        except subprocess.TimeoutExpired:
-            code = None
-            os.kill(self.process.pid, signal.SIGSTOP)  # a stopped process starts no more processes
+        code = self.process.poll()
+        if code is None:
+            self.process.send_signal(signal.SIGSTOP)  # a stopped process starts no more processes
         kill_descendants(self.process.pid, None if code is None else self.mark)
         self.process.kill()
         self.process.wait()
@@ -146,10 +140,8 @@ def kill_descendants(pid: int, mark: str | None = None) -> None:
         if not doomed:
             return
         for process in doomed:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
 
 class GraderPool:
@@ -163,11 +155,10 @@ class GraderPool:
     stop: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(self, target: str, *, num_workers: int, deadline_s: float, memory_mib: int, first: Any = None):
-        self.deadline_s = deadline_s
         self.target = target
-        self.memory_mib = memory_mib
-        self.first = first
+        self.deadline_s = deadline_s
         self.owner = os.getpid()
+        self._start_worker = partial(Worker, target, memory_mib, first)
         self.workers = [self._start_worker()]
         atexit.register(self.close)
         while not self.workers[0].ready:
@@ -181,11 +172,12 @@ class GraderPool:
         graded: list[Graded | None] = [None] * len(jobs)
         waiting = deque(enumerate(jobs))
         while waiting or any(worker.job is not None for worker in self.workers):
-            for worker in list(self.workers):
+            for place, worker in enumerate(self.workers):
                 if not waiting or not worker.ready or worker.job is not None:
                     continue
                 if worker.num_jobs >= MAX_JOBS or worker.process.poll() is not None:  # the system killed it
-                    self._replace(worker)
+                    worker.kill()
+                    self.workers[place] = self._start_worker()
                     continue
                 number, job = waiting.popleft()
                 payload = json.dumps(job).encode()
@@ -206,25 +198,19 @@ class GraderPool:
         self.workers = []
         atexit.unregister(self.close)
 
-    def _start_worker(self) -> Worker:
-        return Worker(self.target, self.memory_mib, self.first)
-
     def _wait(self, graded: list[Graded | None]) -> None:
         """Waits for a message, a dead worker or the next deadline, and handles them; outcomes go into `graded`."""
         busy = [worker for worker in self.workers if worker.job is not None or not worker.ready]
-        if not busy:
-            return
-        with selectors.DefaultSelector() as selector:
-            for worker in busy:
-                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.outbox else 0)
-                selector.register(worker.socket, events, worker)
-            wait = min(worker.deadline for worker in busy) - time.monotonic()
-            moved = [key.data for key, _ in selector.select(min(max(0.0, wait), STOP_SECONDS))]
+        poll = select.poll()
+        for worker in busy:
+            poll.register(worker.socket, select.POLLIN | (select.POLLOUT if worker.outbox else 0))
+        seconds = min((worker.deadline for worker in busy), default=0.0) - time.monotonic()
+        poll.poll(1000 * min(max(0.0, seconds), STOP_SECONDS))
         for worker in busy:
             try:
-                message = worker.pump() if worker in moved else None
-            except (ConnectionError, ValueError):  # ValueError: the message is no JSON
-                self._end_worker(worker, graded, None)
+                message = worker.pump()
+            except (ConnectionError, TimeoutError, ValueError) as error:
+                self._end_worker(worker, graded, is_late=isinstance(error, TimeoutError))
                 continue
             if message is not None and worker.ready:
                 graded[worker.job], worker.job = Graded(**message), None
@@ -232,28 +218,18 @@ class GraderPool:
                 self._fail(message["message"])
             elif message is not None:
                 worker.ready = True
-            elif time.monotonic() > worker.deadline:
-                self._end_worker(
-                    worker, graded, f"no answer in {self.deadline_s if worker.ready else START_SECONDS:g} s"
-                )
 
-    def _end_worker(self, worker: Worker, graded: list[Graded | None], late: str | None) -> None:
-        """The worker died, or overran its deadline (`late`): records the outcome of its job and starts a new worker."""
-        if late is None:  # its socket closes a moment before the process ends
-            try:
+    def _end_worker(self, worker: Worker, graded: list[Graded | None], is_late: bool) -> None:
+        """The worker died, or overran its deadline: records the outcome of its job and starts a new worker."""
+        if not is_late:  # its socket closes a moment before the process ends
+            with suppress(subprocess.TimeoutExpired):
                 worker.process.wait(0.2)
-            except subprocess.TimeoutExpired:
-                pass
         code = worker.kill()
-        message = late or f"the worker died: exit code {code}"
+        seconds = self.deadline_s if worker.ready else START_SECONDS
+        message = f"no answer in {seconds:g} s" if is_late else f"the worker died: exit code {code}"
         if not worker.ready:
             self._fail(f"a worker did not start: {message}")
-        graded[worker.job] = Graded("timeout" if late else "error", message=message)
-        self._replace(worker)
-
-    def _replace(self, worker: Worker) -> None:
-        if worker.socket.fileno() >= 0:
-            worker.kill()
+        graded[worker.job] = Graded("timeout" if is_late else "error", message=message)
         self.workers[self.workers.index(worker)] = self._start_worker()
 
     def _fail(self, problem: str) -> None:
@@ -284,33 +260,29 @@ def main(target: str, descriptor: int, memory_mib: int, first: Any) -> None:
         except Exception as error:  # any exception of a grader is an outcome, which is counted and bounded
             message = f"{type(error).__name__}: {error}"[:1000]
             payload = json.dumps({"outcome": "error", "message": message}).encode()
-        connection.sendall(len(payload).to_bytes(4, "big") + payload)
+        connection.sendall(payload + b"\n")
 
-    module, _, name = target.partition(":")
     function = None
 
     def start() -> None:
         nonlocal function
-        function = getattr(importlib.import_module(module), name)
+        function = pkgutil.resolve_name(target)
         if first is not None:
             function(first)
 
     answer(start)
     with connection.makefile("rb") as stream:
-        while head := stream.read(4):
-            job = json.loads(stream.read(int.from_bytes(head, "big")))
-            answer(lambda job=job: function(job))
+        for line in stream:
+            answer(lambda line=line: function(json.loads(line)))
             _end_children()
 
 
 def _end_children() -> None:
     """Ends the processes that the last job has started."""
-    try:
+    with suppress(ChildProcessError):  # there is none left
         while True:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 kill_descendants(os.getpid())
-    except ChildProcessError:
-        pass
 
 
 if __name__ == "__main__":

@@ -178,8 +178,8 @@ def metric(ckpt_cfg: CheckpointingConfig, state: dict, train: dict[str, float]) 
 def load(
     folder: Path, model, optimizer, ranks: Ranks, reference: dict[str, Tensor] | None = None, *, mode: str | None
 ) -> dict:
-    """Restores the newest checkpoint of `folder` into model, fresh optimizer and `reference`, on any number of ranks.
-    A collective.
+    """Restores the newest checkpoint of `folder` into model, fresh optimizer and `reference`, on any number of ranks;
+    the weights alone if `optimizer` is None. A collective.
 
     mode "auto" takes the newest that is good and prints a warning for each that is not; with another mode the newest
     must be good. Returns its `state` with `step` in it. Raises ConfigError, on all ranks, that names the damaged file.
@@ -264,15 +264,17 @@ def _read_rows(files: list, name: str, rows: slice) -> Tensor:
 def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[str, Tensor]) -> None:
     files = [safe_open(path / shard, framework="pt") for shard in sorted(shards)]
     names = sorted(files[0].keys())
+    params = dict(model.named_parameters())
+    for name, param in params.items():
+        _local(param).copy_(_read_rows(files, f"param.{name}", local_rows(param)))
+    if optimizer is None:
+        return
     has_reference = any(name.startswith("reference.") for name in names)
     if has_reference != bool(reference):
         raise ConfigError(
             f"{path}: was saved {'with' if has_reference else 'without'} a reference policy; set "
             "loss_fn.reference_policy_kl_penalty as in that run"
         )
-    params = dict(model.named_parameters())
-    for name, param in params.items():
-        _local(param).copy_(_read_rows(files, f"param.{name}", local_rows(param)))
     for name, rows in reference.items():
         rows.copy_(_read_rows(files, f"reference.{name}", local_rows(params[name])))
     for stored in names:  # of the optimizer: nothing, where the first step was still to come

@@ -1,6 +1,6 @@
 """Finds and checks what a run reads, before torch is loaded: all that `grpo.py --check` answers for.
 
-Owns no format. It calls those who do (config_check.py, model_config.py, tokenizer.py, scan.py, graded_envs.py) in the
+Owns no format. It calls those who do (config_check.py, model_config.py, tokenizer.py, scan.py, environments.py) in the
 order in which a user wants to hear of mistakes.
 """
 
@@ -14,6 +14,7 @@ import config
 import envs
 from dataset.mixing import Mixture
 from dataset.scan import Dataset, load_dataset
+from graders.environments import make_environment
 from hf.model_config import ModelConfig, read_model_config, resolve_model_folder, stored_shape
 from hf.tokenizer import Tokenizer
 from run import config_check, config_file, resume
@@ -60,7 +61,7 @@ def read_inputs(
 
     def check_answers(env_name: str, answers: list[tuple[str, str, dict]]) -> None:
         if env_name not in environments:
-            environments[env_name] = envs.make_environment(env_name, cfg.env, num_ranks)
+            environments[env_name] = make_environment(env_name, cfg.env, num_ranks)
         environments[env_name].check_answers(answers)
 
     def read(section: config.DatasetConfig) -> tuple[Dataset, Dataset | None]:

@@ -21,7 +21,7 @@ ALSO = {
     "command/test_signals.py": ["grpo.py", "system/exits.py"],
     "command/test_soak.py": ["grpo.py", "engine.py"],
     "core/test_countdown.py": ["examples/envs/countdown.py"],
-    "core/test_envs.py": ["system/imports.py"],
+    "core/test_envs.py": ["graders/environments.py"],
     "core/test_example_envs.py": ["examples/envs"],
     "core/test_families.py": ["model.py", "engine.py", "hf/model_config.py"],
     "core/test_fast_run.py": ["grpo.py", "eval.py", "engine.py", "run/setup.py"],
@@ -32,7 +32,9 @@ ALSO = {
     "dataset/test_scan.py": ["dataset/problems.py", "run/preflight.py"],
     "examples/test_arithmetic.py": ["examples/arithmetic"],
     "examples/test_three_tasks.py": ["examples/three_tasks", "dataset/mixing.py"],
+    "graders/test_code_grader.py": ["graders/environments.py"],
     "graders/test_graded_step.py": ["graders/pool.py", "rollout.py"],
+    "graders/test_math_grader.py": ["graders/environments.py"],
     "kernels/test_aot.py": ["kernels/linear_logp.py", "kernels/clipped_pg.py", "kernels/softmax.py"],
     "kernels/test_linear_loss.py": ["kernels/clipped_pg.py", "kernels/backend.py", "kernels/softmax.py"],
     "kernels/test_linear_logp.py": ["kernels/backend.py", "kernels/softmax.py"],
@@ -42,13 +44,13 @@ ALSO = {
 }
 # Files without a test beside them -> why.
 WITHOUT = {
+    "graders/environments.py": "each environment is held where its grading is",
     "kernels/backend.py": "a choice between two ops, held by the tests of both",
     "kernels/clipped_pg.py": "a fast path of linear_loss, held against it",
     "kernels/softmax.py": "what a row of logits needs, held by the two ops that are made of it",
     "hf/files.py": "held where a wrong file is answered",
     "run/folder.py": "held by whole runs",
     "run/metrics.py": "held with the log that writes them",
-    "system/imports.py": "held where a config names something of the user's",
     "system/exits.py": "held by processes that end",
 }
 

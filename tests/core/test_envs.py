@@ -12,12 +12,13 @@ import pytest
 import envs
 from config import ConfigError, EnvConfig
 from envs import StepResult
+from graders.environments import make_environment
 from system.imports import import_attribute
 
 
 def grade(reply, answer="1234", finish_reason="stop"):
     turn = envs.Turn([{"role": "user", "content": "?"}, {"role": "assistant", "content": reply}], answer, finish_reason)
-    (result,) = envs.make_environment("exact", EnvConfig()).step([turn])
+    (result,) = make_environment("exact", EnvConfig()).step([turn])
     assert result.done and not result.observation and result.reward == (result.outcome == "ok")
     return result.outcome
 
@@ -83,7 +84,7 @@ def test_long_replies_are_graded(piece):
 
 def test_results_are_in_the_order_of_the_turns():
     turns = [envs.Turn([{"role": "assistant", "content": text}], "5", "stop") for text in ("6", "x", "5")]
-    results = envs.make_environment("exact", EnvConfig()).step(turns)
+    results = make_environment("exact", EnvConfig()).step(turns)
     assert [result.outcome for result in results] == ["wrong", "parse_fail", "ok"]
 
 
@@ -91,12 +92,12 @@ def test_only_the_last_message_is_graded():
     messages = [
         {"role": role, "content": text} for role, text in (("user", "5"), ("assistant", "5"), ("assistant", "6"))
     ]
-    (result,) = envs.make_environment("exact", EnvConfig()).step([envs.Turn(messages, "5", "stop")])
+    (result,) = make_environment("exact", EnvConfig()).step([envs.Turn(messages, "5", "stop")])
     assert result.outcome == "wrong"
 
 
 def test_answers_that_are_no_number_are_found_before_training():
-    environment = envs.make_environment("exact", EnvConfig())
+    environment = make_environment("exact", EnvConfig())
     environment.check_answers(
         [("rows.jsonl:1", "5", {}), ("rows.jsonl:2", "1,000", {}), ("r:3", "it is #### -2.5", {})]
     )
@@ -110,7 +111,7 @@ def test_unknown_environment():
     with pytest.raises(
         ConfigError, match="env_name 'exakt' is unknown; known: exact, math, code, reward_model, and module:Class"
     ):
-        envs.make_environment("exakt", EnvConfig())
+        make_environment("exakt", EnvConfig())
 
 
 # ------------------------------------------------------------------------------------------ classes and functions
@@ -142,9 +143,7 @@ class NoClose:
 
 
 def make(name, **custom):
-    return envs.make_environment(
-        f"{__name__}:{name}", EnvConfig(custom={f"{__name__}:{name}": custom} if custom else {})
-    )
+    return make_environment(f"{__name__}:{name}", EnvConfig(custom={f"{__name__}:{name}": custom} if custom else {}))
 
 
 def test_classes_by_dotted_path_get_their_arguments():
@@ -166,7 +165,7 @@ def test_classes_by_dotted_path_get_their_arguments():
             make(name, **custom)
     for path in ("no_such_module:X", ":X", "test_envs:"):
         with pytest.raises(ConfigError, match=f"^env_name '{path}': cannot be imported"):
-            envs.make_environment(path, EnvConfig())
+            make_environment(path, EnvConfig())
 
 
 def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch):
@@ -174,7 +173,7 @@ def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch):
     (tmp_path / "envs.py").write_text("raise SystemExit")
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
-    (result,) = envs.make_environment("only_here:f", EnvConfig()).step([turn("x")])
+    (result,) = make_environment("only_here:f", EnvConfig()).step([turn("x")])
     assert result.reward == 1.0 and import_attribute("envs:Exact", "env_name") is envs.Exact
 
 
@@ -285,9 +284,9 @@ def test_self_tests_of_built_in_environments_run(monkeypatch):
     with pytest.raises(
         ConfigError, match="env_name 'exact' is broken: reply '#### 1,234' to answer '1234' must be 'ok'"
     ):
-        envs.make_environment("exact", EnvConfig())
+        make_environment("exact", EnvConfig())
 
 
 def test_the_reward_model_environment_accepts_every_reply():
-    made = envs.make_environment("reward_model", EnvConfig())
+    made = make_environment("reward_model", EnvConfig())
     assert [(v.reward, v.outcome, v.done) for v in made.step([turn("a"), turn("b")])] == [(0.0, "ok", True)] * 2

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from config import ConfigError, EnvConfig
-from envs import Turn, make_environment
+from envs import Turn
 from examples.arithmetic import second_try
 from examples.arithmetic.make_problems import needs_carry
 from examples.envs import sliding_puzzle
 from examples.envs.tools import calculate
+from graders.environments import make_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PUZZLE = "examples.envs.sliding_puzzle:SlidingPuzzle"

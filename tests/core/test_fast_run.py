@@ -1,10 +1,10 @@
 """Whole runs in this process: `grpo.main` and `eval.main` on the smoke task, with a stand-in for vLLM."""
 
+import dataclasses
 import inspect
 import json
 import shutil
 import sys
-from dataclasses import fields
 
 import fake_vllm
 import pytest
@@ -14,8 +14,10 @@ from small_run import ROOT, STARTER, arguments, write_rows
 
 import config
 import engine as engine_module
+import envs
 import eval as eval_module
 import grpo
+from graders.environments import make_environment
 from graders.pool import GraderPool
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
@@ -88,9 +90,51 @@ def test_a_run_trains_saves_resumes_and_is_scored(run, tmp_path):
         assert numbers[mode]["accuracy"] == last[f"validation/{mode}/accuracy"]
 
 
-def make_engine(folder, **options):
-    options = {"dtype": "float32", "tied_head": True, "max_total_tokens": 64, "seed": 0} | options
-    return engine_module.Engine(str(folder), Tokenizer(folder), config.GenerationConfig(), **options)
+def test_a_run_with_muon_and_a_reference_that_follows(run):
+    words = ("grpo.max_num_steps=2", "checkpointing.enabled=false", "grpo.val_at_start=false", "grpo.val_at_end=false")
+    words += ("policy.optimizer.name=torch.optim.Muon", "loss_fn.reference_policy_kl_penalty=0.1")
+    folder = run(grpo, *words, "grpo.ref_policy_update_period=1")
+    steps = [record for record in records(folder) if "train/loss" in record]
+    assert [record["step"] for record in steps] == [1, 2]
+    assert all(record["train/grad_norm"] > 0 and record["train/logp_gap_max"] <= 1e-4 for record in steps)
+
+
+GRADED = {
+    "math": ("\\frac{1}{2}", {}, "So it is \\boxed{0.5}.", "So it is \\boxed{2}."),
+    "code": (
+        "",
+        {"tests": [{"input": "2\n", "output": "4\n"}]},
+        "```python\nprint(2 * int(input()))\n```",
+        "```python\nprint(7)\n```",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRADED)
+def test_workers_grade(name):
+    """All cases are in tests/graders/, where workers also hang and crash."""
+    answer, fields, right, wrong = GRADED[name]
+    cfg = config.EnvConfig(code=config.CodeEnvConfig(isolation="none"))
+    environment = make_environment(name, cfg)
+    try:
+        environment.check_answers([("train.jsonl:1", answer, fields)])
+        turns = [
+            envs.Turn([{"role": "assistant", "content": reply}], answer, "stop", fields=fields)
+            for reply in (right, wrong)
+        ]
+        assert [(result.reward, result.outcome) for result in environment.step(turns)] == [(1.0, "ok"), (0.0, "wrong")]
+    finally:
+        environment.close()
+
+
+def test_an_environment_without_a_step_says_so():
+    with pytest.raises(NotImplementedError):
+        envs.Environment().step([])
+
+
+def make_engine(folder, max_total_tokens=64):
+    policy = config.PolicyConfig(precision="float32", max_total_sequence_length=max_total_tokens)
+    return engine_module.Engine(folder, Tokenizer(folder), config.Config(policy=policy))
 
 
 def test_the_engine_on_cuda_sleeps_and_wakes_in_order(stand_in, monkeypatch):
@@ -120,8 +164,8 @@ def test_the_stand_in_is_like_vllm(engine, one_rank, tiny, monkeypatch):
     from vllm.engine.arg_utils import EngineArgs
 
     _, device, mesh = one_rank
-    assert set(inspect.signature(fake_vllm.LLM).parameters) <= {field.name for field in fields(EngineArgs)}
-    params = {field.name for field in fields(fake_vllm.SamplingParams)}
+    assert set(inspect.signature(fake_vllm.LLM).parameters) <= {field.name for field in dataclasses.fields(EngineArgs)}
+    params = {field.name for field in dataclasses.fields(fake_vllm.SamplingParams)}
     assert params <= inspect.signature(vllm.SamplingParams).parameters.keys()
     policy = load_policy(tiny[0], device=device, mesh=mesh)
     prompts = [list(range(3, 8 + i)) for i in range(20)]

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from config import ConfigError, EnvConfig
-from envs import Turn, make_environment
+from envs import Turn
 from examples.envs.judge import Judge
+from graders.environments import make_environment
 
 
 def chat(text):

@@ -15,6 +15,7 @@ import envs
 from config import CodeEnvConfig, ConfigError, EnvConfig
 from graders import code_grader, sandbox
 from graders.code_grader import extract_code, read_tests
+from graders.environments import make_environment
 from graders.pool import GraderPool
 from graders.sandbox import Limits
 
@@ -44,7 +45,7 @@ def pool():
 
 
 def outcomes(pool, jobs):
-    return [graded.value["outcome"] if graded.outcome == "ok" else graded.message for graded in pool.grade(jobs)]
+    return [graded.value if graded.outcome == "ok" else graded.message for graded in pool.grade(jobs)]
 
 
 def job(reply, row, isolation="none", seconds=20.0):
@@ -254,7 +255,7 @@ def test_code_is_the_last_python_block(reply, code):
 
 def environment(**changes):
     kept = {name: value for name, value in (("isolation", ISOLATION), ("num_workers", 1), *changes.items())}
-    return envs.make_environment("code", EnvConfig(code=CodeEnvConfig(**kept)))
+    return make_environment("code", EnvConfig(code=CodeEnvConfig(**kept)))
 
 
 def test_environment_gives_results():

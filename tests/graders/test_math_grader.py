@@ -7,7 +7,8 @@ import pytest
 from math_corpus import cases
 
 from config import ConfigError, EnvConfig, MathEnvConfig
-from envs import Turn, make_environment
+from envs import Turn
+from graders.environments import make_environment
 from graders.math_grader import equal, extract, gold_answer, grade
 from graders.pool import GraderPool
 

@@ -13,7 +13,7 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
 
@@ -48,22 +48,10 @@ class SamplingParams:
 
 
 @dataclass
-class Logprob:
-    logprob: float
-
-
-@dataclass
 class CompletionOutput:
     token_ids: list[int]
-    logprobs: list[dict[int, Logprob]]
+    logprobs: list[dict[int, SimpleNamespace]]
     finish_reason: str | None = None
-
-
-@dataclass
-class RequestOutput:
-    request_id: str
-    outputs: list[CompletionOutput]
-    finished: bool
 
 
 class Request:
@@ -90,7 +78,7 @@ class Request:
             token = int(logp_V.argmax())
         self.ids.append(token)
         self.reply.token_ids.append(token)
-        self.reply.logprobs.append({token: Logprob(float(logp_V[token]))})
+        self.reply.logprobs.append({token: SimpleNamespace(logprob=float(logp_V[token]))})
         if token in params.stop_token_ids:
             self.reply.finish_reason = "stop"
         elif len(self.reply.token_ids) == params.max_tokens:
@@ -119,11 +107,13 @@ class LLMEngine:
         for request_id in request_ids:
             del self.requests[request_id]
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[SimpleNamespace]:
         assert not self.llm.asleep, f"generates while {self.llm.asleep} sleep"
         logits = self.llm.logits_after([tuple(request.ids) for request in self.requests.values()])
         ended = [name for name, request in self.requests.items() if request.add_token(logits[tuple(request.ids)])]
-        return [RequestOutput(name, [self.requests.pop(name).reply], finished=True) for name in ended]
+        return [
+            SimpleNamespace(request_id=name, outputs=[self.requests.pop(name).reply], finished=True) for name in ended
+        ]
 
 
 class FusedNames:

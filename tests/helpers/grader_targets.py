@@ -35,7 +35,7 @@ def run(job):
     if kind == "segfault":
         ctypes.string_at(0)
     if kind == "print":
-        os.write(1, b"\0\0\0\2[]")
+        os.write(1, b'{"outcome": "ok", "value": 0}\n')
         os.write(2, b"noise" * 100_000)
         return "printed"
     if kind == "memory":

@@ -26,7 +26,7 @@ from model import Reference, load_policy
 from run import checkpoint
 from run.folder import open_run_folder
 from run.resume import committed
-from system.exits import EXIT_SAVED, Saved, StopRun, exit_process, write_exit_file
+from system.exits import EXIT_SAVED, Saved, StopRun, exit_process, report_exit
 from system.ranks import Ranks
 
 STATE = {"consumed_samples": 96, "num_bad_steps": 0, "fingerprint": "abc", "last_validation": {"accuracy": 0.5}}
@@ -406,9 +406,9 @@ def test_resumed_run_says_anew_how_it_ended(one_rank, tmp_path, monkeypatch):
     monkeypatch.delenv("GRPO_EXIT_FILE", raising=False)
     folder = open_run_folder(str(tmp_path), None, one_rank[0])
     assert folder == tmp_path / "exp_001" and open_run_folder(str(tmp_path), None, one_rank[0]).name == "exp_002"
-    write_exit_file(EXIT_SAVED, "saved: signal", folder)
-    write_exit_file(1, "crashed: a rank that only lost its peer", folder)  # the first to end has the word
+    report_exit(EXIT_SAVED, "saved: signal", folder)
+    report_exit(1, "crashed: a rank that only lost its peer", folder)  # the first to end has the word
     assert json.loads((folder / "exit.json").read_text()) == {"code": EXIT_SAVED, "reason": "saved: signal", "rank": 0}
     assert open_run_folder(str(tmp_path), str(folder), one_rank[0]) == folder
-    write_exit_file(0, "trained to step 9", folder)
+    report_exit(0, "trained to step 9", folder)
     assert json.loads((folder / "exit.json").read_text()) == {"code": 0, "reason": "trained to step 9", "rank": 0}

@@ -83,7 +83,7 @@ def test_the_whole_recipe(capsys):
     assert keys["policy"][:2] == ["dtensor_cfg.tensor_parallel_size", "dtensor_cfg.context_parallel_size"]
     assert "megatron_cfg.*" in keys["policy"] and "wandb.*" in keys["logger"] and keys["cluster"] == ["*"]
     named = [f"{section}.{key}" for section, names in keys.items() for key in names]
-    assert len(set(named)) == len(named) == 56
+    assert len(set(named)) == len(named) == 55
     assert not any(re.match(r"policy\.megatron_cfg\.\w|logger\.wandb\.\w", name) for name in named), (
         "sections, not keys"
     )

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from samples import sample
 
 import config
 from hf.tokenizer import Tokenizer
-from run.log import RunLog
+from run.log import RunLog, Timers
 from run.metrics import accumulate, reduce_over_ranks, sample_metrics
+from run.setup import RunState
 from system.exits import exit_process
 
 STARTER = Path(__file__).resolve().parents[2] / "examples/arithmetic/starter"
@@ -167,13 +169,15 @@ SECONDS = {"generation": 1.5, "data_processing": 0.25, "policy_training": 2.0, "
 SECONDS["total_step_time"] = 4.0
 
 
-def open_log(folder, first_step=1, **kwargs):
-    return RunLog(folder, **({"tensorboard": False, "num_steps": 10, "max_samples": 2} | kwargs), first_step=first_step)
+def open_log(folder, first_step=1, tensorboard=False):
+    cfg = config.LoggerConfig(num_samples_to_log=2, tensorboard_enabled=tensorboard)
+    return RunLog(folder, cfg, first_step=first_step, num_steps=10)
 
 
 def close(log, step=10, **cfg):
-    state = {"step": step, "first_validation": {"validation/greedy/accuracy": 0.25}, "last_validation": {}}
-    log.close(state, 12.4, log.folder / "checkpoints", config.CheckpointingConfig(**cfg))
+    state = RunState({}, {}, step=step, first_validation={"validation/greedy/accuracy": 0.25})
+    log.start = time.perf_counter() - 12.4
+    log.close(state, log.folder / "checkpoints", config.CheckpointingConfig(**cfg))
 
 
 def records(folder, name="metrics.jsonl"):
@@ -220,8 +224,8 @@ def test_validation_of_several_sets(tmp_path, capsys):
     log = open_log(tmp_path)
     log.validation(5, values | {"timing/validation/total_validation_time": 2.0})
     assert capsys.readouterr().out == "validation after step 5 | a greedy 0.750 | b sampled 0.500 | 2.0s\n"
-    state = {"step": 5, "first_validation": values, "last_validation": {"validation/a/greedy/accuracy": 1.0}}
-    log.close(state, 12.4, tmp_path, config.CheckpointingConfig())
+    state = RunState({}, {}, first_validation=values, last_validation={"validation/a/greedy/accuracy": 1.0})
+    log.close(state, tmp_path, config.CheckpointingConfig())
     lines = capsys.readouterr().out.split("\n")[1:3]
     assert [" ".join(x.split()) for x in lines] == [
         "accuracy, a greedy 0.750 -> 1.000",
@@ -293,3 +297,18 @@ def test_tensorboard_has_the_numbers_of_the_metrics_file(tmp_path):
     assert events.Tags()["scalars"] == ["train/reward"]
     points = [(event.step, event.value) for event in events.Scalars("train/reward")]
     assert points == [(record["step"], record["train/reward"]) for record in records(tmp_path)]
+
+
+def test_timers_name_each_phase_to_the_watchdog_and_begin_anew_when_taken(monkeypatch):
+    clock = iter([0.0, 1.0, 2.0, 4.0, 5.0, 5.5, 10.0, 20.0, 21.0])  # seconds
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    phases = []
+    timer = Timers(phases.append)  # 0
+    timer.start_step()  # 1
+    with timer("generation"):  # 2 to 4
+        pass
+    with pytest.raises(ZeroDivisionError), timer("generation"):  # 5 to 5.5; what breaks off is counted
+        _ = 1 / 0
+    assert timer.take() == {"generation": 2.5, "total_step_time": 9.0}  # at 10
+    timer.start_step()  # 20
+    assert timer.take() == {"total_step_time": 1.0} and phases == ["generation", "generation"]  # at 21
