@@ -189,7 +189,7 @@ class Tokenizer:
         return self._encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Ids -> text without special tokens: for graders and people, never to be encoded again (slime#117)."""
+        """Ids -> text without special tokens: for graders and people, never to be encoded again (THUDM/slime#117)."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def _encode(self, text: str) -> list[int]:
