@@ -39,6 +39,7 @@ class Dataset:
     num_rows: int = 0
     num_read: int = 0
     left_out: str = ""
+    env_names: tuple[str, ...] = ()  # of its rows, in the order of their first
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,8 @@ def load_dataset(
         raise DataError(f"{source.name}: this rank finds other rows there than rank 0: give all machines the same data")
     for env_name in env_names:
         check(env_name, [])
-    whole = replace(scanned, problems=Problems(maker, scanned.problems, cfg.repeat))
+    problems = Problems(maker, scanned.problems, cfg.repeat)
+    whole = replace(scanned, problems=problems, env_names=tuple(env_names))
     return _split(whole, cfg) if cfg.split_validation_size else (whole, None)
 
 

@@ -21,6 +21,7 @@ from model import Decoder, Reference, load_policy, uses_flash_attention
 from optim import build_optimizer
 from rollout import Sampler, StepSamples
 from run import checkpoint
+from run.config_check import must_save_by_seconds
 from run.log import RunLog, Timers
 from run.loss_path import choose_loss_path
 from run.preflight import RunInputs, num_steps_of
@@ -83,7 +84,7 @@ def set_up(
     cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device, folder: Path, watchdog: Watchdog
 ) -> Run:
     """A run that is ready for its first step, or for the one after its checkpoint. A collective of all ranks."""
-    signals = Signals(cfg.checkpointing.must_save_by_seconds)
+    signals = Signals(must_save_by_seconds(cfg.checkpointing))
     model, engine, sampler = build(cfg, inputs, ranks, device)
     GraderPool.stop = signals.pending
     engine.should_stop = lambda: ranks.any_rank_of_engine(signals.pending())

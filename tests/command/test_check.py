@@ -89,8 +89,8 @@ def test_good_config_is_summed_up(work):
     assert (code, err) == (0, "")
     assert out.splitlines() == [
         f"model      {STARTER} (vocabulary 262)",
-        "train      train.jsonl: 10 prompts",
-        "validation held.jsonl: 3 prompts",
+        "train      train.jsonl (exact): 10 prompts",
+        "validation held.jsonl (exact): 3 prompts",
         "steps      2 of 4 prompts x 16 samples",
     ]
 
@@ -99,7 +99,7 @@ def test_some_prompts_too_long_are_counted(work):
     write_rows(work / "train.jsonl", [*range(10, 16), 10**30, 10**31])  # 8 ids with the template's 3; 37 and 38
     code, out, err = check(work, "--check", "run.yaml")
     assert (code, err) == (0, "")
-    assert "train      train.jsonl: 6 prompts, 2 left out: over 24 tokens\n" in out
+    assert "train      train.jsonl (exact): 6 prompts, 2 left out: over 24 tokens\n" in out
     assert "steps      1 of 4 prompts x 16 samples\n" in out
 
 

@@ -395,11 +395,7 @@ def test_nothing_is_read_back_from_the_device():
 
 
 @pytest.mark.parametrize(
-    "options, missing",
-    [
-        ({"entropy_coef": 0.1}, "entropy_T"),
-        ({"positive_example_nll_weight": 0.1}, "positive"),
-    ],
+    "options, missing", [({"entropy_coef": 0.1}, "entropy_T"), ({"positive_example_nll_weight": 0.1}, "positive")]
 )
 def test_what_cannot_be_computed_is_refused(options, missing):
     with pytest.raises(AssertionError, match=missing):
