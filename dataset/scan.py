@@ -39,7 +39,7 @@ class Dataset:
     num_rows: int = 0
     num_read: int = 0
     left_out: str = ""
-    env_names: tuple[str, ...] = ()  # of its rows, in the order of their first
+    env_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +86,12 @@ def load_dataset(
     cfg = with_preset(cfg)
     source = open_source(cfg)
     maker = ProblemMaker(cfg, tokenizer, tasks, source)
-    scanned, env_names, checksum = on_rank0(lambda: _scan(maker, max_rows, max_prompt_tokens, check))
+    scanned, checksum = on_rank0(lambda: _scan(maker, max_rows, max_prompt_tokens, check))
     if checksum != source.checksum:
         raise DataError(f"{source.name}: this rank finds other rows there than rank 0: give all machines the same data")
-    for env_name in env_names:
+    for env_name in scanned.env_names:
         check(env_name, [])
-    problems = Problems(maker, scanned.problems, cfg.repeat)
-    whole = replace(scanned, problems=problems, env_names=tuple(env_names))
+    whole = replace(scanned, problems=Problems(maker, scanned.problems, cfg.repeat))
     return _split(whole, cfg) if cfg.split_validation_size else (whole, None)
 
 
@@ -122,11 +121,8 @@ def _pick(numbers: Sequence[int], max_rows: int | None, seed: int) -> Sequence[i
     return [*numbers[:first], *(numbers[first + i] for i in np.sort(rest).tolist())]
 
 
-def _scan(
-    maker: ProblemMaker, max_rows: int | None, max_prompt_tokens: int, check: Check
-) -> tuple[Dataset, list[str], int]:
-    """Makes and checks problems: (the dataset, with numbers of rows for problems; names of the environments; checksum
-    of the source)."""
+def _scan(maker: ProblemMaker, max_rows: int | None, max_prompt_tokens: int, check: Check) -> tuple[Dataset, int]:
+    """Makes and checks problems: (the dataset, with numbers of rows for problems; checksum of the source)."""
     source, cfg = maker.source, maker.cfg
     picked = _pick(source.numbers, max_rows, cfg.seed)
     usable = array("q")
@@ -179,5 +175,5 @@ def _scan(
         raise DataError(f"{source.name}: no usable row: {left_out or 'it is empty'}")
     digest.update(str(cfg.repeat).encode())
     rows = np.setdiff1d(source.numbers, np.setdiff1d(picked, usable))  # without the unusable ones among the picked
-    dataset = Dataset(source.name, rows, digest.hexdigest(), cfg.set_name, len(source.numbers), len(picked), left_out)
-    return dataset, list(chunks), source.checksum
+    fingerprint, sizes = digest.hexdigest(), (len(source.numbers), len(picked))
+    return Dataset(source.name, rows, fingerprint, cfg.set_name, *sizes, left_out, tuple(chunks)), source.checksum

@@ -159,11 +159,9 @@ def metric(ckpt_cfg: CheckpointingConfig, state: dict, train: dict[str, float]) 
     return metrics[name]
 
 
-def load(
-    folder: Path, model, optimizer, ranks: Ranks, reference: dict[str, Tensor] | None = None, *, mode: str | None
-) -> dict:
-    """Restores the newest checkpoint of `folder` into model, fresh optimizer and `reference`, on any number of ranks;
-    the weights alone if `optimizer` is None; returns its `state` with `step` in it. A collective.
+def load(folder: Path, model, optimizer, ranks: Ranks, reference: dict[str, Tensor], *, mode: str | None) -> dict:
+    """Restores the newest checkpoint of `folder` into model, fresh optimizer and `reference` (as in `save`), on any
+    number of ranks; the weights alone if `optimizer` is None. Returns its `state` with `step` in it. A collective.
 
     mode "auto" takes the newest that is good and prints a warning for each that is not; with another mode the newest
     must be good. Raises ConfigError, on all ranks, that names the damaged file.

@@ -178,7 +178,7 @@ def check(cfg: Config, *, all_rows: bool = False) -> str:
         if dataset.num_read < dataset.num_rows:
             chosen = f"the first {MAX_ROWS // 2:,}, the others at random"
             size = f"{dataset.num_rows:,} rows, {dataset.num_read:,} checked ({chosen})"
-        numbers = ", ".join(filter(None, [size, dataset.left_out]))
+        numbers = ", ".join(filter(None, (size, dataset.left_out)))
         lines.append(f"{name:10} {dataset.path} ({', '.join(dataset.env_names)}): {numbers}")
     steps, samples = num_steps_of(cfg, inputs.train.num_problems), cfg.grpo.num_generations_per_prompt
     lines.append(f"steps      {steps:,} of {cfg.grpo.num_prompts_per_step} prompts x {samples} samples")

@@ -171,7 +171,7 @@ def restore(run: Run) -> None:
             raise config.ConfigError(f"{checkpoints} holds checkpoints of another run: choose another checkpoint_dir")
         return
     shards = run.reference.shards if run.reference else {}
-    counters = checkpoint.load(checkpoints, run.model, run.optimizer, run.ranks, reference=shards, mode=cfg.resume)
+    counters = checkpoint.load(checkpoints, run.model, run.optimizer, run.ranks, shards, mode=cfg.resume)
     run.state = state = RunState(**counters)
     run.saver.saved = state.step
     if cfg.allow_changes and state.fingerprints != train.fingerprints:

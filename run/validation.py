@@ -56,7 +56,7 @@ def evaluate(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device,
     scored = None
     if cfg.checkpointing.resume_from:
         checkpoints = checkpoint_folder(cfg.checkpointing, Path(cfg.checkpointing.resume_from))
-        step = checkpoint.load(checkpoints, model, None, ranks, mode=cfg.checkpointing.resume)["step"]
+        step = checkpoint.load(checkpoints, model, None, ranks, {}, mode=cfg.checkpointing.resume)["step"]
         scored = f"{checkpoints}, step {step}"
     sync_weights(model, engine, step)
     sets = {name: {"data_path": data.path, "fingerprint": data.fingerprint} for name, data in inputs.validation.items()}
