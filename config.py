@@ -1,14 +1,17 @@
 """Every key of a run's configuration: type, default, bounds, and below it the meaning that --help and errors show.
 
 A key that NeMo RL has too carries its name, and its default in `grpo_math_1B.yaml` unless the meaning says otherwise.
-Everywhere here a step is one rollout and the optimizer steps on its samples, and null is None. run/config_file.py reads
-configs, run/config_check.py refuses those that cannot run. No torch, no vllm: `grpo.py --check` starts at once.
+null is None. run/config_file.py reads configs, run/config_check.py refuses those that cannot run. No torch, no vllm:
+`grpo.py --check` starts at once.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+MAX_LOG_RATIO = 20.0  # |logp - old logp| is clamped to this: beyond, the ratio has no gradient; exp never overflows
+ImportanceSampling = Literal["tis", "icepop", "seq-mask-tis", "sequence", "sequence-truncate", "sequence-mask"]
 
 
 class ConfigError(Exception):
@@ -82,8 +85,7 @@ class GRPOConfig:
     use_leave_one_out_baseline: bool = True
     """grpo and gdpo subtract the mean reward of the group's other samples. If false, they subtract the group's mean."""
     reward_std: Literal["baseline", "group", "batch"] = "baseline"
-    """baseline is the standard deviation of the rewards that make the baseline, with NeMo RL's rule where it is 0.
-    group and batch are that of the whole group or batch, plus 1e-4, as TRL's scale_rewards."""
+    """The deviation is of the baseline's rewards (NeMo RL), or of the whole group's or batch's, plus 1e-4 (TRL)."""
     adv_estimator: AdvEstimatorConfig = AdvEstimatorConfig()
     advantage_clip_low: float | None = None
     """Advantages below this are raised to it; null means no limit."""
@@ -140,9 +142,6 @@ class GRPOConfig:
         return int(self.num_prompts_per_step * self.batch_multiplier)
 
 
-MAX_LOG_RATIO = 20.0  # |logp - old logp| is clamped to this: beyond, the ratio has no gradient; exp never overflows
-
-
 @dataclass(frozen=True, slots=True)
 class LossConfig:
     ratio_clip_min: float = key(0.2, ">= 0, <= 1")
@@ -179,9 +178,7 @@ class LossConfig:
     """The KL lowers the reward instead of raising the loss; it needs reinforce_plus_plus."""
     use_importance_sampling_correction: bool = False
     """The loss of a token is weighted by its trainer / sampler probability."""
-    truncated_importance_sampling_type: (
-        Literal["tis", "icepop", "seq-mask-tis", "sequence", "sequence-truncate", "sequence-mask"] | None
-    ) = None
+    truncated_importance_sampling_type: ImportanceSampling | None = None
     """tis clamps the weights to the bounds, icepop zeroes those outside, and seq-mask-tis zeroes sequences whose
     geometric mean is outside. sequence multiplies the weights of a sequence into one; sequence-truncate and
     sequence-mask then bound it as tis and icepop do. null weights tokens without bounds."""
@@ -261,9 +258,8 @@ class GenerationConfig:
     temperature: float = key(1.0, "> 0")
     """Sampler and trainer both divide the logits by this."""
     max_new_tokens: int = key(256, ">= 1")
-    """A response has at most this many tokens; a longer one is cut and counted. Prompts longer than
-    max_total_sequence_length - max_new_tokens are dropped. If the two keys are equal, as in NeMo RL's configs, a
-    response may use whatever its prompt leaves."""
+    """A response has at most this many tokens. Prompts longer than max_total_sequence_length - max_new_tokens are
+    dropped, but if the two keys are equal, as in NeMo RL's configs, a response may use whatever its prompt leaves."""
     stop_token_ids: tuple[int, ...] | None = key(None, ">= 0")
     """These token ids end a response; null means the model's own."""
     vllm_cfg: VllmConfig = VllmConfig()
@@ -308,11 +304,10 @@ class DatasetConfig:
     name: str | None = None
     """Metrics and errors call the dataset this; null means the stem of the file or dataset_name."""
     data_path: str | None = None
-    """The rows are this jsonl, json or parquet file (from the working directory) or this hub dataset, org/name."""
+    """The rows are this jsonl, json or parquet file or hub dataset (org/name); null means the known dataset's place."""
     dataset_name: str | None = None
     """gsm8k, MATH-500, OpenMathInstruct-2, DeepScaler, AIME2024, AIME2025, AIME2026, DAPOMath17K and DAPOMathAIME2024
-    are known: this program knows their place and fields, and data_path may name another place. module:function is a
-    function of yours, which gets this section and returns a sequence of rows. null reads data_path."""
+    are known. module:function of yours gets this section and returns a sequence of rows. null reads data_path."""
     subset: str | None = None
     """This configuration of a hub dataset is read; null means the known dataset's, or none."""
     split: str | None = None
@@ -321,11 +316,9 @@ class DatasetConfig:
     """This field of a row holds the problem, as text or chat messages; a.b is field b of field a. null means the known
     dataset's, or the first that a row has of messages, input, problem, question and prompt."""
     output_key: str | None = None
-    """This field of a row holds the expected answer; a.b is field b of field a. null means the known dataset's, or the
-    first that a row has of output, expected_answer, ground_truth and answer."""
+    """The expected answer is in this field; null means, likewise, output, expected_answer, ground_truth or answer."""
     prompt_file: str | None = None
-    """The problem, or the last user message of a chat, is put where this text file has {}; its {{ and }} mean braces.
-    null leaves the problem as it is."""
+    """The problem, or the last user message of a chat, replaces {} in this text file; {{ and }} there mean braces."""
     system_prompt_file: str | None = None
     """The text of this file becomes the system message of rows that have none; null adds none."""
     processor: str | None = None
@@ -449,21 +442,13 @@ class CheckpointingConfig:
     resume_from: str | None = None
     """The run continues from the newest checkpoint of this run folder; null means what `resume` says."""
     resume: Literal["auto", "must", "never"] | None = None
-    """auto continues resume_from, or else the newest run in logger.log_dir that has a whole checkpoint; it passes over
-    damaged checkpoints and starts a new run if none is left. must does the same, but fails if no run is left or its
-    newest checkpoint is damaged. never starts a new run. null means must if resume_from is set, else never."""
+    """auto goes on from the newest whole checkpoint of resume_from, or of the newest run in logger.log_dir, or else
+    starts a new run. must does the same, but fails if there is none or the newest is damaged. never starts a new run.
+    null means must if resume_from is set, else never."""
     allow_changes: bool = False
     """A resumed run may change the model's name, seed, template or data; changed data start from their first row."""
     checkpoint_must_save_by: str | None = None
     """The run saves and ends with exit code 75 at this time after its start, DD:HH:MM:SS; null sets no time."""
-
-    @property
-    def must_save_by_seconds(self) -> float | None:
-        """checkpoint_must_save_by in seconds."""
-        if self.checkpoint_must_save_by is None:
-            return None
-        days, hours, minutes, seconds = map(int, self.checkpoint_must_save_by.split(":"))
-        return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
 
 
 @dataclass(frozen=True, slots=True)

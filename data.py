@@ -77,6 +77,14 @@ class Sample:
         return len(self.prompt_ids) + len(self.output_ids)
 
 
+def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Samples by their prompt, in the order in which prompts first appear."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt, []).append(sample)
+    return list(groups.values())
+
+
 @dataclass(slots=True)
 class Pack:
     """Whole sequences back to back, without padding. Inputs are ids[:-1] of each sequence, targets ids[1:].

@@ -1,24 +1,25 @@
 """The vLLM engine inside the trainer's process: generate, sleep and wake, weight sync, and the checks that it is fresh.
 
-The only file that imports vllm. There is one engine per rank, or one per group of `tensor_parallel_size` consecutive
-ranks ("external_launcher": every rank of a group calls `generate` with the same prompts and gets the same samples).
-The engine never reads weights from disk. It starts with dummy ones and gets the trainer's by `sync`, which is therefore
-the only path that weights can take.
+The only file that imports vllm. Each rank has an engine, or each group of `tensor_parallel_size` consecutive ranks
+shares one: they all call `generate` with the same prompts and get the same samples ("external_launcher"). The engine
+starts with dummy weights and never reads any from disk: `sync` is the only path that weights can take.
 """
 
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from config import GenerationConfig
-from data import Sample, pack_samples
+from config import Config
+from data import Sample
+from hf.model_config import read_model_config
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from model import Decoder
@@ -47,6 +48,7 @@ from vllm.sampling_params import RequestOutputKind
 STEPS_BETWEEN_STOPS = 16  # decode steps; with several ranks to an engine each look is a collective of theirs
 NUM_CANARY_PROMPT_TOKENS = 160  # more than a block of the prefix cache: vLLM's have 16 tokens, on CPU 128
 NUM_CANARY_NEW_TOKENS = 32
+Weights = Iterable[tuple[str, torch.Tensor]]  # HF name, whole tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,69 +84,58 @@ class Engine:
 
     should_stop: Callable[[], bool] = staticmethod(lambda: False)
 
-    def __init__(
-        self,
-        folder: str,
-        tokenizer: Tokenizer,
-        cfg: GenerationConfig,
-        *,
-        dtype: str,
-        tied_head: bool,
-        max_total_tokens: int,
-        seed: int,
-    ):
+    def __init__(self, folder: Path, tokenizer: Tokenizer, cfg: Config):
+        vllm_cfg = cfg.policy.generation.vllm_cfg
+        dtype = vllm_cfg.precision or cfg.policy.precision
         self.cuda = torch.cuda.is_available()
         self.vocab_size = tokenizer.vocab_size
-        self.stop_token_ids = cfg.stop_token_ids or tokenizer.eos_token_ids
-        self.max_total_tokens = max_total_tokens
-        self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+        self.stop_token_ids = cfg.policy.generation.stop_token_ids or tokenizer.eos_token_ids
+        self.max_total_tokens = cfg.policy.max_total_sequence_length
+        self.dtype = getattr(torch, dtype)
         self.weight_version = -1
         # Ids beyond the tokenizer (padded vocabulary) do not exist in the engine: its vocabulary is the tokenizer's.
         overrides: dict = {"vocab_size": self.vocab_size}
-        self.send_head_copy = tied_head and not self.cuda
+        hardware: dict = {"enable_sleep_mode": True}
+        self.send_head_copy = read_model_config(folder).tie_word_embeddings and not self.cuda
         if not self.cuda:
             # vLLM's CPU layers compute from packed copies, and a reload does not refresh the copy of a *tied* head: the
             # logits would stay stale. Untied, the head is a layer like the others; `sync` sends it the embedding.
             overrides["tie_word_embeddings"] = False
-            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.vllm_cfg.kvcache_gib)
-        # A prompt cut into chunks makes vLLM rewind the request's generator, which CPU generators cannot do.
-        whole_prompts = dict(enable_chunked_prefill=False, max_num_batched_tokens=max(8192, max_total_tokens))
-        hardware = dict(enable_sleep_mode=True) if self.cuda else dict(enforce_eager=True, **whole_prompts)
+            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(vllm_cfg.kvcache_gib)
+            # A prompt cut into chunks makes vLLM rewind the request's generator, which CPU generators cannot do.
+            hardware = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, self.max_total_tokens)}
         self.llm = LLM(
-            model=folder,
+            model=str(folder),
             skip_tokenizer_init=True,  # token-in, token-out
             load_format="dummy",
             generation_config="vllm",  # or it would add the folder's end tokens and sampling defaults to ours
             hf_overrides=overrides,
             dtype=dtype,
-            max_model_len=max_total_tokens,
-            tensor_parallel_size=cfg.vllm_cfg.tensor_parallel_size,
+            max_model_len=self.max_total_tokens,
+            tensor_parallel_size=vllm_cfg.tensor_parallel_size,
             distributed_executor_backend="external_launcher",
-            gpu_memory_utilization=cfg.vllm_cfg.gpu_memory_utilization,
+            gpu_memory_utilization=vllm_cfg.gpu_memory_utilization,
+            enforce_eager=vllm_cfg.enforce_eager or not self.cuda,
             logprobs_mode="processed_logprobs",  # after temperature: the distribution that was sampled from
-            seed=seed,  # ranks of a tensor-parallel group must agree (vllm-project/vllm#15895)
+            seed=cfg.grpo.seed,  # ranks of a tensor-parallel group must agree (vllm-project/vllm#15895)
             disable_log_stats=True,
-            **({"enforce_eager": cfg.vllm_cfg.enforce_eager} | hardware),
+            **hardware,
         )
         self.param_names = self.llm.apply_model(_checkpoint_names)[0]
         self.shapes: dict[str, list[int]] = {}  # of the first sync, which vLLM itself compares with its own
 
     def generate(
-        self,
-        prompts: Sequence[list[int]],
-        seeds: Sequence[int],
-        options: SamplingOptions,
-        *,
-        interruptible: bool = True,
+        self, prompts: Sequence[list[int]], seeds: Sequence[int], options: SamplingOptions, *, may_stop: bool = True
     ) -> list[Completion]:
         """Samples one completion per prompt; every rank of an engine must call it alike.
 
         On CPU a completion depends on (weights, prompt, seed, options) only, not on what else is in the batch; CUDA
-        kernels round differently in other batches. Raises Interrupted when told to stop meanwhile, if `interruptible`.
+        kernels round differently in other batches. Raises Interrupted when told to stop meanwhile, if it `may_stop`.
         """
         assert self.weight_version >= 0, "generate() before the first sync(): the engine holds dummy weights"
         engine, finished = self.llm.llm_engine, {}
-        for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+        request_ids = [str(number) for number in range(len(prompts))]
+        for request_id, prompt, seed in zip(request_ids, prompts, seeds, strict=True):
             params = SamplingParams(
                 temperature=options.temperature,
                 top_p=options.top_p,
@@ -156,17 +147,17 @@ class Engine:
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 seed=seed if options.temperature > 0 else None,
             )
-            engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+            engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
         for steps in count(1):
             if not engine.has_unfinished_requests():
-                return [_completion(finished[str(number)]) for number in range(len(prompts))]
-            if interruptible and steps % STEPS_BETWEEN_STOPS == 0 and self.should_stop():
-                engine.abort_request([str(number) for number in range(len(prompts)) if str(number) not in finished])
+                return [_completion(finished[request_id]) for request_id in request_ids]
+            if may_stop and steps % STEPS_BETWEEN_STOPS == 0 and self.should_stop():
+                engine.abort_request([request_id for request_id in request_ids if request_id not in finished])
                 raise Interrupted
             finished |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
 
-    def sync(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Streams full tensors by HF name into the engine, in place, and forgets everything computed with the old ones.
+    def sync(self, weights: Weights, version: int) -> None:
+        """Streams the weights into the engine, in place, and forgets everything computed with the old ones.
 
         Raises StopRun when the names sent are not exactly the engine's parameters: vLLM itself would only warn.
         """
@@ -179,9 +170,7 @@ class Engine:
             raise StopRun("weight sync: vLLM did not drop its prefix cache, whose keys are of the old weights")
         self.weight_version = version
 
-    def _engine_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], sent: set[str]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _engine_weights(self, weights: Weights, sent: set[str]) -> Weights:
         for name, tensor in weights:
             if name in ("model.embed_tokens.weight", "lm_head.weight"):
                 tensor = tensor[: self.vocab_size]
@@ -219,8 +208,7 @@ def _checkpoint_names(model: torch.nn.Module) -> set[str]:
     names = set()
     for name, _ in model.named_parameters():
         fused = next((part for part in name.split(".") if part in model.packed_modules_mapping), None)
-        parts = model.packed_modules_mapping[fused] if fused else [None]
-        names |= {name.replace(fused, part) if fused else name for part in parts}
+        names |= {name.replace(fused, part) for part in model.packed_modules_mapping[fused]} if fused else {name}
     return names
 
 
@@ -237,36 +225,29 @@ def sync_weights(model: Decoder, engine: Engine, version: int) -> None:
 
 def check_versions(samples: Sequence[Sample], version: int) -> None:
     """StopRun where a sample was drawn from other weights than those of step `version`, which are to be trained."""
-    versions = {sample.weight_version for sample in samples}
-    if versions - {version}:
-        raise StopRun(
-            f"samples are of the weights of steps {sorted(versions)}, to train those of step {version}: no sync"
-        )
+    drawn_from = sorted({sample.weight_version for sample in samples})
+    if drawn_from != [version]:
+        raise StopRun(f"samples are of the weights of steps {drawn_from}, to train those of step {version}: no sync")
 
 
 def check_canary(model: Decoder, engine: Engine, limit: float | None, device: torch.device, when: str) -> float:
     """Mean |sampler - trainer| log-probability, in nats per token, on a fixed prompt that every engine continues.
 
-    Each step compares the log-probabilities of its own samples too, which costs nothing; but that comes after a whole
-    rollout and sees only what was sampled. This comes before the first one, and its prompt is longer than a block of
-    the prefix cache: it finds weights, a cache or a compute path that stayed old, whatever the data are. One forward
-    without gradients; a collective of all ranks. Raises StopRun above `limit` (grpo.logp_gap_limit).
+    It finds weights, a cache or a compute path that stayed old before a whole rollout is drawn from them, and whatever
+    the data are: its prompt is longer than a block of the prefix cache. One forward without gradients; a collective of
+    all ranks. Raises StopRun above `limit` (grpo.logp_gap_limit).
     """
     total = engine.max_total_tokens
     num_new = min(NUM_CANARY_NEW_TOKENS, max(1, total // 2))
     random = np.random.Generator(np.random.PCG64(0))
     prompt = random.integers(0, engine.vocab_size, min(NUM_CANARY_PROMPT_TOKENS, total - num_new)).tolist()
-    options = SamplingOptions(model.temperature, num_new)
-    (reply,) = engine.generate([prompt], [0], options, interruptible=False)
-    mask = np.ones(len(reply.ids), bool)
-    sample = Sample(0, 0, 0, prompt, reply.ids, reply.logps, mask, "length", engine.weight_version)
-    (pack,) = pack_samples([sample], [0.0], total)
-    token_T, position_T, pos_R, target_R = (
-        torch.from_numpy(x).to(device) for x in (pack.token_T, pack.position_T, pack.pos_R, pack.target_R)
-    )
+    (reply,) = engine.generate([prompt], [0], SamplingOptions(model.temperature, num_new), may_stop=False)
+    ids = torch.tensor([*prompt, *reply.ids.tolist()], device=device)
+    position_T = torch.arange(len(ids) - 1, device=device)
+    cu_seqlens = np.array([0, len(position_T)])
     with torch.no_grad():
-        logp_R, _ = model(token_T, position_T, pack.cu_seqlens, pos_R, target_R)
-    gap_R = (logp_R.cpu().double() - torch.from_numpy(pack.sampler_logp_R)).abs()
+        logp_R, _ = model(ids[:-1], position_T, cu_seqlens, position_T[len(prompt) - 1 :], ids[len(prompt) :])
+    gap_R = (logp_R.cpu().double() - torch.from_numpy(reply.logps)).abs()
     sum_and_count = torch.tensor([gap_R.sum(), len(gap_R)], dtype=torch.float64)
     dist.all_reduce(sum_and_count)
     gap = float(sum_and_count[0] / sum_and_count[1])

@@ -15,7 +15,6 @@ N heads, K key/value heads, H head dim, C a chunk of R.
 import gc
 import os
 import sys
-from dataclasses import asdict
 from functools import partial
 
 from config import ConfigError
@@ -59,7 +58,7 @@ from run import setup
 from run.folder import open_run_folder, write_provenance
 from run.metrics import accumulate, reduce_over_ranks, sample_metrics
 from run.validation import validate
-from system.exits import Interrupted, describe_failure, exit_process, write_exit_file
+from system.exits import Interrupted, describe_failure, exit_process, report_exit
 from system.ranks import broadcast_from_rank0, on_rank0, start_process_group
 from system.watchdog import Watchdog
 
@@ -186,8 +185,8 @@ def main() -> int:
         inputs = preflight.read_inputs(cfg, on_rank0=on_rank0)
         run_folder = open_run_folder(cfg.logger.log_dir, cfg.checkpointing.resume_from, ranks)
         if ranks.rank == 0:
-            write_provenance(run_folder, ranks.world_size)
-        watchdog = Watchdog(ranks, run_folder, **asdict(cfg.watchdog))
+            write_provenance(run_folder, cfg, ranks.world_size)
+        watchdog = Watchdog(ranks, run_folder, cfg.watchdog)
         run = setup.set_up(cfg, inputs, ranks, device, run_folder, watchdog)
         sync_weights(run.model, run.engine, run.state.step)
         check_canary(run.model, run.engine, cfg.grpo.logp_gap_limit, device, "after the first sync")
@@ -203,8 +202,7 @@ def main() -> int:
         code, reason = describe_failure(error)
     if watchdog:
         watchdog.stop()
-    if write_exit_file(code, reason, run_folder):
-        print(reason, file=sys.stderr if code else sys.stdout, flush=True)
+    report_exit(code, reason, run_folder)
     return code
 
 

@@ -9,19 +9,17 @@ metric of several packs becomes one number is said by its form:
     (sum, count) pair          add the sums, add the counts, divide once at the end
     name ends in _min, _max    minimum, maximum (+inf, -inf where a pack has no valid token)
     any other scalar           add (`loss` is divided by the count of the whole step already)
-`derived_metrics` then makes what is not a mean. Nothing in this file waits for the GPU. docs/details.md says which
-paper or system each choice is from, and what the others do.
+Nothing in this file waits for the GPU. docs/details.md says which paper or system each choice is from, and what the
+others do.
 """
 
 import math
-import re
 
 import torch
 from torch import Tensor
 
 from advantages import group_advantages as group_advantages  # public surface: loss.group_advantages
 from config import MAX_LOG_RATIO, LossConfig
-from run.config_check import loss_problems
 
 Metrics = dict[str, Tensor | tuple[Tensor, Tensor]]
 
@@ -62,8 +60,6 @@ def policy_loss(
     (`num_nonfinite_sampler_logp`): the caller's counts are without it. Tokens that an importance weight sets to 0 stay
     in the counts.
     """
-    problems = list(loss_problems(cfg))
-    assert not problems, problems
     old_logp_T = logp_T.detach() if old_logp_T is None else old_logp_T
     t = _Tokens(logp_T, old_logp_T, sampler_logp_T, adv_T, mask_T, seq_T, cfg)
     weight_R = _aggregation_weights(t.seqs, num_valid_tokens, num_valid_seqs, cfg)
@@ -117,11 +113,9 @@ class _Sequences:
     """Which tokens make a sequence. `valid_R` (bool): tokens that count."""
 
     def __init__(self, seq_R: Tensor, valid_R: Tensor, dtype: torch.dtype):
-        # Numbers the sequences 0, 1, ... in the order of seq_R. `unique` does the same, but CUDA would have to wait for
-        # the length of its result.
-        sorted_R, order_R = seq_R.sort()
-        self.index_R = torch.zeros_like(order_R)
-        self.index_R[order_R[1:]] = (sorted_R[1:] != sorted_R[:-1]).cumsum(0)
+        # A number for each sequence, below R: its first place among the sorted tokens. `unique` would number them too,
+        # but CUDA would have to wait for the length of its result.
+        self.index_R = torch.searchsorted(seq_R.sort().values, seq_R.contiguous())
         self.valid_R = valid_R
         self.length_R = self.sum_for_each_token(valid_R.to(dtype)).clamp(min=1)  # valid tokens of the token's sequence
         self.count = self.sum_over_sequences(torch.ones_like(self.length_R)).round()  # sequences with a valid token
@@ -311,21 +305,6 @@ def _weight_metrics(t: _Tokens, weight_R: Tensor, outside_R: Tensor | None, cfg:
         metrics["is_oob_ratio"] = mean(outside_R, kind == "seq-mask-tis" or kind in BY_SEQUENCE)
         if kind in ("icepop", "seq-mask-tis", "sequence-mask"):
             metrics["kept_fraction/importance_sampling"] = mean(~outside_R, False)
-    return metrics
-
-
-def derived_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """Reduced metrics -> the same with what is no mean, and NeMo RL's names where the reduction needs another ending.
-
-    effective_sample_size of the sampler weights (Kish 1965): (sum w)^2 / (n sum w^2), from 1/n (one weight is
-    everything) to 1 (all equal), over n tokens, or sequences where weights are theirs. It takes the place of
-    importance_weight_square, of which it is made.
-    """
-    pattern = r"(seq_mult_prob_error(?:_after_mask)?)(?:_(min|max))?"
-    metrics = {re.sub(pattern, lambda m: f"{m[2] or 'mean'}_{m[1]}", name): x for name, x in metrics.items()}
-    if "importance_weight_square" in metrics:
-        mean, square = metrics["importance_weight_mean"], metrics.pop("importance_weight_square")
-        metrics["effective_sample_size"] = mean**2 / square if square else math.nan
     return metrics
 
 

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from config import GRPOConfig
 from hf.model_config import ModelConfig, read_model_config
 from hf.weights import load_weights, sharded_parameters
-from kernels import TWO_PASSES, KernelBackend, LossPath, linear_logp
+from kernels import KernelBackend, LossPath, linear_logp
 
 # For fewer key than query heads, varlen_attn of torch >= 2.12 wants a flag that 2.11 neither has nor needs.
 VARLEN_GQA = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
@@ -184,7 +184,7 @@ class Decoder(nn.Module):
         self.temperature = 1.0
         self.vocab_limit: int | None = None
         self.backend: KernelBackend | None = None  # None: Triton on CUDA, PyTorch elsewhere
-        self.loss_path: LossPath = TWO_PASSES
+        self.loss_path = LossPath()
 
     def forward(
         self,

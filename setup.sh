@@ -41,7 +41,7 @@ pip_install() {  # full output to the log, a line now and then to the screen; no
 }
 
 install() {
-    local was need free torch python
+    local was need=5 free torch python  # need: GB, downloads included; CPU measured, CUDA estimated
     read -r was _ <"$venv.stamp" || was=
     if [[ -d $venv && -n $(ls -A "$venv") ]]; then  # not ours, or the other device's and in use: keep it
         [[ -n $was ]] || die "$venv is there and not made by setup.sh. Move it away, choose another place" \
@@ -52,7 +52,7 @@ install() {
     python=$(find_python)
     echo "$GRPO_DEVICE unfinished" >"$venv.stamp"
     rm -rf "$venv"
-    [[ $GRPO_DEVICE == cpu ]] && need=5 || need=16  # GB, downloads included; CPU measured, CUDA estimated
+    [[ $GRPO_DEVICE == cpu ]] || need=16
     free=$(($(df -Pk "$(dirname "$venv")" | awk 'NR == 2 {print $4}') / 1000000))
     ((free >= need)) || die "needs $need GB of disk for $venv, has $free. Free some, or set GRPO_VENV=dir"
     say "installing the packages of $lock with $python into $venv (once, some minutes)"

@@ -31,8 +31,7 @@ done
 set -- "${args[@]}"
 if [[ $# -gt 0 && $1 != *=* ]]; then
     config=$1; shift
-    # called from another folder
-    [[ -f $config && ! . -ef "$(dirname "$0")" ]] && config=$(realpath "$config")
+    [[ -f $config && ! . -ef "$(dirname "$0")" ]] && config=$(realpath "$config")  # called from another folder
 fi
 
 # shellcheck source=setup.sh
@@ -80,13 +79,12 @@ done
 read -r code reason < <("$PYTHON" -c '
 import json, pathlib, sys
 path, status = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-end = {"code": 1 if status else 0, "reason": "no rank left a reason; the end of the output above may tell"}
+end = {"code": int(status > 0), "reason": "no rank left a reason; the end of the output above may tell"}
 if path.exists():
     end = json.loads(path.read_text())
-if status and end["code"] == 0:
+if status and not end["code"]:
     end = {"code": 1, "reason": "all was done, but then the processes did not end well"}
-rank = end.get("rank")
-print(end["code"], *end["reason"].split(), "" if rank is None else f"(rank {rank})")
+print(end["code"], *end["reason"].split(), "(rank %s)" % end["rank"] if "rank" in end else "")
 ' "$GRPO_EXIT_FILE" "$status")
 ((code == 0)) || echo "train.sh: exit code $code: $reason" >&2
 exit "$code"

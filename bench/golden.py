@@ -130,9 +130,9 @@ def replayer(completion_class: type, recording: Path, policy: list) -> type:
     class Replayer:
         weight_version = -1
 
-        def __init__(self, folder, tokenizer, cfg, *, dtype, max_total_tokens, **_):
-            self.vocab_size, self.max_total_tokens = tokenizer.vocab_size, max_total_tokens
-            self.dtype = getattr(torch, dtype)
+        def __init__(self, folder, tokenizer, cfg):
+            self.vocab_size, self.max_total_tokens = tokenizer.vocab_size, cfg.policy.max_total_sequence_length
+            self.dtype = getattr(torch, cfg.policy.generation.vllm_cfg.precision or cfg.policy.precision)
 
         def generate(self, prompts, seeds, options=None, *, temperature=None, **_):
             temperature = options.temperature if options else temperature

@@ -19,7 +19,7 @@ from torch import Tensor
 import model
 from bench.head import FUSED, LOGP, OURS, OURS_SMALL, call, exact_rows, facts, heads, make_inputs, oracle, ours
 from bench.train_step import QWEN, TINY, WAYS, compute_gradients, config_of, random_batch, random_policy, set_way
-from config import MAX_LOG_RATIO, LossConfig
+from config import LossConfig
 from hf.weights import sharded_parameters
 from kernels import KernelBackend, LossPath, linear_logp, linear_loss
 from loss import policy_loss
@@ -81,10 +81,9 @@ def check_every_term(shape: tuple[int, int, int], device: str, dtype: torch.dtyp
             name: t.to(torch.promote_types(wide, torch.float32)) for name, t in (rows | {"adv_T": x.adv_N}).items()
         }
         pack_loss = partial(policy_loss, **tensors, **pack, cfg=LossConfig(**EVERY_TERM))
-        path = LossPath(kind, "", MAX_LOG_RATIO, idle_moves=True, positive_moves=True)
         loss, _ = linear_loss(
             hidden_ND, weight_VD, x.target_N, temperature=1.3, num_grad_rows=num_rows * 3 // 4, pack_loss=pack_loss,
-            path=path, backend=KernelBackend(backend, 1024),
+            path=LossPath(kind), backend=KernelBackend(backend, 1024),
         )  # fmt: skip
         found[kind, wide] = [loss.detach(), *torch.autograd.grad(loss, (hidden_ND, weight_VD))]
     narrow = 3e-3 if dtype == torch.bfloat16 else 1e-5

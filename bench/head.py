@@ -37,7 +37,7 @@ import triton
 from torch import Tensor
 
 from bench import peers
-from config import MAX_LOG_RATIO, LossConfig
+from config import LossConfig
 from kernels import KernelBackend, LossPath, linear_logp, linear_loss
 from loss import policy_loss
 
@@ -111,7 +111,7 @@ def oracle(x: Inputs) -> dict[str, Tensor]:
 
 def ours(backend: KernelBackend, kind: str = "one pass") -> Callable:
     """`linear_loss` on the PPO-clip loss, one sequence for each advantage."""
-    path = LossPath(kind, "", MAX_LOG_RATIO, idle_moves=False, positive_moves=False)
+    path = LossPath(kind, idle_moves=False, positive_moves=False)
 
     def forward(x: Inputs):
         num_rows, seen = len(x.old_N), []

@@ -28,7 +28,7 @@ import data
 import grpo
 from batch import Minibatch, finish_minibatches, make_minibatches
 from bench.head import ROOT, facts
-from config import MAX_LOG_RATIO, Config
+from config import Config
 from hf.model_config import ModelConfig
 from hf.weights import sharded_parameters
 from kernels import LossPath, choose_backend, linear_logp
@@ -61,7 +61,7 @@ def config_of(way: str, *overrides: str) -> Config:
 def set_way(model: nn.Module, way: str, device: torch.device) -> None:
     """The fused kernel is for these options what it proves to be at start; here it need not prove it again."""
     model.backend = choose_backend(WAYS[way][0], device.type)
-    model.loss_path = LossPath(WAYS[way][1], "", MAX_LOG_RATIO, idle_moves=False, positive_moves=False)
+    model.loss_path = LossPath(WAYS[way][1], idle_moves=False, positive_moves=False)
 
 
 @torch.no_grad()
@@ -91,7 +91,7 @@ def random_batch(cfg: Config, vocab: int, num_samples: int, ranks: Ranks, device
         samples.append(data.Sample(i // 16, i % 16, 0, prompt.tolist(), response, logps, mask, **ends))
     adv_B = rng.standard_normal(num_samples).tolist()
     minibatches = make_minibatches(samples, adv_B, cfg, ranks, device)
-    finish_minibatches(minibatches, cfg, LossPath("one pass", "", MAX_LOG_RATIO, False, False))
+    finish_minibatches(minibatches, cfg, LossPath("one pass", idle_moves=False, positive_moves=False))
     return minibatches[0]
 
 

@@ -1,10 +1,8 @@
-"""Which problems come next: several training sets become one sequence of problems.
+"""Which problems come next: by size (all problems of the training sets in one shuffled order), by weight, some of each
+set in turn, or as a function of the user's decides.
 
-Owns the order: by size (all problems in one shuffled order), by weight, some of each set in turn, or as a function of
-the user's decides. What is drawn is a function of the config and of a cursor, a small dict of JSON values that
-checkpoints keep. So it is the same on every rank and on any number of them, and a resumed run goes on exactly.
-`shuffle`: within an epoch of a set (or of all sets, by size) every problem comes once, in the order that numpy's PCG64
-gives for (seed, epoch[, set]).
+What is drawn is a function of the config and of a cursor, a small dict of JSON values that checkpoints keep. So it is
+the same on any number of ranks, and a resumed run goes on exactly.
 
 A sampler of the user's, data.custom_dataloader, is called once per draw with keyword arguments:
     f(num_prompts, sizes, records, memory, position, seed) -> a list of `num_prompts` items. An item is the name of a
@@ -13,9 +11,9 @@ sizes: set -> number of problems. records: the metrics of the step before, {} at
 them). memory: a dict of its own, which it may change and which checkpoints keep. It must not depend on anything else.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -35,32 +33,22 @@ class Mixture:
     def __init__(self, datasets: Sequence[Dataset], cfg: Config):
         self.datasets = {dataset.name: dataset for dataset in datasets}
         assert len(self.datasets) == len(datasets), [dataset.name for dataset in datasets]
+        self.sizes = {name: len(dataset.problems) for name, dataset in self.datasets.items()}
+        self.num_problems = sum(self.sizes.values())  # so many prompts are an epoch, whatever the mix
+        self.fingerprints = {name: dataset.fingerprint for name, dataset in self.datasets.items()}
         self.seed = cfg.grpo.seed
-        self.shuffle = cfg.data.shuffle
-        self.turn = cfg.data.num_prompts_per_dataloader
+        self.order = partial(epoch_order, seed=cfg.grpo.seed, shuffle=cfg.data.shuffle)
+        self.turn = cfg.data.num_prompts_per_dataloader if cfg.data.use_multiple_dataloader else None
         weights = [section.weight for section in cfg.data.train]
         self.weights = [Fraction(weight) for weight in weights] if all(weights) else []
-        path, self.in_turn = cfg.data.custom_dataloader, cfg.data.use_multiple_dataloader
-        self.sampler: Callable[..., Any] | None = None
-        if self.in_turn and path:
-            self.sampler = import_attribute(path, "data.custom_dataloader")
-
-    @property
-    def num_problems(self) -> int:
-        """Problems of all sets: so many prompts are an epoch, whatever the mix."""
-        return sum(len(dataset.problems) for dataset in self.datasets.values())
-
-    @property
-    def fingerprints(self) -> dict[str, str]:
-        """Set -> fingerprint."""
-        return {name: dataset.fingerprint for name, dataset in self.datasets.items()}
+        path = cfg.data.custom_dataloader if cfg.data.use_multiple_dataloader else None
+        self.sampler = import_attribute(path, "data.custom_dataloader") if path else None
 
     def check_same(self, fingerprints: Mapping[str, str], resumed: str) -> None:
         """ConfigError where these are not the sets that the run `resumed` was trained on."""
-        now = self.fingerprints
-        for name in sorted({*now, *fingerprints}):
-            if now.get(name) != fingerprints.get(name):
-                path = self.datasets[name].path if name in now else "which this run does not have"
+        for name in sorted({*self.fingerprints, *fingerprints}):
+            if self.fingerprints.get(name) != fingerprints.get(name):
+                path = self.datasets[name].path if name in self.datasets else "which this run does not have"
                 raise ConfigError(
                     f"data.train: '{name}' ({path}) is not the data of the run {resumed}: its position in it would "
                     "mean other prompts; give the same data, or read these from their start with "
@@ -78,40 +66,35 @@ class Mixture:
     def draw(self, cursor: Cursor, count: int) -> tuple[list[Problem], Cursor]:
         """The next `count` problems, and the cursor behind them."""
         position, drawn = cursor["position"], dict(cursor["drawn"])
+        names = list(self.datasets)
         after = cursor | {"position": position + count, "drawn": drawn, "memory": dict(cursor["memory"])}
-        if not (self.in_turn or self.weights):
-            order = epoch_order(self.num_problems, position, count, seed=self.seed, shuffle=self.shuffle)
-            return [self._problem_of_all(index) for index in order], after
         if self.sampler:
             items = self._sample(after, count)
-        elif self.in_turn:
-            names = list(self.datasets)
+        elif self.turn:
             items = [(names[k // self.turn % len(names)], None) for k in range(position, position + count)]
+        elif self.weights:
+            items = ((furthest_behind(drawn, self.weights), None) for _ in range(count))  # one by one: `drawn` grows
         else:
-            items = [(name, None) for name in by_weight(drawn, self.weights, count)]
+            items = [self._place(k) for k in self.order(self.num_problems, position, count)]
         problems = []
         for name, index in items:
             if index is None:
-                index = self._next_index(name, drawn[name])
+                index = self.order(self.sizes[name], drawn[name], 1, stream=(names.index(name),))[0]
                 drawn[name] += 1
             problems.append(self.datasets[name].problems[index])
         return problems, after
 
-    def _problem_of_all(self, index: int) -> Problem:
-        for dataset in self.datasets.values():
-            if index < len(dataset.problems):
-                return dataset.problems[index]
-            index -= len(dataset.problems)
+    def _place(self, index: int) -> tuple[str, int]:
+        """(set, index in it) of a problem by its index among all sets."""
+        for name, size in self.sizes.items():
+            if index < size:
+                return name, index
+            index -= size
         raise AssertionError(index)
-
-    def _next_index(self, name: str, position: int) -> int:
-        stream = (list(self.datasets).index(name),)
-        size = len(self.datasets[name].problems)
-        return epoch_order(size, position, 1, seed=self.seed, shuffle=self.shuffle, stream=stream)[0]
 
     def _sample(self, after: Cursor, count: int) -> list[tuple[str, int | None]]:
         """What the user's sampler draws; it may change after["memory"]. ConfigError unless that is `count` problems."""
-        sizes = {name: len(dataset.problems) for name, dataset in self.datasets.items()}
+        sizes = dict(self.sizes)
         answer = self.sampler(
             num_prompts=count,
             sizes=sizes,
@@ -121,42 +104,32 @@ class Mixture:
             seed=self.seed,
         )
         items = [(item, None) if isinstance(item, str) else tuple(item) for item in answer]
-        wrong = [i for i in items if len(i) != 2 or i[0] not in sizes or not (i[1] is None or 0 <= i[1] < sizes[i[0]])]
-        if wrong:
-            raise ConfigError(f"data.custom_dataloader gave {wrong[0]!r}, which is no problem of {sizes}")
+        for item in items:
+            if len(item) != 2 or item[0] not in sizes or not (item[1] is None or 0 <= item[1] < sizes[item[0]]):
+                raise ConfigError(f"data.custom_dataloader gave {item!r}, which is no problem of {sizes}")
         if len(items) != count:
             raise ConfigError(f"data.custom_dataloader gave {len(items)} prompts instead of {count}")
         return items
 
 
-def by_weight(drawn: Mapping[str, int], weights: Sequence[Fraction], count: int) -> list[str]:
-    """Names of the next `count` prompts: each goes to the set that is furthest behind its share of all drawn so far.
+def furthest_behind(drawn: Mapping[str, int], weights: Sequence[Fraction]) -> str:
+    """The set that is furthest behind its share of all prompts up to the next one, of equals the first.
 
     No set is ever a prompt or more ahead of its share, and shares are exact whenever they are whole numbers. Example:
-    weights 3 and 1 give a a b a, again and again. The first of equals wins.
+    weights 3 and 1 give a a b a, again and again.
     """
-    counts, total = dict(drawn), sum(weights)
-    names = []
-    for k in range(sum(counts.values()) + 1, sum(counts.values()) + 1 + count):
-        behind = {name: weight * k / total - counts[name] for name, weight in zip(counts, weights, strict=True)}
-        names.append(max(behind, key=behind.__getitem__))
-        counts[names[-1]] += 1
-    return names
+    share = Fraction(sum(drawn.values()) + 1, sum(weights))  # prompts per weight
+    behind = {name: weight * share - drawn[name] for name, weight in zip(drawn, weights, strict=True)}
+    return max(behind, key=behind.__getitem__)
 
 
 def epoch_order(
     size: int, position: int, count: int, *, seed: int, shuffle: bool, stream: tuple[int, ...] = ()
 ) -> list[int]:
-    """`count` indices below `size` from global `position` on: epoch e is the permutation f(seed, e, stream), and epochs
-    follow one another.
-
-    A function of its arguments alone: the same on any number of ranks, and a saved `position` resumes exactly.
-    """
-    indices = []
-    for k in range(position, position + count):
-        epoch, offset = divmod(k, size)
-        indices.append(int(_permutation(size, seed, epoch, stream)[offset]) if shuffle else offset)
-    return indices
+    """`count` indices below `size` from global `position` on, one epoch after the other. An epoch has every index once,
+    in the order that numpy's PCG64 gives for (seed, epoch, *stream): the same on any number of ranks."""
+    places = (divmod(k, size) for k in range(position, position + count))
+    return [int(_permutation(size, seed, epoch, stream)[i]) if shuffle else i for epoch, i in places]
 
 
 @lru_cache(maxsize=8)

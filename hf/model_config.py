@@ -1,19 +1,21 @@
-"""What a model folder holds: the architecture by its config.json, and the safetensors files with its weights.
+"""What a model folder holds: the architecture by its config.json, and whole safetensors files with its weights.
 
 Owns which architectures are supported: it refuses a model for which `model.Decoder` would compute something else than
-its authors do. Checks that each weight file is complete. No torch, so that `grpo.py --check` answers in a second.
+its authors do. No torch, so that `grpo.py --check` answers in a second.
 """
 
-import json
 import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from config import ConfigError, DataError
 from hf.files import download, read_json
 
 # Fields of config.json that change the computation, each with the values that `Decoder` computes.
+UNSET = ("quantization_config", "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
 SUPPORTED_VALUES = {
     "model_type": ("llama", "qwen2", "qwen3"),
     "hidden_act": ("silu",),
@@ -25,11 +27,7 @@ SUPPORTED_VALUES = {
     "is_causal": (None, True),
     "attention_bias": (None, False, True),
     "tie_word_embeddings": (None, False, True),
-    "quantization_config": (None,),
-    "attention_multiplier": (None,),
-    "embedding_multiplier": (None,),
-    "residual_multiplier": (None,),
-    "logits_scaling": (None,),
+    **dict.fromkeys(UNSET, (None,)),
 }
 INTEGERS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 MORE_INTEGERS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings")
@@ -69,11 +67,8 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: dict, source: str = "config.json") -> "ModelConfig":
-        """Reads the dict of a config.json written by transformers 4 or 5; `source` names it in messages.
-
-        Raises ConfigError, naming the field and what is supported, if a field is missing, is not the number it should
-        be, or has a value under which the model's authors compute something that `Decoder` does not.
-        """
+        """Reads the dict of a config.json written by transformers 4 or 5; `source` names it in messages. ConfigError
+        names a field that is missing, is not the number it should be, or asks for what `Decoder` does not compute."""
         rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}  # transformers 5 or 4
         if not isinstance(rope, dict):
             raise ConfigError(f"{source}: rope_parameters or rope_scaling: expected a mapping, got {rope!r}")
@@ -83,16 +78,19 @@ class ModelConfig:
                 names = ", ".join("absent" if value is None else repr(value) for value in supported)
                 raise ConfigError(f"{source}: {field}={hf.get(field)!r} is not supported; supported: {names}")
         layer_types = hf.get("layer_types") or []
-        if not isinstance(layer_types, list):
-            raise ConfigError(f"{source}: layer_types: expected a list, got {layer_types!r}")
-        if any(kind != "full_attention" for kind in layer_types):
-            raise ConfigError(f"{source}: layer_types other than 'full_attention' are not supported")
+        if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+            raise ConfigError(f"{source}: layer_types: only a list of 'full_attention' is supported")
         llama3 = Llama3Rope.__dataclass_fields__ if hf["rope_type"] == "llama3" else ()
         missing = [field for field in (*INTEGERS, "rms_norm_eps", *llama3) if hf.get(field) is None]
         if missing:
             raise ConfigError(f"{source}: {', '.join(missing)} missing")
-        _check_numbers(hf, source)
-        is_qwen2, attention_bias = hf["model_type"] == "qwen2", bool(hf.get("attention_bias"))
+        for field in (*INTEGERS, *MORE_INTEGERS, *NUMBERS):
+            value = hf.get(field)
+            types, kind = (int | float, "number") if field in NUMBERS else (int, "whole number")
+            is_number = isinstance(value, types) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 < value < math.inf):
+                raise ConfigError(f"{source}: {field}={value!r} is not a {kind} above 0")
+        is_qwen2, has_bias = hf["model_type"] == "qwen2", bool(hf.get("attention_bias"))
         heads = hf["num_attention_heads"]
         kv_heads, head_dim = hf.get("num_key_value_heads") or heads, hf.get("head_dim") or hf["hidden_size"] // heads
         if heads % kv_heads:
@@ -107,30 +105,17 @@ class ModelConfig:
             rope_theta=hf.get("rope_theta") or 10_000.0,  # transformers' default for all three
             rope_scaling=Llama3Rope(**{field: hf[field] for field in llama3}) if llama3 else None,
             tie_word_embeddings=bool(hf.get("tie_word_embeddings")),
-            qkv_bias=is_qwen2 or attention_bias,  # Qwen2 always has them, and never a bias on o_proj
-            o_bias=attention_bias and not is_qwen2,
+            qkv_bias=is_qwen2 or has_bias,  # Qwen2 always has them, and never a bias on o_proj
+            o_bias=has_bias and not is_qwen2,
             qk_norm=hf["model_type"] == "qwen3",
             initializer_range=hf.get("initializer_range") or 0.02,
             max_position_embeddings=hf.get("max_position_embeddings"),
         )
 
 
-def _check_numbers(hf: dict, source: str) -> None:
-    """Raises ConfigError for a size or number that is not of its type, not finite or not above 0; bool is no number."""
-    for fields, types, kind in ((INTEGERS + MORE_INTEGERS, int, "whole number"), (NUMBERS, int | float, "number")):
-        for field in fields:
-            value = hf.get(field)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, types) or not 0 < value < math.inf:
-                raise ConfigError(f"{source}: {field}={value!r} is not a {kind} above 0")
-
-
 def weight_files(folder: Path) -> list[Path]:
-    """model.safetensors, or the files that its index names. ConfigError where one is missing or incomplete.
-
-    Which tensors they hold is not checked here: `model.load_weights` does that.
-    """
+    """model.safetensors, or the files that its index names. ConfigError where one is missing or incomplete. Which
+    tensors they hold, `load_weights` checks."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         files = [single]
@@ -144,39 +129,24 @@ def weight_files(folder: Path) -> list[Path]:
         why = "merge the adapter into its model" if adapter else "other formats are not read: they can run code"
         raise ConfigError(f"{folder}: no {single.name} nor {index.name} ({why})")
     for file in files:
-        problem = _safetensors_problem(file)
-        if problem:
-            raise ConfigError(f"{file}: not a readable safetensors file ({problem}); fetch it again")
+        open_weights(file)
     return files
 
 
 def stored_shape(folder: Path, name: str) -> list[int] | None:
     """Shape of a weight by the headers of the folder's `weight_files`; None where they do not have it."""
-    for file in weight_files(folder):
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        if name in header:
-            return header[name]["shape"]
+    for file in map(open_weights, weight_files(folder)):
+        if name in file.keys():
+            return file.get_slice(name).get_shape()
     return None
 
 
-def _safetensors_problem(path: Path) -> str | None:
-    """What is wrong with the file, or None. The format: 8 bytes little-endian length of the header, the header in JSON,
-    the tensors."""
+def open_weights(path: Path, framework: str = "numpy") -> safe_open:
+    """An open safetensors file. ConfigError where its header is malformed, or its size is not what that says."""
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            start = 8 + int.from_bytes(file.read(8), "little")
-            if not 8 < start <= size:
-                return f"its {size:,} bytes do not hold its header"
-            header = json.loads(file.read(start - 8))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        expected = start + max(ends, default=0)
-    except OSError as error:
-        return error.strerror
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-        return f"its header: {error!r}"
-    return None if size == expected else f"{size:,} bytes, by its header {expected:,}"
+        return safe_open(path, framework=framework)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path}: not a readable safetensors file ({error}); fetch it again") from error
 
 
 def resolve_model_folder(name: str, key: str = "policy.model_name") -> Path:

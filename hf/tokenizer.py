@@ -9,8 +9,9 @@ added tokens that look like `<|this|>`. Other added tokens (`<think>`) are words
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from hf.files import read_json, read_text
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LOOKS_SPECIAL = re.compile("<[|\uff5c].*[|\uff5c]>")  # DeepSeek's turn marks are not flagged special
+# `{% generation %}` marks the assistant's words; those trained on here are the sampled ones. It is a scope of its own.
+GENERATION_TAG = re.compile(r"({%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%})")
 PRIVATE_USE = range(0xF0000, 0x10FFFE)
 Dicts = Sequence[dict]  # messages, or tools
 ESCAPE = "\u200b"  # a space of no width: inside a control token, it makes ordinary text of it
@@ -43,8 +46,8 @@ class Tokenizer:
 
     template: "default" for the model's own (none where it has none), None for none, a file's name, or the text.
     template_kwargs: what templates may ask for by name (`enable_thinking`, `date_string`). `vocab_size` is one past the
-    largest id the tokenizer knows. A checkpoint's vocabulary may be padded beyond it: engine and trainer both ban those
-    ids, because they cannot be decoded (vllm-project/vllm#13175).
+    largest id the tokenizer knows; engine and trainer both ban the ids of a padded vocabulary beyond it, because they
+    cannot be decoded (vllm-project/vllm#13175).
     """
 
     def __init__(self, folder: Path, template: str | None = "default", template_kwargs: dict[str, Any] | None = None):
@@ -59,21 +62,29 @@ class Tokenizer:
             raise DataError(f"{folder / 'tokenizer.json'}: its vocabulary is empty")
         self.settings_file = folder / "tokenizer_config.json"
         self.settings = read_json(self.settings_file) if self.settings_file.is_file() else {}
-        special = {name: text for name in SPECIAL if (text := self._special(name))}
-        self.names = special | dict(template_kwargs or {})
-        reserved = {"messages", "tools", "documents", "add_generation_prompt"} & self.names.keys()
+        self.names: dict[str, Any] = {"documents": None}
+        for name in SPECIAL:
+            value = self.settings.get(name) or ""
+            text = value.get("content") if isinstance(value, dict) else value
+            if not isinstance(text, str):
+                raise DataError(f"{self.settings_file}: {name}: expected text or {{content: text}}, got {value!r}")
+            if text:
+                self.names[name] = text
+        eos_token = self.names.get("eos_token", "")
+        reserved = {"messages", "tools", "documents", "add_generation_prompt"} & (template_kwargs or {}).keys()
         if reserved:
             raise DataError(f"policy.tokenizer.chat_template_kwargs: {min(reserved)} is not yours to set")
+        self.names |= template_kwargs or {}
         self.now = datetime.now()  # one date for all that this process renders, also past midnight
         self.templates = {name: self._compile(text, folder) for name, text in self._texts(folder, template).items()}
-        self.eos_token_ids = self._eos_token_ids(folder, special.get("eos_token"))
+        self.eos_token_ids = self._eos_token_ids(folder, eos_token)
         self._find_control_tokens()
 
     def _texts(self, folder: Path, template: str | None) -> dict[str, str]:
         """Name -> template, of which one is "default"; {} for none."""
+        if template is None or "{" in template:
+            return {} if template is None else {"default": template}
         if template != "default":
-            if template is None or "{" in template:
-                return {} if template is None else {"default": template}
             if not Path(template).is_file():
                 raise DataError(
                     f"policy.tokenizer.chat_template={template!r}: no such file, and no template either; default = the "
@@ -81,53 +92,42 @@ class Tokenizer:
                 )
             return {"default": read_text(template)}
         file = folder / "chat_template.jinja"
-        text = read_text(file) if file.is_file() else self.settings.get("chat_template")
-        if isinstance(text, list):  # HF's named templates: [{"name": "default", "template": ...}, ...]
-            if not all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in text):
-                raise DataError(f"{self.settings_file}: chat_template: a list must be of {{name, template}}")
-            texts = {entry["name"]: entry["template"] for entry in text if entry["name"] in ("default", "tool_use")}
-            texts = texts if "default" in texts else {}
-        else:
-            texts = {} if text is None else {"default": text}
+        entries = read_text(file) if file.is_file() else self.settings.get("chat_template")
+        if not isinstance(entries, list):  # else HF's named templates: [{"name": "default", "template": ...}, ...]
+            entries = [] if entries is None else [{"name": "default", "template": entries}]
+        if not all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in entries):
+            raise DataError(f"{self.settings_file}: chat_template: a list must be of {{name, template}}")
+        texts = {entry["name"]: entry["template"] for entry in entries if entry["name"] in ("default", "tool_use")}
         for text in texts.values():
             if not isinstance(text, str):
                 raise DataError(f"{self.settings_file}: chat_template: expected text, got {type(text).__name__}")
-        return texts
+        return texts if "default" in texts else {}
 
     def _compile(self, text: str, folder: Path) -> jinja2.Template:
         """With all that transformers gives to templates, so that models' own run as they are."""
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
         )
-        environment.filters["tojson"] = _to_json
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # unlike jinja2's, leaves < > & as is
         environment.globals["raise_exception"] = _raise_template_error
         environment.globals["strftime_now"] = self.now.strftime
         try:
-            return environment.from_string(text)
+            return environment.from_string(GENERATION_TAG.sub(r"\1with", text))
         except Exception as error:  # jinja2 compiles it to Python, which has errors of its own
             raise DataError(f"{folder}: the chat template does not parse ({error})") from error
 
-    def _eos_token_ids(self, folder: Path, token: str | None) -> list[int]:
-        ids: list[int] = []
-        for name in ("generation_config.json", "config.json"):
-            value = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+    def _eos_token_ids(self, folder: Path, token: str) -> list[int]:
+        ids = {self.backend.token_to_id(token)} - {None}
+        for file in (folder / "generation_config.json", folder / "config.json"):
+            value = read_json(file).get("eos_token_id") if file.is_file() else None
             file_ids = value if isinstance(value, list) else [] if value is None else [value]
             if any(type(token_id) is not int or token_id < 0 for token_id in file_ids):
-                raise DataError(f"{folder / name}: eos_token_id: expected an id or a list of ids, got {value!r}")
-            ids += file_ids
-        if token and (token_id := self.backend.token_to_id(token)) is not None:
-            ids.append(token_id)
+                raise DataError(f"{file}: eos_token_id: expected an id or a list of ids, got {value!r}")
+            ids |= set(file_ids)
         if not ids:
             files = "generation_config.json, config.json or tokenizer_config.json"
             raise DataError(f"{folder}: no eos_token_id in {files}")
-        return sorted(set(ids))
-
-    def _special(self, key: str) -> str:
-        value = self.settings.get(key)
-        text = value.get("content") if isinstance(value, dict) else value or ""
-        if not isinstance(text, str):
-            raise DataError(f"{self.settings_file}: {key}: expected text or {{content: text}}, got {value!r}")
-        return text
+        return sorted(ids)
 
     def _find_control_tokens(self) -> None:
         decoder = self.backend.get_added_tokens_decoder()
@@ -154,8 +154,8 @@ class Tokenizer:
         """Chat messages -> ids. add_generation_prompt: with the template's opening of the assistant's turn at the end.
 
         Without a template (a base model): the messages' text, after what the tokenizer puts before a text (Llama's
-        BOS). What it puts behind a text is left off: the reply goes on from there. A text with a control token is
-        escaped where the caller asks for it; else it raises ControlTokenInText. Raises whatever a template raises.
+        BOS); the reply goes on from there. A text with a control token is escaped where the caller asks for it; else it
+        raises ControlTokenInText. Raises whatever a template raises.
         """
         ids = self._encode(self._write(messages, tools, add_generation_prompt, escape=escape))
         if self.templates or not ids:
@@ -173,13 +173,14 @@ class Tokenizer:
         Where a template rewrites earlier turns (drops their thinking), the sampled ids stay as they were sampled.
         Raises DataError where the template refuses the observation or leaves out the reply.
         """
-        hole = _unused(messages, observation, tools)
+        used = set().union(*_strings([messages, observation, tools]))
+        hole = next(char for char in map(chr, PRIVATE_USE) if char not in used)
         reply = {"role": "assistant", "content": hole}
         try:
             text = self._write([*messages, reply, *observation], tools, escape=True)
         except jinja2.TemplateError as error:
-            answer = f"the chat template refuses what the environment answers {observation}"
-            raise DataError(f"{answer} ({error})") from error
+            problem = f"the chat template refuses what the environment answers {observation} ({error})"
+            raise DataError(problem) from error
         if hole not in text:
             raise DataError("the chat template leaves out the assistant's last message: it is not for several turns")
         text = text[text.rindex(hole) + 1 :]
@@ -189,7 +190,7 @@ class Tokenizer:
         return self._encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Ids -> text without special tokens: for graders and people, never to be encoded again (slime#117)."""
+        """Ids -> text without special tokens: for graders and people, never to be encoded again (THUDM/slime#117)."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def _encode(self, text: str) -> list[int]:
@@ -203,8 +204,8 @@ class Tokenizer:
             if not self.templates:
                 return "".join(message["content"] for message in parts[:-1])
             template = self.templates["tool_use" if tools and "tool_use" in self.templates else "default"]
-            names = dict(messages=parts[:-1], tools=parts[-1], documents=None) | self.names
-            return template.render(add_generation_prompt=add_generation_prompt, **names)
+            values = {"messages": parts[:-1], "tools": parts[-1], "add_generation_prompt": add_generation_prompt}
+            return template.render(self.names | values)
 
         parts = [*messages, list(tools) if tools else None]
         escaped = self._escape(parts)
@@ -232,28 +233,8 @@ class Tokenizer:
             return value
         text = self.control.sub(lambda match: match[2] + ESCAPE if len(match[1]) > 1 else "\ufffd", value)
         bare = text.strip()  # templates may trim
-        before = ESCAPE if bare.startswith(self.ends) else ""
-        after = ESCAPE if bare.endswith(self.starts) else ""
-        return text.replace(bare, before + bare + after) if before or after else text
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`: how templates mark the assistant's words; those trained on here are the sampled ones."""
-
-    tags = frozenset({"generation"})
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_write"), [], [], body, lineno=line)  # a scope of its own
-
-    def _write(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
-def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Unlike jinja2's own, leaves <, > and & as they are; transformers' options."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        before, after = ESCAPE * bare.startswith(self.ends), ESCAPE * bare.endswith(self.starts)
+        return text.replace(bare, before + bare + after)
 
 
 def _raise_template_error(message: str) -> None:
@@ -269,9 +250,3 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for entry in value:
             yield from _strings(entry)
-
-
-def _unused(*values: Any) -> str:
-    """A character of the private use planes that no string in `values` has."""
-    used = set().union(*_strings(values))
-    return next(char for char in map(chr, PRIVATE_USE) if char not in used)

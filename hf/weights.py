@@ -4,19 +4,21 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from config import ConfigError
-from hf.model_config import weight_files
+from hf.files import read_json
+from hf.model_config import open_weights, weight_files
+from system.ranks import local_rows
 
 MAX_FILE_BYTES = 5 * 10**9
 # What an HF folder holds beside weights; `save_hf` takes it along from its source.
@@ -33,83 +35,79 @@ def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Fills the parameters, whole or sharded, from the folder's safetensors, cast to the parameters' dtype.
-
-    Names must match both ways, but for what some exports store beside the weights: a copy of a tied head,
-    rotary frequencies. Raises ConfigError naming file and names.
+    """Fills the parameters, whole or sharded, from the folder's safetensors, cast to the parameters' dtype. ConfigError
+    names the tensors that only one side has; a tied head's copy and rotary frequencies, which some store, may be there.
     """
     missing, unexpected = sharded_parameters(model), []
     for path in weight_files(Path(folder)):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():
-                    if name in missing:
-                        _copy_rows(missing.pop(name), file.get_slice(name), f"{path}: {name}")
-                    elif not name.endswith(("lm_head.weight", "rotary_emb.inv_freq")):
-                        unexpected.append(f"{name} ({path.name})")
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{path}: not a readable safetensors file ({error}); fetch it again") from error
+        with open_weights(path, "pt") as file:
+            for name in file.keys():
+                if name in missing:
+                    _copy_rows(missing.pop(name), file.get_slice(name), f"{path}: {name}")
+                elif not name.endswith(("lm_head.weight", "rotary_emb.inv_freq")):
+                    unexpected.append(f"{name} ({path.name})")
     for what, names in (("missing", list(missing)), ("unexpected", unexpected)):
         if names:
             names[5:] = [f"{len(names) - 5} more"] if len(names) > 5 else []
             raise ConfigError(f"{folder}: weights do not match its config.json; {what}: {', '.join(names)}")
 
 
-def _copy_rows(param: Tensor, stored, where: str) -> None:
-    """Copies a stored tensor; into a shard its rows, which are those of torch.chunk: uneven, maybe none."""
+def _copy_rows(param: Tensor, stored: Any, where: str) -> None:
+    """Copies a stored tensor; into a shard, its rows."""
     if stored.get_shape() != list(param.shape):
         raise ConfigError(f"{where}: shape {stored.get_shape()}, but {list(param.shape)} by config.json")
-    start, local = 0, param
-    if isinstance(param, DTensor):
-        assert param.placements == (Shard(0),), param.placements
-        chunk, local = -(-len(param) // param.device_mesh.size()), param.to_local()
-        start = min(param.device_mesh.get_local_rank() * chunk, len(param))
-        assert len(local) == min(chunk, len(param) - start), (where, local.shape, start)
-    if len(local):
-        local.copy_(stored[start : start + len(local)])
+    local = param.to_local() if isinstance(param, DTensor) else param
+    local.copy_(stored[local_rows(param)])
 
 
 def full_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, whole tensor in `dtype`), one parameter at a time; a tied head is not repeated.
-
-    Each item is a collective of a sharded model's ranks: all of them must walk the whole iterator.
-    """
+    """(HF name, whole tensor in `dtype`), one parameter at a time; a tied head is not repeated. Each item is a
+    collective of a sharded model's ranks: all of them must walk the whole iterator."""
     for name, param in sharded_parameters(model).items():
-        tensor = param.detach().to(dtype)  # before gathering: bfloat16 is half the traffic
-        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        yield name, _whole(param, dtype)
+
+
+def _whole(param: Tensor, dtype: torch.dtype) -> Tensor:
+    tensor = param.detach().to(dtype)  # before gathering: bfloat16 is half the traffic
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, dtype: torch.dtype) -> None:
     """Writes an HF folder that transformers, vLLM and `load_policy` can load; a collective of all ranks.
 
-    Weights in `dtype`: give what the policy computes in, so that the folder scores as the run did. The source's
-    configs (but for the dtype) and tokenizer are copied. Rank 0 writes, and holds no more than one file's tensors
-    (MAX_FILE_BYTES). `<folder>.tmp` is renamed at the end, so `folder` is always whole; one that exists is replaced,
-    without what else was in it.
+    Weights in `dtype`: give what the policy computes in, so that the folder scores as the run did. Configs (with that
+    dtype) and tokenizer are the source's. Rank 0 writes, and holds no more than one file's tensors (MAX_FILE_BYTES).
+    `<folder>.tmp` is renamed at the end, so `folder` is always whole; one that exists is replaced with all it holds.
     """
     folder, source = Path(folder), Path(source_folder)
-    hf = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    hf = {name: value for name, value in hf.items() if name != "torch_dtype"} | {"dtype": str(dtype).split(".")[1]}
+    hf = read_json(source / "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
+    hf.pop("torch_dtype", None)  # what transformers 4 called it
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     new, old = (folder.with_name(f"{folder.name}.{suffix}") for suffix in ("tmp", "old"))
     if is_writer:
         for leftover in (new, old):
             shutil.rmtree(leftover, ignore_errors=True)
         new.mkdir(parents=True)
-        for path in (path for pattern in SIDE_FILES for path in source.glob(pattern)):
-            shutil.copyfile(path, new / path.name)
+        for pattern in SIDE_FILES:
+            for path in source.glob(pattern):
+                shutil.copyfile(path, new / path.name)
         (new / "config.json").write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")
-    tensors, names_of_file = full_tensors(model, dtype), _plan_files(model, dtype)
-    for file, names in names_of_file.items():
-        content = {name: tensor.cpu() for name, tensor in islice(tensors, len(names)) if is_writer}
+    params = sharded_parameters(model)
+    plan = split_state_dict_into_shards_factory(
+        params,
+        get_storage_size=lambda param: param.numel() * dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=MAX_FILE_BYTES,
+    )
+    for file, names in plan.filename_to_tensors.items():
+        tensors = ((name, _whole(params[name], dtype)) for name in names)
+        content = {name: tensor.cpu() for name, tensor in tensors if is_writer}
         if is_writer:
             save_file(content, new / file, metadata={"format": "pt"})
             os.chmod(new / file, 0o644)  # safetensors makes files that only their owner can read
     if is_writer:
-        if len(names_of_file) > 1:
-            size = sum(param.numel() for param in model.parameters()) * dtype.itemsize
-            weight_map = {name: file for file, names in names_of_file.items() for name in names}
-            index = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2)
+        if plan.is_sharded:
+            index = json.dumps({"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}, indent=2)
             (new / "model.safetensors.index.json").write_text(index + "\n")
         if folder.exists():
             os.rename(folder, old)
@@ -117,17 +115,3 @@ def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, 
         shutil.rmtree(old, ignore_errors=True)
     if dist.is_initialized():
         dist.barrier()  # on return, the folder is there for every rank
-
-
-def _plan_files(model: nn.Module, dtype: torch.dtype) -> dict[str, list[str]]:
-    """File -> names, in the order of `full_tensors`."""
-    files, room = [], 0
-    for name, param in sharded_parameters(model).items():
-        size = param.numel() * dtype.itemsize
-        if not files or size > room:
-            files, room = [*files, []], MAX_FILE_BYTES
-        files[-1].append(name)
-        room -= size
-    if len(files) == 1:
-        return {"model.safetensors": files[0]}
-    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}

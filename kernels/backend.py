@@ -21,16 +21,16 @@ class KernelBackend:
         return self.chunk_rows or max(1, CHUNK_BYTES // (4 * vocab * 1024)) * 1024
 
     def describe(self, vocab: int) -> str:
-        """One line for the console."""
         if self.name == "triton":
             return f"output layer: Triton kernels, {self.rows(vocab)} rows of logits at a time"
         return "output layer: PyTorch" if torch.cuda.is_available() else "output layer: PyTorch (no CUDA)"
 
 
-def choose_backend(
-    option: Literal["auto", "triton", "torch"], device_type: str, chunk_rows: int | None = None
-) -> KernelBackend:
-    """auto: Triton on CUDA, PyTorch elsewhere. ValueError for "triton" without CUDA."""
+TORCH = KernelBackend("torch")
+
+
+def choose_backend(option: str, device_type: str, chunk_rows: int | None = None) -> KernelBackend:
+    """triton, torch, or auto: Triton on CUDA, PyTorch elsewhere. ValueError for "triton" without CUDA."""
     if option == "triton" and device_type != "cuda":
         raise ValueError(f"triton needs a CUDA device, this is {device_type}; auto or torch run here")
     if option == "auto":
@@ -38,32 +38,27 @@ def choose_backend(
     return KernelBackend(option, chunk_rows)
 
 
+def backend_for(hidden_RD: Tensor, backend: KernelBackend | None) -> KernelBackend:
+    """`backend`, by default the one of the device. float64 always goes to PyTorch."""
+    return TORCH if hidden_RD.dtype == torch.float64 else (backend or choose_backend("auto", hidden_RD.device.type))
+
+
 @dataclass(frozen=True, slots=True)
 class LossPath:
-    """idle_moves, positive_moves: whether tokens of advantage 0 have a gradient all the same: all of them (as with a KL
-    or an entropy bonus), those of positive samples. max_log_ratio: loss.py's bound of |logp - old|, for the kernel."""
+    """By default right for any loss. idle_moves, positive_moves: whether tokens of advantage 0 have a gradient all the
+    same: all of them (as with a KL or an entropy bonus), those of positive samples."""
 
-    kind: Literal["fused", "one pass", "two passes"]
-    why: str
-    max_log_ratio: float
-    idle_moves: bool
-    positive_moves: bool
+    kind: Literal["fused", "one pass", "two passes"] = "two passes"
+    why: str = ""
+    idle_moves: bool = True
+    positive_moves: bool = True
 
     def describe(self) -> str:
-        """One line for the console."""
-        kinds = {
-            "fused": "fused Triton kernel, proven equal to loss.py",
-            "one pass": "one pass, autograd of loss.py",
-            "two passes": "two passes, autograd of loss.py",
-        }
-        return f"loss: {kinds[self.kind]}" + (f" ({self.why})" if self.why else "")
+        kind = "fused Triton kernel, proven equal to" if self.kind == "fused" else f"{self.kind}, autograd of"
+        return f"loss: {kind} loss.py" + (f" ({self.why})" if self.why else "")
 
     def may_have_gradient(self, adv_R: Tensor, positive_R: Tensor) -> Tensor:
         """Which tokens the loss can have a derivative at (bool), if they are trained on at all."""
-        moved_R = adv_R != 0
-        if self.positive_moves:
-            moved_R = moved_R | positive_R
-        return torch.ones_like(moved_R) if self.idle_moves else moved_R
-
-
-TWO_PASSES = LossPath("two passes", "", 0.0, idle_moves=True, positive_moves=True)  # right for any loss
+        if self.idle_moves:
+            return torch.ones_like(positive_R)
+        return (adv_R != 0) | positive_R if self.positive_moves else adv_R != 0

@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.softmax import LN2, launch_options, narrow_view, row_stats, write_dlogits
+from kernels.softmax import LogitChunk, launch_options, row_stats, write_dlogits
+
+MOST = tl.constexpr(20.0)  # bound of |logp - old|: config.MAX_LOG_RATIO
 
 
 def kernel_inputs(pack: Mapping, dtype: torch.dtype) -> Tensor:
@@ -21,31 +23,27 @@ def kernel_inputs(pack: Mapping, dtype: torch.dtype) -> Tensor:
 
     weight, nll_weight: the token's weight in the loss and in the positive-example NLL, 0 where it is not trained.
     """
-    cfg, sampler_R, seq_R = pack["cfg"], pack["sampler_logp_T"], pack["seq_T"]
-    zero_R = torch.zeros_like(sampler_R)
-    valid_R = (pack["mask_T"] != 0) & sampler_R.isfinite()
+    cfg, seq_R = pack["cfg"], pack["seq_T"]
+    valid_R = (pack["mask_T"] != 0) & pack["sampler_logp_T"].isfinite()
+    weight_R, nll_weight_R = valid_R.to(dtype), None
     if cfg.token_level_loss:
-        weight_R = (zero_R + 1) / torch.as_tensor(pack["num_valid_tokens"]).clamp(min=1)
+        weight_R = weight_R / torch.as_tensor(pack["num_valid_tokens"]).clamp(min=1)
     else:
-        sorted_R, order_R = seq_R.sort()
-        count = torch.nn.functional.pad(valid_R[order_R].cumsum(0), (1, 0))
-        last_R, first_R = (torch.searchsorted(sorted_R, seq_R, right=right) for right in (True, False))
-        length_R = (count[last_R] - count[first_R]).to(zero_R.dtype).clamp(min=1)
-        length_R = length_R if cfg.loss_scale_factor is None else zero_R + cfg.loss_scale_factor
-        weight_R = 1 / length_R / torch.as_tensor(pack["num_valid_seqs"]).clamp(min=1)
-    nll_weight_R = zero_R
+        length_R = cfg.loss_scale_factor
+        if length_R is None:
+            index_R = torch.searchsorted(seq_R.sort().values, seq_R.contiguous())  # as in loss.py: a number a sequence
+            length_R = torch.zeros_like(weight_R).index_add(0, index_R, weight_R)[index_R].clamp(min=1)
+        weight_R = weight_R / length_R / torch.as_tensor(pack["num_valid_seqs"]).clamp(min=1)
     if cfg.positive_example_nll_weight:
-        positive_R = valid_R & (pack["positive_T"] != 0)
-        nll_weight_R = positive_R.to(zero_R.dtype) / torch.as_tensor(pack["num_positive_tokens"]).clamp(min=1)
-    old_R = zero_R if pack["old_logp_T"] is None else pack["old_logp_T"]
-    ref_R = zero_R if pack["ref_logp_T"] is None else pack["ref_logp_T"]
-    columns = (old_R, sampler_R, pack["adv_T"], torch.where(valid_R, weight_R, 0.0), ref_R, nll_weight_R)
-    assert len({x_R.shape for x_R in columns}) == 1, [x_R.shape for x_R in columns]
-    return torch.stack([x_R.detach().to(dtype) for x_R in columns])
+        num_positive = torch.as_tensor(pack["num_positive_tokens"]).clamp(min=1)
+        nll_weight_R = (valid_R & (pack["positive_T"] != 0)).to(dtype) / num_positive
+    old_R, sampler_R, ref_R = pack["old_logp_T"], pack["sampler_logp_T"], pack["ref_logp_T"]
+    columns = (old_R, sampler_R, pack["adv_T"], weight_R, ref_R, nll_weight_R)
+    return torch.stack([torch.zeros_like(weight_R) if x_R is None else x_R.detach().to(dtype) for x_R in columns])
 
 
 @triton.jit
-def _slope(logp, old, sampler, adv, ref, CFG: tl.constexpr, MOST: tl.constexpr, HAS_REF: tl.constexpr):
+def _slope(logp, old, sampler, adv, ref, CFG: tl.constexpr, HAS_REF: tl.constexpr):
     """Derivative in logp of a token's loss, before its weight, entropy and NLL."""
     if CFG.disable_ppo_ratio:
         g = -adv
@@ -95,22 +93,19 @@ def _slope(logp, old, sampler, adv, ref, CFG: tl.constexpr, MOST: tl.constexpr, 
     return g
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows"])  # which change from one micro-batch to the next
+@triton.jit(do_not_specialize=["num_rows"])  # which changes from one micro-batch to the next
 def clipped_pg_kernel(
-    logits_ptr, dlogits_ptr, target_ptr, inputs_ptr, logp_ptr, entropy_ptr, first_row, num_rows, vocab, row_stride,
-    scale, CFG: tl.constexpr, MOST: tl.constexpr, HAS_OLD: tl.constexpr, HAS_REF: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, dlogits_ptr, target_ptr, inputs_ptr, stats_ptr, num_rows, vocab, row_stride, scale,
+    CFG: tl.constexpr, HAS_OLD: tl.constexpr, HAS_REF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program per row of the chunk that starts at first_row: logp, entropy, and dlogits in the memory of logits,
-    row_stride apart. inputs: as `kernel_inputs`, [6, num_rows]. CFG: an object with the options of LossConfig."""
+    """A program per row of the chunk, with which inputs and stats begin; their columns are num_rows apart. Writes logp
+    and entropy to stats, and dlogits over logits, row_stride apart. CFG: an object with the options of LossConfig."""
     row = tl.program_id(0).to(tl.int64)  # before it is multiplied: rows times vocab passes 2^31
-    at = first_row + row
-    logits, inputs = logits_ptr + row * vocab, inputs_ptr + at
-    target = tl.load(target_ptr + at)
-    largest, log2_sum, weighted = row_stats(logits, vocab, scale, BLOCK)
-    logp = (tl.load(logits + target) - largest) * scale - log2_sum * LN2
-    entropy = (log2_sum - weighted) * LN2
-    tl.store(logp_ptr + at, logp)
-    tl.store(entropy_ptr + at, entropy)
+    logits, inputs = logits_ptr + row * vocab, inputs_ptr + row
+    target = tl.load(target_ptr + row)
+    logp, entropy, largest, log2_sum = row_stats(logits, target, vocab, scale, BLOCK)
+    tl.store(stats_ptr + row, logp)
+    tl.store(stats_ptr + num_rows + row, entropy)
 
     weight, nll_weight = tl.load(inputs + 3 * num_rows), tl.load(inputs + 5 * num_rows)
     trained = weight != 0  # what is not may hold NaN, and is not read
@@ -119,33 +114,22 @@ def clipped_pg_kernel(
     logp = tl.where(trained, logp, 0.0)
     if not HAS_OLD:
         old = logp
-    slope = _slope(logp, old, sampler, adv, ref, CFG, MOST, HAS_REF)
+    slope = _slope(logp, old, sampler, adv, ref, CFG, HAS_REF)
     g = weight * slope - CFG.positive_example_nll_weight * nll_weight
     h = -CFG.entropy_coef * weight
     dlogits = dlogits_ptr + row * row_stride
     write_dlogits(logits, dlogits, vocab, target, largest, log2_sum, entropy, g, h, scale, CFG.entropy_coef > 0, BLOCK)
 
 
-def clipped_pg_dlogits_(
-    logits_CV: Tensor,
-    target_R: Tensor,
-    inputs_KR: Tensor,
-    logp_R: Tensor,
-    entropy_R: Tensor,
-    first_row: int,
-    pack: Mapping,
-    *,
-    temperature: float,
-    dtype: torch.dtype,
-    max_log_ratio: float,
-) -> Tensor:
-    """dz_CV, as `softmax.dlogits_`, of the rows of the pack that begin at first_row. Fills their logp_R, entropy_R."""
-    cfg, vocab, dlogits_CV = pack["cfg"], logits_CV.shape[1], narrow_view(logits_CV, dtype)
+def clipped_pg_dlogits_(chunk: LogitChunk, inputs_KR: Tensor, stats_KR: Tensor, pack: Mapping) -> Tensor:
+    """dz_CV, as `LogitChunk.dlogits_`, of a chunk of the pack. Fills its rows of stats_KR: log-probability, entropy."""
+    cfg, (num_rows, vocab) = pack["cfg"], chunk.logits_CV.shape
     has_old = pack["old_logp_T"] is not None and not cfg.force_on_policy_ratio  # if not, r = 1 and no clip binds
     has_ref = pack["ref_logp_T"] is not None and cfg.reference_policy_kl_penalty > 0 and not cfg.use_kl_in_reward
-    clipped_pg_kernel[(len(logits_CV),)](
-        logits_CV, dlogits_CV, target_R, inputs_KR, logp_R, entropy_R, first_row, inputs_KR.shape[1], vocab,
-        dlogits_CV.stride(0), 1 / temperature, CFG=cfg, MOST=max_log_ratio, HAS_OLD=has_old, HAS_REF=has_ref,
-        **launch_options(vocab),
+    dlogits_CV = chunk.narrow_view()
+    clipped_pg_kernel[(num_rows,)](
+        chunk.logits_CV, dlogits_CV, chunk.target_C, inputs_KR[:, chunk.rows], stats_KR[:, chunk.rows],
+        inputs_KR.shape[1], vocab, dlogits_CV.stride(0), 1 / chunk.temperature, CFG=cfg, HAS_OLD=has_old,
+        HAS_REF=has_ref, **launch_options(vocab),
     )  # fmt: skip
     return dlogits_CV

@@ -5,15 +5,12 @@ For a row x of hidden_TD, temperature tau and target y:
 and with g = dL/dlogp, h = dL/dH, the gradient of the logits before the temperature, dz, gives the two others:
     dz_j = [ g (1[j = y] - p_j) - h p_j (log p_j + H) ] / tau        dX = dz W        dW = sum_T dz^T x
 
-- triton: forward computes logits tile by tile in registers, and of each row of a tile keeps the largest, the sum of
-  exponentials, the entropy's sum and the target's logit; then the tiles of a row are merged. No logits in memory.
-- torch, for CPU and float64: forward takes chunks of rows.
-Backward recomputes logits chunk by chunk: matmuls of 8 T V D flops in all; keeping the logits would cost 6 T V D.
+Forward with Triton computes logits tile by tile in registers and merges what it kept of each tile of a row; PyTorch,
+for CPU and float64, takes chunks of rows. Backward recomputes logits chunk by chunk.
 
 Precision: float64 inputs are computed in float64 throughout; else logits, and everything between the matmuls, are
 float32. dz is rounded to the inputs' dtype once, before its two matmuls; dW is summed over chunks in float32.
-Sums have a fixed order, and there are no locks and no atomics: two runs give the same bits.
-Autocast changes nothing: every matmul writes into an output of given dtype.
+Float sums have a fixed order and there are no atomics: two runs give the same bits.
 """
 
 import torch
@@ -23,20 +20,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.backend import KernelBackend, choose_backend
-from kernels.softmax import LN2, LOG2_E, chunks, dlogits_, mm_float32, row_stats_
+from kernels.backend import KernelBackend, backend_for
+from kernels.softmax import LN2, LOG2_E, logit_chunks, mm_float32, wide_dtype
 
 # Rows, columns and depth of a tile of logits, by the bytes of an element: what sm_90 holds without spilling
 # (tests/kernels/test_aot.py). 4 bytes: exact float32 products, without tensor cores.
 TILES = {2: (128, 256, 64), 4: (32, 256, 16)}
 LAUNCH = {"num_warps": 8, "num_stages": 3}
-TORCH = KernelBackend("torch")
 
 
 @triton.jit
 def tile_stats_kernel(
     hidden, weight, target_ptr, picked_ptr, stats_ptr, num_rows, vocab, width, scale,
-    ENTROPY: tl.constexpr, WIDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+    WIDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Writes of each row of each [ROWS, COLS] tile of hidden @ weight.T, at stats[column tile, :, row]: its largest
     logit m, and with z = (logit - m) scale the sums of exp(z) and exp(z) z; in picked[row] the target's logit.
@@ -63,11 +59,10 @@ def tile_stats_kernel(
         largest = tl.max(logit, 1)
         logit = (logit - largest[:, None]) * (scale * LOG2_E)  # relative to the largest: exact, however large
         exp = tl.exp2(logit)
-        at = stats_ptr + col_tile.to(tl.int64) * num_rows * (2 + ENTROPY) + row
+        at = stats_ptr + col_tile.to(tl.int64) * num_rows * 3 + row
         tl.store(at, largest, inside)
         tl.store(at + num_rows, tl.sum(exp, 1), inside)
-        if ENTROPY:
-            tl.store(at + 2 * num_rows, tl.sum(exp * logit, 1) * LN2, inside)
+        tl.store(at + 2 * num_rows, tl.sum(exp * logit, 1) * LN2, inside)
 
 
 def _descriptor(x_ND: Tensor, block: tuple[int, int]) -> TensorDescriptor:
@@ -79,93 +74,61 @@ def _descriptor(x_ND: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     return TensorDescriptor(x_ND, list(x_ND.shape), list(x_ND.stride()), list(block))
 
 
-def _forward_triton(hidden_TD, weight_VD, target_T, temperature, return_entropy):
-    """(logp_T, entropy_T or None, and no statistics: backward takes them from its own logits)."""
+def _forward_triton(hidden_TD, weight_VD, target_T, temperature):
     num_rows, (vocab, width) = len(hidden_TD), weight_VD.shape
     rows, cols, depth = TILES[hidden_TD.element_size()]
     torch._assert_async(((target_T >= 0) & (target_T < vocab)).all(), "a target is outside [0, V)")
-    stats_NKT = hidden_TD.new_empty(triton.cdiv(vocab, cols), 2 + return_entropy, num_rows, dtype=torch.float32)
+    stats_NKT = hidden_TD.new_empty(triton.cdiv(vocab, cols), 3, num_rows, dtype=torch.float32)
     picked_T = stats_NKT.new_empty(num_rows)
     if num_rows:
-        programs = 2
-        if hidden_TD.is_cuda:
-            programs = torch.cuda.get_device_properties(hidden_TD.device).multi_processor_count
+        programs = torch.cuda.get_device_properties(hidden_TD.device).multi_processor_count if hidden_TD.is_cuda else 2
         tile_stats_kernel[(programs,)](
             _descriptor(hidden_TD, (rows, depth)), _descriptor(weight_VD, (cols, depth)),
             target_T, picked_T, stats_NKT, num_rows, vocab, width, 1 / temperature,
-            ENTROPY=return_entropy, WIDEN=not hidden_TD.is_cuda, ROWS=rows, COLS=cols, DEPTH=depth, **LAUNCH,
+            WIDEN=not hidden_TD.is_cuda, ROWS=rows, COLS=cols, DEPTH=depth, **LAUNCH,
         )  # fmt: skip
-    max_T = stats_NKT[:, 0].amax(0)
-    rise_NT = (stats_NKT[:, 0] - max_T).div_(temperature)  # of the tile's largest above the row's, <= 0
+    largest_NT, sum_NT, weighted_NT = stats_NKT.unbind(1)
+    max_T = largest_NT.amax(0)
+    rise_NT = (largest_NT - max_T).div_(temperature)  # of the tile's largest above the row's, <= 0
     factor_NT = rise_NT.exp()
-    sum_NT = factor_NT * stats_NKT[:, 1]
+    sum_NT = factor_NT * sum_NT
     sum_T = sum_NT.sum(0)
-    logp_T = (picked_T - max_T) / temperature - sum_T.log()
-    entropy_T = None
-    if return_entropy:
-        entropy_T = sum_T.log() - (rise_NT * sum_NT + factor_NT * stats_NKT[:, 2]).sum(0) / sum_T
-    return logp_T, entropy_T, None, None
-
-
-def _forward_torch(hidden_TD, weight_VD, target_T, temperature, return_entropy):
-    """(logp_T, entropy_T or None, max_T, sum_T)."""
-    num_rows, vocab = len(hidden_TD), len(weight_VD)
-    wide = torch.promote_types(hidden_TD.dtype, torch.float32)
-    logp_T, max_T, sum_T = (hidden_TD.new_empty(num_rows, dtype=wide) for _ in range(3))
-    entropy_T = torch.empty_like(logp_T) if return_entropy else None
-    parts = chunks(num_rows, vocab, TORCH, hidden_TD.device.type)
-    buffer_CV = hidden_TD.new_empty(parts[0].stop if parts else 0, vocab, dtype=wide)
-    for rows in parts:
-        logits_CV = mm_float32(hidden_TD[rows], weight_VD.T, out=buffer_CV[: rows.stop - rows.start])
-        logp_T[rows], entropy_C, max_T[rows], sum_T[rows] = row_stats_(
-            logits_CV, target_T[rows], temperature, TORCH, return_entropy
-        )
-        if return_entropy:
-            entropy_T[rows] = entropy_C
-    return logp_T, entropy_T, max_T, sum_T
+    entropy_T = sum_T.log() - (rise_NT * sum_NT + factor_NT * weighted_NT).sum(0) / sum_T
+    return (picked_T - max_T) / temperature - sum_T.log(), entropy_T
 
 
 class _LinearLogp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, target_T, temperature, return_entropy, backend):
-        forward = _forward_triton if backend.name == "triton" else _forward_torch
-        logp_T, entropy_T, max_T, sum_T = forward(hidden_TD, weight_VD, target_T, temperature, return_entropy)
-        ctx.save_for_backward(hidden_TD, weight_VD, target_T, max_T, sum_T, entropy_T)
+    def forward(ctx, hidden_TD, weight_VD, target_T, temperature, backend):
+        ctx.save_for_backward(hidden_TD, weight_VD, target_T)
         ctx.temperature, ctx.backend = temperature, backend
         ctx.set_materialize_grads(False)  # entropy as a metric only: its gradient is None and costs nothing
-        return logp_T, entropy_T
+        if backend.name == "triton":
+            return _forward_triton(hidden_TD, weight_VD, target_T, temperature)
+        stats_KT = hidden_TD.new_empty(2, len(hidden_TD), dtype=wide_dtype(hidden_TD))
+        for chunk in logit_chunks(hidden_TD, weight_VD, target_T, temperature, backend):
+            stats_KT[:, chunk.rows] = chunk.logp_and_entropy()
+        return stats_KT[0], stats_KT[1]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logp_T, grad_entropy_T):
-        hidden_TD, weight_VD, target_T, max_T, sum_T, entropy_T = ctx.saved_tensors
-        vocab, narrow = len(weight_VD), weight_VD.dtype
-        wide = torch.promote_types(narrow, torch.float32)
+        hidden_TD, weight_VD, target_T = ctx.saved_tensors
+        wide = wide_dtype(weight_VD)
         if grad_logp_T is None:
             grad_logp_T = hidden_TD.new_zeros(len(hidden_TD), dtype=wide)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden_TD = hidden_TD.new_empty(hidden_TD.shape) if need_hidden else None
         grad_weight_VD = weight_VD.new_zeros(weight_VD.shape, dtype=wide) if need_weight else None
-        parts = chunks(len(hidden_TD), vocab, ctx.backend, hidden_TD.device.type)
-        buffer_CV = hidden_TD.new_empty(parts[0].stop if parts else 0, vocab, dtype=wide)
-        for rows in parts:
-            logits_CV = mm_float32(hidden_TD[rows], weight_VD.T, out=buffer_CV[: rows.stop - rows.start])
-            stats = [None if x_T is None else x_T[rows] for x_T in (max_T, sum_T, entropy_T)]
-            dz_CV = dlogits_(
-                logits_CV,
-                target_T[rows],
-                *stats,
-                grad_logp_T[rows],
-                None if grad_entropy_T is None else grad_entropy_T[rows],
-                temperature=ctx.temperature,
-                dtype=narrow,
-                backend=ctx.backend,
-            )
+        for chunk in logit_chunks(hidden_TD, weight_VD, target_T, ctx.temperature, ctx.backend):
+            rows = chunk.rows
+            chunk.logp_and_entropy()
+            dz_CV = chunk.dlogits_(grad_logp_T[rows], None if grad_entropy_T is None else grad_entropy_T[rows])
             if need_hidden:
                 torch.mm(dz_CV, weight_VD, out=grad_hidden_TD[rows])
             if need_weight:
                 mm_float32(dz_CV.T, hidden_TD[rows], out=grad_weight_VD, accumulate=True)
-        return grad_hidden_TD, grad_weight_VD.to(narrow) if need_weight else None, None, None, None, None
+        return grad_hidden_TD, grad_weight_VD.to(weight_VD.dtype) if need_weight else None, None, None, None
 
 
 def linear_logp(
@@ -183,16 +146,12 @@ def linear_logp(
     target_T: int64 ids in [0, V); another id is an error (a device assert on CUDA). T = 0 is allowed.
     backend: None = Triton on CUDA, PyTorch elsewhere; float64 always goes to PyTorch.
     Outputs are float32 (float64 for float64 inputs), differentiable once in hidden_TD and weight_VD.
-    Memory: dX, dW (twice for 16-bit dtypes), one chunk of logits, with torch a second one if entropy takes part.
+    Memory: dX, dW (twice for 16-bit dtypes), one chunk of logits, with torch two.
     """
     shapes = (hidden_TD.shape, weight_VD.shape, target_T.shape)
     assert hidden_TD.dim() == weight_VD.dim() == 2 and target_T.shape == hidden_TD.shape[:1], shapes
     assert hidden_TD.shape[1] == weight_VD.shape[1] and len(weight_VD) > 0, shapes
-    assert hidden_TD.dtype == weight_VD.dtype, (hidden_TD.dtype, weight_VD.dtype)
-    assert temperature > 0, temperature
-    backend = backend or choose_backend("auto", hidden_TD.device.type)
-    if hidden_TD.dtype == torch.float64:
-        backend = TORCH
-    inputs = (hidden_TD, weight_VD, target_T.contiguous())
-    logp_T, entropy_T = _LinearLogp.apply(*inputs, temperature, return_entropy, backend)
+    assert hidden_TD.dtype == weight_VD.dtype and temperature > 0, (hidden_TD.dtype, weight_VD.dtype, temperature)
+    backend = backend_for(hidden_TD, backend)
+    logp_T, entropy_T = _LinearLogp.apply(hidden_TD, weight_VD, target_T.contiguous(), temperature, backend)
     return (logp_T, entropy_T) if return_entropy else logp_T

@@ -1,16 +1,14 @@
 """Rows of logits, a chunk of them in one buffer: matmuls in float32, softmax statistics, gradients in place.
 
-With z = logits / temperature, p = softmax(z), entropy H = -sum p log p, target y and the loss's derivatives g in
-log p_y and h in H, the gradient of a row of logits is
-    dz_j = [ g (1[j = y] - p_j) - h p_j (log p_j + H) ] / temperature
-A row's statistics are kept relative to its largest logit m, which is exact however large logits are: m, and
-s = sum exp((logit - m) / temperature).
+z, p, H, g, h, dz: as in linear_logp.py. A row's statistics are kept relative to its largest logit m, which is exact
+however large logits are: m, and s = sum exp((logit - m) / temperature).
 
-dz is written over the logits, by Triton as 16 bits over 32 where the inputs have 16: one buffer, and the second read
-of a row finds some of it in L2. Float sums have a fixed order and there are no atomics: two runs give the same bits.
+dz is written over the logits, by Triton as 16 bits over 32 where the inputs have 16: one buffer.
 """
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -26,97 +24,100 @@ BLOCK = 8192  # columns that a program has in registers: 16 a thread
 LN2, LOG2_E = tl.constexpr(math.log(2)), tl.constexpr(math.log2(math.e))
 
 
-def chunks(num_rows: int, vocab: int, backend: KernelBackend, device_type: str) -> list[slice]:
-    """Rows whose logits are in memory together."""
-    size = backend.rows(vocab) if backend.name == "triton" else max(1, CHUNK_ELEMENTS[device_type] // vocab)
-    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+@dataclass(slots=True)
+class LogitChunk:
+    """Rows of a head's logits, in float32 or wider, in a buffer that the methods and the next chunk overwrite.
+
+    dtype: of the inputs. stats_KC: log-probability, entropy, m and s of each row, with Triton log2 s; set by
+    `logp_and_entropy`.
+    """
+
+    rows: slice
+    logits_CV: Tensor
+    target_C: Tensor
+    temperature: float
+    dtype: torch.dtype
+    backend: KernelBackend
+    stats_KC: Tensor | None = None
+
+    def logp_and_entropy(self) -> Tensor:
+        """[2, C]. PyTorch takes memory for a second buffer, and leaves logits - m in this one."""
+        num_rows, vocab = self.logits_CV.shape
+        if self.backend.name == "triton":
+            self.stats_KC = self.logits_CV.new_empty(4, num_rows)
+            row_stats_kernel[(num_rows,)](
+                self.logits_CV, self.target_C, self.stats_KC, num_rows, vocab, 1 / self.temperature,
+                **launch_options(vocab),
+            )  # fmt: skip
+        else:
+            max_C = self.logits_CV.amax(1)
+            z_CV = self.logits_CV.sub_(max_C[:, None])
+            exp_CV = z_CV.div(self.temperature).exp_()
+            sum_C = exp_CV.sum(1)
+            logp_C = z_CV.gather(1, self.target_C[:, None])[:, 0] / self.temperature - sum_C.log()
+            entropy_C = sum_C.log() - exp_CV.mul_(z_CV).sum(1) / (sum_C * self.temperature)
+            self.stats_KC = torch.stack([logp_C, entropy_C, max_C, sum_C])
+        return self.stats_KC[:2]
+
+    def dlogits_(self, g_C: Tensor, h_C: Tensor | None) -> Tensor:
+        """dz_CV in `dtype`, after `logp_and_entropy`: with statistics of another matmul, 1 - p of a sure token would be
+        the difference of the two. In the memory of the logits with Triton: for 16 bits rows are 2 V apart. h_C None: 0.
+        """
+        num_rows, vocab = self.logits_CV.shape
+        if self.backend.name == "triton":
+            dlogits_CV = self.narrow_view()
+            h_or_any_C = g_C if h_C is None else h_C  # what is not there is not read
+            dlogits_kernel[(num_rows,)](
+                self.logits_CV, dlogits_CV, self.target_C, self.stats_KC, g_C.contiguous(), h_or_any_C.contiguous(),
+                num_rows, vocab, dlogits_CV.stride(0), 1 / self.temperature, ENTROPY=h_C is not None,
+                **launch_options(vocab),
+            )  # fmt: skip
+            return dlogits_CV
+        _, entropy_C, _, sum_C = self.stats_KC
+        z_CV = self.logits_CV if self.temperature == 1 else self.logits_CV.div_(self.temperature)
+        scale_C = 1 / (sum_C * self.temperature)
+        if h_C is None:
+            dz_CV = z_CV.exp_().mul_((-g_C * scale_C)[:, None])
+        else:  # -p (g + h (log p + H)) with log p = z - log s
+            exp_CV = z_CV.exp()
+            offset_C = g_C + h_C * (entropy_C - sum_C.log())
+            dz_CV = z_CV.mul_((-h_C * scale_C)[:, None]).sub_((offset_C * scale_C)[:, None]).mul_(exp_CV)
+        dz_CV[torch.arange(num_rows, device=dz_CV.device), self.target_C] += g_C / self.temperature
+        return dz_CV.to(self.dtype)
+
+    def narrow_view(self) -> Tensor:
+        """[C, V] of `dtype`, elements of the same size or half of it, in the first bytes of each row of the logits."""
+        return self.logits_CV.view(self.dtype)[:, : self.logits_CV.shape[1]]
+
+
+def logit_chunks(
+    hidden_RD: Tensor, weight_VD: Tensor, target_R: Tensor, temperature: float, backend: KernelBackend
+) -> Iterator[LogitChunk]:
+    """The logits of hidden_RD @ weight_VD.T, some rows at a time, one buffer for all."""
+    num_rows, vocab = len(hidden_RD), len(weight_VD)
+    size = backend.rows(vocab) if backend.name == "triton" else max(1, CHUNK_ELEMENTS[hidden_RD.device.type] // vocab)
+    buffer_CV = hidden_RD.new_empty(min(size, num_rows), vocab, dtype=wide_dtype(hidden_RD))
+    for start in range(0, num_rows, size):
+        rows = slice(start, min(start + size, num_rows))
+        logits_CV = mm_float32(hidden_RD[rows], weight_VD.T, out=buffer_CV[: rows.stop - start])
+        yield LogitChunk(rows, logits_CV, target_R[rows], temperature, hidden_RD.dtype, backend)
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def mm_float32(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> Tensor:
     """out = a @ b, or out += a @ b, computed in out's dtype: 16-bit factors may have a float32 product. Autocast, which
     knows nothing of outputs that are given, leaves it alone."""
     dtype = {}
-    if a.dtype != out.dtype:
-        if a.is_cuda:
-            dtype = {"out_dtype": out.dtype}  # tensor cores sum in float32 anyway (torch >= 2.8)
-        else:
-            a, b = a.to(out.dtype), b.to(out.dtype)
+    if not a.is_cuda:
+        a, b = a.to(out.dtype), b.to(out.dtype)
+    elif a.dtype != out.dtype:
+        dtype = {"out_dtype": out.dtype}  # tensor cores sum in float32 anyway (torch >= 2.8)
     if accumulate:
         return torch.addmm(out, a, b, **dtype, out=out)
     return torch.mm(a, b, **dtype, out=out)
-
-
-def row_stats_(
-    logits_CV: Tensor, target_C: Tensor, temperature: float, backend: KernelBackend, return_entropy: bool = True
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """(logp_C, entropy_C or None, max_C, sum_C): max_C is m; sum_C is s, with Triton its log2.
-
-    PyTorch leaves logits - m in the buffer where the entropy is asked for, which takes memory for a second buffer; else
-    nothing of use. Triton leaves the logits as they are.
-    """
-    if backend.name == "triton":
-        stats_KC = logits_CV.new_empty(4, len(logits_CV))
-        row_stats_kernel[(len(logits_CV),)](
-            logits_CV, target_C, stats_KC, len(logits_CV), logits_CV.shape[1], 1 / temperature,
-            **launch_options(logits_CV.shape[1]),
-        )  # fmt: skip
-        return tuple(stats_KC)
-    max_C = logits_CV.amax(1)
-    z_CV = logits_CV.sub_(max_C[:, None])
-    target_C = z_CV.gather(1, target_C[:, None])[:, 0] / temperature
-    exp_CV = z_CV.div(temperature).exp_() if return_entropy else z_CV.div_(temperature).exp_()
-    sum_C = exp_CV.sum(1)
-    log_sum_C = sum_C.log()
-    entropy_C = log_sum_C - exp_CV.mul_(z_CV).sum(1) / (sum_C * temperature) if return_entropy else None
-    return target_C - log_sum_C, entropy_C, max_C, sum_C
-
-
-def dlogits_(
-    logits_CV: Tensor,
-    target_C: Tensor,
-    max_C: Tensor | None,
-    sum_C: Tensor | None,
-    entropy_C: Tensor | None,
-    g_C: Tensor,
-    h_C: Tensor | None,
-    *,
-    temperature: float,
-    dtype: torch.dtype,
-    backend: KernelBackend,
-) -> Tensor:
-    """dz_CV in `dtype`, in the memory of the contiguous logits_CV with Triton: for 16 bits its rows are 2 V apart.
-
-    max_C, sum_C, entropy_C: as from `row_stats_`. max_C None: with PyTorch, the buffer holds logits - m already; with
-    Triton, statistics are taken from the logits once more. h_C None: 0, and PyTorch does not read entropy_C.
-    """
-    if backend.name == "triton":
-        dlogits_CV, vocab = narrow_view(logits_CV, dtype), logits_CV.shape[1]
-        g_C = g_C.contiguous()
-        h_or_any_C = g_C if h_C is None else h_C.contiguous()  # what is not there is not read
-        stats = (g_C, g_C, g_C) if max_C is None else (max_C, sum_C, entropy_C)
-        dlogits_kernel[(len(logits_CV),)](
-            logits_CV, dlogits_CV, target_C, g_C, h_or_any_C, *stats, vocab, dlogits_CV.stride(0), 1 / temperature,
-            HAS_STATS=max_C is not None, ENTROPY=h_C is not None, **launch_options(vocab),
-        )  # fmt: skip
-        return dlogits_CV
-    z_CV = logits_CV if max_C is None else logits_CV.sub_(max_C[:, None])
-    if temperature != 1:
-        z_CV.div_(temperature)
-    scale_C = 1 / (sum_C * temperature)
-    if h_C is None:
-        dz_CV = z_CV.exp_().mul_((-g_C * scale_C)[:, None])
-    else:  # -p (g + h (log p + H)) with log p = z - log s
-        exp_CV = z_CV.exp()
-        offset_C = g_C + h_C * (entropy_C - sum_C.log())
-        dz_CV = z_CV.mul_((-h_C * scale_C)[:, None]).sub_((offset_C * scale_C)[:, None]).mul_(exp_CV)
-    dz_CV[torch.arange(len(dz_CV), device=dz_CV.device), target_C] += g_C / temperature
-    return dz_CV.to(dtype)
-
-
-def narrow_view(logits_CV: Tensor, dtype: torch.dtype) -> Tensor:
-    """[C, V] of a dtype of the same size or half of it in the first bytes of each row of the contiguous logits_CV."""
-    assert logits_CV.is_contiguous(), logits_CV.stride()
-    return logits_CV.view(dtype)[:, : logits_CV.shape[1]]
 
 
 def launch_options(vocab: int) -> dict[str, int]:
@@ -126,10 +127,10 @@ def launch_options(vocab: int) -> dict[str, int]:
 
 
 @triton.jit
-def row_stats(logits, vocab, scale, BLOCK: tl.constexpr):
-    """Of the row that starts at `logits`, with scale = 1 / temperature: m, log2 s, and the sum of
-    softmax(z) (z - m) log2(e), so that logp = (logit - m) scale - ln2 log2 s and H = ln2 (log2 s - that sum)."""
-    largest, total, weighted = -1e30, 0.0, 0.0  # finite, as what is outside: exp gives 0, and 0 * it is 0, not NaN
+def row_stats(logits, target, vocab, scale, BLOCK: tl.constexpr):
+    """logp, entropy, m and log2 s of the row that starts at `logits`; scale = 1 / temperature."""
+    largest = -1e30  # finite, as what is outside: exp gives 0, and 0 * it is 0, not NaN
+    total, weighted = 0.0, 0.0  # of exp(z), and of exp(z) z
     for start in range(0, vocab, BLOCK):
         column = start + tl.arange(0, BLOCK)
         logit = tl.load(logits + column, column < vocab, -1e30)
@@ -139,7 +140,9 @@ def row_stats(logits, vocab, scale, BLOCK: tl.constexpr):
         exp = tl.exp2(z)
         weighted = tl.exp2(rise) * (weighted + rise * total) + tl.sum(exp * z, 0)
         total = tl.exp2(rise) * total + tl.sum(exp, 0)
-    return largest, tl.log2(total), weighted / total
+    log2_sum = tl.log2(total)
+    logp = (tl.load(logits + target) - largest) * scale - log2_sum * LN2
+    return logp, (log2_sum - weighted / total) * LN2, largest, log2_sum
 
 
 @triton.jit
@@ -165,33 +168,26 @@ def write_dlogits(
 def row_stats_kernel(logits_ptr, target_ptr, stats_ptr, num_rows, vocab, scale, BLOCK: tl.constexpr):
     """A program per row writes logp, entropy, m and log2 s of it into stats, [4, num_rows]."""
     row = tl.program_id(0).to(tl.int64)  # before it is multiplied: rows times vocab passes 2^31
-    logits, stats = logits_ptr + row * vocab, stats_ptr + row
-    largest, log2_sum, weighted = row_stats(logits, vocab, scale, BLOCK)
-    tl.store(stats, (tl.load(logits + tl.load(target_ptr + row)) - largest) * scale - log2_sum * LN2)
-    tl.store(stats + num_rows, (log2_sum - weighted) * LN2)
+    stats, target = stats_ptr + row, tl.load(target_ptr + row)
+    logp, entropy, largest, log2_sum = row_stats(logits_ptr + row * vocab, target, vocab, scale, BLOCK)
+    tl.store(stats, logp)
+    tl.store(stats + num_rows, entropy)
     tl.store(stats + 2 * num_rows, largest)
     tl.store(stats + 3 * num_rows, log2_sum)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def dlogits_kernel(
-    logits_ptr, dlogits_ptr, target_ptr, g_ptr, h_ptr, max_ptr, log2_sum_ptr, entropy_ptr, vocab, row_stride, scale,
-    HAS_STATS: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, dlogits_ptr, target_ptr, stats_ptr, g_ptr, h_ptr, num_rows, vocab, row_stride, scale,
+    ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program per row; row_stride: of dlogits. Statistics must be of these very logits: with those of another matmul,
-    1 - p of a sure token would be the difference of the two."""
+    """A program per row; stats: of `row_stats_kernel`; row_stride: of dlogits."""
     row = tl.program_id(0).to(tl.int64)
-    logits = logits_ptr + row * vocab
-    if HAS_STATS:
-        largest, log2_sum = tl.load(max_ptr + row), tl.load(log2_sum_ptr + row)
-        entropy = tl.load(entropy_ptr + row)
-    else:
-        largest, log2_sum, weighted = row_stats(logits, vocab, scale, BLOCK)
-        entropy = (log2_sum - weighted) * LN2
-    h = 0.0
+    logits, dlogits = logits_ptr + row * vocab, dlogits_ptr + row * row_stride
+    stats = stats_ptr + row
+    target, entropy = tl.load(target_ptr + row), tl.load(stats + num_rows)
+    largest, log2_sum = tl.load(stats + 2 * num_rows), tl.load(stats + 3 * num_rows)
+    g, h = tl.load(g_ptr + row), 0.0
     if ENTROPY:
         h = tl.load(h_ptr + row)
-    write_dlogits(
-        logits, dlogits_ptr + row * row_stride, vocab, tl.load(target_ptr + row), largest, log2_sum, entropy,
-        tl.load(g_ptr + row), h, scale, ENTROPY, BLOCK,
-    )  # fmt: skip
+    write_dlogits(logits, dlogits, vocab, target, largest, log2_sum, entropy, g, h, scale, ENTROPY, BLOCK)

@@ -1,22 +1,21 @@
 """Writes and reads checkpoints. Finding them and telling which are whole (torch-free) is resume.py.
 
 A checkpoint is a folder `step_000010/` with one safetensors file per rank (its rows of the float32 master weights, of
-the optimizer's state and of the reference policy) and `meta.json`, written last: step, cursor, counters,
-fingerprints, and size and sha256 of every file. Training stops only for a copy to host memory: a thread of each rank
-writes and flushes it as `step_000010.tmp`; at the end of a later step, when all ranks have, rank 0 adds meta.json and
-renames. Older ones go only after that. So a kill at any instant leaves every committed checkpoint as it was.
+the optimizer's state and of the reference policy) and `meta.json`, written last: step, counters, fingerprints, and size
+and sha256 of every file. Training stops only for a copy to host memory: a thread of each rank writes it into
+`step_000010.tmp`, and when all ranks have, at the end of a later step, rank 0 adds meta.json and renames. Older ones go
+only after that, so a kill at any instant leaves every committed checkpoint as it was. Not
+torch.distributed.checkpoint: its metadata is a pickle, which can run code, and it keeps no checksum of a file.
 """
-
-# Not torch.distributed.checkpoint: its metadata is a pickle, which can run code when it is loaded; it keeps no checksum
-# of a file; and a checkpoint must be flushed, renamed and only then replace older ones, in this order.
 
 import hashlib
 import json
 import os
 import shutil
-import threading
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,28 +27,19 @@ from torch.distributed.tensor import DTensor
 from config import CheckpointingConfig, ConfigError
 from run.resume import VERSION, checkpoints, committed, damaged, read_meta
 from system.exits import Saved, StopRun
-from system.ranks import Ranks, any_rank, broadcast_from_rank0, local_rows
+from system.ranks import Ranks, any_rank, broadcast_from_rank0, local_rows, on_rank0
 
 MAX_FAILURES = 3  # saves in a row that the disk refused, before the run stops
 
 
-@dataclass(slots=True)
-class Pending:
-    """A checkpoint that is being written: its meta.json, and the thread of this rank's file with its result."""
-
-    temporary: Path
-    meta: dict
-    thread: threading.Thread | None = None
-    entry: dict = field(default_factory=dict)  # of meta.json's "files"
-    error: str | None = None
-
-    def write(self, tensors: dict[str, Tensor], file: Path) -> None:
-        try:
-            save_file(tensors, file)
-            flush(file)
-            self.entry = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}}
-        except Exception as error:  # safetensors raises its own for a full disk; `finish` shows it to all ranks
-            self.error = f"{file}: {error}"
+def write_file(tensors: dict[str, Tensor], file: Path) -> dict | str:
+    """Writes a rank's file. Returns its entry of meta.json's "files", or what went wrong."""
+    try:
+        save_file(tensors, file)
+        flush(file)
+        return {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}}
+    except Exception as error:  # safetensors raises its own for a full disk; `finish` shows it to all ranks
+        return f"{file}: {error}"
 
 
 class Saver:
@@ -58,7 +48,10 @@ class Saver:
 
     def __init__(self, folder: Path, cfg: CheckpointingConfig, ranks: Ranks, saved: int | None = None):
         self.folder, self.cfg, self.ranks = folder, cfg, ranks
-        self.pending: Pending | None = None
+        # Not a daemon: where the run ends in an error, the interpreter still waits for the file to be closed.
+        self.writer = ThreadPoolExecutor(1, "checkpoint")
+        self.pending: tuple[Path, dict] | None = None  # folder and meta.json of the checkpoint that is being written
+        self.written: Future[dict | str] | None = None  # this rank's `write_file` of it
         self.saved = saved  # the newest step that is on disk
         self.num_failures = 0
 
@@ -72,43 +65,40 @@ class Saver:
     def save(self, step: int, model, optimizer, state: dict, reference: dict[str, Tensor], metric: float | None):
         """Begins checkpoint `step`: on return the state is copied, and training may go on.
 
-        `state`: JSON-able counters and fingerprints, which `load` returns. `reference`: this rank's rows of the
-        reference policy by parameter name, empty without one. `metric`: what keep_top_k compares. A disk without room
-        costs this checkpoint, not the run; MAX_FAILURES of them in a row end it (StopRun).
+        `state`: JSON-able, `load` returns it. `reference`: this rank's rows of the reference policy by parameter name,
+        or {}. `metric`: what keep_top_k compares. A disk without room costs this checkpoint, not the run; MAX_FAILURES
+        of them in a row end it (StopRun).
         """
         self.finish()
         tensors = _copy_to_host(model, optimizer, reference)
+        size = sum(_gather(sum(tensor.nbytes for tensor in tensors.values())))
         temporary = self.folder / f"step_{step:06d}.tmp"
+        if problem := on_rank0(lambda: _os_error_of(self._make_room, temporary, size)):
+            return self._give_up(temporary, problem)
         meta = {"version": VERSION, "step": step, "world_size": self.ranks.world_size, "state": state, "metric": metric}
-        self.pending = Pending(temporary, json.loads(json.dumps(meta)))  # the run goes on changing `state`
-        size = torch.tensor(sum(tensor.nbytes for tensor in tensors.values()))
-        dist.all_reduce(size)
-        if problem := self._on_rank_0(lambda: self._make_room(temporary, int(size))):
-            return self._give_up(problem)
+        meta = json.loads(json.dumps(meta))  # the run goes on changing `state`
         file = temporary / f"rank_{self.ranks.rank:05d}.safetensors"
-        # Not a daemon: where the run ends in an error, the interpreter still waits for the file to be closed.
-        self.pending.thread = threading.Thread(target=self.pending.write, args=(tensors, file), name="checkpoint")
-        self.pending.thread.start()
+        self.pending = temporary, meta
+        self.written = self.writer.submit(write_file, tensors, file)
 
     def poll(self) -> None:
         """Commits the pending checkpoint if all ranks have written theirs; else leaves it for later."""
-        if self.pending is not None and not any_rank(self.pending.thread.is_alive()):
+        if self.pending is not None and not any_rank(not self.written.done()):
             self.finish()
 
     def finish(self) -> None:
         """Waits for the pending checkpoint and commits it."""
         if self.pending is None:
             return
-        self.pending.thread.join()
-        results: list = [None] * self.ranks.world_size
-        dist.all_gather_object(results, (self.pending.entry, self.pending.error))
-        problem = next((error for _, error in results if error), None)
-        self.pending.meta["files"] = {name: entry for entries, _ in results for name, entry in entries.items()}
-        problem = problem or self._on_rank_0(self._commit)
+        results = _gather(self.written.result())
+        (temporary, meta), self.pending = self.pending, None
+        problem = next((result for result in results if isinstance(result, str)), None)
+        if problem is None:
+            meta["files"] = {name: entry for files in results for name, entry in files.items()}
+            problem = on_rank0(lambda: _os_error_of(self._commit, temporary, meta))
         if problem:
-            self._give_up(problem)
-        else:
-            self.saved, self.pending, self.num_failures = self.pending.meta["step"], None, 0
+            return self._give_up(temporary, problem)
+        self.saved, self.num_failures = meta["step"], 0
 
     def _make_room(self, temporary: Path, size: int) -> None:
         for leftover in (*self.folder.glob("step_*.tmp"), *self.folder.glob("step_*.old")):  # by a kill
@@ -118,10 +108,9 @@ class Saver:
         if free < 1.05 * size:  # headers, meta.json, blocks
             raise OSError(f"{self.folder}: {free / 2**20:,.0f} MiB free, a checkpoint needs {size / 2**20:,.0f} MiB")
 
-    def _commit(self) -> None:
-        temporary = self.pending.temporary
+    def _commit(self, temporary: Path, meta: dict) -> None:
         final = temporary.with_suffix("")
-        (temporary / "meta.json").write_text(json.dumps(self.pending.meta, indent=1))
+        (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
         flush(temporary / "meta.json")
         flush(temporary)
         shutil.rmtree(final, ignore_errors=True)  # only a run resumed from before this step gets here with one
@@ -140,18 +129,7 @@ class Saver:
                 os.rename(path, gone := path.with_suffix(".old"))  # a kill amid rmtree must not leave half a checkpoint
                 shutil.rmtree(gone)
 
-    def _on_rank_0(self, action) -> str | None:
-        """Calls `action` on rank 0. Every rank gets the text of the OSError it raised, or None."""
-        problem = None
-        if self.ranks.rank == 0:
-            try:
-                action()
-            except OSError as error:
-                problem = str(error)
-        return broadcast_from_rank0(problem)
-
-    def _give_up(self, problem: str) -> None:
-        temporary, self.pending = self.pending.temporary, None
+    def _give_up(self, temporary: Path, problem: str) -> None:
         if self.ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         self.num_failures += 1
@@ -162,33 +140,37 @@ class Saver:
         self.ranks.print_rank0(f"WARNING: {failure}; training goes on, the next one is due as configured")
 
 
+def _os_error_of(action: Callable[..., None], *arguments: Any) -> str | None:
+    """The text of the OSError that `action` raises, or None."""
+    try:
+        return action(*arguments)
+    except OSError as error:
+        return str(error)
+
+
 def metric(ckpt_cfg: CheckpointingConfig, state: dict, train: dict[str, float]) -> float | None:
     """What keep_top_k compares: a number of the last step or the last validation; None as long as there is none."""
-    source = train if ckpt_cfg.metric_name.startswith("train/") else state["last_validation"]
-    if ckpt_cfg.keep_top_k is None or not source:
+    name, validation = ckpt_cfg.metric_name, state["last_validation"]
+    if ckpt_cfg.keep_top_k is None or not (train if name.startswith("train/") else validation):
         return None
-    metrics = {f"train/{name}": value for name, value in train.items()} | state["last_validation"]
-    if ckpt_cfg.metric_name not in metrics:
-        raise StopRun(
-            f"checkpointing.metric_name={ckpt_cfg.metric_name} is no metric here; known: {', '.join(sorted(metrics))}"
-        )
-    return metrics[ckpt_cfg.metric_name]
+    metrics = {f"train/{key}": value for key, value in train.items()} | validation
+    if name not in metrics:
+        raise StopRun(f"checkpointing.metric_name={name} is no metric here; known: {', '.join(sorted(metrics))}")
+    return metrics[name]
 
 
-def load(
-    folder: Path, model, optimizer, ranks: Ranks, reference: dict[str, Tensor] | None = None, *, mode: str | None
-) -> dict:
-    """Restores the newest checkpoint of `folder` into model, fresh optimizer and `reference`, on any number of ranks.
-    A collective.
+def load(folder: Path, model, optimizer, ranks: Ranks, reference: dict[str, Tensor], *, mode: str | None) -> dict:
+    """Restores the newest checkpoint of `folder` into model, fresh optimizer and `reference` (as in `save`), on any
+    number of ranks; the weights alone if `optimizer` is None. Returns its `state` with `step` in it. A collective.
 
     mode "auto" takes the newest that is good and prints a warning for each that is not; with another mode the newest
-    must be good. Returns its `state` with `step` in it. Raises ConfigError, on all ranks, that names the damaged file.
+    must be good. Raises ConfigError, on all ranks, that names the damaged file.
     """
     for path in broadcast_from_rank0(checkpoints(folder)):  # rank 0's view of a shared disk
         problem = _problem(path, ranks)
         if problem is None:
             meta = read_meta(path)
-            _restore(path, list(meta["files"]), model, optimizer, reference or {})
+            _restore(path, list(meta["files"]), model, optimizer, reference)
             return {"step": meta["step"], **meta["state"]}
         if mode != "auto":
             raise ConfigError(damaged(problem, path))
@@ -206,9 +188,14 @@ def _problem(path: Path, ranks: Ranks) -> str | None:
                 problem = f"{path / name}: content differs from its checksum in meta.json"
         except OSError as error:
             problem = f"{path / name}: {error.strerror}"
-    problems: list[str | None] = [None] * ranks.world_size
-    dist.all_gather_object(problems, problem)
-    return next(filter(None, problems), None)
+    return next(filter(None, _gather(problem)), None)
+
+
+def _gather(value: Any) -> list:
+    """The value of each rank, on all ranks."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _copy_to_host(model, optimizer, reference: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -223,11 +210,8 @@ def _copy_to_host(model, optimizer, reference: dict[str, Tensor]) -> dict[str, T
 
 
 def _describe_state(value: Tensor | float | int, param: Tensor) -> tuple[str, Tensor]:
-    """(kind, tensor to store) of a value that an optimizer keeps for a parameter. `_read_state` undoes it.
-
-    sharded: a DTensor like the parameter. local: a tensor like this rank's rows of it. number: no tensor. replicated:
-    any other tensor, which must be the same on all ranks.
-    """
+    """(kind, tensor to store) of what an optimizer keeps for a parameter. sharded: a DTensor like the parameter. local:
+    a tensor like this rank's rows of it. replicated: any other tensor, equal on all ranks. number: no tensor."""
     if isinstance(value, DTensor):
         assert value.shape == param.shape and value.placements == param.placements, (value.shape, value.placements)
         return "sharded", value.to_local()
@@ -237,44 +221,47 @@ def _describe_state(value: Tensor | float | int, param: Tensor) -> tuple[str, Te
 
 
 def _read_state(files: list, name: str, kind: str, param: Tensor) -> Tensor | float | int:
-    if kind in ("number", "replicated"):
-        tensor = files[0].get_tensor(name)
-        return tensor.item() if kind == "number" else tensor.to(param.device)
-    rows = _read_rows(files, name, local_rows(param)).to(param.device)
+    """What `_describe_state` described."""
+    if kind == "number":
+        return files[0].get_tensor(name).item()
+    if kind == "replicated":
+        return files[0].get_tensor(name).to(param.device)
+    rows = _read_rows(files, name, param).to(param.device)
     if kind == "local":
         return rows
     return DTensor.from_local(rows, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
 
 
-def _read_rows(files: list, name: str, rows: slice) -> Tensor:
-    """These rows of a whole tensor, which lies in the files cut into rows, one rank's after another's."""
-    parts, start = [], 0
+def _read_rows(files: list, name: str, param: Tensor) -> Tensor:
+    """This rank's rows of a tensor like `param`, which lies in the files cut into rows, one rank's after another's."""
+    rows, parts, start = local_rows(param), [], 0
     for file in files:
         stored = file.get_slice(name)
-        end = start + stored.get_shape()[0]
-        low = min(max(rows.start, start), end)
-        parts.append(stored[low - start : max(low, min(rows.stop, end)) - start])
-        start = end
-    tensor = torch.cat(parts)
-    assert len(tensor) == rows.stop - rows.start, (name, rows, tensor.shape, start)
-    return tensor
+        length = stored.get_shape()[0]
+        low, high, _ = slice(max(rows.start - start, 0), max(rows.stop - start, 0)).indices(length)
+        parts.append(stored[low:high])
+        start += length
+    assert start >= rows.stop, (name, start, rows)
+    return torch.cat(parts)
 
 
 @torch.no_grad()
 def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[str, Tensor]) -> None:
     files = [safe_open(path / shard, framework="pt") for shard in sorted(shards)]
     names = sorted(files[0].keys())
+    params = dict(model.named_parameters())
+    for name, param in params.items():
+        _local(param).copy_(_read_rows(files, f"param.{name}", param))
+    if optimizer is None:
+        return
     has_reference = any(name.startswith("reference.") for name in names)
     if has_reference != bool(reference):
         raise ConfigError(
             f"{path}: was saved {'with' if has_reference else 'without'} a reference policy; set "
             "loss_fn.reference_policy_kl_penalty as in that run"
         )
-    params = dict(model.named_parameters())
-    for name, param in params.items():
-        _local(param).copy_(_read_rows(files, f"param.{name}", local_rows(param)))
     for name, rows in reference.items():
-        rows.copy_(_read_rows(files, f"reference.{name}", local_rows(params[name])))
+        rows.copy_(_read_rows(files, f"reference.{name}", params[name]))
     for stored in names:  # of the optimizer: nothing, where the first step was still to come
         kind, _, rest = stored.partition(".")
         if kind not in ("param", "reference"):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from config import Config, ConfigError, LossConfig
+from config import CheckpointingConfig, Config, ConfigError, DatasetConfig, LossConfig
 from run.config_keys import bounds, default_text, meanings, plain_name, settings
 
 _OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
@@ -27,8 +27,7 @@ def validate(cfg: Config, world_size: int) -> None:
         *_unread_problems(cfg),
         *_checkpoint_problems(cfg),
         *_reward_problems(cfg),
-        *_dataset_problems(cfg),
-        *_mixing_problems(cfg),
+        *_data_problems(cfg),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -60,27 +59,27 @@ def _size_problems(cfg: Config, world_size: int) -> Iterator[str]:
             f"grpo.num_prompts_per_step={prompts} is not divisible by the {groups} data-parallel groups "
             f"(world size {world_size}, {tensor_key}): use {fits}"
         )
-    rollout, batch = prompts * cfg.grpo.num_generations_per_prompt, cfg.policy.train_global_batch_size
-    if batch is not None and rollout % batch:
+    rollout, epochs = prompts * cfg.grpo.num_generations_per_prompt, cfg.policy.ppo_epochs
+    batch_key = f"policy.train_global_batch_size={json.dumps(cfg.policy.train_global_batch_size)}"
+    num_optimizer_steps, rest = divmod(rollout, cfg.policy.train_global_batch_size or rollout)
+    if rest:
         yield (
-            f"policy.train_global_batch_size={batch} does not divide the {rollout} samples of a rollout "
+            f"{batch_key} does not divide the {rollout} samples of a rollout "
             f"(grpo.num_prompts_per_step={prompts} x num_generations_per_prompt={cfg.grpo.num_generations_per_prompt})"
         )
-    epochs = cfg.policy.ppo_epochs
-    if cfg.loss_fn.force_on_policy_ratio and (epochs > 1 or (batch or rollout) < rollout):
+    if cfg.loss_fn.force_on_policy_ratio and epochs * num_optimizer_steps > 1:
         yield (
             f"loss_fn.force_on_policy_ratio=true is for one optimizer step per rollout, but policy.ppo_epochs={epochs} "
-            f"and policy.train_global_batch_size={json.dumps(batch)} make {epochs * (rollout // (batch or rollout))}"
+            f"and {batch_key} make {epochs * num_optimizer_steps}"
         )
     total, new = cfg.policy.max_total_sequence_length, generation.max_new_tokens
-    pack = cfg.policy.sequence_packing.train_mb_tokens
-    total_key = f"policy.max_total_sequence_length={total}"
+    pack, total_key = cfg.policy.sequence_packing.train_mb_tokens, f"policy.max_total_sequence_length={total}"
     if pack < total:
         yield f"policy.sequence_packing.train_mb_tokens={pack} is less than {total_key}: use {total} or more"
     if new > total:
         yield f"policy.generation.max_new_tokens={new} is more than {total_key}: lower it to {total} or less"
-    prompt, val_new = cfg.max_prompt_tokens, cfg.grpo.val_max_new_tokens
-    if val_new is not None and new < total < prompt + val_new:
+    prompt, val_new = cfg.max_prompt_tokens, cfg.grpo.val_max_new_tokens or 0
+    if new < total < prompt + val_new:
         yield (
             f"grpo.val_max_new_tokens={val_new} and prompts of {prompt} tokens do not fit in {total_key}: raise it to "
             f"{prompt + val_new}, or lower data.max_input_seq_length"
@@ -119,16 +118,18 @@ _UNREAD = (  # a key that nothing reads while the condition holds, and why: it m
     ("grpo.reward_std", f"{_ESTIMATOR}=reinforce_plus_plus", "it whitens over the tokens of the batch"),
     ("grpo.reward_std", "grpo.normalize_rewards=false", "nothing is divided by it"),
     ("grpo.reward_shaping.enabled", f"{_ESTIMATOR}=gdpo", "it reads each reward, not their shaped sum"),
+    ("grpo.batch_multiplier", "grpo.use_dynamic_sampling=false", "only dynamic sampling draws spare prompts"),
     ("grpo.ref_policy_update_period", "loss_fn.reference_policy_kl_penalty=0.0", "there is no reference policy"),
     ("grpo.ref_policy_update_alpha", "grpo.ref_policy_update_period=null", "the reference policy is never updated"),
     ("policy.scheduler.min_factor", "policy.scheduler.name=constant", "a constant rate does not fall"),
     ("policy.optimizer.muon_lr", "policy.optimizer.name!=torch.optim.Muon", "only Muon reads it"),
     ("policy.optimizer.muon_momentum", "policy.optimizer.name!=torch.optim.Muon", "only Muon reads it"),
+    ("checkpointing.resume_from", "checkpointing.resume=never", "a new run is started"),
 )
 
 
 def loss_problems(loss: LossConfig) -> Iterator[str]:
-    """Keys of the loss that contradict each other. `policy_loss` asserts that there are none."""
+    """Keys of the loss that contradict each other."""
     for one, other, reason in _LOSS_CLASHES:
         keys = [_key_if(loss, condition) for condition in (one, other)]
         if all(keys):
@@ -163,14 +164,20 @@ def _checkpoint_problems(cfg: Config) -> Iterator[str]:
     """Saving and resuming."""
     saving = cfg.checkpointing
     by, name = saving.checkpoint_must_save_by, saving.metric_name
-    if saving.resume == "never" and saving.resume_from:
-        yield f"checkpointing.resume=never and checkpointing.resume_from={saving.resume_from}: choose one"
     if by is not None and not re.fullmatch(r"\d+:\d\d?:\d\d?:\d\d?", by):
         yield f"checkpointing.checkpoint_must_save_by={by}: must be DD:HH:MM:SS, such as 00:03:45:00"
     if not name.startswith(("train/", "validation/")):
         yield f"checkpointing.metric_name={name}: must be a key of metrics.jsonl, such as train/reward"
     elif saving.keep_top_k and name.startswith("validation/") and not cfg.grpo.val_period:
         yield f"checkpointing.keep_top_k={saving.keep_top_k} compares {name}, but grpo.val_period=0 means no validation"
+
+
+def must_save_by_seconds(cfg: CheckpointingConfig) -> float | None:
+    """checkpoint_must_save_by of a validated config in seconds; None for null."""
+    if cfg.checkpoint_must_save_by is None:
+        return None
+    days, hours, minutes, seconds = map(int, cfg.checkpoint_must_save_by.split(":"))
+    return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
 
 
 def _reward_problems(cfg: Config) -> Iterator[str]:
@@ -195,43 +202,34 @@ def _reward_problems(cfg: Config) -> Iterator[str]:
                 f"({length_key}, policy.generation.max_new_tokens={new}): every response would be penalized"
             )
     draw = grpo.num_prompts_per_step * grpo.batch_multiplier
-    multiplier_key = f"grpo.batch_multiplier={grpo.batch_multiplier}"
-    if grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling:
-        yield f"{multiplier_key} and grpo.use_dynamic_sampling=false: only dynamic sampling draws spare prompts"
-    elif draw != int(draw):
-        yield f"{multiplier_key} x grpo.num_prompts_per_step={grpo.num_prompts_per_step}: {draw} is not a whole number"
+    if draw != grpo.prompts_per_batch:
+        keys = f"grpo.batch_multiplier={grpo.batch_multiplier} x grpo.num_prompts_per_step={grpo.num_prompts_per_step}"
+        yield f"{keys}: {draw} is not a whole number"
 
 
-def _dataset_problems(cfg: Config) -> Iterator[str]:
-    """The datasets and their names."""
-    grpo, data = cfg.grpo, cfg.data
-    split_off = [dataset for dataset in data.train if dataset.split_validation_size]
-    validates = grpo.val_period or grpo.val_at_start or grpo.val_at_end
+def _data_problems(cfg: Config) -> Iterator[str]:
+    """The datasets, their names, and how several training sets become one."""
+    data, draw = cfg.data, cfg.grpo.prompts_per_batch
+    weights, size = [dataset.weight for dataset in data.train], data.num_prompts_per_dataloader
+    split_off = tuple(dataset for dataset in data.train if dataset.split_validation_size)
+    validates = cfg.grpo.val_period or cfg.grpo.val_at_start or cfg.grpo.val_at_end
+    unset = (DatasetConfig(),)
     hints = {
         "train": "name the jsonl file of training problems",
         "validation": "name a jsonl file, or ask for no validation with grpo.val_period=0 grpo.val_at_start=false "
         "grpo.val_at_end=false",
     }
-    if not data.train:
-        yield f"data.train.data_path is not set: {hints['train']}"
-    if validates and not data.validation and not split_off:
-        yield f"data.validation.data_path is not set: {hints['validation']}"
-    for key, sets in (("train", data.train), ("validation", data.validation)):
+    validation = data.validation or (unset if validates and not split_off else ())
+    for key, sets in (("train", data.train or unset), ("validation", validation)):
         for i, dataset in enumerate(sets):
             if dataset.data_path is None and dataset.dataset_name is None:
                 yield f"data.{key}{f'.{i}' if len(sets) > 1 else ''}.data_path is not set: {hints[key]}"
-    for key, sets in (("train", data.train), ("validation", (*split_off, *data.validation))):
+    for key, sets in (("train", data.train), ("validation", split_off + data.validation)):
         for name, count in Counter(dataset.set_name for dataset in sets).items():
             if name and count > 1:
                 yield f"data.{key}: {count} sets are called '{name}': tell them apart by their key `name`"
     if any(dataset.split_validation_size != data.default.split_validation_size for dataset in data.validation):
         yield "data.validation.split_validation_size: validation sets are not split; set it in data.train"
-
-
-def _mixing_problems(cfg: Config) -> Iterator[str]:
-    """How several training sets become one."""
-    data, draw = cfg.data, cfg.grpo.prompts_per_batch
-    weights, size = [dataset.weight for dataset in data.train], data.num_prompts_per_dataloader
     if None in weights and any(weights):
         yield "data.train: some sets have a weight and some have none: give all of them one, or none"
     if any(weights) and data.use_multiple_dataloader:

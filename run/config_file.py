@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -23,6 +23,7 @@ from run.config_keys import FIELDS, FREE, LISTS, SECTIONS
 
 _TAG = "tag:yaml.org,2002:"  # the tags of yaml's own types start with it
 _NULL = config_nemo.NULL
+_NUMBER = r"\d+(?:\.\d*)?"
 _Entry = tuple[str, yaml.Node, str]  # full key, what is written for it, the place
 
 
@@ -47,23 +48,21 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         entries += _read_override(override)
     values: dict[str, Any] = {}
-    rows: dict[str, None] = {}  # of config_nemo.NO_EFFECT
+    without_effect: set[str] = set()  # rows of config_nemo.NO_EFFECT
     for name, node, where in entries:
-        plain = keys.plain_name(name)
-        row = None if plain in FIELDS else config_nemo.no_effect(plain, node, where)
         if section := _emptied_section(name, node, where):
             values = {key: value for key, value in values.items() if not key.startswith(f"{section}.")}
         elif free := next((free for free in FREE if name.startswith(f"{free}.")), None):
             values[free] = _with_free_key(values.get(free) or {}, free, name, node, where)
-        elif row is None:
+        elif (row := config_nemo.no_effect(keys.plain_name(name), node, where)) is None:
             values[keys.numbered_name(name)] = _value(name, node, where)
         else:
-            rows |= {row: None} if row else {}
-            values |= {name: node.value} if isinstance(node, yaml.ScalarNode) else {}  # others may refer to it
+            without_effect |= {row} - {""}
+            values[name] = node.value  # other keys may refer to it
     values = {name: _resolve(name, value, values) for name, value in values.items()}
-    if rows and os.environ.get("RANK", "0") == "0":
-        print(config_nemo.warning(rows), file=sys.stderr)
-    return _build(Config, "", values)
+    if without_effect and os.environ.get("RANK", "0") == "0":
+        print(config_nemo.warning(without_effect), file=sys.stderr)
+    return _build(Config(), "", values)
 
 
 def _read_file(path: Path, parents: tuple[Path, ...]) -> list[_Entry]:
@@ -79,19 +78,17 @@ def _read_file(path: Path, parents: tuple[Path, ...]) -> list[_Entry]:
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}: expected sections of keys, as in 'grpo: {{seed: 1}}', got {_got(root)}")
     below: list[_Entry] = []
-    emptied: list[_Entry] = []
     entries: list[_Entry] = []
     for name, node, where in _leaves(root, "", path, {}):
-        if name == "defaults":
-            for default in node.value if isinstance(node, yaml.SequenceNode) else [node]:
-                if not isinstance(default, yaml.ScalarNode) or not default.value:
-                    raise ConfigError(f"{where}: defaults: expected a file or a list of files, got {_got(default)}")
-                below += _read_file(path.parent / default.value, (*parents, path))
-        elif _emptied_section(name, node, where):
-            emptied.append((name, node, where))  # before the file's entries, wherever in the file it is
-        else:
+        if name != "defaults":
             entries.append((name, node, where))
-    return below + emptied + entries
+            continue
+        for default in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+            if not isinstance(default, yaml.ScalarNode) or not default.value:
+                raise ConfigError(f"{where}: defaults: expected a file or a list of files, got {_got(default)}")
+            below += _read_file(path.parent / default.value, (*parents, path))
+    # What empties a section comes first, wherever in the file it is.
+    return below + sorted(entries, key=lambda entry: _emptied_section(*entry) is None)
 
 
 def _read_override(override: str) -> list[_Entry]:
@@ -131,20 +128,30 @@ def _with_free_key(mapping: dict[str, Any], free: str, name: str, node: yaml.Nod
 
 
 def _resolve(name: str, value: Any, values: dict[str, Any]) -> Any:
-    """The value of a key whose text refers to others."""
+    """The value of a key whose text may have `${key}`, `${.sibling}` and `${mul: a, b}` in it."""
     if not isinstance(value, _Reference):
         return value
+    place, text = f"{value.where}: {name}", value.text
 
-    def look_up(other: str) -> str:
-        text = values.get(keys.numbered_name(other), FIELDS[other].default if other in FIELDS else MISSING)
-        if text is MISSING or other in SECTIONS or isinstance(text, (tuple, dict)):
-            raise ConfigError(f"{value.where}: {name}: ${{{other}}} is not the name of a key with one value")
-        if isinstance(text, _Reference):
-            return text.text
-        return text if isinstance(text, str) else json.dumps(text)
+    def look_up(match: re.Match) -> str:
+        inner = match[1].strip()
+        if ":" in inner:
+            if not re.fullmatch(rf"mul\s*:\s*{_NUMBER}(\s*,\s*{_NUMBER})*", inner):
+                raise ConfigError(f"{place}: ${{{inner}}}: only keys, and mul of numbers, are understood")
+            return f"{math.prod(map(float, re.findall(_NUMBER, inner))):.17g}"
+        other = f"{name.rpartition('.')[0]}{inner}" if inner.startswith(".") else inner
+        found = values.get(keys.numbered_name(other), FIELDS[other].default if other in FIELDS else MISSING)
+        if found is MISSING or other in SECTIONS or isinstance(found, (tuple, list, dict)):
+            raise ConfigError(f"{place}: ${{{other}}} is not the name of a key with one value")
+        if isinstance(found, _Reference):
+            return found.text
+        return found if isinstance(found, str) else json.dumps(found)
 
-    text = config_nemo.interpolate(name, value.text, value.where, look_up)
-    return _value(name, config_nemo.scalar(text), value.where)
+    for _ in range(20):
+        text = re.sub(r"\$\{([^${}]*)\}", look_up, text)
+        if "${" not in text:
+            return _value(name, config_nemo.scalar(text), value.where)
+    raise ConfigError(f"{place}: ${{...}} goes in a circle, is too deep or is not closed")
 
 
 def _compose(text: str | bytes, where: str) -> yaml.Node:
@@ -170,7 +177,7 @@ def _leaves(node: yaml.Node, prefix: str, path: Path, lines: dict[str, int]) -> 
         if name in lines:
             raise ConfigError(f"{where}: {name} is set again, first in line {lines[name]}; remove one")
         lines[name] = line
-        if name in SECTIONS and isinstance(child, yaml.MappingNode):
+        if isinstance(child, yaml.MappingNode) and (name in SECTIONS or config_nemo.is_section(name)):
             yield from _leaves(child, f"{name}.", path, lines)
             continue
         for i, item in enumerate(child.value if name in LISTS and isinstance(child, yaml.SequenceNode) else ()):
@@ -179,10 +186,6 @@ def _leaves(node: yaml.Node, prefix: str, path: Path, lines: dict[str, int]) -> 
             if not item.value:
                 raise ConfigError(f"{where}: {name}: entry {i + 1} is empty")
             yield from _leaves(item, f"{name}.{i}.", path, lines)
-        is_tree = isinstance(child, yaml.MappingNode) and name not in FIELDS
-        if is_tree and config_nemo.is_section(name):
-            yield from _leaves(child, f"{name}.", path, lines)
-            continue
         yield from config_nemo.rewrite(name, child, where)
 
 
@@ -258,30 +261,21 @@ def _got(node: yaml.Node) -> str:
     return {"map": "a mapping", "null": "null"}.get(tag, f"{node.value!r} ({tag})")
 
 
-def _build(cls: type, prefix: str, values: dict[str, Any]) -> Any:
-    """A section from the values of its keys. `prefix`: its full name and a dot."""
-    kwargs = {}
-    for f in fields(cls):
+def _build(section: Any, prefix: str, values: dict[str, Any]) -> Any:
+    """A section with the values of its keys in place of its own. `prefix`: its full name and a dot."""
+    changes = {}
+    for f in fields(section):
         name = prefix + f.name
-        if name in LISTS:
-            kwargs[f.name] = _build_list(name, values, defaults=f"{prefix}default.")
+        if name in LISTS:  # a key that an item does not set has the value of the same key below `default`
+            default = _build(section.default, f"{prefix}default.", values)
+            numbers = [int(key.split(".")[name.count(".") + 1]) for key in values if key.startswith(f"{name}.")]
+            indices = range(max(numbers, default=-1) + 1)
+            changes[f.name] = tuple(_build(default, f"{name}.{i}.", values) for i in indices)
         elif is_dataclass(f.type):
-            kwargs[f.name] = _build(f.type, f"{name}.", values)
+            changes[f.name] = _build(getattr(section, f.name), f"{name}.", values)
         elif name in values:
-            kwargs[f.name] = values[name]
-    return cls(**kwargs)
-
-
-def _build_list(name: str, values: dict[str, Any], defaults: str) -> tuple[Any, ...]:
-    """The sections of a list. A key that a section does not set has the value of the same key below `defaults`."""
-    cls = keys.section_class(FIELDS[name].type)
-    common = {f.name: values[defaults + f.name] for f in fields(cls) if defaults + f.name in values}
-    numbers = [int(key.removeprefix(f"{name}.").partition(".")[0]) for key in values if key.startswith(f"{name}.")]
-    sections = []
-    for i in range(max(numbers, default=-1) + 1):
-        inherited = {f"{name}.{i}.{key}": value for key, value in common.items()}
-        sections.append(_build(cls, f"{name}.{i}.", inherited | values))
-    return tuple(sections)
+            changes[f.name] = values[name]
+    return replace(section, **changes)
 
 
 def to_yaml(cfg: Config) -> str:

@@ -47,19 +47,14 @@ def plain_name(name: str) -> str:
 
 def numbered_name(name: str) -> str:
     """`data.validation.x` -> `data.validation.0.x`: a list of sections may be written as its only one."""
-    for section in LISTS:
-        rest = name.removeprefix(f"{section}.")
-        if rest != name and not rest.partition(".")[0].isdigit():
-            return f"{section}.0.{rest}"
-    return name
+    return re.sub(rf"^({'|'.join(map(re.escape, LISTS))})\.(?!\d)", r"\1.0.", name)
 
 
 def unknown_key(name: str) -> str:
     """The message about a key that does not exist: the key nearest by its last name, and the keys of its section."""
     last_names = {full: full.rpartition(".")[2] for full in FIELDS}
     last = difflib.get_close_matches(name.rpartition(".")[2], last_names.values(), n=1)
-    namesakes = [full for full in FIELDS if last_names[full] in last]
-    near = difflib.get_close_matches(name, namesakes, n=1, cutoff=0) if "." in name else namesakes
+    near = difflib.get_close_matches(name, [full for full in FIELDS if last_names[full] in last], n=1, cutoff=0)
     section = name
     while section not in SECTIONS:
         section = section.rpartition(".")[0]
@@ -75,11 +70,10 @@ def split_optional(kind: Any) -> tuple[Any, bool]:
 def type_name(kind: Any) -> str:
     """A field's type in the words of a message."""
     base, optional = split_optional(kind)
-    names = {bool: "true or false", int: "int", float: "finite float", str: "str"}
+    names = {bool: "true or false", int: "int", float: "finite float", str: "str", Mapping: "mapping"}
+    name = names.get(get_origin(base) or base) or str(base).replace("tuple", "list")
     if get_origin(base) is Literal:
         name = " or ".join(get_args(base))
-    else:
-        name = "mapping" if get_origin(base) is Mapping else names.get(base) or str(base).replace("tuple", "list")
     return f"{name} or null" if optional else name
 
 
@@ -114,14 +108,12 @@ def meanings() -> dict[str, str]:
     for cls in ast.parse(Path(config.__file__).read_text(encoding="utf-8")).body:
         for node, below in pairwise(cls.body if isinstance(cls, ast.ClassDef) else []):
             if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
-                texts[cls.name, node.target.id] = " ".join(ast.literal_eval(below.value).split())
-    meanings = {}
-    for name, f in FIELDS.items():
-        owner = SECTIONS[name.rpartition(".")[0]].__name__
-        if name not in SECTIONS:
-            assert (owner, f.name) in texts, f"config.py: {owner}.{f.name} has no text below it"
-            meanings[name] = texts[owner, f.name]
-    return meanings
+                texts[f"{cls.name}.{node.target.id}"] = " ".join(ast.literal_eval(below.value).split())
+    plain = [name for name in FIELDS if name not in SECTIONS]
+    owned = {name: f"{SECTIONS[name.rpartition('.')[0]].__name__}.{FIELDS[name].name}" for name in plain}
+    missing = owned.values() - texts.keys()
+    assert not missing, f"config.py: {', '.join(missing)} has no text below it"
+    return {name: texts[owned[name]] for name in plain}
 
 
 def help_text() -> str:

@@ -4,10 +4,10 @@ Facts are those of the GRPO guides and examples/configs of NVIDIA-NeMo/RL at 7ea
 section. This file knows names of keys and yaml nodes; config_file.py reads values of types.
 """
 
-import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
-from math import prod
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from itertools import groupby
 
 import yaml
 
@@ -36,7 +36,7 @@ NO_EFFECT = """
 policy: dtensor_cfg.tensor_parallel_size dtensor_cfg.context_parallel_size dtensor_cfg.sequence_parallel
 policy: dtensor_cfg.cpu_offload dtensor_cfg.enabled=true dtensor_cfg.lora_cfg.enabled=false dtensor_cfg.lora_cfg.*
 policy: megatron_cfg.enabled=false megatron_cfg.* draft.enabled=false draft.* dynamic_batching.*
-policy: train_micro_batch_size logprob_batch_size logprob_chunk_size generation_batch_size offload_optimizer_for_logprob
+policy: train_micro_batch_size logprob_batch_size generation_batch_size offload_optimizer_for_logprob
 policy: hf_config_overrides={} tokenizer.name=${policy.model_name} tokenizer.use_fastokens dtensor_cfg._v2
 policy: make_sequence_length_divisible_by dtensor_cfg.custom_parallel_plan dtensor_cfg.automodel_kwargs.*
 policy.sequence_packing: enabled=true logprob_mb_tokens algorithm microbatch_order sequence_length_round
@@ -82,20 +82,14 @@ def no_effect(name: str, node: yaml.Node, where: str) -> str | None:
             expected = _ONLY[name].replace("|", " or ")
             raise ConfigError(f"{where}: {name}={value} is not supported here, only {expected}{reason}")
         return ""
-    parts = name.split(".")
-    sections = [".".join(parts[:count]) + ".*" for count in range(1, len(parts) + 1)]
-    return next((row for row in [name, *sections] if row in _ROWS), None)
+    return next((row for row in _ROWS if row == name or fnmatchcase(f"{name}.", row)), None)
 
 
 def warning(rows: Iterable[str]) -> str:
     """What to print about keys without effect, a paragraph for each section; rows as `no_effect` returns them."""
-    sections: dict[str, list[str]] = {}
-    for row in sorted(rows, key=_ROWS.index):
-        section, _, key = row.partition(".")
-        sections.setdefault(section, []).append(key)
     lines = ["warning: these keys of NeMo RL have no effect here (* is every key below):"]
-    for section, keys in sections.items():
-        text = f"  {section}: {', '.join(keys)}"
+    for section, group in groupby(sorted(rows, key=_ROWS.index), key=lambda row: row.partition(".")[0]):
+        text = f"  {section}: {', '.join(row.partition('.')[2] for row in group)}"
         lines.append(textwrap.fill(text, 120, subsequent_indent="    ", break_on_hyphens=False))
     return "\n".join(lines)
 
@@ -129,22 +123,3 @@ def _scheduler(name: str, node: yaml.Node, where: str) -> Iterator[tuple[str, ya
 def scalar(text: str) -> yaml.ScalarNode:
     """The node of a text as typed: null, a number or text, as yaml sees it."""
     return yaml.ScalarNode(yaml.resolver.Resolver().resolve(yaml.ScalarNode, text, (True, False)), text)
-
-
-def interpolate(name: str, text: str, where: str, look_up: Callable[[str], str]) -> str:
-    """`text` of key `name` without its `${key}`, `${.sibling}` and `${mul: a, b}`. `look_up`: full key -> its text."""
-    for _ in range(20):
-        match = re.search(r"\$\{([^${}]*)\}", text)
-        if not match:
-            return text
-        inner = match[1].strip()
-        resolver, colon, rest = inner.partition(":")
-        if colon:
-            factors = [factor.strip() for factor in rest.split(",")]
-            if resolver.strip() != "mul" or not all(re.fullmatch(r"[\d.]+", factor) for factor in factors):
-                raise ConfigError(f"{where}: {name}: ${{{inner}}}: only keys, and mul of numbers, are understood")
-            value = f"{prod(map(float, factors)):.17g}"
-        else:
-            value = look_up(f"{name.rpartition('.')[0]}{inner}" if inner.startswith(".") else inner)
-        text = text[: match.start()] + value + text[match.end() :]
-    raise ConfigError(f"{where}: {name}: ${{...}} goes in a circle, or is too deep")

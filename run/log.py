@@ -4,38 +4,40 @@ Values are logged raw: a NaN stays visible.
 """
 
 import json
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from config import CheckpointingConfig
+from config import CheckpointingConfig, LoggerConfig
 from data import Sample
 from hf.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from run.setup import RunState
-
 TIMING_NAMES = {"prepare_for_generation": "prepare_for_generation/total"}  # NeMo RL's name
+PHASES = {"gen": "generation", "data": "data_processing", "train": "policy_training", "sync": "prepare_for_generation"}
+SAMPLE_FIELDS = "row_id index reward unshaped_reward outcome finish_reason weight_version num_tokens".split()
 
 
 class RunLog:
     """Files of a run folder and the console, written by rank 0 only."""
 
-    def __init__(self, folder: Path, *, tensorboard: bool, first_step: int, num_steps: int, max_samples: int):
-        self.folder, self.num_steps, self.max_samples = folder, num_steps, max_samples
+    def __init__(self, folder: Path, cfg: LoggerConfig, *, first_step: int, num_steps: int):
+        self.folder = folder
+        self.num_steps = num_steps
+        self.max_samples = cfg.num_samples_to_log
         for name in ("metrics.jsonl", "samples.jsonl"):
             _drop_from(folder / name, first_step)
         self.metrics_file = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
         self.samples_file = (folder / "samples.jsonl").open("a", encoding="utf-8", buffering=1)
         events = str(folder / "tensorboard")
-        self.tensorboard = SummaryWriter(events, purge_step=first_step) if tensorboard else None
+        self.tensorboard = SummaryWriter(events, purge_step=first_step) if cfg.tensorboard_enabled else None
         self.start, self.first_step = time.perf_counter(), first_step
         self.tokens_per_sec: list[float] = []
 
@@ -46,29 +48,15 @@ class RunLog:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
 
-    def samples(
-        self, step: int, kind: str, samples: Sequence[Sample], tokenizer: Tokenizer, num_print: int = 0
-    ) -> None:
+    def samples(self, step: int, kind: str, samples: list[Sample], tokenizer: Tokenizer, num_print: int = 0) -> None:
         """The first conversations to samples.jsonl, `num_print` of them to the console."""
+        decode = partial(tokenizer.backend.decode, skip_special_tokens=False)
         for i, sample in enumerate(samples[: max(self.max_samples, num_print)]):
-            prompt, reply = (
-                tokenizer.backend.decode(list(ids), skip_special_tokens=False)
-                for ids in (sample.prompt_ids, sample.output_ids)
-            )
-            record = dict(
-                step=step,
-                kind=kind,
-                row_id=sample.row_id,
-                index=sample.index,
-                prompt=prompt,
-                reply=reply,
-                reward=sample.reward,
-                unshaped_reward=sample.unshaped_reward if sample.unshaped_reward == sample.unshaped_reward else None,
-                outcome=sample.outcome,
-                finish_reason=sample.finish_reason,
-                weight_version=sample.weight_version,
-                num_tokens=sample.num_tokens,
-            )
+            prompt, reply = decode(sample.prompt_ids), decode(sample.output_ids.tolist())
+            record = {"step": step, "kind": kind, "prompt": prompt, "reply": reply}
+            record |= {name: getattr(sample, name) for name in SAMPLE_FIELDS}
+            if math.isnan(sample.unshaped_reward):  # validation does not shape
+                record["unshaped_reward"] = None
             if i < self.max_samples:
                 self.samples_file.write(json.dumps(record, ensure_ascii=False) + "\n")
             if i < num_print:
@@ -77,26 +65,24 @@ class RunLog:
     def step(self, step: int, train: dict[str, float], seconds: dict[str, float], world_size: int) -> None:
         """A training step: its object in metrics.jsonl and its one readable line."""
         total = seconds["total_step_time"]
-        tokens_per_sec = train["total_num_tokens"] / total
+        tokens, samples = train["total_num_tokens"], train["global_valid_seqs"]
+        tokens_per_sec = tokens / total
         values = {f"train/{name}": value for name, value in train.items()}
         values |= {f"timing/train/{TIMING_NAMES.get(name, name)}": value for name, value in seconds.items()}
         values["performance/tokens_per_sec"] = tokens_per_sec
-        values["performance/tokens_per_sec_per_gpu"] = tokens_per_sec / world_size
-        values["performance/samples_per_sec"] = train["global_valid_seqs"] / total
-        values["performance/samples_per_sec_per_gpu"] = train["global_valid_seqs"] / total / world_size
-        values["timing/train/valid_tokens_per_sec_per_gpu"] = train["global_valid_toks"] / total / world_size
-        values["performance/policy_training_tokens_per_sec_per_gpu"] = (
-            train["total_num_tokens"] / seconds["policy_training"] / world_size
-        )
-        values["performance/generation_tokens_per_sec_per_gpu"] = (
-            train["total_gen_tokens"] / seconds["generation"] / world_size
-        )
+        values["performance/samples_per_sec"] = samples / total
+        per_gpu = {
+            "performance/tokens_per_sec_per_gpu": tokens_per_sec,
+            "performance/samples_per_sec_per_gpu": samples / total,
+            "timing/train/valid_tokens_per_sec_per_gpu": train["global_valid_toks"] / total,
+            "performance/policy_training_tokens_per_sec_per_gpu": tokens / seconds["policy_training"],
+            "performance/generation_tokens_per_sec_per_gpu": train["total_gen_tokens"] / seconds["generation"],
+        }
+        values |= {name: rate / world_size for name, rate in per_gpu.items()}
         self.metrics(step, values)
         self.tokens_per_sec.append(tokens_per_sec)
         eta = (time.perf_counter() - self.start) / (step - self.first_step + 1) * (self.num_steps - step)
-        short = {"generation": "gen", "data_processing": "data", "policy_training": "train"}
-        short["prepare_for_generation"] = "sync"
-        phases = " ".join(f"{label} {seconds[name]:.2f}" for name, label in short.items())
+        phases = " ".join(f"{label} {seconds[name]:.2f}" for label, name in PHASES.items())
         print(
             f"step {step}/{self.num_steps} | reward {train['reward']:.3f} acc {train['accuracy']:.3f} | "
             f"loss {train['loss']:+.4f} grad {train['grad_norm']:.3f} | "
@@ -112,8 +98,8 @@ class RunLog:
         seconds = f"{values['timing/validation/total_validation_time']:.1f}s"
         print(" | ".join([f"validation after step {step}", *accuracies, seconds]), flush=True)
 
-    def close(self, state: "RunState", checkpoints: Path, cfg: CheckpointingConfig) -> None:
-        """The table a run ends with."""
+    def close(self, state, checkpoints: Path, cfg: CheckpointingConfig) -> None:
+        """The table a run ends with. state: the `setup.RunState`."""
         self.metrics_file.close()
         self.samples_file.close()
         if self.tensorboard:
@@ -141,8 +127,8 @@ class RunLog:
 def _accuracies(values: dict[str, float]) -> dict[str, float]:
     """Mode -> accuracy; where there are several sets, "<set> <mode>"."""
     start, end = "validation/", "/accuracy"
-    found = {name: value for name, value in values.items() if name.startswith(start) and name.endswith(end)}
-    return {name[len(start) : -len(end)].replace("/", " "): value for name, value in found.items()}
+    accuracies = {name: value for name, value in values.items() if name.startswith(start) and name.endswith(end)}
+    return {name[len(start) : -len(end)].replace("/", " "): value for name, value in accuracies.items()}
 
 
 def _drop_from(file: Path, first_step: int) -> None:

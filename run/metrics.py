@@ -5,13 +5,16 @@ very end; a name that ends in `_min` or `_max` takes the extremum; any other sca
 (huggingface/trl#6380).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from data import Sample
+from data import Sample, groups_of
 from envs import OUTCOMES
 
 Metric = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -38,37 +41,41 @@ def reduce_over_ranks(total: dict[str, Metric], *, divide_sums_by: int = 1) -> d
     `divide_sums_by`: the number of optimizer steps that `total` was accumulated over: what is no pair and no extremum
     becomes its mean over them.
     """
-    names = list(total)
-    sums = [v for name in names for v in _sum_parts(name, total[name])]
-    summed = _over_ranks(sums, torch.sum)
-    lows = _over_ranks([total[n] for n in names if n.endswith("_min")], torch.amin)
-    highs = _over_ranks([total[n] for n in names if n.endswith("_max")], torch.amax)
+    if not total:
+        return {}
+    parts = [part for value in total.values() for part in (value if isinstance(value, tuple) else (value,))]
+    local = torch.stack([torch.as_tensor(part).detach().double().cpu() for part in parts])
+    # Gathered and then combined: the MIN and MAX of gloo's all_reduce lose a NaN of any rank but the first.
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local)
+    of_ranks = torch.stack(gathered)
+    combined = zip(of_ranks.sum(0).tolist(), of_ranks.amin(0).tolist(), of_ranks.amax(0).tolist(), strict=True)
     reduced = {}
-    for name in names:
-        if isinstance(total[name], tuple):
-            value, count = next(summed), next(summed)
-            reduced[name] = value / count if count else float("nan")
+    for name, value in total.items():
+        summed, low, high = next(combined)
+        if isinstance(value, tuple):
+            count, _, _ = next(combined)
+            reduced[name] = summed / count if count else float("nan")
         elif name.endswith(("_min", "_max")):
-            reduced[name] = next(lows if name.endswith("_min") else highs)
+            reduced[name] = low if name.endswith("_min") else high
         else:
-            reduced[name] = next(summed) / divide_sums_by
+            reduced[name] = summed / divide_sums_by
     return reduced
 
 
-def _sum_parts(name: str, value: Metric) -> tuple[torch.Tensor, ...]:
-    if isinstance(value, tuple):
-        return value
-    return () if name.endswith(("_min", "_max")) else (value,)
+def derived_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """Reduced metrics -> the same with what is no mean, and NeMo RL's names where the reduction needs another ending.
 
-
-def _over_ranks(values: list[torch.Tensor], combine: Callable) -> Iterator[float]:
-    """Gathered and then combined: the MIN and MAX of gloo's all_reduce lose a NaN of any rank but the first."""
-    if not values:
-        return iter(())
-    mine = torch.stack([torch.as_tensor(v).detach().double().cpu() for v in values])
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, mine)
-    return iter(combine(torch.stack(parts), 0).tolist())
+    effective_sample_size of the sampler weights (Kish 1965): (sum w)^2 / (n sum w^2), from 1/n (one weight is
+    everything) to 1 (all equal), over n tokens, or sequences where weights are theirs. It takes the place of
+    importance_weight_square, of which it is made.
+    """
+    pattern = r"(seq_mult_prob_error(?:_after_mask)?)(?:_(min|max))?"
+    metrics = {re.sub(pattern, lambda m: f"{m[2] or 'mean'}_{m[1]}", name): x for name, x in metrics.items()}
+    if "importance_weight_square" in metrics:
+        mean, square = metrics["importance_weight_mean"], metrics.pop("importance_weight_square")
+        metrics["effective_sample_size"] = mean**2 / square if square else math.nan
+    return metrics
 
 
 def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> dict[str, float]:
@@ -80,13 +87,15 @@ def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> di
     """
     tokens_B = np.array([s.num_gen_tokens for s in generated])
     turns_B = np.array([s.num_turns for s in generated])
+    groups = groups_of(generated)
     return {
         "reward": _mean(s.reward for s in generated),
         "filtered_reward": _mean(s.reward for s in trained),
         "unshaped_reward": _mean(s.unshaped_reward for s in generated),
         "accuracy": _mean(s.outcome == "ok" for s in generated),
         **{f"outcome/{name}": _mean(s.outcome == name for s in generated) for name in OUTCOMES[1:]},
-        **_group_metrics(generated),
+        "zero_variance_fraction": _mean(len({s.reward for s in group}) == 1 for group in groups),
+        "unshaped_zero_variance_fraction": _mean(len({s.unshaped_reward for s in group}) == 1 for group in groups),
         **_reward_by("env", generated, [s.env_name for s in generated]),
         **_reward_by("dataset", generated, [s.dataset for s in generated]),
         **_outcomes_by_env(generated),
@@ -113,27 +122,16 @@ def _mean(values: Iterable[float]) -> float:
     return float(np.mean(list(values)))
 
 
-def _group_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    groups: dict[int, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.prompt, []).append(sample)
-    unshaped = [{s.unshaped_reward for s in group} for group in groups.values()]
-    return {
-        "zero_variance_fraction": _mean(len({s.reward for s in group}) == 1 for group in groups.values()),
-        "unshaped_zero_variance_fraction": _mean(len(rewards) == 1 for rewards in unshaped),
-    }
-
-
-def _reward_by(what: str, samples: Sequence[Sample], labels: Sequence[str]) -> dict[str, float]:
+def _reward_by(category: str, samples: Sequence[Sample], labels: Sequence[str]) -> dict[str, float]:
     """Mean reward of the samples under each label; a label that no sample has this step is not there."""
-    by_label: dict[str, list[float]] = {}
+    by_label = defaultdict(list)
     for sample, label in zip(samples, labels, strict=True):
-        by_label.setdefault(label, []).append(sample.reward)
-    return {f"reward_by_{what}/{label}": _mean(rewards) for label, rewards in sorted(by_label.items()) if label}
+        by_label[label].append(sample.reward)
+    return {f"reward_by_{category}/{label}": _mean(rewards) for label, rewards in sorted(by_label.items()) if label}
 
 
 def _outcomes_by_env(samples: Sequence[Sample]) -> dict[str, float]:
-    """Of each environment: its samples, and the share of them with each outcome; `ok` is its accuracy."""
+    """The samples of each environment, and the share of them with each outcome; `ok` is its accuracy."""
     values: dict[str, float] = {}
     for name in sorted({s.env_name for s in samples}):
         outcomes = [s.outcome for s in samples if s.env_name == name]

@@ -1,7 +1,6 @@
 """Finds and checks what a run reads, before torch is loaded: all that `grpo.py --check` answers for.
 
-Owns no format. It calls those who do (config_check.py, model_config.py, tokenizer.py, scan.py, environments.py) in the
-order in which a user wants to hear of mistakes.
+Owns no format: calls those who do, in the order in which a user wants to hear of mistakes.
 """
 
 import os
@@ -10,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import config
 import envs
+from config import Config, ConfigError, DatasetConfig, RewardModelConfig
 from dataset.mixing import Mixture
 from dataset.scan import Dataset, load_dataset
 from graders.environments import make_environment
@@ -32,29 +31,25 @@ class RunInputs:
     train: Mixture
     validation: dict[str, Dataset]
     environments: dict[str, envs.Environment]
-    reward_model: tuple[Path, Tokenizer] | None = None  # where an environment asks for one
+    reward_model: tuple[Path, Tokenizer] | None = None  # if an environment asks for one
 
 
 def read_inputs(
-    cfg: config.Config,
+    cfg: Config,
     *,
     to_train: bool = True,
     max_rows: int | None = None,
     on_rank0: Callable[[Callable[[], Any]], Any] = lambda work: work(),
 ) -> RunInputs:
-    """Model folder, tokenizer, datasets and environments of the config. ConfigError for whatever is wrong with them.
-
-    Not `to_train`: the run in `checkpointing.resume_from` is only scored, and there may be no step to train. max_rows
-    and on_rank0 (`Ranks.on_rank0`, so that one rank checks all rows): as in `load_dataset`.
-    """
+    """What the config names; ConfigError for whatever is wrong with it. Not `to_train`: the run of `resume_from` is
+    only scored, and there may be no step to train. max_rows, on_rank0: as in `load_dataset`."""
     check_writable("logger.log_dir", cfg.logger.log_dir)
     if cfg.checkpointing.checkpoint_dir:
         check_writable("checkpointing.checkpoint_dir", cfg.checkpointing.checkpoint_dir)
     if cfg.checkpointing.resume_from:
         resume.check_resumable(cfg, to_train)
     folder = resolve_model_folder(cfg.policy.model_name)
-    template = cfg.policy.tokenizer
-    tokenizer = Tokenizer(folder, template.chat_template, template.chat_template_kwargs)
+    tokenizer = Tokenizer(folder, cfg.policy.tokenizer.chat_template, cfg.policy.tokenizer.chat_template_kwargs)
     check_fits(cfg, folder, read_model_config(folder), tokenizer)
     environments: dict[str, envs.Environment] = {}
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -64,125 +59,112 @@ def read_inputs(
             environments[env_name] = make_environment(env_name, cfg.env, num_ranks)
         environments[env_name].check_answers(answers)
 
-    def read(section: config.DatasetConfig) -> tuple[Dataset, Dataset | None]:
+    def read(section: DatasetConfig) -> tuple[Dataset, Dataset | None]:
         limit, tasks = cfg.max_prompt_tokens, cfg.data.task_to_env
         return load_dataset(section, tokenizer, limit, tasks, check_answers, max_rows=max_rows, on_rank0=on_rank0)
 
     train = [read(section) for section in cfg.data.train]
     if cfg.grpo.adv_estimator.name == "gdpo":
         check_reward_names(environments, cfg.grpo.adv_estimator.reward_weights)
-    unsplit = [replace(section, split_validation_size=0) for section in cfg.data.validation]
-    held_out = [part for _, part in train if part] + [read(section)[0] for section in unsplit]
+    held_out = [part for _, part in train if part]
+    held_out += [read(replace(section, split_validation_size=0))[0] for section in cfg.data.validation]
     mixture = Mixture([dataset for dataset, _ in train], cfg)
     if to_train and num_steps_of(cfg, mixture.num_problems) == 0:
-        spare = f" x grpo.batch_multiplier={cfg.grpo.batch_multiplier:g}" if cfg.grpo.batch_multiplier != 1 else ""
-        raise config.ConfigError(
+        raise ConfigError(
             f"nothing to train: {mixture.num_problems} prompts x grpo.max_num_epochs={cfg.grpo.max_num_epochs} are "
-            f"fewer than grpo.num_prompts_per_step={cfg.grpo.num_prompts_per_step}{spare}"
+            f"fewer than grpo.num_prompts_per_step={cfg.grpo.num_prompts_per_step} x "
+            f"grpo.batch_multiplier={cfg.grpo.batch_multiplier:g}"
         )
     reward_model = read_reward_model(cfg.env.reward_model) if "reward_model" in environments else None
-    validation = {dataset.name: dataset for dataset in held_out}
-    return RunInputs(folder, tokenizer, mixture, validation, environments, reward_model)
+    return RunInputs(folder, tokenizer, mixture, {each.name: each for each in held_out}, environments, reward_model)
 
 
 def check_reward_names(environments: dict[str, envs.Environment], weights: tuple[float, ...] | None) -> None:
-    """Raises ConfigError unless all environments declare the same two or more reward_names, as gdpo needs them.
-
-    environments: env_name -> environment of the training sets; weights: grpo.adv_estimator.reward_weights.
-    """
+    """Raises ConfigError unless all environments of the training sets declare the same two or more reward_names, as
+    gdpo needs them, and `weights` (grpo.adv_estimator.reward_weights) are as many."""
     declared = {env_name: set(getattr(each, "reward_names", ())) for env_name, each in environments.items()}
     names = sorted(set().union(*declared.values()))
     gdpo, fix = "grpo.adv_estimator.name=gdpo", "give them in StepResult.rewards and name them in its reward_names"
     for env_name, its_names in declared.items():
-        missing = [name for name in names if name not in its_names]
-        if missing:
-            raise config.ConfigError(
-                f"env_name '{env_name}' has no reward {', '.join(missing)}, which {gdpo} needs: {fix}"
-            )
+        if missing := ", ".join(name for name in names if name not in its_names):
+            raise ConfigError(f"env_name '{env_name}' has no reward {missing}, which {gdpo} needs: {fix}")
     if len(names) < 2:
-        raise config.ConfigError(
+        raise ConfigError(
             f"{gdpo} needs two rewards or more of each sample; env_name '{', '.join(declared)}' declares "
             f"{', '.join(names) or 'none'}: {fix}, or set grpo.adv_estimator.name=grpo"
         )
     if weights is not None and len(weights) != len(names):
-        raise config.ConfigError(
+        raise ConfigError(
             f"grpo.adv_estimator.reward_weights={list(weights)}: must be {len(names)} numbers, for {', '.join(names)}"
         )
 
 
-def check_fits(cfg: config.Config, folder: Path, model: ModelConfig, tokenizer: Tokenizer) -> None:
+def check_fits(cfg: Config, folder: Path, model: ModelConfig, tokenizer: Tokenizer) -> None:
     """ConfigError where config.json or the tokenizer contradicts the run's config: vLLM would fail later."""
-    total, limit = cfg.policy.max_total_sequence_length, model.max_position_embeddings
-    if limit is not None and total > limit:
-        raise config.ConfigError(
-            f"policy.max_total_sequence_length={total} is more than the model's max_position_embeddings={limit} "
-            f"({folder / 'config.json'}): use {limit} or less"
+    check_model(folder, model, tokenizer, "policy.max_total_sequence_length", cfg.policy.max_total_sequence_length)
+    stop = max(cfg.policy.generation.stop_token_ids or (0,))
+    if stop >= tokenizer.vocab_size:
+        raise ConfigError(
+            f"policy.generation.stop_token_ids: {stop} is no token of the model, whose ids end at "
+            f"{tokenizer.vocab_size - 1} ({folder / 'tokenizer.json'}): take it out"
         )
-    check_vocabulary(folder, model, tokenizer)
-    for token_id in cfg.policy.generation.stop_token_ids or ():
-        if token_id >= tokenizer.vocab_size:
-            raise config.ConfigError(
-                f"policy.generation.stop_token_ids: {token_id} is no token of the model, whose ids end at "
-                f"{tokenizer.vocab_size - 1} ({folder / 'tokenizer.json'}): take it out"
-            )
     tensor = cfg.policy.generation.vllm_cfg.tensor_parallel_size
     sizes = {"num_attention_heads": model.num_attention_heads, "intermediate_size": model.intermediate_size}
     if tensor < model.num_key_value_heads or tensor % model.num_key_value_heads:  # else each rank has a copy of one
         sizes["num_key_value_heads"] = model.num_key_value_heads
     for name, size in sizes.items():
         if size % tensor:
-            raise config.ConfigError(
+            raise ConfigError(
                 f"policy.generation.vllm_cfg.tensor_parallel_size={tensor} does not divide the model's {name}={size} "
                 f"({folder / 'config.json'})"
             )
 
 
-def check_vocabulary(folder: Path, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """ConfigError where the tokenizer has ids that the model has no embedding for."""
+def check_model(folder: Path, model: ModelConfig, tokenizer: Tokenizer, length_key: str, length: int) -> None:
+    """ConfigError where the model has no positions for `length` tokens, or no embedding for an id of the tokenizer."""
+    limit = model.max_position_embeddings
+    if limit is not None and length > limit:
+        raise ConfigError(
+            f"{length_key}={length} is more than the model's max_position_embeddings={limit} "
+            f"({folder / 'config.json'}): use {limit} or less"
+        )
     if tokenizer.vocab_size > model.vocab_size:
-        raise config.ConfigError(
+        raise ConfigError(
             f"{folder}: tokenizer.json has ids up to {tokenizer.vocab_size - 1}, config.json vocab_size="
             f"{model.vocab_size}: tokens without an embedding; resize the model's embeddings, or use its own tokenizer"
         )
 
 
-def read_reward_model(cfg: config.RewardModelConfig) -> tuple[Path, Tokenizer]:
+def read_reward_model(cfg: RewardModelConfig) -> tuple[Path, Tokenizer]:
     """Folder and tokenizer of the reward model. ConfigError where it is none, or does not fit the config."""
     key = "env.reward_model.model_name"
     if cfg.model_name is None:
-        raise config.ConfigError(f"{key} is not set: env_name 'reward_model' scores with it")
+        raise ConfigError(f"{key} is not set: env_name 'reward_model' scores with it")
     folder = resolve_model_folder(cfg.model_name, key)
     model, shape = read_model_config(folder), stored_shape(folder, "score.weight")
     if shape != [1, model.hidden_size]:
         weight = f"score.weight of shape {shape}" if shape else "no score.weight"
-        raise config.ConfigError(
+        raise ConfigError(
             f"{key}: {folder} has {weight}: give a Qwen2-, Qwen3- or LlamaForSequenceClassification with one label, "
             f"whose score.weight is [1, {model.hidden_size}]"
         )
-    limit = model.max_position_embeddings
-    if limit is not None and cfg.max_model_len > limit:
-        raise config.ConfigError(
-            f"env.reward_model.max_model_len={cfg.max_model_len} is more than its max_position_embeddings={limit} "
-            f"({folder / 'config.json'}): use {limit} or less"
-        )
     tokenizer = Tokenizer(folder)
-    check_vocabulary(folder, model, tokenizer)
+    check_model(folder, model, tokenizer, "env.reward_model.max_model_len", cfg.max_model_len)
     try:
         messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
         tokenizer.render(messages, add_generation_prompt=False)
     except Exception as error:  # a template is a program
-        raise config.ConfigError(f"{key}: the chat template of {folder} refuses a conversation ({error!r})") from error
+        raise ConfigError(f"{key}: the chat template of {folder} refuses a conversation ({error!r})") from error
     return folder, tokenizer
 
 
-def num_steps_of(cfg: config.Config, num_problems: int) -> int:
+def num_steps_of(cfg: Config, num_problems: int) -> int:
     """Steps of the run. Dynamic sampling may draw more than one batch for a step; then there are fewer."""
     return min(cfg.grpo.max_num_steps, cfg.grpo.max_num_epochs * num_problems // cfg.grpo.prompts_per_batch)
 
 
-def check(cfg: config.Config, *, all_rows: bool = False) -> str:
-    """Checks everything that can be wrong before torch is loaded: all rows, or MAX_ROWS of each set. Returns a summary
-    when nothing is wrong."""
+def check(cfg: Config, *, all_rows: bool = False) -> str:
+    """A summary, after all was checked that can be wrong before torch is loaded: all rows, or MAX_ROWS of each set."""
     math, code = replace(cfg.env.math, num_workers=1), replace(cfg.env.code, num_workers=1)  # enough for their canaries
     cfg = replace(cfg, env=replace(cfg.env, math=math, code=code))
     inputs = read_inputs(cfg, max_rows=None if all_rows else MAX_ROWS)
@@ -191,30 +173,26 @@ def check(cfg: config.Config, *, all_rows: bool = False) -> str:
     lines = [f"model      {inputs.model_folder} (vocabulary {inputs.tokenizer.vocab_size:,})"]
     sets = [("train", dataset) for dataset in inputs.train.datasets.values()]
     sets += [("validation", dataset) for dataset in inputs.validation.values()]
-    is_part = False
     for name, dataset in sets:
-        counts, size = dataset.counts, f"{len(dataset.problems):,} prompts"
-        if counts.num_read < counts.num_rows:
-            is_part = True
-            first = MAX_ROWS // 2
-            size = f"{counts.num_rows:,} rows, {counts.num_read:,} checked (the first {first:,}, the others at random)"
-        left_out = counts.left_out(cfg.max_prompt_tokens)
-        lines.append(f"{name:10} {dataset.path}: {size}{', ' * bool(left_out)}{left_out}")
-    steps, grpo = num_steps_of(cfg, inputs.train.num_problems), cfg.grpo
-    lines.append(
-        f"steps      {steps:,} of {grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} samples"
-    )
-    if is_part:
+        size = f"{len(dataset.problems):,} prompts"
+        if dataset.num_read < dataset.num_rows:
+            chosen = f"the first {MAX_ROWS // 2:,}, the others at random"
+            size = f"{dataset.num_rows:,} rows, {dataset.num_read:,} checked ({chosen})"
+        numbers = ", ".join(filter(None, (size, dataset.left_out)))
+        lines.append(f"{name:10} {dataset.path} ({', '.join(dataset.env_names)}): {numbers}")
+    steps, samples = num_steps_of(cfg, inputs.train.num_problems), cfg.grpo.num_generations_per_prompt
+    lines.append(f"steps      {steps:,} of {cfg.grpo.num_prompts_per_step} prompts x {samples} samples")
+    if any(dataset.num_read < dataset.num_rows for _, dataset in sets):
         lines.append("rows       checked in part; the run checks all before its first step, --check --all does now")
     return "\n".join(lines)
 
 
-def parse_command_line(argv: Sequence[str], usage: str) -> config.Config:
+def parse_command_line(argv: Sequence[str], usage: str) -> Config:
     """The validated config of a command line, with the run that it resumes. ConfigError for whatever is wrong."""
     flags = ("--check", "--all") if "--check" in argv else ()
     words = [word for word in argv if word not in flags]
     if not words or words[0].startswith("-"):
-        raise config.ConfigError(usage)
+        raise ConfigError(usage)
     cfg = config_file.load(words[0], words[1:])
     config_check.validate(cfg, int(os.environ.get("WORLD_SIZE", "1")))
     return resume.resolve(cfg)

@@ -1,8 +1,7 @@
 """Finds run folders and checkpoints and says which are whole. No torch: `--check` asks here whether a run can go on.
 
-A checkpoint is a folder `step_000010` with the files that its `meta.json` lists, of the sizes it lists. A rename puts
-it there only when it is whole, so anything else under such a name is damaged. checkpoint.py writes and reads the
-tensors and compares their checksums.
+A checkpoint is a folder `step_000010` with the files that its `meta.json` lists, of the sizes it lists; anything else
+under such a name is damaged. checkpoint.py writes and reads the tensors and compares their checksums.
 """
 
 import json
@@ -11,7 +10,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import config
+from config import CheckpointingConfig, Config, ConfigError
 from run import config_file
 from run.config_check import check_writable
 
@@ -38,7 +37,7 @@ def numbered(folder: Path, prefix: str) -> dict[int, Path]:
     return {int(number): paths[number] for number in sorted(filter(str.isdecimal, paths), key=int, reverse=True)}
 
 
-def checkpoint_folder(cfg: config.CheckpointingConfig, run_folder: Path) -> Path:
+def checkpoint_folder(cfg: CheckpointingConfig, run_folder: Path) -> Path:
     """Where a run's checkpoints are. Runs that share a `checkpoint_dir` have a folder each: a run deletes old ones."""
     return Path(cfg.checkpoint_dir) / run_folder.resolve().name if cfg.checkpoint_dir else run_folder / "checkpoints"
 
@@ -55,14 +54,12 @@ def committed(folder: Path) -> list[Path]:
 
 def read_meta(checkpoint: Path) -> dict | str:
     """The content of its meta.json; where the checkpoint is not whole, what is wrong with it, naming the file.
-
-    ConfigError where another version of the program wrote it: it is whole, but nothing here can read it.
-    """
+    ConfigError where another version of the program wrote it: it is whole, but nothing here can read it."""
     file = checkpoint / "meta.json"
     try:
         meta = json.loads(file.read_text(encoding="utf-8"))
         if meta["version"] != VERSION:
-            raise config.ConfigError(
+            raise ConfigError(
                 f"{file}: checkpoint format {json.dumps(meta['version'])} of another version of this program, which "
                 f"now reads format {VERSION} only; go on with the version that wrote it (provenance.json in the run "
                 "folder names its commit), or start a new run"
@@ -71,73 +68,68 @@ def read_meta(checkpoint: Path) -> dict | str:
             size = (checkpoint / name).stat().st_size
             if size != entry["bytes"]:
                 return f"{checkpoint / name}: {size:,} bytes, {entry['bytes']:,} by meta.json"
-        missing = {"step", "world_size", "state", "metric"} - meta.keys()
-        return f"{file}: lacks {', '.join(sorted(missing))}" if missing else meta
+        missing = ", ".join(sorted({"step", "world_size", "state", "metric"} - meta.keys()))
+        return f"{file}: lacks {missing}" if missing else meta
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{file}: not what checkpoint.py writes ({type(error).__name__}: {error})"
 
 
-def resolve(cfg: config.Config) -> config.Config:
-    """The config with `checkpointing.resume_from` set as `checkpointing.resume` asks: the run to go on with, or null.
-
-    must, auto: the run named, else the newest run of logger.log_dir that has a whole checkpoint. ConfigError where
-    `must` finds none.
-    """
+def resolve(cfg: Config) -> Config:
+    """The config with `checkpointing.resume_from` as `checkpointing.resume` asks. auto, must: the run named, else the
+    newest of logger.log_dir that has a whole checkpoint. null without one; ConfigError if it is `must`."""
     ckpt_cfg = cfg.checkpointing
     if ckpt_cfg.resume not in ("auto", "must") or ckpt_cfg.resume_from:
         return cfg
     runs = numbered(Path(cfg.logger.log_dir), "exp_").values()
-    newest = next((run for run in runs if committed(checkpoint_folder(ckpt_cfg, run))), None)
+    newest = next((str(run) for run in runs if committed(checkpoint_folder(ckpt_cfg, run))), None)
     if newest is None and ckpt_cfg.resume == "must":
-        raise config.ConfigError(
+        raise ConfigError(
             f"checkpointing.resume=must: no run in logger.log_dir={cfg.logger.log_dir} has a whole checkpoint; name "
             "one by checkpointing.resume_from, or use checkpointing.resume=auto to start a new run where there is none"
         )
-    return replace(cfg, checkpointing=replace(ckpt_cfg, resume_from=None if newest is None else str(newest)))
+    return replace(cfg, checkpointing=replace(ckpt_cfg, resume_from=newest))
 
 
-def check_resumable(cfg: config.Config, to_train: bool = True) -> None:
+def check_resumable(cfg: Config, to_train: bool = True) -> None:
     """ConfigError where the run `checkpointing.resume_from` cannot go on: it left no whole checkpoint, its newest is
-    damaged (resume=auto takes the one before), another version wrote it, or settings differ that must stay.
-
-    Reads no tensors: checkpoint.py compares checksums.
-    """
+    damaged (resume=auto takes the one before), another version wrote it, or settings differ that must stay."""
     run = Path(cfg.checkpointing.resume_from)
     if not os.path.isdir(run):
-        raise config.ConfigError(f"checkpointing.resume_from: no folder '{run}'; give a run folder, as logs/exp_001")
+        raise ConfigError(f"checkpointing.resume_from: no folder '{run}'; give a run folder, as logs/exp_001")
     if to_train:
         check_writable("checkpointing.resume_from", str(run))
     folder = checkpoint_folder(cfg.checkpointing, run)
-    if not committed(folder):
-        problems = "; ".join(str(read_meta(path)) for path in checkpoints(folder)[:3])
-        raise config.ConfigError(
-            f"checkpointing.resume_from={run}: no whole checkpoint in {folder}"
-            f"{f' ({problems})' if problems else ''}; start a new run without it"
+    metas = {path: read_meta(path) for path in checkpoints(folder)}
+    problems = {path: meta for path, meta in metas.items() if isinstance(meta, str)}
+    if len(problems) == len(metas):
+        reasons = f" ({'; '.join(list(problems.values())[:3])})" if problems else ""
+        raise ConfigError(
+            f"checkpointing.resume_from={run}: no whole checkpoint in {folder}{reasons}; start a new run without it"
         )
-    newest = checkpoints(folder)[0]
-    if cfg.checkpointing.resume != "auto" and isinstance(problem := read_meta(newest), str):
-        raise config.ConfigError(damaged(problem, newest))
+    newest = next(iter(metas))
+    if newest in problems and cfg.checkpointing.resume != "auto":
+        raise ConfigError(damaged(problems[newest], newest))
     before, changed = config_file.load(run / "config.yaml"), {}
     for key in SAME_WHEN_RESUMED if to_train else ("policy.model_name",):
         old, new = (operator.attrgetter(key)(c) for c in (before, cfg))
         if old != new and (key != "policy.model_name" or Path(old) != Path(new)):  # "model" is "./model/"
             changed[key] = f"{key}={json.dumps(new)} (there {json.dumps(old)})"
-    other_optimizer = "policy.optimizer.name" in changed
-    if other_optimizer or (changed and not cfg.checkpointing.allow_changes):
-        also = (
-            ": no optimizer reads another's state" if other_optimizer else ", or set checkpointing.allow_changes=true"
-        )
-        raise config.ConfigError(
+    fix = ", or set checkpointing.allow_changes=true"
+    if "policy.optimizer.name" in changed:
+        fix = ": no optimizer reads another's state"
+    elif cfg.checkpointing.allow_changes:
+        return
+    if changed:
+        raise ConfigError(
             f"not as in the run that checkpointing.resume_from={run} continues: {', '.join(changed.values())}; use "
-            f"./train.sh {run}/config.yaml checkpointing.resume_from={run}{also}"
+            f"./train.sh {run}/config.yaml checkpointing.resume_from={run}{fix}"
         )
 
 
 def damaged(problem: str, checkpoint: Path) -> str:
     """The text of a ConfigError about a checkpoint that is not whole."""
     return (
-        f"{problem}: the checkpoint is damaged; use checkpointing.resume=auto to go on from the one before it, or "
-        f"remove {checkpoint}"
+        f"{problem}: the checkpoint is damaged; use checkpointing.resume=auto to pass it over, or remove {checkpoint}"
     )

@@ -6,18 +6,20 @@ network. Here the text is encoded anew, because another model reads it, in that 
 Dims: T packed tokens, S conversations of a pack, B conversations of all ranks, D hidden.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import jinja2
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from config import RewardModelConfig
+from config import Config
 from data import first_fit
 from hf.files import read_json
 from hf.model_config import ModelConfig
@@ -44,23 +46,15 @@ class RewardDecoder(Decoder):
 class RewardModel:
     """This rank's shards. `max_model_len` bounds the tokens of a conversation, `pack_tokens` those of a pack."""
 
-    def __init__(
-        self,
-        folder: Path,
-        tokenizer: Tokenizer,
-        cfg: RewardModelConfig,
-        *,
-        device: torch.device,
-        mesh: DeviceMesh,
-        pack_tokens: int,
-    ):
+    def __init__(self, folder: Path, tokenizer: Tokenizer, cfg: Config, device: torch.device, mesh: DeviceMesh):
+        precision = cfg.env.reward_model.precision
         self.tokenizer = tokenizer
         self.device = device
-        self.max_model_len = cfg.max_model_len
-        self.pack_tokens = max(pack_tokens, cfg.max_model_len)
+        self.max_model_len = cfg.env.reward_model.max_model_len
+        self.pack_tokens = max(cfg.policy.sequence_packing.train_mb_tokens, self.max_model_len)
         self.pad_token_id = read_json(folder / "config.json").get("pad_token_id")
-        model = load_policy(folder, device="cpu", mesh=mesh, precision=cfg.precision, decoder=RewardDecoder)
-        self.model = model.requires_grad_(False).to(getattr(torch, cfg.precision))
+        model = load_policy(folder, device="cpu", mesh=mesh, precision=precision, decoder=RewardDecoder)
+        self.model = model.requires_grad_(False).to(getattr(torch, precision))
 
     @torch.no_grad()
     def score(self, conversations: Sequence[list[dict]]) -> list[float | None]:
@@ -81,20 +75,16 @@ class RewardModel:
         packs = [[usable[k] for k in pack] for pack in first_fit(lengths, self.pack_tokens)]
         max_packs = torch.tensor(len(packs))
         dist.all_reduce(max_packs, op=dist.ReduceOp.MAX)
-        score_B = torch.full((len(conversations),), torch.nan)
+        scores: list[float | None] = [None] * len(local_ids)
         self.model.to(self.device)
         for pack in packs + [None] * (int(max_packs) - len(packs)):  # None: joins the collectives with one token
             score_S = self._score_pack([local_ids[i] for i in pack] if pack else [[0]])
-            if pack:
-                score_B[[rank + num_ranks * i for i in pack]] = score_S.cpu()
+            for i, score in zip(pack or (), score_S.tolist(), strict=pack is not None):
+                scores[i] = score if math.isfinite(score) else None
         self.model.to("cpu")
-        is_scored_B = score_B.isfinite()
-        score_B = torch.where(is_scored_B, score_B, 0)
-        dist.all_reduce(score_B)  # each conversation has been scored on one rank
-        is_scored_B = is_scored_B.int()
-        dist.all_reduce(is_scored_B)
-        pairs = zip(score_B.tolist(), is_scored_B.tolist(), strict=True)
-        return [score if is_scored else None for score, is_scored in pairs]
+        shares: list = [None] * num_ranks
+        dist.all_gather_object(shares, scores)
+        return [shares[i % num_ranks][i // num_ranks] for i in range(len(conversations))]
 
     def encode(self, messages: list[dict]) -> list[int]:
         """Ids of the conversation in the reward model's template; [] if the template refuses the conversation.
@@ -106,16 +96,13 @@ class RewardModel:
             ids = self.tokenizer.render(messages, add_generation_prompt=False, escape=True)
         except jinja2.TemplateError:
             return []
-        end = len(ids)
-        while end > 1 and ids[end - 1] == self.pad_token_id:
-            end -= 1
-        return ids[:end]
+        while len(ids) > 1 and ids[-1] == self.pad_token_id:
+            ids.pop()
+        return ids
 
     def _score_pack(self, ids_S: list[list[int]]) -> Tensor:
-        end_S = torch.tensor([len(ids) for ids in ids_S]).cumsum(0)
-        token_T = torch.tensor([token for ids in ids_S for token in ids])
-        position_T = torch.cat([torch.arange(len(ids)) for ids in ids_S])
-        cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), end_S]).numpy()
-        token_T = token_T.to(self.device, non_blocking=True)
-        position_T = position_T.to(self.device, non_blocking=True)
-        return self.model(token_T, position_T, cu_seqlens, (end_S - 1).to(self.device, non_blocking=True))
+        cu_seqlens = np.cumsum([0, *map(len, ids_S)])
+        token_T = torch.tensor([token for ids in ids_S for token in ids], device=self.device)
+        position_T = torch.cat([torch.arange(len(ids), device=self.device) for ids in ids_S])
+        end_S = torch.tensor(cu_seqlens[1:] - 1, device=self.device)
+        return self.model(token_T, position_T, cu_seqlens, end_S)

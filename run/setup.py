@@ -19,8 +19,9 @@ from kernels import KernelBackend, LossPath, choose_backend
 from loss import policy_loss
 from model import Decoder, Reference, load_policy, uses_flash_attention
 from optim import build_optimizer
-from rollout import Sampler, StepSamples, data_is_used_up
-from run import checkpoint, config_file
+from rollout import Sampler, StepSamples
+from run import checkpoint
+from run.config_check import must_save_by_seconds
 from run.log import RunLog, Timers
 from run.loss_path import choose_loss_path
 from run.preflight import RunInputs, num_steps_of
@@ -33,17 +34,13 @@ from system.watchdog import Watchdog
 
 @dataclass(slots=True)
 class RunState:
-    """The run's counters, which checkpoints keep (NeMo RL's GRPOSaveState; its consumed_samples are prompts).
-
-    Sampling seeds are f(seed, step, prompt, sample) and the data order is f(seed, epoch), so there is no other state.
-    """
+    """The run's counters, which checkpoints keep. There is no other state: sampling seeds are f(seed, step, prompt,
+    sample), and the data order is f(seed, epoch)."""
 
     cursor: dict
     fingerprints: dict[str, str]
     step: int = 0
     num_bad_steps: int = 0
-    consumed_samples: int = 0
-    current_epoch: int = 0
     total_valid_tokens: float = 0
     first_validation: dict[str, float] = field(default_factory=dict)
     last_validation: dict[str, float] = field(default_factory=dict)
@@ -65,18 +62,21 @@ class Run:
     reference: Reference | None
     state: RunState
     saver: checkpoint.Saver
-    log: RunLog | None
     signals: Signals
     watchdog: Watchdog
     timer: Timers
     num_steps: int
+    log: RunLog | None = None  # rank 0's
     metrics: dict[str, float] = field(default_factory=dict)  # of the newest step
     told_to_stop: bool = False  # by a signal to any rank, as of the end of the newest step
 
     @property
     def is_finished(self) -> bool:
-        """Dynamic sampling draws more than a step has, so data may be used up before the last step."""
-        used_up = data_is_used_up(self.cfg.grpo, self.inputs.train.num_problems, self.state.consumed_samples)
+        """After the last step, or when max_num_epochs passes leave too few prompts for another: dynamic sampling draws
+        more than a step has. A step that draws again may go on into the next pass; cutting it short would waste the
+        groups it has."""
+        grpo, num_drawn = self.cfg.grpo, self.state.cursor["position"]
+        used_up = num_drawn + grpo.prompts_per_batch > grpo.max_num_epochs * self.inputs.train.num_problems
         return self.state.step >= self.num_steps or used_up
 
 
@@ -84,33 +84,32 @@ def set_up(
     cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device, folder: Path, watchdog: Watchdog
 ) -> Run:
     """A run that is ready for its first step, or for the one after its checkpoint. A collective of all ranks."""
-    signals = Signals(cfg.checkpointing.must_save_by_seconds)
-    model, optimizer, reference, engine, sampler = build(cfg, inputs, ranks, device)
+    signals = Signals(must_save_by_seconds(cfg.checkpointing))
+    model, engine, sampler = build(cfg, inputs, ranks, device)
     GraderPool.stop = signals.pending
-    engine.should_stop = lambda: ranks.any_rank_of_engine(signals.pending)
-    checkpoints = checkpoint_folder(cfg.checkpointing, folder)
-    state = restore(cfg, inputs, model, optimizer, reference, ranks, checkpoints)
-    num_steps = num_steps_of(cfg, inputs.train.num_problems)
-    saved = state.step if cfg.checkpointing.resume_from else None
-    return Run(
+    engine.should_stop = lambda: ranks.any_rank_of_engine(signals.pending())
+    run = Run(
         cfg=cfg,
         inputs=inputs,
         ranks=ranks,
         device=device,
         folder=folder,
         model=model,
-        optimizer=optimizer,
+        optimizer=build_optimizer(model, cfg.policy.optimizer),
         engine=engine,
         sampler=sampler,
-        reference=reference,
-        state=state,
-        saver=checkpoint.Saver(checkpoints, cfg.checkpointing, ranks, saved=saved),
-        log=open_log(cfg, folder, ranks, state.step, num_steps),
+        reference=Reference(model) if cfg.loss_fn.reference_policy_kl_penalty > 0 else None,
+        state=RunState(inputs.train.start(), inputs.train.fingerprints),
+        saver=checkpoint.Saver(checkpoint_folder(cfg.checkpointing, folder), cfg.checkpointing, ranks),
         signals=signals,
         watchdog=watchdog,
         timer=Timers(watchdog.enter),
-        num_steps=num_steps,
+        num_steps=num_steps_of(cfg, inputs.train.num_problems),
     )
+    restore(run)
+    if ranks.rank == 0:
+        run.log = RunLog(folder, cfg.logger, first_step=run.state.step + 1, num_steps=run.num_steps)
+    return run
 
 
 def loss_path_of(cfg: config.Config, backend: KernelBackend, device: torch.device) -> LossPath:
@@ -126,11 +125,9 @@ def loss_path_of(cfg: config.Config, backend: KernelBackend, device: torch.devic
     )
 
 
-def build(
-    cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device
-) -> tuple[Decoder, torch.optim.Optimizer, Reference | None, Engine, Sampler]:
-    """The sharded policy with float32 master weights, its optimizer, the reference policy where the loss has a KL, the
-    engine, which has no weights yet and sleeps, and the sampler over it."""
+def build(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> tuple[Decoder, Engine, Sampler]:
+    """The sharded policy with float32 master weights, the engine, which has no weights yet and sleeps, and the sampler
+    over it. A collective of all ranks."""
     policy = cfg.policy
     try:
         backend = choose_backend(policy.kernel_backend, device.type, policy.logprob_chunk_size)
@@ -138,12 +135,9 @@ def build(
         raise config.ConfigError(f"policy.kernel_backend: {error}") from error
     seed_everything(cfg.grpo.seed)
     mesh = dist.init_device_mesh(device.type, (ranks.world_size,))
+    recompute = policy.dtensor_cfg.activation_checkpointing
     model = load_policy(
-        inputs.model_folder,
-        device=device,
-        mesh=mesh,
-        precision=policy.precision,
-        activation_checkpointing=policy.dtensor_cfg.activation_checkpointing,
+        inputs.model_folder, device=device, mesh=mesh, precision=policy.precision, activation_checkpointing=recompute
     )
     model.temperature = policy.generation.temperature
     model.vocab_limit = inputs.tokenizer.vocab_size
@@ -156,81 +150,37 @@ def build(
         f"{backend.describe(inputs.tokenizer.vocab_size)}; {model.loss_path.describe()}; "
         f"attention: {'varlen_attn' if flash else 'SDPA by runs of equal length'}; starting the engine"
     )
-    reward_model = None
-    if inputs.reward_model:
-        pack_tokens = policy.sequence_packing.train_mb_tokens
-        reward_model = RewardModel(
-            *inputs.reward_model, cfg.env.reward_model, device=device, mesh=mesh, pack_tokens=pack_tokens
-        )
-    optimizer = build_optimizer(model, policy.optimizer)
-    reference = Reference(model) if cfg.loss_fn.reference_policy_kl_penalty > 0 else None
-    engine = Engine(
-        str(inputs.model_folder),
-        inputs.tokenizer,
-        policy.generation,
-        dtype=policy.generation.vllm_cfg.precision or policy.precision,
-        tied_head=model.config.tie_word_embeddings,
-        max_total_tokens=policy.max_total_sequence_length,
-        seed=cfg.grpo.seed,
-    )
+    reward_model = RewardModel(*inputs.reward_model, cfg, device, mesh) if inputs.reward_model else None
+    engine = Engine(inputs.model_folder, inputs.tokenizer, cfg)
     ranks.print_rank0(
         f"engine: {ranks.dp_size} x vLLM over {ranks.tp_size} ranks each, vocabulary {engine.vocab_size:,}"
     )
     engine.sleep()
-    sampler = Sampler(
-        engine,
-        inputs.tokenizer,
-        inputs.environments,
-        ranks,
-        max_turns=cfg.grpo.max_rollout_turns,
-        max_error_fraction=cfg.env.max_error_fraction,
-        score_conversations=reward_model.score if reward_model else None,
-    )
-    return model, optimizer, reference, engine, sampler
+    score = reward_model.score if reward_model else None
+    max_turns, max_errors = cfg.grpo.max_rollout_turns, cfg.env.max_error_fraction
+    sampler = Sampler(engine, inputs.tokenizer, inputs.environments, ranks, max_turns, max_errors, score)
+    return model, engine, sampler
 
 
-def restore(
-    cfg: config.Config,
-    inputs: RunInputs,
-    model: Decoder,
-    optimizer: torch.optim.Optimizer,
-    reference: Reference | None,
-    ranks: Ranks,
-    checkpoints: Path,
-) -> RunState:
-    """The counters of a new run, or of the checkpoint it resumes, whose weights and moments are loaded too."""
-    ckpt_cfg, train = cfg.checkpointing, inputs.train
-    if ckpt_cfg.resume_from is None:
+def restore(run: Run) -> None:
+    """Loads the checkpoint that the config resumes: weights, the optimizer's state, the reference and the counters."""
+    cfg, train = run.cfg.checkpointing, run.inputs.train
+    checkpoints = run.saver.folder
+    if cfg.resume_from is None:
         if any(checkpoints.glob("step_*")):
             raise config.ConfigError(f"{checkpoints} holds checkpoints of another run: choose another checkpoint_dir")
-        return RunState(train.start(), train.fingerprints)
-    shards = reference.shards if reference else {}
-    state = RunState(**checkpoint.load(checkpoints, model, optimizer, ranks, reference=shards, mode=ckpt_cfg.resume))
-    if ckpt_cfg.allow_changes and state.fingerprints != train.fingerprints:
-        ranks.print_rank0(
-            "WARNING: other data than before (checkpointing.allow_changes=true): they are read from their start"
-        )
+        return
+    shards = run.reference.shards if run.reference else {}
+    counters = checkpoint.load(checkpoints, run.model, run.optimizer, run.ranks, shards, mode=cfg.resume)
+    run.state = state = RunState(**counters)
+    run.saver.saved = state.step
+    if cfg.allow_changes and state.fingerprints != train.fingerprints:
+        allowed = "(checkpointing.allow_changes=true): they are read from their start"
+        run.ranks.print_rank0(f"WARNING: other data than before {allowed}")
         state.cursor = train.start()
         state.fingerprints = train.fingerprints
-        state.consumed_samples = 0
-    train.check_same(state.fingerprints, ckpt_cfg.resume_from)
-    ranks.print_rank0(f"resumed from {checkpoints / f'step_{state.step:06d}'}")
-    return state
-
-
-def open_log(cfg: config.Config, folder: Path, ranks: Ranks, step: int, num_steps: int) -> RunLog | None:
-    """Rank 0's log, with the resolved config beside it; None on the others."""
-    if ranks.rank != 0:
-        return None
-    if cfg.checkpointing.resume_from is None:
-        (folder / "config.yaml").write_text(config_file.to_yaml(cfg))
-    return RunLog(
-        folder,
-        tensorboard=cfg.logger.tensorboard_enabled,
-        first_step=step + 1,
-        num_steps=num_steps,
-        max_samples=cfg.logger.num_samples_to_log,
-    )
+    train.check_same(state.fingerprints, cfg.resume_from)
+    run.ranks.print_rank0(f"resumed from {checkpoints / f'step_{state.step:06d}'}")
 
 
 # --------------------------------------------------------------------------------------------------- around the steps
@@ -250,8 +200,6 @@ def end_step(run: Run, samples: StepSamples, metrics: dict[str, float]) -> None:
     state = run.state
     state.step += 1
     state.cursor = run.inputs.train.record(samples.cursor, metrics)
-    state.consumed_samples = samples.cursor["position"]
-    state.current_epoch = state.consumed_samples // run.inputs.train.num_problems
     state.num_bad_steps = int(metrics["num_bad_steps"])
     state.total_valid_tokens += metrics["global_valid_toks"]
     run.metrics = metrics

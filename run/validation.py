@@ -1,17 +1,26 @@
-"""Scores the policy on the validation sets: accuracy, pass@k and maj@k, with intervals."""
+"""Scores a model on the validation sets, in a run and for eval.py: accuracy, pass@k and maj@k, with intervals."""
 
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
+
+import torch
 
 from config import Config
-from data import Sample
-from dataset.scan import Dataset
-from engine import SamplingOptions
-from rollout import Sampler, groups_of
-from run.setup import Run
+from data import Sample, groups_of
+from engine import SamplingOptions, sync_weights
+from rollout import Sampler
+from run import checkpoint
+from run.log import RunLog
+from run.preflight import RunInputs
+from run.resume import checkpoint_folder
+from run.setup import Run, build
+from system.ranks import Ranks
 
 Z95 = 1.959964  # 97.5% of a normal distribution lie below
 
@@ -23,14 +32,12 @@ def validate(run: Run) -> None:
     run.watchdog.enter("validation")
     start = time.perf_counter()
     values: dict[str, float] = {}
-    for name, dataset in run.inputs.validation.items():
-        for mode in modes(run.cfg):
-            samples = sample_problems(run.cfg, run.sampler, dataset, mode)
-            prefix = f"validation/{name}/{mode}" if len(run.inputs.validation) > 1 else f"validation/{mode}"
-            values |= {f"{prefix}/{key}": value for key, value in summarize(samples).items()}
-            if run.log:
-                num_print = run.cfg.logger.num_val_samples_to_print
-                run.log.samples(run.state.step, prefix, samples, run.inputs.tokenizer, num_print)
+    for name, mode, samples in sample_sets(run.cfg, run.inputs, run.sampler):
+        prefix = f"validation/{name}/{mode}" if len(run.inputs.validation) > 1 else f"validation/{mode}"
+        values |= {f"{prefix}/{key}": value for key, value in summarize(samples).items()}
+        if run.log:
+            num_print = run.cfg.logger.num_val_samples_to_print
+            run.log.samples(run.state.step, prefix, samples, run.inputs.tokenizer, num_print)
     values["timing/validation/total_validation_time"] = time.perf_counter() - start
     if run.log:
         run.log.validation(run.state.step, values)
@@ -40,26 +47,55 @@ def validate(run: Run) -> None:
         run.state.last_validation = values
 
 
+def evaluate(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device, folder: Path) -> dict[str, Any]:
+    """What eval.py reports, equal on all ranks: what was scored, with which settings, and the numbers of each set and
+    mode. Rank 0 writes samples into `folder`."""
+    start = time.perf_counter()
+    model, engine, sampler = build(cfg, inputs, ranks, device)
+    step = 0
+    scored = None
+    if cfg.checkpointing.resume_from:
+        checkpoints = checkpoint_folder(cfg.checkpointing, Path(cfg.checkpointing.resume_from))
+        step = checkpoint.load(checkpoints, model, None, ranks, {}, mode=cfg.checkpointing.resume)["step"]
+        scored = f"{checkpoints}, step {step}"
+    sync_weights(model, engine, step)
+    sets = {name: {"data_path": data.path, "fingerprint": data.fingerprint} for name, data in inputs.validation.items()}
+    without_events = replace(cfg.logger, tensorboard_enabled=False)
+    log = RunLog(folder, without_events, first_step=0, num_steps=0) if ranks.rank == 0 else None
+    for name, mode, samples in sample_sets(cfg, inputs, sampler):
+        numbers = sets[name][mode] = with_interval(samples, mode)
+        interval = numbers["accuracy_ci95"]
+        between = f"95%: {interval[0]:.4f} to {interval[1]:.4f}" if interval else "one problem: no interval"
+        ranks.print_rank0(f"{name} | {mode} | accuracy {numbers['accuracy']:.4f} ({between})")
+        if log:
+            log.samples(step, f"{name}/{mode}", samples, inputs.tokenizer, cfg.logger.num_val_samples_to_print)
+    return {
+        "model_name": cfg.policy.model_name,
+        "checkpoint": scored,
+        "seed": cfg.grpo.seed,
+        "world_size": ranks.world_size,
+        "settings": {mode: {"num_samples": n} | asdict(options) for mode, (n, options) in modes(cfg).items()},
+        "sets": sets,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
 def modes(cfg: Config) -> dict[str, tuple[int, SamplingOptions]]:
     """Name -> (samples per problem, how they are sampled). Greedy: one. Sampled: as the val_ options say."""
     grpo, generation = cfg.grpo, cfg.policy.generation
     length = grpo.val_max_new_tokens or generation.max_new_tokens
-    sampled = SamplingOptions(
-        temperature=grpo.val_temperature or generation.temperature,
-        max_new_tokens=length,
-        top_p=grpo.val_top_p or 1.0,
-        top_k=grpo.val_top_k,
-    )
-    greedy = SamplingOptions(temperature=0.0, max_new_tokens=length)
-    return {"greedy": (1, greedy), "sampled": (grpo.val_num_generations_per_prompt, sampled)}
+    temperature = grpo.val_temperature or generation.temperature
+    sampled = SamplingOptions(temperature, length, grpo.val_top_p or 1.0, grpo.val_top_k)
+    return {"greedy": (1, SamplingOptions(0.0, length)), "sampled": (grpo.val_num_generations_per_prompt, sampled)}
 
 
-def sample_problems(cfg: Config, sampler: Sampler, dataset: Dataset, mode: str) -> list[Sample]:
-    """Graded samples of the first max_val_samples problems of a set, on every rank; the ranks share the work. The seeds
-    are the same every time, so that two validations differ by the weights alone."""
-    problems = list(enumerate(dataset.problems[: cfg.grpo.max_val_samples]))
-    num_samples, options = modes(cfg)[mode]
-    return sampler.sample(problems, num_samples, options, (cfg.grpo.seed, -1))
+def sample_sets(cfg: Config, inputs: RunInputs, sampler: Sampler) -> Iterator[tuple[str, str, list[Sample]]]:
+    """(set, mode, graded samples of its first max_val_samples problems), equal on every rank; the ranks share the work.
+    The seeds are the same every time, so that two validations differ by the weights alone."""
+    for name, dataset in inputs.validation.items():
+        problems = list(enumerate(dataset.problems[: cfg.grpo.max_val_samples]))
+        for mode, (num_samples, options) in modes(cfg).items():
+            yield name, mode, sampler.sample(problems, num_samples, options, (cfg.grpo.seed, -1))
 
 
 def summarize(samples: Sequence[Sample]) -> dict[str, float]:
@@ -102,6 +138,18 @@ def majority(samples: Sequence[Sample]) -> float:
     leaders = [answer for answer, count in votes.items() if count == max(votes.values())]
     share_right = [fmean(s.outcome == "ok" for s in samples if s.extracted == answer) for answer in leaders]
     return fmean(share_right) if leaders else 0.0
+
+
+def with_interval(samples: Sequence[Sample], mode: str) -> dict[str, Any]:
+    """`summarize` with counts and the 95% interval of accuracy: Wilson's for greedy, where a problem is one trial; for
+    sampled the normal one over the problems' means."""
+    right = [[s.outcome == "ok" for s in group] for group in groups_of(samples)]
+    counts = {"num_problems": len(right), "num_samples": len(samples), "num_right": sum(map(sum, right))}
+    if mode == "greedy":
+        method, interval = "wilson", wilson_interval(counts["num_right"], len(right))
+    else:
+        method, interval = "normal, clustered by problem", clustered_interval([fmean(group) for group in right])
+    return summarize(samples) | {"accuracy_ci95": interval, "ci_method": method} | counts
 
 
 def wilson_interval(num_right: int, num_problems: int) -> tuple[float, float]:

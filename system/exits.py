@@ -1,9 +1,7 @@
 """How a rank ends: the exceptions that end a run, exit codes, signals, and `exit.json`. No torch.
 
-Exit codes of the process: 0 done · 1 crashed · 2 bad config, data or model folder · 3 stopped by a check of the run
-itself (a logp gap over its limit, numbers that are not finite) · 4 hung (watchdog.py) · 75 saved on a signal. torchrun
-turns every non-zero code into 1, so the ranks also write `exit.json` {code, reason, rank} into the run folder and to
-$GRPO_EXIT_FILE, which train.sh reads.
+torchrun turns every non-zero code into 1, so the ranks also write `exit.json` {code, reason, rank} into the run folder
+and to $GRPO_EXIT_FILE, which train.sh reads.
 """
 
 import ctypes
@@ -19,7 +17,11 @@ from pathlib import Path
 
 from config import ConfigError
 
-EXIT_CRASH, EXIT_CONFIG, EXIT_CHECK, EXIT_HUNG, EXIT_SAVED = 1, 2, 3, 4, 75
+EXIT_CRASH = 1
+EXIT_CONFIG = 2  # bad config, data or model folder
+EXIT_CHECK = 3  # a check of the run itself: a logp gap over its limit, numbers that are not finite
+EXIT_HUNG = 4  # watchdog.py
+EXIT_SAVED = 75  # on a signal
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 START_TIME = time.monotonic()  # of this process, near enough
 
@@ -54,28 +56,28 @@ class Signals:
 
 
 def die_with_parent() -> None:
-    """SIGKILL for this process as soon as the one that started it ends, however. Of a rank: when torchrun is killed
-    nobody tells the ranks, which would go on and keep the GPUs."""
+    """SIGKILL for this process as soon as the one that started it ends. When torchrun is killed nobody tells the ranks,
+    which would go on and keep the GPUs."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def write_exit_file(code: int, reason: str, run_folder: Path | None) -> bool:
-    """Says how the run ended, where train.sh and other scripts read it: `exit.json`, {code, reason, rank}. Of a good
-    end rank 0 tells; of a failure the first rank that ends, because the others only lost their peer. Returns whether
-    this rank is the one to tell the user."""
+def report_exit(code: int, reason: str, run_folder: Path | None) -> None:
+    """Says how the run ended, once: to the user, and in `exit.json`, {code, reason, rank}, which scripts read. Rank 0
+    reports a good end; the first rank that ends reports a failure, because the others only lost their peer."""
     rank = int(os.environ.get("RANK", "0"))
     if code in (0, EXIT_SAVED) and rank != 0:
-        return False
+        return
     files = [run_folder / "exit.json"] if run_folder else []
     files += [Path(os.environ["GRPO_EXIT_FILE"])] if "GRPO_EXIT_FILE" in os.environ else []
     first = [_write_once(file, json.dumps({"code": code, "reason": reason, "rank": rank}) + "\n") for file in files]
-    return any(first) or (not files and rank == 0)
+    if any(first) or (not files and rank == 0):
+        print(reason, file=sys.stderr if code else sys.stdout, flush=True)
 
 
 def exit_process(code: int) -> None:
-    """Ends this rank. A gloo thread that lets go of the last collective's tensor while the interpreter is torn down
-    calls std::terminate, and a finished run would count as crashed (13 of 50 seen): it gets the time to do so before.
-    No os._exit: vLLM's CPU engine removes its shared memory in the teardown, and what is left fails the next run."""
+    """Ends this rank. Not by os._exit: vLLM's CPU engine removes its shared memory in the interpreter's teardown, and
+    what is left fails the next run."""
+    # A gloo thread that frees the last collective's tensor amid the teardown ends a finished run as crashed (13 of 50).
     time.sleep(0.2)
     gc.freeze()  # or the interpreter looks through a million objects, module by module: 4 s instead of 0.8
     sys.exit(code)

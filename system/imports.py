@@ -1,7 +1,4 @@
-"""Finds what a user's config names by dotted path: an environment, a reward function, a dataset, a sampler. No torch.
-
-Owns the search path and the error. What the attribute must be is for its user to check (envs.py, sources.py).
-"""
+"""Finds what a config names by dotted path: an environment, a reward function, a dataset, a sampler. No torch."""
 
 import importlib
 import os
@@ -12,10 +9,8 @@ from config import ConfigError
 
 
 def import_attribute(path: str, key: str) -> Any:
-    """The attribute that `path`, "module:name", names. Modules may lie in the working directory.
-
-    Raises ConfigError, which names the config key `key`, where the module or its attribute cannot be imported.
-    """
+    """The attribute that `path`, "module:name", names. Modules may lie in the working directory. Raises ConfigError,
+    which names the config key `key`, where the module or its attribute cannot be imported."""
     module, _, attribute = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # last, so that no file there takes the place of ours

@@ -2,7 +2,6 @@
 
 import os
 import random
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -48,27 +47,27 @@ class Ranks:
         """Ranks of a group hold the same samples: the first one reports them."""
         return self.rank % self.tp_size == 0
 
-    def any_rank_of_engine(self, told: Callable[[], bool]) -> bool:
-        """Whether any rank of this one's engine is `told`: all of them answer alike, and must ask at the same time."""
-        return told() if self.engine_group is None else any_rank(told(), self.engine_group)
+    def any_rank_of_engine(self, flag: bool) -> bool:
+        """Whether any rank of this one's engine has the flag: a collective of them, so all get the same answer."""
+        return flag if self.engine_group is None else any_rank(flag, self.engine_group)
 
     def broadcast_from_tp_leader(self, compute: Callable[[], T]) -> T:
         """What `compute` gives on the rank that leads this one's engine, on all ranks of the engine."""
-        found = [compute() if self.leads_engine else None]
+        shared = [compute() if self.leads_engine else None]
         if self.engine_group is not None:
-            dist.broadcast_object_list(found, src=self.dp_rank * self.tp_size, group=self.engine_group)
-        return found[0]
+            dist.broadcast_object_list(shared, src=self.dp_rank * self.tp_size, group=self.engine_group)
+        return shared[0]
 
 
 def start_process_group(tp_size: int) -> tuple[Ranks, torch.device]:
     """Joins the process group torchrun laid out (RANK, WORLD_SIZE, ...; a lone process needs none of them).
 
     Objects and CPU tensors go over gloo, CUDA tensors over nccl. Threads per rank are OMP_NUM_THREADS: train.sh sets
-    it, and torchrun to 1. Ranks with more threads than their share of the cores are 30x slower (DESIGN 4).
+    it, and torchrun to 1. Ranks with more threads than their share of the cores are 30x slower.
     """
     if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        os.environ["MASTER_PORT"] = str(_free_port())
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # 0: any port that is free
     ranks = Ranks(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), tp_size)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", ranks.local_rank) if cuda else torch.device("cpu")
@@ -108,22 +107,14 @@ def local_rows(tensor: torch.Tensor) -> slice:
 
 def on_rank0(work: Callable[[], T]) -> T:
     """What `work` gives on rank 0, on all ranks; the ConfigError that it raises there is raised on all ranks."""
-    result: T | ConfigError | None = None
-    if dist.get_rank() == 0:
-        try:
-            result = work()
-        except ConfigError as error:
-            result = error
+    try:
+        result = work() if dist.get_rank() == 0 else None
+    except ConfigError as error:
+        result = error
     result = broadcast_from_rank0(result)
     if isinstance(result, ConfigError):
         raise result
     return result
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 def seed_everything(seed: int) -> None:
@@ -131,6 +122,3 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-# ------------------------------------------------------------------------------------------------------- run folder

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from system.exits import EXIT_CRASH, EXIT_HUNG, write_exit_file
+from config import WatchdogConfig
+from system.exits import EXIT_CRASH, EXIT_HUNG, report_exit
 from system.ranks import Ranks
 
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
@@ -31,14 +32,16 @@ GRACE_SECONDS = 5.0  # for the other ranks' stacks, or for a lost peer's own wor
 class Watchdog:
     """Watches this rank from `start` to `stop`; `enter` says what it does. Made by all ranks together."""
 
-    def __init__(self, ranks: Ranks, run_folder: Path, *, factor: float, min_seconds: float, first_seconds: float):
-        """A phase may take `factor` times the median of those of its name, but not less than `min_seconds`; the first
-        one of a name `first_seconds`: it may compile, or capture graphs."""
-        self.ranks, self.run_folder, self.folder = ranks, run_folder, run_folder / "stacks"
-        self.factor, self.min_seconds, self.first_seconds = factor, min_seconds, first_seconds
+    def __init__(self, ranks: Ranks, run_folder: Path, cfg: WatchdogConfig):
+        self.ranks = ranks
+        self.run_folder = run_folder
+        self.folder = run_folder / "stacks"
+        self.cfg = cfg
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.main = threading.get_ident()
-        self.step, self.phase, self.since = 0, "start", time.monotonic()
+        self.step = 0
+        self.phase = "start"
+        self.since = time.monotonic()
         peers: list = [None] * ranks.world_size
         dist.all_gather_object(peers, (socket.gethostname(), os.getpid()))
         here = peers[ranks.rank][0]
@@ -47,17 +50,20 @@ class Watchdog:
         faulthandler.register(signal.SIGUSR2, all_threads=True)  # by hand: kill -USR2 <pid of a rank>
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    def enter(self, phase: str, step: int | None = None) -> None:
+    def enter(self, phase: str) -> None:
         """This rank now begins `phase`; the one before has ended well."""
         now = time.monotonic()
+        # A new list, and the time before the phase: the thread below may read at any point.
         self.seconds[self.phase] = [*self.seconds[self.phase], now - self.since][-50:]
-        self.step, self.phase, self.since = self.step if step is None else step, phase, now
+        self.since = now
+        self.phase = phase
         # Where the thread below cannot run, because C code keeps the interpreter's lock: a thread without Python.
         faulthandler.dump_traceback_later(self.limit() + 6 * GRACE_SECONDS, exit=True)
 
     def limit(self) -> float:
+        """Seconds that this phase may take. The first of its name gets more: it may compile, or capture graphs."""
         past = self.seconds.get(self.phase)
-        return max(self.min_seconds, self.factor * statistics.median(past)) if past else self.first_seconds
+        return max(self.cfg.min_seconds, self.cfg.factor * statistics.median(past)) if past else self.cfg.first_seconds
 
     def stop(self) -> None:
         """Before this rank leaves: its end is no death."""
@@ -75,11 +81,12 @@ class Watchdog:
     def _end_hung(self) -> None:
         self.folder.mkdir(exist_ok=True)  # which makes the other ranks dump theirs too
         frames = sys._current_frames()
-        own = frames.pop(self.main)
-        texts = [self._where(own), "".join(traceback.format_stack(own))]
+        main_frame = frames.pop(self.main)
+        texts = [self._where(main_frame), "".join(traceback.format_stack(main_frame))]
         texts += ["another thread:\n" + "".join(traceback.format_stack(frame)) for frame in frames.values()]
-        (self.folder / f"rank_{self.ranks.rank:05d}.tmp").write_text("\n".join(texts))
-        os.rename(self.folder / f"rank_{self.ranks.rank:05d}.tmp", self.folder / f"rank_{self.ranks.rank:05d}.txt")
+        file = self.folder / f"rank_{self.ranks.rank:05d}.tmp"
+        file.write_text("\n".join(texts))
+        file.rename(file.with_suffix(".txt"))
         end = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < end and len(list(self.folder.glob("*.txt"))) < self.ranks.world_size:
             time.sleep(0.1)
@@ -87,8 +94,8 @@ class Watchdog:
         lines |= {rank: f"rank {rank}: does not answer" for rank in range(self.ranks.world_size) if rank not in lines}
         stuck = [rank for rank in sorted(lines) if "waits for other ranks" not in lines[rank]]
         who = f"rank {', '.join(map(str, stuck))} did not come" if stuck else "all ranks wait for each other"
-        told = "; ".join(lines[rank] for rank in stuck or sorted(lines))
-        self._leave(EXIT_HUNG, f"hung: {who}; {told}; stacks of all ranks: {self.folder}")
+        places = "; ".join(lines[rank] for rank in stuck or sorted(lines))
+        self._leave(EXIT_HUNG, f"hung: {who}; {places}; stacks of all ranks: {self.folder}")
 
     def _where(self, frame) -> str:
         """One line: what this rank does, since when, and at which line of which file."""
@@ -103,8 +110,7 @@ class Watchdog:
         )
 
     def _leave(self, code: int, reason: str) -> None:
-        if write_exit_file(code, reason, self.run_folder):
-            print(reason, file=sys.stderr, flush=True)
+        report_exit(code, reason, self.run_folder)
         os._exit(code)
 
 

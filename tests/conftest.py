@@ -114,15 +114,9 @@ def engine(one_rank, tiny):
     from engine import Engine
     from hf.tokenizer import Tokenizer
 
-    return Engine(
-        str(tiny[0]),
-        Tokenizer(tiny[0]),
-        config.GenerationConfig(),
-        dtype="float32",
-        tied_head=True,
-        max_total_tokens=256,  # more than a block of the prefix cache
-        seed=0,
-    )
+    # 256: more than a block of the prefix cache
+    policy = config.PolicyConfig(precision="float32", max_total_sequence_length=256)
+    return Engine(tiny[0], Tokenizer(tiny[0]), config.Config(policy=policy))
 
 
 @pytest.fixture(scope="session")

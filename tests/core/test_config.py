@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from config import CheckpointingConfig, Config, DataConfig, GenerationConfig, LossConfig, PolicyConfig
+from config import Config, DataConfig, GenerationConfig, LossConfig, PolicyConfig
 from run.config_check import validate
 from run.config_file import load
 
@@ -35,12 +35,6 @@ def test_defaults_are_nemo_rls():
 def test_config_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().grpo.seed = 1
-
-
-def test_time_to_save_by():
-    """90,061 s are a day, an hour, a minute and a second."""
-    assert CheckpointingConfig(checkpoint_must_save_by="1:01:01:01").must_save_by_seconds == 90_061
-    assert CheckpointingConfig().must_save_by_seconds is None
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ import json
 import pytest
 from samples import answers
 
-from eval import with_interval
-from run.validation import clustered_interval, wilson_interval
+from run.validation import clustered_interval, wilson_interval, with_interval
 
 
 def test_the_numbers_of_a_report():

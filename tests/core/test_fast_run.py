@@ -132,9 +132,9 @@ def test_an_environment_without_a_step_says_so():
         envs.Environment().step([])
 
 
-def make_engine(folder, **options):
-    options = {"dtype": "float32", "tied_head": True, "max_total_tokens": 64, "seed": 0} | options
-    return engine_module.Engine(str(folder), Tokenizer(folder), config.GenerationConfig(), **options)
+def make_engine(folder, max_total_tokens=64):
+    policy = config.PolicyConfig(precision="float32", max_total_sequence_length=max_total_tokens)
+    return engine_module.Engine(folder, Tokenizer(folder), config.Config(policy=policy))
 
 
 def test_the_engine_on_cuda_sleeps_and_wakes_in_order(stand_in, monkeypatch):

@@ -9,7 +9,7 @@ from config import Config, DataConfig, GRPOConfig, RewardShapingConfig
 from data import Problem, Sample
 from dataset.mixing import Mixture, epoch_order
 from dataset.scan import Dataset
-from rollout import data_is_used_up, sample_seed, sample_step
+from rollout import sample_seed, sample_step
 from run.metrics import sample_metrics
 from system.exits import StopRun
 
@@ -174,13 +174,6 @@ def test_all_ranks_decide_alike():
     cfg = config_of(use_dynamic_sampling=True, shuffle=True)
     first, second = (collect(cfg, ROWS, 11, StubSampler(by_remainder)) for _ in range(2))
     assert json.dumps(first[2]) == json.dumps(second[2]) and rows_of(first[0]) == rows_of(second[0])
-
-
-def test_data_ends_where_a_whole_step_does_not_fit():
-    grpo = config_of(4, max_num_epochs=2, use_dynamic_sampling=True, batch_multiplier=1.5).grpo
-    assert [data_is_used_up(grpo, 50, position) for position in (0, 94, 95, 100)] == [False, False, True, True]
-    plain = config_of(4).grpo  # as without it: steps = 50 // 4
-    assert [data_is_used_up(plain, 50, 4 * step) for step in (11, 12)] == [False, True]
 
 
 def test_sample_seeds_differ_and_are_fixed():

@@ -60,16 +60,9 @@ if __name__ == "__main__":
     with mock.patch("batch.assign_to_ranks", lambda lengths, world_size: rank_share):
         metrics, gradients = train_once(policy, samples, adv_B, packs_of(40), ranks)
 
-    vllm_cfg = config.VllmConfig(tensor_parallel_size=2)
-    engine = Engine(
-        str(folder),
-        tokenizer,
-        config.GenerationConfig(vllm_cfg=vllm_cfg),
-        dtype="float32",
-        tied_head=policy.config.tie_word_embeddings,
-        max_total_tokens=128,
-        seed=0,
-    )
+    generation = config.GenerationConfig(vllm_cfg=config.VllmConfig(tensor_parallel_size=2))
+    policy_cfg = config.PolicyConfig(precision="float32", max_total_sequence_length=128, generation=generation)
+    engine = Engine(folder, tokenizer, config.Config(policy=policy_cfg))
     engine.sync(full_tensors(policy, engine.dtype), 0)
     completions = engine.generate(PROMPTS, [0] * len(PROMPTS), SamplingOptions(0.0, 24))
     greedy = [completion.ids.tolist() for completion in completions]

@@ -57,8 +57,8 @@ def main() -> None:
     policy = load_policy(folder, device=device, mesh=dist.init_device_mesh("cpu", (1,)))
     policy.temperature = 0.8
     policy.vocab_limit = tokenizer.vocab_size
-    options = {"dtype": "float32", "tied_head": False, "max_total_tokens": 64, "seed": 0}
-    engine = Engine(str(folder), tokenizer, config.GenerationConfig(), **options)
+    policy_cfg = config.PolicyConfig(precision="float32", max_total_sequence_length=64)
+    engine = Engine(folder, tokenizer, config.Config(policy=policy_cfg))
     engine.sync(full_tensors(policy, engine.dtype), 0)
     found = {"start": [0.0, gap(engine, policy)]}
     for name, param in policy.named_parameters():

@@ -82,7 +82,7 @@ def live(rank: int, folder: Path, life: int, point: str | None) -> None:
     model, optimizer = model_at(-1)
     step = 0
     if resume.checkpoints(checkpoints):
-        state = checkpoint.load(checkpoints, model, optimizer, ranks, mode="auto")
+        state = checkpoint.load(checkpoints, model, optimizer, ranks, {}, mode="auto")
         step = state["step"]
         assert state == {"step": step, "cursor": step * 7}, state
         assert model.weight.unique().tolist() == [float(step)], (step, model.weight.unique())

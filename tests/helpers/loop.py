@@ -88,7 +88,7 @@ def make_run(
         engine=RecordingEngine(),
         sampler=None,
         reference=reference,
-        state=RunState(cursor={}, fingerprints={}, **counters),
+        state=RunState(cursor={"position": 0}, fingerprints={}, **counters),
         saver=saver or SimpleNamespace(cfg=SimpleNamespace(enabled=False), saved=None, poll=lambda: None),
         log=None,
         signals=SimpleNamespace(pending=lambda: False),

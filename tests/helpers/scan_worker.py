@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -21,7 +20,7 @@ if __name__ == "__main__":
             cfg = DatasetConfig(data_path=str(folder / name))
             dataset, _ = load_dataset(cfg, tokenizer, 20, {}, lambda *answers: None, on_rank0=on_rank0)
             answers = [problem.answer for problem in dataset.problems]
-            results.append([answers, dataset.fingerprint, asdict(dataset.counts)])
+            results.append([answers, dataset.fingerprint, dataset.left_out])
         except DataError as error:
             results.append(str(error))
     (folder / f"rank_{ranks.rank}.json").write_text(json.dumps(results))

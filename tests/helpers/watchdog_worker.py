@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+from config import WatchdogConfig
 from system import watchdog
-from system.exits import exit_process, write_exit_file
+from system.exits import exit_process, report_exit
 from system.ranks import start_process_group
 
 watchdog.POLL_SECONDS, watchdog.GRACE_SECONDS = 0.05, 0.8
@@ -26,9 +27,10 @@ def grade_forever():
 
 def main(folder: Path, fault: str) -> None:
     ranks, _ = start_process_group(tp_size=1)
-    watch = watchdog.Watchdog(ranks, folder, factor=10, min_seconds=1.0, first_seconds=3.0)
+    watch = watchdog.Watchdog(ranks, folder, WatchdogConfig(factor=10, min_seconds=1.0, first_seconds=3.0))
     for step in range(1, 6):
-        watch.enter("generation", step)
+        watch.step = step
+        watch.enter("generation")
         if ranks.rank == 1 and step == 4:
             if fault == "stuck":
                 grade_forever()
@@ -44,7 +46,7 @@ def main(folder: Path, fault: str) -> None:
         watch.enter("update")
         dist.all_reduce(torch.ones(1))
     watch.stop()
-    write_exit_file(0, "done", folder)
+    report_exit(0, "done", folder)
 
 
 if __name__ == "__main__":

@@ -59,9 +59,9 @@ LLAMA3 = {
         ),
         (dict(rope_scaling="llama3"), "rope_parameters or rope_scaling: expected a mapping, got 'llama3'"),
         (dict(rope_parameters=[1]), "rope_parameters or rope_scaling: expected a mapping, got [1]"),
-        (dict(layer_types=2), "layer_types: expected a list, got 2"),
-        (dict(layer_types="full_attention"), "layer_types: expected a list, got 'full_attention'"),
-        (dict(layer_types=[["full_attention"]]), "layer_types other than 'full_attention'"),
+        (dict(layer_types=2), "layer_types: only a list of 'full_attention' is supported"),
+        (dict(layer_types="full_attention"), "layer_types: only a list of 'full_attention'"),
+        (dict(layer_types=[["full_attention"]]), "layer_types: only a list of 'full_attention'"),
         (dict(tie_word_embeddings="false"), "tie_word_embeddings='false' is not supported; supported: absent, False"),
         (dict(attention_bias="no"), "attention_bias='no' is not supported; supported: absent, False, True"),
     ],
@@ -111,10 +111,10 @@ def test_a_file_cut_anywhere_or_too_long_is_refused(tmp_path):
     for size in (0, 7, 8, 20, len(content) - 14, len(content) - 1):
         file.write_bytes(content[:size])
         message = refused(tmp_path)
-        assert message.startswith("/2.safetensors: not a readable safetensors file (") and f"{size:,} bytes" in message
+        assert message.startswith("/2.safetensors: not a readable safetensors file (")
         assert message.endswith("); fetch it again")
     file.write_bytes(content + b"x")
-    assert f"/2.safetensors: not a readable safetensors file ({len(content) + 1} bytes, by" in refused(tmp_path)
+    assert "/2.safetensors: not a readable safetensors file (" in refused(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,9 @@ def test_a_file_cut_anywhere_or_too_long_is_refused(tmp_path):
 )
 def test_a_header_that_is_none_is_refused(tmp_path, header):
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    assert refused(tmp_path).startswith("/model.safetensors: not a readable safetensors file (its header: ")
+    assert refused(tmp_path).startswith(
+        "/model.safetensors: not a readable safetensors file (Error while deserializing header: "
+    )
 
 
 def test_missing_files_are_refused(tmp_path):
@@ -131,7 +133,7 @@ def test_missing_files_are_refused(tmp_path):
     assert refused(tmp_path).endswith("(merge the adapter into its model)")
     write_shards(tmp_path)
     (tmp_path / "1.safetensors").unlink()
-    assert refused(tmp_path).startswith("/1.safetensors: not a readable safetensors file (No such file or directory)")
+    assert refused(tmp_path).startswith("/1.safetensors: not a readable safetensors file (No such file or directory: ")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ UNSUPPORTED = [
     (dict(model_type="mistral"), "model_type='mistral' is not supported; supported: 'llama', 'qwen2', 'qwen3'"),
     (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported; supported: 'silu'"),
     (dict(use_sliding_window=True), "use_sliding_window=True is not supported; supported: absent, False"),
-    (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types other than 'full_attention' are not"),
+    (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types: only a list of 'full_attention' is"),
     (dict(mlp_bias=True), "mlp_bias=True is not supported; supported: absent, False"),
     (dict(quantization_config={"bits": 4}), "quantization_config={'bits': 4} is not supported; supported: absent"),
     (dict(attention_multiplier=0.5), "attention_multiplier=0.5 is not supported"),

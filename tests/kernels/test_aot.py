@@ -24,7 +24,7 @@ TARGETS = {
 }
 
 
-def tile_stats(dtype, entropy, **constants):
+def tile_stats(dtype, **constants):
     """(kernel, {argument: type or constant}, launch options), as `_forward_triton` launches it."""
     module = import_module("kernels.linear_logp")
     rows, cols, depth = module.TILES[4 if dtype == "fp32" else 2]
@@ -33,7 +33,7 @@ def tile_stats(dtype, entropy, **constants):
         {"hidden": f"tensordesc<{dtype}[{rows}, {depth}]>", "weight": f"tensordesc<{dtype}[{cols}, {depth}]>"}
         | {"target_ptr": "*i64", "picked_ptr": "*fp32", "stats_ptr": "*fp32"}
         | {"num_rows": "i32", "vocab": "i32", "width": "i32", "scale": "fp32"}
-        | {"ENTROPY": entropy, "WIDEN": False, "ROWS": rows, "COLS": cols, "DEPTH": depth}
+        | {"WIDEN": False, "ROWS": rows, "COLS": cols, "DEPTH": depth}
         | constants,
         module.LAUNCH,
     )
@@ -46,22 +46,21 @@ def rows(name, dtype=None, vocab=151936, **constants):
     options = launch_options(vocab)
     file = "clipped_pg" if name == "clipped_pg_kernel" else "softmax"
     kernel = getattr(import_module(f"kernels.{file}"), name)
-    types = {"num_rows": "i32", "vocab": "i32", "row_stride": "i32", "first_row": "i32", "scale": "fp32"}
+    types = {"num_rows": "i32", "vocab": "i32", "row_stride": "i32", "scale": "fp32"}
     types |= {"target_ptr": "*i64", "dlogits_ptr": f"*{dtype}", "BLOCK": options.pop("BLOCK")} | constants
     values = {argument: types.get(argument, "*fp32") for argument in kernel.arg_names}
     return kernel, values, options
 
 
-def dlogits(dtype, entropy, stats=False):
-    return rows("dlogits_kernel", dtype, HAS_STATS=stats, ENTROPY=entropy)
+def dlogits(dtype, entropy):
+    return rows("dlogits_kernel", dtype, ENTROPY=entropy)
 
 
 def clipped_pg(dtype, **keys):
     """All terms at once with keys, else the defaults on policy."""
-    from config import MAX_LOG_RATIO, LossConfig
+    from config import LossConfig
 
-    constants = {"CFG": LossConfig(**keys), "MOST": MAX_LOG_RATIO, "HAS_OLD": bool(keys), "HAS_REF": bool(keys)}
-    return rows("clipped_pg_kernel", dtype, **constants)
+    return rows("clipped_pg_kernel", dtype, CFG=LossConfig(**keys), HAS_OLD=bool(keys), HAS_REF=bool(keys))
 
 
 EVERY_TERM = {
@@ -73,28 +72,23 @@ EVERY_TERM = {
     "positive_example_nll_weight": 0.1,
 }
 EVERYWHERE = {  # compiled for every target; the others for sm_90
-    "stats bf16 entropy": partial(tile_stats, "bf16", True),
+    "stats bf16": partial(tile_stats, "bf16"),
     "dlogits bf16": partial(dlogits, "bf16", False),
     "row stats": partial(rows, "row_stats_kernel"),
     "clipped pg bf16": partial(clipped_pg, "bf16"),
 }
-MATMULS = {
-    "stats bf16 entropy": EVERYWHERE["stats bf16 entropy"],
-    "stats bf16": partial(tile_stats, "bf16", False),
-    "stats fp16 entropy": partial(tile_stats, "fp16", True),
-}
+MATMULS = {"stats bf16": EVERYWHERE["stats bf16"], "stats fp16": partial(tile_stats, "fp16")}
 ROWS = {
     "dlogits bf16": EVERYWHERE["dlogits bf16"],
     "dlogits bf16 entropy": partial(dlogits, "bf16", True),
-    "dlogits bf16 entropy, statistics given": partial(dlogits, "bf16", True, True),
     "dlogits fp32 entropy": partial(dlogits, "fp32", True),
     "clipped pg bf16": EVERYWHERE["clipped pg bf16"],
     "clipped pg bf16 every term": partial(clipped_pg, "bf16", **EVERY_TERM),
 }
 OTHERS = {
     "row stats": EVERYWHERE["row stats"],
-    "stats fp32 entropy": partial(tile_stats, "fp32", True),
-    "stats of ones": partial(tile_stats, "bf16", True, num_rows=1, vocab=1, width=1),  # Triton makes 1 a constant
+    "stats fp32": partial(tile_stats, "fp32"),
+    "stats of ones": partial(tile_stats, "bf16", num_rows=1, vocab=1, width=1),  # Triton makes 1 a constant
 }
 VARIANTS = MATMULS | ROWS | OTHERS
 

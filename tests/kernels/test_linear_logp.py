@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import KernelBackend, choose_backend, linear_logp
-from kernels.softmax import CHUNK_ELEMENTS, chunks
+from kernels.softmax import CHUNK_ELEMENTS, logit_chunks
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -120,7 +120,8 @@ def test_chunk_boundaries(monkeypatch, T, temperature):
 def test_chunks_stay_within_the_budget(monkeypatch):
     for rows, vocab, budget in [(100, 7, 70), (100, 7, 76), (5, 7, 700), (3, 50, 7), (0, 7, 70)]:
         monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", budget)
-        parts = chunks(rows, vocab, TORCH, "cpu")
+        matrices = torch.zeros(rows, 3), torch.zeros(vocab, 3)
+        parts = [chunk.rows for chunk in logit_chunks(*matrices, torch.zeros(rows), 1.0, TORCH)]
         assert [t for c in parts for t in range(c.start, c.stop)] == list(range(rows))
         assert all((c.stop - c.start) * vocab <= max(budget, vocab) for c in parts)
 
@@ -328,8 +329,7 @@ def loss(hidden_TD, weight_VD, target_T):
     one_T = torch.ones(len(target_T))
     pack = {"old_logp_T": None, "sampler_logp_T": -one_T, "adv_T": one_T, "mask_T": one_T, "seq_T": target_T}
     pack |= {"num_valid_tokens": 1, "num_valid_seqs": 1, "cfg": LossConfig(entropy_coef=0.1)}
-    path = LossPath("one pass", "", 20, True, True)
-    options = {"temperature": 1.0, "num_grad_rows": len(one_T), "path": path}
+    options = {"temperature": 1.0, "num_grad_rows": len(one_T), "path": LossPath("one pass")}
     return linear_loss(hidden_TD, weight_VD, target_T, pack_loss=partial(policy_loss, **pack), **options)[0]
 torch.set_num_threads(1)
 hidden_TD = torch.randn(T, D).requires_grad_()

@@ -26,7 +26,7 @@ from model import Reference, load_policy
 from run import checkpoint
 from run.folder import open_run_folder
 from run.resume import committed
-from system.exits import EXIT_SAVED, Saved, StopRun, exit_process, write_exit_file
+from system.exits import EXIT_SAVED, Saved, StopRun, exit_process, report_exit
 from system.ranks import Ranks
 
 STATE = {"consumed_samples": 96, "num_bad_steps": 0, "fingerprint": "abc", "last_validation": {"accuracy": 0.5}}
@@ -84,7 +84,7 @@ def check_resume(folder, work, ranks, device, mesh):
     assert committed(work) == [work / "step_000002"]
 
     model, optimizer = fresh(folder, device, mesh)
-    assert checkpoint.load(work, model, optimizer, ranks, mode=None) == {"step": 2, **STATE}
+    assert checkpoint.load(work, model, optimizer, ranks, {}, mode=None) == {"step": 2, **STATE}
     assert_equal(snapshot(model, optimizer), saved)
     train_step(model, optimizer, 2, ranks)
     assert_equal(snapshot(model, optimizer), third)
@@ -109,7 +109,7 @@ def two_ranks(rank, folder, work):
         file.write_bytes(file.read_bytes()[:-1] + b"?")
     dist.barrier()
     with pytest.raises(ConfigError) as error:  # on both, or the other would wait in the next collective
-        checkpoint.load(file.parent.parent, *fresh(folder, torch.device("cpu"), mesh), ranks, mode=None)
+        checkpoint.load(file.parent.parent, *fresh(folder, torch.device("cpu"), mesh), ranks, {}, mode=None)
     assert str(error.value).startswith(f"{file}: content differs from its checksum in meta.json: the checkpoint is")
     exit_process(0)
 
@@ -121,7 +121,7 @@ def two_ranks_again(rank, folder, work):
     for source in (work, work / "of_one"):
         model, optimizer = fresh(folder, torch.device("cpu"), mesh)
         reference = Reference(model).shards if source != work else {}
-        assert checkpoint.load(source, model, optimizer, ranks, reference=reference, mode=None) == {"step": 2, **STATE}
+        assert checkpoint.load(source, model, optimizer, ranks, reference, mode=None) == {"step": 2, **STATE}
         snapshots.append(snapshot(model, optimizer))
     assert_equal(*snapshots)
     stored = {f"param.{name}": tensor for name, tensor in reference.items()}
@@ -136,7 +136,7 @@ def test_two_ranks_then_one_then_two(tiny, one_rank, tmp_path):
 
     ranks, device, mesh = one_rank
     model, optimizer = fresh(tiny[0], device, mesh)
-    assert checkpoint.load(tmp_path, model, optimizer, ranks, mode=None) == {"step": 2, **STATE}
+    assert checkpoint.load(tmp_path, model, optimizer, ranks, {}, mode=None) == {"step": 2, **STATE}
     ours, shards = snapshot(model, optimizer), [load_file(tmp_path / "step_000002" / name) for name in meta["files"]]
     assert_equal(ours, {name: x if x.dim() == 0 else cat([s[name] for s in shards]) for name, x in shards[0].items()})
     kinds = {name.partition(".model.")[0] for name in ours}
@@ -166,7 +166,7 @@ def test_whatever_an_optimizer_keeps_for_a_parameter_comes_back(tiny, one_rank, 
         }
     with checkpoint.Saver(tmp_path, CheckpointingConfig(), ranks) as saver:
         saver.save(1, model, saved, {}, {}, None)
-    assert checkpoint.load(tmp_path, model, loaded, ranks, mode=None) == {"step": 1}
+    assert checkpoint.load(tmp_path, model, loaded, ranks, {}, mode=None) == {"step": 1}
     assert len(saved.state) > 10 and saved.state.keys() == loaded.state.keys()
     for param, state in saved.state.items():
         again = loaded.state[param]
@@ -199,7 +199,7 @@ def run(one_rank, tmp_path):
 
         def load(self, mode=None):
             model, optimizer = self.model(-1.0)
-            state = checkpoint.load(self.folder, model, optimizer, self.ranks, mode=mode)
+            state = checkpoint.load(self.folder, model, optimizer, self.ranks, {}, mode=mode)
             assert not optimizer.state[model.weight]  # saved before the first optimizer step: there are no moments
             return state, model.weight.unique().tolist()
 
@@ -318,7 +318,7 @@ def test_training_goes_on_while_it_is_written(run, monkeypatch):
     saver.poll()
     assert committed(run.folder) == [] and names(run) == ["step_000001.tmp"]
     release.set()
-    saver.pending.thread.join()
+    saver.written.result()
     saver.poll()
     assert run.load() == ({"step": 1, "at": 1}, [1.0])
 
@@ -329,9 +329,9 @@ def test_training_goes_on_while_it_is_written(run, monkeypatch):
 def test_what_all_ranks_raise_together_still_commits(run, error, whole):
     with pytest.raises(type(error)), checkpoint.Saver(run.folder, CheckpointingConfig(), run.ranks) as saver:
         saver.save(1, *run.model(1), {"at": 1}, {}, None)
-        thread = saver.pending.thread
+        written = saver.written
         raise error
-    thread.join()
+    written.result()
     assert len(committed(run.folder)) == whole
 
 
@@ -406,9 +406,9 @@ def test_resumed_run_says_anew_how_it_ended(one_rank, tmp_path, monkeypatch):
     monkeypatch.delenv("GRPO_EXIT_FILE", raising=False)
     folder = open_run_folder(str(tmp_path), None, one_rank[0])
     assert folder == tmp_path / "exp_001" and open_run_folder(str(tmp_path), None, one_rank[0]).name == "exp_002"
-    write_exit_file(EXIT_SAVED, "saved: signal", folder)
-    write_exit_file(1, "crashed: a rank that only lost its peer", folder)  # the first to end has the word
+    report_exit(EXIT_SAVED, "saved: signal", folder)
+    report_exit(1, "crashed: a rank that only lost its peer", folder)  # the first to end has the word
     assert json.loads((folder / "exit.json").read_text()) == {"code": EXIT_SAVED, "reason": "saved: signal", "rank": 0}
     assert open_run_folder(str(tmp_path), str(folder), one_rank[0]) == folder
-    write_exit_file(0, "trained to step 9", folder)
+    report_exit(0, "trained to step 9", folder)
     assert json.loads((folder / "exit.json").read_text()) == {"code": 0, "reason": "trained to step 9", "rank": 0}

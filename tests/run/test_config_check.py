@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from advantages import estimate_advantages
-from config import AdvEstimatorConfig, ConfigError
-from run.config_check import validate
+from config import AdvEstimatorConfig, CheckpointingConfig, ConfigError
+from run.config_check import must_save_by_seconds, validate
 from run.config_file import load
 
 VALID = ["data.train.data_path=train.jsonl", "data.validation.data_path=val.jsonl"]
@@ -87,7 +87,8 @@ VLLM = "policy.generation.vllm_cfg"
                 "checkpointing.metric_name=accuracy",
             ],
             [
-                "checkpointing.resume=never and checkpointing.resume_from=logs/exp_001: choose one",
+                "checkpointing.resume_from=logs/exp_001 has no effect with checkpointing.resume=never: a new run is "
+                "started; set checkpointing.resume_from=null",
                 "checkpointing.checkpoint_must_save_by=03:45:00: must be DD:HH:MM:SS, such as 00:03:45:00",
                 "checkpointing.metric_name=accuracy: must be a key of metrics.jsonl, such as train/reward",
             ],
@@ -280,6 +281,12 @@ def test_bounds(write, key, refused, accepted):
         assert problem.startswith(f"{key}=") and ": must be " in problem
     for text in accepted:
         validate(load(path, [*VALID, f"{key}={text}"]), 1)
+
+
+def test_time_to_save_by():
+    """90,061 s are a day, an hour, a minute and a second."""
+    assert must_save_by_seconds(CheckpointingConfig(checkpoint_must_save_by="1:01:01:01")) == 90_061
+    assert must_save_by_seconds(CheckpointingConfig()) is None
 
 
 def test_prompts_are_divided_among_engines_not_ranks(write):

@@ -110,7 +110,8 @@ ONE = "data: {validation: {data_path: v.jsonl}}"
         (
             ONE,
             ["grpo.batch_multiplier=2"],
-            "grpo.batch_multiplier=2.0 and grpo.use_dynamic_sampling=false: only dynamic sampling draws spare prompts",
+            "grpo.batch_multiplier=2.0 has no effect with grpo.use_dynamic_sampling=false: only dynamic sampling draws "
+            "spare prompts; set grpo.batch_multiplier=1.0",
         ),
         (
             ONE,

@@ -12,6 +12,7 @@ import pytest
 
 import config
 from config import ConfigError, DatasetConfig
+from run import config_keys, config_nemo
 from run.config_check import validate
 from run.config_file import load, to_yaml
 
@@ -129,9 +130,9 @@ def test_check_of_a_guides_file(tmp_path):
     )
     assert (run.returncode, run.stderr) == (0, f"{WARNING}\n  data: num_workers\n")
     assert run.stdout.splitlines()[1:] == [
-        "train      train.jsonl: 95 prompts",
-        "validation train.jsonl: 5 prompts",
-        "validation val.jsonl: 100 prompts",
+        "train      train.jsonl (exact): 95 prompts",
+        "validation train.jsonl (exact): 5 prompts",
+        "validation val.jsonl (exact): 100 prompts",
         "steps      2 of 32 prompts x 16 samples",
     ]
 
@@ -248,3 +249,7 @@ def test_free_mappings(write):
     assert cfg.policy.tokenizer.chat_template_kwargs == {"k": "true", "enable_thinking": False}
     assert load(write(to_yaml(cfg))) == cfg
     assert load("run.yaml", ["data.task_to_env={algebra: math}"]).data.task_to_env == {"algebra": "math"}
+
+
+def test_no_key_of_ours_is_said_to_have_no_effect():
+    assert not {row.partition("=")[0] for row in config_nemo._ROWS} & config_keys.FIELDS.keys()

@@ -169,8 +169,9 @@ SECONDS = {"generation": 1.5, "data_processing": 0.25, "policy_training": 2.0, "
 SECONDS["total_step_time"] = 4.0
 
 
-def open_log(folder, first_step=1, **kwargs):
-    return RunLog(folder, **({"tensorboard": False, "num_steps": 10, "max_samples": 2} | kwargs), first_step=first_step)
+def open_log(folder, first_step=1, tensorboard=False):
+    cfg = config.LoggerConfig(num_samples_to_log=2, tensorboard_enabled=tensorboard)
+    return RunLog(folder, cfg, first_step=first_step, num_steps=10)
 
 
 def close(log, step=10, **cfg):

@@ -162,8 +162,8 @@ def test_gsm8k_recipe_with_local_files(recipe, tmp_path, name):
     assert [section.split for section in cfg.data.train + cfg.data.validation] == ["train", "test"]
     lines = check(cfg).splitlines()
     assert lines[1:] == [
-        f"train      {tmp_path}/gsm8k_train.jsonl: 40 prompts",
-        f"validation {tmp_path}/gsm8k_validation.jsonl: 9 prompts",
+        f"train      {tmp_path}/gsm8k_train.jsonl (math): 40 prompts",
+        f"validation {tmp_path}/gsm8k_validation.jsonl (math): 9 prompts",
         "steps      5 of 32 prompts x 16 samples",
     ]
     inputs = preflight.read_inputs(cfg)
@@ -185,8 +185,9 @@ def test_check_says_how_much_it_looked_at(recipe, tmp_path, monkeypatch):
     held_out.write_text("".join(json.dumps(row) + "\n" for row in rows[3:13]))
     cfg = recipe("smoke.yaml", f"data.train.data_path={file}", f"data.validation.data_path={held_out}")
     assert check(cfg).splitlines()[1:] == [
-        f"train      {file}: 100 rows, 10 checked (the first 5, the others at random), 1 left out: over 24 tokens",
-        f"validation {held_out}: 10 prompts",
+        f"train      {file} (exact): 100 rows, 10 checked (the first 5, the others at random), "
+        "1 left out: over 24 tokens",
+        f"validation {held_out} (exact): 10 prompts",
         "steps      120 of 16 prompts x 16 samples",
         "rows       checked in part; the run checks all before its first step, --check --all does now",
     ]

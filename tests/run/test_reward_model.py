@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 import envs
-from config import ConfigError, RewardModelConfig
+from config import Config, ConfigError, EnvConfig, PolicyConfig, RewardModelConfig, SequencePackingConfig
 from data import Problem
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
@@ -69,8 +69,9 @@ def make_reward_folder(folder, family, *, tied=True, pad="<|user|>"):
 
 def load(folder, mesh, precision="float32"):
     tokenizer = Tokenizer(folder)
-    cfg = RewardModelConfig(precision=precision, max_model_len=MAX_LEN)
-    return RewardModel(folder, tokenizer, cfg, device=torch.device("cpu"), mesh=mesh, pack_tokens=70)
+    env = EnvConfig(reward_model=RewardModelConfig(precision=precision, max_model_len=MAX_LEN))
+    cfg = Config(env=env, policy=PolicyConfig(sequence_packing=SequencePackingConfig(train_mb_tokens=70)))
+    return RewardModel(folder, tokenizer, cfg, torch.device("cpu"), mesh)
 
 
 @pytest.fixture(scope="module")

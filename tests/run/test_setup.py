@@ -15,16 +15,27 @@ from system.ranks import Ranks
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, tp_size=1)
 
 
+def restored(cfg, mixture, checkpoints):
+    """The counters of a run that begins with this config and these data; saver.saved is their step if it resumes."""
+    values = dict.fromkeys(setup.Run.__dataclass_fields__)
+    values |= {"cfg": cfg, "inputs": SimpleNamespace(train=mixture), "ranks": ALONE}
+    values |= {"saver": SimpleNamespace(folder=checkpoints, saved=None)}
+    run = setup.Run(**values | {"state": setup.RunState(mixture.start(), mixture.fingerprints)})
+    setup.restore(run)
+    assert run.saver.saved == (run.state.step if cfg.checkpointing.resume_from else None)
+    return run.state
+
+
 def test_other_data_are_read_from_their_start_where_that_is_allowed(monkeypatch, tmp_path, capsys):
     cfg = config.Config(checkpointing=config.CheckpointingConfig(resume_from="logs/exp_001"))
     before = Mixture([Dataset("a.jsonl", [], "1", name="a")], cfg)
     now = Mixture([Dataset("b.jsonl", [], "2", name="b")], cfg)
     cursor = before.start() | {"position": 56}
-    saved = setup.RunState(cursor, before.fingerprints, step=7, consumed_samples=56, total_valid_tokens=99)
+    saved = setup.RunState(cursor, before.fingerprints, step=7, total_valid_tokens=99)
     monkeypatch.setattr(setup.checkpoint, "load", lambda *_, **__: asdict(saved))
 
     def restore(cfg, mixture):
-        return setup.restore(cfg, SimpleNamespace(train=mixture), None, None, None, ALONE, tmp_path)
+        return restored(cfg, mixture, tmp_path)
 
     assert restore(cfg, before) == saved
     with pytest.raises(
@@ -36,19 +47,18 @@ def test_other_data_are_read_from_their_start_where_that_is_allowed(monkeypatch,
     assert restore(allowed, before) == saved
     capsys.readouterr()
     state = restore(allowed, now)
-    assert state == replace(saved, cursor=now.start(), fingerprints=now.fingerprints, consumed_samples=0)
+    assert state == replace(saved, cursor=now.start(), fingerprints=now.fingerprints)
     assert capsys.readouterr().out.startswith("WARNING: other data than before")
 
 
 def test_a_new_run_starts_at_nothing_and_not_over_anothers_checkpoints(tmp_path):
     cfg = config.Config()
     mixture = Mixture([Dataset("a.jsonl", [], "1", name="a")], cfg)
-    inputs = SimpleNamespace(train=mixture)
-    state = setup.restore(cfg, inputs, None, None, None, ALONE, tmp_path)
+    state = restored(cfg, mixture, tmp_path)
     assert state == setup.RunState(mixture.start(), mixture.fingerprints) and state.step == 0
     (tmp_path / "step_000010").mkdir()
     with pytest.raises(config.ConfigError, match="holds checkpoints of another run: choose another checkpoint_dir"):
-        setup.restore(cfg, inputs, None, None, None, ALONE, tmp_path)
+        restored(cfg, mixture, tmp_path)
 
 
 class Saver:
@@ -67,16 +77,29 @@ class Saver:
         pass
 
 
-def run_after(step, *, num_steps=10, num_bad_steps=0, saver=None, told_to_stop=False, **grpo):
+def run_after(
+    step, *, num_steps=10, num_bad_steps=0, saver=None, told_to_stop=False, num_problems=10**9, position=0, **grpo
+):
     """A run between two steps."""
     saver = saver or Saver()
     cfg = config.Config(grpo=config.GRPOConfig(**grpo), checkpointing=saver.cfg)
-    rows = SimpleNamespace(train=SimpleNamespace(num_problems=10**9))
-    state = setup.RunState({}, {}, step=step, num_bad_steps=num_bad_steps)
+    rows = SimpleNamespace(train=SimpleNamespace(num_problems=num_problems))
+    state = setup.RunState({"position": position}, {}, step=step, num_bad_steps=num_bad_steps)
     values = dict.fromkeys(setup.Run.__dataclass_fields__)
     values |= {"cfg": cfg, "inputs": rows, "state": state, "saver": saver, "num_steps": num_steps, "metrics": {}}
     values |= {"told_to_stop": told_to_stop, "folder": "logs/exp_001", "timer": setup.Timers(lambda phase: None)}
     return setup.Run(**values)
+
+
+def test_data_ends_where_a_whole_step_does_not_fit():
+    def is_finished(position, **grpo):
+        options = {"num_prompts_per_step": 4} | grpo
+        return run_after(5, num_problems=50, position=position, **options).is_finished
+
+    spare = {"max_num_epochs": 2, "use_dynamic_sampling": True, "batch_multiplier": 1.5}
+    assert [is_finished(position, **spare) for position in (0, 94, 95, 100)] == [False, False, True, True]
+    assert [is_finished(4 * step) for step in (11, 12)] == [False, True]  # as without it: steps = 50 // 4
+    assert run_after(10).is_finished and not run_after(9).is_finished
 
 
 def test_when_validation_is_due():

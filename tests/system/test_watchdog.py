@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from config import Config
 from run import folder as run_folder
 
 WORKER = Path(__file__).resolve().parents[1] / "helpers" / "watchdog_worker.py"
@@ -72,9 +73,9 @@ def test_provenance_repeats_the_program(tmp_path, monkeypatch):
     git = {"rev-parse": "abc123\n", "diff": "--- a\n+++ b\n"}
     monkeypatch.setattr(run_folder, "_git", lambda verb, *_: git[verb])
     monkeypatch.setattr(sys, "argv", ["grpo.py", "my config.yaml", "grpo.seed=1"])
-    run_folder.write_provenance(tmp_path, 2)
+    run_folder.write_provenance(tmp_path, Config(), 2)
     git["diff"] = ""
-    run_folder.write_provenance(tmp_path, 4)  # resumed
+    run_folder.write_provenance(tmp_path, Config(), 4)  # resumed
     first, second = json.loads((tmp_path / "provenance.json").read_text())
     assert first["commit"] == "abc123" and first["command"] == "grpo.py 'my config.yaml' grpo.seed=1"
     assert (first["world_size"], second["world_size"]) == (2, 4)
@@ -90,6 +91,6 @@ def test_provenance_without_git(tmp_path, monkeypatch, missing):
         monkeypatch.setenv("PATH", str(tmp_path))
     else:
         monkeypatch.setattr(run_folder, "ROOT", tmp_path)
-    run_folder.write_provenance(tmp_path, 1)
+    run_folder.write_provenance(tmp_path, Config(), 1)
     (part,) = json.loads((tmp_path / "provenance.json").read_text())
     assert part["commit"] == "unknown" and part["changes"] is None
