@@ -1,6 +1,8 @@
 """Final answers: found in a stated order and compared right, over a corpus, over GSM8K, and whatever a reply holds."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,24 @@ def test_hostile_answers_score_nothing_and_end():
     found = outcomes(pool, [job(answer, reply) for answer, reply, _ in hostile])
     pool.close()
     assert len(found) >= 15 and not {"ok", "error"} & set(found) and "timeout" in found
+
+
+WHAT_COMES_LATE = """
+import sys
+from graders import math_grader
+math_grader.grade(math_grader.FIRST_JOB)
+before = set(sys.modules)
+for reply, answer, outcome in math_grader.SELF_TESTS:
+    assert math_grader.grade({"reply": reply, "answer": answer, "strict": False})["outcome"] == outcome
+print(sorted(set(sys.modules) - before))
+"""
+
+
+def test_the_first_job_imports_what_the_self_tests_need():
+    """An import counts against the deadline of its job: on a busy machine a self-test came back as `timeout`."""
+    command = [sys.executable, "-c", WHAT_COMES_LATE]
+    root = Path(__file__).resolve().parents[2]
+    assert subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"real data is not there: {GSM8K}")
