@@ -35,10 +35,8 @@ def kernel_inputs(pack: Mapping, dtype: torch.dtype) -> Tensor:
             length_R = torch.zeros_like(weight_R).index_add(0, index_R, weight_R)[index_R].clamp(min=1)
         weight_R = weight_R / length_R / torch.as_tensor(pack["num_valid_seqs"]).clamp(min=1)
     if cfg.positive_example_nll_weight:
-        num_positive = torch.as_tensor(pack["num_positive_tokens"]).clamp(min=1)
-        nll_weight_R = (valid_R & (pack["positive_T"] != 0)).to(dtype) / num_positive
-    logps = (pack["old_logp_T"], pack["sampler_logp_T"])
-    columns = (*logps, pack["adv_T"], weight_R, pack["ref_logp_T"], nll_weight_R)
+        nll_weight_R = (valid_R & (pack["positive_T"] != 0)) / torch.as_tensor(pack["num_positive_tokens"]).clamp(min=1)
+    columns = (pack["old_logp_T"], pack["sampler_logp_T"], pack["adv_T"], weight_R, pack["ref_logp_T"], nll_weight_R)
     return torch.stack([torch.zeros_like(weight_R) if x_R is None else x_R.detach().to(dtype) for x_R in columns])
 
 

@@ -55,8 +55,8 @@ def linear_loss(
         logp_R, entropy_R = linear_logp(hidden_RD, weight_VD, target_R, **options)
         loss, metrics = pack_loss(logp_R, entropy_T=entropy_R)
         return loss, metrics | {DEVIATION: loss.new_zeros(())}
-    options = (temperature, num_grad_rows, pack_loss, path, backend)
-    return _OnePass.apply(hidden_RD, weight_VD, target_R.contiguous(), *options)
+    inputs = (hidden_RD, weight_VD, target_R.contiguous())
+    return _OnePass.apply(*inputs, temperature, num_grad_rows, pack_loss, path, backend)
 
 
 class _OnePass(torch.autograd.Function):

@@ -28,8 +28,7 @@ LN2, LOG2_E = tl.constexpr(math.log(2)), tl.constexpr(math.log2(math.e))
 class LogitChunk:
     """Rows of a head's logits, in float32 or wider, in a buffer that the methods and the next chunk overwrite.
 
-    dtype: of the inputs. stats_KC: log-probability, entropy, m and s of each row, with Triton log2 s; set by
-    `logp_and_entropy`.
+    dtype: of the inputs. stats_KC, from `logp_and_entropy`: logp, entropy, m and s of each row, with Triton log2 s.
     """
 
     rows: slice
