@@ -50,13 +50,13 @@ from config import Config
 from engine import check_canary, check_versions, sync_weights
 from kernels import linear_loss
 from kernels.linear_loss import DEVIATION
-from loss import Metrics, derived_metrics, policy_loss
+from loss import Metrics, policy_loss
 from model import Decoder, Reference
 from optim import clip_grad_norm, count_bad_steps, set_learning_rate
 from rollout import sample_step
 from run import setup
 from run.folder import open_run_folder, write_provenance
-from run.metrics import accumulate, reduce_over_ranks, sample_metrics
+from run.metrics import accumulate, derived_metrics, reduce_over_ranks, sample_metrics
 from run.validation import validate
 from system.exits import Interrupted, describe_failure, exit_process, report_exit
 from system.ranks import broadcast_from_rank0, on_rank0, start_process_group

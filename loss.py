@@ -4,11 +4,10 @@ Whatever `policy_loss` says is trained: kernels/ calls it and takes its derivati
 its dimensions, here R: the response tokens of a pack. Only the keywords of `policy_loss` end in _T instead.
 
 A pack is one of several micro-batches, on one of several ranks. So no loss here is a mean: each token has a weight,
-1 / (what the aggregation divides by, counted over the whole optimizer step), and losses of packs simply add up. How a
-metric of several packs becomes one number is said by its form:
-    (sum, count) pair          add the sums, add the counts, divide once at the end
-    name ends in _min, _max    minimum, maximum (+inf, -inf where a pack has no valid token)
-    any other scalar           add (`loss` is divided by the count of the whole step already)
+1 / (what the aggregation divides by, counted over the whole optimizer step), and losses of packs simply add up. So do
+metrics: a (sum, count) pair adds up on both sides and is divided once, at the end; a name that ends in _min or _max
+takes the extremum (+inf, -inf where a pack has no valid token); any other scalar adds up (run/metrics.py).
+
 Nothing in this file waits for the GPU. docs/details.md says which paper or system each choice is from, and what the
 others do.
 """
@@ -60,7 +59,6 @@ def policy_loss(
     (`num_nonfinite_sampler_logp`): the caller's counts are without it. Tokens that an importance weight sets to 0 stay
     in the counts.
     """
-    old_logp_T = logp_T.detach() if old_logp_T is None else old_logp_T
     t = _Tokens(logp_T, old_logp_T, sampler_logp_T, adv_T, mask_T, seq_T, cfg)
     weight_R = _aggregation_weights(t.seqs, num_valid_tokens, num_valid_seqs, cfg)
     ratio_R, clamped_R = _ratios(t, cfg)
@@ -93,13 +91,14 @@ class _Tokens:
     """The arguments of `policy_loss` per token, with 0 in place of what is not trained."""
 
     def __init__(self, logp_R, old_logp_R, sampler_logp_R, adv_R, mask_R, seq_R, cfg: LossConfig):
+        old_logp_R = logp_R if old_logp_R is None or cfg.force_on_policy_ratio else old_logp_R
         shapes = [x.shape for x in (logp_R, old_logp_R, sampler_logp_R, adv_R, mask_R, seq_R)]
         assert logp_R.dim() == 1 and len(set(shapes)) == 1, shapes
         self.mask_R = mask_R != 0
         self.valid_R = self.mask_R & sampler_logp_R.isfinite()
         self.dtype = logp_R.dtype
         self.logp_R = self.keep(logp_R)
-        self.old_logp_R = (self.logp_R if cfg.force_on_policy_ratio else self.keep(old_logp_R)).detach()
+        self.old_logp_R = self.keep(old_logp_R).detach()
         self.sampler_logp_R = self.keep(sampler_logp_R).detach()
         self.adv_R = self.keep(adv_R).detach()
         self.seqs = _Sequences(seq_R, self.valid_R, self.dtype)
@@ -107,6 +106,9 @@ class _Tokens:
     def keep(self, x_R: Tensor) -> Tensor:
         """x_R where it is trained, else 0. Before any exp: 0 times the gradient of a masked infinity would be NaN."""
         return torch.where(self.valid_R, x_R.to(self.dtype), 0.0)
+
+    def mean(self, x_R: Tensor) -> tuple[Tensor, Tensor]:
+        return self.keep(x_R).sum(), self.valid_R.sum()
 
 
 class _Sequences:
@@ -128,25 +130,26 @@ class _Sequences:
         """A scalar: x_R, which must be equal within a sequence, summed once for each sequence with a valid token."""
         return torch.where(self.valid_R, x_R / self.length_R, 0).sum()
 
+    def mean(self, x_R: Tensor) -> tuple[Tensor, Tensor]:
+        return self.sum_over_sequences(x_R), self.count
+
 
 def _at_least_one(count: int | Tensor) -> Tensor:
     return torch.as_tensor(count).clamp(min=1)  # a step without a valid token gives 0, not 0/0
 
 
-def _aggregation_weights(
-    seqs: _Sequences, num_valid_tokens: int | Tensor, num_valid_seqs: int | Tensor, cfg: LossConfig
-) -> Tensor:
+def _aggregation_weights(seqs: _Sequences, num_valid_tokens, num_valid_seqs, cfg: LossConfig) -> Tensor:
     """Weight of each token in the loss. Counts are those of the whole optimizer step.
 
     token_level_loss: 1 / tokens (DAPO, Yu et al. 2025). If false: 1 / (length * sequences), the mean over sequences of
     their tokens' mean (GRPO, Shao et al. 2024); loss_scale_factor takes the place of every length (Dr. GRPO, Liu et al.
     2025; verl's key).
     """
-    one_R = torch.ones_like(seqs.length_R)
     if cfg.token_level_loss:
-        return one_R / _at_least_one(num_valid_tokens)
-    length_R = seqs.length_R if cfg.loss_scale_factor is None else cfg.loss_scale_factor * one_R
-    return one_R / length_R / _at_least_one(num_valid_seqs)
+        return torch.ones_like(seqs.length_R) / _at_least_one(num_valid_tokens)
+    factor = cfg.loss_scale_factor
+    length_R = seqs.length_R if factor is None else torch.full_like(seqs.length_R, factor)
+    return 1 / length_R / _at_least_one(num_valid_seqs)
 
 
 def _ratios(t: _Tokens, cfg: LossConfig) -> tuple[Tensor, Tensor]:
@@ -154,17 +157,14 @@ def _ratios(t: _Tokens, cfg: LossConfig) -> tuple[Tensor, Tensor]:
 
     r = exp(logp - old) (PPO, Schulman et al. 2017); clamp(r, 1 - ratio_clip_min, 1 + ratio_clip_max), two bounds as in
     DAPO's clip-higher. sequence_level_importance_ratios: exp(mean of logp - old over the sequence) (GSPO, Zheng et al.
-    2025). force_on_policy_ratio: `old` is detach(logp), in the metrics too, so r = 1; no clamp.
+    2025). force_on_policy_ratio: `old` is detach(logp), in the metrics too, so each token's own r is 1.
     |log r| is at most MAX_LOG_RATIO, and r has no gradient beyond: one overflow would cost the whole step.
     disable_ppo_ratio: logp stands in place of r, in the metrics too, as in NeMo RL.
     """
     if cfg.disable_ppo_ratio:
         return t.logp_R, t.logp_R
     log_ratio_R = t.logp_R - t.old_logp_R
-    if cfg.force_on_policy_ratio:
-        ratio_R = log_ratio_R.exp()
-        return ratio_R, ratio_R
-    if cfg.sequence_level_importance_ratios:
+    if cfg.sequence_level_importance_ratios and not cfg.force_on_policy_ratio:
         log_ratio_R = t.seqs.sum_for_each_token(log_ratio_R) / t.seqs.length_R
     ratio_R = log_ratio_R.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return ratio_R, ratio_R.clamp(1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max)
@@ -239,15 +239,12 @@ def _reference_kl(t: _Tokens, ref_logp_R: Tensor, cfg: LossConfig) -> Tensor:
     log_u_R = t.logp_R - (t.sampler_logp_R if cfg.use_on_policy_kl_approximation else t.logp_R.detach())
     finite_R = log_u_R.exp().isfinite()  # before the exp that has a gradient: 0 times infinity would be NaN
     u_R = torch.where(finite_R, torch.where(finite_R, log_u_R, 0.0).exp(), 0.0)
-    if cfg.kl_gradient == "plain":
-        u_R = u_R.detach()
-    u_R = torch.where(bounded_R == log_ratio_R, u_R, u_R.detach())
+    moves_R = (bounded_R == log_ratio_R) & (cfg.kl_gradient != "plain")
+    u_R = torch.where(moves_R, u_R, u_R.detach())
     return clamp_abs(u_R * kl_estimate(bounded_R, cfg.reference_policy_kl_type), cfg.kl_output_clamp_value)
 
 
-def _token_metrics(
-    t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, entropy_R: Tensor | None, cfg: LossConfig
-) -> Metrics:
+def _token_metrics(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, entropy_R, cfg: LossConfig) -> Metrics:
     """Counts, extremes, and means over the trained tokens, under NeMo RL's names where it has one."""
     gap_R = t.sampler_logp_R - t.old_logp_R
     mixture_R = torch.logaddexp(t.old_logp_R, t.sampler_logp_R) - math.log(2)
@@ -273,7 +270,7 @@ def _token_metrics(
     }
     if entropy_R is not None:
         mean_R["entropy"] = entropy_R
-    metrics: Metrics = {name: (t.keep(x_R).sum(), t.valid_R.sum()) for name, x_R in mean_R.items()}
+    metrics: Metrics = {name: t.mean(x_R) for name, x_R in mean_R.items()}
     metrics["kept_fraction/finite_sampler_logp"] = (t.valid_R.sum(), t.mask_R.sum())
     metrics["probs_ratio_min"], metrics["probs_ratio_max"] = _extremes(ratio_R, t.valid_R)
     metrics["probs_ratio_clamped_min"], metrics["probs_ratio_clamped_max"] = _extremes(clamped_R, t.valid_R)
@@ -287,41 +284,27 @@ def _weight_metrics(t: _Tokens, weight_R: Tensor, outside_R: Tensor | None, cfg:
     """Means of the sampler weights, after truncation or masking: over sequences where a weight is a sequence's."""
     kind = cfg.truncated_importance_sampling_type
     gspo = cfg.sequence_level_importance_ratios
-
-    def mean(x_R, over_sequences):
-        x_R = x_R.to(t.dtype)
-        return (
-            (t.seqs.sum_over_sequences(x_R), t.seqs.count) if over_sequences else (t.keep(x_R).sum(), t.valid_R.sum())
-        )
-
-    metrics = {
-        "importance_weight_mean": mean(weight_R, gspo or kind in BY_SEQUENCE),
-        "importance_weight_square": mean(weight_R**2, gspo or kind in BY_SEQUENCE),
-    }
+    mean = t.seqs.mean if gspo or kind in BY_SEQUENCE else t.mean
+    average = mean(weight_R)
+    metrics = {"importance_weight_mean": average, "importance_weight_square": mean(weight_R**2)}
     # NeMo RL's name, and its number: with GSPO it sums over sequences instead of averaging.
-    average = metrics["importance_weight_mean"]
     metrics["sampling_importance_ratio"] = average[0] if gspo else average
     if outside_R is not None:
-        metrics["is_oob_ratio"] = mean(outside_R, kind == "seq-mask-tis" or kind in BY_SEQUENCE)
+        mean = t.seqs.mean if kind == "seq-mask-tis" or kind in BY_SEQUENCE else t.mean
+        metrics["is_oob_ratio"] = mean(outside_R)
         if kind in ("icepop", "seq-mask-tis", "sequence-mask"):
-            metrics["kept_fraction/importance_sampling"] = mean(~outside_R, False)
+            metrics["kept_fraction/importance_sampling"] = t.mean(~outside_R)
     return metrics
 
 
 def seq_logp_error_mask(
-    mask_R: Tensor,
-    *,
-    old_logp_R: Tensor,
-    sampler_logp_R: Tensor,
-    seq_R: Tensor,
-    threshold: float | None,
-    correct_R: Tensor | None = None,
+    mask_R: Tensor, *, old_logp_R: Tensor, sampler_logp_R: Tensor, seq_R: Tensor, threshold: float, correct_R: Tensor
 ) -> tuple[Tensor, Metrics]:
     """mask_R (bool) without the sequences whose mean of exp(|sampler - old|) exceeds the threshold; metrics (NeMo RL).
 
     Applied once, before the tokens and sequences of a step are counted: unlike a mask of the importance weights it
     does shrink the counts, as NeMo RL's. Tokens whose sampler logp is not finite do not count in the mean.
-    correct_R, nonzero where the sample is right: adds masked_correct_pct. Other arguments as in `policy_loss`.
+    correct_R: nonzero where the sample is right. Other arguments as in `policy_loss`.
     """
     mask_R = mask_R != 0
     valid_R = mask_R & sampler_logp_R.isfinite()
@@ -329,7 +312,7 @@ def seq_logp_error_mask(
     seqs = _Sequences(seq_R, mask_R, gap_R.dtype)
     num_valid_R = seqs.sum_for_each_token(valid_R.to(gap_R.dtype)).clamp(min=1)
     error_R = seqs.sum_for_each_token(torch.where(valid_R, gap_R.exp(), 0.0)) / num_valid_R
-    kept_R = mask_R if threshold is None else mask_R & (error_R <= threshold)
+    kept_R = mask_R & (error_R <= threshold)
     metrics: Metrics = {}
     for suffix, counted_R in ("", mask_R), ("_after_mask", kept_R):
         name, one_R = f"seq_mult_prob_error{suffix}", counted_R.to(gap_R.dtype)
@@ -339,8 +322,7 @@ def seq_logp_error_mask(
     num_lost = seqs.sum_over_sequences(lost_R)
     metrics["num_masked_seqs_by_logprob_error"] = num_lost
     metrics["kept_fraction/seq_logprob_error"] = (kept_R.sum(), mask_R.sum())
-    if correct_R is not None:
-        metrics["masked_correct_pct"] = (seqs.sum_over_sequences(lost_R * (correct_R != 0)), num_lost)
+    metrics["masked_correct_pct"] = (seqs.sum_over_sequences(lost_R * (correct_R != 0)), num_lost)
     return kept_R, metrics
 
 

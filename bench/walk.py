@@ -22,6 +22,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 STEP = 3
 SETTINGS = [
     *("grpo.num_prompts_per_step=1", "grpo.num_generations_per_prompt=4", f"grpo.max_num_steps={STEP}"),
+    "grpo.seed=1",  # with which the four rewards of that step differ: there is a gradient
     *("grpo.val_at_start=false", "grpo.val_at_end=false", "grpo.val_period=0", "grpo.canary_period=0"),
     *("data.use_multiple_dataloader=false", "data.num_prompts_per_dataloader=null"),
     *("data.train=null", "data.train.data_path=examples/three_tasks/subtract.jsonl", "data.train.env_name=math"),

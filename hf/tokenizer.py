@@ -179,14 +179,13 @@ class Tokenizer:
         try:
             text = self._write([*messages, reply, *observation], tools, escape=True)
         except jinja2.TemplateError as error:
-            problem = f"the chat template refuses what the environment answers {observation} ({error})"
-            raise DataError(problem) from error
+            refusal = f"the chat template refuses what the environment answers {observation}"
+            raise DataError(f"{refusal} ({error})") from error
         if hole not in text:
             raise DataError("the chat template leaves out the assistant's last message: it is not for several turns")
         text = text[text.rindex(hole) + 1 :]
         if len(reply_ids) and (end := self.added.get(int(reply_ids[-1]))):
-            closing = re.compile(rf"\s*{re.escape(end)}").match(text)  # Llama 2 has a space before it
-            text = text[closing.end() :] if closing else text
+            text = re.sub(rf"\A\s*{re.escape(end)}", "", text)  # Llama 2 has a space before it
         return self._encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -213,8 +212,8 @@ class Tokenizer:
             return write(parts)
         token = next(iter(self.control_tokens(parts)), None)
         if token is None:  # a text begins or ends with a part of one: do its neighbours complete it?
-            text, safe_text = write(parts), write(escaped)
-            tokens = zip_longest(self.control_tokens(text), self.control_tokens(safe_text))
+            text = write(parts)
+            tokens = zip_longest(self.control_tokens(text), self.control_tokens(write(escaped)))
             token = next((first or second for first, second in tokens if first != second), None)
             if token is None:
                 return text

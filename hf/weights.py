@@ -36,8 +36,7 @@ def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: str | Path) -> None:
     """Fills the parameters, whole or sharded, from the folder's safetensors, cast to the parameters' dtype. ConfigError
-    names the tensors that only one side has; a tied head's copy and rotary frequencies, which some store, may be there.
-    """
+    names the tensors that only one side has; it may store a tied head's copy and rotary frequencies, as some do."""
     missing, unexpected = sharded_parameters(model), []
     for path in weight_files(Path(folder)):
         with open_weights(path, "pt") as file:

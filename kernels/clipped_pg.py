@@ -37,8 +37,8 @@ def kernel_inputs(pack: Mapping, dtype: torch.dtype) -> Tensor:
     if cfg.positive_example_nll_weight:
         num_positive = torch.as_tensor(pack["num_positive_tokens"]).clamp(min=1)
         nll_weight_R = (valid_R & (pack["positive_T"] != 0)).to(dtype) / num_positive
-    old_R, sampler_R, ref_R = pack["old_logp_T"], pack["sampler_logp_T"], pack["ref_logp_T"]
-    columns = (old_R, sampler_R, pack["adv_T"], weight_R, ref_R, nll_weight_R)
+    logps = (pack["old_logp_T"], pack["sampler_logp_T"])
+    columns = (*logps, pack["adv_T"], weight_R, pack["ref_logp_T"], nll_weight_R)
     return torch.stack([torch.zeros_like(weight_R) if x_R is None else x_R.detach().to(dtype) for x_R in columns])
 
 

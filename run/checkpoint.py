@@ -234,7 +234,8 @@ def _read_state(files: list, name: str, kind: str, param: Tensor) -> Tensor | fl
 
 def _read_rows(files: list, name: str, param: Tensor) -> Tensor:
     """This rank's rows of a tensor like `param`, which lies in the files cut into rows, one rank's after another's."""
-    rows, parts, start = local_rows(param), [], 0
+    rows = local_rows(param)
+    parts, start = [], 0
     for file in files:
         stored = file.get_slice(name)
         length = stored.get_shape()[0]

@@ -1,6 +1,6 @@
 """Numbers of a step: of its samples, and of its loss, reduced over micro-batches and ranks.
 
-The reduction rule is that of `loss.policy_loss`: a pair (sum, count) adds up on both sides and is divided once, at the
+The reduction rule, which loss.py is written for: a pair (sum, count) adds up on both sides and is divided once, at the
 very end; a name that ends in `_min` or `_max` takes the extremum; any other scalar adds up. Never a mean of means
 (huggingface/trl#6380).
 """

@@ -121,7 +121,6 @@ def loss_path_of(cfg: config.Config, backend: KernelBackend, device: torch.devic
         has_ref=cfg.loss_fn.reference_policy_kl_penalty > 0,
         backend=backend,
         device=device,
-        max_log_ratio=config.MAX_LOG_RATIO,
     )
 
 

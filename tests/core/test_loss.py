@@ -405,7 +405,9 @@ def test_what_cannot_be_computed_is_refused(options, missing):
 # ---------------------------------------------------------------- sequences whose sampler is far off
 
 
-@pytest.mark.parametrize("threshold, kept", [(None, [1, 1, 1, 1, 1, 0]), (1.12, [1, 1, 1, 0, 0, 0]), (1.0, [0] * 6)])
+@pytest.mark.parametrize(
+    "threshold, kept", [(math.inf, [1, 1, 1, 1, 1, 0]), (1.12, [1, 1, 1, 0, 0, 0]), (1.0, [0] * 6)]
+)
 def test_seq_logp_error_mask(threshold, kept):
     batch = golden_batch()
     rows = {f"{name}_R": batch[f"{name}_T"] for name in ("mask", "old_logp", "sampler_logp", "seq")}
@@ -413,7 +415,7 @@ def test_seq_logp_error_mask(threshold, kept):
     mask_R, metrics = seq_logp_error_mask(**rows, threshold=threshold, correct_R=torch.tensor([0, 0, 0, 1, 1, 1]))
     assert mask_R.tolist() == [bool(k) for k in kept]
     errors = [(math.exp(0.1) + math.exp(0.1) + 1) / 3, (1 + math.exp(0.3)) / 2]  # 1.070, 1.175
-    left = errors[: 2 if threshold is None else 1 if threshold > 1 else 0]
+    left = errors[: {5: 2, 3: 1, 0: 0}[sum(kept)]]
     want = {
         "seq_mult_prob_error": sum(errors) / 2,
         "seq_mult_prob_error_min": errors[0],
@@ -440,6 +442,6 @@ def test_seq_logp_error_drops_a_sequence_by_its_finite_tokens():
     batch = golden_batch()
     batch["sampler_logp_T"][4] = -math.inf
     rows = {f"{name}_R": batch[f"{name}_T"] for name in ("mask", "old_logp", "sampler_logp", "seq")}
-    mask_R, metrics = seq_logp_error_mask(**rows, threshold=1.05)
+    mask_R, metrics = seq_logp_error_mask(**rows, threshold=1.05, correct_R=torch.ones(6))
     assert mask_R.tolist() == [False, False, False, True, True, False]  # the second's other token has error 1
     assert metrics["seq_mult_prob_error_min"] == 1

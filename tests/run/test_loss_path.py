@@ -17,7 +17,7 @@ from loss_cases import MODES, WEIGHTS, allowed
 
 import kernels.softmax
 import loss as original
-from config import MAX_LOG_RATIO, LossConfig
+from config import LossConfig
 from kernels import KernelBackend, linear_loss
 from kernels.linear_loss import DEVIATION, one_pass_problem
 from run import loss_path
@@ -58,7 +58,7 @@ def edited(tmp_path, old, new):
 
 def choose(policy_loss, cfg, backend, has_old=True, has_ref=False):
     options = {"has_old": has_old, "has_ref": has_ref, "backend": backend, "device": DEVICE}
-    return choose_loss_path(policy_loss, cfg, **options, max_log_ratio=MAX_LOG_RATIO)
+    return choose_loss_path(policy_loss, cfg, **options)
 
 
 def make_case(cfg):
@@ -175,7 +175,8 @@ def test_which_options_couple_tokens():
             gspo, kind = cfg.sequence_level_importance_ratios, cfg.truncated_importance_sampling_type
             weights = gspo or kind in ("seq-mask-tis", "sequence", "sequence-truncate", "sequence-mask")
             want = (gspo and not moves) or (cfg.use_importance_sampling_correction and weights and moves)
-            coupled, idle, positive = loss_path._probe(original.policy_loss, cfg, has_old, False)
+            make_pack = partial(loss_path._pack, cfg=cfg, has_old=has_old, has_ref=False)
+            coupled, idle, positive = loss_path._probe(original.policy_loss, make_pack)
             assert coupled == want, (cfg, has_old)
             assert gspo or not (idle or positive), "a token of advantage 0 has a gradient"
             seen.add(coupled)
@@ -210,16 +211,16 @@ def test_a_wrong_copy_does_not_pass_the_probes(monkeypatch, kl, has_old):
         changes |= {"ratio_clip_min": 0.202, "ratio_clip_max": 0.282, "ratio_clip_c": 3.05}
     if cfg.reference_policy_kl_penalty:
         changes |= {"kl_input_clamp_value": 2.05, "kl_gradient": "plain"}
-    path = loss_path.LossPath("fused", "", MAX_LOG_RATIO, True, True)
     module = importlib.import_module("kernels.linear_loss")  # `kernels.linear_loss` is the function
     real = module.clipped_pg_dlogits_
-    arguments = (original.policy_loss, cfg, has_old, cfg.reference_policy_kl_penalty > 0, path, TRITON, DEVICE)
+    make_pack = partial(loss_path._pack, cfg=cfg, has_old=has_old, has_ref=cfg.reference_policy_kl_penalty > 0)
+    arguments = (original.policy_loss, make_pack, TRITON, DEVICE)
     assert loss_path._fused_differences(*arguments) == 0
     for name, value in changes.items():
         wrong = replace(cfg, **{name: value})
 
-        def other(logits, target, inputs, logp, entropy, first, pack, *, wrong=wrong, **options):
-            return real(logits, target, inputs, logp, entropy, first, pack | {"cfg": wrong}, **options)
+        def other(chunk, inputs_KR, stats_KR, pack, wrong=wrong):
+            return real(chunk, inputs_KR, stats_KR, pack | {"cfg": wrong})
 
         monkeypatch.setattr(module, "clipped_pg_dlogits_", other)
         assert loss_path._fused_differences(*arguments) > 0, name
@@ -237,7 +238,15 @@ def test_what_counts_as_an_edit(tmp_path, monkeypatch):
         ("torch.where(self.valid_R, x_R.to(self.dtype), 0.0)", "torch.where(self.valid_R, x_R, 0.0)", ["_Tokens"]),
     ]:
         assert edited_names(edited(tmp_path, old, new).policy_loss) == names, new
-    monkeypatch.setattr(original, "_token_loss", lambda t, ratio_R, clamped_R, cfg: 0 * ratio_R)
+
+    def no_loss(t, ratio_R, clamped_R, cfg):
+        return 0 * ratio_R
+
+    def through_a_module(x_R):
+        return original.kl_estimate(x_R, "k1")
+
+    assert syntax_of(through_a_module).keys() >= {"through_a_module", "original", "kl_estimate"}
+    monkeypatch.setattr(original, "_token_loss", no_loss)
     assert edited_names(original.policy_loss) == ["_token_loss"]
     monkeypatch.undo()
     monkeypatch.setattr(original, "MAX_LOG_RATIO", 19)
