@@ -147,8 +147,8 @@ def group_advantages(
 
 
 def _by_group(reward_B: Tensor, group_B: Tensor, grpo: GRPOConfig) -> Tensor:
-    loo = grpo.use_leave_one_out_baseline
-    return group_advantages(reward_B, group_B, leave_one_out=loo, normalize=grpo.normalize_rewards, std=grpo.reward_std)
+    loo, normalize = grpo.use_leave_one_out_baseline, grpo.normalize_rewards
+    return group_advantages(reward_B, group_B, leave_one_out=loo, normalize=normalize, std=grpo.reward_std)
 
 
 def gdpo_advantages(parts: Parts, group_B: Tensor, grpo: GRPOConfig) -> Tensor:
