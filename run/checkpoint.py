@@ -47,7 +47,9 @@ class Saver:
     manager it ends with the last one committed, unless this rank alone may have failed."""
 
     def __init__(self, folder: Path, cfg: CheckpointingConfig, ranks: Ranks, saved: int | None = None):
-        self.folder, self.cfg, self.ranks = folder, cfg, ranks
+        self.folder = folder
+        self.cfg = cfg
+        self.ranks = ranks
         # Not a daemon: where the run ends in an error, the interpreter still waits for the file to be closed.
         self.writer = ThreadPoolExecutor(1, "checkpoint")
         self.pending: tuple[Path, dict] | None = None  # folder and meta.json of the checkpoint that is being written
@@ -234,7 +236,8 @@ def _read_state(files: list, name: str, kind: str, param: Tensor) -> Tensor | fl
 
 def _read_rows(files: list, name: str, param: Tensor) -> Tensor:
     """This rank's rows of a tensor like `param`, which lies in the files cut into rows, one rank's after another's."""
-    rows, parts, start = local_rows(param), [], 0
+    rows = local_rows(param)
+    parts, start = [], 0
     for file in files:
         stored = file.get_slice(name)
         length = stored.get_shape()[0]

@@ -182,7 +182,8 @@ def must_save_by_seconds(cfg: CheckpointingConfig) -> float | None:
 
 def _reward_problems(cfg: Config) -> Iterator[str]:
     """Scaling, shaping, the bounds of advantages, dynamic sampling."""
-    grpo, scaling, shaping = cfg.grpo, cfg.grpo.reward_scaling, cfg.grpo.reward_shaping
+    grpo = cfg.grpo
+    scaling, shaping = grpo.reward_scaling, grpo.reward_shaping
     low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
     if None not in (low, high) and low >= high:
         yield f"grpo.advantage_clip_low={low} is not below grpo.advantage_clip_high={high}: exchange them"
