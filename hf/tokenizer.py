@@ -9,7 +9,7 @@ added tokens that look like `<|this|>`. Other added tokens (`<think>`) are words
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from functools import partial
 from itertools import zip_longest
@@ -26,6 +26,8 @@ from hf.files import read_json, read_text
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LOOKS_SPECIAL = re.compile("<[|\uff5c].*[|\uff5c]>")  # DeepSeek's turn marks are not flagged special
+# `{% generation %}` marks the assistant's words; those trained on here are the sampled ones. It is a scope of its own.
+GENERATION_TAG = re.compile(r"({%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%})")
 PRIVATE_USE = range(0xF0000, 0x10FFFE)
 Dicts = Sequence[dict]  # messages, or tools
 ESCAPE = "\u200b"  # a space of no width: inside a control token, it makes ordinary text of it
@@ -60,22 +62,23 @@ class Tokenizer:
             raise DataError(f"{folder / 'tokenizer.json'}: its vocabulary is empty")
         self.settings_file = folder / "tokenizer_config.json"
         self.settings = read_json(self.settings_file) if self.settings_file.is_file() else {}
-        special = {name: self._special(name) for name in SPECIAL if self.settings.get(name)}
-        self.names = special | (template_kwargs or {})
-        reserved = {"messages", "tools", "documents", "add_generation_prompt"} & self.names.keys()
+        self.names: dict[str, Any] = {"documents": None}
+        for name in SPECIAL:
+            value = self.settings.get(name) or ""
+            text = value.get("content") if isinstance(value, dict) else value
+            if not isinstance(text, str):
+                raise DataError(f"{self.settings_file}: {name}: expected text or {{content: text}}, got {value!r}")
+            if text:
+                self.names[name] = text
+        eos_token = self.names.get("eos_token", "")
+        reserved = {"messages", "tools", "documents", "add_generation_prompt"} & (template_kwargs or {}).keys()
         if reserved:
             raise DataError(f"policy.tokenizer.chat_template_kwargs: {min(reserved)} is not yours to set")
+        self.names |= template_kwargs or {}
         self.now = datetime.now()  # one date for all that this process renders, also past midnight
         self.templates = {name: self._compile(text, folder) for name, text in self._texts(folder, template).items()}
-        self.eos_token_ids = self._eos_token_ids(folder, special.get("eos_token", ""))
+        self.eos_token_ids = self._eos_token_ids(folder, eos_token)
         self._find_control_tokens()
-
-    def _special(self, key: str) -> str:
-        value = self.settings[key]
-        text = value.get("content") if isinstance(value, dict) else value
-        if not isinstance(text, str):
-            raise DataError(f"{self.settings_file}: {key}: expected text or {{content: text}}, got {value!r}")
-        return text
 
     def _texts(self, folder: Path, template: str | None) -> dict[str, str]:
         """Name -> template, of which one is "default"; {} for none."""
@@ -103,13 +106,13 @@ class Tokenizer:
     def _compile(self, text: str, folder: Path) -> jinja2.Template:
         """With all that transformers gives to templates, so that models' own run as they are."""
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # unlike jinja2's, leaves < > & as is
         environment.globals["raise_exception"] = _raise_template_error
         environment.globals["strftime_now"] = self.now.strftime
         try:
-            return environment.from_string(text)
+            return environment.from_string(GENERATION_TAG.sub(r"\1with", text))
         except Exception as error:  # jinja2 compiles it to Python, which has errors of its own
             raise DataError(f"{folder}: the chat template does not parse ({error})") from error
 
@@ -122,9 +125,8 @@ class Tokenizer:
                 raise DataError(f"{file}: eos_token_id: expected an id or a list of ids, got {value!r}")
             ids |= set(file_ids)
         if not ids:
-            raise DataError(
-                f"{folder}: no eos_token_id in generation_config.json, config.json or tokenizer_config.json"
-            )
+            files = "generation_config.json, config.json or tokenizer_config.json"
+            raise DataError(f"{folder}: no eos_token_id in {files}")
         return sorted(ids)
 
     def _find_control_tokens(self) -> None:
@@ -168,9 +170,11 @@ class Tokenizer:
 
         messages: those before the reply. The reply itself is never encoded: the template gets one private character
         in its place. The end token it was sampled with is not repeated. Control tokens in the observation are escaped.
+        Where a template rewrites earlier turns (drops their thinking), the sampled ids stay as they were sampled.
         Raises DataError where the template refuses the observation or leaves out the reply.
         """
-        hole = _unused(messages, observation, tools)
+        used = set().union(*_strings([messages, observation, tools]))
+        hole = next(char for char in map(chr, PRIVATE_USE) if char not in used)
         reply = {"role": "assistant", "content": hole}
         try:
             text = self._write([*messages, reply, *observation], tools, escape=True)
@@ -186,7 +190,7 @@ class Tokenizer:
         return self._encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Ids -> text without special tokens: for graders and people, never to be encoded again (slime#117)."""
+        """Ids -> text without special tokens: for graders and people, never to be encoded again (THUDM/slime#117)."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def _encode(self, text: str) -> list[int]:
@@ -200,8 +204,8 @@ class Tokenizer:
             if not self.templates:
                 return "".join(message["content"] for message in parts[:-1])
             template = self.templates["tool_use" if tools and "tool_use" in self.templates else "default"]
-            names = dict(messages=parts[:-1], tools=parts[-1], documents=None) | self.names
-            return template.render(add_generation_prompt=add_generation_prompt, **names)
+            values = {"messages": parts[:-1], "tools": parts[-1], "add_generation_prompt": add_generation_prompt}
+            return template.render(self.names | values)
 
         parts = [*messages, list(tools) if tools else None]
         escaped = self._escape(parts)
@@ -233,20 +237,6 @@ class Tokenizer:
         return text.replace(bare, before + bare + after)
 
 
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`: how templates mark the assistant's words; those trained on here are the sampled ones."""
-
-    tags = frozenset({"generation"})
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_write"), [], [], body, lineno=line)  # a scope of its own
-
-    def _write(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
 def _raise_template_error(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -260,9 +250,3 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for entry in value:
             yield from _strings(entry)
-
-
-def _unused(*values: Any) -> str:
-    """A character of the private use planes that no string in `values` has."""
-    used = set().union(*_strings(values))
-    return next(char for char in map(chr, PRIVATE_USE) if char not in used)

@@ -31,6 +31,7 @@ ALSO = {
     "core/test_off_policy.py": ["loss.py", "bench/off_policy.py"],
     "dataset/test_scan.py": ["dataset/problems.py", "run/preflight.py"],
     "examples/test_arithmetic.py": ["examples/arithmetic"],
+    "examples/test_forks.py": ["examples/forks"],
     "examples/test_three_tasks.py": ["examples/three_tasks", "dataset/mixing.py"],
     "graders/test_code_grader.py": ["graders/environments.py"],
     "graders/test_graded_step.py": ["graders/pool.py", "rollout.py"],
