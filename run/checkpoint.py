@@ -47,7 +47,9 @@ class Saver:
     manager it ends with the last one committed, unless this rank alone may have failed."""
 
     def __init__(self, folder: Path, cfg: CheckpointingConfig, ranks: Ranks, saved: int | None = None):
-        self.folder, self.cfg, self.ranks = folder, cfg, ranks
+        self.folder = folder
+        self.cfg = cfg
+        self.ranks = ranks
         # Not a daemon: where the run ends in an error, the interpreter still waits for the file to be closed.
         self.writer = ThreadPoolExecutor(1, "checkpoint")
         self.pending: tuple[Path, dict] | None = None  # folder and meta.json of the checkpoint that is being written
