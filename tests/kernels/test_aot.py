@@ -1,7 +1,7 @@
 """kernels/ compiled without a GPU for every target, and what the compiler made of them on sm_90.
 
-As a script, `python tests/kernels/test_aot.py FOLDER TARGET ...`, this file compiles its variants into FOLDER: the tests
-start it once for sm_90 and once for the other targets, since kernels are made for the interpreter in a process of tests.
+As a script, `python tests/kernels/test_aot.py FOLDER TARGET ...`, this file compiles its variants into FOLDER. The tests
+start it once for sm_90 and once for the other targets, because a process of tests makes kernels for the interpreter.
 """
 
 import json
