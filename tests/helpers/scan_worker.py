@@ -4,6 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from config import DataError, DatasetConfig
@@ -24,3 +26,4 @@ if __name__ == "__main__":
         except DataError as error:
             results.append(str(error))
     (folder / f"rank_{ranks.rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()  # else gloo's threads may abort the process at its end
