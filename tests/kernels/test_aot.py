@@ -1,6 +1,6 @@
 """kernels/ compiled without a GPU for every target, and what the compiler made of them on sm_90.
 
-As a script, `python tests/kernels/test_aot.py FOLDER TARGET ...`, this file compiles its variants into FOLDER. The tests
+As a script, `python tests/kernels/test_aot.py FOLDER TARGET ...`, this file compiles its variants into FOLDER. Tests
 start it once for sm_90 and once for the other targets, because a process of tests makes kernels for the interpreter.
 """
 
