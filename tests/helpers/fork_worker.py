@@ -29,7 +29,7 @@ from small_run import arguments, write_rows
 
 import grpo
 from advantages import estimate_advantages
-from config import MAX_LOG_RATIO, AdvEstimatorConfig, ConfigError, DatasetConfig, GRPOConfig, LossConfig
+from config import AdvEstimatorConfig, ConfigError, DatasetConfig, GRPOConfig, LossConfig
 from dataset.sources import open_source
 from kernels import KernelBackend, linear_loss
 from loss import policy_loss
@@ -50,7 +50,7 @@ def read_loss(work: Path, keys: dict) -> dict:
     gradients, answers = {}, {}
     for backend in BACKENDS:
         options = {"has_old": True, "has_ref": False, "backend": backend, "device": CPU}
-        path = choose_loss_path(policy_loss, cfg, **options, max_log_ratio=MAX_LOG_RATIO)
+        path = choose_loss_path(policy_loss, cfg, **options)
         hidden_RD, weight_VD = (case[name].clone().requires_grad_() for name in ("hidden", "weight"))
         options = {"temperature": 1.0, "num_grad_rows": num_rows, "path": path, "backend": backend}
         loss, metrics = linear_loss(hidden_RD, weight_VD, case["target"], pack_loss=pack_loss, **options)
