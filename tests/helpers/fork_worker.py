@@ -73,7 +73,7 @@ def read_advantages(groups: list[list[float]], keys: dict) -> list[float]:
 def read_source(file: str) -> list[dict] | str:
     try:
         source = open_source(DatasetConfig(data_path=file))
-        return [source[number] for number in source.numbers()]
+        return [source.read(number) for number in source.numbers]
     except ConfigError as error:
         return str(error)
 
