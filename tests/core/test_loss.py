@@ -304,6 +304,7 @@ def test_sequence_order_micro_batches_and_ranks_do_not_matter(options):
 # ---------------------------------------------------------------- masks and dropped tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gap", [200.0, -200.0, math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize(
     "options", [IS, GSPO | IS, bounded("sequence-truncate", 0.0, 2.0), {"use_cispo": True} | SEQ_MASK]

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import long_but
 from loss_cases import MODES, WEIGHTS, allowed, hard_batch, loop_loss
 
 from config import LossConfig
@@ -46,8 +47,10 @@ def check(configs: list[LossConfig], tolerance: float = 1e-12, floor: float = 1e
         assert error.max() <= tolerance, (cfg, error.max(), got, expected)
 
 
-@pytest.mark.parametrize("clip_max", [0.2, 0.28])
-@pytest.mark.parametrize("dual", [None, 1.05, 3.0])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "clip_max, dual", long_but([(0.2, None), (0.28, 1.05)], [(c, d) for c in (0.2, 0.28) for d in (None, 1.05, 3.0)])
+)
 def test_clip_dual_clip_weights_kl_aggregation_entropy(clip_max, dual):
     """Signs of the advantage and sides of the clips: all in the batch."""
     clip = [{"ratio_clip_max": clip_max, "ratio_clip_c": dual}]

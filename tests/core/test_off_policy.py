@@ -79,6 +79,7 @@ def test_expectation_of_each_correction(name):
         assert bias > 0.1
 
 
+@pytest.mark.slow
 def test_the_table_in_the_docs_is_the_computed_one():
     page = (Path(__file__).resolve().parents[2] / "docs" / "off_policy.md").read_text(encoding="utf-8")
     assert table() in page, "python -m bench.off_policy prints the table that belongs there"

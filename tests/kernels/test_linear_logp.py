@@ -3,6 +3,7 @@
 Without a GPU, Triton's kernels run in its interpreter on CPU tensors (conftest.py); with one, all of this runs there.
 """
 
+import itertools
 import math
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import long_but
 from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import KernelBackend, choose_backend, linear_logp
@@ -94,20 +96,26 @@ def test_values_equal_a_loop_over_python_floats(backend, dtype, rel):
             assert entropy_T[t].item() == pytest.approx(entropy, rel=rel)
 
 
+@pytest.mark.slow
 def test_gradients_equal_finite_differences(monkeypatch):
     monkeypatch.setitem(CHUNK_ELEMENTS, DEVICE, 14)  # chunks of 2, 2 and 1 rows
     hidden_TD, weight_VD, target_T = make_inputs(5, V=7, D=3, dtype=torch.float64)
-    for tau in (1.0, 0.7):
-        for function in (
-            lambda x, w, tau=tau: ours(TORCH)(x, w, target_T, tau),
-            lambda x, w, tau=tau: linear_logp(x, w, target_T, temperature=tau),
-            lambda x, w, tau=tau: ours(TORCH)(x, w, target_T, tau)[1],  # entropy alone: logp's gradient is absent
-        ):
-            assert torch.autograd.gradcheck(function, (hidden_TD, weight_VD))
+    for function in (
+        lambda x, w: ours(TORCH)(x, w, target_T, 1.0),
+        lambda x, w: ours(TORCH)(x, w, target_T, 0.7),
+        lambda x, w: linear_logp(x, w, target_T, temperature=0.7),
+        lambda x, w: ours(TORCH)(x, w, target_T, 0.7)[1],  # entropy alone: logp's gradient is absent
+    ):
+        assert torch.autograd.gradcheck(function, (hidden_TD, weight_VD))
 
 
-@pytest.mark.parametrize("T", [1, 15, 16, 17, 31, 32, 33])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "T, temperature",
+    long_but(
+        [(1, 1.0), (16, 0.7), (17, 1.0), (33, 0.7)], list(itertools.product([1, 15, 16, 17, 31, 32, 33], [1.0, 0.7]))
+    ),
+)
 def test_chunk_boundaries(monkeypatch, T, temperature):
     V = 37
     inputs = make_inputs(T, V)
@@ -126,19 +134,45 @@ def test_chunks_stay_within_the_budget(monkeypatch):
         assert all((c.stop - c.start) * vocab <= max(budget, vocab) for c in parts)
 
 
-# Columns around a tile's 256; rows around those of a tile, of 16 of them, and of two programs' share; odd depths.
-@pytest.mark.parametrize(
-    "T, V, D",
-    [(5, V, 24) for V in (1, 2, 127, 128, 129, 255, 256, 257)]
-    + [(T, 300, 40) for T in (7, 31, 32, 33, 127, 129)]
-    + [(530, 260, 8), (33, 257, 3), (33, 257, 71), (7, 32000, 16), (7, 151936, 16)],
-)
-@pytest.mark.parametrize("dtype, gradient", [(torch.float32, 1e-5), (torch.bfloat16, 3e-3)])
-def test_edge_shapes(T, V, D, dtype, gradient):
+# Columns around a tile's 256; odd depths; large vocabularies. Rows around those of a tile, of 16 of them, and of two
+# programs' share.
+EDGE_SHAPES = [(5, V, 24) for V in (1, 2, 33, 127, 128, 129, 255, 256, 257, 1000)]
+EDGE_SHAPES += [(T, 300, 40) for T in (7, 31, 32, 33, 127, 129)]
+EDGE_SHAPES += [(530, 260, 8), (7, 257, 3), (7, 257, 71), (7, 32000, 16), (7, 151936, 16)]
+FEW_SHAPES = [(5, V, 24) for V in (1, 33, 255, 257, 1000)] + [(7, 257, 3), (7, 257, 71)]
+
+
+def edge_inputs(T, V, D, dtype):
     hidden_TD, weight_VD, target_T = make_inputs(T, V, D, dtype)
     edges = torch.tensor([V - 1, 0, 255, 256, 127, 128]).clamp(max=V - 1)  # first and last column of V and of a tile
     target_T[: len(edges)] = edges[:T]
-    check((hidden_TD, weight_VD, target_T), KernelBackend("triton"), 0.7, gradient=gradient)
+    return hidden_TD, weight_VD, target_T
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "T, V, D, dtype",
+    long_but(
+        [(*shape, dtype) for shape in FEW_SHAPES for dtype in (torch.float32, torch.bfloat16)],
+        [(*shape, dtype) for shape in EDGE_SHAPES for dtype in (torch.float32, torch.bfloat16)],
+    ),
+)
+def test_edge_shapes(T, V, D, dtype):
+    gradient = 1e-5 if dtype == torch.float32 else 3e-3
+    check(edge_inputs(T, V, D, dtype), KernelBackend("triton"), 0.7, gradient=gradient)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "T, V, D, dtype", [(530, 260, 8, torch.float32), (129, 260, 8, torch.bfloat16), (3, 32000, 8, torch.bfloat16)]
+)
+def test_forward_walks_over_every_tile(T, V, D, dtype):
+    """17 row tiles, 2, and 125 column tiles: what backward, which knows rows only, would take the interpreter long."""
+    inputs = edge_inputs(T, V, D, dtype)
+    with torch.no_grad():
+        got = ours(KernelBackend("triton"))(*inputs, 0.7)
+        want = reference(*(x.double() for x in inputs[:2]), inputs[2], 0.7)
+    assert all((a - b).abs().max() <= 1e-4 for a, b in zip(got, want, strict=True))
 
 
 @backends
@@ -156,6 +190,7 @@ def test_no_rows(backend):
     assert hidden_TD.grad.shape == (0, 8) and (weight_VD.grad == 0).all()
 
 
+@pytest.mark.slow
 @backends
 @pytest.mark.parametrize(
     "kind, offset", [("equal", 0.0), ("equal", 300.0), ("low", -1000.0), ("one huge", 0.0), ("one column", 0.0)]
@@ -195,14 +230,16 @@ def test_sliced_and_strided_inputs(backend):
     assert (weight_VD.grad[29:] == 0).all()  # rows beyond the vocabulary take no part
 
 
-@pytest.mark.parametrize("backend", [TORCH, KernelBackend("triton", 8)], ids=["torch", "triton"])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [TORCH, KernelBackend("triton", 4)], ids=["torch", "triton"])
 @pytest.mark.parametrize("dtype, gradient", [(torch.bfloat16, 2.5e-3), (torch.float16, 4e-4)])
 def test_sixteen_bits_have_float32_logits_and_sums(monkeypatch, backend, dtype, gradient):
     """16 chunks; what is left is the rounding of dz, of dX and, once, of dW."""
-    monkeypatch.setitem(CHUNK_ELEMENTS, DEVICE, 8 * 501)
-    check(make_inputs(128, V=501, D=64, dtype=dtype, scale=0.3), backend, 1.0, 2e-5, gradient)
+    monkeypatch.setitem(CHUNK_ELEMENTS, DEVICE, 4 * 501)
+    check(make_inputs(64, V=501, D=64, dtype=dtype, scale=0.3), backend, 1.0, 2e-5, gradient)
 
 
+@pytest.mark.slow
 @backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_changes_nothing(backend, dtype):
@@ -213,6 +250,7 @@ def test_autocast_changes_nothing(backend, dtype):
     assert all(a.equal(b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.slow
 @backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_buffers_are_written_where_they_should_be(monkeypatch, backend, dtype):
@@ -240,6 +278,7 @@ def test_buffers_are_written_where_they_should_be(monkeypatch, backend, dtype):
     assert all(a.equal(b) for a, b in zip(inputs, before, strict=True))
 
 
+@pytest.mark.slow
 @backends
 def test_entropy_changes_nothing_else(backend):
     hidden_TD, weight_VD, target_T = make_inputs(20)
@@ -262,6 +301,7 @@ def test_entropy_alone_has_its_gradient(backend):
     assert relative(hidden_TD.grad, want[0]) <= 1e-6 and relative(weight_VD.grad, want[1]) <= 1e-6
 
 
+@pytest.mark.slow
 @backends
 @pytest.mark.parametrize("hidden_grad, weight_grad, matmuls", [(1, 1, 4), (1, 0, 3), (0, 1, 3), (0, 0, 1)])
 def test_only_needed_gradients_are_computed(backend, hidden_grad, weight_grad, matmuls):
@@ -314,16 +354,16 @@ def test_the_choice():
 
 
 MEMORY_SCRIPT = """
-import sys, torch
+import kernels.softmax, sys, torch
 from functools import partial
 from config import LossConfig
 from kernels import LossPath, linear_logp, linear_loss
 from loss import policy_loss
-T, V, D = map(int, sys.argv[2:])
+T, V, D, kernels.softmax.CHUNK_ELEMENTS["cpu"] = map(int, sys.argv[2:])
 def status(key):  # KiB
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
-def loss(hidden_TD, weight_VD, target_T):
-    if sys.argv[1] == "linear_logp":
+def loss(operation, hidden_TD, weight_VD, target_T):
+    if operation == "linear_logp":
         logp_T, entropy_T = linear_logp(hidden_TD, weight_VD, target_T, return_entropy=True)
         return logp_T.sum() + 0.1 * entropy_T.sum()
     one_T = torch.ones(len(target_T))
@@ -335,21 +375,31 @@ torch.set_num_threads(1)
 hidden_TD = torch.randn(T, D).requires_grad_()
 weight_VD = torch.randn(V, D).div_(16).requires_grad_()
 target_T = torch.randint(V, (T,))
-loss(torch.randn(8, D, requires_grad=True), torch.randn(8, D), target_T[:8] % 8).backward()
+operations = sys.argv[1].split(",")
+for operation in operations:
+    loss(operation, torch.randn(8, D, requires_grad=True), torch.randn(8, D), target_T[:8] % 8).backward()
 before = min(status("VmHWM"), status("VmRSS"))  # the lower: a peak of start-up must not hide what is used now
-loss(hidden_TD, weight_VD, target_T).backward()
+for operation in operations:
+    hidden_TD.grad = weight_VD.grad = None
+    loss(operation, hidden_TD, weight_VD, target_T).backward()
 assert hidden_TD.grad.abs().sum() > 0 and weight_VD.grad.abs().sum() > 0
 print(status("VmHWM") - before)
 """
 
 
-@pytest.mark.parametrize("operation", ["linear_logp", "linear_loss"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "T, V, D, limit_mib", [(8192, 32768, 64, 256), pytest.param(4096, 151936, 512, 1024, marks=pytest.mark.long)]
+    "operations, T, V, D, chunk, limit_mib",
+    [("linear_logp,linear_loss", 2048, 32768, 32, 1 << 22, 80)]  # the larger of both
+    + [
+        pytest.param(operation, *case, marks=pytest.mark.long)
+        for operation in ("linear_logp", "linear_loss")
+        for case in ((8192, 32768, 64, 1 << 24, 256), (4096, 151936, 512, 1 << 24, 1024))
+    ],
 )
-def test_peak_memory_on_cpu(operation, T, V, D, limit_mib):
-    """With entropy and its gradient, dX and dW included, in a fresh process; logits alone are 1 and 2.3 GiB."""
-    command = [sys.executable, "-c", MEMORY_SCRIPT, operation, *map(str, (T, V, D))]
+def test_peak_memory_on_cpu(operations, T, V, D, chunk, limit_mib):
+    """With entropy and its gradient, dX and dW included, in a fresh process; logits alone are 256 MiB, 1, 2.3 GiB."""
+    command = [sys.executable, "-c", MEMORY_SCRIPT, operations, *map(str, (T, V, D, chunk))]
     env = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     print(f"growth {int(done.stdout) / 1024:.0f} MiB, logits {T * V * 4 / 2**20:.0f} MiB")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from cases import long_but
 from loss_cases import WEIGHTS as ALL_WEIGHTS
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -34,7 +35,7 @@ def path_of(kind, backend):
 TORCH = path_of("one pass", KernelBackend("torch"))
 TRITON = path_of("one pass", KernelBackend("triton", 16))
 FUSED = path_of("fused", KernelBackend("triton", 16))
-all_paths = pytest.mark.parametrize("path", [TORCH, TRITON, FUSED], ids=["torch", "triton", "fused"])
+PATHS = {"torch": TORCH, "triton": TRITON, "fused": FUSED}
 
 MODES = [{}, {"ratio_clip_c": 1.2}, {"use_cispo": True}, {"disable_ppo_ratio": True}, {"force_on_policy_ratio": True}]
 MODES[0] |= {"ratio_clip_max": 0.28}
@@ -70,7 +71,37 @@ COVER = [  # three sets of options that together use every branch but the other 
     ),
     LossConfig(**EVERYTHING, **WEIGHTS[3], use_cispo=True, kl_gradient="plain", kl_output_clamp_value=0.1),
 ]
-cover = pytest.mark.parametrize("cfg", COVER, ids=["plain", "dual", "cispo"])
+COVER_NAMES = ("plain", "dual", "cispo")
+
+
+@pytest.fixture
+def path(request):
+    return PATHS[request.param]
+
+
+@pytest.fixture
+def cfg(request):
+    return COVER[COVER_NAMES.index(request.param)]
+
+
+all_paths = pytest.mark.parametrize("path", PATHS, indirect=True)
+cover = pytest.mark.parametrize("cfg", COVER_NAMES, indirect=True)
+every_path_and_term = pytest.mark.parametrize(
+    "path, cfg",
+    long_but(
+        [("torch", "dual"), ("triton", "cispo"), ("fused", "dual"), ("fused", "cispo")],
+        list(itertools.product(PATHS, COVER_NAMES)),
+    ),
+    indirect=True,
+)
+every_path_and_width = pytest.mark.parametrize(
+    "path, dtype",
+    long_but(
+        [("torch", torch.bfloat16), ("triton", torch.float32), ("fused", torch.bfloat16)],
+        list(itertools.product(PATHS, (torch.float32, torch.bfloat16))),
+    ),
+    indirect=["path"],
+)
 
 
 class Case:
@@ -164,37 +195,60 @@ def check_options(configs, path, dtype, bars):
 
 
 # Rounding to bfloat16 is off by 1.6e-3 on average and 2^-8 at most; dz is rounded, then what is made of it.
-BARS = [  # path, dtype, every how many of the combinations, bars of `close`; autograd sees the same loss in all of them
-    pytest.param(TORCH, torch.float64, 31, (1e-12, 1e-12, 1e-12), id="torch-float64"),
-    pytest.param(TORCH, torch.bfloat16, 301, (2 * 2**-8,), id="torch-bfloat16"),
-    pytest.param(TRITON, torch.float32, 301, (1e-5,), id="triton-float32"),
-    pytest.param(TRITON, torch.bfloat16, 601, (2 * 2**-8,), id="triton-bfloat16"),
-    pytest.param(FUSED, torch.float32, 97, (1e-5,), id="fused-float32"),
-    pytest.param(FUSED, torch.bfloat16, 301, (2 * 2**-8,), id="fused-bfloat16"),
+BARS = [  # path, dtype, every how many of the combinations, with --long, bars of `close`
+    pytest.param("torch", torch.float64, 61, 1, (1e-12, 1e-12, 1e-12), id="torch-float64"),
+    pytest.param("torch", torch.bfloat16, 601, 6, (2 * 2**-8,), id="torch-bfloat16"),
+    pytest.param("triton", torch.float32, 601, 6, (1e-5,), id="triton-float32"),
+    pytest.param("triton", torch.bfloat16, 1201, 12, (2 * 2**-8,), id="triton-bfloat16"),
+    pytest.param("fused", torch.float32, 157, 1, (1e-5,), id="fused-float32"),
+    pytest.param("fused", torch.bfloat16, 601, 6, (2 * 2**-8,), id="fused-bfloat16"),
 ]
+bars = pytest.mark.parametrize("path, dtype, every, every_long, bars", BARS, indirect=["path"])
 
 
-@pytest.mark.parametrize("path, dtype, every, bars", BARS)
-def test_options(path, dtype, every, bars):
+@pytest.mark.slow
+@bars
+def test_options(path, dtype, every, every_long, bars):
     assert check_options(list(enumerate(CROSS))[::every], path, dtype, bars) <= 3e-3
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("path, dtype, every, bars", BARS)
-def test_all_options(path, dtype, every, bars):
+@pytest.mark.parametrize("part", range(8))  # each below the time after which pytest prints the stacks of a hung test
+@bars
+def test_all_options(path, dtype, every, every_long, bars, part):
+    configs = list(enumerate(CROSS))[part * every_long :: 8 * every_long]
+    assert check_options(configs, path, dtype, bars) <= 3e-3
+
+
+def test_the_cross_and_the_few_of_it_that_the_fused_kernel_meets_always():
+    """Every value of every option, and every pair of values of options that meet in one expression."""
     assert len(CROSS) == 49 * 5 * 4 * 4 * 2
-    assert check_options(list(enumerate(CROSS))[:: max(1, every // 50)], path, dtype, bars) <= 3e-3
+    number = np.arange(len(CROSS))[::157]
+    kl, mode, weights, extra, old = np.unravel_index(number, (49, 5, 4, 4, 2))
+    assert len({*kl}) == 49
+    for one, sizes in ((mode, 5), (weights, 4), (extra, 4)):
+        for other, others in ((weights, 4), (extra, 4), (old, 2)):
+            assert one is other or len({*zip(one, other, strict=True)}) == sizes * others
 
 
 # Columns around powers of 2 and around a block's 8192; rows around a chunk's 16 and its double.
-@cover
+EDGE_SHAPES = [(5, V, 24) for V in (1, 2, 33, 127, 128, 129, 255, 256, 257, 1000)]
+EDGE_SHAPES += [(R, 40, 71) for R in (0, 1, 15, 16, 17, 33)]
+EDGE_SHAPES += [(3, 8192, 8), (3, 8193, 8), (7, 32000, 8), (7, 151936, 8)]
+FEW_SHAPES = [(5, V, 24) for V in (1, 33, 128, 257, 1000)] + [(R, 40, 71) for R in (0, 1, 16, 17, 33)]
+FEW_SHAPES += [(3, 8192, 8), (3, 8193, 8), (7, 151936, 8)]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "R, V, D",
-    [(5, V, 24) for V in (1, 2, 127, 128, 129, 255, 256, 257)]
-    + [(R, 40, 71) for R in (0, 1, 15, 16, 17, 33)]
-    + [(3, 8192, 8), (3, 8193, 8), (7, 32000, 8), (7, 151936, 8)],
+    "R, V, D, number",
+    long_but(
+        [(*shape, i % 3) for i, shape in enumerate(FEW_SHAPES, start=1)],
+        [(*shape, number) for shape in EDGE_SHAPES for number in range(3)],
+    ),
 )
-def test_edge_shapes(monkeypatch, cfg, R, V, D):
+def test_edge_shapes(monkeypatch, R, V, D, number):
+    cfg = COVER[number]
     if V >= 32000:  # CPU's own matmul errs by 3e-5 when it sums 151,936 products: an exact one shows what else does
         monkeypatch.setattr(torch, "mm", lambda a, b, out, **_: out.copy_(a.double() @ b.double()))
     case = Case(R, V, D, seed=R)
@@ -202,8 +256,8 @@ def test_edge_shapes(monkeypatch, cfg, R, V, D):
         close(case.ours(cfg, path), case.oracle(cfg), gradient=1e-5)
 
 
-@all_paths
-@cover
+@pytest.mark.slow
+@every_path_and_term
 @pytest.mark.parametrize("kind", ["low", "equal", "one huge", "high"])
 def test_extreme_logits(path, cfg, kind):
     """Logits are multiples of 1/4 and so the matmul's in float32 are exact: what is left is the softmax's own error."""
@@ -241,6 +295,7 @@ def test_ratios_that_would_overflow(path, cfg):
     close(found, case.oracle(cfg), gradient=1e-5)
 
 
+@pytest.mark.slow
 @all_paths
 @cover
 def test_no_trained_token(path, cfg):
@@ -253,6 +308,7 @@ def test_no_trained_token(path, cfg):
     close((loss, logp, entropy), (loss, case.logp, case.entropy), gradient=0)
 
 
+@pytest.mark.slow
 @all_paths
 @pytest.mark.parametrize("num_grad_rows", [0, 7, 16, 20])
 def test_rows_without_gradient(path, num_grad_rows):
@@ -278,6 +334,7 @@ def test_without_grad_there_is_only_a_forward(path, cfg):
     assert metrics[DEVIATION] == 0
 
 
+@pytest.mark.slow
 @all_paths
 @pytest.mark.parametrize("hidden_grad, weight_grad", [(True, False), (False, True)])
 def test_only_needed_gradients_are_computed(path, hidden_grad, weight_grad):
@@ -291,8 +348,8 @@ def test_only_needed_gradients_are_computed(path, hidden_grad, weight_grad):
         assert x.grad.equal(grad) if used else x.grad is None
 
 
-@all_paths
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
+@every_path_and_width
 def test_incoming_gradient_and_autocast(path, dtype):
     case, cfg = Case(20, 37, dtype=dtype), COVER[1]
     want = case.ours(cfg, path)
@@ -303,8 +360,15 @@ def test_incoming_gradient_and_autocast(path, dtype):
         assert all(x.equal(y) for x, y in zip(case.ours(cfg, path), want, strict=True))
 
 
-@all_paths
-@pytest.mark.parametrize("low, high", [(0.0, 0.0), (0.2, 0.0), (0.0, 0.2)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path, low, high",
+    long_but(
+        [("torch", 0.0, 0.0), ("triton", 0.0, 0.2), ("fused", 0.0, 0.0), ("fused", 0.2, 0.0)],
+        [(path, *edge) for path in PATHS for edge in ((0.0, 0.0), (0.2, 0.0), (0.0, 0.2))],
+    ),
+    indirect=["path"],
+)
 def test_ratios_on_the_edge_of_the_clip(path, low, high):
     """old is the very logp, so that every ratio is 1 and on an edge: there autograd lets the gradient through."""
     cfg = LossConfig(ratio_clip_min=low, ratio_clip_max=high, reference_policy_kl_penalty=0.0)
@@ -330,8 +394,8 @@ def test_ratio_on_the_edge_of_the_dual_clip(path):
     assert norms[1] == pytest.approx(norms[0] / 2, rel=1e-6) and norms[0] > 0.01 and norms[2] == 0
 
 
-@all_paths
-@cover
+@pytest.mark.slow
+@every_path_and_term
 def test_one_pass_equals_two(path, cfg):
     """Value, gradient and metrics: of the path, of the path with two passes, and of `linear_logp` by hand."""
     case = Case(20, 37)
@@ -376,7 +440,8 @@ def test_the_loss_is_called_once_for_each_chunk(path):
         assert len(count) == calls, (num_grad_rows, count)
 
 
-@pytest.mark.parametrize("path", [TORCH, TRITON], ids=["torch", "triton"])
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["torch", "triton"], indirect=True)
 def test_a_loss_that_couples_tokens_is_found_out(monkeypatch, path):
     """In one chunk its gradient is right and nothing is said; in several it is not, and the deviation is not 0."""
     case = Case(35, 37)
@@ -414,8 +479,8 @@ def test_a_loss_that_couples_tokens_is_found_out(monkeypatch, path):
     assert "trains tokens without advantage" in one_pass_problem(metrics[DEVIATION].item())
 
 
-@all_paths
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
+@every_path_and_width
 def test_sliced_and_strided_inputs(path, dtype):
     """`weight[:V]` of a padded matrix, every second hidden column, per-token inputs with gaps; gradients in place."""
     case, cfg = Case(20, 29, D=9, dtype=dtype), COVER[1]
@@ -434,8 +499,8 @@ def test_sliced_and_strided_inputs(path, dtype):
     assert (wide.grad[:, 1::2] == 0).all() and (padded.grad[29:] == 0).all()
 
 
-@all_paths
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
+@every_path_and_width
 def test_buffers_are_written_where_they_should_be(monkeypatch, path, dtype):
     """Every buffer starts as NaN between two guards. Nothing of it is left, no guard is touched, inputs stay; and a
     second call gives the same bits."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import long_but
 from loss_cases import MODES, WEIGHTS, allowed
 
 import kernels.softmax
@@ -24,7 +25,6 @@ from run import loss_path
 from run.loss_path import choose_loss_path, edited_names, syntax_of
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_KL, K3 = {"reference_policy_kl_penalty": 0.0}, {"reference_policy_kl_penalty": 0.3}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TORCH, TRITON = KernelBackend("torch"), KernelBackend("triton", 16)
 PPO = "loss_R = torch.maximum(-t.adv_R * ratio_R, -t.adv_R * clamped_R)"
@@ -116,7 +116,9 @@ def small_chunks(monkeypatch):
     monkeypatch.setitem(kernels.softmax.CHUNK_ELEMENTS, DEVICE.type, 16 * 37)
 
 
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize(
+    "edit", [edit if edit == "no clip" else pytest.param(edit, marks=pytest.mark.slow) for edit in EDITS]
+)
 def test_edits_are_trained(tmp_path, small_chunks, edit):
     cfg = LossConfig(reference_policy_kl_penalty=0.0)
     old, new, function = EDITS[edit]
@@ -142,6 +144,7 @@ def test_without_an_edit_the_fused_kernel_proves_itself(small_chunks):
     assert choose(original.policy_loss, cfg, TORCH).describe() == "loss: one pass, autograd of loss.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [TORCH, TRITON], ids=["torch", "triton"])
 def test_an_edit_that_couples_tokens_where_no_probe_sees_it_is_refused(tmp_path, small_chunks, backend):
     cfg = LossConfig(reference_policy_kl_penalty=0.0)
@@ -166,10 +169,12 @@ def test_an_edit_that_couples_tokens_is_trained_in_two_passes(tmp_path):
     assert max(relative_errors(got, oracle(module.policy_loss, *case))) <= 1e-5
 
 
-def test_which_options_couple_tokens():
-    """Told from what the options mean: whose ratio or weight is a sequence's, and still moves with logp."""
+@pytest.mark.slow
+@pytest.mark.parametrize("every", long_but([5], [1, 5]))
+def test_which_options_couple_tokens(every):
+    """By what the options mean: whose ratio or weight is a sequence's, and still moves with logp."""
     seen = set()
-    for cfg in allowed(MODES, WEIGHTS, [{"token_level_loss": False}]):
+    for cfg in allowed(MODES, WEIGHTS, [{"token_level_loss": False}])[::every]:
         for has_old in (True, False):
             moves = not has_old or cfg.force_on_policy_ratio  # old is logp itself
             gspo, kind = cfg.sequence_level_importance_ratios, cfg.truncated_importance_sampling_type
@@ -200,31 +205,35 @@ def test_which_tokens_without_advantage_have_a_gradient(options, has_ref, idle, 
     assert path.may_have_gradient(adv_R, positive_R).tolist() == [idle, idle or positive, True]
 
 
-@pytest.mark.parametrize(("kl", "has_old"), [(NO_KL, True), (K3, False)])
-def test_a_wrong_copy_does_not_pass_the_probes(monkeypatch, kl, has_old):
-    """The fused kernel with other options than the loss: each difference is seen."""
-    cfg = LossConfig(ratio_clip_max=0.28, ratio_clip_c=3.0, use_importance_sampling_correction=True, **kl)
+WRONG = [  # (weight of the KL, whether old is given, an option of the fused kernel, its value there)
+    (0.0, True, "ratio_clip_min", 0.202),
+    (0.0, True, "ratio_clip_max", 0.282),
+    (0.0, True, "ratio_clip_c", 3.05),
+    (0.0, True, "truncated_importance_sampling_ratio", 2.1),
+    (0.3, False, "truncated_importance_sampling_ratio", 2.1),
+    (0.3, False, "kl_input_clamp_value", 2.05),
+    (0.3, False, "kl_gradient", "plain"),
+]
+RIGHT = [(0.0, True, "ratio_clip_max", 0.28), (0.3, False, "kl_gradient", "score_function")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kl, has_old, option, value", long_but([WRONG[1], WRONG[5], RIGHT[1]], WRONG + RIGHT))
+def test_a_wrong_copy_does_not_pass_the_probes(monkeypatch, kl, has_old, option, value):
+    """The fused kernel with another option than the loss: the difference is seen, and without one there is none."""
+    cfg = LossConfig(ratio_clip_max=0.28, ratio_clip_c=3.0, use_importance_sampling_correction=True)
     cfg = replace(cfg, truncated_importance_sampling_type="tis", truncated_importance_sampling_ratio=2.0)
-    cfg = replace(cfg, kl_input_clamp_value=2.0, kl_output_clamp_value=None)
-    changes = {"truncated_importance_sampling_ratio": 2.1}
-    if has_old:
-        changes |= {"ratio_clip_min": 0.202, "ratio_clip_max": 0.282, "ratio_clip_c": 3.05}
-    if cfg.reference_policy_kl_penalty:
-        changes |= {"kl_input_clamp_value": 2.05, "kl_gradient": "plain"}
+    cfg = replace(cfg, reference_policy_kl_penalty=kl, kl_input_clamp_value=2.0, kl_output_clamp_value=None)
     module = importlib.import_module("kernels.linear_loss")  # `kernels.linear_loss` is the function
     real = module.clipped_pg_dlogits_
-    make_pack = partial(loss_path._pack, cfg=cfg, has_old=has_old, has_ref=cfg.reference_policy_kl_penalty > 0)
-    arguments = (original.policy_loss, make_pack, TRITON, DEVICE)
-    assert loss_path._fused_differences(*arguments) == 0
-    for name, value in changes.items():
-        wrong = replace(cfg, **{name: value})
 
-        def other(chunk, inputs_KR, stats_KR, pack, wrong=wrong):
-            return real(chunk, inputs_KR, stats_KR, pack | {"cfg": wrong})
+    def other(chunk, inputs_KR, stats_KR, pack):
+        return real(chunk, inputs_KR, stats_KR, pack | {"cfg": replace(cfg, **{option: value})})
 
-        monkeypatch.setattr(module, "clipped_pg_dlogits_", other)
-        assert loss_path._fused_differences(*arguments) > 0, name
-        monkeypatch.setattr(module, "clipped_pg_dlogits_", real)
+    monkeypatch.setattr(module, "clipped_pg_dlogits_", other)
+    make_pack = partial(loss_path._pack, cfg=cfg, has_old=has_old, has_ref=kl > 0)
+    differ = loss_path._fused_differences(original.policy_loss, make_pack, TRITON, DEVICE)
+    assert (differ > 0) == ((kl, has_old, option, value) in WRONG)
 
 
 def test_what_counts_as_an_edit(tmp_path, monkeypatch):
