@@ -92,7 +92,7 @@ def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environme
     """`env_name` of a dataset -> its environment, which has passed its self-tests. `num_ranks` share the machine.
 
     "module:name" is a user's class, made with the keyword arguments in env.custom[name], or a reward function. Call
-    this before torch and vllm are imported: it starts processes. Raises ConfigError.
+    this before the engine starts, because it starts processes. Raises ConfigError.
     """
     if name == "exact":
         environment: Environment = Exact()

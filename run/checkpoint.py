@@ -46,7 +46,7 @@ class Saver:
     """Writes the checkpoints of a run. Its methods are collectives: all ranks call them at the same point. As a context
     manager it ends with the last one committed, unless this rank alone may have failed."""
 
-    def __init__(self, folder: Path, cfg: CheckpointingConfig, ranks: Ranks, saved: int | None = None):
+    def __init__(self, folder: Path, cfg: CheckpointingConfig, ranks: Ranks):
         self.folder = folder
         self.cfg = cfg
         self.ranks = ranks
@@ -54,7 +54,7 @@ class Saver:
         self.writer = ThreadPoolExecutor(1, "checkpoint")
         self.pending: tuple[Path, dict] | None = None  # folder and meta.json of the checkpoint that is being written
         self.written: Future[dict | str] | None = None  # this rank's `write_file` of it
-        self.saved = saved  # the newest step that is on disk
+        self.saved: int | None = None  # the newest step that is on disk
         self.num_failures = 0
 
     def __enter__(self) -> "Saver":
@@ -244,8 +244,9 @@ def _read_rows(files: list, name: str, param: Tensor) -> Tensor:
         low, high, _ = slice(max(rows.start - start, 0), max(rows.stop - start, 0)).indices(length)
         parts.append(stored[low:high])
         start += length
-    assert start >= rows.stop, (name, start, rows)
-    return torch.cat(parts)
+    tensor = torch.cat(parts)
+    assert len(tensor) == rows.stop - rows.start, (name, rows, tensor.shape, start)
+    return tensor
 
 
 @torch.no_grad()
