@@ -1,26 +1,63 @@
 """Reads the files of a model folder or of the Hugging Face hub, with errors that name the file. No torch."""
 
+import errno
 import json
+import os
+import stat
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from config import DataError
 
+MAX_FILE_BYTES = 32 * 2**20  # of a file that is read whole: ten times the largest index or template in use
 
-def parse_json(content: bytes, where: str | Path, encoding: str = "utf-8") -> Any:
-    """The value of a JSON text. DataError, which begins with `where`, for what is no JSON."""
+
+def open_regular(name: str | Path) -> BinaryIO:
+    """A regular file, open for its bytes. OSError for whatever else the name leads to, and at once: to open a pipe
+    would wait for its writer, and a device has no end."""
     try:
-        return json.loads(content.decode(encoding))
-    except (ValueError, RecursionError) as error:  # ValueError: wrong encoding, or no JSON
-        raise DataError(f"{where}: not valid JSON ({error})") from error
+        file = open(name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
+    except ValueError as error:  # a byte 0 or half a surrogate pair in the name
+        raise OSError(errno.EINVAL, str(error)) from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file; pipes and devices are not read")
+    return file
+
+
+def read_bytes(name: str | Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """The content of a regular file. DataError where there is none, or more than `max_bytes` of it."""
+    try:
+        with open_regular(name) as file:
+            content = file.read(max_bytes + 1) or b""  # None: a file below /proc that would wait
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read ({error.strerror})") from error
+    if len(content) > max_bytes:
+        raise DataError(f"{name}: more than {max_bytes >> 20} MiB")
+    return content
+
+
+def parse_json(content: bytes, where: str | Path, encoding: str = "utf-8", *, unique_keys: bool = False) -> Any:
+    """The value of a JSON text. DataError, which begins with `where`, for what is no JSON, and with `unique_keys` for
+    an object with a key twice."""
+    try:
+        return json.loads(content.decode(encoding), object_pairs_hook=_unique if unique_keys else None)
+    except (ValueError, RecursionError, MemoryError) as error:  # ValueError: wrong encoding, no JSON, or a key twice
+        raise DataError(f"{where}: not valid JSON ({str(error) or 'too much for the memory'})") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"an object has the key {key!r:.80} twice")
+    return value
 
 
 def read_json(path: Path) -> dict:
     """A JSON object from `path`; DataError names the file (and line) when it is missing or malformed."""
-    try:
-        value = parse_json(path.read_bytes(), path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    value = parse_json(read_bytes(path), path)
     if not isinstance(value, dict):
         raise DataError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
@@ -29,8 +66,8 @@ def read_json(path: Path) -> dict:
 def read_text(name: str | Path) -> str:
     """The text of a file; DataError where there is none."""
     try:
-        return Path(name).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a byte 0 in the name
+        return read_bytes(name).decode().replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
         raise DataError(f"{name}: cannot be read ({error})") from error
 
 
