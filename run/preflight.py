@@ -18,6 +18,7 @@ from hf.model_config import ModelConfig, read_model_config, resolve_model_folder
 from hf.tokenizer import Tokenizer
 from run import config_check, config_file, resume
 from run.config_check import check_writable
+from system.imports import call
 
 MAX_ROWS = 5_000  # of each set that --check looks at: half a second
 
@@ -57,7 +58,8 @@ def read_inputs(
     def check_answers(env_name: str, answers: list[tuple[str, str, dict]]) -> None:
         if env_name not in environments:
             environments[env_name] = make_environment(env_name, cfg.env, num_ranks)
-        environments[env_name].check_answers(answers)
+        rows = f" of {answers[0][0]} to {answers[-1][0]}" if answers else ""
+        call(f"env_name '{env_name}': check_answers(){rows}", environments[env_name].check_answers, answers)
 
     def read(section: DatasetConfig) -> tuple[Dataset, Dataset | None]:
         limit, tasks = cfg.max_prompt_tokens, cfg.data.task_to_env
@@ -75,6 +77,8 @@ def read_inputs(
             f"fewer than grpo.num_prompts_per_step={cfg.grpo.num_prompts_per_step} x "
             f"grpo.batch_multiplier={cfg.grpo.batch_multiplier:g}"
         )
+    if to_train and mixture.sampler:  # a function of the user's, which is to fail now
+        mixture.draw(mixture.start(), cfg.grpo.prompts_per_batch)
     reward_model = read_reward_model(cfg.env.reward_model) if "reward_model" in environments else None
     return RunInputs(folder, tokenizer, mixture, {each.name: each for each in held_out}, environments, reward_model)
 
