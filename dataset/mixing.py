@@ -45,6 +45,7 @@ class Mixture:
         self.weights = [Fraction(weight) for weight in weights] if all(weights) else []
         path = cfg.data.custom_dataloader if cfg.data.use_multiple_dataloader else None
         self.sampler = import_attribute(path, "data.custom_dataloader") if path else None
+        self.sampler_name = f"data.custom_dataloader '{path}'"
         if not any(dataset.is_trained for dataset in datasets):
             paths = ", ".join(dataset.path for dataset in datasets)
             raise ConfigError(f"{paths}: every row has loss_multiplier 0: none would be trained on")
@@ -74,7 +75,7 @@ class Mixture:
         names = list(self.datasets)
         after = cursor | {"position": position + count, "drawn": drawn, "memory": dict(cursor["memory"])}
         if self.sampler:
-            problem = f"data.custom_dataloader, which is to give a list of {count} sets,"
+            problem = f"{self.sampler_name}, which is to give a list of {count} sets,"
             items = call(problem, self._sample, after, count)
         elif self.turn:
             items = [(names[k // self.turn % len(names)], None) for k in range(position, position + count)]
@@ -112,11 +113,11 @@ class Mixture:
         items = [(item, None) if isinstance(item, str) else tuple(item) for item in islice(answer, count + 1)]
         for item in items:
             if len(item) != 2 or item[0] not in sizes or not (item[1] is None or 0 <= item[1] < sizes[item[0]]):
-                raise ConfigError(f"data.custom_dataloader gave {item!r:.80}, which is no problem of {sizes}")
+                raise ConfigError(f"{self.sampler_name} gave {item!r:.80}, which is no problem of {sizes}")
         if len(items) != count:
             number = len(items) if len(items) < count else f"more than {count}"
-            raise ConfigError(f"data.custom_dataloader gave {number} prompts instead of {count}")
-        to_json(after["memory"], "data.custom_dataloader: its memory, which checkpoints keep,")
+            raise ConfigError(f"{self.sampler_name} gave {number} prompts instead of {count}")
+        to_json(after["memory"], f"{self.sampler_name}: its memory, which checkpoints keep,")
         return items
 
 

@@ -130,13 +130,13 @@ def test_sampler_sees_the_metrics_of_the_step_before(curriculum):
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        (["a"] * 3, "data.custom_dataloader gave 3 prompts instead of 4"),
+        (["a"] * 3, "data.custom_dataloader 'mine:sampler' gave 3 prompts instead of 4"),
         (
             ["a", "b", "d", "a"],
-            "data.custom_dataloader gave ('d', None), which is no problem of {'a': 20, 'b': 20, 'c': 20}",
+            "data.custom_dataloader 'mine:sampler' gave ('d', None), which is no problem of {'a': 20, 'b': 20, 'c'",
         ),
-        (["a", "b", ("a", 20), "a"], "data.custom_dataloader gave ('a', 20), which is no problem of"),
-        (["a", "b", ("a", -1), "a"], "data.custom_dataloader gave ('a', -1), which is no problem of"),
+        (["a", "b", ("a", 20), "a"], "data.custom_dataloader 'mine:sampler' gave ('a', 20), which is no problem of"),
+        (["a", "b", ("a", -1), "a"], "data.custom_dataloader 'mine:sampler' gave ('a', -1), which is no problem of"),
     ],
 )
 def test_sampler_that_asks_for_what_is_not_there(curriculum, asked, told):

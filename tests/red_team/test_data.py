@@ -1,0 +1,583 @@
+"""Hostile datasets and users' functions: what `--check` answers to files, rows and functions of any kind."""
+
+import json
+import os
+import random
+import socket
+import sys
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from chat_case import write_tokenizer
+from dataset_case import GOOD, load, refused
+from red_team import MAX_MESSAGE_CHARS, assert_answered
+
+import envs
+from config import ConfigError
+from dataset import sources
+from hf.tokenizer import Tokenizer
+from run import preflight
+
+ROOT = Path(__file__).resolve().parents[2]
+STARTER = ROOT / "examples/arithmetic/starter"
+CONFIG = f"""
+grpo: {{num_prompts_per_step: 1, max_num_steps: 1, val_period: 0}}
+policy:
+  model_name: {STARTER}
+  max_total_sequence_length: 32
+  generation: {{max_new_tokens: 8}}
+data:
+  train: {{data_path: rows.jsonl, env_name: exact}}
+"""
+ROW = {"input": "1+1=", "answer": "2"}
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """A folder with a config and a good data file, which is the working directory."""
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def tokenizer(tmp_path, monkeypatch):
+    """No template: the prompt is the messages' text, an id per byte. The working directory is the test's own."""
+    monkeypatch.chdir(tmp_path)
+    write_tokenizer(tmp_path)
+    return Tokenizer(tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------------- mutations
+
+WORDS = 'null true false 0 -1 5 0.5 1.0 1e999 -1e999 NaN -Infinity 1e-400 [] {} [[]] [null] [5] {"a":1} "" "a"'
+VALUES = [
+    *WORDS.split(),
+    *(
+        json.dumps(text)
+        for text in ("a b", "\0", "\ud800", "\udc00x", "####", "\n#### ", "\n#### 5\n", "{}", "é", "None")
+    ),
+    *(
+        json.dumps(text)
+        for text in ("<|end|>", "<|en", "d|>", "assistant", "system", "code", "math", "NaN", "x" * 3000)
+    ),
+    '["a","b"]',
+    '[{"role":"user","content":"1+1="}]',
+    '[{"role":5,"content":"a"}]',
+    '[{"role":"user","content":[{"type":"text","text":"1"},{"text":null}]}]',
+    '[{"role":"assistant","content":null,"tool_calls":[{"a":1}]}]',
+    '{"input":[[]],"instructions":5}',
+    '{"a":1,"a":2}',
+    "1" * 4000,
+    "1" * 10_000,
+    "[" * 50 + "]" * 50,
+    "[" * 480 + "]" * 480,
+    "[" * 985 + "]" * 985,
+    '{"a":' * 900 + "1" + "}" * 900,
+    "[" * 100_000,
+    json.dumps({f"key{i}" * 20: i for i in range(100)}),
+]
+KEYS = (
+    "input",
+    "answer",
+    "messages",
+    "tools",
+    "responses_create_params",
+    "id",
+    "reward",
+    "loss_multiplier",
+    "task_name",
+)
+KEYS += ("output", "prompt", "metadata", "verifier_metadata", "role", "content", "x" * 2000, "\n", "", "a.b")
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "1"}]}]
+BASES = (
+    {"input": "1+1=", "answer": "2", "id": "7"},
+    {"messages": [*CHAT, {"role": "assistant", "content": "2"}], "tools": [TOOL]},
+    {"responses_create_params": {"input": CHAT, "tools": [TOOL], "instructions": "i"}, "metadata": {"label": "2"}},
+    {"responses_create_params": {"input": "1"}, "label": 2, "reward": 1.0},
+    {"question": "1+1=", "answer": "one and one\n#### 2", "loss_multiplier": 1, "reward": 1.0},
+)
+
+
+def places(value):
+    """(list or dict, index or key) of all that is in a nested value."""
+    for key in value if isinstance(value, dict) else range(len(value)):
+        yield value, key
+        if isinstance(value[key], dict | list):
+            yield from places(value[key])
+
+
+def row_text(rng):
+    """A row as JSON text, in which one or two values, anywhere in it, are other ones, gone, added or twice there."""
+    row = json.loads(json.dumps(rng.choice(BASES)))
+    raw = {}
+    for number in range(rng.choice((0, 1, 1, 1, 2))):
+        inside, key = rng.choice(list(places(row)))
+        kind = rng.choice(("value", "value", "value", "gone", "added", "twice"))
+        mark = f"@{number}@"
+        raw[f'"{mark}"'] = rng.choice(VALUES)
+        if kind == "gone":
+            del inside[key]
+        elif kind == "value" or isinstance(inside, list):
+            inside[key] = mark
+        else:
+            inside[rng.choice(KEYS)] = mark
+            if kind == "twice":
+                raw[f'"{mark}"'] += f", {json.dumps(key)}: 1"
+        if not row:
+            break
+    text = json.dumps(row)
+    for mark, value in raw.items():
+        text = text.replace(mark, value)
+    return text
+
+
+def spoil(rng, content):
+    """The bytes of a file, spoiled as a crash, another program or an editor would."""
+    kind, place = rng.randrange(10), rng.randrange(len(content) + 1)
+    if kind == 0:
+        return content[:place]
+    if kind == 1:
+        return content[:place] + bytes(rng.randrange(256) for _ in range(rng.randint(1, 20))) + content[place:]
+    if kind == 2:
+        return content.decode("utf-8", "replace").encode("utf-16")
+    if kind == 3:
+        return b"\xef\xbb\xbf" * rng.randint(1, 2) + content
+    if kind == 4:
+        return content.replace(b"\n", rng.choice([b"\r\n", b"\r", b"\n\n \n", b"\x0b", b""]))
+    if kind == 5:
+        return b"[" + content.replace(b"\n", b",").rstrip(b",") + rng.choice([b"]", b"", b"] x", b",]"])
+    if kind == 6:
+        return rng.choice([b" ", b"\n", b"\t"]) * rng.choice([1, 4096, 70_000]) + b"[" + content.strip() + b"]"
+    if kind == 7:
+        return content[:place] + b"\0" * rng.choice([1, 5000]) + content[place:]
+    return content
+
+
+LONG = 1000  # seeds from here on are for --long
+
+
+def mutated(seed):
+    """(content of rows.jsonl, words of the command line)"""
+    rng = random.Random(seed)
+    rows = [row_text(rng) for _ in range(rng.randint(1, 3))]
+    rows += [json.dumps(ROW)] * rng.randint(0, 1)
+    rng.shuffle(rows)
+    content = ("\n".join(rows) + "\n").encode("utf-8", "surrogatepass")
+    if rng.random() < 0.2:
+        content = spoil(rng, content)
+    options = {
+        "min_reward": ("0.5", "-1e308"),
+        "input_key": ("input", "a.b", "messages", "'x '"),
+        "output_key": ("answer", "metadata.a", "id"),
+        "repeat": ("3", "1000000"),
+        "split_validation_size": ("0.5", "1", "7"),
+        "env_name": ("code", "math"),
+    }
+    words = []
+    for key in rng.sample(sorted(options), rng.choice((0, 0, 1, 2))):
+        if key != "env_name" or seed >= LONG:  # their processes take a second to start
+            words.append(f"data.train.{key}={rng.choice(options[key])}")
+    return content, words
+
+
+def answer_to(check, work, seed):
+    content, words = mutated(seed)
+    (work / "rows.jsonl").write_bytes(content)
+    answer = check(work, "run.yaml", *words)
+    try:
+        assert_answered(answer, "rows.jsonl")
+    except AssertionError as error:
+        raise AssertionError(f"seed {seed}, {words}, {content[:300]!r}: {str(error)[:1500]}") from None
+    return answer
+
+
+@pytest.mark.parametrize("seeds", [range(0, 25), range(25, 50)], ids=str)
+def test_mutated_rows_and_files(check, work, seeds):
+    codes = [answer_to(check, work, seed).code for seed in seeds]
+    assert set(codes) == {0, 2}, "the mutations are neither all harmless nor all fatal"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(10))
+def test_a_thousand_mutated_rows_and_files(check, work, part):
+    for seed in range(LONG + 100 * part, LONG + 100 * (part + 1)):
+        answer_to(check, work, seed)
+
+
+# ------------------------------------------------------------------------------------------- files that are no files
+
+
+def make_fifo(path):
+    os.mkfifo(path)
+
+
+def make_socket(path):
+    socket.socket(socket.AF_UNIX).bind(str(path))
+
+
+def make_sparse(path):
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+NO_FILES = {
+    "fifo": make_fifo,
+    "link to a fifo": lambda path: (os.mkfifo("pipe"), path.symlink_to("pipe")),
+    "folder": Path.mkdir,
+    "socket": make_socket,
+    "loop": lambda path: path.symlink_to(path.name),
+    "dangling": lambda path: path.symlink_to("not_mounted/rows"),
+    "zeros": lambda path: path.symlink_to("/dev/zero"),
+    "stdin": lambda path: path.symlink_to("/dev/stdin"),
+    "stdin of the process": lambda path: path.symlink_to("/proc/self/fd/0"),
+    "memory": lambda path: path.symlink_to("/proc/self/mem"),
+    "a terabyte": make_sparse,
+}
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_what_is_no_regular_file_is_refused_at_once(check, work, kind):
+    NO_FILES[kind](work / "data")
+    key = "system_prompt_file" if kind in ("fifo", "loop") else "data_path"
+    answer = check(work, "run.yaml", f"data.train.{key}=data", seconds=10)
+    assert_answered(answer, "data", code=2)
+    assert "data: cannot be read (" in answer.message or "MiB" in answer.message
+
+
+@pytest.mark.parametrize(
+    "name", ["/dev/zero", "/dev/stdin", "/dev/tty", "/proc/self/mem", "pipe", "pipe/", "a\0b", "\ud800"]
+)
+def test_names_that_lead_to_no_file(tokenizer, name):
+    os.mkfifo("pipe")
+    for options in (
+        {"data_path": name},
+        {"prompt_file": name},
+        {"system_prompt_file": name},
+        {"data_path": "./" + name},
+    ):
+        assert ": cannot be read (" in refused(tokenizer, [GOOD], **options)
+
+
+def test_a_file_that_grows_while_it_is_read_ends(tokenizer, monkeypatch):
+    """Another process writes as fast as this one reads: what was there at the start is read."""
+    Path("grows.jsonl").write_text(json.dumps(GOOD) + "\n")
+    writer = Path("grows.jsonl").open("a", buffering=1)
+    checksum = zlib.crc32
+
+    def appended(line):
+        writer.write(json.dumps(GOOD) + "\n")
+        return checksum(line)
+
+    monkeypatch.setattr(sources.zlib, "crc32", appended)
+    assert len(load(tokenizer, [], data_path="grows.jsonl").problems) == 1
+
+
+# ---------------------------------------------------------------------------------------------------- rows and numbers
+
+
+def test_time_grows_with_an_answer_and_not_with_its_square(check, work):
+    """2 MB of what a pattern of GSM8K's form would try from each line on: its square takes an hour."""
+    for answer in ("\n#### " * 350_000 + "x", "a\n" * 1_000_000, "#" * 2_000_000, "\n####" * 400_000 + "\n#### 5"):
+        (work / "rows.jsonl").write_text(json.dumps(ROW | {"answer": answer}) + "\n")
+        assert_answered(check(work, "run.yaml"), "rows.jsonl:1")
+
+
+@pytest.mark.parametrize(
+    ("answer", "final"),
+    [
+        ("one\n#### 5", "5"),
+        ("one\n#### 5 \n", "5"),
+        ("1\n#### 2\n#### 3", "3"),
+        ("#### 5", "#### 5"),
+        ("x\n####5", "x\n####5"),
+        ("x\n#### ", "x\n#### "),
+        ("5\n", "5\n"),
+        ("", ""),
+    ],
+)
+def test_the_answer_of_gsm8k_follows_its_last_mark(tokenizer, answer, final):
+    assert load(tokenizer, [GOOD | {"output": answer}]).problems[0].answer == final
+
+
+@pytest.mark.parametrize("tools", [5, "abc", [5], [None], [[]], {}, True, 0, ""])
+def test_tools_of_any_shape_are_objects_or_refused(tokenizer, tools):
+    for row in (GOOD | {"tools": tools}, {"responses_create_params": {"input": "1", "tools": tools}, "answer": "2"}):
+        assert refused(tokenizer, [row]).startswith("rows.jsonl:1: 'tools' must be a list of objects, not ")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"input": "1+1=", "input": "5+5=", "output": "2"}', ": not valid JSON (an object has the key 'input' twice)"),
+        ('{"input": "1", "output": {"a": {"b": 1, "b": 2}}}', ": not valid JSON (an object has the key 'b' twice)"),
+        ('{"messages": "text", "output": "2"}', ": 'messages' must be a non-empty list"),
+        ('{"input": "1", "output": NaN}', ": the answer is neither text nor JSON (Out of range float"),
+        ('{"input": "1", "output": [1, -1e999]}', ": the answer is neither text nor JSON (Out of range float"),
+        ('{"input": "1", "output": "2", "loss_multiplier": NaN}', ": loss_multiplier=nan: 1 (trained on) or 0"),
+        ('{"input": "1", "output": "2", "loss_multiplier": [1]}', ": loss_multiplier=[1]: 1 (trained on) or 0"),
+        ('{"input": "1", "output": "2", "loss_multiplier": 0.5}', ": loss_multiplier=0.5: 1 (trained on) or 0"),
+        ('{"input": "1", "output": %s}' % ("1" * 10_000), ": not valid JSON (Exceeds the limit (4300 digits)"),
+    ],
+)
+def test_rows_are_refused_by_their_line(tokenizer, row, message):
+    assert refused(tokenizer, [GOOD, row.encode()]).startswith(f"rows.jsonl:2{message}")
+
+
+@pytest.mark.parametrize("reward", [b"NaN", b'"1"', b"true", b"null", b"[1]"])
+def test_what_is_no_number_is_not_kept_by_min_reward(tokenizer, reward):
+    row = json.dumps(GOOD).encode()[:-1] + b', "reward": ' + reward + b"}"
+    assert refused(tokenizer, [row], min_reward=0.5).startswith("rows.jsonl:1: no number under 'reward'")
+
+
+def test_huge_numbers_are_compared_as_they_are(tokenizer):
+    rows = [GOOD | {"reward": 10**4000}, GOOD | {"reward": float("inf")}, GOOD | {"reward": -(10**400)}]
+    assert len(load(tokenizer, rows, min_reward=0.5).problems) == 2
+
+
+def test_rows_that_are_all_weighted_0_are_refused(check, work):
+    weighted = [json.dumps(ROW | {"loss_multiplier": weight}) for weight in (0, 0.0, False, 1)]
+    for rows, code in ((weighted[:3], 2), (weighted, 0)):
+        (work / "rows.jsonl").write_text("\n".join(rows))
+        answer = check(work, "run.yaml")
+        assert_answered(answer, "rows.jsonl: every row has loss_multiplier 0", code=code)
+    (work / "zeros.jsonl").write_text(weighted[0])  # which may be validated on
+    assert_answered(check(work, "run.yaml", "data.validation.data_path=zeros.jsonl", "grpo.val_period=1"), code=0)
+
+
+def test_only_the_start_of_a_hopeless_prompt_is_encoded(tokenizer):
+    """All of 25 MB takes 24 s, and as much memory as a model."""
+    encoded, encode = [], tokenizer.backend.encode
+    tokenizer.backend = SimpleNamespace(encode=lambda text, **options: encoded.append(text) or encode(text, **options))
+    rows = [{"input": text * 1_000_000, "output": "1"} for text in ("a", "\n", "é", "ab ")]
+    rows.append({"messages": [{"role": "user", "content": [{"text": "x" * 1000}] * 1000}], "output": "1"})
+    assert refused(tokenizer, rows, 100).endswith("5 left out: over 100 tokens")
+    assert sum(map(len, encoded)) < 5 * 4096
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("text", ["word 12 ", "<|end|>", "<|end", " ", "\n", "é", "\u0301", "ﷺ", "1"])
+def test_a_line_of_30_mb_is_answered_in_time(check, work, text):
+    for row in ({"input": text * (15_000_000 // len(text))}, {"tools": [{"a": text * (15_000_000 // len(text))}]}):
+        (work / "rows.jsonl").write_text(json.dumps(ROW | row, ensure_ascii=False) + "\n" + json.dumps(ROW) + "\n")
+        answer = check(work, "run.yaml")
+        assert_answered(answer, code=0)
+        assert "1 left out: " in answer.output or "tools" in row
+
+
+def test_prompt_ids_are_whole_up_to_the_limit(tokenizer):
+    """Around each length at which only the start of a text is encoded, a prompt has all of its ids or is left out."""
+    for limit in (1, 7, 300):
+        lengths = {*range(limit - 2, limit + 3), 16 * limit + 255, 16 * limit + 257, 64 * limit + 1024}
+        rows = [{"input": "x" * max(1, length), "output": "1"} for length in sorted(lengths)]
+        problems = load(tokenizer, rows, limit).problems
+        assert [len(row.prompt_ids) for row in problems] == [
+            n for n in map(len, (r["input"] for r in rows)) if n <= limit
+        ]
+    assert tokenizer.render([{"role": "user", "content": "x" * 5000}]) == [120] * 5000
+
+
+# ----------------------------------------------------------------------------------------------- functions of a user's
+
+DATASET, PROCESSOR, ENV = "data.train.dataset_name", "data.train.processor", "data.train.env_name"
+SAMPLER = "data.custom_dataloader"
+CLASS = "class C:\n def step(self, turns): {step}\n def check_answers(self, answers): {check}\n def close(self): pass\n"
+USERS = [  # key, code, what the message holds
+    (DATASET, "x = = 1", 'mine.py", line 1'),
+    (DATASET, "1/0", "ZeroDivisionError: division by zero (FOLDER/mine.py:1)"),
+    (DATASET, "import sys\nsys.exit(7)", "SystemExit: 7 (FOLDER/mine.py:2)"),
+    (DATASET, "import no_such_module", "No module named 'no_such_module' (FOLDER/mine.py:1)"),
+    (DATASET, "raise type('E', (BaseException,), {})('x')", "E: x (FOLDER/mine.py:1)"),
+    (DATASET, "f = 5", "TypeError: 'int' object is not callable"),
+    (DATASET, "def f(): return []", "which is to give a sequence of rows, raised TypeError: f() takes 0"),
+    (
+        DATASET,
+        "def f(cfg):\n yield {}",
+        "a sequence of rows, raised TypeError: object of type 'generator' has no len()",
+    ),
+    (DATASET, "def f(cfg): pass", "a sequence of rows, raised TypeError: object of type 'NoneType'"),
+    (DATASET, "def f(cfg): return {'a': {}}", "mine:f, row 1 raised KeyError: 0"),
+    (DATASET, "def f(cfg): return 'abc'", "mine:f, row 1: expected a JSON object, got str"),
+    (DATASET, "def f(cfg): return [1]", "mine:f, row 1: expected a JSON object, got int"),
+    (
+        DATASET,
+        "def f(cfg):\n return open('absent')",
+        "FileNotFoundError: [Errno 2] No such file or directory: 'absent' (FOLDER/mine.py:2)",
+    ),
+    (
+        DATASET,
+        "import datetime\ndef f(cfg): return [{'input': 'a', 'answer': datetime.date(2020, 1, 1)}]",
+        "mine:f, row 1: the answer is neither",
+    ),
+    (
+        DATASET,
+        "class R:\n def __len__(self): return -1\n def __getitem__(self, i): 1/0\nf = lambda cfg: R()",
+        "ValueError: __len__() should return >= 0",
+    ),
+    (
+        DATASET,
+        "class R:\n def __len__(self): return 1\n def __getitem__(self, i):\n  1/0\nf = lambda cfg: R()",
+        "row 1 raised ZeroDivisionError: division by zero (FOLDER/mine.py:4)",
+    ),
+    (
+        PROCESSOR,
+        "import sys\ndef f(row): sys.exit(7)",
+        "rows.jsonl:1: processor mine:f raised SystemExit: 7 (FOLDER/mine.py:2)",
+    ),
+    (
+        PROCESSOR,
+        "def f(row):\n return row['x']",
+        "rows.jsonl:1: processor mine:f raised KeyError: 'x' (FOLDER/mine.py:2)",
+    ),
+    (PROCESSOR, "def f(row): raise GeneratorExit", "processor mine:f raised GeneratorExit (FOLDER/mine.py:1)"),
+    (PROCESSOR, "class E(Exception):\n def __str__(self): 1/0\ndef f(row): raise E", "(FOLDER/mine.py:3)"),
+    (PROCESSOR, "def f(row): raise ValueError('x\\n' * 9999)", "raised ValueError: x x x"),
+    (
+        PROCESSOR,
+        "def f(row):\n return f(row)",
+        "raised RecursionError: maximum recursion depth exceeded (FOLDER/mine.py:2)",
+    ),
+    (PROCESSOR, "def f(row): return [row]", "rows.jsonl:1: processor mine:f gave list, not a row or None"),
+    (
+        PROCESSOR,
+        "import decimal\ndef f(row): return row | {'answer': decimal.Decimal(2)}",
+        "rows.jsonl:1: the answer is neither",
+    ),
+    (
+        PROCESSOR,
+        "import numpy\ndef f(row): return row | {'answer': numpy.int64(2)}",
+        "rows.jsonl:1: the answer is neither",
+    ),
+    (PROCESSOR, "def f(row): return row | {'answer': {(1, 2): 3}}", "rows.jsonl:1: the answer is neither"),
+    (
+        PROCESSOR,
+        "import numpy\ndef f(row): return row | {'loss_multiplier': numpy.ones(2)}",
+        "rows.jsonl:1: loss_multiplier=array([1., 1.])",
+    ),
+    (
+        PROCESSOR,
+        "def f(row): return row | {'messages': [{'role': 'user', 'content': '1', 'x': {1}}]}",
+        "rows.jsonl:1: a part of messages or tools",
+    ),
+    (PROCESSOR, "def f(row): return row | {'id': {1: 2, 'a': 3}}", None),
+    (PROCESSOR, "def f(row): return {1: 2, 'a': 3}", "rows.jsonl:1: neither 'messages' nor text under"),
+    (ENV, "def f(prompts): pass", "a reward function takes `completions`"),
+    (ENV, "class f: pass", "no method step()"),
+    (
+        ENV,
+        CLASS.format(step="1/0", check="raise KeyError('level')") + "f = C",
+        "rows.jsonl:1 raised KeyError: 'level' (FOLDER/mine.py:3)",
+    ),
+    (ENV, CLASS.format(step="1/0", check="exit(3)") + "f = C", "SystemExit: 3 (FOLDER/mine.py:3)"),
+    (
+        ENV,
+        CLASS.format(step="return []", check="pass") + "f = C\nC.__init__ = lambda self: {}['a']",
+        "raised KeyError: 'a' (FOLDER/mine.py:6)",
+    ),
+    (
+        ENV,
+        CLASS.format(step="1/0", check="pass") + "f = C\nC.self_tests = [('a', 'b', 'ok')]",
+        "ZeroDivisionError: division by zero (FOLDER/mine.py:2)",
+    ),
+    (
+        ENV,
+        CLASS.format(step="return [None]", check="pass") + "f = C\nC.self_tests = [('a', 'b', 'ok')]",
+        "in its self_tests, raised AttributeError",
+    ),
+    (
+        ENV,
+        CLASS.format(step="return 5", check="pass") + "f = C\nC.self_tests = [('a', 'b', 'ok')]",
+        "in its self_tests, raised TypeError",
+    ),
+    (
+        ENV,
+        CLASS.format(step="return []", check="pass") + "f = C\nC.self_tests = 5",
+        "in its self_tests, raised TypeError",
+    ),
+    (
+        SAMPLER,
+        "def f(**given):\n return given['absent']",
+        "data.custom_dataloader 'mine:f', which is to give a list of 1 sets, raised KeyError: 'absent' (FOLDER/mine.py:2)",
+    ),
+    (SAMPLER, "def f(**given): pass", "raised TypeError: 'NoneType' object is not"),
+    (SAMPLER, "def f(**given): return [1]", "raised TypeError: 'int' object is not iterable"),
+    (SAMPLER, "def f(**given): return [([], 0)]", "raised TypeError: "),
+    (SAMPLER, "def f(**given): return ['rows', 'rows']", "gave more than 1 prompts"),
+    (SAMPLER, "import itertools\ndef f(**given): return itertools.repeat('rows')", "gave more than 1 prompts"),
+    (
+        SAMPLER,
+        "def f(memory, **given):\n memory['a'] = {1}\n return ['rows']",
+        "its memory, which checkpoints keep, is neither",
+    ),
+]
+
+
+@pytest.mark.parametrize(("key", "code", "message"), USERS)
+def test_a_users_function_that_fails_is_named(work, monkeypatch, key, code, message):
+    """In this process, which is faster: whatever ends it ends the test."""
+    (work / "mine.py").write_text(code + "\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(work)])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    words = ["data.use_multiple_dataloader=true", "data.num_prompts_per_dataloader=1"] if key == SAMPLER else []
+    words = ["run.yaml", f"{key}=mine:f", *words]
+    if message is None:
+        preflight.check(preflight.parse_command_line(words, "usage"))
+        return
+    with pytest.raises(ConfigError) as error:
+        preflight.check(preflight.parse_command_line(words, "usage"))
+    assert message.replace("FOLDER", str(work)) in str(error.value)
+    assert len(str(error.value)) <= MAX_MESSAGE_CHARS and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("number", range(0, len(USERS), 8))
+def test_a_users_function_that_fails_ends_the_check_with_2(check, work, number):
+    key, code, message = USERS[number]
+    (work / "mine.py").write_text(code + "\n")
+    assert_answered(check(work, "run.yaml", f"{key}=mine:f"), "mine", "rows.jsonl:1", code=2)
+
+
+@pytest.mark.parametrize(
+    "path", [".mine:f", "mine:", ":f", "builtins:min", "builtins:print", "builtins:dict", "os:path", "..:f"]
+)
+def test_what_is_no_environment_is_refused_by_its_path(check, work, path):
+    assert_answered(check(work, "run.yaml", f"{ENV}={path}"), path, code=2)
+
+
+def test_a_processor_gets_each_row_as_it_was_read(tokenizer, monkeypatch):
+    """It is called again when the row's turn comes: one that changes its row must give the same then."""
+
+    def processor(row):
+        row["messages"][0]["content"] += "!"
+        return row
+
+    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(processor=processor))
+    Path("rows.json").write_text(json.dumps([{"messages": [{"role": "user", "content": "1"}], "answer": "2"}]))
+    problems = load(tokenizer, [], data_path="rows.json", processor="mine:processor").problems
+    assert problems[0] == problems[0] and problems[0].messages[0]["content"] == "1!"
+
+
+def exits(completions):
+    sys.exit(7)  # the line that ends it
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [
+        (exits, RuntimeError, r"^mine:f raised SystemExit: 7 \(.*test_data\.py:\d+\)$"),
+        (lambda completions: completions.absent, RuntimeError, r"^mine:f raised AttributeError: .* \(.*test_data\.py"),
+        (lambda completions: None, RuntimeError, "^mine:f raised TypeError: 'NoneType' object is not iterable"),
+        (lambda completions: ["1"], ValueError, "^mine:f gave str, not a number or None"),
+        (lambda completions: [1j], ValueError, "^mine:f gave complex, not a number or None"),
+        (lambda completions: [10**400], ValueError, "^mine:f gave int, not a number or None"),
+        (lambda completions: [[1]], ValueError, "^mine:f gave list, not a number or None"),
+        (lambda completions: [1, 2], ValueError, "^mine:f gave 2 rewards for 1 completions"),
+    ],
+)
+def test_a_reward_function_that_fails_amid_the_run_is_named(function, error, message):
+    turn = envs.Turn([{"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}], "2", "stop")
+    with pytest.raises(error, match=message):
+        envs.RewardFunction(function, "mine:f").step([turn])
