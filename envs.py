@@ -147,10 +147,7 @@ class RewardFunction(Environment):
 
     def __init__(self, function: Callable[..., Sequence[float | None]], name: str):
         self.function, self.name = function, name
-        try:
-            parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError) as error:  # some that are not written in Python
-            raise ConfigError(f"env_name '{name}' is no reward function: {error}") from error
+        parameters = inspect.signature(function).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self.accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.accepted = {p.name for p in named}
@@ -171,23 +168,21 @@ class RewardFunction(Environment):
         accepted = {name: values for name, values in columns.items() if self.accepts_all or name in self.accepted}
         try:
             rewards = list(self.function(**accepted))
+            results = [self._result(reward) for reward in rewards]
         except (Exception, SystemExit) as error:  # it is the user's
             raise RuntimeError(f"{self.name} raised {describe(error)}") from error
         if len(rewards) != len(turns):
             raise ValueError(f"{self.name} gave {len(rewards)} rewards for {len(turns)} completions")
-        return [self._result(reward) for reward in rewards]
+        return results
 
     @staticmethod
     def _text_or_chat(turn: Turn, messages: list[dict]) -> str | list[dict]:
         is_chat = "messages" in turn.fields
         return messages if is_chat else "".join(message["content"] for message in messages)
 
-    def _result(self, reward: float | None) -> StepResult:
-        try:
-            is_finite = reward is not None and math.isfinite(reward)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"{self.name} gave {type(reward).__name__}, not a number or None ({error})") from error
-        if not is_finite:
+    @staticmethod
+    def _result(reward: float | None) -> StepResult:
+        if reward is None or not math.isfinite(reward):
             return StepResult(0.0, "error")
         return StepResult(float(reward), "ok" if reward > 0 else "wrong")
 

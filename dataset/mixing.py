@@ -14,7 +14,6 @@ them). memory: a dict of its own, which it may change and which checkpoints keep
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -110,13 +109,12 @@ class Mixture:
             position=after["position"] - count,
             seed=self.seed,
         )
-        items = [(item, None) if isinstance(item, str) else tuple(item) for item in islice(answer, count + 1)]
+        items = [(item, None) if isinstance(item, str) else tuple(item) for item in answer]
         for item in items:
             if len(item) != 2 or item[0] not in sizes or not (item[1] is None or 0 <= item[1] < sizes[item[0]]):
                 raise ConfigError(f"{self.sampler_name} gave {item!r:.80}, which is no problem of {sizes}")
         if len(items) != count:
-            number = len(items) if len(items) < count else f"more than {count}"
-            raise ConfigError(f"{self.sampler_name} gave {number} prompts instead of {count}")
+            raise ConfigError(f"{self.sampler_name} gave {len(items)} prompts instead of {count}")
         to_json(after["memory"], f"{self.sampler_name}: its memory, which checkpoints keep,")
         return items
 

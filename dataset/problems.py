@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from numbers import Number
-from reprlib import repr as shortened
 from typing import Any
 
 import jinja2
@@ -60,12 +59,11 @@ class ProblemMaker:
         env_name = self.env_names.get(task) if isinstance(task, str | None) else None
         if env_name is None:
             known = ", ".join(ENVIRONMENTS)
-            name = shortened(task)
-            raise DataError(f"{where}: task_name {name} is no environment; known: {known} (see data.task_to_env)")
+            raise DataError(f"{where}: task_name {task!r:.80} is no environment; known: {known} (data.task_to_env)")
         if env_name in ("exact", "math"):
             if answer is None:
                 key = f"key '{self.cfg.output_key}'" if self.cfg.output_key else f"key of {', '.join(OUTPUT_KEYS)}"
-                raise DataError(f"{where}: no {key}; keys: {_keys(raw)} (see output_key)")
+                raise DataError(f"{where}: no {key}; keys: {', '.join(map(str, raw)):.200} (see output_key)")
             if GSM8K_MARK in answer:
                 answer = answer.rpartition(GSM8K_MARK)[2].strip() or answer
         messages = self._with_prompts(messages, where)
@@ -80,8 +78,9 @@ class ProblemMaker:
             raise DataError(f"{where}: the prompt is empty")
         multiplier = raw.get("loss_multiplier", 1)
         if not isinstance(multiplier, Number) or multiplier not in (0, 1):
-            value = shortened(multiplier)
-            raise DataError(f"{where}: loss_multiplier={value}: 1 (trained on) or 0 (sampled and scored only)")
+            raise DataError(
+                f"{where}: loss_multiplier={multiplier!r:.80}: 1 (trained on) or 0 (sampled and scored only)"
+            )
         return Problem(number, messages, answer or "", env_name, ids, raw, float(multiplier), self.cfg.set_name, tools)
 
     def _row(self, number: int) -> dict | None:
@@ -128,8 +127,8 @@ def read_row(raw: dict, where: str, cfg: DatasetConfig) -> tuple[list[dict], str
         input_keys = (cfg.input_key,) if cfg.input_key else INPUT_KEYS
         problem = _first(raw, input_keys)
         if not isinstance(problem, (str, list)):
-            names = "' or '".join(input_keys)
-            raise DataError(f"{where}: neither 'messages' nor text under '{names}'; keys: {_keys(raw)} (see input_key)")
+            names, keys = "' or '".join(input_keys), f"{', '.join(map(str, raw)):.200}"
+            raise DataError(f"{where}: neither 'messages' nor text under '{names}'; keys: {keys} (see input_key)")
         messages = [{"role": "user", "content": problem}] if isinstance(problem, str) else problem
     messages = _chat(messages, where)
     answer = _first(raw, (cfg.output_key,) if cfg.output_key else output_keys)
@@ -151,10 +150,6 @@ def to_json(value: Any, name: str, *, allow_nan: bool = True) -> str:
         return json.dumps(value, allow_nan=allow_nan)
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{name} is neither text nor JSON ({error})") from error
-
-
-def _keys(raw: dict) -> str:
-    return f"{', '.join(map(str, raw)):.200}"
 
 
 def split_prompt(name: str, text: str) -> tuple[str, str]:
@@ -218,5 +213,5 @@ def _gym_prompt(params: Any, where: str) -> tuple[list, list[dict]]:
 
 def _tools(tools: Any, where: str) -> list[dict] | None:
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise DataError(f"{where}: 'tools' must be a list of objects, not {shortened(tools)}")
+        raise DataError(f"{where}: 'tools' must be a list of objects, not {tools!r:.80}")
     return tools or None

@@ -28,8 +28,7 @@ Check = Callable[[str, list[tuple[str, str, dict]]], None]  # env_name, (where, 
 @dataclass(frozen=True, slots=True)
 class Dataset:
     """The problems of one set. `path` names their source, `name` the set; a resumed run compares the fingerprint. Of
-    the source's `num_rows`, `num_read` were looked at; `left_out` says how many of these were left out, and why. Not
-    `is_trained`: all rows have loss_multiplier 0."""
+    the source's `num_rows`, `num_read` were looked at; `left_out` says how many of these were left out, and why."""
 
     path: str
     problems: Sequence[Problem]
@@ -39,7 +38,7 @@ class Dataset:
     num_read: int = 0
     left_out: str = ""
     env_names: tuple[str, ...] = ()
-    is_trained: bool = True
+    is_trained: bool = True  # False: all rows have loss_multiplier 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from config import ConfigError, DataError
+from system.exits import Interrupted
 
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 PROGRAM = ("dataset", "envs", "graders", "run", "system")  # what calls the user's code
@@ -20,20 +21,16 @@ def import_attribute(path: str, key: str) -> Any:
     module, _, attribute = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # last, so that no file there takes the place of ours
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a module of the user's runs here: SystemExit too
-        raise ConfigError(f"{key} '{path}': cannot be imported ({describe(error)})") from error
+    name = f"{key} '{path}': cannot be imported: it"
+    return call(name, lambda: getattr(importlib.import_module(module), attribute))
 
 
 def call(name: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """What a function that runs the user's code returns. DataError, which begins with `name`, where that code raises
-    something else than a ConfigError, or would end this process."""
+    """What a function that runs the user's code returns. DataError, which begins with `name`, where it raises something
+    else than a ConfigError, or would end this process."""
     try:
         return function(*args, **kwargs)
-    except (KeyboardInterrupt, ConfigError):
+    except (KeyboardInterrupt, ConfigError, Interrupted):
         raise
     except BaseException as error:
         raise DataError(f"{name} raised {describe(error)}") from error
