@@ -12,7 +12,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from operator import getitem
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -140,9 +139,8 @@ def _json_lines(name: str, file: BinaryIO) -> Source:
 
 
 def _held(name: str, rows: Sequence[dict]) -> Source:
-    def read(number: int) -> Any:
-        row = call(f"{name}, row {number + 1}", getitem, rows, number)
-        return deepcopy(row)  # a processor may change it
+    def read(number: int) -> Any:  # a copy: a processor may change it
+        return call(f"{name}, row {number + 1}", lambda: deepcopy(rows[number]))
 
     return Source(name, range(len(rows)), read, len(rows))
 

@@ -11,7 +11,7 @@ from typing import Any
 from config import ConfigError, DataError
 from system.exits import Interrupted
 
-LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+LIBRARIES = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))  # "<frozen importlib>"
 PROGRAM = ("dataset", "envs", "graders", "run", "system")  # what calls the user's code
 
 
@@ -39,11 +39,11 @@ def call(name: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
 def describe(error: BaseException) -> str:
     """What the user's code raised, on one line, and as " (file:line)" the last line that ran of the first file that is
     neither a library's nor this program's."""
-    text = " ".join("".join(traceback.format_exception_only(error)).split())
-    places = []
+    text = " ".join("".join(traceback.format_exception_only(error)).split()).removeprefix(f"{type(error).__module__}.")
+    theirs = []
     for frame, line in traceback.walk_tb(error.__traceback__):
         file, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
-        if not file.startswith(("<", *LIBRARIES)) and module.split(".")[0] not in PROGRAM:
-            places.append((file, line))
-    lines = [line for file, line in places if file == places[0][0]]
-    return text.removeprefix(f"{type(error).__module__}.")[:300] + (f" ({places[0][0]}:{lines[-1]})" if lines else "")
+        if not file.startswith(LIBRARIES) and module.split(".")[0] not in PROGRAM:
+            theirs.append((file, line))
+    lines = [line for file, line in theirs if file == theirs[0][0]]
+    return text[:300] + (f" ({theirs[0][0]}:{lines[-1]})" if theirs else "")
