@@ -30,7 +30,7 @@ def validate(cfg: Config, world_size: int) -> None:
         *_data_problems(cfg),
     ]
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError(*problems)
 
 
 def _bound_problems(cfg: Config) -> Iterator[str]:
@@ -78,7 +78,7 @@ def _size_problems(cfg: Config, world_size: int) -> Iterator[str]:
         yield f"policy.sequence_packing.train_mb_tokens={pack} is less than {total_key}: use {total} or more"
     if new > total:
         yield f"policy.generation.max_new_tokens={new} is more than {total_key}: lower it to {total} or less"
-    prompt, val_new = cfg.max_prompt_tokens, cfg.grpo.val_max_new_tokens or 0
+    prompt, val_new = max_prompt_tokens(cfg), cfg.grpo.val_max_new_tokens or 0
     if new < total < prompt + val_new:
         yield (
             f"grpo.val_max_new_tokens={val_new} and prompts of {prompt} tokens do not fit in {total_key}: raise it to "
@@ -240,6 +240,13 @@ def _data_problems(cfg: Config) -> Iterator[str]:
             yield "data.use_multiple_dataloader=true: set data.num_prompts_per_dataloader, the prompts of a turn"
         elif draw % size:
             yield f"data.num_prompts_per_dataloader={size} does not divide the {draw} prompts drawn at once for a step"
+
+
+def max_prompt_tokens(cfg: Config) -> int:
+    """The longest prompt kept: it leaves room for max_new_tokens, or for one token if those are the total."""
+    total, new = cfg.policy.max_total_sequence_length, cfg.policy.generation.max_new_tokens
+    left = total - (new if new < total else 1)
+    return min(left, cfg.data.max_input_seq_length or left)
 
 
 def check_writable(key: str, folder: str) -> None:
