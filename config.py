@@ -336,7 +336,7 @@ class DatasetConfig:
     module:function of yours scores responses. null means the known dataset's, or exact."""
     min_reward: float | None = None
     """Rows whose field `reward`, which rollouts of NeMo Gym have, is below this are left out; null keeps all."""
-    repeat: int = key(1, ">= 1")
+    repeat: int = key(1, ">= 1, <= 10000")
     """The set has each row this many times; in validation, each time is a problem."""
     split_validation_size: float = key(0.0, ">= 0")
     """A training set gives this share of its rows, or this many if 1 or more, to a validation set."""
@@ -372,7 +372,7 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class MathEnvConfig:
-    num_workers: int = key(8, ">= 1")
+    num_workers: int = key(8, ">= 1, <= 1000")
     """This many worker processes grade; the ranks of a machine share them."""
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = "hf_math_verify"
     """hf_math_verify compares mathematics; dapo_math_verify compares the text after `Answer:`, as DAPO does."""
@@ -386,7 +386,7 @@ class MathEnvConfig:
 
 @dataclass(frozen=True, slots=True)
 class CodeEnvConfig:
-    num_workers: int = key(8, ">= 1")
+    num_workers: int = key(8, ">= 1, <= 1000")
     """This many worker processes judge; the ranks of a machine share them."""
     isolation: Literal["required", "none"] = "required"
     """required runs each program in namespaces of its own, or not at all. none runs it as this user, within limits."""

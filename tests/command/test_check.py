@@ -179,18 +179,11 @@ def test_the_command_says_the_same(work, words, message):
 
 def test_byte_0_in_a_path(work, monkeypatch):
     monkeypatch.chdir(work)
-    for keys, message in {
-        "data: {train: {data_path: {}}}": "'a\\x00b': cannot be read (a byte 0 in the name)",
-        "data: {train: {prompt_file: {}}}": "cannot be read (embedded null byte)",
-        "policy: {model_name: {}}": "policy.model_name: no folder 'a",
-        "logger: {log_dir: {}}": "logger.log_dir='a\\x00b': a name in it is longer than 255 bytes, or has a byte 0",
-        "checkpointing: {checkpoint_dir: {}}": "checkpointing.checkpoint_dir='a\\x00b': a name in it",
-        "checkpointing: {resume_from: {}}": "checkpointing.resume_from: no folder 'a",
-    }.items():
-        Path("zero.yaml").write_text("defaults: run.yaml\n" + keys.replace("{}", r'"a\0b"') + "\n")
+    for key in ("data.train.data_path", "data.train.prompt_file", "policy.model_name", "logger.log_dir", "defaults"):
+        Path("zero.yaml").write_text(rf'{key}: "a\0b"')
         with pytest.raises(config.ConfigError) as error:
-            preflight.read_inputs(config_file.load("zero.yaml"))
-        assert message in str(error.value)
+            config_file.load("zero.yaml")
+        assert str(error.value).startswith(rf"zero.yaml line 1: {key}: 'a\x00b' (str): take out the byte 0")
 
 
 def test_prompts_must_be_divisible_by_the_ranks(work):
