@@ -56,10 +56,8 @@ def check(root: yaml.Node, where: str) -> yaml.Node:
             if full in lines:
                 raise ConfigError(f"{where} line {line}: {full} is set again, first in line {lines[full]}; remove one")
             if len(full) > MAX_NAME_CHARS or len(lines) == MAX_VALUES:
-                limit = (
-                    f"{MAX_VALUES:,} values, with all that aliases stand for, or {MAX_NAME_CHARS} characters of a key"
-                )
-                raise ConfigError(f"{where} line {line}: {full:.80}: a config has at most {limit}")
+                limits = f"over {MAX_VALUES:,} values, counting all that aliases stand for, or over {MAX_NAME_CHARS}"
+                raise ConfigError(f"{where} line {line}: {full:.80}: too much: {limits} characters of a key")
             lines[full] = line
             nodes.append((full, child))
     return root
@@ -95,5 +93,5 @@ def plain_value(node: yaml.Node, place: str) -> Any:
     except Exception:  # PyYAML's conversions raise whatever comes: KeyError for !!bool maybe
         is_finite = False
     if not is_finite:
-        raise ConfigError(f"{place}: {described(node)} is not finite or no value at all; quote it if it is text")
+        raise ConfigError(f"{place}: {described(node)} has no finite value; quote it if it is text")
     return value

@@ -103,8 +103,8 @@ def test_text_override_is_taken_as_typed(write, text):
         ),
         (
             "policy: {generation: {stop_token_ids: &a [*a]}}",
-            f"policy.generation.stop_token_ids{'.0' * 24}: a config has at most 20,000 values, with all that aliases stand "
-            "for, or 200 characters of a key",
+            f"policy.generation.stop_token_ids{'.0' * 24}: too much: over 20,000 values, counting all that aliases "
+            "stand for, or over 200 characters of a key",
         ),
         (
             "policy: {precision: fp16}",
