@@ -12,7 +12,7 @@ import yaml
 
 from config import ConfigError, shortened
 
-MAX_BYTES = 2**18  # of a config with its defaults, and of its overrides: PyYAML needs 4 s for as many
+MAX_BYTES = 2**16  # of a config with its defaults, and of its overrides: PyYAML needs up to 5 s for as many brackets
 MAX_VALUES, MAX_NAME_CHARS = 20_000, 200  # no real config comes near; the second also ends an alias that holds itself
 TAG = "tag:yaml.org,2002:"  # the tags of yaml's own types start with it
 NULL = f"{TAG}null"
