@@ -16,8 +16,8 @@ from typing import Any
 from config import CheckpointingConfig, Config, ConfigError, DatasetConfig, LossConfig, shortened
 from run.config_keys import bounds, default_text, meanings, plain_name, settings
 
-MAX_NUMBER = 1e9  # of a key that declares no bound of its own: beyond any run, and sums and products of it stay small
-MAX_STEP_SAMPLES = 10_000_000  # they are in memory together
+MAX_NUMBER = 1e9  # of a key that declares no upper bound
+MAX_STEP_SAMPLES = 10_000_000
 _OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
 
@@ -33,11 +33,9 @@ def validate(cfg: Config, world_size: int) -> None:
         *_data_problems(cfg),
     ]
     if problems:
-        shown = [problem for i, problem in enumerate(problems) if sum(map(len, problems[: i + 1])) < 450] or problems[
-            :1
-        ]
-        rest = len(problems) - len(shown)
-        raise ConfigError(*shown, *([f"and {rest} more such problems"] if rest else []))
+        shown = [problem for i, problem in enumerate(problems) if not i or sum(map(len, problems[: i + 1])) < 450]
+        rest = [f"and {len(problems) - len(shown)} more"] if problems[len(shown) :] else []
+        raise ConfigError(*shown, *rest)
 
 
 def _bound_problems(cfg: Config) -> Iterator[str]:
@@ -46,9 +44,7 @@ def _bound_problems(cfg: Config) -> Iterator[str]:
         key = plain_name(name)
         if value == "":
             yield f"{name} is empty ({meanings()[key]})"
-        numbers = [
-            number for number in (value if isinstance(value, tuple) else [value]) if isinstance(number, int | float)
-        ]
+        numbers = value if isinstance(value, tuple) else (value,) if isinstance(value, int | float) else ()
         limits = [limit.split() for limit in bounds(key).split(",") if limit]
         if not all(_OPERATORS[sign](number, float(limit)) for number in numbers for sign, limit in limits):
             yield f"{name}={json.dumps(value):.80}: must be {bounds(key)} ({meanings()[key]})"
@@ -73,12 +69,8 @@ def _size_problems(cfg: Config, world_size: int) -> Iterator[str]:
     rollout, epochs = prompts * cfg.grpo.num_generations_per_prompt, cfg.policy.ppo_epochs
     batch_key = f"policy.train_global_batch_size={json.dumps(cfg.policy.train_global_batch_size)}"
     num_optimizer_steps, rest = divmod(rollout, cfg.policy.train_global_batch_size or rollout)
-    if cfg.grpo.prompts_per_batch * cfg.grpo.num_generations_per_prompt > MAX_STEP_SAMPLES:
-        yield (
-            f"grpo.num_prompts_per_step={prompts} x grpo.num_generations_per_prompt="
-            f"{cfg.grpo.num_generations_per_prompt} x grpo.batch_multiplier={cfg.grpo.batch_multiplier}: more than "
-            f"{MAX_STEP_SAMPLES:,} samples of a step"
-        )
+    if rollout * cfg.grpo.batch_multiplier > MAX_STEP_SAMPLES:
+        yield f"grpo.num_prompts_per_step={prompts}: over {MAX_STEP_SAMPLES:,} samples, which a step holds in memory"
     if rest:
         yield (
             f"{batch_key} does not divide the {rollout} samples of a rollout "

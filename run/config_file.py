@@ -81,7 +81,7 @@ def _read_file(path: Path, parents: tuple[Path, ...], sizes: list[int]) -> list[
     sizes.append(len(text))
     if sum(sizes) > config_yaml.MAX_BYTES or len(sizes) > MAX_FILES:
         limit = f"{config_yaml.MAX_BYTES >> 10} KiB and {MAX_FILES} files"
-        raise ConfigError(f"{path}: a config with all its defaults has at most {limit}; keep data in other files")
+        raise ConfigError(f"{path}: a config with all its defaults has at most {limit}")
     root = config_yaml.compose(text, str(path))
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}: expected sections of keys, as in 'grpo: {{seed: 1}}', got {described(root)}")

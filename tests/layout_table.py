@@ -39,7 +39,7 @@ ALSO = {
     "kernels/test_aot.py": ["kernels/linear_logp.py", "kernels/clipped_pg.py", "kernels/softmax.py"],
     "kernels/test_linear_loss.py": ["kernels/clipped_pg.py", "kernels/backend.py", "kernels/softmax.py"],
     "kernels/test_linear_logp.py": ["kernels/backend.py", "kernels/softmax.py"],
-    "red_team/test_config.py": [
+    "red_team/test_configs.py": [
         "run/config_yaml.py",
         "run/config_file.py",
         "run/config_nemo.py",

@@ -1,4 +1,4 @@
-"""config_yaml.py: bounded trees, and plain values against what was dumped. More inputs: red_team/test_config.py."""
+"""config_yaml.py: bounded trees, and plain values against what was dumped. More inputs: red_team/test_configs.py."""
 
 import random
 
@@ -46,7 +46,7 @@ def test_the_last_value_that_fits():
         rest = MAX_VALUES - 1 - (n + 1) - m * (n + 1) + more
         text = f"a: &a [{'1,' * n}]\nb: [{'*a,' * m}{'1,' * rest}]"
         if more:
-            with pytest.raises(ConfigError, match=r"^a\.yaml line 2: b\.\d+: too much: over 20,000 values"):
+            with pytest.raises(ConfigError, match=r"^a\.yaml line [12]: [ab]\.\d+: too much: over 20,000 values"):
                 compose(text, "a.yaml")
         else:
             assert len(value_of(text)["b"]) == m + rest

@@ -127,7 +127,7 @@ NO_LIST = "of lists, only a LinearLR up to 1.0 before a ConstantLR is understood
         # Numbers
         ("data: {default: {repeat: 1000000000000000000}}", "data.train.repeat=1000000000000000000: must be"),
         ("grpo: {num_generations_per_prompt: 1000000000000}", "grpo.num_generations_per_prompt=1000000000000: no"),
-        ("grpo: {num_generations_per_prompt: 10000000}", "more than 10,000,000 samples of a step"),
+        ("grpo: {num_generations_per_prompt: 10000000}", "over 10,000,000 samples, which a step holds"),
         (f"grpo: {{max_num_steps: {'9' * 4000}}}", "grpo.max_num_steps=9999"),
         ("watchdog: {min_seconds: 1e300}", "watchdog.min_seconds=1e+300: no number here is above"),
         *((f"checkpointing: {{checkpoint_must_save_by: '{by}'}}", "must be DD:") for by in ("00:00:00:00", "1" * 5000)),
@@ -188,7 +188,10 @@ ENV = "command line 'env.custom"
         (["data.task_to_env=[" + "1," * 20_000 + "]"] * 3, "command line 'data.task_to_env=[1,1"),
         ([f"logger.log_dir={'x' * 60_000}"], "logger.log_dir='xxx"),
         (["x" * 60_000], "command line 'xxx"),
-        (["grpo.num_prompts_per_step=100000000", "grpo.num_generations_per_prompt=100000000"], "samples of a step"),
+        (
+            ["grpo.num_prompts_per_step=100000000", "grpo.num_generations_per_prompt=100000000"],
+            "over 10,000,000 samples",
+        ),
     ],
 )
 def test_overrides_refused(check, work, overrides, message):
