@@ -111,9 +111,10 @@ NO_LIST = "of lists, only a LinearLR up to 1.0 before a ConstantLR is understood
         *((LOG % f"'{value}'", "is not closed") for value in ("${logger.log_dir", "${${logger.log_dir}", "${a$}")),
         (LOG % ("'" + "${policy.model_name}" * 600 + "'"), "too deep or long"),
         (
-            LOG % ("'" + "${.wandb.a}" * 99 + f"'}}\nlogger.wandb: {{a: '{'${.b}' * 99}', b: {'x' * 9000}"),
-            "too deep or long",
+            f"logger.log_dir: '{'${.wandb.a}' * 99}'\nlogger.wandb.a: '{'${logger.wandb.b}' * 99}'",
+            "not the name of a key",
         ),
+        (f"logger.log_dir: '{'${.wandb.a}' * 99}'\nlogger.wandb.a: {'x' * 9000}", "too deep or long"),
         # Text that no file system or tokenizer takes, or that would break the line
         *(
             (text % r'"a\0b"', r"'a\x00b' (str): take out the byte 0")
