@@ -152,14 +152,14 @@ def _resolve(name: str, value: Any, values: dict[str, Any]) -> Any:
             raise ConfigError(f"{place}: ${{{other}}} is not the name of a key with one value")
         found = found.text if isinstance(found, _Reference) else found
         found = found if isinstance(found, str) else json.dumps(found)
-        return found if len(found) <= MAX_REFERENCE_CHARS else "$"
+        return found[: MAX_REFERENCE_CHARS + 1]  # a longer one is refused below
 
     for _ in range(20):
         if len(text) > MAX_REFERENCE_CHARS:
             break
-        text = re.sub(r"\$\{([^${}]*)\}", look_up, text)
         if "${" not in text:
             return _value(name, config_yaml.scalar(text), value.where)
+        text = re.sub(r"\$\{([^${}]*)\}", look_up, text)
     raise ConfigError(f"{place}: ${{...}} goes in a circle, is too deep or long, or is not closed")
 
 

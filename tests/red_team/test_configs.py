@@ -110,10 +110,7 @@ NO_LIST = "of lists, only a LinearLR up to 1.0 before a ConstantLR is understood
         *((LOG % f"'${{mul: {value}}}'", "only keys, and mul of") for value in ("1.2.3, 2", "., 2", "", "-1, 2", "²")),
         *((LOG % f"'{value}'", "is not closed") for value in ("${logger.log_dir", "${${logger.log_dir}", "${a$}")),
         (LOG % ("'" + "${policy.model_name}" * 600 + "'"), "too deep or long"),
-        (
-            f"logger.log_dir: '{'${.wandb.a}' * 99}'\nlogger.wandb.a: '{'${logger.wandb.b}' * 99}'",
-            "not the name of a key",
-        ),
+        (f"logger.log_dir: '{'${.wandb.a}' * 99}'\nlogger.wandb.a: '{'${logger.wandb.b}' * 99}'", "too deep or long"),
         (f"logger.log_dir: '{'${.wandb.a}' * 99}'\nlogger.wandb.a: {'x' * 9000}", "too deep or long"),
         # Text that no file system or tokenizer takes, or that would break the line
         *(
