@@ -59,7 +59,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             values[keys.numbered_name(name)] = _value(name, node, where)
         else:
             without_effect |= {row} - {""}
-            values[name] = node.value  # other keys may refer to it
+            values[keys.numbered_name(name)] = node.value  # other keys may refer to it
     values = {name: _resolve(name, value, values) for name, value in values.items()}
     if without_effect and os.environ.get("RANK", "0") == "0":
         print(config_nemo.warning(without_effect), file=sys.stderr)

@@ -11,7 +11,9 @@ import pytest
 import yaml
 from red_team import assert_answered
 
+from run import config_nemo
 from run.config_keys import FIELDS, FREE, SECTIONS
+from run.config_nemo import RENAMED
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = [*sorted((ROOT / "configs").glob("*.yaml")), *sorted((ROOT / "tests/helpers/nemo_yaml").glob("*.yaml"))]
@@ -215,7 +217,9 @@ def test_accepted(check, work):
     ):
         answer = answer_to(check, work, text)
         assert answer.code == 0, answer
+    assert answer_to(check, work, "data: {train: {download_dir: x}}").code == 0
     for override in (
+        "data.train.download_dir=x",
         "env.custom.a.b.c=2024-99-99",
         "policy.tokenizer.chat_template_kwargs.x==",
         "data.task_to_env.t=math",
@@ -225,6 +229,7 @@ def test_accepted(check, work):
 
 # ------------------------------------------------------------------------------------------------------- generated
 
+THEIRS = [re.sub(r"=.*|\.\*", "", row) for row in config_nemo._ROWS]  # keys of NeMo RL
 VALUES = [
     None,
     True,
@@ -349,7 +354,8 @@ def mutated_text(rng, content):
 
 def hostile_override(rng):
     """An override of a key of ours, or nearly, with a value of VALUES or of the key's own kind."""
-    name = rng.choice([*FIELDS, *(f"{free}.a.b" for free in FREE), *(f"{section}._override_" for section in SECTIONS)])
+    names = [*(f"{free}.a.b" for free in FREE), *(f"{section}._override_" for section in SECTIONS), *RENAMED, *THEIRS]
+    name = rng.choice([rng.choice([*FIELDS]), rng.choice(names)])
     name = rng.choice([name] * 6 + [f"{name}.x", f"{name}.0.name", name[:-1], name.replace(".", ".0.", 1), f"{name}."])
     value = rng.choice([*VALUES, "[1, 2]", "{a: 1}", "&a [*a]", "1e5", "0x_"])
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -375,7 +381,7 @@ def run_hostile(check, work, seed, names=("rich.yaml",)):
     answer = check(work, "hostile.yaml", *overrides)
     message = re.sub(r"^warning: these keys.*\n(  .*\n)*", "", answer.message)
     answer = type(answer)(answer.code, message, answer.output, answer.seconds)
-    files = [".yaml", ".jsonl", *(override.partition("=")[2][:20] for override in overrides)]
+    files = [".yaml", ".jsonl", ": cannot be read", *(override.partition("=")[2][:20] for override in overrides)]
     assert_answered(answer, "command line", *files, *(f"{section}." for section in SECTIONS if section))
     return answer
 
