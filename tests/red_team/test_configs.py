@@ -395,4 +395,4 @@ def test_mutated_configs(check, work):
 def test_1000_mutated_configs(check, work):
     names = ["rich.yaml"] * 8 + [recipe.name for recipe in RECIPES]
     codes = [run_hostile(check, work, seed, names).code for seed in range(1000, 2000)]
-    assert 100 < codes.count(0) < 900, "both kinds are there"
+    assert 30 < codes.count(0) < 970, "both kinds are there"
