@@ -1,10 +1,9 @@
 """Every key of a run's configuration: type, default, bounds, and below it the meaning that --help and errors show.
 
 A key that NeMo RL has too carries its name, and its default in `grpo_math_1B.yaml` unless the meaning says otherwise.
-null is None. run/config_file.py reads configs, run/config_check.py refuses those that cannot run. No torch, no vllm:
-`grpo.py --check` starts at once.
-"""
+null is None. run/config_file.py reads configs, run/config_check.py refuses those that cannot run. No torch."""
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +14,21 @@ ImportanceSampling = Literal["tis", "icepop", "seq-mask-tis", "sequence", "seque
 
 
 class ConfigError(Exception):
-    """A mistake of the user's. The text is the whole message; the entry prints it and exits with 2."""
+    """A mistake of the user's, a line for each argument, of 490 characters at most; the entry exits with 2."""
+
+    def __str__(self) -> str:  # the place is at the start, the fix at the end
+        text = "\n".join("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in self.args)
+        return text if len(text) <= 490 else f"{text[:290]} ... {text[-195:]}"
 
 
 class DataError(ConfigError):
     """A dataset or model folder that the run cannot use. The message names the file and the fix."""
+
+
+def shortened(value: Any) -> str:
+    """A value in a message: its repr, on one line, without its middle where it is longer than 80 characters."""
+    text = repr(value) if isinstance(value, str) else reprlib.repr(value)  # quick for a deep nest or a million items
+    return text if len(text) <= 80 else f"{text[:50]} ... {text[-25:]}"
 
 
 def key(default: Any, bounds: str) -> Any:
@@ -133,8 +142,7 @@ class GRPOConfig:
     canary_period: int = key(10, ">= 0")
     """A fixed prompt is sampled and scored again every this many steps, to the same limit; 0 does so only at first."""
     max_bad_steps: int = key(0, ">= 0")
-    """A step whose loss or gradient is not finite, or whose sampler-trainer gap exceeds logp_gap_limit, is skipped and
-    counted; more than this many in a row end the run."""
+    """A step with a bad gap, or without a finite loss and gradient, is skipped; more than this in a row end the run."""
 
     @property
     def prompts_per_batch(self) -> int:
@@ -328,7 +336,7 @@ class DatasetConfig:
     module:function of yours scores responses. null means the known dataset's, or exact."""
     min_reward: float | None = None
     """Rows whose field `reward`, which rollouts of NeMo Gym have, is below this are left out; null keeps all."""
-    repeat: int = key(1, ">= 1")
+    repeat: int = key(1, ">= 1, <= 10000")
     """The set has each row this many times; in validation, each time is a problem."""
     split_validation_size: float = key(0.0, ">= 0")
     """A training set gives this share of its rows, or this many if 1 or more, to a validation set."""
@@ -364,7 +372,7 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class MathEnvConfig:
-    num_workers: int = key(8, ">= 1")
+    num_workers: int = key(8, ">= 1, <= 1000")
     """This many worker processes grade; the ranks of a machine share them."""
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = "hf_math_verify"
     """hf_math_verify compares mathematics; dapo_math_verify compares the text after `Answer:`, as DAPO does."""
@@ -378,7 +386,7 @@ class MathEnvConfig:
 
 @dataclass(frozen=True, slots=True)
 class CodeEnvConfig:
-    num_workers: int = key(8, ">= 1")
+    num_workers: int = key(8, ">= 1, <= 1000")
     """This many worker processes judge; the ranks of a machine share them."""
     isolation: Literal["required", "none"] = "required"
     """required runs each program in namespaces of its own, or not at all. none runs it as this user, within limits."""
@@ -442,9 +450,8 @@ class CheckpointingConfig:
     resume_from: str | None = None
     """The run continues from the newest checkpoint of this run folder; null means what `resume` says."""
     resume: Literal["auto", "must", "never"] | None = None
-    """auto goes on from the newest whole checkpoint of resume_from, or of the newest run in logger.log_dir, or else
-    starts a new run. must does the same, but fails if there is none or the newest is damaged. never starts a new run.
-    null means must if resume_from is set, else never."""
+    """auto continues the newest whole checkpoint of resume_from, or of the newest run in log_dir, or starts a new run.
+    must fails if it is missing or damaged. never starts a new run. null is must with resume_from, else never."""
     allow_changes: bool = False
     """A resumed run may change the model's name, seed, template or data; changed data start from their first row."""
     checkpoint_must_save_by: str | None = None
@@ -471,10 +478,3 @@ class Config:
     logger: LoggerConfig = LoggerConfig()
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        """The longest prompt kept: it leaves room for max_new_tokens, or for one token if those are the total."""
-        total, new = self.policy.max_total_sequence_length, self.policy.generation.max_new_tokens
-        left = total - (new if new < total else 1)
-        return left if self.data.max_input_seq_length is None else min(left, self.data.max_input_seq_length)

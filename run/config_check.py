@@ -7,14 +7,17 @@ import json
 import operator
 import os
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from config import CheckpointingConfig, Config, ConfigError, DatasetConfig, LossConfig
+from config import CheckpointingConfig, Config, ConfigError, DatasetConfig, LossConfig, shortened
 from run.config_keys import bounds, default_text, meanings, plain_name, settings
 
+MAX_NUMBER = 1e9  # of a key that declares no upper bound
+MAX_STEP_SAMPLES = 10_000_000
 _OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
 
@@ -30,7 +33,9 @@ def validate(cfg: Config, world_size: int) -> None:
         *_data_problems(cfg),
     ]
     if problems:
-        raise ConfigError("\n".join(problems))
+        shown = [problem for i, problem in enumerate(problems) if not i or sum(map(len, problems[: i + 1])) < 450]
+        rest = [f"and {len(problems) - len(shown)} more"] if problems[len(shown) :] else []
+        raise ConfigError(*shown, *rest)
 
 
 def _bound_problems(cfg: Config) -> Iterator[str]:
@@ -39,10 +44,12 @@ def _bound_problems(cfg: Config) -> Iterator[str]:
         key = plain_name(name)
         if value == "":
             yield f"{name} is empty ({meanings()[key]})"
+        numbers = value if isinstance(value, tuple) else (value,) if isinstance(value, int | float) else ()
         limits = [limit.split() for limit in bounds(key).split(",") if limit]
-        numbers = value if isinstance(value, tuple) else () if value is None else (value,)
-        if limits and not all(_OPERATORS[sign](number, float(limit)) for number in numbers for sign, limit in limits):
-            yield f"{name}={json.dumps(value)}: must be {bounds(key)} ({meanings()[key]})"
+        if not all(_OPERATORS[sign](number, float(limit)) for number in numbers for sign, limit in limits):
+            yield f"{name}={json.dumps(value):.80}: must be {bounds(key)} ({meanings()[key]})"
+        elif "<" not in bounds(key) and max(map(abs, numbers), default=0) > MAX_NUMBER:
+            yield f"{name}={json.dumps(value):.80}: no number here is above {MAX_NUMBER:,.0f} ({meanings()[key]})"
 
 
 def _size_problems(cfg: Config, world_size: int) -> Iterator[str]:
@@ -62,6 +69,8 @@ def _size_problems(cfg: Config, world_size: int) -> Iterator[str]:
     rollout, epochs = prompts * cfg.grpo.num_generations_per_prompt, cfg.policy.ppo_epochs
     batch_key = f"policy.train_global_batch_size={json.dumps(cfg.policy.train_global_batch_size)}"
     num_optimizer_steps, rest = divmod(rollout, cfg.policy.train_global_batch_size or rollout)
+    if rollout * cfg.grpo.batch_multiplier > MAX_STEP_SAMPLES:
+        yield f"grpo.num_prompts_per_step={prompts}: over {MAX_STEP_SAMPLES:,} samples, which a step holds in memory"
     if rest:
         yield (
             f"{batch_key} does not divide the {rollout} samples of a rollout "
@@ -78,7 +87,7 @@ def _size_problems(cfg: Config, world_size: int) -> Iterator[str]:
         yield f"policy.sequence_packing.train_mb_tokens={pack} is less than {total_key}: use {total} or more"
     if new > total:
         yield f"policy.generation.max_new_tokens={new} is more than {total_key}: lower it to {total} or less"
-    prompt, val_new = cfg.max_prompt_tokens, cfg.grpo.val_max_new_tokens or 0
+    prompt, val_new = max_prompt_tokens(cfg), cfg.grpo.val_max_new_tokens or 0
     if new < total < prompt + val_new:
         yield (
             f"grpo.val_max_new_tokens={val_new} and prompts of {prompt} tokens do not fit in {total_key}: raise it to "
@@ -164,8 +173,8 @@ def _checkpoint_problems(cfg: Config) -> Iterator[str]:
     """Saving and resuming."""
     saving = cfg.checkpointing
     by, name = saving.checkpoint_must_save_by, saving.metric_name
-    if by is not None and not re.fullmatch(r"\d+:\d\d?:\d\d?:\d\d?", by):
-        yield f"checkpointing.checkpoint_must_save_by={by}: must be DD:HH:MM:SS, such as 00:03:45:00"
+    if by is not None and (not re.fullmatch(r"[0-9]{1,4}(:[0-9]{1,2}){3}", by) or not must_save_by_seconds(saving)):
+        yield f"checkpointing.checkpoint_must_save_by={by:.80}: must be DD:HH:MM:SS, such as 00:03:45:00"
     if not name.startswith(("train/", "validation/")):
         yield f"checkpointing.metric_name={name}: must be a key of metrics.jsonl, such as train/reward"
     elif saving.keep_top_k and name.startswith("validation/") and not cfg.grpo.val_period:
@@ -242,14 +251,26 @@ def _data_problems(cfg: Config) -> Iterator[str]:
             yield f"data.num_prompts_per_dataloader={size} does not divide the {draw} prompts drawn at once for a step"
 
 
+def max_prompt_tokens(cfg: Config) -> int:
+    """The longest prompt kept: it leaves room for max_new_tokens, or for one token if those are the total."""
+    total, new = cfg.policy.max_total_sequence_length, cfg.policy.generation.max_new_tokens
+    left = total - (new if new < total else 1)
+    return min(left, cfg.data.max_input_seq_length or left)
+
+
 def check_writable(key: str, folder: str) -> None:
-    """Raise ConfigError if `folder`, the value of config key `key`, could not be made or written. Makes nothing."""
+    """Raise ConfigError if `folder`, the value of config key `key`, could not be made or written. Leaves nothing."""
     path = Path(folder).absolute()
-    if "\0" in folder or any(len(os.fsencode(part)) > 255 for part in path.parts):
-        raise ConfigError(f"{key}={folder!r}: a name in it is longer than 255 bytes, or has a byte 0")
-    while not os.path.exists(path):  # unlike Path.exists, also false below a folder that must not be searched
+    if len(os.fsencode(path)) > 3900 or any(len(os.fsencode(part)) > 255 for part in path.parts):
+        raise ConfigError(f"{key}={shortened(folder)}: a name in it is longer than 255 bytes, or all than 3,900")
+    while not os.path.lexists(path):  # also false below a folder that must not be searched
         path = path.parent
     if not path.is_dir():
-        raise ConfigError(f"{key}={folder}: {path} is a file, not a folder")
+        kind = "a link that leads nowhere" if path.is_symlink() else "a file"
+        raise ConfigError(f"{key}={folder}: {path} is {kind}, not a folder")
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"{key}={folder}: no permission to write in {path}")
+    try:
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise ConfigError(f"{key}={folder}: cannot write in {path} ({error.strerror})") from None

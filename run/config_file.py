@@ -16,13 +16,15 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from config import Config, ConfigError
+from config import Config, ConfigError, shortened
+from hf.files import open_regular
 from run import config_keys as keys
-from run import config_nemo
+from run import config_nemo, config_yaml
 from run.config_keys import FIELDS, FREE, LISTS, SECTIONS
+from run.config_yaml import NULL, described
 
-_TAG = "tag:yaml.org,2002:"  # the tags of yaml's own types start with it
-_NULL = config_nemo.NULL
+MAX_FILES = 100  # of a config with its defaults
+MAX_REFERENCE_CHARS = 10_000  # of a value with ${...} in it
 _NUMBER = r"\d+(?:\.\d*)?"
 _Entry = tuple[str, yaml.Node, str]  # full key, what is written for it, the place
 
@@ -35,16 +37,15 @@ class _Reference:
     where: str
 
 
-# Values come from yaml's node tree, not from the objects PyYAML makes of it: it takes `1e-6` for a string,
-# `no` for False and the last of two equal keys. A node has text and line; the field says what the text is.
-
-
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a yaml file, over the files its `defaults:` names and under `key.sub=value` overrides.
 
     The last to set a key wins; a list is one value. Raises ConfigError. `config_check.validate` judges the values.
     """
-    entries = _read_file(Path(path), ())
+    sizes: list[int] = []
+    entries = _read_file(Path(path), (), sizes)
+    if sum(map(len, overrides)) > config_yaml.MAX_BYTES:
+        raise ConfigError(f"command line {shortened(max(overrides, key=len))}: too long; write it into a file")
     for override in overrides:
         entries += _read_override(override)
     values: dict[str, Any] = {}
@@ -53,78 +54,84 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         if section := _emptied_section(name, node, where):
             values = {key: value for key, value in values.items() if not key.startswith(f"{section}.")}
         elif free := next((free for free in FREE if name.startswith(f"{free}.")), None):
-            values[free] = _with_free_key(values.get(free) or {}, free, name, node, where)
+            _set_free_key(values.setdefault(free, {}), free, name, node, where)
         elif (row := config_nemo.no_effect(keys.plain_name(name), node, where)) is None:
             values[keys.numbered_name(name)] = _value(name, node, where)
         else:
             without_effect |= {row} - {""}
-            values[name] = node.value  # other keys may refer to it
+            values[keys.numbered_name(name)] = node.value  # other keys may refer to it
     values = {name: _resolve(name, value, values) for name, value in values.items()}
     if without_effect and os.environ.get("RANK", "0") == "0":
         print(config_nemo.warning(without_effect), file=sys.stderr)
     return _build(Config(), "", values)
 
 
-def _read_file(path: Path, parents: tuple[Path, ...]) -> list[_Entry]:
-    """The entries of a file after those of its defaults. `parents`: the files whose defaults led here."""
-    if path.resolve() in [parent.resolve() for parent in parents]:
-        raise ConfigError(f"{path}: defaults go in a circle: {' -> '.join(map(str, (*parents, path)))}")
+def _read_file(path: Path, parents: tuple[Path, ...], sizes: list[int]) -> list[_Entry]:
+    """The entries of a file after those of its defaults. `parents`: the files whose defaults led here. `sizes`: those
+    of all files read so far, in bytes."""
     try:
-        root = _compose(path.read_bytes(), str(path))
+        with open_regular(path) as file:
+            text = file.read(config_yaml.MAX_BYTES + 1) or b""
     except OSError as error:
         named = f" (named by the defaults of {parents[-1]})" if parents else ""
-        files = ", ".join(sorted(map(str, path.parent.glob("*.yaml")))) or "none"
-        raise ConfigError(f"{path}: {error.strerror}{named}; yaml files there: {files}") from None
+        files = ", ".join(sorted(map(str, path.parent.glob("*.yaml")))) if os.path.isdir(path.parent) else ""
+        raise ConfigError(f"{path}: {error.strerror}{named}; yaml files there: {files or 'none'}") from None
+    if os.path.realpath(path) in map(os.path.realpath, parents):
+        raise ConfigError(f"{path}: defaults go in a circle: {' -> '.join(map(str, (*parents, path)))}")
+    sizes.append(len(text))
+    if sum(sizes) > config_yaml.MAX_BYTES or len(sizes) > MAX_FILES:
+        limit = f"{config_yaml.MAX_BYTES >> 10} KiB and {MAX_FILES} files"
+        raise ConfigError(f"{path}: a config with all its defaults has at most {limit}")
+    root = config_yaml.compose(text, str(path))
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{path}: expected sections of keys, as in 'grpo: {{seed: 1}}', got {_got(root)}")
+        raise ConfigError(f"{path}: expected sections of keys, as in 'grpo: {{seed: 1}}', got {described(root)}")
     below: list[_Entry] = []
     entries: list[_Entry] = []
-    for name, node, where in _leaves(root, "", path, {}):
+    for name, node, where in _leaves(root, "", path):
         if name != "defaults":
             entries.append((name, node, where))
             continue
         for default in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             if not isinstance(default, yaml.ScalarNode) or not default.value:
-                raise ConfigError(f"{where}: defaults: expected a file or a list of files, got {_got(default)}")
-            below += _read_file(path.parent / default.value, (*parents, path))
+                raise ConfigError(f"{where}: defaults: expected a file or a list of files, got {described(default)}")
+            below += _read_file(path.parent / default.value, (*parents, path), sizes)
     # What empties a section comes first, wherever in the file it is.
     return below + sorted(entries, key=lambda entry: _emptied_section(*entry) is None)
 
 
 def _read_override(override: str) -> list[_Entry]:
     """The entries of `key.sub=value`, whose value is the text as typed, whatever yaml sees in "no", "a: b" or "[x]"."""
-    where = f"command line {override!r}"
+    where = f"command line {shortened(override)}"
+    config_yaml.check(yaml.ScalarNode(f"{config_yaml.TAG}str", override), where)
     name, equals, text = override.partition("=")
     if not equals:
         raise ConfigError(f"{where}: expected key.sub=value, as in grpo.seed=1")
     is_list = name in FIELDS and name not in LISTS and get_origin(keys.split_optional(FIELDS[name].type)[0]) is tuple
-    node = _compose(text, where) if is_list or name in FREE else config_nemo.scalar(text)
+    node = config_yaml.compose(text, where) if is_list or name in FREE else config_yaml.scalar(text)
     return list(config_nemo.rewrite(name, node, where))
 
 
 def _emptied_section(name: str, node: yaml.Node, where: str) -> str | None:
     """The section of which an entry drops all values set before: a list of sections is one value, and NeMo RL's
     `_override_: true` asks for it."""
-    if name in LISTS and (node.tag == _NULL or isinstance(node, yaml.SequenceNode)):
+    if name in LISTS and (node.tag == NULL or isinstance(node, yaml.SequenceNode)):
         return name
     section, _, last = name.rpartition(".")
     if last != "_override_" or section not in SECTIONS:
         return None
     if node.value != "true":
-        raise ConfigError(f"{where}: {name}: expected true, got {_got(node)}")
+        raise ConfigError(f"{where}: {name}: expected true, got {described(node)}")
     return section
 
 
-def _with_free_key(mapping: dict[str, Any], free: str, name: str, node: yaml.Node, where: str) -> dict[str, Any]:
-    """The mapping at key `free` with one more key, `name`, such as env.custom.my.envs:Class.key."""
+def _set_free_key(mapping: dict[str, Any], free: str, name: str, node: yaml.Node, where: str) -> None:
+    """Sets one more key of the mapping at key `free`: `name`, such as env.custom.my.envs:Class.key."""
     key = name.removeprefix(f"{free}.")
-    env_name, _, argument = key.rpartition(".") if free == "env.custom" else ("", "", key)
-    try:
-        value = {argument: _free(node)}
-        mapping = mapping | ({env_name: mapping.get(env_name, {}) | value} if env_name else value)
-        return _checked_values(mapping, FIELDS[free].type)
-    except ValueError:
-        raise ConfigError(f"{where}: {name}: got {_got(node)}, which {free} cannot hold") from None
+    env_name, _, argument = key.rpartition(".")
+    if free == "env.custom" and env_name:
+        mapping.setdefault(env_name, {})[argument] = _typed(name, node, Any, where)
+    else:
+        mapping[key] = _typed(name, node, get_args(FIELDS[free].type)[1], where)
 
 
 def _resolve(name: str, value: Any, values: dict[str, Any]) -> Any:
@@ -143,49 +150,33 @@ def _resolve(name: str, value: Any, values: dict[str, Any]) -> Any:
         found = values.get(keys.numbered_name(other), FIELDS[other].default if other in FIELDS else MISSING)
         if found is MISSING or other in SECTIONS or isinstance(found, (tuple, list, dict)):
             raise ConfigError(f"{place}: ${{{other}}} is not the name of a key with one value")
-        if isinstance(found, _Reference):
-            return found.text
-        return found if isinstance(found, str) else json.dumps(found)
+        found = found.text if isinstance(found, _Reference) else found
+        found = found if isinstance(found, str) else json.dumps(found)
+        return found[: MAX_REFERENCE_CHARS + 1]  # a longer one is refused below
 
     for _ in range(20):
-        text = re.sub(r"\$\{([^${}]*)\}", look_up, text)
+        if len(text) > MAX_REFERENCE_CHARS:
+            break
         if "${" not in text:
-            return _value(name, config_nemo.scalar(text), value.where)
-    raise ConfigError(f"{place}: ${{...}} goes in a circle, is too deep or is not closed")
+            return _value(name, config_yaml.scalar(text), value.where)
+        text = re.sub(r"\$\{([^${}]*)\}", look_up, text)
+    raise ConfigError(f"{place}: ${{...}} goes in a circle, is too deep or long, or is not closed")
 
 
-def _compose(text: str | bytes, where: str) -> yaml.Node:
-    """Yaml text -> its node tree, with no object made of it. Empty text is null."""
-    try:
-        return yaml.compose(text, Loader=yaml.SafeLoader) or yaml.ScalarNode(_NULL, "")
-    except yaml.MarkedYAMLError as error:
-        raise ConfigError(f"{where} line {error.problem_mark.line + 1}: not yaml: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: not yaml: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise ConfigError(f"{where}: nested too deeply to be a config") from None
-
-
-def _leaves(node: yaml.Node, prefix: str, path: Path, lines: dict[str, int]) -> Iterator[tuple[str, yaml.Node, str]]:
-    """(full key, node, place) of all below a mapping that is no section. `lines`: keys seen -> their line."""
+def _leaves(node: yaml.Node, prefix: str, path: Path) -> Iterator[_Entry]:
+    """The entries of all below a mapping that is no section."""
     for key_node, child in node.value:
-        line = key_node.start_mark.line + 1
-        where = f"{path} line {line}"
-        if not isinstance(key_node, yaml.ScalarNode):
-            raise ConfigError(f"{where}: expected the name of a key, got {_got(key_node)}")
+        where = f"{path} line {key_node.start_mark.line + 1}"
         name = prefix + key_node.value
-        if name in lines:
-            raise ConfigError(f"{where}: {name} is set again, first in line {lines[name]}; remove one")
-        lines[name] = line
         if isinstance(child, yaml.MappingNode) and (name in SECTIONS or config_nemo.is_section(name)):
-            yield from _leaves(child, f"{name}.", path, lines)
+            yield from _leaves(child, f"{name}.", path)
             continue
         for i, item in enumerate(child.value if name in LISTS and isinstance(child, yaml.SequenceNode) else ()):
             if not isinstance(item, yaml.MappingNode):
-                raise ConfigError(f"{where}: {name}: expected a list of mappings, got {_got(item)} in it")
+                raise ConfigError(f"{where}: {name}: expected a list of mappings, got {described(item)} in it")
             if not item.value:
                 raise ConfigError(f"{where}: {name}: entry {i + 1} is empty")
-            yield from _leaves(item, f"{name}.{i}.", path, lines)
+            yield from _leaves(item, f"{name}.{i}.", path)
         yield from config_nemo.rewrite(name, child, where)
 
 
@@ -195,30 +186,42 @@ def _value(name: str, node: yaml.Node, where: str) -> Any:
     if plain not in FIELDS:
         raise ConfigError(f"{where}: {keys.unknown_key(plain)}")
     if plain in SECTIONS:
-        raise ConfigError(f"{where}: {name} is a section, got {_got(node)}; set its keys: {keys.keys_of(plain)}")
+        raise ConfigError(f"{where}: {name} is a section, got {described(node)}; set its keys: {keys.keys_of(plain)}")
     if isinstance(node, yaml.ScalarNode) and "${" in node.value and plain not in FREE:
         return _Reference(node.value, where)
-    kind = FIELDS[plain].type
+    return _typed(name, node, FIELDS[plain].type, where)
+
+
+def _typed(name: str, node: yaml.Node, kind: Any, where: str) -> Any:
+    """The value of a key as one of type `kind`; of a mapping, each of its values."""
+    base, _ = keys.split_optional(kind)
+    if base is Any:
+        return config_yaml.plain_value(node, f"{where}: {name}")
+    if get_origin(base) is Mapping and (node.tag == NULL or isinstance(node, yaml.MappingNode)):
+        pairs = node.value if node.tag != NULL else ()
+        return {key.value: _typed(f"{name}.{key.value}", value, get_args(base)[1], where) for key, value in pairs}
+    plain = keys.plain_name(name)
     try:
+        if plain not in FIELDS and not isinstance(config_yaml.plain_value(node, f"{where}: {name}"), str):
+            raise ValueError  # a text that a user names is not read as one where yaml sees a number or true
         return _read(node, kind)
     except ValueError:
-        expected = f"expected {keys.type_name(kind)}, got {_got(node)}"
-        raise ConfigError(f"{where}: {name}: {expected}; the default is {keys.default_text(plain)}") from None
+        default = f"; the default is {keys.default_text(plain)}" if plain in FIELDS else ""
+        expected = f"expected {keys.type_name(kind)}, got {described(node)}"
+        raise ConfigError(f"{where}: {name}: {expected}{default}") from None
 
 
 def _read(node: yaml.Node, kind: Any) -> Any:
-    """A node as a value of a field's type. ValueError if it is none."""
+    """A node as text, number, true, false, null or a list of those. ValueError if it is none of the type `kind`."""
     base, optional = keys.split_optional(kind)
-    if optional and node.tag == _NULL:
+    if optional and node.tag == NULL:
         return None
     if get_origin(base) is tuple and isinstance(node, yaml.SequenceNode):
         kinds = get_args(base)
         kinds = kinds[:1] * len(node.value) if kinds[-1] is Ellipsis else kinds
         return tuple(_read(item, item_kind) for item, item_kind in zip(node.value, kinds, strict=True))
-    if get_origin(base) is Mapping and (node.tag == _NULL or isinstance(node, yaml.MappingNode)):
-        return _checked_values(_free(node) or {}, base)
     text = node.value
-    if not isinstance(node, yaml.ScalarNode) or node.tag == _NULL or not node.tag.startswith(_TAG):
+    if not isinstance(node, yaml.ScalarNode) or node.tag == NULL:
         raise ValueError
     if base is str or (get_origin(base) is Literal and text in get_args(base)):
         return text
@@ -231,36 +234,6 @@ def _read(node: yaml.Node, kind: Any) -> Any:
     raise ValueError
 
 
-def _checked_values(mapping: dict[str, Any], kind: Any) -> dict[str, Any]:
-    """The mapping, if its values are of the type that `kind`, a Mapping, gives them; else ValueError."""
-    inner = get_args(kind)[1]
-    if inner is not Any and not all(isinstance(value, get_origin(inner) or inner) for value in mapping.values()):
-        raise ValueError
-    return mapping
-
-
-def _free(node: yaml.Node) -> Any:
-    """A node as yaml means it, except that 1e-6 is a number, not text. ValueError if it has a tag of the user's."""
-    if isinstance(node, yaml.MappingNode):
-        return {str(_free(key)): _free(value) for key, value in node.value}
-    if isinstance(node, yaml.SequenceNode):
-        return [_free(item) for item in node.value]
-    if node.style is None and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", node.value):
-        return float(node.value)
-    try:
-        return yaml.SafeLoader("").construct_object(node)
-    except yaml.YAMLError:
-        raise ValueError from None
-
-
-def _got(node: yaml.Node) -> str:
-    """What was written, and what yaml takes it for."""
-    if isinstance(node, yaml.SequenceNode):
-        return f"[{', '.join(_got(i) if isinstance(i, yaml.ScalarNode) else '...' for i in node.value)}]"
-    tag = node.tag.removeprefix(_TAG)
-    return {"map": "a mapping", "null": "null"}.get(tag, f"{node.value!r} ({tag})")
-
-
 def _build(section: Any, prefix: str, values: dict[str, Any]) -> Any:
     """A section with the values of its keys in place of its own. `prefix`: its full name and a dot."""
     changes = {}
@@ -268,9 +241,10 @@ def _build(section: Any, prefix: str, values: dict[str, Any]) -> Any:
         name = prefix + f.name
         if name in LISTS:  # a key that an item does not set has the value of the same key below `default`
             default = _build(section.default, f"{prefix}default.", values)
-            numbers = [int(key.split(".")[name.count(".") + 1]) for key in values if key.startswith(f"{name}.")]
-            indices = range(max(numbers, default=-1) + 1)
-            changes[f.name] = tuple(_build(default, f"{name}.{i}.", values) for i in indices)
+            numbers = {int(key.split(".")[name.count(".") + 1]) for key in values if key.startswith(f"{name}.")}
+            if missing := set(range(len(numbers))) - numbers:
+                raise ConfigError(f"{name}.{max(numbers)} is set, but not {name}.{min(missing)}: leave out no number")
+            changes[f.name] = tuple(_build(default, f"{name}.{i}.", values) for i in range(len(numbers)))
         elif is_dataclass(f.type):
             changes[f.name] = _build(getattr(section, f.name), f"{name}.", values)
         elif name in values:

@@ -41,8 +41,8 @@ def keys_of(section: str) -> str:
 
 
 def plain_name(name: str) -> str:
-    """A key without the numbers of lists."""
-    return re.sub(r"\.\d+(?=\.|$)", "", name)
+    """A key without the number of a section in a list."""
+    return re.sub(rf"^({'|'.join(map(re.escape, LISTS))})\.(0|[1-9][0-9]{{0,3}})(?=\.|$)", r"\1", name)
 
 
 def numbered_name(name: str) -> str:
@@ -52,6 +52,7 @@ def numbered_name(name: str) -> str:
 
 def unknown_key(name: str) -> str:
     """The message about a key that does not exist: the key nearest by its last name, and the keys of its section."""
+    name = name[:100]  # comparing takes the square of the length
     last_names = {full: full.rpartition(".")[2] for full in FIELDS}
     last = difflib.get_close_matches(name.rpartition(".")[2], last_names.values(), n=1)
     near = difflib.get_close_matches(name, [full for full in FIELDS if last_names[full] in last], n=1, cutoff=0)

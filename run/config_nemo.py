@@ -12,8 +12,8 @@ from itertools import groupby
 import yaml
 
 from config import ConfigError
+from run.config_yaml import NULL, plain_value, scalar
 
-NULL = "tag:yaml.org,2002:null"
 _DATASET_KEYS = "dataset_name subset split_validation_size seed input_key output_key prompt_file system_prompt_file"
 RENAMED = {f"data.{name}": f"data.default.{name}" for name in [*_DATASET_KEYS.split(), "processor", "env_name"]} | {
     "data.train_data_path": "data.train.data_path",
@@ -80,7 +80,7 @@ def no_effect(name: str, node: yaml.Node, where: str) -> str | None:
         if value.lower() not in _ONLY[name].split("|"):
             reason = _FILTERED if name.endswith((".top_p", ".top_k")) else ""
             expected = _ONLY[name].replace("|", " or ")
-            raise ConfigError(f"{where}: {name}={value} is not supported here, only {expected}{reason}")
+            raise ConfigError(f"{where}: {name}={value:.80} is not supported here, only {expected}{reason}")
         return ""
     return next((row for row in _ROWS if row == name or fnmatchcase(f"{name}.", row)), None)
 
@@ -110,16 +110,13 @@ def rewrite(name: str, node: yaml.Node, where: str) -> Iterator[tuple[str, yaml.
 
 def _scheduler(name: str, node: yaml.Node, where: str) -> Iterator[tuple[str, yaml.Node, str]]:
     """The keys of policy.scheduler for NeMo RL's list: LinearLR, ConstantLR, and the milestone between them."""
-    schedulers = [entry if isinstance(entry, dict) else {} for entry in yaml.SafeLoader("").construct_document(node)]
+    entries = plain_value(node, f"{where}: {name}")
+    schedulers = [entry if isinstance(entry, dict) else {} for entry in entries]
     names = [str(entry.get("name")).rpartition(".")[2] for entry in schedulers[:2]]
     warmup = schedulers[0].get("kwargs") or {} if schedulers else {}
-    if names != ["LinearLR", "ConstantLR"] or warmup.get("end_factor", 1.0) != 1.0 or len(schedulers) > 3:
+    known = isinstance(warmup, dict) and names == ["LinearLR", "ConstantLR"] and len(schedulers) <= 3
+    if not known or warmup.get("end_factor", 1.0) != 1.0:
         raise ConfigError(f"{where}: {name}: of lists, only a LinearLR up to 1.0 before a ConstantLR is understood")
     for theirs, ours in {"start_factor": "warmup_start_factor", "total_iters": "warmup_steps"}.items():
         if theirs in warmup:
             yield f"{name}.{ours}", scalar(str(warmup[theirs])), where
-
-
-def scalar(text: str) -> yaml.ScalarNode:
-    """The node of a text as typed: null, a number or text, as yaml sees it."""
-    return yaml.ScalarNode(yaml.resolver.Resolver().resolve(yaml.ScalarNode, text, (True, False)), text)

@@ -17,7 +17,7 @@ from graders.environments import make_environment
 from hf.model_config import ModelConfig, read_model_config, resolve_model_folder, stored_shape
 from hf.tokenizer import Tokenizer
 from run import config_check, config_file, resume
-from run.config_check import check_writable
+from run.config_check import check_writable, max_prompt_tokens
 from system.imports import call
 
 MAX_ROWS = 5_000  # of each set that --check looks at: half a second
@@ -62,7 +62,7 @@ def read_inputs(
         call(f"env_name '{env_name}': check_answers(){rows}", environments[env_name].check_answers, answers)
 
     def read(section: DatasetConfig) -> tuple[Dataset, Dataset | None]:
-        limit, tasks = cfg.max_prompt_tokens, cfg.data.task_to_env
+        limit, tasks = max_prompt_tokens(cfg), cfg.data.task_to_env
         return load_dataset(section, tokenizer, limit, tasks, check_answers, max_rows=max_rows, on_rank0=on_rank0)
 
     train = [read(section) for section in cfg.data.train]

@@ -104,7 +104,7 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
     metas = {path: read_meta(path) for path in checkpoints(folder)}
     problems = {path: meta for path, meta in metas.items() if isinstance(meta, str)}
     if len(problems) == len(metas):
-        reasons = f" ({'; '.join(list(problems.values())[:3])})" if problems else ""
+        reasons = f" ({'; '.join(list(problems.values())[:1])})" if problems else ""
         raise ConfigError(
             f"checkpointing.resume_from={run}: no whole checkpoint in {folder}{reasons}; start a new run without it"
         )

@@ -40,6 +40,12 @@ ALSO = {
     "kernels/test_linear_loss.py": ["kernels/clipped_pg.py", "kernels/backend.py", "kernels/softmax.py"],
     "kernels/test_linear_logp.py": ["kernels/backend.py", "kernels/softmax.py"],
     "red_team/test_data.py": ["hf/files.py", "system/imports.py"],
+    "red_team/test_configs.py": [
+        "run/config_yaml.py",
+        "run/config_file.py",
+        "run/config_nemo.py",
+        "run/config_check.py",
+    ],
     "run/test_config_data.py": ["config.py", "run/config_check.py"],
     "run/test_log.py": ["run/metrics.py"],
     "run/test_config_nemo.py": ["config.py"],

@@ -144,7 +144,7 @@ def test_some_prompts_too_long_are_counted(work):
         (["run.yaml", "policy.model_name=."], "config.json: cannot be read (No such file or directory)"),
         (["run.yaml", "policy.model_name=my models/one"], "policy.model_name: 'my models/one' is no local folder"),
         (["run.yaml", f"policy.model_name={'m' * 300}"], "policy.model_name: no folder 'mmm"),
-        (["run.yaml", f"policy.model_name=org/{'m' * 300}"], "is no local folder and could not be fetched from the"),
+        (["run.yaml", f"policy.model_name=org/{'m' * 300}"], "policy.model_name: 'org/mmm"),
         (["run.yaml", "logger.log_dir=train.jsonl/logs"], "train.jsonl is a file, not a folder"),
         (["run.yaml", f"logger.log_dir=logs/{'l' * 256}"], "lll': a name in it is longer than 255 bytes"),
         (["run.yaml", f"checkpointing.resume_from={'r' * 300}"], "checkpointing.resume_from: no folder 'rrr"),
@@ -179,18 +179,11 @@ def test_the_command_says_the_same(work, words, message):
 
 def test_byte_0_in_a_path(work, monkeypatch):
     monkeypatch.chdir(work)
-    for keys, message in {
-        "data: {train: {data_path: {}}}": "a\0b: cannot be read (embedded null byte)",
-        "data: {train: {prompt_file: {}}}": "cannot be read (embedded null byte)",
-        "policy: {model_name: {}}": "policy.model_name: no folder 'a",
-        "logger: {log_dir: {}}": "logger.log_dir='a\\x00b': a name in it is longer than 255 bytes, or has a byte 0",
-        "checkpointing: {checkpoint_dir: {}}": "checkpointing.checkpoint_dir='a\\x00b': a name in it",
-        "checkpointing: {resume_from: {}}": "checkpointing.resume_from: no folder 'a",
-    }.items():
-        Path("zero.yaml").write_text("defaults: run.yaml\n" + keys.replace("{}", r'"a\0b"') + "\n")
+    for key in ("data.train.data_path", "data.train.prompt_file", "policy.model_name", "logger.log_dir", "defaults"):
+        Path("zero.yaml").write_text(rf'{key}: "a\0b"')
         with pytest.raises(config.ConfigError) as error:
-            preflight.read_inputs(config_file.load("zero.yaml"))
-        assert message in str(error.value)
+            config_file.load("zero.yaml")
+        assert str(error.value).startswith(rf"zero.yaml line 1: {key}: 'a\x00b' (str): take out the byte 0")
 
 
 def test_prompts_must_be_divisible_by_the_ranks(work):

@@ -1,14 +1,15 @@
 """config.py: defaults, what is computed from keys, the shipped recipes."""
 
 import dataclasses
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from config import Config, DataConfig, GenerationConfig, LossConfig, PolicyConfig
-from run.config_check import validate
+from config import Config, ConfigError, DataConfig, DataError, GenerationConfig, LossConfig, PolicyConfig, shortened
+from run.config_check import max_prompt_tokens, validate
 from run.config_file import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +52,7 @@ def test_longest_prompt(max_new_tokens, max_input_seq_length, expected):
     generation = GenerationConfig(max_new_tokens=max_new_tokens)
     policy = PolicyConfig(max_total_sequence_length=100, generation=generation)
     data = DataConfig(max_input_seq_length=max_input_seq_length)
-    assert Config(policy=policy, data=data).max_prompt_tokens == expected
+    assert max_prompt_tokens(Config(policy=policy, data=data)) == expected
 
 
 # --- what is shipped ------------------------------------------------------------------------------
@@ -75,3 +76,42 @@ def test_neither_torch_nor_vllm_is_imported():
     code = "import sys, config; print([m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["x" * 10**6, "\n\x1b[2J\0\ud800", [[]] * 10**6, {i: "x" * 1000 for i in range(10**5)}, b"x" * 1000, 10**4000],
+    ids=["text", "control", "list", "mapping", "bytes", "int"],
+)
+def test_a_value_in_a_message_is_one_short_line(value):
+    text = shortened(value)
+    assert len(text) <= 80 and text.isprintable() and text[:3] == repr(value)[:3]
+
+
+def test_a_short_value_is_whole():
+    for value in ("it's", 1.5, None, [1, "a"], {"factor": 4.0, "type": "yarn"}, "x" * 78):
+        assert shortened(value) == repr(value)
+
+
+def test_a_nest_is_no_recursion():
+    nest = []
+    for _ in range(10**5):
+        nest = [nest]
+    assert len(shortened(nest)) <= 80
+
+
+def test_a_message_keeps_its_start_and_its_end():
+    message = str(ConfigError(f"run.yaml line 3: grpo.seed={'9' * 10**6}: take another"))
+    assert message.startswith("run.yaml line 3: grpo.seed=9") and message.endswith("9: take another")
+    assert 480 <= len(message) <= 490
+    whole = "a.yaml: " + "b" * 482
+    assert str(DataError(whole)) == whole
+
+
+def test_a_message_has_a_line_for_each_argument_and_no_other():
+    assert str(ConfigError("a\nb\x1b[2J\x85", "é 中")) == "a\\nb\\x1b[2J\\x85\né 中"
+    error = pickle.loads(pickle.dumps(DataError("a", "b")))
+    assert type(error) is DataError and str(error) == "a\nb"

@@ -46,7 +46,8 @@ def test_batches_follow_the_configured_mix_exactly(monkeypatch):
     cfg = config_file.load("configs/three_tasks.yaml", [])
     config_check.validate(cfg, world_size=2)
     tokenizer, sections = Tokenizer(HERE / "starter"), cfg.data.train
-    sets = [load_dataset(section, tokenizer, cfg.max_prompt_tokens, {}, lambda *_: None)[0] for section in sections]
+    max_prompt = config_check.max_prompt_tokens(cfg)
+    sets = [load_dataset(section, tokenizer, max_prompt, {}, lambda *_: None)[0] for section in sections]
     mixture = Mixture(sets, cfg)
     cursor, seen = mixture.start(), Counter()
     task_of = {"exact": "add", "math": "subtract", "examples.three_tasks.rewards:digits_in_place": "sort"}

@@ -192,7 +192,7 @@ def test_names_of_what_happens_here_anyway(line, tmp_path):
         ),
         ("policy: {scheduler: []}", "policy.scheduler: of lists, only a LinearLR up to 1.0"),
         ("policy: {scheduler: [3, 4]}", "policy.scheduler: of lists, only a LinearLR up to 1.0"),
-        ("data.task_to_env.algebra: 3", "data.task_to_env.algebra: got '3' (int), which data.task_to_env cannot hold"),
+        ("data.task_to_env.algebra: 3", "data.task_to_env.algebra: expected str, got '3' (int)"),
         ("grpo: {seed: '${grpo.sed}'}", "grpo.seed: ${grpo.sed} is not the name of a key with one value"),
         ("grpo: {seed: '${policy}'}", "grpo.seed: ${policy} is not the name of a key with one value"),
         ("grpo: {seed: '${oc.env:HOME}'}", "grpo.seed: ${oc.env:HOME}: only keys, and mul of numbers, are understood"),
@@ -204,8 +204,8 @@ def test_names_of_what_happens_here_anyway(line, tmp_path):
             "policy: {tokenizer: {chat_template_kwargs: 3}}",
             "policy.tokenizer.chat_template_kwargs: expected mapping, got",
         ),
-        ("data: {task_to_env: {algebra: 3}}", "data.task_to_env: expected mapping, got a mapping; the default is {}"),
-        ("env: {custom: {'m:C': 3}}", "env.custom: expected mapping, got a mapping; the default is {}"),
+        ("data: {task_to_env: {algebra: 3}}", "data.task_to_env.algebra: expected str, got '3' (int)"),
+        ("env: {custom: {'m:C': 3}}", "env.custom.m:C: expected mapping, got '3' (int)"),
     ],
 )
 def test_refused(write, text, message):
