@@ -3,9 +3,14 @@
 Owns no format: calls those who do, in the order in which a user wants to hear of mistakes.
 """
 
+import json
+import multiprocessing
 import os
+import signal
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +19,15 @@ from config import Config, ConfigError, DatasetConfig, RewardModelConfig
 from dataset.mixing import Mixture
 from dataset.scan import Dataset, load_dataset
 from graders.environments import make_environment
-from hf.model_config import ModelConfig, read_model_config, resolve_model_folder, stored_shape
+from hf.model_config import ModelConfig, check_weights, read_model_config, resolve_model_folder, stored_tensors
 from hf.tokenizer import Tokenizer
 from run import config_check, config_file, resume
 from run.config_check import check_writable
+from system.exits import die_with_parent
 
 MAX_ROWS = 5_000  # of each set that --check looks at: half a second
+MODEL_SECONDS = 10  # of processor time, to read a model folder or to try its tokenizer: ten times what the largest take
+FIRST_WORD_SECONDS, NEXT_WORD_SECONDS = 10, 30  # of silence, after which --check says what it does
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +48,25 @@ def read_inputs(
     to_train: bool = True,
     max_rows: int | None = None,
     on_rank0: Callable[[Callable[[], Any]], Any] = lambda work: work(),
+    begin: Callable[[str, int], None] = lambda part, seconds: None,
 ) -> RunInputs:
     """What the config names; ConfigError for whatever is wrong with it. Not `to_train`: the run of `resume_from` is
-    only scored, and there may be no step to train. max_rows, on_rank0: as in `load_dataset`."""
+    only scored, and there may be no step to train. max_rows, on_rank0: as in `load_dataset`. `begin` is told
+    each part of the work before it, and how many seconds of processor time it may take, 0 for any number."""
     check_writable("logger.log_dir", cfg.logger.log_dir)
     if cfg.checkpointing.checkpoint_dir:
         check_writable("checkpointing.checkpoint_dir", cfg.checkpointing.checkpoint_dir)
     if cfg.checkpointing.resume_from:
         resume.check_resumable(cfg, to_train)
+    begin(f"model folder {cfg.policy.model_name}", MODEL_SECONDS)
     folder = resolve_model_folder(cfg.policy.model_name)
-    tokenizer = Tokenizer(folder, cfg.policy.tokenizer.chat_template, cfg.policy.tokenizer.chat_template_kwargs)
-    check_fits(cfg, folder, read_model_config(folder), tokenizer)
+    model = read_model_config(folder)
+    begin(f"{folder / 'tokenizer.json'} and the chat template", MODEL_SECONDS)
+    template, kwargs = cfg.policy.tokenizer.chat_template, cfg.policy.tokenizer.chat_template_kwargs
+    tokenizer = Tokenizer(folder, template, kwargs, cfg.policy.max_total_sequence_length)
+    check_fits(cfg, folder, model, tokenizer)
+    begin(f"weights of {folder}", MODEL_SECONDS)
+    check_weights(folder, model.tensor_shapes())
     environments: dict[str, envs.Environment] = {}
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
@@ -61,6 +77,7 @@ def read_inputs(
 
     def read(section: DatasetConfig) -> tuple[Dataset, Dataset | None]:
         limit, tasks = cfg.max_prompt_tokens, cfg.data.task_to_env
+        begin(f"data set {section.data_path or section.dataset_name} and its environments", 0)
         return load_dataset(section, tokenizer, limit, tasks, check_answers, max_rows=max_rows, on_rank0=on_rank0)
 
     train = [read(section) for section in cfg.data.train]
@@ -75,7 +92,9 @@ def read_inputs(
             f"fewer than grpo.num_prompts_per_step={cfg.grpo.num_prompts_per_step} x "
             f"grpo.batch_multiplier={cfg.grpo.batch_multiplier:g}"
         )
+    begin(f"reward model {cfg.env.reward_model.model_name}", MODEL_SECONDS)
     reward_model = read_reward_model(cfg.env.reward_model) if "reward_model" in environments else None
+    begin("end of the check", 0)
     return RunInputs(folder, tokenizer, mixture, {each.name: each for each in held_out}, environments, reward_model)
 
 
@@ -141,14 +160,18 @@ def read_reward_model(cfg: RewardModelConfig) -> tuple[Path, Tokenizer]:
     if cfg.model_name is None:
         raise ConfigError(f"{key} is not set: env_name 'reward_model' scores with it")
     folder = resolve_model_folder(cfg.model_name, key)
-    model, shape = read_model_config(folder), stored_shape(folder, "score.weight")
+    model, (_, shape, _) = read_model_config(folder), stored_tensors(folder).get("score.weight", (None, None, None))
     if shape != [1, model.hidden_size]:
         weight = f"score.weight of shape {shape}" if shape else "no score.weight"
         raise ConfigError(
             f"{key}: {folder} has {weight}: give a Qwen2-, Qwen3- or LlamaForSequenceClassification with one label, "
             f"whose score.weight is [1, {model.hidden_size}]"
         )
-    tokenizer = Tokenizer(folder)
+    shapes = replace(
+        model, tie_word_embeddings=True
+    ).tensor_shapes()  # such checkpoints have no head over the vocabulary
+    check_weights(folder, [*shapes, ("score.weight", shape)])
+    tokenizer = Tokenizer(folder, max_tokens=cfg.max_model_len)
     check_model(folder, model, tokenizer, "env.reward_model.max_model_len", cfg.max_model_len)
     try:
         messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
@@ -164,10 +187,63 @@ def num_steps_of(cfg: Config, num_problems: int) -> int:
 
 
 def check(cfg: Config, *, all_rows: bool = False) -> str:
-    """A summary, after all was checked that can be wrong before torch is loaded: all rows, or MAX_ROWS of each set."""
+    """A summary, after all was checked that can be wrong before torch is loaded: all rows, or MAX_ROWS of each set.
+
+    A child process does it. A damaged file can abort a library, hang it or fill the memory, and a user's code can end
+    the process: this one lives on, and says which part of the work it was.
+    """
+    here, there = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_check_apart, args=(cfg, all_rows, there))
+    child.start()
+    there.close()
+    part, patience = "start", FIRST_WORD_SECONDS
+    try:
+        while True:
+            if not here.poll(patience):
+                print(f"still at work: {part}", file=sys.stderr, flush=True)
+                patience = NEXT_WORD_SECONDS
+                continue
+            kind, text = json.loads(here.recv_bytes())
+            if kind == "summary":
+                return text
+            if kind == "error":
+                raise ConfigError(text)
+            part, patience = text, FIRST_WORD_SECONDS
+    except EOFError:
+        child.join()
+    if child.exitcode == 1:
+        sys.exit(1)  # its traceback has been printed
+    death = f"exit code {child.exitcode}" if child.exitcode >= 0 else signal.Signals(-child.exitcode).name
+    if child.exitcode == -signal.SIGPROF:
+        death = f"it takes more than {MODEL_SECONDS} s"
+    raise ConfigError(
+        f"{part}: the check of it ended the process ({death}); a damaged file, or too large: fetch it again"
+    )
+
+
+def _check_apart(cfg: Config, all_rows: bool, parent: Connection) -> None:
+    """In the child: tells the parent each part of the work as it begins, and at last the summary or the error."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ["RUST_BACKTRACE"] = "0"  # a panic of a library says one line
+
+    def tell(kind: str, text: str) -> None:
+        parent.send_bytes(json.dumps([kind, text]).encode())
+
+    def begin(part: str, seconds: int) -> None:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # kills this process, also amid a library's code
+        tell("part", part)
+
+    try:
+        tell("summary", _check(cfg, all_rows, begin))
+    except ConfigError as error:
+        tell("error", str(error))
+
+
+def _check(cfg: Config, all_rows: bool, begin: Callable[[str, int], None]) -> str:
     math, code = replace(cfg.env.math, num_workers=1), replace(cfg.env.code, num_workers=1)  # enough for their canaries
     cfg = replace(cfg, env=replace(cfg.env, math=math, code=code))
-    inputs = read_inputs(cfg, max_rows=None if all_rows else MAX_ROWS)
+    inputs = read_inputs(cfg, max_rows=None if all_rows else MAX_ROWS, begin=begin)
     for environment in inputs.environments.values():
         environment.close()
     lines = [f"model      {inputs.model_folder} (vocabulary {inputs.tokenizer.vocab_size:,})"]

@@ -2,7 +2,7 @@
 
 import json
 import re
-from datetime import datetime
+from datetime import date, datetime, timedelta
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -94,11 +94,22 @@ def test_text_and_ids_equal_transformers(bpe, theirs):
     assert ids == theirs.encode(text, add_special_tokens=False)
 
 
-def test_dates_are_those_of_the_start(bpe, monkeypatch):
-    ours = Tokenizer(bpe, "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}")
-    first = ours.decode(ours.render(USER))
-    assert abs((datetime.fromisoformat(first) - datetime.now()).total_seconds()) < 600
-    assert ours.decode(ours.render(USER)) == first  # the same in every turn of a conversation
+def test_dates_are_those_of_the_start(bpe):
+    ours = Tokenizer(bpe, "{{ strftime_now('%d %b %Y, %A') }}")
+    expected = {
+        datetime.now().strftime("%d %b %Y, %A"),
+        (datetime.now() - timedelta(minutes=5)).strftime("%d %b %Y, %A"),
+    }
+    assert ours.decode(ours.render(USER)) in expected
+    ours.today = date(2020, 2, 29)  # the same in every turn of a conversation, also past midnight
+    assert ours.decode(ours.render(USER)) == "29 Feb 2020, Saturday"
+
+
+@pytest.mark.parametrize("form", ["%H", "%I:%M", "%S", "%f", "%p", "%c", "%X", "%s", "%Y-%m-%d %H:00", "%T"])
+def test_the_time_of_the_day_is_refused(bpe, form):
+    """Each rank would have its own, and --check another."""
+    with pytest.raises(jinja2.TemplateError, match="has the time of the day"):
+        Tokenizer(bpe, "{{ strftime_now(form) }}", {"form": form}).render(USER)
 
 
 REFUSING = (
@@ -136,7 +147,14 @@ def test_eos_ids_of_every_source(tmp_path):
     assert ids(token="<|end|>") == ids(token={"content": "<|end|>"}) == [258]
     assert ids(generation=[258, 3], model=5, token="<|end|>") == [3, 5, 258]
     with pytest.raises(DataError, match=r"no eos_token_id in generation_config\.json, config\.json or"):
-        ids(token="<not a token>")
+        ids()
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: eos_token='<not a token>' is no token of tokenizer"):
+        ids(model=5, token="<not a token>")
+    for value in (259, [3, 259], 10**12):
+        with pytest.raises(
+            DataError, match=r"/config\.json: eos_token_id=.*: the ids of tokenizer.json end at 258, so no"
+        ):
+            ids(generation=3, model=value)
     for value in ([None], [3, "4"], -1, 2.0, True, "258", {"id": 3}):
         for source in ("generation", "model"):
             with pytest.raises(DataError, match=r"config\.json: eos_token_id: expected an id or a list of"):
@@ -438,7 +456,7 @@ def test_what_counts_as_a_control_token(bpe, tmp_path):
     tokenizer = Tokenizer(tmp_path, "{{ messages[0].content }}")
     text = "<|tool|><\uff5cUser\uff5c><stop><word><think></s>"
     messages = [{"role": "user", "content": text}]
-    assert tokenizer.control_tokens(messages) == ["<|tool|>", "<\uff5cUser\uff5c>", "<stop>", "</s>"]
+    assert list(tokenizer.control_tokens(messages)) == ["<|tool|>", "<\uff5cUser\uff5c>", "<stop>", "</s>"]
     ids = tokenizer.render(messages, escape=True)
     added = backend.get_added_tokens_decoder()
     assert [added[i].content for i in ids if i in added] == ["<word>", "<think>"]
