@@ -40,7 +40,6 @@ INTEGERS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers
 MORE_INTEGERS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings")
 NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "factor", "low_freq_factor", "high_freq_factor")
 ROPE_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")  # of every kind of RoPE
-MAX_NAMED = 5  # tensors in a message
 FLOATS = ("F64", "F32", "F16", "BF16")  # in safetensors
 
 
@@ -103,8 +102,6 @@ class ModelConfig:
                 raise ConfigError(f"{source}: {field}={value!r:.80} is not a {kind} above 0")
         if layer_types and len(layer_types) != hf["num_hidden_layers"]:
             raise ConfigError(f"{source}: {len(layer_types)} layer_types, num_hidden_layers={hf['num_hidden_layers']}")
-        if llama3 and hf["low_freq_factor"] >= hf["high_freq_factor"]:
-            raise ConfigError(f"{source}: low_freq_factor={hf['low_freq_factor']} is not below high_freq_factor")
         is_qwen2, has_bias = hf["model_type"] == "qwen2", bool(hf.get("attention_bias"))
         heads = hf["num_attention_heads"]
         kv_heads, head_dim = hf.get("num_key_value_heads") or heads, hf.get("head_dim") or hf["hidden_size"] // heads
@@ -129,26 +126,22 @@ class ModelConfig:
 
     def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(name, shape) of each weight, as a checkpoint has them; a tied head is not repeated."""
-        hidden, inner, head = self.hidden_size, self.intermediate_size, self.head_dim
-        queries, keys = self.num_attention_heads * head, self.num_key_value_heads * head
+        hidden, inner = self.hidden_size, self.intermediate_size
+        queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         yield "model.embed_tokens.weight", (self.vocab_size, hidden)
         yield "model.norm.weight", (hidden,)
         if not self.tie_word_embeddings:
             yield "lm_head.weight", (self.vocab_size, hidden)
-        layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
-        layer["post_attention_layernorm.weight"] = (hidden,)
-        for name, rows, has_bias in (
-            ("q", queries, self.qkv_bias),
-            ("k", keys, self.qkv_bias),
-            ("v", keys, self.qkv_bias),
-        ):
-            layer[f"self_attn.{name}_proj.weight"] = (rows, hidden)
-            layer |= {f"self_attn.{name}_proj.bias": (rows,)} if has_bias else {}
-        layer["self_attn.o_proj.weight"] = (hidden, queries)
-        layer |= {"self_attn.o_proj.bias": (hidden,)} if self.o_bias else {}
-        layer |= {f"self_attn.{name}_norm.weight": (head,) for name in "qk"} if self.qk_norm else {}
-        layer |= {f"mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
-        layer["mlp.down_proj.weight"] = (hidden, inner)
+        rows = {"q": queries, "k": keys, "v": keys, "o": hidden}
+        layer: dict[str, tuple[int, ...]] = dict.fromkeys(
+            ("input_layernorm.weight", "post_attention_layernorm.weight"), (hidden,)
+        )
+        layer |= {f"self_attn.{n}_proj.weight": (size, queries if n == "o" else hidden) for n, size in rows.items()}
+        layer |= {f"self_attn.{n}_proj.bias": (rows[n],) for n in "qkv" * self.qkv_bias + "o" * self.o_bias}
+        layer |= {f"self_attn.{n}_norm.weight": (self.head_dim,) for n in "qk" * self.qk_norm}
+        layer |= {
+            f"mlp.{n}_proj.weight": (hidden, inner) if n == "down" else (inner, hidden) for n in ("gate", "up", "down")
+        }
         for number in range(self.num_hidden_layers):
             yield from ((f"model.layers.{number}.{name}", shape) for name, shape in layer.items())
 
@@ -157,12 +150,9 @@ def _rope_of(hf: dict, source: str) -> dict:
     """The fields of the rotary embedding, with their `rope_type`. ConfigError for one that would have no effect."""
     given = [hf[name] for name in ("rope_parameters", "rope_scaling") if hf.get(name)]  # transformers 5 and 4
     rope = given[0] if given else {}
-    if not all(isinstance(each, dict) for each in given):
-        raise ConfigError(f"{source}: rope_parameters or rope_scaling: expected a mapping, got {rope!r:.80}")
-    if any(each != rope for each in given):
-        raise ConfigError(
-            f"{source}: rope_parameters and rope_scaling differ: keep the one that the model was made with"
-        )
+    if not isinstance(rope, dict) or any(each != rope for each in given):
+        values = " and ".join(map(repr, given))
+        raise ConfigError(f"{source}: rope_parameters or rope_scaling: expected one mapping, got {values:.160}")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     applied = ROPE_FIELDS + (tuple(Llama3Rope.__dataclass_fields__) if rope_type == "llama3" else ())
     for field, value in rope.items():
@@ -196,43 +186,29 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def stored_tensors(folder: Path) -> dict[str, tuple[str, list[int], str]]:
-    """Name -> (file, shape, dtype) of each weight, by the headers of the folder's `weight_files`."""
-    stored: dict[str, tuple[str, list[int], str]] = {}
+def check_weights(folder: Path, expected: Iterable[tuple[str, Sequence[int]]]) -> None:
+    """ConfigError unless the folder's files hold the `expected` tensors, (name, shape), as floats, and no others but a
+    tied head's copy and rotary frequencies, which some store. It reads the headers only."""
+    stored: dict[str, tuple[Path, list[int], str]] = {}
     for path in weight_files(folder):
         with open_weights(path) as file:
             for name in file.keys():
                 if name in stored:
-                    raise ConfigError(f"{path}: {name!r:.80} is in {stored[name][0]} too")
+                    raise ConfigError(f"{path}: {name!r:.80} is in {stored[name][0].name} too")
                 tensor = file.get_slice(name)
-                stored[name] = path.name, tensor.get_shape(), tensor.get_dtype()
-    return stored
-
-
-def check_weights(folder: Path, expected: Iterable[tuple[str, Sequence[int]]]) -> None:
-    """ConfigError unless the folder's files hold the `expected` tensors, (name, shape), as floats, and no others but a
-    tied head's copy and rotary frequencies, which some store."""
-    stored = stored_tensors(folder)
-    missing: list[str] = []
+                stored[name] = path, tensor.get_shape(), tensor.get_dtype()
     for name, shape in expected:
         if name not in stored:
-            missing.append(name)
-            if len(missing) > MAX_NAMED:  # of as many as config.json cares to say
-                break
-            continue
-        file, stored_shape, dtype = stored.pop(name)
+            raise ConfigError(f"{folder}: weights do not match its config.json; missing: {name}")
+        path, stored_shape, dtype = stored.pop(name)
         if stored_shape != list(shape):
-            raise ConfigError(f"{folder / file}: {name}: shape {stored_shape}, but {list(shape)} by config.json")
+            raise ConfigError(f"{path}: {name}: shape {stored_shape}, but {list(shape)} by config.json")
         if dtype not in FLOATS:
-            raise ConfigError(
-                f"{folder / file}: {name}: dtype {dtype} is not supported; supported: {', '.join(FLOATS)}"
-            )
+            raise ConfigError(f"{path}: {name}: dtype {dtype} is not one of {', '.join(FLOATS)}")
     spare = ("lm_head.weight", "rotary_emb.inv_freq")
-    unexpected = [f"{name:.80} ({file})" for name, (file, _, _) in stored.items() if not name.endswith(spare)]
-    for problem, names in (("missing", missing), ("unexpected", unexpected)):
-        if names:
-            names[MAX_NAMED:] = ["..."] * (len(names) > MAX_NAMED)
-            raise ConfigError(f"{folder}: weights do not match its config.json; {problem}: {', '.join(names)}")
+    unexpected = [f"{name:.80} ({path.name})" for name, (path, _, _) in stored.items() if not name.endswith(spare)]
+    if unexpected:
+        raise ConfigError(f"{folder}: weights do not match its config.json; unexpected: {', '.join(unexpected[:5])}")
 
 
 def open_weights(path: Path, framework: str = "numpy") -> safe_open:
@@ -257,7 +233,6 @@ def resolve_model_folder(name: str, key: str = "policy.model_name") -> Path:
     if not os.path.isdir(folder):
         raise DataError(f"{key}: no folder '{name}' (give a Hugging Face folder or a hub name org/model)")
     read_model_config(folder)
-    weight_files(folder)
     if not (folder / "tokenizer.json").is_file():
         raise DataError(f"{folder}: no tokenizer.json (save the tokenizer in its 'fast' format)")
     return folder

@@ -11,10 +11,9 @@ import json
 import os
 import re
 import signal
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import date, datetime, time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -34,18 +33,12 @@ LOOKS_SPECIAL = re.compile("<[|\uff5c].*[|\uff5c]>")  # DeepSeek's turn marks ar
 GENERATION_TAG = re.compile(r"({%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%})")
 PRIVATE_USE = range(0xF0000, 0x10FFFE)
 MAX_TOKENIZER_BYTES = 256 * 2**20  # ten times those in use
-MAX_TEMPLATE = 2**20  # characters of a template, and of what it writes for TRIAL: fifty times those in use
-MAX_TEXT = 2**27  # characters that a template writes: twice the longest line of a dataset
-MAX_CONTROL_TOKEN = 1000  # characters
-RENDER_SECONDS = 3  # that a template takes, or to compile it: a thousand times what is usual
-ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}>")  # where Python writes an object that is no text
-TRIAL = [
-    {
-        "role": "user",
-        "content": "12 + 345 = ?\n\n\tIs  it <b>so</b>, \u00fc \u65e5\u672c \U0001f9ee" + "a" * 64 + " " * 64,
-    }
-]
-TRIAL += [{"role": "assistant", "content": "<think>\none\n</think>\n\n357"}, {"role": "user", "content": "And 1/7?"}]
+MAX_TEMPLATE = 2**18  # characters of a template, or of what it writes for TRIAL: ten times those in use
+RENDER_SECONDS = 3  # to compile a template, or for a text of it: a thousand times what is usual
+ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}>")  # in what Python writes for an object that is no text
+TRIAL_TEXT = "12 + 345 = ?\n\n\tIs  it <b>so</b>, \u00fc \u65e5\u672c \U0001f9ee " + "a " * 64 + "a" * 64
+TRIAL = [{"role": "user", "content": TRIAL_TEXT}, {"role": "assistant", "content": "<think>\none\n</think>\n\n357"}]
+TRIAL += [{"role": "user", "content": "And 1/7?"}]
 Dicts = Sequence[dict]  # messages, or tools
 ESCAPE = "\u200b"  # a space of no width: inside a control token, it makes ordinary text of it
 
@@ -58,39 +51,36 @@ class ControlTokenInText(DataError):
         self.token = token
 
 
-class BoundPassed(jinja2.TemplateError):
-    """A template takes longer or writes more than any should."""
-
-
 class Tokenizer:
     """`tokenizer.json` plus a chat template: messages -> prompt ids, ids -> text.
 
     template: "default" for the model's own (none where it has none), None for none, a file's name, or the text.
     template_kwargs: what templates may ask for by name (`enable_thinking`, `date_string`). `vocab_size` is one past the
     largest id the tokenizer knows; engine and trainer both ban the ids of a padded vocabulary beyond it, because they
-    cannot be decoded (vllm-project/vllm#13175). max_tokens: how many ids a caller can use; a text that surely has more
-    is encoded only as far as to have more.
+    cannot be decoded (vllm-project/vllm#13175).
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        template: str | None = "default",
-        template_kwargs: dict[str, Any] | None = None,
-        max_tokens: int = 2**20,
-    ):
+    def __init__(self, folder: Path, template: str | None = "default", template_kwargs: dict[str, Any] | None = None):
         self.file = folder / "tokenizer.json"
         content = read_bytes(self.file, MAX_TOKENIZER_BYTES)
-        with _named_failure(self.file):
+        ids = []
+        try:
             self.backend = tokenizers.Tokenizer.from_buffer(content)
-        self.backend.no_truncation()  # the file may ask for both; transformers ignores it too
-        self.backend.no_padding()
-        vocab = self.backend.get_vocab(with_added_tokens=True)
-        self.vocab_size = 1 + max(vocab.values(), default=-1)
+            self.backend.no_truncation()  # the file may ask for both; transformers ignores it too
+            self.backend.no_padding()
+            with suppress(Exception):  # a small vocabulary may lack these words
+                ids = self.backend.encode(TRIAL_TEXT).ids
+                self.decode(ids)
+        except BaseException as error:
+            # tokenizers raises bare Exception for a malformed file, or its Rust code panics, which is no Exception.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise DataError(f"{self.file}: not a usable tokenizer ({error!s:.200})") from error
+        self.vocab_size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
         if not self.vocab_size:
             raise DataError(f"{self.file}: its vocabulary is empty")
-        self.max_tokens = max_tokens
-        self.max_chars = max_tokens * max(map(len, vocab)) + 1
+        if max(ids, default=0) >= self.vocab_size:
+            raise DataError(f"{self.file}: its post_processor writes id {max(ids)}, which is no token's")
         self.settings_file = folder / "tokenizer_config.json"
         self.settings = read_json(self.settings_file) if os.path.lexists(self.settings_file) else {}
         self.names: dict[str, Any] = {"documents": None}
@@ -106,12 +96,12 @@ class Tokenizer:
         if reserved:
             raise DataError(f"policy.tokenizer.chat_template_kwargs: {min(reserved)} is not yours to set")
         self.names |= template_kwargs or {}
-        self.today = date.today()  # one for all that this process renders, also past midnight
+        # One date for all that this process renders, also past midnight; each rank would have a time of its own.
+        self.now = datetime.combine(datetime.now(), datetime.min.time())
         self.templates = {name: self._compile(text, folder) for name, text in self._texts(folder, template).items()}
         self.eos_token_ids = self._eos_token_ids(folder, eos_token)
         self._find_control_tokens()
-        self.opening = [] if self.templates else self._find_opening()
-        self._try(folder)
+        self._try_templates(folder)
 
     def _texts(self, folder: Path, template: str | None) -> dict[str, str]:
         """Name -> template, of which one is "default"; {} for none."""
@@ -143,22 +133,15 @@ class Tokenizer:
         )
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # unlike jinja2's, leaves < > & as is
         environment.globals["raise_exception"] = _raise_template_error
-        environment.globals["strftime_now"] = self._strftime_now
+        environment.globals["strftime_now"] = self.now.strftime
         del environment.filters["random"], environment.globals["lipsum"]  # a prompt is a function of its row
         if len(text) > MAX_TEMPLATE:
             raise DataError(f"{folder}: the chat template has more than {MAX_TEMPLATE:,} characters")
         try:
-            with _time_limit():
+            with _time_limit(folder):
                 return environment.from_string(GENERATION_TAG.sub(r"\1with", text))
         except Exception as error:  # jinja2 compiles it to Python, which has errors of its own
             raise DataError(f"{folder}: the chat template does not parse ({error})") from error
-
-    def _strftime_now(self, form: str) -> str:
-        """Today's date, in datetime.strftime's `form`. A time of the day is refused: each rank would have its own."""
-        texts = [datetime.combine(self.today, end).strftime(form) for end in (time.min, time.max)]
-        if texts[0] != texts[1]:
-            _raise_template_error(f"strftime_now({form!r:.80}) has the time of the day: ask for the date only")
-        return texts[0]
 
     def _eos_token_ids(self, folder: Path, token: str) -> list[int]:
         ids = {self.backend.token_to_id(token)} - {None}
@@ -186,8 +169,6 @@ class Tokenizer:
             for token_id, text in self.added.items()
             if text and (decoder[token_id].special or token_id in self.eos_token_ids or LOOKS_SPECIAL.fullmatch(text))
         }
-        if any(len(text) > MAX_CONTROL_TOKEN for text in control):
-            raise DataError(f"{self.file}: a special token of more than {MAX_CONTROL_TOKEN:,} characters")
         first = re.escape("".join({token[0] for token in control}))
         any_token = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))
         # It consumes one character, so that overlapping tokens are found as well; the first lookahead is for speed.
@@ -195,35 +176,20 @@ class Tokenizer:
         self.starts = tuple({token[:k] for token in control for k in range(1, len(token))})
         self.ends = tuple({token[k:] for token in control for k in range(1, len(token))})
 
-    def _try(self, folder: Path) -> None:
-        """DataError where a template passes a bound or writes two texts for one conversation, or where the tokenizer
-        fails. A template may refuse the conversation."""
+    def _try_templates(self, folder: Path) -> None:
+        """DataError where one takes or writes too much for a short conversation, or does not write the same twice. It
+        may refuse that conversation."""
         for template in self.templates.values():
             try:
-                texts = [self._run(template, {"messages": TRIAL, "add_generation_prompt": True}) for _ in range(2)]
-            except BoundPassed as error:
-                raise DataError(f"{folder}: the chat template {error}") from error
-            except jinja2.TemplateError:
+                texts = [self._run(template, {"messages": TRIAL, "tools": None}) for _ in range(2)]
+            except DataError:
+                raise
+            except Exception:  # a template is a program
                 continue
             if len(texts[0]) > MAX_TEMPLATE:
-                raise DataError(
-                    f"{folder}: the chat template writes {len(texts[0]):,} characters for a short conversation"
-                )
+                raise DataError(f"{folder}: the chat template writes {len(texts[0]):,} characters for a few words")
             if texts[0] != texts[1] or ADDRESS.search(texts[0]):
-                raise DataError(
-                    f"{folder}: the chat template writes another text each time; a prompt may only depend on its row"
-                )
-            self.decode(self._encode(texts[0]))
-        self.decode(self._encode("".join(message["content"] for message in TRIAL)))
-
-    def _find_opening(self) -> list[int]:
-        """The ids that the tokenizer puts before any text."""
-        with _named_failure(self.file):
-            plain, whole = (self.backend.encode("a", add_special_tokens=special).ids for special in (False, True))
-        size = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
-        if max(whole, default=0) >= self.vocab_size or whole[size : size + len(plain)] != plain:
-            raise DataError(f"{self.file}: its post_processor gives {whole!r:.80} for 'a', whose ids are {plain!r:.80}")
-        return whole[:size]
+                raise DataError(f"{folder}: the chat template writes another prompt each time: take out what differs")
 
     def control_tokens(self, *values: Any) -> Iterator[str]:
         """The control tokens in the strings of `values`, which may be nested in dicts and lists, in order."""
@@ -236,10 +202,13 @@ class Tokenizer:
 
         Without a template (a base model): the messages' text, after what the tokenizer puts before a text (Llama's
         BOS); the reply goes on from there. A text with a control token is escaped where the caller asks for it; else it
-        raises ControlTokenInText. jinja2.TemplateError where the template refuses or fails.
+        raises ControlTokenInText. Raises whatever a template raises.
         """
         ids = self._encode(self._write(messages, tools, add_generation_prompt, escape=escape))
-        return ids and self.opening + ids
+        if self.templates or not ids:
+            return ids
+        plain, whole = (self.backend.encode("a", add_special_tokens=special).ids for special in (False, True))
+        return whole[: next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)] + ids
 
     def observation_ids(
         self, messages: Dicts, reply_ids: Sequence[int], observation: Dicts, tools: Dicts | None = None
@@ -268,32 +237,14 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ids -> text without special tokens: for graders and people, never to be encoded again (THUDM/slime#117)."""
-        with _named_failure(self.file):
-            return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def _encode(self, text: str) -> list[int]:
-        with _named_failure(self.file):
-            ids = self.backend.encode(text[: self.max_chars], add_special_tokens=False).ids
-            if len(ids) <= self.max_tokens and len(text) > self.max_chars:  # an id may stand for any unknown text
-                ids = self.backend.encode(text, add_special_tokens=False).ids
-        return ids
+        return self.backend.encode(text, add_special_tokens=False).ids
 
-    def _run(self, template: jinja2.Template, values: Mapping[str, Any]) -> str:
-        """The template's text, in bounded time and size. jinja2.TemplateError for whatever it raises."""
-        chunks: list[str] = []
-        size = 0
-        try:
-            with _time_limit():
-                for chunk in template.generate({"tools": None, **self.names, **values}):
-                    size += len(chunk)
-                    if size > MAX_TEXT:
-                        raise BoundPassed(f"writes more than {MAX_TEXT:,} characters")
-                    chunks.append(chunk)
-        except jinja2.TemplateError:
-            raise
-        except Exception as error:  # a template is a program
-            raise jinja2.TemplateError(repr(error)) from error
-        return "".join(chunks)
+    def _run(self, template: jinja2.Template, values: dict[str, Any]) -> str:
+        with _time_limit(self.file.parent):
+            return template.render(self.names | values)
 
     def _write(self, messages: Dicts, tools: Dicts | None, add_generation_prompt: bool = True, *, escape: bool) -> str:
         """The template's text, in which all control tokens are the template's. ControlTokenInText where some would not
@@ -339,37 +290,18 @@ class Tokenizer:
 
 
 @contextmanager
-def _named_failure(file: Path) -> Iterator[None]:
-    """DataError where the tokenizers library fails: by a bare Exception, or by a panic of its Rust code, which is no
-    Exception in Python. A TypeError says that a text is none."""
-    try:
-        yield
-    except BaseException as error:
-        is_panic = type(error).__name__ == "PanicException"
-        if isinstance(error, TypeError) or not (is_panic or isinstance(error, Exception)):
-            raise
-        raise DataError(f"{file}: not a usable tokenizer ({error!s:.200})") from error
-
-
-@contextmanager
-def _time_limit() -> Iterator[None]:
-    """BoundPassed where a template takes more than RENDER_SECONDS. Only a process's main thread can be interrupted."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def _time_limit(folder: Path) -> Iterator[None]:
+    """DataError where a template takes more than RENDER_SECONDS. For the main thread, which alone gets signals."""
 
     def stop(*_: Any) -> None:
-        raise BoundPassed(f"takes more than {RENDER_SECONDS} s")
+        raise DataError(f"{folder}: the chat template takes more than {RENDER_SECONDS} s")
 
-    handler = signal.signal(signal.SIGALRM, stop)
-    timer = signal.setitimer(
-        signal.ITIMER_REAL, RENDER_SECONDS, 0.1
-    )  # repeated: the first may be raised where no one sees it
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS, 0.1)  # again and again: jinja2 may swallow the first
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _raise_template_error(message: str) -> None:

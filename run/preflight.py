@@ -9,7 +9,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,15 +21,15 @@ from config import Config, ConfigError, DatasetConfig, RewardModelConfig
 from dataset.mixing import Mixture
 from dataset.scan import Dataset, load_dataset
 from graders.environments import make_environment
-from hf.model_config import ModelConfig, check_weights, read_model_config, resolve_model_folder, stored_tensors
+from hf.model_config import ModelConfig, check_weights, read_model_config, resolve_model_folder
 from hf.tokenizer import Tokenizer
 from run import config_check, config_file, resume
 from run.config_check import check_writable
 from system.exits import die_with_parent
 
 MAX_ROWS = 5_000  # of each set that --check looks at: half a second
-MODEL_SECONDS = 10  # of processor time, to read a model folder or to try its tokenizer: ten times what the largest take
-FIRST_WORD_SECONDS, NEXT_WORD_SECONDS = 10, 30  # of silence, after which --check says what it does
+MODEL_SECONDS = 5  # of processor time, to read a model folder or try its tokenizer: five times what the largest take
+WORD_SECONDS = 10  # after which --check says what it is at
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,8 @@ def read_inputs(
     begin: Callable[[str, int], None] = lambda part, seconds: None,
 ) -> RunInputs:
     """What the config names; ConfigError for whatever is wrong with it. Not `to_train`: the run of `resume_from` is
-    only scored, and there may be no step to train. max_rows, on_rank0: as in `load_dataset`. `begin` is told
-    each part of the work before it, and how many seconds of processor time it may take, 0 for any number."""
+    only scored, and there may be no step to train. max_rows, on_rank0: as in `load_dataset`. `begin` gets
+    each part of the work before it, and the seconds of processor time that it may take, 0 for any number."""
     check_writable("logger.log_dir", cfg.logger.log_dir)
     if cfg.checkpointing.checkpoint_dir:
         check_writable("checkpointing.checkpoint_dir", cfg.checkpointing.checkpoint_dir)
@@ -62,8 +64,7 @@ def read_inputs(
     folder = resolve_model_folder(cfg.policy.model_name)
     model = read_model_config(folder)
     begin(f"{folder / 'tokenizer.json'} and the chat template", MODEL_SECONDS)
-    template, kwargs = cfg.policy.tokenizer.chat_template, cfg.policy.tokenizer.chat_template_kwargs
-    tokenizer = Tokenizer(folder, template, kwargs, cfg.policy.max_total_sequence_length)
+    tokenizer = Tokenizer(folder, cfg.policy.tokenizer.chat_template, cfg.policy.tokenizer.chat_template_kwargs)
     check_fits(cfg, folder, model, tokenizer)
     begin(f"weights of {folder}", MODEL_SECONDS)
     check_weights(folder, model.tensor_shapes())
@@ -160,19 +161,17 @@ def read_reward_model(cfg: RewardModelConfig) -> tuple[Path, Tokenizer]:
     if cfg.model_name is None:
         raise ConfigError(f"{key} is not set: env_name 'reward_model' scores with it")
     folder = resolve_model_folder(cfg.model_name, key)
-    model, (_, shape, _) = read_model_config(folder), stored_tensors(folder).get("score.weight", (None, None, None))
-    if shape != [1, model.hidden_size]:
-        weight = f"score.weight of shape {shape}" if shape else "no score.weight"
-        raise ConfigError(
-            f"{key}: {folder} has {weight}: give a Qwen2-, Qwen3- or LlamaForSequenceClassification with one label, "
-            f"whose score.weight is [1, {model.hidden_size}]"
-        )
+    model = read_model_config(folder)
+    tokenizer = Tokenizer(folder)
+    check_model(folder, model, tokenizer, "env.reward_model.max_model_len", cfg.max_model_len)
     shapes = replace(
         model, tie_word_embeddings=True
     ).tensor_shapes()  # such checkpoints have no head over the vocabulary
-    check_weights(folder, [*shapes, ("score.weight", shape)])
-    tokenizer = Tokenizer(folder, max_tokens=cfg.max_model_len)
-    check_model(folder, model, tokenizer, "env.reward_model.max_model_len", cfg.max_model_len)
+    try:
+        check_weights(folder, chain([("score.weight", (1, model.hidden_size))], shapes))
+    except ConfigError as error:
+        kinds = "a Qwen2-, Qwen3- or LlamaForSequenceClassification with one label"
+        raise ConfigError(f"{key}: {error}: give {kinds}") from error
     try:
         messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
         tokenizer.render(messages, add_generation_prompt=False)
@@ -189,55 +188,51 @@ def num_steps_of(cfg: Config, num_problems: int) -> int:
 def check(cfg: Config, *, all_rows: bool = False) -> str:
     """A summary, after all was checked that can be wrong before torch is loaded: all rows, or MAX_ROWS of each set.
 
-    A child process does it. A damaged file can abort a library, hang it or fill the memory, and a user's code can end
-    the process: this one lives on, and says which part of the work it was.
+    A child process does it: a damaged file can abort a library, hang it or fill the memory, and a user's code can end
+    the process. This one then says what the child was at.
     """
     here, there = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=_check_apart, args=(cfg, all_rows, there))
     child.start()
     there.close()
-    part, patience = "start", FIRST_WORD_SECONDS
-    try:
+    part = "start"
+    with suppress(EOFError):  # the child has ended without a last word
         while True:
-            if not here.poll(patience):
+            while not here.poll(WORD_SECONDS):
                 print(f"still at work: {part}", file=sys.stderr, flush=True)
-                patience = NEXT_WORD_SECONDS
-                continue
-            kind, text = json.loads(here.recv_bytes())
-            if kind == "summary":
-                return text
-            if kind == "error":
-                raise ConfigError(text)
-            part, patience = text, FIRST_WORD_SECONDS
-    except EOFError:
-        child.join()
+            part, summary, error = json.loads(here.recv_bytes())
+            if error:
+                raise ConfigError(error)
+            if summary:
+                return summary
+    child.join()
     if child.exitcode == 1:
-        sys.exit(1)  # its traceback has been printed
-    death = f"exit code {child.exitcode}" if child.exitcode >= 0 else signal.Signals(-child.exitcode).name
-    if child.exitcode == -signal.SIGPROF:
-        death = f"it takes more than {MODEL_SECONDS} s"
-    raise ConfigError(
-        f"{part}: the check of it ended the process ({death}); a damaged file, or too large: fetch it again"
-    )
+        sys.exit(1)  # it has printed a traceback
+    end = signal.strsignal(-child.exitcode) if child.exitcode < 0 else f"exit code {child.exitcode}"
+    limits = f"damaged, or needs too much memory or more than {MODEL_SECONDS} s"
+    raise ConfigError(f"{part}: to check it ended the process ({end}): it is {limits}")
 
 
 def _check_apart(cfg: Config, all_rows: bool, parent: Connection) -> None:
-    """In the child: tells the parent each part of the work as it begins, and at last the summary or the error."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.environ["RUST_BACKTRACE"] = "0"  # a panic of a library says one line
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent's traceback is enough
+    os.environ["RUST_BACKTRACE"] = "0"
+    part = ""
 
-    def tell(kind: str, text: str) -> None:
-        parent.send_bytes(json.dumps([kind, text]).encode())
+    def begin(new_part: str, seconds: int) -> None:
+        nonlocal part
+        part = new_part
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # ends this process, also amid a library's code
+        parent.send_bytes(json.dumps([part, "", ""]).encode())
 
-    def begin(part: str, seconds: int) -> None:
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # kills this process, also amid a library's code
-        tell("part", part)
-
+    summary, error = "", ""
     try:
-        tell("summary", _check(cfg, all_rows, begin))
-    except ConfigError as error:
-        tell("error", str(error))
+        summary = _check(cfg, all_rows, begin)
+    except ConfigError as refusal:
+        error = str(refusal)
+    except MemoryError:
+        error = f"{part}: needs more memory than there is"
+    parent.send_bytes(json.dumps([part, summary, error]).encode())
 
 
 def _check(cfg: Config, all_rows: bool, begin: Callable[[str, int], None]) -> str:

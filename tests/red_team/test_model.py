@@ -5,7 +5,6 @@ import base64
 import json
 import os
 import shutil
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -19,7 +18,7 @@ policy: {model_name: model, precision: float32, max_total_sequence_length: 32, g
 data: {train: {data_path: rows.jsonl, output_key: answer}}
 logger: {log_dir: logs}
 """
-NUM_SEEDS, NUM_LONG_SEEDS = 60, 1000
+NUM_SEEDS, NUM_LONG_SEEDS = 40, 1000
 
 
 @pytest.fixture
@@ -136,7 +135,7 @@ REFUSED = (
         "charsmap, panic in the trie": (charsmap("CAAAAP////////8A"), "model/tokenizer.json"),
         "charsmap, abort": (charsmap("/////w=="), "model/tokenizer.json"),
         "normalizer x 10^9": (blow_up(9), "model/tokenizer.json"),
-        "special token of 1 MB": (with_token(content="<" * 2**20), "model/tokenizer.json: a special token"),
+        "special token of 1 MB": (with_token(content="<" * 2**20), "model/tokenizer.json"),
         "id without an embedding": (with_token(content="<x>", id=10**6), "tokenizer.json"),
         "opening with an unknown id": (
             lambda folder: (
@@ -181,8 +180,7 @@ REFUSED = (
             template("{{ lipsum(n=1) }}"),
             "the chat template refuses these messages ('lipsum' is undefined)",
         ),
-        "the time": (template("{{ strftime_now('%H:%M:%S') }}"), "'%H:%M:%S') has the time of the day"),
-        "an address": (template("{{ messages[0].items }}"), "model: the chat template writes another text each time"),
+        "an address": (template("{{ messages[0].items }}"), "model: the chat template writes another prompt each time"),
         # ids
         "eos, generation": (
             edited("generation_config.json", eos_token_id=10**12),
@@ -245,7 +243,7 @@ REFUSED = (
         "hidden 10^400": (edited("config.json", rms_norm_eps=10**400), "rms_norm_eps=1000"),
         "integers": (
             headers(lambda header: header["model.norm.weight"].update(dtype="I16")),
-            "model.norm.weight: dtype I16 is not supported",
+            "model.norm.weight: dtype I16 is not one of",
         ),
         # safetensors
         "a header of 7 GB": (
@@ -290,10 +288,28 @@ REFUSED = (
         for kind in ("pipe", "device")
     }
 )
-ALWAYS = {"pipe", "device", "nothing"}
 
 
-@pytest.mark.parametrize("name", REFUSED)
+SLOW = {
+    "normalizer x 10^9",
+    "special token of 1 MB",
+    "a large power",
+    "a * 10^9",
+    "doubling",
+    "padded number",
+    "center",
+    "formatted",
+}
+OFTEN = {name for name in REFUSED if ": " in name} - {
+    "tokenizer.json: pipe",
+    "chat_template.jinja: device",
+    "config.json: nothing",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in SLOW | OFTEN else name for name in REFUSED]
+)
 def test_refused(work, check, name):
     change, message = REFUSED[name]
     change(work / "model")
@@ -530,12 +546,9 @@ def mutate(random, folder):
     return f"{kind} {name}"
 
 
-def seeds():
-    yield from range(NUM_SEEDS)
-    yield from (pytest.param(seed, marks=pytest.mark.long) for seed in range(NUM_SEEDS, NUM_LONG_SEEDS))
-
-
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize(
+    "seed", [*range(NUM_SEEDS), *(pytest.param(i, marks=pytest.mark.long) for i in range(NUM_SEEDS, NUM_LONG_SEEDS))]
+)
 def test_mutated(work, check, seed):
     mutate(Random(seed), work / "model")
     assert_answered(check(work, "run.yaml"), "model", "rows.jsonl")
