@@ -8,13 +8,13 @@ and observations into tokens. Imports neither torch nor vllm.
 import inspect
 import math
 import re
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
 from config import ConfigError
+from system.imports import describe
 
 OUTCOMES = ("ok", "wrong", "parse_fail", "timeout", "error")
 MAX_REPLY_CHARS = 100_000  # `exact` reads the end of a longer reply
@@ -110,7 +110,7 @@ class Exact(Environment):
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
         for where, answer, _ in answers:
             if exact_number(answer) is None:
-                raise ConfigError(f"{where}: answer {answer!r} is not one plain number, which env_name 'exact' needs")
+                raise ConfigError(f"{where}: answer {answer!r:.80} is not one plain number: env_name 'exact' needs one")
 
 
 def exact_number(text: str) -> Decimal | None:
@@ -147,7 +147,10 @@ class RewardFunction(Environment):
 
     def __init__(self, function: Callable[..., Sequence[float | None]], name: str):
         self.function, self.name = function, name
-        parameters = inspect.signature(function).parameters.values()
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError) as error:  # some that are not written in Python
+            raise ConfigError(f"env_name '{name}' is no reward function: {error}") from error
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self.accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.accepted = {p.name for p in named}
@@ -168,8 +171,8 @@ class RewardFunction(Environment):
         accepted = {name: values for name, values in columns.items() if self.accepts_all or name in self.accepted}
         try:
             rewards = list(self.function(**accepted))
-        except Exception as error:
-            raise RuntimeError(f"{self.name} raised {type(error).__name__}: {error}{_place_of(error)}") from error
+        except (Exception, SystemExit) as error:  # it is the user's
+            raise RuntimeError(f"{self.name} raised {describe(error)}") from error
         if len(rewards) != len(turns):
             raise ValueError(f"{self.name} gave {len(rewards)} rewards for {len(turns)} completions")
         return [self._result(reward) for reward in rewards]
@@ -179,9 +182,12 @@ class RewardFunction(Environment):
         is_chat = "messages" in turn.fields
         return messages if is_chat else "".join(message["content"] for message in messages)
 
-    @staticmethod
-    def _result(reward: float | None) -> StepResult:
-        if reward is None or not math.isfinite(reward):
+    def _result(self, reward: float | None) -> StepResult:
+        try:
+            is_finite = reward is not None and math.isfinite(reward)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"{self.name} gave {type(reward).__name__}, not a number or None ({error})") from error
+        if not is_finite:
             return StepResult(0.0, "error")
         return StepResult(float(reward), "ok" if reward > 0 else "wrong")
 
@@ -190,10 +196,3 @@ class RewardFunction(Environment):
             missing = [name for name in self.required_fields if name not in fields]
             if missing:
                 raise ConfigError(f"{where}: no field '{missing[0]}', which the reward function {self.name} asks for")
-
-
-def _place_of(error: Exception) -> str:
-    """The last line that the function ran in its own file, as " (file:line)"; "" if it is not written in Python."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    own_file = [frame for frame in frames if frame.filename == frames[0].filename]
-    return f" ({own_file[-1].filename}:{own_file[-1].lineno})" if own_file else ""

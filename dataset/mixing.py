@@ -14,14 +14,16 @@ them). memory: a dict of its own, which it may change and which checkpoints keep
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache, partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from config import Config, ConfigError
 from data import Problem
+from dataset.problems import to_json
 from dataset.scan import Dataset
-from system.imports import import_attribute
+from system.imports import call, import_attribute
 
 # position: problems drawn; drawn: set -> problems drawn by name; memory, records: the sampler's
 Cursor = dict[str, Any]
@@ -43,6 +45,9 @@ class Mixture:
         self.weights = [Fraction(weight) for weight in weights] if all(weights) else []
         path = cfg.data.custom_dataloader if cfg.data.use_multiple_dataloader else None
         self.sampler = import_attribute(path, "data.custom_dataloader") if path else None
+        if not any(dataset.is_trained for dataset in datasets):
+            paths = ", ".join(dataset.path for dataset in datasets)
+            raise ConfigError(f"{paths}: every row has loss_multiplier 0: none would be trained on")
 
     def check_same(self, fingerprints: Mapping[str, str], resumed: str) -> None:
         """ConfigError where these are not the sets that the run `resumed` was trained on."""
@@ -69,7 +74,8 @@ class Mixture:
         names = list(self.datasets)
         after = cursor | {"position": position + count, "drawn": drawn, "memory": dict(cursor["memory"])}
         if self.sampler:
-            items = self._sample(after, count)
+            problem = f"data.custom_dataloader, which is to give a list of {count} sets,"
+            items = call(problem, self._sample, after, count)
         elif self.turn:
             items = [(names[k // self.turn % len(names)], None) for k in range(position, position + count)]
         elif self.weights:
@@ -103,12 +109,14 @@ class Mixture:
             position=after["position"] - count,
             seed=self.seed,
         )
-        items = [(item, None) if isinstance(item, str) else tuple(item) for item in answer]
+        items = [(item, None) if isinstance(item, str) else tuple(item) for item in islice(answer, count + 1)]
         for item in items:
             if len(item) != 2 or item[0] not in sizes or not (item[1] is None or 0 <= item[1] < sizes[item[0]]):
-                raise ConfigError(f"data.custom_dataloader gave {item!r}, which is no problem of {sizes}")
+                raise ConfigError(f"data.custom_dataloader gave {item!r:.80}, which is no problem of {sizes}")
         if len(items) != count:
-            raise ConfigError(f"data.custom_dataloader gave {len(items)} prompts instead of {count}")
+            number = len(items) if len(items) < count else f"more than {count}"
+            raise ConfigError(f"data.custom_dataloader gave {number} prompts instead of {count}")
+        to_json(after["memory"], "data.custom_dataloader: its memory, which checkpoints keep,")
         return items
 
 

@@ -7,6 +7,8 @@ Understands text under a key, chat `messages` (a closing assistant message is th
 import json
 import re
 from collections.abc import Mapping, Sequence
+from numbers import Number
+from reprlib import repr as shortened
 from typing import Any
 
 import jinja2
@@ -16,23 +18,25 @@ from data import Problem
 from dataset.sources import Source
 from hf.files import read_text
 from hf.tokenizer import ControlTokenInText, Tokenizer
-from system.imports import import_attribute
+from system.imports import call, import_attribute
 
 INPUT_KEYS = ("input", "problem", "question", "prompt")
 OUTPUT_KEYS = ("output", "expected_answer", "ground_truth", "answer")
 GYM_PLACES = ("", "verifier_metadata.", "metadata.", "extra_env_info.", "reward_model.")
 GYM_PLACES += ("responses_create_params.metadata.",)
-GSM8K_ANSWER = re.compile(r".*\n#### ([^\n]+)\s*", re.DOTALL)
+GSM8K_MARK = "\n#### "  # the answer follows the last one
 ENVIRONMENTS = ("exact", "math", "code", "reward_model")
 
 
 class ProblemMaker:
     """Number of a row -> Problem, or None where a filter leaves the row out. Raises DataError with file and line for a
-    malformed row, and ControlTokenInText for text that holds a control token."""
+    malformed row, and ControlTokenInText for text that holds a control token. Of a prompt of more than `limit` tokens,
+    prompt_ids may be no more than the start."""
 
-    def __init__(self, cfg: DatasetConfig, tokenizer: Tokenizer, tasks: Mapping[str, str], source: Source):
+    def __init__(self, cfg: DatasetConfig, tokenizer: Tokenizer, limit: int, tasks: Mapping[str, str], source: Source):
         self.cfg = cfg
         self.tokenizer = tokenizer
+        self.limit = limit
         self.source = source
         self.system = self._read_prompt(cfg.system_prompt_file) if cfg.system_prompt_file else None
         self.prompt = split_prompt(cfg.prompt_file, self._read_prompt(cfg.prompt_file)) if cfg.prompt_file else None
@@ -56,25 +60,28 @@ class ProblemMaker:
         env_name = self.env_names.get(task) if isinstance(task, str | None) else None
         if env_name is None:
             known = ", ".join(ENVIRONMENTS)
-            raise DataError(f"{where}: task_name {task!r} is no environment; known: {known} (see data.task_to_env)")
+            name = shortened(task)
+            raise DataError(f"{where}: task_name {name} is no environment; known: {known} (see data.task_to_env)")
         if env_name in ("exact", "math"):
             if answer is None:
                 key = f"key '{self.cfg.output_key}'" if self.cfg.output_key else f"key of {', '.join(OUTPUT_KEYS)}"
-                raise DataError(f"{where}: no {key}; keys: {', '.join(map(str, raw))} (see output_key)")
-            answer = GSM8K_ANSWER.sub(r"\1", answer)
+                raise DataError(f"{where}: no {key}; keys: {_keys(raw)} (see output_key)")
+            if GSM8K_MARK in answer:
+                answer = answer.rpartition(GSM8K_MARK)[2].strip() or answer
         messages = self._with_prompts(messages, where)
         try:
-            ids = self.tokenizer.render(messages, tools)
+            ids = self.tokenizer.render(messages, tools, max_tokens=self.limit)
         except ControlTokenInText:
             raise
         except Exception as error:  # a template is a program; TypeError also: half a surrogate pair is not text
             cause = str(error) if isinstance(error, jinja2.TemplateError) else repr(error)
-            raise DataError(f"{where}: the chat template refuses these messages ({cause})") from error
+            raise DataError(f"{where}: the chat template refuses these messages ({cause:.300})") from error
         if not ids:
             raise DataError(f"{where}: the prompt is empty")
         multiplier = raw.get("loss_multiplier", 1)
-        if multiplier not in (0, 1):
-            raise DataError(f"{where}: loss_multiplier={multiplier!r}: 1 (trained on) or 0 (sampled and scored only)")
+        if not isinstance(multiplier, Number) or multiplier not in (0, 1):
+            value = shortened(multiplier)
+            raise DataError(f"{where}: loss_multiplier={value}: 1 (trained on) or 0 (sampled and scored only)")
         return Problem(number, messages, answer or "", env_name, ids, raw, float(multiplier), self.cfg.set_name, tools)
 
     def _row(self, number: int) -> dict | None:
@@ -83,16 +90,14 @@ class ProblemMaker:
         if not isinstance(row, dict):
             raise DataError(f"{where}: expected a JSON object, got {type(row).__name__}")
         if self.processor:
-            try:
-                row = self.processor(row)
-            except Exception as error:  # it is the user's
-                raise DataError(f"{where}: processor {self.cfg.processor} raised {error!r}") from error
+            name = f"{where}: processor {self.cfg.processor}"
+            row = call(name, self.processor, row)
             if not isinstance(row, dict | None):
-                raise DataError(f"{where}: processor {self.cfg.processor} gave {type(row).__name__}, not a row or None")
+                raise DataError(f"{name} gave {type(row).__name__}, not a row or None")
         if row is None or self.cfg.min_reward is None:
             return row
         reward = row.get("reward")
-        if isinstance(reward, bool) or not isinstance(reward, int | float):
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or reward != reward:  # NaN is no number
             raise DataError(f"{where}: no number under 'reward', which min_reward={self.cfg.min_reward:g} asks for")
         return None if reward < self.cfg.min_reward else row
 
@@ -114,18 +119,19 @@ def read_row(raw: dict, where: str, cfg: DatasetConfig) -> tuple[list[dict], str
     params, tools = raw.get("responses_create_params"), raw.get("tools")
     output_keys = OUTPUT_KEYS
     if params is not None:
-        problem, gym_tools = _gym_prompt(params, where)
+        messages, gym_tools = _gym_prompt(params, where)
         tools = gym_tools or tools
         output_keys = [place + name for place in GYM_PLACES for name in (*OUTPUT_KEYS, "label")]
     elif raw.get("messages") is not None:
-        problem = raw["messages"]
+        messages = raw["messages"]
     else:
         input_keys = (cfg.input_key,) if cfg.input_key else INPUT_KEYS
         problem = _first(raw, input_keys)
         if not isinstance(problem, (str, list)):
-            names, keys = "' or '".join(input_keys), ", ".join(map(str, raw))
-            raise DataError(f"{where}: neither 'messages' nor text under '{names}'; keys: {keys} (see input_key)")
-    messages = [{"role": "user", "content": problem}] if isinstance(problem, str) else _chat(problem, where)
+            names = "' or '".join(input_keys)
+            raise DataError(f"{where}: neither 'messages' nor text under '{names}'; keys: {_keys(raw)} (see input_key)")
+        messages = [{"role": "user", "content": problem}] if isinstance(problem, str) else problem
+    messages = _chat(messages, where)
     answer = _first(raw, (cfg.output_key,) if cfg.output_key else output_keys)
     if messages[-1]["role"] == "assistant":
         if answer is not None:
@@ -133,7 +139,22 @@ def read_row(raw: dict, where: str, cfg: DatasetConfig) -> tuple[list[dict], str
         answer = messages.pop()["content"]
     if not messages:
         raise DataError(f"{where}: no message before the assistant's")
-    return messages, answer if isinstance(answer, str | None) else json.dumps(answer), tools or None
+    if not isinstance(answer, str | None):
+        answer = to_json(answer, f"{where}: the answer", allow_nan=False)
+    return messages, answer, _tools(tools, where)
+
+
+def to_json(value: Any, name: str, *, allow_nan: bool = True) -> str:
+    """The value as JSON. DataError, which begins with `name`, for what JSON does not have: rows of parquet files and of
+    users' functions hold anything."""
+    try:
+        return json.dumps(value, allow_nan=allow_nan)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"{name} is neither text nor JSON ({error})") from error
+
+
+def _keys(raw: dict) -> str:
+    return f"{', '.join(map(str, raw)):.200}"
 
 
 def split_prompt(name: str, text: str) -> tuple[str, str]:
@@ -190,6 +211,12 @@ def _gym_prompt(params: Any, where: str) -> tuple[list, list[dict]]:
     messages = [m | {"role": "system"} if isinstance(m, dict) and m.get("role") == "developer" else m for m in messages]
     tools = [
         tool if "function" in tool else {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
-        for tool in params.get("tools") or []
+        for tool in _tools(params.get("tools"), where) or []
     ]
     return messages, tools
+
+
+def _tools(tools: Any, where: str) -> list[dict] | None:
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise DataError(f"{where}: 'tools' must be a list of objects, not {shortened(tools)}")
+    return tools or None

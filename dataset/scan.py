@@ -5,7 +5,6 @@ when its turn comes. sources.py reads rows, problems.py makes problems, mixing.p
 """
 
 import hashlib
-import json
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +15,12 @@ import numpy as np
 
 from config import DataError, DatasetConfig
 from data import Problem
-from dataset.problems import ProblemMaker
+from dataset.problems import ProblemMaker, to_json
 from dataset.sources import open_source, with_preset
 from hf.tokenizer import ControlTokenInText, Tokenizer
 
 CHUNK = 256  # rows whose fields are in memory at once, for each environment
-MANY_ROWS = 10_000  # a scan of more says how far it is, every PROGRESS_SECONDS
-PROGRESS_SECONDS = 5.0
+PROGRESS_SECONDS = 5.0  # so often, a scan says how far it is
 NAMED = 3  # rows with a control token that are named
 Check = Callable[[str, list[tuple[str, str, dict]]], None]  # env_name, (where, answer, fields) of rows
 
@@ -30,7 +28,8 @@ Check = Callable[[str, list[tuple[str, str, dict]]], None]  # env_name, (where, 
 @dataclass(frozen=True, slots=True)
 class Dataset:
     """The problems of one set. `path` names their source, `name` the set; a resumed run compares the fingerprint. Of
-    the source's `num_rows`, `num_read` were looked at; `left_out` says how many of these were left out, and why."""
+    the source's `num_rows`, `num_read` were looked at; `left_out` says how many of these were left out, and why. Not
+    `is_trained`: all rows have loss_multiplier 0."""
 
     path: str
     problems: Sequence[Problem]
@@ -40,6 +39,7 @@ class Dataset:
     num_read: int = 0
     left_out: str = ""
     env_names: tuple[str, ...] = ()
+    is_trained: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,8 @@ class Problems(Sequence):
         problem = self.maker(row)
         if problem is None:
             raise DataError(f"{self.maker.source.where(row)}: processor left out a row that it gave before")
+        if len(problem.prompt_ids) > self.maker.limit:
+            raise DataError(f"{self.maker.source.where(row)}: over {self.maker.limit} tokens; it was shorter before")
         return problem
 
 
@@ -85,8 +87,8 @@ def load_dataset(
     """
     cfg = with_preset(cfg)
     source = open_source(cfg)
-    maker = ProblemMaker(cfg, tokenizer, tasks, source)
-    scanned, checksum = on_rank0(lambda: _scan(maker, max_rows, max_prompt_tokens, check))
+    maker = ProblemMaker(cfg, tokenizer, max_prompt_tokens, tasks, source)
+    scanned, checksum = on_rank0(lambda: _scan(maker, max_rows, check))
     if checksum != source.checksum:
         raise DataError(f"{source.name}: this rank finds other rows there than rank 0: give all machines the same data")
     for env_name in scanned.env_names:
@@ -121,19 +123,20 @@ def _pick(numbers: Sequence[int], max_rows: int | None, seed: int) -> Sequence[i
     return [*numbers[:first], *(numbers[first + i] for i in np.sort(rest).tolist())]
 
 
-def _scan(maker: ProblemMaker, max_rows: int | None, max_prompt_tokens: int, check: Check) -> tuple[Dataset, int]:
+def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Dataset, int]:
     """Makes and checks problems: (the dataset, with numbers of rows for problems; checksum of the source)."""
     source, cfg = maker.source, maker.cfg
     picked = _pick(source.numbers, max_rows, cfg.seed)
     usable = array("q")
     num_too_long, num_filtered = 0, 0
+    is_trained = False
     token_places: list[str] = []
     first_with_id: dict[int, int] = {}
     digest = hashlib.sha256()
     chunks: dict[str, list[tuple[str, str, dict]]] = {}
     last_progress = time.monotonic()
     for i, number in enumerate(picked):
-        if len(picked) > MANY_ROWS and time.monotonic() > last_progress + PROGRESS_SECONDS:
+        if time.monotonic() > last_progress + PROGRESS_SECONDS:
             last_progress = time.monotonic()
             print(f"{source.name}: checked {i:,} of {len(picked):,} rows", flush=True)
         where = source.where(number)
@@ -147,15 +150,16 @@ def _scan(maker: ProblemMaker, max_rows: int | None, max_prompt_tokens: int, che
             continue
         row_id = problem.fields.get("id")
         if row_id is not None and "responses_create_params" not in problem.fields:  # rollouts of one task share its id
-            first = first_with_id.setdefault(hash(json.dumps(row_id, sort_keys=True, default=str)), number)
+            first = first_with_id.setdefault(hash(repr(row_id)), number)
             if first != number:
                 raise DataError(f"{where}: the `id` of {source.where(first)}; give each row its own, or none")
-        if len(problem.prompt_ids) > max_prompt_tokens:
+        if len(problem.prompt_ids) > maker.limit:
             num_too_long += 1
             continue
         usable.append(number)
+        is_trained |= problem.loss_multiplier > 0
         content = [number, problem.messages, problem.answer, problem.env_name, problem.loss_multiplier, problem.tools]
-        digest.update(json.dumps(content).encode())
+        digest.update(to_json(content, f"{where}: a part of messages or tools").encode())
         chunk = chunks.setdefault(problem.env_name, [])
         chunk.append((where, problem.answer, problem.fields))
         if len(chunk) == CHUNK:
@@ -166,7 +170,7 @@ def _scan(maker: ProblemMaker, max_rows: int | None, max_prompt_tokens: int, che
     num_with_token = len(picked) - len(usable) - num_too_long - num_filtered
     places = ", ".join(token_places) + ", ..." * (num_with_token > NAMED)
     reasons = [
-        (num_too_long, f"over {max_prompt_tokens} tokens"),
+        (num_too_long, f"over {maker.limit} tokens"),
         (num_filtered, "by min_reward or processor"),
         (num_with_token, f"a control token in their text ({places})"),
     ]
@@ -176,4 +180,6 @@ def _scan(maker: ProblemMaker, max_rows: int | None, max_prompt_tokens: int, che
     digest.update(str(cfg.repeat).encode())
     rows = np.setdiff1d(source.numbers, np.setdiff1d(picked, usable))  # without the unusable ones among the picked
     fingerprint, sizes = digest.hexdigest(), (len(source.numbers), len(picked))
-    return Dataset(source.name, rows, fingerprint, cfg.set_name, *sizes, left_out, tuple(chunks)), source.checksum
+    is_trained |= len(picked) < len(source.numbers)  # the others may be
+    scanned = Dataset(source.name, rows, fingerprint, cfg.set_name, *sizes, left_out, tuple(chunks), is_trained)
+    return scanned, source.checksum

@@ -10,17 +10,20 @@ import re
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from operator import getitem
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from config import DataError, DatasetConfig
-from hf.files import download, parse_json
-from system.imports import import_attribute
+from hf.files import download, open_regular, parse_json, read_bytes
+from system.imports import call, import_attribute
 
 PARQUET_BRANCH = "refs/convert/parquet"  # where the hub keeps each dataset as SUBSET/SPLIT/0000.parquet, 0001, ...
 GROUND_TRUTH = "reward_model.ground_truth"
 MAX_LINE_BYTES = 64 * 2**20
+MAX_ARRAY_BYTES = 256 * 2**20  # in memory it is ten times as large
 BOM = b"\xef\xbb\xbf"
 
 
@@ -87,10 +90,10 @@ class Source:
 def open_source(cfg: DatasetConfig) -> Source:
     """The source that a section names; the section is one from `with_preset`. DataError where it cannot be read."""
     if cfg.dataset_name:
-        return _held(cfg.dataset_name, import_attribute(cfg.dataset_name, "dataset_name")(cfg))
+        function = import_attribute(cfg.dataset_name, "dataset_name")
+        problem = f"dataset_name '{cfg.dataset_name}', which is to give a sequence of rows,"
+        return call(problem, _held, cfg.dataset_name, call(problem, function, cfg))
     name, suffix = cfg.data_path, Path(cfg.data_path).suffix
-    if "\0" in name:
-        raise DataError(f"{name!r}: cannot be read (a byte 0 in the name)")
     if suffix == ".csv":
         raise DataError(f"{name}: csv is not read: use jsonl, json or parquet")
     # os.path.exists says no to a name that is too long for the file system; Path.exists raises.
@@ -99,47 +102,49 @@ def open_source(cfg: DatasetConfig) -> Source:
         return _read_hub(name, cfg)
     if suffix == ".parquet":
         return _read_parquet(name, [name])
-    try:
-        with open(name, "rb") as file:
-            if file.read(4096).removeprefix(BOM).lstrip().startswith(b"["):
-                return _held(name, parse_json(Path(name).read_bytes(), name, "utf-8-sig"))  # jsonl is for large data
-        return _json_lines(name)
-    except OSError as error:
-        raise DataError(f"{name}: cannot be read ({error.strerror})") from error
+    with open_regular(name) as file:
+        pieces = (piece.removeprefix(BOM).strip() for piece in iter(lambda: file.readline(4096), b""))
+        if not next(filter(None, pieces), b"").startswith(b"["):
+            return _json_lines(name, file)
+        if file.seek(0, os.SEEK_END) > MAX_ARRAY_BYTES:
+            raise DataError(f"{name}: a JSON array of more than {MAX_ARRAY_BYTES >> 20} MiB: write its rows as jsonl")
+    return _held(name, parse_json(read_bytes(name, MAX_ARRAY_BYTES), name, "utf-8-sig", unique_keys=True))
 
 
-def _json_lines(name: str) -> Source:
+def _json_lines(name: str, file: BinaryIO) -> Source:
     """A file with a JSON object in each line, here read through once. A row's number is its line's, from 0; blank lines
     are no rows."""
     numbers = array("q")
     offsets = array("Q", [0])
     checksums = array("I")
-    with open(name, "rb") as file:
-        while line := file.readline(MAX_LINE_BYTES + 1):
-            if len(line) > MAX_LINE_BYTES:
-                raise DataError(f"{name}:{len(offsets)}: a line of more than {MAX_LINE_BYTES >> 20} MiB")
-            if line.strip():
-                numbers.append(len(checksums))
-            checksums.append(zlib.crc32(line))
-            offsets.append(file.tell())
+    size = file.seek(0, os.SEEK_END)  # no further: another process may go on writing
+    file.seek(0)
+    while offsets[-1] < size and (line := file.readline(MAX_LINE_BYTES + 1)):
+        if len(line) > MAX_LINE_BYTES:
+            raise DataError(f"{name}:{len(offsets)}: a line of more than {MAX_LINE_BYTES >> 20} MiB")
+        if line.strip():
+            numbers.append(len(checksums))
+        checksums.append(zlib.crc32(line))
+        offsets.append(file.tell())
 
     def read(number: int) -> Any:
-        try:
-            with open(name, "rb") as file:
-                file.seek(offsets[number])
-                line = file.readline(MAX_LINE_BYTES)
-        except OSError as error:
-            raise DataError(f"{name}: cannot be read any more ({error.strerror})") from error
+        with open_regular(name) as file:
+            file.seek(offsets[number])
+            line = file.readline(MAX_LINE_BYTES)
         where = f"{name}:{number + 1}"
         if zlib.crc32(line) != checksums[number]:
             raise DataError(f"{where}: the file was changed after the run began to read it")
-        return parse_json(line, where, "utf-8" if number else "utf-8-sig")
+        return parse_json(line, where, "utf-8" if number else "utf-8-sig", unique_keys=True)
 
     return Source(name, numbers, read, zlib.crc32(checksums), ":")
 
 
 def _held(name: str, rows: Sequence[dict]) -> Source:
-    return Source(name, range(len(rows)), rows.__getitem__, len(rows))
+    def read(number: int) -> Any:
+        row = call(f"{name}, row {number + 1}", getitem, rows, number)
+        return deepcopy(row)  # a processor may change it
+
+    return Source(name, range(len(rows)), read, len(rows))
 
 
 def _read_parquet(name: str, files: Sequence[str | Path]) -> Source:
@@ -148,6 +153,9 @@ def _read_parquet(name: str, files: Sequence[str | Path]) -> Source:
         import pyarrow.parquet  # on demand: only parquet needs it
     except ImportError as error:
         raise DataError(f"{name}: to read parquet, `pip install pyarrow`, or give the rows as jsonl") from error
+    for file in files:
+        with open_regular(file):
+            pass
     try:
         tables = [pyarrow.parquet.read_table(file, memory_map=True) for file in files]
         table = pyarrow.concat_tables(tables, promote_options="default")

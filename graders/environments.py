@@ -12,7 +12,7 @@ from config import CodeEnvConfig, ConfigError, EnvConfig, MathEnvConfig
 from envs import Environment, Exact, RewardFunction, RewardModelEnv, StepResult, Turn
 from graders import code_grader, math_grader, sandbox
 from graders.pool import Graded, GraderPool
-from system.imports import import_attribute
+from system.imports import call, import_attribute
 
 
 class Math(Environment):
@@ -108,6 +108,11 @@ def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environme
         raise ConfigError(
             f"env_name '{name}' is unknown; known: exact, math, code, reward_model, and module:Class or module:function"
         )
+    call(f"env_name '{name}', in its self_tests,", _self_test, name, environment)
+    return environment
+
+
+def _self_test(name: str, environment: Environment) -> None:
     examples = getattr(environment, "self_tests", ())
     chats = [[{"role": "user", "content": ""}, {"role": "assistant", "content": reply}] for reply, _, _ in examples]
     turns = [Turn(chat, answer, "stop") for chat, (_, answer, _) in zip(chats, examples, strict=True)]
@@ -119,7 +124,6 @@ def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environme
                 f"env_name '{name}' is broken: reply {reply!r} to answer {answer!r} must be '{expected}', and is "
                 f"'{result.outcome}'"
             )
-    return environment
 
 
 def _custom(name: str, attribute: Any, kwargs: Mapping[str, Any]) -> Environment:
@@ -133,6 +137,6 @@ def _custom(name: str, attribute: Any, kwargs: Mapping[str, Any]) -> Environment
         raise ConfigError(f"env_name '{name}': no method {missing[0]}(); derive the class from envs.Environment")
     try:
         inspect.signature(attribute).bind(**kwargs)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # ValueError: a class that is not written in Python
         raise ConfigError(f"env.custom['{name}']: {error}") from error
-    return attribute(**kwargs)
+    return call(f"env_name '{name}'", attribute, **kwargs)

@@ -5,6 +5,8 @@ import json
 import os
 import stat
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,26 +15,23 @@ from config import DataError
 MAX_FILE_BYTES = 32 * 2**20  # of a file that is read whole: ten times the largest index or template in use
 
 
-def open_regular(name: str | Path) -> BinaryIO:
-    """A regular file, open for its bytes. OSError for whatever else the name leads to, and at once: to open a pipe
-    would wait for its writer, and a device has no end."""
+@contextmanager
+def open_regular(name: str | Path) -> Iterator[BinaryIO]:
+    """A regular file, open for its bytes. DataError for anything else, and at once: to open a pipe would wait for its
+    writer, and a device has no end; and where the file cannot be read in the `with` block."""
     try:
-        file = open(name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
-    except ValueError as error:  # a byte 0 or half a surrogate pair in the name
-        raise OSError(errno.EINVAL, str(error)) from error
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "not a regular file; pipes and devices are not read")
-    return file
+        with open(name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file; pipes and devices are not read")
+            yield file
+    except (OSError, ValueError) as error:  # ValueError: a byte 0 or half a surrogate pair in the name
+        raise DataError(f"{name}: cannot be read ({getattr(error, 'strerror', error)})") from error
 
 
 def read_bytes(name: str | Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
     """The content of a regular file. DataError where there is none, or more than `max_bytes` of it."""
-    try:
-        with open_regular(name) as file:
-            content = file.read(max_bytes + 1) or b""  # None: a file below /proc that would wait
-    except OSError as error:
-        raise DataError(f"{name}: cannot be read ({error.strerror})") from error
+    with open_regular(name) as file:
+        content = file.read(max_bytes + 1) or b""  # None: a file below /proc that would wait
     if len(content) > max_bytes:
         raise DataError(f"{name}: more than {max_bytes >> 20} MiB")
     return content

@@ -26,6 +26,7 @@ from hf.tokenizer import Tokenizer
 from run import config_check, config_file, resume
 from run.config_check import check_writable
 from system.exits import die_with_parent
+from system.imports import call
 
 MAX_ROWS = 5_000  # of each set that --check looks at: half a second
 MODEL_SECONDS = 5  # of processor time, to read a model folder or try its tokenizer: five times what the largest take
@@ -74,7 +75,8 @@ def read_inputs(
     def check_answers(env_name: str, answers: list[tuple[str, str, dict]]) -> None:
         if env_name not in environments:
             environments[env_name] = make_environment(env_name, cfg.env, num_ranks)
-        environments[env_name].check_answers(answers)
+        rows = f" of {answers[0][0]} to {answers[-1][0]}" if answers else ""
+        call(f"env_name '{env_name}': check_answers(){rows}", environments[env_name].check_answers, answers)
 
     def read(section: DatasetConfig) -> tuple[Dataset, Dataset | None]:
         limit, tasks = cfg.max_prompt_tokens, cfg.data.task_to_env
@@ -93,6 +95,8 @@ def read_inputs(
             f"fewer than grpo.num_prompts_per_step={cfg.grpo.num_prompts_per_step} x "
             f"grpo.batch_multiplier={cfg.grpo.batch_multiplier:g}"
         )
+    if to_train and mixture.sampler:  # a function of the user's, which is to fail now
+        mixture.draw(mixture.start(), cfg.grpo.prompts_per_batch)
     begin(f"reward model {cfg.env.reward_model.model_name}", MODEL_SECONDS)
     reward_model = read_reward_model(cfg.env.reward_model) if "reward_model" in environments else None
     begin("end of the check", 0)
@@ -214,25 +218,21 @@ def check(cfg: Config, *, all_rows: bool = False) -> str:
 
 
 def _check_apart(cfg: Config, all_rows: bool, parent: Connection) -> None:
+    """In the child. The parent gets [part, "", ""] as a part of the work begins, at last the summary or the error."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent's traceback is enough
     os.environ["RUST_BACKTRACE"] = "0"
-    part = ""
 
-    def begin(new_part: str, seconds: int) -> None:
-        nonlocal part
-        part = new_part
+    def begin(part: str, seconds: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # ends this process, also amid a library's code
         parent.send_bytes(json.dumps([part, "", ""]).encode())
 
-    summary, error = "", ""
     try:
-        summary = _check(cfg, all_rows, begin)
-    except ConfigError as refusal:
-        error = str(refusal)
+        last = ["", _check(cfg, all_rows, begin), ""]
+    except ConfigError as error:
+        last = ["", "", str(error)]
     except MemoryError:
-        error = f"{part}: needs more memory than there is"
-    parent.send_bytes(json.dumps([part, summary, error]).encode())
+        os.kill(os.getpid(), signal.SIGKILL)  # as the kernel would
+    parent.send_bytes(json.dumps(last).encode())
 
 
 def _check(cfg: Config, all_rows: bool, begin: Callable[[str, int], None]) -> str:

@@ -180,7 +180,7 @@ def test_the_command_says_the_same(work, words, message):
 def test_byte_0_in_a_path(work, monkeypatch):
     monkeypatch.chdir(work)
     for keys, message in {
-        "data: {train: {data_path: {}}}": "'a\\x00b': cannot be read (a byte 0 in the name)",
+        "data: {train: {data_path: {}}}": "a\0b: cannot be read (embedded null byte)",
         "data: {train: {prompt_file: {}}}": "cannot be read (embedded null byte)",
         "policy: {model_name: {}}": "policy.model_name: no folder 'a",
         "logger: {log_dir: {}}": "logger.log_dir='a\\x00b': a name in it is longer than 255 bytes, or has a byte 0",

@@ -156,7 +156,7 @@ def test_classes_by_dotted_path_get_their_arguments():
         ("Mine", {"wrod": "a"}, r"^env.custom\['test_envs:Mine'\]: got an unexpected keyword argument 'wrod'"),
         ("Plain", {"x": 1}, r"^env.custom\['test_envs:Plain'\]: (too many|got an unexpected keyword argument 'x')"),
         ("NoClose", {}, r"^env_name 'test_envs:NoClose': no method close\(\); derive the class from envs.Environment"),
-        ("OUTCOMES", {}, r"cannot be imported \(module 'test_envs' has no attribute 'OUTCOMES'\)"),
+        ("OUTCOMES", {}, r"cannot be imported \(AttributeError: module 'test_envs' has no attribute 'OUTCOMES'\)"),
         ("GRADES", {}, "is neither a class nor a function"),
         ("length", {"x": 1}, "takes no env.custom arguments"),
         ("no_completions", {}, "a reward function takes `completions`"),

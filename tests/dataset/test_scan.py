@@ -182,11 +182,10 @@ def test_part_of_the_rows(tokenizer):
     assert refused(tokenizer, [GOOD] * 100, 2, max_rows=20) == "rows.jsonl: no usable row: 20 left out: over 2 tokens"
 
 
-def test_progress_is_said_of_many_rows(tokenizer, monkeypatch, capsys):
-    monkeypatch.setattr(scan, "PROGRESS_SECONDS", -1)
+def test_progress_is_said_of_a_long_scan(tokenizer, monkeypatch, capsys):
     load(tokenizer, [GOOD] * 30)
     assert capsys.readouterr().out == ""
-    monkeypatch.setattr(scan, "MANY_ROWS", 29)
+    monkeypatch.setattr(scan, "PROGRESS_SECONDS", -1)
     load(tokenizer, [GOOD] * 30)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 30 and lines[17] == "rows.jsonl: checked 17 of 30 rows"
@@ -217,7 +216,7 @@ def test_one_rank_renders_and_all_have_the_same_problems(tokenizer, monkeypatch)
     rows = [{"input": "x" * (30 if i == 3 else 1 + i % 5), "output": str(i), "id": i} for i in range(50)]
     rows[7]["task_name"] = "math"
     ranks, rendered, render = FakeRanks(), [], tokenizer.render
-    monkeypatch.setattr(tokenizer, "render", lambda *args: rendered.append(args) or render(*args))
+    monkeypatch.setattr(tokenizer, "render", lambda *args, **limit: rendered.append(args) or render(*args, **limit))
     loaded = []
     for number in range(3):
         environments = []
