@@ -214,11 +214,10 @@ def check_weights(folder: Path, expected: Iterable[tuple[str, Sequence[int]]]) -
 def open_weights(path: Path, framework: str = "numpy") -> safe_open:
     """An open safetensors file. ConfigError where its header is malformed, or its size is not what that says."""
     try:
-        open_regular(path).close()
-        return safe_open(path, framework=framework)
+        with open_regular(path):
+            return safe_open(path, framework=framework)
     except (OSError, MemoryError, SafetensorError) as error:  # MemoryError: a size that lies
-        cause = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path}: not a readable safetensors file ({cause!s:.200}); fetch it again") from error
+        raise ConfigError(f"{path}: not a readable safetensors file ({error!s:.200}); fetch it again") from error
 
 
 def resolve_model_folder(name: str, key: str = "policy.model_name") -> Path:

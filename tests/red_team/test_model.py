@@ -198,7 +198,7 @@ REFUSED = (
         # what config.json asks for and nobody computes
         "rope twice": (
             edited("config.json", rope_parameters=PLAIN, rope_scaling=YARN),
-            "rope_parameters and rope_scaling",
+            "rope_parameters or rope_scaling: expected one mapping",
         ),
         "yarn by layers": (edited("config.json", rope_parameters={"full_attention": YARN}), "full_attention="),
         "rope by layers": (edited("config.json", rope_parameters={"full_attention": PLAIN}), "full_attention="),
