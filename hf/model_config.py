@@ -83,6 +83,9 @@ class ModelConfig:
             if hf.get(field) not in supported:
                 names = ", ".join("absent" if value is None else repr(value) for value in supported)
                 raise ConfigError(f"{source}: {field}={hf.get(field)!r:.80} is not supported; supported: {names}")
+        names = hf.get("architectures") or []  # vLLM builds the first
+        if not isinstance(names, list) or not all(str(name).lower().startswith(hf["model_type"]) for name in names):
+            raise ConfigError(f"{source}: architectures={names!r:.80} is not of model_type={hf['model_type']!r}")
         if hf["model_type"] == "llama" and hf.get("sliding_window") is not None:  # Qwen's has a switch, refused above
             raise ConfigError(
                 f"{source}: sliding_window={hf['sliding_window']!r:.80} is not supported; supported: absent"

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 from datetime import datetime, timedelta
 from itertools import product
 from pathlib import Path
@@ -14,6 +15,7 @@ from chat_case import write_tokenizer
 from chat_templates import CONVERSATIONS, TEMPLATES, TOOLS
 from tokenizers import models, pre_tokenizers, processors
 
+import hf.tokenizer
 from config import DataError, DatasetConfig
 from dataset.scan import load_dataset
 from hf.tokenizer import ESCAPE, ControlTokenInText, Tokenizer
@@ -288,6 +290,58 @@ def test_malformed_tokenizer_file(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"tokenizer\.json: not a usable tokenizer"):
         Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("charsmap", ["AAAA", "CAAAAP////////8A"])
+def test_a_panic_of_the_library_names_the_file(tmp_path, charsmap):
+    """It is no Exception in Python. Found when the file is read, or when a text is first encoded."""
+    write_tokenizer(tmp_path)
+    value = json.loads((tmp_path / "tokenizer.json").read_text())
+    value["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(value))
+    with pytest.raises(DataError, match=rf"^{tmp_path}/tokenizer\.json: not a usable tokenizer \("):
+        Tokenizer(tmp_path)
+
+
+NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template", [NESTED, "{% macro m(n) %}{% if n %}{{ m(n - 1) ~ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"]
+)
+def test_a_template_has_a_time_limit(bpe, monkeypatch, template):
+    """When it is tried, and at any text that comes later: an observation, a reply that a reward model scores."""
+    monkeypatch.setattr(hf.tokenizer, "RENDER_SECONDS", 0.2)
+    with pytest.raises(DataError, match=rf"^{bpe}: the chat template takes more than 0\.2 s$"):
+        Tokenizer(bpe, template)
+    tokenizer = Tokenizer(
+        bpe, "{% if messages[0].content == 'x' %}" + template + "{% endif %}{{ messages[0].content }}"
+    )
+    for _ in range(2):
+        with pytest.raises(DataError, match="the chat template takes more than"):
+            tokenizer.render(USER)
+    assert tokenizer.render([{"role": "user", "content": "y"}])
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_a_template_writes_no_more_than_a_few_words_need(bpe):
+    for template in ("{{ 'a' * 10**6 }}", "{{ strftime_now('%A' * 10**5) }}", "{{ messages | tojson(indent=10**6) }}"):
+        with pytest.raises(DataError, match=rf"^{bpe}: the chat template writes [0-9,]+ characters for a few words"):
+            Tokenizer(bpe, template)
+    with pytest.raises(DataError, match=rf"^{bpe}: the chat template has more than 262,144 characters"):
+        Tokenizer(bpe, "{{ 1 }}" + "x" * 2**18)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ [1, 2] | random }}", "{{ lipsum() }}", "{% filter random %}ab{% endfilter %}"]
+)
+def test_a_prompt_is_a_function_of_its_row(bpe, template):
+    """No randomness, no address of memory."""
+    with pytest.raises((DataError, jinja2.TemplateError), match=r"No filter named 'random'|'lipsum' is undefined"):
+        Tokenizer(bpe, template).render(USER)
+    for written in ("{{ messages[0].items }}", "{{ raise_exception }}", "{{ messages }}{{ range }}"):
+        with pytest.raises(DataError, match="the chat template writes another prompt each time"):
+            Tokenizer(bpe, written)
 
 
 # -------------------------------------------------------------------------------------------------- control tokens
