@@ -64,18 +64,13 @@ class Tokenizer:
         self.file = folder / "tokenizer.json"
         content = read_bytes(self.file, MAX_TOKENIZER_BYTES)
         ids = []
-        try:
+        with _usable(self.file):
             self.backend = tokenizers.Tokenizer.from_buffer(content)
             self.backend.no_truncation()  # the file may ask for both; transformers ignores it too
             self.backend.no_padding()
             with suppress(Exception):  # a small vocabulary may lack these words
                 ids = self.backend.encode(TRIAL_TEXT).ids
                 self.decode(ids)
-        except BaseException as error:
-            # tokenizers raises bare Exception for a malformed file, or its Rust code panics, which is no Exception.
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            raise DataError(f"{self.file}: not a usable tokenizer ({error!s:.200})") from error
         self.vocab_size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
         if not self.vocab_size:
             raise DataError(f"{self.file}: its vocabulary is empty")
@@ -251,13 +246,14 @@ class Tokenizer:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def _encode(self, text: str, max_tokens: int | None = None) -> list[int]:
-        num_chars = len(text) if max_tokens is None else 16 * max_tokens + 256
-        while num_chars < len(text):
-            ids = self.backend.encode(text[:num_chars], add_special_tokens=False).ids
-            if len(ids) > 2 * max_tokens:  # where the text is cut, a word may have other tokens than in the whole
-                return ids
-            num_chars *= 4
-        return self.backend.encode(text, add_special_tokens=False).ids
+        with _usable(self.file):
+            num_chars = len(text) if max_tokens is None else 16 * max_tokens + 256
+            while num_chars < len(text):
+                ids = self.backend.encode(text[:num_chars], add_special_tokens=False).ids
+                if len(ids) > 2 * max_tokens:  # where the text is cut, a word may have other tokens than in the whole
+                    return ids
+                num_chars *= 4
+            return self.backend.encode(text, add_special_tokens=False).ids
 
     def _write(self, messages: Dicts, tools: Dicts | None, add_generation_prompt: bool = True, *, escape: bool) -> str:
         """The template's text, in which all control tokens are the template's. ControlTokenInText where some would not
@@ -301,6 +297,20 @@ class Tokenizer:
         bare = text.strip()  # templates may trim
         before, after = ESCAPE * bare.startswith(self.ends), ESCAPE * bare.endswith(self.starts)
         return text.replace(bare, before + bare + after)
+
+
+@contextmanager
+def _usable(file: Path) -> Iterator[None]:
+    """DataError where the tokenizers library fails: with a bare Exception, or with a panic of its Rust code, which is
+    none. A TypeError is about a text that is none."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, TypeError) or not (
+            isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        ):
+            raise
+        raise DataError(f"{file}: not a usable tokenizer ({error!s:.200})") from error
 
 
 @contextmanager

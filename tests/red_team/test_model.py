@@ -301,9 +301,9 @@ SLOW = {
     "formatted",
 }
 OFTEN = {name for name in REFUSED if ": " in name} - {
-    "tokenizer.json: pipe",
+    "config.json: pipe",
     "chat_template.jinja: device",
-    "config.json: nothing",
+    "tokenizer.json: nothing",
 }
 
 
