@@ -91,6 +91,7 @@ class Tokenizer:
         if reserved:
             raise DataError(f"policy.tokenizer.chat_template_kwargs: {min(reserved)} is not yours to set")
         self.names |= template_kwargs or {}
+        signal.signal(signal.SIGALRM, _raise_timeout)  # here, not for each text: that takes as long as a short one
         # One date for all that this process renders, also past midnight; each rank would have a time of its own.
         self.now = datetime.combine(datetime.now(), datetime.min.time())
         self.templates = {name: self._compile(text, folder) for name, text in self._texts(folder, template).items()}
@@ -268,12 +269,10 @@ class Tokenizer:
                 return template.render(self.names | values)
 
         parts = [*messages, list(tools) if tools else None]
-        token = next(self.control_tokens(parts), None)
-        if token and not escape:
-            raise ControlTokenInText(token)
         escaped = self._escape(parts)
         if escaped == parts:
             return write(parts)
+        token = next(self.control_tokens(parts), None)
         if token is None:  # a text begins or ends with a part of one: do its neighbours complete it?
             text = write(parts)
             tokens = zip_longest(self.control_tokens(text), self.control_tokens(write(escaped)))
@@ -316,16 +315,17 @@ def _usable(file: Path) -> Iterator[None]:
 @contextmanager
 def _time_limit(folder: Path) -> Iterator[None]:
     """DataError where a template takes more than RENDER_SECONDS. For the main thread, which alone gets signals."""
-
-    def stop(*_: Any) -> None:
-        raise DataError(f"{folder}: the chat template takes more than {RENDER_SECONDS} s")
-
-    signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS, 0.1)  # again and again: jinja2 may swallow the first
     try:
         yield
+    except TimeoutError as error:
+        raise DataError(f"{folder}: the chat template takes more than {RENDER_SECONDS} s") from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _raise_timeout(*_: Any) -> None:
+    raise TimeoutError
 
 
 def _raise_template_error(message: str) -> None:
