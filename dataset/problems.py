@@ -72,7 +72,7 @@ class ProblemMaker:
         except ControlTokenInText:
             raise
         except Exception as error:  # a template is a program; TypeError also: half a surrogate pair is not text
-            cause = str(error) if isinstance(error, jinja2.TemplateError) else repr(error)
+            cause = str(error) if isinstance(error, jinja2.TemplateError | DataError) else repr(error)
             raise DataError(f"{where}: the chat template refuses these messages ({cause:.300})") from error
         if not ids:
             raise DataError(f"{where}: the prompt is empty")

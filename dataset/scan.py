@@ -60,6 +60,8 @@ class Problems(Sequence):
         problem = self.maker(row)
         if problem is None:
             raise DataError(f"{self.maker.source.where(row)}: processor left out a row that it gave before")
+        if len(problem.prompt_ids) > self.maker.limit:
+            raise DataError(f"{self.maker.source.where(row)}: over {self.maker.limit} tokens; it was shorter before")
         return problem
 
 

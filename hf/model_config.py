@@ -4,18 +4,22 @@ Owns which architectures are supported: it refuses a model for which `model.Deco
 its authors do. No torch, so that `grpo.py --check` answers in a second.
 """
 
-import math
 import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from config import ConfigError, DataError
-from hf.files import download, read_json
+from hf.files import download, open_regular, read_json
 
-# Fields of config.json that change the computation, each with the values that `Decoder` computes.
-UNSET = ("quantization_config", "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+# Fields of config.json that change the computation, each with the values that `Decoder` computes: those that
+# transformers or vLLM read for the three families, and those of near relatives (Granite, Cohere, Gemma).
+UNSET = ("quantization_config", "compression_config", "text_config", "per_layer_config", "block_configs")
+UNSET += ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale")
+UNSET += ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "dual_chunk_attention_config")
+UNSET += ("rotary_emb_base", "rotary_pct", "rotary_emb_fraction", "mrope_section", "no_rope_layers")
 SUPPORTED_VALUES = {
     "model_type": ("llama", "qwen2", "qwen3"),
     "hidden_act": ("silu",),
@@ -23,6 +27,9 @@ SUPPORTED_VALUES = {
     "partial_rotary_factor": (None, 1),
     "attention_dropout": (None, 0),
     "mlp_bias": (None, False),
+    "qkv_bias": (None, False),
+    "bias": (None, False),
+    "qk_norm": (None, False),
     "use_sliding_window": (None, False),
     "is_causal": (None, True),
     "attention_bias": (None, False, True),
@@ -32,6 +39,8 @@ SUPPORTED_VALUES = {
 INTEGERS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 MORE_INTEGERS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings")
 NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "factor", "low_freq_factor", "high_freq_factor")
+ROPE_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")  # of every kind of RoPE
+FLOATS = ("F64", "F32", "F16", "BF16")  # in safetensors
 
 
 @dataclass(frozen=True)
@@ -69,14 +78,18 @@ class ModelConfig:
     def from_hf(cls, hf: dict, source: str = "config.json") -> "ModelConfig":
         """Reads the dict of a config.json written by transformers 4 or 5; `source` names it in messages. ConfigError
         names a field that is missing, is not the number it should be, or asks for what `Decoder` does not compute."""
-        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}  # transformers 5 or 4
-        if not isinstance(rope, dict):
-            raise ConfigError(f"{source}: rope_parameters or rope_scaling: expected a mapping, got {rope!r}")
-        hf = {**hf, **rope, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
+        hf = hf | _rope_of(hf, source)
         for field, supported in SUPPORTED_VALUES.items():
             if hf.get(field) not in supported:
                 names = ", ".join("absent" if value is None else repr(value) for value in supported)
-                raise ConfigError(f"{source}: {field}={hf.get(field)!r} is not supported; supported: {names}")
+                raise ConfigError(f"{source}: {field}={hf.get(field)!r:.80} is not supported; supported: {names}")
+        names = hf.get("architectures") or []  # vLLM builds the first
+        if not isinstance(names, list) or not all(str(name).lower().startswith(hf["model_type"]) for name in names):
+            raise ConfigError(f"{source}: architectures={names!r:.80} is not of model_type={hf['model_type']!r}")
+        if hf["model_type"] == "llama" and hf.get("sliding_window") is not None:  # Qwen's has a switch, refused above
+            raise ConfigError(
+                f"{source}: sliding_window={hf['sliding_window']!r:.80} is not supported; supported: absent"
+            )
         layer_types = hf.get("layer_types") or []
         if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
             raise ConfigError(f"{source}: layer_types: only a list of 'full_attention' is supported")
@@ -88,8 +101,10 @@ class ModelConfig:
             value = hf.get(field)
             types, kind = (int | float, "number") if field in NUMBERS else (int, "whole number")
             is_number = isinstance(value, types) and not isinstance(value, bool)
-            if value is not None and not (is_number and 0 < value < math.inf):
-                raise ConfigError(f"{source}: {field}={value!r} is not a {kind} above 0")
+            if value is not None and not (is_number and 0 < value < 2**63):
+                raise ConfigError(f"{source}: {field}={value!r:.80} is not a {kind} above 0")
+        if layer_types and len(layer_types) != hf["num_hidden_layers"]:
+            raise ConfigError(f"{source}: {len(layer_types)} layer_types, num_hidden_layers={hf['num_hidden_layers']}")
         is_qwen2, has_bias = hf["model_type"] == "qwen2", bool(hf.get("attention_bias"))
         heads = hf["num_attention_heads"]
         kv_heads, head_dim = hf.get("num_key_value_heads") or heads, hf.get("head_dim") or hf["hidden_size"] // heads
@@ -112,18 +127,59 @@ class ModelConfig:
             max_position_embeddings=hf.get("max_position_embeddings"),
         )
 
+    def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(name, shape) of each weight, as a checkpoint has them; a tied head is not repeated."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        yield "model.embed_tokens.weight", (self.vocab_size, hidden)
+        yield "model.norm.weight", (hidden,)
+        if not self.tie_word_embeddings:
+            yield "lm_head.weight", (self.vocab_size, hidden)
+        rows = {"q": queries, "k": keys, "v": keys, "o": hidden}
+        layer: dict[str, tuple[int, ...]] = dict.fromkeys(
+            ("input_layernorm.weight", "post_attention_layernorm.weight"), (hidden,)
+        )
+        layer |= {f"self_attn.{n}_proj.weight": (size, queries if n == "o" else hidden) for n, size in rows.items()}
+        layer |= {f"self_attn.{n}_proj.bias": (rows[n],) for n in "qkv" * self.qkv_bias + "o" * self.o_bias}
+        layer |= {f"self_attn.{n}_norm.weight": (self.head_dim,) for n in "qk" * self.qk_norm}
+        layer |= {
+            f"mlp.{n}_proj.weight": (hidden, inner) if n == "down" else (inner, hidden) for n in ("gate", "up", "down")
+        }
+        for number in range(self.num_hidden_layers):
+            yield from ((f"model.layers.{number}.{name}", shape) for name, shape in layer.items())
+
+
+def _rope_of(hf: dict, source: str) -> dict:
+    """The fields of the rotary embedding, with their `rope_type`. ConfigError for one that would have no effect."""
+    given = [hf[name] for name in ("rope_parameters", "rope_scaling") if hf.get(name)]  # transformers 5 and 4
+    rope = given[0] if given else {}
+    if not isinstance(rope, dict) or any(each != rope for each in given):
+        values = " and ".join(map(repr, given))
+        raise ConfigError(f"{source}: rope_parameters or rope_scaling: expected one mapping, got {values:.160}")
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    applied = ROPE_FIELDS + (tuple(Llama3Rope.__dataclass_fields__) if rope_type == "llama3" else ())
+    for field, value in rope.items():
+        if rope_type in SUPPORTED_VALUES["rope_type"] and field not in applied:
+            raise ConfigError(f"{source}: {field}={value!r:.80} has no effect with rope_type={rope_type!r}")
+        beside = rope_type if field == "type" else hf.get(field)
+        if beside is not None and beside != value:
+            raise ConfigError(f"{source}: {field}={value!r:.80} in its rope settings, but {beside!r:.80} beside it")
+    return rope | {"rope_type": rope_type}
+
 
 def weight_files(folder: Path) -> list[Path]:
     """model.safetensors, or the files that its index names. ConfigError where one is missing or incomplete. Which
-    tensors they hold, `load_weights` checks."""
+    tensors they hold, `check_weights` says."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
+    if os.path.lexists(single):
         files = [single]
-    elif index.exists():
+    elif os.path.lexists(index):
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ConfigError(f"{index}: no 'weight_map' of name to file")
         files = [folder / name for name in sorted(set(weight_map.values()))]
+        if outside := [file for file in files if file.parent != folder or file.name in ("", "..")]:
+            raise ConfigError(f"{index}: {str(outside[0])!r:.80} is no file of this folder")
     else:
         adapter = any(folder.glob("adapter_model.*"))
         why = "merge the adapter into its model" if adapter else "other formats are not read: they can run code"
@@ -133,20 +189,38 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def stored_shape(folder: Path, name: str) -> list[int] | None:
-    """Shape of a weight by the headers of the folder's `weight_files`; None where they do not have it."""
-    for file in map(open_weights, weight_files(folder)):
-        if name in file.keys():
-            return file.get_slice(name).get_shape()
-    return None
+def check_weights(folder: Path, expected: Iterable[tuple[str, Sequence[int]]]) -> None:
+    """ConfigError unless the folder's files hold the `expected` tensors, (name, shape), as floats, and no others but a
+    tied head's copy and rotary frequencies, which some store. It reads the headers only."""
+    stored: dict[str, tuple[Path, list[int], str]] = {}
+    for path in weight_files(folder):
+        with open_weights(path) as file:
+            for name in file.keys():
+                if name in stored:
+                    raise ConfigError(f"{path}: {name!r:.80} is in {stored[name][0].name} too")
+                tensor = file.get_slice(name)
+                stored[name] = path, tensor.get_shape(), tensor.get_dtype()
+    for name, shape in expected:
+        if name not in stored:
+            raise ConfigError(f"{folder}: weights do not match its config.json; missing: {name}")
+        path, stored_shape, dtype = stored.pop(name)
+        if stored_shape != list(shape):
+            raise ConfigError(f"{path}: {name}: shape {stored_shape}, but {list(shape)} by config.json")
+        if dtype not in FLOATS:
+            raise ConfigError(f"{path}: {name}: dtype {dtype} is not one of {', '.join(FLOATS)}")
+    spare = ("lm_head.weight", "rotary_emb.inv_freq")
+    unexpected = [f"{name:.80} ({path.name})" for name, (path, _, _) in stored.items() if not name.endswith(spare)]
+    if unexpected:
+        raise ConfigError(f"{folder}: weights do not match its config.json; unexpected: {', '.join(unexpected[:5])}")
 
 
 def open_weights(path: Path, framework: str = "numpy") -> safe_open:
     """An open safetensors file. ConfigError where its header is malformed, or its size is not what that says."""
     try:
-        return safe_open(path, framework=framework)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path}: not a readable safetensors file ({error}); fetch it again") from error
+        with open_regular(path):
+            return safe_open(path, framework=framework)
+    except (OSError, MemoryError, SafetensorError) as error:  # MemoryError: a size that lies
+        raise ConfigError(f"{path}: not a readable safetensors file ({error!s:.200}); fetch it again") from error
 
 
 def resolve_model_folder(name: str, key: str = "policy.model_name") -> Path:
@@ -161,7 +235,6 @@ def resolve_model_folder(name: str, key: str = "policy.model_name") -> Path:
     if not os.path.isdir(folder):
         raise DataError(f"{key}: no folder '{name}' (give a Hugging Face folder or a hub name org/model)")
     read_model_config(folder)
-    weight_files(folder)
     if not (folder / "tokenizer.json").is_file():
         raise DataError(f"{folder}: no tokenizer.json (save the tokenizer in its 'fast' format)")
     return folder

@@ -8,8 +8,11 @@ added tokens that look like `<|this|>`. Other added tokens (`<think>`) are words
 """
 
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from itertools import zip_longest
@@ -22,13 +25,20 @@ import jinja2.sandbox
 import tokenizers
 
 from config import DataError
-from hf.files import read_json, read_text
+from hf.files import read_bytes, read_json, read_text
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LOOKS_SPECIAL = re.compile("<[|\uff5c].*[|\uff5c]>")  # DeepSeek's turn marks are not flagged special
 # `{% generation %}` marks the assistant's words; those trained on here are the sampled ones. It is a scope of its own.
 GENERATION_TAG = re.compile(r"({%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%})")
 PRIVATE_USE = range(0xF0000, 0x10FFFE)
+MAX_TOKENIZER_BYTES = 256 * 2**20  # ten times those in use
+MAX_TEMPLATE = 2**18  # characters of a template, or of what it writes for TRIAL: ten times those in use
+RENDER_SECONDS = 3  # to compile a template, or for a text of it: a thousand times what is usual
+ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}>")  # in what Python writes for an object that is no text
+TRIAL_TEXT = "12 + 345 = ?\n\n\tIs  it <b>so</b>, \u00fc \u65e5\u672c \U0001f9ee " + "a " * 64 + "a" * 64
+TRIAL = [{"role": "user", "content": TRIAL_TEXT}, {"role": "assistant", "content": "<think>\none\n</think>\n\n357"}]
+TRIAL += [{"role": "user", "content": "And 1/7?"}]
 Dicts = Sequence[dict]  # messages, or tools
 ESCAPE = "\u200b"  # a space of no width: inside a control token, it makes ordinary text of it
 
@@ -51,17 +61,23 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path, template: str | None = "default", template_kwargs: dict[str, Any] | None = None):
-        try:
-            self.backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # tokenizers raises bare Exception for a malformed file
-            raise DataError(f"{folder / 'tokenizer.json'}: not a usable tokenizer ({error})") from error
-        self.backend.no_truncation()  # the file may ask for both; transformers ignores it too
-        self.backend.no_padding()
+        self.file = folder / "tokenizer.json"
+        content = read_bytes(self.file, MAX_TOKENIZER_BYTES)
+        ids = []
+        with _usable(self.file):
+            self.backend = tokenizers.Tokenizer.from_buffer(content)
+            self.backend.no_truncation()  # the file may ask for both; transformers ignores it too
+            self.backend.no_padding()
+            with suppress(Exception):  # a small vocabulary may lack these words
+                ids = self.backend.encode(TRIAL_TEXT).ids
+                self.decode(ids)
         self.vocab_size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
         if not self.vocab_size:
-            raise DataError(f"{folder / 'tokenizer.json'}: its vocabulary is empty")
+            raise DataError(f"{self.file}: its vocabulary is empty")
+        if max(ids, default=0) >= self.vocab_size:
+            raise DataError(f"{self.file}: its post_processor writes id {max(ids)}, which is no token's")
         self.settings_file = folder / "tokenizer_config.json"
-        self.settings = read_json(self.settings_file) if self.settings_file.is_file() else {}
+        self.settings = read_json(self.settings_file) if os.path.lexists(self.settings_file) else {}
         self.names: dict[str, Any] = {"documents": None}
         for name in SPECIAL:
             value = self.settings.get(name) or ""
@@ -75,24 +91,27 @@ class Tokenizer:
         if reserved:
             raise DataError(f"policy.tokenizer.chat_template_kwargs: {min(reserved)} is not yours to set")
         self.names |= template_kwargs or {}
-        self.now = datetime.now()  # one date for all that this process renders, also past midnight
+        signal.signal(signal.SIGALRM, _raise_timeout)  # here, not for each text: that takes as long as a short one
+        # One date for all that this process renders, also past midnight; each rank would have a time of its own.
+        self.now = datetime.combine(datetime.now(), datetime.min.time())
         self.templates = {name: self._compile(text, folder) for name, text in self._texts(folder, template).items()}
         self.eos_token_ids = self._eos_token_ids(folder, eos_token)
         self._find_control_tokens()
+        self._try_templates(folder)
 
     def _texts(self, folder: Path, template: str | None) -> dict[str, str]:
         """Name -> template, of which one is "default"; {} for none."""
         if template is None or "{" in template:
             return {} if template is None else {"default": template}
         if template != "default":
-            if not Path(template).is_file():
+            if not os.path.isfile(template):
                 raise DataError(
                     f"policy.tokenizer.chat_template={template!r}: no such file, and no template either; default = the "
                     "model's own, null = none"
                 )
             return {"default": read_text(template)}
         file = folder / "chat_template.jinja"
-        entries = read_text(file) if file.is_file() else self.settings.get("chat_template")
+        entries = read_text(file) if os.path.lexists(file) else self.settings.get("chat_template")
         if not isinstance(entries, list):  # else HF's named templates: [{"name": "default", "template": ...}, ...]
             entries = [] if entries is None else [{"name": "default", "template": entries}]
         if not all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in entries):
@@ -111,18 +130,30 @@ class Tokenizer:
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # unlike jinja2's, leaves < > & as is
         environment.globals["raise_exception"] = _raise_template_error
         environment.globals["strftime_now"] = self.now.strftime
+        environment.intercepted_binops = frozenset(
+            ("*", "**", "%")
+        )  # not computed by the compiler, for Python's to read
+        del environment.filters["random"], environment.globals["lipsum"]  # a prompt is a function of its row
+        if len(text) > MAX_TEMPLATE:
+            raise DataError(f"{folder}: the chat template has more than {MAX_TEMPLATE:,} characters")
         try:
-            return environment.from_string(GENERATION_TAG.sub(r"\1with", text))
+            with _time_limit(folder):
+                return environment.from_string(GENERATION_TAG.sub(r"\1with", text))
         except Exception as error:  # jinja2 compiles it to Python, which has errors of its own
             raise DataError(f"{folder}: the chat template does not parse ({error})") from error
 
     def _eos_token_ids(self, folder: Path, token: str) -> list[int]:
         ids = {self.backend.token_to_id(token)} - {None}
+        if token and not ids:
+            raise DataError(f"{self.settings_file}: eos_token={token!r:.80} is no token of {self.file.name}")
         for file in (folder / "generation_config.json", folder / "config.json"):
-            value = read_json(file).get("eos_token_id") if file.is_file() else None
+            value = read_json(file).get("eos_token_id") if os.path.lexists(file) else None
             file_ids = value if isinstance(value, list) else [] if value is None else [value]
             if any(type(token_id) is not int or token_id < 0 for token_id in file_ids):
-                raise DataError(f"{file}: eos_token_id: expected an id or a list of ids, got {value!r}")
+                raise DataError(f"{file}: eos_token_id: expected an id or a list of ids, got {value!r:.80}")
+            if max(file_ids, default=0) >= self.vocab_size:  # the ids of a padded vocabulary are never sampled
+                limit = f"the ids of {self.file.name} end at {self.vocab_size - 1}"
+                raise DataError(f"{file}: eos_token_id={value!r:.80}: {limit}, so no reply would end with it")
             ids |= set(file_ids)
         if not ids:
             files = "generation_config.json, config.json or tokenizer_config.json"
@@ -135,7 +166,7 @@ class Tokenizer:
         control = {
             text
             for token_id, text in self.added.items()
-            if decoder[token_id].special or token_id in self.eos_token_ids or LOOKS_SPECIAL.fullmatch(text)
+            if text and (decoder[token_id].special or token_id in self.eos_token_ids or LOOKS_SPECIAL.fullmatch(text))
         }
         first = re.escape("".join({token[0] for token in control}))
         any_token = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))
@@ -144,9 +175,25 @@ class Tokenizer:
         self.starts = tuple({token[:k] for token in control for k in range(1, len(token))})
         self.ends = tuple({token[k:] for token in control for k in range(1, len(token))})
 
-    def control_tokens(self, *values: Any) -> list[str]:
+    def _try_templates(self, folder: Path) -> None:
+        """DataError where one takes or writes too much for a short conversation, or does not write the same twice. It
+        may refuse that conversation."""
+        for template in self.templates.values():
+            try:
+                with _time_limit(folder):
+                    texts = [template.render({"messages": TRIAL, "tools": None} | self.names) for _ in range(2)]
+            except DataError:
+                raise
+            except Exception:  # a template is a program
+                continue
+            if len(texts[0]) > MAX_TEMPLATE:
+                raise DataError(f"{folder}: the chat template writes {len(texts[0]):,} characters for a few words")
+            if texts[0] != texts[1] or ADDRESS.search(texts[0]):
+                raise DataError(f"{folder}: the chat template writes another prompt each time: take out what differs")
+
+    def control_tokens(self, *values: Any) -> Iterator[str]:
         """The control tokens in the strings of `values`, which may be nested in dicts and lists, in order."""
-        return [match[1] for string in _strings(values) for match in self.control.finditer(string)]
+        return (match[1] for string in _strings(values) for match in self.control.finditer(string))
 
     def render(
         self,
@@ -200,13 +247,14 @@ class Tokenizer:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def _encode(self, text: str, max_tokens: int | None = None) -> list[int]:
-        num_chars = len(text) if max_tokens is None else 16 * max_tokens + 256
-        while num_chars < len(text):
-            ids = self.backend.encode(text[:num_chars], add_special_tokens=False).ids
-            if len(ids) > 2 * max_tokens:  # where the text is cut, a word may have other tokens than in the whole
-                return ids
-            num_chars *= 4
-        return self.backend.encode(text, add_special_tokens=False).ids
+        with _usable(self.file):
+            num_chars = len(text) if max_tokens is None else 16 * max_tokens + 256
+            while num_chars < len(text):
+                ids = self.backend.encode(text[:num_chars], add_special_tokens=False).ids
+                if len(ids) > 2 * max_tokens:  # where the text is cut, a word may have other tokens than in the whole
+                    return ids
+                num_chars *= 4
+            return self.backend.encode(text, add_special_tokens=False).ids
 
     def _write(self, messages: Dicts, tools: Dicts | None, add_generation_prompt: bool = True, *, escape: bool) -> str:
         """The template's text, in which all control tokens are the template's. ControlTokenInText where some would not
@@ -217,13 +265,14 @@ class Tokenizer:
                 return "".join(message["content"] for message in parts[:-1])
             template = self.templates["tool_use" if tools and "tool_use" in self.templates else "default"]
             values = {"messages": parts[:-1], "tools": parts[-1], "add_generation_prompt": add_generation_prompt}
-            return template.render(self.names | values)
+            with _time_limit(self.file.parent):
+                return template.render(self.names | values)
 
         parts = [*messages, list(tools) if tools else None]
         escaped = self._escape(parts)
         if escaped == parts:
             return write(parts)
-        token = next(iter(self.control_tokens(parts)), None)
+        token = next(self.control_tokens(parts), None)
         if token is None:  # a text begins or ends with a part of one: do its neighbours complete it?
             text = write(parts)
             tokens = zip_longest(self.control_tokens(text), self.control_tokens(write(escaped)))
@@ -247,6 +296,36 @@ class Tokenizer:
         bare = text.strip()  # templates may trim
         before, after = ESCAPE * bare.startswith(self.ends), ESCAPE * bare.endswith(self.starts)
         return text.replace(bare, before + bare + after)
+
+
+@contextmanager
+def _usable(file: Path) -> Iterator[None]:
+    """DataError where the tokenizers library fails: with a bare Exception, or with a panic of its Rust code, which is
+    none. A TypeError is about a text that is none."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, TypeError) or not (
+            isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        ):
+            raise
+        raise DataError(f"{file}: not a usable tokenizer ({error!s:.200})") from error
+
+
+@contextmanager
+def _time_limit(folder: Path) -> Iterator[None]:
+    """DataError where a template takes more than RENDER_SECONDS. For the main thread, which alone gets signals."""
+    signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS, 0.1)  # again and again: jinja2 may swallow the first
+    try:
+        yield
+    except TimeoutError as error:
+        raise DataError(f"{folder}: the chat template takes more than {RENDER_SECONDS} s") from error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _raise_timeout(*_: Any) -> None:
+    raise TimeoutError
 
 
 def _raise_template_error(message: str) -> None:

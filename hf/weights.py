@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from config import ConfigError
 from hf.files import read_json
-from hf.model_config import open_weights, weight_files
+from hf.model_config import check_weights, open_weights, weight_files
 from system.ranks import local_rows
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -36,27 +35,17 @@ def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: str | Path) -> None:
     """Fills the parameters, whole or sharded, from the folder's safetensors, cast to the parameters' dtype. ConfigError
-    names the tensors that only one side has; it may store a tied head's copy and rotary frequencies, as some do."""
-    missing, unexpected = sharded_parameters(model), []
+    where the folder holds other tensors, or one with a number that is not finite."""
+    params = sharded_parameters(model)
+    check_weights(Path(folder), ((name, param.shape) for name, param in params.items()))
     for path in weight_files(Path(folder)):
         with open_weights(path, "pt") as file:
-            for name in file.keys():
-                if name in missing:
-                    _copy_rows(missing.pop(name), file.get_slice(name), f"{path}: {name}")
-                elif not name.endswith(("lm_head.weight", "rotary_emb.inv_freq")):
-                    unexpected.append(f"{name} ({path.name})")
-    for what, names in (("missing", list(missing)), ("unexpected", unexpected)):
-        if names:
-            names[5:] = [f"{len(names) - 5} more"] if len(names) > 5 else []
-            raise ConfigError(f"{folder}: weights do not match its config.json; {what}: {', '.join(names)}")
-
-
-def _copy_rows(param: Tensor, stored: Any, where: str) -> None:
-    """Copies a stored tensor; into a shard, its rows."""
-    if stored.get_shape() != list(param.shape):
-        raise ConfigError(f"{where}: shape {stored.get_shape()}, but {list(param.shape)} by config.json")
-    local = param.to_local() if isinstance(param, DTensor) else param
-    local.copy_(stored[local_rows(param)])
+            for name in filter(params.__contains__, file.keys()):
+                param = params[name]
+                local = param.to_local() if isinstance(param, DTensor) else param
+                local.copy_(file.get_slice(name)[local_rows(param)])
+                if not local.isfinite().all():
+                    raise ConfigError(f"{path}: {name} holds NaN or infinity; fetch it again")
 
 
 def full_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

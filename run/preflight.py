@@ -3,9 +3,16 @@
 Owns no format: calls those who do, in the order in which a user wants to hear of mistakes.
 """
 
+import json
+import multiprocessing
 import os
+import signal
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +21,16 @@ from config import Config, ConfigError, DatasetConfig, RewardModelConfig
 from dataset.mixing import Mixture
 from dataset.scan import Dataset, load_dataset
 from graders.environments import make_environment
-from hf.model_config import ModelConfig, read_model_config, resolve_model_folder, stored_shape
+from hf.model_config import ModelConfig, check_weights, read_model_config, resolve_model_folder
 from hf.tokenizer import Tokenizer
 from run import config_check, config_file, resume
 from run.config_check import check_writable, max_prompt_tokens
+from system.exits import die_with_parent
 from system.imports import call
 
 MAX_ROWS = 5_000  # of each set that --check looks at: half a second
+MODEL_SECONDS = 5  # of processor time, to read a model folder or try its tokenizer: five times what the largest take
+WORD_SECONDS = 10  # after which --check says what it is at
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +51,24 @@ def read_inputs(
     to_train: bool = True,
     max_rows: int | None = None,
     on_rank0: Callable[[Callable[[], Any]], Any] = lambda work: work(),
+    begin: Callable[[str, int], None] = lambda part, seconds: None,
 ) -> RunInputs:
     """What the config names; ConfigError for whatever is wrong with it. Not `to_train`: the run of `resume_from` is
-    only scored, and there may be no step to train. max_rows, on_rank0: as in `load_dataset`."""
+    only scored, and there may be no step to train. max_rows, on_rank0: as in `load_dataset`. `begin` gets
+    each part of the work before it, and the seconds of processor time that it may take, 0 for any number."""
     check_writable("logger.log_dir", cfg.logger.log_dir)
     if cfg.checkpointing.checkpoint_dir:
         check_writable("checkpointing.checkpoint_dir", cfg.checkpointing.checkpoint_dir)
     if cfg.checkpointing.resume_from:
         resume.check_resumable(cfg, to_train)
+    begin(f"model folder {cfg.policy.model_name}", MODEL_SECONDS)
     folder = resolve_model_folder(cfg.policy.model_name)
+    model = read_model_config(folder)
+    begin(f"{folder / 'tokenizer.json'} and the chat template", MODEL_SECONDS)
     tokenizer = Tokenizer(folder, cfg.policy.tokenizer.chat_template, cfg.policy.tokenizer.chat_template_kwargs)
-    check_fits(cfg, folder, read_model_config(folder), tokenizer)
+    check_fits(cfg, folder, model, tokenizer)
+    begin(f"weights of {folder}", MODEL_SECONDS)
+    check_weights(folder, model.tensor_shapes())
     environments: dict[str, envs.Environment] = {}
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
@@ -63,6 +80,7 @@ def read_inputs(
 
     def read(section: DatasetConfig) -> tuple[Dataset, Dataset | None]:
         limit, tasks = max_prompt_tokens(cfg), cfg.data.task_to_env
+        begin(f"data set {section.data_path or section.dataset_name} and its environments", 0)
         return load_dataset(section, tokenizer, limit, tasks, check_answers, max_rows=max_rows, on_rank0=on_rank0)
 
     train = [read(section) for section in cfg.data.train]
@@ -79,7 +97,9 @@ def read_inputs(
         )
     if to_train and mixture.sampler:  # a function of the user's, which is to fail now
         mixture.draw(mixture.start(), cfg.grpo.prompts_per_batch)
+    begin(f"reward model {cfg.env.reward_model.model_name}", MODEL_SECONDS)
     reward_model = read_reward_model(cfg.env.reward_model) if "reward_model" in environments else None
+    begin("end of the check", 0)
     return RunInputs(folder, tokenizer, mixture, {each.name: each for each in held_out}, environments, reward_model)
 
 
@@ -145,15 +165,17 @@ def read_reward_model(cfg: RewardModelConfig) -> tuple[Path, Tokenizer]:
     if cfg.model_name is None:
         raise ConfigError(f"{key} is not set: env_name 'reward_model' scores with it")
     folder = resolve_model_folder(cfg.model_name, key)
-    model, shape = read_model_config(folder), stored_shape(folder, "score.weight")
-    if shape != [1, model.hidden_size]:
-        weight = f"score.weight of shape {shape}" if shape else "no score.weight"
-        raise ConfigError(
-            f"{key}: {folder} has {weight}: give a Qwen2-, Qwen3- or LlamaForSequenceClassification with one label, "
-            f"whose score.weight is [1, {model.hidden_size}]"
-        )
+    model = read_model_config(folder)
     tokenizer = Tokenizer(folder)
     check_model(folder, model, tokenizer, "env.reward_model.max_model_len", cfg.max_model_len)
+    shapes = replace(
+        model, tie_word_embeddings=True
+    ).tensor_shapes()  # such checkpoints have no head over the vocabulary
+    try:
+        check_weights(folder, chain([("score.weight", (1, model.hidden_size))], shapes))
+    except ConfigError as error:
+        kinds = "a Qwen2-, Qwen3- or LlamaForSequenceClassification with one label"
+        raise ConfigError(f"{key}: {error}: give {kinds}") from error
     try:
         messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
         tokenizer.render(messages, add_generation_prompt=False)
@@ -168,10 +190,55 @@ def num_steps_of(cfg: Config, num_problems: int) -> int:
 
 
 def check(cfg: Config, *, all_rows: bool = False) -> str:
-    """A summary, after all was checked that can be wrong before torch is loaded: all rows, or MAX_ROWS of each set."""
+    """A summary, after all was checked that can be wrong before torch is loaded: all rows, or MAX_ROWS of each set.
+
+    A child process does it: a damaged file can abort a library, hang it or fill the memory, and a user's code can end
+    the process. This one then says what the child was at.
+    """
+    here, there = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_check_apart, args=(cfg, all_rows, there))
+    child.start()
+    there.close()
+    part = "start"
+    with suppress(EOFError):  # the child has ended without a last word
+        while True:
+            while not here.poll(WORD_SECONDS):
+                print(f"still at work: {part}", file=sys.stderr, flush=True)
+            part, summary, error = json.loads(here.recv_bytes())
+            if error:
+                raise ConfigError(error)
+            if summary:
+                return summary
+    child.join()
+    if child.exitcode == 1:
+        sys.exit(1)  # it has printed a traceback
+    end = signal.strsignal(-child.exitcode) if child.exitcode < 0 else f"exit code {child.exitcode}"
+    limits = f"damaged, or needs too much memory or more than {MODEL_SECONDS} s"
+    raise ConfigError(f"{part}: to check it ended the process ({end}): it is {limits}")
+
+
+def _check_apart(cfg: Config, all_rows: bool, parent: Connection) -> None:
+    """In the child. The parent gets [part, "", ""] as a part of the work begins, at last the summary or the error."""
+    die_with_parent()
+    os.environ["RUST_BACKTRACE"] = "0"
+
+    def begin(part: str, seconds: int) -> None:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # ends this process, also amid a library's code
+        parent.send_bytes(json.dumps([part, "", ""]).encode())
+
+    try:
+        last = ["", _check(cfg, all_rows, begin), ""]
+    except ConfigError as error:
+        last = ["", "", str(error)]
+    except MemoryError:
+        os.kill(os.getpid(), signal.SIGKILL)  # as the kernel would
+    parent.send_bytes(json.dumps(last).encode())
+
+
+def _check(cfg: Config, all_rows: bool, begin: Callable[[str, int], None]) -> str:
     math, code = replace(cfg.env.math, num_workers=1), replace(cfg.env.code, num_workers=1)  # enough for their canaries
     cfg = replace(cfg, env=replace(cfg.env, math=math, code=code))
-    inputs = read_inputs(cfg, max_rows=None if all_rows else MAX_ROWS)
+    inputs = read_inputs(cfg, max_rows=None if all_rows else MAX_ROWS, begin=begin)
     for environment in inputs.environments.values():
         environment.close()
     lines = [f"model      {inputs.model_folder} (vocabulary {inputs.tokenizer.vocab_size:,})"]

@@ -46,6 +46,7 @@ ALSO = {
         "run/config_nemo.py",
         "run/config_check.py",
     ],
+    "red_team/test_model.py": ["hf/model_config.py", "hf/tokenizer.py", "hf/weights.py", "run/preflight.py"],
     "run/test_config_data.py": ["config.py", "run/config_check.py"],
     "run/test_log.py": ["run/metrics.py"],
     "run/test_config_nemo.py": ["config.py"],

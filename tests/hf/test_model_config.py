@@ -57,8 +57,8 @@ LLAMA3 = {
             dict(rope_scaling={**LLAMA3, "original_max_position_embeddings": 1.5}),
             "original_max_position_embeddings=1.5 is not a whole number above 0",
         ),
-        (dict(rope_scaling="llama3"), "rope_parameters or rope_scaling: expected a mapping, got 'llama3'"),
-        (dict(rope_parameters=[1]), "rope_parameters or rope_scaling: expected a mapping, got [1]"),
+        (dict(rope_scaling="llama3"), "rope_parameters or rope_scaling: expected one mapping, got 'llama3'"),
+        (dict(rope_parameters=[1]), "rope_parameters or rope_scaling: expected one mapping, got [1]"),
         (dict(layer_types=2), "layer_types: only a list of 'full_attention' is supported"),
         (dict(layer_types="full_attention"), "layer_types: only a list of 'full_attention'"),
         (dict(layer_types=[["full_attention"]]), "layer_types: only a list of 'full_attention'"),
@@ -133,7 +133,7 @@ def test_missing_files_are_refused(tmp_path):
     assert refused(tmp_path).endswith("(merge the adapter into its model)")
     write_shards(tmp_path)
     (tmp_path / "1.safetensors").unlink()
-    assert refused(tmp_path).startswith("/1.safetensors: not a readable safetensors file (No such file or directory: ")
+    assert refused(tmp_path).startswith("/1.safetensors: cannot be read (No such file or directory)")
 
 
 @pytest.mark.parametrize(
@@ -167,6 +167,23 @@ UNSUPPORTED = [
     (dict(rope_scaling={"type": "linear", "factor": 4.0}), "rope_type='linear' is not supported"),
     (dict(rope_parameters={"rope_type": "dynamic"}), "rope_type='dynamic' is not supported"),
     (dict(rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}), ": high_freq_factor, orig"),
+    (
+        dict(rope_parameters={"full_attention": {"rope_type": "default"}}),
+        "full_attention={'rope_type': 'default'} has no",
+    ),
+    (dict(rope_scaling={"rope_type": "default", "factor": 4.0}), "factor=4.0 has no effect with rope_type='default'"),
+    (
+        dict(rope_scaling={"type": "linear", "rope_type": "default"}),
+        "type='linear' in its rope settings, but 'default'",
+    ),
+    (dict(rope_scaling={"rope_theta": 1e4}), "rope_theta=10000.0 in its rope settings, but 1000000.0 beside it"),
+    (dict(rope_scaling=LLAMA3, rope_parameters={"rope_theta": 1e6}), "rope_scaling: expected one mapping, got {"),
+    (dict(sliding_window=64, model_type="llama"), "sliding_window=64 is not supported; supported: absent"),
+    (dict(layer_types=["full_attention"] * 3), "3 layer_types, num_hidden_layers=2"),
+    (dict(architectures=["Qwen3ForCausalLM"]), "architectures=['Qwen3ForCausalLM'] is not of model_type='qwen2'"),
+    (dict(logit_scale=2.0), "logit_scale=2.0 is not supported; supported: absent"),
+    (dict(qkv_bias=True), "qkv_bias=True is not supported; supported: absent, False"),
+    (dict(text_config={}), "text_config={} is not supported; supported: absent"),
     (dict(rms_norm_eps=None, hidden_size=None), ": hidden_size, rms_norm_eps missing"),
 ]
 
@@ -177,6 +194,19 @@ def test_unsupported_configs_name_the_field(change, message):
     with pytest.raises(ConfigError) as error:
         ModelConfig.from_hf({**QWEN2, **change}, "folder/config.json")
     assert str(error.value).startswith("folder/config.json: ") and message in str(error.value)
+
+
+def test_what_changes_nothing_is_taken():
+    """What real folders have: Qwen's window that is switched off, the dropout of training, two equal rope settings."""
+    plain = ModelConfig.from_hf(QWEN2)
+    for fields in (
+        dict(use_sliding_window=False, sliding_window=4096, max_window_layers=28),
+        dict(attention_dropout=0.0, pretraining_tp=2, use_cache=False, torch_dtype="bfloat16", _name_or_path="x"),
+        dict(architectures=["Qwen2ForCausalLM"], quantization_config=None, rope_scaling=None),
+        dict(rope_scaling={"rope_type": "default"}, rope_parameters={"rope_type": "default"}),
+        dict(rope_parameters={"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 1.0}),
+    ):
+        assert ModelConfig.from_hf({**QWEN2, **fields}) == plain, fields
 
 
 def test_both_forms_of_config_json_mean_the_same():

@@ -2,7 +2,8 @@
 
 import json
 import re
-from datetime import datetime
+import signal
+from datetime import datetime, timedelta
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -14,6 +15,7 @@ from chat_case import write_tokenizer
 from chat_templates import CONVERSATIONS, TEMPLATES, TOOLS
 from tokenizers import models, pre_tokenizers, processors
 
+import hf.tokenizer
 from config import DataError, DatasetConfig
 from dataset.scan import load_dataset
 from hf.tokenizer import ESCAPE, ControlTokenInText, Tokenizer
@@ -94,11 +96,11 @@ def test_text_and_ids_equal_transformers(bpe, theirs):
     assert ids == theirs.encode(text, add_special_tokens=False)
 
 
-def test_dates_are_those_of_the_start(bpe, monkeypatch):
+def test_dates_are_those_of_the_start(bpe):
+    """Of the time of the day, each rank would have its own, and --check another: it is midnight."""
     ours = Tokenizer(bpe, "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}")
-    first = ours.decode(ours.render(USER))
-    assert abs((datetime.fromisoformat(first) - datetime.now()).total_seconds()) < 600
-    assert ours.decode(ours.render(USER)) == first  # the same in every turn of a conversation
+    days = [(datetime.now() - timedelta(minutes=age)).date() for age in (5, 0)]
+    assert ours.decode(ours.render(USER)) in [f"{day} 00:00:00.000000" for day in days]
 
 
 REFUSING = (
@@ -136,7 +138,14 @@ def test_eos_ids_of_every_source(tmp_path):
     assert ids(token="<|end|>") == ids(token={"content": "<|end|>"}) == [258]
     assert ids(generation=[258, 3], model=5, token="<|end|>") == [3, 5, 258]
     with pytest.raises(DataError, match=r"no eos_token_id in generation_config\.json, config\.json or"):
-        ids(token="<not a token>")
+        ids()
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: eos_token='<not a token>' is no token of tokenizer"):
+        ids(model=5, token="<not a token>")
+    for value in (259, [3, 259], 10**12):
+        with pytest.raises(
+            DataError, match=r"/config\.json: eos_token_id=.*: the ids of tokenizer.json end at 258, so no"
+        ):
+            ids(generation=3, model=value)
     for value in ([None], [3, "4"], -1, 2.0, True, "258", {"id": 3}):
         for source in ("generation", "model"):
             with pytest.raises(DataError, match=r"config\.json: eos_token_id: expected an id or a list of"):
@@ -281,6 +290,58 @@ def test_malformed_tokenizer_file(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"tokenizer\.json: not a usable tokenizer"):
         Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("charsmap", ["AAAA", "CAAAAP////////8A"])
+def test_a_panic_of_the_library_names_the_file(tmp_path, charsmap):
+    """It is no Exception in Python. Found when the file is read, or when a text is first encoded."""
+    write_tokenizer(tmp_path)
+    value = json.loads((tmp_path / "tokenizer.json").read_text())
+    value["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(value))
+    with pytest.raises(DataError, match=rf"^{tmp_path}/tokenizer\.json: not a usable tokenizer \("):
+        Tokenizer(tmp_path)
+
+
+NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template", [NESTED, "{% macro m(n) %}{% if n %}{{ m(n - 1) ~ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"]
+)
+def test_a_template_has_a_time_limit(bpe, monkeypatch, template):
+    """When it is tried, and at any text that comes later: an observation, a reply that a reward model scores."""
+    monkeypatch.setattr(hf.tokenizer, "RENDER_SECONDS", 0.2)
+    with pytest.raises(DataError, match=rf"^{bpe}: the chat template takes more than 0\.2 s$"):
+        Tokenizer(bpe, template)
+    tokenizer = Tokenizer(
+        bpe, "{% if messages[0].content == 'x' %}" + template + "{% endif %}{{ messages[0].content }}"
+    )
+    for _ in range(2):
+        with pytest.raises(DataError, match="the chat template takes more than"):
+            tokenizer.render(USER)
+    assert tokenizer.render([{"role": "user", "content": "y"}])
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_a_template_writes_no_more_than_a_few_words_need(bpe):
+    for template in ("{{ 'a' * 10**6 }}", "{{ strftime_now('%A' * 10**5) }}", "{{ messages | tojson(indent=10**6) }}"):
+        with pytest.raises(DataError, match=rf"^{bpe}: the chat template writes [0-9,]+ characters for a few words"):
+            Tokenizer(bpe, template)
+    with pytest.raises(DataError, match=rf"^{bpe}: the chat template has more than 262,144 characters"):
+        Tokenizer(bpe, "{{ 1 }}" + "x" * 2**18)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ [1, 2] | random }}", "{{ lipsum() }}", "{% filter random %}ab{% endfilter %}"]
+)
+def test_a_prompt_is_a_function_of_its_row(bpe, template):
+    """No randomness, no address of memory."""
+    with pytest.raises((DataError, jinja2.TemplateError), match=r"No filter named 'random'|'lipsum' is undefined"):
+        Tokenizer(bpe, template).render(USER)
+    for written in ("{{ messages[0].items }}", "{{ raise_exception }}", "{{ messages }}{{ range }}"):
+        with pytest.raises(DataError, match="the chat template writes another prompt each time"):
+            Tokenizer(bpe, written)
 
 
 # -------------------------------------------------------------------------------------------------- control tokens
@@ -438,7 +499,7 @@ def test_what_counts_as_a_control_token(bpe, tmp_path):
     tokenizer = Tokenizer(tmp_path, "{{ messages[0].content }}")
     text = "<|tool|><\uff5cUser\uff5c><stop><word><think></s>"
     messages = [{"role": "user", "content": text}]
-    assert tokenizer.control_tokens(messages) == ["<|tool|>", "<\uff5cUser\uff5c>", "<stop>", "</s>"]
+    assert list(tokenizer.control_tokens(messages)) == ["<|tool|>", "<\uff5cUser\uff5c>", "<stop>", "</s>"]
     ids = tokenizer.render(messages, escape=True)
     added = backend.get_added_tokens_decoder()
     assert [added[i].content for i in ids if i in added] == ["<word>", "<think>"]

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from config import ConfigError
 from hf import weights
+from hf.model_config import check_weights, read_model_config
 from hf.weights import full_tensors, save_hf
 from model import load_policy
 
@@ -114,11 +115,33 @@ def test_unreadable_folders_raise_config_error(folders, tmp_path):
         load_policy(folder, device="cpu")
     index = folder / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"model.norm.weight": "gone.safetensors"}}')
-    with pytest.raises(ConfigError, match=r"gone.safetensors: not a readable safetensors file"):
+    with pytest.raises(ConfigError, match=r"gone.safetensors: cannot be read"):
         load_policy(folder, device="cpu")
     index.write_text("{}")
     with pytest.raises(ConfigError, match=r"index.json: no 'weight_map'"):
         load_policy(folder, device="cpu")
     (folder / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"folder/config.json: not valid JSON"):
+        load_policy(folder, device="cpu")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shapes_by_config_json_are_those_of_transformers(folders, family):
+    folder, hf_model = folders[family]
+    theirs = {name: tuple(tensor.shape) for name, tensor in hf_model.state_dict().items()}
+    if hf_model.config.tie_word_embeddings:
+        del theirs["lm_head.weight"]
+    assert dict(read_model_config(folder).tensor_shapes()) == theirs
+    check_weights(folder, theirs.items())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_is_named_with_its_tensor_and_file(folders, tmp_path, value):
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def spoil(tensors):
+        tensors[name][3, 5] = value
+
+    folder = edited_copy(folders["qwen3"][0], tmp_path / "model", spoil)
+    with pytest.raises(ConfigError, match=rf"/model/model.safetensors: {name} holds NaN or infinity"):
         load_policy(folder, device="cpu")

@@ -1,6 +1,9 @@
 """Model against config, and how much of the data is looked at: checked without torch, on folders made by hand."""
 
 import json
+import os
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -202,3 +205,59 @@ def test_all_goes_with_check(monkeypatch):
     for words in (["--all", "configs/smoke.yaml"], ["configs/smoke.yaml", "--all"], ["--check"], []):
         with pytest.raises(ConfigError):
             preflight.parse_command_line(words, "usage")
+
+
+# ------------------------------------------------------------------------------------------ a check that ends itself
+
+
+def eats_memory():
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (2**30, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    return bytearray(2**33)
+
+
+@pytest.mark.parametrize(
+    ("end", "name"),
+    [
+        (os.abort, "Aborted"),
+        (lambda: os._exit(7), "exit code 7"),
+        (lambda: sys.exit(0), "exit code 0"),
+        (eats_memory, "Killed"),
+    ],
+)
+def test_what_ends_the_process_is_named(recipe, monkeypatch, end, name):
+    def read_inputs(cfg, *, begin, **_):
+        begin("the rows of rows.jsonl", 0)
+        end()
+
+    monkeypatch.setattr(preflight, "read_inputs", read_inputs)
+    with pytest.raises(
+        ConfigError, match=rf"^the rows of rows\.jsonl: to check it ended the process \({name}\): it is"
+    ):
+        check(recipe("smoke.yaml"))
+
+
+def test_a_library_that_hangs_is_ended(recipe, monkeypatch):
+    def read_inputs(cfg, *, begin, **_):
+        begin("tokenizer.json", 1)
+        sum(range(10**12))  # C code, which no handler of a signal interrupts
+
+    monkeypatch.setattr(preflight, "read_inputs", read_inputs)
+    with pytest.raises(
+        ConfigError, match=r"^tokenizer\.json: to check it ended the process \(Profiling timer expired\)"
+    ):
+        check(recipe("smoke.yaml"))
+
+
+def test_a_long_check_says_what_it_is_at(recipe, monkeypatch, capfd):
+    def read_inputs(cfg, *, begin, **_):
+        begin("a long file", 0)
+        time.sleep(0.5)
+        raise ConfigError("done")
+
+    monkeypatch.setattr(preflight, "read_inputs", read_inputs)
+    monkeypatch.setattr(preflight, "WORD_SECONDS", 0.2)
+    with pytest.raises(ConfigError, match=r"^done$"):
+        check(recipe("smoke.yaml"))
+    assert set(capfd.readouterr().err.splitlines()) == {"still at work: a long file"}

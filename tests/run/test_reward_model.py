@@ -189,8 +189,12 @@ REFUSES = {"chat_template": "{% if messages[1] %}{{ raise_exception('no replies'
         (None, {"model_name": None}, r"env.reward_model.model_name is not set"),
         (None, {"model_name": "nothing/at/all"}, r"env.reward_model.model_name: no folder 'nothing/at/all'"),
         (None, {"max_model_len": 257}, r"max_model_len=257 .* max_position_embeddings=256 .*: use 256 or less"),
-        (no_head, {}, r"env.reward_model.model_name: .* has no score.weight"),
-        (two_labels, {}, r"has score.weight of shape \[2, 64\]: .* whose score.weight is \[1, 64\]"),
+        (no_head, {}, r"env.reward_model.model_name: .* missing: score.weight: give a Qwen2-"),
+        (
+            two_labels,
+            {},
+            r"score.weight: shape \[2, 64\], but \[1, 64\] by config.json: give a Qwen2-.* with one label",
+        ),
         (
             lambda folder: edit_json(folder / "config.json", model_type="gpt2"),
             {},
