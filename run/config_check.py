@@ -15,6 +15,7 @@ from typing import Any
 from config import CheckpointingConfig, Config, ConfigError, DatasetConfig, LossConfig
 from run.config_keys import bounds, default_text, meanings, plain_name, settings
 
+MAX_PATH_BYTES = 3_800  # of a folder: Linux takes 4,095, and the run's files are below it
 _OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
 
@@ -244,12 +245,29 @@ def _data_problems(cfg: Config) -> Iterator[str]:
 
 def check_writable(key: str, folder: str) -> None:
     """Raise ConfigError if `folder`, the value of config key `key`, could not be made or written. Makes nothing."""
-    path = Path(folder).absolute()
-    if "\0" in folder or any(len(os.fsencode(part)) > 255 for part in path.parts):
-        raise ConfigError(f"{key}={folder!r}: a name in it is longer than 255 bytes, or has a byte 0")
-    while not os.path.exists(path):  # unlike Path.exists, also false below a folder that must not be searched
+    path = target = Path(folder).absolute()
+    setting = f"{key}={_end_of(folder)}"
+    try:
+        sizes = [len(os.fsencode(part)) for part in target.parts]
+    except UnicodeEncodeError:
+        raise ConfigError(f"{setting!a}: has a character that no file name can have") from None
+    if "\0" in folder or max(sizes) > 255:
+        raise ConfigError(f"{key}={_end_of(folder)!r}: a name in it is longer than 255 bytes, or has a byte 0")
+    if sum(sizes) > MAX_PATH_BYTES:
+        raise ConfigError(f"{setting}: longer than {MAX_PATH_BYTES:,} bytes")
+    while not os.path.lexists(path):  # unlike Path.exists, also false below a folder that must not be searched
         path = path.parent
-    if not path.is_dir():
-        raise ConfigError(f"{key}={folder}: {path} is a file, not a folder")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"{key}={folder}: no permission to write in {path}")
+    try:
+        real = Path(os.path.realpath(path, strict=True))
+    except OSError as error:
+        reason = f"{_end_of(path)} is a link that cannot be followed ({error.strerror}); is a disk not mounted?"
+        raise ConfigError(f"{setting}: {reason}") from None
+    if not real.is_dir():
+        raise ConfigError(f"{setting}: {_end_of(path)} is a file, not a folder")
+    if real.parts[1:2] in (("proc",), ("sys",)) or not os.access(real, os.W_OK | os.X_OK):
+        raise ConfigError(f"{setting}: no permission to write in {_end_of(path)}")
+
+
+def _end_of(value: str | Path) -> str:
+    text = str(value)
+    return text if len(text) <= 120 else f"...{text[-120:]}"

@@ -15,12 +15,60 @@ from pathlib import Path
 
 import torch
 
-from config import Config
+from config import Config, ConfigError
 from run import config_file
-from run.resume import numbered
-from system.ranks import Ranks, broadcast_from_rank0
+from run.lock import lock
+from run.resume import check_free, checkpoint_folder, numbered
+from system.exits import describe_os_error
+from system.ranks import Ranks, on_rank0
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def open_run_folder(cfg: Config, ranks: Ranks, *, to_train: bool = True) -> Path:
+    """The run's folder: the one to resume, or a new `exp_NNN` in logger.log_dir. Who trains has it alone, and that of
+    its checkpoints, while its processes live. ConfigError, on all ranks, where that cannot be."""
+    folder = on_rank0(lambda: _open(cfg, to_train, ranks.world_size))
+    if to_train and ranks.rank:
+        for locked in _folders_to_lock(cfg, folder):
+            lock(locked, leads=False)
+    return folder
+
+
+def _open(cfg: Config, to_train: bool, world_size: int) -> Path:
+    folder = Path(cfg.logger.log_dir)
+    try:
+        if to_train and cfg.checkpointing.resume_from:
+            folder = Path(cfg.checkpointing.resume_from)
+        else:
+            folder = _make_new(cfg, to_train)
+        for locked in _folders_to_lock(cfg, folder) if to_train else ():
+            locked.mkdir(parents=True, exist_ok=True)
+            lock(locked, leads=True)
+        (folder / "exit.json").unlink(missing_ok=True)  # it says how the part before ended
+        shutil.rmtree(folder / "stacks", ignore_errors=True)
+        write_provenance(folder, cfg, world_size)
+    except OSError as error:
+        raise ConfigError(f"{folder}: the run's folder cannot be written ({describe_os_error(error)})") from error
+    return folder
+
+
+def _make_new(cfg: Config, to_train: bool) -> Path:
+    log_dir = Path(cfg.logger.log_dir)
+    log_dir.mkdir(parents=True, exist_ok=True)
+    if to_train:
+        check_free(cfg)
+    for number in itertools.count(max(numbered(log_dir, "exp_"), default=0) + 1):
+        folder = log_dir / f"exp_{number:03d}"
+        with contextlib.suppress(FileExistsError):  # another run took it just now
+            # auto: if it is this job, started twice, the lock decides between the two
+            folder.mkdir(exist_ok=to_train and cfg.checkpointing.resume == "auto")
+            return folder
+
+
+def _folders_to_lock(cfg: Config, folder: Path) -> list[Path]:
+    """Runs of two log_dirs may have one name, and so one folder in the checkpoint_dir that they share."""
+    return [folder, checkpoint_folder(cfg.checkpointing, folder)] if cfg.checkpointing.checkpoint_dir else [folder]
 
 
 def write_provenance(folder: Path, cfg: Config, world_size: int) -> None:
@@ -29,12 +77,15 @@ def write_provenance(folder: Path, cfg: Config, world_size: int) -> None:
     if not (folder / "config.yaml").exists():
         (folder / "config.yaml").write_text(config_file.to_yaml(cfg))
     file = folder / "provenance.json"
-    parts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    try:
+        parts = list(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else []
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{file}: not the list that this program writes ({error}): move it away") from error
     patch = _git("diff", "HEAD", "--binary")
     name = f"changes_{len(parts) + 1}.patch" if patch else None
     if patch:
-        (folder / name).write_text(patch, encoding="utf-8")
-    packages = sorted(importlib.metadata.distributions(), key=lambda package: package.name.lower())
+        (folder / name).write_text(patch, encoding="utf-8", errors="surrogateescape")
+    packages = [package for package in importlib.metadata.distributions() if package.name]  # None: half removed
     variables = [name for name in sorted(os.environ) if name.startswith(("OMP_", "CUDA_", "NCCL_", "VLLM_"))]
     part = {
         "command": shlex.join(sys.argv),
@@ -43,7 +94,7 @@ def write_provenance(folder: Path, cfg: Config, world_size: int) -> None:
         "commit": (_git("rev-parse", "HEAD") or "unknown").strip(),
         "changes": name,
         "python": platform.python_version(),
-        "packages": {package.name: package.version for package in packages},
+        "packages": {package.name: package.version for package in sorted(packages, key=lambda p: p.name.lower())},
         "machine": _machine(),
         "environment": {name: os.environ[name] for name in variables},
     }
@@ -52,10 +103,12 @@ def write_provenance(folder: Path, cfg: Config, world_size: int) -> None:
 
 def _git(*arguments: str) -> str | None:
     """Its output; None where this is no checkout, or git is not installed."""
+    command = ["git", *arguments]
     try:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, errors="surrogateescape")
     except (OSError, subprocess.CalledProcessError):
         return None
+    return run.stdout
 
 
 def _machine() -> dict:
@@ -69,18 +122,3 @@ def _machine() -> dict:
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,
     }
-
-
-def open_run_folder(log_dir: str, resume_from: str | None, ranks: Ranks) -> Path:
-    """The run's folder: the one to resume, or a new `exp_NNN` in `log_dir`. Rank 0 makes it, all get the same path."""
-    folder = Path(resume_from or log_dir)
-    if ranks.rank == 0 and resume_from:
-        (folder / "exit.json").unlink(missing_ok=True)  # it says how the part before ended
-        shutil.rmtree(folder / "stacks", ignore_errors=True)
-    elif ranks.rank == 0:
-        for number in itertools.count(max(numbered(folder, "exp_"), default=0) + 1):
-            with contextlib.suppress(FileExistsError):  # another run took it just now
-                (folder / f"exp_{number:03d}").mkdir(parents=True)
-                break
-        folder = folder / f"exp_{number:03d}"
-    return broadcast_from_rank0(folder)

@@ -17,7 +17,6 @@ from graders.environments import make_environment
 from hf.model_config import ModelConfig, read_model_config, resolve_model_folder, stored_shape
 from hf.tokenizer import Tokenizer
 from run import config_check, config_file, resume
-from run.config_check import check_writable
 
 MAX_ROWS = 5_000  # of each set that --check looks at: half a second
 
@@ -43,9 +42,7 @@ def read_inputs(
 ) -> RunInputs:
     """What the config names; ConfigError for whatever is wrong with it. Not `to_train`: the run of `resume_from` is
     only scored, and there may be no step to train. max_rows, on_rank0: as in `load_dataset`."""
-    check_writable("logger.log_dir", cfg.logger.log_dir)
-    if cfg.checkpointing.checkpoint_dir:
-        check_writable("checkpointing.checkpoint_dir", cfg.checkpointing.checkpoint_dir)
+    resume.check_folders(cfg)
     if cfg.checkpointing.resume_from:
         resume.check_resumable(cfg, to_train)
     folder = resolve_model_folder(cfg.policy.model_name)
@@ -167,6 +164,7 @@ def check(cfg: Config, *, all_rows: bool = False) -> str:
     """A summary, after all was checked that can be wrong before torch is loaded: all rows, or MAX_ROWS of each set."""
     math, code = replace(cfg.env.math, num_workers=1), replace(cfg.env.code, num_workers=1)  # enough for their canaries
     cfg = replace(cfg, env=replace(cfg.env, math=math, code=code))
+    resume.check_free(cfg)
     inputs = read_inputs(cfg, max_rows=None if all_rows else MAX_ROWS)
     for environment in inputs.environments.values():
         environment.close()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -61,7 +62,9 @@ def test_rank_whose_interpreter_is_locked_ends_too(tmp_path):
 def test_death_of_a_rank_ends_the_others(tmp_path):
     codes, end, _ = run_ranks(tmp_path, "killed")
     assert codes == [1, -9] and end["code"] == 1
-    assert end["reason"].startswith("crashed: rank 1 (process ") and end["reason"].endswith(") is gone")
+    assert re.fullmatch(
+        rf"crashed: rank 1 \(process \d+\) is gone; continue with checkpointing\.resume_from={tmp_path}", end["reason"]
+    )
 
 
 def test_slow_is_not_stuck(tmp_path):
