@@ -13,10 +13,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -75,8 +73,10 @@ class Saver:
         tensors = _copy_to_host(model, optimizer, reference)
         size = sum(gather(sum(tensor.nbytes for tensor in tensors.values())))
         temporary = self.folder / f"step_{step:06d}.tmp"
-        if problem := on_rank0(lambda: _os_error_of(self._make_room, temporary, size)):
-            return self._give_up(temporary, problem)
+        try:
+            on_rank0(lambda: self._make_room(temporary, size))
+        except OSError as error:
+            return self._give_up(temporary, str(error))
         meta = {"version": VERSION, "step": step, "world_size": self.ranks.world_size, "state": state, "metric": metric}
         meta = json.loads(json.dumps(meta))  # the run goes on changing `state`
         file = temporary / f"rank_{self.ranks.rank:05d}.safetensors"
@@ -95,11 +95,13 @@ class Saver:
         results = gather(self.written.result())
         (temporary, meta), self.pending = self.pending, None
         problem = next((result for result in results if isinstance(result, str)), None)
-        if problem is None:
+        try:
+            if problem:
+                raise OSError(problem)
             meta["files"] = {name: entry for files in results for name, entry in files.items()}
-            problem = on_rank0(lambda: _os_error_of(self._commit, temporary, meta))
-        if problem:
-            return self._give_up(temporary, problem)
+            on_rank0(lambda: self._commit(temporary, meta))
+        except OSError as error:
+            return self._give_up(temporary, str(error))
         self.saved, self.num_failures = meta["step"], 0
 
     def _make_room(self, temporary: Path, size: int) -> None:
@@ -140,14 +142,6 @@ class Saver:
         if self.num_failures >= MAX_FAILURES:
             raise StopRun(f"{failure}; {self.num_failures} failed in a row: make room in {self.folder}")
         self.ranks.print_rank0(f"WARNING: {failure}; training goes on, the next one is due as configured")
-
-
-def _os_error_of(action: Callable[..., None], *arguments: Any) -> str | None:
-    """The text of the OSError that `action` raises, or None."""
-    try:
-        return action(*arguments)
-    except OSError as error:
-        return str(error)
 
 
 def metric(ckpt_cfg: CheckpointingConfig, state: dict, train: dict[str, float]) -> float | None:

@@ -245,16 +245,15 @@ def _data_problems(cfg: Config) -> Iterator[str]:
 
 def check_writable(key: str, folder: str) -> None:
     """Raise ConfigError if `folder`, the value of config key `key`, could not be made or written. Makes nothing."""
-    path = target = Path(folder).absolute()
+    path = Path(folder).absolute()
     setting = f"{key}={_end_of(folder)}"
     try:
-        sizes = [len(os.fsencode(part)) for part in target.parts]
+        sizes = [len(os.fsencode(part)) for part in (path, *path.parts)]
     except UnicodeEncodeError:
-        raise ConfigError(f"{setting!a}: has a character that no file name can have") from None
-    if "\0" in folder or max(sizes) > 255:
-        raise ConfigError(f"{key}={_end_of(folder)!r}: a name in it is longer than 255 bytes, or has a byte 0")
-    if sum(sizes) > MAX_PATH_BYTES:
-        raise ConfigError(f"{setting}: longer than {MAX_PATH_BYTES:,} bytes")
+        sizes = []
+    if "\0" in folder or not sizes or sizes[0] > MAX_PATH_BYTES or max(sizes[1:]) > 255:
+        limits = f"255 bytes, or has a byte 0 or half a character, or all of it is longer than {MAX_PATH_BYTES:,} bytes"
+        raise ConfigError(f"{key}={_end_of(folder)!r}: a name in it is longer than {limits}")
     while not os.path.lexists(path):  # unlike Path.exists, also false below a folder that must not be searched
         path = path.parent
     try:

@@ -164,7 +164,6 @@ def check(cfg: Config, *, all_rows: bool = False) -> str:
     """A summary, after all was checked that can be wrong before torch is loaded: all rows, or MAX_ROWS of each set."""
     math, code = replace(cfg.env.math, num_workers=1), replace(cfg.env.code, num_workers=1)  # enough for their canaries
     cfg = replace(cfg, env=replace(cfg.env, math=math, code=code))
-    resume.check_free(cfg)
     inputs = read_inputs(cfg, max_rows=None if all_rows else MAX_ROWS)
     for environment in inputs.environments.values():
         environment.close()

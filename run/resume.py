@@ -14,7 +14,6 @@ from pathlib import Path
 from config import CheckpointingConfig, Config, ConfigError
 from run import config_file
 from run.config_check import check_writable
-from run.lock import check_not_running
 
 VERSION = 3  # of a checkpoint's files; another one is refused
 # With another value, the position in the data and the sampling seeds would mean other prompts and samples.
@@ -101,16 +100,6 @@ def check_folders(cfg: Config) -> None:
     check_writable("logger.log_dir", cfg.logger.log_dir)
     if cfg.checkpointing.checkpoint_dir:
         check_writable("checkpointing.checkpoint_dir", cfg.checkpointing.checkpoint_dir)
-
-
-def check_free(cfg: Config) -> None:
-    """ConfigError where another process runs the run to resume; with resume=auto and none to resume, the newest one of
-    logger.log_dir, because a scheduler may start a job twice. Not for a process that has locked a run."""
-    run = cfg.checkpointing.resume_from
-    if run is None and cfg.checkpointing.resume == "auto":
-        run = next(iter(numbered(Path(cfg.logger.log_dir), "exp_").values()), None)
-    if run is not None:
-        check_not_running(Path(run))
 
 
 def check_resumable(cfg: Config, to_train: bool = True) -> None:

@@ -27,8 +27,10 @@ EXIT_CHECK = 3  # a check of the run itself: a logp gap over its limit, numbers 
 EXIT_HUNG = 4  # watchdog.py
 EXIT_SAVED = 75  # on a signal
 PR_SET_PDEATHSIG = 1  # of prctl(2)
+PF_EXITING = 4  # in the flags of /proc/PID/stat
 GRACE_SECONDS = 5.0  # for another rank's word on why it ended, or for its stacks
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 START_TIME = time.monotonic()  # of this process, near enough
 
 peers: dict[int, tuple[str, int]] = {}  # host and process of each other rank, by start_process_group
@@ -117,12 +119,19 @@ def describe_failure(error: BaseException, run_folder: Path | None = None) -> tu
         return EXIT_SAVED, f"saved: {error}"
     if isinstance(error, StopRun):
         return EXIT_CHECK, f"stopped: {error}"
-    lost = find_lost_rank(run_folder)
-    if lost is None and any(host != socket.gethostname() for host, _ in peers.values()):
-        time.sleep(GRACE_SECONDS)  # a rank beside the lost one knows more, and the first report counts
-    if lost is None and not is_disk_full(error):
+    if lost := find_lost_rank(run_folder):
+        return EXIT_CRASH, lost
+    if any(host != socket.gethostname() for host, _ in peers.values()):
+        time.sleep(GRACE_SECONDS)  # a rank on the lost one's machine knows more, and the first report counts
+    what = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        what = describe_os_error(error)
+    else:
         traceback.print_exception(error, file=sys.stderr)
-    return EXIT_CRASH, lost or f"crashed: {type(error).__name__}: {error}{_place_of(error)}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(LIBRARIES)]
+    if frames and not error.__cause__:  # else the message was made to name the place
+        what += f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})"
+    return EXIT_CRASH, f"crashed: {what}"
 
 
 def find_lost_rank(run_folder: Path | None) -> str | None:
@@ -135,26 +144,15 @@ def find_lost_rank(run_folder: Path | None) -> str | None:
 
 
 def _is_alive(pid: int) -> bool:
-    """Not if it is ending: its memory goes before its sockets, by which the other ranks notice, and with it this."""
+    """Not while it ends either: the other ranks see its sockets close before it is a zombie."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def is_disk_full(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return fields[0] not in "ZX" and not int(fields[6]) & PF_EXITING
 
 
 def describe_os_error(error: OSError) -> str:
     """What is wrong, and with which file where the error knows it."""
-    problem = "the disk is full" if is_disk_full(error) else error.strerror or str(error)
+    problem = "the disk is full" if error.errno in NO_ROOM else error.strerror or str(error)
     return f"{error.filename}: {problem}" if error.filename else problem
-
-
-def _place_of(error: BaseException) -> str:
-    """The last line outside of libraries, as " (file:line, in function)"; "" where the message is made to name it."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(LIBRARIES)]
-    if error.__cause__ or not frames:
-        return ""
-    return f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})"

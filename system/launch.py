@@ -15,29 +15,25 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 def main() -> int:
     """The exit code; the last line says why unless it is 0."""
-    failed, failures = False, {}  # rank -> failure, the first one first
+    failed, failures = False, {}  # by rank, the first one first
     try:
         run.main()
-    except SignalException:  # the ranks got it too, and have said how they ended
-        failed = True
-    except ChildFailedError as error:
-        failed, failures = True, error.failures
+    except (ChildFailedError, SignalException) as error:
+        failed, failures = True, getattr(error, "failures", {})
     end = {"code": int(failed), "reason": "no rank left a reason; the end of the output above may tell"}
+    names = {rank: f"rank {rank} (process {failure.pid}) " for rank, failure in failures.items()}
     if (file := Path(os.environ["GRPO_EXIT_FILE"])).exists():
         end = json.loads(file.read_text())
         if failed and end["code"] == 0:
             end = {"code": 1, "reason": "all was done, but then the processes did not end well"}
-    elif failures and (first := next(iter(failures.items())))[1].exitcode < 0:
-        end["reason"] = f"crashed: rank {first[0]} (process {first[1].pid}) is gone"
-        end["reason"] += "; continue with checkpointing.resume=auto"
+    elif failures and failures[first := next(iter(failures))].exitcode < 0:
+        end["reason"] = f"crashed: {names[first]}is gone; continue with checkpointing.resume=auto"
+    reason = " ".join(end["reason"].split()) + (f" (rank {end['rank']})" if "rank" in end else "")
+    for rank, failure in failures.items():
+        if failure.exitcode < 0:
+            reason = reason.replace(f"{names[rank]}is gone", f"{names[rank]}was killed by {failure.signal_name()}")
     if end["code"]:
-        reason = " ".join(end["reason"].split())
-        for failure in failures.values():
-            if failure.exitcode < 0:
-                name = f"(process {failure.pid})"
-                reason = reason.replace(f"{name} is gone", f"{name} was killed by {failure.signal_name()}")
-        said_by = f" (rank {end['rank']})" if "rank" in end else ""
-        print(f"train.sh: exit code {end['code']}: {reason}{said_by}", file=sys.stderr)
+        print(f"train.sh: exit code {end['code']}: {reason}", file=sys.stderr)
     return end["code"]
 
 

@@ -117,13 +117,13 @@ def local_rows(tensor: torch.Tensor) -> slice:
 
 
 def on_rank0(work: Callable[[], T]) -> T:
-    """What `work` gives on rank 0, on all ranks; the ConfigError that it raises there is raised on all ranks."""
+    """What `work` gives on rank 0, on all ranks; a ConfigError or OSError that it raises there is raised on all."""
     try:
         result = work() if dist.get_rank() == 0 else None
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         result = error
     result = broadcast_from_rank0(result)
-    if isinstance(result, ConfigError):
+    if isinstance(result, ConfigError | OSError):
         raise result
     return result
 
