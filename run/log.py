@@ -36,9 +36,9 @@ class RunLog:
         self.max_samples = cfg.num_samples_to_log
         for name in ("metrics.jsonl", "samples.jsonl"):
             _drop_from(folder / name, first_step)
-        self.metrics_file = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
-        # A lone surrogate that a row brings, which is no text in UTF-8: as its JSON escape.
+        # backslashreplace: half a character, which a row may bring and UTF-8 has not, is written as its JSON escape.
         options = {"encoding": "utf-8", "errors": "backslashreplace", "buffering": 1}
+        self.metrics_file = (folder / "metrics.jsonl").open("a", **options)
         self.samples_file = (folder / "samples.jsonl").open("a", **options)
         events = str(folder / "tensorboard")
         self.tensorboard = SummaryWriter(events, purge_step=first_step) if cfg.tensorboard_enabled else None

@@ -81,7 +81,8 @@ def report_exit(code: int, reason: str, run_folder: Path | None) -> None:
     files = [Path(os.environ["GRPO_EXIT_FILE"])] if "GRPO_EXIT_FILE" in os.environ else []
     files += [run_folder / "exit.json"] if run_folder else []
     if _write_once(files[0], text) if files else rank == 0:
-        print(reason, file=sys.stderr if code else sys.stdout, flush=True)
+        with contextlib.suppress(OSError):  # the output may be a file on the disk that is full
+            print(reason, file=sys.stderr if code else sys.stdout, flush=True)
     for file in files[1:]:  # after that: its disk may be full, or hang
         _write_once(file, text)
 
@@ -123,15 +124,15 @@ def describe_failure(error: BaseException, run_folder: Path | None = None) -> tu
         return EXIT_CRASH, lost
     if any(host != socket.gethostname() for host, _ in peers.values()):
         time.sleep(GRACE_SECONDS)  # a rank on the lost one's machine knows more, and the first report counts
-    what = f"{type(error).__name__}: {error}"
+    reason = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.errno in NO_ROOM:
-        what = describe_os_error(error)
+        reason = describe_os_error(error)
     else:
         traceback.print_exception(error, file=sys.stderr)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(LIBRARIES)]
     if frames and not error.__cause__:  # else the message was made to name the place
-        what += f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})"
-    return EXIT_CRASH, f"crashed: {what}"
+        reason += f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})"
+    return EXIT_CRASH, f"crashed: {reason}"
 
 
 def find_lost_rank(run_folder: Path | None) -> str | None:

@@ -17,7 +17,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from config import WatchdogConfig
-from system.exits import EXIT_CRASH, EXIT_HUNG, GRACE_SECONDS, LIBRARIES, find_lost_rank, report_exit
+from system.exits import EXIT_CRASH, EXIT_HUNG, GRACE_SECONDS, LIBRARIES, describe_os_error, find_lost_rank, report_exit
 from system.ranks import Ranks
 
 POLL_SECONDS = 1.0
@@ -69,14 +69,17 @@ class Watchdog:
                 self._leave(EXIT_CRASH, lost)
 
     def _end_hung(self) -> None:
-        self.folder.mkdir(exist_ok=True)  # which makes the other ranks dump theirs too
         frames = sys._current_frames()
         main_frame = frames.pop(self.main)
         texts = [self._where(main_frame), "".join(traceback.format_stack(main_frame))]
         texts += ["another thread:\n" + "".join(traceback.format_stack(frame)) for frame in frames.values()]
         file = self.folder / f"rank_{self.ranks.rank:05d}.tmp"
-        file.write_text("\n".join(texts))
-        file.rename(file.with_suffix(".txt"))
+        try:
+            self.folder.mkdir(exist_ok=True)  # which makes the other ranks dump theirs too
+            file.write_text("\n".join(texts))
+            file.rename(file.with_suffix(".txt"))
+        except OSError as error:
+            self._leave(EXIT_HUNG, f"hung: {texts[0]}; its stack cannot be written ({describe_os_error(error)})")
         end = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < end and len(list(self.folder.glob("*.txt"))) < self.ranks.world_size:
             time.sleep(0.1)
