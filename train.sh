@@ -75,5 +75,8 @@ while status=0; do
     kill -0 "$child" 2>/dev/null || break  # still there: a signal ended `wait`, not the child
 done
 
-((status <= 128)) || { echo "train.sh: exit code 1: torchrun was killed by signal $((status - 128))" >&2; status=1; }
+if ((status > 128)); then
+    echo "train.sh: exit code 1: torchrun was killed by signal $((status - 128)); continue with checkpointing.resume=auto" >&2
+    status=1
+fi
 exit "$status"

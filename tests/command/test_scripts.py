@@ -34,8 +34,18 @@ if "end=signal" in sys.argv:
         time.sleep(0.1)
     time.sleep(0.3)  # time for a second one to show
     open("seen_" + rank, "w").write(str(seen))
-if "end=killed" in sys.argv:
-    os.kill(os.getpid(), signal.SIGKILL)
+if "end=lost" in sys.argv and rank == "1":  # as system/exits.py says it where rank 0 is gone
+    while not os.path.exists("killed"):
+        time.sleep(0.01)
+    reason = "crashed: rank 0 (process %s) is gone; continue so" % open("killed").read()
+    with open(os.environ["GRPO_EXIT_FILE"], "w") as file:
+        json.dump({"code": 1, "reason": reason, "rank": 1}, file)
+    sys.exit(1)
+if "end=lost" in sys.argv:
+    open("half", "w").write(str(os.getpid()))
+    os.rename("half", "killed")
+if "end=killed" in sys.argv or "end=lost" in sys.argv:
+    os.kill(os.getpid(), signal.SIGSEGV if "end=lost" in sys.argv else signal.SIGKILL)
 code = 75 if seen else 3
 if rank == "0":
     with open(os.environ["GRPO_EXIT_FILE"], "w") as file:
@@ -70,12 +80,13 @@ def start(repo: Path, *args: str, **env: str) -> subprocess.Popen:
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory):
-    """Three runs at once, each in a copy of its own: name -> (folder, exit code, stdout, stderr). Most of their time
+    """Four runs at once, each in a copy of its own: name -> (folder, exit code, stdout, stderr). Most of their time
     is torchrun's start."""
     runs = {}
     for name, words, env in (
         ("refused", ("my.yaml", "grpo.seed=2", "--nproc_per_node=1"), {"OMP_NUM_THREADS": "1"}),
         ("killed", ("my.yaml", "end=killed", "--nproc_per_node=1"), {}),
+        ("lost", ("my.yaml", "end=lost"), {}),
         ("signal", ("my.yaml", "end=signal"), {}),
     ):
         folder = copy_of_repository(tmp_path_factory.mktemp(name))
@@ -110,6 +121,13 @@ def test_a_rank_that_dies_without_a_word_is_exit_code_1(launches):
         err.splitlines()[-1],
     )
     assert "Traceback" not in err
+
+
+def test_the_signal_that_killed_a_rank_is_added_to_what_another_rank_says(launches):
+    folder, code, _, err = launches["lost"]
+    pid = (folder / "killed").read_text()
+    reason = f"crashed: rank 0 (process {pid}) was killed by SIGSEGV; continue so (rank 1)"
+    assert (code, err.splitlines()[-1]) == (1, f"train.sh: exit code 1: {reason}")
 
 
 def test_signal_reaches_every_rank(launches):
