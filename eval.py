@@ -16,7 +16,7 @@ if "RANK" in os.environ and __name__ == "__main__":  # before torch and vllm are
     die_with_parent()
 
 from config import ConfigError
-from run.folder import open_run_folder, write_provenance
+from run.folder import open_run_folder
 from run.preflight import parse_command_line, read_inputs
 from run.validation import evaluate
 from system.exits import describe_failure, exit_process, report_exit
@@ -36,9 +36,7 @@ def main() -> int:
         inputs = read_inputs(cfg, to_train=False, on_rank0=on_rank0)
         if not inputs.validation:
             raise ConfigError("data.validation.data_path is not set: name the jsonl file with the problems")
-        folder = open_run_folder(cfg.logger.log_dir, None, ranks)
-        if ranks.rank == 0:
-            write_provenance(folder, cfg, ranks.world_size)
+        folder = open_run_folder(cfg, ranks, to_train=False)
         report = evaluate(cfg, inputs, ranks, device, folder)
         if ranks.rank == 0:
             (folder / "eval.json").write_text(json.dumps(report, indent=2) + "\n")

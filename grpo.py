@@ -55,7 +55,7 @@ from model import Decoder, Reference
 from optim import clip_grad_norm, count_bad_steps, set_learning_rate
 from rollout import sample_step
 from run import setup
-from run.folder import open_run_folder, write_provenance
+from run.folder import open_run_folder
 from run.metrics import accumulate, derived_metrics, reduce_over_ranks, sample_metrics
 from run.validation import validate
 from system.exits import Interrupted, describe_failure, exit_process, report_exit
@@ -183,9 +183,7 @@ def main() -> int:
         ranks, device = start_process_group(cfg.policy.generation.vllm_cfg.tensor_parallel_size)
         cfg = broadcast_from_rank0(cfg)  # resume=auto: another rank may have found another run
         inputs = preflight.read_inputs(cfg, on_rank0=on_rank0)
-        run_folder = open_run_folder(cfg.logger.log_dir, cfg.checkpointing.resume_from, ranks)
-        if ranks.rank == 0:
-            write_provenance(run_folder, cfg, ranks.world_size)
+        run_folder = open_run_folder(cfg, ranks)
         watchdog = Watchdog(ranks, run_folder, cfg.watchdog)
         run = setup.set_up(cfg, inputs, ranks, device, run_folder, watchdog)
         sync_weights(run.model, run.engine, run.state.step)
@@ -199,7 +197,7 @@ def main() -> int:
                 raise setup.save_early(run) from None
         code, reason = 0, setup.finish(run)
     except BaseException as error:
-        code, reason = describe_failure(error)
+        code, reason = describe_failure(error, run_folder)
     if watchdog:
         watchdog.stop()
     report_exit(code, reason, run_folder)

@@ -49,14 +49,14 @@ WORLD_SIZE=$nproc "$PYTHON" grpo.py --check "$config" "$@" || exit
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-export GRPO_EXIT_FILE=$work/exit.json  # torchrun turns every failure into 1: the ranks say here what it was
+export GRPO_EXIT_FILE=$work/exit.json  # the ranks say here how they ended; system/launch.py reads it
 # Unset, torchrun gives each rank one thread whatever the machine; with all cores for each, ranks collapse.
 cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}
 # After a signal the ranks finish their step and save; torchrun would kill them after 30 s.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 # --standalone: a free port for each run. Signals: by default torchrun dies of SIGUSR1 and leaves orphans.
-launch=("$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$nproc"
+launch=("$PYTHON" -m system.launch --standalone --nproc_per_node="$nproc"
     --signals-to-handle="SIGTERM,SIGINT,SIGHUP,SIGUSR1" grpo.py "$config" "$@")
 printf -v line ' %q' "${launch[@]}"
 settings="OMP_NUM_THREADS=$OMP_NUM_THREADS TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -75,16 +75,8 @@ while status=0; do
     kill -0 "$child" 2>/dev/null || break  # still there: a signal ended `wait`, not the child
 done
 
-# What the ranks said; torchrun failing after a good end, or without a word of any rank, is exit code 1.
-read -r code reason < <("$PYTHON" -c '
-import json, pathlib, sys
-path, status = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-end = {"code": int(status > 0), "reason": "no rank left a reason; the end of the output above may tell"}
-if path.exists():
-    end = json.loads(path.read_text())
-if status and not end["code"]:
-    end = {"code": 1, "reason": "all was done, but then the processes did not end well"}
-print(end["code"], *end["reason"].split(), "(rank %s)" % end["rank"] if "rank" in end else "")
-' "$GRPO_EXIT_FILE" "$status")
-((code == 0)) || echo "train.sh: exit code $code: $reason" >&2
-exit "$code"
+if ((status > 128)); then
+    echo "train.sh: exit code 1: torchrun was killed by signal $((status - 128)); continue with checkpointing.resume=auto" >&2
+    status=1
+fi
+exit "$status"

@@ -10,15 +10,13 @@ torch.distributed.checkpoint: its metadata is a pickle, which can run code, and 
 
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -27,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from config import CheckpointingConfig, ConfigError
 from run.resume import VERSION, checkpoints, committed, damaged, read_meta
 from system.exits import Saved, StopRun
-from system.ranks import Ranks, any_rank, broadcast_from_rank0, local_rows, on_rank0
+from system.ranks import Ranks, any_rank, broadcast_from_rank0, gather, local_rows, on_rank0
 
 MAX_FAILURES = 3  # saves in a row that the disk refused, before the run stops
 
@@ -73,10 +71,12 @@ class Saver:
         """
         self.finish()
         tensors = _copy_to_host(model, optimizer, reference)
-        size = sum(_gather(sum(tensor.nbytes for tensor in tensors.values())))
+        size = sum(gather(sum(tensor.nbytes for tensor in tensors.values())))
         temporary = self.folder / f"step_{step:06d}.tmp"
-        if problem := on_rank0(lambda: _os_error_of(self._make_room, temporary, size)):
-            return self._give_up(temporary, problem)
+        try:
+            on_rank0(lambda: self._make_room(temporary, size))
+        except OSError as error:
+            return self._give_up(temporary, str(error))
         meta = {"version": VERSION, "step": step, "world_size": self.ranks.world_size, "state": state, "metric": metric}
         meta = json.loads(json.dumps(meta))  # the run goes on changing `state`
         file = temporary / f"rank_{self.ranks.rank:05d}.safetensors"
@@ -92,14 +92,16 @@ class Saver:
         """Waits for the pending checkpoint and commits it."""
         if self.pending is None:
             return
-        results = _gather(self.written.result())
+        results = gather(self.written.result())
         (temporary, meta), self.pending = self.pending, None
         problem = next((result for result in results if isinstance(result, str)), None)
-        if problem is None:
+        try:
+            if problem:
+                raise OSError(problem)
             meta["files"] = {name: entry for files in results for name, entry in files.items()}
-            problem = on_rank0(lambda: _os_error_of(self._commit, temporary, meta))
-        if problem:
-            return self._give_up(temporary, problem)
+            on_rank0(lambda: self._commit(temporary, meta))
+        except OSError as error:
+            return self._give_up(temporary, str(error))
         self.saved, self.num_failures = meta["step"], 0
 
     def _make_room(self, temporary: Path, size: int) -> None:
@@ -142,23 +144,15 @@ class Saver:
         self.ranks.print_rank0(f"WARNING: {failure}; training goes on, the next one is due as configured")
 
 
-def _os_error_of(action: Callable[..., None], *arguments: Any) -> str | None:
-    """The text of the OSError that `action` raises, or None."""
-    try:
-        return action(*arguments)
-    except OSError as error:
-        return str(error)
-
-
 def metric(ckpt_cfg: CheckpointingConfig, state: dict, train: dict[str, float]) -> float | None:
-    """What keep_top_k compares: a number of the last step or the last validation; None as long as there is none."""
+    """What keep_top_k compares: a number of the last step or the last validation; None if there is none, or NaN."""
     name, validation = ckpt_cfg.metric_name, state["last_validation"]
     if ckpt_cfg.keep_top_k is None or not (train if name.startswith("train/") else validation):
         return None
     metrics = {f"train/{key}": value for key, value in train.items()} | validation
     if name not in metrics:
         raise StopRun(f"checkpointing.metric_name={name} is no metric here; known: {', '.join(sorted(metrics))}")
-    return metrics[name]
+    return metrics[name] if math.isfinite(metrics[name]) else None
 
 
 def load(folder: Path, model, optimizer, ranks: Ranks, reference: dict[str, Tensor], *, mode: str | None) -> dict:
@@ -190,14 +184,7 @@ def _problem(path: Path, ranks: Ranks) -> str | None:
                 problem = f"{path / name}: content differs from its checksum in meta.json"
         except OSError as error:
             problem = f"{path / name}: {error.strerror}"
-    return next(filter(None, _gather(problem)), None)
-
-
-def _gather(value: Any) -> list:
-    """The value of each rank, on all ranks."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return next(filter(None, gather(problem)), None)
 
 
 def _copy_to_host(model, optimizer, reference: dict[str, Tensor]) -> dict[str, Tensor]:

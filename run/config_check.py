@@ -18,6 +18,7 @@ from run.config_keys import bounds, default_text, meanings, plain_name, settings
 
 MAX_NUMBER = 1e9  # of a key that declares no upper bound
 MAX_STEP_SAMPLES = 10_000_000
+MAX_PATH_BYTES = 3_800  # of a folder: Linux takes 4,095, and the run's files are below it
 _OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
 
@@ -261,16 +262,31 @@ def max_prompt_tokens(cfg: Config) -> int:
 def check_writable(key: str, folder: str) -> None:
     """Raise ConfigError if `folder`, the value of config key `key`, could not be made or written. Leaves nothing."""
     path = Path(folder).absolute()
-    if len(os.fsencode(path)) > 3900 or any(len(os.fsencode(part)) > 255 for part in path.parts):
-        raise ConfigError(f"{key}={shortened(folder)}: a name in it is longer than 255 bytes, or all than 3,900")
-    while not os.path.lexists(path):  # also false below a folder that must not be searched
-        path = path.parent
-    if not path.is_dir():
-        kind = "a link that leads nowhere" if path.is_symlink() else "a file"
-        raise ConfigError(f"{key}={folder}: {path} is {kind}, not a folder")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"{key}={folder}: no permission to write in {path}")
+    setting = f"{key}={_end_of(folder)}"
     try:
-        tempfile.TemporaryFile(dir=path).close()
+        sizes = [len(os.fsencode(part)) for part in (path, *path.parts)]
+    except UnicodeEncodeError:
+        sizes = []
+    if "\0" in folder or not sizes or sizes[0] > MAX_PATH_BYTES or max(sizes[1:]) > 255:
+        limits = f"255 bytes, or has a byte 0 or half a character, or all of it is longer than {MAX_PATH_BYTES:,} bytes"
+        raise ConfigError(f"{key}={_end_of(folder)!r}: a name in it is longer than {limits}")
+    while not os.path.lexists(path):  # unlike Path.exists, also false below a folder that must not be searched
+        path = path.parent
+    try:
+        real = Path(os.path.realpath(path, strict=True))
     except OSError as error:
-        raise ConfigError(f"{key}={folder}: cannot write in {path} ({error.strerror})") from None
+        reason = f"{_end_of(path)} is a link that cannot be followed ({error.strerror}); is a disk not mounted?"
+        raise ConfigError(f"{setting}: {reason}") from None
+    if not real.is_dir():
+        raise ConfigError(f"{setting}: {_end_of(path)} is a file, not a folder")
+    if not os.access(real, os.W_OK | os.X_OK):
+        raise ConfigError(f"{setting}: no permission to write in {_end_of(path)}")
+    try:
+        tempfile.TemporaryFile(dir=real).close()
+    except OSError as error:  # /proc says that it may be written
+        raise ConfigError(f"{setting}: cannot write in {_end_of(path)} ({error.strerror})") from None
+
+
+def _end_of(value: str | Path) -> str:
+    text = str(value)
+    return text if len(text) <= 120 else f"...{text[-120:]}"

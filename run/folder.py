@@ -1,6 +1,9 @@
-"""The folder of a run, and what it takes to repeat the run: `config.yaml`, `provenance.json` and `changes_1.patch`."""
+"""The folder of a run, which it has alone (`run.lock`), and what it takes to repeat the run: `config.yaml`,
+`provenance.json` and `changes_1.patch`."""
 
 import contextlib
+import errno
+import fcntl
 import importlib.metadata
 import itertools
 import json
@@ -9,18 +12,88 @@ import platform
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
 
-from config import Config
+from config import Config, ConfigError
 from run import config_file
-from run.resume import numbered
-from system.ranks import Ranks, broadcast_from_rank0
+from run.resume import checkpoint_folder, numbered
+from system.exits import describe_os_error
+from system.ranks import Ranks, on_rank0
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def open_run_folder(cfg: Config, ranks: Ranks, *, to_train: bool = True) -> Path:
+    """The run's folder: the one to resume, or a new `exp_NNN` in logger.log_dir. Who trains has it alone, and that of
+    its checkpoints, while its processes live. ConfigError, on all ranks, where that cannot be."""
+    try:
+        folder = on_rank0(lambda: _open(cfg, to_train))
+        if to_train and ranks.rank:
+            for locked in _to_lock(cfg, folder):
+                _lock(locked, fcntl.LOCK_SH)
+        on_rank0(lambda: write_provenance(folder, cfg, ranks.world_size))
+    except OSError as error:
+        folder = cfg.checkpointing.resume_from or cfg.logger.log_dir
+        raise ConfigError(f"{folder}: the run's folder cannot be written ({describe_os_error(error)})") from error
+    return folder
+
+
+def _open(cfg: Config, to_train: bool) -> Path:
+    """Rank 0's part, up to the locks."""
+    auto = to_train and cfg.checkpointing.resume == "auto"
+    if to_train and cfg.checkpointing.resume_from:
+        folder = Path(cfg.checkpointing.resume_from)
+    else:
+        log_dir = Path(cfg.logger.log_dir)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        runs = list(numbered(log_dir, "exp_").items())
+        if auto and runs and runs[0][1].is_dir():  # this job may run there, started twice, without a checkpoint so far
+            _lock(runs[0][1], fcntl.LOCK_EX)
+        for number in itertools.count(runs[0][0] + 1 if runs else 1):
+            folder = log_dir / f"exp_{number:03d}"
+            with contextlib.suppress(FileExistsError):  # another run took it just now; of one job, the lock decides
+                folder.mkdir(exist_ok=auto)
+                break
+    for locked in _to_lock(cfg, folder) if to_train else ():
+        locked.mkdir(parents=True, exist_ok=True)
+        _lock(locked, fcntl.LOCK_EX)
+    (folder / "exit.json").unlink(missing_ok=True)  # it says how the part before ended
+    shutil.rmtree(folder / "stacks", ignore_errors=True)
+    return folder
+
+
+def _to_lock(cfg: Config, folder: Path) -> list[Path]:
+    """Runs of two log_dirs may have one name, and so one folder in the checkpoint_dir that they share."""
+    return [folder, checkpoint_folder(cfg.checkpointing, folder)] if cfg.checkpointing.checkpoint_dir else [folder]
+
+
+def _lock(folder: Path, kind: int) -> None:
+    """Keeps other runs out until this process ends. LOCK_EX: rank 0, which then shares it with the other ranks; they
+    give LOCK_SH. ConfigError names who has it. A POSIX record lock: a fork does not inherit it, so no orphan of a
+    killed run keeps the next one out; but it ends if its process closes any descriptor of the file: open it nowhere."""
+    descriptor = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT, 0o666)  # never closed
+    try:
+        fcntl.lockf(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            time.sleep(0.5)  # who took it just now writes who it is
+            holder = os.read(descriptor, 200).decode(errors="replace").strip()
+            text = f"{folder} is in use by another run ({holder}): wait for its end, or stop it"
+            raise ConfigError(text) from error
+        if kind == fcntl.LOCK_EX:
+            print(f"WARNING: {folder}: no locks on this disk ({error.strerror}): start no second run there", flush=True)
+        return
+    if kind == fcntl.LOCK_EX:
+        since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode())
+        fcntl.lockf(descriptor, fcntl.LOCK_SH)
 
 
 def write_provenance(folder: Path, cfg: Config, world_size: int) -> None:
@@ -29,12 +102,17 @@ def write_provenance(folder: Path, cfg: Config, world_size: int) -> None:
     if not (folder / "config.yaml").exists():
         (folder / "config.yaml").write_text(config_file.to_yaml(cfg))
     file = folder / "provenance.json"
-    parts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    try:
+        parts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    except (ValueError, RecursionError):
+        parts = None
+    if not isinstance(parts, list):
+        raise ConfigError(f"{file}: not the list that this program writes: move it away")
     patch = _git("diff", "HEAD", "--binary")
     name = f"changes_{len(parts) + 1}.patch" if patch else None
     if patch:
-        (folder / name).write_text(patch, encoding="utf-8")
-    packages = sorted(importlib.metadata.distributions(), key=lambda package: package.name.lower())
+        (folder / name).write_text(patch, encoding="latin-1")
+    packages = [package for package in importlib.metadata.distributions() if package.name]  # None: half removed
     variables = [name for name in sorted(os.environ) if name.startswith(("OMP_", "CUDA_", "NCCL_", "VLLM_"))]
     part = {
         "command": shlex.join(sys.argv),
@@ -43,7 +121,7 @@ def write_provenance(folder: Path, cfg: Config, world_size: int) -> None:
         "commit": (_git("rev-parse", "HEAD") or "unknown").strip(),
         "changes": name,
         "python": platform.python_version(),
-        "packages": {package.name: package.version for package in packages},
+        "packages": {package.name: package.version for package in sorted(packages, key=lambda p: p.name.lower())},
         "machine": _machine(),
         "environment": {name: os.environ[name] for name in variables},
     }
@@ -51,9 +129,9 @@ def write_provenance(folder: Path, cfg: Config, world_size: int) -> None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Its output; None where this is no checkout, or git is not installed."""
+    """Its output, a character for each byte; None where this is no checkout, or git is not installed."""
     try:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, check=True, encoding="latin-1").stdout
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -69,18 +147,3 @@ def _machine() -> dict:
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,
     }
-
-
-def open_run_folder(log_dir: str, resume_from: str | None, ranks: Ranks) -> Path:
-    """The run's folder: the one to resume, or a new `exp_NNN` in `log_dir`. Rank 0 makes it, all get the same path."""
-    folder = Path(resume_from or log_dir)
-    if ranks.rank == 0 and resume_from:
-        (folder / "exit.json").unlink(missing_ok=True)  # it says how the part before ended
-        shutil.rmtree(folder / "stacks", ignore_errors=True)
-    elif ranks.rank == 0:
-        for number in itertools.count(max(numbered(folder, "exp_"), default=0) + 1):
-            with contextlib.suppress(FileExistsError):  # another run took it just now
-                (folder / f"exp_{number:03d}").mkdir(parents=True)
-                break
-        folder = folder / f"exp_{number:03d}"
-    return broadcast_from_rank0(folder)

@@ -1,6 +1,7 @@
 """What a run writes for people and programs: metrics.jsonl, samples.jsonl, TensorBoard events, the console.
 
-Values are logged raw: a NaN stays visible.
+A number that is not finite is null in the two JSON files, which any parser then reads; a key that is absent was not
+measured. TensorBoard and the console have it raw, as nan or inf.
 """
 
 import json
@@ -11,12 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from config import CheckpointingConfig, LoggerConfig
+from config import CheckpointingConfig, ConfigError, LoggerConfig
 from data import Sample
 from hf.tokenizer import Tokenizer
 
@@ -34,8 +36,10 @@ class RunLog:
         self.max_samples = cfg.num_samples_to_log
         for name in ("metrics.jsonl", "samples.jsonl"):
             _drop_from(folder / name, first_step)
-        self.metrics_file = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
-        self.samples_file = (folder / "samples.jsonl").open("a", encoding="utf-8", buffering=1)
+        # backslashreplace: half a character, which a row may bring and UTF-8 has not, is written as its JSON escape.
+        options = {"encoding": "utf-8", "errors": "backslashreplace", "buffering": 1}
+        self.metrics_file = (folder / "metrics.jsonl").open("a", **options)
+        self.samples_file = (folder / "samples.jsonl").open("a", **options)
         events = str(folder / "tensorboard")
         self.tensorboard = SummaryWriter(events, purge_step=first_step) if cfg.tensorboard_enabled else None
         self.start, self.first_step = time.perf_counter(), first_step
@@ -43,7 +47,7 @@ class RunLog:
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         """One object of metrics.jsonl and the same numbers to TensorBoard."""
-        self.metrics_file.write(json.dumps({"step": step, **values}) + "\n")
+        self.metrics_file.write(_strict_json({"step": step, **values}))
         if self.tensorboard:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
@@ -55,10 +59,8 @@ class RunLog:
             prompt, reply = decode(sample.prompt_ids), decode(sample.output_ids.tolist())
             record = {"step": step, "kind": kind, "prompt": prompt, "reply": reply}
             record |= {name: getattr(sample, name) for name in SAMPLE_FIELDS}
-            if math.isnan(sample.unshaped_reward):  # validation does not shape
-                record["unshaped_reward"] = None
             if i < self.max_samples:
-                self.samples_file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                self.samples_file.write(_strict_json(record))
             if i < num_print:
                 print(f"    [{kind}] {prompt!r} -> {reply!r}  {sample.outcome}, reward {sample.reward:g}", flush=True)
 
@@ -131,12 +133,21 @@ def _accuracies(values: dict[str, float]) -> dict[str, float]:
     return {name[len(start) : -len(end)].replace("/", " "): value for name, value in accuracies.items()}
 
 
+def _strict_json(record: dict[str, Any]) -> str:
+    """A line. A NaN is null: pandas reads it as NaN."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 def _drop_from(file: Path, first_step: int) -> None:
     """Removes what a run wrote after the checkpoint it is now resumed from (a last line cut by a kill included)."""
     if not file.exists():
         return
     lines = file.read_bytes().splitlines(keepends=True)  # bytes: text has other line ends too, and a cut can be no text
-    kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] < first_step]
+    try:
+        kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] < first_step]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file}: a line is not what this program writes ({error}): take it out") from error
     file.write_bytes(b"".join(kept))
 
 

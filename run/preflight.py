@@ -24,7 +24,7 @@ from graders.environments import make_environment
 from hf.model_config import ModelConfig, check_weights, read_model_config, resolve_model_folder
 from hf.tokenizer import Tokenizer
 from run import config_check, config_file, resume
-from run.config_check import check_writable, max_prompt_tokens
+from run.config_check import max_prompt_tokens
 from system.exits import die_with_parent
 from system.imports import call
 
@@ -56,9 +56,7 @@ def read_inputs(
     """What the config names; ConfigError for whatever is wrong with it. Not `to_train`: the run of `resume_from` is
     only scored, and there may be no step to train. max_rows, on_rank0: as in `load_dataset`. `begin` gets
     each part of the work before it, and the seconds of processor time that it may take, 0 for any number."""
-    check_writable("logger.log_dir", cfg.logger.log_dir)
-    if cfg.checkpointing.checkpoint_dir:
-        check_writable("checkpointing.checkpoint_dir", cfg.checkpointing.checkpoint_dir)
+    resume.check_folders(cfg)
     if cfg.checkpointing.resume_from:
         resume.check_resumable(cfg, to_train)
     begin(f"model folder {cfg.policy.model_name}", MODEL_SECONDS)

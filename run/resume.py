@@ -7,6 +7,7 @@ under such a name is damaged. checkpoint.py writes and reads the tensors and com
 import json
 import operator
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +35,8 @@ SAME_WHEN_RESUMED = (
 def numbered(folder: Path, prefix: str) -> dict[int, Path]:
     """Number -> path of the exp_007 or step_000010 in `folder`, highest number first."""
     paths = {p.name.removeprefix(prefix): p for p in folder.glob(f"{prefix}*")}
-    return {int(number): paths[number] for number in sorted(filter(str.isdecimal, paths), key=int, reverse=True)}
+    numbers = filter(re.compile("[0-9]+").fullmatch, paths)  # isdecimal() takes other alphabets' digits too
+    return {int(number): paths[number] for number in sorted(numbers, key=int, reverse=True)}
 
 
 def checkpoint_folder(cfg: CheckpointingConfig, run_folder: Path) -> Path:
@@ -82,6 +84,7 @@ def resolve(cfg: Config) -> Config:
     ckpt_cfg = cfg.checkpointing
     if ckpt_cfg.resume not in ("auto", "must") or ckpt_cfg.resume_from:
         return cfg
+    check_folders(cfg)
     runs = numbered(Path(cfg.logger.log_dir), "exp_").values()
     newest = next((str(run) for run in runs if committed(checkpoint_folder(ckpt_cfg, run))), None)
     if newest is None and ckpt_cfg.resume == "must":
@@ -90,6 +93,13 @@ def resolve(cfg: Config) -> Config:
             "one by checkpointing.resume_from, or use checkpointing.resume=auto to start a new run where there is none"
         )
     return replace(cfg, checkpointing=replace(ckpt_cfg, resume_from=newest))
+
+
+def check_folders(cfg: Config) -> None:
+    """ConfigError where a folder that the run writes could not be made or written."""
+    check_writable("logger.log_dir", cfg.logger.log_dir)
+    if cfg.checkpointing.checkpoint_dir:
+        check_writable("checkpointing.checkpoint_dir", cfg.checkpointing.checkpoint_dir)
 
 
 def check_resumable(cfg: Config, to_train: bool = True) -> None:

@@ -4,13 +4,17 @@ torchrun turns every non-zero code into 1, so the ranks also write `exit.json` {
 and to $GRPO_EXIT_FILE, which train.sh reads.
 """
 
+import contextlib
 import ctypes
+import errno
 import gc
 import json
 import math
 import os
 import signal
+import socket
 import sys
+import sysconfig
 import time
 import traceback
 from pathlib import Path
@@ -23,7 +27,13 @@ EXIT_CHECK = 3  # a check of the run itself: a logp gap over its limit, numbers 
 EXIT_HUNG = 4  # watchdog.py
 EXIT_SAVED = 75  # on a signal
 PR_SET_PDEATHSIG = 1  # of prctl(2)
+PF_EXITING = 4  # in the flags of /proc/PID/stat
+GRACE_SECONDS = 5.0  # for another rank's word on why it ended, or for its stacks
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 START_TIME = time.monotonic()  # of this process, near enough
+
+peers: dict[int, tuple[str, int]] = {}  # host and process of each other rank, by start_process_group
 
 
 class StopRun(Exception):
@@ -67,11 +77,14 @@ def report_exit(code: int, reason: str, run_folder: Path | None) -> None:
     rank = int(os.environ.get("RANK", "0"))
     if code in (0, EXIT_SAVED) and rank != 0:
         return
-    files = [run_folder / "exit.json"] if run_folder else []
-    files += [Path(os.environ["GRPO_EXIT_FILE"])] if "GRPO_EXIT_FILE" in os.environ else []
-    first = [_write_once(file, json.dumps({"code": code, "reason": reason, "rank": rank}) + "\n") for file in files]
-    if any(first) or (not files and rank == 0):
-        print(reason, file=sys.stderr if code else sys.stdout, flush=True)
+    text = json.dumps({"code": code, "reason": reason, "rank": rank}) + "\n"
+    files = [Path(os.environ["GRPO_EXIT_FILE"])] if "GRPO_EXIT_FILE" in os.environ else []
+    files += [run_folder / "exit.json"] if run_folder else []
+    if _write_once(files[0], text) if files else rank == 0:
+        with contextlib.suppress(OSError):  # the output may be a file on the disk that is full
+            print(reason, file=sys.stderr if code else sys.stdout, flush=True)
+    for file in files[1:]:  # after that: its disk may be full, or hang
+        _write_once(file, text)
 
 
 def exit_process(code: int) -> None:
@@ -84,19 +97,22 @@ def exit_process(code: int) -> None:
 
 
 def _write_once(file: Path, text: str) -> bool:
-    """Whole or not at all, and only if it is not there yet."""
+    """Whole or not at all, and only if it is not there yet: then False. Where it cannot be written, says so."""
     whole = file.with_name(f"{file.name}.{os.getpid()}")
-    whole.write_text(text)
     try:
+        whole.write_text(text)
         os.link(whole, file)
-        return True
     except FileExistsError:
         return False
+    except OSError as error:
+        print(f"WARNING: {file} cannot be written ({describe_os_error(error)})", file=sys.stderr, flush=True)
     finally:
-        whole.unlink()
+        with contextlib.suppress(OSError):  # it could not be made
+            whole.unlink()
+    return True
 
 
-def describe_failure(error: BaseException) -> tuple[int, str]:
+def describe_failure(error: BaseException, run_folder: Path | None = None) -> tuple[int, str]:
     """(exit code, one-line reason) of what ended the run; an unexpected error also leaves its traceback on stderr."""
     if isinstance(error, ConfigError):
         return EXIT_CONFIG, f"error: {error}"
@@ -104,5 +120,40 @@ def describe_failure(error: BaseException) -> tuple[int, str]:
         return EXIT_SAVED, f"saved: {error}"
     if isinstance(error, StopRun):
         return EXIT_CHECK, f"stopped: {error}"
-    traceback.print_exception(error, file=sys.stderr)
-    return EXIT_CRASH, f"crashed: {type(error).__name__}: {error}"
+    if lost := find_lost_rank(run_folder):
+        return EXIT_CRASH, lost
+    if any(host != socket.gethostname() for host, _ in peers.values()):
+        time.sleep(GRACE_SECONDS)  # a rank on the lost one's machine knows more, and the first report counts
+    reason = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        reason = describe_os_error(error)
+    else:
+        traceback.print_exception(error, file=sys.stderr)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(LIBRARIES)]
+    if frames and not error.__cause__:  # else the message was made to name the place
+        reason += f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})"
+    return EXIT_CRASH, f"crashed: {reason}"
+
+
+def find_lost_rank(run_folder: Path | None) -> str | None:
+    """The reason to end of a rank whose peer on this machine has ended, by a signal if nobody has reported; or None."""
+    for rank, (host, pid) in peers.items():
+        if host == socket.gethostname() and not _is_alive(pid):
+            go_on = f"; continue with checkpointing.resume_from={run_folder}" if run_folder else ""
+            return f"crashed: rank {rank} (process {pid}) is gone{go_on}"
+    return None
+
+
+def _is_alive(pid: int) -> bool:
+    """Not while it ends either: the other ranks see its sockets close before it is a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return fields[0] not in "ZX" and not int(fields[6]) & PF_EXITING
+
+
+def describe_os_error(error: OSError) -> str:
+    """What is wrong, and with which file where the error knows it."""
+    problem = "the disk is full" if error.errno in NO_ROOM else error.strerror or str(error)
+    return f"{error.filename}: {problem}" if error.filename else problem

@@ -2,6 +2,7 @@
 
 import os
 import random
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from config import ConfigError
+from system import exits
 
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # longer than any rollout: ranks wait for the slowest one's samples
@@ -75,6 +77,8 @@ def start_process_group(tp_size: int) -> tuple[Ranks, torch.device]:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device if cuda else None)
+    processes = enumerate(gather((socket.gethostname(), os.getpid())))
+    exits.peers.update((rank, process) for rank, process in processes if rank != ranks.rank)
     if tp_size > 1:
         group, _ = dist.new_subgroups(tp_size, timeout=COLLECTIVE_TIMEOUT, backend="gloo")
         ranks = replace(ranks, engine_group=group)
@@ -86,6 +90,13 @@ def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     flags = torch.tensor([flag], dtype=torch.int32)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
     return bool(flags.item())
+
+
+def gather(value: T) -> list[T]:
+    """The value of each rank, on all ranks."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def broadcast_from_rank0(value: T) -> T:
@@ -106,13 +117,13 @@ def local_rows(tensor: torch.Tensor) -> slice:
 
 
 def on_rank0(work: Callable[[], T]) -> T:
-    """What `work` gives on rank 0, on all ranks; the ConfigError that it raises there is raised on all ranks."""
+    """What `work` gives on rank 0, on all ranks; a ConfigError or OSError that it raises there is raised on all."""
     try:
         result = work() if dist.get_rank() == 0 else None
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         result = error
     result = broadcast_from_rank0(result)
-    if isinstance(result, ConfigError):
+    if isinstance(result, ConfigError | OSError):
         raise result
     return result
 

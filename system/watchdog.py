@@ -8,29 +8,23 @@ a collective: it has to work when those do not.
 import faulthandler
 import os
 import signal
-import socket
 import statistics
 import sys
-import sysconfig
 import threading
 import time
 import traceback
 from collections import defaultdict
 from pathlib import Path
 
-import torch.distributed as dist
-
 from config import WatchdogConfig
-from system.exits import EXIT_CRASH, EXIT_HUNG, report_exit
+from system.exits import EXIT_CRASH, EXIT_HUNG, GRACE_SECONDS, LIBRARIES, describe_os_error, find_lost_rank, report_exit
 from system.ranks import Ranks
 
-LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 POLL_SECONDS = 1.0
-GRACE_SECONDS = 5.0  # for the other ranks' stacks, or for a lost peer's own word on why it ended
 
 
 class Watchdog:
-    """Watches this rank from `start` to `stop`; `enter` says what it does. Made by all ranks together."""
+    """Watches this rank from when it is made to `stop`; `enter` says what it does."""
 
     def __init__(self, ranks: Ranks, run_folder: Path, cfg: WatchdogConfig):
         self.ranks = ranks
@@ -42,10 +36,6 @@ class Watchdog:
         self.step = 0
         self.phase = "start"
         self.since = time.monotonic()
-        peers: list = [None] * ranks.world_size
-        dist.all_gather_object(peers, (socket.gethostname(), os.getpid()))
-        here = peers[ranks.rank][0]
-        self.peers = {rank: pid for rank, (host, pid) in enumerate(peers) if host == here and rank != ranks.rank}
         self.stopped = threading.Event()
         faulthandler.register(signal.SIGUSR2, all_threads=True)  # by hand: kill -USR2 <pid of a rank>
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -74,19 +64,22 @@ class Watchdog:
         while not self.stopped.wait(POLL_SECONDS):
             if time.monotonic() - self.since > self.limit() or self.folder.exists():
                 self._end_hung()
-            for rank, pid in self.peers.items():
-                if not _alive(pid) and not self.stopped.wait(GRACE_SECONDS):
-                    self._leave(EXIT_CRASH, f"crashed: rank {rank} (process {pid}) is gone")
+            lost = find_lost_rank(self.run_folder)
+            if lost and not self.stopped.wait(GRACE_SECONDS):
+                self._leave(EXIT_CRASH, lost)
 
     def _end_hung(self) -> None:
-        self.folder.mkdir(exist_ok=True)  # which makes the other ranks dump theirs too
         frames = sys._current_frames()
         main_frame = frames.pop(self.main)
         texts = [self._where(main_frame), "".join(traceback.format_stack(main_frame))]
         texts += ["another thread:\n" + "".join(traceback.format_stack(frame)) for frame in frames.values()]
         file = self.folder / f"rank_{self.ranks.rank:05d}.tmp"
-        file.write_text("\n".join(texts))
-        file.rename(file.with_suffix(".txt"))
+        try:
+            self.folder.mkdir(exist_ok=True)  # which makes the other ranks dump theirs too
+            file.write_text("\n".join(texts))
+            file.rename(file.with_suffix(".txt"))
+        except OSError as error:
+            self._leave(EXIT_HUNG, f"hung: {texts[0]}; its stack cannot be written ({describe_os_error(error)})")
         end = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < end and len(list(self.folder.glob("*.txt"))) < self.ranks.world_size:
             time.sleep(0.1)
@@ -112,11 +105,3 @@ class Watchdog:
     def _leave(self, code: int, reason: str) -> None:
         report_exit(code, reason, self.run_folder)
         os._exit(code)
-
-
-def _alive(pid: int) -> bool:
-    """Not for a zombie either: its parent may be slow to notice."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

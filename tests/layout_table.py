@@ -17,7 +17,7 @@ ALSO = {
     "command/test_kill.py": ["run/checkpoint.py", "run/resume.py"],
     "command/test_numbers.py": ["grpo.py", "optim.py", "system/ranks.py"],
     "command/test_resumed_run.py": ["grpo.py", "run/setup.py", "run/checkpoint.py", "run/folder.py"],
-    "command/test_scripts.py": ["train.sh", "setup.sh", "system/exits.py"],
+    "command/test_scripts.py": ["train.sh", "setup.sh", "system/exits.py", "system/launch.py"],
     "command/test_signals.py": ["grpo.py", "system/exits.py"],
     "command/test_soak.py": ["grpo.py", "engine.py"],
     "core/test_countdown.py": ["examples/envs/countdown.py"],
@@ -47,6 +47,7 @@ ALSO = {
         "run/config_check.py",
     ],
     "red_team/test_model.py": ["hf/model_config.py", "hf/tokenizer.py", "hf/weights.py", "run/preflight.py"],
+    "red_team/test_run.py": ["run/folder.py", "run/config_check.py", "run/resume.py", "system/exits.py"],
     "run/test_config_data.py": ["config.py", "run/config_check.py"],
     "run/test_log.py": ["run/metrics.py"],
     "run/test_config_nemo.py": ["config.py"],
@@ -58,9 +59,9 @@ WITHOUT = {
     "kernels/clipped_pg.py": "a fast path of linear_loss, held against it",
     "kernels/softmax.py": "what a row of logits needs, held by the two ops that are made of it",
     "hf/files.py": "held where a wrong file is answered",
-    "run/folder.py": "held by whole runs",
     "run/metrics.py": "held with the log that writes them",
     "system/exits.py": "held by processes that end",
+    "system/launch.py": "held by train.sh, which starts it",
 }
 
 

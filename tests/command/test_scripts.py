@@ -7,6 +7,7 @@ did not make.
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -33,8 +34,18 @@ if "end=signal" in sys.argv:
         time.sleep(0.1)
     time.sleep(0.3)  # time for a second one to show
     open("seen_" + rank, "w").write(str(seen))
-if "end=killed" in sys.argv:
-    os.kill(os.getpid(), signal.SIGKILL)
+if "end=lost" in sys.argv and rank == "1":  # as system/exits.py says it where rank 0 is gone
+    while not os.path.exists("killed"):
+        time.sleep(0.01)
+    reason = "crashed: rank 0 (process %s) is gone; continue so" % open("killed").read()
+    with open(os.environ["GRPO_EXIT_FILE"], "w") as file:
+        json.dump({"code": 1, "reason": reason, "rank": 1}, file)
+    sys.exit(1)
+if "end=lost" in sys.argv:
+    open("half", "w").write(str(os.getpid()))
+    os.rename("half", "killed")
+if "end=killed" in sys.argv or "end=lost" in sys.argv:
+    os.kill(os.getpid(), signal.SIGSEGV if "end=lost" in sys.argv else signal.SIGKILL)
 code = 75 if seen else 3
 if rank == "0":
     with open(os.environ["GRPO_EXIT_FILE"], "w") as file:
@@ -44,7 +55,7 @@ sys.exit(code)
 
 
 def copy_of_repository(folder: Path) -> Path:
-    for name in ("setup.sh", "train.sh", "requirements"):
+    for name in ("setup.sh", "train.sh", "requirements", "system"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, folder / name)
     (folder / "grpo.py").write_text(PLAYED_RUN)
@@ -69,12 +80,13 @@ def start(repo: Path, *args: str, **env: str) -> subprocess.Popen:
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory):
-    """Three runs at once, each in a copy of its own: name -> (folder, exit code, stdout, stderr). Most of their time
+    """Four runs at once, each in a copy of its own: name -> (folder, exit code, stdout, stderr). Most of their time
     is torchrun's start."""
     runs = {}
     for name, words, env in (
         ("refused", ("my.yaml", "grpo.seed=2", "--nproc_per_node=1"), {"OMP_NUM_THREADS": "1"}),
         ("killed", ("my.yaml", "end=killed", "--nproc_per_node=1"), {}),
+        ("lost", ("my.yaml", "end=lost"), {}),
         ("signal", ("my.yaml", "end=signal"), {}),
     ):
         folder = copy_of_repository(tmp_path_factory.mktemp(name))
@@ -103,7 +115,19 @@ def test_exit_code_and_reason_are_those_of_the_ranks(launches):
 def test_a_rank_that_dies_without_a_word_is_exit_code_1(launches):
     _, code, _, err = launches["killed"]
     assert code == 1
-    assert err.splitlines()[-1].startswith("train.sh: exit code 1: no rank left a reason")
+    assert re.fullmatch(
+        r"train\.sh: exit code 1: crashed: rank 0 \(process \d+\) was killed by SIGKILL; "
+        r"continue with checkpointing\.resume=auto",
+        err.splitlines()[-1],
+    )
+    assert "Traceback" not in err
+
+
+def test_the_signal_that_killed_a_rank_is_added_to_what_another_rank_says(launches):
+    folder, code, _, err = launches["lost"]
+    pid = (folder / "killed").read_text()
+    reason = f"crashed: rank 0 (process {pid}) was killed by SIGSEGV; continue so (rank 1)"
+    assert (code, err.splitlines()[-1]) == (1, f"train.sh: exit code 1: {reason}")
 
 
 def test_signal_reaches_every_rank(launches):

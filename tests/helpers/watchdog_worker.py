@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from config import WatchdogConfig
 from system import watchdog
-from system.exits import exit_process, report_exit
+from system.exits import describe_failure, exit_process, report_exit
 from system.ranks import start_process_group
 
 watchdog.POLL_SECONDS, watchdog.GRACE_SECONDS = 0.05, 0.8
@@ -32,11 +32,13 @@ def main(folder: Path, fault: str) -> None:
         watch.step = step
         watch.enter("generation")
         if ranks.rank == 1 and step == 4:
-            if fault == "stuck":
+            if fault == "stuck, and no disk":
+                folder.rename(folder.with_name("gone"))
+            if fault.startswith("stuck"):
                 grade_forever()
             elif fault == "interpreter lock":
                 ctypes.PyDLL(None).sleep(1000)  # PyDLL: C code that keeps the lock
-            elif fault == "killed":
+            elif fault.startswith("killed"):
                 os.kill(os.getpid(), signal.SIGKILL)
             elif fault == "slow":
                 time.sleep(0.7)
@@ -50,5 +52,10 @@ def main(folder: Path, fault: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
-    exit_process(0)
+    code = 0
+    try:
+        main(Path(sys.argv[1]), sys.argv[2])
+    except RuntimeError as error:  # of a collective, as grpo.main has it
+        code, reason = describe_failure(error, Path(sys.argv[1]))
+        report_exit(code, reason, Path(sys.argv[1]))
+    exit_process(code)

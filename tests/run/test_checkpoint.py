@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import data
 from batch import to_device
-from config import CheckpointingConfig, ConfigError
+from config import CheckpointingConfig, Config, ConfigError, LoggerConfig
 from model import Reference, load_policy
 from run import checkpoint
 from run.folder import open_run_folder
@@ -404,11 +405,20 @@ def test_no_checkpoint(run):
 
 def test_resumed_run_says_anew_how_it_ended(one_rank, tmp_path, monkeypatch):
     monkeypatch.delenv("GRPO_EXIT_FILE", raising=False)
-    folder = open_run_folder(str(tmp_path), None, one_rank[0])
-    assert folder == tmp_path / "exp_001" and open_run_folder(str(tmp_path), None, one_rank[0]).name == "exp_002"
+    cfg = Config(logger=LoggerConfig(log_dir=str(tmp_path)))
+    folder = open_run_folder(cfg, one_rank[0])
+    assert folder == tmp_path / "exp_001" and open_run_folder(cfg, one_rank[0]).name == "exp_002"
     report_exit(EXIT_SAVED, "saved: signal", folder)
     report_exit(1, "crashed: a rank that only lost its peer", folder)  # the first to end has the word
     assert json.loads((folder / "exit.json").read_text()) == {"code": EXIT_SAVED, "reason": "saved: signal", "rank": 0}
-    assert open_run_folder(str(tmp_path), str(folder), one_rank[0]) == folder
+    cfg = replace(cfg, checkpointing=CheckpointingConfig(resume_from=str(folder)))
+    assert open_run_folder(cfg, one_rank[0]) == folder
     report_exit(0, "trained to step 9", folder)
     assert json.loads((folder / "exit.json").read_text()) == {"code": 0, "reason": "trained to step 9", "rank": 0}
+
+
+def test_nan_is_no_metric_to_keep_a_checkpoint_by():
+    cfg = CheckpointingConfig(keep_top_k=1, metric_name="train/reward")
+    rewards = {"number": 0.5, "nan": float("nan"), "inf": float("inf")}
+    found = {name: checkpoint.metric(cfg, {"last_validation": {}}, {"reward": r}) for name, r in rewards.items()}
+    assert found == {"number": 0.5, "nan": None, "inf": None}

@@ -181,14 +181,16 @@ def close(log, step=10, **cfg):
 
 
 def records(folder, name="metrics.jsonl"):
-    return [json.loads(line) for line in (folder / name).read_bytes().decode().split("\n")[:-1]]
+    """As a parser reads them that keeps to the standard: without Python's NaN and Infinity."""
+    lines = (folder / name).read_bytes().decode().split("\n")[:-1]
+    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
 
 
 def test_step_in_metrics_file_and_on_the_console(tmp_path, capsys):
     log = open_log(tmp_path)
-    log.step(1, TRAIN | {"probs_ratio": NAN}, SECONDS, world_size=2)
-    (record,) = records(tmp_path)
-    assert math.isnan(record.pop("train/probs_ratio")) and "NaN" in (tmp_path / "metrics.jsonl").read_text()
+    log.step(1, TRAIN | {"probs_ratio": NAN, "grad_norm_max": INF}, SECONDS, world_size=2)
+    (record,) = records(tmp_path)  # any JSON parser reads them; a metric that was not measured has no key
+    assert record.pop("train/probs_ratio") is record.pop("train/grad_norm_max") is None
     assert record == {
         "step": 1,
         **{f"train/{name}": value for name, value in TRAIN.items()},
@@ -245,6 +247,23 @@ def test_samples_file_and_console(tmp_path, capsys):
     assert capsys.readouterr().out == "    [train] '2' -> '111<|end|>'  ok, reward 1\n"
 
 
+def test_samples_are_strict_json_whatever_a_row_brings(tmp_path):
+    """Validation does not shape: NaN. A row's id may be NaN, or half of a surrogate pair."""
+    log = open_log(tmp_path)
+    hostile = [replace(SAMPLES[0], unshaped_reward=NAN, row_id=row_id) for row_id in ("a\ud800b", NAN)]
+    log.samples(0, "validation/greedy", hostile, Tokenizer(STARTER))
+    first, second = records(tmp_path, "samples.jsonl")
+    assert first["unshaped_reward"] is second["unshaped_reward"] is second["row_id"] is None
+    assert first["row_id"] == "a\ud800b"
+
+
+@pytest.mark.parametrize("line", [b"\0\0\0\0", b"[]", b'{"n": 1}', b'{"step": "x"}', b"\xff"])
+def test_a_damaged_line_is_named_when_a_run_is_resumed(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b"\n")
+    with pytest.raises(config.ConfigError, match=rf"^{tmp_path}/metrics\.jsonl: a line is not what"):
+        open_log(tmp_path, first_step=2)
+
+
 def test_table_at_the_end(tmp_path, capsys):
     log = open_log(tmp_path, first_step=8)
     for step, seconds in ((8, 2.0), (9, 4.0), (10, 1.0)):
@@ -268,13 +287,13 @@ def test_table_at_the_end(tmp_path, capsys):
 def test_resuming_drops_what_came_after_the_checkpoint(tmp_path, cut):
     """Also of replies with line ends that only text knows, and with a last line that was cut inside a character."""
     reply = "a\u2028b\x85c\x0b\x0c\x1cd\r\ne"
-    kept = [{"step": 1, "reply": reply, "n": NAN}, {"step": 2, "reply": "é" + reply}]
+    kept = [{"step": 1, "reply": reply, "n": None}, {"step": 2, "reply": "é" + reply}]
     for name in ("metrics.jsonl", "samples.jsonl"):
         lines = [json.dumps(x, ensure_ascii=False) + "\n" for x in [*kept, {"step": 3, "reply": reply}, {"step": 4}]]
         (tmp_path / name).write_bytes("".join(lines).encode() + cut)
     log = open_log(tmp_path, first_step=3)
     for name in ("metrics.jsonl", "samples.jsonl"):
-        assert repr(records(tmp_path, name)) == repr(kept)  # repr: NaN is not equal to itself
+        assert records(tmp_path, name) == kept
     log.metrics(3, {"x": 1.0})
     assert records(tmp_path)[2:] == [{"step": 3, "x": 1.0}]
 

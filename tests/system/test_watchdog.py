@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,7 +17,8 @@ WORKER = Path(__file__).resolve().parents[1] / "helpers" / "watchdog_worker.py"
 
 
 def run_ranks(folder, fault):
-    """(exit codes of two ranks, exit.json, their stderr); none of them is left after a minute."""
+    """(exit codes of two ranks, exit.json if there is one, their stderr); none of them is left after a minute."""
+    folder.mkdir(exist_ok=True)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
@@ -36,7 +38,7 @@ def run_ranks(folder, fault):
     finally:
         for rank in ranks:
             rank.kill()
-    end = json.loads((folder / "exit.json").read_text())
+    end = json.loads((folder / "exit.json").read_text()) if (folder / "exit.json").exists() else None
     return [rank.returncode for rank in ranks], end, errors
 
 
@@ -61,7 +63,26 @@ def test_rank_whose_interpreter_is_locked_ends_too(tmp_path):
 def test_death_of_a_rank_ends_the_others(tmp_path):
     codes, end, _ = run_ranks(tmp_path, "killed")
     assert codes == [1, -9] and end["code"] == 1
-    assert end["reason"].startswith("crashed: rank 1 (process ") and end["reason"].endswith(") is gone")
+    assert re.fullmatch(
+        rf"crashed: rank 1 \(process \d+\) is gone; continue with checkpointing\.resume_from={tmp_path}", end["reason"]
+    )
+
+
+def test_a_collective_that_loses_its_peer_names_it(tmp_path):
+    """In place of what the connection says, and at once: by the time that it is closed the peer is ending."""
+    codes, end, errors = run_ranks(tmp_path, "killed, and the other waits in a collective")
+    assert codes == [1, -9] and end["code"] == 1 and end["rank"] == 0
+    assert re.fullmatch(
+        rf"crashed: rank 1 \(process \d+\) is gone; continue with checkpointing\.resume_from={tmp_path}", end["reason"]
+    )
+    assert errors[0].splitlines()[-1] == end["reason"] and "Traceback" not in errors[0], errors[0]
+
+
+def test_a_run_folder_that_went_away_does_not_keep_a_stuck_run_alive(tmp_path):
+    codes, end, errors = run_ranks(tmp_path / "run", "stuck, and no disk")
+    assert 4 in codes and set(codes) <= {1, 4} and end is None
+    reasons = [line for text in errors for line in text.splitlines() if line.startswith(("hung: ", "crashed: "))]
+    assert any("its stack cannot be written (" in reason and "/run/stacks: No such" in reason for reason in reasons)
 
 
 def test_slow_is_not_stuck(tmp_path):

@@ -1,0 +1,133 @@
+"""One run in a folder: which processes hold its lock, when it ends, and what a second run hears."""
+
+import errno
+import fcntl
+import os
+import re
+import signal
+import socket
+import subprocess
+
+import pytest
+
+from config import ConfigError
+from run import folder as run_folder
+
+RANK_0, OTHER_RANK = fcntl.LOCK_EX, fcntl.LOCK_SH
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """The holder has written who it is long ago."""
+    monkeypatch.setattr(run_folder.time, "sleep", lambda seconds: None)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a process that locks tmp_path and lives on: its pid. `also` runs in it first."""
+    pids = []
+
+    def start(kind=RANK_0, also=lambda: None):
+        read_end, write_end = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                run_folder._lock(tmp_path, kind)
+                also()
+                os.write(write_end, b"!")
+                signal.pause()
+            finally:
+                os._exit(1)
+        os.close(write_end)
+        assert os.read(read_end, 1) == b"!", "the process could not lock the folder"
+        os.close(read_end)
+        pids.append(pid)
+        return pid
+
+    yield start
+    for pid in pids:
+        end(pid)
+
+
+def end(pid):
+    try:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    except (ProcessLookupError, ChildProcessError):
+        pass
+
+
+def refusal(folder):
+    with pytest.raises(ConfigError) as error:
+        run_folder._lock(folder, RANK_0)
+    return str(error.value)
+
+
+def test_the_second_run_hears_of_the_first(tmp_path, start):
+    first = start()
+    expected = (
+        rf"{tmp_path} is in use by another run \(process {first} on {socket.gethostname()}, since "
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \w+\): wait for its end, or stop it"
+    )
+    assert re.fullmatch(expected, refusal(tmp_path))
+    assert re.fullmatch(expected, refusal(tmp_path))
+    end(first)
+    second = start()
+    assert f"(process {second} on " in refusal(tmp_path)
+
+
+def test_all_ranks_of_the_first_run_keep_the_second_out(tmp_path, start):
+    """Rank 0 was killed, and another rank is still about to write exit.json."""
+    first, other = start(), start(OTHER_RANK)
+    end(first)
+    assert f"(process {first} on " in refusal(tmp_path)
+    end(other)
+    run_folder._lock(tmp_path, RANK_0)
+
+
+@pytest.mark.parametrize("orphan", ["forked", "executed", "forked twice"])
+def test_a_kill_releases_it_at_once_whatever_the_run_has_started(tmp_path, start, orphan):
+    """As graders and a user's own workers, which may live on and hold what they inherited."""
+    living = tmp_path / "living"
+
+    def start_orphan():
+        if orphan == "executed":
+            process = subprocess.Popen(["sleep", "60"], close_fds=False)
+            living.write_text(str(process.pid))
+        elif os.fork() == 0:
+            if orphan == "forked twice" and os.fork():
+                os._exit(0)
+            living.write_text(str(os.getpid()))
+            signal.pause()
+        while not (living.exists() and living.read_text()):
+            pass
+
+    first = start(also=start_orphan)
+    pid = int(living.read_text())
+    try:
+        refusal(tmp_path)
+        os.kill(first, signal.SIGKILL)
+        os.waitpid(first, 0)
+        os.kill(pid, 0)  # it lives
+        run_folder._lock(tmp_path, RANK_0)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EIO])
+def test_a_disk_without_locks_is_named_once_and_the_run_goes_on(tmp_path, monkeypatch, capsys, number):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(run_folder.fcntl, "lockf", refuse)
+    run_folder._lock(tmp_path, RANK_0)
+    expected = f"WARNING: {tmp_path}: no locks on this disk ({os.strerror(number)}): start no second run there\n"
+    assert capsys.readouterr().out == expected
+    run_folder._lock(tmp_path, OTHER_RANK)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_file_that_a_run_has_left_keeps_nobody_out(tmp_path):
+    (tmp_path / "run.lock").write_text("process 1 on elsewhere, since the year of the flood, " + "x" * 1000)
+    run_folder._lock(tmp_path, RANK_0)
+    assert (tmp_path / "run.lock").read_text().startswith(f"process {os.getpid()} on {socket.gethostname()}, since ")
