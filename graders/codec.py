@@ -1,24 +1,41 @@
 """Values that cross between the judge and the candidate (sandbox.py): as JSON, of exactly built-in types.
 
-`encode` and `decode` are the two directions. `Proxy` is the candidate's function as the judge calls it. Imported by the
-throw-away processes too: standard library only, few imports.
+`encode` and `decode` are the two directions. `Proxy` is the candidate's function as the judge calls it; `Calls` answers
+it there. Imported by the throw-away processes too: standard library only, few imports.
 """
 
 import builtins
-import collections
 import json
+import math
 import os
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
 from typing import Any
 
 MAX_ANSWER_BYTES = 4 << 20  # of one value, or of a program's output
 PLAIN = (type(None), bool, float, str)
-DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)  # they cross as plain dicts
-GROUPS = {"tuple": tuple, "set": set, "frozenset": frozenset}
-TEXTS = {  # kind -> (value -> text, text -> value)
-    "int": (hex, lambda text: int(text, 16)),
-    "bytes": (bytes.hex, bytes.fromhex),
-    "complex": (repr, complex),
+KINDS: dict[type, tuple[Callable, Callable]] = {  # type -> (value -> one that crosses, that -> value)
+    int: (hex, lambda text: int(text, 16)),
+    complex: (repr, complex),
+    bytes: (bytes.hex, bytes.fromhex),
+    bytearray: (bytearray.hex, bytearray.fromhex),
+    tuple: (list, tuple),
+    set: (list, set),
+    frozenset: (list, frozenset),
+    range: (lambda value: [value.start, value.stop, value.step], lambda ends: range(*ends)),
+    deque: (list, deque),
+    dict: (lambda value: [*map(list, value.items())], dict),
+    OrderedDict: (dict, OrderedDict),
+    defaultdict: (dict, partial(defaultdict, None)),
+    Counter: (dict, Counter),
+    type({}.keys()): (list, lambda keys: dict.fromkeys(keys).keys()),
+    type({}.values()): (list, lambda values: dict(enumerate(values)).values()),
+    type({}.items()): (dict, dict.items),
 }
+DECODERS = {kind.__name__: from_plain for kind, (_, from_plain) in KINDS.items()}
+FORWARDED = ("__len__", "__iter__", "__contains__", "__getitem__", "__setitem__", "__setattr__", "__str__", "__repr__")
 NEED_ARGUMENTS = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError, ExceptionGroup)
 END_LOOPS = (StopIteration, StopAsyncIteration)  # raised in a test, they would end a loop instead of failing the test
 RAISABLE = {
@@ -28,39 +45,82 @@ RAISABLE = {
 }
 
 
-def encode(value: Any) -> Any:
-    """A value as JSON: itself, or {type: content}. TypeError unless all of it is of exactly built-in types: a subclass
-    may define its own ==."""
+def encode(value: Any, keep: Callable[[Any], Any] | None = None) -> Any:
+    """A value as JSON: itself, or {type: content}. TypeError unless all of it is of exactly the types above (a subclass
+    may define its own ==), or `keep` has a JSON for it."""
     kind = type(value)
     if kind in PLAIN or (kind is int and abs(value) < 2**53):
         return value
     if kind is list:
-        return [encode(item) for item in value]
-    if kind in DICTS:
-        return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
-    if kind in GROUPS.values():
-        return {kind.__name__: [encode(item) for item in value]}
-    if kind in (int, bytes, complex):
-        to_text, _ = TEXTS[kind.__name__]
-        return {kind.__name__: to_text(value)}
+        return [encode(item, keep) for item in value]
+    if kind in KINDS:
+        to_plain, _ = KINDS[kind]
+        return {kind.__name__: encode(to_plain(value), keep)}
+    if keep is not None:
+        return keep(value)
     raise TypeError(f"a value of type {kind.__name__}")
 
 
-def decode(value: Any) -> Any:
-    """The value that `encode` was given. ValueError or TypeError for JSON that has no such value."""
+def decode(value: Any, stand_in: Callable[[str, Any], Any] | None = None) -> Any:
+    """The value that `encode` was given; `stand_in` is called with what `keep` gave. ValueError or TypeError for JSON
+    that has no such value."""
     if type(value) is list:
-        return [decode(item) for item in value]
+        return [decode(item, stand_in) for item in value]
     if type(value) is not dict:
         return value
     ((kind, content),) = value.items()
-    if kind == "dict":
-        return {decode(key): decode(item) for key, item in content}
-    if kind in GROUPS:
-        return GROUPS[kind](decode(item) for item in content)
-    if kind in TEXTS:
-        _, from_text = TEXTS[kind]
-        return from_text(content)
+    if kind in DECODERS:
+        return DECODERS[kind](decode(content, stand_in))
+    if stand_in is not None:
+        return stand_in(kind, content)
     raise ValueError(f"a value of kind {kind!r}")
+
+
+def near(value: float, expected: float) -> bool:
+    """Whether a float is the expected one, as far as its last digits, which depend on the order of operations, go:
+    within 1e-9 of it, relative; within 1e-12 of 0. NaN is NaN."""
+    if math.isnan(expected):
+        return math.isnan(value)
+    return math.isclose(value, expected, rel_tol=1e-9, abs_tol=0.0 if expected else 1e-12)
+
+
+class Calls:
+    """The candidate's side: its function or class `entry`, and what a judge may call of what that has returned.
+
+    Iterators and functions stay here and are called. So do instances of the entry, if its name is written like that of
+    a class (Stack, not stack): any other object could have methods that approve of everything.
+    """
+
+    def __init__(self, entry: Any, name: str):
+        self.kept = [entry, partial(getattr, entry)]
+        self.entry_class = entry if name[0].isupper() else None
+
+    def answer(self, request: list) -> list:
+        """What a call [number, args, kwargs] gives: ["value", it, the arguments if they have changed], or another kind
+        of answer."""
+        number, *arguments = request
+        args, kwargs = decode(arguments)
+        try:
+            value = self.kept[number](*args, **kwargs)
+        except Exception as error:  # the test may expect it
+            return ["raised", [kind.__name__ for kind in type(error).__mro__], None]
+        try:
+            changed = encode([args, kwargs], self.keep)
+            return ["value", encode(value, self.keep), None if changed == arguments else changed]
+        except (TypeError, ValueError, RecursionError):
+            return ["bad", None, None]
+
+    def keep(self, value: Any) -> dict:
+        if hasattr(type(value), "__next__"):
+            kind, call = "iterator", lambda: list(islice(value, 1))
+        elif type(value) is self.entry_class:
+            kind, call = "object", partial(getattr, value)
+        elif callable(value) and not isinstance(value, type):
+            kind, call = "function", value
+        else:
+            raise TypeError(f"a value of type {type(value).__name__}")
+        self.kept.append(call)
+        return {kind: len(self.kept) - 1}
 
 
 class Lost(BaseException):
@@ -81,17 +141,28 @@ class Proxy:
         self.unsendable = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.ask(0, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.ask(1, (name,), {})
+
+    def ask(self, number: int, args: tuple, kwargs: dict) -> Any:
+        """Calls what the candidate keeps under this number (see Calls)."""
         try:
-            request = json.dumps([encode(list(args)), encode(kwargs)])
-        except TypeError as error:
+            request = json.dumps([number, encode([*args]), encode(kwargs)])
+        except (TypeError, ValueError, RecursionError) as error:
             self.unsendable = True
             raise Lost from error
         self.calls += 1
         try:
             print(request, file=self.requests, flush=True)
-            kind, content = json.loads(self.responses.readline(MAX_ANSWER_BYTES))
-            value = decode(content)
-        except (OSError, ValueError, TypeError, OverflowError, RecursionError, MemoryError):
+            kind, content, changed = json.loads(self.responses.readline(MAX_ANSWER_BYTES))
+            value = decode(content, self.stand_in)
+            if changed is not None:
+                new_args, new_kwargs = decode(changed)
+                put_back(args, new_args)
+                put_back(kwargs, new_kwargs)
+        except Exception:  # the candidate may have sent anything, or ended
             kind, value = "bad", None
         if kind == "raised" and type(value) is list:
             raise next((RAISABLE[name] for name in value if type(name) is str and name in RAISABLE), Exception)
@@ -99,3 +170,42 @@ class Proxy:
             self.lost = True
             raise Lost
         return value
+
+    def stand_in(self, kind: str, number: int) -> Any:
+        """What the test gets for what stays with the candidate."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self.ask(number, args, kwargs)
+
+        if kind == "iterator":
+            return (item for batch in iter(call, []) for item in batch)
+        return Object(call) if kind == "object" else call
+
+
+class Object:
+    """Stands for an object of the candidate's class: its attributes and methods are the candidate's, == is not."""
+
+    def __init__(self, attribute: Callable[[str], Any]):
+        self.__dict__["_attribute"] = attribute
+
+    def __getattr__(self, name: str) -> Any:
+        return self._attribute(name)
+
+
+for name in FORWARDED:
+    setattr(Object, name, lambda self, *args, name=name: self._attribute(name)(*args))
+
+
+def put_back(old: Any, new: Any) -> None:
+    """Makes the arguments of a test what the candidate has made of its copies."""
+    for key, value in old.items() if isinstance(old, dict) else enumerate(old):
+        if isinstance(value, list | bytearray):
+            value[:] = new[key]
+        elif isinstance(value, dict | set):
+            value.clear()
+            value.update(new[key])
+        elif isinstance(value, deque):
+            value.clear()
+            value.extend(new[key])
+        elif isinstance(value, tuple):
+            put_back(value, new[key])
