@@ -23,8 +23,9 @@ from graders.sandbox import Limits
 
 MAX_TESTS_BYTES = 8 << 20  # of one problem
 MAX_PARSED_CHARS = 100_000  # of Python code in a row: 0.2 s
-MAX_DEPTH = 100  # of lists in args or expected; Python's own limit is some 300
-RETRY_SECONDS = 10  # after which an answer that no process could be made for is an error. Below 20: see environments.py
+MAX_DEPTH = 100  # of lists in args or expected: what `encode` does to them fits into Python's recursion limit
+MAX_OUTCOME_BYTES = 1000
+RETRY_PAUSES = (0.1, 0.2, 0.5, 1, 2, 3, 3)  # seconds; environments.py waits for longer than their sum
 FORMS = (
     "`test` (code that calls the function, or defines check(candidate)) with `entry_point`, or `tests`: a list of "
     "{input, output}, or of {args, expected} with `entry_point`"
@@ -88,12 +89,13 @@ def read_tests(answer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"`tests` is not valid JSON ({error})") from error
     if tests is not None and not (isinstance(tests, list) and tests and all(isinstance(case, dict) for case in tests)):
         raise ValueError(f"`tests` is no list of objects, or empty: give {FORMS}")
-    if depth(tests) > MAX_DEPTH + 3:
-        raise ValueError(f"`tests` holds lists or objects in more than {MAX_DEPTH} levels")
     try:
         num_bytes = len(json.dumps([test, tests]))
-    except (TypeError, ValueError) as error:  # parquet has more types
-        raise ValueError(f"`test` or `tests` holds what JSON cannot ({error})") from error
+        levels = depth(tests) - 3  # the list, its objects, and args or expected
+    except (TypeError, ValueError, RecursionError) as error:  # parquet has types that JSON has not
+        raise ValueError(f"`test` or `tests` cannot be written as JSON ({error})") from error
+    if levels > MAX_DEPTH:
+        raise ValueError(f"`tests` has lists in {levels} levels, more than {MAX_DEPTH}")
     if num_bytes > MAX_TESTS_BYTES:
         raise ValueError(f"more than {MAX_TESTS_BYTES >> 20} MiB of tests")
     if tests is not None and all(isinstance(case.get(k), str) for case in tests for k in ("input", "output")):
@@ -113,13 +115,10 @@ def read_tests(answer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def depth(value: Any) -> int:
-    """Levels of lists and dicts, one in another."""
-    levels = 0
-    layer = [value]
-    while layer := [each for each in layer if isinstance(each, list | dict)]:
-        levels += 1
-        layer = [item for each in layer for item in (each.values() if isinstance(each, dict) else each)]
-    return levels
+    """Levels of lists and objects, one in another."""
+    if isinstance(value, list | dict):
+        return 1 + max(map(depth, value.values() if isinstance(value, dict) else value), default=0)
+    return 0
 
 
 def is_python(code: Any) -> bool:
@@ -150,16 +149,15 @@ def grade(job: dict) -> str:
         code = first + FUTURE_IMPORT.sub("", code)
     sandbox.libc("prctl", sandbox.PR_SET_DUMPABLE, 0)  # this process knows what is expected: no other may look into it
     limits = Limits(job["seconds"], job["memory_mib"], job["isolation"])
-    pause = 0.05
-    last_try = time.monotonic() + RETRY_SECONDS
-    while True:
-        try:
-            return by_programs(code, tests["tests"], limits) if "tests" in tests else by_test(code, tests, limits)
-        except OSError:  # no process, memory or descriptor: others may give some back
-            if time.monotonic() + pause > last_try:
-                raise
+    for pause in RETRY_PAUSES:
+        with suppress(OSError):  # no process, memory or descriptor: others may give some back
+            return judged(code, tests, limits)
         time.sleep(pause)
-        pause *= 2
+    return judged(code, tests, limits)
+
+
+def judged(code: str, tests: Mapping[str, Any], limits: Limits) -> str:
+    return by_programs(code, tests["tests"], limits) if "tests" in tests else by_test(code, tests, limits)
 
 
 def by_programs(code: str, tests: list[dict], limits: Limits) -> str:
@@ -199,36 +197,30 @@ def by_test(code: str, tests: Mapping[str, Any], limits: Limits) -> str:
     requests_out, requests_in = os.pipe()
     responses_out, responses_in = os.pipe()
     name = tests["entry_point"]
-    keepers = []
+    candidate = None
     try:
-        try:
-            judge = sandbox.start(
-                "judge",
-                limits._replace(seconds=limits.seconds + 2),  # the deadline of the candidate comes first
-                fds=(requests_in, responses_out),
-                prompt=tests["prompt"],
-                test=tests["test"],
-                name=name,
-                requests=requests_in,
-                responses=responses_out,
-            )
-            keepers.append(judge)
-            if judge.stdout.readline(1000) == b"ready\n":
-                candidate = sandbox.start(
-                    "serve", limits, stdin=requests_out, stdout=responses_in, code=code, name=name
-                )
-                keepers.append(candidate)
-        finally:
-            for descriptor in (requests_out, requests_in, responses_out, responses_in):
-                os.close(descriptor)
-        with judge.stdout:
-            outcome = judge.stdout.readline(100)  # whatever the test has written; nothing if the judge died
+        judge = sandbox.start(
+            "judge",
+            limits._replace(seconds=limits.seconds + 2),  # the deadline of the candidate comes first
+            fds=(requests_in, responses_out),
+            prompt=tests["prompt"],
+            test=tests["test"],
+            name=name,
+            requests=requests_in,
+            responses=responses_out,
+        )
+        if judge.stdout.readline(MAX_OUTCOME_BYTES) == b"ready\n":
+            candidate = sandbox.start("serve", limits, stdin=requests_out, stdout=responses_in, code=code, name=name)
     finally:
-        exit_codes = [sandbox.end(keeper) for keeper in reversed(keepers)]
-    if outcome == b"ok\n" and len(keepers) == 2:
-        return "ok"
-    if len(keepers) < 2:
+        for descriptor in (requests_out, requests_in, responses_out, responses_in):
+            os.close(descriptor)
+    with judge.stdout:
+        outcome = judge.stdout.readline(MAX_OUTCOME_BYTES)  # the test may write anything; nothing if the judge died
+    exit_codes = [sandbox.end(keeper) for keeper in (candidate, judge) if keeper]
+    if candidate is None:
         raise sandbox.Unavailable("the judge did not start")
+    if outcome == b"ok\n":
+        return "ok"
     for exit_code in exit_codes:
         sandbox.check_keeper(exit_code)
     if sandbox.TIMED_OUT in exit_codes:

@@ -85,20 +85,13 @@ def near(value: float, expected: float) -> bool:
 
 
 class Calls:
-    """The candidate's side: its function or class `entry`, and what a judge may call of what that has returned.
+    """The candidate's end: `kept` is what the judge may call, by number. The first is the candidate's function."""
 
-    Iterators and functions stay here and are called. So do instances of the entry, if its name is written like that of
-    a class (Stack, not stack): any other object could have methods that approve of everything.
-    """
-
-    def __init__(self, entry: Any, name: str):
+    def __init__(self, entry: Any):
         self.kept = [entry, partial(getattr, entry)]
-        self.entry_class = entry if name[0].isupper() else None
 
-    def answer(self, request: list) -> list:
-        """What a call [number, args, kwargs] gives: ["value", it, the arguments if they have changed], or another kind
-        of answer."""
-        number, *arguments = request
+    def answer(self, number: int, arguments: list) -> list:
+        """What a call gives: ["value", it, the arguments if they have changed], or another kind of answer."""
         args, kwargs = decode(arguments)
         try:
             value = self.kept[number](*args, **kwargs)
@@ -111,9 +104,10 @@ class Calls:
             return ["bad", None, None]
 
     def keep(self, value: Any) -> dict:
+        """An iterator is kept as what gives its next item in a list, an object as what gives its attributes."""
         if hasattr(type(value), "__next__"):
             kind, call = "iterator", lambda: list(islice(value, 1))
-        elif type(value) is self.entry_class:
+        elif type(value) is self.kept[0]:
             kind, call = "object", partial(getattr, value)
         elif callable(value) and not isinstance(value, type):
             kind, call = "function", value
@@ -131,14 +125,16 @@ class Proxy:
     """Stands for the candidate's function in the judge: a call goes to the candidate's process, a value comes back.
 
     An exception there is raised here as the nearest built-in one, without text. `calls` counts. `lost`: an answer was
-    no value; then no test passes, whatever it catches. `unsendable`: an argument cannot cross.
+    no value; then no test passes, whatever it catches. `unsendable`: an argument cannot cross. Of a function that is
+    named like a class (Stack, not stack), objects come back too: those of others could approve of everything.
     """
 
-    def __init__(self, requests: int, responses: int):
+    def __init__(self, requests: int, responses: int, name: str):
         self.requests, self.responses = os.fdopen(requests, "w"), os.fdopen(responses, "rb")
         self.calls = 0
         self.lost = False
         self.unsendable = False
+        self.is_class = name[0].isupper()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.ask(0, args, kwargs)
@@ -149,7 +145,7 @@ class Proxy:
     def ask(self, number: int, args: tuple, kwargs: dict) -> Any:
         """Calls what the candidate keeps under this number (see Calls)."""
         try:
-            request = json.dumps([number, encode([*args]), encode(kwargs)])
+            request = json.dumps([number, encode([[*args], kwargs])])
         except (TypeError, ValueError, RecursionError) as error:
             self.unsendable = True
             raise Lost from error
@@ -172,14 +168,18 @@ class Proxy:
         return value
 
     def stand_in(self, kind: str, number: int) -> Any:
-        """What the test gets for what stays with the candidate."""
+        """What the test gets for what the candidate keeps."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return self.ask(number, args, kwargs)
 
         if kind == "iterator":
             return (item for batch in iter(call, []) for item in batch)
-        return Object(call) if kind == "object" else call
+        if kind == "object" and self.is_class:
+            return Object(call)
+        if kind == "function":
+            return call
+        raise ValueError(f"a kept {kind}")
 
 
 class Object:
@@ -197,15 +197,13 @@ for name in FORWARDED:
 
 
 def put_back(old: Any, new: Any) -> None:
-    """Makes the arguments of a test what the candidate has made of its copies."""
+    """Makes arguments of the test what the candidate has made of its copies."""
     for key, value in old.items() if isinstance(old, dict) else enumerate(old):
-        if isinstance(value, list | bytearray):
-            value[:] = new[key]
-        elif isinstance(value, dict | set):
-            value.clear()
-            value.update(new[key])
-        elif isinstance(value, deque):
-            value.clear()
-            value.extend(new[key])
-        elif isinstance(value, tuple):
+        if isinstance(value, tuple):
             put_back(value, new[key])
+        elif isinstance(value, list | bytearray):
+            value[:] = new[key]
+        elif isinstance(value, dict | set | deque):
+            value.clear()
+            add = value.extend if isinstance(value, deque) else value.update
+            add(new[key])

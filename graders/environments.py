@@ -68,8 +68,7 @@ class Code(Environment):
         self.pool = GraderPool(
             "graders.code_grader:grade",
             num_workers=max(1, cfg.num_workers // num_ranks),
-            deadline_s=cfg.deadline_s + 20,  # sandbox.py holds the deadline. This one is for a grader that hangs, or
-            # tries again for code_grader.RETRY_SECONDS because no process can be made
+            deadline_s=cfg.deadline_s + 20,  # sandbox.py holds the deadline; this one is for a grader that hangs
             memory_mib=cfg.memory_mib + 1024,
         )
 

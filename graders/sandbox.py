@@ -328,9 +328,9 @@ def take_over(descriptor: int) -> int:
 def serve(code: str, name: str) -> None:
     """Answers the calls that `Proxy` sends, with the code's function or class `name`."""
     requests, responses = os.fdopen(take_over(0), "rb"), os.fdopen(take_over(1), "w")
-    calls = Calls(load(code, "candidate")[name], name)
+    calls = Calls(load(code, "candidate")[name])
     for line in requests:
-        responses.write(json.dumps(calls.answer(json.loads(line))) + "\n")
+        responses.write(json.dumps(calls.answer(*json.loads(line))) + "\n")
         responses.flush()
 
 
@@ -341,7 +341,7 @@ def judge(prompt: str, test: str, name: str, requests: int, responses: int) -> N
     check(candidate) if it defines one, came to its end. "error": it called nothing, or with what cannot cross.
     """
     result = take_over(1)
-    candidate = Proxy(requests, responses)
+    candidate = Proxy(requests, responses, name)
     os.write(result, b"ready\n")
     try:
         names = load(prompt, "tests")
