@@ -56,6 +56,8 @@ def encode(value: Any, keep: Callable[[Any], Any] | None = None) -> Any:
     if kind in KINDS:
         to_plain, _ = KINDS[kind]
         return {kind.__name__: encode(to_plain(value), keep)}
+    if kind is Object:
+        return {"object": value._number}
     if keep is not None:
         return keep(value)
     raise TypeError(f"a value of type {kind.__name__}")
@@ -92,7 +94,7 @@ class Calls:
 
     def answer(self, number: int, arguments: list) -> list:
         """What a call gives: ["value", it, the arguments if they have changed], or another kind of answer."""
-        args, kwargs = decode(arguments)
+        args, kwargs = decode(arguments, lambda _, number: self.kept[number].args[0])
         try:
             value = self.kept[number](*args, **kwargs)
         except Exception as error:  # the test may expect it
@@ -134,6 +136,7 @@ class Proxy:
         self.calls = 0
         self.lost = False
         self.unsendable = False
+        self.has_kept = False
         self.is_class = name[0].isupper()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +150,8 @@ class Proxy:
         try:
             request = json.dumps([number, encode([[*args], kwargs])])
         except (TypeError, ValueError, RecursionError) as error:
-            self.unsendable = True
+            self.lost |= self.has_kept  # what cannot cross is then what the candidate returned, perhaps
+            self.unsendable |= not self.has_kept
             raise Lost from error
         self.calls += 1
         try:
@@ -155,7 +159,7 @@ class Proxy:
             kind, content, changed = json.loads(self.responses.readline(MAX_ANSWER_BYTES))
             value = decode(content, self.stand_in)
             if changed is not None:
-                new_args, new_kwargs = decode(changed)
+                new_args, new_kwargs = decode(changed, self.stand_in)
                 put_back(args, new_args)
                 put_back(kwargs, new_kwargs)
         except Exception:  # the candidate may have sent anything, or ended
@@ -173,10 +177,11 @@ class Proxy:
         def call(*args: Any, **kwargs: Any) -> Any:
             return self.ask(number, args, kwargs)
 
+        self.has_kept = True
         if kind == "iterator":
             return (item for batch in iter(call, []) for item in batch)
         if kind == "object" and self.is_class:
-            return Object(call)
+            return Object(call, number)
         if kind == "function":
             return call
         raise ValueError(f"a kept {kind}")
@@ -185,8 +190,8 @@ class Proxy:
 class Object:
     """Stands for an object of the candidate's class: its attributes and methods are the candidate's, == is not."""
 
-    def __init__(self, attribute: Callable[[str], Any]):
-        self.__dict__["_attribute"] = attribute
+    def __init__(self, attribute: Callable[[str], Any], number: int):
+        self.__dict__.update(_attribute=attribute, _number=number)
 
     def __getattr__(self, name: str) -> Any:
         return self._attribute(name)

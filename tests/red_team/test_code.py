@@ -176,6 +176,11 @@ HONEST = {  # (test, the name that it calls) -> code that passes it in plain Pyt
         STACK,
         "Stack",
     ),
+    "objects as arguments": (
+        "a, b = Stack.of(1), Stack.of(2)\na.push(b)\nassert a.pop().pop() == 2 and len(Stack([a, b])) == 2",
+        STACK,
+        "Stack",
+    ),
     "two objects": ("a, b = Stack(), Stack()\na.push(1)\nassert len(b) == 0 and a is not b and a != b", STACK, "Stack"),
 }
 
@@ -333,6 +338,8 @@ CHEATS = {
     "generator of itself": (row("assert list(f(2)) == [1]"), "def f(x):\n    def g(): yield g()\n    return g()"),
     "ends in the generator": (row("assert list(f(2)) == [1]"), "import os\ndef f(x):\n    yield 1\n    os._exit(0)"),
     "argument that cannot cross": (row("x = [1]\nf(x)\nassert x"), "def f(x): x.append(object())"),
+    "what cannot come back": (row("assert f(f(2)) == 2"), "def f(x): return iter([x])"),
+    "function that cannot come back": (row("assert f(f(2)) == 2"), "def f(x): return print"),
     "needs root's count": (
         row("assert f(2) == 0"),
         "import os\ndef f(x):\n    os.setresuid(65534, 0, 0)\n    return 0",
