@@ -149,21 +149,18 @@ def grade(job: dict) -> str:
         code = first + FUTURE_IMPORT.sub("", code)
     sandbox.libc("prctl", sandbox.PR_SET_DUMPABLE, 0)  # this process knows what is expected: no other may look into it
     limits = Limits(job["seconds"], job["memory_mib"], job["isolation"])
+    judge = by_programs if "tests" in tests else by_test
     for pause in RETRY_PAUSES:
         with suppress(OSError):  # no process, memory or descriptor: others may give some back
-            return judged(code, tests, limits)
+            return judge(code, tests, limits)
         time.sleep(pause)
-    return judged(code, tests, limits)
+    return judge(code, tests, limits)
 
 
-def judged(code: str, tests: Mapping[str, Any], limits: Limits) -> str:
-    return by_programs(code, tests["tests"], limits) if "tests" in tests else by_test(code, tests, limits)
-
-
-def by_programs(code: str, tests: list[dict], limits: Limits) -> str:
+def by_programs(code: str, tests: Mapping[str, Any], limits: Limits) -> str:
     """Runs the program once for each input. Blanks at the ends of lines and of the whole output do not count."""
     deadline = time.monotonic() + limits.seconds
-    for case in tests:
+    for case in tests["tests"]:
         left = max(deadline - time.monotonic(), 0.001)
         exited, output = sandbox.run(code, case["input"], limits._replace(seconds=left))
         if exited == sandbox.TIMED_OUT:

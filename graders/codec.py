@@ -8,7 +8,7 @@ import builtins
 import json
 import math
 import os
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -34,6 +34,8 @@ KINDS: dict[type, tuple[Callable, Callable]] = {  # type -> (value -> one that c
     type({}.values()): (list, lambda values: dict(enumerate(values)).values()),
     type({}.items()): (dict, dict.items),
 }
+MODULES = {"Decimal": "decimal", "Fraction": "fractions"}  # of classes that cross as their __reduce__() says
+MODULES |= dict.fromkeys(("date", "datetime", "time", "timedelta", "timezone"), "datetime")
 DECODERS = {kind.__name__: from_plain for kind, (_, from_plain) in KINDS.items()}
 FORWARDED = ("__len__", "__iter__", "__contains__", "__getitem__", "__setitem__", "__setattr__", "__str__", "__repr__")
 NEED_ARGUMENTS = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError, ExceptionGroup)
@@ -47,7 +49,7 @@ RAISABLE = {
 
 def encode(value: Any, keep: Callable[[Any], Any] | None = None) -> Any:
     """A value as JSON: itself, or {type: content}. TypeError unless all of it is of exactly the types above (a subclass
-    may define its own ==), or `keep` has a JSON for it."""
+    may define its own ==), a named tuple, or what `keep` has a JSON for."""
     kind = type(value)
     if kind in PLAIN or (kind is int and abs(value) < 2**53):
         return value
@@ -56,6 +58,10 @@ def encode(value: Any, keep: Callable[[Any], Any] | None = None) -> Any:
     if kind in KINDS:
         to_plain, _ = KINDS[kind]
         return {kind.__name__: encode(to_plain(value), keep)}
+    if MODULES.get(kind.__name__) == kind.__module__:
+        return {kind.__name__: encode(value.__reduce__()[1])}
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return {"namedtuple": [kind.__name__, encode(kind._fields), encode([*value])]}
     if kind is Object:
         return {"object": value._number}
     if keep is not None:
@@ -73,14 +79,18 @@ def decode(value: Any, stand_in: Callable[[str, Any], Any] | None = None) -> Any
     ((kind, content),) = value.items()
     if kind in DECODERS:
         return DECODERS[kind](decode(content, stand_in))
+    if kind in MODULES:
+        return getattr(__import__(MODULES[kind]), kind)(*decode(content))
+    if kind == "namedtuple":
+        name, fields, items = decode(content)  # without stand_in: a field that is called could approve of everything
+        return namedtuple(name, fields)(*items)
     if stand_in is not None:
         return stand_in(kind, content)
     raise ValueError(f"a value of kind {kind!r}")
 
 
 def near(value: float, expected: float) -> bool:
-    """Whether a float is the expected one, as far as its last digits, which depend on the order of operations, go:
-    within 1e-9 of it, relative; within 1e-12 of 0. NaN is NaN."""
+    """Whether a float is within 1e-9 of the expected one, relative, or within 1e-12 of 0; NaN is NaN."""
     if math.isnan(expected):
         return math.isnan(value)
     return math.isclose(value, expected, rel_tol=1e-9, abs_tol=0.0 if expected else 1e-12)

@@ -127,6 +127,22 @@ HONEST = {  # (test, the name that it calls) -> code that passes it in plain Pyt
     "keys": ("assert f({1: 2}) == {1} and list(f({1: 2})) == [1]", "def f(x): return x.keys()"),
     "values": ("assert list(f({1: [2]})) == [[2]]", "def f(x): return x.values()"),
     "items": ("assert sorted(f({1: 2})) == [(1, 2)]", "def f(x): return x.items()"),
+    "Decimal": (
+        "from decimal import Decimal as D\nassert f(D(1)) == D('1.1')",
+        "from decimal import Decimal\ndef f(x): return x + Decimal('.1')",
+    ),
+    "Fraction": (
+        "from fractions import Fraction\nassert f(1, 3) == Fraction(1, 3)",
+        "from fractions import Fraction as f",
+    ),
+    "date": (
+        "from datetime import date\nassert f(date(2020, 2, 29)) == date(2020, 3, 1)",
+        "import datetime\ndef f(x): return x + datetime.timedelta(days=1)",
+    ),
+    "named tuple": (
+        "assert f() == (1, 2) and f().x == 1",
+        "from collections import namedtuple\ndef f(): return namedtuple('P', 'x y')(1, 2)",
+    ),
     "bytearray": ("assert f() == b'ab' and f().decode() == 'ab'", "def f(): return bytearray(b'ab')"),
     "sorts in place": ("x = [2, 1]\nf(x)\nassert x == [1, 2]", "def f(x): x.sort()"),
     "in place by name": ("x = [2, 1]\nf(x=x)\nassert x == [1, 2]", "def f(x): x.sort()"),
@@ -331,6 +347,10 @@ CHEATS = {
         SPLIT,
         "import collections\nclass A(collections.namedtuple('A', 'x')):\n"
         "    __eq__ = lambda *_: True\ndef f(x): return A(1)",
+    ),
+    "fields that approve": (
+        row("assert f(2).startswith('ab')"),
+        "import collections\ndef f(x): return collections.namedtuple('A', 'startswith')(lambda *_: True)",
     ),
     "generator without end": (SPLIT, "def f(x):\n    while True: yield x"),
     "huge range": (row("assert list(f(2)) == [1]"), "def f(x): return range(10**18)"),
