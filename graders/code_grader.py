@@ -8,6 +8,8 @@ proves nothing.
 
 import ast
 import json
+import keyword
+import math
 import os
 import re
 import time
@@ -16,9 +18,14 @@ from contextlib import suppress
 from typing import Any
 
 from graders import sandbox
+from graders.codec import near
 from graders.sandbox import Limits
 
 MAX_TESTS_BYTES = 8 << 20  # of one problem
+MAX_PARSED_CHARS = 100_000  # of Python code in a row: 0.2 s
+MAX_DEPTH = 100  # of lists in args or expected: what `encode` does to them fits into Python's recursion limit
+MAX_OUTCOME_BYTES = 1000
+RETRY_PAUSES = (0.1, 0.2, 0.5, 1, 2, 3, 3)  # seconds; environments.py waits for longer than their sum
 FORMS = (
     "`test` (code that calls the function, or defines check(candidate)) with `entry_point`, or `tests`: a list of "
     "{input, output}, or of {args, expected} with `entry_point`"
@@ -26,20 +33,26 @@ FORMS = (
 # The test for a list of {args, expected}. JSON has no tuples: a problem in which such types matter gives `test`.
 CALLS = """
 import json
+from graders.codec import near
 
 def same(value, expected):
+    if type(expected) is dict and isinstance(value, dict):
+        return value.keys() == expected.keys() and all(same(value[key], expected[key]) for key in expected)
     if type(value) is not type(expected):
         return False
     if type(value) is list:
         return len(value) == len(expected) and all(map(same, value, expected))
-    if type(value) is dict:
-        return value.keys() == expected.keys() and all(same(value[key], expected[key]) for key in value)
+    if type(value) is float:
+        return near(value, expected)
     return value == expected
 
 def check(candidate):
     for case in json.loads(CASES):
         assert same(candidate(*case["args"]), case["expected"])
 """
+FUTURE_IMPORT = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^)]*\)|[^\n]*)[^\n]*\n?", re.MULTILINE)
+# A number with a point or an exponent, which is no part of a word, a version or a date.
+DECIMAL = re.compile(r"(?<![\w.])([-+]?(?:\d+\.\d+|\.\d+|\d+(?=[eE]))(?:[eE][-+]?\d+)?)(?!\w|\.\d)", re.ASCII)
 # A fenced block: its language, and lines that open or close no other one.
 BLOCK = re.compile(r"^[ \t]*```([^`\n]*)\n((?:(?![ \t]*```[^`\n]*$).*\n)*)[ \t]*```[ \t\r]*$", re.MULTILINE)
 
@@ -76,20 +89,36 @@ def read_tests(answer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"`tests` is not valid JSON ({error})") from error
     if tests is not None and not (isinstance(tests, list) and tests and all(isinstance(case, dict) for case in tests)):
         raise ValueError(f"`tests` is no list of objects, or empty: give {FORMS}")
-    if len(json.dumps([test, tests])) > MAX_TESTS_BYTES:
+    try:
+        num_bytes = len(json.dumps([test, tests]))
+        levels = depth(tests) - 3  # the list, its objects, and args or expected
+    except (TypeError, ValueError, RecursionError) as error:  # parquet has types that JSON has not
+        raise ValueError(f"`test` or `tests` cannot be written as JSON ({error})") from error
+    if levels > MAX_DEPTH:
+        raise ValueError(f"`tests` has lists in {levels} levels, more than {MAX_DEPTH}")
+    if num_bytes > MAX_TESTS_BYTES:
         raise ValueError(f"more than {MAX_TESTS_BYTES >> 20} MiB of tests")
     if tests is not None and all(isinstance(case.get(k), str) for case in tests for k in ("input", "output")):
         return {"tests": tests}
     name, prompt = source.get("entry_point"), source.get("prompt")
-    if not isinstance(name, str) or not name.isidentifier():
-        raise ValueError(f"entry_point {name!r} is no name of a function, which the tests call")
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+        raise ValueError(f"entry_point {repr(name)[:80]} is no name of a function or class, which the tests call")
+    if isinstance(prompt, str) and len(prompt) > MAX_PARSED_CHARS:
+        raise ValueError(f"`prompt` has {len(prompt):,} characters; code before a reply may have {MAX_PARSED_CHARS:,}")
     if tests is not None:
         if not all(isinstance(case.get("args"), list) and "expected" in case for case in tests):
             raise ValueError(f"`tests` has neither text under input and output, nor args and expected: give {FORMS}")
         test = f"CASES = {json.dumps(tests)!r}\n{CALLS}"
-    elif not is_python(test):
+    elif not isinstance(test, str) or (len(test) <= MAX_PARSED_CHARS and not is_python(test)):
         raise ValueError("`test` is not Python code")
     return {"test": test, "entry_point": name, "prompt": prompt if is_python(prompt) else ""}
+
+
+def depth(value: Any) -> int:
+    """Levels of lists and objects, one in another."""
+    if isinstance(value, list | dict):
+        return 1 + max(map(depth, value.values() if isinstance(value, dict) else value), default=0)
+    return 0
 
 
 def is_python(code: Any) -> bool:
@@ -114,27 +143,50 @@ def grade(job: dict) -> str:
     code, tests = extract_code(job["reply"]), job["tests"]
     if not code.strip():
         return "parse_fail"
-    code = f"{tests.get('prompt', '')}\n{code}"  # the prompt has imports and helpers, or a function that the reply ends
+    if prompt := tests.get("prompt"):  # it has imports and helpers, or a function that the reply ends
+        code = f"{prompt}\n{code}"
+        first = "".join(f"{line}\n" for line in FUTURE_IMPORT.findall(code))  # Python wants them before all else
+        code = first + FUTURE_IMPORT.sub("", code)
     sandbox.libc("prctl", sandbox.PR_SET_DUMPABLE, 0)  # this process knows what is expected: no other may look into it
     limits = Limits(job["seconds"], job["memory_mib"], job["isolation"])
-    return by_programs(code, tests["tests"], limits) if "tests" in tests else by_test(code, tests, limits)
+    judge = by_programs if "tests" in tests else by_test
+    for pause in RETRY_PAUSES:
+        with suppress(OSError):  # no process, memory or descriptor: others may give some back
+            return judge(code, tests, limits)
+        time.sleep(pause)
+    return judge(code, tests, limits)
 
 
-def by_programs(code: str, tests: list[dict], limits: Limits) -> str:
-    """Runs the program once for each input. Spaces at the ends of lines and of the whole output do not count."""
+def by_programs(code: str, tests: Mapping[str, Any], limits: Limits) -> str:
+    """Runs the program once for each input. Blanks at the ends of lines and of the whole output do not count."""
     deadline = time.monotonic() + limits.seconds
-    for case in tests:
+    for case in tests["tests"]:
         left = max(deadline - time.monotonic(), 0.001)
         exited, output = sandbox.run(code, case["input"], limits._replace(seconds=left))
         if exited == sandbox.TIMED_OUT:
             return "timeout"
-        if exited != sandbox.ENDED or lines(output) != lines(case["output"]):
+        if exited != sandbox.ENDED or not same_output(output, case["output"]):
             return "wrong"
     return "ok"
 
 
+def same_output(output: str, expected: str) -> bool:
+    printed, wanted = lines(output), lines(expected)
+    return len(printed) == len(wanted) and all(map(same_line, printed, wanted))
+
+
 def lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
+    return [line.rstrip(" \t\r") for line in text.rstrip(" \t\r\n").split("\n")]
+
+
+def same_line(line: str, expected: str) -> bool:
+    """Whether two lines have the same text between their decimal numbers, and those are `near`."""
+    parts = DECIMAL.split(line)  # at odd places, the numbers
+    expected_parts = DECIMAL.split(expected)
+    if len(parts) != len(expected_parts) or parts[::2] != expected_parts[::2]:
+        return False
+    pairs = zip(parts[1::2], expected_parts[1::2], strict=True)
+    return all(a == b or (math.isfinite(float(b)) and near(float(a), float(b))) for a, b in pairs)
 
 
 def by_test(code: str, tests: Mapping[str, Any], limits: Limits) -> str:
@@ -154,17 +206,20 @@ def by_test(code: str, tests: Mapping[str, Any], limits: Limits) -> str:
             requests=requests_in,
             responses=responses_out,
         )
-        ready = judge.stdout.readline()
-        if ready == b"ready\n":
+        if judge.stdout.readline(MAX_OUTCOME_BYTES) == b"ready\n":
             candidate = sandbox.start("serve", limits, stdin=requests_out, stdout=responses_in, code=code, name=name)
     finally:
         for descriptor in (requests_out, requests_in, responses_out, responses_in):
             os.close(descriptor)
     with judge.stdout:
-        outcome = judge.stdout.readline().decode().strip()  # empty if the judge died
+        outcome = judge.stdout.readline(MAX_OUTCOME_BYTES)  # the test may write anything; nothing if the judge died
     exit_codes = [sandbox.end(keeper) for keeper in (candidate, judge) if keeper]
-    if candidate is None or sandbox.NO_SANDBOX in exit_codes:
-        raise sandbox.Unavailable(f"judge or candidate did not start: {ready.decode().strip()}")
-    if outcome != "ok" and sandbox.TIMED_OUT in exit_codes:
+    if candidate is None:
+        raise sandbox.Unavailable("the judge did not start")
+    if outcome == b"ok\n":
+        return "ok"
+    for exit_code in exit_codes:
+        sandbox.check_keeper(exit_code)
+    if sandbox.TIMED_OUT in exit_codes:
         return "timeout"
-    return outcome or "error"
+    return "wrong" if outcome == b"wrong\n" else "error"

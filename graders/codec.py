@@ -1,24 +1,43 @@
 """Values that cross between the judge and the candidate (sandbox.py): as JSON, of exactly built-in types.
 
-`encode` and `decode` are the two directions. `Proxy` is the candidate's function as the judge calls it. Imported by the
-throw-away processes too: standard library only, few imports.
+`encode` and `decode` are the two directions. `Proxy` is the candidate's function as the judge calls it; `Calls` answers
+it there. Imported by the throw-away processes too: standard library only, few imports.
 """
 
 import builtins
-import collections
 import json
+import math
 import os
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
 from typing import Any
 
 MAX_ANSWER_BYTES = 4 << 20  # of one value, or of a program's output
 PLAIN = (type(None), bool, float, str)
-DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)  # they cross as plain dicts
-GROUPS = {"tuple": tuple, "set": set, "frozenset": frozenset}
-TEXTS = {  # kind -> (value -> text, text -> value)
-    "int": (hex, lambda text: int(text, 16)),
-    "bytes": (bytes.hex, bytes.fromhex),
-    "complex": (repr, complex),
+KINDS: dict[type, tuple[Callable, Callable]] = {  # type -> (value -> one that crosses, that -> value)
+    int: (hex, lambda text: int(text, 16)),
+    complex: (repr, complex),
+    bytes: (bytes.hex, bytes.fromhex),
+    bytearray: (bytearray.hex, bytearray.fromhex),
+    tuple: (list, tuple),
+    set: (list, set),
+    frozenset: (list, frozenset),
+    range: (lambda value: [value.start, value.stop, value.step], lambda ends: range(*ends)),
+    deque: (list, deque),
+    dict: (lambda value: [*map(list, value.items())], dict),
+    OrderedDict: (dict, OrderedDict),
+    defaultdict: (dict, partial(defaultdict, None)),
+    Counter: (dict, Counter),
+    type({}.keys()): (list, lambda keys: dict.fromkeys(keys).keys()),
+    type({}.values()): (list, lambda values: dict(enumerate(values)).values()),
+    type({}.items()): (dict, dict.items),
 }
+MODULES = {"Decimal": "decimal", "Fraction": "fractions"}  # of classes that cross as their __reduce__() says
+MODULES |= dict.fromkeys(("date", "datetime", "time", "timedelta", "timezone"), "datetime")
+DECODERS = {kind.__name__: from_plain for kind, (_, from_plain) in KINDS.items()}
+FORWARDED = ("__len__", "__iter__", "__contains__", "__getitem__", "__setitem__", "__setattr__", "__str__", "__repr__")
 NEED_ARGUMENTS = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError, ExceptionGroup)
 END_LOOPS = (StopIteration, StopAsyncIteration)  # raised in a test, they would end a loop instead of failing the test
 RAISABLE = {
@@ -28,39 +47,86 @@ RAISABLE = {
 }
 
 
-def encode(value: Any) -> Any:
-    """A value as JSON: itself, or {type: content}. TypeError unless all of it is of exactly built-in types: a subclass
-    may define its own ==."""
+def encode(value: Any, keep: Callable[[Any], Any] | None = None) -> Any:
+    """A value as JSON: itself, or {type: content}. TypeError unless all of it is of exactly the types above (a subclass
+    may define its own ==), a named tuple, or what `keep` has a JSON for."""
     kind = type(value)
     if kind in PLAIN or (kind is int and abs(value) < 2**53):
         return value
     if kind is list:
-        return [encode(item) for item in value]
-    if kind in DICTS:
-        return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
-    if kind in GROUPS.values():
-        return {kind.__name__: [encode(item) for item in value]}
-    if kind in (int, bytes, complex):
-        to_text, _ = TEXTS[kind.__name__]
-        return {kind.__name__: to_text(value)}
+        return [encode(item, keep) for item in value]
+    if kind in KINDS:
+        to_plain, _ = KINDS[kind]
+        return {kind.__name__: encode(to_plain(value), keep)}
+    if MODULES.get(kind.__name__) == kind.__module__:
+        return {kind.__name__: encode(value.__reduce__()[1])}
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return {"namedtuple": [kind.__name__, encode(kind._fields), encode([*value])]}
+    if kind is Object:
+        return {"object": value._number}
+    if keep is not None:
+        return keep(value)
     raise TypeError(f"a value of type {kind.__name__}")
 
 
-def decode(value: Any) -> Any:
-    """The value that `encode` was given. ValueError or TypeError for JSON that has no such value."""
+def decode(value: Any, stand_in: Callable[[str, Any], Any] | None = None) -> Any:
+    """The value that `encode` was given; `stand_in` is called with what `keep` gave. ValueError or TypeError for JSON
+    that has no such value."""
     if type(value) is list:
-        return [decode(item) for item in value]
+        return [decode(item, stand_in) for item in value]
     if type(value) is not dict:
         return value
     ((kind, content),) = value.items()
-    if kind == "dict":
-        return {decode(key): decode(item) for key, item in content}
-    if kind in GROUPS:
-        return GROUPS[kind](decode(item) for item in content)
-    if kind in TEXTS:
-        _, from_text = TEXTS[kind]
-        return from_text(content)
+    if kind in DECODERS:
+        return DECODERS[kind](decode(content, stand_in))
+    if kind in MODULES:
+        return getattr(__import__(MODULES[kind]), kind)(*decode(content))
+    if kind == "namedtuple":
+        name, fields, items = decode(content)  # without stand_in: a field that is called could approve of everything
+        return namedtuple(name, fields)(*items)
+    if stand_in is not None:
+        return stand_in(kind, content)
     raise ValueError(f"a value of kind {kind!r}")
+
+
+def near(value: float, expected: float) -> bool:
+    """Whether a float is within 1e-9 of the expected one, relative, or within 1e-12 of 0; NaN is NaN."""
+    if math.isnan(expected):
+        return math.isnan(value)
+    return math.isclose(value, expected, rel_tol=1e-9, abs_tol=0.0 if expected else 1e-12)
+
+
+class Calls:
+    """The candidate's end: `kept` is what the judge may call, by number. The first is the candidate's function."""
+
+    def __init__(self, entry: Any):
+        self.kept = [entry, partial(getattr, entry)]
+
+    def answer(self, number: int, arguments: list) -> list:
+        """What a call gives: ["value", it, the arguments if they have changed], or another kind of answer."""
+        args, kwargs = decode(arguments, lambda _, number: self.kept[number].args[0])
+        try:
+            value = self.kept[number](*args, **kwargs)
+        except Exception as error:  # the test may expect it
+            return ["raised", [kind.__name__ for kind in type(error).__mro__], None]
+        try:
+            changed = encode([args, kwargs], self.keep)
+            return ["value", encode(value, self.keep), None if changed == arguments else changed]
+        except (TypeError, ValueError, RecursionError):
+            return ["bad", None, None]
+
+    def keep(self, value: Any) -> dict:
+        """An iterator is kept as what gives its next item in a list, an object as what gives its attributes."""
+        if hasattr(type(value), "__next__"):
+            kind, call = "iterator", lambda: list(islice(value, 1))
+        elif type(value) is self.kept[0]:
+            kind, call = "object", partial(getattr, value)
+        elif callable(value) and not isinstance(value, type):
+            kind, call = "function", value
+        else:
+            raise TypeError(f"a value of type {type(value).__name__}")
+        self.kept.append(call)
+        return {kind: len(self.kept) - 1}
 
 
 class Lost(BaseException):
@@ -71,27 +137,42 @@ class Proxy:
     """Stands for the candidate's function in the judge: a call goes to the candidate's process, a value comes back.
 
     An exception there is raised here as the nearest built-in one, without text. `calls` counts. `lost`: an answer was
-    no value; then no test passes, whatever it catches. `unsendable`: an argument cannot cross.
+    no value; then no test passes, whatever it catches. `unsendable`: an argument cannot cross. Of a function that is
+    named like a class (Stack, not stack), objects come back too: those of others could approve of everything.
     """
 
-    def __init__(self, requests: int, responses: int):
+    def __init__(self, requests: int, responses: int, name: str):
         self.requests, self.responses = os.fdopen(requests, "w"), os.fdopen(responses, "rb")
         self.calls = 0
         self.lost = False
         self.unsendable = False
+        self.has_kept = False
+        self.is_class = name[0].isupper()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.ask(0, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.ask(1, (name,), {})
+
+    def ask(self, number: int, args: tuple, kwargs: dict) -> Any:
+        """Calls what the candidate keeps under this number (see Calls)."""
         try:
-            request = json.dumps([encode(list(args)), encode(kwargs)])
-        except TypeError as error:
-            self.unsendable = True
+            request = json.dumps([number, encode([[*args], kwargs])])
+        except (TypeError, ValueError, RecursionError) as error:
+            self.lost |= self.has_kept  # what cannot cross is then what the candidate returned, perhaps
+            self.unsendable |= not self.has_kept
             raise Lost from error
         self.calls += 1
         try:
             print(request, file=self.requests, flush=True)
-            kind, content = json.loads(self.responses.readline(MAX_ANSWER_BYTES))
-            value = decode(content)
-        except (OSError, ValueError, TypeError, OverflowError, RecursionError, MemoryError):
+            kind, content, changed = json.loads(self.responses.readline(MAX_ANSWER_BYTES))
+            value = decode(content, self.stand_in)
+            if changed is not None:
+                new_args, new_kwargs = decode(changed, self.stand_in)
+                put_back(args, new_args)
+                put_back(kwargs, new_kwargs)
+        except Exception:  # the candidate may have sent anything, or ended
             kind, value = "bad", None
         if kind == "raised" and type(value) is list:
             raise next((RAISABLE[name] for name in value if type(name) is str and name in RAISABLE), Exception)
@@ -99,3 +180,45 @@ class Proxy:
             self.lost = True
             raise Lost
         return value
+
+    def stand_in(self, kind: str, number: int) -> Any:
+        """What the test gets for what the candidate keeps."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self.ask(number, args, kwargs)
+
+        self.has_kept = True
+        if kind == "iterator":
+            return (item for batch in iter(call, []) for item in batch)
+        if kind == "object" and self.is_class:
+            return Object(call, number)
+        if kind == "function":
+            return call
+        raise ValueError(f"a kept {kind}")
+
+
+class Object:
+    """Stands for an object of the candidate's class: its attributes and methods are the candidate's, == is not."""
+
+    def __init__(self, attribute: Callable[[str], Any], number: int):
+        self.__dict__.update(_attribute=attribute, _number=number)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._attribute(name)
+
+
+for name in FORWARDED:
+    setattr(Object, name, lambda self, *args, name=name: self._attribute(name)(*args))
+
+
+def put_back(old: Any, new: Any) -> None:
+    """Makes arguments of the test what the candidate has made of its copies."""
+    for key, value in old.items() if isinstance(old, dict) else enumerate(old):
+        if isinstance(value, tuple):
+            put_back(value, new[key])
+        elif isinstance(value, list | bytearray):
+            value[:] = new[key]
+        elif isinstance(value, dict | set | deque):
+            value.clear()
+            add = value.extend if isinstance(value, deque) else value.update
+            add(new[key])

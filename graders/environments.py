@@ -72,10 +72,11 @@ class Code(Environment):
         )
 
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:
-        jobs = []
-        for turn in turns:
-            tests = code_grader.read_tests(turn.answer, turn.fields)
-            jobs.append({"reply": turn.whole_reply, "tests": tests, **self.limits})
+        rows = {(id(turn.fields), turn.answer): turn for turn in turns}  # the samples of a prompt share their row
+        tests = {row: code_grader.read_tests(turn.answer, turn.fields) for row, turn in rows.items()}
+        jobs = [
+            {"reply": turn.whole_reply, "tests": tests[id(turn.fields), turn.answer], **self.limits} for turn in turns
+        ]
         outcomes = [graded.value if graded.outcome == "ok" else graded.outcome for graded in self.pool.grade(jobs)]
         return [StepResult(float(outcome == "ok"), outcome) for outcome in outcomes]
 

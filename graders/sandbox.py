@@ -24,13 +24,13 @@ import types
 from collections.abc import Sequence
 from typing import Any, BinaryIO, NamedTuple
 
-from graders.codec import MAX_ANSWER_BYTES, Proxy, decode, encode
+from graders.codec import MAX_ANSWER_BYTES, Calls, Proxy
 
-# Exit codes of a keeper; the code inside cannot choose them.
-ENDED = 0
-CRASHED = 1
-TIMED_OUT = 124
-NO_SANDBOX = 125
+# Exit codes of a keeper, which the code inside cannot choose. Any other means that the keeper itself has failed.
+ENDED = 121
+CRASHED = 122
+TIMED_OUT = 123
+MAX_TASKS = 34  # keeper, process, and the 32 threads that concurrent.futures and asyncio start at most
 SCRIPT = """
 import sys
 sys.path.append(sys.argv[1])
@@ -48,15 +48,16 @@ rt_tgsigqueueinfo 297 240 pidfd_open 434 434 pidfd_getfd 438 438 pidfd_send_sign
 setpriority 141 140 sched_setparam 142 118 sched_setscheduler 144 119 sched_setaffinity 203 122 sched_setattr 314 274
 ioprio_set 251 30 ptrace 101 117 process_vm_readv 310 270 process_vm_writev 311 271 process_madvise 440 440
 kcmp 312 272 migrate_pages 256 238 move_pages 279 239 unshare 272 97 setns 308 268 mount 165 40 umount2 166 39
-chroot 161 51 bpf 321 280 perf_event_open 298 241 userfaultfd 323 282 add_key 248 217 request_key 249 218 keyctl 250 219
-personality 135 92 io_uring_setup 425 425 io_uring_enter 426 426 io_uring_register 427 427 socket 41 198
-memfd_create 319 279 memfd_secret 447 447 shmget 29 194 shmat 30 196 shmctl 31 195 msgget 68 186 msgsnd 69 189
-msgrcv 70 188 msgctl 71 187 semget 64 190 semop 65 193 semctl 66 191 semtimedop 220 192 mq_open 240 180
-creat 85 - truncate 76 45 rename 82 - renameat 264 38 renameat2 316 276 mkdir 83 - mkdirat 258 34 rmdir 84 - link 86 -
-linkat 265 37 unlink 87 - unlinkat 263 35 symlink 88 - symlinkat 266 36 mknod 133 - mknodat 259 33 chmod 90 -
-fchmod 91 52 fchmodat 268 53 fchmodat2 452 452 chown 92 - fchown 93 55 lchown 94 - fchownat 260 54 utime 132 -
-utimes 235 - futimesat 261 - utimensat 280 88 setxattr 188 5 lsetxattr 189 6 fsetxattr 190 7 setxattrat 463 463
-removexattr 197 14 lremovexattr 198 15 fremovexattr 199 16 removexattrat 466 466 fallocate 285 47 file_setattr 469 469
+chroot 161 51 bpf 321 280 perf_event_open 298 241 userfaultfd 323 282 add_key 248 217 request_key 249 218
+keyctl 250 219 setuid 105 146 setreuid 113 145 setresuid 117 147 personality 135 92 io_uring_setup 425 425
+io_uring_enter 426 426 io_uring_register 427 427 socket 41 198 memfd_create 319 279 memfd_secret 447 447 shmget 29 194
+shmat 30 196 shmctl 31 195 msgget 68 186 msgsnd 69 189 msgrcv 70 188 msgctl 71 187 semget 64 190 semop 65 193
+semctl 66 191 semtimedop 220 192 mq_open 240 180 creat 85 - truncate 76 45 rename 82 - renameat 264 38
+renameat2 316 276 mkdir 83 - mkdirat 258 34 rmdir 84 - link 86 - linkat 265 37 unlink 87 - unlinkat 263 35
+symlink 88 - symlinkat 266 36 mknod 133 - mknodat 259 33 chmod 90 - fchmod 91 52 fchmodat 268 53 fchmodat2 452 452
+chown 92 - fchown 93 55 lchown 94 - fchownat 260 54 utime 132 - utimes 235 - futimesat 261 - utimensat 280 88
+setxattr 188 5 lsetxattr 189 6 fsetxattr 190 7 setxattrat 463 463 removexattr 197 14 lremovexattr 198 15
+fremovexattr 199 16 removexattrat 466 466 fallocate 285 47 file_setattr 469 469
 """
 UNKNOWN = "clone3 435 435 openat2 437 437"  # "no such call": the filter cannot read their arguments, libc has others
 BITS, EQUAL = 0x45, 0x15  # BPF_JSET, BPF_JEQ
@@ -107,7 +108,7 @@ def start(
             stdin=subprocess.DEVNULL if stdin is None else stdin,
             stdout=subprocess.PIPE if stdout is None else stdout,
             stderr=subprocess.DEVNULL,
-            env={},
+            env={"MALLOC_ARENA_MAX": "1"},  # or each thread takes 64 MiB of its address space
             cwd="/",
             pass_fds=(file.fileno(), *fds),
         )
@@ -119,14 +120,14 @@ def end(keeper: Any) -> int:
 
     keeper.terminate()
     try:
-        return keeper.wait(1)
+        return keeper.wait(5)
     except subprocess.TimeoutExpired:  # SIGTERM came before the keeper could wait for it
         keeper.kill()
         return keeper.wait()
 
 
 def run(code: str, text: str, limits: Limits) -> tuple[int, str]:
-    """Runs a program with `text` on stdin: (ENDED | CRASHED | TIMED_OUT, its output).
+    """Runs a program with `text` on stdin: (ENDED | CRASHED | TIMED_OUT, its output). Unavailable if a keeper failed.
 
     Output beyond MAX_ANSWER_BYTES is a crash. Trust only the output: a program chooses how it exits.
     """
@@ -137,9 +138,17 @@ def run(code: str, text: str, limits: Limits) -> tuple[int, str]:
         if len(output) <= MAX_ANSWER_BYTES:
             keeper.wait()
         exited = end(keeper)
-    if exited == NO_SANDBOX:
-        raise Unavailable(output.decode())
-    return exited if exited in (ENDED, TIMED_OUT) else CRASHED, output.decode("utf-8", "replace")
+    if len(output) > MAX_ANSWER_BYTES:
+        exited = CRASHED
+    text = output.decode("utf-8", "replace")
+    check_keeper(exited, text)
+    return exited, text
+
+
+def check_keeper(exited: int, text: str = "") -> None:
+    """Unavailable if a keeper with this exit code has failed; `text` is what it wrote."""
+    if exited not in (ENDED, CRASHED, TIMED_OUT):
+        raise Unavailable(text[:1000] or f"a keeper failed: exit code {exited}")
 
 
 def memory_file(data: bytes) -> BinaryIO:
@@ -159,17 +168,18 @@ def main(descriptor: int) -> None:
     limits = Limits(**order["limits"])
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
     try:
+        leave_roots_count()
         if limits.isolation == "required":
             enter_namespaces()
         libc("prctl", PR_SET_DUMPABLE, 0)  # no process can look into this one, nor into its child
         libc("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != order["parent"]:
+            raise OSError("the parent ended before PDEATHSIG was set")
+        status_out, status_in = os.pipe()
+        child = os.fork()
     except OSError as error:
         os.write(1, str(error).encode())
-        os._exit(NO_SANDBOX)
-    if os.getppid() != order["parent"]:  # the parent ended before PDEATHSIG was set
-        os._exit(CRASHED)
-    status_out, status_in = os.pipe()
-    child = os.fork()
+        os._exit(1)
     if child == 0:
         os.close(status_out)
         try:
@@ -177,7 +187,7 @@ def main(descriptor: int) -> None:
             os.write(status_in, b"ready")  # fails if the keeper is gone: PDEATHSIG came too late for that
         except OSError as error:
             os.write(status_in, str(error).encode())
-            os._exit(CRASHED)
+            os._exit(1)
         os.close(status_in)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, signal.SIGTERM})
         sys.argv = ["program"]
@@ -186,7 +196,7 @@ def main(descriptor: int) -> None:
     problem = os.read(status_out, 1000)
     if problem != b"ready":
         os.write(1, problem)
-        os._exit(NO_SANDBOX)
+        os._exit(1)
     ended = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, limits.seconds)
     os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]
@@ -200,12 +210,26 @@ def libc(name: str, *args: Any) -> None:
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
+def leave_roots_count() -> None:
+    """Makes the real user, by whom RLIMIT_NPROC counts, one that has nothing else: of root's it counts none.
+
+    Files, signals and namespaces go by the effective user, which stays. Others than root get a count of their own with
+    their user namespace (Linux 5.14). Without that all that they run counts, so that no thread can start.
+    """
+    try:
+        if os.geteuid() == 0:
+            libc("setresuid", 0x70000000 | int.from_bytes(os.urandom(3), "little"), -1, -1)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a container's root, which is another user outside
+            raise
+
+
 def enter_namespaces() -> None:
     """Enters new user, mount, process, network and IPC namespaces, whose root holds Python's library, read-only."""
     library = os.path.dirname(os.path.dirname(os.__file__))
     shown = sorted({path for path in (library, "/lib", "/lib64", "/usr/lib", "/usr/lib64") if os.path.isdir(path)})
     sources = [os.path.realpath(path) for path in shown]
-    user, group = os.getuid(), os.getgid()
+    user, group = os.geteuid(), os.getegid()
     libc("unshare", 0x10000000 | 0x20000 | 0x20000000 | 0x40000000 | 0x08000000)  # CLONE_NEW USER, NS, PID, NET, IPC
     for name, text in (("setgroups", "deny"), ("uid_map", f"65534 {user} 1"), ("gid_map", f"65534 {group} 1")):
         with open(f"/proc/self/{name}", "w") as file:
@@ -237,6 +261,7 @@ def confine(limits: Limits) -> None:
     rlimits = {
         resource.RLIMIT_AS: limits.memory_mib << 20,
         resource.RLIMIT_CPU: int(limits.seconds) + 2,  # ends the process if the keeper is killed and PDEATHSIG fails
+        resource.RLIMIT_NPROC: MAX_TASKS,
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_CORE: 0,
@@ -299,38 +324,28 @@ def take_over(descriptor: int) -> int:
 
 
 def serve(code: str, name: str) -> None:
-    """Answers the calls that `Proxy` sends, with the code's function `name`."""
+    """Answers the calls that `Proxy` sends, with the code's function or class `name`."""
     requests, responses = os.fdopen(take_over(0), "rb"), os.fdopen(take_over(1), "w")
-    function = load(code, "candidate")[name]
+    calls = Calls(load(code, "candidate")[name])
     for line in requests:
-        args, kwargs = map(decode, json.loads(line))
-        try:
-            value = function(*args, **kwargs)
-        except Exception as error:  # the test may expect it
-            answer = json.dumps(["raised", [kind.__name__ for kind in type(error).__mro__]])
-        else:
-            try:
-                answer = json.dumps(["value", encode(value)])
-            except (TypeError, ValueError, RecursionError):
-                answer = json.dumps(["bad", None])
-        responses.write(f"{answer}\n")
+        responses.write(json.dumps(calls.answer(*json.loads(line))) + "\n")
         responses.flush()
 
 
 def judge(prompt: str, test: str, name: str, requests: int, responses: int) -> None:
-    """Runs trusted test code on the candidate, then writes the outcome.
+    """Runs test code of a dataset on the candidate, then writes the outcome.
 
     "ok": the test called the candidate, each answer was a value or an exception, and the test, with the function
     check(candidate) if it defines one, came to its end. "error": it called nothing, or with what cannot cross.
     """
     result = take_over(1)
-    candidate = Proxy(requests, responses)
+    candidate = Proxy(requests, responses, name)
     os.write(result, b"ready\n")
     try:
         names = load(prompt, "tests")
         names[name] = candidate
         load(test, "tests", names)
-        if "check" in names:
+        if names.get("check", candidate) is not candidate:
             names["check"](candidate)
         outcome = "wrong" if candidate.lost else "ok"
     except BaseException:  # a test may raise anything

@@ -48,6 +48,7 @@ ALSO = {
     ],
     "red_team/test_model.py": ["hf/model_config.py", "hf/tokenizer.py", "hf/weights.py", "run/preflight.py"],
     "red_team/test_run.py": ["run/folder.py", "run/config_check.py", "run/resume.py", "system/exits.py"],
+    "red_team/test_code.py": ["graders/code_grader.py", "graders/codec.py", "graders/sandbox.py"],
     "run/test_config_data.py": ["config.py", "run/config_check.py"],
     "run/test_log.py": ["run/metrics.py"],
     "run/test_config_nemo.py": ["config.py"],
