@@ -45,6 +45,8 @@ _NAMED = re.compile(
 )
 _SETS = re.compile(r"\\(?:cup|cap|setminus|mathbb|emptyset|varnothing|le|ge|ne|in)(?![a-z])|[<>]|\\\{")
 _STEPS = re.compile(r"\\(?:to|implies|iff|land|wedge|\w*arrow)(?![a-z])")
+_LESS = re.compile(r"(<|>|\\[lg]e(?![a-z]))")
+_IS_LESS = ("<", r"\le")
 _UNORDERED = {"", "{}", "cup"}  # kinds of lists, by their brackets
 _ALIKE = {("", "{}"), ("{}", ""), ("", "()"), ("()", "")}
 _BASE = re.compile(r"([-+]?)\(?(\d[\dA-Za-z]*)\)?\s*(?:_\s*\{?\s*(?:base\s*)?|base\s*)(\d+)\s*\}?")
@@ -164,21 +166,38 @@ def _same(one: str, other: str) -> bool:
     choices = _CHOICE.fullmatch(one), _CHOICE.fullmatch(other)
     if None not in choices and not (choices[0][2] and choices[1][2]) and choices[0][1].isupper():
         return choices[0][1] == choices[1][1].upper()
+    if bool(_LESS.search(one)) != bool(_LESS.search(other)):
+        one, other = _as_interval(one), _as_interval(other)
     (kind, parts), (other_kind, other_parts) = _items(one), _items(other)
     pairs, other_pairs = _named(parts), _named(other_parts)
+    name, value = pairs[0] if len(pairs) == 1 and not kind else ("", one)
+    other_name, other_value = other_pairs[0] if len(other_pairs) == 1 and not other_kind else ("", other)
+    if len(parts) == len(other_parts) == 1 and "=" in one:
+        if "=" in other and (name != other_name or not name):
+            return _by_sympy(one, other)
+        if not name and re.search("[a-zA-Z]", one):  # an equation is not its right side
+            return False
+    if (value, other_value) != (one, other):
+        return _same(value, other_value)
     if len(pairs) != len(other_pairs) or (kind != other_kind and (kind, other_kind) not in _ALIKE):
         is_list = (not kind and len(parts) > 1) or (not other_kind and len(other_parts) > 1)
         return not is_list and bool(_SETS.search(one + other)) and _by_sympy(one, other)
     if len(pairs) > 1 or kind or other_kind:
         return _same_lists(pairs, other_pairs, not {kind, other_kind} <= _UNORDERED)
-    (name, value), (other_name, other_value) = pairs[0], other_pairs[0]
-    if "=" in one and "=" in other and (name != other_name or not name):
-        return _by_sympy(one, other)
-    if "=" in one and not name and re.search("[a-zA-Z]", one):  # an equation is not its right side
-        return False
-    if (value, other_value) != (one, other):
-        return _same(value, other_value)
     return _same_quantities(one, other)
+
+
+def _as_interval(text: str) -> str:
+    """`1 < x \\le 2` as `(1, 2]`; any other text as it is."""
+    sides = [side.strip() for side in _LESS.split(text)]
+    if len(sides) == 3 and re.fullmatch(_NAME, sides[0]):
+        sides = [r"-\infty", "<", *sides] if sides[1] in _IS_LESS else [r"\infty", ">", *sides]
+    elif len(sides) == 3:
+        sides += ["<", r"\infty"] if sides[1] in _IS_LESS else [">", r"-\infty"]
+    if len(sides) != 5 or not re.fullmatch(_NAME, sides[2]) or (sides[1] in _IS_LESS) != (sides[3] in _IS_LESS):
+        return text
+    low, first, _, second, high = sides if sides[1] in _IS_LESS else sides[::-1]
+    return f"{'(' if first in '<>' else '['}{low}, {high}{')' if second in '<>' else ']'}"
 
 
 def _same_lists(pairs: list, other_pairs: list, is_ordered: bool) -> bool:

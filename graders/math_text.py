@@ -72,6 +72,8 @@ _UNITS = {  # name: (size, dimension); a size without a dimension is part of the
         "gallon": "gal,gallon=1 qt,quart=1/4",
         "dollar": "$,USD,dollar,buck=1 ¢,cent=1/100",
         "euro": "€,EUR,euro=1",
+        "am": "am=1",
+        "pm": "pm=1",
     }.items()
     for entry in row.split()
     for names, size in [entry.split("=")]
@@ -173,7 +175,7 @@ def quantity(text: str) -> Quantity:
         return _summed(parts) or plain
     if match := _MONEY.fullmatch(text):
         rest = match["rest"].strip()
-        money = match["unit"].removeprefix("US")
+        money = match["unit"].replace("US$", "$")
         value, unit = (match["value"], f"{money} {rest}") if _unit(rest) else (match["value"] + rest, money)
         value, gap = match["sign"] + value, " "
     elif match := _MEASURED.fullmatch(text):
@@ -233,9 +235,9 @@ def _unit(text: str) -> tuple[Fraction, Fraction, tuple[tuple[str, int], ...]] |
             dimensions[dimension] += exponent
         else:
             scale *= one
-    if len(tokens) > 5:
+    if power != 1 or len(tokens) > 5:
         return None
-    return scale, size, tuple(sorted((name, power) for name, power in dimensions.items() if power))
+    return scale, size, tuple(sorted(dimensions.items()))
 
 
 def is_word(text: str) -> bool:
