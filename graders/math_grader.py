@@ -17,6 +17,7 @@ from typing import Any
 from graders.math_text import WRAPPED, Number, clean, is_word, number, quantity, squeeze
 
 MAX_ANSWER_CHARS = 2_000  # a longer one is no answer (parse_fail)
+MAX_DEPTH = 50  # of brackets
 MAX_REPLY_CHARS = 200_000  # only the end of a longer reply is read
 SELF_TESTS = (  # (reply, answer, outcome): what this file must say before a run may start
     (r"so \boxed{\frac{1}{2}}", "0.5", "ok"),
@@ -33,7 +34,7 @@ _ANSWER_IS = re.compile(r"(?i)\banswer\**\s*(?:is\s*:?|:|=)[\s*]*")
 _QUOTED = re.compile(rf"(?=[^{{]*\{{\s*[^\W\d_]{{2}}){WRAPPED}")
 _CHOICE = re.compile(r"\(?([A-Ja-e])(?:[).:]+\s*((?:(?!\b[A-J]\b|\b(?:or|and)\b).)*))?")
 _SEPARATOR = r"[,;]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
-_GROUPS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_GROUPS = re.compile(r"(?<=\d),(?=\d{3}(?![\dA-Za-z]))")
 _TABLE = re.compile(r"\\begin\{([pbB]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _BRACKETS = re.compile(r"(\\?[{(\[])(.*?)(\\?[})\]])", re.DOTALL)
 _NAME = (  # x  x_1  f(x)  \alpha  width, and what geometry names: AB  |AB|  S_1:S_2  \frac{AB}{CD}
@@ -134,10 +135,7 @@ def equal(gold: str, answer: str) -> bool:
     is_quoted = any(_QUOTED.fullmatch(text.strip("$ .")) for text in (gold, answer))
     if is_quoted and re.fullmatch(r"[^\W\d_]+", one + other):
         return one.casefold() == other.casefold()
-    try:
-        return _same(one, other)
-    except RecursionError:  # hundreds of brackets in brackets
-        return False
+    return _same(one, other)
 
 
 def canonical(answer: str) -> str:
@@ -223,11 +221,12 @@ def _items(text: str) -> tuple[str, list[str]]:
     if table := _TABLE.fullmatch(text):
         rows = [_split(row, "&") for row in _split(table[2], r"\\\\") if row]
         return "&".join(str(len(row)) for row in rows), [cell for row in rows for cell in row]
-    if re.search("[,;] ", text):
-        text = _GROUPS.sub("", text)  # of thousands: a separator has a space behind it
+    if ", " in text and not re.search(",(?! )", _GROUPS.sub("", text)):  # separators have a space behind them, thousands have none
+        text = _GROUPS.sub("", text)
     parts = [part for part in _split(text, ";") if part]
     if len(parts) < 2:
-        parts = [part for part in _split(text, _SEPARATOR) if part] or [text]
+        separator = _SEPARATOR if re.search(r"[\d\\<>=]", text) else "[,;]|(?<![a-zA-Z])and(?![a-zA-Z])"
+        parts = [part for part in _split(text, separator) if part] or [text]
     if len(parts) > 1 and quantity(text).value == text:  # not 5 feet, 6 inches
         is_union = all(re.search(r"[<>]|\\[lg]e(?![a-z])", part) for part in parts) and not re.search("[,;]|and", text)
         return "cup" if is_union else "", parts
@@ -248,12 +247,14 @@ def _items(text: str) -> tuple[str, list[str]]:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """The parts between separators that stand in no bracket; [] if the brackets do not close."""
+    """The parts between separators that stand in no bracket; [] if brackets do not close, or are MAX_DEPTH deep."""
     parts = []
     start = depth = 0
     for token in re.finditer(rf"\\begin|\\end|\\?[{{}}()\[\]]|{separator}", text):
         if re.fullmatch(r"\\begin|\\?[{(\[]", token[0]):
             depth += 1
+            if depth > MAX_DEPTH:
+                return []
         elif re.fullmatch(r"\\end|\\?[})\]]", token[0]):
             depth -= 1
             if depth < 0:
@@ -382,6 +383,7 @@ def _expression(text: str, words: list[str]) -> Any:
     """A sympy object, without floats and with words as symbols; None if the text is no mathematics."""
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
 
+    assert _split(text, "(?!)"), "brackets that do not close, or too many of them"
     for place, word in enumerate(words):
         text = re.sub(rf"(?<![\\a-zA-Z]){word}(?![a-zA-Z])", f" w_{{{1000 + place}}} ", text)
     text = re.sub(r"\bdegrees\b", "", text.replace("$", ""))
@@ -395,9 +397,10 @@ def _points(expression: Any) -> Iterator[Any]:
     from sympy import I, Rational
 
     symbols = sorted(expression.free_symbols, key=str)
-    for sign, scale in ((1, 1), (-1, 1), (1, 100), (-1, 100)) if symbols else ((1, 1),):
+    for sign, scale in ((1, 1), (-1, 3), (1, 100), (-1, 101)) if symbols else ((1, 1),):
         values = [
-            Rational(sign * scale * (7919 + 104 * k), (-sign) ** k * (10007 + 60 * k)) for k in range(len(symbols))
+            Rational(sign * scale * (7919 + 104 * k), (-sign) ** k * (10007 + scale * k**2))
+            for k in range(len(symbols))
         ]
         point = {symbol: I if symbol.name == "i" else value for symbol, value in zip(symbols, values, strict=True)}
         yield expression.subs(point).doit()

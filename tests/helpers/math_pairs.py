@@ -43,7 +43,12 @@ def written(rng: random.Random, value: Fraction) -> str:
     sign = "-" if value < 0 else ""
     n, d = abs(value.numerator), value.denominator
     k = rng.randint(2, 5)
-    forms = [f"{sign}{n}/{d}", rf"{sign}\frac{{{n}}}{{{d}}}", rf"\dfrac{{{sign}{n}}}{{{d}}}", f"${sign}{n * k}/{d * k}$"]
+    forms = [
+        f"{sign}{n}/{d}",
+        rf"{sign}\frac{{{n}}}{{{d}}}",
+        rf"\dfrac{{{sign}{n}}}{{{d}}}",
+        f"${sign}{n * k}/{d * k}$",
+    ]
     if d == 1:
         forms = [f"{sign}{n}", f"{sign}{n}.0", f"{sign}{n:,}", rf"\text{{{sign}{n}}}", f"{sign}{n}."]
     elif n > d:
@@ -83,11 +88,16 @@ def rationals(rng):
 
 
 def decimals(rng):
-    value = Fraction(rng.choice([-1, 1]) * rng.randint(1, 10 ** rng.randint(1, 8)), 10 ** rng.randint(0, 9) * rng.choice([3, 7, 11, 13, 17, 101]))
+    value = Fraction(
+        rng.choice([-1, 1]) * rng.randint(1, 10 ** rng.randint(1, 8)),
+        10 ** rng.randint(0, 9) * rng.choice([3, 7, 11, 13, 17, 101]),
+    )
     value = value / 9 if terminating(value) else value
     digits = rng.randint(7, 14)
     text = decimal(value, digits)
-    fraction = rng.choice([f"{value.numerator}/{value.denominator}", rf"\frac{{{value.numerator}}}{{{value.denominator}}}"])
+    fraction = rng.choice(
+        [f"{value.numerator}/{value.denominator}", rf"\frac{{{value.numerator}}}{{{value.denominator}}}"]
+    )
     if "." not in text:
         return
     last = text[-1]
@@ -150,7 +160,9 @@ def intervals(rng):
     yield "interval", gold, rng.choice([other, rf"x \in {other}", rf"\left{other[:-1]}\right{right}"]), True
     if rng.random() < 0.2:
         yield "interval", *rng.choice([(gold, chain), (chain, gold)]), True
-        half, ray = rng.choice([("x < {}", r"(-\infty, {})"), (r"x \ge {}", r"[{}, \infty)"), ("{} < x", r"({}, \infty)")])
+        half, ray = rng.choice(
+            [("x < {}", r"(-\infty, {})"), (r"x \ge {}", r"[{}, \infty)"), ("{} < x", r"({}, \infty)")]
+        )
         pair = (half.format(low.numerator), ray.format(low.numerator))
         yield "interval", *rng.choice([pair, pair[::-1]]), True
         yield "interval", pair[1], half.format(low.numerator + 1), False
@@ -162,7 +174,7 @@ def intervals(rng):
         f"{left}{element(rng, near(rng, low))}, {high.numerator}/{high.denominator}{right}",
         f"{left}{low.numerator}/{low.denominator}, {element(rng, near(rng, high))}{right}",
         f"{high.numerator}/{high.denominator}",
-        rf"{other} \cup [{high.numerator + 5}, {high.numerator + 6}]",
+        rf"{other} \cup [{abs(high.numerator) + 5}, {abs(high.numerator) + 6}]",
     ]
     yield "interval", gold, rng.choice(wrong), False
 
@@ -175,7 +187,12 @@ def lists(rng):
     same = [element(rng, value) for value in values]
     braces = r"\{{{}\}}".format
     yield "set", braces(", ".join(one)), rng.choice([braces(",".join(other)), ", ".join(other)]), True
-    yield "list", ", ".join(one), rng.choice([", ".join(other), " and ".join(other), ", ".join(other[:-1]) + " and " + other[-1]]), True
+    yield (
+        "list",
+        ", ".join(one),
+        rng.choice([", ".join(other), " and ".join(other), ", ".join(other[:-1]) + " and " + other[-1]]),
+        True,
+    )
     yield "tuple", f"({', '.join(one)})", f"({','.join(same)})", True
     if mixed != values:
         yield "tuple", f"({', '.join(one)})", f"({', '.join(other)})", False
@@ -199,7 +216,14 @@ def in_base(value: int, base: int) -> str:
 def bases(rng):
     base, value = rng.randint(2, 9), rng.randint(2, 5000)
     digits = in_base(value, base)
-    right = [f"{digits}_{{{base}}}", f"{digits}_{base}", digits, rf"{digits}_{{\text{{{base}}}}}", f"${digits}_{base}$", f"({digits})_{base}"]
+    right = [
+        f"{digits}_{{{base}}}",
+        f"{digits}_{base}",
+        digits,
+        rf"{digits}_{{\text{{{base}}}}}",
+        f"${digits}_{base}$",
+        f"({digits})_{base}",
+    ]
     gold = rng.choice([right[0], right[1]])
     yield "base", gold, rng.choice(right), True
     other_base = rng.choice([b for b in range(2, 11) if b != base])
@@ -218,7 +242,16 @@ def bases(rng):
 def words(rng):
     group = rng.choice([line.split() for line in WORDS.replace("\n", "|").split("|")])
     one, other = rng.sample(group, 2)
-    dress = [str, str.upper, str.capitalize, r"\text{{{}}}".format, r"\mathrm{{{}}}".format, r"\textbf{{{}}}".format, "{}.".format, "${}$".format]
+    dress = [
+        str,
+        str.upper,
+        str.capitalize,
+        r"\text{{{}}}".format,
+        r"\mathrm{{{}}}".format,
+        r"\textbf{{{}}}".format,
+        "{}.".format,
+        "${}$".format,
+    ]
     yield "word", rng.choice(dress[3:] + dress[:1])(one), rng.choice(dress)(one), True
     yield "word", rng.choice(dress[3:] + dress[:1])(one), rng.choice(dress)(other), False
     number = rng.randint(2, 99)
@@ -229,7 +262,9 @@ def words(rng):
 
 def units(rng):
     row = rng.choice([line.split() for line in UNITS.replace("\n", "|").split("|")])
-    (one, size), (other, other_size) = ((name, Fraction(text)) for name, text in (cell.split(":") for cell in rng.sample(row, 2)))
+    (one, size), (other, other_size) = (
+        (name, Fraction(text)) for name, text in (cell.split(":") for cell in rng.sample(row, 2))
+    )
     value = Fraction(rng.randint(2, 900))
     spaced = rng.choice(["{} {}", r"{} \text{{ {}}}", r"{}\ \mathrm{{{}}}", "{}  {}"]).format
     gold = spaced(value, one)
@@ -238,21 +273,41 @@ def units(rng):
         yield "unit", gold, spaced(converted, other), True
     yield "unit", *rng.choice([(gold, f"{value}"), (f"{value}", gold), (gold, f"{value}.0 {one}")]), True
     power = rng.choice(["^2", "^3"])
-    wrong = [f"{value} {other}", f"{value} {one} per {other}", f"{value + 1} {one}", f"{value} {rng.choice(NOUNS)}", f"{value * 10} {other}"]
+    wrong = [
+        f"{value} {other}",
+        f"{value} {one} per {other}",
+        f"{value + 1} {one}",
+        f"{value} {rng.choice(NOUNS)}",
+        f"{value * 10} {other}",
+    ]
     wrong = [text for text in wrong if text != f"{converted} {other}"]
     yield "unit", gold, rng.choice(wrong), False
     if row[0].startswith("m:"):
-        yield "unit", gold, rng.choice([rf"{value}\text{{ {one}}}{power}", f"{value} {one}{power}", f"{value} square {one}"]), False
+        yield (
+            "unit",
+            gold,
+            rng.choice([rf"{value}\text{{ {one}}}{power}", f"{value} {one}{power}", f"{value} square {one}"]),
+            False,
+        )
     noun = rng.choice(NOUNS)
     yield "unit", f"{value}", f"{value} {noun}", True
     yield "unit", f"{value} {noun}", f"{value} {rng.choice([n for n in NOUNS if n != noun])}", False
-    money = rng.choice([rf"\${value}", f"${value}", f"{value} USD", f"{value} dollars", f"{value}$", f"{value} dollars and 0 cents"])
+    money = rng.choice(
+        [rf"\${value}", f"${value}", f"{value} USD", f"{value} dollars", f"{value}$", f"{value} dollars and 0 cents"]
+    )
     yield "unit", money, rng.choice([rf"\${value}.00", f"{value}", f"{value} dollars", f"{value * 100} cents"]), True
-    yield "unit", money, rng.choice([f"{value} cents", f"{value} euros", f"€{value}", f"{value}€", f"£{value}", f"{value + 1}"]), False
+    yield (
+        "unit",
+        money,
+        rng.choice([f"{value} cents", f"{value} euros", f"€{value}", f"{value}€", f"£{value}", f"{value + 1}"]),
+        False,
+    )
 
 
 def names(rng):
-    letters = rng.choice([("x", "y"), ("a", "b", "c"), ("x_1", "x_2"), (r"\alpha", r"\beta"), ("length", "width"), ("AB", "CD")])
+    letters = rng.choice(
+        [("x", "y"), ("a", "b", "c"), ("x_1", "x_2"), (r"\alpha", r"\beta"), ("length", "width"), ("AB", "CD")]
+    )
     values = rng.sample(range(-20, 60), len(letters))
     pairs = list(zip(letters, values, strict=True))
     mixed = rng.sample(pairs, len(pairs))
@@ -263,9 +318,19 @@ def names(rng):
     yield "name", bare, write(pairs), True
     turned = [*values[1:], values[0]]
     swapped = write(list(zip(letters, turned, strict=True)))
-    yield "name", gold, rng.choice([swapped, ", ".join(map(str, turned)), write(pairs[:1]), f"{letters[0]}={values[1]}"]), False
+    yield (
+        "name",
+        gold,
+        rng.choice([swapped, ", ".join(map(str, turned)), write(pairs[:1]), f"{letters[0]}={values[1]}"]),
+        False,
+    )
     yield "name", bare, swapped, False
-    yield "name", f"{letters[0]}={values[0]}", rng.choice([f"{letters[1]}={values[0]}", f"{letters[0]}={values[1]}"]), False
+    yield (
+        "name",
+        f"{letters[0]}={values[0]}",
+        rng.choice([f"{letters[1]}={values[0]}", f"{letters[0]}={values[1]}"]),
+        False,
+    )
 
 
 def dates(rng):
@@ -273,11 +338,35 @@ def dates(rng):
     hour, minute = rng.randint(1, 12), rng.randint(10, 59)
     iso, slashed, clock = f"{year}-{month:02}-{day:02}", f"{month}/{day}/{year}", f"{hour}:{minute}"
     yield "date", iso, rng.choice([f"{year}-{month}-{day}", rf"\text{{{iso}}}", f"{iso}."]), True
-    yield "date", iso, rng.choice([str(year - month - day), f"{year}-{month:02}-{day + 1:02}", str(year), f"{year - month}-{day}"]), False
-    yield "date", slashed, rng.choice([f"{month}/{day * year}", f"{month}/{day}/{year + 1}", terminating(Fraction(month, 8)) or "0"]), False
+    yield (
+        "date",
+        iso,
+        rng.choice([str(year - month - day), f"{year}-{month:02}-{day + 1:02}", str(year), f"{year - month}-{day}"]),
+        False,
+    )
+    yield (
+        "date",
+        slashed,
+        rng.choice([f"{month}/{day * year}", f"{month}/{day}/{year + 1}", terminating(Fraction(month, 8)) or "0"]),
+        False,
+    )
     half = rng.choice(["a.m.", "p.m.", "AM", "pm", rf"\text{{ a.m.}}"])
-    yield "date", f"{clock} {half}", rng.choice([clock, rf"{clock}\text{{ {half}}}", f"{clock} {half.lower().replace('.', '')}"]) if "\\" not in half else clock, True
-    wrong = [f"{hour}/{minute}", f"{Fraction(hour, minute)}", f"{hour}:{minute - 1}", f"{hour * 2}:{minute * 2}", f"{hour}.{minute}", f"{hour * 60 + minute}"]
+    yield (
+        "date",
+        f"{clock} {half}",
+        rng.choice([clock, rf"{clock}\text{{ {half}}}", f"{clock} {half.lower().replace('.', '')}"])
+        if "\\" not in half
+        else clock,
+        True,
+    )
+    wrong = [
+        f"{hour}/{minute}",
+        f"{Fraction(hour, minute)}",
+        f"{hour}:{minute - 1}",
+        f"{hour * 2}:{minute * 2}",
+        f"{hour}.{minute}",
+        f"{hour * 60 + minute}",
+    ]
     yield "date", clock, rng.choice(wrong), False
     yield "date", f"{clock} am", f"{clock} pm", False
 
@@ -288,8 +377,26 @@ def polynomials(rng):
     term = lambda k, power: f"{k:+}{power}" if k else ""  # noqa: E731
     product = f"({a}{x}{b:+})({c}{x}{d:+})"
     expanded = f"{a * c}{x}^2{term(a * d + b * c, x)}{b * d:+}"
-    yield "polynomial", expanded, rng.choice([product, f"{b * d}{term(a * d + b * c, x)}{a * c:+}{x}^{{2}}", rf"{a * c}{x}\cdot {x}{term(a * d + b * c, x)}{b * d:+}"]), True
-    wrong = [f"{a * c}{x}^2{term(a * d + b * c + 1, x)}{b * d:+}", f"{product}+10^{{-20}}", product.replace(x, "z"), f"{a * c}{x}^2", f"({product})^2", f"{a * c}{x}^3{term(a * d + b * c, x)}{b * d:+}"]
+    yield (
+        "polynomial",
+        expanded,
+        rng.choice(
+            [
+                product,
+                f"{b * d}{term(a * d + b * c, x)}{a * c:+}{x}^{{2}}",
+                rf"{a * c}{x}\cdot {x}{term(a * d + b * c, x)}{b * d:+}",
+            ]
+        ),
+        True,
+    )
+    wrong = [
+        f"{a * c}{x}^2{term(a * d + b * c + 1, x)}{b * d:+}",
+        f"{product}+10^{{-20}}",
+        product.replace(x, "z"),
+        f"{a * c}{x}^2",
+        f"({product})^2",
+        f"{a * c}{x}^3{term(a * d + b * c, x)}{b * d:+}",
+    ]
     yield "polynomial", expanded, rng.choice(wrong), False
     yield "polynomial", f"{x}={abs(a)}{rng.choice('pq')}+{abs(b)}", f"{abs(a)}p+{abs(b) + 1}", False
 
@@ -323,9 +430,24 @@ def forms(rng):
     ]
     yield "form", *rng.choice(right), True
     letter, other = rng.sample("ABCDE", 2)
-    marked = rng.choice(["{}) 5", "({}) 5", "{}. 5", "{})", "({})", "{}.", r"\text{{({})}}", r"\textbf{{({})}} 5", "{}: 5"])
+    marked = rng.choice(
+        ["{}) 5", "({}) 5", "{}. 5", "{})", "({})", "{}.", r"\text{{({})}}", r"\textbf{{({})}} 5", "{}: 5"]
+    )
     yield "form", letter, marked.format(letter), True
-    yield "form", letter, rng.choice([marked.format(other), f"{letter}) 5 or {other}) 6", f"{letter} and {other}", f"{letter}, {other}", f"{letter}) or {other})"]), False
+    yield (
+        "form",
+        letter,
+        rng.choice(
+            [
+                marked.format(other),
+                f"{letter}) 5 or {other}) 6",
+                f"{letter} and {other}",
+                f"{letter}, {other}",
+                f"{letter}) or {other})",
+            ]
+        ),
+        False,
+    )
     wrong = [
         (f"{small}", f"{small} million"),
         (f"{small}", spelled(small + 1 if small < 99 else 3)),
@@ -346,7 +468,22 @@ def hedges(rng):
     other = value + rng.choice([-1, 1, 7])
     gold = rng.choice([f"{value}", f"x = {value}", rf"\frac{{{value}}}{{7}}", rf"{value}\sqrt{{2}}"])
     a, b = gold, gold.replace(str(value), str(other))
-    texts = ["{} or {}", "{}, {}", r"{} \text{{ or }} {}", r"\{{{}, {}\}}", "({}, {})", "[{}, {}]", r"{} \pm {}", "{} and {}", "{}; {}", r"{} \lor {}", "either {} or {}", r"{} \to {}", "{} / {}", "not {} but {}"]
+    texts = [
+        "{} or {}",
+        "{}, {}",
+        r"{} \text{{ or }} {}",
+        r"\{{{}, {}\}}",
+        "({}, {})",
+        "[{}, {}]",
+        r"{} \pm {}",
+        "{} and {}",
+        "{}; {}",
+        r"{} \lor {}",
+        "either {} or {}",
+        r"{} \to {}",
+        "{} / {}",
+        "not {} but {}",
+    ]
     text = rng.choice(texts)
     pair = rng.choice([(a, b), (b, a)])
     if text == "{} / {}" and "=" in gold:
