@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from graders.math_text import WRAPPED, Number, clean, is_word, number, quantity, squeeze
+from graders.math_text import Number, clean, is_word, number, quantity, squeeze
 
 MAX_ANSWER_CHARS = 2_000  # a longer one is no answer (parse_fail)
-MAX_DEPTH = 50  # of brackets
+MAX_DEPTH = 50  # of brackets in brackets
 MAX_REPLY_CHARS = 200_000  # only the end of a longer reply is read
 SELF_TESTS = (  # (reply, answer, outcome): what this file must say before a run may start
     (r"so \boxed{\frac{1}{2}}", "0.5", "ok"),
@@ -31,11 +31,9 @@ STRICT_SELF_TESTS = (("Answer: 5", "5", "ok"), ("Answer: 4", "5", "wrong"), (r"\
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _ANSWER_IS = re.compile(r"(?i)\banswer\**\s*(?:is\s*:?|:|=)[\s*]*")
-_QUOTED = re.compile(rf"(?=[^{{]*\{{\s*[^\W\d_]{{2}}){WRAPPED}")
 _CHOICE = re.compile(r"\(?([A-Ja-e])(?:[).:]+\s*((?:(?!\b[A-J]\b|\b(?:or|and)\b).)*))?")
 _SEPARATOR = r"[,;]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
 _GROUPS = re.compile(r"(?<=\d),(?=\d{3}(?![\dA-Za-z]))")
-_TABLE = re.compile(r"\\begin\{([pbB]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _BRACKETS = re.compile(r"(\\?[{(\[])(.*?)(\\?[})\]])", re.DOTALL)
 _NAME = (  # x  x_1  f(x)  \alpha  width, and what geometry names: AB  |AB|  S_1:S_2  \frac{AB}{CD}
     r"(?:\\?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?'*(?:\(\w\))?"
@@ -132,26 +130,17 @@ def equal(gold: str, answer: str) -> bool:
         return True
     if max(len(one), len(other)) > MAX_ANSWER_CHARS:
         return False
-    is_quoted = any(_QUOTED.fullmatch(text.strip("$ .")) for text in (gold, answer))
-    if is_quoted and re.fullmatch(r"[^\W\d_]+", one + other):
-        return one.casefold() == other.casefold()
     return _same(one, other)
 
 
 def canonical(answer: str) -> str:
-    """A text for majority votes: equal plain numbers have equal texts, and so have equal words and lists of them."""
+    """A text for majority votes: the same one for equal numbers, whatever their unit, and for equal words."""
     text = clean(answer)
-    kind, parts = ("", [text]) if number(text) else _items(text)
-    pairs = _named(parts)
-    if len(pairs) > 1:
-        texts = [
-            f"{name}={canonical(value)}" if len({name for name, _ in pairs}) > 1 else canonical(value)
-            for name, value in pairs
-        ]
-        return kind + ",".join(sorted(texts) if kind in _UNORDERED else texts)
-    text = quantity(pairs[0][1]).value if pairs else text
+    if not number(text):
+        pairs = _named(_items(text)[1])
+        text = quantity(pairs[0][1]).value if len(pairs) == 1 else text
     exact = number(text)
-    return str(exact.value) if exact else text.casefold() if is_word(text) else squeeze(text)
+    return str(exact.value) if exact else text.casefold() if is_word(text) else squeeze(text).replace(", ", ",")
 
 
 def _same(one: str, other: str) -> bool:
@@ -182,7 +171,7 @@ def _same(one: str, other: str) -> bool:
         return not is_list and bool(_SETS.search(one + other)) and _by_sympy(one, other)
     if len(pairs) > 1 or kind or other_kind:
         return _same_lists(pairs, other_pairs, not {kind, other_kind} <= _UNORDERED)
-    return _same_quantities(one, other)
+    return _same_value(one, other)
 
 
 def _as_interval(text: str) -> str:
@@ -218,17 +207,14 @@ def _same_lists(pairs: list, other_pairs: list, is_ordered: bool) -> bool:
 
 def _items(text: str) -> tuple[str, list[str]]:
     """The brackets around a text, and its parts: `1, 2` is ("", ["1", "2"]); `[1, 2)` is ("[)", ["1", "2"])."""
-    if table := _TABLE.fullmatch(text):
-        rows = [_split(row, "&") for row in _split(table[2], r"\\\\") if row]
-        return "&".join(str(len(row)) for row in rows), [cell for row in rows for cell in row]
-    if ", " in text and not re.search(",(?! )", _GROUPS.sub("", text)):  # separators have a space behind them, thousands have none
+    if ", " in text and not re.search(",(?! )", _GROUPS.sub("", text)):  # who puts spaces behind separators
         text = _GROUPS.sub("", text)
     parts = [part for part in _split(text, ";") if part]
     if len(parts) < 2:
         separator = _SEPARATOR if re.search(r"[\d\\<>=]", text) else "[,;]|(?<![a-zA-Z])and(?![a-zA-Z])"
         parts = [part for part in _split(text, separator) if part] or [text]
     if len(parts) > 1 and quantity(text).value == text:  # not 5 feet, 6 inches
-        is_union = all(re.search(r"[<>]|\\[lg]e(?![a-z])", part) for part in parts) and not re.search("[,;]|and", text)
+        is_union = all(map(_LESS.search, parts)) and not re.search("[,;]|and", text)
         return "cup" if is_union else "", parts
     if len(union := _split(text, r"\\cup(?![a-z])")) > 1:
         return "cup", union
@@ -266,8 +252,8 @@ def _split(text: str, separator: str) -> list[str]:
 
 
 def _named(parts: list[str]) -> list[tuple[str, str]]:
-    """(name, value) of each part; a part without a name has that of the part before it: x = 1, 2. Of 2 + 3 = 5 the
-    value is 5. (x, y) = (1, 2) are two parts."""
+    """(name, value) of each part; a part without a name has that of the part before it: x = 1, 2. Of 2 + 3 = 5
+    the value is 5."""
     pairs = []
     name = ""
     for part in parts:
@@ -275,35 +261,38 @@ def _named(parts: list[str]) -> list[tuple[str, str]]:
         if re.search(_STEPS, part) or len(_split(part, ",")) > 1:
             pairs.append(("", part))
             continue
-        if len(sides) == 2 and not _NAMED.fullmatch(part) and re.fullmatch(_NAME, sides[1]):  # 5 = x
-            part = f"{sides[1]} = {sides[0]}"
-            sides = sides[::-1]
         match = _NAMED.fullmatch(part)
         if match and (is_word(match[1]) or not re.fullmatch("[a-z]{2,}", match[1])):  # xy = 1 is an equation
             name = squeeze(match[1])
             part = match[2]
         pairs.append((name, sides[-1] if len(sides) > 1 else part))
-    if len(pairs) == 1 and name.startswith("("):
-        names = name[1:-1].split(",")
-        values = _items(pairs[0][1])[1]
-        pairs = list(zip(names, values, strict=True)) if len(names) == len(values) else pairs
     return pairs
 
 
-def _same_quantities(one: str, other: str) -> bool:
+def _same_value(one: str, other: str) -> bool:
+    """Of two texts without lists and names, which are not both plain numbers."""
     gold, answer = quantity(one), quantity(other)
-    value, other_value = gold.value, answer.value
-    if gold.dimensions and answer.dimensions:
-        if gold.dimensions != answer.dimensions:
-            return False
-        if gold.size != answer.size:
-            value, other_value = f"{gold.size}*({value})", f"{answer.size}*({other_value})"
-            numbers = number(gold.value), number(answer.value)
-            if None not in numbers:
-                return numbers[0].value * gold.size == numbers[1].value * answer.size
-    elif gold.is_glued or (answer.is_glued and not number(one)):  # 5m may be a product
-        value, other_value = one, other
-    return _same_values(value, other_value)
+    is_product = not (gold.dimensions and answer.dimensions) and (
+        gold.is_glued or (answer.is_glued and not number(one))
+    )
+    if gold.dimensions and answer.dimensions and gold[1:3] != answer[1:3]:
+        values = number(gold.value), number(answer.value)
+        is_convertible = gold.dimensions == answer.dimensions and None not in values
+        return is_convertible and values[0].value * gold.size == values[1].value * answer.size
+    if (gold.value, answer.value) != (one, other) and not is_product:  # 5m may be a product
+        return _same(gold.value, answer.value)
+    if _BASE.fullmatch(one) or _BASE.fullmatch(other):
+        return _same_bases(one, other)
+    chains = [re.findall(r"\d+", text) if _CHAIN.fullmatch(text) else [] for text in (one, other)]
+    if any(chains):  # dates, times and scores: number by number; what cannot be a time may be a ratio, 6:8 = 3:4 = 3/4
+        if ":" in one + other and not (_CLOCK.fullmatch(one) or _CLOCK.fullmatch(other)):
+            return _by_sympy(one.replace(":", "/"), other.replace(":", "/"))
+        return [*map(int, chains[0])] == [*map(int, chains[1])] and (":" in one) == (":" in other)
+    if is_word(one) or is_word(other) or re.fullmatch("[A-Z]{2,}", one):  # BAC is an order, not a product
+        return is_word(one) and one.casefold() == other.casefold()
+    if squeeze(one).casefold() == squeeze(other).casefold():  # x is not X, Omega is not omega
+        return False
+    return _by_sympy(one, other)
 
 
 def _same_numbers(gold: Number, answer: Number) -> bool:
@@ -318,24 +307,6 @@ def _same_numbers(gold: Number, answer: Number) -> bool:
     return is_rounded and abs(gold.value - answer.value) <= rounding
 
 
-def _same_values(one: str, other: str) -> bool:
-    """Of two texts without lists, names and units."""
-    if squeeze(one) == squeeze(other):
-        return True
-    numbers = number(one), number(other)
-    if None not in numbers:
-        return _same_numbers(*numbers)
-    if _BASE.fullmatch(one) or _BASE.fullmatch(other):
-        return _same_bases(one, other)
-    if _CHAIN.fullmatch(one) or _CHAIN.fullmatch(other):
-        return _same_chains(one, other)
-    if is_word(one) or is_word(other) or re.fullmatch("[A-Z]{2,}", one):  # BAC is an order, not a product
-        return is_word(one) and one.casefold() == other.casefold()
-    if squeeze(one).casefold() == squeeze(other).casefold():  # x is not X, Omega is not omega
-        return False
-    return _by_sympy(one, other)
-
-
 def _same_bases(one: str, other: str) -> bool:
     """2516_8 is digits and a base: the answer may leave out the base that was asked for, but not choose another."""
     gold, answer = _BASE.fullmatch(one), _BASE.fullmatch(other)
@@ -345,17 +316,6 @@ def _same_bases(one: str, other: str) -> bool:
         return (answer is None or answer[3] == base) and int(digits[0], int(base)) == int(digits[1], int(base))
     except ValueError:  # a digit that the base does not have
         return False
-
-
-def _same_chains(one: str, other: str) -> bool:
-    """Dates, times, scores and ratios: number by number. Only what cannot be a time is a ratio (6:8 is 3:4 or 3/4)."""
-    chains = [[int(part) for part in re.findall(r"\d+", text)] for text in (one, other)]
-    if _CHAIN.fullmatch(one) and _CHAIN.fullmatch(other) and chains[0] == chains[1]:
-        return (":" in one) == (":" in other)
-    if any(_CLOCK.fullmatch(text) or not re.fullmatch(r"[\d:/. ]+", text) for text in (one, other)):
-        return False
-    ratios = [number(text.replace(":", "/")) for text in (one, other)]
-    return ":" in one + other and None not in ratios and ratios[0].value == ratios[1].value
 
 
 def _by_sympy(gold: str, answer: str) -> bool:
@@ -368,6 +328,8 @@ def _by_sympy(gold: str, answer: str) -> bool:
         one, other = (_expression(text, sorted(runs)) for text in (gold, answer))
         if one == other:
             return True
+        if isinstance(one, sympy.MatrixBase) and isinstance(other, sympy.MatrixBase):
+            return one.shape == other.shape and all(_is_zero(each) for each in one - other)
         sides = [side for each in (one, other) for side in (each.args if each.is_Relational else (each,))]
         if not all(isinstance(side, sympy.Expr) for side in sides):
             return verify(one, other, timeout_seconds=None, allow_set_relation_comp=True)
@@ -398,16 +360,13 @@ def _points(expression: Any) -> Iterator[Any]:
 
     symbols = sorted(expression.free_symbols, key=str)
     for sign, scale in ((1, 1), (-1, 3), (1, 100), (-1, 101)) if symbols else ((1, 1),):
-        values = [
-            Rational(sign * scale * (7919 + 104 * k), (-sign) ** k * (10007 + scale * k**2))
-            for k in range(len(symbols))
-        ]
-        point = {symbol: I if symbol.name == "i" else value for symbol, value in zip(symbols, values, strict=True)}
+        values = (Rational(sign * scale * (7919 + 104 * k), sign**k * (10007 + scale * k**2)) for k in range(10**6))
+        point = {symbol: I if symbol.name == "i" else value for symbol, value in zip(symbols, values, strict=False)}
         yield expression.subs(point).doit()
 
 
 def _is_zero(difference: Any, rounding: Fraction = Fraction(0)) -> bool:
-    """Whether it vanishes wherever it is defined: exactly, or to 1,000 digits; or is at most `rounding`, for numbers."""
+    """Whether it vanishes wherever it is defined: exactly, or to 1,000 digits; or is at most `rounding`."""
     values = [point.evalf(15, maxn=1000) for point in _points(difference)]
     parts = [value.as_real_imag() for value in values if value.is_number and value.is_finite]
     return len(parts) > len(values) // 2 and all(

@@ -12,8 +12,17 @@ MIN_DIGITS = 6  # significant digits of a decimal that may stand for a fraction 
 _SIGNS = str.maketrans(
     dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe63\uff0d", "-")
     | dict.fromkeys("\xa0\u2007\u2009\u202f~", " ")
-    | {"²": "^2", "³": "^3", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt "}
-    | {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "°": r"^\circ "}
+    | {
+        "²": "^2",
+        "³": "^3",
+        "\u00d7": r"\times ",
+        "·": r"\cdot ",
+        "÷": "/",
+        "π": r"\pi ",
+        "∞": r"\infty ",
+        "√": r"\sqrt ",
+    }
+    | {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "\u222a": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "°": r"^\circ "}
 )
 WRAPPED = r"\\(?:text(?:bf|it|rm|normal)?|mathrm|mathbf|mbox|operatorname)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 _REWRITES = [  # what changes no meaning, in this order
@@ -28,41 +37,42 @@ _REWRITES = [  # what changes no meaning, in this order
         (r"\^\s*\{?\\circ\}?\s*(?:([CF])\b)?", r" degrees\1 "),
         (WRAPPED, r" \1 "),
         (r"\\[dtc]frac", r"\\frac"),
-        (r"<=|\\leq(?![a-zA-Z])", r"\\le "),
-        (r">=|\\geq(?![a-zA-Z])", r"\\ge "),
-        (r"!=|\\neq(?![a-zA-Z])", r"\\ne "),
+        (r"<=", r"\\le "),
+        (r">=", r"\\ge "),
+        (r"\\([lgn]e)q(?![a-zA-Z])", r"\\\1"),
         (r"\\(?:lor|vee)(?![a-zA-Z])", " or "),
         (r"\\[()\[\]]|(?i:^(?:the )?(?:final )?answer(?: is)?\b:?)", " "),
-        (r"\\lt(?![a-zA-Z])", "<"),
-        (r"\\gt(?![a-zA-Z])", ">"),
         (r"(?<![\\a-zA-Z])(pi|sqrt|sin|cos|tan|ln|log)(?![a-zA-Z])", r"\\\1"),
         (r"(?<![\\a-zA-Z])infinity(?![a-zA-Z])", r"\\infty"),
         (r"\\log_(?:e|\{e\})(?![a-zA-Z])", r"\\ln "),
         (r"(?i)(?<=\d)\s*(?:percentage|percent|pct)\b", "%"),
         (r"(?i)\b([ap])\.\s?m\b\.?", r"\1m"),
         (r"\s+\^", "^"),
+        (r"(?<=\d) thousand\b", "e3"),
+        (r"(?<=\d) million\b", "e6"),
+        (r"(?<=\d) billion\b", "e9"),
     )
 ]
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _POWER = r"(?:e(?P<e>[-+]?\d{1,3})|\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{?\s*(?P<ten>[-+]?\d{1,3})\s*\}?)?"
-_PLAIN = re.compile(rf"(?i)(?P<sign>[-+]?)\s*(?P<above>{_DECIMAL}){_POWER}(?:\s*/\s*(?P<below>\d+))?\s*(?P<percent>%?)")
-_MIXED = re.compile(r"([-+]?)\s*(\d+)[ +]+(\d+)\s*/\s*(\d+)")
-_FRACTION = re.compile(r"\\frac\s*(?:\{\s*([-+]?[\d.,]+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))(%?)")
+_PLAIN = re.compile(
+    rf"(?i)(?P<sign>[-+]?)\s*(?:(?P<whole>\d+)[ +]+(?=\d+\s*/))?(?P<above>{_DECIMAL}){_POWER}"
+    r"(?:\s*/\s*(?P<below>\d+))?\s*(?P<percent>%?)"
+)
+_FRACTION = re.compile(r"\\frac\s*(?:\{\s*([-+]?[\d.,]+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
 
-_ONES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+_ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+_SPELLED = {word: value for value, word in enumerate(f"{_ONES} seventeen eighteen nineteen".split())}
+_TENS = zip("twenty thirty forty fifty sixty seventy eighty ninety".split(), range(20, 100, 10), strict=True)
+_SPELLED |= {f"{ten}-{one}": size + value for ten, size in _TENS for one, value in [*_SPELLED.items()][:10]}
+_SPELLED |= {word.removesuffix("-zero"): value for word, value in _SPELLED.items()}
+_SPELLED_OUT = re.compile(
+    rf"(?i)^(?:{'|'.join(sorted(_SPELLED, key=len, reverse=True))})(?![a-z-])".replace("y-", "y[- ]")
 )
-_ONES = [*_ONES.split(), "eighteen", "nineteen"]
-_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
-_SPELLED = re.compile(
-    rf"(?i)(?P<tens>{'|'.join(_TENS)})(?:[- ](?P<one>{'|'.join(_ONES[1:10])}))?(?![a-z-])"
-    rf"|(?P<ones>{'|'.join(reversed(_ONES))})(?![a-z-])"
-)
-_UNITS = {  # name: (size, dimension); a size without a dimension is part of the number
+_UNITS = {  # name: (size, dimension)
     name: (Fraction(size), dimension)
     for dimension, row in {
-        "": "hundred=100 thousand=1000 million=1000000 billion=1000000000 trillion=1000000000000 dozen=12",
-        "m": "m,meter,metre=1 km,kilometer,kilometre=1000 cm,centimeter,centimetre=1/100 mm,millimeter,millimetre=1/1000 "
+        "m": "m,meter,metre=1 km,kilometer,kilometre=1000 cm,centimeter,centimetre=1/100 mm,millimeter=1/1000 "
         "in,inch=127/5000 ft,foot,feet=381/1250 yd,yard=1143/1250 mi,mile=201168/125",
         "s": "s,sec,second=1 min,minute=60 h,hr,hour=3600 day=86400 week=604800",
         "year": "yr,year=1 month=1/12",
@@ -83,14 +93,10 @@ _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _NO_NOUN = re.compile(  # words that say more about a number than of what it is one
     r"(?i)(?:not?|or|and|but|if|is|mod|modulo|plus|minus|times|over|choose|divided|by|than|least|most|more|less|about|to|"
     r"factorial|squared|cubed|hal(?:f|ves)|(?:quarter|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth)s?|"
-    rf"negative|positive|maybe|perhaps|possibly|undefined|none|never|wrong|false|{'|'.join(_ONES + _TENS)})"
+    rf"negative|positive|maybe|perhaps|possibly|undefined|none|never|wrong|false|{'|'.join(_SPELLED)}|hundred|thousand|million|billion|trillion|dozen)"
 )
-_MEASURED = re.compile(
-    r"(?P<value>.*?(?:[\d.})%]|\\pi))(?P<gap>\s*)(?P<unit>[^\W\d_$€£¢][^\W\d_]*(?:[\s^{}/.-]|\\cdot|(?<=[\^{-])\d|[^\W\d_])*|[$€¢£])"
-)
-_MONEY = re.compile(
-    rf"(?P<sign>[-+]?)\s*(?P<unit>US\$|[$€£]|USD|EUR|GBP)\s*(?P<value>[-+]?\s*(?:{_DECIMAL}))(?P<rest>.*)"
-)
+_MEASURED = re.compile(r"(.*?(?:[\d.})%]|\\pi))(\s*)((?:[$€£¢]|[^\W\d_])(?:[\s^{}/.-]|\\cdot|(?<=[\^{-])\d|[^\W\d_])*)")
+_MONEY = re.compile(rf"([-+]?)\s*([$€£]|USD|EUR|GBP)\s*([-+]?\s*(?:{_DECIMAL}))")
 _PARTS = re.compile(rf"({_DECIMAL})\s*([a-zA-Z]+)(?:\s*,)?(?:\s+and)?(?:\s+|$)")
 _WORDS = re.compile(r"[^\W\d_]+(?:[ .'-]+[^\W\d_]+)*")
 # Letters that are a product of variables: no English word is without a vowel or y.
@@ -113,7 +119,7 @@ class Quantity(NamedTuple):
 
 @lru_cache(maxsize=64)
 def clean(text: str) -> str:
-    """Without what changes no meaning: $, \\left, \\text{}, thin spaces, a trailing period; one sign for one meaning."""
+    """Without what changes no meaning: $, \\left, \\text{}, thin spaces, a last period; one sign for one meaning."""
     text = text.translate(_SIGNS).strip().removesuffix(".").strip()
     while len(text) > 1 and text[0] == text[-1] == "$":
         text = text[1:-1].strip()
@@ -129,68 +135,35 @@ def squeeze(text: str) -> str:
 
 def number(text: str) -> Number | None:
     """The exact value of a plain number (1,234.5  -3/4  1 1/2  50%  1.5e3); None if the text is something else."""
-    text = text.strip()
-    text = _FRACTION.sub(lambda m: f" {m[1] or m[2]}/{m[3] or m[4]}{m[5]}", text).strip() if "\\frac" in text else text
-    if match := _MIXED.fullmatch(text):
-        sign, whole, above, below = match.groups()
-        if int(below) == 0:
-            return None
-        value = int(whole) + Fraction(int(above), int(below))
-        return Number(-value if sign == "-" else value, None, True, False)
-    text = re.sub(r"^([-+])\s*([-+])", lambda m: "-" if m[1] != m[2] else "", text)
-    match = _PLAIN.fullmatch(text)
+    if "\\frac" in text:
+        text = _FRACTION.sub(lambda m: f" {m[1] or m[2]}/{m[3] or m[4]}", text)
+    match = _PLAIN.fullmatch(text.strip())
     if match is None or (match["below"] and int(match["below"]) == 0):
         return None
     written = re.sub("[, ]", "", match["above"])
     unit = Fraction(10) ** int(match["e"] or match["ten"] or 0) / (100 if match["percent"] else 1)
-    value = Fraction(written) * unit / int(match["below"] or 1)
+    value = int(match["whole"] or 0) + Fraction(written) * unit / int(match["below"] or 1)
     whole, _, decimals = written.partition(".")
     rounding = None
     if decimals and not match["below"] and len((whole + decimals).lstrip("0")) >= MIN_DIGITS:
         rounding = unit / 10 ** len(decimals) / 2
-    is_fraction = match["below"] is not None
-    return Number(-value if match["sign"] == "-" else value, rounding, is_fraction, bool(match["percent"]))
-
-
-def spelled_out(text: str) -> str:
-    """`five apples` as `5 apples`."""
-
-    def digits(match: re.Match) -> str:
-        if match["ones"]:
-            return str(_ONES.index(match["ones"].lower()))
-        tens = 10 * (2 + _TENS.index(match["tens"].lower()))
-        return str(tens + _ONES.index((match["one"] or "zero").lower()))
-
-    return _SPELLED.sub(digits, text, count=1) if _SPELLED.match(text) else text
+    return Number(-value if match["sign"] == "-" else value, rounding, bool(match["below"]), bool(match["percent"]))
 
 
 def quantity(text: str) -> Quantity:
     """The value of a text and its unit: $5, 5 dollars, 5 km/h, 5 square feet, 5 red balls, 5 feet 6 inches."""
-    text = spelled_out(text)
+    text = _SPELLED_OUT.sub(lambda match: str(_SPELLED[match[0].lower().replace(" ", "-")]), text)
     plain = Quantity(text, Fraction(1), (), False)
-    if not re.search(r"[^\W\d_]|[$€£¢]", text):
-        return plain
     parts = _PARTS.findall(text + " ")
     if len(parts) > 1 and not _PARTS.sub("", text + " "):
         return _summed(parts) or plain
-    if match := _MONEY.fullmatch(text):
-        rest = match["rest"].strip()
-        money = match["unit"].replace("US$", "$")
-        value, unit = (match["value"], f"{money} {rest}") if _unit(rest) else (match["value"] + rest, money)
-        value, gap = match["sign"] + value, " "
-    elif match := _MEASURED.fullmatch(text):
-        value, gap, unit = match.group("value", "gap", "unit")
-    else:
+    if not (match := _MEASURED.fullmatch(_MONEY.sub(r"\1\3 \2 ", text, count=1) if _MONEY.match(text) else text)):
         return plain
+    value, gap, unit = match.groups()
     measure = _unit(unit)
     if measure is None or not (gap or _known(unit) or not unit.isalpha()):
         return plain
-    scale, size, dimensions = measure
-    if scale != 1:
-        exact = number(value)
-        if exact is None:
-            return plain
-        value = str(exact.value * scale)
+    size, dimensions = measure
     return Quantity(value, size, dimensions, not gap and len(unit) == 1 and unit.isalpha())
 
 
@@ -211,10 +184,10 @@ def _known(name: str) -> tuple[Fraction, str] | None:
     return next((_UNITS[form] for form in forms if form in _UNITS and (form == name or len(form) > 1)), None)
 
 
-def _unit(text: str) -> tuple[Fraction, Fraction, tuple[tuple[str, int], ...]] | None:
-    """Scale (of `million`), size in base units, and the power of each dimension; None if the text is no unit."""
+def _unit(text: str) -> tuple[Fraction, tuple[tuple[str, int], ...]] | None:
+    """Size in base units, and the power of each dimension; None if the text is no unit."""
     text = re.sub(r"\bmph\b", "mi/h", re.sub(r"\bkm?ph\b|\bkmh\b", "km/h", text.replace(r"\cdot", " ")))
-    scale = size = Fraction(1)
+    size = Fraction(1)
     dimensions: Counter[str] = Counter()
     side = power = 1
     tokens = re.findall(r"(/|[^\W\d_]+|[$€£¢])(?:\^\{?(-?\d)\}?)?", text)
@@ -230,14 +203,11 @@ def _unit(text: str) -> tuple[Fraction, Fraction, tuple[tuple[str, int], ...]] |
             return None
         one, dimension = known or (Fraction(1), name.lower().removesuffix("s").removesuffix("e"))
         exponent, power = side * power * int(exponent or 1), 1
-        if dimension:
-            size *= one**exponent
-            dimensions[dimension] += exponent
-        else:
-            scale *= one
+        size *= one**exponent
+        dimensions[dimension] += exponent
     if power != 1 or len(tokens) > 5:
         return None
-    return scale, size, tuple(sorted(dimensions.items()))
+    return size, tuple(sorted(dimensions.items()))
 
 
 def is_word(text: str) -> bool:

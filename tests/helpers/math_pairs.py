@@ -350,7 +350,7 @@ def dates(rng):
         rng.choice([f"{month}/{day * year}", f"{month}/{day}/{year + 1}", terminating(Fraction(month, 8)) or "0"]),
         False,
     )
-    half = rng.choice(["a.m.", "p.m.", "AM", "pm", rf"\text{{ a.m.}}"])
+    half = rng.choice(["a.m.", "p.m.", "AM", "pm", r"\text{ a.m.}"])
     yield (
         "date",
         f"{clock} {half}",
@@ -401,7 +401,8 @@ def polynomials(rng):
     yield "polynomial", f"{x}={abs(a)}{rng.choice('pq')}+{abs(b)}", f"{abs(a)}p+{abs(b) + 1}", False
 
 
-ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
+ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
+ONES += "seventeen eighteen nineteen".split()
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 

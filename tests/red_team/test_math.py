@@ -22,7 +22,8 @@ WRONG = r"""
 a decimal that is not the fraction: 1/10000000 <- 0.000000 | 1/10000000 <- 0.0000004 | 1/2097152 <- 0.000000
 \frac{1}{3000000} <- 0.000000 | -1/10000000 <- 0.0000001 | 1/1099511627776 <- 0.0000001 | 0.000000 <- 1/3000000
 1/3 <- 0.33333 | -1/3 <- 0.3333333 | 1/3 <- 0.3333334 | \frac{\sqrt{2}}{10^{20}} <- 0 | (0, 1/9000000) <- (0, 0.0000001)
-\{1/10000000, 1\} <- \{0, 1\} | x+10^{-20} <- x | \begin{pmatrix}1/10000000\\2\end{pmatrix} <- \begin{pmatrix}0\\2\end{pmatrix}
+\{1/10000000, 1\} <- \{0, 1\} | x+10^{-20} <- x
+\begin{pmatrix}1/10000000\\2\end{pmatrix} <- \begin{pmatrix}0\\2\end{pmatrix}
 bases: 2516_8 <- 2516_7 | 12_7 <- 12_8 | 101_2 <- 101_3 | 110_2 <- 110_{10} | 12 <- 12_7 | 128_7 <- 128 | x_1 <- x_2
 \log_2 8 <- \log_3 8 | 110_2 <- 6 | 110_2 <- 6_{10}
 words: left <- felt | no <- on | Alice <- Celia | \text{listen} <- silent | even <- neve | cat <- act | cat+1 <- act+1
@@ -45,8 +46,8 @@ units: 2 hours <- 120 minutes | 3 m^2 <- 30000 cm^2 | 36 km/h <- 10 m/s | \$5 <-
 5 square feet <- 5\text{ ft}^2 | 5 feet 6 inches <- 5.5 feet | 5 apple <- 5 apples | 9:15 a.m. <- 9:15 | £5 <- 5 pounds
 dates and lists: 2024-01-01 <- 2024-1-1 | 2:3 <- 4:6 | 2:3 <- 2/3 | 1,1,2 <- 2,1,1 | 100,200 <- 100, 200 | A <- a
 others: 1000 <- 1e3 | 1e3 <- 1000 | 0.000015 <- 1.5e-5 | 5e-3 <- 0.005 | 12 <- 12€ | 12 <- 12 USD | 1234 <- 1 234
--5 <- –5 | (-\infty,3) <- x<3 | i^2 <- -1 | -1 <- i^2 | \ln 2 <- \log_e 2 | B <- B) 5 | A <- A) | D <- D. 5 | 5 <- 5 balls
-5 <- five | 12 <- 12 dollars and 0 cents | 5000000 <- 5 million | (1, 2] <- 1 < x \le 2 | 4\pi <- 4π | 2\sqrt{2} <- 2√2
+-5 <- \u20135 | (-\infty,3) <- x<3 | i^2 <- -1 | -1 <- i^2 | \ln 2 <- \log_e 2 | B <- B) 5 | A <- A) | D <- D. 5
+5 <- 5 balls | 5 <- five | 12 <- 12 dollars and 0 cents | 5000000 <- 5 million | (1, 2] <- 1 < x \le 2 | 4\pi <- 4π | 2\sqrt{2} <- 2√2
 (-\infty,1)\cup(2,\infty) <- x<1 or x>2 | \frac{x^2-1}{x-1} <- x+1 | x>5 <- -2x<-10 | 28\% <- 28 percent
 """
 
@@ -68,7 +69,7 @@ def cases(text):
         heading, _, rest = line.partition(": ")
         for pair in (rest if heading in headings else line).split(" | "):
             gold, _, answer = pair.partition(" <- ")
-            yield gold.strip(), answer.strip()
+            yield gold.strip(), answer.strip().replace("\\u2013", "\u2013")
 
 
 def test_wrong_answers_that_look_right():
@@ -105,9 +106,8 @@ def test_verdicts_by_construction():
 @pytest.mark.long
 def test_10000_verdicts_by_construction():
     refusals, seconds = refused(pairs(10_000, seed=7))
-    print(
-        f"median {1000 * median(seconds):.2f} ms, longest {max(seconds):.2f} s, refused: {Counter(k for k, _, _ in refusals)}"
-    )
+    kinds = Counter(kind for kind, _, _ in refusals)
+    print(f"median {1000 * median(seconds):.2f} ms, longest {max(seconds):.2f} s, refused: {kinds}")
     assert len(refusals) <= 50, refusals
     assert median(seconds) <= 0.005 and max(seconds) <= 6
     assert {kind for kind, *_ in pairs(10_000, seed=7)} >= {
@@ -151,11 +151,10 @@ def test_a_verdict_does_not_depend_on_what_was_graded_before(count):
     ("texts", "text"),
     [
         (["1e3", "1000", "1,000", "1 000", "one thousand", "1000 dollars", "$1000", "1000€"], "1000"),
-        (["1, 2", "2,1", "1 and 2"], "1,2"),
+        (["(1, 2)", "(1,2)", r"\left(1, 2\right)"], "(1,2)"),
         ([r"\sqrt{2}", "$\\sqrt {2}$"], r"\sqrt{2}"),
         (["Left", r"\text{left}", "left."], "left"),
-        (["–5", "-5", "- 5"], "-5"),
-        (["x=1, y=2", "y = 2, x = 1"], "x=1,y=2"),
+        (["\u20135", "-5", "- 5"], "-5"),
     ],
 )
 def test_votes(texts, text):
@@ -188,14 +187,14 @@ HOSTILE += [
     "5" + " " * 1900 + "x",
     "1 234 " * 300,
     "٣",
-    "５",
+    "\uff15",
     "1e",
     "e5",
 ]
 
 
 def test_hostile_answers_score_nothing_and_end_in_time():
-    pool = GraderPool("graders.math_grader:grade", num_workers=1, deadline_s=2, memory_mib=2048, first=FIRST_JOB)
+    pool = GraderPool("graders.math_grader:grade", num_workers=1, deadline_s=1, memory_mib=2048, first=FIRST_JOB)
     for text in HOSTILE:
         reply = rf"\boxed{{{text}}}" if text.count("{") == text.count("}") else f"#### {text}"
         start = time.monotonic()
