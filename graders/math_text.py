@@ -9,22 +9,13 @@ from typing import NamedTuple
 
 MIN_DIGITS = 6  # significant digits of a decimal that may stand for a fraction or a root, as in math-verify
 
+_TEX = r"^2 ^3 \times \cdot / \pi \infty \sqrt \le \ge \ne \cup \cap \in ^\circ".split()
 _SIGNS = str.maketrans(
     dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe63\uff0d", "-")
     | dict.fromkeys("\xa0\u2007\u2009\u202f~", " ")
-    | {
-        "²": "^2",
-        "³": "^3",
-        "\u00d7": r"\times ",
-        "·": r"\cdot ",
-        "÷": "/",
-        "π": r"\pi ",
-        "∞": r"\infty ",
-        "√": r"\sqrt ",
-    }
-    | {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "\u222a": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "°": r"^\circ "}
+    | {sign: f"{tex} " for sign, tex in zip("²³\u00d7·÷π∞√≤≥≠\u222a∩∈°", _TEX, strict=True)}
 )
-WRAPPED = r"\\(?:text(?:bf|it|rm|normal)?|mathrm|mathbf|mbox|operatorname)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
+_WRAPPED = r"\\(?:text(?:bf|it|rm|normal)?|mathrm|mathbf|mbox|operatorname)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 _REWRITES = [  # what changes no meaning, in this order
     (re.compile(pattern), new)
     for pattern, new in (
@@ -35,7 +26,7 @@ _REWRITES = [  # what changes no meaning, in this order
         (r"(?<!\\)\$([^$]*[^$\\ ])\s*\$", r" \1 "),
         (r"\\([$%])", r"\1"),
         (r"\^\s*\{?\\circ\}?\s*(?:([CF])\b)?", r" degrees\1 "),
-        (WRAPPED, r" \1 "),
+        (_WRAPPED, r" \1 "),
         (r"\\[dtc]frac", r"\\frac"),
         (r"<=", r"\\le "),
         (r">=", r"\\ge "),
@@ -93,7 +84,8 @@ _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _NO_NOUN = re.compile(  # words that say more about a number than of what it is one
     r"(?i)(?:not?|or|and|but|if|is|mod|modulo|plus|minus|times|over|choose|divided|by|than|least|most|more|less|about|to|"
     r"factorial|squared|cubed|hal(?:f|ves)|(?:quarter|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth)s?|"
-    rf"negative|positive|maybe|perhaps|possibly|undefined|none|never|wrong|false|{'|'.join(_SPELLED)}|hundred|thousand|million|billion|trillion|dozen)"
+    r"negative|positive|maybe|perhaps|possibly|undefined|none|never|wrong|false|hundred|thousand|million|billion|dozen|"
+    rf"{'|'.join(_SPELLED)})"
 )
 _MEASURED = re.compile(r"(.*?(?:[\d.})%]|\\pi))(\s*)((?:[$€£¢]|[^\W\d_])(?:[\s^{}/.-]|\\cdot|(?<=[\^{-])\d|[^\W\d_])*)")
 _MONEY = re.compile(rf"([-+]?)\s*([$€£]|USD|EUR|GBP)\s*([-+]?\s*(?:{_DECIMAL}))")
