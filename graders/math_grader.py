@@ -1,18 +1,23 @@
 """The final answer of a worked solution, and whether it equals the expected one. Pure; runs in a worker of pool.py.
 
 `extract` looks for the answer in this order: the last complete \\boxed{} or \\fbox{}; the text after the last "####"
-(GSM8K); the text after the last "answer is" or "answer:". `equal` compares first as texts without typography, then as
-exact numbers if both are plain numbers, else by math-verify and sympy. Their own timeouts are off, since they use
-SIGALRM; the deadline of the pool holds always. Arguments are (gold, answer), because math-verify's result depends on
-the order.
+(GSM8K); the text after the last "answer is" or "answer:". `equal` reads from the outside in: lists and brackets, names
+(x = 5), units, then numbers, dates and words as math_text.py reads them. What is left goes to sympy, with decimals as
+exact fractions. It is compared at rational points, to 1,000 digits where it is irrational, so the verdict depends on
+nothing that was graded before; math-verify compares sets and what else is no value. Nothing here uses SIGALRM: the
+deadline of the pool holds always. Arguments are (gold, answer): the order matters for names, units and bases.
 """
 
 import logging
 import re
+from collections.abc import Iterator
 from fractions import Fraction
-from functools import lru_cache
+from typing import Any
+
+from graders.math_text import Number, clean, is_word, number, quantity, squeeze
 
 MAX_ANSWER_CHARS = 2_000  # a longer one is no answer (parse_fail)
+MAX_DEPTH = 50  # of brackets in brackets
 MAX_REPLY_CHARS = 200_000  # only the end of a longer reply is read
 SELF_TESTS = (  # (reply, answer, outcome): what this file must say before a run may start
     (r"so \boxed{\frac{1}{2}}", "0.5", "ok"),
@@ -26,19 +31,28 @@ STRICT_SELF_TESTS = (("Answer: 5", "5", "ok"), ("Answer: 4", "5", "wrong"), (r"\
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _ANSWER_IS = re.compile(r"(?i)\banswer\**\s*(?:is\s*:?|:|=)[\s*]*")
-_NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
-_PLAIN = re.compile(rf"(?P<sign>[-+]?)(?P<whole>{_NUMBER})(?:(?P<over>/)(?P<below>\d+))?(?P<percent>%?)")
-_MIXED = re.compile(r"(?P<sign>[-+]?)(?P<whole>\d+)[ +](?P<above>\d+)/(?P<below>\d+)")
-_FRACTION = re.compile(r"\\[dtc]?frac\{?([^{}\\/ ]+?)\}?\{([^{}]+)\}|\\[dtc]?frac(\d)(\d)")
-_WRAPPERS = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox|textit|operatorname)\s*\{([^{}]*)\}")
-_UNITS = re.compile(
-    r"(?i)(?<=[\d}.)])\s*(?:dollars?|cents?|euros?|degrees?|°|units?|(?:square|cubic|sq\.?) ?\w+|[kcm]?m(?:\^?[23])?"
-    r"|(?:kilo|centi|milli)?met(?:er|re)s?|inch(?:es)?|feet|foot|ft|yards?|miles?|mph|k?g|kilograms?|grams?|pounds?|lbs?"
-    r"|ounces?|oz|lit(?:er|re)s?|gallons?|seconds?|secs?|minutes?|mins?|hours?|hrs?|days?|weeks?|months?|years?"
-    r"(?: old)?|people|students?|apples?|hours per \w+)\s*$"
+_CHOICE = re.compile(r"\(?([A-Ja-e])(?:[).:]+\s*((?:(?!\b[A-J]\b|\b(?:or|and)\b).)*))?")
+_SEPARATOR = r"[,;]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
+_GROUPS = re.compile(r"(?<=\d),(?=\d{3}(?![\dA-Za-z]))")
+_BRACKETS = re.compile(r"(\\?[{(\[])(.*?)(\\?[})\]])", re.DOTALL)
+_NAME = (  # x  x_1  f(x)  \alpha  width, and what geometry names: AB  |AB|  S_1:S_2  \frac{AB}{CD}
+    r"(?:\\?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?'*(?:\(\w\))?"
+    r"|(?:[A-Z'|:/{} ]|\\(?:frac|angle|triangle|overline)(?![a-z])|_(?:[A-Za-z\d]|\{\w++\}))+)"
 )
-_ASSIGNED = re.compile(r"(?<![a-zA-Z\\])([a-zA-Z])\s*=")
-_WORDS = re.compile(r"[^\W\d_]+(?:[ ,.'-]+[^\W\d_]+)*")
+_NAMED = re.compile(
+    rf"({_NAME}|\((?:\s*{_NAME}\s*,)+\s*{_NAME}\s*\))\s*(?:=|\\in(?![a-z])|(?<=[a-zA-Z]{{2}}):)\s*(.+)", re.DOTALL
+)
+_SETS = re.compile(r"\\(?:cup|cap|setminus|mathbb|emptyset|varnothing|le|ge|ne|in)(?![a-z])|[<>]|\\\{")
+_STEPS = re.compile(r"\\(?:to|implies|iff|land|wedge|\w*arrow)(?![a-z])")
+_LESS = re.compile(r"(<|>|\\[lg]e(?![a-z]))")
+_IS_LESS = ("<", r"\le")
+_UNORDERED = {"", "{}", "cup"}  # kinds of lists, by their brackets
+_ALIKE = {("", "{}"), ("{}", ""), ("", "()"), ("()", "")}
+_BASE = re.compile(r"([-+]?)\(?(\d[\dA-Za-z]*)\)?\s*(?:_\s*\{?\s*(?:base\s*)?|base\s*)(\d+)\s*\}?")
+_CHAIN = re.compile(r"\d+([-/.:])\d+(?:\1\d+)+|\d+[-:]\d+")
+_CLOCK = re.compile(r"\d{1,2}(?::[0-5]\d){1,2}")
+_WORD_RUN = re.compile(r"(?<![\\a-zA-Z_])(?<!begin\{)(?<!end\{)(?<!mathbb\{)[a-zA-Z]{3,}(?![a-zA-Z])")
+_NO_WORD = re.compile(r"[b-df-hj-np-tv-z]+[aei]?|[abcx]+")  # in a formula: a product of variables, as in kxe^x
 
 
 def grade(job: dict) -> dict:
@@ -52,7 +66,7 @@ def grade(job: dict) -> dict:
     answer = strict_answer(job["reply"]) if job["strict"] else extract(job["reply"])
     if answer is None:
         return {"outcome": "parse_fail", "extracted": None, "boxed": boxed}
-    right = _typography(answer) == _typography(gold) if job["strict"] else equal(gold, answer)
+    right = clean(answer) == clean(gold) if job["strict"] else equal(gold, answer)
     return {"outcome": "ok" if right else "wrong", "extracted": canonical(answer), "boxed": boxed}
 
 
@@ -105,85 +119,266 @@ def _after_words(text: str) -> str | None:
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Whether the answer is the gold one: 1/2 = 0.5 = \\frac12 = 50%; units, \\text and spacing do not count. Sets are
-    equal in any order; tuples, intervals and matrices element by element; equations side by side; sympy does the rest.
+    """Whether the answer is the gold one: 1/2 = 0.5 = \\frac12 = 50%; 2 hours = 120 minutes = 2, and not 2 minutes.
+    Lists are equal in any order, each element as often; tuples, intervals and matrices element by element.
 
     A missing % is forgiven (gold 50%, answer 50), and so is an extra one after an integer (gold 9, answer 9%), as in
-    math-verify.
+    math-verify. A unit or a name that one side lacks is forgiven, and the base that the answer lacks.
     """
-    one, other = _typography(gold), _typography(answer)
-    if one == other or (_WORDS.fullmatch(one) and one.casefold() == other.casefold()):
+    one, other = clean(gold), clean(answer)
+    if one == other:
         return True
-    if len(one) > MAX_ANSWER_CHARS or re.fullmatch("[A-Z]{2,}", one):  # BAC is an order, not a product
+    if max(len(one), len(other)) > MAX_ANSWER_CHARS:
         return False
-    if "\\" in one and one.casefold() == other.casefold():  # Omega is not omega
-        return False
-    numbers = number(one), number(other)
-    if None not in numbers:
-        bare = one.rstrip("%"), other.rstrip("%")
-        return (
-            numbers[0] == numbers[1]
-            or (bare != (one, other) and number(bare[0]) == number(bare[1]) and ("%" in one or bare[0].isdigit()))
-            or _close(*numbers, one, other)
-        )
-    return _by_sympy(one, other)
-
-
-def _close(gold: Fraction, answer: Fraction, one: str, other: str) -> bool:
-    """Whether one is a fraction and the other its decimal, rounded to at least the 6 digits that math-verify wants."""
-    digits = [len(text.partition(".")[2].rstrip("%")) for text in (one, other)]
-    return ("/" in one) != ("/" in other) and max(digits) >= 6 and abs(gold - answer) <= Fraction(1, 10**6) / 2
-
-
-def number(text: str) -> Fraction | None:
-    """The exact value of a plain number (1,234.5  -3/4  1 1/2  50%); None if the text is something else."""
-    if match := _MIXED.fullmatch(text):
-        below = int(match["below"])
-        value = None if below == 0 else int(match["whole"]) + Fraction(int(match["above"]), below)
-    elif match := _PLAIN.fullmatch(text):
-        below = int(match["below"] or 1)
-        value = None if below == 0 else Fraction(match["whole"].replace(",", "")) / below
-        value = value / 100 if match["percent"] and value is not None else value
-    else:
-        return None
-    return -value if value is not None and match["sign"] == "-" else value
+    return _same(one, other)
 
 
 def canonical(answer: str) -> str:
-    """Equal plain numbers as equal texts, words in lower case; anything else without typography: for majority votes."""
-    text = _typography(answer)
-    value = number(text)
-    return str(value) if value is not None else text.casefold() if _WORDS.fullmatch(text) else text
+    """A text for majority votes: the same one for equal numbers, whatever their unit, and for equal words."""
+    text = clean(answer)
+    if not number(text):
+        pairs = _named(_items(text)[1])
+        text = quantity(pairs[0][1]).value if len(pairs) == 1 else text
+    exact = number(text)
+    return str(exact.value) if exact else text.casefold() if is_word(text) else squeeze(text).replace(", ", ",")
 
 
-@lru_cache(maxsize=64)
-def _typography(text: str) -> str:
-    """Without what changes no meaning: $, \\left, \\text{}, thin spaces, a trailing period, units behind a number."""
-    text = text.strip().removesuffix(".").strip()
-    while len(text) > 1 and text[0] == text[-1] == "$":
-        text = text[1:-1].strip()
-    text = re.sub(r"\\(?:left|right|,|!|;|:|quad|qquad|displaystyle|limits)(?![a-zA-Z])|~", "", text)
-    text = text.replace("{,}", ",").replace("\\$", "").replace("\\%", "%").replace("\u2212", "-")
-    text = re.sub(r"\^\s*\{?\\circ\}?|°", "", text)
-    text = re.sub(r"(?<!\\)\\(?= )", "", text)
-    text = re.sub(r"\s+\^", "^", _WRAPPERS.sub(r" \1 ", text)).strip()
-    text = re.sub(r"^[a-zA-Z]\s*=\s*(?=[-+\d\\.(])(?!(?s:.)*([=<>]|(?<![\\a-zA-Z])[a-zA-Z]))", "", text)  # x = 5
-    text = re.sub(r"^[$€£]\s*(?=[\d.])|^([-+])\$", r"\1", text)
-    text = re.sub(r"(?i)(?<=\d)\s*percent\b", "%", text)
-    text = _UNITS.sub("", text)
-    text = re.sub(r"(\d)\s*(\\[dtc]?frac)", r"\1 \2", text)
-    if not re.search(r"[a-zA-Z]", re.sub(r"\\[dtc]?frac", "", text)):
-        text = _FRACTION.sub(lambda m: f"{m[1] or m[3]}/{m[2] or m[4]}", text)
-    parts = _ASSIGNED.split(text)  # x = 1 or x = 2: both values count, not the last
-    if len(parts) > 3 and not parts[0].strip() and len(set(parts[1::2])) == 1:
-        text = ",".join(re.sub(r"(?i)[,;\s]*(?:\b(?:or|and))?\s*$", "", part) for part in parts[2::2])
-    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text) if re.search(r"\d", text) else " ".join(text.split())
+def _same(one: str, other: str) -> bool:
+    """Of two clean texts, which may be lists."""
+    if squeeze(one) == squeeze(other):
+        return True
+    numbers = number(one), number(other)
+    if None not in numbers:
+        return _same_numbers(*numbers)
+    choices = _CHOICE.fullmatch(one), _CHOICE.fullmatch(other)
+    if None not in choices and not (choices[0][2] and choices[1][2]) and choices[0][1].isupper():
+        return choices[0][1] == choices[1][1].upper()
+    if bool(_LESS.search(one)) != bool(_LESS.search(other)):
+        one, other = _as_interval(one), _as_interval(other)
+    (kind, parts), (other_kind, other_parts) = _items(one), _items(other)
+    pairs, other_pairs = _named(parts), _named(other_parts)
+    name, value = pairs[0] if len(pairs) == 1 and not kind else ("", one)
+    other_name, other_value = other_pairs[0] if len(other_pairs) == 1 and not other_kind else ("", other)
+    if len(parts) == len(other_parts) == 1 and "=" in one:
+        if "=" in other and (name != other_name or not name):
+            return _by_sympy(one, other)
+        if not name and re.search("[a-zA-Z]", one):  # an equation is not its right side
+            return False
+    if (value, other_value) != (one, other):
+        return _same(value, other_value)
+    if len(pairs) != len(other_pairs) or (kind != other_kind and (kind, other_kind) not in _ALIKE):
+        is_list = (not kind and len(parts) > 1) or (not other_kind and len(other_parts) > 1)
+        return not is_list and bool(_SETS.search(one + other)) and _by_sympy(one, other)
+    if len(pairs) > 1 or kind or other_kind:
+        return _same_lists(pairs, other_pairs, not {kind, other_kind} <= _UNORDERED)
+    return _same_value(one, other)
+
+
+def _as_interval(text: str) -> str:
+    """`1 < x \\le 2` as `(1, 2]`; any other text as it is."""
+    sides = [side.strip() for side in _LESS.split(text)]
+    if len(sides) == 3 and re.fullmatch(_NAME, sides[0]):
+        sides = [r"-\infty", "<", *sides] if sides[1] in _IS_LESS else [r"\infty", ">", *sides]
+    elif len(sides) == 3:
+        sides += ["<", r"\infty"] if sides[1] in _IS_LESS else [">", r"-\infty"]
+    if len(sides) != 5 or not re.fullmatch(_NAME, sides[2]) or (sides[1] in _IS_LESS) != (sides[3] in _IS_LESS):
+        return text
+    low, first, _, second, high = sides if sides[1] in _IS_LESS else sides[::-1]
+    return f"{'(' if first in '<>' else '['}{low}, {high}{')' if second in '<>' else ']'}"
+
+
+def _same_lists(pairs: list, other_pairs: list, is_ordered: bool) -> bool:
+    """Of (name, value). Different names that one side lacks bind the values in their order."""
+    names = {name for name, _ in pairs}
+    other_names = {name for name, _ in other_pairs}
+    if names == {""} or other_names == {""}:
+        is_ordered = is_ordered or len(names | other_names) > 2
+        pairs = [("", value) for _, value in pairs]
+        other_pairs = [("", value) for _, value in other_pairs]
+    rest = list(other_pairs)
+    for name, value in pairs:
+        candidates = rest[:1] if is_ordered else rest
+        match = next((each for each in candidates if each[0] == name and _same(value, each[1])), None)
+        if match is None:
+            return False
+        rest.remove(match)
+    return True
+
+
+def _items(text: str) -> tuple[str, list[str]]:
+    """The brackets around a text, and its parts: `1, 2` is ("", ["1", "2"]); `[1, 2)` is ("[)", ["1", "2"])."""
+    if ", " in text and not re.search(",(?! )", _GROUPS.sub("", text)):  # who puts spaces behind separators
+        text = _GROUPS.sub("", text)
+    parts = [part for part in _split(text, ";") if part]
+    if len(parts) < 2:
+        separator = _SEPARATOR if re.search(r"[\d\\<>=]", text) else "[,;]|(?<![a-zA-Z])and(?![a-zA-Z])"
+        parts = [part for part in _split(text, separator) if part] or [text]
+    if len(parts) > 1 and quantity(text).value == text:  # not 5 feet, 6 inches
+        is_union = all(map(_LESS.search, parts)) and not re.search("[,;]|and", text)
+        return "cup" if is_union else "", parts
+    if len(union := _split(text, r"\\cup(?![a-z])")) > 1:
+        return "cup", union
+    if text.count(r"\pm") == 1:
+        return "", [text.replace(r"\pm", a).replace(r"\mp", b) for a, b in ("+-", "-+")]
+    brackets = _BRACKETS.fullmatch(text)
+    inner = _split(brackets[2], "[,;]") if brackets else []
+    if not inner:
+        return "", [text]
+    kind = brackets[1][-1] + brackets[3][-1]
+    if brackets[1] == "{":  # a group, not a set
+        return _items(brackets[2])
+    if len(inner) == 1 and kind == "()":
+        return _items(inner[0])
+    return kind, list(dict.fromkeys(filter(None, inner))) if kind == "{}" else inner
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """The parts between separators that stand in no bracket; [] if brackets do not close, or are MAX_DEPTH deep."""
+    parts = []
+    start = depth = 0
+    for token in re.finditer(rf"\\begin|\\end|\\?[{{}}()\[\]]|{separator}", text):
+        if re.fullmatch(r"\\begin|\\?[{(\[]", token[0]):
+            depth += 1
+            if depth > MAX_DEPTH:
+                return []
+        elif re.fullmatch(r"\\end|\\?[})\]]", token[0]):
+            depth -= 1
+            if depth < 0:
+                return []
+        elif depth == 0:
+            parts.append(text[start : token.start()].strip())
+            start = token.end()
+    return [] if depth else [*parts, text[start:].strip()]
+
+
+def _named(parts: list[str]) -> list[tuple[str, str]]:
+    """(name, value) of each part; a part without a name has that of the part before it: x = 1, 2. Of 2 + 3 = 5
+    the value is 5."""
+    pairs = []
+    name = ""
+    for part in parts:
+        sides = _split(part, r"(?<![<>!\\])=")
+        if re.search(_STEPS, part) or len(_split(part, ",")) > 1:
+            pairs.append(("", part))
+            continue
+        match = _NAMED.fullmatch(part)
+        if match and (is_word(match[1]) or not re.fullmatch("[a-z]{2,}", match[1])):  # xy = 1 is an equation
+            name = squeeze(match[1])
+            part = match[2]
+        pairs.append((name, sides[-1] if len(sides) > 1 else part))
+    return pairs
+
+
+def _same_value(one: str, other: str) -> bool:
+    """Of two texts without lists and names, which are not both plain numbers."""
+    gold, answer = quantity(one), quantity(other)
+    is_product = not (gold.dimensions and answer.dimensions) and (
+        gold.is_glued or (answer.is_glued and not number(one))
+    )
+    if gold.dimensions and answer.dimensions and gold[1:3] != answer[1:3]:
+        values = number(gold.value), number(answer.value)
+        is_convertible = gold.dimensions == answer.dimensions and None not in values
+        return is_convertible and values[0].value * gold.size == values[1].value * answer.size
+    if (gold.value, answer.value) != (one, other) and not is_product:  # 5m may be a product
+        return _same(gold.value, answer.value)
+    if _BASE.fullmatch(one) or _BASE.fullmatch(other):
+        return _same_bases(one, other)
+    chains = [re.findall(r"\d+", text) if _CHAIN.fullmatch(text) else [] for text in (one, other)]
+    if any(chains):  # dates, times and scores: number by number; what cannot be a time may be a ratio, 6:8 = 3:4 = 3/4
+        if ":" in one + other and not (_CLOCK.fullmatch(one) or _CLOCK.fullmatch(other)):
+            return _by_sympy(one.replace(":", "/"), other.replace(":", "/"))
+        return [*map(int, chains[0])] == [*map(int, chains[1])] and (":" in one) == (":" in other)
+    if is_word(one) or is_word(other) or re.fullmatch("[A-Z]{2,}", one):  # BAC is an order, not a product
+        return is_word(one) and one.casefold() == other.casefold()
+    if squeeze(one).casefold() == squeeze(other).casefold():  # x is not X, Omega is not omega
+        return False
+    return _by_sympy(one, other)
+
+
+def _same_numbers(gold: Number, answer: Number) -> bool:
+    if gold.value == answer.value:
+        return True
+    if gold.is_percent != answer.is_percent:
+        bare = (each.value * (100 if each.is_percent else 1) for each in (gold, answer))
+        if len(set(bare)) == 1 and (gold.is_percent or gold.value.denominator == 1):
+            return True
+    rounding = (answer if gold.is_fraction else gold).rounding
+    is_rounded = gold.is_fraction != answer.is_fraction and rounding is not None
+    return is_rounded and abs(gold.value - answer.value) <= rounding
+
+
+def _same_bases(one: str, other: str) -> bool:
+    """2516_8 is digits and a base: the answer may leave out the base that was asked for, but not choose another."""
+    gold, answer = _BASE.fullmatch(one), _BASE.fullmatch(other)
+    base = gold[3] if gold else "10"
+    digits = [match[1] + match[2] if match else text for match, text in ((gold, one), (answer, other))]
+    try:
+        return (answer is None or answer[3] == base) and int(digits[0], int(base)) == int(digits[1], int(base))
+    except ValueError:  # a digit that the base does not have
+        return False
 
 
 def _by_sympy(gold: str, answer: str) -> bool:
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify  # 1 s: only where it is needed
+    import sympy  # 1 s with math-verify: only where it is needed
+    from math_verify import verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # no warning that its timeouts are off: on purpose
-    configs = [LatexExtractionConfig(), ExprExtractionConfig()]
-    sides = [parse(f"\\boxed{{{text}}}", configs, parsing_timeout=None) for text in (gold, answer)]
-    return all(sides) and verify(*sides, timeout_seconds=None)
+    runs = {run for run in _WORD_RUN.findall(f"{gold} {answer}") if not _NO_WORD.fullmatch(run.lower())}
+    try:
+        one, other = (_expression(text, sorted(runs)) for text in (gold, answer))
+        if one == other:
+            return True
+        if isinstance(one, sympy.MatrixBase) and isinstance(other, sympy.MatrixBase):
+            return one.shape == other.shape and all(_is_zero(each) for each in one - other)
+        sides = [side for each in (one, other) for side in (each.args if each.is_Relational else (each,))]
+        if not all(isinstance(side, sympy.Expr) for side in sides):
+            return verify(one, other, timeout_seconds=None, allow_set_relation_comp=True)
+        if one.is_Relational or other.is_Relational:
+            return _same_relations(one, other)
+        exact = number(gold) or number(answer)
+        return _is_zero(one - other, (exact and exact.rounding) or 0)
+    except Exception:  # of the parser or sympy, which are not ours: any text at all comes here
+        return False
+
+
+def _expression(text: str, words: list[str]) -> Any:
+    """A sympy object, without floats and with words as symbols; None if the text is no mathematics."""
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
+
+    assert _split(text, "(?!)"), "brackets that do not close, or too many of them"
+    for place, word in enumerate(words):
+        text = re.sub(rf"(?<![\\a-zA-Z]){word}(?![a-zA-Z])", f" w_{{{1000 + place}}} ", text)
+    text = re.sub(r"\bdegrees\b", "", text.replace("$", ""))
+    text = re.sub(r"(\d*)\.(\d+)", lambda m: rf"\frac{{{m[1]}{m[2]}}}{{1{'0' * len(m[2])}}}", text)
+    text = normalize_latex(text, NormalizationConfig(malformed_operators=True, nits=True, boxed="none"))
+    return latex2sympy(text, is_real=True, convert_degrees=False, normalization_config=None)
+
+
+def _points(expression: Any) -> Iterator[Any]:
+    """The expression where its variables are rational, of both signs, small and large; no point is one people write."""
+    from sympy import I, Rational
+
+    symbols = sorted(expression.free_symbols, key=str)
+    for sign, scale in ((1, 1), (-1, 3), (1, 100), (-1, 101)) if symbols else ((1, 1),):
+        values = (Rational(sign * scale * (7919 + 104 * k), sign**k * (10007 + scale * k**2)) for k in range(10**6))
+        point = {symbol: I if symbol.name == "i" else value for symbol, value in zip(symbols, values, strict=False)}
+        yield expression.subs(point).doit()
+
+
+def _is_zero(difference: Any, rounding: Fraction = Fraction(0)) -> bool:
+    """Whether it vanishes wherever it is defined: exactly, or to 1,000 digits; or is at most `rounding`."""
+    values = [point.evalf(15, maxn=1000) for point in _points(difference)]
+    parts = [value.as_real_imag() for value in values if value.is_number and value.is_finite]
+    return len(parts) > len(values) // 2 and all(
+        each == 0 or each._prec == 1 or abs(Fraction(str(each))) <= rounding for pair in parts for each in pair
+    )
+
+
+def _same_relations(one: Any, other: Any) -> bool:
+    """Whether one is a multiple of the other: by a positive number, if it is an inequality."""
+    if one.func != other.func:
+        other = other.reversed
+    sides = [relation.lhs - relation.rhs for relation in (one, other)]
+    ratio = next(_points(sides[1] / sides[0]))
+    is_directed = one.rel_op not in ("==", "!=")
+    return one.func == other.func and not (is_directed and ratio.evalf() < 0) and _is_zero(sides[1] - ratio * sides[0])

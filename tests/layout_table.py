@@ -35,7 +35,7 @@ ALSO = {
     "examples/test_three_tasks.py": ["examples/three_tasks", "dataset/mixing.py"],
     "graders/test_code_grader.py": ["graders/environments.py"],
     "graders/test_graded_step.py": ["graders/pool.py", "rollout.py"],
-    "graders/test_math_grader.py": ["graders/environments.py"],
+    "graders/test_math_grader.py": ["graders/environments.py", "graders/math_text.py"],
     "kernels/test_aot.py": ["kernels/linear_logp.py", "kernels/clipped_pg.py", "kernels/softmax.py"],
     "kernels/test_linear_loss.py": ["kernels/clipped_pg.py", "kernels/backend.py", "kernels/softmax.py"],
     "kernels/test_linear_logp.py": ["kernels/backend.py", "kernels/softmax.py"],
@@ -49,12 +49,14 @@ ALSO = {
     "red_team/test_model.py": ["hf/model_config.py", "hf/tokenizer.py", "hf/weights.py", "run/preflight.py"],
     "red_team/test_run.py": ["run/folder.py", "run/config_check.py", "run/resume.py", "system/exits.py"],
     "red_team/test_code.py": ["graders/code_grader.py", "graders/codec.py", "graders/sandbox.py"],
+    "red_team/test_math.py": ["graders/math_grader.py", "graders/math_text.py"],
     "run/test_config_data.py": ["config.py", "run/config_check.py"],
     "run/test_log.py": ["run/metrics.py"],
     "run/test_config_nemo.py": ["config.py"],
 }
 # Files without a test beside them -> why.
 WITHOUT = {
+    "graders/math_text.py": "what math_grader.py reads, held with it",
     "graders/environments.py": "each environment is held where its grading is",
     "kernels/backend.py": "a choice between two ops, held by the tests of both",
     "kernels/clipped_pg.py": "a fast path of linear_loss, held against it",

@@ -1,0 +1,508 @@
+"""Pairs of answers whose verdict is known from how they are made: (kind, gold, answer, whether they are equal).
+
+Values are exact rationals, integers under roots, or drawn from tables of units and words; the verdict never comes from
+the grader, nor from sympy. A wrong answer is always near the right one: another digit, sign, bracket, unit or order.
+"""
+
+import random
+from collections.abc import Iterator
+from decimal import Decimal, localcontext
+from fractions import Fraction
+
+WORDS = """listen silent enlist|even neve|left felt|cat act|tea eat ate|stop pots spot tops|night thing|Alice Celia
+no on|angel glean angle|below elbow|study dusty|triangle integral|state taste|heart earth|odd dod|north thorn
+Monday dynamo|three there ether|evil vile live|real earl|true rute|none neon|circle cleric|square suqare"""
+UNITS = """m:1 km:1000 cm:1/100 mm:1/1000|seconds:1 minutes:60 hours:3600 days:86400|dollars:1 cents:1/100
+inches:1 feet:12 yards:36|grams:1 kg:1000|years:12 months:1|liters:1 mL:1/1000|pounds:16 ounces:1"""
+NOUNS = ["apples", "balls", "students", "marbles", "people", "tickets", "pages", "red balls", "children", "ways"]
+DIGITS = "0123456789ABCDEF"
+
+
+def decimal(value: Fraction, digits: int) -> str:
+    """To so many significant digits, half up."""
+    with localcontext() as context:
+        context.prec = 60
+        exact = Decimal(abs(value.numerator)) / Decimal(value.denominator)
+        places = digits - 1 - exact.adjusted()
+        rounded = exact.quantize(Decimal(1).scaleb(-max(places, 0)))
+    return ("-" if value < 0 else "") + f"{rounded:f}"
+
+
+def terminating(value: Fraction) -> str | None:
+    """The exact decimal, if there is one of at most 12 places."""
+    places = next((k for k in range(13) if value * 10**k % 1 == 0), None)
+    if places is None:
+        return None
+    digits = str(abs(int(value * 10**places))).rjust(places + 1, "0")
+    text = f"{digits[:-places]}.{digits[-places:]}" if places else digits
+    return ("-" if value < 0 else "") + text
+
+
+def written(rng: random.Random, value: Fraction) -> str:
+    """One of the ways to write a rational, at random."""
+    sign = "-" if value < 0 else ""
+    n, d = abs(value.numerator), value.denominator
+    k = rng.randint(2, 5)
+    forms = [
+        f"{sign}{n}/{d}",
+        rf"{sign}\frac{{{n}}}{{{d}}}",
+        rf"\dfrac{{{sign}{n}}}{{{d}}}",
+        f"${sign}{n * k}/{d * k}$",
+    ]
+    if d == 1:
+        forms = [f"{sign}{n}", f"{sign}{n}.0", f"{sign}{n:,}", rf"\text{{{sign}{n}}}", f"{sign}{n}."]
+    elif n > d:
+        forms += [f"{sign}{n // d} {n % d}/{d}", rf"{sign}{n // d}\frac{{{n % d}}}{{{d}}}"]
+    exact = terminating(value)
+    if exact:
+        forms += [exact, exact]
+    if value and exact and len(exact) < 12:
+        power = rng.choice([-4, -2, 2, 5])
+        mantissa = terminating(value / Fraction(10) ** power)
+        forms += [f"{mantissa}e{power}", rf"{mantissa} \times 10^{{{power}}}"] if mantissa else []
+    return rng.choice(forms)
+
+
+def element(rng: random.Random, value: Fraction) -> str:
+    """The same, where a comma would be a separator."""
+    return written(rng, value).strip("$.").replace(",", "")
+
+
+def rational(rng: random.Random) -> Fraction:
+    size = rng.choice([9, 30, 1000, 10**6])
+    return Fraction(rng.choice([-1, 1, 1]) * rng.randint(1, size), rng.choice([1, 1, rng.randint(2, 60)]))
+
+
+def near(rng: random.Random, value: Fraction) -> Fraction:
+    """Another value, by a common mistake."""
+    n, d = value.numerator, value.denominator
+    others = [-value, value + 1, Fraction(n + 1, d), Fraction(n, d + 1), value * 10, 1 / value, value / 7]
+    return rng.choice([other for other in others if other != value and value not in (100 * other, other / 100)])
+
+
+def rationals(rng):
+    value = rational(rng)
+    right = rng.random() < 0.5
+    other = value if right else near(rng, value)
+    yield "rational", written(rng, value), written(rng, other), right
+
+
+def decimals(rng):
+    value = Fraction(
+        rng.choice([-1, 1]) * rng.randint(1, 10 ** rng.randint(1, 8)),
+        10 ** rng.randint(0, 9) * rng.choice([3, 7, 11, 13, 17, 101]),
+    )
+    value = value / 9 if terminating(value) else value
+    digits = rng.randint(7, 14)
+    text = decimal(value, digits)
+    fraction = rng.choice(
+        [f"{value.numerator}/{value.denominator}", rf"\frac{{{value.numerator}}}{{{value.denominator}}}"]
+    )
+    if "." not in text:
+        return
+    last = text[-1]
+    wrong = rng.choice(
+        [
+            text[:-1] + str((int(last) + rng.choice([2, 3, 5, 7])) % 10),
+            text[1:] if value < 0 else "-" + text,
+            decimal(value, rng.randint(1, 4)),
+            "0." + "0" * 7,
+            text.replace(".", "") + ".0" if text[0] != "0" and text[1] != "0" else decimal(value * 10, digits),
+        ]
+    )
+    pair = (fraction, text) if rng.random() < 0.5 else (text, fraction)
+    yield "decimal", *pair, True
+    if Fraction(wrong) != value:
+        yield "decimal", *((fraction, wrong) if pair[0] == fraction else (wrong, fraction)), False
+
+
+def surds(rng):
+    root = rng.choice([2, 3, 5, 6, 7, 10, 11, 13])
+    a, b, c, k = rng.randint(-9, 9), rng.randint(1, 9), rng.randint(1, 9), rng.randint(2, 6)
+    whole = f"{a}" if a else ""
+    plus = "+" if a else ""
+    gold = rf"{whole}{plus}{b if b > 1 else ''}\sqrt{{{root}}}"
+    forms = [
+        rf"{whole}{plus}\sqrt{{{b * b * root}}}",
+        rf"{b if b > 1 else ''}\sqrt{{{root}}}{f'+{a}' if a > 0 else a or ''}",
+        rf"{whole}{plus}\frac{{{b * root}}}{{\sqrt{{{root}}}}}",
+        rf"\frac{{{a * k}+{b * k}\sqrt{{{root}}}}}{{{k}}}",
+        rf"{whole}{plus}{b} \sqrt{root if root < 10 else f'{{{root}}}'}",
+    ]
+    with localcontext() as context:
+        context.prec = 40
+        exact = a + b * Decimal(root).sqrt()
+    places = rng.randint(7, 12)
+    forms.append(f"{exact.quantize(Decimal(1).scaleb(-places)):f}")
+    yield "surd", gold, rng.choice(forms), True
+    shifted = exact + Decimal(rng.choice([1, -1])).scaleb(-rng.randint(4, places - 1)) * rng.randint(1, 9)
+    wrong = [
+        rf"{whole}{plus}{b + 1}\sqrt{{{root}}}",
+        rf"{whole}-{b}\sqrt{{{root}}}",
+        rf"{whole}{plus}{b}\sqrt{{{root + 1}}}",
+        rf"{whole}{plus}{b}\cdot {root}",
+        f"{shifted.quantize(Decimal(1).scaleb(-places)):f}",
+        rf"\frac{{{a}+{b}\sqrt{{{root}}}}}{{{k}}}",
+    ]
+    yield "surd", gold, rng.choice(wrong), False
+    tiny = rng.randint(16, 40)
+    yield "surd", rf"\frac{{\sqrt{{{root}}}}}{{10^{{{tiny}}}}}", rng.choice(["0", "0." + "0" * 9]), False
+    yield "surd", rf"{c}\sqrt{{{root}}}", rf"{c}\sqrt{{{root}}}+10^{{-{tiny}}}", False
+
+
+def intervals(rng):
+    low, high = sorted({rational(rng) for _ in range(8)})[:2]
+    left, right = rng.choice("(["), rng.choice(")]")
+    gold = f"{left}{element(rng, low)}, {element(rng, high)}{right}"
+    other = f"{left}{element(rng, low)},{element(rng, high)}{right}"
+    below, above = ("<" if left == "(" else r"\le ", "<" if right == ")" else r" \leq ")
+    chain = f"{low.numerator}/{low.denominator} {below} x {above} {high.numerator}/{high.denominator}"
+    yield "interval", gold, rng.choice([other, rf"x \in {other}", rf"\left{other[:-1]}\right{right}"]), True
+    if rng.random() < 0.2:
+        yield "interval", *rng.choice([(gold, chain), (chain, gold)]), True
+        half, ray = rng.choice(
+            [("x < {}", r"(-\infty, {})"), (r"x \ge {}", r"[{}, \infty)"), ("{} < x", r"({}, \infty)")]
+        )
+        pair = (half.format(low.numerator), ray.format(low.numerator))
+        yield "interval", *rng.choice([pair, pair[::-1]]), True
+        yield "interval", pair[1], half.format(low.numerator + 1), False
+    swapped = {"(": "[", "[": "(", ")": "]", "]": ")"}
+    wrong = [
+        swapped[left] + other[1:],
+        other[:-1] + swapped[right],
+        f"{left}{high.numerator}/{high.denominator}, {low.numerator}/{low.denominator}{right}",
+        f"{left}{element(rng, near(rng, low))}, {high.numerator}/{high.denominator}{right}",
+        f"{left}{low.numerator}/{low.denominator}, {element(rng, near(rng, high))}{right}",
+        f"{high.numerator}/{high.denominator}",
+        rf"{other} \cup [{abs(high.numerator) + 5}, {abs(high.numerator) + 6}]",
+    ]
+    yield "interval", gold, rng.choice(wrong), False
+
+
+def lists(rng):
+    values = [Fraction(v) for v in rng.sample(range(-40, 90), rng.randint(2, 5))]
+    values[0] = values[0] + Fraction(1, rng.choice([2, 3, 4, 7]))
+    mixed = rng.sample(values, len(values))
+    one, other = ([element(rng, value) for value in each] for each in (values, mixed))
+    same = [element(rng, value) for value in values]
+    braces = r"\{{{}\}}".format
+    yield "set", braces(", ".join(one)), rng.choice([braces(",".join(other)), ", ".join(other)]), True
+    yield (
+        "list",
+        ", ".join(one),
+        rng.choice([", ".join(other), " and ".join(other), ", ".join(other[:-1]) + " and " + other[-1]]),
+        True,
+    )
+    yield "tuple", f"({', '.join(one)})", f"({','.join(same)})", True
+    if mixed != values:
+        yield "tuple", f"({', '.join(one)})", f"({', '.join(other)})", False
+    changed = [*same[:-1], element(rng, near(rng, values[-1] or Fraction(1)))]
+    wrongs = [same[:-1], [*same, same[0]], [*same, "91"], changed]
+    wrong = rng.choice(wrongs)
+    yield "list", ", ".join(one), ", ".join(wrong), False
+    if wrong is not wrongs[1]:
+        yield "set", braces(", ".join(one)), braces(", ".join(wrong)), False
+    yield "tuple", f"({', '.join(one)})", f"({', '.join(wrong)})", False
+
+
+def in_base(value: int, base: int) -> str:
+    text = ""
+    while value:
+        value, digit = divmod(value, base)
+        text = DIGITS[digit] + text
+    return text or "0"
+
+
+def bases(rng):
+    base, value = rng.randint(2, 9), rng.randint(2, 5000)
+    digits = in_base(value, base)
+    right = [
+        f"{digits}_{{{base}}}",
+        f"{digits}_{base}",
+        digits,
+        rf"{digits}_{{\text{{{base}}}}}",
+        f"${digits}_{base}$",
+        f"({digits})_{base}",
+    ]
+    gold = rng.choice([right[0], right[1]])
+    yield "base", gold, rng.choice(right), True
+    other_base = rng.choice([b for b in range(2, 11) if b != base])
+    wrong = [
+        f"{digits}_{{{other_base}}}",
+        f"{digits}_{other_base}",
+        f"{in_base(value + 1, base)}_{base}",
+        in_base(value + base, base),
+        f"{digits}{base}_{base}",  # a digit that the base has not
+        f"{digits[::-1]}_{base}" if digits != digits[::-1] else f"{digits}1_{base}",
+    ]
+    yield "base", gold, rng.choice(wrong), False
+    yield "base", digits, f"{digits}_{base}", False
+
+
+def words(rng):
+    group = rng.choice([line.split() for line in WORDS.replace("\n", "|").split("|")])
+    one, other = rng.sample(group, 2)
+    dress = [
+        str,
+        str.upper,
+        str.capitalize,
+        r"\text{{{}}}".format,
+        r"\mathrm{{{}}}".format,
+        r"\textbf{{{}}}".format,
+        "{}.".format,
+        "${}$".format,
+    ]
+    yield "word", rng.choice(dress[3:] + dress[:1])(one), rng.choice(dress)(one), True
+    yield "word", rng.choice(dress[3:] + dress[:1])(one), rng.choice(dress)(other), False
+    number = rng.randint(2, 99)
+    yield "word", f"{number} {one}", rng.choice([f"{number} {other}", f"{number + 1} {one}"]), False
+    a, b = rng.sample(["no solution", "red", "Tuesday", "impossible", "isosceles", "even", "increasing"], 2)
+    yield "word", a, rng.choice([b, f"not {a}", f"{a} or {b}", f"{a}, {b}", "x", "5"]), False
+
+
+def units(rng):
+    row = rng.choice([line.split() for line in UNITS.replace("\n", "|").split("|")])
+    (one, size), (other, other_size) = (
+        (name, Fraction(text)) for name, text in (cell.split(":") for cell in rng.sample(row, 2))
+    )
+    value = Fraction(rng.randint(2, 900))
+    spaced = rng.choice(["{} {}", r"{} \text{{ {}}}", r"{}\ \mathrm{{{}}}", "{}  {}"]).format
+    gold = spaced(value, one)
+    converted = terminating(value * size / other_size)
+    if converted:
+        yield "unit", gold, spaced(converted, other), True
+    yield "unit", *rng.choice([(gold, f"{value}"), (f"{value}", gold), (gold, f"{value}.0 {one}")]), True
+    power = rng.choice(["^2", "^3"])
+    wrong = [
+        f"{value} {other}",
+        f"{value} {one} per {other}",
+        f"{value + 1} {one}",
+        f"{value} {rng.choice(NOUNS)}",
+        f"{value * 10} {other}",
+    ]
+    wrong = [text for text in wrong if text != f"{converted} {other}"]
+    yield "unit", gold, rng.choice(wrong), False
+    if row[0].startswith("m:"):
+        yield (
+            "unit",
+            gold,
+            rng.choice([rf"{value}\text{{ {one}}}{power}", f"{value} {one}{power}", f"{value} square {one}"]),
+            False,
+        )
+    noun = rng.choice(NOUNS)
+    yield "unit", f"{value}", f"{value} {noun}", True
+    yield "unit", f"{value} {noun}", f"{value} {rng.choice([n for n in NOUNS if n != noun])}", False
+    money = rng.choice(
+        [rf"\${value}", f"${value}", f"{value} USD", f"{value} dollars", f"{value}$", f"{value} dollars and 0 cents"]
+    )
+    yield "unit", money, rng.choice([rf"\${value}.00", f"{value}", f"{value} dollars", f"{value * 100} cents"]), True
+    yield (
+        "unit",
+        money,
+        rng.choice([f"{value} cents", f"{value} euros", f"€{value}", f"{value}€", f"£{value}", f"{value + 1}"]),
+        False,
+    )
+
+
+def names(rng):
+    letters = rng.choice(
+        [("x", "y"), ("a", "b", "c"), ("x_1", "x_2"), (r"\alpha", r"\beta"), ("length", "width"), ("AB", "CD")]
+    )
+    values = rng.sample(range(-20, 60), len(letters))
+    pairs = list(zip(letters, values, strict=True))
+    mixed = rng.sample(pairs, len(pairs))
+    write = lambda each: rng.choice([", ", ",", " and "]).join(f"{n}{rng.choice(['=', ' = '])}{v}" for n, v in each)  # noqa: E731
+    bare = ", ".join(map(str, values))
+    gold = write(pairs)
+    yield "name", gold, rng.choice([write(mixed), write(pairs), bare]), True
+    yield "name", bare, write(pairs), True
+    turned = [*values[1:], values[0]]
+    swapped = write(list(zip(letters, turned, strict=True)))
+    yield (
+        "name",
+        gold,
+        rng.choice([swapped, ", ".join(map(str, turned)), write(pairs[:1]), f"{letters[0]}={values[1]}"]),
+        False,
+    )
+    yield "name", bare, swapped, False
+    yield (
+        "name",
+        f"{letters[0]}={values[0]}",
+        rng.choice([f"{letters[1]}={values[0]}", f"{letters[0]}={values[1]}"]),
+        False,
+    )
+
+
+def dates(rng):
+    year, month, day = rng.randint(1900, 2030), rng.randint(1, 12), rng.randint(1, 28)
+    hour, minute = rng.randint(1, 12), rng.randint(10, 59)
+    iso, slashed, clock = f"{year}-{month:02}-{day:02}", f"{month}/{day}/{year}", f"{hour}:{minute}"
+    yield "date", iso, rng.choice([f"{year}-{month}-{day}", rf"\text{{{iso}}}", f"{iso}."]), True
+    yield (
+        "date",
+        iso,
+        rng.choice([str(year - month - day), f"{year}-{month:02}-{day + 1:02}", str(year), f"{year - month}-{day}"]),
+        False,
+    )
+    yield (
+        "date",
+        slashed,
+        rng.choice([f"{month}/{day * year}", f"{month}/{day}/{year + 1}", terminating(Fraction(month, 8)) or "0"]),
+        False,
+    )
+    half = rng.choice(["a.m.", "p.m.", "AM", "pm", r"\text{ a.m.}"])
+    yield (
+        "date",
+        f"{clock} {half}",
+        rng.choice([clock, rf"{clock}\text{{ {half}}}", f"{clock} {half.lower().replace('.', '')}"])
+        if "\\" not in half
+        else clock,
+        True,
+    )
+    wrong = [
+        f"{hour}/{minute}",
+        f"{Fraction(hour, minute)}",
+        f"{hour}:{minute - 1}",
+        f"{hour * 2}:{minute * 2}",
+        f"{hour}.{minute}",
+        f"{hour * 60 + minute}",
+    ]
+    yield "date", clock, rng.choice(wrong), False
+    yield "date", f"{clock} am", f"{clock} pm", False
+
+
+def polynomials(rng):
+    a, b, c, d = (rng.choice([v for v in range(-9, 10) if v]) for _ in range(4))
+    x = rng.choice("xnty")
+    term = lambda k, power: f"{k:+}{power}" if k else ""  # noqa: E731
+    product = f"({a}{x}{b:+})({c}{x}{d:+})"
+    expanded = f"{a * c}{x}^2{term(a * d + b * c, x)}{b * d:+}"
+    yield (
+        "polynomial",
+        expanded,
+        rng.choice(
+            [
+                product,
+                f"{b * d}{term(a * d + b * c, x)}{a * c:+}{x}^{{2}}",
+                rf"{a * c}{x}\cdot {x}{term(a * d + b * c, x)}{b * d:+}",
+            ]
+        ),
+        True,
+    )
+    wrong = [
+        f"{a * c}{x}^2{term(a * d + b * c + 1, x)}{b * d:+}",
+        f"{product}+10^{{-20}}",
+        product.replace(x, "z"),
+        f"{a * c}{x}^2",
+        f"({product})^2",
+        f"{a * c}{x}^3{term(a * d + b * c, x)}{b * d:+}",
+    ]
+    yield "polynomial", expanded, rng.choice(wrong), False
+    yield "polynomial", f"{x}={abs(a)}{rng.choice('pq')}+{abs(b)}", f"{abs(a)}p+{abs(b) + 1}", False
+
+
+ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
+ONES += "seventeen eighteen nineteen".split()
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+
+
+def spelled(value: int) -> str:
+    return ONES[value] if value < 20 else TENS[value // 10 - 2] + (f"-{ONES[value % 10]}" if value % 10 else "")
+
+
+def forms(rng):
+    value = rng.randint(1000, 9_999_999)
+    small = rng.randint(2, 99)
+    groups = f"{value:,}"
+    sign = rng.choice(["\u2013", "\u2212", "\u2010", "- "])
+    right = [
+        (f"{value}", groups.replace(",", rng.choice([" ", "\u2009", "\u202f", r"\,", "{,}", "\xa0"]))),
+        (f"-{small}", f"{sign}{small}"),
+        (f"{small}", spelled(small)),
+        (f"{small}", spelled(small).capitalize()),
+        (f"{small * 10**6}", f"{small} million"),
+        (f"{small}", rng.choice(["{}€", "{} EUR", "€{}", "{} USD", "{}$", "£{}", "USD {}"]).format(small)),
+        (f"{value}", f"{value / 1000}e3" if value % 1000 else f"{value // 1000}e3"),
+        ("i^2", "-1"),
+        (rf"\ln {small}", rf"\log_e {small}"),
+        (rf"\ln {small}", rf"\log_{{e}} {small}"),
+        (f"{small}\\pi", f"{small}π"),
+        (rf"\frac{{{small}}}{{{small + 1}}}", f"{small}÷{small + 1}"),
+    ]
+    yield "form", *rng.choice(right), True
+    letter, other = rng.sample("ABCDE", 2)
+    marked = rng.choice(
+        ["{}) 5", "({}) 5", "{}. 5", "{})", "({})", "{}.", r"\text{{({})}}", r"\textbf{{({})}} 5", "{}: 5"]
+    )
+    yield "form", letter, marked.format(letter), True
+    yield (
+        "form",
+        letter,
+        rng.choice(
+            [
+                marked.format(other),
+                f"{letter}) 5 or {other}) 6",
+                f"{letter} and {other}",
+                f"{letter}, {other}",
+                f"{letter}) or {other})",
+            ]
+        ),
+        False,
+    )
+    wrong = [
+        (f"{small}", f"{small} million"),
+        (f"{small}", spelled(small + 1 if small < 99 else 3)),
+        (f"{value}", groups.replace(",", ", ")),
+        (groups.replace(",", ", "), f"{value}"),
+        (f"{value}", f"{value}e1"),
+        ("x", "X"),
+        (rf"\log_2 {small}", rf"\log_3 {small}"),
+        (f"{small}x", f"{small}"),
+        (f"{small}", f"{small} squared"),
+        (f"x_{small}", f"x_{small + 1}"),
+    ]
+    yield "form", *rng.choice(wrong), False
+
+
+def hedges(rng):
+    value = rng.randint(2, 500)
+    other = value + rng.choice([-1, 1, 7])
+    gold = rng.choice([f"{value}", f"x = {value}", rf"\frac{{{value}}}{{7}}", rf"{value}\sqrt{{2}}"])
+    a, b = gold, gold.replace(str(value), str(other))
+    texts = [
+        "{} or {}",
+        "{}, {}",
+        r"{} \text{{ or }} {}",
+        r"\{{{}, {}\}}",
+        "({}, {})",
+        "[{}, {}]",
+        r"{} \pm {}",
+        "{} and {}",
+        "{}; {}",
+        r"{} \lor {}",
+        "either {} or {}",
+        r"{} \to {}",
+        "{} / {}",
+        "not {} but {}",
+    ]
+    text = rng.choice(texts)
+    pair = rng.choice([(a, b), (b, a)])
+    if text == "{} / {}" and "=" in gold:
+        return
+    yield "hedge", gold, text.format(*pair), False
+
+
+KINDS = (rationals, decimals, surds, intervals, lists, bases, words, units, names, dates, polynomials, forms, hedges)
+
+
+def pairs(count: int, seed: int) -> Iterator[tuple[str, str, str, bool]]:
+    """`count` of them, all kinds in turn."""
+    rng = random.Random(seed)
+    made = 0
+    while True:
+        for kind in KINDS:
+            for pair in kind(rng):
+                yield pair
+                made += 1
+                if made == count:
+                    return

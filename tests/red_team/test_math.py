@@ -1,0 +1,212 @@
+"""Wrong answers that were rewarded and right ones that were not, by the lines of the red team's report; and pairs whose
+verdict is known from how they are made."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from statistics import median
+
+import pytest
+from math_pairs import KINDS, pairs
+
+from graders.math_grader import FIRST_JOB, canonical, equal, grade
+from graders.pool import GraderPool
+
+ROOT = Path(__file__).resolve().parents[2]
+
+WRONG = r"""
+a decimal that is not the fraction: 1/10000000 <- 0.000000 | 1/10000000 <- 0.0000004 | 1/2097152 <- 0.000000
+\frac{1}{3000000} <- 0.000000 | -1/10000000 <- 0.0000001 | 1/1099511627776 <- 0.0000001 | 0.000000 <- 1/3000000
+1/3 <- 0.33333 | -1/3 <- 0.3333333 | 1/3 <- 0.3333334 | \frac{\sqrt{2}}{10^{20}} <- 0 | (0, 1/9000000) <- (0, 0.0000001)
+\{1/10000000, 1\} <- \{0, 1\} | x+10^{-20} <- x
+\begin{pmatrix}1/10000000\\2\end{pmatrix} <- \begin{pmatrix}0\\2\end{pmatrix}
+bases: 2516_8 <- 2516_7 | 12_7 <- 12_8 | 101_2 <- 101_3 | 110_2 <- 110_{10} | 12 <- 12_7 | 128_7 <- 128 | x_1 <- x_2
+\log_2 8 <- \log_3 8 | 110_2 <- 6 | 110_2 <- 6_{10}
+words: left <- felt | no <- on | Alice <- Celia | \text{listen} <- silent | even <- neve | cat <- act | cat+1 <- act+1
+3 left <- 3 felt | left <- f \cdot e \cdot l \cdot t | red and blue <- red or blue | AB <- BA
+names: x=5,y=6 <- 6,5 | x=3, y=4 <- 4,3 | a=1, b=2, c=3 <- 3,2,1 | x=5 <- y=5 | 5,6 <- x=6, y=5 | (x,y)=(5,6) <- (6,5)
+x=5, y=6 <- x=5 | length: 5, width: 6 <- length: 6, width: 5 | x^2=-1 <- x^2=-2 | x+y=5 <- 5
+units: \$5 <- 5 cents | 5 dollars <- 5 cents | 2 hours <- 2 minutes | 5 cm <- 5 km | 5 m <- 5 m^2 | \$5 <- €5
+5 square feet <- 5 feet | 60 mph <- 60 miles | 5 apples <- 5 oranges | 9:15 am <- 9:15 pm | 5m <- 5 | 5 <- 5 million
+dates and lists: 2024-01-01 <- 2022 | 1/4/2020 <- 1/8080 | 4:30 <- 2/15 | 9:15 <- 3:5 | 1,1,2 <- 1,2 | 1,2 <- 1,2,2
+x <- X | a <- A | 100, 200 <- 100200 | 12-25 <- -13 | x<3 <- y<3 | (-\infty,1)\cup(2,\infty) <- x<1 and x>2 | \pi <- \Pi
+hedges: 5 <- 5 or 7 | 5 <- x = 7 \lor x = 5 | B <- B) 5 or C) 7 | B <- B, C | B <- A) or B) | 5 <- not 5 | 5 <- 5 mod 7
+12 dollars <- 12 dollars or 12 cents | 5 <- 5 \pm 2 | 5 <- 5 or more | x<3 <- x<3, x>5 | 2 <- 2 halves
+"""
+RIGHT = r"""
+decimals: 2/3 <- 0.666667 | 1/3000000 <- 0.000000333333 | 0.333333 <- 1/3 | \sqrt{2} <- 1.41421356 | 1/3 <- 33.3333\%
+bases: 2516_8 <- 2516_{8} | 2516_8 <- 2516 | 12 <- 12_{10} | 1A_{16} <- 1a_{16} | 101_2 <- 101 base 2
+words: Left <- left | \text{no} <- No | xy <- yx | 2ab <- 2ba | ab+c <- c+ba | xe^x <- e^x x | 3 left <- 3
+names: x=5,y=6 <- 5,6 | x=5,y=6 <- y=6, x=5 | 5,6 <- x=5, y=6 | (x,y)=(5,6) <- (5,6) | y=2x+1 <- 2x+1=y
+units: 2 hours <- 120 minutes | 3 m^2 <- 30000 cm^2 | 36 km/h <- 10 m/s | \$5 <- 500 cents | 5 km <- 5 | 5 <- 5 km
+5 square feet <- 5\text{ ft}^2 | 5 feet 6 inches <- 5.5 feet | 5 apple <- 5 apples | 9:15 a.m. <- 9:15 | £5 <- 5 pounds
+dates and lists: 2024-01-01 <- 2024-1-1 | 2:3 <- 4:6 | 2:3 <- 2/3 | 1,1,2 <- 2,1,1 | 100,200 <- 100, 200 | A <- a
+others: 1000 <- 1e3 | 1e3 <- 1000 | 0.000015 <- 1.5e-5 | 5e-3 <- 0.005 | 12 <- 12€ | 12 <- 12 USD | 1234 <- 1 234
+-5 <- \u20135 | (-\infty,3) <- x<3 | i^2 <- -1 | -1 <- i^2 | \ln 2 <- \log_e 2 | B <- B) 5 | A <- A) | D <- D. 5
+5 <- 5 balls | 5 <- five | 12 <- 12 dollars and 0 cents | 5000000 <- 5 million | (1, 2] <- 1 < x \le 2
+4\pi <- 4π | 2\sqrt{2} <- 2√2
+(-\infty,1)\cup(2,\infty) <- x<1 or x>2 | \frac{x^2-1}{x-1} <- x+1 | x>5 <- -2x<-10 | 28\% <- 28 percent
+"""
+
+
+def cases(text):
+    """(gold, answer) of each pair; the first of a line may have a heading."""
+    headings = (
+        "a decimal that is not the fraction",
+        "bases",
+        "words",
+        "names",
+        "units",
+        "dates and lists",
+        "hedges",
+        "decimals",
+        "others",
+    )
+    for line in text.strip().splitlines():
+        heading, _, rest = line.partition(": ")
+        for pair in (rest if heading in headings else line).split(" | "):
+            gold, _, answer = pair.partition(" <- ")
+            yield gold.strip(), answer.strip().replace("\\u2013", "\u2013")
+
+
+def test_wrong_answers_that_look_right():
+    pairs = list(cases(WRONG))
+    assert len(pairs) >= 80 and [pair for pair in pairs if equal(*pair)] == []
+
+
+def test_right_answers_that_look_wrong():
+    pairs = list(cases(RIGHT))
+    assert len(pairs) >= 60 and [pair for pair in pairs if not equal(*pair)] == []
+
+
+def refused(made):
+    """Asserts that nothing wrong is accepted; returns what right is refused, by kind, and the seconds of each pair."""
+    accepted, refusals, seconds = [], [], []
+    for kind, gold, answer, verdict in made:
+        start = time.perf_counter()
+        is_equal = equal(gold, answer)
+        seconds.append(time.perf_counter() - start)
+        if is_equal and not verdict:
+            accepted.append((kind, gold, answer))
+        if verdict and not is_equal:
+            refusals.append((kind, gold, answer))
+    assert accepted == []
+    return refusals, seconds
+
+
+def test_verdicts_by_construction():
+    equal("x", "x+1")  # imports sympy
+    refusals, seconds = refused(pairs(400, seed=12))
+    assert refusals == [] and median(seconds) <= 0.005
+
+
+@pytest.mark.long
+def test_10000_verdicts_by_construction():
+    refusals, seconds = refused(pairs(10_000, seed=7))
+    kinds = Counter(kind for kind, _, _ in refusals)
+    print(f"median {1000 * median(seconds):.2f} ms, longest {max(seconds):.2f} s, refused: {kinds}")
+    assert len(refusals) <= 50, refusals
+    assert median(seconds) <= 0.005 and max(seconds) <= 6
+    assert {kind for kind, *_ in pairs(10_000, seed=7)} >= {
+        "rational",
+        "decimal",
+        "surd",
+        "interval",
+        "set",
+        "base",
+        "word",
+        "unit",
+    }
+    assert len(KINDS) == 13
+
+
+ALONE = """
+import sys
+sys.path[:0] = ["tests/helpers"]
+from math_pairs import pairs
+from graders.math_grader import equal
+made = list(pairs(int(sys.argv[1]), seed=3))
+order = sorted(range(len(made)), key=lambda place: hash((place * 7919) % len(made)), reverse=True)
+verdicts = {place: equal(made[place][1], made[place][2]) for place in order}
+print("".join(str(int(verdicts[place])) for place in range(len(made))))
+"""
+
+
+@pytest.mark.parametrize("count", [80, pytest.param(3000, marks=pytest.mark.long)])
+def test_a_verdict_does_not_depend_on_what_was_graded_before(count):
+    """Another order in a fresh process, with other hashes: sympy's caches and sets must not show."""
+    command = [sys.executable, "-c", ALONE, str(count)]
+    env = os.environ | {"PYTHONHASHSEED": "5", "PYTHONPATH": str(ROOT)}
+    alone = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout.strip()
+    made = list(pairs(count, seed=3))
+    random.Random(0).shuffle(order := list(range(count)))
+    verdicts = {place: equal(made[place][1], made[place][2]) for place in order}
+    assert "".join(str(int(verdicts[place])) for place in range(count)) == alone
+
+
+@pytest.mark.parametrize(
+    ("texts", "text"),
+    [
+        (["1e3", "1000", "1,000", "1 000", "1 thousand", "1000 dollars", "$1000", "1000€"], "1000"),
+        (["(1, 2)", "(1,2)", r"\left(1, 2\right)"], "(1,2)"),
+        ([r"\sqrt{2}", "$\\sqrt {2}$"], r"\sqrt{2}"),
+        (["Left", r"\text{left}", "left."], "left"),
+        (["\u20135", "-5", "- 5"], "-5"),
+    ],
+)
+def test_votes(texts, text):
+    assert {canonical(each) for each in texts} == {text}
+
+
+HOSTILE = [
+    "9" * 1900 + "e999",
+    "1e999",
+    "(" * 990 + "1" + ")" * 990,
+    "(1," * 400 + "1" + ")" * 400,
+    "{" * 999,
+    "1," * 999,
+]
+HOSTILE += [
+    "a" * 1999,
+    "x=" * 900,
+    r"\pm" * 600,
+    "_" * 1999,
+    "A_A" * 600,
+    r"\frac" * 380,
+    "five " * 390,
+    "5 feet " * 280,
+]
+HOSTILE += ["1/" * 900 + "1", "1:" * 900 + "1", r"\begin{pmatrix}" * 120, "<" * 1999, "x<" * 900 + "3", r"\text{" * 300]
+HOSTILE += [
+    "$" * 1999,
+    "0x" + "F" * 1000,
+    "5 " + "km " * 600,
+    "5" + " " * 1900 + "x",
+    "1 234 " * 300,
+    "٣",
+    "\uff15",
+    "1e",
+    "e5",
+]
+
+
+@pytest.mark.long
+def test_hostile_answers_score_nothing_and_end_in_time():
+    pool = GraderPool("graders.math_grader:grade", num_workers=1, deadline_s=1, memory_mib=2048, first=FIRST_JOB)
+    for text in HOSTILE:
+        reply = rf"\boxed{{{text}}}" if text.count("{") == text.count("}") else f"#### {text}"
+        start = time.monotonic()
+        (graded,) = pool.grade([{"answer": "7", "reply": reply, "strict": False}])
+        outcome = graded.value["outcome"] if graded.outcome == "ok" else graded.outcome
+        assert outcome in ("wrong", "parse_fail", "timeout"), (text[:40], graded)
+        assert time.monotonic() - start < 6, text[:40]
+    pool.close()
+
+
+def test_grading_says_the_same_through_a_whole_reply():
+    for gold, answer, outcome in (("5 cm", "5 km", "wrong"), ("2 hours", "120 minutes", "ok"), ("cat", "act", "wrong")):
+        assert grade({"answer": gold, "reply": rf"so \boxed{{{answer}}}", "strict": False})["outcome"] == outcome
