@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from config import CheckpointingConfig, Config, ConfigError, DatasetConfig, LossConfig, shortened
+from config import CheckpointingConfig, Config, ConfigError, DatasetConfig, LossConfig
 from run.config_keys import bounds, default_text, meanings, plain_name, settings
 
 MAX_NUMBER = 1e9  # of a key that declares no upper bound
