@@ -557,7 +557,15 @@ HONEST_JOBS = [
     ("print(sum(map(int, input().split())))", prints("5", "2 3"), "ok"),
     ("print(6)", prints("5", "2 3"), "wrong"),
 ]
-BOMB = THREADS.replace("BOMB", IN_PYTHON.replace("999", "9999")) + "\nwhile True: pass"
+FORKS = """
+import os
+n = 0
+while n < 9999:
+    try: n += os.fork() >= 0
+    except OSError: n += 1
+"""
+SPINS = IN_PYTHON.replace("time.sleep, args=(0.3,)", "sum, args=(iter(int, 1),)")
+ALL_BOMBS = {**BOMBS, "fork": FORKS, "spin": SPINS}
 PIDS = Path("/sys/fs/cgroup/pids")
 
 
@@ -577,11 +585,15 @@ def limited_pool(pids):
 
 
 @pytest.mark.parametrize("isolation", LATER)
-@pytest.mark.parametrize(("num_honest", "seconds"), [(8, 1.0), pytest.param(200, 4.0, marks=pytest.mark.long)])
-def test_a_bomb_changes_no_verdict_of_the_other_worker(isolation, num_honest, seconds):
+@pytest.mark.parametrize(
+    ("bomb", "num_honest", "seconds"),
+    [(list(BOMBS)[-1], 8, 1.0), *(pytest.param(bomb, 200, 4.0, marks=pytest.mark.long) for bomb in ALL_BOMBS)],
+)
+def test_a_bomb_changes_no_verdict_of_the_other_worker(isolation, bomb, num_honest, seconds):
+    program = THREADS.replace("BOMB", ALL_BOMBS[bomb]) + "while True: pass\ndef f(a, b): return 0\n"
     honest = list(itertools.islice(itertools.cycle(HONEST_JOBS), num_honest))
     jobs = [job(reply, tests, isolation) for reply, tests, _ in honest]
-    bombs = [job(f"{BOMB}\ndef f(a, b): return 0", tests, isolation, seconds) for tests in (ADD, prints("5"))]
+    bombs = [job(program, tests, isolation, seconds) for tests in (ADD, prints("5"))]
     pool, group = limited_pool(400)
     try:
         found = outcomes(pool, [bombs[0], *jobs[: num_honest // 2], bombs[1], *jobs[num_honest // 2 :]])
