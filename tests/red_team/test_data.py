@@ -196,7 +196,8 @@ def answer_to(check, work, seed):
     return answer
 
 
-@pytest.mark.parametrize("seeds", [range(0, 20), range(20, 40)], ids=str)
+# From 73 on: seeds of what once ended in a traceback or in a page of text.
+@pytest.mark.parametrize("seeds", [(*range(16), 73, 77, 147), (*range(16, 32), 198, 228, 236)], ids=("first", "second"))
 def test_mutated_rows_and_files(check, work, seeds):
     codes = [answer_to(check, work, seed).code for seed in seeds]
     assert set(codes) == {0, 2}, "the mutations are neither all harmless nor all fatal"
