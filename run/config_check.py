@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from config import CheckpointingConfig, Config, ConfigError, DatasetConfig, LossConfig
+from config import CheckpointingConfig, Config, ConfigError, DatasetConfig, LossConfig, shortened
 from run.config_keys import bounds, default_text, meanings, plain_name, settings
 
 MAX_NUMBER = 1e9  # of a key that declares no upper bound
@@ -262,31 +262,26 @@ def max_prompt_tokens(cfg: Config) -> int:
 def check_writable(key: str, folder: str) -> None:
     """Raise ConfigError if `folder`, the value of config key `key`, could not be made or written. Leaves nothing."""
     path = Path(folder).absolute()
-    setting = f"{key}={_end_of(folder)}"
+    setting = f"{key}={folder}"
     try:
         sizes = [len(os.fsencode(part)) for part in (path, *path.parts)]
     except UnicodeEncodeError:
         sizes = []
     if "\0" in folder or not sizes or sizes[0] > MAX_PATH_BYTES or max(sizes[1:]) > 255:
         limits = f"255 bytes, or has a byte 0 or half a character, or all of it is longer than {MAX_PATH_BYTES:,} bytes"
-        raise ConfigError(f"{key}={_end_of(folder)!r}: a name in it is longer than {limits}")
+        raise ConfigError(f"{key}={shortened(folder)}: a name in it is longer than {limits}")
     while not os.path.lexists(path):  # unlike Path.exists, also false below a folder that must not be searched
         path = path.parent
     try:
         real = Path(os.path.realpath(path, strict=True))
     except OSError as error:
-        reason = f"{_end_of(path)} is a link that cannot be followed ({error.strerror}); is a disk not mounted?"
+        reason = f"{path} is a link that cannot be followed ({error.strerror}); is a disk not mounted?"
         raise ConfigError(f"{setting}: {reason}") from None
     if not real.is_dir():
-        raise ConfigError(f"{setting}: {_end_of(path)} is a file, not a folder")
+        raise ConfigError(f"{setting}: {path} is a file, not a folder")
     if not os.access(real, os.W_OK | os.X_OK):
-        raise ConfigError(f"{setting}: no permission to write in {_end_of(path)}")
+        raise ConfigError(f"{setting}: no permission to write in {path}")
     try:
         tempfile.TemporaryFile(dir=real).close()
     except OSError as error:  # /proc says that it may be written
-        raise ConfigError(f"{setting}: cannot write in {_end_of(path)} ({error.strerror})") from None
-
-
-def _end_of(value: str | Path) -> str:
-    text = str(value)
-    return text if len(text) <= 120 else f"...{text[-120:]}"
+        raise ConfigError(f"{setting}: cannot write in {path} ({error.strerror})") from None

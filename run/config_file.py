@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from config import Config, ConfigError, shortened
+from config import Config, ConfigError, DataError, shortened
 from hf.files import open_regular
 from run import config_keys as keys
 from run import config_nemo, config_yaml
@@ -72,10 +72,10 @@ def _read_file(path: Path, parents: tuple[Path, ...], sizes: list[int]) -> list[
     try:
         with open_regular(path) as file:
             text = file.read(config_yaml.MAX_BYTES + 1) or b""
-    except OSError as error:
+    except DataError as error:
         named = f" (named by the defaults of {parents[-1]})" if parents else ""
         files = ", ".join(sorted(map(str, path.parent.glob("*.yaml")))) if os.path.isdir(path.parent) else ""
-        raise ConfigError(f"{path}: {error.strerror}{named}; yaml files there: {files or 'none'}") from None
+        raise ConfigError(f"{error}{named}; yaml files there: {files or 'none'}") from None
     if os.path.realpath(path) in map(os.path.realpath, parents):
         raise ConfigError(f"{path}: defaults go in a circle: {' -> '.join(map(str, (*parents, path)))}")
     sizes.append(len(text))

@@ -106,7 +106,7 @@ def test_some_prompts_too_long_are_counted(work):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["absent.yaml"], "absent.yaml: No such file or directory; yaml files there: run.yaml"),
+        (["absent.yaml"], "absent.yaml: cannot be read (No such file or directory); yaml files there: run.yaml"),
         (
             ["run.yaml", "grpo.num_prompt_per_step=4"],
             "unknown key 'grpo.num_prompt_per_step'. Did you mean 'grpo.num_prompts_per_step'?",

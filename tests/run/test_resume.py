@@ -119,7 +119,7 @@ def test_a_run_of_another_version_is_refused_with_a_sentence(run, tmp_path):
 def test_run_folder_without_its_config(run):
     folder, cfg = run
     (folder / "config.yaml").unlink()
-    assert refused(cfg).startswith(f"{folder}/config.yaml: No such file or directory")
+    assert refused(cfg).startswith(f"{folder}/config.yaml: cannot be read (No such file or directory)")
 
 
 @pytest.mark.parametrize(
