@@ -343,7 +343,7 @@ def _by_sympy(gold: str, answer: str) -> bool:
 
 
 def _expression(text: str, words: list[str]) -> Any:
-    """A sympy object, without floats and with words as symbols; None if the text is no mathematics."""
+    """A sympy object, without floats and with words as symbols. Raises anything if the text is no mathematics."""
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
 
     assert _split(text, "(?!)"), "brackets that do not close, or too many of them"
