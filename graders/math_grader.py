@@ -136,20 +136,21 @@ def equal(gold: str, answer: str) -> bool:
 def canonical(answer: str) -> str:
     """A text for majority votes: the same one for equal numbers, whatever their unit, and for equal words."""
     text = clean(answer)
-    if not number(text):
+    exact = number(text)
+    if exact is None:
         pairs = _named(_items(text)[1])
         text = quantity(pairs[0][1]).value if len(pairs) == 1 else text
-    exact = number(text)
+        exact = number(text)
     return str(exact.value) if exact else text.casefold() if is_word(text) else squeeze(text).replace(", ", ",")
 
 
 def _same(one: str, other: str) -> bool:
     """Of two clean texts, which may be lists."""
-    if squeeze(one) == squeeze(other):
-        return True
     numbers = number(one), number(other)
     if None not in numbers:
         return _same_numbers(*numbers)
+    if squeeze(one) == squeeze(other):
+        return True
     choices = _CHOICE.fullmatch(one), _CHOICE.fullmatch(other)
     if None not in choices and not (choices[0][2] and choices[1][2]) and choices[0][1].isupper():
         return choices[0][1] == choices[1][1].upper()
@@ -342,7 +343,7 @@ def _by_sympy(gold: str, answer: str) -> bool:
 
 
 def _expression(text: str, words: list[str]) -> Any:
-    """A sympy object, without floats and with words as symbols; None if the text is no mathematics."""
+    """A sympy object, without floats and with words as symbols. Raises anything if the text is no mathematics."""
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
 
     assert _split(text, "(?!)"), "brackets that do not close, or too many of them"

@@ -90,6 +90,7 @@ _NO_NOUN = re.compile(  # words that say more about a number than of what it is 
 _MEASURED = re.compile(r"(.*?(?:[\d.})%]|\\pi))(\s*)((?:[$€£¢]|[^\W\d_])(?:[\s^{}/.-]|\\cdot|(?<=[\^{-])\d|[^\W\d_])*)")
 _MONEY = re.compile(rf"([-+]?)\s*([$€£]|USD|EUR|GBP)\s*([-+]?\s*(?:{_DECIMAL}))")
 _PARTS = re.compile(rf"({_DECIMAL})\s*([a-zA-Z]+)(?:\s*,)?(?:\s+and)?(?:\s+|$)")
+_DIGITS = re.compile(r"-?[\d,.]+")
 _WORDS = re.compile(r"[^\W\d_]+(?:[ .'-]+[^\W\d_]+)*")
 # Letters that are a product of variables: no English word is without a vowel or y.
 _PRODUCT = re.compile(r"[b-df-hj-np-tv-xz]+|[xyz]+|[abcx]+|[a-z]")
@@ -112,6 +113,8 @@ class Quantity(NamedTuple):
 @lru_cache(maxsize=64)
 def clean(text: str) -> str:
     """Without what changes no meaning: $, \\left, \\text{}, thin spaces, a last period; one sign for one meaning."""
+    if _DIGITS.fullmatch(text):  # most answers
+        return text.removesuffix(".")
     text = text.translate(_SIGNS).strip().removesuffix(".").strip()
     while len(text) > 1 and text[0] == text[-1] == "$":
         text = text[1:-1].strip()
@@ -133,12 +136,14 @@ def number(text: str) -> Number | None:
     if match is None or (match["below"] and int(match["below"]) == 0):
         return None
     written = re.sub("[, ]", "", match["above"])
-    unit = Fraction(10) ** int(match["e"] or match["ten"] or 0) / (100 if match["percent"] else 1)
-    value = int(match["whole"] or 0) + Fraction(written) * unit / int(match["below"] or 1)
+    power = int(match["e"] or match["ten"] or 0) - (2 if match["percent"] else 0)
+    value = Fraction(f"{written}e{power}")
+    if below := int(match["below"] or 0):
+        value = value / below + int(match["whole"] or 0) * Fraction(10) ** power
     whole, _, decimals = written.partition(".")
     rounding = None
     if decimals and not match["below"] and len((whole + decimals).lstrip("0")) >= MIN_DIGITS:
-        rounding = unit / 10 ** len(decimals) / 2
+        rounding = Fraction(10) ** (power - len(decimals)) / 2
     return Number(-value if match["sign"] == "-" else value, rounding, bool(match["below"]), bool(match["percent"]))
 
 
