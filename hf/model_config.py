@@ -178,7 +178,8 @@ def weight_files(folder: Path) -> list[Path]:
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ConfigError(f"{index}: no 'weight_map' of name to file")
         files = [folder / name for name in sorted(set(weight_map.values()))]
-        if outside := [file for file in files if file.parent != folder or file.name in ("", "..")]:
+        # A name has 3 to 255 characters: `..` is the folder above, and a longer one no file system has.
+        if outside := [file for file in files if file.parent != folder or not 2 < len(file.name) < 256]:
             raise ConfigError(f"{index}: {str(outside[0])!r:.80} is no file of this folder")
     else:
         adapter = any(folder.glob("adapter_model.*"))

@@ -106,8 +106,8 @@ class Tokenizer:
         if template != "default":
             if not os.path.isfile(template):
                 raise DataError(
-                    f"policy.tokenizer.chat_template={template!r}: no such file, and no template either; default = the "
-                    "model's own, null = none"
+                    f"policy.tokenizer.chat_template={template!r:.80}: no such file, and no template either; default = "
+                    "the model's own, null = none"
                 )
             return {"default": read_text(template)}
         file = folder / "chat_template.jinja"

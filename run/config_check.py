@@ -279,9 +279,7 @@ def check_writable(key: str, folder: str) -> None:
         raise ConfigError(f"{setting}: {reason}") from None
     if not real.is_dir():
         raise ConfigError(f"{setting}: {path} is a file, not a folder")
-    if not os.access(real, os.W_OK | os.X_OK):
-        raise ConfigError(f"{setting}: no permission to write in {path}")
     try:
-        tempfile.TemporaryFile(dir=real).close()
-    except OSError as error:  # /proc says that it may be written
+        tempfile.TemporaryFile(dir=real).close()  # os.access says that /proc may be written
+    except OSError as error:
         raise ConfigError(f"{setting}: cannot write in {path} ({error.strerror})") from None

@@ -318,6 +318,23 @@ def test_refused(work, check, name):
     assert message in answer.message, answer.message
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("policy.generation.stop_token_ids", "[257, 300]", "policy.generation.stop_token_ids: 300 is no token"),
+        ("policy.generation.stop_token_ids", "[1000000000000]", "stop_token_ids"),
+        ("policy.tokenizer.chat_template", "no_such_" + "x" * 300, "no such file"),
+        ("policy.tokenizer.chat_template", "'{{ [1, 2] | random }}'", "No filter named 'random'"),
+        pytest.param("policy.tokenizer.chat_template", f"'{LOOPS}'", "takes more than 3 s", marks=pytest.mark.long),
+        pytest.param("policy.tokenizer.chat_template", "/dev/zero", "no such file", marks=pytest.mark.long),
+    ],
+)
+def test_refused_where_the_config_says_it(work, check, key, value, message):
+    answer = check(work, "run.yaml", f"{key}={value}")
+    assert_answered(answer, code=2)
+    assert message in answer.message, answer.message
+
+
 # ----------------------------------------------------------------------------------------------- seeded mutations
 
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")

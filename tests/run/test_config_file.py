@@ -192,7 +192,7 @@ def test_unreadable_files(write):
     )
     assert (
         message_of("configs")
-        == "configs: cannot be read (not a regular file; pipes and devices are not read); yaml files there: none"
+        == "configs: cannot be read (Is a directory); yaml files there: none"
     )
     assert message_of(write("grpo:\n\tseed: 1\n")) == (
         "run.yaml line 2: not yaml: found character '\\t' that cannot start any token"
