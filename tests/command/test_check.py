@@ -280,7 +280,7 @@ def test_folder_without_permission(mode, name):
         message = os.read(reader, 10_000).decode()
         os.close(reader), os.close(writer)
     path = os.path.join(folder, name)
-    assert message == f"ConfigError: logger.log_dir={path}: no permission to write in {folder}"
+    assert message == f"ConfigError: logger.log_dir={path}: cannot write in {folder} (Permission denied)"
 
 
 def test_check_imports_neither_torch_nor_vllm(work):

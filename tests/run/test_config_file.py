@@ -190,10 +190,7 @@ def test_unreadable_files(write):
     assert message_of("configs/b.yaml") == (
         "configs/b.yaml: cannot be read (No such file or directory); yaml files there: configs/a.yaml"
     )
-    assert (
-        message_of("configs")
-        == "configs: cannot be read (Is a directory); yaml files there: none"
-    )
+    assert message_of("configs") == "configs: cannot be read (Is a directory); yaml files there: none"
     assert message_of(write("grpo:\n\tseed: 1\n")) == (
         "run.yaml line 2: not yaml: found character '\\t' that cannot start any token"
     )
@@ -233,7 +230,8 @@ def test_wrong_defaults(write):
     write("defaults: ../b.yaml", "sub/a.yaml")
     assert "go in a circle" in message_of(write("defaults: sub/a.yaml", "b.yaml")), "seen through ../ too"
     assert message_of(write("defaults: none.yaml", "sub/a.yaml")) == (
-        "sub/none.yaml: cannot be read (No such file or directory) (named by the defaults of sub/a.yaml); yaml files there: sub/a.yaml"
+        "sub/none.yaml: cannot be read (No such file or directory) (named by the defaults of sub/a.yaml); yaml files "
+        "there: sub/a.yaml"
     )
     assert message_of(write("grpo: {seed: 1}\ndefaults: {a: 1}")) == (
         "run.yaml line 2: defaults: expected a file or a list of files, got a mapping"

@@ -178,7 +178,7 @@ def test_run_folder_that_must_not_be_written(run, monkeypatch):
     folder, cfg = run
     allowed = resume.os.access
     monkeypatch.setattr(resume.os, "access", lambda path, mode: path != folder and allowed(path, mode))
-    assert refused(cfg) == f"checkpointing.resume_from={folder}: no permission to write in {folder}"
+    assert refused(cfg) == f"checkpointing.resume_from={folder}: cannot write in {folder} (Permission denied)"
     resume.check_resumable(cfg, to_train=False)
 
 
