@@ -560,8 +560,12 @@ def exits(completions):
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [
-        (exits, RuntimeError, r"^mine:f raised SystemExit: 7 \(.*test_data\.py:\d+\)$"),
-        (lambda completions: completions.absent, RuntimeError, r"^mine:f raised AttributeError: .* \(.*test_data\.py"),
+        (exits, RuntimeError, r"^mine:f raised SystemExit: 7 \(.*test_hostile_data\.py:\d+\)$"),
+        (
+            lambda completions: completions.absent,
+            RuntimeError,
+            r"^mine:f raised AttributeError: .* \(.*test_hostile_data\.py",
+        ),
         (lambda completions: None, RuntimeError, "^mine:f raised TypeError: 'NoneType' object is not iterable"),
         (lambda completions: ["1"], RuntimeError, "^mine:f raised (TypeError|OverflowError): "),
         (lambda completions: [1j], RuntimeError, "^mine:f raised (TypeError|OverflowError): "),

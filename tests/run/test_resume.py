@@ -8,7 +8,7 @@ import pytest
 
 import config
 from config import ConfigError
-from run import config_file, resume
+from run import config_check, config_file, resume
 
 
 @pytest.fixture
@@ -176,8 +176,14 @@ def test_newest_run_with_a_checkpoint_is_found(run, tmp_path):
 
 def test_run_folder_that_must_not_be_written(run, monkeypatch):
     folder, cfg = run
-    allowed = resume.os.access
-    monkeypatch.setattr(resume.os, "access", lambda path, mode: path != folder and allowed(path, mode))
+    make = config_check.tempfile.TemporaryFile
+
+    def make_elsewhere(dir):
+        if dir == folder:
+            raise PermissionError(13, "Permission denied")
+        return make(dir=dir)
+
+    monkeypatch.setattr(config_check.tempfile, "TemporaryFile", make_elsewhere)  # root may write anywhere
     assert refused(cfg) == f"checkpointing.resume_from={folder}: cannot write in {folder} (Permission denied)"
     resume.check_resumable(cfg, to_train=False)
 
