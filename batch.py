@@ -3,7 +3,7 @@
 A rollout of B = P * G samples is cut into minibatches of `train_global_batch_size`, one for each optimizer step (the
 whole rollout is one, by default). A minibatch is cut into packs, the same number on every rank, because each is a
 collective of FSDP. The denominators of the loss are counts over a whole minibatch, all ranks and all packs.
-Dims: B samples, T packed tokens, R response tokens of a pack, S sequences of a pack.
+Dims: B samples, T packed tokens, R response tokens of a pack, S segments of a pack.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from advantages import kl_in_reward_advantages
 from config import Config
-from data import Pack, Sample, assign_to_ranks, empty_pack, pack_samples
+from data import Pack, Sample, assign_to_ranks, empty_pack, num_input_tokens, pack_samples
 from kernels import LossPath
 from loss import Metrics, clamp_abs, kl_estimate, seq_logp_error_mask
 from system.ranks import Ranks
@@ -25,7 +25,7 @@ from system.ranks import Ranks
 @dataclass(slots=True)
 class MicroBatch(Pack):
     """A `data.Pack` with tensors on the device in place of arrays, and what the trainer finds out about its R response
-    tokens. cu_seqlens stays on the host: the model reads it before it launches anything.
+    tokens. cu_seqlens and prefix_S stay on the host: the model reads them before it launches anything.
 
     mask_R: tokens that are trained on. num_grad_rows: only the first so many can have a gradient; the others are there
     for the metrics. old_logp_R, ref_logp_R: under the policy at the start of the step and under the reference policy;
@@ -43,17 +43,19 @@ class MicroBatch(Pack):
     @property
     def model_inputs(self) -> tuple:
         """The arguments of `model.Decoder.forward`."""
-        return self.token_T, self.position_T, self.cu_seqlens, self.pos_R, self.target_R
+        return self.token_T, self.position_T, self.cu_seqlens, self.pos_R, self.target_R, self.prefix_S
 
 
 @dataclass(slots=True)
 class Minibatch:
     """What one optimizer step sees: this rank's micro-batches, and counts over all ranks (0 until they are known).
 
-    num_tokens: trained tokens. num_seqs: sequences that have any. num_positive_tokens: those of rewards > 0.
+    num_input_tokens: what the model computes. num_tokens: trained tokens. num_seqs: sequences that have any.
+    num_positive_tokens: those of rewards > 0.
     """
 
     micros: list[MicroBatch]
+    num_input_tokens: int
     num_tokens: int = 0
     num_seqs: int = 0
     num_positive_tokens: int = 0
@@ -65,27 +67,29 @@ def make_minibatches(
     """This rank's minibatches of a rollout. Every rank works out the packs of all ranks, so that all make the same
     number of collectives; a rank with fewer packs runs empty ones."""
     size = cfg.policy.train_global_batch_size or len(samples)
-    max_tokens = cfg.policy.sequence_packing.train_mb_tokens
+    packing = cfg.policy.sequence_packing
+    for sample, adv in zip(samples, adv_B, strict=True):
+        sample.advantage = adv
     minibatches = []
     for first in range(0, len(samples), size):
         # A sample that was filtered out takes no part in any forward.
-        members = [i for i in range(first, min(first + size, len(samples))) if samples[i].mask.any()]
-        packs_of_rank = []
-        for share in assign_to_ranks([samples[i].num_tokens for i in members], ranks.world_size):
-            chosen = [members[k] for k in share]
-            packs_of_rank.append(pack_samples([samples[i] for i in chosen], [adv_B[i] for i in chosen], max_tokens))
+        members = [sample for sample in samples[first : first + size] if sample.mask.any()]
+        shares = assign_to_ranks(members, ranks.world_size, packing.train_mb_tokens, packing.share_prefix)
+        packs_of_rank = [pack_samples(share, packing.train_mb_tokens) for share in shares]
         num_packs = max(1, *map(len, packs_of_rank))  # one also where everything was filtered out
         packs = packs_of_rank[ranks.rank]
         packs += [empty_pack()] * (num_packs - len(packs))
-        minibatches.append(Minibatch([to_device(pack, device) for pack in packs]))
+        num_computed = sum(num_input_tokens(part) for share in shares for part in share)
+        minibatches.append(Minibatch([to_device(pack, device) for pack in packs], num_computed))
     return minibatches
 
 
 def to_device(pack: Pack, device: torch.device) -> MicroBatch:
-    arrays = {field.name: getattr(pack, field.name) for field in fields(pack) if field.name != "cu_seqlens"}
+    on_host = {"cu_seqlens": pack.cu_seqlens, "prefix_S": pack.prefix_S}
+    arrays = {field.name: getattr(pack, field.name) for field in fields(pack) if field.name not in on_host}
     tensors = {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
     mask_R = torch.ones_like(tensors["adv_R"], dtype=torch.bool)
-    return MicroBatch(**tensors, cu_seqlens=pack.cu_seqlens, mask_R=mask_R, num_grad_rows=len(mask_R))
+    return MicroBatch(**tensors, **on_host, mask_R=mask_R, num_grad_rows=len(mask_R))
 
 
 def needs_old_logps(cfg: Config) -> bool:

@@ -210,6 +210,8 @@ class DTensorConfig:
 class SequencePackingConfig:
     train_mb_tokens: int = key(2048, ">= 1")
     """A pack (micro-batch) holds at most this many tokens; no sequence is split."""
+    share_prefix: bool = True
+    """The samples of a prompt that lie in one pack share it: it is computed once."""
 
 
 @dataclass(frozen=True, slots=True)

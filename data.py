@@ -41,7 +41,8 @@ class Sample:
     prompt: the index of the problem in the step; groups are made from it, never from text. index: the sample's number
     in its group. mask: False at output ids that were not sampled (an observation) or are not trained on; so lengths
     come from output_ids. reward, rewards (the parts of it), outcome, extracted (the answer in the reply): the grader's;
-    unshaped_reward: after scaling, before shaping (advantages.py). messages: for a reward model to score, else none.
+    unshaped_reward: after scaling, before shaping; advantage: of all its tokens (advantages.py). messages: for a reward
+    model to score, else none.
 
     Example (one turn): prompt 0, index 3, prompt_ids [5, 7, 2], output_ids [9, 3], sampler_logps [-0.1, -0.7],
     mask [True, True], finish_reason "stop", weight_version 12, reward 1.0, outcome "ok".
@@ -59,6 +60,7 @@ class Sample:
     reward: float = float("nan")
     outcome: str = "ungraded"
     unshaped_reward: float = float("nan")
+    advantage: float = float("nan")
     rewards: dict[str, float] = field(default_factory=dict)
     extracted: str | None = None
     env_name: str = ""
@@ -87,17 +89,23 @@ def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 @dataclass(slots=True)
 class Pack:
-    """Whole sequences back to back, without padding. Inputs are ids[:-1] of each sequence, targets ids[1:].
+    """Sequences as segments back to back, without padding. A prompt that several of them share is there once.
 
-    T counts input tokens, R those of them whose target was sampled (`pos_R`): the others (prompt, observation) never
-    reach the head. adv_R, reward_R: of the token's sample; seq_R: number of its sequence within the pack.
-    Example: the Sample above alone: token_T [5, 7, 2, 9], position_T [0, 1, 2, 3], cu_seqlens [0, 4], pos_R [2, 3],
-    target_R [9, 3], sampler_logp_R [-0.1, -0.7], seq_R [0, 0].
+    A segment is a whole sequence, a shared prompt, or the response to one; prefix_S is the segment that a response
+    continues, else -1. Inputs are ids[:-1] of each sequence, targets ids[1:]. T counts input tokens, R the targets that
+    were sampled: the others (prompt, observation) never reach the head. pos_R: the row in T that predicts the target;
+    the last row of a shared prompt predicts several. adv_R, reward_R: of the token's sample; seq_R: number of its
+    sequence within the pack.
+    Example: the Sample above alone: token_T [5, 7, 2, 9], position_T [0, 1, 2, 3], cu_seqlens [0, 4], prefix_S [-1],
+    pos_R [2, 3], target_R [9, 3], sampler_logp_R [-0.1, -0.7], seq_R [0, 0]. With a second one of the same prompt and
+    output_ids [8, 6]: token_T [5, 7, 2, 9, 8], position_T [0, 1, 2, 3, 3], cu_seqlens [0, 3, 4, 5],
+    prefix_S [-1, 0, 0], pos_R [2, 3, 2, 4], target_R [9, 3, 8, 6], seq_R [0, 0, 1, 1].
     """
 
-    token_T: np.ndarray  # int64, as position_T, pos_R, target_R, seq_R
+    token_T: np.ndarray  # int64, as all others that have no type here
     position_T: np.ndarray
-    cu_seqlens: np.ndarray  # int32, [S + 1]
+    cu_seqlens: np.ndarray  # int32, [S + 1]: bounds of the segments
+    prefix_S: np.ndarray
     pos_R: np.ndarray
     target_R: np.ndarray
     sampler_logp_R: np.ndarray  # float32, as adv_R and reward_R
@@ -106,22 +114,48 @@ class Pack:
     reward_R: np.ndarray
 
 
-def assign_to_ranks(lengths: Sequence[int], world_size: int) -> list[list[int]]:
-    """Indices of the samples that each rank trains on: longest first to the least loaded rank, ties to the lowest."""
+def num_input_tokens(samples: Sequence[Sample]) -> int:
+    """Of samples that share a prompt, in one pack: the prompt once, and each response without its last token."""
+    return len(samples[0].prompt_ids) + sum(len(sample.output_ids) - 1 for sample in samples)
+
+
+def assign_to_ranks(
+    samples: Sequence[Sample], world_size: int, max_tokens: int, share_prefix: bool
+) -> list[list[list[Sample]]]:
+    """The parts of groups that each rank trains on. The samples of a part share their prompt in a pack of <=
+    `max_tokens` input tokens; without `share_prefix` each sample is a part.
+
+    Large parts save tokens, small ones balance the ranks: of several sizes, that whose most loaded rank has least.
+    """
+    splits = [_split_groups(samples, num_parts, max_tokens) for num_parts in (1, 2, 4, 8) if share_prefix]
+    splits.append([[sample] for sample in samples])
+    shares_of_splits = [balance(split, world_size) for split in splits]
+    return min(shares_of_splits, key=lambda shares: max(sum(map(num_input_tokens, share)) for share in shares))
+
+
+def _split_groups(samples: Sequence[Sample], num_parts: int, max_tokens: int) -> list[list[Sample]]:
+    """Groups, each cut into about `num_parts` equal parts of <= `max_tokens` input tokens."""
+    parts = []
+    for group in groups_of(samples):
+        lengths = [len(sample.output_ids) - 1 for sample in group]
+        room = min(max_tokens - len(group[0].prompt_ids), max(-(-sum(lengths) // num_parts), *lengths))
+        parts += [[group[i] for i in members] for members in first_fit(lengths, room)]
+    return parts
+
+
+def balance(parts: Sequence[list[Sample]], world_size: int) -> list[list[list[Sample]]]:
+    """The parts of each rank: longest first to the least loaded rank, ties to the lowest."""
     load = [0] * world_size
-    assigned: list[list[int]] = [[] for _ in range(world_size)]
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        rank = min(range(world_size), key=lambda r: (load[r], len(assigned[r]), r))
-        load[rank] += lengths[i]
-        assigned[rank].append(i)
-    return assigned
+    shares: list[list[list[Sample]]] = [[] for _ in range(world_size)]
+    for part in sorted(parts, key=num_input_tokens, reverse=True):
+        rank = min(range(world_size), key=lambda r: (load[r], len(shares[r]), r))
+        load[rank] += num_input_tokens(part)
+        shares[rank].append(part)
+    return shares
 
 
 def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices of the sequences of each pack: first-fit decreasing into packs of <= `max_tokens`.
-
-    Longest first also puts sequences of equal length side by side, which the CPU attention takes as one call.
-    """
+    """Indices of what lies in each pack of <= `max_tokens`: first-fit decreasing."""
     packs: list[list[int]] = []
     room: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -135,33 +169,53 @@ def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return packs
 
 
-def pack_samples(samples: Sequence[Sample], adv_B: Sequence[float], max_tokens: int) -> list[Pack]:
-    """Packs of <= `max_tokens` input tokens; config_check forbids longer samples."""
-    packs = first_fit([sample.num_tokens - 1 for sample in samples], max_tokens)
-    return [_pack([samples[i] for i in members], [adv_B[i] for i in members]) for members in packs]
+def pack_samples(parts: Sequence[list[Sample]], max_tokens: int) -> list[Pack]:
+    """Packs of <= `max_tokens` input tokens; the samples of a part share their prompt. config_check forbids longer
+    samples."""
+    packs = first_fit([num_input_tokens(part) for part in parts], max_tokens)
+    return [_pack([parts[i] for i in members]) for members in packs]
 
 
-def _pack(samples: list[Sample], adv_S: list[float]) -> Pack:
-    parts: dict[str, list[np.ndarray]] = defaultdict(list)
-    ends = [0]
-    for number, (sample, adv) in enumerate(zip(samples, adv_S, strict=True)):
-        ids = np.concatenate([np.asarray(sample.prompt_ids, np.int64), sample.output_ids.astype(np.int64)])
-        sampled = np.flatnonzero(sample.mask)
-        position_R = len(sample.prompt_ids) + sampled - 1  # the position that predicts the sampled id
-        parts["token_T"].append(ids[:-1])
-        parts["position_T"].append(np.arange(len(ids) - 1))
-        parts["pos_R"].append(ends[-1] + position_R)
-        parts["target_R"].append(ids[position_R + 1])
-        parts["sampler_logp_R"].append(sample.sampler_logps[sampled].astype(np.float32))
-        parts["adv_R"].append(np.full(len(sampled), adv, np.float32))
-        parts["seq_R"].append(np.full(len(sampled), number))
-        parts["reward_R"].append(np.full(len(sampled), sample.reward, np.float32))
-        ends.append(ends[-1] + len(ids) - 1)
-    return Pack(**{name: np.concatenate(arrays) for name, arrays in parts.items()}, cu_seqlens=np.int32(ends))
+def _pack(parts: list[list[Sample]]) -> Pack:
+    heads = []  # (input ids, part): a whole sequence or a shared prompt
+    tails = []  # (number of the head, input ids, sample): a response to a shared prompt
+    for part in parts:
+        rest = part[0].output_ids[:-1] if len(part) == 1 else ()
+        heads.append((np.concatenate([part[0].prompt_ids, rest]).astype(np.int64), part))
+    heads.sort(key=lambda head: -len(head[0]))
+    for number, (_, part) in enumerate(heads):
+        tails += [(number, sample.output_ids[:-1].astype(np.int64), sample) for sample in part if len(part) > 1]
+    # Equal shapes lie side by side: the CPU attention takes them as one call. A response of one id has no input.
+    tails = sorted((t for t in tails if len(t[1])), key=lambda t: (-len(t[2].prompt_ids), -len(t[1])))
+    ids_S = [ids for ids, _ in heads] + [ids for _, ids, _ in tails]
+    first_S = [0] * len(heads) + [len(sample.prompt_ids) for *_, sample in tails]
+    starts = np.cumsum([0, *map(len, ids_S)])
+    response_starts = {id(sample): start for start, (*_, sample) in zip(starts[len(heads) :], tails, strict=False)}
+    rows: dict[str, list[np.ndarray]] = defaultdict(list)
+    for start, (_, part) in zip(starts, heads, strict=False):
+        prompt_end = start + len(part[0].prompt_ids)
+        for sample in part:
+            assert sample.prompt_ids == part[0].prompt_ids, f"group {sample.prompt}: prompts differ"
+            sampled = np.flatnonzero(sample.mask)
+            response_start = response_starts.get(id(sample), prompt_end)
+            # An id is predicted in the row of the id before it, the first one of a response at the prompt's end.
+            rows["pos_R"].append(np.where(sampled > 0, response_start + sampled, prompt_end) - 1)
+            rows["target_R"].append(sample.output_ids[sampled].astype(np.int64))
+            rows["sampler_logp_R"].append(sample.sampler_logps[sampled].astype(np.float32))
+            rows["adv_R"].append(np.full(len(sampled), sample.advantage, np.float32))
+            rows["seq_R"].append(np.full(len(sampled), len(rows["seq_R"])))
+            rows["reward_R"].append(np.full(len(sampled), sample.reward, np.float32))
+    return Pack(
+        token_T=np.concatenate(ids_S),
+        position_T=np.concatenate([first + np.arange(len(ids)) for first, ids in zip(first_S, ids_S, strict=True)]),
+        cu_seqlens=np.int32(starts),
+        prefix_S=np.array([-1] * len(heads) + [number for number, *_ in tails]),
+        **{name: np.concatenate(arrays) for name, arrays in rows.items()},
+    )
 
 
 def empty_pack() -> Pack:
     """One token, no response token: what a rank with fewer packs runs so that every rank joins every collective."""
     zero, none = np.zeros(1, np.int64), np.zeros(0, np.int64)
     floats = np.zeros(0, np.float32)
-    return Pack(zero, zero, np.int32([0, 1]), none, none, floats, floats, none, floats)
+    return Pack(zero, zero, np.int32([0, 1]), zero - 1, none, none, floats, floats, none, floats)

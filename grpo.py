@@ -8,7 +8,7 @@ Each rank is one process that holds its FSDP shards of the policy and a whole vL
 parallelism); on a GPU they take turns with its memory. `train` below is the algorithm, top to bottom.
 
 Names of tensors end in their logical dims, everywhere in this program: P prompts of a step (all ranks), G samples per
-prompt, B = P * G samples, T packed tokens, R response tokens of a pack, S sequences of a pack, D hidden, V vocabulary,
+prompt, B = P * G samples, T packed tokens, R response tokens of a pack, S segments of a pack, D hidden, V vocabulary,
 N heads, K key/value heads, H head dim, C a chunk of R.
 """
 
@@ -169,6 +169,7 @@ def training_metrics(
     sums = {name: value for name, value in sums.items() if name != DEVIATION}
     return derived_metrics(mask_metrics | reduce_over_ranks(sums, divide_sums_by=num_optimizer_steps)) | {
         "num_optimizer_steps": num_optimizer_steps,
+        "train_tokens": sum(minibatch.num_input_tokens for minibatch in minibatches),
         "global_valid_toks": sum(minibatch.num_tokens for minibatch in minibatches),
         "global_valid_seqs": sum(minibatch.num_seqs for minibatch in minibatches),
     }

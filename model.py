@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention.varlen import varlen_attn
@@ -35,19 +36,48 @@ VARLEN_GQA = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
 
 @dataclass(frozen=True, eq=False)
 class PackLayout:
-    """Where the sequences of a pack lie; read once per forward, so that no layer waits for the device."""
+    """Where the segments of a pack lie, and which keys each attends to: those of its prefix, then its own. Read once
+    per forward, so that no layer waits for the device."""
 
-    runs: list[tuple[int, int]]  # (number of sequences, their length), of neighbours equally long
-    max_length: int
-    cu_seqlens: Tensor  # [S+1] int32 on the model's device
+    runs: list[tuple[int, int, int, Tensor | None]]  # (segments, queries and keys of each, mask) of neighbours alike
+    cu_queries: Tensor  # [S+1] int32 on the model's device, as cu_keys
+    cu_keys: Tensor
+    key_rows: Tensor | None  # the rows of all keys, segment by segment; None where no segment has a prefix
 
     @classmethod
-    def of(cls, cu_seqlens, num_tokens: int, device: torch.device) -> "PackLayout":
+    def of(cls, cu_seqlens, prefix_S, num_tokens: int, device: torch.device) -> "PackLayout":
         ends = cu_seqlens.tolist()
-        lengths = [end - start for start, end in pairwise(ends)]
-        assert ends[0] == 0 and ends[-1] == num_tokens and min(lengths) > 0, (ends, num_tokens)
-        runs = [(len(list(group)), length) for length, group in groupby(lengths)]
-        return cls(runs, max(lengths), torch.tensor(ends, dtype=torch.int32, device=device))
+        rows_S = [range(start, end) for start, end in pairwise(ends)]
+        assert ends[0] == 0 and ends[-1] == num_tokens and min(map(len, rows_S)) > 0, (ends, num_tokens)
+        prefixes = [-1] * len(rows_S) if prefix_S is None else prefix_S.tolist()
+        keys_S = [[*(rows_S[p] if p >= 0 else ()), *rows] for p, rows in zip(prefixes, rows_S, strict=True)]
+        runs = []
+        for (queries, keys), run in groupby(zip(map(len, rows_S), map(len, keys_S), strict=True)):
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+            runs.append((len(list(run)), queries, keys, None if queries == keys else mask))
+        cu_keys = [0, *accumulate(map(len, keys_S))]
+        bounds = (torch.tensor(cu, dtype=torch.int32, device=device) for cu in (ends, cu_keys))
+        key_rows = None if max(prefixes) < 0 else torch.tensor(list(chain(*keys_S)), device=device)
+        return cls(runs, *bounds, key_rows)
+
+
+class GatherRows(torch.autograd.Function):
+    """x[row_M], of which rows may repeat: then the gradients of a row are summed in a fixed order, in float32 or the
+    wider type of x. (The gradient of plain indexing adds 16-bit floats by atomics.)"""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, row_M: Tensor) -> Tensor:
+        ctx.save_for_backward(row_M)
+        ctx.shape = x.shape
+        return x.index_select(0, row_M)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        (row_M,) = ctx.saved_tensors
+        wide = grad.flatten(1).to(torch.promote_types(grad.dtype, torch.float32))
+        summed = torch.ops.aten.embedding_dense_backward(wide, row_M, ctx.shape[0], -1, False)
+        return summed.to(grad.dtype).view(ctx.shape), None
 
 
 def uses_flash_attention(device_type: str, dtype: torch.dtype) -> bool:
@@ -56,20 +86,24 @@ def uses_flash_attention(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def packed_attention(query_TNH: Tensor, key_TKH: Tensor, value_TKH: Tensor, layout: PackLayout) -> Tensor:
-    """Causal attention of each sequence of the pack to itself, K <= N (GQA). Returns [T, N * H]."""
+    """Causal attention of each segment of the pack to its prefix and itself, K <= N (GQA). Returns [T, N * H]."""
+    if layout.key_rows is not None:
+        key_TKH, value_TKH = (GatherRows.apply(x, layout.key_rows) for x in (key_TKH, value_TKH))
     if uses_flash_attention(query_TNH.device.type, query_TNH.dtype):
-        bounds = (layout.cu_seqlens, layout.cu_seqlens, layout.max_length, layout.max_length)
-        causal = (-1, 0)
+        most_queries, most_keys = (max(run[i] for run in layout.runs) for i in (1, 2))
+        bounds = (layout.cu_queries, layout.cu_keys, most_queries, most_keys)
+        causal = (-1, 0)  # a segment's last query sees its last key
         return varlen_attn(query_TNH, key_TKH, value_TKH, *bounds, window_size=causal, **VARLEN_GQA).flatten(1)
-    # Neighbours of equal length are one batched call on a view: small models pay for the number of calls.
-    outs, row = [], 0
-    for count, length in layout.runs:
-        rows = slice(row, row := row + count * length)
-        query, key, value = (
-            x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (query_TNH, key_TKH, value_TKH)
-        )
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        outs.append(out.transpose(1, 2).reshape(count * length, -1))
+    # Neighbours of equal shape are one batched call on a view: small models pay for the number of calls.
+    outs = []
+    row = key_row = 0
+    for count, queries, keys, mask in layout.runs:
+        rows = slice(row, row := row + count * queries)
+        key_rows = slice(key_row, key_row := key_row + count * keys)
+        parts = (query_TNH[rows], key_TKH[key_rows], value_TKH[key_rows])
+        query, key, value = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in parts)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        outs.append(out.transpose(1, 2).reshape(count * queries, -1))
     return torch.cat(outs)
 
 
@@ -105,7 +139,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight * F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.weight * F.rms_norm(wide, x.shape[-1:], eps=self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -193,6 +228,7 @@ class Decoder(nn.Module):
         cu_seqlens,
         pos_R: Tensor | None = None,
         target_R: Tensor | None = None,
+        prefix_S=None,
         *,
         logprob_fn: Callable | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
@@ -205,7 +241,7 @@ class Decoder(nn.Module):
         `cu_seqlens` [S+1], a numpy array or a tensor, rises strictly from 0 to T. On CUDA give it as numpy:
         FSDP moves tensors to the device, and reading one back waits for all kernels queued there.
         """
-        layout = PackLayout.of(cu_seqlens, len(token_T), token_T.device)
+        layout = PackLayout.of(cu_seqlens, prefix_S, len(token_T), token_T.device)
         hidden_TD = self.model["embed_tokens"](token_T)
         cos_T1H, sin_T1H = rope_cos_sin(self.config, position_T, hidden_TD.dtype)
         for block in self.model["layers"]:
@@ -214,7 +250,7 @@ class Decoder(nn.Module):
         weight_VD = (self.lm_head or self.model["embed_tokens"]).weight
         if pos_R is None:
             return F.linear(hidden_TD, weight_VD)
-        hidden_RD = hidden_TD.index_select(0, pos_R)
+        hidden_RD = GatherRows.apply(hidden_TD, pos_R)
         logprob_fn = logprob_fn or partial(linear_logp, return_entropy=True)
         limit = self.vocab_limit
         return logprob_fn(hidden_RD, weight_VD[:limit], target_R, temperature=self.temperature, backend=self.backend)

@@ -70,6 +70,7 @@ class RunLog:
         tokens_per_sec = tokens / total
         values = {f"train/{name}": value for name, value in train.items()}
         values |= {f"timing/train/{TIMING_NAMES.get(name, name)}": value for name, value in seconds.items()}
+        values["performance/train_tokens"] = values.pop("train/train_tokens")
         values["performance/tokens_per_sec"] = tokens_per_sec
         values["performance/samples_per_sec"] = samples / total
         per_gpu = {

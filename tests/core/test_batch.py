@@ -14,7 +14,7 @@ from kernels import KernelBackend
 from run.setup import loss_path_of
 from system.ranks import Ranks
 
-PACKS_OF_64 = {"sequence_packing": config.SequencePackingConfig(64)}
+PACKS_OF_64 = {"sequence_packing": config.SequencePackingConfig(64, share_prefix=False)}
 
 
 @pytest.fixture
@@ -71,6 +71,33 @@ def test_every_sample_is_in_one_pack_of_its_minibatch(step, world_size):
         assert all(micro.token_T.tolist() == [0] and micro.num_grad_rows == 0 for micro in empty)
         assert bool(empty) == (world_size == 16)
     assert all(len(of_rank) == 3 for of_rank in of_ranks)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_shared_prompt_is_computed_once_in_a_pack(step, world_size):
+    """Tokens of a pack: the prompts of the groups in it, each once, and the responses without their last ids."""
+    samples, adv_B = step
+    samples[3].mask[:] = False  # filtered out
+    counts = {}
+    for share_prefix in (False, True):
+        packing = config.SequencePackingConfig(64, share_prefix)
+        cfg = settings(policy={"sequence_packing": packing, "train_global_batch_size": 8})
+        of_ranks = [make_minibatches(samples, adv_B, cfg, rank(r, world_size), CPU) for r in range(world_size)]
+        for minibatches in zip(*of_ranks, strict=True):
+            micros = [micro for minibatch in minibatches for micro in minibatch.micros if len(micro.pos_R)]
+            num_tokens = 0
+            for micro in micros:
+                # Advantages tell samples apart: each is in one pack.
+                members = [sample for sample, adv in zip(samples, adv_B, strict=True) if np.float32(adv) in micro.adv_R]
+                prompts = {sample.prompt: sample.prompt_ids for sample in members}
+                heads = prompts.values() if share_prefix else [sample.prompt_ids for sample in members]
+                num_tokens += sum(map(len, heads)) + sum(len(sample.output_ids) - 1 for sample in members)
+            computed = sum(len(micro.token_T) for micro in micros)
+            assert [minibatch.num_input_tokens for minibatch in minibatches] == [computed] * world_size
+            # Ranks are balanced with parts of groups: two parts of one group can meet in a pack again.
+            assert computed == num_tokens or (world_size > 1 and share_prefix)
+        counts[share_prefix] = sum(minibatch.num_input_tokens for minibatch in of_ranks[0])
+    assert counts[True] < counts[False] == sum(sample.num_tokens - 1 for sample in samples if sample.mask.any())
 
 
 def test_a_minibatch_without_a_sample_to_train_on_is_one_empty_pack(step, one_rank):

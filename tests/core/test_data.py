@@ -1,79 +1,150 @@
-"""Samples to ranks and packs, against naive loops."""
+"""Samples to ranks and packs, against brute force."""
 
-from itertools import chain
+from itertools import groupby, pairwise
 
 import numpy as np
 import pytest
-from dist_case import make_samples
 
 import data
 
 # ----------------------------------------------------------------------------------------------- samples and packs
 
 
+def sample_of(prompt, prompt_length, response_length, index=0, seed=0):
+    rng = np.random.default_rng([seed, prompt, index])
+    return data.Sample(
+        prompt=prompt,
+        index=index,
+        row_id=prompt,
+        prompt_ids=np.random.default_rng([seed, prompt]).integers(0, 200, prompt_length).tolist(),
+        output_ids=rng.integers(0, 200, response_length).astype(np.int32),
+        sampler_logps=rng.normal(size=response_length).astype(np.float32),
+        mask=rng.random(response_length) < 0.8,
+        finish_reason="stop",
+        weight_version=0,
+        reward=float(rng.integers(2)),
+        advantage=float(rng.normal()),
+    )
+
+
+def random_groups(seed):
+    """Groups of 1 to 16 samples in any order: prompts and responses of 1 to 40 ids."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for prompt in range(rng.integers(4, 9)):
+        prompt_length = int(rng.integers(1, 41))
+        for index in range(int(rng.integers(1, 17))):
+            samples.append(sample_of(prompt, prompt_length, int(rng.integers(1, 41)), index, seed))
+    rng.shuffle(samples)
+    return samples
+
+
+@pytest.mark.parametrize("share_prefix", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 30])
-def test_ranks_get_every_sample_once_and_equal_loads(world_size):
-    lengths = np.random.default_rng(0).integers(1, 100, 25).tolist()
-    shares = data.assign_to_ranks(lengths, world_size)
-    assert sorted(chain(*shares)) == list(range(25)) and len(shares) == world_size
-    loads = [sum(lengths[i] for i in share) for share in shares]
-    assert max(loads) - min(loads) <= max(lengths) and shares == data.assign_to_ranks(lengths, world_size)
+def test_ranks_get_every_sample_once_and_no_rank_more_than_without_sharing(world_size, share_prefix):
+    samples = random_groups(0)
+    shares = data.assign_to_ranks(samples, world_size, 100, share_prefix)
+    assert len(shares) == world_size
+    places = [(sample.prompt, sample.index) for share in shares for part in share for sample in part]
+    assert sorted(places) == sorted((sample.prompt, sample.index) for sample in samples)
+    assert all(len({sample.prompt for sample in part}) == 1 for share in shares for part in share)
+    assert max(data.num_input_tokens(part) for share in shares for part in share) <= 100
+    loads = [sum(map(data.num_input_tokens, share)) for share in shares]
+    alone = data.assign_to_ranks(samples, world_size, 100, share_prefix=False)
+    loads_alone = [sum(map(data.num_input_tokens, share)) for share in alone]
+    assert max(loads_alone) - min(loads_alone) <= max(sample.num_tokens for sample in samples)
+    assert max(loads) <= max(loads_alone)
+    assert sum(loads) < 0.8 * sum(loads_alone) or not share_prefix or world_size > 3
 
 
 def test_rank_shares_by_hand():
-    assert data.assign_to_ranks([5, 9, 5, 4], 2) == [[1, 3], [0, 2]]
-    assert data.assign_to_ranks([2, 2, 2, 2], 2) == [[0, 2], [1, 3]]
-    assert data.assign_to_ranks([3], 3) == [[0], [], []]
+    def prompts(world_size, *sizes):
+        shares = data.balance([[sample_of(i, 1, size)] for i, size in enumerate(sizes)], world_size)
+        return [[part[0].prompt for part in share] for share in shares]
+
+    assert prompts(2, 5, 9, 5, 4) == [[1, 3], [0, 2]]
+    assert prompts(2, 2, 2, 2, 2) == [[0, 2], [1, 3]]
+    assert prompts(3, 3) == [[0], [], []]
 
 
-def naive_tokens(sample, adv):
-    """(row, target, sampler's logp, advantage) of each sampled token, one at a time."""
-    prompt, found = len(sample.prompt_ids), []
-    for k in range(len(sample.output_ids)):
-        if sample.mask[k]:
-            found.append((prompt + k - 1, int(sample.output_ids[k]), sample.sampler_logps[k], np.float32(adv)))
-    return found
+def test_a_group_stays_together_where_it_fits():
+    """A prompt of 10 and four responses of 6 ids: 10 + 4 x 5 = 30 input tokens, alone 4 x 15 = 60."""
+    group = [sample_of(0, 10, 6, index) for index in range(4)]
+    assert [[len(part) for part in share] for share in data.assign_to_ranks(group, 1, 30, True)] == [[4]]
+    assert [[len(part) for part in share] for share in data.assign_to_ranks(group, 1, 29, True)] == [[3, 1]]
+    two_ranks = data.assign_to_ranks(group, 2, 30, True)  # 20 + 20, not 30 + 0
+    assert [[len(part) for part in share] for share in two_ranks] == [[2], [2]]
 
 
-@pytest.mark.parametrize("max_tokens", [29, 40, 64, 1000])
-def test_packs_hold_every_sampled_token_once(max_tokens):
-    samples, adv_B = make_samples(100_000)
+def context(pack, row):
+    """The ids that the row sees and their positions: its prefix, then its segment as far as the row."""
+    bounds = list(pairwise(pack.cu_seqlens.tolist()))
+    segment = next(s for s, (start, end) in enumerate(bounds) if start <= row < end)
+    prefix = pack.prefix_S[segment]
+    rows = [*(range(*bounds[prefix]) if prefix >= 0 else ()), *range(bounds[segment][0], row + 1)]
+    return tuple(pack.token_T[rows].tolist()), pack.position_T[rows].tolist()
+
+
+@pytest.mark.parametrize("max_tokens", [79, 120, 5000])
+@pytest.mark.parametrize("share_prefix", [False, True])
+def test_packs_hold_every_sampled_token_once_behind_its_context(max_tokens, share_prefix):
+    samples = random_groups(1)
     samples[7].mask[:] = False  # not one token sampled: context only
-    packs, seen = data.pack_samples(samples, adv_B, max_tokens), []
-    by_ids = {(*s.prompt_ids, *map(int, s.output_ids)): (s, adv) for s, adv in zip(samples, adv_B, strict=True)}
-    by_inputs = {ids[:-1]: ids for ids in by_ids}
-    assert len(by_inputs) == len(samples)
+    (share,) = data.assign_to_ranks(samples, 1, max_tokens, share_prefix)
+    packs = data.pack_samples(share, max_tokens)
+    packed = []
+    num_sequences = 0
     for pack in packs:
-        starts, lengths = pack.cu_seqlens[:-1], np.diff(pack.cu_seqlens)
         assert len(pack.token_T) == pack.cu_seqlens[-1] <= max_tokens and pack.cu_seqlens[0] == 0
-        assert sorted(lengths, reverse=True) == lengths.tolist()
-        assert pack.position_T.tolist() == [p for length in lengths for p in range(length)]
-        for s, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-            ids = by_inputs[tuple(pack.token_T[start : start + length].tolist())]  # whole, or a KeyError
-            of_s = pack.seq_R == s
-            columns = (pack.pos_R - start, pack.target_R, pack.sampler_logp_R, pack.adv_R)
-            assert list(zip(*(x[of_s].tolist() for x in columns), strict=True)) == naive_tokens(*by_ids[ids])
-            seen.append(ids)
+        names = ("pos_R", "target_R", "sampler_logp_R", "adv_R", "reward_R")
+        for row, *values in zip(*(getattr(pack, name).tolist() for name in names), strict=True):
+            ids, positions = context(pack, row)
+            assert positions == list(range(len(ids)))
+            packed.append((ids, *values))
+        assert (np.diff(pack.seq_R) >= 0).all()
+        num_sequences += len(np.unique(pack.seq_R))
         kinds = {name: getattr(pack, name).dtype for name in pack.__slots__}
         floats = dict.fromkeys(("sampler_logp_R", "adv_R", "reward_R"), np.float32)
         assert kinds == {name: np.int64 for name in kinds} | {"cu_seqlens": np.int32} | floats
-    assert sorted(seen) == sorted(by_ids)
+    expected = []
+    for sample in samples:
+        ids = (*sample.prompt_ids, *sample.output_ids.tolist())
+        for k in sample.mask.nonzero()[0]:
+            before = ids[: len(sample.prompt_ids) + k]
+            values = (sample.sampler_logps[k].item(), np.float32(sample.advantage).item(), sample.reward)
+            expected.append((before, ids[len(before)], *values))
+    assert sorted(packed) == sorted(expected)
+    assert num_sequences == sum(sample.mask.any() for sample in samples)
+    assert sum(len(pack.token_T) for pack in packs) == sum(map(data.num_input_tokens, share))
 
 
-def sample_of(length):
-    ids = np.arange(length, dtype=np.int32)
-    return data.Sample(0, 0, 0, [1], ids, np.zeros(length, np.float32), np.ones(length, bool), "stop", 0)
+def test_equal_shapes_lie_side_by_side():
+    """So that the CPU attention takes them in few calls: prompts of 3 and 5 ids, responses of 4 and 2 to each."""
+    groups = [[sample_of(p, size, length, g) for g, length in enumerate((4, 2, 4))] for p, size in enumerate((3, 5, 3))]
+    (pack,) = data.pack_samples(groups, 1000)
+    lengths = np.diff(pack.cu_seqlens)
+    prefix_lengths = np.where(pack.prefix_S >= 0, lengths[pack.prefix_S], 0)
+    shapes = zip(lengths.tolist(), prefix_lengths.tolist(), strict=True)
+    expected = [((5, 0), 1), ((3, 0), 2), ((3, 5), 2), ((1, 5), 1), ((3, 3), 4), ((1, 3), 2)]
+    assert [(shape, len(list(run))) for shape, run in groupby(shapes)] == expected
 
 
 def test_packing_by_hand():
     """First fit, longest first; a sequence of n + 1 ids is n input tokens."""
-    packs = data.pack_samples([sample_of(n) for n in (3, 6, 5, 2, 4)], [0.0] * 5, 10)
+    packs = data.pack_samples([[sample_of(i, 1, n)] for i, n in enumerate((3, 6, 5, 2, 4))], 10)
     assert [np.diff(pack.cu_seqlens).tolist() for pack in packs] == [[6, 4], [5, 3, 2]]
+    assert all((pack.prefix_S == -1).all() for pack in packs)
     with pytest.raises(AssertionError, match="sample of 11 tokens, packs of 10"):
-        data.pack_samples([sample_of(11)], [0.0], 10)
+        data.pack_samples([[sample_of(0, 1, 11)]], 10)
+
+
+def test_the_samples_of_a_part_have_one_prompt():
+    with pytest.raises(AssertionError, match="group 0: prompts differ"):
+        data.pack_samples([[sample_of(0, 3, 2), sample_of(0, 3, 2, seed=1)]], 10)
 
 
 def test_empty_pack_is_one_token_without_a_response():
     pack = data.empty_pack()
     assert pack.token_T.shape == pack.position_T.shape == (1,) and pack.cu_seqlens.tolist() == [0, 1]
+    assert pack.prefix_S.tolist() == [-1]
     assert all(len(getattr(pack, name)) == 0 for name in pack.__slots__ if name.endswith("_R"))

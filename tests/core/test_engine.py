@@ -63,7 +63,7 @@ def samples_of(engine, tokenizer, one_rank):
 def gaps(policy, samples):
     """|sampler - trainer| of every sampled token, through the packs that training uses."""
     gap = []
-    for pack in data.pack_samples(samples, [0.0] * len(samples), 2048):
+    for pack in data.pack_samples(data.groups_of(samples), 2048):
         micro = to_device(pack, CPU)
         with torch.no_grad():
             logp_R, _ = policy(*micro.model_inputs)

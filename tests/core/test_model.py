@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import model as model_module
+from batch import to_device
+from data import Sample, assign_to_ranks, pack_samples
 from examples.arithmetic.make_starter import init_weights
 from hf.weights import full_tensors, load_weights, save_hf
 from model import Decoder, ModelConfig, load_policy
@@ -123,6 +125,88 @@ def test_init_weights_depend_on_the_seed_alone():
 def join(rank, world_size, file):
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world_size)
     return init_device_mesh("cpu", (world_size,))
+
+
+def random_groups(seed):
+    """Groups of 1 to 16 samples that share a prompt: prompts and responses of 1 to 40 ids."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for prompt in range(4):
+        prompt_ids = rng.integers(0, 200, rng.integers(1, 41)).tolist()
+        for index in range((1, 16, 3, 7)[prompt]):
+            output_ids = rng.integers(0, 200, rng.integers(1, 41)).astype(np.int32)
+            no_logps = np.zeros(len(output_ids), np.float32)
+            sampled = rng.random(len(output_ids)) < 0.8
+            samples.append(
+                Sample(
+                    prompt, index, prompt, prompt_ids, output_ids, no_logps, sampled, "stop", 0, advantage=len(samples)
+                )
+            )
+    return samples
+
+
+def float64_logps(model, samples, max_tokens, *, share_prefix):
+    """(logp of each sampled token, sample by sample; gradients of a loss of all of them; tokens computed) of two ranks
+    together, with the head in plain float64."""
+    logps = {}
+    num_tokens = 0
+    for share in assign_to_ranks(samples, 2, max_tokens, share_prefix):
+        for pack in pack_samples(share, max_tokens):
+            micro = to_device(pack, torch.device("cpu"))
+            logits_RV = model(
+                *micro.model_inputs, logprob_fn=lambda hidden_RD, weight_VD, *_, **__: hidden_RD @ weight_VD.T
+            )
+            logp_R = logits_RV.log_softmax(-1).gather(1, micro.target_R[:, None])[:, 0]
+            (logp_R * torch.sin(3 * micro.adv_R.double() + micro.target_R)).sum().backward()
+            logps |= {number: logp_R[micro.adv_R == number].detach() for number in micro.adv_R.unique().tolist()}
+            num_tokens += len(micro.token_T)
+    return torch.cat([logps[number] for number in sorted(logps)]), grads(model), num_tokens
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_prompts_change_nothing_in_float64(folders, family, recompute):
+    model = load_policy(folders[family][0], device="cpu").double()
+    for block in model.model["layers"]:
+        block.recompute = recompute
+    for max_tokens in (90, 4000):  # groups split over packs, and whole
+        samples = random_groups(max_tokens)
+        logp, gradients, num_tokens = float64_logps(model, samples, max_tokens, share_prefix=True)
+        expected, expected_gradients, num_tokens_alone = float64_logps(model, samples, max_tokens, share_prefix=False)
+        assert num_tokens < num_tokens_alone
+        assert ((logp - expected).abs() <= 1e-12 * expected.abs()).all()
+        for name, grad in gradients.items():
+            assert (grad - expected_gradients[name]).norm() <= 1e-12 * grad.norm(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_gathered_rows_sum_their_gradients_in_float32(dtype):
+    """Row 2 is there 300 times: a sum in bfloat16 would stop growing at 256."""
+    x = torch.randn(5, 3, 2, dtype=dtype, requires_grad=True)
+    row_M = torch.tensor([4, *[2] * 300, 0, 4])
+    gathered = model_module.GatherRows.apply(x, row_M)
+    assert torch.equal(gathered, x[row_M])
+    gathered.backward(torch.ones_like(gathered))
+    assert x.grad.dtype == dtype and x.grad[:, 0, 0].tolist() == [1, 0, 300, 0, 2]
+
+
+def test_layout_of_segments_by_hand():
+    """Prompts of 2 and 1 tokens; a response of 2 and one of 1 to the first, one of 1 to the second."""
+    cu_seqlens, prefix_S = np.int32([0, 2, 3, 5, 6, 7]), np.array([-1, -1, 0, 0, 1])
+    layout = model_module.PackLayout.of(cu_seqlens, prefix_S, 7, torch.device("cpu"))
+    assert layout.key_rows.tolist() == [0, 1, 2, 0, 1, 3, 4, 0, 1, 5, 2, 6]
+    assert layout.cu_queries.tolist() == [0, 2, 3, 5, 6, 7] and layout.cu_keys.tolist() == [0, 2, 3, 7, 10, 12]
+    shapes = [
+        (count, queries, keys, mask if mask is None else mask.int().tolist())
+        for count, queries, keys, mask in layout.runs
+    ]
+    assert shapes == [
+        (1, 2, 2, None),
+        (1, 1, 1, None),
+        (1, 2, 4, [[1, 1, 1, 0], [1, 1, 1, 1]]),
+        (1, 1, 3, [[1, 1, 1]]),
+        (1, 1, 2, [[1, 1]]),
+    ]
 
 
 def logp_loss(model, pack, pos_R, target_R):

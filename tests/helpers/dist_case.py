@@ -35,12 +35,20 @@ def packs_of(max_tokens: int) -> config.Config:
     return settings(policy={"sequence_packing": config.SequencePackingConfig(max_tokens)})
 
 
+def alone(samples: list[Sample], adv_B: list[float]) -> list[list[Sample]]:
+    """Parts of one sample each, with their advantages: packs in which no prompt is shared."""
+    for sample, adv in zip(samples, adv_B, strict=True):
+        sample.advantage = adv
+    return [[sample] for sample in samples]
+
+
 def make_samples(vocab_size: int) -> tuple[list[Sample], list[float]]:
-    """20 samples of random ids, lengths 2..30, some with observation tokens in the middle; and their advantages."""
+    """5 groups of 4 samples of random ids, lengths 2..30, some with observation tokens in the middle; advantages."""
     rng = np.random.default_rng(5)
-    samples = []
+    samples: list[Sample] = []
     for i in range(20):
-        prompt, length = rng.integers(0, vocab_size, rng.integers(1, 12)), int(rng.integers(1, 19))
+        ids, length = rng.integers(0, vocab_size, rng.integers(1, 12)), int(rng.integers(1, 19))
+        prompt = ids.tolist() if i % 4 == 0 else samples[-1].prompt_ids
         mask = np.ones(length, bool)
         if i % 3 == 0:
             mask[1 : length // 2] = False
@@ -49,7 +57,7 @@ def make_samples(vocab_size: int) -> tuple[list[Sample], list[float]]:
                 prompt=i // 4,
                 index=i % 4,
                 row_id=i // 4,
-                prompt_ids=prompt.tolist(),
+                prompt_ids=prompt,
                 output_ids=rng.integers(0, vocab_size, length).astype(np.int32),
                 sampler_logps=rng.normal(-5, 1, length).astype(np.float32),
                 mask=mask,

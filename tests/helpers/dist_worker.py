@@ -57,7 +57,8 @@ if __name__ == "__main__":
     policy.vocab_limit = tokenizer.vocab_size
 
     samples, adv_B = make_samples(tokenizer.vocab_size)
-    with mock.patch("batch.assign_to_ranks", lambda lengths, world_size: rank_share):
+    shares = [[[samples[i]] for i in share] for share in rank_share]
+    with mock.patch("batch.assign_to_ranks", lambda *_: shares):
         metrics, gradients = train_once(policy, samples, adv_B, packs_of(40), ranks)
 
     generation = config.GenerationConfig(vllm_cfg=config.VllmConfig(tensor_parallel_size=2))

@@ -42,7 +42,7 @@ def gap(engine, policy) -> float:
             weight_version=0,
             reward=0.0,
         )
-        (pack,) = data.pack_samples([sample], [0.0], 64)
+        (pack,) = data.pack_samples([[sample]], 64)
         with torch.no_grad():
             logp_R, _ = policy(*to_device(pack, torch.device("cpu")).model_inputs)
         worst = max(worst, (logp_R - torch.from_numpy(pack.sampler_logp_R)).abs().max().item())

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from dist_case import make_samples
+from dist_case import alone, make_samples
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import cat, equal
@@ -41,7 +41,7 @@ def fresh(folder, device, mesh):
 def train_step(model, optimizer, seed, ranks):
     """One optimizer step on this rank's own pack, which differs from step to step."""
     samples, adv_B = make_samples(200)
-    (pack, *_) = data.pack_samples(samples[seed + ranks.rank :], adv_B[seed + ranks.rank :], 60)
+    (pack, *_) = data.pack_samples(alone(samples, adv_B)[seed + ranks.rank :], 60)
     micro = to_device(pack, torch.device("cpu"))
     logp_R, _ = model(*micro.model_inputs)
     (logp_R * micro.adv_R).sum().backward()

@@ -162,6 +162,7 @@ TRAIN = {
     "logp_gap_max": 3e-6,
     "total_num_tokens": 1200,
     "global_valid_toks": 500,
+    "train_tokens": 900,
     "total_gen_tokens": 600,
     "global_valid_seqs": 24,
 }
@@ -193,7 +194,7 @@ def test_step_in_metrics_file_and_on_the_console(tmp_path, capsys):
     assert math.isnan(record.pop("train/probs_ratio")) and record.pop("train/grad_norm_max") == INF
     assert record == {
         "step": 1,
-        **{f"train/{name}": value for name, value in TRAIN.items()},
+        **{f"train/{name}": value for name, value in TRAIN.items() if name != "train_tokens"},
         "timing/train/generation": 1.5,
         "timing/train/data_processing": 0.25,
         "timing/train/policy_training": 2.0,
@@ -201,6 +202,7 @@ def test_step_in_metrics_file_and_on_the_console(tmp_path, capsys):
         "timing/train/total_step_time": 4.0,
         "timing/train/valid_tokens_per_sec_per_gpu": 62.5,
         "performance/tokens_per_sec": 300.0,
+        "performance/train_tokens": 900,
         "performance/tokens_per_sec_per_gpu": 150.0,
         "performance/samples_per_sec": 6.0,
         "performance/samples_per_sec_per_gpu": 3.0,
