@@ -109,11 +109,11 @@ def check_far_rows(shape: tuple[int, int, int], device: str, dtype: torch.dtype,
     check(f"{where}: dX", relative(grad_ND[rows], dX), 3e-3 if dtype == torch.bfloat16 else 1e-5)
 
 
-def check_attention(device: torch.device, lengths: list[int]) -> None:
-    """A pack through varlen_attn in bfloat16 against SDPA, sequence by sequence, in float32: output and gradients."""
+def check_attention(device: torch.device, lengths: list[int], prefixes: list[int]) -> None:
+    """A pack through varlen_attn in bfloat16 against SDPA, segment by segment, in float32: output and gradients."""
     generator, total = torch.Generator(device).manual_seed(0), sum(lengths)
     ends = torch.tensor([0, *lengths]).cumsum(0)
-    layout = model.PackLayout.of(ends, total, device)
+    layout = model.PackLayout.of(ends, torch.tensor(prefixes), total, device)
     wide = [torch.randn(total, heads, 128, generator=generator, device=device) for heads in (12, 2, 2, 12)]
     found = []
     for dtype in (torch.bfloat16, torch.float32):
@@ -123,7 +123,8 @@ def check_attention(device: torch.device, lengths: list[int]) -> None:
         found.append([out, *torch.autograd.grad((out * weight.flatten(1)).sum(), qkv)])
     kind = "varlen_attn" if model.uses_flash_attention(device.type, torch.bfloat16) else "SDPA"
     for name, narrow, exact in zip(("output", "dQ", "dK", "dV"), *found, strict=True):
-        check(f"packed attention, {kind} in bfloat16: {name}", relative(narrow, exact), 2e-2)
+        shared = "whole sequences" if max(prefixes) < 0 else "a shared prompt"
+        check(f"packed attention, {kind} in bfloat16, {shared}: {name}", relative(narrow, exact), 2e-2)
 
 
 def check_step(ranks: Ranks, device: torch.device, dry: bool) -> None:
@@ -158,12 +159,14 @@ def main() -> None:
     print(facts())
     backend = "triton" if not dry or os.environ.get("TRITON_INTERPRET") == "1" else "torch"
     how = (device.type, torch.float32 if dry else torch.bfloat16, backend)
+    lengths = [7, 5, 5, 1, 12, 3] if dry else [700, 33, 700, 1, 2048, 128]
     checks: list[tuple[str, Callable]] = [
         ("head", lambda: check_head((66, 64, 515) if dry else (8196, 2048, 151936), *how)),
         ("head of other sizes", lambda: check_head((34, 72, 300) if dry else (1030, 1536, 128256), *how)),
         ("every term", lambda: check_every_term((64, 64, 515) if dry else (4096, 2048, 151936), *how)),
         ("far rows", lambda: check_far_rows((10, 64, 515) if dry else (16384, 1536, 151936), *how)),
-        ("attention", lambda: check_attention(device, [5, 5, 1, 12] if dry else [1, 700, 700, 33, 2048, 128])),
+        ("attention", lambda: check_attention(device, lengths, [-1] * len(lengths))),
+        ("attention to shared prompts", lambda: check_attention(device, lengths, [-1, -1, 0, 0, 1, -1])),
         ("step", lambda: check_step(ranks, device, dry)),
     ]
     for name, run in checks:

@@ -3,10 +3,11 @@
     python -m bench.train_step [--samples 128] [--out FILE]        --dry: the same with a tiny model, on a CPU
 
 Through the project's own code (model.shard, batch, grpo.compute_loss, optim; one rank), with packs like those of
-configs/math_1b.yaml: 8,192 tokens, prompts of 60 to 160, responses of 100 to 400, no reference policy. Four ways: the
-fused kernel; one pass; two passes, as losses that couple tokens have it; one pass in PyTorch. FLOPs of a step over T
-tokens in sequences of length L, R rows at the head, P parameters in the blocks, N heads of H:
+configs/math_1b.yaml: 8,192 tokens, groups of 16, prompts of 60 to 160, responses of 100 to 400, no reference policy.
+Four ways: the fused kernel; one pass; two passes, as losses that couple tokens have it; one pass in PyTorch. FLOPs of a
+step over T tokens in sequences of length L, R rows at the head, P parameters in the blocks, N heads of H:
     6 P T + 6 R D V + 6 N H layers sum L^2        (attention: 4 L^2 N H forward, half of it causal, x 3 with backward)
+A response of length L to a shared prompt of length M has L^2 + 2 L M in place of L^2. Both layouts are measured.
 Utilisation: that per second over 989e12, the H200's dense bfloat16 peak. head: the same step without the blocks.
 """
 
@@ -85,7 +86,9 @@ def random_batch(cfg: Config, vocab: int, num_samples: int, ranks: Ranks, device
     rng = np.random.default_rng(0)
     samples = []
     for i in range(num_samples):
-        prompt, response = rng.integers(0, vocab, rng.integers(60, 161)), rng.integers(0, vocab, rng.integers(100, 401))
+        if i % 16 == 0:
+            prompt = rng.integers(0, vocab, rng.integers(60, 161))
+        response = rng.integers(0, vocab, rng.integers(100, 401))
         logps, mask = np.full(len(response), -math.log(vocab), np.float32), np.ones(len(response), bool)
         ends = {"finish_reason": "stop", "weight_version": 0, "reward": float(i % 2)}
         samples.append(data.Sample(i // 16, i % 16, 0, prompt.tolist(), response, logps, mask, **ends))
@@ -111,7 +114,7 @@ class HeadAlone(nn.Module):
         self.backend = model.backend
         self.loss_path = model.loss_path
 
-    def forward(self, token_T, position_T, cu_seqlens, pos_R, target_R, *, logprob_fn=None) -> tuple:
+    def forward(self, token_T, position_T, cu_seqlens, pos_R, target_R, prefix_S=None, *, logprob_fn=None) -> tuple:
         hidden_RD = self.weight_VD.new_empty(len(pos_R), self.weight_VD.shape[1]).normal_().requires_grad_()
         logprob_fn = logprob_fn or partial(linear_logp, return_entropy=True)
         return logprob_fn(hidden_RD, self.weight_VD, target_R, temperature=self.temperature, backend=self.backend)
@@ -121,8 +124,12 @@ def count(model: Decoder, batch: Minibatch, vocab: int) -> dict[str, float]:
     """Tokens, rows and FLOPs of the step, by the formula above."""
     hf, blocks = model.config, sum(p.numel() for name, p in sharded_parameters(model).items() if ".layers." in name)
     tokens, rows = (sum(len(getattr(m, name)) for m in batch.micros) for name in ("token_T", "pos_R"))
-    squares = sum(int((np.diff(m.cu_seqlens).astype(np.int64) ** 2).sum()) for m in batch.micros)
-    attention = 6 * hf.num_attention_heads * hf.head_dim * hf.num_hidden_layers * squares
+    pairs = 0  # of a query and a key, twice
+    for micro in batch.micros:
+        length_S = np.diff(micro.cu_seqlens).astype(np.int64)
+        prefix_S = np.where(micro.prefix_S >= 0, length_S[micro.prefix_S], 0)
+        pairs += int((length_S * (length_S + 2 * prefix_S)).sum())
+    attention = 6 * hf.num_attention_heads * hf.head_dim * hf.num_hidden_layers * pairs
     head = 6 * rows * hf.hidden_size * vocab
     return {"tokens": tokens, "rows": rows, "flops": 6 * blocks * tokens + head + attention, "head_flops": head}
 
@@ -152,24 +159,27 @@ def main() -> None:
     head = HeadAlone(model, device, getattr(torch, cfg.policy.precision))
     vocab = model.config.vocab_size
     optimizer = build_optimizer(model, cfg.policy.optimizer)
-    batch = random_batch(cfg, vocab, args.samples, ranks, device)
-    work = count(model, batch, vocab)
-    for way in WAYS:
+    shared = "policy.sequence_packing.share_prefix"
+    batches = [
+        random_batch(config_of("fused", f"{shared}={on}"), vocab, args.samples, ranks, device) for on in (True, False)
+    ]
+    for way, batch, share_prefix in [*((way, batches[0], True) for way in WAYS), ("fused", batches[1], False)]:
         cfg = config_of(way)
+        work = count(model, batch, vocab)
         set_way(model, way, device)
         set_way(head, way, device)
 
-        def step(cfg=cfg) -> None:
+        def step(cfg=cfg, batch=batch) -> None:
             compute_gradients(model, batch, cfg)
             clip_grad_norm(model, cfg.policy.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-        def head_alone(cfg=cfg) -> None:
+        def head_alone(cfg=cfg, batch=batch) -> None:
             compute_gradients(head, batch, cfg)
             head.zero_grad(set_to_none=True)
 
-        line = {"way": way} | work
+        line = {"way": way, "share_prefix": share_prefix} | work
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         line["seconds"] = seconds(step, args.rounds)
