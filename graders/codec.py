@@ -7,6 +7,7 @@ it there. Imported by the throw-away processes too: standard library only, few i
 import builtins
 import json
 import math
+import operator
 import os
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
@@ -25,6 +26,7 @@ KINDS: dict[type, tuple[Callable, Callable]] = {  # type -> (value -> one that c
     set: (list, set),
     frozenset: (list, frozenset),
     range: (lambda value: [value.start, value.stop, value.step], lambda ends: range(*ends)),
+    slice: (lambda value: [value.start, value.stop, value.step], lambda ends: slice(*ends)),
     deque: (list, deque),
     dict: (lambda value: [*map(list, value.items())], dict),
     OrderedDict: (dict, OrderedDict),
@@ -34,10 +36,22 @@ KINDS: dict[type, tuple[Callable, Callable]] = {  # type -> (value -> one that c
     type({}.values()): (list, lambda values: dict(enumerate(values)).values()),
     type({}.items()): (dict, dict.items),
 }
-MODULES = {"Decimal": "decimal", "Fraction": "fractions"}  # of classes that cross as their __reduce__() says
+MODULES = {"Decimal": "decimal", "Fraction": "fractions"}  # of classes that cross as their __reduce_ex__(4) says
 MODULES |= dict.fromkeys(("date", "datetime", "time", "timedelta", "timezone"), "datetime")
 DECODERS = {kind.__name__: from_plain for kind, (_, from_plain) in KINDS.items()}
-FORWARDED = ("__len__", "__iter__", "__contains__", "__getitem__", "__setitem__", "__setattr__", "__str__", "__repr__")
+OPERATORS = {  # of an object: as Python looks them up, so that `in` needs no more than __iter__, and bool() nothing
+    "__bool__": bool,
+    "__len__": len,
+    "__iter__": iter,
+    "__contains__": operator.contains,
+    "__getitem__": operator.getitem,
+    "__setitem__": operator.setitem,
+    "__delitem__": operator.delitem,
+    "__setattr__": setattr,
+    "__str__": str,
+    "__repr__": repr,
+}
+FORWARDED = (*OPERATORS, "__call__", "__enter__", "__exit__")
 NEED_ARGUMENTS = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError, ExceptionGroup)
 END_LOOPS = (StopIteration, StopAsyncIteration)  # raised in a test, they would end a loop instead of failing the test
 RAISABLE = {
@@ -59,11 +73,11 @@ def encode(value: Any, keep: Callable[[Any], Any] | None = None) -> Any:
         to_plain, _ = KINDS[kind]
         return {kind.__name__: encode(to_plain(value), keep)}
     if MODULES.get(kind.__name__) == kind.__module__:
-        return {kind.__name__: encode(value.__reduce__()[1])}
+        return {kind.__name__: encode(value.__reduce_ex__(4)[1])}
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return {"namedtuple": [kind.__name__, encode(kind._fields), encode([*value])]}
     if kind is Object:
-        return {"object": value._number}
+        return {"object": value._stand_in_number}
     if keep is not None:
         return keep(value)
     raise TypeError(f"a value of type {kind.__name__}")
@@ -97,10 +111,13 @@ def near(value: float, expected: float) -> bool:
 
 
 class Calls:
-    """The candidate's end: `kept` is what the judge may call, by number. The first is the candidate's function."""
+    """The candidate's end: `kept` is what the judge may call, by number. The first is the candidate's function or class
+    `name`."""
 
-    def __init__(self, entry: Any):
+    def __init__(self, entry: Any, name: str):
         self.kept = [entry, partial(getattr, entry)]
+        self.numbers: dict[int, int] = {}  # id() of an object -> its number
+        self.is_class = name[0].isupper()
 
     def answer(self, number: int, arguments: list) -> list:
         """What a call gives: ["value", it, the arguments if they have changed], or another kind of answer."""
@@ -118,15 +135,22 @@ class Calls:
     def keep(self, value: Any) -> dict:
         """An iterator is kept as what gives its next item in a list, an object as what gives its attributes."""
         if hasattr(type(value), "__next__"):
-            kind, call = "iterator", lambda: list(islice(value, 1))
-        elif type(value) is self.kept[0]:
-            kind, call = "object", partial(getattr, value)
-        elif callable(value) and not isinstance(value, type):
-            kind, call = "function", value
-        else:
-            raise TypeError(f"a value of type {type(value).__name__}")
+            return {"iterator": self.number(lambda: list(islice(value, 1)))}
+        if self.is_class and type(value).__module__ == "candidate":
+            if id(value) not in self.numbers:
+                self.numbers[id(value)] = self.number(partial(attribute, value))
+            return {"object": self.numbers[id(value)]}
+        if callable(value) and not isinstance(value, type):
+            return {"function": self.number(value)}
+        raise TypeError(f"a value of type {type(value).__name__}")
+
+    def number(self, call: Callable) -> int:
         self.kept.append(call)
-        return {kind: len(self.kept) - 1}
+        return len(self.kept) - 1
+
+
+def attribute(value: Any, name: str) -> Any:
+    return partial(OPERATORS[name], value) if name in OPERATORS else getattr(value, name)
 
 
 class Lost(BaseException):
@@ -147,6 +171,7 @@ class Proxy:
         self.lost = False
         self.unsendable = False
         self.has_kept = False
+        self.objects: dict[int, Object] = {}  # by number: one that comes back is itself
         self.is_class = name[0].isupper()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -191,24 +216,24 @@ class Proxy:
         if kind == "iterator":
             return (item for batch in iter(call, []) for item in batch)
         if kind == "object" and self.is_class:
-            return Object(call, number)
+            return self.objects.setdefault(number, Object(call, number))
         if kind == "function":
             return call
         raise ValueError(f"a kept {kind}")
 
 
 class Object:
-    """Stands for an object of the candidate's class: its attributes and methods are the candidate's, == is not."""
+    """Stands for an object of the candidate's: its attributes and methods are the candidate's, == is not."""
 
-    def __init__(self, attribute: Callable[[str], Any], number: int):
-        self.__dict__.update(_attribute=attribute, _number=number)
+    def __init__(self, call: Callable[[str], Any], number: int):
+        self.__dict__.update(_stand_in_call=call, _stand_in_number=number)
 
     def __getattr__(self, name: str) -> Any:
-        return self._attribute(name)
+        return self._stand_in_call(name)
 
 
 for name in FORWARDED:
-    setattr(Object, name, lambda self, *args, name=name: self._attribute(name)(*args))
+    setattr(Object, name, lambda self, *args, name=name: self._stand_in_call(name)(*args))
 
 
 def put_back(old: Any, new: Any) -> None:
