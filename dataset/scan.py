@@ -150,8 +150,7 @@ def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Data
             continue
         row_id = problem.fields.get("id")
         if row_id is not None and "responses_create_params" not in problem.fields:  # rollouts of one task share its id
-            text = call(f"{where}: the `id`", repr, row_id)
-            first = first_with_id.setdefault(hash(text), number)
+            first = first_with_id.setdefault(hash(call(f"{where}: the `id`", repr, row_id)), number)
             if first != number:
                 raise DataError(f"{where}: the `id` of {source.where(first)}; give each row its own, or none")
         if len(problem.prompt_ids) > maker.limit:

@@ -16,7 +16,6 @@ from itertools import islice
 from typing import Any
 
 MAX_ANSWER_BYTES = 4 << 20  # of one value, or of a program's output
-PLAIN = (type(None), bool, float, str)
 KINDS: dict[type, tuple[Callable, Callable]] = {  # type -> (value -> one that crosses, that -> value)
     int: (hex, lambda text: int(text, 16)),
     complex: (repr, complex),
@@ -39,25 +38,15 @@ KINDS: dict[type, tuple[Callable, Callable]] = {  # type -> (value -> one that c
 MODULES = {"Decimal": "decimal", "Fraction": "fractions"}  # of classes that cross as their __reduce_ex__(4) says
 MODULES |= dict.fromkeys(("date", "datetime", "time", "timedelta", "timezone"), "datetime")
 DECODERS = {kind.__name__: from_plain for kind, (_, from_plain) in KINDS.items()}
-OPERATORS = {  # of an object: as Python looks them up, so that `in` needs no more than __iter__, and bool() nothing
-    "__bool__": bool,
-    "__len__": len,
-    "__iter__": iter,
-    "__contains__": operator.contains,
-    "__getitem__": operator.getitem,
-    "__setitem__": operator.setitem,
-    "__delitem__": operator.delitem,
-    "__setattr__": setattr,
-    "__str__": str,
-    "__repr__": repr,
-}
-FORWARDED = (*OPERATORS, "__call__", "__enter__", "__exit__")
-NEED_ARGUMENTS = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError, ExceptionGroup)
-END_LOOPS = (StopIteration, StopAsyncIteration)  # raised in a test, they would end a loop instead of failing the test
+OPERATORS = {"__bool__": bool, "__iter__": iter, "__contains__": operator.contains}  # a class need not define these
+FORWARDED = (*OPERATORS, "__len__", "__getitem__", "__setitem__", "__delitem__", "__setattr__", "__call__")
+FORWARDED += ("__enter__", "__exit__", "__str__", "__repr__")
+UNFIT = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError, ExceptionGroup)  # these need arguments
+UNFIT += (StopIteration, StopAsyncIteration)  # raised in a test, they would end a loop instead of failing the test
 RAISABLE = {
     name: kind
     for name, kind in vars(builtins).items()
-    if isinstance(kind, type) and issubclass(kind, Exception) and kind not in NEED_ARGUMENTS + END_LOOPS
+    if isinstance(kind, type) and issubclass(kind, Exception) and kind not in UNFIT
 }
 
 
@@ -65,7 +54,7 @@ def encode(value: Any, keep: Callable[[Any], Any] | None = None) -> Any:
     """A value as JSON: itself, or {type: content}. TypeError unless all of it is of exactly the types above (a subclass
     may define its own ==), a named tuple, or what `keep` has a JSON for."""
     kind = type(value)
-    if kind in PLAIN or (kind is int and abs(value) < 2**53):
+    if value is None or kind in (bool, float, str) or (kind is int and abs(value) < 2**53):
         return value
     if kind is list:
         return [encode(item, keep) for item in value]
@@ -116,7 +105,7 @@ class Calls:
 
     def __init__(self, entry: Any, name: str):
         self.kept = [entry, partial(getattr, entry)]
-        self.numbers: dict[int, int] = {}  # id() of an object -> its number
+        self.numbers: dict[int, int] = {}  # id() of what is kept -> its number
         self.is_class = name[0].isupper()
 
     def answer(self, number: int, arguments: list) -> list:
@@ -135,18 +124,17 @@ class Calls:
     def keep(self, value: Any) -> dict:
         """An iterator is kept as what gives its next item in a list, an object as what gives its attributes."""
         if hasattr(type(value), "__next__"):
-            return {"iterator": self.number(lambda: list(islice(value, 1)))}
-        if self.is_class and type(value).__module__ == "candidate":
-            if id(value) not in self.numbers:
-                self.numbers[id(value)] = self.number(partial(attribute, value))
-            return {"object": self.numbers[id(value)]}
-        if callable(value) and not isinstance(value, type):
-            return {"function": self.number(value)}
-        raise TypeError(f"a value of type {type(value).__name__}")
-
-    def number(self, call: Callable) -> int:
-        self.kept.append(call)
-        return len(self.kept) - 1
+            kind, call = "iterator", lambda: list(islice(value, 1))
+        elif self.is_class and type(value).__module__ == "candidate":
+            kind, call = "object", partial(attribute, value)
+        elif callable(value) and not isinstance(value, type):
+            kind, call = "function", value
+        else:
+            raise TypeError(f"a value of type {type(value).__name__}")
+        number = self.numbers.setdefault(id(value), len(self.kept))
+        if number == len(self.kept):
+            self.kept.append(call)
+        return {kind: number}
 
 
 def attribute(value: Any, name: str) -> Any:
