@@ -38,9 +38,19 @@ KINDS: dict[type, tuple[Callable, Callable]] = {  # type -> (value -> one that c
 MODULES = {"Decimal": "decimal", "Fraction": "fractions"}  # of classes that cross as their __reduce_ex__(4) says
 MODULES |= dict.fromkeys(("date", "datetime", "time", "timedelta", "timezone"), "datetime")
 DECODERS = {kind.__name__: from_plain for kind, (_, from_plain) in KINDS.items()}
-OPERATORS = {"__bool__": bool, "__iter__": iter, "__contains__": operator.contains}  # a class need not define these
-FORWARDED = (*OPERATORS, "__len__", "__getitem__", "__setitem__", "__delitem__", "__setattr__", "__call__")
-FORWARDED += ("__enter__", "__exit__", "__str__", "__repr__")
+# Those that a class need not define: Python has another way, or raises a TypeError that it expects itself.
+OPERATORS = {"__bool__": bool, "__len__": len, "__iter__": iter, "__contains__": operator.contains}
+FORWARDED = (
+    *OPERATORS,
+    "__getitem__",
+    "__setitem__",
+    "__delitem__",
+    "__setattr__",
+    "__call__",
+    "__enter__",
+    "__exit__",
+)
+FORWARDED += ("__str__", "__repr__")
 UNFIT = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError, ExceptionGroup)  # these need arguments
 UNFIT += (StopIteration, StopAsyncIteration)  # raised in a test, they would end a loop instead of failing the test
 RAISABLE = {
