@@ -110,8 +110,7 @@ class Mixture:
             position=after["position"] - count,
             seed=self.seed,
         )
-        answer = islice(answer, count + 1)  # which may have no end
-        items = [(item, None) if isinstance(item, str) else tuple(item) for item in answer]
+        items = [(item, None) if isinstance(item, str) else tuple(item) for item in islice(answer, count + 1)]
         for item in items:
             size = self.sizes.get(item[0], 0) if len(item) == 2 else 0
             if not 0 <= (0 if item[1] is None else operator.index(item[1])) < size:

@@ -24,8 +24,6 @@ KINDS: dict[type, tuple[Callable, Callable]] = {  # type -> (value -> one that c
     tuple: (list, tuple),
     set: (list, set),
     frozenset: (list, frozenset),
-    range: (lambda value: [value.start, value.stop, value.step], lambda ends: range(*ends)),
-    slice: (lambda value: [value.start, value.stop, value.step], lambda ends: slice(*ends)),
     deque: (list, deque),
     dict: (lambda value: [*map(list, value.items())], dict),
     OrderedDict: (dict, OrderedDict),
@@ -35,22 +33,14 @@ KINDS: dict[type, tuple[Callable, Callable]] = {  # type -> (value -> one that c
     type({}.values()): (list, lambda values: dict(enumerate(values)).values()),
     type({}.items()): (dict, dict.items),
 }
-MODULES = {"Decimal": "decimal", "Fraction": "fractions"}  # of classes that cross as their __reduce_ex__(4) says
+# Of classes that cross as their __reduce_ex__(4) says.
+MODULES = {"Decimal": "decimal", "Fraction": "fractions", "range": "builtins", "slice": "builtins"}
 MODULES |= dict.fromkeys(("date", "datetime", "time", "timedelta", "timezone"), "datetime")
 DECODERS = {kind.__name__: from_plain for kind, (_, from_plain) in KINDS.items()}
 # Those that a class need not define: Python has another way, or raises a TypeError that it expects itself.
 OPERATORS = {"__bool__": bool, "__len__": len, "__iter__": iter, "__contains__": operator.contains}
-FORWARDED = (
-    *OPERATORS,
-    "__getitem__",
-    "__setitem__",
-    "__delitem__",
-    "__setattr__",
-    "__call__",
-    "__enter__",
-    "__exit__",
-)
-FORWARDED += ("__str__", "__repr__")
+FORWARDED = (*OPERATORS, "__getitem__", "__setitem__", "__delitem__", "__call__", "__enter__", "__exit__")
+FORWARDED += ("__setattr__", "__str__", "__repr__")
 UNFIT = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError, ExceptionGroup)  # these need arguments
 UNFIT += (StopIteration, StopAsyncIteration)  # raised in a test, they would end a loop instead of failing the test
 RAISABLE = {
