@@ -11,9 +11,11 @@ sizes: set -> number of problems. records: the metrics of the step before, {} at
 them). memory: a dict of its own, which it may change and which checkpoints keep. It must not depend on anything else.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache, partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -100,19 +102,19 @@ class Mixture:
 
     def _sample(self, after: Cursor, count: int) -> list[tuple[str, int | None]]:
         """What the user's sampler draws; it may change after["memory"]. ConfigError unless that is `count` problems."""
-        sizes = dict(self.sizes)
         answer = self.sampler(
             num_prompts=count,
-            sizes=sizes,
+            sizes=dict(self.sizes),
             records=after["records"],
             memory=after["memory"],
             position=after["position"] - count,
             seed=self.seed,
         )
-        items = [(item, None) if isinstance(item, str) else tuple(item) for item in answer]
+        items = [(item, None) if isinstance(item, str) else tuple(item) for item in islice(answer, count + 1)]
         for item in items:
-            if len(item) != 2 or item[0] not in sizes or not (item[1] is None or 0 <= item[1] < sizes[item[0]]):
-                raise ConfigError(f"{self.sampler_name} gave {item!r:.80}, which is no problem of {sizes}")
+            size = self.sizes.get(item[0], 0) if len(item) == 2 else 0
+            if not 0 <= (0 if item[1] is None else operator.index(item[1])) < size:
+                raise ConfigError(f"{self.sampler_name} gave {item!r:.80}, which is no problem of {self.sizes}")
         if len(items) != count:
             raise ConfigError(f"{self.sampler_name} gave {len(items)} prompts instead of {count}")
         to_json(after["memory"], f"{self.sampler_name}: its memory, which checkpoints keep,")

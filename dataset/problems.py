@@ -7,7 +7,7 @@ Understands text under a key, chat `messages` (a closing assistant message is th
 import json
 import re
 from collections.abc import Mapping, Sequence
-from numbers import Number
+from numbers import Real
 from typing import Any
 
 import jinja2
@@ -77,7 +77,7 @@ class ProblemMaker:
         if not ids:
             raise DataError(f"{where}: the prompt is empty")
         multiplier = raw.get("loss_multiplier", 1)
-        if not isinstance(multiplier, Number) or multiplier not in (0, 1):
+        if not isinstance(multiplier, Real) or multiplier not in (0, 1):
             raise DataError(
                 f"{where}: loss_multiplier={multiplier!r:.80}: 1 (trained on) or 0 (sampled and scored only)"
             )

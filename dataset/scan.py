@@ -18,6 +18,7 @@ from data import Problem
 from dataset.problems import ProblemMaker, to_json
 from dataset.sources import open_source, with_preset
 from hf.tokenizer import ControlTokenInText, Tokenizer
+from system.imports import call
 
 CHUNK = 256  # rows whose fields are in memory at once, for each environment
 PROGRESS_SECONDS = 5.0  # so often, a scan says how far it is
@@ -140,7 +141,7 @@ def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Data
             print(f"{source.name}: checked {i:,} of {len(picked):,} rows", flush=True)
         where = source.where(number)
         try:
-            problem = maker(number)
+            problem = call(f"{where}: a value in the row", maker, number)  # one that is a user's object
         except ControlTokenInText as error:
             token_places += [f"{where} {error.token!r}"][: NAMED - len(token_places)]
             continue
@@ -149,7 +150,7 @@ def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Data
             continue
         row_id = problem.fields.get("id")
         if row_id is not None and "responses_create_params" not in problem.fields:  # rollouts of one task share its id
-            first = first_with_id.setdefault(hash(repr(row_id)), number)
+            first = first_with_id.setdefault(hash(call(f"{where}: the `id`", repr, row_id)), number)
             if first != number:
                 raise DataError(f"{where}: the `id` of {source.where(first)}; give each row its own, or none")
         if len(problem.prompt_ids) > maker.limit:

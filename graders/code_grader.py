@@ -82,18 +82,15 @@ def read_tests(answer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(source, Mapping) or (source.get("test") is None) == (source.get("tests") is None):
         raise ValueError(f"no tests, or two kinds of them: give {FORMS}")
     test, tests = source.get("test"), source.get("tests")
-    if isinstance(tests, str):
-        try:
-            tests = json.loads(tests)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"`tests` is not valid JSON ({error})") from error
-    if tests is not None and not (isinstance(tests, list) and tests and all(isinstance(case, dict) for case in tests)):
-        raise ValueError(f"`tests` is no list of objects, or empty: give {FORMS}")
     try:
+        if isinstance(tests, str):
+            tests = json.loads(tests)
         num_bytes = len(json.dumps([test, tests]))
         levels = depth(tests) - 3  # the list, its objects, and args or expected
     except (TypeError, ValueError, RecursionError) as error:  # parquet has types that JSON has not
-        raise ValueError(f"`test` or `tests` cannot be written as JSON ({error})") from error
+        raise ValueError(f"`test` or `tests` is not valid JSON, or cannot be written as JSON ({error})") from error
+    if tests is not None and not (isinstance(tests, list) and tests and all(isinstance(case, dict) for case in tests)):
+        raise ValueError(f"`tests` is no list of objects, or empty: give {FORMS}")
     if levels > MAX_DEPTH:
         raise ValueError(f"`tests` has lists in {levels} levels, more than {MAX_DEPTH}")
     if num_bytes > MAX_TESTS_BYTES:

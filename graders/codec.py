@@ -7,6 +7,7 @@ it there. Imported by the throw-away processes too: standard library only, few i
 import builtins
 import json
 import math
+import operator
 import os
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
@@ -15,7 +16,6 @@ from itertools import islice
 from typing import Any
 
 MAX_ANSWER_BYTES = 4 << 20  # of one value, or of a program's output
-PLAIN = (type(None), bool, float, str)
 KINDS: dict[type, tuple[Callable, Callable]] = {  # type -> (value -> one that crosses, that -> value)
     int: (hex, lambda text: int(text, 16)),
     complex: (repr, complex),
@@ -24,7 +24,6 @@ KINDS: dict[type, tuple[Callable, Callable]] = {  # type -> (value -> one that c
     tuple: (list, tuple),
     set: (list, set),
     frozenset: (list, frozenset),
-    range: (lambda value: [value.start, value.stop, value.step], lambda ends: range(*ends)),
     deque: (list, deque),
     dict: (lambda value: [*map(list, value.items())], dict),
     OrderedDict: (dict, OrderedDict),
@@ -34,16 +33,20 @@ KINDS: dict[type, tuple[Callable, Callable]] = {  # type -> (value -> one that c
     type({}.values()): (list, lambda values: dict(enumerate(values)).values()),
     type({}.items()): (dict, dict.items),
 }
-MODULES = {"Decimal": "decimal", "Fraction": "fractions"}  # of classes that cross as their __reduce__() says
+# Of classes that cross as their __reduce_ex__(4) says.
+MODULES = {"Decimal": "decimal", "Fraction": "fractions", "range": "builtins", "slice": "builtins"}
 MODULES |= dict.fromkeys(("date", "datetime", "time", "timedelta", "timezone"), "datetime")
 DECODERS = {kind.__name__: from_plain for kind, (_, from_plain) in KINDS.items()}
-FORWARDED = ("__len__", "__iter__", "__contains__", "__getitem__", "__setitem__", "__setattr__", "__str__", "__repr__")
-NEED_ARGUMENTS = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError, ExceptionGroup)
-END_LOOPS = (StopIteration, StopAsyncIteration)  # raised in a test, they would end a loop instead of failing the test
+# Those that a class need not define: Python has another way, or raises a TypeError that it expects itself.
+OPERATORS = {"__bool__": bool, "__len__": len, "__iter__": iter, "__contains__": operator.contains}
+FORWARDED = (*OPERATORS, "__getitem__", "__setitem__", "__delitem__", "__call__", "__enter__", "__exit__")
+FORWARDED += ("__setattr__", "__str__", "__repr__")
+UNFIT = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError, ExceptionGroup)  # these need arguments
+UNFIT += (StopIteration, StopAsyncIteration)  # raised in a test, they would end a loop instead of failing the test
 RAISABLE = {
     name: kind
     for name, kind in vars(builtins).items()
-    if isinstance(kind, type) and issubclass(kind, Exception) and kind not in NEED_ARGUMENTS + END_LOOPS
+    if isinstance(kind, type) and issubclass(kind, Exception) and kind not in UNFIT
 }
 
 
@@ -51,7 +54,7 @@ def encode(value: Any, keep: Callable[[Any], Any] | None = None) -> Any:
     """A value as JSON: itself, or {type: content}. TypeError unless all of it is of exactly the types above (a subclass
     may define its own ==), a named tuple, or what `keep` has a JSON for."""
     kind = type(value)
-    if kind in PLAIN or (kind is int and abs(value) < 2**53):
+    if value is None or kind in (bool, float, str) or (kind is int and abs(value) < 2**53):
         return value
     if kind is list:
         return [encode(item, keep) for item in value]
@@ -59,11 +62,11 @@ def encode(value: Any, keep: Callable[[Any], Any] | None = None) -> Any:
         to_plain, _ = KINDS[kind]
         return {kind.__name__: encode(to_plain(value), keep)}
     if MODULES.get(kind.__name__) == kind.__module__:
-        return {kind.__name__: encode(value.__reduce__()[1])}
+        return {kind.__name__: encode(value.__reduce_ex__(4)[1])}
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return {"namedtuple": [kind.__name__, encode(kind._fields), encode([*value])]}
     if kind is Object:
-        return {"object": value._number}
+        return {"object": value._stand_in_number}
     if keep is not None:
         return keep(value)
     raise TypeError(f"a value of type {kind.__name__}")
@@ -97,10 +100,13 @@ def near(value: float, expected: float) -> bool:
 
 
 class Calls:
-    """The candidate's end: `kept` is what the judge may call, by number. The first is the candidate's function."""
+    """The candidate's end: `kept` is what the judge may call, by number. The first is the candidate's function or class
+    `name`."""
 
-    def __init__(self, entry: Any):
+    def __init__(self, entry: Any, name: str):
         self.kept = [entry, partial(getattr, entry)]
+        self.numbers: dict[int, int] = {}  # id() of what is kept -> its number
+        self.is_class = name[0].isupper()
 
     def answer(self, number: int, arguments: list) -> list:
         """What a call gives: ["value", it, the arguments if they have changed], or another kind of answer."""
@@ -119,14 +125,20 @@ class Calls:
         """An iterator is kept as what gives its next item in a list, an object as what gives its attributes."""
         if hasattr(type(value), "__next__"):
             kind, call = "iterator", lambda: list(islice(value, 1))
-        elif type(value) is self.kept[0]:
-            kind, call = "object", partial(getattr, value)
+        elif self.is_class and type(value).__module__ == "candidate":
+            kind, call = "object", partial(attribute, value)
         elif callable(value) and not isinstance(value, type):
             kind, call = "function", value
         else:
             raise TypeError(f"a value of type {type(value).__name__}")
-        self.kept.append(call)
-        return {kind: len(self.kept) - 1}
+        number = self.numbers.setdefault(id(value), len(self.kept))
+        if number == len(self.kept):
+            self.kept.append(call)
+        return {kind: number}
+
+
+def attribute(value: Any, name: str) -> Any:
+    return partial(OPERATORS[name], value) if name in OPERATORS else getattr(value, name)
 
 
 class Lost(BaseException):
@@ -147,6 +159,7 @@ class Proxy:
         self.lost = False
         self.unsendable = False
         self.has_kept = False
+        self.objects: dict[int, Object] = {}  # by number: one that comes back is itself
         self.is_class = name[0].isupper()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -191,24 +204,24 @@ class Proxy:
         if kind == "iterator":
             return (item for batch in iter(call, []) for item in batch)
         if kind == "object" and self.is_class:
-            return Object(call, number)
+            return self.objects.setdefault(number, Object(call, number))
         if kind == "function":
             return call
         raise ValueError(f"a kept {kind}")
 
 
 class Object:
-    """Stands for an object of the candidate's class: its attributes and methods are the candidate's, == is not."""
+    """Stands for an object of the candidate's: its attributes and methods are the candidate's, == is not."""
 
-    def __init__(self, attribute: Callable[[str], Any], number: int):
-        self.__dict__.update(_attribute=attribute, _number=number)
+    def __init__(self, call: Callable[[str], Any], number: int):
+        self.__dict__.update(_stand_in_call=call, _stand_in_number=number)
 
     def __getattr__(self, name: str) -> Any:
-        return self._attribute(name)
+        return self._stand_in_call(name)
 
 
 for name in FORWARDED:
-    setattr(Object, name, lambda self, *args, name=name: self._attribute(name)(*args))
+    setattr(Object, name, lambda self, *args, name=name: self._stand_in_call(name)(*args))
 
 
 def put_back(old: Any, new: Any) -> None:

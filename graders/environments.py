@@ -132,7 +132,8 @@ def _custom(name: str, attribute: Any, kwargs: Mapping[str, Any]) -> Environment
             why = "takes no env.custom arguments" if callable(attribute) else "is neither a class nor a function"
             raise ConfigError(f"env_name '{name}' {why}")
         return call(f"env_name '{name}'", RewardFunction, attribute, name)
-    missing = [m for m in ("step", "check_answers", "close") if not callable(getattr(attribute, m, None))]
+    environment = call(f"env.custom['{name}']: its class", attribute, **kwargs)
+    missing = [m for m in ("step", "check_answers", "close") if not callable(getattr(environment, m, None))]
     if missing:
         raise ConfigError(f"env_name '{name}': no method {missing[0]}(); derive the class from envs.Environment")
-    return call(f"env.custom['{name}']: its class", attribute, **kwargs)
+    return environment

@@ -326,7 +326,7 @@ def take_over(descriptor: int) -> int:
 def serve(code: str, name: str) -> None:
     """Answers the calls that `Proxy` sends, with the code's function or class `name`."""
     requests, responses = os.fdopen(take_over(0), "rb"), os.fdopen(take_over(1), "w")
-    calls = Calls(load(code, "candidate")[name])
+    calls = Calls(load(code, "candidate")[name], name)
     for line in requests:
         responses.write(json.dumps(calls.answer(*json.loads(line))) + "\n")
         responses.flush()

@@ -237,8 +237,8 @@ def _check(cfg: Config, all_rows: bool, begin: Callable[[str, int], None]) -> st
     math, code = replace(cfg.env.math, num_workers=1), replace(cfg.env.code, num_workers=1)  # enough for their canaries
     cfg = replace(cfg, env=replace(cfg.env, math=math, code=code))
     inputs = read_inputs(cfg, max_rows=None if all_rows else MAX_ROWS, begin=begin)
-    for environment in inputs.environments.values():
-        environment.close()
+    for name, environment in inputs.environments.items():
+        call(f"env_name '{name}', in close(),", environment.close)
     lines = [f"model      {inputs.model_folder} (vocabulary {inputs.tokenizer.vocab_size:,})"]
     sets = [("train", dataset) for dataset in inputs.train.datasets.values()]
     sets += [("validation", dataset) for dataset in inputs.validation.values()]

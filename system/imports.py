@@ -3,15 +3,13 @@
 import importlib
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 from config import ConfigError, DataError
-from system.exits import Interrupted
+from system.exits import LIBRARIES, Interrupted
 
-LIBRARIES = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))  # "<frozen importlib>"
 PROGRAM = ("dataset", "envs", "graders", "run", "system")  # what calls the user's code
 
 
@@ -43,7 +41,7 @@ def describe(error: BaseException) -> str:
     theirs = []
     for frame, line in traceback.walk_tb(error.__traceback__):
         file, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
-        if not file.startswith(LIBRARIES) and module.split(".")[0] not in PROGRAM:
+        if not file.startswith(("<", *LIBRARIES)) and module.split(".")[0] not in PROGRAM:
             theirs.append((file, line))
     lines = [line for file, line in theirs if file == theirs[0][0]]
     return text[:300] + (f" ({theirs[0][0]}:{lines[-1]})" if theirs else "")

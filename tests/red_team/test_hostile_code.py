@@ -85,6 +85,28 @@ class Stack:
     @staticmethod
     def empty(): return []
 """
+NODE = """
+class Node:
+    def __init__(self, value, next=None):
+        self._number, self.next = value, next
+class Numbers:
+    def __init__(self, *items):
+        self.head = None
+        for item in items[::-1]: self.head = Node(item, self.head)
+        self.items = list(items)
+    def __iter__(self):
+        node = self.head
+        while node:
+            yield node._number
+            node = node.next
+    def __call__(self, x): return x in self.items
+    def __enter__(self): return self
+    def __exit__(self, *_): self.items.clear()
+class Window(Numbers):
+    def __getitem__(self, place): return self.items[place]
+    def __delitem__(self, place): del self.items[place]
+    def __bool__(self): return self.items != [0]
+"""
 HONEST = {  # (test, the name that it calls) -> code that passes it in plain Python
     "generator": ("assert list(f(3)) == [0, 1, 2]", COUNT_UP),
     "generator in a loop": ("for a, b in zip(f(3), range(3)): assert a == b", COUNT_UP),
@@ -197,6 +219,40 @@ HONEST = {  # (test, the name that it calls) -> code that passes it in plain Pyt
         STACK,
         "Stack",
     ),
+    "objects are true": (
+        "node, seen = Node(1, Node(2)), []\nwhile node:\n    seen.append(node._number)\n    node = node.next\n"
+        "assert seen == [1, 2]",
+        NODE,
+        "Node",
+    ),
+    "or not": ("assert not Stack() and Stack([0])", STACK, "Stack"),
+    "or say so": ("assert Window(1) and not Window(0)", NODE, "Window"),
+    "the same object": (
+        "a = Node(1)\nb = Node(2, a)\nassert b.next is a and a in [b.next] and len({a, b, b.next}) == 2",
+        NODE,
+        "Node",
+    ),
+    "returns itself": ("s = Stack()\nassert s.push(1) is s", STACK, "Stack"),
+    "objects of another class": ("assert Numbers(1, 2).head.next._number == 2", NODE, "Numbers"),
+    "objects of a subclass": (
+        "assert Maker.make()[0] == 1",
+        NODE + "class Maker(Window):\n    @classmethod\n    def make(cls): return Window(1)",
+        "Maker",
+    ),
+    "in, by iteration": ("assert 2 in Numbers(1, 2) and 3 not in Numbers(1, 2)", NODE, "Numbers"),
+    "iteration, by items": (
+        "assert list(S()) == [1, 2] and 2 in S()",
+        "class S:\n    def __getitem__(self, i): return [1, 2][i]",
+        "S",
+    ),
+    "slices": ("w = Window(1, 2, 3)\nassert w[1:] == [2, 3]\ndel w[::2]\nassert w.items == [2]", NODE, "Window"),
+    "slice": ("assert f([1, 2], slice(1)) == [1]", "def f(x, s): return x[s]"),
+    "object that is called": ("assert Numbers(1)(1) and not Numbers(1)(2)", NODE, "Numbers"),
+    "with": ("with Numbers(1) as n: assert n.items == [1]\nassert n.items == []", NODE, "Numbers"),
+    "fold of a time": (
+        "assert f().fold == 1",
+        "from datetime import datetime\ndef f(): return datetime(1, 1, 1, fold=1)",
+    ),
     "two objects": ("a, b = Stack(), Stack()\na.push(1)\nassert len(b) == 0 and a is not b and a != b", STACK, "Stack"),
 }
 
@@ -215,7 +271,6 @@ def test_what_passes_in_plain_python_passes(pool, isolation):
 
 DEEP = json.loads("[" * 99 + "]" * 99)
 DEEP_DICT = json.loads('{"a":' * 99 + "1" + "}" * 99)
-FUTURE = "from __future__ import annotations\n"
 FUTURE = "from __future__ import annotations\n"
 GRADED = [  # (row, reply)
     (calls({"a": [0.3]}, [0.1, 0.2]), "def f(x): return {'a': [sum(x)]}"),
@@ -732,13 +787,14 @@ def test_no_answer_of_a_candidate_breaks_the_judge(count):
         requests, responses = os.memfd_create("requests"), os.memfd_create("responses")
         os.write(responses, line := some_line(rng))
         os.lseek(responses, 0, os.SEEK_SET)
-        proxy = Proxy(requests, responses, "f")
+        proxy = Proxy(requests, responses, rng.choice("fF"))
         given = [1, [2]]
         try:
             value = proxy(given, {3}, x={})
         except (Lost, Exception) as error:
             assert proxy.lost or type(error).__module__ == "builtins", line
         else:
-            assert not proxy.lost and type(value).__module__ in ("builtins", "collections"), line
+            assert not proxy.lost, line
+            assert type(value).__module__ in ("builtins", "collections") or proxy.is_class, line
         proxy.requests.close()
         proxy.responses.close()

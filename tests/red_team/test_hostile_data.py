@@ -457,6 +457,31 @@ USERS = [  # key, code, what the message holds
         "def f(row): return row | {'messages': [{'role': 'user', 'content': '1', 'x': {1}}]}",
         "rows.jsonl:1: a part of messages or tools",
     ),
+    (
+        PROCESSOR,
+        "def f(row): return row | {'loss_multiplier': 1 + 0j}",
+        "rows.jsonl:1: loss_multiplier=(1+0j): 1 (trained",
+    ),
+    (
+        PROCESSOR,
+        "import decimal\ndef f(row): return row | {'loss_multiplier': decimal.Decimal('sNaN')}",
+        "rows.jsonl:1: loss_multiplier=Decimal('sNaN'): 1 (trained on) or 0",
+    ),
+    (
+        PROCESSOR,
+        "class O:\n def __repr__(self): 1/0\ndef f(row): return row | {'id': O()}",
+        "rows.jsonl:1: the `id` raised ZeroDivisionError: division by zero (FOLDER/mine.py:2)",
+    ),
+    (
+        PROCESSOR,
+        "class O:\n def __repr__(self): 1/0\ndef f(row): return row | {'task_name': O()}",
+        "rows.jsonl:1: a value in the row raised ZeroDivisionError: division by zero (FOLDER/mine.py:2)",
+    ),
+    (
+        PROCESSOR,
+        "class R(dict):\n def get(self, *_): 1/0\ndef f(row): return R(row)",
+        "rows.jsonl:1: a value in the row raised ZeroDivisionError: division by zero (FOLDER/mine.py:2)",
+    ),
     (PROCESSOR, "def f(row): return row | {'id': {1: 2, 'a': 3}}", None),
     (PROCESSOR, "def f(row): return {1: 2, 'a': 3}", "rows.jsonl:1: neither 'messages' nor text under"),
     (ENV, "def f(prompts): pass", "a reward function takes `completions`"),
@@ -492,6 +517,12 @@ USERS = [  # key, code, what the message holds
         CLASS.format(step="return []", check="pass") + "f = C\nC.self_tests = 5",
         "in its self_tests, raised TypeError",
     ),
+    (ENV, CLASS.format(step="1/0", check="pass") + "f = C\nC.__new__ = lambda _: 5", "no method step()"),
+    (
+        ENV,
+        CLASS.format(step="1/0", check="pass").replace("close(self): pass", "close(self): 1/0") + "f = C",
+        "env_name 'mine:f', in close(), raised ZeroDivisionError: division by zero (FOLDER/mine.py:4)",
+    ),
     (
         SAMPLER,
         "def f(**given):\n return given['absent']",
@@ -501,6 +532,19 @@ USERS = [  # key, code, what the message holds
     (SAMPLER, "def f(**given): return [1]", "raised TypeError: 'int' object is not iterable"),
     (SAMPLER, "def f(**given): return [([], 0)]", "raised TypeError: "),
     (SAMPLER, "def f(**given): return ['rows', 'rows']", "gave 2 prompts instead of 1"),
+    (
+        SAMPLER,
+        "def f(**given): return [('rows', 0.5)]",
+        "raised TypeError: 'float' object cannot be interpreted as an int",
+    ),
+    (SAMPLER, "def f(**given): return [('rows', -1)]", "gave ('rows', -1), which is no problem of {'rows': 1}"),
+    (
+        SAMPLER,
+        "def f(sizes, **given):\n sizes['x'] = 5\n return ['x']",
+        "gave ('x', None), which is no problem of {'rows': 1}",
+    ),
+    (SAMPLER, "def f(**given):\n while True: yield 'rows'", "gave 2 prompts instead of 1"),
+    (SAMPLER, "def f(**given): return iter(['rows'])", None),
     (
         SAMPLER,
         "def f(memory, **given):\n memory['a'] = {1}\n return ['rows']",
