@@ -355,7 +355,7 @@ def _expression(text: str, words: list[str]) -> Any:
         text = re.sub(rf"(?<![\\a-zA-Z]){word}(?![a-zA-Z])", f" w_{{{1000 + place}}} ", text)
     text = re.sub(r"\bdegrees\b", "", text.replace("$", ""))
     text = re.sub(r"(?<![\w^{_.])(\d+)\s*(?=\()", r"\1\\cdot ", text)  # 2(3) is read as 2 + 3
-    text = re.sub(r"\)\s*\(", r")\\cdot (", text)
+    text = re.sub(r"\)\s*(?=[\d(])", r")\\cdot ", text)
     text = re.sub(r"\^\s*(\d*\.\d+)", r"^{\1}", text)
     text = re.sub(r"(\d*)\.(\d+)", lambda m: rf"\frac{{{m[1]}{m[2]}}}{{1{'0' * len(m[2])}}}", text)
     text = normalize_latex(text, NormalizationConfig(malformed_operators=True, nits=True, boxed="none"))

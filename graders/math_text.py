@@ -73,8 +73,11 @@ _REWRITES = [  # what changes no meaning, in this order
         (r"(?i)\b([ap])\.\s?m\b\.?", r"\1m"),
         (r"\s+\^", "^"),
         (r"(?i)^\s*(?:negative|minus)\s+(?=[\d\\])", "-"),
-        (r"(\d*)\.(\d*)\\(?:overline|bar)\s*\{?(\d+)\}?", lambda match: _repeating(*match.groups())),
-        (r"(\d*)\.(\d*?)(\d+?)\3\3+\s*(?:\.\.\.|\\l?dots)", lambda match: _repeating(*match.groups())),
+        (r"(?<!\d)(\d*)\.(\d*)\\(?:overline|bar)\s*\{?(\d+)\}?", lambda match: _repeating(*match.groups())),
+        (
+            r"(?<!\d)(\d*)\.(\d{0,9}?)(\d{1,9}?)\3\3+\s*(?:\.\.\.|\\l?dots)(?!\s*\d)",
+            lambda match: _repeating(*match.groups()),
+        ),
         (r"\.\.\.|\\[lc]dots", r"\\dots "),
         (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
         (r"(?<=\d) thousand\b", "e3"),
