@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from graders.math_text import Number, clean, is_word, number, quantity, squeeze
+from graders.math_text import LESS, NAME, SPELLED, Number, as_interval, clean, is_word, number, quantity, squeeze
 
 MAX_ANSWER_CHARS = 2_000  # a longer one is no answer (parse_fail)
+MAX_FORMULA_CHARS = 500  # for sympy, whose parser takes 2 ms a character
 MAX_DEPTH = 50  # of brackets in brackets
 MAX_REPLY_CHARS = 200_000  # only the end of a longer reply is read
 SELF_TESTS = (  # (reply, answer, outcome): what this file must say before a run may start
@@ -31,27 +32,22 @@ STRICT_SELF_TESTS = (("Answer: 5", "5", "ok"), ("Answer: 4", "5", "wrong"), (r"\
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _ANSWER_IS = re.compile(r"(?i)\banswer\**\s*(?:is\s*:?|:|=)[\s*]*")
-_CHOICE = re.compile(r"\(?([A-Ja-e])(?:[).:]+\s*((?:(?!\b[A-J]\b|\b(?:or|and)\b).)*))?")
+_CHOICE = re.compile(r"(?:(?i:option|choice) )?[(\[]?([A-Ja-e])(?:[).:\]]+\s*((?:(?!\b[A-J]\b|\b(?:or|and)\b).)*))?")
 _SEPARATOR = r"[,;]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
 _GROUPS = re.compile(r"(?<=\d),(?=\d{3}(?![\dA-Za-z]))")
 _BRACKETS = re.compile(r"(\\?[{(\[])(.*?)(\\?[})\]])", re.DOTALL)
-_NAME = (  # x  x_1  f(x)  \alpha  width, and what geometry names: AB  |AB|  S_1:S_2  \frac{AB}{CD}
-    r"(?:\\?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?'*(?:\(\w\))?"
-    r"|(?:[A-Z'|:/{} ]|\\(?:frac|angle|triangle|overline)(?![a-z])|_(?:[A-Za-z\d]|\{\w++\}))+)"
-)
 _NAMED = re.compile(
-    rf"({_NAME}|\((?:\s*{_NAME}\s*,)+\s*{_NAME}\s*\))\s*(?:=|\\in(?![a-z])|(?<=[a-zA-Z]{{2}}):)\s*(.+)", re.DOTALL
+    rf"({NAME}|\((?:\s*{NAME}\s*,)+\s*{NAME}\s*\))\s*(?:=|\\in(?![a-z])|(?<=[a-zA-Z]{{2}}):)\s*(.+)", re.DOTALL
 )
 _SETS = re.compile(r"\\(?:cup|cap|setminus|mathbb|emptyset|varnothing|le|ge|ne|in)(?![a-z])|[<>]|\\\{")
 _STEPS = re.compile(r"\\(?:to|implies|iff|land|wedge|\w*arrow)(?![a-z])")
-_LESS = re.compile(r"(<|>|\\[lg]e(?![a-z]))")
-_IS_LESS = ("<", r"\le")
 _UNORDERED = {"", "{}", "cup"}  # kinds of lists, by their brackets
 _ALIKE = {("", "{}"), ("{}", ""), ("", "()"), ("()", "")}
-_BASE = re.compile(r"([-+]?)\(?(\d[\dA-Za-z]*)\)?\s*(?:_\s*\{?\s*(?:base\s*)?|base\s*)(\d+)\s*\}?")
+_BASE = re.compile(r"([-+]?)\(?(\d[\dA-Za-z]*)\)?\s*(?:_\s*\{?\s*(?:base\s*)?|\(?(?:in )?base\s*)(\d+|[a-z]+)\s*[)}]?")
 _CHAIN = re.compile(r"\d+([-/.:])\d+(?:\1\d+)+|\d+[-:]\d+")
 _CLOCK = re.compile(r"\d{1,2}(?::[0-5]\d){1,2}")
 _WORD_RUN = re.compile(r"(?<![\\a-zA-Z_])(?<!begin\{)(?<!end\{)(?<!mathbb\{)[a-zA-Z]{3,}(?![a-zA-Z])")
+_DROPPED = re.compile(r"'|(?<=\^)T|(?<=\^{)T|\\dots|phantom")  # by the parser, without a word
 _NO_WORD = re.compile(r"[b-df-hj-np-tv-z]+[aei]?|[abcx]+")  # in a formula: a product of variables, as in kxe^x
 
 
@@ -59,14 +55,15 @@ def grade(job: dict) -> dict:
     """Grades a job {reply, answer, strict}: returns {outcome, extracted, boxed}.
 
     strict is DAPO's rule (Yu et al. 2025): the text after the last "Answer:" within the last 300 characters must be the
-    gold answer, apart from typography. boxed: whether the reply has a complete box.
+    gold answer, apart from typography, a name and a unit: DAPO drops them too.
+    boxed: whether the reply has a complete box.
     """
     gold = gold_answer(job["answer"])
     boxed = _last_box(job["reply"][-MAX_REPLY_CHARS:]) is not None
     answer = strict_answer(job["reply"]) if job["strict"] else extract(job["reply"])
     if answer is None:
         return {"outcome": "parse_fail", "extracted": None, "boxed": boxed}
-    right = clean(answer) == clean(gold) if job["strict"] else equal(gold, answer)
+    right = _bare(answer) == _bare(gold) if job["strict"] else equal(gold, answer)
     return {"outcome": "ok" if right else "wrong", "extracted": canonical(answer), "boxed": boxed}
 
 
@@ -135,13 +132,17 @@ def equal(gold: str, answer: str) -> bool:
 
 def canonical(answer: str) -> str:
     """A text for majority votes: the same one for equal numbers, whatever their unit, and for equal words."""
-    text = clean(answer)
+    text = _bare(answer)
     exact = number(text)
-    if exact is None:
-        pairs = _named(_items(text)[1])
-        text = quantity(pairs[0][1]).value if len(pairs) == 1 else text
-        exact = number(text)
-    return str(exact.value) if exact else text.casefold() if is_word(text) else squeeze(text).replace(", ", ",")
+    return str(exact.value) if exact else text.casefold() if is_word(text) else text.replace(", ", ",")
+
+
+def _bare(answer: str) -> str:
+    """Without typography, name and unit."""
+    text = clean(answer)
+    kind, parts = _items(text)
+    pairs = [] if number(text) or kind else _named(parts)
+    return squeeze(quantity(pairs[0][1]).value if len(pairs) == 1 else text)
 
 
 def _same(one: str, other: str) -> bool:
@@ -149,13 +150,15 @@ def _same(one: str, other: str) -> bool:
     numbers = number(one), number(other)
     if None not in numbers:
         return _same_numbers(*numbers)
+    if any(numbers) and (quantity(one).dimensions or quantity(other).dimensions):
+        return _same_value(one, other)  # $1,234 and 1,234, which are no lists
     if squeeze(one) == squeeze(other):
         return True
     choices = _CHOICE.fullmatch(one), _CHOICE.fullmatch(other)
     if None not in choices and not (choices[0][2] and choices[1][2]) and choices[0][1].isupper():
         return choices[0][1] == choices[1][1].upper()
-    if bool(_LESS.search(one)) != bool(_LESS.search(other)):
-        one, other = _as_interval(one), _as_interval(other)
+    if bool(LESS.search(one)) != bool(LESS.search(other)):
+        one, other = as_interval(one), as_interval(other)
     (kind, parts), (other_kind, other_parts) = _items(one), _items(other)
     pairs, other_pairs = _named(parts), _named(other_parts)
     name, value = pairs[0] if len(pairs) == 1 and not kind else ("", one)
@@ -168,24 +171,12 @@ def _same(one: str, other: str) -> bool:
     if (value, other_value) != (one, other):
         return _same(value, other_value)
     if len(pairs) != len(other_pairs) or (kind != other_kind and (kind, other_kind) not in _ALIKE):
-        is_list = (not kind and len(parts) > 1) or (not other_kind and len(other_parts) > 1)
+        is_list = any(len(each) > 1 and not which for which, each in ((kind, parts), (other_kind, other_parts)))
+        is_list = is_list or (kind and other_kind and "cup" not in (kind, other_kind))
         return not is_list and bool(_SETS.search(one + other)) and _by_sympy(one, other)
     if len(pairs) > 1 or kind or other_kind:
         return _same_lists(pairs, other_pairs, not {kind, other_kind} <= _UNORDERED)
     return _same_value(one, other)
-
-
-def _as_interval(text: str) -> str:
-    """`1 < x \\le 2` as `(1, 2]`; any other text as it is."""
-    sides = [side.strip() for side in _LESS.split(text)]
-    if len(sides) == 3 and re.fullmatch(_NAME, sides[0]):
-        sides = [r"-\infty", "<", *sides] if sides[1] in _IS_LESS else [r"\infty", ">", *sides]
-    elif len(sides) == 3:
-        sides += ["<", r"\infty"] if sides[1] in _IS_LESS else [">", r"-\infty"]
-    if len(sides) != 5 or not re.fullmatch(_NAME, sides[2]) or (sides[1] in _IS_LESS) != (sides[3] in _IS_LESS):
-        return text
-    low, first, _, second, high = sides if sides[1] in _IS_LESS else sides[::-1]
-    return f"{'(' if first in '<>' else '['}{low}, {high}{')' if second in '<>' else ']'}"
 
 
 def _same_lists(pairs: list, other_pairs: list, is_ordered: bool) -> bool:
@@ -213,14 +204,12 @@ def _items(text: str) -> tuple[str, list[str]]:
     parts = [part for part in _split(text, ";") if part]
     if len(parts) < 2:
         separator = _SEPARATOR if re.search(r"[\d\\<>=]", text) else "[,;]|(?<![a-zA-Z])and(?![a-zA-Z])"
-        parts = [part for part in _split(text, separator) if part] or [text]
+        parts = [sign for part in _split(text, separator) if part for sign in _signs(part)] or [text]
     if len(parts) > 1 and quantity(text).value == text:  # not 5 feet, 6 inches
-        is_union = all(map(_LESS.search, parts)) and not re.search("[,;]|and", text)
+        is_union = all(map(LESS.search, parts)) and not re.search("[,;]|and", text)
         return "cup" if is_union else "", parts
     if len(union := _split(text, r"\\cup(?![a-z])")) > 1:
         return "cup", union
-    if text.count(r"\pm") == 1:
-        return "", [text.replace(r"\pm", a).replace(r"\mp", b) for a, b in ("+-", "-+")]
     brackets = _BRACKETS.fullmatch(text)
     inner = _split(brackets[2], "[,;]") if brackets else []
     if not inner:
@@ -230,7 +219,16 @@ def _items(text: str) -> tuple[str, list[str]]:
         return _items(brackets[2])
     if len(inner) == 1 and kind == "()":
         return _items(inner[0])
-    return kind, list(dict.fromkeys(filter(None, inner))) if kind == "{}" else inner
+    if kind == "{}":
+        inner = list(dict.fromkeys(sign for part in inner if part for sign in _signs(part)))
+    return kind, inner
+
+
+def _signs(text: str) -> list[str]:
+    """Both values of `1 \\pm 2`."""
+    if text.count(r"\pm") != 1 or _BRACKETS.fullmatch(text):
+        return [text]
+    return [text.replace(r"\pm", a).replace(r"\mp", b) for a, b in ("+-", "-+")]
 
 
 def _split(text: str, separator: str) -> list[str]:
@@ -280,6 +278,8 @@ def _same_value(one: str, other: str) -> bool:
         values = number(gold.value), number(answer.value)
         is_convertible = gold.dimensions == answer.dimensions and None not in values
         return is_convertible and values[0].value * gold.size == values[1].value * answer.size
+    if gold.dimensions and other.endswith("%"):
+        return False
     if (gold.value, answer.value) != (one, other) and not is_product:  # 5m may be a product
         return _same(gold.value, answer.value)
     if _BASE.fullmatch(one) or _BASE.fullmatch(other):
@@ -291,8 +291,8 @@ def _same_value(one: str, other: str) -> bool:
         return [*map(int, chains[0])] == [*map(int, chains[1])] and (":" in one) == (":" in other)
     if is_word(one) or is_word(other) or re.fullmatch("[A-Z]{2,}", one):  # BAC is an order, not a product
         return is_word(one) and one.casefold() == other.casefold()
-    if squeeze(one).casefold() == squeeze(other).casefold():  # x is not X, Omega is not omega
-        return False
+    if squeeze(one).casefold() == squeeze(other).casefold():  # x is not X, Omega is not omega; june 20 is June 20
+        return not re.search(r"\\|(?<![a-zA-Z])[a-zA-Z]{1,2}(?![a-zA-Z])", one)
     return _by_sympy(one, other)
 
 
@@ -311,20 +311,24 @@ def _same_numbers(gold: Number, answer: Number) -> bool:
 def _same_bases(one: str, other: str) -> bool:
     """2516_8 is digits and a base: the answer may leave out the base that was asked for, but not choose another."""
     gold, answer = _BASE.fullmatch(one), _BASE.fullmatch(other)
-    base = gold[3] if gold else "10"
+    base, other_base = (str(SPELLED.get(match[3], match[3])) if match else "10" for match in (gold, answer))
     digits = [match[1] + match[2] if match else text for match, text in ((gold, one), (answer, other))]
     try:
-        return (answer is None or answer[3] == base) and int(digits[0], int(base)) == int(digits[1], int(base))
+        return (answer is None or other_base == base) and int(digits[0], int(base)) == int(digits[1], int(base))
     except ValueError:  # a digit that the base does not have
         return False
 
 
 def _by_sympy(gold: str, answer: str) -> bool:
+    if max(len(squeeze(gold)), len(squeeze(answer))) > MAX_FORMULA_CHARS:
+        return False
+    if sorted(_DROPPED.findall(gold)) != sorted(_DROPPED.findall(answer)):
+        return False
     import sympy  # 1 s with math-verify: only where it is needed
     from math_verify import verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # no warning that its timeouts are off: on purpose
-    runs = {run for run in _WORD_RUN.findall(f"{gold} {answer}") if not _NO_WORD.fullmatch(run.lower())}
+    runs = {run for run in _WORD_RUN.findall(f"{gold} {answer}") if not _NO_WORD.fullmatch(run)} - {"degrees"}
     try:
         one, other = (_expression(text, sorted(runs)) for text in (gold, answer))
         if one == other:
@@ -337,32 +341,37 @@ def _by_sympy(gold: str, answer: str) -> bool:
         if one.is_Relational or other.is_Relational:
             return _same_relations(one, other)
         exact = number(gold) or number(answer)
-        return _is_zero(one - other, (exact and exact.rounding) or 0)
+        return _is_zero(sympy.gammasimp(one - other), (exact and exact.rounding) or 0)
     except Exception:  # of the parser or sympy, which are not ours: any text at all comes here
         return False
 
 
 def _expression(text: str, words: list[str]) -> Any:
     """A sympy object, without floats and with words as symbols. Raises anything if the text is no mathematics."""
-    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig, latex2sympy, normalize_latex
 
     assert _split(text, "(?!)"), "brackets that do not close, or too many of them"
     for place, word in enumerate(words):
         text = re.sub(rf"(?<![\\a-zA-Z]){word}(?![a-zA-Z])", f" w_{{{1000 + place}}} ", text)
     text = re.sub(r"\bdegrees\b", "", text.replace("$", ""))
+    text = re.sub(r"(?<![\w^{_.])(\d+)\s*(?=\()", r"\1\\cdot ", text)  # 2(3) is read as 2 + 3
+    text = re.sub(r"\)\s*(?=[\d(])", r")\\cdot ", text)
+    text = re.sub(r"\^\s*(\d*\.\d+)", r"^{\1}", text)
     text = re.sub(r"(\d*)\.(\d+)", lambda m: rf"\frac{{{m[1]}{m[2]}}}{{1{'0' * len(m[2])}}}", text)
     text = normalize_latex(text, NormalizationConfig(malformed_operators=True, nits=True, boxed="none"))
-    return latex2sympy(text, is_real=True, convert_degrees=False, normalization_config=None)
+    config = ConversionConfig(lowercase_symbols=False)
+    return latex2sympy(text, is_real=True, normalization_config=None, conversion_config=config)
 
 
 def _points(expression: Any) -> Iterator[Any]:
     """The expression where its variables are rational, of both signs, small and large; no point is one people write."""
     from sympy import I, Rational
+    from sympy.core.function import AppliedUndef
 
-    symbols = sorted(expression.free_symbols, key=str)
+    symbols = sorted(expression.free_symbols | expression.atoms(AppliedUndef), key=str)
     for sign, scale in ((1, 1), (-1, 3), (1, 100), (-1, 101)) if symbols else ((1, 1),):
         values = (Rational(sign * scale * (7919 + 104 * k), sign**k * (10007 + scale * k**2)) for k in range(10**6))
-        point = {symbol: I if symbol.name == "i" else value for symbol, value in zip(symbols, values, strict=False)}
+        point = {symbol: I if str(symbol) == "i" else value for symbol, value in zip(symbols, values, strict=False)}
         yield expression.subs(point).doit()
 
 

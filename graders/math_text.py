@@ -6,39 +6,80 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
+from unicodedata import normalize
 
 MIN_DIGITS = 6  # significant digits of a decimal that may stand for a fraction or a root, as in math-verify
 
-_TEX = r"^2 ^3 \times \cdot / \pi \infty \sqrt \le \ge \ne \cup \cap \in ^\circ".split()
+_TEX = r"\times \cdot / \pi \infty \le \ge \ne \cup \cap \in ^\circ \emptyset".split()
 _SIGNS = str.maketrans(
     dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe63\uff0d", "-")
     | dict.fromkeys("\xa0\u2007\u2009\u202f~", " ")
-    | {sign: f"{tex} " for sign, tex in zip("²³\u00d7·÷π∞√≤≥≠\u222a∩∈°", _TEX, strict=True)}
+    | {sign: f"{tex} " for sign, tex in zip("\u00d7·÷π∞≤≥≠\u222a∩∈°∅", _TEX, strict=True)}
 )
-_WRAPPED = r"\\(?:text(?:bf|it|rm|normal)?|mathrm|mathbf|mbox|operatorname)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
+_WRAPPED = (
+    r"\\(?:text(?:bf|it|rm|sf|normal)?|math(?:rm|bf|sf|it)|boldsymbol|mbox|fbox|boxed|underline|operatorname"
+    r"|(?:text)?color\s*\{\w+\})\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
+)
+_ANGLE = r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?-?\d\}?)?\s*)[({]?\s*(\d+) degrees\s*[)}]?"
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+
+
+def _repeating(whole: str, once: str, repeated: str) -> str:
+    """0.1\\overline{6} as 15/90."""
+    value = int(f"{whole}{once}{repeated}") - int(f"{whole}{once}" or 0)
+    return f" {value}/{(10 ** len(repeated) - 1) * 10 ** len(once)} "
+
+
 _REWRITES = [  # what changes no meaning, in this order
     (re.compile(pattern), new)
     for pattern, new in (
+        (r"^\s*\*\*(.*)\*\*\s*$", r"\1"),  # bold type of markdown
+        (r"\*\*", "^"),
+        (r"[⁰¹²³⁴-⁹⁻]+", lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}"),
+        (r"[¼-¾⅐-⅞]", lambda match: f" {normalize('NFKC', match[0])} ".replace("\u2044", "/")),
+        (r"√\s*(\d*)", lambda match: f"\\sqrt{{{match[1]}}}" if match[1] else r"\sqrt "),
         (r",\\!\s*", ","),
-        (r"\\(?:left|right|,|!|;|:|displaystyle|limits)(?![a-zA-Z])", ""),
+        (r"\\[,!](?=\d)|\\!", ""),
+        (r"\\[,;:]", " "),
+        (r"\\(?:left|right|displaystyle|limits|[bB]igg?[lrm]?|bf|rm|it|large|Large|huge)(?![a-zA-Z])", ""),
+        (r"\\[lr]brace(?![a-zA-Z])", lambda match: r"\{" if match[0][1] == "l" else r"\}"),
         (r"\\q?quad(?![a-zA-Z])|(?<!\\)\\(?= )", " "),
         (r"\{,\}", ","),
         (r"(?<!\\)\$([^$]*[^$\\ ])\s*\$", r" \1 "),
         (r"\\([$%])", r"\1"),
-        (r"\^\s*\{?\\circ\}?\s*(?:([CF])\b)?", r" degrees\1 "),
+        (r"\^\s*\{?\\circ\}?\s*(?:([CF])\b)?|\\degree(?![a-zA-Z])|(?<=\d)\s*deg\b", r" degrees\1 "),
         (_WRAPPED, r" \1 "),
         (r"\\[dtc]frac", r"\\frac"),
+        (r"\\frac\s*(\\pi|\w)\s*(\\pi|\w)", r"\\frac{\1}{\2}"),
+        (r"\{([^{}]*)\\choose(?![a-zA-Z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+        (r"(\\sqrt\s*\[[^]]*\])\s*(\w)", r"\1{\2}"),
+        (r"\\var(theta|phi|epsilon)(?![a-zA-Z])", r"\\\1"),
+        (r"\\varnothing(?![a-zA-Z])", r"\\emptyset"),
+        (r"[(\[]\s*(\\begin\{array\}.*\\end\{array\})\s*[)\]]", r"\1"),
+        (r"\\begin\{array\}\s*\{[clr|]*\}(.*)\\end\{array\}", r"\\begin{pmatrix}\1\\end{pmatrix}"),
+        (r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup "),
         (r"<=", r"\\le "),
         (r">=", r"\\ge "),
-        (r"\\([lgn]e)q(?![a-zA-Z])", r"\\\1"),
+        (r"\\([lgn]e)q(?:slant)?(?![a-zA-Z])", r"\\\1"),
+        (r"^\s*\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid|\||:)(.*)\\\}\s*$", r"\1"),
         (r"\\(?:lor|vee)(?![a-zA-Z])", " or "),
-        (r"\\[()\[\]]|(?i:^(?:the )?(?:final )?answer(?: is)?\b:?)", " "),
+        (r"\\[()\[\]]|(?i:^\s*(?:the )?(?:final )?answer(?: is)?\b:?)", " "),
         (r"(?<![\\a-zA-Z])(pi|sqrt|sin|cos|tan|ln|log)(?![a-zA-Z])", r"\\\1"),
-        (r"(?<![\\a-zA-Z])infinity(?![a-zA-Z])", r"\\infty"),
+        (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (_ANGLE, r"\1{(\\frac{\2\\pi}{180})}"),
+        (r"(?<![\\a-zA-Z])(?:infinity|oo)(?![a-zA-Z])", r"\\infty"),
         (r"\\log_(?:e|\{e\})(?![a-zA-Z])", r"\\ln "),
         (r"(?i)(?<=\d)\s*(?:percentage|percent|pct)\b", "%"),
         (r"(?i)\b([ap])\.\s?m\b\.?", r"\1m"),
         (r"\s+\^", "^"),
+        (r"(?i)^\s*(?:negative|minus)\s+(?=[\d\\])", "-"),
+        (r"(?<!\d)(\d*)\.(\d*)\\(?:overline|bar)\s*\{?(\d+)\}?", lambda match: _repeating(*match.groups())),
+        (
+            r"(?<!\d)(\d*)\.(\d{0,9}?)(\d{1,9}?)\3\3+\s*(?:\.\.\.|\\l?dots)(?!\s*\d)",
+            lambda match: _repeating(*match.groups()),
+        ),
+        (r"\.\.\.|\\[lc]dots", r"\\dots "),
+        (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
         (r"(?<=\d) thousand\b", "e3"),
         (r"(?<=\d) million\b", "e6"),
         (r"(?<=\d) billion\b", "e9"),
@@ -53,12 +94,12 @@ _PLAIN = re.compile(
 _FRACTION = re.compile(r"\\frac\s*(?:\{\s*([-+]?[\d.,]+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
 
 _ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
-_SPELLED = {word: value for value, word in enumerate(f"{_ONES} seventeen eighteen nineteen".split())}
+SPELLED = {word: value for value, word in enumerate(f"{_ONES} seventeen eighteen nineteen".split())}
 _TENS = zip("twenty thirty forty fifty sixty seventy eighty ninety".split(), range(20, 100, 10), strict=True)
-_SPELLED |= {f"{ten}-{one}": size + value for ten, size in _TENS for one, value in [*_SPELLED.items()][:10]}
-_SPELLED |= {word.removesuffix("-zero"): value for word, value in _SPELLED.items()}
+SPELLED |= {f"{ten}-{one}": size + value for ten, size in _TENS for one, value in [*SPELLED.items()][:10]}
+SPELLED |= {word.removesuffix("-zero"): value for word, value in SPELLED.items()}
 _SPELLED_OUT = re.compile(
-    rf"(?i)^(?:{'|'.join(sorted(_SPELLED, key=len, reverse=True))})(?![a-z-])".replace("y-", "y[- ]")
+    rf"(?i)^(?:{'|'.join(sorted(SPELLED, key=len, reverse=True))})(?![a-z-])".replace("y-", "y[- ]")
 )
 _UNITS = {  # name: (size, dimension)
     name: (Fraction(size), dimension)
@@ -83,17 +124,26 @@ _UNITS = {  # name: (size, dimension)
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _NO_NOUN = re.compile(  # words that say more about a number than of what it is one
     r"(?i)(?:not?|or|and|but|if|is|mod|modulo|plus|minus|times|over|choose|divided|by|than|least|most|more|less|about|to|"
-    r"factorial|squared|cubed|hal(?:f|ves)|(?:quarter|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth)s?|"
-    r"negative|positive|maybe|perhaps|possibly|undefined|none|never|wrong|false|hundred|thousand|million|billion|dozen|"
-    rf"{'|'.join(_SPELLED)})"
+    r"factorial|squared|cubed|doubled|tripled|inverse|reciprocal|hal(?:f|ves)|"
+    r"(?:quarter|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth|\w*(?:teen|tie|hundred|thousand|illion)th)s?|"
+    r"negative|positive|maybe|perhaps|possibly|undefined|none|never|wrong|false|hundred|thousand|[mbtr]+illion|dozen|"
+    rf"{'|'.join(SPELLED)})"
 )
 _MEASURED = re.compile(r"(.*?(?:[\d.})%]|\\pi))(\s*)((?:[$€£¢]|[^\W\d_])(?:[\s^{}/.-]|\\cdot|(?<=[\^{-])\d|[^\W\d_])*)")
 _MONEY = re.compile(rf"([-+]?)\s*([$€£]|USD|EUR|GBP)\s*([-+]?\s*(?:{_DECIMAL}))")
 _PARTS = re.compile(rf"({_DECIMAL})\s*([a-zA-Z]+)(?:\s*,)?(?:\s+and)?(?:\s+|$)")
-_DIGITS = re.compile(r"-?[\d,.]+")
+_DIGITS = re.compile(r"-?[\d,]+(?:\.\d*)?")
 _WORDS = re.compile(r"[^\W\d_]+(?:[ .'-]+[^\W\d_]+)*")
 # Letters that are a product of variables: no English word is without a vowel or y.
 _PRODUCT = re.compile(r"[b-df-hj-np-tv-xz]+|[xyz]+|[abcx]+|[a-z]")
+
+
+LESS = re.compile(r"(<|>|\\[lg]e(?![a-z]))")
+_IS_LESS = ("<", r"\le")
+NAME = (  # x  x_1  f(x)  \alpha  width, and what geometry names: AB  |AB|  S_1:S_2  \frac{AB}{CD}
+    r"(?:\\?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?'*(?:\(\w\))?"
+    r"|(?:[A-Z'|:/{} ]|\\(?:frac|angle|triangle|overline)(?![a-z])|_(?:[A-Za-z\d]|\{\w++\}))+)"
+)
 
 
 class Number(NamedTuple):
@@ -115,12 +165,12 @@ def clean(text: str) -> str:
     """Without what changes no meaning: $, \\left, \\text{}, thin spaces, a last period; one sign for one meaning."""
     if _DIGITS.fullmatch(text):  # most answers
         return text.removesuffix(".")
-    text = text.translate(_SIGNS).strip().removesuffix(".").strip()
+    text = re.sub(r"(?<!\.)\.$", "", text.translate(_SIGNS).strip()).strip()
     while len(text) > 1 and text[0] == text[-1] == "$":
         text = text[1:-1].strip()
     for pattern, new in _REWRITES:
         text = pattern.sub(new, text)
-    return " ".join(text.split())
+    return " ".join(text.split()).removesuffix(" .")
 
 
 def squeeze(text: str) -> str:
@@ -149,7 +199,7 @@ def number(text: str) -> Number | None:
 
 def quantity(text: str) -> Quantity:
     """The value of a text and its unit: $5, 5 dollars, 5 km/h, 5 square feet, 5 red balls, 5 feet 6 inches."""
-    text = _SPELLED_OUT.sub(lambda match: str(_SPELLED[match[0].lower().replace(" ", "-")]), text)
+    text = _SPELLED_OUT.sub(lambda match: str(SPELLED[match[0].lower().replace(" ", "-")]), text)
     plain = Quantity(text, Fraction(1), (), False)
     parts = _PARTS.findall(text + " ")
     if len(parts) > 1 and not _PARTS.sub("", text + " "):
@@ -207,7 +257,21 @@ def _unit(text: str) -> tuple[Fraction, tuple[tuple[str, int], ...]] | None:
     return size, tuple(sorted(dimensions.items()))
 
 
+def as_interval(text: str) -> str:
+    """`1 < x \\le 2` as `(1, 2]`; any other text as it is."""
+    sides = [side.strip() for side in LESS.split(text)]
+    if len(sides) == 3 and re.fullmatch(NAME, sides[0]):
+        sides = [r"-\infty", "<", *sides] if sides[1] in _IS_LESS else [r"\infty", ">", *sides]
+    elif len(sides) == 3:
+        sides += ["<", r"\infty"] if sides[1] in _IS_LESS else [">", r"-\infty"]
+    if len(sides) != 5 or not re.fullmatch(NAME, sides[2]) or (sides[1] in _IS_LESS) != (sides[3] in _IS_LESS):
+        return text
+    low, first, _, second, high = sides if sides[1] in _IS_LESS else sides[::-1]
+    return f"{'(' if first in '<>' else '['}{low}, {high}{')' if second in '<>' else ']'}"
+
+
 def is_word(text: str) -> bool:
     """Words are compared as text, everything else as mathematics. One letter is a variable, and so is each of those of
     which no English word consists: xy, abc, mn; not no, cat, even, AB."""
-    return bool(_WORDS.fullmatch(text)) and not all(_PRODUCT.fullmatch(word) for word in text.lower().split())
+    words = re.split("[ .'-]+", text.lower())
+    return bool(_WORDS.fullmatch(text)) and not all(map(_PRODUCT.fullmatch, words))

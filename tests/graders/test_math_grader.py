@@ -127,6 +127,20 @@ def test_strict(reply, outcome):
     assert grade(job("5", reply, strict=True))["outcome"] == outcome
 
 
+def test_strict_drops_names_and_units():
+    """As DAPO's normalisation does."""
+    for gold, answer in (
+        ("5", "$x = 5$"),
+        ("5", "5 dollars"),
+        ("60 mph", "60"),
+        ("5", r"5\text{ inches}"),
+        ("12", "12 units"),
+    ):
+        assert grade(job(gold, f"Answer: {answer}", strict=True))["outcome"] == "ok", answer
+    for gold, answer in (("5", "x = 6"), ("5", "5, 6"), ("x=1,y=2", "1,2"), ("[5]", "5"), ("5", "5 or 6 dollars")):
+        assert grade(job(gold, f"Answer: {answer}", strict=True))["outcome"] == "wrong", answer
+
+
 def test_gold_goes_first():
     assert equal("x=5", "5") and equal("50%", "50") and not equal("50.5", "50.5%")
     assert equal("50.5%", "50.5") and equal("2", "1 = 2") and not equal("2", "2 = 1")
