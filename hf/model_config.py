@@ -108,6 +108,8 @@ class ModelConfig:
         is_qwen2, has_bias = hf["model_type"] == "qwen2", bool(hf.get("attention_bias"))
         heads = hf["num_attention_heads"]
         kv_heads, head_dim = hf.get("num_key_value_heads") or heads, hf.get("head_dim") or hf["hidden_size"] // heads
+        if llama3 and hf["low_freq_factor"] >= hf["high_freq_factor"]:
+            raise ConfigError(f"{source}: low_freq_factor={hf['low_freq_factor']} is not below high_freq_factor")
         if heads % kv_heads:
             raise ConfigError(f"{source}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
         if head_dim < 2 or head_dim % 2:

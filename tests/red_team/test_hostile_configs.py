@@ -125,6 +125,7 @@ NO_LIST = "of lists, only a LinearLR up to 1.0 before a ConstantLR is understood
         ),
         (r'"\e[2J\n": 1', r"unknown key '\x1b[2J\n'"),
         # Numbers
+        *((f"grpo: {{seed: {text}}}", "grpo.seed: expected int, got") for text in ("010", "0o10", "٣", "1:30", "' 5'")),
         ("data: {default: {repeat: 1000000000000000000}}", "data.train.repeat=1000000000000000000: must be"),
         ("grpo: {num_generations_per_prompt: 1000000000000}", "grpo.num_generations_per_prompt=1000000000000: no"),
         ("grpo: {num_generations_per_prompt: 10000000}", "over 10,000,000 samples, which a step holds"),
