@@ -206,7 +206,7 @@ def launch(mode: str, recording: Path, out: Path, task: str) -> None:
 
 def metrics_of(folder: Path) -> list[dict]:
     lines = next(folder.glob("logs/exp_*/metrics.jsonl")).read_text().splitlines()
-    return [{k: math.nan if v is None else v for k, v in json.loads(line).items()} for line in lines]
+    return [json.loads(line) for line in lines]
 
 
 def compare_task(old: Path, new: Path) -> dict:

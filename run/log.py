@@ -1,7 +1,6 @@
 """What a run writes for people and programs: metrics.jsonl, samples.jsonl, TensorBoard events, the console.
 
-A number that is not finite is null in the two JSON files, which any parser then reads; a key that is absent was not
-measured. TensorBoard and the console have it raw, as nan or inf.
+Metrics are logged raw: a NaN stays visible. samples.jsonl is strict JSON: a number that is not finite is null there.
 """
 
 import json
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +46,7 @@ class RunLog:
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         """One object of metrics.jsonl and the same numbers to TensorBoard."""
-        self.metrics_file.write(_strict_json({"step": step, **values}))
+        self.metrics_file.write(json.dumps({"step": step, **values}) + "\n")
         if self.tensorboard:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
@@ -61,7 +59,8 @@ class RunLog:
             record = {"step": step, "kind": kind, "prompt": prompt, "reply": reply}
             record |= {name: getattr(sample, name) for name in SAMPLE_FIELDS}
             if i < self.max_samples:
-                self.samples_file.write(_strict_json(record))
+                finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+                self.samples_file.write(json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n")
             if i < num_print:
                 print(f"    [{kind}] {prompt!r} -> {reply!r}  {sample.outcome}, reward {sample.reward:g}", flush=True)
 
@@ -132,12 +131,6 @@ def _accuracies(values: dict[str, float]) -> dict[str, float]:
     start, end = "validation/", "/accuracy"
     accuracies = {name: value for name, value in values.items() if name.startswith(start) and name.endswith(end)}
     return {name[len(start) : -len(end)].replace("/", " "): value for name, value in accuracies.items()}
-
-
-def _strict_json(record: dict[str, Any]) -> str:
-    """A line. A NaN is null: pandas reads it as NaN."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-    return json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _drop_from(file: Path, first_step: int) -> None:
