@@ -130,9 +130,7 @@ class Tokenizer:
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # unlike jinja2's, leaves < > & as is
         environment.globals["raise_exception"] = _raise_template_error
         environment.globals["strftime_now"] = self.now.strftime
-        environment.intercepted_binops = frozenset(
-            ("*", "**", "%")
-        )  # not computed by the compiler, for Python's to read
+        environment.intercepted_binops = frozenset(("*", "**", "%"))  # else jinja2's compiler computes them
         del environment.filters["random"], environment.globals["lipsum"]  # a prompt is a function of its row
         if len(text) > MAX_TEMPLATE:
             raise DataError(f"{folder}: the chat template has more than {MAX_TEMPLATE:,} characters")

@@ -3,6 +3,7 @@
 Owns no format: calls those who do, in the order in which a user wants to hear of mistakes.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -169,9 +170,7 @@ def read_reward_model(cfg: RewardModelConfig, begin: Callable[[str, int], None])
     model = read_model_config(folder)
     tokenizer = Tokenizer(folder)
     check_model(folder, model, tokenizer, "env.reward_model.max_model_len", cfg.max_model_len)
-    shapes = replace(
-        model, tie_word_embeddings=True
-    ).tensor_shapes()  # such checkpoints have no head over the vocabulary
+    shapes = replace(model, tie_word_embeddings=True).tensor_shapes()  # there is no head over the vocabulary
     try:
         check_weights(folder, chain([("score.weight", (1, model.hidden_size))], shapes))
     except ConfigError as error:
@@ -197,6 +196,7 @@ def check(cfg: Config, *, all_rows: bool = False) -> str:
     the process. This one then says what the child was at.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends both at once
+    gc.freeze()  # else the child's search for garbage copies every page of the imports: 0.07 s
     here, there = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=_check_apart, args=(cfg, all_rows, there))
     child.start()

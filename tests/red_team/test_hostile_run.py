@@ -118,9 +118,7 @@ def test_the_command_answers(work, check, mode):
 @pytest.mark.parametrize("folder", ["\ud800", "a\ud83d/b", "a\0b"])
 def test_names_that_no_file_can_have(work, check, folder):
     (work / "hostile.yaml").write_text(json.dumps({"defaults": "run.yaml", "logger": {"log_dir": folder}}))
-    assert_answered(check(work, "hostile.yaml", "checkpointing.resume=auto"), code=2)
-    with pytest.raises(ConfigError, match=r"^logger\.log_dir='a?\\(x00|ud8)"):
-        check_writable("logger.log_dir", folder)
+    assert_answered(check(work, "hostile.yaml", "checkpointing.resume=auto"), "logger.log_dir", code=2)
 
 
 def test_a_run_does_not_hang_on_a_folder_that_went_bad_after_the_check(work, one_rank):
