@@ -134,6 +134,7 @@ _UNREAD = (  # a key that nothing reads while the condition holds, and why: it m
     ("policy.scheduler.min_factor", "policy.scheduler.name=constant", "a constant rate does not fall"),
     ("policy.optimizer.muon_lr", "policy.optimizer.name!=torch.optim.Muon", "only Muon reads it"),
     ("policy.optimizer.muon_momentum", "policy.optimizer.name!=torch.optim.Muon", "only Muon reads it"),
+    ("data.custom_dataloader", "data.use_multiple_dataloader=false", "it takes turns of several sets"),
     ("checkpointing.resume_from", "checkpointing.resume=never", "a new run is started"),
 )
 

@@ -227,7 +227,7 @@ def _read(node: yaml.Node, kind: Any) -> Any:
         return text
     if base is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
-    if base is int and re.fullmatch("[-+]?(0|[1-9][0-9_]*)", text):  # 010 is 8 to yaml
+    if base is int:
         return int(text)
     if base is float and math.isfinite(float(text)):
         return float(text)
