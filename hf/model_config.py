@@ -108,6 +108,8 @@ class ModelConfig:
         is_qwen2, has_bias = hf["model_type"] == "qwen2", bool(hf.get("attention_bias"))
         heads = hf["num_attention_heads"]
         kv_heads, head_dim = hf.get("num_key_value_heads") or heads, hf.get("head_dim") or hf["hidden_size"] // heads
+        if llama3 and hf["low_freq_factor"] >= hf["high_freq_factor"]:
+            raise ConfigError(f"{source}: low_freq_factor={hf['low_freq_factor']} is not below high_freq_factor")
         if heads % kv_heads:
             raise ConfigError(f"{source}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
         if head_dim < 2 or head_dim % 2:
@@ -168,8 +170,7 @@ def _rope_of(hf: dict, source: str) -> dict:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """model.safetensors, or the files that its index names. ConfigError where one is missing or incomplete. Which
-    tensors they hold, `check_weights` says."""
+    """model.safetensors, or the files that its index names. Whether they are whole, `check_weights` says."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if os.path.lexists(single):
         files = [single]
@@ -185,14 +186,12 @@ def weight_files(folder: Path) -> list[Path]:
         adapter = any(folder.glob("adapter_model.*"))
         why = "merge the adapter into its model" if adapter else "other formats are not read: they can run code"
         raise ConfigError(f"{folder}: no {single.name} nor {index.name} ({why})")
-    for file in files:
-        open_weights(file)
     return files
 
 
 def check_weights(folder: Path, expected: Iterable[tuple[str, Sequence[int]]]) -> None:
-    """ConfigError unless the folder's files hold the `expected` tensors, (name, shape), as floats, and no others but a
-    tied head's copy and rotary frequencies, which some store. It reads the headers only."""
+    """ConfigError unless the folder's files are whole and hold the `expected` tensors, (name, shape), as floats, and no
+    others but a tied head's copy and rotary frequencies, which some store. It reads the headers only."""
     stored: dict[str, tuple[Path, list[int], str]] = {}
     for path in weight_files(folder):
         with open_weights(path) as file:

@@ -35,7 +35,7 @@ PRIVATE_USE = range(0xF0000, 0x10FFFE)
 MAX_TOKENIZER_BYTES = 256 * 2**20  # ten times those in use
 MAX_TEMPLATE = 2**18  # characters of a template, or of what it writes for TRIAL: ten times those in use
 RENDER_SECONDS = 3  # to compile a template, or for a text of it: a thousand times what is usual
-ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}>")  # in what Python writes for an object that is no text
+ADDRESS = re.compile("0x[0-9a-f]{8,}")  # in what Python writes for an object that is no text
 TRIAL_TEXT = "12 + 345 = ?\n\n\tIs  it <b>so</b>, \u00fc \u65e5\u672c \U0001f9ee " + "a " * 64 + "a" * 64
 TRIAL = [{"role": "user", "content": TRIAL_TEXT}, {"role": "assistant", "content": "<think>\none\n</think>\n\n357"}]
 TRIAL += [{"role": "user", "content": "And 1/7?"}]
@@ -130,9 +130,7 @@ class Tokenizer:
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # unlike jinja2's, leaves < > & as is
         environment.globals["raise_exception"] = _raise_template_error
         environment.globals["strftime_now"] = self.now.strftime
-        environment.intercepted_binops = frozenset(
-            ("*", "**", "%")
-        )  # not computed by the compiler, for Python's to read
+        environment.intercepted_binops = frozenset(("*", "**", "%"))  # else jinja2's compiler computes them
         del environment.filters["random"], environment.globals["lipsum"]  # a prompt is a function of its row
         if len(text) > MAX_TEMPLATE:
             raise DataError(f"{folder}: the chat template has more than {MAX_TEMPLATE:,} characters")

@@ -134,6 +134,7 @@ _UNREAD = (  # a key that nothing reads while the condition holds, and why: it m
     ("policy.scheduler.min_factor", "policy.scheduler.name=constant", "a constant rate does not fall"),
     ("policy.optimizer.muon_lr", "policy.optimizer.name!=torch.optim.Muon", "only Muon reads it"),
     ("policy.optimizer.muon_momentum", "policy.optimizer.name!=torch.optim.Muon", "only Muon reads it"),
+    ("data.custom_dataloader", "data.use_multiple_dataloader=false", "it takes turns of several sets"),
     ("checkpointing.resume_from", "checkpointing.resume=never", "a new run is started"),
 )
 
@@ -263,12 +264,9 @@ def check_writable(key: str, folder: str) -> None:
     """Raise ConfigError if `folder`, the value of config key `key`, could not be made or written. Leaves nothing."""
     path = Path(folder).absolute()
     setting = f"{key}={folder}"
-    try:
-        sizes = [len(os.fsencode(part)) for part in (path, *path.parts)]
-    except UnicodeEncodeError:
-        sizes = []
-    if "\0" in folder or not sizes or sizes[0] > MAX_PATH_BYTES or max(sizes[1:]) > 255:
-        limits = f"255 bytes, or has a byte 0 or half a character, or all of it is longer than {MAX_PATH_BYTES:,} bytes"
+    sizes = [len(os.fsencode(part)) for part in (path, *path.parts)]
+    if sizes[0] > MAX_PATH_BYTES or max(sizes[1:]) > 255:
+        limits = f"255 bytes, or all of it is longer than {MAX_PATH_BYTES:,} bytes"
         raise ConfigError(f"{key}={shortened(folder)}: a name in it is longer than {limits}")
     while not os.path.lexists(path):  # unlike Path.exists, also false below a folder that must not be searched
         path = path.parent

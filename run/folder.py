@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from config import Config, ConfigError
+from hf.files import parse_json, read_bytes
 from run import config_file
 from run.resume import checkpoint_folder, numbered
 from system.exits import describe_os_error
@@ -102,10 +103,7 @@ def write_provenance(folder: Path, cfg: Config, world_size: int) -> None:
     if not (folder / "config.yaml").exists():
         (folder / "config.yaml").write_text(config_file.to_yaml(cfg))
     file = folder / "provenance.json"
-    try:
-        parts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    except (ValueError, RecursionError):
-        parts = None
+    parts = parse_json(read_bytes(file), file) if file.exists() else []
     if not isinstance(parts, list):
         raise ConfigError(f"{file}: not the list that this program writes: move it away")
     patch = _git("diff", "HEAD", "--binary")

@@ -18,6 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from config import CheckpointingConfig, ConfigError, LoggerConfig
 from data import Sample
+from hf.files import open_regular
 from hf.tokenizer import Tokenizer
 
 TIMING_NAMES = {"prepare_for_generation": "prepare_for_generation/total"}  # NeMo RL's name
@@ -137,10 +138,11 @@ def _drop_from(file: Path, first_step: int) -> None:
     """Removes what a run wrote after the checkpoint it is now resumed from (a last line cut by a kill included)."""
     if not file.exists():
         return
-    lines = file.read_bytes().splitlines(keepends=True)  # bytes: text has other line ends too, and a cut can be no text
+    with open_regular(file) as stream:
+        lines = stream.readlines()  # of bytes: text has other line ends too, and a cut can be no text
     try:
         kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] < first_step]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{file}: a line is not what this program writes ({error}): take it out") from error
     file.write_bytes(b"".join(kept))
 

@@ -3,11 +3,13 @@
 Owns no format: calls those who do, in the order in which a user wants to hear of mistakes.
 """
 
+import gc
 import json
 import multiprocessing
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -59,7 +61,7 @@ def read_inputs(
     resume.check_folders(cfg)
     if cfg.checkpointing.resume_from:
         resume.check_resumable(cfg, to_train)
-    begin(f"model folder {cfg.policy.model_name}", MODEL_SECONDS)
+    begin(f"model folder {cfg.policy.model_name}", 0)  # to fetch it from the hub takes as long as it needs
     folder = resolve_model_folder(cfg.policy.model_name)
     model = read_model_config(folder)
     begin(f"{folder / 'tokenizer.json'} and the chat template", MODEL_SECONDS)
@@ -95,8 +97,7 @@ def read_inputs(
         )
     if to_train and mixture.sampler:  # a function of the user's, which is to fail now
         mixture.draw(mixture.start(), cfg.grpo.prompts_per_batch)
-    begin(f"reward model {cfg.env.reward_model.model_name}", MODEL_SECONDS)
-    reward_model = read_reward_model(cfg.env.reward_model) if "reward_model" in environments else None
+    reward_model = read_reward_model(cfg.env.reward_model, begin) if "reward_model" in environments else None
     begin("end of the check", 0)
     return RunInputs(folder, tokenizer, mixture, {each.name: each for each in held_out}, environments, reward_model)
 
@@ -157,18 +158,19 @@ def check_model(folder: Path, model: ModelConfig, tokenizer: Tokenizer, length_k
         )
 
 
-def read_reward_model(cfg: RewardModelConfig) -> tuple[Path, Tokenizer]:
-    """Folder and tokenizer of the reward model. ConfigError where it is none, or does not fit the config."""
+def read_reward_model(cfg: RewardModelConfig, begin: Callable[[str, int], None]) -> tuple[Path, Tokenizer]:
+    """Folder and tokenizer of the reward model. ConfigError where it is none, or does not fit the config. `begin`: as
+    in `read_inputs`."""
     key = "env.reward_model.model_name"
     if cfg.model_name is None:
         raise ConfigError(f"{key} is not set: env_name 'reward_model' scores with it")
+    begin(f"reward model {cfg.model_name}", 0)
     folder = resolve_model_folder(cfg.model_name, key)
+    begin(f"reward model {folder}", MODEL_SECONDS)
     model = read_model_config(folder)
     tokenizer = Tokenizer(folder)
     check_model(folder, model, tokenizer, "env.reward_model.max_model_len", cfg.max_model_len)
-    shapes = replace(
-        model, tie_word_embeddings=True
-    ).tensor_shapes()  # such checkpoints have no head over the vocabulary
+    shapes = replace(model, tie_word_embeddings=True).tensor_shapes()  # there is no head over the vocabulary
     try:
         check_weights(folder, chain([("score.weight", (1, model.hidden_size))], shapes))
     except ConfigError as error:
@@ -193,30 +195,35 @@ def check(cfg: Config, *, all_rows: bool = False) -> str:
     A child process does it: a damaged file can abort a library, hang it or fill the memory, and a user's code can end
     the process. This one then says what the child was at.
     """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends both at once
+    gc.freeze()  # else the child's search for garbage copies every page of the imports: 0.07 s
     here, there = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=_check_apart, args=(cfg, all_rows, there))
     child.start()
     there.close()
     part = "start"
     with suppress(EOFError):  # the child has ended without a last word
-        while True:
-            while not here.poll(WORD_SECONDS):
+        while here.poll(WORD_SECONDS) or child.is_alive():  # a process that it left may hold the pipe
+            if not here.poll():
                 print(f"still at work: {part}", file=sys.stderr, flush=True)
-            part, summary, error = json.loads(here.recv_bytes())
+                continue
+            word, summary, error = json.loads(here.recv_bytes())
             if error:
                 raise ConfigError(error)
             if summary:
                 return summary
+            if not word:
+                sys.exit(1)  # it has printed a traceback
+            part = word
     child.join()
-    if child.exitcode == 1:
-        sys.exit(1)  # it has printed a traceback
     end = signal.strsignal(-child.exitcode) if child.exitcode < 0 else f"exit code {child.exitcode}"
     limits = f"damaged, or needs too much memory or more than {MODEL_SECONDS} s"
     raise ConfigError(f"{part}: to check it ended the process ({end}): it is {limits}")
 
 
 def _check_apart(cfg: Config, all_rows: bool, parent: Connection) -> None:
-    """In the child. The parent gets [part, "", ""] as a part of the work begins, at last the summary or the error."""
+    """In the child. The parent gets [part, "", ""] as a part of the work begins, at last the summary or the error; none
+    of all that where this program made a mistake, whose traceback is printed."""
     die_with_parent()
     os.environ["RUST_BACKTRACE"] = "0"
 
@@ -224,12 +231,15 @@ def _check_apart(cfg: Config, all_rows: bool, parent: Connection) -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # ends this process, also amid a library's code
         parent.send_bytes(json.dumps([part, "", ""]).encode())
 
+    last = ["", "", ""]
     try:
-        last = ["", _check(cfg, all_rows, begin), ""]
+        last[1] = _check(cfg, all_rows, begin)
     except ConfigError as error:
-        last = ["", "", str(error)]
+        last[2] = str(error)
     except MemoryError:
         os.kill(os.getpid(), signal.SIGKILL)  # as the kernel would
+    except Exception:
+        traceback.print_exc()
     parent.send_bytes(json.dumps(last).encode())
 
 

@@ -11,9 +11,11 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from config import CheckpointingConfig, Config, ConfigError
+from config import CheckpointingConfig, Config, ConfigError, DataError
+from hf.files import read_json
 from run import config_file
 from run.config_check import check_writable
+from system.exits import describe_os_error
 
 VERSION = 3  # of a checkpoint's files; another one is refused
 # With another value, the position in the data and the sampling seeds would mean other prompts and samples.
@@ -59,7 +61,7 @@ def read_meta(checkpoint: Path) -> dict | str:
     ConfigError where another version of the program wrote it: it is whole, but nothing here can read it."""
     file = checkpoint / "meta.json"
     try:
-        meta = json.loads(file.read_text(encoding="utf-8"))
+        meta = read_json(file)
         if meta["version"] != VERSION:
             raise ConfigError(
                 f"{file}: checkpoint format {json.dumps(meta['version'])} of another version of this program, which "
@@ -72,9 +74,11 @@ def read_meta(checkpoint: Path) -> dict | str:
                 return f"{checkpoint / name}: {size:,} bytes, {entry['bytes']:,} by meta.json"
         missing = ", ".join(sorted({"step", "world_size", "state", "metric"} - meta.keys()))
         return f"{file}: lacks {missing}" if missing else meta
+    except DataError as error:
+        return str(error)
     except OSError as error:
-        return f"{error.filename}: {error.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return describe_os_error(error)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{file}: not what checkpoint.py writes ({type(error).__name__}: {error})"
 
 

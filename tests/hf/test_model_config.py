@@ -8,7 +8,7 @@ from hf_folders import QWEN2
 from safetensors.numpy import save_file
 
 from config import ConfigError
-from hf.model_config import ModelConfig, weight_files
+from hf.model_config import ModelConfig, check_weights, weight_files
 
 LLAMA = {
     "model_type": "llama",
@@ -92,7 +92,7 @@ def write_shards(folder):
 
 def refused(folder):
     with pytest.raises(ConfigError) as error:
-        weight_files(folder)
+        check_weights(folder, [])
     assert "\n" not in str(error.value)
     return str(error.value).removeprefix(f"{folder}")
 

@@ -125,6 +125,7 @@ NO_LIST = "of lists, only a LinearLR up to 1.0 before a ConstantLR is understood
         ),
         (r'"\e[2J\n": 1', r"unknown key '\x1b[2J\n'"),
         # Numbers
+        *((f"grpo: {{seed: {text}}}", "grpo.seed: expected int, got") for text in ("0o10", "0x10", "1:30")),
         ("data: {default: {repeat: 1000000000000000000}}", "data.train.repeat=1000000000000000000: must be"),
         ("grpo: {num_generations_per_prompt: 1000000000000}", "grpo.num_generations_per_prompt=1000000000000: no"),
         ("grpo: {num_generations_per_prompt: 10000000}", "over 10,000,000 samples, which a step holds"),
@@ -175,6 +176,7 @@ ENV = "command line 'env.custom"
             for index in ("00", "²", "٣", "-1")
         ),
         (["grpo.3.seed=5"], "unknown key 'grpo.3.seed'"),
+        (["data.custom_dataloader=os:getpid"], "has no effect with data.use_multiple_dataloader=false"),
         (["env.custom.a=5"], f"{ENV}.a=5': env.custom.a: expected mapping, got '5' (int)"),
         (["env.custom.a.b=6", "env.custom.a=5"], f"{ENV}.a=5': env.custom.a: expected mapping"),
         (["env.custom=&a {x: *a}"], f"{ENV}=&a"),

@@ -125,6 +125,8 @@ def with_token(**fields):
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLE = "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}"
 
@@ -181,6 +183,10 @@ REFUSED = (
             "the chat template refuses these messages ('lipsum' is undefined)",
         ),
         "an address": (template("{{ messages[0].items }}"), "model: the chat template writes another prompt each time"),
+        "a part of an address": (
+            template("{{ (messages[0].items | string)[30:-1] }}"),
+            "model: the chat template writes another prompt each time",
+        ),
         # ids
         "eos, generation": (
             edited("generation_config.json", eos_token_id=10**12),
@@ -217,6 +223,10 @@ REFUSED = (
         ),
         "two thetas": (edited("config.json", rope_parameters={"rope_theta": 5e5}), "rope_theta=500000.0"),
         "part of a head": (edited("config.json", partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
+        "llama3 of no width": (
+            edited("config.json", rope_scaling=LLAMA3 | {"low_freq_factor": 4.0}),
+            "low_freq_factor=4.0 is not below high_freq_factor",
+        ),
         "scaled logits": (edited("config.json", logit_scale=0.5), "logit_scale=0.5 is not supported"),
         "chunked attention": (
             edited("config.json", dual_chunk_attention_config={"chunk_size": 8}),

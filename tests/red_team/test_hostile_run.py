@@ -19,9 +19,10 @@ from red_team import assert_answered
 import config
 from config import ConfigError
 from run import folder as run_folder
-from run import resume
+from run import preflight, resume
 from run.config_check import check_writable
 from run.folder import open_run_folder
+from run.log import RunLog
 from system import exits
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,9 +118,7 @@ def test_the_command_answers(work, check, mode):
 @pytest.mark.parametrize("folder", ["\ud800", "a\ud83d/b", "a\0b"])
 def test_names_that_no_file_can_have(work, check, folder):
     (work / "hostile.yaml").write_text(json.dumps({"defaults": "run.yaml", "logger": {"log_dir": folder}}))
-    assert_answered(check(work, "hostile.yaml", "checkpointing.resume=auto"), code=2)
-    with pytest.raises(ConfigError, match=r"^logger\.log_dir='a?\\(x00|ud8)"):
-        check_writable("logger.log_dir", folder)
+    assert_answered(check(work, "hostile.yaml", "checkpointing.resume=auto"), "logger.log_dir", code=2)
 
 
 def test_a_run_does_not_hang_on_a_folder_that_went_bad_after_the_check(work, one_rank):
@@ -226,8 +225,50 @@ def test_odd_names_beside_the_runs(tmp_path, one_rank, monkeypatch):
 def test_damaged_provenance_is_named(tmp_path, one_rank, text):
     (tmp_path / "provenance.json").write_text(text)
     cfg = config.Config(checkpointing=config.CheckpointingConfig(resume_from=str(tmp_path)))
-    with pytest.raises(ConfigError, match=rf"^{tmp_path}/provenance\.json: not the list that this program writes"):
+    with pytest.raises(
+        ConfigError, match=rf"^{tmp_path}/provenance\.json: not (valid JSON|the list that this program)"
+    ):
         open_run_folder(cfg, one_rank[0])
+
+
+def test_a_pipe_where_a_run_reads_does_not_hang(tmp_path, one_rank):
+    for name in ("provenance.json", "metrics.jsonl"):
+        os.mkfifo(tmp_path / name)
+    cfg = config.Config(checkpointing=config.CheckpointingConfig(resume_from=str(tmp_path)))
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/provenance\.json: cannot be read \(not a regular file"):
+        open_run_folder(cfg, one_rank[0])
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/metrics\.jsonl: cannot be read \(not a regular file"):
+        RunLog(tmp_path, config.LoggerConfig(tensorboard_enabled=False), first_step=1, num_steps=2)
+
+
+# ------------------------------------------------------------------------------------------- the child that checks
+
+ENDS = (  # what a user's function does to the process, and what is said
+    ("os._exit(1)", 2, "data set train.jsonl and its environments: to check it ended the process (exit code 1)"),
+    ("os._exit(0)", 2, "to check it ended the process (exit code 0)"),
+    ("os.kill(os.getpid(), 9)", 2, "to check it ended the process (Killed)"),
+    ("os.fork() == 0 and time.sleep(40); os._exit(3)", 2, "to check it ended the process (exit code 3)"),
+    ("os.kill(os.getppid(), 2); time.sleep(40)", -2, ""),  # Ctrl-C, of one process: no traceback, and nothing stays
+)
+
+
+@pytest.mark.parametrize(("action", "code", "message"), ENDS)
+def test_what_ends_the_check(work, check, action, code, message):
+    (work / "hostile_end.py").write_text(f"import os, time\ndef f(row):\n    {action}\n")
+    answer = check(work, "run.yaml", "data.train.processor=hostile_end:f")
+    assert_answered(answer, "train.jsonl", code=code)
+    assert message in answer.message and (message or not answer.message)
+    assert answer.seconds < 15  # a child of the child may hold the pipe: seen after 10 s
+
+
+def test_to_fetch_a_model_has_no_limit_of_seconds(work, monkeypatch):
+    """The hub's library takes a minute of processor time for 10 GB."""
+    monkeypatch.chdir(ROOT)
+    parts = {}
+    cfg = replace(config.Config(), policy=replace(config.PolicyConfig(), model_name="org/model"))
+    with pytest.raises(ConfigError, match="could not be fetched from the hub"):
+        preflight.read_inputs(cfg, begin=lambda part, seconds: parts.update({part: seconds}))
+    assert parts == {"model folder org/model": 0}
 
 
 @pytest.mark.parametrize("name", ["exit.json", "run.lock", "provenance.json", "config.yaml", "changes_1.patch"])
@@ -238,7 +279,7 @@ def test_a_folder_where_a_file_belongs(tmp_path, one_rank, monkeypatch, name):
     if name == "config.yaml":
         open_run_folder(cfg, one_rank[0])  # a resumed run keeps what is there; --check reads it, and says so
         return
-    with pytest.raises(ConfigError, match=rf"^{tmp_path}: the run's folder cannot be written \(.*{name}: Is a dir"):
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}.*{name}: (cannot be read \()?Is a dir"):
         open_run_folder(cfg, one_rank[0])
 
 

@@ -1,6 +1,7 @@
 """Which run goes on, and from which of its checkpoints: read without torch, damaged ones refused by name."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 
@@ -125,13 +126,15 @@ def test_run_folder_without_its_config(run):
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        ("[]", "meta.json: not what checkpoint.py writes (TypeError"),
+        ("[]", "meta.json: expected a JSON object, got list"),
         ("{}", "meta.json: not what checkpoint.py writes (KeyError: 'version')"),
-        ("[" * 100_000, "meta.json: not what checkpoint.py writes (RecursionError"),
+        ("[" * 100_000, "meta.json: not valid JSON ("),
         ('{"version": 3, "files": {}}', "meta.json: lacks metric, state, step, world_size"),
         ('{"version": 3, "files": {"gone": {"bytes": 1}}}', "gone: No such file or directory"),
         ("cut shard", "rank_00000.safetensors: 4 bytes, 5 by meta.json"),
-        ("no meta", "meta.json: No such file or directory"),
+        ("no meta", "meta.json: cannot be read (No such file or directory)"),
+        ("pipe", "meta.json: cannot be read (not a regular file"),
+        ("/dev/zero", "meta.json: cannot be read (not a regular file"),
     ],
 )
 def test_damaged_newest_is_refused_by_name_and_auto_goes_on_before_it(run, spoil, said):
@@ -141,6 +144,12 @@ def test_damaged_newest_is_refused_by_name_and_auto_goes_on_before_it(run, spoil
         (newest / "rank_00000.safetensors").write_bytes(b"1234")
     elif spoil == "no meta":
         (newest / "meta.json").unlink()
+    elif spoil == "pipe":
+        (newest / "meta.json").unlink()
+        os.mkfifo(newest / "meta.json")
+    elif spoil == "/dev/zero":
+        (newest / "meta.json").unlink()
+        (newest / "meta.json").symlink_to(spoil)
     else:
         (newest / "meta.json").write_text(spoil)
     problem = refused(cfg)
