@@ -171,9 +171,9 @@ def _same(one: str, other: str) -> bool:
     if (value, other_value) != (one, other):
         return _same(value, other_value)
     if len(pairs) != len(other_pairs) or (kind != other_kind and (kind, other_kind) not in _ALIKE):
+        kinds = {kind, other_kind}
         is_list = any(len(each) > 1 and not which for which, each in ((kind, parts), (other_kind, other_parts)))
-        is_list = is_list or (kind and other_kind and "cup" not in (kind, other_kind))
-        return not is_list and bool(_SETS.search(one + other)) and _by_sympy(one, other)
+        return not is_list and bool(kinds & {"", "cup"} and _SETS.search(one + other)) and _by_sympy(one, other)
     if len(pairs) > 1 or kind or other_kind:
         return _same_lists(pairs, other_pairs, not {kind, other_kind} <= _UNORDERED)
     return _same_value(one, other)
@@ -320,9 +320,9 @@ def _same_bases(one: str, other: str) -> bool:
 
 
 def _by_sympy(gold: str, answer: str) -> bool:
-    if max(len(squeeze(gold)), len(squeeze(answer))) > MAX_FORMULA_CHARS:
-        return False
-    if sorted(_DROPPED.findall(gold)) != sorted(_DROPPED.findall(answer)):
+    if max(len(squeeze(gold)), len(squeeze(answer))) > MAX_FORMULA_CHARS or (
+        sorted(_DROPPED.findall(gold)) != sorted(_DROPPED.findall(answer))
+    ):
         return False
     import sympy  # 1 s with math-verify: only where it is needed
     from math_verify import verify
