@@ -47,7 +47,8 @@ _BASE = re.compile(r"([-+]?)\(?(\d[\dA-Za-z]*)\)?\s*(?:_\s*\{?\s*(?:base\s*)?|\(
 _CHAIN = re.compile(r"\d+([-/.:])\d+(?:\1\d+)+|\d+[-:]\d+")
 _CLOCK = re.compile(r"\d{1,2}(?::[0-5]\d){1,2}")
 _WORD_RUN = re.compile(r"(?<![\\a-zA-Z_])(?<!begin\{)(?<!end\{)(?<!mathbb\{)[a-zA-Z]{3,}(?![a-zA-Z])")
-_DROPPED = re.compile(r"'|(?<=\^)T|(?<=\^{)T|\\dots|phantom")  # by the parser, without a word
+# What the parser leaves out without a word, or takes for 0 (dy/dx): both sides must have the same.
+_DROPPED = re.compile(r"'|(?<=\^)T|(?<=\^{)T|\\dots|phantom|\\frac\s*{\s*d\w?\s*}\s*{[^}]*}")
 _NO_WORD = re.compile(r"[b-df-hj-np-tv-z]+[aei]?|[abcx]+")  # in a formula: a product of variables, as in kxe^x
 
 
@@ -140,8 +141,10 @@ def canonical(answer: str) -> str:
 def _bare(answer: str) -> str:
     """Without typography, name and unit."""
     text = clean(answer)
+    if number(text):
+        return text
     kind, parts = _items(text)
-    pairs = [] if number(text) or kind else _named(parts)
+    pairs = [] if kind else _named(parts)
     return squeeze(quantity(pairs[0][1]).value if len(pairs) == 1 else text)
 
 

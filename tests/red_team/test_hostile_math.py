@@ -42,6 +42,7 @@ repeating: 0.\overline{3} <- 0.33 | 0.\overline{12} <- 0.\overline{21} | 0.12\ov
 3 <- 3...
 signs: ½ <- 1/3 | 2½ <- 1 | x⁵ <- x^4 | x¹² <- x^1 | 10⁻³ <- 10^3 | f'(x) <- f(x) | y'=y <- y=y | x^T <- x | 12 <- 1'2
 functions: f(5)=3 <- f(4)=3 | f(5)=3 <- f(3)=5 | f(x+1)=f(x)+1 <- f(x+1)=f(x)-1 | P(A|B) <- P(B|A) | f(2) <- f(3)
+\frac{dy}{dx} <- \frac{dx}{dy}
 brackets: (1,2) <- \{1,2\} | \{1,2\} <- (1,2) | (0,\infty) <- \{0,\infty\} | \pm 1, \pm 2 <- \pm 1, 2
 \{x \mid x \le 5\} <- x<5 | \{x\in\mathbb{Z} : x \le 5\} <- (-\infty,5] | 1,2,3 <- 1,2,3,...
 angles: \sin 30^\circ <- \sin 30 | \sin 30^\circ <- \sin 60^\circ | \cos^2 30^\circ <- \frac{1}{4}
