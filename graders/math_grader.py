@@ -47,7 +47,8 @@ _BASE = re.compile(r"([-+]?)\(?(\d[\dA-Za-z]*)\)?\s*(?:_\s*\{?\s*(?:base\s*)?|\(
 _CHAIN = re.compile(r"\d+([-/.:])\d+(?:\1\d+)+|\d+[-:]\d+")
 _CLOCK = re.compile(r"\d{1,2}(?::[0-5]\d){1,2}")
 _WORD_RUN = re.compile(r"(?<![\\a-zA-Z_])(?<!begin\{)(?<!end\{)(?<!mathbb\{)[a-zA-Z]{3,}(?![a-zA-Z])")
-_DROPPED = re.compile(r"'|(?<=\^)T|(?<=\^{)T|\\dots|phantom")  # by the parser, without a word
+# What the parser leaves out without a word, or takes for 0 (dy/dx): both sides must have the same.
+_DROPPED = re.compile(r"'|(?<=\^)T|(?<=\^{)T|\\dots|phantom|\\frac\s*{\s*d\w?\s*}\s*{[^}]*}")
 _NO_WORD = re.compile(r"[b-df-hj-np-tv-z]+[aei]?|[abcx]+")  # in a formula: a product of variables, as in kxe^x
 
 
@@ -140,8 +141,10 @@ def canonical(answer: str) -> str:
 def _bare(answer: str) -> str:
     """Without typography, name and unit."""
     text = clean(answer)
+    if number(text):
+        return text
     kind, parts = _items(text)
-    pairs = [] if number(text) or kind else _named(parts)
+    pairs = [] if kind else _named(parts)
     return squeeze(quantity(pairs[0][1]).value if len(pairs) == 1 else text)
 
 
@@ -171,9 +174,9 @@ def _same(one: str, other: str) -> bool:
     if (value, other_value) != (one, other):
         return _same(value, other_value)
     if len(pairs) != len(other_pairs) or (kind != other_kind and (kind, other_kind) not in _ALIKE):
+        kinds = {kind, other_kind}
         is_list = any(len(each) > 1 and not which for which, each in ((kind, parts), (other_kind, other_parts)))
-        is_list = is_list or (kind and other_kind and "cup" not in (kind, other_kind))
-        return not is_list and bool(_SETS.search(one + other)) and _by_sympy(one, other)
+        return not is_list and bool(kinds & {"", "cup"} and _SETS.search(one + other)) and _by_sympy(one, other)
     if len(pairs) > 1 or kind or other_kind:
         return _same_lists(pairs, other_pairs, not {kind, other_kind} <= _UNORDERED)
     return _same_value(one, other)
@@ -320,9 +323,9 @@ def _same_bases(one: str, other: str) -> bool:
 
 
 def _by_sympy(gold: str, answer: str) -> bool:
-    if max(len(squeeze(gold)), len(squeeze(answer))) > MAX_FORMULA_CHARS:
-        return False
-    if sorted(_DROPPED.findall(gold)) != sorted(_DROPPED.findall(answer)):
+    if max(len(squeeze(gold)), len(squeeze(answer))) > MAX_FORMULA_CHARS or (
+        sorted(_DROPPED.findall(gold)) != sorted(_DROPPED.findall(answer))
+    ):
         return False
     import sympy  # 1 s with math-verify: only where it is needed
     from math_verify import verify

@@ -24,8 +24,9 @@ _ANGLE = r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?-?\d\}?)?\s*)[({]?\s*(\d+) degr
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 
 
-def _repeating(whole: str, once: str, repeated: str) -> str:
+def _repeating(match: re.Match) -> str:
     """0.1\\overline{6} as 15/90."""
+    whole, once, repeated = match.groups()
     value = int(f"{whole}{once}{repeated}") - int(f"{whole}{once}" or 0)
     return f" {value}/{(10 ** len(repeated) - 1) * 10 ** len(once)} "
 
@@ -55,8 +56,10 @@ _REWRITES = [  # what changes no meaning, in this order
         (r"(\\sqrt\s*\[[^]]*\])\s*(\w)", r"\1{\2}"),
         (r"\\var(theta|phi|epsilon)(?![a-zA-Z])", r"\\\1"),
         (r"\\varnothing(?![a-zA-Z])", r"\\emptyset"),
-        (r"[(\[]\s*(\\begin\{array\}.*\\end\{array\})\s*[)\]]", r"\1"),
-        (r"\\begin\{array\}\s*\{[clr|]*\}(.*)\\end\{array\}", r"\\begin{pmatrix}\1\\end{pmatrix}"),
+        (
+            r"(?:[(\[]\s*)?\\begin\{array\}\s*\{[clr|]*\}(.*)\\end\{array\}(?:\s*[)\]])?",
+            r"\\begin{pmatrix}\1\\end{pmatrix}",
+        ),
         (r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup "),
         (r"<=", r"\\le "),
         (r">=", r"\\ge "),
@@ -73,16 +76,11 @@ _REWRITES = [  # what changes no meaning, in this order
         (r"(?i)\b([ap])\.\s?m\b\.?", r"\1m"),
         (r"\s+\^", "^"),
         (r"(?i)^\s*(?:negative|minus)\s+(?=[\d\\])", "-"),
-        (r"(?<!\d)(\d*)\.(\d*)\\(?:overline|bar)\s*\{?(\d+)\}?", lambda match: _repeating(*match.groups())),
-        (
-            r"(?<!\d)(\d*)\.(\d{0,9}?)(\d{1,9}?)\3\3+\s*(?:\.\.\.|\\l?dots)(?!\s*\d)",
-            lambda match: _repeating(*match.groups()),
-        ),
+        (r"(?<!\d)(\d*)\.(\d*)\\(?:overline|bar)\s*\{?(\d+)\}?", _repeating),
+        (r"(?<!\d)(\d*)\.(\d{0,9}?)(\d{1,9}?)\3\3+\s*(?:\.\.\.|\\l?dots)(?!\s*\d)", _repeating),
         (r"\.\.\.|\\[lc]dots", r"\\dots "),
         (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
-        (r"(?<=\d) thousand\b", "e3"),
-        (r"(?<=\d) million\b", "e6"),
-        (r"(?<=\d) billion\b", "e9"),
+        (r"(?<=\d) (thousand|million|billion)\b", lambda match: {"t": "e3", "m": "e6", "b": "e9"}[match[1][0]]),
     )
 ]
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)(?:\.\d*)?|\.\d+"

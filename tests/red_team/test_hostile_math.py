@@ -37,12 +37,12 @@ x <- X | a <- A | 100, 200 <- 100200 | 12-25 <- -13 | x<3 <- y<3 | (-\infty,1)\c
 hedges: 5 <- 5 or 7 | 5 <- x = 7 \lor x = 5 | B <- B) 5 or C) 7 | B <- B, C | B <- A) or B) | 5 <- not 5 | 5 <- 5 mod 7
 12 dollars <- 12 dollars or 12 cents | 5 <- 5 \pm 2 | 5 <- 5 or more | x<3 <- x<3, x>5 | 2 <- 2 halves
 case: 2R+1 <- 1+2r | A+B <- a+b | R=5 <- r=5 | \text{June 20} <- JUNE 21
-products: 5 <- 2(3) | 2(3) <- 5 | (3)(4) <- 7 | (3)4 <- 7 | 2.5(4) <- 6.5 | \sqrt{6}/3 <- sqrt(6/3) | √13 <- √1
-2**3 <- 6
+products: 5 <- 2(3) | 2(3) <- 5 | (3)(4) <- 7 | (3)4 <- 7 | \sqrt{6}/3 <- sqrt(6/3) | √13 <- √1 | 2**3 <- 6
 repeating: 0.\overline{3} <- 0.33 | 0.\overline{12} <- 0.\overline{21} | 0.12\overline{3} <- 0.\overline{123}
 3 <- 3...
 signs: ½ <- 1/3 | 2½ <- 1 | x⁵ <- x^4 | x¹² <- x^1 | 10⁻³ <- 10^3 | f'(x) <- f(x) | y'=y <- y=y | x^T <- x | 12 <- 1'2
 functions: f(5)=3 <- f(4)=3 | f(5)=3 <- f(3)=5 | f(x+1)=f(x)+1 <- f(x+1)=f(x)-1 | P(A|B) <- P(B|A) | f(2) <- f(3)
+\frac{dy}{dx} <- \frac{dx}{dy}
 brackets: (1,2) <- \{1,2\} | \{1,2\} <- (1,2) | (0,\infty) <- \{0,\infty\} | \pm 1, \pm 2 <- \pm 1, 2
 \{x \mid x \le 5\} <- x<5 | \{x\in\mathbb{Z} : x \le 5\} <- (-\infty,5] | 1,2,3 <- 1,2,3,...
 angles: \sin 30^\circ <- \sin 30 | \sin 30^\circ <- \sin 60^\circ | \cos^2 30^\circ <- \frac{1}{4}
