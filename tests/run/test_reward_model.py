@@ -213,10 +213,10 @@ def test_what_is_no_reward_model_is_said_at_check(edit, options, message, qwen3,
     folder = shutil.copytree(qwen3[0], tmp_path / "model")
     cfg = RewardModelConfig(**{"model_name": str(folder), "max_model_len": 256} | options)
     if edit:
-        assert read_reward_model(cfg)[0] == folder
+        assert read_reward_model(cfg, lambda part, seconds: None)[0] == folder
         edit(folder)
     with pytest.raises(ConfigError, match=message):
-        read_reward_model(cfg)
+        read_reward_model(cfg, lambda part, seconds: None)
 
 
 def two_ranks(rank, world_size, folder, expected, work):
