@@ -301,6 +301,7 @@ REFUSED = (
 
 
 SLOW = {
+    "loops",
     "normalizer x 10^9",
     "special token of 1 MB",
     "a large power",

@@ -247,7 +247,10 @@ ENDS = (  # what a user's function does to the process, and what is said
     ("os._exit(1)", 2, "data set train.jsonl and its environments: to check it ended the process (exit code 1)"),
     ("os._exit(0)", 2, "to check it ended the process (exit code 0)"),
     ("os.kill(os.getpid(), 9)", 2, "to check it ended the process (Killed)"),
-    ("os.fork() == 0 and time.sleep(40); os._exit(3)", 2, "to check it ended the process (exit code 3)"),
+    pytest.param(
+        *("os.fork() == 0 and time.sleep(40); os._exit(3)", 2, "to check it ended the process (exit code 3)"),
+        marks=pytest.mark.long,
+    ),
     ("os.kill(os.getppid(), 2); time.sleep(40)", -2, ""),  # Ctrl-C, of one process: no traceback, and nothing stays
 )
 
