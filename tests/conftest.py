@@ -20,10 +20,10 @@ import fake_vllm
 import pytest
 import torch
 
-# By its name: the real command; graders, which wait for deadlines; many cases, or many tokens, where a few enter the
-# same functions.
+# By its name: the real command; graders and hostile inputs, which wait for deadlines; many cases, or many tokens, where
+# a few enter the same functions.
 SLOW = re.compile(
-    r"(command|graders)/|system/test_watchdog|run/.*test_gsm8k_recipe"
+    r"(command|graders|red_team)/|system/test_watchdog|run/.*test_gsm8k_recipe"
     r"|examples/|core/.*test_programs_run_in_the_sandbox"
     r"|core/.*(test_sampler_equals_trainer|test_every_parameter_reaches|test_lengths_end_tokens)"
 )
