@@ -189,6 +189,17 @@ def num_steps_of(cfg: Config, num_problems: int) -> int:
     return min(cfg.grpo.max_num_steps, cfg.grpo.max_num_epochs * num_problems // cfg.grpo.prompts_per_batch)
 
 
+def warmup_problem(cfg: Config, num_steps: int) -> str | None:
+    """What is to be said of a warm-up that takes more than a third of the run, as the default's 50 steps may."""
+    scheduler = cfg.policy.scheduler
+    if 3 * scheduler.warmup_steps <= num_steps or scheduler.warmup_start_factor == 1:
+        return None
+    return (
+        f"policy.scheduler.warmup_steps={scheduler.warmup_steps} is more than a third of the run's {num_steps} steps: "
+        f"the learning rate is below kwargs.lr until step {scheduler.warmup_steps + 1:,}; set it to {num_steps // 10}"
+    )
+
+
 def check(cfg: Config, *, all_rows: bool = False) -> str:
     """A summary, after all was checked that can be wrong before torch is loaded: all rows, or MAX_ROWS of each set.
 
@@ -261,6 +272,8 @@ def _check(cfg: Config, all_rows: bool, begin: Callable[[str, int], None]) -> st
         lines.append(f"{name:10} {dataset.path} ({', '.join(dataset.env_names)}): {numbers}")
     steps, samples = num_steps_of(cfg, inputs.train.num_problems), cfg.grpo.num_generations_per_prompt
     lines.append(f"steps      {steps:,} of {cfg.grpo.num_prompts_per_step} prompts x {samples} samples")
+    if problem := warmup_problem(cfg, steps):
+        lines.append(f"warm-up    {problem}")
     if any(dataset.num_read < dataset.num_rows for _, dataset in sets):
         lines.append("rows       checked in part; the run checks all before its first step, --check --all does now")
     return "\n".join(lines)

@@ -24,7 +24,7 @@ from run import checkpoint
 from run.config_check import must_save_by_seconds
 from run.log import RunLog, Timers
 from run.loss_path import choose_loss_path
-from run.preflight import RunInputs, num_steps_of
+from run.preflight import RunInputs, num_steps_of, warmup_problem
 from run.resume import checkpoint_folder
 from run.reward_model import RewardModel
 from system.exits import Interrupted, Saved, Signals, StopRun
@@ -107,6 +107,8 @@ def set_up(
         num_steps=num_steps_of(cfg, inputs.train.num_problems),
     )
     restore(run)
+    if problem := warmup_problem(cfg, run.num_steps):
+        ranks.print_rank0(f"WARNING: {problem}")
     if ranks.rank == 0:
         run.log = RunLog(folder, cfg.logger, first_step=run.state.step + 1, num_steps=run.num_steps)
     return run

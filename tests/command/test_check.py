@@ -23,6 +23,7 @@ policy:
   model_name: {STARTER}
   max_total_sequence_length: 32
   generation: {{max_new_tokens: 8}}
+  scheduler: {{warmup_steps: 0}}
 data:
   train: {{data_path: train.jsonl, output_key: answer}}
 """

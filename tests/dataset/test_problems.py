@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from dataset_case import GOOD, USER, load, refused
 
+from hf.tokenizer import Tokenizer
+
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}}
 
 
@@ -67,8 +69,16 @@ def test_forms_of_a_row(tokenizer, row, keys, messages, answer):
 
 def test_tools_of_a_row(tokenizer):
     gym = {"responses_create_params": {"input": "p", "tools": [TOOL]}, "answer": "1"}
-    rows = load(tokenizer, [gym, GOOD | {"tools": [CHAT_TOOL]}, GOOD | {"tools": []}]).problems
+    writes_tools = Tokenizer(tokenizer.file.parent, "{{ tools }} {{ messages[0].content }}")
+    rows = load(writes_tools, [gym, GOOD | {"tools": [CHAT_TOOL]}, GOOD | {"tools": []}]).problems
     assert [row.tools for row in rows] == [[CHAT_TOOL], [CHAT_TOOL], None]
+    assert [writes_tools.decode(row.prompt_ids) for row in rows] == [
+        f"{[CHAT_TOOL]} p",
+        f"{[CHAT_TOOL]} 1+1",
+        "None 1+1",
+    ]
+    message = "rows.jsonl:2: the chat template refuses these messages (`tools`: the chat template does not write them; "
+    assert refused(tokenizer, [GOOD, gym]).startswith(message)
 
 
 def test_prompts_go_around_the_last_user_message_and_a_rows_own_system_message_stays(tokenizer):

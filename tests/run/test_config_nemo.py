@@ -123,7 +123,7 @@ def test_check_of_a_guides_file(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "run.yaml").write_text(f"defaults: {FILES}/response_dataset.yaml\npolicy: {{model_name: {starter}}}\n")
     words = ["--check", "run.yaml", "data.default.env_name=exact", "policy.max_total_sequence_length=32"]
-    words += ["policy.generation.max_new_tokens=8"]
+    words += ["policy.generation.max_new_tokens=8", "policy.scheduler.warmup_steps=0"]
     env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
     run = subprocess.run(
         [sys.executable, str(ROOT / "grpo.py"), *words], cwd=tmp_path, env=env, capture_output=True, text=True

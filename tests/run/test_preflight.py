@@ -15,6 +15,7 @@ from config import ConfigError
 from hf.model_config import ModelConfig
 from run import config_check, config_file, preflight
 from run.preflight import check, check_fits, check_reward_names, read_inputs
+from system.imports import import_attribute
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -168,6 +169,8 @@ def test_gsm8k_recipe_with_local_files(recipe, tmp_path, name):
         f"train      {tmp_path}/gsm8k_train.jsonl (math): 40 prompts",
         f"validation {tmp_path}/gsm8k_validation.jsonl (math): 9 prompts",
         "steps      5 of 32 prompts x 16 samples",
+        "warm-up    policy.scheduler.warmup_steps=50 is more than a third of the run's 5 steps: the learning rate is "
+        "below kwargs.lr until step 51; set it to 0",
     ]
     inputs = preflight.read_inputs(cfg)
     problem = inputs.train.datasets["gsm8k_train"].problems[10]
@@ -197,6 +200,38 @@ def test_check_says_how_much_it_looked_at(recipe, tmp_path, monkeypatch):
     for read in (lambda: check(cfg, all_rows=True), lambda: preflight.read_inputs(cfg)):
         with pytest.raises(ConfigError, match=r"rows\.jsonl:99: answer 'no number' is not one plain number"):
             read()
+
+
+def test_a_warmup_of_more_than_a_third_of_the_run_is_told():
+    def told(warmup_steps, num_steps, **keys):
+        scheduler = config.SchedulerConfig(warmup_steps=warmup_steps, **keys)
+        return preflight.warmup_problem(config.Config(policy=config.PolicyConfig(scheduler=scheduler)), num_steps)
+
+    assert told(50, 60) == (
+        "policy.scheduler.warmup_steps=50 is more than a third of the run's 60 steps: the learning rate is below "
+        "kwargs.lr until step 51; set it to 6"
+    )
+    silent = [(20, 60), (0, 1), (1, 3), (50, 150), (50, 10**6)]
+    assert [told(*numbers) for numbers in silent] == [None] * len(silent)
+    assert all(told(*numbers) for numbers in [(21, 60), (1, 2), (50, 149), (1, 1)])
+    assert told(50, 60, warmup_start_factor=1.0) is None  # the rate is the whole one from the first step
+    for num_steps in range(1, 100):  # who does as told does not hear of it again
+        assert told(int(told(num_steps, num_steps).rpartition(" ")[2]), num_steps) is None
+
+
+@pytest.mark.parametrize("path", sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/*/*.yaml")]), ids=str)
+def test_no_warmup_of_a_recipe_that_ships_is_told(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    cfg = config_file.load(str(path))
+    num_problems = 0
+    for section in cfg.data.train:
+        if section.dataset_name and ":" in section.dataset_name:
+            num_problems += len(import_attribute(section.dataset_name, "dataset_name")(section))
+            continue
+        assert section.data_path or section.dataset_name == "gsm8k", "how many rows has it?"
+        num_problems += len(Path(section.data_path).read_text().splitlines()) if section.data_path else 7473
+    num_steps = preflight.num_steps_of(cfg, num_problems)
+    assert num_steps >= 60 and preflight.warmup_problem(cfg, num_steps) is None
 
 
 def test_all_goes_with_check(monkeypatch):
