@@ -138,7 +138,7 @@ class GRPOConfig:
     """The seed fixes the order of the data and all samples, so the same seed gives the same run."""
     logp_gap_limit: float | None = key(0.1, "> 0")
     """A step is bad if |sampler - trainer log-probability|, in nats and averaged over its tokens, exceeds this; null
-    sets no limit. bfloat16 gives 0.01, float32 1e-6, and old weights in the engine what the missed update moved."""
+    sets no limit. bfloat16 gives up to 0.05, float32 1e-6, old weights in the engine what the missed update moved."""
     canary_period: int = key(10, ">= 0")
     """A fixed prompt is sampled and scored again every this many steps, to the same limit; 0 does so only at first."""
     max_bad_steps: int = key(0, ">= 0")

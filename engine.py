@@ -22,6 +22,7 @@ from data import Sample
 from hf.model_config import read_model_config
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
+from kernels.softmax import bfloat16_factors
 from model import Decoder
 from system.exits import Interrupted, StopRun
 
@@ -94,7 +95,8 @@ class Engine:
         self.dtype = getattr(torch, dtype)
         self.weight_version = -1
         # Ids beyond the tokenizer (padded vocabulary) do not exist in the engine: its vocabulary is the tokenizer's.
-        overrides: dict = {"vocab_size": self.vocab_size}
+        # The head gives float32, as the trainer's: rounded logits would be a third of what bfloat16 costs the sampler.
+        overrides: dict = {"vocab_size": self.vocab_size, "head_dtype": "float32"}
         hardware: dict = {"enable_sleep_mode": True}
         self.send_head_copy = read_model_config(folder).tie_word_embeddings and not self.cuda
         if not self.cuda:
@@ -122,6 +124,8 @@ class Engine:
             **hardware,
         )
         self.param_names = self.llm.apply_model(_checkpoint_names)[0]
+        if not self.cuda:  # else vLLM's CPU layers cast the head at every token; a reload fills this one, of any dtype
+            self.llm.apply_model(lambda model: model.lm_head.float())
         self.shapes: dict[str, list[int]] = {}  # of the first sync, which vLLM itself compares with its own
 
     def generate(
@@ -154,7 +158,9 @@ class Engine:
             if may_stop and steps % STEPS_BETWEEN_STOPS == 0 and self.should_stop():
                 engine.abort_request([request_id for request_id in request_ids if request_id not in finished])
                 raise Interrupted
-            finished |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
+            with bfloat16_factors(self.dtype == torch.bfloat16 and not self.cuda):  # of the head
+                outputs = engine.step()
+            finished |= {output.request_id: output.outputs[0] for output in outputs if output.finished}
 
     def sync(self, weights: Weights, version: int) -> None:
         """Streams the weights into the engine, in place, and forgets everything computed with the old ones.

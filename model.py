@@ -94,25 +94,27 @@ def packed_attention(query_TNH: Tensor, key_TKH: Tensor, value_TKH: Tensor, layo
         bounds = (layout.cu_queries, layout.cu_keys, most_queries, most_keys)
         causal = (-1, 0)  # a segment's last query sees its last key
         return varlen_attn(query_TNH, key_TKH, value_TKH, *bounds, window_size=causal, **VARLEN_GQA).flatten(1)
-    # Neighbours of equal shape are one batched call on a view: small models pay for the number of calls.
+    # Neighbours of equal shape are one batched call on a view: small models pay for the number of calls. In float32: on
+    # CPUs the backward pass in bfloat16 takes three times as long.
+    wide = torch.promote_types(query_TNH.dtype, torch.float32)
+    wide_qkv = [x.to(wide) for x in (query_TNH, key_TKH, value_TKH)]
     outs = []
     row = key_row = 0
     for count, queries, keys, mask in layout.runs:
         rows = slice(row, row := row + count * queries)
         key_rows = slice(key_row, key_row := key_row + count * keys)
-        parts = (query_TNH[rows], key_TKH[key_rows], value_TKH[key_rows])
+        parts = (x[own] for x, own in zip(wide_qkv, (rows, key_rows, key_rows), strict=True))
         query, key, value = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in parts)
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
         outs.append(out.transpose(1, 2).reshape(count * queries, -1))
-    return torch.cat(outs)
+    return torch.cat(outs).to(query_TNH.dtype)
 
 
-def rope_cos_sin(config: ModelConfig, position_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles (RoFormer, arXiv 2104.09864, eq. 15), each [T, 1, H/2].
+def rope_cos_sin(config: ModelConfig, position_T: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles (RoFormer, arXiv 2104.09864, eq. 15), each [T, 1, H/2], in float32.
 
-    Computed in float32, then rounded to `dtype`. Llama 3.1 divides by `factor` the frequencies with less than
-    `low_freq_factor` turns in the original context, keeps those with more than `high_freq_factor`, and
-    interpolates between.
+    Llama 3.1 divides by `factor` the frequencies with less than `low_freq_factor` turns in the original context, keeps
+    those with more than `high_freq_factor`, and interpolates between.
     """
     even_H = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=position_T.device)
     freq_H = 1.0 / config.rope_theta ** (even_H / config.head_dim)
@@ -121,17 +123,17 @@ def rope_cos_sin(config: ModelConfig, position_T: Tensor, dtype: torch.dtype) ->
         keep_H = (turns_H - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         freq_H = torch.lerp(freq_H / rope.factor, freq_H, keep_H.clamp(0, 1))
     angle_T1H = position_T.float()[:, None, None] * freq_H
-    return angle_T1H.cos().to(dtype), angle_T1H.sin().to(dtype)
+    return angle_T1H.cos(), angle_T1H.sin()
 
 
 def apply_rope(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
-    """Rotates the pairs (h, h + H/2): the order of HF checkpoints."""
+    """Rotates the pairs (h, h + H/2): the order of HF checkpoints. Rounded to the dtype of x once."""
     first, second = x_TNH.chunk(2, dim=-1)
-    return torch.cat((first * cos_T1H - second * sin_T1H, second * cos_T1H + first * sin_T1H), dim=-1)
+    return torch.cat((first * cos_T1H - second * sin_T1H, second * cos_T1H + first * sin_T1H), dim=-1).to(x_TNH.dtype)
 
 
 class RMSNorm(nn.Module):
-    """Normalised in float32 and rounded before the weight is applied: the rounding points of transformers."""
+    """In float32 or the wider type of x, rounded once, to the dtype of the weight: that of the matmul to come."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -140,7 +142,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return self.weight * F.rms_norm(wide, x.shape[-1:], eps=self.eps).to(x.dtype)
+        return (self.weight * F.rms_norm(wide, x.shape[-1:], eps=self.eps)).to(self.weight.dtype)
 
 
 class Attention(nn.Module):
@@ -243,7 +245,9 @@ class Decoder(nn.Module):
         """
         layout = PackLayout.of(cu_seqlens, prefix_S, len(token_T), token_T.device)
         hidden_TD = self.model["embed_tokens"](token_T)
-        cos_T1H, sin_T1H = rope_cos_sin(self.config, position_T, hidden_TD.dtype)
+        # The sum over the blocks: rounded to 16 bits after each, it would be half of all that bfloat16 costs.
+        hidden_TD = hidden_TD.to(torch.promote_types(hidden_TD.dtype, torch.float32))
+        cos_T1H, sin_T1H = rope_cos_sin(self.config, position_T)
         for block in self.model["layers"]:
             hidden_TD = block(hidden_TD, cos_T1H, sin_T1H, layout)
         hidden_TD = self.model["norm"](hidden_TD)
@@ -259,13 +263,13 @@ class Decoder(nn.Module):
 def shard(model: Decoder, mesh: DeviceMesh, *, precision: str, activation_checkpointing: bool) -> None:
     """FSDP2 over the 1-d `mesh`, in place: every block, then the root (embedding, final norm, head).
 
-    `precision` "float32" | "bfloat16" is that of the compute and the gathered copies; the sharded parameters,
-    which an optimizer sees, keep their dtype, and gradients are reduced in float32. Gradients are summed over
-    ranks, not averaged: the loss divides by one count of tokens over all of them.
+    `precision` "float32" | "bfloat16" is that of the matmuls and the gathered copies. What lies between blocks stays in
+    float32, the sharded parameters, which an optimizer sees, keep their dtype, and gradients are reduced in float32.
+    They are summed over ranks, not averaged: the loss divides by one count of tokens over all of them.
     """
     policy = MixedPrecisionPolicy()
     if precision == "bfloat16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in (*model.model["layers"], model):
         # The root's weights end the forward and begin the backward: in between they stay gathered.
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=module is not model)

@@ -90,10 +90,12 @@ def test_a_run_trains_saves_resumes_and_is_scored(run, tmp_path):
         assert numbers[mode]["accuracy"] == last[f"validation/{mode}/accuracy"]
 
 
-def test_a_run_with_muon_and_a_reference_that_follows(run):
+def test_a_run_with_muon_and_a_reference_that_follows(run, capfd):
     words = ("grpo.max_num_steps=2", "checkpointing.enabled=false", "grpo.val_at_start=false", "grpo.val_at_end=false")
     words += ("policy.optimizer.name=torch.optim.Muon", "loss_fn.reference_policy_kl_penalty=0.1")
-    folder = run(grpo, *words, "grpo.ref_policy_update_period=1")
+    folder = run(grpo, *words, "grpo.ref_policy_update_period=1", "policy.scheduler.warmup_steps=1")
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if "warmup_steps" in line]
+    assert line.startswith("WARNING: policy.scheduler.warmup_steps=1 is more than a third of the run's 2 steps: ")
     steps = [record for record in records(folder) if "train/loss" in record]
     assert [record["step"] for record in steps] == [1, 2]
     assert all(record["train/grad_norm"] > 0 and record["train/logp_gap_max"] <= 1e-4 for record in steps)

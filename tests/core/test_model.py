@@ -1,7 +1,7 @@
 """model.py against transformers, against itself one sequence at a time, and through its shards."""
 
 import math
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -128,13 +128,13 @@ def join(rank, world_size, file):
 
 
 def random_groups(seed):
-    """Groups of 1 to 16 samples that share a prompt: prompts and responses of 1 to 40 ids."""
+    """Groups of 1 to 16 samples that share a prompt: prompts and responses of 1 to 40 ids, some of each of 1."""
     rng = np.random.default_rng(seed)
     samples = []
     for prompt in range(4):
-        prompt_ids = rng.integers(0, 200, rng.integers(1, 41)).tolist()
+        prompt_ids = rng.integers(0, 200, 1 if prompt == 2 else rng.integers(1, 41)).tolist()
         for index in range((1, 16, 3, 7)[prompt]):
-            output_ids = rng.integers(0, 200, rng.integers(1, 41)).astype(np.int32)
+            output_ids = rng.integers(0, 200, 1 if index == 1 else rng.integers(1, 41)).astype(np.int32)
             no_logps = np.zeros(len(output_ids), np.float32)
             sampled = rng.random(len(output_ids)) < 0.8
             samples.append(
@@ -209,6 +209,94 @@ def test_layout_of_segments_by_hand():
     ]
 
 
+def packs_of(samples, max_tokens, share_prefix):
+    return [
+        to_device(pack, torch.device("cpu"))
+        for share in assign_to_ranks(samples, 2, max_tokens, share_prefix)
+        for pack in pack_samples(share, max_tokens)
+    ]
+
+
+def layout_of(micro):
+    return model_module.PackLayout.of(micro.cu_seqlens, micro.prefix_S, len(micro.token_T), torch.device("cpu"))
+
+
+def visible_keys(cu_queries, cu_keys):
+    """For each query, the keys that varlen_attn shows it with the window (-1, 0).
+
+    The rule for unequal numbers is flash-attention's, to whose kernel torch/nn/attention/varlen.py hands the window and
+    both bounds as they are. It is stated beside its function flash_attn_varlen_func (vLLM ships the file,
+    vllm_flash_attn/flash_attn_interface.py): query i of q sees, of k keys, those from i + k - q - left to
+    i + k - q + right, where -1 is no limit. So the last query sees the last key, and all before it.
+    """
+    for (query, query_end), (key, key_end) in zip(pairwise(cu_queries), pairwise(cu_keys), strict=True):
+        num_queries, num_keys = query_end - query, key_end - key
+        for i in range(num_queries):
+            yield [key + j for j in range(num_keys) if j <= i + num_keys - num_queries]
+
+
+def varlen_by_the_rule(query_TNH, key_MKH, value_MKH, cu_queries, cu_keys, most_queries, most_keys, **options):
+    """In varlen_attn's place: one query after another."""
+    assert options == {"window_size": (-1, 0)} | model_module.VARLEN_GQA
+    assert cu_queries.dtype == cu_keys.dtype == torch.int32 and cu_keys[-1] == len(key_MKH) == len(value_MKH)
+    assert (most_queries, most_keys) == (cu_queries.diff().max(), cu_keys.diff().max())
+    repeat = query_TNH.shape[1] // key_MKH.shape[1]
+    key_MNH, value_MNH = (x.repeat_interleave(repeat, dim=1) for x in (key_MKH, value_MKH))
+    out = []
+    for query_NH, keys in zip(query_TNH, visible_keys(cu_queries.tolist(), cu_keys.tolist()), strict=True):
+        score_NM = torch.einsum("nh,mnh->nm", query_NH, key_MNH[keys]) / math.sqrt(query_NH.shape[-1])
+        out.append(torch.einsum("nm,mnh->nh", score_NM.softmax(-1), value_MNH[keys]))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("share_prefix", [False, True])
+def test_index_tensors_show_each_row_its_own_sequence(share_prefix):
+    """Of each row that predicts a sampled token, the keys are the sample's ids before it; and each of these rows sees
+    what comes before it in the same rows: nothing of another sample reaches it through the layers either."""
+    extremes = set()
+    for seed, max_tokens in product(range(6), (79, 300, 4000)):
+        samples = random_groups(seed)
+        num_seen = 0
+        for micro in packs_of(samples, max_tokens, share_prefix):
+            layout = layout_of(micro)
+            row_M = range(len(micro.token_T)) if layout.key_rows is None else layout.key_rows.tolist()
+            visible = [
+                [row_M[key] for key in keys]
+                for keys in visible_keys(layout.cu_queries.tolist(), layout.cu_keys.tolist())
+            ]
+            for row, adv, target in zip(*(x.tolist() for x in (micro.pos_R, micro.adv_R, micro.target_R)), strict=True):
+                sample, rows = samples[int(adv)], visible[row]
+                ids = [*sample.prompt_ids, *sample.output_ids.tolist()]
+                assert rows[-1] == row and micro.token_T[rows].tolist() == ids[: len(rows)] and ids[len(rows)] == target
+                assert micro.position_T[rows].tolist() == list(range(len(rows))) and len(rows) >= len(sample.prompt_ids)
+                assert all(visible[earlier] == rows[: i + 1] for i, earlier in enumerate(rows))
+                num_seen += 1
+                extremes.add((len(sample.prompt_ids) == 1, len(sample.output_ids) == 1))
+        assert num_seen == sum(sample.mask.sum() for sample in samples)
+    assert len(extremes) == 4, "prompts and responses of one token, and longer ones"
+
+
+@pytest.mark.parametrize("share_prefix", [False, True])
+def test_the_cuda_path_by_its_rule_equals_the_cpu_path(share_prefix, monkeypatch):
+    """Output and gradients of the branch for CUDA in float64, of groups in one pack and split over several."""
+    generator = torch.Generator().manual_seed(0)
+    for max_tokens in (79, 4000):
+        for micro in packs_of(random_groups(max_tokens), max_tokens, share_prefix):
+            layout = layout_of(micro)
+            assert (layout.key_rows is not None) == bool((micro.prefix_S >= 0).any())
+            shapes = [(len(micro.token_T), heads, 8) for heads in (4, 2, 2)]
+            qkv = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+            found = []
+            for is_cuda in (False, True):
+                with monkeypatch.context() as patch:
+                    patch.setattr(model_module, "uses_flash_attention", lambda *_: is_cuda)  # noqa: B023
+                    patch.setattr(model_module, "varlen_attn", varlen_by_the_rule)
+                    out = model_module.packed_attention(*qkv, layout)
+                found.append([out, *torch.autograd.grad((out * out.detach().sin()).sum(), qkv)])
+            for ours, by_the_rule in zip(*found, strict=True):
+                assert (ours - by_the_rule).norm() <= 1e-12 * by_the_rule.norm()
+
+
 def logp_loss(model, pack, pos_R, target_R):
     logp_R, _ = model(*pack, pos_R, target_R)
     return -logp_R.sum()
@@ -251,6 +339,65 @@ def test_bfloat16_compute_keeps_float32_masters(folders, one_rank):
     assert (logits_TV.float() - exact_TV).norm() <= 1.2 * (half_TV - exact_TV).norm()
     logp_loss(model, pack, *response_rows([50], pack[0])).backward()
     assert {(p.dtype, p.grad.dtype) for p in model.parameters()} == {(torch.float32, torch.float32)}
+
+
+def test_bfloat16_recompute_gives_the_same_gradients(folders, one_rank):
+    """The float32 between the blocks is what recompute starts from."""
+    pack = make_pack(LENGTHS, vocab=200)
+    found = []
+    for recompute in (False, True):
+        model = load_policy(
+            folders["qwen3"][0],
+            device="cpu",
+            mesh=one_rank[2],
+            precision="bfloat16",
+            activation_checkpointing=recompute,
+        )
+        model.vocab_limit = 200
+        logp_loss(model, pack, *response_rows(LENGTHS, pack[0])).backward()
+        found.append({name: param.grad.full_tensor() for name, param in model.named_parameters()})
+    assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())
+    assert any(grad.abs().max() > 0 for grad in found[0].values())
+
+
+def equal_share(found, exact) -> float:
+    """Share of the elements that are `exact`, float64, rounded once. Where something else is rounded before, a quarter
+    of them and more are not."""
+    assert exact.dtype == torch.float64 and found.shape == exact.shape
+    return (found == exact.to(found.dtype)).double().mean().item()
+
+
+def test_bfloat16_norm_and_rope_round_once():
+    generator = torch.Generator().manual_seed(0)
+    x_TD, weight_D = torch.randn(300, 64, generator=generator) * 3, torch.rand(64, generator=generator).bfloat16() + 0.5
+    norm = model_module.RMSNorm(64, 1e-5).bfloat16()
+    norm.weight.data.copy_(weight_D)
+    wide_TD = x_TD.double()
+    expected_TD = wide_TD / (wide_TD.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight_D.double()
+    assert norm(x_TD).dtype == torch.bfloat16 and equal_share(norm(x_TD), expected_TD) >= 0.99
+
+    config, position_T = ModelConfig.from_hf(QWEN2), torch.arange(300)
+    x_TNH = torch.randn(300, 2, config.head_dim, generator=generator).bfloat16()
+    even_H = torch.arange(0, config.head_dim, 2, dtype=torch.float64)
+    angle_T1H = position_T.double()[:, None, None] * config.rope_theta ** (-even_H / config.head_dim)
+    turned_TNH = torch.complex(*x_TNH.double().chunk(2, -1)) * torch.polar(torch.ones_like(angle_T1H), angle_T1H)
+    rotated_TNH = model_module.apply_rope(x_TNH, *model_module.rope_cos_sin(config, position_T))
+    assert rotated_TNH.dtype == torch.bfloat16
+    assert equal_share(rotated_TNH, torch.cat((turned_TNH.real, turned_TNH.imag), -1)) >= 0.99
+
+
+def test_bfloat16_matmuls_add_up_in_float32(folders, one_rank):
+    """What reaches the last norm is the embedding and what each half of a block gave, in bfloat16, summed exactly."""
+    model = load_policy(folders["llama3"][0], device="cpu", mesh=one_rank[2], precision="bfloat16")
+    parts, sums = [], []
+    halves = [half for block in model.model["layers"] for half in (block.self_attn, block.mlp)]
+    for module in (model.model["embed_tokens"], *halves):
+        module.register_forward_hook(lambda module, inputs, out: parts.append(out.detach()))
+    model.model["norm"].register_forward_pre_hook(lambda module, inputs: sums.append(inputs[0].detach()))
+    model(*make_pack([50]))
+    assert len(parts) == 1 + len(halves) and {part.dtype for part in parts} == {torch.bfloat16}
+    exact_TD = sum(part.double() for part in parts)
+    assert sums[0].dtype == torch.float32 and (sums[0] - exact_TD).norm() <= 1e-6 * exact_TD.norm()
 
 
 def two_ranks(rank, world_size, folder, work):

@@ -1,6 +1,7 @@
-"""python tests/helpers/family_worker.py qwen2|llama FOLDER: one engine of a family; prints what reaches it, as JSON.
+"""python tests/helpers/family_worker.py qwen2|llama FOLDER [bfloat16]: one engine of a family; prints JSON.
 
-For each parameter alone: perturb, compare sampler and trainer before and after the sync.
+For each parameter alone: perturb, compare sampler and trainer before and after the sync. With bfloat16, of the head
+alone: how far its logits are from those of the weights that were sent, before and after the sync.
 """
 
 import json
@@ -49,24 +50,41 @@ def gap(engine, policy) -> float:
     return worst
 
 
+def head_error(engine, policy) -> float:
+    """Largest difference between the engine's logits and float64's of the hidden states it had, and of the head that
+    the policy has."""
+    seen = []
+
+    def keep(_, inputs, logits):
+        seen.append((inputs[1].double(), logits.double()))
+
+    (hook,) = engine.llm.apply_model(lambda model: model.logits_processor.register_forward_hook(keep))
+    gap(engine, policy)
+    hook.remove()
+    head_VD = dict(full_tensors(policy, engine.dtype))["lm_head.weight"][: policy.vocab_limit].double()
+    return max((logits - hidden @ head_VD.T).abs().max().item() for hidden, logits in seen)
+
+
 def main() -> None:
-    family, folder = sys.argv[1], Path(sys.argv[2])
+    family, folder, precision = sys.argv[1], Path(sys.argv[2]), (sys.argv[3:] or ["float32"])[0]
     make_tiny(folder, family=family, tied=False)
     _, device = start_process_group(tp_size=1)
     tokenizer = Tokenizer(folder)
-    policy = load_policy(folder, device=device, mesh=dist.init_device_mesh("cpu", (1,)))
+    policy = load_policy(folder, device=device, mesh=dist.init_device_mesh("cpu", (1,)), precision=precision)
     policy.temperature = 0.8
     policy.vocab_limit = tokenizer.vocab_size
-    policy_cfg = config.PolicyConfig(precision="float32", max_total_sequence_length=64)
+    policy_cfg = config.PolicyConfig(precision=precision, max_total_sequence_length=64)
     engine = Engine(folder, tokenizer, config.Config(policy=policy_cfg))
     engine.sync(full_tensors(policy, engine.dtype), 0)
-    found = {"start": [0.0, gap(engine, policy)]}
-    for name, param in policy.named_parameters():
+    compare = gap if precision == "float32" else head_error
+    found = {"start": [0.0, compare(engine, policy)]}
+    perturbed = [(n, p) for n, p in policy.named_parameters() if precision == "float32" or n == "lm_head.weight"]
+    for name, param in perturbed:
         with torch.no_grad():
             param.to_local().add_(0.1 * torch.randn(param.shape, generator=torch.Generator().manual_seed(1)))
-        stale = gap(engine, policy)
+        stale = compare(engine, policy)
         engine.sync(full_tensors(policy, engine.dtype), 0)
-        found[name] = [stale, gap(engine, policy)]
+        found[name] = [stale, compare(engine, policy)]
     print(json.dumps(found))
 
 

@@ -16,7 +16,7 @@ from cases import long_but
 from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import KernelBackend, choose_backend, linear_logp
-from kernels.softmax import CHUNK_ELEMENTS, logit_chunks
+from kernels.softmax import CHUNK_ELEMENTS, bfloat16_factors, logit_chunks, mm_float32
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -237,6 +237,28 @@ def test_sixteen_bits_have_float32_logits_and_sums(monkeypatch, backend, dtype, 
     """16 chunks; what is left is the rounding of dz, of dX and, once, of dW."""
     monkeypatch.setitem(CHUNK_ELEMENTS, DEVICE, 4 * 501)
     check(make_inputs(64, V=501, D=64, dtype=dtype, scale=0.3), backend, 1.0, 2e-5, gradient)
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.product((torch.float32, torch.bfloat16), repeat=2)), ids=str)
+def test_products_are_float32_whatever_the_factors(dtypes):
+    """Had factors of float32 been rounded, as a CPU may those that were bfloat16 before, it would be off by 1e-3."""
+    if DEVICE == "cuda" and dtypes[0] != dtypes[1]:
+        pytest.skip("CUDA's matmul takes factors of one dtype")
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(96, 96, generator=generator).to(DEVICE, dtype) for dtype in dtypes)
+    out = torch.full((96, 96), torch.nan, device=DEVICE)
+    want, size = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    assert ((mm_float32(a, b, out) - want).abs() / size).max() < 1e-6
+    assert ((mm_float32(a, b, out, accumulate=True) - 2 * want).abs() / size).max() < 1e-6
+
+
+def test_rounding_of_factors_ends_with_its_block():
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    with pytest.raises(ZeroDivisionError), bfloat16_factors(True):
+        assert matmul.fp32_precision == "bf16"
+        raise ZeroDivisionError
+    assert matmul.fp32_precision == before != "bf16"
 
 
 @pytest.mark.slow
