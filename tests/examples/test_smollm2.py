@@ -1,0 +1,115 @@
+"""examples/smollm2: its problems are right and apart, its recipe loads, its picture shows what metrics.jsonl says."""
+
+import json
+import re
+from decimal import Decimal
+from xml.etree import ElementTree
+
+import pytest
+
+from config import DatasetConfig
+from envs import Exact, Turn
+from examples.smollm2 import conversions, plot
+from run import config_file
+from tests.helpers.red_team import ROOT
+
+SETS = ("train", "held_out", "larger", "other_units", "other_factor")
+IN_SMALL_UNITS = {  # by the units' names, as a schoolbook has them
+    ("meters", "centimeters"): Decimal("100"),
+    ("dollars", "cents"): Decimal("100"),
+    ("euros", "cents"): Decimal("100"),
+    ("pounds", "pence"): Decimal("100"),
+    ("francs", "centimes"): Decimal("100"),
+    ("centuries", "years"): Decimal("100"),
+    ("rupees", "paise"): Decimal("100"),
+    ("kilograms", "grams"): Decimal("1e3"),
+    ("kilometers", "meters"): Decimal("1e3"),
+}
+QUESTION = re.compile(r"How many (\w+) are (\d+) (\w+) and (\d+) (\w+)\?")
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, list[dict]]:
+    return {name: getattr(conversions, name)(DatasetConfig()) for name in SETS}
+
+
+def by_hand(question: str) -> str:
+    """The answer, from the text alone."""
+    asked, large, large_unit, small, small_unit = QUESTION.fullmatch(question).groups()
+    assert asked == small_unit
+    return str(int(Decimal(large) * IN_SMALL_UNITS[large_unit, small_unit] + Decimal(small)))
+
+
+def questions(rows: list[dict]) -> list[str]:
+    return [row["messages"][-1]["content"] for row in rows]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_answer_and_every_example_is_right(rows, name):
+    for row in rows[name]:
+        *examples, question = row["messages"]
+        assert by_hand(question["content"]) == row["answer"]
+        assert [message["role"] for message in examples] == ["user", "assistant"] * 4
+        for asked, answered in zip(examples[::2], examples[1::2], strict=True):
+            assert by_hand(asked["content"]) == answered["content"]
+            assert asked["content"] != question["content"], "the answer stands in the prompt"
+
+
+def test_sets_have_no_problem_in_common(rows):
+    contents = {name: set(questions(rows[name])) for name in SETS}
+    assert [len(contents[name]) for name in SETS] == [20_000, 300, 300, 300, 300]
+    assert sum(map(len, contents.values())) == len(set.union(*contents.values()))
+
+
+def test_shifted_sets_are_shifted(rows):
+    def units(name: str) -> set[tuple[str, str]]:
+        return {(match[3], match[5]) for match in map(QUESTION.fullmatch, questions(rows[name]))}
+
+    def largest_and_smallest(name: str) -> tuple[int, int]:
+        amounts = [int(QUESTION.fullmatch(question)[2]) for question in questions(rows[name])]
+        return max(amounts), min(amounts)
+
+    assert units("train") == units("held_out") == units("larger")
+    assert not units("train") & (units("other_units") | units("other_factor"))
+    assert {IN_SMALL_UNITS[pair] for pair in units("train") | units("other_units")} == {Decimal(100)}
+    assert {IN_SMALL_UNITS[pair] for pair in units("other_factor")} == {Decimal(1000)}
+    assert largest_and_smallest("train")[0] == 199 and largest_and_smallest("larger")[1] >= 1000
+
+
+def test_neither_constant_nor_copied_replies_score(rows):
+    """What can be said without the task: the digits of both amounts, a number of the prompt, every number there is."""
+
+    def accuracy(reply) -> float:
+        turns = [
+            Turn([{"role": "assistant", "content": reply(row)}], answer=row["answer"], finish_reason="stop")
+            for row in rows["held_out"]
+        ]
+        return sum(result.reward for result in Exact().step(turns)) / len(turns)
+
+    def amounts(row: dict) -> list[str]:
+        return re.findall(r"\d+", row["messages"][-1]["content"])
+
+    assert accuracy(lambda row: row["answer"]) == 1
+    assert 0.5 < accuracy(lambda row: "".join(amounts(row))) < 0.6, "digits in a row: right where no zero is wanted"
+    assert accuracy(lambda row: amounts(row)[0]) == accuracy(lambda row: amounts(row)[1]) == 0
+    assert accuracy(lambda row: row["messages"][2]["content"]) == 0
+    assert accuracy(lambda row: " ".join(str(number) for number in range(100, 2_000))) == 0
+
+
+def test_recipe_loads():
+    cfg = config_file.load(ROOT / "configs/smollm2.yaml", [])
+    assert cfg.grpo.max_val_samples == 300 and cfg.policy.scheduler.warmup_steps * 3 < cfg.grpo.max_num_steps
+
+
+def test_picture_has_each_step_where_it_belongs(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    records = [{"step": 0, "validation/greedy/accuracy": 0.25, "validation/sampled/accuracy": 0.5}]
+    records += [{"step": step, "train/accuracy": value} for step, value in ((1, 0.0), (2, 1.0))]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    root = ElementTree.fromstring(plot.draw(file))
+    top, bottom, left, right = 48, 360 - 48, 48, 720 - 48
+    lines = [line.get("points") for line in root.findall("{*}polyline")]
+    assert lines[-2] == f"{(left + right) / 2:.1f},{bottom:.1f} {right:.1f},{top:.1f}"
+    assert lines[-1].endswith(f" {right:.1f},{(top + bottom) / 2:.1f}"), "the mean of 0 and 1"
+    dots = [(float(dot.get("cx")), float(dot.get("cy"))) for dot in root.findall("{*}circle")]
+    assert dots == [(left, (top + bottom) / 2), (left, bottom - (bottom - top) / 4)]
