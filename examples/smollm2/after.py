@@ -4,7 +4,7 @@ has it lost?
     .venv/bin/python examples/smollm2/after.py RUN_FOLDER
 
 Greedy replies to 20 held-out problems are compared with those of the run's last validation, which vLLM gave. Then the
-model before and after training is asked 20 questions of other kinds that the one before answers right.
+model before and after training is asked 20 questions of other kinds that the one before can answer; it counts both.
 """
 
 import argparse
