@@ -7,21 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_disk import IN_A_NAMESPACE, skip_without_mounts
 
 ROOT = Path(__file__).resolve().parents[2]
-IN_A_NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
 
 
 @pytest.fixture(scope="module")
 def saves(tmp_path_factory):
     """What tests/helpers/disk_full_worker.py found after each save, and what it told the user."""
-    try:
-        mount = [*IN_A_NAMESPACE, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path_factory.mktemp("mount"))]
-        allowed = subprocess.run(mount, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("no `unshare` on this machine: its disk cannot be made full")
-    if allowed.returncode:
-        pytest.skip(f"this machine allows no mount in a user namespace ({allowed.stderr.strip()}): no disk to fill")
+    skip_without_mounts(tmp_path_factory.mktemp("mount"))
     command = [
         *IN_A_NAMESPACE,
         sys.executable,

