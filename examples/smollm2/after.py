@@ -23,7 +23,7 @@ QUESTIONS = (  # with a pattern of the answer
     ("What is the capital of Italy?", "Rome"),
     ("What is the capital of Germany?", "Berlin"),
     ("What is the capital of Egypt?", "Cairo"),
-    ("Which planet is known as the Red Planet?", "Mars"),
+    ("What is the capital of Russia?", "Moscow"),
     ("What is the largest ocean on Earth?", "Pacific"),
     ("Who wrote Romeo and Juliet?", "Shakespeare"),
     ("Who painted the Mona Lisa?", "Leonardo"),
@@ -58,16 +58,15 @@ class Model:
         return [text.strip() for text in self.tokenizer.batch_decode(replies, skip_special_tokens=True)]
 
     def answers(self) -> list[bool]:
-        """Which of QUESTIONS it answers right."""
-        chats = [[{"role": "user", "content": question}] for question, _ in QUESTIONS]
-        prompts = [
-            self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats
-        ]
-        replies = self.replies(prompts, max_new_tokens=32)
-        return [
-            bool(re.search(rf"\b({answer})\b", text, re.I))
-            for (_, answer), text in zip(QUESTIONS, replies, strict=True)
-        ]
+        """Which of QUESTIONS it answers right. Each is asked alone: padding to the longest changes bfloat16's rounding,
+        and now and then a reply."""
+        right = []
+        for question, answer in QUESTIONS:
+            chat = [{"role": "user", "content": question}]
+            prompt = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            (reply,) = self.replies([prompt], max_new_tokens=32)
+            right.append(bool(re.search(rf"\b({answer})\b", reply, re.I)))
+        return right
 
 
 def last_greedy_samples(run: Path) -> list[dict]:

@@ -4,8 +4,9 @@
 
 Each problem is a chat: four questions of its kind with their answers, then the question. The examples show the form of
 an answer, and no word explains the rule. What must be learnt is to keep every digit, and when to write a zero: 137
-dollars and 8 cents are neither 1378 nor 137080 cents. Three in eight problems need one. The reward (env_name exact) is
-for the whole number and nothing else.
+dollars and 8 cents are neither 1378 nor 137080 cents. Seven in twenty problems need one. The reward (env_name exact) is
+for the whole number and nothing else. Amounts with 1 or 2 of the small unit are left to a shifted set: this model joins
+them always (`137 dollars and 1 cent` -> 1371), and a group in which no sample is right teaches nothing.
 
 A problem is known by its content: kind and amounts. No content is in two sets, and none is one of the examples.
 """
@@ -54,17 +55,22 @@ UNSEEN_KINDS = (Kind("centuries", "years", 100), Kind("rupees", "paise", 100))
 UNSEEN_FACTOR = (Kind("kilograms", "grams", 1000), Kind("kilometers", "meters", 1000))
 EXAMPLES = {100: ((13, 45), (4, 8), (127, 6), (31, 72)), 1000: ((13, 452), (4, 82), (127, 6), (58, 31))}
 NUM_TRAIN = 20_000
-LARGE, SMALL = range(2, 200), range(1, 25)
+LARGE, SMALL = range(2, 220), range(3, 23)
 
 
 def train(cfg: DatasetConfig) -> list[dict[str, Any]]:
-    """20,000 problems of 2 to 199 large units and 1 to 24 small ones."""
+    """20,000 problems of 2 to 219 large units and 3 to 22 small ones."""
     return [row(problem) for problem in draw_both_sets()[0]]
 
 
 def held_out(cfg: DatasetConfig) -> list[dict[str, Any]]:
     """300 problems with amounts of the same size; none is in the training set."""
     return [row(problem) for problem in draw_both_sets()[1]]
+
+
+def one_or_two(cfg: DatasetConfig) -> list[dict[str, Any]]:
+    """300 problems with 1 or 2 small units, which training never has; each needs a zero."""
+    return [row(problem) for problem in draw(KINDS, LARGE, range(1, 3), seed=5)]
 
 
 def larger(cfg: DatasetConfig) -> list[dict[str, Any]]:
