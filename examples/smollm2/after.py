@@ -79,6 +79,7 @@ def last_greedy_samples(run: Path) -> list[dict]:
 
 
 def main(run: Path) -> None:
+    torch.set_num_threads(1)  # a question alone is too little work for two, which then wait for each other
     after = Model(run / "hf_model")
     samples = last_greedy_samples(run)
     replies = after.replies([sample["prompt"] for sample in samples], max_new_tokens=12)
