@@ -5,8 +5,8 @@
 Each problem is a chat: four questions of its kind with their answers, then the question. The examples show the form of
 an answer, and no word explains the rule. What must be learnt is to keep every digit, and when to write a zero: 137
 dollars and 8 cents are neither 1378 nor 137080 cents. Seven in twenty problems need one. The reward (env_name exact) is
-for the whole number and nothing else. Amounts with 1 or 2 of the small unit are left to a shifted set: this model joins
-them always (`137 dollars and 1 cent` -> 1371), and a group in which no sample is right teaches nothing.
+for the whole number and nothing else. Amounts with 1 or 2 of the small unit are left to a shifted set: in training the
+model comes to join them (`137 dollars and 1 cent` -> 1371), and a group in which no sample is right teaches nothing.
 
 A problem is known by its content: kind and amounts. No content is in two sets, and none is one of the examples.
 """
