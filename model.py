@@ -158,14 +158,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(H, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(H, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, hidden_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, layout: PackLayout) -> Tensor:
+    def project(self, hidden_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """query_TNH, key_TKH, value_TKH: what `packed_attention` reads."""
         query_TNH, key_TKH, value_TKH = (
             project(hidden_TD).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.q_norm is not None:
             query_TNH, key_TKH = self.q_norm(query_TNH), self.k_norm(key_TKH)
-        query_TNH, key_TKH = (apply_rope(x, cos_T1H, sin_T1H) for x in (query_TNH, key_TKH))
-        return self.o_proj(packed_attention(query_TNH, key_TKH, value_TKH, layout))
+        return apply_rope(query_TNH, cos_T1H, sin_T1H), apply_rope(key_TKH, cos_T1H, sin_T1H), value_TKH
 
 
 class MLP(nn.Module):
@@ -180,7 +180,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer. With `recompute`, activations are not kept but computed again in the backward."""
+    """One pre-norm layer. With `recompute`, activations are not kept but computed again in the backward.
+
+    halves: the functions around the attention, `Block.halves` or these compiled. All blocks share them, and so their
+    graphs. The attention stays out: it branches on the layout, so each pack would have a graph of its own.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -197,15 +201,26 @@ class Block(nn.Module):
         return self._forward(*inputs)
 
     def _forward(self, hidden_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, layout: PackLayout) -> Tensor:
-        hidden_TD = hidden_TD + self.self_attn(self.input_layernorm(hidden_TD), cos_T1H, sin_T1H, layout)
+        # A graph for any length does not hold for one token, which an empty pack has.
+        before, after = self.halves if len(hidden_TD) > 1 else Block.halves
+        query_TNH, key_TKH, value_TKH = before(self, hidden_TD, cos_T1H, sin_T1H)
+        return after(self, hidden_TD, packed_attention(query_TNH, key_TKH, value_TKH, layout))
+
+    def _before_attention(self, hidden_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.self_attn.project(self.input_layernorm(hidden_TD), cos_T1H, sin_T1H)
+
+    def _after_attention(self, hidden_TD: Tensor, attended_TD: Tensor) -> Tensor:
+        hidden_TD = hidden_TD + self.self_attn.o_proj(attended_TD)
         return hidden_TD + self.mlp(self.post_attention_layernorm(hidden_TD))
+
+    halves = (_before_attention, _after_attention)
 
 
 class Decoder(nn.Module):
     """The causal language model. It has no buffers: `state_dict()` has the names of the HF checkpoint.
 
     temperature, vocab_limit, backend, loss_path are constants of a run, set by run/setup.py: the trainer divides logits
-    by the sampler's temperature, leaves out rows of the head beyond the tokenizer, which the sampler bans as well, and
+    by the sampler's temperature, leaves out columns of logits beyond the tokenizer, which the sampler bans as well, and
     computes the head with one choice of kernels and the loss in one way.
     """
 
@@ -256,8 +271,14 @@ class Decoder(nn.Module):
             return F.linear(hidden_TD, weight_VD)
         hidden_RD = GatherRows.apply(hidden_TD, pos_R)
         logprob_fn = logprob_fn or partial(linear_logp, return_entropy=True)
-        limit = self.vocab_limit
-        return logprob_fn(hidden_RD, weight_VD[:limit], target_R, temperature=self.temperature, backend=self.backend)
+        options = {"vocab": self.vocab_limit, "temperature": self.temperature, "backend": self.backend}
+        return logprob_fn(hidden_RD, weight_VD, target_R, **options)
+
+    def compile_blocks(self) -> None:
+        """From now on the blocks' halves are compiled, each at its first call: with gradients, and without."""
+        halves = tuple(torch.compile(half, dynamic=True, fullgraph=True) for half in Block.halves)
+        for block in self.model["layers"]:
+            block.halves = halves
 
 
 def shard(model: Decoder, mesh: DeviceMesh, *, precision: str, activation_checkpointing: bool) -> None:
@@ -307,14 +328,17 @@ def load_policy(
 
 
 class Reference:
-    """The policy to which the KL is measured: a copy of this rank's shards in host memory.
+    """The policy to which the KL is measured: a copy of this rank's shards in host memory, pinned for a GPU.
 
     It has no module of its own. `in_place_of` puts its weights into the policy's module for a forward: so it takes no
-    device memory while it is not used, and the same code computes it.
+    device memory while it is not used, and the same code computes it. Kept in the `dtype` of that forward, which would
+    round the weights to it, they lose nothing; but an average (`follow` with alpha < 1) needs float32.
     """
 
-    def __init__(self, model: Decoder):
-        self.shards = {name: shard.cpu().clone() for name, shard in _shards(model).items()}
+    def __init__(self, model: Decoder, dtype: torch.dtype = torch.float32):
+        self.shards: dict[str, Tensor] = {}
+        for name, shard in _shards(model).items():
+            self.shards[name] = torch.empty(shard.shape, dtype=dtype, pin_memory=shard.is_cuda).copy_(shard)
 
     @contextmanager
     def in_place_of(self, model: Decoder) -> Iterator[None]:
@@ -334,7 +358,7 @@ class Reference:
             return
         alpha = cfg.ref_policy_update_alpha
         for name, shard in _shards(model).items():
-            self.shards[name].lerp_(shard.cpu(), alpha)
+            self.shards[name].copy_(self.shards[name].to(shard.dtype).lerp_(shard.cpu(), alpha))
 
 
 def _shards(model: Decoder) -> dict[str, Tensor]:
@@ -344,4 +368,4 @@ def _shards(model: Decoder) -> dict[str, Tensor]:
 @torch.no_grad()
 def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
     for name, tensor in target.items():
-        tensor.copy_(source[name])
+        tensor.copy_(source[name], non_blocking=True)  # from pinned memory; another dtype is converted on the GPU

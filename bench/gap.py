@@ -189,8 +189,8 @@ def rounding(points: set[str], reference: Decoder) -> Iterator[None]:
         yield
 
 
-def rounded_logits_logp(hidden_RD, weight_VD, target_R, **_) -> tuple[torch.Tensor]:
-    logits_RV = (hidden_RD @ weight_VD.T).bfloat16().float()
+def rounded_logits_logp(hidden_RD, weight_VD, target_R, vocab, **_) -> tuple[torch.Tensor]:
+    logits_RV = (hidden_RD @ weight_VD[:vocab].T).bfloat16().float()
     return (logits_RV.log_softmax(-1).gather(1, target_R[:, None])[:, 0],)
 
 

@@ -1,28 +1,35 @@
 """Which code computes the output layer, Triton kernels or plain PyTorch, and the loss on top. Chosen once, printed."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = int(3.5 * 2**30)  # of a chunk's float32 logits with Triton, where nobody says how many rows
+CHUNK_BYTES = int(3.25 * 2**30)  # of a chunk's float32 logits with Triton, where nobody says how many rows
 
 
 @dataclass(frozen=True, slots=True)
 class KernelBackend:
-    """chunk_rows: with Triton, rows whose logits are in memory at once; None: as many as `CHUNK_BYTES` holds."""
+    """chunk_rows: with Triton, most rows whose logits are in memory at once; None: as many as `CHUNK_BYTES` holds."""
 
     name: Literal["triton", "torch"]
     chunk_rows: int | None = None
 
-    def rows(self, vocab: int) -> int:
-        """Rows of a chunk with Triton: a multiple of 1024, below which dW's matmul waits for memory."""
-        return self.chunk_rows or max(1, CHUNK_BYTES // (4 * vocab * 1024)) * 1024
+    def most_rows(self, row_stride: int) -> int:
+        """Of a chunk with Triton, whose rows have so many logits. At 1024 and less, dW's matmul waits for memory."""
+        return self.chunk_rows or max(1024, CHUNK_BYTES // (4 * row_stride) // 128 * 128)
 
-    def describe(self, vocab: int) -> str:
+    def rows(self, num_rows: int, row_stride: int) -> int:
+        """Of each chunk with Triton: equal ones, as a small one too reads and writes all of dW; of whole tiles."""
+        most = self.most_rows(row_stride)
+        num_chunks = max(1, math.ceil(num_rows / most))
+        return min(most, max(1, math.ceil(num_rows / num_chunks / 128)) * 128)
+
+    def describe(self, row_stride: int) -> str:
         if self.name == "triton":
-            return f"output layer: Triton kernels, {self.rows(vocab)} rows of logits at a time"
+            return f"output layer: Triton kernels, at most {self.most_rows(row_stride)} rows of logits at a time"
         return "output layer: PyTorch" if torch.cuda.is_available() else "output layer: PyTorch (no CUDA)"
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.softmax import LogitChunk, launch_options, row_stats, write_dlogits
+from kernels.softmax import LogitChunk, launch_options, row_stats, rows_in_flight, write_dlogits
 
 MOST = tl.constexpr(20.0)  # bound of |logp - old|: config.MAX_LOG_RATIO
 
@@ -91,43 +91,45 @@ def _slope(logp, old, sampler, adv, ref, CFG: tl.constexpr, HAS_REF: tl.constexp
     return g
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # which changes from one micro-batch to the next
+@triton.jit(do_not_specialize=["num_rows", "pack_rows"])  # which change from one micro-batch to the next
 def clipped_pg_kernel(
-    logits_ptr, dlogits_ptr, target_ptr, inputs_ptr, stats_ptr, num_rows, vocab, row_stride, scale,
+    logits_ptr, dlogits_ptr, target_ptr, inputs_ptr, stats_ptr, num_rows, pack_rows, vocab, row_stride, scale,
     CFG: tl.constexpr, HAS_OLD: tl.constexpr, HAS_REF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program per row of the chunk, with which inputs and stats begin; their columns are num_rows apart. Writes logp
-    and entropy to stats, and dlogits over logits, row_stride apart. CFG: an object with the options of LossConfig."""
-    row = tl.program_id(0).to(tl.int64)  # before it is multiplied: rows times vocab passes 2^31
-    logits, inputs = logits_ptr + row * vocab, inputs_ptr + row
-    target = tl.load(target_ptr + row)
-    logp, entropy, largest, log2_sum = row_stats(logits, target, vocab, scale, BLOCK)
-    tl.store(stats_ptr + row, logp)
-    tl.store(stats_ptr + num_rows + row, entropy)
+    """Writes logp and entropy of the chunk's rows to stats, and dlogits over logits. inputs and stats begin with the
+    chunk's rows, their columns are pack_rows apart. CFG: an object with the options of LossConfig. Few programs walk
+    over the rows: so each row is still in L2 when it is read again."""
+    first = tl.program_id(0).to(tl.int64)  # as the rows then are: multiplied by their length they pass 2^31
+    for row in range(first, num_rows, tl.num_programs(0)):
+        logits, inputs = logits_ptr + row * row_stride, inputs_ptr + row
+        target = tl.load(target_ptr + row)
+        logp, entropy, largest, log2_sum = row_stats(logits, target, vocab, row_stride, scale, BLOCK)
+        tl.store(stats_ptr + row, logp)
+        tl.store(stats_ptr + pack_rows + row, entropy)
 
-    weight, nll_weight = tl.load(inputs + 3 * num_rows), tl.load(inputs + 5 * num_rows)
-    trained = weight != 0  # what is not may hold NaN, and is not read
-    old, sampler = tl.load(inputs, trained, 0.0), tl.load(inputs + num_rows, trained, 0.0)
-    adv, ref = tl.load(inputs + 2 * num_rows, trained, 0.0), tl.load(inputs + 4 * num_rows, trained, 0.0)
-    logp = tl.where(trained, logp, 0.0)
-    if not HAS_OLD:
-        old = logp
-    slope = _slope(logp, old, sampler, adv, ref, CFG, HAS_REF)
-    g = weight * slope - CFG.positive_example_nll_weight * nll_weight
-    h = -CFG.entropy_coef * weight
-    dlogits = dlogits_ptr + row * row_stride
-    write_dlogits(logits, dlogits, vocab, target, largest, log2_sum, entropy, g, h, scale, CFG.entropy_coef > 0, BLOCK)
+        weight, nll_weight = tl.load(inputs + 3 * pack_rows), tl.load(inputs + 5 * pack_rows)
+        trained = weight != 0  # what is not may hold NaN, and is not read
+        old, sampler = tl.load(inputs, trained, 0.0), tl.load(inputs + pack_rows, trained, 0.0)
+        adv, ref = tl.load(inputs + 2 * pack_rows, trained, 0.0), tl.load(inputs + 4 * pack_rows, trained, 0.0)
+        logp = tl.where(trained, logp, 0.0)
+        if not HAS_OLD:
+            old = logp
+        slope = _slope(logp, old, sampler, adv, ref, CFG, HAS_REF)
+        g = weight * slope - CFG.positive_example_nll_weight * nll_weight
+        h = -CFG.entropy_coef * weight
+        terms = largest, log2_sum, entropy, g, h, scale
+        write_dlogits(logits, dlogits_ptr, row, vocab, row_stride, target, *terms, CFG.entropy_coef > 0, BLOCK)
 
 
 def clipped_pg_dlogits_(chunk: LogitChunk, inputs_KR: Tensor, stats_KR: Tensor, pack: Mapping) -> Tensor:
     """dz_CV, as `LogitChunk.dlogits_`, of a chunk of the pack. Fills its rows of stats_KR: log-probability, entropy."""
-    cfg, (num_rows, vocab) = pack["cfg"], chunk.logits_CV.shape
+    cfg, row_stride = pack["cfg"], chunk.logits_CV.stride(0)
     has_old = pack["old_logp_T"] is not None and not cfg.force_on_policy_ratio  # if not, r = 1 and no clip binds
     has_ref = pack["ref_logp_T"] is not None and cfg.reference_policy_kl_penalty > 0 and not cfg.use_kl_in_reward
     dlogits_CV = chunk.narrow_view()
-    clipped_pg_kernel[(num_rows,)](
+    clipped_pg_kernel[(rows_in_flight(chunk.logits_CV),)](
         chunk.logits_CV, dlogits_CV, chunk.target_C, inputs_KR[:, chunk.rows], stats_KR[:, chunk.rows],
-        inputs_KR.shape[1], vocab, dlogits_CV.stride(0), 1 / chunk.temperature, CFG=cfg, HAS_OLD=has_old,
-        HAS_REF=has_ref, **launch_options(vocab),
+        len(chunk.logits_CV), inputs_KR.shape[1], chunk.vocab, row_stride, 1 / chunk.temperature,
+        CFG=cfg, HAS_OLD=has_old, HAS_REF=has_ref, **launch_options(row_stride),
     )  # fmt: skip
     return dlogits_CV

@@ -74,10 +74,10 @@ def _descriptor(x_ND: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     return TensorDescriptor(x_ND, list(x_ND.shape), list(x_ND.stride()), list(block))
 
 
-def _forward_triton(hidden_TD, weight_VD, target_T, temperature):
-    num_rows, (vocab, width) = len(hidden_TD), weight_VD.shape
+def _forward_triton(hidden_TD, weight_VD, target_T, vocab, temperature):
+    num_rows, width = hidden_TD.shape
     rows, cols, depth = TILES[hidden_TD.element_size()]
-    torch._assert_async(((target_T >= 0) & (target_T < vocab)).all(), "a target is outside [0, V)")
+    torch._assert_async(((target_T >= 0) & (target_T < vocab)).all(), "a target is outside the vocabulary")
     stats_NKT = hidden_TD.new_empty(triton.cdiv(vocab, cols), 3, num_rows, dtype=torch.float32)
     picked_T = stats_NKT.new_empty(num_rows)
     if num_rows:
@@ -99,14 +99,14 @@ def _forward_triton(hidden_TD, weight_VD, target_T, temperature):
 
 class _LinearLogp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, target_T, temperature, backend):
+    def forward(ctx, hidden_TD, weight_VD, target_T, vocab, temperature, backend):
         ctx.save_for_backward(hidden_TD, weight_VD, target_T)
-        ctx.temperature, ctx.backend = temperature, backend
+        ctx.options = vocab, temperature, backend
         ctx.set_materialize_grads(False)  # entropy as a metric only: its gradient is None and costs nothing
         if backend.name == "triton":
-            return _forward_triton(hidden_TD, weight_VD, target_T, temperature)
+            return _forward_triton(hidden_TD, weight_VD, target_T, vocab, temperature)
         stats_KT = hidden_TD.new_empty(2, len(hidden_TD), dtype=wide_dtype(hidden_TD))
-        for chunk in logit_chunks(hidden_TD, weight_VD, target_T, temperature, backend):
+        for chunk in logit_chunks(hidden_TD, weight_VD, target_T, *ctx.options):
             stats_KT[:, chunk.rows] = chunk.logp_and_entropy()
         return stats_KT[0], stats_KT[1]
 
@@ -120,15 +120,16 @@ class _LinearLogp(torch.autograd.Function):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden_TD = hidden_TD.new_empty(hidden_TD.shape) if need_hidden else None
         grad_weight_VD = weight_VD.new_zeros(weight_VD.shape, dtype=wide) if need_weight else None
-        for chunk in logit_chunks(hidden_TD, weight_VD, target_T, ctx.temperature, ctx.backend):
+        for chunk in logit_chunks(hidden_TD, weight_VD, target_T, *ctx.options):
             rows = chunk.rows
             chunk.logp_and_entropy()
             dz_CV = chunk.dlogits_(grad_logp_T[rows], None if grad_entropy_T is None else grad_entropy_T[rows])
             if need_hidden:
-                torch.mm(dz_CV, weight_VD, out=grad_hidden_TD[rows])
+                torch.mm(dz_CV, weight_VD[: dz_CV.shape[1]], out=grad_hidden_TD[rows])
             if need_weight:
-                mm_float32(dz_CV.T, hidden_TD[rows], out=grad_weight_VD, accumulate=True)
-        return grad_hidden_TD, grad_weight_VD.to(weight_VD.dtype) if need_weight else None, None, None, None
+                mm_float32(dz_CV.T, hidden_TD[rows], out=grad_weight_VD[: dz_CV.shape[1]], accumulate=True)
+            del chunk, dz_CV  # the buffer, before dW takes memory once more
+        return grad_hidden_TD, grad_weight_VD.to(weight_VD.dtype) if need_weight else None, *[None] * 4
 
 
 def linear_logp(
@@ -136,22 +137,25 @@ def linear_logp(
     weight_VD: Tensor,
     target_T: Tensor,
     *,
+    vocab: int | None = None,
     temperature: float = 1.0,
     return_entropy: bool = False,
     backend: KernelBackend | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """log softmax(hidden_TD @ weight_VD.T / temperature) at target_T: logp_T or (logp_T, entropy_T), in nats.
+    """log softmax(hidden_TD @ weight_VD[:vocab].T / temperature) at target_T: logp_T or (logp_T, entropy_T), in nats.
 
-    hidden_TD, weight_VD: one floating dtype and device; any strides: `weight[:vocab_size]` drops padded rows.
-    target_T: int64 ids in [0, V); another id is an error (a device assert on CUDA). T = 0 is allowed.
+    hidden_TD, weight_VD: one floating dtype and device, any strides.
+    vocab: how many ids there are, the tokenizer's; None = V. Padded rows from there on have gradients of exactly 0.
+    target_T: int64 ids in [0, vocab); another id is an error (a device assert on CUDA). T = 0 is allowed.
     backend: None = Triton on CUDA, PyTorch elsewhere; float64 always goes to PyTorch.
     Outputs are float32 (float64 for float64 inputs), differentiable once in hidden_TD and weight_VD.
     Memory: dX, dW (twice for 16-bit dtypes), one chunk of logits, with torch two.
     """
     shapes = (hidden_TD.shape, weight_VD.shape, target_T.shape)
     assert hidden_TD.dim() == weight_VD.dim() == 2 and target_T.shape == hidden_TD.shape[:1], shapes
-    assert hidden_TD.shape[1] == weight_VD.shape[1] and len(weight_VD) > 0, shapes
+    vocab = len(weight_VD) if vocab is None else vocab
+    assert hidden_TD.shape[1] == weight_VD.shape[1] and 0 < vocab <= len(weight_VD), (*shapes, vocab)
     assert hidden_TD.dtype == weight_VD.dtype and temperature > 0, (hidden_TD.dtype, weight_VD.dtype, temperature)
     backend = backend_for(hidden_TD, backend)
-    logp_T, entropy_T = _LinearLogp.apply(hidden_TD, weight_VD, target_T.contiguous(), temperature, backend)
+    logp_T, entropy_T = _LinearLogp.apply(hidden_TD, weight_VD, target_T.contiguous(), vocab, temperature, backend)
     return (logp_T, entropy_T) if return_entropy else logp_T

@@ -36,12 +36,12 @@ def linear_loss(
     num_grad_rows: int,
     pack_loss: partial,
     path: LossPath,
+    vocab: int | None = None,
     backend: KernelBackend | None = None,
 ) -> tuple[Tensor, dict]:
-    """(loss, metrics) of pack_loss on log softmax(hidden_RD @ weight_VD.T / temperature); with `DEVIATION`.
+    """(loss, metrics) of pack_loss on log softmax(hidden_RD @ weight_VD[:vocab].T / temperature); with `DEVIATION`.
 
-    hidden_RD, weight_VD, target_R, backend, precision: as `linear_logp`. The loss is differentiable once in the first
-    two.
+    hidden_RD, weight_VD, target_R, vocab, backend, precision: as `linear_logp`; differentiable once in the first two.
     pack_loss: `loss.policy_loss` with all its arguments but logp_T and entropy_T.
     num_grad_rows: in one pass, only the first so many rows get a gradient; of the others logp and entropy alone are
     computed. If the loss has one there all the same, that is a deviation too.
@@ -49,36 +49,37 @@ def linear_loss(
     """
     assert 0 <= num_grad_rows <= len(hidden_RD), (num_grad_rows, hidden_RD.shape)
     backend = backend_for(hidden_RD, backend)
+    vocab = len(weight_VD) if vocab is None else vocab
     moves = torch.is_grad_enabled() and (hidden_RD.requires_grad or weight_VD.requires_grad)
     if path.kind == "two passes" or not moves:
-        options = {"temperature": temperature, "return_entropy": True, "backend": backend}
+        options = {"vocab": vocab, "temperature": temperature, "return_entropy": True, "backend": backend}
         logp_R, entropy_R = linear_logp(hidden_RD, weight_VD, target_R, **options)
         loss, metrics = pack_loss(logp_R, entropy_T=entropy_R)
         return loss, metrics | {DEVIATION: loss.new_zeros(())}
     inputs = (hidden_RD, weight_VD, target_R.contiguous())
-    return _OnePass.apply(*inputs, temperature, num_grad_rows, pack_loss, path, backend)
+    return _OnePass.apply(*inputs, vocab, temperature, num_grad_rows, pack_loss, path, backend)
 
 
 class _OnePass(torch.autograd.Function):
     """(loss, metrics), and both gradients with them: backward scales these."""
 
     @staticmethod
-    def forward(ctx, hidden_RD, weight_VD, target_R, temperature, num_grad_rows, pack_loss, path, backend):
+    def forward(ctx, hidden_RD, weight_VD, target_R, vocab, temperature, num_grad_rows, pack_loss, path, backend):
         wide = wide_dtype(hidden_RD)
         is_fused = path.kind == "fused" and backend.name == "triton"
         rest = slice(num_grad_rows, None)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden_RD = hidden_RD.new_zeros(hidden_RD.shape) if need_hidden else None
-        new_weight = weight_VD.new_empty if num_grad_rows else weight_VD.new_zeros
-        grad_weight_VD = new_weight(weight_VD.shape, dtype=wide) if need_weight else None
+        grad_weight_VD = weight_VD.new_empty(weight_VD.shape, dtype=wide) if need_weight else None
+        if need_weight:
+            grad_weight_VD[vocab if num_grad_rows else 0 :] = 0  # what no chunk writes
         stats_KR = hidden_RD.new_zeros(2, len(hidden_RD), dtype=wide)  # log-probability and entropy
         used_KR = torch.zeros_like(stats_KR)  # the derivatives in them, as used
-        stats_KR[0, rest], stats_KR[1, rest] = linear_logp(
-            hidden_RD[rest], weight_VD, target_R[rest], temperature=temperature, return_entropy=True, backend=backend
-        )
-        torch._assert_async(((target_R >= 0) & (target_R < len(weight_VD))).all(), "a target is outside [0, V)")
+        options = {"vocab": vocab, "temperature": temperature, "return_entropy": True, "backend": backend}
+        stats_KR[0, rest], stats_KR[1, rest] = linear_logp(hidden_RD[rest], weight_VD, target_R[rest], **options)
+        torch._assert_async(((target_R >= 0) & (target_R < vocab)).all(), "a target is outside the vocabulary")
         inputs_KR = kernel_inputs(pack_loss.keywords, wide) if is_fused else None
-        for chunk in logit_chunks(hidden_RD[:num_grad_rows], weight_VD, target_R, temperature, backend):
+        for chunk in logit_chunks(hidden_RD[:num_grad_rows], weight_VD, target_R, vocab, temperature, backend):
             rows = chunk.rows
             if is_fused:
                 dz_CV = clipped_pg_dlogits_(chunk, inputs_KR, stats_KR, pack_loss.keywords)
@@ -88,9 +89,9 @@ class _OnePass(torch.autograd.Function):
                 used_KR[:, rows] = slopes_KR[:, rows]
                 dz_CV = chunk.dlogits_(slopes_KR[0, rows], slopes_KR[1, rows] if sees_entropy else None)
             if need_hidden:
-                torch.mm(dz_CV, weight_VD, out=grad_hidden_RD[rows])
+                torch.mm(dz_CV, weight_VD[: dz_CV.shape[1]], out=grad_hidden_RD[rows])
             if need_weight:
-                mm_float32(dz_CV.T, hidden_RD[rows], out=grad_weight_VD, accumulate=rows.start > 0)
+                mm_float32(dz_CV.T, hidden_RD[rows], grad_weight_VD[: dz_CV.shape[1]], accumulate=rows.start > 0)
         if is_fused or not num_grad_rows:
             loss, metrics, slopes_KR, _ = derivatives(pack_loss, stats_KR)
             used_KR[:, :num_grad_rows] = slopes_KR[:, :num_grad_rows]
@@ -106,7 +107,7 @@ class _OnePass(torch.autograd.Function):
             None if x is None else torch.mul(x, scale, out=torch.empty_like(x, dtype=ctx.dtype))
             for x in ctx.saved_tensors
         ]
-        return *grads, None, None, None, None, None, None
+        return *grads, *[None] * 7
 
 
 def derivatives(pack_loss: Callable, stats_KR: Tensor) -> tuple[Tensor, dict, Tensor, bool]:

@@ -4,6 +4,10 @@ z, p, H, g, h, dz: as in linear_logp.py. A row's statistics are kept relative to
 however large logits are: m, and s = sum exp((logit - m) / temperature).
 
 dz is written over the logits, by Triton as 16 bits over 32 where the inputs have 16: one buffer.
+
+The softmax is over the first `vocab` columns, the tokenizer's, often an odd number, at which matmuls are slow. So
+Triton's logits have all columns of the weight, with p = dz = 0 in those beyond. `row_stride`, a row's length in memory,
+is a multiple of 16: kernels load and store whole rows, 16 bytes at a time.
 """
 
 import math
@@ -34,6 +38,7 @@ class LogitChunk:
 
     rows: slice
     logits_CV: Tensor
+    vocab: int
     target_C: Tensor
     temperature: float
     dtype: torch.dtype
@@ -42,12 +47,12 @@ class LogitChunk:
 
     def logp_and_entropy(self) -> Tensor:
         """[2, C]. PyTorch takes memory for a second buffer, and leaves logits - m in this one."""
-        num_rows, vocab = self.logits_CV.shape
         if self.backend.name == "triton":
+            num_rows, row_stride = len(self.logits_CV), self.logits_CV.stride(0)
             self.stats_KC = self.logits_CV.new_empty(4, num_rows)
             row_stats_kernel[(num_rows,)](
-                self.logits_CV, self.target_C, self.stats_KC, num_rows, vocab, 1 / self.temperature,
-                **launch_options(vocab),
+                self.logits_CV, self.target_C, self.stats_KC, num_rows, self.vocab, row_stride, 1 / self.temperature,
+                **launch_options(row_stride),
             )  # fmt: skip
         else:
             max_C = self.logits_CV.amax(1)
@@ -61,16 +66,15 @@ class LogitChunk:
 
     def dlogits_(self, g_C: Tensor, h_C: Tensor | None) -> Tensor:
         """dz_CV in `dtype`, after `logp_and_entropy`: with statistics of another matmul, 1 - p of a sure token would be
-        the difference of the two. In the memory of the logits with Triton: for 16 bits rows are 2 V apart. h_C None: 0.
-        """
-        num_rows, vocab = self.logits_CV.shape
+        the difference of the two. In the memory of the logits with Triton. h_C None: 0."""
+        num_rows, row_stride = len(self.logits_CV), self.logits_CV.stride(0)
         if self.backend.name == "triton":
             dlogits_CV = self.narrow_view()
             h_or_any_C = g_C if h_C is None else h_C  # what is not there is not read
             dlogits_kernel[(num_rows,)](
                 self.logits_CV, dlogits_CV, self.target_C, self.stats_KC, g_C.contiguous(), h_or_any_C.contiguous(),
-                num_rows, vocab, dlogits_CV.stride(0), 1 / self.temperature, ENTROPY=h_C is not None,
-                **launch_options(vocab),
+                num_rows, self.vocab, row_stride, 1 / self.temperature, ENTROPY=h_C is not None,
+                **launch_options(row_stride),
             )  # fmt: skip
             return dlogits_CV
         _, entropy_C, _, sum_C = self.stats_KC
@@ -91,16 +95,20 @@ class LogitChunk:
 
 
 def logit_chunks(
-    hidden_RD: Tensor, weight_VD: Tensor, target_R: Tensor, temperature: float, backend: KernelBackend
+    hidden_RD: Tensor, weight_VD: Tensor, target_R: Tensor, vocab: int, temperature: float, backend: KernelBackend
 ) -> Iterator[LogitChunk]:
-    """The logits of hidden_RD @ weight_VD.T, some rows at a time, one buffer for all."""
-    num_rows, vocab = len(hidden_RD), len(weight_VD)
-    size = backend.rows(vocab) if backend.name == "triton" else max(1, CHUNK_ELEMENTS[hidden_RD.device.type] // vocab)
-    buffer_CV = hidden_RD.new_empty(min(size, num_rows), vocab, dtype=wide_dtype(hidden_RD))
+    """The logits of hidden_RD @ weight_VD.T, some rows at a time, one buffer for all: with Triton of all columns, with
+    PyTorch of the first `vocab`."""
+    num_rows, row_stride = len(hidden_RD), triton.cdiv(len(weight_VD), 16) * 16
+    size = backend.rows(num_rows, row_stride)
+    if backend.name == "torch":
+        weight_VD, row_stride = weight_VD[:vocab], vocab
+        size = max(1, CHUNK_ELEMENTS[hidden_RD.device.type] // vocab)
+    buffer_CV = hidden_RD.new_empty(min(size, num_rows), row_stride, dtype=wide_dtype(hidden_RD))
     for start in range(0, num_rows, size):
         rows = slice(start, min(start + size, num_rows))
-        logits_CV = mm_float32(hidden_RD[rows], weight_VD.T, out=buffer_CV[: rows.stop - start])
-        yield LogitChunk(rows, logits_CV, target_R[rows], temperature, hidden_RD.dtype, backend)
+        logits_CV = mm_float32(hidden_RD[rows], weight_VD.T, out=buffer_CV[: rows.stop - start, : len(weight_VD)])
+        yield LogitChunk(rows, logits_CV, vocab, target_R[rows], temperature, hidden_RD.dtype, backend)
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
@@ -112,11 +120,11 @@ def mm_float32(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> T
     knows nothing of outputs that are given, leaves it alone."""
     dtype = {}
     narrow = a.dtype == b.dtype == torch.bfloat16
-    if not a.is_cuda:
+    if a.device.type == "cpu":
         a, b = a.to(out.dtype), b.to(out.dtype)
     elif a.dtype != out.dtype:
         dtype = {"out_dtype": out.dtype}  # tensor cores sum in float32 anyway (torch >= 2.8)
-    with bfloat16_factors(narrow and not a.is_cuda):
+    with bfloat16_factors(narrow and a.device.type == "cpu"):
         if accumulate:
             return torch.addmm(out, a, b, **dtype, out=out)
         return torch.mm(a, b, **dtype, out=out)
@@ -138,20 +146,37 @@ def bfloat16_factors(on: bool) -> Iterator[None]:
         matmul.fp32_precision = before
 
 
-def launch_options(vocab: int) -> dict[str, int]:
+def rows_in_flight(logits_CV: Tensor) -> int:
+    """Programs of a kernel that reads each row twice: as many as have their rows in 3/4 of the L2 cache, beside what
+    they write. Where these would keep less than a quarter of the GPU busy, one for each row."""
+    num_rows = len(logits_CV)
+    if not logits_CV.is_cuda:
+        return min(num_rows, 3)
+    device = torch.cuda.get_device_properties(logits_CV.device)
+    in_cache = device.L2_cache_size * 3 // 4 // (logits_CV.stride(0) * logits_CV.element_size())
+    return min(num_rows, in_cache) if in_cache >= device.multi_processor_count // 4 else num_rows
+
+
+def launch_options(row_stride: int) -> dict[str, int]:
     """Block of columns and warps of a program that owns a row."""
-    block = min(BLOCK, max(16, triton.next_power_of_2(vocab)))
+    block = min(BLOCK, triton.next_power_of_2(row_stride))
     return {"BLOCK": block, "num_warps": max(1, block // 512)}
 
 
 @triton.jit
-def row_stats(logits, target, vocab, scale, BLOCK: tl.constexpr):
+def load_block(logits, column, vocab, row_stride):
+    """Logits of a row, -1e30 from `vocab` on: finite, as exp gives 0, and 0 * it is 0, not NaN. The mask of the load
+    ends at a multiple of 16: one that ends at an odd column would make it a load for each column."""
+    return tl.where(column < vocab, tl.load(logits + column, column < row_stride), -1e30)
+
+
+@triton.jit
+def row_stats(logits, target, vocab, row_stride, scale, BLOCK: tl.constexpr):
     """logp, entropy, m and log2 s of the row that starts at `logits`; scale = 1 / temperature."""
-    largest = -1e30  # finite, as what is outside: exp gives 0, and 0 * it is 0, not NaN
+    largest = -1e30
     total, weighted = 0.0, 0.0  # of exp(z), and of exp(z) z
-    for start in range(0, vocab, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        logit = tl.load(logits + column, column < vocab, -1e30)
+    for start in tl.range(0, row_stride, BLOCK, num_stages=3):  # two blocks are on their way: memory is far
+        logit = load_block(logits, start + tl.arange(0, BLOCK), vocab, row_stride)
         before, largest = largest, tl.maximum(largest, tl.max(logit, 0))
         rise = (before - largest) * (scale * LOG2_E)
         z = (logit - largest) * (scale * LOG2_E)
@@ -165,29 +190,35 @@ def row_stats(logits, target, vocab, scale, BLOCK: tl.constexpr):
 
 @triton.jit
 def write_dlogits(
-    logits, dlogits, vocab, target, largest, log2_sum, entropy, g, h, scale, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Writes dz of the row that starts at `logits` to `dlogits`, the same address, elements as wide or half as wide.
+    logits, dlogits_ptr, row, vocab, row_stride, target, largest, log2_sum, entropy, g, h, scale,
+    ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes dz of the row that starts at `logits` over it, elements as wide or half as wide.
 
     The program owns the row and goes from left to right: narrow elements land on logits of this block or of earlier
-    ones, all of which are read, since every thread waits at the barrier between its load and its store."""
-    for start in range(0, vocab, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        log2_p = (tl.load(logits + column, column < vocab, -1e30) - largest) * (scale * LOG2_E) - log2_sum
+    ones, all of which are read, since every thread waits at the barrier between its load and its store. The next block
+    is on its way meanwhile."""
+    dlogits = dlogits_ptr + row * row_stride * (32 // dlogits_ptr.dtype.element_ty.primitive_bitwidth)
+    column = tl.arange(0, BLOCK)
+    next_logit = load_block(logits, column, vocab, row_stride)
+    for _ in range(0, row_stride, BLOCK):
+        log2_p = (next_logit - largest) * (scale * LOG2_E) - log2_sum
+        next_logit = load_block(logits, column + BLOCK, vocab, row_stride)
         slope = g
         if ENTROPY:
             slope = g + h * (log2_p * LN2 + entropy)
         dz = scale * (tl.where(column == target, g, 0.0) - tl.exp2(log2_p) * slope)
         tl.debug_barrier()
-        tl.store(dlogits + column, dz.to(dlogits.dtype.element_ty), column < vocab)
+        tl.store(dlogits + column, dz.to(dlogits_ptr.dtype.element_ty), column < row_stride)
+        column += BLOCK
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def row_stats_kernel(logits_ptr, target_ptr, stats_ptr, num_rows, vocab, scale, BLOCK: tl.constexpr):
+def row_stats_kernel(logits_ptr, target_ptr, stats_ptr, num_rows, vocab, row_stride, scale, BLOCK: tl.constexpr):
     """A program per row writes logp, entropy, m and log2 s of it into stats, [4, num_rows]."""
     row = tl.program_id(0).to(tl.int64)  # before it is multiplied: rows times vocab passes 2^31
     stats, target = stats_ptr + row, tl.load(target_ptr + row)
-    logp, entropy, largest, log2_sum = row_stats(logits_ptr + row * vocab, target, vocab, scale, BLOCK)
+    logp, entropy, largest, log2_sum = row_stats(logits_ptr + row * row_stride, target, vocab, row_stride, scale, BLOCK)
     tl.store(stats, logp)
     tl.store(stats + num_rows, entropy)
     tl.store(stats + 2 * num_rows, largest)
@@ -199,13 +230,13 @@ def dlogits_kernel(
     logits_ptr, dlogits_ptr, target_ptr, stats_ptr, g_ptr, h_ptr, num_rows, vocab, row_stride, scale,
     ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program per row; stats: of `row_stats_kernel`; row_stride: of dlogits."""
+    """A program per row; stats: of `row_stats_kernel`."""
     row = tl.program_id(0).to(tl.int64)
-    logits, dlogits = logits_ptr + row * vocab, dlogits_ptr + row * row_stride
-    stats = stats_ptr + row
+    logits, stats = logits_ptr + row * row_stride, stats_ptr + row
     target, entropy = tl.load(target_ptr + row), tl.load(stats + num_rows)
     largest, log2_sum = tl.load(stats + 2 * num_rows), tl.load(stats + 3 * num_rows)
     g, h = tl.load(g_ptr + row), 0.0
     if ENTROPY:
         h = tl.load(h_ptr + row)
-    write_dlogits(logits, dlogits, vocab, target, largest, log2_sum, entropy, g, h, scale, ENTROPY, BLOCK)
+    terms = largest, log2_sum, entropy, g, h, scale
+    write_dlogits(logits, dlogits_ptr, row, vocab, row_stride, target, *terms, ENTROPY, BLOCK)

@@ -1,4 +1,4 @@
-"""kernels/ compiled without a GPU for every target, and what the compiler made of them on sm_90.
+"""kernels/ compiled without a GPU for every target, at vocabularies of training, and what the compiler makes of them.
 
 As a script, `python tests/kernels/test_aot.py FOLDER TARGET ...`, this file compiles its variants into FOLDER. Tests
 start it once for sm_90 and once for the other targets, because a process of tests makes kernels for the interpreter.
@@ -40,14 +40,15 @@ def tile_stats(dtype, **constants):
     )
 
 
-def rows(name, dtype=None, vocab=151936, **constants):
-    """A kernel whose programs own a row; V as in training, where Triton knows what divides it."""
+def rows(name, dtype=None, **constants):
+    """A kernel whose programs own rows. Its sizes are given as `VOCABULARY`'s: Triton's compiler is told which of them
+    16 divides, as it is at a launch, and where that is not the row's length it makes loads of 4 bytes."""
     from kernels.softmax import launch_options
 
-    options = launch_options(vocab)
+    options = launch_options(VOCABULARY["row_stride"])
     file = "clipped_pg" if name == "clipped_pg_kernel" else "softmax"
     kernel = getattr(import_module(f"kernels.{file}"), name)
-    types = {"num_rows": "i32", "vocab": "i32", "row_stride": "i32", "scale": "fp32"}
+    types = {"num_rows": "i32", "pack_rows": "i32", "vocab": "i32", "row_stride": "i32", "scale": "fp32"}
     types |= {"target_ptr": "*i64", "dlogits_ptr": f"*{dtype}", "BLOCK": options.pop("BLOCK")} | constants
     values = {argument: types.get(argument, "*fp32") for argument in kernel.arg_names}
     return kernel, values, options
@@ -64,6 +65,9 @@ def clipped_pg(dtype, **keys):
     return rows("clipped_pg_kernel", dtype, CFG=LossConfig(**keys), HAS_OLD=bool(keys), HAS_REF=bool(keys))
 
 
+# Tokenizers of Qwen2.5 and Qwen3, of models with 151,936 columns; a model whose own columns are odd.
+VOCABULARIES = [(151665, 151936), (151669, 151936), (50257, 50272)]
+VOCABULARY = dict(zip(("vocab", "row_stride"), VOCABULARIES[0], strict=True))
 EVERY_TERM = {
     "ratio_clip_c": 3.0,
     "use_importance_sampling_correction": True,
@@ -107,20 +111,27 @@ def compile_all(folder, targets):
         # In the order of the kernel's arguments: another order compiles, to an empty kernel.
         signature = {name: v if isinstance(v := values[name], str) else "constexpr" for name in kernel.arg_names}
         constants = {(i,): values[name] for i, name in enumerate(kernel.arg_names) if signature[name] == "constexpr"}
-        aligned = {
-            (i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t[0] == "*" or t == "i32"
-        }
+        sizes = {"width": 2048} | VOCABULARY  # numbers of rows are not specialised
+        divided = [t[0] == "*" or (t == "i32" and sizes.get(name, 1) % 16 == 0) for name, t in signature.items()]
+        aligned = {(i,): [["tt.divisibility", 16]] for i, is_divided in enumerate(divided) if is_divided}
         for target in targets if variant in EVERYWHERE else {"sm_90"}.intersection(targets):
             source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
             done = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
             found = {"shared": done.metadata.shared, "bytes": len(done.kernel)}
             path = folder / f"{variant}.{target}"
-            if target != "gfx942":
+            if target == "gfx942":
+                assembly = done.asm["amdgcn"]
+                names = ("private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count")
+                found |= {name: int(re.search(rf"\.{name}:\s+(\d+)", assembly)[1]) for name in names}
+            else:
                 binary = Path(f"{path}.cubin")
                 binary.write_bytes(done.asm["cubin"])
-                dump = subprocess.run([cuobjdump, "-res-usage", binary], capture_output=True, text=True, check=True)
-                found |= {key: int(n) for key, n in re.findall(r"(REG|STACK):(\d+)", dump.stdout)}
+                read = partial(subprocess.run, capture_output=True, text=True, check=True)
+                usage = read([cuobjdump, "-res-usage", binary]).stdout
+                found |= {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+                assembly = read([cuobjdump, "-sass", binary]).stdout
                 Path(f"{path}.ptx").write_text(done.asm["ptx"])
+            Path(f"{path}.asm").write_text(assembly)
             Path(f"{path}.ttir").write_text(done.asm["ttir"])
             Path(f"{path}.json").write_text(json.dumps(found))
 
@@ -151,8 +162,51 @@ def built_elsewhere(tmp_path_factory):
 @pytest.mark.parametrize("target", sorted(TARGETS.keys() - {"sm_90"}))
 @pytest.mark.parametrize("variant", EVERYWHERE)
 def test_builds_for_other_targets(built_elsewhere, variant, target):
-    assert built_elsewhere(variant, "json", target)["bytes"] > 1000
-    assert "tt.store" in built_elsewhere(variant, "ttir", target)
+    found = built_elsewhere(variant, "json", target)
+    assert found["bytes"] > 1000 and "tt.store" in built_elsewhere(variant, "ttir", target)
+    if variant in WIDE:
+        check_row_kernel(built_elsewhere, variant, target)
+
+
+def test_vocabularies_are_one_kernel():
+    """Of a vocabulary the compiler knows only whether 16 divides it: what holds for the first holds for all."""
+    assert {(vocab % 16 == 0, row_stride % 16 == 0) for vocab, row_stride in VOCABULARIES} == {(False, True)}
+    assert all(vocab > 8192 for vocab, _ in VOCABULARIES)  # with the same block
+
+
+# What moves logits, 16 a thread and block: (16-byte loads, stores). Two blocks of each loop are under way before it.
+WIDE = {
+    "row stats": (12, 0),
+    "dlogits bf16": (8, 2),
+    "dlogits bf16 entropy": (8, 2),
+    "dlogits fp32 entropy": (8, 4),
+    "clipped pg bf16": (20, 2),
+    "clipped pg bf16 every term": (20, 2),
+}
+INSTRUCTIONS = {  # of NVIDIA's and of AMD's assembly
+    "loads": r"\bLDG(?:STS)?\b|\b(?:global|buffer|flat)_load_",
+    "wide loads": r"\bLDG(?:STS)?\S*\.128\b|\b(?:global|buffer)_load_dwordx4\b",
+    "stores": r"\bSTG\b|\b(?:global|buffer|flat)_store_",
+    "wide stores": r"\bSTG\S*\.128\b|\b(?:global|buffer)_store_dwordx4\b",
+    "local": r"\b(?:LDL|STL)\b|\bscratch_(?:load|store)",
+}
+
+
+def check_row_kernel(built, variant, target):
+    """Logits and dz move 16 bytes at a time; else at most 8 numbers of a row are loaded, and 4 stored. No spills."""
+    assembly, found = built(variant, "asm", target), built(variant, "json", target)
+    count = {name: len(re.findall(pattern, assembly)) for name, pattern in INSTRUCTIONS.items()}
+    print(f"{variant}, {target}: {count}")
+    threads = 2 if target == "gfx942" else 1  # AMD's warps have twice as many
+    assert (count["wide loads"], count["wide stores"]) == tuple(n // threads for n in WIDE[variant]), count
+    assert count["loads"] - count["wide loads"] <= 8 and count["stores"] - count["wide stores"] <= 4, count
+    spilled = ("STACK", "LOCAL", "private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count")
+    assert count["local"] == 0 and not any(found.get(name) for name in spilled), found
+
+
+@pytest.mark.parametrize("variant", WIDE)
+def test_rows_move_16_bytes_at_a_time(built, variant):
+    check_row_kernel(built, variant, "sm_90")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -1,0 +1,156 @@
+"""The head's extra memory at full size, counted on the device `meta`: what is allocated, and nothing computed.
+
+CUDA's branches run there. The kernels are replaced by stand-ins: a launch of Triton's allocates nothing of its own.
+"""
+
+import itertools
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases import long_but
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from config import LossConfig
+from kernels import KernelBackend, LossPath, linear_loss
+from kernels.softmax import rows_in_flight
+from loss import policy_loss
+
+ROWS, WIDTH = 32768, 2048
+KINDS = ("fused", "one pass", "two passes")
+KERNELS = {  # by module: `kernels.linear_logp` is the function
+    "kernels.softmax": ("row_stats_kernel", "dlogits_kernel"),
+    "kernels.clipped_pg": ("clipped_pg_kernel",),
+    "kernels.linear_logp": ("tile_stats_kernel",),
+}
+
+
+class LiveBytes(TorchDispatchMode):
+    """`largest`: of all bytes of storages that operations made and that were alive at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = {}
+        self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)}
+        result = function(*args, **kwargs or {})
+        self.live = {key: (ref, size) for key, (ref, size) in self.live.items() if not ref.expired()}
+        for storage in (x.untyped_storage() for x in tree_leaves(result) if torch.is_tensor(x)):
+            if storage._cdata not in given:
+                self.live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.largest = max(self.largest, sum(size for _, size in self.live.values()))
+        return result
+
+
+class Launches:
+    """Stands for a kernel. chunks: (rows, columns, row stride) of the logits of each launch."""
+
+    def __init__(self):
+        self.chunks = []
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, logits, *_, **__):
+        if isinstance(logits, torch.Tensor):  # the forward of two passes has descriptors, and no logits
+            self.chunks.append((*logits.shape, logits.stride(0)))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """name -> what was launched."""
+    stand_ins = {name: Launches() for names in KERNELS.values() for name in names}
+    for module, names in KERNELS.items():
+        for name in names:
+            monkeypatch.setattr(sys.modules[module], name, stand_ins[name])
+    return stand_ins
+
+
+def train(kind, vocab, columns, backend):
+    """(extra MiB of forward and backward: beyond the inputs, and dX, dW in their dtype; the two)."""
+    inputs = {"device": "meta", "dtype": torch.bfloat16, "requires_grad": True}
+    hidden_RD, weight_VD = torch.empty(ROWS, WIDTH, **inputs), torch.empty(columns, WIDTH, **inputs)
+    x_R, target_R = torch.empty(ROWS, device="meta"), torch.empty(ROWS, device="meta", dtype=torch.int64)
+    pack = {"old_logp_T": x_R, "sampler_logp_T": x_R, "adv_T": x_R, "mask_T": x_R, "seq_T": target_R}
+    pack |= {"ref_logp_T": None, "num_valid_tokens": ROWS, "num_valid_seqs": 16, "cfg": LossConfig()}
+    options = {"temperature": 1.0, "num_grad_rows": ROWS, "pack_loss": partial(policy_loss, **pack), "vocab": vocab}
+    with LiveBytes() as count:
+        loss, _ = linear_loss(hidden_RD, weight_VD, target_R, **options, path=LossPath(kind), backend=backend)
+        grads = torch.autograd.grad(loss, (hidden_RD, weight_VD))
+    return (count.largest - sum(grad.nbytes for grad in grads)) / 2**20, grads
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind, vocab, columns",
+    long_but(
+        [("fused", 151936, 151936), ("one pass", 151665, 151936), ("two passes", 151665, 151665)],
+        list(itertools.product(KINDS, (151665, 151669, 151936), (151936,)))
+        + [(kind, 151665, 151665) for kind in KINDS],
+    ),
+)
+def test_extra_memory(launches, kind, vocab, columns):
+    extra, grads = train(kind, vocab, columns, KernelBackend("triton"))
+    print(f"{kind}, {vocab} of {columns}: {extra:.0f} MiB")
+    assert [grad.shape for grad in grads] == [(ROWS, WIDTH), (columns, WIDTH)]
+    assert all(grad.dtype == torch.bfloat16 for grad in grads)
+    stride = -(-columns // 16) * 16
+    chunks = launches["clipped_pg_kernel" if kind == "fused" else "dlogits_kernel"].chunks
+    # Equal but for the rest of a tile; the logits of the whole weight.
+    assert chunks == 5 * [(5504, columns, stride)] + [(5248, columns, stride)]
+    assert 5504 * stride * 4 / 2**20 < extra <= 4096
+
+
+@pytest.mark.slow
+def test_extra_memory_with_512_rows(launches):
+    """Then the most is taken where dW, 1,187 MiB in float32, and dX are scaled into the gradients that are returned."""
+    extra, _ = train("fused", 151665, 151936, KernelBackend("triton", 512))
+    print(f"{extra:.0f} MiB")
+    assert extra <= 1320
+
+
+def test_the_count_sees_what_is_alive_at_once():
+    with LiveBytes() as count:
+        a = torch.empty(1000, dtype=torch.uint8, device="meta")
+        b = a.view(10, 100).float()  # 4,000 more; a view is none
+        del a
+        c = torch.empty(500, dtype=torch.uint8, device="meta")
+        torch.empty(10, 100, device="meta").copy_(b)  # 4,000 more, and gone
+        c.add_(1)
+    assert count.largest == 4000 + 500 + 4000
+
+
+def test_chunks_are_equal_and_as_few_as_can_be():
+    """Rows of 151,936 logits: 5,632 at most. The last chunk lacks less than 128 rows for each of the others."""
+    chosen = KernelBackend("triton")
+    assert [chosen.rows(n, 151936) for n in (0, 1, 128, 5632, 5633)] == [128, 128, 128, 5632, 2944]
+    assert chosen.most_rows(151936) == 5632 and chosen.most_rows(10**9) == 1024
+    for num_rows in (*range(1, 40000, 997), 32768, 8192, 11264, 11265):
+        size = chosen.rows(num_rows, 151936)
+        count = -(-num_rows // size)
+        assert size % 128 == 0 and count == -(-num_rows // 5632) and size * count - num_rows < 128 * count
+    assert [KernelBackend("triton", 300).rows(n, 151936) for n in (100, 301, 10**6)] == [128, 256, 300]
+
+
+@pytest.mark.parametrize(
+    "l2, processors, programs",
+    [(50, 132, 64), (60, 132, 77), (40, 108, 51), (126, 148, 163), (6, 72, 5504), (4, 304, 5504)],
+    ids=["H100", "H200", "A100", "B200", "A10", "MI300X"],
+)
+def test_rows_in_flight(monkeypatch, l2, processors, programs):
+    """Rows of 607,744 bytes in three quarters of L2, in MiB; all rows where that keeps too little of the GPU busy."""
+    device = SimpleNamespace(L2_cache_size=l2 * 2**20, multi_processor_count=processors)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    logits_CV = torch.empty(5504, 151936, device="meta").as_subclass(OnGpu)
+    assert rows_in_flight(logits_CV) == programs
+    assert rows_in_flight(logits_CV[:7]) == 7
