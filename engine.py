@@ -34,6 +34,7 @@ os.environ.update(
 )
 os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # processed_logprobs rules it out; its import costs seconds
 if not torch.cuda.is_available():
     # vLLM's sampler is under torch.compile, which on CPU needs a C++ compiler and 6-24 s, and makes nothing faster.
     import torch._dynamo
@@ -43,7 +44,7 @@ if not torch.cuda.is_available():
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # for what it says before it reads that itself
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # of its own use of a deprecated torch name
 
-from vllm import LLM, SamplingParams
+from vllm import LLM, EngineArgs, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 STEPS_BETWEEN_STOPS = 16  # decode steps; with several ranks to an engine each look is a collective of theirs
@@ -97,7 +98,14 @@ class Engine:
         # Ids beyond the tokenizer (padded vocabulary) do not exist in the engine: its vocabulary is the tokenizer's.
         # The head gives float32, as the trainer's: rounded logits would be a third of what bfloat16 costs the sampler.
         overrides: dict = {"vocab_size": self.vocab_size, "head_dtype": "float32"}
-        hardware: dict = {"enable_sleep_mode": True}
+        # As many at once as an engine gets of the largest batch, at most vLLM's own 1,024 for large GPUs: it has counts
+        # over the whole vocabulary for each (0.62 GB at 1,024 x 151,936), and captures CUDA graphs up to this number.
+        num_engines = dist.get_world_size() // vllm_cfg.tensor_parallel_size
+        training = -(-cfg.grpo.prompts_per_batch // num_engines) * cfg.grpo.num_generations_per_prompt
+        validation = -(-cfg.grpo.max_val_samples // num_engines) * cfg.grpo.val_num_generations_per_prompt
+        hardware: dict = {"enable_sleep_mode": True, "max_num_seqs": min(1024, max(training, validation))}
+        if hasattr(EngineArgs, "sleep_mode_offload_cudagraph"):  # not in vLLM 0.24: there graphs stay on the GPU
+            hardware["sleep_mode_offload_cudagraph"] = True
         self.send_head_copy = read_model_config(folder).tie_word_embeddings and not self.cuda
         if not self.cuda:
             # vLLM's CPU layers compute from packed copies, and a reload does not refresh the copy of a *tied* head: the
@@ -126,6 +134,8 @@ class Engine:
         self.param_names = self.llm.apply_model(_checkpoint_names)[0]
         if not self.cuda:  # else vLLM's CPU layers cast the head at every token; a reload fills this one, of any dtype
             self.llm.apply_model(lambda model: model.lm_head.float())
+        if self.llm.model_config.head_dtype != torch.float32 and dist.get_rank() == 0:
+            print(f"WARNING: this vLLM rounds logits to {dtype}: a larger logp gap than with vllm 0.32.0", flush=True)
         self.shapes: dict[str, list[int]] = {}  # of the first sync, which vLLM itself compares with its own
 
     def generate(
@@ -136,7 +146,7 @@ class Engine:
         On CPU a completion depends on (weights, prompt, seed, options) only, not on what else is in the batch; CUDA
         kernels round differently in other batches. Raises Interrupted when told to stop meanwhile, if it `may_stop`.
         """
-        assert self.weight_version >= 0, "generate() before the first sync(): the engine holds dummy weights"
+        assert self.weight_version >= 0, "generate() before a sync(): the weights are dummies, or dropped by sleep()"
         engine, finished = self.llm.llm_engine, {}
         request_ids = [str(number) for number in range(len(prompts))]
         for request_id, prompt, seed in zip(request_ids, prompts, seeds, strict=True):
@@ -147,6 +157,7 @@ class Engine:
                 max_tokens=min(options.max_new_tokens, self.max_total_tokens - len(prompt)),
                 stop_token_ids=self.stop_token_ids,
                 logprobs=0,  # of the sampled token only
+                flat_logprobs=True,  # lists, not a dict and an object per token
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 seed=seed if options.temperature > 0 else None,
@@ -162,37 +173,44 @@ class Engine:
                 outputs = engine.step()
             finished |= {output.request_id: output.outputs[0] for output in outputs if output.finished}
 
-    def sync(self, weights: Weights, version: int) -> None:
+    def sync(self, weights: Weights, version: int) -> int:
         """Streams the weights into the engine, in place, and forgets everything computed with the old ones.
 
-        Raises StopRun when the names sent are not exactly the engine's parameters: vLLM itself would only warn.
+        Returns the bytes sent. Raises StopRun when the names are not exactly the engine's: vLLM itself would only warn.
         """
-        sent: set[str] = set()
+        sent: dict[str, int] = {}
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._engine_weights(weights, sent)})
-        if sent != self.param_names:
-            missing, unknown = sorted(self.param_names - sent), sorted(sent - self.param_names)
+        if sent.keys() != self.param_names:
+            missing, unknown = sorted(self.param_names - sent.keys()), sorted(sent.keys() - self.param_names)
             raise StopRun(f"weight sync: the engine did not get its {missing[:5]}, and has no {unknown[:5]}")
         if not self.llm.reset_prefix_cache():
             raise StopRun("weight sync: vLLM did not drop its prefix cache, whose keys are of the old weights")
         self.weight_version = version
+        return sum(sent.values())
 
-    def _engine_weights(self, weights: Weights, sent: set[str]) -> Weights:
+    def _engine_weights(self, weights: Weights, sent: dict[str, int]) -> Weights:
         for name, tensor in weights:
             if name in ("model.embed_tokens.weight", "lm_head.weight"):
                 tensor = tensor[: self.vocab_size]
-            sent.add(name)
+            sent[name] = tensor.nbytes
             shape = self.shapes.setdefault(name, list(tensor.shape))
             if shape != list(tensor.shape):
                 raise StopRun(f"weight sync: {name} has shape {list(tensor.shape)}, before {shape}")
             yield name, tensor
             if name == "model.embed_tokens.weight" and self.send_head_copy:
-                sent.add("lm_head.weight")
+                sent["lm_head.weight"] = tensor.nbytes
                 yield "lm_head.weight", tensor
 
-    def sleep(self) -> None:
-        """Gives the GPU's memory to the trainer (weights to host memory, KV cache dropped). CPU: nothing to give."""
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        """Gives the GPU's memory to the trainer. The weights are dropped, for a sync sends all of them: until then
+        generate() refuses. keep_weights: they wait in host memory, for a wake without a sync. CPU: nothing to give."""
+        self.weight_version = self.weight_version if keep_weights else -1
         if self.cuda:
-            self.llm.sleep(level=1)
+            # vLLM 0.24 does not wait for the decode step that it runs ahead of the last one: it would lose its memory.
+            torch.cuda.synchronize()
+            # Level 2 drops all that was built with the model. vLLM brings the model's buffers back at the wake, and of
+            # its sampler's state only what belongs to penalties, biases and allowed ids is lost: no request has those.
+            self.llm.sleep(level=1 if keep_weights else 2)
 
     def wake(self, part: str) -> None:
         """`part`: "weights" (then sync), then "kv_cache"."""
@@ -202,9 +220,10 @@ class Engine:
 
 
 def _completion(output) -> Completion:
-    ids = list(output.token_ids)
-    # By id: the sampled token is not always the first of its entry (NVIDIA-NeMo/RL#3297).
-    logps = [entry[token].logprob for entry, token in zip(output.logprobs, ids, strict=True)]
+    ids, flat = list(output.token_ids), output.logprobs
+    # By id: the sampled token is not always the first of its position (NVIDIA-NeMo/RL#3297).
+    positions = zip(ids, flat.start_indices, flat.end_indices, strict=True)
+    logps = [flat.logprobs[flat.token_ids.index(*position)] for position in positions]
     assert output.finish_reason in ("stop", "length"), output.finish_reason
     return Completion(np.asarray(ids, np.int32), np.asarray(logps, np.float32), output.finish_reason)
 
@@ -218,12 +237,13 @@ def _checkpoint_names(model: torch.nn.Module) -> set[str]:
     return names
 
 
-def sync_weights(model: Decoder, engine: Engine, version: int) -> None:
-    """Trainer -> sampler; a collective of all ranks. The KV cache gets its memory back after the weights, which need it
-    while they stream (vllm-project/vllm#15254)."""
+def sync_weights(model: Decoder, engine: Engine, version: int) -> int:
+    """Trainer -> sampler; a collective of all ranks. Returns the bytes that this engine was sent. The KV cache gets its
+    memory back after the weights, which need it while they stream (vllm-project/vllm#15254)."""
     engine.wake("weights")
-    engine.sync(full_tensors(model, engine.dtype), version)
+    num_bytes = engine.sync(full_tensors(model, engine.dtype), version)
     engine.wake("kv_cache")
+    return num_bytes
 
 
 # ------------------------------------------------------------------------------------------------- is the engine fresh?

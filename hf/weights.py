@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from config import ConfigError
 from hf.files import read_json
@@ -49,15 +50,32 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
 
 
 def full_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, whole tensor in `dtype`), one parameter at a time; a tied head is not repeated. Each item is a
-    collective of a sharded model's ranks: all of them must walk the whole iterator."""
-    for name, param in sharded_parameters(model).items():
-        yield name, _whole(param, dtype)
+    """(HF name, whole tensor in `dtype`), parameter by parameter; a tied head is not repeated. One all-gather brings
+    those of a block, one those before the blocks, one those behind. So each item may be a collective of a sharded
+    model's ranks: all of them must walk the whole iterator."""
+    params = sharded_parameters(model)
+    for _, names in groupby(params, lambda name: name.partition(".layers.")[2].partition(".")[0]):
+        yield from _whole({name: params[name] for name in names}, dtype)
 
 
-def _whole(param: Tensor, dtype: torch.dtype) -> Tensor:
-    tensor = param.detach().to(dtype)  # before gathering: bfloat16 is half the traffic
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _whole(params: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """By one all-gather if sharded. Not by FSDP's `unshard`: that gathers in the policy's precision, which need not be
+    the engine's, and its `reshard` frees tensors that vLLM may still hold: the embedding, until the sync ends."""
+    first = next(iter(params.values()))
+    if not isinstance(first, DTensor):
+        yield from ((name, param.detach().to(dtype)) for name, param in params.items())
+        return
+    num_ranks = first.device_mesh.size()
+    # Every rank sends as many rows as the one that has the most: those of the last ones end in zeros.
+    sizes = [-(-len(param) // num_ranks) * param.shape[1:].numel() for param in params.values()]
+    sent = torch.zeros(sum(sizes), dtype=dtype, device=first.device)  # cast before: bfloat16 is half the traffic
+    for part, param in zip(sent.split(sizes), params.values(), strict=True):
+        rows = param.detach().to_local().flatten()
+        part[: len(rows)] = rows
+    gathered = DTensor.from_local(sent, first.device_mesh, [Shard(0)]).full_tensor()
+    parts = gathered.view(num_ranks, -1).split(sizes, dim=1)
+    for (name, param), part in zip(params.items(), parts, strict=True):
+        yield name, part.flatten()[: param.numel()].view(param.shape)
 
 
 def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, dtype: torch.dtype) -> None:
@@ -88,7 +106,7 @@ def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, 
         max_shard_size=MAX_FILE_BYTES,
     )
     for file, names in plan.filename_to_tensors.items():
-        tensors = ((name, _whole(params[name], dtype)) for name in names)
+        tensors = (whole for name in names for whole in _whole({name: params[name]}, dtype))  # one at a time
         content = {name: tensor.cpu() for name, tensor in tensors if is_writer}
         if is_writer:
             save_file(content, new / file, metadata={"format": "pt"})

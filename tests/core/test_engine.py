@@ -288,7 +288,7 @@ def test_wrong_shape_is_refused(synced, policy):
     name = "model.layers.0.mlp.down_proj.weight"
     cut = ((n, t[:-1] if n == name else t) for n, t in full_tensors(policy, synced.dtype))
     with pytest.raises(StopRun, match=r"down_proj\.weight has shape \[63, \d+\], before \[64, \d+\]"):
-        list(synced._engine_weights(cut, set()))
+        list(synced._engine_weights(cut, {}))
 
 
 def test_the_canary_is_not_given_up(synced, policy, monkeypatch):

@@ -4,14 +4,18 @@ import json
 
 import numpy as np
 import pytest
+from fakes import FakeEngine, FakeTokenizer
 
+import envs
 from config import Config, DataConfig, GRPOConfig, RewardShapingConfig
 from data import Problem, Sample
 from dataset.mixing import Mixture, epoch_order
 from dataset.scan import Dataset
-from rollout import sample_seed, sample_step
+from engine import SamplingOptions
+from rollout import Sampler, deal, sample_seed, sample_step
 from run.metrics import sample_metrics
 from system.exits import StopRun
+from system.ranks import Ranks
 
 ROWS = [Problem(i, [], "", "exact", [1, 2]) for i in range(50)]
 SIZE = 4
@@ -180,3 +184,85 @@ def test_sample_seeds_differ_and_are_fixed():
     keys = [(42, step, prompt, index) for step in range(-1, 4) for prompt in range(8) for index in range(8)]
     assert len({sample_seed(*key) for key in keys}) == len(keys)
     assert sample_seed(42, 1, 0, 0) == GOLDEN_SEED  # changing this changes what every resumed run samples
+
+
+# ------------------------------------------------------------------------------------- which engine draws which sample
+
+
+def problems_of(*prompt_lengths):
+    return list(enumerate(Problem(i, [], "1", "exact", [7] * n) for i, n in enumerate(prompt_lengths)))
+
+
+def pairs(share):
+    return [(prompt, index) for prompt, _, index in share]
+
+
+@pytest.mark.parametrize("num_engines", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("max_new_tokens", [1, 1024])
+@pytest.mark.parametrize("num_samples", [1, 4, 16])
+def test_every_sample_is_dealt_once(num_engines, max_new_tokens, num_samples):
+    prompts = problems_of(*np.random.default_rng(0).integers(1, 400, 30).tolist())
+    shares = deal(prompts, num_samples, num_engines, max_new_tokens)
+    dealt = [pair for share in shares for pair in pairs(share)]
+    assert len(shares) == num_engines
+    assert sorted(dealt) == [(p, i) for p in range(30) for i in range(num_samples)]
+    assert max(map(len, shares)) <= -(-30 // num_engines) * num_samples  # what max_num_seqs counts on
+    for share in shares:
+        lengths = [len(problem.prompt_ids) for _, problem, _ in share]
+        assert lengths == sorted(lengths, reverse=True)
+
+
+def test_a_group_is_spread_where_its_prompt_is_cheap_beside_its_replies():
+    shares = deal(problems_of(100, 120, 90), 16, 8, 1024)
+    assert all(pairs(share) == [(p, i) for p in (1, 0, 2) for i in (e, e + 8)] for e, share in enumerate(shares))
+    # 7 further prefills of 147 tokens are 1/16 of 16 x 1024 new ones, and a little more; of 146 they are less
+    assert [len({p for p, _ in pairs(share)}) for share in deal(problems_of(*[146] * 8), 16, 8, 1024)] == [8] * 8
+    whole = deal(problems_of(*[147] * 8), 16, 8, 1024)
+    assert [pairs(share) for share in whole] == [[(p, i) for i in range(16)] for p in range(8)]
+    # engines that would have no group at all cost nothing: 3 prompts on 8 engines, each on two
+    shares = deal(problems_of(4000, 4000, 4000), 16, 8, 64)
+    assert [pairs(share) for share in shares[:2]] == [
+        [(0, i) for i in range(0, 16, 2)],
+        [(0, i) for i in range(1, 16, 2)],
+    ]
+    assert [len(share) for share in shares] == [8] * 6 + [0, 0]
+    # the long ones whole, first; the others fill up
+    shares = deal(problems_of(10, 5000, 10, 10), 4, 2, 100)
+    assert pairs(shares[0])[:4] == [(1, 0), (1, 1), (1, 2), (1, 3)]
+    assert [len(share) for share in shares] == [8, 8]
+
+
+def test_spreading_evens_out_the_engines():
+    """The numbers of deal()'s docstring: log-normal lengths, 60% between problems and 50% within."""
+    rng, num_engines = np.random.default_rng(0), 8
+
+    def lengths(variation, *shape):
+        sigma = np.sqrt(np.log(1 + variation**2))
+        return rng.lognormal(-(sigma**2) / 2, sigma, shape)
+
+    over = {"whole": [], "spread": []}
+    prompts = problems_of(*[100] * 64)
+    shares = deal(prompts, 16, num_engines, 1024)
+    for _ in range(200):
+        length_PG = lengths(0.6, 64, 1) * lengths(0.5, 64, 16)
+        whole = [length_PG[engine::num_engines].sum() for engine in range(num_engines)]
+        spread = [sum(length_PG[pair] for pair in pairs(share)) for share in shares]
+        for name, tokens in (("whole", whole), ("spread", spread)):
+            over[name].append(max(tokens) / np.mean(tokens) - 1)
+    assert np.mean(over["whole"]) == pytest.approx(0.34, abs=0.02)
+    assert np.mean(over["spread"]) == pytest.approx(0.08, abs=0.02)
+
+
+def test_the_samples_are_the_same_however_they_are_dealt():
+    """Whatever the number of engines, and whole groups or not: to the bit, with what was graded."""
+    prompts = problems_of(5, 9, 2, 40)
+    sampler = Sampler(FakeEngine(), FakeTokenizer(), {"exact": envs.Exact()}, Ranks(0, 1, 0, 1))
+    drawn = []
+    for num_engines, max_new_tokens in ((1, 8), (2, 8), (2, 1), (3, 64), (7, 64)):
+        samples = []
+        for share in deal(prompts, 6, num_engines, max_new_tokens):
+            samples += sampler._converse(share, SamplingOptions(1.0, 8), (3, 1)) if share else []
+        samples.sort(key=lambda sample: (sample.prompt, sample.index))
+        drawn.append([(s.prompt, s.index, s.prompt_ids, s.output_ids.tobytes(), s.reward) for s in samples])
+    assert all(samples == drawn[0] for samples in drawn)
+    assert len({ids for *_, ids, _ in drawn[0]}) == 2

@@ -11,7 +11,7 @@ Like vLLM it has a prefix cache: logits of ids once seen, right until weights ch
 import enum
 import sys
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
@@ -34,6 +34,7 @@ class SamplingParams:
     max_tokens: int
     stop_token_ids: list[int]
     logprobs: int
+    flat_logprobs: bool
     detokenize: bool
     output_kind: RequestOutputKind
     top_p: float = 1.0
@@ -42,15 +43,32 @@ class SamplingParams:
 
     def __post_init__(self):
         assert self.temperature >= 0 and self.max_tokens >= 1 and 0 < self.top_p <= 1 and self.top_k >= 0, self
-        assert self.logprobs == 0 and not self.detokenize and self.output_kind is RequestOutputKind.FINAL_ONLY, self
+        assert self.logprobs == 0 and self.flat_logprobs and not self.detokenize, self
+        assert self.output_kind is RequestOutputKind.FINAL_ONLY, self
         assert self.temperature == 0 or self.seed is not None, "draws from torch's generator, which others use"
         assert len(self.stop_token_ids) > 0, "nothing would end a reply"
 
 
 @dataclass
+class FlatLogprobs:
+    """One list for the entries of all positions, as vllm.logprobs.FlatLogprobs."""
+
+    start_indices: list[int] = field(default_factory=list)
+    end_indices: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def append(self, entries: dict[int, float]) -> None:
+        self.start_indices.append(len(self.token_ids))
+        self.token_ids += entries.keys()
+        self.logprobs += entries.values()
+        self.end_indices.append(len(self.token_ids))
+
+
+@dataclass
 class CompletionOutput:
     token_ids: list[int]
-    logprobs: list[dict[int, SimpleNamespace]]
+    logprobs: FlatLogprobs
     finish_reason: str | None = None
 
 
@@ -58,7 +76,7 @@ class Request:
     """One prompt on its way: what it has, and its own generator."""
 
     def __init__(self, prompt: list[int], params: SamplingParams):
-        self.ids, self.params, self.reply = list(prompt), params, CompletionOutput([], [])
+        self.ids, self.params, self.reply = list(prompt), params, CompletionOutput([], FlatLogprobs())
         self.generator = torch.Generator().manual_seed(params.seed or 0)
 
     def add_token(self, logits_V: torch.Tensor) -> bool:
@@ -78,7 +96,7 @@ class Request:
             token = int(logp_V.argmax())
         self.ids.append(token)
         self.reply.token_ids.append(token)
-        self.reply.logprobs.append({token: SimpleNamespace(logprob=float(logp_V[token]))})
+        self.reply.logprobs.append({token: float(logp_V[token])})
         if token in params.stop_token_ids:
             self.reply.finish_reason = "stop"
         elif len(self.reply.token_ids) == params.max_tokens:
@@ -138,6 +156,12 @@ class FusedNames:
             yield name, param
 
 
+class EngineArgs:
+    """Of vLLM 0.32: 0.24 has no such attribute."""
+
+    sleep_mode_offload_cudagraph = False
+
+
 class LLM:
     """The arguments are those that engine.py gives; another one is a TypeError, as vLLM's is."""
 
@@ -159,6 +183,8 @@ class LLM:
         disable_log_stats: bool,
         enforce_eager: bool,
         enable_sleep_mode: bool = False,
+        sleep_mode_offload_cudagraph: bool = False,
+        max_num_seqs: int = 256,
         enable_chunked_prefill: bool = True,
         max_num_batched_tokens: int = 8192,
     ):
@@ -169,11 +195,13 @@ class LLM:
         assert dtype in ("float32", "bfloat16") and tensor_parallel_size == 1 and 0 < gpu_memory_utilization <= 1
         assert enable_sleep_mode == torch.cuda.is_available(), "vLLM refuses sleep mode on CPU; on CUDA it is needed"
         assert enable_sleep_mode or (enforce_eager and not enable_chunked_prefill), "on CPU"
-        assert max_num_batched_tokens >= max_model_len
+        assert max_num_batched_tokens >= max_model_len and max_num_seqs >= 1
+        assert sleep_mode_offload_cudagraph <= enable_sleep_mode
         torch.manual_seed(seed)  # vLLM, too, seeds the global generators
         config = AutoConfig.from_pretrained(model, **hf_overrides)
         self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval().requires_grad_(False)
         self.vocab_size, self.max_model_len, self.can_sleep = config.vocab_size, max_model_len, enable_sleep_mode
+        self.model_config = SimpleNamespace(head_dtype=getattr(torch, hf_overrides["head_dtype"]))
         self.logits: dict[tuple[int, ...], torch.Tensor] = {}  # the prefix cache
         self.asleep: set[str] = set()
         self.llm_engine = LLMEngine(self)
@@ -214,10 +242,13 @@ class LLM:
         return True
 
     def sleep(self, level: int) -> None:
-        """Weights to host memory, the KV cache and what it holds away."""
-        assert self.can_sleep and level == 1 and not self.asleep and not self.llm_engine.requests, self.asleep
+        """Weights to host memory, or lost with level 2; the KV cache and what it holds away."""
+        assert self.can_sleep and level in (1, 2) and not self.asleep and not self.llm_engine.requests, self.asleep
         self.asleep = {"weights", "kv_cache"}
         self.logits.clear()
+        if level == 2:
+            for param in self.model.parameters():
+                param.fill_(torch.nan)
 
     def wake_up(self, tags: list[str]) -> None:
         assert tags == (["weights"] if "weights" in self.asleep else ["kv_cache"]), (tags, self.asleep)
@@ -229,7 +260,8 @@ def install() -> None:
     """Before engine.py is imported: `vllm` is this file from then on, in this process."""
     assert "vllm" not in sys.modules, "the real one is here already"
     whole, part = ModuleType("vllm"), ModuleType("vllm.sampling_params")
-    whole.LLM, whole.SamplingParams, whole.sampling_params = LLM, SamplingParams, part
+    whole.LLM, whole.EngineArgs = LLM, EngineArgs
+    whole.SamplingParams, whole.sampling_params = SamplingParams, part
     part.SamplingParams, part.RequestOutputKind = SamplingParams, RequestOutputKind
     for module in (whole, part):
         module.__spec__ = ModuleSpec(module.__name__, loader=None)

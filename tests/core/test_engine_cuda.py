@@ -1,0 +1,263 @@
+"""What the engine does on CUDA, against a stand-in that writes it down: sleep, wake, sync and cache reset in order."""
+
+import json
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import fake_vllm
+import numpy as np
+import pytest
+import recording_vllm
+import torch
+from samples import sample
+from small_run import ROOT, STARTER, arguments, write_rows
+
+import config
+import engine as engine_module
+import envs
+import grpo
+from data import Problem
+from engine import SamplingOptions, sync_weights
+from graders.pool import GraderPool
+from hf.tokenizer import Tokenizer
+from model import load_policy
+from rollout import Sampler
+from run.validation import sample_sets
+from system.exits import Interrupted, StopRun
+
+OPTIONS = SamplingOptions(temperature=1.0, max_new_tokens=60)
+PROMPTS, SEEDS = [[5, 6, 7 + i] for i in range(8)], list(range(8))
+SLEEP = [("synchronize",), ("sleep", 2)]
+MODES = ("abort", "wait", "keep")
+
+
+@pytest.fixture
+def cuda(monkeypatch, one_rank):
+    """engine.py on the recording stand-in, on CUDA as far as the engine sees; everything else stays on the CPU."""
+    for name in ("EngineArgs", "SamplingParams", "RequestOutputKind"):
+        monkeypatch.setattr(engine_module, name, getattr(fake_vllm, name))
+    monkeypatch.setattr(engine_module, "LLM", recording_vllm.LLM)
+    construct = engine_module.Engine.__init__
+
+    def construct_on_cuda(self, *args):
+        with mock.patch.object(torch.cuda, "is_available", lambda: True):
+            construct(self, *args)
+
+    monkeypatch.setattr(engine_module.Engine, "__init__", construct_on_cuda)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: recording_vllm.LLM.newest.record("synchronize"))
+    return monkeypatch
+
+
+@pytest.fixture
+def policy(one_rank):
+    return load_policy(STARTER, device=one_rank[1], mesh=one_rank[2])
+
+
+def make_engine(grpo_config=None, **policy):
+    policy_config = config.PolicyConfig(**{"precision": "float32", "max_total_sequence_length": 128} | policy)
+    cfg = config.Config(policy=policy_config, grpo=grpo_config or config.GRPOConfig())
+    return engine_module.Engine(STARTER, Tokenizer(STARTER), cfg)
+
+
+@pytest.fixture
+def awake(cuda, policy):
+    """(engine, its calls from now on), after the start of a run."""
+    engine = make_engine()
+    engine.sleep()
+    sync_weights(policy, engine, 3)
+    engine.llm.calls.clear()
+    return engine, engine.llm.calls
+
+
+def sync_of(policy):
+    num_parameters = len(list(policy.parameters()))
+    num_bytes = sum(param.numel() for param in policy.parameters()) * 4
+    sent = [("reload", num_parameters, num_bytes), ("reset cache", True)]
+    return [("wake", "weights"), *sent, ("wake", "kv_cache")]
+
+
+# --------------------------------------------------------------------------------------------------------- the order
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_order_of_a_whole_run(cuda, policy, tmp_path, one_rank, mode):
+    """Start, canary, validation, two steps and the last validation. Nothing is unfinished when the engine sleeps: so
+    the order is one and the same, whatever vLLM would do with such requests."""
+    cuda.setattr(recording_vllm.LLM, "pause_mode", mode)
+    cuda.setattr(GraderPool, "stop", GraderPool.stop)
+    cuda.setattr("signal.signal", lambda number, handler: None)
+    cuda.setattr(grpo, "start_process_group", lambda tp_size: one_rank[:2])
+    cuda.chdir(ROOT)
+    clip = grpo.clip_grad_norm
+    cuda.setattr(grpo, "clip_grad_norm", lambda *args: recording_vllm.LLM.newest.record("train") or clip(*args))
+    write_rows(tmp_path)
+    words = ("grpo.max_num_steps=2", "grpo.logp_gap_limit=null", "grpo.canary_period=2", "checkpointing.enabled=false")
+    cuda.setattr(sys, "argv", ["", *arguments(tmp_path), *words])
+    assert grpo.main() == 0
+    step = [("generate",), *SLEEP, ("train",), *sync_of(policy)]  # of canary, validation and step, what follows merges
+    assert recording_vllm.LLM.newest.calls == [*SLEEP, *sync_of(policy), *step, *step, ("generate",)]
+    (metrics,) = tmp_path.glob("exp_*/metrics.jsonl")
+    records = [record for record in map(json.loads, metrics.read_text().splitlines()) if "train/loss" in record]
+    num_bytes = sum(param.numel() for param in policy.parameters()) * 4
+    assert [record["train/weight_sync_bytes"] for record in records] == [num_bytes] * 2
+    assert all(record["timing/train/prepare_for_generation/total"] > 0 for record in records)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_reward_model_scores_while_the_weights_wait_in_host_memory(awake, one_rank, mode, cuda):
+    engine, calls = awake
+    cuda.setattr(recording_vllm.LLM, "pause_mode", mode)
+
+    def score(conversations):
+        engine.llm.record("score", len(conversations))
+        return [0.5] * len(conversations)
+
+    sampler = Sampler(engine, Tokenizer(STARTER), {"rm": envs.RewardModelEnv()}, one_rank[0], score_conversations=score)
+    rows = [(i, Problem(i, [{"role": "user", "content": "1"}], "1", "rm", PROMPTS[i])) for i in range(2)]
+    for _ in range(2):  # again with the weights that came back: no sync is needed
+        calls.clear()
+        samples = sampler.sample(rows, 3, OPTIONS, (0,))
+        assert [s.reward for s in samples] == [0.5] * 6 and {s.weight_version for s in samples} == {3}
+        asleep = [("synchronize",), ("sleep", 1), ("score", 6), ("wake", "weights"), ("wake", "kv_cache")]
+        assert calls == [("generate",), *asleep]
+    engine.sleep()  # the loop's, after the samples
+    assert calls[-2:] == SLEEP
+
+
+def test_validation_neither_sleeps_nor_syncs(awake, one_rank):
+    engine, calls = awake
+    sampler = Sampler(engine, Tokenizer(STARTER), {"exact": envs.Exact()}, one_rank[0])
+    rows = [Problem(i, [], "1", "exact", PROMPTS[i]) for i in range(4)]
+    inputs = SimpleNamespace(validation={"a": SimpleNamespace(problems=rows), "b": SimpleNamespace(problems=rows)})
+    assert len(list(sample_sets(config.Config(), inputs, sampler))) == 4
+    assert calls == [("generate",)]
+
+
+# ------------------------------------------------------------------------------------------------------ when it ends
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_told_to_stop_it_aborts_all_that_is_unfinished(awake, mode, cuda):
+    """So that in no mode the sleep to come finds a request: with "keep" it would go on with the next step's weights."""
+    engine, calls = awake
+    cuda.setattr(recording_vllm.LLM, "pause_mode", mode)
+    looks = []
+    engine.should_stop = lambda: looks.append(1) or len(looks) == 2
+    with pytest.raises(Interrupted):
+        engine.generate(PROMPTS, SEEDS, OPTIONS)
+    assert calls == [("generate",), ("abort", True)] and not engine.llm.has_unfinished_requests()
+    engine.sleep()
+    engine.wake("weights")
+    engine.wake("kv_cache")
+    with pytest.raises(AssertionError, match="the weights are dummies, or dropped by sleep"):
+        engine.generate(PROMPTS, SEEDS, OPTIONS)
+
+
+def test_what_the_modes_would_do_with_an_unfinished_request(awake, policy, cuda):
+    """The stand-in makes the difference that the tests above find absent."""
+    engine, _ = awake
+    unfinished = recording_vllm.Request([1], SimpleNamespace(max_tokens=9, seed=0))
+    outcomes = {}
+    for mode in MODES:
+        cuda.setattr(recording_vllm.LLM, "pause_mode", mode)
+        engine.llm.awake, engine.llm.requests = {"weights", "kv_cache"}, {"0": unfinished}
+        try:
+            engine.sleep()
+            sync_weights(policy, engine, 4)
+            outcomes[mode] = "synced"
+        except (RuntimeError, StopRun) as error:
+            outcomes[mode] = str(error)
+    assert outcomes["abort"] == "synced"
+    assert outcomes["wait"].startswith("mode='wait'")
+    assert outcomes["keep"].startswith("weight sync: vLLM did not drop its prefix cache")
+    assert engine.weight_version == -1
+
+
+def test_a_partial_sync_stops_the_run_before_the_engine_can_be_used(awake, policy):
+    engine, calls = awake
+    engine.sleep()
+    engine.wake("weights")
+    some = [(name, param.full_tensor()) for name, param in policy.named_parameters() if "norm" in name]
+    with pytest.raises(StopRun, match="weight sync: the engine did not get its"):
+        engine.sync(some, 4)
+    assert [call[0] for call in calls] == ["synchronize", "sleep", "wake", "reload"]
+    engine.wake("kv_cache")
+    with pytest.raises(AssertionError, match="dropped by sleep"):
+        engine.generate(PROMPTS, SEEDS, OPTIONS)
+
+
+def test_samples_of_dropped_weights_do_not_train(awake):
+    """What was sampled after sleep() would carry version -1."""
+    engine, _ = awake
+    engine.sleep()
+    with pytest.raises(StopRun, match=r"weights of steps \[-1\], to train those of step 3"):
+        one = sample(0, 1.0, "ok", 3)
+        one.weight_version = engine.weight_version
+        engine_module.check_versions([one], 3)
+
+
+# ------------------------------------------------------------------------------------------------- what it is given
+
+
+def test_arguments_on_cuda(cuda, capsys):
+    options = make_engine().llm.options
+    assert options["enable_sleep_mode"] and options["sleep_mode_offload_cudagraph"] and not options["enforce_eager"]
+    assert options["hf_overrides"] == {"vocab_size": Tokenizer(STARTER).vocab_size, "head_dtype": "float32"}
+    assert capsys.readouterr().out == ""
+    cuda.setattr(engine_module, "EngineArgs", object)  # vLLM 0.24, which also ignores the head's dtype
+    cuda.setattr(recording_vllm.LLM, "head_dtype", torch.bfloat16)
+    assert "sleep_mode_offload_cudagraph" not in make_engine(precision="bfloat16").llm.options
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("WARNING: this vLLM rounds logits to bfloat16: a larger logp gap")
+
+
+def test_vllm_is_told_before_it_is_imported():
+    assert engine_module.os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("keys", "num_engines", "expected"),
+    [
+        ({"num_prompts_per_step": 64}, 8, 128),
+        ({"num_prompts_per_step": 9}, 8, 32),  # one engine has a group more
+        ({"num_prompts_per_step": 64}, 1, 1024),
+        ({"num_prompts_per_step": 512}, 1, 1024),
+        ({"num_prompts_per_step": 8, "batch_multiplier": 2.5}, 2, 160),
+        ({"num_prompts_per_step": 2, "max_val_samples": 256}, 4, 64),
+        ({"num_prompts_per_step": 2, "max_val_samples": 30, "val_num_generations_per_prompt": 16}, 8, 64),
+    ],
+)
+def test_max_num_seqs(cuda, keys, num_engines, expected):
+    """Two ranks to an engine: it has the samples of both."""
+    cuda.setattr(torch.distributed, "get_world_size", lambda: 2 * num_engines)
+    generation = config.GenerationConfig(vllm_cfg=config.VllmConfig(tensor_parallel_size=2))
+    grpo_config = config.GRPOConfig(**{"num_generations_per_prompt": 16, "max_val_samples": 1} | keys)
+    assert make_engine(grpo_config, generation=generation).llm.options["max_num_seqs"] == expected
+
+
+def test_a_logprob_is_that_of_the_sampled_id(awake):
+    """Each position of the stand-in begins with another id; and an id may have been sampled or listed before."""
+    engine, _ = awake
+    for completion in engine.generate(PROMPTS, SEEDS, OPTIONS):
+        assert len(completion.ids) == recording_vllm.NUM_TOKENS and completion.finish_reason == "stop"
+        assert np.allclose(completion.logps, -1.0 - completion.ids / 200)
+    flat = fake_vllm.FlatLogprobs()
+    for entries in ({4: -1.0, 5: -2.0}, {5: -3.0}, {4: -4.0, 7: -5.0, 5: -6.0}):
+        flat.append(entries)
+    reply = SimpleNamespace(token_ids=[5, 5, 5], logprobs=flat, finish_reason="stop")
+    assert engine_module._completion(reply).logps.tolist() == [-2.0, -3.0, -6.0]
+    reply.token_ids = [5, 4, 5]  # 4 is listed at the positions before and behind
+    with pytest.raises(ValueError, match="is not in list"):
+        engine_module._completion(reply)
+
+
+@pytest.mark.slow
+def test_flat_logprobs_are_those_of_vllm():
+    from vllm.logprobs import FlatLogprobs, Logprob
+
+    theirs, ours = FlatLogprobs(), fake_vllm.FlatLogprobs()
+    for entries in ({4: -1.0, 5: -2.0}, {5: -3.0}):
+        theirs.append({token: Logprob(logprob) for token, logprob in entries.items()})
+        ours.append(entries)
+    assert all(getattr(theirs, name) == value for name, value in vars(ours).items())
