@@ -5,6 +5,7 @@
 #   GRPO_DEVICE=cpu|cuda       which lock; default: cuda where `nvidia-smi -L` works
 #   GRPO_VENV=dir              where the environment goes; default .venv
 #   GRPO_PYTHON=path/python    install nothing, use this (say, of a GPU image that has torch and vLLM)
+# For CUDA, what packages cannot bring is checked first: the driver, a C compiler, the headers of Python.
 set -euo pipefail
 
 say() { echo "setup: $*" >&2; }
@@ -19,6 +20,23 @@ print(sys.executable)' 2>/dev/null && return
     done
     die "needs Python 3.11 to 3.14 with its venv module; none of python3, python3.11 ... python3.14 is one." \
         "Install one, e.g. 'apt-get install python3.12 python3.12-venv', or set GRPO_PYTHON (see setup.sh)"
+}
+
+check_driver() {  # for the lock, whose torch is of CUDA 13; another's (GRPO_PYTHON) says itself what it needs
+    local driver
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || true
+    [[ $driver =~ ^[0-9]+ ]] && ((BASH_REMATCH[0] >= 580)) || die "the packages of $lock need NVIDIA's driver 580 or" \
+        "newer, nvidia-smi shows '${driver:-none}': 'apt-get install nvidia-driver-580', or set GRPO_DEVICE=cpu"
+}
+
+check_compiler() {  # PYTHON: Triton compiles what launches its kernels at run time, and looks for these
+    local version include
+    if [[ -v CC ]]; then command -v "$CC"; else command -v gcc || command -v clang; fi >/dev/null ||
+        die "needs a C compiler for Triton, and '${CC-gcc or clang}' is not there: 'apt-get install gcc', CC unset"
+    read -r version include < <("$1" -ISc 'import sys, sysconfig
+print("%d.%d" % sys.version_info[:2], sysconfig.get_path("include", "posix_prefix"))')
+    [[ -f $include/Python.h ]] || die "needs Python's C headers for Triton, and $include/Python.h is not there:" \
+        "'apt-get install python$version-dev', or set GRPO_PYTHON to a Python that has them"
 }
 
 stamp() {  # what an environment was made from; with its path, as a moved environment has wrong scripts
@@ -41,7 +59,7 @@ pip_install() {  # full output to the log, a line now and then to the screen; no
 }
 
 install() {
-    local was need=5 free torch python  # need: GB, downloads included; CPU measured, CUDA estimated
+    local was need=5 free torch  # need: GB, downloads included; CPU measured, CUDA estimated
     read -r was _ <"$venv.stamp" || was=
     if [[ -d $venv && -n $(ls -A "$venv") ]]; then  # not ours, or the other device's and in use: keep it
         [[ -n $was ]] || die "$venv is there and not made by setup.sh. Move it away, choose another place" \
@@ -49,7 +67,6 @@ install() {
         [[ $was == "$GRPO_DEVICE" ]] || die "$venv holds the $was packages, this run needs $GRPO_DEVICE." \
             "Remove it, or choose another place for these: GRPO_VENV=.venv-$GRPO_DEVICE"
     fi
-    python=$(find_python)
     echo "$GRPO_DEVICE unfinished" >"$venv.stamp"
     rm -rf "$venv"
     [[ $GRPO_DEVICE == cpu ]] || need=16
@@ -77,18 +94,21 @@ if [[ -z ${GRPO_DEVICE:-} ]]; then
     if nvidia-smi -L >/dev/null 2>&1; then GRPO_DEVICE=cuda; else GRPO_DEVICE=cpu; fi
 fi
 lock=requirements/$GRPO_DEVICE.txt
+export GRPO_DEVICE  # the run holds torch to it (system/ranks.py)
 [[ -f $lock ]] || die "GRPO_DEVICE must be cpu or cuda, not '$GRPO_DEVICE'"
 if [[ -n ${GRPO_PYTHON:-} ]]; then
     PYTHON=$(command -v "$GRPO_PYTHON") || die "GRPO_PYTHON=$GRPO_PYTHON is not a program"
 else
     venv=$(realpath -m "${GRPO_VENV:-.venv}")
     if ! ready; then
+        python=$(find_python)
+        if [[ $GRPO_DEVICE == cuda ]]; then check_driver; check_compiler "$python"; fi
         mkdir -p "$(dirname "$venv")"
         (   # one at a time; whoever waited finds it done
             flock -n 9 || { say "waiting for another set-up of $venv"; flock 9; }
             ready || install
         ) 9>>"$venv.stamp"
     fi
-    # shellcheck disable=SC2034  # for the script that sources this one
     PYTHON=${venv#"$PWD/"}/bin/python
 fi
+[[ $GRPO_DEVICE == cpu ]] || check_compiler "$PYTHON"

@@ -40,7 +40,7 @@ source "$(dirname "$0")/setup.sh"
 if [[ -z $nproc ]]; then
     if [[ $GRPO_DEVICE == cpu ]]; then nproc=2
     elif [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then nproc=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .)
-    else nproc=$(nvidia-smi -L | grep -c '^GPU'); fi
+    else nproc=$(nvidia-smi -L | grep -c '^GPU' || true); fi
 fi
 [[ $nproc =~ ^[1-9][0-9]*$ ]] || complain "the number of processes must be 1 or more, not '$nproc'"
 

@@ -67,22 +67,48 @@ def start_process_group(tp_size: int) -> tuple[Ranks, torch.device]:
     Objects and CPU tensors go over gloo, CUDA tensors over nccl. Threads per rank are OMP_NUM_THREADS: train.sh sets
     it, and torchrun to 1. Ranks with more threads than their share of the cores are 30x slower.
     """
+    # The parts of a sum that cuBLAS splits are added in float32; by default they may be rounded to bfloat16 before.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # 0: any port that is free
     ranks = Ranks(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), tp_size)
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", ranks.local_rank) if cuda else torch.device("cpu")
-    if cuda:
+    device = choose_device(ranks.local_rank)
+    exits.skip_teardown = device.type == "cuda"
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device if cuda else None)
+    # Not device_id=device: torch would then split NCCL's communicator, on all ranks at once, for each group that is
+    # made, gloo's too. vLLM makes ten for each engine; such splits have hung runs (pytorch/pytorch#145376).
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
     processes = enumerate(gather((socket.gethostname(), os.getpid())))
     exits.peers.update((rank, process) for rank, process in processes if rank != ranks.rank)
     if tp_size > 1:
         group, _ = dist.new_subgroups(tp_size, timeout=COLLECTIVE_TIMEOUT, backend="gloo")
         ranks = replace(ranks, engine_group=group)
     return ranks, device
+
+
+def choose_device(local_rank: int) -> torch.device:
+    """The GPU of this rank, or the CPU: as GRPO_DEVICE says (setup.sh exports it), else as torch was built.
+
+    Raises ConfigError where torch sees something else: a run on GPUs never becomes one on the CPU in silence.
+    """
+    wanted = os.environ.get("GRPO_DEVICE") or ("cuda" if torch.backends.cuda.is_built() else "cpu")
+    cpu_packages = "the packages for CPUs: GRPO_DEVICE=cpu GRPO_VENV=.venv-cpu ./train.sh ..., without GRPO_PYTHON"
+    if wanted == "cpu":
+        if torch.cuda.is_available():  # then engine and kernels use it
+            raise ConfigError(f"GRPO_DEVICE=cpu, but torch is for CUDA and sees a GPU: unset it, or use {cpu_packages}")
+        return torch.device("cpu")
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # no driver, or too old; no visible GPU; a torch for CPUs
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hint = "see nvidia-smi" if visible is None else f"CUDA_VISIBLE_DEVICES is '{visible}': unset it, or name a GPU"
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(f"torch cannot use a GPU: {reason} ({hint}); or use {cpu_packages}") from error
+    if local_rank >= (num_gpus := torch.cuda.device_count()):
+        raise ConfigError(f"torch sees {num_gpus} GPUs, and each process needs one: --nproc_per_node={num_gpus}")
+    return torch.device("cuda", local_rank)
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:

@@ -4,6 +4,8 @@
 writes which functions of the core were entered to tests/fast_coverage.txt. A function that was not fails the session.
 """
 
+import functools
+import gc
 import inspect
 import os
 import re
@@ -20,12 +22,14 @@ import fake_vllm
 import pytest
 import torch
 
-# By its name: the real command; graders and hostile inputs, which wait for deadlines; many cases, or many tokens, where
-# a few enter the same functions.
+# Not even imported: the real command; graders and hostile inputs, which wait for deadlines; whole examples.
+SLOW_FOLDERS = {ROOT / "tests" / name for name in ("command", "graders", "red_team", "examples")}
+# By its name: what waits for a deadline; many cases, or many tokens, where a few enter the same functions.
 SLOW = re.compile(
-    r"(command|graders|red_team)/|system/test_watchdog|run/.*test_gsm8k_recipe"
-    r"|examples/|core/.*test_programs_run_in_the_sandbox"
+    r"system/test_watchdog|run/.*(test_gsm8k_recipe|test_a_library_that_hangs|test_a_long_check_says)"
+    r"|hf/.*test_a_template_has_a_time_limit|run/.*test_deep_nesting|core/.*test_programs_run_in_the_sandbox"
     r"|core/.*(test_sampler_equals_trainer|test_every_parameter_reaches|test_lengths_end_tokens)"
+    r"|core/.*(test_shared_prompts_change_nothing.*\[(?!qwen3-)|test_a_step_on_the_branches.*\[(two passes|torch)-)"
 )
 # By what it or one of its fixtures starts: ranks, or the real command.
 LAUNCHES = re.compile(r"torch\.distributed\.run|mp\.spawn\(|_worker\.py|run_to_the_end\(|train\.sh")
@@ -57,12 +61,21 @@ def pytest_configure(config):
         core_coverage.start()
 
 
+def pytest_ignore_collect(collection_path, config):
+    return True if config.getoption("--fast") and collection_path in SLOW_FOLDERS else None
+
+
+@functools.cache  # tests share fixtures, and a test's cases the function; looking for its source takes a millisecond
+def launches(function) -> bool:
+    return bool(LAUNCHES.search(inspect.getsource(function)))
+
+
 def is_slow(item) -> bool:
     if item.get_closest_marker("slow") or SLOW.match(item.nodeid.removeprefix("tests/")):
         return True
     fixtures = [found[-1].func for found in item._fixtureinfo.name2fixturedefs.values()]
     ours = [f for f in [item.function, *fixtures] if inspect.getsourcefile(f).startswith(str(ROOT))]
-    return any(LAUNCHES.search(inspect.getsource(function)) for function in ours)
+    return any(map(launches, ours))
 
 
 def pytest_collection_modifyitems(config, items):
@@ -72,11 +85,16 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in slow]
 
 
+def pytest_collection_finish(session):
+    gc.collect()
+    gc.freeze()  # what was imported stays: looking for garbage in it takes seconds, all tests together
+
+
 def pytest_sessionfinish(session, exitstatus):
     """A part of the selection is not meant to enter everything; on a GPU, Triton's functions are compiled instead."""
     config = session.config
     whole = config.args == config.getini("testpaths") and exitstatus == 0 and not torch.cuda.is_available()
-    if not (config.getoption("--fast") and whole):
+    if not (config.getoption("--fast") and whole) or config.getoption("--collect-only"):
         return
     table, missing = core_coverage.report()
     COVERAGE.write_text(table, encoding="utf-8")

@@ -2,7 +2,7 @@
 
 What is held: the exit code and the reason of the ranks come out of torchrun, the check stops a bad config
 before any process is started, a signal reaches every rank, and set-up never deletes a folder it
-did not make.
+did not make. What CUDA needs and packages cannot bring is played by stand-ins on PATH.
 """
 
 import json
@@ -153,6 +153,107 @@ def test_setup_leaves_a_folder_it_did_not_make(repo):
     assert run.returncode == 1
     assert f"{repo}/.venv is there and not made by setup.sh" in err
     assert [p.name for p in (repo / ".venv").iterdir()] == ["mine"]
+
+
+# What setup.sh calls: with these alone on PATH, a machine has what the stand-ins below play, and nothing else.
+TOOLS = "awk bash cat cut df dirname env flock grep head ls mkdir python3 readlink realpath rm sha256sum tail uname"
+
+# finds itself, has its headers where the test says, and makes no environment
+PLAYED_PYTHON = """#!/usr/bin/env bash
+case "$*" in
+    *ensurepip*) echo "$0" ;;
+    *posix_prefix*) echo "3.12 $HEADERS" ;;
+    *) exit 9 ;;
+esac
+"""
+
+
+@pytest.fixture
+def gpu_machine(tmp_path: Path):
+    """Runs setup.sh for CUDA on a machine that has a driver, gcc and headers unless told: (exit code, stdout, stderr,
+    names in the folder, those of before left out)."""
+    repo, tools, headers = (tmp_path / name for name in ("repo", "bin", "include"))
+    for folder in (repo, tools, headers):
+        folder.mkdir()
+    copy_of_repository(repo)
+    before = set(repo.iterdir())
+    for name in TOOLS.split():
+        (tools / name).symlink_to(shutil.which(name))
+
+    def play(name: str, text: str) -> None:
+        (tools / name).unlink(missing_ok=True)
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+
+    def run(*, driver: str | None = "580.65.06", compiler: str | None = "gcc", has_headers: bool = True, **env: str):
+        play("python3", PLAYED_PYTHON)
+        if driver:
+            lines = f"case $1 in -L) echo 'GPU 0: a GPU' ;; *) printf '%s\\n' '{driver}' '{driver}' ;; esac"
+            play("nvidia-smi", f"#!/usr/bin/env bash\n{lines}\n")
+        if compiler:
+            play(compiler, "#!/usr/bin/env bash\n")
+        if has_headers:
+            (headers / "Python.h").touch()
+        script = "source ./setup.sh; env | grep ^GRPO_DEVICE=; echo $PYTHON"
+        env = {"PATH": str(tools), "HEADERS": str(headers), "GRPO_DEVICE": "cuda"} | env
+        env = {name: value for name, value in env.items() if value}  # empty: not set
+        ran = subprocess.run(["bash", "-c", script], cwd=repo, env=env, capture_output=True, text=True, timeout=60)
+        return ran.returncode, ran.stdout, ran.stderr, {path.name for path in set(repo.iterdir()) - before}
+
+    return run
+
+
+DRIVER = (
+    "setup: the packages of requirements/cuda.txt need NVIDIA's driver 580 or newer, nvidia-smi shows '{}': "
+    "'apt-get install nvidia-driver-580', or set GRPO_DEVICE=cpu\n"
+)
+COMPILER = "setup: needs a C compiler for Triton, and '{}' is not there: 'apt-get install gcc', CC unset\n"
+REFUSALS = {  # what is not there -> (how it is played, where it shows with GRPO_PYTHON too, the one line)
+    "driver": ({"driver": "570.195.03"}, False, DRIVER.format("570.195.03")),
+    "any driver": ({"driver": None}, False, DRIVER.format("none")),
+    "compiler": ({"compiler": None}, True, COMPILER.format("gcc or clang")),
+    "the compiler that CC names": ({"CC": "icc"}, True, COMPILER.format("icc")),
+    "headers": (
+        {"has_headers": False},
+        True,
+        "setup: needs Python's C headers for Triton, and {headers}/Python.h is not there: "
+        "'apt-get install python3.12-dev', or set GRPO_PYTHON to a Python that has them\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cuda_needs_is_asked_for_before_anything_is_installed(gpu_machine, tmp_path, name):
+    missing, always, line = REFUSALS[name]
+    line = line.replace("{headers}", str(tmp_path / "include"))
+    assert gpu_machine(**missing) == (1, "", line, set())
+    code, _, err, new = gpu_machine(**missing, GRPO_PYTHON="python3")  # installs nothing: asks for what runs need
+    assert (code, err) == ((1, line) if always else (0, ""))
+    assert new == set()
+
+
+@pytest.mark.parametrize("ready", [{}, {"compiler": "clang"}, {"driver": "600.1"}, {"compiler": "icc", "CC": "icc"}])
+def test_a_machine_that_is_ready_for_cuda_is_set_up(gpu_machine, tmp_path, ready):
+    _, _, err, new = gpu_machine(**ready)
+    assert "installing the packages of requirements/cuda.txt" in err or "needs 16 GB of disk" in err
+    assert new == {".venv.stamp"}  # and the stand-in of Python makes no environment
+    python = tmp_path / "bin" / "python3"
+    assert gpu_machine(**ready, GRPO_PYTHON="python3")[:3] == (0, f"GRPO_DEVICE=cuda\n{python}\n", "")
+    # found by nvidia-smi, and told to the run
+    assert gpu_machine(**ready, GRPO_PYTHON="python3", GRPO_DEVICE="")[1] == f"GRPO_DEVICE=cuda\n{python}\n"
+
+
+def test_a_cpu_needs_no_driver_compiler_or_headers(gpu_machine, tmp_path):
+    nothing = {"driver": None, "compiler": None, "has_headers": False, "GRPO_PYTHON": "python3"}
+    expected = (0, f"GRPO_DEVICE=cpu\n{tmp_path / 'bin' / 'python3'}\n", "", set())
+    assert gpu_machine(**nothing, GRPO_DEVICE="cpu") == expected
+    assert gpu_machine(**nothing, GRPO_DEVICE="") == expected
+
+
+def test_the_lock_is_of_the_cuda_whose_driver_is_asked_for():
+    lock = (ROOT / "requirements" / "cuda.txt").read_text()
+    assert re.search(r"^nvidia-cuda-runtime==13\.", lock, re.MULTILINE) and "nvidia-cudnn-cu13==" in lock
+    assert "BASH_REMATCH[0] >= 580" in (ROOT / "setup.sh").read_text()  # what CUDA 13 needs
 
 
 def test_locks_pin_every_package_once_and_alike():

@@ -1,24 +1,31 @@
-"""Two ranks compute what one does: gradients of a batch however it is cut, and tokens of an engine over two ranks."""
+"""Two ranks compute what one does: gradients of a batch however it is cut, weights, tokens of an engine over both."""
 
+import contextlib
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from dist_case import PROMPTS, alone, make_samples, packs_of
 from loop import train_once
 from safetensors.torch import load_file
 
 import data
+from config import ConfigError
 from engine import SamplingOptions
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from model import load_policy
+from system import exits, ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -99,6 +106,20 @@ def test_micro_batches_in_any_order_and_two_unequal_ranks_give_the_same_gradient
         assert computed == pytest.approx(metrics, rel=1e-6, abs=1e-6, nan_ok=True)
 
 
+def test_a_sync_sends_each_parameter_once_by_one_gather_a_block(two_ranks):
+    """In the engine's precision, whatever the policy's is: the float32 masters, rounded once."""
+    for facts in (two_ranks[1][0]["sync"], two_ranks[1][1]["sync"]):
+        assert len(facts) == 4
+        for case, fact in facts.items():
+            assert fact["same_names"] and fact["same_values"] and len(fact["dtypes"]) == 1, (case, fact)
+            num_bytes = fact["num_parameters"] * fact["itemsize"]
+            assert fact["bytes_sent"] == num_bytes
+            names, gathered = zip(*fact["collectives"], strict=True)
+            assert {name.split(".")[0] for name in names} == {"all_gather_into_tensor"}
+            assert len(gathered) == fact["num_blocks"] + 2 < fact["num_tensors"]
+            assert num_bytes <= sum(gathered) <= num_bytes + 300 * fact["itemsize"]  # rows that even out the ranks'
+
+
 def test_engine_over_two_ranks_gives_the_tokens_of_one(engine, policy, two_ranks):
     engine.sync(full_tensors(policy, engine.dtype), 0)
     completions = engine.generate(PROMPTS, [0] * len(PROMPTS), SamplingOptions(0.0, 24))
@@ -116,3 +137,103 @@ def test_ranks_of_one_engine_go_by_the_verdicts_of_its_first(two_ranks, tiny):
             num_turns == 1 or any(ids[i : i + len(words)] == words for i in range(len(ids)))
         )
     assert max(num_turns for *_, num_turns in conversations) == 2
+
+
+# ------------------------------------------------------------------------------------------------ which device, and how
+
+
+def gpus(number, error=None, built=True):
+    """A torch that sees so many GPUs, and what it says where it sees none."""
+    cuda = {"is_available": number > 0, "device_count": number, "init": None}
+    patches = [mock.patch(f"torch.cuda.{name}", return_value=value) for name, value in cuda.items()]
+    patches[2] = mock.patch("torch.cuda.init", side_effect=error)
+    return [*patches, mock.patch("torch.backends.cuda.is_built", return_value=built)]
+
+
+OLD = RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nPlease update your GPU driver.")
+NONE = RuntimeError("No CUDA GPUs are available")
+BUILT = AssertionError("Torch not compiled with CUDA enabled")
+DEVICES = [  # (GRPO_DEVICE, GPUs, what torch says, built for CUDA, CUDA_VISIBLE_DEVICES) -> device or refusal
+    ("cuda", 2, None, True, None, "cuda:1"),
+    (None, 2, None, True, "4,5", "cuda:1"),
+    ("", 2, None, True, None, "cuda:1"),
+    ("cpu", 0, BUILT, False, None, "cpu"),
+    (None, 0, BUILT, False, None, "cpu"),
+    ("cpu", 0, NONE, True, "", "cpu"),  # a torch for CUDA on a CPU, as told
+    ("cuda", 0, OLD, True, None, r"too old \(found version 12040\)\. Please update your GPU driver \(see nvidia-smi\)"),
+    ("cuda", 0, NONE, True, "", r"No CUDA GPUs are available \(CUDA_VISIBLE_DEVICES is '': unset it, or name a GPU\)"),
+    (None, 0, NONE, True, "7", r"No CUDA GPUs are available \(CUDA_VISIBLE_DEVICES is '7'"),
+    ("cuda", 0, BUILT, False, None, "Torch not compiled with CUDA enabled"),
+    ("cuda", 1, None, True, None, "torch sees 1 GPUs, and each process needs one: --nproc_per_node=1"),
+    ("cpu", 1, None, True, None, "GRPO_DEVICE=cpu, but torch is for CUDA and sees a GPU: unset it, or"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "number", "error", "built", "visible", "expected"), DEVICES)
+def test_a_run_has_the_device_it_was_started_for_or_ends(monkeypatch, wanted, number, error, built, visible, expected):
+    for name, value in (("GRPO_DEVICE", wanted), ("CUDA_VISIBLE_DEVICES", visible)):
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    with contextlib.ExitStack() as stack:
+        for patch in gpus(number, error, built):
+            stack.enter_context(patch)
+        if re.fullmatch(r"cpu|cuda:\d", expected):
+            assert str(ranks.choose_device(1)) == expected
+        else:
+            with pytest.raises(ConfigError, match=expected) as refusal:
+                ranks.choose_device(1)
+            assert "\n" not in str(refusal.value)
+
+
+def test_on_cuda_no_device_is_bound_to_the_process_group(monkeypatch):
+    """With one, every group that vLLM makes splits NCCL's communicator; without, torch.cuda.set_device must come first,
+    and objects and barriers need gloo beside NCCL."""
+    calls = mock.Mock()
+    for name, value in (("RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_RANK", 1), ("GRPO_DEVICE", "cuda")):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(exits, "skip_teardown", False)
+    monkeypatch.setattr(exits, "peers", {})
+    monkeypatch.setattr(torch.cuda, "set_device", calls.set_device)
+    monkeypatch.setattr(ranks.dist, "init_process_group", calls.init_process_group)
+    monkeypatch.setattr(ranks, "gather", lambda value: [("other", 7), value])
+    with contextlib.ExitStack() as stack:
+        for patch in gpus(2):
+            stack.enter_context(patch)
+        place, device = ranks.start_process_group(tp_size=1)
+    assert (place.rank, place.world_size, device) == (1, 2, torch.device("cuda", 1))
+    assert calls.mock_calls == [
+        mock.call.set_device(device),
+        mock.call.init_process_group("cpu:gloo,cuda:nccl", timeout=ranks.COLLECTIVE_TIMEOUT),
+    ]
+    assert exits.skip_teardown and exits.peers == {0: ("other", 7)}
+
+
+def test_barriers_and_objects_go_over_gloo_where_nothing_is_bound(one_rank):
+    """torch's own choice for a group that has gloo beside another backend; the warning of NCCL's barrier is of a bound
+    or guessed device."""
+    group = dist.new_group([0], backend="cpu:gloo")
+    with mock.patch.object(type(group), "_device_types", [torch.device("cuda"), torch.device("cpu")]):
+        assert dist.distributed_c10d._get_object_coll_device(group) == "cpu"
+        accelerator = mock.patch.object(torch._C, "_get_accelerator", return_value=torch.device("cuda"))
+        with accelerator, warnings.catch_warnings(action="error"):
+            dist.barrier(group)
+
+
+ABORTS_IN_TEARDOWN = """
+import atexit, ctypes, sys
+from system import exits
+libc = ctypes.CDLL(None)
+libc.on_exit(libc.abort, None)  # as a destructor does that finds what it needs destroyed before it
+atexit.register(print, "at exit", file=sys.stderr)  # as vLLM 0.32 shuts its engine down
+exits.skip_teardown = sys.argv[1] == "cuda"
+print("last words")
+exits.exit_process(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(("device", "code", "ends"), [("cuda", 0, 0), ("cuda", 75, 75), ("cpu", 0, -signal.SIGABRT)])
+def test_on_cuda_what_the_teardown_frees_cannot_end_a_good_run_badly(device, code, ends):
+    """The output goes to a pipe: it is in a buffer when the process ends."""
+    command = [sys.executable, "-c", ABORTS_IN_TEARDOWN, device, str(code)]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout, run.stderr) == (ends, "last words\n", "at exit\n" if device == "cpu" else "")
