@@ -16,7 +16,7 @@ from torch import Tensor
 
 from advantages import kl_in_reward_advantages
 from config import Config
-from data import Pack, Sample, assign_to_ranks, empty_pack, num_input_tokens, pack_samples
+from data import Pack, Sample, assign_to_ranks, empty_pack, num_input_tokens, num_packs, pack_samples
 from kernels import LossPath
 from loss import Metrics, clamp_abs, kl_estimate, seq_logp_error_mask
 from system.ranks import Ranks
@@ -64,21 +64,20 @@ class Minibatch:
 def make_minibatches(
     samples: Sequence[Sample], adv_B: Sequence[float], cfg: Config, ranks: Ranks, device: torch.device
 ) -> list[Minibatch]:
-    """This rank's minibatches of a rollout. Every rank works out the packs of all ranks, so that all make the same
-    number of collectives; a rank with fewer packs runs empty ones."""
+    """This rank's minibatches of a rollout. All ranks make the same number of collectives: a rank with fewer packs than
+    another runs empty ones. Of the others' packs it works out the number, by lengths."""
     size = cfg.policy.train_global_batch_size or len(samples)
-    packing = cfg.policy.sequence_packing
+    max_tokens, share_prefix = cfg.policy.pack_tokens(device.type), cfg.policy.sequence_packing.share_prefix
     for sample, adv in zip(samples, adv_B, strict=True):
         sample.advantage = adv
     minibatches = []
     for first in range(0, len(samples), size):
         # A sample that was filtered out takes no part in any forward.
         members = [sample for sample in samples[first : first + size] if sample.mask.any()]
-        shares = assign_to_ranks(members, ranks.world_size, packing.train_mb_tokens, packing.share_prefix)
-        packs_of_rank = [pack_samples(share, packing.train_mb_tokens) for share in shares]
-        num_packs = max(1, *map(len, packs_of_rank))  # one also where everything was filtered out
-        packs = packs_of_rank[ranks.rank]
-        packs += [empty_pack()] * (num_packs - len(packs))
+        shares = assign_to_ranks(members, ranks.world_size, max_tokens, share_prefix)
+        packs = pack_samples(shares[ranks.rank], max_tokens)
+        most_packs = max(1, *(num_packs(share, max_tokens) for share in shares))  # 1 also for no members
+        packs += [empty_pack()] * (most_packs - len(packs))
         num_computed = sum(num_input_tokens(part) for share in shares for part in share)
         minibatches.append(Minibatch([to_device(pack, device) for pack in packs], num_computed))
     return minibatches

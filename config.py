@@ -208,8 +208,9 @@ class DTensorConfig:
 
 @dataclass(frozen=True, slots=True)
 class SequencePackingConfig:
-    train_mb_tokens: int = key(2048, ">= 1")
-    """A pack (micro-batch) holds at most this many tokens; no sequence is split."""
+    train_mb_tokens: int | None = key(None, ">= 1")
+    """A pack (micro-batch) holds at most this many tokens; no sequence is split. null means 8192 on CUDA and 2048 on
+    CPU, or max_total_sequence_length if that is more."""
     share_prefix: bool = True
     """The samples of a prompt that lie in one pack share it: it is computed once."""
 
@@ -292,8 +293,11 @@ class PolicyConfig:
     """The trainer computes in this type; its master weights are float32."""
     kernel_backend: Literal["auto", "triton", "torch"] = "auto"
     """The output layer and the loss run on these kernels; auto means triton on CUDA and torch elsewhere."""
+    compile: bool | None = None
+    """torch.compile fuses what each block does before and after its attention. null means true on CUDA and false on
+    CPU, where true is refused."""
     logprob_chunk_size: int | None = key(None, ">= 1")
-    """With triton, the logits of this many response tokens are in memory at once; null means 3.5 GiB of them."""
+    """With triton, the logits of this many response tokens are in memory at once; null means 3.25 GiB of them."""
     train_global_batch_size: int | None = key(None, ">= 1")
     """An optimizer step trains on this many samples; null means the whole rollout."""
     ppo_epochs: int = key(1, ">= 1")
@@ -307,6 +311,11 @@ class PolicyConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     generation: GenerationConfig = GenerationConfig()
+
+    def pack_tokens(self, device_type: str) -> int:
+        """train_mb_tokens, or what its null means on "cuda" or "cpu"."""
+        default = 8192 if device_type == "cuda" else 2048
+        return self.sequence_packing.train_mb_tokens or max(default, self.max_total_sequence_length)
 
 
 @dataclass(frozen=True, slots=True)

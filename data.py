@@ -7,6 +7,7 @@ Problem -> Sample (rollout.py) -> Pack (here) -> MicroBatch (batch.py). Does not
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heapreplace
 
 import numpy as np
 
@@ -127,46 +128,47 @@ def assign_to_ranks(
 
     Large parts save tokens, small ones balance the ranks: of several sizes, that whose most loaded rank has least.
     """
-    splits = [_split_groups(samples, num_parts, max_tokens) for num_parts in (1, 2, 4, 8) if share_prefix]
+    groups = groups_of(samples)
+    sizes = (1, 2, 4, 8) if share_prefix and len(groups) < len(samples) else ()  # else nobody can share
+    splits = [[part for group in groups for part in _split(group, size, max_tokens)] for size in sizes]
     splits.append([[sample] for sample in samples])
     shares_of_splits = [balance(split, world_size) for split in splits]
     return min(shares_of_splits, key=lambda shares: max(sum(map(num_input_tokens, share)) for share in shares))
 
 
-def _split_groups(samples: Sequence[Sample], num_parts: int, max_tokens: int) -> list[list[Sample]]:
-    """Groups, each cut into about `num_parts` equal parts of <= `max_tokens` input tokens."""
-    parts = []
-    for group in groups_of(samples):
-        lengths = [len(sample.output_ids) - 1 for sample in group]
-        room = min(max_tokens - len(group[0].prompt_ids), max(-(-sum(lengths) // num_parts), *lengths))
-        parts += [[group[i] for i in members] for members in first_fit(lengths, room)]
-    return parts
+def _split(group: list[Sample], num_parts: int, max_tokens: int) -> list[list[Sample]]:
+    """The group in about `num_parts` equal parts of <= `max_tokens` input tokens."""
+    lengths = [len(sample.output_ids) - 1 for sample in group]
+    room = min(max_tokens - len(group[0].prompt_ids), max(-(-sum(lengths) // num_parts), *lengths))
+    return [[group[i] for i in members] for members in first_fit(lengths, room)]
 
 
 def balance(parts: Sequence[list[Sample]], world_size: int) -> list[list[list[Sample]]]:
     """The parts of each rank: longest first to the least loaded rank, ties to the lowest."""
-    load = [0] * world_size
     shares: list[list[list[Sample]]] = [[] for _ in range(world_size)]
+    heap = [(0, 0, rank) for rank in range(world_size)]  # (tokens, parts, rank)
     for part in sorted(parts, key=num_input_tokens, reverse=True):
-        rank = min(range(world_size), key=lambda r: (load[r], len(shares[r]), r))
-        load[rank] += num_input_tokens(part)
+        load, num_parts, rank = heap[0]
+        heapreplace(heap, (load + num_input_tokens(part), num_parts + 1, rank))
         shares[rank].append(part)
     return shares
 
 
 def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Indices of what lies in each pack of <= `max_tokens`: first-fit decreasing."""
-    packs: list[list[int]] = []
-    room: list[int] = []
+    packs: list[list[int]] = [[] for _ in lengths]
+    room = np.full(len(lengths), max_tokens)
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         assert lengths[i] <= max_tokens, f"sample of {lengths[i]} tokens, packs of {max_tokens}"
-        number = next((number for number, tokens in enumerate(room) if lengths[i] <= tokens), len(packs))
-        if number == len(packs):
-            packs.append([])
-            room.append(max_tokens)
+        number = (room >= lengths[i]).argmax()
         packs[number].append(i)
         room[number] -= lengths[i]
-    return packs
+    return [pack for pack in packs if pack]
+
+
+def num_packs(parts: Sequence[list[Sample]], max_tokens: int) -> int:
+    """How many packs `pack_samples` makes of them, by their lengths only."""
+    return len(first_fit([num_input_tokens(part) for part in parts], max_tokens))
 
 
 def pack_samples(parts: Sequence[list[Sample]], max_tokens: int) -> list[Pack]:
@@ -216,6 +218,5 @@ def _pack(parts: list[list[Sample]]) -> Pack:
 
 def empty_pack() -> Pack:
     """One token, no response token: what a rank with fewer packs runs so that every rank joins every collective."""
-    zero, none = np.zeros(1, np.int64), np.zeros(0, np.int64)
-    floats = np.zeros(0, np.float32)
-    return Pack(zero, zero, np.int32([0, 1]), zero - 1, none, none, floats, floats, none, floats)
+    zero, floats = np.zeros(1, np.int64), np.zeros(0, np.float32)
+    return Pack(zero, zero, np.int32([0, 1]), zero - 1, zero[:0], zero[:0], floats, floats, zero[:0], floats)

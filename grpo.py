@@ -107,13 +107,13 @@ def train(run: setup.Run) -> None:
                 run.reference.follow(model, cfg.grpo, step)
 
         with timer("prepare_for_generation"):
-            sync_weights(model, run.engine, step)
+            num_sync_bytes = sync_weights(model, run.engine, step)
 
         metrics = sample_metrics(samples.generated, samples.trained) | samples.metrics | advantage_metrics
         metrics |= training_metrics(step_sums, mask_metrics, minibatches, cfg)
         metrics |= {"grad_norm": grad_norm, "lr": optimizer.param_groups[0]["lr"], "num_bad_steps": num_bad_steps}
-        metrics |= setup.check_engine(run, step)
-        setup.end_step(run, samples, metrics)
+        metrics |= {"weight_sync_bytes": num_sync_bytes} | setup.check_engine(run, step)
+        setup.end_step(run, samples, minibatches, metrics)
         if setup.validation_is_due(run):
             validate(run)
         setup.save_if_due(run)

@@ -84,7 +84,7 @@ def _size_problems(cfg: Config, world_size: int) -> Iterator[str]:
         )
     total, new = cfg.policy.max_total_sequence_length, generation.max_new_tokens
     pack, total_key = cfg.policy.sequence_packing.train_mb_tokens, f"policy.max_total_sequence_length={total}"
-    if pack < total:
+    if pack is not None and pack < total:
         yield f"policy.sequence_packing.train_mb_tokens={pack} is less than {total_key}: use {total} or more"
     if new > total:
         yield f"policy.generation.max_new_tokens={new} is more than {total_key}: lower it to {total} or less"

@@ -20,6 +20,7 @@ from config import CheckpointingConfig, ConfigError, LoggerConfig
 from data import Sample
 from hf.files import open_regular
 from hf.tokenizer import Tokenizer
+from run.metrics import Numbers
 
 TIMING_NAMES = {"prepare_for_generation": "prepare_for_generation/total"}  # NeMo RL's name
 PHASES = {"gen": "generation", "data": "data_processing", "train": "policy_training", "sync": "prepare_for_generation"}
@@ -50,6 +51,7 @@ class RunLog:
         if self.tensorboard:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
+            self.tensorboard.flush()  # a process may end without a word
 
     def samples(self, step: int, kind: str, samples: list[Sample], tokenizer: Tokenizer, num_print: int = 0) -> None:
         """The first conversations to samples.jsonl, `num_print` of them to the console."""
@@ -64,24 +66,13 @@ class RunLog:
             if i < num_print:
                 print(f"    [{kind}] {prompt!r} -> {reply!r}  {sample.outcome}, reward {sample.reward:g}", flush=True)
 
-    def step(self, step: int, train: dict[str, float], seconds: dict[str, float], world_size: int) -> None:
+    def step(self, step: int, train: Numbers, seconds: Numbers, performance: Numbers) -> None:
         """A training step: its object in metrics.jsonl and its one readable line."""
-        total = seconds["total_step_time"]
-        tokens, samples = train["total_num_tokens"], train["global_valid_seqs"]
-        tokens_per_sec = tokens / total
-        values = {f"train/{name}": value for name, value in train.items()}
-        values |= {f"timing/train/{TIMING_NAMES.get(name, name)}": value for name, value in seconds.items()}
-        values["performance/train_tokens"] = values.pop("train/train_tokens")
-        values["performance/tokens_per_sec"] = tokens_per_sec
-        values["performance/samples_per_sec"] = samples / total
-        per_gpu = {
-            "performance/tokens_per_sec_per_gpu": tokens_per_sec,
-            "performance/samples_per_sec_per_gpu": samples / total,
-            "timing/train/valid_tokens_per_sec_per_gpu": train["global_valid_toks"] / total,
-            "performance/policy_training_tokens_per_sec_per_gpu": tokens / seconds["policy_training"],
-            "performance/generation_tokens_per_sec_per_gpu": train["total_gen_tokens"] / seconds["generation"],
-        }
-        values |= {name: rate / world_size for name, rate in per_gpu.items()}
+        total, tokens_per_sec = seconds["total_step_time"], performance["performance/tokens_per_sec"]
+        values = {f"train/{name}": value for name, value in train.items() if name != "train_tokens"}
+        values |= {
+            f"timing/train/{TIMING_NAMES.get(name, name)}": value for name, value in seconds.items()
+        } | performance
         self.metrics(step, values)
         self.tokens_per_sec.append(tokens_per_sec)
         eta = (time.perf_counter() - self.start) / (step - self.first_step + 1) * (self.num_steps - step)

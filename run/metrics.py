@@ -1,4 +1,4 @@
-"""Numbers of a step: of its samples, and of its loss, reduced over micro-batches and ranks.
+"""Numbers of a step: of its samples, of its loss, reduced over micro-batches and ranks, and of its speed.
 
 The reduction rule, which loss.py is written for: a pair (sum, count) adds up on both sides and is divided once, at the
 very end; a name that ends in `_min` or `_max` takes the extremum; any other scalar adds up. Never a mean of means
@@ -14,10 +14,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from batch import MicroBatch, Minibatch
+from config import PolicyConfig
 from data import Sample, groups_of
 from envs import OUTCOMES
+from hf.model_config import ModelConfig
 
 Metric = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Numbers = dict[str, float]  # a metric's name -> its value
+
+# Dense bfloat16 TFLOP/s by torch.cuda.get_device_name; a part of a GPU (MIG) has another name. From NVIDIA's data
+# sheets, which print twice as much: with sparsity.
+PEAK_TFLOPS = dict.fromkeys(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"), 312.0)
+PEAK_TFLOPS |= dict.fromkeys(("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"), 312.0)
+PEAK_TFLOPS |= dict.fromkeys(("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"), 989.5)
+PEAK_TFLOPS |= {"NVIDIA H100 PCIe": 756.5, "NVIDIA H100 NVL": 835.5, "NVIDIA H200 NVL": 835.5}
+PEAK_TFLOPS |= {"NVIDIA B200": 2250.0, "NVIDIA B300": 2250.0, "NVIDIA GB200": 2500.0}
 
 
 def accumulate(total: dict[str, Metric], new: dict[str, Metric]) -> None:
@@ -116,6 +128,57 @@ def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> di
         "natural_termination_rate": _mean(s.finish_reason == "stop" for s in generated),
         "max_turns_reached_rate": _mean(s.finish_reason == "max_turns" for s in generated),
     }
+
+
+def train_flops(config: ModelConfig, micros: Iterable[MicroBatch]) -> int:
+    """FLOPs of one forward and backward of these micro-batches. Nothing is read from a device.
+
+    "Model FLOPs" (PaLM, arXiv 2204.02311, appendix B): the matmuls that log-probabilities and their gradients need. A
+    weight of a block's matrix: 6 for each token of a pack, where a shared prompt is once. Attention: 12 N H for each
+    layer and pair of a query and a key that it sees. Head: 2 D V for each row, and 4 D V for each that can have a
+    gradient. Not counted: what backward computes again (activations, scores of flash attention, logits of two passes).
+    """
+    matrices = [shape for name, shape in config.tensor_shapes() if ".layers." in name and len(shape) == 2]
+    num_weights = sum(map(math.prod, matrices))
+    pair_flops = 12 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    flops = 0
+    for micro in micros:
+        length_S = np.diff(micro.cu_seqlens).astype(np.int64)
+        prefix_length_S = np.where(micro.prefix_S >= 0, length_S[micro.prefix_S], 0)
+        num_pairs = int((length_S * (length_S + 1) // 2 + length_S * prefix_length_S).sum())
+        head = (2 * len(micro.pos_R) + 4 * micro.num_grad_rows) * config.hidden_size * config.vocab_size
+        flops += 6 * num_weights * len(micro.token_T) + pair_flops * num_pairs + head
+    return flops
+
+
+def performance_metrics(
+    train: Numbers, seconds: Numbers, minibatches: list[Minibatch], model: ModelConfig, policy: PolicyConfig
+) -> Numbers:
+    """How fast a step was: names and TFLOP/s as NeMo RL has them (`performance_metrics`, nemo_rl/algorithms/utils.py,
+    7ea279a). train, seconds: the step's metrics and phases. What was not done has no rate (scoring), and a device of
+    unknown peak no utilisation. A collective of all ranks."""
+    micros = [micro for minibatch in minibatches for micro in minibatch.micros]
+    flops = torch.tensor(policy.ppo_epochs * train_flops(model, micros), dtype=torch.float64)
+    dist.all_reduce(flops)
+    tokens, total = train["total_num_tokens"], seconds["total_step_time"]
+    training, scoring = seconds["policy_training"], seconds["policy_and_reference_logprobs"]
+    rates = {
+        "tokens_per_sec": tokens / total,
+        "samples_per_sec": train["global_valid_seqs"] / total,
+        "generation_tokens_per_sec": train["total_gen_tokens"] / seconds["generation"],
+        "training_worker_group_tokens_per_sec": tokens / (training + scoring),
+    }
+    values = {f"performance/{name}": rate for name, rate in rates.items()}
+    rates |= {"policy_training_tokens_per_sec": tokens / training, "train_flops": flops.item() / training / 1e12}
+    if micros[0].old_logp_R is not None or micros[0].ref_logp_R is not None:
+        rates["policy_and_reference_logprobs_tokens_per_sec"] = tokens / scoring
+    values |= {f"performance/{name}_per_gpu": rate / dist.get_world_size() for name, rate in rates.items()}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    if policy.precision == "bfloat16" and device in PEAK_TFLOPS:
+        values["performance/train_fp_utilization"] = values["performance/train_flops_per_gpu"] / PEAK_TFLOPS[device]
+    values["performance/train_tokens"] = train["train_tokens"]
+    values["timing/train/valid_tokens_per_sec_per_gpu"] = train["global_valid_toks"] / total / dist.get_world_size()
+    return values
 
 
 def _mean(values: Iterable[float]) -> float:

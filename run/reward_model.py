@@ -51,7 +51,7 @@ class RewardModel:
         self.tokenizer = tokenizer
         self.device = device
         self.max_model_len = cfg.env.reward_model.max_model_len
-        self.pack_tokens = max(cfg.policy.sequence_packing.train_mb_tokens, self.max_model_len)
+        self.pack_tokens = max(cfg.policy.pack_tokens(device.type), self.max_model_len)
         self.pad_token_id = read_json(folder / "config.json").get("pad_token_id")
         model = load_policy(folder, device="cpu", mesh=mesh, precision=precision, decoder=RewardDecoder)
         self.model = model.requires_grad_(False).to(getattr(torch, precision))

@@ -3,6 +3,8 @@
 The algorithm is `train` in grpo.py. Nothing here computes a loss, an advantage or a pack.
 """
 
+import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import config
-from batch import needs_old_logps
+from batch import Minibatch, needs_old_logps
 from engine import Engine, check_canary
 from graders.pool import GraderPool
 from hf.weights import save_hf
@@ -24,6 +26,7 @@ from run import checkpoint
 from run.config_check import must_save_by_seconds
 from run.log import RunLog, Timers
 from run.loss_path import choose_loss_path
+from run.metrics import performance_metrics
 from run.preflight import RunInputs, num_steps_of, warmup_problem
 from run.resume import checkpoint_folder
 from run.reward_model import RewardModel
@@ -98,7 +101,7 @@ def set_up(
         optimizer=build_optimizer(model, cfg.policy.optimizer),
         engine=engine,
         sampler=sampler,
-        reference=Reference(model) if cfg.loss_fn.reference_policy_kl_penalty > 0 else None,
+        reference=Reference(model, reference_dtype(cfg)) if cfg.loss_fn.reference_policy_kl_penalty > 0 else None,
         state=RunState(inputs.train.start(), inputs.train.fingerprints),
         saver=checkpoint.Saver(checkpoint_folder(cfg.checkpointing, folder), cfg.checkpointing, ranks),
         signals=signals,
@@ -126,6 +129,27 @@ def loss_path_of(cfg: config.Config, backend: KernelBackend, device: torch.devic
     )
 
 
+def reference_dtype(cfg: config.Config) -> torch.dtype:
+    """The precision of the forward, but float32 for a reference that is an average of policies."""
+    return torch.float32 if cfg.grpo.ref_policy_update_alpha < 1 else getattr(torch, cfg.policy.precision)
+
+
+def compiles(option: bool | None, device_type: str) -> bool:
+    """What policy.compile means on "cuda" or "cpu". ConfigError where that cannot be."""
+    compiled = device_type == "cuda" if option is None else option
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]  # as Triton looks for one
+    problem = None
+    if device_type != "cuda":
+        problem = "on CPU PyTorch's compiler is off, for vLLM's sampler too; leave this null"
+    elif torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        problem = "TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE has turned PyTorch's compiler off; unset both"
+    elif not any(map(shutil.which, compilers)):
+        problem = f"Triton needs a C compiler, there is no {' or '.join(compilers)}; install gcc, or name yours in CC"
+    if compiled and problem:
+        raise config.ConfigError(f"policy.compile: {problem}, or set policy.compile=false")
+    return compiled
+
+
 def build(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> tuple[Decoder, Engine, Sampler]:
     """The sharded policy with float32 master weights, the engine, which has no weights yet and sleeps, and the sampler
     over it. A collective of all ranks."""
@@ -134,12 +158,15 @@ def build(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.dev
         backend = choose_backend(policy.kernel_backend, device.type, policy.logprob_chunk_size)
     except ValueError as error:
         raise config.ConfigError(f"policy.kernel_backend: {error}") from error
+    compiled = compiles(policy.compile, device.type)
     seed_everything(cfg.grpo.seed)
     mesh = dist.init_device_mesh(device.type, (ranks.world_size,))
     recompute = policy.dtensor_cfg.activation_checkpointing
     model = load_policy(
         inputs.model_folder, device=device, mesh=mesh, precision=policy.precision, activation_checkpointing=recompute
     )
+    if compiled:
+        model.compile_blocks()
     model.temperature = policy.generation.temperature
     model.vocab_limit = inputs.tokenizer.vocab_size
     model.backend = backend
@@ -148,8 +175,10 @@ def build(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.dev
     flash = uses_flash_attention(device.type, getattr(torch, policy.precision))
     ranks.print_rank0(
         f"policy: {size / 1e6:,.1f} M parameters, {policy.precision}, FSDP2 over {ranks.world_size} ranks; "
-        f"{backend.describe(inputs.tokenizer.vocab_size)}; {model.loss_path.describe()}; "
-        f"attention: {'varlen_attn' if flash else 'SDPA by runs of equal length'}; starting the engine"
+        f"{backend.describe(model.config.vocab_size)}; {model.loss_path.describe()}; "
+        f"attention: {'varlen_attn' if flash else 'SDPA by runs of equal length'}; "
+        f"{'compiled' if compiled else 'eager'} blocks; packs of {policy.pack_tokens(device.type):,} tokens; "
+        "starting the engine"
     )
     reward_model = RewardModel(*inputs.reward_model, cfg, device, mesh) if inputs.reward_model else None
     engine = Engine(inputs.model_folder, inputs.tokenizer, cfg)
@@ -196,7 +225,7 @@ def steps(run: Run) -> Iterator[int]:
         yield step
 
 
-def end_step(run: Run, samples: StepSamples, metrics: dict[str, float]) -> None:
+def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metrics: dict[str, float]) -> None:
     """Counts the step and logs it. Raises Interrupted on all ranks when a signal asks any of them to stop."""
     state = run.state
     state.step += 1
@@ -205,8 +234,10 @@ def end_step(run: Run, samples: StepSamples, metrics: dict[str, float]) -> None:
     state.total_valid_tokens += metrics["global_valid_toks"]
     run.metrics = metrics
     run.saver.poll()  # before the step is logged: a kill costs at most save_period steps of those in the log
+    seconds = run.timer.take()
+    performance = performance_metrics(metrics, seconds, minibatches, run.model.config, run.cfg.policy)
     if run.log:
-        run.log.step(state.step, metrics, run.timer.take(), run.ranks.world_size)
+        run.log.step(state.step, metrics, seconds, performance)
         run.log.samples(state.step, "train", samples.trained, run.inputs.tokenizer)
     run.told_to_stop = any_rank(run.signals.pending())
     if run.told_to_stop and not run.is_finished:

@@ -1,5 +1,6 @@
 """From samples to packs on the device: who gets what, which rows come first, what is masked, what is counted."""
 
+import tracemalloc
 from dataclasses import fields
 
 import numpy as np
@@ -9,6 +10,7 @@ from dist_case import make_samples, settings
 from loop import CPU
 
 import config
+import data
 from batch import finish_minibatches, make_minibatches, needs_old_logps
 from kernels import KernelBackend
 from run.setup import loss_path_of
@@ -71,6 +73,51 @@ def test_every_sample_is_in_one_pack_of_its_minibatch(step, world_size):
         assert all(micro.token_T.tolist() == [0] and micro.num_grad_rows == 0 for micro in empty)
         assert bool(empty) == (world_size == 16)
     assert all(len(of_rank) == 3 for of_rank in of_ranks)
+
+
+@pytest.mark.parametrize("share_prefix", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3, 30])
+def test_each_rank_builds_only_its_packs_and_they_are_those_of_all(step, world_size, share_prefix, monkeypatch):
+    """Against the packs of all ranks, built one rank after another and filled up to the same number: to the bit."""
+    samples, adv_B = step
+    samples[3].mask[:] = False  # filtered out
+    cfg = settings(policy={"sequence_packing": config.SequencePackingConfig(64, share_prefix)})
+    for sample, adv in zip(samples, adv_B, strict=True):
+        sample.advantage = adv
+    members = [sample for sample in samples if sample.mask.any()]
+    shares = data.assign_to_ranks(members, world_size, 64, share_prefix)
+    expected = [data.pack_samples(share, 64) for share in shares]
+    most = max(map(len, expected))
+    built = []
+    make_pack = data._pack
+    monkeypatch.setattr(data, "_pack", lambda parts: built.append(parts) or make_pack(parts))
+    for number, packs in enumerate(expected):
+        built.clear()
+        (minibatch,) = make_minibatches(samples, adv_B, cfg, rank(number, world_size), CPU)
+        assert len(built) == len(packs) and len(minibatch.micros) == most
+        for micro, pack in zip(minibatch.micros, packs + [data.empty_pack()] * (most - len(packs)), strict=True):
+            for field in fields(pack):
+                array, other = np.asarray(getattr(micro, field.name)), getattr(pack, field.name)
+                assert array.dtype == other.dtype and array.tobytes() == other.tobytes(), field.name
+    assert any(len(packs) < most for packs in expected) or world_size < 30
+
+
+def test_a_rank_of_many_has_memory_for_its_share_only():
+    """1,024 samples of 512 tokens on 64 ranks: 16 samples of 52 bytes a token, and what is passing while they are cut.
+    Packs of all ranks would be 64 times as much. (Of 16,384 x 8,192 tokens: bench/packing.py.)"""
+    ids, logps, mask = np.arange(512, dtype=np.int32), np.zeros(512, np.float32), np.ones(512, bool)
+    rest = {"finish_reason": "stop", "weight_version": 0, "reward": 1.0}
+    samples = [
+        data.Sample(i // 8, i % 8, 0, [1] * 100, ids[:413], logps[:413], mask[:413], **rest) for i in range(1024)
+    ]
+    cfg = settings(policy={"sequence_packing": config.SequencePackingConfig(1024)})
+    tracemalloc.start()
+    (minibatch,) = make_minibatches(samples, [1.0] * 1024, cfg, rank(0, 64), CPU)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    tensors = [getattr(micro, field.name) for micro in minibatch.micros for field in fields(data.Pack)]
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    assert 16 * 413 * 36 <= num_bytes <= 16 * 512 * 52 and peak <= 3 * num_bytes
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -30,7 +30,7 @@ def test_defaults_are_nemo_rls():
     assert cfg.grpo.advantage_clip_low is cfg.grpo.advantage_clip_high is cfg.grpo.seq_logprob_error_threshold is None
     assert dataclasses.astuple(cfg.policy.optimizer.kwargs) == (5e-6, 0.01, (0.9, 0.999), 1e-8)
     assert dataclasses.astuple(cfg.policy.scheduler) == ("constant", 50, 0.1, 0.0)
-    assert cfg.policy.sequence_packing.train_mb_tokens == 512 * 4
+    assert cfg.policy.pack_tokens("cpu") == 512 * 4 and cfg.policy.sequence_packing.train_mb_tokens is None
 
 
 def test_config_is_frozen():
@@ -76,6 +76,17 @@ def test_neither_torch_nor_vllm_is_imported():
     code = "import sys, config; print([m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_how_many_tokens_a_pack_holds():
+    """As many as the key says; without it as many as the device likes, and always a whole sequence."""
+    policy = PolicyConfig(max_total_sequence_length=4096)
+    assert [policy.pack_tokens(device) for device in ("cuda", "cpu")] == [8192, 4096]
+    assert PolicyConfig(max_total_sequence_length=32_768).pack_tokens("cuda") == 32_768
+    packing = dataclasses.replace(policy.sequence_packing, train_mb_tokens=5000)
+    assert dataclasses.replace(policy, sequence_packing=packing).pack_tokens("cuda") == 5000
+    data = [f"data.{key}.data_path=a.jsonl" for key in ("train", "validation")]
+    validate(load(ROOT / "configs/smoke.yaml", [*data, "policy.max_total_sequence_length=4096"]), 1)
 
 
 # --- messages -------------------------------------------------------------------------------------

@@ -65,6 +65,62 @@ def test_rank_shares_by_hand():
     assert prompts(2, 5, 9, 5, 4) == [[1, 3], [0, 2]]
     assert prompts(2, 2, 2, 2, 2) == [[0, 2], [1, 3]]
     assert prompts(3, 3) == [[0], [], []]
+    # 8 tokens each, the first rank's in three parts: the next goes to a rank of two.
+    assert prompts(3, 6, 5, 5, 3, 3, 1, 1, 1) == [[0, 5, 6], [1, 3, 7], [2, 4]]
+
+
+def plain_first_fit(lengths, max_tokens):
+    """By its words: the longest first, each into the first pack with room, else into a new one."""
+    packs = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        pack = next((pack for pack in packs if sum(lengths[k] for k in pack) + lengths[i] <= max_tokens), None)
+        packs += [] if pack else [pack := []]
+        pack.append(i)
+    return packs
+
+
+def plain_shares(samples, world_size, max_tokens, share_prefix):
+    """By its words: every split of the groups, its parts to the least loaded rank; that of the least peak load."""
+
+    def size(part):
+        return len(part[0].prompt_ids) + sum(len(sample.output_ids) - 1 for sample in part)
+
+    splits = []
+    for num_parts in (1, 2, 4, 8) if share_prefix else ():
+        splits.append([])
+        for prompt in dict.fromkeys(sample.prompt for sample in samples):
+            group = [sample for sample in samples if sample.prompt == prompt]
+            lengths = [len(sample.output_ids) - 1 for sample in group]
+            room = max(-(-sum(lengths) // num_parts), *lengths)
+            room = min(room, max_tokens - len(group[0].prompt_ids))
+            splits[-1] += [[group[i] for i in members] for members in plain_first_fit(lengths, room)]
+    best = None
+    for split in [*splits, [[sample] for sample in samples]]:
+        loads, shares = [0] * world_size, [[] for _ in range(world_size)]
+        for part in sorted(split, key=size, reverse=True):
+            rank = min(range(world_size), key=lambda r: (loads[r], len(shares[r]), r))
+            loads[rank] += size(part)
+            shares[rank].append(part)
+        if best is None or max(loads) < best[0]:
+            best = (max(loads), shares)
+    return best[1]
+
+
+@pytest.mark.parametrize("share_prefix", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 7, 30])
+def test_shares_and_packs_are_those_of_the_plain_way(world_size, share_prefix):
+    """Also for groups of one, for responses of one id, and where a prompt fills a pack."""
+    alone = [sample_of(i, 5 + i % 7, 1 + i % 3) for i in range(40)]
+    for samples in (random_groups(2), random_groups(3), alone, [sample_of(0, 80, 1, g) for g in range(3)], []):
+        shares = data.assign_to_ranks(samples, world_size, 80, share_prefix)
+        expected = plain_shares(samples, world_size, 80, share_prefix)
+        assert [[list(map(id, part)) for part in share] for share in shares] == [
+            [list(map(id, part)) for part in share] for share in expected
+        ]
+        for share in shares:
+            lengths = [data.num_input_tokens(part) for part in share]
+            assert data.first_fit(lengths, 80) == plain_first_fit(lengths, 80)
+            assert data.num_packs(share, 80) == len(data.pack_samples(share, 80))
 
 
 def test_a_group_stays_together_where_it_fits():

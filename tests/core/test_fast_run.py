@@ -29,7 +29,7 @@ GREEDY = engine_module.SamplingOptions(temperature=0.0, max_new_tokens=30)
 
 def use_stand_in(monkeypatch):
     """In a whole session engine.py has the real vLLM by now."""
-    for name in ("LLM", "SamplingParams", "RequestOutputKind"):
+    for name in ("LLM", "EngineArgs", "SamplingParams", "RequestOutputKind"):
         monkeypatch.setattr(engine_module, name, getattr(fake_vllm, name))
 
 
@@ -139,10 +139,11 @@ def make_engine(folder, max_total_tokens=64):
     return engine_module.Engine(folder, Tokenizer(folder), config.Config(policy=policy))
 
 
-def test_the_engine_on_cuda_sleeps_and_wakes_in_order(stand_in, monkeypatch):
+def test_the_engine_on_cuda_sleeps_and_wakes_in_order(stand_in, one_rank, monkeypatch):
     """Weights wake, are sent, and only then does the KV cache get its memory; fake_vllm asserts what it is used for."""
     policy = load_policy(STARTER, device="cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     engine = make_engine(STARTER)
     assert engine.param_names == {name for name, _ in policy.named_parameters()}, "tied: the head has no name"
     engine.sleep()

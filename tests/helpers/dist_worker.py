@@ -1,19 +1,24 @@
 """One rank of tests/system/test_ranks.py, under torchrun with 2: dist_worker.py MODEL_FOLDER RESULT_FOLDER
 
-Writes what 2 ranks compute: gradients of an unevenly split batch, then greedy tokens of one engine over both ranks.
+Writes what 2 ranks compute: gradients of an unevenly split batch, what a weight sync sends and gathers, then greedy
+tokens of one engine over both ranks.
 """
 
 import json
 import sys
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
+import torch
 import torch.distributed as dist
 from dist_case import PROMPTS, make_samples, packs_of, rank_share
 from loop import train_once
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
 import data
@@ -36,6 +41,48 @@ class Disagrees(envs.Environment):
     def step(self, turns):
         observation = ({"role": "user", "content": f"rank {self.rank}"},)
         return [envs.StepResult(1.0 + self.rank, "wrong", done=False, observation=observation) for _ in turns]
+
+
+class Collectives(TorchDispatchMode):
+    """The name of each collective and the bytes it leaves on this rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # comes again as what it does to the parts
+        result = func(*args, **kwargs or {})
+        if "c10d" in func.namespace and not func.__name__.startswith(("wait", "_wrap")):
+            tensor = result if isinstance(result, torch.Tensor) else args[0]
+            self.seen.append((func.__name__, tensor.nbytes))
+        return result
+
+
+def sync_facts(folder, mesh):
+    """What `full_tensors` gives and gathers, for each precision of the policy and of the engine."""
+    facts = {}
+    for precision, dtype in product(("float32", "bfloat16"), (torch.float32, torch.bfloat16)):
+        model = load_policy(folder, device="cpu", mesh=mesh, precision=precision)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.to_local().mul_(1 + 2**-13)  # the files' numbers fit into bfloat16
+        expected = {name: param.full_tensor().to(dtype) for name, param in model.named_parameters()}
+        with Collectives() as collectives:
+            sent = dict(full_tensors(model, dtype))
+        facts[f"{precision} to {dtype}"] = {
+            "same_names": list(sent) == list(expected),
+            "same_values": all(torch.equal(tensor, expected[name]) for name, tensor in sent.items()),
+            "dtypes": sorted({str(tensor.dtype) for tensor in sent.values()}),
+            "itemsize": dtype.itemsize,
+            "num_parameters": sum(param.numel() for param in model.parameters()),
+            "num_tensors": len(sent),
+            "num_blocks": len(model.model["layers"]),
+            "bytes_sent": sum(tensor.nbytes for tensor in sent.values()),
+            "collectives": collectives.seen,
+        }
+    return facts
 
 
 def two_turns(engine, tokenizer, ranks):
@@ -61,6 +108,8 @@ if __name__ == "__main__":
     with mock.patch("batch.assign_to_ranks", lambda *_: shares):
         metrics, gradients = train_once(policy, samples, adv_B, packs_of(40), ranks)
 
+    facts = sync_facts(folder, dist.init_device_mesh("cpu", (2,)))
+
     generation = config.GenerationConfig(vllm_cfg=config.VllmConfig(tensor_parallel_size=2))
     policy_cfg = config.PolicyConfig(precision="float32", max_total_sequence_length=128, generation=generation)
     engine = Engine(folder, tokenizer, config.Config(policy=policy_cfg))
@@ -69,7 +118,7 @@ if __name__ == "__main__":
     greedy = [completion.ids.tolist() for completion in completions]
     conversations = two_turns(engine, tokenizer, ranks)
     (results / f"rank_{ranks.rank}.json").write_text(
-        json.dumps({"metrics": metrics, "greedy": greedy, "conversations": conversations})
+        json.dumps({"metrics": metrics, "sync": facts, "greedy": greedy, "conversations": conversations})
     )
     if ranks.rank == 0:
         save_file(gradients, results / "gradients.safetensors")

@@ -48,15 +48,16 @@ class RecordingEngine:
         self.calls: list[str] = []
         self.weights: dict[str, torch.Tensor] = {}
 
-    def sleep(self) -> None:
-        self.calls.append("sleep")
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        self.calls.append("sleep, weights kept" if keep_weights else "sleep")
 
     def wake(self, part: str) -> None:
         self.calls.append(f"wake {part}")
 
-    def sync(self, weights, version: int) -> None:
+    def sync(self, weights, version: int) -> int:
         self.calls.append(f"sync {version}")
         self.weights = {name: tensor.clone() for name, tensor in weights}
+        return sum(tensor.nbytes for tensor in self.weights.values())
 
 
 def make_run(

@@ -73,10 +73,10 @@ def one(name: str, ranks: Ranks, folder: Path) -> dict:
     fault, num_steps, overrides = CASES[name]
     found = {}
 
-    def end_step(run, samples, metrics):
+    def end_step(run, samples, minibatches, metrics):
         keys = ("loss", "grad_norm", "num_bad_steps", "num_nonfinite_sampler_logp")
         found["numbers"] = {key: repr(float(metrics[key])) for key in keys}
-        END(run, samples, metrics)
+        END(run, samples, minibatches, metrics)
 
     def train(run):
         before = [param.to_local().clone() for param in run.model.parameters()]

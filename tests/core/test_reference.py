@@ -1,0 +1,123 @@
+"""The reference policy: where its weights lie, in which type, and that nothing is lost by that."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from dist_case import settings
+from hf_folders import make_pack, response_rows
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from config import CheckpointingConfig
+from hf.weights import sharded_parameters
+from model import Reference, load_policy
+from optim import build_optimizer
+from run import checkpoint
+from run.setup import reference_dtype
+
+
+@pytest.fixture
+def policy(one_rank, tiny):
+    return load_policy(tiny[0], device="cpu", mesh=one_rank[2], precision="bfloat16")
+
+
+@torch.no_grad()
+def logps(model):
+    pack = make_pack([30, 5])
+    return torch.stack(model(*pack, *response_rows([30, 5], pack[0])))
+
+
+@torch.no_grad()
+def shift(model):
+    for param in model.parameters():
+        param.mul_(1.1)
+
+
+def shards(model):
+    return {name: param.to_local().detach().clone() for name, param in sharded_parameters(model).items()}
+
+
+def test_in_the_precision_of_the_forward_nothing_is_lost(policy):
+    first = logps(policy)
+    references = [Reference(policy), Reference(policy, torch.bfloat16)]
+    shift(policy)
+    moved, moved_shards = logps(policy), shards(policy)
+    assert not torch.equal(moved, first)
+    for reference in references:
+        with reference.in_place_of(policy):
+            assert torch.equal(logps(policy), first)
+        assert torch.equal(logps(policy), moved)
+        assert all(torch.equal(shard, moved_shards[name]) for name, shard in shards(policy).items())
+    sizes = [sum(rows.nbytes for rows in reference.shards.values()) for reference in references]
+    assert sizes[0] == 2 * sizes[1] > 0
+
+
+def test_it_is_an_average_in_float32_or_a_copy(policy):
+    grpo = settings(grpo={"ref_policy_update_period": 2, "ref_policy_update_alpha": 0.25}).grpo
+    average, copy, first = Reference(policy), Reference(policy, torch.bfloat16), shards(policy)
+    shift(policy)
+    now = shards(policy)
+    average.follow(policy, grpo, 1)
+    assert all(torch.equal(rows, first[name]) for name, rows in average.shards.items())
+    average.follow(policy, grpo, 2)
+    copy.follow(policy, replace(grpo, ref_policy_update_alpha=1.0), 2)
+    for name, shard in now.items():
+        assert torch.equal(average.shards[name], torch.lerp(first[name], shard, 0.25))
+        assert torch.equal(copy.shards[name], shard.bfloat16()) and copy.shards[name].dtype == torch.bfloat16
+
+
+def test_which_type_the_config_asks_for():
+    def dtype(alpha=1.0, precision="bfloat16"):
+        grpo = {"ref_policy_update_period": 2, "ref_policy_update_alpha": alpha}
+        return reference_dtype(settings(grpo=grpo, policy={"precision": precision}))
+
+    assert dtype() == torch.bfloat16
+    assert dtype(alpha=0.5) == dtype(precision="float32") == torch.float32
+
+
+def test_a_checkpoint_in_the_other_type_is_read(policy, one_rank, tmp_path):
+    """Of a run that kept float32, as all did before there was a choice."""
+    optimizer = build_optimizer(policy, settings().policy.optimizer)
+    saver, reference = checkpoint.Saver(tmp_path, CheckpointingConfig(), one_rank[0]), Reference(policy)
+    with saver:
+        saver.save(1, policy, optimizer, {}, reference.shards, None)
+        saver.finish()
+    resumed = Reference(policy, torch.bfloat16)
+    for rows in resumed.shards.values():
+        rows.zero_()
+    checkpoint.load(tmp_path, policy, optimizer, one_rank[0], resumed.shards, mode=None)
+    assert all(torch.equal(rows, reference.shards[name].bfloat16()) for name, rows in resumed.shards.items())
+
+
+class Copies(TorchDispatchMode):
+    """(target, source, whether the host waits) of each copy, the tensors by their addresses."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func == torch.ops.aten.copy_.default:
+            self.seen.append((args[0].data_ptr(), args[1].data_ptr(), not (args[2:] and args[2])))
+        return func(*args, **(kwargs or {}))
+
+
+def test_for_a_gpu_it_is_pinned_and_lent_without_a_wait(policy, monkeypatch):
+    """This machine cannot pin memory: the request is recorded."""
+    empty, pinned = torch.empty, []
+
+    def recorded(*shape, pin_memory, **options):
+        rows = empty(*shape, **options)
+        pinned.extend([rows.data_ptr()] if pin_memory else [])
+        return rows
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
+        patch.setattr(torch, "empty", recorded)
+        reference = Reference(policy, torch.bfloat16)
+    assert pinned == [rows.data_ptr() for rows in reference.shards.values()]
+    with Copies() as copies, reference.in_place_of(policy):
+        pass
+    lent = {(shard, source): waits for shard, source, waits in copies.seen if source in pinned}
+    addresses = [param.to_local().data_ptr() for param in sharded_parameters(policy).values()]
+    assert lent == dict.fromkeys(zip(addresses, pinned, strict=True), False)
