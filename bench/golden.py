@@ -151,8 +151,9 @@ def replayer(completion_class: type, recording: Path, policy: list) -> type:
                     whole = distribute_tensor(whole, param.device_mesh, param.placements)
                 param.copy_(whole)
             self.weight_version = version
+            return 0
 
-        def sleep(self, *_):
+        def sleep(self, **_):
             pass
 
         def wake(self, *_):

@@ -1,27 +1,40 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, on one machine with one, in at most 9 minutes and one command:
+# Everything that needs a GPU, on one machine with one: two commands of at most 9 minutes, what is worth most first.
 #
-#     bash bench/gpu.sh            GRPO_PYTHON: its Python (default python3); OUT: where results go (default bench/results)
-#     bash bench/gpu.sh --cpu      the same course on a CPU, tiny: whether the scripts work
+#     bash bench/gpu.sh            is it right, and how fast? engine, sync, kernels; our head beside the bare matmuls; a
+#                                  training step, compiled and eager; a sync of 1.5 B; the smoke run
+#     bash bench/gpu.sh peers      other projects' heads beside ours, and more shapes
+#     bash bench/gpu.sh --cpu      both on a CPU, tiny: whether the scripts work (core or peers: one of them)
 #
-# No network is needed. Other heads come from .gpu/peers (bench/pack_peers.sh), a slim vLLM from .gpu/1 (its install.sh)
-# or the Python; what is not there is reported as absent. Every result is written as it ends, each item has a time limit
-# of its own, and an item that fails does not end the others. Exit code 1: a check failed or an item broke off.
+# GRPO_PYTHON: its Python (default python3); OUT: where results go (default bench/results/gpu_<date>). No network is
+# needed. Other heads come from .gpu/peers (bench/pack_peers.sh), a slim vLLM from .gpu/1 (its install.sh) or the Python;
+# what is not there is reported as absent. Every result is written as it ends, each item has a time limit of its own, and
+# an item that fails does not end the others. Exit code 1: a check failed or an item broke off.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${GRPO_PYTHON:-python3}
-dry=()
-[[ ${1:-} == --cpu || -n ${GRPO_GPU_DRY:-} ]] && dry=(--dry)
+parts=() dry=()
+for word in "$@"; do
+    case $word in
+        core|peers) parts+=("$word") ;;
+        --cpu) dry=(--dry) ;;
+        *) echo "gpu.sh: core, peers or --cpu, not '$word'" >&2; exit 2 ;;
+    esac
+done
+((${#parts[@]})) || { ((${#dry[@]})) && parts=(core peers) || parts=(core); }
 out=${OUT:-bench/results/gpu_$(date +%F)}
 mkdir -p "$out"
+log=$out/$(IFS=_; echo "${parts[*]}").log
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 # what the slim vLLM leaves out
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_DEEP_GEMM=0 VLLM_HOST_IP=127.0.0.1
-shapes=(32768,1536,151936 32768,4096,151936 8192,1536,151936 8192,2048,151936 8192,4096,151936 4096,4096,128256)
-main=32768,2048,151936
+# N,D,V:vocab, the tokenizer's part of V: what a run trains at comes first
+mains=(32768,2048,151936:151665 32768,2048,151936)
+shapes=({32768,8192},{1536,4096},151936:151665 8192,2048,151936:151665 4096,4096,128256)
 if ((${#dry[@]})); then
-    export TRITON_INTERPRET=${TRITON_INTERPRET:-1} CUDA_VISIBLE_DEVICES=
-    shapes=(32,64,259) main=64,128,515
+    export TRITON_INTERPRET=${TRITON_INTERPRET:-1} CUDA_VISIBLE_DEVICES= GRPO_DEVICE=cpu
+    mains=(64,128,515:509 64,128,515)
+    shapes=(32,64,259)
 fi
 status=0
 
@@ -30,42 +43,65 @@ item() {  # NAME SECONDS COMMAND...: its output goes to the log; past its time, 
     shift 2
     ((${#dry[@]})) && left=900 limit=900
     ((limit < left)) || limit=$left
-    if ((limit < 10)); then echo "$name: no time left" | tee -a "$out/gpu.log"; status=1; return; fi
-    echo "== $name: $*" >>"$out/gpu.log"
-    timeout -k 5 "$limit" "$@" >>"$out/gpu.log" 2>&1 </dev/null || code=$?
+    if ((limit < 10)); then echo "$name: no time left" | tee -a "$log"; status=1; return; fi
+    echo "== $name: $*" >>"$log"
+    timeout -k 5 "$limit" "$@" >>"$log" 2>&1 </dev/null || code=$?
     ((code == 0)) || status=1
-    echo "$name: exit code $code, $((SECONDS - begun)) s" | tee -a "$out/gpu.log"
+    echo "$name: exit code $code, $((SECONDS - begun)) s" | tee -a "$log"
 }
 
-{ date; nvidia-smi; } >>"$out/gpu.log" 2>&1
-item "correctness" 120 "$python" -m bench.gpu_check "${dry[@]}"
-item "heads $main" 170 "$python" -m bench.head "${dry[@]}" --shapes "$main" --out "$out/head.jsonl"
-item "training step" 80 "$python" -m bench.train_step "${dry[@]}" --out "$out/train_step.jsonl"
-
-[[ -f .gpu/1/install.sh && ${#dry[@]} == 0 ]] && eval "$(sh .gpu/1/install.sh)"
-if "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("vllm") is None)'; then
-    item "engine" 90 "$python" -m bench.gpu_smoke "${dry[@]}" --out "$out/smoke.jsonl"
+smoke_run() {
+    local logs steps=30 words
     logs=$(mktemp -d)
-    smoke=("logger.log_dir=$logs" checkpointing.enabled=false policy.generation.vllm_cfg.enforce_eager=true)
-    if ((${#dry[@]})); then smoke+=(grpo.max_num_steps=2 grpo.max_val_samples=20)
-    else smoke+=(policy.precision=bfloat16 grpo.logp_gap_limit=0.1 policy.generation.vllm_cfg.gpu_memory_utilization=0.3); fi
-    item "smoke run" 70 "$python" grpo.py configs/smoke.yaml "${smoke[@]}"
-    cat "$logs"/exp_*/metrics.jsonl >"$out/smoke_run.jsonl" 2>>"$out/gpu.log"
-else
-    echo "engine, smoke run: absent (no vllm here)" | tee -a "$out/gpu.log"
-fi
-for shape in "${shapes[@]}"; do
-    ((SECONDS < 450 || ${#dry[@]})) || break
-    item "heads $shape" $((510 - SECONDS)) "$python" -m bench.head "${dry[@]}" --rounds 5 --shapes "$shape" --out "$out/head.jsonl"
-done
+    words=("logger.log_dir=$logs" checkpointing.enabled=false policy.generation.vllm_cfg.enforce_eager=true)
+    # little for the KV cache: each step maps and unmaps all of it
+    if ((${#dry[@]})); then steps=2 words+=(grpo.max_val_samples=20)
+    else words+=(policy.precision=bfloat16 grpo.logp_gap_limit=0.1 policy.generation.vllm_cfg.gpu_memory_utilization=0.05); fi
+    item "smoke run" 150 "$python" grpo.py configs/smoke.yaml grpo.max_num_steps=$steps grpo.val_period=0 "${words[@]}"
+    cat "$logs"/exp_*/metrics.jsonl >"$out/smoke_run.jsonl" 2>>"$log"
+    item "smoke run learned" 20 "$python" -m bench.gpu_smoke "${dry[@]}" --run "$out/smoke_run.jsonl"
+}
+
+core() {
+    local shape vllm=here
+    "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("vllm") is None)' || vllm=absent
+    if [[ $vllm == here ]]; then item "engine" 150 "$python" -m bench.gpu_smoke "${dry[@]}" --out "$out/smoke.jsonl"
+    else echo "engine, sync of 1.5 B, smoke run: absent (no vllm here)" | tee -a "$log"; fi
+    item "correctness" 150 "$python" -m bench.gpu_check "${dry[@]}"
+    for shape in "${mains[@]}"; do
+        item "our head $shape" 60 "$python" -m bench.head "${dry[@]}" --shapes "$shape" --out "$out/head.jsonl" \
+            --only linear_loss "linear_loss, fused" "linear_loss, 512 rows" linear_logp
+    done
+    item "training step" 110 "$python" -m bench.train_step "${dry[@]}" --out "$out/train_step.jsonl"
+    ((${#dry[@]})) ||  # a CPU's is eager
+        item "training step, eager" 60 "$python" -m bench.train_step --eager --out "$out/train_step.jsonl"
+    if [[ $vllm == here ]]; then
+        item "sync of 1.5 B" 90 "$python" -m bench.gpu_sync "${dry[@]}" --out "$out/sync.jsonl"
+        smoke_run
+    fi
+}
+
+peers() {
+    local shape
+    for shape in "${mains[@]}"; do
+        item "heads $shape" 250 "$python" -m bench.head "${dry[@]}" --shapes "$shape" --out "$out/head.jsonl"
+    done
+    for shape in "${shapes[@]}"; do
+        ((SECONDS < 450 || ${#dry[@]})) || break
+        item "heads $shape" $((510 - SECONDS)) "$python" -m bench.head "${dry[@]}" --rounds 5 --shapes "$shape" --out "$out/head.jsonl"
+    done
+}
+
+{ date; nvidia-smi; } >"$log" 2>&1
+[[ -f .gpu/1/install.sh && ${#dry[@]} == 0 ]] && eval "$(sh .gpu/1/install.sh)"
+for part in "${parts[@]}"; do "$part"; done
 
 echo
 {
-    grep -E "^(PASS|FAIL)" "$out/gpu.log" | sed -E 's/^(PASS|FAIL).*/\1/' | sort | uniq -c
-    grep -E "^FAIL" "$out/gpu.log"
-    "$python" -m bench.head --table "$out/head.jsonl"
-    cut -c1-600 "$out/train_step.jsonl"
-    cat "$out/smoke.jsonl" 2>/dev/null
+    grep -E "^(PASS|FAIL)" "$log" | sed -E 's/^(PASS|FAIL).*/\1/' | sort | uniq -c
+    grep -E "^FAIL" "$log"
+    [[ -f $out/head.jsonl ]] && "$python" -m bench.head --table "$out/head.jsonl"
+    for file in train_step smoke sync; do cut -c1-600 "$out/$file.jsonl" 2>/dev/null; done
     tail -n1 "$out/smoke_run.jsonl" 2>/dev/null | cut -c1-1500
     echo "$SECONDS s in all; everything is in $out"
 } 2>&1 | tee "$out/table.txt"

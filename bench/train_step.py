@@ -1,6 +1,6 @@
 """A training step of a random-weight Qwen2.5-1.5B on one GPU: tokens/s, FLOPs utilisation, memory, the head's time.
 
-    python -m bench.train_step [--samples 128] [--out FILE]        --dry: the same with a tiny model, on a CPU
+    python -m bench.train_step [--samples 128] [--eager] [--out FILE]        --dry: the same with a tiny model, on a CPU
 
 Through the project's own code (model.shard, batch, grpo.compute_loss, optim; one rank), with packs like those of
 configs/math_1b.yaml: 8,192 tokens, groups of 16, prompts of 60 to 160, responses of 100 to 400, no reference policy.
@@ -36,6 +36,7 @@ from kernels import LossPath, choose_backend, linear_logp
 from model import Decoder, shard
 from optim import build_optimizer, clip_grad_norm
 from run import config_file
+from run.setup import compiles
 from system.exits import exit_process
 from system.ranks import Ranks, start_process_group
 
@@ -43,6 +44,7 @@ PEAK = 989e12
 QWEN = {"model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_size": 1536}
 QWEN |= {"vocab_size": 151936, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
 QWEN |= {"num_key_value_heads": 2, "tie_word_embeddings": True}
+TOKENIZER = {151936: 151665, 515: 509}  # of a model with so many rows in its head, the tokenizer's: Qwen2.5's
 TINY = QWEN | {"vocab_size": 515, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 WAYS = {  # policy.kernel_backend and the kind of loss path
@@ -73,6 +75,7 @@ def random_policy(hf: dict, device: torch.device, precision: str) -> Decoder:
     mesh = dist.init_device_mesh(device.type, (1,))
     shard(model, mesh, precision=precision, activation_checkpointing=False)
     model.to_empty(device=device)
+    model.vocab_limit = TOKENIZER[model.config.vocab_size]
     generator = torch.Generator(device).manual_seed(0)
     for name, param in sharded_parameters(model).items():
         if name.endswith("norm.weight"):
@@ -111,13 +114,15 @@ class HeadAlone(nn.Module):
         shape = (model.config.vocab_size, model.config.hidden_size)
         self.weight_VD = nn.Parameter(torch.randn(shape, device=device, dtype=dtype) * 0.02)
         self.temperature = model.temperature
+        self.vocab_limit = model.vocab_limit
         self.backend = model.backend
         self.loss_path = model.loss_path
 
     def forward(self, token_T, position_T, cu_seqlens, pos_R, target_R, prefix_S=None, *, logprob_fn=None) -> tuple:
         hidden_RD = self.weight_VD.new_empty(len(pos_R), self.weight_VD.shape[1]).normal_().requires_grad_()
         logprob_fn = logprob_fn or partial(linear_logp, return_entropy=True)
-        return logprob_fn(hidden_RD, self.weight_VD, target_R, temperature=self.temperature, backend=self.backend)
+        options = {"vocab": self.vocab_limit, "temperature": self.temperature, "backend": self.backend}
+        return logprob_fn(hidden_RD, self.weight_VD, target_R, **options)
 
 
 def count(model: Decoder, batch: Minibatch, vocab: int) -> dict[str, float]:
@@ -151,19 +156,24 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--eager", action="store_true", help="as with policy.compile=false")
     parser.add_argument("--out", type=Path, help="a line of JSON is added for each way")
     args = parser.parse_args()
     ranks, device = start_process_group(tp_size=1)
     cfg = config_of("fused")
     model = random_policy(TINY if args.dry else QWEN, device, cfg.policy.precision)
+    compiled = compiles(False if args.eager else cfg.policy.compile, device.type)
+    if compiled:
+        model.compile_blocks()
     head = HeadAlone(model, device, getattr(torch, cfg.policy.precision))
-    vocab = model.config.vocab_size
+    vocab = model.vocab_limit
     optimizer = build_optimizer(model, cfg.policy.optimizer)
     shared = "policy.sequence_packing.share_prefix"
     batches = [
         random_batch(config_of("fused", f"{shared}={on}"), vocab, args.samples, ranks, device) for on in (True, False)
     ]
-    for way, batch, share_prefix in [*((way, batches[0], True) for way in WAYS), ("fused", batches[1], False)]:
+    others = [(way, batches[0], True) for way in WAYS if way != "fused"]
+    for way, batch, share_prefix in [("fused", batches[0], True), ("fused", batches[1], False), *others]:
         cfg = config_of(way)
         work = count(model, batch, vocab)
         set_way(model, way, device)
@@ -179,7 +189,7 @@ def main() -> None:
             compute_gradients(head, batch, cfg)
             head.zero_grad(set_to_none=True)
 
-        line = {"way": way, "share_prefix": share_prefix} | work
+        line = {"way": way, "share_prefix": share_prefix, "compiled": compiled} | work
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         line["seconds"] = seconds(step, args.rounds)

@@ -20,8 +20,18 @@ ALSO = {
     "command/test_scripts.py": ["train.sh", "setup.sh", "system/exits.py", "system/launch.py"],
     "command/test_signals.py": ["grpo.py", "system/exits.py"],
     "command/test_soak.py": ["grpo.py", "engine.py"],
+    "core/test_compile.py": ["model.py", "run/setup.py"],
     "core/test_countdown.py": ["examples/envs/countdown.py"],
+    "core/test_cuda_branches.py": ["model.py", "optim.py", "kernels/linear_logp.py", "kernels/linear_loss.py"],
+    "core/test_cuda_calls.py": [
+        "model.py",
+        "engine.py",
+        "system/ranks.py",
+        "kernels/linear_logp.py",
+        "kernels/softmax.py",
+    ],
     "core/test_envs.py": ["graders/environments.py"],
+    "core/test_engine_cuda.py": ["engine.py", "rollout.py"],
     "core/test_example_envs.py": ["examples/envs"],
     "core/test_families.py": ["model.py", "engine.py", "hf/model_config.py"],
     "core/test_fast_run.py": ["grpo.py", "eval.py", "engine.py", "run/setup.py"],
@@ -29,6 +39,7 @@ ALSO = {
     "core/test_loss_exact.py": ["loss.py"],
     "core/test_multiturn.py": ["rollout.py"],
     "core/test_off_policy.py": ["loss.py", "bench/off_policy.py"],
+    "core/test_reference.py": ["model.py", "run/setup.py", "run/checkpoint.py"],
     "dataset/test_scan.py": ["dataset/problems.py", "run/preflight.py"],
     "examples/test_arithmetic.py": ["examples/arithmetic"],
     "examples/test_forks.py": ["examples/forks"],
@@ -42,6 +53,8 @@ ALSO = {
     "kernels/test_aot.py": ["kernels/linear_logp.py", "kernels/clipped_pg.py", "kernels/softmax.py"],
     "kernels/test_linear_loss.py": ["kernels/clipped_pg.py", "kernels/backend.py", "kernels/softmax.py"],
     "kernels/test_linear_logp.py": ["kernels/backend.py", "kernels/softmax.py"],
+    "kernels/test_memory.py": ["kernels/backend.py", "kernels/linear_loss.py", "kernels/linear_logp.py"],
+    "kernels/test_vocabulary.py": ["kernels/softmax.py", "kernels/linear_loss.py", "kernels/linear_logp.py"],
     "red_team/test_hostile_data.py": ["hf/files.py", "system/imports.py"],
     "red_team/test_hostile_configs.py": [
         "run/config_yaml.py",
@@ -56,6 +69,7 @@ ALSO = {
     "run/test_config_data.py": ["config.py", "run/config_check.py"],
     "run/test_log.py": ["run/metrics.py"],
     "run/test_config_nemo.py": ["config.py"],
+    "system/test_ranks.py": ["hf/weights.py"],
 }
 # Files without a test beside them -> why.
 WITHOUT = {
@@ -65,7 +79,6 @@ WITHOUT = {
     "kernels/clipped_pg.py": "a fast path of linear_loss, held against it",
     "kernels/softmax.py": "what a row of logits needs, held by the two ops that are made of it",
     "hf/files.py": "held where a wrong file is answered",
-    "run/metrics.py": "held with the log that writes them",
     "system/exits.py": "held by processes that end",
     "system/launch.py": "held by train.sh, which starts it",
 }
