@@ -1,20 +1,17 @@
 """Environments: a conversation goes in; its reward, its outcome and, in tasks of many turns, an observation come out.
 
 Owns the interface and the small environments. graders/environments.py has those that grade in processes of their own,
-and makes the environment that a dataset's env_name names. Knows nothing of tokens: rollout.py turns replies into text,
-and observations into tokens. Imports neither torch nor vllm.
+and makes the environment that a dataset's env_name names; graders/reward_function.py has TRL's reward functions. Knows
+nothing of tokens: rollout.py turns replies into text, and observations into tokens. Imports neither torch nor vllm.
 """
 
-import inspect
-import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
 from config import ConfigError
-from system.imports import describe
 
 OUTCOMES = ("ok", "wrong", "parse_fail", "timeout", "error")
 MAX_REPLY_CHARS = 100_000  # `exact` reads the end of a longer reply
@@ -27,7 +24,7 @@ class Turn:
 
     messages: all so far, the policy's reply last; answer, fields: those of the problem; finish_reason: how the reply
     ended ("stop" | "length"); state: what the environment returned after the previous turn, {} at first; prompt_ids,
-    completion_ids: the tokens before the reply, and those of the reply.
+    completion_ids: the tokens before the reply, and those of the reply; weight_version: training steps done before it.
     """
 
     messages: list[dict]
@@ -37,6 +34,7 @@ class Turn:
     fields: dict[str, Any] = field(default_factory=dict)
     prompt_ids: Sequence[int] = ()
     completion_ids: Sequence[int] = ()
+    weight_version: int = 0
 
     @property
     def whole_reply(self) -> str:
@@ -131,63 +129,3 @@ class RewardModelEnv(Environment):
 
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         return [StepResult(0.0, "ok") for _ in turns]
-
-
-class RewardFunction(Environment):
-    """A function of a batch with the signature of TRL's trainers: `f(completions, **columns) -> list[float | None]`.
-
-    It is called by keyword with those of these that it has parameters for: `completions`, `prompts`, `completion_ids`,
-    `prompt_ids`, `answer`, and each field of the problems (None where a problem lacks it). As in TRL, a problem with
-    chat `messages` has a list of messages as its prompt and [{role, content}] as its completion, any other has texts.
-    A reward above 0 counts as "ok"; None, or what is no finite number, as "error" with reward 0. TRL's `trainer_state`
-    and `log_*` do not exist here. An exception ends the run; its message names the function's file and line.
-    """
-
-    GIVEN = ("completions", "prompts", "completion_ids", "prompt_ids", "answer")
-
-    def __init__(self, function: Callable[..., Sequence[float | None]], name: str):
-        self.function, self.name = function, name
-        parameters = inspect.signature(function).parameters.values()
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self.accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self.accepted = {p.name for p in named}
-        self.required_fields = [p.name for p in named if p.default is p.empty and p.name not in self.GIVEN]
-        if not self.accepts_all and "completions" not in self.accepted:
-            raise ConfigError(f"env_name '{name}': a reward function takes `completions` (TRL's signature)")
-
-    def step(self, turns: Sequence[Turn]) -> list[StepResult]:
-        if not turns:
-            return []
-        names = sorted({name for turn in turns for name in turn.fields})
-        columns: dict[str, list] = {"answer": [turn.answer for turn in turns]}
-        columns |= {name: [turn.fields.get(name) for turn in turns] for name in names}
-        columns["prompts"] = [self._text_or_chat(turn, turn.messages[:-1]) for turn in turns]
-        columns["completions"] = [self._text_or_chat(turn, turn.messages[-1:]) for turn in turns]
-        columns["prompt_ids"] = [list(turn.prompt_ids) for turn in turns]
-        columns["completion_ids"] = [list(turn.completion_ids) for turn in turns]
-        accepted = {name: values for name, values in columns.items() if self.accepts_all or name in self.accepted}
-        try:
-            rewards = list(self.function(**accepted))
-            results = [self._result(reward) for reward in rewards]
-        except (Exception, SystemExit) as error:  # it is the user's
-            raise RuntimeError(f"{self.name} raised {describe(error)}") from error
-        if len(rewards) != len(turns):
-            raise ValueError(f"{self.name} gave {len(rewards)} rewards for {len(turns)} completions")
-        return results
-
-    @staticmethod
-    def _text_or_chat(turn: Turn, messages: list[dict]) -> str | list[dict]:
-        is_chat = "messages" in turn.fields
-        return messages if is_chat else "".join(message["content"] for message in messages)
-
-    @staticmethod
-    def _result(reward: float | None) -> StepResult:
-        if reward is None or not math.isfinite(reward):
-            return StepResult(0.0, "error")
-        return StepResult(float(reward), "ok" if reward > 0 else "wrong")
-
-    def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
-        for where, _, fields in answers:
-            missing = [name for name in self.required_fields if name not in fields]
-            if missing:
-                raise ConfigError(f"{where}: no field '{missing[0]}', which the reward function {self.name} asks for")

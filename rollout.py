@@ -71,8 +71,8 @@ class Conversation:
         self._append(completion.ids, completion.logps, problem.loss_multiplier != 0)
         sample.finish_reason = completion.finish_reason
         sample.messages.append({"role": "assistant", "content": tokenizer.decode(completion.ids)})
-        reason, fields = sample.finish_reason, problem.fields
-        return envs.Turn(sample.messages, problem.answer, reason, self.state, fields, ids_before, self.reply_ids)
+        known = (sample.messages, problem.answer, sample.finish_reason, self.state, problem.fields)
+        return envs.Turn(*known, ids_before, self.reply_ids, sample.weight_version)
 
     def add_result(self, result: envs.StepResult, tokenizer: Tokenizer, max_total_tokens: int, is_last: bool) -> None:
         """Ends the conversation, or appends the observation if a reply has room behind it. A reward that is not finite

@@ -14,8 +14,8 @@ import jinja2
 
 from config import DataError, DatasetConfig
 from data import Problem
-from dataset.sources import Source
-from hf.files import read_text
+from dataset.sources import Source, with_preset
+from hf.files import parse_json, read_text
 from hf.tokenizer import ControlTokenInText, Tokenizer
 from system.imports import call, import_attribute
 
@@ -24,7 +24,7 @@ OUTPUT_KEYS = ("output", "expected_answer", "ground_truth", "answer")
 GYM_PLACES = ("", "verifier_metadata.", "metadata.", "extra_env_info.", "reward_model.")
 GYM_PLACES += ("responses_create_params.metadata.",)
 GSM8K_MARK = "\n#### "  # the answer follows the last one
-ENVIRONMENTS = ("exact", "math", "code", "reward_model")
+ENVIRONMENTS = ("exact", "math", "code", "reward_model", "math_multi_reward")
 
 
 class ProblemMaker:
@@ -33,7 +33,8 @@ class ProblemMaker:
     prompt_ids may be no more than the start."""
 
     def __init__(self, cfg: DatasetConfig, tokenizer: Tokenizer, limit: int, tasks: Mapping[str, str], source: Source):
-        self.cfg = cfg
+        self.explicit_env = cfg.env_name  # the user's word, which scores rows whose task_name is no environment
+        self.cfg = cfg = with_preset(cfg)
         self.tokenizer = tokenizer
         self.limit = limit
         self.source = source
@@ -56,11 +57,12 @@ class ProblemMaker:
             return None
         messages, answer, tools = read_row(raw, where, self.cfg)
         task = raw.get("task_name")
-        env_name = self.env_names.get(task) if isinstance(task, str | None) else None
+        env_name = self.env_names.get(task, self.explicit_env) if isinstance(task, str | None) else None
         if env_name is None:
             known = ", ".join(ENVIRONMENTS)
-            raise DataError(f"{where}: task_name {task!r:.80} is no environment; known: {known} (data.task_to_env)")
-        if env_name in ("exact", "math"):
+            fix = "data.task_to_env, or env_name of the dataset"
+            raise DataError(f"{where}: task_name {task!r:.80} is no environment; known: {known} ({fix})")
+        if env_name in ("exact", "math", "math_multi_reward"):
             if answer is None:
                 key = f"key '{self.cfg.output_key}'" if self.cfg.output_key else f"key of {', '.join(OUTPUT_KEYS)}"
                 raise DataError(f"{where}: no {key}; keys: {', '.join(map(str, raw)):.200} (see output_key)")
@@ -78,9 +80,8 @@ class ProblemMaker:
             raise DataError(f"{where}: the prompt is empty")
         multiplier = raw.get("loss_multiplier", 1)
         if not isinstance(multiplier, Real) or multiplier not in (0, 1):
-            raise DataError(
-                f"{where}: loss_multiplier={multiplier!r:.80}: 1 (trained on) or 0 (sampled and scored only)"
-            )
+            expected = "1 (trained on) or 0 (sampled and scored only)"
+            raise DataError(f"{where}: loss_multiplier={multiplier!r:.80}: {expected}")
         return Problem(number, messages, answer or "", env_name, ids, raw, float(multiplier), self.cfg.set_name, tools)
 
     def _row(self, number: int) -> dict | None:
@@ -132,6 +133,8 @@ def read_row(raw: dict, where: str, cfg: DatasetConfig) -> tuple[list[dict], str
         messages = [{"role": "user", "content": problem}] if isinstance(problem, str) else problem
     messages = _chat(messages, where)
     answer = _first(raw, (cfg.output_key,) if cfg.output_key else output_keys)
+    if messages[-1].get("tool_calls"):
+        raise DataError(f"{where}: the last message calls a tool: add the output of the call, or leave out the call")
     if messages[-1]["role"] == "assistant":
         if answer is not None:
             raise DataError(f"{where}: the last message is the assistant's, and there is an answer too: leave out one")
@@ -182,9 +185,7 @@ def _chat(messages: Any, where: str) -> list[dict]:
         raise DataError(problem)
     chat = []
     for message in messages:
-        content = message.get("content")
-        if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-            content = "".join(part["text"] for part in content)
+        content = _joined(message.get("content"))
         if content is None and message.get("tool_calls"):
             content = ""
         if not isinstance(content, str) or not isinstance(message.get("role"), str):
@@ -193,22 +194,71 @@ def _chat(messages: Any, where: str) -> list[dict]:
     return chat
 
 
+def _joined(content: Any) -> Any:
+    """The text of a content in parts of text; any other content as it is."""
+    parts = content if isinstance(content, list) else [None]
+    is_text = all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts)
+    return "".join(part["text"] for part in parts) if is_text else content
+
+
 def _gym_prompt(params: Any, where: str) -> tuple[list, list[dict]]:
-    """(messages, tools) of a Responses API call as chat templates take them: a developer's message becomes a system
-    message, and a tool is nested."""
-    messages = params.get("input") if isinstance(params, dict) else None
-    if isinstance(messages, str):
-        messages = [{"role": "user", "content": messages}]
-    if not isinstance(messages, list):
+    """(messages, tools) of a Responses API call as chat templates take them; a tool is nested."""
+    items = params.get("input") if isinstance(params, dict) else None
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    if not isinstance(items, list):
         raise DataError(f"{where}: no text and no messages under responses_create_params.input")
+    messages = _gym_messages(items, f"{where}: responses_create_params.input")
     if params.get("instructions"):
         messages = [{"role": "system", "content": params["instructions"]}, *messages]
-    messages = [m | {"role": "system"} if isinstance(m, dict) and m.get("role") == "developer" else m for m in messages]
-    tools = [
-        tool if "function" in tool else {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
-        for tool in _tools(params.get("tools"), where) or []
+    tools = _tools(params.get("tools"), where) or []
+    if unnamed := next((tool for tool in tools if not tool.keys() & {"function", "name"}), None):
+        raise DataError(f"{where}: a tool that is no function has no form in a chat template: {unnamed!r:.80}")
+    keys = ("name", "description", "parameters")  # in the order of chat templates; `strict` is for the API alone
+    return messages, [
+        tool if "function" in tool else {"type": "function", "function": {k: tool[k] for k in keys if k in tool}}
+        for tool in tools
     ]
-    return messages, tools
+
+
+def _gym_messages(items: list, where: str) -> list[dict]:
+    """Items of a Responses API input -> chat messages, as NeMo Gym's responses_converter.py (07d6b0d) joins them:
+    reasoning, texts and calls up to the next item of another role are one message of the assistant, with
+    `reasoning_content` and `tool_calls`; the output of a call is a message of the tool. A developer is the system."""
+    messages: list[dict] = []
+    for number, item in enumerate(items):
+        place = f"{where}[{number}]"
+        role, kind = (item.get("role"), item.get("type") or "message") if isinstance(item, dict) else (None, None)
+        if kind == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+        elif kind == "message" and role != "assistant":
+            messages.append(item | {"role": "system" if role == "developer" else role})
+        elif kind not in ("message", "reasoning", "function_call"):
+            raise DataError(f"{place}: {kind or item!r:.80} has no form in a chat: take it out, or the row")
+        else:
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            message = messages[-1]
+            is_thought = kind == "reasoning"
+            key = "reasoning_content" if is_thought else "content"
+            text = _joined((is_thought and item.get("summary")) or item.get("content") or "")
+            if not isinstance(text, str):
+                raise DataError(f"{place}: expected text, or parts with text")
+            if text:
+                message[key] = message.get(key, "") + text
+            if calls := [_tool_call(item, place)] if kind == "function_call" else item.get("tool_calls"):
+                message["tool_calls"] = [*message.get("tool_calls", ()), *calls]
+    return messages
+
+
+def _tool_call(item: dict, place: str) -> dict:
+    """A function_call as transformers' templates take it, whose arguments are an object and no text."""
+    arguments = item.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments.encode("utf-8", "surrogatepass"), f"{place}: arguments", unique_keys=True)
+    if not isinstance(arguments, dict) or not isinstance(item.get("name"), str):
+        raise DataError(f"{place}: a function_call needs a name, and arguments that are a JSON object")
+    return {"type": "function", "id": item.get("call_id"), "function": {"name": item["name"], "arguments": arguments}}
 
 
 def _tools(tools: Any, where: str) -> list[dict] | None:

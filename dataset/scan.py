@@ -7,16 +7,17 @@ when its turn comes. sources.py reads rows, problems.py makes problems, mixing.p
 import hashlib
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from config import DataError, DatasetConfig
+from config import DataError, DatasetConfig, shortened
 from data import Problem
 from dataset.problems import ProblemMaker, to_json
-from dataset.sources import open_source, with_preset
+from dataset.sources import Source, open_source, with_preset
 from hf.tokenizer import ControlTokenInText, Tokenizer
 from system.imports import call
 
@@ -85,8 +86,7 @@ def load_dataset(
     and gives its result, or raises its ConfigError, on all of them. Raises DataError with file and line for anything
     malformed and for an `id` that two rows share, and with the file where no row is usable.
     """
-    cfg = with_preset(cfg)
-    source = open_source(cfg)
+    source = open_source(with_preset(cfg))
     maker = ProblemMaker(cfg, tokenizer, max_prompt_tokens, tasks, source)
     scanned, checksum = on_rank0(lambda: _scan(maker, max_rows, check))
     if checksum != source.checksum:
@@ -129,8 +129,9 @@ def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Data
     picked = _pick(source.numbers, max_rows, cfg.seed)
     usable = array("q")
     num_too_long, num_filtered = 0, 0
-    is_trained = False
+    is_trained = len(picked) < len(source.numbers)  # a row that is not looked at may be
     token_places: list[str] = []
+    foreign_tasks: Counter[str] = Counter()
     first_with_id: dict[int, int] = {}
     digest = hashlib.sha256()
     chunks: dict[str, list[tuple[str, str, dict]]] = {}
@@ -148,15 +149,12 @@ def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Data
         if problem is None:
             num_filtered += 1
             continue
-        row_id = problem.fields.get("id")
-        if row_id is not None and "responses_create_params" not in problem.fields:  # rollouts of one task share its id
-            first = first_with_id.setdefault(hash(call(f"{where}: the `id`", repr, row_id)), number)
-            if first != number:
-                raise DataError(f"{where}: the `id` of {source.where(first)}; give each row its own, or none")
+        _check_id(problem, source, first_with_id)
         if len(problem.prompt_ids) > maker.limit:
             num_too_long += 1
             continue
         usable.append(number)
+        foreign_tasks.update({problem.fields.get("task_name")} - maker.env_names.keys())
         is_trained |= problem.loss_multiplier > 0
         content = [number, problem.messages, problem.answer, problem.env_name, problem.loss_multiplier, problem.tools]
         digest.update(to_json(content, f"{where}: a part of messages or tools").encode())
@@ -177,9 +175,20 @@ def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Data
     left_out = ", ".join(f"{count:,} left out: {reason}" for count, reason in reasons if count)
     if not usable:
         raise DataError(f"{source.name}: no usable row: {left_out or 'it is empty'}")
+    if foreign_tasks:
+        rows = f"{foreign_tasks.total():,} rows with a task_name that is no environment: {shortened([*foreign_tasks])}"
+        print(f"{source.name}: env_name '{cfg.env_name}' of the dataset scores {rows}", flush=True)
     digest.update(str(cfg.repeat).encode())
     rows = np.setdiff1d(source.numbers, np.setdiff1d(picked, usable))  # without the unusable ones among the picked
     fingerprint, sizes = digest.hexdigest(), (len(source.numbers), len(picked))
-    is_trained |= len(picked) < len(source.numbers)  # the others may be
     scanned = Dataset(source.name, rows, fingerprint, cfg.set_name, *sizes, left_out, tuple(chunks), is_trained)
     return scanned, source.checksum
+
+
+def _check_id(problem: Problem, source: Source, first_with_id: dict[int, int]) -> None:
+    """DataError for the `id` of a row before. first_with_id: hash of an id -> number of its row; this one is added."""
+    row_id, where = problem.fields.get("id"), source.where(problem.row_id)
+    if row_id is not None and "responses_create_params" not in problem.fields:  # rollouts of one task share its id
+        first = first_with_id.setdefault(hash(call(f"{where}: the `id`", repr, row_id)), problem.row_id)
+        if first != problem.row_id:
+            raise DataError(f"{where}: the `id` of {source.where(first)}; give each row its own, or none")

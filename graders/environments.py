@@ -1,16 +1,19 @@
-"""env_name of a dataset -> its environment; and the two environments that grade in processes of their own.
+"""env_name of a dataset -> its environment; the two environments that grade in processes of their own, and what gives
+several rewards for GSM8K.
 
-These stand here, not in envs.py, because they need the pool and the graders, and those know the interface in envs.py.
+They stand here, not in envs.py, because two need the pool and the graders, and those know the interface in envs.py.
 Workers import neither this file nor envs.py.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from config import CodeEnvConfig, ConfigError, EnvConfig, MathEnvConfig
-from envs import Environment, Exact, RewardFunction, RewardModelEnv, StepResult, Turn
+from envs import Environment, Exact, RewardModelEnv, StepResult, Turn
 from graders import code_grader, math_grader, sandbox
 from graders.pool import Graded, GraderPool
+from graders.reward_function import RewardFunction
 from system.imports import call, import_attribute
 
 
@@ -46,6 +49,30 @@ class Math(Environment):
                 raise ConfigError(f"{where}: answer {answer[:80]!r} is no final answer, which env_name 'math' needs")
 
 
+class MathMultiReward(Environment):
+    """Three rewards of 0 or 1 for GDPO, as in NeMo RL, and their sum: `correctness`, the text in <answer> equals the
+    answer; `integer`, it consists of digits; `format`, the reply is <think>..</think>, a new line and one
+    <answer>..</answer>. Where the marks are missing, the text is the whole reply."""
+
+    self_tests = (
+        ("<think>\n1+1\n</think>\n<answer> 2 </answer>", "2", "ok"),
+        ("2", "2", "ok"),
+        ("<answer>2.0</answer>", "2", "wrong"),
+    )
+    reward_names = ("correctness", "integer", "format")
+    FORM = re.compile(r"^<think>.*?</think>\n<answer>.*</answer>$", re.DOTALL)
+
+    def step(self, turns: Sequence[Turn]) -> list[StepResult]:
+        return [self.grade(turn.whole_reply, turn.answer) for turn in turns]
+
+    def grade(self, reply: str, answer: str) -> StepResult:
+        text = reply.rpartition("<answer>")[2].partition("</answer>")[0].strip()
+        is_right = text == answer
+        is_in_form = reply.count("<answer>") == reply.count("</answer>") == 1 and bool(self.FORM.search(reply))
+        rewards = {"correctness": float(is_right), "integer": float(text.isdigit()), "format": float(is_in_form)}
+        return StepResult(sum(rewards.values()), "ok" if is_right else "wrong", rewards=rewards, extracted=text)
+
+
 class Code(Environment):
     """Reward 1 for code that passes all tests of its problem, else 0. Forms of tests: code_grader.read_tests.
 
@@ -60,10 +87,9 @@ class Code(Environment):
             sandbox.run("", "", sandbox.Limits(**self.limits))
         except sandbox.Unavailable as error:
             other = ", or set env.code.isolation=none (see README.md)" if cfg.isolation == "required" else ""
-            raise ConfigError(
-                f"env.code.isolation={cfg.isolation}: this machine does not let a program be kept apart ({error}): "
-                f"allow user namespaces and seccomp{other}"
-            ) from error
+            problem = f"this machine does not let a program be kept apart ({error})"
+            fix = f"allow user namespaces and seccomp{other}"
+            raise ConfigError(f"env.code.isolation={cfg.isolation}: {problem}: {fix}") from error
         self.pool = GraderPool(
             "graders.code_grader:grade",
             num_workers=max(1, cfg.num_workers // num_ranks),
@@ -94,20 +120,20 @@ def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environme
     "module:name" is a user's class, made with the keyword arguments in env.custom[name], or a reward function. Call
     this before the engine starts, because it starts processes. Raises ConfigError.
     """
-    if name == "exact":
-        environment: Environment = Exact()
-    elif name == "math":
-        environment = Math(cfg.math, num_ranks)
-    elif name == "code":
-        environment = Code(cfg.code, num_ranks)
-    elif name == "reward_model":
-        environment = RewardModelEnv()
-    elif ":" in name:
+    make: dict[str, Callable[[], Environment]] = {
+        "exact": Exact,
+        "math": lambda: Math(cfg.math, num_ranks),
+        "math_multi_reward": MathMultiReward,
+        "code": lambda: Code(cfg.code, num_ranks),
+        "reward_model": RewardModelEnv,
+    }
+    if ":" in name:
         environment = _custom(name, import_attribute(name, "env_name"), cfg.custom.get(name, {}))
+    elif name in make:
+        environment = make[name]()
     else:
-        raise ConfigError(
-            f"env_name '{name}' is unknown; known: exact, math, code, reward_model, and module:Class or module:function"
-        )
+        known = ", ".join(make)
+        raise ConfigError(f"env_name '{name}' is unknown; known: {known}, and module:Class or module:function")
     call(f"env_name '{name}', in its self_tests,", _self_test, name, environment)
     return environment
 
@@ -120,10 +146,8 @@ def _self_test(name: str, environment: Environment) -> None:
     for (reply, answer, expected), result in zip(examples, results, strict=True):
         if result.outcome != expected:  # a run would learn from noise
             environment.close()
-            raise ConfigError(
-                f"env_name '{name}' is broken: reply {reply!r} to answer {answer!r} must be '{expected}', and is "
-                f"'{result.outcome}'"
-            )
+            outcomes = f"must be '{expected}', and is '{result.outcome}'"
+            raise ConfigError(f"env_name '{name}' is broken: reply {reply!r} to answer {answer!r} {outcomes}")
 
 
 def _custom(name: str, attribute: Any, kwargs: Mapping[str, Any]) -> Environment:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from config import ConfigError, DataError
+from config import ConfigError, DataError, HFConfigOverrides
 from hf.files import download, open_regular, read_json
 
 # Fields of config.json that change the computation, each with the values that `Decoder` computes: those that
@@ -20,26 +20,24 @@ UNSET = ("quantization_config", "compression_config", "text_config", "per_layer_
 UNSET += ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale")
 UNSET += ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "dual_chunk_attention_config")
 UNSET += ("rotary_emb_base", "rotary_pct", "rotary_emb_fraction", "mrope_section", "no_rope_layers")
+OFF = ("mlp_bias", "qkv_bias", "bias", "qk_norm", "use_sliding_window")
 SUPPORTED_VALUES = {
     "model_type": ("llama", "qwen2", "qwen3"),
     "hidden_act": ("silu",),
     "rope_type": ("default", "llama3"),
     "partial_rotary_factor": (None, 1),
     "attention_dropout": (None, 0),
-    "mlp_bias": (None, False),
-    "qkv_bias": (None, False),
-    "bias": (None, False),
-    "qk_norm": (None, False),
-    "use_sliding_window": (None, False),
     "is_causal": (None, True),
     "attention_bias": (None, False, True),
     "tie_word_embeddings": (None, False, True),
+    **dict.fromkeys(OFF, (None, False)),
     **dict.fromkeys(UNSET, (None,)),
 }
 INTEGERS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 MORE_INTEGERS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings")
 NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "factor", "low_freq_factor", "high_freq_factor")
 ROPE_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")  # of every kind of RoPE
+DEFAULT_THETA = 10_000.0  # transformers', for all three families
 FLOATS = ("F64", "F32", "F16", "BF16")  # in safetensors
 
 
@@ -79,17 +77,14 @@ class ModelConfig:
         """Reads the dict of a config.json written by transformers 4 or 5; `source` names it in messages. ConfigError
         names a field that is missing, is not the number it should be, or asks for what `Decoder` does not compute."""
         hf = hf | _rope_of(hf, source)
-        for field, supported in SUPPORTED_VALUES.items():
+        of_llama = {"sliding_window": (None,)} if hf.get("model_type") == "llama" else {}  # Qwen's has a switch
+        for field, supported in (SUPPORTED_VALUES | of_llama).items():
             if hf.get(field) not in supported:
                 names = ", ".join("absent" if value is None else repr(value) for value in supported)
                 raise ConfigError(f"{source}: {field}={hf.get(field)!r:.80} is not supported; supported: {names}")
         names = hf.get("architectures") or []  # vLLM builds the first
         if not isinstance(names, list) or not all(str(name).lower().startswith(hf["model_type"]) for name in names):
             raise ConfigError(f"{source}: architectures={names!r:.80} is not of model_type={hf['model_type']!r}")
-        if hf["model_type"] == "llama" and hf.get("sliding_window") is not None:  # Qwen's has a switch, refused above
-            raise ConfigError(
-                f"{source}: sliding_window={hf['sliding_window']!r:.80} is not supported; supported: absent"
-            )
         layer_types = hf.get("layer_types") or []
         if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
             raise ConfigError(f"{source}: layer_types: only a list of 'full_attention' is supported")
@@ -119,7 +114,7 @@ class ModelConfig:
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=hf["rms_norm_eps"],
-            rope_theta=hf.get("rope_theta") or 10_000.0,  # transformers' default for all three
+            rope_theta=hf.get("rope_theta") or DEFAULT_THETA,
             rope_scaling=Llama3Rope(**{field: hf[field] for field in llama3}) if llama3 else None,
             tie_word_embeddings=bool(hf.get("tie_word_embeddings")),
             qkv_bias=is_qwen2 or has_bias,  # Qwen2 always has them, and never a bias on o_proj
@@ -138,15 +133,13 @@ class ModelConfig:
         if not self.tie_word_embeddings:
             yield "lm_head.weight", (self.vocab_size, hidden)
         rows = {"q": queries, "k": keys, "v": keys, "o": hidden}
-        layer: dict[str, tuple[int, ...]] = dict.fromkeys(
-            ("input_layernorm.weight", "post_attention_layernorm.weight"), (hidden,)
-        )
+        norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
+        layer: dict[str, tuple[int, ...]] = dict.fromkeys(norms, (hidden,))
         layer |= {f"self_attn.{n}_proj.weight": (size, queries if n == "o" else hidden) for n, size in rows.items()}
         layer |= {f"self_attn.{n}_proj.bias": (rows[n],) for n in "qkv" * self.qkv_bias + "o" * self.o_bias}
         layer |= {f"self_attn.{n}_norm.weight": (self.head_dim,) for n in "qk" * self.qk_norm}
-        layer |= {
-            f"mlp.{n}_proj.weight": (hidden, inner) if n == "down" else (inner, hidden) for n in ("gate", "up", "down")
-        }
+        layer |= dict.fromkeys(("mlp.gate_proj.weight", "mlp.up_proj.weight"), (inner, hidden))
+        layer["mlp.down_proj.weight"] = hidden, inner
         for number in range(self.num_hidden_layers):
             yield from ((f"model.layers.{number}.{name}", shape) for name, shape in layer.items())
 
@@ -173,19 +166,18 @@ def weight_files(folder: Path) -> list[Path]:
     """model.safetensors, or the files that its index names. Whether they are whole, `check_weights` says."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if os.path.lexists(single):
-        files = [single]
-    elif os.path.lexists(index):
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ConfigError(f"{index}: no 'weight_map' of name to file")
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-        # A name has 3 to 255 characters: `..` is the folder above, and a longer one no file system has.
-        if outside := [file for file in files if file.parent != folder or not 2 < len(file.name) < 256]:
-            raise ConfigError(f"{index}: {str(outside[0])!r:.80} is no file of this folder")
-    else:
+        return [single]
+    if not os.path.lexists(index):
         adapter = any(folder.glob("adapter_model.*"))
         why = "merge the adapter into its model" if adapter else "other formats are not read: they can run code"
         raise ConfigError(f"{folder}: no {single.name} nor {index.name} ({why})")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ConfigError(f"{index}: no 'weight_map' of name to file")
+    files = [folder / name for name in sorted(set(weight_map.values()))]
+    # A name has 3 to 255 characters: `..` is the folder above, and a longer one no file system has.
+    if outside := [file for file in files if file.parent != folder or not 2 < len(file.name) < 256]:
+        raise ConfigError(f"{index}: {str(outside[0])!r:.80} is no file of this folder")
     return files
 
 
@@ -223,23 +215,43 @@ def open_weights(path: Path, framework: str = "numpy") -> safe_open:
         raise ConfigError(f"{path}: not a readable safetensors file ({error!s:.200}); fetch it again") from error
 
 
-def resolve_model_folder(name: str, key: str = "policy.model_name") -> Path:
-    """A checked local folder for the value of config key `key`: a Hugging Face folder, or a hub name `org/model`.
-    Raises DataError, or ConfigError where the model is not supported."""
+def resolve_folder(name: str, key: str) -> Path:
+    """The local folder for the value of config key `key`: a Hugging Face folder, or a hub name `org/model`. DataError
+    where there is none."""
     folder = Path(name)
     # os.path says no to a name that is too long for the file system; Path's own methods raise.
     if not os.path.exists(folder) and name.count("/") == 1 and not name.startswith((".", "/")):
         problem = f"{key}: '{name}' is no local folder"
         instead = "without network, download it elsewhere and give the folder's path"
-        folder = download(name, ["*.json", "*.safetensors", "*.jinja"], problem, instead)
+        patterns = ["*.json", "*.jinja"] + ["*.safetensors"] * key.endswith("model_name")
+        folder = download(name, patterns, problem, instead)
     if not os.path.isdir(folder):
         raise DataError(f"{key}: no folder '{name}' (give a Hugging Face folder or a hub name org/model)")
-    read_model_config(folder)
-    if not (folder / "tokenizer.json").is_file():
-        raise DataError(f"{folder}: no tokenizer.json (save the tokenizer in its 'fast' format)")
     return folder
 
 
-def read_model_config(folder: Path) -> ModelConfig:
-    """The folder's config.json. ConfigError where the model is not supported."""
-    return ModelConfig.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
+def read_model_config(folder: Path, overrides: HFConfigOverrides | None = None) -> ModelConfig:
+    """The folder's config.json, with overrides of it. ConfigError where the model is not supported."""
+    return ModelConfig.from_hf(hf_config(folder, overrides), str(folder / "config.json"))
+
+
+def hf_config(folder: Path, overrides: HFConfigOverrides | None = None) -> dict:
+    """The dict of the folder's config.json, with overrides of it."""
+    hf, changes = read_json(folder / "config.json"), overridden_fields(folder, overrides)
+    if "rope_parameters" in changes:  # they take the place of transformers 4's fields
+        hf = {name: value for name, value in hf.items() if name not in ("rope_scaling", "rope_theta")}
+    return hf | changes
+
+
+def overridden_fields(folder: Path, overrides: HFConfigOverrides | None) -> dict:
+    """The fields of config.json that the overrides change, as transformers 5 writes them. Settings of RoPE without a
+    rope_type change those of the model, with one they replace all but rope_theta."""
+    changes: dict = {}
+    if overrides and overrides.max_position_embeddings:
+        changes["max_position_embeddings"] = overrides.max_position_embeddings
+    if overrides and overrides.rope_scaling:
+        hf = read_json(folder / "config.json")
+        rope = {"rope_theta": hf.get("rope_theta") or DEFAULT_THETA} | _rope_of(hf, str(folder / "config.json"))
+        given = {"rope_type" if name == "type" else name: value for name, value in overrides.rope_scaling.items()}
+        changes["rope_parameters"] = ({"rope_theta": rope["rope_theta"]} if "rope_type" in given else rope) | given
+    return changes

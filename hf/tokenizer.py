@@ -206,9 +206,9 @@ class Tokenizer:
 
         Without a template (a base model): the messages' text, after what the tokenizer puts before a text (Llama's
         BOS); the reply goes on from there. A text with a control token is escaped where the caller asks for it; else it
-        raises ControlTokenInText. Raises whatever a template raises, and DataError for tools that it does not write. Of
-        a prompt of more than `max_tokens`, it may give no more than the first ids, and more than `max_tokens`: the
-        whole of 25 MB takes 24 s.
+        raises ControlTokenInText. Raises whatever a template raises, and DataError for tools or tool_calls that it does
+        not write. Of a prompt of more than `max_tokens`, it may give no more than the first ids, and more than
+        `max_tokens`: the whole of 25 MB takes 24 s.
         """
         text = self._write(messages, tools, add_generation_prompt, escape=escape)
         # Of twice as many tools, a template that writes them writes more; transformers would leave them out in silence.
@@ -216,6 +216,10 @@ class Tokenizer:
             raise DataError(
                 "`tools`: the chat template does not write them; leave them out or name a template that does"
             )
+        without = [message | {"tool_calls": None} for message in messages]
+        calls = any(message.get("tool_calls") for message in messages)
+        if calls and text == self._write(without, tools, add_generation_prompt, escape=escape):
+            raise DataError("`tool_calls`: the chat template does not write them; name a template that does")
         ids = self._encode(text, max_tokens)
         if self.templates or not ids:
             return ids

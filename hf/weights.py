@@ -78,15 +78,18 @@ def _whole(params: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str,
         yield name, part.flatten()[: param.numel()].view(param.shape)
 
 
-def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, dtype: torch.dtype) -> None:
+def save_hf(
+    model: nn.Module, folder: str | Path, source_folder: str | Path, *, dtype: torch.dtype, hf: dict | None = None
+) -> None:
     """Writes an HF folder that transformers, vLLM and `load_policy` can load; a collective of all ranks.
 
     Weights in `dtype`: give what the policy computes in, so that the folder scores as the run did. Configs (with that
-    dtype) and tokenizer are the source's. Rank 0 writes, and holds no more than one file's tensors (MAX_FILE_BYTES).
-    `<folder>.tmp` is renamed at the end, so `folder` is always whole; one that exists is replaced with all it holds.
+    dtype) and tokenizer are the source's; `hf` takes the place of its config.json. Rank 0 writes, and holds no more
+    than one file's tensors (MAX_FILE_BYTES). `<folder>.tmp` is renamed at the end, so `folder` is always whole; one
+    that exists is replaced with all it holds.
     """
     folder, source = Path(folder), Path(source_folder)
-    hf = read_json(source / "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
+    hf = (hf or read_json(source / "config.json")) | {"dtype": str(dtype).removeprefix("torch.")}
     hf.pop("torch_dtype", None)  # what transformers 4 called it
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     new, old = (folder.with_name(f"{folder.name}.{suffix}") for suffix in ("tmp", "old"))

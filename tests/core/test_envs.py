@@ -13,6 +13,7 @@ import envs
 from config import ConfigError, EnvConfig
 from envs import StepResult
 from graders.environments import make_environment
+from graders.reward_function import RewardFunction
 from system.imports import import_attribute
 
 
@@ -109,7 +110,8 @@ def test_answers_that_are_no_number_are_found_before_training():
 
 def test_unknown_environment():
     with pytest.raises(
-        ConfigError, match="env_name 'exakt' is unknown; known: exact, math, code, reward_model, and module:Class"
+        ConfigError,
+        match="env_name 'exakt' is unknown; known: exact, math, math_multi_reward, code, reward_model, and mo",
     ):
         make_environment("exakt", EnvConfig())
 
@@ -244,6 +246,7 @@ def test_reward_functions_with_trls_signature():
     ]
     others = {"answer": ["7", "7"], "note": ["x", None], "extra": [None, 3]}
     others |= {"prompt_ids": [[], []], "completion_ids": [[], []]}
+    assert CALLS[0][-1].pop("trainer_state").global_step == 0
     assert CALLS == [(["abcd", "ab"], ["?", "?"], [1, 2], "none", others)]
     replies = ("0.5", "0", "none", "nan", "inf", "-inf")
     results = graded("only_completions", *(turn(reply, level=1) for reply in replies))
@@ -277,7 +280,7 @@ def test_a_reward_function_that_raises_is_named_with_file_and_line():
             RuntimeError, match=rf"^test_envs:{name} raised {problem} \({re.escape(__file__)}:{line}\)$"
         ):
             make(name).step([turn("x")])
-    builtin = envs.RewardFunction(fails, "f")
+    builtin = RewardFunction(fails, "f")
     builtin.function = math.sqrt  # not written in Python: there is no line
     with pytest.raises(RuntimeError, match=r"^f raised TypeError: .*keyword arguments$"):
         builtin.step([turn("x")])
@@ -298,3 +301,38 @@ def test_self_tests_of_built_in_environments_run(monkeypatch):
 def test_the_reward_model_environment_accepts_every_reply():
     made = make_environment("reward_model", EnvConfig())
     assert [(v.reward, v.outcome, v.done) for v in made.step([turn("a"), turn("b")])] == [(0.0, "ok", True)] * 2
+
+
+FORM = "<think>\n1 + 1\n</think>\n<answer>{}</answer>"
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer", "correctness", "integer", "form"),
+    [
+        (FORM.format("2"), "2", 1, 1, 1),
+        (FORM.format("\n 2 \n"), "2", 1, 1, 1),
+        (FORM.format("2.0"), "2", 0, 0, 1),  # texts are compared, not numbers
+        (FORM.format("1,000"), "1,000", 1, 0, 1),
+        (FORM.format("-3"), "-3", 1, 0, 1),
+        (FORM.format("3"), "2", 0, 1, 1),
+        ("2", "2", 1, 1, 0),
+        ("so it is 2", "2", 0, 0, 0),
+        ("Well: " + FORM.format("2"), "2", 1, 1, 0),
+        (FORM.format("2") + "\n", "2", 1, 1, 1),  # `$` stands before a last new line
+        (FORM.format("2") + " done", "2", 1, 1, 0),
+        (FORM.format("2").replace("\n<answer>", "<answer>"), "2", 1, 1, 0),
+        (FORM.format("1") + FORM.format("2"), "2", 1, 1, 0),
+        ("<answer>2", "2", 1, 1, 0),
+        ("<answer></answer>", "", 1, 0, 0),
+        ("</answer>" * 50_000 + "<think>" * 10_000, "2", 0, 0, 0),
+    ],
+)
+def test_three_rewards_as_in_nemo_rl(reply, answer, correctness, integer, form):
+    """By the rules of HFMultiRewardVerifyWorker (nemo_rl/environments/math_environment.py, 7ea279a)."""
+    environment = make_environment("math_multi_reward", EnvConfig())
+    turn = envs.Turn([{"role": "user", "content": ""}, {"role": "assistant", "content": reply}], answer, "stop")
+    (result,) = environment.step([turn])
+    assert result.rewards == {"correctness": correctness, "integer": integer, "format": form}
+    assert (result.reward, result.outcome) == (correctness + integer + form, "ok" if correctness else "wrong")
+    (cut,) = environment.step([envs.Turn(turn.messages, answer or "x", "length")])
+    assert cut.reward == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from config import ConfigError, EnvConfig
+from config import ConfigError, DatasetConfig, EnvConfig
 from envs import Turn
 from examples.arithmetic import second_try
 from examples.arithmetic.make_problems import needs_carry
@@ -175,6 +175,19 @@ def test_puzzles_can_be_solved_and_are_not_solved(tmp_path):
             assert (result.done, result.reward, result.outcome) == (is_last, is_last, "ok" if is_last else "wrong")
             state = result.state
         assert result.extracted == str(len(moves))
+
+
+def test_puzzles_without_a_file():
+    """As a config of NeMo RL with env.sliding_puzzle_game means them: sizes up to 3, up to 6 moves, made odd."""
+    train, same, other = (sliding_puzzle.puzzles(DatasetConfig(subset="3 6", split=s)) for s in ("train", None, "val"))
+    rows = [train[i] for i in range(100)]
+    assert rows == [same[i] for i in range(100)] and rows[:20] != [other[i] for i in range(20)]
+    assert len(train) == 2048 and len({json.dumps(row["grid"]) for row in rows}) > 12
+    lengths = [len(shortest(row["grid"])) for row in rows]
+    assert {len(row["grid"]) for row in rows} == {2, 3} and all(n % 2 == 1 and n <= 7 for n in lengths)
+    for subset in ("3", "1 5", "10 5", "three 5"):
+        with pytest.raises(ConfigError, match="expected a size from 2 to 9 and a number of moves"):
+            sliding_puzzle.puzzles(DatasetConfig(subset=subset))
 
 
 def test_moves_by_hand():

@@ -4,13 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
+from chat_templates import TEMPLATES
 from dataset_case import GOOD, USER, load, refused
 
 from hf.tokenizer import Tokenizer
 
-TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}}
-
-
+GYM = Path(__file__).resolve().parents[3] / "shared" / "data" / "nemo_gym"  # files of its repository
+TOOL = {"type": "function", "strict": True, "parameters": {"type": "object"}, "name": "add"}
+CALL = {"type": "function_call", "name": "add", "call_id": "c1", "id": "f1", "arguments": '{"b": [1, 2.50]}'}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "3"}
+GYM_INPUT = "responses_create_params.input"
 CHAT_TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
@@ -81,6 +84,114 @@ def test_tools_of_a_row(tokenizer):
     assert refused(tokenizer, [GOOD, gym]).startswith(message)
 
 
+def called(number=1, arguments=None):
+    """A call as transformers' chat templates take it."""
+    function = {"name": "add", "arguments": {"b": [1, 2.5]} if arguments is None else arguments}
+    return {"type": "function", "id": f"c{number}", "function": function}
+
+
+@pytest.mark.parametrize(
+    ("items", "messages"),
+    [
+        (
+            [USER, CALL, OUTPUT],
+            [
+                USER,
+                {"role": "assistant", "content": "", "tool_calls": [called()]},
+                {"role": "tool", "tool_call_id": "c1", "content": "3"},
+            ],
+        ),
+        (  # a turn of the assistant ends where another speaks; a message of two calls has two outputs
+            [
+                {"role": "developer", "content": "s"},
+                USER | {"type": "message"},
+                {"type": "reasoning", "summary": [{"type": "summary_text", "text": "t1"}, {"text": " t2"}], "id": "r"},
+                {
+                    "type": "message",
+                    "role": "assistant",
+                    "content": [{"type": "output_text", "text": "I", "logprobs": 0}],
+                },
+                {"role": "assistant", "content": " add"},
+                CALL,
+                CALL | {"call_id": "c2", "arguments": ""},
+                OUTPUT,
+                OUTPUT | {"call_id": "c2", "output": [{"type": "input_text", "text": "4"}]},
+                {"type": "reasoning", "summary": [], "encrypted_content": "x"},
+                {"type": "reasoning", "summary": None, "content": [{"type": "reasoning_text", "text": "t3"}]},
+                CALL,
+                OUTPUT,
+            ],
+            [
+                {"role": "system", "content": "s"},
+                USER | {"type": "message"},
+                {
+                    "role": "assistant",
+                    "content": "I add",
+                    "reasoning_content": "t1 t2",
+                    "tool_calls": [called(), called(2, {})],
+                },
+                {"role": "tool", "tool_call_id": "c1", "content": "3"},
+                {"role": "tool", "tool_call_id": "c2", "content": "4"},
+                {"role": "assistant", "content": "", "reasoning_content": "t3", "tool_calls": [called()]},
+                {"role": "tool", "tool_call_id": "c1", "content": "3"},
+            ],
+        ),
+        (  # calls in the form of a chat stay as they are
+            [USER, {"role": "assistant", "content": None, "tool_calls": [called(7)]}, OUTPUT],
+            [
+                USER,
+                {"role": "assistant", "content": "", "tool_calls": [called(7)]},
+                {"role": "tool", "tool_call_id": "c1", "content": "3"},
+            ],
+        ),
+    ],
+)
+def test_items_of_the_responses_api_become_messages(tokenizer, items, messages):
+    writes_all = Tokenizer(tokenizer.file.parent, "{{ messages }} {{ tools }}")
+    row = {"responses_create_params": {"input": items, "tools": [TOOL]}, "answer": "1"}
+    (problem,) = load(writes_all, [row]).problems
+    assert problem.messages == messages
+    assert json.dumps(problem.tools) == json.dumps([CHAT_TOOL])  # the order of keys too: a template writes it
+    assert problem.fields == row  # which is not changed
+    if all("tool_calls" in message for message in messages if message["role"] == "assistant"):
+        message = "rows.jsonl:1: the chat template refuses these messages (`tool_calls`: the chat template does not wr"
+        silent = Tokenizer(tokenizer.file.parent, "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}")
+        assert refused(silent, [row]).startswith(message)
+
+
+@pytest.mark.parametrize("path", sorted(GYM.glob("*.jsonl")), ids=lambda path: path.name[-60:])
+def test_real_files_of_nemo_gym(path, tokenizer, capsys):
+    """Every row, and the dataset's env_name for all of them."""
+    writes_calls = Tokenizer(tokenizer.file.parent, TEMPLATES["chatml, system by default, tool calls"])
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    dataset = load(writes_calls, rows, max_prompt_tokens=10**6, env_name="m:C")
+    assert [problem.fields for problem in dataset.problems] == rows and len(rows) == 5
+    assert {problem.env_name for problem in dataset.problems} == {"m:C"}
+    kinds = [item.get("type") for row in rows for item in row["responses_create_params"]["input"]]
+    messages = [message for problem in dataset.problems for message in problem.messages]
+    assert sum(len(message.get("tool_calls", ())) for message in messages) == kinds.count("function_call")
+    assert sum(message["role"] == "tool" for message in messages) == kinds.count("function_call_output")
+    tasks = {row["task_name"]: None for row in rows if "task_name" in row}
+    line = (
+        ""
+        if not tasks
+        else ("rows.jsonl: env_name 'm:C' of the dataset scores 5 rows with a task_name that is no environment: ['")
+    )
+    assert capsys.readouterr().out.startswith(line)
+    if tasks:
+        assert "task_name" in refused(writes_calls, rows, max_prompt_tokens=10**6)
+
+
+def test_the_word_of_the_dataset_beside_a_foreign_task_name(tokenizer, capsys):
+    rows = [GOOD | {"task_name": name} for name in ("algebra", "code", "mine", None, "algebra")]
+    dataset = load(tokenizer, rows, env_name="math", tasks={"mine": "m:C"})
+    assert [problem.env_name for problem in dataset.problems] == ["math", "code", "m:C", "math", "math"]
+    line = "env_name 'math' of the dataset scores 2 rows with a task_name that is no environment: ['algebra']"
+    assert capsys.readouterr().out == f"rows.jsonl: {line}\n"
+    keys = {"input_key": "input", "output_key": "output"}  # the env_name of a preset is nobody's word
+    assert "task_name 'algebra' is no environment" in refused(tokenizer, rows, dataset_name="gsm8k", **keys)
+
+
 def test_prompts_go_around_the_last_user_message_and_a_rows_own_system_message_stays(tokenizer):
     Path("prompt.txt").write_text(r"<{}> \boxed{{}} {x}")
     Path("system.txt").write_text("Sys ü")
@@ -137,7 +248,28 @@ def test_loss_multiplier(tokenizer):
             {"responses_create_params": {"input": 3}, "answer": "1"},
             "no text and no messages under responses_create_par",
         ),
-        ({"responses_create_params": {"input": [{"type": "function_call"}]}, "answer": "1"}, "'messages' must be"),
+        *(
+            ({"responses_create_params": {"input": [USER, item, USER], "tools": tools}, "answer": "1"}, problem)
+            for item, tools, problem in (
+                ({"type": "function_call"}, None, f"{GYM_INPUT}[1]: a function_call needs a name, and arguments that"),
+                (
+                    CALL | {"arguments": "[1]"},
+                    None,
+                    f"{GYM_INPUT}[1]: a function_call needs a name, and arguments that",
+                ),
+                (CALL | {"arguments": '{"a":'}, None, f"{GYM_INPUT}[1]: arguments: not valid JSON"),
+                (
+                    {"type": "item_reference", "id": "x"},
+                    None,
+                    f"{GYM_INPUT}[1]: 'item_reference' has no form in a chat",
+                ),
+                (3, None, f"{GYM_INPUT}[1]: 3 has no form in a chat"),
+                ({"type": "reasoning", "summary": [{"a": 1}]}, None, f"{GYM_INPUT}[1]: expected text, or parts with"),
+                ({"type": "function_call_output", "output": {"a": 1}}, None, "'messages' must be a non-empty list"),
+                (USER, [{"type": "web_search"}], "a tool that is no function has no form in a chat template: {'type'"),
+            )
+        ),
+        ({"responses_create_params": {"input": [USER, CALL]}, "answer": "1"}, "the last message calls a tool: add the"),
         (GOOD | {"task_name": "algebra"}, "task_name 'algebra' is no environment; known: exact, math, code, reward_"),
         (GOOD | {"task_name": 3}, "task_name 3 is no environment"),
         (GOOD | {"task_name": "os:system"}, "task_name 'os:system' is no environment; known: exact, math, code, rew"),

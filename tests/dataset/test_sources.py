@@ -184,3 +184,30 @@ def test_dataset_of_the_users_own(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "mine", mine)
     dataset = load(tokenizer, [], data_path=None, dataset_name="mine:make", split="7")
     assert [row.answer for row in dataset.problems] == ["2", "7"] and dataset.name == "make" and given[0].split == "7"
+
+
+DAPO = {"data_source": "math_dapo", "prompt": [{"role": "user", "content": "1+1=?"}], "ability": "MATH"}
+DAPO |= {"reward_model": {"ground_truth": "2", "style": "rule-lighteval/MATH_v2"}, "extra_info": {"index": "x"}}
+FORMS = {  # a row of each known data set in the fields that it has on the hub -> its answer
+    "gsm8k": ({"question": "1+1=?", "answer": "It is <<1+1=2>>2.\n#### 2"}, "2"),
+    "MATH-500": ({"problem": "1+1=?", "solution": "2.", "answer": "\\frac{4}{2}", "level": 1}, "\\frac{4}{2}"),
+    "OpenMathInstruct-2": ({"problem": "1+1=?", "generated_solution": "so 2", "expected_answer": "2"}, "2"),
+    "DeepScaler": ({"problem": "1+1=?", "answer": "2", "solution": "so 3"}, "2"),
+    "AIME2024": ({"id": 60, "problem": "1+1=?", "solution": "so 3", "answer": "204", "year": "2024"}, "204"),
+    "AIME2025": ({"question": "1+1=?", "answer": "70"}, "70"),
+    "AIME2026": ({"problem_idx": 1, "problem": "1+1=?", "answer": 277, "problem_type": ["Algebra"]}, "277"),
+    "DAPOMath17K": (DAPO, "2"),
+    "DAPOMathAIME2024": (DAPO, "2"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_rows_of_known_data_sets(tokenizer, name):
+    row, answer = FORMS[name]
+    (problem,) = load(tokenizer, [row], dataset_name=name).problems
+    assert problem.messages == [{"role": "user", "content": "1+1=?"}]
+    assert (problem.answer, problem.env_name) == (answer, "math")
+
+
+def test_each_known_data_set_has_a_form():
+    assert FORMS.keys() == sources.PRESETS.keys()

@@ -16,7 +16,8 @@ from random import Random
 
 import pytest
 
-from config import DataError
+from config import DataError, DatasetConfig
+from dataset.scan import load_dataset
 from hf.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.long
@@ -234,3 +235,21 @@ def test_later_turns_add_what_transformers_writes_behind_the_sampled_ids(real):
             num_chats += 1
     print(f"{name}: {num_chats} conversations, {num_turns} turns added, {num_whole} of them equal from the first id on")
     assert num_chats >= 60 and num_whole >= 60
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT.parent / "shared" / "data" / "nemo_gym").glob("*.jsonl")), ids=lambda path: path.name
+)
+def test_tool_conversations_of_nemo_gym(real, path):
+    """Its own example files: calls, their outputs, reasoning and tools, to the ids that transformers gives them."""
+    name, folder, theirs = real
+    if not name.startswith("qwen"):
+        pytest.skip("the template writes no tools, or one call of a turn")
+    cfg = DatasetConfig(data_path=str(path), env_name="any:Class")
+    problems = load_dataset(cfg, Tokenizer(folder), 100_000, {}, lambda *answers: None)[0].problems
+    assert len(problems) == 5
+    for problem in problems:
+        expected = their_ids(theirs, problem.messages, tools=problem.tools, add_generation_prompt=True)
+        assert problem.prompt_ids == expected
+        calls = sum(len(message.get("tool_calls", ())) for message in problem.messages)
+        assert theirs.decode(expected).count("\n<tool_call>\n") == calls + bool(problem.tools)  # and one that explains

@@ -26,6 +26,7 @@ SPECIALS = [*(SPECIALS + "<end_of_turn> <|user|> <|system|> <|assistant|> <|end|
 WORDS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 USER = [{"role": "user", "content": "x"}]
 UNWRITTEN_TOOLS = "refused: `tools`: the chat template does not write them; leave them out or name a template that does"
+UNWRITTEN_CALLS = "refused: `tool_calls`: the chat template does not write them; name a template that does"
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def test_text_and_ids_equal_transformers(bpe, theirs):
     templates = TEMPLATES | installed_templates()
     assert len(TEMPLATES) >= 8 and len(templates) >= 13
     options = [{}, {"enable_thinking": False}, {"enable_thinking": True, "name": "ü"}, {"date_string": "2 Feb 2022"}]
-    num_written = num_refused = 0
+    num_written = num_refused = num_refused_calls = 0
     for (name, template), kwargs in product(templates.items(), options):
         ours = Tokenizer(bpe, template, kwargs)
         for (talk, messages), tools in product(CONVERSATIONS.items(), (None, TOOLS)):
@@ -89,13 +90,17 @@ def test_text_and_ids_equal_transformers(bpe, theirs):
             if tools and not is_written:
                 assert found == UNWRITTEN_TOOLS, case
                 num_refused += 1
+            elif talk == "calls" and "<1>" not in expected and not expected.startswith("refused: "):  # an argument
+                assert found == UNWRITTEN_CALLS, case
+                num_refused_calls += 1
             elif isinstance(found, str):
                 assert found == expected, case
             else:
                 assert ours.backend.decode(found, skip_special_tokens=False) == expected, case
                 assert found == theirs.encode(expected, add_special_tokens=False), case
                 num_written += 1
-    assert num_written >= 300 and num_refused >= 200, (num_written, num_refused)
+    counts = num_written, num_refused, num_refused_calls
+    assert num_written >= 300 and num_refused >= 200 and num_refused_calls >= 16, counts
     ids = Tokenizer(bpe, TEMPLATES["chatml"]).render(CONVERSATIONS["turns"], add_generation_prompt=False)
     text = theirs.apply_chat_template(CONVERSATIONS["turns"], chat_template=TEMPLATES["chatml"], tokenize=False)
     assert ids == theirs.encode(text, add_special_tokens=False)
