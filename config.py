@@ -1,7 +1,6 @@
 """Every key of a run's configuration: type, default, bounds, and below it the meaning that --help and errors show.
 
-A key that NeMo RL has too carries its name, and its default in `grpo_math_1B.yaml` unless the meaning says otherwise.
-null is None. run/config_file.py reads configs, run/config_check.py refuses those that cannot run. No torch."""
+A key of NeMo RL has its name, and its default in `grpo_math_1B.yaml` unless the meaning says otherwise. No torch."""
 
 import reprlib
 from collections.abc import Mapping
@@ -209,8 +208,7 @@ class DTensorConfig:
 @dataclass(frozen=True, slots=True)
 class SequencePackingConfig:
     train_mb_tokens: int | None = key(None, ">= 1")
-    """A pack (micro-batch) holds at most this many tokens; no sequence is split. null means 8192 on CUDA and 2048 on
-    CPU, or max_total_sequence_length if that is more."""
+    """A pack has at most this many tokens. null is 8192 on CUDA, 2048 on CPU, or max_total_sequence_length if more."""
     share_prefix: bool = True
     """The samples of a prompt that lie in one pack share it: it is computed once."""
 
@@ -278,6 +276,8 @@ class GenerationConfig:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig:
+    name: str | None = None
+    """The tokenizer and its template are those of this folder or hub model; null means the model's own."""
     chat_template: str | None = "default"
     """default is the model's own template, other text is a template or its file, and null joins the messages' texts."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -285,17 +285,25 @@ class TokenizerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class HFConfigOverrides:
+    max_position_embeddings: int | None = key(None, ">= 1")
+    """A sequence may have at most this many tokens; null means what config.json of the model says."""
+    rope_scaling: Mapping[str, Any] = field(default_factory=dict)
+    """The rotary embedding has these settings, as in config.json: rope_type (default or llama3), rope_theta, ..."""
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyConfig:
     model_name: str = "Qwen/Qwen2.5-1.5B"
     """The policy starts as this folder or hub model: Qwen2, Qwen2.5, dense Qwen3 or Llama 3."""
     tokenizer: TokenizerConfig = TokenizerConfig()
+    hf_config_overrides: HFConfigOverrides = HFConfigOverrides()
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     """The trainer computes in this type; its master weights are float32."""
     kernel_backend: Literal["auto", "triton", "torch"] = "auto"
     """The output layer and the loss run on these kernels; auto means triton on CUDA and torch elsewhere."""
     compile: bool | None = None
-    """torch.compile fuses what each block does before and after its attention. null means true on CUDA and false on
-    CPU, where true is refused."""
+    """torch.compile fuses each block before and after its attention. null is true on CUDA; on CPU true is refused."""
     logprob_chunk_size: int | None = key(None, ">= 1")
     """With triton, the logits of this many response tokens are in memory at once; null means 3.25 GiB of them."""
     train_global_batch_size: int | None = key(None, ">= 1")
@@ -343,8 +351,8 @@ class DatasetConfig:
     processor: str | None = None
     """module:function is a function of yours that turns a row as read into a row to use, or into None to drop it."""
     env_name: str | None = None
-    """exact (the response, or its part after ####, is the number), math, code, reward_model, or module:Class or
-    module:function of yours scores responses. null means the known dataset's, or exact."""
+    """exact (the response, or its part after ####, is the number), math, math_multi_reward, code, reward_model, or
+    module:Class or module:function of yours scores responses. null means the known dataset's, or exact."""
     min_reward: float | None = None
     """Rows whose field `reward`, which rollouts of NeMo Gym have, is below this are left out; null keeps all."""
     repeat: int = key(1, ">= 1, <= 10000")
@@ -411,6 +419,7 @@ class CodeEnvConfig:
 class RewardModelConfig:
     model_name: str | None = None
     """This folder or hub model is a Qwen2-, Qwen3- or LlamaForSequenceClassification with one label."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     """The reward model holds its weights and computes in this type; its scores are float32."""
     max_model_len: int = key(2048, ">= 1")

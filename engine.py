@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from config import Config
 from data import Sample
-from hf.model_config import read_model_config
+from hf.model_config import overridden_fields, read_model_config
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from kernels.softmax import bfloat16_factors
@@ -98,6 +98,7 @@ class Engine:
         # Ids beyond the tokenizer (padded vocabulary) do not exist in the engine: its vocabulary is the tokenizer's.
         # The head gives float32, as the trainer's: rounded logits would be a third of what bfloat16 costs the sampler.
         overrides: dict = {"vocab_size": self.vocab_size, "head_dtype": "float32"}
+        overrides |= overridden_fields(folder, cfg.policy.hf_config_overrides)
         # As many at once as an engine gets of the largest batch, at most vLLM's own 1,024 for large GPUs: it has counts
         # over the whole vocabulary for each (0.62 GB at 1,024 x 151,936), and captures CUDA graphs up to this number.
         num_engines = dist.get_world_size() // vllm_cfg.tensor_parallel_size
@@ -106,7 +107,8 @@ class Engine:
         hardware: dict = {"enable_sleep_mode": True, "max_num_seqs": min(1024, max(training, validation))}
         if hasattr(EngineArgs, "sleep_mode_offload_cudagraph"):  # not in vLLM 0.24: there graphs stay on the GPU
             hardware["sleep_mode_offload_cudagraph"] = True
-        self.send_head_copy = read_model_config(folder).tie_word_embeddings and not self.cuda
+        model = read_model_config(folder, cfg.policy.hf_config_overrides)
+        self.send_head_copy = model.tie_word_embeddings and not self.cuda
         if not self.cuda:
             # vLLM's CPU layers compute from packed copies, and a reload does not refresh the copy of a *tied* head: the
             # logits would stay stale. Untied, the head is a layer like the others; `sync` sends it the embedding.

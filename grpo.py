@@ -2,6 +2,7 @@
 
     torchrun --nproc_per_node=8 grpo.py configs/math_1b.yaml [key.sub=value ...]     train
     python grpo.py --check configs/math_1b.yaml [key.sub=value ...]                  find every config and data error
+    python grpo.py --from trl|verl FILE --write CONFIG.yaml                          a config of TRL or verl as ours
     python grpo.py --help                                                            every key, meaning and default
 
 Each rank is one process that holds its FSDP shards of the policy and a whole vLLM engine (or a part of one, with tensor
@@ -18,17 +19,23 @@ import sys
 from functools import partial
 
 from config import ConfigError
-from run import config_keys, preflight
+from run import config_from, config_keys, preflight
 from system.exits import die_with_parent
 
-USAGE = "usage: [torchrun --nproc_per_node=N] grpo.py [--check [--all]] CONFIG.yaml [key.sub=value ...] | --help"
+USAGE = (
+    "usage: [torchrun --nproc_per_node=N] grpo.py [--check [--all] [--explain]] CONFIG.yaml [key.sub=value ...] | "
+    "--help | --from trl|verl FILE [their.key=value ...] --write CONFIG.yaml"
+)
 
-if __name__ == "__main__" and (len(sys.argv) == 1 or {"--check", "--help", "-h"} & set(sys.argv)):
+if __name__ == "__main__" and (len(sys.argv) == 1 or {"--check", "--from", "--help", "-h"} & set(sys.argv)):
     # Before torch and vllm are imported: mistakes are answered in a second.
     if {"--help", "-h"} & set(sys.argv):
         print(USAGE, config_keys.help_text(), sep="\n\n")
         sys.exit(0)
     try:
+        if "--from" in sys.argv:
+            print(config_from.convert(sys.argv[1:], USAGE))
+            sys.exit(0)
         print(preflight.check(preflight.parse_command_line(sys.argv[1:], USAGE), all_rows="--all" in sys.argv))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
-from config import GRPOConfig
+from config import GRPOConfig, HFConfigOverrides
 from hf.model_config import ModelConfig, read_model_config
 from hf.weights import load_weights, sharded_parameters
 from kernels import KernelBackend, LossPath, linear_logp
@@ -310,6 +310,7 @@ def load_policy(
     precision: str = "float32",
     activation_checkpointing: bool = False,
     decoder: type[Decoder] = Decoder,
+    overrides: HFConfigOverrides | None = None,
 ) -> Decoder:
     """The model of an HF folder with float32 parameters, sharded over `mesh`; without one, whole on `device`.
 
@@ -317,7 +318,7 @@ def load_policy(
     not supported, or the weights not those that config.json describes.
     """
     with torch.device("meta"):
-        model = decoder(read_model_config(Path(folder)))
+        model = decoder(read_model_config(Path(folder), overrides))
     if mesh is not None:
         shard(model, mesh, precision=precision, activation_checkpointing=activation_checkpointing)
     else:

@@ -179,7 +179,7 @@ def _checkpoint_problems(cfg: Config) -> Iterator[str]:
         yield f"checkpointing.checkpoint_must_save_by={by:.80}: must be DD:HH:MM:SS, such as 00:03:45:00"
     if not name.startswith(("train/", "validation/")):
         yield f"checkpointing.metric_name={name}: must be a key of metrics.jsonl, such as train/reward"
-    elif saving.keep_top_k and name.startswith("validation/") and not cfg.grpo.val_period:
+    elif saving.enabled and saving.keep_top_k and name.startswith("validation/") and not cfg.grpo.val_period:
         yield f"checkpointing.keep_top_k={saving.keep_top_k} compares {name}, but grpo.val_period=0 means no validation"
 
 

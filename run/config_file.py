@@ -4,13 +4,13 @@ A mistake is a `ConfigError` that names the place, the full key, the value and t
 nothing else: preflight.py looks for the data and the model, config_check.py whether values fit each other.
 """
 
-import json
 import math
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -21,6 +21,7 @@ from hf.files import open_regular
 from run import config_keys as keys
 from run import config_nemo, config_yaml
 from run.config_keys import FIELDS, FREE, LISTS, SECTIONS
+from run.config_nemo import Verdict
 from run.config_yaml import NULL, described
 
 MAX_FILES = 100  # of a config with its defaults
@@ -29,41 +30,114 @@ _NUMBER = r"\d+(?:\.\d*)?"
 _Entry = tuple[str, yaml.Node, str]  # full key, what is written for it, the place
 
 
-@dataclass(frozen=True, slots=True)
-class _Reference:
-    """A value with `${...}` in it, which is read when all others are known."""
-
-    text: str
-    where: str
-
-
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load(path: str | Path, overrides: Sequence[str] = (), *, explain: bool = False) -> Config:
     """The config of a yaml file, over the files its `defaults:` names and under `key.sub=value` overrides.
 
-    The last to set a key wins; a list is one value. Raises ConfigError. `config_check.validate` judges the values.
+    The last to set a key wins; a list is one value. Raises ConfigError. `config_check.validate` judges the values. Of a
+    config with NeMo RL's keys, rank 0 prints what does not matter and what decides the reward; `explain`: each key.
     """
-    sizes: list[int] = []
-    entries = _read_file(Path(path), (), sizes)
+    entries = _read_file(Path(path), (), [])
     if sum(map(len, overrides)) > config_yaml.MAX_BYTES:
         raise ConfigError(f"command line {shortened(max(overrides, key=len))}: too long; write it into a file")
     for override in overrides:
         entries += _read_override(override)
-    values: dict[str, Any] = {}
-    without_effect: set[str] = set()  # rows of config_nemo.NO_EFFECT
+    values, verdicts, refusal = _judge(_merge(entries))
+    if explain:
+        print("\n".join(map(str, verdicts)))
+        counts = Counter(verdict.kind for verdict in verdicts)
+        print(f"{len(verdicts)} keys: {', '.join(f'{count} {kind}' for kind, count in counts.items())}\n")
+    if refusal:
+        raise refusal
+    cfg = _build(Config(), "", values)
+    if (table := config_nemo.table_of(verdicts)) and not explain and os.environ.get("RANK", "0") == "0":
+        print(table, *_in_force(cfg), sep="\n", file=sys.stderr)
+    return cfg
+
+
+def _merge(entries: list[_Entry]) -> dict[str, tuple[yaml.Node, str]]:
+    """Key -> (node, place) of what is in force. A value takes the place of all keys below it, and a key that of a null
+    or {} above it."""
+    merged: dict[str, tuple[yaml.Node, str]] = {}
+    above: set[str] = set()  # all sections of these keys
     for name, node, where in entries:
-        if section := _emptied_section(name, node, where):
-            values = {key: value for key, value in values.items() if not key.startswith(f"{section}.")}
-        elif free := next((free for free in FREE if name.startswith(f"{free}.")), None):
-            _set_free_key(values.setdefault(free, {}), free, name, node, where)
-        elif (row := config_nemo.no_effect(keys.plain_name(name), node, where)) is None:
-            values[keys.numbered_name(name)] = _value(name, node, where)
-        else:
-            without_effect |= {row} - {""}
-            values[keys.numbered_name(name)] = node.value  # other keys may refer to it
-    values = {name: _resolve(name, value, values) for name, value in values.items()}
-    if without_effect and os.environ.get("RANK", "0") == "0":
-        print(config_nemo.warning(without_effect), file=sys.stderr)
-    return _build(Config(), "", values)
+        section = _emptied_section(name, node, where)
+        prefix = section or name
+        if prefix in above and (section or isinstance(node, yaml.ScalarNode)):
+            merged = {key: entry for key, entry in merged.items() if not key.startswith(f"{prefix}.")}
+            above = {part for key in merged for part in _sections_of(key)}
+        merged.pop(name, None)
+        if (not section or node.tag == NULL or not node.value) and (node.value or name not in above):
+            for part in _sections_of(name):
+                if part in merged and (merged[part][0].tag == NULL or not merged[part][0].value):
+                    del merged[part]
+                above.add(part)
+            merged[name] = node, where
+    return merged
+
+
+def _sections_of(name: str) -> list[str]:
+    return [name[: match.start()] for match in re.finditer(r"\.", name)]
+
+
+def _judge(merged: dict[str, tuple[yaml.Node, str]]) -> tuple[dict[str, Any], list[Verdict], ConfigError | None]:
+    """(values of our keys, a verdict for each key, the refusal that says most)."""
+    rows, added = config_nemo.rows_of(merged)
+    entries = merged | {name: (config_yaml.scalar(text), "config_nemo.yaml") for name, text in added.items()}
+    nodes = {keys.numbered_name(name): node for name, (node, _) in entries.items()}
+    values: dict[str, Any] = {}
+    verdicts: dict[str, Verdict] = {}
+    refusals: list[tuple[bool, ConfigError]] = []
+
+    def value_of(name: str) -> Any:
+        return config_yaml.plain_value(_resolve(name, config_yaml.scalar(f"${{{name}}}"), "", nodes), name)
+
+    # What is taken as another key comes behind that key, and a part of a mapping behind the mapping.
+    for name in sorted(merged, key=lambda name: rows[name][1].get("as", "").count(".")):
+        node, where = merged[name]
+        row = rows[name][1]
+        try:
+            if "same" in row or "why" not in row:  # else any value will do
+                node = _resolve(name, node, where, nodes)
+            verdicts[name], settings = config_nemo.judge(name, node, where, rows[name], value_of)
+            for key, its_node in settings:
+                is_again = key != name and key in verdicts and verdicts[key].kind == "taken"
+                before = repr(values) if is_again else ""
+                _set(values, key, its_node, where)
+                if is_again and repr(values) != before:
+                    verdicts[key] = Verdict(key, "does not matter", f"{name} decides", key)
+        except ConfigError as error:
+            verdicts[name] = Verdict(name, "refused", str(error))
+            refusals.append(("refused" not in row and "never" not in row, error))
+    for name in added if not refusals else ():
+        node, where = entries[name]
+        _set(values, name, _resolve(name, node, where, nodes), where)
+    listed = [replace(verdicts[name], name=leaf) for name in merged for leaf in _leaf_names(name, merged[name][0])]
+    # What cannot be done here says more than a wrong value beside it.
+    return values, listed, min(refusals, key=lambda refusal: refusal[0])[1] if refusals else None
+
+
+def _leaf_names(name: str, node: yaml.Node) -> Iterator[str]:
+    """The keys of a mapping that is one value, or the one name of another value."""
+    if isinstance(node, yaml.MappingNode) and node.value:
+        for key, child in node.value:
+            yield from _leaf_names(f"{name}.{key.value}", child)
+    else:
+        yield name
+
+
+def _in_force(cfg: Config) -> Iterator[str]:
+    """A line for each data set of what comes from the config and decides its prompts and rewards."""
+    yield "in force, and decides the prompts and the reward:"
+    names = ("dataset_name", "data_path", "prompt_file", "system_prompt_file", "processor", "env_name")
+    verifiers = {
+        "math": f"env.math.math_verify_impl={cfg.env.math.math_verify_impl}",
+        "reward_model": f"env.reward_model.model_name={cfg.env.reward_model.model_name}",
+    }
+    for part, sets in (("train", cfg.data.train), ("validation", cfg.data.validation)):
+        for dataset in sets:
+            words = [f"{name}={getattr(dataset, name)}" for name in names if getattr(dataset, name)]
+            words += filter(None, [verifiers.get(dataset.env_name)])
+            yield f"  {part}: {', '.join(words)}"
 
 
 def _read_file(path: Path, parents: tuple[Path, ...], sizes: list[int]) -> list[_Entry]:
@@ -94,7 +168,10 @@ def _read_file(path: Path, parents: tuple[Path, ...], sizes: list[int]) -> list[
         for default in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             if not isinstance(default, yaml.ScalarNode) or not default.value:
                 raise ConfigError(f"{where}: defaults: expected a file or a list of files, got {described(default)}")
-            below += _read_file(path.parent / default.value, (*parents, path), sizes)
+            file = f"{path.parent / default.value}"
+            if not file.endswith(".yaml") and not os.path.lexists(file):  # NeMo RL's guides leave out the ending, too
+                file += ".yaml"
+            below += _read_file(Path(file), (*parents, path), sizes)
     # What empties a section comes first, wherever in the file it is.
     return below + sorted(entries, key=lambda entry: _emptied_section(*entry) is None)
 
@@ -108,7 +185,7 @@ def _read_override(override: str) -> list[_Entry]:
         raise ConfigError(f"{where}: expected key.sub=value, as in grpo.seed=1")
     is_list = name in FIELDS and name not in LISTS and get_origin(keys.split_optional(FIELDS[name].type)[0]) is tuple
     node = config_yaml.compose(text, where) if is_list or name in FREE else config_yaml.scalar(text)
-    return list(config_nemo.rewrite(name, node, where))
+    return [(name, node, where)]
 
 
 def _emptied_section(name: str, node: yaml.Node, where: str) -> str | None:
@@ -124,21 +201,31 @@ def _emptied_section(name: str, node: yaml.Node, where: str) -> str | None:
     return section
 
 
-def _set_free_key(mapping: dict[str, Any], free: str, name: str, node: yaml.Node, where: str) -> None:
-    """Sets one more key of the mapping at key `free`: `name`, such as env.custom.my.envs:Class.key."""
-    key = name.removeprefix(f"{free}.")
-    env_name, _, argument = key.rpartition(".")
-    if free == "env.custom" and env_name:
-        mapping.setdefault(env_name, {})[argument] = _typed(name, node, Any, where)
-    else:
-        mapping[key] = _typed(name, node, get_args(FIELDS[free].type)[1], where)
+def _set(values: dict[str, Any], name: str, node: yaml.Node, where: str) -> None:
+    """Sets the value of a key; a section without keys, and null for a list of sections, set none. Every unknown key and
+    wrong type ends here."""
+    plain = keys.plain_name(name)
+    if free := next((free for free in FREE if name.startswith(f"{free}.")), None):
+        mapping, key = values.setdefault(free, {}), name.removeprefix(f"{free}.")
+        env_name, _, argument = key.rpartition(".")
+        if free == "env.custom" and env_name:  # such as env.custom.my.envs:Class.argument
+            mapping.setdefault(env_name, {})[argument] = _typed(name, node, Any, where)
+        else:
+            mapping[key] = _typed(name, node, get_args(FIELDS[free].type)[1], where)
+    elif plain not in FIELDS:
+        raise ConfigError(f"{where}: {keys.unknown_key(plain)}")
+    elif plain not in SECTIONS:
+        values[keys.numbered_name(name)] = _typed(name, node, FIELDS[plain].type, where)
+    elif not (plain in LISTS and node.tag == NULL) and (isinstance(node, yaml.ScalarNode) or node.value):
+        got = described(node)
+        raise ConfigError(f"{where}: {name} is a section, got {got}; set its keys: {keys.keys_of(plain)}")
 
 
-def _resolve(name: str, value: Any, values: dict[str, Any]) -> Any:
-    """The value of a key whose text may have `${key}`, `${.sibling}` and `${mul: a, b}` in it."""
-    if not isinstance(value, _Reference):
-        return value
-    place, text = f"{value.where}: {name}", value.text
+def _resolve(name: str, node: yaml.Node, where: str, nodes: Mapping[str, yaml.Node]) -> yaml.Node:
+    """The node of a key whose text may have `${key}`, `${.sibling}` and `${mul: a, b}` in it. `nodes`: of all keys."""
+    if not isinstance(node, yaml.ScalarNode) or "${" not in node.value or keys.plain_name(name) in FREE:
+        return node
+    place, text = f"{where}: {name}", node.value
 
     def look_up(match: re.Match) -> str:
         inner = match[1].strip()
@@ -147,18 +234,19 @@ def _resolve(name: str, value: Any, values: dict[str, Any]) -> Any:
                 raise ConfigError(f"{place}: ${{{inner}}}: only keys, and mul of numbers, are understood")
             return f"{math.prod(map(float, re.findall(_NUMBER, inner))):.17g}"
         other = f"{name.rpartition('.')[0]}{inner}" if inner.startswith(".") else inner
-        found = values.get(keys.numbered_name(other), FIELDS[other].default if other in FIELDS else MISSING)
-        if found is MISSING or other in SECTIONS or isinstance(found, (tuple, list, dict)):
+        default = FIELDS[other].default if other in FIELDS else MISSING
+        value = nodes.get(keys.numbered_name(other), default)
+        if isinstance(value, yaml.ScalarNode):
+            value = "null" if value.tag == NULL else value.value
+        if value is MISSING or other in SECTIONS or isinstance(value, (tuple, yaml.Node)):
             raise ConfigError(f"{place}: ${{{other}}} is not the name of a key with one value")
-        found = found.text if isinstance(found, _Reference) else found
-        found = found if isinstance(found, str) else json.dumps(found)
-        return found[: MAX_REFERENCE_CHARS + 1]  # a longer one is refused below
+        return config_nemo.text_of(value)[: MAX_REFERENCE_CHARS + 1]  # a longer one is refused below
 
     for _ in range(20):
         if len(text) > MAX_REFERENCE_CHARS:
             break
         if "${" not in text:
-            return _value(name, config_yaml.scalar(text), value.where)
+            return config_yaml.scalar(text)
         text = re.sub(r"\$\{([^${}]*)\}", look_up, text)
     raise ConfigError(f"{place}: ${{...}} goes in a circle, is too deep or long, or is not closed")
 
@@ -168,7 +256,8 @@ def _leaves(node: yaml.Node, prefix: str, path: Path) -> Iterator[_Entry]:
     for key_node, child in node.value:
         where = f"{path} line {key_node.start_mark.line + 1}"
         name = prefix + key_node.value
-        if isinstance(child, yaml.MappingNode) and (name in SECTIONS or config_nemo.is_section(name)):
+        is_mapping = isinstance(child, yaml.MappingNode) and child.value
+        if is_mapping and (name in SECTIONS or config_nemo.is_section(name)):
             yield from _leaves(child, f"{name}.", path)
             continue
         for i, item in enumerate(child.value if name in LISTS and isinstance(child, yaml.SequenceNode) else ()):
@@ -177,19 +266,7 @@ def _leaves(node: yaml.Node, prefix: str, path: Path) -> Iterator[_Entry]:
             if not item.value:
                 raise ConfigError(f"{where}: {name}: entry {i + 1} is empty")
             yield from _leaves(item, f"{name}.{i}.", path)
-        yield from config_nemo.rewrite(name, child, where)
-
-
-def _value(name: str, node: yaml.Node, where: str) -> Any:
-    """The value of a key. Every unknown key and wrong type ends here."""
-    plain = keys.plain_name(name)
-    if plain not in FIELDS:
-        raise ConfigError(f"{where}: {keys.unknown_key(plain)}")
-    if plain in SECTIONS:
-        raise ConfigError(f"{where}: {name} is a section, got {described(node)}; set its keys: {keys.keys_of(plain)}")
-    if isinstance(node, yaml.ScalarNode) and "${" in node.value and plain not in FREE:
-        return _Reference(node.value, where)
-    return _typed(name, node, FIELDS[plain].type, where)
+        yield name, child, where
 
 
 def _typed(name: str, node: yaml.Node, kind: Any, where: str) -> Any:

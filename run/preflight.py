@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import envs
-from config import Config, ConfigError, DatasetConfig, RewardModelConfig
+from config import Config, ConfigError, DataError, DatasetConfig, RewardModelConfig, TokenizerConfig
 from dataset.mixing import Mixture
 from dataset.scan import Dataset, load_dataset
 from graders.environments import make_environment
-from hf.model_config import ModelConfig, check_weights, read_model_config, resolve_model_folder
+from hf.model_config import ModelConfig, check_weights, read_model_config, resolve_folder
 from hf.tokenizer import Tokenizer
 from run import config_check, config_file, resume
 from run.config_check import max_prompt_tokens
@@ -62,10 +62,9 @@ def read_inputs(
     if cfg.checkpointing.resume_from:
         resume.check_resumable(cfg, to_train)
     begin(f"model folder {cfg.policy.model_name}", 0)  # to fetch it from the hub takes as long as it needs
-    folder = resolve_model_folder(cfg.policy.model_name)
-    model = read_model_config(folder)
-    begin(f"{folder / 'tokenizer.json'} and the chat template", MODEL_SECONDS)
-    tokenizer = Tokenizer(folder, cfg.policy.tokenizer.chat_template, cfg.policy.tokenizer.chat_template_kwargs)
+    folder = resolve_folder(cfg.policy.model_name, "policy.model_name")
+    model = read_model_config(folder, cfg.policy.hf_config_overrides)
+    tokenizer = read_tokenizer(cfg.policy.tokenizer, "policy.tokenizer.name", folder, begin)
     check_fits(cfg, folder, model, tokenizer)
     begin(f"weights of {folder}", MODEL_SECONDS)
     check_weights(folder, model.tensor_shapes())
@@ -90,11 +89,10 @@ def read_inputs(
     held_out += [read(replace(section, split_validation_size=0))[0] for section in cfg.data.validation]
     mixture = Mixture([dataset for dataset, _ in train], cfg)
     if to_train and num_steps_of(cfg, mixture.num_problems) == 0:
-        raise ConfigError(
-            f"nothing to train: {mixture.num_problems} prompts x grpo.max_num_epochs={cfg.grpo.max_num_epochs} are "
-            f"fewer than grpo.num_prompts_per_step={cfg.grpo.num_prompts_per_step} x "
-            f"grpo.batch_multiplier={cfg.grpo.batch_multiplier:g}"
-        )
+        prompts = f"{mixture.num_problems} prompts x grpo.max_num_epochs={cfg.grpo.max_num_epochs}"
+        step = f"grpo.num_prompts_per_step={cfg.grpo.num_prompts_per_step}"
+        step += f" x grpo.batch_multiplier={cfg.grpo.batch_multiplier:g}"
+        raise ConfigError(f"nothing to train: {prompts} are fewer than {step}")
     if to_train and mixture.sampler:  # a function of the user's, which is to fail now
         mixture.draw(mixture.start(), cfg.grpo.prompts_per_batch)
     reward_model = read_reward_model(cfg.env.reward_model, begin) if "reward_model" in environments else None
@@ -112,14 +110,12 @@ def check_reward_names(environments: dict[str, envs.Environment], weights: tuple
         if missing := ", ".join(name for name in names if name not in its_names):
             raise ConfigError(f"env_name '{env_name}' has no reward {missing}, which {gdpo} needs: {fix}")
     if len(names) < 2:
-        raise ConfigError(
-            f"{gdpo} needs two rewards or more of each sample; env_name '{', '.join(declared)}' declares "
-            f"{', '.join(names) or 'none'}: {fix}, or set grpo.adv_estimator.name=grpo"
-        )
+        given = f"env_name '{', '.join(declared)}' declares {', '.join(names) or 'none'}"
+        fix += ", or set grpo.adv_estimator.name=grpo"
+        raise ConfigError(f"{gdpo} needs two rewards or more of each sample; {given}: {fix}")
     if weights is not None and len(weights) != len(names):
-        raise ConfigError(
-            f"grpo.adv_estimator.reward_weights={list(weights)}: must be {len(names)} numbers, for {', '.join(names)}"
-        )
+        expected = f"must be {len(names)} numbers, for {', '.join(names)}"
+        raise ConfigError(f"grpo.adv_estimator.reward_weights={list(weights)}: {expected}")
 
 
 def check_fits(cfg: Config, folder: Path, model: ModelConfig, tokenizer: Tokenizer) -> None:
@@ -127,35 +123,37 @@ def check_fits(cfg: Config, folder: Path, model: ModelConfig, tokenizer: Tokeniz
     check_model(folder, model, tokenizer, "policy.max_total_sequence_length", cfg.policy.max_total_sequence_length)
     stop = max(cfg.policy.generation.stop_token_ids or (0,))
     if stop >= tokenizer.vocab_size:
-        raise ConfigError(
-            f"policy.generation.stop_token_ids: {stop} is no token of the model, whose ids end at "
-            f"{tokenizer.vocab_size - 1} ({folder / 'tokenizer.json'}): take it out"
-        )
+        ids = f"whose ids end at {tokenizer.vocab_size - 1} ({folder / 'tokenizer.json'})"
+        raise ConfigError(f"policy.generation.stop_token_ids: {stop} is no token of the model, {ids}: take it out")
     tensor = cfg.policy.generation.vllm_cfg.tensor_parallel_size
     sizes = {"num_attention_heads": model.num_attention_heads, "intermediate_size": model.intermediate_size}
     if tensor < model.num_key_value_heads or tensor % model.num_key_value_heads:  # else each rank has a copy of one
         sizes["num_key_value_heads"] = model.num_key_value_heads
     for name, size in sizes.items():
         if size % tensor:
-            raise ConfigError(
-                f"policy.generation.vllm_cfg.tensor_parallel_size={tensor} does not divide the model's {name}={size} "
-                f"({folder / 'config.json'})"
-            )
+            the_size = f"the model's {name}={size} ({folder / 'config.json'})"
+            raise ConfigError(f"policy.generation.vllm_cfg.tensor_parallel_size={tensor} does not divide {the_size}")
 
 
 def check_model(folder: Path, model: ModelConfig, tokenizer: Tokenizer, length_key: str, length: int) -> None:
     """ConfigError where the model has no positions for `length` tokens, or no embedding for an id of the tokenizer."""
     limit = model.max_position_embeddings
     if limit is not None and length > limit:
-        raise ConfigError(
-            f"{length_key}={length} is more than the model's max_position_embeddings={limit} "
-            f"({folder / 'config.json'}): use {limit} or less"
-        )
+        positions = f"the model's max_position_embeddings={limit} ({folder / 'config.json'})"
+        raise ConfigError(f"{length_key}={length} is more than {positions}: use {limit} or less")
     if tokenizer.vocab_size > model.vocab_size:
-        raise ConfigError(
-            f"{folder}: tokenizer.json has ids up to {tokenizer.vocab_size - 1}, config.json vocab_size="
-            f"{model.vocab_size}: tokens without an embedding; resize the model's embeddings, or use its own tokenizer"
-        )
+        ids = f"tokenizer.json has ids up to {tokenizer.vocab_size - 1}, config.json vocab_size={model.vocab_size}"
+        fix = "resize the model's embeddings, or use its own tokenizer"
+        raise ConfigError(f"{folder}: {ids}: tokens without an embedding; {fix}")
+
+
+def read_tokenizer(cfg: TokenizerConfig, key: str, model_folder: Path, begin: Callable[[str, int], None]) -> Tokenizer:
+    """The tokenizer that the section names with `key`, or the model's own. `begin`: as in `read_inputs`."""
+    folder = resolve_folder(cfg.name, key) if cfg.name is not None else model_folder
+    if not (folder / "tokenizer.json").is_file():
+        raise DataError(f"{folder}: no tokenizer.json (save the tokenizer in its 'fast' format)")
+    begin(f"{folder / 'tokenizer.json'} and the chat template", MODEL_SECONDS)
+    return Tokenizer(folder, cfg.chat_template, cfg.chat_template_kwargs)
 
 
 def read_reward_model(cfg: RewardModelConfig, begin: Callable[[str, int], None]) -> tuple[Path, Tokenizer]:
@@ -165,10 +163,10 @@ def read_reward_model(cfg: RewardModelConfig, begin: Callable[[str, int], None])
     if cfg.model_name is None:
         raise ConfigError(f"{key} is not set: env_name 'reward_model' scores with it")
     begin(f"reward model {cfg.model_name}", 0)
-    folder = resolve_model_folder(cfg.model_name, key)
-    begin(f"reward model {folder}", MODEL_SECONDS)
+    folder = resolve_folder(cfg.model_name, key)
     model = read_model_config(folder)
-    tokenizer = Tokenizer(folder)
+    tokenizer = read_tokenizer(cfg.tokenizer, "env.reward_model.tokenizer.name", folder, begin)
+    begin(f"reward model {folder}", MODEL_SECONDS)
     check_model(folder, model, tokenizer, "env.reward_model.max_model_len", cfg.max_model_len)
     shapes = replace(model, tie_word_embeddings=True).tensor_shapes()  # there is no head over the vocabulary
     try:
@@ -281,10 +279,12 @@ def _check(cfg: Config, all_rows: bool, begin: Callable[[str, int], None]) -> st
 
 def parse_command_line(argv: Sequence[str], usage: str) -> Config:
     """The validated config of a command line, with the run that it resumes. ConfigError for whatever is wrong."""
-    flags = ("--check", "--all") if "--check" in argv else ()
+    flags = {"--check", "--all", "--explain"} & set(argv) if "--check" in argv else set()
     words = [word for word in argv if word not in flags]
     if not words or words[0].startswith("-"):
         raise ConfigError(usage)
-    cfg = config_file.load(words[0], words[1:])
-    config_check.validate(cfg, int(os.environ.get("WORLD_SIZE", "1")))
+    cfg = config_file.load(words[0], words[1:], explain="--explain" in flags)
+    # Without torchrun, `--check` does not know the number of ranks: it takes those of an engine.
+    ranks = cfg.policy.generation.vllm_cfg.tensor_parallel_size if flags else 1
+    config_check.validate(cfg, int(os.environ.get("WORLD_SIZE", ranks)))
     return resume.resolve(cfg)

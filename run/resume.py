@@ -25,6 +25,8 @@ SAME_WHEN_RESUMED = (
     "grpo.seed",
     "grpo.num_prompts_per_step",
     "grpo.num_generations_per_prompt",
+    "policy.tokenizer.name",
+    "policy.hf_config_overrides.rope_scaling",
     "policy.tokenizer.chat_template",
     "policy.tokenizer.chat_template_kwargs",
     "data.shuffle",

@@ -16,6 +16,7 @@ import config
 from batch import Minibatch, needs_old_logps
 from engine import Engine, check_canary
 from graders.pool import GraderPool
+from hf.model_config import hf_config
 from hf.weights import save_hf
 from kernels import KernelBackend, LossPath, choose_backend
 from loss import policy_loss
@@ -163,7 +164,12 @@ def build(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.dev
     mesh = dist.init_device_mesh(device.type, (ranks.world_size,))
     recompute = policy.dtensor_cfg.activation_checkpointing
     model = load_policy(
-        inputs.model_folder, device=device, mesh=mesh, precision=policy.precision, activation_checkpointing=recompute
+        inputs.model_folder,
+        device=device,
+        mesh=mesh,
+        precision=policy.precision,
+        activation_checkpointing=recompute,
+        overrides=policy.hf_config_overrides,
     )
     if compiled:
         model.compile_blocks()
@@ -296,7 +302,8 @@ def finish(run: Run) -> str:
     run.watchdog.enter("export")
     if cfg.checkpointing.save_hf_at_end:
         dtype = getattr(torch, cfg.policy.precision)
-        save_hf(run.model, run.folder / "hf_model", run.inputs.model_folder, dtype=dtype)
+        hf = hf_config(run.inputs.model_folder, cfg.policy.hf_config_overrides)
+        save_hf(run.model, run.folder / "hf_model", run.inputs.tokenizer.file.parent, dtype=dtype, hf=hf)
     if run.log:
         run.log.close(run.state, run.saver.folder, cfg.checkpointing)
     for environment in run.inputs.environments.values():

@@ -32,12 +32,19 @@ def validate(run: Run) -> None:
     run.watchdog.enter("validation")
     start = time.perf_counter()
     values: dict[str, float] = {}
+    summaries: dict[str, list[tuple[int, dict[str, float]]]] = {}  # mode -> (number of samples, numbers) of each set
     for name, mode, samples in sample_sets(run.cfg, run.inputs, run.sampler):
         prefix = f"validation/{name}/{mode}" if len(run.inputs.validation) > 1 else f"validation/{mode}"
-        values |= {f"{prefix}/{key}": value for key, value in summarize(samples).items()}
+        summaries.setdefault(mode, []).append((len(samples), summarize(samples)))
+        values |= {f"{prefix}/{key}": value for key, value in summaries[mode][-1][1].items()}
         if run.log:
             num_print = run.cfg.logger.num_val_samples_to_print
             run.log.samples(run.state.step, prefix, samples, run.inputs.tokenizer, num_print)
+    if len(run.inputs.validation) > 1:  # NeMo RL has these alone: all problems together
+        for mode, sets in summaries.items():
+            total = sum(size for size, _ in sets)
+            means = {key: sum(size * numbers[key] for size, numbers in sets) / total for key in sets[0][1]}
+            values |= {f"validation/{mode}/{key}": mean for key, mean in means.items()}
     values["timing/validation/total_validation_time"] = time.perf_counter() - start
     if run.log:
         run.log.validation(run.state.step, values)

@@ -3,6 +3,8 @@
     python -m examples.envs.sliding_puzzle NUM_PUZZLES OUT.jsonl [SEED] [MAX_SIZE] [MAX_SHUFFLE]      writes puzzles
 
 In the config: env_name: examples.envs.sliding_puzzle:SlidingPuzzle, grpo.max_rollout_turns: as many as moves may take.
+Without a file, dataset_name: examples.envs.sliding_puzzle:puzzles, subset: "MAX_SIZE MAX_SHUFFLE". A config of NeMo RL
+with `env.sliding_puzzle_game` means both.
 Rules and rewards are NeMo RL's (nemo_rl/environments/games/sliding_puzzle.py): a move is what stands in the last
 <action>...</action> of a reply: up, down, left, right (where the tile goes), `slide ROW COLUMN`, or view. 1 for the
 solved board, 0 for all else; after `max_moves` moves the game is over. Unlike there, a reply without an action may be
@@ -16,7 +18,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from config import ConfigError
+from config import ConfigError, DatasetConfig
 from envs import StepResult, Turn
 
 RULES = """Slide the tiles of this board until they are in order, row by row from 1 to {last}, with the gap at the end:
@@ -29,6 +31,8 @@ board."""
 ACTION = re.compile(r"<action>((?:(?!<action>).)*?)</action>", re.IGNORECASE | re.DOTALL)
 # Where the tile that moves is, seen from the gap: "up" moves the one below.
 FROM = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
+
+NUM_PUZZLES = 2048
 
 Grid = list[list[int]]
 
@@ -117,13 +121,41 @@ def make_puzzle(rng: random.Random, max_size: int, max_shuffle: int) -> Grid:
     return grid
 
 
+def make_row(rng: random.Random, max_size: int, max_shuffle: int) -> dict:
+    """A row of a data set: the rules with the board, and the board."""
+    grid = make_puzzle(rng, max_size, max_shuffle)
+    text = RULES.format(last=len(grid) ** 2 - 1, board=draw(grid))
+    return {"messages": [{"role": "user", "content": text}], "answer": draw(solved(len(grid))), "grid": grid}
+
+
+class Puzzles(Sequence):
+    """NUM_PUZZLES rows, each made from `name`, its number and the seed when it is asked for."""
+
+    def __init__(self, name: str, seed: int, max_size: int, max_shuffle: int):
+        self.name, self.seed, self.limits = name, seed, (max_size, max_shuffle)
+
+    def __len__(self) -> int:
+        return NUM_PUZZLES
+
+    def __getitem__(self, number: int) -> dict:
+        return make_row(random.Random(f"{self.name} {self.seed} {number}"), *self.limits)
+
+
+def puzzles(cfg: DatasetConfig) -> Puzzles:
+    """The rows of a data section: `subset` has the largest size and the largest number of shuffling moves; train and
+    validation are two values of `split`, with other puzzles."""
+    words = (cfg.subset or "3 15").split()
+    if len(words) != 2 or not all(word.isdecimal() for word in words) or not 2 <= int(words[0]) <= 9:
+        raise ConfigError(
+            f"subset: {cfg.subset!r:.80}: expected a size from 2 to 9 and a number of moves, as in '5 10'"
+        )
+    return Puzzles(cfg.split or "train", cfg.seed, int(words[0]), max(1, int(words[1])))
+
+
 if __name__ == "__main__":
     count, out, *rest = sys.argv[1:]
     seed, max_size, max_shuffle = [*map(int, rest), *(0, 3, 15)[len(rest) :]]
     rng = random.Random(seed)
     with Path(out).open("w", encoding="utf-8") as file:
         for _ in range(int(count)):
-            grid = make_puzzle(rng, max_size, max_shuffle)
-            text = RULES.format(last=len(grid) ** 2 - 1, board=draw(grid))
-            row = {"messages": [{"role": "user", "content": text}], "answer": draw(solved(len(grid))), "grid": grid}
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(make_row(rng, max_size, max_shuffle)) + "\n")

@@ -162,7 +162,7 @@ def test_mistake_in_config_or_paths(work, monkeypatch, words, message):
 
 
 def test_no_argument_is_answered_with_the_usage(work):
-    assert "usage: [torchrun --nproc_per_node=N] grpo.py [--check [--all]] CONFIG.yaml" in refused(work)
+    assert "usage: [torchrun --nproc_per_node=N] grpo.py [--check [--all] [--explain]] CONFIG.yaml" in refused(work)
 
 
 @pytest.mark.parametrize(

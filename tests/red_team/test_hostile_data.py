@@ -17,6 +17,7 @@ from red_team import MAX_MESSAGE_CHARS, assert_answered
 import envs
 from config import ConfigError
 from dataset import sources
+from graders.reward_function import RewardFunction
 from hf.tokenizer import Tokenizer
 from run import preflight
 
@@ -621,4 +622,4 @@ def exits(completions):
 def test_a_reward_function_that_fails_amid_the_run_is_named(function, error, message):
     turn = envs.Turn([{"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}], "2", "stop")
     with pytest.raises(error, match=message):
-        envs.RewardFunction(function, "mine:f").step([turn])
+        RewardFunction(function, "mine:f").step([turn])

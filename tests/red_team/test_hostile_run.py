@@ -522,7 +522,8 @@ def test_a_crash_names_the_line(capsys):
 
 def test_a_reward_function_that_raises_ends_with_its_file_and_line(tmp_path, monkeypatch):
     """Its environment's message names them already: they come last."""
-    from envs import RewardFunction, Turn
+    from envs import Turn
+    from graders.reward_function import RewardFunction
 
     (tmp_path / "hostile_reward.py").write_text("def f(completions):\n    return [1 / 0]\n")
     monkeypatch.syspath_prepend(tmp_path)

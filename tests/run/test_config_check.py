@@ -268,7 +268,7 @@ def test_keys_that_do(write, overrides):
         (f"{VLLM}.tensor_parallel_size", ["0"], ["1"]),
         ("checkpointing.save_period", ["0"], ["1"]),
         ("checkpointing.keep_latest", ["1"], ["2"]),
-        ("grpo.val_period", ["-1"], ["0"]),
+        ("grpo.val_period", ["-2"], ["0"]),
         ("grpo.max_bad_steps", ["-1"], ["0"]),
         ("grpo.seed", ["-1", "4294967296"], ["0", "4294967295"]),
         ("policy.scheduler.warmup_start_factor", ["0", "1.5"], ["1"]),

@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from fnmatch import fnmatchcase
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,9 @@ from run import config_keys, config_nemo
 from run.config_check import validate
 from run.config_file import load, to_yaml
 
-WARNING = "warning: these keys of NeMo RL have no effect here (* is every key below):"
+WARNING = "these keys of the config change nothing here (--check --explain lists every key):"
+IN_FORCE = "in force, and decides the prompts and the reward:"
+NUM_WORKERS = "  data.num_workers: they choose where or in which format the same numbers are kept"
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "tests/helpers/nemo_yaml"
 MATH = {"env_name": "math"}  # their processor math_hf_data_processor is what happens here without one
@@ -54,7 +58,14 @@ def test_flat_data_section(capsys):
     assert cfg.data.train == (DatasetConfig(data_path="rollouts/train.jsonl", **common),)
     assert cfg.data.validation == (DatasetConfig(data_path="rollouts/validation.jsonl", **common),)
     assert cfg.env.math.num_workers == 4
-    assert capsys.readouterr().err == f"{WARNING}\n  data: num_workers\n  cluster: *\n"
+    assert capsys.readouterr().err.splitlines() == [
+        WARNING,
+        NUM_WORKERS,
+        "  cluster.*: torchrun says on how many machines and GPUs a run is; start it on each of them",
+        IN_FORCE,
+        "  train: data_path=rollouts/train.jsonl, env_name=math, env.math.math_verify_impl=hf_math_verify",
+        "  validation: data_path=rollouts/validation.jsonl, env_name=math, env.math.math_verify_impl=hf_math_verify",
+    ]
 
 
 def test_the_whole_recipe(capsys):
@@ -66,28 +77,19 @@ def test_the_whole_recipe(capsys):
     assert cfg.data.validation == () and cfg.data.train[0].split_validation_size == 0.05
     assert cfg.grpo.reward_shaping.max_response_length == 512
     assert (cfg.checkpointing.metric_name, cfg.checkpointing.keep_top_k) == ("validation/sampled/accuracy", 3)
-    err = capsys.readouterr().err
-    first, *lines = err.splitlines()
-    assert first == WARNING and max(map(len, lines)) <= 120
-    sections = [line.strip().partition(": ") for line in re.sub(r"\n    ", " ", "\n".join(lines)).splitlines()]
-    assert [section for section, _, _ in sections] == [
-        "policy",
-        "grpo",
-        "data",
-        "checkpointing",
-        "logger",
-        "cluster",
-        "reward_penalties",
-        "data_plane",
+    first, *lines = capsys.readouterr().err.splitlines()
+    table, in_force = lines[: lines.index(IN_FORCE)], lines[lines.index(IN_FORCE) + 1 :]
+    assert first == WARNING and max(map(len, table)) <= 120 and sum(map(len, table)) < 1_900
+    assert in_force == [
+        "  train: dataset_name=OpenMathInstruct-2, prompt_file=examples/prompts/cot.txt, env_name=math, "
+        "env.math.math_verify_impl=hf_math_verify"
     ]
-    keys = {section: names.split(", ") for section, _, names in sections}
-    assert keys["policy"][:2] == ["dtensor_cfg.tensor_parallel_size", "dtensor_cfg.context_parallel_size"]
-    assert "megatron_cfg.*" in keys["policy"] and "wandb.*" in keys["logger"] and keys["cluster"] == ["*"]
-    named = [f"{section}.{key}" for section, names in keys.items() for key in names]
-    assert len(set(named)) == len(named) == 55
-    assert not any(re.match(r"policy\.megatron_cfg\.\w|logger\.wandb\.\w", name) for name in named), (
-        "sections, not keys"
+    paragraphs = re.sub(r"\n      ", " ", "\n".join(table)).splitlines()
+    text = "\n".join(paragraphs)
+    assert (
+        "grpo.async_grpo.*, reward_penalties.*, policy.dtensor_cfg.lora_cfg.* and 4 more: what they set up is" in text
     )
+    assert not any(re.search(r"policy\.megatron_cfg\.\w|logger\.wandb\.\w", line) for line in table)
     validate(cfg, 8)
 
 
@@ -104,6 +106,52 @@ def test_the_whole_recipe(capsys):
 def test_names_of_metrics(theirs, ours, tmp_path):
     (tmp_path / "run.yaml").write_text(f"checkpointing: {{metric_name: {theirs!r}}}\n")
     assert load(tmp_path / "run.yaml").checkpointing.metric_name == ours
+
+
+@pytest.mark.parametrize(
+    ("theirs", "other"),
+    [
+        ("end_factor: 1.0", "end_factor: 0.5"),
+        ("end_factor: 1.0, ", ""),
+        ("start_factor: 0.2, ", ""),  # PyTorch's 1/3, and not our default
+        ("factor: 1.0, total_iters: 10000000000", "factor: 0.5, total_iters: 10000000000"),
+        ("{factor: 1.0, total_iters: 10000000000}", "{total_iters: 5}"),  # PyTorch's 1/3
+        ("milestones: [40]", "milestones: [10]"),
+        ("milestones: [40]", "milestones: [40, 80]"),
+        ("lr_scheduler.ConstantLR", "lr_scheduler.CosineAnnealingLR"),
+    ],
+)
+def test_schedules_that_would_train_otherwise_are_refused(theirs, other, tmp_path):
+    text = (FILES / "math_1b.yaml").read_text()
+    assert theirs in text
+    (tmp_path / "run.yaml").write_text(text.replace(theirs, other))
+    with pytest.raises(ConfigError, match="of lists, only a LinearLR up to"):
+        load(tmp_path / "run.yaml")
+
+
+PUZZLE = "env.custom.examples.envs.sliding_puzzle:SlidingPuzzle.max_moves"
+
+
+@pytest.mark.parametrize(
+    ("text", "ours"),
+    [
+        ("data: {add_system_prompt: true}", "policy.tokenizer.chat_template_kwargs.add_system_prompt=false"),
+        ("policy: {hf_config_overrides: {rope_theta: 4.0}}", "policy.hf_config_overrides.rope_scaling.rope_theta=5.0"),
+        ("env: {sliding_puzzle_game: {cfg: {max_moves: 5, game_config: {size: 3, shuffle_moves: 5}}}}", f"{PUZZLE}=7"),
+    ],
+)
+def test_a_key_of_theirs_beside_the_free_key_that_it_means(text, ours, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(text)
+    theirs = load(tmp_path / "run.yaml")
+    assert load(tmp_path / "run.yaml", [ours], explain=True) == theirs
+    key = ours.partition("=")[0]
+    assert re.search(rf"^{re.escape(key)}: does not matter: \S+ decides$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_rope_theta_beside_rope_parameters_is_kept(tmp_path):
+    for keys in ("rope_theta: 5.0, rope_parameters: {factor: 2.0}", "rope_parameters: {factor: 2.0}, rope_theta: 5.0"):
+        (tmp_path / "run.yaml").write_text(f"policy: {{hf_config_overrides: {{{keys}}}}}")
+        assert load(tmp_path / "run.yaml").policy.hf_config_overrides.rope_scaling == {"factor": 2.0, "rope_theta": 5.0}
 
 
 @pytest.mark.parametrize("path", sorted(FILES.glob("*.yaml")), ids=lambda path: path.stem)
@@ -128,7 +176,8 @@ def test_check_of_a_guides_file(tmp_path):
     run = subprocess.run(
         [sys.executable, str(ROOT / "grpo.py"), *words], cwd=tmp_path, env=env, capture_output=True, text=True
     )
-    assert (run.returncode, run.stderr) == (0, f"{WARNING}\n  data: num_workers\n")
+    sets = ["  train: data_path=train.jsonl, env_name=exact", "  validation: data_path=val.jsonl, env_name=exact"]
+    assert (run.returncode, run.stderr) == (0, "\n".join([WARNING, NUM_WORKERS, IN_FORCE, *sets, ""]))
     assert run.stdout.splitlines()[1:] == [
         "train      train.jsonl (exact): 95 prompts",
         "validation train.jsonl (exact): 5 prompts",
@@ -158,7 +207,7 @@ def test_names_of_what_happens_here_anyway(line, tmp_path):
     ("text", "message"),
     [
         ("grpo: {async_grpo: {enabled: true}}", "grpo.async_grpo.enabled=true is not supported here, only false"),
-        ("policy: {megatron_cfg: {enabled: True}}", "policy.megatron_cfg.enabled=True is not supported here, only fal"),
+        ("policy: {megatron_cfg: {enabled: True}}", "policy.megatron_cfg.enabled=true is not supported here, only fal"),
         (
             "policy: {dtensor_cfg: {lora_cfg: {enabled: true, dim: 8}}}",
             "policy.dtensor_cfg.lora_cfg.enabled=true is no",
@@ -168,19 +217,38 @@ def test_names_of_what_happens_here_anyway(line, tmp_path):
             "policy.generation.backend=sglang is not supported here, only vllm",
         ),
         (
-            "policy: {generation: {val_top_p: 0.7}}",
-            "policy.generation.val_top_p=0.7 is not supported here, only ${.top_p}",
-        ),
-        (
             "policy: {generation: {top_p: 0.9}}",
-            "policy.generation.top_p=0.9 is not supported here, only 1.0 or 1: the trainer scores the whole distr",
+            "policy.generation.top_p=0.9 is not supported here, only 1.0: the trainer scores the whole distr",
         ),
         (
             "policy: {generation: {top_k: 5}}",
             "policy.generation.top_k=5 is not supported here, only null: the trainer scores the whole distribution, "
             "and a filtered sampler draws from another",
         ),
-        ("policy: {hf_config_overrides: {a: 1}}", "policy.hf_config_overrides=a mapping or list is not supported here"),
+        (
+            "policy: {optimizer: null, megatron_cfg: {enabled: true}}",
+            "policy.megatron_cfg.enabled=true is not supported",
+        ),
+        ("policy: {dtensor_cfg: {enabled: false}}", "only true: the trainer is FSDP2, there is no Megatron here"),
+        (
+            "policy: {generation: {vllm_cfg: {precision: fp8}}}",
+            "policy.generation.vllm_cfg.precision=fp8 is not supported here: the trainer would score other weights",
+        ),
+        (
+            "policy: {generation: {vllm_cfg: {kv_cache_dtype: fp8}}}",
+            "kv_cache_dtype=fp8 is not supported here, only au",
+        ),
+        (
+            "policy: {max_total_sequence_length: 64, generation: {vllm_cfg: {max_model_len: 63}}}",
+            "max_model_len=63 is not supported here, only null or policy.max_total_sequence_length=64 or more: a resp",
+        ),
+        ("policy: {max_total_sequence_length: abc, generation: {vllm_cfg: {max_model_len: 63}}}", "expected int, got"),
+        (
+            "policy: {generation: {vllm_kwargs: {quantization: fp8}}}",
+            "vllm_kwargs.quantization=fp8 is not supported he",
+        ),
+        ("reward_penalties: {penalize_malformed_think_tag: true}", "penalize_malformed_think_tag=true is not supporte"),
+        ("policy: {hf_config_overrides: {a: 1}}", "unknown key 'policy.hf_config_overrides.a'. Keys of"),
         ("policy: {dtensor_cfg: {tensor_parallel: 1}}", "unknown key 'policy.dtensor_cfg.tensor_parallel'."),
         ("clusters: {a: 1}", "unknown key 'clusters'."),
         ("data: {train: {num_workers: 1}}", "unknown key 'data.train.num_workers'."),
@@ -212,6 +280,75 @@ def test_refused(write, text, message):
     with pytest.raises(ConfigError) as error:
         load(write(text))
     assert message in str(error.value) and str(error.value).startswith("run.yaml line 1: "), error.value
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("grpo: {val_period: -1}", "grpo.val_period", 0),
+        (
+            "grpo: {use_leave_one_out_baseline: true, adv_estimator: {use_leave_one_out_baseline: false}}",
+            "grpo.use_leave_one_out_baseline",
+            False,
+        ),
+        ("grpo: {adv_estimator: {normalize_rewards: false}}", "grpo.normalize_rewards", False),
+        ("policy: {generation: {temperature: 0.8, val_temperature: '${.temperature}'}}", "grpo.val_temperature", 0.8),
+        ("policy: {generation: {val_top_k: 50}}", "grpo.val_top_k", 50),
+        ("policy: {tokenizer: {name: a/b}}", "policy.tokenizer.name", "a/b"),
+        (
+            "policy: {hf_config_overrides: {rope_theta: 5e5}}",
+            "policy.hf_config_overrides.rope_scaling",
+            {"rope_theta": 5e5},
+        ),
+        ("policy: {hf_config_overrides: null}", "policy.hf_config_overrides", config.HFConfigOverrides()),
+        ("data: {add_system_prompt: false}", "policy.tokenizer.chat_template_kwargs", {"add_system_prompt": False}),
+        (
+            "env: {reward_model: {tokenizer: {name: '${env.reward_model.model_name}'}, model_name: m}}",
+            "env.reward_model.tokenizer.name",
+            "m",
+        ),
+    ],
+)
+def test_taken_as_another_key_or_value(write, text, key, value):
+    assert attrgetter(key)(load(write(text))) == value
+
+
+def test_a_value_that_is_overridden_is_not_judged(write):
+    Path("base.yaml").write_text("policy: {generation: {top_p: 0.9}}\ngrpo: {sed: 1}\n")
+    with pytest.raises(ConfigError, match=r"top_p=0\.9 is not supported"):
+        load(write("defaults: base\n"))
+    with pytest.raises(ConfigError, match=r"base\.yaml line 2: unknown key 'grpo.sed'. Did you mean 'grpo.seed'"):
+        load(write("defaults: [base]\n"), ["policy.generation.top_p=1"])
+
+
+def test_explain(write, capsys):
+    text = "grpo: {seed: 1, use_leave_one_out_baseline: true, adv_estimator: {use_leave_one_out_baseline: false}}\n"
+    text += "policy: {megatron_cfg: {enabled: False, x: {y: [1, 2], z: {}}}, generation: {top_k: 5, backend: vllm}}\n"
+    text += "data: {train: [{data_path: a}, {data_path: b}], validation: null, task_to_env: {x: math, y: exact}}\n"
+    text += "grp: {a: 1}\nlogger: {wandb: {name: '${oc.env:NAME}'}}\npolicy2: 3\n"
+    with pytest.raises(ConfigError, match="top_k=5 is not supported here, only null"):
+        load(write(text), ["grpo.seed=7"], explain=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2] == "16 keys: 8 taken, 4 does not matter, 1 taken as, 3 refused"
+    found = dict(line.split(": ", 1) for line in lines[:-2])
+    assert found == {
+        "grpo.use_leave_one_out_baseline": "does not matter: grpo.adv_estimator.use_leave_one_out_baseline decides",
+        "grpo.adv_estimator.use_leave_one_out_baseline": "taken as grpo.use_leave_one_out_baseline=false",
+        "policy.megatron_cfg.enabled": "taken; it is what happens here anyway",
+        "policy.megatron_cfg.x.y": "does not matter: what they set up is off",
+        "policy.megatron_cfg.x.z": "does not matter: what they set up is off",
+        "policy.generation.top_k": f"refused: {found['policy.generation.top_k'].removeprefix('refused: ')}",
+        "policy.generation.backend": "taken; it is what happens here anyway",
+        "data.train.0.data_path": "taken",
+        "data.train.1.data_path": "taken",
+        "data.validation": "taken",
+        "data.task_to_env.x": "taken",
+        "data.task_to_env.y": "taken",
+        "grp.a": f"refused: {found['grp.a'].removeprefix('refused: ')}",
+        "logger.wandb.name": "does not matter: metrics.jsonl and TensorBoard have the metrics",
+        "policy2": f"refused: {found['policy2'].removeprefix('refused: ')}",
+        "grpo.seed": "taken",
+    }
 
 
 def test_references_to_other_keys(write):
@@ -251,5 +388,6 @@ def test_free_mappings(write):
     assert load("run.yaml", ["data.task_to_env={algebra: math}"]).data.task_to_env == {"algebra": "math"}
 
 
-def test_no_key_of_ours_is_said_to_have_no_effect():
-    assert not {row.partition("=")[0] for row in config_nemo._ROWS} & config_keys.FIELDS.keys()
+def test_no_key_of_ours_is_said_not_to_matter():
+    rows = [(pattern, row) for pattern, row in config_nemo.PATTERNS if "why" in row and "when" not in row]
+    assert not [name for name in config_keys.FIELDS for pattern, _ in rows if fnmatchcase(name, pattern)]

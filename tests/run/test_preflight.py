@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -296,3 +297,37 @@ def test_a_long_check_says_what_it_is_at(recipe, monkeypatch, capfd):
     with pytest.raises(ConfigError, match=r"^done$"):
         check(recipe("smoke.yaml"))
     assert set(capfd.readouterr().err.splitlines()) == {"still at work: a long file"}
+
+
+def test_a_tokenizer_of_its_own(tmp_path):
+    starter, key = ROOT / "examples/arithmetic/starter", "policy.tokenizer.name"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((starter / name).read_bytes())
+    template = "{% for message in messages %}{{ message.content }}={% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    chat = [{"role": "user", "content": "1+2"}]
+
+    def read(name):
+        return preflight.read_tokenizer(config.TokenizerConfig(name=name), key, starter, lambda *_: None)
+
+    assert read(str(tmp_path)).file == tmp_path / "tokenizer.json" and read(None).file == starter / "tokenizer.json"
+    assert read(str(tmp_path)).render(chat) != read(None).render(chat) == read(str(starter)).render(chat)
+    with pytest.raises(ConfigError, match=rf"^{key}: no folder '{tmp_path}/missing'"):
+        read(f"{tmp_path}/missing")
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        read(str(tmp_path))
+
+
+def test_an_override_makes_a_model_one_that_is_supported(recipe, tmp_path):
+    """config.json is judged with policy.hf_config_overrides: YaRN for long contexts may be switched off."""
+    cfg = recipe("smoke.yaml")
+    folder = tmp_path / "model"
+    shutil.copytree(cfg.policy.model_name, folder)
+    hf = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps(hf | {"rope_parameters": rope}))
+    with pytest.raises(ConfigError, match="rope_type='yarn' is not supported"):
+        check(replace(cfg, policy=replace(cfg.policy, model_name=str(folder))))
+    overrides = config.HFConfigOverrides(rope_scaling={"rope_type": "default"})
+    check(replace(cfg, policy=replace(cfg.policy, model_name=str(folder), hf_config_overrides=overrides)))

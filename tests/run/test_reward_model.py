@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import envs
 from config import Config, ConfigError, EnvConfig, PolicyConfig, RewardModelConfig, SequencePackingConfig
 from data import Problem
+from graders.reward_function import RewardFunction
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from model import load_policy
@@ -139,7 +140,7 @@ def test_each_environment_of_a_batch_rewards_its_own(engine, one_rank, tiny, qwe
     def length(completions, bonus):
         return [len(text) + more for text, more in zip(completions, bonus, strict=True)]
 
-    environments = {"exact": envs.Exact(), "reward_model": envs.RewardModelEnv(), "f": envs.RewardFunction(length, "f")}
+    environments = {"exact": envs.Exact(), "reward_model": envs.RewardModelEnv(), "f": RewardFunction(length, "f")}
     rows = []
     for i, env_name in enumerate(["exact", "reward_model", "f", "reward_model", "f", "exact", "reward_model"]):
         messages = [{"role": "user", "content": f"{i}?" * (40 if i == 3 else 1)}]  # number 3 is too long for the model

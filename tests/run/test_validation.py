@@ -172,7 +172,11 @@ def test_several_sets_have_their_names_in_front(one_rank):
     values = validated(config_of(), inputs_of(easy=3, hard=2)).last_validation
     accuracies = {name for name in values if name.endswith("/accuracy")}
     sets, kinds = ("easy", "hard"), ("greedy", "sampled")
-    assert accuracies == {f"validation/{name}/{kind}/accuracy" for name in sets for kind in kinds}
+    each = {f"validation/{name}/{kind}/accuracy" for name in sets for kind in kinds}
+    assert accuracies == each | {f"validation/{kind}/accuracy" for kind in kinds}
+    for name in ("greedy/accuracy", "sampled/accuracy", "sampled/avg_length"):  # all five problems together
+        joint = (3 * values[f"validation/easy/{name}"] + 2 * values[f"validation/hard/{name}"]) / 5
+        assert values[f"validation/{name}"] == pytest.approx(joint)
     assert validated(config_of(), inputs_of()).last_validation == {}
 
 
