@@ -30,8 +30,8 @@ ALSO = {
         "kernels/linear_logp.py",
         "kernels/softmax.py",
     ],
-    "core/test_envs.py": ["graders/environments.py"],
     "core/test_engine_cuda.py": ["engine.py", "rollout.py"],
+    "core/test_envs.py": ["graders/environments.py", "graders/reward_function.py"],
     "core/test_example_envs.py": ["examples/envs"],
     "core/test_families.py": ["model.py", "engine.py", "hf/model_config.py"],
     "core/test_fast_run.py": ["grpo.py", "eval.py", "engine.py", "run/setup.py"],
@@ -70,6 +70,7 @@ ALSO = {
     "run/test_log.py": ["run/metrics.py"],
     "run/test_config_nemo.py": ["config.py"],
     "system/test_ranks.py": ["hf/weights.py"],
+    "run/test_nemo_recipes.py": ["run/config_nemo.py", "run/config_file.py", "examples/envs/sliding_puzzle.py"],
 }
 # Files without a test beside them -> why.
 WITHOUT = {

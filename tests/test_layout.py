@@ -30,7 +30,7 @@ TORCH_FREE = re.compile(
     r"(config|data|envs)\.py|hf/(?!weights).*|dataset/.*|graders/.*|system/(exits|imports)\.py"
     r"|run/(__init__|config_\w+|preflight|resume)\.py"
 )
-MAX_CORE_LINES, MAX_PRODUCT_LINES, MAX_FILES_ON_TOP = 3750, 10840, 13  # docs/LOG.md, 2026-11-22: what was tried
+MAX_CORE_LINES, MAX_PRODUCT_LINES, MAX_FILES_ON_TOP = 3710, 11313, 13  # docs/LOG.md, 2026-11-22: what was tried
 MAX_FILE_LINES, MAX_CONFIG_LINES, MAX_FUNCTION_LINES = 400, 500, 60  # config.py is a table: some lines for each key
 
 NAMES = layout_table.product_files()

@@ -1,0 +1,73 @@
+"""A reward function of TRL's gets what TRL gives it; what does not exist here is refused by its name."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from config import ConfigError, EnvConfig
+from envs import Turn
+from graders.environments import make_environment
+from graders.reward_function import ABSENT
+
+STATES = []
+CHAT = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "7"}]
+TURN = Turn(CHAT, "7", "stop", {}, {"level": 3}, [5, 6], [7, 8, 9], 4)
+
+
+def sees_all(prompts, completions, completion_ids, level, trainer_state, **columns):
+    STATES.append((prompts, completions, completion_ids, level, trainer_state.global_step, sorted(columns)))
+    return [float(trainer_state.global_step)]
+
+
+async def waits(completions, level):
+    return [level[0] / 2]
+
+
+def reads_max_steps(completions, trainer_state):
+    return [1 / trainer_state.max_steps]
+
+
+def logs(completions, log_metric):
+    return [1.0]
+
+
+def may_log(completions, log_metric=None, environments=None, **kwargs):
+    return [1.0 if log_metric is None else 0.0]
+
+
+def make(name):
+    return make_environment(f"{__name__}:{name}", EnvConfig())
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
+
+
+def test_what_it_gets():
+    STATES.clear()
+    (result,) = make("sees_all").step([TURN])
+    assert (result.reward, result.outcome) == (4.0, "ok")
+    assert STATES == [(["?"], ["7"], [[7, 8, 9]], [3], 4, ["answer", "prompt_ids"])]
+    for fields in ({"messages": CHAT, "level": 3}, {"prompt": CHAT[:1], "level": 3}):  # TRL's conversational form
+        make("sees_all").step([replace(TURN, fields=fields)])
+        assert STATES[-1][:2] == ([CHAT[:1]], [CHAT[1:]])
+    make("sees_all").step([replace(TURN, fields={"prompt": "?", "level": 3})])
+    assert STATES[-1][:2] == (["?"], ["7"])
+
+
+def test_a_coroutine_function():
+    assert make("waits").step([TURN])[0].reward == 1.5
+
+
+def test_what_does_not_exist_is_refused_by_name():
+    problem = "the reward function asks for `log_metric`, which TRL passes and which does not exist here: "
+    with pytest.raises(ConfigError, match=problem + ABSENT["log_metric"]):
+        make("logs")
+    assert make("may_log").step([TURN])[0].reward == 1.0
+    with pytest.raises(
+        RuntimeError, match=r"AttributeError: trainer_state.max_steps does not exist here, only trainer_"
+    ):
+        make("reads_max_steps").step([TURN])
+    make("sees_all").check_answers([("rows.jsonl:1", "7", {"level": 1})])
