@@ -1,7 +1,6 @@
 """The engine in the trainer's process on this GPU, smoke task: memory asleep and awake, weight sync, seeds, speed.
 
     python -m bench.gpu_smoke [--out FILE]       --dry: on a CPU, where sleep does nothing
-    python -m bench.gpu_smoke --run METRICS      whether a smoke run whose metrics.jsonl this is has learned
 
 Each parameter is perturbed alone: the samples then in the engine must no longer agree with the trainer, and after the
 sync new ones must. bfloat16 on both sides, eager (no CUDA graphs); the model is examples/arithmetic/starter.
@@ -84,25 +83,13 @@ def speed(engine: Engine, prompts: list[list[int]], seeds: list[int], options: S
     return sum(map(len, both[1])) / elapsed, both
 
 
-def check_run(metrics: Path, dry: bool) -> None:
-    """Greedy accuracy before and after: 30 steps take it far up, two leave it where it was."""
-    rows = [json.loads(row) for row in metrics.read_text().splitlines()]
-    accuracy = [row["validation/greedy/accuracy"] for row in rows if "validation/greedy/accuracy" in row]
-    print(f"smoke run: greedy accuracy {accuracy}")
-    check("smoke run: greedy accuracy before, of that after", accuracy[0] / max(accuracy[-1], 1e-9), 2 if dry else 0.7)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--out", type=Path, help="one line of JSON is added")
-    parser.add_argument("--run", type=Path, metavar="METRICS")
     args = parser.parse_args()
-    if args.run:
-        check_run(args.run, args.dry)
-        sys.exit(1 if failed else 0)
     words = [f"logger.log_dir={tempfile.mkdtemp()}", "policy.generation.vllm_cfg.enforce_eager=true"]
-    words += [] if args.dry else ["policy.precision=bfloat16", "policy.generation.vllm_cfg.gpu_memory_utilization=0.3"]
+    words += [] if args.dry else ["policy.precision=bfloat16", "policy.generation.vllm_cfg.gpu_memory_utilization=0.1"]
     cfg = config_file.load(ROOT / "configs/smoke.yaml", words)
     given = read_inputs(cfg)
     ranks, device = start_process_group(tp_size=1)

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import torch
 
+import engine as engine_module  # noqa: F401  (first: bench/train_step.py goes on without vLLM, here nothing can)
 from bench.gpu_check import check, failed
 from bench.gpu_smoke import speed, used_gib
 from bench.head import facts

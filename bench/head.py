@@ -21,6 +21,7 @@ import datetime
 import json
 import os
 import platform
+import shutil
 import signal
 import statistics
 import subprocess
@@ -140,7 +141,9 @@ def measure(shape: tuple, args: argparse.Namespace, write: Callable) -> list[dic
 def facts() -> dict:
     """Where, with what and how something was measured."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()  # empty in a copy without history
+    commit = ""  # in a copy without history, or without git
+    if shutil.which("git"):
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     cpu = next((row.split(":")[1].strip() for row in open("/proc/cpuinfo") if row.startswith("model name")), "?")
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return {

@@ -4,26 +4,34 @@
 
 Through the project's own code (model.shard, batch, grpo.compute_loss, optim; one rank), with packs like those of
 configs/math_1b.yaml: 8,192 tokens, groups of 16, prompts of 60 to 160, responses of 100 to 400, no reference policy.
-Four ways: the fused kernel; one pass; two passes, as losses that couple tokens have it; one pass in PyTorch. FLOPs of a
-step over T tokens in sequences of length L, R rows at the head, P parameters in the blocks, N heads of H:
-    6 P T + 6 R D V + 6 N H layers sum L^2        (attention: 4 L^2 N H forward, half of it causal, x 3 with backward)
-A response of length L to a shared prompt of length M has L^2 + 2 L M in place of L^2. Both layouts are measured.
-Utilisation: that per second over 989e12, the H200's dense bfloat16 peak. head: the same step without the blocks.
+Four ways: the fused kernel; one pass; two passes, as losses that couple tokens have it; one pass in PyTorch; the first
+with prompts shared and not. flops: run.metrics.train_flops, as a run logs them. utilisation: that per second over the
+GPU's peak in run.metrics.PEAK_TFLOPS, 0 for another GPU. head: the same step without the blocks, 6 R D V for R rows.
 """
 
 import argparse
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+
+try:
+    import engine  # noqa: F401
+except (
+    Exception
+) as error:  # neither this nor gpu_check.py has an engine: on a machine without vLLM they measure the rest
+    print(f"no vLLM: {type(error).__name__}: {error}", flush=True)
+    sys.modules.update(dict.fromkeys(("vllm", "vllm.sampling_params"), mock.MagicMock()))
 
 import data
 import grpo
@@ -36,11 +44,11 @@ from kernels import LossPath, choose_backend, linear_logp
 from model import Decoder, shard
 from optim import build_optimizer, clip_grad_norm
 from run import config_file
+from run.metrics import PEAK_TFLOPS, train_flops
 from run.setup import compiles
 from system.exits import exit_process
 from system.ranks import Ranks, start_process_group
 
-PEAK = 989e12
 QWEN = {"model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_size": 1536}
 QWEN |= {"vocab_size": 151936, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
 QWEN |= {"num_key_value_heads": 2, "tie_word_embeddings": True}
@@ -125,18 +133,12 @@ class HeadAlone(nn.Module):
         return logprob_fn(hidden_RD, self.weight_VD, target_R, **options)
 
 
-def count(model: Decoder, batch: Minibatch, vocab: int) -> dict[str, float]:
-    """Tokens, rows and FLOPs of the step, by the formula above."""
-    hf, blocks = model.config, sum(p.numel() for name, p in sharded_parameters(model).items() if ".layers." in name)
+def count(model: Decoder, batch: Minibatch) -> dict[str, int]:
+    """Tokens, rows and FLOPs of the step."""
     tokens, rows = (sum(len(getattr(m, name)) for m in batch.micros) for name in ("token_T", "pos_R"))
-    pairs = 0  # of a query and a key, twice
-    for micro in batch.micros:
-        length_S = np.diff(micro.cu_seqlens).astype(np.int64)
-        prefix_S = np.where(micro.prefix_S >= 0, length_S[micro.prefix_S], 0)
-        pairs += int((length_S * (length_S + 2 * prefix_S)).sum())
-    attention = 6 * hf.num_attention_heads * hf.head_dim * hf.num_hidden_layers * pairs
-    head = 6 * rows * hf.hidden_size * vocab
-    return {"tokens": tokens, "rows": rows, "flops": 6 * blocks * tokens + head + attention, "head_flops": head}
+    assert rows == sum(micro.num_grad_rows for micro in batch.micros), "no advantage is 0"
+    head = 6 * rows * model.config.hidden_size * model.config.vocab_size
+    return {"tokens": tokens, "rows": rows, "flops": train_flops(model.config, batch.micros), "head_flops": head}
 
 
 def seconds(run: Callable, rounds: int) -> float:
@@ -165,6 +167,7 @@ def main() -> None:
     compiled = compiles(False if args.eager else cfg.policy.compile, device.type)
     if compiled:
         model.compile_blocks()
+    peak = 1e12 * PEAK_TFLOPS.get(torch.cuda.get_device_name(), 0) if device.type == "cuda" else 0
     head = HeadAlone(model, device, getattr(torch, cfg.policy.precision))
     vocab = model.vocab_limit
     optimizer = build_optimizer(model, cfg.policy.optimizer)
@@ -175,7 +178,7 @@ def main() -> None:
     others = [(way, batches[0], True) for way in WAYS if way != "fused"]
     for way, batch, share_prefix in [("fused", batches[0], True), ("fused", batches[1], False), *others]:
         cfg = config_of(way)
-        work = count(model, batch, vocab)
+        work = count(model, batch)
         set_way(model, way, device)
         set_way(head, way, device)
 
@@ -197,8 +200,8 @@ def main() -> None:
             line["peak_GiB"] = torch.cuda.max_memory_allocated() / 2**30
         line["head_seconds"] = seconds(head_alone, args.rounds)
         line["tokens_per_second"] = work["tokens"] / line["seconds"]
-        line["utilisation"] = work["flops"] / line["seconds"] / PEAK
-        line["head_utilisation"] = work["head_flops"] / line["head_seconds"] / PEAK
+        line["utilisation"] = peak and work["flops"] / line["seconds"] / peak
+        line["head_utilisation"] = peak and work["head_flops"] / line["head_seconds"] / peak
         text = json.dumps(line | facts())
         print(text, flush=True)
         if args.out:
