@@ -145,9 +145,8 @@ class Engine:
     ) -> list[Completion]:
         """Samples one completion per prompt; every rank of an engine must call it alike.
 
-        In float32 on CPU a completion depends on (weights, prompt, seed, options) only, not on what else is in the
-        batch; bfloat16 and CUDA round differently in other batches. Raises Interrupted when told to stop meanwhile, if
-        it `may_stop`.
+        In float32 on CPU a completion depends on (weights, prompt, seed, options) only; bfloat16 and CUDA round
+        differently in other batches. Raises Interrupted when told to stop meanwhile, if it `may_stop`.
         """
         assert self.weight_version >= 0, "generate() before a sync(): the weights are dummies, or dropped by sleep()"
         engine, finished = self.llm.llm_engine, {}
