@@ -200,7 +200,7 @@ def converting(case):
     process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_told_to_stop(case, converting, number):
     converting.send_signal(number)
     _, err = converting.communicate(timeout=10)
