@@ -37,6 +37,7 @@ def policy_loss(
     num_valid_seqs: int | Tensor,
     cfg: LossConfig,
     ref_logp_T: Tensor | None = None,
+    unfiltered_logp_T: Tensor | None = None,
     entropy_T: Tensor | None = None,
     positive_T: Tensor | None = None,
     num_positive_tokens: int | Tensor | None = None,
@@ -44,10 +45,11 @@ def policy_loss(
     """This pack's part of the loss, differentiable in logp_T and entropy_T; metrics (NeMo RL's ClippedPGLossFn).
 
     Per token, in nats: logp_T (current policy), old_logp_T (at the start of the step; None: logp_T itself, and ratios
-    are 1), sampler_logp_T (as the engine reported it), ref_logp_T (reference policy), entropy_T. adv_T: advantages;
-    mask_T: nonzero if trained; positive_T: nonzero if the reward is > 0; seq_T: an integer that the tokens of one
-    sequence share and no others have. Sequences must be whole; tokens in any order; T may be 0. num_valid_tokens,
-    num_valid_seqs, num_positive_tokens: trained ones, over all micro-batches and ranks of the optimizer step.
+    are 1), sampler_logp_T (as the engine reported it), ref_logp_T (reference policy), entropy_T. unfiltered_logp_T, for
+    the KL: logp_T without top_p and top_k, which apply to the others but ref_logp_T. adv_T: advantages; mask_T: nonzero
+    if trained; positive_T: nonzero if the reward is > 0; seq_T: an integer that the tokens of one sequence share and no
+    others have. Sequences must be whole; tokens in any order; T may be 0. num_valid_tokens, num_valid_seqs,
+    num_positive_tokens: trained ones, over all micro-batches and ranks of the optimizer step.
 
         loss = sum over tokens of weight (w l + reference_policy_kl_penalty kl - entropy_coef entropy)
                + positive_example_nll_weight nll
@@ -56,21 +58,19 @@ def policy_loss(
     `_reference_kl`; nll: mean of -logp over the tokens of positive samples (VAPO, Yue et al. 2025, eq. 10).
 
     Masked tokens may hold anything, NaN too. A token whose sampler logp is not finite counts as masked, and is reported
-    (`num_nonfinite_sampler_logp`): the caller's counts are without it. Tokens that an importance weight sets to 0 stay
-    in the counts.
+    (`num_nonfinite_sampler_logp`). The caller's counts are without it, and with tokens of weight 0 or cut by a filter.
     """
     t = _Tokens(logp_T, old_logp_T, sampler_logp_T, adv_T, mask_T, seq_T, cfg)
     weight_R = _aggregation_weights(t.seqs, num_valid_tokens, num_valid_seqs, cfg)
     ratio_R, clamped_R = _ratios(t, cfg)
     sampler_weight_R, outside_R = _sampler_weights(t, cfg)
-
     loss_R = _token_loss(t, ratio_R, clamped_R, cfg)
     if cfg.use_importance_sampling_correction:
         loss_R = loss_R * sampler_weight_R
     loss = (loss_R * weight_R).sum()
     kl = nll = loss.new_zeros(())
     if ref_logp_T is not None and cfg.reference_policy_kl_penalty and not cfg.use_kl_in_reward:
-        kl = (_reference_kl(t, t.keep(ref_logp_T).detach(), cfg) * weight_R).sum()
+        kl = (_reference_kl(t.with_logp(unfiltered_logp_T), ref_logp_T, cfg) * weight_R).sum()
         loss = loss + cfg.reference_policy_kl_penalty * kl
     if cfg.entropy_coef:
         assert entropy_T is not None, f"entropy_coef={cfg.entropy_coef} needs entropy_T"
@@ -88,20 +88,29 @@ def policy_loss(
 
 
 class _Tokens:
-    """The arguments of `policy_loss` per token, with 0 in place of what is not trained."""
+    """The arguments of `policy_loss` per token, with 0 in place of what is not trained.
+
+    -inf: the sampler drew a token that the trainer, which rounds differently, cuts by top_p or top_k. As in NeMo RL it
+    is a constant, of ratio 1, in the loss, and counts in lengths; the KL trains it.
+    """
 
     def __init__(self, logp_R, old_logp_R, sampler_logp_R, adv_R, mask_R, seq_R, cfg: LossConfig):
         old_logp_R = logp_R if old_logp_R is None or cfg.force_on_policy_ratio else old_logp_R
         shapes = [x.shape for x in (logp_R, old_logp_R, sampler_logp_R, adv_R, mask_R, seq_R)]
         assert logp_R.dim() == 1 and len(set(shapes)) == 1, shapes
         self.mask_R = mask_R != 0
-        self.valid_R = self.mask_R & sampler_logp_R.isfinite()
+        self.counted_R = self.mask_R & sampler_logp_R.isfinite()
+        self.valid_R = self.counted_R & (logp_R != -math.inf) & (old_logp_R != -math.inf)
         self.dtype = logp_R.dtype
         self.logp_R = self.keep(logp_R)
         self.old_logp_R = self.keep(old_logp_R).detach()
         self.sampler_logp_R = self.keep(sampler_logp_R).detach()
-        self.adv_R = self.keep(adv_R).detach()
-        self.seqs = _Sequences(seq_R, self.valid_R, self.dtype)
+        self.adv_R = torch.where(self.counted_R, adv_R.to(self.dtype), 0.0).detach()
+        self.seqs = _Sequences(seq_R, self.counted_R, self.dtype)
+        self.rest = (sampler_logp_R, adv_R, mask_R, seq_R, cfg)
+
+    def with_logp(self, logp_R: Tensor | None) -> "_Tokens":
+        return self if logp_R is None else _Tokens(logp_R, None, *self.rest)
 
     def keep(self, x_R: Tensor) -> Tensor:
         """x_R where it is trained, else 0. Before any exp: 0 times the gradient of a masked infinity would be NaN."""
@@ -234,7 +243,7 @@ def _reference_kl(t: _Tokens, ref_logp_R: Tensor, cfg: LossConfig) -> Tensor:
     Where the input clamp acts, u is a constant: nothing may push there.
     Gradient in logp of k1, k2, k3, with d = logp - ref: score_function 1 + d, d + d^2/2, d; plain 1, d, 1 - exp(-d).
     """
-    log_ratio_R = ref_logp_R - t.logp_R
+    log_ratio_R = t.keep(ref_logp_R).detach() - t.logp_R
     bounded_R = clamp_abs(log_ratio_R, cfg.kl_input_clamp_value)
     log_u_R = t.logp_R - (t.sampler_logp_R if cfg.use_on_policy_kl_approximation else t.logp_R.detach())
     finite_R = log_u_R.exp().isfinite()  # before the exp that has a gradient: 0 times infinity would be NaN
@@ -271,12 +280,13 @@ def _token_metrics(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, entropy_R, cf
     if entropy_R is not None:
         mean_R["entropy"] = entropy_R
     metrics: Metrics = {name: t.mean(x_R) for name, x_R in mean_R.items()}
-    metrics["kept_fraction/finite_sampler_logp"] = (t.valid_R.sum(), t.mask_R.sum())
+    metrics["kept_fraction/finite_sampler_logp"] = (t.counted_R.sum(), t.mask_R.sum())
+    metrics["kept_fraction/sampling_filter"] = (t.valid_R.sum(), t.counted_R.sum())
     metrics["probs_ratio_min"], metrics["probs_ratio_max"] = _extremes(ratio_R, t.valid_R)
     metrics["probs_ratio_clamped_min"], metrics["probs_ratio_clamped_max"] = _extremes(clamped_R, t.valid_R)
     metrics["logp_gap_max"] = _extremes(gap_R.abs(), t.valid_R)[1]
     metrics["num_valid_samples"] = t.seqs.count
-    metrics["num_nonfinite_sampler_logp"] = (t.mask_R & ~t.valid_R).sum()
+    metrics["num_nonfinite_sampler_logp"] = (t.mask_R & ~t.counted_R).sum()
     return metrics
 
 
@@ -303,11 +313,12 @@ def seq_logp_error_mask(
     """mask_R (bool) without the sequences whose mean of exp(|sampler - old|) exceeds the threshold; metrics (NeMo RL).
 
     Applied once, before the tokens and sequences of a step are counted: unlike a mask of the importance weights it
-    does shrink the counts, as NeMo RL's. Tokens whose sampler logp is not finite do not count in the mean.
+    does shrink the counts, as NeMo RL's. Tokens whose sampler logp is not finite, or that the filter cut (old_logp_R
+    is -inf), do not count in the mean.
     correct_R: nonzero where the sample is right. Other arguments as in `policy_loss`.
     """
     mask_R = mask_R != 0
-    valid_R = mask_R & sampler_logp_R.isfinite()
+    valid_R = mask_R & sampler_logp_R.isfinite() & (old_logp_R != -math.inf)
     gap_R = torch.where(valid_R, sampler_logp_R - old_logp_R, 0.0).abs()
     seqs = _Sequences(seq_R, mask_R, gap_R.dtype)
     num_valid_R = seqs.sum_for_each_token(valid_R.to(gap_R.dtype)).clamp(min=1)

@@ -3,5 +3,6 @@
 from kernels.backend import KernelBackend, LossPath, choose_backend
 from kernels.linear_logp import linear_logp
 from kernels.linear_loss import linear_loss
+from kernels.softmax import SamplingFilter
 
-__all__ = ["KernelBackend", "LossPath", "choose_backend", "linear_logp", "linear_loss"]
+__all__ = ["KernelBackend", "LossPath", "SamplingFilter", "choose_backend", "linear_logp", "linear_loss"]

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.backend import KernelBackend, backend_for
-from kernels.softmax import LN2, LOG2_E, logit_chunks, mm_float32, wide_dtype
+from kernels.softmax import LN2, LOG2_E, SamplingFilter, logit_chunks, mm_float32, wide_dtype
 
 # Rows, columns and depth of a tile of logits, by the bytes of an element: what sm_90 holds without spilling
 # (tests/kernels/test_aot.py). 4 bytes: exact float32 products, without tensor cores.
@@ -99,11 +99,11 @@ def _forward_triton(hidden_TD, weight_VD, target_T, vocab, temperature):
 
 class _LinearLogp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, target_T, vocab, temperature, backend):
+    def forward(ctx, hidden_TD, weight_VD, target_T, vocab, temperature, backend, sampling_filter):
         ctx.save_for_backward(hidden_TD, weight_VD, target_T)
-        ctx.options = vocab, temperature, backend
+        ctx.options = vocab, temperature, backend, sampling_filter
         ctx.set_materialize_grads(False)  # entropy as a metric only: its gradient is None and costs nothing
-        if backend.name == "triton":
+        if backend.name == "triton" and sampling_filter is None:  # a filter needs rows of logits
             return _forward_triton(hidden_TD, weight_VD, target_T, vocab, temperature)
         stats_KT = hidden_TD.new_empty(2, len(hidden_TD), dtype=wide_dtype(hidden_TD))
         for chunk in logit_chunks(hidden_TD, weight_VD, target_T, *ctx.options):
@@ -129,7 +129,7 @@ class _LinearLogp(torch.autograd.Function):
             if need_weight:
                 mm_float32(dz_CV.T, hidden_TD[rows], out=grad_weight_VD[: dz_CV.shape[1]], accumulate=True)
             del chunk, dz_CV  # the buffer, before dW takes memory once more
-        return grad_hidden_TD, grad_weight_VD.to(weight_VD.dtype) if need_weight else None, *[None] * 4
+        return grad_hidden_TD, grad_weight_VD.to(weight_VD.dtype) if need_weight else None, *[None] * 5
 
 
 def linear_logp(
@@ -141,6 +141,7 @@ def linear_logp(
     temperature: float = 1.0,
     return_entropy: bool = False,
     backend: KernelBackend | None = None,
+    sampling_filter: SamplingFilter | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """log softmax(hidden_TD @ weight_VD[:vocab].T / temperature) at target_T: logp_T or (logp_T, entropy_T), in nats.
 
@@ -148,6 +149,7 @@ def linear_logp(
     vocab: how many ids there are, the tokenizer's; None = V. Padded rows from there on have gradients of exactly 0.
     target_T: int64 ids in [0, vocab); another id is an error (a device assert on CUDA). T = 0 is allowed.
     backend: None = Triton on CUDA, PyTorch elsewhere; float64 always goes to PyTorch.
+    sampling_filter: the softmax is over the logits that it leaves; logp is -inf where the target is not one of them.
     Outputs are float32 (float64 for float64 inputs), differentiable once in hidden_TD and weight_VD.
     Memory: dX, dW (twice for 16-bit dtypes), one chunk of logits, with torch two.
     """
@@ -157,5 +159,6 @@ def linear_logp(
     assert hidden_TD.shape[1] == weight_VD.shape[1] and 0 < vocab <= len(weight_VD), (*shapes, vocab)
     assert hidden_TD.dtype == weight_VD.dtype and temperature > 0, (hidden_TD.dtype, weight_VD.dtype, temperature)
     backend = backend_for(hidden_TD, backend)
-    logp_T, entropy_T = _LinearLogp.apply(hidden_TD, weight_VD, target_T.contiguous(), vocab, temperature, backend)
+    inputs = (hidden_TD, weight_VD, target_T.contiguous())
+    logp_T, entropy_T = _LinearLogp.apply(*inputs, vocab, temperature, backend, sampling_filter)
     return (logp_T, entropy_T) if return_entropy else logp_T

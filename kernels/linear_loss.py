@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from kernels.backend import KernelBackend, LossPath, backend_for
 from kernels.clipped_pg import clipped_pg_dlogits_, kernel_inputs
 from kernels.linear_logp import linear_logp
-from kernels.softmax import logit_chunks, mm_float32, wide_dtype
+from kernels.softmax import SamplingFilter, logit_chunks, mm_float32, wide_dtype
 
 # A metric: how far the derivatives that were used are from the true ones, relative. 0 for a loss of tokens one by one.
 DEVIATION = "one_pass_deviation_max"
@@ -38,6 +38,7 @@ def linear_loss(
     path: LossPath,
     vocab: int | None = None,
     backend: KernelBackend | None = None,
+    sampling_filter: SamplingFilter | None = None,
 ) -> tuple[Tensor, dict]:
     """(loss, metrics) of pack_loss on log softmax(hidden_RD @ weight_VD[:vocab].T / temperature); with `DEVIATION`.
 
@@ -45,27 +46,33 @@ def linear_loss(
     pack_loss: `loss.policy_loss` with all its arguments but logp_T and entropy_T.
     num_grad_rows: in one pass, only the first so many rows get a gradient; of the others logp and entropy alone are
     computed. If the loss has one there all the same, that is a deviation too.
+    sampling_filter: as `linear_logp`. With it and ref_logp_T, two passes: the KL is of unfiltered log-probabilities.
     Memory: a chunk of logits in float32 (twice with torch), dX, and dW, which is in float32 until backward.
     """
     assert 0 <= num_grad_rows <= len(hidden_RD), (num_grad_rows, hidden_RD.shape)
     backend = backend_for(hidden_RD, backend)
     vocab = len(weight_VD) if vocab is None else vocab
     moves = torch.is_grad_enabled() and (hidden_RD.requires_grad or weight_VD.requires_grad)
+    options = {"vocab": vocab, "temperature": temperature, "backend": backend, "sampling_filter": sampling_filter}
+    needs_unfiltered = sampling_filter is not None and pack_loss.keywords.get("ref_logp_T") is not None
     if path.kind == "two passes" or not moves:
-        options = {"vocab": vocab, "temperature": temperature, "return_entropy": True, "backend": backend}
-        logp_R, entropy_R = linear_logp(hidden_RD, weight_VD, target_R, **options)
+        logp_R, entropy_R = linear_logp(hidden_RD, weight_VD, target_R, return_entropy=True, **options)
+        if needs_unfiltered:
+            logp_of_all_R = linear_logp(hidden_RD, weight_VD, target_R, **options | {"sampling_filter": None})
+            pack_loss = partial(pack_loss, unfiltered_logp_T=logp_of_all_R)
         loss, metrics = pack_loss(logp_R, entropy_T=entropy_R)
         return loss, metrics | {DEVIATION: loss.new_zeros(())}
-    inputs = (hidden_RD, weight_VD, target_R.contiguous())
-    return _OnePass.apply(*inputs, vocab, temperature, num_grad_rows, pack_loss, path, backend)
+    assert not needs_unfiltered and (sampling_filter is None or path.kind != "fused"), path
+    return _OnePass.apply(hidden_RD, weight_VD, target_R.contiguous(), num_grad_rows, pack_loss, path, options)
 
 
 class _OnePass(torch.autograd.Function):
     """(loss, metrics), and both gradients with them: backward scales these."""
 
     @staticmethod
-    def forward(ctx, hidden_RD, weight_VD, target_R, vocab, temperature, num_grad_rows, pack_loss, path, backend):
+    def forward(ctx, hidden_RD, weight_VD, target_R, num_grad_rows, pack_loss, path, options):
         wide = wide_dtype(hidden_RD)
+        vocab, backend = options["vocab"], options["backend"]
         is_fused = path.kind == "fused" and backend.name == "triton"
         rest = slice(num_grad_rows, None)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
@@ -75,11 +82,11 @@ class _OnePass(torch.autograd.Function):
             grad_weight_VD[vocab if num_grad_rows else 0 :] = 0  # what no chunk writes
         stats_KR = hidden_RD.new_zeros(2, len(hidden_RD), dtype=wide)  # log-probability and entropy
         used_KR = torch.zeros_like(stats_KR)  # the derivatives in them, as used
-        options = {"vocab": vocab, "temperature": temperature, "return_entropy": True, "backend": backend}
-        stats_KR[0, rest], stats_KR[1, rest] = linear_logp(hidden_RD[rest], weight_VD, target_R[rest], **options)
+        of_rest = linear_logp(hidden_RD[rest], weight_VD, target_R[rest], return_entropy=True, **options)
+        stats_KR[0, rest], stats_KR[1, rest] = of_rest
         torch._assert_async(((target_R >= 0) & (target_R < vocab)).all(), "a target is outside the vocabulary")
         inputs_KR = kernel_inputs(pack_loss.keywords, wide) if is_fused else None
-        for chunk in logit_chunks(hidden_RD[:num_grad_rows], weight_VD, target_R, vocab, temperature, backend):
+        for chunk in logit_chunks(hidden_RD[:num_grad_rows], weight_VD, target_R, **options):
             rows = chunk.rows
             if is_fused:
                 dz_CV = clipped_pg_dlogits_(chunk, inputs_KR, stats_KR, pack_loss.keywords)
@@ -107,7 +114,7 @@ class _OnePass(torch.autograd.Function):
             None if x is None else torch.mul(x, scale, out=torch.empty_like(x, dtype=ctx.dtype))
             for x in ctx.saved_tensors
         ]
-        return *grads, *[None] * 7
+        return *grads, *[None] * 5
 
 
 def derivatives(pack_loss: Callable, stats_KR: Tensor) -> tuple[Tensor, dict, Tensor, bool]:

@@ -26,7 +26,33 @@ from kernels.backend import KernelBackend
 # CPU, and 1 GiB on a GPU, where dW's matmul, which reads and writes all of dW, waits for memory below 1000 rows.
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
 BLOCK = 8192  # columns that a program has in registers: 16 a thread
+SORT_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}  # logits that a filter sorts at once
+CUT = -1e30  # a logit of no probability: finite, as exp gives 0, and 0 * it is 0, not NaN
 LN2, LOG2_E = tl.constexpr(math.log(2)), tl.constexpr(math.log2(math.e))
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingFilter:
+    """The sampler's top_k, then its top_p, on the trainer's logits: vLLM's rule, and NeMo RL's.
+
+    Of a row stay the top_k largest logits, with all that equal the last of them; of these the likeliest that hold top_p
+    of the probability, at least one, and of equal ones at that cut those of the largest ids.
+    """
+
+    top_p: float = 1.0
+    top_k: int | None = None
+
+    def cut_(self, logits_CV: Tensor, temperature: float) -> None:
+        """In place: so all that reads the logits has the renormalised distribution, and no gradient where it was cut.
+        Takes 20 bytes for each 4, to sort."""
+        if self.top_k is not None and self.top_k < logits_CV.shape[1]:
+            last_C1 = logits_CV.topk(self.top_k).values[:, -1:]
+            logits_CV.masked_fill_(logits_CV < last_C1, CUT)
+        if self.top_p < 1:
+            sorted_CV, index_CV = logits_CV.sort(stable=True)
+            mass_CV = sorted_CV.div(temperature).softmax(1).cumsum_(1)  # of a token and all less likely ones
+            mass_CV[:, -1] = 2
+            logits_CV.scatter_(1, index_CV, sorted_CV.masked_fill_(mass_CV <= 1 - self.top_p, CUT))
 
 
 @dataclass(slots=True)
@@ -34,6 +60,7 @@ class LogitChunk:
     """Rows of a head's logits, in float32 or wider, in a buffer that the methods and the next chunk overwrite.
 
     dtype: of the inputs. stats_KC, from `logp_and_entropy`: logp, entropy, m and s of each row, with Triton log2 s.
+    logp is -inf where `SamplingFilter` cut the target.
     """
 
     rows: slice
@@ -62,6 +89,7 @@ class LogitChunk:
             logp_C = z_CV.gather(1, self.target_C[:, None])[:, 0] / self.temperature - sum_C.log()
             entropy_C = sum_C.log() - exp_CV.mul_(z_CV).sum(1) / (sum_C * self.temperature)
             self.stats_KC = torch.stack([logp_C, entropy_C, max_C, sum_C])
+        self.stats_KC[0].masked_fill_(self.stats_KC[0] < CUT / 1e9, -math.inf)  # 1e9: above any temperature
         return self.stats_KC[:2]
 
     def dlogits_(self, g_C: Tensor, h_C: Tensor | None) -> Tensor:
@@ -95,10 +123,16 @@ class LogitChunk:
 
 
 def logit_chunks(
-    hidden_RD: Tensor, weight_VD: Tensor, target_R: Tensor, vocab: int, temperature: float, backend: KernelBackend
+    hidden_RD: Tensor,
+    weight_VD: Tensor,
+    target_R: Tensor,
+    vocab: int,
+    temperature: float,
+    backend: KernelBackend,
+    sampling_filter: SamplingFilter | None = None,
 ) -> Iterator[LogitChunk]:
     """The logits of hidden_RD @ weight_VD.T, some rows at a time, one buffer for all: with Triton of all columns, with
-    PyTorch of the first `vocab`."""
+    PyTorch of the first `vocab`. sampling_filter: has cut them."""
     num_rows, row_stride = len(hidden_RD), triton.cdiv(len(weight_VD), 16) * 16
     size = backend.rows(num_rows, row_stride)
     if backend.name == "torch":
@@ -108,6 +142,9 @@ def logit_chunks(
     for start in range(0, num_rows, size):
         rows = slice(start, min(start + size, num_rows))
         logits_CV = mm_float32(hidden_RD[rows], weight_VD.T, out=buffer_CV[: rows.stop - start, : len(weight_VD)])
+        if sampling_filter:
+            for rows_CV in logits_CV[:, :vocab].split(max(1, SORT_ELEMENTS[logits_CV.device.type] // vocab)):
+                sampling_filter.cut_(rows_CV, temperature)
         yield LogitChunk(rows, logits_CV, vocab, target_R[rows], temperature, hidden_RD.dtype, backend)
 
 

@@ -34,30 +34,38 @@ PROVEN = {
     "BY_SEQUENCE": "fa4d1af7",
     "MAX_LOG_RATIO": "585348db",
     "_Sequences": "9a4f4d7c",
-    "_Tokens": "e75ecccc",
+    "_Tokens": "78f24590",
     "_aggregation_weights": "3ac44343",
     "_at_least_one": "8a81216f",
     "_ratios": "ee83b77d",
-    "_reference_kl": "91926d52",
+    "_reference_kl": "e56c80b0",
     "_sampler_weights": "ac373d19",
     "_token_loss": "1b01d90a",
     "clamp_abs": "a427e123",
     "kl_estimate": "09492556",
-    "policy_loss": "32cf47fb",
+    "policy_loss": "b406fe1f",
 }
 
 
 def choose_loss_path(
-    policy_loss: Callable, cfg: LossConfig, has_old: bool, has_ref: bool, backend: KernelBackend, device: torch.device
+    policy_loss: Callable,
+    cfg: LossConfig,
+    has_old: bool,
+    has_ref: bool,
+    backend: KernelBackend,
+    device: torch.device,
+    filtered: bool = False,
 ) -> LossPath:
     """The path of policy_loss (`loss.policy_loss`) with the options cfg. has_old, has_ref: whether old_logp_T and
-    ref_logp_T are given in this run. A second at most; nothing random, so all ranks find the same."""
+    ref_logp_T are given in this run; filtered: whether logits are. A second at most; nothing random: ranks agree."""
     make_pack = partial(_pack, cfg=cfg, has_old=has_old, has_ref=has_ref)
     coupled, idle_moves, positive_moves = _probe(policy_loss, make_pack)
     path = LossPath("one pass", idle_moves=idle_moves, positive_moves=positive_moves)
     if coupled:
         return replace(path, kind="two passes", why="the loss couples the tokens of a sequence")
-    if backend.name != "triton":
+    if filtered and has_ref:
+        return replace(path, kind="two passes", why="the KL is of log-probabilities without top_p and top_k")
+    if backend.name != "triton" or filtered:  # the fused kernel knows no filter, beside which it would save little
         return path
     if edited := edited_names(policy_loss):
         return replace(path, why=f"loss.py was edited: {', '.join(edited)}")

@@ -153,6 +153,7 @@ def test_metrics_golden():
         "entropy": 3,
         "num_nonfinite_sampler_logp": 0,
         "kept_fraction/finite_sampler_logp": 1,
+        "kept_fraction/sampling_filter": 1,
         "kl_penalty": 0,
         "positive_nll_loss": 0,
         "importance_weight_mean": 1.071973,
@@ -364,6 +365,62 @@ def test_tokens_without_finite_sampler_logp_are_dropped_and_counted(bad, token_l
     assert all(math.isfinite(x) for x in got.values())
 
 
+CUT = 1  # a token whose advantage is 1
+
+
+@pytest.mark.parametrize("side", ["logp_T", "old_logp_T", "both"])
+@pytest.mark.parametrize("options", [{}, {"token_level_loss": False}, GSPO, IS, TIS | {"token_level_loss": False}])
+def test_a_token_that_the_filter_cuts(side, options):
+    """NeMo RL (mask_out_neg_inf_logprobs) writes 0 for its log-probabilities: no gradient, a ratio of 1, which is a
+    constant in the loss (with GSPO, the sequence's ratio), and denominators and lengths that count it."""
+    cfg = LossConfig(**options)
+    batch, theirs = golden_batch(torch.float64), golden_batch(torch.float64)
+    with torch.no_grad():
+        for name in ("logp_T", "old_logp_T") if side == "both" else (side,):
+            batch[name][CUT] = -math.inf
+        theirs["logp_T"][CUT] = theirs["old_logp_T"][CUT] = 0
+        theirs["sampler_logp_T"][CUT] = 0  # so that the sum over the sequence, of some weights, is of the others
+    loss, metrics = policy_loss(**batch, cfg=cfg)
+    loss.backward()
+    their_loss, _ = policy_loss(**theirs, cfg=cfg)
+    their_loss.backward()
+    want = theirs["logp_T"].grad.index_fill(0, torch.tensor([CUT]), 0)
+    torch.testing.assert_close(batch["logp_T"].grad, want, rtol=1e-12, atol=1e-15)
+    assert loss.item() == pytest.approx(their_loss.item())
+    if options == {}:  # by hand: ratios clipped at 1.2 above, 1, min(e^-.5, .8); -.5 max(e^.1, .8), and clipped at .8
+        assert loss.item() == pytest.approx((-1.2 - 1 - math.exp(-0.5) + 0.5 * math.exp(0.1) + 0.5 * 0.8) / 5)
+    got = reduced(metrics)
+    assert got["kept_fraction/sampling_filter"] == pytest.approx(4 / 5)
+    assert (got["kept_fraction/finite_sampler_logp"], got["num_nonfinite_sampler_logp"]) == (1, 0)
+    assert got["logp_gap_mean"] == pytest.approx((0.1 + 0 + 0 + 0.3) / 4) and got["logp_gap_max"] == pytest.approx(0.3)
+    assert got["num_valid_samples"] == 2 and all(math.isfinite(x) for x in got.values())
+
+
+@pytest.mark.parametrize("options", [{}, {"use_on_policy_kl_approximation": True}, {"token_level_loss": False}])
+def test_the_kl_is_of_log_probabilities_without_filter(options):
+    """Of a cut token too. By hand: k3 with the score function's gradient, d = logp - ref."""
+    cfg = LossConfig(reference_policy_kl_penalty=0.5, **options)
+    batch = golden_batch(torch.float64)
+    unfiltered_T = torch.tensor([-1.3, -0.8, -2.4, -0.6, -3.2, -9], dtype=torch.float64, requires_grad=True)
+    ref_T = torch.tensor(GOLDEN_REF, dtype=torch.float64)
+    with torch.no_grad():
+        batch["logp_T"][CUT] = -math.inf
+    loss, metrics = policy_loss(**batch, cfg=cfg, ref_logp_T=ref_T, unfiltered_logp_T=unfiltered_T)
+    loss.backward()
+    d_T = (unfiltered_T - ref_T).detach()
+    kl_T, slope_T = (-d_T).expm1() + d_T, d_T
+    if "use_on_policy_kl_approximation" in options:
+        u_T = (unfiltered_T.detach() - batch["sampler_logp_T"]).exp()
+        kl_T, slope_T = u_T * kl_T, u_T * d_T
+    weight_T = torch.tensor([1, 1, 1, 1, 1, 0.0], dtype=torch.float64) / 5
+    if "token_level_loss" in options:
+        weight_T = torch.tensor([1 / 6, 1 / 6, 1 / 6, 1 / 4, 1 / 4, 0.0], dtype=torch.float64)
+    assert metrics["kl_penalty"].item() == pytest.approx((weight_T * kl_T).sum().item())
+    torch.testing.assert_close(unfiltered_T.grad, 0.5 * weight_T * slope_T)
+    rest, _ = policy_loss(**batch, cfg=LossConfig(reference_policy_kl_penalty=0, **options))
+    assert loss.item() == pytest.approx((rest + 0.5 * (weight_T * kl_T).sum()).item())
+
+
 def test_no_valid_token_or_no_token_gives_zero():
     for size in (6, 0):
         batch = golden_batch() | {"num_valid_tokens": 0, "num_valid_seqs": 0}
@@ -429,6 +486,10 @@ def test_seq_logp_error_mask(threshold, kept):
         "masked_correct_pct": [0.5, 1, math.nan][len(left)],
     }
     assert reduced(metrics) == pytest.approx(want, rel=1e-6, nan_ok=True)
+    rows["old_logp_R"][0] = -math.inf  # cut by the filter: 1.052 of the two others, and the threshold is for these
+    mask_R, of_cut = seq_logp_error_mask(**rows, threshold=1.06, correct_R=torch.ones(6))
+    assert mask_R.tolist() == [True] * 3 + [False] * 3
+    assert reduced(of_cut)["seq_mult_prob_error_min"] == pytest.approx((math.exp(0.1) + 1) / 2)
     renamed = {"seq_mult_prob_error": "mean_seq_mult_prob_error"} | {
         f"seq_mult_prob_error{suffix}_{kind}": f"{kind}_seq_mult_prob_error{suffix}"
         for suffix in ("", "_after_mask")

@@ -56,8 +56,8 @@ def edited(tmp_path, old, new):
     return module
 
 
-def choose(policy_loss, cfg, backend, has_old=True, has_ref=False):
-    options = {"has_old": has_old, "has_ref": has_ref, "backend": backend, "device": DEVICE}
+def choose(policy_loss, cfg, backend, has_old=True, has_ref=False, filtered=False):
+    options = {"has_old": has_old, "has_ref": has_ref, "backend": backend, "device": DEVICE, "filtered": filtered}
     return choose_loss_path(policy_loss, cfg, **options)
 
 
@@ -142,6 +142,9 @@ def test_without_an_edit_the_fused_kernel_proves_itself(small_chunks):
     got, _ = train(original.policy_loss, path, TRITON, *case)
     assert max(relative_errors(got, oracle(original.policy_loss, *case))) <= 1e-5
     assert choose(original.policy_loss, cfg, TORCH).describe() == "loss: one pass, autograd of loss.py"
+    for backend in (TORCH, TRITON):
+        one, two = (choose(original.policy_loss, cfg, backend, has_ref=x, filtered=True) for x in (False, True))
+        assert (one.kind, two.kind) == ("one pass", "two passes") and two.why.startswith("the KL is of log-prob")
 
 
 @pytest.mark.slow

@@ -11,13 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import long_but
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from count_memory import LiveBytes
 
 from config import LossConfig
-from kernels import KernelBackend, LossPath, linear_loss
-from kernels.softmax import rows_in_flight
+from kernels import KernelBackend, LossPath, SamplingFilter, linear_loss
+from kernels.softmax import CHUNK_ELEMENTS, SORT_ELEMENTS, rows_in_flight
 from loss import policy_loss
 
 ROWS, WIDTH = 32768, 2048
@@ -27,25 +25,6 @@ KERNELS = {  # by module: `kernels.linear_logp` is the function
     "kernels.clipped_pg": ("clipped_pg_kernel",),
     "kernels.linear_logp": ("tile_stats_kernel",),
 }
-
-
-class LiveBytes(TorchDispatchMode):
-    """`largest`: of all bytes of storages that operations made and that were alive at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.live = {}
-        self.largest = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)}
-        result = function(*args, **kwargs or {})
-        self.live = {key: (ref, size) for key, (ref, size) in self.live.items() if not ref.expired()}
-        for storage in (x.untyped_storage() for x in tree_leaves(result) if torch.is_tensor(x)):
-            if storage._cdata not in given:
-                self.live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.largest = max(self.largest, sum(size for _, size in self.live.values()))
-        return result
 
 
 class Launches:
@@ -72,18 +51,20 @@ def launches(monkeypatch):
     return stand_ins
 
 
-def train(kind, vocab, columns, backend):
-    """(extra MiB of forward and backward: beyond the inputs, and dX, dW in their dtype; the two)."""
+def train(kind, vocab, columns, backend, sampling_filter=None, ref=False):
+    """(extra MiB of forward and backward: beyond the inputs, and dX, dW in their dtype; the two; MiB of the largest
+    tensor)."""
     inputs = {"device": "meta", "dtype": torch.bfloat16, "requires_grad": True}
     hidden_RD, weight_VD = torch.empty(ROWS, WIDTH, **inputs), torch.empty(columns, WIDTH, **inputs)
     x_R, target_R = torch.empty(ROWS, device="meta"), torch.empty(ROWS, device="meta", dtype=torch.int64)
     pack = {"old_logp_T": x_R, "sampler_logp_T": x_R, "adv_T": x_R, "mask_T": x_R, "seq_T": target_R}
-    pack |= {"ref_logp_T": None, "num_valid_tokens": ROWS, "num_valid_seqs": 16, "cfg": LossConfig()}
+    pack |= {"ref_logp_T": x_R if ref else None, "num_valid_tokens": ROWS, "num_valid_seqs": 16, "cfg": LossConfig()}
     options = {"temperature": 1.0, "num_grad_rows": ROWS, "pack_loss": partial(policy_loss, **pack), "vocab": vocab}
+    options |= {"path": LossPath(kind), "backend": backend, "sampling_filter": sampling_filter}
     with LiveBytes() as count:
-        loss, _ = linear_loss(hidden_RD, weight_VD, target_R, **options, path=LossPath(kind), backend=backend)
+        loss, _ = linear_loss(hidden_RD, weight_VD, target_R, **options)
         grads = torch.autograd.grad(loss, (hidden_RD, weight_VD))
-    return (count.largest - sum(grad.nbytes for grad in grads)) / 2**20, grads
+    return (count.largest - sum(grad.nbytes for grad in grads)) / 2**20, grads, count.largest_one / 2**20
 
 
 @pytest.mark.slow
@@ -96,7 +77,7 @@ def train(kind, vocab, columns, backend):
     ),
 )
 def test_extra_memory(launches, kind, vocab, columns):
-    extra, grads = train(kind, vocab, columns, KernelBackend("triton"))
+    extra, grads, _ = train(kind, vocab, columns, KernelBackend("triton"))
     print(f"{kind}, {vocab} of {columns}: {extra:.0f} MiB")
     assert [grad.shape for grad in grads] == [(ROWS, WIDTH), (columns, WIDTH)]
     assert all(grad.dtype == torch.bfloat16 for grad in grads)
@@ -110,9 +91,24 @@ def test_extra_memory(launches, kind, vocab, columns):
 @pytest.mark.slow
 def test_extra_memory_with_512_rows(launches):
     """Then the most is taken where dW, 1,187 MiB in float32, and dX are scaled into the gradients that are returned."""
-    extra, _ = train("fused", 151665, 151936, KernelBackend("triton", 512))
+    extra, *_ = train("fused", 151665, 151936, KernelBackend("triton", 512))
     print(f"{extra:.0f} MiB")
     assert extra <= 1320
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [KernelBackend("triton"), KernelBackend("torch")], ids=["triton", "torch"])
+@pytest.mark.parametrize("kind, ref", [("one pass", False), ("two passes", True)])
+def test_extra_memory_with_a_filter(launches, monkeypatch, kind, ref, backend):
+    """Of a chunk of logits (3,190 MiB with Triton; 1,024, and two of them, with PyTorch) no second one is made. Sorting
+    takes 64 MiB of logits at a time. All logits would be 19 GiB. In two passes dW is there twice."""
+    for elements in (CHUNK_ELEMENTS, SORT_ELEMENTS):
+        monkeypatch.setitem(elements, "meta", elements["cuda"])
+    plain, *_ = train(kind, 151665, 151936, backend, None, ref)
+    extra, _, largest_one = train(kind, 151665, 151936, backend, SamplingFilter(0.9, 50), ref)
+    print(f"{kind}, {backend.name}: {plain:.0f} MiB without, {extra:.0f} with a filter, a tensor {largest_one:.0f}")
+    assert extra <= plain + 400 + 1200 * ref
+    assert largest_one <= (3200 if backend.name == "triton" else 1190)
 
 
 def test_the_count_sees_what_is_alive_at_once():
