@@ -1,10 +1,9 @@
 """The policy: one decoder for Qwen2 / Qwen2.5, Qwen3 (dense) and Llama 3.x over packed tokens.
 
-Owns the architecture (`Decoder`), its FSDP2 wrapping (`shard`), loading (`load_policy`), the reference policy of the KL
-and the network of a reward model. Parameters have exactly the names of Hugging Face checkpoints.
+Owns the architecture (`Decoder`), its FSDP2 wrapping (`shard`), loading (`load_policy`) and the reference policy of the
+KL. Parameters have exactly the names of Hugging Face checkpoints.
 
-The sequences of a pack lie one after another, bounded by `cu_seqlens`: no padding, no mask. The head runs inside
-`Decoder.forward`, because only there does FSDP2 hold the root's weights (embedding, final norm, head) whole.
+The sequences of a pack lie one after another, bounded by `cu_seqlens`: no padding, no mask.
 Dims: T packed tokens, S sequences, R response tokens, D hidden, V vocab, N heads, K key/value heads, H head dim.
 """
 
@@ -21,14 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
-from config import GRPOConfig, HFConfigOverrides
+from config import GRPOConfig, HFConfigOverrides, LoRAConfig
 from hf.model_config import ModelConfig, read_model_config
-from hf.weights import load_weights, sharded_parameters
-from kernels import KernelBackend, LossPath, linear_logp
+from hf.weights import init_adapters, load_weights, sharded_parameters
+from kernels import KernelBackend, LossPath, SamplingFilter, linear_logp
+from lora import add_adapters
 
 # For fewer key than query heads, varlen_attn of torch >= 2.12 wants a flag that 2.11 neither has nor needs.
 VARLEN_GQA = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
@@ -216,13 +216,16 @@ class Block(nn.Module):
     halves = (_before_attention, _after_attention)
 
 
-class Decoder(nn.Module):
-    """The causal language model. It has no buffers: `state_dict()` has the names of the HF checkpoint.
+class Head(nn.Linear):
+    """An output layer that is not tied to the embedding. It calls the function that needs its weight, because FSDP2
+    holds that weight whole only within this forward."""
 
-    temperature, vocab_limit, backend, loss_path are constants of a run, set by run/setup.py: the trainer divides logits
-    by the sampler's temperature, leaves out columns of logits beyond the tokenizer, which the sampler bans as well, and
-    computes the head with one choice of kernels and the loss in one way.
-    """
+    def forward(self, hidden_RD: Tensor, compute: Callable, *targets: Tensor) -> Tensor | tuple:
+        return compute(hidden_RD, self.weight, *targets)
+
+
+class Decoder(nn.Module):
+    """The causal language model. It has no buffers: `state_dict()` has the names of the HF checkpoint."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -231,10 +234,11 @@ class Decoder(nn.Module):
         self.model["embed_tokens"] = nn.Embedding(config.vocab_size, config.hidden_size)
         self.model["layers"] = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.model["norm"] = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        tied = config.tie_word_embeddings
-        self.lm_head = None if tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = None if config.tie_word_embeddings else Head(config.hidden_size, config.vocab_size, bias=False)
+        # Constants of a run, set by run/build.py. The first three are the sampler's.
         self.temperature = 1.0
-        self.vocab_limit: int | None = None
+        self.sampling_filter: SamplingFilter | None = None  # its top_p and top_k
+        self.vocab_limit: int | None = None  # columns of logits from here on are beyond the tokenizer
         self.backend: KernelBackend | None = None  # None: Triton on CUDA, PyTorch elsewhere
         self.loss_path = LossPath()
 
@@ -248,11 +252,13 @@ class Decoder(nn.Module):
         prefix_S=None,
         *,
         logprob_fn: Callable | None = None,
+        filtered: bool = True,
     ) -> Tensor | tuple[Tensor, ...]:
         """(logp_R, entropy_R), float32, in nats: at positions `pos_R` of the pack, the log-probability of `target_R`
-        under softmax(logits[:vocab_limit] / temperature), and the entropy of that distribution. `logprob_fn` computes
-        something else from the same inputs: its result is returned (kernels.linear_logp has its signature). Without
-        `pos_R`: logits_TV over the whole vocabulary in compute precision, for tests and tools.
+        under softmax(logits[:vocab_limit] / temperature), and the entropy of that distribution, after the
+        `sampling_filter` if `filtered`. `logprob_fn` computes something else from the same inputs: its result is
+        returned (kernels.linear_logp has its signature). Without `pos_R`: logits_TV over the whole vocabulary in
+        compute precision, for tests and tools.
 
         The tensors are int64 on the model's device, T >= 1. R = 0 is allowed: every gradient is then zero.
         `cu_seqlens` [S+1], a numpy array or a tensor, rises strictly from 0 to T. On CUDA give it as numpy:
@@ -266,13 +272,15 @@ class Decoder(nn.Module):
         for block in self.model["layers"]:
             hidden_TD = block(hidden_TD, cos_T1H, sin_T1H, layout)
         hidden_TD = self.model["norm"](hidden_TD)
-        weight_VD = (self.lm_head or self.model["embed_tokens"]).weight
+        # Tied: the embedding's weight, which FSDP2 holds whole during all of this forward.
+        head = self.lm_head or partial(Head.forward, self.model["embed_tokens"])
         if pos_R is None:
-            return F.linear(hidden_TD, weight_VD)
+            return head(hidden_TD, F.linear)
         hidden_RD = GatherRows.apply(hidden_TD, pos_R)
         logprob_fn = logprob_fn or partial(linear_logp, return_entropy=True)
-        options = {"vocab": self.vocab_limit, "temperature": self.temperature, "backend": self.backend}
-        return logprob_fn(hidden_RD, weight_VD, target_R, **options)
+        logprob_fn = partial(logprob_fn, vocab=self.vocab_limit, temperature=self.temperature, backend=self.backend)
+        sampling_filter = self.sampling_filter if filtered else None
+        return head(hidden_RD, partial(logprob_fn, sampling_filter=sampling_filter), target_R)
 
     def compile_blocks(self) -> None:
         """From now on the blocks' halves are compiled, each at its first call: with gradients, and without."""
@@ -281,25 +289,32 @@ class Decoder(nn.Module):
             block.halves = halves
 
 
-def shard(model: Decoder, mesh: DeviceMesh, *, precision: str, activation_checkpointing: bool) -> None:
-    """FSDP2 over the 1-d `mesh`, in place: every block, then the root (embedding, final norm, head).
+def shard(model: Decoder, mesh: DeviceMesh, *, precision: str, cpu_offload: bool = False) -> None:
+    """FSDP2 over the 1-d `mesh`, in place. Its units, each gathered while it computes: every block; the embedding and
+    the head, if each has a weight of its own; the root, which is what is left: the final norm, and a tied embedding,
+    whose weight begins and ends the forward.
 
     `precision` "float32" | "bfloat16" is that of the matmuls and the gathered copies. What lies between blocks stays in
     float32, the sharded parameters, which an optimizer sees, keep their dtype, and gradients are reduced in float32.
-    They are summed over ranks, not averaged: the loss divides by one count of tokens over all of them.
+    They are summed over ranks, not averaged: the loss divides by one count of tokens over all of them. With
+    `cpu_offload` parameters and gradients are in host memory.
     """
+    pinned = mesh.device_type == "cuda"
+    offload = {"offload_policy": CPUOffloadPolicy(pin_memory=pinned)} if cpu_offload else {}
     policy = MixedPrecisionPolicy()
     if precision == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for module in (*model.model["layers"], model):
-        # The root's weights end the forward and begin the backward: in between they stay gathered.
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=module is not model)
+    ends = [] if model.lm_head is None else [model.model["embed_tokens"], model.lm_head]
+    for module in (*model.model["layers"], *ends, model):
+        # The weights of head and root end the forward and begin the backward: in between they stay gathered.
+        stays = module in (model.lm_head, model)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not stays, **offload)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor
-    for block in model.model["layers"]:
-        block.recompute = activation_checkpointing
-    # Without a backward to come they must not: they would hold memory, and be stale after the next load.
-    model.register_forward_hook(lambda root, *_: None if torch.is_grad_enabled() else root.reshard())
+        if stays:  # but without a backward to come they must not: they would hold memory, and be stale after a load
+            module.register_forward_hook(lambda unit, *_: None if torch.is_grad_enabled() else unit.reshard())
+    if ends:
+        model.model["embed_tokens"].set_unshard_in_backward(False)  # its gradient needs only the tokens
 
 
 def load_policy(
@@ -308,28 +323,36 @@ def load_policy(
     device: torch.device | str,
     mesh: DeviceMesh | None = None,
     precision: str = "float32",
-    activation_checkpointing: bool = False,
+    cpu_offload: bool = False,
     decoder: type[Decoder] = Decoder,
     overrides: HFConfigOverrides | None = None,
+    lora: LoRAConfig | None = None,
+    seed: int = 0,
 ) -> Decoder:
-    """The model of an HF folder with float32 parameters, sharded over `mesh`; without one, whole on `device`.
+    """The model of an HF folder with float32 parameters, sharded over `mesh`; without one, whole on `device`. With
+    `lora`, they are frozen and in `precision`, and new adapters, random by `seed`, leave it as it was.
 
     A rank allocates and reads only its own shards. Raises ConfigError if the folder is unreadable, the model
     not supported, or the weights not those that config.json describes.
     """
     with torch.device("meta"):
         model = decoder(read_model_config(Path(folder), overrides))
+        if lora and lora.enabled:
+            add_adapters(model, lora, getattr(torch, precision))
     if mesh is not None:
-        shard(model, mesh, precision=precision, activation_checkpointing=activation_checkpointing)
+        shard(model, mesh, precision=precision, cpu_offload=cpu_offload)
     else:
-        assert precision == "float32" and not activation_checkpointing, "these come with a mesh"
-    model.to_empty(device=device)
+        assert precision == "float32" and not cpu_offload, "these come with a mesh"
+    model.to_empty(device="cpu" if cpu_offload else device)
     load_weights(model, folder)
+    if lora and lora.enabled:
+        init_adapters(model, lora.lora_A_init, seed)
     return model
 
 
 class Reference:
-    """The policy to which the KL is measured: a copy of this rank's shards in host memory, pinned for a GPU.
+    """The policy to which the KL is measured: a copy of this rank's shards in host memory, pinned for a GPU. Of those
+    that are trained: with LoRA, the frozen ones serve both.
 
     It has no module of its own. `in_place_of` puts its weights into the policy's module for a forward: so it takes no
     device memory while it is not used, and the same code computes it. Kept in the `dtype` of that forward, which would
@@ -363,10 +386,13 @@ class Reference:
 
 
 def _shards(model: Decoder) -> dict[str, Tensor]:
-    return {name: param.to_local().detach() for name, param in sharded_parameters(model).items()}
+    params = sharded_parameters(model).items()
+    return {name: param.to_local().detach() for name, param in params if param.requires_grad}
 
 
 @torch.no_grad()
 def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # with cpu_offload a forward may still be reading them
     for name, tensor in target.items():
         tensor.copy_(source[name], non_blocking=True)  # from pinned memory; another dtype is converted on the GPU

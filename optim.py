@@ -6,6 +6,7 @@ The loop in grpo.py clips, asks `count_bad_steps` for the verdict, and steps. A 
 
 import math
 from dataclasses import asdict
+from functools import partial
 
 import torch
 from torch import nn
@@ -13,61 +14,44 @@ from torch import nn
 import config
 from kernels.linear_loss import DEVIATION, one_pass_problem
 from system.exits import StopRun
+from system.optimizer import Optimizer
 
 
-class MuonWithAdamW:
-    """Muon for the matrices of the decoder blocks, AdamW for embedding, head, norms and biases, behind the interface of
-    one torch.optim.Optimizer: `param_groups` (AdamW's first), `state`, `step`, `zero_grad`.
+def build_optimizer(model: nn.Module, cfg: config.OptimizerConfig, *, offloads: bool = False) -> Optimizer:
+    """The optimizer of the (sharded) model's float32 parameters, without state until its first step.
 
-    Muon replaces a matrix's momentum by the nearest matrix with orthonormal rows or columns (Jordan et al., 2024,
+    torch.optim.Muon is Muon for the matrices of the decoder blocks, AdamW for embedding, head, norms and biases. Muon
+    replaces a matrix's momentum by the nearest matrix with orthonormal rows or columns (Jordan et al., 2024,
     kellerjordan.github.io/posts/muon). Its update is scaled to the root mean square of AdamW's (Moonlight,
     arXiv:2502.16982, 2.2), so learning rate and weight decay of AdamW are the right size for it.
     """
-
-    def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], cfg: config.OptimizerConfig):
-        adamw = torch.optim.AdamW(others, **asdict(cfg.kwargs), fused=True)
+    kwargs = asdict(cfg.kwargs)
+    first_moment = getattr(torch, kwargs.pop("state_dtype"))
+    adamw = partial(torch.optim.AdamW, **kwargs, fused=True)
+    if cfg.name == "torch.optim.AdamW":
+        parts = {adamw: [*model.parameters()]}
+    elif cfg.name == "torch.optim.Muon":
         # DTensor multiplies the shards in bfloat16 and sums over ranks: the update of two ranks is within 2% of that
         # of one (measured), and the same to the bit only on as many ranks.
-        muon = torch.optim.Muon(
-            matrices,
+        muon = partial(
+            torch.optim.Muon,
             lr=cfg.kwargs.lr if cfg.muon_lr is None else cfg.muon_lr,
             weight_decay=cfg.kwargs.weight_decay,
             momentum=cfg.muon_momentum,
             adjust_lr_fn="match_rms_adamw",
         )
-        self.optimizers = (adamw, muon)
-        self.param_groups = [*adamw.param_groups, *muon.param_groups]
-        self.state = muon.state = adamw.state  # one dict serves both: no parameter is in two groups
-
-    def step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none)
-
-
-def build_optimizer(model: nn.Module, cfg: config.OptimizerConfig) -> torch.optim.Optimizer | MuonWithAdamW:
-    """The optimizer of the (sharded) model's float32 parameters, without state until its first step."""
-    if cfg.name == "torch.optim.AdamW":
-        optimizer = torch.optim.AdamW(model.parameters(), **asdict(cfg.kwargs), fused=True)
-    elif cfg.name == "torch.optim.Muon":
-        matrices, others = [], []
+        parts = {adamw: [], muon: []}
         for name, param in model.named_parameters():
-            group = matrices if ".layers." in name and param.ndim == 2 else others
-            group.append(param)
-        optimizer = MuonWithAdamW(matrices, others, cfg)
+            parts[muon if ".layers." in name and param.ndim == 2 else adamw].append(param)
     else:
         raise AssertionError(f"policy.optimizer.name={cfg.name}: build_optimizer has no branch for it")
+    optimizer = Optimizer(parts, offloads=offloads, first_moment=first_moment)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]  # the schedule multiplies it, and each group has its own
     return optimizer
 
 
-def set_learning_rate(
-    optimizer: torch.optim.Optimizer | MuonWithAdamW, cfg: config.SchedulerConfig, step: int, num_steps: int
-) -> None:
+def set_learning_rate(optimizer: Optimizer, cfg: config.SchedulerConfig, step: int, num_steps: int) -> None:
     """Sets the rates of step `step` (from 1). They depend on the step alone, so there is nothing to resume."""
     factor = learning_rate_factor(cfg, step, num_steps)
     for group in optimizer.param_groups:

@@ -227,6 +227,9 @@ def resolve_folder(name: str, key: str) -> Path:
         folder = download(name, patterns, problem, instead)
     if not os.path.isdir(folder):
         raise DataError(f"{key}: no folder '{name}' (give a Hugging Face folder or a hub name org/model)")
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
+        keys = "policy.dtensor_cfg.lora_cfg.enabled=true and lora_cfg.adapter_path"
+        raise DataError(f"{key}: '{name}' is an adapter: give its base here, and the adapter by {keys}")
     return folder
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 
@@ -16,11 +17,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from config import ConfigError
+from hf.adapter import BASE_SHA256, CONFIG, WEIGHTS, peft_name
 from hf.files import read_json
 from hf.model_config import check_weights, open_weights, weight_files
 from system.ranks import local_rows
 
 MAX_FILE_BYTES = 5 * 10**9
+ADAPTER = (".lora_A", ".lora_B")  # how the names of LoRA's parameters end
 # What an HF folder holds beside weights; `save_hf` takes it along from its source.
 SIDE_FILES = ("generation_config.json", "*token*", "vocab.json", "merges.txt", "chat_template.*")
 
@@ -36,26 +39,91 @@ def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: str | Path) -> None:
     """Fills the parameters, whole or sharded, from the folder's safetensors, cast to the parameters' dtype. ConfigError
-    where the folder holds other tensors, or one with a number that is not finite."""
-    params = sharded_parameters(model)
+    where the folder holds other tensors, or one with a number that is not finite. It leaves LoRA's parameters alone."""
+    params = {name: param for name, param in sharded_parameters(model).items() if not name.endswith(ADAPTER)}
     check_weights(Path(folder), ((name, param.shape) for name, param in params.items()))
     for path in weight_files(Path(folder)):
-        with open_weights(path, "pt") as file:
-            for name in filter(params.__contains__, file.keys()):
-                param = params[name]
-                local = param.to_local() if isinstance(param, DTensor) else param
-                local.copy_(file.get_slice(name)[local_rows(param)])
-                if not local.isfinite().all():
-                    raise ConfigError(f"{path}: {name} holds NaN or infinity; fetch it again")
+        _fill(params, path)
+
+
+def _fill(params: dict[str, nn.Parameter], path: Path) -> None:
+    """Those that are in the file, by their names there."""
+    with open_weights(path, "pt") as file:
+        for name in filter(params.__contains__, file.keys()):
+            param = params[name]
+            local = param.to_local() if isinstance(param, DTensor) else param
+            local.copy_(file.get_slice(name)[local_rows(param)])
+            if not local.isfinite().all():
+                raise ConfigError(f"{path}: {name} holds NaN or infinity; fetch it again")
+
+
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """PEFT's name -> parameter, as `sharded_parameters`."""
+    return {peft_name(name): param for name, param in sharded_parameters(model).items() if name.endswith(ADAPTER)}
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, folder: str | Path, base_sha256: str) -> None:
+    """Fills LoRA's parameters from a PEFT folder that `check_adapter` has passed. ConfigError where it says that it was
+    trained on other weights, or holds a number that is not finite."""
+    with open_weights(Path(folder) / WEIGHTS) as file:
+        if (file.metadata() or {}).get(BASE_SHA256, base_sha256) != base_sha256:
+            raise ConfigError(f"{folder}: an adapter of other weights than those of policy.model_name, by their sha256")
+    _fill(adapter_parameters(model), Path(folder) / WEIGHTS)
+
+
+@torch.no_grad()
+def init_adapters(model: nn.Module, init: str, seed: int) -> None:
+    """LoRA's parameters as they start, the same on any number of ranks: A random, `init` "xavier" or "uniform", and B
+    zero, so that the model is its base."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, param in sharded_parameters(model).items():
+        if name.endswith(ADAPTER):
+            whole = torch.zeros(param.shape)
+            if name.endswith(ADAPTER[0]) and init == "xavier":
+                nn.init.xavier_normal_(whole, generator=generator)
+            elif name.endswith(ADAPTER[0]):
+                nn.init.kaiming_uniform_(whole, a=5**0.5, generator=generator)
+            local = param.to_local() if isinstance(param, DTensor) else param
+            local.copy_(whole[local_rows(param)])
 
 
 def full_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """(HF name, whole tensor in `dtype`), parameter by parameter; a tied head is not repeated. One all-gather brings
     those of a block, one those before the blocks, one those behind. So each item may be a collective of a sharded
-    model's ranks: all of them must walk the whole iterator."""
+    model's ranks: all of them must walk the whole iterator. LoRA's parameters are merged into their weight."""
     params = sharded_parameters(model)
     for _, names in groupby(params, lambda name: name.partition(".layers.")[2].partition(".")[0]):
-        yield from _whole({name: params[name] for name in names}, dtype)
+        yield from merged_tensors(model, {name: params[name] for name in names}, dtype)
+
+
+def full_shapes(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of each item of `full_tensors`; no collective."""
+    params = sharded_parameters(model).items()
+    return [(name, tuple(param.shape)) for name, param in params if not name.endswith(ADAPTER)]
+
+
+def merged_tensors(model: nn.Module, params: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The same of these parameters; where LoRA's are among them, so are their weights."""
+    layers = [name.removesuffix(ADAPTER[0]) for name in params if name.endswith(ADAPTER[0])]
+    if not layers:
+        yield from _whole(params, dtype)
+        return
+    # In the type of the forward, whatever the engine's is, as FSDP gathers them: then these are its numbers.
+    tensors = dict(_whole(params, params[f"{layers[0]}.weight"].dtype))
+    for layer in layers:
+        a_LI, b_OL = (tensors.pop(layer + end) for end in ADAPTER)
+        weight_OI = tensors[f"{layer}.weight"]
+        tensors[f"{layer}.weight"] = merged_weight(weight_OI, a_LI, b_OL, model.get_submodule(layer).scale)
+    yield from ((name, tensor.to(dtype)) for name, tensor in tensors.items())
+
+
+def merged_weight(weight_OI: Tensor, a_LI: Tensor, b_OL: Tensor, scale: float) -> Tensor:
+    """weight + scale * b @ a, summed in float32 and rounded once, to the type of the weight. Of aligned copies: how a
+    matrix lies in memory can decide the last bit, and the sync's lie otherwise than the forward's."""
+    wide = torch.promote_types(weight_OI.dtype, torch.float32)
+    a_LI, b_OL = (x.to(wide, copy=True) for x in (a_LI, b_OL))
+    return weight_OI.to(wide, copy=True).addmm_(b_OL, a_LI, alpha=scale).to(weight_OI.dtype)
 
 
 def _whole(params: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -88,39 +156,61 @@ def save_hf(
     than one file's tensors (MAX_FILE_BYTES). `<folder>.tmp` is renamed at the end, so `folder` is always whole; one
     that exists is replaced with all it holds.
     """
-    folder, source = Path(folder), Path(source_folder)
+    source = Path(source_folder)
     hf = (hf or read_json(source / "config.json")) | {"dtype": str(dtype).removeprefix("torch.")}
     hf.pop("torch_dtype", None)  # what transformers 4 called it
+    params = sharded_parameters(model)
+    weights = {name: param for name, param in params.items() if not name.endswith(ADAPTER)}
+    plan = split_state_dict_into_shards_factory(
+        weights,
+        get_storage_size=lambda param: param.numel() * dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=MAX_FILE_BYTES,
+    )
+    with _new_folder(Path(folder)) as (new, is_writer):
+        if is_writer:
+            for pattern in SIDE_FILES:
+                for path in source.glob(pattern):
+                    shutil.copyfile(path, new / path.name)
+            (new / "config.json").write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")
+        for file, names in plan.filename_to_tensors.items():
+            variants = ([name.replace(".weight", end) for end in (".weight", *ADAPTER)] for name in names)
+            layers = ({name: params[name] for name in its if name in params} for its in variants)
+            tensors = (whole for layer in layers for whole in merged_tensors(model, layer, dtype))  # one at a time
+            content = {name: tensor.cpu() for name, tensor in tensors if is_writer}
+            if is_writer:
+                save_file(content, new / file, metadata={"format": "pt"})
+        if is_writer and plan.is_sharded:
+            index = json.dumps({"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}, indent=2)
+            (new / "model.safetensors.index.json").write_text(index + "\n")
+
+
+def save_adapter(model: nn.Module, folder: str | Path, config: dict, base_sha256: str) -> None:
+    """Writes a PEFT folder with LoRA's parameters in float32, whole as that of `save_hf`; a collective of all ranks.
+    `config`: by `adapter_config`."""
+    content = {name: tensor.cpu() for name, tensor in _whole(adapter_parameters(model), torch.float32)}
+    with _new_folder(Path(folder)) as (new, is_writer):
+        if is_writer:
+            (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            save_file(content, new / WEIGHTS, metadata={"format": "pt", BASE_SHA256: base_sha256})
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """(where to write it, whether this rank does); at the end it is renamed. All ranks return together."""
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     new, old = (folder.with_name(f"{folder.name}.{suffix}") for suffix in ("tmp", "old"))
     if is_writer:
         for leftover in (new, old):
             shutil.rmtree(leftover, ignore_errors=True)
         new.mkdir(parents=True)
-        for pattern in SIDE_FILES:
-            for path in source.glob(pattern):
-                shutil.copyfile(path, new / path.name)
-        (new / "config.json").write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")
-    params = sharded_parameters(model)
-    plan = split_state_dict_into_shards_factory(
-        params,
-        get_storage_size=lambda param: param.numel() * dtype.itemsize,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=MAX_FILE_BYTES,
-    )
-    for file, names in plan.filename_to_tensors.items():
-        tensors = (whole for name in names for whole in _whole({name: params[name]}, dtype))  # one at a time
-        content = {name: tensor.cpu() for name, tensor in tensors if is_writer}
-        if is_writer:
-            save_file(content, new / file, metadata={"format": "pt"})
-            os.chmod(new / file, 0o644)  # safetensors makes files that only their owner can read
+    yield new, is_writer
     if is_writer:
-        if plan.is_sharded:
-            index = json.dumps({"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}, indent=2)
-            (new / "model.safetensors.index.json").write_text(index + "\n")
+        for file in new.glob("*.safetensors"):
+            os.chmod(file, 0o644)  # safetensors makes files that only their owner can read
         if folder.exists():
             os.rename(folder, old)
         os.rename(new, folder)
         shutil.rmtree(old, ignore_errors=True)
     if dist.is_initialized():
-        dist.barrier()  # on return, the folder is there for every rank
+        dist.barrier()

@@ -139,7 +139,16 @@ def random_groups(seed):
             sampled = rng.random(len(output_ids)) < 0.8
             samples.append(
                 Sample(
-                    prompt, index, prompt, prompt_ids, output_ids, no_logps, sampled, "stop", 0, advantage=len(samples)
+                    prompt,
+                    index,
+                    prompt,
+                    prompt_ids,
+                    output_ids,
+                    no_logps,
+                    sampled,
+                    "stop",
+                    np.zeros_like(output_ids),
+                    advantage=len(samples),
                 )
             )
     return samples
@@ -302,24 +311,26 @@ def logp_loss(model, pack, pos_R, target_R):
     return -logp_R.sum()
 
 
-@pytest.mark.parametrize("activation_checkpointing", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_one_rank_equals_the_plain_model(folders, family, activation_checkpointing, one_rank, monkeypatch):
+def test_one_rank_equals_the_plain_model(folders, family, recompute, one_rank, monkeypatch):
     folder, pack = folders[family][0], make_pack(LENGTHS, vocab=200)
     plain, rows = load_policy(folder, device="cpu"), response_rows(LENGTHS, pack[0])
     plain.vocab_limit = 200
     expected_TV = plain(*pack)
     logp_loss(plain, pack, *rows).backward()
     plain_grads = grads(plain)
-    model = load_policy(folder, device="cpu", mesh=one_rank[2], activation_checkpointing=activation_checkpointing)
+    model = load_policy(folder, device="cpu", mesh=one_rank[2])
     model.vocab_limit = 200
+    for block in model.model["layers"]:
+        block.recompute = recompute
     assert [name for name, _ in model.named_parameters()] == list(plain_grads)
     with torch.no_grad():
         assert torch.equal(model(*pack), expected_TV)
     calls, attention = [], model_module.packed_attention
     monkeypatch.setattr(model_module, "packed_attention", lambda *args: calls.append(1) or attention(*args))
     logp_loss(model, pack, *rows).backward()
-    assert len(calls) == SIZES["num_hidden_layers"] * (2 if activation_checkpointing else 1)
+    assert len(calls) == SIZES["num_hidden_layers"] * (2 if recompute else 1)
     for name, param in model.named_parameters():
         grad = param.grad.full_tensor()
         assert (grad - plain_grads[name]).norm() <= 1e-6 * grad.norm(), name
@@ -346,14 +357,10 @@ def test_bfloat16_recompute_gives_the_same_gradients(folders, one_rank):
     pack = make_pack(LENGTHS, vocab=200)
     found = []
     for recompute in (False, True):
-        model = load_policy(
-            folders["qwen3"][0],
-            device="cpu",
-            mesh=one_rank[2],
-            precision="bfloat16",
-            activation_checkpointing=recompute,
-        )
+        model = load_policy(folders["qwen3"][0], device="cpu", mesh=one_rank[2], precision="bfloat16")
         model.vocab_limit = 200
+        for block in model.model["layers"]:
+            block.recompute = recompute
         logp_loss(model, pack, *response_rows(LENGTHS, pack[0])).backward()
         found.append({name: param.grad.full_tensor() for name, param in model.named_parameters()})
     assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())

@@ -1,0 +1,58 @@
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): linear layers that train a change of low rank to their frozen weight.
+
+The forward multiplies by the merged weight, rounded to the precision of the frozen one: the very numbers that the sync
+sends. So sampler and trainer agree as they do without LoRA, and the engine knows nothing of it.
+Dims: T packed tokens, I inputs, O outputs, L the low rank.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from config import LoRAConfig
+from hf.lora_layers import adapted_layers
+from hf.weights import merged_weight
+
+
+class MergedLinear(torch.autograd.Function):
+    """F.linear with the merged weight, which is not kept for the backward, but made again."""
+
+    @staticmethod
+    def forward(ctx, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_LI: Tensor, b_OL: Tensor, scale: float):
+        ctx.save_for_backward(x_TI, weight_OI, a_LI, b_OL)
+        ctx.scale = scale
+        return F.linear(x_TI, merged_weight(weight_OI, a_LI, b_OL, scale), bias_O)
+
+    @staticmethod
+    def backward(ctx, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
+        x_TI, *merged = ctx.saved_tensors
+        _, a_LI, b_OL = merged
+        # As if nothing was rounded, and through the factors: the gradient of a whole weight is never made.
+        grad_a_LI = (ctx.scale * (grad_TO @ b_OL)).T @ x_TI
+        grad_b_OL = grad_TO.T @ (ctx.scale * (x_TI @ a_LI.T))
+        # The first block's input has none: the embedding is frozen.
+        grad_TI = grad_TO @ merged_weight(*merged, ctx.scale) if ctx.needs_input_grad[0] else None
+        return grad_TI, None, None, grad_a_LI, grad_b_OL, None
+
+
+class LoRALinear(nn.Linear):
+    """`weight` and `bias` are frozen. `lora_A` [L, I] and `lora_B` [O, L] are trained, in float32; the layer computes
+    with weight + scale * lora_B @ lora_A."""
+
+    def __init__(self, frozen: nn.Linear, rank: int, scale: float):
+        super().__init__(frozen.in_features, frozen.out_features, frozen.bias is not None, dtype=frozen.weight.dtype)
+        self.requires_grad_(False)
+        self.lora_A = nn.Parameter(torch.empty(rank, self.in_features))
+        self.lora_B = nn.Parameter(torch.empty(self.out_features, rank))
+        self.scale = scale
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        return MergedLinear.apply(x_TI, self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
+
+
+def add_adapters(model: nn.Module, cfg: LoRAConfig, precision: torch.dtype) -> None:
+    """Freezes a model that has no memory yet, in the type that it computes in, and adapts the layers that cfg names."""
+    model.to(precision).requires_grad_(False)
+    for name in adapted_layers(model.config, cfg):
+        layer = LoRALinear(model.get_submodule(name), cfg.dim, cfg.alpha / cfg.dim)
+        model.set_submodule(name, layer)

@@ -1,0 +1,96 @@
+"""Which layers get an adapter: names, patterns, and what is refused, on shapes alone."""
+
+import pytest
+
+from config import ConfigError, LoRAConfig
+from hf.lora_layers import adapted_layers
+from hf.model_config import ModelConfig
+
+MODEL = ModelConfig.from_hf(
+    {
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "rms_norm_eps": 1e-6,
+    }
+)
+NAMES = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+NAMES += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+SECTION = "policy.dtensor_cfg.lora_cfg"
+
+
+def layers(dim=8, **keys):
+    match_all = not ({"target_modules", "exclude_modules"} & keys.keys())
+    return adapted_layers(MODEL, LoRAConfig(enabled=True, dim=dim, match_all_linear=match_all, **keys))
+
+
+def test_all_linear_layers_of_the_blocks_but_not_the_head():
+    found = layers()
+    assert list(found) == [f"model.layers.{i}.{name}" for i in range(12) for name in NAMES]
+    assert [found[f"model.layers.3.{name}"] for name in NAMES] == [
+        (64, 64),
+        (16, 64),
+        (16, 64),
+        (64, 64),
+        (96, 64),
+        (96, 64),
+        (64, 96),
+    ]
+    assert layers(target_modules=()) == found, "nothing named: all, as NeMo RL's *_proj"
+    assert adapted_layers(MODEL, LoRAConfig()) == {}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "number"),
+    [
+        (("q_proj", "v_proj"), 24),
+        (("*_proj",), 84),
+        (("*.layers.1.*",), 7),  # and not those of layers 10 and 11
+        (("*.layers.1*",), 21),
+        (("self_attn.o_proj",), 12),
+        (("model.layers.7.mlp.up_proj",), 1),
+        (("*.layers.0.*.q_proj", "*.layers.1.*.q_proj"), 2),
+    ],
+)
+def test_names_and_patterns(patterns, number):
+    chosen = layers(target_modules=patterns)
+    assert len(chosen) == number
+    if number < 84:
+        rest = layers(exclude_modules=(*patterns, "lm_head"))
+        assert chosen.keys().isdisjoint(rest) and chosen.keys() | rest.keys() == layers().keys()
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        (
+            {"target_modules": ("q_proj", "k_pro")},
+            f"{SECTION}.target_modules: no linear layer of the blocks is called 'k_pro'; did you mean k_proj, ",
+        ),
+        (
+            {"target_modules": ("lm_head",)},
+            f"{SECTION}.target_modules: no linear layer of the blocks is called 'lm_head'; did you mean q_proj, "
+            "k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj?",
+        ),
+        ({"exclude_modules": ("linear_qkv",)}, f"{SECTION}.exclude_modules: no linear layer of the blocks is called"),
+        ({"exclude_modules": ("*",)}, f"{SECTION}.exclude_modules leaves no linear layer to adapt"),
+        (
+            {"dim": 17},
+            f"{SECTION}.dim=17 is more than the rank of model.layers.0.self_attn.k_proj, 16 x 64: use 16 or less",
+        ),
+        ({"dim": 65, "target_modules": ("q_proj",)}, "of model.layers.0.self_attn.q_proj, 64 x 64: use 64 or less"),
+    ],
+)
+def test_refused(keys, problem):
+    with pytest.raises(ConfigError) as error:
+        layers(**keys)
+    assert problem in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_largest_rank():
+    assert len(layers(dim=16)) == 84
