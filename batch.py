@@ -100,6 +100,7 @@ def needs_old_logps(cfg: Config) -> bool:
     """
     per_rollout = cfg.grpo.num_prompts_per_step * cfg.grpo.num_generations_per_prompt
     several = cfg.policy.ppo_epochs > 1 or (cfg.policy.train_global_batch_size or per_rollout) < per_rollout
+    several = several or cfg.grpo.async_grpo.max_age > 0  # old tokens: the gap is measured before the step
     return several or cfg.grpo.seq_logprob_error_threshold is not None or cfg.loss_fn.use_kl_in_reward
 
 
@@ -125,6 +126,16 @@ def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath
         minibatch.num_seqs = num_seqs
         minibatch.num_positive_tokens = num_positive_tokens
     return metrics
+
+
+def newest_gap(micro: MicroBatch, version: int) -> Metrics:
+    """|sampler - trainer| of the tokens that weights `version` sampled, which are to be trained; 0 if there are none.
+    Of older tokens it would also hold what training has changed since."""
+    newest_R = micro.mask_R & (micro.version_R == version) & micro.sampler_logp_R.isfinite()
+    newest_R &= micro.old_logp_R != -torch.inf  # cut by top_p or top_k, as in `policy_loss`
+    gap_R = torch.where(newest_R, micro.sampler_logp_R - micro.old_logp_R, 0.0).abs()
+    largest = torch.cat([gap_R, gap_R.new_zeros(1)]).amax()
+    return {"logp_gap_mean": (gap_R.sum(), newest_R.sum() + 1e-9), "logp_gap_max": largest}
 
 
 def _mask_by_logp_error(micro: MicroBatch, threshold: float) -> Metrics:

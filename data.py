@@ -42,11 +42,12 @@ class Sample:
     prompt: the index of the problem in the step; groups are made from it, never from text. index: the sample's number
     in its group. mask: False at output ids that were not sampled (an observation) or are not trained on; so lengths
     come from output_ids. reward, rewards (the parts of it), outcome, extracted (the answer in the reply): the grader's;
-    unshaped_reward: after scaling, before shaping; advantage: of all its tokens (advantages.py). messages: for a reward
-    model to score, else none.
+    unshaped_reward: after scaling, before shaping; advantage: of all its tokens (advantages.py). versions: for each
+    output id the number of training steps of the weights that it was drawn from (an observation has its reply's).
+    messages: for a reward model to score, else none.
 
     Example (one turn): prompt 0, index 3, prompt_ids [5, 7, 2], output_ids [9, 3], sampler_logps [-0.1, -0.7],
-    mask [True, True], finish_reason "stop", weight_version 12, reward 1.0, outcome "ok".
+    mask [True, True], finish_reason "stop", versions [12, 13], reward 1.0, outcome "ok".
     """
 
     prompt: int
@@ -57,7 +58,7 @@ class Sample:
     sampler_logps: np.ndarray
     mask: np.ndarray
     finish_reason: str
-    weight_version: int
+    versions: np.ndarray
     reward: float = float("nan")
     outcome: str = "ungraded"
     unshaped_reward: float = float("nan")
@@ -69,6 +70,11 @@ class Sample:
     num_turns: int = 1
     dataset: str = ""
     messages: list[dict] = field(default_factory=list)
+
+    @property
+    def weight_version(self) -> int:
+        """Of the first token: the oldest."""
+        return int(self.versions[0])
 
     @property
     def num_gen_tokens(self) -> int:
@@ -96,7 +102,7 @@ class Pack:
     continues, else -1. Inputs are ids[:-1] of each sequence, targets ids[1:]. T counts input tokens, R the targets that
     were sampled: the others (prompt, observation) never reach the head. pos_R: the row in T that predicts the target;
     the last row of a shared prompt predicts several. adv_R, reward_R: of the token's sample; seq_R: number of its
-    sequence within the pack.
+    sequence within the pack. version_R: `Sample.versions`.
     Example: the Sample above alone: token_T [5, 7, 2, 9], position_T [0, 1, 2, 3], cu_seqlens [0, 4], prefix_S [-1],
     pos_R [2, 3], target_R [9, 3], sampler_logp_R [-0.1, -0.7], seq_R [0, 0]. With a second one of the same prompt and
     output_ids [8, 6]: token_T [5, 7, 2, 9, 8], position_T [0, 1, 2, 3, 3], cu_seqlens [0, 3, 4, 5],
@@ -110,6 +116,7 @@ class Pack:
     pos_R: np.ndarray
     target_R: np.ndarray
     sampler_logp_R: np.ndarray  # float32, as adv_R and reward_R
+    version_R: np.ndarray
     adv_R: np.ndarray
     seq_R: np.ndarray
     reward_R: np.ndarray
@@ -204,6 +211,7 @@ def _pack(parts: list[list[Sample]]) -> Pack:
             rows["pos_R"].append(np.where(sampled > 0, response_start + sampled, prompt_end) - 1)
             rows["target_R"].append(sample.output_ids[sampled].astype(np.int64))
             rows["sampler_logp_R"].append(sample.sampler_logps[sampled].astype(np.float32))
+            rows["version_R"].append(sample.versions[sampled].astype(np.int64))
             rows["adv_R"].append(np.full(len(sampled), sample.advantage, np.float32))
             rows["seq_R"].append(np.full(len(sampled), len(rows["seq_R"])))
             rows["reward_R"].append(np.full(len(sampled), sample.reward, np.float32))
@@ -219,4 +227,4 @@ def _pack(parts: list[list[Sample]]) -> Pack:
 def empty_pack() -> Pack:
     """One token, no response token: what a rank with fewer packs runs so that every rank joins every collective."""
     zero, floats = np.zeros(1, np.int64), np.zeros(0, np.float32)
-    return Pack(zero, zero, np.int32([0, 1]), zero - 1, zero[:0], zero[:0], floats, floats, zero[:0], floats)
+    return Pack(zero, zero, np.int32([0, 1]), zero - 1, zero[:0], zero[:0], floats, zero[:0], floats, zero[:0], floats)

@@ -5,6 +5,7 @@ shares one: they all call `generate` with the same prompts and get the same samp
 starts with dummy weights and never reads any from disk: `sync` is the only path that weights can take.
 """
 
+import inspect
 import logging
 import os
 import warnings
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from config import Config
+from config import Config, ConfigError
 from data import Sample
 from hf.model_config import overridden_fields, read_model_config
 from hf.tokenizer import Tokenizer
@@ -25,6 +26,7 @@ from hf.weights import full_tensors
 from kernels.softmax import bfloat16_factors
 from model import Decoder
 from system.exits import Interrupted, StopRun
+from system.watchdog import Waiting
 
 # vLLM reads these while it is imported.
 os.environ.update(
@@ -55,8 +57,8 @@ Weights = Iterable[tuple[str, torch.Tensor]]  # HF name, whole tensor
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How to sample. temperature 0 is greedy. top_p and top_k filter, which only validation may do: the trainer scores
-    the whole distribution."""
+    """How to sample. temperature 0 is greedy. The likeliest top_k tokens, and of these the likeliest that hold top_p of
+    the probability, are drawn from; None or 0: all."""
 
     temperature: float
     max_new_tokens: int
@@ -67,14 +69,21 @@ class SamplingOptions:
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One sampled reply: its ids (end token included), their log-probabilities under the sampling distribution (after
-    temperature), and why it ended: "stop" (an end token) or "length".
+    temperature and filter), why it ended, "stop" (an end token) or "length", and the weight version that each id was
+    drawn from.
 
-    Example: ids [9, 3], logps [-0.1, -0.7], finish_reason "stop".
+    Example: ids [9, 3], logps [-0.1, -0.7], finish_reason "stop", versions [12, 13].
     """
 
     ids: np.ndarray
     logps: np.ndarray
     finish_reason: str
+    versions: np.ndarray
+
+
+def reply_key(seed: int, prompt: Sequence[int], options: SamplingOptions) -> int:
+    """The same for requests that one reply may answer: prompt, seed, and the distribution that it is drawn from."""
+    return hash((seed, options.temperature, options.top_p, options.top_k or 0, *prompt))
 
 
 class Engine:
@@ -88,6 +97,11 @@ class Engine:
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, cfg: Config):
         vllm_cfg = cfg.policy.generation.vllm_cfg
+        self.is_async = cfg.grpo.async_grpo.enabled
+        if self.is_async and "mode" not in inspect.signature(LLM.sleep).parameters:
+            raise ConfigError(
+                "grpo.async_grpo.enabled=true: this vLLM aborts unfinished responses; install 0.24 or newer"
+            )
         dtype = vllm_cfg.precision or cfg.policy.precision
         self.cuda = torch.cuda.is_available()
         self.vocab_size = tokenizer.vocab_size
@@ -99,12 +113,7 @@ class Engine:
         # The head gives float32, as the trainer's: rounded logits would be a third of what bfloat16 costs the sampler.
         overrides: dict = {"vocab_size": self.vocab_size, "head_dtype": "float32"}
         overrides |= overridden_fields(folder, cfg.policy.hf_config_overrides)
-        # As many at once as an engine gets of the largest batch, at most vLLM's own 1,024 for large GPUs: it has counts
-        # over the whole vocabulary for each (0.62 GB at 1,024 x 151,936), and captures CUDA graphs up to this number.
-        num_engines = dist.get_world_size() // vllm_cfg.tensor_parallel_size
-        training = -(-cfg.grpo.prompts_per_batch // num_engines) * cfg.grpo.num_generations_per_prompt
-        validation = -(-cfg.grpo.max_val_samples // num_engines) * cfg.grpo.val_num_generations_per_prompt
-        hardware: dict = {"enable_sleep_mode": True, "max_num_seqs": min(1024, max(training, validation))}
+        hardware: dict = {"enable_sleep_mode": True, "max_num_seqs": _max_num_seqs(cfg)}
         if hasattr(EngineArgs, "sleep_mode_offload_cudagraph"):  # not in vLLM 0.24: there graphs stay on the GPU
             hardware["sleep_mode_offload_cudagraph"] = True
         model = read_model_config(folder, cfg.policy.hf_config_overrides)
@@ -128,9 +137,10 @@ class Engine:
             distributed_executor_backend="external_launcher",
             gpu_memory_utilization=vllm_cfg.gpu_memory_utilization,
             enforce_eager=vllm_cfg.enforce_eager or not self.cuda,
-            logprobs_mode="processed_logprobs",  # after temperature: the distribution that was sampled from
+            logprobs_mode="processed_logprobs",  # after temperature and filter: those that were sampled from
             seed=cfg.grpo.seed,  # ranks of a tensor-parallel group must agree (vllm-project/vllm#15895)
             disable_log_stats=True,
+            scheduling_policy="priority" if self.is_async else "fcfs",
             **hardware,
         )
         self.param_names = self.llm.apply_model(_checkpoint_names)[0]
@@ -139,6 +149,10 @@ class Engine:
         if self.llm.model_config.head_dtype != torch.float32 and dist.get_rank() == 0:
             print(f"WARNING: this vLLM rounds logits to {dtype}: a larger logp gap than with vllm 0.32.0", flush=True)
         self.shapes: dict[str, list[int]] = {}  # of the first sync, which vLLM itself compares with its own
+        self.numbers = count()  # of requests
+        self.spans: dict[str, list[tuple[int, int]]] = {}  # of the unfinished ones: (weight version, its first token)
+        self.finished: dict[str, Completion] = {}  # those that nobody has waited for yet
+        self.known: dict[int, Completion] = {}  # from a checkpoint, by reply_key
 
     def generate(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], options: SamplingOptions, *, may_stop: bool = True
@@ -148,10 +162,21 @@ class Engine:
         In float32 on CPU a completion depends on (weights, prompt, seed, options) only; bfloat16 and CUDA round
         differently in other batches. Raises Interrupted when told to stop meanwhile, if it `may_stop`.
         """
+        return self.wait(self.start(prompts, seeds, options), may_stop=may_stop)
+
+    def start(
+        self, prompts: Sequence[list[int]], seeds: Sequence[int], options: SamplingOptions, priority: int = 0
+    ) -> list[str]:
+        """Queues a request for each prompt; returns their ids, for `wait`. In a run that carries requests over, the
+        lowest priority comes first, and for 0 those that run go back into the queue: validation waits for none."""
         assert self.weight_version >= 0, "generate() before a sync(): the weights are dummies, or dropped by sleep()"
-        engine, finished = self.llm.llm_engine, {}
-        request_ids = [str(number) for number in range(len(prompts))]
+        if self.spans and priority == 0:
+            self._forget_cache()
+        request_ids = [str(next(self.numbers)) for _ in prompts]
         for request_id, prompt, seed in zip(request_ids, prompts, seeds, strict=True):
+            if self.known and (key := reply_key(seed, prompt, options)) in self.known:
+                self.finished[request_id] = self.known.pop(key)
+                continue
             params = SamplingParams(
                 temperature=options.temperature,
                 top_p=options.top_p,
@@ -164,16 +189,42 @@ class Engine:
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 seed=seed if options.temperature > 0 else None,
             )
-            engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+            self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, params, priority=priority)
+            self.spans[request_id] = [(self.weight_version, 0)]
+        return request_ids
+
+    def wait(self, request_ids: Sequence[str], names: Sequence[str] = (), *, may_stop: bool = True) -> list[Completion]:
+        """The completions of these requests. All others go on beside them, as far as they get; what they give is kept.
+        Raises Interrupted as `generate` does: then all requests are given up. names: where a line says what is waited
+        for, in a run that carries requests over."""
+        assert self.weight_version >= 0, "wait() before a sync(): the weights were dropped by sleep()"
+        pairs = zip(request_ids, names or request_ids, strict=True)
+        missing = {request_id: name for request_id, name in pairs if request_id not in self.finished}
+        waiting = Waiting(dist.get_rank())
         for steps in count(1):
-            if not engine.has_unfinished_requests():
-                return [_completion(finished[request_id]) for request_id in request_ids]
+            if not missing:
+                return [self.finished.pop(request_id) for request_id in request_ids]
             if may_stop and steps % STEPS_BETWEEN_STOPS == 0 and self.should_stop():
-                engine.abort_request([request_id for request_id in request_ids if request_id not in finished])
+                self.llm.llm_engine.abort_request(list(self.spans))
+                self.spans.clear()
                 raise Interrupted
-            with bfloat16_factors(self.dtype == torch.bfloat16 and not self.cuda):  # of the head
-                outputs = engine.step()
-            finished |= {output.request_id: output.outputs[0] for output in outputs if output.finished}
+            for request_id in self.step():
+                missing.pop(request_id, None)
+            if self.is_async:
+                waiting.look(missing.values())
+
+    def step(self) -> list[str]:
+        """A token for all that is under way. Returns the ids of the requests that it ends."""
+        with bfloat16_factors(self.dtype == torch.bfloat16 and not self.cuda):  # of the head
+            outputs = [output for output in self.llm.llm_engine.step() if output.finished]
+        for output in outputs:
+            self.finished[output.request_id] = _completion(output.outputs[0], self.spans.pop(output.request_id))
+        return [output.request_id for output in outputs]
+
+    def _forget_cache(self) -> None:
+        """Unfinished requests compute their keys and values again: what they sample next is of the newest weights."""
+        if not self.llm.reset_prefix_cache(reset_running_requests=bool(self.spans)):
+            raise StopRun("weight sync: vLLM did not drop its prefix cache, whose keys are of the old weights")
 
     def sync(self, weights: Weights, version: int) -> int:
         """Streams the weights into the engine, in place, and forgets everything computed with the old ones.
@@ -185,9 +236,10 @@ class Engine:
         if sent.keys() != self.param_names:
             missing, unknown = sorted(self.param_names - sent.keys()), sorted(sent.keys() - self.param_names)
             raise StopRun(f"weight sync: the engine did not get its {missing[:5]}, and has no {unknown[:5]}")
-        if not self.llm.reset_prefix_cache():
-            raise StopRun("weight sync: vLLM did not drop its prefix cache, whose keys are of the old weights")
+        self._forget_cache()
         self.weight_version = version
+        for state in self.llm.llm_engine.output_processor.request_states.values():
+            self.spans[state.external_req_id].append((version, state.detokenizer.num_output_tokens()))
         return sum(sent.values())
 
     def _engine_weights(self, weights: Weights, sent: dict[str, int]) -> Weights:
@@ -212,7 +264,9 @@ class Engine:
             torch.cuda.synchronize()
             # Level 2 drops all that was built with the model. vLLM brings the model's buffers back at the wake, and of
             # its sampler's state only what belongs to penalties, biases and allowed ids is lost: no request has those.
-            self.llm.sleep(level=1 if keep_weights else 2)
+            level = 1 if keep_weights else 2
+            # vLLM's default would abort what is unfinished. Kept, it lies in host memory: prompt, tokens and seed.
+            self.llm.sleep(level=level, mode="keep") if self.spans else self.llm.sleep(level=level)
 
     def wake(self, part: str) -> None:
         """`part`: "weights" (then sync), then "kv_cache"."""
@@ -221,13 +275,25 @@ class Engine:
             self.llm.wake_up(tags=[part])
 
 
-def _completion(output) -> Completion:
+def _max_num_seqs(cfg: Config) -> int:
+    """As many at once as an engine gets of the largest batch, at most vLLM's own 1,024 for large GPUs: it has counts
+    over the whole vocabulary for each (0.62 GB at 1,024 x 151,936), and captures CUDA graphs up to this number."""
+    num_engines = dist.get_world_size() // cfg.policy.generation.vllm_cfg.tensor_parallel_size
+    training = -(-cfg.grpo.prompts_per_batch // num_engines) * cfg.grpo.num_generations_per_prompt
+    validation = -(-cfg.grpo.max_val_samples // num_engines) * cfg.grpo.val_num_generations_per_prompt
+    # With async_grpo, what is not due yet gets the places that a step's own samples leave, and no more.
+    return min(1024, training if cfg.grpo.async_grpo.enabled else max(training, validation))
+
+
+def _completion(output, spans: list[tuple[int, int]]) -> Completion:
     ids, flat = list(output.token_ids), output.logprobs
     # By id: the sampled token is not always the first of its position (NVIDIA-NeMo/RL#3297).
     positions = zip(ids, flat.start_indices, flat.end_indices, strict=True)
     logps = [flat.logprobs[flat.token_ids.index(*position)] for position in positions]
     assert output.finish_reason in ("stop", "length"), output.finish_reason
-    return Completion(np.asarray(ids, np.int32), np.asarray(logps, np.float32), output.finish_reason)
+    versions, starts = zip(*spans, strict=True)
+    versions = np.repeat(np.asarray(versions, np.int32), np.diff([*starts, len(ids)]))
+    return Completion(np.asarray(ids, np.int32), np.asarray(logps, np.float32), output.finish_reason, versions)
 
 
 def _checkpoint_names(model: torch.nn.Module) -> set[str]:
@@ -251,32 +317,36 @@ def sync_weights(model: Decoder, engine: Engine, version: int) -> int:
 # ------------------------------------------------------------------------------------------------- is the engine fresh?
 
 
-def check_versions(samples: Sequence[Sample], version: int) -> None:
-    """StopRun where a sample was drawn from other weights than those of step `version`, which are to be trained."""
-    drawn_from = sorted({sample.weight_version for sample in samples})
-    if drawn_from != [version]:
+def check_versions(samples: Sequence[Sample], version: int, max_age: int) -> None:
+    """StopRun where a token was drawn from other weights than those of step `version`, which are to be trained, and of
+    the `max_age` steps before it."""
+    drawn_from = np.unique(np.concatenate([sample.versions for sample in samples])).tolist()
+    if not version - max_age <= drawn_from[0] <= drawn_from[-1] <= version:
         raise StopRun(f"samples are of the weights of steps {drawn_from}, to train those of step {version}: no sync")
 
 
 def check_canary(model: Decoder, engine: Engine, limit: float | None, device: torch.device, when: str) -> float:
-    """Mean |sampler - trainer| log-probability, in nats per token, on a fixed prompt that every engine continues.
+    """Mean |sampler - trainer| log-probability, in nats per token, on a fixed prompt that every engine continues: this
+    rank's, or in a split job those of all generators.
 
     It finds weights, a cache or a compute path that stayed old before a whole rollout is drawn from them, and whatever
-    the data are: its prompt is longer than a block of the prefix cache. One forward without gradients; a collective of
-    all ranks. Raises StopRun above `limit` (grpo.logp_gap_limit).
+    the data are: its prompt is longer than a block of the prefix cache. No filter: top_k=1 would hide every gap. One
+    forward without gradients; a collective of all ranks. Raises StopRun above `limit` (grpo.logp_gap_limit).
     """
     total = engine.max_total_tokens
     num_new = min(NUM_CANARY_NEW_TOKENS, max(1, total // 2))
     random = np.random.Generator(np.random.PCG64(0))
     prompt = random.integers(0, engine.vocab_size, min(NUM_CANARY_PROMPT_TOKENS, total - num_new)).tolist()
-    (reply,) = engine.generate([prompt], [0], SamplingOptions(model.temperature, num_new), may_stop=False)
-    ids = torch.tensor([*prompt, *reply.ids.tolist()], device=device)
-    position_T = torch.arange(len(ids) - 1, device=device)
-    cu_seqlens = np.array([0, len(position_T)])
-    with torch.no_grad():
-        logp_R, _ = model(ids[:-1], position_T, cu_seqlens, position_T[len(prompt) - 1 :], ids[len(prompt) :])
-    gap_R = (logp_R.cpu().double() - torch.from_numpy(reply.logps)).abs()
-    sum_and_count = torch.tensor([gap_R.sum(), len(gap_R)], dtype=torch.float64)
+    sum_and_count = torch.zeros(2, dtype=torch.float64)
+    for reply in engine.generate([prompt], [0], SamplingOptions(model.temperature, num_new), may_stop=False):
+        ids = torch.tensor([*prompt, *reply.ids.tolist()], device=device)
+        position_T = torch.arange(len(ids) - 1, device=device)
+        cu_seqlens = np.array([0, len(position_T)])
+        with torch.no_grad():
+            replied = (position_T[len(prompt) - 1 :], ids[len(prompt) :])
+            logp_R, _ = model(ids[:-1], position_T, cu_seqlens, *replied, filtered=False)
+        gap_R = (logp_R.cpu().double() - torch.from_numpy(reply.logps)).abs()
+        sum_and_count += torch.tensor([gap_R.sum(), len(gap_R)], dtype=torch.float64)
     dist.all_reduce(sum_and_count)
     gap = float(sum_and_count[0] / sum_and_count[1])
     if limit is not None and not gap <= limit:

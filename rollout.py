@@ -5,12 +5,13 @@ reward model's part in it. Every rank sees all samples of a step, so all ranks d
 """
 
 import hashlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 import envs
@@ -18,11 +19,12 @@ from advantages import filter_overlong, shape_rewards
 from config import Config, GRPOConfig
 from data import Problem, Sample, groups_of
 from dataset.mixing import Cursor, Mixture
-from engine import Completion, Engine, SamplingOptions
+from engine import STEPS_BETWEEN_STOPS, Completion, Engine, SamplingOptions
 from hf.tokenizer import Tokenizer
 from system.exits import Interrupted, StopRun
 from system.ranks import Ranks
 
+Prompts = Sequence[tuple[int, Problem]]  # index in the step, problem
 Draw = tuple[int, Problem, int]  # a sample to be drawn: index in the step, problem, sample number
 
 
@@ -30,8 +32,9 @@ class Conversation:
     """A sample in the making. Its ids are replies that were sampled (mask True, unless the problem is not trained on)
     and observations of the environment (mask False, log-probability 0)."""
 
-    def __init__(self, problem: Problem, prompt: int, index: int, weight_version: int):
+    def __init__(self, problem: Problem, prompt: int, index: int):
         self.problem = problem
+        self.request_id = ""  # of the reply that is under way
         self.reply_ids: list[int] = []  # of the last turn
         self.state: dict = {}  # what the environment returned after it
         self.done = False
@@ -44,7 +47,7 @@ class Conversation:
             sampler_logps=np.zeros(0, np.float32),
             mask=np.zeros(0, bool),
             finish_reason="",
-            weight_version=weight_version,
+            versions=np.zeros(0, np.int32),
             reward=0.0,
             env_name=problem.env_name,
             num_turns=0,
@@ -57,10 +60,11 @@ class Conversation:
         """What the engine goes on from: exactly the ids so far."""
         return [*self.sample.prompt_ids, *self.sample.output_ids.tolist()]
 
-    def _append(self, ids: np.ndarray, logps: np.ndarray, is_trained: bool) -> None:
+    def _append(self, ids: np.ndarray, logps: np.ndarray, versions: np.ndarray, is_trained: bool) -> None:
         sample = self.sample
         sample.output_ids = np.concatenate([sample.output_ids, ids])
         sample.sampler_logps = np.concatenate([sample.sampler_logps, logps])
+        sample.versions = np.concatenate([sample.versions, versions])
         sample.mask = np.concatenate([sample.mask, np.full(len(ids), is_trained)])
 
     def add_reply(self, completion: Completion, tokenizer: Tokenizer) -> envs.Turn:
@@ -68,11 +72,11 @@ class Conversation:
         problem, sample = self.problem, self.sample
         ids_before = self.token_ids
         self.reply_ids = completion.ids.tolist()
-        self._append(completion.ids, completion.logps, problem.loss_multiplier != 0)
+        self._append(completion.ids, completion.logps, completion.versions, problem.loss_multiplier != 0)
         sample.finish_reason = completion.finish_reason
         sample.messages.append({"role": "assistant", "content": tokenizer.decode(completion.ids)})
         known = (sample.messages, problem.answer, sample.finish_reason, self.state, problem.fields)
-        return envs.Turn(*known, ids_before, self.reply_ids, sample.weight_version)
+        return envs.Turn(*known, ids_before, self.reply_ids, int(completion.versions[-1]))
 
     def add_result(self, result: envs.StepResult, tokenizer: Tokenizer, max_total_tokens: int, is_last: bool) -> None:
         """Ends the conversation, or appends the observation if a reply has room behind it. A reward that is not finite
@@ -100,14 +104,16 @@ class Conversation:
             sample.finish_reason = "length"
             return
         self.done = False
-        self._append(np.asarray(ids, np.int32), np.zeros(len(ids), np.float32), False)
+        versions = np.full(len(ids), sample.versions[-1])
+        self._append(np.asarray(ids, np.int32), np.zeros(len(ids), np.float32), versions, False)
         sample.num_env_tokens += len(ids)
         sample.messages += observation
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Draws and grades conversations; what it holds stays the same over a run.
+    """Draws and grades conversations; what it holds stays the same over a run, but for `ahead`: the conversations that
+    are under way between two steps, in the order in which they are due, and the cursor behind each batch of them.
 
     max_turns: replies of the policy in a conversation. max_error_fraction: this share of the samples of a call may end
     in outcome `error`. score_conversations: RewardModel.score, where an environment asks for it.
@@ -120,21 +126,42 @@ class Sampler:
     max_turns: int = 1
     max_error_fraction: float = 1.0
     score_conversations: Callable[[Sequence[list[dict]]], list[float | None]] | None = None
+    ahead: deque[tuple[list[Conversation], Cursor]] = field(default_factory=deque)
 
-    def sample(
-        self, prompts: Sequence[tuple[int, Problem]], num_samples: int, options: SamplingOptions, seed_key: tuple
-    ) -> list[Sample]:
-        """`num_samples` graded samples of each (index in the step, problem), ordered by (index, sample number).
+    def sample(self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple) -> list[Sample]:
+        """`num_samples` graded samples of each (index in the step, problem), ordered by (index, sample number)."""
+        return self.finish(self.start(prompts, num_samples, options, seed_key), options, seed_key)
 
-        All ranks name the same prompts: each engine takes its share, and every rank gets all samples. StopRun when more
-        than `max_error_fraction` of them could not be graded: their rewards would be noise. Interrupted, on all ranks,
-        when any of them was told to stop meanwhile: the others finish their share first.
-        """
+    def start(
+        self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = 0
+    ) -> list[Conversation]:
+        """Begins this rank's share, for `finish`; all ranks name the same prompts. step: that trains them, or 0."""
+        share = deal(prompts, num_samples, self.ranks.dp_size, options.max_new_tokens)[self.ranks.dp_rank]
+        conversations = [Conversation(problem, prompt, index) for prompt, problem, index in share]
+        self._ask(conversations, options, seed_key, priority=step)
+        return conversations
+
+    def _ask(
+        self, live: list[Conversation], options: SamplingOptions, seed_key: tuple, priority: int = 0, turn: int = 0
+    ) -> None:
+        """Has the engine begin the next reply of each."""
+        # Turn 0 is left out of the seed, so that samples of one turn do not depend on max_turns.
+        turn_key = (turn,) if turn else ()
+        seeds = [sample_seed(*seed_key, each.sample.prompt, each.sample.index, *turn_key) for each in live]
+        request_ids = self.engine.start([each.token_ids for each in live], seeds, options, priority)
+        for each, request_id in zip(live, request_ids, strict=True):
+            each.request_id = request_id
+
+    def finish(self, conversations: list[Conversation], options: SamplingOptions, seed_key: tuple) -> list[Sample]:
+        """The graded samples of all ranks, on every rank. StopRun when more than `max_error_fraction` of them could not
+        be graded: their rewards would be noise. Interrupted, on all ranks, when any of them was told to stop meanwhile:
+        the others finish their share first."""
         try:
-            ours = deal(prompts, num_samples, self.ranks.dp_size, options.max_new_tokens)[self.ranks.dp_rank]
-            share = self._converse(ours, options, seed_key)
+            share = self._converse(conversations, options, seed_key)
         except Interrupted:
             share = None
+        if len(self.ahead) > 1 and self.ranks.dp_size > 1:
+            self._go_on()
         shares: list = [None] * self.ranks.world_size
         dist.all_gather_object(shares, share if self.ranks.leads_engine or share is None else [])
         if None in shares:
@@ -149,24 +176,30 @@ class Sampler:
             )
         return samples
 
-    def _converse(self, share: Sequence[Draw], options: SamplingOptions, seed_key: tuple) -> list[Sample]:
-        """The samples of this rank's engine.
+    def _go_on(self) -> None:
+        """Until every engine has what it waits for, this one goes on with what is due later. A collective."""
+        others = dist.all_reduce(torch.zeros(1), async_op=True)
+        while self.engine.spans and self.ranks.any_rank_of_engine(not others.is_completed()):
+            for _ in range(STEPS_BETWEEN_STOPS):
+                self.engine.step()
+        others.wait()
+
+    def _converse(self, conversations: list[Conversation], options: SamplingOptions, seed_key: tuple) -> list[Sample]:
+        """The samples of this rank's engine, of conversations whose first replies are under way.
 
         A turn is a reply of at most max_new_tokens and, while the environment is not done, its observation: the tokens
         that the chat template adds, appended to those that were sampled. finish_reason: "stop" (the environment was
         done), "length" (a reply was cut, or the next one has no room), "max_turns" (it would have gone on).
         """
-        conversations = [
-            Conversation(problem, prompt, index, self.engine.weight_version) for prompt, problem, index in share
-        ]
         for turn in range(self.max_turns):
             live = [conversation for conversation in conversations if not conversation.done]
             if not live:
                 break
-            # Turn 0 is left out of the seed, so that samples of one turn do not depend on max_turns.
-            turn_key = (turn,) if turn else ()
-            seeds = [sample_seed(*seed_key, each.sample.prompt, each.sample.index, *turn_key) for each in live]
-            completions = self.engine.generate([each.token_ids for each in live], seeds, options)
+            if turn:
+                self._ask(live, options, seed_key, turn=turn)
+            samples = [each.sample for each in live]
+            names = [f"group {s.prompt} (row {s.row_id} of {s.dataset}), sample {s.index}" for s in samples]
+            completions = self.engine.wait([each.request_id for each in live], names)
             turns = [each.add_reply(reply, self.tokenizer) for each, reply in zip(live, completions, strict=True)]
             # Where an engine has several ranks, one of them grades: graders that work against time differ.
             results = self.ranks.broadcast_from_tp_leader(partial(self._grade, live, turns))
@@ -203,9 +236,7 @@ class Sampler:
         self.engine.wake("kv_cache")
 
 
-def deal(
-    prompts: Sequence[tuple[int, Problem]], num_samples: int, num_engines: int, max_new_tokens: int
-) -> list[list[Draw]]:
+def deal(prompts: Prompts, num_samples: int, num_engines: int, max_new_tokens: int) -> list[list[Draw]]:
     """The samples that each engine draws; all ranks deal alike.
 
     All wait for the engine with the most work. Nothing tells how long a reply will be, but a problem's are alike: where
@@ -243,8 +274,14 @@ class StepSamples:
     metrics: dict[str, float]
 
 
-def sample_step(sampler: Sampler, cfg: Config, mixture: Mixture, cursor: Cursor, step: int) -> StepSamples:
+def sample_step(
+    sampler: Sampler, cfg: Config, mixture: Mixture, cursor: Cursor, step: int, num_steps: int
+) -> StepSamples:
     """The samples to train on, rewards shaped, masks of filtered ones cleared; equal on all ranks.
+
+    With async_grpo the prompts of the next max_age steps are under way too, while the engine has room. Which step a
+    batch is for is settled when it begins, never by how long it takes: so long responses are trained as often as they
+    are sampled, and none is too old. The step waits for its own batch only; all others outlast it in the engine.
 
     With use_dynamic_sampling, batches of num_prompts_per_step * batch_multiplier prompts are drawn until enough groups
     have unequal unshaped rewards; groups beyond what the step needs are discarded. NeMo RL filters single samples by
@@ -254,16 +291,27 @@ def sample_step(sampler: Sampler, cfg: Config, mixture: Mixture, cursor: Cursor,
     Raises StopRun when dynamic_sampling_max_gen_batches batches are too few, and when no sample is left to train on.
     """
     grpo = cfg.grpo
-    options = SamplingOptions(cfg.policy.generation.temperature, cfg.policy.generation.max_new_tokens)
+    sampling = cfg.policy.generation
+    options = SamplingOptions(sampling.temperature, sampling.max_new_tokens, sampling.top_p, sampling.top_k)
+    ahead, max_age = sampler.ahead, grpo.async_grpo.max_age
+    seed_key = (grpo.seed,) if max_age else (grpo.seed, step)
     generated: list[Sample] = []
     groups: list[list[Sample]] = []
     num_batches = 0
     while len(groups) < grpo.num_prompts_per_step:
         if num_batches == grpo.dynamic_sampling_max_gen_batches:
             raise StopRun(_too_few_groups(generated, len(groups), num_batches, grpo))
-        problems, cursor = mixture.draw(cursor, grpo.prompts_per_batch)
-        prompts = list(enumerate(problems, start=num_batches * grpo.prompts_per_batch))
-        batch = sampler.sample(prompts, grpo.num_generations_per_prompt, options, (grpo.seed, step))
+        while not ahead or len(ahead) <= min(max_age, num_steps - step):
+            before = ahead[-1][1] | {"records": cursor["records"]} if ahead else cursor
+            problems, behind = mixture.draw(before, grpo.prompts_per_batch)
+            # Ahead, a prompt's number is its place in the data: dynamic sampling may still change the step it is for.
+            first = before["position"] if max_age else num_batches * grpo.prompts_per_batch
+            prompts = list(enumerate(problems, start=first))
+            due = step + len(ahead)
+            ahead.append((sampler.start(prompts, grpo.num_generations_per_prompt, options, seed_key, due), behind))
+        conversations, cursor = ahead[0]
+        batch = sampler.finish(conversations, options, seed_key)
+        ahead.popleft()  # not before: where a signal ends the wait, what is finished is saved
         shape_rewards(batch, grpo, options.max_new_tokens)
         groups += [group for group in groups_of(batch) if not grpo.use_dynamic_sampling or is_mixed(group)]
         generated += batch

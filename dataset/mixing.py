@@ -11,6 +11,7 @@ sizes: set -> number of problems. records: the metrics of the step before, {} at
 them). memory: a dict of its own, which it may change and which checkpoints keep. It must not depend on anything else.
 """
 
+import copy
 import operator
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -74,7 +75,9 @@ class Mixture:
         """The next `count` problems, and the cursor behind them."""
         position, drawn = cursor["position"], dict(cursor["drawn"])
         names = list(self.datasets)
-        after = cursor | {"position": position + count, "drawn": drawn, "memory": dict(cursor["memory"])}
+        # All the way down: with async_grpo the cursor that a checkpoint keeps is behind those already drawn from.
+        memory = copy.deepcopy(cursor["memory"])
+        after = cursor | {"position": position + count, "drawn": drawn, "memory": memory}
         if self.sampler:
             problem = f"{self.sampler_name}, which is to give a list of {count} sets,"
             items = call(problem, self._sample, after, count)

@@ -11,9 +11,9 @@ from loop import CPU
 
 import config
 import data
-from batch import finish_minibatches, make_minibatches, needs_old_logps
+from batch import finish_minibatches, make_minibatches, needs_old_logps, newest_gap
 from kernels import KernelBackend
-from run.setup import loss_path_of
+from run.build import loss_path_of
 from system.ranks import Ranks
 
 PACKS_OF_64 = {"sequence_packing": config.SequencePackingConfig(64, share_prefix=False)}
@@ -48,6 +48,16 @@ def test_when_the_policy_is_scored_before_it_is_trained():
     assert needs_old_logps(settings(policy={"ppo_epochs": 2}))
     assert needs_old_logps(settings(grpo={"seq_logprob_error_threshold": 2.0}))
     assert needs_old_logps(settings(loss_fn={"use_kl_in_reward": True}))
+
+
+def test_the_gap_of_the_newest_tokens_is_without_those_that_the_filter_cut(step):
+    (minibatch,) = with_logps(make_minibatches(*step, settings(), rank(0), CPU))
+    (micro,) = minibatch.micros
+    micro.version_R[:3] = 7
+    gap_R = (micro.sampler_logp_R - micro.old_logp_R).abs()[:3].tolist()
+    micro.old_logp_R[1] = -torch.inf
+    (total, count), largest = newest_gap(micro, 7).values()
+    assert float(total / count) == pytest.approx((gap_R[0] + gap_R[2]) / 2) and largest == max(gap_R[0], gap_R[2])
 
 
 def sequences(micro):
@@ -103,10 +113,10 @@ def test_each_rank_builds_only_its_packs_and_they_are_those_of_all(step, world_s
 
 
 def test_a_rank_of_many_has_memory_for_its_share_only():
-    """1,024 samples of 512 tokens on 64 ranks: 16 samples of 52 bytes a token, and what is passing while they are cut.
+    """1,024 samples of 512 tokens on 64 ranks: 16 samples of 60 bytes a token, and what is passing while they are cut.
     Packs of all ranks would be 64 times as much. (Of 16,384 x 8,192 tokens: bench/packing.py.)"""
     ids, logps, mask = np.arange(512, dtype=np.int32), np.zeros(512, np.float32), np.ones(512, bool)
-    rest = {"finish_reason": "stop", "weight_version": 0, "reward": 1.0}
+    rest = {"finish_reason": "stop", "versions": ids[:413], "reward": 1.0}
     samples = [
         data.Sample(i // 8, i % 8, 0, [1] * 100, ids[:413], logps[:413], mask[:413], **rest) for i in range(1024)
     ]
@@ -254,3 +264,21 @@ def test_kl_in_reward_whitens_over_all_tokens_of_the_step(step, one_rank):
         after = zip(micro.pos_R.tolist(), micro.seq_R.tolist(), strict=True)
         assert micro.adv_R.tolist() == pytest.approx([expected[key] for key in after], rel=1e-4, abs=1e-5)
         assert micro.num_grad_rows == len(micro.pos_R)
+
+
+def test_the_gap_of_the_newest_tokens_is_without_those_that_a_filter_cut(step, one_rank):
+    """With top_p or top_k the trainer's rounding cuts a token of the sampler's now and then: -inf. One of them must not
+    make the step a bad one."""
+    for number, sample in enumerate(step[0]):
+        sample.versions = np.full(len(sample.output_ids), 3 + number % 2, np.int32)
+    (micro, *_), *_ = (minibatch.micros for minibatch in with_logps(make_minibatches(*step, settings(), rank(0), CPU)))
+    newest = (micro.mask_R & (micro.version_R == 4)).nonzero().flatten()
+    assert 2 < len(newest) < micro.mask_R.sum()
+    micro.old_logp_R[newest[0]] = -torch.inf
+    micro.sampler_logp_R[newest[1]] = -torch.inf
+    rest = newest[2:]
+    gap_R = (micro.sampler_logp_R - micro.old_logp_R)[rest].abs()
+    metrics = newest_gap(micro, 4)
+    total, count = metrics["logp_gap_mean"]
+    assert float(total) == pytest.approx(float(gap_R.sum())) and float(count) == pytest.approx(len(rest))
+    assert float(metrics["logp_gap_max"]) == float(gap_R.max())

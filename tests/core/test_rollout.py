@@ -1,6 +1,7 @@
 """The samples of a step, of a sampler whose rewards are known: which groups train, which prompts are drawn, the end."""
 
 import json
+from collections import deque
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from data import Problem, Sample
 from dataset.mixing import Mixture, epoch_order
 from dataset.scan import Dataset
 from engine import SamplingOptions
-from rollout import Sampler, deal, sample_seed, sample_step
+from rollout import Conversation, Sampler, deal, sample_seed, sample_step
 from run.metrics import sample_metrics
 from system.exits import StopRun
 from system.ranks import Ranks
@@ -27,17 +28,22 @@ class StubSampler:
 
     def __init__(self, rewards_of, lengths=(3,)):
         self.rewards_of, self.lengths, self.calls = rewards_of, lengths, []
+        self.ahead = deque()
 
-    def sample(self, prompts, num_samples, options, seed_key):
-        assert (num_samples, options.temperature, options.max_new_tokens) == (SIZE, 1.0, 256) and seed_key[1] == 5
+    def start(self, prompts, num_samples, options, seed_key, step):
+        assert (num_samples, options.temperature, options.max_new_tokens, step) == (SIZE, 1.0, 256, 5)
         self.calls.append([(index, row.row_id) for index, row in prompts])
+        return prompts
+
+    def finish(self, prompts, options, seed_key):
+        assert seed_key[1] == 5
         return [self.one(*prompt, i) for prompt in prompts for i in range(SIZE)]
 
     def one(self, prompt, row, i):
         length, reward = self.lengths[i % len(self.lengths)], float(self.rewards_of(row.row_id)[i])
         ids, logps, mask = np.full(length, prompt, np.int32), np.zeros(length, np.float32), np.ones(length, bool)
         reason, outcome = "length" if length == 8 else "stop", "ok" if reward > 0 else "wrong"
-        return Sample(prompt, i, row.row_id, [1, 2], ids, logps, mask, reason, 0, reward, outcome)
+        return Sample(prompt, i, row.row_id, [1, 2], ids, logps, mask, reason, 0 * ids, reward, outcome)
 
 
 def config_of(num_prompts=4, *, shuffle=False, **grpo):
@@ -48,7 +54,7 @@ def config_of(num_prompts=4, *, shuffle=False, **grpo):
 def collect(cfg, rows, position, sampler):
     """sample_step over one training set, from `position` on: (samples, number of prompts drawn, metrics)."""
     mixture = Mixture([Dataset("rows.jsonl", rows, "", "rows")], cfg)
-    step = sample_step(sampler, cfg, mixture, mixture.start() | {"position": position}, 5)
+    step = sample_step(sampler, cfg, mixture, mixture.start() | {"position": position}, 5, 5)
     metrics = sample_metrics(step.generated, step.trained) | step.metrics
     return step.trained, step.cursor["position"] - position, metrics
 
@@ -261,7 +267,9 @@ def test_the_samples_are_the_same_however_they_are_dealt():
     for num_engines, max_new_tokens in ((1, 8), (2, 8), (2, 1), (3, 64), (7, 64)):
         samples = []
         for share in deal(prompts, 6, num_engines, max_new_tokens):
-            samples += sampler._converse(share, SamplingOptions(1.0, 8), (3, 1)) if share else []
+            conversations = [Conversation(problem, prompt, index) for prompt, problem, index in share]
+            sampler._ask(conversations, SamplingOptions(1.0, 8), (3, 1))
+            samples += sampler._converse(conversations, SamplingOptions(1.0, 8), (3, 1))
         samples.sort(key=lambda sample: (sample.prompt, sample.index))
         drawn.append([(s.prompt, s.index, s.prompt_ids, s.output_ids.tobytes(), s.reward) for s in samples])
     assert all(samples == drawn[0] for samples in drawn)

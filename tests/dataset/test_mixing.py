@@ -127,6 +127,20 @@ def test_sampler_sees_the_metrics_of_the_step_before(curriculum):
     assert shares(again[0]) == {"b": 7, "c": 1}, "its memory is in the cursor"
 
 
+def test_a_draw_leaves_the_cursor_before_it_as_it_was(curriculum):
+    """A run draws ahead of the cursor that its checkpoint keeps."""
+
+    def in_turn(*, num_prompts, sizes, records, memory, position, seed):
+        todo = memory.setdefault("todo", list(range(20)))
+        return [("a", todo.pop()) for _ in range(num_prompts)]
+
+    mixture = curriculum(in_turn)
+    (_,), cursor = batches(mixture, [2], mixture.start())
+    first, _ = batches(mixture, [2, 2], cursor)
+    again, _ = batches(mixture, [2, 2], cursor)
+    assert first == again == [[("a", 17), ("a", 16)], [("a", 15), ("a", 14)]]
+
+
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
