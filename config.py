@@ -77,6 +77,20 @@ class RewardShapingConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AsyncGRPOConfig:
+    enabled: bool = False
+    """A step waits for its own prompts only. Unfinished responses to those of later steps stay in the engine and go on
+    with the new weights, from keys and values that are computed again: a log-probability is that of its own weights."""
+    max_trajectory_age_steps: int = key(1, ">= 0")
+    """No token is trained more than this many steps later than with the newest weights; 0 is as without async_grpo."""
+
+    @property
+    def max_age(self) -> int:
+        """In steps; 0 where it is off."""
+        return self.max_trajectory_age_steps if self.enabled else 0
+
+
+@dataclass(frozen=True, slots=True)
 class GRPOConfig:
     num_prompts_per_step: int = key(32, ">= 1")
     """A step is one rollout of this many prompts, over all ranks, and the optimizer steps on its samples."""
@@ -103,6 +117,7 @@ class GRPOConfig:
     """Sequences whose mean exp(|sampler - trainer log-probability|) exceeds this are not trained on; null keeps all."""
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
+    async_grpo: AsyncGRPOConfig = AsyncGRPOConfig()
     overlong_filtering: bool = False
     """Truncated samples are not trained on; their rewards still count in their group's baseline."""
     use_dynamic_sampling: bool = False
@@ -128,9 +143,9 @@ class GRPOConfig:
     val_temperature: float | None = key(None, "> 0")
     """Sampled validation divides the logits by this; null means policy.generation.temperature."""
     val_top_p: float | None = key(None, "> 0, <= 1")
-    """Sampled validation draws from the likeliest tokens that hold this much probability; null means all tokens."""
-    val_top_k: int | None = key(None, ">= 1")
-    """Sampled validation draws from this many likeliest tokens; null means all tokens."""
+    """Sampled validation draws from the likeliest tokens with this much probability; null: policy.generation.top_p."""
+    val_top_k: int | None = key(None, ">= 0")
+    """Sampled validation draws from this many likeliest tokens, 0 from all; null: policy.generation.top_k."""
     val_max_new_tokens: int | None = key(None, ">= 1")
     """A validation response has at most this many tokens; null means policy.generation.max_new_tokens."""
     seed: int = key(42, ">= 0, < 4294967296")
@@ -194,15 +209,38 @@ class LossConfig:
     truncated_importance_sampling_ratio_min: float | None = key(None, ">= 0")
     """The weights have this lower bound; null means 0."""
     entropy_coef: float = key(0.0, ">= 0")
-    """The entropy bonus has this weight; the entropy is exact, over the whole vocabulary."""
+    """The entropy bonus has this weight; the entropy is exact, over all tokens that top_p and top_k keep."""
     positive_example_nll_weight: float = key(0.0, ">= 0")
     """Samples with a reward above 0 add their -log-probability with this weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAConfig:
+    enabled: bool = False
+    """The weights are frozen, and changes of low rank are trained: one for each adapted layer."""
+    dim: int = key(8, ">= 1")
+    """The changes have this rank."""
+    alpha: float = key(32.0, "> 0")
+    """The changes are multiplied by alpha / dim."""
+    lora_A_init: Literal["xavier", "uniform"] = "xavier"
+    """The first factor starts as Glorot's normal or Kaiming's uniform numbers, the second as zeros."""
+    match_all_linear: bool = True
+    """All linear layers of the blocks are adapted, but not the head, which NeMo RL adapts as well."""
+    target_modules: tuple[str, ...] = ()
+    """Without match_all_linear, only layers of these names or patterns, such as *.layers.0.*, are adapted."""
+    exclude_modules: tuple[str, ...] = ()
+    """Without match_all_linear and target_modules, all layers but those of these names are adapted."""
+    adapter_path: str | None = None
+    """A new run starts from this PEFT folder, of the same dim, alpha and layers; null means from new adapters."""
 
 
 @dataclass(frozen=True, slots=True)
 class DTensorConfig:
     activation_checkpointing: bool = False
     """The backward pass computes each block again, which is slower and saves memory."""
+    cpu_offload: bool = False
+    """Weights, gradients and moments are in host memory, and the optimizer computes there, which is slow."""
+    lora_cfg: LoRAConfig = LoRAConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +261,8 @@ class OptimizerKwargs:
     """The two moments decay at these rates."""
     eps: float = key(1e-8, "> 0")
     """This is added to the root of the second moment."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16 keeps the first moment, and Muon's momentum, in 16 bits; the second moment always has 32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,15 +303,41 @@ class VllmConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ColocatedResourcesConfig:
+    gpus_per_node: int | None = key(None, ">= 1")
+    """With enabled=false, this many ranks of a node only generate: on one node its last ones, on several nodes all."""
+    num_nodes: int | None = key(None, ">= 1")
+    """With enabled=false, this many nodes only generate, the last of the job; on a single node, 1 or null."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColocatedConfig:
+    enabled: bool = True
+    """Every rank trains and generates in turns. If false, `resources` says which ranks only generate."""
+    resources: ColocatedResourcesConfig = ColocatedResourcesConfig()
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationConfig:
     temperature: float = key(1.0, "> 0")
     """Sampler and trainer both divide the logits by this."""
+    top_p: float = key(1.0, "> 0, <= 1")
+    """Sampler and trainer both keep only the likeliest tokens that hold this much probability; 1 keeps all."""
+    top_k: int | None = key(None, ">= 1")
+    """Sampler and trainer both keep only this many likeliest tokens, before top_p; null keeps all."""
     max_new_tokens: int = key(256, ">= 1")
     """A response has at most this many tokens. Prompts longer than max_total_sequence_length - max_new_tokens are
     dropped, but if the two keys are equal, as in NeMo RL's configs, a response may use whatever its prompt leaves."""
     stop_token_ids: tuple[int, ...] | None = key(None, ">= 0")
     """These token ids end a response; null means the model's own."""
+    colocated: ColocatedConfig = ColocatedConfig()
     vllm_cfg: VllmConfig = VllmConfig()
+
+    @property
+    def num_generators(self) -> int:
+        """The number of ranks that only generate, the last ones of a job; 0 if all ranks train and generate."""
+        resources = self.colocated.resources
+        return 0 if self.colocated.enabled else (resources.gpus_per_node or 0) * (resources.num_nodes or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +381,9 @@ class PolicyConfig:
     max_grad_norm: float = key(1.0, "> 0")
     """A longer gradient is scaled down to this norm."""
     dtensor_cfg: DTensorConfig = DTensorConfig()
+    offload_optimizer_for_logprob: bool = False
+    """The moments are in host memory while log-probabilities are computed, as in NeMo RL, and here also in all other
+    phases; the optimizer's step takes them to the GPU, one parameter's after another's. The numbers are the same."""
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -479,6 +548,14 @@ class CheckpointingConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    gpus_per_node: int = key(1, ">= 1, <= 1000")
+    """`--check` plans the memory for this many GPUs on each machine; how many a run has, torchrun says."""
+    num_nodes: int = key(1, ">= 1, <= 10000")
+    """`--check` plans the memory for this many machines."""
+
+
+@dataclass(frozen=True, slots=True)
 class WatchdogConfig:
     factor: float = key(10.0, "> 1")
     """A phase that takes longer than this many times its median counts as hung; the run ends with exit code 4."""
@@ -498,3 +575,4 @@ class Config:
     logger: LoggerConfig = LoggerConfig()
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
+    cluster: ClusterConfig = ClusterConfig()

@@ -17,7 +17,7 @@ if "RANK" in os.environ and __name__ == "__main__":  # before torch and vllm are
 
 from config import ConfigError
 from run.folder import open_run_folder
-from run.preflight import parse_command_line, read_inputs
+from run.preflight import ALL_RANKS_GENERATE, parse_command_line, read_inputs
 from run.validation import evaluate
 from system.exits import describe_failure, exit_process, report_exit
 from system.ranks import on_rank0, start_process_group
@@ -31,7 +31,7 @@ def main() -> int:
     try:
         if len(sys.argv) == 1 or {"--help", "-h"} & set(sys.argv):
             raise ConfigError(USAGE)
-        cfg = parse_command_line(sys.argv[1:], USAGE)
+        cfg = parse_command_line([*sys.argv[1:], *ALL_RANKS_GENERATE], USAGE)
         ranks, device = start_process_group(cfg.policy.generation.vllm_cfg.tensor_parallel_size)
         inputs = read_inputs(cfg, to_train=False, on_rank0=on_rank0)
         if not inputs.validation:

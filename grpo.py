@@ -6,7 +6,8 @@
     python grpo.py --help                                                            every key, meaning and default
 
 Each rank is one process that holds its FSDP shards of the policy and a whole vLLM engine (or a part of one, with tensor
-parallelism); on a GPU they take turns with its memory. `train` below is the algorithm, top to bottom.
+parallelism); on a GPU they take turns with its memory. In a split job the last ranks only generate, and the others only
+train. `train` below is the algorithm, top to bottom.
 
 Names of tensors end in their logical dims, everywhere in this program: P prompts of a step (all ranks), G samples per
 prompt, B = P * G samples, T packed tokens, R response tokens of a pack, S segments of a pack, D hidden, V vocabulary,
@@ -23,8 +24,8 @@ from run import config_from, config_keys, preflight
 from system.exits import die_with_parent
 
 USAGE = (
-    "usage: [torchrun --nproc_per_node=N] grpo.py [--check [--all] [--explain]] CONFIG.yaml [key.sub=value ...] | "
-    "--help | --from trl|verl FILE [their.key=value ...] --write CONFIG.yaml"
+    "usage: [torchrun --nproc_per_node=N] grpo.py [--check [--all] [--explain]] [--gpu_memory=GiB] CONFIG.yaml "
+    "[key.sub=value ...] | --help | --from trl|verl FILE [their.key=value ...] --write CONFIG.yaml"
 )
 
 if __name__ == "__main__" and (len(sys.argv) == 1 or {"--check", "--from", "--help", "-h"} & set(sys.argv)):
@@ -36,7 +37,9 @@ if __name__ == "__main__" and (len(sys.argv) == 1 or {"--check", "--from", "--he
         if "--from" in sys.argv:
             print(config_from.convert(sys.argv[1:], USAGE))
             sys.exit(0)
-        print(preflight.check(preflight.parse_command_line(sys.argv[1:], USAGE), all_rows="--all" in sys.argv))
+        gpu_bytes, words = preflight.gpu_memory(sys.argv[1:])
+        cfg = preflight.parse_command_line(words, USAGE)
+        print(preflight.check(cfg, all_rows="--all" in words, gpu_bytes=gpu_bytes))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -52,7 +55,7 @@ import torch
 from torch import Tensor
 
 from advantages import step_advantages
-from batch import MicroBatch, Minibatch, finish_minibatches, make_minibatches, needs_old_logps
+from batch import MicroBatch, Minibatch, finish_minibatches, make_minibatches, needs_old_logps, newest_gap
 from config import Config
 from engine import check_canary, check_versions, sync_weights
 from kernels import linear_loss
@@ -80,9 +83,9 @@ def train(run: setup.Run) -> None:
     model, optimizer = run.model, run.optimizer
     for step in setup.steps(run):
         with timer("generation"):
-            samples = sample_step(run.sampler, cfg, run.inputs.train, run.state.cursor, step)
+            samples = sample_step(run.sampler, cfg, run.inputs.train, run.state.cursor, step, run.num_steps)
             run.engine.sleep()
-        check_versions(samples.trained, step - 1)
+        check_versions(samples.trained, step - 1, cfg.grpo.async_grpo.max_age)
 
         with timer("advantage_calculation"):
             adv_B, advantage_metrics = step_advantages(samples.trained, cfg.grpo, cfg.loss_fn)
@@ -91,7 +94,7 @@ def train(run: setup.Run) -> None:
             minibatches = make_minibatches(samples.trained, adv_B, cfg, run.ranks, run.device)
 
         with timer("policy_and_reference_logprobs"):
-            mask_metrics = compute_logprobs(model, run.reference, minibatches, cfg)
+            logp_metrics = compute_logprobs(model, run.reference, minibatches, cfg, step)
 
         with timer("policy_training"):
             set_learning_rate(optimizer, cfg.policy.scheduler, step, run.num_steps)
@@ -104,7 +107,8 @@ def train(run: setup.Run) -> None:
                     loss.backward()  # adds to the gradient; FSDP sums it over ranks
                     accumulate(sums, loss_metrics)
                 grad_norm = clip_grad_norm(model, cfg.policy.max_grad_norm)
-                num_bad_steps = count_bad_steps(num_bad_steps, reduce_over_ranks(sums), grad_norm, cfg.grpo, step)
+                reduced = reduce_over_ranks(sums) | logp_metrics  # which has the logp gap, with async_grpo
+                num_bad_steps = count_bad_steps(num_bad_steps, reduced, grad_norm, cfg.grpo, step)
                 if num_bad_steps == 0:
                     optimizer.step()
                 # At once: gradients must not take memory during the rollout (NVIDIA-NeMo/RL#1147).
@@ -117,7 +121,7 @@ def train(run: setup.Run) -> None:
             num_sync_bytes = sync_weights(model, run.engine, step)
 
         metrics = sample_metrics(samples.generated, samples.trained) | samples.metrics | advantage_metrics
-        metrics |= training_metrics(step_sums, mask_metrics, minibatches, cfg)
+        metrics |= training_metrics(step_sums, logp_metrics, minibatches, cfg)
         metrics |= {"grad_norm": grad_norm, "lr": optimizer.param_groups[0]["lr"], "num_bad_steps": num_bad_steps}
         metrics |= {"weight_sync_bytes": num_sync_bytes} | setup.check_engine(run, step)
         setup.end_step(run, samples, minibatches, metrics)
@@ -128,10 +132,11 @@ def train(run: setup.Run) -> None:
 
 @torch.no_grad()
 def compute_logprobs(
-    model: Decoder, reference: Reference | None, minibatches: list[Minibatch], cfg: Config
+    model: Decoder, reference: Reference | None, minibatches: list[Minibatch], cfg: Config, step: int
 ) -> dict[str, float]:
     """Puts into the minibatches the log-probabilities under the policy at the start of the step and under the reference
-    policy, where the run needs them, and what follows from them. Returns the metrics of the mask."""
+    policy, where the run needs them, and what follows from them. Returns what sampler and trainer differ by: of masked
+    sequences, and with async_grpo the gap on the newest tokens, before training changes it."""
     micros = [micro for minibatch in minibatches for micro in minibatch.micros]
     if needs_old_logps(cfg):
         for micro in micros:
@@ -139,8 +144,11 @@ def compute_logprobs(
     if reference:
         with reference.in_place_of(model):
             for micro in micros:
-                micro.ref_logp_R, _ = model(*micro.model_inputs)
+                micro.ref_logp_R, _ = model(*micro.model_inputs, filtered=False)  # it would cut other tokens
     sums: Metrics = {}
+    if cfg.grpo.async_grpo.max_age:
+        for micro in micros:
+            accumulate(sums, newest_gap(micro, step - 1))
     for mask_metrics in finish_minibatches(minibatches, cfg, model.loss_path):
         accumulate(sums, mask_metrics)
     return reduce_over_ranks(sums) if sums else {}
@@ -168,13 +176,13 @@ def compute_loss(model: Decoder, micro: MicroBatch, minibatch: Minibatch, cfg: C
 
 
 def training_metrics(
-    sums: Metrics, mask_metrics: dict[str, float], minibatches: list[Minibatch], cfg: Config
+    sums: Metrics, logp_metrics: dict[str, float], minibatches: list[Minibatch], cfg: Config
 ) -> dict[str, float]:
     """The loss metrics of a step, equal on all ranks: means over the tokens of all its optimizer steps, and for what is
     no mean (loss, counts) the mean over optimizer steps."""
     num_optimizer_steps = len(minibatches) * cfg.policy.ppo_epochs
     sums = {name: value for name, value in sums.items() if name != DEVIATION}
-    return derived_metrics(mask_metrics | reduce_over_ranks(sums, divide_sums_by=num_optimizer_steps)) | {
+    return derived_metrics(reduce_over_ranks(sums, divide_sums_by=num_optimizer_steps) | logp_metrics) | {
         "num_optimizer_steps": num_optimizer_steps,
         "train_tokens": sum(minibatch.num_input_tokens for minibatch in minibatches),
         "global_valid_toks": sum(minibatch.num_tokens for minibatch in minibatches),
@@ -182,29 +190,44 @@ def training_metrics(
     }
 
 
-def main() -> int:
-    """One rank from start to exit code."""
-    run_folder = None
-    watchdog = None
-    try:
-        cfg = preflight.parse_command_line(sys.argv[1:], USAGE)
-        ranks, device = start_process_group(cfg.policy.generation.vllm_cfg.tensor_parallel_size)
-        cfg = broadcast_from_rank0(cfg)  # resume=auto: another rank may have found another run
-        inputs = preflight.read_inputs(cfg, on_rank0=on_rank0)
-        run_folder = open_run_folder(cfg, ranks)
-        watchdog = Watchdog(ranks, run_folder, cfg.watchdog)
-        run = setup.set_up(cfg, inputs, ranks, device, run_folder, watchdog)
+def train_to_the_end(run: setup.Run) -> str:
+    """The first sync, all steps and the export; returns why the run ended. With it a split job's generators end."""
+    with setup.generators_of(run):
         sync_weights(run.model, run.engine, run.state.step)
-        check_canary(run.model, run.engine, cfg.grpo.logp_gap_limit, device, "after the first sync")
+        check_canary(run.model, run.engine, run.cfg.grpo.logp_gap_limit, run.device, "after the first sync")
         with run.saver:
             try:
                 if setup.validation_is_due(run):
                     validate(run)
                 train(run)
-            except Interrupted:  # between steps, or amid a step's samples, which are given up, or amid a validation
+            except Interrupted:  # by a signal; a step whose samples are not complete is given up
                 raise setup.save_early(run) from None
-        code, reason = 0, setup.finish(run)
+        return setup.finish(run)
+
+
+def main() -> int:
+    """One rank from start to exit code."""
+    run_folder = None
+    watchdog = None
+    memory = None
+    try:
+        gpu_bytes, words = preflight.gpu_memory(sys.argv[1:])
+        cfg = preflight.parse_command_line(words, USAGE)
+        generation = cfg.policy.generation
+        ranks, device = start_process_group(generation.vllm_cfg.tensor_parallel_size, generation.num_generators)
+        cfg = broadcast_from_rank0(cfg, ranks.job)  # resume=auto: another rank may have found another run
+        inputs = preflight.read_inputs(cfg, on_rank0=partial(on_rank0, group=ranks.job))
+        run_folder = open_run_folder(cfg, ranks)
+        watchdog = Watchdog(ranks, run_folder, cfg.watchdog)
+        memory = setup.plan_memory(cfg, inputs, ranks, device, gpu_bytes)
+        if ranks.generates:
+            code, reason = 0, setup.generate(cfg, inputs, ranks, device, watchdog)
+        else:
+            run = setup.set_up(cfg, inputs, ranks, device, run_folder, watchdog, memory)
+            code, reason = 0, train_to_the_end(run)
     except BaseException as error:
+        if memory:
+            error = memory.explained(error, watchdog.phase)
         code, reason = describe_failure(error, run_folder)
     if watchdog:
         watchdog.stop()

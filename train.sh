@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 usage() {
     cat <<'USAGE'
-Usage: ./train.sh [--nproc_per_node=N] [CONFIG.yaml] [key.sub=value ...]
+Usage: ./train.sh [--nproc_per_node=N] [--gpu_memory=GiB] [CONFIG.yaml] [key.sub=value ...]
 
 Sets up on a fresh machine, checks the config, then trains under torchrun.
 Default config: configs/smoke.yaml (CPU, minutes). Every key: .venv/bin/python grpo.py --help
+--gpu_memory: what the memory plan may take, in place of what a GPU has.
 Processes: --nproc_per_node or NPROC; default all GPUs, 2 on CPU. GRPO_DEVICE, GRPO_VENV, GRPO_PYTHON: see setup.sh.
 
 Ctrl-C, SIGTERM and SIGUSR1 are passed on to the run. Exit codes: 0 done; 2 bad config, data or model folder;
@@ -18,11 +19,13 @@ complain() { echo "train.sh: $*" >&2; exit 2; }
 config=configs/smoke.yaml
 nproc=${NPROC:-}
 args=()
+memory=()
 while (($#)); do
     case $1 in
         -h|--help) usage; exit 0 ;;
         --nproc_per_node=*|--nproc-per-node=*) nproc=${1#*=} ;;
         --nproc_per_node|--nproc-per-node) nproc=${2:-nothing}; (($# == 1)) || shift ;;
+        --gpu_memory=*) memory=("$1") ;;
         -*) complain "unknown option $1 (./train.sh --help)" ;;
         *) args+=("$1") ;;
     esac
@@ -45,7 +48,7 @@ fi
 [[ $nproc =~ ^[1-9][0-9]*$ ]] || complain "the number of processes must be 1 or more, not '$nproc'"
 
 # Config, data and model folder are judged here, by one process in two seconds, not by N ranks after a minute.
-WORLD_SIZE=$nproc "$PYTHON" grpo.py --check "$config" "$@" || exit
+WORLD_SIZE=$nproc "$PYTHON" grpo.py --check "$config" "$@" "${memory[@]}" || exit
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -57,7 +60,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 # --standalone: a free port for each run. Signals: by default torchrun dies of SIGUSR1 and leaves orphans.
 launch=("$PYTHON" -m system.launch --standalone --nproc_per_node="$nproc"
-    --signals-to-handle="SIGTERM,SIGINT,SIGHUP,SIGUSR1" grpo.py "$config" "$@")
+    --signals-to-handle="SIGTERM,SIGINT,SIGHUP,SIGUSR1" grpo.py "$config" "$@" "${memory[@]}")
 printf -v line ' %q' "${launch[@]}"
 settings="OMP_NUM_THREADS=$OMP_NUM_THREADS TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 echo "torchrun line: $settings${line//\\,/,}"

@@ -1,11 +1,12 @@
 """Writes and reads checkpoints. Finding them and telling which are whole (torch-free) is resume.py.
 
 A checkpoint is a folder `step_000010/` with one safetensors file per rank (its rows of the float32 master weights, of
-the optimizer's state and of the reference policy) and `meta.json`, written last: step, counters, fingerprints, and size
-and sha256 of every file. Training stops only for a copy to host memory: a thread of each rank writes it into
-`step_000010.tmp`, and when all ranks have, at the end of a later step, rank 0 adds meta.json and renames. Older ones go
-only after that, so a kill at any instant leaves every committed checkpoint as it was. Not
-torch.distributed.checkpoint: its metadata is a pickle, which can run code, and it keeps no checksum of a file.
+the optimizer's state and of the reference policy; of weights that LoRA has frozen there is the hash alone) and
+`meta.json`, written last: step, counters, fingerprints, and size and sha256 of every file. Training stops only for a
+copy to host memory: a thread of each rank writes it into `step_000010.tmp`, and when all ranks have, at the end of a
+later step, rank 0 adds meta.json and renames. Older ones go only after that, so a kill at any instant leaves every
+committed checkpoint as it was. Not torch.distributed.checkpoint: its metadata is a pickle, which can run code, and it
+keeps no checksum of a file.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ import math
 import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -23,8 +25,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from config import CheckpointingConfig, ConfigError
+from hf.model_config import weight_files
 from run.resume import VERSION, checkpoints, committed, damaged, read_meta
 from system.exits import Saved, StopRun
+from system.optimizer import Optimizer
 from system.ranks import Ranks, any_rank, broadcast_from_rank0, gather, local_rows, on_rank0
 
 MAX_FAILURES = 3  # saves in a row that the disk refused, before the run stops
@@ -62,15 +66,17 @@ class Saver:
         if error is None or isinstance(error, (StopRun, Saved)):  # what all ranks raise together
             self.finish()
 
-    def save(self, step: int, model, optimizer, state: dict, reference: dict[str, Tensor], metric: float | None):
+    def save(self, step: int, model, optimizer, state: dict, reference: dict[str, Tensor], metric, replies=None):
         """Begins checkpoint `step`: on return the state is copied, and training may go on.
 
         `state`: JSON-able, `load` returns it. `reference`: this rank's rows of the reference policy by parameter name,
-        or {}. `metric`: what keep_top_k compares. A disk without room costs this checkpoint, not the run; MAX_FAILURES
-        of them in a row end it (StopRun).
+        or {}. `metric`: what keep_top_k compares, or None. `replies`: name -> tensor, what this rank's
+        engine has for later steps, or None. A disk without room costs this checkpoint, not the run; MAX_FAILURES of
+        them in a row end it (StopRun).
         """
         self.finish()
         tensors = _copy_to_host(model, optimizer, reference)
+        tensors |= {f"reply.{name}": tensor for name, tensor in (replies or {}).items()}
         size = sum(gather(sum(tensor.nbytes for tensor in tensors.values())))
         temporary = self.folder / f"step_{step:06d}.tmp"
         try:
@@ -155,19 +161,24 @@ def metric(ckpt_cfg: CheckpointingConfig, state: dict, train: dict[str, float]) 
     return metrics[name] if math.isfinite(metrics[name]) else None
 
 
-def load(folder: Path, model, optimizer, ranks: Ranks, reference: dict[str, Tensor], *, mode: str | None) -> dict:
+def load(
+    folder: Path, model, optimizer, ranks: Ranks, reference: dict, *, mode: str | None, base: str | None = None
+) -> dict:
     """Restores the newest checkpoint of `folder` into model, fresh optimizer and `reference` (as in `save`), on any
     number of ranks; the weights alone if `optimizer` is None. Returns its `state` with `step` in it. A collective.
 
     mode "auto" takes the newest that is good and prints a warning for each that is not; with another mode the newest
-    must be good. Raises ConfigError, on all ranks, that names the damaged file.
+    must be good. `replies` in what is returned: those of all ranks. Raises ConfigError, on all ranks, that names the
+    damaged file, or where `base` is not the state's base_sha256.
     """
     for path in broadcast_from_rank0(checkpoints(folder)):  # rank 0's view of a shared disk
         problem = _problem(path, ranks)
         if problem is None:
             meta = read_meta(path)
-            _restore(path, list(meta["files"]), model, optimizer, reference)
-            return {"step": meta["step"], **meta["state"]}
+            if meta["state"].get("base_sha256") != base:
+                raise ConfigError(f"{path}: adapters of other weights than those of policy.model_name, by their sha256")
+            replies = _restore(path, list(meta["files"]), model, optimizer, reference)
+            return {"step": meta["step"], **meta["state"]} | ({"replies": replies} if replies else {})
         if mode != "auto":
             raise ConfigError(damaged(problem, path))
         ranks.print_rank0(f"WARNING: {problem}: going on from an older checkpoint")
@@ -190,7 +201,7 @@ def _problem(path: Path, ranks: Ranks) -> str | None:
 def _copy_to_host(model, optimizer, reference: dict[str, Tensor]) -> dict[str, Tensor]:
     """Name in the file -> copy of this rank's rows: the thread writes them while training changes the originals."""
     tensors = {f"reference.{name}": rows for name, rows in reference.items()}
-    for name, param in model.named_parameters():
+    for name, param in _trained(model).items():
         tensors[f"param.{name}"] = _local(param)
         for key, value in optimizer.state.get(param, {}).items():
             kind, tensor = _describe_state(value, param)
@@ -218,7 +229,9 @@ def _read_state(files: list, name: str, kind: str, param: Tensor) -> Tensor | fl
     rows = _read_rows(files, name, param).to(param.device)
     if kind == "local":
         return rows
-    return DTensor.from_local(rows, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
+    tensor = torch.empty_like(param, dtype=rows.dtype)  # DTensor.from_local would take it from the host to the mesh
+    tensor.to_local().copy_(rows)
+    return tensor
 
 
 def _read_rows(files: list, name: str, param: Tensor) -> Tensor:
@@ -237,14 +250,14 @@ def _read_rows(files: list, name: str, param: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[str, Tensor]) -> None:
+def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[str, Tensor]) -> dict[str, Tensor]:
     files = [safe_open(path / shard, framework="pt") for shard in sorted(shards)]
     names = sorted(files[0].keys())
-    params = dict(model.named_parameters())
+    params = _trained(model)
     for name, param in params.items():
         _local(param).copy_(_read_rows(files, f"param.{name}", param))
     if optimizer is None:
-        return
+        return {}
     has_reference = any(name.startswith("reference.") for name in names)
     if has_reference != bool(reference):
         raise ConfigError(
@@ -255,13 +268,28 @@ def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[st
         rows.copy_(_read_rows(files, f"reference.{name}", params[name]))
     for stored in names:  # of the optimizer: nothing, where the first step was still to come
         kind, _, rest = stored.partition(".")
-        if kind not in ("param", "reference"):
+        if kind not in ("param", "reference", "reply"):
             key, _, name = rest.partition(".")
-            optimizer.state[params[name]][key] = _read_state(files, stored, kind, params[name])
+            value = _read_state(files, stored, kind, params[name])
+            if kind in ("sharded", "local") and isinstance(optimizer, Optimizer):
+                value = optimizer.at_rest(key, value)  # at once: the device may not have room for all of them
+            optimizer.state[params[name]][key] = value
+    stored_replies = [(file, name) for file in files for name in file.keys() if name.startswith("reply.")]
+    return {name.removeprefix("reply."): file.get_tensor(name) for file, name in stored_replies}
+
+
+def _trained(model) -> dict[str, Tensor]:
+    return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def weights_sha256(folder: Path, ranks: Ranks) -> str:
+    """The fingerprint of a model folder's weights, whose files are divided among the ranks. A collective."""
+    digests = gather([_sha256(file) for file in weight_files(folder)[ranks.rank :: ranks.world_size]])
+    return hashlib.sha256("".join(sorted(chain(*digests))).encode()).hexdigest()
 
 
 def _sha256(file: Path) -> str:

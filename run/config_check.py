@@ -22,13 +22,16 @@ MAX_PATH_BYTES = 3_800  # of a folder: Linux takes 4,095, and the run's files ar
 _OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
 
-def validate(cfg: Config, world_size: int) -> None:
-    """Raise ConfigError, a line for each problem, if `world_size` ranks cannot run `cfg`. Reads no file."""
+def validate(cfg: Config, world_size: int, ranks_of_node: int | None = None) -> None:
+    """Raise ConfigError, a line for each problem, if `world_size` ranks cannot run `cfg`, or not with so many to a node
+    where that is known. Reads no file."""
     assert world_size >= 1, world_size
     problems = list(_bound_problems(cfg)) or [
-        *_size_problems(cfg, world_size),
+        *_split_problems(cfg, world_size, ranks_of_node),
+        *_size_problems(cfg, cfg.policy.generation.num_generators or world_size),
         *loss_problems(cfg.loss_fn),
         *_unread_problems(cfg),
+        *_lora_problems(cfg),
         *_checkpoint_problems(cfg),
         *_reward_problems(cfg),
         *_data_problems(cfg),
@@ -45,7 +48,7 @@ def _bound_problems(cfg: Config) -> Iterator[str]:
         key = plain_name(name)
         if value == "":
             yield f"{name} is empty ({meanings()[key]})"
-        numbers = value if isinstance(value, tuple) else (value,) if isinstance(value, int | float) else ()
+        numbers = [each for each in (value if isinstance(value, tuple) else [value]) if isinstance(each, int | float)]
         limits = [limit.split() for limit in bounds(key).split(",") if limit]
         if not all(_OPERATORS[sign](number, float(limit)) for number in numbers for sign, limit in limits):
             yield f"{name}={json.dumps(value):.80}: must be {bounds(key)} ({meanings()[key]})"
@@ -53,19 +56,52 @@ def _bound_problems(cfg: Config) -> Iterator[str]:
             yield f"{name}={json.dumps(value):.80}: no number here is above {MAX_NUMBER:,.0f} ({meanings()[key]})"
 
 
-def _size_problems(cfg: Config, world_size: int) -> Iterator[str]:
-    """Numbers that must fit each other."""
+def fewest_ranks(cfg: Config) -> int:
+    """The ranks that are enough to generate, and to train where others do that."""
+    generation = cfg.policy.generation
+    return generation.num_generators + 1 if generation.num_generators else generation.vllm_cfg.tensor_parallel_size
+
+
+def _split_problems(cfg: Config, world_size: int, ranks_of_node: int | None) -> Iterator[str]:
+    """Which ranks generate and which train, by the rules of NeMo RL (nemo_rl/algorithms/grpo.py, `setup`)."""
+    generation, resources = cfg.policy.generation, cfg.policy.generation.colocated.resources
+    if generation.colocated.enabled:
+        return
+    key = "policy.generation.colocated.resources"
+    size_key = f"{key}.gpus_per_node={json.dumps(resources.gpus_per_node)}"
+    nodes_key = f"{key}.num_nodes={json.dumps(resources.num_nodes)}"
+    num_nodes = world_size // (ranks_of_node or world_size)
+    if cfg.grpo.async_grpo.enabled:
+        yield "grpo.async_grpo.enabled=true needs policy.generation.colocated.enabled=true: a split job trains in step"
+    if resources.gpus_per_node is None:
+        yield f"{size_key} with policy.generation.colocated.enabled=false: set it to the ranks of a node that generate"
+    elif num_nodes > 1 and resources.num_nodes is None:
+        yield f"{nodes_key} with {num_nodes} nodes: set it to the number of nodes that generate"
+    elif num_nodes > 1 and resources.gpus_per_node != ranks_of_node:
+        yield f"{size_key} with {num_nodes} nodes: a node trains or generates as a whole, so set it to {ranks_of_node}"
+    elif generation.num_generators >= world_size:
+        yield (
+            f"{size_key} and {nodes_key} are {generation.num_generators} ranks that generate, of {world_size}: none is "
+            "left to train; start more ranks, or lower them"
+        )
+    elif num_nodes == 1 and ranks_of_node and resources.num_nodes not in (None, 1):
+        yield f"{nodes_key} on one node: set it to 1, or start torchrun on more nodes"
+
+
+def _size_problems(cfg: Config, num_ranks: int) -> Iterator[str]:
+    """Numbers that must fit each other. num_ranks: those that generate."""
     generation = cfg.policy.generation
     tensor, prompts = generation.vllm_cfg.tensor_parallel_size, cfg.grpo.num_prompts_per_step
-    groups, rest = divmod(world_size, tensor)
+    groups, rest = divmod(num_ranks, tensor)
     tensor_key = f"policy.generation.vllm_cfg.tensor_parallel_size={tensor}"
+    ranks = f"world size {num_ranks}" if generation.colocated.enabled else f"{num_ranks} ranks that generate"
     if rest:
-        yield f"{tensor_key} does not divide the world size {world_size}: start a multiple of {tensor} ranks"
+        yield f"{tensor_key} does not divide the {ranks}: start a multiple of {tensor} ranks"
     elif prompts % groups:
         fits = " or ".join(str(n) for n in (prompts - prompts % groups, prompts + -prompts % groups) if n)
         yield (
             f"grpo.num_prompts_per_step={prompts} is not divisible by the {groups} data-parallel groups "
-            f"(world size {world_size}, {tensor_key}): use {fits}"
+            f"({ranks}, {tensor_key}): use {fits}"
         )
     rollout, epochs = prompts * cfg.grpo.num_generations_per_prompt, cfg.policy.ppo_epochs
     batch_key = f"policy.train_global_batch_size={json.dumps(cfg.policy.train_global_batch_size)}"
@@ -81,6 +117,12 @@ def _size_problems(cfg: Config, world_size: int) -> Iterator[str]:
         yield (
             f"loss_fn.force_on_policy_ratio=true is for one optimizer step per rollout, but policy.ppo_epochs={epochs} "
             f"and {batch_key} make {epochs * num_optimizer_steps}"
+        )
+    age = cfg.grpo.async_grpo.max_age
+    if age and not cfg.loss_fn.use_importance_sampling_correction:
+        yield (
+            f"grpo.async_grpo.max_trajectory_age_steps={age} trains tokens of older weights, which need "
+            "loss_fn.use_importance_sampling_correction=true; set it, or set the age to 0"
         )
     total, new = cfg.policy.max_total_sequence_length, generation.max_new_tokens
     pack, total_key = cfg.policy.sequence_packing.train_mb_tokens, f"policy.max_total_sequence_length={total}"
@@ -113,6 +155,11 @@ _LOSS_CLASHES = (  # two conditions on keys of loss_fn, with values as in json, 
     (f"{_TIS}_type=null|sequence", f"{_TIS}_ratio_min!=null", "only the other types have a bound"),
     (f"{_TIS}_type!=null|tis|icepop", "sequence_level_importance_ratios=true", "GSPO weights whole sequences"),
 )
+_LORA = "policy.dtensor_cfg.lora_cfg"
+_LORA_CLASHES = (  # what LoRA is not trained with, and why
+    ("policy.optimizer.name=torch.optim.Muon", "it is for matrices, not their factors; use torch.optim.AdamW"),
+    ("grpo.ref_policy_update_alpha!=1.0", "averages of factors make no average; use 1"),
+)
 _ESTIMATOR = "grpo.adv_estimator.name"
 _UNREAD = (  # a key that nothing reads while the condition holds, and why: it must have its default then
     ("loss_fn.ratio_clip_c", "loss_fn.disable_ppo_ratio=true", "there is no ratio to clip"),
@@ -128,12 +175,20 @@ _UNREAD = (  # a key that nothing reads while the condition holds, and why: it m
     ("grpo.reward_std", f"{_ESTIMATOR}=reinforce_plus_plus", "it whitens over the tokens of the batch"),
     ("grpo.reward_std", "grpo.normalize_rewards=false", "nothing is divided by it"),
     ("grpo.reward_shaping.enabled", f"{_ESTIMATOR}=gdpo", "it reads each reward, not their shaped sum"),
+    ("grpo.async_grpo.max_trajectory_age_steps", "grpo.async_grpo.enabled=false", "each step samples anew"),
     ("grpo.batch_multiplier", "grpo.use_dynamic_sampling=false", "only dynamic sampling draws spare prompts"),
     ("grpo.ref_policy_update_period", "loss_fn.reference_policy_kl_penalty=0.0", "there is no reference policy"),
     ("grpo.ref_policy_update_alpha", "grpo.ref_policy_update_period=null", "the reference policy is never updated"),
+    ("policy.generation.colocated.resources.gpus_per_node", "policy.generation.colocated.enabled=true", "all generate"),
+    ("policy.generation.colocated.resources.num_nodes", "policy.generation.colocated.enabled=true", "all generate"),
     ("policy.scheduler.min_factor", "policy.scheduler.name=constant", "a constant rate does not fall"),
+    (f"{_LORA}.target_modules", f"{_LORA}.match_all_linear=true", "all are adapted"),
+    (f"{_LORA}.exclude_modules", f"{_LORA}.match_all_linear=true", "all are adapted"),
+    (f"{_LORA}.exclude_modules", f"{_LORA}.target_modules!=[]", "those alone are adapted"),
+    (f"{_LORA}.adapter_path", f"{_LORA}.enabled=false", "no adapter is trained"),
     ("policy.optimizer.muon_lr", "policy.optimizer.name!=torch.optim.Muon", "only Muon reads it"),
     ("policy.optimizer.muon_momentum", "policy.optimizer.name!=torch.optim.Muon", "only Muon reads it"),
+    ("policy.offload_optimizer_for_logprob", "policy.dtensor_cfg.cpu_offload=true", "that offloads the moments, too"),
     ("data.custom_dataloader", "data.use_multiple_dataloader=false", "it takes turns of several sets"),
     ("checkpointing.resume_from", "checkpointing.resume=never", "a new run is started"),
 )
@@ -169,6 +224,13 @@ def _text(section: Any, key: str) -> str:
     """The value of a key as one writes it: json, and text without quotes."""
     value = operator.attrgetter(key)(section)
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def _lora_problems(cfg: Config) -> Iterator[str]:
+    """Whether the model has the layers that lora_cfg names, hf/lora_layers.py says."""
+    for other, reason in _LORA_CLASHES if cfg.policy.dtensor_cfg.lora_cfg.enabled else ():
+        if key := _key_if(cfg, other):
+            yield f"{_LORA}.enabled=true with {key}={_text(cfg, key)}: {reason}"
 
 
 def _checkpoint_problems(cfg: Config) -> Iterator[str]:
@@ -213,6 +275,9 @@ def _reward_problems(cfg: Config) -> Iterator[str]:
                 f"grpo.reward_shaping.overlong_buffer_length={buffer} is longer than a response of {longest} tokens "
                 f"({length_key}, policy.generation.max_new_tokens={new}): every response would be penalized"
             )
+    if cfg.loss_fn.use_kl_in_reward and (cfg.policy.generation.top_p < 1 or cfg.policy.generation.top_k):
+        compared = "would compare the filtered policy with the whole reference: set loss_fn.use_kl_in_reward=false"
+        yield f"policy.generation.top_p and top_k: the KL in the reward {compared}"
     draw = grpo.num_prompts_per_step * grpo.batch_multiplier
     if draw != grpo.prompts_per_batch:
         keys = f"grpo.batch_multiplier={grpo.batch_multiplier} x grpo.num_prompts_per_step={grpo.num_prompts_per_step}"

@@ -87,12 +87,17 @@ def _judge(merged: dict[str, tuple[yaml.Node, str]]) -> tuple[dict[str, Any], li
     values: dict[str, Any] = {}
     verdicts: dict[str, Verdict] = {}
     refusals: list[tuple[bool, ConfigError]] = []
+    set_by: dict[str, str] = {}  # key of ours -> the key that set it last
 
     def value_of(name: str) -> Any:
         return config_yaml.plain_value(_resolve(name, config_yaml.scalar(f"${{{name}}}"), "", nodes), name)
 
-    # What is taken as another key comes behind that key, and a part of a mapping behind the mapping.
-    for name in sorted(merged, key=lambda name: rows[name][1].get("as", "").count(".")):
+    # What is taken as another key comes behind that key, a part of a mapping behind the mapping, and the command line
+    # behind all files.
+    order = {
+        name: (merged[name][1].startswith("command line"), rows[name][1].get("as", "").count(".")) for name in merged
+    }
+    for name in sorted(merged, key=order.__getitem__):
         node, where = merged[name]
         row = rows[name][1]
         try:
@@ -100,11 +105,12 @@ def _judge(merged: dict[str, tuple[yaml.Node, str]]) -> tuple[dict[str, Any], li
                 node = _resolve(name, node, where, nodes)
             verdicts[name], settings = config_nemo.judge(name, node, where, rows[name], value_of)
             for key, its_node in settings:
-                is_again = key != name and key in verdicts and verdicts[key].kind == "taken"
-                before = repr(values) if is_again else ""
+                earlier = set_by.get(key, name)
+                before = repr(values) if earlier != name and key in (earlier, name) else ""
                 _set(values, key, its_node, where)
-                if is_again and repr(values) != before:
-                    verdicts[key] = Verdict(key, "does not matter", f"{name} decides", key)
+                set_by[key] = name
+                if before and repr(values) != before:
+                    verdicts[earlier] = Verdict(earlier, "does not matter", f"{name} decides", earlier)
         except ConfigError as error:
             verdicts[name] = Verdict(name, "refused", str(error))
             refusals.append(("refused" not in row and "never" not in row, error))

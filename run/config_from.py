@@ -57,7 +57,7 @@ def convert(argv: Sequence[str], usage: str) -> str:
         raise ConfigError(f"--write {out}: cannot be written ({error.strerror})") from None
     try:
         cfg = config_file.load(out)
-        config_check.validate(cfg, cfg.policy.generation.vllm_cfg.tensor_parallel_size)
+        config_check.validate(cfg, config_check.fewest_ranks(cfg))
     except ConfigError as error:
         lines += [LEFT, *(f"  {line}" for line in str(error).splitlines())]
     return "\n".join([f"{first} -> {out}", *lines])
@@ -147,12 +147,13 @@ def _meaning(row: Mapping[str, Any], theirs: Values, value: Any, num_updates: in
         }
     elif "to" in row:
         value = math.ceil(value / num_updates) if row.get("updates") else value
-        keys = dict.fromkeys([row["to"]] if isinstance(row["to"], str) else row["to"], value)
+        keys = dict.fromkeys([row["to"]] if isinstance(row["to"], str) else row["to"], value) | row.get("with", {})
     elif "sizes" in row:
         return {}, TAKEN, row["sizes"]
     else:
         return {}, SAME if "same" in row else NONE, row.get("same") or row.get("none") or f"only {', '.join(values)}"
-    return keys, TAKEN, ", ".join(f"{key}={text_of(new)}" for key, new in keys.items()) or "as here"
+    text = ", ".join(f"{key}={text_of(new)}" for key, new in keys.items()) or "as here"
+    return keys, TAKEN, f"{text}; {row['but']}" if keys and "but" in row else text
 
 
 def _sizes(system: str, v: Values) -> tuple[Values, int]:

@@ -34,11 +34,11 @@ def open_run_folder(cfg: Config, ranks: Ranks, *, to_train: bool = True) -> Path
     """The run's folder: the one to resume, or a new `exp_NNN` in logger.log_dir. Who trains has it alone, and that of
     its checkpoints, while its processes live. ConfigError, on all ranks, where that cannot be."""
     try:
-        folder = on_rank0(lambda: _open(cfg, to_train))
-        if to_train and ranks.rank:
+        folder = on_rank0(lambda: _open(cfg, to_train), ranks.job)
+        if to_train and ranks.job_rank:
             for locked in _to_lock(cfg, folder):
                 _lock(locked, fcntl.LOCK_SH)
-        on_rank0(lambda: write_provenance(folder, cfg, ranks.world_size))
+        on_rank0(lambda: write_provenance(folder, cfg, ranks.job_size), ranks.job)
     except OSError as error:
         folder = cfg.checkpointing.resume_from or cfg.logger.log_dir
         raise ConfigError(f"{folder}: the run's folder cannot be written ({describe_os_error(error)})") from error

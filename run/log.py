@@ -111,6 +111,7 @@ class RunLog:
             ("tokens/s, median step", f"{median:,.0f}"),
             ("checkpoints", str(checkpoints) if cfg.enabled else "none (checkpointing.enabled=false)"),
             ("model, HF format", str(self.folder / "hf_model") if cfg.save_hf_at_end else "none"),
+            *((("adapter, PEFT format", str(adapter)),) if (adapter := self.folder / "hf_adapter").is_dir() else ()),
             ("metrics, samples", f"{self.folder / 'metrics.jsonl'}, {self.folder / 'samples.jsonl'}"),
             ("TensorBoard", f"tensorboard --logdir {self.folder}" if self.tensorboard else "none"),
         ]
@@ -139,22 +140,27 @@ def _drop_from(file: Path, first_step: int) -> None:
 
 
 class Timers:
-    """Seconds of each named phase of a step. `enter` is told of each phase that begins: the watchdog."""
+    """Seconds of each named phase of a step, and on CUDA the most bytes that torch had allocated in it. `enter` is told
+    of each phase that begins: the watchdog."""
 
     def __init__(self, enter: Callable[[str], None]):
         self.enter = enter
         self.seconds: dict[str, float] = defaultdict(float)
+        self.peaks: dict[str, int] = {}
         self.step_start = time.perf_counter()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         self.enter(name)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         try:
             yield
         finally:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # a phase ends when its kernels have
+                self.peaks[name] = torch.cuda.max_memory_allocated()
             self.seconds[name] += time.perf_counter() - start
 
     def start_step(self) -> None:

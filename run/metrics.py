@@ -15,10 +15,13 @@ import torch
 import torch.distributed as dist
 
 from batch import MicroBatch, Minibatch
-from config import PolicyConfig
+from config import LoRAConfig, PolicyConfig
 from data import Sample, groups_of
 from envs import OUTCOMES
+from hf.lora_layers import adapted_layers
 from hf.model_config import ModelConfig
+from rollout import Sampler
+from system.ranks import gather
 
 Metric = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Numbers = dict[str, float]  # a metric's name -> its value
@@ -90,6 +93,20 @@ def derived_metrics(metrics: dict[str, float]) -> dict[str, float]:
     return metrics
 
 
+def age_metrics(sampler: Sampler, trained: Sequence[Sample], step: int) -> Numbers:
+    """With async_grpo: ages in steps, by first tokens; of the groups under way, how many have all their replies (NeMo
+    RL's buffer) and how many have not. A collective."""
+    ages = [step - 1 - sample.weight_version for sample in trained]
+    under_way = [each for conversations, _ in sampler.ahead for each in conversations]
+    share = [(each.sample.prompt, each.request_id in sampler.engine.finished) for each in under_way]
+    is_whole: dict[int, bool] = {}
+    for prompt, is_finished in (item for of_rank in gather(share) for item in of_rank):
+        is_whole[prompt] = is_whole.get(prompt, True) and is_finished
+    size = sum(is_whole.values())
+    numbers = {"avg_trajectory_age": _mean(ages), "max_trajectory_age": max(ages), "buffer_size": size}
+    return numbers | {"carried_groups": len(is_whole) - size}
+
+
 def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> dict[str, float]:
     """Numbers of the samples of a step, all ranks': `generated`, of which dynamic sampling left `trained`.
 
@@ -130,24 +147,27 @@ def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> di
     }
 
 
-def train_flops(config: ModelConfig, micros: Iterable[MicroBatch]) -> int:
+def train_flops(config: ModelConfig, micros: Iterable[MicroBatch], lora: LoRAConfig | None = None) -> int:
     """FLOPs of one forward and backward of these micro-batches. Nothing is read from a device.
 
     "Model FLOPs" (PaLM, arXiv 2204.02311, appendix B): the matmuls that log-probabilities and their gradients need. A
     weight of a block's matrix: 6 for each token of a pack, where a shared prompt is once. Attention: 12 N H for each
     layer and pair of a query and a key that it sees. Head: 2 D V for each row, and 4 D V for each that can have a
-    gradient. Not counted: what backward computes again (activations, scores of flash attention, logits of two passes).
+    gradient. With `lora` those of frozen weights are not made: 4 for each of theirs and of the factors', 2 D V. Not
+    counted: what backward computes again (activations, scores of flash attention, logits of two passes), merging.
     """
     matrices = [shape for name, shape in config.tensor_shapes() if ".layers." in name and len(shape) == 2]
-    num_weights = sum(map(math.prod, matrices))
+    adapters = adapted_layers(config, lora) if lora else {}
+    num_weights = sum(map(math.prod, matrices)) + sum(lora.dim * sum(shape) for shape in adapters.values())
+    passes = 2 if adapters else 3  # forward, the inputs' gradients, the weights'
     pair_flops = 12 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
     flops = 0
     for micro in micros:
         length_S = np.diff(micro.cu_seqlens).astype(np.int64)
         prefix_length_S = np.where(micro.prefix_S >= 0, length_S[micro.prefix_S], 0)
         num_pairs = int((length_S * (length_S + 1) // 2 + length_S * prefix_length_S).sum())
-        head = (2 * len(micro.pos_R) + 4 * micro.num_grad_rows) * config.hidden_size * config.vocab_size
-        flops += 6 * num_weights * len(micro.token_T) + pair_flops * num_pairs + head
+        head = 2 * (len(micro.pos_R) + (passes - 1) * micro.num_grad_rows) * config.hidden_size * config.vocab_size
+        flops += 2 * passes * num_weights * len(micro.token_T) + pair_flops * num_pairs + head
     return flops
 
 
@@ -158,7 +178,9 @@ def performance_metrics(
     7ea279a). train, seconds: the step's metrics and phases. What was not done has no rate (scoring), and a device of
     unknown peak no utilisation. A collective of all ranks."""
     micros = [micro for minibatch in minibatches for micro in minibatch.micros]
-    flops = torch.tensor(policy.ppo_epochs * train_flops(model, micros), dtype=torch.float64)
+    flops = torch.tensor(
+        policy.ppo_epochs * train_flops(model, micros, policy.dtensor_cfg.lora_cfg), dtype=torch.float64
+    )
     dist.all_reduce(flops)
     tokens, total = train["total_num_tokens"], seconds["total_step_time"]
     training, scoring = seconds["policy_training"], seconds["policy_and_reference_logprobs"]
@@ -169,15 +191,20 @@ def performance_metrics(
         "training_worker_group_tokens_per_sec": tokens / (training + scoring),
     }
     values = {f"performance/{name}": rate for name, rate in rates.items()}
+    num_trainers = dist.get_world_size()
+    num_generators = policy.generation.num_generators
+    num_all = num_trainers + num_generators
+    gpus = defaultdict(lambda: num_trainers, tokens_per_sec=num_all, samples_per_sec=num_all)  # at work, by rate
+    gpus["generation_tokens_per_sec"] = num_generators or num_trainers
     rates |= {"policy_training_tokens_per_sec": tokens / training, "train_flops": flops.item() / training / 1e12}
     if micros[0].old_logp_R is not None or micros[0].ref_logp_R is not None:
         rates["policy_and_reference_logprobs_tokens_per_sec"] = tokens / scoring
-    values |= {f"performance/{name}_per_gpu": rate / dist.get_world_size() for name, rate in rates.items()}
+    values |= {f"performance/{name}_per_gpu": rate / gpus[name] for name, rate in rates.items()}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     if policy.precision == "bfloat16" and device in PEAK_TFLOPS:
         values["performance/train_fp_utilization"] = values["performance/train_flops_per_gpu"] / PEAK_TFLOPS[device]
     values["performance/train_tokens"] = train["train_tokens"]
-    values["timing/train/valid_tokens_per_sec_per_gpu"] = train["global_valid_toks"] / total / dist.get_world_size()
+    values["timing/train/valid_tokens_per_sec_per_gpu"] = train["global_valid_toks"] / total / gpus["tokens_per_sec"]
     return values
 
 

@@ -7,6 +7,7 @@ import gc
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import traceback
@@ -23,15 +24,20 @@ from config import Config, ConfigError, DataError, DatasetConfig, RewardModelCon
 from dataset.mixing import Mixture
 from dataset.scan import Dataset, load_dataset
 from graders.environments import make_environment
+from hf.adapter import check_adapter
+from hf.lora_layers import adapted_layers
 from hf.model_config import ModelConfig, check_weights, read_model_config, resolve_folder
 from hf.tokenizer import Tokenizer
-from run import config_check, config_file, resume
+from run import config_check, config_file, memory_fit, resume
 from run.config_check import max_prompt_tokens
+from run.memory_plan import GIB, Plan
 from system.exits import die_with_parent
 from system.imports import call
 
 MAX_ROWS = 5_000  # of each set that --check looks at: half a second
 MODEL_SECONDS = 5  # of processor time, to read a model folder or try its tokenizer: five times what the largest take
+_WHOLE = ("enabled=true", "resources.gpus_per_node=null", "resources.num_nodes=null")
+ALL_RANKS_GENERATE = [f"policy.generation.colocated.{setting}" for setting in _WHOLE]  # to score, nobody trains
 WORD_SECONDS = 10  # after which --check says what it is at
 
 
@@ -68,8 +74,12 @@ def read_inputs(
     check_fits(cfg, folder, model, tokenizer)
     begin(f"weights of {folder}", MODEL_SECONDS)
     check_weights(folder, model.tensor_shapes())
+    adapted_layers(model, cfg.policy.dtensor_cfg.lora_cfg)  # of a model that is as large as it says
+    if cfg.policy.dtensor_cfg.lora_cfg.adapter_path and not cfg.checkpointing.resume_from:
+        check_adapter(cfg.policy, model)
     environments: dict[str, envs.Environment] = {}
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # Ranks of this machine that grade.
+    num_ranks = cfg.policy.generation.colocated.resources.gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def check_answers(env_name: str, answers: list[tuple[str, str, dict]]) -> None:
         if env_name not in environments:
@@ -198,8 +208,24 @@ def warmup_problem(cfg: Config, num_steps: int) -> str | None:
     )
 
 
-def check(cfg: Config, *, all_rows: bool = False) -> str:
+def lora_note(cfg: Config) -> str | None:
+    """What is to be said of a run with LoRA, whose learning rate is easily taken from one without."""
+    lr, lora = cfg.policy.optimizer.kwargs.lr, cfg.policy.dtensor_cfg.lora_cfg
+    note = f"rank {lora.dim} wants about ten times the learning rate of full training; kwargs.lr is {lr:g}"
+    return note if lora.enabled else None
+
+
+def memory_plan(cfg: Config, inputs: RunInputs, num_ranks: int, gpu_bytes: float | None, device: str) -> Plan:
+    """How much memory the run needs on each GPU; in a split job of so many ranks, on each that trains."""
+    num_trainers = max(1, num_ranks - cfg.policy.generation.num_generators)
+    model = read_model_config(inputs.model_folder, cfg.policy.hf_config_overrides)
+    reward = read_model_config(inputs.reward_model[0]) if inputs.reward_model else None
+    return Plan(cfg, model, inputs.tokenizer.vocab_size, num_trainers, gpu_bytes, reward, device)
+
+
+def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None) -> str:
     """A summary, after all was checked that can be wrong before torch is loaded: all rows, or MAX_ROWS of each set.
+    gpu_bytes: of one GPU, if that is known: ConfigError after the summary, if the run does not fit.
 
     A child process does it: a damaged file can abort a library, hang it or fill the memory, and a user's code can end
     the process. This one then says what the child was at.
@@ -207,7 +233,7 @@ def check(cfg: Config, *, all_rows: bool = False) -> str:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends both at once
     gc.freeze()  # else the child's search for garbage copies every page of the imports: 0.07 s
     here, there = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=_check_apart, args=(cfg, all_rows, there))
+    child = multiprocessing.get_context("fork").Process(target=_check_apart, args=(cfg, all_rows, gpu_bytes, there))
     child.start()
     there.close()
     part = "start"
@@ -218,6 +244,7 @@ def check(cfg: Config, *, all_rows: bool = False) -> str:
                 continue
             word, summary, error = json.loads(here.recv_bytes())
             if error:
+                print(summary, end="\n" if summary else "")
                 raise ConfigError(error)
             if summary:
                 return summary
@@ -230,9 +257,9 @@ def check(cfg: Config, *, all_rows: bool = False) -> str:
     raise ConfigError(f"{part}: to check it ended the process ({end}): it is {limits}")
 
 
-def _check_apart(cfg: Config, all_rows: bool, parent: Connection) -> None:
-    """In the child. The parent gets [part, "", ""] as a part of the work begins, at last the summary or the error; none
-    of all that where this program made a mistake, whose traceback is printed."""
+def _check_apart(cfg: Config, all_rows: bool, gpu_bytes: float | None, parent: Connection) -> None:
+    """In the child. The parent gets [part, "", ""] as a part of the work begins, at last the summary, the error, or
+    both; none of all that where this program made a mistake, whose traceback is printed."""
     die_with_parent()
     os.environ["RUST_BACKTRACE"] = "0"
 
@@ -242,7 +269,7 @@ def _check_apart(cfg: Config, all_rows: bool, parent: Connection) -> None:
 
     last = ["", "", ""]
     try:
-        last[1] = _check(cfg, all_rows, begin)
+        last[1:] = _check(cfg, all_rows, gpu_bytes, begin)
     except ConfigError as error:
         last[2] = str(error)
     except MemoryError:
@@ -252,7 +279,8 @@ def _check_apart(cfg: Config, all_rows: bool, parent: Connection) -> None:
     parent.send_bytes(json.dumps(last).encode())
 
 
-def _check(cfg: Config, all_rows: bool, begin: Callable[[str, int], None]) -> str:
+def _check(cfg: Config, all_rows: bool, gpu_bytes: float | None, begin: Callable[[str, int], None]) -> tuple[str, str]:
+    """(summary, why the run does not fit into GPUs of so many bytes, or "")."""
     math, code = replace(cfg.env.math, num_workers=1), replace(cfg.env.code, num_workers=1)  # enough for their canaries
     cfg = replace(cfg, env=replace(cfg.env, math=math, code=code))
     inputs = read_inputs(cfg, max_rows=None if all_rows else MAX_ROWS, begin=begin)
@@ -272,9 +300,25 @@ def _check(cfg: Config, all_rows: bool, begin: Callable[[str, int], None]) -> st
     lines.append(f"steps      {steps:,} of {cfg.grpo.num_prompts_per_step} prompts x {samples} samples")
     if problem := warmup_problem(cfg, steps):
         lines.append(f"warm-up    {problem}")
+    if note := lora_note(cfg):
+        lines.append(f"LoRA       {note}")
     if any(dataset.num_read < dataset.num_rows for _, dataset in sets):
         lines.append("rows       checked in part; the run checks all before its first step, --check --all does now")
-    return "\n".join(lines)
+    # Without torchrun, a recipe is for its own number of GPUs, or for those of an engine.
+    cluster, tensor = cfg.cluster, cfg.policy.generation.vllm_cfg.tensor_parallel_size
+    num_ranks = int(os.environ.get("WORLD_SIZE", max(cluster.gpus_per_node * cluster.num_nodes, tensor)))
+    plan = memory_plan(cfg, inputs, num_ranks, gpu_bytes, "cuda")
+    return "\n".join([*lines, memory_fit.table(plan)]), memory_fit.problem(plan) or ""
+
+
+def gpu_memory(argv: Sequence[str]) -> tuple[float | None, list[str]]:
+    """Bytes by the last `--gpu_memory=80`, in GiB: a GPU of "80 GB" has 79 to 80 of them. None without it. And the
+    other words."""
+    flag = "--gpu_memory="
+    given = [word.removeprefix(flag) for word in argv if word.startswith(flag)]
+    if given and not re.fullmatch(r"[1-9][0-9]{0,5}(\.[0-9]+)?", given[-1]):
+        raise ConfigError(f"{flag}{given[-1]:.80}: expected the GiB of a GPU, such as {flag}80")
+    return float(given[-1]) * GIB if given else None, [word for word in argv if not word.startswith(flag)]
 
 
 def parse_command_line(argv: Sequence[str], usage: str) -> Config:
@@ -284,7 +328,7 @@ def parse_command_line(argv: Sequence[str], usage: str) -> Config:
     if not words or words[0].startswith("-"):
         raise ConfigError(usage)
     cfg = config_file.load(words[0], words[1:], explain="--explain" in flags)
-    # Without torchrun, `--check` does not know the number of ranks: it takes those of an engine.
-    ranks = cfg.policy.generation.vllm_cfg.tensor_parallel_size if flags else 1
-    config_check.validate(cfg, int(os.environ.get("WORLD_SIZE", ranks)))
+    # Without torchrun, `--check` does not know the number of ranks: it takes the fewest that there may be.
+    ranks = int(os.environ.get("WORLD_SIZE", config_check.fewest_ranks(cfg) if flags else 1))
+    config_check.validate(cfg, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None)
     return resume.resolve(cfg)

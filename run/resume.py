@@ -13,14 +13,19 @@ from pathlib import Path
 
 from config import CheckpointingConfig, Config, ConfigError, DataError
 from hf.files import read_json
+from hf.lora_layers import KEY as LORA
 from run import config_file
 from run.config_check import check_writable
 from system.exits import describe_os_error
 
-VERSION = 3  # of a checkpoint's files; another one is refused
+VERSION = 4  # of a checkpoint's files
+READABLE = (3, 4)  # 4 knows LoRA's frozen weights; another one is refused
+# With another value, a checkpoint's tensors would mean another model.
+LORA_KEYS = ("enabled", "dim", "alpha", "match_all_linear", "target_modules", "exclude_modules")
+SAME_WHEN_LOADED = ("policy.model_name", *(f"{LORA}.{name}" for name in LORA_KEYS))
 # With another value, the position in the data and the sampling seeds would mean other prompts and samples.
 SAME_WHEN_RESUMED = (
-    "policy.model_name",
+    *SAME_WHEN_LOADED,
     "policy.optimizer.name",
     "grpo.seed",
     "grpo.num_prompts_per_step",
@@ -64,11 +69,11 @@ def read_meta(checkpoint: Path) -> dict | str:
     file = checkpoint / "meta.json"
     try:
         meta = read_json(file)
-        if meta["version"] != VERSION:
+        if meta["version"] not in READABLE:
             raise ConfigError(
                 f"{file}: checkpoint format {json.dumps(meta['version'])} of another version of this program, which "
-                f"now reads format {VERSION} only; go on with the version that wrote it (provenance.json in the run "
-                "folder names its commit), or start a new run"
+                f"now reads {' and '.join(map(str, READABLE))} only; go on with the version that wrote it "
+                "(provenance.json in the run folder names its commit), or start a new run"
             )
         for name, entry in meta["files"].items():
             size = (checkpoint / name).stat().st_size
@@ -128,13 +133,18 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
     if newest in problems and cfg.checkpointing.resume != "auto":
         raise ConfigError(damaged(problems[newest], newest))
     before, changed = config_file.load(run / "config.yaml"), {}
-    for key in SAME_WHEN_RESUMED if to_train else ("policy.model_name",):
+    has_lora = any(each.policy.dtensor_cfg.lora_cfg.enabled for each in (before, cfg))
+    for key in SAME_WHEN_RESUMED if to_train else SAME_WHEN_LOADED:
+        if key.startswith(LORA) and not has_lora:
+            continue
         old, new = (operator.attrgetter(key)(c) for c in (before, cfg))
         if old != new and (key != "policy.model_name" or Path(old) != Path(new)):  # "model" is "./model/"
             changed[key] = f"{key}={json.dumps(new)} (there {json.dumps(old)})"
     fix = ", or set checkpointing.allow_changes=true"
     if "policy.optimizer.name" in changed:
         fix = ": no optimizer reads another's state"
+    elif any(key.startswith(LORA) for key in changed):
+        fix = ": its checkpoints hold other tensors"
     elif cfg.checkpointing.allow_changes:
         return
     if changed:

@@ -1,37 +1,37 @@
-"""Builds a run from its config, and sees to what surrounds the steps: counters, saving, stopping, logging.
+"""Sets a run up, and sees to what surrounds its steps: counters, saving, stopping, logging.
 
 The algorithm is `train` in grpo.py. Nothing here computes a loss, an advantage or a pack.
 """
 
-import os
-import shutil
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
-import torch.distributed as dist
 
 import config
-from batch import Minibatch, needs_old_logps
-from engine import Engine, check_canary
+from batch import Minibatch
+from engine import Completion, Engine, SamplingOptions, check_canary, reply_key
 from graders.pool import GraderPool
+from hf.adapter import adapter_config
 from hf.model_config import hf_config
-from hf.weights import save_hf
-from kernels import KernelBackend, LossPath, choose_backend
-from loss import policy_loss
-from model import Decoder, Reference, load_policy, uses_flash_attention
+from hf.weights import save_adapter, save_hf
+from model import Decoder, Reference
 from optim import build_optimizer
-from rollout import Sampler, StepSamples
+from rollout import Sampler, StepSamples, sample_seed
 from run import checkpoint
+from run.build import build, build_sampler, read_adapter, reference_dtype
 from run.config_check import must_save_by_seconds
+from run.generators import Generators, serve
 from run.log import RunLog, Timers
-from run.loss_path import choose_loss_path
-from run.metrics import performance_metrics
-from run.preflight import RunInputs, num_steps_of, warmup_problem
+from run.memory import Memory
+from run.metrics import age_metrics, performance_metrics
+from run.preflight import RunInputs, lora_note, memory_plan, num_steps_of, warmup_problem
 from run.resume import checkpoint_folder
-from run.reward_model import RewardModel
 from system.exits import Interrupted, Saved, Signals, StopRun
+from system.optimizer import Optimizer
 from system.ranks import Ranks, any_rank, seed_everything
 from system.watchdog import Watchdog
 
@@ -48,6 +48,7 @@ class RunState:
     total_valid_tokens: float = 0
     first_validation: dict[str, float] = field(default_factory=dict)
     last_validation: dict[str, float] = field(default_factory=dict)
+    base_sha256: str | None = None  # of the weights that LoRA has frozen
 
 
 @dataclass(slots=True)
@@ -60,9 +61,9 @@ class Run:
     device: torch.device
     folder: Path
     model: Decoder
-    optimizer: torch.optim.Optimizer
-    engine: Engine
-    sampler: Sampler
+    optimizer: Optimizer
+    engine: Engine | Generators
+    sampler: Sampler | Generators
     reference: Reference | None
     state: RunState
     saver: checkpoint.Saver
@@ -70,6 +71,7 @@ class Run:
     watchdog: Watchdog
     timer: Timers
     num_steps: int
+    memory: Memory | None = None
     log: RunLog | None = None  # rank 0's
     metrics: dict[str, float] = field(default_factory=dict)  # of the newest step
     told_to_stop: bool = False  # by a signal to any rank, as of the end of the newest step
@@ -84,14 +86,33 @@ class Run:
         return self.state.step >= self.num_steps or used_up
 
 
+def plan_memory(
+    cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device, gpu_bytes: float | None
+) -> Memory:
+    """Prints how much memory the run needs. ConfigError where that is more than a GPU has, or `gpu_bytes` if given."""
+    if gpu_bytes is None and device.type == "cuda":
+        gpu_bytes = torch.cuda.get_device_properties(device).total_memory
+    return Memory(memory_plan(cfg, inputs, ranks.job_size, gpu_bytes, device.type), ranks)
+
+
 def set_up(
-    cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device, folder: Path, watchdog: Watchdog
+    cfg: config.Config,
+    inputs: RunInputs,
+    ranks: Ranks,
+    device: torch.device,
+    folder: Path,
+    watchdog: Watchdog,
+    memory: Memory,
 ) -> Run:
-    """A run that is ready for its first step, or for the one after its checkpoint. A collective of all ranks."""
+    """A run that is ready for its first step, or for the one after its checkpoint. A collective of all its trainers."""
     signals = Signals(must_save_by_seconds(cfg.checkpointing))
     model, engine, sampler = build(cfg, inputs, ranks, device)
-    GraderPool.stop = signals.pending
-    engine.should_stop = lambda: ranks.any_rank_of_engine(signals.pending())
+    memory.asleep = torch.cuda.memory_allocated() - memory.plan.states().get("weights", 0)
+    base_sha256 = read_adapter(cfg, inputs, model, ranks)
+    if ranks.bridge:
+        close_environments(inputs)  # they grade where samples are made
+    else:
+        _stop_at(signals, engine, ranks)
     run = Run(
         cfg=cfg,
         inputs=inputs,
@@ -99,103 +120,48 @@ def set_up(
         device=device,
         folder=folder,
         model=model,
-        optimizer=build_optimizer(model, cfg.policy.optimizer),
+        optimizer=build_optimizer(model, cfg.policy.optimizer, offloads=cfg.policy.offload_optimizer_for_logprob),
         engine=engine,
         sampler=sampler,
         reference=Reference(model, reference_dtype(cfg)) if cfg.loss_fn.reference_policy_kl_penalty > 0 else None,
-        state=RunState(inputs.train.start(), inputs.train.fingerprints),
+        state=RunState(inputs.train.start(), inputs.train.fingerprints, base_sha256=base_sha256),
         saver=checkpoint.Saver(checkpoint_folder(cfg.checkpointing, folder), cfg.checkpointing, ranks),
         signals=signals,
         watchdog=watchdog,
         timer=Timers(watchdog.enter),
         num_steps=num_steps_of(cfg, inputs.train.num_problems),
+        memory=memory,
     )
     restore(run)
     if problem := warmup_problem(cfg, run.num_steps):
         ranks.print_rank0(f"WARNING: {problem}")
+    if note := lora_note(cfg):
+        ranks.print_rank0(f"LoRA: {note}")
     if ranks.rank == 0:
         run.log = RunLog(folder, cfg.logger, first_step=run.state.step + 1, num_steps=run.num_steps)
     return run
 
 
-def loss_path_of(cfg: config.Config, backend: KernelBackend, device: torch.device) -> LossPath:
-    """How the loss of this run is trained."""
-    return choose_loss_path(
-        policy_loss,
-        cfg.loss_fn,
-        has_old=needs_old_logps(cfg),
-        has_ref=cfg.loss_fn.reference_policy_kl_penalty > 0,
-        backend=backend,
-        device=device,
-    )
-
-
-def reference_dtype(cfg: config.Config) -> torch.dtype:
-    """The precision of the forward, but float32 for a reference that is an average of policies."""
-    return torch.float32 if cfg.grpo.ref_policy_update_alpha < 1 else getattr(torch, cfg.policy.precision)
-
-
-def compiles(option: bool | None, device_type: str) -> bool:
-    """What policy.compile means on "cuda" or "cpu". ConfigError where that cannot be."""
-    compiled = device_type == "cuda" if option is None else option
-    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]  # as Triton looks for one
-    problem = None
-    if device_type != "cuda":
-        problem = "on CPU PyTorch's compiler is off, for vLLM's sampler too; leave this null"
-    elif torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
-        problem = "TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE has turned PyTorch's compiler off; unset both"
-    elif not any(map(shutil.which, compilers)):
-        problem = f"Triton needs a C compiler, there is no {' or '.join(compilers)}; install gcc, or name yours in CC"
-    if compiled and problem:
-        raise config.ConfigError(f"policy.compile: {problem}, or set policy.compile=false")
-    return compiled
-
-
-def build(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> tuple[Decoder, Engine, Sampler]:
-    """The sharded policy with float32 master weights, the engine, which has no weights yet and sleeps, and the sampler
-    over it. A collective of all ranks."""
-    policy = cfg.policy
-    try:
-        backend = choose_backend(policy.kernel_backend, device.type, policy.logprob_chunk_size)
-    except ValueError as error:
-        raise config.ConfigError(f"policy.kernel_backend: {error}") from error
-    compiled = compiles(policy.compile, device.type)
+def generate(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device, watchdog: Watchdog) -> str:
+    """All that a generator of a split job does, to the end of the run; returns why it ended."""
+    signals = Signals(must_save_by_seconds(cfg.checkpointing))
     seed_everything(cfg.grpo.seed)
-    mesh = dist.init_device_mesh(device.type, (ranks.world_size,))
-    recompute = policy.dtensor_cfg.activation_checkpointing
-    model = load_policy(
-        inputs.model_folder,
-        device=device,
-        mesh=mesh,
-        precision=policy.precision,
-        activation_checkpointing=recompute,
-        overrides=policy.hf_config_overrides,
-    )
-    if compiled:
-        model.compile_blocks()
-    model.temperature = policy.generation.temperature
-    model.vocab_limit = inputs.tokenizer.vocab_size
-    model.backend = backend
-    model.loss_path = loss_path_of(cfg, backend, device)
-    size = sum(param.numel() for param in model.parameters())
-    flash = uses_flash_attention(device.type, getattr(torch, policy.precision))
-    ranks.print_rank0(
-        f"policy: {size / 1e6:,.1f} M parameters, {policy.precision}, FSDP2 over {ranks.world_size} ranks; "
-        f"{backend.describe(model.config.vocab_size)}; {model.loss_path.describe()}; "
-        f"attention: {'varlen_attn' if flash else 'SDPA by runs of equal length'}; "
-        f"{'compiled' if compiled else 'eager'} blocks; packs of {policy.pack_tokens(device.type):,} tokens; "
-        "starting the engine"
-    )
-    reward_model = RewardModel(*inputs.reward_model, cfg, device, mesh) if inputs.reward_model else None
-    engine = Engine(inputs.model_folder, inputs.tokenizer, cfg)
-    ranks.print_rank0(
-        f"engine: {ranks.dp_size} x vLLM over {ranks.tp_size} ranks each, vocabulary {engine.vocab_size:,}"
-    )
-    engine.sleep()
-    score = reward_model.score if reward_model else None
-    max_turns, max_errors = cfg.grpo.max_rollout_turns, cfg.env.max_error_fraction
-    sampler = Sampler(engine, inputs.tokenizer, inputs.environments, ranks, max_turns, max_errors, score)
-    return model, engine, sampler
+    sampler = build_sampler(cfg, inputs, ranks, device)
+    _stop_at(signals, sampler.engine, ranks)
+    serve(sampler.engine, sampler, ranks, device, watchdog)
+    close_environments(inputs)
+    return "the trainers asked for no more"
+
+
+def generators_of(run: Run) -> AbstractContextManager:
+    """At whose end a split job's generators end; in another job nothing."""
+    return run.engine if isinstance(run.engine, Generators) else nullcontext()
+
+
+def _stop_at(signals: Signals, engine: Engine, ranks: Ranks) -> None:
+    """A signal stops generation and grading."""
+    GraderPool.stop = signals.pending
+    engine.should_stop = lambda: ranks.any_rank_of_engine(signals.pending())
 
 
 def restore(run: Run) -> None:
@@ -207,7 +173,9 @@ def restore(run: Run) -> None:
             raise config.ConfigError(f"{checkpoints} holds checkpoints of another run: choose another checkpoint_dir")
         return
     shards = run.reference.shards if run.reference else {}
-    counters = checkpoint.load(checkpoints, run.model, run.optimizer, run.ranks, shards, mode=cfg.resume)
+    base = run.state.base_sha256
+    counters = checkpoint.load(checkpoints, run.model, run.optimizer, run.ranks, shards, mode=cfg.resume, base=base)
+    replies = counters.pop("replies", {})
     run.state = state = RunState(**counters)
     run.saver.saved = state.step
     if cfg.allow_changes and state.fingerprints != train.fingerprints:
@@ -215,8 +183,38 @@ def restore(run: Run) -> None:
         run.ranks.print_rank0(f"WARNING: other data than before {allowed}")
         state.cursor = train.start()
         state.fingerprints = train.fingerprints
+        replies = {}
     train.check_same(state.fingerprints, cfg.resume_from)
+    _restore_replies(run, replies)
     run.ranks.print_rank0(f"resumed from {checkpoints / f'step_{state.step:06d}'}")
+
+
+def _replies(run: Run) -> dict[str, torch.Tensor]:
+    """What this engine has finished for later steps: key.step.finish_reason -> [3, tokens] ids, logps, versions."""
+    replies = {}
+    generation = run.cfg.policy.generation
+    options = SamplingOptions(generation.temperature, generation.max_new_tokens, generation.top_p, generation.top_k)
+    for due, (conversations, _) in enumerate(run.sampler.ahead, start=run.state.step + 1):
+        for each in conversations if run.ranks.leads_engine else ():
+            reply = run.engine.finished.get(each.request_id)
+            if reply and each.sample.num_turns == 0:
+                seed = sample_seed(run.cfg.grpo.seed, each.sample.prompt, each.sample.index)  # as sample_step's
+                columns = np.stack([reply.ids, reply.logps, reply.versions]).astype(np.float64)
+                key = reply_key(seed, each.sample.prompt_ids, options)
+                replies[f"{key}.{due}.{reply.finish_reason}"] = torch.from_numpy(columns)
+    return replies
+
+
+def _restore_replies(run: Run, replies: dict[str, torch.Tensor]) -> None:
+    """Gives the engine those of a checkpoint that this run's options allow; in a run without async_grpo, none."""
+    max_age = run.cfg.grpo.async_grpo.max_age
+    for name, reply in replies.items() if max_age else ():
+        key, due, finish_reason = name.split(".")
+        ids, logps, versions = np.asarray(reply)
+        is_young = int(due) - 1 - versions[0] <= max_age
+        if is_young and len(ids) <= run.cfg.policy.generation.max_new_tokens:
+            completion = Completion(np.int32(ids), np.float32(logps), finish_reason, np.int32(versions))
+            run.engine.known[int(key)] = completion
 
 
 # --------------------------------------------------------------------------------------------------- around the steps
@@ -235,6 +233,8 @@ def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metri
     """Counts the step and logs it. Raises Interrupted on all ranks when a signal asks any of them to stop."""
     state = run.state
     state.step += 1
+    if run.cfg.grpo.async_grpo.enabled:
+        metrics |= age_metrics(run.sampler, samples.trained, state.step)
     state.cursor = run.inputs.train.record(samples.cursor, metrics)
     state.num_bad_steps = int(metrics["num_bad_steps"])
     state.total_valid_tokens += metrics["global_valid_toks"]
@@ -242,6 +242,8 @@ def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metri
     run.saver.poll()  # before the step is logged: a kill costs at most save_period steps of those in the log
     seconds = run.timer.take()
     performance = performance_metrics(metrics, seconds, minibatches, run.model.config, run.cfg.policy)
+    if run.memory:
+        performance |= run.memory.metrics(run.timer.peaks)
     if run.log:
         run.log.step(state.step, metrics, seconds, performance)
         run.log.samples(state.step, "train", samples.trained, run.inputs.tokenizer)
@@ -278,8 +280,9 @@ def _save(run: Run) -> None:
     state, saver = run.state, run.saver
     if saver.cfg.enabled and state.num_bad_steps == 0 and state.step != saver.saved:
         reference = run.reference.shards if run.reference else {}
+        replies = _replies(run) if run.cfg.grpo.async_grpo.max_age else {}
         metric = checkpoint.metric(saver.cfg, asdict(state), run.metrics)
-        saver.save(state.step, run.model, run.optimizer, asdict(state), reference, metric)
+        saver.save(state.step, run.model, run.optimizer, asdict(state), reference, metric, replies)
 
 
 def save_early(run: Run) -> Exception:
@@ -304,8 +307,16 @@ def finish(run: Run) -> str:
         dtype = getattr(torch, cfg.policy.precision)
         hf = hf_config(run.inputs.model_folder, cfg.policy.hf_config_overrides)
         save_hf(run.model, run.folder / "hf_model", run.inputs.tokenizer.file.parent, dtype=dtype, hf=hf)
+        if run.state.base_sha256:
+            adapter = adapter_config(cfg.policy, run.model.config)
+            save_adapter(run.model, run.folder / "hf_adapter", adapter, run.state.base_sha256)
     if run.log:
         run.log.close(run.state, run.saver.folder, cfg.checkpointing)
-    for environment in run.inputs.environments.values():
-        environment.close()
+    if not run.ranks.bridge:
+        close_environments(run.inputs)
     return f"trained to step {run.state.step}"
+
+
+def close_environments(inputs: RunInputs) -> None:
+    for environment in inputs.environments.values():
+        environment.close()

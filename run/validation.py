@@ -16,10 +16,11 @@ from data import Sample, groups_of
 from engine import SamplingOptions, sync_weights
 from rollout import Sampler
 from run import checkpoint
+from run.build import build, read_adapter
 from run.log import RunLog
 from run.preflight import RunInputs
 from run.resume import checkpoint_folder
-from run.setup import Run, build
+from run.setup import Run
 from system.ranks import Ranks
 
 Z95 = 1.959964  # 97.5% of a normal distribution lie below
@@ -59,11 +60,13 @@ def evaluate(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device,
     mode. Rank 0 writes samples into `folder`."""
     start = time.perf_counter()
     model, engine, sampler = build(cfg, inputs, ranks, device)
+    base_sha256 = read_adapter(cfg, inputs, model, ranks)
     step = 0
     scored = None
     if cfg.checkpointing.resume_from:
         checkpoints = checkpoint_folder(cfg.checkpointing, Path(cfg.checkpointing.resume_from))
-        step = checkpoint.load(checkpoints, model, None, ranks, {}, mode=cfg.checkpointing.resume)["step"]
+        mode = cfg.checkpointing.resume
+        step = checkpoint.load(checkpoints, model, None, ranks, {}, mode=mode, base=base_sha256)["step"]
         scored = f"{checkpoints}, step {step}"
     sync_weights(model, engine, step)
     sets = {name: {"data_path": data.path, "fingerprint": data.fingerprint} for name, data in inputs.validation.items()}
@@ -92,7 +95,8 @@ def modes(cfg: Config) -> dict[str, tuple[int, SamplingOptions]]:
     grpo, generation = cfg.grpo, cfg.policy.generation
     length = grpo.val_max_new_tokens or generation.max_new_tokens
     temperature = grpo.val_temperature or generation.temperature
-    sampled = SamplingOptions(temperature, length, grpo.val_top_p or 1.0, grpo.val_top_k)
+    top_k = generation.top_k if grpo.val_top_k is None else grpo.val_top_k
+    sampled = SamplingOptions(temperature, length, grpo.val_top_p or generation.top_p, top_k)
     return {"greedy": (1, SamplingOptions(0.0, length)), "sampled": (grpo.val_num_generations_per_prompt, sampled)}
 
 

@@ -25,6 +25,7 @@ EXIT_CRASH = 1
 EXIT_CONFIG = 2  # bad config, data or model folder
 EXIT_CHECK = 3  # a check of the run itself: a logp gap over its limit, numbers that are not finite
 EXIT_HUNG = 4  # watchdog.py
+EXIT_MEMORY = 5  # run/memory.py
 EXIT_SAVED = 75  # on a signal
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 PF_EXITING = 4  # in the flags of /proc/PID/stat
@@ -35,6 +36,8 @@ START_TIME = time.monotonic()  # of this process, near enough
 
 # Set by start_process_group.
 peers: dict[int, tuple[str, int]] = {}  # host and process of each other rank
+job_rank = int(os.environ.get("RANK", "0"))  # in a split job not the rank on its side, which RANK then is
+num_trainers: int | None = None  # of a split job
 skip_teardown = False  # of the interpreter, when this process ends: on CUDA
 
 
@@ -44,6 +47,10 @@ class StopRun(Exception):
 
 class Saved(Exception):
     """Told to stop by a signal, and everything is saved."""
+
+
+class OutOfMemory(Exception):
+    """Memory ran out; the message says where, what was planned and measured, and what mends it."""
 
 
 class Interrupted(Exception):
@@ -76,13 +83,12 @@ def die_with_parent() -> None:
 def report_exit(code: int, reason: str, run_folder: Path | None) -> None:
     """Says how the run ended, once: to the user, and in `exit.json`, {code, reason, rank}, which scripts read. Rank 0
     reports a good end; the first rank that ends reports a failure, because the others only lost their peer."""
-    rank = int(os.environ.get("RANK", "0"))
-    if code in (0, EXIT_SAVED) and rank != 0:
+    if code in (0, EXIT_SAVED) and job_rank != 0:
         return
-    text = json.dumps({"code": code, "reason": reason, "rank": rank}) + "\n"
+    text = json.dumps({"code": code, "reason": reason, "rank": job_rank}) + "\n"
     files = [Path(os.environ["GRPO_EXIT_FILE"])] if "GRPO_EXIT_FILE" in os.environ else []
     files += [run_folder / "exit.json"] if run_folder else []
-    if _write_once(files[0], text) if files else rank == 0:
+    if _write_once(files[0], text) if files else job_rank == 0:
         with contextlib.suppress(OSError):  # the output may be a file on the disk that is full
             print(reason, file=sys.stderr if code else sys.stdout, flush=True)
     for file in files[1:]:  # after that: its disk may be full, or hang
@@ -130,6 +136,8 @@ def describe_failure(error: BaseException, run_folder: Path | None = None) -> tu
         return EXIT_SAVED, f"saved: {error}"
     if isinstance(error, StopRun):
         return EXIT_CHECK, f"stopped: {error}"
+    if isinstance(error, OutOfMemory):
+        return EXIT_MEMORY, f"out of memory: {error}"
     if lost := find_lost_rank(run_folder):
         return EXIT_CRASH, lost
     if any(host != socket.gethostname() for host, _ in peers.values()):
@@ -150,8 +158,14 @@ def find_lost_rank(run_folder: Path | None) -> str | None:
     for rank, (host, pid) in peers.items():
         if host == socket.gethostname() and not _is_alive(pid):
             go_on = f"; continue with checkpointing.resume_from={run_folder}" if run_folder else ""
-            return f"crashed: rank {rank} (process {pid}) is gone{go_on}"
+            return f"crashed: {rank_name(rank)} (process {pid}) is gone{go_on}"
     return None
+
+
+def rank_name(rank: int) -> str:
+    """A rank of the job, in a split one with its side: "generator rank 3"."""
+    side = "" if num_trainers is None else "trainer " if rank < num_trainers else "generator "
+    return f"{side}rank {rank}"
 
 
 def _is_alive(pid: int) -> bool:

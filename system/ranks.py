@@ -5,7 +5,6 @@ import random
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import TypeVar
 
 import numpy as np
@@ -15,21 +14,43 @@ from torch.distributed.tensor import DTensor, Shard
 
 from config import ConfigError
 from system import exits
+from system.bridge import COLLECTIVE_TIMEOUT, Bridge, split
 
 T = TypeVar("T")
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # longer than any rollout: ranks wait for the slowest one's samples
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """Where this process stands. A tensor-parallel group is `tp_size` consecutive ranks sharing one engine; there are
-    `dp_size` groups, and this rank belongs to number `dp_rank`. FSDP shards over all ranks."""
+    `dp_size` groups, and this rank belongs to number `dp_rank`. FSDP shards over all ranks.
+
+    In a split job `rank` and `world_size` are those of this rank's side, and `bridge` joins it with the other.
+    """
 
     rank: int
     world_size: int
     local_rank: int
     tp_size: int
     engine_group: dist.ProcessGroup | None = None  # the ranks of this one's engine; None where it is alone
+    bridge: Bridge | None = None
+
+    @property
+    def generates(self) -> bool:
+        """Whether it is a generator of a split job."""
+        return self.bridge is not None and self.job_rank >= self.bridge.num_trainers
+
+    @property
+    def job(self) -> dist.ProcessGroup | None:
+        """The group of all ranks of the job; None for the default one."""
+        return self.bridge.objects if self.bridge else None
+
+    @property
+    def job_rank(self) -> int:
+        return self.bridge.objects.rank() if self.bridge else self.rank
+
+    @property
+    def job_size(self) -> int:
+        return self.bridge.objects.size() if self.bridge else self.world_size
 
     @property
     def dp_rank(self) -> int:
@@ -61,8 +82,9 @@ class Ranks:
         return shared[0]
 
 
-def start_process_group(tp_size: int) -> tuple[Ranks, torch.device]:
-    """Joins the process group torchrun laid out (RANK, WORLD_SIZE, ...; a lone process needs none of them).
+def start_process_group(tp_size: int, num_generators: int = 0) -> tuple[Ranks, torch.device]:
+    """Joins the process group torchrun laid out (RANK, WORLD_SIZE, ...; a lone process needs none of them). With
+    num_generators the job is split: that many ranks, its last, generate, and the others train.
 
     Objects and CPU tensors go over gloo, CUDA tensors over nccl. Threads per rank are OMP_NUM_THREADS: train.sh sets
     it, and torchrun to 1. Ranks with more threads than their share of the cores are 30x slower.
@@ -79,9 +101,16 @@ def start_process_group(tp_size: int) -> tuple[Ranks, torch.device]:
         torch.cuda.set_device(device)
     # Not device_id=device: torch would then split NCCL's communicator, on all ranks at once, for each group that is
     # made, gloo's too. vLLM makes ten for each engine; such splits have hung runs (pytorch/pytorch#145376).
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
-    processes = enumerate(gather((socket.gethostname(), os.getpid())))
-    exits.peers.update((rank, process) for rank, process in processes if rank != ranks.rank)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if num_generators:
+        bridge = split(ranks.rank, ranks.world_size, num_generators, backend)
+        tp_size = tp_size if ranks.rank >= bridge.num_trainers else 1
+        ranks = Ranks(dist.get_rank(), dist.get_world_size(), ranks.local_rank, tp_size, bridge=bridge)
+        exits.num_trainers = bridge.num_trainers
+    else:
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    processes = enumerate(gather((socket.gethostname(), os.getpid()), ranks.job))
+    exits.peers.update((rank, process) for rank, process in processes if rank != ranks.job_rank)
     if tp_size > 1:
         group, _ = dist.new_subgroups(tp_size, timeout=COLLECTIVE_TIMEOUT, backend="gloo")
         ranks = replace(ranks, engine_group=group)
@@ -118,17 +147,17 @@ def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     return bool(flags.item())
 
 
-def gather(value: T) -> list[T]:
-    """The value of each rank, on all ranks."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The value of each rank (of the group), on all of them."""
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
-def broadcast_from_rank0(value: T) -> T:
-    """Rank 0's `value`, on all ranks."""
+def broadcast_from_rank0(value: T, group: dist.ProcessGroup | None = None) -> T:
+    """Rank 0's `value`, on all ranks (of the group)."""
     shared = [value]
-    dist.broadcast_object_list(shared, src=0)
+    dist.broadcast_object_list(shared, group_src=0, group=group)
     return shared[0]
 
 
@@ -142,13 +171,13 @@ def local_rows(tensor: torch.Tensor) -> slice:
     return slice(start, min(start + rows_per_rank, len(tensor)))
 
 
-def on_rank0(work: Callable[[], T]) -> T:
-    """What `work` gives on rank 0, on all ranks; a ConfigError or OSError that it raises there is raised on all."""
+def on_rank0(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """What `work` gives on rank 0 (of the group), on all ranks; a ConfigError or OSError of it is raised on all."""
     try:
-        result = work() if dist.get_rank() == 0 else None
+        result = work() if (group or dist.group.WORLD).rank() == 0 else None
     except (ConfigError, OSError) as error:
         result = error
-    result = broadcast_from_rank0(result)
+    result = broadcast_from_rank0(result, group)
     if isinstance(result, ConfigError | OSError):
         raise result
     return result

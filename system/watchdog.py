@@ -2,7 +2,7 @@
 
 Owns the limit of each phase, the stacks of all ranks, and what is told when a rank dies. Ranks that wait for one that
 is stuck or gone would wait for the collective's timeout, on CUDA in a kernel that no signal interrupts. Nothing here is
-a collective: it has to work when those do not.
+a collective: it has to work when those do not. `Waiting` is for waits that may be long and all right.
 """
 
 import faulthandler
@@ -14,13 +14,39 @@ import threading
 import time
 import traceback
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 
 from config import WatchdogConfig
+from system import exits
 from system.exits import EXIT_CRASH, EXIT_HUNG, GRACE_SECONDS, LIBRARIES, describe_os_error, find_lost_rank, report_exit
 from system.ranks import Ranks
 
 POLL_SECONDS = 1.0
+WAITING = "waiting for the trainers"  # a generator's phase; what they do has limits at the trainers' watchdogs
+WAIT_SECONDS = 10.0
+
+
+class Waiting:
+    """Says what is waited for, after WAIT_SECONDS without progress and again after as long again, and so on."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self.start = self.newest = time.monotonic()
+        self.limit, self.num_missing = WAIT_SECONDS, 0
+
+    def look(self, names: Collection[str]) -> None:
+        """`names`: of what is missing."""
+        now = time.monotonic()
+        if len(names) != self.num_missing:
+            self.newest = now
+            self.limit, self.num_missing = WAIT_SECONDS, len(names)
+        if now - self.newest > self.limit:
+            self.limit *= 2
+            since = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - self.start)))
+            more = f" and {len(names) - 3} more" * (len(names) > 3)
+            first = "; ".join(list(names)[:3])
+            print(f"rank {self.rank} waits since {since}, {now - self.start:.0f} s, for {first}{more}", flush=True)
 
 
 class Watchdog:
@@ -52,6 +78,8 @@ class Watchdog:
 
     def limit(self) -> float:
         """Seconds that this phase may take. The first of its name gets more: it may compile, or capture graphs."""
+        if self.phase == WAITING:
+            return 1e8
         past = self.seconds.get(self.phase)
         return max(self.cfg.min_seconds, self.cfg.factor * statistics.median(past)) if past else self.cfg.first_seconds
 
@@ -73,7 +101,7 @@ class Watchdog:
         main_frame = frames.pop(self.main)
         texts = [self._where(main_frame), "".join(traceback.format_stack(main_frame))]
         texts += ["another thread:\n" + "".join(traceback.format_stack(frame)) for frame in frames.values()]
-        file = self.folder / f"rank_{self.ranks.rank:05d}.tmp"
+        file = self.folder / f"rank_{self.ranks.job_rank:05d}.tmp"
         try:
             self.folder.mkdir(exist_ok=True)  # which makes the other ranks dump theirs too
             file.write_text("\n".join(texts))
@@ -81,12 +109,13 @@ class Watchdog:
         except OSError as error:
             self._leave(EXIT_HUNG, f"hung: {texts[0]}; its stack cannot be written ({describe_os_error(error)})")
         end = time.monotonic() + GRACE_SECONDS
-        while time.monotonic() < end and len(list(self.folder.glob("*.txt"))) < self.ranks.world_size:
+        while time.monotonic() < end and len(list(self.folder.glob("*.txt"))) < self.ranks.job_size:
             time.sleep(0.1)
         lines = {int(f.stem[5:]): f.read_text().splitlines()[0] for f in sorted(self.folder.glob("*.txt"))}
-        lines |= {rank: f"rank {rank}: does not answer" for rank in range(self.ranks.world_size) if rank not in lines}
+        missing = [rank for rank in range(self.ranks.job_size) if rank not in lines]
+        lines |= {rank: f"{exits.rank_name(rank)}: does not answer" for rank in missing}
         stuck = [rank for rank in sorted(lines) if "waits for other ranks" not in lines[rank]]
-        who = f"rank {', '.join(map(str, stuck))} did not come" if stuck else "all ranks wait for each other"
+        who = f"{', '.join(map(exits.rank_name, stuck))} did not come" if stuck else "all ranks wait for each other"
         places = "; ".join(lines[rank] for rank in stuck or sorted(lines))
         self._leave(EXIT_HUNG, f"hung: {who}; {places}; stacks of all ranks: {self.folder}")
 
@@ -98,8 +127,9 @@ class Watchdog:
         last = ours[-1] if ours else stack[-1]
         doing = "waits for other ranks in" if waits else "is at"
         return (
-            f"rank {self.ranks.rank}: step {self.step}, {self.phase}, {time.monotonic() - self.since:.0f} s (limit "
-            f"{self.limit():.0f} s), {doing} {Path(last.filename).name}:{last.lineno} {last.name}: {last.line}"
+            f"{exits.rank_name(self.ranks.job_rank)}: step {self.step}, {self.phase}, "
+            f"{time.monotonic() - self.since:.0f} s (limit {self.limit():.0f} s), "
+            f"{doing} {Path(last.filename).name}:{last.lineno} {last.name}: {last.line}"
         )
 
     def _leave(self, code: int, reason: str) -> None:

@@ -1,0 +1,295 @@
+"""How much memory each GPU needs in each phase, by formulas: before a run starts, and without torch.
+
+Each formula is of lines of this program, which stand beside it, or has another source there; the tests count the bytes
+that these lines allocate. Sizes are bytes on one rank. Each token of a pack counts as one of a response.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from config import Config
+from hf.lora_layers import factor_shapes
+from hf.model_config import ModelConfig
+
+GIB = 2**30
+NUMBER = {"bfloat16": 2, "float32": 4}
+CHUNK_BYTES = int(3.25 * GIB)  # kernels/backend.py, which imports torch
+CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}  # kernels/softmax.py
+SORT_BYTES = {"cpu": 20 << 20, "cuda": 20 << 24}  # kernels.softmax.SamplingFilter: 20 for each of SORT_ELEMENTS
+# Not yet measured here: CUDA's context and NCCL's buffers 1 to 2 GiB, a sleeping vLLM 0.8 (NVIDIA-NeMo/RL#223).
+CONTEXT = {"cuda": 2.5 * GIB, "cpu": 0}
+Items = dict[str, float]  # what holds memory -> bytes
+Shapes = dict[str, tuple[int, ...]]
+
+
+def count(shapes: Shapes, part: str = "") -> int:
+    """Numbers of the tensors with `part` in their names."""
+    return sum(math.prod(shape) for name, shape in shapes.items() if part in name)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run on `num_gpus` ranks that train. vocab: ids of the tokenizer. gpu_bytes: of one GPU; None if nobody knows.
+    reward: the reward model. device: whose branches of the program run, "cuda" or "cpu"."""
+
+    cfg: Config
+    model: ModelConfig
+    vocab: int
+    num_gpus: int
+    gpu_bytes: float | None = None
+    reward: ModelConfig | None = None
+    device: str = "cuda"
+
+    @property
+    def precision(self) -> int:
+        """Bytes of a number in the trainer's matmuls: c below."""
+        return NUMBER[self.cfg.policy.precision]
+
+    @property
+    def engine_precision(self) -> int:
+        return NUMBER[self.cfg.policy.generation.vllm_cfg.precision or self.cfg.policy.precision]
+
+    @cached_property
+    def tokens(self) -> int:
+        return self.cfg.policy.pack_tokens(self.device)
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        return dict(self.model.tensor_shapes())
+
+    @property
+    def lora(self) -> bool:
+        return self.cfg.policy.dtensor_cfg.lora_cfg.enabled
+
+    @cached_property
+    def trained(self) -> Shapes:
+        """What the optimizer moves."""
+        return factor_shapes(self.model, self.cfg.policy.dtensor_cfg.lora_cfg) if self.lora else self.shapes
+
+    @cached_property
+    def block(self) -> int:
+        """Numbers of a block's weights, adapters included."""
+        return count(self.shapes | self.trained, "model.layers.0.")
+
+    @property
+    def head(self) -> int:
+        """Numbers of the embedding, and as many of an untied head."""
+        return self.model.vocab_size * self.model.hidden_size
+
+    def rows(self, shapes: Shapes) -> int:
+        """Numbers of a rank's shards. FSDP2 splits rows; each rank has as many as the one with the most."""
+        return sum(-(-rows // self.num_gpus) * math.prod(rest) for rows, *rest in shapes.values())
+
+    @cached_property
+    def shards(self) -> Items:
+        """What is trained is in float32, what is frozen in the trainer's precision. AdamW has two moments, Muon one of
+        each matrix of a block; `state_dtype` is of the first (optim.build_optimizer)."""
+        trained, optimizer = self.rows(self.trained), self.cfg.policy.optimizer
+        frozen = self.precision * self.rows(self.shapes) if self.lora else 0
+        moments = (NUMBER[optimizer.kwargs.state_dtype] + 4) * trained
+        if optimizer.name == "torch.optim.Muon":
+            moments -= 4 * self.rows({n: s for n, s in self.trained.items() if ".layers." in n and len(s) == 2})
+        return {"weights": frozen + 4 * trained, "moments": moments, "gradients": 4 * trained}
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """Which of the shards are in host memory; on CPU that is no other memory."""
+        policy = self.cfg.policy
+        some = ("moments",) if policy.offload_optimizer_for_logprob else ()
+        return () if self.device == "cpu" else tuple(self.shards) if policy.dtensor_cfg.cpu_offload else some
+
+    def states(self, gradients: bool = False) -> Items:
+        left_out = self.offloaded if gradients else (*self.offloaded, "gradients")
+        return {name: size for name, size in self.shards.items() if name not in left_out}
+
+    @cached_property
+    def block_activations(self) -> float:
+        """Of one block and token, kept for backward (model.Block): its input and that of the MLP in float32, what the
+        norms made of them, queries, keys and values, attention's result, four tensors of the MLP. Compiled blocks keep
+        no float32 copies and three of the four (min-cut of torch's partitioner)."""
+        m, c = self.model, self.precision
+        policy = self.cfg.policy
+        queries, keys = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
+        # A prompt's keys and values are there once for each response that shares it (model.packed_attention).
+        new = min(policy.generation.max_new_tokens, policy.max_total_sequence_length)
+        prompt = policy.max_total_sequence_length - new
+        group = self.cfg.grpo.num_generations_per_prompt if policy.sequence_packing.share_prefix else 0
+        attention = 2 * queries + 2 * keys * (1 + group * prompt / (prompt + max(1, group) * new))
+        # On CPU it computes in float32, and its result is there once more.
+        attention = 4 * attention + c * queries if self.device == "cpu" else c * attention
+        if self.compiled:
+            norms = (4 + 3 * c) * m.hidden_size + c * (queries + keys) * m.qk_norm
+            return norms + attention + 3 * c * m.intermediate_size
+        scaled = 0 if self.lora else 4  # for the gradient of the norms' weights
+        norms = 2 * (4 + scaled + c) * m.hidden_size + (4 + scaled) * (queries + keys) * m.qk_norm
+        return norms + attention + 4 * c * m.intermediate_size
+
+    @property
+    def compiled(self) -> bool:
+        option = self.cfg.policy.compile
+        return self.device == "cuda" if option is None else option
+
+    def kept(self, num_blocks: int) -> float:
+        """Activations of so many blocks: with recomputing, only their inputs, in float32."""
+        recompute = self.cfg.policy.dtensor_cfg.activation_checkpointing
+        return num_blocks * self.tokens * (4 * self.model.hidden_size if recompute else self.block_activations)
+
+    def gathered(self, size: int) -> float:
+        """A unit of FSDP (model.shard), whole, and the buffer of an all-gather, its own or the next one's; one rank
+        needs none. With cpu_offload there are also its float32 shards, on their way."""
+        shard = 4 * size / self.num_gpus if "weights" in self.offloaded else 0
+        return self.precision * size * (2 if self.num_gpus > 1 else 1) + shard
+
+    @property
+    def buffer(self) -> float:
+        """FSDP keeps the buffer of the newest all-gather of a forward until the next one: that of an untied head."""
+        newest = self.block if self.model.tie_word_embeddings else self.head
+        return self.gathered(newest) - self.precision * newest
+
+    def logits(self, to_train: bool) -> float:
+        """A chunk of the head's logits (kernels.softmax.logit_chunks), with top_p sorted a part at a time. PyTorch has
+        copies: exp z, dz."""
+        m, policy = self.model, self.cfg.policy
+        top_p, top_k = policy.generation.top_p, policy.generation.top_k
+        sorts = SORT_BYTES[self.device] * (top_p < 1)
+        if self.device == "cuda" and policy.kernel_backend != "torch":
+            stride = -(-m.vocab_size // 16) * 16
+            most = policy.logprob_chunk_size or max(1024, CHUNK_BYTES // (4 * stride) // 128 * 128)
+            equal = -(-self.tokens // -(-self.tokens // most) // 128) * 128  # KernelBackend.rows
+            # To score without a filter, linear_logp writes none.
+            is_written = to_train or top_p < 1 or top_k is not None
+            return (4 * stride * min(most, equal) + sorts) * is_written
+        chunk = 4 * self.vocab * min(self.tokens, max(1, CHUNK_ELEMENTS[self.device] // self.vocab))
+        weight = 4 * self.vocab * m.hidden_size if self.device == "cpu" and self.precision == 2 else 0  # in float32
+        copies = 2.5 if self.precision == 2 and to_train and not self.lora else 2
+        return max(chunk + max(weight, sorts), chunk * copies)
+
+    def train(self) -> dict[str, Items]:
+        """The moments of forward and backward at which most is held, from the second pack of a step on."""
+        m, c = self.model, self.precision
+        rows = c * self.tokens * m.hidden_size  # of the head's input, or of its gradient
+        activations = self.kept(m.num_hidden_layers) + (4 + 4 + c) * self.tokens * m.hidden_size
+        # linear_loss: dX and a float32 dW, and beside them the logits, or both once more as autograd gets them.
+        dW = 0 if self.lora else self.head
+        head = 2 * rows + 4 * dW + max(self.logits(True), c * dW + rows)
+        tied = m.tie_word_embeddings
+        # FSDP's reduction of it on one rank: a float32 copy, one more for the division, and the gradient of the packs
+        # before. Several ranks hold less then than at the head. A tied one's comes when the activations are gone.
+        reduction = 3 * 4 * dW if self.num_gpus == 1 else 0
+        # Within a block's backward most is held as that of the MLP begins, with the gradient of its last matrix, or
+        # with LoRA that of merged_weight.
+        inner = (self.block_activations + 4 * m.hidden_size + 2 * c * m.intermediate_size) * self.tokens
+        whole = self.gathered(self.block) + (4 if self.lora else c) * m.hidden_size * m.intermediate_size
+        moments: dict[str, Items] = {
+            "the head": {"embedding and head": c * self.head, "gathered": self.buffer}
+            | {"activations": activations, "logits and gradient of the head": head},
+            "the reduction of its gradient": {"activations": activations * (not tied), "embedding and head": reduction},
+            "a block": {"activations": self.kept(m.num_hidden_layers - 1) + inner, "gathered": whole}
+            | {"embedding and head": c * (self.head + dW) if tied else 4 * dW},
+        }
+        return {at: self.states(gradients=True) | items for at, items in moments.items()}
+
+    def score(self) -> dict[str, Items]:
+        """Forwards without gradients. A reference takes the place of what is trained, and a copy of that waits
+        (model.Reference)."""
+        m, c = self.model, self.precision
+        states = self.states()
+        if self.cfg.loss_fn.reference_policy_kl_penalty > 0 and "weights" not in self.offloaded:
+            states["copy of the policy"] = 4 * self.rows(self.trained)
+        queries, keys = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
+        inner = (4 + 4 + c) * m.hidden_size + c * (2 * queries + 2 * keys) + 3 * c * m.intermediate_size
+        whole = self.gathered(self.block) + c * m.hidden_size * m.intermediate_size * self.lora  # merged_weight
+        ends = c * self.head
+        moments: dict[str, Items] = {
+            "the first gather": {"embedding and head": self.gathered(self.head), "gathered": self.gathered(self.block)},
+            "a block": {"embedding and head": ends * m.tie_word_embeddings, "gathered": whole}
+            | {"activations": inner * self.tokens},
+            "the head": {"embedding and head": ends, "gathered": self.buffer, "logits": self.logits(False)}
+            | {"activations": 2 * c * self.tokens * m.hidden_size},
+        }
+        return {at: states | items for at, items in moments.items()}
+
+    @property
+    def kv_bytes(self) -> float:
+        """Of a token in an engine's cache: keys and values of all layers; each rank has its share of the heads."""
+        m, tensor = self.model, self.cfg.policy.generation.vllm_cfg.tensor_parallel_size
+        heads = max(1, m.num_key_value_heads / tensor)
+        return 2 * m.num_hidden_layers * heads * m.head_dim * self.engine_precision
+
+    @cached_property
+    def engine(self) -> Items:
+        """The engine without its KV cache. vLLM pads the tokenizer's vocabulary to a multiple of 64. On CPU a tied head
+        is a matrix of its own, and any head is in float32 (engine.py). Not yet measured on CUDA: five matrices of
+        logits in its sampler, and 1 GiB for 8,192 tokens in a layer and CUDA graphs (verl, docs/perf/perf_tuning.rst:
+        0.15 to 1)."""
+        m, c = self.model, self.engine_precision
+        grpo, generation = self.cfg.grpo, self.cfg.policy.generation
+        tensor = generation.vllm_cfg.tensor_parallel_size
+        vocab = -(-self.vocab // 64) * 64 * m.hidden_size
+        blocks = count(self.shapes, ".layers.")
+        if self.device == "cpu":
+            return {"engine's weights": (c * (blocks + vocab) + 4 * vocab) / tensor}
+        engines = max(1, (generation.num_generators or self.num_gpus) // tensor)
+        training = -(-grpo.prompts_per_batch // engines) * grpo.num_generations_per_prompt
+        validation = -(-grpo.max_val_samples // engines) * grpo.val_num_generations_per_prompt
+        sequences = min(1024, max(training, validation))  # max_num_seqs (engine.Engine)
+        weights = c * (blocks + vocab * (1 if m.tie_word_embeddings else 2)) / tensor
+        return {"engine's weights": weights, "engine's buffers": 5 * 4 * sequences * self.vocab + GIB}
+
+    @property
+    def kv_cache(self) -> float:
+        """What the engine's share of the GPU leaves (vLLM's determine_available_memory); below 0: nothing."""
+        vllm_cfg = self.cfg.policy.generation.vllm_cfg
+        if self.device == "cpu":
+            return vllm_cfg.kvcache_gib * GIB
+        return vllm_cfg.gpu_memory_utilization * (self.gpu_bytes or 0) - sum(self.engine.values())
+
+    def generate(self) -> Items:
+        """The engine is awake, and the trainer may score beside it: the canary, or the reward model's conversations. In
+        a split job no trainer is on this GPU."""
+        num_generators = self.cfg.policy.generation.num_generators
+        items = self.engine | {"KV cache": max(0, self.kv_cache)}
+        if not num_generators:
+            items |= self.states() | {"canary's forward": self.gathered(self.head) + self.gathered(self.block)}
+        if self.reward:  # its root is gathered whole, with the buffer of that
+            shapes = dict(replace(self.reward, tie_word_embeddings=True).tensor_shapes())
+            numbers = count(shapes) / (num_generators or self.num_gpus) + 2 * count(shapes, "embed_tokens")
+            items["reward model"] = NUMBER[self.cfg.env.reward_model.precision] * numbers
+        return items
+
+    def sync(self) -> Items:
+        """A block's shards in the engine's precision, gathered, and given to the engine; the embedding stays until all
+        is sent (hf.weights.full_tensors). In a split job the engine is elsewhere."""
+        size = self.engine_precision * max(self.block, self.head)
+        copies = size * (2 + 1 / self.num_gpus) + self.engine_precision * self.head
+        engine = 0 if self.cfg.policy.generation.num_generators else self.engine["engine's weights"]
+        return self.states() | {"engine's weights": engine, "gathered to send": copies}
+
+    def host(self) -> Items:
+        """Pinned host memory of a rank: the reference (model.Reference), and what is offloaded."""
+        items = {name: self.shards[name] for name in self.offloaded}
+        if self.cfg.loss_fn.reference_policy_kl_penalty > 0:
+            precision = 4 if self.cfg.grpo.ref_policy_update_alpha < 1 else self.precision
+            items["reference"] = precision * self.rows(self.trained)
+        return items
+
+    @cached_property
+    def phases(self) -> dict[str, tuple[str, Items]]:
+        """Phase -> its largest moment, and what holds memory then."""
+        phases = {"train": self.train(), "score": self.score(), "generate": {"": self.generate()}}
+        phases["sync"] = {"": self.sync()}
+        largest = {phase: max(its.items(), key=lambda m: sum(m[1].values())) for phase, its in phases.items()}
+        return {p: (at, items | {"CUDA and NCCL": CONTEXT[self.device]}) for p, (at, items) in largest.items()}
+
+    def size(self, phase: str) -> float:
+        return sum(self.phases[phase][1].values())
+
+    @property
+    def lacking(self) -> float:
+        """Bytes that the GPU lacks, or the KV cache for one sequence of the greatest length; <= 0 where it fits, or
+        where nobody knows the GPU."""
+        if self.gpu_bytes is None:
+            return 0
+        sequence = self.kv_bytes * self.cfg.policy.max_total_sequence_length
+        return max(max(map(self.size, self.phases)) - self.gpu_bytes, sequence - self.kv_cache)

@@ -1,0 +1,109 @@
+"""A split job: one torchrun job of two sides, of which the first ranks train and the last ones generate.
+
+Each side has a default process group of its own, so FSDP, vLLM, checkpoints and `dist.*` work there as in a job without
+sides. (One default group for both would hang: vLLM makes subgroups of it, each a collective of all its ranks.) Two
+groups join the sides: one of all ranks for objects, and one of trainer 0 and the generators for weights.
+"""
+
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+Shapes = list[tuple[str, tuple[int, ...]]]  # names and shapes of tensors, in the order in which they are sent
+BUCKET_BYTES = 256 * 2**20
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # longer than any rollout: ranks wait for the slowest one's samples
+SIDE_TIMEOUT = timedelta(days=7)  # one side waits for all that the other does; who hangs is the watchdogs' business
+
+
+@dataclass(slots=True)
+class Bridge:
+    """What joins the sides."""
+
+    num_trainers: int
+    objects: dist.ProcessGroup  # of all ranks of the job
+    weights: dist.ProcessGroup | None  # None for trainers but the first, which have no part in it
+
+    def broadcast(self, value: T, root: int) -> T:
+        """What rank `root` of the job gives, on all its ranks: a collective of both sides."""
+        shared = [value]
+        dist.broadcast_object_list(shared, group_src=root, group=self.objects)
+        return shared[0]
+
+    def send_weights(self, tensors: Iterable[Tensor]) -> None:
+        """The trainers' part, while all generators are in `receive_weights`. Tensors are of one type. Trainer 0 sends
+        them; the others only walk them, because gathering each is a collective of the trainers."""
+        if self.weights is None:
+            deque(tensors, maxlen=0)
+            return
+        for bucket in fill_buckets(tensors):
+            dist.broadcast(bucket, group_src=0, group=self.weights)
+
+    def receive_weights(self, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """The generators' part: (name, tensor) of what is sent, which has these shapes. To be walked to its end."""
+        to_come = sum(math.prod(shape) for _, shape in shapes)
+        flat = torch.empty(0, dtype=dtype, device=device)  # what no tensor has been made of
+        for name, shape in shapes:
+            size = math.prod(shape)
+            while len(flat) < size:
+                bucket = torch.empty(min(to_come, BUCKET_BYTES // dtype.itemsize), dtype=dtype, device=device)
+                dist.broadcast(bucket, group_src=0, group=self.weights)
+                flat = torch.cat([flat, bucket])
+                to_come -= len(bucket)
+            yield name, flat[:size].view(shape)
+            flat = flat[size:]
+
+
+def fill_buckets(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """All tensors flat and in a row, cut into pieces of BUCKET_BYTES; the last one may be shorter."""
+    pieces: list[Tensor] = []
+    for tensor in tensors:
+        flat = tensor.flatten()
+        while (room := BUCKET_BYTES // flat.dtype.itemsize - sum(map(len, pieces))) <= len(flat):
+            yield torch.cat([*pieces, flat[:room]])
+            flat = flat[room:]
+            pieces = []
+        pieces.append(flat)
+    if any(map(len, pieces)):
+        yield torch.cat(pieces)
+
+
+def split(rank: int, size: int, num_generators: int, backend: str) -> Bridge:
+    """Starts the default process group of this rank's side, and joins the sides. RANK and WORLD_SIZE, which vLLM reads,
+    become those of the side. A collective of the whole job, by the environment of torchrun."""
+    num_trainers = size - num_generators
+    assert 0 < num_trainers < size, (size, num_generators)
+    store, _, _ = next(dist.rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
+    first, side_size = (num_trainers, num_generators) if rank >= num_trainers else (0, num_trainers)
+    os.environ.update(RANK=str(rank - first), WORLD_SIZE=str(side_size))
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"side {first}", store),
+        rank=rank - first,
+        world_size=side_size,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+    objects = _group("objects", "gloo", store, rank, size, SIDE_TIMEOUT)
+    weights = None
+    if rank == 0 or rank >= num_trainers:
+        rank_of_group = rank and 1 + rank - num_trainers
+        kind = "nccl" if "nccl" in backend else "gloo"
+        weights = _group("weights", kind, store, rank_of_group, 1 + num_generators, COLLECTIVE_TIMEOUT)
+    return Bridge(num_trainers, objects, weights)
+
+
+def _group(name: str, backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """A group across the sides. `dist.new_group` makes groups within the default group, by this call; [] says that the
+    ranks are not those of the default group."""
+    c10d = dist.distributed_c10d
+    group, _ = c10d._new_process_group_helper(size, rank, [], dist.Backend(backend), store, name, timeout=timeout)
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}  # else torch hides errors behind one of its own
+    return group
