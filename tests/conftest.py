@@ -136,7 +136,8 @@ def engine(one_rank, tiny):
 
     # 256: more than a block of the prefix cache
     policy = config.PolicyConfig(precision="float32", max_total_sequence_length=256)
-    return Engine(tiny[0], Tokenizer(tiny[0]), config.Config(policy=policy))
+    grpo = config.GRPOConfig(async_grpo=config.AsyncGRPOConfig(enabled=True))  # more than without it, which is the same
+    return Engine(tiny[0], Tokenizer(tiny[0]), config.Config(policy=policy, grpo=grpo))
 
 
 @pytest.fixture(scope="session")

@@ -88,12 +88,28 @@ def test_good_config_is_summed_up(work):
     words = ["run.yaml", "data.validation.data_path=held.jsonl", "data.validation.output_key=answer"]
     code, out, err = check(work, "--check", *words, WORLD_SIZE="2")
     assert (code, err) == (0, "")
-    assert out.splitlines() == [
+    assert out.split("\nmemory ")[0].splitlines() == [
         f"model      {STARTER} (vocabulary 262)",
         "train      train.jsonl (exact): 10 prompts",
         "validation held.jsonl (exact): 3 prompts",
         "steps      2 of 4 prompts x 16 samples",
     ]
+
+
+def test_the_memory_plan_and_a_gpu_that_is_too_small(work):
+    """The plan has no verdict where nobody knows the GPU; with one the exit code says it, after the plan."""
+    first = "memory     GiB{} on each of 2 GPUs, packs of 8,192 tokens\n  train "
+    words = ["--check", "run.yaml", "cluster.gpus_per_node=2"]
+    code, out, err = check(work, *words)
+    assert (code, err) == (0, "") and first.format("") in out
+    code, out, err = check(work, *words, "--gpu_memory=80")
+    assert (code, err) == (0, "") and first.format(" of 80") in out
+    code, out, err = check(work, *words, "--gpu_memory=2")
+    assert code == 2 and first.format(" of 2") in out
+    assert err.startswith("error: memory: ") and " GiB on each GPU, which has 2; " in err and err.count("\n") == 1
+    assert refused(work, "run.yaml", "--gpu_memory=much") == (
+        "--gpu_memory=much: expected the GiB of a GPU, such as --gpu_memory=80"
+    )
 
 
 def test_some_prompts_too_long_are_counted(work):
@@ -162,7 +178,9 @@ def test_mistake_in_config_or_paths(work, monkeypatch, words, message):
 
 
 def test_no_argument_is_answered_with_the_usage(work):
-    assert "usage: [torchrun --nproc_per_node=N] grpo.py [--check [--all] [--explain]] CONFIG.yaml" in refused(work)
+    assert "usage: [torchrun --nproc_per_node=N] grpo.py [--check [--all] [--explain]] [--gpu_memory=GiB]" in refused(
+        work
+    )
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def launches(tmp_path_factory):
     is torchrun's start."""
     runs = {}
     for name, words, env in (
-        ("refused", ("my.yaml", "grpo.seed=2", "--nproc_per_node=1"), {"OMP_NUM_THREADS": "1"}),
+        ("refused", ("my.yaml", "grpo.seed=2", "--nproc_per_node=1", "--gpu_memory=80"), {"OMP_NUM_THREADS": "1"}),
         ("killed", ("my.yaml", "end=killed", "--nproc_per_node=1"), {}),
         ("lost", ("my.yaml", "end=lost"), {}),
         ("signal", ("my.yaml", "end=signal"), {}),
@@ -108,8 +108,8 @@ def test_exit_code_and_reason_are_those_of_the_ranks(launches):
     assert code == 3
     assert err.splitlines()[-1] == "train.sh: exit code 3: the reason, in 'two' lines (rank 0)"
     checked, line = out.splitlines()[:2]
-    assert json.loads(checked) == ["1", "my.yaml", "grpo.seed=2"]
-    assert line.startswith("torchrun line: ") and line.endswith(" grpo.py my.yaml grpo.seed=2")
+    assert json.loads(checked) == ["1", "my.yaml", "grpo.seed=2", "--gpu_memory=80"]
+    assert line.startswith("torchrun line: ") and line.endswith(" grpo.py my.yaml grpo.seed=2 --gpu_memory=80")
 
 
 def test_a_rank_that_dies_without_a_word_is_exit_code_1(launches):

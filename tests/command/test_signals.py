@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from run_life import ROOT, Life, assert_same, command, newest_step, run_to_the_end, steps
+from safetensors.torch import load_file
 
 SECONDS = 20  # a run that was told to stop has
 
@@ -92,6 +94,27 @@ def test_chain_of_25_kills(tmp_path):
     assert_same(folder, whole, num_steps)
 
 
+@pytest.mark.long
+def test_lora_killed_amid_the_update(tmp_path):
+    """A rank of two, by SIGKILL; what goes on is at the end the unbroken run, to the bit, and so are the exports."""
+    lora = ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=3")
+    works = [tmp_path / name for name in ("whole", "killed")]
+    for work in works:
+        work.mkdir()
+    whole = run_to_the_end(works[0], 6, *lora)
+    life = Life(works[1], 6, *lora, slow=("update", 5))  # of step 5
+    life.wait_for(life.mark.exists)
+    rank = next(pid for pid, line in life.processes().items() if b"-u\0grpo.py" in line)
+    assert life.end(signal.SIGKILL, rank)[0] == 1
+    folder = works[1] / "logs" / "exp_001"
+    assert newest_step(folder) == 3
+    run_to_the_end(works[1], 6, *lora, resume=folder)
+    assert_same(folder, whole, 6)
+    for name in ("hf_model/model.safetensors", "hf_adapter/adapter_model.safetensors"):
+        one, other = load_file(whole / name), load_file(folder / name)
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
 def test_torchrun_killed_while_the_ranks_import_leaves_none(tmp_path):
     command_line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "grpo.py"]
     command_line += ["configs/smoke.yaml", f"logger.log_dir={tmp_path}"]
@@ -105,8 +128,10 @@ def test_torchrun_killed_while_the_ranks_import_leaves_none(tmp_path):
     time.sleep(0.5)  # both are past the first lines of grpo.py, and import torch for seconds
     torchrun.kill()
     torchrun.wait()
-    time.sleep(1)
-    assert [pid for pid in ranks if command(pid)] == []
+    end = time.monotonic() + 20
+    while (left := [pid for pid in ranks if command(pid)]) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert left == []
 
 
 def children_of(pid):

@@ -7,10 +7,10 @@ import torch
 from hf_folders import FAMILIES, QWEN2, make_hf_folder, make_pack
 from torch._dynamo.utils import counters
 
-from config import ConfigError
+from config import ConfigError, LoRAConfig
 from hf.model_config import ModelConfig
 from model import Block, Decoder, load_policy
-from run import setup
+from run import build
 
 LENGTHS = [1, 2, 3, 64, 128, 5, 8, 13, 21, 31, 47, 60, 75, 90, 99, 100, 7, 16, 111, 4]
 
@@ -28,10 +28,10 @@ def num_graphs(monkeypatch):
 
 
 def logits_and_gradients(model, length):
-    """Of a pack of two sequences, or of one where it is shorter than 4 tokens; whole gradients."""
+    """Of a pack of two sequences, or of one where it is shorter than 4 tokens; whole gradients of what is trained."""
     logits_TV = model(*make_pack([length // 3, length - length // 3] if length >= 4 else [length]))
     logits_TV.sin().sum().backward()
-    gradients = [param.grad.full_tensor() for param in model.parameters()]
+    gradients = [param.grad.full_tensor() for param in model.parameters() if param.requires_grad]
     model.zero_grad()
     return [logits_TV.detach(), *gradients]
 
@@ -46,19 +46,27 @@ def test_all_blocks_share_the_compiled_halves(num_graphs):
 
 
 @pytest.mark.slow  # seconds, and --fast puts calls into what is compiled
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("recompute", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_compiled_halves_equal_eager_with_two_graphs(recompute, num_graphs, one_rank, tmp_path):
-    """Under FSDP2. Two graphs for all blocks and 20 lengths, none for a lone token, and two more without gradients."""
+def test_compiled_halves_equal_eager_with_two_graphs(recompute, lora, num_graphs, one_rank, tmp_path):
+    """Under FSDP2. Two graphs for all blocks and 20 lengths, none for a lone token, and two more without gradients.
+    With LoRA two more for the first block, whose input has no gradient."""
     make_hf_folder(tmp_path, **FAMILIES["qwen3_tied_bias"])
-    options = {"device": "cpu", "mesh": one_rank[2], "activation_checkpointing": recompute}
+    options = {"device": "cpu", "mesh": one_rank[2], "lora": LoRAConfig(enabled=lora)}
     eager, compiled = (load_policy(tmp_path, **options) for _ in range(2))
+    for block in (*eager.model["layers"], *compiled.model["layers"]):
+        block.recompute = recompute
+    with torch.no_grad():
+        for name, param in (*eager.named_parameters(), *compiled.named_parameters()):
+            if name.endswith("lora_B"):
+                param.to_local().fill_(0.01)
     compiled.compile_blocks()
     assert [name for name, _ in compiled.named_parameters()] == [name for name, _ in eager.named_parameters()]
     assert len(set(LENGTHS)) == 20
     gaps = []
-    for length in LENGTHS:
+    for length in LENGTHS[:6] if lora else LENGTHS:
         found, expected = (logits_and_gradients(model, length) for model in (compiled, eager))
-        assert num_graphs() == (0 if length == 1 else 2)
+        assert num_graphs() == (0 if length == 1 else 4 if lora else 2)
         largest = max(gradient.abs().max() for gradient in expected[1:])  # of two tokens, some are 0 but for rounding
         scales = [expected[0].abs().max(), *[largest] * len(expected[1:])]
         gaps += [(a - b).abs().max() / scale for a, b, scale in zip(found, expected, scales, strict=True)]
@@ -68,7 +76,7 @@ def test_compiled_halves_equal_eager_with_two_graphs(recompute, num_graphs, one_
         with torch.no_grad():
             for length in LENGTHS[:5]:
                 compiled(*make_pack([length]))
-        assert num_graphs() == 4
+        assert num_graphs() == (6 if lora else 4)
 
 
 @pytest.fixture
@@ -84,7 +92,7 @@ def can_compile(monkeypatch, tmp_path):
 
 def test_when_blocks_are_compiled(can_compile):
     choices = [(option, device) for device in ("cuda", "cpu") for option in (None, True, False)]
-    assert [setup.compiles(*choice) for choice in choices if choice != (True, "cpu")] == [
+    assert [build.compiles(*choice) for choice in choices if choice != (True, "cpu")] == [
         True,
         True,
         False,
@@ -92,23 +100,23 @@ def test_when_blocks_are_compiled(can_compile):
         False,
     ]
     with pytest.raises(ConfigError, match=r"policy\.compile: on CPU .* leave this null, or set policy.compile=false"):
-        setup.compiles(True, "cpu")
+        build.compiles(True, "cpu")
 
 
 @pytest.mark.parametrize("option", [None, True])
 def test_where_nothing_can_be_compiled_the_fix_is_named(option, can_compile, monkeypatch):
     (can_compile / "gcc").unlink()
     with pytest.raises(ConfigError, match=r"needs a C compiler, there is no gcc or clang; install gcc, or name"):
-        setup.compiles(option, "cuda")
-    assert not setup.compiles(False, "cuda")
+        build.compiles(option, "cuda")
+    assert not build.compiles(False, "cuda")
     monkeypatch.setenv("CC", "icx")
     with pytest.raises(ConfigError, match=r"there is no icx; install gcc, or name yours in CC"):
-        setup.compiles(option, "cuda")
+        build.compiles(option, "cuda")
     (can_compile / "icx").touch(mode=0o755)
-    assert setup.compiles(option, "cuda")
+    assert build.compiles(option, "cuda")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     with pytest.raises(ConfigError, match=r"TORCHDYNAMO_DISABLE has turned PyTorch's compiler off; unset both"):
-        setup.compiles(option, "cuda")
+        build.compiles(option, "cuda")
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     with torch._dynamo.config.patch(disable=True), pytest.raises(ConfigError, match="TORCH_COMPILE_DISABLE"):
-        setup.compiles(option, "cuda")
+        build.compiles(option, "cuda")

@@ -21,7 +21,7 @@ def sample_of(prompt, prompt_length, response_length, index=0, seed=0):
         sampler_logps=rng.normal(size=response_length).astype(np.float32),
         mask=rng.random(response_length) < 0.8,
         finish_reason="stop",
-        weight_version=0,
+        versions=np.zeros(response_length, np.int32),
         reward=float(rng.integers(2)),
         advantage=float(rng.normal()),
     )

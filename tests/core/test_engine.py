@@ -1,23 +1,24 @@
 """The engine against the trainer and transformers: same tokens, same log-probabilities; a stale one is found."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from dist_case import settings
 from loop import CPU, make_run, train
-from samples import sample
+from samples import of_version, sample
 
 import config
 import data
 import envs
 from batch import to_device
 from engine import SamplingOptions, check_canary, check_versions
+from hf.model_config import read_model_config
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
+from kernels import SamplingFilter
 from model import load_policy
 from rollout import Sampler, sample_seed
+from run.memory_plan import Plan
 from system.exits import Interrupted, StopRun
 
 TEMPERATURE = 0.7
@@ -25,12 +26,19 @@ OLD = "sampler and trainer disagree by"
 
 
 @pytest.fixture
-def policy(one_rank, tiny):
+def policy(request, one_rank, tiny):
+    """All of its weights are trained, or by WITH_LORA also one with adapters, as steps would have left them."""
     _, device, mesh = one_rank
-    model = load_policy(tiny[0], device=device, mesh=mesh)
+    lora = config.LoRAConfig(enabled=getattr(request, "param", "") == "LoRA")
+    model = load_policy(tiny[0], device=device, mesh=mesh, lora=lora)
     model.temperature = TEMPERATURE
     model.vocab_limit = Tokenizer(tiny[0]).vocab_size
+    if lora.enabled:
+        step(model)
     return model
+
+
+WITH_LORA = pytest.mark.parametrize("policy", ["all weights", "LoRA"], indirect=True)
 
 
 @pytest.fixture
@@ -42,7 +50,7 @@ def sync(engine, policy, version=0, without=None):
     engine.sync(((n, t) for n, t in full_tensors(policy, engine.dtype) if n != without), version)
 
 
-def draw(engine, tokenizer, ranks, num_prompts, num_samples, max_new_tokens):
+def draw(engine, tokenizer, ranks, num_prompts, num_samples, options):
     """Samples from prompts of several lengths, graded by the arithmetic environment (all wrong: random weights)."""
     texts = [f"{i}+{7 * i}" * (1 + i % 4) for i in range(num_prompts)]
     rows = [
@@ -52,12 +60,16 @@ def draw(engine, tokenizer, ranks, num_prompts, num_samples, max_new_tokens):
         for i, text in enumerate(texts)
     ]
     sampler = Sampler(engine, tokenizer, {"exact": envs.Exact()}, ranks)
-    return sampler.sample(list(enumerate(rows)), num_samples, SamplingOptions(TEMPERATURE, max_new_tokens), (0,))
+    return sampler.sample(list(enumerate(rows)), num_samples, options, (0,))
 
 
 @pytest.fixture
 def samples_of(engine, tokenizer, one_rank):
-    return lambda *sizes: draw(engine, tokenizer, one_rank[0], *sizes)
+    def draw_samples(num_prompts, num_samples, max_new_tokens):
+        options = SamplingOptions(TEMPERATURE, max_new_tokens)
+        return draw(engine, tokenizer, one_rank[0], num_prompts, num_samples, options)
+
+    return draw_samples
 
 
 def gaps(policy, samples):
@@ -69,6 +81,13 @@ def gaps(policy, samples):
             logp_R, _ = policy(*micro.model_inputs)
         gap.append((logp_R - micro.sampler_logp_R).abs())
     return torch.cat(gap)
+
+
+@pytest.mark.parametrize("policy", ["LoRA"], indirect=True)
+def test_sampler_equals_trainer_with_lora(engine, policy, samples_of):
+    sync(engine, policy)
+    gap = gaps(policy, samples_of(32, 8, 60))
+    assert len(gap) >= 10_000 and gap.max() <= 1e-4, gap.max()
 
 
 def test_sampler_equals_trainer_and_transformers_with_padded_vocabulary(engine, policy, samples_of, tiny):
@@ -90,9 +109,13 @@ def test_sampler_equals_trainer_and_transformers_with_padded_vocabulary(engine, 
         assert padded_mass.mean() > 0.01  # so that forgetting to cut them would show
 
 
+@WITH_LORA
 def test_every_parameter_reaches_the_engine(engine, policy, samples_of):
     sync(engine, policy)
+    assert gaps(policy, samples_of(8, 2, 12)).max() <= 1e-4
     for name, param in policy.named_parameters():
+        if not param.requires_grad:
+            continue
         with torch.no_grad():
             generator = torch.Generator().manual_seed(1)
             local = param.to_local()
@@ -104,6 +127,7 @@ def test_every_parameter_reaches_the_engine(engine, policy, samples_of):
         assert fresh.max() <= 1e-4, f"{name} did not reach the engine: {fresh.max()}"
 
 
+@WITH_LORA
 def test_skipped_sync_after_an_optimizer_step_stops_the_run(engine, policy, samples_of, one_rank):
     cfg = settings(
         grpo={"logp_gap_limit": 1e-3},
@@ -113,7 +137,7 @@ def test_skipped_sync_after_an_optimizer_step_stops_the_run(engine, policy, samp
     run = make_run(policy, cfg, one_rank[0], optimizer=torch.optim.AdamW(policy.parameters(), lr=1e-2))
 
     def one_step():
-        samples = [replace(s, weight_version=run.state.step) for s in samples_of(8, 4, 12)]  # as if they were new
+        samples = [of_version(s, run.state.step) for s in samples_of(8, 4, 12)]  # as if they were new
         run.num_steps = run.state.step + 1
         train(run, samples, np.linspace(-1, 1, len(samples)).tolist())
 
@@ -178,6 +202,21 @@ def test_filters_of_validation(engine, policy, tokenizer, tiny, filters, num_kep
     assert all(abs(logp - np.log(kept[i])) < 1e-4 for i, logp in sampled.items())
 
 
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.8, None), (1.0, 20), (0.9, 60)])
+def test_the_trainer_filters_as_the_sampler(engine, policy, tokenizer, one_rank, top_p, top_k):
+    """The stored log-probabilities are the trainer's, which cuts no sampled token; unfiltered ones are not."""
+    sync(engine, policy)
+    options = SamplingOptions(TEMPERATURE, 60, top_p, top_k)
+    samples = draw(engine, tokenizer, one_rank[0], 16, 4, options)
+    assert gaps(policy, samples).mean() > 0.05
+    policy.sampling_filter = SamplingFilter(top_p, top_k)
+    gap = gaps(policy, samples)
+    assert len(gap) > 2000 and gap.max() <= 1e-4, gap.max()
+    assert look(policy, engine) <= 1e-4  # which compares without filter
+    step(policy)
+    assert gaps(policy, samples).max() == torch.inf  # of other weights the sampled tokens are not all kept
+
+
 def test_a_rank_without_problems_generates_nothing(engine, policy):
     sync(engine, policy)
     assert engine.generate([], [], SamplingOptions(1.0, 4)) == []
@@ -218,35 +257,37 @@ def step(policy, only=None):
         for name, param in policy.named_parameters():
             local = param.to_local()
             noise = 0.02 * torch.randn(local.shape, generator=generator)
-            if only is None or name == only:
+            if param.requires_grad and only in (None, name):
                 local.add_(noise)
 
 
+@WITH_LORA
 def test_skipped_sync(synced, policy):
     assert synced.vocab_size == policy.vocab_limit
     step(policy)
     with pytest.raises(StopRun, match=f"after step 1: on a fixed prompt {OLD}"):
         look(policy, synced)
-    samples = [replace(sample(0, 1.0, "ok", 3), weight_version=version) for version in (1, 0)]
-    check_versions(samples[:1], 1)
+    samples = [of_version(sample(0, 1.0, "ok", 3), version) for version in (1, 0)]
+    check_versions(samples[:1], 1, 0)
     with pytest.raises(StopRun, match=r"weights of steps \[0, 1\], to train those of step 1: no sync"):
-        check_versions(samples, 1)
+        check_versions(samples, 1, 0)
     sync(synced, policy, 1)
     assert look(policy, synced) <= 1e-4
 
 
+@WITH_LORA
 def test_prefix_cache_that_outlives_a_sync(synced, policy, monkeypatch):
     """The engine says that it has dropped its cache, and has not: the canary's first block is of the old weights."""
     step(policy)
     with monkeypatch.context() as patch:
-        patch.setattr(synced.llm, "reset_prefix_cache", lambda: True)
+        patch.setattr(synced.llm, "reset_prefix_cache", lambda **_: True)
         sync(synced, policy, 1)
     with pytest.raises(StopRun, match=OLD):
         look(policy, synced)
     sync(synced, policy, 1)
     assert look(policy, synced) <= 1e-4
     with monkeypatch.context() as patch:
-        patch.setattr(synced.llm, "reset_prefix_cache", lambda: False)
+        patch.setattr(synced.llm, "reset_prefix_cache", lambda **_: False)
         with pytest.raises(StopRun, match="did not drop its prefix cache"):
             sync(synced, policy, 2)
 
@@ -311,3 +352,17 @@ def test_told_to_stop_between_decode_steps(synced, policy, monkeypatch):
     after = synced.generate(prompts, seeds, options)
     assert [c.ids.tolist() for c in after] == [c.ids.tolist() for c in before]
     assert all((a.logps == b.logps).all() for a, b in zip(after, before, strict=True))
+
+
+def test_the_memory_plan_is_what_vllm_says(engine, policy, tiny):
+    """Bytes of its weights, of which its CPU layers hide those of the blocks, so they are counted as they are sent; and
+    the tokens that its KV cache has room for."""
+    cfg = config.Config(policy=config.PolicyConfig(precision="float32", max_total_sequence_length=256))
+    vocab = Tokenizer(tiny[0]).vocab_size
+    plan = Plan(cfg, read_model_config(tiny[0]), vocab, 1, device="cpu")
+    sent = engine.sync(full_tensors(policy, engine.dtype), 0)
+    heads = engine.llm.apply_model(lambda model: (model.model.embed_tokens.weight, model.lm_head.weight))[0]
+    blocks = sent - sum(weight[:vocab].nbytes for weight in heads)
+    assert plan.engine["engine's weights"] == pytest.approx(blocks + sum(w.nbytes for w in heads), rel=0.02)
+    cache = engine.llm.llm_engine.vllm_config.cache_config
+    assert plan.kv_cache / plan.kv_bytes == pytest.approx(cache.num_gpu_blocks * cache.block_size, rel=0.02)

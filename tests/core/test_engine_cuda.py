@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import recording_vllm
 import torch
-from samples import sample
+from samples import of_version, sample
 from small_run import ROOT, STARTER, arguments, write_rows
 
 import config
@@ -87,7 +87,7 @@ def test_the_order_of_a_whole_run(cuda, policy, tmp_path, one_rank, mode):
     cuda.setattr(recording_vllm.LLM, "pause_mode", mode)
     cuda.setattr(GraderPool, "stop", GraderPool.stop)
     cuda.setattr("signal.signal", lambda number, handler: None)
-    cuda.setattr(grpo, "start_process_group", lambda tp_size: one_rank[:2])
+    cuda.setattr(grpo, "start_process_group", lambda *_: one_rank[:2])
     cuda.chdir(ROOT)
     clip = grpo.clip_grad_norm
     cuda.setattr(grpo, "clip_grad_norm", lambda *args: recording_vllm.LLM.newest.record("train") or clip(*args))
@@ -132,6 +132,93 @@ def test_validation_neither_sleeps_nor_syncs(awake, one_rank):
     inputs = SimpleNamespace(validation={"a": SimpleNamespace(problems=rows), "b": SimpleNamespace(problems=rows)})
     assert len(list(sample_sets(config.Config(), inputs, sampler))) == 4
     assert calls == [("generate",)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_unfinished_outlasts_sleep_and_sync(awake, policy, cuda, mode):
+    """Whatever vLLM's default is: in the order of a step, with a validation behind it, which goes first."""
+    engine, calls = awake
+    cuda.setattr(recording_vllm.LLM, "pause_mode", mode)
+    request_ids = engine.start(PROMPTS, SEEDS, OPTIONS, priority=1)
+    for version in (4, 5):
+        engine.generate([[9]], [0], SamplingOptions(1.0, 10))
+        calls.clear()
+        engine.sleep()
+        with pytest.raises(AssertionError, match=r"wait\(\) before a sync\(\)"):
+            engine.wait(request_ids)
+        sync_weights(policy, engine, version)
+        assert calls == [("synchronize",), ("sleep", 2, "keep"), *sync_of(policy)]
+    assert all(set(reply.versions[20:]) == {5} for reply in engine.wait(request_ids))
+    assert not engine.spans and not engine.finished and calls[-1] == ("generate",)
+    engine.sleep()
+    assert calls[-2:] == SLEEP, "with nothing to keep as ever"
+
+
+def test_a_reward_model_scores_beside_what_is_carried(awake, one_rank):
+    engine, calls = awake
+    request_ids = engine.start(PROMPTS, SEEDS, OPTIONS, priority=9)
+    sampler = Sampler(
+        engine,
+        Tokenizer(STARTER),
+        {"rm": envs.RewardModelEnv()},
+        one_rank[0],
+        score_conversations=lambda c: [0.5] * len(c),
+    )
+    rows = [(i, Problem(i, [{"role": "user", "content": "1"}], "1", "rm", PROMPTS[i])) for i in range(2)]
+    assert {s.reward for s in sampler.sample(rows, 3, SamplingOptions(1.0, 5), (0,))} == {0.5}
+    asleep = [("synchronize",), ("sleep", 1, "keep"), ("wake", "weights"), ("wake", "kv_cache")]
+    assert calls == [("reset cache", True), ("generate",), *asleep]
+    assert all(set(reply.versions) == {3} and len(reply.ids) == 40 for reply in engine.wait(request_ids))
+
+
+def test_versions_and_requests_of_validation(awake, policy):
+    """10 tokens by each weights; the requests of a validation put the others back into the queue first."""
+    engine, calls = awake
+    request_ids = engine.start(PROMPTS, SEEDS, OPTIONS, priority=1)
+    for version in (4, 5, 6):
+        engine.generate([[9]], [0], SamplingOptions(1.0, 10))
+        assert calls == [("reset cache", True), ("generate",)]
+        engine.sleep()
+        sync_weights(policy, engine, version)
+        calls.clear()
+    for reply in engine.wait(request_ids):
+        assert reply.versions.tolist() == [3] * 10 + [4] * 10 + [5] * 10 + [6] * 10
+
+
+def test_a_cache_that_is_not_dropped_under_running_requests_stops_the_run(awake, policy, cuda):
+    engine, _ = awake
+    engine.start(PROMPTS, SEEDS, OPTIONS, priority=1)
+    engine.sleep()
+    cuda.setattr(engine.llm, "reset_prefix_cache", lambda reset_running_requests: False, raising=False)
+    with pytest.raises(StopRun, match="vLLM did not drop its prefix cache"):
+        sync_weights(policy, engine, 4)
+
+
+def test_a_vllm_that_cannot_keep_requests_is_refused(cuda):
+    class Old(recording_vllm.LLM):
+        def sleep(self, level=1):
+            raise AssertionError
+
+    cuda.setattr(engine_module, "LLM", Old)
+    make_engine()
+    with pytest.raises(config.ConfigError, match=r"^grpo\.async_grpo\.enabled=true: this vLLM aborts unfinished"):
+        make_engine(config.GRPOConfig(async_grpo=config.AsyncGRPOConfig(enabled=True)))
+
+
+def test_after_ten_seconds_a_line_says_what_is_missing(awake, cuda, capsys):
+    """Again after as long again and twice as long, and from the start when a reply has come."""
+    engine, _ = awake
+    engine.is_async = True
+    now = iter(range(0, 10**6, 2))
+    cuda.setattr("system.watchdog.time.monotonic", lambda: next(now))
+    names = [f"group {i} (row 7 of a), sample 0" for i in range(8)]
+    engine.wait(engine.start(PROMPTS, SEEDS, OPTIONS, priority=1), names)
+    lines = capsys.readouterr().out.splitlines()
+    assert 3 <= len(lines) <= 6 and all(line.startswith("rank 0 waits since ") for line in lines)
+    assert "group 0 (row 7 of a), sample 0; group 1" in lines[0] and lines[0].endswith("and 5 more")
+    engine.is_async = False
+    engine.generate(PROMPTS, SEEDS, OPTIONS)
+    assert capsys.readouterr().out == ""
 
 
 # ------------------------------------------------------------------------------------------------------ when it ends
@@ -192,9 +279,7 @@ def test_samples_of_dropped_weights_do_not_train(awake):
     engine, _ = awake
     engine.sleep()
     with pytest.raises(StopRun, match=r"weights of steps \[-1\], to train those of step 3"):
-        one = sample(0, 1.0, "ok", 3)
-        one.weight_version = engine.weight_version
-        engine_module.check_versions([one], 3)
+        engine_module.check_versions([of_version(sample(0, 1.0, "ok", 3), engine.weight_version)], 3, 0)
 
 
 # ------------------------------------------------------------------------------------------------- what it is given
@@ -246,10 +331,10 @@ def test_a_logprob_is_that_of_the_sampled_id(awake):
     for entries in ({4: -1.0, 5: -2.0}, {5: -3.0}, {4: -4.0, 7: -5.0, 5: -6.0}):
         flat.append(entries)
     reply = SimpleNamespace(token_ids=[5, 5, 5], logprobs=flat, finish_reason="stop")
-    assert engine_module._completion(reply).logps.tolist() == [-2.0, -3.0, -6.0]
+    assert engine_module._completion(reply, [(3, 0)]).logps.tolist() == [-2.0, -3.0, -6.0]
     reply.token_ids = [5, 4, 5]  # 4 is listed at the positions before and behind
     with pytest.raises(ValueError, match="is not in list"):
-        engine_module._completion(reply)
+        engine_module._completion(reply, [(3, 0)])
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import inspect
 import json
 import shutil
 import sys
+from statistics import fmean
 
 import fake_vllm
 import pytest
@@ -49,7 +50,7 @@ def run(stand_in, one_rank, monkeypatch, tmp_path):
     write_rows(tmp_path)
 
     def run(program, *overrides):
-        monkeypatch.setattr(program, "start_process_group", lambda tp_size: one_rank[:2])
+        monkeypatch.setattr(program, "start_process_group", lambda *_: one_rank[:2])
         monkeypatch.setattr(sys, "argv", ["", *arguments(tmp_path), *overrides])
         assert program.main() == 0
         return sorted(tmp_path.glob("exp_*"))[-1]
@@ -90,6 +91,88 @@ def test_a_run_trains_saves_resumes_and_is_scored(run, tmp_path):
         assert numbers[mode]["accuracy"] == last[f"validation/{mode}/accuracy"]
 
 
+LORA = ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=4")
+
+
+def test_a_run_with_lora_trains_saves_resumes_exports_and_is_scored(run, tmp_path, capfd):
+    whole = run(grpo, *LORA, "policy.optimizer.kwargs.lr=1e-2")
+    closing = [" ".join(line.split()) for line in capfd.readouterr().out.splitlines()]
+    assert f"model, HF format {whole}/hf_model" in closing and f"adapter, PEFT format {whole}/hf_adapter" in closing
+    steps = [record for record in records(whole) if "train/loss" in record]
+    assert all(record["train/grad_norm"] > 0 and record["train/logp_gap_max"] <= 1e-4 for record in steps)
+    after = weights(whole, 4)
+    assert {name.rpartition(".")[2] for name in after if name.startswith("param.")} == {"lora_A", "lora_B"}
+    cut = tmp_path / "cut"
+    shutil.copytree(whole, cut)
+    for name in ("checkpoints/step_000004", "hf_model", "hf_adapter"):  # as if it had been killed in step 3
+        shutil.rmtree(cut / name)
+    run(grpo, *LORA, "policy.optimizer.kwargs.lr=1e-2", f"checkpointing.resume_from={cut}")
+    again = weights(cut, 4)
+    assert again.keys() == after.keys() and all(torch.equal(again[name], after[name]) for name in after)
+    for name in ("hf_model/model.safetensors", "hf_adapter/adapter_model.safetensors"):
+        one, other = load_file(whole / name), load_file(cut / name)
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    assert records(cut, "samples.jsonl") == records(whole, "samples.jsonl")
+
+    start = f"policy.dtensor_cfg.lora_cfg.adapter_path={whole / 'hf_adapter'}"
+    scored = [
+        run(eval_module, *LORA, f"checkpointing.resume_from={whole}"),
+        run(eval_module, *LORA, start),
+        run(eval_module, f"policy.model_name={whole / 'hf_model'}"),
+    ]
+    reports = [json.loads((folder / "eval.json").read_text())["sets"] for folder in scored]
+    assert reports[0] == reports[1] == reports[2] != {}
+    last, (numbers,) = records(whole)[-1], reports[0].values()
+    assert numbers["sampled"]["accuracy"] == last["validation/sampled/accuracy"]
+    started = run(grpo, *LORA, start, "grpo.max_num_steps=1", "checkpointing.enabled=false")
+    first = next(record for record in records(started) if "validation/greedy/accuracy" in record)
+    assert first["validation/sampled/accuracy"] == last["validation/sampled/accuracy"]
+
+
+ASYNC = ("grpo.async_grpo.enabled=true", "grpo.max_num_steps=10", "checkpointing.save_period=5", "grpo.val_period=4")
+
+
+def test_age_0_is_the_synchronous_run_to_the_bit(run):
+    """10 steps, with validations and canaries between them."""
+    old = run(grpo, *ASYNC[1:])
+    new = run(grpo, *ASYNC, "grpo.async_grpo.max_trajectory_age_steps=0")
+    assert old != new
+    before, after = weights(old, 10), weights(new, 10)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in after)
+    assert records(old, "samples.jsonl") == records(new, "samples.jsonl")
+    ages = [record["train/max_trajectory_age"] for record in records(new) if "train/loss" in record]
+    assert ages == [0] * 10
+
+
+@pytest.mark.parametrize("words", [(), ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=99")])
+def test_a_run_that_carries_over(run, tmp_path, words):
+    """Killed and resumed: every prompt is trained once in the epoch, by tokens of the last two steps; the newest
+    of them agree with the trainer as without it; what was finished for the next step is not sampled again."""
+    words = (*ASYNC, *words, "loss_fn.use_importance_sampling_correction=true", "grpo.max_num_epochs=2")
+    words += ("checkpointing.save_period=1", "checkpointing.keep_latest=11")
+    whole = run(grpo, *words)
+    steps = [record for record in records(whole) if "train/loss" in record]
+    assert {record["train/max_trajectory_age"] for record in steps} == {0, 1} and len(steps) > 4
+    assert all(record["train/logp_gap_max"] <= 1e-4 and record["train/grad_norm"] > 0 for record in steps)
+    assert any(record["train/buffer_size"] for record in steps) and any(
+        record["train/carried_groups"] for record in steps
+    )
+    assert 0 < fmean(record["train/avg_trajectory_age"] for record in steps) < 1
+    at = next(record["step"] for record in steps if record["train/buffer_size"])
+    cut = tmp_path / "cut"
+    shutil.copytree(whole, cut)
+    for path in cut.glob("checkpoints/step_*"):
+        if path.name != f"step_{at:06d}":
+            shutil.rmtree(path)  # as if it had been killed behind it
+    run(grpo, *words, f"checkpointing.resume_from={cut}")
+    for folder in (whole, cut):
+        samples = [record for record in records(folder, "samples.jsonl") if record["kind"] == "train"]
+        ages = {at - record["weight_version"] for record in samples if record["step"] == at + 1}
+        assert 1 in ages, "what was finished is in the checkpoint"
+        if "grpo.use_dynamic_sampling=true" not in words:
+            assert sorted(record["row_id"] for record in samples) == sorted(list(range(40)) * 8)
+
+
 def test_a_run_with_muon_and_a_reference_that_follows(run, capfd):
     words = ("grpo.max_num_steps=2", "checkpointing.enabled=false", "grpo.val_at_start=false", "grpo.val_at_end=false")
     words += ("policy.optimizer.name=torch.optim.Muon", "loss_fn.reference_policy_kl_penalty=0.1")
@@ -99,6 +182,27 @@ def test_a_run_with_muon_and_a_reference_that_follows(run, capfd):
     steps = [record for record in records(folder) if "train/loss" in record]
     assert [record["step"] for record in steps] == [1, 2]
     assert all(record["train/grad_norm"] > 0 and record["train/logp_gap_max"] <= 1e-4 for record in steps)
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_a_run_with_a_filter(run, capfd, kl):
+    """Two optimizer steps per rollout: old, current, unfiltered and the reference's log-probabilities."""
+    words = [
+        "grpo.max_num_steps=2",
+        "checkpointing.enabled=false",
+        "policy.generation.top_p=0.9",
+        "policy.ppo_epochs=2",
+    ]
+    words += ["policy.generation.top_k=20", f"loss_fn.reference_policy_kl_penalty={kl}", "grpo.val_temperature=1"]
+    folder = run(grpo, *words)
+    path = "two passes, autograd of loss.py (the KL is of log-prob" if kl else "one pass, autograd of loss.py; "
+    assert f"loss: {path}" in capfd.readouterr().out
+    steps = [record for record in records(folder) if "train/loss" in record]
+    assert [record["step"] for record in steps] == [1, 2]
+    for record in steps:
+        assert record["train/grad_norm"] > 0 and record["train/logp_gap_max"] <= 1e-4
+        assert record["train/kept_fraction/sampling_filter"] > 0.98
+        assert (record["train/kl_penalty"] != 0) == (kl > 0)
 
 
 GRADED = {

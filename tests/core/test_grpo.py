@@ -10,14 +10,15 @@ import pytest
 import torch
 from dist_case import make_samples, settings
 from loop import CPU, KeepsGradients, make_run, train, train_once, weights
+from samples import of_version
 
 import batch
 import config
 import grpo
 from hf.tokenizer import Tokenizer
-from kernels import KernelBackend
+from kernels import KernelBackend, SamplingFilter
 from model import Reference, load_policy
-from run.setup import loss_path_of
+from run.build import loss_path_of
 from system.exits import StopRun
 
 
@@ -48,7 +49,7 @@ def scored(policy, reference, step, cfg, ranks):
     """The minibatches of a step, with everything that the loss needs."""
     policy.loss_path = loss_path_of(cfg, KernelBackend("torch"), CPU)
     minibatches = batch.make_minibatches(*step, cfg, ranks, CPU)
-    grpo.compute_logprobs(policy, reference, minibatches, cfg)
+    grpo.compute_logprobs(policy, reference, minibatches, cfg, 1)
     return minibatches
 
 
@@ -145,7 +146,7 @@ def test_steps_of_a_run(policy, step, ranks):
     reference, rates, moved = weights(policy), [], weights(policy)
     for number in (1, 2, 3):
         run.num_steps = number
-        train(run, [replace(s, weight_version=number - 1) for s in samples], None)
+        train(run, [of_version(s, number - 1) for s in samples], None)
         rates.append(run.metrics["lr"])
         before, moved = moved, weights(policy)
         assert not any(torch.equal(before[name], moved[name]) for name in moved)
@@ -162,7 +163,7 @@ def test_steps_of_a_run(policy, step, ranks):
     assert (run.state.step, run.state.num_bad_steps, run.state.total_valid_tokens) == (3, 0, 3 * tokens)
     run.num_steps = 4
     with pytest.raises(StopRun, match=r"weights of steps \[2\], to train those of step 3: no sync"):
-        train(run, [replace(s, weight_version=2) for s in samples], None)
+        train(run, [of_version(s, 2) for s in samples], None)
     assert run.state.step == 3 and all(torch.equal(moved[name], tensor) for name, tensor in weights(policy).items())
 
 
@@ -215,6 +216,21 @@ def test_reference_keeps_the_first_weights_and_gives_the_policy_back(policy, ste
         assert torch.equal(before.ref_logp_R, after.ref_logp_R)
     assert train_once(policy, *step, cfg, ranks, reference=reference)[0]["kl_penalty"] > 0.01
     assert all(torch.equal(tensor, moved[name]) for name, tensor in weights(policy).items())
+
+
+def test_the_reference_is_scored_without_filter(policy, step, ranks):
+    """And so is the policy that the KL compares with it: of equal weights it is 0, also where tokens are cut."""
+    cfg = settings(loss_fn={"reference_policy_kl_penalty": 0.1})
+    reference = Reference(policy)
+    (plain,) = scored(policy, reference, step, cfg, ranks)
+    policy.sampling_filter = SamplingFilter(0.5, 10)
+    generation = replace(cfg.policy.generation, top_p=0.5, top_k=10)
+    cfg = replace(cfg, policy=replace(cfg.policy, generation=generation))
+    (filtered,) = scored(policy, reference, step, cfg, ranks)
+    for one, other in zip(plain.micros, filtered.micros, strict=True):
+        assert torch.equal(one.ref_logp_R, other.ref_logp_R)
+    metrics, _ = train_once(policy, *step, cfg, ranks, reference=reference)
+    assert metrics["kl_penalty"] == pytest.approx(0, abs=1e-9) and 0 < metrics["kept_fraction/sampling_filter"] < 0.5
 
 
 def test_filtered_samples_and_masked_sequences_leave_gradient_and_denominators(policy, step, ranks):

@@ -214,8 +214,8 @@ def test_each_turn_has_seeds_of_its_own_and_conversations_do_not_depend_on_the_b
     for a, b in zip(together, alone, strict=True):
         assert (a.prompt, a.index, a.output_ids.tolist()) == (b.prompt, b.index, b.output_ids.tolist())
     used = []
-    generate = synced.generate
-    monkeypatch.setattr(synced, "generate", lambda ids, seeds, how: used.append(seeds) or generate(ids, seeds, how))
+    start = synced.start
+    monkeypatch.setattr(synced, "start", lambda ids, seeds, *rest: used.append(seeds) or start(ids, seeds, *rest))
     converse(Script(), prompts, max_turns=2)
     assert used[0] == [sample_seed(7, prompt, index) for prompt in range(3) for index in range(4)]
     assert set(used[1]) <= {sample_seed(7, prompt, index, 1) for prompt in range(3) for index in range(4)}

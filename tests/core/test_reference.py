@@ -13,7 +13,7 @@ from hf.weights import sharded_parameters
 from model import Reference, load_policy
 from optim import build_optimizer
 from run import checkpoint
-from run.setup import reference_dtype
+from run.build import reference_dtype
 
 
 @pytest.fixture

@@ -1,6 +1,9 @@
 """The shipped starter model and its problems: what every figure of the smoke run rests on."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,3 +122,23 @@ def test_starter_knows_sums_and_forgets_the_carry(figures):
     """Wrong where it matters even when greedy, yet nearly every sample is one of the two answers taught."""
     assert 0.05 <= figures["greedy"]["accuracy"] <= 0.60 and 0.40 <= figures["sampled"]["accuracy"] <= 0.60
     assert figures["greedy"]["clean"] >= 0.99 and figures["sampled"]["clean"] >= 0.98
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [42, 43])
+@pytest.mark.parametrize("dim", [8, 1])
+def test_the_smoke_task_is_learned_with_lora(dim, seed, tmp_path):
+    """At ten times the learning rate. dim 8: greedy 1.000, 0.998, sampled 0.989, 0.989; dim 1: 0.998, 1.000 and 0.978,
+    0.971."""
+    lora = "policy.dtensor_cfg.lora_cfg"
+    words = [f"{lora}.enabled=true", f"{lora}.dim={dim}", f"grpo.seed={seed}", "policy.optimizer.kwargs.lr=3e-3"]
+    words += ["checkpointing.enabled=false", f"logger.log_dir={tmp_path}"]
+    env = os.environ | {"GRPO_DEVICE": "cpu", "GRPO_PYTHON": sys.executable}
+    run = subprocess.run([HERE.parents[1] / "train.sh", *words], env=env, capture_output=True, text=True)
+    assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
+    lines = map(json.loads, (tmp_path / "exp_001" / "metrics.jsonl").read_text().splitlines())
+    validations = [line for line in lines if "validation/greedy/accuracy" in line]
+    assert [line["step"] for line in validations] == [0, 40, 80, 120]
+    assert validations[0]["validation/greedy/accuracy"] < 0.3
+    assert validations[-1]["validation/greedy/accuracy"] >= 0.95
+    assert validations[-1]["validation/sampled/accuracy"] >= 0.90

@@ -3,9 +3,12 @@
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 import config
 from data import Sample
+from model import Decoder, load_policy
+from system.ranks import local_rows
 
 # Gradients are compared as they are, so nothing clips them; the log-probabilities are made up, so they have no limit.
 CONFIG = config.Config(
@@ -35,6 +38,17 @@ def packs_of(max_tokens: int) -> config.Config:
     return settings(policy={"sequence_packing": config.SequencePackingConfig(max_tokens)})
 
 
+def adapted_policy(folder, mesh, precision: str = "float32") -> Decoder:
+    """With adapters of rank 3, which two ranks cannot halve, as steps would have left them: B is no longer 0."""
+    lora = config.LoRAConfig(enabled=True, dim=3)
+    model = load_policy(folder, device="cpu", mesh=mesh, precision=precision, lora=lora, seed=7)
+    for i, (name, param) in enumerate(model.named_parameters()):
+        if name.endswith("lora_B"):
+            whole = 0.05 * np.random.default_rng(i).standard_normal(param.shape, np.float32)
+            param.detach().to_local().copy_(torch.from_numpy(whole)[local_rows(param)])
+    return model
+
+
 def alone(samples: list[Sample], adv_B: list[float]) -> list[list[Sample]]:
     """Parts of one sample each, with their advantages: packs in which no prompt is shared."""
     for sample, adv in zip(samples, adv_B, strict=True):
@@ -62,7 +76,7 @@ def make_samples(vocab_size: int) -> tuple[list[Sample], list[float]]:
                 sampler_logps=rng.normal(-5, 1, length).astype(np.float32),
                 mask=mask,
                 finish_reason="stop",
-                weight_version=0,
+                versions=np.zeros(length, np.int32),
             )
         )
     return samples, rng.normal(size=20).tolist()

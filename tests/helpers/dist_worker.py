@@ -1,7 +1,8 @@
 """One rank of tests/system/test_ranks.py, under torchrun with 2: dist_worker.py MODEL_FOLDER RESULT_FOLDER
 
-Writes what 2 ranks compute: gradients of an unevenly split batch, what a weight sync sends and gathers, then greedy
-tokens of one engine over both ranks.
+Writes what 2 ranks compute: gradients of an unevenly split batch, also with LoRA, what a weight sync sends and gathers,
+then greedy tokens of one engine over both ranks. What tests/system/test_optimizer.py asserts of one rank, it asserts
+itself.
 """
 
 import json
@@ -14,8 +15,11 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 import torch
 import torch.distributed as dist
-from dist_case import PROMPTS, make_samples, packs_of, rank_share
+from count_memory import differences
+from dist_case import PROMPTS, adapted_policy, make_samples, packs_of, rank_share
+from hf_folders import FAMILIES, make_hf_folder, make_pack
 from loop import train_once
+from optimizer_case import ADAMW, ROUNDED, check_checkpoints, check_offload, check_units
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +29,7 @@ import data
 import envs
 from engine import Engine, SamplingOptions
 from hf.tokenizer import Tokenizer
-from hf.weights import full_tensors
+from hf.weights import full_tensors, merged_weight
 from model import load_policy
 from rollout import Sampler
 from system.exits import exit_process
@@ -85,6 +89,38 @@ def sync_facts(folder, mesh):
     return facts
 
 
+def lora_facts(folder, mesh):
+    """The adapters as they started and the weights as they are sent, and whether those are what the forward used; by
+    the precision of the policy."""
+    tensors, same = {}, {}
+    for precision in ("float32", "bfloat16"):
+        model, used = adapted_policy(folder, mesh, precision), []
+        with mock.patch("lora.merged_weight", lambda *args: used.append(merged_weight(*args)) or used[-1]):  # noqa: B023
+            with torch.no_grad():
+                model(*make_pack([20], vocab=200))
+        sent = dict(full_tensors(model, torch.float32))
+        whole = {name: param.full_tensor() for name, param in model.named_parameters() if "lora" in name}
+        tensors |= {f"{precision} {name}": tensor.float() for name, tensor in (sent | whole).items()}
+        layers = [name.replace("lora_A", "weight") for name in whole if "lora_A" in name]
+        same[precision] = len(used) == len(layers) and all(
+            any(torch.equal(weight.float(), sent[layer]) for layer in layers) for weight in used
+        )
+    return tensors, same
+
+
+def check_optimizer(ranks, mesh, work):
+    """Units, moments in host memory, rounded ones, and their checkpoints."""
+    for family in ("qwen2", "qwen3"):  # tied, untied
+        folder = work / family
+        if ranks.rank == 0:
+            make_hf_folder(folder, **FAMILIES[family])
+        dist.barrier()
+        check_units(folder, mesh, (2 * ranks.rank, 2 * ranks.rank + 1))
+    for cfg in (ADAMW, ROUNDED):
+        check_offload(folder, mesh, cfg, 3)
+    check_checkpoints(folder, mesh, ranks, work, ADAMW)
+
+
 def two_turns(engine, tokenizer, ranks):
     """[prompt, ids, reward, turns] of conversations with it."""
     messages = [{"role": "user", "content": "1+1"}]
@@ -108,7 +144,18 @@ if __name__ == "__main__":
     with mock.patch("batch.assign_to_ranks", lambda *_: shares):
         metrics, gradients = train_once(policy, samples, adv_B, packs_of(40), ranks)
 
-    facts = sync_facts(folder, dist.init_device_mesh("cpu", (2,)))
+    mesh = dist.init_device_mesh("cpu", (2,))
+    facts = sync_facts(folder, mesh)
+
+    adapted = adapted_policy(folder, mesh)
+    adapted.temperature = 0.8
+    adapted.vocab_limit = tokenizer.vocab_size
+    with mock.patch("batch.assign_to_ranks", lambda *_: shares):
+        _, lora_gradients = train_once(adapted, samples, adv_B, packs_of(40), ranks)
+    lora_tensors, lora_same = lora_facts(folder, mesh)
+    memory = {name: differences(name, mesh) for name in ("qwen3", "qwen3 tied", "lora")}
+
+    check_optimizer(ranks, mesh, results)
 
     generation = config.GenerationConfig(vllm_cfg=config.VllmConfig(tensor_parallel_size=2))
     policy_cfg = config.PolicyConfig(precision="float32", max_total_sequence_length=128, generation=generation)
@@ -118,9 +165,20 @@ if __name__ == "__main__":
     greedy = [completion.ids.tolist() for completion in completions]
     conversations = two_turns(engine, tokenizer, ranks)
     (results / f"rank_{ranks.rank}.json").write_text(
-        json.dumps({"metrics": metrics, "sync": facts, "greedy": greedy, "conversations": conversations})
+        json.dumps(
+            {
+                "metrics": metrics,
+                "sync": facts,
+                "greedy": greedy,
+                "conversations": conversations,
+                "lora_same": lora_same,
+                "memory": memory,
+            }
+        )
     )
     if ranks.rank == 0:
         save_file(gradients, results / "gradients.safetensors")
+        save_file(lora_gradients, results / "lora_gradients.safetensors")
+        save_file(lora_tensors, results / "lora_tensors.safetensors")
     dist.barrier()
     exit_process(0)

@@ -78,6 +78,7 @@ class Request:
     def __init__(self, prompt: list[int], params: SamplingParams):
         self.ids, self.params, self.reply = list(prompt), params, CompletionOutput([], FlatLogprobs())
         self.generator = torch.Generator().manual_seed(params.seed or 0)
+        self.priority = 0
 
     def add_token(self, logits_V: torch.Tensor) -> bool:
         """Samples a token and keeps its log-probability after temperature and filters; whether it is the last one."""
@@ -111,12 +112,19 @@ class LLMEngine:
         self.llm = llm
         self.requests: dict[str, Request] = {}
 
-    def add_request(self, request_id: str, prompt: dict[str, list[int]], params: SamplingParams) -> None:
+    @property
+    def output_processor(self) -> SimpleNamespace:
+        return output_processor(self.requests)
+
+    def add_request(
+        self, request_id: str, prompt: dict[str, list[int]], params: SamplingParams, priority: int = 0
+    ) -> None:
         ids = prompt["prompt_token_ids"]
         assert request_id not in self.requests and 0 < len(ids) <= self.llm.max_model_len - params.max_tokens, ids
         assert all(type(token) is int and 0 <= token < self.llm.vocab_size for token in ids), ids
         assert max(params.stop_token_ids) < self.llm.vocab_size, params
         self.requests[request_id] = Request(ids, params)
+        self.requests[request_id].priority = priority
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
@@ -127,11 +135,21 @@ class LLMEngine:
 
     def step(self) -> list[SimpleNamespace]:
         assert not self.llm.asleep, f"generates while {self.llm.asleep} sleep"
-        logits = self.llm.logits_after([tuple(request.ids) for request in self.requests.values()])
-        ended = [name for name, request in self.requests.items() if request.add_token(logits[tuple(request.ids)])]
+        running = sorted(self.requests.items(), key=lambda item: item[1].priority)[: self.llm.max_num_seqs]
+        logits = self.llm.logits_after([tuple(request.ids) for _, request in running])
+        ended = [name for name, request in running if request.add_token(logits[tuple(request.ids)])]
         return [
             SimpleNamespace(request_id=name, outputs=[self.requests.pop(name).reply], finished=True) for name in ended
         ]
+
+
+def output_processor(requests: dict[str, Request]) -> SimpleNamespace:
+    """As far as it says how many tokens each request has: vLLM's key is the id with a random end."""
+    states = {}
+    for name, request in requests.items():
+        detokenizer = SimpleNamespace(num_output_tokens=lambda reply=request.reply: len(reply.token_ids))
+        states[f"{name}-8f3a"] = SimpleNamespace(external_req_id=name, detokenizer=detokenizer)
+    return SimpleNamespace(request_states=states)
 
 
 class FusedNames:
@@ -187,6 +205,7 @@ class LLM:
         max_num_seqs: int = 256,
         enable_chunked_prefill: bool = True,
         max_num_batched_tokens: int = 8192,
+        scheduling_policy: str = "fcfs",
     ):
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -197,6 +216,7 @@ class LLM:
         assert enable_sleep_mode or (enforce_eager and not enable_chunked_prefill), "on CPU"
         assert max_num_batched_tokens >= max_model_len and max_num_seqs >= 1
         assert sleep_mode_offload_cudagraph <= enable_sleep_mode
+        self.max_num_seqs = max_num_seqs
         torch.manual_seed(seed)  # vLLM, too, seeds the global generators
         config = AutoConfig.from_pretrained(model, **hf_overrides)
         self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval().requires_grad_(False)
@@ -236,14 +256,15 @@ class LLM:
                 params[name].copy_(tensor)
         return [None]
 
-    def reset_prefix_cache(self) -> bool:
-        assert not self.llm_engine.requests, "requests are under way"
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        assert reset_running_requests or not self.llm_engine.requests, "requests are under way"
         self.logits.clear()
         return True
 
-    def sleep(self, level: int) -> None:
+    def sleep(self, level: int, mode: str = "abort") -> None:
         """Weights to host memory, or lost with level 2; the KV cache and what it holds away."""
-        assert self.can_sleep and level in (1, 2) and not self.asleep and not self.llm_engine.requests, self.asleep
+        assert self.can_sleep and level in (1, 2) and not self.asleep, self.asleep
+        assert mode == "keep" or not self.llm_engine.requests, "they would be aborted"
         self.asleep = {"weights", "kv_cache"}
         self.logits.clear()
         if level == 2:

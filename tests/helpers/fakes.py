@@ -11,12 +11,15 @@ class FakeEngine:
     def __init__(self):
         self.calls = []
 
-    def generate(self, prompts, seeds, options):
+    def start(self, prompts, seeds, options, priority=0):
+        self.calls.append((len(prompts), options))
+        return ["5" if options.temperature and seed % 2 else "7" for seed in seeds]
+
+    def wait(self, replies, names):
         from engine import Completion
 
-        self.calls.append((len(prompts), options))
-        replies = ["5" if options.temperature and seed % 2 else "7" for seed in seeds]
-        return [Completion(np.array([ord(c) for c in r], np.int32), np.zeros(1, np.float32), "stop") for r in replies]
+        ids, versions = [np.array([ord(reply)], np.int32) for reply in replies], np.array([self.weight_version])
+        return [Completion(each, np.zeros(1, np.float32), "stop", versions) for each in ids]
 
 
 class FakeTokenizer:

@@ -40,7 +40,7 @@ def gap(engine, policy) -> float:
             sampler_logps=completion.logps,
             mask=completion.ids >= 0,
             finish_reason="stop",
-            weight_version=0,
+            versions=completion.versions,
             reward=0.0,
         )
         (pack,) = data.pack_samples([[sample]], 64)

@@ -17,8 +17,9 @@ from data import Sample
 from kernels import KernelBackend
 from model import Decoder, Reference
 from rollout import StepSamples
+from run.build import loss_path_of
 from run.log import Timers
-from run.setup import Run, RunState, loss_path_of
+from run.setup import Run, RunState
 from system.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -33,7 +34,8 @@ class KeepsGradients:
         self.gradients: dict[str, torch.Tensor] = {}
 
     def step(self) -> None:
-        self.gradients = {name: param.grad.full_tensor().clone() for name, param in self.model.named_parameters()}
+        params = ((name, param) for name, param in self.model.named_parameters() if param.requires_grad)
+        self.gradients = {name: param.grad.full_tensor().clone() for name, param in params}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.model.zero_grad(set_to_none)

@@ -11,20 +11,22 @@ RECIPES = Path(__file__).resolve().parents[3] / "shared" / "data" / "nemo_recipe
 MODELS = {
     "qwen2": [f"Qwen/Qwen2.5-{name}" for name in ("1.5B", "1.5B-Instruct", "Math-1.5B-Instruct", "7B-Instruct")]
     + ["deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"],
-    "qwen3": ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B-Base"],
+    "qwen3": ["Qwen/Qwen3-0.6B"],
     "llama": ["meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"],
 }
+ADAPTED = "Qwen/Qwen3-8B-Base"  # its recipes have adapters of rank 128
+WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 4}
 FOUR_HEADS = "Qwen2.5-32B"  # its recipes have tensor_parallel_size=4
 SHORT = "Qwen/Qwen2.5-Math-7B"  # the DAPO recipes raise its 4,096 positions
 REWARD_MODEL = "Skywork/Skywork-Reward-V2-Qwen3-0.6B"
 GUESS = "Answer: 1\n"  # a token of its own, so that a random model is sometimes right
 
 
-def make_model(folder: Path, family: str, positions: int) -> None:
+def make_model(folder: Path, family: str, positions: int, **sizes) -> None:
     """A tiny untied model whose hidden states share a large first component: in any context, GUESS and the end have a
     seventh of the probability each."""
     folder.mkdir(parents=True)
-    make_tiny(folder, family=family, tied=False)
+    make_tiny(folder, family=family, tied=False, **sizes)
     config = json.loads((folder / "config.json").read_text())
     config["max_position_embeddings"] = positions
     if folder.name == FOUR_HEADS:  # of 16, which vLLM does not have on CPU: the same shapes
@@ -85,6 +87,7 @@ def make_folder(folder: Path) -> None:
         for name in names[1:]:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).symlink_to(folder / names[0])
+    make_model(folder / ADAPTED, "qwen3", 32_768, **WIDE)
     make_model(folder / SHORT, "qwen2", 4_096)
     make_model(folder / "Qwen" / FOUR_HEADS, "qwen2", 32_768)
     make_reward_model(folder / REWARD_MODEL)

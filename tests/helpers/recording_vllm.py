@@ -62,7 +62,13 @@ class LLM(fake_vllm.LLM):
         if self.calls[-1:] != [call]:
             self.calls.append(call)
 
-    def add_request(self, request_id: str, prompt: dict[str, list[int]], params: fake_vllm.SamplingParams) -> None:
+    @property
+    def output_processor(self) -> SimpleNamespace:
+        return fake_vllm.output_processor(self.requests)
+
+    def add_request(
+        self, request_id: str, prompt: dict[str, list[int]], params: fake_vllm.SamplingParams, priority: int = 0
+    ) -> None:
         assert request_id not in self.requests
         self.requests[request_id] = Request(prompt["prompt_token_ids"], params)
 
@@ -94,18 +100,21 @@ class LLM(fake_vllm.LLM):
         self.weights, self.cache_is_stale = "sent", True
         return [None]
 
-    def reset_prefix_cache(self) -> bool:
-        self.record("reset cache", not self.requests)
-        self.cache_is_stale = self.cache_is_stale and bool(self.requests)
-        return not self.requests
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Running requests hold blocks of the cache, unless they go back into the queue."""
+        done = reset_running_requests or not self.requests
+        self.record("reset cache", done)
+        self.cache_is_stale = self.cache_is_stale and not done
+        return done
 
-    def sleep(self, level: int) -> None:
+    def sleep(self, level: int, mode: str | None = None) -> None:
         """With "keep", requests and what they wait for outlast the sleep; a wait is refused in the process itself."""
-        self.record("sleep", level)
+        self.record("sleep", level, *[mode][: mode is not None])
+        mode = mode or self.pause_mode
         assert self.awake == {"weights", "kv_cache"}, f"asleep already, but for {self.awake}"
-        if self.requests and self.pause_mode == "wait":
+        if self.requests and mode == "wait":
             raise RuntimeError("mode='wait' waits for ever in the process that would have to step")
-        if self.pause_mode == "abort":
+        if mode == "abort":
             self.requests.clear()
         self.awake = set()
         self.weights = "in host memory" if level == 1 and self.weights == "sent" else "dropped"

@@ -29,8 +29,9 @@ FAMILIES = {
 }
 
 
-def make_tiny(folder: Path, *, family: str = "qwen3", tied: bool = True, seed: int = 0) -> PreTrainedModel:
-    """Writes the folder, returns transformers' float32 model of it. Weights large enough for peaked distributions."""
+def make_tiny(folder: Path, *, family: str = "qwen3", tied: bool = True, seed: int = 0, **sizes) -> PreTrainedModel:
+    """Writes the folder, returns transformers' float32 model of it. Weights large enough for peaked distributions.
+    sizes: fields of its config.json that are to be other than they are here."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -42,14 +43,12 @@ def make_tiny(folder: Path, *, family: str = "qwen3", tied: bool = True, seed: i
     model = AutoModelForCausalLM.from_config(
         config_class(
             vocab_size=vocab_size + NUM_PADDED,
-            hidden_size=64,
-            intermediate_size=96,
             num_hidden_layers=2,
             tie_word_embeddings=tied,
             max_position_embeddings=256,
             eos_token_id=tokenizer.token_to_id("<|end|>"),
             initializer_range=0.15,
-            **heads,
+            **{"hidden_size": 64, "intermediate_size": 96} | heads | sizes,
         ),
         dtype=torch.float32,
     ).eval()

@@ -22,20 +22,25 @@ from torch.distributed.tensor import DTensor
 
 import data
 from batch import to_device
-from config import CheckpointingConfig, Config, ConfigError, LoggerConfig
+from config import CheckpointingConfig, Config, ConfigError, LoggerConfig, LoRAConfig
 from model import Reference, load_policy
-from run import checkpoint
+from run import checkpoint, resume
 from run.folder import open_run_folder
 from run.resume import committed
+from run.setup import RunState
 from system.exits import EXIT_SAVED, Saved, StopRun, exit_process, report_exit
 from system.ranks import Ranks
 
 STATE = {"consumed_samples": 96, "num_bad_steps": 0, "fingerprint": "abc", "last_validation": {"accuracy": 0.5}}
 
 
-def fresh(folder, device, mesh):
-    model = load_policy(folder, device=device, mesh=mesh)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+LORA = LoRAConfig(enabled=True, dim=3)  # of 2 ranks, one holds 2 rows of A and the other 1
+
+
+def fresh(folder, device, mesh, lora=None):
+    model = load_policy(folder, device=device, mesh=mesh, lora=lora)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return model, torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1, fused=True)
 
 
 def train_step(model, optimizer, seed, ranks):
@@ -50,9 +55,11 @@ def train_step(model, optimizer, seed, ranks):
 
 
 def snapshot(model, optimizer):
-    """name in the file -> copy of this rank's shard of every weight and of every tensor of the optimizer."""
+    """name in the file -> copy of this rank's shard of every trained weight and of every tensor of the optimizer."""
     tensors = {}
     for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
         tensors[f"param.{name}"] = param.to_local().detach().clone()
         for key, tensor in optimizer.state[param].items():
             if isinstance(tensor, DTensor):
@@ -69,14 +76,15 @@ def assert_equal(ours, theirs):
     ] == []
 
 
-def check_resume(folder, work, ranks, device, mesh):
+def check_resume(folder, work, ranks, device, mesh, lora=None):
     """Two steps, save, a third; then load into a fresh model and optimizer, and the third again."""
-    model, optimizer = fresh(folder, device, mesh)
+    model, optimizer = fresh(folder, device, mesh, lora)
     start = {name: param.to_local().detach().clone() for name, param in model.named_parameters()}
+    base = "a" * 64 if lora else None
     for seed in (0, 1):
         train_step(model, optimizer, seed, ranks)
     saved = snapshot(model, optimizer)
-    saver, state = checkpoint.Saver(work, CheckpointingConfig(), ranks), dict(STATE)
+    saver, state = checkpoint.Saver(work, CheckpointingConfig(), ranks), {**STATE, "base_sha256": base}
     saver.save(2, model, optimizer, state, {}, None)
     train_step(model, optimizer, 2, ranks)  # while it is being written
     state["consumed_samples"] = 0
@@ -84,26 +92,37 @@ def check_resume(folder, work, ranks, device, mesh):
     saver.finish()
     assert committed(work) == [work / "step_000002"]
 
-    model, optimizer = fresh(folder, device, mesh)
-    assert checkpoint.load(work, model, optimizer, ranks, {}, mode=None) == {"step": 2, **STATE}
+    model, optimizer = fresh(folder, device, mesh, lora)
+    with pytest.raises(ConfigError, match=r"adapters of other weights than those of policy.model_name"):
+        checkpoint.load(work, model, optimizer, ranks, {}, mode=None, base="b" * 64)
+    loaded = checkpoint.load(work, model, optimizer, ranks, {}, mode=None, base=base)
+    assert loaded == {"step": 2, **STATE, "base_sha256": base}
     assert_equal(snapshot(model, optimizer), saved)
     train_step(model, optimizer, 2, ranks)
     assert_equal(snapshot(model, optimizer), third)
+    shard = load_file(work / "step_000002" / f"rank_{ranks.rank:05d}.safetensors")
+    assert_equal(shard, saved)
+    frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
+    assert all(equal(param.to_local(), start[name]) for name, param in model.named_parameters() if name in frozen)
+    assert len(frozen) == (len(start) - 28 if lora else 0)
     # Or all of it would be equal without anything having been loaded.
-    changed = [name for name, shard in start.items() if len(shard) and not equal(shard, saved[f"param.{name}"])]
+    trained = {name: shard for name, shard in start.items() if name not in frozen}
+    changed = [name for name, shard in trained.items() if len(shard) and not equal(shard, saved[f"param.{name}"])]
     moment = f"sharded.exp_avg.{changed[0]}"
     assert len(changed) > 10 and not equal(saved[moment], third[moment])
     assert {float(tensor) for name, tensor in third.items() if name.startswith("replicated.step.")} == {3.0}
 
 
-def test_one_rank_resumes_to_the_bit(tiny, one_rank, tmp_path):
-    check_resume(tiny[0], tmp_path, *one_rank)
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_one_rank_resumes_to_the_bit(tiny, one_rank, tmp_path, lora):
+    check_resume(tiny[0], tmp_path, *one_rank, lora)
 
 
 def two_ranks(rank, folder, work):
     dist.init_process_group("gloo", init_method=f"file://{work / 'meet'}", rank=rank, world_size=2)
     ranks, mesh = Ranks(rank, 2, rank, 1), dist.init_device_mesh("cpu", (2,))
     check_resume(folder, work, ranks, torch.device("cpu"), mesh)
+    check_resume(folder, work / "lora", ranks, torch.device("cpu"), mesh, LORA)
     file = work / "damaged" / "step_000002" / "rank_00001.safetensors"
     if rank == 0:
         shutil.copytree(work / "step_000002", file.parent)
@@ -122,7 +141,7 @@ def two_ranks_again(rank, folder, work):
     for source in (work, work / "of_one"):
         model, optimizer = fresh(folder, torch.device("cpu"), mesh)
         reference = Reference(model).shards if source != work else {}
-        assert checkpoint.load(source, model, optimizer, ranks, reference, mode=None) == {"step": 2, **STATE}
+        assert checkpoint.load(source, model, optimizer, ranks, reference, mode=None).items() >= STATE.items()
         snapshots.append(snapshot(model, optimizer))
     assert_equal(*snapshots)
     stored = {f"param.{name}": tensor for name, tensor in reference.items()}
@@ -137,7 +156,7 @@ def test_two_ranks_then_one_then_two(tiny, one_rank, tmp_path):
 
     ranks, device, mesh = one_rank
     model, optimizer = fresh(tiny[0], device, mesh)
-    assert checkpoint.load(tmp_path, model, optimizer, ranks, {}, mode=None) == {"step": 2, **STATE}
+    assert checkpoint.load(tmp_path, model, optimizer, ranks, {}, mode=None).items() >= STATE.items()
     ours, shards = snapshot(model, optimizer), [load_file(tmp_path / "step_000002" / name) for name in meta["files"]]
     assert_equal(ours, {name: x if x.dim() == 0 else cat([s[name] for s in shards]) for name, x in shards[0].items()})
     kinds = {name.partition(".model.")[0] for name in ours}
@@ -389,9 +408,21 @@ def test_flipped_bit_is_refused_by_name(run):
     assert run.load("auto")[0] == {"step": 1, "at": 1}
 
 
+def test_one_of_format_3_loads(run):
+    """Written before LoRA, with the state of a run: 2 steps of AdamW on 3 weights."""
+    kept = Path(__file__).resolve().parents[1] / "helpers" / "old_versions" / "checkpoint_3"
+    shutil.copytree(kept, run.folder / "step_000002")
+    model, optimizer = run.model(-1.0)
+    state = RunState(**checkpoint.load(run.folder, model, optimizer, run.ranks, {}, mode=None))
+    assert (state.step, state.cursor["drawn"], state.base_sha256) == (2, {"train": 64}, None)
+    assert model.weight.abs().max() < 1e-6
+    assert torch.allclose(optimizer.state[model.weight]["exp_avg"], torch.tensor([[0.19, 0.38, 0.76]]))
+    assert resume.read_meta(run.save(3))["version"] == 4
+
+
 def test_other_format_is_refused(run):
     meta = run.save(1) / "meta.json"
-    meta.write_text(meta.read_text().replace('"version": 3', '"version": 2'))
+    meta.write_text(meta.read_text().replace('"version": 4', '"version": 2'))
     with pytest.raises(ConfigError, match=r"step_000001/meta\.json: checkpoint format 2 of another version of"):
         run.load()
 

@@ -11,8 +11,9 @@ import torch
 
 from advantages import estimate_advantages
 from config import AdvEstimatorConfig, CheckpointingConfig, ConfigError
-from run.config_check import must_save_by_seconds, validate
+from run.config_check import fewest_ranks, must_save_by_seconds, validate
 from run.config_file import load
+from run.preflight import ALL_RANKS_GENERATE, parse_command_line
 
 VALID = ["data.train.data_path=train.jsonl", "data.validation.data_path=val.jsonl"]
 
@@ -29,6 +30,22 @@ VLLM = "policy.generation.vllm_cfg"
 @pytest.mark.parametrize(
     ("world_size", "overrides", "problems"),
     [
+        (
+            1,
+            ["grpo.async_grpo.enabled=true"],
+            [
+                "grpo.async_grpo.max_trajectory_age_steps=1 trains tokens of older weights, which need loss_fn."
+                "use_importance_sampling_correction=true; set it, or set the age to 0"
+            ],
+        ),
+        (
+            1,
+            ["grpo.async_grpo.max_trajectory_age_steps=3"],
+            [
+                "grpo.async_grpo.max_trajectory_age_steps=3 has no effect with grpo.async_grpo.enabled=false: each "
+                "step samples anew; set grpo.async_grpo.max_trajectory_age_steps=1"
+            ],
+        ),
         (
             1,
             ["grpo.num_generations_per_prompt=1", "grpo.max_num_steps=0"],
@@ -131,6 +148,7 @@ TIS_KEYS = "truncated_importance_sampling"
 CISPO, GSPO = "loss_fn.use_cispo=true", "loss_fn.sequence_level_importance_ratios=true"
 PER_SEQUENCE, IS = "loss_fn.token_level_loss=false", "loss_fn.use_importance_sampling_correction=true"
 KIND, HIGH, LOW = (f"loss_fn.{TIS_KEYS}_{name}" for name in ("type", "ratio", "ratio_min"))
+LORA = "policy.dtensor_cfg.lora_cfg"
 REINFORCE, GDPO = "grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estimator.name=gdpo"
 
 
@@ -175,7 +193,17 @@ def test_keys_that_do_not_go_together(write, one, other, besides):
         ("grpo.ref_policy_update_alpha=0.5", "1.0", "grpo.ref_policy_update_period=null", []),
         ("policy.scheduler.min_factor=0.1", "0.0", "policy.scheduler.name=constant", []),
         ("policy.optimizer.muon_lr=0.02", "null", "policy.optimizer.name=torch.optim.AdamW", []),
+        (f'{LORA}.target_modules=["q_proj"]', "[]", f"{LORA}.match_all_linear=true", []),
+        (f'{LORA}.exclude_modules=["q_proj"]', "[]", f"{LORA}.match_all_linear=true", []),
+        (
+            f'{LORA}.exclude_modules=["v_proj"]',
+            "[]",
+            f'{LORA}.target_modules=["q_proj"]',
+            [f"{LORA}.match_all_linear=false"],
+        ),
+        (f"{LORA}.adapter_path=there", "null", f"{LORA}.enabled=false", []),
         ("policy.optimizer.muon_momentum=0.9", "0.95", "policy.optimizer.name=torch.optim.AdamW", []),
+        ("policy.offload_optimizer_for_logprob=true", "false", "policy.dtensor_cfg.cpu_offload=true", []),
     ],
 )
 def test_a_key_that_nothing_reads_must_have_its_default(write, unread, default, other, besides):
@@ -184,6 +212,24 @@ def test_a_key_that_nothing_reads_must_have_its_default(write, unread, default, 
     key = unread.partition("=")[0]
     assert problem.endswith(f"; set {key}={default}")
     validate(load("run.yaml", [*VALID, f"{key}={default}", other, *besides]), 1)
+
+
+@pytest.mark.parametrize(
+    ("other", "besides", "reason"),
+    [
+        ("policy.optimizer.name=torch.optim.Muon", [], "it is for matrices, not their factors; use torch.optim.AdamW"),
+        (
+            "grpo.ref_policy_update_alpha=0.5",
+            ["grpo.ref_policy_update_period=2"],
+            "averages of factors make no average; use 1",
+        ),
+    ],
+)
+def test_what_is_not_trained_with_lora(write, other, besides, reason):
+    path, lora = write("grpo: {seed: 1}"), f"{LORA}.enabled=true"
+    assert problems_of(path, 1, lora, other, *besides) == [f"{lora} with {other}: {reason}"]
+    for words in ([other, *besides], [lora, *besides]):
+        validate(load(path, [*VALID, *words]), 1)
 
 
 ESTIMATOR_OPTIONS = {  # key -> a value other than its default
@@ -237,6 +283,13 @@ def test_bounds_the_wrong_way_round(write):
     assert problem == "grpo.advantage_clip_low=1.0 is not below grpo.advantage_clip_high=1.0: exchange them"
 
 
+def test_a_kl_in_the_reward_knows_no_filter(write):
+    words = [REINFORCE, "loss_fn.use_kl_in_reward=true", "grpo.adv_estimator.minus_baseline=false"]
+    for setting in ("top_p=0.9", "top_k=9"):
+        (problem,) = problems_of(write("grpo: {seed: 1}"), 1, *words, f"policy.generation.{setting}")
+        assert problem.startswith("policy.generation.top_p and top_k: the KL in the reward would compare the filtered")
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -261,6 +314,9 @@ def test_keys_that_do(write, overrides):
         ("loss_fn.ratio_clip_c", ["1", "0.5"], ["1.1", "null"]),
         ("loss_fn.ratio_clip_min", ["-0.1", "1.1"], ["0", "1"]),
         ("policy.generation.temperature", ["0", "-1"], ["0.1"]),
+        ("policy.generation.top_p", ["0", "1.1"], ["0.1", "1"]),
+        ("policy.generation.top_k", ["0"], ["1", "null"]),
+        ("grpo.val_top_k", ["-1"], ["0", "null"]),
         ("policy.optimizer.kwargs.lr", ["0", "-1e-6"], ["1e-9"]),
         ("policy.optimizer.kwargs.betas", ["[0.9, 1]", "[-0.1, 0.9]"], ["[0, 0]"]),
         ("policy.generation.stop_token_ids", ["[3, -1]"], ["[0]", "null"]),
@@ -354,3 +410,106 @@ def test_mixes_that_do(write):
         ["data.validation=null", "data.train.0.split_validation_size=0.1"],
     ):
         validate(load(write(SETS), overrides), 1)
+
+
+# ------------------------------------------------------------------------------------------ which ranks generate
+
+COLOCATED = "policy.generation.colocated"
+NEEDS = f"{COLOCATED}.enabled=false"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ranks_of_node", "gpus_per_node", "num_nodes", "num_trainers"),
+    [
+        (2, 2, 1, None, 1),
+        (8, 8, 2, None, 6),
+        (8, 8, 7, 1, 1),
+        (16, 8, 8, 1, 8),
+        (32, 8, 8, 3, 8),
+        (4, None, 1, None, 3),
+    ],
+)
+def test_a_job_splits_as_in_nemo_rl(world_size, ranks_of_node, gpus_per_node, num_nodes, num_trainers):
+    """Its `setup` by hand: on one node gpus_per_node GPUs generate, on several num_nodes whole nodes."""
+    nodes = [] if num_nodes is None else [f"{COLOCATED}.resources.num_nodes={num_nodes}"]
+    overrides = [NEEDS, f"{COLOCATED}.resources.gpus_per_node={gpus_per_node}", *nodes]
+    cfg = load("configs/smoke.yaml", [*VALID, *overrides, "grpo.num_prompts_per_step=168"])
+    validate(cfg, world_size, ranks_of_node)
+    assert world_size - cfg.policy.generation.num_generators == num_trainers
+
+
+SIZE, NODES = f"{COLOCATED}.resources.gpus_per_node", f"{COLOCATED}.resources.num_nodes"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ranks_of_node", "overrides", "problem"),
+    [
+        (8, 8, [], f"{SIZE}=null with {NEEDS}: set it to the ranks of a node that generate"),
+        (16, 8, [f"{SIZE}=8"], f"{NODES}=null with 2 nodes: set it to the number of nodes that generate"),
+        (
+            16,
+            8,
+            [f"{SIZE}=4", f"{NODES}=1"],
+            f"{SIZE}=4 with 2 nodes: a node trains or generates as a whole, so set it ",
+        ),
+        (
+            8,
+            8,
+            [f"{SIZE}=4", f"{NODES}=2"],
+            f"{SIZE}=4 and {NODES}=2 are 8 ranks that generate, of 8: none is left to t",
+        ),
+        (
+            2,
+            2,
+            [f"{SIZE}=4"],
+            f"{SIZE}=4 and {NODES}=null are 4 ranks that generate, of 2: none is left to train; start",
+        ),
+        (
+            1,
+            None,
+            [f"{SIZE}=1"],
+            f"{SIZE}=1 and {NODES}=null are 1 ranks that generate, of 1: none is left to train; st",
+        ),
+        (
+            2,
+            2,
+            [f"{SIZE}=1", "grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true"],
+            "grpo.async_grpo.enabled=true needs policy.generation.colocated.enabled=true: a split job trains in step",
+        ),
+        (8, 8, [f"{SIZE}=2", f"{NODES}=2"], f"{NODES}=2 on one node: set it to 1, or start torchrun on more nodes"),
+        (
+            8,
+            8,
+            [f"{SIZE}=3", f"{VLLM}.tensor_parallel_size=2"],
+            f"{VLLM}.tensor_parallel_size=2 does not divide the 3 r",
+        ),
+        (
+            8,
+            8,
+            [f"{SIZE}=5"],
+            "grpo.num_prompts_per_step=16 is not divisible by the 5 data-parallel groups (5 ranks tha",
+        ),
+    ],
+)
+def test_impossible_splits_are_refused_with_the_fix(world_size, ranks_of_node, overrides, problem):
+    with pytest.raises(ConfigError) as caught:
+        validate(load("configs/smoke.yaml", [*VALID, NEEDS, *overrides]), world_size, ranks_of_node)
+    assert str(caught.value).startswith(problem), caught.value
+
+
+def test_to_score_a_model_all_ranks_generate(monkeypatch):
+    """eval.py of the config of a split job, on one rank."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    cfg = parse_command_line(["configs/smoke.yaml", *VALID, NEEDS, f"{SIZE}=4", *ALL_RANKS_GENERATE], "")
+    assert cfg.policy.generation.num_generators == 0
+
+
+def test_without_torchrun_a_check_takes_the_fewest_ranks():
+    def fewest(*overrides):
+        return fewest_ranks(load("configs/smoke.yaml", [*VALID, *overrides]))
+
+    assert (fewest(), fewest(f"{VLLM}.tensor_parallel_size=4")) == (1, 4)
+    assert (fewest(NEEDS, f"{SIZE}=3"), fewest(NEEDS, f"{SIZE}=8", f"{NODES}=2")) == (4, 17)
+    assert problems_of("configs/smoke.yaml", 2, f"{SIZE}=1") == [
+        f"{SIZE}=1 has no effect with {COLOCATED}.enabled=true: all generate; set {SIZE}=null"
+    ]

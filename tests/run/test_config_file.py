@@ -166,7 +166,7 @@ def test_nearest_key(write, key, nearest):
 def test_no_nearest_key_is_invented(write):
     assert message_of(write("grpo: {seed: 1}"), "policy.optimizer.kwargs.nesterov=1") == (
         "command line 'policy.optimizer.kwargs.nesterov=1': unknown key 'policy.optimizer.kwargs.nesterov'. "
-        "Keys of policy.optimizer.kwargs: lr, weight_decay, betas, eps"
+        "Keys of policy.optimizer.kwargs: lr, weight_decay, betas, eps, state_dtype"
     )
 
 

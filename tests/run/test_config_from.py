@@ -12,7 +12,7 @@ import torch
 import yaml
 from small_run import ROOT, STARTER, write_rows
 
-from config import Config, ConfigError
+from config import Config, ConfigError, LoRAConfig
 from loss import policy_loss
 from run import config_check, config_file
 from run.config_from import DIFFER, LEFT, NAMES, NONE, SAME, TAKEN, convert
@@ -20,7 +20,6 @@ from run.config_keys import FIELDS, SECTIONS
 
 PEERS = ROOT / "tests" / "helpers" / "peers"
 EXAMPLES = sorted(path.name for path in PEERS.iterdir() if path.name.startswith(("trl_", "verl_")))
-LATER = {"policy.generation.top_p", "policy.generation.top_k"}  # of the sampler: where they are no keys, it is said
 
 
 def table(system):
@@ -48,12 +47,12 @@ def test_the_tables_name_keys_of_ours(system):
     rows = table(system)["keys"]
     named = set(table(system)["always"])
     for key, row in rows.items():
-        assert row.keys() <= {"default", "to", "updates", "values", "when", "sizes", "same", "none"}, key
+        assert row.keys() <= {"default", "to", "with", "updates", "values", "when", "sizes", "same", "none", "but"}, key
         assert row.keys() & {"to", "values", "sizes", "same", "none"}, key
         named |= set([row["to"]] if isinstance(row.get("to", []), str) else row.get("to", []))
-        named |= {ours for keys in row.get("values", {}).values() for ours in keys}
+        named |= {ours for keys in row.get("values", {}).values() for ours in keys} | row.get("with", {}).keys()
         assert set(row.get("when", ())) <= rows.keys() and all("default" in rows[w] for w in row.get("when", ())), key
-    assert named - LATER <= FIELDS.keys() - SECTIONS.keys(), named
+    assert named <= FIELDS.keys() - SECTIONS.keys(), named
 
 
 def test_every_training_argument_has_a_row_and_its_default():
@@ -172,7 +171,8 @@ def test_examples_of_theirs(name, tmp_path, monkeypatch):
         assert LEFT not in report
         config_check.validate(cfg, 2)
     if name == "trl_gspo.yaml":
-        assert report[NONE]["use_peft=true"] == "the whole model is trained"
+        lora = cfg.policy.dtensor_cfg.lora_cfg
+        assert lora == LoRAConfig(True, 16, 32.0, "uniform", False, ("q_proj", "v_proj")), "PEFT's, and TRL's defaults"
         assert report[SAME]["dtype=bfloat16"] == "policy.precision says it"
         assert report[DIFFER]["policy.optimizer.kwargs.weight_decay"] == "0.0 (ours 0.01)"
         assert list(report[LEFT]) == ["data.train.data_path is not set: name the jsonl file of training problems"]
@@ -260,7 +260,7 @@ def test_the_command(tmp_path):
     """Without torch: in a second. Its exit codes are those of --check."""
     command = [sys.executable, "grpo.py", "--from", "trl", str(PEERS / "trl_gspo.yaml"), "--write", "ours.yaml"]
     command[-1] = str(tmp_path / "ours.yaml")
-    for code, text in ((0, "NO COUNTERPART, and not in the config:\n  use_peft=true"), (2, "it is there already")):
+    for code, text in ((0, "use_peft=true: policy.dtensor_cfg.lora_cfg.enabled=true"), (2, "it is there already")):
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == code and text in (done.stdout if code == 0 else done.stderr), done
 
@@ -286,6 +286,56 @@ def test_values_of_several_keys(tmp_path):
     cfg, report = ours("loss_type=sapo", 'reward_funcs=["accuracy_reward"]', "epsilon=10.0")
     assert f"{NONE}\n  loss_type=sapo: the loss here stays" in report and cfg.data.default.env_name == "math"
     assert cfg.loss_fn.ratio_clip_min == 1.0
+    for words, lora in (
+        ((), LoRAConfig()),
+        (("lora_r=4", "lora_target_modules=[q_proj]"), LoRAConfig()),
+        (("use_peft=true",), LoRAConfig(True, 16, 32.0, "uniform", False, ("q_proj", "v_proj"))),
+        (("use_peft=true", "lora_r=4", "lora_target_modules=all-linear"), LoRAConfig(True, 4, 32.0, "uniform")),
+    ):
+        cfg, report = ours(*words)
+        assert cfg.policy.dtensor_cfg.lora_cfg == lora, words
+        assert ("TRL's lora_dropout, 0.05 where it is not set, is not there" in report) == lora.enabled
+        assert "lora_cfg.alpha=32" not in report, "which is ours"
+
+
+def test_lora_of_verl(tmp_path):
+    (tmp_path / "verl_x").write_text("algorithm.adv_estimator=grpo")
+    section = "actor_rollout_ref.model"
+    for words, lora in (
+        ([], LoRAConfig()),
+        ([f"{section}.lora_alpha=64"], LoRAConfig()),
+        ([f"{section}.lora_rank=32"], LoRAConfig(True, 32, 16.0, "uniform")),
+        (
+            [f"{section}.lora_rank=32", f"{section}.lora_alpha=64", f"{section}.target_modules=[q_proj,o_proj]"],
+            LoRAConfig(True, 32, 64.0, "uniform", False, ("q_proj", "o_proj")),
+        ),
+        (
+            [f"{section}.lora_rank=4", f"{section}.lora_adapter_path=runs/adapter"],
+            LoRAConfig(True, 4, 16.0, "uniform", adapter_path="runs/adapter"),
+        ),
+        (
+            [f"{section}.lora_rank=8", f"{section}.exclude_modules=[o_proj]"],
+            LoRAConfig(True, 8, 16.0, "uniform", False, (), ("o_proj",)),
+        ),
+    ):
+        assert converted(tmp_path / "verl_x", tmp_path, *words)[0].policy.dtensor_cfg.lora_cfg == lora, words
+
+
+@pytest.mark.parametrize("system, section", [("trl", ""), ("verl", "actor_rollout_ref.rollout.")])
+def test_a_filter_of_the_sampler_is_the_trainers_too(system, section, tmp_path):
+    """Theirs scores the whole distribution, which the report says; verl's validation has a filter of its own."""
+    (tmp_path / f"{system}_x").write_text("{}" if system == "trl" else "algorithm.adv_estimator=grpo")
+    cfg, report = converted(tmp_path / f"{system}_x", tmp_path, f"{section}top_p=0.9", f"{section}top_k=50")
+    assert (cfg.policy.generation.top_p, cfg.policy.generation.top_k) == (0.9, 50)
+    assert (cfg.grpo.val_top_p, cfg.grpo.val_top_k) == ((1.0, 0) if system == "verl" else (None, None))
+    for key, value in (("top_p", 0.9), ("top_k", 50)):
+        said = report[TAKEN][f"{section}{key}={value}"]
+        assert said == (
+            f"policy.generation.{key}={value}; {NAMES[system]}'s trainer scores the whole distribution, ours the "
+            "filtered one that was sampled from"
+        )
+    cfg, _ = converted(tmp_path / f"{system}_x", tmp_path, f"{section}top_p=1.0", f"{section}top_k=-1")
+    assert (cfg.policy.generation.top_p, cfg.policy.generation.top_k) == (1.0, None)
 
 
 def test_values_of_several_keys_of_verl(tmp_path):
@@ -337,7 +387,7 @@ def test_two_steps(name, one_rank, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(GraderPool, "stop", GraderPool.stop)
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
-    monkeypatch.setattr(grpo, "start_process_group", lambda tp_size: one_rank[:2])
+    monkeypatch.setattr(grpo, "start_process_group", lambda *_: one_rank[:2])
     write_rows(tmp_path)
     cfg, _ = converted(name, tmp_path)
     theirs = yaml.safe_load((tmp_path / "ours.yaml").read_text())

@@ -15,9 +15,10 @@ import grpo
 from batch import MicroBatch, Minibatch, finish_minibatches, make_minibatches
 from hf.model_config import ModelConfig
 from kernels import KernelBackend
+from lora import LoRALinear, add_adapters
 from model import Decoder
+from run.build import loss_path_of
 from run.metrics import PEAK_TFLOPS, performance_metrics, train_flops
-from run.setup import loss_path_of
 
 SIZES = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 97}
 FAMILIES = {  # grouped and plain heads, heads wider than the hidden size, biases, tied and untied
@@ -108,13 +109,30 @@ def test_what_backward_repeats_is_not_counted(one_rank):
     assert train_flops(model.config, minibatch.micros) == flops
 
 
+def test_with_lora_no_gradient_of_a_frozen_weight_is_counted(one_rank):
+    """The gradient of the first block's input, which nothing needs, is counted like that of all others. torch's counter
+    does not see the merging, which is done in place."""
+    lora, model = config.LoRAConfig(enabled=True, dim=5), model_of("qwen3")
+    full = train_flops(model.config, [micro_of(40)])
+    add_adapters(model, lora, torch.float32)
+    minibatch, cfg = batch_of(model, one_rank[0], True)
+    matrices, attention = computed(model, minibatch, cfg)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+    first = sum(layers[f"model.layers.0.self_attn.{name}_proj"].weight.numel() for name in "qkv")
+    num_tokens = sum(len(micro.token_T) for micro in minibatch.micros)
+    seen, rectangles = pairs(minibatch)
+    counted = matrices + 2 * first * num_tokens + attention * seen // rectangles
+    assert train_flops(model.config, minibatch.micros, lora) == counted
+    assert train_flops(model.config, [micro_of(40)], config.LoRAConfig()) == full
+
+
 def micro_of(length, head_rows=None, grad_rows=None):
     """A sequence alone. By default all of its rows reach the head, with a gradient."""
     rows = length if head_rows is None else head_rows
-    zeros = [torch.zeros(rows)] * 6
+    zeros = [torch.zeros(rows)] * 7
     tokens = torch.zeros(length, dtype=torch.int64)
     bounds = {"cu_seqlens": np.int32([0, length]), "prefix_S": np.array([-1])}
-    names = ("pos_R", "target_R", "sampler_logp_R", "adv_R", "seq_R", "reward_R")
+    names = ("pos_R", "target_R", "sampler_logp_R", "version_R", "adv_R", "seq_R", "reward_R")
     rest = {"mask_R": torch.ones(rows, dtype=torch.bool), "num_grad_rows": rows if grad_rows is None else grad_rows}
     return MicroBatch(token_T=tokens, position_T=tokens, **bounds, **dict(zip(names, zeros, strict=True)), **rest)
 
@@ -164,6 +182,22 @@ def two_ranks_of_one(one_rank, monkeypatch):
     """A second rank that has done as much as this one."""
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: tensor.mul_(2))
+
+
+def test_rates_of_a_split_job_are_by_the_gpus_at_work(two_ranks_of_one):
+    """2 ranks train and 3 generate: a step is work of 5, a rollout of 3, an update of 2."""
+    resources = config.ColocatedResourcesConfig(gpus_per_node=3)
+    generation = config.GenerationConfig(colocated=config.ColocatedConfig(False, resources))
+    whole, split = (numbers([Minibatch([micro_of(64)], 64)], **options) for options in ({}, {"generation": generation}))
+    ratios = {name.rpartition("/")[2]: whole[name] / split[name] for name in whole if whole[name] != split[name]}
+    assert ratios == pytest.approx(
+        {
+            "tokens_per_sec_per_gpu": 5 / 2,
+            "samples_per_sec_per_gpu": 5 / 2,
+            "valid_tokens_per_sec_per_gpu": 5 / 2,
+            "generation_tokens_per_sec_per_gpu": 3 / 2,
+        }
+    )
 
 
 def test_rates_of_a_step_by_hand(two_ranks_of_one):

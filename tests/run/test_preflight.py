@@ -139,6 +139,11 @@ def test_stop_tokens_are_ids_of_the_tokenizer(tmp_path):
     )
 
 
+def without_plan(summary):
+    """The lines before the memory plan, which tests/run/test_memory_plan.py holds."""
+    return summary.split("\nmemory ")[0].splitlines()
+
+
 @pytest.fixture
 def recipe(tmp_path, monkeypatch):
     """Loads a recipe that ships, with the starter model; from the repository, as paths in recipes are."""
@@ -165,7 +170,7 @@ def test_gsm8k_recipe_with_local_files(recipe, tmp_path, name):
     cfg = recipe(name, *words, "policy.generation.max_new_tokens=768")
     assert [section.dataset_name for section in cfg.data.train + cfg.data.validation] == ["gsm8k", "gsm8k"]
     assert [section.split for section in cfg.data.train + cfg.data.validation] == ["train", "test"]
-    lines = check(cfg).splitlines()
+    lines = without_plan(check(cfg))
     assert lines[1:] == [
         f"train      {tmp_path}/gsm8k_train.jsonl (math): 40 prompts",
         f"validation {tmp_path}/gsm8k_validation.jsonl (math): 9 prompts",
@@ -191,7 +196,7 @@ def test_check_says_how_much_it_looked_at(recipe, tmp_path, monkeypatch):
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("".join(json.dumps(row) + "\n" for row in rows[3:13]))
     cfg = recipe("smoke.yaml", f"data.train.data_path={file}", f"data.validation.data_path={held_out}")
-    assert check(cfg).splitlines()[1:] == [
+    assert without_plan(check(cfg))[1:] == [
         f"train      {file} (exact): 100 rows, 10 checked (the first 5, the others at random), "
         "1 left out: over 24 tokens",
         f"validation {held_out} (exact): 10 prompts",
@@ -317,6 +322,19 @@ def test_a_tokenizer_of_its_own(tmp_path):
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         read(str(tmp_path))
+
+
+def test_check_answers_for_the_adapter_of_a_new_run(recipe, tmp_path):
+    """One that a run goes on from has its adapters in the checkpoint: the folder may be gone."""
+    words = [f"policy.dtensor_cfg.lora_cfg.{word}" for word in ("enabled=true", f"adapter_path={tmp_path}")]
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/adapter_config\.json: cannot be read"):
+        check(recipe("smoke.yaml", *words))
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 16}')
+    with pytest.raises(ConfigError, match=r"adapter_config.json: r=16, but 8 by policy.dtensor_cfg.lora_cfg.dim$"):
+        check(recipe("smoke.yaml", *words))
+    cfg = recipe("smoke.yaml", *words, "policy.dtensor_cfg.lora_cfg.dim=16", f"checkpointing.resume_from={tmp_path}")
+    with pytest.raises(ConfigError, match=r"no whole checkpoint"):
+        check(cfg)
 
 
 def test_an_override_makes_a_model_one_that_is_supported(recipe, tmp_path):

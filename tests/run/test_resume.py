@@ -91,11 +91,41 @@ def test_another_optimizer_is_refused_even_where_changes_are_allowed(run):
     resume.check_resumable(changed, to_train=False)
 
 
+def test_other_adapters_are_refused_even_where_changes_are_allowed(run):
+    """For training and for a score: the checkpoint's tensors are of those that it was trained with."""
+    folder, cfg = run
+    one = config.LoRAConfig(enabled=True, match_all_linear=False, target_modules=("q_proj",))
+    (folder / "config.yaml").write_text(config_file.to_yaml(with_lora(cfg, one)))
+    resume.check_resumable(with_lora(cfg, replace(one, lora_A_init="uniform", adapter_path="gone")))
+    for key, value, old in (
+        ("enabled", False, "true"),
+        ("dim", 4, "8"),
+        ("alpha", 4.0, "32.0"),
+        ("match_all_linear", True, "false"),
+        ("target_modules", ("q_proj", "v_proj"), '["q_proj"]'),
+        ("exclude_modules", ("v_proj",), "[]"),
+    ):
+        changed = with_lora(cfg, replace(one, **{key: value}))
+        allowed = replace(changed, checkpointing=replace(cfg.checkpointing, allow_changes=True))
+        for refusal in (refused(changed), refused(allowed), refused(changed, to_train=False)):
+            name = f"policy.dtensor_cfg.lora_cfg.{key}={json.dumps(value)} (there {old}); use ./train.sh"
+            assert name in refusal and refusal.endswith(": its checkpoints hold other tensors"), refusal
+
+
+def test_settings_of_adapters_that_are_off_may_change(run):
+    _, cfg = run
+    resume.check_resumable(with_lora(cfg, config.LoRAConfig(dim=4, alpha=4.0)))
+
+
+def with_lora(cfg, lora):
+    return replace(cfg, policy=replace(cfg.policy, dtensor_cfg=config.DTensorConfig(lora_cfg=lora)))
+
+
 def test_a_run_of_another_version_is_refused_with_a_sentence(run, tmp_path):
     folder, cfg = run
     for step in (9, 10):
         meta = folder / "checkpoints" / f"step_{step:06d}" / "meta.json"
-        meta.write_text(meta.read_text().replace('"version": 3', '"version": 2'))
+        meta.write_text(meta.read_text().replace('"version": 4', '"version": 2'))
     auto = config.CheckpointingConfig(resume="auto")
     logs = config.LoggerConfig(log_dir=str(tmp_path / "logs"))
     for refuse in (
@@ -108,7 +138,7 @@ def test_a_run_of_another_version_is_refused_with_a_sentence(run, tmp_path):
             refuse()
         assert str(error.value) == (
             f"{folder}/checkpoints/step_000010/meta.json: checkpoint format 2 of another version of this program, "
-            "which now reads format 3 only; go on with the version that wrote it (provenance.json in the run folder "
+            "which now reads 3 and 4 only; go on with the version that wrote it (provenance.json in the run folder "
             "names its commit), or start a new run"
         )
     shutil.copytree(folder, tmp_path / "logs" / "exp_002")
@@ -129,8 +159,8 @@ def test_run_folder_without_its_config(run):
         ("[]", "meta.json: expected a JSON object, got list"),
         ("{}", "meta.json: not what checkpoint.py writes (KeyError: 'version')"),
         ("[" * 100_000, "meta.json: not valid JSON ("),
-        ('{"version": 3, "files": {}}', "meta.json: lacks metric, state, step, world_size"),
-        ('{"version": 3, "files": {"gone": {"bytes": 1}}}', "gone: No such file or directory"),
+        ('{"version": 4, "files": {}}', "meta.json: lacks metric, state, step, world_size"),
+        ('{"version": 4, "files": {"gone": {"bytes": 1}}}', "gone: No such file or directory"),
         ("cut shard", "rank_00000.safetensors: 4 bytes, 5 by meta.json"),
         ("no meta", "meta.json: cannot be read (No such file or directory)"),
         ("pipe", "meta.json: cannot be read (not a regular file"),

@@ -3,11 +3,14 @@
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import config
 from dataset.mixing import Mixture
 from dataset.scan import Dataset
+from engine import Completion, Engine, SamplingOptions
+from rollout import sample_seed
 from run import setup
 from system.exits import Saved, StopRun
 from system.ranks import Ranks
@@ -133,3 +136,44 @@ def test_a_run_told_to_stop_says_whether_its_last_step_is_saved():
     ):
         reason = setup.save_early(run_after(3, **options))
         assert isinstance(reason, StopRun) and str(reason).endswith(f"step 3, which is not saved ({why})")
+
+
+# ------------------------------------------------------------------------------ replies to prompts of later steps
+
+
+def replies_of(seed, prompts):
+    """As a checkpoint of step 6 holds them: to prompts numbered from 40 on, by weights 6, due at step 7."""
+    sample = [SimpleNamespace(prompt=40 + i, index=1, prompt_ids=ids, num_turns=0) for i, ids in enumerate(prompts)]
+    batch = [SimpleNamespace(request_id=str(i), sample=sample) for i, sample in enumerate(sample)]
+    ids, logps, versions = np.array([9, 3], np.int32), np.array([-0.5, -0.25], np.float32), np.array([6, 6], np.int32)
+    finished = {each.request_id: Completion(ids + i, logps, "stop", versions) for i, each in enumerate(batch)}
+    run = SimpleNamespace(cfg=async_config(seed), ranks=ALONE, state=SimpleNamespace(step=6))
+    run.sampler, run.engine = SimpleNamespace(ahead=[(batch, {})]), SimpleNamespace(finished=finished)
+    return setup._replies(run)
+
+
+def async_config(seed=42, enabled=True):
+    return config.Config(grpo=config.GRPOConfig(seed=seed, async_grpo=config.AsyncGRPOConfig(enabled, 1)))
+
+
+@pytest.mark.parametrize("changed", ["nothing", "prompt", "temperature", "top_k"])
+def test_a_reply_of_a_checkpoint_answers_only_what_it_was_drawn_for(changed):
+    """A user's sampler, or other options, may have other prompts at the same places of the data."""
+    prompts = [[5, 6, 7], [8]]
+    asked = {"nothing": SamplingOptions(1.0, 256), "prompt": SamplingOptions(1.0, 256)}
+    asked |= {"temperature": SamplingOptions(0.5, 256), "top_k": SamplingOptions(1.0, 256, top_k=20)}
+    engine = SimpleNamespace(weight_version=6, spans={}, numbers=iter(range(9)), known={}, finished={}, asked=[])
+    engine.max_total_tokens, engine.stop_token_ids = 512, (3,)
+    engine.llm = SimpleNamespace(llm_engine=SimpleNamespace(add_request=lambda *a, **_: engine.asked.append(a[0])))
+    setup._restore_replies(SimpleNamespace(cfg=async_config(), engine=engine), replies_of(42, prompts))
+    seeds = [sample_seed(42, 40 + i, 1) for i in range(2)]
+    Engine.start(engine, prompts[::-1] if changed == "prompt" else prompts, seeds, asked[changed], priority=7)
+    assert engine.asked == ([] if changed == "nothing" else ["0", "1"])
+    if changed == "nothing":
+        assert [engine.finished[name].ids.tolist() for name in "01"] == [[9, 3], [10, 4]] and not engine.known
+
+
+def test_a_run_without_async_grpo_leaves_the_replies_of_one_with_it():
+    """A split job's engine has no place for them."""
+    run = SimpleNamespace(cfg=async_config(enabled=False), engine=SimpleNamespace())
+    setup._restore_replies(run, replies_of(42, [[5, 6, 7]]))

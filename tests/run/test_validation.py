@@ -1,6 +1,7 @@
 """Validation: the estimators against enumeration and worked examples, names, options, several sets."""
 
 import math
+from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 from statistics import fmean
@@ -190,6 +191,11 @@ def test_options_reach_the_engine(one_rank):
         "greedy": (1, SamplingOptions(temperature=0.0, max_new_tokens=40)),
         "sampled": (1, SamplingOptions(temperature=0.6, max_new_tokens=40, top_p=0.95, top_k=20)),
     }
+    cfg = config_of()  # null is what training does, and there is a word for no filter
+    cfg = replace(cfg, policy=replace(cfg.policy, generation=replace(cfg.policy.generation, top_p=0.8, top_k=7)))
+    assert modes(cfg)["sampled"][1] == SamplingOptions(1.0, 256, 0.8, 7)
+    cfg = replace(cfg, grpo=replace(cfg.grpo, val_top_p=1.0, val_top_k=0))
+    assert modes(cfg)["sampled"][1] == SamplingOptions(1.0, 256, 1.0, 0)
 
 
 def test_the_first_validation_is_kept_beside_the_last(one_rank):

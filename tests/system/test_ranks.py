@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from dist_case import PROMPTS, alone, make_samples, packs_of
+from dist_case import PROMPTS, adapted_policy, alone, make_samples, packs_of
 from loop import train_once
 from safetensors.torch import load_file
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def two_ranks(tiny, tmp_path_factory):
-    """What tests/helpers/dist_worker.py wrote: (gradients, [rank 0's json, rank 1's])."""
+    """What tests/helpers/dist_worker.py wrote: gradients, [rank 0's json, rank 1's], LoRA's gradients and tensors."""
     results = tmp_path_factory.mktemp("two_ranks")
     command = [
         sys.executable,
@@ -49,6 +49,8 @@ def two_ranks(tiny, tmp_path_factory):
     return (
         load_file(results / "gradients.safetensors"),
         [json.loads((results / f"rank_{rank}.json").read_text()) for rank in range(2)],
+        load_file(results / "lora_gradients.safetensors"),
+        load_file(results / "lora_tensors.safetensors"),
     )
 
 
@@ -118,6 +120,28 @@ def test_a_sync_sends_each_parameter_once_by_one_gather_a_block(two_ranks):
             assert {name.split(".")[0] for name in names} == {"all_gather_into_tensor"}
             assert len(gathered) == fact["num_blocks"] + 2 < fact["num_tensors"]
             assert num_bytes <= sum(gathered) <= num_bytes + 300 * fact["itemsize"]  # rows that even out the ranks'
+
+
+def test_adapters_of_two_ranks_start_train_and_are_sent_as_those_of_one(step, two_ranks, one_rank, tiny, policy):
+    (samples, adv_B), (_, facts, gradients, tensors) = step, two_ranks
+    adapted = adapted_policy(tiny[0], one_rank[2])
+    adapted.temperature = 0.8
+    adapted.vocab_limit = policy.vocab_limit
+    _, expected = train_once(adapted, samples, adv_B, packs_of(10_000), one_rank[0])
+    assert all("lora_" in name for name in expected) and relative(gradients, expected) <= 2e-6
+    assert all(fact["lora_same"] == {"float32": True, "bfloat16": True} for fact in facts)
+    for precision in ("float32", "bfloat16"):
+        model = adapted_policy(tiny[0], one_rank[2], precision)
+        whole = {name: param.full_tensor() for name, param in model.named_parameters() if param.requires_grad}
+        for name, tensor in (dict(full_tensors(model, torch.float32)) | whole).items():
+            assert torch.equal(tensors.pop(f"{precision} {name}"), tensor), name
+    assert not tensors
+
+
+def test_the_memory_plan_of_two_ranks_is_what_they_take(two_ranks):
+    """Within 2%: nothing is off by more."""
+    for rank in two_ranks[1]:
+        assert rank["memory"] == {"qwen3": {}, "qwen3 tied": {}, "lora": {}}
 
 
 def test_engine_over_two_ranks_gives_the_tokens_of_one(engine, policy, two_ranks):
@@ -194,7 +218,7 @@ def test_on_cuda_no_device_is_bound_to_the_process_group(monkeypatch):
     monkeypatch.setattr(exits, "peers", {})
     monkeypatch.setattr(torch.cuda, "set_device", calls.set_device)
     monkeypatch.setattr(ranks.dist, "init_process_group", calls.init_process_group)
-    monkeypatch.setattr(ranks, "gather", lambda value: [("other", 7), value])
+    monkeypatch.setattr(ranks, "gather", lambda value, group: [("other", 7), value])
     with contextlib.ExitStack() as stack:
         for patch in gpus(2):
             stack.enter_context(patch)

@@ -1,0 +1,18 @@
+"""The real command by train.sh, on CPU, with real engines: 2 trainers and 1 generator give the bits of 2 ranks in
+turns."""
+
+import pytest
+from run_life import assert_same, run_to_the_end
+
+SPLIT = ("policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1")
+
+
+@pytest.mark.long
+def test_a_split_job_is_the_unbroken_run_to_the_bit(tmp_path, unbroken):
+    every = ("checkpointing.save_period=1", "checkpointing.keep_latest=6")
+    folder = run_to_the_end(tmp_path, 6, "--nproc_per_node=3", *SPLIT, *every)
+    for step in range(1, 7):
+        assert_same(folder, unbroken, step)
+    log = (tmp_path / "life_0.log").read_text()
+    assert log.count("engine: 1 x vLLM over 1 ranks each") == 1 and "FSDP2 over 2 ranks" in log
+    assert "Traceback" not in log

@@ -1,0 +1,136 @@
+"""Jobs of `grpo.main`, split and not, with a stand-in for vLLM: split_worker.py FOLDER JOB ...
+
+One process that has imported everything forks the ranks of each job, as torchrun starts them. A fault is put into one
+rank. Writes answer.json: for each job its run folder, the exit codes of its ranks and what they printed.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import fake_vllm
+
+fake_vllm.install()
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from small_run import arguments, write_rows
+
+import grpo
+from rollout import Sampler
+from system import bridge, exits, watchdog
+from system.exits import StopRun
+
+SETTINGS = ("checkpointing.save_period=2", "checkpointing.keep_latest=9", "grpo.max_num_steps=10", "grpo.val_period=5")
+SETTINGS += ("logger.tensorboard_enabled=false", "checkpointing.save_hf_at_end=false", "grpo.canary_period=3")
+SETTINGS += ("grpo.max_val_samples=4",)
+COLOCATED = "policy.generation.colocated"
+SPLIT = (f"{COLOCATED}.enabled=false", f"{COLOCATED}.resources.gpus_per_node=1")
+HASTY = ("watchdog.min_seconds=3", "watchdog.factor=2")
+JOBS = {  # name -> (ranks, overrides, the job whose run it goes on with, rank with a fault, fault)
+    "colocated": (1, (), None, None, None),
+    "split": (2, SPLIT, None, None, None),
+    "killed generator": (2, SPLIT, None, 1, "killed"),
+    "resumed": (2, SPLIT, "killed generator", None, None),
+    "killed trainer": (2, SPLIT, None, 0, "killed"),
+    "hung generator": (2, (*SPLIT, *HASTY), None, 1, "hung"),
+    "signalled generator": (2, SPLIT, None, 1, "signalled"),
+    "signalled trainer": (2, SPLIT, None, 0, "signalled"),
+    "stopped generator": (2, SPLIT, None, 1, "stopped"),
+    "colocated 2": (2, (), None, None, None),
+    "split 2 + 1": (3, SPLIT, None, None, None),
+    "split 1 + 2": (3, (f"{COLOCATED}.enabled=false", f"{COLOCATED}.resources.gpus_per_node=2"), None, None, None),
+}
+DYNAMIC = ("grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=2", "grpo.max_num_steps=4")
+JOBS |= {"dynamic": (1, DYNAMIC, None, None, None), "split dynamic": (2, (*SPLIT, *DYNAMIC), None, None, None)}
+FAULT_STEP = 6
+SAMPLE = Sampler._converse
+LOSS = grpo.compute_loss
+
+
+def put_in(fault: str) -> None:
+    """Into this process: a generator has it amid the samples of FAULT_STEP, a trainer amid its update."""
+
+    def go_wrong() -> None:
+        if fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault == "signalled":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif fault == "stopped":
+            raise StopRun("the graders say nothing")
+        else:
+            time.sleep(1000)
+
+    def converse(self, share, options, seed_key):
+        if seed_key[1] == FAULT_STEP:
+            go_wrong()
+        return SAMPLE(self, share, options, seed_key)
+
+    def compute_loss(model, micro, *others):
+        if TRAINED.append(1) or len(TRAINED) == FAULT_STEP:  # one pack to a step
+            go_wrong()
+        return LOSS(model, micro, *others)
+
+    TRAINED: list[int] = []
+    Sampler._converse = converse
+    grpo.compute_loss = compute_loss
+
+
+def start(folder: Path, words: list[str], environment: dict[str, str], fault: str | None) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    output = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(environment)
+    exits.job_rank = int(environment["RANK"])
+    if fault:
+        put_in(fault)
+    sys.argv = ["grpo.py", *words]
+    code = grpo.main()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def run(folder: Path, num_ranks: int, overrides: tuple[str, ...], faulty: int | None, fault: str | None) -> dict:
+    folder.mkdir(exist_ok=True)
+    write_rows(folder)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    job |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    job["GRPO_EXIT_FILE"] = str(folder / "exit_of_script.json")
+    pids = []
+    for rank in range(num_ranks):
+        words = [*arguments(folder), *SETTINGS, *overrides]
+        environment = job | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        pids.append(start(folder, words, environment, fault if rank == faulty else None))
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    return {"run": str(folder / "exp_001"), "codes": codes, "log": (folder / "log").read_text()}
+
+
+def main(work: Path, names: list[str]) -> None:
+    os.chdir(ROOT)
+    bridge.BUCKET_BYTES = 100_000  # the model has 2 MB
+    watchdog.POLL_SECONDS, watchdog.GRACE_SECONDS = 0.05, 0.8
+    answers = {}
+    for name in names:
+        num_ranks, overrides, before, faulty, fault = JOBS[name]
+        if before:
+            exit_file = Path(answers[before]["run"]).parent / "exit_of_script.json"
+            exit_file.unlink()
+            overrides = (*overrides, f"checkpointing.resume_from={answers[before]['run']}")
+        folder = Path(answers[before]["run"]).parent if before else work / name.replace(" ", "_")
+        end = run(folder, num_ranks, overrides, faulty, fault)
+        answers[name] = end | {"exit": json.loads((folder / "exp_001" / "exit.json").read_text())}
+        (work / "answer.json").write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,204 @@
+"""Memory that runs out: one message and exit code 5, whatever the run was at; and what a GPU is logged to have used."""
+
+import importlib.util
+import json
+import re
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import fake_vllm
+import pytest
+import torch
+from small_run import ROOT, arguments, write_rows
+
+import engine as engine_module
+import grpo
+import rollout
+from config import Config, ConfigError
+from graders.pool import GraderPool
+from hf.model_config import read_model_config
+from run import build, setup
+from run import memory as memory_module
+from run.log import Timers
+from run.memory import NO_MEMORY, Memory
+from run.memory_plan import CONTEXT, GIB, Plan
+from system import exits
+from system.ranks import Ranks
+
+STARTER = ROOT / "examples/arithmetic/starter"
+WORDS = "CUDA out of memory. Tried to allocate 2.32 GiB. GPU 0 has a total capacity of 79.18 GiB"
+KV_TOO_SMALL = "To serve at least one request with the model's max seq len (4096), (2.0 GiB KV cache is needed, which"
+
+
+def fail(*_, **__):
+    raise torch.OutOfMemoryError(WORDS)
+
+
+class Fails(torch.autograd.Function):
+    """The identity, whose backward finds no memory."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise torch.OutOfMemoryError(WORDS)
+
+
+def in_backward(monkeypatch):
+    compute_loss = grpo.compute_loss
+
+    def compute(*args):
+        loss, metrics = compute_loss(*args)
+        return Fails.apply(loss), metrics
+
+    monkeypatch.setattr(grpo, "compute_loss", compute)
+
+
+def in_step(monkeypatch):
+    build_optimizer = setup.build_optimizer
+
+    def broken(*args, **kwargs):
+        optimizer = build_optimizer(*args, **kwargs)
+        optimizer.step = fail
+        return optimizer
+
+    monkeypatch.setattr(setup, "build_optimizer", broken)
+
+
+def in_engine(monkeypatch):
+    def no_room(*_, **__):
+        raise ValueError(KV_TOO_SMALL)
+
+    monkeypatch.setattr(engine_module, "LLM", no_room)
+
+
+def in_sync(monkeypatch):
+    """The second one: the first belongs to the start."""
+    sync_weights = grpo.sync_weights
+    monkeypatch.setattr(grpo, "sync_weights", lambda *args: fail() if args[-1] else sync_weights(*args))
+
+
+def patched(module, name):
+    return lambda monkeypatch: monkeypatch.setattr(module, name, fail)
+
+
+PHASES = {  # name -> (what fails, the phase, the line of the program, the plan's phase)
+    "load": (patched(build, "load_policy"), "start", r"raise torch\.Out", "generate"),
+    "engine": (in_engine, "start", "raise ValueError", "generate"),
+    "generation": (patched(rollout.Sampler, "finish"), "generation", r"samples = sample_step\(", "generate"),
+    "logprobs": (patched(grpo, "finish_minibatches"), "policy_and_reference_logprobs", "logp_metrics = comp", "score"),
+    "forward": (patched(grpo, "linear_loss"), "policy_training", r"loss, loss_metrics = compute_loss\(", "train"),
+    "backward": (in_backward, "policy_training", r"loss\.backward\(\)", "train"),
+    "step": (in_step, "policy_training", r"optimizer\.step\(\)", "train"),
+    "sync": (in_sync, "prepare_for_generation", r"num_sync_bytes = sync_weights\(", "sync"),
+}
+
+
+@pytest.fixture
+def main(one_rank, monkeypatch, tmp_path):
+    """grpo.main on the smoke task with a stand-in for vLLM: (exit code, exit.json)."""
+    for name in ("LLM", "EngineArgs", "SamplingParams", "RequestOutputKind"):
+        monkeypatch.setattr(engine_module, name, getattr(fake_vllm, name))
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("GRPO_EXIT_FILE", raising=False)
+    monkeypatch.setattr(GraderPool, "stop", GraderPool.stop)
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    monkeypatch.setattr(grpo, "start_process_group", lambda *_: one_rank[:2])
+    write_rows(tmp_path)
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["", *arguments(tmp_path), "grpo.val_at_start=false", *words])
+        code = grpo.main()
+        (folder,) = tmp_path.glob("exp_*")
+        return code, json.loads((folder / "exit.json").read_text())
+
+    return run
+
+
+@pytest.mark.parametrize("name", PHASES)
+def test_out_of_memory_in_each_phase(name, main, monkeypatch, capfd):
+    inject, phase, line, planned = PHASES[name]
+    inject(monkeypatch)
+    code, report = main()
+    out, err = capfd.readouterr()
+    reason = report["reason"]
+    assert code == report["code"] == exits.EXIT_MEMORY == 5, (reason, err)
+    assert err == reason + "\n" and "Traceback" not in out + err
+    assert reason.startswith(f"out of memory: {phase}, ") and re.search(line, reason)
+    assert (KV_TOO_SMALL if name == "engine" else "CUDA out of memory)") in reason
+    assert f"Planned for {planned}, with packs of up to 2,048 tokens: " in reason and "Measured: " in reason
+    mended = "raise policy.generation.vllm_cfg.kvcache_gib, or" if name == "engine" else "set "
+    assert f". To mend it, {mended}" in reason
+    assert "memory     GiB on each of 1 ranks, packs of 2,048 tokens\n  train " in out
+
+
+KNOWS_BETTER = ". If you know better, --gpu_memory=GiB takes the place of what the GPU has"
+
+
+@pytest.mark.parametrize(("given", "code"), [("1", 2), ("900.5", 5)])
+def test_a_user_says_what_the_gpu_has(given, code, main, monkeypatch, capfd):
+    monkeypatch.setattr(build, "load_policy", fail)  # what comes after the plan
+    ended, report = main(f"--gpu_memory={given}", "policy.generation.vllm_cfg.kvcache_gib=1")
+    assert ended == report["code"] == code, report
+    assert f"memory     GiB of {given if code == 2 else 900} on each of 1 ranks, " in capfd.readouterr().out
+    assert (code == 2) == report["reason"].endswith(KNOWS_BETTER)
+
+
+def test_what_a_user_says_comes_before_what_the_gpu_says(one_rank, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=GIB))
+    inputs = SimpleNamespace(model_folder=STARTER, reward_model=None, tokenizer=SimpleNamespace(vocab_size=262))
+    plan_memory = partial(setup.plan_memory, Config(), inputs, one_rank[0], torch.device("cuda"))
+    with pytest.raises(ConfigError, match=rf"^memory: .* on each GPU, which has 1; .*{re.escape(KNOWS_BETTER)}$"):
+        plan_memory(None)
+    assert plan_memory(900 * GIB).plan.gpu_bytes == 900 * GIB
+
+
+def test_other_errors_stay_what_they_are(main, monkeypatch, capfd):
+    def wrong(*_):
+        raise ValueError("a shape")
+
+    monkeypatch.setattr(grpo, "finish_minibatches", wrong)
+    code, report = main()
+    assert code == 1 and report["reason"].startswith("crashed: ValueError: a shape")
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_vllm_still_says_so():
+    """In the words of the installed version: the KV cache's, and those of a GPU that is not free."""
+    folder = Path(importlib.util.find_spec("vllm").origin).parent / "v1"
+    files = (folder / "core/kv_cache_utils.py", folder / "worker/utils.py")
+    cache, gpu = (re.sub(r'"\s+f?"', "", file.read_text()) for file in files)
+    for text, words in ((cache, "No available memory for the cache"), (cache, "KV cache is needed"), (gpu, "Free mem")):
+        assert words in text and NO_MEMORY.search(words)
+
+
+def test_a_gpu_is_measured_beside_the_plan(monkeypatch):
+    """With stand-ins for its counters: each phase has a peak of its own, less what the sleeping engine counts for."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: calls.append("reset"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 6 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 80 * GIB))
+    timer = Timers(lambda phase: calls.append(phase))
+    for phase in ("generation", "policy_training"):
+        with timer(phase):
+            pass
+    assert calls == ["generation", "reset", "policy_training", "reset"]
+    plan = Plan(Config(), read_model_config(STARTER), 262, 1)
+    memory = Memory(plan, Ranks(1, 2, 1, 1))
+    memory.asleep = 4 * GIB
+    values = memory.metrics(timer.peaks)
+    assert values == {
+        "performance/memory/policy_training/planned_gib": (plan.size("train") - CONTEXT["cuda"]) / GIB,
+        "performance/memory/policy_training/measured_gib": 3,
+    }
+    assert memory_module.measured() == "allocated 6, at most 7, free 1, in all 80"
+    with pytest.raises(ConfigError, match=r"^memory: generate needs .* GiB on each GPU, which has 1"):
+        Memory(replace(plan, gpu_bytes=GIB), Ranks(0, 1, 0, 1))
