@@ -94,6 +94,7 @@ def recorder(engine_class: type, folder: Path, rank: int) -> type:
     from safetensors.torch import save_file
 
     file = (folder / f"samples_{rank}.jsonl").open("w", buffering=1)
+    asked: dict[str, tuple] = {}
 
     class Recorder(engine_class):
         def generate(self, prompts, seeds, *options, **more_options):
@@ -101,6 +102,20 @@ def recorder(engine_class: type, folder: Path, rank: int) -> type:
             temperature = options[0].temperature if options else more_options["temperature"]
             for prompt, seed, completion in zip(prompts, seeds, completions, strict=True):
                 key = request_key(prompt, seed, temperature, self.weight_version)
+                ids, logps = completion.ids.tolist(), completion.logps.tolist()
+                file.write(json.dumps([key, ids, logps, completion.finish_reason]) + "\n")
+            return completions
+
+        def start(self, prompts, seeds, options, *more):
+            request_ids = super().start(prompts, seeds, options, *more)
+            asked.update(zip(request_ids, ((*pair, options) for pair in zip(prompts, seeds, strict=True)), strict=True))
+            return request_ids
+
+        def wait(self, request_ids, *more, **more_options):
+            completions = super().wait(request_ids, *more, **more_options)
+            for request_id, completion in zip(request_ids, completions, strict=True):
+                prompt, seed, options = asked.pop(request_id)
+                key = request_key(prompt, seed, options.temperature, self.weight_version)
                 ids, logps = completion.ids.tolist(), completion.logps.tolist()
                 file.write(json.dumps([key, ids, logps, completion.finish_reason]) + "\n")
             return completions
@@ -139,7 +154,15 @@ def replayer(completion_class: type, recording: Path, policy: list) -> type:
             found = [
                 known[request_key(p, s, temperature, self.weight_version)] for p, s in zip(prompts, seeds, strict=True)
             ]
-            return [completion_class(np.array(i, np.int32), np.array(p, np.float32), end) for i, p, end in found]
+            versions = [np.full(len(i), self.weight_version, np.int32) for i, _, _ in found]
+            found = [(np.array(i, np.int32), np.array(p, np.float32), end) for i, p, end in found]
+            return [completion_class(*each, version) for each, version in zip(found, versions, strict=True)]
+
+        def start(self, prompts, seeds, options, priority=0):
+            return self.generate(prompts, seeds, options)
+
+        def wait(self, completions, *_, **__):
+            return completions
 
         @torch.no_grad()
         def sync(self, weights, version):

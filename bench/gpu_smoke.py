@@ -25,8 +25,8 @@ from engine import Engine, SamplingOptions, check_canary, sync_weights
 from hf.weights import sharded_parameters
 from rollout import sample_step
 from run import config_file
+from run.build import build
 from run.preflight import read_inputs
-from run.setup import build
 from system.exits import exit_process
 from system.ranks import Ranks, start_process_group
 
@@ -107,7 +107,7 @@ def main() -> None:
         check("memory in use asleep, as a share of awake", line["used_GiB_asleep_again"] / line["used_GiB_awake"], 0.5)
 
     def sample() -> list:
-        return sample_step(sampler, cfg, given.train, given.train.start(), 1).trained
+        return sample_step(sampler, cfg, given.train, given.train.start(), 1, 1).trained
 
     def gap_of(samples: list) -> float:
         return gap(policy, samples, cfg, ranks, device)

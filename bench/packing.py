@@ -60,8 +60,8 @@ def make_samples(kind: str, num_prompts: int, group_size: int) -> list[Sample]:
     for prompt, size in enumerate(prompts.tolist()):
         prompt_ids = ids[:size].tolist()
         for index, n in enumerate(responses[prompt].tolist()):
-            arrays = {"output_ids": ids[:n], "sampler_logps": logps[:n], "mask": mask[:n]}
-            sample = Sample(prompt, index, prompt, prompt_ids, **arrays, finish_reason="stop", weight_version=0)
+            arrays = {"output_ids": ids[:n], "sampler_logps": logps[:n], "mask": mask[:n], "versions": ids[:n]}
+            sample = Sample(prompt, index, prompt, prompt_ids, **arrays, finish_reason="stop")
             sample.reward = float((prompt + index) % 2)
             samples.append(sample)
     return samples

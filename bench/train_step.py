@@ -44,8 +44,8 @@ from kernels import LossPath, choose_backend, linear_logp
 from model import Decoder, shard
 from optim import build_optimizer, clip_grad_norm
 from run import config_file
+from run.build import compiles
 from run.metrics import PEAK_TFLOPS, train_flops
-from run.setup import compiles
 from system.exits import exit_process
 from system.ranks import Ranks, start_process_group
 
@@ -81,7 +81,7 @@ def random_policy(hf: dict, device: torch.device, precision: str) -> Decoder:
     with torch.device("meta"):
         model = Decoder(ModelConfig.from_hf(hf))
     mesh = dist.init_device_mesh(device.type, (1,))
-    shard(model, mesh, precision=precision, activation_checkpointing=False)
+    shard(model, mesh, precision=precision)
     model.to_empty(device=device)
     model.vocab_limit = TOKENIZER[model.config.vocab_size]
     generator = torch.Generator(device).manual_seed(0)
@@ -101,7 +101,7 @@ def random_batch(cfg: Config, vocab: int, num_samples: int, ranks: Ranks, device
             prompt = rng.integers(0, vocab, rng.integers(60, 161))
         response = rng.integers(0, vocab, rng.integers(100, 401))
         logps, mask = np.full(len(response), -math.log(vocab), np.float32), np.ones(len(response), bool)
-        ends = {"finish_reason": "stop", "weight_version": 0, "reward": float(i % 2)}
+        ends = {"finish_reason": "stop", "versions": np.zeros(len(response), int), "reward": float(i % 2)}
         samples.append(data.Sample(i // 16, i % 16, 0, prompt.tolist(), response, logps, mask, **ends))
     adv_B = rng.standard_normal(num_samples).tolist()
     minibatches = make_minibatches(samples, adv_B, cfg, ranks, device)
