@@ -63,7 +63,7 @@ def _fixes(plan: Plan) -> dict[Fix, int]:
     if policy.optimizer.name == "torch.optim.AdamW" and plan.cfg.grpo.ref_policy_update_alpha == 1:  # else refused
         costs["policy.dtensor_cfg.lora_cfg.enabled", True] = 20
     tensor = 2 * policy.generation.vllm_cfg.tensor_parallel_size
-    if (plan.num_generators or plan.num_gpus) % tensor == plan.model.num_attention_heads % tensor == 0:
+    if (policy.generation.num_generators or plan.num_gpus) % tensor == plan.model.num_attention_heads % tensor == 0:
         costs["policy.generation.vllm_cfg.tensor_parallel_size", tensor] = 5
     if plan.gpu_bytes:
         engine = max(0, plan.kv_cache) + sum(plan.engine.values())
