@@ -78,6 +78,13 @@ def die_with_parent() -> None:
     """SIGKILL for this process as soon as the one that started it ends. When torchrun is killed nobody tells the ranks,
     which would go on and keep the GPUs."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # On a busy machine torchrun may be gone before a rank comes here. It is Python, also where it is process 1 itself.
+    if (
+        os.getppid() == 1
+        and "TORCHELASTIC_RUN_ID" in os.environ
+        and b"python" not in Path("/proc/1/cmdline").read_bytes()
+    ):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def report_exit(code: int, reason: str, run_folder: Path | None) -> None:
