@@ -48,7 +48,7 @@ def check(work, *words, **env):
     def tree():
         return {path: path.is_file() and path.read_bytes() for path in work.rglob("*")}
 
-    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GRPO_EXIT_FILE")
+    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GRPO_EXIT_FILE")
     env = {name: value for name, value in os.environ.items() if name not in unset} | env
     env |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONWARNINGS": "default"}
     before = tree()
@@ -65,7 +65,7 @@ def refused_here(work, monkeypatch, *words):
         return {path: path.is_file() and path.read_bytes() for path in work.rglob("*")}
 
     monkeypatch.chdir(work)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GRPO_EXIT_FILE"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GRPO_EXIT_FILE"):
         monkeypatch.delenv(name, raising=False)
     before = tree()
     with pytest.raises(config.ConfigError) as error:

@@ -35,7 +35,7 @@ class Checks:
     """The warm process. `with Checks() as check: answer = check(folder, "run.yaml", "grpo.seed=1")`."""
 
     def __enter__(self) -> "Checks":
-        unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GRPO_EXIT_FILE", "PYTEST_CURRENT_TEST")
+        unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GRPO_EXIT_FILE", "PYTEST_CURRENT_TEST")
         env = {name: value for name, value in os.environ.items() if name not in unset} | {"HF_HUB_OFFLINE": "1"}
         command = [sys.executable, __file__]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)

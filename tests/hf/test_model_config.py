@@ -265,7 +265,7 @@ def test_overrides_that_the_decoder_does_not_compute_are_refused(tmp_path):
 def test_engine_and_trainer_have_the_same_overrides(tmp_path):
     """A step of the smoke task with another rope: in float32 the log-probabilities agree to 1e-4, and the export has
     it. The run fails if the engine does not get it."""
-    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {key: value for key, value in os.environ.items() if key not in unset} | {"OMP_NUM_THREADS": "1"}
     (tmp_path / "rows").mkdir()
     write_rows(tmp_path / "rows")

@@ -36,7 +36,8 @@ def folder(tmp_path_factory):
 def here(folder, monkeypatch):
     """The working directory, and graders without processes: whether an answer is one is asked of the real ones."""
     monkeypatch.chdir(folder)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # of a test before, which was a lone rank
+        monkeypatch.delenv(name, raising=False)
 
     def without_workers(name, cfg, num_ranks):
         return envs.Environment() if name == "math" else make_environment(name, cfg, num_ranks)
@@ -160,7 +161,7 @@ METRICS += "reward grad_norm lr global_valid_seqs global_valid_toks mean_prompt_
 @pytest.mark.parametrize("name", RUNS)
 def test_two_steps(name, folder, tmp_path):
     """As a user starts it, from the directory of the recipes."""
-    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {key: value for key, value in os.environ.items() if key not in unset} | {"OMP_NUM_THREADS": "1"}
     num_ranks = 2 if GENERATE in "".join(RUNS[name]) else 1
     launch = [
