@@ -1,14 +1,13 @@
 """Golden runs: what a change of the code does to training, to the bit, on rollouts that were recorded before it.
 
     python bench/golden.py record FOLDER [TASK ...]            run each task with the real engine, keep what it sampled
-    python bench/golden.py replay FOLDER OUT [TASK ...]        train on what was sampled, without an engine
+    python bench/golden.py replay FOLDER OUT [TASK ...]        train on what was sampled, without vLLM
     python bench/golden.py compare FOLDER OUT [--out=FILE]     every number of every step, side by side
 
-A recording holds what the engine returned, the weights it was given, the gradients that the optimizer saw, the weights
-that each of its steps left, and the metrics of each step. A replay answers each request of the rollout from the
-recording, and puts the recorded weights into the policy after each optimizer step and at each sync, so that every
-step is compared on its own. Run it in the checkout that is to be measured; it finds the engine in `engine.py`, or in
-`rollout.py` as it was before the house was built.
+A recording holds the reply to each request, a digest of the weights that each sync sent, the gradients that the
+optimizer saw, the weights that each of its steps left, and the metrics of each step. In a replay a stand-in for vLLM
+answers each request from the recording, and the recorded weights take the place of the policy's after each optimizer
+step, so that every step is compared on its own; all else is the code of the checkout where it is run.
 """
 
 import contextlib
@@ -19,11 +18,12 @@ import math
 import os
 import subprocess
 import sys
-import types
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
-sys.path.insert(0, os.getcwd())
+sys.path[:0] = [str(Path.cwd()), str(Path.cwd() / "tests" / "helpers")]
 
 STEPS = 20
 SMOKE = "configs/smoke.yaml"
@@ -58,7 +58,8 @@ def request_key(prompt, seed, temperature, version: int) -> str:
     return hashlib.blake2b(repr((version, list(prompt), seed, temperature)).encode(), digest_size=12).hexdigest()
 
 
-def keep_gradients(folder: Path, rank: int, recording: Path | None) -> None:
+@contextlib.contextmanager
+def kept_gradients(folder: Path, rank: int, recording: Path | None):
     """Writes the gradients that each optimizer step of this rank sees, and when recording the weights it leaves. In a
     replay the recorded weights take the place of its own: so every optimizer step is compared on its own, too."""
     import torch
@@ -85,147 +86,118 @@ def keep_gradients(folder: Path, rank: int, recording: Path | None) -> None:
                 weights[key].to_local().copy_(tensor)
         count += 1
 
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
+    hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    yield
+    for hook in hooks:
+        hook.remove()
 
 
 def recorder(engine_class: type, folder: Path, rank: int) -> type:
-    """The engine, which writes down what it samples and the weights that it is given."""
-    from safetensors.torch import save_file
+    """The engine, which writes down what it samples, and digests of the weights that it is given."""
+    import numpy as np
+    import torch
 
-    file = (folder / f"samples_{rank}.jsonl").open("w", buffering=1)
-    asked: dict[str, tuple] = {}
+    samples = (folder / f"samples_{rank}.jsonl").open("w", buffering=1)
+    syncs = (folder / f"syncs_{rank}.jsonl").open("w", buffering=1)
+    asked: dict[str, str] = {}
 
     class Recorder(engine_class):
-        def generate(self, prompts, seeds, *options, **more_options):
-            completions = super().generate(prompts, seeds, *options, **more_options)
-            temperature = options[0].temperature if options else more_options["temperature"]
-            for prompt, seed, completion in zip(prompts, seeds, completions, strict=True):
-                key = request_key(prompt, seed, temperature, self.weight_version)
-                ids, logps = completion.ids.tolist(), completion.logps.tolist()
-                file.write(json.dumps([key, ids, logps, completion.finish_reason]) + "\n")
-            return completions
-
         def start(self, prompts, seeds, options, *more):
             request_ids = super().start(prompts, seeds, options, *more)
-            asked.update(zip(request_ids, ((*pair, options) for pair in zip(prompts, seeds, strict=True)), strict=True))
+            for request_id, prompt, seed in zip(request_ids, prompts, seeds, strict=True):
+                seed = seed if options.temperature > 0 else None
+                asked[request_id] = request_key(prompt, seed, options.temperature, self.weight_version)
             return request_ids
 
-        def wait(self, request_ids, *more, **more_options):
-            completions = super().wait(request_ids, *more, **more_options)
-            for request_id, completion in zip(request_ids, completions, strict=True):
-                prompt, seed, options = asked.pop(request_id)
-                key = request_key(prompt, seed, options.temperature, self.weight_version)
-                ids, logps = completion.ids.tolist(), completion.logps.tolist()
-                file.write(json.dumps([key, ids, logps, completion.finish_reason]) + "\n")
-            return completions
+        def step(self):
+            ended = super().step()
+            for request_id in ended:
+                reply = self.finished[request_id]
+                line = [asked.pop(request_id), reply.ids.tolist(), reply.logps.tolist(), reply.finish_reason]
+                samples.write(json.dumps(line) + "\n")
+            return ended
 
         def sync(self, weights, version):
-            weights = {name: tensor.clone() for name, tensor in weights}
-            if rank == 0:
-                save_file(weights, folder / f"weights_{version:04d}.safetensors")
-            super().sync(weights.items(), version)
+            digest = hashlib.blake2b(digest_size=12)
+
+            def digested():
+                for name, tensor in weights:
+                    digest.update(name.encode() + np.asarray(tensor.contiguous().view(torch.uint8)).tobytes())
+                    yield name, tensor
+
+            num_bytes = super().sync(digested(), version)
+            self.llm.version = version
+            syncs.write(json.dumps([version, digest.hexdigest()]) + "\n")
+            return num_bytes
 
     return Recorder
 
 
-def replayer(completion_class: type, recording: Path, policy: list) -> type:
-    """An engine that knows only the recording. policy: holds the model as soon as it is loaded."""
-    import numpy as np
-    import torch
-    from safetensors.torch import load_file
-    from torch.distributed.tensor import DTensor, distribute_tensor
+def replayer(recording: Path) -> type:
+    """A stand-in for vLLM that knows only the replies of the recording."""
+    import fake_vllm
 
     known = {}
     for file in recording.glob("samples_*.jsonl"):
         for line in file.read_text().splitlines():
-            key, *found = json.loads(line)
-            known[key] = found
+            key, *reply = json.loads(line)
+            known[key] = reply
 
-    class Replayer:
-        weight_version = -1
+    class Requests(fake_vllm.LLMEngine):
+        def add_request(self, request_id, prompt, params, priority=0):
+            super().add_request(request_id, prompt, params, priority=priority)
+            ids = prompt["prompt_token_ids"]
+            key = request_key(ids, params.seed, params.temperature, self.llm.version)
+            assert key in known, f"the recording has no reply to {ids} of the weights of step {self.llm.version}"
+            reply = self.requests[request_id].reply
+            reply.token_ids, logps, reply.finish_reason = known[key]
+            for token, logp in zip(reply.token_ids, logps, strict=True):
+                reply.logprobs.append({token: logp})
 
-        def __init__(self, folder, tokenizer, cfg):
-            self.vocab_size, self.max_total_tokens = tokenizer.vocab_size, cfg.policy.max_total_sequence_length
-            self.dtype = getattr(torch, cfg.policy.generation.vllm_cfg.precision or cfg.policy.precision)
+        def step(self):
+            replies = {name: request.reply for name, request in self.requests.items()}
+            self.requests.clear()
+            return [SimpleNamespace(request_id=n, outputs=[reply], finished=True) for n, reply in replies.items()]
 
-        def generate(self, prompts, seeds, options=None, *, temperature=None, **_):
-            temperature = options.temperature if options else temperature
-            found = [
-                known[request_key(p, s, temperature, self.weight_version)] for p, s in zip(prompts, seeds, strict=True)
-            ]
-            versions = [np.full(len(i), self.weight_version, np.int32) for i, _, _ in found]
-            found = [(np.array(i, np.int32), np.array(p, np.float32), end) for i, p, end in found]
-            return [completion_class(*each, version) for each, version in zip(found, versions, strict=True)]
-
-        def start(self, prompts, seeds, options, priority=0):
-            return self.generate(prompts, seeds, options)
-
-        def wait(self, completions, *_, **__):
-            return completions
-
-        @torch.no_grad()
-        def sync(self, weights, version):
-            sent, kept = dict(weights), load_file(recording / f"weights_{version:04d}.safetensors")
-            assert sent.keys() == kept.keys()
-            for name, param in policy[0].named_parameters():
-                whole = kept[name]
-                if isinstance(param, DTensor):
-                    whole = distribute_tensor(whole, param.device_mesh, param.placements)
-                param.copy_(whole)
-            self.weight_version = version
-            return 0
-
-        def sleep(self, **_):
-            pass
-
-        def wake(self, *_):
-            pass
+    class Replayer(fake_vllm.LLM):
+        def __init__(self, **arguments):
+            super().__init__(**arguments)
+            self.llm_engine = Requests(self)
 
     return Replayer
 
 
-def rank_main(mode: str, recording: Path, out: Path, task: str) -> int:
+def run(words: list[str], recording: Path | None, out: Path, rank: int) -> int:
+    """This rank's part of a run, written to `out`: with vLLM, or from a recording. Returns its exit code."""
+    engine, build, grpo = (importlib.import_module(name) for name in ("engine", "run.build", "grpo"))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(kept_gradients(out, rank, recording))
+        stack.enter_context(mock.patch.object(build, "Engine", recorder(build.Engine, out, rank)))
+        if recording:
+            stack.enter_context(mock.patch.object(engine, "LLM", replayer(recording)))
+        words = [words[0], *QUIET, *words[1:], f"logger.log_dir={out / 'logs'}"]
+        stack.enter_context(mock.patch.object(sys, "argv", ["grpo.py", *words]))
+        return grpo.main()
+
+
+def rank_main(mode: str, recording: Path, out: Path, task: str) -> None:
     """One rank of one task."""
-    rank, policy = int(os.environ["RANK"]), []
-    new = Path("engine.py").is_file()
-    model = importlib.import_module("model")
-    load_policy = model.load_policy
-
-    def load_and_keep(*args, **kwargs):
-        policy[:] = [load_policy(*args, **kwargs)]
-        return policy[0]
-
-    model.load_policy = load_and_keep
     if mode == "replay":  # without the minutes and the memory of vLLM
-        fake = types.ModuleType("vllm")
-        fake.LLM = fake.SamplingParams = type("Absent", (), {})
-        params = types.ModuleType("vllm.sampling_params")
-        params.RequestOutputKind = fake.LLM
-        sys.modules |= {"vllm": fake, "vllm.sampling_params": params}
-    home = importlib.import_module("engine" if new else "rollout")
-    if mode == "replay":
-        home.Engine = replayer(home.Completion, recording, policy)
-    else:
-        home.Engine = recorder(home.Engine, out, rank)
-    keep_gradients(out, rank, recording if mode == "replay" else None)
-    sys.argv = ["grpo.py", *TASKS[task], *QUIET, f"logger.log_dir={out / 'logs'}"]
-    grpo = importlib.import_module("grpo")
-    code = grpo.main()
-    leave = importlib.import_module("system.exits").exit_process if new else importlib.import_module("runtime").leave
-    leave(code)
-    return code
+        importlib.import_module("fake_vllm").install()
+    code = run(TASKS[task], recording if mode == "replay" else None, out, int(os.environ["RANK"]))
+    importlib.import_module("system.exits").exit_process(code)
 
 
-def launch(mode: str, recording: Path, out: Path, task: str) -> None:
-    """Both ranks of a task, with a thread each."""
+def launch(mode: str, recording: Path, out: Path, task: str) -> bool:
+    """Both ranks of a task, with a thread each; whether they trained to the end."""
     out.mkdir(parents=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
     log = (out / "log").open("w")
     env = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run([*command, "rank", mode, str(recording), str(out), task], env=env, stdout=log, stderr=log)
     lines = (out / "log").read_text().splitlines()
-    print(task, mode, "done" if done.returncode == 0 else f"FAILED: {lines[-30:]}", flush=True)
+    print(task, mode, "done" if done.returncode == 0 else "\n".join(["FAILED:", *lines[-30:]]), flush=True)
+    return done.returncode == 0
 
 
 def metrics_of(folder: Path) -> list[dict]:
@@ -235,7 +207,6 @@ def metrics_of(folder: Path) -> list[dict]:
 
 def compare_task(old: Path, new: Path) -> dict:
     """Gradients: ||new - old|| / ||old|| of each optimizer step. Metrics: |new - old|, and how often it is not 0."""
-    import torch
     from safetensors.torch import load_file
 
     squares = defaultdict(lambda: [0.0, 0.0])
@@ -258,42 +229,44 @@ def compare_task(old: Path, new: Path) -> dict:
                 if difference >= kept["largest"]:
                     kept["largest"], kept["of"] = difference, a[name]
                 kept["ratio"] = max(kept["ratio"], abs(b[name]) / abs(a[name]) if a[name] else math.inf)
-    with contextlib.suppress(ValueError):
-        torch.set_num_threads(1)
-    bitwise = sum(g == 0 for g in gradients)
-    return {
+    syncs = [[(folder / file.name).read_text() for folder in (old, new)] for file in old.glob("syncs_*.jsonl")]
+    syncs = [pair for texts in syncs for pair in zip(*map(str.splitlines, texts), strict=True)]
+    report = {
         "optimizer_steps": len(gradients),
-        "gradients_bitwise": bitwise,
+        "gradients_bitwise": sum(g == 0 for g in gradients),
         "gradient_largest_relative_difference": max(gradients),
+        "syncs_changed": sum(a != b for a, b in syncs),
         "metrics_changed": {n: v for n, v in changed.items() if not any(word in n for word in ROUNDING)},
         "rounding_changed": {n: v for n, v in changed.items() if any(word in n for word in ROUNDING)},
         "metrics_missing": sorted(missing),
         "metrics_new": sorted(extra),
     }
+    same = report["gradients_bitwise"] == len(gradients)
+    return {"equal": same and not (report["syncs_changed"] or changed or missing), **report}
 
 
-def main() -> None:
+def main() -> int:
     words = [word for word in sys.argv[1:] if not word.startswith("--out=")]
-    mode, *rest = words
+    mode, *rest = words or ["help"]
     if mode == "rank":
         rank_main(rest[0], Path(rest[1]), Path(rest[2]), rest[3])
-    elif mode == "record":
-        for task in rest[1:] or TASKS:
-            launch("record", Path(rest[0]) / task, Path(rest[0]).absolute() / task, task)
-    elif mode == "replay":
-        for task in rest[2:] or TASKS:
-            launch("replay", Path(rest[0]).absolute() / task, Path(rest[1]).absolute() / task, task)
-    elif mode == "compare":
-        tasks = [task for task in TASKS if (Path(rest[1]) / task).is_dir()]
-        found = {task: compare_task(Path(rest[0]) / task, Path(rest[1]) / task) for task in tasks}
-        text = json.dumps({"steps": STEPS, "tasks": found}, indent=1)
-        print(text)
-        for word in sys.argv[1:]:
-            if word.startswith("--out="):
-                Path(word.removeprefix("--out=")).write_text(text + "\n")
-    else:
+    folders = [Path(word).absolute() for word in rest[: 1 if mode == "record" else 2]]
+    if mode in ("record", "replay"):
+        tasks = rest[len(folders) :] or TASKS
+        return not all([launch(mode, folders[0] / task, folders[-1] / task, task) for task in tasks])
+    if mode != "compare":
         raise SystemExit(__doc__)
+    old, new = folders
+    found = {task: compare_task(old / task, new / task) for task in TASKS if (new / task).is_dir()}
+    text = json.dumps({"steps": STEPS, "tasks": found}, indent=1)
+    print(text)
+    for word in sys.argv[1:]:
+        if word.startswith("--out="):
+            Path(word.removeprefix("--out=")).write_text(text + "\n")
+    print("differ:", [task for task in found if not found[task]["equal"]], "equal to the bit:", end=" ")
+    print([task for task in found if found[task]["equal"]])
+    return not (found and all(report["equal"] for report in found.values()))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
