@@ -17,7 +17,8 @@ if "RANK" in os.environ and __name__ == "__main__":  # before torch and vllm are
 
 from config import ConfigError
 from run.folder import open_run_folder
-from run.preflight import ALL_RANKS_GENERATE, parse_command_line, read_inputs
+from run.preflight import ALL_RANKS_GENERATE, gpu_memory, parse_command_line, read_inputs
+from run.setup import plan_memory
 from run.validation import evaluate
 from system.exits import describe_failure, exit_process, report_exit
 from system.ranks import on_rank0, start_process_group
@@ -28,21 +29,24 @@ USAGE = "usage: [torchrun --nproc_per_node=N] eval.py CONFIG.yaml [policy.model_
 def main() -> int:
     """One rank from start to exit code."""
     folder = None
+    memory = None
     try:
         if len(sys.argv) == 1 or {"--help", "-h"} & set(sys.argv):
             raise ConfigError(USAGE)
-        cfg = parse_command_line([*sys.argv[1:], *ALL_RANKS_GENERATE], USAGE)
+        gpu_bytes, words = gpu_memory(sys.argv[1:])
+        cfg = parse_command_line([*words, *ALL_RANKS_GENERATE], USAGE)
         ranks, device = start_process_group(cfg.policy.generation.vllm_cfg.tensor_parallel_size)
         inputs = read_inputs(cfg, to_train=False, on_rank0=on_rank0)
         if not inputs.validation:
             raise ConfigError("data.validation.data_path is not set: name the jsonl file with the problems")
         folder = open_run_folder(cfg, ranks, to_train=False)
+        memory = plan_memory(cfg, inputs, ranks, device, gpu_bytes, trains=False)
         report = evaluate(cfg, inputs, ranks, device, folder)
         if ranks.rank == 0:
             (folder / "eval.json").write_text(json.dumps(report, indent=2) + "\n")
         code, reason = 0, f"scored: {folder / 'eval.json'}"
     except BaseException as error:
-        code, reason = describe_failure(error)
+        code, reason = describe_failure(memory.explained(error, "evaluation") if memory else error)
     report_exit(code, reason, folder)
     return code
 

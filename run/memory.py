@@ -12,7 +12,8 @@ from run.memory_plan import CONTEXT, GIB, Plan
 from system.exits import LIBRARIES, OutOfMemory
 from system.ranks import Ranks
 
-PHASES = {"policy_training": "train", "policy_and_reference_logprobs": "score", "prepare_for_generation": "sync"}
+PHASES = {"generation": "generate", "policy_and_reference_logprobs": "score"}
+PHASES |= {"policy_training": "train", "prepare_for_generation": "sync"}
 # What torch says of a GPU and of host memory, and vLLM of a KV cache too small for one sequence, or of a GPU that does
 # not have its share free.
 NO_MEMORY = re.compile(
@@ -33,12 +34,16 @@ class Memory:
             raise ConfigError(f"{too_small}. If you know better, --gpu_memory=GiB takes the place of what the GPU has")
 
     def metrics(self, peaks: dict[str, int]) -> dict[str, float]:
-        """GiB by the plan, and as measured, of the phases in which the engine sleeps. {} without CUDA."""
+        """GiB by the plan, and as measured, of the phases that have a peak: {} without CUDA."""
         values = {}
-        for name in {"policy_training", "policy_and_reference_logprobs"} & peaks.keys():
-            planned = self.plan.size(PHASES[name]) - CONTEXT["cuda"]  # which torch does not see
+        awake = {"generate": self.asleep, "sync": self.plan.sync()["engine's weights"]}
+        for name in PHASES.keys() & peaks.keys():
+            phase = PHASES[name]
+            if phase == "generate" and self.plan.cfg.policy.generation.num_generators:  # planned for other GPUs
+                continue
+            planned = self.plan.size(phase) - CONTEXT["cuda"]  # which torch does not see
             values[f"performance/memory/{name}/planned_gib"] = planned / GIB
-            values[f"performance/memory/{name}/measured_gib"] = (peaks[name] - self.asleep) / GIB
+            values[f"performance/memory/{name}/measured_gib"] = (peaks[name] - self.asleep + awake.get(phase, 0)) / GIB
         return values
 
     def explained(self, error: BaseException, phase: str) -> BaseException:
@@ -50,7 +55,7 @@ class Memory:
         frame = next((f for f in reversed(frames) if f.name == "train"), frames[-1])  # the line of the loop
         name = PHASES.get(phase, "generate")
         text = str(error).split(". ")[0] or "MemoryError"
-        keys = f"set {remedies(self.plan, name)}"
+        keys = remedies(self.plan, name)
         if "cache" in text:  # vLLM's, of its KV cache
             share = "kvcache_gib" if self.plan.device == "cpu" else "gpu_memory_utilization"
             keys = f"raise policy.generation.vllm_cfg.{share}, or lower policy.max_total_sequence_length"
@@ -66,6 +71,5 @@ def measured() -> str:
     if not torch.cuda.is_available():
         return f"{gib(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)} at most"
     free, total = torch.cuda.mem_get_info()
-    numbers = {"allocated": torch.cuda.memory_allocated(), "at most": torch.cuda.max_memory_allocated()}
-    numbers |= {"free": free, "in all": total}
-    return ", ".join(f"{name} {gib(size)}" for name, size in numbers.items())
+    allocated, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    return f"allocated {gib(allocated)}, at most {gib(most)}, free {gib(free)}, in all {gib(total)}"

@@ -1,9 +1,12 @@
 """What the memory plan says to a user: a table, whether a run fits into its GPUs, and which keys would mend it."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 
+from config import ConfigError
+from run.config_check import validate
 from run.memory_plan import GIB, Items, Plan
 
 Fix = tuple[str, object]  # a key, and its value
@@ -33,24 +36,37 @@ def problem(plan: Plan) -> str | None:
         needed = f"the engine's share leaves {gib(plan.kv_cache)} GiB for the KV cache, too few for a sequence"
     costs = _fixes(plan)
     sets = [some for count in (1, 2, 3) for some in combinations(costs, count)]
-    fitting = [some for some in sets if changed(plan, some).lacking <= 0]
-    if fitting:
-        best = min(fitting, key=lambda some: sum(costs[fix] for fix in some))
-        return f"memory: {needed}; it fits with {', '.join(_saving(plan, fix, phase) for fix in best)}"
+    for some in sorted(sets, key=lambda some: sum(costs[fix] for fix in some)):
+        if (new := changed(plan, some)).lacking <= 0 and _is_accepted(new):
+            return f"memory: {needed}; it fits with {', '.join(_saving(plan, fix, phase) for fix in some)}"
     more = [n for n in (plan.num_gpus << k for k in range(1, 9)) if replace(plan, num_gpus=n).lacking <= 0]
     return f"memory: {needed}; no three keys mend that" + (f", {more[0]} GPUs do" if more else "")
 
 
 def remedies(plan: Plan, phase: str) -> str:
-    """The three keys that save most in this phase."""
-    saves = {fix: plan.size(phase) - changed(plan, [fix]).size(phase) for fix in _fixes(plan)}
-    best = sorted((fix for fix in saves if saves[fix] > plan.size(phase) / 100), key=saves.get, reverse=True)[:3]
-    return ", ".join(_saving(plan, fix, phase) for fix in best) or "more GPUs"
+    """Of the keys that save most in this phase for what they cost, three that go together."""
+    costs = _fixes(plan)
+    saves = {fix: plan.size(phase) - changed(plan, [fix]).size(phase) for fix in costs}
+    worth = {fix: saves[fix] / costs[fix] for fix in saves if saves[fix] > plan.size(phase) / 100}
+    best: list[Fix] = []
+    for fix in sorted(worth, key=worth.get, reverse=True):
+        if len(best) < 3 and _is_accepted(changed(plan, [*best, fix])):
+            best.append(fix)
+    return "set " + ", ".join(_saving(plan, fix, phase) for fix in best) if best else "use more GPUs"
+
+
+def _is_accepted(plan: Plan) -> bool:
+    """Whether `--check` takes its config."""
+    try:
+        validate(plan.cfg, plan.num_gpus + plan.cfg.policy.generation.num_generators)
+        return bool(plan.trained)  # LoRA refuses a rank that is more than a layer's
+    except ConfigError:
+        return False
 
 
 def _fixes(plan: Plan) -> dict[Fix, int]:
-    """What saves memory -> its cost, by which they are chosen: least what slows a step little, most what trains
-    something else."""
+    """What may be set to save memory -> its cost: least where it slows a step little, most where it trains something
+    else."""
     policy = plan.cfg.policy
     costs: dict[Fix, int] = {
         ("policy.logprob_chunk_size", 1024): 1,
@@ -60,19 +76,23 @@ def _fixes(plan: Plan) -> dict[Fix, int]:
         ("policy.optimizer.kwargs.state_dtype", "bfloat16"): 5,
         ("policy.dtensor_cfg.cpu_offload", True): 30,
     }
-    if policy.optimizer.name == "torch.optim.AdamW" and plan.cfg.grpo.ref_policy_update_alpha == 1:  # else refused
+    if plan.trains:  # else the adapters belong to what is scored
         costs["policy.dtensor_cfg.lora_cfg.enabled", True] = 20
+    if policy.dtensor_cfg.dp_replicate_size > 1:
+        costs["policy.dtensor_cfg.dp_replicate_size", 1] = 10
     tensor = 2 * policy.generation.vllm_cfg.tensor_parallel_size
-    if (policy.generation.num_generators or plan.num_gpus) % tensor == plan.model.num_attention_heads % tensor == 0:
+    if plan.model.num_attention_heads % tensor == 0:
         costs["policy.generation.vllm_cfg.tensor_parallel_size", tensor] = 5
     if plan.gpu_bytes:
         engine = max(0, plan.kv_cache) + sum(plan.engine.values())
-        share = int((1 - (plan.size("generate") - engine) / plan.gpu_bytes) * 20) / 20
-        costs["policy.generation.vllm_cfg.gpu_memory_utilization", min(0.9, max(0.05, share))] = 2
-    return costs
+        share = min(0.9, int((1 - (plan.size("generate") - engine) / plan.gpu_bytes) * 20) / 20)
+        is_less = share < policy.generation.vllm_cfg.gpu_memory_utilization  # then the KV cache pays
+        if share * plan.gpu_bytes > sum(plan.engine.values()):
+            costs["policy.generation.vllm_cfg.gpu_memory_utilization", share] = 6 if is_less else 2
+    return {fix: cost for fix, cost in costs.items() if _is_accepted(changed(plan, [fix]))}
 
 
-def changed(plan: Plan, fixes: list[Fix] | tuple[Fix, ...]) -> Plan:
+def changed(plan: Plan, fixes: Sequence[Fix]) -> Plan:
     """The plan of the config with these settings."""
     for name, value in fixes:
         plan = _with(plan, f"cfg.{name}", value)

@@ -30,8 +30,9 @@ def count(shapes: Shapes, part: str = "") -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run on `num_gpus` ranks that train. vocab: ids of the tokenizer. gpu_bytes: of one GPU; None if nobody knows.
-    reward: the reward model. device: whose branches of the program run, "cuda" or "cpu"."""
+    """A run on `num_gpus` ranks that train, replicas and all. vocab: ids of the tokenizer. gpu_bytes: of one GPU; None
+    if nobody knows. reward: the reward model. device: whose branches of the program run, "cuda" or "cpu". trains: not
+    only generates."""
 
     cfg: Config
     model: ModelConfig
@@ -40,6 +41,7 @@ class Plan:
     gpu_bytes: float | None = None
     reward: ModelConfig | None = None
     device: str = "cuda"
+    trains: bool = True
 
     @property
     def precision(self) -> int:
@@ -49,6 +51,11 @@ class Plan:
     @property
     def engine_precision(self) -> int:
         return NUMBER[self.cfg.policy.generation.vllm_cfg.precision or self.cfg.policy.precision]
+
+    @property
+    def num_shards(self) -> int:
+        """The ranks of a replica."""
+        return self.num_gpus // self.cfg.policy.dtensor_cfg.dp_replicate_size
 
     @cached_property
     def tokens(self) -> int:
@@ -79,7 +86,7 @@ class Plan:
 
     def rows(self, shapes: Shapes) -> int:
         """Numbers of a rank's shards. FSDP2 splits rows; each rank has as many as the one with the most."""
-        return sum(-(-rows // self.num_gpus) * math.prod(rest) for rows, *rest in shapes.values())
+        return sum(-(-rows // self.num_shards) * math.prod(rest) for rows, *rest in shapes.values())
 
     @cached_property
     def shards(self) -> Items:
@@ -90,18 +97,20 @@ class Plan:
         moments = (NUMBER[optimizer.kwargs.state_dtype] + 4) * trained
         if optimizer.name == "torch.optim.Muon":
             moments -= 4 * self.rows({n: s for n, s in self.trained.items() if ".layers." in n and len(s) == 2})
-        return {"weights": frozen + 4 * trained, "moments": moments, "gradients": 4 * trained}
+        to_train = {"moments": moments, "gradients": 4 * trained} if self.trains else {}
+        return {"weights": frozen + 4 * trained} | to_train
 
     @property
     def offloaded(self) -> tuple[str, ...]:
         """Which of the shards are in host memory; on CPU that is no other memory."""
         policy = self.cfg.policy
-        some = ("moments",) if policy.offload_optimizer_for_logprob else ()
+        some = ("moments",) if policy.offload_optimizer_for_logprob and self.trains else ()
         return () if self.device == "cpu" else tuple(self.shards) if policy.dtensor_cfg.cpu_offload else some
 
     def states(self, gradients: bool = False) -> Items:
         left_out = self.offloaded if gradients else (*self.offloaded, "gradients")
-        return {name: size for name, size in self.shards.items() if name not in left_out}
+        summed = ["gradients"] * (gradients and self.num_shards < self.num_gpus)  # on the GPU, until replicas add them
+        return {name: size for name, size in self.shards.items() if name not in left_out or name in summed}
 
     @cached_property
     def block_activations(self) -> float:
@@ -137,9 +146,18 @@ class Plan:
 
     def gathered(self, size: int) -> float:
         """A unit of FSDP (model.shard), whole, and the buffer of an all-gather, its own or the next one's; one rank
-        needs none. With cpu_offload there are also its float32 shards, on their way."""
-        shard = 4 * size / self.num_gpus if "weights" in self.offloaded else 0
-        return self.precision * size * (2 if self.num_gpus > 1 else 1) + shard
+        needs none."""
+        return self.precision * size * (2 if self.num_shards > 1 else 1)
+
+    @property
+    def gather(self) -> float:
+        """Bytes as embedding or head are gathered, and what is then there of blocks. One rank has no buffer of a
+        gather, but with cpu_offload the shard as it came, and else one to cast it in."""
+        c, tied = self.precision, self.model.tie_word_embeddings
+        if self.num_shards > 1:
+            return self.gathered(self.head) + c * self.block * (2 if tied else 1)
+        stored = c if self.lora else 4
+        return (c + (stored if "weights" in self.offloaded else c * (stored != c))) * self.head
 
     @property
     def buffer(self) -> float:
@@ -176,7 +194,7 @@ class Plan:
         tied = m.tie_word_embeddings
         # FSDP's reduction of it on one rank: a float32 copy, one more for the division, and the gradient of the packs
         # before. Several ranks hold less then than at the head. A tied one's comes when the activations are gone.
-        reduction = 3 * 4 * dW if self.num_gpus == 1 else 0
+        reduction = 3 * 4 * dW if self.num_shards == 1 else 0
         # Within a block's backward most is held as that of the MLP begins, with the gradient of its last matrix, or
         # with LoRA that of merged_weight.
         inner = (self.block_activations + 4 * m.hidden_size + 2 * c * m.intermediate_size) * self.tokens
@@ -202,7 +220,8 @@ class Plan:
         whole = self.gathered(self.block) + c * m.hidden_size * m.intermediate_size * self.lora  # merged_weight
         ends = c * self.head
         moments: dict[str, Items] = {
-            "the first gather": {"embedding and head": self.gathered(self.head), "gathered": self.gathered(self.block)},
+            "a gather": {"gathered": self.gather}
+            | {"activations": 4 * self.tokens * m.hidden_size * (self.num_shards > 1 or not m.tie_word_embeddings)},
             "a block": {"embedding and head": ends * m.tie_word_embeddings, "gathered": whole}
             | {"activations": inner * self.tokens},
             "the head": {"embedding and head": ends, "gathered": self.buffer, "logits": self.logits(False)}
@@ -219,21 +238,17 @@ class Plan:
 
     @cached_property
     def engine(self) -> Items:
-        """The engine without its KV cache. vLLM pads the tokenizer's vocabulary to a multiple of 64. On CPU a tied head
-        is a matrix of its own, and any head is in float32 (engine.py). Not yet measured on CUDA: five matrices of
-        logits in its sampler, and 1 GiB for 8,192 tokens in a layer and CUDA graphs (verl, docs/perf/perf_tuning.rst:
-        0.15 to 1)."""
-        m, c = self.model, self.engine_precision
-        grpo, generation = self.cfg.grpo, self.cfg.policy.generation
+        """The engine without its KV cache; vLLM pads the vocabulary to a multiple of 64. On CPU a head is a matrix of
+        its own, in float32 (engine.py). Not yet measured on CUDA: five matrices of logits in its sampler, and 1 GiB for
+        8,192 tokens in a layer and CUDA graphs (verl, docs/perf/perf_tuning.rst: 0.15 to 1)."""
+        m, generation = self.model, self.cfg.policy.generation
+        c = self.engine_precision
         tensor = generation.vllm_cfg.tensor_parallel_size
         vocab = -(-self.vocab // 64) * 64 * m.hidden_size
         blocks = count(self.shapes, ".layers.")
         if self.device == "cpu":
             return {"engine's weights": (c * (blocks + vocab) + 4 * vocab) / tensor}
-        engines = max(1, (generation.num_generators or self.num_gpus) // tensor)
-        training = -(-grpo.prompts_per_batch // engines) * grpo.num_generations_per_prompt
-        validation = -(-grpo.max_val_samples // engines) * grpo.val_num_generations_per_prompt
-        sequences = min(1024, max(training, validation))  # max_num_seqs (engine.Engine)
+        sequences = self.cfg.grpo.max_num_seqs(max(1, (generation.num_generators or self.num_gpus) // tensor))
         weights = c * (blocks + vocab * (1 if m.tie_word_embeddings else 2)) / tensor
         return {"engine's weights": weights, "engine's buffers": 5 * 4 * sequences * self.vocab + GIB}
 
@@ -251,7 +266,7 @@ class Plan:
         num_generators = self.cfg.policy.generation.num_generators
         items = self.engine | {"KV cache": max(0, self.kv_cache)}
         if not num_generators:
-            items |= self.states() | {"canary's forward": self.gathered(self.head) + self.gathered(self.block)}
+            items |= self.states() | {"canary's forward": self.gather * self.trains}
         if self.reward:  # its root is gathered whole, with the buffer of that
             shapes = dict(replace(self.reward, tie_word_embeddings=True).tensor_shapes())
             numbers = count(shapes) / (num_generators or self.num_gpus) + 2 * count(shapes, "embed_tokens")
@@ -259,17 +274,20 @@ class Plan:
         return items
 
     def sync(self) -> Items:
-        """A block's shards in the engine's precision, gathered, and given to the engine; the embedding stays until all
-        is sent (hf.weights.full_tensors). In a split job the engine is elsewhere."""
-        size = self.engine_precision * max(self.block, self.head)
-        copies = size * (2 + 1 / self.num_gpus) + self.engine_precision * self.head
+        """Of embedding or head: shards in the engine's precision, gathered, and where other tensors come with it
+        copied out of that (hf.weights.full_tensors). vLLM fills a copy as soon as it has a whole layer. Of a vocabulary
+        that it pads it never has, and what is sent of it waits for the end. A split job's engine is elsewhere."""
+        waits, several = self.vocab % 64 > 0, self.num_shards > 1
+        sent = 1 / self.num_shards if several and "weights" not in self.offloaded else 0
+        copies = 2 + sent * (not waits) if self.model.tie_word_embeddings else 2 + (several or waits) + sent
+        copies *= self.engine_precision * max(self.block, self.head)
         engine = 0 if self.cfg.policy.generation.num_generators else self.engine["engine's weights"]
         return self.states() | {"engine's weights": engine, "gathered to send": copies}
 
     def host(self) -> Items:
         """Pinned host memory of a rank: the reference (model.Reference), and what is offloaded."""
         items = {name: self.shards[name] for name in self.offloaded}
-        if self.cfg.loss_fn.reference_policy_kl_penalty > 0:
+        if self.cfg.loss_fn.reference_policy_kl_penalty > 0 and self.trains:
             precision = 4 if self.cfg.grpo.ref_policy_update_alpha < 1 else self.precision
             items["reference"] = precision * self.rows(self.trained)
         return items
@@ -277,8 +295,8 @@ class Plan:
     @cached_property
     def phases(self) -> dict[str, tuple[str, Items]]:
         """Phase -> its largest moment, and what holds memory then."""
-        phases = {"train": self.train(), "score": self.score(), "generate": {"": self.generate()}}
-        phases["sync"] = {"": self.sync()}
+        phases = {"train": self.train(), "score": self.score()} if self.trains else {}
+        phases |= {"generate": {"": self.generate()}, "sync": {"": self.sync()}}
         largest = {phase: max(its.items(), key=lambda m: sum(m[1].values())) for phase, its in phases.items()}
         return {p: (at, items | {"CUDA and NCCL": CONTEXT[self.device]}) for p, (at, items) in largest.items()}
 
@@ -287,8 +305,7 @@ class Plan:
 
     @property
     def lacking(self) -> float:
-        """Bytes that the GPU lacks, or the KV cache for one sequence of the greatest length; <= 0 where it fits, or
-        where nobody knows the GPU."""
+        """Bytes that the GPU lacks, or the KV cache for the longest sequence; <= 0 where it fits, or nobody knows."""
         if self.gpu_bytes is None:
             return 0
         sequence = self.kv_bytes * self.cfg.policy.max_total_sequence_length

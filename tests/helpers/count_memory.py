@@ -1,17 +1,27 @@
 """Counts the bytes of tensors that are alive: of the phases of a step on this rank, on CPU."""
 
+import sys
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import grpo
+import model as model_module
 from config import (
     Config,
+    DataConfig,
+    DatasetConfig,
     DTensorConfig,
     GenerationConfig,
     LoRAConfig,
@@ -22,38 +32,62 @@ from config import (
     SequencePackingConfig,
 )
 from hf.model_config import ModelConfig
-from kernels import KernelBackend, LossPath
+from hf.weights import full_tensors
+from kernels import KernelBackend, LossPath, softmax
 from lora import add_adapters
 from model import Block, Decoder, PackLayout, rope_cos_sin, shard
 from optim import build_optimizer
-from run.memory_plan import Plan
+from run.memory_plan import CONTEXT, Plan
 
 
 class LiveBytes(TorchDispatchMode):
-    """`largest`: of all bytes of storages that operations made and that were alive at once; `largest_one`: of one."""
+    """`largest`: of all bytes of storages that operations made and that were alive at once; `largest_one`: of one.
+    With device="meta", meta tensors are those of a GPU, and only they count."""
 
-    def __init__(self):
+    def __init__(self, device=None):
         super().__init__()
+        self.device = device
         self.storages = {}
         self.largest = self.largest_one = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented  # comes again as what it does to the parts
+        if function.is_view:  # two in five of all operations
+            return function(*args, **kwargs or {})
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)}
-        result = function(*args, **kwargs or {})
-        self.storages = {key: ref for key, ref in self.storages.items() if not ref.expired()}
-        for storage in (x.untyped_storage() for x in tree_leaves(result) if torch.is_tensor(x)):
-            if storage._cdata not in given:
-                self.storages[storage._cdata] = StorageWeakRef(storage)
-                self.largest_one = max(self.largest_one, storage.nbytes())
+        result = self.call(function, args, kwargs or {})
+        for x in tree_leaves(result):
+            # AsyncCollectiveTensor says that it has a storage of its own.
+            if isinstance(x, Tensor) and not isinstance(x, AsyncCollectiveTensor) and self.counts(x):
+                storage = x.untyped_storage()
+                if storage._cdata not in given:
+                    self.storages[storage._cdata] = StorageWeakRef(storage)
+                    self.largest_one = max(self.largest_one, storage.nbytes())
         self.largest = max(self.largest, self.now())
         return result
 
+    def counts(self, x) -> bool:
+        return self.device in (None, x.device.type)
+
+    def call(self, function, args, kwargs):
+        """What goes from a GPU that is not there to host memory has no numbers."""
+        name, first = function.overloadpacket.__name__, args[0] if args else None
+        on_gpu = self.device == "meta" and isinstance(first, Tensor) and first.device.type == "meta"
+        if name == "copy_" and self.device == "meta" and not on_gpu and args[1].device.type == "meta":
+            return first
+        if name == "_to_copy" and on_gpu and torch.device(kwargs.get("device") or "meta").type == "cpu":
+            return torch.empty(first.shape, dtype=kwargs.get("dtype") or first.dtype)
+        if name == "_wrap_tensor_autograd" and on_gpu:
+            return first.detach()  # as with numbers; for meta tensors it is another one
+        return function(*args, **kwargs)
+
     def now(self) -> int:
         """Read anew: FSDP frees storages without freeing their tensors."""
-        alive = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self.storages.values())
-        return sum(storage.nbytes() for storage in alive if storage is not None)
+        every = {key: torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for key, ref in self.storages.items()}
+        alive = {key: storage.nbytes() for key, storage in every.items() if storage is not None}
+        self.storages = {key: self.storages[key] for key in alive}
+        return sum(alive.values())
 
 
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -62,7 +96,7 @@ NUM_TOKENS = 256
 
 def model_config(family="qwen3", tied=False, **sizes) -> ModelConfig:
     hf = {"model_type": family, "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": tied}
-    return ModelConfig.from_hf(hf | SIZES | {"vocab_size": 4096, "num_hidden_layers": 3, "head_dim": 32} | sizes)
+    return ModelConfig.from_hf(hf | SIZES | {"vocab_size": 4096, "num_hidden_layers": 2, "head_dim": 32} | sizes)
 
 
 def run_config(precision="bfloat16", recompute=True, lora=False, **policy) -> Config:
@@ -71,65 +105,119 @@ def run_config(precision="bfloat16", recompute=True, lora=False, **policy) -> Co
     keys = {"sequence_packing": SequencePackingConfig(train_mb_tokens=NUM_TOKENS), "dtensor_cfg": dtensor}
     keys |= {"max_total_sequence_length": 64, "generation": GenerationConfig(max_new_tokens=64)}
     policy = PolicyConfig(precision=precision, **keys | policy)
-    return Config(policy=policy, loss_fn=LossConfig(reference_policy_kl_penalty=0.0))
+    data = DataConfig(train=(DatasetConfig(data_path="x"),), validation=(DatasetConfig(data_path="x"),))
+    return Config(policy=policy, loss_fn=LossConfig(reference_policy_kl_penalty=0.0), data=data)
 
 
-def make_micro(vocab: int) -> tuple[SimpleNamespace, SimpleNamespace]:
+def make_micro(vocab: int, device="cpu") -> tuple[SimpleNamespace, SimpleNamespace]:
     """(a pack of NUM_TOKENS, all of them response tokens, and its minibatch)."""
-    token_T, target_T = torch.randint(0, vocab, (2, NUM_TOKENS))
-    position_T = torch.arange(NUM_TOKENS) % 64
+    token_T, target_T = torch.randint(0, vocab, (2, NUM_TOKENS)).to(device)
+    row_T = torch.arange(NUM_TOKENS, device=device)
     cu_seqlens = np.arange(0, NUM_TOKENS + 1, 64)
-    x_T = torch.randn(NUM_TOKENS)
+    x_T = torch.randn(NUM_TOKENS).to(device)
     micro = SimpleNamespace(
-        model_inputs=(token_T, position_T, cu_seqlens, torch.arange(NUM_TOKENS), target_T, None),
+        model_inputs=(token_T, row_T % 64, cu_seqlens, row_T, target_T, None),
         old_logp_R=None,
         ref_logp_R=None,
-        sampler_logp_R=torch.full((NUM_TOKENS,), -8.0),
+        sampler_logp_R=torch.full_like(x_T, -8.0),
         adv_R=x_T,
         reward_R=x_T,
-        mask_R=torch.ones(NUM_TOKENS, dtype=torch.bool),
-        seq_R=torch.arange(NUM_TOKENS) // 64,
+        mask_R=row_T >= 0,
+        seq_R=row_T // 64,
         num_grad_rows=NUM_TOKENS,
     )
     return micro, SimpleNamespace(num_tokens=NUM_TOKENS, num_seqs=4, num_positive_tokens=1)
 
 
-def count_step(model_config: ModelConfig, cfg: Config, mesh) -> dict[str, int]:
-    """Bytes on this rank: of weights, moments and gradients, and the most at once while a step scores and trains two
-    packs. It is the second step, which finds the moments."""
+def count_step(model_config: ModelConfig, cfg: Config, mesh, device="cpu", padded=False) -> dict[str, int]:
+    """Bytes of this rank on `device`: weights, moments and gradients, and the most at once while a step scores, trains
+    two packs and sends the weights. It is the second step, which finds the moments."""
     policy = cfg.policy
-    micro, minibatch = make_micro(model_config.vocab_size)
-    with LiveBytes() as live:
-        with torch.device("meta"):
-            model = Decoder(model_config)
-            if policy.dtensor_cfg.lora_cfg.enabled:
-                add_adapters(model, policy.dtensor_cfg.lora_cfg, getattr(torch, policy.precision))
-        shard(model, mesh, precision=policy.precision)
-        for block in model.model["layers"]:
-            block.recompute = policy.dtensor_cfg.activation_checkpointing
-        model.to_empty(device="cpu")
-        for param in model.parameters():
-            param.detach().to_local().normal_(0, 0.02)
-        model.backend, model.loss_path = KernelBackend("torch"), LossPath("one pass")
-        optimizer = build_optimizer(model, policy.optimizer)
+    micro, minibatch = make_micro(model_config.vocab_size, device)
+    with torch.device("meta"):
+        model = Decoder(model_config)
+        if policy.dtensor_cfg.lora_cfg.enabled:
+            add_adapters(model, policy.dtensor_cfg.lora_cfg, getattr(torch, policy.precision))
+    offloads = policy.dtensor_cfg.cpu_offload
+    shard(model, mesh, precision=policy.precision, cpu_offload=offloads)
+    for block in model.model["layers"]:
+        block.recompute = policy.dtensor_cfg.activation_checkpointing
+    model.to_empty(device="cpu" if offloads else device)
+    for param in model.parameters():
+        param.detach().to_local().normal_(0, 0.02)
+    model.backend, model.loss_path = KernelBackend("triton" if device == "meta" else "torch"), LossPath("one pass")
+    optimizer = build_optimizer(model, policy.optimizer, offloads=policy.offload_optimizer_for_logprob)
+
+    def size(tensors):
+        return sum(x.to_local().nbytes for x in tensors if x.to_local().device.type == device)
+
+    weights, counts = size(model.parameters()), {}
+    with LiveBytes(device) as live:
+
+        def count(phase):
+            counts[phase], live.largest = weights + live.largest, 0
+
         for _ in range(2):
             live.largest = 0
             with torch.no_grad():
                 model(*micro.model_inputs)
-            counts, live.largest = {"score": live.largest}, 0
+            count("score")
             for _ in range(2):
                 loss, _ = grpo.compute_loss(model, micro, minibatch, cfg)
                 loss.backward()
                 del loss
-            trained = [param for param in model.parameters() if param.requires_grad]
-            counts["gradients"] = sum(param.grad.to_local().nbytes for param in trained)
+            gradients = size(param.grad for param in model.parameters() if param.requires_grad)
             optimizer.step()
-            counts["train"] = live.largest
+            count("train")
             optimizer.zero_grad(set_to_none=True)
-    moments = [x for state in optimizer.state.values() for x in state.values() if x.dim()]
-    counts["moments"] = sum(x.to_local().nbytes for x in moments)
-    counts["weights"] = sum(param.to_local().nbytes for param in model.parameters())
-    return counts
+            live.largest = 0
+            as_vllm_takes(full_tensors(model, getattr(torch, policy.precision)), padded)
+            count("sync")
+    moments = size(x for state in optimizer.state.values() for x in state.values() if x.dim())
+    return counts | {"weights": weights, "moments": moments, "gradients": gradients}
+
+
+PARTS = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+
+
+def as_vllm_takes(weights, padded: bool) -> None:
+    """By its layerwise reload (vllm/model_executor/model_loader/reload): tensors wait until their layer has all of
+    them; then it is filled, and copied to where it was. What is padded never has all, and waits for the end."""
+    waiting = defaultdict(list)
+    for name, tensor in weights:
+        *_, part, kind = name.split(".")
+        layer = PARTS.get(part, part)
+        waiting[layer, kind].append(tensor)
+        is_whole = len(waiting[layer, kind]) == max(1, [*PARTS.values()].count(layer))
+        if is_whole and not (padded and part in ("embed_tokens", "lm_head")):
+            torch.cat([x.flatten() for x in waiting.pop((layer, kind))])
+        del tensor
+    for tensors in waiting.values():
+        torch.cat([x.flatten() for x in tensors])
+
+
+@contextmanager
+def meta_gpu():
+    """Meta tensors are a GPU's: FSDP puts what it gathers there, and CUDA's branches compute there. Kernels do nothing,
+    and collectives neither."""
+    fsdp = torch.distributed.fsdp._fully_shard
+    meta, from_local = torch.device("meta"), DTensor.from_local
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp._fully_shard, "_get_device_from_mesh", lambda mesh: meta)
+        for module in (fsdp._fsdp_collectives, fsdp._fsdp_param_group, fsdp._fsdp_state):
+            patch.setattr(module, "_get_device_handle", lambda kind: torch.cpu)
+        patch.setattr(fsdp._fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda group: None)
+        for collective in (fsdp._fsdp_collectives.DefaultAllGather, fsdp._fsdp_collectives.DefaultReduceScatter):
+            patch.setattr(collective, "__call__", lambda *_, **__: None)
+        moved = staticmethod(lambda local, *args: from_local(local.to(meta), *args))  # as a mesh of GPUs does
+        patch.setattr(DTensor, "from_local", moved)
+        patch.setattr(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda *_, **__: None)
+        patch.setattr(model_module, "uses_flash_attention", lambda *_: True)
+        for name in ("row_stats_kernel", "dlogits_kernel"):
+            patch.setattr(softmax, name, defaultdict(lambda: lambda *_, **__: None))
+        kernels = sys.modules["kernels.linear_logp"]
+        patch.setattr(kernels, "tile_stats_kernel", defaultdict(lambda: lambda *_, **__: None))
+        yield
 
 
 def adapted(model_config: ModelConfig, lora: LoRAConfig, dtype: torch.dtype) -> Block:
@@ -195,11 +283,19 @@ CASES = {  # name -> (family and whether tied, keys of run_config)
 }
 
 
-def differences(name: str, mesh) -> dict[str, tuple[float, int]]:
-    """(planned, counted) of what the plan has wrong by more than 2%, in a case of CASES."""
+def differences(name: str, mesh, device="cpu", vocab=4096, **offload) -> dict[str, tuple[float, int]]:
+    """(planned, counted) of what the plan has wrong by more than 2%, in a case of CASES; with device="meta" on a GPU,
+    with these keys of PolicyConfig or DTensorConfig."""
     model, keys = CASES[name]
-    model, cfg = model_config(*model), run_config(**keys)
-    plan = Plan(cfg, model, model.vocab_size, mesh.size(), device="cpu")
-    planned = plan.shards | {phase: plan.size(phase) for phase in ("train", "score")}
-    counted = count_step(model, cfg, mesh)
-    return {name: (planned[name], size) for name, size in counted.items() if abs(planned[name] / size - 1) > 0.02}
+    model, cfg = model_config(*model), run_config(**keys, compile=False)
+    replicas = mesh.size(0) if mesh.ndim > 1 else 1
+    cpu_offload = offload.pop("cpu_offload", False)
+    dtensor = replace(cfg.policy.dtensor_cfg, dp_replicate_size=replicas, cpu_offload=cpu_offload)
+    cfg = replace(cfg, policy=replace(cfg.policy, dtensor_cfg=dtensor, **offload))
+    plan = Plan(cfg, model, vocab, mesh.size(), device="cuda" if device == "meta" else "cpu")
+    states = plan.states(gradients=True)
+    planned = {item: states.get(item, 0) for item in plan.shards}
+    planned |= {phase: plan.size(phase) - CONTEXT[plan.device] for phase in ("train", "score", "sync")}
+    planned["sync"] -= plan.sync()["engine's weights"]
+    counted = count_step(model, cfg, mesh, device, padded=vocab % 64 > 0)
+    return {item: (planned[item], size) for item, size in counted.items() if abs(planned[item] - size) > 0.02 * size}

@@ -15,15 +15,17 @@ import torch
 from small_run import ROOT, arguments, write_rows
 
 import engine as engine_module
+import eval as eval_module
 import grpo
 import rollout
-from config import Config, ConfigError
+from config import ColocatedConfig, ColocatedResourcesConfig, Config, ConfigError
 from graders.pool import GraderPool
 from hf.model_config import read_model_config
 from run import build, setup
 from run import memory as memory_module
 from run.log import Timers
 from run.memory import NO_MEMORY, Memory
+from run.memory_fit import changed
 from run.memory_plan import CONTEXT, GIB, Plan
 from system import exits
 from system.ranks import Ranks
@@ -101,19 +103,19 @@ PHASES = {  # name -> (what fails, the phase, the line of the program, the plan'
 
 @pytest.fixture
 def main(one_rank, monkeypatch, tmp_path):
-    """grpo.main on the smoke task with a stand-in for vLLM: (exit code, exit.json)."""
+    """A program's main on the smoke task with a stand-in for vLLM: (exit code, exit.json)."""
     for name in ("LLM", "EngineArgs", "SamplingParams", "RequestOutputKind"):
         monkeypatch.setattr(engine_module, name, getattr(fake_vllm, name))
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("GRPO_EXIT_FILE", raising=False)
     monkeypatch.setattr(GraderPool, "stop", GraderPool.stop)
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
-    monkeypatch.setattr(grpo, "start_process_group", lambda *_: one_rank[:2])
     write_rows(tmp_path)
 
-    def run(*words):
+    def run(*words, program=grpo):
+        monkeypatch.setattr(program, "start_process_group", lambda *_: one_rank[:2])
         monkeypatch.setattr(sys, "argv", ["", *arguments(tmp_path), "grpo.val_at_start=false", *words])
-        code = grpo.main()
+        code = program.main()
         (folder,) = tmp_path.glob("exp_*")
         return code, json.loads((folder / "exit.json").read_text())
 
@@ -128,22 +130,36 @@ def test_out_of_memory_in_each_phase(name, main, monkeypatch, capfd):
     out, err = capfd.readouterr()
     reason = report["reason"]
     assert code == report["code"] == exits.EXIT_MEMORY == 5, (reason, err)
-    assert err == reason + "\n" and "Traceback" not in out + err
+    assert err == f"{reason} (rank 0 on {exits.host_name()})\n" and "Traceback" not in out + err
     assert reason.startswith(f"out of memory: {phase}, ") and re.search(line, reason)
     assert (KV_TOO_SMALL if name == "engine" else "CUDA out of memory)") in reason
     assert f"Planned for {planned}, with packs of up to 2,048 tokens: " in reason and "Measured: " in reason
-    mended = "raise policy.generation.vllm_cfg.kvcache_gib, or" if name == "engine" else "set "
+    mended = "use more GPUs" if planned == "generate" else "set "
+    mended = "raise policy.generation.vllm_cfg.kvcache_gib, or" if name == "engine" else mended
     assert f". To mend it, {mended}" in reason
     assert "memory     GiB on each of 1 ranks, packs of 2,048 tokens\n  train " in out
+
+
+@pytest.mark.parametrize("name", ["load", "generation"])
+def test_an_evaluation_out_of_memory(name, main, monkeypatch, capfd):
+    """Its plan has nothing of training."""
+    PHASES[name][0](monkeypatch)
+    code, report = main(program=eval_module)
+    out, err = capfd.readouterr()
+    assert code == report["code"] == 5 and "Traceback" not in out + err
+    assert err == f"{report['reason']} (rank 0 on {exits.host_name()})\n"
+    assert report["reason"].startswith("out of memory: evaluation, ") and "Planned for generate, with" in err
+    assert re.findall(r"^  (\w+) ", out, re.M)[:2] == ["generate", "sync"] and "moments" not in out + err
 
 
 KNOWS_BETTER = ". If you know better, --gpu_memory=GiB takes the place of what the GPU has"
 
 
+@pytest.mark.parametrize("program", [grpo, eval_module])
 @pytest.mark.parametrize(("given", "code"), [("1", 2), ("900.5", 5)])
-def test_a_user_says_what_the_gpu_has(given, code, main, monkeypatch, capfd):
+def test_a_user_says_what_the_gpu_has(given, code, program, main, monkeypatch, capfd):
     monkeypatch.setattr(build, "load_policy", fail)  # what comes after the plan
-    ended, report = main(f"--gpu_memory={given}", "policy.generation.vllm_cfg.kvcache_gib=1")
+    ended, report = main(f"--gpu_memory={given}", "policy.generation.vllm_cfg.kvcache_gib=1", program=program)
     assert ended == report["code"] == code, report
     assert f"memory     GiB of {given if code == 2 else 900} on each of 1 ranks, " in capfd.readouterr().out
     assert (code == 2) == report["reason"].endswith(KNOWS_BETTER)
@@ -187,18 +203,26 @@ def test_a_gpu_is_measured_beside_the_plan(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 6 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 80 * GIB))
     timer = Timers(lambda phase: calls.append(phase))
-    for phase in ("generation", "policy_training"):
+    phases = {"generation": "generate", "data_processing": None, "policy_training": "train"}
+    phases |= {"policy_and_reference_logprobs": "score", "prepare_for_generation": "sync"}
+    for phase in phases:
         with timer(phase):
             pass
-    assert calls == ["generation", "reset", "policy_training", "reset"]
+    assert calls == [call for phase in phases for call in (phase, "reset")]
     plan = Plan(Config(), read_model_config(STARTER), 262, 1)
     memory = Memory(plan, Ranks(1, 2, 1, 1))
     memory.asleep = 4 * GIB
-    values = memory.metrics(timer.peaks)
-    assert values == {
-        "performance/memory/policy_training/planned_gib": (plan.size("train") - CONTEXT["cuda"]) / GIB,
-        "performance/memory/policy_training/measured_gib": 3,
-    }
+    expected = {}
+    for name, phase in phases.items():
+        if phase:
+            expected[f"performance/memory/{name}/planned_gib"] = (plan.size(phase) - CONTEXT["cuda"]) / GIB
+            awake = {"generate": 4, "sync": plan.engine["engine's weights"] / GIB}.get(phase, 0)
+            expected[f"performance/memory/{name}/measured_gib"] = 3 + awake
+    assert memory.metrics(timer.peaks) == pytest.approx(expected)
+    colocated = ColocatedConfig(False, ColocatedResourcesConfig(1))
+    memory.plan = changed(plan, [("policy.generation.colocated", colocated)])
+    split = memory.metrics(timer.peaks)
+    assert {name.split("/")[2] for name in split} == phases.keys() - {"generation", "data_processing"}
     assert memory_module.measured() == "allocated 6, at most 7, free 1, in all 80"
     with pytest.raises(ConfigError, match=r"^memory: generate needs .* GiB on each GPU, which has 1"):
         Memory(replace(plan, gpu_bytes=GIB), Ranks(0, 1, 0, 1))

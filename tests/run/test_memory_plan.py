@@ -9,11 +9,12 @@ import sys
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from count_memory import CASES, LiveBytes, count_kept, differences, model_config, run_config
+from count_memory import CASES, LiveBytes, count_kept, differences, meta_gpu, model_config, run_config
 
 import model as model_module
 from config import (
@@ -28,6 +29,7 @@ from config import (
 from kernels import KernelBackend, LossPath, SamplingFilter, backend, linear_logp, linear_loss, softmax
 from loss import policy_loss
 from run import memory_fit
+from run.config_check import validate
 from run.memory_plan import CHUNK_BYTES, CHUNK_ELEMENTS, CONTEXT, GIB, SORT_BYTES, Plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +56,23 @@ NORMAL = ("lora float32 tied, all kept", "bfloat16 moments", "muon")
 )
 def test_a_step_on_one_rank(name, one_rank):
     assert differences(name, one_rank[2]) == {}
+
+
+OFFLOADS = {"none": {}, "moments": {"offload_optimizer_for_logprob": True}, "all": {"cpu_offload": True}}
+QUICK = {("qwen3", "all", 4095), ("qwen3 tied", "moments", 4096), ("lora", "all", 4096)}
+
+
+@pytest.mark.parametrize(
+    ("name", "offload", "vocab"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.long)
+        for case in product(("qwen3", "qwen3 tied", "lora"), OFFLOADS, (4096, 4095))
+    ],
+)
+def test_a_step_and_a_sync_on_one_gpu(name, offload, vocab, one_rank):
+    """What lies in host memory is not there, but what of it is on its way. 4,095: a vocabulary that vLLM pads."""
+    with meta_gpu():
+        assert differences(name, one_rank[2], "meta", vocab, **OFFLOADS[offload]) == {}
 
 
 def test_what_a_block_keeps_where_a_prompt_is_shared():
@@ -212,7 +231,7 @@ def test_a_table_of_what_fits():
 @pytest.mark.parametrize(
     "num_gpus, words",
     [
-        (2, r"generate needs 99.\d GiB on each GPU, which has 80; it fits with policy.*gpu_memory_utilization=0.35 "),
+        (2, r"generate needs 98.\d GiB on each GPU, which has 80; it fits with policy.offload_optimizer_for_logprob="),
         (1, r"generate needs 14\d GiB on each GPU, which has 80; it fits with policy.*lora_cfg.enabled=true \(saves"),
     ],
 )
@@ -220,7 +239,7 @@ def test_what_does_not_fit_and_what_mends_it(num_gpus, words):
     plan = replace(large_plan("8B", num_gpus), gpu_bytes=80 * GIB)
     said = memory_fit.problem(plan)
     assert re.search(words, said) and len(said) < 490
-    assert "policy.dtensor_cfg.cpu_offload=true (saves " in memory_fit.remedies(plan, "train")
+    assert "policy.offload_optimizer_for_logprob=true (saves " in memory_fit.remedies(plan, "train")
 
 
 def test_lora_is_named_only_where_it_can_be_trained():
@@ -229,6 +248,15 @@ def test_lora_is_named_only_where_it_can_be_trained():
     for fixes, is_named in (([], True), *((setting, False) for setting in refused)):
         its = memory_fit.changed(plan, fixes)
         assert ("lora_cfg" in memory_fit.problem(its) + memory_fit.remedies(its, "train")) == is_named
+
+
+def test_an_evaluation_has_no_canary_and_keeps_its_adapters():
+    plan = large_plan("8B", 1, lora=32)
+    scored = replace(plan, trains=False)
+    left_out = ("moments", "canary's forward")
+    assert scored.generate() | dict.fromkeys(left_out, 0) == plan.generate() | dict.fromkeys(left_out, 0)
+    assert scored.generate()["canary's forward"] == 0 < plan.generate()["canary's forward"]
+    assert not any("lora" in key for key, _ in memory_fit._fixes(replace(scored, gpu_bytes=80 * GIB)))
 
 
 def test_the_keys_that_are_named_make_it_fit():
@@ -240,7 +268,7 @@ def test_the_keys_that_are_named_make_it_fit():
 
 
 def test_a_kv_cache_without_room():
-    cfg = run_config(max_total_sequence_length=8192)
+    cfg = run_config(max_total_sequence_length=8192, sequence_packing=SequencePackingConfig(8192))
     vllm_cfg = replace(cfg.policy.generation.vllm_cfg, gpu_memory_utilization=0.2)
     generation = replace(cfg.policy.generation, vllm_cfg=vllm_cfg)
     plan = Plan(replace(cfg, policy=replace(cfg.policy, generation=generation)), LARGE["8B"], 151_665, 8, 80 * GIB)
@@ -306,5 +334,64 @@ def test_an_engine_is_divided_among_ranks_that_generate(num_generators, is_named
     plan = large_plan("8B", 8)
     colocated = ColocatedConfig(False, ColocatedResourcesConfig(num_generators))
     plan = memory_fit.changed(plan, [("policy.generation.colocated", colocated)])
-    named = {name for name, _ in memory_fit._fixes(plan)}
-    assert ("policy.generation.vllm_cfg.tensor_parallel_size" in named) == is_named
+    assert ("tensor_parallel_size=2" in memory_fit.remedies(plan, "generate")) == is_named
+
+
+def test_replicas_take_the_memory_of_as_many_ranks_as_one_has():
+    """Sixteen GPUs in two replicas are two times eight, but for the engine's share of the prompts."""
+    replicas = [("policy.dtensor_cfg.dp_replicate_size", 2)]
+    for name, lora, size in (("8B", 0, 8), ("8B", 32, 8), ("1.5B", 0, 8), ("1.5B", 0, 1)):
+        two, one = (memory_fit.changed(large_plan(name, n, lora), its) for n, its in ((2 * size, replicas), (size, ())))
+        assert (two.num_shards, two.shards, two.train(), two.score()) == (size, one.shards, one.train(), one.score())
+        assert two.sync() == one.sync() and two.host() == one.host()
+        assert two.shards["weights"] > 1.8 * large_plan(name, 2 * size, lora).shards["weights"]
+
+
+def test_with_everything_offloaded_replicas_keep_gradients_until_they_are_added_up():
+    replicas, offload = ("policy.dtensor_cfg.dp_replicate_size", 2), ("policy.dtensor_cfg.cpu_offload", True)
+    two, one = (
+        memory_fit.changed(large_plan("8B", 16), [replicas, offload]),
+        memory_fit.changed(large_plan("8B", 8), [offload]),
+    )
+    assert two.states(gradients=True) == {"gradients": one.shards["gradients"]} and two.states() == {}
+    assert one.states(gradients=True) == {} and two.host() == one.host()
+
+
+def test_one_replica_is_named_where_two_do_not_fit():
+    replicas = [("policy.dtensor_cfg.dp_replicate_size", 8)]
+    plan = replace(memory_fit.changed(large_plan("8B", 8), replicas), gpu_bytes=80 * GIB)
+    assert "policy.dtensor_cfg.dp_replicate_size=1 (saves " in memory_fit.problem(plan)
+    assert "dp_replicate" not in str(memory_fit._fixes(large_plan("8B", 8)))
+
+
+OFFLOAD, EVERYTHING = "policy.offload_optimizer_for_logprob", "policy.dtensor_cfg.cpu_offload"
+LORA, MUON = "policy.dtensor_cfg.lora_cfg.enabled", ("policy.optimizer.name", "torch.optim.Muon")
+SETTINGS = ([], [(OFFLOAD, True)], [(EVERYTHING, True)], [(LORA, True)], [MUON], [(EVERYTHING, True), (LORA, True)])
+LARGE_CASES = [
+    ("8B", 2),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (("1.5B", 1), ("8B", 1), ("32B", 8))),
+]
+
+
+@pytest.mark.parametrize("name, num_gpus", LARGE_CASES)
+def test_what_is_proposed_passes_the_check_and_saves_what_it_says(name, num_gpus):
+    """Whatever the config has already: one offload rules the other out, and Muon LoRA."""
+    num_proposed = 0
+    for settings in SETTINGS:
+        plan = replace(large_plan(name, num_gpus), gpu_bytes=(12 if name == "1.5B" else 40) * GIB)
+        plan = memory_fit.changed(plan, settings)
+        validate(plan.cfg, num_gpus)
+        for phase in ("train", "generate", None):
+            text = memory_fit.remedies(plan, phase) if phase else memory_fit.problem(plan) or ""
+            fixes = [
+                (key, json.loads(value)) for key, value in re.findall(r"((?:policy|grpo)\.[\w.]+)=([\w.\"]+)", text)
+            ]
+            better = memory_fit.changed(plan, fixes)
+            validate(better.cfg, num_gpus)
+            for key, value, saved, where in re.findall(r"([\w.]+)=([\w.\"]+) \(saves ([\d.]+) in (\w+)\)", text):
+                saves = plan.size(where) - memory_fit.changed(plan, [(key, json.loads(value))]).size(where)
+                assert float(saved) == float(f"{saves / GIB:.3g}") > 0
+            assert not fixes or phase is None or better.size(phase) < plan.size(phase)
+            assert not fixes or phase or better.lacking <= 0 < plan.lacking
+            num_proposed += len(fixes)
+    assert num_proposed > 15
