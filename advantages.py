@@ -9,7 +9,6 @@ Dims: B samples of a step, G samples of a group, P rewards in the baseline of a 
 
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,11 +57,11 @@ def overlong_penalty(length: int, cfg: RewardShapingConfig, max_new_tokens: int)
 
 
 def filter_overlong(samples: Sequence[Sample]) -> int:
-    """Clears the mask of truncated samples, in place, so that none of their tokens is trained on or counted; returns
-    their number. Their reward stays in the baseline of their group (NeMo RL)."""
+    """Takes truncated samples out of what is trained and counted, in place; returns their number. Their reward stays in
+    the baseline of their group (NeMo RL)."""
     truncated = [sample for sample in samples if sample.finish_reason == "length"]
     for sample in truncated:
-        sample.mask = np.zeros_like(sample.mask)
+        sample.num_trained_tokens = 0
     return len(truncated)
 
 
@@ -70,7 +69,7 @@ def step_advantages(samples: list[Sample], grpo: GRPOConfig, loss_fn: LossConfig
     """(adv_B, metrics: name -> float) of the shaped samples of a step: equal on all ranks, as the samples are."""
     reward_B = torch.tensor([sample.reward for sample in samples])
     group_B = torch.tensor([sample.prompt for sample in samples])
-    num_tokens_B = torch.tensor([int(sample.mask.sum()) for sample in samples])
+    num_tokens_B = torch.tensor([sample.num_trained_tokens for sample in samples])
     # Only gdpo looks at the parts of a reward, so only there must all environments of a batch give the same ones.
     parts = collect_reward_parts(samples) if grpo.adv_estimator.name == "gdpo" else {}
     adv_B = estimate_advantages(reward_B, group_B, num_tokens_B, grpo, loss_fn, parts)

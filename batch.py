@@ -19,6 +19,7 @@ from config import Config
 from data import Pack, Sample, assign_to_ranks, empty_pack, num_input_tokens, num_packs, pack_samples
 from kernels import LossPath
 from loss import Metrics, clamp_abs, kl_estimate, seq_logp_error_mask
+from system.exchange import move_tokens
 from system.ranks import Ranks
 
 
@@ -64,17 +65,22 @@ class Minibatch:
 def make_minibatches(
     samples: Sequence[Sample], adv_B: Sequence[float], cfg: Config, ranks: Ranks, device: torch.device
 ) -> list[Minibatch]:
-    """This rank's minibatches of a rollout. All ranks make the same number of collectives: a rank with fewer packs than
-    another runs empty ones. Of the others' packs it works out the number, by lengths."""
+    """This rank's minibatches of a rollout, and the tokens for them: a collective. All ranks make the same number of
+    collectives later, too: one with fewer packs than another, by all lengths, runs empty ones."""
     size = cfg.policy.train_global_batch_size or len(samples)
     max_tokens, share_prefix = cfg.policy.pack_tokens(device.type), cfg.policy.sequence_packing.share_prefix
     for sample, adv in zip(samples, adv_B, strict=True):
         sample.advantage = adv
-    minibatches = []
+    splits = []
     for first in range(0, len(samples), size):
         # A sample that was filtered out takes no part in any forward.
-        members = [sample for sample in samples[first : first + size] if sample.mask.any()]
-        shares = assign_to_ranks(members, ranks.world_size, max_tokens, share_prefix)
+        members = [sample for sample in samples[first : first + size] if sample.num_trained_tokens]
+        splits.append(assign_to_ranks(members, ranks.world_size, max_tokens, share_prefix))
+    needed = [[each for shares in splits for part in shares[rank] for each in part] for rank in range(ranks.world_size)]
+    needed[0] += samples[: cfg.logger.num_samples_to_log]  # by the run's log
+    move_tokens(needed)
+    minibatches = []
+    for shares in splits:
         packs = pack_samples(shares[ranks.rank], max_tokens)
         most_packs = max(1, *(num_packs(share, max_tokens) for share in shares))  # 1 also for no members
         packs += [empty_pack()] * (most_packs - len(packs))
@@ -128,10 +134,13 @@ def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath
     return metrics
 
 
-def newest_gap(micro: MicroBatch, version: int) -> Metrics:
+def newest_gap(micro: MicroBatch, version: int, *, cache_was_rebuilt: bool = True) -> Metrics:
     """|sampler - trainer| of the tokens that weights `version` sampled, which are to be trained; 0 if there are none.
     Of older tokens it would also hold what training has changed since."""
     newest_R = micro.mask_R & (micro.version_R == version) & micro.sampler_logp_R.isfinite()
+    if not cache_was_rebuilt:  # beside older tokens of its sequence, a token is of a mixture: no weights give its logp
+        old_R = torch.where(micro.version_R == version, 0.0, 1.0)
+        newest_R &= torch.zeros_like(old_R).index_add(0, micro.seq_R, old_R)[micro.seq_R] == 0
     newest_R &= micro.old_logp_R != -torch.inf  # cut by top_p or top_k, as in `policy_loss`
     gap_R = torch.where(newest_R, micro.sampler_logp_R - micro.old_logp_R, 0.0).abs()
     largest = torch.cat([gap_R, gap_R.new_zeros(1)]).amax()

@@ -40,11 +40,12 @@ class Sample:
     """One sampled conversation: exactly the ids that the engine saw and produced, never decoded and encoded again.
 
     prompt: the index of the problem in the step; groups are made from it, never from text. index: the sample's number
-    in its group. mask: False at output ids that were not sampled (an observation) or are not trained on; so lengths
-    come from output_ids. reward, rewards (the parts of it), outcome, extracted (the answer in the reply): the grader's;
-    unshaped_reward: after scaling, before shaping; advantage: of all its tokens (advantages.py). versions: for each
-    output id the number of training steps of the weights that it was drawn from (an observation has its reply's).
-    messages: for a reward model to score, else none.
+    in its group. mask: False at output ids that were not sampled (an observation) or are not trained on. versions:
+    for each output id the number of training steps of the weights that it was drawn from (an observation has its
+    reply's). reward, rewards (the parts of it), outcome, extracted (the answer in the reply): the grader's;
+    unshaped_reward: after scaling, before shaping; advantage: of all its tokens (advantages.py). messages: for a reward
+    model to score, else none.
+    holder: the rank that drew it; others have its numbers, but no tokens until they are sent some. None: all have them.
 
     Example (one turn): prompt 0, index 3, prompt_ids [5, 7, 2], output_ids [9, 3], sampler_logps [-0.1, -0.7],
     mask [True, True], finish_reason "stop", versions [12, 13], reward 1.0, outcome "ok".
@@ -70,20 +71,29 @@ class Sample:
     num_turns: int = 1
     dataset: str = ""
     messages: list[dict] = field(default_factory=list)
+    holder: int | None = None
+    num_output_tokens: int = 0
+    num_trained_tokens: int = 0
+    weight_version: int = -1  # of the first token: the oldest
+    newest_version: int = -1
 
-    @property
-    def weight_version(self) -> int:
-        """Of the first token: the oldest."""
-        return int(self.versions[0])
+    def __post_init__(self) -> None:
+        self.count_tokens()
+
+    def count_tokens(self) -> None:
+        """Numbers of its tokens, where they are."""
+        if len(self.output_ids):
+            self.num_output_tokens, self.num_trained_tokens = len(self.output_ids), int(self.mask.sum())
+            self.weight_version, self.newest_version = int(self.versions[0]), int(self.versions.max())
 
     @property
     def num_gen_tokens(self) -> int:
         """Ids that the policy sampled."""
-        return len(self.output_ids) - self.num_env_tokens
+        return self.num_output_tokens - self.num_env_tokens
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.output_ids)
+        return len(self.prompt_ids) + self.num_output_tokens
 
 
 def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
@@ -124,7 +134,7 @@ class Pack:
 
 def num_input_tokens(samples: Sequence[Sample]) -> int:
     """Of samples that share a prompt, in one pack: the prompt once, and each response without its last token."""
-    return len(samples[0].prompt_ids) + sum(len(sample.output_ids) - 1 for sample in samples)
+    return len(samples[0].prompt_ids) + sum(sample.num_output_tokens - 1 for sample in samples)
 
 
 def assign_to_ranks(
@@ -145,7 +155,7 @@ def assign_to_ranks(
 
 def _split(group: list[Sample], num_parts: int, max_tokens: int) -> list[list[Sample]]:
     """The group in about `num_parts` equal parts of <= `max_tokens` input tokens."""
-    lengths = [len(sample.output_ids) - 1 for sample in group]
+    lengths = [sample.num_output_tokens - 1 for sample in group]
     room = min(max_tokens - len(group[0].prompt_ids), max(-(-sum(lengths) // num_parts), *lengths))
     return [[group[i] for i in members] for members in first_fit(lengths, room)]
 
@@ -205,6 +215,7 @@ def _pack(parts: list[list[Sample]]) -> Pack:
         prompt_end = start + len(part[0].prompt_ids)
         for sample in part:
             assert sample.prompt_ids == part[0].prompt_ids, f"group {sample.prompt}: prompts differ"
+            assert len(sample.output_ids) == sample.num_output_tokens, f"tokens of group {sample.prompt} are not here"
             sampled = np.flatnonzero(sample.mask)
             response_start = response_starts.get(id(sample), prompt_end)
             # An id is predicted in the row of the id before it, the first one of a response at the prompt's end.

@@ -1,14 +1,15 @@
-"""Seconds and memory of one rank of 64 that packs a rollout of 16,384 samples, and what the gather of them costs it.
+"""Seconds and memory of one rank of 64 that packs a rollout of 16,384 samples, and what the exchange of them costs it.
 
-    python -m bench.packing [--out FILE]               half a minute of one core, 0.5 GB
+    python -m bench.packing [--exchange] [--out FILE]  half a minute of one core, 0.5 GB; --exchange: its lines alone
     PYTHONPATH=CHECKOUT python bench/packing.py        the same with the packing of another checkout, as far as it goes
 
 Samples of up to 8,192 tokens, in packs of as many: 1,024 prompts x 16 and 16,384 x 1, with and without shared prompts,
 for heavy-tailed lengths and for samples that are all of the longest. Their arrays are views of one, so that memory is
 what `batch.make_minibatches` adds: the peak by tracemalloc (numpy's and Python's), in a call of its own, and what the
 resident set grew by in the first call. Seconds and CPU seconds: the best of three calls.
-gather: what `all_gather_object` does in the process, without a network: MB that this rank sends and receives, seconds
-to pickle its part and to unpickle those of all ranks.
+exchange: what system/exchange.py does in the process, without a network: MB of the numbers, which go to all ranks, and
+of the tokens that this rank sends and receives; CPU seconds of both. When all ranks got all samples pickled, they
+received 444 and 1,168 MB and worked for 0.29 and 0.65 s (results/packing_2026-11-22.json).
 """
 
 import argparse
@@ -25,11 +26,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.distributed import distributed_c10d
+import torch.distributed as dist
 
 import config
 from batch import Minibatch, make_minibatches
-from data import Sample
+from data import Sample, assign_to_ranks
+from system import exchange
 from system.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,20 +103,32 @@ def measure(kind: str, num_prompts: int, share_prefix: bool) -> dict:
     return line | {"within": all(line[name] <= bound for name, bound in BOUNDS.items())}
 
 
-def measure_gather(kind: str, num_prompts: int) -> dict:
+def measure_exchange(kind: str, num_prompts: int) -> dict:
+    """Rank 0's part. The collectives are stand-ins: of the first it gets what all ranks would give, of the second noise
+    of the right size."""
     samples = make_samples(kind, num_prompts, NUM_SAMPLES // num_prompts)
-    share, sent, received, pickling, unpickling = NUM_SAMPLES // WORLD_SIZE, 0, 0, 0.0, 0.0
-    for rank in range(WORLD_SIZE):
-        start = time.perf_counter()
-        buffer, size = distributed_c10d._object_to_tensor(samples[rank * share : (rank + 1) * share], CPU, None)
-        middle = time.perf_counter()
-        distributed_c10d._tensor_to_object(buffer, size, None)
-        unpickling += time.perf_counter() - middle
-        received += len(buffer)
-        if rank == 0:
-            sent, pickling = len(buffer), middle - start
-    seconds = {"pickle_seconds": pickling, "unpickle_seconds": unpickling}
-    return {"gather": kind, "prompts": num_prompts, "sent_MB": sent / 1e6, "received_MB": received / 1e6} | seconds
+    whole: list[torch.Tensor] = []
+    sizes: list[list[int]] = []
+    dist.get_rank, dist.get_world_size = lambda: 0, lambda: WORLD_SIZE
+    dist.all_reduce = lambda tensor: whole.append(tensor.clone())
+    dist.all_to_all_single = lambda incoming, outgoing, received, sent: sizes.extend([received, sent])
+    for sample in samples:
+        sample.holder = 0
+    exchange.share_numbers(samples, [])
+    for i, sample in enumerate(samples):
+        sample.holder = i * WORLD_SIZE // NUM_SAMPLES
+    dist.all_reduce = lambda tensor: tensor.copy_(whole[0])
+    start = time.process_time()
+    exchange.share_numbers(samples, [])
+    numbers = time.process_time() - start
+    shares = assign_to_ranks(samples, WORLD_SIZE, MAX_TOKENS, share_prefix=True)
+    needed = [[sample for part in share for sample in part] for share in shares]
+    start = time.process_time()
+    exchange.move_tokens(needed)
+    seconds = {"numbers_cpu_seconds": numbers, "tokens_cpu_seconds": time.process_time() - start}
+    (received, sent), numbers_bytes = map(sum, sizes), whole[0].nbytes
+    megabytes = {"numbers_MB": numbers_bytes / 1e6, "sent_MB": sent / 1e6, "received_MB": received / 1e6}
+    return {"exchange": kind, "prompts": num_prompts} | megabytes | seconds
 
 
 def facts() -> dict[str, str]:
@@ -134,16 +148,18 @@ def facts() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="the results as JSON")
-    parser.add_argument("--case", nargs=3, help="one line alone: LENGTHS PROMPTS true|false|gather")
+    parser.add_argument("--case", nargs=3, help="one line alone: LENGTHS PROMPTS true|false|exchange")
+    parser.add_argument("--exchange", action="store_true")
     args = parser.parse_args()
     if args.case:
         kind, num_prompts, way = args.case
         size = int(num_prompts)
-        print(json.dumps(measure_gather(kind, size) if way == "gather" else measure(kind, size, way == "true")))
+        print(json.dumps(measure_exchange(kind, size) if way == "exchange" else measure(kind, size, way == "true")))
         return
     cases = [(k, p, way) for k in ("heavy", "longest") for p in (1024, NUM_SAMPLES) for way in ("true", "false")]
     lines = []
-    for case in [*cases, ("heavy", 1024, "gather"), ("longest", 1024, "gather")]:
+    cases = [] if args.exchange else cases
+    for case in [*cases, ("heavy", 1024, "exchange"), ("longest", 1024, "exchange")]:
         command = [sys.executable, __file__, "--case", *map(str, case)]
         env = {"PYTHONPATH": str(ROOT)} | os.environ
         lines.append(json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env).stdout))

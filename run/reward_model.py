@@ -3,7 +3,7 @@
 Owns the `score` head of Hugging Face's Qwen2-, Qwen3- and LlamaForSequenceClassification with one label (`score.weight`
 [1, D], read at the last token). The weights stay in host memory except while they score. model.py owns the rest of the
 network. Here the text is encoded anew, because another model reads it, in that model's chat template.
-Dims: T packed tokens, S conversations of a pack, B conversations of all ranks, D hidden.
+Dims: T packed tokens, S conversations of a pack, D hidden.
 """
 
 import math
@@ -61,11 +61,9 @@ class RewardModel:
         """The score of each conversation; None if it has more than `max_model_len` tokens, the template refuses it, or
         the score is not finite.
 
-        A collective: all ranks pass the same conversations and get the same scores. Each rank scores a share of them,
-        and runs as many packs as the rank that has the most.
+        A collective: each rank passes its own conversations, and runs as many packs as the rank that has the most.
         """
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        local_ids = [self.encode(messages) for messages in conversations[rank::num_ranks]]
+        local_ids = [self.encode(messages) for messages in conversations]
         usable = [i for i, ids in enumerate(local_ids) if 0 < len(ids) <= self.max_model_len]
         if len(usable) < len(local_ids):
             num_refused = f"{len(local_ids) - len(usable)} of {len(local_ids)}"
@@ -82,9 +80,7 @@ class RewardModel:
             for i, score in zip(pack or (), score_S.tolist(), strict=pack is not None):
                 scores[i] = score if math.isfinite(score) else None
         self.model.to("cpu")
-        shares: list = [None] * num_ranks
-        dist.all_gather_object(shares, scores)
-        return [shares[i % num_ranks][i // num_ranks] for i in range(len(conversations))]
+        return scores
 
     def encode(self, messages: list[dict]) -> list[int]:
         """Ids of the conversation in the reward model's template; [] if the template refuses the conversation.

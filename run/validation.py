@@ -21,6 +21,7 @@ from run.log import RunLog
 from run.preflight import RunInputs
 from run.resume import checkpoint_folder
 from run.setup import Run
+from system.exchange import move_tokens
 from system.ranks import Ranks
 
 Z95 = 1.959964  # 97.5% of a normal distribution lie below
@@ -101,12 +102,15 @@ def modes(cfg: Config) -> dict[str, tuple[int, SamplingOptions]]:
 
 
 def sample_sets(cfg: Config, inputs: RunInputs, sampler: Sampler) -> Iterator[tuple[str, str, list[Sample]]]:
-    """(set, mode, graded samples of its first max_val_samples problems), equal on every rank; the ranks share the work.
-    The seeds are the same every time, so that two validations differ by the weights alone."""
+    """(set, mode, graded samples of its first max_val_samples problems). The ranks share the work; rank 0 has tokens of
+    what it logs. The seeds are the same every time, so that two validations differ by the weights alone."""
+    num_logged = max(cfg.logger.num_samples_to_log, cfg.logger.num_val_samples_to_print)
     for name, dataset in inputs.validation.items():
         problems = list(enumerate(dataset.problems[: cfg.grpo.max_val_samples]))
         for mode, (num_samples, options) in modes(cfg).items():
-            yield name, mode, sampler.sample(problems, num_samples, options, (cfg.grpo.seed, -1))
+            samples = sampler.sample(problems, num_samples, options, (cfg.grpo.seed, -1))
+            move_tokens([samples[:num_logged]])
+            yield name, mode, samples
 
 
 def summarize(samples: Sequence[Sample]) -> dict[str, float]:

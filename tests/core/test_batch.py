@@ -60,6 +60,21 @@ def test_the_gap_of_the_newest_tokens_is_without_those_that_the_filter_cut(step)
     assert float(total / count) == pytest.approx((gap_R[0] + gap_R[2]) / 2) and largest == max(gap_R[0], gap_R[2])
 
 
+def test_where_keys_and_values_were_kept_the_gap_is_that_of_whole_responses(step):
+    """Behind a token of older weights, one of the newest is of a mixture: sampler and trainer differ by right."""
+    for number, sample in enumerate(step[0]):
+        sample.versions = np.full(len(sample.output_ids), 3 + number % 2, np.int32)
+        sample.versions[-1] = 4
+    (micro, *_), *_ = (minibatch.micros for minibatch in with_logps(make_minibatches(*step, settings(), rank(0), CPU)))
+    whole = [s for s in micro.seq_R.unique() if (micro.version_R[micro.seq_R == s] == 4).all()]
+    rows = torch.isin(micro.seq_R, torch.stack(whole)) & micro.mask_R
+    assert 2 < rows.sum() < ((micro.version_R == 4) & micro.mask_R).sum()
+    gap_R = (micro.sampler_logp_R - micro.old_logp_R).abs()[rows]
+    (total, count), largest = newest_gap(micro, 4, cache_was_rebuilt=False).values()
+    assert float(total) == pytest.approx(float(gap_R.sum())) and float(count) == pytest.approx(len(gap_R))
+    assert float(largest) == float(gap_R.max())
+
+
 def sequences(micro):
     """The input ids of each sequence of a pack."""
     return [tuple(ids.tolist()) for ids in np.split(micro.token_T.numpy(), micro.cu_seqlens[1:-1])]
@@ -68,7 +83,7 @@ def sequences(micro):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 16])
 def test_every_sample_is_in_one_pack_of_its_minibatch(step, world_size):
     samples, adv_B = step
-    samples[3].mask[:] = False  # filtered out
+    samples[3].num_trained_tokens = 0  # filtered out
     cfg = settings(policy=PACKS_OF_64 | {"train_global_batch_size": 8})
     of_ranks = [make_minibatches(samples, adv_B, cfg, rank(r, world_size), CPU) for r in range(world_size)]
     for i, members in enumerate((range(8), range(8, 16), range(16, 20))):
@@ -90,11 +105,11 @@ def test_every_sample_is_in_one_pack_of_its_minibatch(step, world_size):
 def test_each_rank_builds_only_its_packs_and_they_are_those_of_all(step, world_size, share_prefix, monkeypatch):
     """Against the packs of all ranks, built one rank after another and filled up to the same number: to the bit."""
     samples, adv_B = step
-    samples[3].mask[:] = False  # filtered out
+    samples[3].num_trained_tokens = 0  # filtered out
     cfg = settings(policy={"sequence_packing": config.SequencePackingConfig(64, share_prefix)})
     for sample, adv in zip(samples, adv_B, strict=True):
         sample.advantage = adv
-    members = [sample for sample in samples if sample.mask.any()]
+    members = [sample for sample in samples if sample.num_trained_tokens]
     shares = data.assign_to_ranks(members, world_size, 64, share_prefix)
     expected = [data.pack_samples(share, 64) for share in shares]
     most = max(map(len, expected))
@@ -134,7 +149,7 @@ def test_a_rank_of_many_has_memory_for_its_share_only():
 def test_a_shared_prompt_is_computed_once_in_a_pack(step, world_size):
     """Tokens of a pack: the prompts of the groups in it, each once, and the responses without their last ids."""
     samples, adv_B = step
-    samples[3].mask[:] = False  # filtered out
+    samples[3].num_trained_tokens = 0  # filtered out
     counts = {}
     for share_prefix in (False, True):
         packing = config.SequencePackingConfig(64, share_prefix)
@@ -154,13 +169,13 @@ def test_a_shared_prompt_is_computed_once_in_a_pack(step, world_size):
             # Ranks are balanced with parts of groups: two parts of one group can meet in a pack again.
             assert computed == num_tokens or (world_size > 1 and share_prefix and computed > num_tokens)
         counts[share_prefix] = sum(minibatch.num_input_tokens for minibatch in of_ranks[0])
-    assert counts[True] < counts[False] == sum(sample.num_tokens - 1 for sample in samples if sample.mask.any())
+    assert counts[True] < counts[False] == sum(sample.num_tokens - 1 for sample in samples if sample.num_trained_tokens)
 
 
 def test_a_minibatch_without_a_sample_to_train_on_is_one_empty_pack(step, one_rank):
     samples, adv_B = step
     for sample in samples[10:]:
-        sample.mask[:] = False
+        sample.num_trained_tokens = 0
     cfg = settings(policy={"train_global_batch_size": 10})
     minibatches = make_minibatches(samples, adv_B, cfg, rank(0), CPU)
     finish_minibatches(minibatches, cfg, loss_path_of(cfg, KernelBackend("torch"), CPU))

@@ -133,7 +133,7 @@ def test_overlong_filtering_leaves_the_reward_and_the_numbers():
     samples, _, metrics = collect(
         config_of(1, overlong_filtering=True), ROWS, 2, StubSampler(by_remainder, lengths=(3, 8))
     )
-    assert [int(s.mask.sum()) for s in samples] == [3, 0, 3, 0] and [s.reward for s in samples] == [0, 0, 1, 0]
+    assert [s.num_trained_tokens for s in samples] == [3, 0, 3, 0] and [s.reward for s in samples] == [0, 0, 1, 0]
     assert (metrics["num_overlong_filtered"], metrics["truncation_rate"]) == (2, 0.5)
     assert metrics["mean_gen_tokens_per_sample"] == 5.5
     samples, _, metrics = collect(config_of(1), ROWS, 2, StubSampler(by_remainder, lengths=(3, 8)))
@@ -152,10 +152,11 @@ def test_a_step_without_a_row_to_train_on_stops_the_run():
         def one(self, *args):
             sample = super().one(*args)
             sample.mask[:] = sample.row_id > 1  # what rollout.py does for loss_multiplier 0
+            sample.count_tokens()
             return sample
 
     samples, _, metrics = collect(config_of(2), ROWS, 1, Masked(by_remainder))
-    assert [s.mask.any() for s in samples] == [False] * SIZE + [True] * SIZE and metrics["reward"] == 5 / 8
+    assert [s.num_trained_tokens > 0 for s in samples] == [False] * SIZE + [True] * SIZE and metrics["reward"] == 5 / 8
     with pytest.raises(StopRun, match="all its rows have loss_multiplier=0"):
         collect(config_of(2), ROWS, 0, Masked(by_remainder))
 
@@ -267,9 +268,10 @@ def test_the_samples_are_the_same_however_they_are_dealt():
     for num_engines, max_new_tokens in ((1, 8), (2, 8), (2, 1), (3, 64), (7, 64)):
         samples = []
         for share in deal(prompts, 6, num_engines, max_new_tokens):
-            conversations = [Conversation(problem, prompt, index) for prompt, problem, index in share]
+            conversations = [Conversation(problem, prompt, index, 0) for prompt, problem, index in share]
             sampler._ask(conversations, SamplingOptions(1.0, 8), (3, 1))
-            samples += sampler._converse(conversations, SamplingOptions(1.0, 8), (3, 1))
+            sampler._converse(conversations, SamplingOptions(1.0, 8), (3, 1))
+            samples += [each.sample for each in conversations]
         samples.sort(key=lambda sample: (sample.prompt, sample.index))
         drawn.append([(s.prompt, s.index, s.prompt_ids, s.output_ids.tobytes(), s.reward) for s in samples])
     assert all(samples == drawn[0] for samples in drawn)

@@ -1,0 +1,59 @@
+"""Samples between ranks, as arrays: the numbers of each to all ranks, its tokens to the ranks that need them.
+
+All ranks hold the same samples in the same order, but the tokens of one only its `holder`, until it sends them.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from data import Sample
+
+NUMBERS = [(f"num_{name}", "i4") for name in ("output_tokens", "trained_tokens", "env_tokens", "turns")]
+NUMBERS += [("weight_version", "i4"), ("newest_version", "i4"), ("reward", "f8")]
+NUMBERS += [("finish_reason", "S16"), ("outcome", "S16"), ("extracted", "S16")]  # 80 bytes
+TOKEN = np.dtype([("output_ids", "i4"), ("sampler_logps", "f4"), ("versions", "i4"), ("mask", "?")])  # 13 bytes
+
+
+def share_numbers(samples: Sequence[Sample], part_names: Sequence[str]) -> None:
+    """Gives all ranks the NUMBERS of all samples, in place, and the parts of their rewards that have these names: one
+    all_reduce. `extracted` becomes a hash of the text, since votes only ask whether two are equal."""
+    names = [name for name, _ in NUMBERS]
+    records = np.zeros(len(samples), [*NUMBERS, *((f"part {name}", "f8") for name in part_names)])
+    for i, sample in enumerate(samples):
+        if sample.holder == dist.get_rank():
+            digest = hashlib.blake2b(repr(sample.extracted).encode(), digest_size=8).hexdigest()
+            values = [getattr(sample, name) for name in names[:-1]] + ["" if sample.extracted is None else digest]
+            records[i] = (*values, *(sample.rewards.get(name, math.nan) for name in part_names))
+    dist.all_reduce(torch.from_numpy(records.view(np.int64)))  # of each row all ranks but one have zeros
+    for sample, row in zip(samples, records.tolist(), strict=True):
+        for name, value in zip(names, row, strict=False):
+            setattr(sample, name, value.decode() or None if isinstance(value, bytes) else value)
+        parts = zip(part_names, row[len(names) :], strict=True)
+        sample.rewards = {name: part for name, part in parts if not math.isnan(part)}
+
+
+def move_tokens(needed: Sequence[Sequence[Sample]]) -> None:
+    """Gives rank i the tokens of the samples needed[i], in place: one all_to_all, or none where all ranks have them.
+    All ranks pass the same lists; a rank that has no list needs none."""
+    if all(sample.holder is None for samples in needed for sample in samples):
+        return
+    rank, size = dist.get_rank(), dist.get_world_size()
+    received = sorted(needed[rank] if rank < len(needed) else [], key=lambda sample: sample.holder)
+    sent = [[sample for sample in samples if sample.holder == rank] for samples in needed]
+    outgoing = np.empty(sum(sample.num_output_tokens for samples in sent for sample in samples), TOKEN)
+    for name in TOKEN.names:
+        outgoing[name] = np.concatenate([[], *(getattr(sample, name) for samples in sent for sample in samples)])
+    num_bytes = np.zeros((2, size), np.int64)  # from and to each rank
+    np.add.at(num_bytes[0], [s.holder for s in received], [TOKEN.itemsize * s.num_output_tokens for s in received])
+    num_bytes[1, : len(sent)] = [TOKEN.itemsize * sum(s.num_output_tokens for s in samples) for samples in sent]
+    incoming = np.empty(num_bytes[0].sum(), np.uint8)
+    dist.all_to_all_single(torch.from_numpy(incoming), torch.from_numpy(outgoing.view(np.uint8)), *num_bytes.tolist())
+    ends = np.cumsum([sample.num_output_tokens for sample in received])
+    for sample, tokens in zip(received, np.split(incoming.view(TOKEN), ends), strict=False):
+        for name in TOKEN.names:
+            setattr(sample, name, tokens[name].copy())

@@ -1,0 +1,77 @@
+"""What the steps of a run sample, token by token, in a file beside it: for tests of what outlasts a step or a kill."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+COLUMNS = ("output_ids", "sampler_logps", "versions", "mask")
+FIELDS = ("prompt", "index", "row_id", "dataset", "env_name", "num_turns", "reward", "outcome", "prompt_ids")
+
+
+def record(program, file: Path) -> None:
+    """From now on the `sample_step` that `program` calls writes a line for each step: all samples that it generated,
+    numbered as they were sampled, and which of them are trained."""
+    from system.exchange import move_tokens
+
+    original = program.sample_step
+
+    def sample_step(sampler, cfg, mixture, cursor, step, num_steps):
+        result = original(sampler, cfg, mixture, cursor, step, num_steps)
+        trained = {id(sample.output_ids) for sample in result.trained}
+        is_trained = [id(sample.output_ids) in trained for sample in result.generated]
+        generated = [replace(sample) for sample in result.generated]
+        move_tokens([generated])
+        if sampler.ranks.rank == 0:
+            samples = [
+                {name: getattr(s, name).tolist() for name in COLUMNS}
+                | {name: getattr(s, name) for name in FIELDS}
+                | {"trained": trained}
+                for s, trained in zip(generated, is_trained, strict=True)
+            ]
+            with file.open("a") as lines:
+                lines.write("\n" + json.dumps({"step": step, "samples": samples}))
+        return result
+
+    program.sample_step = sample_step
+
+
+def give_places(number: int) -> None:
+    """From now on an engine runs so many requests at once, and goes on by a token while others wait: so work for later
+    steps is cut by the end of each."""
+    import engine
+    import rollout
+
+    class LLM(engine.LLM):
+        def __init__(self, **words):
+            super().__init__(max_num_seqs=number, **words)
+
+    engine.LLM = LLM
+    rollout.STEPS_BETWEEN_STOPS = 1
+
+
+def recorded(file: Path) -> dict[int, list[dict]]:
+    """Step -> samples, of the last life that had it."""
+    steps = {}
+    for line in file.read_text().splitlines():
+        try:
+            part = json.loads(line)
+        except json.JSONDecodeError:  # cut by a kill, or the first one, which is empty
+            continue
+        steps = {step: samples for step, samples in steps.items() if step < part["step"]}
+        steps[part["step"]] = part["samples"]
+    return steps
+
+
+def stored_replies(folder: Path, step: int) -> list[tuple]:
+    """The replies in a run's checkpoint: (ids, log-probabilities, versions) of each."""
+    from safetensors.torch import load_file
+
+    files = (folder / "checkpoints" / f"step_{step:06d}").glob("*.safetensors")
+    tensors = [t for file in files for name, t in load_file(file).items() if name.startswith("reply.")]
+    return [tuple(tuple(column) for column in reply.tolist()) for reply in tensors]
+
+
+def first_reply(sample: dict) -> tuple:
+    """As `stored_replies` has it."""
+    length = (sample["mask"] + [False]).index(False)
+    return tuple(tuple(map(float, sample[name][:length])) for name in COLUMNS[:3])

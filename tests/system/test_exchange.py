@@ -1,0 +1,116 @@
+"""Samples go between ranks as arrays: to the bit what they were as objects, in as many collectives on any number of
+ranks, and in bytes that do not grow with the ranks."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import Sample
+from system.exchange import NUMBERS, TOKEN, move_tokens
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNS = [(1, 1), (2, 1), (4, 1), (4, 2)]
+# Of what each rank trained on, logged and reported when all ranks still got all samples as pickles (500fcee).
+AS_PICKLES = {(1, 1): "108eb0201008bb07", (2, 1): "4a66412486896c2b"} | dict.fromkeys(
+    [(4, 1), (4, 2)], "9c7ef7a07aa5d7a0"
+)
+RECORD_BYTES = 80 + 2 * 8  # a sample of two parts of a reward
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where tests/helpers/exchange_worker.py wrote."""
+    folder = tmp_path_factory.mktemp("exchange")
+    command = [sys.executable, "tests/helpers/exchange_worker.py", str(folder)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    """(ranks, ranks of an engine) -> by rank: case -> its answers."""
+    return {
+        (size, tp): [json.loads((folder / f"{size}_{tp}_{rank}.json").read_text()) for rank in range(size)]
+        for size, tp in RUNS
+    }
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_packs_and_numbers_are_those_of_pickled_samples(runs, run):
+    for rank in runs[run]:
+        for case, answers in rank.items():
+            assert answers["arrays"] == answers["objects"], case
+    cases = [case for case in runs[run][0] if "to a rank" not in case]
+    recorded = [[rank[case]["arrays"] for case in cases] for rank in runs[run]]
+    assert hashlib.sha256(json.dumps(recorded).encode()).hexdigest()[:16] == AS_PICKLES[run]
+
+
+def test_all_ranks_decide_alike_on_any_number_of_ranks(runs):
+    (alone,) = runs[1, 1]
+    for run in RUNS[1:]:
+        for number, rank in enumerate(runs[run]):
+            for case in (case for case in rank if "to a rank" not in case):
+                for name in ("metrics", "adv", "validation"):
+                    assert rank[case]["arrays"][name] == alone[case]["arrays"][name], (run, case, name)
+                shown = [] if number else alone[case]["arrays"]["shown"]
+                assert rank[case]["arrays"]["shown"] == shown  # rank 0 has the tokens that it logs
+    packs = [len({p for rank in runs[run] for p in rank["plain"]["arrays"]["packs"]}) for run in RUNS]
+    assert packs == [8, 8, 8, 8]  # and no pack is empty, or there twice
+
+
+def test_the_collectives_of_a_step_do_not_depend_on_ranks_or_samples(runs):
+    """Whether to stop, the numbers, the tokens; nothing is pickled but what the ranks of one engine tell each other."""
+    for (_, tp), ranks in runs.items():
+        for rank in ranks:
+            for case, answers in rank.items():
+                names = [name for name, _ in answers["collectives"]]
+                turns = 2 if case in ("two turns", "minibatches", "gdpo") else 1
+                verdicts = ["broadcast_object_list"] * turns * (tp > 1)
+                assert names == [*verdicts, "all_reduce", "all_reduce", "all_to_all_single"], case
+
+
+def test_a_whole_step_makes_as_many_collectives_with_more_ranks_samples_and_packs(folder):
+    """Beside those of FSDP, which go by blocks and micro-batches: seen are calls of torch.distributed's functions."""
+    steps = [json.loads(file.read_text()) for file in sorted(folder.glob("*_ranks/steps_*.json"))]
+    assert len(steps) == 2 + 3 and all(len(each) == 2 for each in steps)
+    micros = [step.pop("micro-batches") for each in steps for step in each]
+    assert micros[:4] == [1] * 4 and min(micros[4:]) >= 2
+    assert all(step == {"all_gather": 2, "all_reduce": 5, "all_to_all_single": 1} for each in steps for step in each)
+
+
+def test_bytes_of_a_rank_do_not_grow_with_the_ranks(runs):
+    """It gives its tokens to one rank each, and to rank 0 again what is logged; of all samples it gets the numbers."""
+    assert np.dtype(NUMBERS).itemsize + 16 == RECORD_BYTES and TOKEN.itemsize == 13
+    for factor in (1, 2):
+        for (size, _), ranks in runs.items():
+            given = []
+            for rank in ranks:
+                answers = rank[f"{factor} x 24 to a rank"]
+                num_samples, num_tokens = answers["drawn"]
+                *_, numbers, tokens = answers["collectives"]
+                assert num_samples == 24 * factor and numbers[1] == RECORD_BYTES * 24 * factor * size
+                given.append(tokens[1] / TOKEN.itemsize - num_tokens)
+            logged = sum(len(ids) for ids, *_ in ranks[0][f"{factor} x 24 to a rank"]["arrays"]["shown"])
+            assert max(given) <= logged, "what is filtered out goes nowhere"
+
+
+def test_who_packs_tokens_that_never_came_is_told():
+    from data import pack_samples
+
+    none = np.zeros(0, np.int32)
+    sample = Sample(0, 0, 0, [5, 7], none, none, none, "stop", none, holder=3, num_output_tokens=2)
+    with pytest.raises(AssertionError, match="tokens of group 0 are not here"):
+        pack_samples([[sample]], 10)
+
+
+def test_nothing_moves_where_all_ranks_have_all_tokens():
+    """Without a process group, too."""
+    ids = np.zeros(2, np.int32)
+    move_tokens([[Sample(0, 0, 0, [5], ids, ids, ids == 0, "stop", ids)]])
+    move_tokens([])
