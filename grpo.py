@@ -104,6 +104,7 @@ def train(run: setup.Run) -> None:
                 sums: Metrics = {}
                 for micro in minibatch.micros:
                     loss, loss_metrics = compute_loss(model, micro, minibatch, cfg)
+                    model.set_requires_all_reduce(micro is minibatch.micros[-1])  # between replicas once, of the sum
                     loss.backward()  # adds to the gradient; FSDP sums it over ranks
                     accumulate(sums, loss_metrics)
                 grad_norm = clip_grad_norm(model, cfg.policy.max_grad_norm)
@@ -148,7 +149,8 @@ def compute_logprobs(
     sums: Metrics = {}
     if cfg.grpo.async_grpo.max_age:
         for micro in micros:
-            accumulate(sums, newest_gap(micro, step - 1))
+            rebuilt = cfg.grpo.async_grpo.recompute_kv_cache_after_weight_updates
+            accumulate(sums, newest_gap(micro, step - 1, cache_was_rebuilt=rebuilt))
     for mask_metrics in finish_minibatches(minibatches, cfg, model.loss_path):
         accumulate(sums, mask_metrics)
     return reduce_over_ranks(sums) if sums else {}

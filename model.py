@@ -290,9 +290,9 @@ class Decoder(nn.Module):
 
 
 def shard(model: Decoder, mesh: DeviceMesh, *, precision: str, cpu_offload: bool = False) -> None:
-    """FSDP2 over the 1-d `mesh`, in place. Its units, each gathered while it computes: every block; the embedding and
-    the head, if each has a weight of its own; the root, which is what is left: the final norm, and a tied embedding,
-    whose weight begins and ends the forward.
+    """FSDP2 over a `system.ranks.fsdp_mesh`, in place. Its units, each gathered while it computes: every block; the
+    embedding and the head, if each has a weight of its own; the root, which is what is left: the final norm, and a tied
+    embedding, whose weight begins and ends the forward.
 
     `precision` "float32" | "bfloat16" is that of the matmuls and the gathered copies. What lies between blocks stays in
     float32, the sharded parameters, which an optimizer sees, keep their dtype, and gradients are reduced in float32.

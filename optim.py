@@ -9,7 +9,9 @@ from dataclasses import asdict
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import config
 from kernels.linear_loss import DEVIATION, one_pass_problem
@@ -77,7 +79,14 @@ def learning_rate_factor(cfg: config.SchedulerConfig, step: int, num_steps: int)
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
     """Scales the sharded gradient down to `max_norm` where it is longer. Returns the norm it had. A collective."""
-    return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).full_tensor().item()
+    norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+    if norm.device_mesh.ndim > 1:
+        # Each replica has added up by itself: a last bit, or a NaN in one, would part them for good. All take the mean.
+        total = norm.full_tensor()
+        dist.all_reduce(total, group=norm.device_mesh.get_group(0))
+        norm = DTensor.from_local(total / norm.device_mesh.size(0), norm.device_mesh)
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    return norm.full_tensor().item()
 
 
 def count_bad_steps(

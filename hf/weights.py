@@ -14,7 +14,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from config import ConfigError
 from hf.adapter import BASE_SHA256, CONFIG, WEIGHTS, peft_name
@@ -133,14 +133,14 @@ def _whole(params: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str,
     if not isinstance(first, DTensor):
         yield from ((name, param.detach().to(dtype)) for name, param in params.items())
         return
-    num_ranks = first.device_mesh.size()
+    num_ranks = first.device_mesh.size(-1)  # of a replica: nothing comes from another
     # Every rank sends as many rows as the one that has the most: those of the last ones end in zeros.
     sizes = [-(-len(param) // num_ranks) * param.shape[1:].numel() for param in params.values()]
     sent = torch.zeros(sum(sizes), dtype=dtype, device=first.device)  # cast before: bfloat16 is half the traffic
     for part, param in zip(sent.split(sizes), params.values(), strict=True):
         rows = param.detach().to_local().flatten()
         part[: len(rows)] = rows
-    gathered = DTensor.from_local(sent, first.device_mesh, [Shard(0)]).full_tensor()
+    gathered = DTensor.from_local(sent, first.device_mesh, first.placements).full_tensor()
     parts = gathered.view(num_ranks, -1).split(sizes, dim=1)
     for (name, param), part in zip(params.items(), parts, strict=True):
         yield name, part.flatten()[: param.numel()].view(param.shape)

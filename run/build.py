@@ -7,7 +7,6 @@ import os
 import shutil
 
 import torch
-import torch.distributed as dist
 
 import config
 from batch import needs_old_logps
@@ -22,7 +21,7 @@ from run.generators import Generators
 from run.loss_path import choose_loss_path
 from run.preflight import RunInputs
 from run.reward_model import RewardModel
-from system.ranks import Ranks, seed_everything
+from system.ranks import Ranks, fsdp_mesh, seed_everything
 
 
 def loss_path_of(cfg: config.Config, backend: KernelBackend, device: torch.device) -> LossPath:
@@ -76,7 +75,7 @@ def build(
         raise config.ConfigError(f"policy.kernel_backend: {error}") from error
     compiled = compiles(policy.compile, device.type)
     seed_everything(cfg.grpo.seed)
-    mesh = dist.init_device_mesh(device.type, (ranks.world_size,))
+    mesh = fsdp_mesh(device.type, policy.dtensor_cfg.dp_replicate_size)
     model = load_policy(
         inputs.model_folder,
         device=device,
@@ -99,9 +98,10 @@ def build(
     size = sum(param.numel() for param in model.parameters())
     num_trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
     trained = f", {num_trained / 1e6:,.2f} M of them trained" if num_trained < size else ""
+    shards = " x ".join(map(str, mesh.shape))
     flash = uses_flash_attention(device.type, getattr(torch, policy.precision))
     ranks.print_rank0(
-        f"policy: {size / 1e6:,.1f} M parameters{trained}, {policy.precision}, FSDP2 over {ranks.world_size} ranks; "
+        f"policy: {size / 1e6:,.1f} M parameters{trained}, {policy.precision}, FSDP2 over {shards} ranks; "
         f"{backend.describe(model.config.vocab_size)}; {model.loss_path.describe()}; "
         f"attention: {'varlen_attn' if flash else 'SDPA by runs of equal length'}; "
         f"{'compiled' if compiled else 'eager'} blocks; packs of {policy.pack_tokens(device.type):,} tokens; "
@@ -120,8 +120,7 @@ def build_sampler(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: t
     the reward model, too."""
     score = None
     if inputs.reward_model:
-        mesh = dist.init_device_mesh(device.type, (ranks.world_size,))
-        score = RewardModel(*inputs.reward_model, cfg, device, mesh).score
+        score = RewardModel(*inputs.reward_model, cfg, device, fsdp_mesh(device.type)).score
     engine = Engine(inputs.model_folder, inputs.tokenizer, cfg)
     ranks.print_rank0(
         f"engine: {ranks.dp_size} x vLLM over {ranks.tp_size} ranks each, vocabulary {engine.vocab_size:,}"

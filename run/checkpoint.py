@@ -1,12 +1,12 @@
 """Writes and reads checkpoints. Finding them and telling which are whole (torch-free) is resume.py.
 
 A checkpoint is a folder `step_000010/` with one safetensors file per rank (its rows of the float32 master weights, of
-the optimizer's state and of the reference policy; of weights that LoRA has frozen there is the hash alone) and
-`meta.json`, written last: step, counters, fingerprints, and size and sha256 of every file. Training stops only for a
-copy to host memory: a thread of each rank writes it into `step_000010.tmp`, and when all ranks have, at the end of a
-later step, rank 0 adds meta.json and renames. Older ones go only after that, so a kill at any instant leaves every
-committed checkpoint as it was. Not torch.distributed.checkpoint: its metadata is a pickle, which can run code, and it
-keeps no checksum of a file.
+the optimizer's state and of the reference policy; of weights that LoRA has frozen there is the hash alone), of the
+first replica where there are several, and `meta.json`, written last: step, counters, fingerprints, and size and sha256
+of every file. Training stops only for a copy to host memory: a thread of each rank writes it into `step_000010.tmp`,
+and when all ranks have, at the end of a later step, rank 0 adds meta.json and renames. Older ones go only after that,
+so a kill at any instant leaves every committed checkpoint as it was. Not torch.distributed.checkpoint: its metadata is
+a pickle, which can run code, and it keeps no checksum of a file.
 """
 
 import hashlib
@@ -35,7 +35,9 @@ MAX_FAILURES = 3  # saves in a row that the disk refused, before the run stops
 
 
 def write_file(tensors: dict[str, Tensor], file: Path) -> dict | str:
-    """Writes a rank's file. Returns its entry of meta.json's "files", or what went wrong."""
+    """Writes a rank's file. Returns its entry of meta.json's "files", or what went wrong. {} where it has nothing."""
+    if not tensors:
+        return {}
     try:
         save_file(tensors, file)
         flush(file)
@@ -199,9 +201,13 @@ def _problem(path: Path, ranks: Ranks) -> str | None:
 
 
 def _copy_to_host(model, optimizer, reference: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Name in the file -> copy of this rank's rows: the thread writes them while training changes the originals."""
+    """Name in the file -> copy of this rank's rows: the thread writes them while training changes the originals. {} if
+    another replica writes the same."""
+    params = _trained(model)
+    if any(any(p.device_mesh.get_coordinate()[:-1]) for p in params.values() if isinstance(p, DTensor)):
+        return {}
     tensors = {f"reference.{name}": rows for name, rows in reference.items()}
-    for name, param in _trained(model).items():
+    for name, param in params.items():
         tensors[f"param.{name}"] = _local(param)
         for key, value in optimizer.state.get(param, {}).items():
             kind, tensor = _describe_state(value, param)
@@ -251,8 +257,9 @@ def _read_rows(files: list, name: str, param: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[str, Tensor]) -> dict[str, Tensor]:
-    files = [safe_open(path / shard, framework="pt") for shard in sorted(shards)]
-    names = sorted(files[0].keys())
+    all_files = [safe_open(path / shard, framework="pt") for shard in sorted(shards)]
+    names = sorted(all_files[0].keys())
+    files = [file for file in all_files if names[0] in file.keys()]  # those of other replicas hold replies at most
     params = _trained(model)
     for name, param in params.items():
         _local(param).copy_(_read_rows(files, f"param.{name}", param))
@@ -274,7 +281,7 @@ def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[st
             if kind in ("sharded", "local") and isinstance(optimizer, Optimizer):
                 value = optimizer.at_rest(key, value)  # at once: the device may not have room for all of them
             optimizer.state[params[name]][key] = value
-    stored_replies = [(file, name) for file in files for name in file.keys() if name.startswith("reply.")]
+    stored_replies = [(file, name) for file in all_files for name in file.keys() if name.startswith("reply.")]
     return {name.removeprefix("reply."): file.get_tensor(name) for file, name in stored_replies}
 
 

@@ -169,6 +169,9 @@ def _sizes(system: str, v: Values) -> tuple[Values, int]:
         for sections in keys.values():  # files of several sets are often called alike
             for section in sections if len(sections) > 1 else ():
                 section["name"] = Path(str(section["data_path"])).parent.name or None
+        num_ranks = v["trainer.nnodes"] * v["trainer.n_gpus_per_node"]
+        shards = v["actor_rollout_ref.actor.fsdp_config.fsdp_size"]
+        keys["policy.dtensor_cfg.dp_replicate_size"] = max(1, num_ranks // shards) if shards > 0 else 1
     else:
         batch = v["per_device_train_batch_size"] * v["num_processes"]
         train = batch * v["gradient_accumulation_steps"]

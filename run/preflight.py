@@ -38,6 +38,7 @@ MAX_ROWS = 5_000  # of each set that --check looks at: half a second
 MODEL_SECONDS = 5  # of processor time, to read a model folder or try its tokenizer: five times what the largest take
 _WHOLE = ("enabled=true", "resources.gpus_per_node=null", "resources.num_nodes=null")
 ALL_RANKS_GENERATE = [f"policy.generation.colocated.{setting}" for setting in _WHOLE]  # to score, nobody trains
+ALL_RANKS_GENERATE += ["policy.dtensor_cfg.dp_replicate_size=1"]  # and so on any number of ranks
 WORD_SECONDS = 10  # after which --check says what it is at
 
 
@@ -304,9 +305,9 @@ def _check(cfg: Config, all_rows: bool, gpu_bytes: float | None, begin: Callable
         lines.append(f"LoRA       {note}")
     if any(dataset.num_read < dataset.num_rows for _, dataset in sets):
         lines.append("rows       checked in part; the run checks all before its first step, --check --all does now")
-    # Without torchrun, a recipe is for its own number of GPUs, or for those of an engine.
-    cluster, tensor = cfg.cluster, cfg.policy.generation.vllm_cfg.tensor_parallel_size
-    num_ranks = int(os.environ.get("WORLD_SIZE", max(cluster.gpus_per_node * cluster.num_nodes, tensor)))
+    # Without torchrun, a recipe is for its own number of GPUs, or for the fewest that can run it.
+    num_ranks = max(cfg.cluster.gpus_per_node * cfg.cluster.num_nodes, config_check.fewest_ranks(cfg))
+    num_ranks = int(os.environ.get("WORLD_SIZE", num_ranks))
     plan = memory_plan(cfg, inputs, num_ranks, gpu_bytes, "cuda")
     return "\n".join([*lines, memory_fit.table(plan)]), memory_fit.problem(plan) or ""
 

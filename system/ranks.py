@@ -2,7 +2,6 @@
 
 import os
 import random
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -10,6 +9,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from config import ConfigError
@@ -22,7 +22,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """Where this process stands. A tensor-parallel group is `tp_size` consecutive ranks sharing one engine; there are
-    `dp_size` groups, and this rank belongs to number `dp_rank`. FSDP shards over all ranks.
+    `dp_size` groups, and this rank belongs to number `dp_rank`.
 
     In a split job `rank` and `world_size` are those of this rank's side, and `bridge` joins it with the other.
     """
@@ -109,12 +109,19 @@ def start_process_group(tp_size: int, num_generators: int = 0) -> tuple[Ranks, t
         exits.num_trainers = bridge.num_trainers
     else:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-    processes = enumerate(gather((socket.gethostname(), os.getpid()), ranks.job))
+    processes = enumerate(gather((exits.host_name(), os.getpid()), ranks.job))
     exits.peers.update((rank, process) for rank, process in processes if rank != ranks.job_rank)
     if tp_size > 1:
         group, _ = dist.new_subgroups(tp_size, timeout=COLLECTIVE_TIMEOUT, backend="gloo")
         ranks = replace(ranks, engine_group=group)
     return ranks, device
+
+
+def fsdp_mesh(device_type: str, num_replicas: int = 1) -> DeviceMesh:
+    """What FSDP2 shards over: all ranks (of this side of a job), or those of each replica, in a row. A collective."""
+    size = dist.get_world_size()
+    shape = (size,) if num_replicas == 1 else (num_replicas, size // num_replicas)
+    return dist.init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
 def choose_device(local_rank: int) -> torch.device:
@@ -165,9 +172,9 @@ def local_rows(tensor: torch.Tensor) -> slice:
     """The rows of a whole tensor that this rank holds: all, or of a shard those of torch.chunk: uneven, maybe none."""
     if not isinstance(tensor, DTensor):
         return slice(0, len(tensor))
-    assert tensor.placements == (Shard(0),), tensor.placements
-    rows_per_rank = -(-len(tensor) // tensor.device_mesh.size())
-    start = min(tensor.device_mesh.get_local_rank() * rows_per_rank, len(tensor))
+    assert tensor.placements[-1] == Shard(0), tensor.placements  # before it, that replicas hold the same
+    rows_per_rank = -(-len(tensor) // tensor.device_mesh.size(-1))
+    start = min(tensor.device_mesh.get_coordinate()[-1] * rows_per_rank, len(tensor))
     return slice(start, min(start + rows_per_rank, len(tensor)))
 
 

@@ -177,14 +177,16 @@ def foreach_for_fused(optimizer):
 
 def verdict(monkeypatch):
     """The gradient's norm, of which a step reads the number: it is one float32 of the device, and counts as 0.5."""
-    clip = torch.nn.utils.clip_grad_norm_
+    total_norm, clip = torch.nn.utils.get_total_norm, torch.nn.utils.clip_grads_with_norm_
+    number = SimpleNamespace(item=lambda: 0.5)
 
-    def clipped(parameters, max_norm):
-        norm = clip(parameters, max_norm)
+    def measured(gradients):
+        norm = total_norm(gradients)
         assert (norm.device, norm.dtype, norm.shape) == (META, torch.float32, ())
-        return SimpleNamespace(full_tensor=lambda: SimpleNamespace(item=lambda: 0.5))
+        return SimpleNamespace(tensor=norm, device_mesh=SimpleNamespace(ndim=1), full_tensor=lambda: number)
 
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clipped)
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", measured)
+    monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", lambda *args: clip(*args[:-1], args[-1].tensor))
 
 
 @pytest.mark.parametrize("share_prefix", [False, True])

@@ -5,24 +5,26 @@ then greedy tokens of one engine over both ranks. What tests/system/test_optimiz
 itself.
 """
 
+import io
 import json
 import sys
+from contextlib import redirect_stdout
 from itertools import product
 from pathlib import Path
 from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from count_memory import differences
+from collectives import Collectives
+from count_memory import differences, meta_gpu
 from dist_case import PROMPTS, adapted_policy, make_samples, packs_of, rank_share
 from hf_folders import FAMILIES, make_hf_folder, make_pack
 from loop import train_once
 from optimizer_case import ADAMW, ROUNDED, check_checkpoints, check_offload, check_units
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
 import data
@@ -45,23 +47,6 @@ class Disagrees(envs.Environment):
     def step(self, turns):
         observation = ({"role": "user", "content": f"rank {self.rank}"},)
         return [envs.StepResult(1.0 + self.rank, "wrong", done=False, observation=observation) for _ in turns]
-
-
-class Collectives(TorchDispatchMode):
-    """The name of each collective and the bytes it leaves on this rank."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented  # comes again as what it does to the parts
-        result = func(*args, **kwargs or {})
-        if "c10d" in func.namespace and not func.__name__.startswith(("wait", "_wrap")):
-            tensor = result if isinstance(result, torch.Tensor) else args[0]
-            self.seen.append((func.__name__, tensor.nbytes))
-        return result
 
 
 def sync_facts(folder, mesh):
@@ -131,6 +116,49 @@ def two_turns(engine, tokenizer, ranks):
     return [[s.prompt, s.output_ids.tolist(), s.reward, s.num_turns] for s in samples]
 
 
+def carried_turns(engine, tokenizer, ranks, policies):
+    """Conversations with it that go on over a weight change, beside those of the step before: their ids, the versions
+    in each, the largest gap to the log-probabilities of a token's own weights, and how often this rank said what it
+    waits for."""
+    messages = [{"role": "user", "content": "1+1"}]
+    row = data.Problem(0, messages, "2", "x", tokenizer.render(messages))
+    engine.stop_token_ids = list(range(0, 256, 32))
+    sampler = Sampler(engine, tokenizer, {"x": Disagrees(ranks.rank)}, ranks, max_turns=2)
+    first = sampler.start([(0, row)], 2, SamplingOptions(0.8, 4), (0,), step=1)
+    later = sampler.start([(1, row), (2, row)], 4, SamplingOptions(0.8, 40), (0,), step=2)
+    sampler.finish(first, SamplingOptions(0.8, 4), (0,))
+    engine.sync(full_tensors(policies[1], engine.dtype), 1)
+    with mock.patch("system.watchdog.WAIT_SECONDS", 0.0), redirect_stdout(io.StringIO()) as output:
+        samples = sampler.finish(later, SamplingOptions(0.8, 40), (0,))
+    gap = 0.0
+    for s in samples:
+        ids = torch.tensor([*s.prompt_ids, *s.output_ids.tolist()])
+        position_T = torch.arange(len(ids) - 1)
+        inputs = ids[:-1], position_T, np.array([0, len(position_T)]), position_T[-len(s.output_ids) :]
+        with torch.no_grad():
+            logps = [policy(*inputs, ids[-len(s.output_ids) :])[0].numpy() for policy in policies]
+        logp_R = np.stack(logps)[s.versions, np.arange(len(s.versions))]
+        gap = max(gap, float(np.abs(logp_R - s.sampler_logps)[s.mask].max()))
+    return {
+        "ids": [s.output_ids.tolist() for s in samples],
+        "versions": [s.versions[s.mask].tolist() for s in samples],
+        "turns": [s.num_turns for s in samples],
+        "gap": gap,
+        "num_lines": output.getvalue().count("waits since"),
+    }
+
+
+def moved(policy, mesh, folder):
+    """The policy as an optimizer's large step would leave it."""
+    other = load_policy(folder, device="cpu", mesh=mesh)
+    other.temperature, other.vocab_limit = policy.temperature, policy.vocab_limit
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    for param in other.parameters():
+        local = param.detach().to_local()
+        local.add_(0.02 * torch.randn(local.shape, generator=generator))
+    return other
+
+
 if __name__ == "__main__":
     folder, results = Path(sys.argv[1]), Path(sys.argv[2])
     ranks, device = start_process_group(tp_size=2)
@@ -154,16 +182,22 @@ if __name__ == "__main__":
         _, lora_gradients = train_once(adapted, samples, adv_B, packs_of(40), ranks)
     lora_tensors, lora_same = lora_facts(folder, mesh)
     memory = {name: differences(name, mesh) for name in ("qwen3", "qwen3 tied", "lora")}
+    with meta_gpu():
+        offloads = {"qwen3 tied": {"cpu_offload": True}, "lora": {"cpu_offload": True}}
+        offloads["qwen3"] = {"offload_optimizer_for_logprob": True}
+        memory |= {f"{name}, offload": differences(name, mesh, "meta", 4095, **key) for name, key in offloads.items()}
 
     check_optimizer(ranks, mesh, results)
 
     generation = config.GenerationConfig(vllm_cfg=config.VllmConfig(tensor_parallel_size=2))
     policy_cfg = config.PolicyConfig(precision="float32", max_total_sequence_length=128, generation=generation)
-    engine = Engine(folder, tokenizer, config.Config(policy=policy_cfg))
+    grpo_cfg = config.GRPOConfig(async_grpo=config.AsyncGRPOConfig(enabled=True))  # more, and without it the same
+    engine = Engine(folder, tokenizer, config.Config(policy=policy_cfg, grpo=grpo_cfg))
     engine.sync(full_tensors(policy, engine.dtype), 0)
     completions = engine.generate(PROMPTS, [0] * len(PROMPTS), SamplingOptions(0.0, 24))
     greedy = [completion.ids.tolist() for completion in completions]
     conversations = two_turns(engine, tokenizer, ranks)
+    carried = carried_turns(engine, tokenizer, ranks, [policy, moved(policy, mesh, folder)])
     (results / f"rank_{ranks.rank}.json").write_text(
         json.dumps(
             {
@@ -171,6 +205,7 @@ if __name__ == "__main__":
                 "sync": facts,
                 "greedy": greedy,
                 "conversations": conversations,
+                "carried": carried,
                 "lora_same": lora_same,
                 "memory": memory,
             }

@@ -28,7 +28,7 @@ from run import checkpoint, resume
 from run.folder import open_run_folder
 from run.resume import committed
 from run.setup import RunState
-from system.exits import EXIT_SAVED, Saved, StopRun, exit_process, report_exit
+from system.exits import EXIT_SAVED, Saved, StopRun, exit_process, host_name, report_exit
 from system.ranks import Ranks
 
 STATE = {"consumed_samples": 96, "num_bad_steps": 0, "fingerprint": "abc", "last_validation": {"accuracy": 0.5}}
@@ -441,11 +441,13 @@ def test_resumed_run_says_anew_how_it_ended(one_rank, tmp_path, monkeypatch):
     assert folder == tmp_path / "exp_001" and open_run_folder(cfg, one_rank[0]).name == "exp_002"
     report_exit(EXIT_SAVED, "saved: signal", folder)
     report_exit(1, "crashed: a rank that only lost its peer", folder)  # the first to end has the word
-    assert json.loads((folder / "exit.json").read_text()) == {"code": EXIT_SAVED, "reason": "saved: signal", "rank": 0}
+    end = json.loads((folder / "exit.json").read_text())
+    assert end == {"code": EXIT_SAVED, "reason": "saved: signal", "rank": 0, "host": host_name()}
     cfg = replace(cfg, checkpointing=CheckpointingConfig(resume_from=str(folder)))
     assert open_run_folder(cfg, one_rank[0]) == folder
     report_exit(0, "trained to step 9", folder)
-    assert json.loads((folder / "exit.json").read_text()) == {"code": 0, "reason": "trained to step 9", "rank": 0}
+    end = json.loads((folder / "exit.json").read_text())
+    assert end == {"code": 0, "reason": "trained to step 9", "rank": 0, "host": host_name()}
 
 
 def test_nan_is_no_metric_to_keep_a_checkpoint_by():

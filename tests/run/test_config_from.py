@@ -353,6 +353,23 @@ def test_values_of_several_keys_of_verl(tmp_path):
         assert config_file.load(out).data.train[0].data_path == "5"
 
 
+@pytest.mark.parametrize(
+    ("words", "replicas"),
+    [
+        (["trainer.nnodes=4"], 1),
+        (["trainer.nnodes=4", "actor_rollout_ref.actor.fsdp_config.fsdp_size=8"], 4),
+        (["trainer.nnodes=2", "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.fsdp_config.fsdp_size=2"], 4),
+        (["actor_rollout_ref.actor.fsdp_config.fsdp_size=32"], 1),  # more than its 8 ranks: all of them
+    ],
+)
+def test_ranks_of_a_replica_of_verl(tmp_path, words, replicas):
+    (tmp_path / "verl_x").write_text("algorithm.adv_estimator=grpo")
+    cfg, report = converted(tmp_path / "verl_x", tmp_path, *words)
+    assert cfg.policy.dtensor_cfg.dp_replicate_size == replicas
+    if "fsdp_size" in words[-1]:
+        assert report[TAKEN][words[-1]].startswith("policy.dtensor_cfg.dp_replicate_size, by trainer.nnodes and n_gpus")
+
+
 SIZES = (
     f"policy.model_name={STARTER}",
     "policy.max_total_sequence_length=32",

@@ -116,7 +116,7 @@ def test_a_sync_sends_each_parameter_once_by_one_gather_a_block(two_ranks):
             assert fact["same_names"] and fact["same_values"] and len(fact["dtypes"]) == 1, (case, fact)
             num_bytes = fact["num_parameters"] * fact["itemsize"]
             assert fact["bytes_sent"] == num_bytes
-            names, gathered = zip(*fact["collectives"], strict=True)
+            names, gathered, _ = zip(*fact["collectives"], strict=True)
             assert {name.split(".")[0] for name in names} == {"all_gather_into_tensor"}
             assert len(gathered) == fact["num_blocks"] + 2 < fact["num_tensors"]
             assert num_bytes <= sum(gathered) <= num_bytes + 300 * fact["itemsize"]  # rows that even out the ranks'
@@ -141,7 +141,7 @@ def test_adapters_of_two_ranks_start_train_and_are_sent_as_those_of_one(step, tw
 def test_the_memory_plan_of_two_ranks_is_what_they_take(two_ranks):
     """Within 2%: nothing is off by more."""
     for rank in two_ranks[1]:
-        assert rank["memory"] == {"qwen3": {}, "qwen3 tied": {}, "lora": {}}
+        assert len(rank["memory"]) == 6 and not any(rank["memory"].values()), rank["memory"]
 
 
 def test_engine_over_two_ranks_gives_the_tokens_of_one(engine, policy, two_ranks):
@@ -161,6 +161,15 @@ def test_ranks_of_one_engine_go_by_the_verdicts_of_its_first(two_ranks, tiny):
             num_turns == 1 or any(ids[i : i + len(words)] == words for i in range(len(ids)))
         )
     assert max(num_turns for *_, num_turns in conversations) == 2
+
+
+def test_conversations_of_an_engine_of_two_ranks_go_on_over_a_weight_change(two_ranks):
+    """Each token of the weights of its version; one of the ranks says what is waited for."""
+    one, other = (facts["carried"] for facts in two_ranks[1])
+    assert one["ids"] == other["ids"] and one["versions"] == other["versions"] and len(one["ids"]) == 8
+    assert max(one["turns"]) == 2 and any(set(versions) == {0, 1} for versions in one["versions"])
+    assert max(one["gap"], other["gap"]) <= 1e-4
+    assert one["num_lines"] > 0 and other["num_lines"] == 0
 
 
 # ------------------------------------------------------------------------------------------------ which device, and how
