@@ -1,6 +1,5 @@
-"""Every key of a run's configuration: type, default, bounds, and below it the meaning that --help and errors show.
-
-A key of NeMo RL has its name, and its default in `grpo_math_1B.yaml` unless the meaning says otherwise. No torch."""
+"""Every key of a run's configuration: type, default, bounds, and below it the meaning that --help and errors show. A
+key of NeMo RL has its name, and its default in `grpo_math_1B.yaml` unless the meaning says otherwise. No torch."""
 
 import reprlib
 from collections.abc import Mapping
@@ -79,10 +78,15 @@ class RewardShapingConfig:
 @dataclass(frozen=True, slots=True)
 class AsyncGRPOConfig:
     enabled: bool = False
-    """A step waits for its own prompts only. Unfinished responses to those of later steps stay in the engine and go on
-    with the new weights, from keys and values that are computed again: a log-probability is that of its own weights."""
+    """A step waits for its own prompts only. Responses to those of later steps are under way, and outlast the step:
+    they go on with the new weights."""
     max_trajectory_age_steps: int = key(1, ">= 0")
     """No token is trained more than this many steps later than with the newest weights; 0 is as without async_grpo."""
+    in_flight_weight_updates: bool = False
+    """The engines of a split job take new weights amid responses. If false, they first finish all that they began."""
+    recompute_kv_cache_after_weight_updates: bool = True
+    """With new weights, unfinished responses get new keys and values, so that each log-probability is that of its own
+    weights. If false, as is NeMo RL's default, what follows is drawn from a mixture, and the logp gap leaves it out."""
 
     @property
     def max_age(self) -> int:
@@ -163,6 +167,12 @@ class GRPOConfig:
         """The number of prompts that are drawn at once."""
         return int(self.num_prompts_per_step * self.batch_multiplier)
 
+    def max_num_seqs(self, num_engines: int) -> int:
+        """The most samples that an engine has at once: with async_grpo those of a step, else of the largest batch."""
+        training = -(-self.prompts_per_batch // num_engines) * self.num_generations_per_prompt
+        validation = -(-self.max_val_samples // num_engines) * self.val_num_generations_per_prompt
+        return min(1024, training if self.async_grpo.enabled else max(training, validation))
+
 
 @dataclass(frozen=True, slots=True)
 class LossConfig:
@@ -240,6 +250,8 @@ class DTensorConfig:
     """The backward pass computes each block again, which is slower and saves memory."""
     cpu_offload: bool = False
     """Weights, gradients and moments are in host memory, and the optimizer computes there, which is slow."""
+    dp_replicate_size: int = key(1, ">= 1")
+    """The ranks that train are this many replicas, such as nodes; only within each are weights and states sharded."""
     lora_cfg: LoRAConfig = LoRAConfig()
 
 
@@ -382,8 +394,7 @@ class PolicyConfig:
     """A longer gradient is scaled down to this norm."""
     dtensor_cfg: DTensorConfig = DTensorConfig()
     offload_optimizer_for_logprob: bool = False
-    """The moments are in host memory while log-probabilities are computed, as in NeMo RL, and here also in all other
-    phases; the optimizer's step takes them to the GPU, one parameter's after another's. The numbers are the same."""
+    """The moments are in host memory in all phases; a step has those of one parameter at a time on the GPU."""
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

@@ -97,11 +97,11 @@ class Engine:
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, cfg: Config):
         vllm_cfg = cfg.policy.generation.vllm_cfg
-        self.is_async = cfg.grpo.async_grpo.enabled
-        if self.is_async and "mode" not in inspect.signature(LLM.sleep).parameters:
-            raise ConfigError(
-                "grpo.async_grpo.enabled=true: this vLLM aborts unfinished responses; install 0.24 or newer"
-            )
+        self.async_grpo = cfg.grpo.async_grpo
+        self.rebuilds_cache = self.async_grpo.recompute_kv_cache_after_weight_updates
+        self.leads = dist.get_rank() % vllm_cfg.tensor_parallel_size == 0
+        if self.async_grpo.enabled and "mode" not in inspect.signature(LLM.sleep).parameters:
+            raise ConfigError("grpo.async_grpo.enabled=true: this vLLM aborts unfinished responses; take 0.24 or newer")
         dtype = vllm_cfg.precision or cfg.policy.precision
         self.cuda = torch.cuda.is_available()
         self.vocab_size = tokenizer.vocab_size
@@ -113,7 +113,9 @@ class Engine:
         # The head gives float32, as the trainer's: rounded logits would be a third of what bfloat16 costs the sampler.
         overrides: dict = {"vocab_size": self.vocab_size, "head_dtype": "float32"}
         overrides |= overridden_fields(folder, cfg.policy.hf_config_overrides)
-        hardware: dict = {"enable_sleep_mode": True, "max_num_seqs": _max_num_seqs(cfg)}
+        # vLLM has counts over the whole vocabulary for each (0.62 GB at 1,024 x 151,936), and CUDA graphs up to there.
+        num_engines = dist.get_world_size() // vllm_cfg.tensor_parallel_size
+        hardware: dict = {"enable_sleep_mode": True, "max_num_seqs": cfg.grpo.max_num_seqs(num_engines)}
         if hasattr(EngineArgs, "sleep_mode_offload_cudagraph"):  # not in vLLM 0.24: there graphs stay on the GPU
             hardware["sleep_mode_offload_cudagraph"] = True
         model = read_model_config(folder, cfg.policy.hf_config_overrides)
@@ -140,7 +142,7 @@ class Engine:
             logprobs_mode="processed_logprobs",  # after temperature and filter: those that were sampled from
             seed=cfg.grpo.seed,  # ranks of a tensor-parallel group must agree (vllm-project/vllm#15895)
             disable_log_stats=True,
-            scheduling_policy="priority" if self.is_async else "fcfs",
+            scheduling_policy="priority" if self.async_grpo.enabled else "fcfs",
             **hardware,
         )
         self.param_names = self.llm.apply_model(_checkpoint_names)[0]
@@ -174,8 +176,10 @@ class Engine:
             self._forget_cache()
         request_ids = [str(next(self.numbers)) for _ in prompts]
         for request_id, prompt, seed in zip(request_ids, prompts, seeds, strict=True):
-            if self.known and (key := reply_key(seed, prompt, options)) in self.known:
-                self.finished[request_id] = self.known.pop(key)
+            reply = self.known.pop(reply_key(seed, prompt, options), None) if self.known else None
+            # Too old, where the run was resumed with other batches: then it is drawn again.
+            if reply and priority - 1 - reply.versions[0] <= self.async_grpo.max_age:
+                self.finished[request_id] = reply
                 continue
             params = SamplingParams(
                 temperature=options.temperature,
@@ -189,7 +193,10 @@ class Engine:
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 seed=seed if options.temperature > 0 else None,
             )
-            self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, params, priority=priority)
+            request: dict = {"prompt_token_ids": prompt}
+            if not self.rebuilds_cache:  # the prefix cache has blocks of older weights, which are for older requests
+                request["cache_salt"] = str(self.weight_version)
+            self.llm.llm_engine.add_request(request_id, request, params, priority=priority)
             self.spans[request_id] = [(self.weight_version, 0)]
         return request_ids
 
@@ -200,7 +207,7 @@ class Engine:
         assert self.weight_version >= 0, "wait() before a sync(): the weights were dropped by sleep()"
         pairs = zip(request_ids, names or request_ids, strict=True)
         missing = {request_id: name for request_id, name in pairs if request_id not in self.finished}
-        waiting = Waiting(dist.get_rank())
+        waiting = Waiting()
         for steps in count(1):
             if not missing:
                 return [self.finished.pop(request_id) for request_id in request_ids]
@@ -210,8 +217,16 @@ class Engine:
                 raise Interrupted
             for request_id in self.step():
                 missing.pop(request_id, None)
-            if self.is_async:
+            if missing and self.is_idle:
+                names = "; ".join(list(missing.values())[:3])
+                raise StopRun(f"the engine has lost {len(missing)} requests: {names}; resume the run from a checkpoint")
+            if self.async_grpo.enabled and self.leads:
                 waiting.look(missing.values())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self.llm.llm_engine.has_unfinished_requests()
 
     def step(self) -> list[str]:
         """A token for all that is under way. Returns the ids of the requests that it ends."""
@@ -236,10 +251,13 @@ class Engine:
         if sent.keys() != self.param_names:
             missing, unknown = sorted(self.param_names - sent.keys()), sorted(sent.keys() - self.param_names)
             raise StopRun(f"weight sync: the engine did not get its {missing[:5]}, and has no {unknown[:5]}")
-        self._forget_cache()
+        if self.rebuilds_cache or not self.spans:
+            self._forget_cache()
         self.weight_version = version
         for state in self.llm.llm_engine.output_processor.request_states.values():
-            self.spans[state.external_req_id].append((version, state.detokenizer.num_output_tokens()))
+            start = state.detokenizer.num_output_tokens()
+            # Keys that are kept may be of the old weights before there is a token: then none is of the new ones alone.
+            self.spans[state.external_req_id].append((version, start or int(not self.rebuilds_cache)))
         return sum(sent.values())
 
     def _engine_weights(self, weights: Weights, sent: dict[str, int]) -> Weights:
@@ -249,6 +267,8 @@ class Engine:
             sent[name] = tensor.nbytes
             shape = self.shapes.setdefault(name, list(tensor.shape))
             if shape != list(tensor.shape):
+                for _ in weights:  # in a split job the trainers send them all, and would wait here
+                    pass
                 raise StopRun(f"weight sync: {name} has shape {list(tensor.shape)}, before {shape}")
             yield name, tensor
             if name == "model.embed_tokens.weight" and self.send_head_copy:
@@ -273,16 +293,6 @@ class Engine:
         if self.cuda:
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=[part])
-
-
-def _max_num_seqs(cfg: Config) -> int:
-    """As many at once as an engine gets of the largest batch, at most vLLM's own 1,024 for large GPUs: it has counts
-    over the whole vocabulary for each (0.62 GB at 1,024 x 151,936), and captures CUDA graphs up to this number."""
-    num_engines = dist.get_world_size() // cfg.policy.generation.vllm_cfg.tensor_parallel_size
-    training = -(-cfg.grpo.prompts_per_batch // num_engines) * cfg.grpo.num_generations_per_prompt
-    validation = -(-cfg.grpo.max_val_samples // num_engines) * cfg.grpo.val_num_generations_per_prompt
-    # With async_grpo, what is not due yet gets the places that a step's own samples leave, and no more.
-    return min(1024, training if cfg.grpo.async_grpo.enabled else max(training, validation))
 
 
 def _completion(output, spans: list[tuple[int, int]]) -> Completion:
@@ -320,7 +330,7 @@ def sync_weights(model: Decoder, engine: Engine, version: int) -> int:
 def check_versions(samples: Sequence[Sample], version: int, max_age: int) -> None:
     """StopRun where a token was drawn from other weights than those of step `version`, which are to be trained, and of
     the `max_age` steps before it."""
-    drawn_from = np.unique(np.concatenate([sample.versions for sample in samples])).tolist()
+    drawn_from = sorted({end for sample in samples for end in (sample.weight_version, sample.newest_version)})
     if not version - max_age <= drawn_from[0] <= drawn_from[-1] <= version:
         raise StopRun(f"samples are of the weights of steps {drawn_from}, to train those of step {version}: no sync")
 

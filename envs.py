@@ -48,8 +48,8 @@ class StepResult:
 
     reward: a conversation gets the sum over its turns. outcome: one of OUTCOMES; a conversation gets that of its last
     turn. observation: messages to append when not `done`. state: for the next `Turn`, since an environment keeps no
-    conversations. rewards: name -> reward, if `reward` has several parts. extracted: the answer in the reply, for
-    majority votes: equal answers are equal texts; None if there is none.
+    conversations. rewards: name -> reward, if `reward` has several parts; one that reward_names lacks is dropped.
+    extracted: the answer in the reply, for majority votes: equal answers are equal texts; None if there is none.
     """
 
     reward: float

@@ -21,8 +21,9 @@ from data import Problem, Sample, groups_of
 from dataset.mixing import Cursor, Mixture
 from engine import STEPS_BETWEEN_STOPS, Completion, Engine, SamplingOptions
 from hf.tokenizer import Tokenizer
+from system.exchange import share_numbers
 from system.exits import Interrupted, StopRun
-from system.ranks import Ranks
+from system.ranks import Ranks, any_rank, gather
 
 Prompts = Sequence[tuple[int, Problem]]  # index in the step, problem
 Draw = tuple[int, Problem, int]  # a sample to be drawn: index in the step, problem, sample number
@@ -32,9 +33,10 @@ class Conversation:
     """A sample in the making. Its ids are replies that were sampled (mask True, unless the problem is not trained on)
     and observations of the environment (mask False, log-probability 0)."""
 
-    def __init__(self, problem: Problem, prompt: int, index: int):
+    def __init__(self, problem: Problem, prompt: int, index: int, step: int):
         self.problem = problem
-        self.request_id = ""  # of the reply that is under way
+        self.step = step  # that trains it, or 0
+        self.request_id = ""  # of the reply that is under way in this rank's engine, if it draws it
         self.reply_ids: list[int] = []  # of the last turn
         self.state: dict = {}  # what the environment returned after it
         self.done = False
@@ -56,6 +58,12 @@ class Conversation:
         )
 
     @property
+    def name(self) -> str:
+        """Where a line says what is waited for."""
+        sample = self.sample
+        return f"group {sample.prompt} (row {sample.row_id} of {sample.dataset}), sample {sample.index}"
+
+    @property
     def token_ids(self) -> list[int]:
         """What the engine goes on from: exactly the ids so far."""
         return [*self.sample.prompt_ids, *self.sample.output_ids.tolist()]
@@ -66,6 +74,7 @@ class Conversation:
         sample.sampler_logps = np.concatenate([sample.sampler_logps, logps])
         sample.versions = np.concatenate([sample.versions, versions])
         sample.mask = np.concatenate([sample.mask, np.full(len(ids), is_trained)])
+        sample.count_tokens()
 
     def add_reply(self, completion: Completion, tokenizer: Tokenizer) -> envs.Turn:
         """Appends the reply; returns what the environment sees of the conversation."""
@@ -135,39 +144,48 @@ class Sampler:
     def start(
         self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = 0
     ) -> list[Conversation]:
-        """Begins this rank's share, for `finish`; all ranks name the same prompts. step: that trains them, or 0."""
-        share = deal(prompts, num_samples, self.ranks.dp_size, options.max_new_tokens)[self.ranks.dp_rank]
-        conversations = [Conversation(problem, prompt, index) for prompt, problem, index in share]
-        self._ask(conversations, options, seed_key, priority=step)
+        """Conversations, for `finish`, of which this engine begins its share; all ranks name the same prompts. step:
+        that trains them, or 0. The ranks of an engine take turns as holders of what it draws."""
+        conversations = []
+        for dp_rank, share in enumerate(deal(prompts, num_samples, self.ranks.dp_size, options.max_new_tokens)):
+            drawn = [Conversation(problem, prompt, index, step) for prompt, problem, index in share]
+            for i, each in enumerate(drawn):
+                each.sample.holder = dp_rank * self.ranks.tp_size + i % self.ranks.tp_size
+            if drawn and dp_rank == self.ranks.dp_rank:
+                self._ask(drawn, options, seed_key)
+            conversations += drawn
         return conversations
 
-    def _ask(
-        self, live: list[Conversation], options: SamplingOptions, seed_key: tuple, priority: int = 0, turn: int = 0
-    ) -> None:
+    def _ask(self, live: list[Conversation], options: SamplingOptions, seed_key: tuple, turn: int = 0) -> None:
         """Has the engine begin the next reply of each."""
         # Turn 0 is left out of the seed, so that samples of one turn do not depend on max_turns.
         turn_key = (turn,) if turn else ()
         seeds = [sample_seed(*seed_key, each.sample.prompt, each.sample.index, *turn_key) for each in live]
+        priority = max(each.step for each in live)
         request_ids = self.engine.start([each.token_ids for each in live], seeds, options, priority)
         for each, request_id in zip(live, request_ids, strict=True):
             each.request_id = request_id
 
     def finish(self, conversations: list[Conversation], options: SamplingOptions, seed_key: tuple) -> list[Sample]:
-        """The graded samples of all ranks, on every rank. StopRun when more than `max_error_fraction` of them could not
-        be graded: their rewards would be noise. Interrupted, on all ranks, when any of them was told to stop meanwhile:
-        the others finish their share first."""
+        """The graded samples of all ranks, on every rank; tokens on their holder only. StopRun when more than
+        `max_error_fraction` of them could not be graded: their rewards would be noise. What stops one rank meanwhile
+        (Interrupted, or StopRun of its engine) is raised on all: the others finish their share first."""
+        stop = None
         try:
-            share = self._converse(conversations, options, seed_key)
-        except Interrupted:
-            share = None
+            self._converse([each for each in conversations if each.request_id], options, seed_key)
+        except (Interrupted, StopRun) as error:
+            stop = error
         if len(self.ahead) > 1 and self.ranks.dp_size > 1:
             self._go_on()
-        shares: list = [None] * self.ranks.world_size
-        dist.all_gather_object(shares, share if self.ranks.leads_engine or share is None else [])
-        if None in shares:
-            raise Interrupted
-        samples = sorted((sample for share in shares for sample in share), key=lambda s: (s.prompt, s.index))
-        self._score_by_model([sample for sample in samples if sample.messages])
+        if any_rank(stop is not None):
+            raise next(each for each in gather(stop) if each)
+        for each in conversations:
+            if not isinstance(self.environments[each.problem.env_name], envs.RewardModelEnv):
+                each.sample.messages = []  # only the reward model reads them
+        samples = sorted((each.sample for each in conversations), key=lambda s: (s.prompt, s.index))
+        self._score_by_model([sample for sample in samples if sample.holder == self.ranks.rank])
+        part_names = {name for each in self.environments.values() for name in getattr(each, "reward_names", ())}
+        share_numbers(samples, sorted(part_names))
         failed = Counter(sample.env_name for sample in samples if sample.outcome == "error")
         if failed.total() > self.max_error_fraction * len(samples):
             raise StopRun(
@@ -177,15 +195,15 @@ class Sampler:
         return samples
 
     def _go_on(self) -> None:
-        """Until every engine has what it waits for, this one goes on with what is due later. A collective."""
+        """Until every engine has what it waits for, this one goes on with what is due later. The collective that tells
+        so is left behind without a wait: the next one waits, where the watchdog sees that this rank is not stuck."""
         others = dist.all_reduce(torch.zeros(1), async_op=True)
         while self.engine.spans and self.ranks.any_rank_of_engine(not others.is_completed()):
             for _ in range(STEPS_BETWEEN_STOPS):
                 self.engine.step()
-        others.wait()
 
-    def _converse(self, conversations: list[Conversation], options: SamplingOptions, seed_key: tuple) -> list[Sample]:
-        """The samples of this rank's engine, of conversations whose first replies are under way.
+    def _converse(self, conversations: list[Conversation], options: SamplingOptions, seed_key: tuple) -> None:
+        """To the end of conversations of this rank's engine, whose first replies are under way.
 
         A turn is a reply of at most max_new_tokens and, while the environment is not done, its observation: the tokens
         that the chat template adds, appended to those that were sampled. finish_reason: "stop" (the environment was
@@ -197,9 +215,7 @@ class Sampler:
                 break
             if turn:
                 self._ask(live, options, seed_key, turn=turn)
-            samples = [each.sample for each in live]
-            names = [f"group {s.prompt} (row {s.row_id} of {s.dataset}), sample {s.index}" for s in samples]
-            completions = self.engine.wait([each.request_id for each in live], names)
+            completions = self.engine.wait([each.request_id for each in live], [each.name for each in live])
             turns = [each.add_reply(reply, self.tokenizer) for each, reply in zip(live, completions, strict=True)]
             # Where an engine has several ranks, one of them grades: graders that work against time differ.
             results = self.ranks.broadcast_from_tp_leader(partial(self._grade, live, turns))
@@ -207,10 +223,6 @@ class Sampler:
                 raise Interrupted
             for each, result in zip(live, results, strict=True):
                 each.add_result(result, self.tokenizer, self.engine.max_total_tokens, turn == self.max_turns - 1)
-        for each in conversations:
-            if not isinstance(self.environments[each.problem.env_name], envs.RewardModelEnv):
-                each.sample.messages = []  # only the reward model reads them, and every sample goes to all ranks
-        return [conversation.sample for conversation in conversations]
 
     def _grade(self, live: list[Conversation], turns: list[envs.Turn]) -> list[envs.StepResult] | None:
         """The result of each turn, by one call per environment. None when told to stop meanwhile."""
@@ -225,8 +237,9 @@ class Sampler:
         return [results[i] for i in range(len(turns))]
 
     def _score_by_model(self, samples: Sequence[Sample]) -> None:
-        """Gives samples the reward model's scores, a collective of all ranks; the engine makes room for it."""
-        if not samples:
+        """Gives this rank's samples the reward model's scores, a collective; the engine makes room for it."""
+        samples = [sample for sample in samples if sample.messages]
+        if self.score_conversations is None or not any_rank(len(samples) > 0):
             return
         self.engine.sleep(keep_weights=True)
         scores = self.score_conversations([sample.messages for sample in samples])
@@ -298,11 +311,12 @@ def sample_step(
     generated: list[Sample] = []
     groups: list[list[Sample]] = []
     num_batches = 0
+    records = {"records": cursor["records"]}  # the newest, also for a batch that is drawn amid the step
     while len(groups) < grpo.num_prompts_per_step:
         if num_batches == grpo.dynamic_sampling_max_gen_batches:
             raise StopRun(_too_few_groups(generated, len(groups), num_batches, grpo))
         while not ahead or len(ahead) <= min(max_age, num_steps - step):
-            before = ahead[-1][1] | {"records": cursor["records"]} if ahead else cursor
+            before = (ahead[-1][1] if ahead else cursor) | records
             problems, behind = mixture.draw(before, grpo.prompts_per_batch)
             # Ahead, a prompt's number is its place in the data: dynamic sampling may still change the step it is for.
             first = before["position"] if max_age else num_batches * grpo.prompts_per_batch
@@ -325,7 +339,7 @@ def sample_step(
             f"all {num_filtered} samples of a step ran into policy.generation.max_new_tokens={options.max_new_tokens}, "
             "and grpo.overlong_filtering=true leaves none to train on: allow longer responses, or set it to false"
         )
-    if not any(sample.mask.any() for sample in trained):
+    if not any(sample.num_trained_tokens for sample in trained):
         raise StopRun("no sample of a step is trained on: all its rows have loss_multiplier=0")
     metrics: dict[str, float] = {"num_overlong_filtered": num_filtered}
     if grpo.use_dynamic_sampling:

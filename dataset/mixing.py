@@ -7,8 +7,9 @@ the same on any number of ranks, and a resumed run goes on exactly.
 A sampler of the user's, data.custom_dataloader, is called once per draw with keyword arguments:
     f(num_prompts, sizes, records, memory, position, seed) -> a list of `num_prompts` items. An item is the name of a
     set, for its next problem, or (name, index of a problem).
-sizes: set -> number of problems. records: the metrics of the step before, {} at first (`reward_by_dataset/<set>` among
-them). memory: a dict of its own, which it may change and which checkpoints keep. It must not depend on anything else.
+sizes: set -> number of problems. records: the metrics of the newest step, {} at first (`reward_by_dataset/<set>` among
+them); with grpo.async_grpo prompts are drawn up to max_trajectory_age_steps steps before theirs. memory: a dict of its
+own, which it may change and which checkpoints keep. It must not depend on anything else.
 """
 
 import copy

@@ -4,6 +4,7 @@ Each refusal names the keys with their values and the reason. Nothing that a use
 """
 
 import json
+import math
 import operator
 import os
 import re
@@ -28,6 +29,7 @@ def validate(cfg: Config, world_size: int, ranks_of_node: int | None = None) -> 
     assert world_size >= 1, world_size
     problems = list(_bound_problems(cfg)) or [
         *_split_problems(cfg, world_size, ranks_of_node),
+        *_replica_problems(cfg, max(0, world_size - cfg.policy.generation.num_generators)),
         *_size_problems(cfg, cfg.policy.generation.num_generators or world_size),
         *loss_problems(cfg.loss_fn),
         *_unread_problems(cfg),
@@ -58,8 +60,9 @@ def _bound_problems(cfg: Config) -> Iterator[str]:
 
 def fewest_ranks(cfg: Config) -> int:
     """The ranks that are enough to generate, and to train where others do that."""
-    generation = cfg.policy.generation
-    return generation.num_generators + 1 if generation.num_generators else generation.vllm_cfg.tensor_parallel_size
+    generation, replicas = cfg.policy.generation, cfg.policy.dtensor_cfg.dp_replicate_size
+    num_generators, tensor = generation.num_generators, generation.vllm_cfg.tensor_parallel_size
+    return num_generators + replicas if num_generators else math.lcm(tensor, replicas)
 
 
 def _split_problems(cfg: Config, world_size: int, ranks_of_node: int | None) -> Iterator[str]:
@@ -71,8 +74,6 @@ def _split_problems(cfg: Config, world_size: int, ranks_of_node: int | None) -> 
     size_key = f"{key}.gpus_per_node={json.dumps(resources.gpus_per_node)}"
     nodes_key = f"{key}.num_nodes={json.dumps(resources.num_nodes)}"
     num_nodes = world_size // (ranks_of_node or world_size)
-    if cfg.grpo.async_grpo.enabled:
-        yield "grpo.async_grpo.enabled=true needs policy.generation.colocated.enabled=true: a split job trains in step"
     if resources.gpus_per_node is None:
         yield f"{size_key} with policy.generation.colocated.enabled=false: set it to the ranks of a node that generate"
     elif num_nodes > 1 and resources.num_nodes is None:
@@ -86,6 +87,21 @@ def _split_problems(cfg: Config, world_size: int, ranks_of_node: int | None) -> 
         )
     elif num_nodes == 1 and ranks_of_node and resources.num_nodes not in (None, 1):
         yield f"{nodes_key} on one node: set it to 1, or start torchrun on more nodes"
+
+
+def _replica_problems(cfg: Config, num_trainers: int) -> Iterator[str]:
+    """Which ranks hold the policy once, together."""
+    replicas, tensor = cfg.policy.dtensor_cfg.dp_replicate_size, cfg.policy.generation.vllm_cfg.tensor_parallel_size
+    key = f"policy.dtensor_cfg.dp_replicate_size={replicas}"
+    size, rest = divmod(num_trainers, replicas)
+    if rest:
+        yield f"{key} does not divide the {num_trainers} ranks that train: use the number of their nodes, or 1"
+    elif cfg.policy.generation.colocated.enabled and size % tensor and tensor % size:
+        engines = f"policy.generation.vllm_cfg.tensor_parallel_size={tensor}"
+        yield f"{key} makes replicas of {size} ranks, across which engines of {engines} would lie: change one of them"
+    if replicas > 1 and cfg.policy.optimizer.name == "torch.optim.Muon":
+        products = "which multiplies matrices over all ranks, across the replicas"
+        yield f"{key} with policy.optimizer.name=torch.optim.Muon, {products}: use torch.optim.AdamW, or 1"
 
 
 def _size_problems(cfg: Config, num_ranks: int) -> Iterator[str]:
@@ -118,12 +134,7 @@ def _size_problems(cfg: Config, num_ranks: int) -> Iterator[str]:
             f"loss_fn.force_on_policy_ratio=true is for one optimizer step per rollout, but policy.ppo_epochs={epochs} "
             f"and {batch_key} make {epochs * num_optimizer_steps}"
         )
-    age = cfg.grpo.async_grpo.max_age
-    if age and not cfg.loss_fn.use_importance_sampling_correction:
-        yield (
-            f"grpo.async_grpo.max_trajectory_age_steps={age} trains tokens of older weights, which need "
-            "loss_fn.use_importance_sampling_correction=true; set it, or set the age to 0"
-        )
+    yield from _async_problems(cfg)
     total, new = cfg.policy.max_total_sequence_length, generation.max_new_tokens
     pack, total_key = cfg.policy.sequence_packing.train_mb_tokens, f"policy.max_total_sequence_length={total}"
     if pack is not None and pack < total:
@@ -135,6 +146,27 @@ def _size_problems(cfg: Config, num_ranks: int) -> Iterator[str]:
         yield (
             f"grpo.val_max_new_tokens={val_new} and prompts of {prompt} tokens do not fit in {total_key}: raise it to "
             f"{prompt + val_new}, or lower data.max_input_seq_length"
+        )
+
+
+def _async_problems(cfg: Config) -> Iterator[str]:
+    """What older weights need, and what there is no way to do."""
+    section, is_split = cfg.grpo.async_grpo, not cfg.policy.generation.colocated.enabled
+    age = section.max_age
+    if age and not cfg.loss_fn.use_importance_sampling_correction:
+        yield (
+            f"grpo.async_grpo.max_trajectory_age_steps={age} trains tokens of older weights, which need "
+            "loss_fn.use_importance_sampling_correction=true; set it, or set the age to 0"
+        )
+    if section.enabled and is_split and section.in_flight_weight_updates and not age:
+        yield (
+            "grpo.async_grpo.in_flight_weight_updates=true with max_trajectory_age_steps=0: no response outlasts its "
+            "step; set the age to 1 or more, or in_flight_weight_updates=false"
+        )
+    if section.enabled and not is_split and not section.recompute_kv_cache_after_weight_updates:
+        yield (
+            "grpo.async_grpo.recompute_kv_cache_after_weight_updates=false with policy.generation.colocated.enabled="
+            "true: the keys and values go when the engine sleeps; set it to true, or split the job"
         )
 
 
@@ -176,6 +208,7 @@ _UNREAD = (  # a key that nothing reads while the condition holds, and why: it m
     ("grpo.reward_std", "grpo.normalize_rewards=false", "nothing is divided by it"),
     ("grpo.reward_shaping.enabled", f"{_ESTIMATOR}=gdpo", "it reads each reward, not their shaped sum"),
     ("grpo.async_grpo.max_trajectory_age_steps", "grpo.async_grpo.enabled=false", "each step samples anew"),
+    ("grpo.async_grpo.in_flight_weight_updates", "grpo.async_grpo.enabled=false", "each step samples anew"),
     ("grpo.batch_multiplier", "grpo.use_dynamic_sampling=false", "only dynamic sampling draws spare prompts"),
     ("grpo.ref_policy_update_period", "loss_fn.reference_policy_kl_penalty=0.0", "there is no reference policy"),
     ("grpo.ref_policy_update_alpha", "grpo.ref_policy_update_period=null", "the reference policy is never updated"),

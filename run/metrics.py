@@ -21,7 +21,7 @@ from envs import OUTCOMES
 from hf.lora_layers import adapted_layers
 from hf.model_config import ModelConfig
 from rollout import Sampler
-from system.ranks import gather
+from run.generators import Generators, groups_under_way
 
 Metric = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Numbers = dict[str, float]  # a metric's name -> its value
@@ -93,15 +93,11 @@ def derived_metrics(metrics: dict[str, float]) -> dict[str, float]:
     return metrics
 
 
-def age_metrics(sampler: Sampler, trained: Sequence[Sample], step: int) -> Numbers:
+def age_metrics(sampler: Sampler | Generators, trained: Sequence[Sample], step: int) -> Numbers:
     """With async_grpo: ages in steps, by first tokens; of the groups under way, how many have all their replies (NeMo
     RL's buffer) and how many have not. A collective."""
     ages = [step - 1 - sample.weight_version for sample in trained]
-    under_way = [each for conversations, _ in sampler.ahead for each in conversations]
-    share = [(each.sample.prompt, each.request_id in sampler.engine.finished) for each in under_way]
-    is_whole: dict[int, bool] = {}
-    for prompt, is_finished in (item for of_rank in gather(share) for item in of_rank):
-        is_whole[prompt] = is_whole.get(prompt, True) and is_finished
+    is_whole = sampler.groups if isinstance(sampler, Generators) else groups_under_way(sampler)
     size = sum(is_whole.values())
     numbers = {"avg_trajectory_age": _mean(ages), "max_trajectory_age": max(ages), "buffer_size": size}
     return numbers | {"carried_groups": len(is_whole) - size}

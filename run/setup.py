@@ -5,7 +5,7 @@ The algorithm is `train` in grpo.py. Nothing here computes a loss, an advantage 
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,18 +13,18 @@ import torch
 
 import config
 from batch import Minibatch
-from engine import Completion, Engine, SamplingOptions, check_canary, reply_key
+from engine import Completion, Engine, SamplingOptions, check_canary
 from graders.pool import GraderPool
 from hf.adapter import adapter_config
 from hf.model_config import hf_config
 from hf.weights import save_adapter, save_hf
 from model import Decoder, Reference
 from optim import build_optimizer
-from rollout import Sampler, StepSamples, sample_seed
+from rollout import Sampler, StepSamples
 from run import checkpoint
 from run.build import build, build_sampler, read_adapter, reference_dtype
 from run.config_check import must_save_by_seconds
-from run.generators import Generators, serve
+from run.generators import Generators, finished_replies, serve
 from run.log import RunLog, Timers
 from run.memory import Memory
 from run.metrics import age_metrics, performance_metrics
@@ -87,12 +87,12 @@ class Run:
 
 
 def plan_memory(
-    cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device, gpu_bytes: float | None
+    cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device, gpu_bytes: float | None, trains=True
 ) -> Memory:
     """Prints how much memory the run needs. ConfigError where that is more than a GPU has, or `gpu_bytes` if given."""
     if gpu_bytes is None and device.type == "cuda":
         gpu_bytes = torch.cuda.get_device_properties(device).total_memory
-    return Memory(memory_plan(cfg, inputs, ranks.job_size, gpu_bytes, device.type), ranks)
+    return Memory(replace(memory_plan(cfg, inputs, ranks.job_size, gpu_bytes, device.type), trains=trains), ranks)
 
 
 def set_up(
@@ -190,29 +190,20 @@ def restore(run: Run) -> None:
 
 
 def _replies(run: Run) -> dict[str, torch.Tensor]:
-    """What this engine has finished for later steps: key.step.finish_reason -> [3, tokens] ids, logps, versions."""
-    replies = {}
+    """What this rank saves of the replies that are finished for later steps."""
     generation = run.cfg.policy.generation
     options = SamplingOptions(generation.temperature, generation.max_new_tokens, generation.top_p, generation.top_k)
-    for due, (conversations, _) in enumerate(run.sampler.ahead, start=run.state.step + 1):
-        for each in conversations if run.ranks.leads_engine else ():
-            reply = run.engine.finished.get(each.request_id)
-            if reply and each.sample.num_turns == 0:
-                seed = sample_seed(run.cfg.grpo.seed, each.sample.prompt, each.sample.index)  # as sample_step's
-                columns = np.stack([reply.ids, reply.logps, reply.versions]).astype(np.float64)
-                key = reply_key(seed, each.sample.prompt_ids, options)
-                replies[f"{key}.{due}.{reply.finish_reason}"] = torch.from_numpy(columns)
-    return replies
+    if isinstance(run.sampler, Generators):
+        return run.sampler.replies(options, run.cfg.grpo.seed)
+    return finished_replies(run.sampler, options, run.cfg.grpo.seed)
 
 
 def _restore_replies(run: Run, replies: dict[str, torch.Tensor]) -> None:
     """Gives the engine those of a checkpoint that this run's options allow; in a run without async_grpo, none."""
-    max_age = run.cfg.grpo.async_grpo.max_age
-    for name, reply in replies.items() if max_age else ():
-        key, due, finish_reason = name.split(".")
+    for name, reply in replies.items() if run.cfg.grpo.async_grpo.max_age else ():
+        key, *_, finish_reason = name.split(".")
         ids, logps, versions = np.asarray(reply)
-        is_young = int(due) - 1 - versions[0] <= max_age
-        if is_young and len(ids) <= run.cfg.policy.generation.max_new_tokens:
+        if len(ids) <= run.cfg.policy.generation.max_new_tokens:
             completion = Completion(np.int32(ids), np.float32(logps), finish_reason, np.int32(versions))
             run.engine.known[int(key)] = completion
 
@@ -241,7 +232,13 @@ def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metri
     run.metrics = metrics
     run.saver.poll()  # before the step is logged: a kill costs at most save_period steps of those in the log
     seconds = run.timer.take()
-    performance = performance_metrics(metrics, seconds, minibatches, run.model.config, run.cfg.policy)
+    if run.cfg.grpo.async_grpo.enabled:
+        seconds |= {"exposed_generation": seconds["generation"], "weight_sync": seconds["prepare_for_generation"]}
+    is_split, working = isinstance(run.sampler, Generators), seconds
+    if is_split and run.cfg.grpo.async_grpo.max_age:  # generators work all the time, whatever the trainers wait for
+        working = seconds | {"generation": seconds["total_step_time"]}
+    performance = performance_metrics(metrics, working, minibatches, run.model.config, run.cfg.policy)
+    performance |= run.sampler.take_idle() if is_split else {}
     if run.memory:
         performance |= run.memory.metrics(run.timer.peaks)
     if run.log:

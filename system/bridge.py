@@ -32,6 +32,11 @@ class Bridge:
     objects: dist.ProcessGroup  # of all ranks of the job
     weights: dist.ProcessGroup | None  # None for trainers but the first, which have no part in it
 
+    def announce(self, *, async_op: bool = False) -> dist.Work | None:
+        """Ends when trainer 0 is here, too: a request of it follows. With async_op it only begins to wait for that. A
+        collective of both sides."""
+        return dist.broadcast(torch.zeros(1), group_src=0, group=self.objects, async_op=async_op)
+
     def broadcast(self, value: T, root: int) -> T:
         """What rank `root` of the job gives, on all its ranks: a collective of both sides."""
         shared = [value]

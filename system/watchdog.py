@@ -24,14 +24,14 @@ from system.ranks import Ranks
 
 POLL_SECONDS = 1.0
 WAITING = "waiting for the trainers"  # a generator's phase; what they do has limits at the trainers' watchdogs
+AHEAD = "generation ahead"  # a generator's, too: each decode step for which no trainer waits
 WAIT_SECONDS = 10.0
 
 
 class Waiting:
     """Says what is waited for, after WAIT_SECONDS without progress and again after as long again, and so on."""
 
-    def __init__(self, rank: int):
-        self.rank = rank
+    def __init__(self) -> None:
         self.start = self.newest = time.monotonic()
         self.limit, self.num_missing = WAIT_SECONDS, 0
 
@@ -46,7 +46,8 @@ class Waiting:
             since = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - self.start)))
             more = f" and {len(names) - 3} more" * (len(names) > 3)
             first = "; ".join(list(names)[:3])
-            print(f"rank {self.rank} waits since {since}, {now - self.start:.0f} s, for {first}{more}", flush=True)
+            who = exits.rank_name(exits.job_rank)
+            print(f"{who} waits since {since}, {now - self.start:.0f} s, for {first}{more}", flush=True)
 
 
 class Watchdog:
@@ -123,6 +124,7 @@ class Watchdog:
         """One line: what this rank does, since when, and at which line of which file."""
         stack = traceback.extract_stack(frame)
         waits = any("torch/distributed" in entry.filename for entry in stack)
+        waits |= self.phase == WAITING or (self.phase == AHEAD and time.monotonic() - self.since < self.limit())
         ours = [entry for entry in stack if not entry.filename.startswith(LIBRARIES)]
         last = ours[-1] if ours else stack[-1]
         doing = "waits for other ranks in" if waits else "is at"

@@ -330,6 +330,7 @@ def test_wrong_shape_is_refused(synced, policy):
     cut = ((n, t[:-1] if n == name else t) for n, t in full_tensors(policy, synced.dtype))
     with pytest.raises(StopRun, match=r"down_proj\.weight has shape \[63, \d+\], before \[64, \d+\]"):
         list(synced._engine_weights(cut, {}))
+    assert next(cut, None) is None, "in a split job the trainers would wait with what nobody takes"
 
 
 def test_the_canary_is_not_given_up(synced, policy, monkeypatch):

@@ -20,9 +20,11 @@ import grpo
 from data import Problem
 from engine import SamplingOptions, sync_weights
 from graders.pool import GraderPool
+from hf.model_config import read_model_config
 from hf.tokenizer import Tokenizer
 from model import load_policy
 from rollout import Sampler
+from run.memory_plan import Plan
 from run.validation import sample_sets
 from system.exits import Interrupted, StopRun
 
@@ -207,16 +209,19 @@ def test_a_vllm_that_cannot_keep_requests_is_refused(cuda):
 
 def test_after_ten_seconds_a_line_says_what_is_missing(awake, cuda, capsys):
     """Again after as long again and twice as long, and from the start when a reply has come."""
+    cuda.setenv("GRPO_HOST_NAME", "one")
     engine, _ = awake
-    engine.is_async = True
+    engine.async_grpo = config.AsyncGRPOConfig(enabled=True)
     now = iter(range(0, 10**6, 2))
     cuda.setattr("system.watchdog.time.monotonic", lambda: next(now))
     names = [f"group {i} (row 7 of a), sample 0" for i in range(8)]
     engine.wait(engine.start(PROMPTS, SEEDS, OPTIONS, priority=1), names)
     lines = capsys.readouterr().out.splitlines()
-    assert 3 <= len(lines) <= 6 and all(line.startswith("rank 0 waits since ") for line in lines)
+    assert 3 <= len(lines) <= 6 and all(line.startswith("rank 0 on one waits since ") for line in lines)
     assert "group 0 (row 7 of a), sample 0; group 1" in lines[0] and lines[0].endswith("and 5 more")
-    engine.is_async = False
+    engine.leads = False  # another rank of the engine says it
+    engine.generate(PROMPTS, SEEDS, OPTIONS)
+    engine.leads, engine.async_grpo = True, config.AsyncGRPOConfig()
     engine.generate(PROMPTS, SEEDS, OPTIONS)
     assert capsys.readouterr().out == ""
 
@@ -310,6 +315,7 @@ def test_vllm_is_told_before_it_is_imported():
         ({"num_prompts_per_step": 512}, 1, 1024),
         ({"num_prompts_per_step": 8, "batch_multiplier": 2.5}, 2, 160),
         ({"num_prompts_per_step": 2, "max_val_samples": 256}, 4, 64),
+        ({"num_prompts_per_step": 2, "max_val_samples": 256, "async_grpo": config.AsyncGRPOConfig(True)}, 4, 16),
         ({"num_prompts_per_step": 2, "max_val_samples": 30, "val_num_generations_per_prompt": 16}, 8, 64),
     ],
 )
@@ -319,6 +325,9 @@ def test_max_num_seqs(cuda, keys, num_engines, expected):
     generation = config.GenerationConfig(vllm_cfg=config.VllmConfig(tensor_parallel_size=2))
     grpo_config = config.GRPOConfig(**{"num_generations_per_prompt": 16, "max_val_samples": 1} | keys)
     assert make_engine(grpo_config, generation=generation).llm.options["max_num_seqs"] == expected
+    cfg = config.Config(grpo=grpo_config, policy=config.PolicyConfig(generation=generation))
+    plan = Plan(cfg, read_model_config(STARTER), 262, 2 * num_engines)
+    assert plan.engine["engine's buffers"] == 5 * 4 * expected * 262 + 2**30
 
 
 def test_a_logprob_is_that_of_the_sampled_id(awake):

@@ -144,13 +144,17 @@ def test_age_0_is_the_synchronous_run_to_the_bit(run):
     assert ages == [0] * 10
 
 
-@pytest.mark.parametrize("words", [(), ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=99")])
-def test_a_run_that_carries_over(run, tmp_path, words):
+DYNAMIC = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=99")
+
+
+@pytest.mark.parametrize(("words", "before"), [((), ()), (DYNAMIC, ("grpo.batch_multiplier=4",))])
+def test_a_run_that_carries_over(run, tmp_path, words, before):
     """Killed and resumed: every prompt is trained once in the epoch, by tokens of the last two steps; the newest
-    of them agree with the trainer as without it; what was finished for the next step is not sampled again."""
-    words = (*ASYNC, *words, "loss_fn.use_importance_sampling_correction=true", "grpo.max_num_epochs=2")
+    of them agree with the trainer as without it; what was finished for the next step is not sampled again. With smaller
+    batches than `before`, some of it would be too old when it is due: that is."""
+    words = (*ASYNC, *words, "loss_fn.use_importance_sampling_correction=true", "grpo.max_num_epochs=4")
     words += ("checkpointing.save_period=1", "checkpointing.keep_latest=11")
-    whole = run(grpo, *words)
+    whole = run(grpo, *words, *before)
     steps = [record for record in records(whole) if "train/loss" in record]
     assert {record["train/max_trajectory_age"] for record in steps} == {0, 1} and len(steps) > 4
     assert all(record["train/logp_gap_max"] <= 1e-4 and record["train/grad_norm"] > 0 for record in steps)

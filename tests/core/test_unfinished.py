@@ -1,6 +1,7 @@
 """Responses that outlast weight changes (grpo.async_grpo): tokens, their versions, their log-probabilities."""
 
 import heapq
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +20,9 @@ from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from model import load_policy
 from rollout import Sampler, sample_step
+from run.generators import serve
 from run.metrics import age_metrics
+from system.exits import StopRun
 
 TEMPERATURE = 0.7
 LONG, SHORT = SamplingOptions(TEMPERATURE, 60), SamplingOptions(TEMPERATURE, 12)
@@ -118,6 +121,94 @@ def test_without_the_rebuild_a_token_is_of_no_weights_at_all(engine, policies, m
     sync(engine, policies, 0)
 
 
+class Script:
+    """Trainers that ask a split job's generator for each thing after so many of its decode steps; weights are those of
+    the policy whose number comes in place of the shapes."""
+
+    num_trainers = 1
+
+    def __init__(self, policies, requests):
+        self.policies, self.requests, self.answers = policies, list(requests), []
+
+    def announce(self, async_op):
+        looks = iter([False] * self.requests[0][0])
+        return SimpleNamespace(is_completed=lambda: next(looks, True), wait=lambda: None)
+
+    def broadcast(self, value, root):
+        if root == 1:
+            return self.answers.append(value)
+        return self.requests.pop(0)[1]
+
+    def receive_weights(self, version, dtype, _):
+        return full_tensors(self.policies[version], dtype)
+
+
+def split_samples(engine, policies, ranks, seed):
+    """(samples during which the weights change three times, samples that were begun after that), of a generator."""
+    long_prompt = [7 + i % 50 for i in range(150)]  # more than a block of the prefix cache
+    problems = [Problem(i, [], "1", "exact", ids) for i, ids in enumerate([*PROMPTS, long_prompt])]
+    prompts, key = list(enumerate(problems)), (seed,)
+    started, finished = ("start", {}, prompts, 1, LONG, key), (0, ("generation", LONG, key))
+    requests = [(0, ("weight_sync", 0, 0)), (0, (*started, 1))]
+    requests += [(12, ("weight_sync", version, version)) for version in (1, 2, 3)]
+    requests += [(5, (*started, 2)), finished, finished, (0, ("end",))]
+    script = Script(policies, requests)
+    ranks = replace(ranks, bridge=script)
+    sampler = Sampler(engine, FakeTokenizer(), {"exact": envs.Exact()}, ranks)
+    engine.finished.clear()
+    watchdog = SimpleNamespace(step=0, enter=lambda phase: None)
+    serve(engine, sampler, ranks, torch.device("cpu"), watchdog)
+    *syncs, first, second = script.answers
+    unfinished = [sum(not is_whole for is_whole in groups.values()) for _, groups, _ in syncs]
+    assert unfinished[0] == 0 and min(unfinished[1:]) >= 4 and watchdog.step == 4
+    assert not engine.spans and not engine.finished
+    return first, second
+
+
+def gaps_of(policies, samples):
+    replies = [SimpleNamespace(ids=s.output_ids, logps=s.sampler_logps, versions=s.versions) for s in samples]
+    return [gap_of_each(policies, s.prompt_ids, reply) for s, reply in zip(samples, replies, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 100, 200])
+def test_a_split_job_is_exact_to_the_token(engine, policies, one_rank, seed):
+    first, second = split_samples(engine, policies, one_rank[0], seed)
+    assert sum(set(sample.versions) == {0, 1, 2, 3} for sample in first) >= 4
+    assert {version for sample in second for version in sample.versions} == {3}
+    assert max(gap.max() for gap in gaps_of(policies, first + second)) <= 1e-4
+
+
+@pytest.mark.slow
+def test_a_split_job_that_keeps_keys_and_values_mixes_weights_in_old_requests_alone(
+    engine, policies, one_rank, monkeypatch
+):
+    """recompute_kv_cache_after_weight_updates=false, also the negative control of the test above."""
+    monkeypatch.setattr(engine, "rebuilds_cache", False)
+    first, second = split_samples(engine, policies, one_rank[0], 0)
+    gaps = gaps_of(policies, first)
+    for version in (0, 1, 2, 3):
+        gap = np.concatenate([gap[sample.versions == version] for gap, sample in zip(gaps, first, strict=True)])
+        assert gap.max() > 0.1 if version else gap.max() <= 1e-4, (version, gap.max())
+    assert max(gap.max() for gap in gaps_of(policies, second)) <= 1e-4
+
+
+@pytest.mark.parametrize(("rebuilds_cache", "versions"), [(True, [1, 1]), (False, [0, 1])])
+def test_a_request_without_a_token_may_have_keys_of_the_old_weights(rebuilds_cache, versions):
+    """vLLM computes long prompts in pieces, and is a step ahead of what it has given: weights come amid that."""
+    engine = object.__new__(engine_module.Engine)
+    detokenizer = SimpleNamespace(num_output_tokens=lambda: 0)
+    states = {"7-ab": SimpleNamespace(external_req_id="7", detokenizer=detokenizer)}
+    core = SimpleNamespace(output_processor=SimpleNamespace(request_states=states))
+    words = {"collective_rpc": lambda *_, **words: None, "reset_prefix_cache": lambda **words: True}
+    engine.llm, engine.param_names = SimpleNamespace(llm_engine=core, **words), set()
+    engine.rebuilds_cache, engine.spans = rebuilds_cache, {"7": [(0, 0)]}
+    engine.sync([], 1)
+    logprobs = SimpleNamespace(start_indices=[0, 1], end_indices=[1, 2], token_ids=[5, 6], logprobs=[-0.1, -0.2])
+    output = SimpleNamespace(token_ids=[5, 6], logprobs=logprobs, finish_reason="stop")
+    assert engine_module._completion(output, engine.spans["7"]).versions.tolist() == versions
+
+
 @pytest.mark.slow
 def test_a_sample_survives_being_put_back_into_the_queue(engine, policies):
     """The same weights: each validation amid a response puts it back, and it goes on with its seed, to the bit."""
@@ -141,6 +232,45 @@ def test_a_validation_goes_before_what_is_carried(engine, policies):
     assert len(engine.spans) >= room, "a validation waits for none of them"
     engine.llm.llm_engine.abort_request(request_ids)
     engine.spans.clear()
+
+
+class Hints(envs.Environment):
+    """Two observations, whatever the replies are."""
+
+    def step(self, turns):
+        numbers = [turn.state.get("number", 0) for turn in turns]
+        hint = ({"role": "user", "content": "hint"},)
+        return [envs.StepResult(0.5, "ok", number == 2, hint, {"number": number + 1}) for number in numbers]
+
+
+@pytest.mark.slow
+def test_conversations_of_several_turns_go_on_over_weight_changes(engine, policies, tiny, one_rank, monkeypatch):
+    """Two environments, each token of the weights of its version; a turn leaves the cache of what runs beside it."""
+    tokenizer, resets = Tokenizer(tiny[0]), []
+    monkeypatch.setattr(engine, "stop_token_ids", list(range(0, 250, 20)))
+    sampler = Sampler(engine, tokenizer, {"exact": envs.Exact(), "hints": Hints()}, one_rank[0], max_turns=3)
+    messages = [{"role": "user", "content": "1+1"}]
+    ids = tokenizer.render(messages)
+    rows = [Problem(i, messages, "2", ("hints", "exact")[i % 2], ids) for i in range(8)]
+    sync(engine, policies, 0)
+    batches, lengths = [], (SHORT, SHORT, LONG, LONG)
+    for step, length in enumerate(lengths):
+        batches.append(sampler.start([(2 * step + i, rows[2 * step + i]) for i in (0, 1)], 4, length, (7,), step + 1))
+    reset = engine.llm.reset_prefix_cache
+    monkeypatch.setattr(engine.llm, "reset_prefix_cache", lambda **words: resets.append(words) or reset(**words))
+    samples = []
+    for version, batch in enumerate(batches):
+        samples += sampler.finish(batch, lengths[version], (7,))
+        assert len(resets) == version, "one for each sync"
+        assert version or max(s.num_turns for s in samples) > 1 < len(engine.spans)
+        if version < 3:
+            sync(engine, policies, version + 1)
+    for s in samples:
+        reply = Completion(s.output_ids, s.sampler_logps, "", s.versions)
+        assert gap_of_each(policies, s.prompt_ids, reply)[s.mask].max() <= 1e-4
+    seen = [set(s.versions[s.mask].tolist()) for s in samples]
+    assert {s.num_turns for s in samples if s.env_name == "hints"} >= {1, 3} and {0, 1} in seen and len(seen) == 32
+    assert all(s.num_turns == 1 for s in samples if s.env_name == "exact")
 
 
 # ------------------------------------------------------------------------------------------------------------ pacing
@@ -227,15 +357,33 @@ def test_what_is_carried_fills_the_places_that_long_responses_leave(one_rank):
     assert ticks[0] > 1.5 * ticks[1] > 1.5 * ticks[2], ticks
 
 
+def test_a_users_sampler_sees_the_newest_metrics(one_rank):
+    """Also for a batch that dynamic sampling draws amid a step, behind those that were drawn in steps before."""
+    seen = []
+
+    def draw(before, count):
+        seen.append(before["records"]["step"])
+        rows = [Problem(before["position"] + i, [], "1", "exact", [1, 2]) for i in range(count)]
+        return rows, before | {"position": before["position"] + count}
+
+    grpo = replace(GRPOConfig(2, 2), use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=3)
+    cfg = Config(grpo=replace(grpo, async_grpo=AsyncGRPOConfig(True, 2)))
+    sampler = Sampler(TimedEngine(9), FakeTokenizer(), {"exact": envs.Exact()}, one_rank[0])
+    for step in (1, 2):
+        with pytest.raises(StopRun, match="3 batches"):  # no group has unequal rewards
+            sample_step(sampler, cfg, SimpleNamespace(draw=draw), {"position": 9, "records": {"step": step}}, step, 99)
+    assert seen == [1] * 5 + [2] * 3
+
+
 def test_an_engine_goes_on_while_others_wait(one_rank, monkeypatch):
     """In rounds, until the last engine has what it waits for, or there is nothing more to do."""
     calls, looks = [], iter([False, False, True])
-    work = SimpleNamespace(is_completed=lambda: next(looks), wait=lambda: calls.append("wait"))
+    work = SimpleNamespace(is_completed=lambda: next(looks))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, async_op: calls.append("begin") or work)
     engine = SimpleNamespace(spans={"1": []}, step=lambda: calls.append("step"))
     sampler = Sampler(engine, FakeTokenizer(), {}, one_rank[0])
     sampler._go_on()
-    assert calls == ["begin", *["step"] * 32, "wait"]
+    assert calls == ["begin", *["step"] * 32]
     engine.spans.clear()
     sampler._go_on()
-    assert calls[34:] == ["begin", "wait"]
+    assert calls[33:] == ["begin"]

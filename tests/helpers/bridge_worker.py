@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -32,7 +33,19 @@ def tensors(factor: float) -> list[tuple[str, torch.Tensor]]:
 
 def main(folder: Path) -> None:
     ranks, _ = start_process_group(2, num_generators=2)
+    announced = []
+    if ranks.generates:
+        arrival = ranks.bridge.announce(async_op=True)
+        announced.append(arrival.is_completed())
+        (folder / f"looked_{ranks.rank}").touch()
+        arrival.wait()
+        announced.append(arrival.is_completed())
+    else:
+        while len(list(folder.glob("looked_*"))) < 2:  # a trainer is not there before the generators have looked
+            time.sleep(0.01)
+        ranks.bridge.announce()
     facts = {
+        "announced": announced,
         "rank": [ranks.job_rank, ranks.job_size, ranks.rank, ranks.world_size, dist.get_rank(), dist.get_world_size()],
         "env": [os.environ["RANK"], os.environ["WORLD_SIZE"]],
         "engine": [ranks.generates, ranks.tp_size, ranks.dp_size, ranks.leads_engine],

@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from small_run import arguments, write_rows
 
+import engine
 import grpo
 from rollout import Sampler
 from system import bridge, exits, watchdog
@@ -45,10 +46,36 @@ JOBS = {  # name -> (ranks, overrides, the job whose run it goes on with, rank w
     "split 2 + 1": (3, SPLIT, None, None, None),
     "split 1 + 2": (3, (f"{COLOCATED}.enabled=false", f"{COLOCATED}.resources.gpus_per_node=2"), None, None, None),
 }
+AGE_0 = (*SPLIT, "grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=0")
+ASYNC = (*SPLIT, "grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true")
+IN_FLIGHT = (*ASYNC, "grpo.async_grpo.in_flight_weight_updates=true")
+TWO_GENERATORS = (f"{COLOCATED}.resources.gpus_per_node=2",)
+JOBS |= {
+    "async 0": (2, AGE_0, None, None, None),
+    "async": (2, IN_FLIGHT, None, None, None),
+    "async drained": (2, ASYNC, None, None, None),
+    "async 1 + 2": (3, (*IN_FLIGHT, *TWO_GENERATORS, "grpo.async_grpo.max_trajectory_age_steps=2"), None, None, None),
+    "async lost group": (2, IN_FLIGHT, None, 1, "lost"),
+    "async found": (2, IN_FLIGHT, "async lost group", None, None),
+    "async 2 lost group": (3, (*IN_FLIGHT, *TWO_GENERATORS, *HASTY), None, 2, "lost"),
+    "async killed generator": (2, IN_FLIGHT, None, 1, "killed"),
+    "async resumed": (2, IN_FLIGHT, "async killed generator", None, None),
+    "async killed trainer": (2, IN_FLIGHT, None, 0, "killed"),
+    "async hung generator": (2, (*IN_FLIGHT, *HASTY), None, 1, "hung"),
+    "async hung trainer": (2, (*IN_FLIGHT, *HASTY), None, 0, "hung"),
+    "async signalled generator": (2, IN_FLIGHT, None, 1, "signalled"),
+    "async went on": (2, IN_FLIGHT, "async signalled generator", None, None),
+}
 DYNAMIC = ("grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=2", "grpo.max_num_steps=4")
 JOBS |= {"dynamic": (1, DYNAMIC, None, None, None), "split dynamic": (2, (*SPLIT, *DYNAMIC), None, None, None)}
+SECOND_TRY = "examples.arithmetic.second_try:SecondTry"
+TWO_TURNS = ("grpo.max_rollout_turns=2", "policy.max_total_sequence_length=48", f"data.train.env_name={SECOND_TRY}")
+TWO_TURNS += (f"data.validation.env_name={SECOND_TRY}",)
+JOBS |= {"async dynamic": (2, (*IN_FLIGHT, *DYNAMIC), None, None, None)}
+JOBS |= {"async two turns": (2, (*IN_FLIGHT, *TWO_TURNS), None, None, None)}
 FAULT_STEP = 6
 SAMPLE = Sampler._converse
+START = Sampler.start
 LOSS = grpo.compute_loss
 
 
@@ -65,8 +92,16 @@ def put_in(fault: str) -> None:
         else:
             time.sleep(1000)
 
+    def begin(self, prompts, num_samples, options, seed_key, step=0):
+        conversations = START(self, prompts, num_samples, options, seed_key, step)
+        if len(seed_key) == 1 and step == FAULT_STEP and fault == "lost":
+            self.engine.llm.llm_engine.abort_request([next(c.request_id for c in conversations if c.request_id)])
+        elif len(seed_key) == 1 and step == FAULT_STEP:  # amid what is generated ahead, for which no trainer waits
+            self.engine.step = lambda: go_wrong() or engine.Engine.step(self.engine)
+        return conversations
+
     def converse(self, share, options, seed_key):
-        if seed_key[1] == FAULT_STEP:
+        if seed_key[1:] == (FAULT_STEP,):
             go_wrong()
         return SAMPLE(self, share, options, seed_key)
 
@@ -77,6 +112,7 @@ def put_in(fault: str) -> None:
 
     TRAINED: list[int] = []
     Sampler._converse = converse
+    Sampler.start = begin
     grpo.compute_loss = compute_loss
 
 
@@ -120,7 +156,10 @@ def main(work: Path, names: list[str]) -> None:
     bridge.BUCKET_BYTES = 100_000  # the model has 2 MB
     watchdog.POLL_SECONDS, watchdog.GRACE_SECONDS = 0.05, 0.8
     answers = {}
+    step = engine.Engine.step
     for name in names:
+        slow = 0.05 if name.startswith("async") else 0.0  # so that steps begin and end amid responses
+        engine.Engine.step = lambda self, slow=slow: time.sleep(slow) or step(self)
         num_ranks, overrides, before, faulty, fault = JOBS[name]
         if before:
             exit_file = Path(answers[before]["run"]).parent / "exit_of_script.json"

@@ -26,6 +26,8 @@ def problems_of(path: str, world_size: int, *overrides: str) -> list[str]:
 
 VLLM = "policy.generation.vllm_cfg"
 
+AGE_0 = ("grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=0")
+
 
 @pytest.mark.parametrize(
     ("world_size", "overrides", "problems"),
@@ -36,6 +38,14 @@ VLLM = "policy.generation.vllm_cfg"
             [
                 "grpo.async_grpo.max_trajectory_age_steps=1 trains tokens of older weights, which need loss_fn."
                 "use_importance_sampling_correction=true; set it, or set the age to 0"
+            ],
+        ),
+        (
+            1,
+            [*AGE_0, "grpo.async_grpo.recompute_kv_cache_after_weight_updates=false"],
+            [
+                "grpo.async_grpo.recompute_kv_cache_after_weight_updates=false with policy.generation.colocated.enabled"
+                "=true: the keys and values go when the engine sleeps; set it to true, or split the job"
             ],
         ),
         (
@@ -473,8 +483,15 @@ SIZE, NODES = f"{COLOCATED}.resources.gpus_per_node", f"{COLOCATED}.resources.nu
         (
             2,
             2,
-            [f"{SIZE}=1", "grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true"],
-            "grpo.async_grpo.enabled=true needs policy.generation.colocated.enabled=true: a split job trains in step",
+            [f"{SIZE}=1", "grpo.async_grpo.enabled=true"],
+            "grpo.async_grpo.max_trajectory_age_steps=1 trains tokens of older weights, which need loss_fn.use_import",
+        ),
+        (
+            2,
+            2,
+            [f"{SIZE}=1", *AGE_0, "grpo.async_grpo.in_flight_weight_updates=true"],
+            "grpo.async_grpo.in_flight_weight_updates=true with max_trajectory_age_steps=0: no response outlasts its "
+            "step; set the age to 1 or more, or in_flight_weight_updates=false",
         ),
         (8, 8, [f"{SIZE}=2", f"{NODES}=2"], f"{NODES}=2 on one node: set it to 1, or start torchrun on more nodes"),
         (
@@ -498,9 +515,10 @@ def test_impossible_splits_are_refused_with_the_fix(world_size, ranks_of_node, o
 
 
 def test_to_score_a_model_all_ranks_generate(monkeypatch):
-    """eval.py of the config of a split job, on one rank."""
+    """eval.py of the config of a split job with replicas, on one rank."""
     monkeypatch.setenv("WORLD_SIZE", "1")
-    cfg = parse_command_line(["configs/smoke.yaml", *VALID, NEEDS, f"{SIZE}=4", *ALL_RANKS_GENERATE], "")
+    words = [*VALID, NEEDS, f"{SIZE}=4", f"{REPLICAS}=2"]
+    cfg = parse_command_line(["configs/smoke.yaml", *words, *ALL_RANKS_GENERATE], "")
     assert cfg.policy.generation.num_generators == 0
 
 
@@ -510,6 +528,63 @@ def test_without_torchrun_a_check_takes_the_fewest_ranks():
 
     assert (fewest(), fewest(f"{VLLM}.tensor_parallel_size=4")) == (1, 4)
     assert (fewest(NEEDS, f"{SIZE}=3"), fewest(NEEDS, f"{SIZE}=8", f"{NODES}=2")) == (4, 17)
+    assert (fewest(f"{REPLICAS}=6", f"{VLLM}.tensor_parallel_size=4"), fewest(f"{REPLICAS}=2")) == (12, 2)
+    assert fewest(NEEDS, f"{SIZE}=3", f"{REPLICAS}=2") == 5
     assert problems_of("configs/smoke.yaml", 2, f"{SIZE}=1") == [
         f"{SIZE}=1 has no effect with {COLOCATED}.enabled=true: all generate; set {SIZE}=null"
     ]
+
+
+REPLICAS = "policy.dtensor_cfg.dp_replicate_size"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "problem"),
+    [
+        (
+            8,
+            [f"{REPLICAS}=3"],
+            f"{REPLICAS}=3 does not divide the 8 ranks that train: use the number of their nodes, or 1",
+        ),
+        (2, [f"{REPLICAS}=4"], f"{REPLICAS}=4 does not divide the 2 ranks that train"),
+        (16, [f"{REPLICAS}=2", NEEDS, f"{SIZE}=1"], f"{REPLICAS}=2 does not divide the 15 ranks that train"),
+        (
+            12,
+            [f"{REPLICAS}=4", f"{VLLM}.tensor_parallel_size=2", "grpo.num_prompts_per_step=6"],
+            f"{REPLICAS}=4 makes replicas of 3 ranks, across which engines of {VLLM}.tensor_parallel_size=2 would",
+        ),
+        (
+            4,
+            [f"{REPLICAS}=2", "policy.optimizer.name=torch.optim.Muon"],
+            f"{REPLICAS}=2 with policy.optimizer.name=torch.optim.Muon, which multiplies matrices over all ranks",
+        ),
+        (
+            8,
+            [f"{REPLICAS}=0"],
+            f"{REPLICAS}=0: must be >= 1 (The ranks that train are this many replicas, such as nodes",
+        ),
+    ],
+)
+def test_impossible_replicas_are_refused_with_the_fix(world_size, overrides, problem):
+    said = problems_of("configs/smoke.yaml", world_size, *overrides)
+    assert said[0].startswith(problem), said
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (8, [f"{VLLM}.tensor_parallel_size=4"]),  # an engine is a replica
+        (8, [f"{VLLM}.tensor_parallel_size=2"]),  # two engines are
+        (8, [f"{VLLM}.tensor_parallel_size=8"]),  # an engine is two
+        (2, []),  # each rank is one
+        (12, [NEEDS, f"{SIZE}=4", f"{VLLM}.tensor_parallel_size=4"]),  # engines lie elsewhere
+    ],
+)
+def test_replicas_that_can_be(world_size, overrides):
+    validate(load("configs/smoke.yaml", [*VALID, f"{REPLICAS}=2", *overrides]), world_size)
+
+
+@pytest.mark.parametrize(("value", "replicas"), [("2", 2), ("null", 1)])
+def test_replicas_have_the_key_of_nemo_rl(write, value, replicas):
+    cfg = load(write(f"policy: {{dtensor_cfg: {{_v2: true, dp_replicate_size: {value}}}}}"))
+    assert cfg.policy.dtensor_cfg.dp_replicate_size == replicas

@@ -148,7 +148,7 @@ def replies_of(seed, prompts):
     ids, logps, versions = np.array([9, 3], np.int32), np.array([-0.5, -0.25], np.float32), np.array([6, 6], np.int32)
     finished = {each.request_id: Completion(ids + i, logps, "stop", versions) for i, each in enumerate(batch)}
     run = SimpleNamespace(cfg=async_config(seed), ranks=ALONE, state=SimpleNamespace(step=6))
-    run.sampler, run.engine = SimpleNamespace(ahead=[(batch, {})]), SimpleNamespace(finished=finished)
+    run.sampler = SimpleNamespace(ahead=[(batch, {})], engine=SimpleNamespace(finished=finished), ranks=ALONE)
     return setup._replies(run)
 
 
@@ -156,18 +156,21 @@ def async_config(seed=42, enabled=True):
     return config.Config(grpo=config.GRPOConfig(seed=seed, async_grpo=config.AsyncGRPOConfig(enabled, 1)))
 
 
-@pytest.mark.parametrize("changed", ["nothing", "prompt", "temperature", "top_k"])
+@pytest.mark.parametrize("changed", ["nothing", "prompt", "temperature", "top_k", "step"])
 def test_a_reply_of_a_checkpoint_answers_only_what_it_was_drawn_for(changed):
-    """A user's sampler, or other options, may have other prompts at the same places of the data."""
+    """A user's sampler, or other options, may have other prompts at the same places of the data; and with batches of
+    another size a place may be due later, when the reply would be older than the run allows."""
     prompts = [[5, 6, 7], [8]]
     asked = {"nothing": SamplingOptions(1.0, 256), "prompt": SamplingOptions(1.0, 256)}
     asked |= {"temperature": SamplingOptions(0.5, 256), "top_k": SamplingOptions(1.0, 256, top_k=20)}
+    options, due = asked.get(changed, asked["nothing"]), 9 if changed == "step" else 8
     engine = SimpleNamespace(weight_version=6, spans={}, numbers=iter(range(9)), known={}, finished={}, asked=[])
-    engine.max_total_tokens, engine.stop_token_ids = 512, (3,)
+    engine.max_total_tokens, engine.stop_token_ids, engine.rebuilds_cache = 512, (3,), True
+    engine.async_grpo = config.AsyncGRPOConfig(True, 1)
     engine.llm = SimpleNamespace(llm_engine=SimpleNamespace(add_request=lambda *a, **_: engine.asked.append(a[0])))
     setup._restore_replies(SimpleNamespace(cfg=async_config(), engine=engine), replies_of(42, prompts))
     seeds = [sample_seed(42, 40 + i, 1) for i in range(2)]
-    Engine.start(engine, prompts[::-1] if changed == "prompt" else prompts, seeds, asked[changed], priority=7)
+    Engine.start(engine, prompts[::-1] if changed == "prompt" else prompts, seeds, options, priority=due)
     assert engine.asked == ([] if changed == "nothing" else ["0", "1"])
     if changed == "nothing":
         assert [engine.finished[name].ids.tolist() for name in "01"] == [[9, 3], [10, 4]] and not engine.known

@@ -10,7 +10,7 @@ import pytest
 import torch
 from bridge_worker import BUCKETS, SHAPES
 
-from system import bridge
+from system import bridge, exits
 
 WORKER = Path(__file__).resolve().parents[1] / "helpers" / "bridge_worker.py"
 
@@ -47,8 +47,10 @@ def test_each_side_is_a_job_of_its_own_and_knows_its_place_in_the_whole(ranks):
     for number, facts in enumerate(ranks):
         assert facts["job"] == [0, 1, 2, 3] and facts["first_of_job"] == 0
         assert facts["on_rank0"] == "made by 0" and facts["from_2"] == {"rank": 2}
+        assert facts["announced"] == ([False, True] if number >= 2 else [])
         assert facts["peers"] == [rank for rank in range(4) if rank != number]
-        assert facts["names"] == ["trainer rank 0", "trainer rank 1", "generator rank 2", "generator rank 3"]
+        named = ["trainer rank 0", "trainer rank 1", "generator rank 2", "generator rank 3"]
+        assert facts["names"] == [f"{name} on {exits.host_name()}" for name in named]
 
 
 def test_weights_arrive_whatever_the_buckets(ranks):
