@@ -1,10 +1,12 @@
 """Bias and variance of each importance-sampling correction, exactly: every sequence of a toy policy is enumerated.
 
-A policy over V = 4 tokens and L = 3 steps with its own logits after every prefix, rewards drawn once, and samplers that
-are the policy with noise on their logits. E over the sampler of the gradient of `loss.policy_loss` is a sum over 64
-sequences: no sampling, no seed to be lucky with. `python -m bench.off_policy` prints the table of docs/off_policy.md.
+A policy over V = 4 tokens and L = 3 steps with its own logits after every prefix and rewards drawn once. Its samplers
+are the policy with noise on their logits, or the policy as it was some optimizer steps ago. E over the sampler of the
+gradient of `loss.policy_loss` is a sum over 64 sequences: no sampling, no seed to be lucky with.
+`python -m bench.off_policy` prints the tables of docs/off_policy.md.
 """
 
+import functools
 import itertools
 
 import torch
@@ -20,6 +22,10 @@ PREFIX = torch.stack(
     [torch.zeros(V**L, dtype=torch.long), 1 + SEQUENCES[:, 0], 1 + V + SEQUENCES[:, :2] @ torch.tensor([V, 1])], 1
 )
 NUM_PREFIXES = 1 + V + V**2
+
+LEARNING_RATE = 0.2  # Adam moves each logit by about this much in a step
+# The age of each token of a response, in optimizer steps; in the last one the weights change twice amid the response.
+AGES = {"age 1": (1, 1, 1), "age 2": (2, 2, 2), "age 4": (4, 4, 4), "ages 4, 2, 1": (4, 2, 1)}
 
 IS = {"use_importance_sampling_correction": True}
 CORRECTIONS = {
@@ -90,12 +96,36 @@ def on_policy_gradient(policy: Tensor, advantage: Tensor) -> Tensor:
     return logits.grad
 
 
-def table() -> str:
-    """Markdown: for each distance of the sampler and each correction, bias and spread against the true gradient."""
-    lines = ["| correction | noise 0.05 | noise 0.2 | noise 0.5 | noise 1 |", "|---|---|---|---|---|"]
+@functools.cache
+def trained(seed: int) -> tuple[list[Tensor], Tensor]:
+    """The policy's logits before and after each of max(AGES) steps of Adam on policy, and the rewards."""
+    start, _, reward = toy(0.0, seed)
+    logits = start.clone().requires_grad_()
+    optimizer = torch.optim.AdamW([logits], lr=LEARNING_RATE, weight_decay=0.0)
+    versions = [start]
+    for _ in range(max(map(max, AGES.values()))):
+        policy = versions[-1]
+        prob = token_logps(policy).sum(1).exp()
+        logits.grad = -(prob[:, None, None] * gradients(policy, policy, reward, LossConfig())).sum(0)
+        optimizer.step()
+        versions.append(logits.detach().clone())
+    return versions, reward
+
+
+def old_toy(ages: tuple[int, int, int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """As `toy`: the newest policy, and a sampler whose token t is of the weights of ages[t] steps before. The advantage
+    is against the sampler's mean reward: a group has its own."""
+    versions, reward = trained(seed)
+    depth = torch.tensor([0] + [1] * V + [2] * V**2)  # of each prefix
+    sampler = torch.stack([versions[-1 - age] for age in ages])[depth, torch.arange(NUM_PREFIXES)]
+    return versions[-1], sampler, reward - (reward * token_logps(sampler).sum(1).exp()).sum()
+
+
+def table(cases: dict[str, tuple[Tensor, Tensor, Tensor]]) -> str:
+    """Markdown: for each (policy, sampler, advantage) and correction, bias and spread against the true gradient."""
+    lines = [f"| correction | {' | '.join(cases)} |", "|---" * (1 + len(cases)) + "|"]
     cells: dict[str, list[str]] = {"KL(sampler, policy), nats a sequence": []} | {name: [] for name in CORRECTIONS}
-    for noise in (0.05, 0.2, 0.5, 1.0):
-        policy, sampler, advantage = toy(noise)
+    for policy, sampler, advantage in cases.values():
         q = token_logps(sampler).sum(1).exp()
         kl = (q * (token_logps(sampler) - token_logps(policy)).sum(1)).sum()
         cells["KL(sampler, policy), nats a sequence"].append(f"{kl:.4f}")
@@ -109,5 +139,11 @@ def table() -> str:
     return "\n".join([*lines, *(f"| {name} | {' | '.join(row)} |" for name, row in cells.items())])
 
 
+def tables() -> list[str]:
+    """That of samplers with noise, and that of older weights."""
+    noisy = {f"noise {noise:g}": toy(noise) for noise in (0.05, 0.2, 0.5, 1.0)}
+    return [table(noisy), table({name: old_toy(ages) for name, ages in AGES.items()})]
+
+
 if __name__ == "__main__":
-    print(table())
+    print("\n\n".join(tables()))

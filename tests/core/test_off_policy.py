@@ -7,28 +7,32 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.off_policy import CORRECTIONS, PREFIX, SEQUENCES, gradients, on_policy_gradient, table, token_logps, toy
+from bench import off_policy
+from bench.off_policy import AGES, CORRECTIONS, PREFIX, SEQUENCES, gradients, on_policy_gradient, token_logps, toy
 from config import LossConfig
 
 NOISE = 0.5  # enough that each bound has weights on both sides
 
 
-def expected(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+@pytest.fixture(scope="module")
+def old_toys():
+    return {name: off_policy.old_toy(ages) for name, ages in AGES.items()}
+
+
+def expected(name: str, policy, sampler, advantage) -> tuple[torch.Tensor, torch.Tensor]:
     """(what policy_loss gives in expectation over the sampler, the true gradient)."""
-    policy, sampler, advantage = toy(NOISE)
     q = token_logps(sampler).sum(1).exp()
     each = gradients(policy, sampler, advantage, LossConfig(**CORRECTIONS[name]))
     return (q[:, None, None] * each).sum(0), on_policy_gradient(policy, advantage)
 
 
-def closed_form(weights_of) -> torch.Tensor:
+def softmax(row):
+    total = sum(math.exp(x) for x in row)
+    return [math.exp(x) / total for x in row]
+
+
+def closed_form(weights_of, policy, sampler, advantage) -> torch.Tensor:
     """sum_s q(s) A(s) sum_t w_t (onehot(a_t) - p(. | prefix_t)), in Python floats; weights_of(token ratios) -> w_t."""
-    policy, sampler, advantage = toy(NOISE)
-
-    def softmax(row):
-        total = sum(math.exp(x) for x in row)
-        return [math.exp(x) / total for x in row]
-
     p, q = [softmax(row) for row in policy.tolist()], [softmax(row) for row in sampler.tolist()]
     grad = [[0.0] * len(row) for row in p]
     for s, tokens in enumerate(itertools.product(range(4), repeat=3)):
@@ -69,8 +73,8 @@ def test_the_toy_is_what_it_says():
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_expectation_of_each_correction(name):
-    got, truth = expected(name)
-    torch.testing.assert_close(got, closed_form(WEIGHTS[name]), rtol=0, atol=1e-14)
+    got, truth = expected(name, *toy(NOISE))
+    torch.testing.assert_close(got, closed_form(WEIGHTS[name], *toy(NOISE)), rtol=0, atol=1e-14)
     bias = (got - truth).norm() / truth.norm()
     if name == "sequence":
         assert bias <= 1e-12  # the only one without
@@ -79,7 +83,58 @@ def test_expectation_of_each_correction(name):
         assert bias > 0.1
 
 
+# ------------------------------------------------------------------------------------------------------- older weights
+
+
+def test_the_sampler_is_the_policy_as_it_was():
+    """Its weights by Adam written out (Kingma and Ba 2015, algorithm 1), with the closed form of each gradient."""
+    logits, _, advantage = toy(0.0)
+    reward = advantage.tolist()
+    versions = [logits.flatten().tolist()]
+    first, second = [0.0] * len(versions[0]), [0.0] * len(versions[0])
+    for step in range(1, 5):
+        policy = torch.tensor(versions[-1], dtype=torch.float64).view(logits.shape)
+        gradient = closed_form(WEIGHTS["none"], policy, policy, torch.tensor(reward)).flatten().tolist()
+        first = [0.9 * m + 0.1 * g for m, g in zip(first, gradient, strict=True)]
+        second = [0.999 * v + 0.001 * g * g for v, g in zip(second, gradient, strict=True)]
+        means = zip(versions[-1], first, second, strict=True)
+        scale = math.sqrt(1 - 0.999**step)
+        moved = [x + 0.2 * m / (1 - 0.9**step) / (math.sqrt(v) / scale + 1e-8) for x, m, v in means]
+        versions.append(moved)
+    versions = [torch.tensor(version, dtype=torch.float64).view(logits.shape) for version in versions]
+    for ages in AGES.values():
+        policy, sampler, advantage = off_policy.old_toy(ages)
+        first, second, third = (versions[4 - age] for age in ages)
+        parts = torch.cat([first[:1], second[1:5], third[5:]])  # the prefixes of no token, of one and of two
+        torch.testing.assert_close((policy, sampler), (versions[4], parts), rtol=0, atol=1e-5)
+        assert abs((token_logps(sampler).sum(1).exp() * advantage).sum()) < 1e-12
+
+
+@pytest.mark.parametrize("age", AGES)
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_expectation_at_each_age(name, age, old_toys):
+    """Without a bound that cuts, the sequence weight gives back the on-policy gradient; all others their known bias."""
+    case = old_toys[age]
+    got, truth = expected(name, *case)
+    torch.testing.assert_close(got, closed_form(WEIGHTS[name], *case), rtol=0, atol=1e-14)
+    bias = (got - truth).norm() / truth.norm()
+    uncut = name == "sequence" or (name.startswith("sequence") and age != "age 4")
+    assert bias <= 1e-12 if uncut else bias > 0.01
+
+
+@pytest.mark.parametrize("age", AGES)
+def test_token_weights_are_exact_where_one_token_decides(age, old_toys):
+    """An advantage that hangs on the first token alone: nothing stands before it, what follows does not matter."""
+    policy, sampler, _ = old_toys[age]
+    advantage = torch.tensor([0.5, -1.0, 0.25, 0.75], dtype=torch.float64)[SEQUENCES[:, 0]]
+    got, truth = expected("token", policy, sampler, advantage)
+    torch.testing.assert_close(got, truth, rtol=1e-10, atol=1e-14)
+    uncorrected, _ = expected("none", policy, sampler, advantage)
+    assert (uncorrected - truth).norm() > 0.05 * truth.norm()
+
+
 @pytest.mark.slow
-def test_the_table_in_the_docs_is_the_computed_one():
+def test_the_tables_in_the_docs_are_the_computed_ones():
     page = (Path(__file__).resolve().parents[2] / "docs" / "off_policy.md").read_text(encoding="utf-8")
-    assert table() in page, "python -m bench.off_policy prints the table that belongs there"
+    for table in off_policy.tables():
+        assert table in page, "python -m bench.off_policy prints the tables that belong there"
