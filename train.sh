@@ -2,11 +2,13 @@
 usage() {
     cat <<'USAGE'
 Usage: ./train.sh [--nproc_per_node=N] [--gpu_memory=GiB] [CONFIG.yaml] [key.sub=value ...]
+       ./train.sh --nnodes=N --node_rank=K --rdzv_endpoint=HOST:PORT ...    on each of N nodes (docs/scale.md)
 
 Sets up on a fresh machine, checks the config, then trains under torchrun.
 Default config: configs/smoke.yaml (CPU, minutes). Every key: .venv/bin/python grpo.py --help
 --gpu_memory: what the memory plan may take, in place of what a GPU has.
-Processes: --nproc_per_node or NPROC; default all GPUs, 2 on CPU. GRPO_DEVICE, GRPO_VENV, GRPO_PYTHON: see setup.sh.
+--nnodes, --node_rank (0 to N-1), --rdzv_endpoint: of node 0, which all wait for ten minutes. slurm.sh gives them.
+Processes of a node: --nproc_per_node or NPROC; default all GPUs, 2 on CPU. GRPO_DEVICE, GRPO_VENV, GRPO_PYTHON: see setup.sh.
 
 Ctrl-C, SIGTERM and SIGUSR1 are passed on to the run. Exit codes: 0 done; 2 bad config, data or model folder;
 75 saved on a signal; 1 set-up or a crash; others as grpo.py documents them. The last line says why.
@@ -20,11 +22,16 @@ config=configs/smoke.yaml
 nproc=${NPROC:-}
 args=()
 memory=()
+declare -A nodes=()  # with several of them
 while (($#)); do
     case $1 in
         -h|--help) usage; exit 0 ;;
         --nproc_per_node=*|--nproc-per-node=*) nproc=${1#*=} ;;
         --nproc_per_node|--nproc-per-node) nproc=${2:-nothing}; (($# == 1)) || shift ;;
+        --nnodes=*|--node[_-]rank=*|--rdzv[_-]endpoint=*|--nnodes|--node[_-]rank|--rdzv[_-]endpoint)
+            name=${1%%=*}
+            [[ $1 == *=* ]] || { (($# > 1)) || complain "$1 needs a value"; set -- "$1=$2" "${@:3}"; }
+            nodes[${name//-/_}]=${1#*=} ;;
         --gpu_memory=*) memory=("$1") ;;
         -*) complain "unknown option $1 (./train.sh --help)" ;;
         *) args+=("$1") ;;
@@ -47,8 +54,24 @@ if [[ -z $nproc ]]; then
 fi
 [[ $nproc =~ ^[1-9][0-9]*$ ]] || complain "the number of processes must be 1 or more, not '$nproc'"
 
+num_nodes=1
+rendezvous=(--standalone)  # a free port for each run
+if ((${#nodes[@]})); then
+    num_nodes=${nodes[__nnodes]:-} node_rank=${nodes[__node_rank]:-} endpoint=${nodes[__rdzv_endpoint]:-}
+    [[ $num_nodes =~ ^[1-9][0-9]*$ && $node_rank =~ ^(0|[1-9][0-9]*)$ && $endpoint =~ ^.+:[0-9]+$ ]] &&
+        ((node_rank < num_nodes)) || complain "several nodes need --nnodes=N, --node_rank=0 to N-1, and on all of them" \
+        "one --rdzv_endpoint=HOST:PORT, of node 0; not '$num_nodes', '$node_rank', '$endpoint'"
+    # The endpoint is on node 0 even where a name does not resolve to the machine's own address.
+    meeting="is_host=$((node_rank == 0)),join_timeout=600,read_timeout=600"
+    export LOCAL_WORLD_SIZE=$nproc  # the check asks which nodes of a split job generate
+    rendezvous=(--nnodes="$num_nodes" --rdzv_backend=c10d --rdzv_endpoint="$endpoint" --rdzv_conf="$meeting"
+        --max-restarts=0)  # the ranks of another node would not take part
+fi
+
 # Config, data and model folder are judged here, by one process in two seconds, not by N ranks after a minute.
-WORLD_SIZE=$nproc "$PYTHON" grpo.py --check "$config" "$@" "${memory[@]}" || exit
+WORLD_SIZE=$((nproc * num_nodes)) "$PYTHON" grpo.py --check "$config" "$@" "${memory[@]}" || exit
+# Model and data are here now, fetched once for this node: its ranks need not ask the hub, all nodes at a time.
+((num_nodes == 1)) || export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -58,8 +81,8 @@ cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}
 # After a signal the ranks finish their step and save; torchrun would kill them after 30 s.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
-# --standalone: a free port for each run. Signals: by default torchrun dies of SIGUSR1 and leaves orphans.
-launch=("$PYTHON" -m system.launch --standalone --nproc_per_node="$nproc"
+# Signals: by default torchrun dies of SIGUSR1 and leaves orphans.
+launch=("$PYTHON" -m system.launch "${rendezvous[@]}" --nproc_per_node="$nproc"
     --signals-to-handle="SIGTERM,SIGINT,SIGHUP,SIGUSR1" grpo.py "$config" "$@" "${memory[@]}")
 printf -v line ' %q' "${launch[@]}"
 settings="OMP_NUM_THREADS=$OMP_NUM_THREADS TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"

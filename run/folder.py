@@ -10,9 +10,9 @@ import json
 import os
 import platform
 import re
+import secrets
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -24,10 +24,11 @@ from config import Config, ConfigError
 from hf.files import parse_json, read_bytes
 from run import config_file
 from run.resume import checkpoint_folder, numbered
-from system.exits import describe_os_error
-from system.ranks import Ranks, on_rank0
+from system.exits import describe_os_error, host_name
+from system.ranks import Ranks, broadcast_from_rank0, gather, on_rank0
 
 ROOT = Path(__file__).resolve().parents[1]
+SHARED_DISK_SECONDS = 30.0  # NFS clients may believe for so long what they knew of a folder
 
 
 def open_run_folder(cfg: Config, ranks: Ranks, *, to_train: bool = True) -> Path:
@@ -35,6 +36,8 @@ def open_run_folder(cfg: Config, ranks: Ranks, *, to_train: bool = True) -> Path
     its checkpoints, while its processes live. ConfigError, on all ranks, where that cannot be."""
     try:
         folder = on_rank0(lambda: _open(cfg, to_train), ranks.job)
+        if to_train:
+            check_shared(_to_lock(cfg, folder), ranks)
         if to_train and ranks.job_rank:
             for locked in _to_lock(cfg, folder):
                 _lock(locked, fcntl.LOCK_SH)
@@ -65,13 +68,34 @@ def _open(cfg: Config, to_train: bool) -> Path:
         locked.mkdir(parents=True, exist_ok=True)
         _lock(locked, fcntl.LOCK_EX)
     (folder / "exit.json").unlink(missing_ok=True)  # it says how the part before ended
-    shutil.rmtree(folder / "stacks", ignore_errors=True)
+    for name in ("stacks", "ends"):
+        shutil.rmtree(folder / name, ignore_errors=True)
     return folder
 
 
 def _to_lock(cfg: Config, folder: Path) -> list[Path]:
     """Runs of two log_dirs may have one name, and so one folder in the checkpoint_dir that they share."""
     return [folder, checkpoint_folder(cfg.checkpointing, folder)] if cfg.checkpointing.checkpoint_dir else [folder]
+
+
+def check_shared(folders: list[Path], ranks: Ranks) -> None:
+    """ConfigError, on all ranks, that names the hosts whose disk does not have these folders of rank 0: there no rank
+    could save its part of a checkpoint. Each looks for a new file, since it may have folders of these names."""
+    token = broadcast_from_rank0(secrets.token_hex(), ranks.job)
+    files = [folder / f"{token}.seen" for folder in folders]
+    on_rank0(lambda: [file.touch() for file in files], ranks.job)
+    end = time.monotonic() + SHARED_DISK_SECONDS
+    while not all(map(os.path.exists, files)) and time.monotonic() < end:
+        time.sleep(0.1)
+    unseen = [str(file.parent) for file in files if not os.path.exists(file)]
+    host_folders = gather((host_name(), unseen), ranks.job)
+    on_rank0(lambda: [file.unlink() for file in files], ranks.job)
+    if hosts := sorted({host for host, folders in host_folders if folders}):
+        folder = max(folders for _, folders in host_folders)[0]
+        raise ConfigError(
+            f"{folder}: {host_folders[0][0]} writes there, and {', '.join(hosts)} cannot see it: put logger.log_dir "
+            "and checkpointing.checkpoint_dir on a disk that all hosts share, by paths that do not depend on the host"
+        )
 
 
 def _lock(folder: Path, kind: int) -> None:
@@ -93,7 +117,7 @@ def _lock(folder: Path, kind: int) -> None:
     if kind == fcntl.LOCK_EX:
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}, since {since}\n".encode())
+        os.write(descriptor, f"process {os.getpid()} on {host_name()}, since {since}\n".encode())
         fcntl.lockf(descriptor, fcntl.LOCK_SH)
 
 

@@ -1,7 +1,7 @@
 """How a rank ends: the exceptions that end a run, exit codes, signals, and `exit.json`. No torch.
 
-torchrun turns every non-zero code into 1, so the ranks also write `exit.json` {code, reason, rank} into the run folder
-and to $GRPO_EXIT_FILE, which train.sh reads.
+torchrun turns every non-zero code into 1, so the ranks also write `exit.json` {code, reason, rank, host} into the run
+folder and to $GRPO_EXIT_FILE, which train.sh reads.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import gc
 import json
 import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -32,6 +33,7 @@ PF_EXITING = 4  # in the flags of /proc/PID/stat
 GRACE_SECONDS = 5.0  # for another rank's word on why it ended, or for its stacks
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+LOST = re.compile("gloo|NCCL|Connection")  # in the text of a collective's error
 START_TIME = time.monotonic()  # of this process, near enough
 
 # Set by start_process_group.
@@ -74,6 +76,11 @@ class Signals:
         return self.received is not None or time.monotonic() > self.end
 
 
+def host_name() -> str:
+    """Of this machine, in all that is said to the user: GRPO_HOST_NAME, which no two machines may share."""
+    return os.environ.get("GRPO_HOST_NAME") or socket.gethostname()
+
+
 def die_with_parent() -> None:
     """SIGKILL for this process as soon as the one that started it ends. When torchrun is killed nobody tells the ranks,
     which would go on and keep the GPUs."""
@@ -88,16 +95,20 @@ def die_with_parent() -> None:
 
 
 def report_exit(code: int, reason: str, run_folder: Path | None) -> None:
-    """Says how the run ended, once: to the user, and in `exit.json`, {code, reason, rank}, which scripts read. Rank 0
-    reports a good end; the first rank that ends reports a failure, because the others only lost their peer."""
-    if code in (0, EXIT_SAVED) and job_rank != 0:
-        return
-    text = json.dumps({"code": code, "reason": reason, "rank": job_rank}) + "\n"
+    """Says how the run ended, once: to the user, and in `exit.json`, which scripts read. Rank 0 reports a good end; the
+    first rank that ends reports a failure, because the others only lost their peer. Each machine's train.sh hears of a
+    good end from its own first rank."""
+    if code in (0, EXIT_SAVED):
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            return
+        run_folder = run_folder if job_rank == 0 else None
+    text = json.dumps({"code": code, "reason": reason, "rank": job_rank, "host": host_name()}) + "\n"
     files = [Path(os.environ["GRPO_EXIT_FILE"])] if "GRPO_EXIT_FILE" in os.environ else []
     files += [run_folder / "exit.json"] if run_folder else []
     if _write_once(files[0], text) if files else job_rank == 0:
         with contextlib.suppress(OSError):  # the output may be a file on the disk that is full
-            print(reason, file=sys.stderr if code else sys.stdout, flush=True)
+            who = f" ({rank_name(job_rank)})" if code else ""
+            print(f"{reason}{who}", file=sys.stderr if code else sys.stdout, flush=True)
     for file in files[1:]:  # after that: its disk may be full, or hang
         _write_once(file, text)
 
@@ -147,8 +158,16 @@ def describe_failure(error: BaseException, run_folder: Path | None = None) -> tu
         return EXIT_MEMORY, f"out of memory: {error}"
     if lost := find_lost_rank(run_folder):
         return EXIT_CRASH, lost
-    if any(host != socket.gethostname() for host, _ in peers.values()):
+    if any(host != host_name() for host, _ in peers.values()):
+        is_lost = isinstance(error, RuntimeError) and LOST.search(str(error))  # a server's ConnectionError is none
+        lost_folder = run_folder if is_lost else None  # else it is this rank that others lose
+        if lost_folder:
+            with contextlib.suppress(OSError):
+                (lost_folder / "ends").mkdir(exist_ok=True)
+                (lost_folder / "ends" / str(job_rank)).touch()
         time.sleep(GRACE_SECONDS)  # a rank on the lost one's machine knows more, and the first report counts
+        if lost_folder and (first := _first_end(lost_folder)):
+            return first
     reason = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         reason = describe_os_error(error)
@@ -163,16 +182,31 @@ def describe_failure(error: BaseException, run_folder: Path | None = None) -> tu
 def find_lost_rank(run_folder: Path | None) -> str | None:
     """The reason to end of a rank whose peer on this machine has ended, by a signal if nobody has reported; or None."""
     for rank, (host, pid) in peers.items():
-        if host == socket.gethostname() and not _is_alive(pid):
+        if host == host_name() and not _is_alive(pid):
             go_on = f"; continue with checkpointing.resume_from={run_folder}" if run_folder else ""
             return f"crashed: {rank_name(rank)} (process {pid}) is gone{go_on}"
     return None
 
 
+def _first_end(run_folder: Path) -> tuple[int, str] | None:
+    """(exit code, reason) of a rank that has lost another machine's: what the first rank to end has said; if none did,
+    the machines of which no rank has lost another one; None where all have one."""
+    with contextlib.suppress(FileNotFoundError):
+        end = json.loads((run_folder / "exit.json").read_text())
+        return end["code"], f"{rank_name(end['rank'])} ended first: {end['reason']}"
+    silent = {host for host, _ in peers.values()} - {host_name()}
+    silent -= {host for rank, (host, _) in peers.items() if (run_folder / "ends" / str(rank)).exists()}
+    if not silent:
+        return None
+    names = ", ".join(sorted(silent))
+    return EXIT_CRASH, f"crashed: no rank of {names} answers; continue with checkpointing.resume_from={run_folder}"
+
+
 def rank_name(rank: int) -> str:
-    """A rank of the job, in a split one with its side: "generator rank 3"."""
+    """A rank of the job and its host, in a split job with its side: "generator rank 3 on node-1"."""
     side = "" if num_trainers is None else "trainer " if rank < num_trainers else "generator "
-    return f"{side}rank {rank}"
+    host, _ = peers.get(rank, (host_name(), 0))
+    return f"{side}rank {rank} on {host}"
 
 
 def _is_alive(pid: int) -> bool:

@@ -102,7 +102,8 @@ def test_the_memory_plan_and_a_gpu_that_is_too_small(work):
     words = ["--check", "run.yaml", "cluster.gpus_per_node=2"]
     code, out, err = check(work, *words)
     assert (code, err) == (0, "") and first.format("") in out
-    code, out, err = check(work, *words, "--gpu_memory=80")
+    replicas = [*words[:2], "policy.dtensor_cfg.dp_replicate_size=2"]  # two at least
+    code, out, err = check(work, *replicas, "--gpu_memory=80")
     assert (code, err) == (0, "") and first.format(" of 80") in out
     code, out, err = check(work, *words, "--gpu_memory=2")
     assert code == 2 and first.format(" of 2") in out

@@ -8,6 +8,8 @@ from run_life import run_to_the_end
 from safetensors.torch import load_file
 from torch import equal
 
+from system.exits import host_name
+
 
 @pytest.fixture(scope="module")
 def runs(unbroken, tmp_path_factory):
@@ -87,7 +89,8 @@ def test_run_folder_says_how_it_ended_and_what_it_was(runs):
     from run import config_file
 
     whole, resumed, output, _ = runs
-    assert json.loads((whole / "exit.json").read_text()) == {"code": 0, "reason": "trained to step 6", "rank": 0}
+    end = json.loads((whole / "exit.json").read_text())
+    assert end == {"code": 0, "reason": "trained to step 6", "rank": 0, "host": host_name()}
     cfg = config_file.load(whole / "config.yaml")
     assert cfg.grpo.num_prompts_per_step == 8 and cfg.checkpointing.resume_from is None
     assert config_file.load(resumed / "config.yaml") == cfg  # resuming leaves the record of the run as it was

@@ -37,9 +37,9 @@ if "end=signal" in sys.argv:
 if "end=lost" in sys.argv and rank == "1":  # as system/exits.py says it where rank 0 is gone
     while not os.path.exists("killed"):
         time.sleep(0.01)
-    reason = "crashed: rank 0 (process %s) is gone; continue so" % open("killed").read()
+    reason = "crashed: rank 0 on here (process %s) is gone; continue so" % open("killed").read()
     with open(os.environ["GRPO_EXIT_FILE"], "w") as file:
-        json.dump({"code": 1, "reason": reason, "rank": 1}, file)
+        json.dump({"code": 1, "reason": reason, "rank": 1, "host": "there"}, file)
     sys.exit(1)
 if "end=lost" in sys.argv:
     open("half", "w").write(str(os.getpid()))
@@ -49,13 +49,13 @@ if "end=killed" in sys.argv or "end=lost" in sys.argv:
 code = 75 if seen else 3
 if rank == "0":
     with open(os.environ["GRPO_EXIT_FILE"], "w") as file:
-        json.dump({"code": code, "reason": "the reason,\\nin 'two' lines", "rank": 0}, file)
+        json.dump({"code": code, "reason": "the reason,\\nin 'two' lines", "rank": 0, "host": "here"}, file)
 sys.exit(code)
 """
 
 
 def copy_of_repository(folder: Path) -> Path:
-    for name in ("setup.sh", "train.sh", "requirements", "system"):
+    for name in ("setup.sh", "train.sh", "requirements", "system", "config.py"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, folder / name)
     (folder / "grpo.py").write_text(PLAYED_RUN)
@@ -71,7 +71,7 @@ def start(repo: Path, *args: str, **env: str) -> subprocess.Popen:
     clean = {k: v for k, v in os.environ.items() if k not in ("NPROC", "GRPO_VENV", "GRPO_EXIT_FILE")}
     return subprocess.Popen(
         [str(repo / "train.sh"), *args],
-        env=clean | {"GRPO_PYTHON": sys.executable, "GRPO_DEVICE": "cpu"} | env,
+        env=clean | {"GRPO_PYTHON": sys.executable, "GRPO_DEVICE": "cpu", "GRPO_HOST_NAME": "here"} | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -106,17 +106,19 @@ def launches(tmp_path_factory):
 def test_exit_code_and_reason_are_those_of_the_ranks(launches):
     _, code, out, err = launches["refused"]
     assert code == 3
-    assert err.splitlines()[-1] == "train.sh: exit code 3: the reason, in 'two' lines (rank 0)"
+    assert err.splitlines()[-1] == "train.sh: exit code 3: the reason, in 'two' lines (rank 0 on here)"
     checked, line = out.splitlines()[:2]
     assert json.loads(checked) == ["1", "my.yaml", "grpo.seed=2", "--gpu_memory=80"]
-    assert line.startswith("torchrun line: ") and line.endswith(" grpo.py my.yaml grpo.seed=2 --gpu_memory=80")
+    torchrun = "--standalone --nproc_per_node=1 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGUSR1"
+    assert line.startswith("torchrun line: ")
+    assert line.endswith(f" -m system.launch {torchrun} grpo.py my.yaml grpo.seed=2 --gpu_memory=80")
 
 
 def test_a_rank_that_dies_without_a_word_is_exit_code_1(launches):
     _, code, _, err = launches["killed"]
     assert code == 1
     assert re.fullmatch(
-        r"train\.sh: exit code 1: crashed: rank 0 \(process \d+\) was killed by SIGKILL; "
+        r"train\.sh: exit code 1: crashed: rank 0 on here \(process \d+\) was killed by SIGKILL; "
         r"continue with checkpointing\.resume=auto",
         err.splitlines()[-1],
     )
@@ -126,7 +128,7 @@ def test_a_rank_that_dies_without_a_word_is_exit_code_1(launches):
 def test_the_signal_that_killed_a_rank_is_added_to_what_another_rank_says(launches):
     folder, code, _, err = launches["lost"]
     pid = (folder / "killed").read_text()
-    reason = f"crashed: rank 0 (process {pid}) was killed by SIGSEGV; continue so (rank 1)"
+    reason = f"crashed: rank 0 on here (process {pid}) was killed by SIGSEGV; continue so (rank 1 on there)"
     assert (code, err.splitlines()[-1]) == (1, f"train.sh: exit code 1: {reason}")
 
 

@@ -334,7 +334,8 @@ def test_of_two_runs_one_goes_on_and_one_is_refused(tmp_path, pairs):
         assert sorted(pair["codes"]) == [0, 2], pair
         run, (first, second) = Path(pair["run"]), sorted(pair["said"], key=len, reverse=True)
         holder = (run / "run.lock").read_text().strip()
-        assert second == f"error: {run} is in use by another run ({holder}): wait for its end, or stop it\n"
+        refusal = f"error: {run} is in use by another run ({holder}): wait for its end, or stop it"
+        assert second == f"{refusal} (rank 0 on {exits.host_name()})\n"
         assert first.splitlines()[-1] == json.loads((run / "exit.json").read_text())["reason"] == "trained to step 4"
         assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [f"step_{n:06d}" for n in (1, 2, 3, 4)]
         assert len(json.loads((run / "provenance.json").read_text())) == 2  # the first part, and the one that went on
@@ -423,9 +424,15 @@ def test_a_folder_that_went_bad_does_not_hide_the_reason(ending, kind, capsys):
     run, exit_file = ending
     spoil(run / "exit.json", kind)
     exits.report_exit(3, "stopped: the reason", run)
-    assert json.loads(exit_file.read_text()) == {"code": 3, "reason": "stopped: the reason", "rank": 0}
+    assert json.loads(exit_file.read_text()) == {
+        "code": 3,
+        "reason": "stopped: the reason",
+        "rank": 0,
+        "host": exits.host_name(),
+    }
     first, second = capsys.readouterr().err.splitlines()
-    assert first == "stopped: the reason" and second.startswith(f"WARNING: {run}/exit.json cannot be written (")
+    assert first == f"stopped: the reason (rank 0 on {exits.host_name()})"
+    assert second.startswith(f"WARNING: {run}/exit.json cannot be written (")
 
 
 def test_nor_does_an_exit_file_that_cannot_be_written(ending, monkeypatch, capsys):
@@ -433,7 +440,7 @@ def test_nor_does_an_exit_file_that_cannot_be_written(ending, monkeypatch, capsy
     monkeypatch.setenv("GRPO_EXIT_FILE", str(run / "absent" / "exit.json"))
     exits.report_exit(3, "stopped: the reason", run)
     assert json.loads((run / "exit.json").read_text())["reason"] == "stopped: the reason"
-    assert capsys.readouterr().err.splitlines()[-1] == "stopped: the reason"
+    assert capsys.readouterr().err.splitlines()[-1] == f"stopped: the reason (rank 0 on {exits.host_name()})"
 
 
 FULL = """
@@ -472,7 +479,7 @@ def test_no_room_at_the_end_does_not_hide_the_reason(ending, capsys):
     exits.report_exit(3, "stopped: the reason", run)
     assert json.loads(exit_file.read_text())["reason"] == "stopped: the reason"
     warning = f"WARNING: {run}/exit.json cannot be written (the disk is full)"
-    assert capsys.readouterr().err.splitlines() == ["stopped: the reason", warning]
+    assert capsys.readouterr().err.splitlines() == [f"stopped: the reason (rank 0 on {exits.host_name()})", warning]
     assert list(run.iterdir()) == []
 
 
@@ -541,13 +548,13 @@ def test_a_reward_function_that_raises_ends_with_its_file_and_line(tmp_path, mon
 def test_a_lost_rank_is_named_in_place_of_the_connections_words(monkeypatch, capsys, number):
     """Also before its parent has waited for it."""
     process = subprocess.Popen(["sleep", "60"])
-    host = exits.socket.gethostname()
+    host = exits.host_name()
     monkeypatch.setattr(exits, "peers", {1: (host, os.getpid()), 3: (host, process.pid)})
     error = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:38372")
     assert exits.find_lost_rank(None) is None
     process.send_signal(number)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie
-    expected = f"crashed: rank 3 (process {process.pid}) is gone"
+    expected = f"crashed: rank 3 on {host} (process {process.pid}) is gone"
     assert exits.describe_failure(error) == (1, expected)
     process.wait()
     assert exits.describe_failure(error, Path("logs/exp_001")) == (

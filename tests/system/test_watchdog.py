@@ -16,7 +16,7 @@ from run import folder as run_folder
 WORKER = Path(__file__).resolve().parents[1] / "helpers" / "watchdog_worker.py"
 
 
-def run_ranks(folder, fault):
+def run_ranks(folder, fault, hosts=("one", "one")):
     """(exit codes of two ranks, exit.json if there is one, their stderr); none of them is left after a minute."""
     folder.mkdir(exist_ok=True)
     with socket.socket() as server:
@@ -27,7 +27,7 @@ def run_ranks(folder, fault):
     ranks = [
         subprocess.Popen(
             [sys.executable, WORKER, folder, fault],
-            env=clean | meet | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=clean | meet | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GRPO_HOST_NAME": hosts[rank]},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -43,20 +43,25 @@ def run_ranks(folder, fault):
 
 
 def test_stuck_rank_is_named_with_its_line(tmp_path):
-    codes, end, errors = run_ranks(tmp_path, "stuck")
+    codes, end, errors = run_ranks(tmp_path, "stuck", hosts=("one", "two"))
     assert codes == [4, 4] and end["code"] == 4
+    assert (end["host"], end["rank"]) in {("one", 0), ("two", 1)}
     line = next(i for i, text in enumerate(WORKER.read_text().splitlines(), 1) if "the line the report names" in text)
-    assert end["reason"].startswith("hung: rank 1 did not come; rank 1: step 4, generation, ")
+    assert end["reason"].startswith("hung: rank 1 on two did not come; rank 1 on two: step 4, generation, ")
     assert f"is at watchdog_worker.py:{line} grade_forever: time.sleep(0.1)" in end["reason"]
-    assert sum(end["reason"] in text for text in errors) == 1  # said once
+    said = f"{end['reason']} (rank {end['rank']} on {end['host']})\n"
+    assert sum(said in text for text in errors) == sum(end["reason"] in text for text in errors) == 1  # said once
     waiting = (tmp_path / "stacks" / "rank_00000.txt").read_text()
-    assert waiting.startswith("rank 0: step 4, update, ") and "waits for other ranks in watchdog_worker.py" in waiting
+    assert (
+        waiting.startswith("rank 0 on one: step 4, update, ")
+        and "waits for other ranks in watchdog_worker.py" in waiting
+    )
 
 
 def test_rank_whose_interpreter_is_locked_ends_too(tmp_path):
     codes, end, errors = run_ranks(tmp_path, "interpreter lock")
     assert codes == [4, 1]
-    assert end["reason"].startswith("hung: rank 1 did not come; rank 1: does not answer; stacks of all ranks: ")
+    assert end["reason"].startswith("hung: rank 1 on one did not come; rank 1 on one: does not answer; stacks ")
     assert "Timeout" in errors[1] and "in main" in errors[1]  # of the thread that needs no interpreter
 
 
@@ -64,7 +69,8 @@ def test_death_of_a_rank_ends_the_others(tmp_path):
     codes, end, _ = run_ranks(tmp_path, "killed")
     assert codes == [1, -9] and end["code"] == 1
     assert re.fullmatch(
-        rf"crashed: rank 1 \(process \d+\) is gone; continue with checkpointing\.resume_from={tmp_path}", end["reason"]
+        rf"crashed: rank 1 on one \(process \d+\) is gone; continue with checkpointing\.resume_from={tmp_path}",
+        end["reason"],
     )
 
 
@@ -73,9 +79,10 @@ def test_a_collective_that_loses_its_peer_names_it(tmp_path):
     codes, end, errors = run_ranks(tmp_path, "killed, and the other waits in a collective")
     assert codes == [1, -9] and end["code"] == 1 and end["rank"] == 0
     assert re.fullmatch(
-        rf"crashed: rank 1 \(process \d+\) is gone; continue with checkpointing\.resume_from={tmp_path}", end["reason"]
+        rf"crashed: rank 1 on one \(process \d+\) is gone; continue with checkpointing\.resume_from={tmp_path}",
+        end["reason"],
     )
-    assert errors[0].splitlines()[-1] == end["reason"] and "Traceback" not in errors[0], errors[0]
+    assert errors[0].splitlines()[-1] == f"{end['reason']} (rank 0 on one)" and "Traceback" not in errors[0], errors[0]
 
 
 def test_a_run_folder_that_went_away_does_not_keep_a_stuck_run_alive(tmp_path):
@@ -87,7 +94,17 @@ def test_a_run_folder_that_went_away_does_not_keep_a_stuck_run_alive(tmp_path):
 
 def test_slow_is_not_stuck(tmp_path):
     codes, end, _ = run_ranks(tmp_path, "slow")
-    assert codes == [0, 0] and end == {"code": 0, "reason": "done", "rank": 0} and not (tmp_path / "stacks").exists()
+    assert codes == [0, 0] and end == {"code": 0, "reason": "done", "rank": 0, "host": "one"}
+    assert not (tmp_path / "stacks").exists()
+
+
+def test_hosts_that_do_not_see_the_disk_are_named(tmp_path):
+    codes, end, errors = run_ranks(tmp_path, "unshared disk", hosts=("one", "two"))
+    reason = f"error: {tmp_path}/disk_of_rank_1/exp_002: one writes there, and two cannot see it: put logger.log_dir"
+    assert codes == [2, 2] and end["code"] == 2 and end["reason"].startswith(reason), errors
+    with_host = f"{end['reason']} (rank {end['rank']} on {end['host']})"
+    assert (end["rank"], end["host"]) in {(0, "one"), (1, "two")}
+    assert [line for text in errors for line in text.splitlines() if line.startswith("error:")] == [with_host]
 
 
 def test_provenance_repeats_the_program(tmp_path, monkeypatch):

@@ -1,0 +1,320 @@
+"""Training on two nodes, which are two folders of this machine: by hand, and under stand-ins of Slurm's commands.
+
+First with a grpo.py that only plays a run; what is marked `long` trains, with a stand-in for vLLM.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from run_life import at_step, newest_step, steps
+from safetensors.torch import load_file
+from small_run import STARTER, write_rows
+from torch import equal
+from two_nodes import ROOT, Job, Node, copy_of_repository, environment, free_port, run_words, start, wait_until
+
+from system import exits
+
+PLAYED_RUN = """
+import json, os, signal, sys, time
+if sys.argv[1] == "--check":
+    print("checked", os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"], *sys.argv[2:], flush=True)
+    sys.exit()
+rank, part, seen = int(os.environ["RANK"]), os.environ.get("SLURM_RESTART_COUNT", "0"), []
+signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+print("offline", os.environ["HF_HUB_OFFLINE"], "on", os.environ["GRPO_HOST_NAME"], flush=True)
+open("started", "w").close()
+while part == "0" and not seen:
+    time.sleep(0.02)
+time.sleep(0.3)  # time for a second one to show
+code = {"0": 75, "1": 0}[part]
+print("signals", len(seen), "of", os.environ["WORLD_SIZE"], flush=True)
+with open(os.environ["GRPO_EXIT_FILE"], "w") as file:
+    json.dump({"code": code, "reason": "played", "rank": rank, "host": os.environ["GRPO_HOST_NAME"]}, file)
+sys.exit(code)
+"""
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    """A job by slurm.sh that is told to save in its first part: (folder, exit code of each part and whether it was
+    queued again); and meanwhile (exit code, output) of a node that finds no other one."""
+    work = tmp_path_factory.mktemp("slurm")
+    for number in (0, 1):
+        copy_of_repository(work / f"node-{number}")
+        (work / f"node-{number}" / "grpo.py").write_text(PLAYED_RUN)
+    job = Job(work, ["my.yaml", "grpo.seed=2"])
+    codes = []
+    words = ["--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", "grpo.py"]
+    command = [sys.executable, "-m", "system.launch", "--rdzv_conf=is_host=0,read_timeout=1", *words]
+    env = environment(work, GRPO_EXIT_FILE=str(work / "exit.json"))
+    lonely = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+    part = job.start_part()
+    wait_until(lambda: len(list(work.glob("node-*/started"))) == 2, part)
+    part.send_signal(signal.SIGUSR1)
+    codes.append((part.wait(timeout=60), job.is_queued_again()))
+    part = job.start_part()
+    codes.append((part.wait(timeout=60), job.is_queued_again()))
+    _, errors = lonely.communicate(timeout=60)
+    return work, codes, (lonely.returncode, errors)
+
+
+def test_slurm_passes_the_signal_on_and_queues_a_saved_run_again(played):
+    work, codes, _ = played
+    assert codes == [(75, True), (0, False)], (work / "batch.log").read_text()
+    ends = [f"slurm.sh: part {part} ended with exit code {code}" for part, code in ((1, 75), (2, 0))]
+    assert (work / "batch.log").read_text().splitlines() == ends
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_each_node_has_a_log_and_ends_with_the_code_of_the_run(played, number):
+    log = (played[0] / f"slurm-4711-{number}.log").read_text()
+    assert log.count("checked 2 1 my.yaml grpo.seed=2 checkpointing.resume=auto\n") == 2
+    assert log.count(f"offline 1 on node-{number}\n") == 2
+    assert re.findall(r"signals (\d) of 2", log) == ["1", "0"]
+    assert re.findall(r"train\.sh: exit code (\d+): played", log) == ["75"]
+    endpoint = 29500 + 4711 % 1000
+    torchrun = f"--nnodes=2 --rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:{endpoint} --rdzv_conf=is_host={1 - number},"
+    assert log.count(torchrun) == 2 and log.count(" --max-restarts=0 ") == 2
+
+
+@pytest.mark.parametrize(("code", "number", "again"), [(75, None, True), (75, signal.SIGTERM, False), (1, None, False)])
+def test_only_a_saved_job_that_nobody_cancelled_is_queued_again(tmp_path, code, number, again):
+    job = Job(tmp_path, ["my.yaml"])
+    (tmp_path / "bin" / "srun").write_text(
+        f"#!/bin/sh\ntouch runs\nwhile [ ! -e end ]; do sleep 0.02; done\nexit {code}\n"
+    )
+    part = job.start_part()
+    wait_until((tmp_path / "runs").exists, part)
+    if number:
+        part.send_signal(number)
+    (tmp_path / "end").touch()
+    assert (part.wait(timeout=60), job.is_queued_again()) == (code, again)
+
+
+def test_slurm_script_asks_for_what_it_needs():
+    script = (ROOT / "slurm.sh").read_text()
+    header = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", script, re.M))
+    assert {name: header[name] for name in ("ntasks-per-node", "requeue", "open-mode")} == {
+        "ntasks-per-node": "1",
+        "requeue": "",
+        "open-mode": "append",
+    }
+    assert re.fullmatch(r"B:USR1@\d+", header["signal"])
+
+
+@pytest.mark.parametrize(
+    "words", [["--nnodes=2"], ["--nnodes", "2", "--node-rank=2", "--rdzv_endpoint=a:1"], ["--nnodes=2", "--node_rank=0",
+    "--rdzv-endpoint=a"], ["--nnodes"]]
+)  # fmt: skip
+def test_incomplete_nodes_are_refused(tmp_path, words):
+    for name in ("train.sh", "setup.sh", "requirements"):
+        (shutil.copytree if name == "requirements" else shutil.copy)(ROOT / name, tmp_path / name)
+    done = subprocess.run(
+        ["./train.sh", *words], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True
+    )
+    assert done.returncode == 2 and not done.stdout
+    reason = r"several nodes need --nnodes=N, --node_rank=0 to N-1, .* one --rdzv_endpoint=HOST:PORT, of node 0; not"
+    assert re.fullmatch(rf"train\.sh: ({reason} '.*'|--nnodes needs a value)\n", done.stderr)
+
+
+LOST = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4")
+
+
+@pytest.fixture
+def on_node_0(monkeypatch, tmp_path):
+    """This process is rank 0 of 0 to 5, two on each node; rank 1 lives. Its run folder."""
+    monkeypatch.setenv("GRPO_HOST_NAME", "node-0")
+    monkeypatch.setattr(exits, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(exits, "job_rank", 0)
+    monkeypatch.setattr(exits, "peers", {rank: (f"node-{rank // 2}", os.getpid()) for rank in range(1, 6)})
+    return tmp_path
+
+
+def test_a_lost_node_is_the_one_of_which_no_rank_has_lost_another(on_node_0):
+    go_on = f"continue with checkpointing.resume_from={on_node_0}"
+    ends = exits.describe_failure(LOST, on_node_0)
+    assert ends == (1, f"crashed: no rank of node-1, node-2 answers; {go_on}")
+    (on_node_0 / "ends" / "5").touch()  # one of two
+    assert exits.describe_failure(LOST, on_node_0) == (1, f"crashed: no rank of node-1 answers; {go_on}")
+    (on_node_0 / "ends" / "2").touch()
+    code, reason = exits.describe_failure(LOST, on_node_0)
+    assert code == 1 and reason.startswith("crashed: RuntimeError: [/pytorch"), "nobody is gone"
+
+
+def test_all_nodes_end_with_what_the_first_rank_said(on_node_0):
+    (on_node_0 / "exit.json").write_text('{"code": 5, "reason": "out of memory: a", "rank": 3}')
+    code, reason = exits.describe_failure(LOST, on_node_0)
+    assert code == 5 and re.fullmatch("rank 3.* ended first: out of memory: a", reason)
+
+
+@pytest.mark.parametrize("error", [KeyError("b"), ConnectionError("Connection refused")])
+def test_a_rank_with_an_error_of_its_own_says_that(on_node_0, error):
+    """While it is there, nobody has lost it. A connection to a server, such as a grader's, is none to another node."""
+    assert exits.describe_failure(error, on_node_0) == (1, f"crashed: {type(error).__name__}: {error}")
+    assert not (on_node_0 / "ends").exists()
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_train_sh_of_each_node_hears_of_a_good_end(on_node_0, monkeypatch, local_rank):
+    """From the node's first rank; the run folder's exit.json is rank 0's."""
+    monkeypatch.setattr(exits, "job_rank", 4)
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setenv("GRPO_EXIT_FILE", str(on_node_0 / "of_train_sh.json"))
+    exits.report_exit(75, "saved", on_node_0)
+    assert (on_node_0 / "of_train_sh.json").exists() == (local_rank == 0)
+    assert not (on_node_0 / "exit.json").exists()
+
+
+def test_a_rendezvous_that_fails_is_a_sentence(played):
+    *_, (code, output) = played
+    line = output.splitlines()[-1]
+    assert code == 1 and "Traceback" not in output
+    assert line.startswith("train.sh: exit code 1: not all nodes came, or one has left (RendezvousConnectionError: ")
+    assert "--rdzv_endpoint" in line
+
+
+# ---------------------------------------------------------------------------------------------------------- real runs
+
+NUM_STEPS = 30
+LEARN = (f"grpo.max_num_steps={NUM_STEPS}", "checkpointing.save_period=5", "checkpointing.keep_latest=9")
+LEARN += ("policy.optimizer.kwargs.lr=3e-4", "grpo.num_generations_per_prompt=16", "logger.num_samples_to_log=64")
+
+
+asked_of_hub: Counter = Counter()  # (method, file)
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The hub's part in fetching one model: `org/starter`."""
+
+    def log_message(self, *_):
+        pass
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        path = self.path.partition("?")[0]
+        asked_of_hub[self.command, path.rsplit("/", 1)[1]] += 1
+        if "/tree/" in path:
+            sizes = {file.name: file.stat().st_size for file in sorted(STARTER.iterdir())}
+            entries = [{"type": "file", "path": name, "size": size, "oid": name} for name, size in sizes.items()]
+            body = json.dumps(entries).encode()
+        elif path.startswith("/api/models/org/starter"):
+            names = [{"rfilename": file.name} for file in sorted(STARTER.iterdir())]
+            body = json.dumps({"id": "org/starter", "sha": "5" * 40, "siblings": names}).encode()
+        elif (file := STARTER / path.rsplit("/", 1)[1]).exists():
+            body = file.read_bytes()
+        else:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", f'"{len(body):064x}"')
+        self.send_header("X-Repo-Commit", "5" * 40)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+
+def prepare(work: Path) -> Path:
+    for number in (0, 1):
+        copy_of_repository(work / f"node-{number}")
+    write_rows(work)
+    return work
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run folder of an unbroken run on two nodes, whose model is the hub's; with what the nodes have asked it."""
+    work = prepare(tmp_path_factory.mktemp("whole"))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    words = run_words(work, work / "shared", *LEARN, "policy.model_name=org/starter")
+    hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_DISABLE_XET": "1"}
+    port = free_port()
+    nodes = [Node(work, number, port, words, HF_HOME=str(work / f"cache-{number}"), **hub) for number in (0, 1)]
+    ends = [node.wait(200) for node in nodes]
+    server.shutdown()
+    assert ends == [(0, f"trained to step {NUM_STEPS}")] * 2, nodes[0].log.read_text()[-3000:]
+    return work / "shared" / "exp_001"
+
+
+@pytest.mark.long
+def test_two_nodes_learn_in_one_run_folder(whole):
+    assert [path.name for path in whole.parent.iterdir()] == ["exp_001"]
+    assert steps(whole) == list(range(1, NUM_STEPS + 1))
+    assert json.loads((whole / "exit.json").read_text()) | {"host": 0} == {
+        "code": 0, "reason": f"trained to step {NUM_STEPS}", "rank": 0, "host": 0,
+    }  # fmt: skip
+    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    greedy = [record["validation/greedy/accuracy"] for record in records if "validation/greedy/accuracy" in record]
+    print(f"accuracy, greedy {greedy[0]} -> {greedy[-1]}")
+    assert greedy[-1] >= greedy[0] + 0.4
+
+
+@pytest.mark.long
+def test_a_model_is_fetched_once_for_each_node(whole):
+    """Two ranks each would ask as often again."""
+    files = [path.name for path in STARTER.iterdir() if path.suffix in (".json", ".jinja", ".safetensors")]
+    assert {name: asked_of_hub["GET", name] for name in files} == dict.fromkeys(files, 2)
+    assert asked_of_hub["GET", "main"] == 2
+
+
+def assert_bitwise(folder: Path, whole: Path) -> None:
+    (tensors, cursor, samples), (of_whole, *others) = at_step(folder, NUM_STEPS), at_step(whole, NUM_STEPS)
+    assert tensors.keys() == of_whole.keys() and {name.split("/")[0] for name in tensors} == {
+        "rank_00000.safetensors",
+        "rank_00001.safetensors",
+    }
+    assert [name for name in tensors if not equal(tensors[name], of_whole[name])] == []
+    assert [cursor, samples] == others and len(samples) == 64 * NUM_STEPS
+    one, other = (load_file(run / "hf_model" / "model.safetensors") for run in (folder, whole))
+    assert all(equal(one[name], other[name]) for name in other)
+
+
+@pytest.mark.long
+def test_a_node_that_is_gone_is_named_and_the_run_goes_on(whole, tmp_path):
+    """First the node of the rendezvous, then the other one; what goes on is at the end the unbroken run, to the bit."""
+    work = prepare(tmp_path)
+    folder = work / "shared" / "exp_001"
+    words = run_words(work, work / "shared", *LEARN, "checkpointing.resume=auto")
+    for life, (gone, step) in enumerate(((0, 7), (1, 17))):
+        nodes = start(work, words, life)
+        wait_until(lambda step=step: step in steps(folder), nodes[0].process)
+        nodes[gone].kill_all()
+        code, line = nodes[1 - gone].wait(60)
+        assert code == 1, nodes[1 - gone].log.read_text()[-3000:]
+        reason = f"crashed: no rank of node-{gone} answers; continue with checkpointing.resume_from={folder}"
+        assert line.startswith(f"train.sh: exit code 1: {reason}"), line
+        assert newest_step(folder) in (step - 2, step - 7, step + 3)
+    nodes = start(work, words, 2)
+    assert [node.wait() for node in nodes] == [(0, f"trained to step {NUM_STEPS}")] * 2
+    assert_bitwise(folder, whole)
+
+
+@pytest.mark.long
+def test_a_slurm_job_that_is_told_to_save_goes_on_in_its_next_part(whole, tmp_path):
+    work = prepare(tmp_path)
+    folder = work / "shared" / "exp_001"
+    job = Job(work, run_words(work, work / "shared", *LEARN))
+    part = job.start_part()
+    wait_until(lambda: 7 in steps(folder), part)
+    part.send_signal(signal.SIGUSR1)
+    assert (part.wait(timeout=60), job.is_queued_again()) == (75, True), (work / "slurm-4711-0.log").read_text()[-3000:]
+    assert newest_step(folder) == steps(folder)[-1] < NUM_STEPS, "the last whole step was saved"
+    part = job.start_part()
+    assert (part.wait(timeout=120), job.is_queued_again()) == (0, False)
+    for number in (0, 1):
+        log = (work / f"slurm-4711-{number}.log").read_text()
+        assert "train.sh: exit code 75: saved: told to stop" in log and log.endswith(f"trained to step {NUM_STEPS}\n")
+    assert_bitwise(folder, whole)
