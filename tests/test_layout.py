@@ -30,8 +30,8 @@ TORCH_FREE = re.compile(
     r"(config|data|envs)\.py|hf/(?!weights).*|dataset/.*|graders/.*|system/(exits|imports)\.py"
     r"|run/(__init__|config_\w+|memory_\w+|preflight|resume)\.py"
 )
-MAX_CORE_LINES, MAX_PRODUCT_LINES, MAX_FILES_ON_TOP = 4070, 13080, 13  # docs/LOG.md, 2026-11-22: what was tried
-MAX_FILE_LINES, MAX_CONFIG_LINES, MAX_FUNCTION_LINES = 400, 580, 60  # config.py is a table: some lines for each key
+MAX_CORE_LINES, MAX_PRODUCT_LINES, MAX_FILES_ON_TOP = 4140, 13550, 13  # docs/LOG.md, 2026-11-22: what was tried
+MAX_FILE_LINES, MAX_CONFIG_LINES, MAX_FUNCTION_LINES = 400, 590, 60  # config.py is a table: some lines for each key
 
 NAMES = layout_table.product_files()
 SCRIPTS = [str(p.relative_to(ROOT)) for p in sorted([*ROOT.glob("examples/**/*.py"), *ROOT.glob("bench/**/*.py")])]
