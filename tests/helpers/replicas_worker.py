@@ -308,7 +308,7 @@ def main(rank):
     folders, results = Path(sys.argv[1]), Path(sys.argv[2])
     ranks, _ = start_process_group(tp_size=1)
     meshes = {"2 x 2": fsdp_mesh("cpu", 2), "4": fsdp_mesh("cpu"), "4 x 1": fsdp_mesh("cpu", 4)}
-    meshes |= {"1": meshes["4 x 1"]["shard"]}
+    meshes |= {"2": meshes["2 x 2"]["shard"], "1": meshes["4 x 1"]["shard"]}
     if sys.argv[3:] == ["memory"]:
         cases = (("qwen3", "2 x 2"), ("qwen3 tied", "4 x 1"), ("lora", "2 x 2"))
         facts = {f"{case}, {name}": differences(case, meshes[name]) for case, name in cases}
