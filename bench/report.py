@@ -1,0 +1,223 @@
+"""The report of large and hostile runs in headless Chromium: seconds until it is drawn, bytes, console, requests.
+
+    python bench/report.py OUT.json [--pictures FOLDER] [--node FOLDER]
+
+Makes runs with invented numbers: 8 environments x 1,000 steps x 512 samples a step, a small one with dumped tokens, one
+whose texts attack the page. Writes the report of each, opens it, and listens to console, page errors and every request.
+Chromium comes from npm (pinned below) into a temporary folder; --node names one that has it. Says so and ends with exit
+code 0 where there is no node or npm.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from run import report
+
+PACKAGES = ("@sparticuz/chromium@153.0.0", "puppeteer-core@24.43.1")
+WORDS = "so we have the sum of all first then subtract seven and check it again which gives answer therefore".split()
+OUTCOMES = ("ok", "wrong", "parse_fail", "timeout", "error")
+ATTACKS = (
+    "</script><img src=x onerror=\"document.title='owned'\">",
+    "</script><script>document.title='owned'</script>",
+    "<!--<script>",
+    "\u2028\u2029\0\x07\x1b[31mred\x1b]0;owned\x07",
+    "half \ud800 and \udfff",
+    "\u202egnp.exe\u202c \u2066bidi\u2069 \u05e9\u05dc\u05d5\u05dd",
+    "javascript:document.title='owned'",
+    "long " * 600_000,
+    "\u4e2d\u6587" * 50_000,
+    "a" * 300_000,
+    "",
+)
+
+
+def metrics_of(step: int, num_steps: int, envs: list[str], rng: random.Random) -> dict[str, float]:
+    """The keys of a training step with these environments."""
+    done = step / num_steps
+    reward = 0.2 + 0.7 * done + rng.gauss(0, 0.03)
+    values = {f"train/{name}": rng.random() for name in (*(f"other_{i}" for i in range(45)), "entropy", "grad_norm")}
+    values |= {"train/reward": reward, "train/accuracy": reward, "train/loss": rng.gauss(0, 0.02)}
+    values |= {"train/logp_gap_mean": rng.uniform(1e-3, 2e-3), "train/mean_gen_tokens_per_sample": 300 + 400 * done}
+    values |= {"train/truncation_rate": rng.random() / 20, "train/zero_variance_fraction": 0.1 + 0.4 * done}
+    values |= {f"train/ratio_clip_{side}_fraction": rng.random() / 100 for side in ("low", "high")}
+    values |= {f"train/outcome/{name}": rng.random() * (1 - reward) for name in OUTCOMES[1:]}
+    values |= {"train/health/all_cut": float(num_steps // 2 < step < num_steps // 2 + 9), "train/health/entropy": 0.0}
+    for env in envs:
+        values |= {f"train/reward_by_env/{env}": reward + rng.gauss(0, 0.1), f"train/num_samples_by_env/{env}": 64}
+        values |= {f"train/reward_by_dataset/{env}": reward}
+        values |= {f"train/outcome_by_env/{env}/{name}": rng.random() for name in OUTCOMES}
+    values |= {f"train/reward_by_gen_tokens/{2**i + 1:06d}-{2 ** (i + 1):06d}": rng.random() for i in range(4, 12)}
+    phases = {
+        "generation": 9,
+        "policy_training": 6,
+        "prepare_for_generation/total": 1,
+        "policy_and_reference_logprobs": 2,
+    }
+    seconds = {f"timing/train/{name}": mean * rng.uniform(0.9, 1.2) for name, mean in phases.items()}
+    values |= seconds | {"timing/train/total_step_time": sum(seconds.values()) + 0.1}
+    return values | {f"performance/{name}": 9000 * rng.random() for name in ("tokens_per_sec", *map(str, range(10)))}
+
+
+def text_of(rng: random.Random, num_words: int) -> str:
+    return " ".join(
+        rng.choice(WORDS) + (str(rng.randrange(99)) if rng.random() < 0.3 else "") for _ in range(num_words)
+    )
+
+
+def make_run(
+    folder: Path, *, num_steps: int, num_envs: int, num_samples: int, num_dumps: int = 0, seed: int = 0
+) -> None:
+    rng = random.Random(seed)
+    envs = [f"env_{i}" for i in range(num_envs)]
+    folder.mkdir(parents=True)
+    texts = [text_of(rng, rng.randrange(20, 200)) for _ in range(2000)]
+    with (folder / "metrics.jsonl").open("w") as metrics, (folder / "samples.jsonl").open("w") as samples:
+        for step in range(num_steps + 1):
+            if step % max(num_steps // 10, 1) == 0:
+                greedy = 0.2 + 0.7 * step / num_steps
+                values = {"validation/greedy/accuracy": greedy, "validation/sampled/accuracy": greedy - 0.1}
+                metrics.write(json.dumps({"step": step, **values}) + "\n")
+            if step:
+                metrics.write(json.dumps({"step": step, **metrics_of(step, num_steps, envs, rng)}) + "\n")
+                for i in range(num_samples):
+                    samples.write(json.dumps(sample_of(step, i, envs, texts, rng)) + "\n")
+    (folder / "exit.json").write_text(
+        json.dumps({"code": 0, "reason": f"trained to step {num_steps}", "rank": 0}) + "\n"
+    )
+    for k in range(num_dumps):
+        make_dump(folder / "rollouts" / f"step_{(k + 1) * num_steps // num_dumps:06d}", num_samples, envs, texts, rng)
+
+
+def sample_of(step: int, i: int, envs: list[str], texts: list[str], rng: random.Random) -> dict:
+    outcome = rng.choices(OUTCOMES, (50, 40, 8, 1.5, 0.5))[0]
+    reward = float(outcome == "ok")
+    sample = {"step": step, "kind": "train", "prompt": texts[(step * 31 + i // 8) % 2000], "reply": rng.choice(texts)}
+    sample |= {"row_id": i // 8, "index": i % 8, "env_name": envs[i % len(envs)], "reward": reward, "outcome": outcome}
+    sample |= {"unshaped_reward": reward, "advantage": reward - 0.5 + rng.gauss(0, 0.1), "finish_reason": "stop"}
+    return sample | {"weight_version": step - 1, "num_tokens": rng.randrange(30, 900)}
+
+
+def make_dump(folder: Path, num_samples: int, envs: list[str], texts: list[str], rng: random.Random) -> None:
+    """A dumped step of two ranks: the even samples on the first."""
+    folder.mkdir(parents=True)
+    samples = [sample_of(0, i, envs, texts, rng) for i in range(num_samples)]
+    for sample in samples:
+        sample |= {"prompt_text": sample.pop("prompt"), "prompt_ids": [1] * 20}
+        sample["tokens"] = [word + " " for word in sample.pop("reply").split()]
+        del sample["step"], sample["kind"], sample["num_tokens"]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    noise = np.random.default_rng(rng.randrange(2**31))
+    for rank in (0, 1):
+        lines = range(rank, num_samples, 2)
+        lengths = [len(samples[line]["tokens"]) for line in lines]
+        total = sum(lengths)
+        mask_T = noise.random(total) > 0.03
+        logp_T = np.where(mask_T, -noise.exponential(0.7, total), math.nan)
+        arrays = {"sample_S": np.array(lines, np.int32), "num_tokens_S": np.array(lengths, np.int32), "mask_T": mask_T}
+        arrays |= {"output_ids_T": np.zeros(total, np.int32), "version_T": np.zeros(total, np.int32)}
+        arrays |= {"logp_T": logp_T, "sampler_logp_T": logp_T + noise.normal(0, 0.02, total)}
+        arrays |= {"entropy_T": np.where(mask_T, noise.exponential(0.8, total), math.nan)}
+        arrays = {name: x.astype(np.float32) if x.dtype == float else x for name, x in arrays.items()}
+        save_file(arrays, folder / f"rank_{rank:03d}.safetensors")
+
+
+def make_hostile(folder: Path) -> None:
+    """Each attack as every text of a sample, as the name of a metric, and as why the run ended; then half a line."""
+    folder.mkdir(parents=True)
+    with (folder / "metrics.jsonl").open("w") as metrics, (folder / "samples.jsonl").open("w") as samples:
+        for step, attack in enumerate(ATTACKS, 1):
+            values = {"train/reward": step / 10, "train/loss": math.nan if step % 2 else -math.inf, "train/lr": 10**400}
+            metrics.write(json.dumps({"step": step, **values, f"train/{attack[:60]}": 1.0}) + "\n")
+            names = ("prompt", "reply", "kind", "env_name", "outcome", "finish_reason", "row_id")
+            record = {name: attack if name in ("prompt", "reply") else attack[:60] for name in names}
+            samples.write(json.dumps({"step": step, "reward": None, **record}) + "\n")
+            samples.write(json.dumps({"step": step, "reward": [attack[:9]], "reply": {"a": 1}}) + "\nno json\n")
+        samples.write('{"step": 99, "reply": "half')
+    (folder / "exit.json").write_text(json.dumps({"code": 1, "reason": ATTACKS[0], "rank": 0}) + "\n")
+
+
+def write_report(folders: list[Path]) -> dict:
+    """Seconds and bytes of `python -m run.report` in a process of its own, and the most memory that it had."""
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "run.report", *map(str, folders)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0, command
+    peak = usage.ru_maxrss / 1024
+    size = (folders[0] / "report.html").stat().st_size
+    return {"seconds_to_write": round(time.perf_counter() - start, 1), "bytes": size, "peak_mib": round(peak)}
+
+
+def cases(work: Path, scale: float) -> list[dict]:
+    """Makes the runs and their reports; what the browser opens, with what was measured so far."""
+    made = {name: work / name / "exp_001" for name in ("large", "hostile", "small")}
+    made["other"] = work / "other" / "exp_002"
+    small = {"num_steps": 120, "num_envs": 2, "num_samples": 32}
+    make_run(made["small"], **small, num_dumps=4)
+    make_run(made["other"], **small, seed=1)
+    make_hostile(made["hostile"])
+    make_run(made["large"], num_steps=int(1000 * scale), num_envs=8, num_samples=512)
+    found = []
+    for name, folders in {
+        "small": [made["small"]],
+        "two runs": [made["other"], made["small"]],
+        "hostile": [made["hostile"]],
+        "large": [made["large"]],
+    }.items():
+        written = write_report(folders)
+        found.append({"name": name, "page": str(folders[0] / "report.html"), **written})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--pictures", type=Path, help="folder for screenshots")
+    parser.add_argument(
+        "--node", type=Path, help="folder whose node_modules has puppeteer-core and @sparticuz/chromium"
+    )
+    parser.add_argument("--scale", type=float, default=1.0, help="of the large run's 1,000 steps")
+    args = parser.parse_args()
+    if not (shutil.which("node") and shutil.which("npm")):
+        print("skipped: node and npm are not installed, and the browser comes from npm")
+        return
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name)
+        node = args.node or work
+        if not args.node:
+            subprocess.run(["npm", "install", "--silent", "--prefix", name, *PACKAGES], check=True)
+        pages = cases(work, args.scale)
+        live = work / "live.html"
+        run = report.read_run(Path(pages[0]["page"]).parent, "exp_001", report.MAX_SAMPLES)
+        live.write_text(report.as_page([run], live_seconds=2), encoding="utf-8")
+        job = {"pages": pages, "live": str(live), "node": str(node.resolve())}
+        job |= {"pictures": str(args.pictures.resolve()) if args.pictures else None}
+        command = ["node", str(ROOT / "bench" / "report.mjs"), json.dumps(job)]
+        opened = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    result = {"command": "python bench/report.py", "date": time.strftime("%Y-%m-%d"), "commit": commit}
+    result |= {"machine": f"{platform.machine()}, CPU", "python": platform.python_version(), **opened}
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    for page in opened["pages"]:
+        print(json.dumps(page))
+
+
+if __name__ == "__main__":
+    main()
