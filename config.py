@@ -155,12 +155,14 @@ class GRPOConfig:
     seed: int = key(42, ">= 0, < 4294967296")
     """The seed fixes the order of the data and all samples, so the same seed gives the same run."""
     logp_gap_limit: float | None = key(0.1, "> 0")
-    """A step is bad if |sampler - trainer log-probability|, in nats and averaged over its tokens, exceeds this; null
-    sets no limit. bfloat16 gives up to 0.05, float32 1e-6, old weights in the engine what the missed update moved."""
+    """An optimizer step is bad if |sampler - trainer log-probability|, in nats and averaged over its tokens, exceeds
+    this; null: no limit. bfloat16 gives up to 0.05, float32 1e-6, old weights in the engine what the update moved."""
     canary_period: int = key(10, ">= 0")
     """A fixed prompt is sampled and scored again every this many steps, to the same limit; 0 does so only at first."""
     max_bad_steps: int = key(0, ">= 0")
     """A step with a bad gap, or without a finite loss and gradient, is skipped; more than this in a row end the run."""
+    replay_rollouts: str | None = None
+    """The run trains the step of this folder again, from the checkpoint before it, and does nothing else."""
 
     @property
     def prompts_per_batch(self) -> int:
@@ -394,7 +396,7 @@ class PolicyConfig:
     """A longer gradient is scaled down to this norm."""
     dtensor_cfg: DTensorConfig = DTensorConfig()
     offload_optimizer_for_logprob: bool = False
-    """The moments are in host memory in all phases; a step has those of one parameter at a time on the GPU."""
+    """The moments are in host memory in all phases; the optimizer has those of one parameter at a time on the GPU."""
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -411,7 +413,7 @@ class DatasetConfig:
     name: str | None = None
     """Metrics and errors call the dataset this; null means the stem of the file or dataset_name."""
     data_path: str | None = None
-    """The rows are this jsonl, json or parquet file or hub dataset (org/name); null means the known dataset's place."""
+    """The rows are this jsonl, csv, json or parquet file or hub dataset (org/name); null: the known dataset's place."""
     dataset_name: str | None = None
     """gsm8k, MATH-500, OpenMathInstruct-2, DeepScaler, AIME2024, AIME2025, AIME2026, DAPOMath17K and DAPOMathAIME2024
     are known. module:function of yours gets this section and returns a sequence of rows. null reads data_path."""
@@ -512,9 +514,17 @@ class EnvConfig:
     code: CodeEnvConfig = CodeEnvConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
     custom: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Each env_name of your own, module:Class, gets the keyword arguments given here."""
+    """Arguments of classes of your own: {"my:Class": {near: 6}}; on the command line env.custom.my:Class.near=6."""
     max_error_fraction: float = key(0.05, ">= 0, <= 1")
     """The run stops if more than this share of a step's replies has the outcome `error`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WandbConfig:
+    project: str | None = None
+    """The run is in this project of W&B; null means what WANDB_PROJECT says, or W&B's own default."""
+    name: str | None = None
+    """The run has this name at W&B; null means that of its folder, such as exp_001."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -523,10 +533,15 @@ class LoggerConfig:
     """This folder holds the numbered run folders, exp_001 and on."""
     tensorboard_enabled: bool = True
     """The numbers of metrics.jsonl are also written as TensorBoard events."""
+    wandb_enabled: bool = False
+    """The numbers of metrics.jsonl are also sent to Weights & Biases (WANDB_MODE=offline: kept for `wandb sync`)."""
+    wandb: WandbConfig = WandbConfig()
     num_samples_to_log: int = key(8, ">= 0")
     """Each step and validation writes this many conversations to samples.jsonl."""
     num_val_samples_to_print: int = key(3, ">= 0")
     """Each validation prints this many conversations."""
+    dump_rollouts: int = key(0, ">= 0")
+    """Step 1 and every this many steps write the samples that they train, with tokens, to rollouts; 0 writes none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,9 +81,10 @@ def train(run: setup.Run) -> None:
     all ranks. Raises StopRun when a check of the run fails, Interrupted when a signal asks for an end."""
     cfg, timer = run.cfg, run.timer
     model, optimizer = run.model, run.optimizer
+    sampler, mixture = run.sampler, run.inputs.train
     for step in setup.steps(run):
         with timer("generation"):
-            samples = sample_step(run.sampler, cfg, run.inputs.train, run.state.cursor, step, run.num_steps)
+            samples = run.replay or sample_step(sampler, cfg, mixture, run.state.cursor, step, run.num_steps)
             run.engine.sleep()
         check_versions(samples.trained, step - 1, cfg.grpo.async_grpo.max_age)
 
@@ -92,6 +93,7 @@ def train(run: setup.Run) -> None:
 
         with timer("data_processing"):
             minibatches = make_minibatches(samples.trained, adv_B, cfg, run.ranks, run.device)
+        setup.dump_if_due(run, samples, step)
 
         with timer("policy_and_reference_logprobs"):
             logp_metrics = compute_logprobs(model, run.reference, minibatches, cfg, step)
@@ -195,8 +197,9 @@ def training_metrics(
 def train_to_the_end(run: setup.Run) -> str:
     """The first sync, all steps and the export; returns why the run ended. With it a split job's generators end."""
     with setup.generators_of(run):
-        sync_weights(run.model, run.engine, run.state.step)
-        check_canary(run.model, run.engine, run.cfg.grpo.logp_gap_limit, run.device, "after the first sync")
+        if not run.replay:
+            sync_weights(run.model, run.engine, run.state.step)
+            check_canary(run.model, run.engine, run.cfg.grpo.logp_gap_limit, run.device, "after the first sync")
         with run.saver:
             try:
                 if setup.validation_is_due(run):

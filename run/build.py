@@ -21,6 +21,8 @@ from run.generators import Generators
 from run.loss_path import choose_loss_path
 from run.preflight import RunInputs
 from run.reward_model import RewardModel
+from run.rollouts import NoEngine
+from system.progress import Progress
 from system.ranks import Ranks, fsdp_mesh, seed_everything
 
 
@@ -67,7 +69,7 @@ def build(
     cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device
 ) -> tuple[Decoder, Engine | Generators, Sampler | Generators]:
     """The sharded policy with float32 master weights, the engine, which has no weights yet and sleeps, and the sampler
-    over it; in a split job the generators are both. A collective of all ranks that train."""
+    over it; in a split job the generators are both, and a replay has none. A collective of all ranks that train."""
     policy = cfg.policy
     try:
         backend = choose_backend(policy.kernel_backend, device.type, policy.logprob_chunk_size)
@@ -76,16 +78,17 @@ def build(
     compiled = compiles(policy.compile, device.type)
     seed_everything(cfg.grpo.seed)
     mesh = fsdp_mesh(device.type, policy.dtensor_cfg.dp_replicate_size)
-    model = load_policy(
-        inputs.model_folder,
-        device=device,
-        mesh=mesh,
-        precision=policy.precision,
-        cpu_offload=policy.dtensor_cfg.cpu_offload,
-        overrides=policy.hf_config_overrides,
-        lora=policy.dtensor_cfg.lora_cfg,
-        seed=cfg.grpo.seed,
-    )
+    with Progress("start, 1 of 3: weights of the policy"):
+        model = load_policy(
+            inputs.model_folder,
+            device=device,
+            mesh=mesh,
+            precision=policy.precision,
+            cpu_offload=policy.dtensor_cfg.cpu_offload,
+            overrides=policy.hf_config_overrides,
+            lora=policy.dtensor_cfg.lora_cfg,
+            seed=cfg.grpo.seed,
+        )
     for block in model.model["layers"]:
         block.recompute = policy.dtensor_cfg.activation_checkpointing
     if compiled:
@@ -105,8 +108,10 @@ def build(
         f"{backend.describe(model.config.vocab_size)}; {model.loss_path.describe()}; "
         f"attention: {'varlen_attn' if flash else 'SDPA by runs of equal length'}; "
         f"{'compiled' if compiled else 'eager'} blocks; packs of {policy.pack_tokens(device.type):,} tokens; "
-        "starting the engine"
+        f"{'no engine' if cfg.grpo.replay_rollouts else 'starting the engine'}"
     )
+    if cfg.grpo.replay_rollouts:
+        return model, NoEngine(), NoEngine()
     if ranks.bridge:
         generators = Generators(ranks.bridge, full_shapes(model), inputs.tokenizer, cfg)
         return model, generators, generators
@@ -121,7 +126,8 @@ def build_sampler(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: t
     score = None
     if inputs.reward_model:
         score = RewardModel(*inputs.reward_model, cfg, device, fsdp_mesh(device.type)).score
-    engine = Engine(inputs.model_folder, inputs.tokenizer, cfg)
+    with Progress("start, 2 of 3: vLLM engine"):
+        engine = Engine(inputs.model_folder, inputs.tokenizer, cfg)
     ranks.print_rank0(
         f"engine: {ranks.dp_size} x vLLM over {ranks.tp_size} ranks each, vocabulary {engine.vocab_size:,}"
     )

@@ -40,10 +40,15 @@ def write_file(tensors: dict[str, Tensor], file: Path) -> dict | str:
         return {}
     try:
         save_file(tensors, file)
-        flush(file)
-        return {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}}
+        return entry_of(file)
     except Exception as error:  # safetensors raises its own for a full disk; `finish` shows it to all ranks
         return f"{file}: {error}"
+
+
+def entry_of(file: Path) -> dict:
+    """Of meta.json's "files"; the file is on the disk then."""
+    flush(file)
+    return {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}}
 
 
 class Saver:
@@ -164,17 +169,19 @@ def metric(ckpt_cfg: CheckpointingConfig, state: dict, train: dict[str, float]) 
 
 
 def load(
-    folder: Path, model, optimizer, ranks: Ranks, reference: dict, *, mode: str | None, base: str | None = None
+    folder: Path, model, optimizer, ranks: Ranks, reference: dict, *, mode: str | None, base=None, step: int = 0
 ) -> dict:
-    """Restores the newest checkpoint of `folder` into model, fresh optimizer and `reference` (as in `save`), on any
-    number of ranks; the weights alone if `optimizer` is None. Returns its `state` with `step` in it. A collective.
+    """Restores the newest checkpoint of `folder`, or that of `step`, into model, fresh optimizer and `reference` (as in
+    `save`), on any number of ranks; the weights alone if `optimizer` is None. Returns its `state` with `step` in it. A
+    collective.
 
     mode "auto" takes the newest that is good and prints a warning for each that is not; with another mode the newest
     must be good. `replies` in what is returned: those of all ranks. Raises ConfigError, on all ranks, that names the
     damaged file, or where `base` is not the state's base_sha256.
     """
-    for path in broadcast_from_rank0(checkpoints(folder)):  # rank 0's view of a shared disk
-        problem = _problem(path, ranks)
+    paths = [folder / f"step_{step:06d}"] if step else checkpoints(folder)
+    for path in broadcast_from_rank0(paths):  # rank 0's view of a shared disk
+        problem = problem_of(path, ranks)
         if problem is None:
             meta = read_meta(path)
             if meta["state"].get("base_sha256") != base:
@@ -187,7 +194,7 @@ def load(
     raise ConfigError(f"checkpointing.resume_from: no whole checkpoint in {folder}; start a new run without it")
 
 
-def _problem(path: Path, ranks: Ranks) -> str | None:
+def problem_of(path: Path, ranks: Ranks) -> str | None:
     """What is wrong with a checkpoint, the same on all ranks; its files are divided among them."""
     meta = read_meta(path)
     problem = meta if isinstance(meta, str) else None

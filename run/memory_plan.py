@@ -263,6 +263,8 @@ class Plan:
     def generate(self) -> Items:
         """The engine is awake, and the trainer may score beside it: the canary, or the reward model's conversations. In
         a split job no trainer is on this GPU."""
+        if self.cfg.grpo.replay_rollouts:  # without an engine
+            return self.states()
         num_generators = self.cfg.policy.generation.num_generators
         items = self.engine | {"KV cache": max(0, self.kv_cache)}
         if not num_generators:
@@ -277,6 +279,8 @@ class Plan:
         """Of embedding or head: shards in the engine's precision, gathered, and where other tensors come with it
         copied out of that (hf.weights.full_tensors). vLLM fills a copy as soon as it has a whole layer. Of a vocabulary
         that it pads it never has, and what is sent of it waits for the end. A split job's engine is elsewhere."""
+        if self.cfg.grpo.replay_rollouts:  # nothing is sent
+            return self.states() | {"engine's weights": 0}
         waits, several = self.vocab % 64 > 0, self.num_shards > 1
         sent = 1 / self.num_shards if several and "weights" not in self.offloaded else 0
         copies = 2 + sent * (not waits) if self.model.tie_word_embeddings else 2 + (several or waits) + sent
@@ -308,5 +312,6 @@ class Plan:
         """Bytes that the GPU lacks, or the KV cache for the longest sequence; <= 0 where it fits, or nobody knows."""
         if self.gpu_bytes is None:
             return 0
+        needed = max(map(self.size, self.phases)) - self.gpu_bytes
         sequence = self.kv_bytes * self.cfg.policy.max_total_sequence_length
-        return max(max(map(self.size, self.phases)) - self.gpu_bytes, sequence - self.kv_cache)
+        return needed if self.cfg.grpo.replay_rollouts else max(needed, sequence - self.kv_cache)

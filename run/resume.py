@@ -8,10 +8,11 @@ import json
 import operator
 import os
 import re
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from config import CheckpointingConfig, Config, ConfigError, DataError
+from config import CheckpointingConfig, ColocatedConfig, Config, ConfigError, DataError
 from hf.files import read_json
 from hf.lora_layers import KEY as LORA
 from run import config_file
@@ -23,6 +24,17 @@ READABLE = (3, 4)  # 4 knows LoRA's frozen weights; another one is refused
 # With another value, a checkpoint's tensors would mean another model.
 LORA_KEYS = ("enabled", "dim", "alpha", "match_all_linear", "target_modules", "exclude_modules")
 SAME_WHEN_LOADED = ("policy.model_name", *(f"{LORA}.{name}" for name in LORA_KEYS))
+# With another value, the samples of a step would be others, or have other rewards.
+SAME_WHEN_REPLAYED = (
+    *SAME_WHEN_LOADED,
+    "policy.optimizer.name",
+    "policy.hf_config_overrides.rope_scaling",
+    "grpo.num_prompts_per_step",
+    "grpo.num_generations_per_prompt",
+    "grpo.reward_scaling",
+    "grpo.reward_shaping",
+    "grpo.overlong_filtering",
+)
 # With another value, the position in the data and the sampling seeds would mean other prompts and samples.
 SAME_WHEN_RESUMED = (
     *SAME_WHEN_LOADED,
@@ -132,14 +144,7 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
     newest = next(iter(metas))
     if newest in problems and cfg.checkpointing.resume != "auto":
         raise ConfigError(damaged(problems[newest], newest))
-    before, changed = config_file.load(run / "config.yaml"), {}
-    has_lora = any(each.policy.dtensor_cfg.lora_cfg.enabled for each in (before, cfg))
-    for key in SAME_WHEN_RESUMED if to_train else SAME_WHEN_LOADED:
-        if key.startswith(LORA) and not has_lora:
-            continue
-        old, new = (operator.attrgetter(key)(c) for c in (before, cfg))
-        if old != new and (key != "policy.model_name" or Path(old) != Path(new)):  # "model" is "./model/"
-            changed[key] = f"{key}={json.dumps(new)} (there {json.dumps(old)})"
+    changed = _changed(cfg, run, SAME_WHEN_RESUMED if to_train else SAME_WHEN_LOADED)
     fix = ", or set checkpointing.allow_changes=true"
     if "policy.optimizer.name" in changed:
         fix = ": no optimizer reads another's state"
@@ -152,6 +157,69 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
             f"not as in the run that checkpointing.resume_from={run} continues: {', '.join(changed.values())}; use "
             f"./train.sh {run}/config.yaml checkpointing.resume_from={run}{fix}"
         )
+
+
+def _changed(cfg: Config, run: Path, keys: Sequence[str]) -> dict[str, str]:
+    """Those of the keys that have another value in the run folder, and both values."""
+    before, changed = config_file.load(run / "config.yaml"), {}
+    has_lora = any(each.policy.dtensor_cfg.lora_cfg.enabled for each in (before, cfg))
+    for key in keys:
+        if key.startswith(LORA) and not has_lora:
+            continue
+        old, new = (operator.attrgetter(key)(c) for c in (before, cfg))
+        if old != new and (key != "policy.model_name" or Path(old) != Path(new)):  # "model" is "./model/"
+            changed[key] = f"{key}={json.dumps(new, default=asdict)} (there {json.dumps(old, default=asdict)})"
+    return changed
+
+
+def as_replay(cfg: Config) -> Config:
+    """The config without what the run of grpo.replay_rollouts does not do: it generates nothing and saves nothing."""
+    ckpt_cfg = cfg.checkpointing
+    if ckpt_cfg.resume_from:
+        problem = f"grpo.replay_rollouts with checkpointing.resume_from={ckpt_cfg.resume_from}"
+        raise ConfigError(f"{problem}: a replay starts from the checkpoint before its rollouts; leave one of them out")
+    generation = cfg.policy.generation
+    vllm_cfg = replace(generation.vllm_cfg, tensor_parallel_size=1)
+    generation = replace(generation, vllm_cfg=vllm_cfg, colocated=ColocatedConfig())
+    return replace(
+        cfg,
+        grpo=replace(cfg.grpo, canary_period=0, val_period=0, val_at_start=False, val_at_end=False),
+        policy=replace(cfg.policy, generation=generation),
+        logger=replace(cfg.logger, dump_rollouts=0, wandb_enabled=False),
+        checkpointing=replace(ckpt_cfg, enabled=False, save_hf_at_end=False, resume=None),
+    )
+
+
+def replayed_run(cfg: Config) -> Path:
+    """The run folder that grpo.replay_rollouts lies in."""
+    return Path(cfg.grpo.replay_rollouts).absolute().parent.parent
+
+
+def replayed_step(cfg: Config) -> tuple[int, int]:
+    """Number of the step of grpo.replay_rollouts, and of the ranks that trained it. ConfigError where that folder, or
+    the checkpoint before it, is not whole, or where settings differ that made the samples."""
+    folder, run = Path(cfg.grpo.replay_rollouts), replayed_run(cfg)
+    name = f"grpo.replay_rollouts={folder}"
+    if not os.path.isdir(folder):
+        raise ConfigError(f"{name}: no such folder; a run with logger.dump_rollouts=N has rollouts/step_000001 and on")
+    meta = read_meta(folder)
+    if isinstance(meta, str):
+        raise ConfigError(f"{name}: {meta}: these rollouts are not whole; give others")
+    step, saved = meta["step"], checkpoint_folder(cfg.checkpointing, run)
+    begins = [1, *(1 + read_meta(path)["step"] for path in committed(saved))]
+    if step not in begins:
+        others = [str(number) for number in sorted(numbered(run / "rollouts", "step_")) if number in begins]
+        raise ConfigError(
+            f"{name}: no whole checkpoint of step {step - 1} in {saved}; steps that can be replayed: "
+            f"{', '.join(others) or 'none'}. A run keeps more with logger.dump_rollouts a multiple of "
+            "checkpointing.save_period, and a larger checkpointing.keep_latest"
+        )
+    if changed := _changed(cfg, run, SAME_WHEN_REPLAYED):
+        raise ConfigError(
+            f"{name}: its samples are of other settings: {', '.join(changed.values())}; use "
+            f"./train.sh {run}/config.yaml {name}, and change keys of the loss, the advantages or the optimizer only"
+        )
+    return step, meta["world_size"]
 
 
 def damaged(problem: str, checkpoint: Path) -> str:

@@ -21,17 +21,18 @@ from hf.weights import save_adapter, save_hf
 from model import Decoder, Reference
 from optim import build_optimizer
 from rollout import Sampler, StepSamples
-from run import checkpoint
+from run import checkpoint, rollouts
 from run.build import build, build_sampler, read_adapter, reference_dtype
 from run.config_check import must_save_by_seconds
 from run.generators import Generators, finished_replies, serve
 from run.log import RunLog, Timers
 from run.memory import Memory
 from run.metrics import age_metrics, performance_metrics
-from run.preflight import RunInputs, lora_note, memory_plan, num_steps_of, warmup_problem
-from run.resume import checkpoint_folder
+from run.preflight import RunInputs, data_lines, lora_note, memory_plan, num_steps_of, warmup_problem
+from run.resume import checkpoint_folder, replayed_run, replayed_step
 from system.exits import Interrupted, Saved, Signals, StopRun
 from system.optimizer import Optimizer
+from system.progress import Progress
 from system.ranks import Ranks, any_rank, seed_everything
 from system.watchdog import Watchdog
 
@@ -73,6 +74,7 @@ class Run:
     num_steps: int
     memory: Memory | None = None
     log: RunLog | None = None  # rank 0's
+    replay: StepSamples | None = None  # what grpo.replay_rollouts trains again
     metrics: dict[str, float] = field(default_factory=dict)  # of the newest step
     told_to_stop: bool = False  # by a signal to any rank, as of the end of the newest step
 
@@ -132,13 +134,18 @@ def set_up(
         num_steps=num_steps_of(cfg, inputs.train.num_problems),
         memory=memory,
     )
-    restore(run)
+    with Progress("start, 3 of 3: checkpoint"):
+        restore(run)
+    if not (run.replay or run.is_finished):  # else there is no next prompt
+        ranks.print_rank0("\n".join(data_lines(cfg, inputs, run.state.cursor)))
     if problem := warmup_problem(cfg, run.num_steps):
         ranks.print_rank0(f"WARNING: {problem}")
     if note := lora_note(cfg):
         ranks.print_rank0(f"LoRA: {note}")
     if ranks.rank == 0:
-        run.log = RunLog(folder, cfg.logger, first_step=run.state.step + 1, num_steps=run.num_steps)
+        first_step = run.state.step + 1
+        last_step = first_step if run.replay else run.num_steps
+        run.log = RunLog(folder, cfg.logger, first_step=first_step, num_steps=last_step)
     return run
 
 
@@ -168,13 +175,13 @@ def restore(run: Run) -> None:
     """Loads the checkpoint that the config resumes: weights, the optimizer's state, the reference and the counters."""
     cfg, train = run.cfg.checkpointing, run.inputs.train
     checkpoints = run.saver.folder
+    if run.cfg.grpo.replay_rollouts:
+        return _begin_replay(run)
     if cfg.resume_from is None:
         if any(checkpoints.glob("step_*")):
             raise config.ConfigError(f"{checkpoints} holds checkpoints of another run: choose another checkpoint_dir")
         return
-    shards = run.reference.shards if run.reference else {}
-    base = run.state.base_sha256
-    counters = checkpoint.load(checkpoints, run.model, run.optimizer, run.ranks, shards, mode=cfg.resume, base=base)
+    counters = _load(run, checkpoints, cfg.resume)
     replies = counters.pop("replies", {})
     run.state = state = RunState(**counters)
     run.saver.saved = state.step
@@ -187,6 +194,25 @@ def restore(run: Run) -> None:
     train.check_same(state.fingerprints, cfg.resume_from)
     _restore_replies(run, replies)
     run.ranks.print_rank0(f"resumed from {checkpoints / f'step_{state.step:06d}'}")
+
+
+def _begin_replay(run: Run) -> None:
+    """Reads the rollouts of grpo.replay_rollouts, and the checkpoint of the step before theirs."""
+    cfg, ranks = run.cfg, run.ranks
+    step, num_ranks = replayed_step(cfg)
+    run.replay = rollouts.load(Path(cfg.grpo.replay_rollouts), ranks)
+    if num_ranks != ranks.world_size:
+        other = f"on {ranks.world_size} ranks instead of {num_ranks}, whose packs and sums are others"
+        ranks.print_rank0(f"WARNING: the replay is {other}: its numbers differ by rounding")
+    if step > 1:
+        counters = _load(run, checkpoint_folder(cfg.checkpointing, replayed_run(cfg)), "must", step - 1)
+        counters.pop("replies", None)
+        run.state = RunState(**counters | {"first_validation": {}, "last_validation": {}})  # which are that run's
+
+
+def _load(run: Run, folder: Path, mode: str | None, step: int = 0) -> dict:
+    shards, base = run.reference.shards if run.reference else {}, run.state.base_sha256
+    return checkpoint.load(folder, run.model, run.optimizer, run.ranks, shards, mode=mode, base=base, step=step)
 
 
 def _replies(run: Run) -> dict[str, torch.Tensor]:
@@ -213,11 +239,21 @@ def _restore_replies(run: Run, replies: dict[str, torch.Tensor]) -> None:
 
 def steps(run: Run) -> Iterator[int]:
     """Numbers of the steps that are left, from 1. A step that is over is counted and logged by `end_step`."""
-    while not run.is_finished:
+    while run.replay or not run.is_finished:
         step = run.state.step + 1
         run.watchdog.step = step
         run.timer.start_step()
         yield step
+        if run.replay:  # without validation and checkpoints, which the config has lost
+            return
+
+
+def dump_if_due(run: Run, samples: StepSamples, step: int) -> None:
+    """Before the step trains: its samples to the disk, in every dump_rollouts-th step from the first one on."""
+    period = run.cfg.logger.dump_rollouts
+    if period and (step - 1) % period == 0:
+        with run.timer("dump_rollouts"):
+            rollouts.dump(run.folder / "rollouts", samples, step, run.model, run.cfg, run.inputs.tokenizer, run.ranks)
 
 
 def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metrics: dict[str, float]) -> None:
@@ -303,15 +339,19 @@ def finish(run: Run) -> str:
     if cfg.checkpointing.save_hf_at_end:
         dtype = getattr(torch, cfg.policy.precision)
         hf = hf_config(run.inputs.model_folder, cfg.policy.hf_config_overrides)
-        save_hf(run.model, run.folder / "hf_model", run.inputs.tokenizer.file.parent, dtype=dtype, hf=hf)
+        with Progress("export"):
+            save_hf(run.model, run.folder / "hf_model", run.inputs.tokenizer.file.parent, dtype=dtype, hf=hf)
         if run.state.base_sha256:
             adapter = adapter_config(cfg.policy, run.model.config)
             save_adapter(run.model, run.folder / "hf_adapter", adapter, run.state.base_sha256)
+    if run.replay:
+        text = rollouts.compare(replayed_run(cfg), run.state.step, run.metrics)
+        run.ranks.print_rank0(f"\n{text}")
     if run.log:
         run.log.close(run.state, run.saver.folder, cfg.checkpointing)
     if not run.ranks.bridge:
         close_environments(run.inputs)
-    return f"trained to step {run.state.step}"
+    return f"{'replayed' if run.replay else 'trained to'} step {run.state.step}"
 
 
 def close_environments(inputs: RunInputs) -> None:

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -22,6 +23,7 @@ from run.preflight import RunInputs
 from run.resume import checkpoint_folder
 from run.setup import Run
 from system.exchange import move_tokens
+from system.progress import Progress
 from system.ranks import Ranks
 
 Z95 = 1.959964  # 97.5% of a normal distribution lie below
@@ -35,10 +37,12 @@ def validate(run: Run) -> None:
     start = time.perf_counter()
     values: dict[str, float] = {}
     summaries: dict[str, list[tuple[int, dict[str, float]]]] = {}  # mode -> (number of samples, numbers) of each set
+    sampled: list[list[Sample]] = []  # the groups of all sets
     for name, mode, samples in sample_sets(run.cfg, run.inputs, run.sampler):
         prefix = f"validation/{name}/{mode}" if len(run.inputs.validation) > 1 else f"validation/{mode}"
         summaries.setdefault(mode, []).append((len(samples), summarize(samples)))
         values |= {f"{prefix}/{key}": value for key, value in summaries[mode][-1][1].items()}
+        sampled += groups_of(samples) if mode == "sampled" else []
         if run.log:
             num_print = run.cfg.logger.num_val_samples_to_print
             run.log.samples(run.state.step, prefix, samples, run.inputs.tokenizer, num_print)
@@ -47,9 +51,15 @@ def validate(run: Run) -> None:
             total = sum(size for size, _ in sets)
             means = {key: sum(size * numbers[key] for size, numbers in sets) / total for key in sets[0][1]}
             values |= {f"validation/{mode}/{key}": mean for key, mean in means.items()}
+    group_size = run.cfg.grpo.num_generations_per_prompt
+    share = signal_share(sampled, group_size)
+    if share is not None:
+        values["validation/sampled/signal_share"] = share
     values["timing/validation/total_validation_time"] = time.perf_counter() - start
     if run.log:
         run.log.validation(run.state.step, values)
+        if share is not None and not run.state.first_validation and not run.state.last_validation:
+            print(signal_line(share, len(sampled[0]), group_size), flush=True)
     if run.state.step == 0:
         run.state.first_validation = values
     else:
@@ -71,7 +81,7 @@ def evaluate(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device,
         scored = f"{checkpoints}, step {step}"
     sync_weights(model, engine, step)
     sets = {name: {"data_path": data.path, "fingerprint": data.fingerprint} for name, data in inputs.validation.items()}
-    without_events = replace(cfg.logger, tensorboard_enabled=False)
+    without_events = replace(cfg.logger, tensorboard_enabled=False, wandb_enabled=False)
     log = RunLog(folder, without_events, first_step=0, num_steps=0) if ranks.rank == 0 else None
     for name, mode, samples in sample_sets(cfg, inputs, sampler):
         numbers = sets[name][mode] = with_interval(samples, mode)
@@ -108,7 +118,11 @@ def sample_sets(cfg: Config, inputs: RunInputs, sampler: Sampler) -> Iterator[tu
     for name, dataset in inputs.validation.items():
         problems = list(enumerate(dataset.problems[: cfg.grpo.max_val_samples]))
         for mode, (num_samples, options) in modes(cfg).items():
-            samples = sampler.sample(problems, num_samples, options, (cfg.grpo.seed, -1))
+            total, count = len(problems) * num_samples, None
+            if isinstance(sampler, Sampler):  # who knows of one engine, and the others have as much to do
+                count = partial(lambda engine, n: len(engine.finished) * n, sampler.engine, sampler.ranks.dp_size)
+            with Progress(f"validation, {name}, {mode}: answers", total, count):
+                samples = sampler.sample(problems, num_samples, options, (cfg.grpo.seed, -1))
             move_tokens([samples[:num_logged]])
             yield name, mode, samples
 
@@ -140,6 +154,27 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     for the chance of k fresh samples (Chen et al. 2021, "Evaluating Large Language Models Trained on Code")."""
     assert 1 <= k <= num_samples and 0 <= num_right <= num_samples, (num_samples, num_right, k)
     return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def signal_share(groups: Sequence[Sequence[Sample]], group_size: int) -> float | None:
+    """Share of groups of G answers whose rewards differ, which alone have a gradient: 1 - p^G - (1-p)^G, averaged over
+    prompts. With c of n right, the share of subsets of G that are mixed is unbiased for it (as `pass_at_k`). For n < G
+    nothing is: it is that of groups of n, less in expectation. None for n = 1, or rewards of more than two values."""
+    num_samples, rewards = len(groups[0]), {sample.reward for group in groups for sample in group}
+    size = min(num_samples, group_size)
+    if size < 2 or len(rewards) > 2:
+        return None
+    right = [sum(sample.reward == max(rewards) for sample in group) for group in groups]
+    return fmean(pass_at_k(num_samples, c, size) + pass_at_k(num_samples, num_samples - c, size) - 1 for c in right)
+
+
+def signal_line(share: float, num_samples: int, group_size: int) -> str:
+    bound, fix = "about", ""
+    if num_samples < group_size:
+        bound, fix = "at least about", f"; grpo.val_num_generations_per_prompt={group_size} makes it an estimate"
+    source = f"from {num_samples} answers to each held-out prompt{fix}"
+    groups = f"{bound} {share:.0%} of groups of {group_size} answers will have a gradient"
+    return f"signal: {groups}; in the others all rewards are equal ({source})"
 
 
 def majority(samples: Sequence[Sample]) -> float:

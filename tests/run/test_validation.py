@@ -20,7 +20,16 @@ from engine import SamplingOptions
 from rollout import Sampler
 from run.preflight import RunInputs
 from run.setup import RunState
-from run.validation import clustered_interval, majority, modes, pass_at_k, summarize, validate, wilson_interval
+from run.validation import (
+    clustered_interval,
+    majority,
+    modes,
+    pass_at_k,
+    signal_share,
+    summarize,
+    validate,
+    wilson_interval,
+)
 from system.ranks import Ranks
 
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, tp_size=1)
@@ -57,6 +66,61 @@ def test_pass_at_k_of_large_numbers_is_exact():
 )
 def test_majority(given, expected):
     assert majority(answers(*given)) == pytest.approx(expected)
+
+
+def groups(*counts, size):
+    """A group of answers for each number of right ones."""
+    return [answers(*["7"] * count, *["5"] * (size - count)) for count in counts]
+
+
+def test_signal_share_is_the_share_of_mixed_subsets():
+    for size in range(2, 8):
+        for right, k in product(range(size + 1), range(2, 10)):
+            subsets = list(combinations([1.0] * right + [0.0] * (size - right), min(k, size)))
+            mixed = fmean(len(set(subset)) == 2 for subset in subsets)
+            assert signal_share(groups(right, size=size), k) == pytest.approx(mixed, abs=1e-14), (size, right, k)
+
+
+def test_signal_share_is_unbiased_and_with_few_answers_a_lower_bound():
+    """Prompts of known chances, 20,000 times: the mean is 1 - p^G - (1-p)^G; of 3 answers for groups of 6 that of 3."""
+    rng, chances, group_size = np.random.default_rng(0), np.array([0.03, 0.4, 0.95]), 6
+    truth = {size: (1 - chances**size - (1 - chances) ** size).mean() for size in (3, 6)}
+    for num_samples, expected in ((8, truth[6]), (6, truth[6]), (3, truth[3])):
+        of_counts = [signal_share(groups(c, size=num_samples), group_size) for c in range(num_samples + 1)]
+        shares = np.array(of_counts)[rng.binomial(num_samples, chances, (20_000, 3))].mean(1)
+        assert abs(shares.mean() - expected) < 4 * shares.std() / np.sqrt(20_000), num_samples
+    assert truth[3] < truth[6]
+
+
+def test_signal_share_of_several_prompts_and_of_other_rewards():
+    assert signal_share(groups(0, 1, 4, size=4), 4) == pytest.approx(1 / 3)
+    assert signal_share(groups(0, 0, size=4), 4) == 0 == signal_share(groups(4, size=4), 4)
+    assert signal_share(groups(1, size=1), 16) is None, "one answer has nothing to differ from"
+    shifted = groups(1, 2, size=4)
+    for sample in (sample for group in shifted for sample in group):
+        sample.reward = 2 * sample.reward - 1
+    assert signal_share(shifted, 2) == signal_share(groups(1, 2, size=4), 2)
+    shifted[0][1].reward = 0.5
+    assert signal_share(shifted, 2) is None, "not binary"
+
+
+def test_the_first_validation_says_how_many_groups_will_have_a_gradient(one_rank, capsys):
+    log = SimpleNamespace(samples=lambda *_: None, validation=lambda *_: None)
+    cfg = config_of(max_val_samples=6, val_num_generations_per_prompt=4, num_generations_per_prompt=4)
+    before = validated(cfg, inputs_of(easy=3, hard=3), step=0, log=log)
+    share = before.first_validation["validation/sampled/signal_share"]
+    assert 0 < share <= 1
+    text = "of groups of 4 answers will have a gradient; in the others all rewards are equal"
+    assert capsys.readouterr().out == f"signal: about {share:.0%} {text} (from 4 answers to each held-out prompt)\n"
+    cfg = config_of(max_val_samples=6, val_num_generations_per_prompt=2, num_generations_per_prompt=16)
+    state = validated(cfg, inputs_of(held=6), log=log)
+    share = state.last_validation["validation/sampled/signal_share"]
+    text = f"signal: at least about {share:.0%} {text.replace('4', '16')} (from 2 answers to each held-out prompt; "
+    assert capsys.readouterr().out == f"{text}grpo.val_num_generations_per_prompt=16 makes it an estimate)\n"
+    again = validated(cfg, inputs_of(held=6), log=log, state=state)
+    assert again.last_validation["validation/sampled/signal_share"] == share and capsys.readouterr().out == ""
+    assert "validation/sampled/signal_share" not in validated(config_of(), inputs_of(held=2), log=log).last_validation
+    assert capsys.readouterr().out == ""
 
 
 def test_majority_of_an_answer_graded_both_ways_is_its_share():
@@ -149,12 +213,12 @@ def config_of(**grpo):
     return config.Config(grpo=config.GRPOConfig(**grpo))
 
 
-def validated(cfg, inputs, engine=None, step=1):
+def validated(cfg, inputs, engine=None, step=1, log=None, state=None):
     """The state of a run after it validated at this step."""
     sampler = Sampler(engine or FakeEngine(), inputs.tokenizer, inputs.environments, ALONE)
-    run = SimpleNamespace(cfg=cfg, inputs=inputs, sampler=sampler, log=None)
+    run = SimpleNamespace(cfg=cfg, inputs=inputs, sampler=sampler, log=log)
     run.watchdog = SimpleNamespace(enter=lambda phase: None)
-    run.state = RunState(cursor={}, fingerprints={}, step=step)
+    run.state = state or RunState(cursor={}, fingerprints={}, step=step)
     validate(run)
     return run.state
 
