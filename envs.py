@@ -64,7 +64,7 @@ class StepResult:
 class Environment:
     """A base for environments; any class that has its three methods will do."""
 
-    self_tests: Sequence[tuple[str, str, str]] = ()  # (reply, answer, expected outcome), tried before a run starts
+    self_tests: Sequence[tuple] = ()  # (reply, answer, expected outcome[, fields]), tried before a run starts
     reward_names: Sequence[str] = ()  # names in StepResult.rewards; grpo.adv_estimator.name=gdpo needs two or more
     pool: Any = None  # a graders.pool.GraderPool, if it has worker processes
 

@@ -65,7 +65,7 @@ class ProblemMaker:
         if env_name in ("exact", "math", "math_multi_reward"):
             if answer is None:
                 key = f"key '{self.cfg.output_key}'" if self.cfg.output_key else f"key of {', '.join(OUTPUT_KEYS)}"
-                raise DataError(f"{where}: no {key}; keys: {', '.join(map(str, raw)):.200} (see output_key)")
+                raise DataError(f"{where}: no {key}; {_keys_of(raw, 'output_key', OUTPUT_KEYS)}")
             if GSM8K_MARK in answer:
                 answer = answer.rpartition(GSM8K_MARK)[2].strip() or answer
         messages = self._with_prompts(messages, where)
@@ -128,8 +128,8 @@ def read_row(raw: dict, where: str, cfg: DatasetConfig) -> tuple[list[dict], str
         input_keys = (cfg.input_key,) if cfg.input_key else INPUT_KEYS
         problem = _first(raw, input_keys)
         if not isinstance(problem, (str, list)):
-            names, keys = "' or '".join(input_keys), f"{', '.join(map(str, raw)):.200}"
-            raise DataError(f"{where}: neither 'messages' nor text under '{names}'; keys: {keys} (see input_key)")
+            names, keys = "' or '".join(input_keys), _keys_of(raw, "input_key", INPUT_KEYS)
+            raise DataError(f"{where}: neither 'messages' nor text under '{names}'; {keys}")
         messages = [{"role": "user", "content": problem}] if isinstance(problem, str) else problem
     messages = _chat(messages, where)
     answer = _first(raw, (cfg.output_key,) if cfg.output_key else output_keys)
@@ -144,6 +144,12 @@ def read_row(raw: dict, where: str, cfg: DatasetConfig) -> tuple[list[dict], str
     if not isinstance(answer, str | None):
         answer = to_json(answer, f"{where}: the answer", allow_nan=False)
     return messages, answer, _tools(tools, where)
+
+
+def _keys_of(raw: dict, key: str, usual: Sequence[str]) -> str:
+    """The keys of a row, and the setting that names the one to read, for a message."""
+    likely = next((name for name in usual if isinstance(raw.get(name), str)), "KEY")
+    return f"keys: {', '.join(map(str, raw)):.200} (set {key} of this data set, such as data.train.{key}={likely})"
 
 
 def to_json(value: Any, name: str, *, allow_nan: bool = True) -> str:

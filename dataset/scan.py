@@ -20,6 +20,7 @@ from dataset.problems import ProblemMaker, to_json
 from dataset.sources import Source, open_source, with_preset
 from hf.tokenizer import ControlTokenInText, Tokenizer
 from system.imports import call
+from system.progress import Progress
 
 CHUNK = 256  # rows whose fields are in memory at once, for each environment
 PROGRESS_SECONDS = 5.0  # so often, a scan says how far it is
@@ -88,7 +89,8 @@ def load_dataset(
     """
     source = open_source(with_preset(cfg))
     maker = ProblemMaker(cfg, tokenizer, max_prompt_tokens, tasks, source)
-    scanned, checksum = on_rank0(lambda: _scan(maker, max_rows, check))
+    with Progress(f"{source.name}: rows checked") as progress:
+        scanned, checksum = on_rank0(lambda: (_scan(maker, max_rows, check, progress), source.checksum))
     if checksum != source.checksum:
         raise DataError(f"{source.name}: this rank finds other rows there than rank 0: give all machines the same data")
     for env_name in scanned.env_names:
@@ -123,8 +125,8 @@ def _pick(numbers: Sequence[int], max_rows: int | None, seed: int) -> Sequence[i
     return [*numbers[:first], *(numbers[first + i] for i in np.sort(rest).tolist())]
 
 
-def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Dataset, int]:
-    """Makes and checks problems: (the dataset, with numbers of rows for problems; checksum of the source)."""
+def _scan(maker: ProblemMaker, max_rows: int | None, check: Check, progress: Progress) -> Dataset:
+    """Makes and checks problems: the dataset, with numbers of rows for problems."""
     source, cfg = maker.source, maker.cfg
     picked = _pick(source.numbers, max_rows, cfg.seed)
     usable = array("q")
@@ -136,10 +138,11 @@ def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Data
     digest = hashlib.sha256()
     chunks: dict[str, list[tuple[str, str, dict]]] = {}
     last_progress = time.monotonic()
-    for i, number in enumerate(picked):
-        if time.monotonic() > last_progress + PROGRESS_SECONDS:
+    progress.total = len(picked)
+    for progress.done, number in enumerate(picked):
+        if not progress.is_shown and time.monotonic() > last_progress + PROGRESS_SECONDS:
             last_progress = time.monotonic()
-            print(f"{source.name}: checked {i:,} of {len(picked):,} rows", flush=True)
+            print(f"{source.name}: checked {progress.done:,} of {len(picked):,} rows", flush=True)
         where = source.where(number)
         try:
             problem = call(f"{where}: a value in the row", maker, number)  # one that is a user's object
@@ -181,8 +184,7 @@ def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Data
     digest.update(str(cfg.repeat).encode())
     rows = np.setdiff1d(source.numbers, np.setdiff1d(picked, usable))  # without the unusable ones among the picked
     fingerprint, sizes = digest.hexdigest(), (len(source.numbers), len(picked))
-    scanned = Dataset(source.name, rows, fingerprint, cfg.set_name, *sizes, left_out, tuple(chunks), is_trained)
-    return scanned, source.checksum
+    return Dataset(source.name, rows, fingerprint, cfg.set_name, *sizes, left_out, tuple(chunks), is_trained)
 
 
 def _check_id(problem: Problem, source: Source, first_with_id: dict[int, int]) -> None:

@@ -1,29 +1,33 @@
 """Where the rows of a dataset come from: a file, the Hugging Face hub, or a function of the user's.
 
-Owns the dataset presets and the reading of jsonl, json and parquet; problems.py knows what the fields of a row mean. A
-jsonl file is never held in memory: of each line, its offset and checksum stay (12 bytes), and the line is read again
-when its turn comes. Rows of other forms are held.
+Owns the dataset presets and the reading of jsonl, csv, json and parquet; problems.py knows what the fields of a row
+mean. A jsonl or csv file is never held in memory: of each line, its offset and checksum stay (12 bytes), and the line
+is read again when its turn comes. Rows of other forms are held.
 """
 
+import csv
 import os
 import re
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from config import DataError, DatasetConfig
 from hf.files import download, open_regular, parse_json, read_bytes
 from system.imports import call, import_attribute
+from system.progress import Progress
 
 PARQUET_BRANCH = "refs/convert/parquet"  # where the hub keeps each dataset as SUBSET/SPLIT/0000.parquet, 0001, ...
 GROUND_TRUTH = "reward_model.ground_truth"
 MAX_LINE_BYTES = 64 * 2**20
 MAX_ARRAY_BYTES = 256 * 2**20  # in memory it is ten times as large
 BOM = b"\xef\xbb\xbf"
+SUFFIXES = (".jsonl", ".csv", ".json", ".parquet")  # of files, which so need not be there to be taken for one
 
 
 class DatasetPreset(NamedTuple):
@@ -93,49 +97,94 @@ def open_source(cfg: DatasetConfig) -> Source:
         problem = f"dataset_name '{cfg.dataset_name}', which is to give a sequence of rows,"
         return call(problem, _held, cfg.dataset_name, call(problem, function, cfg))
     name, suffix = cfg.data_path, Path(cfg.data_path).suffix
-    if suffix == ".csv":
-        raise DataError(f"{name}: csv is not read: use jsonl, json or parquet")
     # os.path.exists says no to a name that is too long for the file system; Path.exists raises.
-    is_local = name.startswith((".", "/")) or suffix in (".jsonl", ".json", ".parquet") or os.path.exists(name)
+    is_local = name.startswith((".", "/")) or suffix in SUFFIXES or os.path.exists(name)
     if not is_local and name.count("/") == 1:
         return _read_hub(name, cfg)
     if suffix == ".parquet":
         return _read_parquet(name, [name])
     with open_regular(name) as file:
+        if suffix == ".csv":
+            return _read_csv(name, file)
         pieces = (piece.removeprefix(BOM).strip() for piece in iter(lambda: file.readline(4096), b""))
         if not next(filter(None, pieces), b"").startswith(b"["):
-            return _json_lines(name, file)
+            return _read_jsonl(name, file)
         if file.seek(0, os.SEEK_END) > MAX_ARRAY_BYTES:
             raise DataError(f"{name}: a JSON array of more than {MAX_ARRAY_BYTES >> 20} MiB: write its rows as jsonl")
     return _held(name, parse_json(read_bytes(name, MAX_ARRAY_BYTES), name, "utf-8-sig", unique_keys=True))
 
 
-def _json_lines(name: str, file: BinaryIO) -> Source:
-    """A file with a JSON object in each line, here read through once. A row's number is its line's, from 0; blank lines
-    are no rows."""
-    numbers = array("q")
+def _read_lines(name: str, file: BinaryIO, rows_of: Callable[[Iterable[bytes], int], Iterator]) -> Source:
+    """The rows that `rows_of` makes of lines and the number of the first one, counted from 0, as pairs (number of its
+    first line, row). The file is read through once, and a row's lines again when it is asked for."""
     offsets = array("Q", [0])
     checksums = array("I")
     size = file.seek(0, os.SEEK_END)  # no further: another process may go on writing
     file.seek(0)
-    while offsets[-1] < size and (line := file.readline(MAX_LINE_BYTES + 1)):
-        if len(line) > MAX_LINE_BYTES:
-            raise DataError(f"{name}:{len(offsets)}: a line of more than {MAX_LINE_BYTES >> 20} MiB")
-        if line.strip():
-            numbers.append(len(checksums))
-        checksums.append(zlib.crc32(line))
-        offsets.append(file.tell())
 
-    def read(number: int) -> Any:
+    def scan() -> Iterator[bytes]:
+        while offsets[-1] < size and (line := file.readline(MAX_LINE_BYTES + 1)):
+            if len(line) > MAX_LINE_BYTES:
+                raise DataError(f"{name}:{len(offsets)}: a line of more than {MAX_LINE_BYTES >> 20} MiB")
+            checksums.append(zlib.crc32(line))
+            offsets.append(file.tell())
+            yield line
+
+    def again(number: int) -> Iterator[bytes]:
         with open_regular(name) as file:
             file.seek(offsets[number])
-            line = file.readline(MAX_LINE_BYTES)
-        where = f"{name}:{number + 1}"
-        if zlib.crc32(line) != checksums[number]:
-            raise DataError(f"{where}: the file was changed after the run began to read it")
-        return parse_json(line, where, "utf-8" if number else "utf-8-sig", unique_keys=True)
+            for i in range(number, len(checksums)):
+                line = file.readline(MAX_LINE_BYTES)
+                if zlib.crc32(line) != checksums[i]:
+                    raise DataError(f"{name}:{i + 1}: the file was changed after the run began to read it")
+                yield line
 
-    return Source(name, numbers, read, zlib.crc32(checksums), ":")
+    with Progress(f"{name}: bytes read", size, lambda: offsets[-1]):
+        numbers = array("q", (number for number, _ in rows_of(scan(), 0)))
+    return Source(name, numbers, lambda number: next(rows_of(again(number), number))[1], zlib.crc32(checksums), ":")
+
+
+def _read_jsonl(name: str, file: BinaryIO) -> Source:
+    """A file with a JSON object in each line; blank lines are no rows."""
+    source = _read_lines(name, file, lambda lines, first: ((i, x) for i, x in enumerate(lines, first) if x.strip()))
+
+    def read(number: int) -> Any:
+        encoding = "utf-8" if number else "utf-8-sig"
+        return parse_json(source.read(number), f"{name}:{number + 1}", encoding, unique_keys=True)
+
+    return replace(source, read=read)
+
+
+def _read_csv(name: str, file: BinaryIO) -> Source:
+    """A file of the form that spreadsheets write (RFC 4180), whose first row names the fields; all values are texts,
+    and an empty one is None. Blank lines are no rows."""
+    source = _read_lines(name, file, partial(_csv_rows, name))
+    header = source.read(source.numbers[0]) if source.numbers else []
+    if len(set(header)) < len(header):
+        raise DataError(
+            f"{source.where(source.numbers[0])}: two fields have one name: {', '.join(map(repr, header)):.200}"
+        )
+
+    def read(number: int) -> dict[str, str | None]:
+        fields = source.read(number)
+        if len(fields) != len(header):
+            raise DataError(f"{source.where(number)}: {len(fields)} fields, and the first row names {len(header)}")
+        return {key: value or None for key, value in zip(header, fields, strict=True)}
+
+    return replace(source, numbers=source.numbers[1:], read=read)
+
+
+def _csv_rows(name: str, lines: Iterable[bytes], number: int) -> Iterator[tuple[int, list[str]]]:
+    csv.field_size_limit(MAX_LINE_BYTES)  # of this process; csv's own limit is 128 KiB
+    texts = (str(line, "utf-8" if i else "utf-8-sig") for i, line in enumerate(lines, number))
+    reader, first = csv.reader(texts, strict=True), number
+    try:
+        for fields in reader:
+            if fields:
+                yield first, fields
+            first = number + reader.line_num
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{name}:{first + 1}: not valid csv ({error})") from error
 
 
 def _held(name: str, rows: Sequence[dict]) -> Source:
@@ -165,7 +214,7 @@ def _read_parquet(name: str, files: Sequence[str | Path]) -> Source:
 
 def _read_hub(name: str, cfg: DatasetConfig) -> Source:
     """The rows of a dataset of the hub, one subset after the other, from the hub's own parquet copy of it."""
-    instead = "or download it elsewhere and give its file: data_path=FILE, .jsonl, .json or .parquet"
+    instead = "or download it elsewhere and give its file: data_path=FILE, .jsonl, .csv, .json or .parquet"
     folders = [f"{subset or 'default'}/{cfg.split or 'train'}" for subset in (cfg.subset or "").split("+")]
     patterns = [f"{folder}/*.parquet" for folder in folders]
     problem = f"data_path: '{name}' is no local file"

@@ -139,11 +139,11 @@ def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environme
 
 
 def _self_test(name: str, environment: Environment) -> None:
-    examples = getattr(environment, "self_tests", ())
-    chats = [[{"role": "user", "content": ""}, {"role": "assistant", "content": reply}] for reply, _, _ in examples]
-    turns = [Turn(chat, answer, "stop") for chat, (_, answer, _) in zip(chats, examples, strict=True)]
+    examples = [each if len(each) == 4 else (*each, {}) for each in getattr(environment, "self_tests", ())]
+    chats = [[{"role": "user", "content": ""}, {"role": "assistant", "content": reply}] for reply, _, _, _ in examples]
+    turns = [Turn(chat, answer, "stop", fields=row) for chat, (_, answer, _, row) in zip(chats, examples, strict=True)]
     results = environment.step(turns) if turns else []
-    for (reply, answer, expected), result in zip(examples, results, strict=True):
+    for (reply, answer, expected, _), result in zip(examples, results, strict=True):
         if result.outcome != expected:  # a run would learn from noise
             environment.close()
             outcomes = f"must be '{expected}', and is '{result.outcome}'"

@@ -128,6 +128,7 @@ def _size_problems(cfg: Config, num_ranks: int) -> Iterator[str]:
         yield (
             f"{batch_key} does not divide the {rollout} samples of a rollout "
             f"(grpo.num_prompts_per_step={prompts} x num_generations_per_prompt={cfg.grpo.num_generations_per_prompt})"
+            f": set it to {rollout} or null"
         )
     if cfg.loss_fn.force_on_policy_ratio and epochs * num_optimizer_steps > 1:
         yield (
@@ -163,7 +164,8 @@ def _async_problems(cfg: Config) -> Iterator[str]:
             "grpo.async_grpo.in_flight_weight_updates=true with max_trajectory_age_steps=0: no response outlasts its "
             "step; set the age to 1 or more, or in_flight_weight_updates=false"
         )
-    if section.enabled and not is_split and not section.recompute_kv_cache_after_weight_updates:
+    generates = cfg.grpo.replay_rollouts is None
+    if section.enabled and not (is_split or section.recompute_kv_cache_after_weight_updates) and generates:
         yield (
             "grpo.async_grpo.recompute_kv_cache_after_weight_updates=false with policy.generation.colocated.enabled="
             "true: the keys and values go when the engine sleeps; set it to true, or split the job"
@@ -340,6 +342,11 @@ def _data_problems(cfg: Config) -> Iterator[str]:
                 yield f"data.{key}: {count} sets are called '{name}': tell them apart by their key `name`"
     if any(dataset.split_validation_size != data.default.split_validation_size for dataset in data.validation):
         yield "data.validation.split_validation_size: validation sets are not split; set it in data.train"
+    env_names = {*data.task_to_env.values(), *(dataset.env_name for dataset in data.train + data.validation)}
+    env_names = {name for name in env_names if name and ":" in name}
+    for name in [name for name in cfg.env.custom if name not in env_names]:
+        in_use = ", ".join(sorted(env_names)) or "none"
+        yield f"env.custom.{name:.80}: no data set has such a module:Class as its env_name; in use: {in_use}"
     if None in weights and any(weights):
         yield "data.train: some sets have a weight and some have none: give all of them one, or none"
     if any(weights) and data.use_multiple_dataloader:

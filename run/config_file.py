@@ -43,9 +43,10 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, explain: bool = Fal
         entries += _read_override(override)
     values, verdicts, refusal = _judge(_merge(entries))
     if explain:
-        print("\n".join(map(str, verdicts)))
-        counts = Counter(verdict.kind for verdict in verdicts)
-        print(f"{len(verdicts)} keys: {', '.join(f'{count} {kind}' for kind, count in counts.items())}\n")
+        shown = sorted(verdicts, key=lambda verdict: config_nemo.KINDS.index(verdict.kind))
+        counts = Counter(verdict.kind for verdict in shown)
+        print(f"{len(shown)} keys: {', '.join(f'{count} {kind}' for kind, count in counts.items())}")
+        print(*shown, "", sep="\n")
     if refusal:
         raise refusal
     cfg = _build(Config(), "", values)
@@ -289,9 +290,11 @@ def _typed(name: str, node: yaml.Node, kind: Any, where: str) -> Any:
             raise ValueError  # a text that a user names is not read as one where yaml sees a number or true
         return _read(node, kind)
     except ValueError:
-        default = f"; the default is {keys.default_text(plain)}" if plain in FIELDS else ""
+        hint = f"; the default is {keys.default_text(plain)}" if plain in FIELDS else ""
+        if name.startswith("env.custom."):
+            hint = "; here stands an env_name, then its arguments: env.custom.my_module:MyClass.near=6"
         expected = f"expected {keys.type_name(kind)}, got {described(node)}"
-        raise ConfigError(f"{where}: {name}: {expected}{default}") from None
+        raise ConfigError(f"{where}: {name}: {expected}{hint}") from None
 
 
 def _read(node: yaml.Node, kind: Any) -> Any:

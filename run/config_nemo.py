@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase, translate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -25,6 +25,7 @@ PATTERNS = [
 ]  # in the order in which they count
 REASONS = [row["why"] for row in TABLE if "why" in row]  # what a user may miss most comes first
 PREFIXES = {pattern[:i] for pattern, _ in PATTERNS for i, char in enumerate(pattern) if char == "."}
+KINDS = ("refused", "taken as", "does not matter", "taken")  # of verdicts, in the order in which --explain lists them
 Value = Callable[[str], Any]  # full key -> its plain value
 
 
@@ -42,7 +43,7 @@ class Verdict:
     does not matter."""
 
     name: str
-    kind: Literal["taken", "taken as", "does not matter", "refused"]
+    kind: str  # one of KINDS
     text: str = ""
     pattern: str = ""
 

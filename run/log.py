@@ -20,11 +20,16 @@ from config import CheckpointingConfig, ConfigError, LoggerConfig
 from data import Sample
 from hf.files import open_regular
 from hf.tokenizer import Tokenizer
+from run import wandb_log
+from run.health import Health
 from run.metrics import Numbers
+from system import exits
 
 TIMING_NAMES = {"prepare_for_generation": "prepare_for_generation/total"}  # NeMo RL's name
 PHASES = {"gen": "generation", "data": "data_processing", "train": "policy_training", "sync": "prepare_for_generation"}
-SAMPLE_FIELDS = "row_id index reward unshaped_reward outcome finish_reason weight_version num_tokens".split()
+SAMPLE_FIELDS = (
+    "row_id index env_name reward unshaped_reward outcome advantage finish_reason weight_version num_tokens".split()
+)
 
 
 class RunLog:
@@ -40,18 +45,26 @@ class RunLog:
         options = {"encoding": "utf-8", "errors": "backslashreplace", "buffering": 1}
         self.metrics_file = (folder / "metrics.jsonl").open("a", **options)
         self.samples_file = (folder / "samples.jsonl").open("a", **options)
+        self.health = Health(folder / "metrics.jsonl")
         events = str(folder / "tensorboard")
         self.tensorboard = SummaryWriter(events, purge_step=first_step) if cfg.tensorboard_enabled else None
+        self.wandb = wandb_log.start(folder, cfg.wandb.project, cfg.wandb.name) if cfg.wandb_enabled else None
+        if self.wandb:
+            exits.followers.append(self.wandb)
         self.start, self.first_step = time.perf_counter(), first_step
         self.tokens_per_sec: list[float] = []
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        """One object of metrics.jsonl and the same numbers to TensorBoard."""
+        """One object of metrics.jsonl, which W&B's process reads, and the same numbers to TensorBoard."""
         self.metrics_file.write(json.dumps({"step": step, **values}) + "\n")
         if self.tensorboard:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
             self.tensorboard.flush()  # a process may end without a word
+        if self.wandb and self.wandb.poll() is not None:
+            way_out = f"see {self.folder / 'wandb.log'}; logger.wandb_enabled=false runs without it"
+            print(f"WARNING: W&B has ended, training goes on: {way_out}", flush=True)
+            self.wandb = None
 
     def samples(self, step: int, kind: str, samples: list[Sample], tokenizer: Tokenizer, num_print: int = 0) -> None:
         """The first conversations to samples.jsonl, `num_print` of them to the console."""
@@ -67,9 +80,10 @@ class RunLog:
                 print(f"    [{kind}] {prompt!r} -> {reply!r}  {sample.outcome}, reward {sample.reward:g}", flush=True)
 
     def step(self, step: int, train: Numbers, seconds: Numbers, performance: Numbers) -> None:
-        """A training step: its object in metrics.jsonl and its one readable line."""
+        """A training step: its object in metrics.jsonl, its one readable line, and what is newly wrong with the run."""
         total, tokens_per_sec = seconds["total_step_time"], performance["performance/tokens_per_sec"]
-        values = {f"train/{name}": value for name, value in train.items() if name != "train_tokens"}
+        health, warnings = self.health.add(step, train)
+        values = {f"train/{name}": value for name, value in (train | health).items() if name != "train_tokens"}
         values |= {
             f"timing/train/{TIMING_NAMES.get(name, name)}": value for name, value in seconds.items()
         } | performance
@@ -82,15 +96,17 @@ class RunLog:
             f"loss {train['loss']:+.4f} grad {train['grad_norm']:.3f} | "
             f"logp gap {train['logp_gap_mean']:.0e} max {train['logp_gap_max']:.0e} | "
             f"{tokens_per_sec:,.0f} tok/s | {total:.2f}s ({phases}) | ETA {int(eta) // 60}m{int(eta) % 60:02d}s",
+            *warnings,
+            sep="\n",
             flush=True,
         )
 
     def validation(self, step: int, values: dict[str, float]) -> None:
         """A validation: an object of its own in metrics.jsonl, and a line."""
         self.metrics(step, values)
-        accuracies = [f"{label} {value:.3f}" for label, value in _accuracies(values).items()]
+        accuracies = ", ".join(f"{label} {value:.3f}" for label, value in _by_mode(values, "accuracy").items())
         seconds = f"{values['timing/validation/total_validation_time']:.1f}s"
-        print(" | ".join([f"validation after step {step}", *accuracies, seconds]), flush=True)
+        print(f"validation after step {step} | accuracy: {accuracies} | {seconds}", flush=True)
 
     def close(self, state, checkpoints: Path, cfg: CheckpointingConfig) -> None:
         """The table a run ends with. state: the `setup.RunState`."""
@@ -98,14 +114,14 @@ class RunLog:
         self.samples_file.close()
         if self.tensorboard:
             self.tensorboard.close()
-        rows = []
-        first, last = _accuracies(state.first_validation), _accuracies(state.last_validation)
-        for label in first | last or ("greedy", "sampled"):
-            before, after = (f"{kind[label]:.3f}" if label in kind else "not measured" for kind in (first, last))
-            rows.append((f"accuracy, {label}", f"{before} -> {after}"))
+        accuracy, reward = _before_and_after(state, "accuracy"), _before_and_after(state, "reward")
+        accuracy = accuracy or dict.fromkeys(("greedy", "sampled"), "not measured -> not measured")
+        rows = [(f"accuracy, {label}", text) for label, text in accuracy.items()]
+        rows += [(f"reward, {label}", text) for label, text in reward.items() if text != accuracy.get(label)]
         median = float(np.median(self.tokens_per_sec)) if self.tokens_per_sec else float("nan")
         seconds = time.perf_counter() - self.start
         rows += [
+            ("health", self.health.summary()),
             ("steps", f"{state.step} ({len(self.tokens_per_sec)} of them in this process)"),
             ("seconds of training", f"{seconds:.0f} (validations and checkpoints included)"),
             ("tokens/s, median step", f"{median:,.0f}"),
@@ -114,16 +130,27 @@ class RunLog:
             *((("adapter, PEFT format", str(adapter)),) if (adapter := self.folder / "hf_adapter").is_dir() else ()),
             ("metrics, samples", f"{self.folder / 'metrics.jsonl'}, {self.folder / 'samples.jsonl'}"),
             ("TensorBoard", f"tensorboard --logdir {self.folder}" if self.tensorboard else "none"),
+            ("report", f"python -m run.report {self.folder}"),
+            *((("W&B", wandb_log.describe(self.folder)),) if self.wandb else ()),
         ]
         width = max(len(name) for name, _ in rows)
         print("\n" + "\n".join(f"{name:<{width}}  {value}" for name, value in rows) + "\n", flush=True)
 
 
-def _accuracies(values: dict[str, float]) -> dict[str, float]:
-    """Mode -> accuracy; where there are several sets, "<set> <mode>"."""
-    start, end = "validation/", "/accuracy"
-    accuracies = {name: value for name, value in values.items() if name.startswith(start) and name.endswith(end)}
-    return {name[len(start) : -len(end)].replace("/", " "): value for name, value in accuracies.items()}
+def _by_mode(values: dict[str, float], metric: str) -> dict[str, float]:
+    """Mode -> the metric of a validation; where there are several sets, "<set> <mode>"."""
+    start, end = "validation/", f"/{metric}"
+    chosen = {name: value for name, value in values.items() if name.startswith(start) and name.endswith(end)}
+    return {name[len(start) : -len(end)].replace("/", " "): value for name, value in chosen.items()}
+
+
+def _before_and_after(state, metric: str) -> dict[str, str]:
+    first, last = _by_mode(state.first_validation, metric), _by_mode(state.last_validation, metric)
+    texts = {}
+    for label in first | last:
+        before, after = (f"{kind[label]:.3f}" if label in kind else "not measured" for kind in (first, last))
+        texts[label] = f"{before} -> {after}"
+    return texts
 
 
 def _drop_from(file: Path, first_step: int) -> None:

@@ -4,6 +4,7 @@ Owns no format: calls those who do, in the order in which a user wants to hear o
 """
 
 import gc
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ from typing import Any
 
 import envs
 from config import Config, ConfigError, DataError, DatasetConfig, RewardModelConfig, TokenizerConfig
-from dataset.mixing import Mixture
+from dataset.mixing import Cursor, Mixture
 from dataset.scan import Dataset, load_dataset
 from graders.environments import make_environment
 from hf.adapter import check_adapter
@@ -33,12 +34,16 @@ from run.config_check import max_prompt_tokens
 from run.memory_plan import GIB, Plan
 from system.exits import die_with_parent
 from system.imports import call
+from system.progress import CLEAR
 
 MAX_ROWS = 5_000  # of each set that --check looks at: half a second
 MODEL_SECONDS = 5  # of processor time, to read a model folder or try its tokenizer: five times what the largest take
 _WHOLE = ("enabled=true", "resources.gpus_per_node=null", "resources.num_nodes=null")
 ALL_RANKS_GENERATE = [f"policy.generation.colocated.{setting}" for setting in _WHOLE]  # to score, nobody trains
 ALL_RANKS_GENERATE += ["policy.dtensor_cfg.dp_replicate_size=1"]  # and so on any number of ranks
+ALL_RANKS_GENERATE += ["grpo.replay_rollouts=null"]  # in whose config.yaml it may be
+SHOWN_CHARS = 200  # of the start and of the end of a long prompt
+WANDB_VERSION = "0.31.0"  # which the tests run with: requirements/tests.txt
 WORD_SECONDS = 10  # after which --check says what it is at
 
 
@@ -53,6 +58,12 @@ class RunInputs:
     environments: dict[str, envs.Environment]
     reward_model: tuple[Path, Tokenizer] | None = None  # if an environment asks for one
 
+    @property
+    def sets(self) -> list[tuple[str, Dataset]]:
+        """(what it is for, set)"""
+        train, validation = self.train.datasets.values(), self.validation.values()
+        return [*(("train", each) for each in train), *(("validation", each) for each in validation)]
+
 
 def read_inputs(
     cfg: Config,
@@ -65,11 +76,16 @@ def read_inputs(
     """What the config names; ConfigError for whatever is wrong with it. Not `to_train`: the run of `resume_from` is
     only scored, and there may be no step to train. max_rows, on_rank0: as in `load_dataset`. `begin` gets
     each part of the work before it, and the seconds of processor time that it may take, 0 for any number."""
+    if to_train and cfg.logger.wandb_enabled and not any(importlib.metadata.distributions(name="wandb")):
+        fix = f"`pip install wandb=={WANDB_VERSION}`, or set it to false"
+        raise ConfigError(f"logger.wandb_enabled=true needs W&B's package, which is not installed: {fix}")
     resume.check_folders(cfg)
     if cfg.checkpointing.resume_from:
         resume.check_resumable(cfg, to_train)
+    replayed = resume.replayed_step(cfg)[0] if cfg.grpo.replay_rollouts else 0
     begin(f"model folder {cfg.policy.model_name}", 0)  # to fetch it from the hub takes as long as it needs
-    folder = resolve_folder(cfg.policy.model_name, "policy.model_name")
+    also = "policy.tokenizer.name and " if cfg.policy.tokenizer.name == cfg.policy.model_name else ""
+    folder = resolve_folder(cfg.policy.model_name, f"{also}policy.model_name")
     model = read_model_config(folder, cfg.policy.hf_config_overrides)
     tokenizer = read_tokenizer(cfg.policy.tokenizer, "policy.tokenizer.name", folder, begin)
     check_fits(cfg, folder, model, tokenizer)
@@ -99,16 +115,26 @@ def read_inputs(
     held_out = [part for _, part in train if part]
     held_out += [read(replace(section, split_validation_size=0))[0] for section in cfg.data.validation]
     mixture = Mixture([dataset for dataset, _ in train], cfg)
-    if to_train and num_steps_of(cfg, mixture.num_problems) == 0:
-        prompts = f"{mixture.num_problems} prompts x grpo.max_num_epochs={cfg.grpo.max_num_epochs}"
-        step = f"grpo.num_prompts_per_step={cfg.grpo.num_prompts_per_step}"
-        step += f" x grpo.batch_multiplier={cfg.grpo.batch_multiplier:g}"
-        raise ConfigError(f"nothing to train: {prompts} are fewer than {step}")
+    if to_train:
+        check_steps(cfg, mixture.num_problems, replayed)
     if to_train and mixture.sampler:  # a function of the user's, which is to fail now
         mixture.draw(mixture.start(), cfg.grpo.prompts_per_batch)
     reward_model = read_reward_model(cfg.env.reward_model, begin) if "reward_model" in environments else None
     begin("end of the check", 0)
     return RunInputs(folder, tokenizer, mixture, {each.name: each for each in held_out}, environments, reward_model)
+
+
+def check_steps(cfg: Config, num_problems: int, replayed: int) -> None:
+    """ConfigError where there is no step to train, or none of the number that is to be `replayed`."""
+    num_steps = num_steps_of(cfg, num_problems)
+    if num_steps == 0:
+        prompts = f"{num_problems} prompts x grpo.max_num_epochs={cfg.grpo.max_num_epochs}"
+        step = f"grpo.num_prompts_per_step={cfg.grpo.num_prompts_per_step}"
+        step += f" x grpo.batch_multiplier={cfg.grpo.batch_multiplier:g}"
+        raise ConfigError(f"nothing to train: {prompts} are fewer than {step}")
+    if replayed > num_steps:
+        fix = "let grpo.max_num_steps, grpo.max_num_epochs and the data be as when it was trained"
+        raise ConfigError(f"grpo.replay_rollouts: step {replayed} is none of this run's {num_steps} steps: {fix}")
 
 
 def check_reward_names(environments: dict[str, envs.Environment], weights: tuple[float, ...] | None) -> None:
@@ -198,6 +224,33 @@ def num_steps_of(cfg: Config, num_problems: int) -> int:
     return min(cfg.grpo.max_num_steps, cfg.grpo.max_num_epochs * num_problems // cfg.grpo.prompts_per_batch)
 
 
+def data_lines(cfg: Config, inputs: RunInputs, cursor: Cursor) -> list[str]:
+    """What the run learns from, a line each: of each data set the environment that grades it and the number of its
+    prompts; then the prompt that is drawn next, as the model gets it, and its answer. A replay draws none."""
+    lines = []
+    for name, dataset in inputs.sets:
+        size = f"{len(dataset.problems):,} prompts"
+        if dataset.num_read < dataset.num_rows:
+            chosen = f"the first {MAX_ROWS // 2:,}, the others at random"
+            size = f"{dataset.num_rows:,} rows, {dataset.num_read:,} checked ({chosen})"
+        numbers = ", ".join(filter(None, (size, dataset.left_out)))
+        lines.append(f"{name:10} {dataset.path}, graded by {', '.join(dataset.env_names)}: {numbers}")
+    if cfg.grpo.replay_rollouts:
+        return lines
+    if any(dataset.num_read < dataset.num_rows for _, dataset in inputs.sets):
+        problem = inputs.sets[0][1].problems[0]  # the next one may be a row that nobody has looked at
+    else:
+        count = cfg.grpo.prompts_per_batch if inputs.train.sampler else 1
+        problem = inputs.train.draw(cursor, count)[0][0]
+    prompt = inputs.tokenizer.backend.decode(problem.prompt_ids, skip_special_tokens=False)
+    prompt, answer = (
+        repr(text if len(text) <= 2 * size else f"{text[:size]} ... {text[-size:]}")
+        for text, size in ((prompt, SHOWN_CHARS), (problem.answer, SHOWN_CHARS // 4))
+    )
+    lines.append(f"first      row {problem.row_id} of {problem.dataset}: {prompt}, expected answer {answer}")
+    return lines
+
+
 def warmup_problem(cfg: Config, num_steps: int) -> str | None:
     """What is to be said of a warm-up that takes more than a third of the run, as the default's 50 steps may."""
     scheduler = cfg.policy.scheduler
@@ -205,7 +258,8 @@ def warmup_problem(cfg: Config, num_steps: int) -> str | None:
         return None
     return (
         f"policy.scheduler.warmup_steps={scheduler.warmup_steps} is more than a third of the run's {num_steps} steps: "
-        f"the learning rate is below kwargs.lr until step {scheduler.warmup_steps + 1:,}; set it to {num_steps // 10}"
+        f"the rate reaches policy.optimizer.kwargs.lr only at step {scheduler.warmup_steps + 1:,}; for a run this "
+        "short a smaller warmup_steps reaches it sooner"
     )
 
 
@@ -241,7 +295,8 @@ def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None
     with suppress(EOFError):  # the child has ended without a last word
         while here.poll(WORD_SECONDS) or child.is_alive():  # a process that it left may hold the pipe
             if not here.poll():
-                print(f"still at work: {part}", file=sys.stderr, flush=True)
+                line = f"still at work: {part}"
+                print(f"{CLEAR}{line}" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
                 continue
             word, summary, error = json.loads(here.recv_bytes())
             if error:
@@ -288,27 +343,22 @@ def _check(cfg: Config, all_rows: bool, gpu_bytes: float | None, begin: Callable
     for name, environment in inputs.environments.items():
         call(f"env_name '{name}', in close(),", environment.close)
     lines = [f"model      {inputs.model_folder} (vocabulary {inputs.tokenizer.vocab_size:,})"]
-    sets = [("train", dataset) for dataset in inputs.train.datasets.values()]
-    sets += [("validation", dataset) for dataset in inputs.validation.values()]
-    for name, dataset in sets:
-        size = f"{len(dataset.problems):,} prompts"
-        if dataset.num_read < dataset.num_rows:
-            chosen = f"the first {MAX_ROWS // 2:,}, the others at random"
-            size = f"{dataset.num_rows:,} rows, {dataset.num_read:,} checked ({chosen})"
-        numbers = ", ".join(filter(None, (size, dataset.left_out)))
-        lines.append(f"{name:10} {dataset.path} ({', '.join(dataset.env_names)}): {numbers}")
+    lines += data_lines(cfg, inputs, inputs.train.start())
     steps, samples = num_steps_of(cfg, inputs.train.num_problems), cfg.grpo.num_generations_per_prompt
     lines.append(f"steps      {steps:,} of {cfg.grpo.num_prompts_per_step} prompts x {samples} samples")
+    if cfg.grpo.replay_rollouts:
+        lines.append(f"replay     step {resume.replayed_step(cfg)[0]} of {resume.replayed_run(cfg)} alone")
     if problem := warmup_problem(cfg, steps):
         lines.append(f"warm-up    {problem}")
     if note := lora_note(cfg):
         lines.append(f"LoRA       {note}")
-    if any(dataset.num_read < dataset.num_rows for _, dataset in sets):
+    if any(dataset.num_read < dataset.num_rows for _, dataset in inputs.sets):
         lines.append("rows       checked in part; the run checks all before its first step, --check --all does now")
     # Without torchrun, a recipe is for its own number of GPUs, or for the fewest that can run it.
     num_ranks = max(cfg.cluster.gpus_per_node * cfg.cluster.num_nodes, config_check.fewest_ranks(cfg))
     num_ranks = int(os.environ.get("WORLD_SIZE", num_ranks))
-    plan = memory_plan(cfg, inputs, num_ranks, gpu_bytes, "cuda")
+    to_cpu = os.environ.get("GRPO_DEVICE") == "cpu" and gpu_bytes is None  # the run that train.sh starts prints it too
+    plan = memory_plan(cfg, inputs, num_ranks, gpu_bytes, "cpu" if to_cpu else "cuda")
     return "\n".join([*lines, memory_fit.table(plan)]), memory_fit.problem(plan) or ""
 
 
@@ -329,6 +379,8 @@ def parse_command_line(argv: Sequence[str], usage: str) -> Config:
     if not words or words[0].startswith("-"):
         raise ConfigError(usage)
     cfg = config_file.load(words[0], words[1:], explain="--explain" in flags)
+    if cfg.grpo.replay_rollouts:
+        cfg = resume.as_replay(cfg)
     # Without torchrun, `--check` does not know the number of ranks: it takes the fewest that there may be.
     ranks = int(os.environ.get("WORLD_SIZE", config_check.fewest_ranks(cfg) if flags else 1))
     config_check.validate(cfg, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None)

@@ -283,10 +283,12 @@ def test_every_error_of_a_row_names_file_and_line(tokenizer, line, problem):
 
 
 def test_explicit_keys_are_the_only_ones(tokenizer):
-    assert "rows.jsonl:1: no key 'result'; keys: input, output (see output_key)" == refused(
-        tokenizer, [GOOD], output_key="result"
+    message = "rows.jsonl:1: no key 'result'; keys: input, output (set output_key of this data set, such as "
+    assert refused(tokenizer, [GOOD], output_key="result") == f"{message}data.train.output_key=output)"
+    message = refused(tokenizer, [{"question": "1+1", "answer": "2"}], input_key="problem")
+    assert message.partition("text under ")[2] == (
+        "'problem'; keys: question, answer (set input_key of this data set, such as data.train.input_key=question)"
     )
-    assert "neither 'messages' nor text under 'text'; keys: " in refused(tokenizer, [GOOD], input_key="text")
     assert "rows.jsonl:1: no number under 'reward'" in refused(tokenizer, [GOOD], min_reward=0.5)
     Path("prompt.txt").write_text("{}")
     message = refused(tokenizer, [{"messages": [USER | {"role": "tool"}], "answer": "1"}], prompt_file="prompt.txt")

@@ -1,6 +1,9 @@
 """Files, the hub and functions of the user's: the rows they give, and what a user hears where they give none."""
 
+import csv
+import io
 import json
+import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from dataset_case import GOOD, USER, load, refused
 
-from config import DataError
+from config import DataError, DatasetConfig
 from dataset import sources
 
 
@@ -80,11 +83,76 @@ def test_missing_pyarrow_is_named(tokenizer, monkeypatch):
     assert refused(tokenizer, [], data_path="rows.parquet") == message
 
 
-@pytest.mark.parametrize("path", ["rows.csv", "data/rows.csv", "./rows.csv"])
-def test_csv_is_refused_by_name(tokenizer, path):
-    Path("data").mkdir()
-    Path(path).write_text("input,output\n1+1,2\n")
-    assert refused(tokenizer, [], data_path=path) == f"{path}: csv is not read: use jsonl, json or parquet"
+def read_csv(content):
+    """(number, row) of each row of rows.csv, as the reader gives them."""
+    Path("rows.csv").write_bytes(content)
+    source = sources.open_source(DatasetConfig(data_path="rows.csv"))
+    return [(number, source.read(number)) for number in source.numbers]
+
+
+def test_csv_is_read_as_the_standard_library_writes_it(tmp_path, monkeypatch):
+    """Generated: quotes, commas, line ends of both kinds, blank lines, empty and long fields, a mark at the start."""
+    monkeypatch.chdir(tmp_path)
+    rng = random.Random(0)
+    texts = ["", "1", "a,b", 'say ""', '"', "two\nlines", "\r\n", " x ", "ä\u2028\x85\x00", "x" * 200_000, "\n\n,\n"]
+    for trial in range(40):
+        stream = io.StringIO()
+        writer = csv.writer(stream, lineterminator=rng.choice(("\n", "\r\n")), quoting=rng.choice((0, 1)))
+        names = rng.sample(["input", "output", "a b", "", "ä"], rng.randint(1, 5))
+        writer.writerow(names)
+        rows = [[rng.choice(texts) for _ in names] for _ in range(rng.randint(0, 12))]
+        rows = [row for row in rows if row != [""]]
+        expected = []
+        for row in rows:
+            stream.write(rng.choice(("", "", "\n")))
+            line = stream.getvalue().count("\n")
+            expected.append((line, {name: text or None for name, text in zip(names, row, strict=True)}))
+            writer.writerow(row)
+        mark = b"\xef\xbb\xbf" if trial % 2 else b""
+        assert read_csv(mark + stream.getvalue().encode()) == expected
+
+
+def test_rows_of_csv_are_problems_with_the_numbers_of_their_lines(tokenizer):
+    Path("rows.csv").write_text('input,output,note\n1+1,2,\n\n"two\nlines",3,x\n1+3,4,"y\n"\n')
+    problems = load(tokenizer, [], data_path="rows.csv").problems
+    assert [(row.row_id, row.answer) for row in problems] == [(1, "2"), (3, "3"), (5, "4")]
+    assert problems[1].messages == [{"role": "user", "content": "two\nlines"}]
+    assert [row.fields["note"] for row in problems] == [None, "x", "y\n"]
+    Path("rows.csv").write_text(Path("rows.csv").read_text().replace("lines", "LINES"))
+    assert problems[0].answer == "2"
+    with pytest.raises(DataError, match=r"^rows\.csv:5: the file was changed after the run began"):
+        problems[1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"input,output\n1,2\n1+1\n", "rows.csv:3: 1 fields, and the first row names 2"),
+        (b'input,output\n"1\n",2\n1,2,3\n', "rows.csv:4: 3 fields, and the first row names 2"),
+        (b"input,output,input\n1,2,3\n", "rows.csv:1: two fields have one name: 'input', 'output', 'input'"),
+        (b"input,output,,\n1,2,,\n", "rows.csv:1: two fields have one name: 'input', 'output', '', ''"),
+        (b'input,output\n1,2\n1,"2\n3,4\n', "rows.csv:3: not valid csv (unexpected end of data)"),
+        (b'input,output\n1,"2"3\n', "rows.csv:2: not valid csv (',' expected after '\"')"),
+        (b"input,output\n1,\xe4\n", "rows.csv:2: not valid csv ('utf-8' codec can't decode byte 0xe4 in position 2"),
+        (b"input,output\r1,2\r", "rows.csv:1: not valid csv (new-line character seen in unquoted field"),
+        (b"input;output\n1;2\n", "rows.csv:2: neither 'messages' nor text under 'input"),
+        (b"input,output\n1,\n", "rows.csv:2: no key of output, expected_answer"),
+        (b"input,output,loss_multiplier\n1,2,1\n", "rows.csv:2: loss_multiplier='1': 1 (trained on) or 0"),
+        (b"", "rows.csv: no usable row: it is empty"),
+        (b"input,output\n", "rows.csv: no usable row: it is empty"),
+    ],
+)
+def test_csv_that_is_wrong_is_named_with_its_line(tokenizer, content, message):
+    Path("rows.csv").write_bytes(content)
+    assert refused(tokenizer, [], data_path="rows.csv").startswith(message)
+
+
+def test_an_open_quote_does_not_take_the_memory(tokenizer, monkeypatch):
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 1 << 16)
+    Path("rows.csv").write_text('input,output\n1,"' + "2\n" * 100_000)
+    message = refused(tokenizer, [], data_path="rows.csv")
+    assert message == "rows.csv:2: not valid csv (field larger than field limit (65536))"
+    assert refused(tokenizer, [], data_path="data/absent.csv").startswith("data/absent.csv: cannot be read (No such")
 
 
 @pytest.fixture
@@ -148,7 +216,7 @@ def test_subsets_and_files_follow_one_another(tokenizer, hub):
 
 
 def test_what_the_hub_does_not_give(tokenizer, hub):
-    end = "or download it elsewhere and give its file: data_path=FILE, .jsonl, .json or .parquet"
+    end = "or download it elsewhere and give its file: data_path=FILE, .jsonl, .csv, .json or .parquet"
     message = refused(tokenizer, [], data_path="org/rows")
     start = "data_path: 'org/rows' is no local file and could not be fetched from the hub (LocalEntryNotFoundError: "
     assert message.startswith(start) and message.endswith(f"; check its name, {end}")

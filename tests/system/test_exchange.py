@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from data import Sample
+from run.rollouts import NOT_OF_TRAINING
 from system.exchange import NUMBERS, TOKEN, move_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,3 +116,21 @@ def test_nothing_moves_where_all_ranks_have_all_tokens():
     ids = np.zeros(2, np.int32)
     move_tokens([[Sample(0, 0, 0, [5], ids, ids, ids == 0, "stop", ids)]])
     move_tokens([])
+
+
+def left(folder, name, rank):
+    """(weights and moments, metrics of training) of a run's rank."""
+    metrics = json.loads((folder / f"{name}_{rank}.json").read_text())
+    metrics = {key: repr(value) for key, value in metrics.items() if not key.startswith(NOT_OF_TRAINING)}
+    return load_file(folder / f"{name}_{rank}.safetensors"), metrics
+
+
+def test_a_step_replayed_on_as_many_ranks_is_the_same_to_the_bit(folder):
+    """Each rank has dumped a part of the samples, and reads all of them."""
+    dump = folder / "replay" / "exp_001" / "rollouts" / "step_000002"
+    parts = [load_file(dump / f"rank_00{rank}.safetensors")["sample_S"] for rank in range(2)]
+    assert sorted(np.concatenate(parts)) == list(range(32)) and min(map(len, parts)) > 0
+    for rank in range(2):
+        (run, metrics), (again, replayed) = (left(folder / "replay", name, rank) for name in ("run", "again"))
+        assert run.keys() == again.keys() and len(run) > 30 and metrics == replayed
+        assert all(np.array_equal(run[name], again[name]) for name in run)

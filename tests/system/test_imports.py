@@ -22,3 +22,28 @@ def test_modules_of_the_working_directory_come_last(tmp_path, monkeypatch):
 def test_what_is_not_there_is_named_with_its_key(path):
     with pytest.raises(ConfigError, match=f"^processor '{path}': cannot be imported"):
         import_attribute(path, "processor")
+
+
+def test_who_has_no_module_hears_where_modules_are_looked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        import_attribute("my_rewards.math:f", "env_name")
+    assert str(error.value) == (
+        "env_name 'my_rewards.math:f': cannot be imported: it raised ModuleNotFoundError: No module named 'my_rewards'"
+        f"; modules are looked for in the working directory, here {tmp_path} (train.sh sets it to the repository), "
+        "and PYTHONPATH: put my_rewards.py there, or start with PYTHONPATH=FOLDER"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "there")  # as PYTHONPATH does
+    (tmp_path / "there" / "my_rewards").mkdir(parents=True)
+    (tmp_path / "there" / "my_rewards" / "math.py").write_text("f = 5\n")
+    assert import_attribute("my_rewards.math:f", "env_name") == 5
+
+
+@pytest.mark.parametrize("text", ["import no_such_library", "1 / 0"])
+def test_a_module_that_is_there_but_fails_is_not_looked_for(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"failing_{len(text)}.py").write_text(f"{text}\n")
+    with pytest.raises(ConfigError, match=r"cannot be imported: it raised .*failing_\d+\.py:1\)$"):
+        import_attribute(f"failing_{len(text)}:f", "env_name")
