@@ -2,7 +2,8 @@
 
 The engine is a stand-in whose replies are a function of the seed. One process forks 1, 2 and 4 ranks. Each writes what
 it would train on (a hash of each pack), log and show, by case, and the collectives of that with their bytes; and the
-same for samples that all ranks have got pickled, as objects. Then the collectives of whole steps of grpo.main.
+same for samples that all ranks have got pickled, as objects. Then the collectives of whole steps of grpo.main, and what
+a run leaves whose last step is then replayed.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ fake_vllm.install()
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from small_run import arguments, write_rows
 
 import config
@@ -46,6 +48,8 @@ RUNS = [(1, 1), (2, 1), (4, 1), (4, 2)]  # ranks, and ranks of an engine
 QUIET = ("grpo.max_num_steps=3", "grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false")
 QUIET += ("checkpointing.enabled=false", "checkpointing.save_hf_at_end=false", "logger.tensorboard_enabled=false")
 MORE = ("grpo.num_prompts_per_step=12", "policy.sequence_packing.train_mb_tokens=100")
+REPLAYED = (*QUIET[1:4], *QUIET[5:], "logger.dump_rollouts=1", "grpo.max_num_steps=2", "checkpointing.save_period=1")
+REPLAYED += ("policy.train_global_batch_size=16", "policy.ppo_epochs=2", "policy.sequence_packing.train_mb_tokens=100")
 STEPS = {"2_ranks": (2, ()), "3_ranks": (3, MORE)}  # name -> ranks, overrides
 
 
@@ -238,6 +242,23 @@ def count_steps(folder, overrides):
     (folder / f"steps_{os.environ['RANK']}.json").write_text(json.dumps(steps[1:]))  # the first has the first sync
 
 
+def train(folder, name, words):
+    """Writes what a run of grpo.main leaves of this rank: its rows of the weights and moments, and the metrics."""
+
+    def finish(run):
+        tensors = {}
+        for param_name, param in run.model.named_parameters():
+            of_param = {"weight": param, **run.optimizer.state[param]}
+            tensors |= {f"{param_name}/{k}": getattr(x, "to_local", x.clone)().detach() for k, x in of_param.items()}
+        save_file(tensors, folder / f"{name}_{run.ranks.rank}.safetensors")
+        (folder / f"{name}_{run.ranks.rank}.json").write_text(json.dumps(run.metrics))
+        return FINISH(run)
+
+    FINISH, setup.finish = setup.finish, finish
+    sys.argv = ["grpo.py", *words]
+    assert grpo.main() == 0
+
+
 def start(rank, size, port, work, *given):
     pid = os.fork()
     if pid:
@@ -272,3 +293,9 @@ if __name__ == "__main__":
         folder.mkdir()
         write_rows(folder)
         launch(size, count_steps, folder, overrides)
+    folder = results / "replay"
+    folder.mkdir()
+    write_rows(folder)
+    launch(2, train, folder, "run", [*arguments(folder), *REPLAYED])
+    replay = [f"{folder}/exp_001/config.yaml", f"grpo.replay_rollouts={folder}/exp_001/rollouts/step_000002"]
+    launch(2, train, folder, "again", replay)

@@ -148,6 +148,18 @@ AGE_0 = ("grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_ste
                 "grpo.val_period=0 grpo.val_at_start=false grpo.val_at_end=false",
             ],
         ),
+        (
+            1,
+            ["data.train.env_name=m:A", "data.validation.env_name=m:B", "data.task_to_env.sums=m:C"]
+            + [f"env.custom.m:{name}.near=6" for name in "ABC"]
+            + ["env.custom.m:a.near=6"],
+            ["env.custom.m:a: no data set has such a module:Class as its env_name; in use: m:A, m:B, m:C"],
+        ),
+        (
+            1,
+            ["data.default.env_name=math", "env.custom.math.near=6"],
+            ["env.custom.math: no data set has such a module:Class as its env_name; in use: none"],
+        ),
     ],
 )
 def test_validate(write, world_size, overrides, problems):
@@ -282,6 +294,10 @@ def test_a_forced_ratio_is_for_one_step_per_rollout(write):
     start = "loss_fn.force_on_policy_ratio=true is for one optimizer step per rollout, but policy.ppo_epochs="
     assert problems_of(path, 1, forced, "policy.ppo_epochs=2") == [f"{start}2 and {batch}=null make 2"]
     assert problems_of(path, 1, forced, f"{batch}=128") == [f"{start}1 and {batch}=128 make 4"]
+    (problem,) = problems_of(path, 1, f"{batch}=500")
+    assert problem.startswith(f"{batch}=500 does not divide the 512 samples of a rollout (")
+    assert problem.endswith("): set it to 512 or null")
+    validate(load(path, [*VALID, f"{batch}=null"]), 1)
     validate(load(path, [*VALID, forced, f"{batch}=512"]), 1)
     validate(load(path, [*VALID, f"{batch}=128", "policy.ppo_epochs=2"]), 1)
 

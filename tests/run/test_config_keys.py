@@ -61,6 +61,7 @@ def test_a_step_is_a_rollout_not_an_optimizer_step():
     with_optimizer_steps = [name for name, meaning in meanings.items() if "optimizer step" in meaning]
     assert with_optimizer_steps == [
         "grpo.num_prompts_per_step",
+        "grpo.logp_gap_limit",
         "loss_fn.force_on_policy_ratio",
         "policy.train_global_batch_size",
     ]

@@ -176,10 +176,12 @@ def test_check_of_a_guides_file(tmp_path):
     )
     sets = ["  train: data_path=train.jsonl, env_name=exact", "  validation: data_path=val.jsonl, env_name=exact"]
     assert (run.returncode, run.stderr) == (0, "\n".join([WARNING, NUM_WORKERS, IN_FORCE, *sets, ""]))
-    assert run.stdout.split("\nmemory ")[0].splitlines()[1:] == [
-        "train      train.jsonl (exact): 95 prompts",
-        "validation train.jsonl (exact): 5 prompts",
-        "validation val.jsonl (exact): 100 prompts",
+    *lines, first, steps = run.stdout.split("\nmemory ")[0].splitlines()
+    assert re.fullmatch(r"first +row \d+ of train: '<\|user\|>\d+\+1=<\|end\|>.*', expected answer '#### \d+'", first)
+    assert [*lines[1:], steps] == [
+        "train      train.jsonl, graded by exact: 95 prompts",
+        "validation train.jsonl, graded by exact: 5 prompts",
+        "validation val.jsonl, graded by exact: 100 prompts",
         "steps      2 of 32 prompts x 16 samples",
     ]
 
@@ -262,7 +264,7 @@ def test_names_of_what_happens_here_anyway(line, tmp_path):
             "policy.tokenizer.chat_template_kwargs: expected mapping, got",
         ),
         ("data: {task_to_env: {algebra: 3}}", "data.task_to_env.algebra: expected str, got '3' (int)"),
-        ("env: {custom: {'m:C': 3}}", "env.custom.m:C: expected mapping, got '3' (int)"),
+        ("env: {custom: {'m:C': 3}}", "env.custom.m:C: expected mapping, got '3' (int); here stands an env_name, then"),
     ],
 )
 def test_refused(write, text, message):
@@ -331,12 +333,15 @@ def test_explain(write, capsys):
     text = "grpo: {seed: 1, use_leave_one_out_baseline: true, adv_estimator: {use_leave_one_out_baseline: false}}\n"
     text += "policy: {megatron_cfg: {enabled: False, x: {y: [1, 2], z: {}}}, generation: {top_k: 5, backend: sglang}}\n"
     text += "data: {train: [{data_path: a}, {data_path: b}], validation: null, task_to_env: {x: math, y: exact}}\n"
-    text += "grp: {a: 1}\nlogger: {wandb: {name: '${oc.env:NAME}'}}\npolicy2: 3\n"
+    text += "grp: {a: 1}\nlogger: {mlflow: {name: '${oc.env:NAME}'}, wandb: {name: mine}}\npolicy2: 3\n"
     with pytest.raises(ConfigError, match="backend=sglang is not supported here, only vllm"):
         load(write(text), ["grpo.seed=7"], explain=True)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2] == "16 keys: 8 taken, 4 does not matter, 1 taken as, 3 refused"
-    found = dict(line.split(": ", 1) for line in lines[:-2])
+    assert lines[0] == "17 keys: 3 refused, 1 taken as, 4 does not matter, 9 taken" and not lines[-1]
+    found = dict(line.split(": ", 1) for line in lines[1:-1])
+    kinds = [re.match("refused|taken as|does not matter|taken", text)[0] for text in found.values()]
+    assert list(dict.fromkeys(kinds)) == ["refused", "taken as", "does not matter", "taken"] == list(config_nemo.KINDS)
+    assert sorted(kinds, key=config_nemo.KINDS.index) == kinds
     assert found == {
         "grpo.use_leave_one_out_baseline": "does not matter: grpo.adv_estimator.use_leave_one_out_baseline decides",
         "grpo.adv_estimator.use_leave_one_out_baseline": "taken as grpo.use_leave_one_out_baseline=false",
@@ -351,7 +356,8 @@ def test_explain(write, capsys):
         "data.task_to_env.x": "taken",
         "data.task_to_env.y": "taken",
         "grp.a": f"refused: {found['grp.a'].removeprefix('refused: ')}",
-        "logger.wandb.name": "does not matter: metrics.jsonl and TensorBoard have the metrics",
+        "logger.wandb.name": "taken",
+        "logger.mlflow.name": "does not matter: metrics.jsonl and TensorBoard have the metrics",
         "policy2": f"refused: {found['policy2'].removeprefix('refused: ')}",
         "grpo.seed": "taken",
     }

@@ -14,6 +14,7 @@ from samples import sample
 
 import config
 from hf.tokenizer import Tokenizer
+from run.health import RULES
 from run.log import RunLog, Timers
 from run.metrics import accumulate, reduce_over_ranks, sample_metrics
 from run.setup import RunState
@@ -192,6 +193,7 @@ def test_step_in_metrics_file_and_on_the_console(tmp_path, capsys):
     assert record == {
         "step": 1,
         **{f"train/{name}": value for name, value in TRAIN.items() if name != "train_tokens"},
+        **{f"train/health/{rule.__name__}": 0.0 for rule in RULES},
         "timing/train/generation": 1.5,
         "timing/train/data_processing": 0.25,
         "timing/train/policy_training": 2.0,
@@ -209,32 +211,35 @@ def test_validation_is_a_record_and_a_line_of_its_own(tmp_path, capsys):
     values["timing/validation/total_validation_time"] = 2.0
     open_log(tmp_path).validation(5, values)
     assert records(tmp_path) == [{"step": 5, **values}]
-    assert capsys.readouterr().out == "validation after step 5 | greedy 0.750 | sampled 0.500 | 2.0s\n"
+    assert capsys.readouterr().out == "validation after step 5 | accuracy: greedy 0.750, sampled 0.500 | 2.0s\n"
 
 
 def test_validation_of_several_sets(tmp_path, capsys):
     values = {"validation/a/greedy/accuracy": 0.75, "validation/a/greedy/reward": 9.0}
-    values["validation/b/sampled/accuracy"] = 0.5
+    values |= {"validation/b/sampled/accuracy": 0.5, "validation/b/sampled/reward": 0.5}
     log = open_log(tmp_path)
     log.validation(5, values | {"timing/validation/total_validation_time": 2.0})
-    assert capsys.readouterr().out == "validation after step 5 | a greedy 0.750 | b sampled 0.500 | 2.0s\n"
+    assert capsys.readouterr().out == "validation after step 5 | accuracy: a greedy 0.750, b sampled 0.500 | 2.0s\n"
     state = RunState({}, {}, first_validation=values, last_validation={"validation/a/greedy/accuracy": 1.0})
     log.close(state, tmp_path, config.CheckpointingConfig())
-    lines = capsys.readouterr().out.split("\n")[1:3]
+    lines = capsys.readouterr().out.split("\n")[1:5]
     assert [" ".join(x.split()) for x in lines] == [
         "accuracy, a greedy 0.750 -> 1.000",
         "accuracy, b sampled 0.500 -> not measured",
+        "reward, a greedy 9.000 -> not measured",  # that of b is its accuracy
+        "health too few steps to tell (0; it takes 5)",
     ]
 
 
 def test_samples_file_and_console(tmp_path, capsys):
     log = open_log(tmp_path)
-    log.samples(3, "train", SAMPLES[1:], Tokenizer(STARTER), num_print=1)
+    samples = [SAMPLES[1], replace(SAMPLES[2], advantage=-0.5)]
+    log.samples(3, "train", samples, Tokenizer(STARTER), num_print=1)
     first = dict(step=3, kind="train", row_id=40, index=0, prompt="2", reply="111<|end|>", reward=1.0, outcome="ok")
-    first |= dict(unshaped_reward=1.0)
+    first |= dict(unshaped_reward=1.0, env_name="math", advantage=None)
     first |= dict(finish_reason="stop", weight_version=7, num_tokens=5)
     second = dict(row_id=41, prompt="22", reply="11111<|end|>", reward=0.0, outcome="wrong", num_tokens=8)
-    second |= dict(unshaped_reward=0.0)
+    second |= dict(unshaped_reward=0.0, env_name="games", advantage=-0.5)
     assert records(tmp_path, "samples.jsonl") == [first, first | second]
     assert capsys.readouterr().out == "    [train] '2' -> '111<|end|>'  ok, reward 1\n"
 
@@ -265,6 +270,7 @@ def test_table_at_the_end(tmp_path, capsys):
     table = dict(line.split("  ", 1) for line in capsys.readouterr().out.strip().splitlines())
     assert {name: value.strip() for name, value in table.items()} == {
         "accuracy, greedy": "0.250 -> not measured",
+        "health": "too few steps to tell (3; it takes 5)",
         "steps": "10 (3 of them in this process)",
         "seconds of training": "12 (validations and checkpoints included)",
         "tokens/s, median step": "600",
@@ -272,6 +278,7 @@ def test_table_at_the_end(tmp_path, capsys):
         "model, HF format": "none",
         "metrics, samples": f"{tmp_path / 'metrics.jsonl'}, {tmp_path / 'samples.jsonl'}",
         "TensorBoard": "none",
+        "report": f"python -m run.report {tmp_path}",
     }
 
 

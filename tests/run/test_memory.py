@@ -92,7 +92,7 @@ def patched(module, name):
 PHASES = {  # name -> (what fails, the phase, the line of the program, the plan's phase)
     "load": (patched(build, "load_policy"), "start", r"raise torch\.Out", "generate"),
     "engine": (in_engine, "start", "raise ValueError", "generate"),
-    "generation": (patched(rollout.Sampler, "finish"), "generation", r"samples = sample_step\(", "generate"),
+    "generation": (patched(rollout.Sampler, "finish"), "generation", r"run\.replay or sample_step\(", "generate"),
     "logprobs": (patched(grpo, "finish_minibatches"), "policy_and_reference_logprobs", "logp_metrics = comp", "score"),
     "forward": (patched(grpo, "linear_loss"), "policy_training", r"loss, loss_metrics = compute_loss\(", "train"),
     "backward": (in_backward, "policy_training", r"loss\.backward\(\)", "train"),

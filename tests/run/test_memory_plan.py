@@ -395,3 +395,13 @@ def test_what_is_proposed_passes_the_check_and_saves_what_it_says(name, num_gpus
             assert not fixes or phase or better.lacking <= 0 < plan.lacking
             num_proposed += len(fixes)
     assert num_proposed > 15
+
+
+def test_a_replay_has_no_engine():
+    """A split job whose trainers fill their GPUs is replayed on them, where an engine would have no room."""
+    plan = large_plan("8B", 2)
+    needed = max(plan.size("train"), plan.size("score"))
+    plan = replace(plan, gpu_bytes=needed)
+    replay = memory_fit.changed(plan, [("grpo.replay_rollouts", "exp_001/rollouts/step_000001")])
+    assert plan.lacking > 0 == replay.lacking and memory_fit.problem(replay) is None
+    assert all(replay.size(phase) < needed for phase in ("generate", "sync")) and memory_fit.remedies(replay, "train")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import config
@@ -171,12 +172,16 @@ def test_gsm8k_recipe_with_local_files(recipe, tmp_path, name):
     assert [section.dataset_name for section in cfg.data.train + cfg.data.validation] == ["gsm8k", "gsm8k"]
     assert [section.split for section in cfg.data.train + cfg.data.validation] == ["train", "test"]
     lines = without_plan(check(cfg))
+    first = lines.pop(3)
+    number = int(np.random.Generator(np.random.PCG64([42, 0])).permutation(40)[0])  # the first of the first epoch
+    assert first.startswith(f"first      row {number} of gsm8k_train: '<|user|>Solve the problem step by step. ")
+    assert first.endswith(f"{990 + number} + 1?\\n<|end|><|assistant|>', expected answer '{991 + number:,}'")
     assert lines[1:] == [
-        f"train      {tmp_path}/gsm8k_train.jsonl (math): 40 prompts",
-        f"validation {tmp_path}/gsm8k_validation.jsonl (math): 9 prompts",
+        f"train      {tmp_path}/gsm8k_train.jsonl, graded by math: 40 prompts",
+        f"validation {tmp_path}/gsm8k_validation.jsonl, graded by math: 9 prompts",
         "steps      5 of 32 prompts x 16 samples",
-        "warm-up    policy.scheduler.warmup_steps=50 is more than a third of the run's 5 steps: the learning rate is "
-        "below kwargs.lr until step 51; set it to 0",
+        "warm-up    policy.scheduler.warmup_steps=50 is more than a third of the run's 5 steps: the rate reaches "
+        "policy.optimizer.kwargs.lr only at step 51; for a run this short a smaller warmup_steps reaches it sooner",
     ]
     inputs = preflight.read_inputs(cfg)
     problem = inputs.train.datasets["gsm8k_train"].problems[10]
@@ -197,9 +202,10 @@ def test_check_says_how_much_it_looked_at(recipe, tmp_path, monkeypatch):
     held_out.write_text("".join(json.dumps(row) + "\n" for row in rows[3:13]))
     cfg = recipe("smoke.yaml", f"data.train.data_path={file}", f"data.validation.data_path={held_out}")
     assert without_plan(check(cfg))[1:] == [
-        f"train      {file} (exact): 100 rows, 10 checked (the first 5, the others at random), "
+        f"train      {file}, graded by exact: 100 rows, 10 checked (the first 5, the others at random), "
         "1 left out: over 24 tokens",
-        f"validation {held_out} (exact): 10 prompts",
+        f"validation {held_out}, graded by exact: 10 prompts",
+        "first      row 0 of rows: '<|user|>0+1=<|end|><|assistant|>', expected answer '1'",
         "steps      120 of 16 prompts x 16 samples",
         "rows       checked in part; the run checks all before its first step, --check --all does now",
     ]
@@ -208,21 +214,45 @@ def test_check_says_how_much_it_looked_at(recipe, tmp_path, monkeypatch):
             read()
 
 
+@pytest.mark.parametrize("size", [200, 8])
+def test_the_first_prompt_is_what_training_draws_first(recipe, tmp_path, monkeypatch, size):
+    """Of several sets, with weights, after some steps; line ends and escapes stay in one printable line."""
+    monkeypatch.setattr(preflight, "SHOWN_CHARS", size)
+    rows = {"a": ["1+1=\n\x1b[2J", "5+5="], "b": ["2+2=", "3+3="]}
+    for name, texts in rows.items():
+        lines = (json.dumps({"input": text, "answer": "9" * 300}) for text in texts)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    cfg = recipe("smoke.yaml", "data.shuffle=false")
+    sets = [config.DatasetConfig(data_path=f"{tmp_path}/{name}.jsonl", weight=ord(name) - 96) for name in rows]
+    cfg = replace(cfg, data=replace(cfg.data, train=tuple(sets)))
+    inputs = preflight.read_inputs(cfg)
+    cursor = inputs.train.start()
+    for _ in range(6):
+        (problem,), after = inputs.train.draw(cursor, 1)
+        *_, line = preflight.data_lines(cfg, inputs, cursor)
+        text = f"<|user|>{problem.messages[0]['content']}<|end|><|assistant|>"
+        text = repr(text if size == 200 else "<|user|> ... istant|>")
+        nines = repr(f"{'9' * (size // 4)} ... {'9' * (size // 4)}")
+        assert line == f"first      row {problem.row_id} of {problem.dataset}: {text}, expected answer {nines}"
+        assert line.isprintable()
+        cursor = after
+
+
 def test_a_warmup_of_more_than_a_third_of_the_run_is_told():
     def told(warmup_steps, num_steps, **keys):
         scheduler = config.SchedulerConfig(warmup_steps=warmup_steps, **keys)
         return preflight.warmup_problem(config.Config(policy=config.PolicyConfig(scheduler=scheduler)), num_steps)
 
     assert told(50, 60) == (
-        "policy.scheduler.warmup_steps=50 is more than a third of the run's 60 steps: the learning rate is below "
-        "kwargs.lr until step 51; set it to 6"
+        "policy.scheduler.warmup_steps=50 is more than a third of the run's 60 steps: the rate reaches "
+        "policy.optimizer.kwargs.lr only at step 51; for a run this short a smaller warmup_steps reaches it sooner"
     )
     silent = [(20, 60), (0, 1), (1, 3), (50, 150), (50, 10**6)]
     assert [told(*numbers) for numbers in silent] == [None] * len(silent)
     assert all(told(*numbers) for numbers in [(21, 60), (1, 2), (50, 149), (1, 1)])
     assert told(50, 60, warmup_start_factor=1.0) is None  # the rate is the whole one from the first step
-    for num_steps in range(1, 100):  # who does as told does not hear of it again
-        assert told(int(told(num_steps, num_steps).rpartition(" ")[2]), num_steps) is None
+    for num_steps in range(1, 100):  # who does as told does not hear of it again, once a third is left
+        assert told(num_steps // 3 + 1, num_steps) and told(num_steps // 3, num_steps) is None
 
 
 RECIPES = [*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/*/*.yaml")]
@@ -237,10 +267,13 @@ def test_no_warmup_of_a_recipe_that_ships_is_told(path, monkeypatch):
         if section.dataset_name and ":" in section.dataset_name:
             num_problems += len(import_attribute(section.dataset_name, "dataset_name")(section))
             continue
-        assert section.data_path or section.dataset_name == "gsm8k", "how many rows has it?"
-        num_problems += len(Path(section.data_path).read_text().splitlines()) if section.data_path else 7473
+        if section.dataset_name == "gsm8k":
+            num_problems += 7473  # of the hub, or of the files that examples/gsm8k/prepare.py writes
+            continue
+        num_problems += len(Path(section.data_path).read_text().splitlines())
     num_steps = preflight.num_steps_of(cfg, num_problems)
-    assert num_steps >= 60 and preflight.warmup_problem(cfg, num_steps) is None
+    assert num_steps >= 60 or cfg.policy.scheduler.warmup_steps == 0
+    assert preflight.warmup_problem(cfg, num_steps) is None
 
 
 def test_all_goes_with_check(monkeypatch):
