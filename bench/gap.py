@@ -129,8 +129,8 @@ def sampled_batch(rows: list[dict], group: int, cfg: Config, ranks: Ranks, devic
     samples = []
     for i, row in enumerate(rows):
         ids, logps = np.asarray(row["ids"]), np.asarray(row["logps"], np.float32)
-        mask = np.ones(len(ids), bool)
-        samples.append(Sample(i // group, i % group, 0, row["prompt"], ids, logps, mask, "stop", 0))
+        mask, versions = np.ones(len(ids), bool), np.zeros(len(ids), np.int64)
+        samples.append(Sample(i // group, i % group, 0, row["prompt"], ids, logps, mask, "stop", versions))
     return make_minibatches(samples, [0.0] * len(samples), cfg, ranks, device)[0]
 
 
@@ -152,8 +152,9 @@ def rounding(points: set[str], reference: Decoder) -> Iterator[None]:
     def norm(self, x):
         return at("norm", self.weight * at("norm before its weight", F.rms_norm(x, x.shape[-1:], eps=self.eps)))
 
-    def block(self, x, *args):
-        x = at("residual", x + self.self_attn(self.input_layernorm(x), *args))
+    def block(self, x, cos, sin, layout):
+        query_key_value = self.self_attn.project(self.input_layernorm(x), cos, sin)
+        x = at("residual", x + self.self_attn.o_proj(model.packed_attention(*query_key_value, layout)))
         return at("residual", x + self.mlp(self.post_attention_layernorm(x)))
 
     def mlp(self, x):

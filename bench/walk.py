@@ -1,28 +1,33 @@
 """The way of one step through the code, traced: which files and functions it enters, stage by stage.
 
-    python bench/walk.py [--long] [key.sub=value ...]
+    python bench/walk.py [--long] [--write] [key.sub=value ...]
 
-Runs the third step of `configs/three_tasks.yaml` with the math task alone, one prompt and four samples, on one rank and
+Runs the first step of `configs/three_tasks.yaml` with the math task alone, one prompt and four samples, on one rank and
 with the real engine, under `sys.setprofile`. Prints a table of stages; docs/walkthrough.md holds it. A stage is a timed
-phase of `grpo.train`. Operation (run/, system/) is listed apart: no token, reward or gradient goes through it. With
---long every function in the order of its first call.
+phase of `grpo.train`, and what follows the last one. Operation (run/, system/) is listed apart: no token, reward or
+gradient goes through it. With --long every function in the order of its first call. --write: the step as
+docs/walkthrough.md reads it, its samples, metrics and functions, to RECORDING.
 """
 
+import json
 import os
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
-STEP = 3
+RECORDING = ROOT / "bench" / "results" / "walk_2026-11-22.json"
 SETTINGS = [
-    *("grpo.num_prompts_per_step=1", "grpo.num_generations_per_prompt=4", f"grpo.max_num_steps={STEP}"),
-    "grpo.seed=1",  # with which the four rewards of that step differ: there is a gradient
+    # At the seed of the config, 42, the four rewards of the first step differ: there is a gradient.
+    *("grpo.num_prompts_per_step=1", "grpo.num_generations_per_prompt=4", "grpo.max_num_steps=1"),
     *("grpo.val_at_start=false", "grpo.val_at_end=false", "grpo.val_period=0", "grpo.canary_period=0"),
     *("data.use_multiple_dataloader=false", "data.num_prompts_per_dataloader=null"),
     *("data.train=null", "data.train.data_path=examples/three_tasks/subtract.jsonl", "data.train.env_name=math"),
@@ -39,6 +44,7 @@ class Trace:
         self.calls: dict[tuple[str, str, str], int] = {}
         self.crossings: Counter[str] = Counter()
         self.stages: list[str] = []
+        self.step: dict = {}  # the samples and the metrics
 
     def enter(self, stage: str) -> None:
         self.stage = stage
@@ -58,27 +64,30 @@ class Trace:
 
 
 def trace_step(words: list[str]) -> Trace:
-    """Runs the program, and traces its last step."""
+    """Runs the program, and traces its only step."""
     import grpo
     from run import setup
 
-    trace, steps, end_step = Trace(), setup.steps, setup.end_step
+    trace = Trace()
+    steps, end_step, sample_metrics = setup.steps, setup.end_step, grpo.sample_metrics
 
     def traced_steps(run):
         for step in steps(run):
-            if step == STEP:
-                enter = run.timer.enter
-                run.timer.enter = lambda phase, enter=enter: (trace.enter(phase), enter(phase))
-                sys.setprofile(trace)
+            enter = run.timer.enter
+            run.timer.enter = lambda phase, enter=enter: (trace.enter(phase), enter(phase))
+            sys.setprofile(trace)
             yield step
 
-    def traced_end_step(run, *arguments):
-        if sys.getprofile():
-            trace.enter("counters and log")
-        end_step(run, *arguments)
-        sys.setprofile(None)
+    def traced_sample_metrics(*samples):
+        trace.enter("counters and log")
+        return sample_metrics(*samples)
 
-    setup.steps, setup.end_step = traced_steps, traced_end_step
+    def traced_end_step(run, samples, minibatches, metrics):
+        end_step(run, samples, minibatches, metrics)
+        sys.setprofile(None)
+        trace.step = {"samples": [asdict(sample) for sample in samples.trained], "metrics": metrics}
+
+    setup.steps, setup.end_step, grpo.sample_metrics = traced_steps, traced_end_step, traced_sample_metrics
     with tempfile.TemporaryDirectory() as folder:
         sys.argv = ["grpo.py", "configs/three_tasks.yaml", *SETTINGS, f"logger.log_dir={folder}", *words]
         code = grpo.main()
@@ -86,17 +95,21 @@ def trace_step(words: list[str]) -> Trace:
     return trace
 
 
+def files_of_stages(trace: Trace) -> dict[str, dict[str, list[str]]]:
+    """Stage -> file -> functions, in the order of first calls, without operation."""
+    stages: dict[str, dict[str, list[str]]] = {}
+    for stage, file, function in trace.calls:
+        name = function.replace(".<locals>", "")
+        if not file.startswith(OPERATION) and "<" not in name:
+            stages.setdefault(stage, {}).setdefault(file, []).append(name)
+    return stages
+
+
 def table(trace: Trace) -> str:
     lines = ["| stage | files, in the order in which they are entered: functions |", "|---|---|"]
-    for stage in dict.fromkeys(stage for stage, _, _ in trace.calls):
-        files: dict[str, list[str]] = {}
-        for where, file, function in trace.calls:
-            name = function.replace(".<locals>", "")
-            if where == stage and not file.startswith(OPERATION) and "<" not in name:
-                files.setdefault(file, []).append(name)
-        if files:
-            cells = [f"**{file}** {', '.join(f'`{name}`' for name in names)}" for file, names in files.items()]
-            lines.append(f"| {stage} | {'; '.join(cells)} |")
+    for stage, files in files_of_stages(trace).items():
+        cells = [f"**{file}** {', '.join(f'`{name}`' for name in names)}" for file, names in files.items()]
+        lines.append(f"| {stage} | {'; '.join(cells)} |")
     ways = list(dict.fromkeys(file for _, file, _ in trace.calls if not file.startswith(OPERATION)))
     rest = list(dict.fromkeys(file for _, file, _ in trace.calls if file.startswith(OPERATION)))
     again = [stage for stage, count in Counter(trace.stages).items() if count > 1]
@@ -109,11 +122,29 @@ def table(trace: Trace) -> str:
     return "\n".join(lines)
 
 
+def recording(trace: Trace, words: list[str]) -> str:
+    """What docs/walkthrough.md reads; a sample's floats are the shortest that give its float32 numbers again."""
+
+    def plain(value):
+        if isinstance(value, np.ndarray):
+            return [float(str(x)) for x in value] if value.dtype == np.float32 else value.tolist()
+        return value.item() if isinstance(value, np.generic) else value
+
+    operation = dict.fromkeys(file for _, file, _ in trace.calls if file.startswith(OPERATION))
+    content = {"settings": [*SETTINGS, *words], "operation": list(operation)} | trace.step
+    content |= {"stages": files_of_stages(trace)}
+    lines = [f"{json.dumps(name)}: {json.dumps(value, default=plain)}" for name, value in content.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
 def main() -> None:
-    words = [word for word in sys.argv[1:] if word != "--long"]
+    options = {word for word in sys.argv[1:] if word.startswith("--")}
+    words = [word for word in sys.argv[1:] if word not in options]
     os.chdir(ROOT)
     trace = trace_step(words)
-    if "--long" in sys.argv:
+    if "--write" in options:
+        RECORDING.write_text(recording(trace, words), encoding="utf-8")
+    if "--long" in options:
         for stage, file, function in trace.calls:
             print(f"{stage:32} {file:28} {function}  x{trace.calls[stage, file, function]}")
     print(table(trace))

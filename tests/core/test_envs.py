@@ -131,6 +131,14 @@ class Mine(envs.Environment):
         return [StepResult(1.0, "ok" if self.word in turn.messages[-1]["content"] else "wrong") for turn in turns]
 
 
+class NeedsFields(envs.Environment):
+    self_tests = (("6", "5", "ok", {"near": 1}), ["7", "5", "wrong", {"near": 1}])
+
+    def step(self, turns):
+        gaps = [abs(int(turn.whole_reply) - int(turn.answer)) - turn.fields["near"] for turn in turns]
+        return [StepResult(1.0, "wrong" if gap > 0 else "ok") for gap in gaps]
+
+
 class Plain(envs.Environment):
     def step(self, turns):
         return []
@@ -176,6 +184,17 @@ def test_classes_by_dotted_path_get_their_arguments():
     for path in ("no_such_module:X", ":X", "test_envs:"):
         with pytest.raises(ConfigError, match=f"^env_name '{path}': cannot be imported"):
             make_environment(path, EnvConfig())
+
+
+def test_self_tests_may_give_the_fields_of_a_row(monkeypatch):
+    make("NeedsFields")
+    monkeypatch.setattr(NeedsFields, "self_tests", (("6", "5", "ok", {"near": 0}),))
+    with pytest.raises(ConfigError, match="is broken: reply '6' to answer '5' must be 'ok', and is 'wrong'"):
+        make("NeedsFields")
+    for self_test, problem in ((("6", "5", "ok"), "KeyError: 'near'"), (("6", "5", "ok", {}, 1), "ValueError")):
+        monkeypatch.setattr(NeedsFields, "self_tests", (self_test,))
+        with pytest.raises(ConfigError, match=f"in its self_tests, raised {problem}"):
+            make("NeedsFields")
 
 
 def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from statistics import fmean
 import fake_vllm
 import pytest
 import torch
+from metrics_page import undocumented
 from safetensors.torch import load_file
 from small_run import ROOT, STARTER, arguments, write_rows
 
@@ -53,7 +54,9 @@ def run(stand_in, one_rank, monkeypatch, tmp_path):
         monkeypatch.setattr(program, "start_process_group", lambda *_: one_rank[:2])
         monkeypatch.setattr(sys, "argv", ["", *arguments(tmp_path), *overrides])
         assert program.main() == 0
-        return sorted(tmp_path.glob("exp_*"))[-1]
+        folder = sorted(tmp_path.glob("exp_*"))[-1]
+        assert program is not grpo or undocumented(key for record in records(folder) for key in record) == []
+        return folder
 
     return run
 
