@@ -3,7 +3,10 @@
 python tests/layout_table.py       writes the table of tests/README.md anew
 """
 
+import functools
+import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -15,6 +18,7 @@ ALSO = {
     "command/test_carry_over_kills.py": ["rollout.py", "run/setup.py", "run/checkpoint.py"],
     "command/test_check.py": ["grpo.py", "run/preflight.py", "run/config_check.py", "hf/files.py"],
     "command/test_disk_full.py": ["run/checkpoint.py"],
+    "command/test_health_runs.py": ["run/health.py", "run/log.py"],
     "command/test_kill.py": ["run/checkpoint.py", "run/resume.py"],
     "command/test_nodes.py": ["train.sh", "slurm.sh", "system/exits.py", "system/launch.py", "run/folder.py"],
     "command/test_numbers.py": ["grpo.py", "optim.py", "system/ranks.py"],
@@ -40,18 +44,24 @@ ALSO = {
     "core/test_example_envs.py": ["examples/envs"],
     "core/test_families.py": ["model.py", "engine.py", "hf/model_config.py"],
     "core/test_fast_run.py": ["grpo.py", "eval.py", "engine.py", "run/setup.py"],
+    "core/test_gap.py": ["bench/gap.py", "model.py"],
     "core/test_golden.py": ["bench/golden.py"],
     "core/test_judge.py": ["examples/envs/judge.py"],
     "core/test_loss_exact.py": ["loss.py"],
     "core/test_multiturn.py": ["rollout.py"],
     "core/test_off_policy.py": ["loss.py", "bench/off_policy.py"],
+    "core/test_pictures.py": ["bench/pictures.py"],
     "core/test_reference.py": ["model.py", "run/build.py", "run/checkpoint.py"],
+    "core/test_walkthrough.py": ["bench/walk.py", "docs/walkthrough.md", "grpo.py", "rollout.py", "batch.py"],
     "core/test_unfinished.py": ["engine.py", "rollout.py", "run/metrics.py"],
     "dataset/test_scan.py": ["dataset/problems.py", "run/preflight.py"],
     "examples/test_arithmetic.py": ["examples/arithmetic"],
     "examples/test_cluster.py": ["examples/cluster"],
+    "examples/test_comparison.py": ["docs/comparison.md", "README.md", "CITATION.cff"],
+    "examples/test_commands.py": ["README.md", "tests/commands.yaml"],
     "examples/test_forks.py": ["examples/forks"],
     "examples/test_get_model.py": ["examples/smollm2"],
+    "examples/test_gsm8k.py": ["examples/gsm8k"],
     "examples/test_scale.py": ["bench/scale.py", "model.py"],
     "examples/test_smollm2.py": ["examples/smollm2"],
     "examples/test_three_tasks.py": ["examples/three_tasks", "dataset/mixing.py"],
@@ -76,11 +86,15 @@ ALSO = {
     "red_team/test_hostile_run.py": ["run/folder.py", "run/config_check.py", "run/resume.py", "system/exits.py"],
     "red_team/test_hostile_code.py": ["graders/code_grader.py", "graders/codec.py", "graders/sandbox.py"],
     "red_team/test_hostile_math.py": ["graders/math_grader.py", "graders/math_text.py"],
+    "run/test_coming_from.py": ["run/config_from.py", "run/config_nemo.py"],
     "run/test_config_data.py": ["config.py", "run/config_check.py"],
     "run/test_log.py": ["run/metrics.py"],
+    "run/test_metrics_page.py": ["run/metrics.py", "run/log.py", "loss.py", "rollout.py", "grpo.py"],
     "run/test_memory.py": ["system/exits.py", "grpo.py"],
     "run/test_memory_plan.py": ["run/memory_fit.py"],
+    "run/test_report.py": ["bench/report.py"],
     "run/test_config_nemo.py": ["config.py"],
+    "system/test_exchange.py": ["run/rollouts.py"],
     "system/test_optimizer.py": ["model.py", "optim.py", "run/checkpoint.py"],
     "system/test_ranks.py": ["hf/weights.py"],
     "system/test_replicas.py": [
@@ -110,10 +124,24 @@ WITHOUT = {
 }
 
 
+@functools.cache
+def tracked(root: Path = ROOT) -> set[str] | None:
+    """What git tracks; None where the folder is no repository."""
+    if not (root / ".git").exists():
+        return None
+    listed = subprocess.run(["git", "-C", root, "ls-files", "-z"], capture_output=True, text=True, check=True)
+    return set(listed.stdout.split("\0"))
+
+
+def of_the_house(paths: Iterable[Path], root: Path = ROOT) -> list[str]:
+    """Names of the files that git tracks: what else lies there is the user's. All where there is no repository."""
+    names, known = {str(path.relative_to(root)) for path in paths}, tracked(root)
+    return sorted(names if known is None else names & known)
+
+
 def product_files() -> list[str]:
     """All .py of the product, by their paths."""
-    found = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in ROOT.glob(f"{room}/*.py"))]
-    return sorted(str(path.relative_to(ROOT)) for path in found)
+    return of_the_house([*ROOT.glob("*.py"), *(path for room in ROOMS for path in ROOT.glob(f"{room}/*.py"))])
 
 
 def mirror_of(name: str) -> str:
@@ -127,8 +155,7 @@ def needs_test() -> list[str]:
 
 
 def test_files() -> set[str]:
-    tests = ROOT / "tests"
-    return {str(path.relative_to(tests)) for path in tests.glob("*/test_*.py")}
+    return {name.removeprefix("tests/") for name in of_the_house(ROOT.glob("tests/*/test_*.py"))}
 
 
 def tests_of(name: str) -> list[str]:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up as train.sh does, runs the linter, then the tests. Other arguments go to pytest.
-#   --fast   in a minute: no process is launched, a stand-in takes vLLM's place; enters every function of the core
+# Sets up as train.sh does, runs the linter (over what git tracks), then the tests. Other arguments go to pytest.
+#   --fast   a minute on two idle cores: no process is launched, a stand-in takes vLLM's place; all of the core is entered
 #   --long   those that take minutes each, which are left out otherwise
 set -euo pipefail
 
@@ -16,5 +16,11 @@ if [[ $GRPO_DEVICE == cpu ]]; then
 fi
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1  # tests need no network
 
-"$PYTHON" -m ruff check .
+if [[ -z ${GRPO_PYTHON:-} ]] && ! cmp -s requirements/tests.txt "$venv/tests.txt"; then  # what only tests need
+    pip_install -r requirements/tests.txt || failed
+    cp requirements/tests.txt "$venv/tests.txt"
+fi
+files=$(git grep -l '' -- '*.py' 2>/dev/null) || files=.  # those that are there; all where the folder is no repository
+# shellcheck disable=SC2086
+"$PYTHON" -m ruff check $files
 exec "$PYTHON" -m pytest -q -m "$select" "$@"

@@ -9,10 +9,11 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import config
-from run import config_file, preflight
+from run import config_file, memory_fit, preflight
 from run.config_check import check_writable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +49,7 @@ def check(work, *words, **env):
     def tree():
         return {path: path.is_file() and path.read_bytes() for path in work.rglob("*")}
 
-    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GRPO_EXIT_FILE")
+    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GRPO_EXIT_FILE", "GRPO_DEVICE")
     env = {name: value for name, value in os.environ.items() if name not in unset} | env
     env |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONWARNINGS": "default"}
     before = tree()
@@ -65,7 +66,7 @@ def refused_here(work, monkeypatch, *words):
         return {path: path.is_file() and path.read_bytes() for path in work.rglob("*")}
 
     monkeypatch.chdir(work)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GRPO_EXIT_FILE"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GRPO_EXIT_FILE", "GRPO_DEVICE"):
         monkeypatch.delenv(name, raising=False)
     before = tree()
     with pytest.raises(config.ConfigError) as error:
@@ -88,10 +89,12 @@ def test_good_config_is_summed_up(work):
     words = ["run.yaml", "data.validation.data_path=held.jsonl", "data.validation.output_key=answer"]
     code, out, err = check(work, "--check", *words, WORLD_SIZE="2")
     assert (code, err) == (0, "")
+    row = np.random.Generator(np.random.PCG64([42, 0])).permutation(10)[0]  # that training draws first
     assert out.split("\nmemory ")[0].splitlines() == [
         f"model      {STARTER} (vocabulary 262)",
-        "train      train.jsonl (exact): 10 prompts",
-        "validation held.jsonl (exact): 3 prompts",
+        "train      train.jsonl, graded by exact: 10 prompts",
+        "validation held.jsonl, graded by exact: 3 prompts",
+        f"first      row {row} of train: '<|user|>{10 + row}+1=<|end|><|assistant|>', expected answer '{11 + row}'",
         "steps      2 of 4 prompts x 16 samples",
     ]
 
@@ -102,6 +105,12 @@ def test_the_memory_plan_and_a_gpu_that_is_too_small(work):
     words = ["--check", "run.yaml", "cluster.gpus_per_node=2"]
     code, out, err = check(work, *words)
     assert (code, err) == (0, "") and first.format("") in out
+    code, out, err = check(work, *words, GRPO_DEVICE="cpu")  # as train.sh calls it
+    cfg = preflight.parse_command_line(["--check", f"{work}/run.yaml", f"data.train.data_path={work}/train.jsonl"], "")
+    plan = preflight.memory_plan(cfg, preflight.read_inputs(cfg), 2, None, "cpu")  # that the run on CPU prints
+    assert (code, err) == (0, "") and out.endswith(f"\n{memory_fit.table(plan)}\n") and " GPUs" not in out
+    code, out, err = check(work, *words, "--gpu_memory=80", GRPO_DEVICE="cpu")
+    assert (code, err) == (0, "") and first.format(" of 80") in out
     replicas = [*words[:2], "policy.dtensor_cfg.dp_replicate_size=2"]  # two at least
     code, out, err = check(work, *replicas, "--gpu_memory=80")
     assert (code, err) == (0, "") and first.format(" of 80") in out
@@ -117,7 +126,7 @@ def test_some_prompts_too_long_are_counted(work):
     write_rows(work / "train.jsonl", [*range(10, 16), 10**30, 10**31])  # 8 ids with the template's 3; 37 and 38
     code, out, err = check(work, "--check", "run.yaml")
     assert (code, err) == (0, "")
-    assert "train      train.jsonl (exact): 6 prompts, 2 left out: over 24 tokens\n" in out
+    assert "train      train.jsonl, graded by exact: 6 prompts, 2 left out: over 24 tokens\n" in out
     assert "steps      1 of 4 prompts x 16 samples\n" in out
 
 

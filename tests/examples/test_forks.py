@@ -4,16 +4,17 @@ The edited copy is used in a process of its own (helpers/fork_worker.py); what i
 by other means: by hand, in float64, with the standard library, or by transformers.
 """
 
-import csv
 import importlib.util
 import json
 import os
 import re
 import shutil
+import sqlite3
 import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,7 @@ import envs
 
 pytestmark = pytest.mark.slow  # each fork is a process that imports torch
 FOLDER = ROOT / "examples" / "forks"
-NAMES = ("loss_term", "soft_clip", "median", "environment", "optimizer", "metric", "mistral", "csv")
+NAMES = ("loss_term", "soft_clip", "median", "environment", "optimizer", "metric", "mistral", "sqlite")
 WORKER = ROOT / "tests" / "helpers" / "fork_worker.py"
 NOT_PRODUCT = re.compile(r"(tests|bench|docs|examples)/")
 SHORT = ("grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false", "grpo.max_num_steps=2")
@@ -94,8 +95,8 @@ def make_job(name: str, work: Path) -> dict:
         settings = [f"policy.model_name={folders[0]}", "loss_fn.entropy_coef=0.1"]  # it gets no reward
         settings += ["policy.max_total_sequence_length=48", "grpo.max_num_steps=1"]
         return {"models": folders, "runs": [[*SHORT, *settings]]}
-    assert name == "csv", name
-    return {"sources": write_csv(work), "runs": [[*SHORT, f"data.train.data_path={work}/train.csv"]]}
+    assert name == "sqlite", name
+    return {"sources": write_databases(work), "runs": [[*SHORT, f"data.train.data_path={work}/train.db"]]}
 
 
 def make_fork(name: str, folder: Path) -> Fork:
@@ -148,7 +149,7 @@ def test_at_most_two_files(forks, name):
     fork = forks[name]
     assert all((fork.copy / file).is_file() for file in fork.edited), fork.problem
     product = [file for file in fork.edited if not NOT_PRODUCT.match(file)]
-    assert len(product) == {"environment": 0, "mistral": 1, "csv": 1}.get(name, 2)
+    assert len(product) == {"environment": 0, "mistral": 1, "sqlite": 1}.get(name, 2)
     assert product == [file for file in product if (ROOT / file).is_file()], "a fork edits files, it adds none"
     fork.answer()
 
@@ -361,31 +362,26 @@ def test_mistral_is_transformers(forks, tmp_path):
     assert saved.keys() == before.keys() and all(not torch.equal(saved[name], before[name]) for name in saved)
 
 
-def write_csv(work: Path) -> list[str]:
-    """train.csv with the smoke task's first problems; a file of hard rows; files that are refused."""
-    rows = [(f"{a}+{a + 7}=", str(2 * a + 7)) for a in range(20, 60)]
-    with (work / "train.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([("problem", "answer"), *rows])
-    (work / "hard.csv").write_bytes(
-        b'\xef\xbb\xbfproblem,answer\r\n"1,5 and ""2""\nmakes","3,5"\r\n\xc3\xa4,\r\n'  # a mark, quotes, a line break
-    )
-    (work / "ragged.csv").write_text("problem,answer\n1+1=,2\n1+2=,3,4\n")
-    (work / "short.csv").write_text("problem,answer\n1+1=\n")
-    (work / "latin.csv").write_bytes(b"problem,answer\n\xe4,2\n")
-    names = ("train", "hard", "ragged", "short", "latin", "absent")
-    return [f"{work}/{name}.csv" for name in names]
+def write_databases(work: Path) -> list[str]:
+    """train.db with the smoke task's first problems, and a column that is no text; files that are refused."""
+    with closing(sqlite3.connect(work / "train.db")) as database, database:
+        database.execute("CREATE TABLE rows (problem TEXT, answer INTEGER, note REAL)")
+        database.executemany(
+            "INSERT INTO rows VALUES (?, ?, ?)", [(f"{a}+{a + 7}=", 2 * a + 7, None) for a in range(20, 60)]
+        )
+    with closing(sqlite3.connect(work / "other.db")) as database, database:
+        database.execute("CREATE TABLE others (problem TEXT)")
+    (work / "text.db").write_text("problem,answer\n" * 100)
+    return [f"{work}/{name}.db" for name in ("train", "other", "text", "absent")]
 
 
-def test_csv_is_read(forks):
-    fork = forks["csv"]
-    train, hard, ragged, short, latin, absent = fork.answer()["sources"]
-    assert train == [{"problem": f"{a}+{a + 7}=", "answer": str(2 * a + 7)} for a in range(20, 60)]
-    assert hard == [{"problem": '1,5 and "2"\nmakes', "answer": "3,5"}, {"problem": "ä", "answer": ""}]
-    fields = "has more or fewer fields than the first line has columns"
-    assert ragged == f"{fork.work}/ragged.csv, row 2: {fields}"
-    assert short == f"{fork.work}/short.csv, row 1: {fields}"
-    assert latin.startswith(f"{fork.work}/latin.csv: cannot be read as csv ('utf-8' codec")
-    assert absent.startswith(f"{fork.work}/absent.csv: cannot be read as csv ([Errno 2] No such file")
+def test_a_table_is_read(forks):
+    fork = forks["sqlite"]
+    train, other, text, absent = fork.answer()["sources"]
+    assert train == [{"problem": f"{a}+{a + 7}=", "answer": 2 * a + 7, "note": None} for a in range(20, 60)]
+    assert other == f"{fork.work}/other.db: table 'rows' cannot be read (no such table: rows)"
+    assert text == f"{fork.work}/text.db: table 'rows' cannot be read (file is not a database)"
+    assert absent == f"{fork.work}/absent.db: table 'rows' cannot be read (unable to open database file)"
     problems = {row["problem"]: row["answer"] for row in train}
     right = 0
     for sample in fork.samples():

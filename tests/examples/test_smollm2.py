@@ -110,10 +110,25 @@ def test_picture_has_each_step_where_it_belongs(tmp_path):
     records = [{"step": 0, "validation/greedy/accuracy": 0.25, "validation/sampled/accuracy": 0.5}]
     records += [{"step": step, "train/accuracy": value} for step, value in ((1, 0.0), (2, 1.0))]
     file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    root = ElementTree.fromstring(plot.draw(file))
-    top, bottom, left, right = 48, 360 - 48, 48, 720 - 48
+    root = ElementTree.fromstring(plot.draw(file, plot.THEMES["light"]))
+    top, bottom, left, right = 64, 380 - 50, 62, 720 - 200
     lines = [line.get("points") for line in root.findall("{*}polyline")]
     assert lines[-2] == f"{(left + right) / 2:.1f},{bottom:.1f} {right:.1f},{top:.1f}"
     assert lines[-1].endswith(f" {right:.1f},{(top + bottom) / 2:.1f}"), "the mean of 0 and 1"
     dots = [(float(dot.get("cx")), float(dot.get("cy"))) for dot in root.findall("{*}circle")]
     assert dots == [(left, (top + bottom) / 2), (left, bottom - (bottom - top) / 4)]
+
+
+@pytest.mark.parametrize("theme", plot.THEMES)
+def test_committed_pictures_are_drawn_from_the_committed_metrics(theme):
+    """What README shows is this run; no label leaves the picture (8 pixels a letter) or lies on another."""
+    folder = ROOT / "examples" / "smollm2"
+    drawn = plot.draw(folder / "metrics.jsonl", plot.THEMES[theme])
+    committed = (folder / f"curve_{theme}.svg").read_text(encoding="utf-8")
+    assert committed == drawn, "run `python examples/smollm2/plot.py`"
+    words = {node.text: node for node in ElementTree.fromstring(drawn).findall("{*}text") if node.text}
+    ends = [words[key] for key in words if re.match(r"0\.\d\d (reward|held out)", key)]
+    heights = sorted(float(node.get("y")) for node in ends)
+    assert [node.text[:4] for node in ends] == ["0.99", "0.97", "0.96"]
+    assert heights[1] - heights[0] >= 16 and heights[2] - heights[1] >= 16
+    assert all(float(node.get("x")) + 8 * len(node.text) <= 720 for node in ends)

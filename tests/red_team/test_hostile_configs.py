@@ -161,6 +161,7 @@ def test_refused(check, work, text, message):
 
 
 ENV = "command line 'env.custom"
+FORM = "here stands an env_name, then its arguments: env.custom.my_module:MyClass.near=6"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,7 @@ ENV = "command line 'env.custom"
         ),
         (["grpo.3.seed=5"], "unknown key 'grpo.3.seed'"),
         (["data.custom_dataloader=os:getpid"], "has no effect with data.use_multiple_dataloader=false"),
-        (["env.custom.a=5"], f"{ENV}.a=5': env.custom.a: expected mapping, got '5' (int)"),
+        (["env.custom.a=5"], f"{ENV}.a=5': env.custom.a: expected mapping, got '5' (int); {FORM}"),
         (["env.custom.a.b=6", "env.custom.a=5"], f"{ENV}.a=5': env.custom.a: expected mapping"),
         (["env.custom=&a {x: *a}"], f"{ENV}=&a"),
         (["data.task_to_env.t=5"], "data.task_to_env.t: expected str, got '5' (int)"),
@@ -210,7 +211,9 @@ def test_configs_that_are_no_files(check, work, words):
 
 def test_accepted(check, work):
     """What only looks wrong: aliases within reason, a date, << and = as text, UTF-16."""
-    shared = f"logger.wandb: {{a: &a {{b: [1, 2]}}, c: [*a, *a]}}\n{KWARGS % '2024-99-99'}\n{OURS % '[<<, =, ~, 1e-6]'}"
+    shared = (
+        f"logger.mlflow: {{a: &a {{b: [1, 2]}}, c: [*a, *a]}}\n{KWARGS % '2024-99-99'}\n{OURS % '[<<, =, ~, 1e-6]'}"
+    )
     for text in (
         shared,
         f"defaults: base.yaml\n{shared}".encode("utf-16"),

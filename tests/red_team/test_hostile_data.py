@@ -204,6 +204,36 @@ def test_mutated_rows_and_files(check, work, seeds):
     assert set(codes) == {0, 2}, "the mutations are neither all harmless nor all fatal"
 
 
+GOOD_CELLS, BAD_CELLS = ("1+1=", "2", '"3+1="'), ('"a', 'a"', '""', "", '"1,1="', '"a\nb"')
+
+
+def csv_of(seed):
+    """Content of rows.csv: cells of all kinds, quoted, half quoted or not, rows too short or too long."""
+    rng = random.Random(seed)
+    names = rng.choice([["input", "answer"], ["answer", "note", "input"]] * 4 + [["input", "input"], ["answer"], [""]])
+    lines = [",".join(names)]
+    for _ in range(rng.randint(1, 4)):
+        width = len(names) + rng.choice((0,) * 20 + (-1, 1))
+        cells = [rng.choice(GOOD_CELLS if rng.random() < 0.9 else (*BAD_CELLS, *VALUES)) for _ in range(width)]
+        lines.append(rng.choice((",",) * 20 + (", ", ";", "\t")).join(cells))
+    content = rng.choice(("\n", "\r\n")).join(lines).encode("utf-8", "surrogatepass")
+    return spoil(rng, content) if rng.random() < 0.3 else content
+
+
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(LONG, LONG + 500), marks=pytest.mark.long)])
+def test_mutated_csv(check, work, seeds):
+    codes = set()
+    for seed in seeds:
+        (work / "rows.csv").write_bytes(content := csv_of(seed))
+        answer = check(work, "run.yaml", "data.train.data_path=rows.csv")
+        codes.add(answer.code)
+        try:
+            assert_answered(answer, "rows.csv")
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, {content[:300]!r}: {str(error)[:1500]}") from None
+    assert codes == {0, 2}, "the mutations are neither all harmless nor all fatal"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(10))
 def test_a_thousand_mutated_rows_and_files(check, work, part):
