@@ -213,6 +213,7 @@ def test_accepted(check, work):
     """What only looks wrong: aliases within reason, a date, << and = as text, UTF-16."""
     shared = (
         f"logger.mlflow: {{a: &a {{b: [1, 2]}}, c: [*a, *a]}}\n{KWARGS % '2024-99-99'}\n{OURS % '[<<, =, ~, 1e-6]'}"
+        "\ndata: {task_to_env: {t: 'm:C'}}"  # else no data set has the environment
     )
     for text in (
         shared,
@@ -224,7 +225,7 @@ def test_accepted(check, work):
     assert answer_to(check, work, "data: {train: {download_dir: x}}").code == 0
     for override in (
         "data.train.download_dir=x",
-        "env.custom.a.b.c=2024-99-99",
+        "logger.mlflow.a.b.c=2024-99-99",
         "policy.tokenizer.chat_template_kwargs.x==",
         "data.task_to_env.t=math",
     ):
