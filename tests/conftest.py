@@ -26,7 +26,8 @@ import torch
 SLOW_FOLDERS = {ROOT / "tests" / name for name in ("command", "graders", "red_team", "examples")}
 # By its name: what waits for a deadline; many cases, or many tokens, where a few enter the same functions.
 SLOW = re.compile(
-    r"system/test_(watchdog|replicas)|core/test_golden|run/test_nemo_async|core/.*(test_expectation_at_each_age|test_what_is_left)"
+    r"system/test_(watchdog|replicas|progress)|run/test_(rollouts|wandb_log)|core/test_(golden|pictures)|run/test_nemo_async"
+    r"|core/.*(test_expectation_at_each_age|test_what_is_left)"
     r"|run/.*(test_a_step_and_a_sync|test_what_is_proposed|test_a_user_says_what|test_scores_equal.*(qwen2|llama))"
     r"|hf/.*test_no_mix_of_fragments|kernels/.*test_the_loss_is_that_of_the_filtered.*triton|run/.*(test_gsm8k_recipe|test_a_library_that_hangs|test_a_long_check_says)"
     r"|hf/.*test_a_template_has_a_time_limit|run/.*test_deep_nesting|core/.*test_programs_run_in_the_sandbox"
