@@ -11,8 +11,9 @@ import fake_vllm
 import pytest
 import torch
 from metrics_page import undocumented
+from one_process import run_in_this_process, use_stand_in
 from safetensors.torch import load_file
-from small_run import ROOT, STARTER, arguments, write_rows
+from small_run import STARTER, arguments, write_rows
 
 import config
 import engine as engine_module
@@ -20,7 +21,6 @@ import envs
 import eval as eval_module
 import grpo
 from graders.environments import make_environment
-from graders.pool import GraderPool
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from model import load_policy
@@ -29,29 +29,18 @@ SAMPLED = engine_module.SamplingOptions(temperature=1.0, max_new_tokens=4)
 GREEDY = engine_module.SamplingOptions(temperature=0.0, max_new_tokens=30)
 
 
-def use_stand_in(monkeypatch):
-    """In a whole session engine.py has the real vLLM by now."""
-    for name in ("LLM", "EngineArgs", "SamplingParams", "RequestOutputKind"):
-        monkeypatch.setattr(engine_module, name, getattr(fake_vllm, name))
-
-
 @pytest.fixture
 def stand_in(monkeypatch):
     use_stand_in(monkeypatch)
 
 
 @pytest.fixture
-def run(stand_in, one_rank, monkeypatch, tmp_path):
+def run(one_rank, monkeypatch, tmp_path):
     """A program's `main` with these overrides of configs/smoke.yaml: its newest run folder."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(GraderPool, "stop", GraderPool.stop)
-    # The session has its process group already, and keeps its signal handlers.
-    monkeypatch.setattr("signal.signal", lambda number, handler: None)
-
+    run_in_this_process(monkeypatch, one_rank)
     write_rows(tmp_path)
 
     def run(program, *overrides):
-        monkeypatch.setattr(program, "start_process_group", lambda *_: one_rank[:2])
         monkeypatch.setattr(sys, "argv", ["", *arguments(tmp_path), *overrides])
         assert program.main() == 0
         folder = sorted(tmp_path.glob("exp_*"))[-1]

@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
+from one_process import use_stand_in
 from small_run import ROOT, arguments, write_rows
-from test_fast_run import use_stand_in
 
 import grpo
 from bench import golden

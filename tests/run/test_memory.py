@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import fake_vllm
 import pytest
 import torch
+from one_process import run_in_this_process
 from small_run import ROOT, arguments, write_rows
 
 import engine as engine_module
@@ -19,7 +19,6 @@ import eval as eval_module
 import grpo
 import rollout
 from config import ColocatedConfig, ColocatedResourcesConfig, Config, ConfigError
-from graders.pool import GraderPool
 from hf.model_config import read_model_config
 from run import build, setup
 from run import memory as memory_module
@@ -104,16 +103,11 @@ PHASES = {  # name -> (what fails, the phase, the line of the program, the plan'
 @pytest.fixture
 def main(one_rank, monkeypatch, tmp_path):
     """A program's main on the smoke task with a stand-in for vLLM: (exit code, exit.json)."""
-    for name in ("LLM", "EngineArgs", "SamplingParams", "RequestOutputKind"):
-        monkeypatch.setattr(engine_module, name, getattr(fake_vllm, name))
-    monkeypatch.chdir(ROOT)
+    run_in_this_process(monkeypatch, one_rank)
     monkeypatch.delenv("GRPO_EXIT_FILE", raising=False)
-    monkeypatch.setattr(GraderPool, "stop", GraderPool.stop)
-    monkeypatch.setattr("signal.signal", lambda number, handler: None)
     write_rows(tmp_path)
 
     def run(*words, program=grpo):
-        monkeypatch.setattr(program, "start_process_group", lambda *_: one_rank[:2])
         monkeypatch.setattr(sys, "argv", ["", *arguments(tmp_path), "grpo.val_at_start=false", *words])
         code = program.main()
         (folder,) = tmp_path.glob("exp_*")

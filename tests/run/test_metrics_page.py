@@ -9,20 +9,18 @@ from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
-import fake_vllm
 import numpy as np
 import pytest
 import torch
 from loss_cases import hard_batch
 from metrics_page import PAGE, formulas, matches, rows, undocumented
+from one_process import run_in_this_process
 from samples import answers, sample
 from small_run import ROOT, arguments, write_rows
 
-import engine as engine_module
 import grpo
 from advantages import advantage_metrics
 from config import Config, GRPOConfig, LossConfig
-from graders.pool import GraderPool
 from loss import policy_loss, seq_logp_error_mask
 from run import memory
 from run.metrics import PEAK_TFLOPS, accumulate, derived_metrics, reduce_over_ranks, sample_metrics
@@ -65,12 +63,7 @@ def records(one_rank, tmp_path_factory):
     file.write_text(json.dumps({"defaults": str(ROOT / "configs" / "smoke.yaml"), "data": {"validation": sets}}))
     words = [word for word in arguments(folder)[1:] if not word.startswith("data.validation")]
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("LLM", "EngineArgs", "SamplingParams", "RequestOutputKind"):
-            patch.setattr(engine_module, name, getattr(fake_vllm, name))
-        patch.chdir(ROOT)
-        patch.setattr(GraderPool, "stop", GraderPool.stop)
-        patch.setattr("signal.signal", lambda number, handler: None)
-        patch.setattr(grpo, "start_process_group", lambda *_: one_rank[:2])
+        run_in_this_process(patch, one_rank)
         patch.setitem(PEAK_TFLOPS, "CPU", 1.0)  # as if its peak were known
         patch.setattr(sys, "argv", ["", str(file), *words, *OPTIONS])
         assert grpo.main() == 0

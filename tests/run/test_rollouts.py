@@ -6,17 +6,15 @@ import sys
 from hashlib import sha256
 from types import SimpleNamespace
 
-import fake_vllm
 import numpy as np
 import pytest
 import torch
+from one_process import run_in_this_process
 from safetensors.numpy import load_file
 from small_run import ROOT, STARTER, arguments, write_rows
 
-import engine as engine_module
 import grpo
 from config import ConfigError
-from graders.pool import GraderPool
 from hf.tokenizer import Tokenizer
 from run import checkpoint, preflight, rollouts, setup
 from run.preflight import parse_command_line, read_inputs
@@ -46,12 +44,7 @@ CASES = {
 def start(one_rank, tmp_path_factory):
     """grpo.main in this process: (its exit code, the weights and moments that it left, by name, and its metrics)."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("LLM", "EngineArgs", "SamplingParams", "RequestOutputKind"):
-            patch.setattr(engine_module, name, getattr(fake_vllm, name))
-        patch.chdir(ROOT)
-        patch.setattr(GraderPool, "stop", GraderPool.stop)
-        patch.setattr("signal.signal", lambda number, handler: None)
-        patch.setattr(grpo, "start_process_group", lambda *_: one_rank[:2])
+        run_in_this_process(patch, one_rank)
         ends, finish = [], setup.finish
         patch.setattr(setup, "finish", lambda run: ends.append((tensors_of(run), run.metrics)) or finish(run))
 
