@@ -15,9 +15,9 @@ from system.exits import die_with_parent
 if "RANK" in os.environ and __name__ == "__main__":  # before torch and vllm are imported, which takes a while
     die_with_parent()
 
+from check.preflight import ALL_RANKS_GENERATE, gpu_memory, parse_command_line, read_inputs
 from config import ConfigError
 from run.folder import open_run_folder
-from run.preflight import ALL_RANKS_GENERATE, gpu_memory, parse_command_line, read_inputs
 from run.setup import plan_memory
 from run.validation import evaluate
 from system.exits import describe_failure, exit_process, report_exit

@@ -2,7 +2,6 @@
 
     torchrun --nproc_per_node=8 grpo.py configs/math_1b.yaml [key.sub=value ...]     train
     python grpo.py --check configs/math_1b.yaml [key.sub=value ...]                  find every config and data error
-    python grpo.py --from trl|verl FILE --write CONFIG.yaml                          a config of TRL or verl as ours
     python grpo.py --help                                                            every key, meaning and default
 
 Each rank is one process that holds its FSDP shards of the policy and a whole vLLM engine (or a part of one, with tensor
@@ -19,24 +18,21 @@ import os
 import sys
 from functools import partial
 
+from check import keys, preflight
 from config import ConfigError
-from run import config_from, config_keys, preflight
 from system.exits import die_with_parent
 
 USAGE = (
     "usage: [torchrun --nproc_per_node=N] grpo.py [--check [--all] [--explain]] [--gpu_memory=GiB] CONFIG.yaml "
-    "[key.sub=value ...] | --help | --from trl|verl FILE [their.key=value ...] --write CONFIG.yaml"
+    "[key.sub=value ...] | --help"
 )
 
-if __name__ == "__main__" and (len(sys.argv) == 1 or {"--check", "--from", "--help", "-h"} & set(sys.argv)):
+if __name__ == "__main__" and (len(sys.argv) == 1 or {"--check", "--help", "-h"} & set(sys.argv)):
     # Before torch and vllm are imported: mistakes are answered in a second.
     if {"--help", "-h"} & set(sys.argv):
-        print(USAGE, config_keys.help_text(), sep="\n\n")
+        print(USAGE, keys.help_text(), sep="\n\n")
         sys.exit(0)
     try:
-        if "--from" in sys.argv:
-            print(config_from.convert(sys.argv[1:], USAGE))
-            sys.exit(0)
         gpu_bytes, words = preflight.gpu_memory(sys.argv[1:])
         cfg = preflight.parse_command_line(words, USAGE)
         print(preflight.check(cfg, all_rows="--all" in words, gpu_bytes=gpu_bytes))
@@ -61,12 +57,12 @@ from engine import check_canary, check_versions, sync_weights
 from kernels import linear_loss
 from kernels.linear_loss import DEVIATION
 from loss import Metrics, policy_loss
+from metrics import accumulate, derived_metrics, reduce_over_ranks, sample_metrics
 from model import Decoder, Reference
 from optim import clip_grad_norm, count_bad_steps, set_learning_rate
 from rollout import sample_step
 from run import setup
 from run.folder import open_run_folder
-from run.metrics import accumulate, derived_metrics, reduce_over_ranks, sample_metrics
 from run.validation import validate
 from system.exits import Interrupted, describe_failure, exit_process, report_exit
 from system.ranks import broadcast_from_rank0, on_rank0, start_process_group

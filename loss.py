@@ -6,7 +6,7 @@ its dimensions, here R: the response tokens of a pack. Only the keywords of `pol
 A pack is one of several micro-batches, on one of several ranks. So no loss here is a mean: each token has a weight,
 1 / (what the aggregation divides by, counted over the whole optimizer step), and losses of packs simply add up. So do
 metrics: a (sum, count) pair adds up on both sides and is divided once, at the end; a name that ends in _min or _max
-takes the extremum (+inf, -inf where a pack has no valid token); any other scalar adds up (run/metrics.py).
+takes the extremum (+inf, -inf where a pack has no valid token); any other scalar adds up (metrics.py).
 
 Nothing in this file waits for the GPU. docs/details.md says which paper or system each choice is from, and what the
 others do.

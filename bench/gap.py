@@ -28,12 +28,12 @@ import torch.nn.functional as F
 import model
 from batch import Minibatch, make_minibatches
 from bench.head import ROOT, facts
+from check import reader
 from config import Config
 from data import Sample
 from hf.tokenizer import Tokenizer
 from loss import kl_estimate
 from model import Decoder, load_policy
-from run import config_file
 from system.exits import exit_process
 from system.ranks import Ranks, start_process_group
 
@@ -66,7 +66,7 @@ RESULTS |= {"gate_proj": "gate, up", "up_proj": "gate, up", "down_proj": "down_p
 
 def config_of(folder: Path, precision: str, tokens: int) -> Config:
     own = (f"policy.model_name={folder}", f"policy.precision={precision}", f"policy.generation.max_new_tokens={tokens}")
-    return config_file.load(ROOT / "configs/smoke.yaml", [*own, "policy.max_total_sequence_length=256"])
+    return reader.load(ROOT / "configs/smoke.yaml", [*own, "policy.max_total_sequence_length=256"])
 
 
 def questions(count: int) -> list[str]:

@@ -21,12 +21,12 @@ import model
 from batch import make_minibatches
 from bench.gpu_check import check, failed
 from bench.head import ROOT, facts
+from check import reader
+from check.preflight import read_inputs
 from engine import Engine, SamplingOptions, check_canary, sync_weights
 from hf.weights import sharded_parameters
 from rollout import sample_step
-from run import config_file
 from run.build import build
-from run.preflight import read_inputs
 from system.exits import exit_process
 from system.ranks import Ranks, start_process_group
 
@@ -90,7 +90,7 @@ def main() -> None:
     args = parser.parse_args()
     words = [f"logger.log_dir={tempfile.mkdtemp()}", "policy.generation.vllm_cfg.enforce_eager=true"]
     words += [] if args.dry else ["policy.precision=bfloat16", "policy.generation.vllm_cfg.gpu_memory_utilization=0.1"]
-    cfg = config_file.load(ROOT / "configs/smoke.yaml", words)
+    cfg = reader.load(ROOT / "configs/smoke.yaml", words)
     given = read_inputs(cfg)
     ranks, device = start_process_group(tp_size=1)
     line: dict = facts() | {"used_GiB_before": used_gib()}

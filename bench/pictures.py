@@ -21,11 +21,11 @@ sys.path.insert(0, str(ROOT))
 
 from bench.scale import FIELDS, MODELS
 from bench.walk import RECORDING
+from check import reader
+from check.memory_plan import CHUNK_BYTES, GIB, Plan
 from data import Pack, Sample, pack_samples
 from hf.model_config import ModelConfig
 from hf.tokenizer import Tokenizer
-from run import config_file
-from run.memory_plan import CHUNK_BYTES, GIB, Plan
 
 FOLDER = ROOT / "docs" / "images"
 WIDTH = 700
@@ -150,7 +150,7 @@ def draw_step(dark: bool) -> Drawing:
 def plan_1b() -> Plan:
     """Of configs/math_1b.yaml on GPUs of 80 GiB."""
     fields = dict(zip(FIELDS, MODELS["Qwen2.5-1.5B"], strict=True)) | {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
-    cfg = config_file.load(ROOT / "configs" / "math_1b.yaml")
+    cfg = reader.load(ROOT / "configs" / "math_1b.yaml")
     return Plan(cfg, ModelConfig.from_hf(fields), TOKENIZER_IDS, NUM_GPUS, GPU_GIB * GIB)
 
 
@@ -189,7 +189,7 @@ def draw_memory(dark: bool) -> Drawing:
     d.text(14, 26, "GPU memory in the four phases of a step", 15, bold=True)
     model = f"Qwen2.5-1.5B, configs/math_1b.yaml, {NUM_GPUS} GPUs of {GPU_GIB} GiB, packs of {plan.tokens:,} tokens"
     d.text(14, 46, model, 13, "dim")
-    d.text(14, 64, "Planned by run/memory_plan.py, each phase at its largest moment. Not yet measured.", 13, "dim")
+    d.text(14, 64, "Planned by check/memory_plan.py, each phase at its largest moment. Not yet measured.", 13, "dim")
     left, scale = 14, (WIDTH - 28) / GPU_GIB
     y = 84
     for phase, name in PHASES:

@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from run import report
+from tools import report
 
 PACKAGES = ("@sparticuz/chromium@153.0.0", "puppeteer-core@24.43.1")
 WORDS = "so we have the sum of all first then subtract seven and check it again which gives answer therefore".split()
@@ -152,9 +152,9 @@ def make_hostile(folder: Path) -> None:
 
 
 def write_report(folders: list[Path]) -> dict:
-    """Seconds and bytes of `python -m run.report` in a process of its own, and the most memory that it had."""
+    """Seconds and bytes of `python -m tools.report` in a process of its own, and the most memory that it had."""
     start = time.perf_counter()
-    command = [sys.executable, "-m", "run.report", *map(str, folders)]
+    command = [sys.executable, "-m", "tools.report", *map(str, folders)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     assert status == 0, command

@@ -141,5 +141,5 @@ def one_pass_problem(deviation: float) -> str | None:
     return (
         f"the gradient that was computed differs from that of loss.py by {deviation:.2g}: loss.py couples the tokens "
         "of a pack, or trains tokens without advantage, in a way that the probes at start did not see. Show it to them "
-        "(`_probe` in run/loss_path.py), or return the path 'two passes' from `choose_loss_path` there"
+        "(`_probe` in loss_path.py), or return the path 'two passes' from `choose_loss_path` there"
     )

@@ -10,16 +10,16 @@ import torch
 
 import config
 from batch import needs_old_logps
+from check.preflight import RunInputs
 from engine import Engine
 from hf.weights import full_shapes, load_adapter
 from kernels import KernelBackend, LossPath, SamplingFilter, choose_backend
 from loss import policy_loss
+from loss_path import choose_loss_path
 from model import Decoder, load_policy, uses_flash_attention
 from rollout import Sampler
 from run import checkpoint
 from run.generators import Generators
-from run.loss_path import choose_loss_path
-from run.preflight import RunInputs
 from run.reward_model import RewardModel
 from run.rollouts import NoEngine
 from system.progress import Progress

@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from check.resume import VERSION, checkpoints, committed, damaged, read_meta
 from config import CheckpointingConfig, ConfigError
 from hf.model_config import weight_files
-from run.resume import VERSION, checkpoints, committed, damaged, read_meta
 from system.exits import Saved, StopRun
 from system.optimizer import Optimizer
 from system.ranks import Ranks, any_rank, broadcast_from_rank0, gather, local_rows, on_rank0

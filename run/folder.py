@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch
 
+from check import reader
+from check.resume import checkpoint_folder, numbered
 from config import Config, ConfigError
 from hf.files import parse_json, read_bytes
-from run import config_file
-from run.resume import checkpoint_folder, numbered
 from system.exits import describe_os_error, host_name
 from system.ranks import Ranks, broadcast_from_rank0, gather, on_rank0
 
@@ -125,7 +125,7 @@ def write_provenance(folder: Path, cfg: Config, world_size: int) -> None:
     """Writes the resolved config into a new run's folder, and adds an object to the list in `provenance.json`: a run
     that was resumed has one for each part."""
     if not (folder / "config.yaml").exists():
-        (folder / "config.yaml").write_text(config_file.to_yaml(cfg))
+        (folder / "config.yaml").write_text(reader.to_yaml(cfg))
     file = folder / "provenance.json"
     parts = parse_json(read_bytes(file), file) if file.exists() else []
     if not isinstance(parts, list):

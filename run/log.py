@@ -20,9 +20,9 @@ from config import CheckpointingConfig, ConfigError, LoggerConfig
 from data import Sample
 from hf.files import open_regular
 from hf.tokenizer import Tokenizer
+from metrics import Numbers
 from run import wandb_log
 from run.health import Health
-from run.metrics import Numbers
 from system import exits
 
 TIMING_NAMES = {"prepare_for_generation": "prepare_for_generation/total"}  # NeMo RL's name
@@ -130,7 +130,7 @@ class RunLog:
             *((("adapter, PEFT format", str(adapter)),) if (adapter := self.folder / "hf_adapter").is_dir() else ()),
             ("metrics, samples", f"{self.folder / 'metrics.jsonl'}, {self.folder / 'samples.jsonl'}"),
             ("TensorBoard", f"tensorboard --logdir {self.folder}" if self.tensorboard else "none"),
-            ("report", f"python -m run.report {self.folder}"),
+            ("report", f"python -m tools.report {self.folder}"),
             *((("W&B", wandb_log.describe(self.folder)),) if self.wandb else ()),
         ]
         width = max(len(name) for name, _ in rows)

@@ -6,9 +6,9 @@ import traceback
 
 import torch
 
+from check.memory_fit import gib, listed, problem, remedies, table
+from check.memory_plan import CONTEXT, GIB, Plan
 from config import ConfigError
-from run.memory_fit import gib, listed, problem, remedies, table
-from run.memory_plan import CONTEXT, GIB, Plan
 from system.exits import LIBRARIES, OutOfMemory
 from system.ranks import Ranks
 

@@ -18,14 +18,14 @@ import torch
 from safetensors.numpy import load_file
 
 from batch import to_device
+from check.resume import VERSION, read_meta
 from config import Config, ConfigError
 from data import Sample, assign_to_ranks, empty_pack, pack_samples
 from hf.tokenizer import Tokenizer
+from metrics import Numbers, sample_metrics
 from model import Decoder
 from rollout import StepSamples
 from run import checkpoint
-from run.metrics import Numbers, sample_metrics
-from run.resume import VERSION, read_meta
 from system.exchange import move_tokens
 from system.ranks import Ranks, gather, on_rank0
 

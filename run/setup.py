@@ -3,7 +3,7 @@
 The algorithm is `train` in grpo.py. Nothing here computes a loss, an advantage or a pack.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,23 +13,24 @@ import torch
 
 import config
 from batch import Minibatch
+from check.preflight import RunInputs, data_lines, lora_note, memory_plan, num_steps_of, warmup_problem
+from check.resume import checkpoint_folder, replayed_run, replayed_step
+from check.rules import must_save_by_seconds
+from data import Sample
 from engine import Completion, Engine, SamplingOptions, check_canary
 from graders.pool import GraderPool
 from hf.adapter import adapter_config
 from hf.model_config import hf_config
 from hf.weights import save_adapter, save_hf
+from metrics import performance_metrics
 from model import Decoder, Reference
 from optim import build_optimizer
 from rollout import Sampler, StepSamples
 from run import checkpoint, rollouts
 from run.build import build, build_sampler, read_adapter, reference_dtype
-from run.config_check import must_save_by_seconds
-from run.generators import Generators, finished_replies, serve
+from run.generators import Generators, finished_replies, groups_under_way, serve
 from run.log import RunLog, Timers
 from run.memory import Memory
-from run.metrics import age_metrics, performance_metrics
-from run.preflight import RunInputs, data_lines, lora_note, memory_plan, num_steps_of, warmup_problem
-from run.resume import checkpoint_folder, replayed_run, replayed_step
 from system.exits import Interrupted, Saved, Signals, StopRun
 from system.optimizer import Optimizer
 from system.progress import Progress
@@ -283,6 +284,16 @@ def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metri
     run.told_to_stop = any_rank(run.signals.pending())
     if run.told_to_stop and not run.is_finished:
         raise Interrupted
+
+
+def age_metrics(sampler: Sampler | Generators, trained: Sequence[Sample], step: int) -> dict[str, float]:
+    """With async_grpo: ages in steps, by first tokens; of the groups under way, how many have all their replies (NeMo
+    RL's buffer) and how many have not. A collective."""
+    ages = [step - 1 - sample.weight_version for sample in trained]
+    is_whole = sampler.groups if isinstance(sampler, Generators) else groups_under_way(sampler)
+    size = sum(is_whole.values())
+    numbers = {"avg_trajectory_age": float(np.mean(ages)), "max_trajectory_age": max(ages), "buffer_size": size}
+    return numbers | {"carried_groups": len(is_whole) - size}
 
 
 def check_engine(run: Run, step: int) -> dict[str, float]:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from check.preflight import RunInputs
+from check.resume import checkpoint_folder
 from config import Config
 from data import Sample, groups_of
 from engine import SamplingOptions, sync_weights
@@ -19,8 +21,6 @@ from rollout import Sampler
 from run import checkpoint
 from run.build import build, read_adapter
 from run.log import RunLog
-from run.preflight import RunInputs
-from run.resume import checkpoint_folder
 from run.setup import Run
 from system.exchange import move_tokens
 from system.progress import Progress

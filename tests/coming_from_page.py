@@ -1,4 +1,4 @@
-"""The tables of docs/coming_from.md, made of what the program itself reads: run/config_nemo.yaml, from_{trl,verl}.yaml.
+"""The tables of docs/coming_from.md, made of what the program itself reads: check/nemo.yaml, from_{trl,verl}.yaml.
 
 python tests/coming_from_page.py       writes them anew
 """
@@ -17,9 +17,9 @@ sys.path.insert(0, str(ROOT))
 
 import yaml
 
-from run import config_file, config_keys
-from run.config_keys import FIELDS, SECTIONS
-from run.config_nemo import TABLE, text_of
+from check import keys, reader
+from check.keys import FIELDS, SECTIONS
+from check.nemo import TABLE, text_of
 
 PAGE = ROOT / "docs" / "coming_from.md"
 NEMO_DEFAULTS = ROOT / "tests" / "helpers" / "nemo_yaml" / "math_1b.yaml"
@@ -55,8 +55,8 @@ def counterpart(row: dict, rows: dict) -> tuple[str, list[str]]:
         parts.append(" ".join(code(word) if word in FIELDS else word for word in row["sizes"].split()))
     notes = []
     by_meaning: dict[str, list[str]] = {}
-    for value, keys in row.get("values", {}).items():
-        by_meaning.setdefault(settings(keys, rows), []).append(text_of(value))
+    for value, named in row.get("values", {}).items():
+        by_meaning.setdefault(settings(named, rows), []).append(text_of(value))
     for meaning, values in by_meaning.items():
         if meaning:
             parts.append(f"{', '.join(values)}: {meaning}")
@@ -82,12 +82,12 @@ def default_here(row: dict) -> str:
 
 
 def ours_by_default(key: str) -> str:
-    return text_of(json.loads(config_keys.default_text(key)))
+    return text_of(json.loads(keys.default_text(key)))
 
 
 def tables_of(system: str) -> str:
     """What there is here, what changes nothing, and what there is not."""
-    table = yaml.safe_load((ROOT / "run" / f"from_{system}.yaml").read_text(encoding="utf-8"))
+    table = yaml.safe_load((ROOT / "tools" / f"from_{system}.yaml").read_text(encoding="utf-8"))
     rows = table["keys"]
     taken, nowhere = [], []
     same: dict[str, list[str]] = {}
@@ -129,8 +129,8 @@ def flat(tree: dict, prefix: str = "") -> dict[str, Any]:
 def nemo_config() -> dict[str, str]:
     """Our key -> what NeMo RL's grpo_math_1B.yaml means by it, as json."""
     with redirect_stderr(io.StringIO()):  # the warning of keys that do not matter
-        cfg = config_file.load(NEMO_DEFAULTS)
-    found = dict(config_keys.settings(cfg))
+        cfg = reader.load(NEMO_DEFAULTS)
+    found = dict(keys.settings(cfg))
     # The tests' copy has another warm-up than theirs, so that reading it can be told from our default.
     found |= {"policy.scheduler.warmup_steps": 50, "policy.scheduler.warmup_start_factor": 0.1}
     return {key: json.dumps(value) for key, value in found.items()}
@@ -140,7 +140,7 @@ def nemo_defaults() -> Iterable[tuple[str, str, str]]:
     """(key, default there, default here) where a config that does not say it would mean two things."""
     taken = nemo_config()
     for key in flat(yaml.safe_load(NEMO_DEFAULTS.read_text(encoding="utf-8"))):
-        if key in taken and taken[key] != config_keys.default_text(key):
+        if key in taken and taken[key] != keys.default_text(key):
             yield code(key), code(text_of(json.loads(taken[key]))), code(ours_by_default(key))
 
 
@@ -191,7 +191,7 @@ BITING = (
 
 
 def biting() -> str:
-    trl, verl = (yaml.safe_load((ROOT / "run" / f"from_{name}.yaml").read_text())["keys"] for name in ("trl", "verl"))
+    trl, verl = (yaml.safe_load((ROOT / "tools" / f"from_{name}.yaml").read_text())["keys"] for name in ("trl", "verl"))
     lines = []
     for ours, *theirs in BITING:
         others = [

@@ -10,16 +10,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("kernels", "graders", "dataset", "hf", "system", "run")
+ROOMS = ("kernels", "graders", "dataset", "hf", "system", "check", "run")
 BEGIN, END = "<!-- written by tests/layout_table.py -->\n", "<!-- end -->\n"
 
 # Tests -> the files that they hold beside the one that they are named after.
 ALSO = {
     "command/test_carry_over_kills.py": ["rollout.py", "run/setup.py", "run/checkpoint.py"],
-    "command/test_check.py": ["grpo.py", "run/preflight.py", "run/config_check.py", "hf/files.py"],
+    "command/test_check.py": ["grpo.py", "check/preflight.py", "check/rules.py", "hf/files.py"],
     "command/test_disk_full.py": ["run/checkpoint.py"],
     "command/test_health_runs.py": ["run/health.py", "run/log.py"],
-    "command/test_kill.py": ["run/checkpoint.py", "run/resume.py"],
+    "command/test_kill.py": ["run/checkpoint.py", "check/resume.py"],
     "command/test_nodes.py": ["train.sh", "slurm.sh", "system/exits.py", "system/launch.py", "run/folder.py"],
     "command/test_numbers.py": ["grpo.py", "optim.py", "system/ranks.py"],
     "command/test_resumed_run.py": ["grpo.py", "run/setup.py", "run/checkpoint.py", "run/folder.py"],
@@ -53,8 +53,8 @@ ALSO = {
     "core/test_pictures.py": ["bench/pictures.py"],
     "core/test_reference.py": ["model.py", "run/build.py", "run/checkpoint.py"],
     "core/test_walkthrough.py": ["bench/walk.py", "docs/walkthrough.md", "grpo.py", "rollout.py", "batch.py"],
-    "core/test_unfinished.py": ["engine.py", "rollout.py", "run/metrics.py"],
-    "dataset/test_scan.py": ["dataset/problems.py", "run/preflight.py"],
+    "core/test_unfinished.py": ["engine.py", "rollout.py", "metrics.py"],
+    "dataset/test_scan.py": ["dataset/problems.py", "check/preflight.py"],
     "examples/test_arithmetic.py": ["examples/arithmetic"],
     "examples/test_cluster.py": ["examples/cluster"],
     "examples/test_comparison.py": ["docs/comparison.md", "README.md", "CITATION.cff"],
@@ -76,24 +76,20 @@ ALSO = {
     "kernels/test_sampling_filter.py": ["kernels/softmax.py", "kernels/linear_logp.py", "kernels/linear_loss.py"],
     "kernels/test_vocabulary.py": ["kernels/softmax.py", "kernels/linear_loss.py", "kernels/linear_logp.py"],
     "red_team/test_hostile_data.py": ["hf/files.py", "system/imports.py"],
-    "red_team/test_hostile_configs.py": [
-        "run/config_yaml.py",
-        "run/config_file.py",
-        "run/config_nemo.py",
-        "run/config_check.py",
-    ],
-    "red_team/test_hostile_model.py": ["hf/model_config.py", "hf/tokenizer.py", "hf/weights.py", "run/preflight.py"],
-    "red_team/test_hostile_run.py": ["run/folder.py", "run/config_check.py", "run/resume.py", "system/exits.py"],
+    "red_team/test_hostile_configs.py": ["check/config_yaml.py", "check/reader.py", "check/nemo.py", "check/rules.py"],
+    "red_team/test_hostile_model.py": ["hf/model_config.py", "hf/tokenizer.py", "hf/weights.py", "check/preflight.py"],
+    "red_team/test_hostile_run.py": ["run/folder.py", "check/rules.py", "check/resume.py", "system/exits.py"],
     "red_team/test_hostile_code.py": ["graders/code_grader.py", "graders/codec.py", "graders/sandbox.py"],
     "red_team/test_hostile_math.py": ["graders/math_grader.py", "graders/math_text.py"],
-    "run/test_coming_from.py": ["run/config_from.py", "run/config_nemo.py"],
-    "run/test_config_data.py": ["config.py", "run/config_check.py"],
-    "run/test_log.py": ["run/metrics.py"],
-    "run/test_metrics_page.py": ["run/metrics.py", "run/log.py", "loss.py", "rollout.py", "grpo.py"],
+    "tools/test_convert.py": ["tools/convert.py"],
+    "tools/test_coming_from.py": ["tools/convert.py", "check/nemo.py"],
+    "check/test_config_data.py": ["config.py", "check/rules.py"],
+    "run/test_log.py": ["metrics.py"],
+    "core/test_metrics_page.py": ["metrics.py", "run/log.py", "loss.py", "rollout.py", "grpo.py"],
     "run/test_memory.py": ["system/exits.py", "grpo.py"],
-    "run/test_memory_plan.py": ["run/memory_fit.py"],
-    "run/test_report.py": ["bench/report.py"],
-    "run/test_config_nemo.py": ["config.py"],
+    "check/test_memory_plan.py": ["check/memory_fit.py"],
+    "tools/test_report.py": ["tools/report.py", "bench/report.py"],
+    "check/test_nemo.py": ["config.py"],
     "system/test_exchange.py": ["run/rollouts.py"],
     "system/test_optimizer.py": ["model.py", "optim.py", "run/checkpoint.py"],
     "system/test_ranks.py": ["hf/weights.py"],
@@ -104,10 +100,10 @@ ALSO = {
         "system/ranks.py",
         "hf/weights.py",
         "run/checkpoint.py",
-        "run/memory_plan.py",
+        "check/memory_plan.py",
     ],
-    "run/test_nemo_async.py": ["run/config_nemo.py", "run/config_check.py"],
-    "run/test_nemo_recipes.py": ["run/config_nemo.py", "run/config_file.py", "examples/envs/sliding_puzzle.py"],
+    "check/test_nemo_async.py": ["check/nemo.py", "check/rules.py"],
+    "check/test_nemo_recipes.py": ["check/nemo.py", "check/reader.py", "examples/envs/sliding_puzzle.py"],
 }
 # Files without a test beside them -> why.
 WITHOUT = {
@@ -118,7 +114,7 @@ WITHOUT = {
     "kernels/softmax.py": "what a row of logits needs, held by the two ops that are made of it",
     "hf/files.py": "held where a wrong file is answered",
     "run/build.py": "what a run is made of, held by whole runs",
-    "run/memory_fit.py": "what the plan says to a user, held with it",
+    "check/memory_fit.py": "what the plan says to a user, held with it",
     "system/exits.py": "held by processes that end",
     "system/launch.py": "held by train.sh, which starts it",
 }

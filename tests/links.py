@@ -64,7 +64,7 @@ def line_of_symbol(file: Path, symbol: str) -> int | None:
 
 
 def file_of_symbol(symbol: str, root: Path) -> Path | None:
-    """The file of code whose name begins the symbol, `batch.needs_old_logps` or `run.metrics.train_flops`, and which
+    """The file of code whose name begins the symbol, `batch.needs_old_logps` or `metrics.train_flops`, and which
     defines it; where no file does, one of the folder that begins it: `kernels.SamplingFilter`."""
     first, *_ = parts = symbol.split(".")
     candidates = [root.joinpath(*parts[:count]).with_suffix(".py") for count in range(1, len(parts))]

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import config
-from run import config_file, memory_fit, preflight
-from run.config_check import check_writable
+from check import memory_fit, preflight, reader
+from check.rules import check_writable
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTER = ROOT / "examples/arithmetic/starter"
@@ -211,7 +211,7 @@ def test_byte_0_in_a_path(work, monkeypatch):
     for key in ("data.train.data_path", "data.train.prompt_file", "policy.model_name", "logger.log_dir", "defaults"):
         Path("zero.yaml").write_text(rf'{key}: "a\0b"')
         with pytest.raises(config.ConfigError) as error:
-            config_file.load("zero.yaml")
+            reader.load("zero.yaml")
         assert str(error.value).startswith(rf"zero.yaml line 1: {key}: 'a\x00b' (str): take out the byte 0")
 
 

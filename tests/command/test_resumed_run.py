@@ -86,12 +86,12 @@ def test_exported_model_is_the_last_checkpoint_and_loads_in_transformers(runs):
 
 
 def test_run_folder_says_how_it_ended_and_what_it_was(runs):
-    from run import config_file
+    from check import reader
 
     whole, resumed, output, _ = runs
     end = json.loads((whole / "exit.json").read_text())
     assert end == {"code": 0, "reason": "trained to step 6", "rank": 0, "host": host_name()}
-    cfg = config_file.load(whole / "config.yaml")
+    cfg = reader.load(whole / "config.yaml")
     assert cfg.grpo.num_prompts_per_step == 8 and cfg.checkpointing.resume_from is None
-    assert config_file.load(resumed / "config.yaml") == cfg  # resuming leaves the record of the run as it was
+    assert reader.load(resumed / "config.yaml") == cfg  # resuming leaves the record of the run as it was
     assert (whole / "tensorboard").is_dir() and "accuracy, greedy" in output

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from check.reader import load
+from check.rules import max_prompt_tokens, validate
 from config import Config, ConfigError, DataConfig, DataError, GenerationConfig, LossConfig, PolicyConfig, shortened
-from run.config_check import max_prompt_tokens, validate
-from run.config_file import load
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -24,9 +24,9 @@ from batch import finish_minibatches, make_minibatches
 from hf.model_config import ModelConfig
 from kernels import LossPath, choose_backend, linear_logp, softmax
 from kernels.clipped_pg import clipped_pg_dlogits_
+from metrics import accumulate
 from model import Decoder, uses_flash_attention
 from optim import build_optimizer, clip_grad_norm, count_bad_steps
-from run.metrics import accumulate
 
 META = torch.device("meta")
 KERNEL_FILES = [inspect.getmodule(function) for function in (clipped_pg_dlogits_, linear_logp)] + [softmax]

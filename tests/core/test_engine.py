@@ -11,6 +11,7 @@ import config
 import data
 import envs
 from batch import to_device
+from check.memory_plan import Plan
 from engine import SamplingOptions, check_canary, check_versions
 from hf.model_config import read_model_config
 from hf.tokenizer import Tokenizer
@@ -18,7 +19,6 @@ from hf.weights import full_tensors
 from kernels import SamplingFilter
 from model import load_policy
 from rollout import Sampler, sample_seed
-from run.memory_plan import Plan
 from system.exits import Interrupted, StopRun
 
 TEMPERATURE = 0.7

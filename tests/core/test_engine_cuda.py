@@ -17,6 +17,7 @@ import config
 import engine as engine_module
 import envs
 import grpo
+from check.memory_plan import Plan
 from data import Problem
 from engine import SamplingOptions, sync_weights
 from graders.pool import GraderPool
@@ -24,7 +25,6 @@ from hf.model_config import read_model_config
 from hf.tokenizer import Tokenizer
 from model import load_policy
 from rollout import Sampler
-from run.memory_plan import Plan
 from run.validation import sample_sets
 from system.exits import Interrupted, StopRun
 

@@ -9,7 +9,7 @@ from loss_cases import GOLDEN_REF, golden_batch, hard_batch, reduced
 
 from config import LossConfig
 from loss import group_advantages, policy_loss, seq_logp_error_mask
-from run.metrics import derived_metrics
+from metrics import derived_metrics
 
 PRINTED = 1e-6  # the golden numbers are printed to six decimals, from float32
 

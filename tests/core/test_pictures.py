@@ -7,7 +7,7 @@ import pytest
 from small_run import ROOT
 
 from bench import pictures
-from run.memory_plan import GIB
+from check.memory_plan import GIB
 
 DRAWN = pictures.files()
 FOLDER = ROOT / "docs" / "images"

@@ -13,8 +13,8 @@ from data import Problem, Sample
 from dataset.mixing import Mixture, epoch_order
 from dataset.scan import Dataset
 from engine import SamplingOptions
+from metrics import sample_metrics
 from rollout import Conversation, Sampler, deal, sample_seed, sample_step
-from run.metrics import sample_metrics
 from system.exits import StopRun
 from system.ranks import Ranks
 

@@ -21,7 +21,7 @@ from hf.weights import full_tensors
 from model import load_policy
 from rollout import Sampler, sample_step
 from run.generators import serve
-from run.metrics import age_metrics
+from run.setup import age_metrics
 from system.exits import StopRun
 
 TEMPERATURE = 0.7

@@ -19,7 +19,7 @@ import pytest
 import yaml
 from commands import HISTORY, ROOT, SETTINGS, documented, in_comment, in_markdown, tidy
 
-from run import config_check, config_file
+from check import reader, rules
 
 TABLE = yaml.safe_load((ROOT / "tests" / "commands.yaml").read_text(encoding="utf-8"))
 COMMANDS = documented()
@@ -141,7 +141,7 @@ def test_the_script_is_there_and_knows_the_options(command):
         return
     code = code_of(script)
     if script.name in ("grpo.py", "eval.py"):  # which read their command line there
-        code += "".join(code_of(ROOT / "run" / name) for name in ("preflight.py", "config_from.py"))
+        code += "".join(code_of(ROOT / "run" / name) for name in ("preflight.py", "convert.py"))
     _, _, words = command.partition(script.stem)
     options = {word for word in re.findall(r"(?<=[\s\[])--?[a-z]\w*", words) if not selects_tests(tidy(command))}
     assert [option for option in options if not re.search(rf"{option}\b", code)] == []
@@ -175,8 +175,8 @@ def test_the_config_is_there_and_has_the_settings(command, monkeypatch):
     """Those of a fork are read by its own command, after its diff (group `forks` of the table)."""
     monkeypatch.chdir(ROOT)
     file, settings, ranks = config_of(command)
-    cfg = config_file.load(file, settings)
-    config_check.validate(cfg, world_size=1 if cfg.cluster.gpus_per_node == 1 else ranks)
+    cfg = reader.load(file, settings)
+    rules.validate(cfg, world_size=1 if cfg.cluster.gpus_per_node == 1 else ranks)
 
 
 # ------------------------------------------------------------------------------------------------- they are run

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from check import reader
 from config import DataError
 from dataset.sources import Source
 from examples.gsm8k import prepare
-from run import config_file
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -108,7 +108,7 @@ def test_what_is_not_gsm8k_is_refused_and_nothing_written(files, tmp_path, monke
 
 @pytest.mark.parametrize("name", ["gpu", "cpu"])
 def test_recipes_read_what_prepare_writes(name):
-    cfg = config_file.load(ROOT / "examples/gsm8k" / f"{name}.yaml", [])
+    cfg = reader.load(ROOT / "examples/gsm8k" / f"{name}.yaml", [])
     section = cfg.data.train[0]
     assert (section.data_path, section.env_name or cfg.data.default.env_name) == (
         "examples/gsm8k/data/train.jsonl",

@@ -7,10 +7,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from check import reader
 from config import DatasetConfig
 from envs import Exact, Turn
 from examples.smollm2 import conversions, plot
-from run import config_file
 from tests.helpers.red_team import ROOT
 
 SETS = ("train", "held_out", "one_or_two", "larger", "other_units", "other_factor")
@@ -101,7 +101,7 @@ def test_neither_constant_nor_copied_replies_score(rows):
 
 
 def test_recipe_loads():
-    cfg = config_file.load(ROOT / "configs/smollm2.yaml", [])
+    cfg = reader.load(ROOT / "configs/smollm2.yaml", [])
     assert cfg.grpo.max_val_samples == 300 and cfg.policy.scheduler.warmup_steps * 3 < cfg.grpo.max_num_steps
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from check import reader, rules
 from dataset.mixing import Mixture
 from dataset.scan import load_dataset
 from examples.three_tasks import make_tasks
 from examples.three_tasks.rewards import digits_in_place
 from hf.tokenizer import Tokenizer
-from run import config_check, config_file
 
 HERE = Path(make_tasks.__file__).parent
 RIGHT = {
@@ -43,10 +43,10 @@ def test_digits_in_place():
 def test_batches_follow_the_configured_mix_exactly(monkeypatch):
     """Each step has 8 prompts of each task, in its environment, and no problem comes again before all have come."""
     monkeypatch.chdir(HERE.parent.parent)
-    cfg = config_file.load("configs/three_tasks.yaml", [])
-    config_check.validate(cfg, world_size=2)
+    cfg = reader.load("configs/three_tasks.yaml", [])
+    rules.validate(cfg, world_size=2)
     tokenizer, sections = Tokenizer(HERE / "starter"), cfg.data.train
-    max_prompt = config_check.max_prompt_tokens(cfg)
+    max_prompt = rules.max_prompt_tokens(cfg)
     sets = [load_dataset(section, tokenizer, max_prompt, {}, lambda *_: None)[0] for section in sections]
     mixture = Mixture(sets, cfg)
     cursor, seen = mixture.start(), Counter()

@@ -15,8 +15,9 @@ from small_run import STARTER
 
 import envs
 import grpo
+from check import preflight
 from hf.tokenizer import Tokenizer
-from run import build, preflight
+from run import build
 from system import watchdog
 
 LOST_STEP = 4

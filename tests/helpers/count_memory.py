@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import grpo
 import model as model_module
+from check.memory_plan import CONTEXT, Plan
 from config import (
     Config,
     DataConfig,
@@ -37,7 +38,6 @@ from kernels import KernelBackend, LossPath, softmax
 from lora import add_adapters
 from model import Block, Decoder, PackLayout, rope_cos_sin, shard
 from optim import build_optimizer
-from run.memory_plan import CONTEXT, Plan
 
 
 class LiveBytes(TorchDispatchMode):

@@ -35,9 +35,9 @@ from data import Problem
 from dataset.mixing import Mixture
 from dataset.scan import Dataset
 from engine import Completion, check_versions
+from metrics import sample_metrics
 from rollout import Sampler, sample_step
 from run import setup
-from run.metrics import sample_metrics
 from run.validation import summarize
 from system.ranks import gather, start_process_group
 

@@ -33,8 +33,8 @@ from config import AdvEstimatorConfig, ConfigError, DatasetConfig, GRPOConfig, L
 from dataset.sources import open_source
 from kernels import KernelBackend, linear_loss
 from loss import policy_loss
+from loss_path import choose_loss_path
 from model import load_policy
-from run.loss_path import choose_loss_path
 
 CPU = torch.device("cpu")
 BACKENDS = (KernelBackend("torch"), KernelBackend("triton", 16))

@@ -21,8 +21,9 @@ sys.path.insert(0, str(ROOT))
 import torch
 import torch.distributed as dist
 
+from check import resume
 from config import CheckpointingConfig, ConfigError
-from run import checkpoint, resume
+from run import checkpoint
 from system.ranks import Ranks
 
 # name -> (rank, module, function, before or after it, at which of its calls in a life)

@@ -5,8 +5,8 @@ import math
 
 import torch
 
+from check.rules import loss_problems
 from config import LossConfig
-from run.config_check import loss_problems
 
 LOGPS = ("logp_T", "old_logp_T", "sampler_logp_T", "ref_logp_T")
 

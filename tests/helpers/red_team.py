@@ -63,7 +63,7 @@ def assert_answered(answer: Answer, *names: str, code: int | None = None) -> Non
 
 def _serve() -> None:
     sys.path.insert(0, str(ROOT))
-    from run import preflight  # noqa: F401  warm: the children find it imported
+    from check import preflight  # noqa: F401  warm: the children find it imported
 
     out = Path(f"/tmp/red_team_{os.getpid()}")
     for line in sys.stdin:

@@ -32,12 +32,12 @@ from safetensors.torch import load_file
 
 import config
 import grpo
+from check.memory_plan import Plan
 from engine import Completion, check_canary, sync_weights
 from hf.weights import full_tensors, save_adapter, save_hf
 from model import load_policy
 from optim import build_optimizer
 from run import checkpoint
-from run.memory_plan import Plan
 from system.exits import StopRun, exit_process
 from system.ranks import Ranks, fsdp_mesh, gather, start_process_group
 

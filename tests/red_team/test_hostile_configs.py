@@ -11,8 +11,8 @@ import pytest
 import yaml
 from red_team import assert_answered
 
-from run import config_nemo
-from run.config_keys import FIELDS, FREE, SECTIONS
+from check import nemo
+from check.keys import FIELDS, FREE, SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = [*sorted((ROOT / "configs").glob("*.yaml")), *sorted((ROOT / "tests/helpers/nemo_yaml").glob("*.yaml"))]
@@ -234,7 +234,7 @@ def test_accepted(check, work):
 
 # ------------------------------------------------------------------------------------------------------- generated
 
-THEIRS = [re.sub(r"\.?\*", "", pattern).strip(".") for pattern, _ in config_nemo.PATTERNS]  # keys of NeMo RL
+THEIRS = [re.sub(r"\.?\*", "", pattern).strip(".") for pattern, _ in nemo.PATTERNS]  # keys of NeMo RL
 VALUES = [
     None,
     True,

@@ -15,11 +15,11 @@ from dataset_case import GOOD, load, refused
 from red_team import MAX_MESSAGE_CHARS, assert_answered
 
 import envs
+from check import preflight
 from config import ConfigError
 from dataset import sources
 from graders.reward_function import RewardFunction
 from hf.tokenizer import Tokenizer
-from run import preflight
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTER = ROOT / "examples/arithmetic/starter"

@@ -17,10 +17,10 @@ import pytest
 from red_team import assert_answered
 
 import config
+from check import preflight, resume
+from check.rules import check_writable
 from config import ConfigError
 from run import folder as run_folder
-from run import preflight, resume
-from run.config_check import check_writable
 from run.folder import open_run_folder
 from run.log import RunLog
 from system import exits

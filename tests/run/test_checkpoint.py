@@ -22,11 +22,12 @@ from torch.distributed.tensor import DTensor
 
 import data
 from batch import to_device
+from check import resume
+from check.resume import committed
 from config import CheckpointingConfig, Config, ConfigError, LoggerConfig, LoRAConfig
 from model import Reference, load_policy
-from run import checkpoint, resume
+from run import checkpoint
 from run.folder import open_run_folder
-from run.resume import committed
 from run.setup import RunState
 from system.exits import EXIT_SAVED, Saved, StopRun, exit_process, host_name, report_exit
 from system.ranks import Ranks

@@ -12,7 +12,8 @@ import pytest
 from health_runs import HEALTHY, SICK, fired, kept, training_steps
 
 import config
-from run import config_keys, health
+from check import keys
+from run import health
 from run.health import Health
 from run.log import RunLog
 
@@ -191,7 +192,7 @@ def test_each_rule_has_a_sick_run_and_a_place_in_the_docs():
 def test_the_docs_name_keys_and_metrics_that_exist():
     sections = "|".join(f.name for f in fields(config.Config))
     named = set(re.findall(rf"`((?:{sections})\.[a-zA-Z_.]+)", FAQ))
-    assert len(named) > 50 and named <= config_keys.FIELDS.keys(), named - config_keys.FIELDS.keys()
+    assert len(named) > 50 and named <= keys.FIELDS.keys(), named - keys.FIELDS.keys()
     record = (ROOT / "examples" / "smollm2" / "metrics.jsonl").read_text()
     code = "".join(file.read_text() for file in [*ROOT.glob("run/*.py"), *ROOT.glob("*.py")])
     metrics = set(re.findall(r"`((?:train|validation|timing|performance)/[\w/.]+)`", FAQ))

@@ -14,9 +14,9 @@ from samples import sample
 
 import config
 from hf.tokenizer import Tokenizer
+from metrics import accumulate, reduce_over_ranks, sample_metrics
 from run.health import RULES
 from run.log import RunLog, Timers
-from run.metrics import accumulate, reduce_over_ranks, sample_metrics
 from run.setup import RunState
 from system.exits import exit_process
 
@@ -278,7 +278,7 @@ def test_table_at_the_end(tmp_path, capsys):
         "model, HF format": "none",
         "metrics, samples": f"{tmp_path / 'metrics.jsonl'}, {tmp_path / 'samples.jsonl'}",
         "TensorBoard": "none",
-        "report": f"python -m run.report {tmp_path}",
+        "report": f"python -m tools.report {tmp_path}",
     }
 
 

@@ -18,14 +18,14 @@ import engine as engine_module
 import eval as eval_module
 import grpo
 import rollout
+from check.memory_fit import changed
+from check.memory_plan import CONTEXT, GIB, Plan
 from config import ColocatedConfig, ColocatedResourcesConfig, Config, ConfigError
 from hf.model_config import read_model_config
 from run import build, setup
 from run import memory as memory_module
 from run.log import Timers
 from run.memory import NO_MEMORY, Memory
-from run.memory_fit import changed
-from run.memory_plan import CONTEXT, GIB, Plan
 from system import exits
 from system.ranks import Ranks
 

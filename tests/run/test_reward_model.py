@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 import envs
+from check.preflight import read_reward_model
 from config import Config, ConfigError, EnvConfig, PolicyConfig, RewardModelConfig, SequencePackingConfig
 from data import Problem
 from graders.reward_function import RewardFunction
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from model import load_policy
-from run.preflight import read_reward_model
 from run.reward_model import RewardModel
 from system.exits import StopRun, exit_process
 

@@ -14,10 +14,11 @@ from safetensors.numpy import load_file
 from small_run import ROOT, STARTER, arguments, write_rows
 
 import grpo
+from check import preflight
+from check.preflight import parse_command_line, read_inputs
 from config import ConfigError
 from hf.tokenizer import Tokenizer
-from run import checkpoint, preflight, rollouts, setup
-from run.preflight import parse_command_line, read_inputs
+from run import checkpoint, rollouts, setup
 from system.exits import StopRun
 
 QUIET = ("grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false", "checkpointing.save_hf_at_end=false")

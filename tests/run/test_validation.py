@@ -14,11 +14,11 @@ from samples import answers
 
 import config
 import envs
+from check.preflight import RunInputs
 from data import Problem
 from dataset.scan import Dataset
 from engine import SamplingOptions
 from rollout import Sampler
-from run.preflight import RunInputs
 from run.setup import RunState
 from run.validation import (
     clustered_interval,

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import config
+from check import preflight
 from config import ConfigError
-from run import preflight, wandb_log
+from run import wandb_log
 from run.log import RunLog
 from system import exits
 

@@ -55,7 +55,7 @@ def test_the_memory_plan_divides_by_the_ranks_of_a_replica(four_ranks):
 
 @pytest.mark.long
 def test_the_memory_plan_of_a_step(tmp_path):
-    """Within 2% of the bytes at its peak, as tests/run/test_memory_plan.py has it of one rank."""
+    """Within 2% of the bytes at its peak, as tests/check/test_memory_plan.py has it of one rank."""
     for rank in launch(tmp_path, tmp_path, "memory"):
         assert rank == {"qwen3, 2 x 2": {}, "qwen3 tied, 4 x 1": {}, "lora, 2 x 2": {}}
 

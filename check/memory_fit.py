@@ -1,0 +1,119 @@
+"""What the memory plan says to a user: a table, whether a run fits into its GPUs, and which keys would mend it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+
+from check.memory_plan import GIB, Items, Plan
+from check.rules import validate
+from config import ConfigError
+
+Fix = tuple[str, object]  # a key, and its value
+
+
+def table(plan: Plan) -> str:
+    """A line for each phase, of its largest moment, what holds most first."""
+    limit = "" if plan.gpu_bytes is None else f" of {gib(plan.gpu_bytes)}"
+    kind = "GPU" if plan.device == "cuda" else "rank"
+    lines = [f"memory     GiB{limit} on each of {plan.num_gpus} {kind}s, packs of {plan.tokens:,} tokens"]
+    for phase, (moment, items) in plan.phases.items():
+        lines.append(f"  {phase:8} {gib(sum(items.values()))}{moment and f' at {moment}'}: {listed(items)}")
+    if host := plan.host():
+        lines.append(f"  host     {listed(host)}, pinned, for each {kind}")
+    room = f", room for {plan.kv_cache / plan.kv_bytes:,.0f}" if plan.kv_cache > 0 else ""
+    lines.append(f"  KV cache {plan.kv_bytes / 1024:,.4g} KiB a token{room}")
+    return "\n".join(lines)
+
+
+def problem(plan: Plan) -> str | None:
+    """What is lacking, and the keys that mend it at the least cost; None where it fits, or nobody knows."""
+    if plan.lacking <= 0:
+        return None
+    phase = max(plan.phases, key=plan.size)
+    needed = f"{phase} needs {gib(plan.size(phase))} GiB on each GPU, which has {gib(plan.gpu_bytes)}"
+    if plan.size(phase) <= plan.gpu_bytes:
+        needed = f"the engine's share leaves {gib(plan.kv_cache)} GiB for the KV cache, too few for a sequence"
+    costs = _fixes(plan)
+    sets = [some for count in (1, 2, 3) for some in combinations(costs, count)]
+    for some in sorted(sets, key=lambda some: sum(costs[fix] for fix in some)):
+        if (new := changed(plan, some)).lacking <= 0 and _is_accepted(new):
+            return f"memory: {needed}; it fits with {', '.join(_saving(plan, fix, phase) for fix in some)}"
+    more = [n for n in (plan.num_gpus << k for k in range(1, 9)) if replace(plan, num_gpus=n).lacking <= 0]
+    return f"memory: {needed}; no three keys mend that" + (f", {more[0]} GPUs do" if more else "")
+
+
+def remedies(plan: Plan, phase: str) -> str:
+    """Of the keys that save most in this phase for what they cost, three that go together."""
+    costs = _fixes(plan)
+    saves = {fix: plan.size(phase) - changed(plan, [fix]).size(phase) for fix in costs}
+    worth = {fix: saves[fix] / costs[fix] for fix in saves if saves[fix] > plan.size(phase) / 100}
+    best: list[Fix] = []
+    for fix in sorted(worth, key=worth.get, reverse=True):
+        if len(best) < 3 and _is_accepted(changed(plan, [*best, fix])):
+            best.append(fix)
+    return "set " + ", ".join(_saving(plan, fix, phase) for fix in best) if best else "use more GPUs"
+
+
+def _is_accepted(plan: Plan) -> bool:
+    """Whether `--check` takes its config."""
+    try:
+        validate(plan.cfg, plan.num_gpus + plan.cfg.policy.generation.num_generators)
+        return bool(plan.trained)  # LoRA refuses a rank that is more than a layer's
+    except ConfigError:
+        return False
+
+
+def _fixes(plan: Plan) -> dict[Fix, int]:
+    """What may be set to save memory -> its cost: least where it slows a step little, most where it trains something
+    else."""
+    policy = plan.cfg.policy
+    costs: dict[Fix, int] = {
+        ("policy.logprob_chunk_size", 1024): 1,
+        ("policy.sequence_packing.train_mb_tokens", max(policy.max_total_sequence_length, plan.tokens // 2)): 2,
+        ("policy.offload_optimizer_for_logprob", True): 3,
+        ("policy.dtensor_cfg.activation_checkpointing", True): 4,
+        ("policy.optimizer.kwargs.state_dtype", "bfloat16"): 5,
+        ("policy.dtensor_cfg.cpu_offload", True): 30,
+    }
+    if plan.trains:  # else the adapters belong to what is scored
+        costs["policy.dtensor_cfg.lora_cfg.enabled", True] = 20
+    if policy.dtensor_cfg.dp_replicate_size > 1:
+        costs["policy.dtensor_cfg.dp_replicate_size", 1] = 10
+    tensor = 2 * policy.generation.vllm_cfg.tensor_parallel_size
+    if plan.model.num_attention_heads % tensor == 0:
+        costs["policy.generation.vllm_cfg.tensor_parallel_size", tensor] = 5
+    if plan.gpu_bytes:
+        engine = max(0, plan.kv_cache) + sum(plan.engine.values())
+        share = min(0.9, int((1 - (plan.size("generate") - engine) / plan.gpu_bytes) * 20) / 20)
+        is_less = share < policy.generation.vllm_cfg.gpu_memory_utilization  # then the KV cache pays
+        if share * plan.gpu_bytes > sum(plan.engine.values()):
+            costs["policy.generation.vllm_cfg.gpu_memory_utilization", share] = 6 if is_less else 2
+    return {fix: cost for fix, cost in costs.items() if _is_accepted(changed(plan, [fix]))}
+
+
+def changed(plan: Plan, fixes: Sequence[Fix]) -> Plan:
+    """The plan of the config with these settings."""
+    for name, value in fixes:
+        plan = _with(plan, f"cfg.{name}", value)
+    return plan
+
+
+def _with(section: object, name: str, value: object) -> object:
+    first, _, rest = name.partition(".")
+    return replace(section, **{first: _with(getattr(section, first), rest, value) if rest else value})
+
+
+def _saving(plan: Plan, fix: Fix, phase: str) -> str:
+    saves = plan.size(phase) - changed(plan, [fix]).size(phase)
+    return f"{fix[0]}={json.dumps(fix[1])}" + (f" (saves {gib(saves)} in {phase})" if saves > 0 else "")
+
+
+def listed(items: Items) -> str:
+    """The largest first; what is less than a hundredth is left out."""
+    ordered = sorted(items.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {gib(size)}" for name, size in ordered if size > sum(items.values()) / 100)
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.3g}"

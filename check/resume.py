@@ -1,0 +1,229 @@
+"""Finds run folders and checkpoints and says which are whole. No torch: `--check` asks here whether a run can go on.
+
+A checkpoint is a folder `step_000010` with the files that its `meta.json` lists, of the sizes it lists; anything else
+under such a name is damaged. checkpoint.py writes and reads the tensors and compares their checksums.
+"""
+
+import json
+import operator
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from check import reader
+from check.rules import check_writable
+from config import CheckpointingConfig, ColocatedConfig, Config, ConfigError, DataError
+from hf.files import read_json
+from hf.lora_layers import KEY as LORA
+from system.exits import describe_os_error
+
+VERSION = 4  # of a checkpoint's files
+READABLE = (3, 4)  # 4 knows LoRA's frozen weights; another one is refused
+# With another value, a checkpoint's tensors would mean another model.
+LORA_KEYS = ("enabled", "dim", "alpha", "match_all_linear", "target_modules", "exclude_modules")
+SAME_WHEN_LOADED = ("policy.model_name", *(f"{LORA}.{name}" for name in LORA_KEYS))
+# With another value, the samples of a step would be others, or have other rewards.
+SAME_WHEN_REPLAYED = (
+    *SAME_WHEN_LOADED,
+    "policy.optimizer.name",
+    "policy.hf_config_overrides.rope_scaling",
+    "grpo.num_prompts_per_step",
+    "grpo.num_generations_per_prompt",
+    "grpo.reward_scaling",
+    "grpo.reward_shaping",
+    "grpo.overlong_filtering",
+)
+# With another value, the position in the data and the sampling seeds would mean other prompts and samples.
+SAME_WHEN_RESUMED = (
+    *SAME_WHEN_LOADED,
+    "policy.optimizer.name",
+    "grpo.seed",
+    "grpo.num_prompts_per_step",
+    "grpo.num_generations_per_prompt",
+    "policy.tokenizer.name",
+    "policy.hf_config_overrides.rope_scaling",
+    "policy.tokenizer.chat_template",
+    "policy.tokenizer.chat_template_kwargs",
+    "data.shuffle",
+    "data.use_multiple_dataloader",
+    "data.num_prompts_per_dataloader",
+    "data.custom_dataloader",
+)
+
+
+def numbered(folder: Path, prefix: str) -> dict[int, Path]:
+    """Number -> path of the exp_007 or step_000010 in `folder`, highest number first."""
+    paths = {p.name.removeprefix(prefix): p for p in folder.glob(f"{prefix}*")}
+    numbers = filter(re.compile("[0-9]+").fullmatch, paths)  # isdecimal() takes other alphabets' digits too
+    return {int(number): paths[number] for number in sorted(numbers, key=int, reverse=True)}
+
+
+def checkpoint_folder(cfg: CheckpointingConfig, run_folder: Path) -> Path:
+    """Where a run's checkpoints are. Runs that share a `checkpoint_dir` have a folder each: a run deletes old ones."""
+    return Path(cfg.checkpoint_dir) / run_folder.resolve().name if cfg.checkpoint_dir else run_folder / "checkpoints"
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, whole or not, newest first."""
+    return list(numbered(folder, "step_").values())
+
+
+def committed(folder: Path) -> list[Path]:
+    """The whole checkpoints in `folder`, newest first. ConfigError where one has another format."""
+    return [path for path in checkpoints(folder) if isinstance(read_meta(path), dict)]
+
+
+def read_meta(checkpoint: Path) -> dict | str:
+    """The content of its meta.json; where the checkpoint is not whole, what is wrong with it, naming the file.
+    ConfigError where another version of the program wrote it: it is whole, but nothing here can read it."""
+    file = checkpoint / "meta.json"
+    try:
+        meta = read_json(file)
+        if meta["version"] not in READABLE:
+            raise ConfigError(
+                f"{file}: checkpoint format {json.dumps(meta['version'])} of another version of this program, which "
+                f"now reads {' and '.join(map(str, READABLE))} only; go on with the version that wrote it "
+                "(provenance.json in the run folder names its commit), or start a new run"
+            )
+        for name, entry in meta["files"].items():
+            size = (checkpoint / name).stat().st_size
+            if size != entry["bytes"]:
+                return f"{checkpoint / name}: {size:,} bytes, {entry['bytes']:,} by meta.json"
+        missing = ", ".join(sorted({"step", "world_size", "state", "metric"} - meta.keys()))
+        return f"{file}: lacks {missing}" if missing else meta
+    except DataError as error:
+        return str(error)
+    except OSError as error:
+        return describe_os_error(error)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{file}: not what checkpoint.py writes ({type(error).__name__}: {error})"
+
+
+def resolve(cfg: Config) -> Config:
+    """The config with `checkpointing.resume_from` as `checkpointing.resume` asks. auto, must: the run named, else the
+    newest of logger.log_dir that has a whole checkpoint. null without one; ConfigError if it is `must`."""
+    ckpt_cfg = cfg.checkpointing
+    if ckpt_cfg.resume not in ("auto", "must") or ckpt_cfg.resume_from:
+        return cfg
+    check_folders(cfg)
+    runs = numbered(Path(cfg.logger.log_dir), "exp_").values()
+    newest = next((str(run) for run in runs if committed(checkpoint_folder(ckpt_cfg, run))), None)
+    if newest is None and ckpt_cfg.resume == "must":
+        raise ConfigError(
+            f"checkpointing.resume=must: no run in logger.log_dir={cfg.logger.log_dir} has a whole checkpoint; name "
+            "one by checkpointing.resume_from, or use checkpointing.resume=auto to start a new run where there is none"
+        )
+    return replace(cfg, checkpointing=replace(ckpt_cfg, resume_from=newest))
+
+
+def check_folders(cfg: Config) -> None:
+    """ConfigError where a folder that the run writes could not be made or written."""
+    check_writable("logger.log_dir", cfg.logger.log_dir)
+    if cfg.checkpointing.checkpoint_dir:
+        check_writable("checkpointing.checkpoint_dir", cfg.checkpointing.checkpoint_dir)
+
+
+def check_resumable(cfg: Config, to_train: bool = True) -> None:
+    """ConfigError where the run `checkpointing.resume_from` cannot go on: it left no whole checkpoint, its newest is
+    damaged (resume=auto takes the one before), another version wrote it, or settings differ that must stay."""
+    run = Path(cfg.checkpointing.resume_from)
+    if not os.path.isdir(run):
+        raise ConfigError(f"checkpointing.resume_from: no folder '{run}'; give a run folder, as logs/exp_001")
+    if to_train:
+        check_writable("checkpointing.resume_from", str(run))
+    folder = checkpoint_folder(cfg.checkpointing, run)
+    metas = {path: read_meta(path) for path in checkpoints(folder)}
+    problems = {path: meta for path, meta in metas.items() if isinstance(meta, str)}
+    if len(problems) == len(metas):
+        reasons = f" ({'; '.join(list(problems.values())[:1])})" if problems else ""
+        raise ConfigError(
+            f"checkpointing.resume_from={run}: no whole checkpoint in {folder}{reasons}; start a new run without it"
+        )
+    newest = next(iter(metas))
+    if newest in problems and cfg.checkpointing.resume != "auto":
+        raise ConfigError(damaged(problems[newest], newest))
+    changed = _changed(cfg, run, SAME_WHEN_RESUMED if to_train else SAME_WHEN_LOADED)
+    fix = ", or set checkpointing.allow_changes=true"
+    if "policy.optimizer.name" in changed:
+        fix = ": no optimizer reads another's state"
+    elif any(key.startswith(LORA) for key in changed):
+        fix = ": its checkpoints hold other tensors"
+    elif cfg.checkpointing.allow_changes:
+        return
+    if changed:
+        raise ConfigError(
+            f"not as in the run that checkpointing.resume_from={run} continues: {', '.join(changed.values())}; use "
+            f"./train.sh {run}/config.yaml checkpointing.resume_from={run}{fix}"
+        )
+
+
+def _changed(cfg: Config, run: Path, keys: Sequence[str]) -> dict[str, str]:
+    """Those of the keys that have another value in the run folder, and both values."""
+    before, changed = reader.load(run / "config.yaml"), {}
+    has_lora = any(each.policy.dtensor_cfg.lora_cfg.enabled for each in (before, cfg))
+    for key in keys:
+        if key.startswith(LORA) and not has_lora:
+            continue
+        old, new = (operator.attrgetter(key)(c) for c in (before, cfg))
+        if old != new and (key != "policy.model_name" or Path(old) != Path(new)):  # "model" is "./model/"
+            changed[key] = f"{key}={json.dumps(new, default=asdict)} (there {json.dumps(old, default=asdict)})"
+    return changed
+
+
+def as_replay(cfg: Config) -> Config:
+    """The config without what the run of grpo.replay_rollouts does not do: it generates nothing and saves nothing."""
+    ckpt_cfg = cfg.checkpointing
+    if ckpt_cfg.resume_from:
+        problem = f"grpo.replay_rollouts with checkpointing.resume_from={ckpt_cfg.resume_from}"
+        raise ConfigError(f"{problem}: a replay starts from the checkpoint before its rollouts; leave one of them out")
+    generation = cfg.policy.generation
+    vllm_cfg = replace(generation.vllm_cfg, tensor_parallel_size=1)
+    generation = replace(generation, vllm_cfg=vllm_cfg, colocated=ColocatedConfig())
+    return replace(
+        cfg,
+        grpo=replace(cfg.grpo, canary_period=0, val_period=0, val_at_start=False, val_at_end=False),
+        policy=replace(cfg.policy, generation=generation),
+        logger=replace(cfg.logger, dump_rollouts=0, wandb_enabled=False),
+        checkpointing=replace(ckpt_cfg, enabled=False, save_hf_at_end=False, resume=None),
+    )
+
+
+def replayed_run(cfg: Config) -> Path:
+    """The run folder that grpo.replay_rollouts lies in."""
+    return Path(cfg.grpo.replay_rollouts).absolute().parent.parent
+
+
+def replayed_step(cfg: Config) -> tuple[int, int]:
+    """Number of the step of grpo.replay_rollouts, and of the ranks that trained it. ConfigError where that folder, or
+    the checkpoint before it, is not whole, or where settings differ that made the samples."""
+    folder, run = Path(cfg.grpo.replay_rollouts), replayed_run(cfg)
+    name = f"grpo.replay_rollouts={folder}"
+    if not os.path.isdir(folder):
+        raise ConfigError(f"{name}: no such folder; a run with logger.dump_rollouts=N has rollouts/step_000001 and on")
+    meta = read_meta(folder)
+    if isinstance(meta, str):
+        raise ConfigError(f"{name}: {meta}: these rollouts are not whole; give others")
+    step, saved = meta["step"], checkpoint_folder(cfg.checkpointing, run)
+    begins = [1, *(1 + read_meta(path)["step"] for path in committed(saved))]
+    if step not in begins:
+        others = [str(number) for number in sorted(numbered(run / "rollouts", "step_")) if number in begins]
+        raise ConfigError(
+            f"{name}: no whole checkpoint of step {step - 1} in {saved}; steps that can be replayed: "
+            f"{', '.join(others) or 'none'}. A run keeps more with logger.dump_rollouts a multiple of "
+            "checkpointing.save_period, and a larger checkpointing.keep_latest"
+        )
+    if changed := _changed(cfg, run, SAME_WHEN_REPLAYED):
+        raise ConfigError(
+            f"{name}: its samples are of other settings: {', '.join(changed.values())}; use "
+            f"./train.sh {run}/config.yaml {name}, and change keys of the loss, the advantages or the optimizer only"
+        )
+    return step, meta["world_size"]
+
+
+def damaged(problem: str, checkpoint: Path) -> str:
+    """The text of a ConfigError about a checkpoint that is not whole."""
+    return (
+        f"{problem}: the checkpoint is damaged; use checkpointing.resume=auto to pass it over, or remove {checkpoint}"
+    )

@@ -1,0 +1,213 @@
+"""How the loss of this run is trained: found out at start from the loss itself, by its source and by probes of it.
+
+    two passes   `linear_logp`, the loss outside, autograd: where the derivative at a token depends on other tokens
+    one pass     `linear_loss`: each token's derivative is its own
+    fused        `linear_loss` with the Triton copy of the loss in clipped_pg.py, where that is the loss of this run
+
+No option is listed here: whoever edits loss.py gets the path that the edited loss needs.
+"""
+
+import ast
+import hashlib
+import inspect
+import math
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from config import MAX_LOG_RATIO, LossConfig
+from kernels.backend import KernelBackend, LossPath
+from kernels.linear_logp import linear_logp
+from kernels.linear_loss import derivatives, linear_loss
+
+# `syntax_of(loss.policy_loss)` when tests/kernels last held kernels/clipped_pg.py equal to loss.py. Whoever changes
+# both runs those tests, and then prints the new one:
+#   python -c "import loss, loss_path as p; print(p.syntax_of(loss.policy_loss))"
+PROVEN = {
+    "BY_SEQUENCE": "fa4d1af7",
+    "MAX_LOG_RATIO": "585348db",
+    "_Sequences": "9a4f4d7c",
+    "_Tokens": "78f24590",
+    "_aggregation_weights": "3ac44343",
+    "_at_least_one": "8a81216f",
+    "_ratios": "ee83b77d",
+    "_reference_kl": "e56c80b0",
+    "_sampler_weights": "ac373d19",
+    "_token_loss": "1b01d90a",
+    "clamp_abs": "a427e123",
+    "kl_estimate": "09492556",
+    "policy_loss": "b406fe1f",
+}
+
+
+def choose_loss_path(
+    policy_loss: Callable,
+    cfg: LossConfig,
+    has_old: bool,
+    has_ref: bool,
+    backend: KernelBackend,
+    device: torch.device,
+    filtered: bool = False,
+) -> LossPath:
+    """The path of policy_loss (`loss.policy_loss`) with the options cfg. has_old, has_ref: whether old_logp_T and
+    ref_logp_T are given in this run; filtered: whether logits are. A second at most; nothing random: ranks agree."""
+    make_pack = partial(_pack, cfg=cfg, has_old=has_old, has_ref=has_ref)
+    coupled, idle_moves, positive_moves = _probe(policy_loss, make_pack)
+    path = LossPath("one pass", idle_moves=idle_moves, positive_moves=positive_moves)
+    if coupled:
+        return replace(path, kind="two passes", why="the loss couples the tokens of a sequence")
+    if filtered and has_ref:
+        return replace(path, kind="two passes", why="the KL is of log-probabilities without top_p and top_k")
+    if backend.name != "triton" or filtered:  # the fused kernel knows no filter, beside which it would save little
+        return path
+    if edited := edited_names(policy_loss):
+        return replace(path, why=f"loss.py was edited: {', '.join(edited)}")
+    if differ := _fused_differences(policy_loss, make_pack, backend, device):
+        return replace(path, why=f"the fused kernel has another gradient at {differ} probes")
+    return replace(path, kind="fused")
+
+
+def edited_names(policy_loss: Callable) -> list[str]:
+    """What of `PROVEN` is no longer as it was, or is new."""
+    now = syntax_of(policy_loss)
+    return sorted(name for name in now.keys() | PROVEN.keys() if now.get(name) != PROVEN.get(name))
+
+
+def syntax_of(function: Callable) -> dict[str, str]:
+    """Name -> digest of each function, class, module and constant that `function` reaches by name, itself included.
+
+    Comments, docstrings, annotations and layout do not count. Left out are torch, the standard library, and functions
+    whose names end in _metrics: they take no part in a token's loss.
+    """
+    digests: dict[str, str] = {}
+    todo = [(function.__name__, function)]
+    while todo:
+        name, value = todo.pop()
+        if name in digests:
+            continue
+        text, names = _normal_form(value)
+        digests[name] = hashlib.sha256(text.encode()).hexdigest()[:8]
+        namespace = vars(inspect.getmodule(value)) if names else {}
+        for used in sorted(names & namespace.keys()):
+            reached = namespace[used]
+            home = reached.__name__ if isinstance(reached, ModuleType) else getattr(reached, "__module__", None)
+            if (home or "").split(".")[0] not in ("torch", *sys.stdlib_module_names) and not used.endswith("_metrics"):
+                todo.append((used, reached))
+    return digests
+
+
+def _normal_form(value: Any) -> tuple[str, set[str]]:
+    """(source without comments, docstrings and annotations, the names in it)."""
+    if not isinstance(value, FunctionType | type | ModuleType):
+        return repr(value), set()
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
+    except (OSError, SyntaxError):  # made at run time: of unknown content
+        return "unknown", set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+        if isinstance(node, ast.arg | ast.AnnAssign):
+            node.annotation = ast.Constant(0)
+    return ast.unparse(tree), {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def _pack(logp_R: Tensor, values_KR: Tensor, mask_R: Tensor, *, cfg: LossConfig, has_old: bool, has_ref: bool) -> dict:
+    """The arguments of policy_loss but logp_T and entropy_T. values_KR: logp - old, advantage, old - sampler,
+    ref - logp. Every second token is of a positive sample."""
+    log_ratio_R, adv_R, gap_R, ref_gap_R = values_KR
+    row_R = torch.arange(len(logp_R), device=logp_R.device)
+    old_R = logp_R - log_ratio_R if has_old else logp_R
+    return {
+        "old_logp_T": old_R if has_old else None,
+        "sampler_logp_T": old_R - gap_R,
+        "ref_logp_T": logp_R + ref_gap_R if has_ref else None,
+        "adv_T": adv_R,
+        "mask_T": mask_R,
+        "seq_T": row_R // 6,
+        "positive_T": row_R % 2 == 0,
+        "num_valid_tokens": 1,
+        "num_valid_seqs": 1,
+        "num_positive_tokens": 1,
+        "cfg": cfg,
+    }
+
+
+def _probe(policy_loss: Callable, make_pack: Callable) -> tuple[bool, bool, bool]:
+    """(whether the derivatives at a token depend on other tokens, idle_moves, positive_moves of `LossPath`).
+
+    24 tokens, whose log-probabilities differ by little and by much. Every second one is moved, by little and by much,
+    and the derivatives at the others are compared.
+    """
+    coupled = idle_moves = positive_moves = False
+    token_R = torch.arange(24)
+    adv_R = torch.tensor([1.3, 0.0, -0.7, -2.1, 0.0], dtype=torch.float64)[token_R % 5]
+    for size in (1e-3, 0.03, 0.3, 3.0, 30.0):  # nats
+        generator = torch.Generator().manual_seed(0)
+        stats_KR = torch.rand(2, 24, generator=generator, dtype=torch.float64)
+        stats_KR[0] = -4 * stats_KR[0] - 0.1
+        values_KR = size * torch.randn(4, 24, generator=generator, dtype=torch.float64)
+        values_KR[1] = adv_R
+        pack = make_pack(stats_KR[0], values_KR, token_R % 7 != 6)
+        pack_loss = partial(policy_loss, **pack)
+        _, _, slopes_KR, _ = derivatives(pack_loss, stats_KR)
+        moved_R = (slopes_KR != 0).any(0) & (adv_R == 0)
+        idle_moves |= bool((moved_R & ~pack["positive_T"]).any())
+        positive_moves |= bool((moved_R & pack["positive_T"]).any())
+        for first in (0, 1):
+            for push in (-30.0, -0.3, -3e-3, 3e-3, 0.3, 30.0):
+                moved_KR = stats_KR.clone()
+                moved_KR[0, 1 - first :: 2] += push
+                moved_KR[1, 1 - first :: 2] += abs(push)
+                _, _, again_KR, _ = derivatives(pack_loss, moved_KR)
+                same_KR = torch.isclose(again_KR, slopes_KR, rtol=1e-9, atol=0, equal_nan=True)
+                coupled |= not bool(same_KR[:, first::2].all())
+    return coupled, idle_moves, positive_moves
+
+
+def _edge_values(cfg: LossConfig) -> list[tuple[float, float, float, float]]:
+    """(logp - old, advantage, old - sampler, ref - logp): both sides of every bound of cfg for each sign of the
+    advantage, and extremes. What is not varied is gentle: an extreme would hide the others."""
+
+    def sides(*bounds: float | None) -> list[float]:
+        return [bound + side for bound in bounds if bound is not None for side in (-1e-3, 1e-3)]
+
+    weights = (cfg.truncated_importance_sampling_ratio_min, cfg.truncated_importance_sampling_ratio)
+    clips = [math.log(x) for x in (1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max, cfg.ratio_clip_c) if x]
+    bound = cfg.kl_input_clamp_value
+    log_ratios = [0.01, 0.7, -0.7, 3.0, -3.0, 50.0, -50.0, *sides(-MAX_LOG_RATIO, MAX_LOG_RATIO, *clips)]
+    gaps = [0.2, -0.2, 2.0, -2.0, 200.0, -200.0, math.inf, *sides(*(math.log(x) for x in weights if x))]
+    refs = [-0.1, 0.8, -0.8, 5.0, -5.0, 15.0, -15.0, 30.0, *sides(bound, bound and -bound)]
+    rows = [(log_ratio, adv, 0.1, 0.1) for log_ratio in log_ratios for adv in (1.3, -0.7, 0.0)]
+    rows += [(0.01, adv, gap, 0.1) for gap in gaps for adv in (1.3, -0.7)]
+    return rows + [(0.01, adv, 0.1, ref) for ref in refs for adv in (-2.1, 0.0)]
+
+
+def _fused_differences(policy_loss: Callable, make_pack: Callable, backend: KernelBackend, device: torch.device) -> int:
+    """Probes at which the fused kernel gives another gradient than autograd of policy_loss: rows of a small head."""
+    values_RK = torch.tensor(_edge_values(make_pack.keywords["cfg"]))
+    values_RK = torch.cat([values_RK, torch.full((8, 4), math.nan)]).to(device)  # the last 8 are masked
+    generator, num_rows = torch.Generator().manual_seed(0), len(values_RK)
+    hidden_RD = torch.randn(num_rows, 8, generator=generator).to(device).requires_grad_()
+    weight_VD = torch.randn(33, 8, generator=generator).to(device)
+    target_R = torch.randint(33, (num_rows,), generator=generator).to(device)
+    logp_R = linear_logp(hidden_RD, weight_VD, target_R, temperature=0.9, backend=backend).detach()
+    pack_loss = partial(policy_loss, **make_pack(logp_R, values_RK.T, ~values_RK.isnan().any(1)))
+    slopes = []
+    for kind in ("one pass", "fused"):
+        loss, _ = linear_loss(
+            hidden_RD, weight_VD, target_R, temperature=0.9, num_grad_rows=num_rows, pack_loss=pack_loss,
+            path=LossPath(kind), backend=backend,
+        )  # fmt: skip
+        slopes += torch.autograd.grad(loss, hidden_RD)
+    error_R, size_R = (slopes[1] - slopes[0]).abs().amax(1), slopes[0].abs().amax(1)
+    return int((~(error_R <= 1e-4 * size_R + 1e-5)).sum())

@@ -1,0 +1,407 @@
+"""The memory plan's formulas against counted bytes: of a step of this program on CPU, and of its CUDA branches at full
+size on the device `meta`. tests/system/test_ranks.py has the same of two ranks, tests/core/test_engine.py of vLLM."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from count_memory import CASES, LiveBytes, count_kept, differences, meta_gpu, model_config, run_config
+
+import model as model_module
+from check import memory_fit
+from check.memory_plan import CHUNK_BYTES, CHUNK_ELEMENTS, CONTEXT, GIB, SORT_BYTES, Plan
+from check.rules import validate
+from config import (
+    ColocatedConfig,
+    ColocatedResourcesConfig,
+    GenerationConfig,
+    GRPOConfig,
+    LoRAConfig,
+    LossConfig,
+    SequencePackingConfig,
+)
+from kernels import KernelBackend, LossPath, SamplingFilter, backend, linear_logp, linear_loss, softmax
+from loss import policy_loss
+
+ROOT = Path(__file__).resolve().parents[2]
+QWEN3_8B = {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8}
+QWEN3_8B |= {"head_dim": 128, "vocab_size": 151936, "num_hidden_layers": 36}
+QWEN2_1B = {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
+QWEN2_1B |= {"head_dim": 128, "vocab_size": 151936, "num_hidden_layers": 28}
+QWEN2_32B = {"hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 40, "num_key_value_heads": 8}
+QWEN2_32B |= {"head_dim": 128, "vocab_size": 152064, "num_hidden_layers": 64}
+LARGE = {
+    "1.5B": model_config("qwen2", True, **QWEN2_1B),
+    "8B": model_config("qwen3", False, **QWEN3_8B),
+    "32B": model_config("qwen2", False, **QWEN2_32B),
+    "llama 8B": model_config("llama", False, **QWEN3_8B | {"intermediate_size": 14336, "vocab_size": 128256}),
+}
+
+
+# Between them, each value of each key but a family; tests/system/test_ranks.py has three of the others.
+NORMAL = ("lora float32 tied, all kept", "bfloat16 moments", "muon")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in NORMAL else pytest.mark.long) for name in CASES]
+)
+def test_a_step_on_one_rank(name, one_rank):
+    assert differences(name, one_rank[2]) == {}
+
+
+OFFLOADS = {"none": {}, "moments": {"offload_optimizer_for_logprob": True}, "all": {"cpu_offload": True}}
+QUICK = {("qwen3", "all", 4095), ("qwen3 tied", "moments", 4096), ("lora", "all", 4096)}
+
+
+@pytest.mark.parametrize(
+    ("name", "offload", "vocab"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.long)
+        for case in product(("qwen3", "qwen3 tied", "lora"), OFFLOADS, (4096, 4095))
+    ],
+)
+def test_a_step_and_a_sync_on_one_gpu(name, offload, vocab, one_rank):
+    """What lies in host memory is not there, but what of it is on its way. 4,095: a vocabulary that vLLM pads."""
+    with meta_gpu():
+        assert differences(name, one_rank[2], "meta", vocab, **OFFLOADS[offload]) == {}
+
+
+def test_what_a_block_keeps_where_a_prompt_is_shared():
+    cfg = run_config(recompute=False, max_total_sequence_length=96, generation=GenerationConfig(max_new_tokens=32))
+    cfg = replace(cfg, grpo=GRPOConfig(num_generations_per_prompt=8))
+    plan = Plan(cfg, model_config(), 4096, 1, device="cpu")
+    shared = count_kept(plan.model, "cpu", prefix=64, responses=[32] * 8)
+    alone = count_kept(plan.model, "cpu", responses=[32] * 10)
+    assert plan.block_activations == pytest.approx(shared, rel=0.02) and shared > 1.02 * alone
+    whole = replace(cfg.policy, sequence_packing=SequencePackingConfig(share_prefix=False))
+    assert replace(plan, cfg=replace(cfg, policy=whole)).block_activations == pytest.approx(alone, rel=0.02)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_what_blocks_keep_with_and_without_recomputing(lora, one_rank):
+    """Frozen norms keep less."""
+    for recompute in (False, True):
+        plan = Plan(run_config(recompute=recompute, lora=lora), model_config(), 4096, 1, device="cpu")
+        counted = count_kept(plan.model, "cpu", recompute=recompute, lora=plan.cfg.policy.dtensor_cfg.lora_cfg)
+        assert plan.kept(5) == pytest.approx(5 * plan.tokens * counted, rel=0.02)
+
+
+# ------------------------------------------------------------------------------------------- CUDA's branches, full size
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_a_block_keeps_on_cuda(name, monkeypatch):
+    monkeypatch.setattr(model_module, "uses_flash_attention", lambda *_: True)
+    plan = Plan(run_config(compile=False), LARGE[name], 151_665, 1)
+    assert plan.block_activations == pytest.approx(count_kept(LARGE[name], "meta", responses=[2048]), rel=0.002)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["8B", pytest.param("1.5B", marks=pytest.mark.long)])
+def test_what_a_compiled_block_keeps_on_cuda(name, monkeypatch):
+    """By the partitioner that inductor has too."""
+    monkeypatch.setattr(model_module, "uses_flash_attention", lambda *_: True)
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    torch._dynamo.reset()
+    wrap = partial(torch.compile, dynamic=True, fullgraph=True, backend="aot_eager_decomp_partition")
+    with torch._dynamo.config.patch(disable=False):  # engine.py disables it on CPU
+        counted = count_kept(LARGE[name], "meta", responses=[2048], wrap=wrap)
+    torch._dynamo.reset()
+    plan = Plan(run_config(), LARGE[name], 151_665, 1)
+    assert plan.compiled and plan.block_activations == pytest.approx(counted, rel=0.005)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [None, 1024])
+def test_the_head_on_cuda(chunk, monkeypatch):
+    """The logits and the gradients of linear_loss, with stand-ins for the kernels, which allocate nothing."""
+    for name in ("softmax.row_stats_kernel", "softmax.dlogits_kernel", "linear_logp.tile_stats_kernel"):
+        module, _, kernel = f"kernels.{name}".rpartition(".")
+        monkeypatch.setattr(sys.modules[module], kernel, defaultdict(lambda: lambda *_, **__: None))
+    cfg = run_config(logprob_chunk_size=chunk, sequence_packing=SequencePackingConfig(train_mb_tokens=8192))
+    plan = Plan(cfg, LARGE["8B"], 151_665, 8)
+    inputs = {"device": "meta", "dtype": torch.bfloat16, "requires_grad": True}
+    hidden_RD, weight_VD = torch.empty(8192, 4096, **inputs), torch.empty(151_936, 4096, **inputs)
+    x_R, target_R = torch.empty(8192, device="meta"), torch.empty(8192, device="meta", dtype=torch.int64)
+    pack = {"old_logp_T": x_R, "sampler_logp_T": x_R, "adv_T": x_R, "mask_T": x_R, "seq_T": target_R}
+    pack |= {"ref_logp_T": None, "num_valid_tokens": 8192, "num_valid_seqs": 16, "cfg": LossConfig()}
+    options = {"temperature": 1.0, "num_grad_rows": 8192, "pack_loss": partial(policy_loss, **pack), "vocab": 151_665}
+    options |= {"path": LossPath("one pass"), "backend": KernelBackend("triton", chunk)}
+    with LiveBytes() as live:
+        loss, _ = linear_loss(hidden_RD, weight_VD, target_R, **options)
+        torch.autograd.grad(loss, (hidden_RD, weight_VD))
+    planned = plan.train()["the head"]["logits and gradient of the head"]
+    assert planned - hidden_RD.nbytes == pytest.approx(live.largest, rel=0.02)
+    rows = KernelBackend("triton", chunk).rows(8192, 151_936)
+    assert plan.logits(True) == 4 * rows * 151_936
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("top_p, top_k", [(0.9, None), (1.0, 50)])
+def test_scoring_with_a_filter_on_cuda(top_p, top_k, monkeypatch):
+    """It needs rows of logits, and for top_p what sorting takes."""
+    monkeypatch.setattr("kernels.softmax.row_stats_kernel", defaultdict(lambda: lambda *_, **__: None))
+    monkeypatch.setitem(softmax.SORT_ELEMENTS, "meta", softmax.SORT_ELEMENTS["cuda"])
+    cfg = run_config(
+        sequence_packing=SequencePackingConfig(8192), generation=GenerationConfig(top_p=top_p, top_k=top_k)
+    )
+    hidden_RD, weight_VD = (torch.empty(n, 64, device="meta", dtype=torch.bfloat16) for n in (8192, 151_936))
+    target_R = torch.empty(8192, device="meta", dtype=torch.int64)
+    options = {"vocab": 151_665, "temperature": 1.0, "backend": KernelBackend("triton")}
+    with LiveBytes() as live:
+        linear_logp(hidden_RD, weight_VD, target_R, sampling_filter=SamplingFilter(top_p, top_k), **options)
+    plan = Plan(cfg, LARGE["8B"], 151_665, 8)
+    assert plan.logits(False) == pytest.approx(live.largest, rel=0.02)
+    assert plan.logits(False) == plan.logits(True)
+
+
+def test_constants_are_those_of_the_kernels():
+    assert (backend.CHUNK_BYTES, softmax.CHUNK_ELEMENTS) == (CHUNK_BYTES, CHUNK_ELEMENTS)
+    assert {name: 20 * elements for name, elements in softmax.SORT_ELEMENTS.items()} == SORT_BYTES
+
+
+# ------------------------------------------------------------------------------------- research/scale.md, 2.5 and 3.2
+# Chapter 3 adds up what is held at different moments, has no logits, and halves what lies between the blocks, which is
+# in float32 now: 8B on 8 GPUs is 27.1 and not 30.3, LoRA of 1.5B on one 6.1 and not 5.1.
+
+
+def large_plan(name, num_gpus, lora=0, **policy):
+    """Packs of 8,192 tokens, recomputing."""
+    cfg = run_config(sequence_packing=SequencePackingConfig(train_mb_tokens=8192), **policy)
+    dtensor = replace(cfg.policy.dtensor_cfg, lora_cfg=LoRAConfig(enabled=lora > 0, dim=max(1, lora)))
+    cfg = replace(cfg, policy=replace(cfg.policy, dtensor_cfg=dtensor))
+    return Plan(cfg, LARGE[name], 151_665, num_gpus)
+
+
+@pytest.mark.parametrize(
+    "name, num_gpus, total", [("1.5B", 1, 26.6), ("8B", 1, 137), ("8B", 2, 76), ("8B", 4, 45.5), ("32B", 16, 54.2)]
+)
+def test_training_by_the_published_table(name, num_gpus, total):
+    plan = large_plan(name, num_gpus)
+    assert (plan.size("train") - CONTEXT["cuda"]) / GIB == pytest.approx(total, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "name, num_gpus, on_gpu, on_host",
+    [("1.5B", 1, 20.1, 8.6), ("1.5B", 8, 5.0, 3.6), ("8B", 2, 61, 30.5), ("8B", 4, 38.1, 22.9), ("8B", 8, 26.7, 19.1)],
+)
+def test_generating_by_the_published_table(name, num_gpus, on_gpu, on_host):
+    for offloads, total in ((False, on_gpu), (True, on_host)):
+        plan = large_plan(name, num_gpus, offload_optimizer_for_logprob=offloads)
+        items = plan.phases["generate"][1]
+        held = sum(items.get(item, 0) for item in ("weights", "moments", "engine's weights"))
+        assert held / GIB == pytest.approx(total, rel=0.1)
+
+
+@pytest.mark.parametrize("name, num_gpus, train, generate", [("8B", 1, 21, 31), ("8B", 2, 15, 23), ("8B", 8, 9, 17)])
+def test_lora_by_the_published_table(name, num_gpus, train, generate):
+    plan = large_plan(name, num_gpus, lora=32)
+    items = plan.phases["generate"][1]
+    held = sum(items.get(item, 0) for item in ("weights", "moments", "engine's weights"))
+    assert held / GIB == pytest.approx(generate, rel=0.1)
+    blocks = sum(plan.train()["a block"].values()) / GIB
+    assert blocks == pytest.approx(train, rel=0.1)
+
+
+# ------------------------------------------------------------------------------------------------- what a user is told
+
+
+def test_a_table_of_what_fits():
+    plan = replace(large_plan("8B", 8), gpu_bytes=80 * GIB)
+    assert memory_fit.problem(plan) is None
+    first, *phases, host_or_cache = memory_fit.table(plan).splitlines()
+    assert first == "memory     GiB of 80 on each of 8 GPUs, packs of 8,192 tokens"
+    assert [line.split()[0] for line in phases] == ["train", "score", "generate", "sync"]
+    assert phases[0].startswith("  train    29.6 at the head: moments 7.63, activations 4.81, logits and gradient of ")
+    assert host_or_cache.startswith("  KV cache 144 KiB a token, room for 2")
+    unknown = replace(plan, gpu_bytes=None)
+    assert memory_fit.problem(replace(unknown, num_gpus=1)) is None
+    assert memory_fit.table(unknown).splitlines()[-1] == "  KV cache 144 KiB a token"
+
+
+@pytest.mark.parametrize(
+    "num_gpus, words",
+    [
+        (2, r"generate needs 98.\d GiB on each GPU, which has 80; it fits with policy.offload_optimizer_for_logprob="),
+        (1, r"generate needs 14\d GiB on each GPU, which has 80; it fits with policy.*lora_cfg.enabled=true \(saves"),
+    ],
+)
+def test_what_does_not_fit_and_what_mends_it(num_gpus, words):
+    plan = replace(large_plan("8B", num_gpus), gpu_bytes=80 * GIB)
+    said = memory_fit.problem(plan)
+    assert re.search(words, said) and len(said) < 490
+    assert "policy.offload_optimizer_for_logprob=true (saves " in memory_fit.remedies(plan, "train")
+
+
+def test_lora_is_named_only_where_it_can_be_trained():
+    plan = replace(large_plan("8B", 1), gpu_bytes=80 * GIB)
+    refused = [("policy.optimizer.name", "torch.optim.Muon")], [("grpo.ref_policy_update_alpha", 0.5)]
+    for fixes, is_named in (([], True), *((setting, False) for setting in refused)):
+        its = memory_fit.changed(plan, fixes)
+        assert ("lora_cfg" in memory_fit.problem(its) + memory_fit.remedies(its, "train")) == is_named
+
+
+def test_an_evaluation_has_no_canary_and_keeps_its_adapters():
+    plan = large_plan("8B", 1, lora=32)
+    scored = replace(plan, trains=False)
+    left_out = ("moments", "canary's forward")
+    assert scored.generate() | dict.fromkeys(left_out, 0) == plan.generate() | dict.fromkeys(left_out, 0)
+    assert scored.generate()["canary's forward"] == 0 < plan.generate()["canary's forward"]
+    assert not any("lora" in key for key, _ in memory_fit._fixes(replace(scored, gpu_bytes=80 * GIB)))
+
+
+def test_the_keys_that_are_named_make_it_fit():
+    """Three together, of an 8B model with full activations on two GPUs of 80 GiB."""
+    plan = replace(large_plan("8B", 2, recompute=False, compile=False), gpu_bytes=80 * GIB)
+    keys = re.findall(r"(policy[\w.]+)=([\w.\"]+)", memory_fit.problem(plan))
+    assert 1 < len(keys) <= 3
+    assert memory_fit.changed(plan, [(name, json.loads(value)) for name, value in keys]).lacking <= 0 < plan.lacking
+
+
+def test_a_kv_cache_without_room():
+    cfg = run_config(max_total_sequence_length=8192, sequence_packing=SequencePackingConfig(8192))
+    vllm_cfg = replace(cfg.policy.generation.vllm_cfg, gpu_memory_utilization=0.2)
+    generation = replace(cfg.policy.generation, vllm_cfg=vllm_cfg)
+    plan = Plan(replace(cfg, policy=replace(cfg.policy, generation=generation)), LARGE["8B"], 151_665, 8, 80 * GIB)
+    assert plan.kv_cache < 0 and "GiB for the KV cache, too few for a sequence" in memory_fit.problem(plan)
+    assert "gpu_memory_utilization=" in memory_fit.problem(plan)
+
+
+def test_offloads_leave_the_gpu_and_arrive_in_host_memory():
+    plan = large_plan("8B", 8)
+    moments = memory_fit.changed(plan, [("policy.offload_optimizer_for_logprob", True)])
+    everything = memory_fit.changed(plan, [("policy.dtensor_cfg.cpu_offload", True)])
+    size = plan.shards["moments"]
+    assert plan.size("score") - moments.size("score") == size == moments.host()["moments"]
+    assert set(everything.host()) == {"weights", "moments", "gradients"} and not everything.states(gradients=True)
+
+
+RESIDENT = """
+import json, sys
+from pathlib import Path
+sys.path[:0] = ["tests/helpers"]
+import count_memory, torch
+from contextlib import nullcontext
+from system.ranks import start_process_group
+from count_memory import count_step, model_config, run_config
+
+class NoCount(nullcontext):
+    def __enter__(self):
+        return self
+
+def resident(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+start_process_group(1)
+mesh = torch.distributed.init_device_mesh("cpu", (1,))
+cfg = run_config(precision="float32")
+count_step(model_config(), cfg, mesh)  # code and libraries
+count_memory.LiveBytes = NoCount
+before = resident("VmRSS")
+count_step(model_config(**json.loads(sys.argv[1])), cfg, mesh)
+print(resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.long
+def test_peak_of_resident_memory():
+    """Of a process that trains two steps: beyond what it had after those of a tiny model, within 5% and 32 MiB."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 32768}
+    command = [sys.executable, "-c", RESIDENT, json.dumps(sizes)]
+    # The C library gives back at once what it took by mmap, and keeps smaller pieces.
+    env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    plan = Plan(run_config(precision="float32"), model_config(**sizes), 32768, 1, device="cpu")
+    peak = max(plan.size("train"), plan.size("score"))
+    print(f"planned {peak / 2**20:.0f} MiB, resident {int(run.stdout) / 2**20:.0f}")
+    assert abs(int(run.stdout) - peak) < 0.05 * peak + 32 * 2**20
+
+
+@pytest.mark.parametrize("num_generators, is_named", [(1, False), (2, True)])
+def test_an_engine_is_divided_among_ranks_that_generate(num_generators, is_named):
+    """Eight ranks train; the keys that are named must be ones that the config takes."""
+    plan = large_plan("8B", 8)
+    colocated = ColocatedConfig(False, ColocatedResourcesConfig(num_generators))
+    plan = memory_fit.changed(plan, [("policy.generation.colocated", colocated)])
+    assert ("tensor_parallel_size=2" in memory_fit.remedies(plan, "generate")) == is_named
+
+
+def test_replicas_take_the_memory_of_as_many_ranks_as_one_has():
+    """Sixteen GPUs in two replicas are two times eight, but for the engine's share of the prompts."""
+    replicas = [("policy.dtensor_cfg.dp_replicate_size", 2)]
+    for name, lora, size in (("8B", 0, 8), ("8B", 32, 8), ("1.5B", 0, 8), ("1.5B", 0, 1)):
+        two, one = (memory_fit.changed(large_plan(name, n, lora), its) for n, its in ((2 * size, replicas), (size, ())))
+        assert (two.num_shards, two.shards, two.train(), two.score()) == (size, one.shards, one.train(), one.score())
+        assert two.sync() == one.sync() and two.host() == one.host()
+        assert two.shards["weights"] > 1.8 * large_plan(name, 2 * size, lora).shards["weights"]
+
+
+def test_with_everything_offloaded_replicas_keep_gradients_until_they_are_added_up():
+    replicas, offload = ("policy.dtensor_cfg.dp_replicate_size", 2), ("policy.dtensor_cfg.cpu_offload", True)
+    two, one = (
+        memory_fit.changed(large_plan("8B", 16), [replicas, offload]),
+        memory_fit.changed(large_plan("8B", 8), [offload]),
+    )
+    assert two.states(gradients=True) == {"gradients": one.shards["gradients"]} and two.states() == {}
+    assert one.states(gradients=True) == {} and two.host() == one.host()
+
+
+def test_one_replica_is_named_where_two_do_not_fit():
+    replicas = [("policy.dtensor_cfg.dp_replicate_size", 8)]
+    plan = replace(memory_fit.changed(large_plan("8B", 8), replicas), gpu_bytes=80 * GIB)
+    assert "policy.dtensor_cfg.dp_replicate_size=1 (saves " in memory_fit.problem(plan)
+    assert "dp_replicate" not in str(memory_fit._fixes(large_plan("8B", 8)))
+
+
+OFFLOAD, EVERYTHING = "policy.offload_optimizer_for_logprob", "policy.dtensor_cfg.cpu_offload"
+LORA, MUON = "policy.dtensor_cfg.lora_cfg.enabled", ("policy.optimizer.name", "torch.optim.Muon")
+SETTINGS = ([], [(OFFLOAD, True)], [(EVERYTHING, True)], [(LORA, True)], [MUON], [(EVERYTHING, True), (LORA, True)])
+LARGE_CASES = [
+    ("8B", 2),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (("1.5B", 1), ("8B", 1), ("32B", 8))),
+]
+
+
+@pytest.mark.parametrize("name, num_gpus", LARGE_CASES)
+def test_what_is_proposed_passes_the_check_and_saves_what_it_says(name, num_gpus):
+    """Whatever the config has already: one offload rules the other out, and Muon LoRA."""
+    num_proposed = 0
+    for settings in SETTINGS:
+        plan = replace(large_plan(name, num_gpus), gpu_bytes=(12 if name == "1.5B" else 40) * GIB)
+        plan = memory_fit.changed(plan, settings)
+        validate(plan.cfg, num_gpus)
+        for phase in ("train", "generate", None):
+            text = memory_fit.remedies(plan, phase) if phase else memory_fit.problem(plan) or ""
+            fixes = [
+                (key, json.loads(value)) for key, value in re.findall(r"((?:policy|grpo)\.[\w.]+)=([\w.\"]+)", text)
+            ]
+            better = memory_fit.changed(plan, fixes)
+            validate(better.cfg, num_gpus)
+            for key, value, saved, where in re.findall(r"([\w.]+)=([\w.\"]+) \(saves ([\d.]+) in (\w+)\)", text):
+                saves = plan.size(where) - memory_fit.changed(plan, [(key, json.loads(value))]).size(where)
+                assert float(saved) == float(f"{saves / GIB:.3g}") > 0
+            assert not fixes or phase is None or better.size(phase) < plan.size(phase)
+            assert not fixes or phase or better.lacking <= 0 < plan.lacking
+            num_proposed += len(fixes)
+    assert num_proposed > 15
+
+
+def test_a_replay_has_no_engine():
+    """A split job whose trainers fill their GPUs is replayed on them, where an engine would have no room."""
+    plan = large_plan("8B", 2)
+    needed = max(plan.size("train"), plan.size("score"))
+    plan = replace(plan, gpu_bytes=needed)
+    replay = memory_fit.changed(plan, [("grpo.replay_rollouts", "exp_001/rollouts/step_000001")])
+    assert plan.lacking > 0 == replay.lacking and memory_fit.problem(replay) is None
+    assert all(replay.size(phase) < needed for phase in ("generate", "sync")) and memory_fit.remedies(replay, "train")

@@ -1,0 +1,408 @@
+"""nemo.py: the YAML of NeMo RL's GRPO guides means here what it means there; the files are in nemo_yaml/."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+
+import config
+from check import keys, nemo
+from check.reader import load, to_yaml
+from check.rules import validate
+from config import ConfigError, DatasetConfig
+
+WARNING = "these keys of the config change nothing here (--check --explain lists every key):"
+IN_FORCE = "in force, and decides the prompts and the reward:"
+NUM_WORKERS = "  data.num_workers: they choose where or in which format the same numbers are kept"
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ROOT / "tests/helpers/nemo_yaml"
+MATH = {"env_name": "math"}  # their processor math_hf_data_processor is what happens here without one
+COT = MATH | {"prompt_file": "examples/prompts/cot.txt"}
+
+
+def test_response_dataset_with_defaults():
+    data = load(FILES / "response_dataset.yaml").data
+    common = {"output_key": "output"} | MATH
+    train = DatasetConfig(data_path="train.jsonl", input_key="question", split="train", split_validation_size=0.05)
+    assert data.train == (replace(train, **common),)
+    assert data.validation == (DatasetConfig(data_path="val.jsonl", input_key="input", **common),)
+    assert (data.max_input_seq_length, data.shuffle) == (512, True)
+
+
+def test_two_datasets_that_override_the_section(capsys):
+    data = load(FILES / "multiple_datasets.yaml").data
+    assert data.train == (
+        DatasetConfig(dataset_name="OpenMathInstruct-2", split_validation_size=0.05, seed=42, **COT),
+        DatasetConfig(dataset_name="DeepScaler", **COT),
+    )
+    assert data.validation == (
+        DatasetConfig(dataset_name="AIME2024", repeat=16, **COT),
+        DatasetConfig(dataset_name="DAPOMathAIME2024", **COT),
+    )
+    assert (data.use_multiple_dataloader, data.num_prompts_per_dataloader) == (False, 16)
+    assert data.custom_dataloader is None, "NeMo RL's example takes turns, as we do without one"
+    assert load(FILES / "multiple_datasets.yaml", ["grpo.seed=7"]).data.train[0].seed == 7, "${grpo.seed} is read last"
+
+
+def test_flat_data_section(capsys):
+    cfg = load(FILES / "flat.yaml")
+    common = {"input_key": "problem", "output_key": "expected_answer"}
+    common["env_name"] = "math"
+    assert cfg.data.train == (DatasetConfig(data_path="rollouts/train.jsonl", **common),)
+    assert cfg.data.validation == (DatasetConfig(data_path="rollouts/validation.jsonl", **common),)
+    assert cfg.env.math.num_workers == 4
+    assert capsys.readouterr().err.splitlines() == [
+        WARNING,
+        NUM_WORKERS,
+        IN_FORCE,
+        "  train: data_path=rollouts/train.jsonl, env_name=math, env.math.math_verify_impl=hf_math_verify",
+        "  validation: data_path=rollouts/validation.jsonl, env_name=math, env.math.math_verify_impl=hf_math_verify",
+    ]
+
+
+def test_the_whole_recipe(capsys):
+    """Every key of grpo_math_1B.yaml: taken over, or in the table; the warning has a paragraph for each section."""
+    cfg = load(FILES / "math_1b.yaml")
+    assert cfg.policy.sequence_packing.train_mb_tokens == 512 * 4, "${mul:...}, of a key that we do not have"
+    assert (cfg.policy.scheduler.warmup_steps, cfg.policy.scheduler.warmup_start_factor) == (40, 0.2)
+    assert (cfg.policy.generation.max_new_tokens, cfg.policy.generation.vllm_cfg.precision) == (512, "bfloat16")
+    assert cfg.data.validation == () and cfg.data.train[0].split_validation_size == 0.05
+    assert cfg.grpo.reward_shaping.max_response_length == 512
+    assert (cfg.checkpointing.metric_name, cfg.checkpointing.keep_top_k) == ("validation/sampled/accuracy", 3)
+    first, *lines = capsys.readouterr().err.splitlines()
+    table, in_force = lines[: lines.index(IN_FORCE)], lines[lines.index(IN_FORCE) + 1 :]
+    assert first == WARNING and max(map(len, table)) <= 120 and sum(map(len, table)) < 1_900
+    assert in_force == [
+        "  train: dataset_name=OpenMathInstruct-2, prompt_file=examples/prompts/cot.txt, env_name=math, "
+        "env.math.math_verify_impl=hf_math_verify"
+    ]
+    paragraphs = re.sub(r"\n      ", " ", "\n".join(table)).splitlines()
+    text = "\n".join(paragraphs)
+    assert re.search(r"reward_penalties\.\*.*: what they set up is off", text), text
+    assert not any(re.search(r"policy\.megatron_cfg\.\w|logger\.wandb\.\w", line) for line in table)
+    validate(cfg, 8)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("val:accuracy", "validation/sampled/accuracy"),
+        ("val_reward", "validation/sampled/accuracy"),
+        ("val:avg_length", "validation/sampled/avg_length"),
+        ("train:reward", "train/reward"),
+        ("validation/greedy/accuracy", "validation/greedy/accuracy"),
+    ],
+)
+def test_names_of_metrics(theirs, ours, tmp_path):
+    (tmp_path / "run.yaml").write_text(f"checkpointing: {{metric_name: {theirs!r}}}\n")
+    assert load(tmp_path / "run.yaml").checkpointing.metric_name == ours
+
+
+@pytest.mark.parametrize(
+    ("theirs", "other"),
+    [
+        ("end_factor: 1.0", "end_factor: 0.5"),
+        ("end_factor: 1.0, ", ""),
+        ("start_factor: 0.2, ", ""),  # PyTorch's 1/3, and not our default
+        ("factor: 1.0, total_iters: 10000000000", "factor: 0.5, total_iters: 10000000000"),
+        ("{factor: 1.0, total_iters: 10000000000}", "{total_iters: 5}"),  # PyTorch's 1/3
+        ("milestones: [40]", "milestones: [10]"),
+        ("milestones: [40]", "milestones: [40, 80]"),
+        ("lr_scheduler.ConstantLR", "lr_scheduler.CosineAnnealingLR"),
+    ],
+)
+def test_schedules_that_would_train_otherwise_are_refused(theirs, other, tmp_path):
+    text = (FILES / "math_1b.yaml").read_text()
+    assert theirs in text
+    (tmp_path / "run.yaml").write_text(text.replace(theirs, other))
+    with pytest.raises(ConfigError, match="of lists, only a LinearLR up to"):
+        load(tmp_path / "run.yaml")
+
+
+PUZZLE = "env.custom.examples.envs.sliding_puzzle:SlidingPuzzle.max_moves"
+
+
+@pytest.mark.parametrize(
+    ("text", "ours"),
+    [
+        ("data: {add_system_prompt: true}", "policy.tokenizer.chat_template_kwargs.add_system_prompt=false"),
+        ("policy: {hf_config_overrides: {rope_theta: 4.0}}", "policy.hf_config_overrides.rope_scaling.rope_theta=5.0"),
+        ("env: {sliding_puzzle_game: {cfg: {max_moves: 5, game_config: {size: 3, shuffle_moves: 5}}}}", f"{PUZZLE}=7"),
+    ],
+)
+def test_a_key_of_theirs_beside_the_free_key_that_it_means(text, ours, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(text)
+    key = ours.partition("=")[0]
+    assert load(tmp_path / "run.yaml", [ours], explain=True) != load(tmp_path / "run.yaml")
+    lines = capsys.readouterr().out
+    assert re.search(rf"^\S+: does not matter: {re.escape(key)} decides$", lines, re.MULTILINE)
+    assert re.search(rf"^{re.escape(key)}: taken$", lines, re.MULTILINE)
+
+
+def test_rope_theta_beside_rope_parameters_is_kept(tmp_path):
+    for text in (
+        "rope_theta: 5.0, rope_parameters: {factor: 2.0}",
+        "rope_parameters: {factor: 2.0}, rope_theta: 5.0",
+    ):
+        (tmp_path / "run.yaml").write_text(f"policy: {{hf_config_overrides: {{{text}}}}}")
+        assert load(tmp_path / "run.yaml").policy.hf_config_overrides.rope_scaling == {"factor": 2.0, "rope_theta": 5.0}
+
+
+@pytest.mark.parametrize("path", sorted(FILES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_what_was_read_is_written_as_plain_values(path, tmp_path, capsys):
+    cfg = load(path)
+    (tmp_path / "config.yaml").write_text(to_yaml(cfg))
+    capsys.readouterr()
+    assert load(tmp_path / "config.yaml") == cfg and capsys.readouterr().err == ""
+    assert "${" not in to_yaml(cfg)
+
+
+def test_check_of_a_guides_file(tmp_path):
+    """As a user starts it: the guide's data section over a model and files that are there."""
+    starter = ROOT / "examples/arithmetic/starter"
+    for name in ("train", "val"):
+        rows = ({"question" if name == "train" else "input": f"{i}+1=", "output": f"#### {i + 1}"} for i in range(100))
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.yaml").write_text(f"defaults: {FILES}/response_dataset.yaml\npolicy: {{model_name: {starter}}}\n")
+    words = ["--check", "run.yaml", "data.default.env_name=exact", "policy.max_total_sequence_length=32"]
+    words += ["policy.generation.max_new_tokens=8", "policy.scheduler.warmup_steps=0"]
+    env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "grpo.py"), *words], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    sets = ["  train: data_path=train.jsonl, env_name=exact", "  validation: data_path=val.jsonl, env_name=exact"]
+    assert (run.returncode, run.stderr) == (0, "\n".join([WARNING, NUM_WORKERS, IN_FORCE, *sets, ""]))
+    *lines, first, steps = run.stdout.split("\nmemory ")[0].splitlines()
+    assert re.fullmatch(r"first +row \d+ of train: '<\|user\|>\d+\+1=<\|end\|>.*', expected answer '#### \d+'", first)
+    assert [*lines[1:], steps] == [
+        "train      train.jsonl, graded by exact: 95 prompts",
+        "validation train.jsonl, graded by exact: 5 prompts",
+        "validation val.jsonl, graded by exact: 100 prompts",
+        "steps      2 of 32 prompts x 16 samples",
+    ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(f"dataset_name: {name}" for name in ("ResponseDataset", "NemoGymDataset", "nemo_gym", "openai_format")),
+        *(f"processor: {name}_data_processor" for name in ("math", "math_hf", "nemo_gym")),
+        "processor: default",
+    ],
+)
+def test_names_of_what_happens_here_anyway(line, tmp_path):
+    (tmp_path / "run.yaml").write_text(f"data: {{train: {{data_path: a.jsonl, {line}}}, default: {{{line}}}}}\n")
+    data = load(tmp_path / "run.yaml").data
+    assert data.train == (DatasetConfig(data_path="a.jsonl"),) and data.default == DatasetConfig()
+
+
+# ------------------------------------------------------------------------------------------- what is not taken over
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("policy: {megatron_cfg: {enabled: True}}", "policy.megatron_cfg.enabled=true is not supported here, only fal"),
+        (
+            "policy: {dtensor_cfg: {lora_cfg: {enabled: true, dropout: 0.1}}}",
+            "policy.dtensor_cfg.lora_cfg.dropout=0.1 is not supported here, only 0: the engine samples from base and "
+            "adapter as one weight, which has no dropout",
+        ),
+        (
+            "policy: {generation: {backend: sglang}}",
+            "policy.generation.backend=sglang is not supported here, only vllm",
+        ),
+        (
+            "policy: {optimizer: null, megatron_cfg: {enabled: true}}",
+            "policy.megatron_cfg.enabled=true is not supported",
+        ),
+        ("policy: {dtensor_cfg: {enabled: false}}", "only true: the trainer is FSDP2, there is no Megatron here"),
+        (
+            "policy: {generation: {vllm_cfg: {precision: fp8}}}",
+            "policy.generation.vllm_cfg.precision=fp8 is not supported here: the trainer would score other weights",
+        ),
+        (
+            "policy: {generation: {vllm_cfg: {kv_cache_dtype: fp8}}}",
+            "kv_cache_dtype=fp8 is not supported here, only au",
+        ),
+        (
+            "policy: {max_total_sequence_length: 64, generation: {vllm_cfg: {max_model_len: 63}}}",
+            "max_model_len=63 is not supported here, only null or policy.max_total_sequence_length=64 or more: a resp",
+        ),
+        ("policy: {max_total_sequence_length: abc, generation: {vllm_cfg: {max_model_len: 63}}}", "expected int, got"),
+        (
+            "policy: {generation: {vllm_kwargs: {quantization: fp8}}}",
+            "vllm_kwargs.quantization=fp8 is not supported he",
+        ),
+        ("reward_penalties: {penalize_malformed_think_tag: true}", "penalize_malformed_think_tag=true is not supporte"),
+        ("policy: {hf_config_overrides: {a: 1}}", "unknown key 'policy.hf_config_overrides.a'. Keys of"),
+        ("policy: {dtensor_cfg: {tensor_parallel: 1}}", "unknown key 'policy.dtensor_cfg.tensor_parallel'."),
+        ("clusters: {a: 1}", "unknown key 'clusters'."),
+        ("data: {train: {num_workers: 1}}", "unknown key 'data.train.num_workers'."),
+        ("data: {input_ky: a}", "unknown key 'data.input_ky'. Did you mean 'data.train.input_key'?"),
+        ("data: {_override_: false}", "data._override_: expected true, got 'false' (bool)"),
+        (
+            "policy: {scheduler: [{name: a.CosineLR, kwargs: {}}]}",
+            "policy.scheduler: of lists, only a LinearLR up to 1.0",
+        ),
+        ("policy: {scheduler: []}", "policy.scheduler: of lists, only a LinearLR up to 1.0"),
+        ("policy: {scheduler: [3, 4]}", "policy.scheduler: of lists, only a LinearLR up to 1.0"),
+        ("data.task_to_env.algebra: 3", "data.task_to_env.algebra: expected str, got '3' (int)"),
+        ("grpo: {seed: '${grpo.sed}'}", "grpo.seed: ${grpo.sed} is not the name of a key with one value"),
+        ("grpo: {seed: '${policy}'}", "grpo.seed: ${policy} is not the name of a key with one value"),
+        ("grpo: {seed: '${oc.env:HOME}'}", "grpo.seed: ${oc.env:HOME}: only keys, and mul of numbers, are understood"),
+        ("grpo: {seed: '${grpo.val_period}', val_period: '${grpo.seed}'}", "goes in a circle"),
+        ("grpo: {seed: '${mul:2, x}'}", "grpo.seed: ${mul:2, x}: only keys, and mul of numbers, are und"),
+        ("grpo: {seed: '${logger.log_dir}'}", "grpo.seed: expected int, got 'logs' (str); the default is 42"),
+        ("data: {train: [{data_path: a}, {}]}", "data.train: entry 2 is empty"),
+        (
+            "policy: {tokenizer: {chat_template_kwargs: 3}}",
+            "policy.tokenizer.chat_template_kwargs: expected mapping, got",
+        ),
+        ("data: {task_to_env: {algebra: 3}}", "data.task_to_env.algebra: expected str, got '3' (int)"),
+        ("env: {custom: {'m:C': 3}}", "env.custom.m:C: expected mapping, got '3' (int); here stands an env_name, then"),
+    ],
+)
+def test_refused(write, text, message):
+    with pytest.raises(ConfigError) as error:
+        load(write(text))
+    assert message in str(error.value) and str(error.value).startswith("run.yaml line 1: "), error.value
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("grpo: {val_period: -1}", "grpo.val_period", 0),
+        (
+            "grpo: {use_leave_one_out_baseline: true, adv_estimator: {use_leave_one_out_baseline: false}}",
+            "grpo.use_leave_one_out_baseline",
+            False,
+        ),
+        ("grpo: {adv_estimator: {normalize_rewards: false}}", "grpo.normalize_rewards", False),
+        ("policy: {generation: {temperature: 0.8, val_temperature: '${.temperature}'}}", "grpo.val_temperature", 0.8),
+        ("policy: {generation: {val_top_k: 50}}", "grpo.val_top_k", 50),
+        ("policy: {generation: {top_k: 9, val_top_k: null}}", "grpo.val_top_k", 0),
+        ("policy: {generation: {top_k: -1, val_top_k: -1}}", "grpo.val_top_k", 0),
+        ("policy: {generation: {top_k: -1}}", "policy.generation.top_k", None),
+        ("policy: {generation: {top_p: 0.9}}", "policy.generation.top_p", 0.9),
+        ("policy: {tokenizer: {name: a/b}}", "policy.tokenizer.name", "a/b"),
+        (
+            "policy: {hf_config_overrides: {rope_theta: 5e5}}",
+            "policy.hf_config_overrides.rope_scaling",
+            {"rope_theta": 5e5},
+        ),
+        ("policy: {hf_config_overrides: null}", "policy.hf_config_overrides", config.HFConfigOverrides()),
+        ("data: {add_system_prompt: false}", "policy.tokenizer.chat_template_kwargs", {"add_system_prompt": False}),
+        (
+            "env: {reward_model: {tokenizer: {name: '${env.reward_model.model_name}'}, model_name: m}}",
+            "env.reward_model.tokenizer.name",
+            "m",
+        ),
+    ],
+)
+def test_taken_as_another_key_or_value(write, text, key, value):
+    assert attrgetter(key)(load(write(text))) == value
+
+
+def test_the_command_line_wins_over_what_a_file_says_by_another_name(write, capsys):
+    text = "grpo: {adv_estimator: {use_leave_one_out_baseline: false, normalize_rewards: false}}\n"
+    text += "policy: {hf_config_overrides: {rope_parameters: {rope_type: default, rope_theta: 5}}}\n"
+    words = ["grpo.use_leave_one_out_baseline=true", "policy.hf_config_overrides.rope_scaling.rope_theta=7"]
+    cfg = load(write(text), [*words, "grpo.normalize_rewards=true"], explain=True)
+    assert cfg.grpo.use_leave_one_out_baseline and cfg.grpo.normalize_rewards
+    assert cfg.policy.hf_config_overrides.rope_scaling == {"rope_type": "default", "rope_theta": 7}
+    decides = "grpo.adv_estimator.normalize_rewards: does not matter: grpo.normalize_rewards decides"
+    assert {decides, "grpo.normalize_rewards: taken"} <= set(capsys.readouterr().out.splitlines())
+    cfg = load(write("grpo: {normalize_rewards: true}\n"), ["grpo.adv_estimator.normalize_rewards=false"])
+    assert not cfg.grpo.normalize_rewards
+
+
+def test_a_value_that_is_overridden_is_not_judged(write):
+    Path("base.yaml").write_text("policy: {generation: {backend: sglang}}\ngrpo: {sed: 1}\n")
+    with pytest.raises(ConfigError, match="backend=sglang is not supported"):
+        load(write("defaults: base\n"))
+    with pytest.raises(ConfigError, match=r"base\.yaml line 2: unknown key 'grpo.sed'. Did you mean 'grpo.seed'"):
+        load(write("defaults: [base]\n"), ["policy.generation.backend=vllm"])
+
+
+def test_explain(write, capsys):
+    text = "grpo: {seed: 1, use_leave_one_out_baseline: true, adv_estimator: {use_leave_one_out_baseline: false}}\n"
+    text += "policy: {megatron_cfg: {enabled: False, x: {y: [1, 2], z: {}}}, generation: {top_k: 5, backend: sglang}}\n"
+    text += "data: {train: [{data_path: a}, {data_path: b}], validation: null, task_to_env: {x: math, y: exact}}\n"
+    text += "grp: {a: 1}\nlogger: {mlflow: {name: '${oc.env:NAME}'}, wandb: {name: mine}}\npolicy2: 3\n"
+    with pytest.raises(ConfigError, match="backend=sglang is not supported here, only vllm"):
+        load(write(text), ["grpo.seed=7"], explain=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "17 keys: 3 refused, 1 taken as, 4 does not matter, 9 taken" and not lines[-1]
+    found = dict(line.split(": ", 1) for line in lines[1:-1])
+    kinds = [re.match("refused|taken as|does not matter|taken", text)[0] for text in found.values()]
+    assert list(dict.fromkeys(kinds)) == ["refused", "taken as", "does not matter", "taken"] == list(nemo.KINDS)
+    assert sorted(kinds, key=nemo.KINDS.index) == kinds
+    assert found == {
+        "grpo.use_leave_one_out_baseline": "does not matter: grpo.adv_estimator.use_leave_one_out_baseline decides",
+        "grpo.adv_estimator.use_leave_one_out_baseline": "taken as grpo.use_leave_one_out_baseline=false",
+        "policy.megatron_cfg.enabled": "taken; it is what happens here anyway",
+        "policy.megatron_cfg.x.y": "does not matter: what they set up is off",
+        "policy.megatron_cfg.x.z": "does not matter: what they set up is off",
+        "policy.generation.top_k": "taken",
+        "policy.generation.backend": f"refused: {found['policy.generation.backend'].removeprefix('refused: ')}",
+        "data.train.0.data_path": "taken",
+        "data.train.1.data_path": "taken",
+        "data.validation": "taken",
+        "data.task_to_env.x": "taken",
+        "data.task_to_env.y": "taken",
+        "grp.a": f"refused: {found['grp.a'].removeprefix('refused: ')}",
+        "logger.wandb.name": "taken",
+        "logger.mlflow.name": "does not matter: metrics.jsonl and TensorBoard have the metrics",
+        "policy2": f"refused: {found['policy2'].removeprefix('refused: ')}",
+        "grpo.seed": "taken",
+    }
+
+
+def test_references_to_other_keys(write):
+    text = "grpo: {val_period: 3, max_val_samples: '${.val_period}', seed: '${ mul: ${grpo.val_period}, 7 }'}"
+    grpo = load(write(text), ["grpo.val_period=4", "grpo.max_bad_steps=${grpo.max_val_samples}"]).grpo
+    assert (grpo.max_val_samples, grpo.seed, grpo.max_bad_steps) == (4, 28, 4)
+
+
+def test_an_overridden_section_starts_from_the_defaults(write):
+    Path("base.yaml").write_text("data: {shuffle: false, train: {data_path: a}, task_to_env: {x: math}}\n")
+    data = load(write("defaults: base.yaml\ndata: {_override_: true, train: {data_path: b}}\n")).data
+    assert data == config.DataConfig(train=(DatasetConfig(data_path="b"),))
+    assert load(write("defaults: base.yaml\ndata: {train: null}\n")).data.train == ()
+
+
+def test_defaults_fill_what_a_set_does_not_say(write):
+    text = (
+        "data: {train: {input_key: null}, validation: [{seed: 1}, {env_name: code}], default: {input_key: q, seed: 7}}"
+    )
+    data = load(write(text), ["data.default.env_name=math"]).data
+    assert [(d.input_key, d.seed, d.env_name) for d in (*data.train, *data.validation)] == [
+        (None, 7, "math"),
+        ("q", 1, "math"),
+        ("q", 7, "code"),
+    ]
+
+
+def test_free_mappings(write):
+    text = (
+        "env: {custom: {'m:C': {a: 1e-6, b: [x, 010, no]}}}\npolicy: {tokenizer: {chat_template_kwargs: {k: 'true'}}}"
+    )
+    overrides = ["policy.tokenizer.chat_template_kwargs.enable_thinking=false", "env.custom.m.n:C.a=2"]
+    cfg = load(write(text), overrides)
+    assert cfg.env.custom == {"m:C": {"a": 1e-6, "b": ["x", 8, False]}, "m.n:C": {"a": 2}}
+    assert cfg.policy.tokenizer.chat_template_kwargs == {"k": "true", "enable_thinking": False}
+    assert load(write(to_yaml(cfg))) == cfg
+    assert load("run.yaml", ["data.task_to_env={algebra: math}"]).data.task_to_env == {"algebra": "math"}
+
+
+def test_no_key_of_ours_is_said_not_to_matter():
+    rows = [(pattern, row) for pattern, row in nemo.PATTERNS if "why" in row and "when" not in row]
+    assert not [name for name in keys.FIELDS for pattern, _ in rows if fnmatchcase(name, pattern)]

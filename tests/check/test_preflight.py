@@ -1,0 +1,387 @@
+"""Model against config, and how much of the data is looked at: checked without torch, on folders made by hand."""
+
+import json
+import os
+import shutil
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import config
+from check import preflight, reader, rules
+from check.preflight import check, check_fits, check_reward_names, read_inputs
+from config import ConfigError
+from hf.model_config import ModelConfig
+from system.imports import import_attribute
+
+ROOT = Path(__file__).resolve().parents[2]
+
+MODEL = ModelConfig.from_hf(
+    {
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": 100,
+        "hidden_size": 96,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 64,
+    }
+)
+
+
+def fits(tmp_path, model=MODEL, *, length=64, tensor=1, vocab_size=100, stop_token_ids=None):
+    vllm_cfg = config.VllmConfig(tensor_parallel_size=tensor)
+    generation = config.GenerationConfig(vllm_cfg=vllm_cfg, stop_token_ids=stop_token_ids)
+    policy = config.PolicyConfig(max_total_sequence_length=length, generation=generation)
+    try:
+        check_fits(config.Config(policy=policy), tmp_path, model, SimpleNamespace(vocab_size=vocab_size))
+    except ConfigError as error:
+        return str(error)
+    return "fits"
+
+
+def test_length_and_vocabulary_against_the_model(tmp_path):
+    assert fits(tmp_path) == fits(tmp_path, vocab_size=80) == "fits"
+    assert fits(tmp_path, replace(MODEL, max_position_embeddings=None), length=10**6) == "fits"
+    message = fits(tmp_path, length=65)
+    assert message.startswith("policy.max_total_sequence_length=65 is more than the model's max_position_embeddings=64")
+    assert message.endswith("use 64 or less")
+    assert "tokenizer.json has ids up to 100, config.json vocab_size=100" in fits(tmp_path, vocab_size=101)
+
+
+def test_tensor_parallel_sizes_are_those_that_vllm_takes(tmp_path):
+    """vLLM: ranks divide the query heads, and divide the key heads or are a multiple of them."""
+
+    def taken(model):
+        return [tensor for tensor in range(1, 13) if fits(tmp_path, model, tensor=tensor) == "fits"]
+
+    assert taken(MODEL) == [1, 2, 4, 6, 12]
+    assert taken(replace(MODEL, num_key_value_heads=6)) == [1, 2, 3, 6, 12]
+    assert taken(replace(MODEL, num_key_value_heads=1)) == [1, 2, 3, 4, 6, 12]
+    assert taken(replace(MODEL, num_attention_heads=4)) == [1, 2, 4]
+    assert taken(replace(MODEL, intermediate_size=98)) == [1, 2]
+    key = "policy.generation.vllm_cfg.tensor_parallel_size"
+    assert fits(tmp_path, tensor=5).startswith(f"{key}=5 does not divide the model's num_attention_heads=12")
+    assert fits(tmp_path, tensor=3).startswith(f"{key}=3 does not divide the model's num_key_value_heads=2")
+
+
+# ------------------------------------------------------------------------------------------ gdpo's rewards
+
+COUNTDOWN = "examples.envs.countdown:Countdown"
+GDPO = """
+grpo: {num_prompts_per_step: 2, max_num_steps: 1, val_period: 0, adv_estimator: {name: gdpo}}
+policy:
+  model_name: %s
+  max_total_sequence_length: 32
+  generation: {max_new_tokens: 8}
+data:
+  train:
+    - {data_path: countdown.jsonl, output_key: answer, env_name: "examples.envs.countdown:Countdown"}
+    - {data_path: countdown.jsonl, output_key: answer, env_name: "examples.envs.countdown:Countdown", name: again}
+  validation: {data_path: countdown.jsonl, output_key: answer, env_name: exact, name: held_out}
+"""
+
+
+def test_check_names_the_environment_that_lacks_a_reward_for_gdpo(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    starter = Path(__file__).resolve().parents[2] / "examples/arithmetic/starter"
+    Path("run.yaml").write_text(GDPO % starter)
+    Path("countdown.jsonl").write_text(json.dumps({"input": "1+2=", "answer": "3", "nums": [1, 2]}) + "\n")
+    cfg = reader.load("run.yaml", [])
+    assert set(read_inputs(cfg).environments) == {COUNTDOWN, "exact"}, "validation's environments need no parts"
+    mixed = replace(
+        cfg, data=replace(cfg.data, train=(cfg.data.train[0], replace(cfg.data.train[1], env_name="exact")))
+    )
+    with pytest.raises(ConfigError, match=r"^env_name 'exact' has no reward answer, format, which .*name=gdpo needs: "):
+        read_inputs(mixed)
+    assert read_inputs(replace(mixed, grpo=replace(mixed.grpo, adv_estimator=config.AdvEstimatorConfig())))
+
+
+@pytest.mark.parametrize(
+    ("declared", "weights", "message"),
+    [
+        ({"a": ("x", "y"), "b": ("y", "x")}, (1.0, 2.0), None),
+        (
+            {"a": ("x", "y"), "b": ("y",)},
+            None,
+            r"^env_name 'b' has no reward x, which .* needs: give them in StepResult",
+        ),
+        ({"a": ("x",), "b": ("x",)}, None, r"needs two rewards or more of each sample; env_name 'a, b' declares x: "),
+        ({"a": ()}, None, r"needs two rewards or more of each sample; env_name 'a' declares none: "),
+        ({"a": ("x", "y")}, (1.0,), r"reward_weights=\[1.0\]: must be 2 numbers, for x, y$"),
+        ({"a": None}, None, r"env_name 'a' declares none: "),
+    ],
+)
+def test_gdpo_needs_the_same_two_rewards_of_each_environment(declared, weights, message):
+    environments = {
+        name: SimpleNamespace() if names is None else SimpleNamespace(reward_names=names)
+        for name, names in declared.items()
+    }
+    if message is None:
+        check_reward_names(environments, weights)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            check_reward_names(environments, weights)
+
+
+def test_stop_tokens_are_ids_of_the_tokenizer(tmp_path):
+    assert fits(tmp_path, vocab_size=90, stop_token_ids=(0, 89)) == "fits"
+    assert fits(tmp_path, vocab_size=90, stop_token_ids=(0, 90)) == (
+        "policy.generation.stop_token_ids: 90 is no token of the model, whose ids end at 89 "
+        f"({tmp_path / 'tokenizer.json'}): take it out"
+    )
+
+
+def without_plan(summary):
+    """The lines before the memory plan, which tests/check/test_memory_plan.py holds."""
+    return summary.split("\nmemory ")[0].splitlines()
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """Loads a recipe that ships, with the starter model; from the repository, as paths in recipes are."""
+    monkeypatch.chdir(ROOT)
+
+    def load(name, *words):
+        words = ["policy.model_name=examples/arithmetic/starter", f"logger.log_dir={tmp_path}", *words]
+        cfg = reader.load(f"configs/{name}", words)
+        rules.validate(cfg, 8)
+        return cfg
+
+    return load
+
+
+@pytest.mark.parametrize("name", ["math_1b.yaml", "math_8b.yaml"])
+def test_gsm8k_recipe_with_local_files(recipe, tmp_path, name):
+    """The override that README shows; rows as the hub has them."""
+    words = []
+    for key, count in (("train", 40), ("validation", 9)):
+        file = tmp_path / f"gsm8k_{key}.jsonl"
+        rows = ({"question": f"{i} + 1?", "answer": f"It is {i + 1}.\n#### {i + 1:,}"} for i in range(990, 990 + count))
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        words.append(f"data.{key}.data_path={file}")
+    cfg = recipe(name, *words, "policy.generation.max_new_tokens=768")
+    assert [section.dataset_name for section in cfg.data.train + cfg.data.validation] == ["gsm8k", "gsm8k"]
+    assert [section.split for section in cfg.data.train + cfg.data.validation] == ["train", "test"]
+    lines = without_plan(check(cfg))
+    first = lines.pop(3)
+    number = int(np.random.Generator(np.random.PCG64([42, 0])).permutation(40)[0])  # the first of the first epoch
+    assert first.startswith(f"first      row {number} of gsm8k_train: '<|user|>Solve the problem step by step. ")
+    assert first.endswith(f"{990 + number} + 1?\\n<|end|><|assistant|>', expected answer '{991 + number:,}'")
+    assert lines[1:] == [
+        f"train      {tmp_path}/gsm8k_train.jsonl, graded by math: 40 prompts",
+        f"validation {tmp_path}/gsm8k_validation.jsonl, graded by math: 9 prompts",
+        "steps      5 of 32 prompts x 16 samples",
+        "warm-up    policy.scheduler.warmup_steps=50 is more than a third of the run's 5 steps: the rate reaches "
+        "policy.optimizer.kwargs.lr only at step 51; for a run this short a smaller warmup_steps reaches it sooner",
+    ]
+    inputs = preflight.read_inputs(cfg)
+    problem = inputs.train.datasets["gsm8k_train"].problems[10]
+    assert problem.env_name == "math" and problem.answer == "1,001" and list(inputs.environments) == ["math"]
+    (content,) = [message["content"] for message in problem.messages]
+    assert content.endswith("\n\n1000 + 1?\n") and r"\boxed{42}" in content
+    inputs.environments["math"].close()
+
+
+def test_check_says_how_much_it_looked_at(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "MAX_ROWS", 10)
+    file = tmp_path / "rows.jsonl"
+    rows = [{"input": f"{i}+1=", "answer": str(i + 1)} for i in range(100)]
+    rows[2]["input"] = "x" * 2000
+    rows[98]["answer"] = "no number"  # seed 42 does not draw it
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows[3:13]))
+    cfg = recipe("smoke.yaml", f"data.train.data_path={file}", f"data.validation.data_path={held_out}")
+    assert without_plan(check(cfg))[1:] == [
+        f"train      {file}, graded by exact: 100 rows, 10 checked (the first 5, the others at random), "
+        "1 left out: over 24 tokens",
+        f"validation {held_out}, graded by exact: 10 prompts",
+        "first      row 0 of rows: '<|user|>0+1=<|end|><|assistant|>', expected answer '1'",
+        "steps      120 of 16 prompts x 16 samples",
+        "rows       checked in part; the run checks all before its first step, --check --all does now",
+    ]
+    for read in (lambda: check(cfg, all_rows=True), lambda: preflight.read_inputs(cfg)):
+        with pytest.raises(ConfigError, match=r"rows\.jsonl:99: answer 'no number' is not one plain number"):
+            read()
+
+
+@pytest.mark.parametrize("size", [200, 8])
+def test_the_first_prompt_is_what_training_draws_first(recipe, tmp_path, monkeypatch, size):
+    """Of several sets, with weights, after some steps; line ends and escapes stay in one printable line."""
+    monkeypatch.setattr(preflight, "SHOWN_CHARS", size)
+    rows = {"a": ["1+1=\n\x1b[2J", "5+5="], "b": ["2+2=", "3+3="]}
+    for name, texts in rows.items():
+        lines = (json.dumps({"input": text, "answer": "9" * 300}) for text in texts)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    cfg = recipe("smoke.yaml", "data.shuffle=false")
+    sets = [config.DatasetConfig(data_path=f"{tmp_path}/{name}.jsonl", weight=ord(name) - 96) for name in rows]
+    cfg = replace(cfg, data=replace(cfg.data, train=tuple(sets)))
+    inputs = preflight.read_inputs(cfg)
+    cursor = inputs.train.start()
+    for _ in range(6):
+        (problem,), after = inputs.train.draw(cursor, 1)
+        *_, line = preflight.data_lines(cfg, inputs, cursor)
+        text = f"<|user|>{problem.messages[0]['content']}<|end|><|assistant|>"
+        text = repr(text if size == 200 else "<|user|> ... istant|>")
+        nines = repr(f"{'9' * (size // 4)} ... {'9' * (size // 4)}")
+        assert line == f"first      row {problem.row_id} of {problem.dataset}: {text}, expected answer {nines}"
+        assert line.isprintable()
+        cursor = after
+
+
+def test_a_warmup_of_more_than_a_third_of_the_run_is_told():
+    def told(warmup_steps, num_steps, **keys):
+        scheduler = config.SchedulerConfig(warmup_steps=warmup_steps, **keys)
+        return preflight.warmup_problem(config.Config(policy=config.PolicyConfig(scheduler=scheduler)), num_steps)
+
+    assert told(50, 60) == (
+        "policy.scheduler.warmup_steps=50 is more than a third of the run's 60 steps: the rate reaches "
+        "policy.optimizer.kwargs.lr only at step 51; for a run this short a smaller warmup_steps reaches it sooner"
+    )
+    silent = [(20, 60), (0, 1), (1, 3), (50, 150), (50, 10**6)]
+    assert [told(*numbers) for numbers in silent] == [None] * len(silent)
+    assert all(told(*numbers) for numbers in [(21, 60), (1, 2), (50, 149), (1, 1)])
+    assert told(50, 60, warmup_start_factor=1.0) is None  # the rate is the whole one from the first step
+    for num_steps in range(1, 100):  # who does as told does not hear of it again, once a third is left
+        assert told(num_steps // 3 + 1, num_steps) and told(num_steps // 3, num_steps) is None
+
+
+RECIPES = [*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/*/*.yaml")]
+
+
+@pytest.mark.parametrize("path", sorted(path for path in RECIPES if path.parent.name != "cluster"), ids=str)
+def test_no_warmup_of_a_recipe_that_ships_is_told(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    cfg = reader.load(str(path))
+    num_problems = 0
+    for section in cfg.data.train:
+        if section.dataset_name and ":" in section.dataset_name:
+            num_problems += len(import_attribute(section.dataset_name, "dataset_name")(section))
+            continue
+        if section.dataset_name == "gsm8k":
+            num_problems += 7473  # of the hub, or of the files that examples/gsm8k/prepare.py writes
+            continue
+        num_problems += len(Path(section.data_path).read_text().splitlines())
+    num_steps = preflight.num_steps_of(cfg, num_problems)
+    assert num_steps >= 60 or cfg.policy.scheduler.warmup_steps == 0
+    assert preflight.warmup_problem(cfg, num_steps) is None
+
+
+def test_all_goes_with_check(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert preflight.parse_command_line(["--check", "--all", "configs/smoke.yaml"], "usage").data.train
+    for words in (["--all", "configs/smoke.yaml"], ["configs/smoke.yaml", "--all"], ["--check"], []):
+        with pytest.raises(ConfigError):
+            preflight.parse_command_line(words, "usage")
+
+
+# ------------------------------------------------------------------------------------------ a check that ends itself
+
+
+def eats_memory():
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (2**30, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    return bytearray(2**33)
+
+
+@pytest.mark.parametrize(
+    ("end", "name"),
+    [
+        (os.abort, "Aborted"),
+        (lambda: os._exit(7), "exit code 7"),
+        (lambda: sys.exit(0), "exit code 0"),
+        (eats_memory, "Killed"),
+    ],
+)
+def test_what_ends_the_process_is_named(recipe, monkeypatch, end, name):
+    def read_inputs(cfg, *, begin, **_):
+        begin("the rows of rows.jsonl", 0)
+        end()
+
+    monkeypatch.setattr(preflight, "read_inputs", read_inputs)
+    with pytest.raises(
+        ConfigError, match=rf"^the rows of rows\.jsonl: to check it ended the process \({name}\): it is"
+    ):
+        check(recipe("smoke.yaml"))
+
+
+def test_a_library_that_hangs_is_ended(recipe, monkeypatch):
+    def read_inputs(cfg, *, begin, **_):
+        begin("tokenizer.json", 1)
+        sum(range(10**12))  # C code, which no handler of a signal interrupts
+
+    monkeypatch.setattr(preflight, "read_inputs", read_inputs)
+    with pytest.raises(
+        ConfigError, match=r"^tokenizer\.json: to check it ended the process \(Profiling timer expired\)"
+    ):
+        check(recipe("smoke.yaml"))
+
+
+def test_a_long_check_says_what_it_is_at(recipe, monkeypatch, capfd):
+    def read_inputs(cfg, *, begin, **_):
+        begin("a long file", 0)
+        time.sleep(0.5)
+        raise ConfigError("done")
+
+    monkeypatch.setattr(preflight, "read_inputs", read_inputs)
+    monkeypatch.setattr(preflight, "WORD_SECONDS", 0.2)
+    with pytest.raises(ConfigError, match=r"^done$"):
+        check(recipe("smoke.yaml"))
+    assert set(capfd.readouterr().err.splitlines()) == {"still at work: a long file"}
+
+
+def test_a_tokenizer_of_its_own(tmp_path):
+    starter, key = ROOT / "examples/arithmetic/starter", "policy.tokenizer.name"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((starter / name).read_bytes())
+    template = "{% for message in messages %}{{ message.content }}={% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    chat = [{"role": "user", "content": "1+2"}]
+
+    def read(name):
+        return preflight.read_tokenizer(config.TokenizerConfig(name=name), key, starter, lambda *_: None)
+
+    assert read(str(tmp_path)).file == tmp_path / "tokenizer.json" and read(None).file == starter / "tokenizer.json"
+    assert read(str(tmp_path)).render(chat) != read(None).render(chat) == read(str(starter)).render(chat)
+    with pytest.raises(ConfigError, match=rf"^{key}: no folder '{tmp_path}/missing'"):
+        read(f"{tmp_path}/missing")
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        read(str(tmp_path))
+
+
+def test_check_answers_for_the_adapter_of_a_new_run(recipe, tmp_path):
+    """One that a run goes on from has its adapters in the checkpoint: the folder may be gone."""
+    words = [f"policy.dtensor_cfg.lora_cfg.{word}" for word in ("enabled=true", f"adapter_path={tmp_path}")]
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/adapter_config\.json: cannot be read"):
+        check(recipe("smoke.yaml", *words))
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 16}')
+    with pytest.raises(ConfigError, match=r"adapter_config.json: r=16, but 8 by policy.dtensor_cfg.lora_cfg.dim$"):
+        check(recipe("smoke.yaml", *words))
+    cfg = recipe("smoke.yaml", *words, "policy.dtensor_cfg.lora_cfg.dim=16", f"checkpointing.resume_from={tmp_path}")
+    with pytest.raises(ConfigError, match=r"no whole checkpoint"):
+        check(cfg)
+
+
+def test_an_override_makes_a_model_one_that_is_supported(recipe, tmp_path):
+    """config.json is judged with policy.hf_config_overrides: YaRN for long contexts may be switched off."""
+    cfg = recipe("smoke.yaml")
+    folder = tmp_path / "model"
+    shutil.copytree(cfg.policy.model_name, folder)
+    hf = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps(hf | {"rope_parameters": rope}))
+    with pytest.raises(ConfigError, match="rope_type='yarn' is not supported"):
+        check(replace(cfg, policy=replace(cfg.policy, model_name=str(folder))))
+    overrides = config.HFConfigOverrides(rope_scaling={"rope_type": "default"})
+    check(replace(cfg, policy=replace(cfg.policy, model_name=str(folder), hf_config_overrides=overrides)))

@@ -1,0 +1,266 @@
+"""loss_path.py: edits of loss.py are trained, whatever they are, and the start-up line says how.
+
+Each edit is made on a copy of loss.py. What the model gets is compared with autograd of the edited `policy_loss` on all
+logits in float64. Triton's kernels run in its interpreter (conftest.py), or on the GPU where there is one.
+"""
+
+import importlib
+import importlib.util
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from cases import long_but
+from loss_cases import MODES, WEIGHTS, allowed
+
+import kernels.softmax
+import loss as original
+import loss_path
+from config import LossConfig
+from kernels import KernelBackend, linear_loss
+from kernels.linear_loss import DEVIATION, one_pass_problem
+from loss_path import choose_loss_path, edited_names, syntax_of
+
+ROOT = Path(__file__).resolve().parents[2]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TORCH, TRITON = KernelBackend("torch"), KernelBackend("triton", 16)
+PPO = "loss_R = torch.maximum(-t.adv_R * ratio_R, -t.adv_R * clamped_R)"
+END = "    with torch.no_grad():\n        metrics: Metrics ="
+EDITS = {  # name: (text of loss.py, what it becomes, the function that is edited)
+    "scaled by 0": (PPO, PPO.replace("torch", "0 * torch"), "_token_loss"),
+    "sign": (PPO, PPO.replace("torch", "-torch"), "_token_loss"),
+    "bound": ("1 + cfg.ratio_clip_max)", "1 + cfg.ratio_clip_max / 2)", "_ratios"),
+    "no clip": (PPO, "loss_R = -t.adv_R * ratio_R", "_token_loss"),
+    "detached ratio": (PPO, PPO.replace("* ratio_R", "* ratio_R.detach()"), "_token_loss"),
+    "entropy": (END, "    loss = loss - 9 * (t.keep(entropy_T) * weight_R).sum()\n\n" + END, "policy_loss"),
+    "large advantages": (PPO, PPO + "\n    loss_R = loss_R * torch.where(t.adv_R.abs() > 10, 2.0, 1.0)", "_token_loss"),
+}
+COUPLES = (
+    "\n    loss_R = loss_R * (t.logp_R * (t.adv_R.abs() > 10)).mean().exp()"  # where probes have no such advantage
+)
+
+
+def edited(tmp_path, old, new):
+    """The module of a copy of loss.py in which `old` is `new`."""
+    text = (ROOT / "loss.py").read_text()
+    assert text.count(old) == 1, old
+    file = tmp_path / "loss_edited.py"
+    file.write_text(text.replace(old, new))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def choose(policy_loss, cfg, backend, has_old=True, has_ref=False, filtered=False):
+    options = {"has_old": has_old, "has_ref": has_ref, "backend": backend, "device": DEVICE, "filtered": filtered}
+    return choose_loss_path(policy_loss, cfg, **options)
+
+
+def make_case(cfg):
+    """(hidden, weight, target, the other arguments of policy_loss): 35 tokens, some of advantage 0 and some of 40."""
+    generator = torch.Generator().manual_seed(0)
+    row_R = torch.arange(35)
+    hidden_RD, weight_VD = torch.randn(35, 13, generator=generator), torch.randn(37, 13, generator=generator)
+    target_R = torch.randint(37, (35,), generator=generator)
+    logp_R = (hidden_RD @ weight_VD.T / 0.7).log_softmax(-1).gather(1, target_R[:, None])[:, 0]
+    old_R = logp_R - torch.tensor([0.4, -0.4, 0.05, -0.05, 0.15, 0.0])[row_R % 6]
+    pack = {
+        "old_logp_T": old_R,
+        "sampler_logp_T": old_R + 0.1 * torch.randn(35, generator=generator),
+        "adv_T": torch.tensor([1.3, -0.7, 0.0, 40.0, -2.1, 0.6, -40.0])[row_R % 7],
+        "mask_T": row_R % 9 != 8,
+        "seq_T": row_R // 5,
+        "ref_logp_T": None,
+        "positive_T": row_R % 2 == 0,
+    }
+    pack = {name: x.to(DEVICE) if x is not None else None for name, x in pack.items()}
+    counts = {"num_valid_tokens": 31, "num_valid_seqs": 7, "num_positive_tokens": 16, "cfg": cfg}
+    return hidden_RD.to(DEVICE), weight_VD.to(DEVICE), target_R.to(DEVICE), pack | counts
+
+
+def oracle(policy_loss, hidden_RD, weight_VD, target_R, pack):
+    """Gradients in hidden and weight, in float64, with all logits."""
+    leaves = [x.double().requires_grad_() for x in (hidden_RD, weight_VD)]
+    all_logp_RV = (leaves[0] @ leaves[1].T / 0.7).log_softmax(-1)
+    entropy_R = -(all_logp_RV.exp() * all_logp_RV).sum(-1)
+    pack = {name: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in pack.items()}
+    loss, _ = policy_loss(all_logp_RV.gather(1, target_R[:, None])[:, 0], entropy_T=entropy_R, **pack)
+    return torch.autograd.grad(loss, leaves)
+
+
+def train(policy_loss, path, backend, hidden_RD, weight_VD, target_R, pack):
+    """(gradients in hidden and weight, metrics), rows that may have a gradient first, as the trainer sorts them."""
+    moved_R = path.may_have_gradient(pack["adv_T"], pack["positive_T"]) & pack["mask_T"]
+    order_R = moved_R.logical_not().argsort(stable=True)
+    pack = {name: x[order_R] if torch.is_tensor(x) else x for name, x in pack.items()}
+    hidden_RD, weight_VD = hidden_RD.clone().requires_grad_(), weight_VD.clone().requires_grad_()
+    options = {"temperature": 0.7, "num_grad_rows": int(moved_R.sum()), "path": path, "backend": backend}
+    pack_loss = partial(policy_loss, **pack)
+    loss, metrics = linear_loss(hidden_RD[order_R], weight_VD, target_R[order_R], pack_loss=pack_loss, **options)
+    loss.backward()
+    return (hidden_RD.grad, weight_VD.grad), metrics
+
+
+def relative_errors(got, want):
+    return [((a.double() - b).norm() / b.norm().clamp(min=1e-6)).item() for a, b in zip(got, want, strict=True)]
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """16 rows of 37 logits with PyTorch too."""
+    monkeypatch.setitem(kernels.softmax.CHUNK_ELEMENTS, DEVICE.type, 16 * 37)
+
+
+@pytest.mark.parametrize(
+    "edit", [edit if edit == "no clip" else pytest.param(edit, marks=pytest.mark.slow) for edit in EDITS]
+)
+def test_edits_are_trained(tmp_path, small_chunks, edit):
+    cfg = LossConfig(reference_policy_kl_penalty=0.0)
+    old, new, function = EDITS[edit]
+    module, case = edited(tmp_path, old, new), make_case(cfg)
+    want, unedited = oracle(module.policy_loss, *case), oracle(original.policy_loss, *case)
+    assert max(relative_errors(unedited, want)) > 0.01, "the edit changes nothing here"
+    for backend in (TORCH, TRITON):
+        path = choose(module.policy_loss, cfg, backend)
+        got, metrics = train(module.policy_loss, path, backend, *case)
+        assert max(relative_errors(got, want)) <= 1e-5, (path.describe(), relative_errors(got, want))
+        assert one_pass_problem(metrics[DEVIATION].item()) is None
+        why = f" (loss.py was edited: {function})" if backend is TRITON else ""
+        assert path.describe() == "loss: one pass, autograd of loss.py" + why
+
+
+def test_without_an_edit_the_fused_kernel_proves_itself(small_chunks):
+    cfg = LossConfig(reference_policy_kl_penalty=0.0)
+    case = make_case(cfg)
+    path = choose(original.policy_loss, cfg, TRITON)
+    assert path.describe() == "loss: fused Triton kernel, proven equal to loss.py"
+    got, _ = train(original.policy_loss, path, TRITON, *case)
+    assert max(relative_errors(got, oracle(original.policy_loss, *case))) <= 1e-5
+    assert choose(original.policy_loss, cfg, TORCH).describe() == "loss: one pass, autograd of loss.py"
+    for backend in (TORCH, TRITON):
+        one, two = (choose(original.policy_loss, cfg, backend, has_ref=x, filtered=True) for x in (False, True))
+        assert (one.kind, two.kind) == ("one pass", "two passes") and two.why.startswith("the KL is of log-prob")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [TORCH, TRITON], ids=["torch", "triton"])
+def test_an_edit_that_couples_tokens_where_no_probe_sees_it_is_refused(tmp_path, small_chunks, backend):
+    cfg = LossConfig(reference_policy_kl_penalty=0.0)
+    module, case = edited(tmp_path, PPO, PPO + COUPLES), make_case(cfg)
+    path = choose(module.policy_loss, cfg, backend)
+    assert path.kind == "one pass"
+    got, metrics = train(module.policy_loss, path, backend, *case)
+    assert max(relative_errors(got, oracle(module.policy_loss, *case))) > 1e-3
+    assert "loss.py couples the tokens of a pack" in one_pass_problem(metrics[DEVIATION].item())
+    two_passes = replace(path, kind="two passes")
+    got, metrics = train(module.policy_loss, two_passes, backend, *case)
+    assert max(relative_errors(got, oracle(module.policy_loss, *case))) <= 1e-5 and metrics[DEVIATION] == 0
+
+
+def test_an_edit_that_couples_tokens_is_trained_in_two_passes(tmp_path):
+    cfg = LossConfig(reference_policy_kl_penalty=0.0)
+    module, case = edited(tmp_path, PPO, PPO + "\n    loss_R = loss_R * t.logp_R.mean()"), make_case(cfg)
+    backend = TORCH
+    path = choose(module.policy_loss, cfg, backend)
+    assert path.describe() == "loss: two passes, autograd of loss.py (the loss couples the tokens of a sequence)"
+    got, _ = train(module.policy_loss, path, backend, *case)
+    assert max(relative_errors(got, oracle(module.policy_loss, *case))) <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", long_but([5], [1, 5]))
+def test_which_options_couple_tokens(every):
+    """By what the options mean: whose ratio or weight is a sequence's, and still moves with logp."""
+    seen = set()
+    for cfg in allowed(MODES, WEIGHTS, [{"token_level_loss": False}])[::every]:
+        for has_old in (True, False):
+            moves = not has_old or cfg.force_on_policy_ratio  # old is logp itself
+            gspo, kind = cfg.sequence_level_importance_ratios, cfg.truncated_importance_sampling_type
+            weights = gspo or kind in ("seq-mask-tis", "sequence", "sequence-truncate", "sequence-mask")
+            want = (gspo and not moves) or (cfg.use_importance_sampling_correction and weights and moves)
+            make_pack = partial(loss_path._pack, cfg=cfg, has_old=has_old, has_ref=False)
+            coupled, idle, positive = loss_path._probe(original.policy_loss, make_pack)
+            assert coupled == want, (cfg, has_old)
+            assert gspo or not (idle or positive), "a token of advantage 0 has a gradient"
+            seen.add(coupled)
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize(
+    "options, has_ref, idle, positive",
+    [
+        ({}, False, False, False),
+        ({}, True, True, True),
+        ({"use_kl_in_reward": True}, True, False, False),
+        ({"entropy_coef": 0.1}, False, True, True),
+        ({"positive_example_nll_weight": 0.1}, False, False, True),
+    ],
+)
+def test_which_tokens_without_advantage_have_a_gradient(options, has_ref, idle, positive):
+    path = choose(original.policy_loss, LossConfig(**options), TORCH, has_ref=has_ref)
+    assert (path.kind, path.idle_moves, path.positive_moves) == ("one pass", idle, positive)
+    adv_R, positive_R = torch.tensor([0.0, 0.0, 1.0]), torch.tensor([False, True, False])
+    assert path.may_have_gradient(adv_R, positive_R).tolist() == [idle, idle or positive, True]
+
+
+WRONG = [  # (weight of the KL, whether old is given, an option of the fused kernel, its value there)
+    (0.0, True, "ratio_clip_min", 0.202),
+    (0.0, True, "ratio_clip_max", 0.282),
+    (0.0, True, "ratio_clip_c", 3.05),
+    (0.0, True, "truncated_importance_sampling_ratio", 2.1),
+    (0.3, False, "truncated_importance_sampling_ratio", 2.1),
+    (0.3, False, "kl_input_clamp_value", 2.05),
+    (0.3, False, "kl_gradient", "plain"),
+]
+RIGHT = [(0.0, True, "ratio_clip_max", 0.28), (0.3, False, "kl_gradient", "score_function")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kl, has_old, option, value", long_but([WRONG[1], WRONG[5], RIGHT[1]], WRONG + RIGHT))
+def test_a_wrong_copy_does_not_pass_the_probes(monkeypatch, kl, has_old, option, value):
+    """The fused kernel with another option than the loss: the difference is seen, and without one there is none."""
+    cfg = LossConfig(ratio_clip_max=0.28, ratio_clip_c=3.0, use_importance_sampling_correction=True)
+    cfg = replace(cfg, truncated_importance_sampling_type="tis", truncated_importance_sampling_ratio=2.0)
+    cfg = replace(cfg, reference_policy_kl_penalty=kl, kl_input_clamp_value=2.0, kl_output_clamp_value=None)
+    module = importlib.import_module("kernels.linear_loss")  # `kernels.linear_loss` is the function
+    real = module.clipped_pg_dlogits_
+
+    def other(chunk, inputs_KR, stats_KR, pack):
+        return real(chunk, inputs_KR, stats_KR, pack | {"cfg": replace(cfg, **{option: value})})
+
+    monkeypatch.setattr(module, "clipped_pg_dlogits_", other)
+    make_pack = partial(loss_path._pack, cfg=cfg, has_old=has_old, has_ref=kl > 0)
+    differ = loss_path._fused_differences(original.policy_loss, make_pack, TRITON, DEVICE)
+    assert (differ > 0) == ((kl, has_old, option, value) in WRONG)
+
+
+def test_what_counts_as_an_edit(tmp_path, monkeypatch):
+    assert edited_names(original.policy_loss) == []
+    for old, new, names in [
+        ('"""Loss of each token, before weights.', '"""Another docstring.', []),
+        (PPO, f"{PPO}  # a comment", []),
+        ('metrics["num_valid_samples"] = t.seqs.count', 'metrics["num_valid_samples"] = t.seqs.count * 2', []),
+        ("BY_SEQUENCE = (", 'BY_SEQUENCE = ("icepop", ', ["BY_SEQUENCE"]),
+        ("return torch.as_tensor(count).clamp(min=1)", "return torch.as_tensor(count).clamp(min=2)", ["_at_least_one"]),
+        ("torch.where(self.valid_R, x_R.to(self.dtype), 0.0)", "torch.where(self.valid_R, x_R, 0.0)", ["_Tokens"]),
+    ]:
+        assert edited_names(edited(tmp_path, old, new).policy_loss) == names, new
+
+    def no_loss(t, ratio_R, clamped_R, cfg):
+        return 0 * ratio_R
+
+    def through_a_module(x_R):
+        return original.kl_estimate(x_R, "k1")
+
+    assert syntax_of(through_a_module).keys() >= {"through_a_module", "original", "kl_estimate"}
+    monkeypatch.setattr(original, "_token_loss", no_loss)
+    assert edited_names(original.policy_loss) == ["_token_loss"]
+    monkeypatch.undo()
+    monkeypatch.setattr(original, "MAX_LOG_RATIO", 19)
+    assert edited_names(original.policy_loss) == ["MAX_LOG_RATIO"]
+    assert "_token_metrics" not in syntax_of(original.policy_loss)

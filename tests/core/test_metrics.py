@@ -1,0 +1,261 @@
+"""How fast a step was: its FLOPs against torch's counter, NeMo RL's formula and by hand; rates, utilisation."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from dist_case import make_samples, settings
+from loop import CPU
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import config
+import grpo
+from batch import MicroBatch, Minibatch, finish_minibatches, make_minibatches
+from hf.model_config import ModelConfig
+from kernels import KernelBackend
+from lora import LoRALinear, add_adapters
+from metrics import PEAK_TFLOPS, performance_metrics, train_flops
+from model import Decoder
+from run.build import loss_path_of
+
+SIZES = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 97}
+FAMILIES = {  # grouped and plain heads, heads wider than the hidden size, biases, tied and untied
+    "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen3": {"num_key_value_heads": 3, "head_dim": 10, "tie_word_embeddings": True},
+    "llama": {"num_key_value_heads": 6, "attention_bias": True},
+}
+SCORES = 2 * 2 * 3  # of a pair, a head and one of its dims: q k and p v; with their gradients
+
+
+def model_of(family):
+    fields = SIZES | FAMILIES[family] | {"model_type": family, "hidden_act": "silu", "rms_norm_eps": 1e-6}
+    model = Decoder(ModelConfig.from_hf(fields))
+    generator = torch.Generator().manual_seed(0)
+    for param in model.parameters():
+        param.data.normal_(0, 0.1, generator=generator)
+    return model
+
+
+def batch_of(model, ranks, share_prefix, kind="one pass"):
+    """A minibatch of several packs in which two groups of five have no gradient."""
+    samples, adv_B = make_samples(model.config.vocab_size)
+    adv_B = [0.0 if i // 4 in (1, 3) else adv for i, adv in enumerate(adv_B)]
+    cfg = settings(policy={"sequence_packing": config.SequencePackingConfig(64, share_prefix)})
+    model.loss_path = replace(loss_path_of(cfg, KernelBackend("torch"), CPU), kind=kind)
+    (minibatch,) = make_minibatches(samples, adv_B, cfg, ranks, CPU)
+    finish_minibatches([minibatch], cfg, model.loss_path)
+    return minibatch, cfg
+
+
+def computed(model, minibatch, cfg):
+    """(FLOPs of matrices, of attention) that torch sees in a forward and backward: attention in full rectangles."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        for micro in minibatch.micros:
+            grpo.compute_loss(model, micro, minibatch, cfg)[0].backward()
+    flops = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
+    assert set(flops) == {"aten.mm", "aten.bmm"} | {"aten.addmm"} & set(flops), flops
+    return counter.get_total_flops() - flops["aten.bmm"], flops["aten.bmm"]
+
+
+def pairs(minibatch):
+    """Queries and keys, counted one by one: (that see each other, in the rectangles of segments)."""
+    seen = full = 0
+    for micro in minibatch.micros:
+        rows_S = np.split(np.arange(len(micro.token_T)), micro.cu_seqlens[1:-1])
+        for rows, prefix in zip(rows_S, micro.prefix_S.tolist(), strict=True):
+            keys = [*(rows_S[prefix] if prefix >= 0 else ()), *rows]
+            full += len(rows) * len(keys)
+            seen += sum(key <= row for row in rows for key in keys)
+    return seen, full
+
+
+@pytest.mark.parametrize("share_prefix", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flops_are_those_that_torch_counts(family, share_prefix, one_rank):
+    """Equal: matrices as they are, attention after its rectangles are replaced by what the causal mask leaves."""
+    model = model_of(family)
+    minibatch, cfg = batch_of(model, one_rank[0], share_prefix)
+    matrices, attention = computed(model, minibatch, cfg)
+    seen, full = pairs(minibatch)
+    per_pair = SCORES * model.config.num_attention_heads * model.config.head_dim * model.config.num_hidden_layers
+    assert attention == per_pair * full > per_pair * seen
+    assert train_flops(model.config, minibatch.micros) == matrices + per_pair * seen
+    rows = sum(len(micro.pos_R) for micro in minibatch.micros)
+    assert 0 < sum(micro.num_grad_rows for micro in minibatch.micros) < rows and len(minibatch.micros) > 2
+    assert any(micro.prefix_S.max() >= 0 for micro in minibatch.micros) == share_prefix
+
+
+def test_what_backward_repeats_is_not_counted(one_rank):
+    """With activation checkpointing the forward of the blocks, but the last product of each, which no gradient needs.
+    In two passes the logits, and gradients of all rows."""
+    model = model_of("qwen3")
+    minibatch, cfg = batch_of(model, one_rank[0], True)
+    flops = train_flops(model.config, minibatch.micros)
+    matrices, attention = computed(model, minibatch, cfg)
+    for block in model.model["layers"]:
+        block.recompute = True
+    again, attention_again = computed(model, minibatch, cfg)
+    num_tokens = sum(len(micro.token_T) for micro in minibatch.micros)
+    blocks = model.model["layers"].named_parameters()
+    num_weights = sum(p.numel() for name, p in blocks if p.dim() == 2 and "down_proj" not in name)
+    assert again - matrices == 2 * num_weights * num_tokens and 3 * attention_again == 4 * attention
+    rows, grad_rows = (sum(f(m) for m in minibatch.micros) for f in (lambda m: len(m.pos_R), lambda m: m.num_grad_rows))
+    model.loss_path = replace(model.loss_path, kind="two passes")
+    two_passes, _ = computed(model, minibatch, cfg)
+    head = model.config.hidden_size * model.config.vocab_size
+    assert two_passes - again == (2 * rows + 4 * (rows - grad_rows)) * head
+    assert train_flops(model.config, minibatch.micros) == flops
+
+
+def test_with_lora_no_gradient_of_a_frozen_weight_is_counted(one_rank):
+    """The gradient of the first block's input, which nothing needs, is counted like that of all others. torch's counter
+    does not see the merging, which is done in place."""
+    lora, model = config.LoRAConfig(enabled=True, dim=5), model_of("qwen3")
+    full = train_flops(model.config, [micro_of(40)])
+    add_adapters(model, lora, torch.float32)
+    minibatch, cfg = batch_of(model, one_rank[0], True)
+    matrices, attention = computed(model, minibatch, cfg)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+    first = sum(layers[f"model.layers.0.self_attn.{name}_proj"].weight.numel() for name in "qkv")
+    num_tokens = sum(len(micro.token_T) for micro in minibatch.micros)
+    seen, rectangles = pairs(minibatch)
+    counted = matrices + 2 * first * num_tokens + attention * seen // rectangles
+    assert train_flops(model.config, minibatch.micros, lora) == counted
+    assert train_flops(model.config, [micro_of(40)], config.LoRAConfig()) == full
+
+
+def micro_of(length, head_rows=None, grad_rows=None):
+    """A sequence alone. By default all of its rows reach the head, with a gradient."""
+    rows = length if head_rows is None else head_rows
+    zeros = [torch.zeros(rows)] * 7
+    tokens = torch.zeros(length, dtype=torch.int64)
+    bounds = {"cu_seqlens": np.int32([0, length]), "prefix_S": np.array([-1])}
+    names = ("pos_R", "target_R", "sampler_logp_R", "version_R", "adv_R", "seq_R", "reward_R")
+    rest = {"mask_R": torch.ones(rows, dtype=torch.bool), "num_grad_rows": rows if grad_rows is None else grad_rows}
+    return MicroBatch(token_T=tokens, position_T=tokens, **bounds, **dict(zip(names, zeros, strict=True)), **rest)
+
+
+QWEN3_8B = {"model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6, "vocab_size": 151_936}
+QWEN3_8B |= {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32}
+QWEN3_8B |= {"num_key_value_heads": 8, "head_dim": 128}
+
+
+def test_whole_sequences_with_all_logits_have_nemo_rls_number():
+    """Its Qwen3 formula (nemo_rl/utils/flops_formulas.py) takes s^2 / 2 pairs where there are s (s + 1) / 2. Of the
+    prompt it counts logits and their gradients too: where an eighth is response, 7% more."""
+    s, layers, hidden, inner, vocab, queries, keys = 4096, 36, 4096, 12_288, 151_936, 32 * 128, 8 * 128
+    attention = 6 * layers * s * (2 * queries * hidden + 2 * keys * hidden + s * queries)
+    nemo = attention + 18 * layers * s * hidden * inner + 6 * s * hidden * vocab
+    model = ModelConfig.from_hf(QWEN3_8B)
+    assert train_flops(model, [micro_of(s)]) == nemo + 6 * layers * queries * s
+    ours = train_flops(model, [micro_of(s, s // 8)])
+    assert nemo - ours == 6 * (s - s // 8) * hidden * vocab - 6 * layers * queries * s
+    assert 1.05 < nemo / ours < 1.10
+
+
+def test_int32_bounds_do_not_overflow():
+    model = ModelConfig.from_hf(QWEN3_8B)
+    length = 131_072
+    pairs_of_attention = 12 * 32 * 128 * 36 * (length * (length + 1) // 2)
+    blocks = 6 * 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12_288)
+    assert train_flops(model, [micro_of(length, 0, 0)]) == pairs_of_attention + blocks * length
+
+
+TRAIN = {"total_num_tokens": 1200, "global_valid_toks": 500, "train_tokens": 900, "total_gen_tokens": 600}
+TRAIN |= {"global_valid_seqs": 24}
+SECONDS = {"generation": 1.5, "policy_and_reference_logprobs": 0.5, "policy_training": 2.0, "total_step_time": 4.0}
+NAMES_OF_NEMO = """samples_per_sec tokens_per_sec samples_per_sec_per_gpu tokens_per_sec_per_gpu
+    policy_training_tokens_per_sec_per_gpu policy_and_reference_logprobs_tokens_per_sec_per_gpu
+    training_worker_group_tokens_per_sec_per_gpu generation_tokens_per_sec_per_gpu
+    training_worker_group_tokens_per_sec generation_tokens_per_sec train_flops_per_gpu train_fp_utilization""".split()
+
+
+def numbers(minibatches, precision="bfloat16", **policy):
+    model = ModelConfig.from_hf(QWEN3_8B)
+    return performance_metrics(TRAIN, SECONDS, minibatches, model, config.PolicyConfig(precision=precision, **policy))
+
+
+@pytest.fixture
+def two_ranks_of_one(one_rank, monkeypatch):
+    """A second rank that has done as much as this one."""
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: tensor.mul_(2))
+
+
+def test_rates_of_a_split_job_are_by_the_gpus_at_work(two_ranks_of_one):
+    """2 ranks train and 3 generate: a step is work of 5, a rollout of 3, an update of 2."""
+    resources = config.ColocatedResourcesConfig(gpus_per_node=3)
+    generation = config.GenerationConfig(colocated=config.ColocatedConfig(False, resources))
+    whole, split = (numbers([Minibatch([micro_of(64)], 64)], **options) for options in ({}, {"generation": generation}))
+    ratios = {name.rpartition("/")[2]: whole[name] / split[name] for name in whole if whole[name] != split[name]}
+    assert ratios == pytest.approx(
+        {
+            "tokens_per_sec_per_gpu": 5 / 2,
+            "samples_per_sec_per_gpu": 5 / 2,
+            "valid_tokens_per_sec_per_gpu": 5 / 2,
+            "generation_tokens_per_sec_per_gpu": 3 / 2,
+        }
+    )
+
+
+def test_rates_of_a_step_by_hand(two_ranks_of_one):
+    minibatches = [Minibatch([micro_of(64), micro_of(32)], 96), Minibatch([micro_of(128, 100, 10)], 128)]
+    minibatches[0].micros[0].ref_logp_R = torch.zeros(64)
+    flops = 3 * train_flops(ModelConfig.from_hf(QWEN3_8B), [m for each in minibatches for m in each.micros])
+    assert numbers(minibatches, ppo_epochs=3) == {
+        "performance/tokens_per_sec": 300.0,
+        "performance/tokens_per_sec_per_gpu": 150.0,
+        "performance/samples_per_sec": 6.0,
+        "performance/samples_per_sec_per_gpu": 3.0,
+        "performance/generation_tokens_per_sec": 400.0,
+        "performance/generation_tokens_per_sec_per_gpu": 200.0,
+        "performance/training_worker_group_tokens_per_sec": 480.0,
+        "performance/training_worker_group_tokens_per_sec_per_gpu": 240.0,
+        "performance/policy_training_tokens_per_sec_per_gpu": 300.0,
+        "performance/policy_and_reference_logprobs_tokens_per_sec_per_gpu": 1200.0,
+        "performance/train_flops_per_gpu": pytest.approx(flops / 2.0 / 1e12, rel=1e-12),  # 2 x flops in 2 s on 2 ranks
+        "performance/train_tokens": 900,
+        "timing/train/valid_tokens_per_sec_per_gpu": 62.5,
+    }
+
+
+def test_without_a_forward_the_phase_of_scoring_has_no_rate(two_ranks_of_one):
+    values = numbers([Minibatch([micro_of(64)], 64)])
+    assert not any("logprobs" in name for name in values)
+    minibatch = Minibatch([replace(micro_of(64), old_logp_R=torch.zeros(64))], 64)
+    assert numbers([minibatch]).keys() - values.keys() == {
+        "performance/policy_and_reference_logprobs_tokens_per_sec_per_gpu"
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.5),
+        ("NVIDIA H100 PCIe", "bfloat16", 756.5),
+        ("NVIDIA A100 80GB PCIe", "bfloat16", 312),
+        ("NVIDIA B200", "bfloat16", 2250),
+        ("NVIDIA H100 80GB HBM3", "float32", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16", None),
+        ("AMD Instinct MI300X", "bfloat16", None),
+    ],
+)
+def test_utilisation_only_of_a_device_whose_peak_is_known(name, precision, peak, two_ranks_of_one, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    minibatch = Minibatch([replace(micro_of(64), old_logp_R=torch.zeros(64))], 64)
+    values = numbers([minibatch], precision)
+    utilisation = values.get("performance/train_fp_utilization")
+    assert utilisation == (peak and values["performance/train_flops_per_gpu"] / peak)
+    if peak:
+        ours = {"performance/train_tokens", "timing/train/valid_tokens_per_sec_per_gpu"}
+        assert values.keys() - ours == {f"performance/{name}" for name in NAMES_OF_NEMO}
+
+
+def test_peaks_are_dense():
+    """NeMo RL's table (nemo_rl/utils/flops_tracker.py) for the names it has; its GB200 is 2,450."""
+    nemo = {"NVIDIA A100 80GB PCIe": 624 / 2, "NVIDIA H100 80GB HBM3": 1979 / 2, "NVIDIA H200": 1979 / 2}
+    nemo |= {"NVIDIA B200": 4500 / 2, "NVIDIA B300": 4500 / 2}
+    assert {name: PEAK_TFLOPS[name] for name in nemo} == nemo

@@ -1,0 +1,229 @@
+"""docs/metrics.md against what runs write: no metric without a row, no row without a metric, formulas recomputed."""
+
+import ast
+import json
+import math
+import re
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from loss_cases import hard_batch
+from metrics_page import PAGE, formulas, matches, rows, undocumented
+from one_process import run_in_this_process
+from samples import answers, sample
+from small_run import ROOT, arguments, write_rows
+
+import grpo
+from advantages import advantage_metrics
+from config import Config, GRPOConfig, LossConfig
+from loss import policy_loss, seq_logp_error_mask
+from metrics import PEAK_TFLOPS, accumulate, derived_metrics, reduce_over_ranks, sample_metrics
+from run import memory
+from run.validation import summarize
+
+COMMITTED = ROOT / "examples" / "smollm2" / "metrics.jsonl"
+OPTIONS = (  # what writes metrics of its own, in one run
+    "logger.dump_rollouts=1",
+    "grpo.max_num_steps=2",
+    "grpo.val_at_start=false",
+    "grpo.canary_period=1",
+    "grpo.async_grpo.enabled=true",
+    "grpo.use_dynamic_sampling=true",
+    "grpo.dynamic_sampling_max_gen_batches=99",
+    "grpo.seq_logprob_error_threshold=2",
+    "grpo.logp_gap_limit=null",
+    "policy.train_global_batch_size=16",
+    "policy.precision=bfloat16",
+    "policy.generation.top_p=0.95",
+    "loss_fn.reference_policy_kl_penalty=0.1",
+    "loss_fn.use_importance_sampling_correction=true",
+    "loss_fn.truncated_importance_sampling_type=icepop",
+    "loss_fn.truncated_importance_sampling_ratio=2",
+    "loss_fn.truncated_importance_sampling_ratio_min=0.5",
+    "checkpointing.save_hf_at_end=false",
+)
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def records(one_rank, tmp_path_factory):
+    """The objects of metrics.jsonl of a run with OPTIONS and two validation sets, over the stand-in for vLLM."""
+    folder = tmp_path_factory.mktemp("run")
+    write_rows(folder)
+    sets = [{"data_path": f"{folder}/heldout.jsonl", "name": name} for name in "ab"]
+    file = folder / "two_sets.yaml"
+    file.write_text(json.dumps({"defaults": str(ROOT / "configs" / "smoke.yaml"), "data": {"validation": sets}}))
+    words = [word for word in arguments(folder)[1:] if not word.startswith("data.validation")]
+    with pytest.MonkeyPatch.context() as patch:
+        run_in_this_process(patch, one_rank)
+        patch.setitem(PEAK_TFLOPS, "CPU", 1.0)  # as if its peak were known
+        patch.setattr(sys, "argv", ["", str(file), *words, *OPTIONS])
+        assert grpo.main() == 0
+    return read(folder / "exp_001" / "metrics.jsonl")
+
+
+def keys_of_other_machines():
+    """Of a GPU's memory; of a split job: the causes that run/generators.py measures."""
+    plan = SimpleNamespace(cfg=Config(), size=lambda phase: 0, sync=lambda: defaultdict(int))
+    of_memory = memory.Memory.metrics(SimpleNamespace(plan=plan, asleep=0), dict.fromkeys(memory.PHASES, 1))
+    tree = ast.parse((ROOT / "run" / "generators.py").read_text())
+    stores = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
+    ]
+    causes = {node.slice.value for node in stores if ast.unparse(node.value).rpartition(".")[2] == "idle"}
+    return of_memory.keys() | {f"idle/{cause}" for cause in causes}
+
+
+def test_every_metric_has_a_row_and_every_row_a_metric(records):
+    written = {key for record in [*records, *read(COMMITTED)] for key in record} | keys_of_other_machines()
+    assert undocumented(written) == [], "docs/metrics.md has no row of these"
+    assert len(written) > 170
+    without = [pattern for pattern in rows() if not any(matches(pattern, key) for key in written)]
+    assert without == [], "docs/metrics.md has rows of what no run writes"
+
+
+def test_a_row_is_whole():
+    for pattern, cells in rows().items():
+        assert len(cells) == 4 and all(cell.strip() for cell in cells), (pattern, cells)
+
+
+def test_the_ten_to_watch_have_rows():
+    first, _, _ = PAGE.read_text().partition("## How to read")
+    keys = [line.split("`")[1] for line in first.splitlines() if line.startswith("| `")]
+    assert len(keys) == 10 and undocumented(keys) == []
+
+
+RANGE = re.compile(r"SmolLM2 (from )?(-?[\d.e-]+) to (-?[\d.e-]*\d)(?:, median ([\d.e-]*\d))?")
+
+
+def test_measured_ranges_are_those_of_the_committed_run():
+    """Each to the last digit that the page prints."""
+    records, checked = read(COMMITTED), 0
+    for pattern, cells in rows().items():
+        if not (found := RANGE.search(cells[1])) or "<" in pattern.replace("<mode>", ""):
+            continue
+        values = [r[key] for key in (pattern.replace("<mode>", "sampled"),) for r in records if key in r]
+        ends = (values[0], values[-1]) if found[1] else (min(values), max(values))
+        for text, value in zip(found.groups()[1:], (*ends, float(np.median(values))), strict=True):
+            if text:
+                digits = text.partition("e")[0].partition(".")[2]
+                unit = 10.0 ** (int(text.partition("e")[2] or 0) - len(digits))
+                assert abs(float(text) - value) <= 0.51 * unit, (pattern, text, value)
+                checked += 1
+    assert checked >= 35
+
+
+# ------------------------------------------------------------------------------------------------------- the formulas
+
+THRESHOLD = 1.25  # of the masked sequences below
+SAMPLES = [
+    sample(0, 1.0, "ok", 2),
+    sample(0, 1.0, "ok", 4),
+    sample(1, 0.0, "wrong", 6, unsampled=4),
+    sample(1, 0.0, "parse_fail", 8, finish_reason="length"),
+    sample(2, 1.0, "ok", 1, finish_reason="max_turns", num_turns=4),
+    sample(2, 0.25, "timeout", 3),
+]
+for number, each in enumerate(SAMPLES):
+    each.unshaped_reward = [0.5, 1.0, 0.0, 0.0, 1.0, 1.0][number]
+LOSS = LossConfig(truncated_importance_sampling_type="tis", truncated_importance_sampling_ratio=1.3)
+VALIDATED = [*answers("7", "1", None, "7"), *(replace(s, prompt=1) for s in answers("7", "7", "7", "3"))]
+FUNCTIONS = {name: getattr(np, name) for name in "exp log abs minimum maximum mean sum min max".split()}
+FUNCTIONS |= {"k1": lambda x: -x, "k2": lambda x: x**2 / 2, "k3": lambda x: np.exp(x) - 1 - x}
+FUNCTIONS |= {f"{name}_{dim}": FUNCTIONS[name] for name in ("mean", "sum", "min", "max") for dim in "RBP"}
+
+
+def of_tokens():
+    """(names of the formulas -> numbers, metric -> what the code says) of a batch with every side of every clip."""
+    batch = hard_batch(torch.float64)
+    del batch["positive_T"], batch["num_positive_tokens"]
+    mask = batch["mask_T"].numpy()
+    tokens = {name.removesuffix("_T"): x.detach().numpy()[mask] for name, x in batch.items() if name.endswith("_T")}
+    old, sampler, seq = tokens["old_logp"], tokens["sampler_logp"], tokens["seq"]
+    raw = np.exp(old - sampler)
+    ratio = np.exp(tokens["logp"] - old)
+    names = tokens | {"old": old, "sampler": sampler, "ref": tokens["ref_logp"], "ratio": ratio}
+    names |= {"weight": np.minimum(raw, 1.3), "outside": raw > 1.3, "mix": np.log((np.exp(old) + np.exp(sampler)) / 2)}
+    names |= {"clamped": ratio.clip(0.8, 1.2), "ratio_clip_min": 0.2, "ratio_clip_max": 0.2}
+    names |= {"reference_policy_kl_penalty": 0.01, "seq_logprob_error_threshold": THRESHOLD}
+    names["by_seq"] = lambda x: np.array([x[seq == each].mean() for each in np.unique(seq)])
+    counts = {"num_valid_tokens": int(mask.sum()), "num_valid_seqs": len(np.unique(seq))}
+    _, metrics = policy_loss(**batch | counts, cfg=LOSS)
+    options = {"old_logp_R": batch["old_logp_T"], "sampler_logp_R": batch["sampler_logp_T"], "seq_R": batch["seq_T"]}
+    _, masked = seq_logp_error_mask(batch["mask_T"], **options, threshold=THRESHOLD, correct_R=batch["mask_T"])
+    total = {}
+    accumulate(total, metrics | masked)
+    return names, derived_metrics(reduce_over_ranks(total))
+
+
+def of_samples():
+    reward, groups = (np.array([getattr(s, name) for s in SAMPLES]) for name in ("reward", "prompt"))
+    advantage = np.array([0.0, 0.5, -1.0, 2.0, -0.25, 0.75])
+    lengths = {"gen_tokens": "num_gen_tokens", "env_tokens": "num_env_tokens", "tokens": "num_tokens"}
+    fields = lengths | {"turns": "num_turns", "outcome": "outcome", "finish_reason": "finish_reason"}
+    names = {name: np.array([getattr(s, field) for s in SAMPLES]) for name, field in fields.items()}
+    names |= {"reward": reward, "advantage": advantage, "prompt_tokens": np.array([len(s.prompt_ids) for s in SAMPLES])}
+    names["unshaped_reward"] = np.array([s.unshaped_reward for s in SAMPLES])
+    for name, reduce in ("min", np.min), ("max", np.max):
+        names[f"{name}_G"] = lambda x, reduce=reduce: np.array([reduce(x[groups == g]) for g in np.unique(groups)])
+    names["baseline"] = np.array([reward[(groups == g) & (np.arange(6) != i)].mean() for i, g in enumerate(groups)])
+    tensors = torch.tensor(reward), torch.tensor(groups), torch.tensor(advantage)
+    return names, sample_metrics(SAMPLES, SAMPLES) | advantage_metrics(*tensors, GRPOConfig())
+
+
+def values_of(formula, names):
+    """Of several keys in one row, each formula is its key's."""
+    return float(eval(formula, {"__builtins__": {}}, FUNCTIONS | names))
+
+
+def test_formulas_of_the_loss_and_of_samples(one_rank):
+    names, code = map(lambda both: both[0] | both[1], zip(of_tokens(), of_samples(), strict=True))
+    texts = {key.removeprefix("train/"): text for key, text in formulas().items() if key.startswith("train/")}
+    assert len(texts) >= 45
+    names["kl_penalty"] = code["kl_penalty"]  # the loss's formula names it
+    for key, text in texts.items():
+        assert values_of(text, names) == pytest.approx(code[key], rel=1e-6, abs=1e-9), (key, text)
+    distinct = {key for key in texts if not math.isclose(code[key], round(code[key]), abs_tol=1e-9)}
+    assert len(distinct) >= 25, "numbers that any formula has by chance show nothing"
+
+
+def test_formulas_of_validation():
+    code = summarize(VALIDATED)
+    names = {"outcome": "outcome", "reward": "reward", "gen_tokens": "num_gen_tokens", "finish_reason": "finish_reason"}
+    names = {name: np.array([getattr(s, field) for s in VALIDATED]) for name, field in names.items()}
+    names |= {"n": 4, "c": np.array([2, 3]), "comb": np.vectorize(math.comb)}
+    texts = {key: text for key, text in formulas().items() if key.startswith("validation/")}
+    assert len(texts) == 6
+    for key, text in texts.items():
+        for k in (1, 2, 4) if "<k>" in key else (0,):
+            name = key.removeprefix("validation/<mode>/").replace("<k>", str(k))
+            assert values_of(text, names | {"k": k}) == pytest.approx(code[name]), (key, text)
+
+
+def test_formulas_of_rates(records):
+    """Of the run's own numbers: of one rank."""
+    texts = {key: text for key, text in formulas().items() if key.startswith(("performance/", "timing/"))}
+    assert len(texts) >= 10
+    steps = [record for record in records if "train/loss" in record]
+    for record in steps:
+        names = {key.rpartition("/")[2]: value for key, value in record.items()} | {"num_gpus": 1}
+        for key, text in texts.items():
+            assert values_of(text, names) == pytest.approx(record[key], rel=1e-9), (key, text)
+
+
+@pytest.mark.parametrize(("old", "new"), [("sampler - old", "old - sampler"), ("adv < 0", "adv <= 1")])
+def test_a_wrong_formula_is_seen(old, new, one_rank):
+    """The checks above would hold for ever if nothing were computed."""
+    names, code = of_tokens()
+    wrong = {key: text.replace(old, new) for key, text in formulas().items() if old in text and "abs" not in text}
+    assert wrong
+    for key, text in wrong.items():
+        assert values_of(text, names) != pytest.approx(code[key.removeprefix("train/")], rel=1e-9), text

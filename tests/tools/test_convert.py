@@ -1,0 +1,413 @@
+"""Configs of TRL and verl, from their own examples, become ours: what is written, what is said, and the loss."""
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from small_run import ROOT, STARTER, write_rows
+
+from check import reader, rules
+from check.keys import FIELDS, SECTIONS
+from config import Config, ConfigError, LoRAConfig
+from loss import policy_loss
+from tools.convert import DIFFER, LEFT, NAMES, NONE, SAME, TAKEN, convert
+
+PEERS = ROOT / "tests" / "helpers" / "peers"
+EXAMPLES = sorted(path.name for path in PEERS.iterdir() if path.name.startswith(("trl_", "verl_")))
+
+
+def table(system):
+    return yaml.safe_load((ROOT / "tools" / f"from_{system}.yaml").read_text())
+
+
+def converted(name, folder, *overrides):
+    """(our config, the sections of the report) of an example or of a file in the folder."""
+    out = folder / "ours.yaml"
+    out.unlink(missing_ok=True)
+    system = Path(name).name.partition("_")[0]
+    report = convert(system, str(PEERS / name), overrides, str(out))
+    sections, heading = {}, None
+    for line in report.splitlines()[1:]:
+        if line in (TAKEN, SAME, NONE, DIFFER, LEFT):
+            sections[line] = heading = {}
+        else:
+            key, _, text = line.strip().partition(": " if sections and DIFFER not in sections else "=")
+            heading[key] = text
+    return reader.load(out), sections
+
+
+@pytest.mark.parametrize("system", NAMES)
+def test_the_tables_name_keys_of_ours(system):
+    rows = table(system)["keys"]
+    named = set(table(system)["always"])
+    for key, row in rows.items():
+        assert row.keys() <= {"default", "to", "with", "updates", "values", "when", "sizes", "same", "none", "but"}, key
+        assert row.keys() & {"to", "values", "sizes", "same", "none"}, key
+        named |= set([row["to"]] if isinstance(row.get("to", []), str) else row.get("to", []))
+        named |= {ours for keys in row.get("values", {}).values() for ours in keys} | row.get("with", {}).keys()
+        assert set(row.get("when", ())) <= rows.keys() and all("default" in rows[w] for w in row.get("when", ())), key
+    assert named <= FIELDS.keys() - SECTIONS.keys(), named
+
+
+def test_every_training_argument_has_a_row_and_its_default():
+    from transformers import TrainingArguments
+
+    rows = table("trl")["keys"]
+    theirs = {field.name: field.default for field in fields(TrainingArguments)}
+    assert [key for key in theirs if not any(fnmatchcase(key, row) for row in rows)] == []
+    of_trl = {
+        "learning_rate",
+        "gradient_checkpointing",
+        "bf16",
+        "remove_unused_columns",
+    }  # has other defaults for these
+    differ = {key: rows[key]["default"] for key in rows.keys() & theirs.keys() - of_trl if "default" in rows[key]}
+    assert {key: theirs[key] for key in differ} == differ and len(differ) >= 25
+
+
+CASES = {
+    "trl_gspo.yaml": {
+        "policy.model_name": "Qwen/Qwen3-0.6B",
+        "grpo.num_prompts_per_step": 8,  # 8 x 8 samples of a rollout, four optimizer steps of 16
+        "grpo.num_generations_per_prompt": 8,
+        "policy.train_global_batch_size": 16,
+        "policy.optimizer.kwargs.lr": 1e-5,
+        "policy.optimizer.kwargs.weight_decay": 0.0,
+        "policy.scheduler.name": "linear",
+        "policy.scheduler.warmup_steps": 0,
+        "policy.generation.max_new_tokens": 1024,
+        "loss_fn.sequence_level_importance_ratios": True,
+        "loss_fn.token_level_loss": False,
+        "loss_fn.ratio_clip_min": 3e-4,
+        "loss_fn.ratio_clip_max": 4e-4,
+        "loss_fn.reference_policy_kl_penalty": 0.0,
+        "loss_fn.use_importance_sampling_correction": False,
+        "grpo.use_leave_one_out_baseline": False,
+        "grpo.reward_std": "group",
+        "checkpointing.save_period": 125,  # of 500 optimizer steps
+        "grpo.val_period": 0,
+    },
+    "trl_agent.json": {
+        "grpo.max_num_steps": 400,
+        "loss_fn.token_level_loss": True,
+        "loss_fn.use_importance_sampling_correction": True,
+        "loss_fn.truncated_importance_sampling_type": "sequence-mask",
+        "loss_fn.truncated_importance_sampling_ratio": 3.0,
+        "policy.dtensor_cfg.activation_checkpointing": True,
+        "policy.generation.vllm_cfg.gpu_memory_utilization": 0.3,
+        "policy.max_total_sequence_length": 1536,
+        "grpo.max_num_epochs": 3,
+    },
+    "trl_intellect2.yaml": {
+        "grpo.num_prompts_per_step": 1,
+        "grpo.num_generations_per_prompt": 16,
+        "loss_fn.ratio_clip_c": 4.0,
+        "loss_fn.ratio_clip_max": 0.2,
+        "loss_fn.reference_policy_kl_penalty": 0.001,
+        "loss_fn.kl_gradient": "plain",
+        "loss_fn.kl_output_clamp_value": None,
+    },
+    "verl_math.sh": {
+        "policy.model_name": "Qwen/Qwen2-7B-Instruct",
+        "grpo.num_prompts_per_step": 1024,
+        "grpo.num_generations_per_prompt": 5,
+        "policy.train_global_batch_size": 1280,  # 256 prompts
+        "policy.max_total_sequence_length": 2048,
+        "data.max_input_seq_length": 1024,
+        "data.default.output_key": "reward_model.ground_truth",
+        "loss_fn.ratio_clip_c": 3.0,
+        "loss_fn.reference_policy_kl_penalty": 0.001,
+        "loss_fn.kl_gradient": "plain",
+        "grpo.reward_std": "baseline",
+        "grpo.val_at_start": True,
+        "grpo.val_period": 5,
+        "checkpointing.save_period": 20,
+        "policy.generation.vllm_cfg.tensor_parallel_size": 2,
+    },
+    "verl_cispo.txt": {
+        "loss_fn.use_cispo": True,
+        "loss_fn.ratio_clip_min": 1.0,  # of 10: no ratio is below 0
+        "loss_fn.ratio_clip_max": 0.2,
+        "loss_fn.ratio_clip_c": None,
+        "policy.train_global_batch_size": 640,
+    },
+    "verl_gspo.txt": {
+        "loss_fn.sequence_level_importance_ratios": True,
+        "loss_fn.token_level_loss": False,
+        "loss_fn.ratio_clip_c": None,
+        "loss_fn.ratio_clip_max": 4e-4,
+        "policy.sequence_packing.train_mb_tokens": 20480,
+        "policy.optimizer.kwargs.weight_decay": 0.1,
+        "grpo.val_temperature": 1.0,
+        "grpo.val_top_p": 0.7,
+        "grpo.max_num_steps": 500,
+        "grpo.reward_shaping.enabled": False,
+        "grpo.reward_shaping.max_response_length": 8192,
+    },
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_of_theirs(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("DATA", "/data")
+    cfg, report = converted(name, tmp_path)
+    for key, expected in CASES[name].items():
+        value = cfg
+        for part in key.split("."):
+            value = getattr(value, part)
+        assert value == expected, key
+    if name == "verl_math.sh":
+        assert [(d.name, d.data_path) for d in cfg.data.train] == [
+            ("gsm8k", "/data/gsm8k/train.parquet"),
+            ("math", "/data/math/train.parquet"),
+        ]
+        assert report[TAKEN]["actor_rollout_ref.actor.ppo_mini_batch_size=256"] == "policy.train_global_batch_size"
+        assert LEFT not in report
+        rules.validate(cfg, 2)
+    if name == "trl_gspo.yaml":
+        lora = cfg.policy.dtensor_cfg.lora_cfg
+        assert lora == LoRAConfig(True, 16, 32.0, "uniform", False, ("q_proj", "v_proj")), "PEFT's, and TRL's defaults"
+        assert report[SAME]["dtype=bfloat16"] == "policy.precision says it"
+        assert report[DIFFER]["policy.optimizer.kwargs.weight_decay"] == "0.0 (ours 0.01)"
+        assert list(report[LEFT]) == ["data.train.data_path is not set: name the jsonl file of training problems"]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_loss_is_theirs(name, tmp_path, monkeypatch):
+    """On one batch, in value and gradient: their functions, executed (tests/helpers/peers/losses.py)."""
+    monkeypatch.syspath_prepend(PEERS)
+    from losses import BATCH, MASK
+
+    monkeypatch.setenv("DATA", "/data")
+    cfg, _ = converted(name, tmp_path)
+    expected = json.loads((PEERS / "losses.json").read_text())[name]
+    mask = torch.tensor(MASK) != 0
+    t = {key: torch.tensor(rows, dtype=torch.float64) for key, rows in BATCH.items()}
+    logp = t["logp"].requires_grad_()
+    seq = torch.arange(3)[:, None].expand_as(mask)
+    loss, _ = policy_loss(
+        logp[mask],
+        old_logp_T=t["old"][mask],
+        sampler_logp_T=t["sampler"][mask],
+        ref_logp_T=t["ref"][mask] if cfg.loss_fn.reference_policy_kl_penalty else None,
+        adv_T=t["adv"][:, None].expand_as(mask)[mask],
+        mask_T=mask[mask],
+        seq_T=seq[mask],
+        num_valid_tokens=int(mask.sum()),
+        num_valid_seqs=3,
+        cfg=cfg.loss_fn,
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(expected["loss"], abs=1e-7)
+    assert torch.allclose(logp.grad, torch.tensor(expected["gradient"], dtype=torch.float64), atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("system", "text", "problem"),
+    [
+        ("trl", "learning_rat: 1e-6", "TRL has no key 'learning_rat'. Did you mean 'learning_rate'?"),
+        ("trl", "[1]", "expected a mapping of TRL's keys, in yaml or json"),
+        ("trl", "{num_generations: 16}", "8 samples of a rollout are no whole groups of num_generations=16"),
+        (
+            "verl",
+            "algorithm.adv_estimatr=grpo",
+            "verl has no key 'algorithm.adv_estimatr'. Did you mean 'algorithm.adv",
+        ),
+        ("trl", "max_steps: many", "max_steps=many: expected a number, or -1"),
+        ("trl", "eval_steps: [1]", "eval_steps=[1]: expected a number, or null"),
+        ("trl", "max_prompt_length: long", "max_prompt_length=long: expected a number, or null"),
+        ("verl", "algorithm:\n  gamma: 1", "no override of verl's in it, such as algorithm.adv_estimator=grpo"),
+        ("verl", "a.b=1 'c", "not the words of a shell (No closing quotation)"),
+        ("verl", "data.max_prompt_length=$((1024*2))", "this value is for a shell to compute: write it out"),
+    ],
+)
+def test_what_is_refused(system, text, problem, tmp_path):
+    (tmp_path / "theirs").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        convert(system, str(tmp_path / "theirs"), [], str(tmp_path / "out.yaml"))
+    assert problem in str(error.value)
+    assert not (tmp_path / "out.yaml").exists()
+
+
+def test_output_that_is_refused(tmp_path):
+    (tmp_path / "there").touch()
+    (tmp_path / "zero").write_text("num_generations: 0")  # which is said of the written config
+    for name, words, out, problem in (
+        ("f", [], "there", "it is there already; name a new file"),
+        ("zero", ["x"], "o", "'x': expected key=value"),
+        ("zero", [], "no/o", "cannot be written (No such"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            convert("trl", str(tmp_path / name), words, str(tmp_path / out))
+        assert problem in str(error.value)
+
+
+def test_the_command(tmp_path):
+    """Without torch: in a second. Its exit codes are those of --check."""
+    command = [sys.executable, "-m", "tools.convert", "trl", str(PEERS / "trl_gspo.yaml"), "--write", "ours.yaml"]
+    command[-1] = str(tmp_path / "ours.yaml")
+    for code, text in ((0, "use_peft=true: policy.dtensor_cfg.lora_cfg.enabled=true"), (2, "it is there already")):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == code and text in (done.stdout if code == 0 else done.stderr), done
+
+
+def test_values_of_several_keys(tmp_path):
+    """An override wins over the file; what has no counterpart is said, and what has is what it is there."""
+    (tmp_path / "trl_x").write_text("{}")
+    name = str(tmp_path / "trl_x")
+
+    def ours(*overrides):
+        (tmp_path / "ours.yaml").unlink(missing_ok=True)
+        report = convert("trl", name, overrides, str(tmp_path / "ours.yaml"))
+        return reader.load(tmp_path / "ours.yaml"), report
+
+    cfg, _ = ours("loss_type=dr_grpo", "max_completion_length=300", "scale_rewards=false")
+    assert (cfg.loss_fn.token_level_loss, cfg.loss_fn.loss_scale_factor) == (False, 300)
+    assert not cfg.grpo.normalize_rewards and cfg.grpo.reward_std == "baseline"
+    cfg, _ = ours("loss_type=cispo", "epsilon_high=5.0")
+    assert cfg.loss_fn.use_cispo and (cfg.loss_fn.ratio_clip_min, cfg.loss_fn.ratio_clip_max) == (1.0, 4.0)
+    cfg, _ = ours("sync_ref_model=true", "beta=0.1", "num_iterations=2", "max_steps=100", "warmup_steps=10")
+    assert (cfg.grpo.ref_policy_update_period, cfg.grpo.ref_policy_update_alpha) == (256, 0.6)
+    assert (cfg.policy.ppo_epochs, cfg.grpo.max_num_steps, cfg.policy.scheduler.warmup_steps) == (2, 50, 5)
+    cfg, report = ours("loss_type=sapo", 'reward_funcs=["accuracy_reward"]', "epsilon=10.0")
+    assert f"{NONE}\n  loss_type=sapo: the loss here stays" in report and cfg.data.default.env_name == "math"
+    assert cfg.loss_fn.ratio_clip_min == 1.0
+    for words, lora in (
+        ((), LoRAConfig()),
+        (("lora_r=4", "lora_target_modules=[q_proj]"), LoRAConfig()),
+        (("use_peft=true",), LoRAConfig(True, 16, 32.0, "uniform", False, ("q_proj", "v_proj"))),
+        (("use_peft=true", "lora_r=4", "lora_target_modules=all-linear"), LoRAConfig(True, 4, 32.0, "uniform")),
+    ):
+        cfg, report = ours(*words)
+        assert cfg.policy.dtensor_cfg.lora_cfg == lora, words
+        assert ("TRL's lora_dropout, 0.05 where it is not set, is not there" in report) == lora.enabled
+        assert "lora_cfg.alpha=32" not in report, "which is ours"
+
+
+def test_lora_of_verl(tmp_path):
+    (tmp_path / "verl_x").write_text("algorithm.adv_estimator=grpo")
+    section = "actor_rollout_ref.model"
+    for words, lora in (
+        ([], LoRAConfig()),
+        ([f"{section}.lora_alpha=64"], LoRAConfig()),
+        ([f"{section}.lora_rank=32"], LoRAConfig(True, 32, 16.0, "uniform")),
+        (
+            [f"{section}.lora_rank=32", f"{section}.lora_alpha=64", f"{section}.target_modules=[q_proj,o_proj]"],
+            LoRAConfig(True, 32, 64.0, "uniform", False, ("q_proj", "o_proj")),
+        ),
+        (
+            [f"{section}.lora_rank=4", f"{section}.lora_adapter_path=runs/adapter"],
+            LoRAConfig(True, 4, 16.0, "uniform", adapter_path="runs/adapter"),
+        ),
+        (
+            [f"{section}.lora_rank=8", f"{section}.exclude_modules=[o_proj]"],
+            LoRAConfig(True, 8, 16.0, "uniform", False, (), ("o_proj",)),
+        ),
+    ):
+        assert converted(tmp_path / "verl_x", tmp_path, *words)[0].policy.dtensor_cfg.lora_cfg == lora, words
+
+
+@pytest.mark.parametrize("system, section", [("trl", ""), ("verl", "actor_rollout_ref.rollout.")])
+def test_a_filter_of_the_sampler_is_the_trainers_too(system, section, tmp_path):
+    """Theirs scores the whole distribution, which the report says; verl's validation has a filter of its own."""
+    (tmp_path / f"{system}_x").write_text("{}" if system == "trl" else "algorithm.adv_estimator=grpo")
+    cfg, report = converted(tmp_path / f"{system}_x", tmp_path, f"{section}top_p=0.9", f"{section}top_k=50")
+    assert (cfg.policy.generation.top_p, cfg.policy.generation.top_k) == (0.9, 50)
+    assert (cfg.grpo.val_top_p, cfg.grpo.val_top_k) == ((1.0, 0) if system == "verl" else (None, None))
+    for key, value in (("top_p", 0.9), ("top_k", 50)):
+        said = report[TAKEN][f"{section}{key}={value}"]
+        assert said == (
+            f"policy.generation.{key}={value}; {NAMES[system]}'s trainer scores the whole distribution, ours the "
+            "filtered one that was sampled from"
+        )
+    cfg, _ = converted(tmp_path / f"{system}_x", tmp_path, f"{section}top_p=1.0", f"{section}top_k=-1")
+    assert (cfg.policy.generation.top_p, cfg.policy.generation.top_k) == (1.0, None)
+
+
+def test_values_of_several_keys_of_verl(tmp_path):
+    """A null bound of the ratio is clip_ratio's; a number may be the name of a file."""
+    (tmp_path / "verl_x").write_text(
+        "actor_rollout_ref.actor.clip_ratio=0.3 actor_rollout_ref.actor.clip_ratio_low=null"
+    )
+    cfg, report = converted(tmp_path / "verl_x", tmp_path, "actor_rollout_ref.actor.clip_ratio_high=null")
+    assert (cfg.loss_fn.ratio_clip_min, cfg.loss_fn.ratio_clip_max) == (0.3, 0.3)
+    assert report[TAKEN]["actor_rollout_ref.actor.clip_ratio_low=null"] == "loss_fn.ratio_clip_min=0.3"
+    for files in ("5", "[5, 6]"):
+        out = tmp_path / f"{len(files)}.yaml"
+        convert("verl", str(tmp_path / "verl_x"), [f"data.train_files={files}"], str(out))
+        assert reader.load(out).data.train[0].data_path == "5"
+
+
+@pytest.mark.parametrize(
+    ("words", "replicas"),
+    [
+        (["trainer.nnodes=4"], 1),
+        (["trainer.nnodes=4", "actor_rollout_ref.actor.fsdp_config.fsdp_size=8"], 4),
+        (["trainer.nnodes=2", "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.fsdp_config.fsdp_size=2"], 4),
+        (["actor_rollout_ref.actor.fsdp_config.fsdp_size=32"], 1),  # more than its 8 ranks: all of them
+    ],
+)
+def test_ranks_of_a_replica_of_verl(tmp_path, words, replicas):
+    (tmp_path / "verl_x").write_text("algorithm.adv_estimator=grpo")
+    cfg, report = converted(tmp_path / "verl_x", tmp_path, *words)
+    assert cfg.policy.dtensor_cfg.dp_replicate_size == replicas
+    if "fsdp_size" in words[-1]:
+        assert report[TAKEN][words[-1]].startswith("policy.dtensor_cfg.dp_replicate_size, by trainer.nnodes and n_gpus")
+
+
+SIZES = (
+    f"policy.model_name={STARTER}",
+    "policy.max_total_sequence_length=32",
+    "policy.generation.max_new_tokens=8",
+    "policy.generation.vllm_cfg.tensor_parallel_size=1",
+    "policy.precision=float32",
+    "policy.train_global_batch_size=null",
+    "grpo.num_prompts_per_step=4",
+    "grpo.max_num_steps=2",
+    "grpo.val_period=0",
+    "grpo.val_at_start=false",
+    "checkpointing.enabled=false",
+    "checkpointing.save_hf_at_end=false",
+    "data.max_input_seq_length=null",
+    "grpo.reward_shaping.max_response_length=null",
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_two_steps(name, one_rank, tmp_path, monkeypatch):
+    """With sizes and data of the smoke task; the loss, estimator and schedule are the example's."""
+    import fake_vllm
+
+    import engine
+    import grpo
+    from graders.pool import GraderPool
+
+    for attribute in ("LLM", "SamplingParams", "RequestOutputKind"):
+        monkeypatch.setattr(engine, attribute, getattr(fake_vllm, attribute))
+    monkeypatch.setenv("DATA", "/data")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(GraderPool, "stop", GraderPool.stop)
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    monkeypatch.setattr(grpo, "start_process_group", lambda *_: one_rank[:2])
+    write_rows(tmp_path)
+    cfg, _ = converted(name, tmp_path)
+    theirs = yaml.safe_load((tmp_path / "ours.yaml").read_text())
+    for section in ("train", "validation"):
+        theirs.get("data", {}).pop(section, None)
+    (tmp_path / "ours.yaml").write_text(yaml.safe_dump(theirs))
+    data = [f"data.train.data_path={tmp_path}/train.jsonl", "data.default.input_key=null"]
+    data += ["data.default.output_key=answer", "data.default.env_name=exact", f"logger.log_dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "ours.yaml"), *SIZES, *data])
+    assert grpo.main() == 0
+    (folder,) = tmp_path.glob("exp_*")
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in steps if "train/loss" in record] == [1, 2]
+    assert all(record["train/loss"] == record["train/loss"] for record in steps if "train/loss" in record)
+    assert reader.load(folder / "config.yaml").loss_fn == cfg.loss_fn != Config().loss_fn

@@ -1,0 +1,404 @@
+"""The report: the page against the files of the run, which samples are kept, hostile text, --text, --live."""
+
+import base64
+import gzip
+import hashlib
+import json
+import math
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from bench.report import ATTACKS, make_hostile, make_run
+from tools import report
+
+ROOT = Path(__file__).resolve().parents[2]
+VALUES = ("reward", "num_tokens", "advantage")
+
+
+class Page(HTMLParser):
+    """A report as a browser's parser sees it: tags, attributes, and the data that its script unpacks."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.attributes, self.scripts, self.inside = [], [], [], False
+        self.feed(html)
+        packed, self.script = self.scripts
+        self.data = json.loads(gzip.decompress(base64.b64decode(packed, validate=True)), parse_constant=pytest.fail)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        self.inside = tag == "script"
+
+    def handle_endtag(self, tag):
+        self.inside = False
+
+    def handle_data(self, data):
+        if self.inside:
+            self.scripts.append(data)
+
+
+def lines_of(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def write(folder, metrics=(), samples=(), exit_code=0):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, records in (("metrics", metrics), ("samples", samples)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    if exit_code is not None:
+        (folder / "exit.json").write_text(
+            json.dumps({"code": exit_code, "reason": "trained to step 3", "rank": 0}) + "\n"
+        )
+
+
+def call(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["report", *map(str, arguments)])
+    return report.main()
+
+
+def page_of(monkeypatch, *folders):
+    assert call(monkeypatch, *folders) == 0
+    return Page((folders[0] / "report.html").read_text(encoding="utf-8"))
+
+
+def find(sample, samples):
+    """The number of samples with this reply and step."""
+    return sum(
+        (s["step"], s["reply"], s["index"]) == (sample["step"], sample["reply"], sample["index"]) for s in samples
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "exp_001"
+    make_run(folder, num_steps=20, num_envs=3, num_samples=24, num_dumps=2)
+    return folder
+
+
+def test_the_page_has_every_number_and_every_sample(run, monkeypatch):
+    (shown,) = page_of(monkeypatch, run).data["runs"]
+    assert (shown["name"], shown["ending"], shown["notes"]) == ("exp_001", "exit code 0: trained to step 20", [])
+    numbers = 0
+    for record in lines_of(run / "metrics.jsonl"):
+        row = shown["steps"].index(record.pop("step"))
+        for key, value in record.items():
+            assert shown["series"][key][row] == pytest.approx(value, rel=1e-4), key
+            numbers += 1
+    assert numbers == sum(value is not None for values in shown["series"].values() for value in values) > 2000
+    logged = lines_of(run / "samples.jsonl")
+    assert shown["kept"] == "480 of 480 samples, and of 2 of 2 dumped steps"
+    kept = [sample for sample in shown["samples"] if sample["kind"] == "train"]
+    for sample, record in zip(kept, logged, strict=True):
+        for name in record.keys() - {"row_id"}:
+            assert sample[name] == (pytest.approx(record[name], rel=1e-4) if name == "advantage" else record[name])
+
+
+def test_what_is_kept_of_many(run):
+    logged = lines_of(run / "samples.jsonl")
+    logged[77]["outcome"] = "error"
+    kept, words = report.read_samples(run / "samples.jsonl", [], 150)
+    assert (len(kept), words) == (150, "150 of 480 samples")
+    assert len({sample["line"] for sample in kept}) == 150
+    assert [logged[sample["line"]]["reply"] for sample in kept] == [sample["reply"] for sample in kept]
+    combinations = {(s["env_name"], s["outcome"]) for s in logged if s is not logged[77]}
+    assert combinations <= {(s["env_name"], s["outcome"]) for s in kept}
+    assert {s["step"] for s in logged} == {s["step"] for s in kept}
+    of_step = {(s["step"], s["outcome"]) for s in logged if s is not logged[77]}
+    assert of_step <= {(s["step"], s["outcome"]) for s in kept}
+    for name in VALUES:
+        for extreme in (min, max):
+            best = extreme(s[name] for s in logged)
+            assert extreme(s[name] for s in kept) == pytest.approx(best, rel=1e-4), name
+    assert report.read_samples(run / "samples.jsonl", [], 150)[0] == kept  # chance has a seed
+    with_extremes, _ = report.read_samples(run / "samples.jsonl", [], 300)
+    longest = defaultdict(int)
+    for s in logged:
+        longest[s["step"]] = max(longest[s["step"]], s["num_tokens"])
+    assert all(
+        any(s["num_tokens"] == most for s in with_extremes if s["step"] == step) for step, most in longest.items()
+    )
+
+
+def test_what_comes_first_when_there_is_little_room(tmp_path):
+    """A lone timeout among a thousand, and the one long reply, are kept though every step does not fit."""
+    samples = [dict(step=i, kind="train", outcome="ok", reward=1.0, num_tokens=9, reply=str(i)) for i in range(1000)]
+    samples[613] |= {"outcome": "timeout"}
+    samples[377] |= {"num_tokens": 10}
+    write(tmp_path, samples=samples)
+    kept, words = report.read_samples(tmp_path / "samples.jsonl", [], 20)
+    assert words == "20 of 1,000 samples" and {"613", "377", "0"} <= {sample["reply"] for sample in kept}
+
+
+def test_tokens_of_a_dump(run, monkeypatch):
+    (shown,) = page_of(monkeypatch, run).data["runs"]
+    dumped = [sample for sample in shown["samples"] if sample["kind"] == "train, dumped"]
+    assert {sample["step"] for sample in dumped} == {10, 20} and len(dumped) == 48
+    masked = 0
+    for sample in dumped:
+        folder = run / "rollouts" / f"step_{sample['step']:06d}"
+        record = lines_of(folder / "samples.jsonl")[sample["line"]]
+        arrays = load_file(folder / f"rank_{sample['line'] % 2:03d}.safetensors")
+        place = arrays["sample_S"].tolist().index(sample["line"])
+        start = int(arrays["num_tokens_S"][:place].sum())
+        assert sample["prompt"] == record["prompt_text"] and sample["reply"] == "".join(record["tokens"])
+        for i, (text, gap, entropy) in enumerate(sample["tokens"]):
+            assert text == record["tokens"][i]
+            if not arrays["mask_T"][start + i]:
+                masked += 1
+                assert gap is entropy is None
+                continue
+            assert gap == pytest.approx(arrays["logp_T"][start + i] - arrays["sampler_logp_T"][start + i], rel=6e-3)
+            assert entropy == pytest.approx(arrays["entropy_T"][start + i], rel=6e-3)
+        assert len(sample["tokens"]) == arrays["num_tokens_S"][place]
+    assert masked > 10
+
+
+def test_of_a_large_dump_the_extremes_of_the_gap_are_kept(tmp_path):
+    make_run(tmp_path / "a", num_steps=1, num_envs=1, num_samples=80, num_dumps=1)
+    folder = tmp_path / "a/rollouts/step_000001"
+    mean_gaps = {}
+    for file in folder.glob("rank_*"):
+        arrays = load_file(file)
+        start = 0
+        for line, length in zip(arrays["sample_S"].tolist(), arrays["num_tokens_S"].tolist(), strict=True):
+            gaps = [abs(float(arrays["logp_T"][i] - arrays["sampler_logp_T"][i])) for i in range(start, start + length)]
+            mean_gaps[line] = sum(gap for gap in gaps if not math.isnan(gap)) / length
+            start += length
+    lines = {sample["line"] for sample in report.read_dump(folder, [], 12)}
+    assert len(lines) == 12 and {max(mean_gaps, key=mean_gaps.get), min(mean_gaps, key=mean_gaps.get)} <= lines
+
+
+def test_a_damaged_dump_is_said(tmp_path):
+    make_run(tmp_path / "a", num_steps=2, num_envs=1, num_samples=4, num_dumps=1)
+    folder = tmp_path / "a/rollouts/step_000002"
+    (folder / "rank_001.safetensors").write_bytes(b"no tensors")
+    notes = []
+    assert report.read_dump(folder, notes, 9) == [] and "step_000002: cannot be read" in notes[0]
+    (folder / "rank_001.safetensors").unlink()  # a rank that has not written yet: its samples have no colours
+    samples = report.read_dump(folder, [], 9)
+    assert ["tokens" in sample for sample in samples] == [True, False, True, False]
+
+
+def test_hostile_text_is_data(tmp_path, monkeypatch):
+    folder = tmp_path / "a"
+    make_hostile(folder)
+    page = page_of(monkeypatch, folder)
+    template = Page((report.Path(report.__file__).with_suffix(".html")).read_text().replace("DATA", page.scripts[0]))
+    assert page.tags == template.tags and page.script == template.script
+    policy = dict(page.attributes)["content"]
+    policies = [value for name, value in page.attributes if name == "content" and "default-src" in value]
+    digest = base64.b64encode(hashlib.sha256(page.script.encode()).digest()).decode()
+    assert len(policies) == 1 and f"script-src 'sha256-{digest}'" in policies[0] and policy
+    assert "default-src 'none'" in policies[0] and "connect" not in policies[0]
+    assert not {"src", "href"} & {name for name, _ in page.attributes}
+    assert not any(name.startswith("on") for name, _ in page.attributes)
+    assert not any(
+        word in page.script for word in ("innerHTML", "outerHTML", "insertAdjacent", "eval(", "document.write")
+    )
+    (shown,) = page.data["runs"]
+    replies = [sample["reply"] for sample in shown["samples"]]
+    for attack in ATTACKS:
+        if len(attack) < 10_000:
+            assert attack in replies
+    (longest,) = [reply for reply in replies if reply.startswith("long ")]
+    assert len(longest) < 100_100 and "characters left out" in longest
+    assert (
+        "samples.jsonl: 12 lines are no records, and left out: 3, 9, 18, 27, the last, half written" in shown["notes"]
+    )
+    assert shown["ending"] == f"exit code 1: {ATTACKS[0]}"
+    assert shown["series"]["train/loss"][:2] == ["NaN", "-Infinity"]
+    assert any("not finite at some steps" in note and "train/loss" in note for note in shown["notes"])
+
+
+def test_hostile_text_in_a_terminal(tmp_path, monkeypatch, capsys):
+    make_hostile(tmp_path / "a")
+    monkeypatch.setenv("COLUMNS", "90")
+    call(monkeypatch, tmp_path / "a", "--text")
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 90 and all(line.isprintable() for line in lines)
+
+
+def test_text(run, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    call(monkeypatch, run, "--text")
+    out = capsys.readouterr().out
+    first, *_, last = [record for record in lines_of(run / "metrics.jsonl") if "train/loss" in record]
+    for key in ("train/reward", "train/loss", "train/grad_norm", "performance/tokens_per_sec"):
+        (line,) = [line for line in out.splitlines() if line.startswith(key + " ")]
+        name, before, arrow, after, curve = line.split()
+        assert (name, arrow) == (key, "->") and 8 <= len(curve) <= 36 and set(curve) <= set("▁▂▃▄▅▆▇█")
+        assert [float(before), float(after)] == pytest.approx([first[key], last[key]], rel=1e-3)
+    assert "validation/greedy/accuracy" in out and "train/health/all_cut held at 8 steps" in out
+    assert "480 of 480 samples" in out and out.count(" train, ") == 8
+    assert all(len(line) <= 100 for line in out.splitlines())
+    shares = [float(word[:-1]) for line in out.splitlines() if line.startswith("timing/") for word in line.split()[2:3]]
+    assert len(shares) == 4 and sum(shares) == pytest.approx(100, abs=0.2)
+
+
+def test_sparkline():
+    assert report.sparkline([0, 1, 3.5, 7]) == "▁▂▄█" and report.sparkline([2, 2]) == "▁▁"
+
+
+def test_what_cannot_be_read_is_said(tmp_path, monkeypatch):
+    """A run that goes on: half a line of metrics, no samples yet; and broken lines of any kind."""
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b'{"step": 1, "train/loss": 2.5}\n[]\n\xff\xfe\n{"train/loss": 1}\n{"step": true}\n'
+        + b"[" * 99999
+        + b'\n{"step": 2, "tr'
+    )
+    (shown,) = page_of(monkeypatch, tmp_path).data["runs"]
+    assert shown["ending"] == "no exit.json: it goes on, or it was killed"
+    assert (shown["steps"], shown["series"]) == ([1], {"train/loss": [2.5]})
+    lines, absent = shown["notes"]
+    assert lines == "metrics.jsonl: 6 lines are no records, and left out: 2, 3, 4, 5, the last, half written"
+    assert absent.endswith("samples.jsonl: cannot be read (No such file or directory)")
+    assert shown["kept"] == "0 of 0 samples"
+
+
+def test_a_run_of_before(tmp_path, monkeypatch, capsys):
+    """samples.jsonl without env_name and advantage; rewards that are null."""
+    sample = dict(
+        step=1, kind="train", prompt="1+1=", reply="2", row_id=3, index=0, reward=None, outcome="ok", num_tokens=5
+    )
+    write(tmp_path, [{"step": 1, "train/reward": 0.5}], [sample])
+    (shown,) = page_of(monkeypatch, tmp_path).data["runs"]
+    (kept,) = shown["samples"]
+    assert (kept["env_name"], kept["advantage"], kept["reward"]) == ("", "", "") and kept["reply"] == "2"
+    call(monkeypatch, tmp_path, "--text")
+    assert "step 1 train, ok, reward : 1+1= -> 2" in capsys.readouterr().out
+
+
+def test_several_runs(tmp_path, run, monkeypatch):
+    other = tmp_path / "exp_002"
+    write(other, [{"step": 1, "train/reward": 0.5}], [dict(step=1, kind="train", prompt=7, reply="x")] * 9)
+    monkeypatch.setattr(report, "MAX_SAMPLES", 100)
+    data = page_of(monkeypatch, other, run).data
+    assert [shown["name"] for shown in data["runs"]] == ["exp_002", "exp_001"]
+    assert [shown["kept"] for shown in data["runs"]] == [
+        "9 of 9 samples",
+        "50 of 480 samples, and of 2 of 2 dumped steps",
+    ]
+    assert {sample["prompt"] for sample in data["runs"][0]["samples"]} == {"7"}
+    same = tmp_path / "b" / "exp_002"
+    write(same)
+    assert [x["name"] for x in page_of(monkeypatch, other, same).data["runs"]] == [str(other), str(same)]
+
+
+def test_what_differs_between_runs(tmp_path, monkeypatch, capsys):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    configs = ["grpo: {seed: 42, stop: null, same: [1, x], ids: []}\ndata: {train: [{p: a}]}\n"]
+    configs += ["grpo: {seed: 1, same: [1, x]}\ndata: {train: [{p: b}]}\npolicy: {lora: true}\n"]
+    for folder, text in zip(folders, configs, strict=True):
+        write(folder)
+        (folder / "config.yaml").write_text(text)
+    words = "differs: grpo.seed 42 | 1, grpo.ids [] | null, data.train.0.p a | b, policy.lora null | true"
+    assert page_of(monkeypatch, *folders).data["differs"] == words
+    assert page_of(monkeypatch, folders[0]).data["differs"] == ""
+    call(monkeypatch, *folders, "--text")
+    assert words in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setattr(report, "MAX_KEYS", 1)
+    assert report.differences(folders) == "differs: grpo.seed 42 | 1, 3 more"
+    (folders[1] / "config.yaml").write_text("a: [")
+    assert report.differences(folders).startswith("differs: unknown, a config.yaml cannot be read (ParserError")
+    (folders[1] / "config.yaml").unlink()
+    assert report.differences(folders) == ""
+
+
+def test_a_folder_of_eval(tmp_path, monkeypatch):
+    (tmp_path / "eval.json").write_text("{}")
+    (shown,) = page_of(monkeypatch, tmp_path).data["runs"]
+    assert shown["notes"][0] == "made by eval.py: its numbers are in eval.json"
+
+
+def test_many_steps_and_long_texts_are_cut(tmp_path, monkeypatch):
+    metrics = [{"step": i, "train/loss": 1.0} for i in range(1, 500)] + [{"step": 77, "validation/accuracy": 0.5}]
+    write(
+        tmp_path, metrics, [dict(step=1, kind="train", prompt="p" * 50, reply=f"{i}" + "r" * 20_000) for i in range(9)]
+    )
+    monkeypatch.setattr(report, "MAX_STEPS", 10)
+    monkeypatch.setattr(report, "MAX_TEXT", 40_000)
+    (shown,) = page_of(monkeypatch, tmp_path).data["runs"]
+    assert len(shown["steps"]) == 11 and {1, 77, 499} <= set(shown["steps"])
+    assert shown["notes"] == ["curves: 11 of 499 steps, evenly, and all validations"]
+    for i, sample in enumerate(shown["samples"]):
+        assert sample["prompt"] == "p" * 50
+        assert sample["reply"] == f"{i}" + "r" * 1499 + "\n[... 17,001 characters left out ...]\n" + "r" * 1500
+
+
+def test_what_held_or_was_not_finite_at_a_step_without_a_curve_is_shown(tmp_path, monkeypatch, capsys):
+    """A rule that held at three of 500 steps, and a NaN: at steps which the curves of ten leave out."""
+    metrics = [{"step": i, "train/loss": 1.0, "train/health/truncated": 0.0} for i in range(500)]
+    for i in (201, 202, 333):
+        metrics[i] |= {"train/loss": float("nan"), "train/health/truncated": 1.0}
+    write(tmp_path, metrics)
+    monkeypatch.setattr(report, "MAX_STEPS", 10)
+    (shown,) = page_of(monkeypatch, tmp_path).data["runs"]
+    assert not {201, 202, 333} & set(shown["steps"])
+    assert shown["held"] == {"train/health/truncated": [201, 202, 333]}
+    assert any(note.endswith("(crosses in the curves): train/loss (1 metrics)") for note in shown["notes"])
+    call(monkeypatch, tmp_path, "--text")
+    assert "train/health/truncated held at 3 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "metrics", [[], [{"step": 0, "validation/greedy/accuracy": 0.5}], [{"step": 1, "timing/train/x": 0.0}]]
+)
+def test_a_run_without_a_step_or_without_a_second(tmp_path, monkeypatch, metrics):
+    write(tmp_path, metrics)
+    assert page_of(monkeypatch, tmp_path).data["runs"][0]["steps"] == [record["step"] for record in metrics]
+    assert call(monkeypatch, tmp_path, "--text") == 0
+
+
+def test_the_page_stays_small_where_texts_do_not_compress(tmp_path, monkeypatch):
+    def noise(i):
+        return "".join(hashlib.sha512(b"%d %d" % (i, j)).hexdigest() for j in range(40))
+
+    write(tmp_path, samples=[dict(step=1, kind="train", reply=noise(i)) for i in range(99)])
+    for limit in (500_000, 100_000):
+        monkeypatch.setattr(report, "MAX_PAGE", limit)
+        page_of(monkeypatch, tmp_path)
+        assert limit / 2 < (tmp_path / "report.html").stat().st_size <= limit
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_live(tmp_path, monkeypatch, stopped):
+    """Written anew while the run goes on; the last page has the last step and does not reload itself."""
+    write(tmp_path, [{"step": 1}], exit_code=None)
+    pages = []
+
+    def sleep(seconds):
+        data = Page((tmp_path / "report.html").read_text(encoding="utf-8")).data
+        pages.append((seconds, data["live"], data["runs"][0]["steps"]))
+        if len(pages) < 4:
+            write(tmp_path, [{"step": i} for i in range(1, len(pages) + 2)], exit_code=0 if len(pages) == 3 else None)
+            if stopped and len(pages) == 2:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert call(monkeypatch, tmp_path, "--live") == 0
+    goes_on = [(report.LIVE_SECONDS, report.LIVE_SECONDS, list(range(1, n + 1))) for n in (1, 2, 3)]
+    last = [(0, 0, [1, 2, 3])] if stopped else [(0, 0, [1, 2, 3, 4])]
+    assert pages == goes_on[: 2 if stopped else 3] + last
+    assert [path.name for path in tmp_path.glob("report*")] == ["report.html"]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    write(tmp_path)
+    (tmp_path / "report.tmp").mkdir()
+    run = subprocess.run([sys.executable, "-m", "tools.report", tmp_path], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 1 and "Traceback" not in run.stderr
+    assert run.stderr.startswith(f"error: {tmp_path}/report.tmp: Is a directory; ") and "--text" in run.stderr
+
+
+def test_no_such_folder(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as end:
+        call(monkeypatch, tmp_path / "exp_009")
+    assert end.value.code == 2 and "no such run folder" in capsys.readouterr().err
