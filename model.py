@@ -180,19 +180,19 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer. With `recompute`, activations are not kept but computed again in the backward.
+    """One pre-norm layer. With `recompute`, activations are not kept, but computed again in the backward pass.
 
     halves: the functions around the attention, `Block.halves` or these compiled. All blocks share them, and so their
     graphs. The attention stays out: it branches on the layout, so each pack would have a graph of its own.
     """
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, *, recompute: bool = False):
         super().__init__()
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.recompute = False
+        self.recompute = recompute
 
     def forward(self, *inputs) -> Tensor:
         # Within the module that FSDP wraps; a wrapper module of its own would change the parameters' names.
@@ -225,22 +225,41 @@ class Head(nn.Linear):
 
 
 class Decoder(nn.Module):
-    """The causal language model. It has no buffers: `state_dict()` has the names of the HF checkpoint."""
+    """The causal language model. It has no buffers: `state_dict()` has the names of the HF checkpoint.
 
-    def __init__(self, config: ModelConfig):
+    The options are constants of a run; the first three describe the sampler:
+    temperature, sampling_filter: divide the logits, and cut off their tail (`top_p`, `top_k`; None keeps all tokens)
+    vocab_limit: columns of the logits from here on are padding beyond the tokenizer; None: the model has no padding
+    recompute: keep no activations of the blocks for the backward pass; compute them again
+    backend: who computes the output layer; None: Triton on CUDA, PyTorch elsewhere
+    loss_path: how the loss is trained (`loss_path.choose_loss_path`); by default right for any loss
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        temperature: float = 1.0,
+        sampling_filter: SamplingFilter | None = None,
+        vocab_limit: int | None = None,
+        recompute: bool = False,
+        backend: KernelBackend | None = None,
+        loss_path: LossPath | None = None,
+    ):
         super().__init__()
         self.config = config
+        self.temperature = temperature
+        self.sampling_filter = sampling_filter
+        self.vocab_limit = vocab_limit
+        self.backend = backend
+        self.loss_path = loss_path or LossPath()
         self.model = nn.ModuleDict()
         self.model["embed_tokens"] = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.model["layers"] = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.model["layers"] = nn.ModuleList(
+            Block(config, recompute=recompute) for _ in range(config.num_hidden_layers)
+        )
         self.model["norm"] = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tie_word_embeddings else Head(config.hidden_size, config.vocab_size, bias=False)
-        # Constants of a run, set by run/build.py. The first three are the sampler's.
-        self.temperature = 1.0
-        self.sampling_filter: SamplingFilter | None = None  # its top_p and top_k
-        self.vocab_limit: int | None = None  # columns of logits from here on are beyond the tokenizer
-        self.backend: KernelBackend | None = None  # None: Triton on CUDA, PyTorch elsewhere
-        self.loss_path = LossPath()
 
     def forward(
         self,
@@ -328,15 +347,17 @@ def load_policy(
     overrides: HFConfigOverrides | None = None,
     lora: LoRAConfig | None = None,
     seed: int = 0,
+    **options,
 ) -> Decoder:
     """The model of an HF folder with float32 parameters, sharded over `mesh`; without one, whole on `device`. With
-    `lora`, they are frozen and in `precision`, and new adapters, random by `seed`, leave it as it was.
+    `lora`, they are frozen and in `precision`, and new adapters, random by `seed`, leave it as it was. `options` are
+    those of `Decoder`.
 
     A rank allocates and reads only its own shards. Raises ConfigError if the folder is unreadable, the model
     not supported, or the weights not those that config.json describes.
     """
     with torch.device("meta"):
-        model = decoder(read_model_config(Path(folder), overrides))
+        model = decoder(read_model_config(Path(folder), overrides), **options)
         if lora and lora.enabled:
             add_adapters(model, lora, getattr(torch, precision))
     if mesh is not None:

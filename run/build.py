@@ -88,16 +88,15 @@ def build(
             overrides=policy.hf_config_overrides,
             lora=policy.dtensor_cfg.lora_cfg,
             seed=cfg.grpo.seed,
+            temperature=policy.generation.temperature,
+            sampling_filter=sampling_filter_of(policy.generation),
+            vocab_limit=inputs.tokenizer.vocab_size,
+            recompute=policy.dtensor_cfg.activation_checkpointing,
+            backend=backend,
+            loss_path=loss_path_of(cfg, backend, device),
         )
-    for block in model.model["layers"]:
-        block.recompute = policy.dtensor_cfg.activation_checkpointing
     if compiled:
         model.compile_blocks()
-    model.temperature = policy.generation.temperature
-    model.sampling_filter = sampling_filter_of(policy.generation)
-    model.vocab_limit = inputs.tokenizer.vocab_size
-    model.backend = backend
-    model.loss_path = loss_path_of(cfg, backend, device)
     size = sum(param.numel() for param in model.parameters())
     num_trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
     trained = f", {num_trained / 1e6:,.2f} M of them trained" if num_trained < size else ""
