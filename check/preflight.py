@@ -34,7 +34,6 @@ from hf.model_config import ModelConfig, check_weights, read_model_config, resol
 from hf.tokenizer import Tokenizer
 from system.exits import die_with_parent
 from system.imports import call
-from system.progress import CLEAR
 
 MAX_ROWS = 5_000  # of each set that --check looks at: half a second
 MODEL_SECONDS = 5  # of processor time, to read a model folder or try its tokenizer: five times what the largest take
@@ -295,8 +294,7 @@ def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None
     with suppress(EOFError):  # the child has ended without a last word
         while here.poll(WORD_SECONDS) or child.is_alive():  # a process that it left may hold the pipe
             if not here.poll():
-                line = f"still at work: {part}"
-                print(f"{CLEAR}{line}" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
+                print(f"still at work: {part}", file=sys.stderr, flush=True)
                 continue
             word, summary, error = json.loads(here.recv_bytes())
             if error:

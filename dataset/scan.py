@@ -89,8 +89,7 @@ def load_dataset(
     """
     source = open_source(with_preset(cfg))
     maker = ProblemMaker(cfg, tokenizer, max_prompt_tokens, tasks, source)
-    with Progress(f"{source.name}: rows checked") as progress:
-        scanned, checksum = on_rank0(lambda: (_scan(maker, max_rows, check, progress), source.checksum))
+    scanned, checksum = on_rank0(lambda: (_scan(maker, max_rows, check), source.checksum))
     if checksum != source.checksum:
         raise DataError(f"{source.name}: this rank finds other rows there than rank 0: give all machines the same data")
     for env_name in scanned.env_names:
@@ -125,7 +124,7 @@ def _pick(numbers: Sequence[int], max_rows: int | None, seed: int) -> Sequence[i
     return [*numbers[:first], *(numbers[first + i] for i in np.sort(rest).tolist())]
 
 
-def _scan(maker: ProblemMaker, max_rows: int | None, check: Check, progress: Progress) -> Dataset:
+def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> Dataset:
     """Makes and checks problems: the dataset, with numbers of rows for problems."""
     source, cfg = maker.source, maker.cfg
     picked = _pick(source.numbers, max_rows, cfg.seed)
@@ -138,11 +137,11 @@ def _scan(maker: ProblemMaker, max_rows: int | None, check: Check, progress: Pro
     digest = hashlib.sha256()
     chunks: dict[str, list[tuple[str, str, dict]]] = {}
     last_progress = time.monotonic()
-    progress.total = len(picked)
-    for progress.done, number in enumerate(picked):
-        if not progress.is_shown and time.monotonic() > last_progress + PROGRESS_SECONDS:
+    rows = Progress(f"{source.name}: rows checked", iterable=picked)
+    for num_done, number in enumerate(rows):
+        if rows.disable and time.monotonic() > last_progress + PROGRESS_SECONDS:
             last_progress = time.monotonic()
-            print(f"{source.name}: checked {progress.done:,} of {len(picked):,} rows", flush=True)
+            print(f"{source.name}: checked {num_done:,} of {len(picked):,} rows", flush=True)
         where = source.where(number)
         try:
             problem = call(f"{where}: a value in the row", maker, number)  # one that is a user's object

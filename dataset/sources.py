@@ -128,6 +128,7 @@ def _read_lines(name: str, file: BinaryIO, rows_of: Callable[[Iterable[bytes], i
                 raise DataError(f"{name}:{len(offsets)}: a line of more than {MAX_LINE_BYTES >> 20} MiB")
             checksums.append(zlib.crc32(line))
             offsets.append(file.tell())
+            bar.update(len(line))
             yield line
 
     def again(number: int) -> Iterator[bytes]:
@@ -139,7 +140,7 @@ def _read_lines(name: str, file: BinaryIO, rows_of: Callable[[Iterable[bytes], i
                     raise DataError(f"{name}:{i + 1}: the file was changed after the run began to read it")
                 yield line
 
-    with Progress(f"{name}: bytes read", size, lambda: offsets[-1]):
+    with Progress(f"{name}: bytes read", size) as bar:
         numbers = array("q", (number for number, _ in rows_of(scan(), 0)))
     return Source(name, numbers, lambda number: next(rows_of(again(number), number))[1], zlib.crc32(checksums), ":")
 

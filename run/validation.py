@@ -5,7 +5,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -118,10 +117,7 @@ def sample_sets(cfg: Config, inputs: RunInputs, sampler: Sampler) -> Iterator[tu
     for name, dataset in inputs.validation.items():
         problems = list(enumerate(dataset.problems[: cfg.grpo.max_val_samples]))
         for mode, (num_samples, options) in modes(cfg).items():
-            total, count = len(problems) * num_samples, None
-            if isinstance(sampler, Sampler):  # who knows of one engine, and the others have as much to do
-                count = partial(lambda engine, n: len(engine.finished) * n, sampler.engine, sampler.ranks.dp_size)
-            with Progress(f"validation, {name}, {mode}: answers", total, count):
+            with Progress(f"validation, {name}, {mode}: {len(problems) * num_samples:,} answers"):
                 samples = sampler.sample(problems, num_samples, options, (cfg.grpo.seed, -1))
             move_tokens([samples[:num_logged]])
             yield name, mode, samples
