@@ -59,8 +59,8 @@ def choose_loss_path(
     """The path of policy_loss (`loss.policy_loss`) with the options cfg. has_old, has_ref: whether old_logp_T and
     ref_logp_T are given in this run; filtered: whether logits are. A second at most; nothing random: ranks agree."""
     make_pack = partial(_pack, cfg=cfg, has_old=has_old, has_ref=has_ref)
-    coupled, idle_moves, positive_moves = _probe(policy_loss, make_pack)
-    path = LossPath("one pass", idle_moves=idle_moves, positive_moves=positive_moves)
+    coupled, has_grad, positive_has_grad = _probe(policy_loss, make_pack)
+    path = LossPath("one pass", zero_adv_has_grad=has_grad, zero_adv_positive_has_grad=positive_has_grad)
     if coupled:
         return replace(path, kind="two passes", why="the loss couples the tokens of a sequence")
     if filtered and has_ref:
@@ -143,12 +143,13 @@ def _pack(logp_R: Tensor, values_KR: Tensor, mask_R: Tensor, *, cfg: LossConfig,
 
 
 def _probe(policy_loss: Callable, make_pack: Callable) -> tuple[bool, bool, bool]:
-    """(whether the derivatives at a token depend on other tokens, idle_moves, positive_moves of `LossPath`).
+    """(whether the derivatives at a token depend on other tokens, and zero_adv_has_grad and zero_adv_positive_has_grad
+    of `LossPath`).
 
     24 tokens, whose log-probabilities differ by little and by much. Every second one is moved, by little and by much,
     and the derivatives at the others are compared.
     """
-    coupled = idle_moves = positive_moves = False
+    coupled = has_grad = positive_has_grad = False
     token_R = torch.arange(24)
     adv_R = torch.tensor([1.3, 0.0, -0.7, -2.1, 0.0], dtype=torch.float64)[token_R % 5]
     for size in (1e-3, 0.03, 0.3, 3.0, 30.0):  # nats
@@ -161,8 +162,8 @@ def _probe(policy_loss: Callable, make_pack: Callable) -> tuple[bool, bool, bool
         pack_loss = partial(policy_loss, **pack)
         _, _, slopes_KR, _ = derivatives(pack_loss, stats_KR)
         moved_R = (slopes_KR != 0).any(0) & (adv_R == 0)
-        idle_moves |= bool((moved_R & ~pack["positive_T"]).any())
-        positive_moves |= bool((moved_R & pack["positive_T"]).any())
+        has_grad |= bool((moved_R & ~pack["positive_T"]).any())
+        positive_has_grad |= bool((moved_R & pack["positive_T"]).any())
         for first in (0, 1):
             for push in (-30.0, -0.3, -3e-3, 3e-3, 0.3, 30.0):
                 moved_KR = stats_KR.clone()
@@ -171,7 +172,7 @@ def _probe(policy_loss: Callable, make_pack: Callable) -> tuple[bool, bool, bool
                 _, _, again_KR, _ = derivatives(pack_loss, moved_KR)
                 same_KR = torch.isclose(again_KR, slopes_KR, rtol=1e-9, atol=0, equal_nan=True)
                 coupled |= not bool(same_KR[:, first::2].all())
-    return coupled, idle_moves, positive_moves
+    return coupled, has_grad, positive_has_grad
 
 
 def _edge_values(cfg: LossConfig) -> list[tuple[float, float, float, float]]:

@@ -52,13 +52,16 @@ def backend_for(hidden_RD: Tensor, backend: KernelBackend | None) -> KernelBacke
 
 @dataclass(frozen=True, slots=True)
 class LossPath:
-    """By default right for any loss. idle_moves, positive_moves: whether tokens of advantage 0 have a gradient all the
-    same: all of them (as with a KL or an entropy bonus), those of positive samples."""
+    """How a loss is trained; the default is right for any loss.
+
+    zero_adv_has_grad: the loss has a gradient at tokens with advantage 0, as a KL or an entropy bonus gives them.
+    zero_adv_positive_has_grad: it has one at tokens with advantage 0 in samples with a positive reward.
+    """
 
     kind: Literal["fused", "one pass", "two passes"] = "two passes"
     why: str = ""
-    idle_moves: bool = True
-    positive_moves: bool = True
+    zero_adv_has_grad: bool = True
+    zero_adv_positive_has_grad: bool = True
 
     def describe(self) -> str:
         kind = "fused Triton kernel, proven equal to" if self.kind == "fused" else f"{self.kind}, autograd of"
@@ -66,6 +69,6 @@ class LossPath:
 
     def may_have_gradient(self, adv_R: Tensor, positive_R: Tensor) -> Tensor:
         """Which tokens the loss can have a derivative at (bool), if they are trained on at all."""
-        if self.idle_moves:
+        if self.zero_adv_has_grad:
             return torch.ones_like(positive_R)
-        return (adv_R != 0) | positive_R if self.positive_moves else adv_R != 0
+        return (adv_R != 0) | positive_R if self.zero_adv_positive_has_grad else adv_R != 0

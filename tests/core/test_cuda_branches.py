@@ -126,7 +126,7 @@ def policy(way: str, *, recompute: bool) -> Decoder:
         block.recompute = recompute
     model.vocab_limit = VOCAB
     model.backend = choose_backend(option, "cuda", CHUNK)
-    model.loss_path = LossPath(kind, idle_moves=False, positive_moves=False)
+    model.loss_path = LossPath(kind, zero_adv_has_grad=False, zero_adv_positive_has_grad=False)
     return model
 
 

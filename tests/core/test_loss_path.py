@@ -203,7 +203,7 @@ def test_which_options_couple_tokens(every):
 )
 def test_which_tokens_without_advantage_have_a_gradient(options, has_ref, idle, positive):
     path = choose(original.policy_loss, LossConfig(**options), TORCH, has_ref=has_ref)
-    assert (path.kind, path.idle_moves, path.positive_moves) == ("one pass", idle, positive)
+    assert (path.kind, path.zero_adv_has_grad, path.zero_adv_positive_has_grad) == ("one pass", idle, positive)
     adv_R, positive_R = torch.tensor([0.0, 0.0, 1.0]), torch.tensor([False, True, False])
     assert path.may_have_gradient(adv_R, positive_R).tolist() == [idle, idle or positive, True]
 

@@ -214,7 +214,7 @@ def test_the_edited_loss_is_trained(forks, name, edited_loss, moves_idle_tokens)
     for backend in ("torch", "triton"):
         got = {key: gradients[f"{backend}.{key}"] for key in want}
         assert difference(got, want) <= 1e-5, backend
-        assert answer["loss"][backend]["idle_moves"] == moves_idle_tokens
+        assert answer["loss"][backend]["zero_adv_moves"] == moves_idle_tokens
     assert answer["loss"]["torch"]["path"] == "loss: one pass, autograd of loss.py"
     assert "one pass, autograd of loss.py (loss.py was edited: " in answer["loss"]["triton"]["path"]
     before, after = forks[name].metrics(0), forks[name].metrics(1)

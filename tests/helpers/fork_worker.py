@@ -57,7 +57,7 @@ def read_loss(work: Path, keys: dict) -> dict:
         loss.backward()
         gradients |= {f"{backend.name}.hidden": hidden_RD.grad, f"{backend.name}.weight": weight_VD.grad}
         values = {name: (x[0] / x[1] if isinstance(x, tuple) else x).item() for name, x in metrics.items()}
-        answers[backend.name] = {"path": path.describe(), "idle_moves": path.idle_moves, "metrics": values}
+        answers[backend.name] = {"path": path.describe(), "zero_adv_moves": path.zero_adv_has_grad, "metrics": values}
     save_file(gradients, work / "gradients.safetensors")
     return answers
 
