@@ -3,9 +3,6 @@
     python -m bench.head [--shapes N,D,V or N,D,V:vocab ...] [--only NAME ...] [--out FILE]    one GPU, bfloat16
     python -m bench.head --dry                             the same course on a CPU, tiny: whether the script works
     python -m bench.head --table FILE                      the table of what FILE has so far
-    python -m bench.head --cpu [--shapes 4096,512,151936] [--out FILE]       one CPU thread, float32, the torch heads
-    python -m bench.head --cpu --against FOLDER [--out FILE]  one pass by autograd against a checkout of b1072a1, whose
-                                                              derivatives were written by hand, by turns
 
 All get the same inputs: hidden states that lean on the target's row of the weight, so that logits are peaked, and old
 log-probabilities that keep every ratio between the clips: near one, heads that round logits would be judged by luck.
@@ -50,7 +47,6 @@ from bench.head_cases import (
     milliseconds,
     oracle,
 )
-from bench.head_cpu import main_cpu
 from bench.head_table import MAIN_SHAPES, table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -168,15 +164,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--skip", action="append", default=[], metavar="NAME")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="a line of JSON is added for each result; with --cpu, one object")
+    parser.add_argument("--out", type=Path, help="a line of JSON is added for each result")
     parser.add_argument("--dry", action="store_true")
-    parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--against", type=Path, metavar="FOLDER")
-    parser.add_argument("--growth", help=argparse.SUPPRESS)
     parser.add_argument("--table", type=Path)
     args = parser.parse_args()
-    if args.cpu:
-        return main_cpu(args, facts())
     if args.table:
         return print(table([json.loads(row) for row in args.table.read_text().splitlines()]))
 

@@ -1,108 +1,84 @@
-"""Links of all pages lead to files, headings and lines that are there; tests/links.py writes the lines."""
+"""Links of all pages lead somewhere, a symbol stands in the file that its link names, and quoted code is the code."""
 
 import re
+from pathlib import Path
+from textwrap import dedent
 
-import links
 import pytest
-from links import ROOT
 
-PAGES = links.pages()
-CODE = "import os\n\nLIMIT = 3\n\n\nclass Pack:\n    size: int\n\n    def cut(self):\n        return os.sep  # once\n"
-PAGE = """# A page
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("docs", "examples", "bench", "tests")
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
+LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
+PICTURE = re.compile(r'<(?:img|source)[^>]*?\ssrc(?:set)?="([^"]+)"')
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.M | re.S)
 
-[`pack.Pack.cut`]() and [`Pack.size`](../pack.py#L1),
-[`LIMIT`](../pack.py#L99), [once](../pack.py#L1 "# once").
-[heading](#a-page) [item](#7) <a id="7"></a> [file](../pack.py) [site](https://example.org/#x)
 
-From [the file](../pack.py#L7-L9):
+def anchors(text: str) -> set[str]:
+    """Of a page: those that GitHub gives its headings, and its own <a id="...">."""
+    titles = [LINK.sub(r"\1", title) for title in re.findall(r"^#+ +(.*?) *$", FENCE.sub("", text), re.M)]
+    slugs = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+    return {*slugs, *re.findall(r'<a id="([^"]+)">', text)}
 
-```python
-class Pack:
-    size: str
-    def cut(self):
-        return os.sep  # once
-```
-"""
-WRITTEN = """# A page
 
-[`pack.Pack.cut`](../pack.py#L9) and [`Pack.size`](../pack.py#L7),
-[`LIMIT`](../pack.py#L3), [once](../pack.py#L10 "# once").
-[heading](#a-page) [item](#7) <a id="7"></a> [file](../pack.py) [site](https://example.org/#x)
+def defines(code: str, symbol: str) -> bool:
+    """The last part of a dotted name is a function, class, field, attribute or constant in this code."""
+    name = re.escape(symbol.removesuffix("()").split(".")[-1])
+    return bool(re.search(rf"^\s*(?:def|class)\s+{name}\b|^\s*(?:self\.)?{name}\s*[:=,]", code, re.M))
 
-From [the file](../pack.py#L6-L10):
 
-```python
-class Pack:
-    size: int
+def dead_links(page: Path) -> list[str]:
+    text = page.read_text(encoding="utf-8")
+    prose = FENCE.sub("", text)
+    dead = []
+    for label, target in [*LINK.findall(prose), *(("", target) for target in PICTURE.findall(prose))]:
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        if re.match(r"[a-z]+:", target):
+            continue
+        symbol = re.fullmatch(r"`([\w.]+(?:\(\))?)`", label)
+        if not file.exists():
+            dead.append(f"{target} does not exist")
+        elif anchor and anchor not in anchors(file.read_text(encoding="utf-8")):
+            dead.append(f"{target}: the page has no such heading")
+        elif symbol and file.suffix == ".py" and symbol[1] != file.name:
+            if not defines(file.read_text(encoding="utf-8"), symbol[1]):
+                dead.append(f"{target} does not define {symbol[1]}")
+    return dead
 
-    def cut(self):
-        return os.sep  # once
-```
-"""
+
+def stale_quotations(page: Path) -> list[str]:
+    """The blocks of Python under a line that ends with a link to a file, which does not hold their lines."""
+    text = page.read_text(encoding="utf-8")
+    stale = []
+    for path, block in re.findall(r"\]\(([^()\s]+\.py)\):?\n+```python\n(.*?)^```$", text, re.M | re.S):
+        code = [line.strip() for line in (page.parent / path).read_text(encoding="utf-8").splitlines()]
+        if "\n".join(line.strip() for line in dedent(block).splitlines()) not in "\n".join(code):
+            stale.append(f"{path} does not hold this block: {block.splitlines()[0]}")
+    return stale
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_links_of(page):
-    text, problems = links.rewritten(page)
-    assert problems + links.dead_links(page) == []
-    assert text == page.read_text(encoding="utf-8"), "the code has moved: run `python tests/links.py --write`"
-
-
-def test_every_detail_leads_to_its_line():
-    page = (ROOT / "docs" / "details.md").read_text(encoding="utf-8")
-    items = re.findall(
-        r'^(?:(\d+)\.|-) <a id="(\w+)"></a>\*\*(?:([A-Z]\d+)\. )?(.*?)(?=^(?:\d+\.|-) |\Z)', page, re.M | re.S
-    )
-    numbers = [number or letter for number, _, letter, _ in items]
-    assert numbers[:3] == ["1", "2", "3"] and {"H1", "L20", "A9"} <= set(numbers) and len(set(numbers)) == len(items)
-    assert len(items) == len(re.findall(r"^(?:\d+\.|- \*\*|- <a)", page, re.M))
-    assert [anchor for _, anchor, _, _ in items] == [number.lower() for number in numbers]
-    assert [
-        number for number, (*_, text) in zip(numbers, items, strict=True) if not re.search(r"\.\w+#L\d+", text)
-    ] == []
-
-
-@pytest.fixture
-def tree(tmp_path):
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "pack.py").write_text(CODE)
-    page = tmp_path / "docs" / "page.md"
-    page.write_text(PAGE)
-    return tmp_path, page
-
-
-def test_lines_and_quotations_follow_the_code(tree):
-    root, page = tree
-    text, problems = links.rewritten(page, root)
-    assert problems == [] and text == WRITTEN
-    page.write_text(text)
-    assert links.rewritten(page, root) == (text, []) and links.dead_links(page, root) == []
-    (root / "pack.py").write_text('"""Its job."""\n\n' + CODE.replace("size: int", "size: float"))
-    moved, problems = links.rewritten(page, root)
-    assert problems == [] and moved != text
-    assert all(part in moved for part in ("pack.py#L11)", "pack.py#L9)", "#L5)", "#L12 ", "#L8-L12", "size: float"))
+    assert dead_links(page) + stale_quotations(page) == []
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "problem"),
+    ("line", "number"),
     [
-        ("def cut", "def slice", "`pack.Pack.cut`"),
-        ("LIMIT", "BOUND", "`LIMIT`"),
-        ("# once", "", "# once"),
-        ("# once", "# once\n# once", '"# once"'),
-        ("class Pack", "class Packs", "quotation: class Pack:"),
+        ("[x](nothing.py)", 1),
+        ("[x](#no-heading)", 1),
+        ('<img alt="x" src="none.svg">', 1),
+        ("[`pack.Pack.cut`](pack.py) [`LIMIT`](pack.py) [`size`](pack.py) [a](#a-page) [s](https://x.org/#y)", 0),
+        ("[`pack.Pack.slice`](pack.py)", 1),
+        ("From [the file](pack.py):\n\n```python\ndef cut(self):\n    return 1\n```", 0),
+        ("From [the file](pack.py):\n\n```python\ndef cut(self):\n    return 2\n```", 1),
     ],
 )
-def test_what_the_code_has_no_longer(tree, old, new, problem):
-    root, page = tree
-    (root / "pack.py").write_text(CODE.replace(old, new))
-    _, problems = links.rewritten(page, root)
-    assert any(problem in line for line in problems), problems
-
-
-@pytest.mark.parametrize("target", ["../nothing.py", "#no-heading", "page.md#none", "images/none.svg"])
-def test_dead_links_are_seen(tree, target):
-    root, page = tree
-    for link in (f"[x]({target})", f"![x]({target})", f'<img alt="x" src="{target}">'):
-        page.write_text(PAGE + f"\n{link}\n")
-        assert len(links.dead_links(page, root)) == 1
+def test_what_is_wrong_is_seen(tmp_path, line, number):
+    (tmp_path / "pack.py").write_text(
+        "LIMIT = 3\n\nclass Pack:\n    size: int\n\n    def cut(self):\n        return 1\n"
+    )
+    page = tmp_path / "page.md"
+    page.write_text(f"# A page\n\n{line}\n")
+    assert len(dead_links(page) + stale_quotations(page)) == number

@@ -147,10 +147,7 @@ def test_a_key_of_theirs_beside_the_free_key_that_it_means(text, ours, tmp_path,
 
 
 def test_rope_theta_beside_rope_parameters_is_kept(tmp_path):
-    for text in (
-        "rope_theta: 5.0, rope_parameters: {factor: 2.0}",
-        "rope_parameters: {factor: 2.0}, rope_theta: 5.0",
-    ):
+    for text in ("rope_theta: 5.0, rope_parameters: {factor: 2.0}", "rope_parameters: {factor: 2.0}, rope_theta: 5.0"):
         (tmp_path / "run.yaml").write_text(f"policy: {{hf_config_overrides: {{{text}}}}}")
         assert load(tmp_path / "run.yaml").policy.hf_config_overrides.rope_scaling == {"factor": 2.0, "rope_theta": 5.0}
 

@@ -129,7 +129,7 @@ def test_each_rank_builds_only_its_packs_and_they_are_those_of_all(step, world_s
 
 def test_a_rank_of_many_has_memory_for_its_share_only():
     """1,024 samples of 512 tokens on 64 ranks: 16 samples of 60 bytes a token, and what is passing while they are cut.
-    Packs of all ranks would be 64 times as much. (Of 16,384 x 8,192 tokens: bench/packing.py.)"""
+    Packs of all ranks would be 64 times as much."""
     ids, logps, mask = np.arange(512, dtype=np.int32), np.zeros(512, np.float32), np.ones(512, bool)
     rest = {"finish_reason": "stop", "versions": ids[:413], "reward": 1.0}
     samples = [

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 
-import layout_table
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -22,6 +21,7 @@ from torch.nn import functional
 import config
 from run.log import Timers
 
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "triton", "vllm")
 ENGINE = "vllm.v1.engine.llm_engine.LLMEngine"
 WORKER = "vllm.v1.worker.gpu_worker.Worker"
@@ -79,9 +79,10 @@ class Call:
 def trees() -> dict[str, ast.Module]:
     """Of the files that import PACKAGES. Every node knows its `parent`."""
     parsed = {}
-    bench = sorted(str(path.relative_to(layout_table.ROOT)) for path in layout_table.ROOT.glob("bench/**/*.py"))
-    for name in [*layout_table.product_files(), *bench]:
-        text = (layout_table.ROOT / name).read_text(encoding="utf-8")
+    paths = [path.relative_to(ROOT) for pattern in ("*.py", "*/*.py") for path in ROOT.glob(pattern)]
+    names = sorted(str(path) for path in paths if path.parts[0] not in ("tests", "tools", "examples"))
+    for name in names:
+        text = (ROOT / name).read_text(encoding="utf-8")
         if re.search(rf"^\s*(import|from) ({'|'.join(PACKAGES)})\b", text, re.MULTILINE):
             parsed[name] = ast.parse(text)
             for node in nodes(parsed[name]):
@@ -286,8 +287,8 @@ def plain() -> list[str]:
 
 def environment() -> set[str]:
     """vLLM's variables that we set."""
-    files = [*trees(), *(path.name for path in layout_table.ROOT.glob("*.sh")), "bench/gpu.sh"]
-    return {name for file in files for name in re.findall(r"\bVLLM_\w+", (layout_table.ROOT / file).read_text())}
+    files = [*trees(), *(path.name for path in ROOT.glob("*.sh")), "bench/gpu.sh"]
+    return {name for file in files for name in re.findall(r"\bVLLM_\w+", (ROOT / file).read_text())}
 
 
 def all_names() -> list[str]:
