@@ -44,7 +44,7 @@ SLOW = re.compile(
     r"|kernels/.*test_value_and_gradient_equal_the_loops.*(ties-|-5-|-3-|-1-|e-07|-500-).*triton"
 )
 # By what it or one of its fixtures starts: ranks, or the real command.
-LAUNCHES = re.compile(r"torch\.distributed\.run|mp\.spawn\(|_worker\.py|run_to_the_end\(|train\.sh")
+LAUNCHES = re.compile(r"torch\.distributed\.run|mp\.spawn\(|_worker\.py|run_to_the_end\(|train\.sh|@ranks\(|ends_of\(")
 COVERAGE = ROOT / "tests" / "fast_coverage.txt"
 
 if not torch.cuda.is_available():
