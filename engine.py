@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from config import Config, ConfigError
 from data import Sample
-from hf.model_config import overridden_fields, read_model_config
+from hf.model_config import ModelConfig
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from kernels.softmax import bfloat16_factors
@@ -95,7 +95,7 @@ class Engine:
 
     should_stop: Callable[[], bool] = staticmethod(lambda: False)
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, cfg: Config):
+    def __init__(self, folder: Path, model: ModelConfig, tokenizer: Tokenizer, cfg: Config):
         vllm_cfg = cfg.policy.generation.vllm_cfg
         self.async_grpo = cfg.grpo.async_grpo
         self.rebuilds_cache = self.async_grpo.recompute_kv_cache_after_weight_updates
@@ -112,13 +112,13 @@ class Engine:
         # Ids beyond the tokenizer (padded vocabulary) do not exist in the engine: its vocabulary is the tokenizer's.
         # The head gives float32, as the trainer's: rounded logits would be a third of what bfloat16 costs the sampler.
         overrides: dict = {"vocab_size": self.vocab_size, "head_dtype": "float32"}
-        overrides |= overridden_fields(folder, cfg.policy.hf_config_overrides)
+        if max_positions := cfg.policy.hf_config_overrides.max_position_embeddings:
+            overrides["max_position_embeddings"] = max_positions
         # vLLM has counts over the whole vocabulary for each (0.62 GB at 1,024 x 151,936), and CUDA graphs up to there.
         num_engines = dist.get_world_size() // vllm_cfg.tensor_parallel_size
         hardware: dict = {"enable_sleep_mode": True, "max_num_seqs": cfg.grpo.max_num_seqs(num_engines)}
         if hasattr(EngineArgs, "sleep_mode_offload_cudagraph"):  # not in vLLM 0.24: there graphs stay on the GPU
             hardware["sleep_mode_offload_cudagraph"] = True
-        model = read_model_config(folder, cfg.policy.hf_config_overrides)
         self.send_head_copy = model.tie_word_embeddings and not self.cuda
         if not self.cuda:
             # vLLM's CPU layers compute from packed copies, and a reload does not refresh the copy of a *tied* head: the

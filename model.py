@@ -24,7 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
-from config import GRPOConfig, HFConfigOverrides, LoRAConfig
+from config import GRPOConfig, LoRAConfig
 from hf.model_config import ModelConfig, read_model_config
 from hf.weights import init_adapters, load_weights, sharded_parameters
 from kernels import KernelBackend, LossPath, SamplingFilter, linear_logp
@@ -344,7 +344,7 @@ def load_policy(
     precision: str = "float32",
     cpu_offload: bool = False,
     decoder: type[Decoder] = Decoder,
-    overrides: HFConfigOverrides | None = None,
+    model_config: ModelConfig | None = None,
     lora: LoRAConfig | None = None,
     seed: int = 0,
     **options,
@@ -357,7 +357,7 @@ def load_policy(
     not supported, or the weights not those that config.json describes.
     """
     with torch.device("meta"):
-        model = decoder(read_model_config(Path(folder), overrides), **options)
+        model = decoder(model_config or read_model_config(Path(folder)), **options)
         if lora and lora.enabled:
             add_adapters(model, lora, getattr(torch, precision))
     if mesh is not None:

@@ -60,7 +60,7 @@ def main() -> None:
     tokenizer = SimpleNamespace(vocab_size=policy.vocab_limit, eos_token_ids=[policy.vocab_limit - 1])
     num_params = sum(param.numel() for param in sharded_parameters(policy).values())
     line: dict = facts() | {"parameters": num_params, "used_GiB_before_engine": used_gib()}
-    engine = Engine(model_folder(hf), tokenizer, cfg)
+    engine = Engine(model_folder(hf), policy.config, tokenizer, cfg)
     line["sleep_seconds"] = [seconds(engine.sleep)]
     line["sync_seconds"] = []
     line["used_GiB_asleep_first"] = used_gib()

@@ -51,11 +51,12 @@ class RunInputs:
     """What a run reads: found, parsed and checked, without torch. validation: name -> set, in the config's order."""
 
     model_folder: Path
+    model_config: ModelConfig
     tokenizer: Tokenizer
     train: Mixture
     validation: dict[str, Dataset]
     environments: dict[str, envs.Environment]
-    reward_model: tuple[Path, Tokenizer] | None = None  # if an environment asks for one
+    reward_model: tuple[Path, ModelConfig, Tokenizer] | None = None  # if an environment asks for one
 
     @property
     def sets(self) -> list[tuple[str, Dataset]]:
@@ -120,7 +121,8 @@ def read_inputs(
         mixture.draw(mixture.start(), cfg.grpo.prompts_per_batch)
     reward_model = read_reward_model(cfg.env.reward_model, begin) if "reward_model" in environments else None
     begin("end of the check", 0)
-    return RunInputs(folder, tokenizer, mixture, {each.name: each for each in held_out}, environments, reward_model)
+    validation = {each.name: each for each in held_out}
+    return RunInputs(folder, model, tokenizer, mixture, validation, environments, reward_model)
 
 
 def check_steps(cfg: Config, num_problems: int, replayed: int) -> None:
@@ -192,9 +194,9 @@ def read_tokenizer(cfg: TokenizerConfig, key: str, model_folder: Path, begin: Ca
     return Tokenizer(folder, cfg.chat_template, cfg.chat_template_kwargs)
 
 
-def read_reward_model(cfg: RewardModelConfig, begin: Callable[[str, int], None]) -> tuple[Path, Tokenizer]:
-    """Folder and tokenizer of the reward model. ConfigError where it is none, or does not fit the config. `begin`: as
-    in `read_inputs`."""
+def read_reward_model(cfg: RewardModelConfig, begin: Callable[[str, int], None]) -> tuple[Path, ModelConfig, Tokenizer]:
+    """The reward model. ConfigError where the folder holds none, or does not fit the config. `begin`: as in
+    `read_inputs`."""
     key = "env.reward_model.model_name"
     if cfg.model_name is None:
         raise ConfigError(f"{key} is not set: env_name 'reward_model' scores with it")
@@ -215,7 +217,7 @@ def read_reward_model(cfg: RewardModelConfig, begin: Callable[[str, int], None])
         tokenizer.render(messages, add_generation_prompt=False)
     except Exception as error:  # a template is a program
         raise ConfigError(f"{key}: the chat template of {folder} refuses a conversation ({error!r})") from error
-    return folder, tokenizer
+    return folder, model, tokenizer
 
 
 def num_steps_of(cfg: Config, num_problems: int) -> int:
@@ -272,9 +274,8 @@ def lora_note(cfg: Config) -> str | None:
 def memory_plan(cfg: Config, inputs: RunInputs, num_ranks: int, gpu_bytes: float | None, device: str) -> Plan:
     """How much memory the run needs on each GPU; in a split job of so many ranks, on each that trains."""
     num_trainers = max(1, num_ranks - cfg.policy.generation.num_generators)
-    model = read_model_config(inputs.model_folder, cfg.policy.hf_config_overrides)
-    reward = read_model_config(inputs.reward_model[0]) if inputs.reward_model else None
-    return Plan(cfg, model, inputs.tokenizer.vocab_size, num_trainers, gpu_bytes, reward, device)
+    reward = inputs.reward_model[1] if inputs.reward_model else None
+    return Plan(cfg, inputs.model_config, inputs.tokenizer.vocab_size, num_trainers, gpu_bytes, reward, device)
 
 
 def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None) -> str:

@@ -28,7 +28,6 @@ SAME_WHEN_LOADED = ("policy.model_name", *(f"{LORA}.{name}" for name in LORA_KEY
 SAME_WHEN_REPLAYED = (
     *SAME_WHEN_LOADED,
     "policy.optimizer.name",
-    "policy.hf_config_overrides.rope_scaling",
     "grpo.num_prompts_per_step",
     "grpo.num_generations_per_prompt",
     "grpo.reward_scaling",
@@ -43,7 +42,6 @@ SAME_WHEN_RESUMED = (
     "grpo.num_prompts_per_step",
     "grpo.num_generations_per_prompt",
     "policy.tokenizer.name",
-    "policy.hf_config_overrides.rope_scaling",
     "policy.tokenizer.chat_template",
     "policy.tokenizer.chat_template_kwargs",
     "data.shuffle",

@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from config import ConfigError, LoRAConfig
 from hf.model_config import ModelConfig
@@ -10,6 +11,7 @@ from hf.model_config import ModelConfig
 KEY = "policy.dtensor_cfg.lora_cfg"
 
 
+@lru_cache(maxsize=4)  # each step's FLOPs ask, too
 def adapted_layers(model: ModelConfig, cfg: LoRAConfig) -> dict[str, tuple[int, int]]:
     """Name -> (outputs, inputs) of each linear layer of the blocks that gets an adapter; {} where LoRA is off.
 

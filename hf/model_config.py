@@ -4,6 +4,7 @@ Owns which architectures are supported: it refuses a model for which `model.Deco
 its authors do. No torch, so that `grpo.py --check` answers in a second.
 """
 
+import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -71,12 +72,13 @@ class ModelConfig:
     qk_norm: bool
     initializer_range: float  # std of `init_weights`
     max_position_embeddings: int | None  # tokens of a sequence; None: no limit
+    hf: dict = dataclasses.field(compare=False, repr=False)  # the whole of config.json
 
     @classmethod
     def from_hf(cls, hf: dict, source: str = "config.json") -> "ModelConfig":
         """Reads the dict of a config.json written by transformers 4 or 5; `source` names it in messages. ConfigError
         names a field that is missing, is not the number it should be, or asks for what `Decoder` does not compute."""
-        hf = hf | _rope_of(hf, source)
+        content, hf = hf, hf | _rope_of(hf, source)
         of_llama = {"sliding_window": (None,)} if hf.get("model_type") == "llama" else {}  # Qwen's has a switch
         for field, supported in (SUPPORTED_VALUES | of_llama).items():
             if hf.get(field) not in supported:
@@ -122,6 +124,7 @@ class ModelConfig:
             qk_norm=hf["model_type"] == "qwen3",
             initializer_range=hf.get("initializer_range") or 0.02,
             max_position_embeddings=hf.get("max_position_embeddings"),
+            hf=content,
         )
 
     def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -235,26 +238,7 @@ def resolve_folder(name: str, key: str) -> Path:
 
 def read_model_config(folder: Path, overrides: HFConfigOverrides | None = None) -> ModelConfig:
     """The folder's config.json, with overrides of it. ConfigError where the model is not supported."""
-    return ModelConfig.from_hf(hf_config(folder, overrides), str(folder / "config.json"))
-
-
-def hf_config(folder: Path, overrides: HFConfigOverrides | None = None) -> dict:
-    """The dict of the folder's config.json, with overrides of it."""
-    hf, changes = read_json(folder / "config.json"), overridden_fields(folder, overrides)
-    if "rope_parameters" in changes:  # they take the place of transformers 4's fields
-        hf = {name: value for name, value in hf.items() if name not in ("rope_scaling", "rope_theta")}
-    return hf | changes
-
-
-def overridden_fields(folder: Path, overrides: HFConfigOverrides | None) -> dict:
-    """The fields of config.json that the overrides change, as transformers 5 writes them. Settings of RoPE without a
-    rope_type change those of the model, with one they replace all but rope_theta."""
-    changes: dict = {}
+    hf = read_json(folder / "config.json")
     if overrides and overrides.max_position_embeddings:
-        changes["max_position_embeddings"] = overrides.max_position_embeddings
-    if overrides and overrides.rope_scaling:
-        hf = read_json(folder / "config.json")
-        rope = {"rope_theta": hf.get("rope_theta") or DEFAULT_THETA} | _rope_of(hf, str(folder / "config.json"))
-        given = {"rope_type" if name == "type" else name: value for name, value in overrides.rope_scaling.items()}
-        changes["rope_parameters"] = ({"rope_theta": rope["rope_theta"]} if "rope_type" in given else rope) | given
-    return changes
+        hf["max_position_embeddings"] = overrides.max_position_embeddings
+    return ModelConfig.from_hf(hf, str(folder / "config.json"))

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from config import ConfigError
 from hf.adapter import BASE_SHA256, CONFIG, WEIGHTS, peft_name
-from hf.files import read_json
 from hf.model_config import check_weights, open_weights, weight_files
 from system.ranks import local_rows
 
@@ -146,18 +145,16 @@ def _whole(params: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str,
         yield name, part.flatten()[: param.numel()].view(param.shape)
 
 
-def save_hf(
-    model: nn.Module, folder: str | Path, source_folder: str | Path, *, dtype: torch.dtype, hf: dict | None = None
-) -> None:
+def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, dtype: torch.dtype) -> None:
     """Writes an HF folder that transformers, vLLM and `load_policy` can load; a collective of all ranks.
 
-    Weights in `dtype`: give what the policy computes in, so that the folder scores as the run did. Configs (with that
-    dtype) and tokenizer are the source's; `hf` takes the place of its config.json. Rank 0 writes, and holds no more
-    than one file's tensors (MAX_FILE_BYTES). `<folder>.tmp` is renamed at the end, so `folder` is always whole; one
-    that exists is replaced with all it holds.
+    Weights in `dtype`: give what the policy computes in, so that the folder scores as the run did. config.json is the
+    model's own with that dtype, the tokenizer's files are those of `source_folder`. Rank 0 writes, and holds no more
+    than the tensors of one file (MAX_FILE_BYTES). `<folder>.tmp` is renamed at the end, so `folder` is always whole; a
+    folder that exists is replaced with everything in it.
     """
     source = Path(source_folder)
-    hf = (hf or read_json(source / "config.json")) | {"dtype": str(dtype).removeprefix("torch.")}
+    hf = model.config.hf | {"dtype": str(dtype).removeprefix("torch.")}
     hf.pop("torch_dtype", None)  # what transformers 4 called it
     params = sharded_parameters(model)
     weights = {name: param for name, param in params.items() if not name.endswith(ADAPTER)}

@@ -85,7 +85,7 @@ def build(
             mesh=mesh,
             precision=policy.precision,
             cpu_offload=policy.dtensor_cfg.cpu_offload,
-            overrides=policy.hf_config_overrides,
+            model_config=inputs.model_config,
             lora=policy.dtensor_cfg.lora_cfg,
             seed=cfg.grpo.seed,
             temperature=policy.generation.temperature,
@@ -126,7 +126,7 @@ def build_sampler(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: t
     if inputs.reward_model:
         score = RewardModel(*inputs.reward_model, cfg, device, fsdp_mesh(device.type)).score
     with Progress("start, 2 of 3: vLLM engine"):
-        engine = Engine(inputs.model_folder, inputs.tokenizer, cfg)
+        engine = Engine(inputs.model_folder, inputs.model_config, inputs.tokenizer, cfg)
     ranks.print_rank0(
         f"engine: {ranks.dp_size} x vLLM over {ranks.tp_size} ranks each, vocabulary {engine.vocab_size:,}"
     )

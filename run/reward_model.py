@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from config import Config
 from data import first_fit
-from hf.files import read_json
 from hf.model_config import ModelConfig
 from hf.tokenizer import Tokenizer
 from model import Decoder, load_policy
@@ -46,14 +45,23 @@ class RewardDecoder(Decoder):
 class RewardModel:
     """This rank's shards. `max_model_len` bounds the tokens of a conversation, `pack_tokens` those of a pack."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, cfg: Config, device: torch.device, mesh: DeviceMesh):
+    def __init__(
+        self,
+        folder: Path,
+        model_config: ModelConfig,
+        tokenizer: Tokenizer,
+        cfg: Config,
+        device: torch.device,
+        mesh: DeviceMesh,
+    ):
         precision = cfg.env.reward_model.precision
         self.tokenizer = tokenizer
         self.device = device
         self.max_model_len = cfg.env.reward_model.max_model_len
         self.pack_tokens = max(cfg.policy.pack_tokens(device.type), self.max_model_len)
-        self.pad_token_id = read_json(folder / "config.json").get("pad_token_id")
-        model = load_policy(folder, device="cpu", mesh=mesh, precision=precision, decoder=RewardDecoder)
+        self.pad_token_id = model_config.hf.get("pad_token_id")
+        options = {"precision": precision, "decoder": RewardDecoder, "model_config": model_config}
+        model = load_policy(folder, device="cpu", mesh=mesh, **options)
         self.model = model.requires_grad_(False).to(getattr(torch, precision))
 
     @torch.no_grad()

@@ -20,7 +20,6 @@ from data import Sample
 from engine import Completion, Engine, SamplingOptions, check_canary
 from graders.pool import GraderPool
 from hf.adapter import adapter_config
-from hf.model_config import hf_config
 from hf.weights import save_adapter, save_hf
 from metrics import performance_metrics
 from model import Decoder, Reference
@@ -349,9 +348,8 @@ def finish(run: Run) -> str:
     run.watchdog.enter("export")
     if cfg.checkpointing.save_hf_at_end:
         dtype = getattr(torch, cfg.policy.precision)
-        hf = hf_config(run.inputs.model_folder, cfg.policy.hf_config_overrides)
         with Progress("export"):
-            save_hf(run.model, run.folder / "hf_model", run.inputs.tokenizer.file.parent, dtype=dtype, hf=hf)
+            save_hf(run.model, run.folder / "hf_model", run.inputs.tokenizer.file.parent, dtype=dtype)
         if run.state.base_sha256:
             adapter = adapter_config(cfg.policy, run.model.config)
             save_adapter(run.model, run.folder / "hf_adapter", adapter, run.state.base_sha256)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import sys
 import time
 from dataclasses import replace
@@ -371,17 +370,3 @@ def test_check_answers_for_the_adapter_of_a_new_run(recipe, tmp_path):
     cfg = recipe("smoke.yaml", *words, "policy.dtensor_cfg.lora_cfg.dim=16", f"checkpointing.resume_from={tmp_path}")
     with pytest.raises(ConfigError, match=r"no whole checkpoint"):
         check(cfg)
-
-
-def test_an_override_makes_a_model_one_that_is_supported(recipe, tmp_path):
-    """config.json is judged with policy.hf_config_overrides: YaRN for long contexts may be switched off."""
-    cfg = recipe("smoke.yaml")
-    folder = tmp_path / "model"
-    shutil.copytree(cfg.policy.model_name, folder)
-    hf = json.loads((folder / "config.json").read_text())
-    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    (folder / "config.json").write_text(json.dumps(hf | {"rope_parameters": rope}))
-    with pytest.raises(ConfigError, match="rope_type='yarn' is not supported"):
-        check(replace(cfg, policy=replace(cfg.policy, model_name=str(folder))))
-    overrides = config.HFConfigOverrides(rope_scaling={"rope_type": "default"})
-    check(replace(cfg, policy=replace(cfg.policy, model_name=str(folder), hf_config_overrides=overrides)))

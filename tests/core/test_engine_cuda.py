@@ -59,7 +59,7 @@ def policy(one_rank):
 def make_engine(grpo_config=None, **policy):
     policy_config = config.PolicyConfig(**{"precision": "float32", "max_total_sequence_length": 128} | policy)
     cfg = config.Config(policy=policy_config, grpo=grpo_config or config.GRPOConfig())
-    return engine_module.Engine(STARTER, Tokenizer(STARTER), cfg)
+    return engine_module.Engine(STARTER, read_model_config(STARTER), Tokenizer(STARTER), cfg)
 
 
 @pytest.fixture

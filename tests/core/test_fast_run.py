@@ -21,6 +21,7 @@ import envs
 import eval as eval_module
 import grpo
 from graders.environments import make_environment
+from hf.model_config import read_model_config
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from model import load_policy
@@ -236,7 +237,7 @@ def test_an_environment_without_a_step_says_so():
 
 def make_engine(folder, max_total_tokens=64):
     policy = config.PolicyConfig(precision="float32", max_total_sequence_length=max_total_tokens)
-    return engine_module.Engine(folder, Tokenizer(folder), config.Config(policy=policy))
+    return engine_module.Engine(folder, read_model_config(folder), Tokenizer(folder), config.Config(policy=policy))
 
 
 def test_the_engine_on_cuda_sleeps_and_wakes_in_order(stand_in, one_rank, monkeypatch):

@@ -192,7 +192,7 @@ if __name__ == "__main__":
     generation = config.GenerationConfig(vllm_cfg=config.VllmConfig(tensor_parallel_size=2))
     policy_cfg = config.PolicyConfig(precision="float32", max_total_sequence_length=128, generation=generation)
     grpo_cfg = config.GRPOConfig(async_grpo=config.AsyncGRPOConfig(enabled=True))  # more, and without it the same
-    engine = Engine(folder, tokenizer, config.Config(policy=policy_cfg, grpo=grpo_cfg))
+    engine = Engine(folder, policy.config, tokenizer, config.Config(policy=policy_cfg, grpo=grpo_cfg))
     engine.sync(full_tensors(policy, engine.dtype), 0)
     completions = engine.generate(PROMPTS, [0] * len(PROMPTS), SamplingOptions(0.0, 24))
     greedy = [completion.ids.tolist() for completion in completions]

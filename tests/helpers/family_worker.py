@@ -74,7 +74,7 @@ def main() -> None:
     policy.temperature = 0.8
     policy.vocab_limit = tokenizer.vocab_size
     policy_cfg = config.PolicyConfig(precision=precision, max_total_sequence_length=64)
-    engine = Engine(folder, tokenizer, config.Config(policy=policy_cfg))
+    engine = Engine(folder, policy.config, tokenizer, config.Config(policy=policy_cfg))
     engine.sync(full_tensors(policy, engine.dtype), 0)
     compare = gap if precision == "float32" else head_error
     found = {"start": [0.0, compare(engine, policy)]}

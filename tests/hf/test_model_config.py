@@ -1,9 +1,6 @@
 """What --check asks of a model folder without torch: numbers that are numbers, and whole safetensors files."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +8,9 @@ import numpy as np
 import pytest
 from hf_folders import QWEN2
 from safetensors.numpy import save_file
-from small_run import arguments, write_rows
 
 from config import ConfigError, HFConfigOverrides
-from hf.model_config import ModelConfig, check_weights, hf_config, read_model_config, weight_files
+from hf.model_config import ModelConfig, check_weights, read_model_config, weight_files
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = {
@@ -228,53 +224,11 @@ def test_both_forms_of_config_json_mean_the_same():
     assert ModelConfig.from_hf({**QWEN2, "rope_scaling": {"type": "default"}}) == ModelConfig.from_hf(QWEN2)
 
 
-@pytest.mark.parametrize("form", ["rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize(
-    ("given", "theta", "factor"),
-    [
-        ({"rope_theta": 3e4}, 3e4, 8.0),
-        ({"factor": 2.0}, 5e5, 2.0),
-        ({"rope_type": "default"}, 5e5, None),
-        ({"type": "llama3", **{k: v for k, v in LLAMA3.items() if k != "rope_type"}, "factor": 4.0}, 5e5, 4.0),
-        ({"rope_type": "default", "rope_theta": 7.0}, 7.0, None),
-        ({}, 5e5, 8.0),
-    ],
-)
-def test_overrides_of_config_json(tmp_path, form, given, theta, factor):
-    """policy.hf_config_overrides, of files in the form of transformers 4 and of 5: the model, and what is exported."""
-    rope = {form: LLAMA3, "rope_theta": 5e5} if form == "rope_scaling" else {form: LLAMA3 | {"rope_theta": 5e5}}
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | rope | {"max_position_embeddings": 64}))
+def test_an_override_of_config_json(tmp_path):
+    """policy.hf_config_overrides: the model, and what is exported."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 64}))
+    config = read_model_config(tmp_path, HFConfigOverrides(max_position_embeddings=128))
+    assert config.max_position_embeddings == config.hf["max_position_embeddings"] == 128
     plain = read_model_config(tmp_path)
-    overrides = HFConfigOverrides(max_position_embeddings=128, rope_scaling=given)
-    config = read_model_config(tmp_path, overrides)
-    assert (config.max_position_embeddings, config.rope_theta) == (128, theta)
-    assert (config.rope_scaling and config.rope_scaling.factor) == factor
-    rest = dict(max_position_embeddings=64, rope_theta=plain.rope_theta, rope_scaling=plain.rope_scaling)
-    assert replace(config, **rest) == plain
-    assert ModelConfig.from_hf(hf_config(tmp_path, overrides)) == config
-    assert read_model_config(tmp_path, HFConfigOverrides()) == plain
-
-
-def test_overrides_that_the_decoder_does_not_compute_are_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    with pytest.raises(ConfigError, match=r"config\.json: rope_type='yarn' is not supported"):
-        read_model_config(tmp_path, HFConfigOverrides(rope_scaling={"rope_type": "yarn", "factor": 4.0}))
-
-
-@pytest.mark.long
-def test_engine_and_trainer_have_the_same_overrides(tmp_path):
-    """A step of the smoke task with another rope: in float32 the log-probabilities agree to 1e-4, and the export has
-    it. The run fails if the engine does not get it."""
-    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    env = {key: value for key, value in os.environ.items() if key not in unset} | {"OMP_NUM_THREADS": "1"}
-    (tmp_path / "rows").mkdir()
-    write_rows(tmp_path / "rows")
-    words = [*arguments(tmp_path / "rows"), "grpo.max_num_steps=1", "checkpointing.enabled=false"]
-    words += ["policy.hf_config_overrides.rope_scaling.rope_theta=20", f"logger.log_dir={tmp_path}"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "grpo.py"]
-    run = subprocess.run([*launch, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=180)
-    assert run.returncode == 0, (run.stdout + run.stderr)[-2000:]
-    lines = map(json.loads, (tmp_path / "exp_001/metrics.jsonl").read_text().splitlines())
-    (step,) = [line for line in lines if "train/loss" in line]
-    assert abs(step["train/token_mult_prob_error"] - 1) < 1e-4
-    assert read_model_config(tmp_path / "exp_001/hf_model").rope_theta == 20
+    assert replace(config, max_position_embeddings=64) == plain == read_model_config(tmp_path, HFConfigOverrides())
+    assert plain.hf == LLAMA | {"max_position_embeddings": 64}

@@ -16,6 +16,7 @@ from check.preflight import read_reward_model
 from config import Config, ConfigError, EnvConfig, PolicyConfig, RewardModelConfig, SequencePackingConfig
 from data import Problem
 from graders.reward_function import RewardFunction
+from hf.model_config import read_model_config
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from model import load_policy
@@ -73,7 +74,7 @@ def load(folder, mesh, precision="float32"):
     tokenizer = Tokenizer(folder)
     env = EnvConfig(reward_model=RewardModelConfig(precision=precision, max_model_len=MAX_LEN))
     cfg = Config(env=env, policy=PolicyConfig(sequence_packing=SequencePackingConfig(train_mb_tokens=70)))
-    return RewardModel(folder, tokenizer, cfg, torch.device("cpu"), mesh)
+    return RewardModel(folder, read_model_config(folder), tokenizer, cfg, torch.device("cpu"), mesh)
 
 
 @pytest.fixture(scope="module")

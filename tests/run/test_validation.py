@@ -206,7 +206,7 @@ def inputs_of(**sizes):
     """Validation sets of so many problems, whose answers are 7."""
     rows = [Problem(i, [{"role": "user", "content": "?"}], "7", "exact", [1, 2]) for i in range(50)]
     sets = {name: Dataset(f"{name}.jsonl", rows[:size], "", name) for name, size in sizes.items()}
-    return RunInputs(Path(), FakeTokenizer(), None, sets, {"exact": envs.Exact()})
+    return RunInputs(Path(), None, FakeTokenizer(), None, sets, {"exact": envs.Exact()})
 
 
 def config_of(**grpo):
