@@ -1,7 +1,7 @@
 """Finds run folders and checkpoints and says which are whole. No torch: `--check` asks here whether a run can go on.
 
-A checkpoint is a folder `step_000010` with the files that its `meta.json` lists, of the sizes it lists; anything else
-under such a name is damaged. checkpoint.py writes and reads the tensors and compares their checksums.
+A checkpoint is a folder `step_000010` with the files and file sizes that its `meta.json` lists; anything else under
+such a name is damaged. run/checkpoint.py writes and reads the tensors and compares the checksums.
 """
 
 import json
@@ -19,9 +19,8 @@ from hf.files import read_json
 from hf.lora_layers import KEY as LORA
 from system.exits import describe_os_error
 
-VERSION = 4  # of a checkpoint's files
-READABLE = (3, 4)  # 4 knows LoRA's frozen weights; another one is refused
-# With another value, a checkpoint's tensors would mean another model.
+VERSION = 4  # the format of a checkpoint's files
+# Under another value, a checkpoint's tensors would mean another model.
 LORA_KEYS = ("enabled", "dim", "alpha", "match_all_linear", "target_modules", "exclude_modules")
 SAME_WHEN_LOADED = ("policy.model_name", *(f"{LORA}.{name}" for name in LORA_KEYS))
 # With another value, the samples of a step would be others, or have other rewards.
@@ -34,7 +33,7 @@ SAME_WHEN_REPLAYED = (
     "grpo.reward_shaping",
     "grpo.overlong_filtering",
 )
-# With another value, the position in the data and the sampling seeds would mean other prompts and samples.
+# Under another value, the position in the data and the sampling seeds would mean other prompts and samples.
 SAME_WHEN_RESUMED = (
     *SAME_WHEN_LOADED,
     "policy.optimizer.name",
@@ -59,7 +58,7 @@ def numbered(folder: Path, prefix: str) -> dict[int, Path]:
 
 
 def checkpoint_folder(cfg: CheckpointingConfig, run_folder: Path) -> Path:
-    """Where a run's checkpoints are. Runs that share a `checkpoint_dir` have a folder each: a run deletes old ones."""
+    """Where a run's checkpoints are. A run deletes old ones, so each has a folder of its own in a `checkpoint_dir`."""
     return Path(cfg.checkpoint_dir) / run_folder.resolve().name if cfg.checkpoint_dir else run_folder / "checkpoints"
 
 
@@ -74,16 +73,15 @@ def committed(folder: Path) -> list[Path]:
 
 
 def read_meta(checkpoint: Path) -> dict | str:
-    """The content of its meta.json; where the checkpoint is not whole, what is wrong with it, naming the file.
+    """The content of the checkpoint's meta.json; where the checkpoint is not whole, what is wrong, naming the file.
     ConfigError where another version of the program wrote it: it is whole, but nothing here can read it."""
     file = checkpoint / "meta.json"
     try:
         meta = read_json(file)
-        if meta["version"] not in READABLE:
+        if meta["version"] != VERSION:
             raise ConfigError(
-                f"{file}: checkpoint format {json.dumps(meta['version'])} of another version of this program, which "
-                f"now reads {' and '.join(map(str, READABLE))} only; go on with the version that wrote it "
-                "(provenance.json in the run folder names its commit), or start a new run"
+                f"{file}: checkpoint format {json.dumps(meta['version'])}, and this version of the program reads "
+                f"{VERSION}; go on with the commit that provenance.json in the run folder names, or start a new run"
             )
         for name, entry in meta["files"].items():
             size = (checkpoint / name).stat().st_size
@@ -96,12 +94,13 @@ def read_meta(checkpoint: Path) -> dict | str:
     except OSError as error:
         return describe_os_error(error)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{file}: not what checkpoint.py writes ({type(error).__name__}: {error})"
+        return f"{file}: not what the program writes ({type(error).__name__}: {error})"
 
 
 def resolve(cfg: Config) -> Config:
-    """The config with `checkpointing.resume_from` as `checkpointing.resume` asks. auto, must: the run named, else the
-    newest of logger.log_dir that has a whole checkpoint. null without one; ConfigError if it is `must`."""
+    """The config with `checkpointing.resume_from` filled in as `checkpointing.resume` asks. auto and must: the run that
+    is named, else the newest run of logger.log_dir that has a whole checkpoint. Without one: null, and ConfigError
+    for must."""
     ckpt_cfg = cfg.checkpointing
     if ckpt_cfg.resume not in ("auto", "must") or ckpt_cfg.resume_from:
         return cfg
@@ -124,7 +123,7 @@ def check_folders(cfg: Config) -> None:
 
 
 def check_resumable(cfg: Config, to_train: bool = True) -> None:
-    """ConfigError where the run `checkpointing.resume_from` cannot go on: it left no whole checkpoint, its newest is
+    """ConfigError where the run `checkpointing.resume_from` cannot go on: it has no whole checkpoint, the newest one is
     damaged (resume=auto takes the one before), another version wrote it, or settings differ that must stay."""
     run = Path(cfg.checkpointing.resume_from)
     if not os.path.isdir(run):
@@ -135,9 +134,9 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
     metas = {path: read_meta(path) for path in checkpoints(folder)}
     problems = {path: meta for path, meta in metas.items() if isinstance(meta, str)}
     if len(problems) == len(metas):
-        reasons = f" ({'; '.join(list(problems.values())[:1])})" if problems else ""
+        reason = f" ({next(iter(problems.values()))})" if problems else ""
         raise ConfigError(
-            f"checkpointing.resume_from={run}: no whole checkpoint in {folder}{reasons}; start a new run without it"
+            f"checkpointing.resume_from={run}: no whole checkpoint in {folder}{reason}; start a new run without it"
         )
     newest = next(iter(metas))
     if newest in problems and cfg.checkpointing.resume != "auto":
@@ -152,13 +151,13 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
         return
     if changed:
         raise ConfigError(
-            f"not as in the run that checkpointing.resume_from={run} continues: {', '.join(changed.values())}; use "
+            f"checkpointing.resume_from={run} cannot go on with other settings: {', '.join(changed.values())}; use "
             f"./train.sh {run}/config.yaml checkpointing.resume_from={run}{fix}"
         )
 
 
 def _changed(cfg: Config, run: Path, keys: Sequence[str]) -> dict[str, str]:
-    """Those of the keys that have another value in the run folder, and both values."""
+    """Key -> old and new value, for each of the keys that has another value in the run folder."""
     before, changed = reader.load(run / "config.yaml"), {}
     has_lora = any(each.policy.dtensor_cfg.lora_cfg.enabled for each in (before, cfg))
     for key in keys:
@@ -166,7 +165,7 @@ def _changed(cfg: Config, run: Path, keys: Sequence[str]) -> dict[str, str]:
             continue
         old, new = (operator.attrgetter(key)(c) for c in (before, cfg))
         if old != new and (key != "policy.model_name" or Path(old) != Path(new)):  # "model" is "./model/"
-            changed[key] = f"{key}={json.dumps(new, default=asdict)} (there {json.dumps(old, default=asdict)})"
+            changed[key] = f"{key}={json.dumps(new, default=asdict)} (was {json.dumps(old, default=asdict)})"
     return changed
 
 

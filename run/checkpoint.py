@@ -1,12 +1,14 @@
-"""Writes and reads checkpoints. Finding them and telling which are whole (torch-free) is resume.py.
+"""Writes and reads checkpoints. check/resume.py finds them and tells which are whole, without torch.
 
-A checkpoint is a folder `step_000010/` with one safetensors file per rank (its rows of the float32 master weights, of
-the optimizer's state and of the reference policy; of weights that LoRA has frozen there is the hash alone), of the
-first replica where there are several, and `meta.json`, written last: step, counters, fingerprints, and size and sha256
-of every file. Training stops only for a copy to host memory: a thread of each rank writes it into `step_000010.tmp`,
-and when all ranks have, at the end of a later step, rank 0 adds meta.json and renames. Older ones go only after that,
-so a kill at any instant leaves every committed checkpoint as it was. Not torch.distributed.checkpoint: its metadata is
-a pickle, which can run code, and it keeps no checksum of a file.
+A checkpoint is a folder `step_000010/` with one safetensors file per rank and `meta.json`. A rank's file has its rows
+of the float32 master weights, of the optimizer's state and of the reference policy. Where several replicas hold the
+same rows, the first one writes them. Weights that LoRA has frozen are not stored: a hash identifies them. `meta.json`
+is written last: step, counters, fingerprints, and size and sha256 of every file.
+
+Training stops only for a copy to host memory. A thread of each rank writes the copy into `step_000010.tmp`. When all
+ranks have written, at the end of a later step, rank 0 adds meta.json and renames the folder. Older checkpoints go only
+after that, so a kill at any instant leaves every committed checkpoint as it was. We do not use
+torch.distributed.checkpoint: its metadata is a pickle, which can run code, and it keeps no checksum of a file.
 """
 
 import hashlib
@@ -14,7 +16,9 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -34,26 +38,39 @@ from system.ranks import Ranks, any_rank, broadcast_from_rank0, gather, local_ro
 MAX_FAILURES = 3  # saves in a row that the disk refused, before the run stops
 
 
-def write_file(tensors: dict[str, Tensor], file: Path) -> dict | str:
-    """Writes a rank's file. Returns its entry of meta.json's "files", or what went wrong. {} where it has nothing."""
-    if not tensors:
-        return {}
+def write_part(file: Path, write: Callable[[], None]) -> dict | str:
+    """Writes one file of a folder. Returns the file's entry of meta.json's "files", or what went wrong."""
     try:
-        save_file(tensors, file)
-        return entry_of(file)
-    except Exception as error:  # safetensors raises its own for a full disk; `finish` shows it to all ranks
+        write()
+        flush(file)
+        return {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}}
+    except Exception as error:  # safetensors raises its own for a full disk; `commit` raises it on all ranks
         return f"{file}: {error}"
 
 
-def entry_of(file: Path) -> dict:
-    """Of meta.json's "files"; the file is on the disk then."""
-    flush(file)
-    return {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}}
+def commit(temporary: Path, meta: dict, parts: Sequence[dict | str]) -> None:
+    """Completes `step_000010.tmp` with meta.json and renames it to `step_000010`. `parts`: what `write_part` returned
+    on this rank. A collective. Raises OSError, on all ranks, where the disk refused something."""
+    all_parts = list(chain(*gather(parts)))
+    if problems := [part for part in all_parts if isinstance(part, str)]:
+        raise OSError(problems[0])
+    meta = meta | {"files": {name: entry for part in all_parts for name, entry in part.items()}}
+    on_rank0(lambda: _rename(temporary, meta))
+
+
+def _rename(temporary: Path, meta: dict) -> None:
+    final = temporary.with_suffix("")
+    (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
+    flush(temporary / "meta.json")
+    flush(temporary)
+    shutil.rmtree(final, ignore_errors=True)  # only a run resumed from before this step gets here with one
+    os.rename(temporary, final)
+    flush(final.parent)
 
 
 class Saver:
     """Writes the checkpoints of a run. Its methods are collectives: all ranks call them at the same point. As a context
-    manager it ends with the last one committed, unless this rank alone may have failed."""
+    manager it commits the last checkpoint on exit, unless this rank alone may have failed."""
 
     def __init__(self, folder: Path, cfg: CheckpointingConfig, ranks: Ranks):
         self.folder = folder
@@ -62,7 +79,7 @@ class Saver:
         # Not a daemon: where the run ends in an error, the interpreter still waits for the file to be closed.
         self.writer = ThreadPoolExecutor(1, "checkpoint")
         self.pending: tuple[Path, dict] | None = None  # folder and meta.json of the checkpoint that is being written
-        self.written: Future[dict | str] | None = None  # this rank's `write_file` of it
+        self.written: Future[dict | str] | None = None  # of `write_part`; None where this rank has nothing to write
         self.saved: int | None = None  # the newest step that is on disk
         self.num_failures = 0
 
@@ -73,17 +90,16 @@ class Saver:
         if error is None or isinstance(error, (StopRun, Saved)):  # what all ranks raise together
             self.finish()
 
-    def save(self, step: int, model, optimizer, state: dict, reference: dict[str, Tensor], metric, replies=None):
+    def save(self, step: int, model, optimizer, state: dict, reference: dict[str, Tensor], metrics: dict[str, float]):
         """Begins checkpoint `step`: on return the state is copied, and training may go on.
 
         `state`: JSON-able, `load` returns it. `reference`: this rank's rows of the reference policy by parameter name,
-        or {}. `metric`: what keep_top_k compares, or None. `replies`: name -> tensor, what this rank's
-        engine has for later steps, or None. A disk without room costs this checkpoint, not the run; MAX_FAILURES of
-        them in a row end it (StopRun).
+        or {}. `metrics`: of the last training step; keep_top_k compares one of these or of `state["last_validation"]`.
+        A disk without room costs this checkpoint, not the run; MAX_FAILURES in a row end the run (StopRun).
         """
         self.finish()
+        metric = self._metric(metrics, state.get("last_validation", {}))
         tensors = _copy_to_host(model, optimizer, reference)
-        tensors |= {f"reply.{name}": tensor for name, tensor in (replies or {}).items()}
         size = sum(gather(sum(tensor.nbytes for tensor in tensors.values())))
         temporary = self.folder / f"step_{step:06d}.tmp"
         try:
@@ -91,31 +107,38 @@ class Saver:
         except OSError as error:
             return self._give_up(temporary, str(error))
         meta = {"version": VERSION, "step": step, "world_size": self.ranks.world_size, "state": state, "metric": metric}
-        meta = json.loads(json.dumps(meta))  # the run goes on changing `state`
+        self.pending = temporary, json.loads(json.dumps(meta))  # the run goes on changing `state`
         file = temporary / f"rank_{self.ranks.rank:05d}.safetensors"
-        self.pending = temporary, meta
-        self.written = self.writer.submit(write_file, tensors, file)
+        self.written = self.writer.submit(write_part, file, partial(save_file, tensors, file)) if tensors else None
 
     def poll(self) -> None:
-        """Commits the pending checkpoint if all ranks have written theirs; else leaves it for later."""
-        if self.pending is not None and not any_rank(not self.written.done()):
+        """Commits the pending checkpoint if all ranks have written their part; else leaves it for later."""
+        if self.pending is not None and not any_rank(self.written is not None and not self.written.done()):
             self.finish()
 
     def finish(self) -> None:
         """Waits for the pending checkpoint and commits it."""
         if self.pending is None:
             return
-        results = gather(self.written.result())
+        parts = [self.written.result()] if self.written else []
         (temporary, meta), self.pending = self.pending, None
-        problem = next((result for result in results if isinstance(result, str)), None)
         try:
-            if problem:
-                raise OSError(problem)
-            meta["files"] = {name: entry for files in results for name, entry in files.items()}
-            on_rank0(lambda: self._commit(temporary, meta))
+            commit(temporary, meta, parts)
+            on_rank0(self._prune)
         except OSError as error:
             return self._give_up(temporary, str(error))
         self.saved, self.num_failures = meta["step"], 0
+
+    def _metric(self, train: dict[str, float], validation: dict[str, float]) -> float | None:
+        """What keep_top_k compares: a number of the last step or the last validation; None if there is none, or NaN."""
+        name = self.cfg.metric_name
+        if self.cfg.keep_top_k is None or not (train if name.startswith("train/") else validation):
+            return None
+        metrics = {f"train/{key}": value for key, value in train.items()} | validation
+        if name not in metrics:
+            known = ", ".join(sorted(metrics))
+            raise StopRun(f"checkpointing.metric_name={name}: there is no such metric; use one of {known}")
+        return metrics[name] if math.isfinite(metrics[name]) else None
 
     def _make_room(self, temporary: Path, size: int) -> None:
         for leftover in (*self.folder.glob("step_*.tmp"), *self.folder.glob("step_*.old")):  # by a kill
@@ -124,16 +147,6 @@ class Saver:
         free = shutil.disk_usage(temporary).free
         if free < 1.05 * size:  # headers, meta.json, blocks
             raise OSError(f"{self.folder}: {free / 2**20:,.0f} MiB free, a checkpoint needs {size / 2**20:,.0f} MiB")
-
-    def _commit(self, temporary: Path, meta: dict) -> None:
-        final = temporary.with_suffix("")
-        (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
-        flush(temporary / "meta.json")
-        flush(temporary)
-        shutil.rmtree(final, ignore_errors=True)  # only a run resumed from before this step gets here with one
-        os.rename(temporary, final)
-        flush(self.folder)
-        self._prune()
 
     def _prune(self) -> None:
         """Removes all but the newest keep_latest and the best keep_top_k (of equal ones the newer)."""
@@ -157,27 +170,16 @@ class Saver:
         self.ranks.print_rank0(f"WARNING: {failure}; training goes on, the next one is due as configured")
 
 
-def metric(ckpt_cfg: CheckpointingConfig, state: dict, train: dict[str, float]) -> float | None:
-    """What keep_top_k compares: a number of the last step or the last validation; None if there is none, or NaN."""
-    name, validation = ckpt_cfg.metric_name, state["last_validation"]
-    if ckpt_cfg.keep_top_k is None or not (train if name.startswith("train/") else validation):
-        return None
-    metrics = {f"train/{key}": value for key, value in train.items()} | validation
-    if name not in metrics:
-        raise StopRun(f"checkpointing.metric_name={name} is no metric here; known: {', '.join(sorted(metrics))}")
-    return metrics[name] if math.isfinite(metrics[name]) else None
-
-
 def load(
     folder: Path, model, optimizer, ranks: Ranks, reference: dict, *, mode: str | None, base=None, step: int = 0
 ) -> dict:
-    """Restores the newest checkpoint of `folder`, or that of `step`, into model, fresh optimizer and `reference` (as in
-    `save`), on any number of ranks; the weights alone if `optimizer` is None. Returns its `state` with `step` in it. A
-    collective.
+    """Restores the newest checkpoint of `folder`, or the one of `step`, into model, fresh optimizer and `reference` (as
+    in `save`), on any number of ranks; the weights alone if `optimizer` is None. Returns the checkpoint's `state` with
+    `step` in it. A collective.
 
-    mode "auto" takes the newest that is good and prints a warning for each that is not; with another mode the newest
-    must be good. `replies` in what is returned: those of all ranks. Raises ConfigError, on all ranks, that names the
-    damaged file, or where `base` is not the state's base_sha256.
+    mode "auto" takes the newest good checkpoint and prints a warning for each damaged one; with another mode the newest
+    must be good. Raises ConfigError, on all ranks: it names the damaged file, or says that `base` is not the state's
+    base_sha256.
     """
     paths = [folder / f"step_{step:06d}"] if step else checkpoints(folder)
     for path in broadcast_from_rank0(paths):  # rank 0's view of a shared disk
@@ -186,8 +188,8 @@ def load(
             meta = read_meta(path)
             if meta["state"].get("base_sha256") != base:
                 raise ConfigError(f"{path}: adapters of other weights than those of policy.model_name, by their sha256")
-            replies = _restore(path, list(meta["files"]), model, optimizer, reference)
-            return {"step": meta["step"], **meta["state"]} | ({"replies": replies} if replies else {})
+            _restore(path, sorted(meta["files"]), model, optimizer, reference)
+            return {"step": meta["step"], **meta["state"]}
         if mode != "auto":
             raise ConfigError(damaged(problem, path))
         ranks.print_rank0(f"WARNING: {problem}: going on from an older checkpoint")
@@ -195,7 +197,7 @@ def load(
 
 
 def problem_of(path: Path, ranks: Ranks) -> str | None:
-    """What is wrong with a checkpoint, the same on all ranks; its files are divided among them."""
+    """What is wrong with a checkpoint, or None; the same on all ranks, which share the work of reading its files."""
     meta = read_meta(path)
     problem = meta if isinstance(meta, str) else None
     for name in [] if problem else sorted(meta["files"])[ranks.rank :: ranks.world_size]:
@@ -208,8 +210,8 @@ def problem_of(path: Path, ranks: Ranks) -> str | None:
 
 
 def _copy_to_host(model, optimizer, reference: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Name in the file -> copy of this rank's rows: the thread writes them while training changes the originals. {} if
-    another replica writes the same."""
+    """Name in the file -> copy of this rank's rows: the thread writes the copy while training changes the original. {}
+    where another replica writes the same rows."""
     params = _trained(model)
     if any(any(p.device_mesh.get_coordinate()[:-1]) for p in params.values() if isinstance(p, DTensor)):
         return {}
@@ -222,21 +224,19 @@ def _copy_to_host(model, optimizer, reference: dict[str, Tensor]) -> dict[str, T
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
-def _describe_state(value: Tensor | float | int, param: Tensor) -> tuple[str, Tensor]:
+def _describe_state(value: Tensor | float, param: Tensor) -> tuple[str, Tensor]:
     """(kind, tensor to store) of what an optimizer keeps for a parameter. sharded: a DTensor like the parameter. local:
-    a tensor like this rank's rows of it. replicated: any other tensor, equal on all ranks. number: no tensor."""
+    a tensor like this rank's rows of the parameter. replicated: any other, equal on all ranks; a number is stored as a
+    tensor without dimensions."""
     if isinstance(value, DTensor):
         assert value.shape == param.shape and value.placements == param.placements, (value.shape, value.placements)
         return "sharded", value.to_local()
-    if not isinstance(value, Tensor):
-        return "number", torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    value = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64)
     return "local" if value.dim() and value.shape == _local(param).shape else "replicated", value
 
 
-def _read_state(files: list, name: str, kind: str, param: Tensor) -> Tensor | float | int:
+def _read_state(files: list, name: str, kind: str, param: Tensor) -> Tensor:
     """What `_describe_state` described."""
-    if kind == "number":
-        return files[0].get_tensor(name).item()
     if kind == "replicated":
         return files[0].get_tensor(name).to(param.device)
     rows = _read_rows(files, name, param).to(param.device)
@@ -263,15 +263,14 @@ def _read_rows(files: list, name: str, param: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[str, Tensor]) -> dict[str, Tensor]:
-    all_files = [safe_open(path / shard, framework="pt") for shard in sorted(shards)]
-    names = sorted(all_files[0].keys())
-    files = [file for file in all_files if names[0] in file.keys()]  # those of other replicas hold replies at most
+def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[str, Tensor]) -> None:
+    files = [safe_open(path / shard, framework="pt") for shard in shards]
+    names = sorted(files[0].keys())
     params = _trained(model)
     for name, param in params.items():
         _local(param).copy_(_read_rows(files, f"param.{name}", param))
     if optimizer is None:
-        return {}
+        return
     has_reference = any(name.startswith("reference.") for name in names)
     if has_reference != bool(reference):
         raise ConfigError(
@@ -280,16 +279,14 @@ def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[st
         )
     for name, rows in reference.items():
         rows.copy_(_read_rows(files, f"reference.{name}", params[name]))
-    for stored in names:  # of the optimizer: nothing, where the first step was still to come
+    for stored in names:
         kind, _, rest = stored.partition(".")
-        if kind not in ("param", "reference", "reply"):
+        if kind not in ("param", "reference"):  # the optimizer's; there is none before the first step
             key, _, name = rest.partition(".")
             value = _read_state(files, stored, kind, params[name])
             if kind in ("sharded", "local") and isinstance(optimizer, Optimizer):
                 value = optimizer.at_rest(key, value)  # at once: the device may not have room for all of them
             optimizer.state[params[name]][key] = value
-    stored_replies = [(file, name) for file in all_files for name in file.keys() if name.startswith("reply.")]
-    return {name.removeprefix("reply."): file.get_tensor(name) for file, name in stored_replies}
 
 
 def _trained(model) -> dict[str, Tensor]:
@@ -301,7 +298,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def weights_sha256(folder: Path, ranks: Ranks) -> str:
-    """The fingerprint of a model folder's weights, whose files are divided among the ranks. A collective."""
+    """The fingerprint of a model folder's weights. The ranks share the work of reading the files. A collective."""
     digests = gather([_sha256(file) for file in weight_files(folder)[ranks.rank :: ranks.world_size]])
     return hashlib.sha256("".join(sorted(chain(*digests))).encode()).hexdigest()
 
@@ -312,7 +309,7 @@ def _sha256(file: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """To the disk, for files and folders: a rename can survive a power cut that its content does not."""
+    """Writes a file or folder through to the disk: else a rename can survive a power cut, and the content not."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

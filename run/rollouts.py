@@ -6,7 +6,6 @@ before the step trains, so a step that ends the run leaves its samples, and has 
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.numpy import load_file
+from safetensors.torch import save_file
 
 from batch import to_device
 from check.resume import VERSION, read_meta
@@ -43,8 +43,7 @@ def dump(
 ) -> None:
     """Writes the samples that `step` is to train to step_000012 in `folder`. What the disk refuses costs this dump, not
     the run. A collective of all ranks that train, between their advantages and the first optimizer step."""
-    final = folder / f"step_{step:06d}"
-    temporary = final.with_suffix(".tmp")
+    temporary = folder / f"step_{step:06d}.tmp"
     trained = samples.trained
     holders = [i % ranks.world_size if each.holder is None else each.holder for i, each in enumerate(trained)]
     held = [i for i, holder in enumerate(holders) if holder == ranks.rank]
@@ -53,32 +52,27 @@ def dump(
     try:
         on_rank0(lambda: shutil.rmtree(temporary, ignore_errors=True))  # of a run that was killed while it wrote
         on_rank0(lambda: temporary.mkdir(parents=True))
-        results = gather(checkpoint.write_file(tensors, temporary / f"rank_{ranks.rank:03d}.safetensors"))
-        if problem := next((result for result in results if isinstance(result, str)), None):
-            raise OSError(problem)
+        file = temporary / f"rank_{ranks.rank:03d}.safetensors"
+        parts = [checkpoint.write_part(file, partial(save_file, tensors, file))]
+        if ranks.rank == 0:
+            file = temporary / "samples.jsonl"
+            parts.append(checkpoint.write_part(file, lambda: _write_texts(file, trained, tokenizer)))
         drawn = sample_metrics(samples.generated, trained) | samples.metrics
         meta = {"version": VERSION, "step": step, "world_size": ranks.world_size, "state": drawn, "metric": None}
-        meta["files"] = {name: entry for files in results for name, entry in files.items()}
-        on_rank0(lambda: _commit(temporary, final, meta, trained, tokenizer))
+        checkpoint.commit(temporary, meta, parts)
     except OSError as error:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         ranks.print_rank0(f"WARNING: the rollouts of step {step} were not written ({error}); training goes on")
 
 
-def _commit(temporary: Path, final: Path, meta: dict, samples: Sequence[Sample], tokenizer: Tokenizer) -> None:
-    file = temporary / "samples.jsonl"
+def _write_texts(file: Path, samples: Sequence[Sample], tokenizer: Tokenizer) -> None:
     with file.open("w") as stream:
         for sample in samples:
             record = {name: getattr(sample, name) for name in RECORDED}
             record["prompt_text"] = tokenizer.backend.decode(sample.prompt_ids, skip_special_tokens=False)
             record["tokens"] = token_texts(tokenizer, sample.output_ids.tolist())
             stream.write(json.dumps(record) + "\n")
-    meta["files"] |= checkpoint.entry_of(file)
-    (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
-    checkpoint.flush(temporary / "meta.json")
-    shutil.rmtree(final, ignore_errors=True)  # a resumed run comes to a step again
-    os.rename(temporary, final)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from check.preflight import RunInputs, data_lines, lora_note, memory_plan, num_s
 from check.resume import checkpoint_folder, replayed_run, replayed_step
 from check.rules import must_save_by_seconds
 from data import Sample
-from engine import Completion, Engine, SamplingOptions, check_canary
+from engine import Engine, check_canary
 from graders.pool import GraderPool
 from hf.adapter import adapter_config
 from hf.weights import save_adapter, save_hf
@@ -27,7 +27,7 @@ from optim import build_optimizer
 from rollout import Sampler, StepSamples
 from run import checkpoint, rollouts
 from run.build import build, build_sampler, read_adapter, reference_dtype
-from run.generators import Generators, finished_replies, groups_under_way, serve
+from run.generators import Generators, groups_under_way, serve
 from run.log import RunLog, Timers
 from run.memory import Memory
 from system.exits import Interrupted, Saved, Signals, StopRun
@@ -182,7 +182,6 @@ def restore(run: Run) -> None:
             raise config.ConfigError(f"{checkpoints} holds checkpoints of another run: choose another checkpoint_dir")
         return
     counters = _load(run, checkpoints, cfg.resume)
-    replies = counters.pop("replies", {})
     run.state = state = RunState(**counters)
     run.saver.saved = state.step
     if cfg.allow_changes and state.fingerprints != train.fingerprints:
@@ -190,9 +189,7 @@ def restore(run: Run) -> None:
         run.ranks.print_rank0(f"WARNING: other data than before {allowed}")
         state.cursor = train.start()
         state.fingerprints = train.fingerprints
-        replies = {}
     train.check_same(state.fingerprints, cfg.resume_from)
-    _restore_replies(run, replies)
     run.ranks.print_rank0(f"resumed from {checkpoints / f'step_{state.step:06d}'}")
 
 
@@ -206,32 +203,12 @@ def _begin_replay(run: Run) -> None:
         ranks.print_rank0(f"WARNING: the replay is {other}: its numbers differ by rounding")
     if step > 1:
         counters = _load(run, checkpoint_folder(cfg.checkpointing, replayed_run(cfg)), "must", step - 1)
-        counters.pop("replies", None)
         run.state = RunState(**counters | {"first_validation": {}, "last_validation": {}})  # which are that run's
 
 
 def _load(run: Run, folder: Path, mode: str | None, step: int = 0) -> dict:
     shards, base = run.reference.shards if run.reference else {}, run.state.base_sha256
     return checkpoint.load(folder, run.model, run.optimizer, run.ranks, shards, mode=mode, base=base, step=step)
-
-
-def _replies(run: Run) -> dict[str, torch.Tensor]:
-    """What this rank saves of the replies that are finished for later steps."""
-    generation = run.cfg.policy.generation
-    options = SamplingOptions(generation.temperature, generation.max_new_tokens, generation.top_p, generation.top_k)
-    if isinstance(run.sampler, Generators):
-        return run.sampler.replies(options, run.cfg.grpo.seed)
-    return finished_replies(run.sampler, options, run.cfg.grpo.seed)
-
-
-def _restore_replies(run: Run, replies: dict[str, torch.Tensor]) -> None:
-    """Gives the engine those of a checkpoint that this run's options allow; in a run without async_grpo, none."""
-    for name, reply in replies.items() if run.cfg.grpo.async_grpo.max_age else ():
-        key, *_, finish_reason = name.split(".")
-        ids, logps, versions = np.asarray(reply)
-        if len(ids) <= run.cfg.policy.generation.max_new_tokens:
-            completion = Completion(np.int32(ids), np.float32(logps), finish_reason, np.int32(versions))
-            run.engine.known[int(key)] = completion
 
 
 # --------------------------------------------------------------------------------------------------- around the steps
@@ -323,9 +300,7 @@ def _save(run: Run) -> None:
     state, saver = run.state, run.saver
     if saver.cfg.enabled and state.num_bad_steps == 0 and state.step != saver.saved:
         reference = run.reference.shards if run.reference else {}
-        replies = _replies(run) if run.cfg.grpo.async_grpo.max_age else {}
-        metric = checkpoint.metric(saver.cfg, asdict(state), run.metrics)
-        saver.save(state.step, run.model, run.optimizer, asdict(state), reference, metric, replies)
+        saver.save(state.step, run.model, run.optimizer, asdict(state), reference, run.metrics)
 
 
 def save_early(run: Run) -> Exception:

@@ -44,19 +44,19 @@ def main(folder: Path) -> dict:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     checkpoints, ballast, after = folder / "checkpoints", folder / "ballast", {}
     saver = checkpoint.Saver(checkpoints, CheckpointingConfig(keep_latest=2), Ranks(0, 1, 0, 1))
-    write = checkpoint.write_file
+    save_file = checkpoint.save_file
 
-    def write_on_full_disk(tensors, file):
+    def save_on_full_disk(tensors, file):
         """The room that `save` has looked for is gone but for half of what it needs."""
         take(ballast, 100 * MIB)
         with ballast.open("r+b") as stream:
             stream.truncate(ballast.stat().st_size - MIB)
-        return write(tensors, file)
+        save_file(tensors, file)
 
     def save(step, name):
         stopped = None
         try:
-            saver.save(step, *state_at(step), {"cursor": 7 * step}, {}, None)
+            saver.save(step, *state_at(step), {"cursor": 7 * step}, {}, {})
             saver.finish()
         except StopRun as error:
             stopped = str(error)
@@ -70,9 +70,9 @@ def main(folder: Path) -> dict:
         }
 
     save(1, "room")
-    checkpoint.write_file = write_on_full_disk
+    checkpoint.save_file = save_on_full_disk
     save(2, "full while it is written")
-    checkpoint.write_file = write
+    checkpoint.save_file = save_file
     save(3, "full before")
     ballast.unlink()
     save(4, "room again")

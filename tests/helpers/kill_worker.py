@@ -95,7 +95,7 @@ def live(rank: int, folder: Path, life: int, point: str | None) -> None:
         arm(point)
     saver = checkpoint.Saver(checkpoints, CheckpointingConfig(keep_latest=2), ranks)
     for step in range(step + 1, step + 5):  # noqa: B020
-        saver.save(step, *model_at(step), {"cursor": step * 7}, {}, None)
+        saver.save(step, *model_at(step), {"cursor": step * 7}, {}, {})
         saver.finish()
         if rank == 0:
             (folder / "committed.tmp").write_text(str(step))

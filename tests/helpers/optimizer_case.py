@@ -118,7 +118,7 @@ def check_checkpoints(folder, mesh, ranks, work, cfg):
         model, optimizer = fresh(folder, mesh, cfg, offloads=offloads)
         train(model, optimizer, range(2))
         saver = checkpoint.Saver(work / f"offloads {offloads}", config.CheckpointingConfig(), ranks)
-        saver.save(2, model, optimizer, {}, {}, None)
+        saver.save(2, model, optimizer, {}, {}, {})
         train(model, optimizer, (2,))  # while it is being written
         saver.finish()
         model, optimizer = fresh(folder, mesh, cfg, offloads=not offloads)

@@ -164,15 +164,11 @@ def test_what_the_disk_refuses_costs_the_dump_alone(start, plain, tmp_path, monk
     """A rank's file in the first step, what rank 0 writes in the second. What a kill has left is no dump; the third
     writes over it."""
     half = tmp_path / "exp_001" / "rollouts" / "step_000003.tmp"
-    steps, dump, write, entry = [], rollouts.dump, checkpoint.write_file, checkpoint.entry_of
+    steps, dump, write = [], rollouts.dump, checkpoint.write_part
 
-    def write_file(tensors, file):
-        return f"{file}: No space left on device" if steps[-1] == 1 else write(tensors, file)
-
-    def entry_of(file):
-        if steps[-1] == 2 and file.name == "samples.jsonl":
-            raise OSError(28, "No space left on device")
-        return entry(file)
+    def write_part(file, *rest):
+        full = {1: "rank_000.safetensors", 2: "samples.jsonl"}.get(steps[-1]) == file.name
+        return f"{file}: No space left on device" if full else write(file, *rest)
 
     def dump_step(folder, samples, step, *rest):
         steps.append(step)
@@ -181,8 +177,7 @@ def test_what_the_disk_refuses_costs_the_dump_alone(start, plain, tmp_path, monk
             (half / "rank_007.safetensors").touch()
         dump(folder, samples, step, *rest)
 
-    monkeypatch.setattr(checkpoint, "write_file", write_file)
-    monkeypatch.setattr(checkpoint, "entry_of", entry_of)
+    monkeypatch.setattr(checkpoint, "write_part", write_part)
     monkeypatch.setattr(rollouts, "dump", dump_step)
     write_rows(tmp_path)
     code, tensors, _ = start(*arguments(tmp_path), *THREE_STEPS, DUMP, "checkpointing.enabled=false")
@@ -289,7 +284,7 @@ def test_what_cannot_be_replayed(plain, tmp_path):
     folder, _ = plain
     assert "no such folder; a run with logger.dump_rollouts=N has rollouts/step_000001" in refusal(folder, step=7)
     told = refusal(folder, "grpo.num_prompts_per_step=2", "grpo.reward_scaling.enabled=true")
-    assert "grpo.num_prompts_per_step=2 (there 4)" in told and "change keys of the loss, the advantages or" in told
+    assert "grpo.num_prompts_per_step=2 (was 4)" in told and "change keys of the loss, the advantages or" in told
     assert 'grpo.reward_scaling={"enabled": true, ' in told
     assert "policy.model_name=" in refusal(folder, f"policy.model_name={tmp_path}")
     assert "starts from the checkpoint before its rollouts" in refusal(folder, f"checkpointing.resume_from={folder}")

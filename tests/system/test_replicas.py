@@ -113,21 +113,18 @@ def test_a_sync_gathers_within_the_replica(four_ranks):
 
 
 def test_checkpoints_and_exports_are_those_of_every_mesh(four_ranks):
-    """Weights, moments and the reference to the bit; what each rank has for itself is there, too."""
+    """Weights, moments and the reference to the bit."""
     facts = four_ranks[0]["checkpoints"]
     for saved, num_loads in (("2 x 2", 5), ("4", 1), ("4 x 1", 1)):
         states = facts["states"][saved]
         assert len({state for of_rank in states for state in of_rank}) == 1 and len(states[0]) == 1 + num_loads
         assert len({export for mesh, export in facts["exports"] if mesh == saved}) == 1
-    assert len(facts["exports"]) == len(facts["replies"]) == 7
-    assert all(its == {"of rank 0": [0.0] * 3, "of rank 3": [3.0] * 3} for its in facts["replies"])
+    assert len(facts["exports"]) == 7
 
 
 def test_one_replica_writes(four_ranks):
-    """A file of the others holds what is theirs alone; none is there for who has nothing."""
     files = four_ranks[0]["checkpoints"]["files"]
     numbers = {mesh: sorted(int(name[5:10]) for name in its) for mesh, its in files.items()}
-    assert numbers == {"2 x 2": [0, 1, 3], "4": [0, 1, 2, 3], "4 x 1": [0, 3]}
+    assert numbers == {"2 x 2": [0, 1], "4": [0, 1, 2, 3], "4 x 1": [0]}
     sizes = {mesh: sum(its.values()) for mesh, its in files.items()}
-    assert files["2 x 2"]["rank_00003.safetensors"] < 200
     assert sizes["4 x 1"] < sizes["2 x 2"] < sizes["4"] < 1.05 * sizes["4 x 1"]  # headers
