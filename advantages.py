@@ -47,13 +47,13 @@ def scale_reward(reward: float, cfg: RewardScalingConfig) -> float:
 def overlong_penalty(length: int, cfg: RewardShapingConfig, max_new_tokens: int) -> float:
     """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13) for `length` tokens: >= 0, to be subtracted.
 
-    0 up to max_response_length - overlong_buffer_length tokens, then linear up to overlong_buffer_penalty at
-    max_response_length. Beyond, the line goes on (NeMo RL, verl), or stays with floor_overlong_penalty (DAPO, TRL).
+    0 up to max_response_length - overlong_buffer_length tokens, then linear: overlong_buffer_penalty at
+    max_response_length, and more beyond, as in NeMo RL and verl (DAPO and TRL stop there).
     Example: max 20, buffer 4, penalty 1: 0 at 16 tokens, .25 at 17, 1 at 20, 2 at 24.
     """
     longest = max_new_tokens if cfg.max_response_length is None else cfg.max_response_length
     share = max(length - (longest - cfg.overlong_buffer_length), 0) / cfg.overlong_buffer_length
-    return cfg.overlong_buffer_penalty * (min(share, 1.0) if cfg.floor_overlong_penalty else share)
+    return cfg.overlong_buffer_penalty * share
 
 
 def filter_overlong(samples: Sequence[Sample]) -> int:

@@ -69,8 +69,6 @@ class RewardShapingConfig:
     """A response of max_response_length tokens loses this much reward."""
     max_response_length: int | None = key(None, ">= 1")
     """The full penalty is due at this many tokens; null means policy.generation.max_new_tokens."""
-    floor_overlong_penalty: bool = False
-    """The penalty is at most overlong_buffer_penalty, as in TRL. If false, it grows on, as in NeMo RL and verl."""
     stop_properly_penalty_coef: float | None = key(None, ">= 0, <= 1")
     """Truncated responses keep this share of their reward, and the overlong penalty is off; null leaves it on."""
 

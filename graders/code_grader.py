@@ -81,34 +81,34 @@ def read_tests(answer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
             source = json.loads(answer)
     if not isinstance(source, Mapping) or (source.get("test") is None) == (source.get("tests") is None):
         raise ValueError(f"no tests, or two kinds of them: give {FORMS}")
-    test, tests = source.get("test"), source.get("tests")
+    test, tests, name, prompt = map(source.get, ("test", "tests", "entry_point", "prompt"))
     try:
-        if isinstance(tests, str):
-            tests = json.loads(tests)
-        num_bytes = len(json.dumps([test, tests]))
-        levels = depth(tests) - 3  # the list, its objects, and args or expected
+        tests = json.loads(tests) if isinstance(tests, str) else tests
+        num_bytes, levels = len(json.dumps([test, tests])), depth(tests) - 3  # the list, its objects, and their values
     except (TypeError, ValueError, RecursionError) as error:  # parquet has types that JSON has not
         raise ValueError(f"`test` or `tests` is not valid JSON, or cannot be written as JSON ({error})") from error
-    if tests is not None and not (isinstance(tests, list) and tests and all(isinstance(case, dict) for case in tests)):
-        raise ValueError(f"`tests` is no list of objects, or empty: give {FORMS}")
-    if levels > MAX_DEPTH:
-        raise ValueError(f"`tests` has lists in {levels} levels, more than {MAX_DEPTH}")
-    if num_bytes > MAX_TESTS_BYTES:
-        raise ValueError(f"more than {MAX_TESTS_BYTES >> 20} MiB of tests")
-    if tests is not None and all(isinstance(case.get(k), str) for case in tests for k in ("input", "output")):
+    if num_bytes > MAX_TESTS_BYTES or levels > MAX_DEPTH:
+        limits = f"more than {MAX_TESTS_BYTES >> 20} MiB, or lists in more than {MAX_DEPTH} levels"
+        raise ValueError(f"tests of {num_bytes:,} bytes, with lists in {levels} levels: {limits}")
+    if are_cases(tests, input=str, output=str):
         return {"tests": tests}
-    name, prompt = source.get("entry_point"), source.get("prompt")
+    if are_cases(tests, args=list, expected=object):
+        test = f"CASES = {json.dumps(tests)!r}\n{CALLS}"
+    elif tests is not None:
+        raise ValueError(f"`tests` is no list of such objects: give {FORMS}")
+    elif not isinstance(test, str) or (len(test) <= MAX_PARSED_CHARS and not is_python(test)):
+        raise ValueError("`test` is not Python code")
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(f"entry_point {repr(name)[:80]} is no name of a function or class, which the tests call")
     if isinstance(prompt, str) and len(prompt) > MAX_PARSED_CHARS:
         raise ValueError(f"`prompt` has {len(prompt):,} characters; code before a reply may have {MAX_PARSED_CHARS:,}")
-    if tests is not None:
-        if not all(isinstance(case.get("args"), list) and "expected" in case for case in tests):
-            raise ValueError(f"`tests` has neither text under input and output, nor args and expected: give {FORMS}")
-        test = f"CASES = {json.dumps(tests)!r}\n{CALLS}"
-    elif not isinstance(test, str) or (len(test) <= MAX_PARSED_CHARS and not is_python(test)):
-        raise ValueError("`test` is not Python code")
     return {"test": test, "entry_point": name, "prompt": prompt if is_python(prompt) else ""}
+
+
+def are_cases(tests: Any, **types: type) -> bool:
+    """Whether `tests` is a list of objects with fields of these types."""
+    objects = isinstance(tests, list) and len(tests) > 0 and all(isinstance(case, dict) for case in tests)
+    return objects and all(key in case and isinstance(case[key], types[key]) for case in tests for key in types)
 
 
 def depth(value: Any) -> int:
@@ -168,12 +168,9 @@ def by_programs(code: str, tests: Mapping[str, Any], limits: Limits) -> str:
 
 
 def same_output(output: str, expected: str) -> bool:
-    printed, wanted = lines(output), lines(expected)
+    texts = (text.rstrip(" \t\r\n").split("\n") for text in (output, expected))
+    printed, wanted = ([line.rstrip(" \t\r") for line in lines] for lines in texts)
     return len(printed) == len(wanted) and all(map(same_line, printed, wanted))
-
-
-def lines(text: str) -> list[str]:
-    return [line.rstrip(" \t\r") for line in text.rstrip(" \t\r\n").split("\n")]
 
 
 def same_line(line: str, expected: str) -> bool:

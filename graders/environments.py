@@ -1,7 +1,5 @@
-"""env_name of a dataset -> its environment; the two environments that grade in processes of their own, and what gives
-several rewards for GSM8K.
+"""env_name of a dataset -> its environment: `make_environment`, and the environments that need graders or a pool.
 
-They stand here, not in envs.py, because two need the pool and the graders, and those know the interface in envs.py.
 Workers import neither this file nor envs.py.
 """
 
@@ -37,7 +35,7 @@ class Math(Environment):
         return [self.result(graded) for graded in self.pool.grade(jobs)]
 
     def result(self, graded: Graded) -> StepResult:
-        if graded.outcome != "ok":  # the grader itself failed, or overran its deadline
+        if graded.outcome != "ok":  # the grader failed, or overran its deadline
             return StepResult(0.0, graded.outcome)
         outcome = graded.value["outcome"]
         wrong_reward = self.format_reward if outcome == "wrong" and graded.value["boxed"] else 0.0
@@ -100,9 +98,7 @@ class Code(Environment):
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         rows = {(id(turn.fields), turn.answer): turn for turn in turns}  # the samples of a prompt share their row
         tests = {row: code_grader.read_tests(turn.answer, turn.fields) for row, turn in rows.items()}
-        jobs = [
-            {"reply": turn.whole_reply, "tests": tests[id(turn.fields), turn.answer], **self.limits} for turn in turns
-        ]
+        jobs = [{"reply": t.whole_reply, "tests": tests[id(t.fields), t.answer], **self.limits} for t in turns]
         outcomes = [graded.value if graded.outcome == "ok" else graded.outcome for graded in self.pool.grade(jobs)]
         return [StepResult(float(outcome == "ok"), outcome) for outcome in outcomes]
 
@@ -117,8 +113,8 @@ class Code(Environment):
 def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environment:
     """`env_name` of a dataset -> its environment, which has passed its self-tests. `num_ranks` share the machine.
 
-    "module:name" is a user's class, made with the keyword arguments in env.custom[name], or a reward function. Call
-    this before the engine starts, because it starts processes. Raises ConfigError.
+    "module:name" is a user's class, made with the keyword arguments in env.custom[name], or a reward function. Starts
+    processes, so call it before the engine starts. Raises ConfigError.
     """
     make: dict[str, Callable[[], Environment]] = {
         "exact": Exact,
@@ -140,8 +136,10 @@ def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environme
 
 def _self_test(name: str, environment: Environment) -> None:
     examples = [each if len(each) == 4 else (*each, {}) for each in getattr(environment, "self_tests", ())]
-    chats = [[{"role": "user", "content": ""}, {"role": "assistant", "content": reply}] for reply, _, _, _ in examples]
-    turns = [Turn(chat, answer, "stop", fields=row) for chat, (_, answer, _, row) in zip(chats, examples, strict=True)]
+    turns = []
+    for reply, answer, _, row in examples:
+        chat = [{"role": "user", "content": ""}, {"role": "assistant", "content": reply}]
+        turns.append(Turn(chat, answer, "stop", fields=row))
     results = environment.step(turns) if turns else []
     for (reply, answer, expected, _), result in zip(examples, results, strict=True):
         if result.outcome != expected:  # a run would learn from noise
@@ -152,12 +150,11 @@ def _self_test(name: str, environment: Environment) -> None:
 
 def _custom(name: str, attribute: Any, kwargs: Mapping[str, Any]) -> Environment:
     if not isinstance(attribute, type):
-        if not callable(attribute) or kwargs:
-            why = "takes no env.custom arguments" if callable(attribute) else "is neither a class nor a function"
-            raise ConfigError(f"env_name '{name}' {why}")
+        if kwargs:
+            raise ConfigError(f"env_name '{name}' is a function and takes no env.custom arguments: make it a class")
         return call(f"env_name '{name}'", RewardFunction, attribute, name)
     environment = call(f"env.custom['{name}']: its class", attribute, **kwargs)
-    missing = [m for m in ("step", "check_answers", "close") if not callable(getattr(environment, m, None))]
-    if missing:
-        raise ConfigError(f"env_name '{name}': no method {missing[0]}(); derive the class from envs.Environment")
+    for method in ("step", "check_answers", "close"):
+        if not callable(getattr(environment, method, None)):
+            raise ConfigError(f"env_name '{name}': no method {method}(); derive the class from envs.Environment")
     return environment

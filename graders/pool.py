@@ -1,10 +1,9 @@
 """Worker processes that grade: jobs go in, values come out, and a job that overruns its deadline is killed.
 
-Owns the processes and their deadlines. What grades is a function by dotted path, which the worker imports. A worker has
-a session of its own, a small environment, a memory limit and no torch; jobs and values cross a socket as JSON. Nothing
-that a job does can hold up the trainer for longer than its deadline: the kernel kills the worker and all processes that
-it started, and another worker takes its place. (A thread cannot be killed. SIGALRM can be blocked, as sympy does, and
-works in the main thread only.)
+The function that grades is named by a dotted path, and the worker imports it. A worker has a session of its own, a
+small environment, a memory limit and no torch; jobs and values cross a socket as JSON. No job can hold up the trainer
+for longer than its deadline: then the worker and all processes that it started are killed, and another worker takes its
+place. (A thread cannot be killed. SIGALRM can be blocked, as sympy does, and works in the main thread only.)
 """
 
 import atexit
@@ -19,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -30,10 +29,9 @@ from config import ConfigError
 from system.exits import Interrupted, die_with_parent
 
 MAX_BYTES = 16 << 20  # of a job or a value
-MAX_JOBS = 20_000  # then a worker is replaced, which bounds what the libraries of a grader keep in memory
+MAX_JOBS = 20_000  # then a worker is replaced, because the libraries of a grader leak memory
 STOP_SECONDS = 0.5  # how often `GraderPool.stop` is called
 START_SECONDS = 120.0  # for a worker's imports, on a busy machine
-MARK = "GRADER_WORKER"  # in the environment of a worker and of the processes that it starts
 PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
@@ -52,12 +50,11 @@ class Worker:
     def __init__(self, target: str, memory_mib: int, first: Any):
         self.socket, worker_end = socket.socketpair()
         self.socket.setblocking(False)
-        self.mark = f"{os.getpid()}.{time.monotonic_ns()}.{self.socket.fileno()}"
         environment = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
         environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        environment |= {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", MARK: self.mark}
+        environment |= {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
         arguments = [target, str(worker_end.fileno()), str(memory_mib), json.dumps(first)]
-        # A signal of torchrun, which goes to the whole process group, must not end a worker that is just starting.
+        # torchrun signals the whole process group: that must not end a worker that is just starting.
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         try:
             self.process = subprocess.Popen(
@@ -86,8 +83,8 @@ class Worker:
         self.deadline = time.monotonic() + seconds
 
     def pump(self) -> Any:
-        """Moves bytes both ways; returns a message if a whole one has come, else None. ConnectionError if the worker is
-        gone, TimeoutError if it is late, ValueError if it sent no JSON."""
+        """Sends and receives what the socket takes; returns a message once it is whole, else None. Raises
+        ConnectionError if the worker is gone, TimeoutError if it is late, ValueError if it sent no JSON."""
         with suppress(BlockingIOError):
             while self.outbox:
                 self.outbox = self.outbox[self.socket.send(self.outbox) :]
@@ -104,39 +101,31 @@ class Worker:
         return None
 
     def kill(self) -> int | None:
-        """Ends the process and all that it started. Returns its exit code if it had ended by itself, else None."""
+        """Ends the process and all that it started. Returns its exit code if it had ended by itself, else None; what it
+        had started then ends by PR_SET_PDEATHSIG, as all processes of sandbox.py do."""
         code = self.process.poll()
         if code is None:
             self.process.send_signal(signal.SIGSTOP)  # a stopped process starts no more processes
-        kill_descendants(self.process.pid, None if code is None else self.mark)
-        self.process.kill()
-        self.process.wait()
+            kill_descendants(self.process.pid)
+            self.process.kill()
+            self.process.wait()
         self.socket.close()
         return code
 
 
-def kill_descendants(pid: int, mark: str | None = None) -> None:
-    """Kills all processes below `pid`, whatever their session, until none is left.
-
-    All processes that a worker starts stay below it, since it adopts the orphans among them (PR_SET_CHILD_SUBREAPER).
-    If the worker is already dead, `mark` finds them: the environment that they inherited contains it.
-    """
+def kill_descendants(pid: int) -> None:
+    """Kills all processes below `pid`, whatever their session, until none is left: a worker adopts the orphans among
+    the processes that it started (PR_SET_CHILD_SUBREAPER), so they all stay below it."""
     while True:
-        children: dict[int, list[int]] = {}
-        doomed: list[int] = []
+        children = defaultdict(list)
         for entry in Path("/proc").glob("[0-9]*"):
-            try:
+            with suppress(OSError):  # it ended meanwhile, or is hidden from us
                 state, parent = (entry / "stat").read_text().rsplit(")", 1)[1].split()[:2]
-                if state in "ZX":  # it has ended
-                    continue
-                children.setdefault(int(parent), []).append(int(entry.name))
-                if mark and f"{MARK}={mark}\0".encode() in (entry / "environ").read_bytes():
-                    doomed.append(int(entry.name))
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue
-        doomed += children.get(pid, ())
+                if state not in "ZX":  # it has not ended
+                    children[int(parent)].append(int(entry.name))
+        doomed = [*children[pid]]
         for process in doomed:  # the list grows while the loop goes down the tree
-            doomed += (child for child in children.get(process, ()) if child not in doomed)
+            doomed += [child for child in children[process] if child not in doomed]
         if not doomed:
             return
         for process in doomed:
@@ -147,9 +136,9 @@ def kill_descendants(pid: int, mark: str | None = None) -> None:
 class GraderPool:
     """`num_workers` processes that each call the function `target` ("module:name") on one job at a time.
 
-    Jobs and values are JSON. Each worker does the job `first` before it counts as started, so that the time for imports
-    counts against no other job. Make pools before torch and vllm are imported, and use a pool from one thread. `stop`,
-    set on the class, tells all pools of the process whether to give up waiting. ConfigError if a worker cannot start.
+    Jobs and values are JSON. Each worker does the job `first` before it counts as started, so that no deadline has to
+    cover the imports. Make pools before torch and vllm are imported, and use a pool from one thread. `stop`, set on the
+    class, tells all pools of the process whether to give up waiting. Raises ConfigError if a worker cannot start.
     """
 
     stop: Callable[[], bool] = staticmethod(lambda: False)
@@ -167,7 +156,7 @@ class GraderPool:
 
     def grade(self, jobs: Sequence[Any]) -> list[Graded]:
         """The outcome of each job, in order. Takes at most (jobs / workers) deadlines. Raises Interrupted when `stop`
-        says so; after that only close() may follow."""
+        says so; only close() may follow."""
         assert all(worker.job is None for worker in self.workers), "an earlier grade() was interrupted"
         graded: list[Graded | None] = [None] * len(jobs)
         waiting = deque(enumerate(jobs))
@@ -212,16 +201,17 @@ class GraderPool:
             except (ConnectionError, TimeoutError, ValueError) as error:
                 self._end_worker(worker, graded, is_late=isinstance(error, TimeoutError))
                 continue
-            if message is not None and worker.ready:
+            if message is None:
+                continue
+            if worker.ready:
                 graded[worker.job], worker.job = Graded(**message), None
-            elif message is not None and message["outcome"] != "ok":
+            elif message["outcome"] != "ok":
                 self._fail(message["message"])
-            elif message is not None:
-                worker.ready = True
+            worker.ready = True
 
     def _end_worker(self, worker: Worker, graded: list[Graded | None], is_late: bool) -> None:
         """The worker died, or overran its deadline: records the outcome of its job and starts a new worker."""
-        if not is_late:  # its socket closes a moment before the process ends
+        if not is_late:  # the socket closes a moment before the process ends
             with suppress(subprocess.TimeoutExpired):
                 worker.process.wait(0.2)
         code = worker.kill()
@@ -240,7 +230,7 @@ class GraderPool:
 # ------------------------------------------------------------------------------------------------ in the worker process
 
 
-def main(target: str, descriptor: int, memory_mib: int, first: Any) -> None:
+def main(target: str, descriptor: int, memory_mib: int, first: str) -> None:
     """Imports the function, does the first job, reports that, then answers jobs until the trainer closes the socket."""
     die_with_parent()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -252,9 +242,12 @@ def main(target: str, descriptor: int, memory_mib: int, first: Any) -> None:
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
 
-    def answer(work: Callable[[], Any]) -> None:
+    def answer(line: str | bytes) -> None:
         try:
-            payload = json.dumps({"outcome": "ok", "value": work()}).encode()
+            job = json.loads(line)
+            function = pkgutil.resolve_name(target)
+            value = None if job is None else function(job)
+            payload = json.dumps({"outcome": "ok", "value": value}).encode()
             if len(payload) > MAX_BYTES:
                 raise ValueError("the value is too large")
         except Exception as error:  # any exception of a grader is an outcome, which is counted and bounded
@@ -262,28 +255,15 @@ def main(target: str, descriptor: int, memory_mib: int, first: Any) -> None:
             payload = json.dumps({"outcome": "error", "message": message}).encode()
         connection.sendall(payload + b"\n")
 
-    function = None
-
-    def start() -> None:
-        nonlocal function
-        function = pkgutil.resolve_name(target)
-        if first is not None:
-            function(first)
-
-    answer(start)
+    answer(first)
     with connection.makefile("rb") as stream:
         for line in stream:
-            answer(lambda line=line: function(json.loads(line)))
-            _end_children()
-
-
-def _end_children() -> None:
-    """Ends the processes that the last job has started."""
-    with suppress(ChildProcessError):  # there is none left
-        while True:
-            if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                kill_descendants(os.getpid())
+            answer(line)
+            with suppress(ChildProcessError):  # none is left of the processes that the job started
+                while True:
+                    if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                        kill_descendants(os.getpid())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

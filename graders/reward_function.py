@@ -22,22 +22,23 @@ ABSENT = {
 
 
 class TrainerState(SimpleNamespace):
-    """What there is of transformers' TrainerState: global_step, the number of training steps done. A step here is a
-    rollout with all its optimizer steps, which TRL counts one by one."""
+    """The part of transformers' TrainerState that exists here: global_step, the number of training steps done. A step
+    is a rollout with all its optimizer steps; TRL counts those one by one."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"trainer_state.{name} does not exist here, only trainer_state.global_step")
 
 
 class RewardFunction(Environment):
-    """A function of a batch with the signature of TRL's trainers: `f(completions, **columns) -> list[float | None]`.
+    """A function of a batch with the signature of TRL's trainers: `f(completions, **columns) -> list[float | None]`,
+    or a coroutine function.
 
-    It is called by keyword with those of these that it has parameters for: `completions`, `prompts`, `completion_ids`,
+    It is called by keyword with the columns that it has parameters for: `completions`, `prompts`, `completion_ids`,
     `prompt_ids`, `answer`, `trainer_state`, and each field of the problems (None where a problem lacks it). As in TRL,
     a problem with chat `messages`, or with a chat as its `prompt`, has a list of messages as its prompt and
-    [{role, content}] as its completion, any other has texts; and the function may be a coroutine function. A reward
-    above 0 counts as "ok"; None, or what is no finite number, as "error" with reward 0. What else TRL passes does not
-    exist here: a function that needs it is refused. An exception ends the run; its message names file and line.
+    [{role, content}] as its completion; any other problem has texts. A reward above 0 counts as "ok"; None, or a number
+    that is not finite, as "error" with reward 0. A function that needs anything else that TRL passes is refused. An
+    exception ends the run; its message names file and line.
     """
 
     GIVEN = ("completions", "prompts", "completion_ids", "prompt_ids", "answer", "trainer_state")
@@ -51,9 +52,10 @@ class RewardFunction(Environment):
         self.required_fields = [p.name for p in named if p.default is p.empty and p.name not in self.GIVEN]
         if not self.accepts_all and "completions" not in self.accepted:
             raise ConfigError(f"env_name '{name}': a reward function takes `completions` (TRL's signature)")
-        if absent := [parameter for parameter in self.required_fields if parameter in ABSENT]:
-            problem = f"the reward function asks for `{absent[0]}`, which TRL passes and which does not exist here"
-            raise ConfigError(f"env_name '{name}': {problem}: {ABSENT[absent[0]]}")
+        for field in self.required_fields:
+            if field in ABSENT:
+                problem = f"the reward function asks for `{field}`, which TRL passes and which does not exist here"
+                raise ConfigError(f"env_name '{name}': {problem}: {ABSENT[field]}")
 
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         if not turns:

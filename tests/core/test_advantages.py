@@ -313,12 +313,6 @@ def test_overlong_penalty_is_nemo_rls():
     assert shaped([sample(1), sample(15)], **OVERLONG) == [1, 1]
 
 
-def test_floored_as_trl():
-    lengths = (16, 17, 20, 21, 24, 400)
-    floored = shaped([sample(length) for length in lengths], floor_overlong_penalty=True, **OVERLONG)
-    assert floored == [1, 0.75, 0, 0, 0, 0]
-
-
 def test_penalty_scales_and_the_longest_response_is_that_of_the_engine():
     cfg = RewardShapingConfig(enabled=True, overlong_buffer_length=10, overlong_buffer_penalty=0.3)
     assert [overlong_penalty(length, cfg, 50) for length in (40, 45, 50, 60)] == pytest.approx([0, 0.15, 0.3, 0.6])

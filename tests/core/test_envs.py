@@ -175,7 +175,7 @@ def test_classes_by_dotted_path_get_their_arguments():
             {},
             r"cannot be imported: it raised AttributeError: module 'test_envs' has no attribute 'OUTCOMES'",
         ),
-        ("GRADES", {}, "is neither a class nor a function"),
+        ("GRADES", {}, "not a callable object"),
         ("length", {"x": 1}, "takes no env.custom arguments"),
         ("no_completions", {}, "a reward function takes `completions`"),
     ):

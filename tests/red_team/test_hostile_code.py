@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
 
 import pytest
-from red_team import ROOT, assert_answered
+from code_jobs import ISOLATIONS, job, make_pool, outcomes
 
 from config import CodeEnvConfig
 from envs import OUTCOMES, Turn
@@ -19,36 +19,17 @@ from graders import code_grader, sandbox
 from graders.code_grader import read_tests
 from graders.codec import Lost, Proxy, decode, encode
 from graders.environments import Code
-from graders.pool import GraderPool
 from graders.sandbox import Limits, run
 
-
-def has(isolation):
-    try:
-        return run("", "", Limits(10, isolation=isolation))[0] == sandbox.ENDED
-    except sandbox.Unavailable:
-        return False
-
-
-ISOLATIONS = [name for name in ("required", "none") if has(name)]
 LATER = [*ISOLATIONS[:1], *(pytest.param(name, marks=pytest.mark.long) for name in ISOLATIONS[1:])]
 pytestmark = pytest.mark.skipif(not ISOLATIONS, reason="this machine has no seccomp")
 
 
 @pytest.fixture(scope="module")
 def pool():
-    pool = GraderPool("graders.code_grader:grade", num_workers=2, deadline_s=40.0, memory_mib=1536)
+    pool = make_pool()
     yield pool
     pool.close()
-
-
-def job(reply, row, isolation=None, seconds=10.0):
-    isolation = isolation or ISOLATIONS[0]
-    return {"reply": reply, "tests": read_tests("", row), "seconds": seconds, "memory_mib": 512, "isolation": isolation}
-
-
-def outcomes(pool, jobs):
-    return [graded.value if graded.outcome == "ok" else graded.outcome for graded in pool.grade(jobs)]
 
 
 def row(test, name="f", prompt=None):
@@ -533,7 +514,12 @@ ROWS = [  # (row, what the refusal says; None if it is accepted)
     *((row(test), "not Python") for test in ("f(", "f()\0", "\ud800", 5, ["f()"], "(" * 9999, "-" * 60_000 + "1")),
     *((calls(value), "JSON") for value in (b"x", {1, 2}, object())),
     (row(b"f()"), "JSON"),
-    ({"tests": [{"input": "1", "output": None}], "entry_point": "f"}, "`tests` has neither"),
+    *(({"tests": tests, "entry_point": "f"}, "`tests` is no list") for tests in ([], [1], {}, [{"args": [1]}])),
+    *(({"tests": [{"input": "1", "output": x}], "entry_point": "f"}, "`tests` is no list") for x in (1, None)),
+    ({"tests": [{"args": 1, "expected": 1}], "entry_point": "f"}, "`tests` is no list"),
+    ({"tests": [{"args": [1], "expected": 1}]}, "entry_point None"),
+    ({}, "no tests, or two kinds of them: give `test`"),
+    ({"test": "f()", "tests": [{}]}, "no tests, or two kinds of them"),
 ]
 
 
@@ -548,31 +534,6 @@ def test_rows_are_refused_in_bounded_time(number):
             read_tests("", fields)
         assert len(str(error.value)) < 400
     assert time.monotonic() - start < 2
-
-
-CONFIG = f"""
-grpo: {{num_prompts_per_step: 1, max_num_steps: 1, val_period: 0}}
-policy:
-  model_name: {ROOT}/examples/arithmetic/starter
-  max_total_sequence_length: 32
-  generation: {{max_new_tokens: 8}}
-data: {{train: {{data_path: rows.jsonl, env_name: code}}}}
-env: {{code: {{isolation: {ISOLATIONS[0] if ISOLATIONS else "none"}, num_workers: 1}}}}
-"""
-CHECKED = {
-    "long prompt": (row("f()", prompt="x = 1\n" * 500_000), 2),
-    "deep arguments": (calls(1, nested(700)), 2),
-    "long test": (row("x = 1\n" * 500_000 + "f()"), 0),
-}
-
-
-@pytest.mark.parametrize("name", CHECKED)
-def test_check_answers_in_time(check, tmp_path, name):
-    fields, code = CHECKED[name]
-    (tmp_path / "run.yaml").write_text(CONFIG)
-    lines = [json.dumps(fields | {"input": f"{i}+1=", "answer": "2"}) + "\n" for i in range(4)]
-    (tmp_path / "rows.jsonl").write_text("".join(lines))
-    assert_answered(check(tmp_path, "run.yaml"), "rows.jsonl:1", code=code)
 
 
 # ------------------------------------------------------------------------------------------------- threads and keepers
@@ -636,7 +597,7 @@ def limited_pool(pids):
         pytest.skip(f"no cgroup can be made here: {error}")
     (group / "cgroup.procs").write_text(str(os.getpid()))
     try:
-        return GraderPool("graders.code_grader:grade", num_workers=2, deadline_s=40.0, memory_mib=1536), group
+        return make_pool(), group
     finally:
         (PIDS / "cgroup.procs").write_text(str(os.getpid()))
 

@@ -1,0 +1,29 @@
+"""Jobs of the code grader, and the ways to isolate programs that this machine has."""
+
+from graders import sandbox
+from graders.code_grader import read_tests
+from graders.pool import GraderPool
+from graders.sandbox import Limits, run
+
+
+def has(isolation):
+    try:
+        return run("", "", Limits(10, isolation=isolation))[0] == sandbox.ENDED
+    except sandbox.Unavailable:
+        return False
+
+
+ISOLATIONS = [name for name in ("required", "none") if has(name)]
+
+
+def make_pool():
+    return GraderPool("graders.code_grader:grade", num_workers=2, deadline_s=40.0, memory_mib=1536)
+
+
+def job(reply, row, isolation=None, seconds=10.0):
+    isolation = isolation or ISOLATIONS[0]
+    return {"reply": reply, "tests": read_tests("", row), "seconds": seconds, "memory_mib": 512, "isolation": isolation}
+
+
+def outcomes(pool, jobs):
+    return [graded.value if graded.outcome == "ok" else graded.outcome for graded in pool.grade(jobs)]
