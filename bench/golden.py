@@ -4,10 +4,15 @@
     python bench/golden.py replay FOLDER OUT [TASK ...]        train on what was sampled, without vLLM
     python bench/golden.py compare FOLDER OUT [--out=FILE]     every number of every step, side by side
 
+--ranks=N: this many ranks train, 2 without it; a split job has one more, which generates.
+
 A recording holds the reply to each request, a digest of the weights that each sync sent, the gradients that the
 optimizer saw, the weights that each of its steps left, and the metrics of each step. In a replay a stand-in for vLLM
 answers each request from the recording, and the recorded weights take the place of the policy's after each optimizer
 step, so that every step is compared on its own; all else is the code of the checkout where it is run.
+
+How far a response has come when new weights arrive depends on time, with grpo.async_grpo. So the recording also has
+the number of tokens that each reply had at each sync, and a replay gives as many, whenever it is asked for them.
 """
 
 import contextlib
@@ -18,6 +23,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +33,11 @@ sys.path[:0] = [str(Path.cwd()), str(Path.cwd() / "tests" / "helpers")]
 
 STEPS = 20
 SMOKE = "configs/smoke.yaml"
+ASYNC = ("grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true")
+# Some responses outlast their step: hot ones ramble, and a rank's engine has room for 256 at once.
+LONG = ("grpo.num_prompts_per_step=32", "policy.generation.temperature=1.3", "policy.generation.max_new_tokens=24")
+LONG += ("policy.max_total_sequence_length=64", "grpo.async_grpo.max_trajectory_age_steps=2")
+SPLIT = ("policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1")
 TASKS = {
     "smoke": [SMOKE],
     "three_tasks": ["configs/three_tasks.yaml"],
@@ -45,6 +56,22 @@ TASKS = {
     "reinforce_plus_plus": [SMOKE, "grpo.adv_estimator.name=reinforce_plus_plus"],
     "kl": [SMOKE, "loss_fn.reference_policy_kl_penalty=0.01"],
     "minibatches": [SMOKE, "policy.train_global_batch_size=64", "policy.ppo_epochs=2"],
+    "filter": [SMOKE, "policy.generation.top_p=0.9", "policy.generation.top_k=6", "policy.ppo_epochs=2"],
+    "lora": [
+        *(SMOKE, "policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=8"),
+        *("policy.optimizer.kwargs.lr=3e-3", "loss_fn.reference_policy_kl_penalty=0.01"),
+    ],
+    "async": [SMOKE, *ASYNC, *LONG],
+    "async_two_turns": [
+        *("examples/arithmetic/two_turns.yaml", *ASYNC, *LONG, "grpo.use_dynamic_sampling=true"),
+        "grpo.dynamic_sampling_max_gen_batches=99",
+    ],
+    "split": [SMOKE, *SPLIT],
+    "async_split": [
+        *(SMOKE, *ASYNC, *LONG, *SPLIT, "grpo.async_grpo.in_flight_weight_updates=true"),
+        "grpo.async_grpo.recompute_kv_cache_after_weight_updates=false",
+    ],
+    "async_split_drained": [SMOKE, *ASYNC, *LONG, *SPLIT],
 }
 QUIET = [
     *(f"grpo.max_num_steps={STEPS}", "grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false"),
@@ -61,12 +88,13 @@ def request_key(prompt, seed, temperature, version: int) -> str:
 @contextlib.contextmanager
 def kept_gradients(folder: Path, rank: int, recording: Path | None):
     """Writes the gradients that each optimizer step of this rank sees, and when recording the weights it leaves. In a
-    replay the recorded weights take the place of its own: so every optimizer step is compared on its own, too."""
+    replay the recorded weights take the place of its own, which must differ by nothing: how much they do is written."""
     import torch
     from safetensors.torch import load_file, save_file
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     count = 0
+    moved = (folder / f"moved_{rank}.jsonl").open("w", buffering=1)
 
     def local(optimizer):
         return {f"{i:04d}": p for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
@@ -82,8 +110,13 @@ def kept_gradients(folder: Path, rank: int, recording: Path | None):
         if recording is None:
             save_file({key: p.to_local().clone() for key, p in weights.items()}, folder / name)
         else:
+            largest = 0.0
             for key, tensor in load_file(recording / name).items():
-                weights[key].to_local().copy_(tensor)
+                own = weights[key].to_local()
+                if not torch.equal(own, tensor):
+                    largest = max(largest, (own - tensor).abs().max().item())
+                own.copy_(tensor)
+            moved.write(json.dumps([count, largest]) + "\n")
         count += 1
 
     hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
@@ -92,32 +125,45 @@ def kept_gradients(folder: Path, rank: int, recording: Path | None):
         hook.remove()
 
 
-def recorder(engine_class: type, folder: Path, rank: int) -> type:
+def recorder(engine_class: type, folder: Path, rank: int, recording: Path | None) -> type:
     """The engine, which writes down what it samples, and digests of the weights that it is given."""
     import numpy as np
     import torch
 
     samples = (folder / f"samples_{rank}.jsonl").open("w", buffering=1)
     syncs = (folder / f"syncs_{rank}.jsonl").open("w", buffering=1)
-    asked: dict[str, str] = {}
+    asked: dict[str, tuple[str, list]] = {}  # request -> its key, and [version, number of tokens at its end] of each
 
     class Recorder(engine_class):
-        def start(self, prompts, seeds, options, *more):
-            request_ids = super().start(prompts, seeds, options, *more)
-            for request_id, prompt, seed in zip(request_ids, prompts, seeds, strict=True):
-                seed = seed if options.temperature > 0 else None
-                asked[request_id] = request_key(prompt, seed, options.temperature, self.weight_version)
-            return request_ids
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.llm.version = -1
+            self.inner = self.llm.llm_engine
+            self.inner_add, self.inner_step = self.inner.add_request, self.inner.step
+            self.inner.add_request, self.inner.step = self.add_request, self.step_of_inner
 
-        def step(self):
-            ended = super().step()
-            for request_id in ended:
-                reply = self.finished[request_id]
-                line = [asked.pop(request_id), reply.ids.tolist(), reply.logps.tolist(), reply.finish_reason]
-                samples.write(json.dumps(line) + "\n")
-            return ended
+        def add_request(self, request_id, prompt, params, **more):
+            key = request_key(prompt["prompt_token_ids"], params.seed, params.temperature, self.llm.version)
+            asked[request_id] = key, []
+            return self.inner_add(request_id, prompt, params, **more)
+
+        def step_of_inner(self):
+            outputs = self.inner_step()
+            for output in outputs:
+                if output.finished:
+                    reply, (key, versions) = output.outputs[0], asked.pop(output.request_id)
+                    ids, flat = list(reply.token_ids), reply.logprobs
+                    places = zip(ids, flat.start_indices, flat.end_indices, strict=True)
+                    logps = [flat.logprobs[flat.token_ids.index(*place)] for place in places]
+                    versions.append([self.llm.version, len(ids)])
+                    samples.write(json.dumps([key, ids, logps, reply.finish_reason, versions]) + "\n")
+            return outputs
 
         def sync(self, weights, version):
+            if recording and self.inner.has_unfinished_requests():
+                self.step()  # else what is drawn while this rank waits for others depends on time
+            for state in self.inner.output_processor.request_states.values():
+                asked[state.external_req_id][1].append([self.llm.version, state.detokenizer.num_output_tokens()])
             digest = hashlib.blake2b(digest_size=12)
 
             def digested():
@@ -149,15 +195,24 @@ def replayer(recording: Path) -> type:
             ids = prompt["prompt_token_ids"]
             key = request_key(ids, params.seed, params.temperature, self.llm.version)
             assert key in known, f"the recording has no reply to {ids} of the weights of step {self.llm.version}"
-            reply = self.requests[request_id].reply
-            reply.token_ids, logps, reply.finish_reason = known[key]
-            for token, logp in zip(reply.token_ids, logps, strict=True):
-                reply.logprobs.append({token: logp})
+            self.requests[request_id].known = known[key]
 
         def step(self):
-            replies = {name: request.reply for name, request in self.requests.items()}
-            self.requests.clear()
-            return [SimpleNamespace(request_id=n, outputs=[reply], finished=True) for n, reply in replies.items()]
+            """Each reply comes as far as it came with these weights."""
+            outputs = []
+            for name, request in list(self.requests.items()):
+                (ids, logps, finish_reason, versions), reply = request.known, request.reply
+                num_tokens = max((num for version, num in versions if version <= self.llm.version), default=0)
+                for i in range(len(reply.token_ids), num_tokens):
+                    reply.token_ids.append(ids[i])
+                    reply.logprobs.append({ids[i]: logps[i]})
+                if self.llm.version >= versions[-1][0]:
+                    reply.finish_reason = finish_reason
+                    del self.requests[name]
+                    outputs.append(SimpleNamespace(request_id=name, outputs=[reply], finished=True))
+            if not outputs:
+                time.sleep(0.001)  # others use the core
+            return outputs
 
     class Replayer(fake_vllm.LLM):
         def __init__(self, **arguments):
@@ -169,10 +224,12 @@ def replayer(recording: Path) -> type:
 
 def run(words: list[str], recording: Path | None, out: Path, rank: int) -> int:
     """This rank's part of a run, written to `out`: with vLLM, or from a recording. Returns its exit code."""
-    engine, build, grpo = (importlib.import_module(name) for name in ("engine", "run.build", "grpo"))
+    engine, grpo = (importlib.import_module(name) for name in ("engine", "grpo"))
     with contextlib.ExitStack() as stack:
         stack.enter_context(kept_gradients(out, rank, recording))
-        stack.enter_context(mock.patch.object(build, "Engine", recorder(build.Engine, out, rank)))
+        patched = recorder(engine.Engine, out, rank, recording)
+        for module in [each for each in sys.modules.values() if vars(each).get("Engine") is engine.Engine]:
+            stack.enter_context(mock.patch.object(module, "Engine", patched))
         if recording:
             stack.enter_context(mock.patch.object(engine, "LLM", replayer(recording)))
         words = [words[0], *QUIET, *words[1:], f"logger.log_dir={out / 'logs'}"]
@@ -188,10 +245,12 @@ def rank_main(mode: str, recording: Path, out: Path, task: str) -> None:
     importlib.import_module("system.exits").exit_process(code)
 
 
-def launch(mode: str, recording: Path, out: Path, task: str) -> bool:
-    """Both ranks of a task, with a thread each; whether they trained to the end."""
+def launch(mode: str, recording: Path, out: Path, task: str, num_ranks: int) -> bool:
+    """All ranks of a task, with a thread each; whether they trained to the end."""
     out.mkdir(parents=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
+    num_processes = num_ranks + (SPLIT[0] in TASKS[task])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+    command.append(__file__)
     log = (out / "log").open("w")
     env = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run([*command, "rank", mode, str(recording), str(out), task], env=env, stdout=log, stderr=log)
@@ -229,40 +288,44 @@ def compare_task(old: Path, new: Path) -> dict:
                 if difference >= kept["largest"]:
                     kept["largest"], kept["of"] = difference, a[name]
                 kept["ratio"] = max(kept["ratio"], abs(b[name]) / abs(a[name]) if a[name] else math.inf)
+    moved = [json.loads(line)[1] for file in new.glob("moved_*.jsonl") for line in file.read_text().splitlines()]
     syncs = [[(folder / file.name).read_text() for folder in (old, new)] for file in old.glob("syncs_*.jsonl")]
     syncs = [pair for texts in syncs for pair in zip(*map(str.splitlines, texts), strict=True)]
     report = {
         "optimizer_steps": len(gradients),
         "gradients_bitwise": sum(g == 0 for g in gradients),
         "gradient_largest_relative_difference": max(gradients),
+        "weights_changed": sum(largest > 0 for largest in moved),
+        "weight_largest_difference": max(moved, default=0.0),
         "syncs_changed": sum(a != b for a, b in syncs),
         "metrics_changed": {n: v for n, v in changed.items() if not any(word in n for word in ROUNDING)},
         "rounding_changed": {n: v for n, v in changed.items() if any(word in n for word in ROUNDING)},
         "metrics_missing": sorted(missing),
         "metrics_new": sorted(extra),
     }
-    same = report["gradients_bitwise"] == len(gradients)
-    return {"equal": same and not (report["syncs_changed"] or changed or missing), **report}
+    same = report["gradients_bitwise"] == len(gradients) and not (report["weights_changed"] or report["syncs_changed"])
+    return {"equal": same and not (changed or missing), **report}
 
 
 def main() -> int:
-    words = [word for word in sys.argv[1:] if not word.startswith("--out=")]
+    words = [word for word in sys.argv[1:] if not word.startswith("--")]
+    options = dict(word[2:].split("=", 1) for word in sys.argv[1:] if word.startswith("--"))
     mode, *rest = words or ["help"]
     if mode == "rank":
         rank_main(rest[0], Path(rest[1]), Path(rest[2]), rest[3])
     folders = [Path(word).absolute() for word in rest[: 1 if mode == "record" else 2]]
     if mode in ("record", "replay"):
         tasks = rest[len(folders) :] or TASKS
-        return not all([launch(mode, folders[0] / task, folders[-1] / task, task) for task in tasks])
+        num_ranks = int(options.get("ranks", 2))
+        return not all([launch(mode, folders[0] / task, folders[-1] / task, task, num_ranks) for task in tasks])
     if mode != "compare":
         raise SystemExit(__doc__)
     old, new = folders
     found = {task: compare_task(old / task, new / task) for task in TASKS if (new / task).is_dir()}
     text = json.dumps({"steps": STEPS, "tasks": found}, indent=1)
     print(text)
-    for word in sys.argv[1:]:
-        if word.startswith("--out="):
-            Path(word.removeprefix("--out=")).write_text(text + "\n")
+    if "out" in options:
+        Path(options["out"]).write_text(text + "\n")
     print("differ:", [task for task in found if not found[task]["equal"]], "equal to the bit:", end=" ")
     print([task for task in found if found[task]["equal"]])
     return not (found and all(report["equal"] for report in found.values()))

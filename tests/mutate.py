@@ -35,21 +35,9 @@ def run_tests(root: Path, names: list[str], select: str) -> str:
     files = [str(each) for name in names for each in sorted((root / "tests").rglob(Path(name).name))]
     env = os.environ | {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     env |= {"HF_HUB_OFFLINE": "1", "GRPO_DEVICE": "cpu"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "--no-header",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        select,
-        *files,
-    ]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", "-m", select]
     try:
-        done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run([*pytest, *files], cwd=root, env=env, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
         return f"survived {SECONDS} s"
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+?::\S.*?|\S+)(?: - .*)?$", done.stdout, re.MULTILINE)
