@@ -5,7 +5,6 @@ Thresholds name their source, or are set by runs of this repository: tests/run/h
 how far from firing the healthy ones stay. docs/faq.md says what to do.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from envs import OUTCOMES
+from run.records import read_records
 
 Steps = Sequence[dict[str, float]]
 START = 10  # the first steps, which later ones are compared with
@@ -120,7 +120,7 @@ class Health:
     def __init__(self, file: Path):
         self.steps: list[dict[str, float]] = []
         self.held: dict[str, list[int]] = {}  # rule, or `solved` -> steps
-        for record in map(json.loads, file.read_bytes().splitlines()):
+        for _, record in read_records(file):
             if "train/reward" in record:
                 self.add(record["step"], {name.removeprefix("train/"): value for name, value in record.items()})
 

@@ -3,8 +3,10 @@
 Metrics are logged raw: a NaN stays visible. samples.jsonl is strict JSON: a number that is not finite is null there.
 """
 
+import itertools
 import json
 import math
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -16,17 +18,17 @@ import numpy as np
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from config import CheckpointingConfig, ConfigError, LoggerConfig
+from config import LoggerConfig
 from data import Sample
-from hf.files import open_regular
 from hf.tokenizer import Tokenizer
 from metrics import Numbers
-from run import wandb_log
 from run.health import Health
-from system import exits
+from run.records import read_records
+from run.wandb_log import WandbLog
 
 TIMING_NAMES = {"prepare_for_generation": "prepare_for_generation/total"}  # NeMo RL's name
 PHASES = {"gen": "generation", "data": "data_processing", "train": "policy_training", "sync": "prepare_for_generation"}
+WRITTEN = ("metrics.jsonl", "samples.jsonl", "tensorboard", "checkpoints", "hf_model", "hf_adapter")
 SAMPLE_FIELDS = (
     "row_id index env_name reward unshaped_reward outcome advantage finish_reason weight_version num_tokens".split()
 )
@@ -48,23 +50,20 @@ class RunLog:
         self.health = Health(folder / "metrics.jsonl")
         events = str(folder / "tensorboard")
         self.tensorboard = SummaryWriter(events, purge_step=first_step) if cfg.tensorboard_enabled else None
-        self.wandb = wandb_log.start(folder, cfg.wandb.project, cfg.wandb.name) if cfg.wandb_enabled else None
-        if self.wandb:
-            exits.followers.append(self.wandb)
+        self.wandb = WandbLog(folder, cfg.wandb) if cfg.wandb_enabled else None
         self.start, self.first_step = time.perf_counter(), first_step
         self.tokens_per_sec: list[float] = []
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        """One object of metrics.jsonl, which W&B's process reads, and the same numbers to TensorBoard."""
-        self.metrics_file.write(json.dumps({"step": step, **values}) + "\n")
+        """Writes an object of metrics.jsonl, and the same numbers to TensorBoard and W&B."""
+        row = {"step": step, **values}
+        self.metrics_file.write(json.dumps(row) + "\n")
         if self.tensorboard:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
             self.tensorboard.flush()  # a process may end without a word
-        if self.wandb and self.wandb.poll() is not None:
-            way_out = f"see {self.folder / 'wandb.log'}; logger.wandb_enabled=false runs without it"
-            print(f"WARNING: W&B has ended, training goes on: {way_out}", flush=True)
-            self.wandb = None
+        if self.wandb:
+            self.wandb.send(row)
 
     def samples(self, step: int, kind: str, samples: list[Sample], tokenizer: Tokenizer, num_print: int = 0) -> None:
         """The first conversations to samples.jsonl, `num_print` of them to the console."""
@@ -104,66 +103,44 @@ class RunLog:
     def validation(self, step: int, values: dict[str, float]) -> None:
         """A validation: an object of its own in metrics.jsonl, and a line."""
         self.metrics(step, values)
-        accuracies = ", ".join(f"{label} {value:.3f}" for label, value in _by_mode(values, "accuracy").items())
+        accuracies = ", ".join(f"{label} {value:.3f}" for label, value in _accuracies(values).items())
         seconds = f"{values['timing/validation/total_validation_time']:.1f}s"
         print(f"validation after step {step} | accuracy: {accuracies} | {seconds}", flush=True)
 
-    def close(self, state, checkpoints: Path, cfg: CheckpointingConfig) -> None:
-        """The table a run ends with. state: the `setup.RunState`."""
+    def close(self, state) -> None:
+        """Closes the files and prints the table at the end of a run. state: the `RunState`."""
         self.metrics_file.close()
         self.samples_file.close()
         if self.tensorboard:
             self.tensorboard.close()
-        accuracy, reward = _before_and_after(state, "accuracy"), _before_and_after(state, "reward")
-        accuracy = accuracy or dict.fromkeys(("greedy", "sampled"), "not measured -> not measured")
-        rows = [(f"accuracy, {label}", text) for label, text in accuracy.items()]
-        rows += [(f"reward, {label}", text) for label, text in reward.items() if text != accuracy.get(label)]
-        median = float(np.median(self.tokens_per_sec)) if self.tokens_per_sec else float("nan")
-        seconds = time.perf_counter() - self.start
-        rows += [
-            ("health", self.health.summary()),
-            ("steps", f"{state.step} ({len(self.tokens_per_sec)} of them in this process)"),
-            ("seconds of training", f"{seconds:.0f} (validations and checkpoints included)"),
-            ("tokens/s, median step", f"{median:,.0f}"),
-            ("checkpoints", str(checkpoints) if cfg.enabled else "none (checkpointing.enabled=false)"),
-            ("model, HF format", str(self.folder / "hf_model") if cfg.save_hf_at_end else "none"),
-            *((("adapter, PEFT format", str(adapter)),) if (adapter := self.folder / "hf_adapter").is_dir() else ()),
-            ("metrics, samples", f"{self.folder / 'metrics.jsonl'}, {self.folder / 'samples.jsonl'}"),
-            ("TensorBoard", f"tensorboard --logdir {self.folder}" if self.tensorboard else "none"),
-            ("report", f"python -m tools.report {self.folder}"),
-            *((("W&B", wandb_log.describe(self.folder)),) if self.wandb else ()),
-        ]
-        width = max(len(name) for name, _ in rows)
-        print("\n" + "\n".join(f"{name:<{width}}  {value}" for name, value in rows) + "\n", flush=True)
+        if self.wandb:
+            self.wandb.send(None)
+        first, last = _accuracies(state.first_validation), _accuracies(state.last_validation)
+        rows = {}
+        for label in first | last:
+            before, after = (f"{values[label]:.3f}" if label in values else "?" for values in (first, last))
+            rows[f"accuracy, {label}"] = f"{before} -> {after}"
+        rows["health"] = self.health.summary()
+        rows["steps"] = f"{state.step}, {len(self.tokens_per_sec)} of them in {time.perf_counter() - self.start:.0f} s"
+        rows["tokens/s, median step"] = f"{np.median(self.tokens_per_sec or [math.nan]):,.0f}"
+        written = [name for name in WRITTEN if (self.folder / name).exists()]
+        rows["run folder"] = f"{self.folder}: {', '.join(written)}"
+        rows["report"] = f"python -m tools.report {self.folder}"
+        width = max(map(len, rows))
+        print("\n" + "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()) + "\n", flush=True)
 
 
-def _by_mode(values: dict[str, float], metric: str) -> dict[str, float]:
-    """Mode -> the metric of a validation; where there are several sets, "<set> <mode>"."""
-    start, end = "validation/", f"/{metric}"
-    chosen = {name: value for name, value in values.items() if name.startswith(start) and name.endswith(end)}
-    return {name[len(start) : -len(end)].replace("/", " "): value for name, value in chosen.items()}
-
-
-def _before_and_after(state, metric: str) -> dict[str, str]:
-    first, last = _by_mode(state.first_validation, metric), _by_mode(state.last_validation, metric)
-    texts = {}
-    for label in first | last:
-        before, after = (f"{kind[label]:.3f}" if label in kind else "not measured" for kind in (first, last))
-        texts[label] = f"{before} -> {after}"
-    return texts
+def _accuracies(values: dict[str, float]) -> dict[str, float]:
+    """Mode -> accuracy of a validation; where there are several sets, "<set> <mode>"."""
+    names = [name.split("/") for name in values if name.startswith("validation/") and name.endswith("/accuracy")]
+    return {" ".join(parts[1:-1]): values["/".join(parts)] for parts in names}
 
 
 def _drop_from(file: Path, first_step: int) -> None:
-    """Removes what a run wrote after the checkpoint it is now resumed from (a last line cut by a kill included)."""
-    if not file.exists():
-        return
-    with open_regular(file) as stream:
-        lines = stream.readlines()  # of bytes: text has other line ends too, and a cut can be no text
-    try:
-        kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] < first_step]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{file}: a line is not what this program writes ({error}): take it out") from error
-    file.write_bytes(b"".join(kept))
+    """Removes what a run wrote after the checkpoint that it now resumes from, and a last line that a kill cut."""
+    if file.exists():
+        kept = itertools.takewhile(lambda line: line[1].get("step", 0) < first_step, read_records(file))
+        os.truncate(file, max((end for end, _ in kept), default=0))
 
 
 class Timers:

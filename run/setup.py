@@ -332,7 +332,7 @@ def finish(run: Run) -> str:
         text = rollouts.compare(replayed_run(cfg), run.state.step, run.metrics)
         run.ranks.print_rank0(f"\n{text}")
     if run.log:
-        run.log.close(run.state, run.saver.folder, cfg.checkpointing)
+        run.log.close(run.state)
     if not run.ranks.bridge:
         close_environments(run.inputs)
     return f"{'replayed' if run.replay else 'trained to'} step {run.state.step}"

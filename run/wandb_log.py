@@ -1,85 +1,52 @@
-"""Copies a run's numbers to Weights & Biases, in a process of its own that reads the files of the run folder: whatever
-W&B does or fails to do, training neither waits for it nor ends.
+"""The rows of metrics.jsonl at Weights & Biases. Whatever W&B does, training goes on."""
 
-It imports nothing of this program. `wandb.json` in the run folder keeps W&B's id of the run, so that a resumed run is
-the same one there, and the last row that was sent: rows that a resumed run repeats are not sent again. `wandb.log` has
-what W&B says.
-"""
-
-import json
-import os
 import secrets
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-POLL_SECONDS = 1.0
-FINISH_SECONDS = 600.0  # to send what is left when the run has ended
+import yaml
+
+from config import WandbConfig
 
 
-def start(folder: Path, project: str | None, name: str | None) -> subprocess.Popen:
-    """Begins to copy metrics.jsonl of the folder, until this process has ended or written exit.json."""
-    command = [sys.executable, "-P", __file__, str(folder), str(os.getpid()), project or "", name or folder.name]
-    with (folder / "wandb.log").open("a") as log:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+class WandbLog:
+    """A run at W&B. `wandb_id` in the run folder keeps its id, so a resumed run is the same one there."""
 
+    def __init__(self, folder: Path, cfg: WandbConfig):
+        self.folder, self.cfg = folder, cfg
+        self.run = None
+        self.has_failed = False
 
-def describe(folder: Path) -> str:
-    """Where the numbers are at W&B."""
-    state = _state(folder)
-    if "url" not in state:
-        return f"nothing was sent so far, see {folder / 'wandb.log'}"
-    return state["url"] or f"offline: wandb sync {folder / 'wandb' / 'offline-run-*'}"
+    def send(self, row: dict[str, float] | None) -> None:
+        """Sends a row, over the x-axis `step`; None ends the run. W&B's own step, which may not fall and has one row
+        each, is 2 * step for training and 2 * step + 1 for the validation after it."""
+        if self.has_failed:
+            return
+        try:
+            self.run = self.run or self._init()
+            if row is None:
+                return self.run.finish()
+            is_validation = any(name.startswith("validation/") for name in row)
+            self.run.log(row, step=2 * row["step"] + is_validation, commit=True)
+        except Exception as error:  # W&B's own, the network's, an import that fails: no reason to end a run
+            self.has_failed = True
+            way_out = "logger.wandb_enabled=false runs without it"
+            print(f"WARNING: W&B failed, training goes on without it ({error!r:.300}); {way_out}", flush=True)
 
+    def _init(self):
+        import wandb
 
-def _state(folder: Path) -> dict:
-    file = folder / "wandb.json"
-    return json.loads(file.read_text()) if file.exists() else {"id": secrets.token_hex(4), "row": -1}
-
-
-def _exit_code(folder: Path, parent: int) -> int | None:
-    """Of the run, once it has ended."""
-    is_gone = os.getppid() != parent
-    if (folder / "exit.json").exists():
-        return json.loads((folder / "exit.json").read_text())["code"]
-    return 1 if is_gone else None
-
-
-def copy(folder: Path, parent: int, project: str, name: str) -> None:
-    """Sends the rows as they are written. `step` is the x-axis; W&B's own step, which may not fall and has one row
-    each, is 2 * step for training and the number behind it for the validation after it."""
-    import wandb
-    import yaml
-
-    state = _state(folder)
-    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    settings = wandb.Settings(console="off", finish_timeout=FINISH_SECONDS)
-    ids = {"project": project or None, "name": name, "id": state["id"], "resume": "allow"}
-    run = wandb.init(**ids, dir=folder, config=config, settings=settings)
-    run.define_metric("step")
-    run.define_metric("*", step_metric="step")
-    state["url"] = run.url
-    rest = b""
-    with (folder / "metrics.jsonl").open("rb") as file:
-        code = None
-        while code is None:
-            code = _exit_code(folder, parent)  # before the rows: who has ended has written all of them
-            *lines, rest = (rest + file.read()).split(b"\n")
-            for row in map(json.loads, lines):
-                number = 2 * row["step"] + any(key.startswith("validation/") for key in row)
-                if number > state["row"]:
-                    run.log(row, step=number, commit=True)
-                    state["row"] = number
-            if lines:
-                (folder / "wandb.json.new").write_text(json.dumps(state))
-                os.replace(folder / "wandb.json.new", folder / "wandb.json")
-            time.sleep(POLL_SECONDS if code is None else 0)
-    run.finish(exit_code=code)
-
-
-if __name__ == "__main__":
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # the run is told, and has an end
-        signal.signal(number, signal.SIG_IGN)
-    copy(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+        file = self.folder / "wandb_id"
+        if not file.exists():
+            file.write_text(secrets.token_hex(4))
+        run = wandb.init(
+            project=self.cfg.project,
+            name=self.cfg.name or self.folder.name,
+            id=file.read_text(),
+            resume="allow",
+            dir=self.folder,
+            config=yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8")),
+            settings=wandb.Settings(console="off", finish_timeout=60.0),
+        )
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+        return run

@@ -14,7 +14,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import sysconfig
 import time
@@ -31,7 +30,6 @@ EXIT_MEMORY = 5  # run/memory.py
 EXIT_SAVED = 75  # on a signal
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 PF_EXITING = 4  # in the flags of /proc/PID/stat
-FOLLOWER_SECONDS = 30.0
 GRACE_SECONDS = 5.0  # for another rank's word on why it ended, or for its stacks
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -42,7 +40,6 @@ START_TIME = time.monotonic()  # of this process, near enough
 peers: dict[int, tuple[str, int]] = {}  # host and process of each other rank
 job_rank = int(os.environ.get("RANK", "0"))  # in a split job not the rank on its side, which RANK then is
 num_trainers: int | None = None  # of a split job
-followers: list[subprocess.Popen] = []  # processes that read exit.json, and may end before this one
 skip_teardown = False  # of the interpreter, when this process ends: on CUDA
 
 
@@ -119,9 +116,8 @@ def report_exit(code: int, reason: str, run_folder: Path | None) -> None:
 def exit_process(code: int) -> None:
     """Ends this rank. On CPU not by os._exit: vLLM's engine there removes its shared memory in the interpreter's
     teardown, and what is left fails the next run."""
-    for process in followers:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(FOLLOWER_SECONDS)
+    if "wandb" in sys.modules:  # on rank 0 of a run that logs there: sends what is left
+        sys.modules["wandb"].finish(code)
     if skip_teardown:
         # vLLM 0.24 frees its memory pools in an order that aborts a finished run (exit code 134), and 0.32 shuts its
         # engine down in an atexit function. Here nothing of that runs: the driver frees the GPU, and NCCL does not
