@@ -11,13 +11,9 @@ import ast
 import hashlib
 import inspect
 import math
-import sys
-import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import FunctionType, ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,24 +23,10 @@ from kernels.backend import KernelBackend, LossPath
 from kernels.linear_logp import linear_logp
 from kernels.linear_loss import derivatives, linear_loss
 
-# `syntax_of(loss.policy_loss)` when tests/kernels last held kernels/clipped_pg.py equal to loss.py. Whoever changes
-# both runs those tests, and then prints the new one:
-#   python -c "import loss, loss_path as p; print(p.syntax_of(loss.policy_loss))"
-PROVEN = {
-    "BY_SEQUENCE": "fa4d1af7",
-    "MAX_LOG_RATIO": "585348db",
-    "_Sequences": "9a4f4d7c",
-    "_Tokens": "78f24590",
-    "_aggregation_weights": "3ac44343",
-    "_at_least_one": "8a81216f",
-    "_ratios": "ee83b77d",
-    "_reference_kl": "e56c80b0",
-    "_sampler_weights": "ac373d19",
-    "_token_loss": "1b01d90a",
-    "clamp_abs": "a427e123",
-    "kl_estimate": "09492556",
-    "policy_loss": "b406fe1f",
-}
+# `digest_of(loss.policy_loss)` when tests/kernels last held kernels/clipped_pg.py equal to loss.py. After an edit of
+# loss.py, change the kernel too, run those tests, and put here what this prints:
+#   python -c "import loss, loss_path; print(loss_path.digest_of(loss.policy_loss))"
+PROVEN = "a4df0de4deefd8bd"
 
 
 def choose_loss_path(
@@ -67,58 +49,23 @@ def choose_loss_path(
         return replace(path, kind="two passes", why="the KL is of log-probabilities without top_p and top_k")
     if backend.name != "triton" or filtered:  # the fused kernel knows no filter, beside which it would save little
         return path
-    if edited := edited_names(policy_loss):
-        return replace(path, why=f"loss.py was edited: {', '.join(edited)}")
+    if digest_of(policy_loss) != PROVEN:
+        return replace(path, why="loss.py was edited")
     if differ := _fused_differences(policy_loss, make_pack, backend, device):
         return replace(path, why=f"the fused kernel has another gradient at {differ} probes")
     return replace(path, kind="fused")
 
 
-def edited_names(policy_loss: Callable) -> list[str]:
-    """What of `PROVEN` is no longer as it was, or is new."""
-    now = syntax_of(policy_loss)
-    return sorted(name for name in now.keys() | PROVEN.keys() if now.get(name) != PROVEN.get(name))
-
-
-def syntax_of(function: Callable) -> dict[str, str]:
-    """Name -> digest of each function, class, module and constant that `function` reaches by name, itself included.
-
-    Comments, docstrings, annotations and layout do not count. Left out are torch, the standard library, and functions
-    whose names end in _metrics: they take no part in a token's loss.
-    """
-    digests: dict[str, str] = {}
-    todo = [(function.__name__, function)]
-    while todo:
-        name, value = todo.pop()
-        if name in digests:
-            continue
-        text, names = _normal_form(value)
-        digests[name] = hashlib.sha256(text.encode()).hexdigest()[:8]
-        namespace = vars(inspect.getmodule(value)) if names else {}
-        for used in sorted(names & namespace.keys()):
-            reached = namespace[used]
-            home = reached.__name__ if isinstance(reached, ModuleType) else getattr(reached, "__module__", None)
-            if (home or "").split(".")[0] not in ("torch", *sys.stdlib_module_names) and not used.endswith("_metrics"):
-                todo.append((used, reached))
-    return digests
-
-
-def _normal_form(value: Any) -> tuple[str, set[str]]:
-    """(source without comments, docstrings and annotations, the names in it)."""
-    if not isinstance(value, FunctionType | type | ModuleType):
-        return repr(value), set()
+def digest_of(policy_loss: Callable) -> str:
+    """Digest of the file that defines policy_loss. Comments, docstrings and layout do not count."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
-    except (OSError, SyntaxError):  # made at run time: of unknown content
-        return "unknown", set()
+        tree = ast.parse(inspect.getsource(inspect.getmodule(policy_loss)))
+    except (OSError, TypeError):  # made at run time: of unknown content
+        return "unknown"
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
-        if isinstance(node, ast.FunctionDef):
-            node.returns = None
-        if isinstance(node, ast.arg | ast.AnnAssign):
-            node.annotation = ast.Constant(0)
-    return ast.unparse(tree), {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
 
 
 def _pack(logp_R: Tensor, values_KR: Tensor, mask_R: Tensor, *, cfg: LossConfig, has_old: bool, has_ref: bool) -> dict:

@@ -1,6 +1,6 @@
-"""Numbers of a step: of its samples, of its loss, reduced over micro-batches and ranks, and of its speed.
+"""The numbers of a step, of its samples and of its loss, and how they are reduced over micro-batches and ranks.
 
-The reduction rule, which loss.py is written for: a pair (sum, count) adds up on both sides and is divided once, at the
+The reduction rule, for which loss.py is written: a pair (sum, count) adds up on both sides and is divided once, at the
 very end; a name that ends in `_min` or `_max` takes the extremum; any other scalar adds up. Never a mean of means
 (huggingface/trl#6380).
 """
@@ -14,23 +14,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from batch import MicroBatch, Minibatch
-from config import LoRAConfig, PolicyConfig
 from data import Sample, groups_of
 from envs import OUTCOMES
-from hf.lora_layers import adapted_layers
-from hf.model_config import ModelConfig
 
 Metric = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Numbers = dict[str, float]  # a metric's name -> its value
-
-# Dense bfloat16 TFLOP/s by torch.cuda.get_device_name; a part of a GPU (MIG) has another name. From NVIDIA's data
-# sheets, which print twice as much: with sparsity.
-PEAK_TFLOPS = dict.fromkeys(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"), 312.0)
-PEAK_TFLOPS |= dict.fromkeys(("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"), 312.0)
-PEAK_TFLOPS |= dict.fromkeys(("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"), 989.5)
-PEAK_TFLOPS |= {"NVIDIA H100 PCIe": 756.5, "NVIDIA H100 NVL": 835.5, "NVIDIA H200 NVL": 835.5}
-PEAK_TFLOPS |= {"NVIDIA B200": 2250.0, "NVIDIA B300": 2250.0, "NVIDIA GB200": 2500.0}
 
 
 def accumulate(total: dict[str, Metric], new: dict[str, Metric]) -> None:
@@ -109,11 +97,7 @@ def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> di
         **{f"outcome/{name}": _mean(s.outcome == name for s in generated) for name in OUTCOMES[1:]},
         "zero_variance_fraction": _mean(len({s.reward for s in group}) == 1 for group in groups),
         "unshaped_zero_variance_fraction": _mean(len({s.unshaped_reward for s in group}) == 1 for group in groups),
-        **_reward_by("env", generated, [s.env_name for s in generated]),
-        **_reward_by("dataset", generated, [s.dataset for s in generated]),
-        **_outcomes_by_env(generated),
-        **_reward_by("finish_reason", generated, [s.finish_reason for s in generated]),
-        **_reward_by("gen_tokens", generated, [_length_bucket(s.num_gen_tokens) for s in generated]),
+        **_by_label(generated),
         "mean_prompt_length": _mean(len(s.prompt_ids) for s in generated),
         "mean_gen_tokens_per_sample": float(tokens_B.mean()),
         "min_gen_tokens_per_sample": int(tokens_B.min()),
@@ -131,90 +115,27 @@ def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> di
     }
 
 
-def train_flops(config: ModelConfig, micros: Iterable[MicroBatch], lora: LoRAConfig | None = None) -> int:
-    """FLOPs of one forward and backward of these micro-batches. Nothing is read from a device.
-
-    "Model FLOPs" (PaLM, arXiv 2204.02311, appendix B): the matmuls that log-probabilities and their gradients need. A
-    weight of a block's matrix: 6 for each token of a pack, where a shared prompt is once. Attention: 12 N H for each
-    layer and pair of a query and a key that it sees. Head: 2 D V for each row, and 4 D V for each that can have a
-    gradient. With `lora` those of frozen weights are not made: 4 for each of theirs and of the factors', 2 D V. Not
-    counted: what backward computes again (activations, scores of flash attention, logits of two passes), merging.
-    """
-    matrices = [shape for name, shape in config.tensor_shapes() if ".layers." in name and len(shape) == 2]
-    adapters = adapted_layers(config, lora) if lora else {}
-    num_weights = sum(map(math.prod, matrices)) + sum(lora.dim * sum(shape) for shape in adapters.values())
-    passes = 2 if adapters else 3  # forward, the inputs' gradients, the weights'
-    pair_flops = 12 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
-    flops = 0
-    for micro in micros:
-        length_S = np.diff(micro.cu_seqlens).astype(np.int64)
-        prefix_length_S = np.where(micro.prefix_S >= 0, length_S[micro.prefix_S], 0)
-        num_pairs = int((length_S * (length_S + 1) // 2 + length_S * prefix_length_S).sum())
-        head = 2 * (len(micro.pos_R) + (passes - 1) * micro.num_grad_rows) * config.hidden_size * config.vocab_size
-        flops += 2 * passes * num_weights * len(micro.token_T) + pair_flops * num_pairs + head
-    return flops
-
-
-def performance_metrics(
-    train: Numbers, seconds: Numbers, minibatches: list[Minibatch], model: ModelConfig, policy: PolicyConfig
-) -> Numbers:
-    """How fast a step was: names and TFLOP/s as NeMo RL has them (`performance_metrics`, nemo_rl/algorithms/utils.py,
-    7ea279a). train, seconds: the step's metrics and phases. What was not done has no rate (scoring), and a device of
-    unknown peak no utilisation. A collective of all ranks."""
-    micros = [micro for minibatch in minibatches for micro in minibatch.micros]
-    flops = torch.tensor(
-        policy.ppo_epochs * train_flops(model, micros, policy.dtensor_cfg.lora_cfg), dtype=torch.float64
-    )
-    dist.all_reduce(flops)
-    tokens, total = train["total_num_tokens"], seconds["total_step_time"]
-    training, scoring = seconds["policy_training"], seconds["policy_and_reference_logprobs"]
-    rates = {
-        "tokens_per_sec": tokens / total,
-        "samples_per_sec": train["global_valid_seqs"] / total,
-        "generation_tokens_per_sec": train["total_gen_tokens"] / seconds["generation"],
-        "training_worker_group_tokens_per_sec": tokens / (training + scoring),
-    }
-    values = {f"performance/{name}": rate for name, rate in rates.items()}
-    num_trainers = dist.get_world_size()
-    num_generators = policy.generation.num_generators
-    num_all = num_trainers + num_generators
-    gpus = defaultdict(lambda: num_trainers, tokens_per_sec=num_all, samples_per_sec=num_all)  # at work, by rate
-    gpus["generation_tokens_per_sec"] = num_generators or num_trainers
-    rates |= {"policy_training_tokens_per_sec": tokens / training, "train_flops": flops.item() / training / 1e12}
-    if micros[0].old_logp_R is not None or micros[0].ref_logp_R is not None:
-        rates["policy_and_reference_logprobs_tokens_per_sec"] = tokens / scoring
-    values |= {f"performance/{name}_per_gpu": rate / gpus[name] for name, rate in rates.items()}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    if policy.precision == "bfloat16" and device in PEAK_TFLOPS:
-        values["performance/train_fp_utilization"] = values["performance/train_flops_per_gpu"] / PEAK_TFLOPS[device]
-    values["performance/train_tokens"] = train["train_tokens"]
-    values["timing/train/valid_tokens_per_sec_per_gpu"] = train["global_valid_toks"] / total / gpus["tokens_per_sec"]
-    return values
-
-
 def _mean(values: Iterable[float]) -> float:
     return float(np.mean(list(values)))
 
 
-def _reward_by(category: str, samples: Sequence[Sample], labels: Sequence[str]) -> dict[str, float]:
-    """Mean reward of the samples under each label; a label that no sample has this step is not there."""
-    by_label = defaultdict(list)
-    for sample, label in zip(samples, labels, strict=True):
-        by_label[label].append(sample.reward)
-    return {f"reward_by_{category}/{label}": _mean(rewards) for label, rewards in sorted(by_label.items()) if label}
-
-
-def _outcomes_by_env(samples: Sequence[Sample]) -> dict[str, float]:
-    """The samples of each environment, and the share of them with each outcome; `ok` is its accuracy."""
+def _by_label(samples: Sequence[Sample]) -> dict[str, float]:
+    """Mean reward of the samples of each environment, dataset, finish reason and length (in powers of two, such as
+    "000017-000032"). Of each environment also the number of its samples and the share of each outcome; `ok` is its
+    accuracy. A label that no sample has in this step is absent."""
+    by_label: dict[tuple[str, str], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        top = 1 << max(sample.num_gen_tokens - 1, 0).bit_length()
+        length = f"{top // 2 + 1 if top > 1 else 0:06d}-{top:06d}"
+        labels = {"env": sample.env_name, "dataset": sample.dataset, "finish_reason": sample.finish_reason}
+        for category, label in (labels | {"gen_tokens": length}).items():
+            by_label[category, label].append(sample)
     values: dict[str, float] = {}
-    for name in sorted({s.env_name for s in samples}):
-        outcomes = [s.outcome for s in samples if s.env_name == name]
-        values[f"num_samples_by_env/{name}"] = len(outcomes)
-        values |= {f"outcome_by_env/{name}/{known}": outcomes.count(known) / len(outcomes) for known in OUTCOMES}
+    for (category, label), group in sorted(by_label.items(), key=lambda item: item[0]):
+        if label:
+            values[f"reward_by_{category}/{label}"] = _mean(s.reward for s in group)
+        if category == "env":
+            values[f"num_samples_by_env/{label}"] = len(group)
+            shares = {name: sum(s.outcome == name for s in group) / len(group) for name in OUTCOMES}
+            values |= {f"outcome_by_env/{label}/{name}": share for name, share in shares.items()}
     return values
-
-
-def _length_bucket(length: int) -> str:
-    """By powers of two: "000017-000032". Zeros in front keep the names in order."""
-    top = 1 << max(length - 1, 0).bit_length()
-    return f"{top // 2 + 1 if top > 1 else 0:06d}-{top:06d}"

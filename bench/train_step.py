@@ -5,8 +5,8 @@
 Through the project's own code (model.shard, batch, grpo.compute_loss, optim; one rank), with packs like those of
 configs/math_1b.yaml: 8,192 tokens, groups of 16, prompts of 60 to 160, responses of 100 to 400, no reference policy.
 Four ways: the fused kernel; one pass; two passes, as losses that couple tokens have it; one pass in PyTorch; the first
-with prompts shared and not. flops: metrics.train_flops, as a run logs them. utilisation: that per second over the
-GPU's peak in metrics.PEAK_TFLOPS, 0 for another GPU. head: the same step without the blocks, 6 R D V for R rows.
+with prompts shared and not. flops: run.speed.train_flops, as a run logs them. utilisation: that per second over the
+GPU's peak in run.speed.PEAK_TFLOPS, 0 for another GPU. head: the same step without the blocks, 6 R D V for R rows.
 """
 
 import argparse
@@ -42,10 +42,10 @@ from config import Config
 from hf.model_config import ModelConfig
 from hf.weights import sharded_parameters
 from kernels import LossPath, choose_backend, linear_logp
-from metrics import PEAK_TFLOPS, train_flops
 from model import Decoder, shard
 from optim import build_optimizer, clip_grad_norm
 from run.build import compiles
+from run.speed import PEAK_TFLOPS, train_flops
 from system.exits import exit_process
 from system.ranks import Ranks, start_process_group
 

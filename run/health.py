@@ -6,13 +6,11 @@ how far from firing the healthy ones stay. docs/faq.md says what to do.
 """
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from envs import OUTCOMES
-from run.records import read_records
 
 Steps = Sequence[dict[str, float]]
 START = 10  # the first steps, which later ones are compared with
@@ -115,12 +113,12 @@ def is_solved(steps: Steps) -> bool:
 
 
 class Health:
-    """The rules over a run. The steps of its metrics.jsonl count: a resumed run goes on as the unbroken one."""
+    """The rules over a run. records: what its metrics.jsonl has, so that a resumed run goes on as the unbroken one."""
 
-    def __init__(self, file: Path):
+    def __init__(self, records: Iterable[dict] = ()):
         self.steps: list[dict[str, float]] = []
         self.held: dict[str, list[int]] = {}  # rule, or `solved` -> steps
-        for _, record in read_records(file):
+        for record in records:
             if "train/reward" in record:
                 self.add(record["step"], {name.removeprefix("train/"): value for name, value in record.items()})
 

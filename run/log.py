@@ -47,7 +47,7 @@ class RunLog:
         options = {"encoding": "utf-8", "errors": "backslashreplace", "buffering": 1}
         self.metrics_file = (folder / "metrics.jsonl").open("a", **options)
         self.samples_file = (folder / "samples.jsonl").open("a", **options)
-        self.health = Health(folder / "metrics.jsonl")
+        self.health = Health(record for _, record in read_records(folder / "metrics.jsonl"))
         events = str(folder / "tensorboard")
         self.tensorboard = SummaryWriter(events, purge_step=first_step) if cfg.tensorboard_enabled else None
         self.wandb = WandbLog(folder, cfg.wandb) if cfg.wandb_enabled else None

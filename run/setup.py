@@ -21,7 +21,6 @@ from engine import Engine, check_canary
 from graders.pool import GraderPool
 from hf.adapter import adapter_config
 from hf.weights import save_adapter, save_hf
-from metrics import performance_metrics
 from model import Decoder, Reference
 from optim import build_optimizer
 from rollout import Sampler, StepSamples
@@ -30,6 +29,7 @@ from run.build import build, build_sampler, read_adapter, reference_dtype
 from run.generators import Generators, groups_under_way, serve
 from run.log import RunLog, Timers
 from run.memory import Memory
+from run.speed import performance_metrics
 from system.exits import Interrupted, Saved, Signals, StopRun
 from system.optimizer import Optimizer
 from system.progress import Progress

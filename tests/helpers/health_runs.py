@@ -98,7 +98,7 @@ def kept(name: str) -> list[dict[str, float]]:
 
 def fired(steps: list[dict[str, float]]) -> dict[str, int]:
     """Rule, or `solved` -> the first step at which it holds, by steps and then in the order of the rules."""
-    report = health.Health(Path(os.devnull))
+    report = health.Health()
     for number, step in enumerate(steps, 1):
         report.add(number, step)
     return dict(sorted(((name, held[0]) for name, held in report.held.items()), key=lambda item: item[1]))

@@ -172,8 +172,7 @@ def test_healthy_runs_fire_nothing(name):
 
 @pytest.mark.parametrize(("name", "count"), [("rate_0.05", 2), ("rate_10", 3), ("unbounded_reward", 0), ("no_box", 0)])
 def test_what_follows_a_fall_of_the_reward_leads_back_to_it(name, count, tmp_path):
-    (tmp_path / "empty").touch()
-    report = Health(tmp_path / "empty")
+    report = Health()
     lines = [line for number, step in enumerate(kept(name), 1) for line in report.add(number, step)[1]]
     follow = [line for line in lines if line.endswith(" (after reward_fell: read that first)")]
     assert len(follow) == count and not any(line.startswith("health: reward_fell") for line in follow)
@@ -266,9 +265,8 @@ def test_a_resumed_run_goes_on_with_its_history(tmp_path, capsys):
         (cut / "metrics.jsonl").unlink()
 
 
-def test_what_comes_and_goes_is_not_said_each_time(tmp_path):
-    (tmp_path / "empty").touch()
-    report, said = Health(tmp_path / "empty"), []
+def test_what_comes_and_goes_is_not_said_each_time():
+    report, said = Health(), []
     for number, step in enumerate(
         3 * (well(4) + well(3, truncation_rate=1.0)) + well(9) + well(3, truncation_rate=1.0), 1
     ):
@@ -277,9 +275,8 @@ def test_what_comes_and_goes_is_not_said_each_time(tmp_path):
     assert report.summary() == "truncated (4 of steps 7-33): see docs/faq.md"
 
 
-def test_the_table_says_when_nothing_can_be_said(tmp_path):
-    (tmp_path / "empty").touch()
-    report, summaries = Health(tmp_path / "empty"), []
+def test_the_table_says_when_nothing_can_be_said():
+    report, summaries = Health(), []
     for number, step in enumerate(well(1) + flat(6, accuracy=1.0), 1):
         report.add(number, step)
         summaries.append(report.summary())

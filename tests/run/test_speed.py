@@ -16,9 +16,9 @@ from batch import MicroBatch, Minibatch, finish_minibatches, make_minibatches
 from hf.model_config import ModelConfig
 from kernels import KernelBackend
 from lora import LoRALinear, add_adapters
-from metrics import PEAK_TFLOPS, performance_metrics, train_flops
 from model import Decoder
 from run.build import loss_path_of
+from run.speed import PEAK_TFLOPS, performance_metrics, train_flops
 
 SIZES = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 97}
 FAMILIES = {  # grouped and plain heads, heads wider than the hidden size, biases, tied and untied
