@@ -1,8 +1,8 @@
 """Environments: a conversation goes in; its reward, its outcome and, in tasks of many turns, an observation come out.
 
-Owns the interface and the small environments. graders/environments.py has those that grade in processes of their own,
-and makes the environment that a dataset's env_name names; graders/reward_function.py has TRL's reward functions. Knows
-nothing of tokens: rollout.py turns replies into text, and observations into tokens. Imports neither torch nor vllm.
+Owns the interface and the small environments. graders/environments.py has the environments that grade in worker
+processes, and makes the one that a dataset's env_name names; graders/reward_function.py has TRL's reward functions.
+Knows nothing of tokens: rollout.py turns replies into text, and observations into tokens. Imports no torch, no vllm.
 """
 
 import re
@@ -22,9 +22,9 @@ NUMBER = re.compile(r"[-+]?\$?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?")
 class Turn:
     """What an environment sees of a conversation.
 
-    messages: all so far, the policy's reply last; answer, fields: those of the problem; finish_reason: how the reply
-    ended ("stop" | "length"); state: what the environment returned after the previous turn, {} at first; prompt_ids,
-    completion_ids: the tokens before the reply, and those of the reply; weight_version: training steps done before it.
+    messages: all so far, the policy's reply last; answer, fields: from the problem; finish_reason: how the reply ended
+    ("stop" | "length"); state: what the environment returned after the previous turn, {} at first; prompt_ids,
+    completion_ids: the tokens before and in the reply; weight_version: training steps done before the reply.
     """
 
     messages: list[dict]
@@ -46,10 +46,10 @@ class Turn:
 class StepResult:
     """What an environment returns for a `Turn`.
 
-    reward: a conversation gets the sum over its turns. outcome: one of OUTCOMES; a conversation gets that of its last
-    turn. observation: messages to append when not `done`. state: for the next `Turn`, since an environment keeps no
-    conversations. rewards: name -> reward, if `reward` has several parts; one that reward_names lacks is dropped.
-    extracted: the answer in the reply, for majority votes: equal answers are equal texts; None if there is none.
+    reward: a conversation gets the sum over its turns. outcome: one of OUTCOMES; a conversation gets the outcome of its
+    last turn. observation: messages to append when not `done`. state: for the next `Turn`, since an environment keeps
+    no conversations. rewards: name -> reward, if `reward` has several parts; a name that reward_names lacks is dropped.
+    extracted: the answer in the reply, for majority votes: equal answers are equal texts; None if there is no answer.
     """
 
     reward: float
@@ -62,7 +62,7 @@ class StepResult:
 
 
 class Environment:
-    """A base for environments; any class that has its three methods will do."""
+    """A base for environments; any class with these three methods will do."""
 
     self_tests: Sequence[tuple] = ()  # (reply, answer, expected outcome[, fields]), tried before a run starts
     reward_names: Sequence[str] = ()  # names in StepResult.rewards; grpo.adv_estimator.name=gdpo needs two or more

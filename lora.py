@@ -1,7 +1,7 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685): linear layers that train a change of low rank to their frozen weight.
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): linear layers that train a low-rank change of their frozen weight.
 
-The forward multiplies by the merged weight, rounded to the precision of the frozen one: the very numbers that the sync
-sends. So sampler and trainer agree as they do without LoRA, and the engine knows nothing of it.
+The forward multiplies by the merged weight, rounded to the precision of the frozen weight: the same numbers that the
+sync sends. So sampler and trainer agree as they do without LoRA, and the engine knows nothing of adapters.
 Dims: T packed tokens, I inputs, O outputs, L the low rank.
 """
 
@@ -15,7 +15,7 @@ from hf.weights import merged_weight
 
 
 class MergedLinear(torch.autograd.Function):
-    """F.linear with the merged weight, which is not kept for the backward, but made again."""
+    """F.linear with the merged weight; the backward merges again instead of keeping it."""
 
     @staticmethod
     def forward(ctx, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_LI: Tensor, b_OL: Tensor, scale: float):
@@ -27,10 +27,10 @@ class MergedLinear(torch.autograd.Function):
     def backward(ctx, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, *merged = ctx.saved_tensors
         _, a_LI, b_OL = merged
-        # As if nothing was rounded, and through the factors: the gradient of a whole weight is never made.
+        # Through the factors, as if nothing were rounded: the gradient of a whole weight is never made.
         grad_a_LI = (ctx.scale * (grad_TO @ b_OL)).T @ x_TI
         grad_b_OL = grad_TO.T @ (ctx.scale * (x_TI @ a_LI.T))
-        # The first block's input has none: the embedding is frozen.
+        # The input of the first block needs no gradient: the embedding is frozen.
         grad_TI = grad_TO @ merged_weight(*merged, ctx.scale) if ctx.needs_input_grad[0] else None
         return grad_TI, None, None, grad_a_LI, grad_b_OL, None
 
@@ -51,7 +51,7 @@ class LoRALinear(nn.Linear):
 
 
 def add_adapters(model: nn.Module, cfg: LoRAConfig, precision: torch.dtype) -> None:
-    """Freezes a model that has no memory yet, in the type that it computes in, and adapts the layers that cfg names."""
+    """Freezes a model that is still on the meta device, in the type it computes in, and adapts the layers cfg names."""
     model.to(precision).requires_grad_(False)
     for name in adapted_layers(model.config, cfg):
         layer = LoRALinear(model.get_submodule(name), cfg.dim, cfg.alpha / cfg.dim)

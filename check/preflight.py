@@ -1,22 +1,14 @@
-"""Finds and checks what a run reads, before torch is loaded: all that `grpo.py --check` answers for.
+"""Finds and checks what a run reads, before torch is loaded: `grpo.py --check` prints what this module finds.
 
-Owns no format: calls those who do, in the order in which a user wants to hear of mistakes.
+Owns no format: calls the modules that do, in the order in which a user wants to hear of mistakes.
 """
 
-import gc
 import importlib.metadata
-import json
-import multiprocessing
 import os
 import re
-import signal
-import sys
-import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +24,15 @@ from hf.adapter import check_adapter
 from hf.lora_layers import adapted_layers
 from hf.model_config import ModelConfig, check_weights, read_model_config, resolve_folder
 from hf.tokenizer import Tokenizer
-from system.exits import die_with_parent
 from system.imports import call
 
-MAX_ROWS = 5_000  # of each set that --check looks at: half a second
-MODEL_SECONDS = 5  # of processor time, to read a model folder or try its tokenizer: five times what the largest take
+MAX_ROWS = 5_000  # --check reads so many rows of each set: half a second
 _WHOLE = ("enabled=true", "resources.gpus_per_node=null", "resources.num_nodes=null")
 ALL_RANKS_GENERATE = [f"policy.generation.colocated.{setting}" for setting in _WHOLE]  # to score, nobody trains
 ALL_RANKS_GENERATE += ["policy.dtensor_cfg.dp_replicate_size=1"]  # and so on any number of ranks
 ALL_RANKS_GENERATE += ["grpo.replay_rollouts=null"]  # in whose config.yaml it may be
-SHOWN_CHARS = 200  # of the start and of the end of a long prompt
-WANDB_VERSION = "0.31.0"  # which the tests run with: requirements/tests.txt
-WORD_SECONDS = 10  # after which --check says what it is at
+SHOWN_CHARS = 200  # of a long prompt, so many at the start and at the end are printed
+WANDB_VERSION = "0.31.0"  # the tests run with this version: requirements/tests.txt
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +60,9 @@ def read_inputs(
     to_train: bool = True,
     max_rows: int | None = None,
     on_rank0: Callable[[Callable[[], Any]], Any] = lambda work: work(),
-    begin: Callable[[str, int], None] = lambda part, seconds: None,
 ) -> RunInputs:
-    """What the config names; ConfigError for whatever is wrong with it. Not `to_train`: the run of `resume_from` is
-    only scored, and there may be no step to train. max_rows, on_rank0: as in `load_dataset`. `begin` gets
-    each part of the work before it, and the seconds of processor time that it may take, 0 for any number."""
+    """Everything the config names; ConfigError for whatever is wrong with it. Without `to_train` the run of
+    `resume_from` is only scored, and there may be no step to train. max_rows, on_rank0: as in `load_dataset`."""
     if to_train and cfg.logger.wandb_enabled and not any(importlib.metadata.distributions(name="wandb")):
         fix = f"`pip install wandb=={WANDB_VERSION}`, or set it to false"
         raise ConfigError(f"logger.wandb_enabled=true needs W&B's package, which is not installed: {fix}")
@@ -83,19 +70,19 @@ def read_inputs(
     if cfg.checkpointing.resume_from:
         resume.check_resumable(cfg, to_train)
     replayed = resume.replayed_step(cfg)[0] if cfg.grpo.replay_rollouts else 0
-    begin(f"model folder {cfg.policy.model_name}", 0)  # to fetch it from the hub takes as long as it needs
     also = "policy.tokenizer.name and " if cfg.policy.tokenizer.name == cfg.policy.model_name else ""
     folder = resolve_folder(cfg.policy.model_name, f"{also}policy.model_name")
     model = read_model_config(folder, cfg.policy.hf_config_overrides)
-    tokenizer = read_tokenizer(cfg.policy.tokenizer, "policy.tokenizer.name", folder, begin)
+    tokenizer = read_tokenizer(cfg.policy.tokenizer, "policy.tokenizer.name", folder)
     check_fits(cfg, folder, model, tokenizer)
-    begin(f"weights of {folder}", MODEL_SECONDS)
     check_weights(folder, model.tensor_shapes())
-    adapted_layers(model, cfg.policy.dtensor_cfg.lora_cfg)  # of a model that is as large as it says
+    adapted_layers(
+        model, cfg.policy.dtensor_cfg.lora_cfg
+    )  # after check_weights: config.json does not lie about its size
     if cfg.policy.dtensor_cfg.lora_cfg.adapter_path and not cfg.checkpointing.resume_from:
         check_adapter(cfg.policy, model)
     environments: dict[str, envs.Environment] = {}
-    # Ranks of this machine that grade.
+    # The ranks of this machine that grade.
     num_ranks = cfg.policy.generation.colocated.resources.gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def check_answers(env_name: str, answers: list[tuple[str, str, dict]]) -> None:
@@ -106,7 +93,6 @@ def read_inputs(
 
     def read(section: DatasetConfig) -> tuple[Dataset, Dataset | None]:
         limit, tasks = max_prompt_tokens(cfg), cfg.data.task_to_env
-        begin(f"data set {section.data_path or section.dataset_name} and its environments", 0)
         return load_dataset(section, tokenizer, limit, tasks, check_answers, max_rows=max_rows, on_rank0=on_rank0)
 
     train = [read(section) for section in cfg.data.train]
@@ -117,10 +103,9 @@ def read_inputs(
     mixture = Mixture([dataset for dataset, _ in train], cfg)
     if to_train:
         check_steps(cfg, mixture.num_problems, replayed)
-    if to_train and mixture.sampler:  # a function of the user's, which is to fail now
+    if to_train and mixture.sampler:  # the user's function: a mistake in it should show now
         mixture.draw(mixture.start(), cfg.grpo.prompts_per_batch)
-    reward_model = read_reward_model(cfg.env.reward_model, begin) if "reward_model" in environments else None
-    begin("end of the check", 0)
+    reward_model = read_reward_model(cfg.env.reward_model) if "reward_model" in environments else None
     validation = {each.name: each for each in held_out}
     return RunInputs(folder, model, tokenizer, mixture, validation, environments, reward_model)
 
@@ -140,17 +125,13 @@ def check_steps(cfg: Config, num_problems: int, replayed: int) -> None:
 
 def check_reward_names(environments: dict[str, envs.Environment], weights: tuple[float, ...] | None) -> None:
     """Raises ConfigError unless all environments of the training sets declare the same two or more reward_names, as
-    gdpo needs them, and `weights` (grpo.adv_estimator.reward_weights) are as many."""
-    declared = {env_name: set(getattr(each, "reward_names", ())) for env_name, each in environments.items()}
-    names = sorted(set().union(*declared.values()))
-    gdpo, fix = "grpo.adv_estimator.name=gdpo", "give them in StepResult.rewards and name them in its reward_names"
-    for env_name, its_names in declared.items():
-        if missing := ", ".join(name for name in names if name not in its_names):
-            raise ConfigError(f"env_name '{env_name}' has no reward {missing}, which {gdpo} needs: {fix}")
-    if len(names) < 2:
-        given = f"env_name '{', '.join(declared)}' declares {', '.join(names) or 'none'}"
-        fix += ", or set grpo.adv_estimator.name=grpo"
-        raise ConfigError(f"{gdpo} needs two rewards or more of each sample; {given}: {fix}")
+    gdpo needs them, and there are as many `weights` (grpo.adv_estimator.reward_weights)."""
+    declared = {env_name: sorted(set(getattr(each, "reward_names", ()))) for env_name, each in environments.items()}
+    names = next(iter(declared.values()))
+    if len(names) < 2 or any(each != names for each in declared.values()):
+        given = "; ".join(f"env_name '{name}' declares {', '.join(each) or 'none'}" for name, each in declared.items())
+        fix = "give them in StepResult.rewards and name them in reward_names, or set grpo.adv_estimator.name=grpo"
+        raise ConfigError(f"grpo.adv_estimator.name=gdpo needs the same two or more rewards everywhere: {given}; {fix}")
     if weights is not None and len(weights) != len(names):
         expected = f"must be {len(names)} numbers, for {', '.join(names)}"
         raise ConfigError(f"grpo.adv_estimator.reward_weights={list(weights)}: {expected}")
@@ -185,26 +166,22 @@ def check_model(folder: Path, model: ModelConfig, tokenizer: Tokenizer, length_k
         raise ConfigError(f"{folder}: {ids}: tokens without an embedding; {fix}")
 
 
-def read_tokenizer(cfg: TokenizerConfig, key: str, model_folder: Path, begin: Callable[[str, int], None]) -> Tokenizer:
-    """The tokenizer that the section names with `key`, or the model's own. `begin`: as in `read_inputs`."""
+def read_tokenizer(cfg: TokenizerConfig, key: str, model_folder: Path) -> Tokenizer:
+    """The tokenizer that config key `key` names, or the model's own."""
     folder = resolve_folder(cfg.name, key) if cfg.name is not None else model_folder
     if not (folder / "tokenizer.json").is_file():
         raise DataError(f"{folder}: no tokenizer.json (save the tokenizer in its 'fast' format)")
-    begin(f"{folder / 'tokenizer.json'} and the chat template", MODEL_SECONDS)
     return Tokenizer(folder, cfg.chat_template, cfg.chat_template_kwargs)
 
 
-def read_reward_model(cfg: RewardModelConfig, begin: Callable[[str, int], None]) -> tuple[Path, ModelConfig, Tokenizer]:
-    """The reward model. ConfigError where the folder holds none, or does not fit the config. `begin`: as in
-    `read_inputs`."""
+def read_reward_model(cfg: RewardModelConfig) -> tuple[Path, ModelConfig, Tokenizer]:
+    """The reward model. ConfigError where the folder holds none, or does not fit the config."""
     key = "env.reward_model.model_name"
     if cfg.model_name is None:
         raise ConfigError(f"{key} is not set: env_name 'reward_model' scores with it")
-    begin(f"reward model {cfg.model_name}", 0)
     folder = resolve_folder(cfg.model_name, key)
     model = read_model_config(folder)
-    tokenizer = read_tokenizer(cfg.tokenizer, "env.reward_model.tokenizer.name", folder, begin)
-    begin(f"reward model {folder}", MODEL_SECONDS)
+    tokenizer = read_tokenizer(cfg.tokenizer, "env.reward_model.tokenizer.name", folder)
     check_model(folder, model, tokenizer, "env.reward_model.max_model_len", cfg.max_model_len)
     shapes = replace(model, tie_word_embeddings=True).tensor_shapes()  # there is no head over the vocabulary
     try:
@@ -212,11 +189,9 @@ def read_reward_model(cfg: RewardModelConfig, begin: Callable[[str, int], None])
     except ConfigError as error:
         kinds = "a Qwen2-, Qwen3- or LlamaForSequenceClassification with one label"
         raise ConfigError(f"{key}: {error}: give {kinds}") from error
-    try:
-        messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
-        tokenizer.render(messages, add_generation_prompt=False)
-    except Exception as error:  # a template is a program
-        raise ConfigError(f"{key}: the chat template of {folder} refuses a conversation ({error!r})") from error
+    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    name = f"{key}: the chat template of {folder}, for a short conversation,"
+    call(name, tokenizer.render, messages, add_generation_prompt=False)
     return folder, model, tokenizer
 
 
@@ -226,8 +201,8 @@ def num_steps_of(cfg: Config, num_problems: int) -> int:
 
 
 def data_lines(cfg: Config, inputs: RunInputs, cursor: Cursor) -> list[str]:
-    """What the run learns from, a line each: of each data set the environment that grades it and the number of its
-    prompts; then the prompt that is drawn next, as the model gets it, and its answer. A replay draws none."""
+    """One line for each data set: its environment and number of prompts. Then the prompt that is drawn next, as the
+    model gets it, and its answer; a replay draws none."""
     lines = []
     for name, dataset in inputs.sets:
         size = f"{len(dataset.problems):,} prompts"
@@ -253,7 +228,7 @@ def data_lines(cfg: Config, inputs: RunInputs, cursor: Cursor) -> list[str]:
 
 
 def warmup_problem(cfg: Config, num_steps: int) -> str | None:
-    """What is to be said of a warm-up that takes more than a third of the run, as the default's 50 steps may."""
+    """A warning if the warm-up takes more than a third of the run, as the default of 50 steps may; else None."""
     scheduler = cfg.policy.scheduler
     if 3 * scheduler.warmup_steps <= num_steps or scheduler.warmup_start_factor == 1:
         return None
@@ -265,80 +240,26 @@ def warmup_problem(cfg: Config, num_steps: int) -> str | None:
 
 
 def lora_note(cfg: Config) -> str | None:
-    """What is to be said of a run with LoRA, whose learning rate is easily taken from one without."""
+    """A reminder for a run with LoRA: a learning rate is easily copied from a run without it. Else None."""
     lr, lora = cfg.policy.optimizer.kwargs.lr, cfg.policy.dtensor_cfg.lora_cfg
     note = f"rank {lora.dim} wants about ten times the learning rate of full training; kwargs.lr is {lr:g}"
     return note if lora.enabled else None
 
 
 def memory_plan(cfg: Config, inputs: RunInputs, num_ranks: int, gpu_bytes: float | None, device: str) -> Plan:
-    """How much memory the run needs on each GPU; in a split job of so many ranks, on each that trains."""
+    """How much memory the run needs on each GPU; in a split job of `num_ranks` ranks, on each GPU that trains."""
     num_trainers = max(1, num_ranks - cfg.policy.generation.num_generators)
     reward = inputs.reward_model[1] if inputs.reward_model else None
     return Plan(cfg, inputs.model_config, inputs.tokenizer.vocab_size, num_trainers, gpu_bytes, reward, device)
 
 
 def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None) -> str:
-    """A summary, after all was checked that can be wrong before torch is loaded: all rows, or MAX_ROWS of each set.
-    gpu_bytes: of one GPU, if that is known: ConfigError after the summary, if the run does not fit.
-
-    A child process does it: a damaged file can abort a library, hang it or fill the memory, and a user's code can end
-    the process. This one then says what the child was at.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends both at once
-    gc.freeze()  # else the child's search for garbage copies every page of the imports: 0.07 s
-    here, there = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=_check_apart, args=(cfg, all_rows, gpu_bytes, there))
-    child.start()
-    there.close()
-    part = "start"
-    with suppress(EOFError):  # the child has ended without a last word
-        while here.poll(WORD_SECONDS) or child.is_alive():  # a process that it left may hold the pipe
-            if not here.poll():
-                print(f"still at work: {part}", file=sys.stderr, flush=True)
-                continue
-            word, summary, error = json.loads(here.recv_bytes())
-            if error:
-                print(summary, end="\n" if summary else "")
-                raise ConfigError(error)
-            if summary:
-                return summary
-            if not word:
-                sys.exit(1)  # it has printed a traceback
-            part = word
-    child.join()
-    end = signal.strsignal(-child.exitcode) if child.exitcode < 0 else f"exit code {child.exitcode}"
-    limits = f"damaged, or needs too much memory or more than {MODEL_SECONDS} s"
-    raise ConfigError(f"{part}: to check it ended the process ({end}): it is {limits}")
-
-
-def _check_apart(cfg: Config, all_rows: bool, gpu_bytes: float | None, parent: Connection) -> None:
-    """In the child. The parent gets [part, "", ""] as a part of the work begins, at last the summary, the error, or
-    both; none of all that where this program made a mistake, whose traceback is printed."""
-    die_with_parent()
-    os.environ["RUST_BACKTRACE"] = "0"
-
-    def begin(part: str, seconds: int) -> None:
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # ends this process, also amid a library's code
-        parent.send_bytes(json.dumps([part, "", ""]).encode())
-
-    last = ["", "", ""]
-    try:
-        last[1:] = _check(cfg, all_rows, gpu_bytes, begin)
-    except ConfigError as error:
-        last[2] = str(error)
-    except MemoryError:
-        os.kill(os.getpid(), signal.SIGKILL)  # as the kernel would
-    except Exception:
-        traceback.print_exc()
-    parent.send_bytes(json.dumps(last).encode())
-
-
-def _check(cfg: Config, all_rows: bool, gpu_bytes: float | None, begin: Callable[[str, int], None]) -> tuple[str, str]:
-    """(summary, why the run does not fit into GPUs of so many bytes, or "")."""
+    """A summary, after everything was checked that can be wrong before torch is loaded: all rows, or MAX_ROWS of each
+    set. gpu_bytes: the memory of one GPU, if it is known. Where the run does not fit into it, this prints the summary
+    and raises ConfigError."""
     math, code = replace(cfg.env.math, num_workers=1), replace(cfg.env.code, num_workers=1)  # enough for their canaries
     cfg = replace(cfg, env=replace(cfg.env, math=math, code=code))
-    inputs = read_inputs(cfg, max_rows=None if all_rows else MAX_ROWS, begin=begin)
+    inputs = read_inputs(cfg, max_rows=None if all_rows else MAX_ROWS)
     for name, environment in inputs.environments.items():
         call(f"env_name '{name}', in close(),", environment.close)
     lines = [f"model      {inputs.model_folder} (vocabulary {inputs.tokenizer.vocab_size:,})"]
@@ -353,17 +274,21 @@ def _check(cfg: Config, all_rows: bool, gpu_bytes: float | None, begin: Callable
         lines.append(f"LoRA       {note}")
     if any(dataset.num_read < dataset.num_rows for _, dataset in inputs.sets):
         lines.append("rows       checked in part; the run checks all before its first step, --check --all does now")
-    # Without torchrun, a recipe is for its own number of GPUs, or for the fewest that can run it.
+    # Without torchrun: the number of GPUs that the recipe names, or the fewest that can run it.
     num_ranks = max(cfg.cluster.gpus_per_node * cfg.cluster.num_nodes, rules.fewest_ranks(cfg))
     num_ranks = int(os.environ.get("WORLD_SIZE", num_ranks))
     to_cpu = os.environ.get("GRPO_DEVICE") == "cpu" and gpu_bytes is None  # the run that train.sh starts prints it too
     plan = memory_plan(cfg, inputs, num_ranks, gpu_bytes, "cpu" if to_cpu else "cuda")
-    return "\n".join([*lines, memory_fit.table(plan)]), memory_fit.problem(plan) or ""
+    summary = "\n".join([*lines, memory_fit.table(plan)])
+    if problem := memory_fit.problem(plan):
+        print(summary)
+        raise ConfigError(problem)
+    return summary
 
 
 def gpu_memory(argv: Sequence[str]) -> tuple[float | None, list[str]]:
-    """Bytes by the last `--gpu_memory=80`, in GiB: a GPU of "80 GB" has 79 to 80 of them. None without it. And the
-    other words."""
+    """(bytes that the last `--gpu_memory=80` gives in GiB, or None; the other words). A GPU of "80 GB" has 79 to 80
+    GiB."""
     flag = "--gpu_memory="
     given = [word.removeprefix(flag) for word in argv if word.startswith(flag)]
     if given and not re.fullmatch(r"[1-9][0-9]{0,5}(\.[0-9]+)?", given[-1]):

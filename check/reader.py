@@ -22,7 +22,7 @@ from check.config_yaml import NULL, described
 from check.keys import FIELDS, FREE, LISTS, SECTIONS
 from check.nemo import Verdict
 from config import Config, ConfigError, DataError, shortened
-from hf.files import open_regular
+from hf.files import open_file
 
 MAX_FILES = 100  # of a config with its defaults
 MAX_REFERENCE_CHARS = 10_000  # of a value with ${...} in it
@@ -151,7 +151,7 @@ def _read_file(path: Path, parents: tuple[Path, ...], sizes: list[int]) -> list[
     """The entries of a file after those of its defaults. `parents`: the files whose defaults led here. `sizes`: those
     of all files read so far, in bytes."""
     try:
-        with open_regular(path) as file:
+        with open_file(path) as file:
             text = file.read(config_yaml.MAX_BYTES + 1) or b""
     except DataError as error:
         named = f" (named by the defaults of {parents[-1]})" if parents else ""

@@ -1,15 +1,15 @@
-"""Which problems come next: by size (all problems of the training sets in one shuffled order), by weight, some of each
-set in turn, or as a function of the user's decides.
+"""Which problems come next: by size (all problems of the training sets in one shuffled order), by weight, from each
+set in turn, or by a sampler of the user's.
 
-What is drawn is a function of the config and of a cursor, a small dict of JSON values that checkpoints keep. So it is
-the same on any number of ranks, and a resumed run goes on exactly.
+The draw depends only on the config and on a cursor, a small dict of JSON values that checkpoints keep. So it is the
+same on any number of ranks, and a resumed run continues exactly.
 
-A sampler of the user's, data.custom_dataloader, is called once per draw with keyword arguments:
+The user's sampler, data.custom_dataloader, is called once per draw with keyword arguments:
     f(num_prompts, sizes, records, memory, position, seed) -> a list of `num_prompts` items. An item is the name of a
-    set, for its next problem, or (name, index of a problem).
+    set, for the next problem of the set, or (name, index of a problem).
 sizes: set -> number of problems. records: the metrics of the newest step, {} at first (`reward_by_dataset/<set>` among
-them); with grpo.async_grpo prompts are drawn up to max_trajectory_age_steps steps before theirs. memory: a dict of its
-own, which it may change and which checkpoints keep. It must not depend on anything else.
+them); with grpo.async_grpo a prompt is drawn up to max_trajectory_age_steps steps before it is trained on. memory: a
+dict that the sampler may change and that checkpoints keep. The sampler must not depend on anything else.
 """
 
 import copy
@@ -39,7 +39,7 @@ class Mixture:
         self.datasets = {dataset.name: dataset for dataset in datasets}
         assert len(self.datasets) == len(datasets), [dataset.name for dataset in datasets]
         self.sizes = {name: len(dataset.problems) for name, dataset in self.datasets.items()}
-        self.num_problems = sum(self.sizes.values())  # so many prompts are an epoch, whatever the mix
+        self.num_problems = sum(self.sizes.values())  # an epoch has this many prompts, whatever the mix
         self.fingerprints = {name: dataset.fingerprint for name, dataset in self.datasets.items()}
         self.seed = cfg.grpo.seed
         self.order = partial(epoch_order, seed=cfg.grpo.seed, shuffle=cfg.data.shuffle)
@@ -54,13 +54,13 @@ class Mixture:
             raise ConfigError(f"{paths}: every row has loss_multiplier 0: none would be trained on")
 
     def check_same(self, fingerprints: Mapping[str, str], resumed: str) -> None:
-        """ConfigError where these are not the sets that the run `resumed` was trained on."""
+        """ConfigError unless these are the sets that the run `resumed` was trained on."""
         for name in sorted({*self.fingerprints, *fingerprints}):
             if self.fingerprints.get(name) != fingerprints.get(name):
-                path = self.datasets[name].path if name in self.datasets else "which this run does not have"
+                path = self.datasets[name].path if name in self.datasets else "a set that this run does not have"
                 raise ConfigError(
-                    f"data.train: '{name}' ({path}) is not the data of the run {resumed}: its position in it would "
-                    "mean other prompts; give the same data, or read these from their start with "
+                    f"data.train: '{name}' ({path}) is not the data of the run {resumed}, whose position would mean "
+                    "other prompts; give the same data, or start at the beginning of this data with "
                     "checkpointing.allow_changes=true"
                 )
 
@@ -73,10 +73,10 @@ class Mixture:
         return cursor | {"records": dict(metrics)} if self.sampler else cursor
 
     def draw(self, cursor: Cursor, count: int) -> tuple[list[Problem], Cursor]:
-        """The next `count` problems, and the cursor behind them."""
+        """The next `count` problems, and the cursor after them."""
         position, drawn = cursor["position"], dict(cursor["drawn"])
         names = list(self.datasets)
-        # All the way down: with async_grpo the cursor that a checkpoint keeps is behind those already drawn from.
+        # A deep copy: with async_grpo, a checkpoint keeps an earlier cursor than the newest that was drawn from.
         memory = copy.deepcopy(cursor["memory"])
         after = cursor | {"position": position + count, "drawn": drawn, "memory": memory}
         if self.sampler:
@@ -105,7 +105,7 @@ class Mixture:
         raise AssertionError(index)
 
     def _sample(self, after: Cursor, count: int) -> list[tuple[str, int | None]]:
-        """What the user's sampler draws; it may change after["memory"]. ConfigError unless that is `count` problems."""
+        """The draw of the user's sampler, which may change after["memory"]. ConfigError unless it has `count` items."""
         answer = self.sampler(
             num_prompts=count,
             sizes=dict(self.sizes),
@@ -126,7 +126,7 @@ class Mixture:
 
 
 def furthest_behind(drawn: Mapping[str, int], weights: Sequence[Fraction]) -> str:
-    """The set that is furthest behind its share of all prompts up to the next one, of equals the first.
+    """The set that is furthest behind its share of all prompts up to the next one; the first of equals.
 
     No set is ever a prompt or more ahead of its share, and shares are exact whenever they are whole numbers. Example:
     weights 3 and 1 give a a b a, again and again.

@@ -23,17 +23,18 @@ INPUT_KEYS = ("input", "problem", "question", "prompt")
 OUTPUT_KEYS = ("output", "expected_answer", "ground_truth", "answer")
 GYM_PLACES = ("", "verifier_metadata.", "metadata.", "extra_env_info.", "reward_model.")
 GYM_PLACES += ("responses_create_params.metadata.",)
+TOOL_KEYS = ("name", "description", "parameters")  # in the order of chat templates; `strict` is for the API alone
 GSM8K_MARK = "\n#### "  # the answer follows the last one
 ENVIRONMENTS = ("exact", "math", "code", "reward_model", "math_multi_reward")
 
 
 class ProblemMaker:
-    """Number of a row -> Problem, or None where a filter leaves the row out. Raises DataError with file and line for a
-    malformed row, and ControlTokenInText for text that holds a control token. Of a prompt of more than `limit` tokens,
-    prompt_ids may be no more than the start."""
+    """Row number -> Problem, or None if a filter leaves the row out. Raises DataError with file and line for a
+    malformed row, and ControlTokenInText for text that holds a control token. A prompt of more than `limit` tokens may
+    have only its first ids."""
 
     def __init__(self, cfg: DatasetConfig, tokenizer: Tokenizer, limit: int, tasks: Mapping[str, str], source: Source):
-        self.explicit_env = cfg.env_name  # the user's word, which scores rows whose task_name is no environment
+        self.explicit_env = cfg.env_name  # also scores rows whose task_name is no environment
         self.cfg = cfg = with_preset(cfg)
         self.tokenizer = tokenizer
         self.limit = limit
@@ -85,7 +86,7 @@ class ProblemMaker:
         return Problem(number, messages, answer or "", env_name, ids, raw, float(multiplier), self.cfg.set_name, tools)
 
     def _row(self, number: int) -> dict | None:
-        """The row after the processor; None where that or min_reward leaves it out."""
+        """The row after the processor; None if the processor or min_reward leaves it out."""
         where, row = self.source.where(number), self.source.read(number)
         if not isinstance(row, dict):
             raise DataError(f"{where}: expected a JSON object, got {type(row).__name__}")
@@ -102,7 +103,7 @@ class ProblemMaker:
         return None if reward < self.cfg.min_reward else row
 
     def _with_prompts(self, messages: list[dict], where: str) -> list[dict]:
-        """The prompt file around the last user message; the system prompt in front, where the row has none."""
+        """Puts the prompt file around the last user message, and the system prompt first if the row has none."""
         if self.prompt:
             users = [message for message in messages if message["role"] == "user"]
             if not users:
@@ -114,8 +115,8 @@ class ProblemMaker:
 
 
 def read_row(raw: dict, where: str, cfg: DatasetConfig) -> tuple[list[dict], str | None, list[dict] | None]:
-    """(messages, answer or None, tools or None) of a row. DataError, which begins with `where`, for a row in none of
-    the forms."""
+    """(messages, answer or None, tools or None) of a row. Raises DataError, beginning with `where`, for a row in none
+    of the forms."""
     params, tools = raw.get("responses_create_params"), raw.get("tools")
     output_keys = OUTPUT_KEYS
     if params is not None:
@@ -147,14 +148,14 @@ def read_row(raw: dict, where: str, cfg: DatasetConfig) -> tuple[list[dict], str
 
 
 def _keys_of(raw: dict, key: str, usual: Sequence[str]) -> str:
-    """The keys of a row, and the setting that names the one to read, for a message."""
+    """For an error message: the keys of a row, and the setting that names the key to read."""
     likely = next((name for name in usual if isinstance(raw.get(name), str)), "KEY")
     return f"keys: {', '.join(map(str, raw)):.200} (set {key} of this data set, such as data.train.{key}={likely})"
 
 
 def to_json(value: Any, name: str, *, allow_nan: bool = True) -> str:
-    """The value as JSON. DataError, which begins with `name`, for what JSON does not have: rows of parquet files and of
-    users' functions hold anything."""
+    """The value as JSON. Raises DataError, beginning with `name`, for a value that JSON lacks: rows of parquet files
+    and of users' functions hold anything."""
     try:
         return json.dumps(value, allow_nan=allow_nan)
     except (TypeError, ValueError, RecursionError) as error:
@@ -172,7 +173,7 @@ def split_prompt(name: str, text: str) -> tuple[str, str]:
 
 
 def _first(raw: dict, keys: Sequence[str]) -> Any:
-    """What is under the first of the keys that has anything, else None."""
+    """The value of the first key that has one, else None."""
     return next((value for key in keys if (value := _under(raw, key)) is not None), None)
 
 
@@ -185,7 +186,7 @@ def _under(raw: Any, key: str) -> Any:
 
 
 def _chat(messages: Any, where: str) -> list[dict]:
-    """Chat messages as they are, except that a text in parts becomes one text."""
+    """The chat messages; a text in parts becomes one text."""
     problem = f"{where}: 'messages' must be a non-empty list of {{role, content}} with text in both"
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise DataError(problem)
@@ -217,48 +218,49 @@ def _gym_prompt(params: Any, where: str) -> tuple[list, list[dict]]:
     messages = _gym_messages(items, f"{where}: responses_create_params.input")
     if params.get("instructions"):
         messages = [{"role": "system", "content": params["instructions"]}, *messages]
-    tools = _tools(params.get("tools"), where) or []
-    if unnamed := next((tool for tool in tools if not tool.keys() & {"function", "name"}), None):
-        raise DataError(f"{where}: a tool that is no function has no form in a chat template: {unnamed!r:.80}")
-    keys = ("name", "description", "parameters")  # in the order of chat templates; `strict` is for the API alone
-    return messages, [
-        tool if "function" in tool else {"type": "function", "function": {k: tool[k] for k in keys if k in tool}}
-        for tool in tools
-    ]
+    tools = []
+    for tool in _tools(params.get("tools"), where) or ():
+        if not tool.keys() & {"function", "name"}:
+            raise DataError(f"{where}: a tool that is no function has no form in a chat template: {tool!r:.80}")
+        function = {key: tool[key] for key in TOOL_KEYS if key in tool}
+        tools.append(tool if "function" in tool else {"type": "function", "function": function})
+    return messages, tools
 
 
 def _gym_messages(items: list, where: str) -> list[dict]:
     """Items of a Responses API input -> chat messages, as NeMo Gym's responses_converter.py (07d6b0d) joins them:
-    reasoning, texts and calls up to the next item of another role are one message of the assistant, with
-    `reasoning_content` and `tool_calls`; the output of a call is a message of the tool. A developer is the system."""
+    reasoning, texts and calls up to the next item of another role become one assistant message, with
+    `reasoning_content` and `tool_calls`; the output of a call becomes a tool message, a developer the system."""
     messages: list[dict] = []
     for number, item in enumerate(items):
         place = f"{where}[{number}]"
         role, kind = (item.get("role"), item.get("type") or "message") if isinstance(item, dict) else (None, None)
         if kind == "function_call_output":
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
-        elif kind == "message" and role != "assistant":
+            continue
+        if kind == "message" and role != "assistant":
             messages.append(item | {"role": "system" if role == "developer" else role})
-        elif kind not in ("message", "reasoning", "function_call"):
+            continue
+        if kind not in ("message", "reasoning", "function_call"):
             raise DataError(f"{place}: {kind or item!r:.80} has no form in a chat: take it out, or the row")
-        else:
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
-            message = messages[-1]
-            is_thought = kind == "reasoning"
-            key = "reasoning_content" if is_thought else "content"
-            text = _joined((is_thought and item.get("summary")) or item.get("content") or "")
-            if not isinstance(text, str):
-                raise DataError(f"{place}: expected text, or parts with text")
-            if text:
-                message[key] = message.get(key, "") + text
-            if calls := [_tool_call(item, place)] if kind == "function_call" else item.get("tool_calls"):
-                message["tool_calls"] = [*message.get("tool_calls", ()), *calls]
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        key, content = "content", item.get("content")
+        if kind == "reasoning":
+            key, content = "reasoning_content", item.get("summary") or content
+        text = _joined(content or "")
+        if not isinstance(text, str):
+            raise DataError(f"{place}: expected text, or parts with text")
+        message = messages[-1]
+        if text:
+            message[key] = message.get(key, "") + text
+        if calls := [_tool_call(item, place)] if kind == "function_call" else item.get("tool_calls"):
+            message["tool_calls"] = [*message.get("tool_calls", ()), *calls]
     return messages
 
 
 def _tool_call(item: dict, place: str) -> dict:
-    """A function_call as transformers' templates take it, whose arguments are an object and no text."""
+    """A function_call as transformers' templates take it: the arguments are an object, not text."""
     arguments = item.get("arguments") or "{}"
     if isinstance(arguments, str):
         arguments = parse_json(arguments.encode("utf-8", "surrogatepass"), f"{place}: arguments", unique_keys=True)

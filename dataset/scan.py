@@ -1,20 +1,22 @@
 """Datasets: one pass over the rows of a source finds which are usable; their split, repetition and fingerprint.
 
-One rank scans the rows once and checks each with all its tokens. Of a row, its number stays; its problem is made again
-when its turn comes. sources.py reads rows, problems.py makes problems, mixing.py orders those of several sets.
+One rank scans the rows once and checks each with all its tokens. The problems of a small set stay in memory, on all
+ranks. Of a larger set the numbers of the rows stay, and a problem is made from its row each time it is drawn.
+sources.py reads rows, problems.py makes problems, mixing.py orders the problems of several sets.
 """
 
 import hashlib
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from config import DataError, DatasetConfig, shortened
+from config import DataError, DatasetConfig
 from data import Problem
 from dataset.problems import ProblemMaker, to_json
 from dataset.sources import Source, open_source, with_preset
@@ -22,16 +24,18 @@ from hf.tokenizer import ControlTokenInText, Tokenizer
 from system.imports import call
 from system.progress import Progress
 
-CHUNK = 256  # rows whose fields are in memory at once, for each environment
-PROGRESS_SECONDS = 5.0  # so often, a scan says how far it is
-NAMED = 3  # rows with a control token that are named
+HELD_ROWS = 100_000
+HELD_BYTES = 2**28
+CHUNK = 256  # an environment checks the answers of so many rows at once
+PROGRESS_SECONDS = 5.0  # a scan says this often how far it is
+NAMED = 3  # so many rows with a control token are named
 Check = Callable[[str, list[tuple[str, str, dict]]], None]  # env_name, (where, answer, fields) of rows
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """The problems of one set. `path` names their source, `name` the set; a resumed run compares the fingerprint. Of
-    the source's `num_rows`, `num_read` were looked at; `left_out` says how many of these were left out, and why."""
+    """The problems of one set. `path` names the source, `name` the set; a resumed run compares the fingerprint. Of the
+    source's `num_rows` rows `num_read` were read; `left_out` says how many of these were left out and why."""
 
     path: str
     problems: Sequence[Problem]
@@ -46,11 +50,13 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True)
 class Problems(Sequence):
-    """Problems made when asked for. `rows`: their numbers in the source; each is there `repeat` times."""
+    """`rows`: the numbers of the usable rows in the source; each is there `repeat` times. held: number -> problem of
+    the rows that stay in memory; the others are made each time."""
 
     maker: ProblemMaker
     rows: np.ndarray
     repeat: int
+    held: dict[int, Problem]
 
     def __len__(self) -> int:
         return len(self.rows) * self.repeat
@@ -60,11 +66,11 @@ class Problems(Sequence):
         if isinstance(place, range):
             return [self[i] for i in place]
         row = int(self.rows[place % len(self.rows)])
+        if held := self.held.get(row):
+            return replace(deepcopy(held), prompt_ids=list(held.prompt_ids))  # an environment may change its fields
         problem = self.maker(row)
-        if problem is None:
-            raise DataError(f"{self.maker.source.where(row)}: processor left out a row that it gave before")
-        if len(problem.prompt_ids) > self.maker.limit:
-            raise DataError(f"{self.maker.source.where(row)}: over {self.maker.limit} tokens; it was shorter before")
+        if problem is None or len(problem.prompt_ids) > self.maker.limit:
+            raise DataError(f"{self.maker.source.where(row)}: usable when the run began, and now left out or too long")
         return problem
 
 
@@ -78,28 +84,28 @@ def load_dataset(
     max_rows: int | None = None,
     on_rank0: Callable[[Callable[[], Any]], Any] = lambda scan: scan(),
 ) -> tuple[Dataset, Dataset | None]:
-    """The dataset of a section, and the part of it that split_validation_size takes out, or None.
+    """The dataset of a section, and the part that split_validation_size takes out of it, or None.
 
     Rows with a prompt of more than `max_prompt_tokens` are left out and counted, because a cut prompt would ask another
     question; so are rows whose text holds a control token. `tasks`: data.task_to_env. `check` gets the answers of each
-    environment, in chunks, and once an empty chunk on each rank. `max_rows`: scan no more than so many rows, half of
-    them the first ones and half drawn at random; the others then count as usable. `on_rank0` runs the scan on one rank
-    and gives its result, or raises its ConfigError, on all of them. Raises DataError with file and line for anything
-    malformed and for an `id` that two rows share, and with the file where no row is usable.
+    environment in chunks, and one empty chunk on each rank. `max_rows`: scan at most this many rows, the first ones and
+    as many drawn at random; the others then count as usable. `on_rank0` runs the scan on one rank and gives its result,
+    or raises its ConfigError, on all ranks. Raises DataError with file and line for a malformed row and for an `id` of
+    an earlier row, and with the file if no row is usable.
     """
     source = open_source(with_preset(cfg))
     maker = ProblemMaker(cfg, tokenizer, max_prompt_tokens, tasks, source)
-    scanned, checksum = on_rank0(lambda: (_scan(maker, max_rows, check), source.checksum))
+    scanned, held, checksum = on_rank0(lambda: (*_scan(maker, max_rows, check), source.checksum))
     if checksum != source.checksum:
         raise DataError(f"{source.name}: this rank finds other rows there than rank 0: give all machines the same data")
     for env_name in scanned.env_names:
         check(env_name, [])
-    whole = replace(scanned, problems=Problems(maker, scanned.problems, cfg.repeat))
+    whole = replace(scanned, problems=Problems(maker, scanned.problems, cfg.repeat, held))
     return _split(whole, cfg) if cfg.split_validation_size else (whole, None)
 
 
 def _split(whole: Dataset, cfg: DatasetConfig) -> tuple[Dataset, Dataset]:
-    """(the rest, split_validation_size of the rows), both in order. `seed` and the number of rows decide which ones."""
+    """(the rest, split_validation_size of the rows), both in order. `seed` and the number of rows decide the split."""
     size, rows = cfg.split_validation_size, whole.problems.rows
     count = int(size) if size >= 1 else max(1, round(size * len(rows)))
     if count >= len(rows):
@@ -116,7 +122,7 @@ def _split(whole: Dataset, cfg: DatasetConfig) -> tuple[Dataset, Dataset]:
 
 
 def _pick(numbers: Sequence[int], max_rows: int | None, seed: int) -> Sequence[int]:
-    """All numbers, or `max_rows` of them: the first half of these in order, the others drawn from the rest."""
+    """All numbers, or `max_rows` of them: half are the first ones, the others are drawn from the rest."""
     if max_rows is None or len(numbers) <= max_rows:
         return numbers
     first = max_rows // 2
@@ -124,42 +130,29 @@ def _pick(numbers: Sequence[int], max_rows: int | None, seed: int) -> Sequence[i
     return [*numbers[:first], *(numbers[first + i] for i in np.sort(rest).tolist())]
 
 
-def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> Dataset:
-    """Makes and checks problems: the dataset, with numbers of rows for problems."""
+def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Dataset, dict[int, Problem]]:
+    """Makes and checks the problems. Returns the dataset, with row numbers in place of problems, and the problems that
+    stay in memory, by row number."""
     source, cfg = maker.source, maker.cfg
     picked = _pick(source.numbers, max_rows, cfg.seed)
-    usable = array("q")
-    num_too_long, num_filtered = 0, 0
-    is_trained = len(picked) < len(source.numbers)  # a row that is not looked at may be
-    token_places: list[str] = []
-    foreign_tasks: Counter[str] = Counter()
+    is_held = len(source.numbers) < HELD_ROWS and source.num_bytes < HELD_BYTES
+    is_trained = len(picked) < len(source.numbers)  # a row that is not read may be trained on
+    usable, held = array("q"), {}
+    left_out: Counter[str] = Counter()  # reason -> rows
     first_with_id: dict[int, int] = {}
     digest = hashlib.sha256()
     chunks: dict[str, list[tuple[str, str, dict]]] = {}
-    last_progress = time.monotonic()
-    rows = Progress(f"{source.name}: rows checked", iterable=picked)
-    for num_done, number in enumerate(rows):
-        if rows.disable and time.monotonic() > last_progress + PROGRESS_SECONDS:
-            last_progress = time.monotonic()
-            print(f"{source.name}: checked {num_done:,} of {len(picked):,} rows", flush=True)
-        where = source.where(number)
-        try:
-            problem = call(f"{where}: a value in the row", maker, number)  # one that is a user's object
-        except ControlTokenInText as error:
-            token_places += [f"{where} {error.token!r}"][: NAMED - len(token_places)]
-            continue
-        if problem is None:
-            num_filtered += 1
-            continue
+    for number, where, problem in _made(maker, picked, left_out):
         _check_id(problem, source, first_with_id)
         if len(problem.prompt_ids) > maker.limit:
-            num_too_long += 1
+            left_out[f"over {maker.limit} tokens"] += 1
             continue
         usable.append(number)
-        foreign_tasks.update({problem.fields.get("task_name")} - maker.env_names.keys())
         is_trained |= problem.loss_multiplier > 0
         content = [number, problem.messages, problem.answer, problem.env_name, problem.loss_multiplier, problem.tools]
         digest.update(to_json(content, f"{where}: a part of messages or tools").encode())
+        if is_held:
+            held[number] = replace(problem, prompt_ids=array("I", problem.prompt_ids))  # 4 bytes a token
         chunk = chunks.setdefault(problem.env_name, [])
         chunk.append((where, problem.answer, problem.fields))
         if len(chunk) == CHUNK:
@@ -167,27 +160,42 @@ def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> Dataset:
             chunk.clear()
     for env_name, chunk in chunks.items():
         check(env_name, chunk)
-    num_with_token = len(picked) - len(usable) - num_too_long - num_filtered
-    places = ", ".join(token_places) + ", ..." * (num_with_token > NAMED)
-    reasons = [
-        (num_too_long, f"over {maker.limit} tokens"),
-        (num_filtered, "by min_reward or processor"),
-        (num_with_token, f"a control token in their text ({places})"),
-    ]
-    left_out = ", ".join(f"{count:,} left out: {reason}" for count, reason in reasons if count)
+    reasons = ", ".join(f"{count:,} left out: {reason}" for reason, count in left_out.items())
     if not usable:
-        raise DataError(f"{source.name}: no usable row: {left_out or 'it is empty'}")
-    if foreign_tasks:
-        rows = f"{foreign_tasks.total():,} rows with a task_name that is no environment: {shortened([*foreign_tasks])}"
-        print(f"{source.name}: env_name '{cfg.env_name}' of the dataset scores {rows}", flush=True)
+        raise DataError(f"{source.name}: no usable row: {reasons or 'it is empty'}")
     digest.update(str(cfg.repeat).encode())
     rows = np.setdiff1d(source.numbers, np.setdiff1d(picked, usable))  # without the unusable ones among the picked
     fingerprint, sizes = digest.hexdigest(), (len(source.numbers), len(picked))
-    return Dataset(source.name, rows, fingerprint, cfg.set_name, *sizes, left_out, tuple(chunks), is_trained)
+    found = Dataset(source.name, rows, fingerprint, cfg.set_name, *sizes, reasons, tuple(chunks), is_trained)
+    return found, held
+
+
+def _made(maker: ProblemMaker, numbers: Sequence[int], left_out: Counter[str]) -> Iterator[tuple[int, str, Problem]]:
+    """(number, place, problem) of each row that gives a problem; the others are counted in `left_out`."""
+    token_places: list[str] = []
+    last_progress = time.monotonic()
+    rows = Progress(f"{maker.source.name}: rows checked", iterable=numbers)
+    for num_done, number in enumerate(rows):
+        if rows.disable and time.monotonic() > last_progress + PROGRESS_SECONDS:
+            last_progress = time.monotonic()
+            print(f"{maker.source.name}: checked {num_done:,} of {len(numbers):,} rows", flush=True)
+        where = maker.source.where(number)
+        try:
+            problem = call(f"{where}: a value in the row", maker, number)  # a user's object may raise
+        except ControlTokenInText as error:
+            token_places.append(f"{where} {error.token!r}")
+            continue
+        if problem is None:
+            left_out["by min_reward or processor"] += 1
+        else:
+            yield number, where, problem
+    if token_places:
+        places = ", ".join(token_places[:NAMED]) + ", ..." * (len(token_places) > NAMED)
+        left_out[f"a control token in their text ({places})"] = len(token_places)
 
 
 def _check_id(problem: Problem, source: Source, first_with_id: dict[int, int]) -> None:
-    """DataError for the `id` of a row before. first_with_id: hash of an id -> number of its row; this one is added."""
+    """DataError if an earlier row has the same `id`. first_with_id: hash of an id -> row number; this row is added."""
     row_id, where = problem.fields.get("id"), source.where(problem.row_id)
     if row_id is not None and "responses_create_params" not in problem.fields:  # rollouts of one task share its id
         first = first_with_id.setdefault(hash(call(f"{where}: the `id`", repr, row_id)), problem.row_id)

@@ -13,9 +13,9 @@ from hf.lora_layers import KEY, adapted_layers, factor_shapes
 from hf.model_config import FLOATS, ModelConfig, open_weights
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-BASE_SHA256 = "base_sha256"  # in the header of WEIGHTS that a run writes: of the weights that the adapter is for
-# Fields of adapter_config.json that are compared with the config, or change nothing of what is computed. The others are
-# of other methods, or of parts that are not trained here.
+BASE_SHA256 = "base_sha256"  # key in the header of WEIGHTS that a run writes: the hash of the base's weights
+# Fields of adapter_config.json that are compared with the config or change nothing in the computation. The others
+# belong to other methods, or to parts of the model that are not trained here.
 FIELDS = ("peft_type", "r", "lora_alpha", "base_model_name_or_path", "target_modules", "exclude_modules", "task_type")
 FIELDS += ("lora_dropout", "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size")
 FIELDS += ("auto_mapping", "peft_version", "revision", "inference_mode")
@@ -29,8 +29,8 @@ def peft_name(name: str) -> str:
 
 
 def adapter_config(policy: PolicyConfig, model: ModelConfig) -> dict:
-    """adapter_config.json of what the config trains. Where these are not all layers, they have their whole names: last
-    names may be of others as well."""
+    """The content of adapter_config.json for what the config trains. Unless all layers are adapted, target_modules has
+    full names: a last name may select other layers as well."""
     cfg, base = policy.dtensor_cfg.lora_cfg, policy.model_name
     layers = adapted_layers(model, cfg)
     return {
@@ -46,8 +46,8 @@ def adapter_config(policy: PolicyConfig, model: ModelConfig) -> dict:
 
 
 def check_adapter(policy: PolicyConfig, model: ModelConfig) -> None:
-    """ConfigError unless the adapter of lora_cfg.adapter_path is one that the config trains, and of its model. Of the
-    tensors it reads the headers only."""
+    """ConfigError unless the adapter of lora_cfg.adapter_path fits the config and its model. Reads the headers of the
+    tensors only."""
     cfg = policy.dtensor_cfg.lora_cfg
     source, file = (Path(cfg.adapter_path) / name for name in (CONFIG, WEIGHTS))
     fields = read_json(source)
@@ -63,11 +63,11 @@ def check_adapter(policy: PolicyConfig, model: ModelConfig) -> None:
         headers = {name: tensors.get_slice(name) for name in tensors.keys()}
         stored = {n: x.get_shape() if x.get_dtype() in FLOATS else x.get_dtype() for n, x in headers.items()}
     base = fields.get("base_model_name_or_path")
-    # A hub name and the folder of a copy end alike. Where the hash is known, the weights are compared, not their names.
+    # A hub name and the folder of its copy end alike. If the hash is known, the weights are compared, not the names.
     ends = {os.path.basename(os.path.abspath(str(name))) for name in (base, policy.model_name)}
     if len(ends) > 1 and not has_sha256:
-        its = f"an adapter of {shortened(base)}, not of policy.model_name={policy.model_name}"
-        raise ConfigError(f"{source}: {its}: give its base there, or in the file the name of yours")
+        other = f"an adapter of {shortened(base)}, not of policy.model_name={policy.model_name}"
+        raise ConfigError(f"{source}: {other}: set policy.model_name to its base, or name your model in the file")
     expected = {peft_name(name): list(shape) for name, shape in factor_shapes(model, cfg).items()}
     for name in sorted(stored.keys() | expected.keys()):
         given, needed = (tensors.get(name, "no tensor") for tensors in (stored, expected))

@@ -1,9 +1,6 @@
 """Reads the files of a model folder or of the Hugging Face hub, with errors that name the file. No torch."""
 
-import errno
 import json
-import os
-import stat
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,34 +9,26 @@ from typing import Any, BinaryIO
 
 from config import DataError
 
-MAX_FILE_BYTES = 32 * 2**20  # of a file that is read whole: ten times the largest index or template in use
-
 
 @contextmanager
-def open_regular(name: str | Path) -> Iterator[BinaryIO]:
-    """A regular file, open for its bytes. DataError for anything else, and at once: to open a pipe would wait for its
-    writer, and a device has no end; and where the file cannot be read in the `with` block."""
+def open_file(name: str | Path) -> Iterator[BinaryIO]:
+    """The file, open for its bytes. DataError where it cannot be opened, or read in the `with` block."""
     try:
-        with open(name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError(errno.EINVAL, "not a regular file; pipes and devices are not read")
+        with open(name, "rb") as file:
             yield file
     except (OSError, ValueError) as error:  # ValueError: a byte 0 or half a surrogate pair in the name
         raise DataError(f"{name}: cannot be read ({getattr(error, 'strerror', error)})") from error
 
 
-def read_bytes(name: str | Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """The content of a regular file. DataError where there is none, or more than `max_bytes` of it."""
-    with open_regular(name) as file:
-        content = file.read(max_bytes + 1) or b""  # None: a file below /proc that would wait
-    if len(content) > max_bytes:
-        raise DataError(f"{name}: more than {max_bytes >> 20} MiB")
-    return content
+def read_bytes(name: str | Path) -> bytes:
+    """The content of a file; DataError where there is none."""
+    with open_file(name) as file:
+        return file.read()
 
 
 def parse_json(content: bytes, where: str | Path, encoding: str = "utf-8", *, unique_keys: bool = False) -> Any:
-    """The value of a JSON text. DataError, which begins with `where`, for what is no JSON, and with `unique_keys` for
-    an object with a key twice."""
+    """The value of a JSON text. Raises DataError, beginning with `where`, for anything else, and with `unique_keys` for
+    an object that has a key twice."""
     try:
         return json.loads(content.decode(encoding), object_pairs_hook=_unique if unique_keys else None)
     except (ValueError, RecursionError, MemoryError) as error:  # ValueError: wrong encoding, no JSON, or a key twice
@@ -73,8 +62,8 @@ def read_text(name: str | Path) -> str:
 def download(
     name: str, patterns: list[str], problem: str, instead: str, repo_type: str = "model", revision: str | None = None
 ) -> Path:
-    """The local copy of a repository of the hub, of its files that match `patterns`; without network, the copy that was
-    made before. DataError begins with `problem` and ends with `instead` where neither can be had."""
+    """The local copy of a hub repository's files that match `patterns`; without network, the copy made before. If there
+    is neither, raises a DataError that begins with `problem` and ends with `instead`."""
     import huggingface_hub  # on demand: local files need no network library
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -15,8 +15,8 @@ KEY = "policy.dtensor_cfg.lora_cfg"
 def adapted_layers(model: ModelConfig, cfg: LoRAConfig) -> dict[str, tuple[int, int]]:
     """Name -> (outputs, inputs) of each linear layer of the blocks that gets an adapter; {} where LoRA is off.
 
-    A name or pattern selects by the full name, as in NeMo RL's Automodel, and by the last parts of it, as in PEFT.
-    ConfigError where one selects nothing, or cfg.dim is more than a layer's rank can be.
+    A name or pattern selects layers by the full name, as in NeMo RL's Automodel, and by its last parts, as in PEFT.
+    Raises ConfigError if a pattern selects nothing, or cfg.dim is more than the rank of a layer can be.
     """
     matrices = ((name, shape) for name, shape in model.tensor_shapes() if ".layers." in name and len(shape) == 2)
     shapes = {name.removesuffix(".weight"): shape for name, shape in matrices if cfg.enabled}
@@ -40,7 +40,7 @@ def adapted_layers(model: ModelConfig, cfg: LoRAConfig) -> dict[str, tuple[int, 
 
 
 def factor_shapes(model: ModelConfig, cfg: LoRAConfig) -> dict[str, tuple[int, int]]:
-    """Name -> shape of the two factors of each of these layers (lora.LoRALinear)."""
+    """Name -> shape of both factors of each adapted layer (lora.LoRALinear)."""
     layers = adapted_layers(model, cfg)
     factors = {f"{name}.lora_A": (cfg.dim, inputs) for name, (_, inputs) in layers.items()}
     return factors | {f"{name}.lora_B": (outputs, cfg.dim) for name, (outputs, _) in layers.items()}

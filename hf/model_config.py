@@ -1,7 +1,7 @@
-"""What a model folder holds: the architecture by its config.json, and whole safetensors files with its weights.
+"""What a model folder holds: the architecture in config.json, and the weights in safetensors files.
 
-Owns which architectures are supported: it refuses a model for which `model.Decoder` would compute something else than
-its authors do. No torch, so that `grpo.py --check` answers in a second.
+Owns the list of supported architectures: a model is refused if `model.Decoder` would compute something other than its
+authors do. No torch, so that `grpo.py --check` answers in a second.
 """
 
 import dataclasses
@@ -13,10 +13,10 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from config import ConfigError, DataError, HFConfigOverrides
-from hf.files import download, open_regular, read_json
+from hf.files import download, read_json
 
-# Fields of config.json that change the computation, each with the values that `Decoder` computes: those that
-# transformers or vLLM read for the three families, and those of near relatives (Granite, Cohere, Gemma).
+# Fields of config.json that change the computation, each with the values that `Decoder` computes: the fields that
+# transformers or vLLM read for the three families, and the fields of near relatives (Granite, Cohere, Gemma).
 UNSET = ("quantization_config", "compression_config", "text_config", "per_layer_config", "block_configs")
 UNSET += ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale")
 UNSET += ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "dual_chunk_attention_config")
@@ -148,45 +148,47 @@ class ModelConfig:
 
 
 def _rope_of(hf: dict, source: str) -> dict:
-    """The fields of the rotary embedding, with their `rope_type`. ConfigError for one that would have no effect."""
+    """The settings of the rotary embedding, with their `rope_type`. ConfigError for a setting that is given twice, or
+    would have no effect."""
     given = [hf[name] for name in ("rope_parameters", "rope_scaling") if hf.get(name)]  # transformers 5 and 4
     rope = given[0] if given else {}
     if not isinstance(rope, dict) or any(each != rope for each in given):
         values = " and ".join(map(repr, given))
         raise ConfigError(f"{source}: rope_parameters or rope_scaling: expected one mapping, got {values:.160}")
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    applied = ROPE_FIELDS + (tuple(Llama3Rope.__dataclass_fields__) if rope_type == "llama3" else ())
-    for field, value in rope.items():
-        if rope_type in SUPPORTED_VALUES["rope_type"] and field not in applied:
-            raise ConfigError(f"{source}: {field}={value!r:.80} has no effect with rope_type={rope_type!r}")
-        beside = rope_type if field == "type" else hf.get(field)
-        if beside is not None and beside != value:
-            raise ConfigError(f"{source}: {field}={value!r:.80} in its rope settings, but {beside!r:.80} beside it")
-    return rope | {"rope_type": rope_type}
+    rope = {"rope_type": rope.get("type", "default")} | rope
+    applied = ROPE_FIELDS + (tuple(Llama3Rope.__dataclass_fields__) if rope["rope_type"] == "llama3" else ())
+    beside = hf | {"type": rope["rope_type"]}
+    for name, value in rope.items():
+        if rope["rope_type"] in SUPPORTED_VALUES["rope_type"] and name not in applied:
+            raise ConfigError(f"{source}: {name}={value!r:.80} has no effect with rope_type={rope['rope_type']!r}")
+        if beside.get(name) not in (None, value):
+            raise ConfigError(
+                f"{source}: {name}={value!r:.80} in its rope settings, but {beside[name]!r:.80} beside it"
+            )
+    return rope
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """model.safetensors, or the files that its index names. Whether they are whole, `check_weights` says."""
+    """model.safetensors, or the files that the index names. `check_weights` says whether they are whole."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if os.path.lexists(single):
+    if single.exists():
         return [single]
-    if not os.path.lexists(index):
+    if not index.exists():
         adapter = any(folder.glob("adapter_model.*"))
         why = "merge the adapter into its model" if adapter else "other formats are not read: they can run code"
         raise ConfigError(f"{folder}: no {single.name} nor {index.name} ({why})")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ConfigError(f"{index}: no 'weight_map' of name to file")
-    files = [folder / name for name in sorted(set(weight_map.values()))]
-    # A name has 3 to 255 characters: `..` is the folder above, and a longer one no file system has.
-    if outside := [file for file in files if file.parent != folder or not 2 < len(file.name) < 256]:
-        raise ConfigError(f"{index}: {str(outside[0])!r:.80} is no file of this folder")
-    return files
+    names = sorted(set(weight_map.values()))
+    if outside := [name for name in names if Path(name).name != name]:
+        raise ConfigError(f"{index}: {outside[0]!r:.80} is no file of this folder")
+    return [folder / name for name in names]
 
 
 def check_weights(folder: Path, expected: Iterable[tuple[str, Sequence[int]]]) -> None:
     """ConfigError unless the folder's files are whole and hold the `expected` tensors, (name, shape), as floats, and no
-    others but a tied head's copy and rotary frequencies, which some store. It reads the headers only."""
+    others. The copy of a tied head and rotary frequencies, which some models store, are ignored. Reads headers only."""
     stored: dict[str, tuple[Path, list[int], str]] = {}
     for path in weight_files(folder):
         with open_weights(path) as file:
@@ -210,10 +212,9 @@ def check_weights(folder: Path, expected: Iterable[tuple[str, Sequence[int]]]) -
 
 
 def open_weights(path: Path, framework: str = "numpy") -> safe_open:
-    """An open safetensors file. ConfigError where its header is malformed, or its size is not what that says."""
+    """An open safetensors file. ConfigError where its header is malformed or does not give the size of the file."""
     try:
-        with open_regular(path):
-            return safe_open(path, framework=framework)
+        return safe_open(path, framework=framework)
     except (OSError, MemoryError, SafetensorError) as error:  # MemoryError: a size that lies
         raise ConfigError(f"{path}: not a readable safetensors file ({error!s:.200}); fetch it again") from error
 

@@ -10,9 +10,7 @@ added tokens that look like `<|this|>`. Other added tokens (`<think>`) are words
 import json
 import os
 import re
-import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from itertools import zip_longest
@@ -29,16 +27,9 @@ from hf.files import read_bytes, read_json, read_text
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LOOKS_SPECIAL = re.compile("<[|\uff5c].*[|\uff5c]>")  # DeepSeek's turn marks are not flagged special
-# `{% generation %}` marks the assistant's words; those trained on here are the sampled ones. It is a scope of its own.
+# `{% generation %}` marks the assistant's words. It is ignored but for its scope: the sampled tokens are trained on.
 GENERATION_TAG = re.compile(r"({%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%})")
 PRIVATE_USE = range(0xF0000, 0x10FFFE)
-MAX_TOKENIZER_BYTES = 256 * 2**20  # ten times those in use
-MAX_TEMPLATE = 2**18  # characters of a template, or of what it writes for TRIAL: ten times those in use
-RENDER_SECONDS = 3  # to compile a template, or for a text of it: a thousand times what is usual
-ADDRESS = re.compile("0x[0-9a-f]{8,}")  # in what Python writes for an object that is no text
-TRIAL_TEXT = "12 + 345 = ?\n\n\tIs  it <b>so</b>, \u00fc \u65e5\u672c \U0001f9ee " + "a " * 64 + "a" * 64
-TRIAL = [{"role": "user", "content": TRIAL_TEXT}, {"role": "assistant", "content": "<think>\none\n</think>\n\n357"}]
-TRIAL += [{"role": "user", "content": "And 1/7?"}]
 Dicts = Sequence[dict]  # messages, or tools
 ESCAPE = "\u200b"  # a space of no width: inside a control token, it makes ordinary text of it
 
@@ -62,20 +53,16 @@ class Tokenizer:
 
     def __init__(self, folder: Path, template: str | None = "default", template_kwargs: dict[str, Any] | None = None):
         self.file = folder / "tokenizer.json"
-        content = read_bytes(self.file, MAX_TOKENIZER_BYTES)
-        ids = []
-        with _usable(self.file):
+        content = read_bytes(self.file)
+        try:
             self.backend = tokenizers.Tokenizer.from_buffer(content)
-            self.backend.no_truncation()  # the file may ask for both; transformers ignores it too
-            self.backend.no_padding()
-            with suppress(Exception):  # a small vocabulary may lack these words
-                ids = self.backend.encode(TRIAL_TEXT).ids
-                self.decode(ids)
+        except Exception as error:  # the library raises no more precise one
+            raise DataError(f"{self.file}: not a usable tokenizer ({error!s:.200})") from error
+        self.backend.no_truncation()  # the file may ask for both; transformers ignores it too
+        self.backend.no_padding()
         self.vocab_size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
         if not self.vocab_size:
             raise DataError(f"{self.file}: its vocabulary is empty")
-        if max(ids, default=0) >= self.vocab_size:
-            raise DataError(f"{self.file}: its post_processor writes id {max(ids)}, which is no token's")
         self.settings_file = folder / "tokenizer_config.json"
         self.settings = read_json(self.settings_file) if os.path.lexists(self.settings_file) else {}
         self.names: dict[str, Any] = {"documents": None}
@@ -91,13 +78,11 @@ class Tokenizer:
         if reserved:
             raise DataError(f"policy.tokenizer.chat_template_kwargs: {min(reserved)} is not yours to set")
         self.names |= template_kwargs or {}
-        signal.signal(signal.SIGALRM, _raise_timeout)  # here, not for each text: that takes as long as a short one
-        # One date for all that this process renders, also past midnight; each rank would have a time of its own.
+        # One date for everything that this process renders, also past midnight; the time would differ between ranks.
         self.now = datetime.combine(datetime.now(), datetime.min.time())
         self.templates = {name: self._compile(text, folder) for name, text in self._texts(folder, template).items()}
         self.eos_token_ids = self._eos_token_ids(folder, eos_token)
         self._find_control_tokens()
-        self._try_templates(folder)
 
     def _texts(self, folder: Path, template: str | None) -> dict[str, str]:
         """Name -> template, of which one is "default"; {} for none."""
@@ -114,29 +99,22 @@ class Tokenizer:
         entries = read_text(file) if os.path.lexists(file) else self.settings.get("chat_template")
         if not isinstance(entries, list):  # else HF's named templates: [{"name": "default", "template": ...}, ...]
             entries = [] if entries is None else [{"name": "default", "template": entries}]
-        if not all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in entries):
-            raise DataError(f"{self.settings_file}: chat_template: a list must be of {{name, template}}")
-        texts = {entry["name"]: entry["template"] for entry in entries if entry["name"] in ("default", "tool_use")}
-        for text in texts.values():
-            if not isinstance(text, str):
-                raise DataError(f"{self.settings_file}: chat_template: expected text, got {type(text).__name__}")
+        if not all(isinstance(entry, dict) and isinstance(entry.get("template"), str) for entry in entries):
+            raise DataError(f"{self.settings_file}: chat_template: expected text, or a list of {{name, template}}")
+        texts = {name: entry["template"] for entry in entries if (name := entry.get("name")) in ("default", "tool_use")}
         return texts if "default" in texts else {}
 
     def _compile(self, text: str, folder: Path) -> jinja2.Template:
-        """With all that transformers gives to templates, so that models' own run as they are."""
+        """The template in jinja's sandbox, with everything that transformers gives to templates."""
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # unlike jinja2's, leaves < > & as is
         environment.globals["raise_exception"] = _raise_template_error
         environment.globals["strftime_now"] = self.now.strftime
-        environment.intercepted_binops = frozenset(("*", "**", "%"))  # else jinja2's compiler computes them
         del environment.filters["random"], environment.globals["lipsum"]  # a prompt is a function of its row
-        if len(text) > MAX_TEMPLATE:
-            raise DataError(f"{folder}: the chat template has more than {MAX_TEMPLATE:,} characters")
         try:
-            with _time_limit(folder):
-                return environment.from_string(GENERATION_TAG.sub(r"\1with", text))
+            return environment.from_string(GENERATION_TAG.sub(r"\1with", text))
         except Exception as error:  # jinja2 compiles it to Python, which has errors of its own
             raise DataError(f"{folder}: the chat template does not parse ({error})") from error
 
@@ -173,22 +151,6 @@ class Tokenizer:
         self.starts = tuple({token[:k] for token in control for k in range(1, len(token))})
         self.ends = tuple({token[k:] for token in control for k in range(1, len(token))})
 
-    def _try_templates(self, folder: Path) -> None:
-        """DataError where one takes or writes too much for a short conversation, or does not write the same twice. It
-        may refuse that conversation."""
-        for template in self.templates.values():
-            try:
-                with _time_limit(folder):
-                    texts = [template.render({"messages": TRIAL, "tools": None} | self.names) for _ in range(2)]
-            except DataError:
-                raise
-            except Exception:  # a template is a program
-                continue
-            if len(texts[0]) > MAX_TEMPLATE:
-                raise DataError(f"{folder}: the chat template writes {len(texts[0]):,} characters for a few words")
-            if texts[0] != texts[1] or ADDRESS.search(texts[0]):
-                raise DataError(f"{folder}: the chat template writes another prompt each time: take out what differs")
-
     def control_tokens(self, *values: Any) -> Iterator[str]:
         """The control tokens in the strings of `values`, which may be nested in dicts and lists, in order."""
         return (match[1] for string in _strings(values) for match in self.control.finditer(string))
@@ -206,21 +168,10 @@ class Tokenizer:
 
         Without a template (a base model): the messages' text, after what the tokenizer puts before a text (Llama's
         BOS); the reply goes on from there. A text with a control token is escaped where the caller asks for it; else it
-        raises ControlTokenInText. Raises whatever a template raises, and DataError for tools or tool_calls that it does
-        not write. Of a prompt of more than `max_tokens`, it may give no more than the first ids, and more than
-        `max_tokens`: the whole of 25 MB takes 24 s.
+        raises ControlTokenInText. Raises whatever a template raises. Of a prompt of more than `max_tokens` it may give
+        the first ids only, and more than `max_tokens`: the whole of 25 MB takes 24 s.
         """
-        text = self._write(messages, tools, add_generation_prompt, escape=escape)
-        # Of twice as many tools, a template that writes them writes more; transformers would leave them out in silence.
-        if tools and text == self._write(messages, [*tools, *tools], add_generation_prompt, escape=escape):
-            raise DataError(
-                "`tools`: the chat template does not write them; leave them out or name a template that does"
-            )
-        without = [message | {"tool_calls": None} for message in messages]
-        calls = any(message.get("tool_calls") for message in messages)
-        if calls and text == self._write(without, tools, add_generation_prompt, escape=escape):
-            raise DataError("`tool_calls`: the chat template does not write them; name a template that does")
-        ids = self._encode(text, max_tokens)
+        ids = self._encode(self._write(messages, tools, add_generation_prompt, escape=escape), max_tokens)
         if self.templates or not ids:
             return ids
         plain, whole = (self.backend.encode("a", add_special_tokens=special).ids for special in (False, True))
@@ -229,10 +180,10 @@ class Tokenizer:
     def observation_ids(
         self, messages: Dicts, reply_ids: Sequence[int], observation: Dicts, tools: Dicts | None = None
     ) -> list[int]:
-        """Ids to append to a sampled reply: all that the template writes from its end to the opening of the next one.
+        """Ids to append to a sampled reply: everything the template writes up to the opening of the next reply.
 
-        messages: those before the reply. The reply itself is never encoded: the template gets one private character
-        in its place. The end token it was sampled with is not repeated. Control tokens in the observation are escaped.
+        messages: the conversation before the reply. The reply itself is never encoded: the template gets one private
+        character in its place. Its sampled end token is not repeated. Control tokens in the observation are escaped.
         Where a template rewrites earlier turns (drops their thinking), the sampled ids stay as they were sampled.
         Raises DataError where the template refuses the observation or leaves out the reply.
         """
@@ -256,26 +207,22 @@ class Tokenizer:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def _encode(self, text: str, max_tokens: int | None = None) -> list[int]:
-        with _usable(self.file):
-            num_chars = len(text) if max_tokens is None else 16 * max_tokens + 256
-            while num_chars < len(text):
-                ids = self.backend.encode(text[:num_chars], add_special_tokens=False).ids
-                if len(ids) > 2 * max_tokens:  # where the text is cut, a word may have other tokens than in the whole
-                    return ids
-                num_chars *= 4
-            return self.backend.encode(text, add_special_tokens=False).ids
+        if max_tokens is not None and len(text) > 16 * max_tokens + 256:
+            ids = self.backend.encode(text[: 16 * max_tokens + 256], add_special_tokens=False).ids
+            if len(ids) > 2 * max_tokens:  # where the text is cut, a word may have other tokens than in the whole
+                return ids
+        return self.backend.encode(text, add_special_tokens=False).ids
 
     def _write(self, messages: Dicts, tools: Dicts | None, add_generation_prompt: bool = True, *, escape: bool) -> str:
-        """The template's text, in which all control tokens are the template's. ControlTokenInText where some would not
-        be, unless `escape`."""
+        """The text that the template writes; all its control tokens are the template's own. Raises ControlTokenInText
+        if a message would add one, unless `escape`."""
 
         def write(parts: Sequence[Any]) -> str:
             if not self.templates:
                 return "".join(message["content"] for message in parts[:-1])
             template = self.templates["tool_use" if tools and "tool_use" in self.templates else "default"]
             values = {"messages": parts[:-1], "tools": parts[-1], "add_generation_prompt": add_generation_prompt}
-            with _time_limit(self.file.parent):
-                return template.render(self.names | values)
+            return template.render(self.names | values)
 
         parts = [*messages, list(tools) if tools else None]
         escaped = self._escape(parts)
@@ -305,36 +252,6 @@ class Tokenizer:
         bare = text.strip()  # templates may trim
         before, after = ESCAPE * bare.startswith(self.ends), ESCAPE * bare.endswith(self.starts)
         return text.replace(bare, before + bare + after)
-
-
-@contextmanager
-def _usable(file: Path) -> Iterator[None]:
-    """DataError where the tokenizers library fails: with a bare Exception, or with a panic of its Rust code, which is
-    none. A TypeError is about a text that is none."""
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, TypeError) or not (
-            isinstance(error, Exception) or type(error).__name__ == "PanicException"
-        ):
-            raise
-        raise DataError(f"{file}: not a usable tokenizer ({error!s:.200})") from error
-
-
-@contextmanager
-def _time_limit(folder: Path) -> Iterator[None]:
-    """DataError where a template takes more than RENDER_SECONDS. For the main thread, which alone gets signals."""
-    signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS, 0.1)  # again and again: jinja2 may swallow the first
-    try:
-        yield
-    except TimeoutError as error:
-        raise DataError(f"{folder}: the chat template takes more than {RENDER_SECONDS} s") from error
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _raise_timeout(*_: Any) -> None:
-    raise TimeoutError
 
 
 def _raise_template_error(message: str) -> None:

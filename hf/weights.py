@@ -1,4 +1,4 @@
-"""Weights in and out of Hugging Face folders, whole or sharded; names are those of the checkpoints."""
+"""Weights in and out of Hugging Face folders, whole or sharded, under the names that the folders use."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from system.ranks import local_rows
 
 MAX_FILE_BYTES = 5 * 10**9
 ADAPTER = (".lora_A", ".lora_B")  # how the names of LoRA's parameters end
-# What an HF folder holds beside weights; `save_hf` takes it along from its source.
+# The files of an HF folder that `save_hf` copies from its source.
 SIDE_FILES = ("generation_config.json", "*token*", "vocab.json", "merges.txt", "chat_template.*")
 
 
@@ -45,14 +45,18 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         _fill(params, path)
 
 
+def local_shard(tensor: Tensor) -> Tensor:
+    """The rows that this rank holds of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _fill(params: dict[str, nn.Parameter], path: Path) -> None:
-    """Those that are in the file, by their names there."""
+    """Fills the parameters that the file has, by their names there."""
     with open_weights(path, "pt") as file:
         for name in filter(params.__contains__, file.keys()):
-            param = params[name]
-            local = param.to_local() if isinstance(param, DTensor) else param
-            local.copy_(file.get_slice(name)[local_rows(param)])
-            if not local.isfinite().all():
+            rows = local_shard(params[name])
+            rows.copy_(file.get_slice(name)[local_rows(params[name])])
+            if not rows.isfinite().all():
                 raise ConfigError(f"{path}: {name} holds NaN or infinity; fetch it again")
 
 
@@ -67,14 +71,16 @@ def load_adapter(model: nn.Module, folder: str | Path, base_sha256: str) -> None
     trained on other weights, or holds a number that is not finite."""
     with open_weights(Path(folder) / WEIGHTS) as file:
         if (file.metadata() or {}).get(BASE_SHA256, base_sha256) != base_sha256:
-            raise ConfigError(f"{folder}: an adapter of other weights than those of policy.model_name, by their sha256")
+            raise ConfigError(
+                f"{folder}: by its sha256 this adapter was trained on other weights than policy.model_name has"
+            )
     _fill(adapter_parameters(model), Path(folder) / WEIGHTS)
 
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, init: str, seed: int) -> None:
-    """LoRA's parameters as they start, the same on any number of ranks: A random, `init` "xavier" or "uniform", and B
-    zero, so that the model is its base."""
+    """Initializes LoRA's parameters, the same on any number of ranks: A random by `init` ("xavier" or "uniform") and B
+    zero, so that the model equals its base."""
     generator = torch.Generator().manual_seed(seed)
     for name, param in sharded_parameters(model).items():
         if name.endswith(ADAPTER):
@@ -83,14 +89,13 @@ def init_adapters(model: nn.Module, init: str, seed: int) -> None:
                 nn.init.xavier_normal_(whole, generator=generator)
             elif name.endswith(ADAPTER[0]):
                 nn.init.kaiming_uniform_(whole, a=5**0.5, generator=generator)
-            local = param.to_local() if isinstance(param, DTensor) else param
-            local.copy_(whole[local_rows(param)])
+            local_shard(param).copy_(whole[local_rows(param)])
 
 
 def full_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """(HF name, whole tensor in `dtype`), parameter by parameter; a tied head is not repeated. One all-gather brings
-    those of a block, one those before the blocks, one those behind. So each item may be a collective of a sharded
-    model's ranks: all of them must walk the whole iterator. LoRA's parameters are merged into their weight."""
+    the parameters of a block, one those before the blocks and one those after. So each item may be a collective: all
+    ranks of a sharded model must walk the whole iterator. LoRA's parameters are merged into their weight."""
     params = sharded_parameters(model)
     for _, names in groupby(params, lambda name: name.partition(".layers.")[2].partition(".")[0]):
         yield from merged_tensors(model, {name: params[name] for name in names}, dtype)
@@ -103,12 +108,12 @@ def full_shapes(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def merged_tensors(model: nn.Module, params: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The same of these parameters; where LoRA's are among them, so are their weights."""
+    """As `full_tensors`, of these parameters only. If LoRA's are among them, so are the weights that they change."""
     layers = [name.removesuffix(ADAPTER[0]) for name in params if name.endswith(ADAPTER[0])]
     if not layers:
         yield from _whole(params, dtype)
         return
-    # In the type of the forward, whatever the engine's is, as FSDP gathers them: then these are its numbers.
+    # Gathered in the type of the forward, as FSDP does, whatever the engine's is: so the merged weights are equal.
     tensors = dict(_whole(params, params[f"{layers[0]}.weight"].dtype))
     for layer in layers:
         a_LI, b_OL = (tensors.pop(layer + end) for end in ADAPTER)
@@ -118,26 +123,26 @@ def merged_tensors(model: nn.Module, params: dict[str, Tensor], dtype: torch.dty
 
 
 def merged_weight(weight_OI: Tensor, a_LI: Tensor, b_OL: Tensor, scale: float) -> Tensor:
-    """weight + scale * b @ a, summed in float32 and rounded once, to the type of the weight. Of aligned copies: how a
-    matrix lies in memory can decide the last bit, and the sync's lie otherwise than the forward's."""
+    """weight + scale * b @ a, summed in float32 and rounded once, to the type of the weight. It computes on aligned
+    copies: the memory layout can decide the last bit, and the sync's layout is not the forward's."""
     wide = torch.promote_types(weight_OI.dtype, torch.float32)
     a_LI, b_OL = (x.to(wide, copy=True) for x in (a_LI, b_OL))
     return weight_OI.to(wide, copy=True).addmm_(b_OL, a_LI, alpha=scale).to(weight_OI.dtype)
 
 
 def _whole(params: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """By one all-gather if sharded. Not by FSDP's `unshard`: that gathers in the policy's precision, which need not be
-    the engine's, and its `reshard` frees tensors that vLLM may still hold: the embedding, until the sync ends."""
+    """(name, whole tensor), by one all-gather if sharded. FSDP's `unshard` gathers in the policy's precision, not the
+    engine's, and `reshard` frees tensors that vLLM may still hold: the embedding, until the sync ends."""
     first = next(iter(params.values()))
     if not isinstance(first, DTensor):
         yield from ((name, param.detach().to(dtype)) for name, param in params.items())
         return
     num_ranks = first.device_mesh.size(-1)  # of a replica: nothing comes from another
-    # Every rank sends as many rows as the one that has the most: those of the last ones end in zeros.
+    # Every rank sends as many rows as the rank that has the most; the last ranks pad with zeros.
     sizes = [-(-len(param) // num_ranks) * param.shape[1:].numel() for param in params.values()]
     sent = torch.zeros(sum(sizes), dtype=dtype, device=first.device)  # cast before: bfloat16 is half the traffic
     for part, param in zip(sent.split(sizes), params.values(), strict=True):
-        rows = param.detach().to_local().flatten()
+        rows = local_shard(param.detach()).flatten()
         part[: len(rows)] = rows
     gathered = DTensor.from_local(sent, first.device_mesh, first.placements).full_tensor()
     parts = gathered.view(num_ranks, -1).split(sizes, dim=1)
@@ -172,7 +177,7 @@ def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, 
             (new / "config.json").write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")
         for file, names in plan.filename_to_tensors.items():
             variants = ([name.replace(".weight", end) for end in (".weight", *ADAPTER)] for name in names)
-            layers = ({name: params[name] for name in its if name in params} for its in variants)
+            layers = ({name: params[name] for name in variant if name in params} for variant in variants)
             tensors = (whole for layer in layers for whole in merged_tensors(model, layer, dtype))  # one at a time
             content = {name: tensor.cpu() for name, tensor in tensors if is_writer}
             if is_writer:
@@ -183,7 +188,7 @@ def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, 
 
 
 def save_adapter(model: nn.Module, folder: str | Path, config: dict, base_sha256: str) -> None:
-    """Writes a PEFT folder with LoRA's parameters in float32, whole as that of `save_hf`; a collective of all ranks.
+    """Writes a PEFT folder with LoRA's parameters in float32, as atomically as `save_hf`; a collective of all ranks.
     `config`: by `adapter_config`."""
     content = {name: tensor.cpu() for name, tensor in _whole(adapter_parameters(model), torch.float32)}
     with _new_folder(Path(folder)) as (new, is_writer):
@@ -194,7 +199,7 @@ def save_adapter(model: nn.Module, folder: str | Path, config: dict, base_sha256
 
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """(where to write it, whether this rank does); at the end it is renamed. All ranks return together."""
+    """(folder to write to, whether this rank writes); renamed to `folder` at the end. All ranks return together."""
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     new, old = (folder.with_name(f"{folder.name}.{suffix}") for suffix in ("tmp", "old"))
     if is_writer:

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from check.resume import VERSION, checkpoints, committed, damaged, read_meta
 from config import CheckpointingConfig, ConfigError
 from hf.model_config import weight_files
+from hf.weights import local_shard
 from system.exits import Saved, StopRun
 from system.optimizer import Optimizer
 from system.ranks import Ranks, any_rank, broadcast_from_rank0, gather, local_rows, on_rank0
@@ -217,7 +218,7 @@ def _copy_to_host(model, optimizer, reference: dict[str, Tensor]) -> dict[str, T
         return {}
     tensors = {f"reference.{name}": rows for name, rows in reference.items()}
     for name, param in params.items():
-        tensors[f"param.{name}"] = _local(param)
+        tensors[f"param.{name}"] = local_shard(param)
         for key, value in optimizer.state.get(param, {}).items():
             kind, tensor = _describe_state(value, param)
             tensors[f"{kind}.{key}.{name}"] = tensor
@@ -232,7 +233,7 @@ def _describe_state(value: Tensor | float, param: Tensor) -> tuple[str, Tensor]:
         assert value.shape == param.shape and value.placements == param.placements, (value.shape, value.placements)
         return "sharded", value.to_local()
     value = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64)
-    return "local" if value.dim() and value.shape == _local(param).shape else "replicated", value
+    return "local" if value.dim() and value.shape == local_shard(param).shape else "replicated", value
 
 
 def _read_state(files: list, name: str, kind: str, param: Tensor) -> Tensor:
@@ -268,7 +269,7 @@ def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[st
     names = sorted(files[0].keys())
     params = _trained(model)
     for name, param in params.items():
-        _local(param).copy_(_read_rows(files, f"param.{name}", param))
+        local_shard(param).copy_(_read_rows(files, f"param.{name}", param))
     if optimizer is None:
         return
     has_reference = any(name.startswith("reference.") for name in names)
@@ -291,10 +292,6 @@ def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[st
 
 def _trained(model) -> dict[str, Tensor]:
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def weights_sha256(folder: Path, ranks: Ranks) -> str:

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from config import ConfigError
-from hf.files import open_regular
+from hf.files import open_file
 
 
 def read_records(file: Path, bad_lines: list[int] | None = None) -> Iterator[tuple[int, dict]]:
     """(offset of its end, object) of each line. The last line is skipped if a kill cut it. Any other line that the
     program cannot have written raises ConfigError; with `bad_lines`, its number is appended there instead."""
     end = 0
-    with open_regular(file) as lines:  # of bytes: text has other line ends too, and a cut line may be no text
+    with open_file(file) as lines:  # of bytes: text has other line ends too, and a cut line may be no text
         for number, line in enumerate(lines, 1):
             end += len(line)
             try:

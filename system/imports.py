@@ -10,12 +10,12 @@ from typing import Any
 from config import ConfigError, DataError
 from system.exits import LIBRARIES, Interrupted
 
-PROGRAM = ("dataset", "envs", "graders", "run", "system")  # what calls the user's code
+PROGRAM = ("check", "dataset", "envs", "graders", "hf", "run", "system")  # these call the user's code
 
 
 def import_attribute(path: str, key: str) -> Any:
-    """The attribute that `path`, "module:name", names. Modules may lie in the working directory. Raises ConfigError,
-    which names the config key `key`, where the module or its attribute cannot be imported."""
+    """The attribute that `path`, "module:name", names. The module may be in the working directory. Raises a ConfigError
+    that names the config key `key` if the module or its attribute cannot be imported."""
     module, _, attribute = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # last, so that no file there takes the place of ours
@@ -31,8 +31,8 @@ def import_attribute(path: str, key: str) -> Any:
 
 
 def call(name: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """What a function that runs the user's code returns. DataError, which begins with `name`, where it raises something
-    else than a ConfigError, or would end this process."""
+    """Calls a function that runs the user's code. Raises DataError, beginning with `name`, if it raises anything but a
+    ConfigError or would end this process."""
     try:
         return function(*args, **kwargs)
     except (KeyboardInterrupt, ConfigError, Interrupted):
@@ -42,13 +42,13 @@ def call(name: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def describe(error: BaseException) -> str:
-    """What the user's code raised, on one line, and as " (file:line)" the last line that ran of the first file that is
-    neither a library's nor this program's."""
+    """What the user's code raised, on one line, with " (file:line)": the last line that ran of the first file that
+    belongs neither to a library nor to this program."""
     text = " ".join("".join(traceback.format_exception_only(error)).split()).removeprefix(f"{type(error).__module__}.")
-    theirs = []
+    places = []
     for frame, line in traceback.walk_tb(error.__traceback__):
         file, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
         if not file.startswith(("<", *LIBRARIES)) and module.split(".")[0] not in PROGRAM:
-            theirs.append((file, line))
-    lines = [line for file, line in theirs if file == theirs[0][0]]
-    return text[:300] + (f" ({theirs[0][0]}:{lines[-1]})" if theirs else "")
+            places.append((file, line))
+    lines = [line for file, line in places if file == places[0][0]]
+    return text[:300] + (f" ({places[0][0]}:{lines[-1]})" if places else "")

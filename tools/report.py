@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from config import ConfigError
-from hf.files import open_regular
+from hf.files import open_file
 from system.exits import describe_os_error
 
 MAX_SAMPLES, MAX_STEPS = 8000, 2000  # samples of all runs together; steps in the curves of each
@@ -116,7 +116,7 @@ def read_lines(file: Path, notes: list[str], step: int | None = None) -> Iterato
     offset = 0
     bad = []
     try:
-        with open_regular(file) as lines:
+        with open_file(file) as lines:
             for number, line in enumerate(lines, 1):
                 if record := as_record(line, step):
                     yield offset, record
@@ -174,7 +174,7 @@ def read_samples(file: Path, notes: list[str], limit: int, step: int | None = No
     lines = [line for _, line in sorted(candidates, key=lambda candidate: candidate[0])]
     samples = []
     for line in sorted([*dict.fromkeys(lines)][:limit]):
-        with open_regular(file) as stream:
+        with open_file(file) as stream:
             stream.seek(offsets[line])
             if record := as_record(stream.readline(), step):  # none: a resumed run has written it anew meanwhile
                 samples.append(record | {"line": line})

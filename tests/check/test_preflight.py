@@ -1,9 +1,6 @@
 """Model against config, and how much of the data is looked at: checked without torch, on folders made by hand."""
 
 import json
-import os
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,7 +96,7 @@ def test_check_names_the_environment_that_lacks_a_reward_for_gdpo(tmp_path, monk
     mixed = replace(
         cfg, data=replace(cfg.data, train=(cfg.data.train[0], replace(cfg.data.train[1], env_name="exact")))
     )
-    with pytest.raises(ConfigError, match=r"^env_name 'exact' has no reward answer, format, which .*name=gdpo needs: "):
+    with pytest.raises(ConfigError, match=r"name=gdpo needs .*'exact' declares none.*reward_names"):
         read_inputs(mixed)
     assert read_inputs(replace(mixed, grpo=replace(mixed.grpo, adv_estimator=config.AdvEstimatorConfig())))
 
@@ -111,12 +108,12 @@ def test_check_names_the_environment_that_lacks_a_reward_for_gdpo(tmp_path, monk
         (
             {"a": ("x", "y"), "b": ("y",)},
             None,
-            r"^env_name 'b' has no reward x, which .* needs: give them in StepResult",
+            r"needs the same two .*'a' declares x, y; .*'b' declares y; .*StepResult",
         ),
-        ({"a": ("x",), "b": ("x",)}, None, r"needs two rewards or more of each sample; env_name 'a, b' declares x: "),
-        ({"a": ()}, None, r"needs two rewards or more of each sample; env_name 'a' declares none: "),
+        ({"a": ("x",), "b": ("x",)}, None, r"two or more .*env_name 'a' declares x"),
+        ({"a": ()}, None, r"two or more .*env_name 'a' declares none"),
         ({"a": ("x", "y")}, (1.0,), r"reward_weights=\[1.0\]: must be 2 numbers, for x, y$"),
-        ({"a": None}, None, r"env_name 'a' declares none: "),
+        ({"a": None}, None, r"env_name 'a' declares none"),
     ],
 )
 def test_gdpo_needs_the_same_two_rewards_of_each_environment(declared, weights, message):
@@ -283,62 +280,6 @@ def test_all_goes_with_check(monkeypatch):
             preflight.parse_command_line(words, "usage")
 
 
-# ------------------------------------------------------------------------------------------ a check that ends itself
-
-
-def eats_memory():
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_AS, (2**30, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    return bytearray(2**33)
-
-
-@pytest.mark.parametrize(
-    ("end", "name"),
-    [
-        (os.abort, "Aborted"),
-        (lambda: os._exit(7), "exit code 7"),
-        (lambda: sys.exit(0), "exit code 0"),
-        (eats_memory, "Killed"),
-    ],
-)
-def test_what_ends_the_process_is_named(recipe, monkeypatch, end, name):
-    def read_inputs(cfg, *, begin, **_):
-        begin("the rows of rows.jsonl", 0)
-        end()
-
-    monkeypatch.setattr(preflight, "read_inputs", read_inputs)
-    with pytest.raises(
-        ConfigError, match=rf"^the rows of rows\.jsonl: to check it ended the process \({name}\): it is"
-    ):
-        check(recipe("smoke.yaml"))
-
-
-def test_a_library_that_hangs_is_ended(recipe, monkeypatch):
-    def read_inputs(cfg, *, begin, **_):
-        begin("tokenizer.json", 1)
-        sum(range(10**12))  # C code, which no handler of a signal interrupts
-
-    monkeypatch.setattr(preflight, "read_inputs", read_inputs)
-    with pytest.raises(
-        ConfigError, match=r"^tokenizer\.json: to check it ended the process \(Profiling timer expired\)"
-    ):
-        check(recipe("smoke.yaml"))
-
-
-def test_a_long_check_says_what_it_is_at(recipe, monkeypatch, capfd):
-    def read_inputs(cfg, *, begin, **_):
-        begin("a long file", 0)
-        time.sleep(0.5)
-        raise ConfigError("done")
-
-    monkeypatch.setattr(preflight, "read_inputs", read_inputs)
-    monkeypatch.setattr(preflight, "WORD_SECONDS", 0.2)
-    with pytest.raises(ConfigError, match=r"^done$"):
-        check(recipe("smoke.yaml"))
-    assert set(capfd.readouterr().err.splitlines()) == {"still at work: a long file"}
-
-
 def test_a_tokenizer_of_its_own(tmp_path):
     starter, key = ROOT / "examples/arithmetic/starter", "policy.tokenizer.name"
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -348,7 +289,7 @@ def test_a_tokenizer_of_its_own(tmp_path):
     chat = [{"role": "user", "content": "1+2"}]
 
     def read(name):
-        return preflight.read_tokenizer(config.TokenizerConfig(name=name), key, starter, lambda *_: None)
+        return preflight.read_tokenizer(config.TokenizerConfig(name=name), key, starter)
 
     assert read(str(tmp_path)).file == tmp_path / "tokenizer.json" and read(None).file == starter / "tokenizer.json"
     assert read(str(tmp_path)).render(chat) != read(None).render(chat) == read(str(starter)).render(chat)

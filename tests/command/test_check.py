@@ -6,14 +6,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import config
-from check import memory_fit, preflight, reader
+from check import memory_fit, preflight
 from check.rules import check_writable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +27,7 @@ policy:
 data:
   train: {{data_path: train.jsonl, output_key: answer}}
 """
+DYNAMIC = ("grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5")
 
 
 @pytest.fixture
@@ -122,65 +122,32 @@ def test_the_memory_plan_and_a_gpu_that_is_too_small(work):
     )
 
 
-def test_some_prompts_too_long_are_counted(work):
-    write_rows(work / "train.jsonl", [*range(10, 16), 10**30, 10**31])  # 8 ids with the template's 3; 37 and 38
-    code, out, err = check(work, "--check", "run.yaml")
-    assert (code, err) == (0, "")
-    assert "train      train.jsonl, graded by exact: 6 prompts, 2 left out: over 24 tokens\n" in out
-    assert "steps      1 of 4 prompts x 16 samples\n" in out
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["absent.yaml"], "absent.yaml: cannot be read (No such file or directory); yaml files there: run.yaml"),
-        (
-            ["run.yaml", "grpo.num_prompt_per_step=4"],
-            "unknown key 'grpo.num_prompt_per_step'. Did you mean 'grpo.num_prompts_per_step'?",
-        ),
-        (["run.yaml", "grpo.seed=many"], "grpo.seed: expected int, got 'many' (str); the default is 42"),
+        (["absent.yaml"], "absent.yaml: cannot be read"),
+        (["run.yaml", "grpo.num_prompt_per_step=4"], "Did you mean 'grpo.num_prompts_per_step'?"),
         (["run.yaml", "grpo.num_generations_per_prompt=1"], "grpo.num_generations_per_prompt=1: must be >= 2"),
-        (
-            ["run.yaml", "policy.sequence_packing.train_mb_tokens=31"],
-            "policy.sequence_packing.train_mb_tokens=31 is less than policy.max_total_sequence_length=32: use 32",
-        ),
-        (["run.yaml", "data.train.data_path=absent.jsonl"], "absent.jsonl: cannot be read (No such file or directory)"),
+        (["run.yaml", "data.train.data_path=absent.jsonl"], "absent.jsonl: cannot be read"),
         (["run.yaml", "data.train.data_path=null"], "data.train.data_path is not set"),
         (["run.yaml", "grpo.val_period=1"], "data.validation.data_path is not set"),
-        (["run.yaml", "data.train.output_key=output"], "train.jsonl:1: no key 'output'; keys: input, answer"),
         (["run.yaml", "data.train.env_name=exakt"], "env_name 'exakt' is unknown; known: exact"),
-        (["run.yaml", "data.train.output_key=input"], "train.jsonl:1: answer '10+1=' is not one plain number"),
+        (["run.yaml", "data.train.output_key=input"], "train.jsonl:1: answer '10+1='"),
         (["run.yaml", "data.max_input_seq_length=7"], "train.jsonl: no usable row: 10 left out: over 7 tokens"),
         (
             ["run.yaml", "grpo.num_prompts_per_step=11"],
-            "nothing to train: 10 prompts x grpo.max_num_epochs=1 are fewer than grpo.num_prompts_per_step=11",
+            "10 prompts x grpo.max_num_epochs=1 are fewer than grpo.num_pro",
         ),
-        (
-            [
-                *("run.yaml", "grpo.num_prompts_per_step=8"),
-                *("grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5"),
-            ],
-            "nothing to train: 10 prompts x grpo.max_num_epochs=1 are fewer than grpo.num_prompts_per_step=8 x "
-            "grpo.batch_multiplier=1.5",
-        ),
-        (
-            ["run.yaml", "policy.model_name=absent"],
-            "policy.model_name: no folder 'absent' (give a Hugging Face folder or a",
-        ),
+        (["run.yaml", "grpo.num_prompts_per_step=8", *DYNAMIC], "num_prompts_per_step=8 x grpo.batch_multiplier=1.5"),
         (["run.yaml", "policy.model_name=train.jsonl"], "policy.model_name: no folder 'train.jsonl'"),
-        (["run.yaml", "policy.model_name=."], "config.json: cannot be read (No such file or directory)"),
+        (["run.yaml", "policy.model_name=."], "config.json: cannot be read"),
         (["run.yaml", "policy.model_name=my models/one"], "policy.model_name: 'my models/one' is no local folder"),
         (["run.yaml", f"policy.model_name={'m' * 300}"], "policy.model_name: no folder 'mmm"),
         (["run.yaml", f"policy.model_name=org/{'m' * 300}"], "policy.model_name: 'org/mmm"),
         (["run.yaml", "logger.log_dir=train.jsonl/logs"], "train.jsonl is a file, not a folder"),
-        (["run.yaml", f"logger.log_dir=logs/{'l' * 256}"], "lll': a name in it is longer than 255 bytes"),
-        (["run.yaml", f"checkpointing.resume_from={'r' * 300}"], "checkpointing.resume_from: no folder 'rrr"),
         (["run.yaml", "checkpointing.checkpoint_dir=run.yaml/a"], "checkpointing.checkpoint_dir=run.yaml/a: "),
         (["run.yaml", "checkpointing.resume_from=logs/exp_001"], "checkpointing.resume_from: no folder 'logs/exp_001'"),
-        (
-            ["run.yaml", "checkpointing.resume_from=model"],
-            "checkpointing.resume_from=model: no whole checkpoint in model/checkpoints",
-        ),
+        (["run.yaml", "checkpointing.resume_from=model"], "no whole checkpoint in model/checkpoints"),
     ],
 )
 def test_mistake_in_config_or_paths(work, monkeypatch, words, message):
@@ -206,34 +173,12 @@ def test_the_command_says_the_same(work, words, message):
     assert message in refused(work, "run.yaml", *words)
 
 
-def test_byte_0_in_a_path(work, monkeypatch):
-    monkeypatch.chdir(work)
-    for key in ("data.train.data_path", "data.train.prompt_file", "policy.model_name", "logger.log_dir", "defaults"):
-        Path("zero.yaml").write_text(rf'{key}: "a\0b"')
-        with pytest.raises(config.ConfigError) as error:
-            reader.load("zero.yaml")
-        assert str(error.value).startswith(rf"zero.yaml line 1: {key}: 'a\x00b' (str): take out the byte 0")
-
-
 def test_prompts_must_be_divisible_by_the_ranks(work):
     message = refused(work, "run.yaml", WORLD_SIZE="3")
     assert message.startswith(
         "grpo.num_prompts_per_step=4 is not divisible by the 3 data-parallel groups (world size 3"
     )
     assert message.endswith("use 3 or 6")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "train.jsonl: no usable row: it is empty"),
-        ('{"input": "1+1=", "answer": 2}\n{"input": "1+2=", "answer"\n', "train.jsonl:2: not valid JSON"),
-        ('{"input": "1+1=", "answer": 2}\n\n[1]\n', "train.jsonl:3: expected a JSON object, got list"),
-    ],
-)
-def test_mistake_in_data(work, monkeypatch, content, message):
-    (work / "train.jsonl").write_text(content)
-    assert refused_here(work, monkeypatch, "run.yaml").startswith(message)
 
 
 def edit(name, **fields):
@@ -248,28 +193,14 @@ def edit(name, **fields):
     ("spoil", "message"),
     [
         (edit("config.json", model_type="gpt2"), "config.json: model_type='gpt2' is not supported; supported: 'llama'"),
-        (edit("config.json", hidden_act="gelu"), "config.json: hidden_act='gelu' is not supported; supported: 'silu'"),
-        (edit("config.json", hidden_size=None), "config.json: hidden_size missing"),
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json: not valid JSON"),
-        (
-            lambda folder: (folder / "tokenizer.json").unlink(),
-            "model: no tokenizer.json (save the tokenizer in its 'fast'",
-        ),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "model: no tokenizer.json"),
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer.json: not a usable tokenizer"),
         (edit("tokenizer_config.json", chat_template="{% if %}"), "model: the chat template does not parse"),
         (lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff"), "chat_template.jinja: cannot be read"),
         (lambda folder: (folder / "model.safetensors").unlink(), "model: no model.safetensors nor model.safetensors.i"),
-        (
-            lambda folder: (folder / "model.safetensors").rename(folder / "adapter_model.safetensors"),
-            "(merge the adapter into its model)",
-        ),
-        (
-            lambda folder: os.truncate(folder / "model.safetensors", 5000),
-            "not a readable safetensors file (Error while",
-        ),
+        (lambda folder: os.truncate(folder / "model.safetensors", 5000), "model.safetensors: not a readable safetenso"),
         (edit("config.json", max_position_embeddings=31), "max_total_sequence_length=32 is more than the model"),
         (edit("config.json", vocab_size=261), "tokenizer.json has ids up to 261, config.json vocab_size=261"),
-        (edit("config.json", vocab_size="262"), "config.json: vocab_size='262' is not a whole number above 0"),
         (edit("tokenizer_config.json", chat_template="{{ 1 // 0 }}"), "train.jsonl:1: the chat template refuses"),
     ],
 )
@@ -278,10 +209,9 @@ def test_mistake_in_the_model_folder(work, monkeypatch, spoil, message):
     assert message in refused_here(work, monkeypatch, "run.yaml", "policy.model_name=model")
 
 
-@pytest.mark.parametrize("env", [{"HF_HUB_OFFLINE": "1"}, {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}])
-def test_hub_name_without_network(work, env, tmp_path_factory):
-    cache = str(tmp_path_factory.mktemp("cache"))
-    message = refused(work, "run.yaml", "policy.model_name=nobody/nothing", HF_HOME=cache, **env)
+def test_hub_name_without_network(work, tmp_path_factory):
+    env = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path_factory.mktemp("cache"))}
+    message = refused(work, "run.yaml", "policy.model_name=nobody/nothing", **env)
     assert message.startswith(
         "policy.model_name: 'nobody/nothing' is no local folder and could not be fetched from the hub"
     )
@@ -320,14 +250,6 @@ def test_check_imports_neither_torch_nor_vllm(work):
     assert {"tokenizers", "numpy", "yaml"} <= imported and not {"torch", "vllm", "transformers"} & imported
 
 
-def test_help_lists_every_key(work):
-    def keys(section, prefix=""):
-        for name, value in section.items():
-            value = asdict(config.DatasetConfig()) if name in ("train", "validation") else value  # lists of sections
-            is_section = isinstance(value, dict) and value  # an empty one is the value of a free key
-            yield from keys(value, f"{prefix}{name}.") if is_section else [prefix + name]
-
+def test_help_is_answered(work):
     code, out, err = check(work, "--help")
-    assert (code, err) == (0, "") and out.startswith("usage: ")
-    listed = [line.split(":")[0] for line in out.splitlines()[1:] if line and not line.startswith(" ")]
-    assert listed == list(keys(asdict(config.Config())))
+    assert (code, err) == (0, "") and out.startswith("usage: ") and "grpo.num_prompts_per_step: " in out

@@ -80,8 +80,6 @@ def test_tools_of_a_row(tokenizer):
         f"{[CHAT_TOOL]} 1+1",
         "None 1+1",
     ]
-    message = "rows.jsonl:2: the chat template refuses these messages (`tools`: the chat template does not write them; "
-    assert refused(tokenizer, [GOOD, gym]).startswith(message)
 
 
 def called(number=1, arguments=None):
@@ -153,14 +151,10 @@ def test_items_of_the_responses_api_become_messages(tokenizer, items, messages):
     assert problem.messages == messages
     assert json.dumps(problem.tools) == json.dumps([CHAT_TOOL])  # the order of keys too: a template writes it
     assert problem.fields == row  # which is not changed
-    if all("tool_calls" in message for message in messages if message["role"] == "assistant"):
-        message = "rows.jsonl:1: the chat template refuses these messages (`tool_calls`: the chat template does not wr"
-        silent = Tokenizer(tokenizer.file.parent, "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}")
-        assert refused(silent, [row]).startswith(message)
 
 
 @pytest.mark.parametrize("path", sorted(GYM.glob("*.jsonl")), ids=lambda path: path.name[-60:])
-def test_real_files_of_nemo_gym(path, tokenizer, capsys):
+def test_real_files_of_nemo_gym(path, tokenizer):
     """Every row, and the dataset's env_name for all of them."""
     writes_calls = Tokenizer(tokenizer.file.parent, TEMPLATES["chatml, system by default, tool calls"])
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -171,23 +165,14 @@ def test_real_files_of_nemo_gym(path, tokenizer, capsys):
     messages = [message for problem in dataset.problems for message in problem.messages]
     assert sum(len(message.get("tool_calls", ())) for message in messages) == kinds.count("function_call")
     assert sum(message["role"] == "tool" for message in messages) == kinds.count("function_call_output")
-    tasks = {row["task_name"]: None for row in rows if "task_name" in row}
-    line = (
-        ""
-        if not tasks
-        else ("rows.jsonl: env_name 'm:C' of the dataset scores 5 rows with a task_name that is no environment: ['")
-    )
-    assert capsys.readouterr().out.startswith(line)
-    if tasks:
+    if any("task_name" in row for row in rows):
         assert "task_name" in refused(writes_calls, rows, max_prompt_tokens=10**6)
 
 
-def test_the_word_of_the_dataset_beside_a_foreign_task_name(tokenizer, capsys):
+def test_the_word_of_the_dataset_beside_a_foreign_task_name(tokenizer):
     rows = [GOOD | {"task_name": name} for name in ("algebra", "code", "mine", None, "algebra")]
     dataset = load(tokenizer, rows, env_name="math", tasks={"mine": "m:C"})
     assert [problem.env_name for problem in dataset.problems] == ["math", "code", "m:C", "math", "math"]
-    line = "env_name 'math' of the dataset scores 2 rows with a task_name that is no environment: ['algebra']"
-    assert capsys.readouterr().out == f"rows.jsonl: {line}\n"
     keys = {"input_key": "input", "output_key": "output"}  # the env_name of a preset is nobody's word
     assert "task_name 'algebra' is no environment" in refused(tokenizer, rows, dataset_name="gsm8k", **keys)
 

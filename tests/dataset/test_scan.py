@@ -1,7 +1,6 @@
 """The pass over all rows: what is usable, counted, shown to environments, split off, fingerprinted."""
 
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -10,9 +9,14 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from dataset_case import GOOD, USER, load, read, refused
+from ranks import ranks
 
+from config import DataError, DatasetConfig
 from dataset import scan
+from hf.tokenizer import Tokenizer
+from system.ranks import on_rank0, start_process_group
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,12 +41,12 @@ def test_rows_left_out_are_counted(tokenizer, monkeypatch):
     rows = [{"q": q, "a": a, "r": r} for q, a, r in (("no", 1, 1), ("x" * 9, 2, 0.5), ("x" * 30, 3, 1), ("y", 4, 0.4))]
     dataset = load(tokenizer, rows, 10, processor="mine:processor", min_reward=0.5)
     assert [(row.row_id, row.answer, row.fields["reward"]) for row in dataset.problems] == [(1, "2", 0.5)]
-    assert dataset.left_out == "1 left out: over 10 tokens, 2 left out: by min_reward or processor"
+    assert dataset.left_out == "2 left out: by min_reward or processor, 1 left out: over 10 tokens"
     for options, told in (
         ({"min_reward": 2}, "rows.jsonl: no usable row: 4 left out: by min_reward or processor"),
         (
             {"min_reward": 0, "max_prompt_tokens": 0},
-            "no usable row: 3 left out: over 0 tokens, 1 left out: by min_reward or",
+            "no usable row: 1 left out: by min_reward or processor, 3 left out: over 0 tok",
         ),
         ({"processor": "mine:wrong"}, "rows.jsonl:1: processor mine:wrong gave list, not a row or None"),
         ({"processor": "mine:absent"}, "processor 'mine:absent': cannot be imported"),
@@ -66,6 +70,7 @@ def test_rollouts_of_one_task_may_share_an_id(tokenizer):
 MEMORY = """
 from pathlib import Path
 from config import DatasetConfig
+from dataset import scan
 from dataset.scan import load_dataset
 from hf.tokenizer import Tokenizer
 def peak():
@@ -75,12 +80,13 @@ def load(name):
     return load_dataset(DatasetConfig(data_path=name), tokenizer, 100, {}, lambda *answers: None)[0]
 load("small.jsonl")
 before = peak()
+scan.HELD_ROWS = 1000
 dataset = load("large.jsonl")
 print(len(dataset.problems), dataset.problems[-1].answer, peak() - before)
 """
 
 
-def test_a_large_file_is_streamed(tokenizer):
+def test_a_large_set_is_streamed(tokenizer):
     """64 MiB in 2,048 rows, all fields of which the environment sees: 256 of them, 8 MiB, are in memory at once."""
     row = GOOD | {"note": "x" * (32 << 10)}
     for name, count in (("small.jsonl", 1), ("large.jsonl", 2048)):
@@ -91,6 +97,28 @@ def test_a_large_file_is_streamed(tokenizer):
     run = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
     count, answer, growth = run.stdout.split()
     assert (count, answer) == ("2048", "2047") and float(growth) < 20, run.stdout
+
+
+@pytest.mark.parametrize("limit", ["HELD_ROWS", "HELD_BYTES"])
+def test_a_prompt_of_a_small_set_is_made_once(tokenizer, monkeypatch, limit):
+    """The problems of a large set are the same, and made again each time they are drawn."""
+    made = []
+
+    def processor(row):
+        made.append(row["output"])
+        return row | {"input": row["input"] + "!"} if len(made) != 9 else None
+
+    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(processor=processor))
+    rows = [GOOD | {"output": str(i), "tags": [i]} for i in range(3)]
+    small = load(tokenizer, rows, processor="mine:processor", repeat=2).problems
+    found = list(small)
+    found[0].fields["tags"].append("what an environment does to its fields")
+    assert list(small) == [*found[3:], *found[3:]] and made == ["0", "1", "2"]
+    monkeypatch.setattr(scan, limit, 2)
+    large = load(tokenizer, rows, processor="mine:processor").problems
+    assert [large[0], large[1]] == found[3:5] and made == ["0", "1", "2"] * 2 + ["0", "1"]
+    with pytest.raises(DataError, match=r"^rows\.jsonl:3: usable when the run began, and now left out or too long"):
+        large[2]
 
 
 def test_split_takes_rows_out_and_repeat_counts_them_again(tokenizer):
@@ -215,13 +243,13 @@ class FakeRanks:
 def test_one_rank_renders_and_all_have_the_same_problems(tokenizer, monkeypatch):
     rows = [{"input": "x" * (30 if i == 3 else 1 + i % 5), "output": str(i), "id": i} for i in range(50)]
     rows[7]["task_name"] = "math"
-    ranks, rendered, render = FakeRanks(), [], tokenizer.render
+    fakes, rendered, render = FakeRanks(), [], tokenizer.render
     monkeypatch.setattr(tokenizer, "render", lambda *args, **limit: rendered.append(args) or render(*args, **limit))
     loaded = []
     for number in range(3):
         environments = []
         check = lambda name, answers: environments.append((name, len(answers)))  # noqa: E731, B023
-        options = {"on_rank0": ranks.rank(number), "split_validation_size": 5, "check": check}
+        options = {"on_rank0": fakes.rank(number), "split_validation_size": 5, "check": check}
         loaded.append((read(tokenizer, rows, 20, **options), environments))
         assert len(rendered) == 50, "only rank 0 renders"
     alone = read(tokenizer, rows, 20, split_validation_size=5)
@@ -234,21 +262,32 @@ def test_one_rank_renders_and_all_have_the_same_problems(tokenizer, monkeypatch)
 
 
 def test_ranks_that_find_other_rows_are_refused(tokenizer):
-    ranks = FakeRanks()
-    load(tokenizer, [GOOD, GOOD], on_rank0=ranks.rank(0))
-    message = refused(tokenizer, [GOOD, GOOD | {"output": "3"}], on_rank0=ranks.rank(1))
+    fakes = FakeRanks()
+    load(tokenizer, [GOOD, GOOD], on_rank0=fakes.rank(0))
+    message = refused(tokenizer, [GOOD, GOOD | {"output": "3"}], on_rank0=fakes.rank(1))
     assert message.startswith("rows.jsonl: this rank finds other rows there than rank 0")
+
+
+@ranks(2)
+def loaded_by_ranks(folder):
+    """What each rank gets of each file: answers, fingerprint and what was left out, or the error."""
+    start_process_group(tp_size=1)
+    results = []
+    for name in ("good.jsonl", "bad.jsonl", "good.jsonl"):
+        try:
+            cfg, tokenizer = DatasetConfig(data_path=str(folder / name)), Tokenizer(folder)
+            dataset, _ = scan.load_dataset(cfg, tokenizer, 20, {}, lambda *answers: None, on_rank0=on_rank0)
+            results.append([[row.answer for row in dataset.problems], dataset.fingerprint, dataset.left_out])
+        except DataError as error:
+            results.append(str(error))
+    return results
 
 
 def test_two_real_ranks_share_a_scan_and_its_error(tokenizer, tmp_path):
     rows = [{"input": "x" * (30 if i == 3 else 1), "output": str(i)} for i in range(9)]
     for name, lines in (("good.jsonl", rows), ("bad.jsonl", [*rows, {"input": 5}])):
         Path(name).write_text("".join(json.dumps(row) + "\n" for row in lines))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*launch, str(ROOT / "tests" / "helpers" / "scan_worker.py"), str(tmp_path)]
-    run = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
-    first, second = (json.loads(Path(f"rank_{rank}.json").read_text()) for rank in range(2))
+    first, second = loaded_by_ranks(tmp_path)
     assert first == second and first[0] == first[2]
     assert first[0][0] == [str(i) for i in range(9) if i != 3] and first[0][2] == "1 left out: over 20 tokens"
     assert first[1].startswith(f"{tmp_path}/bad.jsonl:10: neither 'messages' nor text under 'input'")

@@ -46,23 +46,6 @@ def test_json_array(tokenizer, start):
     assert "line 3 column 1" in refused(tokenizer, [], data_path="rows.json")
 
 
-def test_a_file_that_changes_under_the_run_is_noticed(tokenizer):
-    rows = load(tokenizer, [GOOD, GOOD | {"output": "3"}]).problems
-    Path("rows.jsonl").write_text(Path("rows.jsonl").read_text().replace('"3"', '"4"'))
-    assert rows[0].answer == "2"
-    with pytest.raises(DataError, match=r"^rows\.jsonl:2: the file was changed after the run began"):
-        rows[1]
-    Path("rows.jsonl").unlink()
-    with pytest.raises(DataError, match=r"^rows\.jsonl: cannot be read \(No such file"):
-        rows[0]
-
-
-def test_a_line_without_end_is_refused(tokenizer, monkeypatch):
-    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 1 << 20)
-    message = refused(tokenizer, [GOOD, b'{"input": "' + b"x" * (1 << 20)])
-    assert message == "rows.jsonl:2: a line of more than 1 MiB"
-
-
 def write_parquet(file, rows):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -75,12 +58,6 @@ def test_parquet(tokenizer):
     assert [problem.answer for problem in problems] == ["2", "3"] and problems[1].fields["input"] == "1+1"
     Path("rows.parquet").write_bytes(b"PAR1 no")
     assert refused(tokenizer, [], data_path="rows.parquet").startswith("rows.parquet: cannot be read as parquet (")
-
-
-def test_missing_pyarrow_is_named(tokenizer, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)  # an import then raises ImportError
-    message = "rows.parquet: to read parquet, `pip install pyarrow`, or give the rows as jsonl"
-    assert refused(tokenizer, [], data_path="rows.parquet") == message
 
 
 def read_csv(content):
@@ -118,10 +95,6 @@ def test_rows_of_csv_are_problems_with_the_numbers_of_their_lines(tokenizer):
     assert [(row.row_id, row.answer) for row in problems] == [(1, "2"), (3, "3"), (5, "4")]
     assert problems[1].messages == [{"role": "user", "content": "two\nlines"}]
     assert [row.fields["note"] for row in problems] == [None, "x", "y\n"]
-    Path("rows.csv").write_text(Path("rows.csv").read_text().replace("lines", "LINES"))
-    assert problems[0].answer == "2"
-    with pytest.raises(DataError, match=r"^rows\.csv:5: the file was changed after the run began"):
-        problems[1]
 
 
 @pytest.mark.parametrize(
@@ -145,14 +118,6 @@ def test_rows_of_csv_are_problems_with_the_numbers_of_their_lines(tokenizer):
 def test_csv_that_is_wrong_is_named_with_its_line(tokenizer, content, message):
     Path("rows.csv").write_bytes(content)
     assert refused(tokenizer, [], data_path="rows.csv").startswith(message)
-
-
-def test_an_open_quote_does_not_take_the_memory(tokenizer, monkeypatch):
-    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 1 << 16)
-    Path("rows.csv").write_text('input,output\n1,"' + "2\n" * 100_000)
-    message = refused(tokenizer, [], data_path="rows.csv")
-    assert message == "rows.csv:2: not valid csv (field larger than field limit (65536))"
-    assert refused(tokenizer, [], data_path="data/absent.csv").startswith("data/absent.csv: cannot be read (No such")
 
 
 @pytest.fixture

@@ -213,7 +213,7 @@ def test_an_adapter_that_is_not_trained_is_refused_in_a_sentence(written, tmp_pa
 
 def test_an_adapter_of_another_base_is_refused(written, tmp_path):
     (policy, model), path = copied(written, tmp_path)
-    with pytest.raises(ConfigError, match=rf"^{path}: an adapter of other weights than those of policy.model_name"):
+    with pytest.raises(ConfigError, match=rf"^{path}: .* other weights than policy.model_name"):
         load_adapter(load_policy(written[0], device="cpu", lora=CHOICES["all"]), path, "1" * 64)
     for name in ("hub/qwen3", "qwen3/", "./somewhere/qwen3"):  # a copy elsewhere: its weights are compared
         check_adapter(replace(policy, model_name=name), model)

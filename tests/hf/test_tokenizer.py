@@ -2,7 +2,6 @@
 
 import json
 import re
-import signal
 from datetime import datetime, timedelta
 from itertools import product
 from pathlib import Path
@@ -15,7 +14,6 @@ from chat_case import write_tokenizer
 from chat_templates import CONVERSATIONS, TEMPLATES, TOOLS
 from tokenizers import models, pre_tokenizers, processors
 
-import hf.tokenizer
 from config import DataError, DatasetConfig
 from dataset.scan import load_dataset
 from hf.tokenizer import ESCAPE, ControlTokenInText, Tokenizer
@@ -25,8 +23,6 @@ SPECIALS = "<s> </s> <|im_start|> <|im_end|> <|start_header_id|> <|end_header_id
 SPECIALS = [*(SPECIALS + "<end_of_turn> <|user|> <|system|> <|assistant|> <|end|> [INST] [/INST]").split()]
 WORDS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 USER = [{"role": "user", "content": "x"}]
-UNWRITTEN_TOOLS = "refused: `tools`: the chat template does not write them; leave them out or name a template that does"
-UNWRITTEN_CALLS = "refused: `tool_calls`: the chat template does not write them; name a template that does"
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +74,7 @@ def test_text_and_ids_equal_transformers(bpe, theirs):
     templates = TEMPLATES | installed_templates()
     assert len(TEMPLATES) >= 8 and len(templates) >= 13
     options = [{}, {"enable_thinking": False}, {"enable_thinking": True, "name": "ü"}, {"date_string": "2 Feb 2022"}]
-    num_written = num_refused = num_refused_calls = 0
+    num_written = 0
     for (name, template), kwargs in product(templates.items(), options):
         ours = Tokenizer(bpe, template, kwargs)
         for (talk, messages), tools in product(CONVERSATIONS.items(), (None, TOOLS)):
@@ -86,21 +82,13 @@ def test_text_and_ids_equal_transformers(bpe, theirs):
             expected = outcome(lambda: theirs.apply_chat_template(messages, tokenize=False, **how))  # noqa: B023
             found = outcome(lambda: ours.render(messages, tools))  # noqa: B023
             case = f"{name}, {talk}, tools: {bool(tools)}, {kwargs}"
-            is_written = "numbers" in expected or expected.startswith("refused: ")  # of the tool's description
-            if tools and not is_written:
-                assert found == UNWRITTEN_TOOLS, case
-                num_refused += 1
-            elif talk == "calls" and "<1>" not in expected and not expected.startswith("refused: "):  # an argument
-                assert found == UNWRITTEN_CALLS, case
-                num_refused_calls += 1
-            elif isinstance(found, str):
+            if isinstance(found, str):
                 assert found == expected, case
             else:
                 assert ours.backend.decode(found, skip_special_tokens=False) == expected, case
                 assert found == theirs.encode(expected, add_special_tokens=False), case
                 num_written += 1
-    counts = num_written, num_refused, num_refused_calls
-    assert num_written >= 300 and num_refused >= 200 and num_refused_calls >= 16, counts
+    assert num_written >= 500, num_written
     ids = Tokenizer(bpe, TEMPLATES["chatml"]).render(CONVERSATIONS["turns"], add_generation_prompt=False)
     text = theirs.apply_chat_template(CONVERSATIONS["turns"], chat_template=TEMPLATES["chatml"], tokenize=False)
     assert ids == theirs.encode(text, add_special_tokens=False)
@@ -172,21 +160,14 @@ def test_special_tokens_that_are_no_text(tmp_path, key, value):
 
 
 @pytest.mark.parametrize(
-    ("template", "problem"),
-    [
-        ([{"template": "x"}], "chat_template: a list must be of {name, template}"),
-        ([{"name": "default"}], "chat_template: a list must be of {name, template}"),
-        (["x"], "chat_template: a list must be of {name, template}"),
-        ([{"name": "default", "template": 5}], "chat_template: expected text, got int"),
-        (5, "chat_template: expected text, got int"),
-        ({"default": "x"}, "chat_template: expected text, got dict"),
-    ],
+    "template", [[{"name": "default"}], ["x"], [{"name": "default", "template": 5}], 5, {"a": "x"}]
 )
-def test_templates_that_are_no_text(tmp_path, template, problem):
+def test_templates_that_are_no_text(tmp_path, template):
     write_tokenizer(tmp_path, chat_template=template)
-    with pytest.raises(DataError) as error:
+    with pytest.raises(
+        DataError, match=rf"^{tmp_path}/tokenizer_config\.json: chat_template: expected text, or a list"
+    ):
         Tokenizer(tmp_path)
-    assert str(error.value) == f"{tmp_path}/tokenizer_config.json: {problem}"
 
 
 def test_files_of_the_tokenizer_that_hold_nothing_usable(tmp_path):
@@ -258,8 +239,6 @@ def test_where_the_template_comes_from(tmp_path):
     assert text(chat_template=[*named, tool_use]) == "named y"
     tokenizer = Tokenizer(tmp_path)
     assert tokenizer.decode(tokenizer.render(USER, TOOLS)) == "tools 1"
-    for template in (None, "{{ messages[0].content }}", "{% if tools %}Call one.{% endif %}"):
-        assert outcome(lambda: Tokenizer(tmp_path, template).render(USER, TOOLS)) == UNWRITTEN_TOOLS  # noqa: B023
     (tmp_path / "mine.jinja").write_text("mine")
     for template, expected in ((None, "x"), ("{{ 1 }} given", "1 given"), (str(tmp_path / "mine.jinja"), "mine")):
         tokenizer = Tokenizer(tmp_path, template)
@@ -304,56 +283,10 @@ def test_malformed_tokenizer_file(tmp_path):
         Tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("charsmap", ["AAAA", "CAAAAP////////8A"])
-def test_a_panic_of_the_library_names_the_file(tmp_path, charsmap):
-    """It is no Exception in Python. Found when the file is read, or when a text is first encoded."""
-    write_tokenizer(tmp_path)
-    value = json.loads((tmp_path / "tokenizer.json").read_text())
-    value["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": charsmap}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(value))
-    with pytest.raises(DataError, match=rf"^{tmp_path}/tokenizer\.json: not a usable tokenizer \("):
-        Tokenizer(tmp_path)
-
-
-NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    "template", [NESTED, "{% macro m(n) %}{% if n %}{{ m(n - 1) ~ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"]
-)
-def test_a_template_has_a_time_limit(bpe, monkeypatch, template):
-    """When it is tried, and at any text that comes later: an observation, a reply that a reward model scores."""
-    monkeypatch.setattr(hf.tokenizer, "RENDER_SECONDS", 0.2)
-    with pytest.raises(DataError, match=rf"^{bpe}: the chat template takes more than 0\.2 s$"):
-        Tokenizer(bpe, template)
-    tokenizer = Tokenizer(
-        bpe, "{% if messages[0].content == 'x' %}" + template + "{% endif %}{{ messages[0].content }}"
-    )
-    for _ in range(2):
-        with pytest.raises(DataError, match="the chat template takes more than"):
-            tokenizer.render(USER)
-    assert tokenizer.render([{"role": "user", "content": "y"}])
-    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
-
-
-def test_a_template_writes_no_more_than_a_few_words_need(bpe):
-    for template in ("{{ 'a' * 10**6 }}", "{{ strftime_now('%A' * 10**5) }}", "{{ messages | tojson(indent=10**6) }}"):
-        with pytest.raises(DataError, match=rf"^{bpe}: the chat template writes [0-9,]+ characters for a few words"):
-            Tokenizer(bpe, template)
-    with pytest.raises(DataError, match=rf"^{bpe}: the chat template has more than 262,144 characters"):
-        Tokenizer(bpe, "{{ 1 }}" + "x" * 2**18)
-
-
-@pytest.mark.parametrize(
-    "template", ["{{ [1, 2] | random }}", "{{ lipsum() }}", "{% filter random %}ab{% endfilter %}"]
-)
+@pytest.mark.parametrize("template", ["{{ [1, 2] | random }}", "{{ lipsum() }}"])
 def test_a_prompt_is_a_function_of_its_row(bpe, template):
-    """No randomness, no address of memory."""
     with pytest.raises((DataError, jinja2.TemplateError), match=r"No filter named 'random'|'lipsum' is undefined"):
         Tokenizer(bpe, template).render(USER)
-    for written in ("{{ messages[0].items }}", "{{ raise_exception }}", "{{ messages }}{{ range }}"):
-        with pytest.raises(DataError, match="the chat template writes another prompt each time"):
-            Tokenizer(bpe, written)
 
 
 # -------------------------------------------------------------------------------------------------- control tokens

@@ -1,23 +1,21 @@
-"""Hostile datasets and users' functions: what `--check` answers to files, rows and functions of any kind."""
+"""Hostile datasets and users' functions: what `--check` answers to files, rows and functions of any kind, in one
+sentence that names the place."""
 
 import json
-import os
 import random
-import socket
 import sys
-import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from chat_case import write_tokenizer
 from dataset_case import GOOD, load, refused
-from red_team import MAX_MESSAGE_CHARS, assert_answered
+from red_team import MAX_MESSAGE_CHARS
 
 import envs
 from check import preflight
 from config import ConfigError
-from dataset import sources
+from dataset import scan
 from graders.reward_function import RewardFunction
 from hf.tokenizer import Tokenizer
 
@@ -137,28 +135,6 @@ def row_text(rng):
     return text
 
 
-def spoil(rng, content):
-    """The bytes of a file, spoiled as a crash, another program or an editor would."""
-    kind, place = rng.randrange(10), rng.randrange(len(content) + 1)
-    if kind == 0:
-        return content[:place]
-    if kind == 1:
-        return content[:place] + bytes(rng.randrange(256) for _ in range(rng.randint(1, 20))) + content[place:]
-    if kind == 2:
-        return content.decode("utf-8", "replace").encode("utf-16")
-    if kind == 3:
-        return b"\xef\xbb\xbf" * rng.randint(1, 2) + content
-    if kind == 4:
-        return content.replace(b"\n", rng.choice([b"\r\n", b"\r", b"\n\n \n", b"\x0b", b""]))
-    if kind == 5:
-        return b"[" + content.replace(b"\n", b",").rstrip(b",") + rng.choice([b"]", b"", b"] x", b",]"])
-    if kind == 6:
-        return rng.choice([b" ", b"\n", b"\t"]) * rng.choice([1, 4096, 70_000]) + b"[" + content.strip() + b"]"
-    if kind == 7:
-        return content[:place] + b"\0" * rng.choice([1, 5000]) + content[place:]
-    return content
-
-
 LONG = 1000  # seeds from here on are for --long
 
 
@@ -169,8 +145,6 @@ def mutated(seed):
     rows += [json.dumps(ROW)] * rng.randint(0, 1)
     rng.shuffle(rows)
     content = ("\n".join(rows) + "\n").encode("utf-8", "surrogatepass")
-    if rng.random() < 0.2:
-        content = spoil(rng, content)
     options = {
         "min_reward": ("0.5", "-1e308"),
         "input_key": ("input", "a.b", "messages", "'x '"),
@@ -186,130 +160,53 @@ def mutated(seed):
     return content, words
 
 
-def answer_to(check, work, seed):
-    content, words = mutated(seed)
-    (work / "rows.jsonl").write_bytes(content)
-    answer = check(work, "run.yaml", *words)
+def refusal(*words):
+    """What `--check` says against the run; "" where it has nothing against it."""
     try:
-        assert_answered(answer, "rows.jsonl", *(word.partition("=")[0] for word in words))
-    except AssertionError as error:
-        raise AssertionError(f"seed {seed}, {words}, {content[:300]!r}: {str(error)[:1500]}") from None
-    return answer
+        preflight.check(preflight.parse_command_line(["run.yaml", *words], "usage"))
+    except ConfigError as error:
+        assert len(str(error)) <= MAX_MESSAGE_CHARS and "\n" not in str(error), str(error)
+        return str(error)
+    return ""
 
 
 # From 73 on: seeds of what once ended in a traceback or in a page of text.
-@pytest.mark.parametrize("seeds", [(*range(16), 73, 77, 147), (*range(16, 32), 198, 228, 236)], ids=("first", "second"))
-def test_mutated_rows_and_files(check, work, seeds):
-    codes = [answer_to(check, work, seed).code for seed in seeds]
-    assert set(codes) == {0, 2}, "the mutations are neither all harmless nor all fatal"
-
-
-GOOD_CELLS, BAD_CELLS = ("1+1=", "2", '"3+1="'), ('"a', 'a"', '""', "", '"1,1="', '"a\nb"')
-
-
-def csv_of(seed):
-    """Content of rows.csv: cells of all kinds, quoted, half quoted or not, rows too short or too long."""
-    rng = random.Random(seed)
-    names = rng.choice([["input", "answer"], ["answer", "note", "input"]] * 4 + [["input", "input"], ["answer"], [""]])
-    lines = [",".join(names)]
-    for _ in range(rng.randint(1, 4)):
-        width = len(names) + rng.choice((0,) * 20 + (-1, 1))
-        cells = [rng.choice(GOOD_CELLS if rng.random() < 0.9 else (*BAD_CELLS, *VALUES)) for _ in range(width)]
-        lines.append(rng.choice((",",) * 20 + (", ", ";", "\t")).join(cells))
-    content = rng.choice(("\n", "\r\n")).join(lines).encode("utf-8", "surrogatepass")
-    return spoil(rng, content) if rng.random() < 0.3 else content
-
-
-@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(LONG, LONG + 500), marks=pytest.mark.long)])
-def test_mutated_csv(check, work, seeds):
-    codes = set()
+@pytest.mark.parametrize(
+    "seeds",
+    [(*range(32), 73, 77, 147, 198, 228, 236), pytest.param(range(LONG, 2 * LONG), marks=pytest.mark.long)],
+    ids=("some", "a thousand"),
+)
+def test_mutated_rows_and_files(work, seeds):
+    answers = set()
     for seed in seeds:
-        (work / "rows.csv").write_bytes(content := csv_of(seed))
-        answer = check(work, "run.yaml", "data.train.data_path=rows.csv")
-        codes.add(answer.code)
-        try:
-            assert_answered(answer, "rows.csv")
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}, {content[:300]!r}: {str(error)[:1500]}") from None
-    assert codes == {0, 2}, "the mutations are neither all harmless nor all fatal"
+        content, words = mutated(seed)
+        (work / "rows.jsonl").write_bytes(content)
+        message = refusal(*words)
+        places = ["rows.jsonl", *(word.partition("=")[0] for word in words)]
+        assert not message or any(place in message for place in places), (seed, content[:300], message)
+        answers.add(bool(message))
+    assert answers == {True, False}, "the mutations are neither all harmless nor all fatal"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("part", range(10))
-def test_a_thousand_mutated_rows_and_files(check, work, part):
-    for seed in range(LONG + 100 * part, LONG + 100 * (part + 1)):
-        answer_to(check, work, seed)
+# ------------------------------------------------------------------------------------------- names that lead to no file
 
 
-# ------------------------------------------------------------------------------------------- files that are no files
-
-
-def make_fifo(path):
-    os.mkfifo(path)
-
-
-def make_socket(path):
-    socket.socket(socket.AF_UNIX).bind(str(path))
-
-
-def make_sparse(path):
-    with path.open("wb") as file:
-        file.truncate(1 << 40)
-
-
-NO_FILES = {
-    "fifo": make_fifo,
-    "link to a fifo": lambda path: (os.mkfifo("pipe"), path.symlink_to("pipe")),
-    "folder": Path.mkdir,
-    "socket": make_socket,
-    "loop": lambda path: path.symlink_to(path.name),
-    "dangling": lambda path: path.symlink_to("not_mounted/rows"),
-    "zeros": lambda path: path.symlink_to("/dev/zero"),
-    "stdin": lambda path: path.symlink_to("/dev/stdin"),
-    "stdin of the process": lambda path: path.symlink_to("/proc/self/fd/0"),
-    "memory": lambda path: path.symlink_to("/proc/self/mem"),
-    "a terabyte": make_sparse,
-}
-
-
-@pytest.mark.parametrize("kind", NO_FILES)
-def test_what_is_no_regular_file_is_refused_at_once(check, work, kind):
-    NO_FILES[kind](work / "data")
-    key = "system_prompt_file" if kind in ("fifo", "loop") else "data_path"
-    answer = check(work, "run.yaml", f"data.train.{key}=data", seconds=10)
-    assert_answered(answer, "data", code=2)
-    assert "data: cannot be read (" in answer.message or "MiB" in answer.message
-
-
-@pytest.mark.parametrize("name", ["/dev/null", "/dev/tty", "/proc/self/mem", "a\0b", "\ud800", "x" * 6000])
+@pytest.mark.parametrize("name", ["folder", "loop", "dangling", "a\0b", "\ud800", "x" * 6000])
 def test_names_that_lead_to_no_file(tokenizer, name):
+    Path("folder").mkdir()
+    Path("loop").symlink_to("loop")
+    Path("dangling").symlink_to("not_mounted/rows")
     for key in ("data_path", "prompt_file", "system_prompt_file"):
         assert ": cannot be read (" in refused(tokenizer, [GOOD], **{key: name})
-
-
-def test_a_file_that_grows_while_it_is_read_ends(tokenizer, monkeypatch):
-    """Another process writes as fast as this one reads: what was there at the start is read."""
-    Path("grows.jsonl").write_text(json.dumps(GOOD) + "\n")
-    writer = Path("grows.jsonl").open("a", buffering=1)
-    checksum = zlib.crc32
-
-    def appended(line):
-        if writer.tell() < 10_000:
-            writer.write(json.dumps(GOOD) + "\n")
-        return checksum(line)
-
-    monkeypatch.setattr(sources.zlib, "crc32", appended)
-    assert len(load(tokenizer, [], data_path="grows.jsonl").problems) == 1
 
 
 # ---------------------------------------------------------------------------------------------------- rows and numbers
 
 
-def test_time_grows_with_an_answer_and_not_with_its_square(check, work):
+def test_time_grows_with_an_answer_and_not_with_its_square(tokenizer):
     """2 MB of what a pattern of GSM8K's form would try from each line on: its square takes an hour."""
     for answer in ("\n#### " * 350_000 + "x", "a\n" * 1_000_000, "#" * 2_000_000, "\n####" * 400_000 + "\n#### 5"):
-        (work / "rows.jsonl").write_text(json.dumps(ROW | {"answer": answer}) + "\n")
-        assert_answered(check(work, "run.yaml"), "rows.jsonl:1")
+        load(tokenizer, [GOOD | {"output": answer}])
 
 
 @pytest.mark.parametrize(
@@ -364,14 +261,13 @@ def test_huge_numbers_are_compared_as_they_are(tokenizer):
     assert len(load(tokenizer, rows, min_reward=0.5).problems) == 2
 
 
-def test_rows_that_are_all_weighted_0_are_refused(check, work):
+def test_rows_that_are_all_weighted_0_are_refused(work):
     weighted = [json.dumps(ROW | {"loss_multiplier": weight}) for weight in (0, 0.0, False, 1)]
-    for rows, code in ((weighted[:3], 2), (weighted, 0)):
+    for rows, told in ((weighted[:3], "rows.jsonl: every row has loss_multiplier 0"), (weighted, "")):
         (work / "rows.jsonl").write_text("\n".join(rows))
-        answer = check(work, "run.yaml")
-        assert_answered(answer, "rows.jsonl: every row has loss_multiplier 0", code=code)
-    (work / "zeros.jsonl").write_text(weighted[0])  # which may be validated on
-    assert_answered(check(work, "run.yaml", "data.validation.data_path=zeros.jsonl", "grpo.val_period=1"), code=0)
+        assert refusal().startswith(told) and bool(told) == bool(refusal())
+    (work / "zeros.jsonl").write_text(weighted[0])  # it may be validated on
+    assert not refusal("data.validation.data_path=zeros.jsonl", "grpo.val_period=1")
 
 
 def test_only_the_start_of_a_hopeless_prompt_is_encoded(tokenizer):
@@ -382,16 +278,6 @@ def test_only_the_start_of_a_hopeless_prompt_is_encoded(tokenizer):
     rows.append({"messages": [{"role": "user", "content": [{"text": "x" * 1000}] * 1000}], "output": "1"})
     assert refused(tokenizer, rows, 100).endswith("5 left out: over 100 tokens")
     assert sum(map(len, encoded)) < 5 * 4096
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("text", ["word 12 ", "<|end|>", "<|end", " ", "\n", "é", "\u0301", "ﷺ", "1"])
-def test_a_line_of_30_mb_is_answered_in_time(check, work, text):
-    for row in ({"input": text * (15_000_000 // len(text))}, {"tools": [{"a": text * (15_000_000 // len(text))}]}):
-        (work / "rows.jsonl").write_text(json.dumps(ROW | row, ensure_ascii=False) + "\n" + json.dumps(ROW) + "\n")
-        answer = check(work, "run.yaml")
-        assert_answered(answer, code=0)
-        assert "1 left out: " in answer.output or "tools" in row
 
 
 def test_prompt_ids_are_whole_up_to_the_limit(tokenizer):
@@ -411,73 +297,41 @@ def test_prompt_ids_are_whole_up_to_the_limit(tokenizer):
 DATASET, PROCESSOR, ENV = "data.train.dataset_name", "data.train.processor", "data.train.env_name"
 SAMPLER = "data.custom_dataloader"
 CLASS = "class C:\n def step(self, turns): {step}\n def check_answers(self, answers): {check}\n def close(self): pass\n"
+CLASS += "f = C\n"
+TESTED = "C.self_tests = [('a', 'b', 'ok')]"
+ROWS_OF = "class R:\n def __len__(self): return {size}\n def __getitem__(self, i):\n  1/0\nf = lambda cfg: R()"
+OBJECT = "class O:\n def __repr__(self): 1/0\n"
 USERS = [  # key, code, what the message holds
     (DATASET, "x = = 1", 'mine.py", line 1'),
-    (DATASET, "1/0", "ZeroDivisionError: division by zero (FOLDER/mine.py:1)"),
     (DATASET, "import sys\nsys.exit(7)", "SystemExit: 7 (FOLDER/mine.py:2)"),
     (DATASET, "import no_such_module", "No module named 'no_such_module' (FOLDER/mine.py:1)"),
     (DATASET, "raise type('E', (BaseException,), {})('x')", "E: x (FOLDER/mine.py:1)"),
     (DATASET, "f = 5", "TypeError: 'int' object is not callable"),
-    (DATASET, "def f(): return []", "which is to give a sequence of rows, raised TypeError: f() takes 0"),
+    (DATASET, "def f(): return []", "a sequence of rows, raised TypeError: f() takes 0"),
     (
         DATASET,
         "def f(cfg):\n yield {}",
         "a sequence of rows, raised TypeError: object of type 'generator' has no len()",
     ),
-    (DATASET, "def f(cfg): pass", "a sequence of rows, raised TypeError: object of type 'NoneType'"),
     (DATASET, "def f(cfg): return {'a': {}}", "mine:f, row 1 raised KeyError: 0"),
-    (DATASET, "def f(cfg): return 'abc'", "mine:f, row 1: expected a JSON object, got str"),
     (DATASET, "def f(cfg): return [1]", "mine:f, row 1: expected a JSON object, got int"),
-    (
-        DATASET,
-        "def f(cfg):\n return open('absent')",
-        "FileNotFoundError: [Errno 2] No such file or directory: 'absent' (FOLDER/mine.py:2)",
-    ),
-    (
-        DATASET,
-        "import datetime\ndef f(cfg): return [{'input': 'a', 'answer': datetime.date(2020, 1, 1)}]",
-        "mine:f, row 1: the answer is neither",
-    ),
-    (
-        DATASET,
-        "class R:\n def __len__(self): return -1\n def __getitem__(self, i): 1/0\nf = lambda cfg: R()",
-        "ValueError: __len__() should return >= 0",
-    ),
-    (
-        DATASET,
-        "class R:\n def __len__(self): return 1\n def __getitem__(self, i):\n  1/0\nf = lambda cfg: R()",
-        "row 1 raised ZeroDivisionError: division by zero (FOLDER/mine.py:4)",
-    ),
-    (
-        PROCESSOR,
-        "import sys\ndef f(row): sys.exit(7)",
-        "rows.jsonl:1: processor mine:f raised SystemExit: 7 (FOLDER/mine.py:2)",
-    ),
-    (
-        PROCESSOR,
-        "def f(row):\n return row['x']",
-        "rows.jsonl:1: processor mine:f raised KeyError: 'x' (FOLDER/mine.py:2)",
-    ),
+    (DATASET, "def f(cfg):\n return open('absent')", "No such file or directory: 'absent' (FOLDER/mine.py:2)"),
+    (DATASET, ROWS_OF.format(size=-1), "ValueError: __len__() should return >= 0"),
+    (DATASET, ROWS_OF.format(size=1), "row 1 raised ZeroDivisionError: division by zero (FOLDER/mine.py:4)"),
+    (PROCESSOR, "import sys\ndef f(row): sys.exit(7)", "rows.jsonl:1: processor mine:f raised SystemExit: 7 (FOLDER/"),
+    (PROCESSOR, "def f(row):\n return row['x']", "processor mine:f raised KeyError: 'x' (FOLDER/mine.py:2)"),
     (PROCESSOR, "def f(row): raise GeneratorExit", "processor mine:f raised GeneratorExit (FOLDER/mine.py:1)"),
     (PROCESSOR, "class E(Exception):\n def __str__(self): 1/0\ndef f(row): raise E", "(FOLDER/mine.py:3)"),
     (PROCESSOR, "def f(row): raise ValueError('x\\n' * 9999)", "raised ValueError: x x x"),
-    (
-        PROCESSOR,
-        "def f(row):\n return f(row)",
-        "raised RecursionError: maximum recursion depth exceeded (FOLDER/mine.py:2)",
-    ),
+    (PROCESSOR, "def f(row):\n return f(row)", "RecursionError: maximum recursion depth exceeded (FOLDER/mine.py:2)"),
     (PROCESSOR, "def f(row): return [row]", "rows.jsonl:1: processor mine:f gave list, not a row or None"),
-    (
-        PROCESSOR,
-        "import decimal\ndef f(row): return row | {'answer': decimal.Decimal(2)}",
-        "rows.jsonl:1: the answer is neither",
-    ),
     (
         PROCESSOR,
         "import numpy\ndef f(row): return row | {'answer': numpy.int64(2)}",
         "rows.jsonl:1: the answer is neither",
     ),
     (PROCESSOR, "def f(row): return row | {'answer': {(1, 2): 3}}", "rows.jsonl:1: the answer is neither"),
+    (PROCESSOR, "def f(row): return row | {'loss_multiplier': 1 + 0j}", "rows.jsonl:1: loss_multiplier=(1+0j): 1"),
     (
         PROCESSOR,
         "import numpy\ndef f(row): return row | {'loss_multiplier': numpy.ones(2)}",
@@ -488,135 +342,69 @@ USERS = [  # key, code, what the message holds
         "def f(row): return row | {'messages': [{'role': 'user', 'content': '1', 'x': {1}}]}",
         "rows.jsonl:1: a part of messages or tools",
     ),
-    (
-        PROCESSOR,
-        "def f(row): return row | {'loss_multiplier': 1 + 0j}",
-        "rows.jsonl:1: loss_multiplier=(1+0j): 1 (trained",
-    ),
-    (
-        PROCESSOR,
-        "import decimal\ndef f(row): return row | {'loss_multiplier': decimal.Decimal('sNaN')}",
-        "rows.jsonl:1: loss_multiplier=Decimal('sNaN'): 1 (trained on) or 0",
-    ),
-    (
-        PROCESSOR,
-        "class O:\n def __repr__(self): 1/0\ndef f(row): return row | {'id': O()}",
-        "rows.jsonl:1: the `id` raised ZeroDivisionError: division by zero (FOLDER/mine.py:2)",
-    ),
-    (
-        PROCESSOR,
-        "class O:\n def __repr__(self): 1/0\ndef f(row): return row | {'task_name': O()}",
-        "rows.jsonl:1: a value in the row raised ZeroDivisionError: division by zero (FOLDER/mine.py:2)",
-    ),
-    (
-        PROCESSOR,
-        "class R(dict):\n def get(self, *_): 1/0\ndef f(row): return R(row)",
-        "rows.jsonl:1: a value in the row raised ZeroDivisionError: division by zero (FOLDER/mine.py:2)",
-    ),
+    (PROCESSOR, OBJECT + "def f(row): return row | {'id': O()}", "rows.jsonl:1: the `id` raised ZeroDivisionError"),
+    (PROCESSOR, OBJECT + "def f(row): return row | {'task_name': O()}", "rows.jsonl:1: a value in the row raised Zero"),
     (PROCESSOR, "def f(row): return row | {'id': {1: 2, 'a': 3}}", None),
     (PROCESSOR, "def f(row): return {1: 2, 'a': 3}", "rows.jsonl:1: neither 'messages' nor text under"),
     (ENV, "def f(prompts): pass", "a reward function takes `completions`"),
     (ENV, "class f: pass", "no method step()"),
+    (ENV, CLASS.format(step="1/0", check="raise KeyError('level')"), "rows.jsonl:1 raised KeyError: 'level' (FOLDER/"),
+    (ENV, CLASS.format(step="1/0", check="exit(3)"), "SystemExit: 3 (FOLDER/mine.py:3)"),
     (
         ENV,
-        CLASS.format(step="1/0", check="raise KeyError('level')") + "f = C",
-        "rows.jsonl:1 raised KeyError: 'level' (FOLDER/mine.py:3)",
+        CLASS.format(step="1/0", check="pass") + "C.__init__ = lambda self: {}['a']",
+        "raised KeyError: 'a' (FOLDER/",
     ),
-    (ENV, CLASS.format(step="1/0", check="exit(3)") + "f = C", "SystemExit: 3 (FOLDER/mine.py:3)"),
+    (ENV, CLASS.format(step="1/0", check="pass") + TESTED, "ZeroDivisionError: division by zero (FOLDER/mine.py:2)"),
+    (ENV, CLASS.format(step="return [None]", check="pass") + TESTED, "in its self_tests, raised AttributeError"),
+    (ENV, CLASS.format(step="return []", check="pass") + "C.self_tests = 5", "in its self_tests, raised TypeError"),
+    (ENV, CLASS.format(step="1/0", check="pass") + "C.__new__ = lambda _: 5", "no method step()"),
     (
         ENV,
-        CLASS.format(step="return []", check="pass") + "f = C\nC.__init__ = lambda self: {}['a']",
-        "raised KeyError: 'a' (FOLDER/mine.py:6)",
-    ),
-    (
-        ENV,
-        CLASS.format(step="1/0", check="pass") + "f = C\nC.self_tests = [('a', 'b', 'ok')]",
-        "ZeroDivisionError: division by zero (FOLDER/mine.py:2)",
-    ),
-    (
-        ENV,
-        CLASS.format(step="return [None]", check="pass") + "f = C\nC.self_tests = [('a', 'b', 'ok')]",
-        "in its self_tests, raised AttributeError",
-    ),
-    (
-        ENV,
-        CLASS.format(step="return 5", check="pass") + "f = C\nC.self_tests = [('a', 'b', 'ok')]",
-        "in its self_tests, raised TypeError",
-    ),
-    (
-        ENV,
-        CLASS.format(step="return []", check="pass") + "f = C\nC.self_tests = 5",
-        "in its self_tests, raised TypeError",
-    ),
-    (ENV, CLASS.format(step="1/0", check="pass") + "f = C\nC.__new__ = lambda _: 5", "no method step()"),
-    (
-        ENV,
-        CLASS.format(step="1/0", check="pass").replace("close(self): pass", "close(self): 1/0") + "f = C",
-        "env_name 'mine:f', in close(), raised ZeroDivisionError: division by zero (FOLDER/mine.py:4)",
+        CLASS.format(step="1/0", check="pass").replace("close(self): pass", "close(self): 1/0"),
+        "in close(), raised",
     ),
     (
         SAMPLER,
         "def f(**given):\n return given['absent']",
-        "'mine:f', which is to give a list of 1 sets, raised KeyError: 'absent' (FOLDER/mine.py:2)",
+        "list of 1 sets, raised KeyError: 'absent' (FOLDER/mine.py:2)",
     ),
     (SAMPLER, "def f(**given): pass", "raised TypeError: 'NoneType' object is not"),
-    (SAMPLER, "def f(**given): return [1]", "raised TypeError: 'int' object is not iterable"),
     (SAMPLER, "def f(**given): return [([], 0)]", "raised TypeError: "),
     (SAMPLER, "def f(**given): return ['rows', 'rows']", "gave 2 prompts instead of 1"),
-    (
-        SAMPLER,
-        "def f(**given): return [('rows', 0.5)]",
-        "raised TypeError: 'float' object cannot be interpreted as an int",
-    ),
+    (SAMPLER, "def f(**given): return [('rows', 0.5)]", "raised TypeError: 'float' object cannot be interpreted"),
     (SAMPLER, "def f(**given): return [('rows', -1)]", "gave ('rows', -1), which is no problem of {'rows': 1}"),
-    (
-        SAMPLER,
-        "def f(sizes, **given):\n sizes['x'] = 5\n return ['x']",
-        "gave ('x', None), which is no problem of {'rows': 1}",
-    ),
+    (SAMPLER, "def f(sizes, **given):\n sizes['x'] = 5\n return ['x']", "gave ('x', None), which is no problem of"),
     (SAMPLER, "def f(**given):\n while True: yield 'rows'", "gave 2 prompts instead of 1"),
     (SAMPLER, "def f(**given): return iter(['rows'])", None),
     (
         SAMPLER,
         "def f(memory, **given):\n memory['a'] = {1}\n return ['rows']",
-        "its memory, which checkpoints keep, is neither",
+        "its memory, which checkpoints keep, is",
     ),
 ]
 
 
 @pytest.mark.parametrize(("key", "code", "message"), USERS)
 def test_a_users_function_that_fails_is_named(work, monkeypatch, key, code, message):
-    """In this process, which is faster: whatever ends it ends the test."""
     (work / "mine.py").write_text(code + "\n")
     monkeypatch.setattr(sys, "path", [*sys.path, str(work)])
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     words = ["data.use_multiple_dataloader=true", "data.num_prompts_per_dataloader=1"] if key == SAMPLER else []
-    words = ["run.yaml", f"{key}=mine:f", *words]
-    if message is None:
-        preflight.check(preflight.parse_command_line(words, "usage"))
-        return
-    with pytest.raises(ConfigError) as error:
-        preflight.check(preflight.parse_command_line(words, "usage"))
-    assert message.replace("FOLDER", str(work)) in str(error.value)
-    assert len(str(error.value)) <= MAX_MESSAGE_CHARS and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("number", range(0, 32, 8))
-def test_a_users_function_that_fails_ends_the_check_with_2(check, work, number):
-    key, code, _ = USERS[number]
-    (work / "mine.py").write_text(code + "\n")
-    assert_answered(check(work, "run.yaml", f"{key}=mine:f"), "mine", "rows.jsonl:1", code=2)
+    answer = refusal(f"{key}=mine:f", *words)
+    assert message.replace("FOLDER", str(work)) in answer if message else not answer, answer
 
 
 @pytest.mark.parametrize(
     "path", [".mine:f", "mine:", ":f", "builtins:min", "builtins:print", "builtins:dict", "os:path", "..:f"]
 )
-def test_what_is_no_environment_is_refused_by_its_path(check, work, path):
-    assert_answered(check(work, "run.yaml", f"{ENV}={path}"), path, code=2)
+def test_what_is_no_environment_is_refused_by_its_path(work, path):
+    assert path in refusal(f"{ENV}={path}")
 
 
 def test_a_processor_gets_each_row_as_it_was_read(tokenizer, monkeypatch):
-    """It is called again when the row's turn comes: one that changes its row must give the same then."""
+    """Of a large set it is called again when the row's turn comes: one that changes its row must give the same then."""
+    monkeypatch.setattr(scan, "HELD_ROWS", 0)
 
     def processor(row):
         row["messages"][0]["content"] += "!"

@@ -208,7 +208,7 @@ REFUSES = {"chat_template": "{% if messages[1] %}{{ raise_exception('no replies'
         (
             lambda folder: edit_json(folder / "tokenizer_config.json", **REFUSES),
             {},
-            r"refuses a conversation .*no replies",
+            r"env.reward_model.model_name: the chat template .*no replies",
         ),
     ],
 )
@@ -216,10 +216,10 @@ def test_what_is_no_reward_model_is_said_at_check(edit, options, message, qwen3,
     folder = shutil.copytree(qwen3[0], tmp_path / "model")
     cfg = RewardModelConfig(**{"model_name": str(folder), "max_model_len": 256} | options)
     if edit:
-        assert read_reward_model(cfg, lambda part, seconds: None)[0] == folder
+        assert read_reward_model(cfg)[0] == folder
         edit(folder)
     with pytest.raises(ConfigError, match=message):
-        read_reward_model(cfg, lambda part, seconds: None)
+        read_reward_model(cfg)
 
 
 def two_ranks(rank, world_size, folder, expected, work):
