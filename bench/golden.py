@@ -62,6 +62,7 @@ TASKS = {
         *("policy.optimizer.kwargs.lr=3e-3", "loss_fn.reference_policy_kl_penalty=0.01"),
     ],
     "async": [SMOKE, *ASYNC, *LONG],
+    "async_carried": [SMOKE, *ASYNC, *LONG, "policy.generation.max_new_tokens=6"],  # on two ranks, too
     "async_two_turns": [
         *("examples/arithmetic/two_turns.yaml", *ASYNC, *LONG, "grpo.use_dynamic_sampling=true"),
         "grpo.dynamic_sampling_max_gen_batches=99",
