@@ -1,5 +1,6 @@
 """advantages.py against plain Python sums, worked examples, and the numbers of other systems."""
 
+import itertools
 import math
 from dataclasses import replace
 from statistics import mean, pstdev, stdev
@@ -70,6 +71,42 @@ def test_group_as_trl_to_printed_digits():
                 torch.full((size,), 0.1), torch.zeros(size), leave_one_out=True, normalize=True, std=std
             )
             assert got.abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    "reward, leave_one_out, adv",
+    [
+        ([1, 0, 0, 0], True, [1, -0.577349, -0.577349, -0.577349]),
+        ([1, 0, 0, 0], False, [1.499997, -0.499999, -0.499999, -0.499999]),
+        ([1, 1, 0, 0], True, [1.154698, 1.154698, -1.154698, -1.154698]),
+        ([1, 1, 0, 0], False, [0.866024, 0.866024, -0.866024, -0.866024]),
+        ([1, 0], True, [1, -1]),
+        ([1, 0], False, [0.707106, -0.707106]),
+        ([0.3, 1, -0.5, 2], True, [-0.423850, 0.313304, -1.872656, 2.309398]),
+        ([0.3, 1, -0.5, 2], False, [-0.376844, 0.282633, -1.130533, 1.224744]),
+        ([5], True, [0]),
+        ([5], False, [0]),
+    ],
+)
+def test_nemo_rls_numbers_to_printed_digits(reward, leave_one_out, adv):
+    reward_B, group_B = torch.tensor(reward, dtype=torch.float32), torch.zeros(len(reward), dtype=torch.long)
+    got_B = group_advantages(reward_B, group_B, leave_one_out=leave_one_out, normalize=True)
+    assert got_B.dtype == torch.float32
+    torch.testing.assert_close(got_B, torch.tensor(adv, dtype=torch.float32), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("leave_one_out", [True, False])
+def test_equal_rewards_have_no_spread_whatever_the_rounding(leave_one_out):
+    # 0.1 and 0.3 are not representable: their mean differs from them in the last bit, and a std from 0.
+    for value, size in itertools.product([0.1, 0.3, 0.7, 1 / 3, 1e4 + 0.1], [*range(2, 18), 32, 33, 64, 100]):
+        reward_B = torch.full((size,), value, dtype=torch.float64)
+        group_B = torch.zeros(size, dtype=torch.long)
+        adv_B = group_advantages(reward_B, group_B, leave_one_out=leave_one_out, normalize=True)
+        assert adv_B.abs().max() < 1e-10 * value, (value, size, adv_B)
+        if leave_one_out:
+            reward_B[0] = value + 1  # the others stay equal: unnormalized, so 1 and not a million
+            adv_B = group_advantages(reward_B, group_B, leave_one_out=True, normalize=True)
+            assert abs(adv_B[0] - 1) < 1e-9, (value, size, adv_B)
 
 
 @pytest.mark.parametrize("std", ["baseline", "group", "batch"])

@@ -1,59 +1,89 @@
 """Untied Qwen2 (with biases) and Llama 3 (with scaled rope) in the engine: every parameter arrives. Qwen3, tied, is in
 test_engine.py; each engine needs a process of its own."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+import torch
+import torch.distributed as dist
+from ranks import ranks
+from tiny import make_tiny
 
-ROOT = Path(__file__).resolve().parents[2]
-FAMILIES = ("qwen2", "llama")
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """Family -> parameter -> (gap while the engine is stale, gap after the sync)."""
-    return run_workers({family: [family, str(tmp_path_factory.mktemp(family))] for family in FAMILIES})
-
-
-def run_workers(arguments):
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of `one_rank`
-    env = {name: value for name, value in os.environ.items() if name not in ours} | {"OMP_NUM_THREADS": "1"}
-    processes = {
-        family: subprocess.Popen(
-            [sys.executable, "tests/helpers/family_worker.py", *args],
-            **{"cwd": ROOT, "env": env, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
-        )
-        for family, args in arguments.items()
-    }
-    results = {}
-    for family, process in processes.items():
-        out, err = process.communicate(timeout=180)
-        assert process.returncode == 0, err[-3000:]
-        results[family] = json.loads(out.splitlines()[-1])
-    return results
+import config
+import data
+from batch import to_device
+from engine import Engine, SamplingOptions
+from hf.tokenizer import Tokenizer
+from hf.weights import full_tensors
+from model import load_policy
+from system.ranks import start_process_group
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_parameter_reaches_the_engine(found, family):
-    gaps = found[family]
+def gap(engine, policy):
+    """Largest |sampler - trainer| over some sampled tokens."""
+    prompts = [[(31 * i + 7 * j) % 250 for j in range(4 + i)] for i in range(12)]
+    done = engine.generate(prompts, list(range(12)), SamplingOptions(0.8, 16))
+    worst = 0.0
+    for ids, completion in zip(prompts, done, strict=True):
+        said = (completion.ids, completion.logps, completion.ids >= 0, "stop", completion.versions)
+        (pack,) = data.pack_samples([[data.Sample(0, 0, 0, ids, *said, reward=0.0)]], 64)
+        with torch.no_grad():
+            logp_R, _ = policy(*to_device(pack, torch.device("cpu")).model_inputs)
+        worst = max(worst, (logp_R - torch.from_numpy(pack.sampler_logp_R)).abs().max().item())
+    return worst
+
+
+def head_error(engine, policy):
+    """Largest difference between the engine's logits and float64's of the hidden states it had, and of the head that
+    the policy has."""
+    seen = []
+
+    def keep(_, inputs, logits):
+        seen.append((inputs[1].double(), logits.double()))
+
+    (hook,) = engine.llm.apply_model(lambda model: model.logits_processor.register_forward_hook(keep))
+    gap(engine, policy)
+    hook.remove()
+    head_VD = dict(full_tensors(policy, engine.dtype))["lm_head.weight"][: policy.vocab_limit].double()
+    return max((logits - hidden @ head_VD.T).abs().max().item() for hidden, logits in seen)
+
+
+@ranks(1, seconds=180)
+def gaps_of(family, folder, compare, precision="float32", names=None):
+    """Name of a parameter -> (gap after it alone was perturbed, gap after the next sync); "start" is before."""
+    make_tiny(folder, family=family, tied=False)
+    _, device = start_process_group(tp_size=1)
+    tokenizer, mesh = Tokenizer(folder), dist.init_device_mesh("cpu", (1,))
+    sampler = {"temperature": 0.8, "vocab_limit": tokenizer.vocab_size}
+    policy = load_policy(folder, device=device, mesh=mesh, precision=precision, **sampler)
+    cfg = config.Config(policy=config.PolicyConfig(precision=precision, max_total_sequence_length=64))
+    engine = Engine(folder, policy.config, tokenizer, cfg)
+    engine.sync(full_tensors(policy, engine.dtype), 0)
+    found = {"start": (0.0, compare(engine, policy))}
+    for name, param in policy.named_parameters():
+        if names is None or name in names:
+            with torch.no_grad():
+                param.to_local().add_(0.1 * torch.randn(param.shape, generator=torch.Generator().manual_seed(1)))
+            stale = compare(engine, policy)
+            engine.sync(full_tensors(policy, engine.dtype), 0)
+            found[name] = stale, compare(engine, policy)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_every_parameter_reaches_the_engine(family, tmp_path):
+    (gaps,) = gaps_of(family, tmp_path, gap)
     assert gaps.pop("start")[1] <= 1e-4
-    names = set(gaps)
-    assert "lm_head.weight" in names and len(names) == (27 if family == "qwen2" else 21), names
-    assert ("model.layers.1.self_attn.k_proj.bias" in names) == (family == "qwen2")
-    assert {name for name, (stale, _) in gaps.items() if stale <= 1e-3} <= {
-        n for n in names if n.endswith("k_proj.bias")
-    }
+    assert "lm_head.weight" in gaps and len(gaps) == (27 if family == "qwen2" else 21), gaps.keys()
+    assert ("model.layers.1.self_attn.k_proj.bias" in gaps) == (family == "qwen2")
+    unseen = {name for name, (stale, _) in gaps.items() if stale <= 1e-3}
+    assert all(name.endswith("k_proj.bias") for name in unseen), unseen  # softmax does not see it
     assert {name: fresh for name, (_, fresh) in gaps.items() if fresh > 1e-4} == {}
 
 
 @pytest.mark.long
 def test_an_engine_in_bfloat16_has_the_logits_of_the_head_it_was_sent_in_float32(tmp_path):
     """Logits of 1 to 4, rounded to bfloat16, would be off by up to 8e-3."""
-    errors = run_workers({"llama": ["llama", str(tmp_path), "bfloat16"]})["llama"]
+    (errors,) = gaps_of("llama", tmp_path, head_error, "bfloat16", ["lm_head.weight"])
     assert errors["start"][1] <= 1e-5
     stale, fresh = errors["lm_head.weight"]
     assert stale >= 0.1 and fresh <= 1e-5, errors

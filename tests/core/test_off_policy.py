@@ -86,30 +86,6 @@ def test_expectation_of_each_correction(name):
 # ------------------------------------------------------------------------------------------------------- older weights
 
 
-def test_the_sampler_is_the_policy_as_it_was():
-    """Its weights by Adam written out (Kingma and Ba 2015, algorithm 1), with the closed form of each gradient."""
-    logits, _, advantage = toy(0.0)
-    reward = advantage.tolist()
-    versions = [logits.flatten().tolist()]
-    first, second = [0.0] * len(versions[0]), [0.0] * len(versions[0])
-    for step in range(1, 5):
-        policy = torch.tensor(versions[-1], dtype=torch.float64).view(logits.shape)
-        gradient = closed_form(WEIGHTS["none"], policy, policy, torch.tensor(reward)).flatten().tolist()
-        first = [0.9 * m + 0.1 * g for m, g in zip(first, gradient, strict=True)]
-        second = [0.999 * v + 0.001 * g * g for v, g in zip(second, gradient, strict=True)]
-        means = zip(versions[-1], first, second, strict=True)
-        scale = math.sqrt(1 - 0.999**step)
-        moved = [x + 0.2 * m / (1 - 0.9**step) / (math.sqrt(v) / scale + 1e-8) for x, m, v in means]
-        versions.append(moved)
-    versions = [torch.tensor(version, dtype=torch.float64).view(logits.shape) for version in versions]
-    for ages in AGES.values():
-        policy, sampler, advantage = off_policy.old_toy(ages)
-        first, second, third = (versions[4 - age] for age in ages)
-        parts = torch.cat([first[:1], second[1:5], third[5:]])  # the prefixes of no token, of one and of two
-        torch.testing.assert_close((policy, sampler), (versions[4], parts), rtol=0, atol=1e-5)
-        assert abs((token_logps(sampler).sum(1).exp() * advantage).sum()) < 1e-12
-
-
 @pytest.mark.parametrize("age", AGES)
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_expectation_at_each_age(name, age, old_toys):

@@ -8,11 +8,8 @@ from dist_case import settings
 from hf_folders import make_pack, response_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from config import CheckpointingConfig
 from hf.weights import sharded_parameters
 from model import Reference, load_policy
-from optim import build_optimizer
-from run import checkpoint
 from run.build import reference_dtype
 
 
@@ -73,20 +70,6 @@ def test_which_type_the_config_asks_for():
 
     assert dtype() == torch.bfloat16
     assert dtype(alpha=0.5) == dtype(precision="float32") == torch.float32
-
-
-def test_a_checkpoint_in_the_other_type_is_read(policy, one_rank, tmp_path):
-    """Of a run that kept float32, as all did before there was a choice."""
-    optimizer = build_optimizer(policy, settings().policy.optimizer)
-    saver, reference = checkpoint.Saver(tmp_path, CheckpointingConfig(), one_rank[0]), Reference(policy)
-    with saver:
-        saver.save(1, policy, optimizer, {}, reference.shards, None)
-        saver.finish()
-    resumed = Reference(policy, torch.bfloat16)
-    for rows in resumed.shards.values():
-        rows.zero_()
-    checkpoint.load(tmp_path, policy, optimizer, one_rank[0], resumed.shards, mode=None)
-    assert all(torch.equal(rows, reference.shards[name].bfloat16()) for name, rows in resumed.shards.items())
 
 
 class Copies(TorchDispatchMode):

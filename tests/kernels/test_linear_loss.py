@@ -220,17 +220,6 @@ def test_all_options(path, dtype, every, every_long, bars, part):
     assert check_options(configs, path, dtype, bars) <= 3e-3
 
 
-def test_the_cross_and_the_few_of_it_that_the_fused_kernel_meets_always():
-    """Every value of every option, and every pair of values of options that meet in one expression."""
-    assert len(CROSS) == 49 * 5 * 4 * 4 * 2
-    number = np.arange(len(CROSS))[::157]
-    kl, mode, weights, extra, old = np.unravel_index(number, (49, 5, 4, 4, 2))
-    assert len({*kl}) == 49
-    for one, sizes in ((mode, 5), (weights, 4), (extra, 4)):
-        for other, others in ((weights, 4), (extra, 4), (old, 2)):
-            assert one is other or len({*zip(one, other, strict=True)}) == sizes * others
-
-
 # Columns around powers of 2 and around a block's 8192; rows around a chunk's 16 and its double.
 EDGE_SHAPES = [(5, V, 24) for V in (1, 2, 33, 127, 128, 129, 255, 256, 257, 1000)]
 EDGE_SHAPES += [(R, 40, 71) for R in (0, 1, 15, 16, 17, 33)]
@@ -420,26 +409,6 @@ def test_one_pass_equals_two(path, cfg):
         torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-6)
 
 
-@all_paths
-def test_the_loss_is_called_once_for_each_chunk(path):
-    """Once in all where there is one chunk, no gradient row, or the fused kernel: no second call for the metrics."""
-    for num_grad_rows, calls in ((0, 1), (7, 1), (20, 1 if path is FUSED else 2)):
-        case, count = Case(20, 37), []
-
-        def counting_loss(logp_R, entropy_T, count=count, **pack):
-            count.append(logp_R.requires_grad)
-            return policy_loss(logp_R, entropy_T=entropy_T, **pack)
-
-        pack_loss = partial(counting_loss, **case.pack(COVER[0], dtype=torch.float32))
-        small = path if path is not TORCH else path_of("one pass", KernelBackend("torch"))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(kernels.softmax.CHUNK_ELEMENTS, DEVICE, 16 * 37)
-            case.run(
-                COVER[0], small, num_grad_rows=num_grad_rows, hidden=case.hidden.requires_grad_(), pack_loss=pack_loss
-            )
-        assert len(count) == calls, (num_grad_rows, count)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["torch", "triton"], indirect=True)
 def test_a_loss_that_couples_tokens_is_found_out(monkeypatch, path):
@@ -477,26 +446,6 @@ def test_a_loss_that_couples_tokens_is_found_out(monkeypatch, path):
         **sized._asdict(),
     )
     assert "trains tokens without advantage" in one_pass_problem(metrics[DEVIATION].item())
-
-
-@pytest.mark.slow
-@every_path_and_width
-def test_sliced_and_strided_inputs(path, dtype):
-    """`weight[:V]` of a padded matrix, every second hidden column, per-token inputs with gaps; gradients in place."""
-    case, cfg = Case(20, 29, D=9, dtype=dtype), COVER[1]
-    want = case.ours(cfg, path)
-    wide = torch.full((20, 18), torch.nan, dtype=dtype, device=DEVICE)
-    padded = torch.full((41, 9), torch.nan, dtype=dtype, device=DEVICE)
-    wide[:, ::2], padded[:29] = case.hidden, case.weight
-    wide.requires_grad_(), padded.requires_grad_()
-    pack = case.pack(cfg, dtype=torch.float32)
-    pack = {name: x.repeat_interleave(2)[::2] if isinstance(x, torch.Tensor) else x for name, x in pack.items()}
-    target = case.target.repeat_interleave(2)[::2]
-    loss, _, logp, entropy = case.run(cfg, path, hidden=wide[:, ::2], weight=padded[:29], target=target, pack=pack)
-    loss.backward()
-    got = (loss.detach(), logp, entropy, wide.grad[:, ::2], padded.grad[:29])
-    close(got, [x.double() for x in want], gradient=1e-6 if dtype == torch.float32 else 1e-3, logp=1e-5)
-    assert (wide.grad[:, 1::2] == 0).all() and (padded.grad[29:] == 0).all()
 
 
 @pytest.mark.slow

@@ -97,17 +97,6 @@ def test_value_and_gradient_equal_the_loops(backend, ties, top_p, top_k):
         assert not grads[1][VOCAB:].any()
 
 
-def test_float64():
-    """Where finite differences hold too: nothing moves across the cut."""
-    hidden_RD, weight_VD, target_R = make_inputs(ties=False, dtype=torch.float64)
-    options = {"vocab": VOCAB, "temperature": 0.7, "return_entropy": True}
-
-    def filtered_total(*matrices):
-        return total(*linear_logp(*matrices, target_R, **options, sampling_filter=SamplingFilter(0.8, 9)))
-
-    assert torch.autograd.gradcheck(filtered_total, (hidden_RD, weight_VD), fast_mode=True)
-
-
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_nemo_rls_own_function(case):
     """Numbers of apply_top_k_top_p: see tests/helpers/peers/sampling_filter.py."""

@@ -19,62 +19,62 @@ from graders.pool import GraderPool
 ROOT = Path(__file__).resolve().parents[2]
 
 WRONG = r"""
-a decimal that is not the fraction: 1/10000000 <- 0.000000 | 1/10000000 <- 0.0000004 | 1/2097152 <- 0.000000
+A DECIMAL THAT IS NOT THE FRACTION:: 1/10000000 <- 0.000000 | 1/10000000 <- 0.0000004 | 1/2097152 <- 0.000000
 \frac{1}{3000000} <- 0.000000 | -1/10000000 <- 0.0000001 | 1/1099511627776 <- 0.0000001 | 0.000000 <- 1/3000000
 1/3 <- 0.33333 | -1/3 <- 0.3333333 | 1/3 <- 0.3333334 | \frac{\sqrt{2}}{10^{20}} <- 0 | (0, 1/9000000) <- (0, 0.0000001)
 \{1/10000000, 1\} <- \{0, 1\} | x+10^{-20} <- x
 \begin{pmatrix}1/10000000\\2\end{pmatrix} <- \begin{pmatrix}0\\2\end{pmatrix}
-bases: 2516_8 <- 2516_7 | 12_7 <- 12_8 | 101_2 <- 101_3 | 110_2 <- 110_{10} | 12 <- 12_7 | 128_7 <- 128 | x_1 <- x_2
+BASES:: 2516_8 <- 2516_7 | 12_7 <- 12_8 | 101_2 <- 101_3 | 110_2 <- 110_{10} | 12 <- 12_7 | 128_7 <- 128 | x_1 <- x_2
 \log_2 8 <- \log_3 8 | 110_2 <- 6 | 110_2 <- 6_{10}
-words: left <- felt | no <- on | Alice <- Celia | \text{listen} <- silent | even <- neve | cat <- act | cat+1 <- act+1
+WORDS:: left <- felt | no <- on | Alice <- Celia | \text{listen} <- silent | even <- neve | cat <- act | cat+1 <- act+1
 3 left <- 3 felt | left <- f \cdot e \cdot l \cdot t | red and blue <- red or blue | AB <- BA
-names: x=5,y=6 <- 6,5 | x=3, y=4 <- 4,3 | a=1, b=2, c=3 <- 3,2,1 | x=5 <- y=5 | 5,6 <- x=6, y=5 | (x,y)=(5,6) <- (6,5)
+NAMES:: x=5,y=6 <- 6,5 | x=3, y=4 <- 4,3 | a=1, b=2, c=3 <- 3,2,1 | x=5 <- y=5 | 5,6 <- x=6, y=5 | (x,y)=(5,6) <- (6,5)
 x=5, y=6 <- x=5 | length: 5, width: 6 <- length: 6, width: 5 | x^2=-1 <- x^2=-2 | x+y=5 <- 5
-units: \$5 <- 5 cents | 5 dollars <- 5 cents | 2 hours <- 2 minutes | 5 cm <- 5 km | 5 m <- 5 m^2 | \$5 <- €5
+UNITS:: \$5 <- 5 cents | 5 dollars <- 5 cents | 2 hours <- 2 minutes | 5 cm <- 5 km | 5 m <- 5 m^2 | \$5 <- €5
 5 square feet <- 5 feet | 60 mph <- 60 miles | 5 apples <- 5 oranges | 9:15 am <- 9:15 pm | 5m <- 5 | 5 <- 5 million
-dates and lists: 2024-01-01 <- 2022 | 1/4/2020 <- 1/8080 | 4:30 <- 2/15 | 9:15 <- 3:5 | 1,1,2 <- 1,2 | 1,2 <- 1,2,2
+DATES AND LISTS:: 2024-01-01 <- 2022 | 1/4/2020 <- 1/8080 | 4:30 <- 2/15 | 9:15 <- 3:5 | 1,1,2 <- 1,2 | 1,2 <- 1,2,2
 x <- X | a <- A | 100, 200 <- 100200 | 12-25 <- -13 | x<3 <- y<3 | (-\infty,1)\cup(2,\infty) <- x<1 and x>2 | \pi <- \Pi
-hedges: 5 <- 5 or 7 | 5 <- x = 7 \lor x = 5 | B <- B) 5 or C) 7 | B <- B, C | B <- A) or B) | 5 <- not 5 | 5 <- 5 mod 7
+HEDGES:: 5 <- 5 or 7 | 5 <- x = 7 \lor x = 5 | B <- B) 5 or C) 7 | B <- B, C | B <- A) or B) | 5 <- not 5 | 5 <- 5 mod 7
 12 dollars <- 12 dollars or 12 cents | 5 <- 5 \pm 2 | 5 <- 5 or more | x<3 <- x<3, x>5 | 2 <- 2 halves
-case: 2R+1 <- 1+2r | A+B <- a+b | R=5 <- r=5 | \text{June 20} <- JUNE 21
-products: 5 <- 2(3) | 2(3) <- 5 | (3)(4) <- 7 | (3)4 <- 7 | \sqrt{6}/3 <- sqrt(6/3) | √13 <- √1 | 2**3 <- 6
-repeating: 0.\overline{3} <- 0.33 | 0.\overline{12} <- 0.\overline{21} | 0.12\overline{3} <- 0.\overline{123}
+CASE:: 2R+1 <- 1+2r | A+B <- a+b | R=5 <- r=5 | \text{June 20} <- JUNE 21
+PRODUCT:: 5 <- 2(3) | 2(3) <- 5 | (3)(4) <- 7 | (3)4 <- 7 | \sqrt{6}/3 <- sqrt(6/3) | √13 <- √1 | 2**3 <- 6
+REPEATING:: 0.\overline{3} <- 0.33 | 0.\overline{12} <- 0.\overline{21} | 0.12\overline{3} <- 0.\overline{123}
 3 <- 3...
-signs: ½ <- 1/3 | 2½ <- 1 | x⁵ <- x^4 | x¹² <- x^1 | 10⁻³ <- 10^3 | f'(x) <- f(x) | y'=y <- y=y | x^T <- x | 12 <- 1'2
-functions: f(5)=3 <- f(4)=3 | f(5)=3 <- f(3)=5 | f(x+1)=f(x)+1 <- f(x+1)=f(x)-1 | P(A|B) <- P(B|A) | f(2) <- f(3)
+SIGNS:: ½ <- 1/3 | 2½ <- 1 | x⁵ <- x^4 | x¹² <- x^1 | 10⁻³ <- 10^3 | f'(x) <- f(x) | y'=y <- y=y | x^T <- x | 12 <- 1'2
+FUNCTIONS:: f(5)=3 <- f(4)=3 | f(5)=3 <- f(3)=5 | f(x+1)=f(x)+1 <- f(x+1)=f(x)-1 | P(A|B) <- P(B|A) | f(2) <- f(3)
 \frac{dy}{dx} <- \frac{dx}{dy}
-brackets: (1,2) <- \{1,2\} | \{1,2\} <- (1,2) | (0,\infty) <- \{0,\infty\} | \pm 1, \pm 2 <- \pm 1, 2
+BRACKETS:: (1,2) <- \{1,2\} | \{1,2\} <- (1,2) | (0,\infty) <- \{0,\infty\} | \pm 1, \pm 2 <- \pm 1, 2
 \{x \mid x \le 5\} <- x<5 | \{x\in\mathbb{Z} : x \le 5\} <- (-\infty,5] | 1,2,3 <- 1,2,3,...
-angles: \sin 30^\circ <- \sin 30 | \sin 30^\circ <- \sin 60^\circ | \cos^2 30^\circ <- \frac{1}{4}
-more units: 90^\circ <- 90\% | 11\text{ inches} <- 11\% | 5 <- 5 trillion | 5 <- 5 doubled | 5 <- 5 fifteenths
-more bases: 1011_{\text{two}} <- 1011_{\text{three}} | 21 \text{ (base 5)} <- 21 \text{ (base 6)} | a-b <- b-a
+ANGLES:: \sin 30^\circ <- \sin 30 | \sin 30^\circ <- \sin 60^\circ | \cos^2 30^\circ <- \frac{1}{4}
+MORE UNITS:: 90^\circ <- 90\% | 11\text{ inches} <- 11\% | 5 <- 5 trillion | 5 <- 5 doubled | 5 <- 5 fifteenths
+MORE BASES:: 1011_{\text{two}} <- 1011_{\text{three}} | 21 \text{ (base 5)} <- 21 \text{ (base 6)} | a-b <- b-a
 \$1,234 <- 1,235 | \$1,234 <- 1 | 5 <- 5\,\text{or}\,6 | C <- [C, D] | \text{(C)} <- Option C or D | 12 <- minus 12
 """
 RIGHT = r"""
-decimals: 2/3 <- 0.666667 | 1/3000000 <- 0.000000333333 | 0.333333 <- 1/3 | \sqrt{2} <- 1.41421356 | 1/3 <- 33.3333\%
-bases: 2516_8 <- 2516_{8} | 2516_8 <- 2516 | 12 <- 12_{10} | 1A_{16} <- 1a_{16} | 101_2 <- 101 base 2
-words: Left <- left | \text{no} <- No | xy <- yx | 2ab <- 2ba | ab+c <- c+ba | xe^x <- e^x x | 3 left <- 3
-names: x=5,y=6 <- 5,6 | x=5,y=6 <- y=6, x=5 | 5,6 <- x=5, y=6 | (x,y)=(5,6) <- (5,6) | y=2x+1 <- 2x+1=y
-units: 2 hours <- 120 minutes | 3 m^2 <- 30000 cm^2 | 36 km/h <- 10 m/s | \$5 <- 500 cents | 5 km <- 5 | 5 <- 5 km
+DECIMALS:: 2/3 <- 0.666667 | 1/3000000 <- 0.000000333333 | 0.333333 <- 1/3 | \sqrt{2} <- 1.41421356 | 1/3 <- 33.3333\%
+BASES:: 2516_8 <- 2516_{8} | 2516_8 <- 2516 | 12 <- 12_{10} | 1A_{16} <- 1a_{16} | 101_2 <- 101 base 2
+WORDS:: Left <- left | \text{no} <- No | xy <- yx | 2ab <- 2ba | ab+c <- c+ba | xe^x <- e^x x | 3 left <- 3
+NAMES:: x=5,y=6 <- 5,6 | x=5,y=6 <- y=6, x=5 | 5,6 <- x=5, y=6 | (x,y)=(5,6) <- (5,6) | y=2x+1 <- 2x+1=y
+UNITS:: 2 hours <- 120 minutes | 3 m^2 <- 30000 cm^2 | 36 km/h <- 10 m/s | \$5 <- 500 cents | 5 km <- 5 | 5 <- 5 km
 5 square feet <- 5\text{ ft}^2 | 5 feet 6 inches <- 5.5 feet | 5 apple <- 5 apples | 9:15 a.m. <- 9:15 | £5 <- 5 pounds
-dates and lists: 2024-01-01 <- 2024-1-1 | 2:3 <- 4:6 | 2:3 <- 2/3 | 1,1,2 <- 2,1,1 | 100,200 <- 100, 200 | A <- a
-others: 1000 <- 1e3 | 1e3 <- 1000 | 0.000015 <- 1.5e-5 | 5e-3 <- 0.005 | 12 <- 12€ | 12 <- 12 USD | 1234 <- 1 234
+DATES AND LISTS:: 2024-01-01 <- 2024-1-1 | 2:3 <- 4:6 | 2:3 <- 2/3 | 1,1,2 <- 2,1,1 | 100,200 <- 100, 200 | A <- a
+OTHERS:: 1000 <- 1e3 | 1e3 <- 1000 | 0.000015 <- 1.5e-5 | 5e-3 <- 0.005 | 12 <- 12€ | 12 <- 12 USD | 1234 <- 1 234
 -5 <- \u20135 | (-\infty,3) <- x<3 | i^2 <- -1 | -1 <- i^2 | \ln 2 <- \log_e 2 | B <- B) 5 | A <- A) | D <- D. 5
 5 <- 5 balls | 5 <- five | 12 <- 12 dollars and 0 cents | 5000000 <- 5 million | (1, 2] <- 1 < x \le 2
 4\pi <- 4π | 2\sqrt{2} <- 2√2
 (-\infty,1)\cup(2,\infty) <- x<1 or x>2 | \frac{x^2-1}{x-1} <- x+1 | x>5 <- -2x<-10 | 28\% <- 28 percent
-case: 2R+1 <- 1+2R | \text{June 20} <- june 20 | F=\frac{9}{5}C+32 <- F = 1.8C+32 | p - q <- -q+p | x-y <- -(y-x)
-products: 6 <- 2(3) | (3)(4) <- 12 | \frac{1}{2}(3) <- 3/2 | 3\sqrt{13} <- 3*sqrt(13) | 3\sqrt{13} <- 3√13 | x^2 <- x**2
+CASE:: 2R+1 <- 1+2R | \text{June 20} <- june 20 | F=\frac{9}{5}C+32 <- F = 1.8C+32 | p - q <- -q+p | x-y <- -(y-x)
+PRODUCT:: 6 <- 2(3) | (3)(4) <- 12 | \frac{1}{2}(3) <- 3/2 | 3\sqrt{13} <- 3*sqrt(13) | 3\sqrt{13} <- 3√13 | x^2 <- x**2
 2x <- 2\,x | 2\text{ km} <- 2\,\text{km} | 6 - 5i <- 6-5\,i | 5\sqrt{5} <- 5 * 5^0.5 | \frac{\pi}{2} <- \frac\pi2
-repeating: 0.\overline{3} <- 1/3 | 1/3 <- 0.3333... | \frac{1}{6} <- 0.1\overline{6} | -1/3 <- -0.\overline{3}
-signs: ½ <- 0.5 | 2½ <- 5/2 | x⁵ <- x^5 | 10^{12} <- 10¹² | 4005 <- **4005**
+REPEATING:: 0.\overline{3} <- 1/3 | 1/3 <- 0.3333... | \frac{1}{6} <- 0.1\overline{6} | -1/3 <- -0.\overline{3}
+SIGNS:: ½ <- 0.5 | 2½ <- 5/2 | x⁵ <- x^5 | 10^{12} <- 10¹² | 4005 <- **4005**
 4005 <- \textcolor{red}{4005}
-functions: f(x+1)=f(x)+1 <- f(x)+1=f(x+1) | n! <- n(n-1)! | f'(x)+1 <- 1+f'(x) | \binom{10}{3} <- {10 \choose 3}
-brackets: \pm 1, \pm 2 <- 1,-1,2,-2 | \{\pm 1, 2\} <- \{2,-1,1\} | 1,2,\ldots <- 1,2,\dots | -1, 2+i, 2-i <- 2\pm i, -1
+FUNCTIONS:: f(x+1)=f(x)+1 <- f(x)+1=f(x+1) | n! <- n(n-1)! | f'(x)+1 <- 1+f'(x) | \binom{10}{3} <- {10 \choose 3}
+BRACKETS:: \pm 1, \pm 2 <- 1,-1,2,-2 | \{\pm 1, 2\} <- \{2,-1,1\} | 1,2,\ldots <- 1,2,\dots | -1, 2+i, 2-i <- 2\pm i, -1
 (-\infty,5] <- \{x \mid x \le 5\} | (-\infty,5] <- x \leqslant 5 | (-\infty,5] <- (-oo,5] | (1,2) <- \bigl(1,2\bigr)
-angles: \sin 30^\circ <- 1/2 | \tan 15^\circ <- 2-\sqrt3 | 180^\circ - x <- 180-x | 90^\circ <- 90\degree
+ANGLES:: \sin 30^\circ <- 1/2 | \tan 15^\circ <- 2-\sqrt3 | 180^\circ - x <- 180-x | 90^\circ <- 90\degree
 \begin{pmatrix}1\\2\end{pmatrix} <- \left[\begin{array}{r}1\\2\end{array}\right] | \emptyset <- \varnothing
-more bases: 1011_{\text{two}} <- 1011_2 | 21_5 <- 21 \text{ (base 5)} | -12 <- negative 12
+MORE BASES:: 1011_{\text{two}} <- 1011_2 | 21_5 <- 21 \text{ (base 5)} | -12 <- negative 12
 4005 <- \text{The answer is } 4005
 \$1,234 <- 1,234 | 1,234 <- \$1,234 | 1,234\text{ feet} <- 1,234 | \text{(C)} <- Option C | \text{(C)} <- [C]
 """
@@ -82,23 +82,8 @@ more bases: 1011_{\text{two}} <- 1011_2 | 21_5 <- 21 \text{ (base 5)} | -12 <- n
 
 def cases(text):
     """(gold, answer) of each pair; the first of a line may have a heading."""
-    headings = (
-        "a decimal that is not the fraction",
-        "bases",
-        "words",
-        "names",
-        "units",
-        "dates and lists",
-        "hedges",
-        "decimals",
-        "others",
-        *"case products repeating signs functions brackets angles".split(),
-        "more units",
-        "more bases",
-    )
     for line in text.strip().splitlines():
-        heading, _, rest = line.partition(": ")
-        for pair in (rest if heading in headings else line).split(" | "):
+        for pair in line.rpartition(":: ")[2].split(" | "):
             gold, _, answer = pair.partition(" <- ")
             yield gold.strip(), answer.strip().replace("\\u2013", "\u2013")
 
