@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -222,72 +221,37 @@ def test_progress_is_said_of_a_long_scan(tokenizer, monkeypatch, capsys):
 # -------------------------------------------------------------------------------------------------- several ranks
 
 
-class FakeRanks:
-    """Ranks one after the other: what the first one's work gave or raised goes to the others as a message would."""
-
-    def __init__(self):
-        self.results = []
-        self.num_asked = 0
-
-    def rank(self, number):
-        self.num_asked = 0
-        return lambda work: self.answer(number, work)
-
-    def answer(self, number, work):
-        if number == 0:
-            self.results.append(work())
-        self.num_asked += 1
-        return ForkingPickler.loads(ForkingPickler.dumps(self.results[self.num_asked - 1]))
-
-
-def test_one_rank_renders_and_all_have_the_same_problems(tokenizer, monkeypatch):
-    rows = [{"input": "x" * (30 if i == 3 else 1 + i % 5), "output": str(i), "id": i} for i in range(50)]
-    rows[7]["task_name"] = "math"
-    fakes, rendered, render = FakeRanks(), [], tokenizer.render
-    monkeypatch.setattr(tokenizer, "render", lambda *args, **limit: rendered.append(args) or render(*args, **limit))
-    loaded = []
-    for number in range(3):
-        environments = []
-        check = lambda name, answers: environments.append((name, len(answers)))  # noqa: E731, B023
-        options = {"on_rank0": fakes.rank(number), "split_validation_size": 5, "check": check}
-        loaded.append((read(tokenizer, rows, 20, **options), environments))
-        assert len(rendered) == 50, "only rank 0 renders"
-    alone = read(tokenizer, rows, 20, split_validation_size=5)
-    for (train, held), environments in loaded:
-        for part, expected in ((train, alone[0]), (held, alone[1])):
-            assert list(part.problems) == list(expected.problems)
-            assert replace(part, problems=[]) == replace(expected, problems=[])
-        assert environments[-2:] == [("exact", 0), ("math", 0)]  # made on every rank
-    assert loaded[0][1][:2] == [("exact", 48), ("math", 1)] and len(loaded[1][1]) == 2
-
-
-def test_ranks_that_find_other_rows_are_refused(tokenizer):
-    fakes = FakeRanks()
-    load(tokenizer, [GOOD, GOOD], on_rank0=fakes.rank(0))
-    message = refused(tokenizer, [GOOD, GOOD | {"output": "3"}], on_rank0=fakes.rank(1))
-    assert message.startswith("rows.jsonl: this rank finds other rows there than rank 0")
-
-
 @ranks(2)
 def loaded_by_ranks(folder):
-    """What each rank gets of each file: answers, fingerprint and what was left out, or the error."""
-    start_process_group(tp_size=1)
-    results = []
-    for name in ("good.jsonl", "bad.jsonl", "good.jsonl"):
+    """What each rank gets of each file: both parts of the data set and what its environments were shown, or the error.
+    And how many prompts it has rendered."""
+    job, _ = start_process_group(tp_size=1)
+    tokenizer, results, rendered = Tokenizer(folder), [], []
+    render = tokenizer.render
+    tokenizer.render = lambda *args, **options: rendered.append(args) or render(*args, **options)
+    for name in ("good.jsonl", "bad.jsonl", f"other_{job.rank}.jsonl"):
         try:
-            cfg, tokenizer = DatasetConfig(data_path=str(folder / name)), Tokenizer(folder)
-            dataset, _ = scan.load_dataset(cfg, tokenizer, 20, {}, lambda *answers: None, on_rank0=on_rank0)
-            results.append([[row.answer for row in dataset.problems], dataset.fingerprint, dataset.left_out])
+            cfg, shown = DatasetConfig(data_path=str(folder / name), split_validation_size=5), []
+            check = lambda name, answers: shown.append((name, len(answers)))  # noqa: E731, B023
+            parts = scan.load_dataset(cfg, tokenizer, 20, {}, check, on_rank0=on_rank0)
+            results.append([*((list(part.problems), replace(part, problems=[])) for part in parts), shown])
         except DataError as error:
             results.append(str(error))
-    return results
+    return results, len(rendered)
 
 
-def test_two_real_ranks_share_a_scan_and_its_error(tokenizer, tmp_path):
-    rows = [{"input": "x" * (30 if i == 3 else 1), "output": str(i)} for i in range(9)]
-    for name, lines in (("good.jsonl", rows), ("bad.jsonl", [*rows, {"input": 5}])):
-        Path(name).write_text("".join(json.dumps(row) + "\n" for row in lines))
-    first, second = loaded_by_ranks(tmp_path)
-    assert first == second and first[0] == first[2]
-    assert first[0][0] == [str(i) for i in range(9) if i != 3] and first[0][2] == "1 left out: over 20 tokens"
-    assert first[1].startswith(f"{tmp_path}/bad.jsonl:10: neither 'messages' nor text under 'input'")
+def test_two_ranks_share_a_scan_and_its_error(tokenizer, tmp_path):
+    rows = [{"input": "x" * (30 if i == 3 else 1 + i % 5), "output": str(i), "id": i} for i in range(50)]
+    rows[7]["task_name"] = "math"
+    files = {"good": rows, "bad": [*rows, {"input": 5}], "other_0": rows, "other_1": rows[::-1]}
+    for name, lines in files.items():
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    (first, num_rendered), (second, num_rendered_by_second) = loaded_by_ranks(tmp_path)
+    assert (num_rendered, num_rendered_by_second) == (150, 0), "only rank 0 renders"
+    assert first[0][:2] == second[0][:2], "all have the same problems"
+    assert {row.answer for part in first[0][:2] for row in part[0]} == {str(i) for i in range(50) if i != 3}
+    assert first[0][0][1].left_out == "1 left out: over 20 tokens"
+    assert first[0][2] == [("exact", 48), ("math", 1), ("exact", 0), ("math", 0)]
+    assert second[0][2] == [("exact", 0), ("math", 0)], "environments are made on every rank"
+    assert first[1] == second[1] and first[1].startswith(f"{tmp_path}/bad.jsonl:51: neither 'messages' nor text under")
+    assert "other_1.jsonl: this rank finds other rows there than rank 0" in second[2] and len(first[2]) == 3
