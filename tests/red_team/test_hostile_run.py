@@ -17,12 +17,11 @@ import pytest
 from red_team import assert_answered
 
 import config
-from check import preflight, resume
+from check import resume
 from check.rules import check_writable
 from config import ConfigError
 from run import folder as run_folder
 from run.folder import open_run_folder
-from run.log import RunLog
 from system import exits
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -229,49 +228,6 @@ def test_damaged_provenance_is_named(tmp_path, one_rank, text):
         ConfigError, match=rf"^{tmp_path}/provenance\.json: not (valid JSON|the list that this program)"
     ):
         open_run_folder(cfg, one_rank[0])
-
-
-def test_a_pipe_where_a_run_reads_does_not_hang(tmp_path, one_rank):
-    for name in ("provenance.json", "metrics.jsonl"):
-        os.mkfifo(tmp_path / name)
-    cfg = config.Config(checkpointing=config.CheckpointingConfig(resume_from=str(tmp_path)))
-    with pytest.raises(ConfigError, match=rf"^{tmp_path}/provenance\.json: cannot be read \(not a regular file"):
-        open_run_folder(cfg, one_rank[0])
-    with pytest.raises(ConfigError, match=rf"^{tmp_path}/metrics\.jsonl: cannot be read \(not a regular file"):
-        RunLog(tmp_path, config.LoggerConfig(tensorboard_enabled=False), first_step=1, num_steps=2)
-
-
-# ------------------------------------------------------------------------------------------- the child that checks
-
-ENDS = (  # what a user's function does to the process, and what is said
-    ("os._exit(1)", 2, "data set train.jsonl and its environments: to check it ended the process (exit code 1)"),
-    ("os._exit(0)", 2, "to check it ended the process (exit code 0)"),
-    ("os.kill(os.getpid(), 9)", 2, "to check it ended the process (Killed)"),
-    pytest.param(
-        *("os.fork() == 0 and time.sleep(40); os._exit(3)", 2, "to check it ended the process (exit code 3)"),
-        marks=pytest.mark.long,
-    ),
-    ("os.kill(os.getppid(), 2); time.sleep(40)", -2, ""),  # Ctrl-C, of one process: no traceback, and nothing stays
-)
-
-
-@pytest.mark.parametrize(("action", "code", "message"), ENDS)
-def test_what_ends_the_check(work, check, action, code, message):
-    (work / "hostile_end.py").write_text(f"import os, time\ndef f(row):\n    {action}\n")
-    answer = check(work, "run.yaml", "data.train.processor=hostile_end:f")
-    assert_answered(answer, "train.jsonl", code=code)
-    assert message in answer.message and (message or not answer.message)
-    assert answer.seconds < 15  # a child of the child may hold the pipe: seen after 10 s
-
-
-def test_to_fetch_a_model_has_no_limit_of_seconds(work, monkeypatch):
-    """The hub's library takes a minute of processor time for 10 GB."""
-    monkeypatch.chdir(ROOT)
-    parts = {}
-    cfg = replace(config.Config(), policy=replace(config.PolicyConfig(), model_name="org/model"))
-    with pytest.raises(ConfigError, match="could not be fetched from the hub"):
-        preflight.read_inputs(cfg, begin=lambda part, seconds: parts.update({part: seconds}))
-    assert parts == {"model folder org/model": 0}
 
 
 @pytest.mark.parametrize("name", ["exit.json", "run.lock", "provenance.json", "config.yaml", "changes_1.patch"])
