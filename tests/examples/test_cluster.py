@@ -1,10 +1,5 @@
-"""examples/cluster: valid for whom they are for, and each starts train.sh as slurm.sh does.
+"""examples/cluster: each file starts train.sh as slurm.sh does, and starts a saved run again."""
 
-SkyPilot's parser is there where the package `skypilot` is; Kubeflow's schemas where KUBEFLOW_CRDS names the folder
-manifests/base/crds of github.com/kubeflow/trainer (1.1 MB: too large to be kept here).
-"""
-
-import copy
 import os
 import subprocess
 from pathlib import Path
@@ -58,55 +53,3 @@ def test_a_saved_run_starts_again():
 @pytest.mark.parametrize("name", ["kubernetes.yaml", "skypilot.yaml"])
 def test_the_file_says_that_nobody_ran_it(name):
     assert "NOT RUN ON A CLUSTER" in (CLUSTER / name).read_text()
-
-
-def strict(schema):
-    """Kubernetes drops a field that the schema has not: here it is an error."""
-    if isinstance(schema, list):
-        return [strict(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    schema = {key: strict(value) for key, value in schema.items()}
-    if schema.get("x-kubernetes-int-or-string"):
-        schema.pop("type", None)
-    keeps = schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
-    return (
-        schema if keeps or not isinstance(schema.get("properties"), dict) else schema | {"additionalProperties": False}
-    )
-
-
-def problems(document: dict) -> list[str]:
-    jsonschema = pytest.importorskip("jsonschema", reason="the package jsonschema is not installed")
-    if "KUBEFLOW_CRDS" not in os.environ:
-        pytest.skip("KUBEFLOW_CRDS names no folder manifests/base/crds of github.com/kubeflow/trainer")
-    plural = {"TrainJob": "trainjobs", "TrainingRuntime": "trainingruntimes"}[document["kind"]]
-    file = Path(os.environ["KUBEFLOW_CRDS"]) / f"trainer.kubeflow.org_{plural}.yaml"
-    versions = yaml.load(file.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))["spec"]["versions"]
-    version = next(each for each in versions if document["apiVersion"] == f"trainer.kubeflow.org/{each['name']}")
-    schema = strict(version["schema"]["openAPIV3Schema"]["properties"]["spec"])
-    return [error.message for error in jsonschema.Draft7Validator(schema).iter_errors(document["spec"])]
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_kubeflow_takes_it(number):
-    assert problems(KUBERNETES[number]) == []
-    wrong = copy.deepcopy(KUBERNETES[number])
-    if number == 0:
-        wrong["spec"]["template"]["spec"]["failurePolicy"]["rules"][0]["action"] = "StartAgain"
-        wrong["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailPolicy"] = {}
-    else:
-        wrong["spec"]["trainer"]["numNodes"] = "two"
-        wrong["spec"]["trainer"]["nodes"] = 2
-    assert len(problems(wrong)) == 2, "or the schema would let anything pass"
-
-
-def test_skypilot_takes_it():
-    sky = pytest.importorskip("sky", reason="the package skypilot is not installed")
-    task = sky.Task.from_yaml_config(copy.deepcopy(SKYPILOT))
-    (resources,) = task.resources
-    assert task.num_nodes == 2 and resources.accelerators == {"H100": 8}
-    assert resources.job_recovery["recover_on_exit_codes"] == [75]
-    wrong = copy.deepcopy(SKYPILOT)
-    wrong["nodes"] = 2
-    with pytest.raises(ValueError, match="nodes"):
-        sky.Task.from_yaml_config(wrong)
