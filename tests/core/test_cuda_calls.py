@@ -1,15 +1,17 @@
-"""Every call of torch, Triton and vLLM in the product and in bench/, against two sets of versions: the
-installed one, and the oldest that GPU machines have (tests/helpers/old_versions/, read out of the wheels).
+"""Calls of torch, Triton and vLLM, most of which no CPU runs: the installed versions take them, and so do the oldest
+versions that GPU machines have, whose signatures are in tests/helpers/old_versions/.
 
-Most of these calls run on no CPU, so nothing else would see a keyword that a version does not know. For a new call of
-what is not recorded yet, tests/helpers/signatures.py says how to.
+    python tests/core/test_cuda_calls.py torch-2.11.0 NAME ...     where the old version is installed: records functions
+
+A function is found by the imports of the file that calls it, a method by what its object is called (OBJECTS).
 """
 
 import ast
-import contextlib
 import importlib
 import inspect
 import json
+import re
+import sys
 from functools import cache, reduce
 from itertools import pairwise
 from pathlib import Path
@@ -19,163 +21,237 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from signatures import OPERATORS, RECORDS, Sources
-from their_calls import (
-    ENVIRONMENT,
-    LAUNCH,
-    PASSED_ON,
-    RUNNERS,
-    WORKER,
-    Call,
-    assigned,
-    calls,
-    environment,
-    imported,
-    nodes,
-    plain,
-    reads,
-    trees,
-)
+from torch.distributed.fsdp import FSDPModule
 from torch.torch_version import TorchVersion
 
-import model
-
-OLD = {"torch": "2.11.0", "triton": "3.6.0", "vllm": "0.24.0"}
-VERSIONS = ("installed", "old")
-RECORD = {package: json.loads((RECORDS / f"{package}-{version}.json").read_text()) for package, version in OLD.items()}
-INSTALLED = Sources(Path(torch.__file__).parents[1])
-OPERATORS_OF_BOTH = {*plain()} - {*RECORD["torch"]["absent"]}  # they need no record
-
-
-class Form(NamedTuple):
-    """One way to call a function. defaults: of the parameters that have one."""
-
-    positional: list[str]
-    by_keyword: list[str]
-    defaults: dict[str, str]
-    takes_more: bool
-    takes_any_keyword: bool
-
-    @classmethod
-    def of(cls, text: str) -> "Form":
-        """Of "(a, b=1, *, c=None)"."""
-        args = ast.parse(f"def f{text}: ...").body[0].args
-        before_star = [*args.posonlyargs, *args.args]
-        last = before_star[len(before_star) - len(args.defaults) :]
-        values = [*zip(last, args.defaults, strict=True), *zip(args.kwonlyargs, args.kw_defaults, strict=True)]
-        defaults = {arg.arg: ast.unparse(value) for arg, value in values if value}
-        by_keyword = [arg.arg for arg in [*args.args, *args.kwonlyargs]]
-        return cls([arg.arg for arg in before_star], by_keyword, defaults, bool(args.vararg), bool(args.kwarg))
-
-    def misfit(self, call: Call, given: list[str]) -> str:
-        """Why it cannot be called so; "" if it can."""
-        unknown = [keyword for keyword in given if keyword not in self.by_keyword]
-        if unknown and not self.takes_any_keyword:
-            return f"has no {unknown}"
-        if call.positional is None or call.unknown:  # not all of the call is written out
-            return ""
-        if call.positional > len(self.positional) and not self.takes_more:
-            return f"takes {len(self.positional)} positional arguments"
-        passed = {*self.positional[: call.positional]}
-        missing = {*self.positional, *self.by_keyword} - passed - {*given} - self.defaults.keys()
-        if missing or passed & {*given}:
-            return f"needs {sorted(missing)}, gets {sorted(passed & {*given})} twice"
-        return ""
-
-
-@cache
-def forms(version: str, name: str) -> list[Form]:
-    """[] for what the version does not have."""
-    record = RECORD[name.split(".")[0]]["forms"].get(name, []) if version == "old" else INSTALLED.forms(name)
-    return [Form.of(text) for text in record[1:]]
-
-
-@cache
-def attributes(version: str, owner: str) -> list[str]:
-    return RECORD[owner.split(".")[0]]["attributes"][owner] if version == "old" else INSTALLED.attributes(owner)
-
-
-def problem(version: str, call: Call, given: list[str], name: str) -> str:
-    """Why the version cannot be called so; "" if it can."""
-    if not (known := forms(version, name)):
-        is_plain = version == "old" and name in OPERATORS_OF_BOTH
-        return "" if is_plain else f"{call.where}: no {name} in the {version} version (or it is not recorded)"
-    if all(misfits := [form.misfit(call, given) for form in known]):
-        return f"{call.where}: {version} {name} {misfits[-1]}"
-    for further in PASSED_ON.get(name, []) if known[0].takes_any_keyword else []:
-        rest = [keyword for keyword in given if keyword not in known[0].by_keyword]
-        if wrong := problem(version, Call(call.where, [further], positional=None), rest, further):
-            return wrong
-    return ""
-
-
-def problems(version: str, call: Call) -> list[str]:
-    """[] if one of its names fits; keywords that depend on the version aside."""
-    always = [keyword for keyword, by_version in call.given.items() if not by_version]
-    wrong = [problem(version, call, always, name) for name in call.names]
-    return wrong if all(wrong) else []
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_every_call_fits(version):
-    assert len(calls()) > 500
-    assert [text for call in calls() if not call.by_version for text in problems(version, call)] == []
-    assert [call for call in calls() if call.unknown] == [], "say in EXPANDED of their_calls.py what `**` stands for"
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_every_import_is_there(version):
-    old = {name for record in RECORD.values() for name in record["imports"]}
-    assert [name for name in imported() if not (name in old if version == "old" else INSTALLED.has(name))] == []
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_every_attribute_is_there(version):
-    wrong = []
-    for read in reads():
-        pairs = [name.rsplit(".", 1) for name in read.names]
-        if not read.by_version and not any(name in attributes(version, owner) for owner, name in pairs):
-            wrong.append(f"{read.where}: {version} has no {read.names}")
-    assert wrong == []
-
-
-def test_what_depends_on_the_version_does():
-    """A keyword or a call behind a question for the version: one version must have it and one must lack it, or the
-    question is needless, or asks for what nobody has."""
-    for call in calls():
-        for keyword in [keyword for keyword, by_version in call.given.items() if by_version]:
-            knows = [not all(problem(v, Call("", [n], None), [keyword], n) for n in call.names) for v in VERSIONS]
-            assert sorted(knows) == [False, True], (call.where, keyword, knows)
-        if call.by_version:
-            assert not all(problems(version, call) for version in VERSIONS), call.where
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_words_that_vllm_reads(version):
-    assert environment() <= {*attributes(version, ENVIRONMENT)}
-    modes = [node.value.value for node in nodes(trees()["engine.py"]) if getattr(node, "arg", "") == "logprobs_mode"]
-    assert modes and {*modes} <= {*attributes(version, "vllm.config.model.LogprobsMode")}
-
-
-# Parameters that calls leave out and whose defaults differ -> why it is all the same.
-CHANGED = {
-    "torch.compile backend": "None is inductor",
-    "vllm.engine.arg_utils.EngineArgs cp_kv_cache_interleave_size": "of context parallelism, which is off",
-    "vllm.engine.arg_utils.EngineArgs dcp_comm_backend": "of context parallelism",
-    "vllm.engine.arg_utils.EngineArgs disable_cascade_attn": "it was disabled in 0.24, and is no more in 0.32",
+ROOT = Path(__file__).resolve().parents[2]
+RECORDS = {path.name.split("-")[0]: path for path in (ROOT / "tests" / "helpers" / "old_versions").glob("*.json")}
+OLD = {package: json.loads(path.read_text()) for package, path in RECORDS.items()}
+WORKER = "vllm.v1.worker.gpu_worker.Worker"
+OBJECTS = {  # the end of an object's text -> its class
+    "llm": "vllm.LLM",
+    "llm.llm_engine": "vllm.v1.engine.llm_engine.LLMEngine",
+    "llm.model_config": "vllm.config.ModelConfig",
+    "output": "vllm.outputs.RequestOutput",
+    "RequestOutputKind": "vllm.sampling_params.RequestOutputKind",
 }
+FSDP_METHODS = {name for name in dir(FSDPModule) if name not in dir(object)}
+RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+PASSED_ON = {  # what gets the function's **kwargs
+    "vllm.LLM": "vllm.engine.arg_utils.EngineArgs",
+    f"{WORKER}.reload_weights": f"{RUNNER}.reload_weights",
+}
+NO_SIGNATURE = inspect.signature(lambda *args, **kwargs: None)
 
 
-def test_what_is_left_out_has_the_same_default():
-    changed = set()
-    for call in calls():
-        for name in {*call.names, *(further for called in call.names for further in PASSED_ON.get(called, []))}:
-            old, new = (
-                {k: v for f in forms(version, name) for k, v in f.defaults.items()} for version in ("old", "installed")
-            )
-            left_out = old.keys() & new.keys() - call.given.keys()
-            changed |= {f"{name} {parameter}" for parameter in left_out if old[parameter] != new[parameter]}
-    assert changed <= CHANGED.keys()
+class Call(NamedTuple):
+    where: str
+    name: str
+    num_positional: int | None = 0  # None: there is a `*`
+    keywords: tuple[str, ...] = ()
+
+
+def asks_for_version(node: ast.AST) -> bool:
+    return bool(re.search(r"__version__|hasattr\(|inspect\.signature\(", ast.unparse(node)))
+
+
+def keys_filled_in(name: str, function: ast.AST) -> list[str]:
+    """Keys of the dict literals that a function assigns to the name; not those behind a question for the version."""
+    asking = [node for node in ast.walk(function) if isinstance(node, ast.If) and asks_for_version(node.test)]
+    asked = {part for node in asking for part in ast.walk(node)}
+    keys = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if name in map(ast.unparse, targets):
+                keys += [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and node not in asked:
+            if ast.unparse(node.value) == name and isinstance(node.slice, ast.Constant):
+                keys.append(node.slice.value)
+    return keys
+
+
+def callee(function: ast.expr, imports: dict[str, str]) -> str | None:
+    """Its dotted name, if it is one of torch's, Triton's or vLLM's."""
+    text = ast.unparse(function)
+    first, _, rest = text.partition(".")
+    if first in imports and re.fullmatch(r"[\w.]+", text):
+        return ".".join(filter(None, [imports[first], rest]))
+    if isinstance(function, ast.Attribute):
+        owner = ast.unparse(function.value).removeprefix("self.")
+        if owner in OBJECTS and "vllm" in {name.split(".")[0] for name in imports.values()}:
+            return f"{OBJECTS[owner]}.{function.attr}"
+        if function.attr in FSDP_METHODS:
+            return f"torch.distributed.fsdp.FSDPModule.{function.attr}"
+    return None
+
+
+def imports_of(tree: ast.Module) -> dict[str, str]:
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname or alias.name.split(".")[0]: alias.name for alias in node.names if alias.asname}
+            names |= {alias.name.split(".")[0]: alias.name.split(".")[0] for alias in node.names if not alias.asname}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return {name: dotted for name, dotted in names.items() if dotted.split(".")[0] in OLD}
+
+
+def calls_in(tree: ast.Module, where: str) -> list[Call]:
+    imports, found = imports_of(tree), []
+    for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)] or [tree]:
+        for node in ast.walk(function):
+            if not isinstance(node, ast.Call) or (name := callee(node.func, imports)) is None:
+                continue
+            keywords = [keyword.arg for keyword in node.keywords if keyword.arg]
+            for keyword in node.keywords:
+                keywords += [] if keyword.arg else keys_filled_in(ast.unparse(keyword.value), function)
+            is_whole = not any(isinstance(arg, ast.Starred) for arg in node.args)
+            is_whole = is_whole and all(k.arg or keys_filled_in(ast.unparse(k.value), function) for k in node.keywords)
+            num_positional = len(node.args) if is_whole else None
+            found.append(Call(f"{where}:{node.lineno}", name, num_positional, tuple(keywords)))
+            if name == "vllm.LLM.collective_rpc" and isinstance(node.args[0], ast.Constant):
+                kwargs = next(keyword.value for keyword in node.keywords if keyword.arg == "kwargs")
+                given = tuple(key.value for key in kwargs.keys)
+                found.append(Call(f"{where}:{node.lineno}", f"{WORKER}.{node.args[0].value}", 0, given))
+    return found
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    paths = [path for pattern in ("*.py", "*/*.py") for path in ROOT.glob(pattern)]
+    names = [str(path.relative_to(ROOT)) for path in paths]
+    names = [name for name in names if name.split("/")[0] not in ("tests", "tools", "examples")]
+    names.remove("bench/peers.py")  # which asks for what it calls, and reports what is absent
+    return {name: ast.parse((ROOT / name).read_text(encoding="utf-8")) for name in sorted(names)}
+
+
+@cache
+def calls() -> list[Call]:
+    return [call for name, tree in trees().items() for call in calls_in(tree, name)]
+
+
+def signature_of(text: str) -> inspect.Signature:
+    """Of "(a, b=1, *, c=None)"; what the defaults are is all the same."""
+    function = ast.parse(f"def function{text}: ...").body[0]
+    function.args.defaults = [ast.Constant(None) for _ in function.args.defaults]
+    function.args.kw_defaults = [value and ast.Constant(None) for value in function.args.kw_defaults]
+    names: dict = {}
+    exec(compile(ast.fix_missing_locations(ast.Module([function], [])), "record", "exec"), names)
+    return inspect.signature(names["function"])
+
+
+def object_of(name: str):
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            module = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        return reduce(getattr, parts[length:], module)
+    raise AttributeError(name)
+
+
+def installed(name: str) -> list[inspect.Signature]:
+    """[] of what there is not."""
+    if name.startswith((WORKER, RUNNER)):  # only CUDA can import them
+        return [NO_SIGNATURE]
+    try:
+        found = object_of(name)
+        signature = inspect.signature(getattr(found, "fn", found))
+    except AttributeError:
+        return []
+    except (ValueError, TypeError):  # compiled
+        return [NO_SIGNATURE]
+    owner = name.rpartition(".")[0]
+    parameters = list(signature.parameters.values())
+    is_method = parameters and parameters[0].name == "self" and owner[owner.rindex(".") + 1 :][:1].isupper()
+    return [signature.replace(parameters=parameters[1:]) if is_method else signature]
+
+
+def old(name: str) -> list[inspect.Signature]:
+    record = OLD[name.split(".")[0]]
+    if name in record["forms"]:
+        return [signature_of(text) for text in record["forms"][name][1:]]
+    is_plain = re.fullmatch(r"torch\.(nn\.functional\.|Tensor\.)?[a-z_0-9]+", name) and name not in record["absent"]
+    return [NO_SIGNATURE] if is_plain and not name.startswith("torch.Tensor") else []
+
+
+VERSIONS = {"installed": installed, "old": old}
+
+
+def problem(call: Call, signatures_of) -> str:
+    """Why the version does not take the call; "" if it does."""
+    if not (signatures := signatures_of(call.name)):
+        return f"{call.where}: no {call.name} (or nobody has recorded it)"
+    reasons = []
+    for signature in signatures:
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        further = call.name in PASSED_ON and takes_any
+        known = [keyword for keyword in call.keywords if not further or keyword in signature.parameters]
+        bind = signature.bind_partial if call.num_positional is None else signature.bind
+        try:
+            bind(*[None] * (call.num_positional or 0), **dict.fromkeys(known))
+        except TypeError as error:
+            reasons.append(f"{call.where}: {call.name}: {error}")
+            continue
+        rest = tuple(keyword for keyword in call.keywords if keyword not in known)
+        return problem(Call(call.where, PASSED_ON[call.name], None, rest), signatures_of) if rest else ""
+    return reasons[0]
+
+
+@pytest.mark.slow  # imports vLLM
+def test_every_call_fits_the_installed_version():
+    assert len(calls()) > 350
+    assert [text for call in calls() if (text := problem(call, installed))] == []
+
+
+def test_every_call_fits_the_old_version():
+    assert [text for call in calls() if (text := problem(call, old))] == []
+
+
+def test_the_old_version_has_every_import_and_variable():
+    known = {name for record in OLD.values() for name in record["imports"]}
+    wanted = {dotted for tree in trees().values() for dotted in imports_of(tree).values()}
+    assert sorted(wanted - known - set(OLD)) == []
+    files = [*trees(), *(path.name for path in ROOT.glob("*.sh")), "bench/gpu.sh"]
+    variables = {name for file in files for name in re.findall(r"\bVLLM_\w+", (ROOT / file).read_text())}
+    attributes = {name for record in OLD.values() for owner in record["attributes"].values() for name in owner}
+    assert sorted(variables - attributes) == []
+    engine = [node for node in ast.walk(trees()["engine.py"]) if isinstance(node, ast.Attribute)]
+    read = {(OBJECTS.get(ast.unparse(node.value).removeprefix("self.")), node.attr) for node in engine}
+    theirs = [(owner, name) for owner, name in read if owner]
+    known = {owner: {*names} for owner, names in OLD["vllm"]["attributes"].items()}
+    known["vllm.outputs.RequestOutput"] |= known["vllm.outputs.CompletionOutput"]  # both are called output
+    assert theirs and [pair for pair in theirs if pair[1] not in known[pair[0]]] == []
+
+
+@pytest.mark.parametrize(
+    ("code", "versions"),
+    [  # and the versions that must refuse it
+        ("vllm.LLM(model='', sleep_level=1)", ["installed", "old"]),
+        ("vllm.LLM(max_model_len=1)", ["installed", "old"]),  # no model
+        ("vllm.LLM(model='', max_model_len=1)", []),
+        ("vllm.LLM(model='', sleep_mode_offload_cudagraph=True)", ["old"]),
+        ("options = {'model': 1}\n    options['sleep_level'] = 2\n    vllm.LLM(**options)", ["installed", "old"]),
+        ("llm.sleep(1, 2, 3)", ["installed", "old"]),
+        ("llm.sleep_all()", ["installed", "old"]),
+        ("vllm.SamplingParams(flat_logprobs=True, top_logprobs=1)", ["installed", "old"]),
+        ("llm.collective_rpc('reload_weights', kwargs={'weights': 1})", ["old"]),
+        ("torch.mm(a, b, out_dtype=torch.float32, out=c)", []),
+        ("torch.addmm(a, b, c, out_type=torch.float32, out=d)", ["old"]),
+        ("torch.nn.attention.varlen.varlen_attn(1, 2, 3, 4, 5, 6, 7, enable_gqa=True)", ["old"]),
+        ("torch.nn.attention.varlen.varlen_attn(1, 2, 3, 4, 5, 6)", ["installed", "old"]),
+        ("model.set_gradient_divide_factor()", ["installed", "old"]),
+        ("torch.optim.AdamW(p, lr=1, fused_step=True)", ["installed", "old"]),
+        ("triton.language.range(1, 2, 3, flat=True)", ["installed", "old"]),
+    ],
+)
+@pytest.mark.slow  # imports vLLM
+def test_a_call_that_does_not_fit_is_seen(code, versions):
+    found = calls_in(ast.parse(f"import torch, triton, vllm\ndef f():\n    {code}"), "here")
+    refusing = [name for name, of in VERSIONS.items() if any(problem(call, of) for call in found)]
+    assert found and refusing == versions
 
 
 # ------------------------------------------------------------------------------------- both sides of a version's branch
@@ -183,7 +259,8 @@ def test_what_is_left_out_has_the_same_default():
 
 def varlen_options(version):
     """What model.VARLEN_GQA is where torch has the version: the expression in model.py, computed for it."""
-    (expression,) = [value for value in assigned("VARLEN_GQA", trees()["model.py"].body[-1])]
+    assigned = [node for node in trees()["model.py"].body if isinstance(node, ast.Assign)]
+    (expression,) = [node.value for node in assigned if ast.unparse(node.targets[0]) == "VARLEN_GQA"]
     torch_of_version = SimpleNamespace(__version__=TorchVersion(version))
     return eval(compile(ast.Expression(expression), "model.py", "eval"), {"torch": torch_of_version})
 
@@ -193,6 +270,8 @@ def varlen_options(version):
 def test_attention_on_cuda_in_both_versions(version, takes_gqa, prefix_S, monkeypatch):
     """What varlen_attn is given there says what attends to what: its formula, in float64, gives what the branch for CPU
     gives."""
+    import model
+
     given = []
 
     def varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, **options):
@@ -219,88 +298,8 @@ def test_attention_on_cuda_in_both_versions(version, takes_gqa, prefix_S, monkey
     assert given == [{"window_size": (-1, 0)} | ({"enable_gqa": True} if takes_gqa else {})]
 
 
-# ------------------------------------------------------------------------------- do these tests see what they should?
-
-
-@pytest.mark.parametrize(
-    "name, positional, given, versions",
-    [  # and the versions that must refuse it
-        ("vllm.LLM", 0, ["model", "sleep_level"], VERSIONS),
-        ("vllm.LLM", 0, ["max_model_len"], VERSIONS),  # no model
-        ("vllm.LLM", 0, ["model", "sleep_mode_offload_cudagraph"], ["old"]),
-        ("vllm.LLM.sleep", 3, [], VERSIONS),
-        ("vllm.LLM.sleep_all", 0, [], VERSIONS),
-        ("vllm.SamplingParams", 0, ["flat_logprobs", "top_logprobs"], VERSIONS),
-        (f"{WORKER}.reload_weights", 0, ["weights"], VERSIONS),
-        (f"{WORKER}.reload_weights", 0, ["weights_iterator"], []),
-        ("torch.mm", 2, ["out_dtype", "out"], []),
-        ("torch.mm", 3, ["out_dtype", "out"], VERSIONS),
-        ("torch.addmm", 3, ["out_type", "out"], VERSIONS),
-        ("torch.nn.attention.varlen.varlen_attn", 7, ["window_size", "enable_gqa"], ["old"]),
-        ("torch.nn.attention.varlen.varlen_attn", 6, ["window_size"], VERSIONS),
-        ("torch.distributed.fsdp.MixedPrecisionPolicy", 0, ["param_dtype", "cast_root_forward_inputs"], VERSIONS),
-        ("torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor", 0, [], VERSIONS),
-        ("torch.optim.AdamW", 1, ["lr", "fused", "fused_step"], VERSIONS),
-        ("triton.language.range", 3, ["flatten", "num_stages"], []),
-        ("triton.language.range", 3, ["flat"], VERSIONS),
-        (LAUNCH, 0, ["num_warps", "num_stages"], []),
-        (LAUNCH, 0, ["warps"], VERSIONS),
-    ],
-)
-def test_a_call_that_does_not_fit_is_seen(name, positional, given, versions):
-    call = Call("here", [name], positional, dict.fromkeys(given, False))
-    assert [version for version in VERSIONS if problems(version, call)] == [*versions]
-
-
-def test_our_calls_are_read_right():
-    """Those with `*`, `**`, an alias, a dict that is filled later, a question for the version."""
-    by_name = {call.names[0]: call for call in calls() if not call.where.startswith("bench")}
-    attention = by_name["torch.nn.attention.varlen.varlen_attn"]
-    assert attention.positional == 7 and attention.given == {"window_size": False, "enable_gqa": True}
-    assert {"model", "hf_overrides", "enable_sleep_mode", "max_num_batched_tokens"} <= by_name["vllm.LLM"].given.keys()
-    assert by_name[f"{WORKER}.reload_weights"].given == {"weights_iterator": False}
-    assert by_name["vllm.v1.engine.llm_engine.LLMEngine.add_request"].positional == 3
-    assert by_name["torch.optim.AdamW"].given.keys() >= {"lr", "betas", "fused"}
-    assert next(call.given.keys() for call in calls() if call.names == [LAUNCH]) >= {"num_warps"}
-    assert {"out_dtype", "out"} == by_name["torch.mm"].given.keys() | by_name["torch.addmm"].given.keys()
-
-
-def object_of(name):
-    """The object of a dotted name; of a Triton kernel the function that it is made of."""
-    parts = name.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        with contextlib.suppress(ModuleNotFoundError):
-            found = reduce(getattr, parts[length:], importlib.import_module(".".join(parts[:length])))
-            return getattr(found, "fn", found)
-    raise AssertionError(name)
-
-
-@pytest.mark.parametrize("package", ["torch", "triton", pytest.param("vllm", marks=pytest.mark.slow)])
-def test_the_reader_of_sources_agrees_with_python(package):
-    """What it finds in the installed files is what Python says of the imported functions, names, order and defaults:
-    so what it finds in a wheel is right, too. Workers and runners, which only CUDA can import, aside."""
-    num_compared = 0
-    for name in RECORD[package]["forms"]:
-        if name.startswith((OPERATORS, WORKER, *RUNNERS)):
-            continue
-        try:
-            parameters = [p for p in inspect.signature(object_of(name)).parameters.values() if p.name != "self"]
-        except ValueError:  # compiled
-            continue
-        (form,) = forms("installed", name)
-        assert [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD] == form.positional, name
-        named = {p.name: p.default for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        assert named.keys() == {*form.by_keyword}, name
-        assert {key for key, default in named.items() if default is not inspect.Parameter.empty} == {*form.defaults}
-        written = {key: ast.literal_eval(text) for key, text in form.defaults.items() if text != "..."}
-        assert written == {key: named[key] for key in written}, name
-        num_compared += 1
-    assert num_compared >= {"torch": 40, "triton": 15, "vllm": 8}[package]
-
-
-@pytest.mark.parametrize("name", ["mm", "addmm", "embedding_dense_backward"])
-def test_the_reader_of_operators_agrees_with_torch(name):
-    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
-    expected = {tuple(argument.name for argument in schema.arguments if not argument.is_out) for schema in schemas}
-    read = [tuple(form.by_keyword) for form in forms("installed", OPERATORS + name)]
-    assert {tuple(key for key in names if key != "out") for names in read} == expected
+if __name__ == "__main__":
+    package = sys.argv[1].split("-")[0]
+    for name in sys.argv[2:]:
+        OLD[package]["forms"][name] = [name, *map(str, installed(name))]
+    RECORDS[package].write_text(json.dumps(OLD[package], indent=0) + "\n")
