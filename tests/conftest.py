@@ -1,7 +1,8 @@
 """What all tests share: paths, the fast selection, one process group and one vLLM engine for the whole process.
 
-`--fast` leaves out what is slow (SLOW, LAUNCHES and the mark `slow`), puts a stand-in where vLLM would be imported, and
-writes which functions of the core were entered to tests/fast_coverage.txt. A function that was not fails the session.
+`--fast` leaves out what is slow (the mark `slow`, SLOW and LAUNCHES) and puts a stand-in where vLLM would be imported.
+With pytest-xdist (`-n 2 --dist loadgroup`, as tests/run.sh has it) a file stays in one worker, and files that share an
+expensive fixture (SHARED) stay together.
 """
 
 import functools
@@ -17,7 +18,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
-import core_coverage
 import fake_vllm
 import pytest
 import torch
@@ -45,7 +45,10 @@ SLOW = re.compile(
 )
 # By what it or one of its fixtures starts: ranks, or the real command.
 LAUNCHES = re.compile(r"torch\.distributed\.run|mp\.spawn\(|_worker\.py|run_to_the_end\(|train\.sh|@ranks\(|ends_of\(")
-COVERAGE = ROOT / "tests" / "fast_coverage.txt"
+# Fixtures of the session that take long to make: an engine, a run of the real command.
+SHARED = ("unbroken", "engine")
+# Files that take half a minute or more.
+LONGEST = ("red_team/test_hostile_run.py", "command/test_nodes.py", "system/test_replicas.py", "run/test_generators.py")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run on CPU tensors
@@ -70,7 +73,6 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("--fast"):
         fake_vllm.install()
-        core_coverage.start()
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -90,29 +92,28 @@ def is_slow(item) -> bool:
     return any(map(launches, ours))
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of the same name
 def pytest_collection_modifyitems(config, items):
     if config.getoption("--fast"):
         slow = {item for item in items if is_slow(item)}
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
+    group_of = {item.path: str(item.path) for item in items}
+    group_of |= {item.path: name for item in items for name in SHARED if name in item.fixturenames}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group_of[item.path]))
+    items.sort(key=lambda item: rank_of(item, group_of[item.path]))
+
+
+def rank_of(item, group: str) -> int:
+    """Long groups come first, so that no worker is left with one at the end."""
+    name = str(item.path.relative_to(ROOT / "tests"))
+    return SHARED.index(group) if group in SHARED else 2 if name in LONGEST else 3
 
 
 def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()  # what was imported stays: looking for garbage in it takes seconds, all tests together
-
-
-def pytest_sessionfinish(session, exitstatus):
-    """A part of the selection is not meant to enter everything; on a GPU, Triton's functions are compiled instead."""
-    config = session.config
-    whole = config.args == config.getini("testpaths") and exitstatus == 0 and not torch.cuda.is_available()
-    if not (config.getoption("--fast") and whole) or config.getoption("--collect-only"):
-        return
-    table, missing = core_coverage.report()
-    COVERAGE.write_text(table, encoding="utf-8")
-    if missing:
-        print("\nno fast test enters:", *missing, sep="\n    ")
-        session.exitstatus = 1
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up as train.sh does, runs the linter (over what git tracks), then the tests. Other arguments go to pytest.
-#   --fast   a minute on two idle cores: no process is launched, a stand-in takes vLLM's place; all of the core is entered
+# A whole suite runs in two processes; named files run in one, as do the long tests and those of a GPU.
+#   --fast   a minute on two idle cores: no process is launched, a stand-in takes vLLM's place
 #   --long   those that take minutes each, which are left out otherwise
 set -euo pipefail
 
@@ -23,4 +24,6 @@ fi
 files=$(git grep -l '' -- '*.py' 2>/dev/null) || files=.  # those that are there; all where the folder is no repository
 # shellcheck disable=SC2086
 "$PYTHON" -m ruff check $files
-exec "$PYTHON" -m pytest -q -m "$select" "$@"
+parallel=()
+if [[ $GRPO_DEVICE == cpu && $select != long* && $* != *tests/* ]]; then parallel=(-n 2 --dist loadgroup --no-loadscope-reorder); fi
+exec "$PYTHON" -m pytest -q -m "$select" "${parallel[@]}" "$@"
