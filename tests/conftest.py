@@ -1,6 +1,6 @@
 """What all tests share: paths, the fast selection, one process group and one vLLM engine for the whole process.
 
-`--fast` leaves out what is slow (the mark `slow`, SLOW and LAUNCHES) and puts a stand-in where vLLM would be imported.
+`--fast` leaves out what is slow (the mark `slow`, and LAUNCHES) and puts a stand-in where vLLM would be imported.
 With pytest-xdist (`-n 2 --dist loadgroup`, as tests/run.sh has it) a file stays in one worker, and files that share an
 expensive fixture (SHARED) stay together.
 """
@@ -24,25 +24,6 @@ import torch
 
 # Not even imported: the real command; graders and hostile inputs, which wait for deadlines; whole examples.
 SLOW_FOLDERS = {ROOT / "tests" / name for name in ("command", "graders", "red_team", "examples")}
-# By its name: what waits for a deadline; many cases, or many tokens, where a few enter the same functions.
-SLOW = re.compile(
-    r"system/test_(watchdog|replicas|progress)|(run|check|tools|core)/test_(rollouts|wandb_log)|core/test_(golden|pictures)|(run|check|tools|core)/test_nemo_async"
-    r"|core/.*(test_expectation_at_each_age|test_what_is_left)"
-    r"|(run|check|tools|core)/.*(test_a_step_and_a_sync|test_what_is_proposed|test_a_user_says_what|test_scores_equal.*(qwen2|llama))"
-    r"|hf/.*test_no_mix_of_fragments|kernels/.*test_the_loss_is_that_of_the_filtered.*triton|(run|check|tools|core)/.*test_gsm8k_recipe"
-    r"|(run|check|tools|core)/.*test_deep_nesting|core/.*test_programs_run_in_the_sandbox"
-    r"|(run|check|tools|core)/(test_nemo_recipes|test_convert|.*(test_what_backward_repeats|test_round_trip|test_without_an_edit))"
-    r"|(run|check|tools|core)/.*test_flops_are_those.*(llama|qwen2)|core/(test_judge|.*test_tokens_whose_sampler.*(True-False|False-True))"
-    r"|dataset/.*(test_a_large_set_is|test_answers_are_shown|test_real_files_of|test_one_rank_and_two)"
-    r"|core/.*(test_sampler_equals_trainer|test_every_parameter_reaches|test_lengths_end_tokens|test_workers_grade)"
-    r"|core/.*(test_every_call_fits.installed|test_the_order_of_a_whole_run.(wait|abort)|test_one_pass_equals.*fn[1-4])"
-    r"|core/.*(test_shared_prompts_change_nothing.*\[(?!qwen3-)|test_a_step_on_the_branches.*\[(two passes|torch)-)"
-    r"|core/.*(test_the_trainer_filters_as|test_the_memory_plan_is|test_a_run_that_carries_over|test_age_0_is)"
-    r"|core/.*(test_a_run_with_(lora|a_filter)|test_skipped_sync_after.*LoRA|test_pacing.*-100|test_the_trainers_logp_of)"
-    r"|(run|check|tools|core)/.*(test_vllm_still_says|test_a_step_on_one_rank|test_out_of_memory_in_each)|system/test_optimizer"
-    r"|hf/.*(test_500_steps|test_text_and_ids_equal|test_peft_and_transformers_compute.*(qwen|by name))"
-    r"|kernels/.*test_value_and_gradient_equal_the_loops.*(ties-|-5-|-3-|-1-|e-07|-500-).*triton"
-)
 # By what it or one of its fixtures starts: ranks, or the real command.
 LAUNCHES = re.compile(r"torch\.distributed\.run|mp\.spawn\(|_worker\.py|run_to_the_end\(|train\.sh|@ranks\(|ends_of\(")
 # Fixtures of the session that take long to make: an engine, a run of the real command.
@@ -85,7 +66,9 @@ def launches(function) -> bool:
 
 
 def is_slow(item) -> bool:
-    if item.get_closest_marker("slow") or SLOW.match(item.nodeid.removeprefix("tests/")):
+    """The mark may have a pattern for the ids of its cases: @pytest.mark.slow("triton")."""
+    mark = item.get_closest_marker("slow")
+    if mark and (not mark.args or re.search(mark.args[0], item.callspec.id)):
         return True
     fixtures = [found[-1].func for found in item._fixtureinfo.name2fixturedefs.values()]
     ours = [f for f in [item.function, *fixtures] if inspect.getsourcefile(f).startswith(str(ROOT))]

@@ -51,6 +51,7 @@ LARGE = {
 NORMAL = ("lora float32 tied, all kept", "bfloat16 moments", "muon")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in NORMAL else pytest.mark.long) for name in CASES]
 )
@@ -62,6 +63,7 @@ OFFLOADS = {"none": {}, "moments": {"offload_optimizer_for_logprob": True}, "all
 QUICK = {("qwen3", "all", 4095), ("qwen3 tied", "moments", 4096), ("lora", "all", 4096)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "offload", "vocab"),
     [
@@ -373,6 +375,7 @@ LARGE_CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, num_gpus", LARGE_CASES)
 def test_what_is_proposed_passes_the_check_and_saves_what_it_says(name, num_gpus):
     """Whatever the config has already: one offload rules the other out, and Muon LoRA."""

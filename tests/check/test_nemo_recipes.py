@@ -19,6 +19,8 @@ from check import preflight, reader
 from graders.environments import make_environment
 from hf.model_config import ModelConfig, read_model_config
 
+pytestmark = pytest.mark.slow
+
 LIST = RECIPES / "recipes.txt"
 NAMES = LIST.read_text().split() if LIST.exists() else []
 pytestmark = pytest.mark.skipif(not NAMES, reason=f"{LIST} is not here: NeMo RL's recipes are not part of this project")

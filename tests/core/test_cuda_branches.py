@@ -189,6 +189,7 @@ def verdict(monkeypatch):
     monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", lambda *args: clip(*args[:-1], args[-1].tensor))
 
 
+@pytest.mark.slow("two passes|torch")
 @pytest.mark.parametrize("share_prefix", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_on_the_branches_of_cuda(way, share_prefix, launched, one_rank, monkeypatch):

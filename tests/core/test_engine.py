@@ -83,6 +83,7 @@ def gaps(policy, samples):
     return torch.cat(gap)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["LoRA"], indirect=True)
 def test_sampler_equals_trainer_with_lora(engine, policy, samples_of):
     sync(engine, policy)
@@ -90,6 +91,7 @@ def test_sampler_equals_trainer_with_lora(engine, policy, samples_of):
     assert len(gap) >= 10_000 and gap.max() <= 1e-4, gap.max()
 
 
+@pytest.mark.slow
 def test_sampler_equals_trainer_and_transformers_with_padded_vocabulary(engine, policy, samples_of, tiny):
     sync(engine, policy)
     samples = samples_of(32, 8, 60)
@@ -109,6 +111,7 @@ def test_sampler_equals_trainer_and_transformers_with_padded_vocabulary(engine, 
         assert padded_mass.mean() > 0.01  # so that forgetting to cut them would show
 
 
+@pytest.mark.slow
 @WITH_LORA
 def test_every_parameter_reaches_the_engine(engine, policy, samples_of):
     sync(engine, policy)
@@ -127,6 +130,7 @@ def test_every_parameter_reaches_the_engine(engine, policy, samples_of):
         assert fresh.max() <= 1e-4, f"{name} did not reach the engine: {fresh.max()}"
 
 
+@pytest.mark.slow("LoRA")
 @WITH_LORA
 def test_skipped_sync_after_an_optimizer_step_stops_the_run(engine, policy, samples_of, one_rank):
     cfg = settings(
@@ -202,6 +206,7 @@ def test_filters_of_validation(engine, policy, tokenizer, tiny, filters, num_kep
     assert all(abs(logp - np.log(kept[i])) < 1e-4 for i, logp in sampled.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.8, None), (1.0, 20), (0.9, 60)])
 def test_the_trainer_filters_as_the_sampler(engine, policy, tokenizer, one_rank, top_p, top_k):
     """The stored log-probabilities are the trainer's, which cuts no sampled token; unfiltered ones are not."""
@@ -222,6 +227,7 @@ def test_a_rank_without_problems_generates_nothing(engine, policy):
     assert engine.generate([], [], SamplingOptions(1.0, 4)) == []
 
 
+@pytest.mark.slow
 def test_lengths_end_tokens_and_finish_reasons(engine, policy, tokenizer, monkeypatch):
     sync(engine, policy)
     monkeypatch.setattr(
@@ -355,6 +361,7 @@ def test_told_to_stop_between_decode_steps(synced, policy, monkeypatch):
     assert all((a.logps == b.logps).all() for a, b in zip(after, before, strict=True))
 
 
+@pytest.mark.slow
 def test_the_memory_plan_is_what_vllm_says(engine, policy, tiny):
     """Bytes of its weights, of which its CPU layers hide those of the blocks, so they are counted as they are sent; and
     the tokens that its KV cache has room for."""

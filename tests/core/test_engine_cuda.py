@@ -82,6 +82,7 @@ def sync_of(policy):
 # --------------------------------------------------------------------------------------------------------- the order
 
 
+@pytest.mark.slow("wait|abort")
 @pytest.mark.parametrize("mode", MODES)
 def test_the_order_of_a_whole_run(cuda, policy, tmp_path, one_rank, mode):
     """Start, canary, validation, two steps and the last validation. Nothing is unfinished when the engine sleeps: so

@@ -111,6 +111,7 @@ def test_calls_come_back_and_the_answer_is_graded():
         tools.check_answers([("r:1", "x", {})])
 
 
+@pytest.mark.slow
 def test_programs_run_in_the_sandbox():
     path = "examples.envs.tools:Tools"
     options = {"tools": ["python"], "isolation": "none", "num_workers": 2, "python_timeout_s": 1.0}

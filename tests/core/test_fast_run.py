@@ -87,6 +87,7 @@ def test_a_run_trains_saves_resumes_and_is_scored(run, tmp_path):
 LORA = ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=4")
 
 
+@pytest.mark.slow
 def test_a_run_with_lora_trains_saves_resumes_exports_and_is_scored(run, tmp_path, capfd):
     whole = run(grpo, *LORA, "policy.optimizer.kwargs.lr=1e-2")
     closing = [" ".join(line.split()) for line in capfd.readouterr().out.splitlines()]
@@ -125,6 +126,7 @@ def test_a_run_with_lora_trains_saves_resumes_exports_and_is_scored(run, tmp_pat
 ASYNC = ("grpo.async_grpo.enabled=true", "grpo.max_num_steps=10", "checkpointing.save_period=5", "grpo.val_period=4")
 
 
+@pytest.mark.slow
 def test_age_0_is_the_synchronous_run_to_the_bit(run):
     """10 steps, with validations and canaries between them."""
     old = run(grpo, *ASYNC[1:])
@@ -140,6 +142,7 @@ def test_age_0_is_the_synchronous_run_to_the_bit(run):
 DYNAMIC = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=99")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "before"), [((), ()), (DYNAMIC, ("grpo.batch_multiplier=4",))])
 def test_a_run_that_carries_over(run, tmp_path, words, before):
     """Killed and resumed: every prompt is trained once in the epoch, by tokens of the last two steps; the newest
@@ -181,6 +184,7 @@ def test_a_run_with_muon_and_a_reference_that_follows(run, capfd):
     assert all(record["train/grad_norm"] > 0 and record["train/logp_gap_max"] <= 1e-4 for record in steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kl", [0.0, 0.1])
 def test_a_run_with_a_filter(run, capfd, kl):
     """Two optimizer steps per rollout: old, current, unfiltered and the reference's log-probabilities."""
@@ -213,6 +217,7 @@ GRADED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GRADED)
 def test_workers_grade(name):
     """All cases are in tests/graders/, where workers also hang and crash."""

@@ -11,6 +11,8 @@ from small_run import ROOT, arguments, write_rows
 import grpo
 from bench import golden
 
+pytestmark = pytest.mark.slow
+
 WORDS = ("grpo.max_num_steps=2", "grpo.val_at_end=true", "grpo.canary_period=1")
 WORDS += ("policy.ppo_epochs=2", "loss_fn.reference_policy_kl_penalty=0.1")
 

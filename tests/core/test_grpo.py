@@ -255,6 +255,7 @@ def test_filtered_samples_and_masked_sequences_leave_gradient_and_denominators(p
     assert_close(gradients, expected, 1e-5)
 
 
+@pytest.mark.slow("True-False|False-True")
 @pytest.mark.parametrize(("token_level", "gspo"), [(True, False), (False, False), (False, True)])
 def test_tokens_whose_sampler_says_no_number_are_as_if_masked(policy, step, ranks, token_level, gspo):
     """Gradient and denominators are those of a batch that never trains on them; one sequence is lost whole."""
@@ -287,6 +288,7 @@ class Moves(KeepsGradients):
         shifted(self.model, 1.002)
 
 
+@pytest.mark.slow("fn[1-4]")
 @pytest.mark.parametrize(
     ("loss_fn", "moved"),
     [

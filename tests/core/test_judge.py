@@ -13,6 +13,8 @@ from envs import Turn
 from examples.envs.judge import Judge
 from graders.environments import make_environment
 
+pytestmark = pytest.mark.slow
+
 
 def chat(text):
     return 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})

@@ -134,6 +134,7 @@ def test_edits_are_trained(tmp_path, small_chunks, edit):
         assert path.describe() == "loss: one pass, autograd of loss.py" + why
 
 
+@pytest.mark.slow
 def test_without_an_edit_the_fused_kernel_proves_itself(small_chunks):
     cfg = LossConfig(reference_policy_kl_penalty=0.0)
     case = make_case(cfg)

@@ -154,6 +154,7 @@ def float64_logps(model, samples, max_tokens, *, share_prefix):
     return torch.cat([logps[number] for number in sorted(logps)]), grads(model), num_tokens
 
 
+@pytest.mark.slow("^(?!qwen3-)")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shared_prompts_change_nothing_in_float64(folders, family, recompute):

@@ -110,6 +110,7 @@ def turns_of(sample):
     ]
 
 
+@pytest.mark.slow
 def test_the_trainers_logp_of_every_turn_is_the_samplers(converse, policy, one_rank, tokenizer, tiny):
     """Also against transformers, which shares nothing with us."""
     samples = converse(Script(), rows(tokenizer, [f"{i}+{i}" * (1 + i % 3) for i in range(8)]))

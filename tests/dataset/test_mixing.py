@@ -188,6 +188,7 @@ print(json.dumps([batches(mixture_of([5, 9, 2], **mix), [8] * 9) for mix in MIXE
 """
 
 
+@pytest.mark.slow
 def test_one_rank_and_two_draw_the_same():
     """Each rank draws for itself, from the files and the cursor: processes with other hash seeds agree to the row."""
     here = [batches(mixture_of([5, 9, 2], **mix), [8] * 9) for mix in MIXES.values()]

@@ -153,6 +153,7 @@ def test_items_of_the_responses_api_become_messages(tokenizer, items, messages):
     assert problem.fields == row  # which is not changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(GYM.glob("*.jsonl")), ids=lambda path: path.name[-60:])
 def test_real_files_of_nemo_gym(path, tokenizer):
     """Every row, and the dataset's env_name for all of them."""

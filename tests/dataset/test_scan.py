@@ -20,6 +20,7 @@ from system.ranks import on_rank0, start_process_group
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_answers_are_shown_to_each_environment_in_portions(tokenizer):
     seen = []
     rows = [GOOD | {"output": str(i), "task_name": ("code", "maths", "rows", None)[i % 4]} for i in range(5000)]
@@ -85,6 +86,7 @@ print(len(dataset.problems), dataset.problems[-1].answer, peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_a_large_set_is_streamed(tokenizer):
     """64 MiB in 2,048 rows, all fields of which the environment sees: 256 of them, 8 MiB, are in memory at once."""
     row = GOOD | {"note": "x" * (32 << 10)}

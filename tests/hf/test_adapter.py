@@ -62,6 +62,7 @@ def base(tmp_path_factory):
     return {family: (root / family, make_tiny(root / family, family=family)) for family in FAMILIES}
 
 
+@pytest.mark.slow("qwen|by name")
 @pytest.mark.parametrize(
     ("family", "choice"), [*((f, "all") for f in FAMILIES), ("qwen3", "by name"), ("llama", "by layer")]
 )
@@ -247,6 +248,7 @@ def test_an_adapter_in_the_place_of_a_model_says_where_it_belongs(written):
 # ---------------------------------------------------------------------------------------------- the base stays the base
 
 
+@pytest.mark.slow
 def test_500_steps_leave_the_base_as_it_was(one_rank, written, tmp_path):
     folder, (ranks, device, mesh) = shutil.copytree(written[0], tmp_path / "base"), one_rank
     before = {path.name: path.read_bytes() for path in folder.iterdir()}

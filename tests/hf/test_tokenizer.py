@@ -70,6 +70,7 @@ def outcome(call):
         return f"refused: {error}"
 
 
+@pytest.mark.slow
 def test_text_and_ids_equal_transformers(bpe, theirs):
     templates = TEMPLATES | installed_templates()
     assert len(TEMPLATES) >= 8 and len(templates) >= 13
@@ -352,6 +353,7 @@ PLAIN_TEMPLATES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", PLAIN_TEMPLATES)
 def test_no_mix_of_fragments_becomes_a_control_token(bpe, template):
     """Random texts of pieces of control tokens: the control tokens are those that the template writes around an "x"."""

@@ -78,6 +78,7 @@ def total(logp_R, entropy_R):
     return (torch.where(logp_R > -math.inf, logp_R, 0.0) * weight_R + 0.3 * weight_R**2 * entropy_R).sum()
 
 
+@pytest.mark.slow("(ties|-5|-3|-1|e-07|-500).*triton")
 @backends
 @pytest.mark.parametrize("ties", [False, True], ids=["", "ties"])
 @pytest.mark.parametrize("top_p, top_k", FILTERS)
@@ -152,6 +153,7 @@ def run_loss(cfg, backend, kind, sampling_filter, ref):
     return loss, metrics, torch.autograd.grad(loss, (hidden_RD, weight_VD)), pack
 
 
+@pytest.mark.slow("triton")
 @backends
 @pytest.mark.parametrize("ref", [False, True], ids=["", "ref"])
 @pytest.mark.parametrize("token_level", [True, False])

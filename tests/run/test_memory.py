@@ -116,6 +116,7 @@ def main(one_rank, monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PHASES)
 def test_out_of_memory_in_each_phase(name, main, monkeypatch, capfd):
     inject, phase, line, planned = PHASES[name]
@@ -149,6 +150,7 @@ def test_an_evaluation_out_of_memory(name, main, monkeypatch, capfd):
 KNOWS_BETTER = ". If you know better, --gpu_memory=GiB takes the place of what the GPU has"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [grpo, eval_module])
 @pytest.mark.parametrize(("given", "code"), [("1", 2), ("900.5", 5)])
 def test_a_user_says_what_the_gpu_has(given, code, program, main, monkeypatch, capfd):
@@ -178,6 +180,7 @@ def test_other_errors_stay_what_they_are(main, monkeypatch, capfd):
     assert "Traceback" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_vllm_still_says_so():
     """In the words of the installed version: the KV cache's, and those of a GPU that is not free."""
     folder = Path(importlib.util.find_spec("vllm").origin).parent / "v1"

@@ -89,6 +89,7 @@ def gaps(scores, expected):
     return torch.tensor([abs(a - b) for a, b in zip(scores, expected, strict=True) if b is not None])
 
 
+@pytest.mark.slow("qwen2|llama")
 @pytest.mark.parametrize(
     ("family", "options"),
     [

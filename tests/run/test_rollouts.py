@@ -21,6 +21,8 @@ from hf.tokenizer import Tokenizer
 from run import checkpoint, rollouts, setup
 from system.exits import StopRun
 
+pytestmark = pytest.mark.slow
+
 QUIET = ("grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false", "checkpointing.save_hf_at_end=false")
 QUIET += ("logger.tensorboard_enabled=false", "grpo.max_num_steps=2", "checkpointing.save_period=1")
 DUMP = "logger.dump_rollouts=1"

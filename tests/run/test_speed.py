@@ -71,6 +71,7 @@ def pairs(minibatch):
     return seen, full
 
 
+@pytest.mark.slow("llama|qwen2")
 @pytest.mark.parametrize("share_prefix", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_flops_are_those_that_torch_counts(family, share_prefix, one_rank):
@@ -87,6 +88,7 @@ def test_flops_are_those_that_torch_counts(family, share_prefix, one_rank):
     assert any(micro.prefix_S.max() >= 0 for micro in minibatch.micros) == share_prefix
 
 
+@pytest.mark.slow
 def test_what_backward_repeats_is_not_counted(one_rank):
     """With activation checkpointing the forward of the blocks, but the last product of each, which no gradient needs.
     In two passes the logits, and gradients of all rows."""

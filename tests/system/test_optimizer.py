@@ -39,6 +39,8 @@ from run import checkpoint
 from system.exits import exit_process
 from system.optimizer import Optimizer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):

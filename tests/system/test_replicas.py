@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from hf_folders import FAMILIES, make_hf_folder
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -13,6 +13,8 @@ import pytest
 from config import Config
 from run import folder as run_folder
 
+pytestmark = pytest.mark.slow
+
 WORKER = Path(__file__).resolve().parents[1] / "helpers" / "watchdog_worker.py"
 
 

@@ -18,6 +18,8 @@ from config import Config, ConfigError, LoRAConfig
 from loss import policy_loss
 from tools.convert import DIFFER, LEFT, NAMES, NONE, SAME, TAKEN, convert
 
+pytestmark = pytest.mark.slow
+
 PEERS = ROOT / "tests" / "helpers" / "peers"
 EXAMPLES = sorted(path.name for path in PEERS.iterdir() if path.name.startswith(("trl_", "verl_")))
 
