@@ -25,5 +25,7 @@ files=$(git grep -l '' -- '*.py' 2>/dev/null) || files=.  # those that are there
 # shellcheck disable=SC2086
 "$PYTHON" -m ruff check $files
 parallel=()
-if [[ $GRPO_DEVICE == cpu && $select != long* && $* != *tests/* ]]; then parallel=(-n 2 --dist loadgroup --no-loadscope-reorder); fi
+if [[ $GRPO_DEVICE == cpu && $select != long* && $* != *tests/* ]] && "$PYTHON" -c "import xdist" 2>/dev/null; then
+    parallel=(-n 2 --dist loadgroup --no-loadscope-reorder)  # tests/conftest.py makes the groups and their order
+fi
 exec "$PYTHON" -m pytest -q -m "$select" "${parallel[@]}" "$@"
