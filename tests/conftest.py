@@ -140,3 +140,17 @@ def unbroken(tmp_path_factory):
 
     every = ("checkpointing.save_period=1", "checkpointing.keep_latest=6")
     return run_to_the_end(tmp_path_factory.mktemp("unbroken"), 6, *every)
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Writes a yaml file into the test's working directory, so that messages name the file as a user would."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str, name: str = "run.yaml") -> str:
+        path = Path(name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return name
+
+    return write

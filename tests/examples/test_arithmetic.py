@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors import safe_open
 
 from examples.arithmetic import make_problems, make_starter
 from hf.tokenizer import Tokenizer
@@ -55,13 +53,6 @@ def test_heldout_is_500_problems_disjoint_from_train():
     assert not train & heldout
 
 
-@pytest.mark.parametrize("name", ["train.jsonl", "heldout.jsonl"])
-def test_at_least_70_percent_need_a_carry(name):
-    rows = read_pairs(name)
-    carries = [(a // 10 + b // 10) * 10 + (a % 10 + b % 10) % 10 != a + b for a, b, _ in rows]
-    assert sum(carries) >= 0.7 * len(rows)
-
-
 def test_problem_files_are_what_the_script_writes(tmp_path):
     make_problems.write_problems(tmp_path)
     for name in ("train.jsonl", "heldout.jsonl"):
@@ -81,25 +72,6 @@ def test_configs_and_tokenizer_are_what_the_script_writes(tmp_path):
     assert sorted(path.name for path in STARTER.iterdir()) == sorted([*written, "model.safetensors"])
     for name in written:
         assert (tmp_path / name).read_bytes() == (STARTER / name).read_bytes(), name
-
-
-def test_size():
-    assert sum(path.stat().st_size for path in STARTER.iterdir()) <= 3 * 10**6
-    with safe_open(STARTER / "model.safetensors", framework="pt") as file:
-        tensors = [file.get_tensor(name) for name in file.keys()]
-    assert 500_000 <= sum(tensor.numel() for tensor in tensors) <= 1_500_000
-    assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
-
-
-def test_template_renders_the_expected_ids(tokenizer):
-    """By hand: bytes in the order of their characters, from "!" (33) on; then pad, end, system, user..."""
-    question = [259, *(ord(char) - 33 for char in "37+48="), 257]
-    assert tokenizer.render([{"role": "user", "content": "37+48="}]) == [*question, 260]
-    turns = [("user", "37+48="), ("assistant", "75"), ("tool", "no")]
-    dialogue = [{"role": role, "content": content} for role, content in turns]
-    answers = [260, ord("7") - 33, ord("5") - 33, 257, 261, ord("n") - 33, ord("o") - 33, 257]
-    assert tokenizer.render(dialogue) == [*question, *answers, 260]
-    assert tokenizer.eos_token_ids == [257] and tokenizer.vocab_size == 262
 
 
 def test_any_text_makes_the_round_trip(tokenizer):

@@ -1,17 +1,15 @@
 """examples/smollm2: its problems are right and apart, its recipe loads, its picture shows what metrics.jsonl says."""
 
-import json
 import re
 from decimal import Decimal
-from xml.etree import ElementTree
 
 import pytest
+from small_run import ROOT
 
 from check import reader
 from config import DatasetConfig
 from envs import Exact, Turn
 from examples.smollm2 import conversions, plot
-from tests.helpers.red_team import ROOT
 
 SETS = ("train", "held_out", "one_or_two", "larger", "other_units", "other_factor")
 IN_SMALL_UNITS = {  # by the units' names, as a schoolbook has them
@@ -61,25 +59,6 @@ def test_sets_have_no_problem_in_common(rows):
     assert sum(map(len, contents.values())) == len(set.union(*contents.values()))
 
 
-def test_shifted_sets_are_shifted(rows):
-    def units(name: str) -> set[tuple[str, str]]:
-        return {(match[3], match[5]) for match in map(QUESTION.fullmatch, questions(rows[name]))}
-
-    def largest_and_smallest(name: str) -> tuple[int, int]:
-        amounts = [int(QUESTION.fullmatch(question)[2]) for question in questions(rows[name])]
-        return max(amounts), min(amounts)
-
-    def small_amounts(name: str) -> set[int]:
-        return {int(QUESTION.fullmatch(question)[4]) for question in questions(rows[name])}
-
-    assert units("train") == units("held_out") == units("larger") == units("one_or_two")
-    assert small_amounts("train") == set(range(3, 23)) and small_amounts("one_or_two") == {1, 2}
-    assert not units("train") & (units("other_units") | units("other_factor"))
-    assert {IN_SMALL_UNITS[pair] for pair in units("train") | units("other_units")} == {Decimal(100)}
-    assert {IN_SMALL_UNITS[pair] for pair in units("other_factor")} == {Decimal(1000)}
-    assert largest_and_smallest("train")[0] == 219 and largest_and_smallest("larger")[1] >= 1000
-
-
 def test_neither_constant_nor_copied_replies_score(rows):
     """What can be said without the task: the digits of both amounts, a number of the prompt, every number there is."""
 
@@ -105,30 +84,10 @@ def test_recipe_loads():
     assert cfg.grpo.max_val_samples == 300 and cfg.policy.scheduler.warmup_steps * 3 < cfg.grpo.max_num_steps
 
 
-def test_picture_has_each_step_where_it_belongs(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    records = [{"step": 0, "validation/greedy/accuracy": 0.25, "validation/sampled/accuracy": 0.5}]
-    records += [{"step": step, "train/accuracy": value} for step, value in ((1, 0.0), (2, 1.0))]
-    file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    root = ElementTree.fromstring(plot.draw(file, plot.THEMES["light"]))
-    top, bottom, left, right = 64, 380 - 50, 62, 720 - 200
-    lines = [line.get("points") for line in root.findall("{*}polyline")]
-    assert lines[-2] == f"{(left + right) / 2:.1f},{bottom:.1f} {right:.1f},{top:.1f}"
-    assert lines[-1].endswith(f" {right:.1f},{(top + bottom) / 2:.1f}"), "the mean of 0 and 1"
-    dots = [(float(dot.get("cx")), float(dot.get("cy"))) for dot in root.findall("{*}circle")]
-    assert dots == [(left, (top + bottom) / 2), (left, bottom - (bottom - top) / 4)]
-
-
 @pytest.mark.parametrize("theme", plot.THEMES)
 def test_committed_pictures_are_drawn_from_the_committed_metrics(theme):
-    """What README shows is this run; no label leaves the picture (8 pixels a letter) or lies on another."""
+    """What README shows is this run."""
     folder = ROOT / "examples" / "smollm2"
     drawn = plot.draw(folder / "metrics.jsonl", plot.THEMES[theme])
     committed = (folder / f"curve_{theme}.svg").read_text(encoding="utf-8")
     assert committed == drawn, "run `python examples/smollm2/plot.py`"
-    words = {node.text: node for node in ElementTree.fromstring(drawn).findall("{*}text") if node.text}
-    ends = [words[key] for key in words if re.match(r"0\.\d\d (reward|held out)", key)]
-    heights = sorted(float(node.get("y")) for node in ends)
-    assert [node.text[:4] for node in ends] == ["0.99", "0.97", "0.96"]
-    assert heights[1] - heights[0] >= 16 and heights[2] - heights[1] >= 16
-    assert all(float(node.get("x")) + 8 * len(node.text) <= 720 for node in ends)
