@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 
+import fake_vllm
 import pytest
 from one_process import use_stand_in
 from small_run import ROOT, arguments, write_rows
 
+import engine
 import grpo
 from bench import golden
 
@@ -17,8 +19,9 @@ WORDS = ("grpo.max_num_steps=2", "grpo.val_at_end=true", "grpo.canary_period=1")
 WORDS += ("policy.ppo_epochs=2", "loss_fn.reference_policy_kl_penalty=0.1")
 
 
-def test_a_replay_is_the_recorded_run(one_rank, monkeypatch, tmp_path, capfd):
-    """In this process; what is recorded is sampled by a stand-in, too."""
+@pytest.fixture
+def run(one_rank, monkeypatch, tmp_path):
+    """Runs a task in this process; what is recorded is sampled by a stand-in, too."""
     use_stand_in(monkeypatch)
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
@@ -29,6 +32,10 @@ def test_a_replay_is_the_recorded_run(one_rank, monkeypatch, tmp_path, capfd):
         (tmp_path / name).mkdir()
         return golden.run([*arguments(tmp_path), *WORDS, *words], recording, tmp_path / name, rank=0)
 
+    return run
+
+
+def test_a_replay_is_the_recorded_run(run, tmp_path, capfd):
     old, same, other = (tmp_path / name for name in ("old", "same", "other"))
     assert run("old", None) == run("same", old) == run("other", old, "loss_fn.reference_policy_kl_penalty=0.11") == 0
     report = golden.compare_task(old, same)
@@ -40,11 +47,31 @@ def test_a_replay_is_the_recorded_run(one_rank, monkeypatch, tmp_path, capfd):
     report = golden.compare_task(old, other)
     assert not report["equal"] and report["syncs_changed"] == 0, "each step goes on with the recorded weights"
     assert report["gradients_bitwise"] == 1, "the first one: there the policy is still the reference"
+    assert report["weights_changed"] == 3 and 0 < report["weight_largest_difference"] < 0.1
     assert 0 < report["gradient_largest_relative_difference"] < 0.1 and "train/loss" in report["metrics_changed"]
 
     (old / "samples_0.jsonl").write_text("")
     assert run("unknown", old) == 1
     assert "the recording has no reply to [" in capfd.readouterr().err
+
+
+class Narrow(fake_vllm.LLM):
+    """Has room for a part of a batch."""
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.max_num_seqs = 10
+
+
+def test_responses_that_outlast_a_step_are_replayed_as_far_as_they_came(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(engine, "LLM", Narrow)
+    old, same = tmp_path / "old", tmp_path / "same"
+    words = [*golden.ASYNC, "grpo.max_num_steps=3"]
+    assert run("old", None, *words) == run("same", old, *words) == 0
+    report = golden.compare_task(old, same)
+    assert report["equal"] and report["optimizer_steps"] == 6, report
+    replies = [json.loads(line) for line in (old / "samples_0.jsonl").read_text().splitlines()]
+    assert any(0 < num_tokens < len(ids) for _, ids, _, _, versions in replies for _, num_tokens in versions)
 
 
 @pytest.mark.long
