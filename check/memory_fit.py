@@ -1,9 +1,8 @@
-"""What the memory plan says to a user: a table, whether a run fits into its GPUs, and which keys would mend it."""
+"""What the memory plan says to a user: a table, whether a run fits into its GPUs, and which keys would fix it."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations
 
 from check.memory_plan import GIB, Items, Plan
 from check.rules import validate
@@ -15,19 +14,18 @@ Fix = tuple[str, object]  # a key, and its value
 def table(plan: Plan) -> str:
     """A line for each phase, of its largest moment, what holds most first."""
     limit = "" if plan.gpu_bytes is None else f" of {gib(plan.gpu_bytes)}"
-    kind = "GPU" if plan.device == "cuda" else "rank"
-    lines = [f"memory     GiB{limit} on each of {plan.num_gpus} {kind}s, packs of {plan.tokens:,} tokens"]
+    lines = [f"memory     GiB{limit} on each of {plan.num_gpus} GPUs, packs of {plan.tokens:,} tokens"]
     for phase, (moment, items) in plan.phases.items():
         lines.append(f"  {phase:8} {gib(sum(items.values()))}{moment and f' at {moment}'}: {listed(items)}")
     if host := plan.host():
-        lines.append(f"  host     {listed(host)}, pinned, for each {kind}")
+        lines.append(f"  host     {listed(host)}, pinned, for each GPU")
     room = f", room for {plan.kv_cache / plan.kv_bytes:,.0f}" if plan.kv_cache > 0 else ""
     lines.append(f"  KV cache {plan.kv_bytes / 1024:,.4g} KiB a token{room}")
     return "\n".join(lines)
 
 
 def problem(plan: Plan) -> str | None:
-    """What is lacking, and the keys that mend it at the least cost; None where it fits, or nobody knows."""
+    """What is lacking, and keys of little cost that fix it together; None if the run fits, or nobody knows."""
     if plan.lacking <= 0:
         return None
     phase = max(plan.phases, key=plan.size)
@@ -35,22 +33,34 @@ def problem(plan: Plan) -> str | None:
     if plan.size(phase) <= plan.gpu_bytes:
         needed = f"the engine's share leaves {gib(plan.kv_cache)} GiB for the KV cache, too few for a sequence"
     costs = _fixes(plan)
-    sets = [some for count in (1, 2, 3) for some in combinations(costs, count)]
-    for some in sorted(sets, key=lambda some: sum(costs[fix] for fix in some)):
-        if (new := changed(plan, some)).lacking <= 0 and _is_accepted(new):
-            return f"memory: {needed}; it fits with {', '.join(_saving(plan, fix, phase) for fix in some)}"
+    # Once without the offload of the moments: it rules out cpu_offload, which may be needed.
+    orders = list(costs), [fix for fix in costs if fix[0] != "policy.offload_optimizer_for_logprob"]
+    found = [fixes for order in orders if (fixes := _search(plan, order))]
+    if found:
+        best = min(found, key=lambda fixes: sum(costs[fix] for fix in fixes))
+        return f"memory: {needed}; it fits with {', '.join(_saving(plan, fix, phase) for fix in best)}"
     more = [n for n in (plan.num_gpus << k for k in range(1, 9)) if replace(plan, num_gpus=n).lacking <= 0]
-    return f"memory: {needed}; no three keys mend that" + (f", {more[0]} GPUs do" if more else "")
+    return f"memory: {needed}; no keys fix that" + (f", {more[0]} GPUs do" if more else "")
+
+
+def _search(plan: Plan, order: Sequence[Fix]) -> list[Fix]:
+    """Takes fixes in this order until the plan fits, then drops those that it fits without; [] if it never fits."""
+    taken: list[Fix] = []
+    for fix in order:
+        if changed(plan, taken).lacking > 0 and _is_accepted(changed(plan, [*taken, fix])):
+            taken.append(fix)
+    for fix in reversed(taken):
+        rest = [each for each in taken if each != fix]
+        taken = rest if changed(plan, rest).lacking <= 0 else taken
+    return taken if changed(plan, taken).lacking <= 0 else []
 
 
 def remedies(plan: Plan, phase: str) -> str:
-    """Of the keys that save most in this phase for what they cost, three that go together."""
-    costs = _fixes(plan)
-    saves = {fix: plan.size(phase) - changed(plan, [fix]).size(phase) for fix in costs}
-    worth = {fix: saves[fix] / costs[fix] for fix in saves if saves[fix] > plan.size(phase) / 100}
+    """The first three keys, by cost, that save in this phase and go together."""
     best: list[Fix] = []
-    for fix in sorted(worth, key=worth.get, reverse=True):
-        if len(best) < 3 and _is_accepted(changed(plan, [*best, fix])):
+    for fix in _fixes(plan):
+        is_saving = changed(plan, [fix]).size(phase) < 0.99 * plan.size(phase)
+        if len(best) < 3 and is_saving and _is_accepted(changed(plan, [*best, fix])):
             best.append(fix)
     return "set " + ", ".join(_saving(plan, fix, phase) for fix in best) if best else "use more GPUs"
 
@@ -65,8 +75,8 @@ def _is_accepted(plan: Plan) -> bool:
 
 
 def _fixes(plan: Plan) -> dict[Fix, int]:
-    """What may be set to save memory -> its cost: least where it slows a step little, most where it trains something
-    else."""
+    """What may be set to save memory -> its cost, lowest first: low if it slows a step little, high if it trains
+    something else."""
     policy = plan.cfg.policy
     costs: dict[Fix, int] = {
         ("policy.logprob_chunk_size", 1024): 1,
@@ -89,7 +99,7 @@ def _fixes(plan: Plan) -> dict[Fix, int]:
         is_less = share < policy.generation.vllm_cfg.gpu_memory_utilization  # then the KV cache pays
         if share * plan.gpu_bytes > sum(plan.engine.values()):
             costs["policy.generation.vllm_cfg.gpu_memory_utilization", share] = 6 if is_less else 2
-    return {fix: cost for fix, cost in costs.items() if _is_accepted(changed(plan, [fix]))}
+    return {fix: costs[fix] for fix in sorted(costs, key=costs.get) if _is_accepted(changed(plan, [fix]))}
 
 
 def changed(plan: Plan, fixes: Sequence[Fix]) -> Plan:

@@ -1,7 +1,7 @@
 """How much memory each GPU needs in each phase, by formulas: before a run starts, and without torch.
 
-Each formula is of lines of this program, which stand beside it, or has another source there; the tests count the bytes
-that these lines allocate. Sizes are bytes on one rank. Each token of a pack counts as one of a response.
+Each formula names the lines of this program that allocate the bytes, or another source; the tests count the bytes that
+these lines allocate. Sizes are bytes on one rank. Each token of a pack counts as a response token.
 """
 
 import math
@@ -15,10 +15,9 @@ from hf.model_config import ModelConfig
 GIB = 2**30
 NUMBER = {"bfloat16": 2, "float32": 4}
 CHUNK_BYTES = int(3.25 * GIB)  # kernels/backend.py, which imports torch
-CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}  # kernels/softmax.py
-SORT_BYTES = {"cpu": 20 << 20, "cuda": 20 << 24}  # kernels.softmax.SamplingFilter: 20 for each of SORT_ELEMENTS
+CHUNK_ELEMENTS = 1 << 28  # kernels/softmax.py
 # Not yet measured here: CUDA's context and NCCL's buffers 1 to 2 GiB, a sleeping vLLM 0.8 (NVIDIA-NeMo/RL#223).
-CONTEXT = {"cuda": 2.5 * GIB, "cpu": 0}
+CONTEXT = 2.5 * GIB
 Items = dict[str, float]  # what holds memory -> bytes
 Shapes = dict[str, tuple[int, ...]]
 
@@ -30,9 +29,8 @@ def count(shapes: Shapes, part: str = "") -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run on `num_gpus` ranks that train, replicas and all. vocab: ids of the tokenizer. gpu_bytes: of one GPU; None
-    if nobody knows. reward: the reward model. device: whose branches of the program run, "cuda" or "cpu". trains: not
-    only generates."""
+    """A run on `num_gpus` ranks that train, in all replicas together. vocab: ids of the tokenizer. gpu_bytes: memory of
+    one GPU, or None if unknown. reward: the reward model. trains: False for eval.py."""
 
     cfg: Config
     model: ModelConfig
@@ -40,7 +38,6 @@ class Plan:
     num_gpus: int
     gpu_bytes: float | None = None
     reward: ModelConfig | None = None
-    device: str = "cuda"
     trains: bool = True
 
     @property
@@ -59,7 +56,7 @@ class Plan:
 
     @cached_property
     def tokens(self) -> int:
-        return self.cfg.policy.pack_tokens(self.device)
+        return self.cfg.policy.pack_tokens("cuda")
 
     @cached_property
     def shapes(self) -> Shapes:
@@ -102,10 +99,10 @@ class Plan:
 
     @property
     def offloaded(self) -> tuple[str, ...]:
-        """Which of the shards are in host memory; on CPU that is no other memory."""
+        """Which of the shards are in host memory."""
         policy = self.cfg.policy
         some = ("moments",) if policy.offload_optimizer_for_logprob and self.trains else ()
-        return () if self.device == "cpu" else tuple(self.shards) if policy.dtensor_cfg.cpu_offload else some
+        return tuple(self.shards) if policy.dtensor_cfg.cpu_offload else some
 
     def states(self, gradients: bool = False) -> Items:
         left_out = self.offloaded if gradients else (*self.offloaded, "gradients")
@@ -124,9 +121,7 @@ class Plan:
         new = min(policy.generation.max_new_tokens, policy.max_total_sequence_length)
         prompt = policy.max_total_sequence_length - new
         group = self.cfg.grpo.num_generations_per_prompt if policy.sequence_packing.share_prefix else 0
-        attention = 2 * queries + 2 * keys * (1 + group * prompt / (prompt + max(1, group) * new))
-        # On CPU it computes in float32, and its result is there once more.
-        attention = 4 * attention + c * queries if self.device == "cpu" else c * attention
+        attention = c * (2 * queries + 2 * keys * (1 + group * prompt / (prompt + max(1, group) * new)))
         if self.compiled:
             norms = (4 + 3 * c) * m.hidden_size + c * (queries + keys) * m.qk_norm
             return norms + attention + 3 * c * m.intermediate_size
@@ -136,8 +131,7 @@ class Plan:
 
     @property
     def compiled(self) -> bool:
-        option = self.cfg.policy.compile
-        return self.device == "cuda" if option is None else option
+        return self.cfg.policy.compile is not False  # None: on CUDA it is
 
     def kept(self, num_blocks: int) -> float:
         """Activations of so many blocks: with recomputing, only their inputs, in float32."""
@@ -170,18 +164,17 @@ class Plan:
         copies: exp z, dz."""
         m, policy = self.model, self.cfg.policy
         top_p, top_k = policy.generation.top_p, policy.generation.top_k
-        sorts = SORT_BYTES[self.device] * (top_p < 1)
-        if self.device == "cuda" and policy.kernel_backend != "torch":
+        sorts = (20 << 24) * (top_p < 1)  # kernels.softmax.SamplingFilter: 20 for each of SORT_ELEMENTS
+        if policy.kernel_backend != "torch":
             stride = -(-m.vocab_size // 16) * 16
             most = policy.logprob_chunk_size or max(1024, CHUNK_BYTES // (4 * stride) // 128 * 128)
             equal = -(-self.tokens // -(-self.tokens // most) // 128) * 128  # KernelBackend.rows
             # To score without a filter, linear_logp writes none.
             is_written = to_train or top_p < 1 or top_k is not None
             return (4 * stride * min(most, equal) + sorts) * is_written
-        chunk = 4 * self.vocab * min(self.tokens, max(1, CHUNK_ELEMENTS[self.device] // self.vocab))
-        weight = 4 * self.vocab * m.hidden_size if self.device == "cpu" and self.precision == 2 else 0  # in float32
+        chunk = 4 * self.vocab * min(self.tokens, max(1, CHUNK_ELEMENTS // self.vocab))
         copies = 2.5 if self.precision == 2 and to_train and not self.lora else 2
-        return max(chunk + max(weight, sorts), chunk * copies)
+        return max(chunk + sorts, chunk * copies)
 
     def train(self) -> dict[str, Items]:
         """The moments of forward and backward at which most is held, from the second pack of a step on."""
@@ -238,16 +231,14 @@ class Plan:
 
     @cached_property
     def engine(self) -> Items:
-        """The engine without its KV cache; vLLM pads the vocabulary to a multiple of 64. On CPU a head is a matrix of
-        its own, in float32 (engine.py). Not yet measured on CUDA: five matrices of logits in its sampler, and 1 GiB for
-        8,192 tokens in a layer and CUDA graphs (verl, docs/perf/perf_tuning.rst: 0.15 to 1)."""
+        """The engine without its KV cache; vLLM pads the vocabulary to a multiple of 64. Not yet measured: five
+        matrices of logits in its sampler, and 1 GiB for 8,192 tokens in a layer and CUDA graphs (verl,
+        docs/perf/perf_tuning.rst: 0.15 to 1)."""
         m, generation = self.model, self.cfg.policy.generation
         c = self.engine_precision
         tensor = generation.vllm_cfg.tensor_parallel_size
         vocab = -(-self.vocab // 64) * 64 * m.hidden_size
         blocks = count(self.shapes, ".layers.")
-        if self.device == "cpu":
-            return {"engine's weights": (c * (blocks + vocab) + 4 * vocab) / tensor}
         sequences = self.cfg.grpo.max_num_seqs(max(1, (generation.num_generators or self.num_gpus) // tensor))
         weights = c * (blocks + vocab * (1 if m.tie_word_embeddings else 2)) / tensor
         return {"engine's weights": weights, "engine's buffers": 5 * 4 * sequences * self.vocab + GIB}
@@ -255,16 +246,12 @@ class Plan:
     @property
     def kv_cache(self) -> float:
         """What the engine's share of the GPU leaves (vLLM's determine_available_memory); below 0: nothing."""
-        vllm_cfg = self.cfg.policy.generation.vllm_cfg
-        if self.device == "cpu":
-            return vllm_cfg.kvcache_gib * GIB
-        return vllm_cfg.gpu_memory_utilization * (self.gpu_bytes or 0) - sum(self.engine.values())
+        share = self.cfg.policy.generation.vllm_cfg.gpu_memory_utilization
+        return share * (self.gpu_bytes or 0) - sum(self.engine.values())
 
     def generate(self) -> Items:
         """The engine is awake, and the trainer may score beside it: the canary, or the reward model's conversations. In
         a split job no trainer is on this GPU."""
-        if self.cfg.grpo.replay_rollouts:  # without an engine
-            return self.states()
         num_generators = self.cfg.policy.generation.num_generators
         items = self.engine | {"KV cache": max(0, self.kv_cache)}
         if not num_generators:
@@ -279,8 +266,6 @@ class Plan:
         """Of embedding or head: shards in the engine's precision, gathered, and where other tensors come with it
         copied out of that (hf.weights.full_tensors). vLLM fills a copy as soon as it has a whole layer. Of a vocabulary
         that it pads it never has, and what is sent of it waits for the end. A split job's engine is elsewhere."""
-        if self.cfg.grpo.replay_rollouts:  # nothing is sent
-            return self.states() | {"engine's weights": 0}
         waits, several = self.vocab % 64 > 0, self.num_shards > 1
         sent = 1 / self.num_shards if several and "weights" not in self.offloaded else 0
         copies = 2 + sent * (not waits) if self.model.tie_word_embeddings else 2 + (several or waits) + sent
@@ -302,7 +287,7 @@ class Plan:
         phases = {"train": self.train(), "score": self.score()} if self.trains else {}
         phases |= {"generate": {"": self.generate()}, "sync": {"": self.sync()}}
         largest = {phase: max(its.items(), key=lambda m: sum(m[1].values())) for phase, its in phases.items()}
-        return {p: (at, items | {"CUDA and NCCL": CONTEXT[self.device]}) for p, (at, items) in largest.items()}
+        return {p: (at, items | {"CUDA and NCCL": CONTEXT}) for p, (at, items) in largest.items()}
 
     def size(self, phase: str) -> float:
         return sum(self.phases[phase][1].values())
@@ -314,4 +299,4 @@ class Plan:
             return 0
         needed = max(map(self.size, self.phases)) - self.gpu_bytes
         sequence = self.kv_bytes * self.cfg.policy.max_total_sequence_length
-        return needed if self.cfg.grpo.replay_rollouts else max(needed, sequence - self.kv_cache)
+        return max(needed, sequence - self.kv_cache)

@@ -246,11 +246,11 @@ def lora_note(cfg: Config) -> str | None:
     return note if lora.enabled else None
 
 
-def memory_plan(cfg: Config, inputs: RunInputs, num_ranks: int, gpu_bytes: float | None, device: str) -> Plan:
+def memory_plan(cfg: Config, inputs: RunInputs, num_ranks: int, gpu_bytes: float | None) -> Plan:
     """How much memory the run needs on each GPU; in a split job of `num_ranks` ranks, on each GPU that trains."""
     num_trainers = max(1, num_ranks - cfg.policy.generation.num_generators)
     reward = inputs.reward_model[1] if inputs.reward_model else None
-    return Plan(cfg, inputs.model_config, inputs.tokenizer.vocab_size, num_trainers, gpu_bytes, reward, device)
+    return Plan(cfg, inputs.model_config, inputs.tokenizer.vocab_size, num_trainers, gpu_bytes, reward)
 
 
 def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None) -> str:
@@ -277,9 +277,10 @@ def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None
     # Without torchrun: the number of GPUs that the recipe names, or the fewest that can run it.
     num_ranks = max(cfg.cluster.gpus_per_node * cfg.cluster.num_nodes, rules.fewest_ranks(cfg))
     num_ranks = int(os.environ.get("WORLD_SIZE", num_ranks))
-    to_cpu = os.environ.get("GRPO_DEVICE") == "cpu" and gpu_bytes is None  # the run that train.sh starts prints it too
-    plan = memory_plan(cfg, inputs, num_ranks, gpu_bytes, "cpu" if to_cpu else "cuda")
-    summary = "\n".join([*lines, memory_fit.table(plan)])
+    plan = memory_plan(cfg, inputs, num_ranks, gpu_bytes)
+    if gpu_bytes or os.environ.get("GRPO_DEVICE") != "cpu":
+        lines.append(memory_fit.table(plan))
+    summary = "\n".join(lines)
     if problem := memory_fit.problem(plan):
         print(summary)
         raise ConfigError(problem)

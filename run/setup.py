@@ -91,10 +91,10 @@ class Run:
 def plan_memory(
     cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device, gpu_bytes: float | None, trains=True
 ) -> Memory:
-    """Prints how much memory the run needs. ConfigError where that is more than a GPU has, or `gpu_bytes` if given."""
+    """Prints how much memory the run needs on each GPU. ConfigError if that is more than the GPU has, or gpu_bytes."""
     if gpu_bytes is None and device.type == "cuda":
         gpu_bytes = torch.cuda.get_device_properties(device).total_memory
-    return Memory(replace(memory_plan(cfg, inputs, ranks.job_size, gpu_bytes, device.type), trains=trains), ranks)
+    return Memory(replace(memory_plan(cfg, inputs, ranks.job_size, gpu_bytes), trains=trains), ranks)
 
 
 def set_up(
@@ -109,7 +109,7 @@ def set_up(
     """A run that is ready for its first step, or for the one after its checkpoint. A collective of all its trainers."""
     signals = Signals(must_save_by_seconds(cfg.checkpointing))
     model, engine, sampler = build(cfg, inputs, ranks, device)
-    memory.asleep = torch.cuda.memory_allocated() - memory.plan.states().get("weights", 0)
+    memory.engine_bytes = torch.cuda.memory_allocated() - memory.plan.states().get("weights", 0)
     base_sha256 = read_adapter(cfg, inputs, model, ranks)
     if ranks.bridge:
         close_environments(inputs)  # they grade where samples are made

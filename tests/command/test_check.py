@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import config
-from check import memory_fit, preflight
+from check import preflight
 from check.rules import check_writable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,9 +106,7 @@ def test_the_memory_plan_and_a_gpu_that_is_too_small(work):
     code, out, err = check(work, *words)
     assert (code, err) == (0, "") and first.format("") in out
     code, out, err = check(work, *words, GRPO_DEVICE="cpu")  # as train.sh calls it
-    cfg = preflight.parse_command_line(["--check", f"{work}/run.yaml", f"data.train.data_path={work}/train.jsonl"], "")
-    plan = preflight.memory_plan(cfg, preflight.read_inputs(cfg), 2, None, "cpu")  # that the run on CPU prints
-    assert (code, err) == (0, "") and out.endswith(f"\n{memory_fit.table(plan)}\n") and " GPUs" not in out
+    assert (code, err) == (0, "") and "memory  " not in out
     code, out, err = check(work, *words, "--gpu_memory=80", GRPO_DEVICE="cpu")
     assert (code, err) == (0, "") and first.format(" of 80") in out
     replicas = [*words[:2], "policy.dtensor_cfg.dp_replicate_size=2"]  # two at least

@@ -11,9 +11,7 @@ import config
 import data
 import envs
 from batch import to_device
-from check.memory_plan import Plan
 from engine import SamplingOptions, check_canary, check_versions
-from hf.model_config import read_model_config
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from kernels import SamplingFilter
@@ -359,18 +357,3 @@ def test_told_to_stop_between_decode_steps(synced, policy, monkeypatch):
     after = synced.generate(prompts, seeds, options)
     assert [c.ids.tolist() for c in after] == [c.ids.tolist() for c in before]
     assert all((a.logps == b.logps).all() for a, b in zip(after, before, strict=True))
-
-
-@pytest.mark.slow
-def test_the_memory_plan_is_what_vllm_says(engine, policy, tiny):
-    """Bytes of its weights, of which its CPU layers hide those of the blocks, so they are counted as they are sent; and
-    the tokens that its KV cache has room for."""
-    cfg = config.Config(policy=config.PolicyConfig(precision="float32", max_total_sequence_length=256))
-    vocab = Tokenizer(tiny[0]).vocab_size
-    plan = Plan(cfg, read_model_config(tiny[0]), vocab, 1, device="cpu")
-    sent = engine.sync(full_tensors(policy, engine.dtype), 0)
-    heads = engine.llm.apply_model(lambda model: (model.model.embed_tokens.weight, model.lm_head.weight))[0]
-    blocks = sent - sum(weight[:vocab].nbytes for weight in heads)
-    assert plan.engine["engine's weights"] == pytest.approx(blocks + sum(w.nbytes for w in heads), rel=0.02)
-    cache = engine.llm.llm_engine.vllm_config.cache_config
-    assert plan.kv_cache / plan.kv_bytes == pytest.approx(cache.num_gpu_blocks * cache.block_size, rel=0.02)

@@ -74,7 +74,7 @@ def records(one_rank, tmp_path_factory):
 def keys_of_other_machines():
     """Of a GPU's memory; of a split job: the causes that run/generators.py measures."""
     plan = SimpleNamespace(cfg=Config(), size=lambda phase: 0, sync=lambda: defaultdict(int))
-    of_memory = memory.Memory.metrics(SimpleNamespace(plan=plan, asleep=0), dict.fromkeys(memory.PHASES, 1))
+    of_memory = memory.Memory.metrics(SimpleNamespace(plan=plan, engine_bytes=0), dict.fromkeys(memory.PHASES, 1))
     tree = ast.parse((ROOT / "run" / "generators.py").read_text())
     stores = [
         node for node in ast.walk(tree) if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)

@@ -1,4 +1,4 @@
-"""Counts the bytes of tensors that are alive: of the phases of a step on this rank, on CPU."""
+"""Counts the bytes of tensors that are alive in the phases of a step on this rank: meta tensors stand for a GPU's."""
 
 import sys
 from collections import defaultdict
@@ -109,7 +109,7 @@ def run_config(precision="bfloat16", recompute=True, lora=False, **policy) -> Co
     return Config(policy=policy, loss_fn=LossConfig(reference_policy_kl_penalty=0.0), data=data)
 
 
-def make_micro(vocab: int, device="cpu") -> tuple[SimpleNamespace, SimpleNamespace]:
+def make_micro(vocab: int, device: str) -> tuple[SimpleNamespace, SimpleNamespace]:
     """(a pack of NUM_TOKENS, all of them response tokens, and its minibatch)."""
     token_T, target_T = torch.randint(0, vocab, (2, NUM_TOKENS)).to(device)
     row_T = torch.arange(NUM_TOKENS, device=device)
@@ -129,10 +129,10 @@ def make_micro(vocab: int, device="cpu") -> tuple[SimpleNamespace, SimpleNamespa
     return micro, SimpleNamespace(num_tokens=NUM_TOKENS, num_seqs=4, num_positive_tokens=1)
 
 
-def count_step(model_config: ModelConfig, cfg: Config, mesh, device="cpu", padded=False) -> dict[str, int]:
-    """Bytes of this rank on `device`: weights, moments and gradients, and the most at once while a step scores, trains
+def count_step(model_config: ModelConfig, cfg: Config, mesh, padded=False) -> dict[str, int]:
+    """Bytes of this rank on the GPU: weights, moments and gradients, and the most at once while a step scores, trains
     two packs and sends the weights. It is the second step, which finds the moments."""
-    policy = cfg.policy
+    policy, device = cfg.policy, "meta"
     micro, minibatch = make_micro(model_config.vocab_size, device)
     with torch.device("meta"):
         model = Decoder(model_config)
@@ -145,7 +145,7 @@ def count_step(model_config: ModelConfig, cfg: Config, mesh, device="cpu", padde
     model.to_empty(device="cpu" if offloads else device)
     for param in model.parameters():
         param.detach().to_local().normal_(0, 0.02)
-    model.backend, model.loss_path = KernelBackend("triton" if device == "meta" else "torch"), LossPath("one pass")
+    model.backend, model.loss_path = KernelBackend("triton"), LossPath("one pass")
     optimizer = build_optimizer(model, policy.optimizer, offloads=policy.offload_optimizer_for_logprob)
 
     def size(tensors):
@@ -220,30 +220,14 @@ def meta_gpu():
         yield
 
 
-def adapted(model_config: ModelConfig, lora: LoRAConfig, dtype: torch.dtype) -> Block:
-    """A block with adapters in the type that FSDP gathers them in."""
-    model = Decoder(model_config)
-    add_adapters(model, lora, dtype)
-    return model.model["layers"][0].to(dtype)
-
-
 def count_kept(
-    model_config: ModelConfig,
-    device: str,
-    *,
-    dtype=torch.bfloat16,
-    prefix=0,
-    responses=(64,),
-    wrap=None,
-    recompute=False,
-    lora=None,
-):
+    model_config: ModelConfig, *, dtype=torch.bfloat16, prefix=0, responses=(64,), wrap=None, recompute=False
+) -> float:
     """Bytes that a block keeps for its backward, for each token of a pack. wrap: of its halves, such as torch.compile.
     prefix: length of a prompt that the responses share."""
+    device = "meta"
     with torch.device(device):
         block = Block(model_config).to(dtype)
-    if lora and lora.enabled:
-        block = adapted(model_config, lora, dtype)
     block.recompute = recompute
     if wrap:
         block.halves = tuple(map(wrap, Block.halves))
@@ -283,19 +267,20 @@ CASES = {  # name -> (family and whether tied, keys of run_config)
 }
 
 
-def differences(name: str, mesh, device="cpu", vocab=4096, **offload) -> dict[str, tuple[float, int]]:
-    """(planned, counted) of what the plan has wrong by more than 2%, in a case of CASES; with device="meta" on a GPU,
-    with these keys of PolicyConfig or DTensorConfig."""
+def differences(name: str, mesh, vocab=4096, **offload) -> dict[str, tuple[float, int]]:
+    """(planned, counted) of what the plan has wrong by more than 2%, in a case of CASES with these keys of PolicyConfig
+    or DTensorConfig."""
     model, keys = CASES[name]
     model, cfg = model_config(*model), run_config(**keys, compile=False)
     replicas = mesh.size(0) if mesh.ndim > 1 else 1
     cpu_offload = offload.pop("cpu_offload", False)
     dtensor = replace(cfg.policy.dtensor_cfg, dp_replicate_size=replicas, cpu_offload=cpu_offload)
     cfg = replace(cfg, policy=replace(cfg.policy, dtensor_cfg=dtensor, **offload))
-    plan = Plan(cfg, model, vocab, mesh.size(), device="cuda" if device == "meta" else "cpu")
+    plan = Plan(cfg, model, vocab, mesh.size())
     states = plan.states(gradients=True)
     planned = {item: states.get(item, 0) for item in plan.shards}
-    planned |= {phase: plan.size(phase) - CONTEXT[plan.device] for phase in ("train", "score", "sync")}
+    planned |= {phase: plan.size(phase) - CONTEXT for phase in ("train", "score", "sync")}
     planned["sync"] -= plan.sync()["engine's weights"]
-    counted = count_step(model, cfg, mesh, device, padded=vocab % 64 > 0)
+    with meta_gpu():
+        counted = count_step(model, cfg, mesh, padded=vocab % 64 > 0)
     return {item: (planned[item], size) for item, size in counted.items() if abs(planned[item] - size) > 0.02 * size}

@@ -101,7 +101,7 @@ def replicas_after(folder, mesh, num_steps):
     states = [x.to_local() for state in run.optimizer.state.values() for x in state.values() if x.dim()]
     weights = [param.to_local() for param in run.model.parameters()]
     after = digest([*weights, *states])
-    plan = Plan(run.cfg, run.model.config, VOCAB, dist.get_world_size(), device="cpu")
+    plan = Plan(run.cfg, run.model.config, VOCAB, dist.get_world_size())
     replicated = replace(run.cfg.policy.dtensor_cfg, dp_replicate_size=mesh.size(0))
     plan = replace(plan, cfg=replace(run.cfg, policy=replace(run.cfg.policy, dtensor_cfg=replicated)))
     memory = [

@@ -91,12 +91,12 @@ def patched(module, name):
 PHASES = {  # name -> (what fails, the phase, the line of the program, the plan's phase)
     "load": (patched(build, "load_policy"), "start", r"raise torch\.Out", "generate"),
     "engine": (in_engine, "start", "raise ValueError", "generate"),
-    "generation": (patched(rollout.Sampler, "finish"), "generation", r"run\.replay or sample_step\(", "generate"),
-    "logprobs": (patched(grpo, "finish_minibatches"), "policy_and_reference_logprobs", "logp_metrics = comp", "score"),
-    "forward": (patched(grpo, "linear_loss"), "policy_training", r"loss, loss_metrics = compute_loss\(", "train"),
-    "backward": (in_backward, "policy_training", r"loss\.backward\(\)", "train"),
-    "step": (in_step, "policy_training", r"optimizer\.step\(\)", "train"),
-    "sync": (in_sync, "prepare_for_generation", r"num_sync_bytes = sync_weights\(", "sync"),
+    "generation": (patched(rollout.Sampler, "finish"), "generation", r"raise torch\.Out", "generate"),
+    "logprobs": (patched(grpo, "finish_minibatches"), "policy_and_reference_logprobs", r"raise torch\.Out", "score"),
+    "forward": (patched(grpo, "linear_loss"), "policy_training", r"raise torch\.Out", "train"),
+    "backward": (in_backward, "policy_training", r"raise torch\.Out", "train"),
+    "step": (in_step, "policy_training", r"raise torch\.Out", "train"),
+    "sync": (in_sync, "prepare_for_generation", r"raise torch\.Out", "sync"),
 }
 
 
@@ -128,11 +128,10 @@ def test_out_of_memory_in_each_phase(name, main, monkeypatch, capfd):
     assert err == f"{reason} (rank 0 on {exits.host_name()})\n" and "Traceback" not in out + err
     assert reason.startswith(f"out of memory: {phase}, ") and re.search(line, reason)
     assert (KV_TOO_SMALL if name == "engine" else "CUDA out of memory)") in reason
-    assert f"Planned for {planned}, with packs of up to 2,048 tokens: " in reason and "Measured: " in reason
-    mended = "use more GPUs" if planned == "generate" else "set "
-    mended = "raise policy.generation.vllm_cfg.kvcache_gib, or" if name == "engine" else mended
-    assert f". To mend it, {mended}" in reason
-    assert "memory     GiB on each of 1 ranks, packs of 2,048 tokens\n  train " in out
+    assert f"Planned for {planned} on a GPU, with packs of up to " in reason and "Measured: " in reason
+    fixed = "raise policy.generation.vllm_cfg.kvcache_gib, or" if name == "engine" else "set "
+    assert f". To fix it, {fixed}" in reason
+    assert "memory  " not in out, "on CPU there is no plan"
 
 
 @pytest.mark.parametrize("name", ["load", "generation"])
@@ -143,8 +142,8 @@ def test_an_evaluation_out_of_memory(name, main, monkeypatch, capfd):
     out, err = capfd.readouterr()
     assert code == report["code"] == 5 and "Traceback" not in out + err
     assert err == f"{report['reason']} (rank 0 on {exits.host_name()})\n"
-    assert report["reason"].startswith("out of memory: evaluation, ") and "Planned for generate, with" in err
-    assert re.findall(r"^  (\w+) ", out, re.M)[:2] == ["generate", "sync"] and "moments" not in out + err
+    assert report["reason"].startswith("out of memory: evaluation, ") and "Planned for generate on a GPU" in err
+    assert "moments" not in err
 
 
 KNOWS_BETTER = ". If you know better, --gpu_memory=GiB takes the place of what the GPU has"
@@ -157,7 +156,7 @@ def test_a_user_says_what_the_gpu_has(given, code, program, main, monkeypatch, c
     monkeypatch.setattr(build, "load_policy", fail)  # what comes after the plan
     ended, report = main(f"--gpu_memory={given}", "policy.generation.vllm_cfg.kvcache_gib=1", program=program)
     assert ended == report["code"] == code, report
-    assert f"memory     GiB of {given if code == 2 else 900} on each of 1 ranks, " in capfd.readouterr().out
+    assert f"memory     GiB of {given if code == 2 else 900} on each of 1 GPUs, " in capfd.readouterr().out
     assert (code == 2) == report["reason"].endswith(KNOWS_BETTER)
 
 
@@ -208,11 +207,11 @@ def test_a_gpu_is_measured_beside_the_plan(monkeypatch):
     assert calls == [call for phase in phases for call in (phase, "reset")]
     plan = Plan(Config(), read_model_config(STARTER), 262, 1)
     memory = Memory(plan, Ranks(1, 2, 1, 1))
-    memory.asleep = 4 * GIB
+    memory.engine_bytes = 4 * GIB
     expected = {}
     for name, phase in phases.items():
         if phase:
-            expected[f"performance/memory/{name}/planned_gib"] = (plan.size(phase) - CONTEXT["cuda"]) / GIB
+            expected[f"performance/memory/{name}/planned_gib"] = (plan.size(phase) - CONTEXT) / GIB
             awake = {"generate": 4, "sync": plan.engine["engine's weights"] / GIB}.get(phase, 0)
             expected[f"performance/memory/{name}/measured_gib"] = 3 + awake
     assert memory.metrics(timer.peaks) == pytest.approx(expected)
