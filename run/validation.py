@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, pvariance
 from typing import Any
 
 import torch
@@ -36,12 +36,10 @@ def validate(run: Run) -> None:
     start = time.perf_counter()
     values: dict[str, float] = {}
     summaries: dict[str, list[tuple[int, dict[str, float]]]] = {}  # mode -> (number of samples, numbers) of each set
-    sampled: list[list[Sample]] = []  # the groups of all sets
     for name, mode, samples in sample_sets(run.cfg, run.inputs, run.sampler):
         prefix = f"validation/{name}/{mode}" if len(run.inputs.validation) > 1 else f"validation/{mode}"
         summaries.setdefault(mode, []).append((len(samples), summarize(samples)))
         values |= {f"{prefix}/{key}": value for key, value in summaries[mode][-1][1].items()}
-        sampled += groups_of(samples) if mode == "sampled" else []
         if run.log:
             num_print = run.cfg.logger.num_val_samples_to_print
             run.log.samples(run.state.step, prefix, samples, run.inputs.tokenizer, num_print)
@@ -50,15 +48,9 @@ def validate(run: Run) -> None:
             total = sum(size for size, _ in sets)
             means = {key: sum(size * numbers[key] for size, numbers in sets) / total for key in sets[0][1]}
             values |= {f"validation/{mode}/{key}": mean for key, mean in means.items()}
-    group_size = run.cfg.grpo.num_generations_per_prompt
-    share = signal_share(sampled, group_size)
-    if share is not None:
-        values["validation/sampled/signal_share"] = share
     values["timing/validation/total_validation_time"] = time.perf_counter() - start
     if run.log:
         run.log.validation(run.state.step, values)
-        if share is not None and not run.state.first_validation and not run.state.last_validation:
-            print(signal_line(share, len(sampled[0]), group_size), flush=True)
     if run.state.step == 0:
         run.state.first_validation = values
     else:
@@ -83,10 +75,9 @@ def evaluate(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device,
     without_events = replace(cfg.logger, tensorboard_enabled=False, wandb_enabled=False)
     log = RunLog(folder, without_events, first_step=0, num_steps=0) if ranks.rank == 0 else None
     for name, mode, samples in sample_sets(cfg, inputs, sampler):
-        numbers = sets[name][mode] = with_interval(samples, mode)
-        interval = numbers["accuracy_ci95"]
-        between = f"95%: {interval[0]:.4f} to {interval[1]:.4f}" if interval else "one problem: no interval"
-        ranks.print_rank0(f"{name} | {mode} | accuracy {numbers['accuracy']:.4f} ({between})")
+        numbers = sets[name][mode] = with_interval(samples)
+        low, high = numbers["accuracy_ci95"]
+        ranks.print_rank0(f"{name} | {mode} | accuracy {numbers['accuracy']:.4f} (95%: {low:.4f} to {high:.4f})")
         if log:
             log.samples(step, f"{name}/{mode}", samples, inputs.tokenizer, cfg.logger.num_val_samples_to_print)
     return {
@@ -152,27 +143,6 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
-def signal_share(groups: Sequence[Sequence[Sample]], group_size: int) -> float | None:
-    """Share of groups of G answers whose rewards differ, which alone have a gradient: 1 - p^G - (1-p)^G, averaged over
-    prompts. With c of n right, the share of subsets of G that are mixed is unbiased for it (as `pass_at_k`). For n < G
-    nothing is: it is that of groups of n, less in expectation. None for n = 1, or rewards of more than two values."""
-    num_samples, rewards = len(groups[0]), {sample.reward for group in groups for sample in group}
-    size = min(num_samples, group_size)
-    if size < 2 or len(rewards) > 2:
-        return None
-    right = [sum(sample.reward == max(rewards) for sample in group) for group in groups]
-    return fmean(pass_at_k(num_samples, c, size) + pass_at_k(num_samples, num_samples - c, size) - 1 for c in right)
-
-
-def signal_line(share: float, num_samples: int, group_size: int) -> str:
-    bound, fix = "about", ""
-    if num_samples < group_size:
-        bound, fix = "at least about", f"; grpo.val_num_generations_per_prompt={group_size} makes it an estimate"
-    source = f"from {num_samples} answers to each held-out prompt{fix}"
-    groups = f"{bound} {share:.0%} of groups of {group_size} answers will have a gradient"
-    return f"signal: {groups}; in the others all rewards are equal ({source})"
-
-
 def majority(samples: Sequence[Sample]) -> float:
     """Whether the answer that most samples give is right (Wang et al. 2022, "Self-Consistency").
 
@@ -186,33 +156,20 @@ def majority(samples: Sequence[Sample]) -> float:
     return fmean(share_right) if leaders else 0.0
 
 
-def with_interval(samples: Sequence[Sample], mode: str) -> dict[str, Any]:
-    """`summarize` with counts and the 95% interval of accuracy: Wilson's for greedy, where a problem is one trial; for
-    sampled the normal one over the problems' means."""
+def with_interval(samples: Sequence[Sample]) -> dict[str, Any]:
+    """`summarize` with counts and the 95% interval of accuracy."""
     right = [[s.outcome == "ok" for s in group] for group in groups_of(samples)]
     counts = {"num_problems": len(right), "num_samples": len(samples), "num_right": sum(map(sum, right))}
-    if mode == "greedy":
-        method, interval = "wilson", wilson_interval(counts["num_right"], len(right))
-    else:
-        method, interval = "normal, clustered by problem", clustered_interval([fmean(group) for group in right])
-    return summarize(samples) | {"accuracy_ci95": interval, "ci_method": method} | counts
+    interval = accuracy_interval([fmean(group) for group in right], len(samples))
+    return summarize(samples) | {"accuracy_ci95": interval} | counts
 
 
-def wilson_interval(num_right: int, num_problems: int) -> tuple[float, float]:
-    """95% interval of a share of independent problems (Wilson 1927): (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) /
-    (1 + z^2/n). Inside [0, 1], and of some width even when all are right."""
-    n, p = num_problems, num_right / num_problems
+def accuracy_interval(means: Sequence[float], num_samples: int) -> tuple[float, float]:
+    """95% interval of accuracy from the accuracy on each problem: Wilson's (1927), inside [0, 1] and of some width even
+    if all are right. Samples of a problem are alike (Miller 2024, "Adding Error Bars to Evals"), so n is the number of
+    independent samples whose mean varies as much: p (1 - p) / n = variance of the mean. With one sample each, the
+    number of problems."""
+    p, variance = fmean(means), pvariance(means)
+    n = min(num_samples, len(means) * p * (1 - p) / variance) if variance else len(means)
     middle, half = p + Z95**2 / (2 * n), Z95 * math.sqrt(p * (1 - p) / n + Z95**2 / (4 * n**2))
     return (middle - half) / (1 + Z95**2 / n), (middle + half) / (1 + Z95**2 / n)
-
-
-def clustered_interval(means: Sequence[float]) -> tuple[float, float] | None:
-    """95% interval of the mean of per-problem means: m -+ z s / sqrt(N), s with Bessel's correction, cut to [0, 1].
-
-    Samples of one problem are alike, so the problem is the unit (Miller 2024, "Adding Error Bars to Evals"). Normal
-    approximation: for tens of problems or more. None for a single one.
-    """
-    if len(means) < 2:
-        return None
-    middle, half = fmean(means), Z95 * stdev(means) / math.sqrt(len(means))
-    return max(0.0, middle - half), min(1.0, middle + half)

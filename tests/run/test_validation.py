@@ -1,6 +1,5 @@
 """Validation: the estimators against enumeration and worked examples, names, options, several sets."""
 
-import math
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
@@ -20,16 +19,7 @@ from dataset.scan import Dataset
 from engine import SamplingOptions
 from rollout import Sampler
 from run.setup import RunState
-from run.validation import (
-    clustered_interval,
-    majority,
-    modes,
-    pass_at_k,
-    signal_share,
-    summarize,
-    validate,
-    wilson_interval,
-)
+from run.validation import accuracy_interval, majority, modes, pass_at_k, summarize, validate
 from system.ranks import Ranks
 
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, tp_size=1)
@@ -68,61 +58,6 @@ def test_majority(given, expected):
     assert majority(answers(*given)) == pytest.approx(expected)
 
 
-def groups(*counts, size):
-    """A group of answers for each number of right ones."""
-    return [answers(*["7"] * count, *["5"] * (size - count)) for count in counts]
-
-
-def test_signal_share_is_the_share_of_mixed_subsets():
-    for size in range(2, 8):
-        for right, k in product(range(size + 1), range(2, 10)):
-            subsets = list(combinations([1.0] * right + [0.0] * (size - right), min(k, size)))
-            mixed = fmean(len(set(subset)) == 2 for subset in subsets)
-            assert signal_share(groups(right, size=size), k) == pytest.approx(mixed, abs=1e-14), (size, right, k)
-
-
-def test_signal_share_is_unbiased_and_with_few_answers_a_lower_bound():
-    """Prompts of known chances, 20,000 times: the mean is 1 - p^G - (1-p)^G; of 3 answers for groups of 6 that of 3."""
-    rng, chances, group_size = np.random.default_rng(0), np.array([0.03, 0.4, 0.95]), 6
-    truth = {size: (1 - chances**size - (1 - chances) ** size).mean() for size in (3, 6)}
-    for num_samples, expected in ((8, truth[6]), (6, truth[6]), (3, truth[3])):
-        of_counts = [signal_share(groups(c, size=num_samples), group_size) for c in range(num_samples + 1)]
-        shares = np.array(of_counts)[rng.binomial(num_samples, chances, (20_000, 3))].mean(1)
-        assert abs(shares.mean() - expected) < 4 * shares.std() / np.sqrt(20_000), num_samples
-    assert truth[3] < truth[6]
-
-
-def test_signal_share_of_several_prompts_and_of_other_rewards():
-    assert signal_share(groups(0, 1, 4, size=4), 4) == pytest.approx(1 / 3)
-    assert signal_share(groups(0, 0, size=4), 4) == 0 == signal_share(groups(4, size=4), 4)
-    assert signal_share(groups(1, size=1), 16) is None, "one answer has nothing to differ from"
-    shifted = groups(1, 2, size=4)
-    for sample in (sample for group in shifted for sample in group):
-        sample.reward = 2 * sample.reward - 1
-    assert signal_share(shifted, 2) == signal_share(groups(1, 2, size=4), 2)
-    shifted[0][1].reward = 0.5
-    assert signal_share(shifted, 2) is None, "not binary"
-
-
-def test_the_first_validation_says_how_many_groups_will_have_a_gradient(one_rank, capsys):
-    log = SimpleNamespace(samples=lambda *_: None, validation=lambda *_: None)
-    cfg = config_of(max_val_samples=6, val_num_generations_per_prompt=4, num_generations_per_prompt=4)
-    before = validated(cfg, inputs_of(easy=3, hard=3), step=0, log=log)
-    share = before.first_validation["validation/sampled/signal_share"]
-    assert 0 < share <= 1
-    text = "of groups of 4 answers will have a gradient; in the others all rewards are equal"
-    assert capsys.readouterr().out == f"signal: about {share:.0%} {text} (from 4 answers to each held-out prompt)\n"
-    cfg = config_of(max_val_samples=6, val_num_generations_per_prompt=2, num_generations_per_prompt=16)
-    state = validated(cfg, inputs_of(held=6), log=log)
-    share = state.last_validation["validation/sampled/signal_share"]
-    text = f"signal: at least about {share:.0%} {text.replace('4', '16')} (from 2 answers to each held-out prompt; "
-    assert capsys.readouterr().out == f"{text}grpo.val_num_generations_per_prompt=16 makes it an estimate)\n"
-    again = validated(cfg, inputs_of(held=6), log=log, state=state)
-    assert again.last_validation["validation/sampled/signal_share"] == share and capsys.readouterr().out == ""
-    assert "validation/sampled/signal_share" not in validated(config_of(), inputs_of(held=2), log=log).last_validation
-    assert capsys.readouterr().out == ""
-
-
 def test_majority_of_an_answer_graded_both_ways_is_its_share():
     samples = answers("7", "7", "5")
     samples[1].outcome = "wrong"
@@ -139,7 +74,7 @@ def test_equal_numbers_are_one_vote():
     assert cut.extracted is None
 
 
-def test_wilson_interval_worked():
+def test_interval_of_one_sample_each_is_wilsons():
     """Newcombe 1998, table I: 81 of 263, 15 of 148, 0 of 20, 1 of 29."""
     for right, size, low, high in (
         (81, 263, 0.2553, 0.3662),
@@ -147,24 +82,20 @@ def test_wilson_interval_worked():
         (0, 20, 0.0000, 0.1611),
         (1, 29, 0.0061, 0.1718),
     ):
-        assert wilson_interval(right, size) == pytest.approx((low, high), abs=5e-5)
+        means = [1.0] * right + [0.0] * (size - right)
+        assert accuracy_interval(means, size) == pytest.approx((low, high), abs=5e-5)
 
 
-def test_clustered_interval_worked():
-    """Means .25, .5, .75, 1: mean .625, s = sqrt(5/48), half width 1.959964 s / 2 = .31630; the upper end is cut."""
-    half = 1.959964 * math.sqrt(5 / 48) / 2
-    assert clustered_interval([0.25, 0.5, 0.75, 1.0]) == pytest.approx((0.625 - half, 0.625 + half))
-    assert half == pytest.approx(0.316291, abs=1e-5)
-    assert clustered_interval([1.0, 0.5]) == (pytest.approx(0.75 - 1.959964 * 0.25), 1.0)
-    assert clustered_interval([0.5]) is None
-
-
-def test_clustered_interval_covers():
-    """Per-problem chances spread over [0, 1], 4 samples of each: the interval holds the truth 95 times in 100."""
+def test_interval_of_several_samples_each():
+    """Alike samples tell as much as one; independent ones tell as much as their number; in between, 95 times in 100 the
+    interval holds the truth."""
+    alike = [1.0] * 30 + [0.0] * 70
+    assert accuracy_interval(alike, 400) == pytest.approx(accuracy_interval(alike, 100))
+    assert accuracy_interval([0.5, 0.75, 0.75], 12) == pytest.approx(accuracy_interval([1.0] * 8 + [0.0] * 4, 12))
     rng, hits = np.random.default_rng(0), 0
     for _ in range(2000):
         chance_P = rng.uniform(size=100)
-        low, high = clustered_interval((rng.uniform(size=(100, 4)) < chance_P[:, None]).mean(1).tolist())
+        low, high = accuracy_interval((rng.uniform(size=(100, 4)) < chance_P[:, None]).mean(1).tolist(), 400)
         hits += low < 0.5 < high
     assert 0.93 < hits / 2000 < 0.965
 
