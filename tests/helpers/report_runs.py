@@ -1,34 +1,13 @@
-"""The report of large and hostile runs in headless Chromium: seconds until it is drawn, bytes, console, requests.
+"""Folders as runs leave them, with invented numbers, dumped tokens, and texts that attack the page of the report."""
 
-    python bench/report.py OUT.json [--pictures FOLDER] [--node FOLDER]
-
-Makes runs with invented numbers: 8 environments x 1,000 steps x 512 samples a step, a small one with dumped tokens, one
-whose texts attack the page. Writes the report of each, opens it, and listens to console, page errors and every request.
-Chromium comes from npm (pinned below) into a temporary folder; --node names one that has it. Says so and ends with exit
-code 0 where there is no node or npm.
-"""
-
-import argparse
 import json
 import math
-import os
-import platform
 import random
-import shutil
-import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from tools import report
-
-PACKAGES = ("@sparticuz/chromium@153.0.0", "puppeteer-core@24.43.1")
 WORDS = "so we have the sum of all first then subtract seven and check it again which gives answer therefore".split()
 OUTCOMES = ("ok", "wrong", "parse_fail", "timeout", "error")
 ATTACKS = (
@@ -149,75 +128,3 @@ def make_hostile(folder: Path) -> None:
             samples.write(json.dumps({"step": step, "reward": [attack[:9]], "reply": {"a": 1}}) + "\nno json\n")
         samples.write('{"step": 99, "reply": "half')
     (folder / "exit.json").write_text(json.dumps({"code": 1, "reason": ATTACKS[0], "rank": 0}) + "\n")
-
-
-def write_report(folders: list[Path]) -> dict:
-    """Seconds and bytes of `python -m tools.report` in a process of its own, and the most memory that it had."""
-    start = time.perf_counter()
-    command = [sys.executable, "-m", "tools.report", *map(str, folders)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    assert status == 0, command
-    peak = usage.ru_maxrss / 1024
-    size = (folders[0] / "report.html").stat().st_size
-    return {"seconds_to_write": round(time.perf_counter() - start, 1), "bytes": size, "peak_mib": round(peak)}
-
-
-def cases(work: Path, scale: float) -> list[dict]:
-    """Makes the runs and their reports; what the browser opens, with what was measured so far."""
-    made = {name: work / name / "exp_001" for name in ("large", "hostile", "small")}
-    made["other"] = work / "other" / "exp_002"
-    small = {"num_steps": 120, "num_envs": 2, "num_samples": 32}
-    make_run(made["small"], **small, num_dumps=4)
-    make_run(made["other"], **small, seed=1)
-    make_hostile(made["hostile"])
-    make_run(made["large"], num_steps=int(1000 * scale), num_envs=8, num_samples=512)
-    found = []
-    for name, folders in {
-        "small": [made["small"]],
-        "two runs": [made["other"], made["small"]],
-        "hostile": [made["hostile"]],
-        "large": [made["large"]],
-    }.items():
-        written = write_report(folders)
-        found.append({"name": name, "page": str(folders[0] / "report.html"), **written})
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--pictures", type=Path, help="folder for screenshots")
-    parser.add_argument(
-        "--node", type=Path, help="folder whose node_modules has puppeteer-core and @sparticuz/chromium"
-    )
-    parser.add_argument("--scale", type=float, default=1.0, help="of the large run's 1,000 steps")
-    args = parser.parse_args()
-    if not (shutil.which("node") and shutil.which("npm")):
-        print("skipped: node and npm are not installed, and the browser comes from npm")
-        return
-    with tempfile.TemporaryDirectory() as name:
-        work = Path(name)
-        node = args.node or work
-        if not args.node:
-            subprocess.run(["npm", "install", "--silent", "--prefix", name, *PACKAGES], check=True)
-        pages = cases(work, args.scale)
-        live = work / "live.html"
-        run = report.read_run(Path(pages[0]["page"]).parent, "exp_001", report.MAX_SAMPLES)
-        live.write_text(report.as_page([run], live_seconds=2), encoding="utf-8")
-        job = {"pages": pages, "live": str(live), "node": str(node.resolve())}
-        job |= {"pictures": str(args.pictures.resolve()) if args.pictures else None}
-        command = ["node", str(ROOT / "bench" / "report.mjs"), json.dumps(job)]
-        opened = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-    result = {"command": "python bench/report.py", "date": time.strftime("%Y-%m-%d"), "commit": commit}
-    result |= {"machine": f"{platform.machine()}, CPU", "python": platform.python_version(), **opened}
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    for page in opened["pages"]:
-        print(json.dumps(page))
-
-
-if __name__ == "__main__":
-    main()
