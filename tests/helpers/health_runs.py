@@ -1,7 +1,6 @@
-"""The runs behind run/health.py: what each fires, and the metrics that the rules read of it, in tests/run/health.
+"""The runs that set run/health.py: what each fires, and the metrics that the rules read of it, in tests/run/health.
 
-python tests/helpers/health_runs.py run [NAME ...]      runs them anew; keeps their metrics in tests/run/health
-python tests/helpers/health_runs.py table               writes tests/run/health/README.md from what is kept
+python tests/helpers/health_runs.py [NAME ...]      runs them anew; keeps their metrics in tests/run/health
 """
 
 import json
@@ -104,86 +103,13 @@ def fired(steps: list[dict[str, float]]) -> dict[str, int]:
     return dict(sorted(((name, held[0]) for name, held in report.held.items()), key=lambda item: item[1]))
 
 
-def margins(steps: list[dict[str, float]]) -> dict[str, str]:
-    """How near a run comes to each threshold: its worst value at any step, of what the rule compares."""
-    worst = dict.fromkeys(("gap", "gradient", "clipped", "drop", "cut", "unread", "entropy", "flat"), 0.0)
-    flat = 0
-    for n in range(1, len(steps) + 1):
-        seen, recent, few = steps[:n], steps[:n][-health.RECENT :], steps[:n][-health.FEW :]
-        accuracy = health.mean(recent, "accuracy")
-        flat = flat + 1 if health.has_no_signal(steps[n - 1]) and accuracy < health.MOST else 0
-        now = {"gap": health.mean(recent, health.GAP), "flat": flat}
-        now["clipped"] = sum(health.mean(recent, name) for name in health.CLIPPED)
-        now["cut"] = min(health.column(few, "truncation_rate"))
-        now["unread"] = min(health.column(few, "outcome/parse_fail"))
-        if accuracy < health.MOST and n >= health.RECENT:
-            now["entropy"] = 0.005 / health.mean(recent, "entropy")
-        first = [x for x in health.column(seen[:15][:-5], "grad_norm") if x > 0]
-        if len(first) >= health.FEW:
-            middle = sorted(health.column(recent, "grad_norm"))[2]
-            now["gradient"] = middle / max(1, 30 * sorted(first)[len(first) // 2])
-        if n >= 2 * health.START:
-            first, last = (health.mean(part, "reward") for part in (seen[: health.START], seen[-health.START :]))
-            now["drop"] = (first - last) / (abs(first) / 2 or math.inf)
-        worst |= {name: max(worst[name], value) for name, value in now.items()}
-    worst["gap"] /= max(0.02, 3 * health.mean(steps[: health.RECENT], health.GAP))
-    limits = {"clipped": 0.2, "cut": health.MOST, "unread": health.MOST, "flat": health.RECENT}
-    return {name: f"{value / limits.get(name, 1):.0%}" for name, value in worst.items()}
-
-
-def table() -> str:
-    """The text of tests/run/health/README.md."""
-    lines = [
-        "# What real runs fire",
-        "",
-        "The metrics that the rules of run/health.py read, of whole runs, a file each: a line with the command and the",
-        "columns, then a step a line, in 6 digits. `python tests/helpers/health_runs.py run` makes them anew (2 CPU",
-        "cores, half an hour), `... table` this page. smollm2 is `examples/smollm2/metrics.jsonl`.",
-        "",
-        "## Sick runs",
-        "",
-        "| run | what differs from configs/smoke.yaml | fires first | at step | what follows, at step |",
-        "|---|---|---|---|---|",
-    ]
-    for name, (_, arguments) in SICK.items():
-        (first, step), *others = fired(kept(name)).items()
-        changes = " ".join(f"`{word}`" for word in arguments if word not in (SMOKE, SHORT))
-        follow = ", ".join(f"{rule} {at}" for rule, at in others) or "nothing"
-        lines.append(f"| {name} | {changes} | {first} | {step} | {follow} |")
-    lines += [
-        "",
-        "## Healthy runs",
-        "",
-        "They fire nothing. How near each comes to a threshold, at its worst step: 100% is the threshold.",
-        "",
-        "- gap, gradient, clipped, cut, unread: the value over the threshold (logp_gap_grows, gradient_explodes,",
-        "  many_clipped, truncated, parse_fail)",
-        "- drop: the fall of the reward over ten steps, over half of what it was in the first ten (reward_fell)",
-        "- entropy: 0.005 nats over the entropy, where less than 90% of the answers are right (entropy_gone)",
-        "- flat: steps in a row without a gradient and with less than 90% of the answers right, of 5 (no_gradient)",
-        "",
-        "| run | steps | gap | gradient | clipped | drop | cut | unread | entropy | flat | solved |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name in (*HEALTHY, "smollm2"):
-        steps = kept(name)
-        solved = f"at {step}" if (step := fired(steps).get("solved")) else "no"
-        lines.append(f"| {name} | {len(steps)} | {' | '.join(margins(steps).values())} | {solved} |")
-    return "\n".join(lines) + "\n"
-
-
-def main(words: list[str]) -> None:
+def main(names: list[str]) -> None:
     arguments = HEALTHY | {name: arguments for name, (_, arguments) in SICK.items()}
-    if words[:1] == ["run"]:
-        for name in words[1:] or arguments:
-            with tempfile.TemporaryDirectory() as log_dir:
-                code, steps = run(arguments[name], Path(log_dir))
-            keep(name, arguments[name], steps)
-            print(f"{name}: exit code {code}, {len(steps)} steps, fires {fired(steps)}", flush=True)
-    elif words == ["table"]:
-        (KEPT / "README.md").write_text(table())
-    else:
-        sys.exit(__doc__)
+    for name in names or arguments:
+        with tempfile.TemporaryDirectory() as log_dir:
+            code, steps = run(arguments[name], Path(log_dir))
+        keep(name, arguments[name], steps)
+        print(f"{name}: exit code {code}, {len(steps)} steps, fires {fired(steps)}", flush=True)
 
 
 if __name__ == "__main__":

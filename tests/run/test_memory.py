@@ -60,17 +60,6 @@ def in_backward(monkeypatch):
     monkeypatch.setattr(grpo, "compute_loss", compute)
 
 
-def in_step(monkeypatch):
-    build_optimizer = setup.build_optimizer
-
-    def broken(*args, **kwargs):
-        optimizer = build_optimizer(*args, **kwargs)
-        optimizer.step = fail
-        return optimizer
-
-    monkeypatch.setattr(setup, "build_optimizer", broken)
-
-
 def in_engine(monkeypatch):
     def no_room(*_, **__):
         raise ValueError(KV_TOO_SMALL)
@@ -93,9 +82,7 @@ PHASES = {  # name -> (what fails, the phase, the line of the program, the plan'
     "engine": (in_engine, "start", "raise ValueError", "generate"),
     "generation": (patched(rollout.Sampler, "finish"), "generation", r"raise torch\.Out", "generate"),
     "logprobs": (patched(grpo, "finish_minibatches"), "policy_and_reference_logprobs", r"raise torch\.Out", "score"),
-    "forward": (patched(grpo, "linear_loss"), "policy_training", r"raise torch\.Out", "train"),
     "backward": (in_backward, "policy_training", r"raise torch\.Out", "train"),
-    "step": (in_step, "policy_training", r"raise torch\.Out", "train"),
     "sync": (in_sync, "prepare_for_generation", r"raise torch\.Out", "sync"),
 }
 
