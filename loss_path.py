@@ -38,8 +38,9 @@ def choose_loss_path(
     device: torch.device,
     filtered: bool = False,
 ) -> LossPath:
-    """The path of policy_loss (`loss.policy_loss`) with the options cfg. has_old, has_ref: whether old_logp_T and
-    ref_logp_T are given in this run; filtered: whether logits are. A second at most; nothing random: ranks agree."""
+    """The path of policy_loss (`loss.policy_loss`) with the options cfg. has_old, has_ref: whether this run gives
+    old_logp_T and ref_logp_T; filtered: whether it filters logits. Takes a second at most. Deterministic, so all ranks
+    choose alike."""
     make_pack = partial(_pack, cfg=cfg, has_old=has_old, has_ref=has_ref)
     coupled, has_grad, positive_has_grad = _probe(policy_loss, make_pack)
     path = LossPath("one pass", zero_adv_has_grad=has_grad, zero_adv_positive_has_grad=positive_has_grad)
@@ -124,7 +125,7 @@ def _probe(policy_loss: Callable, make_pack: Callable) -> tuple[bool, bool, bool
 
 def _edge_values(cfg: LossConfig) -> list[tuple[float, float, float, float]]:
     """(logp - old, advantage, old - sampler, ref - logp): both sides of every bound of cfg for each sign of the
-    advantage, and extremes. What is not varied is gentle: an extreme would hide the others."""
+    advantage, and extremes. The other values are moderate, because an extreme would hide the effect of the rest."""
 
     def sides(*bounds: float | None) -> list[float]:
         return [bound + side for bound in bounds if bound is not None for side in (-1e-3, 1e-3)]

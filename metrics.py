@@ -37,10 +37,10 @@ def accumulate(total: dict[str, Metric], new: dict[str, Metric]) -> None:
 
 
 def reduce_over_ranks(total: dict[str, Metric], *, divide_sums_by: int = 1) -> dict[str, float]:
-    """The step's numbers, equal on every rank: a collective, with the same names on all ranks.
+    """The numbers of the step, equal on every rank. A collective; all ranks pass the same names.
 
-    `divide_sums_by`: the number of optimizer steps that `total` was accumulated over: what is no pair and no extremum
-    becomes its mean over them.
+    `divide_sums_by`: the number of optimizer steps over which `total` was accumulated. A value that is neither a pair
+    nor an extremum becomes its mean over them.
     """
     if not total:
         return {}
@@ -65,11 +65,12 @@ def reduce_over_ranks(total: dict[str, Metric], *, divide_sums_by: int = 1) -> d
 
 
 def derived_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """Reduced metrics -> the same with what is no mean, and NeMo RL's names where the reduction needs another ending.
+    """Adds metrics that are not means to the reduced ones, and restores NeMo RL's names where the reduction needs
+    another ending.
 
-    effective_sample_size of the sampler weights (Kish 1965): (sum w)^2 / (n sum w^2), from 1/n (one weight is
-    everything) to 1 (all equal), over n tokens, or sequences where weights are theirs. It takes the place of
-    importance_weight_square, of which it is made.
+    effective_sample_size of the sampler weights (Kish 1965): (sum w)^2 / (n sum w^2), from 1/n (one weight dominates)
+    to 1 (all equal), over n tokens, or over n sequences if each sequence has one weight. It replaces
+    importance_weight_square.
     """
     pattern = r"(seq_mult_prob_error(?:_after_mask)?)(?:_(min|max))?"
     metrics = {re.sub(pattern, lambda m: f"{m[2] or 'mean'}_{m[1]}", name): x for name, x in metrics.items()}
@@ -80,11 +81,11 @@ def derived_metrics(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> dict[str, float]:
-    """Numbers of the samples of a step, all ranks': `generated`, of which dynamic sampling left `trained`.
+    """Numbers of the samples of a step, of all ranks. Dynamic sampling keeps `trained` of the `generated` samples.
 
-    Names are NeMo RL's where it has one. Means are over all generated samples: they show the policy, the kept ones only
-    the middle of the problems. Of `trained`: filtered_reward and total_num_tokens. zero_variance_fraction is of the
-    groups' rewards that the advantages see, unshaped_zero_variance_fraction of those before shaping.
+    Names are NeMo RL's where it has one. Means are over all generated samples, because those show the policy; only
+    filtered_reward and total_num_tokens are over `trained`. zero_variance_fraction counts groups by the rewards that
+    the advantages see, unshaped_zero_variance_fraction by the rewards before shaping.
     """
     tokens_B = np.array([s.num_gen_tokens for s in generated])
     turns_B = np.array([s.num_turns for s in generated])

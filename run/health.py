@@ -1,8 +1,8 @@
-"""Says when a run does not learn: rules over the metrics of its steps, which change nothing of the training. No torch.
+"""Says when a run does not learn: rules over the metrics of its steps, which do not affect training. No torch.
 
-A rule gets the steps so far (each: metric -> value, without `train/`) and returns what is wrong, or "". NaN fires none.
-Thresholds name their source, or are set by runs of this repository: tests/run/health has what real sick runs fire, and
-how far from firing the healthy ones stay. docs/faq.md says what to do.
+A rule gets the steps so far (each: metric -> value, without `train/`) and returns what is wrong, or "". NaN fires no
+rule. A threshold names its source, or was set by runs of this repository: tests/run/health has what real sick runs
+fire, and how far healthy runs stay from firing. docs/faq.md says what to do.
 """
 
 import math
@@ -13,10 +13,10 @@ import numpy as np
 from envs import OUTCOMES
 
 Steps = Sequence[dict[str, float]]
-START = 10  # the first steps, which later ones are compared with
-RECENT = 5  # as many smooth the noise
-FEW = 3  # as many show what holds for nearly all answers
-MOST = 0.9  # nearly all
+START = 10  # the first steps, with which later ones are compared
+RECENT = 5  # steps: enough to smooth the noise
+FEW = 3  # steps: enough for what holds for nearly all answers
+MOST = 0.9  # "nearly all"
 GAP, CLIPPED = "logp_gap_mean", ("ratio_clip_low_fraction", "ratio_clip_high_fraction")
 OUTCOME = ("accuracy", *(f"outcome/{name}" for name in OUTCOMES[1:]))
 OTHERS = ("reward", "zero_variance_fraction", "advantages/min", "advantages/max", "truncation_rate")
@@ -24,15 +24,15 @@ READ = (GAP, *CLIPPED, *OUTCOME, *OTHERS, "entropy", "grad_norm")
 
 
 def logp_gap_grows(steps: Steps) -> str:
-    """Sampler and trainer drift apart: 0.02 nats are 2% of a token's probability, where NeMo RL's healthy range ends
-    (token_mult_prob_error, docs/guides/grpo.md). bfloat16 may be there from the first step."""
+    """Sampler and trainer diverge: 0.02 nats are 2% of a token's probability, where NeMo RL's healthy range ends
+    (token_mult_prob_error, docs/guides/grpo.md). bfloat16 may start there."""
     first, now = mean(steps[:RECENT], GAP), mean(steps[-RECENT:], GAP)
     return f"logp gap {now:.1e}, at first {first:.1e}" if now > max(0.02, 3 * first) else ""
 
 
 def gradient_explodes(steps: Steps) -> str:
-    """30 times as long as at first (LoRA's grows sixfold here, as its second factor starts at 0), and longer than 1,
-    the default of policy.max_grad_norm. NaN counts as infinite."""
+    """The gradient is 30 times as long as at first (with LoRA it grows sixfold here, because the second factor starts
+    at 0), and longer than 1, the default of policy.max_grad_norm. NaN counts as infinite."""
     first = [norm for norm in column(steps[: START + RECENT], "grad_norm")[:-RECENT] if 0 < norm < math.inf]
     before = np.median(first) if len(first) >= FEW else math.inf
     now = np.median(np.nan_to_num(column(steps[-RECENT:], "grad_norm"), nan=math.inf, posinf=math.inf))
@@ -46,8 +46,8 @@ def many_clipped(steps: Steps) -> str:
 
 
 def reward_fell(steps: Steps) -> str:
-    """By half, and by more than five standard errors over ten steps. Three steps are enough where rewards differ in no
-    group any more, and did in four of ten: by chance 0.6^24 with 8 prompts a step."""
+    """The reward fell by half, and by more than five standard errors over ten steps. Three steps are enough if rewards
+    no longer differ in any group, and differed in four of ten: by chance 0.6^24 with 8 prompts a step."""
     is_flat = len(steps) > FEW and all(map(has_no_signal, steps[-FEW:]))
     width = FEW if is_flat else START
     now, noise = (f(column(steps[-width:], "reward")) for f in (np.mean, np.var))
@@ -61,21 +61,21 @@ def reward_fell(steps: Steps) -> str:
 
 
 def truncated(steps: Steps) -> str:
-    """Nearly all answers: the policy is never seen to finish."""
+    """Nearly all answers are cut, so the policy never sees an end."""
     share = np.min(column(steps[-FEW:], "truncation_rate"))
     return f"{share:.0%} of the answers are cut by the length limit" if len(steps) >= FEW and share >= MOST else ""
 
 
 def parse_fail(steps: Steps) -> str:
-    """Nearly all answers, and not because they are cut."""
+    """Nearly all answers cannot be parsed, and not because they are cut."""
     share = np.min(column(steps[-FEW:], "outcome/parse_fail"))
     holds = len(steps) >= FEW and share >= MOST and not truncated(steps)
     return f"{share:.0%} of the replies hold no answer that is found; read samples.jsonl" if holds else ""
 
 
 def entropy_gone(steps: Steps) -> str:
-    """Entropy is what reward is bought with (Cui et al. 2025, arXiv 2505.22617). Where most answers are right, it is
-    well spent: healthy runs here end at 0.001 to 0.03 nats, and have 0.018 or more before."""
+    """Reward is bought with entropy (Cui et al. 2025, arXiv 2505.22617). If most answers are right, it is well spent:
+    healthy runs here end at 0.001 to 0.03 nats, and have 0.018 or more before."""
     now, accuracy = (mean(steps[-RECENT:], name) for name in ("entropy", "accuracy"))
     holds = len(steps) >= RECENT and now < 0.005 and accuracy < MOST
     return f"entropy {now:.4f} nats: a prompt's samples are all the same, {accuracy:.0%} right" if holds else ""
@@ -89,7 +89,7 @@ def no_gradient(steps: Steps) -> str:
     return f"{RECENT} steps without a gradient: rewards differ in no group ({', '.join(shares)}); read samples.jsonl"
 
 
-# Where several start at one step, the first is the nearest to the cause.
+# If several start to hold at one step, the first is nearest to the cause.
 RULES = [logp_gap_grows, gradient_explodes, many_clipped, reward_fell, truncated, parse_fail, entropy_gone, no_gradient]
 
 
@@ -102,18 +102,19 @@ def mean(steps: Steps, name: str) -> float:
 
 
 def has_no_signal(step: dict[str, float]) -> bool:
-    """All advantages are 0. grad_norm would not say it: it is that of the step's last minibatch, KL and all."""
+    """All advantages are 0. grad_norm would not show it: it is the norm of the last minibatch, with the KL."""
     return step.get("advantages/min") == step.get("advantages/max") == 0
 
 
 def is_solved(steps: Steps) -> bool:
-    """Nearly all answers are right, and were not always: a reward that has never differed is no success."""
+    """Nearly all answers are right, and were not always: a reward that never differed is no success."""
     is_over = all(map(has_no_signal, steps[-RECENT:])) and mean(steps[-RECENT:], "accuracy") >= MOST
     return is_over and not all(map(has_no_signal, steps))
 
 
 class Health:
-    """The rules over a run. records: what its metrics.jsonl has, so that a resumed run goes on as the unbroken one."""
+    """The rules over a run. records: the lines of its metrics.jsonl, so that a resumed run continues as the unbroken
+    run would."""
 
     def __init__(self, records: Iterable[dict] = ()):
         self.steps: list[dict[str, float]] = []
@@ -123,7 +124,7 @@ class Health:
                 self.add(record["step"], {name.removeprefix("train/"): value for name, value in record.items()})
 
     def add(self, step: int, train: dict[str, float]) -> tuple[dict[str, float], list[str]]:
-        """What a step adds: `health/<rule>` 1.0 where it holds, else 0.0, and a line for each that starts to hold."""
+        """Takes a step; returns `health/<rule>` (1.0 if it holds, else 0.0) and a line for each that starts to hold."""
         self.steps.append({name: train[name] for name in (*READ, "lr") if name in train})
         with np.errstate(all="ignore"):
             problems = {rule.__name__: rule(self.steps) for rule in RULES}
@@ -140,7 +141,7 @@ class Health:
         return {f"health/{name}": float(problem != "") for name, problem in problems.items()}, lines
 
     def summary(self) -> str:
-        """For the table that a run ends with."""
+        """The line of the table at the end of a run."""
         spans = [f"{name} ({len(held)} of steps {held[0]}-{held[-1]})" for name, held in self.held.items()]
         if self.held.keys() - {"solved"}:
             return ", ".join(spans) + ": see docs/faq.md"

@@ -1,6 +1,6 @@
-"""What a run writes for people and programs: metrics.jsonl, samples.jsonl, TensorBoard events, the console.
+"""What a run writes for people and programs: metrics.jsonl, samples.jsonl, TensorBoard events, W&B, the console.
 
-Metrics are logged raw: a NaN stays visible. samples.jsonl is strict JSON: a number that is not finite is null there.
+Metrics are logged raw: a NaN stays visible. samples.jsonl is strict JSON: a number that is not finite becomes null.
 """
 
 import itertools
@@ -43,7 +43,7 @@ class RunLog:
         self.max_samples = cfg.num_samples_to_log
         for name in ("metrics.jsonl", "samples.jsonl"):
             _drop_from(folder / name, first_step)
-        # backslashreplace: half a character, which a row may bring and UTF-8 has not, is written as its JSON escape.
+        # backslashreplace: a row may contain half a surrogate pair, which UTF-8 cannot encode; JSON's escape can.
         options = {"encoding": "utf-8", "errors": "backslashreplace", "buffering": 1}
         self.metrics_file = (folder / "metrics.jsonl").open("a", **options)
         self.samples_file = (folder / "samples.jsonl").open("a", **options)
@@ -66,7 +66,7 @@ class RunLog:
             self.wandb.send(row)
 
     def samples(self, step: int, kind: str, samples: list[Sample], tokenizer: Tokenizer, num_print: int = 0) -> None:
-        """The first conversations to samples.jsonl, `num_print` of them to the console."""
+        """Writes the first conversations to samples.jsonl, and prints `num_print` of them."""
         decode = partial(tokenizer.backend.decode, skip_special_tokens=False)
         for i, sample in enumerate(samples[: max(self.max_samples, num_print)]):
             prompt, reply = decode(sample.prompt_ids), decode(sample.output_ids.tolist())
@@ -79,7 +79,7 @@ class RunLog:
                 print(f"    [{kind}] {prompt!r} -> {reply!r}  {sample.outcome}, reward {sample.reward:g}", flush=True)
 
     def step(self, step: int, train: Numbers, seconds: Numbers, performance: Numbers) -> None:
-        """A training step: its object in metrics.jsonl, its one readable line, and what is newly wrong with the run."""
+        """Logs a training step: an object in metrics.jsonl, a line, and what has newly gone wrong with the run."""
         total, tokens_per_sec = seconds["total_step_time"], performance["performance/tokens_per_sec"]
         health, warnings = self.health.add(step, train)
         values = {f"train/{name}": value for name, value in (train | health).items() if name != "train_tokens"}
@@ -101,7 +101,7 @@ class RunLog:
         )
 
     def validation(self, step: int, values: dict[str, float]) -> None:
-        """A validation: an object of its own in metrics.jsonl, and a line."""
+        """Logs a validation: an object of its own in metrics.jsonl, and a line."""
         self.metrics(step, values)
         accuracies = ", ".join(f"{label} {value:.3f}" for label, value in _accuracies(values).items())
         seconds = f"{values['timing/validation/total_validation_time']:.1f}s"
@@ -144,8 +144,8 @@ def _drop_from(file: Path, first_step: int) -> None:
 
 
 class Timers:
-    """Seconds of each named phase of a step, and on CUDA the most bytes that torch had allocated in it. `enter` is told
-    of each phase that begins: the watchdog."""
+    """Seconds of each named phase of a step, and on CUDA the peak of the bytes that torch allocated in it. `enter` is
+    called with each phase that begins, for the watchdog."""
 
     def __init__(self, enter: Callable[[str], None]):
         self.enter = enter
@@ -163,7 +163,7 @@ class Timers:
             yield
         finally:
             if torch.cuda.is_available():
-                torch.cuda.synchronize()  # a phase ends when its kernels have
+                torch.cuda.synchronize()  # a phase ends when its kernels have ended
                 self.peaks[name] = torch.cuda.max_memory_allocated()
             self.seconds[name] += time.perf_counter() - start
 

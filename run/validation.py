@@ -29,7 +29,7 @@ Z95 = 1.959964  # 97.5% of a normal distribution lie below
 
 
 def validate(run: Run) -> None:
-    """Scores every validation set in every mode, logs the numbers, and keeps them in the run's state."""
+    """Scores every validation set in every mode, logs the numbers, and keeps them in the state of the run."""
     if not run.inputs.validation:
         return
     run.watchdog.enter("validation")
@@ -58,8 +58,8 @@ def validate(run: Run) -> None:
 
 
 def evaluate(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device, folder: Path) -> dict[str, Any]:
-    """What eval.py reports, equal on all ranks: what was scored, with which settings, and the numbers of each set and
-    mode. Rank 0 writes samples into `folder`."""
+    """The report of eval.py, equal on all ranks: what was scored, the settings, and the numbers of each set and mode.
+    Rank 0 writes samples into `folder`."""
     start = time.perf_counter()
     model, engine, sampler = build(cfg, inputs, ranks, device)
     base_sha256 = read_adapter(cfg, inputs, model, ranks)
@@ -92,7 +92,7 @@ def evaluate(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device,
 
 
 def modes(cfg: Config) -> dict[str, tuple[int, SamplingOptions]]:
-    """Name -> (samples per problem, how they are sampled). Greedy: one. Sampled: as the val_ options say."""
+    """Name -> (samples per problem, sampling options). Greedy takes one sample; the val_ options set the other mode."""
     grpo, generation = cfg.grpo, cfg.policy.generation
     length = grpo.val_max_new_tokens or generation.max_new_tokens
     temperature = grpo.val_temperature or generation.temperature
@@ -102,8 +102,8 @@ def modes(cfg: Config) -> dict[str, tuple[int, SamplingOptions]]:
 
 
 def sample_sets(cfg: Config, inputs: RunInputs, sampler: Sampler) -> Iterator[tuple[str, str, list[Sample]]]:
-    """(set, mode, graded samples of its first max_val_samples problems). The ranks share the work; rank 0 has tokens of
-    what it logs. The seeds are the same every time, so that two validations differ by the weights alone."""
+    """(set, mode, graded samples of its first max_val_samples problems). The ranks share the work; rank 0 gets the
+    tokens that it logs. The seeds are the same every time, so two validations differ by the weights alone."""
     num_logged = max(cfg.logger.num_samples_to_log, cfg.logger.num_val_samples_to_print)
     for name, dataset in inputs.validation.items():
         problems = list(enumerate(dataset.problems[: cfg.grpo.max_val_samples]))
