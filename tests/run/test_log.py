@@ -1,4 +1,4 @@
-"""Reduction over micro-batches and ranks, a step's numbers by hand, and the files of a run as they are read back."""
+"""run/log.py: the files of a run as they are read back, and its lines."""
 
 import json
 import math
@@ -7,151 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from samples import sample
 
 import config
 from hf.tokenizer import Tokenizer
-from metrics import accumulate, reduce_over_ranks, sample_metrics
 from run.health import RULES
 from run.log import RunLog, Timers
 from run.setup import RunState
-from system.exits import exit_process
 
 STARTER = Path(__file__).resolve().parents[2] / "examples/arithmetic/starter"
 NAN, INF = float("nan"), float("inf")
 
 
-def scalar(value):
-    return torch.tensor(float(value))
-
-
-MICRO_BATCHES = [  # a micro-batch a row, which two ranks share unevenly below
-    {"loss": scalar(0.5), "ratio": (scalar(6), scalar(3)), "r_min": scalar(0.9), "r_max": scalar(1.1)},
-    {"loss": scalar(-2), "ratio": (scalar(1), scalar(1)), "r_min": scalar(0.7), "r_max": scalar(1.0)},
-    {"loss": scalar(4), "ratio": (scalar(0), scalar(0)), "r_min": scalar(INF), "r_max": scalar(-INF)},  # no token
-    {"loss": scalar(1), "ratio": (scalar(5), scalar(4)), "r_min": scalar(0.8), "r_max": scalar(1.3)},
-]
-# 12 / 8, not the mean of 2, 1 and 1.25; in float32, as the micro-batches are
-REDUCED = {"loss": 3.5, "ratio": 1.5, "r_min": float(scalar(0.7)), "r_max": float(scalar(1.3))}
-EMPTY = {"mean": (scalar(0), scalar(0)), "n": torch.tensor(3)}
-
-
-def total_of(micro_batches):
-    total = {}
-    for metrics in micro_batches:
-        accumulate(total, metrics)
-    return total
-
-
-def test_one_rank_by_hand(one_rank):
-    assert reduce_over_ranks(total_of(MICRO_BATCHES)) == REDUCED
-    assert reduce_over_ranks({}) == {}
-    empty = reduce_over_ranks(EMPTY)
-    assert math.isnan(empty["mean"]) and empty["n"] == 3  # no token: no mean, rather than 0
-
-
-def test_accumulate_leaves_the_micro_batches_as_they_are():
-    before = MICRO_BATCHES[0]["loss"].clone(), MICRO_BATCHES[0]["ratio"][0].clone()
-    total_of(MICRO_BATCHES)
-    assert (MICRO_BATCHES[0]["loss"], MICRO_BATCHES[0]["ratio"][0]) == before
-
-
-def two_ranks(rank, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2)
-    results = {"sum": reduce_over_ranks(total_of(MICRO_BATCHES[:1] if rank == 0 else MICRO_BATCHES[1:]))}
-    for bad in range(2):
-        value = scalar(NAN if rank == bad else 1)
-        names = {"pair": (value, scalar(1)), "sum": value, "a_min": value, "a_max": value, "fine": scalar(1)}
-        results[f"nan of rank {bad}"] = reduce_over_ranks(names)
-    # One rank without a token: the other's mean stands.
-    results["zero"] = reduce_over_ranks({"mean": (scalar(3 * rank), scalar(2 * rank)), "none": (scalar(0), scalar(0))})
-    (folder / f"{rank}.json").write_text(json.dumps(results))
-    exit_process(0)
-
-
-def test_two_ranks_equal_one_and_every_nan_stays_visible(tmp_path):
-    mp.spawn(two_ranks, (tmp_path,), nprocs=2)
-    for rank in range(2):
-        results = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert results["sum"] == REDUCED
-        for bad in range(2):
-            values = results[f"nan of rank {bad}"]
-            assert values.pop("fine") == 2 and all(map(math.isnan, values.values())), (rank, bad, values)
-        assert results["zero"]["mean"] == 1.5 and math.isnan(results["zero"]["none"])
-
-
-SAMPLES = [
-    sample(0, 1.0, "ok", 2),
-    sample(0, 1.0, "ok", 4),
-    sample(1, 0.0, "wrong", 6, unsampled=4),
-    sample(1, 0.0, "parse_fail", 8, finish_reason="length"),
-    sample(2, 1.0, "ok", 1, finish_reason="max_turns", num_turns=4),
-    sample(2, 0.0, "timeout", 3),
-    sample(3, 0.5, "ok", 1),  # no variance, neither all right nor all wrong
-    sample(3, 0.5, "error", 1),
-]
-
-
-def test_numbers_of_a_step_by_hand():
-    assert sample_metrics(SAMPLES, SAMPLES[4:]) == {
-        "reward": 0.5,
-        "filtered_reward": 0.5,
-        "unshaped_reward": 0.5,
-        "accuracy": 0.5,
-        "outcome/wrong": 0.125,
-        "outcome/parse_fail": 0.125,
-        "outcome/timeout": 0.125,
-        "outcome/error": 0.125,
-        "zero_variance_fraction": 0.75,
-        "unshaped_zero_variance_fraction": 0.75,
-        "reward_by_env/games": 1 / 3,
-        "reward_by_env/math": 1.0,
-        "reward_by_dataset/a": 1.0,  # the others' has no name
-        "num_samples_by_env/games": 6,
-        "outcome_by_env/games/ok": 1 / 3,
-        **{f"outcome_by_env/games/{name}": 1 / 6 for name in ("wrong", "parse_fail", "timeout", "error")},
-        "num_samples_by_env/math": 2,
-        "outcome_by_env/math/ok": 1.0,
-        **{f"outcome_by_env/math/{name}": 0.0 for name in ("wrong", "parse_fail", "timeout", "error")},
-        "reward_by_finish_reason/length": 0.0,
-        "reward_by_finish_reason/max_turns": 1.0,
-        "reward_by_finish_reason/stop": 0.5,
-        "reward_by_gen_tokens/000000-000001": 2 / 3,
-        "reward_by_gen_tokens/000002-000002": 0.5,  # of the 6 ids of one, 4 are the environment's
-        "reward_by_gen_tokens/000003-000004": 0.5,
-        "reward_by_gen_tokens/000005-000008": 0.0,
-        "mean_prompt_length": 2.5,
-        "mean_gen_tokens_per_sample": 22 / 8,  # 4 of the 26 were not sampled
-        "min_gen_tokens_per_sample": 1,
-        "max_gen_tokens_per_sample": 8,
-        "mean_env_tokens_per_sample": 0.5,
-        "mean_total_tokens_per_sample": 46 / 8,
-        "total_gen_tokens": 22,
-        "total_num_tokens": 20,  # of the 4 that are trained on
-        "total_turns": 11,
-        "avg_turns_per_sample": 11 / 8,
-        "max_turns_per_sample": 4,
-        "truncation_rate": 0.125,
-        "natural_termination_rate": 0.75,
-        "max_turns_reached_rate": 0.125,
-    }
-
-
-def test_groups_by_the_reward_that_matters():
-    """Shaping makes all groups unequal: the shaped reward trains, how hard a prompt is says the unshaped one."""
-    samples = [replace(s, reward=s.reward - 0.01 * i, mask=s.mask & False) for i, s in enumerate(SAMPLES)]
-    found = sample_metrics(samples, samples[:2])
-    assert found["zero_variance_fraction"] == 0
-    assert found["unshaped_zero_variance_fraction"] == 0.75
-    assert (found["unshaped_reward"], found["total_gen_tokens"]) == (0.5, 22)  # masks say what is trained, not more
-    assert found["reward"] == pytest.approx(0.5 - 0.035) and found["filtered_reward"] == pytest.approx(0.995)
-    samples[3].reward = NAN
-    assert math.isnan(sample_metrics(samples, samples[:2])["reward"])
-
-
+SAMPLES = [sample(0, 1.0, "ok", 2), sample(0, 1.0, "ok", 4), sample(1, 0.0, "wrong", 6, unsampled=4)]
 # -------------------------------------------------------------------------------------------------------- run log
 
 TRAIN = {

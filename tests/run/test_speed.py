@@ -18,7 +18,7 @@ from kernels import KernelBackend
 from lora import LoRALinear, add_adapters
 from model import Decoder
 from run.build import loss_path_of
-from run.speed import PEAK_TFLOPS, performance_metrics, train_flops
+from run.speed import performance_metrics, train_flops
 
 SIZES = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 97}
 FAMILIES = {  # grouped and plain heads, heads wider than the hidden size, biases, tied and untied
@@ -254,10 +254,3 @@ def test_utilisation_only_of_a_device_whose_peak_is_known(name, precision, peak,
     if peak:
         ours = {"performance/train_tokens", "timing/train/valid_tokens_per_sec_per_gpu"}
         assert values.keys() - ours == {f"performance/{name}" for name in NAMES_OF_NEMO}
-
-
-def test_peaks_are_dense():
-    """NeMo RL's table (nemo_rl/utils/flops_tracker.py) for the names it has; its GB200 is 2,450."""
-    nemo = {"NVIDIA A100 80GB PCIe": 624 / 2, "NVIDIA H100 80GB HBM3": 1979 / 2, "NVIDIA H200": 1979 / 2}
-    nemo |= {"NVIDIA B200": 4500 / 2, "NVIDIA B300": 4500 / 2}
-    assert {name: PEAK_TFLOPS[name] for name in nemo} == nemo

@@ -195,17 +195,6 @@ def test_what_cannot_be_read_is_said(tmp_path, monkeypatch):
     assert shown["kept"] == "0 of 0 samples"
 
 
-def test_a_run_of_before(tmp_path, monkeypatch):
-    """samples.jsonl without env_name and advantage; rewards that are null."""
-    sample = dict(
-        step=1, kind="train", prompt="1+1=", reply="2", row_id=3, index=0, reward=None, outcome="ok", num_tokens=5
-    )
-    write(tmp_path, [{"step": 1, "train/reward": 0.5}], [sample])
-    (shown,) = page_of(monkeypatch, tmp_path).data["runs"]
-    (kept,) = shown["samples"]
-    assert (kept["env_name"], kept["advantage"], kept["reward"]) == ("", "", "") and kept["reply"] == "2"
-
-
 def test_several_runs(tmp_path, run, monkeypatch):
     other = tmp_path / "exp_002"
     write(other, [{"step": 1, "train/reward": 0.5}], [dict(step=1, kind="train", prompt=7, reply="x")] * 9)
@@ -303,9 +292,3 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     run = subprocess.run([sys.executable, "-m", "tools.report", tmp_path], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 1 and "Traceback" not in run.stderr
     assert run.stderr == f"error: {tmp_path}/report.tmp: Is a directory\n"
-
-
-def test_no_such_folder(tmp_path, monkeypatch, capsys):
-    with pytest.raises(SystemExit) as end:
-        call(monkeypatch, tmp_path / "exp_009")
-    assert end.value.code == 2 and "no such run folder" in capsys.readouterr().err
