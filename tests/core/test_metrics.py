@@ -1,17 +1,15 @@
 """metrics.py: reduction over micro-batches and ranks, and the numbers of a step's samples by hand."""
 
-import json
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import ranks
 from samples import sample
 
 from metrics import accumulate, reduce_over_ranks, sample_metrics
-from system.exits import exit_process
+from system.ranks import start_process_group
 
 NAN, INF = float("nan"), float("inf")
 
@@ -51,28 +49,19 @@ def test_accumulate_leaves_the_micro_batches_as_they_are():
     assert (MICRO_BATCHES[0]["loss"], MICRO_BATCHES[0]["ratio"][0]) == before
 
 
-def two_ranks(rank, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2)
-    results = {"sum": reduce_over_ranks(total_of(MICRO_BATCHES[:1] if rank == 0 else MICRO_BATCHES[1:]))}
+@pytest.mark.slow
+@ranks(2)
+def test_two_ranks_equal_one_and_every_nan_stays_visible():
+    rank = start_process_group(tp_size=1)[0].rank
+    assert reduce_over_ranks(total_of(MICRO_BATCHES[:1] if rank == 0 else MICRO_BATCHES[1:])) == REDUCED
     for bad in range(2):
         value = scalar(NAN if rank == bad else 1)
         names = {"pair": (value, scalar(1)), "sum": value, "a_min": value, "a_max": value, "fine": scalar(1)}
-        results[f"nan of rank {bad}"] = reduce_over_ranks(names)
-    # One rank without a token: the other's mean stands.
-    results["zero"] = reduce_over_ranks({"mean": (scalar(3 * rank), scalar(2 * rank)), "none": (scalar(0), scalar(0))})
-    (folder / f"{rank}.json").write_text(json.dumps(results))
-    exit_process(0)
-
-
-def test_two_ranks_equal_one_and_every_nan_stays_visible(tmp_path):
-    mp.spawn(two_ranks, (tmp_path,), nprocs=2)
-    for rank in range(2):
-        results = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert results["sum"] == REDUCED
-        for bad in range(2):
-            values = results[f"nan of rank {bad}"]
-            assert values.pop("fine") == 2 and all(map(math.isnan, values.values())), (rank, bad, values)
-        assert results["zero"]["mean"] == 1.5 and math.isnan(results["zero"]["none"])
+        values = reduce_over_ranks(names)
+        assert values.pop("fine") == 2 and all(map(math.isnan, values.values())), (rank, bad, values)
+    # One rank without a token: the mean of the other rank stands.
+    zero = reduce_over_ranks({"mean": (scalar(3 * rank), scalar(2 * rank)), "none": (scalar(0), scalar(0))})
+    assert zero["mean"] == 1.5 and math.isnan(zero["none"])
 
 
 SAMPLES = [

@@ -20,7 +20,6 @@ NAN, INF = float("nan"), float("inf")
 
 
 SAMPLES = [sample(0, 1.0, "ok", 2), sample(0, 1.0, "ok", 4), sample(1, 0.0, "wrong", 6, unsampled=4)]
-# -------------------------------------------------------------------------------------------------------- run log
 
 TRAIN = {
     "reward": 0.625,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import ranks
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
@@ -21,7 +21,8 @@ from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from model import load_policy
 from run.reward_model import RewardModel
-from system.exits import StopRun, exit_process
+from system.exits import StopRun
+from system.ranks import start_process_group
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -223,23 +224,22 @@ def test_what_is_no_reward_model_is_said_at_check(edit, options, message, qwen3,
         read_reward_model(cfg)
 
 
-def two_ranks(rank, world_size, folder, expected, work):
-    """Runs in each process; its asserts fail the spawn."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{work}/store", rank=rank, world_size=world_size)
-    reward_model = load(folder, dist.init_device_mesh("cpu", (world_size,)))
+@pytest.mark.slow
+def test_two_ranks(qwen3):
+    score_on_two_ranks(*qwen3)
+
+
+@ranks(2)
+def score_on_two_ranks(folder, expected):
+    rank = start_process_group(tp_size=1)[0].rank
+    reward_model = load(folder, dist.init_device_mesh("cpu", (2,)))
     stored = load_file(folder / "model.safetensors")
     rows = {name: len(param.to_local()) for name, param in reward_model.model.named_parameters()}
     assert rows["score.weight"] == [1, 0][rank]
     assert sum(rows.values()) < 0.6 * sum(map(len, stored.values()))
     for count in (len(CONVERSATIONS), 1, 8, 0):  # 1: a rank without any; 8: the too long one is in a share alone
-        share = slice(rank, count, world_size)
+        share = slice(rank, count, 2)
         scores = reward_model.score(CONVERSATIONS[share])
         assert len(scores) == len(CONVERSATIONS[share])
         assert not scores or gaps(scores, expected[share]).max() <= 1e-5
         assert all(isinstance(param, DTensor) for param in reward_model.model.parameters())  # nothing stays gathered
-    exit_process(0)
-
-
-def test_two_ranks(qwen3, tmp_path):
-    mp.spawn(two_ranks, args=(2, *qwen3, tmp_path), nprocs=2)
