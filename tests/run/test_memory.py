@@ -116,8 +116,8 @@ def test_out_of_memory_in_each_phase(name, main, monkeypatch, capfd):
     assert reason.startswith(f"out of memory: {phase}, ") and re.search(line, reason)
     assert (KV_TOO_SMALL if name == "engine" else "CUDA out of memory)") in reason
     assert f"Planned for {planned} on a GPU, with packs of up to " in reason and "Measured: " in reason
-    fixed = "raise policy.generation.vllm_cfg.kvcache_gib, or" if name == "engine" else "set "
-    assert f". To fix it, {fixed}" in reason
+    fixes = {"engine": "raise policy.generation.vllm_cfg.kvcache_gib, or", "backward": "set policy."}
+    assert f". To fix it, {fixes.get(name, '')}" in reason
     assert "memory  " not in out, "on CPU there is no plan"
 
 
@@ -149,7 +149,8 @@ def test_a_user_says_what_the_gpu_has(given, code, program, main, monkeypatch, c
 
 def test_what_a_user_says_comes_before_what_the_gpu_says(one_rank, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=GIB))
-    inputs = SimpleNamespace(model_folder=STARTER, reward_model=None, tokenizer=SimpleNamespace(vocab_size=262))
+    inputs = SimpleNamespace(model_config=read_model_config(STARTER), reward_model=None)
+    inputs.tokenizer = SimpleNamespace(vocab_size=262)
     plan_memory = partial(setup.plan_memory, Config(), inputs, one_rank[0], torch.device("cuda"))
     with pytest.raises(ConfigError, match=rf"^memory: .* on each GPU, which has 1; .*{re.escape(KNOWS_BETTER)}$"):
         plan_memory(None)

@@ -203,7 +203,7 @@ def test_several_runs(tmp_path, run, monkeypatch):
     assert [shown["name"] for shown in data["runs"]] == ["exp_002", "exp_001"]
     assert [shown["kept"] for shown in data["runs"]] == [
         "9 of 9 samples",
-        "50 of 480 samples, and of 2 of 2 dumped steps",
+        "36 of 480 samples, and of 2 of 2 dumped steps",
     ]
     assert {sample["prompt"] for sample in data["runs"][0]["samples"]} == {"7"}
     same = tmp_path / "b" / "exp_002"
