@@ -23,7 +23,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def count(shapes: Shapes, part: str = "") -> int:
-    """Numbers of the tensors with `part` in their names."""
+    """The elements of the tensors with `part` in their names."""
     return sum(math.prod(shape) for name, shape in shapes.items() if part in name)
 
 
@@ -42,7 +42,7 @@ class Plan:
 
     @property
     def precision(self) -> int:
-        """Bytes of a number in the trainer's matmuls: c below."""
+        """Bytes of an element in the trainer's matmuls: c below."""
         return NUMBER[self.cfg.policy.precision]
 
     @property
@@ -68,27 +68,27 @@ class Plan:
 
     @cached_property
     def trained(self) -> Shapes:
-        """What the optimizer moves."""
+        """The tensors that the optimizer updates."""
         return factor_shapes(self.model, self.cfg.policy.dtensor_cfg.lora_cfg) if self.lora else self.shapes
 
     @cached_property
     def block(self) -> int:
-        """Numbers of a block's weights, adapters included."""
+        """Elements of the weights of a block, adapters included."""
         return count(self.shapes | self.trained, "model.layers.0.")
 
     @property
     def head(self) -> int:
-        """Numbers of the embedding, and as many of an untied head."""
+        """Elements of the embedding; an untied head has as many."""
         return self.model.vocab_size * self.model.hidden_size
 
     def rows(self, shapes: Shapes) -> int:
-        """Numbers of a rank's shards. FSDP2 splits rows; each rank has as many as the one with the most."""
+        """Elements of the shards of a rank. FSDP2 splits rows; each rank is counted as the one with the most."""
         return sum(-(-rows // self.num_shards) * math.prod(rest) for rows, *rest in shapes.values())
 
     @cached_property
     def shards(self) -> Items:
-        """What is trained is in float32, what is frozen in the trainer's precision. AdamW has two moments, Muon one of
-        each matrix of a block; `state_dtype` is of the first (optim.build_optimizer)."""
+        """Trained tensors are in float32, frozen ones in the trainer's precision. AdamW has two moments, Muon one for
+        each matrix of a block; `state_dtype` is the type of the first (optim.build_optimizer)."""
         trained, optimizer = self.rows(self.trained), self.cfg.policy.optimizer
         frozen = self.precision * self.rows(self.shapes) if self.lora else 0
         moments = (NUMBER[optimizer.kwargs.state_dtype] + 4) * trained
@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def offloaded(self) -> tuple[str, ...]:
-        """Which of the shards are in host memory."""
+        """The shards that are in host memory."""
         policy = self.cfg.policy
         some = ("moments",) if policy.offload_optimizer_for_logprob and self.trains else ()
         return tuple(self.shards) if policy.dtensor_cfg.cpu_offload else some
@@ -111,9 +111,9 @@ class Plan:
 
     @cached_property
     def block_activations(self) -> float:
-        """Of one block and token, kept for backward (model.Block): its input and that of the MLP in float32, what the
-        norms made of them, queries, keys and values, attention's result, four tensors of the MLP. Compiled blocks keep
-        no float32 copies and three of the four (min-cut of torch's partitioner)."""
+        """Bytes that one block keeps for the backward of one token (model.Block): its input and the input of the MLP in
+        float32, the outputs of the norms, queries, keys and values, the output of attention, four tensors of the MLP.
+        Compiled blocks keep no float32 copies and three of the four (min-cut of torch's partitioner)."""
         m, c = self.model, self.precision
         policy = self.cfg.policy
         queries, keys = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
@@ -134,19 +134,19 @@ class Plan:
         return self.cfg.policy.compile is not False  # None: on CUDA it is
 
     def kept(self, num_blocks: int) -> float:
-        """Activations of so many blocks: with recomputing, only their inputs, in float32."""
+        """Activations of `num_blocks` blocks: with recomputing, only their inputs, in float32."""
         recompute = self.cfg.policy.dtensor_cfg.activation_checkpointing
         return num_blocks * self.tokens * (4 * self.model.hidden_size if recompute else self.block_activations)
 
     def gathered(self, size: int) -> float:
-        """A unit of FSDP (model.shard), whole, and the buffer of an all-gather, its own or the next one's; one rank
-        needs none."""
+        """A whole unit of FSDP (model.shard), and the buffer of an all-gather, for this unit or the next one; one rank
+        needs no buffer."""
         return self.precision * size * (2 if self.num_shards > 1 else 1)
 
     @property
     def gather(self) -> float:
-        """Bytes as embedding or head are gathered, and what is then there of blocks. One rank has no buffer of a
-        gather, but with cpu_offload the shard as it came, and else one to cast it in."""
+        """Bytes while embedding or head are gathered, with the blocks gathered then. One rank has no buffer for the
+        gather, but with cpu_offload the shard as it came, and else a buffer for the cast."""
         c, tied = self.precision, self.model.tie_word_embeddings
         if self.num_shards > 1:
             return self.gathered(self.head) + c * self.block * (2 if tied else 1)
@@ -155,7 +155,7 @@ class Plan:
 
     @property
     def buffer(self) -> float:
-        """FSDP keeps the buffer of the newest all-gather of a forward until the next one: that of an untied head."""
+        """FSDP keeps the buffer of the newest all-gather of a forward until the next one. The newest is an untied head's."""
         newest = self.block if self.model.tie_word_embeddings else self.head
         return self.gathered(newest) - self.precision * newest
 
@@ -224,7 +224,7 @@ class Plan:
 
     @property
     def kv_bytes(self) -> float:
-        """Of a token in an engine's cache: keys and values of all layers; each rank has its share of the heads."""
+        """Bytes of a token in the cache: keys and values of all layers; each rank has its share of the heads."""
         m, tensor = self.model, self.cfg.policy.generation.vllm_cfg.tensor_parallel_size
         heads = max(1, m.num_key_value_heads / tensor)
         return 2 * m.num_hidden_layers * heads * m.head_dim * self.engine_precision
@@ -245,7 +245,7 @@ class Plan:
 
     @property
     def kv_cache(self) -> float:
-        """What the engine's share of the GPU leaves (vLLM's determine_available_memory); below 0: nothing."""
+        """What the engine leaves of its share of the GPU (vLLM's determine_available_memory); below 0: nothing."""
         share = self.cfg.policy.generation.vllm_cfg.gpu_memory_utilization
         return share * (self.gpu_bytes or 0) - sum(self.engine.values())
 
@@ -294,7 +294,7 @@ class Plan:
 
     @property
     def lacking(self) -> float:
-        """Bytes that the GPU lacks, or the KV cache for the longest sequence; <= 0 where it fits, or nobody knows."""
+        """Bytes that the GPU lacks, or the KV cache for the longest sequence; <= 0 if it fits, or nobody knows."""
         if self.gpu_bytes is None:
             return 0
         needed = max(map(self.size, self.phases)) - self.gpu_bytes

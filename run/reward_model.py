@@ -43,7 +43,7 @@ class RewardDecoder(Decoder):
 
 
 class RewardModel:
-    """This rank's shards. `max_model_len` bounds the tokens of a conversation, `pack_tokens` those of a pack."""
+    """The shards of this rank. `max_model_len` limits the tokens of a conversation, `pack_tokens` those of a pack."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, conversations: Sequence[list[dict]]) -> list[float | None]:
-        """The score of each conversation; None if it has more than `max_model_len` tokens, the template refuses it, or
-        the score is not finite.
+        """The score of each conversation; None if it has more than `max_model_len` tokens, if the template refuses it,
+        or if the score is not finite.
 
-        A collective: each rank passes its own conversations, and runs as many packs as the rank that has the most.
+        A collective: each rank passes its own conversations, and all ranks run as many packs as the rank with the most.
         """
         local_ids = [self.encode(messages) for messages in conversations]
         usable = [i for i, ids in enumerate(local_ids) if 0 < len(ids) <= self.max_model_len]
