@@ -155,7 +155,7 @@ class Plan:
 
     @property
     def buffer(self) -> float:
-        """FSDP keeps the buffer of the newest all-gather of a forward until the next one. The newest is an untied head's."""
+        """FSDP keeps the buffer of the newest all-gather of a forward until the next one: here the untied head's."""
         newest = self.block if self.model.tie_word_embeddings else self.head
         return self.gathered(newest) - self.precision * newest
 
