@@ -16,6 +16,7 @@ from config import ConfigError
 from run.log import RunLog
 from run.setup import RunState
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 NAN, INF = float("nan"), float("inf")
 BLOCK, HEADER = 32768, 7
