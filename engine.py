@@ -26,7 +26,6 @@ from hf.weights import full_tensors
 from kernels.softmax import bfloat16_factors
 from model import Decoder
 from system.exits import Interrupted, StopRun
-from system.watchdog import Waiting
 
 # vLLM reads these while it is imported.
 os.environ.update(
@@ -99,7 +98,6 @@ class Engine:
         vllm_cfg = cfg.policy.generation.vllm_cfg
         self.async_grpo = cfg.grpo.async_grpo
         self.rebuilds_cache = self.async_grpo.recompute_kv_cache_after_weight_updates
-        self.leads = dist.get_rank() % vllm_cfg.tensor_parallel_size == 0
         if self.async_grpo.enabled and "mode" not in inspect.signature(LLM.sleep).parameters:
             raise ConfigError("grpo.async_grpo.enabled=true: this vLLM aborts unfinished responses; take 0.24 or newer")
         dtype = vllm_cfg.precision or cfg.policy.precision
@@ -202,12 +200,10 @@ class Engine:
 
     def wait(self, request_ids: Sequence[str], names: Sequence[str] = (), *, may_stop: bool = True) -> list[Completion]:
         """The completions of these requests. All others go on beside them, as far as they get; what they give is kept.
-        Raises Interrupted as `generate` does: then all requests are given up. names: where a line says what is waited
-        for, in a run that carries requests over."""
+        Raises Interrupted as `generate` does: then all requests are given up. names: of the requests, for errors."""
         assert self.weight_version >= 0, "wait() before a sync(): the weights were dropped by sleep()"
         pairs = zip(request_ids, names or request_ids, strict=True)
         missing = {request_id: name for request_id, name in pairs if request_id not in self.finished}
-        waiting = Waiting()
         for steps in count(1):
             if not missing:
                 return [self.finished.pop(request_id) for request_id in request_ids]
@@ -220,8 +216,6 @@ class Engine:
             if missing and self.is_idle:
                 names = "; ".join(list(missing.values())[:3])
                 raise StopRun(f"the engine has lost {len(missing)} requests: {names}; resume the run from a checkpoint")
-            if self.async_grpo.enabled and self.leads:
-                waiting.look(missing.values())
 
     @property
     def is_idle(self) -> bool:

@@ -20,7 +20,7 @@ from config import ConfigError
 from run.folder import open_run_folder
 from run.setup import plan_memory
 from run.validation import evaluate
-from system.exits import describe_failure, exit_process, report_exit
+from system.exits import NO_PEERS, describe_failure, exit_process, report_exit
 from system.ranks import on_rank0, start_process_group
 
 USAGE = "usage: [torchrun --nproc_per_node=N] eval.py CONFIG.yaml [policy.model_name=X | checkpointing.resume_from=RUN]"
@@ -30,12 +30,14 @@ def main() -> int:
     """One rank from start to exit code."""
     folder = None
     memory = None
+    peers = NO_PEERS
     try:
         if len(sys.argv) == 1 or {"--help", "-h"} & set(sys.argv):
             raise ConfigError(USAGE)
         gpu_bytes, words = gpu_memory(sys.argv[1:])
         cfg = parse_command_line([*words, *ALL_RANKS_GENERATE], USAGE)
         ranks, device = start_process_group(cfg.policy.generation.vllm_cfg.tensor_parallel_size)
+        peers = ranks.peers
         inputs = read_inputs(cfg, to_train=False, on_rank0=on_rank0)
         if not inputs.validation:
             raise ConfigError("data.validation.data_path is not set: name the jsonl file with the problems")
@@ -46,8 +48,8 @@ def main() -> int:
             (folder / "eval.json").write_text(json.dumps(report, indent=2) + "\n")
         code, reason = 0, f"scored: {folder / 'eval.json'}"
     except BaseException as error:
-        code, reason = describe_failure(memory.explained(error, "evaluation") if memory else error)
-    report_exit(code, reason, folder)
+        code, reason = describe_failure(memory.explained(error, "evaluation") if memory else error, peers=peers)
+    report_exit(code, reason, folder, peers)
     return code
 
 

@@ -64,7 +64,7 @@ from rollout import sample_step
 from run import setup
 from run.folder import open_run_folder
 from run.validation import validate
-from system.exits import Interrupted, describe_failure, exit_process, report_exit
+from system.exits import NO_PEERS, Interrupted, describe_failure, exit_process, report_exit
 from system.ranks import broadcast_from_rank0, on_rank0, start_process_group
 from system.watchdog import Watchdog
 
@@ -211,11 +211,13 @@ def main() -> int:
     run_folder = None
     watchdog = None
     memory = None
+    peers = NO_PEERS
     try:
         gpu_bytes, words = preflight.gpu_memory(sys.argv[1:])
         cfg = preflight.parse_command_line(words, USAGE)
         generation = cfg.policy.generation
         ranks, device = start_process_group(generation.vllm_cfg.tensor_parallel_size, generation.num_generators)
+        peers = ranks.peers
         cfg = broadcast_from_rank0(cfg, ranks.job)  # resume=auto: another rank may have found another run
         inputs = preflight.read_inputs(cfg, on_rank0=partial(on_rank0, group=ranks.job))
         run_folder = open_run_folder(cfg, ranks)
@@ -229,10 +231,10 @@ def main() -> int:
     except BaseException as error:
         if memory:
             error = memory.explained(error, watchdog.phase)
-        code, reason = describe_failure(error, run_folder)
+        code, reason = describe_failure(error, run_folder, peers)
     if watchdog:
         watchdog.stop()
-    report_exit(code, reason, run_folder)
+    report_exit(code, reason, run_folder, peers)
     return code
 
 

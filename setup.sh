@@ -1,35 +1,35 @@
 #!/usr/bin/env bash
-# Set-up shared by train.sh and tests/run.sh, which source it and get PYTHON (with every package of the lock),
-# GRPO_DEVICE (cpu or cuda) and the repository root as working directory. Done once, it costs milliseconds;
-# interrupted, or with another lock, it starts over. What a user can set:
+# Set-up for train.sh and tests/run.sh, which source it and get PYTHON (with every package of the lock), GRPO_DEVICE
+# (cpu or cuda) and the repository root as working directory. A second run costs milliseconds; after an interruption, or
+# with another lock, it starts over. What a user can set:
 #   GRPO_DEVICE=cpu|cuda       which lock; default: cuda where `nvidia-smi -L` works
 #   GRPO_VENV=dir              where the environment goes; default .venv
-#   GRPO_PYTHON=path/python    install nothing, use this (say, of a GPU image that has torch and vLLM)
-# For CUDA, what packages cannot bring is checked first: the driver, a C compiler, the headers of Python.
+#   GRPO_PYTHON=path/python    install nothing, use this Python (say, of a GPU image that has torch and vLLM)
+# For CUDA it first checks for what packages cannot bring: the driver, a C compiler, Python's headers.
 set -euo pipefail
 
 say() { echo "setup: $*" >&2; }
 die() { say "$*"; exit 1; }
 
-find_python() {  # runs each candidate: a version manager's shim can be on PATH and not work
+find_python() {  # runs each candidate: a version manager's shim on PATH may not work
     local name
     for name in python3 python3.12 python3.13 python3.11 python3.14; do
         "$name" -c 'import sys, venv, ensurepip
 assert (3, 11) <= sys.version_info[:2] <= (3, 14)
 print(sys.executable)' 2>/dev/null && return
     done
-    die "needs Python 3.11 to 3.14 with its venv module; none of python3, python3.11 ... python3.14 is one." \
+    die "needs Python 3.11 to 3.14 with the venv module; none of python3, python3.11 ... python3.14 is one." \
         "Install one, e.g. 'apt-get install python3.12 python3.12-venv', or set GRPO_PYTHON (see setup.sh)"
 }
 
-check_driver() {  # for the lock, whose torch is of CUDA 13; another's (GRPO_PYTHON) says itself what it needs
+check_driver() {  # for the lock's torch, which needs CUDA 13; another torch (GRPO_PYTHON) says what it needs
     local driver
     driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || true
     [[ $driver =~ ^[0-9]+ ]] && ((BASH_REMATCH[0] >= 580)) || die "the packages of $lock need NVIDIA's driver 580 or" \
         "newer, nvidia-smi shows '${driver:-none}': 'apt-get install nvidia-driver-580', or set GRPO_DEVICE=cpu"
 }
 
-check_compiler() {  # PYTHON: Triton compiles what launches its kernels at run time, and looks for these
+check_compiler() {  # PYTHON: at run time Triton compiles the code that launches its kernels
     local version include
     if [[ -v CC ]]; then command -v "$CC"; else command -v gcc || command -v clang; fi >/dev/null ||
         die "needs a C compiler for Triton, and '${CC-gcc or clang}' is not there: 'apt-get install gcc', CC unset"
@@ -39,13 +39,13 @@ print("%d.%d" % sys.version_info[:2], sysconfig.get_path("include", "posix_prefi
         "'apt-get install python$version-dev', or set GRPO_PYTHON to a Python that has them"
 }
 
-stamp() {  # what an environment was made from; with its path, as a moved environment has wrong scripts
+stamp() {  # what an environment was made from; with the path, because scripts of a moved environment are wrong
     echo "$GRPO_DEVICE $(sha256sum <"$lock" | cut -c1-64) $(readlink -f "$venv/bin/python") $venv"
 }
 
 ready() { [[ -x $venv/bin/python && $(stamp) == "$(cat "$venv.stamp" 2>/dev/null)" ]]; }
 
-pip_install() {  # full output to the log, on a terminal how far it is, else a line now and then; nothing is built
+pip_install() {  # full output to the log; progress on a terminal, else a line now and then; builds nothing
     "$venv/bin/python" -m pip install --no-deps --only-binary=:all: --progress-bar=off "$@" 2>&1 | {
         local line fetched=0 total status phase=fetching clear=
         total=$(cat -- "${@: -1}" 2>/dev/null | grep -c ==) || total=1
@@ -66,7 +66,7 @@ pip_install() {  # full output to the log, on a terminal how far it is, else a l
 install() {
     local was need=5 free torch  # need: GB, downloads included; CPU measured, CUDA estimated
     read -r was _ <"$venv.stamp" || was=
-    if [[ -d $venv && -n $(ls -A "$venv") ]]; then  # not ours, or the other device's and in use: keep it
+    if [[ -d $venv && -n $(ls -A "$venv") ]]; then  # never remove what is not ours, or the other device's
         [[ -n $was ]] || die "$venv is there and not made by setup.sh. Move it away, choose another place" \
             "with GRPO_VENV=dir, or use it as it is with GRPO_PYTHON=$venv/bin/python"
         [[ $was == "$GRPO_DEVICE" ]] || die "$venv holds the $was packages, this run needs $GRPO_DEVICE." \
@@ -80,7 +80,7 @@ install() {
     say "installing the packages of $lock with $python into $venv (once, some minutes)"
     "$python" -m venv "$venv" || die "$python could not make a virtual environment in $venv"
     torch=$(grep '^torch==' "$lock")
-    # The CPU build is not on PyPI: where pip's own places lack it too, PyTorch's index is asked, for it alone.
+    # The CPU build is not on PyPI: where pip's own places lack it, it comes from PyTorch's index, and nothing else does.
     pip_install "$torch" || { [[ $GRPO_DEVICE == cpu ]] && say "no $torch there, trying PyTorch's index" &&
         pip_install --index-url https://download.pytorch.org/whl/cpu "$torch"; } || failed
     pip_install -r "$lock" || failed
@@ -109,7 +109,7 @@ else
         python=$(find_python)
         if [[ $GRPO_DEVICE == cuda ]]; then check_driver; check_compiler "$python"; fi
         mkdir -p "$(dirname "$venv")"
-        (   # one at a time; whoever waited finds it done
+        (   # one at a time; a set-up that waited finds it done
             flock -n 9 || { say "waiting for another set-up of $venv"; flock 9; }
             ready || install
         ) 9>>"$venv.stamp"

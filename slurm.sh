@@ -3,9 +3,9 @@
 #
 #     sbatch --nodes=4 slurm.sh configs/math_8b.yaml [key.sub=value ...]
 #
-# Each node runs ./train.sh, whose output is in slurm-<job>-<node>.log; run folders must be on the shared disk too.
-# Before the time limit the run is told to save, and the job is queued again: its next part goes on with the newest run
-# of logger.log_dir that has a checkpoint (resume=auto), so give each job a log_dir of its own.
+# Each node runs ./train.sh and logs to slurm-<job>-<node>.log; run folders must be on the shared disk too. Before the
+# time limit the run is told to save, and the job is queued again. The next part resumes the newest run of logger.log_dir
+# that has a checkpoint (resume=auto), so give each job a log_dir of its own.
 #SBATCH --job-name=grpo
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -16,12 +16,12 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%j.log
-# USR1: to this script, 900 s before the limit; more than a step and a checkpoint take, as `timing/` says.
+# USR1 goes to this script 900 s before the limit: longer than a step and a checkpoint take (see `timing/`).
 set -euo pipefail
 
-read -r head < <(scontrol show hostnames "$SLURM_JOB_NODELIST")  # the first: of a pipe into `head`, scontrol may die
-export ENDPOINT=$head:$((29500 + SLURM_JOB_ID % 1000))  # jobs that share a node differ
-# After the end of one node's part, the others have 120 s to say what they know.
+read -r head < <(scontrol show hostnames "$SLURM_JOB_NODELIST")  # not `| head -1`: scontrol may die of the closed pipe
+export ENDPOINT=$head:$((29500 + SLURM_JOB_ID % 1000))  # jobs that share a node get different ports
+# --wait: after one node's part ends, the others have 120 s to say what they know.
 # shellcheck disable=SC2016  # each node has its own SLURM_NODEID
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 --wait=120 \
     --open-mode=append --output="slurm-%j-%n.log" bash -c '
@@ -32,10 +32,10 @@ step=$!
 
 cancelled=
 trap 'kill -USR1 "$step" || true' USR1
-trap 'cancelled=1' TERM  # scancel, which tells the nodes itself
+trap 'cancelled=1' TERM  # by scancel, which signals the nodes itself
 while status=0; do
     wait "$step" || status=$?
-    kill -0 "$step" 2>/dev/null || break  # still there: a signal ended `wait`, not srun
+    kill -0 "$step" 2>/dev/null || break  # if it lives, a signal ended `wait`
 done
 
 echo "slurm.sh: part $((${SLURM_RESTART_COUNT:-0} + 1)) ended with exit code $status" >&2

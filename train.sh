@@ -6,12 +6,14 @@ Usage: ./train.sh [--nproc_per_node=N] [--gpu_memory=GiB] [CONFIG.yaml] [key.sub
 
 Sets up on a fresh machine, checks the config, then trains under torchrun.
 Default config: configs/smoke.yaml (CPU, minutes). Every key: .venv/bin/python grpo.py --help
---gpu_memory: what the memory plan may take, in place of what a GPU has.
---nnodes, --node_rank (0 to N-1), --rdzv_endpoint: of node 0, which all wait for ten minutes. slurm.sh gives them.
-Processes of a node: --nproc_per_node or NPROC; default all GPUs, 2 on CPU. GRPO_DEVICE, GRPO_VENV, GRPO_PYTHON: see setup.sh.
+--gpu_memory: what the memory plan may use, instead of the GPU's own memory.
+--nnodes, --node_rank (0 to N-1), --rdzv_endpoint (a port of node 0): nodes wait ten minutes for each other. slurm.sh
+sets these.
+Processes per node: --nproc_per_node or NPROC; default: one per GPU, or 2 on CPU.
+GRPO_DEVICE, GRPO_VENV and GRPO_PYTHON choose the environment: see setup.sh.
 
-Ctrl-C, SIGTERM and SIGUSR1 are passed on to the run. Exit codes: 0 done; 2 bad config, data or model folder;
-75 saved on a signal; 1 set-up or a crash; others as grpo.py documents them. The last line says why.
+Ctrl-C, SIGTERM and SIGUSR1 are passed on to the run. Exit codes: 0 done; 1 set-up failed, or a crash; 2 bad config, data
+or model folder; 3 a check of the run failed; 4 hung; 5 out of memory; 75 saved on a signal. The last line says why.
 USAGE
 }
 set -euo pipefail
@@ -22,7 +24,7 @@ config=configs/smoke.yaml
 nproc=${NPROC:-}
 args=()
 memory=()
-declare -A nodes=()  # with several of them
+declare -A nodes=()  # options of a run on several nodes
 while (($#)); do
     case $1 in
         -h|--help) usage; exit 0 ;;
@@ -41,7 +43,7 @@ done
 set -- "${args[@]}"
 if [[ $# -gt 0 && $1 != *=* ]]; then
     config=$1; shift
-    [[ -f $config && ! . -ef "$(dirname "$0")" ]] && config=$(realpath "$config")  # called from another folder
+    [[ -f $config && ! . -ef "$(dirname "$0")" ]] && config=$(realpath "$config")  # setup.sh changes the folder
 fi
 
 # shellcheck source=setup.sh
@@ -59,46 +61,46 @@ rendezvous=(--standalone)  # a free port for each run
 if ((${#nodes[@]})); then
     num_nodes=${nodes[__nnodes]:-} node_rank=${nodes[__node_rank]:-} endpoint=${nodes[__rdzv_endpoint]:-}
     [[ $num_nodes =~ ^[1-9][0-9]*$ && $node_rank =~ ^(0|[1-9][0-9]*)$ && $endpoint =~ ^.+:[0-9]+$ ]] &&
-        ((node_rank < num_nodes)) || complain "several nodes need --nnodes=N, --node_rank=0 to N-1, and on all of them" \
-        "one --rdzv_endpoint=HOST:PORT, of node 0; not '$num_nodes', '$node_rank', '$endpoint'"
-    # The endpoint is on node 0 even where a name does not resolve to the machine's own address.
+        ((node_rank < num_nodes)) || complain "several nodes need --nnodes=N, --node_rank=0 to N-1, and the same" \
+        "--rdzv_endpoint=HOST:PORT, of node 0, on all nodes; not '$num_nodes', '$node_rank', '$endpoint'"
+    # is_host: node 0 hosts the endpoint even if the name does not resolve to the machine's own address.
     meeting="is_host=$((node_rank == 0)),join_timeout=600,read_timeout=600"
-    export LOCAL_WORLD_SIZE=$nproc  # the check asks which nodes of a split job generate
+    export LOCAL_WORLD_SIZE=$nproc  # the check needs it: which nodes of a split job generate
     rendezvous=(--nnodes="$num_nodes" --rdzv_backend=c10d --rdzv_endpoint="$endpoint" --rdzv_conf="$meeting"
-        --max-restarts=0)  # the ranks of another node would not take part
+        --max-restarts=0)  # the ranks of the other nodes would not restart
 fi
 
-# Config, data and model folder are judged here, by one process in two seconds, not by N ranks after a minute.
+# One process checks config, data and model folder in two seconds; N ranks would need a minute.
 WORLD_SIZE=$((nproc * num_nodes)) "$PYTHON" grpo.py --check "$config" "$@" "${memory[@]}" || exit
-# Model and data are here now, fetched once for this node: its ranks need not ask the hub, all nodes at a time.
+# The check has fetched model and data for this node, so its ranks need not ask the hub all at once.
 ((num_nodes == 1)) || export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-export GRPO_EXIT_FILE=$work/exit.json  # the ranks say here how they ended; system/launch.py reads it
-# Unset, torchrun gives each rank one thread whatever the machine; with all cores for each, ranks collapse.
+export GRPO_EXIT_FILE=$work/exit.json  # where the ranks say how they ended; system/launch.py reads it
+# By default torchrun gives each rank one thread; with all cores for each rank, ranks are 30x slower.
 cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}
 # After a signal the ranks finish their step and save; torchrun would kill them after 30 s.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
-# Signals: by default torchrun dies of SIGUSR1 and leaves orphans.
+# --signals-to-handle: by default torchrun dies of SIGUSR1 and leaves orphans.
 launch=("$PYTHON" -m system.launch "${rendezvous[@]}" --nproc_per_node="$nproc"
     --signals-to-handle="SIGTERM,SIGINT,SIGHUP,SIGUSR1" grpo.py "$config" "$@" "${memory[@]}")
 printf -v line ' %q' "${launch[@]}"
 settings="OMP_NUM_THREADS=$OMP_NUM_THREADS TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 echo "torchrun line: $settings${line//\\,/,}"
 
-set -m  # a process group of its own: Ctrl-C reaches torchrun through the trap alone, not from the terminal too
+set -m  # a process group of its own: Ctrl-C reaches torchrun only through the trap, not also from the terminal
 "${launch[@]}" </dev/null &
 child=$!
 set +m
 for name in TERM INT HUP USR1; do
-    # shellcheck disable=SC2064  # the values of now
+    # shellcheck disable=SC2064  # expands now
     trap "kill -$name $child 2>/dev/null || true" "$name"
 done
 while status=0; do
     wait "$child" || status=$?
-    kill -0 "$child" 2>/dev/null || break  # still there: a signal ended `wait`, not the child
+    kill -0 "$child" 2>/dev/null || break  # if it lives, a signal ended `wait`
 done
 
 if ((status > 128)); then

@@ -23,7 +23,7 @@ from system.bridge import Bridge, Shapes
 from system.exchange import move_tokens
 from system.exits import Interrupted, Saved, StopRun
 from system.ranks import Ranks, any_rank, gather
-from system.watchdog import AHEAD, WAITING, Waiting, Watchdog
+from system.watchdog import Watchdog
 
 
 class Generators:
@@ -149,10 +149,9 @@ def serve(engine: Engine, sampler: Sampler, ranks: Ranks, device: torch.device, 
 def _next_request(engine: Engine, ranks: Ranks, watchdog: Watchdog, idle: dict[str, float]) -> tuple:
     """Of the trainers. Until it is there, the engine goes on with what is under way."""
     request = ranks.bridge.announce(async_op=True)
+    watchdog.enter("waiting for the trainers", waits=True)
     while not engine.is_idle and not ranks.any_rank_of_engine(request.is_completed()):
-        watchdog.enter(AHEAD)
         engine.step()
-    watchdog.enter(WAITING)
     begin = time.perf_counter()
     request.wait()
     idle["buffer_full_backoff"] += time.perf_counter() - begin
@@ -179,11 +178,8 @@ def _answer(task: str, arguments: list, sampler: Sampler, idle: dict[str, float]
             name: reply for of_rank in gather(finished_replies(sampler, *arguments)) for name, reply in of_rank.items()
         }
     assert task == "drain", task
-    waiting = Waiting()
-    while not (engine.is_idle or engine.should_stop()):  # who is to stop takes the weights amid responses
+    while not (engine.is_idle or engine.should_stop()):  # told to stop, it takes the weights amid responses
         engine.step()
-        conversations = [each for batch, _ in sampler.ahead for each in batch]
-        waiting.look([each.name for each in conversations if each.request_id in engine.spans])
     begin = time.perf_counter()
     any_rank(False)  # trainers send weights when all are here
     idle["refit_bubble"] += time.perf_counter() - begin

@@ -1,6 +1,6 @@
 """torchrun for train.sh: `python -m system.launch TORCHRUN'S ARGUMENTS`. Ends with the ranks' exit code and says why.
 
-torchrun turns every failure into exit code 1 and a page of its own, but it alone knows which signal killed a rank.
+torchrun turns every failure into exit code 1 and a page of its own, but only torchrun knows which signal killed a rank.
 """
 
 import json
@@ -18,28 +18,26 @@ from system.exits import host_name
 
 def main() -> int:
     """The exit code; the last line says why unless it is 0."""
-    failed, failures = False, {}  # by rank, the first one first
-    reason = "no rank left a reason; the end of the output above may tell"
+    end = {"code": 0, "reason": "no rank left a reason; the output above may tell"}
+    failures = {}  # by rank, the first failure first
     try:
         run.main()
     except (ChildFailedError, SignalException) as error:
-        failed, failures = True, getattr(error, "failures", {})
+        end["code"], failures = 1, getattr(error, "failures", {})
     except RendezvousError as error:
-        failed = True
-        reason = f"not all nodes came, or one has left ({type(error).__name__}: {error}): give all of them the same "
-        reason += "--nnodes and --rdzv_endpoint, whose port the others reach on node 0, and see the nodes' own logs"
-    end = {"code": int(failed), "reason": reason}
-    names = {rank: f"rank {rank} on {host_name()} (process {failure.pid}) " for rank, failure in failures.items()}
+        fix = "give all nodes the same --nnodes and --rdzv_endpoint, a port of node 0 that the others reach"
+        end = {"code": 1, "reason": f"nodes are missing ({type(error).__name__}: {error}): {fix}; see each node's log"}
+    killed = {rank: failure for rank, failure in failures.items() if failure.exitcode < 0}
+    gone = {rank: f"rank {rank} on {host_name()} (process {killed[rank].pid}) is gone" for rank in killed}
     if (file := Path(os.environ["GRPO_EXIT_FILE"])).exists():
-        end = json.loads(file.read_text())
+        failed, end = end["code"], json.loads(file.read_text())
         if failed and end["code"] == 0:
             end = {"code": 1, "reason": "all was done, but then the processes did not end well"}
-    elif failures and failures[first := next(iter(failures))].exitcode < 0:
-        end["reason"] = f"crashed: {names[first]}is gone; continue with checkpointing.resume=auto"
+    elif killed and next(iter(failures)) in killed:
+        end["reason"] = f"crashed: {gone[next(iter(killed))]}; continue with checkpointing.resume=auto"
     reason = " ".join(end["reason"].split()) + (f" (rank {end['rank']} on {end['host']})" if "rank" in end else "")
-    for rank, failure in failures.items():
-        if failure.exitcode < 0:
-            reason = reason.replace(f"{names[rank]}is gone", f"{names[rank]}was killed by {failure.signal_name()}")
+    for rank, text in gone.items():
+        reason = reason.replace(text, text.replace("is gone", f"was killed by {killed[rank].signal_name()}"))
     if end["code"]:
         print(f"train.sh: exit code {end['code']}: {reason}", file=sys.stderr)
     return end["code"]

@@ -1,4 +1,4 @@
-"""Optimizers of torch behind the interface of one, and where their moments lie between steps."""
+"""Several torch optimizers behind the interface of one, and where their moments lie between steps."""
 
 from collections.abc import Callable
 
@@ -9,11 +9,12 @@ FIRST_MOMENTS = ("exp_avg", "momentum_buffer")  # of AdamW, of Muon
 
 
 class Optimizer:
-    """`param_groups`, `state`, `step`, `zero_grad` of the optimizers that `parts` makes: function -> its parameters.
+    """One interface (`param_groups`, `state`, `step`, `zero_grad`) to several optimizers. `parts`: the function that
+    makes an optimizer -> the parameters it gets.
 
-    offloads: between steps the moments are in host memory, pinned for a GPU. first_moment: the precision of AdamW's
-    first moment and of momentum then. With either, each parameter has an optimizer of its own, and one after another
-    their moments are taken to the device, in float32, for the step.
+    offloads: between steps the moments lie in host memory, pinned for a GPU. first_moment: the precision, between
+    steps, of AdamW's first moment and of momentum. With either, each parameter has an optimizer of its own, and a step
+    takes one parameter's moments after another to the device, in float32.
     """
 
     def __init__(self, parts: dict[Callable, list[nn.Parameter]], *, offloads: bool = False, first_moment: torch.dtype):
@@ -33,7 +34,7 @@ class Optimizer:
         for optimizer in self.optimizers:
             param = optimizer.param_groups[0]["params"][0]
             state = self.state[param] if self.streams else {}
-            resting = {key: value for key, value in state.items() if value.dim()}  # not the number of steps
+            resting = {key: value for key, value in state.items() if value.dim()}  # without the number of steps
             for key, value in resting.items():
                 state[key] = value.to(param.device, torch.float32, non_blocking=True, copy=True)
             optimizer.step()
@@ -43,11 +44,11 @@ class Optimizer:
                 else:
                     state[key] = self.at_rest(key, value)
         if self.offloads and torch.cuda.is_available():
-            torch.cuda.synchronize()  # whoever reads the moments in host memory does not wait for the copies
+            torch.cuda.synchronize()  # readers of the moments in host memory do not wait for the copies
 
     def at_rest(self, key: str, value: Tensor) -> Tensor:
-        """What is in `state` between steps for a tensor of the device. AdamW's second moment keeps float32: rounded to
-        bfloat16 it stops following, and rounded at random it errs by 4%."""
+        """What `state` holds between steps for a tensor on the device. AdamW's second moment stays in float32: rounded
+        to bfloat16 it stops following the gradient, and with stochastic rounding it is off by 4%."""
         dtype = self.first_moment if key in FIRST_MOMENTS else value.dtype
         if not self.offloads or not value.dim():
             return value.to(dtype)

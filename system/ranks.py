@@ -13,30 +13,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from config import ConfigError
-from system import exits
 from system.bridge import COLLECTIVE_TIMEOUT, Bridge, split
+from system.exits import NO_PEERS, Peers, host_name
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Where this process stands. A tensor-parallel group is `tp_size` consecutive ranks sharing one engine; there are
-    `dp_size` groups, and this rank belongs to number `dp_rank`.
+    """This process among the ranks. A tensor-parallel group is `tp_size` consecutive ranks that share one engine; there
+    are `dp_size` groups, and this rank belongs to number `dp_rank`.
 
-    In a split job `rank` and `world_size` are those of this rank's side, and `bridge` joins it with the other.
+    In a split job `rank` and `world_size` count this rank's side only, and `bridge` joins the sides.
     """
 
     rank: int
     world_size: int
     local_rank: int
     tp_size: int
-    engine_group: dist.ProcessGroup | None = None  # the ranks of this one's engine; None where it is alone
+    engine_group: dist.ProcessGroup | None = None  # the ranks that share this rank's engine; None for one alone
     bridge: Bridge | None = None
+    peers: Peers = NO_PEERS
 
     @property
     def generates(self) -> bool:
-        """Whether it is a generator of a split job."""
+        """Whether this rank is a generator of a split job."""
         return self.bridge is not None and self.job_rank >= self.bridge.num_trainers
 
     @property
@@ -61,21 +62,21 @@ class Ranks:
         return self.world_size // self.tp_size
 
     def print_rank0(self, text: str) -> None:
-        """A line for the user: rank 0's."""
+        """Prints a line for the user, on rank 0 only."""
         if self.rank == 0:
             print(text, flush=True)
 
     @property
     def leads_engine(self) -> bool:
-        """Ranks of a group hold the same samples: the first one reports them."""
+        """Whether this rank reports its engine's samples: all ranks of an engine hold the same ones."""
         return self.rank % self.tp_size == 0
 
     def any_rank_of_engine(self, flag: bool) -> bool:
-        """Whether any rank of this one's engine has the flag: a collective of them, so all get the same answer."""
+        """Whether any rank of this engine has the flag. A collective of the engine's ranks: all get the same answer."""
         return flag if self.engine_group is None else any_rank(flag, self.engine_group)
 
     def broadcast_from_tp_leader(self, compute: Callable[[], T]) -> T:
-        """What `compute` gives on the rank that leads this one's engine, on all ranks of the engine."""
+        """What `compute` returns on the first rank of this engine, on all ranks of the engine."""
         shared = [compute() if self.leads_engine else None]
         if self.engine_group is not None:
             dist.broadcast_object_list(shared, src=self.dp_rank * self.tp_size, group=self.engine_group)
@@ -83,34 +84,32 @@ class Ranks:
 
 
 def start_process_group(tp_size: int, num_generators: int = 0) -> tuple[Ranks, torch.device]:
-    """Joins the process group torchrun laid out (RANK, WORLD_SIZE, ...; a lone process needs none of them). With
-    num_generators the job is split: that many ranks, its last, generate, and the others train.
+    """Joins the process group that torchrun laid out (RANK, WORLD_SIZE, ...; a lone process needs none of them). With
+    num_generators the job is split: its last num_generators ranks generate, and the others train.
 
-    Objects and CPU tensors go over gloo, CUDA tensors over nccl. Threads per rank are OMP_NUM_THREADS: train.sh sets
-    it, and torchrun to 1. Ranks with more threads than their share of the cores are 30x slower.
+    Objects and CPU tensors go over gloo, CUDA tensors over nccl. OMP_NUM_THREADS says how many threads a rank has:
+    train.sh sets it, and torchrun sets 1. Ranks with more threads than their share of the cores are 30x slower.
     """
-    # The parts of a sum that cuBLAS splits are added in float32; by default they may be rounded to bfloat16 before.
+    # When cuBLAS splits a sum, add the parts in float32; by default they may be rounded to bfloat16 first.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # 0: any port that is free
     ranks = Ranks(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), tp_size)
     device = choose_device(ranks.local_rank)
-    exits.skip_teardown = device.type == "cuda"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # Not device_id=device: torch would then split NCCL's communicator, on all ranks at once, for each group that is
-    # made, gloo's too. vLLM makes ten for each engine; such splits have hung runs (pytorch/pytorch#145376).
+    # Without device_id=device: with it, torch splits NCCL's communicator, on all ranks at once, for each new group,
+    # gloo's too. vLLM makes ten groups for each engine; such splits have hung runs (pytorch/pytorch#145376).
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if num_generators:
         bridge = split(ranks.rank, ranks.world_size, num_generators, backend)
         tp_size = tp_size if ranks.rank >= bridge.num_trainers else 1
         ranks = Ranks(dist.get_rank(), dist.get_world_size(), ranks.local_rank, tp_size, bridge=bridge)
-        exits.num_trainers = bridge.num_trainers
     else:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-    processes = enumerate(gather((exits.host_name(), os.getpid()), ranks.job))
-    exits.peers.update((rank, process) for rank, process in processes if rank != ranks.job_rank)
+    processes = dict(enumerate(gather((host_name(), os.getpid()), ranks.job)))
+    ranks = replace(ranks, peers=Peers(processes, ranks.bridge and ranks.bridge.num_trainers))
     if tp_size > 1:
         group, _ = dist.new_subgroups(tp_size, timeout=COLLECTIVE_TIMEOUT, backend="gloo")
         ranks = replace(ranks, engine_group=group)
@@ -118,7 +117,7 @@ def start_process_group(tp_size: int, num_generators: int = 0) -> tuple[Ranks, t
 
 
 def fsdp_mesh(device_type: str, num_replicas: int = 1) -> DeviceMesh:
-    """What FSDP2 shards over: all ranks (of this side of a job), or those of each replica, in a row. A collective."""
+    """The ranks that FSDP2 shards over: all (of this side of the job), or a row for each replica. A collective."""
     size = dist.get_world_size()
     shape = (size,) if num_replicas == 1 else (num_replicas, size // num_replicas)
     return dist.init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
@@ -127,7 +126,7 @@ def fsdp_mesh(device_type: str, num_replicas: int = 1) -> DeviceMesh:
 def choose_device(local_rank: int) -> torch.device:
     """The GPU of this rank, or the CPU: as GRPO_DEVICE says (setup.sh exports it), else as torch was built.
 
-    Raises ConfigError where torch sees something else: a run on GPUs never becomes one on the CPU in silence.
+    Raises ConfigError where torch sees something else: a run meant for GPUs never falls back to the CPU silently.
     """
     wanted = os.environ.get("GRPO_DEVICE") or ("cuda" if torch.backends.cuda.is_built() else "cpu")
     cpu_packages = "the packages for CPUs: GRPO_DEVICE=cpu GRPO_VENV=.venv-cpu ./train.sh ..., without GRPO_PYTHON"
@@ -148,7 +147,7 @@ def choose_device(local_rank: int) -> torch.device:
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether any rank (of the group) has the flag: a collective of these ranks."""
+    """Whether any rank (of the group) has the flag. A collective of these ranks."""
     flags = torch.tensor([flag], dtype=torch.int32)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
     return bool(flags.item())
@@ -169,17 +168,17 @@ def broadcast_from_rank0(value: T, group: dist.ProcessGroup | None = None) -> T:
 
 
 def local_rows(tensor: torch.Tensor) -> slice:
-    """The rows of a whole tensor that this rank holds: all, or of a shard those of torch.chunk: uneven, maybe none."""
+    """The rows of a whole tensor that this rank holds: all, or its shard's by torch.chunk (uneven, maybe none)."""
     if not isinstance(tensor, DTensor):
         return slice(0, len(tensor))
-    assert tensor.placements[-1] == Shard(0), tensor.placements  # before it, that replicas hold the same
+    assert tensor.placements[-1] == Shard(0), tensor.placements  # with replicas, the placement before it is Replicate
     rows_per_rank = -(-len(tensor) // tensor.device_mesh.size(-1))
     start = min(tensor.device_mesh.get_coordinate()[-1] * rows_per_rank, len(tensor))
     return slice(start, min(start + rows_per_rank, len(tensor)))
 
 
 def on_rank0(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """What `work` gives on rank 0 (of the group), on all ranks; a ConfigError or OSError of it is raised on all."""
+    """What `work` returns on rank 0 (of the group), on all ranks; a ConfigError or OSError is raised on all ranks."""
     try:
         result = work() if (group or dist.group.WORLD).rank() == 0 else None
     except (ConfigError, OSError) as error:
@@ -191,7 +190,7 @@ def on_rank0(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds the global generators. Nothing of ours draws from them (vLLM reseeds them); this is for users' code."""
+    """Seeds the global generators, for users' code: nothing of ours draws from them, and vLLM reseeds them."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

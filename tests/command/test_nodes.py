@@ -10,17 +10,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from run_life import at_step, newest_step, steps
 from safetensors.torch import load_file
-from small_run import STARTER, write_rows
+from small_run import write_rows
 from torch import equal
-from two_nodes import ROOT, Job, Node, copy_of_repository, environment, free_port, run_words, start, wait_until
+from two_nodes import ROOT, Job, copy_of_repository, environment, free_port, run_words, start, wait_until
 
 from system import exits
 
@@ -101,17 +98,6 @@ def test_only_a_saved_job_that_nobody_cancelled_is_queued_again(tmp_path, code, 
     assert (part.wait(timeout=60), job.is_queued_again()) == (code, again)
 
 
-def test_slurm_script_asks_for_what_it_needs():
-    script = (ROOT / "slurm.sh").read_text()
-    header = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", script, re.M))
-    assert {name: header[name] for name in ("ntasks-per-node", "requeue", "open-mode")} == {
-        "ntasks-per-node": "1",
-        "requeue": "",
-        "open-mode": "append",
-    }
-    assert re.fullmatch(r"B:USR1@\d+", header["signal"])
-
-
 @pytest.mark.parametrize(
     "words", [["--nnodes=2"], ["--nnodes", "2", "--node-rank=2", "--rdzv_endpoint=a:1"], ["--nnodes=2", "--node_rank=0",
     "--rdzv-endpoint=a"], ["--nnodes"]]
@@ -123,11 +109,13 @@ def test_incomplete_nodes_are_refused(tmp_path, words):
         ["./train.sh", *words], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True
     )
     assert done.returncode == 2 and not done.stdout
-    reason = r"several nodes need --nnodes=N, --node_rank=0 to N-1, .* one --rdzv_endpoint=HOST:PORT, of node 0; not"
-    assert re.fullmatch(rf"train\.sh: ({reason} '.*'|--nnodes needs a value)\n", done.stderr)
+    assert done.stderr.startswith("train.sh: ") and "--nnodes" in done.stderr and done.stderr.count("\n") == 1
 
 
-LOST = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4")
+CONNECTION = RuntimeError(
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4"
+)
+PEERS = exits.Peers({rank: (f"node-{rank // 2}", os.getpid()) for rank in range(6)})
 
 
 @pytest.fixture
@@ -135,33 +123,20 @@ def on_node_0(monkeypatch, tmp_path):
     """This process is rank 0 of 0 to 5, two on each node; rank 1 lives. Its run folder."""
     monkeypatch.setenv("GRPO_HOST_NAME", "node-0")
     monkeypatch.setattr(exits, "GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(exits, "job_rank", 0)
-    monkeypatch.setattr(exits, "peers", {rank: (f"node-{rank // 2}", os.getpid()) for rank in range(1, 6)})
     return tmp_path
-
-
-def test_a_lost_node_is_the_one_of_which_no_rank_has_lost_another(on_node_0):
-    go_on = f"continue with checkpointing.resume_from={on_node_0}"
-    ends = exits.describe_failure(LOST, on_node_0)
-    assert ends == (1, f"crashed: no rank of node-1, node-2 answers; {go_on}")
-    (on_node_0 / "ends" / "5").touch()  # one of two
-    assert exits.describe_failure(LOST, on_node_0) == (1, f"crashed: no rank of node-1 answers; {go_on}")
-    (on_node_0 / "ends" / "2").touch()
-    code, reason = exits.describe_failure(LOST, on_node_0)
-    assert code == 1 and reason.startswith("crashed: RuntimeError: [/pytorch"), "nobody is gone"
 
 
 def test_all_nodes_end_with_what_the_first_rank_said(on_node_0):
     (on_node_0 / "exit.json").write_text('{"code": 5, "reason": "out of memory: a", "rank": 3}')
-    code, reason = exits.describe_failure(LOST, on_node_0)
-    assert code == 5 and re.fullmatch("rank 3.* ended first: out of memory: a", reason)
+    first = "rank 3 on node-1 ended first: out of memory: a"
+    assert exits.describe_failure(CONNECTION, on_node_0, PEERS) == (5, first)
 
 
-@pytest.mark.parametrize("error", [KeyError("b"), ConnectionError("Connection refused")])
-def test_a_rank_with_an_error_of_its_own_says_that(on_node_0, error):
-    """While it is there, nobody has lost it. A connection to a server, such as a grader's, is none to another node."""
-    assert exits.describe_failure(error, on_node_0) == (1, f"crashed: {type(error).__name__}: {error}")
-    assert not (on_node_0 / "ends").exists()
+@pytest.mark.parametrize("error", [CONNECTION, KeyError("b")])
+def test_the_first_rank_to_end_says_why_and_how_to_go_on(on_node_0, error):
+    code, reason = exits.describe_failure(error, on_node_0, PEERS)
+    assert code == 1 and reason.startswith(f"crashed: {type(error).__name__}: {error}")
+    assert reason.endswith(f"continue with checkpointing.resume_from={on_node_0}")
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])
@@ -178,9 +153,8 @@ def test_train_sh_of_each_node_hears_of_a_good_end(on_node_0, monkeypatch, local
 def test_a_rendezvous_that_fails_is_a_sentence(played):
     *_, (code, output) = played
     line = output.splitlines()[-1]
-    assert code == 1 and "Traceback" not in output
-    assert line.startswith("train.sh: exit code 1: not all nodes came, or one has left (RendezvousConnectionError: ")
-    assert "--rdzv_endpoint" in line
+    assert code == 1 and "Traceback" not in output and line.startswith("train.sh: exit code 1: ")
+    assert "RendezvousConnectionError" in line and "--rdzv_endpoint" in line
 
 
 # ---------------------------------------------------------------------------------------------------------- real runs
@@ -188,42 +162,6 @@ def test_a_rendezvous_that_fails_is_a_sentence(played):
 NUM_STEPS = 30
 LEARN = (f"grpo.max_num_steps={NUM_STEPS}", "checkpointing.save_period=5", "checkpointing.keep_latest=9")
 LEARN += ("policy.optimizer.kwargs.lr=3e-4", "grpo.num_generations_per_prompt=16", "logger.num_samples_to_log=64")
-
-
-asked_of_hub: Counter = Counter()  # (method, file)
-
-
-class Hub(BaseHTTPRequestHandler):
-    """The hub's part in fetching one model: `org/starter`."""
-
-    def log_message(self, *_):
-        pass
-
-    def do_HEAD(self):
-        self.do_GET()
-
-    def do_GET(self):
-        path = self.path.partition("?")[0]
-        asked_of_hub[self.command, path.rsplit("/", 1)[1]] += 1
-        if "/tree/" in path:
-            sizes = {file.name: file.stat().st_size for file in sorted(STARTER.iterdir())}
-            entries = [{"type": "file", "path": name, "size": size, "oid": name} for name, size in sizes.items()]
-            body = json.dumps(entries).encode()
-        elif path.startswith("/api/models/org/starter"):
-            names = [{"rfilename": file.name} for file in sorted(STARTER.iterdir())]
-            body = json.dumps({"id": "org/starter", "sha": "5" * 40, "siblings": names}).encode()
-        elif (file := STARTER / path.rsplit("/", 1)[1]).exists():
-            body = file.read_bytes()
-        else:
-            self.send_error(404)
-            return
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("ETag", f'"{len(body):064x}"')
-        self.send_header("X-Repo-Commit", "5" * 40)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
 
 
 def prepare(work: Path) -> Path:
@@ -235,16 +173,10 @@ def prepare(work: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The run folder of an unbroken run on two nodes, whose model is the hub's; with what the nodes have asked it."""
+    """The run folder of an unbroken run on two nodes."""
     work = prepare(tmp_path_factory.mktemp("whole"))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    words = run_words(work, work / "shared", *LEARN, "policy.model_name=org/starter")
-    hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_DISABLE_XET": "1"}
-    port = free_port()
-    nodes = [Node(work, number, port, words, HF_HOME=str(work / f"cache-{number}"), **hub) for number in (0, 1)]
+    nodes = start(work, run_words(work, work / "shared", *LEARN))
     ends = [node.wait(200) for node in nodes]
-    server.shutdown()
     assert ends == [(0, f"trained to step {NUM_STEPS}")] * 2, nodes[0].log.read_text()[-3000:]
     return work / "shared" / "exp_001"
 
@@ -262,14 +194,6 @@ def test_two_nodes_learn_in_one_run_folder(whole):
     assert greedy[-1] >= greedy[0] + 0.4
 
 
-@pytest.mark.long
-def test_a_model_is_fetched_once_for_each_node(whole):
-    """Two ranks each would ask as often again."""
-    files = [path.name for path in STARTER.iterdir() if path.suffix in (".json", ".jinja", ".safetensors")]
-    assert {name: asked_of_hub["GET", name] for name in files} == dict.fromkeys(files, 2)
-    assert asked_of_hub["GET", "main"] == 2
-
-
 def assert_bitwise(folder: Path, whole: Path) -> None:
     (tensors, cursor, samples), (of_whole, *others) = at_step(folder, NUM_STEPS), at_step(whole, NUM_STEPS)
     assert tensors.keys() == of_whole.keys() and {name.split("/")[0] for name in tensors} == {
@@ -283,7 +207,7 @@ def assert_bitwise(folder: Path, whole: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_node_that_is_gone_is_named_and_the_run_goes_on(whole, tmp_path):
+def test_a_run_goes_on_when_a_node_is_gone(whole, tmp_path):
     """First the node of the rendezvous, then the other one; what goes on is at the end the unbroken run, to the bit."""
     work = prepare(tmp_path)
     folder = work / "shared" / "exp_001"
@@ -294,8 +218,8 @@ def test_a_node_that_is_gone_is_named_and_the_run_goes_on(whole, tmp_path):
         nodes[gone].kill_all()
         code, line = nodes[1 - gone].wait(60)
         assert code == 1, nodes[1 - gone].log.read_text()[-3000:]
-        reason = f"crashed: no rank of node-{gone} answers; continue with checkpointing.resume_from={folder}"
-        assert line.startswith(f"train.sh: exit code 1: {reason}"), line
+        assert line.startswith("train.sh: exit code 1: crashed: "), line
+        assert f"continue with checkpointing.resume_from={folder}" in line
         assert newest_step(folder) in (step - 2, step - 7, step + 3)
     nodes = start(work, words, 2)
     assert [node.wait() for node in nodes] == [(0, f"trained to step {NUM_STEPS}")] * 2

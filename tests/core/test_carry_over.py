@@ -4,7 +4,6 @@ tests/helpers/carry_worker.py runs it with a stand-in for vLLM, whose samples de
 """
 
 import json
-import re
 import subprocess
 import sys
 from itertools import groupby
@@ -36,17 +35,11 @@ def lives(tmp_path_factory):
     return Path(answer["lost"]["run"]), answer, recorded(work / "tokens.jsonl")
 
 
-def test_a_lost_request_is_named_and_ends_the_run_in_time(lives):
-    _, answer, steps = lives
+def test_a_lost_request_ends_the_run_in_time(lives):
+    _, answer, _ = lives
     lost, name = answer["lost"], f"rank 1 on {host_name()}"
     assert lost["codes"][1] == 4 and lost["codes"][0] in (1, 4) and lost["exit"]["code"] == 4
     assert lost["exit"]["reason"].startswith(f"hung: {name} did not come; {name}: step ")
-    lines = [line for line in lost["log"].splitlines() if line.startswith(f"{name} waits since ")]
-    group, row, dataset, index = re.search(
-        r" s, for group (\d+) \(row (\d+) of (\w+)\), sample (\d)$", lines[-1]
-    ).groups()
-    asked = [(s["prompt"], s["row_id"], s["dataset"], s["index"]) for samples in steps.values() for s in samples]
-    assert (int(group), int(row), dataset, int(index)) in asked
     assert answer["resumed"]["codes"] == [0, 0]
 
 

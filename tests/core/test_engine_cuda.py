@@ -208,25 +208,6 @@ def test_a_vllm_that_cannot_keep_requests_is_refused(cuda):
         make_engine(config.GRPOConfig(async_grpo=config.AsyncGRPOConfig(enabled=True)))
 
 
-def test_after_ten_seconds_a_line_says_what_is_missing(awake, cuda, capsys):
-    """Again after as long again and twice as long, and from the start when a reply has come."""
-    cuda.setenv("GRPO_HOST_NAME", "one")
-    engine, _ = awake
-    engine.async_grpo = config.AsyncGRPOConfig(enabled=True)
-    now = iter(range(0, 10**6, 2))
-    cuda.setattr("system.watchdog.time.monotonic", lambda: next(now))
-    names = [f"group {i} (row 7 of a), sample 0" for i in range(8)]
-    engine.wait(engine.start(PROMPTS, SEEDS, OPTIONS, priority=1), names)
-    lines = capsys.readouterr().out.splitlines()
-    assert 3 <= len(lines) <= 6 and all(line.startswith("rank 0 on one waits since ") for line in lines)
-    assert "group 0 (row 7 of a), sample 0; group 1" in lines[0] and lines[0].endswith("and 5 more")
-    engine.leads = False  # another rank of the engine says it
-    engine.generate(PROMPTS, SEEDS, OPTIONS)
-    engine.leads, engine.async_grpo = True, config.AsyncGRPOConfig()
-    engine.generate(PROMPTS, SEEDS, OPTIONS)
-    assert capsys.readouterr().out == ""
-
-
 # ------------------------------------------------------------------------------------------------------ when it ends
 
 

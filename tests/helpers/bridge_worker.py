@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 import torch.distributed as dist
 
-from system import bridge, exits
+from system import bridge
 from system.ranks import any_rank, broadcast_from_rank0, gather, on_rank0, start_process_group
 
 SHAPES = [(3, 5), (), (7,), (0, 4), (2, 2, 2), (41,), (1,)]  # 15 + 1 + 7 + 0 + 8 + 41 + 1 elements: 73
@@ -57,8 +57,8 @@ def main(folder: Path) -> None:
         "first_of_job": broadcast_from_rank0(ranks.job_rank, ranks.job),
         "on_rank0": on_rank0(lambda: f"made by {ranks.job_rank}", ranks.job),
         "from_2": ranks.bridge.broadcast({"rank": ranks.job_rank}, root=2),
-        "peers": sorted(exits.peers),
-        "names": [exits.rank_name(rank) for rank in range(4)],
+        "peers": sorted(ranks.peers.processes),
+        "names": [ranks.peers.name(rank) for rank in range(4)],
         "buckets": [],
     }
     shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors(1)]

@@ -18,7 +18,6 @@ import grpo
 from check import preflight
 from hf.tokenizer import Tokenizer
 from run import build
-from system import watchdog
 
 LOST_STEP = 4
 SETS = ("train", "heldout", "third")
@@ -87,7 +86,6 @@ def main(work: Path) -> None:
     words += [f"data.train.{i}.output_key=answer" for i in (1, 2)]
     preflight.read_reward_model = lambda *_: (STARTER, Tokenizer(STARTER))
     build.RewardModel = Score
-    watchdog.WAIT_SECONDS = 1.0
     record(grpo, work / "tokens.jsonl")
     give_places(6)
     split_worker.put_in = lose

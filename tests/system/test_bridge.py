@@ -48,7 +48,7 @@ def test_each_side_is_a_job_of_its_own_and_knows_its_place_in_the_whole(ranks):
         assert facts["job"] == [0, 1, 2, 3] and facts["first_of_job"] == 0
         assert facts["on_rank0"] == "made by 0" and facts["from_2"] == {"rank": 2}
         assert facts["announced"] == ([False, True] if number >= 2 else [])
-        assert facts["peers"] == [rank for rank in range(4) if rank != number]
+        assert facts["peers"] == [0, 1, 2, 3]
         named = ["trainer rank 0", "trainer rank 1", "generator rank 2", "generator rank 3"]
         assert facts["names"] == [f"{name} on {exits.host_name()}" for name in named]
 

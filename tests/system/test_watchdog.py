@@ -1,97 +1,131 @@
 """A rank that is stuck, dead or slow: the others end too, in time, and the reason names rank and line."""
 
+import ctypes
 import json
 import os
 import re
-import socket
-import subprocess
-import sys
+import signal
+import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from ranks import ends_of
 
-from config import Config
+from config import CheckpointingConfig, Config, ConfigError, LoggerConfig, WatchdogConfig
 from run import folder as run_folder
+from system import watchdog
+from system.exits import describe_failure, report_exit
+from system.ranks import start_process_group
 
 pytestmark = pytest.mark.slow
 
-WORKER = Path(__file__).resolve().parents[1] / "helpers" / "watchdog_worker.py"
+
+def grade_forever():
+    while True:
+        time.sleep(0.1)  # the line the report names
+
+
+def open_folders(folder: Path, ranks) -> None:
+    """A run whose disk is shared, then one whose checkpoints are not, though the other host has folders of the same
+    names."""
+    run_folder.SHARED_DISK_SECONDS = 0.5
+    shared = LoggerConfig(log_dir=str(folder / "shared"))
+    opened = run_folder.open_run_folder(Config(logger=shared), ranks)
+    assert opened == folder / "shared" / "exp_001" and not list(opened.glob("*.seen"))
+    local = folder / f"disk_of_rank_{ranks.rank}"
+    (local / "exp_002").mkdir(parents=True)
+    cfg = Config(logger=shared, checkpointing=CheckpointingConfig(checkpoint_dir=str(local)))
+    run_folder.open_run_folder(cfg, ranks)
+
+
+def five_steps(folder: Path, ranks, fault: str) -> None:
+    if fault == "unshared disk":
+        open_folders(folder, ranks)
+    watch = watchdog.Watchdog(ranks, folder, WatchdogConfig(factor=10, min_seconds=1.0, first_seconds=3.0))
+    for step in range(1, 6):
+        watch.step = step
+        watch.enter("generation")
+        if ranks.rank == 1 and step == 4:
+            if fault == "stuck, and no disk":
+                folder.rename(folder.with_name("gone"))
+            if fault.startswith("stuck"):
+                grade_forever()
+            elif fault == "interpreter lock":
+                ctypes.PyDLL(None).sleep(1000)  # PyDLL: C code that keeps the lock
+            elif fault.startswith("killed"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif fault == "slow":
+                time.sleep(0.7)
+        if fault == "killed" and step == 4:
+            time.sleep(1000)  # as a kernel that waits for the other rank: no error comes out of it
+        time.sleep(0.05)
+        watch.enter("update")
+        dist.all_reduce(torch.ones(1))
+    watch.stop()
+    report_exit(0, "done", folder, ranks.peers)
+
+
+def live(folder: Path, fault: str, hosts: tuple[str, str]) -> None:
+    """One rank to its end, as grpo.main has it."""
+    watchdog.POLL_SECONDS, watchdog.GRACE_SECONDS = 0.05, 0.8
+    os.environ["GRPO_HOST_NAME"] = hosts[int(os.environ["RANK"])]
+    os.environ.pop("GRPO_EXIT_FILE", None)
+    ranks, _ = start_process_group(tp_size=1)
+    try:
+        five_steps(folder, ranks, fault)
+    except (RuntimeError, ConfigError) as error:  # of a collective
+        code, reason = describe_failure(error, folder, ranks.peers)
+        report_exit(code, reason, folder, ranks.peers)
+        os._exit(code)
 
 
 def run_ranks(folder, fault, hosts=("one", "one")):
-    """(exit codes of two ranks, exit.json if there is one, their stderr); none of them is left after a minute."""
+    """(exit codes of two ranks, exit.json if there is one, their outputs)."""
     folder.mkdir(exist_ok=True)
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    clean = {k: v for k, v in os.environ.items() if k != "GRPO_EXIT_FILE"}
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, WORKER, folder, fault],
-            env=clean | meet | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GRPO_HOST_NAME": hosts[rank]},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    ends = ends_of(live, 2, folder, fault, hosts, seconds=60)
     end = json.loads((folder / "exit.json").read_text()) if (folder / "exit.json").exists() else None
-    return [rank.returncode for rank in ranks], end, errors
+    return [rank.code for rank in ends], end, [rank.output for rank in ends]
 
 
 def test_stuck_rank_is_named_with_its_line(tmp_path):
-    codes, end, errors = run_ranks(tmp_path, "stuck", hosts=("one", "two"))
+    codes, end, outputs = run_ranks(tmp_path, "stuck", hosts=("one", "two"))
     assert codes == [4, 4] and end["code"] == 4
     assert (end["host"], end["rank"]) in {("one", 0), ("two", 1)}
-    line = next(i for i, text in enumerate(WORKER.read_text().splitlines(), 1) if "the line the report names" in text)
+    lines = Path(__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if text.endswith("# the line the report names"))
     assert end["reason"].startswith("hung: rank 1 on two did not come; rank 1 on two: step 4, generation, ")
-    assert f"is at watchdog_worker.py:{line} grade_forever: time.sleep(0.1)" in end["reason"]
+    assert f"is at test_watchdog.py:{line} grade_forever: time.sleep(0.1)" in end["reason"]
     said = f"{end['reason']} (rank {end['rank']} on {end['host']})\n"
-    assert sum(said in text for text in errors) == sum(end["reason"] in text for text in errors) == 1  # said once
+    assert sum(said in text for text in outputs) == sum(end["reason"] in text for text in outputs) == 1  # said once
     waiting = (tmp_path / "stacks" / "rank_00000.txt").read_text()
-    assert (
-        waiting.startswith("rank 0 on one: step 4, update, ")
-        and "waits for other ranks in watchdog_worker.py" in waiting
-    )
+    assert waiting.startswith("rank 0 on one: step 4, update, ")
+    assert "waits for other ranks in test_watchdog.py" in waiting
 
 
 def test_rank_whose_interpreter_is_locked_ends_too(tmp_path):
-    codes, end, errors = run_ranks(tmp_path, "interpreter lock")
+    codes, end, outputs = run_ranks(tmp_path, "interpreter lock")
     assert codes == [4, 1]
     assert end["reason"].startswith("hung: rank 1 on one did not come; rank 1 on one: does not answer; stacks ")
-    assert "Timeout" in errors[1] and "in main" in errors[1]  # of the thread that needs no interpreter
+    assert "Timeout" in outputs[1] and "in five_steps" in outputs[1]  # of the thread that needs no interpreter
 
 
-def test_death_of_a_rank_ends_the_others(tmp_path):
-    codes, end, _ = run_ranks(tmp_path, "killed")
-    assert codes == [1, -9] and end["code"] == 1
-    assert re.fullmatch(
-        rf"crashed: rank 1 on one \(process \d+\) is gone; continue with checkpointing\.resume_from={tmp_path}",
-        end["reason"],
-    )
-
-
-def test_a_collective_that_loses_its_peer_names_it(tmp_path):
+@pytest.mark.parametrize("fault", ["killed", "killed, and the other waits in a collective"])
+def test_death_of_a_rank_ends_the_others(tmp_path, fault):
     """In place of what the connection says, and at once: by the time that it is closed the peer is ending."""
-    codes, end, errors = run_ranks(tmp_path, "killed, and the other waits in a collective")
+    codes, end, outputs = run_ranks(tmp_path, fault)
     assert codes == [1, -9] and end["code"] == 1 and end["rank"] == 0
-    assert re.fullmatch(
-        rf"crashed: rank 1 on one \(process \d+\) is gone; continue with checkpointing\.resume_from={tmp_path}",
-        end["reason"],
-    )
-    assert errors[0].splitlines()[-1] == f"{end['reason']} (rank 0 on one)" and "Traceback" not in errors[0], errors[0]
+    go_on = re.escape(f"continue with checkpointing.resume_from={tmp_path}")
+    assert re.fullmatch(rf"crashed: rank 1 on one \(process \d+\) is gone; {go_on}", end["reason"])
+    assert outputs[0].splitlines()[-1] == f"{end['reason']} (rank 0 on one)" and "Traceback" not in outputs[0]
 
 
 def test_a_run_folder_that_went_away_does_not_keep_a_stuck_run_alive(tmp_path):
-    codes, end, errors = run_ranks(tmp_path / "run", "stuck, and no disk")
+    codes, end, outputs = run_ranks(tmp_path / "run", "stuck, and no disk")
     assert 4 in codes and set(codes) <= {1, 4} and end is None
-    reasons = [line for text in errors for line in text.splitlines() if line.startswith(("hung: ", "crashed: "))]
-    assert any("its stack cannot be written (" in reason and "/run/stacks: No such" in reason for reason in reasons)
+    reasons = [line for text in outputs for line in text.splitlines() if line.startswith(("hung: ", "crashed: "))]
+    assert any("its stack cannot be written (" in reason and "No such file" in reason for reason in reasons), reasons
 
 
 def test_slow_is_not_stuck(tmp_path):
@@ -101,36 +135,8 @@ def test_slow_is_not_stuck(tmp_path):
 
 
 def test_hosts_that_do_not_see_the_disk_are_named(tmp_path):
-    codes, end, errors = run_ranks(tmp_path, "unshared disk", hosts=("one", "two"))
-    reason = f"error: {tmp_path}/disk_of_rank_1/exp_002: one writes there, and two cannot see it: put logger.log_dir"
-    assert codes == [2, 2] and end["code"] == 2 and end["reason"].startswith(reason), errors
-    with_host = f"{end['reason']} (rank {end['rank']} on {end['host']})"
-    assert (end["rank"], end["host"]) in {(0, "one"), (1, "two")}
-    assert [line for text in errors for line in text.splitlines() if line.startswith("error:")] == [with_host]
-
-
-def test_provenance_repeats_the_program(tmp_path, monkeypatch):
-    git = {"rev-parse": "abc123\n", "diff": "--- a\n+++ b\n"}
-    monkeypatch.setattr(run_folder, "_git", lambda verb, *_: git[verb])
-    monkeypatch.setattr(sys, "argv", ["grpo.py", "my config.yaml", "grpo.seed=1"])
-    run_folder.write_provenance(tmp_path, Config(), 2)
-    git["diff"] = ""
-    run_folder.write_provenance(tmp_path, Config(), 4)  # resumed
-    first, second = json.loads((tmp_path / "provenance.json").read_text())
-    assert first["commit"] == "abc123" and first["command"] == "grpo.py 'my config.yaml' grpo.seed=1"
-    assert (first["world_size"], second["world_size"]) == (2, 4)
-    assert (tmp_path / first["changes"]).read_text() == git["diff"] or (
-        tmp_path / first["changes"]
-    ).read_text() == "--- a\n+++ b\n"
-    assert second["changes"] is None and first["packages"]["numpy"] and first["machine"]["cores"] == os.cpu_count()
-
-
-@pytest.mark.parametrize("missing", ["git", "repository"])
-def test_provenance_without_git(tmp_path, monkeypatch, missing):
-    if missing == "git":
-        monkeypatch.setenv("PATH", str(tmp_path))
-    else:
-        monkeypatch.setattr(run_folder, "ROOT", tmp_path)
-    run_folder.write_provenance(tmp_path, Config(), 1)
-    (part,) = json.loads((tmp_path / "provenance.json").read_text())
-    assert part["commit"] == "unknown" and part["changes"] is None
+    codes, end, outputs = run_ranks(tmp_path, "unshared disk", hosts=("one", "two"))
+    assert codes == [2, 2] and end["code"] == 2, outputs
+    for said in ("error: ", f"{tmp_path}/disk_of_rank_1/exp_002", "two", "logger.log_dir", "checkpoint_dir"):
+        assert said in end["reason"]
+    assert sum(text.count("error: ") for text in outputs) == 1
