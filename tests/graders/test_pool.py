@@ -152,8 +152,8 @@ def test_workers_die_with_their_trainer(tmp_path):
 
 
 def held():
-    """(descriptors, processes, temporary and shared-memory files) of this process and its workers."""
-    return len(os.listdir("/proc/self/fd")), len(children()), len(os.listdir("/dev/shm"))
+    """Descriptors of this process, and its workers. (Files in /dev/shm may be those of another test.)"""
+    return len(os.listdir("/proc/self/fd")), len(children())
 
 
 @pytest.mark.parametrize(("num_jobs", "num_hang"), [(100, 10), pytest.param(2000, 200, marks=pytest.mark.long)])
