@@ -51,8 +51,8 @@ class MicroBatch(Pack):
 class Minibatch:
     """What one optimizer step sees: this rank's micro-batches, and counts over all ranks (0 until they are known).
 
-    num_input_tokens: what the model computes. num_tokens: trained tokens. num_seqs: sequences that have any.
-    num_positive_tokens: those of rewards > 0.
+    num_input_tokens: computed by the model. num_tokens: trained. num_seqs: sequences with a trained token.
+    num_positive_tokens: trained, with a reward > 0.
     """
 
     micros: list[MicroBatch]
@@ -77,7 +77,6 @@ def make_minibatches(
         members = [sample for sample in samples[first : first + size] if sample.num_trained_tokens]
         splits.append(assign_to_ranks(members, ranks.world_size, max_tokens, share_prefix))
     needed = [[each for shares in splits for part in shares[rank] for each in part] for rank in range(ranks.world_size)]
-    needed[0] += samples[: cfg.logger.num_samples_to_log]  # by the run's log
     move_tokens(needed)
     minibatches = []
     for shares in splits:
@@ -111,26 +110,35 @@ def needs_old_logps(cfg: Config) -> bool:
 
 
 @torch.no_grad()
-def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath) -> list[Metrics]:
+def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath, version: int) -> list[Metrics]:
     """What needs the log-probabilities, in place: masks sequences whose sampler and trainer disagree, puts the KL into
     the advantages where the config asks for it, and counts what is trained on, over all ranks. A collective.
 
-    Returns the metrics of the mask, one item for each micro-batch; none where there is no mask.
+    Returns what sampler and trainer differ by: of masked sequences, and with async_grpo the gap on the newest tokens,
+    drawn with the weights of step `version`.
     """
     micros = [micro for minibatch in minibatches for micro in minibatch.micros]
-    metrics = []
-    if cfg.grpo.seq_logprob_error_threshold is not None:
-        metrics = [_mask_by_logp_error(micro, cfg.grpo.seq_logprob_error_threshold) for micro in micros]
+    async_grpo = cfg.grpo.async_grpo
+    rebuilt = async_grpo.recompute_kv_cache_after_weight_updates
+    metrics = [newest_gap(micro, version, cache_was_rebuilt=rebuilt) for micro in micros if async_grpo.max_age]
+    for micro in micros if cfg.grpo.seq_logprob_error_threshold is not None else ():
+        micro.mask_R, mask_metrics = seq_logp_error_mask(
+            micro.mask_R,
+            old_logp_R=micro.old_logp_R,
+            sampler_logp_R=micro.sampler_logp_R,
+            seq_R=micro.seq_R,
+            threshold=cfg.grpo.seq_logprob_error_threshold,
+            correct_R=micro.reward_R == 1,
+        )
+        metrics.append(mask_metrics)
     if cfg.loss_fn.use_kl_in_reward:
         _put_kl_into_advantages(micros, cfg)
     for micro in micros:
         _put_gradient_rows_first(micro, path)
     counts = torch.tensor([_count(minibatch) for minibatch in minibatches], dtype=torch.int64)
     dist.all_reduce(counts)
-    for minibatch, (num_tokens, num_seqs, num_positive_tokens) in zip(minibatches, counts.tolist(), strict=True):
-        minibatch.num_tokens = num_tokens
-        minibatch.num_seqs = num_seqs
-        minibatch.num_positive_tokens = num_positive_tokens
+    for minibatch, numbers in zip(minibatches, counts.tolist(), strict=True):
+        minibatch.num_tokens, minibatch.num_seqs, minibatch.num_positive_tokens = numbers
     return metrics
 
 
@@ -138,25 +146,15 @@ def newest_gap(micro: MicroBatch, version: int, *, cache_was_rebuilt: bool = Tru
     """|sampler - trainer| of the tokens that weights `version` sampled, which are to be trained; 0 if there are none.
     Of older tokens it would also hold what training has changed since."""
     newest_R = micro.mask_R & (micro.version_R == version) & micro.sampler_logp_R.isfinite()
-    if not cache_was_rebuilt:  # beside older tokens of its sequence, a token is of a mixture: no weights give its logp
+    if (
+        not cache_was_rebuilt
+    ):  # after older tokens of its sequence a token is drawn from a mixture: no weights give its logp
         old_R = torch.where(micro.version_R == version, 0.0, 1.0)
         newest_R &= torch.zeros_like(old_R).index_add(0, micro.seq_R, old_R)[micro.seq_R] == 0
     newest_R &= micro.old_logp_R != -torch.inf  # cut by top_p or top_k, as in `policy_loss`
     gap_R = torch.where(newest_R, micro.sampler_logp_R - micro.old_logp_R, 0.0).abs()
     largest = torch.cat([gap_R, gap_R.new_zeros(1)]).amax()
     return {"logp_gap_mean": (gap_R.sum(), newest_R.sum() + 1e-9), "logp_gap_max": largest}
-
-
-def _mask_by_logp_error(micro: MicroBatch, threshold: float) -> Metrics:
-    micro.mask_R, metrics = seq_logp_error_mask(
-        micro.mask_R,
-        old_logp_R=micro.old_logp_R,
-        sampler_logp_R=micro.sampler_logp_R,
-        seq_R=micro.seq_R,
-        threshold=threshold,
-        correct_R=micro.reward_R == 1,
-    )
-    return metrics
 
 
 def _put_kl_into_advantages(micros: list[MicroBatch], cfg: Config) -> None:

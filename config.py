@@ -159,8 +159,6 @@ class GRPOConfig:
     """A fixed prompt is sampled and scored again every this many steps, to the same limit; 0 does so only at first."""
     max_bad_steps: int = key(0, ">= 0")
     """A step with a bad gap, or without a finite loss and gradient, is skipped; more than this in a row end the run."""
-    replay_rollouts: str | None = None
-    """The run trains the step of this folder again, from the checkpoint before it, and does nothing else."""
 
     @property
     def prompts_per_batch(self) -> int:

@@ -7,6 +7,7 @@ Problem -> Sample (rollout.py) -> Pack (here) -> MicroBatch (batch.py). Does not
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heapreplace
 
 import numpy as np
@@ -45,7 +46,7 @@ class Sample:
     reply's). reward, rewards (the parts of it), outcome, extracted (the answer in the reply): the grader's;
     unshaped_reward: after scaling, before shaping; advantage: of all its tokens (advantages.py). messages: for a reward
     model to score, else none.
-    holder: the rank that drew it; others have its numbers, but no tokens until they are sent some. None: all have them.
+    holder: the rank that drew it and has the tokens; the others have the numbers. None: all ranks have the tokens.
 
     Example (one turn): prompt 0, index 3, prompt_ids [5, 7, 2], output_ids [9, 3], sampler_logps [-0.1, -0.7],
     mask [True, True], finish_reason "stop", versions [12, 13], reward 1.0, outcome "ok".
@@ -55,11 +56,11 @@ class Sample:
     index: int
     row_id: int
     prompt_ids: list[int]
-    output_ids: np.ndarray
-    sampler_logps: np.ndarray
-    mask: np.ndarray
-    finish_reason: str
-    versions: np.ndarray
+    output_ids: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int32))
+    sampler_logps: np.ndarray = field(default_factory=partial(np.zeros, 0, np.float32))
+    mask: np.ndarray = field(default_factory=partial(np.zeros, 0, bool))
+    finish_reason: str = ""
+    versions: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int32))
     reward: float = float("nan")
     outcome: str = "ungraded"
     unshaped_reward: float = float("nan")
@@ -81,7 +82,7 @@ class Sample:
         self.count_tokens()
 
     def count_tokens(self) -> None:
-        """Numbers of its tokens, where they are."""
+        """Sets the numbers of tokens, on a rank that has the tokens."""
         if len(self.output_ids):
             self.num_output_tokens, self.num_trained_tokens = len(self.output_ids), int(self.mask.sum())
             self.weight_version, self.newest_version = int(self.versions[0]), int(self.versions.max())
@@ -133,7 +134,7 @@ class Pack:
 
 
 def num_input_tokens(samples: Sequence[Sample]) -> int:
-    """Of samples that share a prompt, in one pack: the prompt once, and each response without its last token."""
+    """Input tokens of samples that share a prompt in a pack: the prompt once, each response without its last token."""
     return len(samples[0].prompt_ids) + sum(sample.num_output_tokens - 1 for sample in samples)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from config import Config, ConfigError
+from config import Config, ConfigError, GenerationConfig
 from data import Sample
 from hf.model_config import ModelConfig
 from hf.tokenizer import Tokenizer
@@ -43,14 +43,12 @@ if not torch.cuda.is_available():
     torch._dynamo.config.disable = True
 
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # for what it says before it reads that itself
-warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # of its own use of a deprecated torch name
+warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # vLLM uses a deprecated torch name
 
 from vllm import LLM, EngineArgs, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-STEPS_BETWEEN_STOPS = 16  # decode steps; with several ranks to an engine each look is a collective of theirs
-NUM_CANARY_PROMPT_TOKENS = 160  # more than a block of the prefix cache: vLLM's have 16 tokens, on CPU 128
-NUM_CANARY_NEW_TOKENS = 32
+STEPS_BETWEEN_STOPS = 16  # decode steps; where several ranks share an engine, each look is a collective
 Weights = Iterable[tuple[str, torch.Tensor]]  # HF name, whole tensor
 
 
@@ -63,6 +61,11 @@ class SamplingOptions:
     max_new_tokens: int
     top_p: float = 1.0
     top_k: int | None = None
+
+    @classmethod
+    def of(cls, cfg: GenerationConfig) -> "SamplingOptions":
+        """How training samples."""
+        return cls(cfg.temperature, cfg.max_new_tokens, cfg.top_p, cfg.top_k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +81,6 @@ class Completion:
     logps: np.ndarray
     finish_reason: str
     versions: np.ndarray
-
-
-def reply_key(seed: int, prompt: Sequence[int], options: SamplingOptions) -> int:
-    """The same for requests that one reply may answer: prompt, seed, and the distribution that it is drawn from."""
-    return hash((seed, options.temperature, options.top_p, options.top_k or 0, *prompt))
 
 
 class Engine:
@@ -149,10 +147,10 @@ class Engine:
         if self.llm.model_config.head_dtype != torch.float32 and dist.get_rank() == 0:
             print(f"WARNING: this vLLM rounds logits to {dtype}: a larger logp gap than with vllm 0.32.0", flush=True)
         self.shapes: dict[str, list[int]] = {}  # of the first sync, which vLLM itself compares with its own
-        self.numbers = count()  # of requests
-        self.spans: dict[str, list[tuple[int, int]]] = {}  # of the unfinished ones: (weight version, its first token)
-        self.finished: dict[str, Completion] = {}  # those that nobody has waited for yet
-        self.known: dict[int, Completion] = {}  # from a checkpoint, by reply_key
+        self.next_id = count()
+        # Unfinished request -> (weight version, number of the first token that it drew)
+        self.versions_by_request: dict[str, list[tuple[int, int]]] = {}
+        self.unclaimed: dict[str, Completion] = {}  # finished, but nobody has waited for them yet
 
     def generate(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], options: SamplingOptions, *, may_stop: bool = True
@@ -167,18 +165,13 @@ class Engine:
     def start(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], options: SamplingOptions, priority: int = 0
     ) -> list[str]:
-        """Queues a request for each prompt; returns their ids, for `wait`. In a run that carries requests over, the
-        lowest priority comes first, and for 0 those that run go back into the queue: validation waits for none."""
+        """Queues a request for each prompt; returns the request ids, for `wait`. In an asynchronous run the lowest
+        priority comes first. For priority 0 running requests go back into the queue: validation waits for none."""
         assert self.weight_version >= 0, "generate() before a sync(): the weights are dummies, or dropped by sleep()"
-        if self.spans and priority == 0:
+        if self.versions_by_request and priority == 0:
             self._forget_cache()
-        request_ids = [str(next(self.numbers)) for _ in prompts]
+        request_ids = [str(next(self.next_id)) for _ in prompts]
         for request_id, prompt, seed in zip(request_ids, prompts, seeds, strict=True):
-            reply = self.known.pop(reply_key(seed, prompt, options), None) if self.known else None
-            # Too old, where the run was resumed with other batches: then it is drawn again.
-            if reply and priority - 1 - reply.versions[0] <= self.async_grpo.max_age:
-                self.finished[request_id] = reply
-                continue
             params = SamplingParams(
                 temperature=options.temperature,
                 top_p=options.top_p,
@@ -195,21 +188,21 @@ class Engine:
             if not self.rebuilds_cache:  # the prefix cache has blocks of older weights, which are for older requests
                 request["cache_salt"] = str(self.weight_version)
             self.llm.llm_engine.add_request(request_id, request, params, priority=priority)
-            self.spans[request_id] = [(self.weight_version, 0)]
+            self.versions_by_request[request_id] = [(self.weight_version, 0)]
         return request_ids
 
     def wait(self, request_ids: Sequence[str], names: Sequence[str] = (), *, may_stop: bool = True) -> list[Completion]:
-        """The completions of these requests. All others go on beside them, as far as they get; what they give is kept.
-        Raises Interrupted as `generate` does: then all requests are given up. names: of the requests, for errors."""
+        """The completions of these requests. All others go on meanwhile, and their completions are kept. Raises
+        Interrupted as `generate` does: then all requests are given up. names: of the requests, for errors."""
         assert self.weight_version >= 0, "wait() before a sync(): the weights were dropped by sleep()"
         pairs = zip(request_ids, names or request_ids, strict=True)
-        missing = {request_id: name for request_id, name in pairs if request_id not in self.finished}
+        missing = {request_id: name for request_id, name in pairs if request_id not in self.unclaimed}
         for steps in count(1):
             if not missing:
-                return [self.finished.pop(request_id) for request_id in request_ids]
+                return [self.unclaimed.pop(request_id) for request_id in request_ids]
             if may_stop and steps % STEPS_BETWEEN_STOPS == 0 and self.should_stop():
-                self.llm.llm_engine.abort_request(list(self.spans))
-                self.spans.clear()
+                self.llm.llm_engine.abort_request(list(self.versions_by_request))
+                self.versions_by_request.clear()
                 raise Interrupted
             for request_id in self.step():
                 missing.pop(request_id, None)
@@ -223,16 +216,18 @@ class Engine:
         return not self.llm.llm_engine.has_unfinished_requests()
 
     def step(self) -> list[str]:
-        """A token for all that is under way. Returns the ids of the requests that it ends."""
+        """Decodes a token of each request under way. Returns the ids of the requests that end."""
         with bfloat16_factors(self.dtype == torch.bfloat16 and not self.cuda):  # of the head
             outputs = [output for output in self.llm.llm_engine.step() if output.finished]
         for output in outputs:
-            self.finished[output.request_id] = _completion(output.outputs[0], self.spans.pop(output.request_id))
+            self.unclaimed[output.request_id] = _completion(
+                output.outputs[0], self.versions_by_request.pop(output.request_id)
+            )
         return [output.request_id for output in outputs]
 
     def _forget_cache(self) -> None:
-        """Unfinished requests compute their keys and values again: what they sample next is of the newest weights."""
-        if not self.llm.reset_prefix_cache(reset_running_requests=bool(self.spans)):
+        """Unfinished requests compute their keys and values again, so they sample on from the newest weights."""
+        if not self.llm.reset_prefix_cache(reset_running_requests=bool(self.versions_by_request)):
             raise StopRun("weight sync: vLLM did not drop its prefix cache, whose keys are of the old weights")
 
     def sync(self, weights: Weights, version: int) -> int:
@@ -245,13 +240,13 @@ class Engine:
         if sent.keys() != self.param_names:
             missing, unknown = sorted(self.param_names - sent.keys()), sorted(sent.keys() - self.param_names)
             raise StopRun(f"weight sync: the engine did not get its {missing[:5]}, and has no {unknown[:5]}")
-        if self.rebuilds_cache or not self.spans:
+        if self.rebuilds_cache or not self.versions_by_request:
             self._forget_cache()
         self.weight_version = version
         for state in self.llm.llm_engine.output_processor.request_states.values():
             start = state.detokenizer.num_output_tokens()
             # Keys that are kept may be of the old weights before there is a token: then none is of the new ones alone.
-            self.spans[state.external_req_id].append((version, start or int(not self.rebuilds_cache)))
+            self.versions_by_request[state.external_req_id].append((version, start or int(not self.rebuilds_cache)))
         return sum(sent.values())
 
     def _engine_weights(self, weights: Weights, sent: dict[str, int]) -> Weights:
@@ -280,7 +275,7 @@ class Engine:
             # its sampler's state only what belongs to penalties, biases and allowed ids is lost: no request has those.
             level = 1 if keep_weights else 2
             # vLLM's default would abort what is unfinished. Kept, it lies in host memory: prompt, tokens and seed.
-            self.llm.sleep(level=level, mode="keep") if self.spans else self.llm.sleep(level=level)
+            self.llm.sleep(level=level, mode="keep") if self.versions_by_request else self.llm.sleep(level=level)
 
     def wake(self, part: str) -> None:
         """`part`: "weights" (then sync), then "kv_cache"."""
@@ -318,45 +313,9 @@ def sync_weights(model: Decoder, engine: Engine, version: int) -> int:
     return num_bytes
 
 
-# ------------------------------------------------------------------------------------------------- is the engine fresh?
-
-
 def check_versions(samples: Sequence[Sample], version: int, max_age: int) -> None:
-    """StopRun where a token was drawn from other weights than those of step `version`, which are to be trained, and of
+    """StopRun where a token was drawn from other weights than step `version` left, which are to be trained, or one of
     the `max_age` steps before it."""
     drawn_from = sorted({end for sample in samples for end in (sample.weight_version, sample.newest_version)})
     if not version - max_age <= drawn_from[0] <= drawn_from[-1] <= version:
         raise StopRun(f"samples are of the weights of steps {drawn_from}, to train those of step {version}: no sync")
-
-
-def check_canary(model: Decoder, engine: Engine, limit: float | None, device: torch.device, when: str) -> float:
-    """Mean |sampler - trainer| log-probability, in nats per token, on a fixed prompt that every engine continues: this
-    rank's, or in a split job those of all generators.
-
-    It finds weights, a cache or a compute path that stayed old before a whole rollout is drawn from them, and whatever
-    the data are: its prompt is longer than a block of the prefix cache. No filter: top_k=1 would hide every gap. One
-    forward without gradients; a collective of all ranks. Raises StopRun above `limit` (grpo.logp_gap_limit).
-    """
-    total = engine.max_total_tokens
-    num_new = min(NUM_CANARY_NEW_TOKENS, max(1, total // 2))
-    random = np.random.Generator(np.random.PCG64(0))
-    prompt = random.integers(0, engine.vocab_size, min(NUM_CANARY_PROMPT_TOKENS, total - num_new)).tolist()
-    sum_and_count = torch.zeros(2, dtype=torch.float64)
-    for reply in engine.generate([prompt], [0], SamplingOptions(model.temperature, num_new), may_stop=False):
-        ids = torch.tensor([*prompt, *reply.ids.tolist()], device=device)
-        position_T = torch.arange(len(ids) - 1, device=device)
-        cu_seqlens = np.array([0, len(position_T)])
-        with torch.no_grad():
-            replied = (position_T[len(prompt) - 1 :], ids[len(prompt) :])
-            logp_R, _ = model(ids[:-1], position_T, cu_seqlens, *replied, filtered=False)
-        gap_R = (logp_R.cpu().double() - torch.from_numpy(reply.logps)).abs()
-        sum_and_count += torch.tensor([gap_R.sum(), len(gap_R)], dtype=torch.float64)
-    dist.all_reduce(sum_and_count)
-    gap = float(sum_and_count[0] / sum_and_count[1])
-    if limit is not None and not gap <= limit:
-        raise StopRun(
-            f"{when}: on a fixed prompt sampler and trainer disagree by {gap:.4f} nats per token (grpo.logp_gap_limit="
-            f"{limit}). Likely causes: the engine holds old weights (a parameter that the sync does not reach, a tied "
-            "head), a stale prefix cache, another vocabulary on one side, or a wrong attention kernel"
-        )
-    return gap

@@ -18,7 +18,7 @@ if "RANK" in os.environ and __name__ == "__main__":  # before torch and vllm are
 from check.preflight import ALL_RANKS_GENERATE, gpu_memory, parse_command_line, read_inputs
 from config import ConfigError
 from run.folder import open_run_folder
-from run.setup import plan_memory
+from run.start import plan_memory
 from run.validation import evaluate
 from system.exits import NO_PEERS, describe_failure, exit_process, report_exit
 from system.ranks import on_rank0, start_process_group

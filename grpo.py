@@ -51,17 +51,17 @@ import torch
 from torch import Tensor
 
 from advantages import step_advantages
-from batch import MicroBatch, Minibatch, finish_minibatches, make_minibatches, needs_old_logps, newest_gap
+from batch import MicroBatch, Minibatch, finish_minibatches, make_minibatches, needs_old_logps
 from config import Config
-from engine import check_canary, check_versions, sync_weights
+from engine import sync_weights
 from kernels import linear_loss
-from kernels.linear_loss import DEVIATION
 from loss import Metrics, policy_loss
-from metrics import accumulate, derived_metrics, reduce_over_ranks, sample_metrics
+from metrics import accumulate, reduce_over_ranks, sample_metrics, training_metrics
 from model import Decoder, Reference
 from optim import clip_grad_norm, count_bad_steps, set_learning_rate
 from rollout import sample_step
-from run import setup
+from run import start, steps
+from run.canary import check_canary
 from run.folder import open_run_folder
 from run.validation import validate
 from system.exits import NO_PEERS, Interrupted, describe_failure, exit_process, report_exit
@@ -72,24 +72,23 @@ gc.enable()
 gc.freeze()
 
 
-def train(run: setup.Run) -> None:
-    """GRPO (Shao et al. 2024), step by step. Every rank runs this code; samples, advantages and metrics are those of
-    all ranks. Raises StopRun when a check of the run fails, Interrupted when a signal asks for an end."""
+def train(run: start.Run) -> None:
+    """GRPO (Shao et al. 2024), step by step. Every rank runs this code; samples, advantages and metrics are of all
+    ranks. Raises StopRun when a check of the run fails, Interrupted when a signal asks for an end."""
     cfg, timer = run.cfg, run.timer
     model, optimizer = run.model, run.optimizer
     sampler, mixture = run.sampler, run.inputs.train
-    for step in setup.steps(run):
+    for step in steps.remaining_steps(run):
         with timer("generation"):
-            samples = run.replay or sample_step(sampler, cfg, mixture, run.state.cursor, step, run.num_steps)
+            samples = sample_step(sampler, cfg, mixture, run.state.cursor, step, run.num_steps)
             run.engine.sleep()
-        check_versions(samples.trained, step - 1, cfg.grpo.async_grpo.max_age)
 
         with timer("advantage_calculation"):
             adv_B, advantage_metrics = step_advantages(samples.trained, cfg.grpo, cfg.loss_fn)
+        steps.end_sampling(run, samples, adv_B, step)
 
         with timer("data_processing"):
             minibatches = make_minibatches(samples.trained, adv_B, cfg, run.ranks, run.device)
-        setup.dump_if_due(run, samples, step)
 
         with timer("policy_and_reference_logprobs"):
             logp_metrics = compute_logprobs(model, run.reference, minibatches, cfg, step)
@@ -102,8 +101,7 @@ def train(run: setup.Run) -> None:
                 sums: Metrics = {}
                 for micro in minibatch.micros:
                     loss, loss_metrics = compute_loss(model, micro, minibatch, cfg)
-                    model.set_requires_all_reduce(micro is minibatch.micros[-1])  # between replicas once, of the sum
-                    loss.backward()  # adds to the gradient; FSDP sums it over ranks
+                    model.backward(loss, is_last=micro is minibatch.micros[-1])
                     accumulate(sums, loss_metrics)
                 grad_norm = clip_grad_norm(model, cfg.policy.max_grad_norm)
                 reduced = reduce_over_ranks(sums) | logp_metrics  # which has the logp gap, with async_grpo
@@ -119,14 +117,14 @@ def train(run: setup.Run) -> None:
         with timer("prepare_for_generation"):
             num_sync_bytes = sync_weights(model, run.engine, step)
 
-        metrics = sample_metrics(samples.generated, samples.trained) | samples.metrics | advantage_metrics
-        metrics |= training_metrics(step_sums, logp_metrics, minibatches, cfg)
+        metrics = steps.check_engine(run, step) | {"weight_sync_bytes": num_sync_bytes}
+        metrics |= sample_metrics(samples.generated, samples.trained) | samples.metrics | advantage_metrics
+        metrics |= training_metrics(step_sums, logp_metrics, minibatches, cfg.policy.ppo_epochs)
         metrics |= {"grad_norm": grad_norm, "lr": optimizer.param_groups[0]["lr"], "num_bad_steps": num_bad_steps}
-        metrics |= {"weight_sync_bytes": num_sync_bytes} | setup.check_engine(run, step)
-        setup.end_step(run, samples, minibatches, metrics)
-        if setup.validation_is_due(run):
+        steps.end_step(run, samples, minibatches, metrics)
+        if steps.validation_is_due(run):
             validate(run)
-        setup.save_if_due(run)
+        steps.save_if_due(run)
 
 
 @torch.no_grad()
@@ -134,8 +132,8 @@ def compute_logprobs(
     model: Decoder, reference: Reference | None, minibatches: list[Minibatch], cfg: Config, step: int
 ) -> dict[str, float]:
     """Puts into the minibatches the log-probabilities under the policy at the start of the step and under the reference
-    policy, where the run needs them, and what follows from them. Returns what sampler and trainer differ by: of masked
-    sequences, and with async_grpo the gap on the newest tokens, before training changes it."""
+    policy, where the run needs them, and what follows from them. Returns what sampler and trainer differ by before
+    training changes it, as `finish_minibatches` has it."""
     micros = [micro for minibatch in minibatches for micro in minibatch.micros]
     if needs_old_logps(cfg):
         for micro in micros:
@@ -145,13 +143,9 @@ def compute_logprobs(
             for micro in micros:
                 micro.ref_logp_R, _ = model(*micro.model_inputs, filtered=False)  # it would cut other tokens
     sums: Metrics = {}
-    if cfg.grpo.async_grpo.max_age:
-        for micro in micros:
-            rebuilt = cfg.grpo.async_grpo.recompute_kv_cache_after_weight_updates
-            accumulate(sums, newest_gap(micro, step - 1, cache_was_rebuilt=rebuilt))
-    for mask_metrics in finish_minibatches(minibatches, cfg, model.loss_path):
-        accumulate(sums, mask_metrics)
-    return reduce_over_ranks(sums) if sums else {}
+    for metrics in finish_minibatches(minibatches, cfg, model.loss_path, step - 1):
+        accumulate(sums, metrics)
+    return reduce_over_ranks(sums)
 
 
 def compute_loss(model: Decoder, micro: MicroBatch, minibatch: Minibatch, cfg: Config) -> tuple[Tensor, Metrics]:
@@ -175,35 +169,19 @@ def compute_loss(model: Decoder, micro: MicroBatch, minibatch: Minibatch, cfg: C
     return model(*micro.model_inputs, logprob_fn=loss_of_logits)
 
 
-def training_metrics(
-    sums: Metrics, logp_metrics: dict[str, float], minibatches: list[Minibatch], cfg: Config
-) -> dict[str, float]:
-    """The loss metrics of a step, equal on all ranks: means over the tokens of all its optimizer steps, and for what is
-    no mean (loss, counts) the mean over optimizer steps."""
-    num_optimizer_steps = len(minibatches) * cfg.policy.ppo_epochs
-    sums = {name: value for name, value in sums.items() if name != DEVIATION}
-    return derived_metrics(reduce_over_ranks(sums, divide_sums_by=num_optimizer_steps) | logp_metrics) | {
-        "num_optimizer_steps": num_optimizer_steps,
-        "train_tokens": sum(minibatch.num_input_tokens for minibatch in minibatches),
-        "global_valid_toks": sum(minibatch.num_tokens for minibatch in minibatches),
-        "global_valid_seqs": sum(minibatch.num_seqs for minibatch in minibatches),
-    }
-
-
-def train_to_the_end(run: setup.Run) -> str:
-    """The first sync, all steps and the export; returns why the run ended. With it a split job's generators end."""
-    with setup.generators_of(run):
-        if not run.replay:
-            sync_weights(run.model, run.engine, run.state.step)
-            check_canary(run.model, run.engine, run.cfg.grpo.logp_gap_limit, run.device, "after the first sync")
+def train_to_the_end(run: start.Run) -> str:
+    """The first sync, all steps and the export; returns why the run ended."""
+    with run.sampler:
+        sync_weights(run.model, run.engine, run.state.step)
+        check_canary(run.model, run.engine, run.cfg.grpo.logp_gap_limit, run.device, "after the first sync")
         with run.saver:
             try:
-                if setup.validation_is_due(run):
+                if steps.validation_is_due(run):
                     validate(run)
                 train(run)
             except Interrupted:  # by a signal; a step whose samples are not complete is given up
-                raise setup.save_early(run) from None
-        return setup.finish(run)
+                raise steps.save_early(run) from None
+        return steps.finish(run)
 
 
 def main() -> int:
@@ -222,11 +200,11 @@ def main() -> int:
         inputs = preflight.read_inputs(cfg, on_rank0=partial(on_rank0, group=ranks.job))
         run_folder = open_run_folder(cfg, ranks)
         watchdog = Watchdog(ranks, run_folder, cfg.watchdog)
-        memory = setup.plan_memory(cfg, inputs, ranks, device, gpu_bytes)
+        memory = start.plan_memory(cfg, inputs, ranks, device, gpu_bytes)
         if ranks.generates:
-            code, reason = 0, setup.generate(cfg, inputs, ranks, device, watchdog)
+            code, reason = 0, start.generate(cfg, inputs, ranks, device, watchdog)
         else:
-            run = setup.set_up(cfg, inputs, ranks, device, run_folder, watchdog, memory)
+            run = start.set_up(cfg, inputs, ranks, device, run_folder, watchdog, memory)
             code, reason = 0, train_to_the_end(run)
     except BaseException as error:
         if memory:

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from batch import Minibatch
 from data import Sample, groups_of
 from envs import OUTCOMES
+from kernels.linear_loss import DEVIATION
 
 Metric = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Numbers = dict[str, float]  # a metric's name -> its value
@@ -114,6 +116,30 @@ def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> di
         "natural_termination_rate": _mean(s.finish_reason == "stop" for s in generated),
         "max_turns_reached_rate": _mean(s.finish_reason == "max_turns" for s in generated),
     }
+
+
+def training_metrics(
+    sums: dict[str, Metric], logp_metrics: Numbers, minibatches: list[Minibatch], ppo_epochs: int
+) -> Numbers:
+    """The loss metrics of a step, equal on all ranks: means over the tokens of all optimizer steps; what is no mean
+    (loss, counts) becomes its mean over optimizer steps. logp_metrics: of `grpo.compute_logprobs`."""
+    num_optimizer_steps = len(minibatches) * ppo_epochs
+    sums = {name: value for name, value in sums.items() if name != DEVIATION}
+    return derived_metrics(reduce_over_ranks(sums, divide_sums_by=num_optimizer_steps) | logp_metrics) | {
+        "num_optimizer_steps": num_optimizer_steps,
+        "train_tokens": sum(minibatch.num_input_tokens for minibatch in minibatches),
+        "global_valid_toks": sum(minibatch.num_tokens for minibatch in minibatches),
+        "global_valid_seqs": sum(minibatch.num_seqs for minibatch in minibatches),
+    }
+
+
+def age_metrics(trained: Sequence[Sample], step: int, is_whole: dict[int, bool]) -> Numbers:
+    """With async_grpo: ages in steps, by first tokens; of the groups under way, how many have all their replies (NeMo
+    RL's buffer) and how many do not."""
+    ages = [step - 1 - sample.weight_version for sample in trained]
+    size = sum(is_whole.values())
+    numbers = {"avg_trajectory_age": float(np.mean(ages)), "max_trajectory_age": max(ages), "buffer_size": size}
+    return numbers | {"carried_groups": len(is_whole) - size}
 
 
 def _mean(values: Iterable[float]) -> float:

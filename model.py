@@ -301,6 +301,11 @@ class Decoder(nn.Module):
         sampling_filter = self.sampling_filter if filtered else None
         return head(hidden_RD, partial(logprob_fn, sampling_filter=sampling_filter), target_R)
 
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Adds to the gradient. FSDP sums it over ranks, between replicas once: with the last micro-batch."""
+        self.set_requires_all_reduce(is_last)
+        loss.backward()
+
     def compile_blocks(self) -> None:
         """From now on the blocks' halves are compiled, each at its first call: with gradients, and without."""
         halves = tuple(torch.compile(half, dynamic=True, fullgraph=True) for half in Block.halves)

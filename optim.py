@@ -63,7 +63,7 @@ def set_learning_rate(optimizer: Optimizer, cfg: config.SchedulerConfig, step: i
 def learning_rate_factor(cfg: config.SchedulerConfig, step: int, num_steps: int) -> float:
     """Linear warm-up from warmup_start_factor over warmup_steps, then constant, or a linear or cosine decay.
 
-    The decay reaches min_factor one step after the last, as that of transformers' schedules: a rollout that is trained
+    The decay reaches min_factor one step after the last, as in transformers: a rollout that is trained
     at rate 0 would be wasted. All optimizer steps of a rollout have one rate, as in NeMo RL.
 
     Example: warmup_steps 2, start 0.5, linear to 0 in 5 steps: 0.5, 0.75, 1, 2/3, 1/3.
@@ -96,7 +96,7 @@ def count_bad_steps(
 
     A step is bad if loss or gradient norm is not finite, or if sampler and trainer, which score the same tokens with
     the same weights, differ by more than logp_gap_limit on average. Raises StopRun at more than max_bad_steps in a row.
-    `metrics` and `grad_norm` must be those of all ranks: then all ranks return the same and take one branch.
+    `metrics` and `grad_norm` are of all ranks, so all ranks return the same and take one branch.
     """
     if problem := one_pass_problem(metrics[DEVIATION]):
         raise StopRun(f"step {step}: {problem}. The step was not applied")

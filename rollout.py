@@ -1,7 +1,7 @@
 """Prompts -> graded samples: conversations of one or more turns over the ranks, and the samples of a step.
 
-Owns per-sample seeds, turning prompts into graded `Sample`s, dynamic sampling (DAPO, Yu et al. 2025, 3.2) and the
-reward model's part in it. Every rank sees all samples of a step, so all ranks decide alike.
+Owns per-sample seeds, turning prompts into graded `Sample`s, dynamic sampling (DAPO, Yu et al. 2025, 3.2) and sampling
+ahead of the step (grpo.async_grpo). Every rank sees all samples of a step, so all ranks decide alike.
 """
 
 import hashlib
@@ -19,23 +19,27 @@ from advantages import filter_overlong, shape_rewards
 from config import Config, GRPOConfig
 from data import Problem, Sample, groups_of
 from dataset.mixing import Cursor, Mixture
-from engine import STEPS_BETWEEN_STOPS, Completion, Engine, SamplingOptions
+from engine import STEPS_BETWEEN_STOPS, Completion, Engine, SamplingOptions, check_versions
 from hf.tokenizer import Tokenizer
 from system.exchange import share_numbers
 from system.exits import Interrupted, StopRun
 from system.ranks import Ranks, any_rank, gather
 
 Prompts = Sequence[tuple[int, Problem]]  # index in the step, problem
-Draw = tuple[int, Problem, int]  # a sample to be drawn: index in the step, problem, sample number
+Draw = tuple[Problem, int, int]  # a sample to be drawn: problem, index in the step, sample number
 
 
 class Conversation:
     """A sample in the making. Its ids are replies that were sampled (mask True, unless the problem is not trained on)
     and observations of the environment (mask False, log-probability 0)."""
 
-    def __init__(self, problem: Problem, prompt: int, index: int, step: int):
+    def __init__(
+        self, problem: Problem, prompt: int, index: int, options: SamplingOptions, seed_key: tuple, step: int = 0
+    ):
         self.problem = problem
-        self.step = step  # that trains it, or 0
+        self.options = options
+        self.seed_key = seed_key
+        self.step = step  # the one that trains it, or 0
         self.request_id = ""  # of the reply that is under way in this rank's engine, if it draws it
         self.reply_ids: list[int] = []  # of the last turn
         self.state: dict = {}  # what the environment returned after it
@@ -45,11 +49,6 @@ class Conversation:
             index=index,
             row_id=problem.row_id,
             prompt_ids=problem.prompt_ids,
-            output_ids=np.zeros(0, np.int32),
-            sampler_logps=np.zeros(0, np.float32),
-            mask=np.zeros(0, bool),
-            finish_reason="",
-            versions=np.zeros(0, np.int32),
             reward=0.0,
             env_name=problem.env_name,
             num_turns=0,
@@ -59,13 +58,13 @@ class Conversation:
 
     @property
     def name(self) -> str:
-        """Where a line says what is waited for."""
+        """For a line that says what the engine waits for."""
         sample = self.sample
         return f"group {sample.prompt} (row {sample.row_id} of {sample.dataset}), sample {sample.index}"
 
     @property
     def token_ids(self) -> list[int]:
-        """What the engine goes on from: exactly the ids so far."""
+        """Exactly the ids so far, from which the engine goes on."""
         return [*self.sample.prompt_ids, *self.sample.output_ids.tolist()]
 
     def _append(self, ids: np.ndarray, logps: np.ndarray, versions: np.ndarray, is_trained: bool) -> None:
@@ -88,7 +87,7 @@ class Conversation:
         return envs.Turn(*known, ids_before, self.reply_ids, int(completion.versions[-1]))
 
     def add_result(self, result: envs.StepResult, tokenizer: Tokenizer, max_total_tokens: int, is_last: bool) -> None:
-        """Ends the conversation, or appends the observation if a reply has room behind it. A reward that is not finite
+        """Ends the conversation, or appends the observation if a reply has room after it. A reward that is not finite
         counts as outcome `error` with reward 0."""
         assert result.outcome in envs.OUTCOMES, result
         sample = self.sample
@@ -102,7 +101,7 @@ class Conversation:
         sample.extracted = result.extracted
         self.state = result.state
         self.done = True
-        if result.done or sample.finish_reason == "length":  # half a reply is no turn to answer to
+        if result.done or sample.finish_reason == "length":  # the environment does not answer half a reply
             return
         if is_last:
             sample.finish_reason = "max_turns"
@@ -121,8 +120,8 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Draws and grades conversations; what it holds stays the same over a run, but for `ahead`: the conversations that
-    are under way between two steps, in the order in which they are due, and the cursor behind each batch of them.
+    """Draws and grades conversations. Only `in_flight` changes over a run: (conversations, data cursor after them) of
+    later steps, oldest first. As a context manager it closes the environments after a run that reached its end.
 
     max_turns: replies of the policy in a conversation. max_error_fraction: this share of the samples of a call may end
     in outcome `error`. score_conversations: RewardModel.score, where an environment asks for it.
@@ -135,48 +134,59 @@ class Sampler:
     max_turns: int = 1
     max_error_fraction: float = 1.0
     score_conversations: Callable[[Sequence[list[dict]]], list[float | None]] | None = None
-    ahead: deque[tuple[list[Conversation], Cursor]] = field(default_factory=deque)
+    in_flight: deque[tuple[list[Conversation], Cursor]] = field(default_factory=deque)
 
-    def sample(self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple) -> list[Sample]:
-        """`num_samples` graded samples of each (index in the step, problem), ordered by (index, sample number)."""
-        return self.finish(self.start(prompts, num_samples, options, seed_key), options, seed_key)
+    def __enter__(self) -> "Sampler":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if error is None:  # else a grader may be at work, and this process ends
+            for environment in self.environments.values():
+                environment.close()
+
+    def sample(
+        self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = 0
+    ) -> list[Sample]:
+        """`num_samples` graded samples of each (index in the step, problem), ordered by (index, sample number).
+        step: the one that trains them, or 0."""
+        return self.finish(self.start(prompts, num_samples, options, seed_key, step))
 
     def start(
         self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = 0
     ) -> list[Conversation]:
-        """Conversations, for `finish`, of which this engine begins its share; all ranks name the same prompts. step:
-        that trains them, or 0. The ranks of an engine take turns as holders of what it draws."""
+        """Deals the conversations to the engines; this rank's engine begins its share. All ranks give the same prompts.
+        The ranks of an engine take turns as holders of what it draws."""
         conversations = []
         for dp_rank, share in enumerate(deal(prompts, num_samples, self.ranks.dp_size, options.max_new_tokens)):
-            drawn = [Conversation(problem, prompt, index, step) for prompt, problem, index in share]
+            drawn = [Conversation(problem, *place, options, seed_key, step) for problem, *place in share]
             for i, each in enumerate(drawn):
                 each.sample.holder = dp_rank * self.ranks.tp_size + i % self.ranks.tp_size
             if drawn and dp_rank == self.ranks.dp_rank:
-                self._ask(drawn, options, seed_key)
+                self._ask(drawn)
             conversations += drawn
         return conversations
 
-    def _ask(self, live: list[Conversation], options: SamplingOptions, seed_key: tuple, turn: int = 0) -> None:
-        """Has the engine begin the next reply of each."""
+    def _ask(self, live: list[Conversation], turn: int = 0) -> None:
+        """The engine begins the next reply of each; all have the same options."""
         # Turn 0 is left out of the seed, so that samples of one turn do not depend on max_turns.
         turn_key = (turn,) if turn else ()
-        seeds = [sample_seed(*seed_key, each.sample.prompt, each.sample.index, *turn_key) for each in live]
+        seeds = [sample_seed(*each.seed_key, each.sample.prompt, each.sample.index, *turn_key) for each in live]
         priority = max(each.step for each in live)
-        request_ids = self.engine.start([each.token_ids for each in live], seeds, options, priority)
+        request_ids = self.engine.start([each.token_ids for each in live], seeds, live[0].options, priority)
         for each, request_id in zip(live, request_ids, strict=True):
             each.request_id = request_id
 
-    def finish(self, conversations: list[Conversation], options: SamplingOptions, seed_key: tuple) -> list[Sample]:
-        """The graded samples of all ranks, on every rank; tokens on their holder only. StopRun when more than
-        `max_error_fraction` of them could not be graded: their rewards would be noise. What stops one rank meanwhile
-        (Interrupted, or StopRun of its engine) is raised on all: the others finish their share first."""
+    def finish(self, conversations: list[Conversation]) -> list[Sample]:
+        """The graded samples of all ranks, on every rank; the holder alone has the tokens. StopRun when more than
+        `max_error_fraction` of them could not be graded: their rewards would be noise. An Interrupted or StopRun of one
+        rank is raised on all, after the others have finished their share."""
         stop = None
         try:
-            self._converse([each for each in conversations if each.request_id], options, seed_key)
+            self._converse([each for each in conversations if each.request_id])
         except (Interrupted, StopRun) as error:
             stop = error
-        if len(self.ahead) > 1 and self.ranks.dp_size > 1:
-            self._go_on()
+        if self.in_flight and self.ranks.dp_size > 1:
+            self._decode_while_others_finish()
         if any_rank(stop is not None):
             raise next(each for each in gather(stop) if each)
         for each in conversations:
@@ -190,20 +200,20 @@ class Sampler:
         if failed.total() > self.max_error_fraction * len(samples):
             raise StopRun(
                 f"{failed.total()} of {len(samples)} answers could not be graded ({dict(failed)}), more than "
-                f"env.max_error_fraction={self.max_error_fraction:g}: see the environment's own messages above"
+                f"env.max_error_fraction={self.max_error_fraction:g}: see the environment's messages above"
             )
         return samples
 
-    def _go_on(self) -> None:
-        """Until every engine has what it waits for, this one goes on with what is due later. The collective that tells
-        so is left behind without a wait: the next one waits, where the watchdog sees that this rank is not stuck."""
+    def _decode_while_others_finish(self) -> None:
+        """This engine goes on with later steps until every engine has finished this one. Nothing waits for the
+        collective that tells so: the next one waits, and there the watchdog sees that this rank is not stuck."""
         others = dist.all_reduce(torch.zeros(1), async_op=True)
-        while self.engine.spans and self.ranks.any_rank_of_engine(not others.is_completed()):
+        while self.engine.versions_by_request and self.ranks.any_rank_of_engine(not others.is_completed()):
             for _ in range(STEPS_BETWEEN_STOPS):
                 self.engine.step()
 
-    def _converse(self, conversations: list[Conversation], options: SamplingOptions, seed_key: tuple) -> None:
-        """To the end of conversations of this rank's engine, whose first replies are under way.
+    def _converse(self, conversations: list[Conversation]) -> None:
+        """Takes conversations of this rank's engine, whose first replies are under way, to their end.
 
         A turn is a reply of at most max_new_tokens and, while the environment is not done, its observation: the tokens
         that the chat template adds, appended to those that were sampled. finish_reason: "stop" (the environment was
@@ -214,7 +224,7 @@ class Sampler:
             if not live:
                 break
             if turn:
-                self._ask(live, options, seed_key, turn=turn)
+                self._ask(live, turn)
             completions = self.engine.wait([each.request_id for each in live], [each.name for each in live])
             turns = [each.add_reply(reply, self.tokenizer) for each, reply in zip(live, completions, strict=True)]
             # Where an engine has several ranks, one of them grades: graders that work against time differ.
@@ -235,6 +245,16 @@ class Sampler:
                 return None
             results |= zip(members, graded, strict=True)
         return [results[i] for i in range(len(turns))]
+
+    def groups_under_way(self) -> dict[int, bool]:
+        """Group of a later step -> whether all its replies are there. A collective of all ranks that generate."""
+        under_way = [each for conversations, _ in self.in_flight for each in conversations]
+        missing = [bool(each.request_id) and each.request_id not in self.engine.unclaimed for each in under_way]
+        dist.all_reduce(num_missing := torch.tensor(missing, dtype=torch.int32))
+        is_whole = dict.fromkeys((each.sample.prompt for each in under_way), True)
+        for each, num in zip(under_way, num_missing.tolist(), strict=True):
+            is_whole[each.sample.prompt] &= not num
+        return is_whole
 
     def _score_by_model(self, samples: Sequence[Sample]) -> None:
         """Gives this rank's samples the reward model's scores, a collective; the engine makes room for it."""
@@ -264,7 +284,7 @@ def deal(prompts: Prompts, num_samples: int, num_engines: int, max_new_tokens: i
         if (num_parts - 1) * len(problem.prompt_ids) > num_samples * max_new_tokens / 16:
             num_parts = max(1, min(num_parts, num_engines // len(prompts)))
         for part in range(num_parts):
-            min(shares, key=len).extend((prompt, problem, index) for index in range(part, num_samples, num_parts))
+            min(shares, key=len).extend((problem, prompt, index) for index in range(part, num_samples, num_parts))
     return shares
 
 
@@ -278,8 +298,8 @@ def sample_seed(*key: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepSamples:
-    """trained: the samples of num_prompts_per_step prompts, numbered from 0. generated: those and all that dynamic
-    sampling discarded. cursor: stands behind the prompts drawn. metrics: of the drawing."""
+    """trained: the samples of num_prompts_per_step prompts, numbered from 0. generated: these and the samples that
+    dynamic sampling discarded. cursor: after the prompts drawn. metrics: of the drawing."""
 
     trained: list[Sample]
     generated: list[Sample]
@@ -292,40 +312,28 @@ def sample_step(
 ) -> StepSamples:
     """The samples to train on, rewards shaped, masks of filtered ones cleared; equal on all ranks.
 
-    With async_grpo the prompts of the next max_age steps are under way too, while the engine has room. Which step a
-    batch is for is settled when it begins, never by how long it takes: so long responses are trained as often as they
-    are sampled, and none is too old. The step waits for its own batch only; all others outlast it in the engine.
-
     With use_dynamic_sampling, batches of num_prompts_per_step * batch_multiplier prompts are drawn until enough groups
     have unequal unshaped rewards; groups beyond what the step needs are discarded. NeMo RL filters single samples by
     the leave-one-out deviation, which drops the lone right answer of a group and keeps its peers; we keep or drop whole
     groups. Prompts are numbered through the batches, so that no two samples of a step share a seed.
 
-    Raises StopRun when dynamic_sampling_max_gen_batches batches are too few, and when no sample is left to train on.
+    Raises StopRun when dynamic_sampling_max_gen_batches batches are too few, when no sample is left to train on, and
+    when a token was drawn from older weights than the config allows.
     """
     grpo = cfg.grpo
-    sampling = cfg.policy.generation
-    options = SamplingOptions(sampling.temperature, sampling.max_new_tokens, sampling.top_p, sampling.top_k)
-    ahead, max_age = sampler.ahead, grpo.async_grpo.max_age
-    seed_key = (grpo.seed,) if max_age else (grpo.seed, step)
+    options = SamplingOptions.of(cfg.policy.generation)
     generated: list[Sample] = []
     groups: list[list[Sample]] = []
     num_batches = 0
-    records = {"records": cursor["records"]}  # the newest, also for a batch that is drawn amid the step
     while len(groups) < grpo.num_prompts_per_step:
         if num_batches == grpo.dynamic_sampling_max_gen_batches:
             raise StopRun(_too_few_groups(generated, len(groups), num_batches, grpo))
-        while not ahead or len(ahead) <= min(max_age, num_steps - step):
-            before = (ahead[-1][1] if ahead else cursor) | records
-            problems, behind = mixture.draw(before, grpo.prompts_per_batch)
-            # Ahead, a prompt's number is its place in the data: dynamic sampling may still change the step it is for.
-            first = before["position"] if max_age else num_batches * grpo.prompts_per_batch
-            prompts = list(enumerate(problems, start=first))
-            due = step + len(ahead)
-            ahead.append((sampler.start(prompts, grpo.num_generations_per_prompt, options, seed_key, due), behind))
-        conversations, cursor = ahead[0]
-        batch = sampler.finish(conversations, options, seed_key)
-        ahead.popleft()  # not before: where a signal ends the wait, what is finished is saved
+        if grpo.async_grpo.max_age:
+            batch, cursor = sample_ahead(sampler, cfg, mixture, cursor, step, num_steps)
+        else:
+            problems, cursor = mixture.draw(cursor, grpo.prompts_per_batch)
+            prompts = list(enumerate(problems, start=num_batches * grpo.prompts_per_batch))
+            batch = sampler.sample(prompts, grpo.num_generations_per_prompt, options, (grpo.seed, step), step)
         shape_rewards(batch, grpo, options.max_new_tokens)
         groups += [group for group in groups_of(batch) if not grpo.use_dynamic_sampling or is_mixed(group)]
         generated += batch
@@ -334,18 +342,40 @@ def sample_step(
     kept = groups[: grpo.num_prompts_per_step]
     trained = [replace(sample, prompt=number) for number, group in enumerate(kept) for sample in group]
     num_filtered = filter_overlong(trained) if grpo.overlong_filtering else 0
-    if num_filtered == len(trained):
-        raise StopRun(
-            f"all {num_filtered} samples of a step ran into policy.generation.max_new_tokens={options.max_new_tokens}, "
-            "and grpo.overlong_filtering=true leaves none to train on: allow longer responses, or set it to false"
-        )
     if not any(sample.num_trained_tokens for sample in trained):
-        raise StopRun("no sample of a step is trained on: all its rows have loss_multiplier=0")
+        raise StopRun(
+            f"no sample of a step is trained on: {num_filtered} of {len(trained)} ran into policy.generation."
+            f"max_new_tokens={options.max_new_tokens} with grpo.overlong_filtering=true, and all other rows have "
+            "loss_multiplier=0. Allow longer responses, or set overlong_filtering=false"
+        )
+    check_versions(trained, step - 1, grpo.async_grpo.max_age)
     metrics: dict[str, float] = {"num_overlong_filtered": num_filtered}
     if grpo.use_dynamic_sampling:
         metrics["dynamic_sampling_num_gen_batches"] = num_batches
         metrics["dynamic_sampling_num_discarded_valid_samples"] = sum(map(len, groups)) - len(trained)
     return StepSamples(trained, generated, cursor, metrics)
+
+
+def sample_ahead(
+    sampler: Sampler, cfg: Config, mixture: Mixture, cursor: Cursor, step: int, num_steps: int
+) -> tuple[list[Sample], Cursor]:
+    """The oldest batch in flight, and the cursor after it. First begins the batches of the next max_age steps.
+
+    Which step a batch is for is settled when it begins, never by how long it takes: so long responses are trained as
+    often as they are sampled, and none is too old. The step waits for its own batch; the others stay in the engine.
+    """
+    grpo, options = cfg.grpo, SamplingOptions.of(cfg.policy.generation)
+    in_flight, newest_records = sampler.in_flight, {"records": cursor["records"]}
+    while len(in_flight) <= min(grpo.async_grpo.max_age, num_steps - step):
+        before = (in_flight[-1][1] if in_flight else cursor) | newest_records
+        problems, after = mixture.draw(before, grpo.prompts_per_batch)
+        # A prompt's number is its place in the data: dynamic sampling may still change the step that it is for.
+        prompts = list(enumerate(problems, start=before["position"]))
+        due = step + len(in_flight)
+        begun = sampler.start(prompts, grpo.num_generations_per_prompt, options, (grpo.seed,), due)
+        in_flight.append((begun, after))
+    conversations, after = in_flight.popleft()
+    return sampler.finish(conversations), after | newest_records
 
 
 def is_mixed(group: Sequence[Sample]) -> bool:
@@ -358,10 +388,8 @@ def _too_few_groups(generated: Sequence[Sample], num_kept: int, num_batches: int
     solved = sum(all(sample.outcome == "ok" for sample in group) for group in groups)
     failed = sum(all(sample.outcome != "ok" for sample in group) for group in groups)
     return (
-        f"dynamic sampling: {num_batches} batches, {len(groups)} prompts of {grpo.num_generations_per_prompt} samples, "
-        f"gave {num_kept} groups of unequal rewards; a step needs {grpo.num_prompts_per_step}. {solved} groups were "
-        f"all right, {failed} had no right answer. Raise grpo.dynamic_sampling_max_gen_batches="
-        f"{grpo.dynamic_sampling_max_gen_batches}, grpo.batch_multiplier={grpo.batch_multiplier:g} or "
-        "grpo.num_generations_per_prompt, lower grpo.num_prompts_per_step, or train on problems that this model solves "
-        "now and then"
+        f"dynamic sampling: {num_batches} batches ({len(groups)} prompts) gave {num_kept} groups of unequal rewards, a "
+        f"step needs grpo.num_prompts_per_step={grpo.num_prompts_per_step}. {solved} groups were all right, {failed} "
+        "had no right answer. Raise grpo.dynamic_sampling_max_gen_batches, grpo.batch_multiplier or "
+        "grpo.num_generations_per_prompt, or train on problems that this model solves now and then"
     )

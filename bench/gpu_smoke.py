@@ -23,10 +23,11 @@ from bench.gpu_check import check, failed
 from bench.head import ROOT, facts
 from check import reader
 from check.preflight import read_inputs
-from engine import Engine, SamplingOptions, check_canary, sync_weights
+from engine import Engine, SamplingOptions, sync_weights
 from hf.weights import sharded_parameters
 from rollout import sample_step
-from run.build import build
+from run.canary import check_canary
+from run.start import build
 from system.exits import exit_process
 from system.ranks import Ranks, start_process_group
 

@@ -44,8 +44,8 @@ from hf.weights import sharded_parameters
 from kernels import LossPath, choose_backend, linear_logp
 from model import Decoder, shard
 from optim import build_optimizer, clip_grad_norm
-from run.build import compiles
 from run.speed import PEAK_TFLOPS, train_flops
+from run.start import compiles
 from system.exits import exit_process
 from system.ranks import Ranks, start_process_group
 
@@ -105,9 +105,8 @@ def random_batch(cfg: Config, vocab: int, num_samples: int, ranks: Ranks, device
         samples.append(data.Sample(i // 16, i % 16, 0, prompt.tolist(), response, logps, mask, **ends))
     adv_B = rng.standard_normal(num_samples).tolist()
     minibatches = make_minibatches(samples, adv_B, cfg, ranks, device)
-    finish_minibatches(
-        minibatches, cfg, LossPath("one pass", zero_adv_has_grad=False, zero_adv_positive_has_grad=False)
-    )
+    path = LossPath("one pass", zero_adv_has_grad=False, zero_adv_positive_has_grad=False)
+    finish_minibatches(minibatches, cfg, path, 0)
     return minibatches[0]
 
 

@@ -96,7 +96,7 @@ def ours(folder: Path) -> int:
 
     exits.die_with_parent()
     gate = Gate(folder, int(os.environ["RANK"]))
-    params, steps = engine.SamplingParams, grpo.setup.steps
+    params, steps = engine.SamplingParams, grpo.steps.remaining_steps
     engine.SamplingParams = lambda **kwargs: params(**kwargs | {"stop_token_ids": None, "ignore_eos": True})
 
     def note(samples) -> None:
@@ -111,7 +111,7 @@ def ours(folder: Path) -> int:
             gate.record["computed_tokens"] = run.metrics["train_tokens"]
             gate.end(step)
 
-    grpo.setup.steps = held
+    grpo.steps.remaining_steps = held
     gate.time(grpo, "sample_step", "generation", note)
     gate.time(engine.Engine, "generate", "sampler")
     gate.time(grpo, "compute_loss", "forward")

@@ -33,7 +33,7 @@ SETTINGS = [
     *("data.train=null", "data.train.data_path=examples/three_tasks/subtract.jsonl", "data.train.env_name=math"),
     *("checkpointing.enabled=false", "checkpointing.save_hf_at_end=false", "logger.tensorboard_enabled=false"),
 ]
-OPERATION = ("run/", "system/")
+OPERATION = ("run/", "system/", "check/")
 
 
 class Trace:
@@ -66,13 +66,13 @@ class Trace:
 def trace_step(words: list[str]) -> Trace:
     """Runs the program, and traces its only step."""
     import grpo
-    from run import setup
+    from run import steps
 
     trace = Trace()
-    steps, end_step, sample_metrics = setup.steps, setup.end_step, grpo.sample_metrics
+    remaining_steps, end_step, sample_metrics = steps.remaining_steps, steps.end_step, grpo.sample_metrics
 
     def traced_steps(run):
-        for step in steps(run):
+        for step in remaining_steps(run):
             enter = run.timer.enter
             run.timer.enter = lambda phase, enter=enter: (trace.enter(phase), enter(phase))
             sys.setprofile(trace)
@@ -87,7 +87,8 @@ def trace_step(words: list[str]) -> Trace:
         sys.setprofile(None)
         trace.step = {"samples": [asdict(sample) for sample in samples.trained], "metrics": metrics}
 
-    setup.steps, setup.end_step, grpo.sample_metrics = traced_steps, traced_end_step, traced_sample_metrics
+    steps.remaining_steps, steps.end_step = traced_steps, traced_end_step
+    grpo.sample_metrics = traced_sample_metrics
     with tempfile.TemporaryDirectory() as folder:
         sys.argv = ["grpo.py", "configs/three_tasks.yaml", *SETTINGS, f"logger.log_dir={folder}", *words]
         code = grpo.main()

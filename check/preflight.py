@@ -30,7 +30,6 @@ MAX_ROWS = 5_000  # --check reads so many rows of each set: half a second
 _WHOLE = ("enabled=true", "resources.gpus_per_node=null", "resources.num_nodes=null")
 ALL_RANKS_GENERATE = [f"policy.generation.colocated.{setting}" for setting in _WHOLE]  # to score, nobody trains
 ALL_RANKS_GENERATE += ["policy.dtensor_cfg.dp_replicate_size=1"]  # and so on any number of ranks
-ALL_RANKS_GENERATE += ["grpo.replay_rollouts=null"]  # in whose config.yaml it may be
 SHOWN_CHARS = 200  # of a long prompt, so many at the start and at the end are printed
 WANDB_VERSION = "0.31.0"  # the tests run with this version: requirements/tests.txt
 
@@ -69,7 +68,6 @@ def read_inputs(
     resume.check_folders(cfg)
     if cfg.checkpointing.resume_from:
         resume.check_resumable(cfg, to_train)
-    replayed = resume.replayed_step(cfg)[0] if cfg.grpo.replay_rollouts else 0
     also = "policy.tokenizer.name and " if cfg.policy.tokenizer.name == cfg.policy.model_name else ""
     folder = resolve_folder(cfg.policy.model_name, f"{also}policy.model_name")
     model = read_model_config(folder, cfg.policy.hf_config_overrides)
@@ -102,7 +100,7 @@ def read_inputs(
     held_out += [read(replace(section, split_validation_size=0))[0] for section in cfg.data.validation]
     mixture = Mixture([dataset for dataset, _ in train], cfg)
     if to_train:
-        check_steps(cfg, mixture.num_problems, replayed)
+        check_steps(cfg, mixture.num_problems)
     if to_train and mixture.sampler:  # the user's function: a mistake in it should show now
         mixture.draw(mixture.start(), cfg.grpo.prompts_per_batch)
     reward_model = read_reward_model(cfg.env.reward_model) if "reward_model" in environments else None
@@ -110,17 +108,13 @@ def read_inputs(
     return RunInputs(folder, model, tokenizer, mixture, validation, environments, reward_model)
 
 
-def check_steps(cfg: Config, num_problems: int, replayed: int) -> None:
-    """ConfigError where there is no step to train, or none of the number that is to be `replayed`."""
-    num_steps = num_steps_of(cfg, num_problems)
-    if num_steps == 0:
+def check_steps(cfg: Config, num_problems: int) -> None:
+    """ConfigError where there is no step to train."""
+    if num_steps_of(cfg, num_problems) == 0:
         prompts = f"{num_problems} prompts x grpo.max_num_epochs={cfg.grpo.max_num_epochs}"
         step = f"grpo.num_prompts_per_step={cfg.grpo.num_prompts_per_step}"
         step += f" x grpo.batch_multiplier={cfg.grpo.batch_multiplier:g}"
         raise ConfigError(f"nothing to train: {prompts} are fewer than {step}")
-    if replayed > num_steps:
-        fix = "let grpo.max_num_steps, grpo.max_num_epochs and the data be as when it was trained"
-        raise ConfigError(f"grpo.replay_rollouts: step {replayed} is none of this run's {num_steps} steps: {fix}")
 
 
 def check_reward_names(environments: dict[str, envs.Environment], weights: tuple[float, ...] | None) -> None:
@@ -202,7 +196,7 @@ def num_steps_of(cfg: Config, num_problems: int) -> int:
 
 def data_lines(cfg: Config, inputs: RunInputs, cursor: Cursor) -> list[str]:
     """One line for each data set: its environment and number of prompts. Then the prompt that is drawn next, as the
-    model gets it, and its answer; a replay draws none."""
+    model gets it, and its answer."""
     lines = []
     for name, dataset in inputs.sets:
         size = f"{len(dataset.problems):,} prompts"
@@ -211,8 +205,6 @@ def data_lines(cfg: Config, inputs: RunInputs, cursor: Cursor) -> list[str]:
             size = f"{dataset.num_rows:,} rows, {dataset.num_read:,} checked ({chosen})"
         numbers = ", ".join(filter(None, (size, dataset.left_out)))
         lines.append(f"{name:10} {dataset.path}, graded by {', '.join(dataset.env_names)}: {numbers}")
-    if cfg.grpo.replay_rollouts:
-        return lines
     if any(dataset.num_read < dataset.num_rows for _, dataset in inputs.sets):
         problem = inputs.sets[0][1].problems[0]  # the next one may be a row that nobody has looked at
     else:
@@ -266,8 +258,6 @@ def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None
     lines += data_lines(cfg, inputs, inputs.train.start())
     steps, samples = num_steps_of(cfg, inputs.train.num_problems), cfg.grpo.num_generations_per_prompt
     lines.append(f"steps      {steps:,} of {cfg.grpo.num_prompts_per_step} prompts x {samples} samples")
-    if cfg.grpo.replay_rollouts:
-        lines.append(f"replay     step {resume.replayed_step(cfg)[0]} of {resume.replayed_run(cfg)} alone")
     if problem := warmup_problem(cfg, steps):
         lines.append(f"warm-up    {problem}")
     if note := lora_note(cfg):
@@ -304,8 +294,6 @@ def parse_command_line(argv: Sequence[str], usage: str) -> Config:
     if not words or words[0].startswith("-"):
         raise ConfigError(usage)
     cfg = reader.load(words[0], words[1:], explain="--explain" in flags)
-    if cfg.grpo.replay_rollouts:
-        cfg = resume.as_replay(cfg)
     # Without torchrun, `--check` does not know the number of ranks: it takes the fewest that there may be.
     ranks = int(os.environ.get("WORLD_SIZE", rules.fewest_ranks(cfg) if flags else 1))
     rules.validate(cfg, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from check import reader
 from check.rules import check_writable
-from config import CheckpointingConfig, ColocatedConfig, Config, ConfigError, DataError
+from config import CheckpointingConfig, Config, ConfigError, DataError
 from hf.files import read_json
 from hf.lora_layers import KEY as LORA
 from system.exits import describe_os_error
@@ -23,16 +23,6 @@ VERSION = 4  # the format of a checkpoint's files
 # Under another value, a checkpoint's tensors would mean another model.
 LORA_KEYS = ("enabled", "dim", "alpha", "match_all_linear", "target_modules", "exclude_modules")
 SAME_WHEN_LOADED = ("policy.model_name", *(f"{LORA}.{name}" for name in LORA_KEYS))
-# With another value, the samples of a step would be others, or have other rewards.
-SAME_WHEN_REPLAYED = (
-    *SAME_WHEN_LOADED,
-    "policy.optimizer.name",
-    "grpo.num_prompts_per_step",
-    "grpo.num_generations_per_prompt",
-    "grpo.reward_scaling",
-    "grpo.reward_shaping",
-    "grpo.overlong_filtering",
-)
 # Under another value, the position in the data and the sampling seeds would mean other prompts and samples.
 SAME_WHEN_RESUMED = (
     *SAME_WHEN_LOADED,
@@ -167,56 +157,6 @@ def _changed(cfg: Config, run: Path, keys: Sequence[str]) -> dict[str, str]:
         if old != new and (key != "policy.model_name" or Path(old) != Path(new)):  # "model" is "./model/"
             changed[key] = f"{key}={json.dumps(new, default=asdict)} (was {json.dumps(old, default=asdict)})"
     return changed
-
-
-def as_replay(cfg: Config) -> Config:
-    """The config without what the run of grpo.replay_rollouts does not do: it generates nothing and saves nothing."""
-    ckpt_cfg = cfg.checkpointing
-    if ckpt_cfg.resume_from:
-        problem = f"grpo.replay_rollouts with checkpointing.resume_from={ckpt_cfg.resume_from}"
-        raise ConfigError(f"{problem}: a replay starts from the checkpoint before its rollouts; leave one of them out")
-    generation = cfg.policy.generation
-    vllm_cfg = replace(generation.vllm_cfg, tensor_parallel_size=1)
-    generation = replace(generation, vllm_cfg=vllm_cfg, colocated=ColocatedConfig())
-    return replace(
-        cfg,
-        grpo=replace(cfg.grpo, canary_period=0, val_period=0, val_at_start=False, val_at_end=False),
-        policy=replace(cfg.policy, generation=generation),
-        logger=replace(cfg.logger, dump_rollouts=0, wandb_enabled=False),
-        checkpointing=replace(ckpt_cfg, enabled=False, save_hf_at_end=False, resume=None),
-    )
-
-
-def replayed_run(cfg: Config) -> Path:
-    """The run folder that grpo.replay_rollouts lies in."""
-    return Path(cfg.grpo.replay_rollouts).absolute().parent.parent
-
-
-def replayed_step(cfg: Config) -> tuple[int, int]:
-    """Number of the step of grpo.replay_rollouts, and of the ranks that trained it. ConfigError where that folder, or
-    the checkpoint before it, is not whole, or where settings differ that made the samples."""
-    folder, run = Path(cfg.grpo.replay_rollouts), replayed_run(cfg)
-    name = f"grpo.replay_rollouts={folder}"
-    if not os.path.isdir(folder):
-        raise ConfigError(f"{name}: no such folder; a run with logger.dump_rollouts=N has rollouts/step_000001 and on")
-    meta = read_meta(folder)
-    if isinstance(meta, str):
-        raise ConfigError(f"{name}: {meta}: these rollouts are not whole; give others")
-    step, saved = meta["step"], checkpoint_folder(cfg.checkpointing, run)
-    begins = [1, *(1 + read_meta(path)["step"] for path in committed(saved))]
-    if step not in begins:
-        others = [str(number) for number in sorted(numbered(run / "rollouts", "step_")) if number in begins]
-        raise ConfigError(
-            f"{name}: no whole checkpoint of step {step - 1} in {saved}; steps that can be replayed: "
-            f"{', '.join(others) or 'none'}. A run keeps more with logger.dump_rollouts a multiple of "
-            "checkpointing.save_period, and a larger checkpointing.keep_latest"
-        )
-    if changed := _changed(cfg, run, SAME_WHEN_REPLAYED):
-        raise ConfigError(
-            f"{name}: its samples are of other settings: {', '.join(changed.values())}; use "
-            f"./train.sh {run}/config.yaml {name}, and change keys of the loss, the advantages or the optimizer only"
-        )
-    return step, meta["world_size"]
 
 
 def damaged(problem: str, checkpoint: Path) -> str:

@@ -164,8 +164,7 @@ def _async_problems(cfg: Config) -> Iterator[str]:
             "grpo.async_grpo.in_flight_weight_updates=true with max_trajectory_age_steps=0: no response outlasts its "
             "step; set the age to 1 or more, or in_flight_weight_updates=false"
         )
-    generates = cfg.grpo.replay_rollouts is None
-    if section.enabled and not (is_split or section.recompute_kv_cache_after_weight_updates) and generates:
+    if section.enabled and not (is_split or section.recompute_kv_cache_after_weight_updates):
         yield (
             "grpo.async_grpo.recompute_kv_cache_after_weight_updates=false with policy.generation.colocated.enabled="
             "true: the keys and values go when the engine sleeps; set it to true, or split the job"

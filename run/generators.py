@@ -4,21 +4,18 @@
 A generator takes requests between two decode steps, and goes on with what is under way until there is another one.
 """
 
-import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from config import Config
 from data import Sample
-from engine import Completion, Engine, SamplingOptions, Weights, reply_key
+from engine import Completion, Engine, SamplingOptions, Weights
 from hf.tokenizer import Tokenizer
-from rollout import Prompts, Sampler, sample_seed
+from rollout import Prompts, Sampler
 from system.bridge import Bridge, Shapes
 from system.exchange import move_tokens
 from system.exits import Interrupted, Saved, StopRun
@@ -27,9 +24,9 @@ from system.watchdog import Watchdog
 
 
 class Generators:
-    """The generators, seen by the trainers. Every method is a collective of all trainers, and raises what the work
-    raised there: Interrupted, StopRun. As a context manager it lets them end, unless this rank alone may have failed.
-    """
+    """The generators, seen by the trainers: an engine and a sampler in one. Every method is a collective of all
+    trainers, and raises what the work raised there: Interrupted, StopRun. As a context manager it ends the generators,
+    unless this rank alone may have failed."""
 
     def __init__(self, bridge: Bridge, shapes: Shapes, tokenizer: Tokenizer, cfg: Config):
         self.bridge = bridge
@@ -38,10 +35,15 @@ class Generators:
         self.vocab_size = tokenizer.vocab_size
         self.max_total_tokens = cfg.policy.max_total_sequence_length
         self.drains = cfg.grpo.async_grpo.max_age > 0 and not cfg.grpo.async_grpo.in_flight_weight_updates
-        self.ahead: deque = deque()  # as Sampler's, but None for conversations, which the generators have
-        self.known: dict[int, Completion] = {}  # as Engine's, until the next `start`
-        self.groups: dict[int, bool] = {}  # `groups_under_way` at the newest sync
-        self.idle: dict[str, float] = defaultdict(float)  # cause -> seconds; a generator's are those up to that sync
+        self.in_flight: deque = deque()  # as Sampler's, with None for the conversations, which the generators have
+        self.groups: dict[int, bool] = {}  # under way at the newest sync
+
+    def __enter__(self) -> "Generators":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if error is None or isinstance(error, StopRun | Saved):  # what all trainers raise together
+            self._tell("end")
 
     def _tell(self, *request: Any) -> None:
         self.bridge.announce()
@@ -58,28 +60,27 @@ class Generators:
     def start(
         self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = 0
     ) -> None:
-        """As Sampler.start; the generators go on with it while the trainers train."""
-        self._tell("start", self.known, prompts, num_samples, options, seed_key, step)
-        self.known = {}
+        """As Sampler.start. The generators go on with the conversations while the trainers train."""
+        self._tell("start", prompts, num_samples, options, seed_key, step)
 
-    def finish(self, started: None, options: SamplingOptions, seed_key: tuple) -> list[Sample]:
-        """As Sampler.finish, of what was started first."""
-        begin = time.perf_counter()
-        samples = self._ask("generation", options, seed_key)
-        self.idle["buffer_starvation"] += time.perf_counter() - begin
-        return samples
+    def finish(self, started: None) -> list[Sample]:
+        """As Sampler.finish, of the conversations that were started first."""
+        return self._ask("finish")
 
-    def sample(self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple) -> list[Sample]:
+    def sample(
+        self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = 0
+    ) -> list[Sample]:
         """As Sampler.sample."""
-        begin = time.perf_counter()
-        samples = self._ask("validation", prompts, num_samples, options, seed_key)
-        self.idle["validation"] += time.perf_counter() - begin
-        return samples
+        return self._ask("sample", prompts, num_samples, options, seed_key, step)
+
+    def groups_under_way(self) -> dict[int, bool]:
+        """As Sampler.groups_under_way, at the newest sync."""
+        return self.groups
 
     def generate(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], options: SamplingOptions, *, may_stop: bool = True
     ) -> list[Completion]:
-        """As Engine.generate, by every engine: its completions, then the next one's."""
+        """As Engine.generate, by every engine: the completions of the first one, then of the next one."""
         return self._ask("canary", prompts, seeds, options, may_stop)
 
     def sync(self, weights: Weights, version: int) -> int:
@@ -87,20 +88,8 @@ class Generators:
         if self.drains:
             self._ask("drain")
         sent = (tensor for _, tensor in weights)
-        num_bytes, self.groups, idle = self._ask("weight_sync", version, self.shapes, weights=sent)
-        self.idle |= idle
+        num_bytes, self.groups = self._ask("weight_sync", version, self.shapes, weights=sent)
         return num_bytes
-
-    def replies(self, options: SamplingOptions, seed: int) -> dict[str, Tensor]:
-        """`finished_replies` of all engines, on the first trainer; on the others none."""
-        replies = self._ask("replies", options, seed)
-        return replies if dist.get_rank() == 0 else {}
-
-    def take_idle(self) -> dict[str, float]:
-        """Seconds since the last call, by NeMo RL's names: in which the trainers waited (buffer_starvation, validation)
-        and in which an engine, on average, had nothing to do (buffer_full_backoff) or took weights (refit_bubble)."""
-        seconds, self.idle = self.idle, defaultdict(float)
-        return {f"idle/{cause}": value for cause, value in seconds.items()}
 
     def sleep(self, *, keep_weights: bool = False) -> None:
         """Nothing: an engine has the memory of its GPU for itself."""
@@ -108,87 +97,64 @@ class Generators:
     def wake(self, part: str) -> None:
         """Nothing, likewise."""
 
-    def __enter__(self) -> "Generators":
-        return self
 
-    def __exit__(self, kind, error, trace) -> None:
-        if error is None or isinstance(error, StopRun | Saved):  # what all trainers raise together
-            self._tell("end")
-
-
-def serve(engine: Engine, sampler: Sampler, ranks: Ranks, device: torch.device, watchdog: Watchdog) -> None:
-    """A generator's part in a run: answers until the trainers ask no more. What stops the work that was asked for is
-    the answer to it, so that trainers end a run in one way wherever it stops."""
-    bridge = ranks.bridge
-    idle: dict[str, float] = defaultdict(float)  # seconds since the last sync, by cause
-    while (request := _next_request(engine, ranks, watchdog, idle))[0] != "end":
+def serve(sampler: Sampler, device: torch.device, watchdog: Watchdog) -> None:
+    """A generator's part in a run: answers requests until the trainers say "end". An error that stops the work is the
+    answer, so the trainers end a run in one way wherever it stops."""
+    bridge = sampler.ranks.bridge
+    while (request := _next_request(sampler.engine, sampler.ranks, watchdog))[0] != "end":
         task, *arguments = request
-        watchdog.enter(task)
+        watchdog.enter(_phase(task, arguments))
         if task == "start":
-            known, *arguments = arguments
-            engine.known |= known
-            sampler.ahead.append((sampler.start(*arguments), {}))
+            sampler.in_flight.append((sampler.start(*arguments), {}))
             continue
-        answer: Any
-        begin = time.perf_counter()
         try:
-            if task == "weight_sync":
-                version, shapes = arguments
-                watchdog.step = version + 1  # the step that will be sampled with it
-                num_bytes = engine.sync(bridge.receive_weights(shapes, engine.dtype, device), version)
-                idle["refit_bubble"] += time.perf_counter() - begin
-                answer = num_bytes, groups_under_way(sampler), _mean_over_ranks(idle)
-                idle.clear()
-            else:
-                answer = _answer(task, arguments, sampler, idle)
+            answer = _answer(task, arguments, sampler, device, watchdog)
         except (Interrupted, StopRun) as error:
             answer = error
         bridge.broadcast(answer, root=bridge.num_trainers)
 
 
-def _next_request(engine: Engine, ranks: Ranks, watchdog: Watchdog, idle: dict[str, float]) -> tuple:
-    """Of the trainers. Until it is there, the engine goes on with what is under way."""
+def _phase(task: str, arguments: list) -> str:
+    """The watchdog's name: a rollout and a validation take different times."""
+    if task in ("sample", "finish"):
+        return "generation" if task == "finish" or arguments[-1] else "validation"
+    return task
+
+
+def _next_request(engine: Engine, ranks: Ranks, watchdog: Watchdog) -> tuple:
+    """The trainers' next request. Until it is there, the engine goes on with what is under way."""
     request = ranks.bridge.announce(async_op=True)
     watchdog.enter("waiting for the trainers", waits=True)
     while not engine.is_idle and not ranks.any_rank_of_engine(request.is_completed()):
         engine.step()
-    begin = time.perf_counter()
     request.wait()
-    idle["buffer_full_backoff"] += time.perf_counter() - begin
     return ranks.bridge.broadcast(None, root=0)
 
 
-def _answer(task: str, arguments: list, sampler: Sampler, idle: dict[str, float]) -> Any:
-    """What a generator does for a request that moves no weights. A collective of all generators."""
+def _answer(task: str, arguments: list, sampler: Sampler, device: torch.device, watchdog: Watchdog) -> Any:
+    """What a generator does for a request. A collective of all generators."""
     engine, ranks = sampler.engine, sampler.ranks
-    if task in ("generation", "validation") and any_rank(engine.should_stop()):  # of which no trainer has heard
-        raise Interrupted
-    if task == "generation":
-        samples = sampler.finish(sampler.ahead[0][0], *arguments)
-        sampler.ahead.popleft()
-        return with_tokens(samples)
-    if task == "validation":
-        return with_tokens(sampler.sample(*arguments))
+    if task in ("sample", "finish"):
+        if any_rank(engine.should_stop()):  # no trainer has heard of it
+            raise Interrupted
+        if task == "sample":
+            return with_tokens(sampler.sample(*arguments))
+        return with_tokens(sampler.finish(sampler.in_flight.popleft()[0]))
     if task == "canary":
         *inputs, may_stop = arguments
         replies = gather(engine.generate(*inputs, may_stop=may_stop))
         return [reply for of_engine in replies[:: ranks.tp_size] for reply in of_engine]
-    if task == "replies":
-        return {
-            name: reply for of_rank in gather(finished_replies(sampler, *arguments)) for name, reply in of_rank.items()
-        }
+    if task == "weight_sync":
+        version, shapes = arguments
+        watchdog.step = version + 1  # the step that will be sampled with these weights
+        num_bytes = engine.sync(ranks.bridge.receive_weights(shapes, engine.dtype, device), version)
+        return num_bytes, sampler.groups_under_way()
     assert task == "drain", task
     while not (engine.is_idle or engine.should_stop()):  # told to stop, it takes the weights amid responses
         engine.step()
-    begin = time.perf_counter()
     any_rank(False)  # trainers send weights when all are here
-    idle["refit_bubble"] += time.perf_counter() - begin
     return None
-
-
-def _mean_over_ranks(seconds: dict[str, float]) -> dict[str, float]:
-    of_ranks = gather(dict(seconds))
-    return {cause: sum(each.get(cause, 0.0) for each in of_ranks) / len(of_ranks) for cause in seconds}
 
 
 def with_tokens(samples: list[Sample]) -> list[Sample]:
@@ -197,29 +163,3 @@ def with_tokens(samples: list[Sample]) -> list[Sample]:
     for sample in samples:
         sample.holder = None
     return samples
-
-
-def groups_under_way(sampler: Sampler) -> dict[int, bool]:
-    """Groups of later steps by number, and whether all their replies are there. A collective of all that generate."""
-    under_way = [each for conversations, _ in sampler.ahead for each in conversations]
-    missing = [bool(each.request_id) and each.request_id not in sampler.engine.finished for each in under_way]
-    dist.all_reduce(num_missing := torch.tensor(missing, dtype=torch.int32))
-    is_whole = dict.fromkeys((each.sample.prompt for each in under_way), True)
-    for each, num in zip(under_way, num_missing.tolist(), strict=True):
-        is_whole[each.sample.prompt] &= not num
-    return is_whole
-
-
-def finished_replies(sampler: Sampler, options: SamplingOptions, seed: int) -> dict[str, Tensor]:
-    """What this engine has finished for later steps: key.finish_reason -> [3, tokens] ids, logps, versions. options,
-    seed: of the run."""
-    replies = {}
-    for conversations, _ in sampler.ahead:
-        for each in conversations if sampler.ranks.leads_engine else ():
-            reply = sampler.engine.finished.get(each.request_id)
-            if reply and each.sample.num_turns == 0:
-                reply_seed = sample_seed(seed, each.sample.prompt, each.sample.index)  # as sample_step's
-                key = reply_key(reply_seed, each.sample.prompt_ids, options)
-                columns = np.stack([reply.ids, reply.logps, reply.versions]).astype(np.float64)
-                replies[f"{key}.{reply.finish_reason}"] = torch.from_numpy(columns)
-    return replies

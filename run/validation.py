@@ -18,9 +18,8 @@ from data import Sample, groups_of
 from engine import SamplingOptions, sync_weights
 from rollout import Sampler
 from run import checkpoint
-from run.build import build, read_adapter
 from run.log import RunLog
-from run.setup import Run
+from run.start import Run, build, read_adapter
 from system.exchange import move_tokens
 from system.progress import Progress
 from system.ranks import Ranks

@@ -21,7 +21,7 @@ T = TypeVar("T")
 Shapes = list[tuple[str, tuple[int, ...]]]  # names and shapes of tensors, in the order in which they are sent
 BUCKET_BYTES = 256 * 2**20
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # longer than any rollout: ranks wait for the slowest one's samples
-SIDE_TIMEOUT = timedelta(days=7)  # one side waits for all that the other does; who hangs is the watchdogs' business
+SIDE_TIMEOUT = timedelta(days=7)  # one side waits as long as the other works; the watchdogs find a rank that hangs
 
 
 @dataclass(slots=True)
@@ -33,12 +33,12 @@ class Bridge:
     weights: dist.ProcessGroup | None  # None for trainers but the first, which have no part in it
 
     def announce(self, *, async_op: bool = False) -> dist.Work | None:
-        """Ends when trainer 0 is here, too: a request of it follows. With async_op it only begins to wait for that. A
-        collective of both sides."""
+        """Returns when trainer 0 is here, too; its request follows. With async_op the wait only begins. A collective of
+        both sides."""
         return dist.broadcast(torch.zeros(1), group_src=0, group=self.objects, async_op=async_op)
 
     def broadcast(self, value: T, root: int) -> T:
-        """What rank `root` of the job gives, on all its ranks: a collective of both sides."""
+        """The value of rank `root` of the job, on all ranks. A collective of both sides."""
         shared = [value]
         dist.broadcast_object_list(shared, group_src=root, group=self.objects)
         return shared[0]
@@ -83,7 +83,7 @@ def fill_buckets(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 def split(rank: int, size: int, num_generators: int, backend: str) -> Bridge:
     """Starts the default process group of this rank's side, and joins the sides. RANK and WORLD_SIZE, which vLLM reads,
-    become those of the side. A collective of the whole job, by the environment of torchrun."""
+    are set to this side's. A collective of the whole job, with torchrun's environment."""
     num_trainers = size - num_generators
     assert 0 < num_trainers < size, (size, num_generators)
     store, _, _ = next(dist.rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))

@@ -1,6 +1,6 @@
 """Samples between ranks, as arrays: the numbers of each to all ranks, its tokens to the ranks that need them.
 
-All ranks hold the same samples in the same order, but the tokens of one only its `holder`, until it sends them.
+All ranks hold the same samples in the same order. Only the `holder` of a sample has the tokens, until it sends them.
 """
 
 import hashlib

@@ -49,7 +49,7 @@ def runs_with_faults(folder: Path) -> dict[str, dict]:
     """Of each case: the exit code and reason, the numbers of the last step, whether the weights moved and are finite,
     and what was saved; and the timeouts of all process groups."""
     import grpo
-    from run import setup
+    from run import steps
 
     os.chdir(ROOT)
     system.ranks.COLLECTIVE_TIMEOUT = timedelta(minutes=29)  # torch's own default for gloo is the 30 of ours
@@ -58,13 +58,13 @@ def runs_with_faults(folder: Path) -> dict[str, dict]:
     timeouts = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
     place = Ranks(place.rank, place.world_size, place.local_rank, tp_size=1)
     grpo.start_process_group = lambda *_: (place, device)
-    results = {name: run_of(name, grpo, setup, place, folder / name) for name in CASES}
+    results = {name: run_of(name, grpo, steps, place, folder / name) for name in CASES}
     return results | {"timeouts": timeouts}
 
 
-def run_of(name, grpo, setup, place, work):
+def run_of(name, grpo, steps, place, work):
     fault, num_steps, overrides = CASES[name]
-    original, train_all, end, found = getattr(grpo, fault, None), grpo.train, setup.end_step, {}
+    original, train_all, end, found = getattr(grpo, fault, None), grpo.train, steps.end_step, {}
 
     def spoiled(*args):
         if fault == "clip_grad_norm":
@@ -90,7 +90,7 @@ def run_of(name, grpo, setup, place, work):
     dist.barrier()
     sys.argv = ["grpo.py", *arguments(work), *MORE, f"grpo.max_num_steps={num_steps}", *overrides]
     patches = {"train": train} | ({fault: spoiled} if original and place.rank == 1 else {})
-    with mock.patch.multiple(grpo, **patches), mock.patch.object(setup, "end_step", end_step):
+    with mock.patch.multiple(grpo, **patches), mock.patch.object(steps, "end_step", end_step):
         found["code"] = grpo.main()
     dist.barrier()
     found["reason"] = json.loads((work / "exp_001" / "exit.json").read_text())["reason"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from record_samples import first_reply, recorded, stored_replies
+from record_samples import recorded, versions_of_first_reply
 from safetensors.torch import load_file
 from small_run import ROOT, STARTER
 
@@ -62,15 +62,7 @@ def test_every_prompt_is_used_once_and_no_token_is_too_old(lives):
     assert len(set(rows)) == len(rows)
     ages = {step - 1 - s["versions"][0] for step, samples in steps.items() for s in samples}
     assert ages == {0, 1, 2}
-    assert any(len(set(first_reply(s)[2])) > 1 for samples in steps.values() for s in samples)
-
-
-def test_finished_replies_come_back_as_they_were(lives):
-    folder, answer, steps = lives
-    resumed_at = int(answer["resumed"]["log"].split("checkpoints/step_")[1][:6])
-    replies = stored_replies(folder, resumed_at)
-    later = [first_reply(s) for step, samples in steps.items() if step > resumed_at for s in samples]
-    assert replies and all(reply in later for reply in replies)
+    assert any(len(set(versions_of_first_reply(s))) > 1 for samples in steps.values() for s in samples)
 
 
 @pytest.fixture(scope="module")

@@ -135,7 +135,7 @@ def meta_minibatch(cfg, model, ranks):
     samples, adv_B = make_samples(VOCAB)
     adv_B[3] = adv_B[12] = 0.0  # rows without a gradient
     (minibatch,) = make_minibatches(samples, adv_B, cfg, ranks, torch.device("cpu"))
-    finish_minibatches([minibatch], cfg, model.loss_path)
+    finish_minibatches([minibatch], cfg, model.loss_path, 0)
     for i, micro in enumerate(minibatch.micros):
         tensors = {f.name: getattr(micro, f.name) for f in fields(micro)}
         tensors = {name: x.to(META) for name, x in tensors.items() if isinstance(x, torch.Tensor)}

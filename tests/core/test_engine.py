@@ -11,12 +11,13 @@ import config
 import data
 import envs
 from batch import to_device
-from engine import SamplingOptions, check_canary, check_versions
+from engine import SamplingOptions, check_versions
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from kernels import SamplingFilter
 from model import load_policy
 from rollout import Sampler, sample_seed
+from run.canary import check_canary
 from system.exits import Interrupted, StopRun
 
 TEMPERATURE = 0.7

@@ -152,7 +152,7 @@ def test_what_is_unfinished_outlasts_sleep_and_sync(awake, policy, cuda, mode):
         sync_weights(policy, engine, version)
         assert calls == [("synchronize",), ("sleep", 2, "keep"), *sync_of(policy)]
     assert all(set(reply.versions[20:]) == {5} for reply in engine.wait(request_ids))
-    assert not engine.spans and not engine.finished and calls[-1] == ("generate",)
+    assert not engine.versions_by_request and not engine.unclaimed and calls[-1] == ("generate",)
     engine.sleep()
     assert calls[-2:] == SLEEP, "with nothing to keep as ever"
 

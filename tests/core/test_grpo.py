@@ -18,7 +18,7 @@ import grpo
 from hf.tokenizer import Tokenizer
 from kernels import KernelBackend, SamplingFilter
 from model import Reference, load_policy
-from run.build import loss_path_of
+from run.start import loss_path_of
 from system.exits import StopRun
 
 

@@ -1,6 +1,5 @@
 """docs/metrics.md against what runs write: no metric without a row, no row without a metric, formulas recomputed."""
 
-import ast
 import json
 import math
 import sys
@@ -71,15 +70,10 @@ def records(one_rank, tmp_path_factory):
 
 
 def keys_of_other_machines():
-    """Of a GPU's memory; of a split job: the causes that run/generators.py measures."""
+    """Of a GPU's memory."""
     plan = SimpleNamespace(cfg=Config(), size=lambda phase: 0, sync=lambda: defaultdict(int))
     of_memory = memory.Memory.metrics(SimpleNamespace(plan=plan, engine_bytes=0), dict.fromkeys(memory.PHASES, 1))
-    tree = ast.parse((ROOT / "run" / "generators.py").read_text())
-    stores = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
-    ]
-    causes = {node.slice.value for node in stores if ast.unparse(node.value).rpartition(".")[2] == "idle"}
-    return of_memory.keys() | {f"idle/{cause}" for cause in causes}
+    return of_memory.keys()
 
 
 def test_every_metric_has_a_row_and_every_row_a_metric(records):

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf.weights import sharded_parameters
 from model import Reference, load_policy
-from run.build import reference_dtype
+from run.start import reference_dtype
 
 
 @pytest.fixture

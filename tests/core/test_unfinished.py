@@ -18,10 +18,10 @@ from dataset.scan import Dataset
 from engine import Completion, SamplingOptions, check_versions
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
+from metrics import age_metrics
 from model import load_policy
 from rollout import Sampler, sample_step
 from run.generators import serve
-from run.setup import age_metrics
 from system.exits import StopRun
 
 TEMPERATURE = 0.7
@@ -71,12 +71,12 @@ PROMPTS = [[5 + i, 6, 7] * (1 + i % 4) for i in range(8)]
 def carried(engine, policies, first_seed):
     """Replies to PROMPTS during which the weights change three times, and what else was asked for meanwhile."""
     sync(engine, policies, 0)
-    engine.finished.clear()  # what a test of a signal has left in this engine
+    engine.unclaimed.clear()  # what a test of a signal has left in this engine
     request_ids = engine.start(PROMPTS, range(first_seed, first_seed + 8), LONG)
     others = []
     for version in (1, 2, 3):
         others += engine.generate([PROMPTS[0]] * 2, [version, first_seed], SHORT)
-        assert len(engine.spans) >= 4, "it waited for them"
+        assert len(engine.versions_by_request) >= 4, "it waited for them"
         sync(engine, policies, version)
     return engine.wait(request_ids), others
 
@@ -104,7 +104,7 @@ def test_every_token_is_of_the_weights_of_its_version(engine, policies, spans, s
     ours = [np.flatnonzero(np.diff(reply.versions, prepend=-1)).tolist() for reply in replies]
     theirs = [[start for _, start, _ in reply] for reply in spans]
     assert len(theirs) == 14 and all(starts in theirs for starts in ours)
-    assert not engine.spans and not engine.finished
+    assert not engine.versions_by_request and not engine.unclaimed
 
 
 @pytest.mark.slow
@@ -148,20 +148,20 @@ def split_samples(engine, policies, ranks, seed):
     long_prompt = [7 + i % 50 for i in range(150)]  # more than a block of the prefix cache
     problems = [Problem(i, [], "1", "exact", ids) for i, ids in enumerate([*PROMPTS, long_prompt])]
     prompts, key = list(enumerate(problems)), (seed,)
-    started, finished = ("start", {}, prompts, 1, LONG, key), (0, ("generation", LONG, key))
+    started, finished = ("start", prompts, 1, LONG, key), (0, ("finish",))
     requests = [(0, ("weight_sync", 0, 0)), (0, (*started, 1))]
     requests += [(12, ("weight_sync", version, version)) for version in (1, 2, 3)]
     requests += [(5, (*started, 2)), finished, finished, (0, ("end",))]
     script = Script(policies, requests)
     ranks = replace(ranks, bridge=script)
     sampler = Sampler(engine, FakeTokenizer(), {"exact": envs.Exact()}, ranks)
-    engine.finished.clear()
+    engine.unclaimed.clear()
     watchdog = SimpleNamespace(step=0, enter=lambda phase: None)
-    serve(engine, sampler, ranks, torch.device("cpu"), watchdog)
+    serve(sampler, torch.device("cpu"), watchdog)
     *syncs, first, second = script.answers
-    unfinished = [sum(not is_whole for is_whole in groups.values()) for _, groups, _ in syncs]
+    unfinished = [sum(not is_whole for is_whole in groups.values()) for _, groups in syncs]
     assert unfinished[0] == 0 and min(unfinished[1:]) >= 4 and watchdog.step == 4
-    assert not engine.spans and not engine.finished
+    assert not engine.versions_by_request and not engine.unclaimed
     return first, second
 
 
@@ -202,11 +202,11 @@ def test_a_request_without_a_token_may_have_keys_of_the_old_weights(rebuilds_cac
     core = SimpleNamespace(output_processor=SimpleNamespace(request_states=states))
     words = {"collective_rpc": lambda *_, **words: None, "reset_prefix_cache": lambda **words: True}
     engine.llm, engine.param_names = SimpleNamespace(llm_engine=core, **words), set()
-    engine.rebuilds_cache, engine.spans = rebuilds_cache, {"7": [(0, 0)]}
+    engine.rebuilds_cache, engine.versions_by_request = rebuilds_cache, {"7": [(0, 0)]}
     engine.sync([], 1)
     logprobs = SimpleNamespace(start_indices=[0, 1], end_indices=[1, 2], token_ids=[5, 6], logprobs=[-0.1, -0.2])
     output = SimpleNamespace(token_ids=[5, 6], logprobs=logprobs, finish_reason="stop")
-    assert engine_module._completion(output, engine.spans["7"]).versions.tolist() == versions
+    assert engine_module._completion(output, engine.versions_by_request["7"]).versions.tolist() == versions
 
 
 @pytest.mark.slow
@@ -229,9 +229,9 @@ def test_a_validation_goes_before_what_is_carried(engine, policies):
     request_ids = engine.start([[5, 6, 7]] * (room + 20), range(room + 20), LONG, priority=1)
     engine.generate([[5, 6]], [0], SamplingOptions(TEMPERATURE, 2))
     engine.generate([[5, 6]] * 3, range(3), SHORT)
-    assert len(engine.spans) >= room, "a validation waits for none of them"
+    assert len(engine.versions_by_request) >= room, "a validation waits for none of them"
     engine.llm.llm_engine.abort_request(request_ids)
-    engine.spans.clear()
+    engine.versions_by_request.clear()
 
 
 class Hints(envs.Environment):
@@ -260,9 +260,9 @@ def test_conversations_of_several_turns_go_on_over_weight_changes(engine, polici
     monkeypatch.setattr(engine.llm, "reset_prefix_cache", lambda **words: resets.append(words) or reset(**words))
     samples = []
     for version, batch in enumerate(batches):
-        samples += sampler.finish(batch, lengths[version], (7,))
+        samples += sampler.finish(batch)
         assert len(resets) == version, "one for each sync"
-        assert version or max(s.num_turns for s in samples) > 1 < len(engine.spans)
+        assert version or max(s.num_turns for s in samples) > 1 < len(engine.versions_by_request)
         if version < 3:
             sync(engine, policies, version + 1)
     for s in samples:
@@ -286,7 +286,7 @@ class TimedEngine:
 
     def __init__(self, slots):
         self.slots, self.ticks, self.weight_version = slots, 0, 0
-        self.queue, self.running, self.finished = [], {}, {}
+        self.queue, self.running, self.unclaimed = [], {}, {}
         self.lengths, self.ended, self.priorities = [], {}, []
 
     def start(self, prompts, seeds, options, priority):
@@ -298,7 +298,7 @@ class TimedEngine:
         return names
 
     def wait(self, names, _):
-        while any(name not in self.finished for name in names):
+        while any(name not in self.unclaimed for name in names):
             while self.queue and len(self.running) < self.slots:
                 _, number, name = heapq.heappop(self.queue)
                 self.running[name] = [self.lengths[number - 1], []]
@@ -309,9 +309,9 @@ class TimedEngine:
                 request[1] += [self.weight_version] * ticks
                 if request[0] == 0:
                     versions = np.array(self.running.pop(name)[1], np.int32)
-                    self.finished[name] = Completion(0 * versions, versions.astype(np.float32), "stop", versions)
+                    self.unclaimed[name] = Completion(0 * versions, versions.astype(np.float32), "stop", versions)
                     self.ended[name] = self.ticks
-        return [self.finished.pop(name) for name in names]
+        return [self.unclaimed.pop(name) for name in names]
 
 
 def simulate(max_age, ranks, *, num_steps, slots):
@@ -325,12 +325,12 @@ def simulate(max_age, ranks, *, num_steps, slots):
     cursor, steps, waits, ages = mixture.start(), [], [], []
     for step in range(1, num_steps + 1):
         before = engine.ticks
-        due = {each.request_id for each in sampler.ahead[0][0]} if sampler.ahead else set()
+        due = {each.request_id for each in sampler.in_flight[0][0]} if sampler.in_flight else set()
         samples = sample_step(sampler, cfg, mixture, cursor, step, num_steps)
         needed = max((engine.ended[name] for name in due), default=engine.ticks)
         waits.append((engine.ticks, max(before, needed)))
         check_versions(samples.trained, step - 1, max_age)
-        numbers = age_metrics(sampler, samples.trained, step)
+        numbers = age_metrics(samples.trained, step, sampler.groups_under_way())
         assert numbers["max_trajectory_age"] <= max_age
         cursor, engine.weight_version = samples.cursor, step
         steps.append(samples.trained)
@@ -347,7 +347,7 @@ def test_pacing(one_rank, max_age, num_steps):
     assert trained == sorted(engine.lengths) and trained[-1] > 20 * trained[10 * num_steps]
     assert waits == [(needed, needed) for _, needed in waits], "no step waits for more than its own groups"
     assert engine.priorities == np.repeat(np.arange(1, num_steps + 1), 20).tolist(), "oldest first"
-    assert not engine.running and not engine.queue and not engine.finished
+    assert not engine.running and not engine.queue and not engine.unclaimed
     assert 0.2 < np.mean(ages) < max_age
 
 
@@ -380,10 +380,10 @@ def test_an_engine_goes_on_while_others_wait(one_rank, monkeypatch):
     calls, looks = [], iter([False, False, True])
     work = SimpleNamespace(is_completed=lambda: next(looks))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, async_op: calls.append("begin") or work)
-    engine = SimpleNamespace(spans={"1": []}, step=lambda: calls.append("step"))
+    engine = SimpleNamespace(versions_by_request={"1": []}, step=lambda: calls.append("step"))
     sampler = Sampler(engine, FakeTokenizer(), {}, one_rank[0])
-    sampler._go_on()
+    sampler._decode_while_others_finish()
     assert calls == ["begin", *["step"] * 32]
-    engine.spans.clear()
-    sampler._go_on()
+    engine.versions_by_request.clear()
+    sampler._decode_while_others_finish()
     assert calls[33:] == ["begin"]

@@ -17,7 +17,7 @@ import envs
 import grpo
 from check import preflight
 from hf.tokenizer import Tokenizer
-from run import build
+from run import start
 
 LOST_STEP = 4
 SETS = ("train", "heldout", "third")
@@ -85,7 +85,7 @@ def main(work: Path) -> None:
     words += [f"data.train.{i}.data_path={folder / name}.jsonl" for i, name in enumerate(SETS)]
     words += [f"data.train.{i}.output_key=answer" for i in (1, 2)]
     preflight.read_reward_model = lambda *_: (STARTER, Tokenizer(STARTER))
-    build.RewardModel = Score
+    start.RewardModel = Score
     record(grpo, work / "tokens.jsonl")
     give_places(6)
     split_worker.put_in = lose

@@ -123,9 +123,9 @@ def carried_turns(engine, tokenizer, ranks, policies):
     sampler = Sampler(engine, tokenizer, {"x": Disagrees(ranks.rank)}, ranks, max_turns=2)
     first = sampler.start([(0, row)], 2, SamplingOptions(0.8, 4), (0,), step=1)
     later = sampler.start([(1, row), (2, row)], 4, SamplingOptions(0.8, 40), (0,), step=2)
-    sampler.finish(first, SamplingOptions(0.8, 4), (0,))
+    sampler.finish(first)
     engine.sync(full_tensors(policies[1], engine.dtype), 1)
-    samples = sampler.finish(later, SamplingOptions(0.8, 40), (0,))
+    samples = sampler.finish(later)
     gap = 0.0
     for s in samples:
         ids = torch.tensor([*s.prompt_ids, *s.output_ids.tolist()])

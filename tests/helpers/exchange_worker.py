@@ -14,6 +14,7 @@ import sys
 import traceback
 from dataclasses import fields, replace
 from pathlib import Path
+from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
@@ -37,9 +38,11 @@ from dataset.scan import Dataset
 from engine import Completion, check_versions
 from metrics import sample_metrics
 from rollout import Sampler, sample_step
-from run import setup
+from run import steps as steps_module
 from run.validation import summarize
+from system.exchange import move_tokens
 from system.ranks import gather, start_process_group
+from tools import replay
 
 CPU = torch.device("cpu")
 STEP = 5
@@ -183,6 +186,7 @@ def answer_of(trained, generated, cfg, ranks):
     check_versions(trained, STEP - 1, 3)
     adv_B, metrics = step_advantages(trained, cfg.grpo, cfg.loss_fn)
     minibatches = make_minibatches(trained, adv_B, cfg, ranks, CPU)
+    move_tokens([trained[: cfg.logger.num_samples_to_log]])  # as run.steps.end_step does for the log
     names = "prompt_ids row_id index reward unshaped_reward outcome finish_reason weight_version num_tokens".split()
     shown = trained[: cfg.logger.num_samples_to_log] if ranks.rank == 0 else []
     return {
@@ -197,7 +201,7 @@ def answer_of(trained, generated, cfg, ranks):
 def run_case(ranks, cfg, num_turns, spread):
     sampler = Sampler(SeededEngine(), Text(), {"a": Judge(spread), "b": Judge(spread)}, ranks, num_turns)
     mixture = Mixture([Dataset("rows.jsonl", problems(), "", "rows")], cfg)
-    with Collectives() as collectives:
+    with Collectives() as collectives, mock.patch("rollout.check_versions"):  # `answer_of` allows more ages
         step = sample_step(sampler, cfg, mixture, mixture.start(), STEP, STEP)
         drawn = [s for s in step.generated if s.holder == ranks.rank]
         trained, generated = (pickled(samples, ranks.rank) for samples in (step.trained, step.generated))
@@ -236,25 +240,37 @@ def count_steps(folder, overrides):
             collectives.seen.clear()
 
         steps = []
-        END, setup.end_step = setup.end_step, end_step
+        END, steps_module.end_step = steps_module.end_step, end_step
         sys.argv = ["grpo.py", *arguments(folder), *QUIET, *overrides]
         assert grpo.main() == 0
     (folder / f"steps_{os.environ['RANK']}.json").write_text(json.dumps(steps[1:]))  # the first has the first sync
 
 
+def write_state(folder, name, metrics, model, optimizer):
+    """This rank's rows of the weights and moments, and the metrics."""
+    tensors = {}
+    for param_name, param in model.named_parameters():
+        of_param = {"weight": param, **optimizer.state[param]}
+        tensors |= {f"{param_name}/{k}": getattr(x, "to_local", x.clone)().detach() for k, x in of_param.items()}
+    save_file(tensors, folder / f"{name}_{dist.get_rank()}.safetensors")
+    (folder / f"{name}_{dist.get_rank()}.json").write_text(json.dumps(metrics))
+
+
+def train_again(folder):
+    """Writes what a replay of the last step leaves of this rank."""
+    dump = folder / "exp_001" / "rollouts" / "step_000002"
+    _, *left = replay.replay(dump, replay.read_config(dump, []), *start_process_group(1))
+    write_state(folder, "again", *left)
+
+
 def train(folder, name, words):
-    """Writes what a run of grpo.main leaves of this rank: its rows of the weights and moments, and the metrics."""
+    """Writes what a run of grpo.main leaves of this rank."""
 
     def finish(run):
-        tensors = {}
-        for param_name, param in run.model.named_parameters():
-            of_param = {"weight": param, **run.optimizer.state[param]}
-            tensors |= {f"{param_name}/{k}": getattr(x, "to_local", x.clone)().detach() for k, x in of_param.items()}
-        save_file(tensors, folder / f"{name}_{run.ranks.rank}.safetensors")
-        (folder / f"{name}_{run.ranks.rank}.json").write_text(json.dumps(run.metrics))
+        write_state(folder, name, run.metrics, run.model, run.optimizer)
         return FINISH(run)
 
-    FINISH, setup.finish = setup.finish, finish
+    FINISH, steps_module.finish = steps_module.finish, finish
     sys.argv = ["grpo.py", *words]
     assert grpo.main() == 0
 
@@ -297,5 +313,4 @@ if __name__ == "__main__":
     folder.mkdir()
     write_rows(folder)
     launch(2, train, folder, "run", [*arguments(folder), *REPLAYED])
-    replay = [f"{folder}/exp_001/config.yaml", f"grpo.replay_rollouts={folder}/exp_001/rollouts/step_000002"]
-    launch(2, train, folder, "again", replay)
+    launch(2, train_again, folder)

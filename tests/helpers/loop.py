@@ -17,9 +17,8 @@ from data import Sample
 from kernels import KernelBackend
 from model import Decoder, Reference
 from rollout import StepSamples
-from run.build import loss_path_of
 from run.log import Timers
-from run.setup import Run, RunState
+from run.start import Run, RunState, loss_path_of
 from system.ranks import Ranks
 
 CPU = torch.device("cpu")

@@ -62,16 +62,5 @@ def recorded(file: Path) -> dict[int, list[dict]]:
     return steps
 
 
-def stored_replies(folder: Path, step: int) -> list[tuple]:
-    """The replies in a run's checkpoint: (ids, log-probabilities, versions) of each."""
-    from safetensors.torch import load_file
-
-    files = (folder / "checkpoints" / f"step_{step:06d}").glob("*.safetensors")
-    tensors = [t for file in files for name, t in load_file(file).items() if name.startswith("reply.")]
-    return [tuple(tuple(column) for column in reply.tolist()) for reply in tensors]
-
-
-def first_reply(sample: dict) -> tuple:
-    """As `stored_replies` has it."""
-    length = (sample["mask"] + [False]).index(False)
-    return tuple(tuple(map(float, sample[name][:length])) for name in COLUMNS[:3])
+def versions_of_first_reply(sample: dict) -> list[int]:
+    return sample["versions"][: (sample["mask"] + [False]).index(False)]

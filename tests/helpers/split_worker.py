@@ -100,10 +100,10 @@ def put_in(fault: str) -> None:
             self.engine.step = lambda: go_wrong() or engine.Engine.step(self.engine)
         return conversations
 
-    def converse(self, share, options, seed_key):
-        if seed_key[1:] == (FAULT_STEP,):
+    def converse(self, share):
+        if share and share[0].seed_key[1:] == (FAULT_STEP,):
             go_wrong()
-        return SAMPLE(self, share, options, seed_key)
+        return SAMPLE(self, share)
 
     def compute_loss(model, micro, *others):
         if TRAINED.append(1) or len(TRAINED) == FAULT_STEP:  # one pack to a step

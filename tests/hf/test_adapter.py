@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, make_tiny
 
 from config import ConfigError, DTensorConfig, LoRAConfig, OptimizerConfig, PolicyConfig
-from engine import check_canary
 from hf.adapter import CONFIG, WEIGHTS, adapter_config, check_adapter
 from hf.model_config import read_model_config, resolve_folder
 from hf.weights import load_adapter, save_adapter, save_hf
 from model import load_policy
 from optim import build_optimizer
+from run.canary import check_canary
 from run.checkpoint import weights_sha256
 
 SHA256 = "0" * 64

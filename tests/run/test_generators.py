@@ -75,9 +75,9 @@ class Sleepless:
 
     def __init__(self):
         self.weights = {}
-        self.asked, self.ahead, self.known, self.finished = [], deque(), {}, {}
+        self.asked, self.in_flight, self.unclaimed = [], deque(), {}
         self.error, self.ranks = None, None
-        self.engine, self.spans, self.steps = self, {}, 0
+        self.engine, self.versions_by_request, self.steps = self, {}, 0
 
     @property
     def is_idle(self):
@@ -86,16 +86,19 @@ class Sleepless:
     def step(self):
         self.asked.append("step")
         if self.is_idle:
-            self.finished |= {each.request_id: None for each in self.ahead[0][0]}
+            self.unclaimed |= {each.request_id: None for each in self.in_flight[0][0]}
 
     def start(self, *request):
         self.asked.append(request)
         sample = SimpleNamespace(prompt=4, row_id=9, dataset="a", index=0)
         return [SimpleNamespace(sample=sample, request_id="7", name="group 4")]
 
-    def finish(self, conversations, *request):
-        assert conversations is self.ahead[0][0]
-        return self.sample(*request)
+    def finish(self, conversations):
+        return self.sample([each.name for each in conversations])
+
+    def groups_under_way(self):
+        conversations = [each for batch, _ in self.in_flight for each in batch]
+        return {each.sample.prompt: each.request_id in self.unclaimed for each in conversations}
 
     def sync(self, weights, version):
         self.weights = dict(weights)
@@ -122,7 +125,7 @@ def ends(one_rank, tiny):
     ranks = SimpleNamespace(bridge=cable.end(1), tp_size=1, any_rank_of_engine=lambda flag: flag)
     engine.ranks = ranks
     watchdog = SimpleNamespace(step=0, enter=lambda phase, **_: phases.append(phase))
-    thread = threading.Thread(target=serve, args=(engine, engine, ranks, torch.device("cpu"), watchdog), daemon=True)
+    thread = threading.Thread(target=serve, args=(engine, torch.device("cpu"), watchdog), daemon=True)
     thread.start()
     generators = Generators(cable.end(0), [("a", (3,)), ("b", (2, 2))], Tokenizer(tiny[0]), config.Config())
     return generators, engine, phases, thread
@@ -149,8 +152,8 @@ def test_each_request_reaches_the_generator_and_its_answer_the_trainer(ends):
             generators.sample([], 4, options, (42, 9))
     thread.join(timeout=10)
     assert not thread.is_alive()
-    asked = [7, ([(0, "problem")], 4, options, (42, 8)), ([[1, 2]], [0], options, False)]
-    assert engine.asked == [*asked, ([], 4, options, (42, 9)), ([], 4, options, (42, 9))]
+    asked = [7, ([(0, "problem")], 4, options, (42, 8), 0), ([[1, 2]], [0], options, False)]
+    assert engine.asked == [*asked, ([], 4, options, (42, 9), 0), ([], 4, options, (42, 9), 0)]
     waiting = "waiting for the trainers"
     done = ["weight_sync", "validation", "canary", "validation", "validation", "validation"]
     assert phases == [phase for task in done for phase in (waiting, task)] + [waiting]
@@ -160,24 +163,25 @@ def test_each_request_reaches_the_generator_and_its_answer_the_trainer(ends):
 def test_a_batch_is_begun_a_step_before_it_is_asked_for(ends, drains):
     """It goes on by itself; weights come amid it, or with in_flight_weight_updates=false behind it."""
     generators, engine, phases, thread = ends
-    generators.drains, generators.known = drains, {5: "reply"}
+    generators.drains = drains
     engine.steps = 3 if drains else 10**9
     options = SamplingOptions(1.0, 8)
     with generators:
         generators.start([(4, "problem")], 2, options, (42,), 3)
         generators.sync([("a", torch.ones(3)), ("b", torch.zeros(2, 2))], 2)
-        assert generators.groups == {4: drains} and engine.is_idle == drains
+        assert generators.groups_under_way() == {4: drains} and engine.is_idle == drains
         assert generators.sample([], 4, options, (42, -1)) == [SAMPLE]
         engine.steps = 0
-        assert generators.finish(None, options, (42,)) == [SAMPLE]
-        idle = generators.take_idle()
-        causes = ("buffer_starvation", "validation", "refit_bubble", "buffer_full_backoff")
-        assert idle.keys() == {f"idle/{cause}" for cause in causes} and not generators.idle
+        assert generators.finish(None) == [SAMPLE]
     thread.join(timeout=10)
-    started, validation, asked = ([(4, "problem")], 2, options, (42,), 3), ([], 4, options, (42, -1)), (options, (42,))
+    started, validation, asked = (
+        ([(4, "problem")], 2, options, (42,), 3),
+        ([], 4, options, (42, -1), 0),
+        (["group 4"],),
+    )
     assert [each for each in engine.asked if each != "step"] == [started, 2, validation, asked]
     assert not drains or engine.asked[1:4] == ["step"] * 3
-    assert engine.known == {5: "reply"} and not generators.known and not engine.ahead
+    assert not engine.in_flight
     tasks = [phase for phase in phases if phase != "waiting for the trainers"]
     assert tasks == ["start", *["drain"] * drains, "weight_sync", "validation", "generation"]
 
@@ -189,7 +193,7 @@ def test_who_is_told_to_stop_does_not_drain(ends):
     with generators:
         generators.start([(4, "problem")], 2, SamplingOptions(1.0, 8), (42,), 3)
         generators.sync([("a", torch.ones(3)), ("b", torch.zeros(2, 2))], 2)
-        assert generators.groups == {4: False} and 2 in engine.asked
+        assert generators.groups_under_way() == {4: False} and 2 in engine.asked
 
 
 @pytest.mark.parametrize(("error", "ends_there"), [(StopRun(), True), (Saved(), True), (RuntimeError(), False)])
@@ -224,7 +228,7 @@ def jobs(tmp_path_factory):
 def records(job, name):
     """Of a run's file, without what depends on time."""
     lines = map(json.loads, (Path(job["run"]) / name).read_text().splitlines())
-    unlike = ("timing/", "performance/", "idle/")
+    unlike = ("timing/", "performance/")
     return [{k: v for k, v in line.items() if not k.startswith(unlike)} for line in lines]
 
 

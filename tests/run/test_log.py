@@ -13,7 +13,7 @@ import config
 from hf.tokenizer import Tokenizer
 from run.health import RULES
 from run.log import RunLog, Timers
-from run.setup import RunState
+from run.start import RunState
 
 STARTER = Path(__file__).resolve().parents[2] / "examples/arithmetic/starter"
 NAN, INF = float("nan"), float("inf")

@@ -22,8 +22,8 @@ from check.memory_fit import changed
 from check.memory_plan import CONTEXT, GIB, Plan
 from config import ColocatedConfig, ColocatedResourcesConfig, Config, ConfigError
 from hf.model_config import read_model_config
-from run import build, setup
 from run import memory as memory_module
+from run import start
 from run.log import Timers
 from run.memory import NO_MEMORY, Memory
 from system import exits
@@ -78,7 +78,7 @@ def patched(module, name):
 
 
 PHASES = {  # name -> (what fails, the phase, the line of the program, the plan's phase)
-    "load": (patched(build, "load_policy"), "start", r"raise torch\.Out", "generate"),
+    "load": (patched(start, "load_policy"), "start", r"raise torch\.Out", "generate"),
     "engine": (in_engine, "start", "raise ValueError", "generate"),
     "generation": (patched(rollout.Sampler, "finish"), "generation", r"raise torch\.Out", "generate"),
     "logprobs": (patched(grpo, "finish_minibatches"), "policy_and_reference_logprobs", r"raise torch\.Out", "score"),
@@ -140,7 +140,7 @@ KNOWS_BETTER = ". If you know better, --gpu_memory=GiB takes the place of what t
 @pytest.mark.parametrize("program", [grpo, eval_module])
 @pytest.mark.parametrize(("given", "code"), [("1", 2), ("900.5", 5)])
 def test_a_user_says_what_the_gpu_has(given, code, program, main, monkeypatch, capfd):
-    monkeypatch.setattr(build, "load_policy", fail)  # what comes after the plan
+    monkeypatch.setattr(start, "load_policy", fail)  # what comes after the plan
     ended, report = main(f"--gpu_memory={given}", "policy.generation.vllm_cfg.kvcache_gib=1", program=program)
     assert ended == report["code"] == code, report
     assert f"memory     GiB of {given if code == 2 else 900} on each of 1 GPUs, " in capfd.readouterr().out
@@ -151,7 +151,7 @@ def test_what_a_user_says_comes_before_what_the_gpu_says(one_rank, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=GIB))
     inputs = SimpleNamespace(model_config=read_model_config(STARTER), reward_model=None)
     inputs.tokenizer = SimpleNamespace(vocab_size=262)
-    plan_memory = partial(setup.plan_memory, Config(), inputs, one_rank[0], torch.device("cuda"))
+    plan_memory = partial(start.plan_memory, Config(), inputs, one_rank[0], torch.device("cuda"))
     with pytest.raises(ConfigError, match=rf"^memory: .* on each GPU, which has 1; .*{re.escape(KNOWS_BETTER)}$"):
         plan_memory(None)
     assert plan_memory(900 * GIB).plan.gpu_bytes == 900 * GIB

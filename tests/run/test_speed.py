@@ -17,8 +17,8 @@ from hf.model_config import ModelConfig
 from kernels import KernelBackend
 from lora import LoRALinear, add_adapters
 from model import Decoder
-from run.build import loss_path_of
 from run.speed import performance_metrics, train_flops
+from run.start import loss_path_of
 
 SIZES = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 97}
 FAMILIES = {  # grouped and plain heads, heads wider than the hidden size, biases, tied and untied
@@ -45,7 +45,7 @@ def batch_of(model, ranks, share_prefix, kind="one pass"):
     cfg = settings(policy={"sequence_packing": config.SequencePackingConfig(64, share_prefix)})
     model.loss_path = replace(loss_path_of(cfg, KernelBackend("torch"), CPU), kind=kind)
     (minibatch,) = make_minibatches(samples, adv_B, cfg, ranks, CPU)
-    finish_minibatches([minibatch], cfg, model.loss_path)
+    finish_minibatches([minibatch], cfg, model.loss_path, 0)
     return minibatch, cfg
 
 

@@ -18,7 +18,7 @@ from data import Problem
 from dataset.scan import Dataset
 from engine import SamplingOptions
 from rollout import Sampler
-from run.setup import RunState
+from run.start import RunState
 from run.validation import accuracy_interval, majority, modes, pass_at_k, summarize, validate
 from system.ranks import Ranks
 

@@ -14,7 +14,7 @@ import config
 from check import preflight
 from config import ConfigError
 from run.log import RunLog
-from run.setup import RunState
+from run.start import RunState
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]

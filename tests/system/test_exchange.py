@@ -12,7 +12,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from data import Sample
-from run.rollouts import NOT_OF_TRAINING
 from system.exchange import NUMBERS, TOKEN, move_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +73,7 @@ def test_the_collectives_of_a_step_do_not_depend_on_ranks_or_samples(runs):
                 names = [name for name, _ in answers["collectives"]]
                 turns = 2 if case in ("two turns", "minibatches", "gdpo") else 1
                 verdicts = ["broadcast_object_list"] * turns * (tp > 1)
-                assert names == [*verdicts, "all_reduce", "all_reduce", "all_to_all_single"], case
+                assert names == [*verdicts, "all_reduce", "all_reduce", "all_to_all_single", "all_to_all_single"], case
 
 
 def test_a_whole_step_makes_as_many_collectives_with_more_ranks_samples_and_packs(folder):
@@ -83,11 +82,11 @@ def test_a_whole_step_makes_as_many_collectives_with_more_ranks_samples_and_pack
     assert len(steps) == 2 + 3 and all(len(each) == 2 for each in steps)
     micros = [step.pop("micro-batches") for each in steps for step in each]
     assert micros[:4] == [1] * 4 and min(micros[4:]) >= 2
-    assert all(step == {"all_gather": 2, "all_reduce": 5, "all_to_all_single": 1} for each in steps for step in each)
+    assert all(step == {"all_gather": 2, "all_reduce": 5, "all_to_all_single": 2} for each in steps for step in each)
 
 
 def test_bytes_of_a_rank_do_not_grow_with_the_ranks(runs):
-    """It gives its tokens to one rank each, and to rank 0 again what is logged; of all samples it gets the numbers."""
+    """It gives its tokens to one rank each, and rank 0 what is logged; of all samples it gets the numbers."""
     assert np.dtype(NUMBERS).itemsize + 16 == RECORD_BYTES and TOKEN.itemsize == 13
     for factor in (1, 2):
         for (size, _), ranks in runs.items():
@@ -95,11 +94,12 @@ def test_bytes_of_a_rank_do_not_grow_with_the_ranks(runs):
             for rank in ranks:
                 answers = rank[f"{factor} x 24 to a rank"]
                 num_samples, num_tokens = answers["drawn"]
-                *_, numbers, tokens = answers["collectives"]
+                *_, numbers, packed, logged = answers["collectives"]
                 assert num_samples == 24 * factor and numbers[1] == RECORD_BYTES * 24 * factor * size
-                given.append(tokens[1] / TOKEN.itemsize - num_tokens)
-            logged = sum(len(ids) for ids, *_ in ranks[0][f"{factor} x 24 to a rank"]["arrays"]["shown"])
-            assert max(given) <= logged, "what is filtered out goes nowhere"
+                assert packed[1] / TOKEN.itemsize <= num_tokens, "what is filtered out goes nowhere"
+                given.append(logged[1] / TOKEN.itemsize)
+            shown = ranks[0][f"{factor} x 24 to a rank"]["arrays"]["shown"]
+            assert sum(given) == sum(len(ids) for ids, *_ in shown)
 
 
 def test_who_packs_tokens_that_never_came_is_told():
@@ -119,9 +119,8 @@ def test_nothing_moves_where_all_ranks_have_all_tokens():
 
 
 def left(folder, name, rank):
-    """(weights and moments, metrics of training) of a run's rank."""
+    """(weights and moments, metrics) of a run's rank."""
     metrics = json.loads((folder / f"{name}_{rank}.json").read_text())
-    metrics = {key: repr(value) for key, value in metrics.items() if not key.startswith(NOT_OF_TRAINING)}
     return load_file(folder / f"{name}_{rank}.safetensors"), metrics
 
 
@@ -132,5 +131,6 @@ def test_a_step_replayed_on_as_many_ranks_is_the_same_to_the_bit(folder):
     assert sorted(np.concatenate(parts)) == list(range(32)) and min(map(len, parts)) > 0
     for rank in range(2):
         (run, metrics), (again, replayed) = (left(folder / "replay", name, rank) for name in ("run", "again"))
-        assert run.keys() == again.keys() and len(run) > 30 and metrics == replayed
+        assert run.keys() == again.keys() and len(run) > 30 and len(replayed) > 30
+        assert replayed == {name: metrics[name] for name in replayed}
         assert all(np.array_equal(run[name], again[name]) for name in run)

@@ -3,15 +3,13 @@
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 import config
 from dataset.mixing import Mixture
 from dataset.scan import Dataset
-from engine import Completion, Engine, SamplingOptions
-from rollout import sample_seed
-from run import setup
+from run import checkpoint, start, steps
+from run.log import Timers
 from system.exits import Saved, StopRun
 from system.ranks import Ranks
 
@@ -20,11 +18,11 @@ ALONE = Ranks(rank=0, world_size=1, local_rank=0, tp_size=1)
 
 def restored(cfg, mixture, checkpoints):
     """The counters of a run that begins with this config and these data; saver.saved is their step if it resumes."""
-    values = dict.fromkeys(setup.Run.__dataclass_fields__)
+    values = dict.fromkeys(start.Run.__dataclass_fields__)
     values |= {"cfg": cfg, "inputs": SimpleNamespace(train=mixture), "ranks": ALONE}
     values |= {"saver": SimpleNamespace(folder=checkpoints, saved=None)}
-    run = setup.Run(**values | {"state": setup.RunState(mixture.start(), mixture.fingerprints)})
-    setup.restore(run)
+    run = start.Run(**values | {"state": start.RunState(mixture.start(), mixture.fingerprints)})
+    start.restore(run)
     assert run.saver.saved == (run.state.step if cfg.checkpointing.resume_from else None)
     return run.state
 
@@ -34,8 +32,8 @@ def test_other_data_are_read_from_their_start_where_that_is_allowed(monkeypatch,
     before = Mixture([Dataset("a.jsonl", [], "1", name="a")], cfg)
     now = Mixture([Dataset("b.jsonl", [], "2", name="b")], cfg)
     cursor = before.start() | {"position": 56}
-    saved = setup.RunState(cursor, before.fingerprints, step=7, total_valid_tokens=99)
-    monkeypatch.setattr(setup.checkpoint, "load", lambda *_, **__: asdict(saved))
+    saved = start.RunState(cursor, before.fingerprints, step=7, total_valid_tokens=99)
+    monkeypatch.setattr(checkpoint, "load", lambda *_, **__: asdict(saved))
 
     def restore(cfg, mixture):
         return restored(cfg, mixture, tmp_path)
@@ -58,7 +56,7 @@ def test_a_new_run_starts_at_nothing_and_not_over_anothers_checkpoints(tmp_path)
     cfg = config.Config()
     mixture = Mixture([Dataset("a.jsonl", [], "1", name="a")], cfg)
     state = restored(cfg, mixture, tmp_path)
-    assert state == setup.RunState(mixture.start(), mixture.fingerprints) and state.step == 0
+    assert state == start.RunState(mixture.start(), mixture.fingerprints) and state.step == 0
     (tmp_path / "step_000010").mkdir()
     with pytest.raises(config.ConfigError, match="holds checkpoints of another run: choose another checkpoint_dir"):
         restored(cfg, mixture, tmp_path)
@@ -70,11 +68,11 @@ class Saver:
     def __init__(self, enabled=True):
         self.cfg = config.CheckpointingConfig(enabled=enabled, save_period=4)
         self.saved = None
-        self.steps = []
+        self.saved_steps = []
 
     def save(self, step, *_):
         self.saved = step
-        self.steps.append(step)
+        self.saved_steps.append(step)
 
     def finish(self):
         pass
@@ -87,11 +85,11 @@ def run_after(
     saver = saver or Saver()
     cfg = config.Config(grpo=config.GRPOConfig(**grpo), checkpointing=saver.cfg)
     rows = SimpleNamespace(train=SimpleNamespace(num_problems=num_problems))
-    state = setup.RunState({"position": position}, {}, step=step, num_bad_steps=num_bad_steps)
-    values = dict.fromkeys(setup.Run.__dataclass_fields__)
+    state = start.RunState({"position": position}, {}, step=step, num_bad_steps=num_bad_steps)
+    values = dict.fromkeys(start.Run.__dataclass_fields__)
     values |= {"cfg": cfg, "inputs": rows, "state": state, "saver": saver, "num_steps": num_steps, "metrics": {}}
-    values |= {"told_to_stop": told_to_stop, "folder": "logs/exp_001", "timer": setup.Timers(lambda phase: None)}
-    return setup.Run(**values)
+    values |= {"told_to_stop": told_to_stop, "folder": "logs/exp_001", "timer": Timers(lambda phase: None)}
+    return start.Run(**values)
 
 
 def test_data_ends_where_a_whole_step_does_not_fit():
@@ -107,7 +105,7 @@ def test_data_ends_where_a_whole_step_does_not_fit():
 
 def test_when_validation_is_due():
     def due(step, **options):
-        return setup.validation_is_due(run_after(step, **options))
+        return steps.validation_is_due(run_after(step, **options))
 
     assert [step for step in range(11) if due(step, val_period=4)] == [4, 8]
     assert [step for step in range(11) if due(step, val_period=4, val_at_start=True, val_at_end=True)] == [0, 4, 8, 10]
@@ -118,65 +116,21 @@ def test_when_validation_is_due():
 def test_when_a_checkpoint_is_due():
     saver = Saver()
     for step in range(1, 11):
-        setup.save_if_due(run_after(step, saver=saver))
-    assert saver.steps == [4, 8, 10]
-    setup.save_if_due(run_after(8, saver=(bad := Saver()), num_bad_steps=1))
-    setup.save_if_due(run_after(8, saver=(off := Saver(enabled=False))))
-    assert bad.steps == off.steps == []
+        steps.save_if_due(run_after(step, saver=saver))
+    assert saver.saved_steps == [4, 8, 10]
+    steps.save_if_due(run_after(8, saver=(bad := Saver()), num_bad_steps=1))
+    steps.save_if_due(run_after(8, saver=(off := Saver(enabled=False))))
+    assert bad.saved_steps == off.saved_steps == []
 
 
 def test_a_run_told_to_stop_says_whether_its_last_step_is_saved():
     saver = Saver()
-    reason = setup.save_early(run_after(3, saver=saver))
-    assert isinstance(reason, Saved) and saver.steps == [3]
+    reason = steps.save_early(run_after(3, saver=saver))
+    assert isinstance(reason, Saved) and saver.saved_steps == [3]
     assert str(reason) == "told to stop, after step 3; continue with checkpointing.resume_from=logs/exp_001"
     for options, why in (
         ({"saver": Saver(enabled=False)}, "checkpointing.enabled=false"),
         ({"num_bad_steps": 1}, "it went wrong"),
     ):
-        reason = setup.save_early(run_after(3, **options))
+        reason = steps.save_early(run_after(3, **options))
         assert isinstance(reason, StopRun) and str(reason).endswith(f"step 3, which is not saved ({why})")
-
-
-# ------------------------------------------------------------------------------ replies to prompts of later steps
-
-
-def replies_of(seed, prompts):
-    """As a checkpoint of step 6 holds them: to prompts numbered from 40 on, by weights 6, due at step 7."""
-    sample = [SimpleNamespace(prompt=40 + i, index=1, prompt_ids=ids, num_turns=0) for i, ids in enumerate(prompts)]
-    batch = [SimpleNamespace(request_id=str(i), sample=sample) for i, sample in enumerate(sample)]
-    ids, logps, versions = np.array([9, 3], np.int32), np.array([-0.5, -0.25], np.float32), np.array([6, 6], np.int32)
-    finished = {each.request_id: Completion(ids + i, logps, "stop", versions) for i, each in enumerate(batch)}
-    run = SimpleNamespace(cfg=async_config(seed), ranks=ALONE, state=SimpleNamespace(step=6))
-    run.sampler = SimpleNamespace(ahead=[(batch, {})], engine=SimpleNamespace(finished=finished), ranks=ALONE)
-    return setup._replies(run)
-
-
-def async_config(seed=42, enabled=True):
-    return config.Config(grpo=config.GRPOConfig(seed=seed, async_grpo=config.AsyncGRPOConfig(enabled, 1)))
-
-
-@pytest.mark.parametrize("changed", ["nothing", "prompt", "temperature", "top_k", "step"])
-def test_a_reply_of_a_checkpoint_answers_only_what_it_was_drawn_for(changed):
-    """A user's sampler, or other options, may have other prompts at the same places of the data; and with batches of
-    another size a place may be due later, when the reply would be older than the run allows."""
-    prompts = [[5, 6, 7], [8]]
-    asked = {"nothing": SamplingOptions(1.0, 256), "prompt": SamplingOptions(1.0, 256)}
-    asked |= {"temperature": SamplingOptions(0.5, 256), "top_k": SamplingOptions(1.0, 256, top_k=20)}
-    options, due = asked.get(changed, asked["nothing"]), 9 if changed == "step" else 8
-    engine = SimpleNamespace(weight_version=6, spans={}, numbers=iter(range(9)), known={}, finished={}, asked=[])
-    engine.max_total_tokens, engine.stop_token_ids, engine.rebuilds_cache = 512, (3,), True
-    engine.async_grpo = config.AsyncGRPOConfig(True, 1)
-    engine.llm = SimpleNamespace(llm_engine=SimpleNamespace(add_request=lambda *a, **_: engine.asked.append(a[0])))
-    setup._restore_replies(SimpleNamespace(cfg=async_config(), engine=engine), replies_of(42, prompts))
-    seeds = [sample_seed(42, 40 + i, 1) for i in range(2)]
-    Engine.start(engine, prompts[::-1] if changed == "prompt" else prompts, seeds, options, priority=due)
-    assert engine.asked == ([] if changed == "nothing" else ["0", "1"])
-    if changed == "nothing":
-        assert [engine.finished[name].ids.tolist() for name in "01"] == [[9, 3], [10, 4]] and not engine.known
-
-
-def test_a_run_without_async_grpo_leaves_the_replies_of_one_with_it():
-    """A split job's engine has no place for them."""
-    run = SimpleNamespace(cfg=async_config(enabled=False), engine=SimpleNamespace())
-    setup._restore_replies(run, replies_of(42, [[5, 6, 7]]))

@@ -1,0 +1,304 @@
+"""Starts a run: builds the policy, the engine and the sampler from the config, and restores a checkpoint.
+
+The algorithm is `train` in grpo.py. Nothing here computes a loss, an advantage or a pack.
+"""
+
+import os
+import shutil
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+import config
+from batch import needs_old_logps
+from check.preflight import RunInputs, data_lines, lora_note, memory_plan, num_steps_of, warmup_problem
+from check.resume import checkpoint_folder
+from check.rules import must_save_by_seconds
+from engine import Engine
+from graders.pool import GraderPool
+from hf.weights import full_shapes, load_adapter
+from kernels import KernelBackend, LossPath, SamplingFilter, choose_backend
+from loss import policy_loss
+from loss_path import choose_loss_path
+from model import Decoder, Reference, load_policy, uses_flash_attention
+from optim import build_optimizer
+from rollout import Sampler
+from run import checkpoint
+from run.generators import Generators, serve
+from run.log import RunLog, Timers
+from run.memory import Memory
+from run.reward_model import RewardModel
+from system.exits import Signals
+from system.optimizer import Optimizer
+from system.progress import Progress
+from system.ranks import Ranks, fsdp_mesh, seed_everything
+from system.watchdog import Watchdog
+
+
+@dataclass(slots=True)
+class RunState:
+    """The run's counters, which checkpoints keep. There is no other state: sampling seeds are f(seed, step, prompt,
+    sample), and the data order is f(seed, epoch)."""
+
+    cursor: dict
+    fingerprints: dict[str, str]
+    step: int = 0
+    num_bad_steps: int = 0
+    total_valid_tokens: float = 0
+    first_validation: dict[str, float] = field(default_factory=dict)
+    last_validation: dict[str, float] = field(default_factory=dict)
+    base_sha256: str | None = None  # of the weights that LoRA has frozen
+
+
+@dataclass(slots=True)
+class Run:
+    """Everything that lives from the first step to the last."""
+
+    cfg: config.Config
+    inputs: RunInputs
+    ranks: Ranks
+    device: torch.device
+    folder: Path
+    model: Decoder
+    optimizer: Optimizer
+    engine: Engine | Generators
+    sampler: Sampler | Generators
+    reference: Reference | None
+    state: RunState
+    saver: checkpoint.Saver
+    signals: Signals
+    watchdog: Watchdog
+    timer: Timers
+    num_steps: int
+    memory: Memory | None = None
+    log: RunLog | None = None  # rank 0's
+    metrics: dict[str, float] = field(default_factory=dict)  # of the newest step
+    told_to_stop: bool = False  # by a signal to any rank, as of the end of the newest step
+
+    @property
+    def is_finished(self) -> bool:
+        """After the last step, or when max_num_epochs passes leave too few prompts for another: dynamic sampling draws
+        more than a step has. A step that draws again may go on into the next pass; cutting it short would waste the
+        groups it has."""
+        grpo, num_drawn = self.cfg.grpo, self.state.cursor["position"]
+        used_up = num_drawn + grpo.prompts_per_batch > grpo.max_num_epochs * self.inputs.train.num_problems
+        return self.state.step >= self.num_steps or used_up
+
+
+def plan_memory(
+    cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device, gpu_bytes: float | None, trains=True
+) -> Memory:
+    """Prints how much memory the run needs on each GPU. ConfigError if that is more than the GPU has, or gpu_bytes."""
+    if gpu_bytes is None and device.type == "cuda":
+        gpu_bytes = torch.cuda.get_device_properties(device).total_memory
+    return Memory(replace(memory_plan(cfg, inputs, ranks.job_size, gpu_bytes), trains=trains), ranks)
+
+
+def set_up(
+    cfg: config.Config,
+    inputs: RunInputs,
+    ranks: Ranks,
+    device: torch.device,
+    folder: Path,
+    watchdog: Watchdog,
+    memory: Memory,
+) -> Run:
+    """A run that is ready for its first step, or for the step after its checkpoint. A collective of all trainers."""
+    signals = Signals(must_save_by_seconds(cfg.checkpointing))
+    model, engine, sampler = build(cfg, inputs, ranks, device)
+    memory.engine_bytes = torch.cuda.memory_allocated() - memory.plan.states().get("weights", 0)
+    base_sha256 = read_adapter(cfg, inputs, model, ranks)
+    if ranks.bridge:
+        for environment in inputs.environments.values():  # they grade where samples are made
+            environment.close()
+    else:
+        _stop_at(signals, engine, ranks)
+    run = Run(
+        cfg=cfg,
+        inputs=inputs,
+        ranks=ranks,
+        device=device,
+        folder=folder,
+        model=model,
+        optimizer=build_optimizer(model, cfg.policy.optimizer, offloads=cfg.policy.offload_optimizer_for_logprob),
+        engine=engine,
+        sampler=sampler,
+        reference=Reference(model, reference_dtype(cfg)) if cfg.loss_fn.reference_policy_kl_penalty > 0 else None,
+        state=RunState(inputs.train.start(), inputs.train.fingerprints, base_sha256=base_sha256),
+        saver=checkpoint.Saver(checkpoint_folder(cfg.checkpointing, folder), cfg.checkpointing, ranks),
+        signals=signals,
+        watchdog=watchdog,
+        timer=Timers(watchdog.enter),
+        num_steps=num_steps_of(cfg, inputs.train.num_problems),
+        memory=memory,
+    )
+    with Progress("start, 3 of 3: checkpoint"):
+        restore(run)
+    if not run.is_finished:  # else there is no next prompt
+        ranks.print_rank0("\n".join(data_lines(cfg, inputs, run.state.cursor)))
+    if problem := warmup_problem(cfg, run.num_steps):
+        ranks.print_rank0(f"WARNING: {problem}")
+    if note := lora_note(cfg):
+        ranks.print_rank0(f"LoRA: {note}")
+    if ranks.rank == 0:
+        run.log = RunLog(folder, cfg.logger, first_step=run.state.step + 1, num_steps=run.num_steps)
+    return run
+
+
+def generate(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device, watchdog: Watchdog) -> str:
+    """The run of a generator in a split job, to its end; returns why it ended."""
+    signals = Signals(must_save_by_seconds(cfg.checkpointing))
+    seed_everything(cfg.grpo.seed)
+    sampler = build_sampler(cfg, inputs, ranks, device)
+    _stop_at(signals, sampler.engine, ranks)
+    with sampler:
+        serve(sampler, device, watchdog)
+    return "the trainers asked for no more"
+
+
+def _stop_at(signals: Signals, engine: Engine, ranks: Ranks) -> None:
+    """A signal stops generation and grading."""
+    GraderPool.stop = signals.pending
+    engine.should_stop = lambda: ranks.any_rank_of_engine(signals.pending())
+
+
+def restore(run: Run) -> None:
+    """Loads the checkpoint that the config resumes: weights, the optimizer's state, the reference and the counters."""
+    cfg, train = run.cfg.checkpointing, run.inputs.train
+    checkpoints = run.saver.folder
+    if cfg.resume_from is None:
+        if any(checkpoints.glob("step_*")):
+            raise config.ConfigError(f"{checkpoints} holds checkpoints of another run: choose another checkpoint_dir")
+        return
+    shards, base = run.reference.shards if run.reference else {}, run.state.base_sha256
+    counters = checkpoint.load(checkpoints, run.model, run.optimizer, run.ranks, shards, mode=cfg.resume, base=base)
+    run.state = state = RunState(**counters)
+    run.saver.saved = state.step
+    if cfg.allow_changes and state.fingerprints != train.fingerprints:
+        allowed = "(checkpointing.allow_changes=true): they are read from their start"
+        run.ranks.print_rank0(f"WARNING: other data than before {allowed}")
+        state.cursor = train.start()
+        state.fingerprints = train.fingerprints
+    train.check_same(state.fingerprints, cfg.resume_from)
+    run.ranks.print_rank0(f"resumed from {checkpoints / f'step_{state.step:06d}'}")
+
+
+# --------------------------------------------------------------------- the policy, the engine and the sampler of a run
+
+
+def loss_path_of(cfg: config.Config, backend: KernelBackend, device: torch.device) -> LossPath:
+    """How the loss of this run is trained."""
+    return choose_loss_path(
+        policy_loss,
+        cfg.loss_fn,
+        has_old=needs_old_logps(cfg),
+        has_ref=cfg.loss_fn.reference_policy_kl_penalty > 0,
+        filtered=sampling_filter_of(cfg.policy.generation) is not None,
+        backend=backend,
+        device=device,
+    )
+
+
+def sampling_filter_of(cfg: config.GenerationConfig) -> SamplingFilter | None:
+    """None where top_p and top_k keep all tokens."""
+    return SamplingFilter(cfg.top_p, cfg.top_k) if cfg.top_p < 1 or cfg.top_k else None
+
+
+def reference_dtype(cfg: config.Config) -> torch.dtype:
+    """The precision of the forward, but float32 for a reference that is an average of policies."""
+    return torch.float32 if cfg.grpo.ref_policy_update_alpha < 1 else getattr(torch, cfg.policy.precision)
+
+
+def compiles(option: bool | None, device_type: str) -> bool:
+    """What policy.compile means on "cuda" or "cpu": null compiles on CUDA. ConfigError where that cannot be."""
+    compiled = device_type == "cuda" if option is None else option
+    is_off = torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+    has_compiler = any(map(shutil.which, [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]))
+    if compiled and (device_type != "cuda" or is_off or not has_compiler):
+        needs = "a GPU, a C compiler (gcc, clang, or the one named in CC), and no TORCH_COMPILE_DISABLE or "
+        raise config.ConfigError(f"policy.compile needs {needs}TORCHDYNAMO_DISABLE; or set policy.compile=false")
+    return compiled
+
+
+def build(
+    cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device
+) -> tuple[Decoder, Engine | Generators, Sampler | Generators]:
+    """The policy, the engine, which has no weights yet and sleeps, and the sampler over it. In a split job the
+    generators are both. A collective of all ranks that train."""
+    model = build_policy(cfg, inputs, ranks, device)
+    if ranks.bridge:
+        generators = Generators(ranks.bridge, full_shapes(model), inputs.tokenizer, cfg)
+        return model, generators, generators
+    sampler = build_sampler(cfg, inputs, ranks, device)
+    sampler.engine.sleep()
+    return model, sampler.engine, sampler
+
+
+def build_policy(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> Decoder:
+    """The sharded policy with float32 master weights. A collective of all ranks that train."""
+    policy = cfg.policy
+    try:
+        backend = choose_backend(policy.kernel_backend, device.type, policy.logprob_chunk_size)
+    except ValueError as error:
+        raise config.ConfigError(f"policy.kernel_backend: {error}") from error
+    compiled = compiles(policy.compile, device.type)
+    seed_everything(cfg.grpo.seed)
+    mesh = fsdp_mesh(device.type, policy.dtensor_cfg.dp_replicate_size)
+    with Progress("start, 1 of 3: weights of the policy"):
+        model = load_policy(
+            inputs.model_folder,
+            device=device,
+            mesh=mesh,
+            precision=policy.precision,
+            cpu_offload=policy.dtensor_cfg.cpu_offload,
+            model_config=inputs.model_config,
+            lora=policy.dtensor_cfg.lora_cfg,
+            seed=cfg.grpo.seed,
+            temperature=policy.generation.temperature,
+            sampling_filter=sampling_filter_of(policy.generation),
+            vocab_limit=inputs.tokenizer.vocab_size,
+            recompute=policy.dtensor_cfg.activation_checkpointing,
+            backend=backend,
+            loss_path=loss_path_of(cfg, backend, device),
+        )
+    if compiled:
+        model.compile_blocks()
+    size = sum(param.numel() for param in model.parameters())
+    num_trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    trained = f", {num_trained / 1e6:,.2f} M of them trained" if num_trained < size else ""
+    shards = " x ".join(map(str, mesh.shape))
+    flash = uses_flash_attention(device.type, getattr(torch, policy.precision))
+    ranks.print_rank0(
+        f"policy: {size / 1e6:,.1f} M parameters{trained}, {policy.precision}, FSDP2 over {shards} ranks; "
+        f"{backend.describe(model.config.vocab_size)}; {model.loss_path.describe()}; "
+        f"attention: {'varlen_attn' if flash else 'SDPA by runs of equal length'}; "
+        f"{'compiled' if compiled else 'eager'} blocks; packs of {policy.pack_tokens(device.type):,} tokens"
+    )
+    return model
+
+
+def build_sampler(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> Sampler:
+    """The sampler and in it the engine, awake and without weights. A collective of the ranks that generate: they share
+    the reward model, too."""
+    score = None
+    if inputs.reward_model:
+        score = RewardModel(*inputs.reward_model, cfg, device, fsdp_mesh(device.type)).score
+    with Progress("start, 2 of 3: vLLM engine"):
+        engine = Engine(inputs.model_folder, inputs.model_config, inputs.tokenizer, cfg)
+    ranks.print_rank0(
+        f"engine: {ranks.dp_size} x vLLM over {ranks.tp_size} ranks each, vocabulary {engine.vocab_size:,}"
+    )
+    max_turns, max_errors = cfg.grpo.max_rollout_turns, cfg.env.max_error_fraction
+    return Sampler(engine, inputs.tokenizer, inputs.environments, ranks, max_turns, max_errors, score)
+
+
+def read_adapter(cfg: config.Config, inputs: RunInputs, model: Decoder, ranks: Ranks) -> str | None:
+    """With LoRA, the fingerprint of the base weights. A new run's adapters start from lora_cfg.adapter_path if set."""
+    lora = cfg.policy.dtensor_cfg.lora_cfg
+    if not lora.enabled:
+        return None
+    base_sha256 = checkpoint.weights_sha256(inputs.model_folder, ranks)
+    if lora.adapter_path and not cfg.checkpointing.resume_from:
+        load_adapter(model, lora.adapter_path, base_sha256)
+    return base_sha256

@@ -1,0 +1,131 @@
+"""What surrounds the steps of a run: counters, dumps, validation and checkpoints when they are due, stopping, logging.
+
+The algorithm is `train` in grpo.py. Nothing here computes a loss, an advantage or a pack.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+import torch
+
+from batch import Minibatch
+from hf.adapter import adapter_config
+from hf.weights import save_adapter, save_hf
+from metrics import age_metrics
+from rollout import StepSamples
+from run import dump
+from run.canary import check_canary
+from run.speed import performance_metrics
+from run.start import Run
+from system.exchange import move_tokens
+from system.exits import Interrupted, Saved, StopRun
+from system.progress import Progress
+from system.ranks import any_rank
+
+
+def remaining_steps(run: Run) -> Iterator[int]:
+    """Numbers of the steps that are left, from 1. `end_step` counts and logs a step that is over."""
+    while not run.is_finished:
+        step = run.state.step + 1
+        run.watchdog.step = step
+        run.timer.start_step()
+        yield step
+
+
+def end_sampling(run: Run, samples: StepSamples, adv_B: Sequence[float], step: int) -> None:
+    """Writes the samples to the disk before the step trains, in every dump_rollouts-th step from the first one on."""
+    period = run.cfg.logger.dump_rollouts
+    if period and (step - 1) % period == 0:
+        with run.timer("dump_rollouts"):
+            folder, model = run.folder / "rollouts", run.model
+            dump.write(folder, samples.trained, adv_B, step, model, run.cfg, run.inputs.tokenizer, run.ranks)
+
+
+def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metrics: dict[str, float]) -> None:
+    """Counts the step and logs it. Raises Interrupted on all ranks when a signal asks any of them to stop."""
+    state, is_async = run.state, run.cfg.grpo.async_grpo.enabled
+    state.step += 1
+    if is_async:
+        metrics |= age_metrics(samples.trained, state.step, run.sampler.groups_under_way())
+    state.cursor = run.inputs.train.record(samples.cursor, metrics)
+    state.num_bad_steps = int(metrics["num_bad_steps"])
+    state.total_valid_tokens += metrics["global_valid_toks"]
+    run.metrics = metrics
+    run.saver.poll()  # before the step is logged: a kill costs at most save_period steps of those in the log
+    seconds = run.timer.take()
+    if is_async:
+        seconds |= {"exposed_generation": seconds["generation"], "weight_sync": seconds["prepare_for_generation"]}
+    working = seconds
+    if run.ranks.bridge and run.cfg.grpo.async_grpo.max_age:  # generators work while the trainers do
+        working = seconds | {"generation": seconds["total_step_time"]}
+    performance = performance_metrics(metrics, working, minibatches, run.model.config, run.cfg.policy)
+    if run.memory:
+        performance |= run.memory.metrics(run.timer.peaks)
+    move_tokens([samples.trained[: run.cfg.logger.num_samples_to_log]])
+    if run.log:
+        run.log.step(state.step, metrics, seconds, performance)
+        run.log.samples(state.step, "train", samples.trained, run.inputs.tokenizer)
+    run.told_to_stop = any_rank(run.signals.pending())
+    if run.told_to_stop and not run.is_finished:
+        raise Interrupted
+
+
+def check_engine(run: Run, step: int) -> dict[str, float]:
+    """Every canary_period steps, checks that the engine samples from the weights that it was sent; returns the gap."""
+    grpo = run.cfg.grpo
+    if grpo.canary_period == 0 or step % grpo.canary_period:
+        return {}
+    with run.timer("canary"):
+        gap = check_canary(run.model, run.engine, grpo.logp_gap_limit, run.device, f"after step {step}")
+    return {"canary_logp_gap": gap}
+
+
+def validation_is_due(run: Run) -> bool:
+    grpo, step = run.cfg.grpo, run.state.step
+    if step == 0 or run.told_to_stop:  # a run that is told to stop has no time for it
+        return step == 0 and grpo.val_at_start
+    return (grpo.val_period > 0 and step % grpo.val_period == 0) or (run.is_finished and grpo.val_at_end)
+
+
+def save_if_due(run: Run) -> None:
+    with run.timer("checkpointing"):
+        if run.state.step % run.cfg.checkpointing.save_period == 0 or run.is_finished:
+            _save(run)
+
+
+def _save(run: Run) -> None:
+    """Saves a checkpoint of the step that has ended, if the config asks for checkpoints; never after a bad step."""
+    state, saver = run.state, run.saver
+    if saver.cfg.enabled and state.num_bad_steps == 0 and state.step != saver.saved:
+        reference = run.reference.shards if run.reference else {}
+        saver.save(state.step, run.model, run.optimizer, asdict(state), reference, run.metrics)
+
+
+def save_early(run: Run) -> Exception:
+    """The exception that ends a run told to stop, after its last whole step: Saved if that step is on the disk."""
+    run.saver.finish()
+    _save(run)
+    run.saver.finish()
+    after = f"told to stop, after step {run.state.step}"
+    if run.saver.saved == run.state.step:
+        return Saved(f"{after}; continue with checkpointing.resume_from={run.folder}")
+    reason = "checkpointing.enabled=false"
+    if run.cfg.checkpointing.enabled:
+        reason = "it went wrong" if run.state.num_bad_steps else "see above"
+    return StopRun(f"{after}, which is not saved ({reason})")
+
+
+def finish(run: Run) -> str:
+    """Writes the Hugging Face folder and the closing table; returns the reason the run ended."""
+    cfg = run.cfg
+    run.watchdog.enter("export")
+    if cfg.checkpointing.save_hf_at_end:
+        dtype = getattr(torch, cfg.policy.precision)
+        with Progress("export"):
+            save_hf(run.model, run.folder / "hf_model", run.inputs.tokenizer.file.parent, dtype=dtype)
+        if run.state.base_sha256:
+            adapter = adapter_config(cfg.policy, run.model.config)
+            save_adapter(run.model, run.folder / "hf_adapter", adapter, run.state.base_sha256)
+    if run.log:
+        run.log.close(run.state)
+    return f"trained to step {run.state.step}"
