@@ -276,7 +276,7 @@ def test_gdpo_names_the_environment_that_lacks_a_reward():
 
 
 def test_an_estimator_without_a_branch_raises():
-    for name in ("median", "reinforce"):
+    for name in ("baseline", "reinforce"):
         grpo = GRPOConfig(adv_estimator=AdvEstimatorConfig(name=name))
         with pytest.raises(AssertionError, match=f"^grpo.adv_estimator.name={name}: .* has no branch"):
             step_advantages([graded("exact", 0, 1.0, {}), graded("exact", 0, 0.0, {})], grpo, LossConfig())

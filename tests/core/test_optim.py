@@ -108,8 +108,8 @@ def test_each_group_keeps_its_own_rate():
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 2e-2]
     same = optim.build_optimizer(model, replace(MUON, muon_lr=None))
     assert [group["lr"] for group in same.param_groups] == [1e-2, 1e-2]
-    with pytest.raises(AssertionError, match=r"policy\.optimizer\.name=torch\.optim\.SGD"):
-        optim.build_optimizer(model, replace(MUON, name="torch.optim.SGD"))
+    with pytest.raises(AssertionError, match=r"policy\.optimizer\.name=torch\.optim\.Adam"):
+        optim.build_optimizer(model, replace(MUON, name="torch.optim.Adam"))
 
 
 def test_adamw_is_torchs_and_one_group():

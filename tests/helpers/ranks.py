@@ -36,6 +36,10 @@ CONTEXT = multiprocessing.get_context("forkserver")  # imports torch once; each 
 CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "safetensors.torch", "numpy"])
 
 
+STARTED = b"started"
+STARTS_WITHIN = 300  # seconds: imports are slow on a busy machine, and the deadline of a test is not about them
+
+
 class End(NamedTuple):
     code: int  # exit code; 0 too of a rank that returned; -9 of one that was killed, by the deadline for example
     value: Any  # what it returned
@@ -75,19 +79,25 @@ def ends_of(function, size: int, *args, seconds: float = 120, stand_in: bool = F
             processes[-1].start()
             theirs.close()
             pipes.append(ours)
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + STARTS_WITHIN
         running = set(range(size))
         while running and (left := deadline - time.monotonic()) > 0:
             ready = wait([pipes[rank] for rank in running], left)
             for rank in [rank for rank in running if pipes[rank] in ready]:
-                running.discard(rank)
                 try:
-                    values[rank] = pickle.loads(pipes[rank].recv_bytes())
-                    returned.add(rank)
+                    message = pipes[rank].recv_bytes()
                 except EOFError:  # it ended without a result
+                    running.discard(rank)
                     processes[rank].join()
                     if processes[rank].exitcode:
                         deadline = min(deadline, time.monotonic() + 10)
+                    continue
+                if message == STARTED:
+                    deadline = time.monotonic() + seconds
+                else:
+                    running.discard(rank)
+                    returned.add(rank)
+                    values[rank] = pickle.loads(message)
         for process, pipe in zip(processes, pipes, strict=True):
             process.kill()  # those that returned wait for this, with their connections open
             process.join()
@@ -104,7 +114,6 @@ def _rank(pipe, environ, output, module, name, call, stand_in, seconds) -> None:
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
     os.environ.clear()
     os.environ.update(environ)  # before anything of ours is imported
-    faulthandler.dump_traceback_later(0.9 * seconds)
     code = 1
     try:
         if stand_in:
@@ -113,6 +122,8 @@ def _rank(pipe, environ, output, module, name, call, stand_in, seconds) -> None:
             fake_vllm.install()
         function = getattr(importlib.import_module(module), name)
         args, kwargs = pickle.loads(call)
+        pipe.send_bytes(STARTED)
+        faulthandler.dump_traceback_later(0.9 * seconds)
         value = pickle.dumps(getattr(function, "__wrapped__", function)(*args, **kwargs))
         code = 0
     except SystemExit as end:

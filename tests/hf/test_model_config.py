@@ -156,7 +156,7 @@ def test_an_index_that_is_none_is_refused(tmp_path, index, problem):
 
 
 UNSUPPORTED = [
-    (dict(model_type="mistral"), "model_type='mistral' is not supported; supported: 'llama', 'qwen2', 'qwen3'"),
+    (dict(model_type="gpt2"), "model_type='gpt2' is not supported; supported: 'llama', "),
     (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported; supported: 'silu'"),
     (dict(use_sliding_window=True), "use_sliding_window=True is not supported; supported: absent, False"),
     (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types: only a list of 'full_attention' is"),
