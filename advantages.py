@@ -1,7 +1,7 @@
 """Rewards -> advantages: scaling and shaping, the overlong filter, then the estimator that the config names.
 
 A step calls `shape_rewards`, `filter_overlong` and `step_advantages`, in this order. All tokens of a sample share its
-advantage, until `kl_in_reward_advantages` adds a KL that differs from token to token. All statistics are those of the
+advantage, until `kl_in_reward_advantages` adds a KL that differs from token to token. All statistics are over the whole
 step, whatever the number of ranks. docs/details.md says where each choice is from, and what other systems do.
 
 Dims: B samples of a step, G samples of a group, P rewards in the baseline of a sample, R response tokens of a rank.

@@ -148,7 +148,7 @@ def _at_least_one(count: int | Tensor) -> Tensor:
 
 
 def _aggregation_weights(seqs: _Sequences, num_valid_tokens, num_valid_seqs, cfg: LossConfig) -> Tensor:
-    """Weight of each token in the loss. Counts are those of the whole optimizer step.
+    """Weight of each token in the loss. Counts are over the whole optimizer step.
 
     token_level_loss: 1 / tokens (DAPO, Yu et al. 2025). If false: 1 / (length * sequences), the mean over sequences of
     their tokens' mean (GRPO, Shao et al. 2024); loss_scale_factor takes the place of every length (Dr. GRPO, Liu et al.

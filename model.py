@@ -36,7 +36,7 @@ VARLEN_GQA = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
 
 @dataclass(frozen=True, eq=False)
 class PackLayout:
-    """Where the segments of a pack lie, and which keys each attends to: those of its prefix, then its own. Read once
+    """Where the segments of a pack lie, and the keys that each attends to: its prefix's keys, then its own. Read once
     per forward, so that no layer waits for the device."""
 
     runs: list[tuple[int, int, int, Tensor | None]]  # (segments, queries and keys of each, mask) of neighbours alike
@@ -133,7 +133,7 @@ def apply_rope(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """In float32 or the wider type of x, rounded once, to the dtype of the weight: that of the matmul to come."""
+    """Computes in float32 or the wider type of x; rounds once, to the dtype of the weight and of the next matmul."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -227,12 +227,9 @@ class Head(nn.Linear):
 class Decoder(nn.Module):
     """The causal language model. It has no buffers: `state_dict()` has the names of the HF checkpoint.
 
-    The options are constants of a run; the first three describe the sampler:
-    temperature, sampling_filter: divide the logits, and cut off their tail (`top_p`, `top_k`; None keeps all tokens)
-    vocab_limit: columns of the logits from here on are padding beyond the tokenizer; None: the model has no padding
-    recompute: keep no activations of the blocks for the backward pass; compute them again
-    backend: who computes the output layer; None: Triton on CUDA, PyTorch elsewhere
-    loss_path: how the loss is trained (`loss_path.choose_loss_path`); by default right for any loss
+    The options are constants of a run. temperature, sampling_filter (None keeps all tokens) and vocab_limit (columns of
+    the logits from there on are padding) are the sampler's. recompute: see `Block`. backend: None is Triton on CUDA,
+    PyTorch elsewhere. loss_path: how the loss is trained; the default is right for any loss.
     """
 
     def __init__(
@@ -307,7 +304,7 @@ class Decoder(nn.Module):
         loss.backward()
 
     def compile_blocks(self) -> None:
-        """From now on the blocks' halves are compiled, each at its first call: with gradients, and without."""
+        """Compiles the halves of the blocks, each at its first call with gradients and at its first call without."""
         halves = tuple(torch.compile(half, dynamic=True, fullgraph=True) for half in Block.halves)
         for block in self.model["layers"]:
             block.halves = halves
@@ -318,9 +315,9 @@ def shard(model: Decoder, mesh: DeviceMesh, *, precision: str, cpu_offload: bool
     embedding and the head, if each has a weight of its own; the root, which is what is left: the final norm, and a tied
     embedding, whose weight begins and ends the forward.
 
-    `precision` "float32" | "bfloat16" is that of the matmuls and the gathered copies. What lies between blocks stays in
-    float32, the sharded parameters, which an optimizer sees, keep their dtype, and gradients are reduced in float32.
-    They are summed over ranks, not averaged: the loss divides by one count of tokens over all of them. With
+    `precision` "float32" | "bfloat16" is the dtype of the matmuls and the gathered copies. Activations between blocks
+    stay in float32, the sharded parameters, which an optimizer sees, keep their dtype, and gradients are reduced in
+    float32. They are summed over ranks, not averaged: the loss divides by one count of tokens over all ranks. With
     `cpu_offload` parameters and gradients are in host memory.
     """
     pinned = mesh.device_type == "cuda"
@@ -355,8 +352,8 @@ def load_policy(
     **options,
 ) -> Decoder:
     """The model of an HF folder with float32 parameters, sharded over `mesh`; without one, whole on `device`. With
-    `lora`, they are frozen and in `precision`, and new adapters, random by `seed`, leave it as it was. `options` are
-    those of `Decoder`.
+    `lora`, they are frozen and in `precision`, and new adapters, random by `seed`, leave its outputs as they were.
+    `options` are the keyword arguments of `Decoder`.
 
     A rank allocates and reads only its own shards. Raises ConfigError if the folder is unreadable, the model
     not supported, or the weights not those that config.json describes.
@@ -377,12 +374,12 @@ def load_policy(
 
 
 class Reference:
-    """The policy to which the KL is measured: a copy of this rank's shards in host memory, pinned for a GPU. Of those
-    that are trained: with LoRA, the frozen ones serve both.
+    """The policy to which the KL is measured: a copy of this rank's trained shards in host memory, pinned for a GPU.
+    With LoRA, policy and reference share the frozen shards.
 
-    It has no module of its own. `in_place_of` puts its weights into the policy's module for a forward: so it takes no
-    device memory while it is not used, and the same code computes it. Kept in the `dtype` of that forward, which would
-    round the weights to it, they lose nothing; but an average (`follow` with alpha < 1) needs float32.
+    It has no module of its own. `in_place_of` puts its weights into the policy's module for a forward, so it takes no
+    device memory between forwards, and the same code computes both. Weights kept in the `dtype` of that forward, which
+    would round them to it anyway, lose nothing; but an average (`follow` with alpha < 1) needs float32.
     """
 
     def __init__(self, model: Decoder, dtype: torch.dtype = torch.float32):

@@ -1,9 +1,9 @@
 """Judges the code in a reply by the tests of its problem.
 
 Runs in a worker process (pool.py) and starts two more processes for each answer (sandbox.py). The judge runs the test
-code of the dataset and knows what is expected. The candidate runs the code of the reply and sees arguments only. Calls
-cross as values of built-in types (codec.py), so no code of the candidate runs where values are compared. An exit code
-proves nothing.
+code of the dataset and knows what is expected. The candidate runs the code of the reply and sees only arguments. Calls
+cross as values of built-in types (codec.py), so no code of the candidate runs where values are compared. No exit code
+is trusted.
 """
 
 import ast

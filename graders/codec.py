@@ -33,7 +33,7 @@ KINDS: dict[type, tuple[Callable, Callable]] = {  # type -> (value -> one that c
     type({}.values()): (list, lambda values: dict(enumerate(values)).values()),
     type({}.items()): (dict, dict.items),
 }
-# Of classes that cross as their __reduce_ex__(4) says.
+# Classes whose objects cross as their __reduce_ex__(4) says.
 MODULES = {"Decimal": "decimal", "Fraction": "fractions", "range": "builtins", "slice": "builtins"}
 MODULES |= dict.fromkeys(("date", "datetime", "time", "timedelta", "timezone"), "datetime")
 DECODERS = {kind.__name__: from_plain for kind, (_, from_plain) in KINDS.items()}

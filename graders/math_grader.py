@@ -1,11 +1,11 @@
-"""The final answer of a worked solution, and whether it equals the expected one. Pure; runs in a worker of pool.py.
+"""Finds the final answer of a worked solution and compares it with the expected one. Pure; runs in a pool.py worker.
 
 `extract` looks for the answer in this order: the last complete \\boxed{} or \\fbox{}; the text after the last "####"
 (GSM8K); the text after the last "answer is" or "answer:". `equal` reads from the outside in: lists and brackets, names
-(x = 5), units, then numbers, dates and words as math_text.py reads them. What is left goes to sympy, with decimals as
-exact fractions. It is compared at rational points, to 1,000 digits where it is irrational, so the verdict depends on
-nothing that was graded before; math-verify compares sets and what else is no value. Nothing here uses SIGALRM: the
-deadline of the pool holds always. Arguments are (gold, answer): the order matters for names, units and bases.
+(x = 5), units, then numbers, dates and words as math_text.py reads them. Everything else goes to sympy, with decimals
+as exact fractions. Values are compared at rational points, to 1,000 digits if irrational, so no verdict depends on what
+was graded before; math-verify compares sets and other objects without a value. Nothing here uses SIGALRM: the
+deadline of the pool always holds. Arguments are (gold, answer): the order matters for names, units and bases.
 """
 
 import logging
@@ -26,7 +26,7 @@ SELF_TESTS = (  # (reply, answer, outcome): what this file must say before a run
     (r"\boxed{2}", "0.5", "wrong"),
     ("half", "0.5", "parse_fail"),
 )
-# A worker does it before its deadlines count: it imports sympy, and what sympy itself imports when it simplifies.
+# A worker does this job before deadlines count: it imports sympy, and the modules that sympy imports to simplify.
 FIRST_JOB = {"reply": r"\boxed{(x+1)^2}", "answer": "x^2+2x+1", "strict": False}
 STRICT_SELF_TESTS = (("Answer: 5", "5", "ok"), ("Answer: 4", "5", "wrong"), (r"\boxed{5}", "5", "parse_fail"))
 
@@ -47,7 +47,7 @@ _BASE = re.compile(r"([-+]?)\(?(\d[\dA-Za-z]*)\)?\s*(?:_\s*\{?\s*(?:base\s*)?|\(
 _CHAIN = re.compile(r"\d+([-/.:])\d+(?:\1\d+)+|\d+[-:]\d+")
 _CLOCK = re.compile(r"\d{1,2}(?::[0-5]\d){1,2}")
 _WORD_RUN = re.compile(r"(?<![\\a-zA-Z_])(?<!begin\{)(?<!end\{)(?<!mathbb\{)[a-zA-Z]{3,}(?![a-zA-Z])")
-# What the parser leaves out without a word, or takes for 0 (dy/dx): both sides must have the same.
+# The parser drops these silently, or takes them for 0 (dy/dx): both sides must have the same ones.
 _DROPPED = re.compile(r"'|(?<=\^)T|(?<=\^{)T|\\dots|phantom|\\frac\s*{\s*d\w?\s*}\s*{[^}]*}")
 _NO_WORD = re.compile(r"[b-df-hj-np-tv-z]+[aei]?|[abcx]+")  # in a formula: a product of variables, as in kxe^x
 
@@ -139,7 +139,7 @@ def canonical(answer: str) -> str:
 
 
 def _bare(answer: str) -> str:
-    """Without typography, name and unit."""
+    """The answer without typography, name and unit."""
     text = clean(answer)
     if number(text):
         return text
@@ -149,7 +149,7 @@ def _bare(answer: str) -> str:
 
 
 def _same(one: str, other: str) -> bool:
-    """Of two clean texts, which may be lists."""
+    """Whether two clean texts, which may be lists, are equal."""
     numbers = number(one), number(other)
     if None not in numbers:
         return _same_numbers(*numbers)
@@ -183,7 +183,7 @@ def _same(one: str, other: str) -> bool:
 
 
 def _same_lists(pairs: list, other_pairs: list, is_ordered: bool) -> bool:
-    """Of (name, value). Different names that one side lacks bind the values in their order."""
+    """Whether lists of (name, value) are equal. Different names that one side lacks bind the values in their order."""
     names = {name for name, _ in pairs}
     other_names = {name for name, _ in other_pairs}
     if names == {""} or other_names == {""}:
@@ -202,7 +202,7 @@ def _same_lists(pairs: list, other_pairs: list, is_ordered: bool) -> bool:
 
 def _items(text: str) -> tuple[str, list[str]]:
     """The brackets around a text, and its parts: `1, 2` is ("", ["1", "2"]); `[1, 2)` is ("[)", ["1", "2"])."""
-    if ", " in text and not re.search(",(?! )", _GROUPS.sub("", text)):  # who puts spaces behind separators
+    if ", " in text and not re.search(",(?! )", _GROUPS.sub("", text)):  # a writer who puts spaces after separators
         text = _GROUPS.sub("", text)
     parts = [part for part in _split(text, ";") if part]
     if len(parts) < 2:
@@ -254,8 +254,8 @@ def _split(text: str, separator: str) -> list[str]:
 
 
 def _named(parts: list[str]) -> list[tuple[str, str]]:
-    """(name, value) of each part; a part without a name has that of the part before it: x = 1, 2. Of 2 + 3 = 5
-    the value is 5."""
+    """(name, value) of each part; a part without a name has the name of the part before it: x = 1, 2. The value of
+    2 + 3 = 5 is 5."""
     pairs = []
     name = ""
     for part in parts:
@@ -272,7 +272,7 @@ def _named(parts: list[str]) -> list[tuple[str, str]]:
 
 
 def _same_value(one: str, other: str) -> bool:
-    """Of two texts without lists and names, which are not both plain numbers."""
+    """Whether two texts without lists and names, not both of them plain numbers, are equal."""
     gold, answer = quantity(one), quantity(other)
     is_product = not (gold.dimensions and answer.dimensions) and (
         gold.is_glued or (answer.is_glued and not number(one))

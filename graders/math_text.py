@@ -39,7 +39,6 @@ _REWRITES = [  # what changes no meaning, in this order
         (r"[⁰¹²³⁴-⁹⁻]+", lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}"),
         (r"[¼-¾⅐-⅞]", lambda match: f" {normalize('NFKC', match[0])} ".replace("\u2044", "/")),
         (r"√\s*(\d*)", lambda match: f"\\sqrt{{{match[1]}}}" if match[1] else r"\sqrt "),
-        (r",\\!\s*", ","),
         (r"\\[,!](?=\d)|\\!", ""),
         (r"\\[,;:]", " "),
         (r"\\(?:left|right|displaystyle|limits|[bB]igg?[lrm]?|bf|rm|it|large|Large|huge)(?![a-zA-Z])", ""),
@@ -61,8 +60,7 @@ _REWRITES = [  # what changes no meaning, in this order
             r"\\begin{pmatrix}\1\\end{pmatrix}",
         ),
         (r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup "),
-        (r"<=", r"\\le "),
-        (r">=", r"\\ge "),
+        (r"[<>]=", lambda match: r"\le " if match[0] == "<=" else r"\ge "),
         (r"\\([lgn]e)q(?:slant)?(?![a-zA-Z])", r"\\\1"),
         (r"^\s*\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid|\||:)(.*)\\\}\s*$", r"\1"),
         (r"\\(?:lor|vee)(?![a-zA-Z])", " or "),
@@ -120,7 +118,7 @@ _UNITS = {  # name: (size, dimension)
     for name in names.split(",")
 }
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-_NO_NOUN = re.compile(  # words that say more about a number than of what it is one
+_NO_NOUN = re.compile(  # words that qualify a number instead of naming what it counts
     r"(?i)(?:not?|or|and|but|if|is|mod|modulo|plus|minus|times|over|choose|divided|by|than|least|most|more|less|about|to|"
     r"factorial|squared|cubed|doubled|tripled|inverse|reciprocal|hal(?:f|ves)|"
     r"(?:quarter|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth|\w*(?:teen|tie|hundred|thousand|illion)th)s?|"
@@ -155,12 +153,12 @@ class Quantity(NamedTuple):
     value: str
     size: Fraction  # of the unit, in base units
     dimensions: tuple[tuple[str, int], ...]
-    is_glued: bool  # a letter right behind a digit, which may be a variable: 5m
+    is_glued: bool  # a letter right after a digit, which may be a variable: 5m
 
 
 @lru_cache(maxsize=64)
 def clean(text: str) -> str:
-    """Without what changes no meaning: $, \\left, \\text{}, thin spaces, a last period; one sign for one meaning."""
+    """The text with one sign for one meaning, without what has none: $, \\left, \\text{}, spaces, a last period."""
     if _DIGITS.fullmatch(text):  # most answers
         return text.removesuffix(".")
     text = re.sub(r"(?<!\.)\.$", "", text.translate(_SIGNS).strip()).strip()
@@ -172,7 +170,7 @@ def clean(text: str) -> str:
 
 
 def squeeze(text: str) -> str:
-    """Without spaces that part no two digits or words; one stays behind a comma: 1, 234 is not 1,234."""
+    """The text without spaces, unless they part two digits or words, or follow a comma: 1, 234 is not 1,234."""
     return re.sub(r"(?<![\d,\w]) +| +(?!\w)|(?<=[a-zA-Z]) +(?=\d)|(?<=\d) +(?=[a-zA-Z])", "", text)
 
 
@@ -269,7 +267,7 @@ def as_interval(text: str) -> str:
 
 
 def is_word(text: str) -> bool:
-    """Words are compared as text, everything else as mathematics. One letter is a variable, and so is each of those of
-    which no English word consists: xy, abc, mn; not no, cat, even, AB."""
+    """Whether to compare a text as words, not as mathematics. One letter is a variable, and so is each letter of a run
+    that is no English word: xy, abc, mn; not no, cat, even, AB."""
     words = re.split("[ .'-]+", text.lower())
     return bool(_WORDS.fullmatch(text)) and not all(map(_PRODUCT.fullmatch, words))

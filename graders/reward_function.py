@@ -1,6 +1,6 @@
 """A user's reward function with the signature of TRL's trainers, as an environment. No torch.
 
-Facts are those of `GRPOTrainer._calculate_rewards` in huggingface/trl at f2cd577 (1.10.0.dev0).
+It follows `GRPOTrainer._calculate_rewards` in huggingface/trl at f2cd577 (1.10.0.dev0).
 """
 
 import asyncio

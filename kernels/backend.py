@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = int(3.25 * 2**30)  # of a chunk's float32 logits with Triton, where nobody says how many rows
+CHUNK_BYTES = int(3.25 * 2**30)  # float32 logits of a chunk with Triton, unless chunk_rows is given
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +18,11 @@ class KernelBackend:
     chunk_rows: int | None = None
 
     def most_rows(self, row_stride: int) -> int:
-        """Of a chunk with Triton, whose rows have so many logits. At 1024 and less, dW's matmul waits for memory."""
+        """Most rows of a chunk with Triton, of `row_stride` logits each. Below 1024, dW's matmul waits for memory."""
         return self.chunk_rows or max(1024, CHUNK_BYTES // (4 * row_stride) // 128 * 128)
 
     def rows(self, num_rows: int, row_stride: int) -> int:
-        """Of each chunk with Triton: equal ones, as a small one too reads and writes all of dW; of whole tiles."""
+        """Rows of each chunk with Triton: whole tiles, and equal chunks, as even a small one rewrites all of dW."""
         most = self.most_rows(row_stride)
         num_chunks = max(1, math.ceil(num_rows / most))
         return min(most, max(1, math.ceil(num_rows / num_chunks / 128)) * 128)

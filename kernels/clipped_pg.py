@@ -1,7 +1,7 @@
 """Triton only: the derivatives of loss.policy_loss fused into the kernel that writes a row's gradient.
 
 loss.policy_loss defines the loss; `_slope` below repeats its derivative in logp for the options of LossConfig that see
-one token at a time. The copy is a fast path and nothing else: loss_path.py lets it run only while loss.py is the one it
+one token at a time. The copy is only a fast path: loss_path.py lets it run only while loss.py is the one it
 was written for (`PROVEN`) and after it has shown at start that it gives the gradients of loss.py. The loss's value and
 all metrics are always those of policy_loss.
 """

@@ -5,9 +5,9 @@ the derivatives of the loss at a token need no other token, they are known as so
 forward makes both gradients chunk by chunk, 6 R V D, and backward only scales them.
 
 The loss is a function that is called, never a copy. After each chunk it is called with the log-probabilities and
-entropies of the whole pack, 0 where they are still to come; autograd gives its derivatives, and those of the chunk's
-rows are used. After the last chunk all rows are known: that call gives the loss, the metrics, and the true derivatives
-of all rows. If those that were used differ, the loss couples tokens and its gradient is wrong (`DEVIATION`).
+entropies of the whole pack, 0 for rows still to come; autograd gives its derivatives, and the derivatives at the
+chunk's rows are used. After the last chunk all rows are known: that call gives the loss, the metrics, and the true
+derivatives of all rows. If the ones used differ, the loss couples tokens and its gradient is wrong (`DEVIATION`).
 """
 
 from collections.abc import Callable
@@ -139,7 +139,7 @@ def one_pass_problem(deviation: float) -> str | None:
     if deviation <= MAX_DEVIATION:
         return None
     return (
-        f"the gradient that was computed differs from that of loss.py by {deviation:.2g}: loss.py couples the tokens "
+        f"the computed gradient differs from the gradient of loss.py by {deviation:.2g}: loss.py couples the tokens "
         "of a pack, or trains tokens without advantage, in a way that the probes at start did not see. Show it to them "
         "(`_probe` in loss_path.py), or return the path 'two passes' from `choose_loss_path` there"
     )

@@ -35,16 +35,16 @@ LN2, LOG2_E = tl.constexpr(math.log(2)), tl.constexpr(math.log2(math.e))
 class SamplingFilter:
     """The sampler's top_k, then its top_p, on the trainer's logits: vLLM's rule, and NeMo RL's.
 
-    Of a row stay the top_k largest logits, with all that equal the last of them; of these the likeliest that hold top_p
-    of the probability, at least one, and of equal ones at that cut those of the largest ids.
+    A row keeps its top_k largest logits and all that equal the last of them; of these, the likeliest that together hold
+    top_p of the probability, at least one. Among equal logits at that cut, the largest ids are kept.
     """
 
     top_p: float = 1.0
     top_k: int | None = None
 
     def cut_(self, logits_CV: Tensor, temperature: float) -> None:
-        """In place: so all that reads the logits has the renormalised distribution, and no gradient where it was cut.
-        Takes 20 bytes for each 4, to sort."""
+        """Cuts in place, so every reader of the logits sees the renormalised distribution, with no gradient at a cut
+        logit. Sorting takes 20 bytes for each 4."""
         if self.top_k is not None and self.top_k < logits_CV.shape[1]:
             last_C1 = logits_CV.topk(self.top_k).values[:, -1:]
             logits_CV.masked_fill_(logits_CV < last_C1, CUT)

@@ -64,7 +64,7 @@ class SlidingPuzzle:
         return StepResult(0.0, "wrong", done=moves >= self.max_moves, observation=(_says(says),), state=state)
 
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
-        """ConfigError for a row without a `grid`. Whether it can be solved at all is for who writes puzzles."""
+        """ConfigError for a row without a `grid`. The author of a puzzle must see to it that it can be solved."""
         for where, _, fields in answers:
             grid = fields.get("grid")
             square = isinstance(grid, list) and all(isinstance(row, list) and len(row) == len(grid) for row in grid)
