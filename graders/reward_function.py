@@ -14,20 +14,6 @@ from config import ConfigError
 from envs import Environment, StepResult, Turn
 from system.imports import describe
 
-ABSENT = {
-    "log_extra": "samples.jsonl has what was sampled",
-    "log_metric": "an environment's StepResult.rewards are logged, each by its name",
-    "environments": "write an environment of several turns (envs.py)",
-}
-
-
-class TrainerState(SimpleNamespace):
-    """The part of transformers' TrainerState that exists here: global_step, the number of training steps done. A step
-    is a rollout with all its optimizer steps; TRL counts those one by one."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"trainer_state.{name} does not exist here, only trainer_state.global_step")
-
 
 class RewardFunction(Environment):
     """A function of a batch with the signature of TRL's trainers: `f(completions, **columns) -> list[float | None]`,
@@ -36,9 +22,11 @@ class RewardFunction(Environment):
     It is called by keyword with the columns that it has parameters for: `completions`, `prompts`, `completion_ids`,
     `prompt_ids`, `answer`, `trainer_state`, and each field of the problems (None where a problem lacks it). As in TRL,
     a problem with chat `messages`, or with a chat as its `prompt`, has a list of messages as its prompt and
-    [{role, content}] as its completion; any other problem has texts. A reward above 0 counts as "ok"; None, or a number
-    that is not finite, as "error" with reward 0. A function that needs anything else that TRL passes is refused. An
-    exception ends the run; its message names file and line.
+    [{role, content}] as its completion; any other problem has texts. trainer_state has only global_step, the number of
+    training steps done: a step is a rollout with all its optimizer steps, which TRL counts one by one. A reward above 0
+    counts as "ok"; None, or a number that is not finite, as "error" with reward 0. A function with a required parameter
+    that is neither in this list nor a field of every problem is refused. An exception ends the run; its message names
+    file and line.
     """
 
     GIVEN = ("completions", "prompts", "completion_ids", "prompt_ids", "answer", "trainer_state")
@@ -52,10 +40,6 @@ class RewardFunction(Environment):
         self.required_fields = [p.name for p in named if p.default is p.empty and p.name not in self.GIVEN]
         if not self.accepts_all and "completions" not in self.accepted:
             raise ConfigError(f"env_name '{name}': a reward function takes `completions` (TRL's signature)")
-        for field in self.required_fields:
-            if field in ABSENT:
-                problem = f"the reward function asks for `{field}`, which TRL passes and which does not exist here"
-                raise ConfigError(f"env_name '{name}': {problem}: {ABSENT[field]}")
 
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         if not turns:
@@ -67,7 +51,7 @@ class RewardFunction(Environment):
         columns["completions"] = [self._text_or_chat(turn, turn.messages[-1:]) for turn in turns]
         columns["prompt_ids"] = [list(turn.prompt_ids) for turn in turns]
         columns["completion_ids"] = [list(turn.completion_ids) for turn in turns]
-        columns["trainer_state"] = TrainerState(global_step=turns[0].weight_version)
+        columns["trainer_state"] = SimpleNamespace(global_step=turns[0].weight_version)
         accepted = {name: values for name, values in columns.items() if self.accepts_all or name in self.accepted}
         try:
             rewards = self.function(**accepted)
@@ -92,6 +76,6 @@ class RewardFunction(Environment):
 
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
         for where, _, fields in answers:
-            missing = [name for name in self.required_fields if name not in fields]
-            if missing:
-                raise ConfigError(f"{where}: no field '{missing[0]}', which the reward function {self.name} asks for")
+            for name in self.required_fields:
+                if name not in fields:
+                    raise ConfigError(f"{where}: no field '{name}', which the reward function {self.name} asks for")

@@ -42,10 +42,8 @@ def test_compiled_halves_equal_eager_with_two_graphs(recompute, lora, num_graphs
     """Under FSDP2. Two graphs for all blocks and 20 lengths, none for a lone token, and two more without gradients.
     With LoRA two more for the first block, whose input has no gradient."""
     make_hf_folder(tmp_path, **FAMILIES["qwen3_tied_bias"])
-    options = {"device": "cpu", "mesh": one_rank[2], "lora": LoRAConfig(enabled=lora)}
+    options = {"device": "cpu", "mesh": one_rank[2], "lora": LoRAConfig(enabled=lora), "recompute": recompute}
     eager, compiled = (load_policy(tmp_path, **options) for _ in range(2))
-    for block in (*eager.model["layers"], *compiled.model["layers"]):
-        block.recompute = recompute
     with torch.no_grad():
         for name, param in (*eager.named_parameters(), *compiled.named_parameters()):
             if name.endswith("lora_B"):

@@ -27,8 +27,8 @@ def folders(tmp_path_factory):
 
 def load(folder, one_rank, precision="float32", cfg=LORA, *, moved=True, **options):
     """The model with adapters; moved: as training would leave them, with B no longer 0."""
-    model = load_policy(folder, device="cpu", mesh=one_rank[2], precision=precision, lora=cfg, seed=3, **options)
-    model.vocab_limit = 200
+    options |= {"precision": precision, "lora": cfg, "seed": 3, "vocab_limit": 200}
+    model = load_policy(folder, device="cpu", mesh=one_rank[2], **options)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -49,9 +49,7 @@ def backward(model, pack=None):
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama_bias"])
 def test_gradients_are_those_of_the_merged_formula_in_float64(family, recompute, folders, one_rank):
     folder, hf_model = folders[family]
-    model = load(folder, one_rank)
-    for block in model.model["layers"]:
-        block.recompute = recompute
+    model = load(folder, one_rank, recompute=recompute)
     found = backward(model)
     assert len(found) == 2 * 7 * 2 and all(
         param.grad is None for param in model.parameters() if not param.requires_grad

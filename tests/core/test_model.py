@@ -66,11 +66,9 @@ def test_packed_equals_one_by_one(folders, family):
 
 
 def test_logp_and_entropy_are_those_of_the_logits(folders):
-    model = load_policy(folders["qwen2"][0], device="cpu")
+    model = load_policy(folders["qwen2"][0], device="cpu", temperature=0.7, vocab_limit=200)
     token_T, position_T, cu_seqlens = make_pack(LENGTHS, vocab=200)
     pos_R, target_R = response_rows(LENGTHS, token_T)
-    model.temperature = 0.7
-    model.vocab_limit = 200
     logp_R, entropy_R = model(token_T, position_T, cu_seqlens, pos_R, target_R)
     logits_TV = model(token_T, position_T, torch.from_numpy(cu_seqlens)).detach().double()
     for i, (row, target) in enumerate(zip(pos_R.tolist(), target_R.tolist(), strict=True)):
@@ -84,8 +82,7 @@ def test_logp_and_entropy_are_those_of_the_logits(folders):
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])  # tied, untied
 def test_no_response_rows_gives_zero_gradients_everywhere(folders, family):
-    model = load_policy(folders[family][0], device="cpu")
-    model.vocab_limit = 200
+    model = load_policy(folders[family][0], device="cpu", vocab_limit=200)
     none = torch.zeros(0, dtype=torch.int64)
     logp_R, entropy_R = model(*make_pack([1]), none, none)
     assert logp_R.shape == entropy_R.shape == (0,)
@@ -158,9 +155,7 @@ def float64_logps(model, samples, max_tokens, *, share_prefix):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shared_prompts_change_nothing_in_float64(folders, family, recompute):
-    model = load_policy(folders[family][0], device="cpu").double()
-    for block in model.model["layers"]:
-        block.recompute = recompute
+    model = load_policy(folders[family][0], device="cpu", recompute=recompute).double()
     for max_tokens in (90, 4000):  # groups split over packs, and whole
         samples = random_groups(max_tokens)
         logp, gradients, num_tokens = float64_logps(model, samples, max_tokens, share_prefix=True)
@@ -298,15 +293,11 @@ def logp_loss(model, pack, pos_R, target_R):
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_one_rank_equals_the_plain_model(folders, family, recompute, one_rank, monkeypatch):
     folder, pack = folders[family][0], make_pack(LENGTHS, vocab=200)
-    plain, rows = load_policy(folder, device="cpu"), response_rows(LENGTHS, pack[0])
-    plain.vocab_limit = 200
+    plain, rows = load_policy(folder, device="cpu", vocab_limit=200), response_rows(LENGTHS, pack[0])
     expected_TV = plain(*pack)
     logp_loss(plain, pack, *rows).backward()
     plain_grads = grads(plain)
-    model = load_policy(folder, device="cpu", mesh=one_rank[2])
-    model.vocab_limit = 200
-    for block in model.model["layers"]:
-        block.recompute = recompute
+    model = load_policy(folder, device="cpu", mesh=one_rank[2], vocab_limit=200, recompute=recompute)
     assert [name for name, _ in model.named_parameters()] == list(plain_grads)
     with torch.no_grad():
         assert torch.equal(model(*pack), expected_TV)
@@ -340,10 +331,8 @@ def test_bfloat16_recompute_gives_the_same_gradients(folders, one_rank):
     pack = make_pack(LENGTHS, vocab=200)
     found = []
     for recompute in (False, True):
-        model = load_policy(folders["qwen3"][0], device="cpu", mesh=one_rank[2], precision="bfloat16")
-        model.vocab_limit = 200
-        for block in model.model["layers"]:
-            block.recompute = recompute
+        options = {"precision": "bfloat16", "vocab_limit": 200, "recompute": recompute}
+        model = load_policy(folders["qwen3"][0], device="cpu", mesh=one_rank[2], **options)
         logp_loss(model, pack, *response_rows(LENGTHS, pack[0])).backward()
         found.append({name: param.grad.full_tensor() for name, param in model.named_parameters()})
     assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())

@@ -8,7 +8,6 @@ import pytest
 from config import ConfigError, EnvConfig
 from envs import Turn
 from graders.environments import make_environment
-from graders.reward_function import ABSENT
 
 STATES = []
 CHAT = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "7"}]
@@ -62,12 +61,9 @@ def test_a_coroutine_function():
 
 
 def test_what_does_not_exist_is_refused_by_name():
-    problem = "the reward function asks for `log_metric`, which TRL passes and which does not exist here: "
-    with pytest.raises(ConfigError, match=problem + ABSENT["log_metric"]):
-        make("logs")
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: no field 'log_metric', .* reward function .*:logs asks"):
+        make("logs").check_answers([("rows.jsonl:1", "7", {"level": 1})])
     assert make("may_log").step([TURN])[0].reward == 1.0
-    with pytest.raises(
-        RuntimeError, match=r"AttributeError: trainer_state.max_steps does not exist here, only trainer_"
-    ):
+    with pytest.raises(RuntimeError, match=r"AttributeError: .*'max_steps' .*test_reward_function.py:\d+"):
         make("reads_max_steps").step([TURN])
     make("sees_all").check_answers([("rows.jsonl:1", "7", {"level": 1})])

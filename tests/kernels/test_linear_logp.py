@@ -1,11 +1,10 @@
-"""kernels/linear_logp: both backends against float64 logits and Python floats, and what they leave in memory.
+"""kernels/linear_logp: both backends against float64 logits and Python floats.
 
 Without a GPU, Triton's kernels run in its interpreter on CPU tensors (conftest.py); with one, all of this runs there.
 """
 
 import itertools
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from kernels import KernelBackend, choose_backend, linear_logp
 from kernels.softmax import CHUNK_ELEMENTS, bfloat16_factors, logit_chunks, mm_float32
 from system.ranks import start_process_group
 
-ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TORCH, TRITON = KernelBackend("torch"), KernelBackend("triton", 16)
 backends = pytest.mark.parametrize("backend", [TORCH, TRITON], ids=["torch", "triton"])
