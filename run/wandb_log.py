@@ -22,9 +22,9 @@ class WandbLog:
         if self.has_failed:
             return
         try:
-            self.run = self.run or self._init()
             if row is None:
-                return self.run.finish()
+                return self.run.finish() if self.run else None
+            self.run = self.run or self._init()
             is_validation = any(name.startswith("validation/") for name in row)
             self.run.log(row, step=2 * row["step"] + is_validation, commit=True)
         except Exception as error:  # W&B's own, the network's, an import that fails: no reason to end a run

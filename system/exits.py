@@ -134,8 +134,9 @@ def report_exit(code: int, reason: str, run_folder: Path | None, peers: Peers = 
 def exit_process(code: int) -> None:
     """Ends this rank. On CPU not by os._exit: vLLM's engine there removes its shared memory in the interpreter's
     teardown, and leftovers fail the next run."""
-    if "wandb" in sys.modules:  # on rank 0 of a run that logs there: sends the rest
-        sys.modules["wandb"].finish(code)
+    if "wandb" in sys.modules:  # on rank 0 of a run that logs there: sends the rest, if W&B can
+        with contextlib.suppress(Exception):
+            sys.modules["wandb"].finish(code)
     torch = sys.modules.get("torch")
     if torch and torch.cuda.is_initialized():
         # vLLM 0.24 frees its memory pools in an order that aborts a finished run (exit code 134), and 0.32 shuts its

@@ -124,7 +124,7 @@ exits.exit_process(75)"""
     assert codes == [75]
 
 
-@pytest.mark.parametrize("broken", ["init", "log"])
+@pytest.mark.parametrize("broken", ["init", "log", "finish"])
 def test_a_failure_of_wandb_is_said_once_and_training_goes_on(tmp_path, monkeypatch, capsys, broken):
     (tmp_path / "config.yaml").write_text("{}")
     wandb = MagicMock()
