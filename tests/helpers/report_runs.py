@@ -25,31 +25,13 @@ ATTACKS = (
 )
 
 
-def metrics_of(step: int, num_steps: int, envs: list[str], rng: random.Random) -> dict[str, float]:
-    """The keys of a training step with these environments."""
-    done = step / num_steps
-    reward = 0.2 + 0.7 * done + rng.gauss(0, 0.03)
-    values = {f"train/{name}": rng.random() for name in (*(f"other_{i}" for i in range(45)), "entropy", "grad_norm")}
-    values |= {"train/reward": reward, "train/accuracy": reward, "train/loss": rng.gauss(0, 0.02)}
-    values |= {"train/logp_gap_mean": rng.uniform(1e-3, 2e-3), "train/mean_gen_tokens_per_sample": 300 + 400 * done}
-    values |= {"train/truncation_rate": rng.random() / 20, "train/zero_variance_fraction": 0.1 + 0.4 * done}
-    values |= {f"train/ratio_clip_{side}_fraction": rng.random() / 100 for side in ("low", "high")}
-    values |= {f"train/outcome/{name}": rng.random() * (1 - reward) for name in OUTCOMES[1:]}
-    values |= {"train/health/all_cut": float(num_steps // 2 < step < num_steps // 2 + 9), "train/health/entropy": 0.0}
-    for env in envs:
-        values |= {f"train/reward_by_env/{env}": reward + rng.gauss(0, 0.1), f"train/num_samples_by_env/{env}": 64}
-        values |= {f"train/reward_by_dataset/{env}": reward}
-        values |= {f"train/outcome_by_env/{env}/{name}": rng.random() for name in OUTCOMES}
-    values |= {f"train/reward_by_gen_tokens/{2**i + 1:06d}-{2 ** (i + 1):06d}": rng.random() for i in range(4, 12)}
-    phases = {
-        "generation": 9,
-        "policy_training": 6,
-        "prepare_for_generation/total": 1,
-        "policy_and_reference_logprobs": 2,
+def metrics_of(rng: random.Random) -> dict[str, float]:
+    numbers = {f"train/number_{i}": rng.gauss(0, 1) for i in range(110)}
+    return numbers | {
+        "train/reward": rng.random(),
+        "train/health/truncated": 1.0,
+        "timing/train/generation": rng.random(),
     }
-    seconds = {f"timing/train/{name}": mean * rng.uniform(0.9, 1.2) for name, mean in phases.items()}
-    values |= seconds | {"timing/train/total_step_time": sum(seconds.values()) + 0.1}
-    return values | {f"performance/{name}": 9000 * rng.random() for name in ("tokens_per_sec", *map(str, range(10)))}
 
 
 def text_of(rng: random.Random, num_words: int) -> str:
@@ -72,7 +54,7 @@ def make_run(
                 values = {"validation/greedy/accuracy": greedy, "validation/sampled/accuracy": greedy - 0.1}
                 metrics.write(json.dumps({"step": step, **values}) + "\n")
             if step:
-                metrics.write(json.dumps({"step": step, **metrics_of(step, num_steps, envs, rng)}) + "\n")
+                metrics.write(json.dumps({"step": step, **metrics_of(rng)}) + "\n")
                 for i in range(num_samples):
                     samples.write(json.dumps(sample_of(step, i, envs, texts, rng)) + "\n")
     (folder / "exit.json").write_text(
