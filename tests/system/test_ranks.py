@@ -1,13 +1,12 @@
 """Two ranks compute what one does: gradients of a batch however it is cut, weights, tokens of an engine over both."""
 
 import contextlib
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import warnings
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -15,44 +14,204 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from dist_case import PROMPTS, adapted_policy, alone, make_samples, packs_of
+from collectives import Collectives
+from count_memory import differences
+from dist_case import PROMPTS, adapted_policy, alone, make_samples, packs_of, rank_share
+from hf_folders import FAMILIES, make_hf_folder, make_pack
 from loop import train_once
-from safetensors.torch import load_file
+from optimizer_case import ADAMW, ROUNDED, check_checkpoints, check_offload, check_units
+from ranks import ranks
 
+import config
 import data
+import envs
+import system.ranks
 from config import ConfigError
-from engine import SamplingOptions
+from engine import Engine, SamplingOptions
 from hf.tokenizer import Tokenizer
-from hf.weights import full_tensors
+from hf.weights import full_tensors, merged_weight
 from model import load_policy
-from system import ranks
+from rollout import Sampler
 from system.exits import host_name
+from system.ranks import start_process_group
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+class Disagrees(envs.Environment):
+    """A grader that works against time: on each rank it says something else."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def step(self, turns):
+        observation = ({"role": "user", "content": f"rank {self.rank}"},)
+        return [envs.StepResult(1.0 + self.rank, "wrong", done=False, observation=observation) for _ in turns]
+
+
+def sync_facts(folder, mesh):
+    """What `full_tensors` gives and gathers, for each precision of the policy and of the engine."""
+    facts = {}
+    for precision, dtype in product(("float32", "bfloat16"), (torch.float32, torch.bfloat16)):
+        model = load_policy(folder, device="cpu", mesh=mesh, precision=precision)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.to_local().mul_(1 + 2**-13)  # the files' numbers fit into bfloat16
+        expected = {name: param.full_tensor().to(dtype) for name, param in model.named_parameters()}
+        with Collectives() as collectives:
+            sent = dict(full_tensors(model, dtype))
+        facts[f"{precision} to {dtype}"] = {
+            "same_names": list(sent) == list(expected),
+            "same_values": all(torch.equal(tensor, expected[name]) for name, tensor in sent.items()),
+            "dtypes": sorted({str(tensor.dtype) for tensor in sent.values()}),
+            "itemsize": dtype.itemsize,
+            "num_parameters": sum(param.numel() for param in model.parameters()),
+            "num_tensors": len(sent),
+            "num_blocks": len(model.model["layers"]),
+            "bytes_sent": sum(tensor.nbytes for tensor in sent.values()),
+            "collectives": collectives.seen,
+        }
+    return facts
+
+
+def lora_facts(folder, mesh):
+    """The adapters as they started and the weights as they are sent, and whether those are what the forward used; by
+    the precision of the policy."""
+    tensors, same = {}, {}
+    for precision in ("float32", "bfloat16"):
+        model, used = adapted_policy(folder, mesh, precision), []
+        with mock.patch("lora.merged_weight", lambda *args: used.append(merged_weight(*args)) or used[-1]):  # noqa: B023
+            with torch.no_grad():
+                model(*make_pack([20], vocab=200))
+        sent = dict(full_tensors(model, torch.float32))
+        whole = {name: param.full_tensor() for name, param in model.named_parameters() if "lora" in name}
+        tensors |= {f"{precision} {name}": tensor.float() for name, tensor in (sent | whole).items()}
+        layers = [name.replace("lora_A", "weight") for name in whole if "lora_A" in name]
+        same[precision] = len(used) == len(layers) and all(
+            any(torch.equal(weight.float(), sent[layer]) for layer in layers) for weight in used
+        )
+    return tensors, same
+
+
+def check_optimizer(ranks, mesh, work):
+    """Units, moments in host memory, rounded ones, and their checkpoints."""
+    for family in ("qwen2", "qwen3"):  # tied, untied
+        folder = work / family
+        if ranks.rank == 0:
+            make_hf_folder(folder, **FAMILIES[family])
+        dist.barrier()
+        check_units(folder, mesh, (2 * ranks.rank, 2 * ranks.rank + 1))
+    for cfg in (ADAMW, ROUNDED):
+        check_offload(folder, mesh, cfg, 3)
+    check_checkpoints(folder, mesh, ranks, work, ADAMW)
+
+
+def two_turns(engine, tokenizer, ranks):
+    """[prompt, ids, reward, turns] of conversations with it."""
+    messages = [{"role": "user", "content": "1+1"}]
+    row = data.Problem(0, messages, "2", "x", tokenizer.render(messages))
+    engine.stop_token_ids = [*engine.stop_token_ids, *range(0, 256, 2)]  # so that replies end
+    sampler = Sampler(engine, tokenizer, {"x": Disagrees(ranks.rank)}, ranks, max_turns=2)
+    samples = sampler.sample([(0, row), (1, row)], 2, SamplingOptions(1.0, 4), (0,))
+    return [[s.prompt, s.output_ids.tolist(), s.reward, s.num_turns] for s in samples]
+
+
+def carried_turns(engine, tokenizer, ranks, policies):
+    """Conversations with it that go on over a weight change, beside those of the step before: their ids, the versions
+    in each, and the largest gap to the log-probabilities of a token's own weights."""
+    messages = [{"role": "user", "content": "1+1"}]
+    row = data.Problem(0, messages, "2", "x", tokenizer.render(messages))
+    engine.stop_token_ids = list(range(0, 256, 32))
+    sampler = Sampler(engine, tokenizer, {"x": Disagrees(ranks.rank)}, ranks, max_turns=2)
+    first = sampler.start([(0, row)], 2, SamplingOptions(0.8, 4), (0,), step=1)
+    later = sampler.start([(1, row), (2, row)], 4, SamplingOptions(0.8, 40), (0,), step=2)
+    sampler.finish(first)
+    engine.sync(full_tensors(policies[1], engine.dtype), 1)
+    samples = sampler.finish(later)
+    gap = 0.0
+    for s in samples:
+        ids = torch.tensor([*s.prompt_ids, *s.output_ids.tolist()])
+        position_T = torch.arange(len(ids) - 1)
+        inputs = ids[:-1], position_T, np.array([0, len(position_T)]), position_T[-len(s.output_ids) :]
+        with torch.no_grad():
+            logps = [policy(*inputs, ids[-len(s.output_ids) :])[0].numpy() for policy in policies]
+        logp_R = np.stack(logps)[s.versions, np.arange(len(s.versions))]
+        gap = max(gap, float(np.abs(logp_R - s.sampler_logps)[s.mask].max()))
+    return {
+        "ids": [s.output_ids.tolist() for s in samples],
+        "versions": [s.versions[s.mask].tolist() for s in samples],
+        "turns": [s.num_turns for s in samples],
+        "gap": gap,
+    }
+
+
+def moved(policy, mesh, folder):
+    """The policy as an optimizer's large step would leave it."""
+    other = load_policy(folder, device="cpu", mesh=mesh)
+    other.temperature, other.vocab_limit = policy.temperature, policy.vocab_limit
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    for param in other.parameters():
+        local = param.detach().to_local()
+        local.add_(0.02 * torch.randn(local.shape, generator=generator))
+    return other
+
+
+@ranks(2, seconds=900)
+def facts_of_ranks(folder, work):
+    place, device = start_process_group(tp_size=2)
+    tokenizer = Tokenizer(folder)
+    mesh = dist.init_device_mesh("cpu", (2,))
+    policy = load_policy(folder, device=device, mesh=mesh)
+    policy.temperature = 0.8
+    policy.vocab_limit = tokenizer.vocab_size
+
+    samples, adv_B = make_samples(tokenizer.vocab_size)
+    shares = [[[samples[i]] for i in share] for share in rank_share]
+    with mock.patch("batch.assign_to_ranks", lambda *_: shares):
+        metrics, gradients = train_once(policy, samples, adv_B, packs_of(40), place)
+
+    sync = sync_facts(folder, mesh)
+
+    adapted = adapted_policy(folder, mesh)
+    adapted.temperature = 0.8
+    adapted.vocab_limit = tokenizer.vocab_size
+    with mock.patch("batch.assign_to_ranks", lambda *_: shares):
+        _, lora_gradients = train_once(adapted, samples, adv_B, packs_of(40), place)
+    lora_tensors, lora_same = lora_facts(folder, mesh)
+    memory = {name: differences(name, mesh) for name in ("qwen3", "qwen3 tied", "lora")}
+    offloads = {"qwen3 tied": {"cpu_offload": True}, "lora": {"cpu_offload": True}}
+    offloads["qwen3"] = {"offload_optimizer_for_logprob": True}
+    memory |= {f"{name}, offload": differences(name, mesh, 4095, **key) for name, key in offloads.items()}
+
+    check_optimizer(place, mesh, work)
+
+    generation = config.GenerationConfig(vllm_cfg=config.VllmConfig(tensor_parallel_size=2))
+    policy_cfg = config.PolicyConfig(precision="float32", max_total_sequence_length=128, generation=generation)
+    grpo_cfg = config.GRPOConfig(async_grpo=config.AsyncGRPOConfig(enabled=True))  # more, and without it the same
+    engine = Engine(folder, policy.config, tokenizer, config.Config(policy=policy_cfg, grpo=grpo_cfg))
+    engine.sync(full_tensors(policy, engine.dtype), 0)
+    completions = engine.generate(PROMPTS, [0] * len(PROMPTS), SamplingOptions(0.0, 24))
+    greedy = [completion.ids.tolist() for completion in completions]
+    conversations = two_turns(engine, tokenizer, place)
+    carried = carried_turns(engine, tokenizer, place, [policy, moved(policy, mesh, folder)])
+    return {
+        "gradients": gradients,
+        "metrics": metrics,
+        "sync": sync,
+        "greedy": greedy,
+        "conversations": conversations,
+        "carried": carried,
+        "lora_gradients": lora_gradients,
+        "lora_tensors": lora_tensors,
+        "lora_same": lora_same,
+        "memory": memory,
+    }
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tiny, tmp_path_factory):
-    """What tests/helpers/dist_worker.py wrote: gradients, [rank 0's json, rank 1's], LoRA's gradients and tensors."""
-    results = tmp_path_factory.mktemp("two_ranks")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "tests/helpers/dist_worker.py",
-        str(tiny[0]),
-        str(results),
-    ]
-    run = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return (
-        load_file(results / "gradients.safetensors"),
-        [json.loads((results / f"rank_{rank}.json").read_text()) for rank in range(2)],
-        load_file(results / "lora_gradients.safetensors"),
-        load_file(results / "lora_tensors.safetensors"),
-    )
+    """What each rank found."""
+    return facts_of_ranks(tiny[0], tmp_path_factory.mktemp("two_ranks"))
 
 
 @pytest.fixture
@@ -101,17 +260,17 @@ def test_micro_batches_in_any_order_and_two_unequal_ranks_give_the_same_gradient
     shuffled = [packs[i] for i in np.random.default_rng(0).permutation(len(packs))]
     with mock.patch("batch.pack_samples", lambda *_: shuffled):
         metrics_other, other = train_once(policy, samples, adv_B, packs_of(40), one_rank[0])
-    for computed in (many, other, two_ranks[0]):
+    for computed in (many, other, two_ranks[0]["gradients"]):
         assert relative(computed, gradients) <= 1e-6
     del metrics["train_tokens"]  # a prompt is computed once for each pack that shares it
-    for computed in (metrics_many, metrics_other, two_ranks[1][0]["metrics"], two_ranks[1][1]["metrics"]):
+    for computed in (metrics_many, metrics_other, two_ranks[0]["metrics"], two_ranks[1]["metrics"]):
         del computed["train_tokens"]
         assert computed == pytest.approx(metrics, rel=1e-6, abs=1e-6, nan_ok=True)
 
 
 def test_a_sync_sends_each_parameter_once_by_one_gather_a_block(two_ranks):
     """In the engine's precision, whatever the policy's is: the float32 masters, rounded once."""
-    for facts in (two_ranks[1][0]["sync"], two_ranks[1][1]["sync"]):
+    for facts in (two_ranks[0]["sync"], two_ranks[1]["sync"]):
         assert len(facts) == 4
         for case, fact in facts.items():
             assert fact["same_names"] and fact["same_values"] and len(fact["dtypes"]) == 1, (case, fact)
@@ -124,13 +283,14 @@ def test_a_sync_sends_each_parameter_once_by_one_gather_a_block(two_ranks):
 
 
 def test_adapters_of_two_ranks_start_train_and_are_sent_as_those_of_one(step, two_ranks, one_rank, tiny, policy):
-    (samples, adv_B), (_, facts, gradients, tensors) = step, two_ranks
+    samples, adv_B = step
+    tensors = dict(two_ranks[0]["lora_tensors"])
     adapted = adapted_policy(tiny[0], one_rank[2])
     adapted.temperature = 0.8
     adapted.vocab_limit = policy.vocab_limit
     _, expected = train_once(adapted, samples, adv_B, packs_of(10_000), one_rank[0])
-    assert all("lora_" in name for name in expected) and relative(gradients, expected) <= 2e-6
-    assert all(fact["lora_same"] == {"float32": True, "bfloat16": True} for fact in facts)
+    assert all("lora_" in name for name in expected) and relative(two_ranks[0]["lora_gradients"], expected) <= 2e-6
+    assert all(fact["lora_same"] == {"float32": True, "bfloat16": True} for fact in two_ranks)
     for precision in ("float32", "bfloat16"):
         model = adapted_policy(tiny[0], one_rank[2], precision)
         whole = {name: param.full_tensor() for name, param in model.named_parameters() if param.requires_grad}
@@ -141,7 +301,7 @@ def test_adapters_of_two_ranks_start_train_and_are_sent_as_those_of_one(step, tw
 
 def test_the_memory_plan_of_two_ranks_is_what_they_take(two_ranks):
     """Within 2%: nothing is off by more."""
-    for rank in two_ranks[1]:
+    for rank in two_ranks:
         assert len(rank["memory"]) == 6 and not any(rank["memory"].values()), rank["memory"]
 
 
@@ -149,13 +309,13 @@ def test_engine_over_two_ranks_gives_the_tokens_of_one(engine, policy, two_ranks
     engine.sync(full_tensors(policy, engine.dtype), 0)
     completions = engine.generate(PROMPTS, [0] * len(PROMPTS), SamplingOptions(0.0, 24))
     single = [completion.ids.tolist() for completion in completions]
-    assert two_ranks[1][0]["greedy"] == single and two_ranks[1][1]["greedy"] == single
+    assert two_ranks[0]["greedy"] == single and two_ranks[1]["greedy"] == single
     assert len({tuple(ids) for ids in single}) == len(PROMPTS)  # not one stuck answer
 
 
 def test_ranks_of_one_engine_go_by_the_verdicts_of_its_first(two_ranks, tiny):
-    conversations = two_ranks[1][0]["conversations"]
-    assert conversations == two_ranks[1][1]["conversations"] and len(conversations) == 4
+    conversations = two_ranks[0]["conversations"]
+    assert conversations == two_ranks[1]["conversations"] and len(conversations) == 4
     words = Tokenizer(tiny[0]).backend.encode("rank 0").ids
     for _, ids, reward, num_turns in conversations:
         assert reward == num_turns and (
@@ -166,7 +326,7 @@ def test_ranks_of_one_engine_go_by_the_verdicts_of_its_first(two_ranks, tiny):
 
 def test_conversations_of_an_engine_of_two_ranks_go_on_over_a_weight_change(two_ranks):
     """Each token is of the weights of its version."""
-    one, other = (facts["carried"] for facts in two_ranks[1])
+    one, other = (facts["carried"] for facts in two_ranks)
     assert one["ids"] == other["ids"] and one["versions"] == other["versions"] and len(one["ids"]) == 8
     assert max(one["turns"]) == 2 and any(set(versions) == {0, 1} for versions in one["versions"])
     assert max(one["gap"], other["gap"]) <= 1e-4
@@ -210,10 +370,10 @@ def test_a_run_has_the_device_it_was_started_for_or_ends(monkeypatch, wanted, nu
         for patch in gpus(number, error, built):
             stack.enter_context(patch)
         if re.fullmatch(r"cpu|cuda:\d", expected):
-            assert str(ranks.choose_device(1)) == expected
+            assert str(system.ranks.choose_device(1)) == expected
         else:
             with pytest.raises(ConfigError, match=expected) as refusal:
-                ranks.choose_device(1)
+                system.ranks.choose_device(1)
             assert "\n" not in str(refusal.value)
 
 
@@ -224,29 +384,18 @@ def test_on_cuda_no_device_is_bound_to_the_process_group(monkeypatch):
     for name, value in (("RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_RANK", 1), ("GRPO_DEVICE", "cuda")):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torch.cuda, "set_device", calls.set_device)
-    monkeypatch.setattr(ranks.dist, "init_process_group", calls.init_process_group)
-    monkeypatch.setattr(ranks, "gather", lambda value, group: [("other", 7), value])
+    monkeypatch.setattr(system.ranks.dist, "init_process_group", calls.init_process_group)
+    monkeypatch.setattr(system.ranks, "gather", lambda value, group: [("other", 7), value])
     with contextlib.ExitStack() as stack:
         for patch in gpus(2):
             stack.enter_context(patch)
-        place, device = ranks.start_process_group(tp_size=1)
+        place, device = system.ranks.start_process_group(tp_size=1)
     assert (place.rank, place.world_size, device) == (1, 2, torch.device("cuda", 1))
     assert calls.mock_calls == [
         mock.call.set_device(device),
-        mock.call.init_process_group("cpu:gloo,cuda:nccl", timeout=ranks.COLLECTIVE_TIMEOUT),
+        mock.call.init_process_group("cpu:gloo,cuda:nccl", timeout=system.ranks.COLLECTIVE_TIMEOUT),
     ]
     assert place.peers.processes == {0: ("other", 7), 1: (host_name(), os.getpid())}
-
-
-def test_barriers_and_objects_go_over_gloo_where_nothing_is_bound(one_rank):
-    """torch's own choice for a group that has gloo beside another backend; the warning of NCCL's barrier is of a bound
-    or guessed device."""
-    group = dist.new_group([0], backend="cpu:gloo")
-    with mock.patch.object(type(group), "_device_types", [torch.device("cuda"), torch.device("cpu")]):
-        assert dist.distributed_c10d._get_object_coll_device(group) == "cpu"
-        accelerator = mock.patch.object(torch._C, "_get_accelerator", return_value=torch.device("cuda"))
-        with accelerator, warnings.catch_warnings(action="error"):
-            dist.barrier(group)
 
 
 ABORTS_IN_TEARDOWN = """
