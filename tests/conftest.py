@@ -1,8 +1,8 @@
 """What all tests share: paths, the fast selection, one process group and one vLLM engine for the whole process.
 
 `--fast` leaves out what is slow (the mark `slow`, and LAUNCHES) and puts a stand-in where vLLM would be imported.
-With pytest-xdist (`-n 2 --dist loadgroup`, as tests/run.sh has it) a file stays in one worker, and files that share an
-expensive fixture (SHARED) stay together.
+With pytest-xdist (`-n 2 --dist loadfile`, as tests/run.sh has it) a file stays in one worker, and files that share an
+expensive fixture (TOGETHER) stay together.
 """
 
 import functools
@@ -26,10 +26,18 @@ import torch
 SLOW_FOLDERS = {ROOT / "tests" / name for name in ("command", "graders", "red_team", "examples")}
 # By what it or one of its fixtures starts: ranks, or the real command.
 LAUNCHES = re.compile(r"torch\.distributed\.run|mp\.spawn\(|_worker\.py|run_to_the_end\(|train\.sh|@ranks\(|ends_of\(")
-# Fixtures of the session that take long to make: an engine, a run of the real command.
-SHARED = ("unbroken", "engine")
-# Files that take half a minute or more.
-LONGEST = ("red_team/test_hostile_run.py", "command/test_nodes.py", "system/test_replicas.py", "run/test_generators.py")
+# Fixtures of the session that take long to make -> the files that use them: a run of the real command, vLLM's engine.
+TOGETHER = {
+    "unbroken": ("command/test_resumed_run.py", "command/test_signals.py", "command/test_split.py"),
+    "engine": (
+        "core/test_engine.py",
+        "core/test_unfinished.py",
+        "core/test_fast_run.py",
+        "hf/test_adapter.py",
+        "run/test_reward_model.py",
+        "system/test_ranks.py",
+    ),
+}
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run on CPU tensors
@@ -75,23 +83,29 @@ def is_slow(item) -> bool:
     return any(map(launches, ours))
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of the same name
 def pytest_collection_modifyitems(config, items):
     if config.getoption("--fast"):
         slow = {item for item in items if is_slow(item)}
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
-    group_of = {item.path: str(item.path) for item in items}
-    group_of |= {item.path: name for item in items for name in SHARED if name in item.fixturenames}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of[item.path]))
-    items.sort(key=lambda item: rank_of(item, group_of[item.path]))
+    items.sort(key=lambda item: scope_of(item.nodeid.split("::")[0]) not in TOGETHER)  # the longest parts first
 
 
-def rank_of(item, group: str) -> int:
-    """Long groups come first, so that no worker is left with one at the end."""
-    name = str(item.path.relative_to(ROOT / "tests"))
-    return SHARED.index(group) if group in SHARED else 2 if name in LONGEST else 3
+def scope_of(file: str) -> str:
+    name = file.removeprefix("tests/")
+    return next((fixture for fixture, files in TOGETHER.items() if name in files), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A file stays in one worker, and so do files that share an expensive fixture."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Together(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return scope_of(super()._split_scope(nodeid))
+
+    return Together(config, log)
 
 
 def pytest_collection_finish(session):

@@ -26,6 +26,6 @@ files=$(git grep -l '' -- '*.py' 2>/dev/null) || files=.  # those that are there
 "$PYTHON" -m ruff check $files
 parallel=()
 if [[ $GRPO_DEVICE == cpu && $select != long* && $* != *tests/* ]] && "$PYTHON" -c "import xdist" 2>/dev/null; then
-    parallel=(-n 2 --dist loadgroup --no-loadscope-reorder)  # tests/conftest.py makes the groups and their order
+    parallel=(-n 2 --dist loadfile --no-loadscope-reorder)  # tests/conftest.py has the order, and what stays together
 fi
 exec "$PYTHON" -m pytest -q -m "$select" "${parallel[@]}" "$@"
