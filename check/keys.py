@@ -35,6 +35,11 @@ LISTS = [name for name in SECTIONS if name and not is_dataclass(FIELDS[name].typ
 FREE = [name for name, f in FIELDS.items() if get_origin(f.type) is Mapping]  # their values are mappings of any keys
 
 
+def is_free(name: str) -> bool:
+    """Whether the key is one of FREE, or one of the user's own keys below it."""
+    return any(f"{name}.".startswith(f"{free}.") for free in FREE)
+
+
 def keys_of(section: str) -> str:
     """The keys of a section, for a message."""
     return ", ".join(f.name for f in fields(SECTIONS[section]))
@@ -52,7 +57,6 @@ def numbered_name(name: str) -> str:
 
 def unknown_key(name: str) -> str:
     """The message about a key that does not exist: the key nearest by its last name, and the keys of its section."""
-    name = name[:100]  # comparing takes the square of the length
     last_names = {full: full.rpartition(".")[2] for full in FIELDS}
     last = difflib.get_close_matches(name.rpartition(".")[2], last_names.values(), n=1)
     near = difflib.get_close_matches(name, [full for full in FIELDS if last_names[full] in last], n=1, cutoff=0)

@@ -1,7 +1,7 @@
 """A key and its value as NeMo RL writes them -> as we write them, or why not, by the table nemo.yaml.
 
-This file knows names of keys and yaml nodes; reader.py reads values of types. The verdicts are what a run warns
-of, what ends it and what `--check --explain` lists.
+This file knows names of keys; reader.py reads values. A run warns of some verdicts and ends on others, and
+`--check --explain` lists all of them.
 """
 
 import json
@@ -15,26 +15,17 @@ from typing import Any
 
 import yaml
 
-from check.config_yaml import plain_value, scalar
+from check import keys
 from config import ConfigError
 
-SCORE = "validation/sampled/"  # NeMo RL's validation metrics `val:...` are those of our sampled validation
 TABLE: list[dict] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 PATTERNS = [
     (".".join(filter(None, (row.get("in"), key))), row) for row in TABLE for key in row["keys"].split()
 ]  # in the order in which they count
+COMPILED = [re.compile(translate(pattern)) for pattern, _ in PATTERNS]
 REASONS = [row["why"] for row in TABLE if "why" in row]  # what a user may miss most comes first
 PREFIXES = {pattern[:i] for pattern, _ in PATTERNS for i, char in enumerate(pattern) if char == "."}
 KINDS = ("refused", "taken as", "does not matter", "taken")  # of verdicts, in the order in which --explain lists them
-Value = Callable[[str], Any]  # full key -> its plain value
-
-
-def _any_of(patterns: list[tuple[str, dict]]) -> re.Pattern:
-    """One group for each pattern: trying them one by one takes seconds for the largest config that is read."""
-    return re.compile("|".join(f"({translate(pattern)})" for pattern, _ in patterns))
-
-
-ANY_PATTERN = _any_of(PATTERNS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,65 +44,54 @@ class Verdict:
 
 
 def is_section(name: str) -> bool:
-    """Whether the table has keys below `name`, so that each of them is to be looked at."""
-    return name in PREFIXES or bool(ANY_PATTERN.match(f"{name}."))
+    """Whether the table has keys below `name`, so that each of them is looked up."""
+    return name in PREFIXES or any(pattern.match(f"{name}.") for pattern in COMPILED)
 
 
 def rows_of(names: Collection[str]) -> tuple[dict[str, tuple[str, dict]], dict[str, str]]:
-    """(key -> pattern and row of the table, ("", {}) where it has none; settings that rows add to a config with these
+    """(key -> pattern and row of the table, ("", {}) if it has none; settings that rows add to a config with these
     keys)."""
-    rows = [row for row in TABLE if "when" not in row or any(fnmatchcase(name, row["when"]) for name in names)]
-    patterns = [(pattern, row) for pattern, row in PATTERNS if row in rows]
-    any_pattern = _any_of(patterns)
-    matches = {name: any_pattern.match(name) for name in names}
-    sets = {key: str(value) for row in rows for key, value in row.get("sets", {}).items()}
-    return {name: patterns[match.lastindex - 1] if match else ("", {}) for name, match in matches.items()}, sets
+    off = [row for row in TABLE if "when" in row and not any(fnmatchcase(name, row["when"]) for name in names)]
+    rows = [(regex, match) for regex, match in zip(COMPILED, PATTERNS, strict=True) if match[1] not in off]
+    found = {name: next((match for regex, match in rows if regex.match(name)), ("", {})) for name in names}
+    return found, {k: str(v) for row in TABLE if row not in off for k, v in row.get("sets", {}).items()}
 
 
 def judge(
-    name: str, node: yaml.Node, where: str, match: tuple[str, dict], value_of: Value
-) -> tuple[Verdict, list[tuple[str, yaml.Node]]]:
-    """(verdict, keys as we write them with their nodes) of a key by its pattern and row. ConfigError where it is
-    refused."""
+    name: str, value: Any, typed: Any, place: str, match: tuple[str, dict], value_of: Callable[[str], Any]
+) -> tuple[Verdict, list[tuple[str, Any]]]:
+    """(verdict, (key, value) as we write them) of a key by its pattern and row of the table. typed: the value as yaml
+    sees it. ConfigError if the key is refused."""
     pattern, row = match
-    if not row:
-        return _rewrite(name, node, where)
-    value = plain_value(node, f"{where}: {name}")
-    same = row.get("same", [])
-    is_same = any(_equal(value, each) for each in same)
+    is_same, same = any(_equal(typed, each) for each in row.get("same", [])), row.get("same", [])
     if "at_least" in row:
         least = value_of(row["at_least"])
         same = [*same, f"{row['at_least']}={text_of(least)} or more"]
-        is_same |= not isinstance(least, int) or (isinstance(value, int) and value >= least)
-    refused = next((why for never, why in row.get("never", {}).items() if _equal(value, never)), None)
+        is_same |= not isinstance(least, int) or (isinstance(typed, int) and typed >= least)
+    refused = next((why for never, why in row.get("never", {}).items() if _equal(typed, never)), None)
     if refused or ("refused" in row and not is_same):
         only = f", only {' or '.join(map(text_of, same))}" if same else ""
-        problem = f"{name}={text_of(value):.80} is not supported here{only}"
-        raise ConfigError(f"{where}: {problem}: {refused or row['refused']}")
+        problem = f"{name}={text_of(typed):.80} is not supported here{only}"
+        raise ConfigError(f"{place}: {problem}: {refused or row['refused']}")
     if is_same:
         return Verdict(name, "taken", "it is what happens here anyway"), []
     if "why" in row:
         return Verdict(name, "does not matter", row["why"], pattern), []
-    ours = [scalar(text_of(ours)) for theirs, ours in row.get("values", {}).items() if _equal(value, theirs)]
-    settings = [(row.get("as", name).replace("$", name.rpartition(".")[2]), (ours or [node])[0])]
-    return _verdict(name, settings if ours or "as" in row else []), settings
-
-
-def _rewrite(name: str, node: yaml.Node, where: str) -> tuple[Verdict, list[tuple[str, yaml.Node]]]:
-    """The same of a key without a row: a list of schedulers gives several keys, and metrics have names of ours."""
-    settings: list[tuple[str, yaml.Node]] = []
-    if name == "policy.scheduler" and isinstance(node, yaml.SequenceNode):
-        settings = _scheduler(name, node, where)
-    if name == "checkpointing.metric_name" and isinstance(node, yaml.ScalarNode):
-        metric = "val:accuracy" if node.value == "val_reward" else node.value  # an older name
-        metric = metric.replace("train:", "train/", 1).replace("val:", SCORE, 1)
-        settings = [(name, scalar(metric))] * (metric != node.value)
-    return _verdict(name, settings), settings or [(name, node)]
-
-
-def _verdict(name: str, settings: list[tuple[str, yaml.Node]]) -> Verdict:
-    text = ", ".join(f"{key}={text_of(plain_value(node, key))}" for key, node in settings)
-    return Verdict(name, "taken as" if settings else "taken", text)
+    settings = {}
+    if "as" in row or "values" in row:
+        ours = [ours for theirs, ours in row.get("values", {}).items() if _equal(typed, theirs)]
+        if ours or "as" in row:
+            settings[row.get("as", name).replace("$", name.rpartition(".")[2])] = (ours or [typed])[0]
+    elif name == "policy.scheduler" and isinstance(value, list):
+        settings = _scheduler(typed, place)
+    elif name == "checkpointing.metric_name" and isinstance(value, str) and _metric(value) != value:
+        settings[name] = _metric(value)
+    text = ", ".join(f"{key}={text_of(new)}" for key, new in settings.items())
+    written = [
+        (key, new if keys.is_free(key) or new is None else value if new is typed else text_of(new))
+        for key, new in settings.items()
+    ]
+    return Verdict(name, "taken as" if settings else "taken", text), written or [(name, value)]
 
 
 def _equal(value: Any, other: Any) -> bool:
@@ -137,15 +117,21 @@ def table_of(verdicts: Iterable[Verdict]) -> str:
     return "\n".join(lines)
 
 
-def _scheduler(name: str, node: yaml.Node, where: str) -> list[tuple[str, yaml.Node]]:
+def _metric(name: str) -> str:
+    """NeMo RL's validation metrics are those of our sampled validation."""
+    name = "val:accuracy" if name == "val_reward" else name  # an older name
+    return name.replace("train:", "train/", 1).replace("val:", "validation/sampled/", 1)
+
+
+def _scheduler(value: Any, place: str) -> dict[str, Any]:
     """The keys of policy.scheduler for NeMo RL's list: LinearLR, ConstantLR, and the milestone between them."""
-    match plain_value(node, f"{where}: {name}"):
+    match value:
         case [
             {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"end_factor": 1} as warmup},
             {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {"factor": 1}},
             {"milestones": [milestone]},
         ] if milestone == warmup.get("total_iters") and "start_factor" in warmup:
             settings = {"warmup_start_factor": warmup["start_factor"], "warmup_steps": milestone}
-            return [(f"{name}.{key}", scalar(text_of(value))) for key, value in settings.items()]
+            return {f"policy.scheduler.{key}": new for key, new in settings.items()}
     known = "only a LinearLR up to 1.0 before a ConstantLR is understood, which keeps 1.0 from total_iters on"
-    raise ConfigError(f"{where}: {name}: of lists, {known}")
+    raise ConfigError(f"{place}: policy.scheduler: of lists, {known}")

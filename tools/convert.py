@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from check import config_yaml, reader, rules
+from check import reader, rules
 from check.keys import FIELDS, default_text
 from check.nemo import text_of
 from config import ConfigError, shortened
@@ -63,7 +63,7 @@ def _read(system: str, name: str) -> Values:
     script's own variables and those of the environment put in."""
     text = read_text(name)
     if system == "trl":
-        values = config_yaml.plain_value(config_yaml.compose(text, name), name)
+        values = _yaml(text, name)
         if not isinstance(values, dict):
             raise ConfigError(f"{name}: expected a mapping of TRL's keys, in yaml or json")
         return values
@@ -84,6 +84,13 @@ def _read(system: str, name: str) -> Values:
     return _assigned(overrides)
 
 
+def _yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, reader.Loader)  # a SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: not yaml: {' '.join(str(error).split())}") from None
+
+
 def _assigned(words: Sequence[str]) -> Values:
     """The values of words key=value, each as yaml reads it."""
     values: Values = {}
@@ -92,7 +99,7 @@ def _assigned(words: Sequence[str]) -> Values:
         if not equals or "$" in text:
             reason = "this value is for a shell to compute: write it out" if equals else "expected key=value"
             raise ConfigError(f"{shortened(word)}: {reason}")
-        values[name.lstrip("+")] = config_yaml.plain_value(config_yaml.compose(text, word), word)
+        values[name.lstrip("+")] = _yaml(text, word)
     return values
 
 
