@@ -364,8 +364,6 @@ class TokenizerConfig:
 class HFConfigOverrides:
     max_position_embeddings: int | None = key(None, ">= 1")
     """A sequence may have at most this many tokens; null means what config.json of the model says."""
-    rope_scaling: Mapping[str, Any] = field(default_factory=dict)
-    """The rotary embedding has these settings, as in config.json: rope_type (default or llama3), rope_theta, ..."""
 
 
 @dataclass(frozen=True, slots=True)

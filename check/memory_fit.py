@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from check.memory_plan import GIB, Items, Plan
-from check.rules import validate
+from check.rules import check_config
 from config import ConfigError
 
 Fix = tuple[str, object]  # a key, and its value
@@ -68,7 +68,7 @@ def remedies(plan: Plan, phase: str) -> str:
 def _is_accepted(plan: Plan) -> bool:
     """Whether `--check` takes its config."""
     try:
-        validate(plan.cfg, plan.num_gpus + plan.cfg.policy.generation.num_generators)
+        check_config(plan.cfg, plan.num_gpus + plan.cfg.policy.generation.num_generators)
         return bool(plan.trained)  # LoRA refuses a rank that is more than a layer's
     except ConfigError:
         return False

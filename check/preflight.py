@@ -296,5 +296,5 @@ def parse_command_line(argv: Sequence[str], usage: str) -> Config:
     cfg = reader.load(words[0], words[1:], explain="--explain" in flags)
     # Without torchrun, `--check` does not know the number of ranks: it takes the fewest that there may be.
     ranks = int(os.environ.get("WORLD_SIZE", rules.fewest_ranks(cfg) if flags else 1))
-    rules.validate(cfg, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None)
+    rules.check_config(cfg, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None)
     return resume.resolve(cfg)

@@ -76,8 +76,8 @@ def _read_file(path: Path, parents: tuple[Path, ...]) -> list[tuple[str, Any, st
         text = path.read_bytes()
     except OSError as error:
         named = f" (named by the defaults of {parents[-1]})" if parents else ""
-        files = ", ".join(sorted(map(str, path.parent.glob("*.yaml")))) or "none"
-        reason = f"cannot be read ({error.strerror}){named}; yaml files there: {files}"
+        files = ", ".join(sorted(map(str, path.parent.glob("*.yaml")))) if os.path.isdir(path.parent) else ""
+        reason = f"cannot be read ({error.strerror}){named}; yaml files there: {files or 'none'}"
         raise ConfigError(f"{path}: {reason}") from None
     if path.resolve() in [parent.resolve() for parent in parents]:
         raise ConfigError(f"{path}: defaults go in a circle: {' -> '.join(map(str, (*parents, path)))}")
@@ -123,7 +123,7 @@ def _parse(text: str | bytes, name: str, path: str, places: dict[str, str]) -> A
         raise ConfigError(f"{path} line {error.problem_mark.line + 1}: not yaml: {error.problem}") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply to be a config") from None
-    except (yaml.YAMLError, ValueError) as error:  # the second of "\UFFFFFFFF", say
+    except (yaml.YAMLError, ValueError, ArithmeticError) as error:  # the last two of "\UFFFFFFFF", say
         raise ConfigError(f"{path}: not yaml: {' '.join(str(error).split())}") from None
 
 

@@ -12,28 +12,107 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from check.keys import bounds, default_text, meanings, plain_name, settings
-from config import CheckpointingConfig, Config, ConfigError, DatasetConfig, LossConfig, shortened
+from config import CheckpointingConfig, Config, ConfigError, DatasetConfig, shortened
 
 MAX_NUMBER = 1e9  # of a key that declares no upper bound
 MAX_STEP_SAMPLES = 10_000_000
-MAX_PATH_BYTES = 3_800  # of a folder: Linux takes 4,095, and the run's files are below it
 _OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+# `condition & condition: reason`, refused where all conditions hold. A condition is `key=value|value`,
+# `key!=value|value`, `key>key` or `key>=key`, with values as a config writes them. A key alone as the first condition
+# means that nothing reads it while the others hold: it must have its default, because another value would be ignored.
+_TABLE = """
+loss_fn.use_cispo=true & loss_fn.ratio_clip_c!=null: CISPO has no second clip
+loss_fn.use_cispo=true & loss_fn.disable_ppo_ratio=true: CISPO needs the ratio
+loss_fn.use_cispo=true & loss_fn.force_on_policy_ratio=true: CISPO needs the ratio
+loss_fn.use_cispo=true & loss_fn.sequence_level_importance_ratios=true: CISPO's ratio is a token's
+loss_fn.use_cispo=true & loss_fn.token_level_loss=false: CISPO averages over tokens
+loss_fn.sequence_level_importance_ratios=true & loss_fn.token_level_loss=true: GSPO averages over sequences
+loss_fn.loss_scale_factor!=null & loss_fn.token_level_loss=true: a mean over tokens divides by their number
+loss_fn.disable_ppo_ratio=true & loss_fn.force_on_policy_ratio=true: choose one
+loss_fn.truncated_importance_sampling_type!=null & loss_fn.use_importance_sampling_correction=false: there are no
+    weights to bound
+loss_fn.truncated_importance_sampling_type!=null|sequence & loss_fn.truncated_importance_sampling_ratio=null: this type
+    needs its upper bound
+loss_fn.truncated_importance_sampling_type=icepop|seq-mask-tis & loss_fn.truncated_importance_sampling_ratio_min=null:
+    this type needs its lower bound
+loss_fn.truncated_importance_sampling_type=null|sequence & loss_fn.truncated_importance_sampling_ratio!=null: only the
+    other types have a bound
+loss_fn.truncated_importance_sampling_type=null|sequence & loss_fn.truncated_importance_sampling_ratio_min!=null: only
+    the other types have a bound
+loss_fn.truncated_importance_sampling_type!=null|tis|icepop & loss_fn.sequence_level_importance_ratios=true: GSPO
+    weights whole sequences
+loss_fn.truncated_importance_sampling_ratio_min>loss_fn.truncated_importance_sampling_ratio: exchange them
+grpo.advantage_clip_low>=grpo.advantage_clip_high: exchange them
+grpo.reward_scaling.source_min>=grpo.reward_scaling.source_max & grpo.reward_scaling.enabled=true: exchange the first
+    two
+grpo.reward_scaling.target_min>=grpo.reward_scaling.target_max & grpo.reward_scaling.enabled=true: exchange the first
+    two
+grpo.reward_shaping.max_response_length>policy.generation.max_new_tokens & grpo.reward_shaping.enabled=true &
+    grpo.reward_shaping.stop_properly_penalty_coef=null: no response gets there; lower the first to the second
+loss_fn.use_kl_in_reward=true & policy.generation.top_p!=1.0: the KL would compare the filtered policy with the whole
+    reference; set the first to false
+loss_fn.use_kl_in_reward=true & policy.generation.top_k!=null: the KL would compare the filtered policy with the whole
+    reference; set the first to false
+policy.max_total_sequence_length>policy.sequence_packing.train_mb_tokens: a pack holds whole sequences; raise the second
+policy.generation.max_new_tokens>policy.max_total_sequence_length: a response is part of the sequence; lower the first
+grpo.async_grpo.max_trajectory_age_steps!=0 & grpo.async_grpo.enabled=true &
+    loss_fn.use_importance_sampling_correction=false: tokens of older weights need the correction; set it to true, or
+    the age to 0
+grpo.async_grpo.in_flight_weight_updates=true & grpo.async_grpo.max_trajectory_age_steps=0 &
+    grpo.async_grpo.enabled=true & policy.generation.colocated.enabled=false: no response outlasts its step; set the age
+    to 1 or more, or in_flight_weight_updates=false
+grpo.async_grpo.recompute_kv_cache_after_weight_updates=false & policy.generation.colocated.enabled=true &
+    grpo.async_grpo.enabled=true: the keys and values go when the engine sleeps; set the first to true, or split the job
+policy.dtensor_cfg.dp_replicate_size!=1 & policy.optimizer.name=torch.optim.Muon: Muon multiplies matrices over all
+    ranks, across the replicas; use torch.optim.AdamW, or 1
+policy.dtensor_cfg.lora_cfg.enabled=true & policy.optimizer.name=torch.optim.Muon: Muon is for matrices, not for their
+    factors; use torch.optim.AdamW
+policy.dtensor_cfg.lora_cfg.enabled=true & grpo.ref_policy_update_alpha!=1.0: an average of factors is no average; use 1
+data.use_multiple_dataloader=true & data.num_prompts_per_dataloader=null & data.custom_dataloader=null: set
+    data.num_prompts_per_dataloader, the prompts of a turn
+loss_fn.ratio_clip_c & loss_fn.disable_ppo_ratio=true: there is no ratio to clip
+loss_fn.ratio_clip_c & loss_fn.force_on_policy_ratio=true: the ratio is 1
+loss_fn.sequence_level_importance_ratios & loss_fn.disable_ppo_ratio=true: there is no ratio
+loss_fn.kl_gradient & loss_fn.use_kl_in_reward=true: a reward has no gradient
+loss_fn.use_on_policy_kl_approximation & loss_fn.use_kl_in_reward=true: it is about the KL in the loss
+loss_fn.use_kl_in_reward & grpo.adv_estimator.name!=reinforce_plus_plus: only reinforce_plus_plus has it
+grpo.adv_estimator.minus_baseline & grpo.adv_estimator.name!=reinforce_plus_plus: the other estimators have a baseline
+grpo.adv_estimator.reward_weights & grpo.adv_estimator.name!=gdpo: only gdpo has several rewards
+grpo.normalize_rewards & grpo.adv_estimator.name=reinforce_plus_plus: it whitens over the tokens of the batch
+grpo.use_leave_one_out_baseline & grpo.adv_estimator.name=reinforce_plus_plus: it may subtract the group's mean
+grpo.reward_std & grpo.adv_estimator.name=reinforce_plus_plus: it whitens over the tokens of the batch
+grpo.reward_std & grpo.normalize_rewards=false: nothing is divided by it
+grpo.reward_shaping.enabled & grpo.adv_estimator.name=gdpo: it reads each reward, not their shaped sum
+grpo.async_grpo.max_trajectory_age_steps & grpo.async_grpo.enabled=false: each step samples anew
+grpo.async_grpo.in_flight_weight_updates & grpo.async_grpo.enabled=false: each step samples anew
+grpo.batch_multiplier & grpo.use_dynamic_sampling=false: only dynamic sampling draws spare prompts
+grpo.ref_policy_update_period & loss_fn.reference_policy_kl_penalty=0.0: there is no reference policy
+grpo.ref_policy_update_alpha & grpo.ref_policy_update_period=null: the reference policy is never updated
+policy.generation.colocated.resources.gpus_per_node & policy.generation.colocated.enabled=true: all ranks generate
+policy.generation.colocated.resources.num_nodes & policy.generation.colocated.enabled=true: all ranks generate
+policy.scheduler.min_factor & policy.scheduler.name=constant: a constant rate does not fall
+policy.dtensor_cfg.lora_cfg.target_modules & policy.dtensor_cfg.lora_cfg.match_all_linear=true: all layers are adapted
+policy.dtensor_cfg.lora_cfg.exclude_modules & policy.dtensor_cfg.lora_cfg.match_all_linear=true: all layers are adapted
+policy.dtensor_cfg.lora_cfg.exclude_modules & policy.dtensor_cfg.lora_cfg.target_modules!=[]: those alone are adapted
+policy.dtensor_cfg.lora_cfg.adapter_path & policy.dtensor_cfg.lora_cfg.enabled=false: no adapter is trained
+policy.optimizer.muon_lr & policy.optimizer.name!=torch.optim.Muon: only Muon reads it
+policy.optimizer.muon_momentum & policy.optimizer.name!=torch.optim.Muon: only Muon reads it
+policy.offload_optimizer_for_logprob & policy.dtensor_cfg.cpu_offload=true: that offloads the moments, too
+data.custom_dataloader & data.use_multiple_dataloader=false: it takes turns of several sets
+checkpointing.resume_from & checkpointing.resume=never: a new run is started
+"""
 
 
-def validate(cfg: Config, world_size: int, ranks_of_node: int | None = None) -> None:
+def check_config(cfg: Config, world_size: int, ranks_of_node: int | None = None) -> None:
     """Raise ConfigError, a line for each problem, if `world_size` ranks cannot run `cfg`, or not with so many to a node
     where that is known. Reads no file."""
     assert world_size >= 1, world_size
     problems = list(_bound_problems(cfg)) or [
         *_split_problems(cfg, world_size, ranks_of_node),
-        *_replica_problems(cfg, max(0, world_size - cfg.policy.generation.num_generators)),
-        *_size_problems(cfg, cfg.policy.generation.num_generators or world_size),
-        *loss_problems(cfg.loss_fn),
-        *_unread_problems(cfg),
-        *_lora_problems(cfg),
+        *_size_problems(cfg, world_size),
+        *table_problems(cfg),
         *_checkpoint_problems(cfg),
         *_reward_problems(cfg),
         *_data_problems(cfg),
@@ -42,6 +121,38 @@ def validate(cfg: Config, world_size: int, ranks_of_node: int | None = None) -> 
         shown = [problem for i, problem in enumerate(problems) if not i or sum(map(len, problems[: i + 1])) < 450]
         rest = [f"and {len(problems) - len(shown)} more"] if problems[len(shown) :] else []
         raise ConfigError(*shown, *rest)
+
+
+def table_problems(cfg: Config) -> Iterator[str]:
+    """What _TABLE refuses."""
+    for row in re.split(r"\n(?! )", _TABLE.strip()):
+        text, reason = " ".join(row.split()).split(": ", 1)
+        key, *_ = conditions = text.split(" & ")
+        if is_alone := re.fullmatch(r"[\w.]+", key) is not None:
+            default = default_text(key).strip('"')
+            conditions[0] = f"{key}!={default}"
+        found = [_holds(cfg, condition) for condition in conditions]
+        if all(found) and is_alone:
+            yield f"{found[0]} has no effect with {' and '.join(found[1:])}: {reason}; set {key}={default}"
+        elif all(found):
+            yield f"{' and '.join(found)}: {reason}"
+
+
+def _holds(cfg: Config, condition: str) -> str:
+    """The settings that a condition is about, as key=value, if it holds; else ""."""
+    key, sign, other = re.fullmatch(r"([\w.]+)(=|!=|>=|>)(.*)", condition).groups()
+    value = operator.attrgetter(key)(cfg)
+    setting = f"{key}={_text(value)}"
+    if sign in _OPERATORS:
+        bound = operator.attrgetter(other)(cfg)
+        is_true = None not in (value, bound) and _OPERATORS[sign](value, bound)
+        return f"{setting} and {other}={_text(bound)}" * is_true
+    return setting * ((_text(value) in other.split("|")) == (sign == "="))
+
+
+def _text(value: object) -> str:
+    """A value as a config writes it: json, and text without quotes."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _bound_problems(cfg: Config) -> Iterator[str]:
@@ -89,28 +200,21 @@ def _split_problems(cfg: Config, world_size: int, ranks_of_node: int | None) -> 
         yield f"{nodes_key} on one node: set it to 1, or start torchrun on more nodes"
 
 
-def _replica_problems(cfg: Config, num_trainers: int) -> Iterator[str]:
-    """Which ranks hold the policy once, together."""
-    replicas, tensor = cfg.policy.dtensor_cfg.dp_replicate_size, cfg.policy.generation.vllm_cfg.tensor_parallel_size
-    key = f"policy.dtensor_cfg.dp_replicate_size={replicas}"
+def _size_problems(cfg: Config, world_size: int) -> Iterator[str]:
+    """Numbers that must fit each other, and the number of ranks."""
+    generation, replicas = cfg.policy.generation, cfg.policy.dtensor_cfg.dp_replicate_size
+    tensor, prompts = generation.vllm_cfg.tensor_parallel_size, cfg.grpo.num_prompts_per_step
+    replicas_key = f"policy.dtensor_cfg.dp_replicate_size={replicas}"
+    tensor_key = f"policy.generation.vllm_cfg.tensor_parallel_size={tensor}"
+    num_trainers = max(0, world_size - generation.num_generators)
     size, rest = divmod(num_trainers, replicas)
     if rest:
-        yield f"{key} does not divide the {num_trainers} ranks that train: use the number of their nodes, or 1"
-    elif cfg.policy.generation.colocated.enabled and size % tensor and tensor % size:
-        engines = f"policy.generation.vllm_cfg.tensor_parallel_size={tensor}"
-        yield f"{key} makes replicas of {size} ranks, across which engines of {engines} would lie: change one of them"
-    if replicas > 1 and cfg.policy.optimizer.name == "torch.optim.Muon":
-        products = "which multiplies matrices over all ranks, across the replicas"
-        yield f"{key} with policy.optimizer.name=torch.optim.Muon, {products}: use torch.optim.AdamW, or 1"
-
-
-def _size_problems(cfg: Config, num_ranks: int) -> Iterator[str]:
-    """Numbers that must fit each other. num_ranks: those that generate."""
-    generation = cfg.policy.generation
-    tensor, prompts = generation.vllm_cfg.tensor_parallel_size, cfg.grpo.num_prompts_per_step
-    groups, rest = divmod(num_ranks, tensor)
-    tensor_key = f"policy.generation.vllm_cfg.tensor_parallel_size={tensor}"
+        yield f"{replicas_key} does not divide the {num_trainers} ranks that train: use the number of their nodes, or 1"
+    elif generation.colocated.enabled and size % tensor and tensor % size:
+        yield f"{replicas_key} makes replicas of {size} ranks, and engines of {tensor_key} would span them: change one"
+    num_ranks = generation.num_generators or world_size
     ranks = f"world size {num_ranks}" if generation.colocated.enabled else f"{num_ranks} ranks that generate"
+    groups, rest = divmod(num_ranks, tensor)
     if rest:
         yield f"{tensor_key} does not divide the {ranks}: start a multiple of {tensor} ranks"
     elif prompts % groups:
@@ -135,136 +239,14 @@ def _size_problems(cfg: Config, num_ranks: int) -> Iterator[str]:
             f"loss_fn.force_on_policy_ratio=true is for one optimizer step per rollout, but policy.ppo_epochs={epochs} "
             f"and {batch_key} make {epochs * num_optimizer_steps}"
         )
-    yield from _async_problems(cfg)
     total, new = cfg.policy.max_total_sequence_length, generation.max_new_tokens
-    pack, total_key = cfg.policy.sequence_packing.train_mb_tokens, f"policy.max_total_sequence_length={total}"
-    if pack is not None and pack < total:
-        yield f"policy.sequence_packing.train_mb_tokens={pack} is less than {total_key}: use {total} or more"
-    if new > total:
-        yield f"policy.generation.max_new_tokens={new} is more than {total_key}: lower it to {total} or less"
     prompt, val_new = max_prompt_tokens(cfg), cfg.grpo.val_max_new_tokens or 0
     if new < total < prompt + val_new:
         yield (
-            f"grpo.val_max_new_tokens={val_new} and prompts of {prompt} tokens do not fit in {total_key}: raise it to "
-            f"{prompt + val_new}, or lower data.max_input_seq_length"
+            f"grpo.val_max_new_tokens={val_new} and prompts of {prompt} tokens do not fit in "
+            f"policy.max_total_sequence_length={total}: raise it to {prompt + val_new}, or lower "
+            "data.max_input_seq_length"
         )
-
-
-def _async_problems(cfg: Config) -> Iterator[str]:
-    """What older weights need, and what there is no way to do."""
-    section, is_split = cfg.grpo.async_grpo, not cfg.policy.generation.colocated.enabled
-    age = section.max_age
-    if age and not cfg.loss_fn.use_importance_sampling_correction:
-        yield (
-            f"grpo.async_grpo.max_trajectory_age_steps={age} trains tokens of older weights, which need "
-            "loss_fn.use_importance_sampling_correction=true; set it, or set the age to 0"
-        )
-    if section.enabled and is_split and section.in_flight_weight_updates and not age:
-        yield (
-            "grpo.async_grpo.in_flight_weight_updates=true with max_trajectory_age_steps=0: no response outlasts its "
-            "step; set the age to 1 or more, or in_flight_weight_updates=false"
-        )
-    if section.enabled and not (is_split or section.recompute_kv_cache_after_weight_updates):
-        yield (
-            "grpo.async_grpo.recompute_kv_cache_after_weight_updates=false with policy.generation.colocated.enabled="
-            "true: the keys and values go when the engine sleeps; set it to true, or split the job"
-        )
-
-
-_TIS = "truncated_importance_sampling"
-_LOSS_CLASHES = (  # two conditions on keys of loss_fn, with values as in json, that may not both hold, and why
-    ("use_cispo=true", "ratio_clip_c!=null", "CISPO has no second clip"),
-    ("use_cispo=true", "disable_ppo_ratio=true", "CISPO needs the ratio"),
-    ("use_cispo=true", "force_on_policy_ratio=true", "CISPO needs the ratio"),
-    ("use_cispo=true", "sequence_level_importance_ratios=true", "CISPO's ratio is a token's, GSPO's is a sequence's"),
-    ("use_cispo=true", "token_level_loss=false", "CISPO averages over tokens"),
-    ("sequence_level_importance_ratios=true", "token_level_loss=true", "GSPO averages over sequences"),
-    ("loss_scale_factor!=null", "token_level_loss=true", "a mean over tokens divides by their number"),
-    ("disable_ppo_ratio=true", "force_on_policy_ratio=true", "choose one"),
-    (f"{_TIS}_type!=null", "use_importance_sampling_correction=false", "there are no weights to bound"),
-    (f"{_TIS}_type!=null|sequence", f"{_TIS}_ratio=null", "this type needs its upper bound"),
-    (f"{_TIS}_type=icepop|seq-mask-tis", f"{_TIS}_ratio_min=null", "this type needs its lower bound"),
-    (f"{_TIS}_type=null|sequence", f"{_TIS}_ratio!=null", "only the other types have a bound"),
-    (f"{_TIS}_type=null|sequence", f"{_TIS}_ratio_min!=null", "only the other types have a bound"),
-    (f"{_TIS}_type!=null|tis|icepop", "sequence_level_importance_ratios=true", "GSPO weights whole sequences"),
-)
-_LORA = "policy.dtensor_cfg.lora_cfg"
-_LORA_CLASHES = (  # what LoRA is not trained with, and why
-    ("policy.optimizer.name=torch.optim.Muon", "it is for matrices, not their factors; use torch.optim.AdamW"),
-    ("grpo.ref_policy_update_alpha!=1.0", "averages of factors make no average; use 1"),
-)
-_ESTIMATOR = "grpo.adv_estimator.name"
-_UNREAD = (  # a key that nothing reads while the condition holds, and why: it must have its default then
-    ("loss_fn.ratio_clip_c", "loss_fn.disable_ppo_ratio=true", "there is no ratio to clip"),
-    ("loss_fn.ratio_clip_c", "loss_fn.force_on_policy_ratio=true", "the ratio is 1"),
-    ("loss_fn.sequence_level_importance_ratios", "loss_fn.disable_ppo_ratio=true", "there is no ratio"),
-    ("loss_fn.kl_gradient", "loss_fn.use_kl_in_reward=true", "a reward has no gradient"),
-    ("loss_fn.use_on_policy_kl_approximation", "loss_fn.use_kl_in_reward=true", "it is about the KL in the loss"),
-    ("loss_fn.use_kl_in_reward", f"{_ESTIMATOR}!=reinforce_plus_plus", "only reinforce_plus_plus has it"),
-    ("grpo.adv_estimator.minus_baseline", f"{_ESTIMATOR}!=reinforce_plus_plus", "the other estimators have a baseline"),
-    ("grpo.adv_estimator.reward_weights", f"{_ESTIMATOR}!=gdpo", "only gdpo has several rewards"),
-    ("grpo.normalize_rewards", f"{_ESTIMATOR}=reinforce_plus_plus", "it whitens over the tokens of the batch"),
-    ("grpo.use_leave_one_out_baseline", f"{_ESTIMATOR}=reinforce_plus_plus", "it may subtract the group's mean"),
-    ("grpo.reward_std", f"{_ESTIMATOR}=reinforce_plus_plus", "it whitens over the tokens of the batch"),
-    ("grpo.reward_std", "grpo.normalize_rewards=false", "nothing is divided by it"),
-    ("grpo.reward_shaping.enabled", f"{_ESTIMATOR}=gdpo", "it reads each reward, not their shaped sum"),
-    ("grpo.async_grpo.max_trajectory_age_steps", "grpo.async_grpo.enabled=false", "each step samples anew"),
-    ("grpo.async_grpo.in_flight_weight_updates", "grpo.async_grpo.enabled=false", "each step samples anew"),
-    ("grpo.batch_multiplier", "grpo.use_dynamic_sampling=false", "only dynamic sampling draws spare prompts"),
-    ("grpo.ref_policy_update_period", "loss_fn.reference_policy_kl_penalty=0.0", "there is no reference policy"),
-    ("grpo.ref_policy_update_alpha", "grpo.ref_policy_update_period=null", "the reference policy is never updated"),
-    ("policy.generation.colocated.resources.gpus_per_node", "policy.generation.colocated.enabled=true", "all generate"),
-    ("policy.generation.colocated.resources.num_nodes", "policy.generation.colocated.enabled=true", "all generate"),
-    ("policy.scheduler.min_factor", "policy.scheduler.name=constant", "a constant rate does not fall"),
-    (f"{_LORA}.target_modules", f"{_LORA}.match_all_linear=true", "all are adapted"),
-    (f"{_LORA}.exclude_modules", f"{_LORA}.match_all_linear=true", "all are adapted"),
-    (f"{_LORA}.exclude_modules", f"{_LORA}.target_modules!=[]", "those alone are adapted"),
-    (f"{_LORA}.adapter_path", f"{_LORA}.enabled=false", "no adapter is trained"),
-    ("policy.optimizer.muon_lr", "policy.optimizer.name!=torch.optim.Muon", "only Muon reads it"),
-    ("policy.optimizer.muon_momentum", "policy.optimizer.name!=torch.optim.Muon", "only Muon reads it"),
-    ("policy.offload_optimizer_for_logprob", "policy.dtensor_cfg.cpu_offload=true", "that offloads the moments, too"),
-    ("data.custom_dataloader", "data.use_multiple_dataloader=false", "it takes turns of several sets"),
-    ("checkpointing.resume_from", "checkpointing.resume=never", "a new run is started"),
-)
-
-
-def loss_problems(loss: LossConfig) -> Iterator[str]:
-    """Keys of the loss that contradict each other."""
-    for one, other, reason in _LOSS_CLASHES:
-        keys = [_key_if(loss, condition) for condition in (one, other)]
-        if all(keys):
-            yield f"{' and '.join(f'loss_fn.{key}={_text(loss, key)}' for key in keys)}: {reason}"
-    low, high = loss.truncated_importance_sampling_ratio_min, loss.truncated_importance_sampling_ratio
-    if None not in (low, high) and low > high:
-        yield f"loss_fn.{_TIS}_ratio_min={low} is above loss_fn.{_TIS}_ratio={high}: exchange them"
-
-
-def _unread_problems(cfg: Config) -> Iterator[str]:
-    """Keys that are set and that nothing would read."""
-    for key, condition, reason in _UNREAD:
-        other, default = _key_if(cfg, condition), default_text(key).strip('"')
-        if other and _text(cfg, key) != default:
-            setting = f"{key}={_text(cfg, key)}"
-            yield f"{setting} has no effect with {other}={_text(cfg, other)}: {reason}; set {key}={default}"
-
-
-def _key_if(section: Any, condition: str) -> str | None:
-    """The key of `key=value|value` or `key!=value|value`, if that holds in the section."""
-    key, sign, values = re.fullmatch(r"(.+?)(!?=)(.+)", condition).groups()
-    return key if (_text(section, key) in values.split("|")) == (sign == "=") else None
-
-
-def _text(section: Any, key: str) -> str:
-    """The value of a key as one writes it: json, and text without quotes."""
-    value = operator.attrgetter(key)(section)
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _lora_problems(cfg: Config) -> Iterator[str]:
-    """Whether the model has the layers that lora_cfg names, hf/lora_layers.py says."""
-    for other, reason in _LORA_CLASHES if cfg.policy.dtensor_cfg.lora_cfg.enabled else ():
-        if key := _key_if(cfg, other):
-            yield f"{_LORA}.enabled=true with {key}={_text(cfg, key)}: {reason}"
 
 
 def _checkpoint_problems(cfg: Config) -> Iterator[str]:
@@ -288,30 +270,16 @@ def must_save_by_seconds(cfg: CheckpointingConfig) -> float | None:
 
 
 def _reward_problems(cfg: Config) -> Iterator[str]:
-    """Scaling, shaping, the bounds of advantages, dynamic sampling."""
-    grpo = cfg.grpo
-    scaling, shaping = grpo.reward_scaling, grpo.reward_shaping
-    low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
-    if None not in (low, high) and low >= high:
-        yield f"grpo.advantage_clip_low={low} is not below grpo.advantage_clip_high={high}: exchange them"
-    for side in ("source", "target") if scaling.enabled else ():
-        low, high = getattr(scaling, f"{side}_min"), getattr(scaling, f"{side}_max")
-        if low >= high:
-            yield f"grpo.reward_scaling.{side}_min={low} is not below {side}_max={high}: exchange them"
-    new, buffer = cfg.policy.generation.max_new_tokens, shaping.overlong_buffer_length
-    longest = new if shaping.max_response_length is None else shaping.max_response_length
-    length_key = f"grpo.reward_shaping.max_response_length={json.dumps(shaping.max_response_length)}"
-    if shaping.enabled and shaping.stop_properly_penalty_coef is None:
-        if longest > new:
-            yield f"{length_key} is above policy.generation.max_new_tokens={new}: no response gets there; use {new}"
-        if buffer > longest:
-            yield (
-                f"grpo.reward_shaping.overlong_buffer_length={buffer} is longer than a response of {longest} tokens "
-                f"({length_key}, policy.generation.max_new_tokens={new}): every response would be penalized"
-            )
-    if cfg.loss_fn.use_kl_in_reward and (cfg.policy.generation.top_p < 1 or cfg.policy.generation.top_k):
-        compared = "would compare the filtered policy with the whole reference: set loss_fn.use_kl_in_reward=false"
-        yield f"policy.generation.top_p and top_k: the KL in the reward {compared}"
+    """Shaping and dynamic sampling."""
+    grpo, new = cfg.grpo, cfg.policy.generation.max_new_tokens
+    shaping, buffer = grpo.reward_shaping, grpo.reward_shaping.overlong_buffer_length
+    longest = shaping.max_response_length or new
+    if shaping.enabled and shaping.stop_properly_penalty_coef is None and buffer > longest:
+        yield (
+            f"grpo.reward_shaping.overlong_buffer_length={buffer} is longer than a response of {longest} tokens "
+            f"(grpo.reward_shaping.max_response_length={json.dumps(shaping.max_response_length)}, "
+            f"policy.generation.max_new_tokens={new}): every response would be penalized; lower the first"
+        )
     draw = grpo.num_prompts_per_step * grpo.batch_multiplier
     if draw != grpo.prompts_per_batch:
         keys = f"grpo.batch_multiplier={grpo.batch_multiplier} x grpo.num_prompts_per_step={grpo.num_prompts_per_step}"
@@ -350,11 +318,8 @@ def _data_problems(cfg: Config) -> Iterator[str]:
         yield "data.train: some sets have a weight and some have none: give all of them one, or none"
     if any(weights) and data.use_multiple_dataloader:
         yield "data.train.weight and data.use_multiple_dataloader=true: choose one way to mix"
-    if data.use_multiple_dataloader and data.custom_dataloader is None:
-        if size is None:
-            yield "data.use_multiple_dataloader=true: set data.num_prompts_per_dataloader, the prompts of a turn"
-        elif draw % size:
-            yield f"data.num_prompts_per_dataloader={size} does not divide the {draw} prompts drawn at once for a step"
+    if data.use_multiple_dataloader and data.custom_dataloader is None and size and draw % size:
+        yield f"data.num_prompts_per_dataloader={size} does not divide the {draw} prompts drawn at once for a step"
 
 
 def max_prompt_tokens(cfg: Config) -> int:
@@ -367,21 +332,9 @@ def max_prompt_tokens(cfg: Config) -> int:
 def check_writable(key: str, folder: str) -> None:
     """Raise ConfigError if `folder`, the value of config key `key`, could not be made or written. Leaves nothing."""
     path = Path(folder).absolute()
-    setting = f"{key}={folder}"
-    sizes = [len(os.fsencode(part)) for part in (path, *path.parts)]
-    if sizes[0] > MAX_PATH_BYTES or max(sizes[1:]) > 255:
-        limits = f"255 bytes, or all of it is longer than {MAX_PATH_BYTES:,} bytes"
-        raise ConfigError(f"{key}={shortened(folder)}: a name in it is longer than {limits}")
     while not os.path.lexists(path):  # unlike Path.exists, also false below a folder that must not be searched
         path = path.parent
     try:
-        real = Path(os.path.realpath(path, strict=True))
+        tempfile.TemporaryFile(dir=path).close()  # os.access says that /proc may be written
     except OSError as error:
-        reason = f"{path} is a link that cannot be followed ({error.strerror}); is a disk not mounted?"
-        raise ConfigError(f"{setting}: {reason}") from None
-    if not real.is_dir():
-        raise ConfigError(f"{setting}: {path} is a file, not a folder")
-    try:
-        tempfile.TemporaryFile(dir=real).close()  # os.access says that /proc may be written
-    except OSError as error:
-        raise ConfigError(f"{setting}: cannot write in {path} ({error.strerror})") from None
+        raise ConfigError(f"{key}={shortened(folder)}: cannot write in {path} ({error.strerror})") from None

@@ -52,7 +52,7 @@ def convert(system: str, name: str, words: Sequence[str], out: str) -> str:
         raise ConfigError(f"--write {out}: cannot be written ({error.strerror})") from None
     try:
         cfg = reader.load(out)
-        rules.validate(cfg, rules.fewest_ranks(cfg))
+        rules.check_config(cfg, rules.fewest_ranks(cfg))
     except ConfigError as error:
         lines += [LEFT, *(f"  {line}" for line in str(error).splitlines())]
     return "\n".join([f"{first} -> {out}", *lines])

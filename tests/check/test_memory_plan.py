@@ -17,7 +17,7 @@ from count_memory import CASES, LiveBytes, count_kept, differences, model_config
 import model as model_module
 from check import memory_fit
 from check.memory_plan import CHUNK_BYTES, CHUNK_ELEMENTS, GIB, Plan
-from check.rules import validate
+from check.rules import check_config
 from config import (
     ColocatedConfig,
     ColocatedResourcesConfig,
@@ -297,14 +297,14 @@ def test_what_is_proposed_passes_the_check_and_saves_what_it_says(name, num_gpus
     for settings in SETTINGS:
         plan = replace(large_plan(name, num_gpus), gpu_bytes=(12 if name == "1.5B" else 40) * GIB)
         plan = memory_fit.changed(plan, settings)
-        validate(plan.cfg, num_gpus)
+        check_config(plan.cfg, num_gpus)
         for phase in ("train", "generate", None):
             text = memory_fit.remedies(plan, phase) if phase else memory_fit.problem(plan) or ""
             fixes = [
                 (key, json.loads(value)) for key, value in re.findall(r"((?:policy|grpo)\.[\w.]+)=([\w.\"]+)", text)
             ]
             better = memory_fit.changed(plan, fixes)
-            validate(better.cfg, num_gpus)
+            check_config(better.cfg, num_gpus)
             for key, value, saved, where in re.findall(r"([\w.]+)=([\w.\"]+) \(saves ([\d.]+) in (\w+)\)", text):
                 saves = plan.size(where) - memory_fit.changed(plan, [(key, json.loads(value))]).size(where)
                 assert float(saved) == float(f"{saves / GIB:.3g}") > 0

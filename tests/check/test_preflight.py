@@ -149,7 +149,7 @@ def recipe(tmp_path, monkeypatch):
     def load(name, *words):
         words = ["policy.model_name=examples/arithmetic/starter", f"logger.log_dir={tmp_path}", *words]
         cfg = reader.load(f"configs/{name}", words)
-        rules.validate(cfg, 8)
+        rules.check_config(cfg, 8)
         return cfg
 
     return load

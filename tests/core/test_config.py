@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from check.reader import load
-from check.rules import max_prompt_tokens, validate
+from check.rules import check_config, max_prompt_tokens
 from config import Config, ConfigError, DataConfig, DataError, GenerationConfig, LossConfig, PolicyConfig, shortened
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +61,7 @@ def test_longest_prompt(max_new_tokens, max_input_seq_length, expected):
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_config_is_valid_and_short(path):
     for world_size in (1, 2, 4, 8):
-        validate(load(path), world_size)
+        check_config(load(path), world_size)
     assert len(path.read_text().splitlines()) <= 30
 
 
@@ -86,7 +86,7 @@ def test_how_many_tokens_a_pack_holds():
     packing = dataclasses.replace(policy.sequence_packing, train_mb_tokens=5000)
     assert dataclasses.replace(policy, sequence_packing=packing).pack_tokens("cuda") == 5000
     data = [f"data.{key}.data_path=a.jsonl" for key in ("train", "validation")]
-    validate(load(ROOT / "configs/smoke.yaml", [*data, "policy.max_total_sequence_length=4096"]), 1)
+    check_config(load(ROOT / "configs/smoke.yaml", [*data, "policy.max_total_sequence_length=4096"]), 1)
 
 
 # --- messages -------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def test_batches_follow_the_configured_mix_exactly(monkeypatch):
     """Each step has 8 prompts of each task, in its environment, and no problem comes again before all have come."""
     monkeypatch.chdir(HERE.parent.parent)
     cfg = reader.load("configs/three_tasks.yaml", [])
-    rules.validate(cfg, world_size=2)
+    rules.check_config(cfg, world_size=2)
     tokenizer, sections = Tokenizer(HERE / "starter"), cfg.data.train
     max_prompt = rules.max_prompt_tokens(cfg)
     sets = [load_dataset(section, tokenizer, max_prompt, {}, lambda *_: None)[0] for section in sections]

@@ -5,8 +5,8 @@ import math
 
 import torch
 
-from check.rules import loss_problems
-from config import LossConfig
+from check.rules import table_problems
+from config import Config, LossConfig
 
 LOGPS = ("logp_T", "old_logp_T", "sampler_logp_T", "ref_logp_T")
 
@@ -203,4 +203,5 @@ def allowed(*choices: list[dict]) -> list[LossConfig]:
         {name: value for part in parts for name, value in part.items()} for parts in itertools.product(*choices)
     )
     configs = [LossConfig(**options) for options in combined]
-    return [cfg for cfg in configs if not list(loss_problems(cfg))]
+    clashes = (any(" has no effect " not in text for text in table_problems(Config(loss_fn=cfg))) for cfg in configs)
+    return [cfg for cfg, is_refused in zip(configs, clashes, strict=True) if not is_refused]

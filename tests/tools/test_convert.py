@@ -171,7 +171,7 @@ def test_examples_of_theirs(name, tmp_path, monkeypatch):
         ]
         assert report[TAKEN]["actor_rollout_ref.actor.ppo_mini_batch_size=256"] == "policy.train_global_batch_size"
         assert LEFT not in report
-        rules.validate(cfg, 2)
+        rules.check_config(cfg, 2)
     if name == "trl_gspo.yaml":
         lora = cfg.policy.dtensor_cfg.lora_cfg
         assert lora == LoRAConfig(True, 16, 32.0, "uniform", False, ("q_proj", "v_proj")), "PEFT's, and TRL's defaults"
