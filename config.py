@@ -12,7 +12,7 @@ ImportanceSampling = Literal["tis", "icepop", "seq-mask-tis", "sequence", "seque
 
 
 class ConfigError(Exception):
-    """A mistake of the user's, a line for each argument, of 490 characters at most; the entry exits with 2."""
+    """A user's mistake: one line per argument, 490 characters at most; the program exits with 2."""
 
     def __str__(self) -> str:  # the place is at the start, the fix at the end
         text = "\n".join("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in self.args)
@@ -37,8 +37,8 @@ def key(default: Any, bounds: str) -> Any:
 @dataclass(frozen=True, slots=True)
 class AdvEstimatorConfig:
     name: Literal["grpo", "gdpo", "reinforce_plus_plus"] = "grpo"
-    """grpo compares each reward with those of its group. gdpo does so for each of several rewards and whitens their
-    weighted sum over the batch. reinforce_plus_plus whitens the rewards over the tokens of the batch."""
+    """grpo compares the rewards of a group. gdpo does so for each of several rewards, then whitens their weighted sum
+    over the batch. reinforce_plus_plus whitens the rewards over the tokens of the batch."""
     minus_baseline: bool = True
     """reinforce_plus_plus first subtracts the mean reward of the group."""
     reward_weights: tuple[float, ...] | None = None
@@ -76,15 +76,14 @@ class RewardShapingConfig:
 @dataclass(frozen=True, slots=True)
 class AsyncGRPOConfig:
     enabled: bool = False
-    """A step waits for its own prompts only. Responses to those of later steps are under way, and outlast the step:
-    they go on with the new weights."""
+    """A step waits for its own prompts only; responses to later prompts continue with the new weights."""
     max_trajectory_age_steps: int = key(1, ">= 0")
     """No token is trained more than this many steps later than with the newest weights; 0 is as without async_grpo."""
     in_flight_weight_updates: bool = False
     """The engines of a split job take new weights amid responses. If false, they first finish all that they began."""
     recompute_kv_cache_after_weight_updates: bool = True
-    """With new weights, unfinished responses get new keys and values, so that each log-probability is that of its own
-    weights. If false, as is NeMo RL's default, what follows is drawn from a mixture, and the logp gap leaves it out."""
+    """After a sync, unfinished responses get keys and values of the new weights. If false (NeMo RL's default), their
+    later tokens come from a mixture of weights, and the logp gap leaves those tokens out."""
 
     @property
     def max_age(self) -> int:
@@ -153,8 +152,8 @@ class GRPOConfig:
     seed: int = key(42, ">= 0, < 4294967296")
     """The seed fixes the order of the data and all samples, so the same seed gives the same run."""
     logp_gap_limit: float | None = key(0.1, "> 0")
-    """An optimizer step is bad if |sampler - trainer log-probability|, in nats and averaged over its tokens, exceeds
-    this; null: no limit. bfloat16 gives up to 0.05, float32 1e-6, old weights in the engine what the update moved."""
+    """An optimizer step is bad if the mean |sampler - trainer log-probability| of its tokens, in nats, exceeds this;
+    null means no limit. bfloat16 gives up to 0.05, float32 1e-6."""
     canary_period: int = key(10, ">= 0")
     """A fixed prompt is sampled and scored again every this many steps, to the same limit; 0 does so only at first."""
     max_bad_steps: int = key(0, ">= 0")
@@ -225,11 +224,11 @@ class LossConfig:
 @dataclass(frozen=True, slots=True)
 class LoRAConfig:
     enabled: bool = False
-    """The weights are frozen, and changes of low rank are trained: one for each adapted layer."""
+    """The weights are frozen, and a low-rank adapter of each adapted layer is trained."""
     dim: int = key(8, ">= 1")
-    """The changes have this rank."""
+    """The adapters have this rank."""
     alpha: float = key(32.0, "> 0")
-    """The changes are multiplied by alpha / dim."""
+    """The product of an adapter's factors is multiplied by alpha / dim."""
     lora_A_init: Literal["xavier", "uniform"] = "xavier"
     """The first factor starts as Glorot's normal or Kaiming's uniform numbers, the second as zeros."""
     match_all_linear: bool = True
@@ -355,7 +354,7 @@ class TokenizerConfig:
     name: str | None = None
     """The tokenizer and its template are those of this folder or hub model; null means the model's own."""
     chat_template: str | None = "default"
-    """default is the model's own template, other text is a template or its file, and null joins the messages' texts."""
+    """default is the model's own template, other text is a template or a file, and null joins the messages' texts."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """The chat template sees these variables, such as enable_thinking: false."""
 
@@ -369,7 +368,7 @@ class HFConfigOverrides:
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
     model_name: str = "Qwen/Qwen2.5-1.5B"
-    """The policy starts as this folder or hub model: Qwen2, Qwen2.5, dense Qwen3 or Llama 3."""
+    """The policy starts from this folder or hub model: Qwen2, Qwen2.5, dense Qwen3 or Llama 3."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     hf_config_overrides: HFConfigOverrides = HFConfigOverrides()
     precision: Literal["bfloat16", "float32"] = "bfloat16"
@@ -410,7 +409,7 @@ class DatasetConfig:
     """The rows are this jsonl, csv, json or parquet file or hub dataset (org/name); null: the known dataset's place."""
     dataset_name: str | None = None
     """gsm8k, MATH-500, OpenMathInstruct-2, DeepScaler, AIME2024, AIME2025, AIME2026, DAPOMath17K and DAPOMathAIME2024
-    are known. module:function of yours gets this section and returns a sequence of rows. null reads data_path."""
+    are known. A module:function of yours gets this section and returns a sequence of rows. null reads data_path."""
     subset: str | None = None
     """This configuration of a hub dataset is read; null means the known dataset's, or none."""
     split: str | None = None
@@ -516,9 +515,9 @@ class EnvConfig:
 @dataclass(frozen=True, slots=True)
 class WandbConfig:
     project: str | None = None
-    """The run is in this project of W&B; null means what WANDB_PROJECT says, or W&B's own default."""
+    """The run belongs to this W&B project; null means WANDB_PROJECT, or W&B's own default."""
     name: str | None = None
-    """The run has this name at W&B; null means that of its folder, such as exp_001."""
+    """The run has this name in W&B; null means the name of its folder, such as exp_001."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -559,12 +558,12 @@ class CheckpointingConfig:
     resume_from: str | None = None
     """The run continues from the newest checkpoint of this run folder; null means what `resume` says."""
     resume: Literal["auto", "must", "never"] | None = None
-    """auto continues the newest whole checkpoint of resume_from, or of the newest run in log_dir, or starts a new run.
-    must fails if it is missing or damaged. never starts a new run. null is must with resume_from, else never."""
+    """auto continues from the newest whole checkpoint of resume_from or of the newest run in log_dir, or starts a new
+    run. must fails if there is none. never starts a new run. null means must with resume_from, otherwise never."""
     allow_changes: bool = False
     """A resumed run may change the model's name, seed, template or data; changed data start from their first row."""
     checkpoint_must_save_by: str | None = None
-    """The run saves and ends with exit code 75 at this time after its start, DD:HH:MM:SS; null sets no time."""
+    """The run saves and exits with code 75 this long after its start, DD:HH:MM:SS; null sets no limit."""
 
 
 @dataclass(frozen=True, slots=True)
