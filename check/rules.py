@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from check.keys import bounds, default_text, meanings, plain_name, settings
-from config import CheckpointingConfig, Config, ConfigError, DatasetConfig, shortened
+from config import CheckpointingConfig, Config, ConfigError, DatasetConfig
 
 MAX_NUMBER = 1e9  # of a key that declares no upper bound
 MAX_STEP_SAMPLES = 10_000_000
@@ -337,4 +337,4 @@ def check_writable(key: str, folder: str) -> None:
     try:
         tempfile.TemporaryFile(dir=path).close()  # os.access says that /proc may be written
     except OSError as error:
-        raise ConfigError(f"{key}={shortened(folder)}: cannot write in {path} ({error.strerror})") from None
+        raise ConfigError(f"{key}={folder}: cannot write in {path} ({error.strerror})") from None

@@ -142,7 +142,7 @@ def test_the_memory_plan_and_a_gpu_that_is_too_small(work):
         (["run.yaml", "policy.model_name=my models/one"], "policy.model_name: 'my models/one' is no local folder"),
         (["run.yaml", f"policy.model_name={'m' * 300}"], "policy.model_name: no folder 'mmm"),
         (["run.yaml", f"policy.model_name=org/{'m' * 300}"], "policy.model_name: 'org/mmm"),
-        (["run.yaml", "logger.log_dir=train.jsonl/logs"], "train.jsonl is a file, not a folder"),
+        (["run.yaml", "logger.log_dir=train.jsonl/logs"], "train.jsonl (Not a directory)"),
         (["run.yaml", "checkpointing.checkpoint_dir=run.yaml/a"], "checkpointing.checkpoint_dir=run.yaml/a: "),
         (["run.yaml", "checkpointing.resume_from=logs/exp_001"], "checkpointing.resume_from: no folder 'logs/exp_001'"),
         (["run.yaml", "checkpointing.resume_from=model"], "no whole checkpoint in model/checkpoints"),
