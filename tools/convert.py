@@ -86,7 +86,7 @@ def _read(system: str, name: str) -> Values:
 
 def _yaml(text: str, where: str) -> Any:
     try:
-        return yaml.load(text, reader.Loader)  # a SafeLoader
+        return reader.Loader(text).get_single_data()
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not yaml: {' '.join(str(error).split())}") from None
 
