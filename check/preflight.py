@@ -1,6 +1,6 @@
 """Finds and checks what a run reads, before torch is loaded: `grpo.py --check` prints what this module finds.
 
-Owns no format: calls the modules that do, in the order in which a user wants to hear of mistakes.
+It knows no format. It calls the modules that do, in the order in which a user wants to hear of mistakes.
 """
 
 import importlib.metadata
@@ -26,11 +26,11 @@ from hf.model_config import ModelConfig, check_weights, read_model_config, resol
 from hf.tokenizer import Tokenizer
 from system.imports import call
 
-MAX_ROWS = 5_000  # --check reads so many rows of each set: half a second
+MAX_ROWS = 5_000  # --check reads this many rows of each set: half a second
 _WHOLE = ("enabled=true", "resources.gpus_per_node=null", "resources.num_nodes=null")
 ALL_RANKS_GENERATE = [f"policy.generation.colocated.{setting}" for setting in _WHOLE]  # to score, nobody trains
 ALL_RANKS_GENERATE += ["policy.dtensor_cfg.dp_replicate_size=1"]  # and so on any number of ranks
-SHOWN_CHARS = 200  # of a long prompt, so many at the start and at the end are printed
+SHOWN_CHARS = 200  # of a long prompt, this many are printed from each end
 WANDB_VERSION = "0.31.0"  # the tests run with this version: requirements/tests.txt
 
 
@@ -48,9 +48,9 @@ class RunInputs:
 
     @property
     def sets(self) -> list[tuple[str, Dataset]]:
-        """(what it is for, set)"""
+        """(purpose, set)"""
         train, validation = self.train.datasets.values(), self.validation.values()
-        return [*(("train", each) for each in train), *(("validation", each) for each in validation)]
+        return [("train", each) for each in train] + [("validation", each) for each in validation]
 
 
 def read_inputs(
@@ -74,20 +74,17 @@ def read_inputs(
     tokenizer = read_tokenizer(cfg.policy.tokenizer, "policy.tokenizer.name", folder)
     check_fits(cfg, folder, model, tokenizer)
     check_weights(folder, model.tensor_shapes())
-    adapted_layers(
-        model, cfg.policy.dtensor_cfg.lora_cfg
-    )  # after check_weights: config.json does not lie about its size
+    adapted_layers(model, cfg.policy.dtensor_cfg.lora_cfg)  # raises ConfigError
     if cfg.policy.dtensor_cfg.lora_cfg.adapter_path and not cfg.checkpointing.resume_from:
         check_adapter(cfg.policy, model)
     environments: dict[str, envs.Environment] = {}
-    # The ranks of this machine that grade.
+    # The ranks of this machine that grade
     num_ranks = cfg.policy.generation.colocated.resources.gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def check_answers(env_name: str, answers: list[tuple[str, str, dict]]) -> None:
         if env_name not in environments:
             environments[env_name] = make_environment(env_name, cfg.env, num_ranks)
-        rows = f" of {answers[0][0]} to {answers[-1][0]}" if answers else ""
-        call(f"env_name '{env_name}': check_answers(){rows}", environments[env_name].check_answers, answers)
+        call(f"env_name '{env_name}': check_answers()", environments[env_name].check_answers, answers)
 
     def read(section: DatasetConfig) -> tuple[Dataset, Dataset | None]:
         limit, tasks = max_prompt_tokens(cfg), cfg.data.task_to_env
@@ -99,8 +96,10 @@ def read_inputs(
     held_out = [part for _, part in train if part]
     held_out += [read(replace(section, split_validation_size=0))[0] for section in cfg.data.validation]
     mixture = Mixture([dataset for dataset, _ in train], cfg)
-    if to_train:
-        check_steps(cfg, mixture.num_problems)
+    if to_train and num_steps_of(cfg, mixture.num_problems) == 0:
+        prompts = f"{mixture.num_problems} prompts x grpo.max_num_epochs={cfg.grpo.max_num_epochs}"
+        step = f"{cfg.grpo.num_prompts_per_step} x grpo.batch_multiplier={cfg.grpo.batch_multiplier:g}"
+        raise ConfigError(f"nothing to train: {prompts} are fewer than grpo.num_prompts_per_step={step}")
     if to_train and mixture.sampler:  # the user's function: a mistake in it should show now
         mixture.draw(mixture.start(), cfg.grpo.prompts_per_batch)
     reward_model = read_reward_model(cfg.env.reward_model) if "reward_model" in environments else None
@@ -108,56 +107,43 @@ def read_inputs(
     return RunInputs(folder, model, tokenizer, mixture, validation, environments, reward_model)
 
 
-def check_steps(cfg: Config, num_problems: int) -> None:
-    """ConfigError where there is no step to train."""
-    if num_steps_of(cfg, num_problems) == 0:
-        prompts = f"{num_problems} prompts x grpo.max_num_epochs={cfg.grpo.max_num_epochs}"
-        step = f"grpo.num_prompts_per_step={cfg.grpo.num_prompts_per_step}"
-        step += f" x grpo.batch_multiplier={cfg.grpo.batch_multiplier:g}"
-        raise ConfigError(f"nothing to train: {prompts} are fewer than {step}")
-
-
 def check_reward_names(environments: dict[str, envs.Environment], weights: tuple[float, ...] | None) -> None:
-    """Raises ConfigError unless all environments of the training sets declare the same two or more reward_names, as
-    gdpo needs them, and there are as many `weights` (grpo.adv_estimator.reward_weights)."""
-    declared = {env_name: sorted(set(getattr(each, "reward_names", ()))) for env_name, each in environments.items()}
+    """ConfigError unless all environments of the training sets declare the same two or more reward_names, as gdpo
+    needs, and there are as many `weights` (grpo.adv_estimator.reward_weights)."""
+    declared = {name: sorted(getattr(each, "reward_names", ())) for name, each in environments.items()}
     names = next(iter(declared.values()))
     if len(names) < 2 or any(each != names for each in declared.values()):
-        given = "; ".join(f"env_name '{name}' declares {', '.join(each) or 'none'}" for name, each in declared.items())
-        fix = "give them in StepResult.rewards and name them in reward_names, or set grpo.adv_estimator.name=grpo"
-        raise ConfigError(f"grpo.adv_estimator.name=gdpo needs the same two or more rewards everywhere: {given}; {fix}")
+        fix = "declare them in reward_names and return them in StepResult.rewards, or set grpo.adv_estimator.name=grpo"
+        raise ConfigError(f"grpo.adv_estimator.name=gdpo needs the same two or more reward_names: {declared}; {fix}")
     if weights is not None and len(weights) != len(names):
-        expected = f"must be {len(names)} numbers, for {', '.join(names)}"
-        raise ConfigError(f"grpo.adv_estimator.reward_weights={list(weights)}: {expected}")
+        raise ConfigError(f"grpo.adv_estimator.reward_weights={list(weights)}: expected one for each of {names}")
 
 
 def check_fits(cfg: Config, folder: Path, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """ConfigError where config.json or the tokenizer contradicts the run's config: vLLM would fail later."""
+    """ConfigError if config.json or the tokenizer contradicts the run's config: vLLM would fail later."""
     check_model(folder, model, tokenizer, "policy.max_total_sequence_length", cfg.policy.max_total_sequence_length)
     stop = max(cfg.policy.generation.stop_token_ids or (0,))
     if stop >= tokenizer.vocab_size:
-        ids = f"whose ids end at {tokenizer.vocab_size - 1} ({folder / 'tokenizer.json'})"
-        raise ConfigError(f"policy.generation.stop_token_ids: {stop} is no token of the model, {ids}: take it out")
+        ids = f"{folder / 'tokenizer.json'} has ids up to {tokenizer.vocab_size - 1}"
+        raise ConfigError(f"policy.generation.stop_token_ids: {stop} is no token: {ids}; remove it")
     tensor = cfg.policy.generation.vllm_cfg.tensor_parallel_size
     sizes = {"num_attention_heads": model.num_attention_heads, "intermediate_size": model.intermediate_size}
     if tensor < model.num_key_value_heads or tensor % model.num_key_value_heads:  # else each rank has a copy of one
         sizes["num_key_value_heads"] = model.num_key_value_heads
-    for name, size in sizes.items():
-        if size % tensor:
-            the_size = f"the model's {name}={size} ({folder / 'config.json'})"
-            raise ConfigError(f"policy.generation.vllm_cfg.tensor_parallel_size={tensor} does not divide {the_size}")
+    if odd := [f"{name}={size}" for name, size in sizes.items() if size % tensor]:
+        key = f"policy.generation.vllm_cfg.tensor_parallel_size={tensor}"
+        raise ConfigError(f"{key} does not divide the model's {odd[0]} ({folder / 'config.json'})")
 
 
 def check_model(folder: Path, model: ModelConfig, tokenizer: Tokenizer, length_key: str, length: int) -> None:
-    """ConfigError where the model has no positions for `length` tokens, or no embedding for an id of the tokenizer."""
+    """ConfigError if the model has no positions for `length` tokens, or no embedding for an id of the tokenizer."""
     limit = model.max_position_embeddings
     if limit is not None and length > limit:
         positions = f"the model's max_position_embeddings={limit} ({folder / 'config.json'})"
         raise ConfigError(f"{length_key}={length} is more than {positions}: use {limit} or less")
     if tokenizer.vocab_size > model.vocab_size:
         ids = f"tokenizer.json has ids up to {tokenizer.vocab_size - 1}, config.json vocab_size={model.vocab_size}"
-        fix = "resize the model's embeddings, or use its own tokenizer"
-        raise ConfigError(f"{folder}: {ids}: tokens without an embedding; {fix}")
+        raise ConfigError(f"{folder}: {ids}: resize the model's embeddings, or use its own tokenizer")
 
 
 def read_tokenizer(cfg: TokenizerConfig, key: str, model_folder: Path) -> Tokenizer:
@@ -169,7 +155,7 @@ def read_tokenizer(cfg: TokenizerConfig, key: str, model_folder: Path) -> Tokeni
 
 
 def read_reward_model(cfg: RewardModelConfig) -> tuple[Path, ModelConfig, Tokenizer]:
-    """The reward model. ConfigError where the folder holds none, or does not fit the config."""
+    """The reward model. ConfigError if the folder holds none, or does not fit the config."""
     key = "env.reward_model.model_name"
     if cfg.model_name is None:
         raise ConfigError(f"{key} is not set: env_name 'reward_model' scores with it")
@@ -183,9 +169,6 @@ def read_reward_model(cfg: RewardModelConfig) -> tuple[Path, ModelConfig, Tokeni
     except ConfigError as error:
         kinds = "a Qwen2-, Qwen3- or LlamaForSequenceClassification with one label"
         raise ConfigError(f"{key}: {error}: give {kinds}") from error
-    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
-    name = f"{key}: the chat template of {folder}, for a short conversation,"
-    call(name, tokenizer.render, messages, add_generation_prompt=False)
     return folder, model, tokenizer
 
 
@@ -200,42 +183,33 @@ def data_lines(cfg: Config, inputs: RunInputs, cursor: Cursor) -> list[str]:
     lines = []
     for name, dataset in inputs.sets:
         size = f"{len(dataset.problems):,} prompts"
-        if dataset.num_read < dataset.num_rows:
-            chosen = f"the first {MAX_ROWS // 2:,}, the others at random"
-            size = f"{dataset.num_rows:,} rows, {dataset.num_read:,} checked ({chosen})"
+        if dataset.is_sample:
+            size += f", {MAX_ROWS:,} rows checked (the first {MAX_ROWS // 2:,}, the others at random)"
         numbers = ", ".join(filter(None, (size, dataset.left_out)))
         lines.append(f"{name:10} {dataset.path}, graded by {', '.join(dataset.env_names)}: {numbers}")
-    if any(dataset.num_read < dataset.num_rows for _, dataset in inputs.sets):
-        problem = inputs.sets[0][1].problems[0]  # the next one may be a row that nobody has looked at
+    if any(dataset.is_sample for _, dataset in inputs.sets):
+        problem = inputs.sets[0][1].problems[0]  # the next one may be a row that was not checked
     else:
         count = cfg.grpo.prompts_per_batch if inputs.train.sampler else 1
         problem = inputs.train.draw(cursor, count)[0][0]
     prompt = inputs.tokenizer.backend.decode(problem.prompt_ids, skip_special_tokens=False)
-    prompt, answer = (
+    shown = [
         repr(text if len(text) <= 2 * size else f"{text[:size]} ... {text[-size:]}")
         for text, size in ((prompt, SHOWN_CHARS), (problem.answer, SHOWN_CHARS // 4))
-    )
-    lines.append(f"first      row {problem.row_id} of {problem.dataset}: {prompt}, expected answer {answer}")
-    return lines
+    ]
+    return [*lines, f"first      row {problem.row_id} of {problem.dataset}: {', expected answer '.join(shown)}"]
 
 
-def warmup_problem(cfg: Config, num_steps: int) -> str | None:
-    """A warning if the warm-up takes more than a third of the run, as the default of 50 steps may; else None."""
-    scheduler = cfg.policy.scheduler
-    if 3 * scheduler.warmup_steps <= num_steps or scheduler.warmup_start_factor == 1:
-        return None
-    return (
-        f"policy.scheduler.warmup_steps={scheduler.warmup_steps} is more than a third of the run's {num_steps} steps: "
-        f"the rate reaches policy.optimizer.kwargs.lr only at step {scheduler.warmup_steps + 1:,}; for a run this "
-        "short a smaller warmup_steps reaches it sooner"
-    )
-
-
-def lora_note(cfg: Config) -> str | None:
-    """A reminder for a run with LoRA: a learning rate is easily copied from a run without it. Else None."""
-    lr, lora = cfg.policy.optimizer.kwargs.lr, cfg.policy.dtensor_cfg.lora_cfg
-    note = f"rank {lora.dim} wants about ten times the learning rate of full training; kwargs.lr is {lr:g}"
-    return note if lora.enabled else None
+def notes(cfg: Config, num_steps: int) -> list[str]:
+    """What a user easily overlooks: a warm-up of more than a third of the run, and the learning rate for LoRA."""
+    found, scheduler, lora = [], cfg.policy.scheduler, cfg.policy.dtensor_cfg.lora_cfg
+    if 3 * scheduler.warmup_steps > num_steps and scheduler.warmup_start_factor != 1:
+        warmup = f"policy.scheduler.warmup_steps={scheduler.warmup_steps}"
+        found.append(f"{warmup} is more than a third of the run's {num_steps} steps: set fewer for a run this short")
+    if lora.enabled:
+        lr = f"policy.optimizer.kwargs.lr={cfg.policy.optimizer.kwargs.lr:g}"
+        found.append(f"{lr}: LoRA of rank {lora.dim} wants about ten times the learning rate of full training")
+    return found
 
 
 def memory_plan(cfg: Config, inputs: RunInputs, num_ranks: int, gpu_bytes: float | None) -> Plan:
@@ -246,23 +220,20 @@ def memory_plan(cfg: Config, inputs: RunInputs, num_ranks: int, gpu_bytes: float
 
 
 def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None) -> str:
-    """A summary, after everything was checked that can be wrong before torch is loaded: all rows, or MAX_ROWS of each
-    set. gpu_bytes: the memory of one GPU, if it is known. Where the run does not fit into it, this prints the summary
-    and raises ConfigError."""
+    """A summary, after checking everything that can be wrong before torch is loaded: all rows, or MAX_ROWS of each set.
+    gpu_bytes: the memory of one GPU, if known. If the run does not fit into it, prints the summary and raises
+    ConfigError."""
     math, code = replace(cfg.env.math, num_workers=1), replace(cfg.env.code, num_workers=1)  # enough for their canaries
     cfg = replace(cfg, env=replace(cfg.env, math=math, code=code))
     inputs = read_inputs(cfg, max_rows=None if all_rows else MAX_ROWS)
-    for name, environment in inputs.environments.items():
-        call(f"env_name '{name}', in close(),", environment.close)
+    for environment in inputs.environments.values():
+        environment.close()
     lines = [f"model      {inputs.model_folder} (vocabulary {inputs.tokenizer.vocab_size:,})"]
     lines += data_lines(cfg, inputs, inputs.train.start())
     steps, samples = num_steps_of(cfg, inputs.train.num_problems), cfg.grpo.num_generations_per_prompt
     lines.append(f"steps      {steps:,} of {cfg.grpo.num_prompts_per_step} prompts x {samples} samples")
-    if problem := warmup_problem(cfg, steps):
-        lines.append(f"warm-up    {problem}")
-    if note := lora_note(cfg):
-        lines.append(f"LoRA       {note}")
-    if any(dataset.num_read < dataset.num_rows for _, dataset in inputs.sets):
+    lines += [f"note       {note}" for note in notes(cfg, steps)]
+    if any(dataset.is_sample for _, dataset in inputs.sets):
         lines.append("rows       checked in part; the run checks all before its first step, --check --all does now")
     # Without torchrun: the number of GPUs that the recipe names, or the fewest that can run it.
     num_ranks = max(cfg.cluster.gpus_per_node * cfg.cluster.num_nodes, rules.fewest_ranks(cfg))
@@ -278,8 +249,7 @@ def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None
 
 
 def gpu_memory(argv: Sequence[str]) -> tuple[float | None, list[str]]:
-    """(bytes that the last `--gpu_memory=80` gives in GiB, or None; the other words). A GPU of "80 GB" has 79 to 80
-    GiB."""
+    """(bytes by the last `--gpu_memory=80`, in GiB, or None; the other words). A GPU of "80 GB" has 79 to 80 GiB."""
     flag = "--gpu_memory="
     given = [word.removeprefix(flag) for word in argv if word.startswith(flag)]
     if given and not re.fullmatch(r"[1-9][0-9]{0,5}(\.[0-9]+)?", given[-1]):

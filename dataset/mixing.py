@@ -1,30 +1,28 @@
 """Which problems come next: by size (all problems of the training sets in one shuffled order), by weight, from each
-set in turn, or by a sampler of the user's.
+set in turn, or by a user's sampler.
 
 The draw depends only on the config and on a cursor, a small dict of JSON values that checkpoints keep. So it is the
 same on any number of ranks, and a resumed run continues exactly.
 
 The user's sampler, data.custom_dataloader, is called once per draw with keyword arguments:
     f(num_prompts, sizes, records, memory, position, seed) -> a list of `num_prompts` items. An item is the name of a
-    set, for the next problem of the set, or (name, index of a problem).
+    set, for its next problem, or (name, index of a problem).
 sizes: set -> number of problems. records: the metrics of the newest step, {} at first (`reward_by_dataset/<set>` among
 them); with grpo.async_grpo a prompt is drawn up to max_trajectory_age_steps steps before it is trained on. memory: a
-dict that the sampler may change and that checkpoints keep. The sampler must not depend on anything else.
+dict of JSON values that the sampler may change and that checkpoints keep. The sampler must depend on nothing else.
 """
 
 import copy
-import operator
+import json
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from config import Config, ConfigError
 from data import Problem
-from dataset.problems import to_json
 from dataset.scan import Dataset
 from system.imports import call, import_attribute
 
@@ -49,9 +47,6 @@ class Mixture:
         path = cfg.data.custom_dataloader if cfg.data.use_multiple_dataloader else None
         self.sampler = import_attribute(path, "data.custom_dataloader") if path else None
         self.sampler_name = f"data.custom_dataloader '{path}'"
-        if not any(dataset.is_trained for dataset in datasets):
-            paths = ", ".join(dataset.path for dataset in datasets)
-            raise ConfigError(f"{paths}: every row has loss_multiplier 0: none would be trained on")
 
     def check_same(self, fingerprints: Mapping[str, str], resumed: str) -> None:
         """ConfigError unless these are the sets that the run `resumed` was trained on."""
@@ -69,19 +64,18 @@ class Mixture:
         return {"position": 0, "drawn": dict.fromkeys(self.datasets, 0), "memory": {}, "records": {}}
 
     def record(self, cursor: Cursor, metrics: Mapping[str, Any]) -> Cursor:
-        """The cursor with the metrics of the step, for a sampler of the user's to see at the next one."""
+        """The cursor with the metrics of the step, which a user's sampler sees at the next step."""
         return cursor | {"records": dict(metrics)} if self.sampler else cursor
 
     def draw(self, cursor: Cursor, count: int) -> tuple[list[Problem], Cursor]:
         """The next `count` problems, and the cursor after them."""
         position, drawn = cursor["position"], dict(cursor["drawn"])
         names = list(self.datasets)
-        # A deep copy: with async_grpo, a checkpoint keeps an earlier cursor than the newest that was drawn from.
+        # A deep copy: with async_grpo, a checkpoint keeps an earlier cursor than the newest one.
         memory = copy.deepcopy(cursor["memory"])
         after = cursor | {"position": position + count, "drawn": drawn, "memory": memory}
         if self.sampler:
-            problem = f"{self.sampler_name}, which is to give a list of {count} sets,"
-            items = call(problem, self._sample, after, count)
+            items = call(self.sampler_name, self._sample, after, count)
         elif self.turn:
             items = [(names[k // self.turn % len(names)], None) for k in range(position, position + count)]
         elif self.weights:
@@ -105,7 +99,7 @@ class Mixture:
         raise AssertionError(index)
 
     def _sample(self, after: Cursor, count: int) -> list[tuple[str, int | None]]:
-        """The draw of the user's sampler, which may change after["memory"]. ConfigError unless it has `count` items."""
+        """What the user's sampler draws; it may change after["memory"]. ConfigError unless it gives `count` items."""
         answer = self.sampler(
             num_prompts=count,
             sizes=dict(self.sizes),
@@ -114,14 +108,13 @@ class Mixture:
             position=after["position"] - count,
             seed=self.seed,
         )
-        items = [(item, None) if isinstance(item, str) else tuple(item) for item in islice(answer, count + 1)]
-        for item in items:
-            size = self.sizes.get(item[0], 0) if len(item) == 2 else 0
-            if not 0 <= (0 if item[1] is None else operator.index(item[1])) < size:
-                raise ConfigError(f"{self.sampler_name} gave {item!r:.80}, which is no problem of {self.sizes}")
-        if len(items) != count:
-            raise ConfigError(f"{self.sampler_name} gave {len(items)} prompts instead of {count}")
-        to_json(after["memory"], f"{self.sampler_name}: its memory, which checkpoints keep,")
+        items = [(item, None) if isinstance(item, str) else item for item in answer]
+        if len(items) != count or not all(0 <= (index or 0) < self.sizes.get(name, 0) for name, index in items):
+            raise ConfigError(
+                f"{self.sampler_name} gave {items!r:.160}: expected {count} items, each a set of {self.sizes} or (set, "
+                "index of a problem)"
+            )
+        json.dumps(after["memory"])  # checkpoints keep it
         return items
 
 

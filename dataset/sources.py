@@ -1,14 +1,14 @@
-"""Where the rows of a dataset come from: a file, the Hugging Face hub, or a function of the user's.
+"""Where the rows of a dataset come from: a file, the Hugging Face hub, or a user's function.
 
-Owns the dataset presets and the reading of jsonl, csv, json and parquet; problems.py knows what the fields of a row
-mean. A jsonl file is never held in memory: the offset of each line stays, and a line is read again when its row is
-asked for. Rows of other forms are held.
+This module owns the dataset presets and reads jsonl, csv, json and parquet; problems.py knows what the fields of a row
+mean. Of a jsonl file only the offset of each line is kept, and a line is read again each time its row is needed. Rows
+of other forms stay in memory.
 """
 
 import csv
+import io
 import os
 import re
-import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -19,7 +19,6 @@ from typing import Any, BinaryIO, NamedTuple
 from config import DataError, DatasetConfig
 from hf.files import download, open_file, parse_json, read_bytes
 from system.imports import call, import_attribute
-from system.progress import Progress
 
 PARQUET_BRANCH = "refs/convert/parquet"  # here the hub keeps each dataset as SUBSET/SPLIT/0000.parquet, 0001, ...
 GROUND_TRUTH = "reward_model.ground_truth"
@@ -28,7 +27,7 @@ SUFFIXES = (".jsonl", ".csv", ".json", ".parquet")  # a name that ends so is a f
 
 
 class DatasetPreset(NamedTuple):
-    """A public dataset: config keys, with the values that its name implies. Subsets are joined by +."""
+    """A public dataset: the values of the config keys that its name implies. Subsets are joined by +."""
 
     data_path: str
     subset: str | None
@@ -38,7 +37,7 @@ class DatasetPreset(NamedTuple):
     env_name: str = "math"
 
 
-# By NeMo RL's names; case, "-", "_" and blanks do not count.
+# The names are NeMo RL's; case, "-", "_" and blanks are ignored.
 PRESETS = {
     "gsm8k": DatasetPreset("openai/gsm8k", "main", "train", "question", "answer"),
     "MATH-500": DatasetPreset("HuggingFaceH4/MATH-500", None, "test", "problem", "answer"),
@@ -53,16 +52,16 @@ PRESETS = {
 
 
 def with_preset(cfg: DatasetConfig) -> DatasetConfig:
-    """The section with the keys that its `dataset_name` implies. In the result `dataset_name` is None unless it is a
-    function of the user's. Raises DataError for an unknown name."""
+    """The section with the keys that its `dataset_name` implies. In the result `dataset_name` is None unless it names a
+    user's function. Raises DataError for an unknown name."""
     name = cfg.dataset_name
     if name is None or ":" in name:
         return replace(cfg, env_name=cfg.env_name or "exact")
     preset = next((preset for key, preset in PRESETS.items() if _plain(key) == _plain(name)), None)
     if preset is None:
         raise DataError(
-            f"dataset_name '{name}' is unknown; known: {', '.join(PRESETS)}, and module:function of yours; or name a "
-            "file or a hub dataset with data_path, and no dataset_name"
+            f"dataset_name '{name}' is unknown; known: {', '.join(PRESETS)}, and your own module:function; or "
+            "remove dataset_name and set data_path to a file or a hub dataset"
         )
     keys = {key: getattr(cfg, key) or implied for key, implied in preset._asdict().items()}
     return replace(cfg, name=cfg.set_name, dataset_name=None, **keys)
@@ -74,13 +73,12 @@ def _plain(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Rows that are read one by one. `checksum` shows whether two ranks find the same rows under one name."""
+    """Rows that are read one by one."""
 
     name: str
-    numbers: Sequence[int]  # of its rows, in order
+    numbers: Sequence[int]  # the rows' numbers, in order
     read: Callable[[int], Any]  # number -> row
-    checksum: int
-    num_bytes: int  # of its file, or of its rows in memory; 0: unknown
+    num_bytes: int  # the size of the file, or of the rows in memory; 0: unknown
     separator: str = ", row "
 
     def where(self, number: int) -> str:
@@ -92,80 +90,56 @@ def open_source(cfg: DatasetConfig) -> Source:
     """The source that a section (after `with_preset`) names. DataError if it cannot be read."""
     if cfg.dataset_name:
         function = import_attribute(cfg.dataset_name, "dataset_name")
-        problem = f"dataset_name '{cfg.dataset_name}', which is to give a sequence of rows,"
-        return call(problem, _held, cfg.dataset_name, call(problem, function, cfg))
+        problem = f"dataset_name '{cfg.dataset_name}', which must return a sequence of rows,"
+        return _held(cfg.dataset_name, call(problem, function, cfg))
     name, suffix = cfg.data_path, Path(cfg.data_path).suffix
-    # os.path.exists: Path.exists raises for a name that is too long for the file system.
     is_local = name.startswith((".", "/")) or suffix in SUFFIXES or os.path.exists(name)
     if not is_local and name.count("/") == 1:
         return _read_hub(name, cfg)
     if suffix == ".parquet":
         return _read_parquet(name, [name])
     if suffix == ".csv":
-        return _read_csv(name)
+        return _held(name, _read_csv(name))
     with open_file(name) as file:
         if not file.read(4096).removeprefix(BOM).lstrip().startswith(b"["):
             return _read_jsonl(name, file)
-    return _held(name, parse_json(read_bytes(name), name, "utf-8-sig", unique_keys=True))
+    return _held(name, parse_json(read_bytes(name), name))
 
 
 def _read_jsonl(name: str, file: BinaryIO) -> Source:
     """A file with a JSON object in each line; blank lines are no rows."""
-    offsets, numbers, checksum = array("Q"), array("q"), 0
-    size = file.seek(0, os.SEEK_END)  # no further: another process may go on writing
+    offsets, numbers = array("Q"), array("q")
     start = file.seek(0)
-    with Progress(f"{name}: bytes read", size) as bar:
-        while start < size and (line := file.readline()):
-            if line.strip():
-                numbers.append(len(offsets))
-            offsets.append(start)
-            checksum = zlib.crc32(line, checksum)
-            start += len(line)
-            bar.update(len(line))
+    for line in file:
+        if line.strip():
+            numbers.append(len(offsets))
+        offsets.append(start)
+        start += len(line)
 
     def read(number: int) -> Any:
         with open_file(name) as file:
             file.seek(offsets[number])
-            line = file.readline()
-        return parse_json(line, f"{name}:{number + 1}", "utf-8" if number else "utf-8-sig", unique_keys=True)
+            return parse_json(file.readline(), f"{name}:{number + 1}")
 
-    return Source(name, numbers, read, checksum, size, ":")
+    return Source(name, numbers, read, start, ":")
 
 
-def _read_csv(name: str) -> Source:
-    """A file of the form that spreadsheets write (RFC 4180), whose first row names the fields; all values are texts,
-    and an empty one is None. Blank lines are no rows; the number of a row is the number of its first line."""
+def _read_csv(name: str) -> list[dict]:
+    """The rows of a file as spreadsheets write it (RFC 4180). The first row names the fields; each value is a text, and
+    an empty value is None."""
     csv.field_size_limit(2**31 - 1)  # of this process; csv's own limit is 128 KiB
-    rows: dict[int, list[str]] = {}
-    number = 0
     with open_file(name) as file:
-        reader = csv.reader((str(line, "utf-8" if i else "utf-8-sig") for i, line in enumerate(file)), strict=True)
+        lines = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
         try:
-            for fields in reader:
-                if fields:
-                    rows[number] = fields
-                number = reader.line_num
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise DataError(f"{name}:{number + 1}: not valid csv ({error})") from error
-    numbers = list(rows)
-    header = rows[numbers[0]] if rows else []
-    if len(set(header)) < len(header):
-        raise DataError(f"{name}:{numbers[0] + 1}: two fields have one name: {', '.join(map(repr, header)):.200}")
-
-    def read(number: int) -> dict[str, str | None]:
-        fields = rows[number]
-        if len(fields) != len(header):
-            raise DataError(f"{name}:{number + 1}: {len(fields)} fields, and the first row names {len(header)}")
-        return {key: value or None for key, value in zip(header, fields, strict=True)}
-
-    return Source(name, numbers[1:], read, len(rows), os.path.getsize(name), ":")
+            header = next(lines, [])
+            return [dict(zip(header, (text or None for text in row), strict=True)) for row in lines if row]
+        except (csv.Error, ValueError) as error:  # ValueError: another number of fields than the header, or no UTF-8
+            raise DataError(f"{name}:{lines.line_num}: not valid csv ({error})") from error
 
 
 def _held(name: str, rows: Sequence[dict]) -> Source:
-    def read(number: int) -> Any:  # a copy: a processor may change it
-        return call(f"{name}, row {number + 1}", lambda: deepcopy(rows[number]))
-
-    return Source(name, range(len(rows)), read, len(rows), 0)
+    """Rows in memory. A read gives a copy, because a processor may change its row."""
+    return Source(name, range(len(rows)), lambda number: deepcopy(rows[number]), 0)
 
 
 def _read_parquet(name: str, files: Sequence[str | Path]) -> Source:
@@ -178,9 +152,7 @@ def _read_parquet(name: str, files: Sequence[str | Path]) -> Source:
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"{name}: cannot be read as parquet ({error})") from error
     # The table stays in its columns: it is far smaller than its rows as dicts.
-    return Source(
-        name, range(len(table)), lambda number: table.slice(number, 1).to_pylist()[0], len(table), table.nbytes
-    )
+    return Source(name, range(len(table)), lambda number: table.slice(number, 1).to_pylist()[0], table.nbytes)
 
 
 def _read_hub(name: str, cfg: DatasetConfig) -> Source:

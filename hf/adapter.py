@@ -10,7 +10,7 @@ from pathlib import Path
 from config import ConfigError, PolicyConfig, shortened
 from hf.files import read_json
 from hf.lora_layers import KEY, adapted_layers, factor_shapes
-from hf.model_config import FLOATS, ModelConfig, open_weights
+from hf.model_config import ModelConfig, open_weights, stored_shapes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_SHA256 = "base_sha256"  # key in the header of WEIGHTS that a run writes: the hash of the base's weights
@@ -60,8 +60,7 @@ def check_adapter(policy: PolicyConfig, model: ModelConfig) -> None:
             raise ConfigError(f"{source}: {field}={shortened(fields.get(field))}, but {value} by {KEY}{key}")
     with open_weights(file) as tensors:
         has_sha256 = BASE_SHA256 in (tensors.metadata() or {})
-        headers = {name: tensors.get_slice(name) for name in tensors.keys()}
-        stored = {n: x.get_shape() if x.get_dtype() in FLOATS else x.get_dtype() for n, x in headers.items()}
+        stored = stored_shapes(tensors)
     base = fields.get("base_model_name_or_path")
     # A hub name and the folder of its copy end alike. If the hash is known, the weights are compared, not the names.
     ends = {os.path.basename(os.path.abspath(str(name))) for name in (base, policy.model_name)}

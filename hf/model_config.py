@@ -1,7 +1,7 @@
 """What a model folder holds: the architecture in config.json, and the weights in safetensors files.
 
-Owns the list of supported architectures: a model is refused if `model.Decoder` would compute something other than its
-authors do. No torch, so that `grpo.py --check` answers in a second.
+This module owns the list of supported architectures: it refuses a model if `model.Decoder` would compute something
+other than the model's authors do. No torch, so that `grpo.py --check` answers in a second.
 """
 
 import dataclasses
@@ -76,8 +76,8 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: dict, source: str = "config.json") -> "ModelConfig":
-        """Reads the dict of a config.json written by transformers 4 or 5; `source` names it in messages. ConfigError
-        names a field that is missing, is not the number it should be, or asks for what `Decoder` does not compute."""
+        """Reads the dict of a config.json written by transformers 4 or 5; `source` names the file in messages.
+        ConfigError names a field that is missing, has the wrong type, or asks for what `Decoder` does not compute."""
         content, hf = hf, hf | _rope_of(hf, source)
         of_llama = {"sliding_window": (None,)} if hf.get("model_type") == "llama" else {}  # Qwen's has a switch
         for field, supported in (SUPPORTED_VALUES | of_llama).items():
@@ -85,36 +85,23 @@ class ModelConfig:
                 names = ", ".join("absent" if value is None else repr(value) for value in supported)
                 raise ConfigError(f"{source}: {field}={hf.get(field)!r:.80} is not supported; supported: {names}")
         names = hf.get("architectures") or []  # vLLM builds the first
-        if not isinstance(names, list) or not all(str(name).lower().startswith(hf["model_type"]) for name in names):
+        if not all(name.lower().startswith(hf["model_type"]) for name in names):
             raise ConfigError(f"{source}: architectures={names!r:.80} is not of model_type={hf['model_type']!r}")
-        layer_types = hf.get("layer_types") or []
-        if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-            raise ConfigError(f"{source}: layer_types: only a list of 'full_attention' is supported")
+        if any(kind != "full_attention" for kind in hf.get("layer_types") or ()):
+            raise ConfigError(f"{source}: layer_types: only 'full_attention' is supported")
         llama3 = Llama3Rope.__dataclass_fields__ if hf["rope_type"] == "llama3" else ()
-        missing = [field for field in (*INTEGERS, "rms_norm_eps", *llama3) if hf.get(field) is None]
-        if missing:
-            raise ConfigError(f"{source}: {', '.join(missing)} missing")
         for field in (*INTEGERS, *MORE_INTEGERS, *NUMBERS):
-            value = hf.get(field)
-            types, kind = (int | float, "number") if field in NUMBERS else (int, "whole number")
-            is_number = isinstance(value, types) and not isinstance(value, bool)
-            if value is not None and not (is_number and 0 < value < 2**63):
-                raise ConfigError(f"{source}: {field}={value!r:.80} is not a {kind} above 0")
-        if layer_types and len(layer_types) != hf["num_hidden_layers"]:
-            raise ConfigError(f"{source}: {len(layer_types)} layer_types, num_hidden_layers={hf['num_hidden_layers']}")
+            value, types = hf.get(field), (int, float) if field in NUMBERS else (int,)
+            is_needed = value is not None or field in (*INTEGERS, "rms_norm_eps", *llama3)
+            if is_needed and not (isinstance(value, types) and value > 0):
+                expected = " or ".join(kind.__name__ for kind in types)
+                raise ConfigError(f"{source}: {field}={value!r:.80}: expected {expected} above 0")
         is_qwen2, has_bias = hf["model_type"] == "qwen2", bool(hf.get("attention_bias"))
         heads = hf["num_attention_heads"]
-        kv_heads, head_dim = hf.get("num_key_value_heads") or heads, hf.get("head_dim") or hf["hidden_size"] // heads
-        if llama3 and hf["low_freq_factor"] >= hf["high_freq_factor"]:
-            raise ConfigError(f"{source}: low_freq_factor={hf['low_freq_factor']} is not below high_freq_factor")
-        if heads % kv_heads:
-            raise ConfigError(f"{source}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
-        if head_dim < 2 or head_dim % 2:
-            raise ConfigError(f"{source}: head_dim={head_dim}: not even (absent: hidden_size / num_attention_heads)")
         return cls(
             **{field: hf[field] for field in INTEGERS},
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
+            num_key_value_heads=hf.get("num_key_value_heads") or heads,
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
             rms_norm_eps=hf["rms_norm_eps"],
             rope_theta=hf.get("rope_theta") or DEFAULT_THETA,
             rope_scaling=Llama3Rope(**{field: hf[field] for field in llama3}) if llama3 else None,
@@ -128,7 +115,7 @@ class ModelConfig:
         )
 
     def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, shape) of each weight, as a checkpoint has them; a tied head is not repeated."""
+        """(name, shape) of each weight, as in a model folder; a tied head is not repeated."""
         hidden, inner = self.hidden_size, self.intermediate_size
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         yield "model.embed_tokens.weight", (self.vocab_size, hidden)
@@ -148,82 +135,65 @@ class ModelConfig:
 
 
 def _rope_of(hf: dict, source: str) -> dict:
-    """The settings of the rotary embedding, with their `rope_type`. ConfigError for a setting that is given twice, or
-    would have no effect."""
+    """The settings of the rotary embedding, with `rope_type`. ConfigError for a setting that `Decoder` would ignore."""
     given = [hf[name] for name in ("rope_parameters", "rope_scaling") if hf.get(name)]  # transformers 5 and 4
     rope = given[0] if given else {}
-    if not isinstance(rope, dict) or any(each != rope for each in given):
-        values = " and ".join(map(repr, given))
-        raise ConfigError(f"{source}: rope_parameters or rope_scaling: expected one mapping, got {values:.160}")
+    if given != [rope] * len(given):
+        raise ConfigError(f"{source}: rope_parameters and rope_scaling differ: remove one")
     rope = {"rope_type": rope.get("type", "default")} | rope
     applied = ROPE_FIELDS + (tuple(Llama3Rope.__dataclass_fields__) if rope["rope_type"] == "llama3" else ())
-    beside = hf | {"type": rope["rope_type"]}
-    for name, value in rope.items():
-        if rope["rope_type"] in SUPPORTED_VALUES["rope_type"] and name not in applied:
-            raise ConfigError(f"{source}: {name}={value!r:.80} has no effect with rope_type={rope['rope_type']!r}")
-        if beside.get(name) not in (None, value):
-            raise ConfigError(
-                f"{source}: {name}={value!r:.80} in its rope settings, but {beside[name]!r:.80} beside it"
-            )
+    ignored = [name for name in rope if name not in applied]
+    if rope["rope_type"] in SUPPORTED_VALUES["rope_type"] and ignored:
+        raise ConfigError(f"{source}: {', '.join(ignored)} has no effect with rope_type={rope['rope_type']!r}")
     return rope
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """model.safetensors, or the files that the index names. `check_weights` says whether they are whole."""
+    """model.safetensors, or the files of this folder that the index names. They may be missing."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
         return [single]
     if not index.exists():
-        adapter = any(folder.glob("adapter_model.*"))
-        why = "merge the adapter into its model" if adapter else "other formats are not read: they can run code"
-        raise ConfigError(f"{folder}: no {single.name} nor {index.name} ({why})")
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ConfigError(f"{index}: no 'weight_map' of name to file")
-    names = sorted(set(weight_map.values()))
-    if outside := [name for name in names if Path(name).name != name]:
-        raise ConfigError(f"{index}: {outside[0]!r:.80} is no file of this folder")
-    return [folder / name for name in names]
+        raise ConfigError(
+            f"{folder}: no {single.name} nor {index.name} (other formats are not read: they can run code)"
+        )
+    return [folder / name for name in sorted({Path(name).name for name in read_json(index)["weight_map"].values()})]
+
+
+def stored_shapes(file: safe_open) -> dict[str, list[int] | str]:
+    """Name -> shape of each tensor in an open file, or its dtype if that is no float. Reads the header only."""
+    headers = {name: file.get_slice(name) for name in file.keys()}
+    return {name: x.get_shape() if x.get_dtype() in FLOATS else x.get_dtype() for name, x in headers.items()}
 
 
 def check_weights(folder: Path, expected: Iterable[tuple[str, Sequence[int]]]) -> None:
     """ConfigError unless the folder's files are whole and hold the `expected` tensors, (name, shape), as floats, and no
-    others. The copy of a tied head and rotary frequencies, which some models store, are ignored. Reads headers only."""
-    stored: dict[str, tuple[Path, list[int], str]] = {}
+    others. A copy of a tied head and rotary frequencies, which some models store, are ignored. Reads headers only."""
+    stored: dict[str, tuple[Path, list[int] | str]] = {}
     for path in weight_files(folder):
         with open_weights(path) as file:
-            for name in file.keys():
-                if name in stored:
-                    raise ConfigError(f"{path}: {name!r:.80} is in {stored[name][0].name} too")
-                tensor = file.get_slice(name)
-                stored[name] = path, tensor.get_shape(), tensor.get_dtype()
+            stored |= {name: (path, shape) for name, shape in stored_shapes(file).items()}
     for name, shape in expected:
-        if name not in stored:
-            raise ConfigError(f"{folder}: weights do not match its config.json; missing: {name}")
-        path, stored_shape, dtype = stored.pop(name)
-        if stored_shape != list(shape):
-            raise ConfigError(f"{path}: {name}: shape {stored_shape}, but {list(shape)} by config.json")
-        if dtype not in FLOATS:
-            raise ConfigError(f"{path}: {name}: dtype {dtype} is not one of {', '.join(FLOATS)}")
-    spare = ("lm_head.weight", "rotary_emb.inv_freq")
-    unexpected = [f"{name:.80} ({path.name})" for name, (path, _, _) in stored.items() if not name.endswith(spare)]
-    if unexpected:
-        raise ConfigError(f"{folder}: weights do not match its config.json; unexpected: {', '.join(unexpected[:5])}")
+        path, found = stored.pop(name, (folder, "missing"))
+        if found != list(shape):
+            raise ConfigError(f"{path}: {name} is {found}, but {list(shape)} by config.json")
+    for name, (path, _) in stored.items():
+        if not name.endswith(("lm_head.weight", "rotary_emb.inv_freq")):
+            raise ConfigError(f"{path}: {name} is not in the model that config.json describes")
 
 
 def open_weights(path: Path, framework: str = "numpy") -> safe_open:
-    """An open safetensors file. ConfigError where its header is malformed or does not give the size of the file."""
+    """An open safetensors file. ConfigError if its header is malformed or does not give the size of the file."""
     try:
         return safe_open(path, framework=framework)
-    except (OSError, MemoryError, SafetensorError) as error:  # MemoryError: a size that lies
+    except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path}: not a readable safetensors file ({error!s:.200}); fetch it again") from error
 
 
 def resolve_folder(name: str, key: str) -> Path:
     """The local folder for the value of config key `key`: a Hugging Face folder, or a hub name `org/model`. DataError
-    where there is none."""
+    if there is none."""
     folder = Path(name)
-    # os.path says no to a name that is too long for the file system; Path's own methods raise.
     if not os.path.exists(folder) and name.count("/") == 1 and not name.startswith((".", "/")):
         problem = f"{key}: '{name}' is no local folder"
         instead = "without network, download it elsewhere and give the folder's path"
@@ -238,7 +208,7 @@ def resolve_folder(name: str, key: str) -> Path:
 
 
 def read_model_config(folder: Path, overrides: HFConfigOverrides | None = None) -> ModelConfig:
-    """The folder's config.json, with overrides of it. ConfigError where the model is not supported."""
+    """The folder's config.json, with `overrides`. ConfigError if the model is not supported."""
     hf = read_json(folder / "config.json")
     if overrides and overrides.max_position_embeddings:
         hf["max_position_embeddings"] = overrides.max_position_embeddings

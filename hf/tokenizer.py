@@ -8,7 +8,6 @@ added tokens that look like `<|this|>`. Other added tokens (`<think>`) are words
 """
 
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -24,6 +23,7 @@ import tokenizers
 
 from config import DataError
 from hf.files import read_bytes, read_json, read_text
+from system.imports import describe
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LOOKS_SPECIAL = re.compile("<[|\uff5c].*[|\uff5c]>")  # DeepSeek's turn marks are not flagged special
@@ -61,47 +61,32 @@ class Tokenizer:
         self.backend.no_truncation()  # the file may ask for both; transformers ignores it too
         self.backend.no_padding()
         self.vocab_size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
-        if not self.vocab_size:
-            raise DataError(f"{self.file}: its vocabulary is empty")
-        self.settings_file = folder / "tokenizer_config.json"
-        self.settings = read_json(self.settings_file) if os.path.lexists(self.settings_file) else {}
-        self.names: dict[str, Any] = {"documents": None}
-        for name in SPECIAL:
-            value = self.settings.get(name) or ""
-            text = value.get("content") if isinstance(value, dict) else value
-            if not isinstance(text, str):
-                raise DataError(f"{self.settings_file}: {name}: expected text or {{content: text}}, got {value!r}")
-            if text:
-                self.names[name] = text
-        eos_token = self.names.get("eos_token", "")
-        reserved = {"messages", "tools", "documents", "add_generation_prompt"} & (template_kwargs or {}).keys()
-        if reserved:
-            raise DataError(f"policy.tokenizer.chat_template_kwargs: {min(reserved)} is not yours to set")
-        self.names |= template_kwargs or {}
+        settings_file = folder / "tokenizer_config.json"
+        self.settings = read_json(settings_file) if settings_file.exists() else {}
+        given = {name: self.settings.get(name) for name in SPECIAL}
+        special = {name: text["content"] if isinstance(text, dict) else text for name, text in given.items() if text}
+        self.names: dict[str, Any] = {"documents": None} | special | (template_kwargs or {})
         # One date for everything that this process renders, also past midnight; the time would differ between ranks.
         self.now = datetime.combine(datetime.now(), datetime.min.time())
         self.templates = {name: self._compile(text, folder) for name, text in self._texts(folder, template).items()}
-        self.eos_token_ids = self._eos_token_ids(folder, eos_token)
+        self.eos_token_ids = self._eos_token_ids(folder, special.get("eos_token", ""))
         self._find_control_tokens()
 
     def _texts(self, folder: Path, template: str | None) -> dict[str, str]:
         """Name -> template, of which one is "default"; {} for none."""
-        if template is None or "{" in template:
-            return {} if template is None else {"default": template}
+        if template is None:
+            return {}
         if template != "default":
-            if not os.path.isfile(template):
-                raise DataError(
-                    f"policy.tokenizer.chat_template={template!r:.80}: no such file, and no template either; default = "
-                    "the model's own, null = none"
-                )
-            return {"default": read_text(template)}
+            try:
+                return {"default": template if "{" in template else read_text(template)}
+            except DataError as error:
+                fix = "default = the model's own template, null = none"
+                raise DataError(f"policy.tokenizer.chat_template: no template and no file: {error}; {fix}") from error
         file = folder / "chat_template.jinja"
-        entries = read_text(file) if os.path.lexists(file) else self.settings.get("chat_template")
-        if not isinstance(entries, list):  # else HF's named templates: [{"name": "default", "template": ...}, ...]
-            entries = [] if entries is None else [{"name": "default", "template": entries}]
-        if not all(isinstance(entry, dict) and isinstance(entry.get("template"), str) for entry in entries):
-            raise DataError(f"{self.settings_file}: chat_template: expected text, or a list of {{name, template}}")
-        texts = {name: entry["template"] for entry in entries if (name := entry.get("name")) in ("default", "tool_use")}
+        entries = read_text(file) if file.exists() else self.settings.get("chat_template") or []
+        if isinstance(entries, str):
+            return {"default": entries}
+        texts = {entry["name"]: entry["template"] for entry in entries}  # HF's named templates
         return texts if "default" in texts else {}
 
     def _compile(self, text: str, folder: Path) -> jinja2.Template:
@@ -120,20 +105,12 @@ class Tokenizer:
 
     def _eos_token_ids(self, folder: Path, token: str) -> list[int]:
         ids = {self.backend.token_to_id(token)} - {None}
-        if token and not ids:
-            raise DataError(f"{self.settings_file}: eos_token={token!r:.80} is no token of {self.file.name}")
         for file in (folder / "generation_config.json", folder / "config.json"):
-            value = read_json(file).get("eos_token_id") if os.path.lexists(file) else None
-            file_ids = value if isinstance(value, list) else [] if value is None else [value]
-            if any(type(token_id) is not int or token_id < 0 for token_id in file_ids):
-                raise DataError(f"{file}: eos_token_id: expected an id or a list of ids, got {value!r:.80}")
-            if max(file_ids, default=0) >= self.vocab_size:  # the ids of a padded vocabulary are never sampled
-                limit = f"the ids of {self.file.name} end at {self.vocab_size - 1}"
-                raise DataError(f"{file}: eos_token_id={value!r:.80}: {limit}, so no reply would end with it")
-            ids |= set(file_ids)
-        if not ids:
-            files = "generation_config.json, config.json or tokenizer_config.json"
-            raise DataError(f"{folder}: no eos_token_id in {files}")
+            value = read_json(file).get("eos_token_id") if file.exists() else None
+            ids |= set(value if isinstance(value, list) else [] if value is None else [value])
+        if not ids or max(ids) >= self.vocab_size:  # the ids of a padded vocabulary are never sampled
+            expected = f"expected ids below {self.vocab_size} in generation_config.json or config.json (eos_token_id)"
+            raise DataError(f"{folder}: end tokens {ids or '{}'}: {expected}, or tokenizer_config.json (eos_token)")
         return sorted(ids)
 
     def _find_control_tokens(self) -> None:
@@ -168,8 +145,8 @@ class Tokenizer:
 
         Without a template (a base model): the messages' text, after what the tokenizer puts before a text (Llama's
         BOS); the reply goes on from there. A text with a control token is escaped where the caller asks for it; else it
-        raises ControlTokenInText. Raises whatever a template raises. Of a prompt of more than `max_tokens` it may give
-        the first ids only, and more than `max_tokens`: the whole of 25 MB takes 24 s.
+        raises ControlTokenInText. DataError if the template refuses the messages. Of a prompt of more than `max_tokens`
+        it may return only the first ids, but more than `max_tokens`: to encode 25 MB takes 24 s.
         """
         ids = self._encode(self._write(messages, tools, add_generation_prompt, escape=escape), max_tokens)
         if self.templates or not ids:
@@ -185,16 +162,12 @@ class Tokenizer:
         messages: the conversation before the reply. The reply itself is never encoded: the template gets one private
         character in its place. Its sampled end token is not repeated. Control tokens in the observation are escaped.
         Where a template rewrites earlier turns (drops their thinking), the sampled ids stay as they were sampled.
-        Raises DataError where the template refuses the observation or leaves out the reply.
+        Raises DataError if the template refuses the observation or leaves out the reply.
         """
         used = set().union(*_strings([messages, observation, tools]))
         hole = next(char for char in map(chr, PRIVATE_USE) if char not in used)
         reply = {"role": "assistant", "content": hole}
-        try:
-            text = self._write([*messages, reply, *observation], tools, escape=True)
-        except jinja2.TemplateError as error:
-            refusal = f"the chat template refuses what the environment answers {observation}"
-            raise DataError(f"{refusal} ({error})") from error
+        text = self._write([*messages, reply, *observation], tools, escape=True)
         if hole not in text:
             raise DataError("the chat template leaves out the assistant's last message: it is not for several turns")
         text = text[text.rindex(hole) + 1 :]
@@ -222,7 +195,10 @@ class Tokenizer:
                 return "".join(message["content"] for message in parts[:-1])
             template = self.templates["tool_use" if tools and "tool_use" in self.templates else "default"]
             values = {"messages": parts[:-1], "tools": parts[-1], "add_generation_prompt": add_generation_prompt}
-            return template.render(self.names | values)
+            try:
+                return template.render(self.names | values)
+            except Exception as error:  # a template is a program
+                raise DataError(f"the chat template refuses {messages!r:.200}: {describe(error)}") from error
 
         parts = [*messages, list(tools) if tools else None]
         escaped = self._escape(parts)

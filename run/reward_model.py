@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import jinja2
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from config import Config
+from config import Config, DataError
 from data import first_fit
 from hf.model_config import ModelConfig
 from hf.tokenizer import Tokenizer
@@ -98,7 +97,7 @@ class RewardModel:
         """
         try:
             ids = self.tokenizer.render(messages, add_generation_prompt=False, escape=True)
-        except jinja2.TemplateError:
+        except DataError:
             return []
         while len(ids) > 1 and ids[-1] == self.pad_token_id:
             ids.pop()

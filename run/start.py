@@ -12,7 +12,7 @@ import torch
 
 import config
 from batch import needs_old_logps
-from check.preflight import RunInputs, data_lines, lora_note, memory_plan, num_steps_of, warmup_problem
+from check.preflight import RunInputs, data_lines, memory_plan, notes, num_steps_of
 from check.resume import checkpoint_folder
 from check.rules import must_save_by_seconds
 from engine import Engine
@@ -137,10 +137,8 @@ def set_up(
         restore(run)
     if not run.is_finished:  # else there is no next prompt
         ranks.print_rank0("\n".join(data_lines(cfg, inputs, run.state.cursor)))
-    if problem := warmup_problem(cfg, run.num_steps):
-        ranks.print_rank0(f"WARNING: {problem}")
-    if note := lora_note(cfg):
-        ranks.print_rank0(f"LoRA: {note}")
+    for note in notes(cfg, run.num_steps):
+        ranks.print_rank0(f"WARNING: {note}")
     if ranks.rank == 0:
         run.log = RunLog(folder, cfg.logger, first_step=run.state.step + 1, num_steps=run.num_steps)
     return run

@@ -14,20 +14,13 @@ PROGRAM = ("check", "dataset", "envs", "graders", "hf", "run", "system")  # thes
 
 
 def import_attribute(path: str, key: str) -> Any:
-    """The attribute that `path`, "module:name", names. The module may be in the working directory. Raises a ConfigError
-    that names the config key `key` if the module or its attribute cannot be imported."""
+    """The attribute that `path`, "module:name", names. The module may be in the working directory. ConfigError names
+    the config key `key` if the module or its attribute cannot be imported."""
     module, _, attribute = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # last, so that no file there takes the place of ours
-    name = f"{key} '{path}': cannot be imported: it"
-    try:
-        return call(name, lambda: getattr(importlib.import_module(module), attribute))
-    except DataError as error:
-        if isinstance(error.__cause__, ModuleNotFoundError) and error.__cause__.name == module.partition(".")[0]:
-            places = f"the working directory, here {os.getcwd()} (train.sh sets it to the repository), and PYTHONPATH"
-            fix = f"put {error.__cause__.name}.py there, or start with PYTHONPATH=FOLDER"
-            raise DataError(f"{error}; modules are looked for in {places}: {fix}") from error
-        raise
+    name = f"{key} '{path}': cannot be imported from the working directory ({os.getcwd()}) or PYTHONPATH: it"
+    return call(name, lambda: getattr(importlib.import_module(module), attribute))
 
 
 def call(name: str, function: Callable, *args: Any, **kwargs: Any) -> Any:

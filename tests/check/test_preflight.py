@@ -96,7 +96,7 @@ def test_check_names_the_environment_that_lacks_a_reward_for_gdpo(tmp_path, monk
     mixed = replace(
         cfg, data=replace(cfg.data, train=(cfg.data.train[0], replace(cfg.data.train[1], env_name="exact")))
     )
-    with pytest.raises(ConfigError, match=r"name=gdpo needs .*'exact' declares none.*reward_names"):
+    with pytest.raises(ConfigError, match=r"name=gdpo needs .*'exact': \[\].*grpo.adv_estimator.name=grpo"):
         read_inputs(mixed)
     assert read_inputs(replace(mixed, grpo=replace(mixed.grpo, adv_estimator=config.AdvEstimatorConfig())))
 
@@ -105,15 +105,11 @@ def test_check_names_the_environment_that_lacks_a_reward_for_gdpo(tmp_path, monk
     ("declared", "weights", "message"),
     [
         ({"a": ("x", "y"), "b": ("y", "x")}, (1.0, 2.0), None),
-        (
-            {"a": ("x", "y"), "b": ("y",)},
-            None,
-            r"needs the same two .*'a' declares x, y; .*'b' declares y; .*StepResult",
-        ),
-        ({"a": ("x",), "b": ("x",)}, None, r"two or more .*env_name 'a' declares x"),
-        ({"a": ()}, None, r"two or more .*env_name 'a' declares none"),
-        ({"a": ("x", "y")}, (1.0,), r"reward_weights=\[1.0\]: must be 2 numbers, for x, y$"),
-        ({"a": None}, None, r"env_name 'a' declares none"),
+        ({"a": ("x", "y"), "b": ("y",)}, None, r"needs the same two .*'a': \['x', 'y'\], 'b': \['y'\].*StepResult"),
+        ({"a": ("x",), "b": ("x",)}, None, r"two or more .*'a': \['x'\]"),
+        ({"a": ()}, None, r"two or more .*'a': \[\]"),
+        ({"a": ("x", "y")}, (1.0,), r"reward_weights=\[1.0\]: .*\['x', 'y'\]$"),
+        ({"a": None}, None, r"'a': \[\]"),
     ],
 )
 def test_gdpo_needs_the_same_two_rewards_of_each_environment(declared, weights, message):
@@ -130,10 +126,8 @@ def test_gdpo_needs_the_same_two_rewards_of_each_environment(declared, weights, 
 
 def test_stop_tokens_are_ids_of_the_tokenizer(tmp_path):
     assert fits(tmp_path, vocab_size=90, stop_token_ids=(0, 89)) == "fits"
-    assert fits(tmp_path, vocab_size=90, stop_token_ids=(0, 90)) == (
-        "policy.generation.stop_token_ids: 90 is no token of the model, whose ids end at 89 "
-        f"({tmp_path / 'tokenizer.json'}): take it out"
-    )
+    message = fits(tmp_path, vocab_size=90, stop_token_ids=(0, 90))
+    assert message.startswith("policy.generation.stop_token_ids: 90 is no token") and "ids up to 89" in message
 
 
 def without_plan(summary):
@@ -176,8 +170,8 @@ def test_gsm8k_recipe_with_local_files(recipe, tmp_path, name):
         f"train      {tmp_path}/gsm8k_train.jsonl, graded by math: 40 prompts",
         f"validation {tmp_path}/gsm8k_validation.jsonl, graded by math: 9 prompts",
         "steps      5 of 32 prompts x 16 samples",
-        "warm-up    policy.scheduler.warmup_steps=50 is more than a third of the run's 5 steps: the rate reaches "
-        "policy.optimizer.kwargs.lr only at step 51; for a run this short a smaller warmup_steps reaches it sooner",
+        "note       policy.scheduler.warmup_steps=50 is more than a third of the run's 5 steps: set fewer for a run "
+        "this short",
     ]
     inputs = preflight.read_inputs(cfg)
     problem = inputs.train.datasets["gsm8k_train"].problems[10]
@@ -198,8 +192,8 @@ def test_check_says_how_much_it_looked_at(recipe, tmp_path, monkeypatch):
     held_out.write_text("".join(json.dumps(row) + "\n" for row in rows[3:13]))
     cfg = recipe("smoke.yaml", f"data.train.data_path={file}", f"data.validation.data_path={held_out}")
     assert without_plan(check(cfg))[1:] == [
-        f"train      {file}, graded by exact: 100 rows, 10 checked (the first 5, the others at random), "
-        "1 left out: over 24 tokens",
+        f"train      {file}, graded by exact: 99 prompts, 10 rows checked (the first 5, the others at random), "
+        f"1 left out: over 24 tokens (first: {file}:3)",
         f"validation {held_out}, graded by exact: 10 prompts",
         "first      row 0 of rows: '<|user|>0+1=<|end|><|assistant|>', expected answer '1'",
         "steps      120 of 16 prompts x 16 samples",
@@ -237,18 +231,16 @@ def test_the_first_prompt_is_what_training_draws_first(recipe, tmp_path, monkeyp
 def test_a_warmup_of_more_than_a_third_of_the_run_is_told():
     def told(warmup_steps, num_steps, **keys):
         scheduler = config.SchedulerConfig(warmup_steps=warmup_steps, **keys)
-        return preflight.warmup_problem(config.Config(policy=config.PolicyConfig(scheduler=scheduler)), num_steps)
+        return preflight.notes(config.Config(policy=config.PolicyConfig(scheduler=scheduler)), num_steps)
 
-    assert told(50, 60) == (
-        "policy.scheduler.warmup_steps=50 is more than a third of the run's 60 steps: the rate reaches "
-        "policy.optimizer.kwargs.lr only at step 51; for a run this short a smaller warmup_steps reaches it sooner"
-    )
+    (note,) = told(50, 60)
+    assert "policy.scheduler.warmup_steps=50" in note and "60 steps" in note
     silent = [(20, 60), (0, 1), (1, 3), (50, 150), (50, 10**6)]
-    assert [told(*numbers) for numbers in silent] == [None] * len(silent)
+    assert not any(told(*numbers) for numbers in silent)
     assert all(told(*numbers) for numbers in [(21, 60), (1, 2), (50, 149), (1, 1)])
-    assert told(50, 60, warmup_start_factor=1.0) is None  # the rate is the whole one from the first step
+    assert not told(50, 60, warmup_start_factor=1.0)  # the rate is the whole one from the first step
     for num_steps in range(1, 100):  # who does as told does not hear of it again, once a third is left
-        assert told(num_steps // 3 + 1, num_steps) and told(num_steps // 3, num_steps) is None
+        assert told(num_steps // 3 + 1, num_steps) and not told(num_steps // 3, num_steps)
 
 
 RECIPES = [*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/*/*.yaml")]
@@ -269,7 +261,7 @@ def test_no_warmup_of_a_recipe_that_ships_is_told(path, monkeypatch):
         num_problems += len(Path(section.data_path).read_text().splitlines())
     num_steps = preflight.num_steps_of(cfg, num_problems)
     assert num_steps >= 60 or cfg.policy.scheduler.warmup_steps == 0
-    assert preflight.warmup_problem(cfg, num_steps) is None
+    assert not any("warmup_steps" in note for note in preflight.notes(cfg, num_steps))
 
 
 def test_all_goes_with_check(monkeypatch):

@@ -162,7 +162,10 @@ def test_no_argument_is_answered_with_the_usage(work):
     ("words", "message"),
     [
         (["grpo.seed=many"], "grpo.seed: expected int, got 'many'"),
-        (["data.train.output_key=output"], "train.jsonl:1: no key 'output'; keys: input, answer"),
+        (
+            ["data.train.output_key=output"],
+            "train.jsonl:1: none of the keys output; the row has input, answer: set output_key",
+        ),
         (["policy.model_name=absent"], "policy.model_name: no folder 'absent'"),
     ],
 )

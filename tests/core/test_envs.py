@@ -170,11 +170,7 @@ def test_classes_by_dotted_path_get_their_arguments():
         ),
         ("Plain", {"x": 1}, r"^env.custom\['test_envs:Plain'\]: .* TypeError: Plain\(\) takes no arguments"),
         ("NoClose", {}, r"^env_name 'test_envs:NoClose': no method close\(\); derive the class from envs.Environment"),
-        (
-            "OUTCOMES",
-            {},
-            r"cannot be imported: it raised AttributeError: module 'test_envs' has no attribute 'OUTCOMES'",
-        ),
+        ("OUTCOMES", {}, r"cannot be imported .*AttributeError: module 'test_envs' has no attribute 'OUTCOMES'"),
         ("GRADES", {}, "not a callable object"),
         ("length", {"x": 1}, "takes no env.custom arguments"),
         ("no_completions", {}, "a reward function takes `completions`"),

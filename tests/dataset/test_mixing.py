@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -142,21 +142,22 @@ def test_a_draw_leaves_the_cursor_before_it_as_it_was(curriculum):
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
-    [
-        (["a"] * 3, "data.custom_dataloader 'mine:sampler' gave 3 prompts instead of 4"),
-        (
-            ["a", "b", "d", "a"],
-            "data.custom_dataloader 'mine:sampler' gave ('d', None), which is no problem of {'a': 20, 'b': 20, 'c'",
-        ),
-        (["a", "b", ("a", 20), "a"], "data.custom_dataloader 'mine:sampler' gave ('a', 20), which is no problem of"),
-        (["a", "b", ("a", -1), "a"], "data.custom_dataloader 'mine:sampler' gave ('a', -1), which is no problem of"),
-    ],
+    "asked", [["a"] * 3, ["a"] * 5, ["a", "b", "d", "a"], ["a", "b", ("a", 20), "a"], ["a", "b", ("a", -1), "a"], None]
 )
-def test_sampler_that_asks_for_what_is_not_there(curriculum, asked, told):
-    with pytest.raises(ConfigError) as error:
+def test_sampler_that_asks_for_what_is_not_there(curriculum, asked):
+    with pytest.raises(ConfigError, match=r"^data\.custom_dataloader 'mine:sampler' "):
         batches(curriculum(lambda **_: asked), [4])
-    assert str(error.value).startswith(told)
+
+
+def test_a_samplers_memory_must_fit_into_a_checkpoint(curriculum):
+    def sampler(*, memory, **_):
+        memory["set"] = {1}
+        return ["a"]
+
+    with pytest.raises(
+        ConfigError, match=r"^data\.custom_dataloader 'mine:sampler' raised TypeError: .*set is not JSON"
+    ):
+        batches(curriculum(sampler), [1])
 
 
 def test_sampler_that_cannot_be_imported():
@@ -218,15 +219,3 @@ def test_order_is_numpys_permutation_of_each_epoch():
     orders = [np.random.Generator(np.random.PCG64([3, epoch])).permutation(5) for epoch in range(4)]
     assert epoch_order(5, 3, 14, seed=3, shuffle=True) == np.concatenate(orders)[3:17].tolist()
     assert epoch_order(5, 3, 9, seed=3, shuffle=False) == [3, 4, 0, 1, 2, 3, 4, 0, 1]
-
-
-def test_order_resumes_anywhere_and_does_not_depend_on_the_batch():
-    whole = epoch_order(7, 0, 70, seed=42, shuffle=True)
-    for batch in (1, 3, 7, 10, 14):
-        parts = [
-            epoch_order(7, start, end - start, seed=42, shuffle=True) for start, end in pairwise(range(0, 71, batch))
-        ]
-        assert list(chain(*parts)) == whole[: len(parts) * batch]
-    epochs = [whole[i : i + 7] for i in range(0, 70, 7)]
-    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
-    assert len(set(map(tuple, epochs))) > 5 and whole != epoch_order(7, 0, 70, seed=43, shuffle=True)

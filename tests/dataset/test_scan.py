@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from dataset_case import GOOD, USER, load, read, refused
+from dataset_case import GOOD, load, read, refused
 from ranks import ranks
 
 from config import DataError, DatasetConfig
@@ -37,34 +37,32 @@ def test_rows_left_out_are_counted(tokenizer, monkeypatch):
     def processor(raw):
         return None if raw["q"] == "no" else {"input": raw["q"], "output": raw["a"], "reward": raw["r"]}
 
-    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(processor=processor, wrong=lambda raw: [raw]))
+    def fails(raw):
+        return raw["absent"]
+
+    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(processor=processor, wrong=lambda raw: [raw], fails=fails))
     rows = [{"q": q, "a": a, "r": r} for q, a, r in (("no", 1, 1), ("x" * 9, 2, 0.5), ("x" * 30, 3, 1), ("y", 4, 0.4))]
     dataset = load(tokenizer, rows, 10, processor="mine:processor", min_reward=0.5)
     assert [(row.row_id, row.answer, row.fields["reward"]) for row in dataset.problems] == [(1, "2", 0.5)]
-    assert dataset.left_out == "2 left out: by min_reward or processor, 1 left out: over 10 tokens"
-    for options, told in (
-        ({"min_reward": 2}, "rows.jsonl: no usable row: 4 left out: by min_reward or processor"),
-        (
-            {"min_reward": 0, "max_prompt_tokens": 0},
-            "no usable row: 1 left out: by min_reward or processor, 3 left out: over 0 tok",
-        ),
-        ({"processor": "mine:wrong"}, "rows.jsonl:1: processor mine:wrong gave list, not a row or None"),
-        ({"processor": "mine:absent"}, "processor 'mine:absent': cannot be imported"),
+    assert dataset.left_out == (
+        "2 left out: by min_reward or processor (first: rows.jsonl:1), 1 left out: over 10 tokens (first: rows.jsonl:3)"
+    )
+    for options, named in (
+        ({"min_reward": 2}, ("no usable row", "4 left out: by min_reward or processor")),
+        ({"min_reward": 0, "max_prompt_tokens": 0}, ("no usable row", "3 left out: over 0 tokens")),
+        ({"processor": "mine:wrong"}, ("rows.jsonl:1: ", "list")),
+        ({"processor": "mine:fails"}, ("rows.jsonl:1: ", "KeyError: 'absent'", "test_scan.py:")),
+        ({"processor": "mine:absent"}, ("processor 'mine:absent': cannot be imported",)),
     ):
-        assert told in refused(tokenizer, rows, **{"processor": "mine:processor"} | options)
-    assert refused(tokenizer, [{}], processor="mine:processor").startswith("rows.jsonl:1: processor mine:processor rai")
+        message = refused(tokenizer, rows, **{"processor": "mine:processor"} | options)
+        assert all(part in message for part in named), message
 
 
 def test_prompts_over_the_limit_are_left_out_and_counted(tokenizer):
     rows = [{"input": "x" * length, "output": "1"} for length in (9, 10, 11, 30, 1)]
     dataset = load(tokenizer, rows, 10)
     assert [(row.row_id, len(row.prompt_ids)) for row in dataset.problems] == [(0, 9), (1, 10), (4, 1)]
-    assert dataset.left_out == "2 left out: over 10 tokens"
-
-
-def test_rollouts_of_one_task_may_share_an_id(tokenizer):
-    row = {"responses_create_params": {"input": [USER]}, "answer": "1", "id": 7}
-    assert len(load(tokenizer, [row, row]).problems) == 2
+    assert dataset.left_out == "2 left out: over 10 tokens (first: rows.jsonl:3)"
 
 
 MEMORY = """
@@ -118,7 +116,7 @@ def test_a_prompt_of_a_small_set_is_made_once(tokenizer, monkeypatch, limit):
     monkeypatch.setattr(scan, limit, 2)
     large = load(tokenizer, rows, processor="mine:processor").problems
     assert [large[0], large[1]] == found[3:5] and made == ["0", "1", "2"] * 2 + ["0", "1"]
-    with pytest.raises(DataError, match=r"^rows\.jsonl:3: usable when the run began, and now left out or too long"):
+    with pytest.raises(DataError, match=r"^rows\.jsonl:3: was usable when the run began, now left out: by min_rew"):
         large[2]
 
 
@@ -141,8 +139,7 @@ def test_split_takes_rows_out_and_repeat_counts_them_again(tokenizer):
     whole, part = read(tokenizer, rows, 20, split_validation_size=5)
     prints = [load(tokenizer, rows, 20, **cfg).fingerprint for cfg in ({}, {"split_validation_size": 6}, {"repeat": 2})]
     assert len({whole.fingerprint, part.fingerprint, *prints}) == 5
-    assert (whole.left_out, part.left_out) == ("1 left out: over 20 tokens", "")
-    assert (whole.num_rows, whole.num_read, part.num_rows, part.num_read) == (51, 51, 5, 5)
+    assert (whole.left_out, part.left_out) == ("1 left out: over 20 tokens (first: rows.jsonl:51)", "")
 
 
 def test_fingerprint_is_of_what_is_trained_on(tokenizer):
@@ -175,11 +172,12 @@ def test_rows_with_a_control_token_are_left_out_counted_and_named(tokenizer):
     ]
     dataset = load(tokenizer, rows)
     assert [problem.row_id for problem in dataset.problems] == [0, 3, 4]
-    places = "rows.jsonl:2 '<|end|>', rows.jsonl:3 '<|user|>', rows.jsonl:6 '<|end|>', ..."
-    assert dataset.left_out == f"4 left out: a control token in their text ({places})"
-    assert "rows.jsonl: no usable row: 1 left out: a control token in their text (rows.jsonl:1 '<|end|>')" == refused(
-        tokenizer, rows[1:2]
-    )
+    counts = [("2", "<|end|>", 2), ("1", "<|user|>", 3), ("1", "<|assistant|>", 7)]
+    told = [
+        f"{n} left out: the text holds the control token '{token}' (first: rows.jsonl:{i})" for n, token, i in counts
+    ]
+    assert dataset.left_out == ", ".join(told)
+    assert refused(tokenizer, rows[1:2]).startswith("rows.jsonl: no usable row: 1 left out: the text holds the control")
 
 
 def test_part_of_the_rows(tokenizer):
@@ -195,7 +193,7 @@ def test_part_of_the_rows(tokenizer):
     dataset = part(3)
     first = list(seen)
     assert first == sorted(set(first)) and len(first) == 20 and first[:10] == list(range(10))
-    assert (dataset.num_rows, dataset.num_read, len(dataset.problems)) == (100, 20, 100)
+    assert dataset.is_sample and len(dataset.problems) == 100
     part(3)
     assert seen == first
     drawn = Counter()
@@ -204,20 +202,11 @@ def test_part_of_the_rows(tokenizer):
         drawn.update(seen[10:])
     assert set(drawn) == set(range(10, 100)) and max(drawn.values()) < 45  # of 200 * 10 / 90 = 22
     dataset = part(3, bad=(4, first[-1]))
-    assert dataset.left_out == "2 left out: over 20 tokens" and len(dataset.problems) == 98
+    assert dataset.left_out == "2 left out: over 20 tokens (first: rows.jsonl:5)" and len(dataset.problems) == 98
     assert 4 not in {problem.row_id for problem in dataset.problems}
     dataset = part(3, num_rows=20)
-    assert (dataset.num_rows, dataset.num_read) == (20, 20) and seen == list(range(20))
-    assert refused(tokenizer, [GOOD] * 100, 2, max_rows=20) == "rows.jsonl: no usable row: 20 left out: over 2 tokens"
-
-
-def test_progress_is_said_of_a_long_scan(tokenizer, monkeypatch, capsys):
-    load(tokenizer, [GOOD] * 30)
-    assert capsys.readouterr().out == ""
-    monkeypatch.setattr(scan, "PROGRESS_SECONDS", -1)
-    load(tokenizer, [GOOD] * 30)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 30 and lines[17] == "rows.jsonl: checked 17 of 30 rows"
+    assert not dataset.is_sample and seen == list(range(20))
+    assert "no usable row: 20 left out: over 2 tokens" in refused(tokenizer, [GOOD] * 100, 2, max_rows=20)
 
 
 # -------------------------------------------------------------------------------------------------- several ranks
@@ -245,15 +234,15 @@ def loaded_by_ranks(folder):
 def test_two_ranks_share_a_scan_and_its_error(tokenizer, tmp_path):
     rows = [{"input": "x" * (30 if i == 3 else 1 + i % 5), "output": str(i), "id": i} for i in range(50)]
     rows[7]["task_name"] = "math"
-    files = {"good": rows, "bad": [*rows, {"input": 5}], "other_0": rows, "other_1": rows[::-1]}
+    files = {"good": rows, "bad": [*rows, {"input": 5}], "other_0": rows, "other_1": rows[1:]}
     for name, lines in files.items():
         Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     (first, num_rendered), (second, num_rendered_by_second) = loaded_by_ranks(tmp_path)
     assert (num_rendered, num_rendered_by_second) == (150, 0), "only rank 0 renders"
     assert first[0][:2] == second[0][:2], "all have the same problems"
     assert {row.answer for part in first[0][:2] for row in part[0]} == {str(i) for i in range(50) if i != 3}
-    assert first[0][0][1].left_out == "1 left out: over 20 tokens"
+    assert first[0][0][1].left_out == f"1 left out: over 20 tokens (first: {tmp_path}/good.jsonl:4)"
     assert first[0][2] == [("exact", 48), ("math", 1), ("exact", 0), ("math", 0)]
     assert second[0][2] == [("exact", 0), ("math", 0)], "environments are made on every rank"
-    assert first[1] == second[1] and first[1].startswith(f"{tmp_path}/bad.jsonl:51: neither 'messages' nor text under")
+    assert first[1] == second[1] and first[1].startswith(f"{tmp_path}/bad.jsonl:51: TypeError")
     assert "other_1.jsonl: this rank finds other rows there than rank 0" in second[2] and len(first[2]) == 3

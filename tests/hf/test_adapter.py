@@ -225,7 +225,7 @@ def test_an_adapter_of_another_base_is_refused(written, tmp_path):
     for base, name in (("hub/other", "hub/qwen3"), (None, "hub/qwen3"), ("hub/qwen3", "hub/qwen3-base")):
         edit_config(base_model_name_or_path=base)(path)
         with pytest.raises(
-            ConfigError, match=rf"{CONFIG}: an adapter of {base!r}, not of policy.model_name={name}: give"
+            ConfigError, match=rf"{CONFIG}: an adapter of {base!r}, not of policy.model_name={name}: set"
         ):
             check_adapter(replace(policy, model_name=name), model)
 

@@ -63,11 +63,11 @@ def installed_templates():
 
 
 def outcome(call):
-    """What it returns, or the message of the refusal."""
+    """What it returns, or that it refuses."""
     try:
         return call()
-    except (jinja2.TemplateError, DataError) as error:
-        return f"refused: {error}"
+    except (jinja2.TemplateError, DataError):
+        return "refused"
 
 
 @pytest.mark.slow
@@ -136,49 +136,17 @@ def test_eos_ids_of_every_source(tmp_path):
     assert ids(model=5) == [5]
     assert ids(token="<|end|>") == ids(token={"content": "<|end|>"}) == [258]
     assert ids(generation=[258, 3], model=5, token="<|end|>") == [3, 5, 258]
-    with pytest.raises(DataError, match=r"no eos_token_id in generation_config\.json, config\.json or"):
-        ids()
-    with pytest.raises(DataError, match=r"tokenizer_config\.json: eos_token='<not a token>' is no token of tokenizer"):
-        ids(model=5, token="<not a token>")
-    for value in (259, [3, 259], 10**12):
-        with pytest.raises(
-            DataError, match=r"/config\.json: eos_token_id=.*: the ids of tokenizer.json end at 258, so no"
-        ):
-            ids(generation=3, model=value)
-    for value in ([None], [3, "4"], -1, 2.0, True, "258", {"id": 3}):
-        for source in ("generation", "model"):
-            with pytest.raises(DataError, match=r"config\.json: eos_token_id: expected an id or a list of"):
-                ids(**{source: value})
+    for kwargs in ({}, {"token": "<not a token>"}, {"generation": 3, "model": [3, 259]}):
+        with pytest.raises(DataError, match=rf"^{tmp_path}: end tokens .*ids below 259 in generation_config\.json or"):
+            ids(**kwargs)
 
 
-@pytest.mark.parametrize("key", ["bos_token", "eos_token", "pad_token", "unk_token"])
-@pytest.mark.parametrize("value", [{"token": "<|end|>"}, {"content": 5}, ["<|end|>"], 7])
-def test_special_tokens_that_are_no_text(tmp_path, key, value):
-    write_tokenizer(tmp_path, **{key: value})
-    with pytest.raises(DataError) as error:
-        Tokenizer(tmp_path)
-    assert str(error.value).startswith(f"{tmp_path}/tokenizer_config.json: {key}: expected text or {{content: text}}")
-
-
-@pytest.mark.parametrize(
-    "template", [[{"name": "default"}], ["x"], [{"name": "default", "template": 5}], 5, {"a": "x"}]
-)
-def test_templates_that_are_no_text(tmp_path, template):
-    write_tokenizer(tmp_path, chat_template=template)
-    with pytest.raises(
-        DataError, match=rf"^{tmp_path}/tokenizer_config\.json: chat_template: expected text, or a list"
-    ):
-        Tokenizer(tmp_path)
-
-
-def test_files_of_the_tokenizer_that_hold_nothing_usable(tmp_path):
+def test_files_of_the_tokenizer_that_are_damaged(tmp_path):
     write_tokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("[" * 100_000)
-    with pytest.raises(DataError, match=r"tokenizer_config\.json: not valid JSON \(maximum recursion depth"):
-        Tokenizer(tmp_path)
-    tokenizers.Tokenizer(models.BPE(vocab={}, merges=[])).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(DataError, match=r"tokenizer\.json: its vocabulary is empty"):
-        Tokenizer(tmp_path)
+    for file in ("tokenizer_config.json", "tokenizer.json"):
+        (tmp_path / file).write_text("{")
+        with pytest.raises(DataError, match=rf"/{file}: not "):
+            Tokenizer(tmp_path)
 
 
 LLAMA_STYLE = processors.Sequence(  # as Llama 3's tokenizer.json
@@ -244,10 +212,8 @@ def test_where_the_template_comes_from(tmp_path):
     for template, expected in ((None, "x"), ("{{ 1 }} given", "1 given"), (str(tmp_path / "mine.jinja"), "mine")):
         tokenizer = Tokenizer(tmp_path, template)
         assert tokenizer.decode(tokenizer.render(USER)) == expected
-    with pytest.raises(DataError, match=r"^policy.tokenizer.chat_template='qwen': no such file, and no template"):
+    with pytest.raises(DataError, match=r"^policy.tokenizer.chat_template: .*: qwen: cannot be read"):
         Tokenizer(tmp_path, "qwen")
-    with pytest.raises(DataError, match=r"^policy.tokenizer.chat_template_kwargs: tools is not yours to set"):
-        Tokenizer(tmp_path, "{{ tools }}", {"tools": []})
     assert text(chat_template=named[:1]) == "xy"
     (tmp_path / "chat_template.jinja").write_text("file {{ messages[0].content }}")
     assert text(chat_template=named) == "file x"
@@ -261,12 +227,7 @@ def test_where_the_template_comes_from(tmp_path):
         ("{{ ''.__class__.__mro__ }}", "refuses"),
         (REFUSING, "no system role"),
         ("{{ 1 // 0 }}", r"refuses .*ZeroDivisionError"),
-        ("{{ '%d' % 'x' }}", r"refuses .*TypeError"),
-        ("{{ 'x'.encode('no-codec') }}", r"refuses .*LookupError"),
-        ("{{ 'x'.index('y') }}", r"refuses .*ValueError"),
-        ("{{ 10.0 ** 400 }}", r"refuses .*OverflowError"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", r"refuses .*RecursionError"),
-        ("{{ messages | map(attribute='content') | sum }}", r"refuses .*TypeError"),
     ],
 )
 def test_template_errors(tmp_path, template, problem):
@@ -276,12 +237,6 @@ def test_template_errors(tmp_path, template, problem):
     with pytest.raises(DataError, match=problem) as error:
         load_dataset(DatasetConfig(data_path=str(file)), Tokenizer(tmp_path), 100, {}, lambda *answers: None)
     assert str(error.value).startswith(str(tmp_path) if "parse" in problem else f"{file}:1: ")
-
-
-def test_malformed_tokenizer_file(tmp_path):
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match=r"tokenizer\.json: not a usable tokenizer"):
-        Tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("template", ["{{ [1, 2] | random }}", "{{ lipsum() }}"])
@@ -506,5 +461,5 @@ def test_observations_by_hand(bpe, tmp_path):
     )
     with pytest.raises(DataError, match="leaves out the assistant's last message"):
         Tokenizer(bpe, "{{ messages[0].content }}").observation_ids(before, [5], answers)
-    with pytest.raises(DataError, match=r"refuses what the environment answers \[.*\] \(unknown role game\)"):
+    with pytest.raises(DataError, match=r"refuses \[.*unknown role game"):
         Tokenizer(bpe, TEMPLATES["[INST]"]).observation_ids(before, [5], [{"role": "game", "content": ""}])

@@ -81,16 +81,16 @@ def test_weights_must_match_the_config(folders, tmp_path):
     source = folders["qwen3"][0]
     norm = "model.layers.1.self_attn.k_norm.weight"
     lacks = edited_copy(source, tmp_path / "lacks", lambda tensors: tensors.pop(norm))
-    with pytest.raises(ConfigError, match=rf"lacks: weights .* config.json; missing: {norm}"):
+    with pytest.raises(ConfigError, match=rf"lacks: {norm} is missing, but \[20\] by config.json"):
         load_policy(lacks, device="cpu")
     more = edited_copy(source, tmp_path / "more", lambda tensors: tensors.update({"extra.bias": torch.zeros(1)}))
-    with pytest.raises(ConfigError, match=r"unexpected: extra.bias \(model.safetensors\)"):
+    with pytest.raises(ConfigError, match=r"model.safetensors: extra.bias is not in the model"):
         load_policy(more, device="cpu")
     shape = edited_copy(source, tmp_path / "shape", lambda tensors: tensors.update({norm: torch.zeros(21)}))
-    with pytest.raises(ConfigError, match=rf"model.safetensors: {norm}: shape \[21\], but \[20\] by config.json"):
+    with pytest.raises(ConfigError, match=rf"model.safetensors: {norm} is \[21\], but \[20\] by config.json"):
         load_policy(shape, device="cpu")
     untied = edited_copy(source, tmp_path / "untied", lambda tensors: tensors.pop("lm_head.weight"))
-    with pytest.raises(ConfigError, match=r"missing: lm_head.weight"):
+    with pytest.raises(ConfigError, match=r"lm_head.weight is missing"):
         load_policy(untied, device="cpu")
 
 
@@ -116,9 +116,6 @@ def test_unreadable_folders_raise_config_error(folders, tmp_path):
     index = folder / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"model.norm.weight": "gone.safetensors"}}')
     with pytest.raises(ConfigError, match=r"gone.safetensors: "):
-        load_policy(folder, device="cpu")
-    index.write_text("{}")
-    with pytest.raises(ConfigError, match=r"index.json: no 'weight_map'"):
         load_policy(folder, device="cpu")
     (folder / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"folder/config.json: not valid JSON"):

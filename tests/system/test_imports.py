@@ -29,11 +29,9 @@ def test_who_has_no_module_hears_where_modules_are_looked_for(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as error:
         import_attribute("my_rewards.math:f", "env_name")
-    assert str(error.value) == (
-        "env_name 'my_rewards.math:f': cannot be imported: it raised ModuleNotFoundError: No module named 'my_rewards'"
-        f"; modules are looked for in the working directory, here {tmp_path} (train.sh sets it to the repository), "
-        "and PYTHONPATH: put my_rewards.py there, or start with PYTHONPATH=FOLDER"
-    )
+    message = str(error.value)
+    assert message.startswith("env_name 'my_rewards.math:f': ") and f"working directory ({tmp_path})" in message
+    assert "PYTHONPATH" in message and "No module named 'my_rewards'" in message
     monkeypatch.syspath_prepend(tmp_path / "there")  # as PYTHONPATH does
     (tmp_path / "there" / "my_rewards").mkdir(parents=True)
     (tmp_path / "there" / "my_rewards" / "math.py").write_text("f = 5\n")
@@ -45,5 +43,5 @@ def test_a_module_that_is_there_but_fails_is_not_looked_for(text, tmp_path, monk
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / f"failing_{len(text)}.py").write_text(f"{text}\n")
-    with pytest.raises(ConfigError, match=r"cannot be imported: it raised .*failing_\d+\.py:1\)$"):
+    with pytest.raises(ConfigError, match=r"cannot be imported .*raised .*failing_\d+\.py:1\)$"):
         import_attribute(f"failing_{len(text)}:f", "env_name")
