@@ -50,7 +50,7 @@ def test_from_the_hub(tmp_path, monkeypatch):
     def fetched(section):
         asked.append((section.data_path, section.subset, section.split))
         rows = [{"answer": row["answer"], "id": 1, "question": row["question"]} for row in rows_of(section.split)]
-        return Source("openai/gsm8k", range(len(rows)), rows.__getitem__, 0, 0)
+        return Source("openai/gsm8k", range(len(rows)), rows.__getitem__, 0)
 
     monkeypatch.setattr(prepare, "open_source", fetched)
     prepare.prepare(None, tmp_path)
