@@ -1,8 +1,8 @@
 """Rewards -> advantages: scaling and shaping, the overlong filter, then the estimator that the config names.
 
 A step calls `shape_rewards`, `filter_overlong` and `step_advantages`, in this order. All tokens of a sample share its
-advantage, until `kl_in_reward_advantages` adds a KL that differs from token to token. All statistics are over the whole
-step, whatever the number of ranks. docs/details.md says where each choice is from, and what other systems do.
+advantage, until `kl_in_reward_advantages` subtracts a KL, which differs by token. All statistics are over the whole
+step, whatever the number of ranks. docs/details.md has the source of each choice, and what other systems do.
 
 Dims: B samples of a step, G samples of a group, P rewards in the baseline of a sample, R response tokens of a rank.
 """
@@ -23,7 +23,7 @@ def shape_rewards(samples: Sequence[Sample], grpo: GRPOConfig, max_new_tokens: i
     """Scales the rewards and their parts, then shapes the rewards by length (NeMo RL's order). In place: call it once.
 
     `unshaped_reward` keeps the scaled reward. stop_properly_penalty_coef replaces the overlong penalty: it multiplies
-    the reward of each truncated sample (NeMo RL), so a negative reward shrinks. A length counts the sampled tokens of
+    the reward of each truncated sample (NeMo RL), so a negative one moves towards 0. A length counts sampled tokens of
     all turns, end token included; NeMo RL counts the first turn only.
     """
     scaling, shaping = grpo.reward_scaling, grpo.reward_shaping
@@ -57,8 +57,8 @@ def overlong_penalty(length: int, cfg: RewardShapingConfig, max_new_tokens: int)
 
 
 def filter_overlong(samples: Sequence[Sample]) -> int:
-    """Takes truncated samples out of what is trained and counted, in place; returns their number. Their reward stays in
-    the baseline of their group (NeMo RL)."""
+    """Excludes truncated samples from training and from its counts, in place; returns their number. Their rewards stay
+    in the baseline of their group (NeMo RL)."""
     truncated = [sample for sample in samples if sample.finish_reason == "length"]
     for sample in truncated:
         sample.num_trained_tokens = 0
@@ -70,7 +70,7 @@ def step_advantages(samples: list[Sample], grpo: GRPOConfig, loss_fn: LossConfig
     reward_B = torch.tensor([sample.reward for sample in samples])
     group_B = torch.tensor([sample.prompt for sample in samples])
     num_tokens_B = torch.tensor([sample.num_trained_tokens for sample in samples])
-    # Only gdpo looks at the parts of a reward, so only there must all environments of a batch give the same ones.
+    # Only gdpo reads the parts of a reward, so only gdpo needs the same parts from all environments of a batch.
     parts = collect_reward_parts(samples) if grpo.adv_estimator.name == "gdpo" else {}
     adv_B = estimate_advantages(reward_B, group_B, num_tokens_B, grpo, loss_fn, parts)
     return adv_B.tolist(), advantage_metrics(reward_B, group_B, adv_B, grpo)
@@ -84,7 +84,7 @@ def estimate_advantages(
         grpo                  `group_advantages` (Shao et al. 2024)
         gdpo                  `gdpo_advantages` of `parts` (Liu et al. 2026)
         reinforce_plus_plus   the reward, minus the mean of its group if minus_baseline, whitened over the tokens of the
-                              step, so that a long response weighs as much as its length (Hu et al. 2025)
+                              step: a response counts in proportion to its length (Hu et al. 2025)
 
     reward_B: floating. group_B: the group of each sample, in any order. num_tokens_B: trained tokens of each sample.
     With loss_fn.use_kl_in_reward the result is not yet whitened and clipped.
@@ -113,9 +113,9 @@ def group_advantages(
 
     b_i is the mean reward of i's group (GRPO, Shao et al. 2024), without r_i if `leave_one_out` (RLOO, Ahmadian et
     al. 2024). Without `normalize`: Dr. GRPO (Liu et al. 2025). Standard deviations have Bessel's correction; `std`:
-        baseline  of the rewards that make b_i: A_i / (s_i + 1e-6) where s_i > 0 (NeMo RL). s_i = 0 where fewer than two
-                  remain, or all that remain are equal: such samples stay unnormalized, so that one right answer
-                  among wrong ones gets A = 1, not a million.
+        baseline  of the rewards in b_i: A_i / (s_i + 1e-6) where s_i > 0 (NeMo RL). s_i = 0 where b_i has fewer than
+                  two rewards, or equal ones: such samples stay unnormalized, so that one right answer among wrong
+                  ones gets A = 1, not a million.
         group     of the whole group: A_i / (s + 1e-4) (TRL, scale_rewards=group)
         batch     of reward_B, all groups together: A_i / (s + 1e-4) (TRL, scale_rewards=batch; Lite PPO)
     reward_B: floating; group_B: groups, in any order. Returns adv_B in reward_B's dtype; it is 0 in a group of one.
@@ -153,7 +153,7 @@ def _by_group(reward_B: Tensor, group_B: Tensor, grpo: GRPOConfig) -> Tensor:
 def gdpo_advantages(parts: Parts, group_B: Tensor, grpo: GRPOConfig) -> Tensor:
     """GDPO (Liu et al. 2026): `group_advantages` of each part, their weighted sum, whitened over the batch.
 
-    All parts count alike, whatever their spread. reward_weights go with the names in alphabetical order. Whitening is
+    All parts count equally, whatever their spread. reward_weights follow the alphabetical order of names. Whitening is
     (x - mean) / std with Bessel's correction, or x - mean where all are equal (NeMo RL).
     """
     names = sorted(parts)
@@ -166,7 +166,7 @@ def gdpo_advantages(parts: Parts, group_B: Tensor, grpo: GRPOConfig) -> Tensor:
 
 
 def collect_reward_parts(samples: Sequence[Sample]) -> Parts:
-    """For gdpo. ConfigError if a sample lacks a part that another has, or if there are fewer than two."""
+    """The parts of the rewards, for gdpo. ConfigError if a sample lacks a part, or if there are fewer than two."""
     names = sorted({name for sample in samples for name in sample.rewards})
     for sample in samples:
         if len(names) < 2 or len(sample.rewards) < len(names):
@@ -183,8 +183,8 @@ def kl_in_reward_advantages(
     """REINFORCE++ with KL in the reward: adv_R - reference_policy_kl_penalty * kl_R, whitened, then clipped.
 
     adv_R: the result of `step_advantages` for each token of this rank, all packs together. kl_R: the KL estimate of the
-    token alone, as in NeMo RL (Hu et al. 2025 also charge a token for what follows it). mask_R: nonzero for trained
-    tokens; the others may hold anything and get 0.
+    token alone, as in NeMo RL (Hu et al. 2025 add the KL of later tokens). mask_R: nonzero for trained tokens; masked
+    tokens may hold anything and get 0.
     """
     mask_R = mask_R != 0
     adv_R = torch.where(mask_R, adv_R - loss_fn.reference_policy_kl_penalty * kl_R, 0.0)
@@ -192,7 +192,7 @@ def kl_in_reward_advantages(
 
 
 def advantage_metrics(reward_B: Tensor, group_B: Tensor, adv_B: Tensor, grpo: GRPOConfig) -> dict[str, float]:
-    """advantages/{mean, max, min, sum}, and baseline_reward/{pct_0, pct_1, pct_mixed}: per cent of the samples whose
+    """advantages/{mean, max, min, sum}, and baseline_reward/{pct_0, pct_1, pct_mixed}: percentage of samples whose
     baseline is 0, 1 or another number (NeMo RL): their peers got the problem all wrong, all right, or some of each."""
     loo = grpo.use_leave_one_out_baseline
     baseline_B = reward_B - group_advantages(reward_B, group_B, leave_one_out=loo, normalize=False)

@@ -1,7 +1,7 @@
-"""The vLLM engine inside the trainer's process: generate, sleep and wake, weight sync, and the checks that it is fresh.
+"""The vLLM engine inside the trainer's process: generate, sleep and wake, weight sync, and a check for stale weights.
 
 The only file that imports vllm. Each rank has an engine, or each group of `tensor_parallel_size` consecutive ranks
-shares one: they all call `generate` with the same prompts and get the same samples ("external_launcher"). The engine
+shares one: all of them call `generate` with the same prompts and get the same samples ("external_launcher"). The engine
 starts with dummy weights and never reads any from disk: `sync` is the only path that weights can take.
 """
 
@@ -35,27 +35,27 @@ os.environ.update(
 )
 os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # processed_logprobs rules it out; its import costs seconds
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # unusable with processed_logprobs, and slow to import
 if not torch.cuda.is_available():
-    # vLLM's sampler is under torch.compile, which on CPU needs a C++ compiler and 6-24 s, and makes nothing faster.
+    # vLLM compiles its sampler. On CPU torch.compile needs a C++ compiler, takes 6-24 s, and speeds up nothing.
     import torch._dynamo
 
     torch._dynamo.config.disable = True
 
-logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # for what it says before it reads that itself
+logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # for messages before vLLM reads that variable
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # vLLM uses a deprecated torch name
 
 from vllm import LLM, EngineArgs, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-STEPS_BETWEEN_STOPS = 16  # decode steps; where several ranks share an engine, each look is a collective
+STEPS_BETWEEN_STOPS = 16  # decode steps between two checks for a stop; with tensor parallelism each is a collective
 Weights = Iterable[tuple[str, torch.Tensor]]  # HF name, whole tensor
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How to sample. temperature 0 is greedy. The likeliest top_k tokens, and of these the likeliest that hold top_p of
-    the probability, are drawn from; None or 0: all."""
+    """How to sample. temperature 0 is greedy. Tokens are drawn from the top_k likeliest (None or 0: all), and of these
+    from the likeliest that hold top_p of the probability."""
 
     temperature: float
     max_new_tokens: int
@@ -86,8 +86,8 @@ class Completion:
 class Engine:
     """An in-process vLLM, awake or (CUDA only) asleep, holding the weights of `weight_version`.
 
-    should_stop: asked between decode steps whether to give up what is being generated. All ranks of an engine must get
-    the same answer (Ranks.any_rank_of_engine).
+    should_stop: asked between decode steps whether to abort generation. All ranks of an engine must get the same answer
+    (Ranks.any_rank_of_engine).
     """
 
     should_stop: Callable[[], bool] = staticmethod(lambda: False)
@@ -97,7 +97,7 @@ class Engine:
         self.async_grpo = cfg.grpo.async_grpo
         self.rebuilds_cache = self.async_grpo.recompute_kv_cache_after_weight_updates
         if self.async_grpo.enabled and "mode" not in inspect.signature(LLM.sleep).parameters:
-            raise ConfigError("grpo.async_grpo.enabled=true: this vLLM aborts unfinished responses; take 0.24 or newer")
+            raise ConfigError("grpo.async_grpo.enabled=true: this vLLM aborts unfinished responses; install >= 0.24")
         dtype = vllm_cfg.precision or cfg.policy.precision
         self.cuda = torch.cuda.is_available()
         self.vocab_size = tokenizer.vocab_size
@@ -105,12 +105,12 @@ class Engine:
         self.max_total_tokens = cfg.policy.max_total_sequence_length
         self.dtype = getattr(torch, dtype)
         self.weight_version = -1
-        # Ids beyond the tokenizer (padded vocabulary) do not exist in the engine: its vocabulary is the tokenizer's.
-        # The head gives float32, as the trainer's: rounded logits would be a third of what bfloat16 costs the sampler.
+        # The engine's vocabulary is the tokenizer's: ids beyond it (padded vocabulary) do not exist there.
+        # The head's logits are float32, as in the trainer: rounding them is a third of the sampler's bfloat16 error.
         overrides: dict = {"vocab_size": self.vocab_size, "head_dtype": "float32"}
         if max_positions := cfg.policy.hf_config_overrides.max_position_embeddings:
             overrides["max_position_embeddings"] = max_positions
-        # vLLM has counts over the whole vocabulary for each (0.62 GB at 1,024 x 151,936), and CUDA graphs up to there.
+        # For each sequence vLLM keeps counts over the vocabulary (0.62 GB at 1,024 x 151,936) and captures CUDA graphs.
         num_engines = dist.get_world_size() // vllm_cfg.tensor_parallel_size
         hardware: dict = {"enable_sleep_mode": True, "max_num_seqs": cfg.grpo.max_num_seqs(num_engines)}
         if hasattr(EngineArgs, "sleep_mode_offload_cudagraph"):  # not in vLLM 0.24: there graphs stay on the GPU
@@ -135,20 +135,20 @@ class Engine:
             distributed_executor_backend="external_launcher",
             gpu_memory_utilization=vllm_cfg.gpu_memory_utilization,
             enforce_eager=vllm_cfg.enforce_eager or not self.cuda,
-            logprobs_mode="processed_logprobs",  # after temperature and filter: those that were sampled from
+            logprobs_mode="processed_logprobs",  # after temperature and filter: of the distribution sampled from
             seed=cfg.grpo.seed,  # ranks of a tensor-parallel group must agree (vllm-project/vllm#15895)
             disable_log_stats=True,
             scheduling_policy="priority" if self.async_grpo.enabled else "fcfs",
             **hardware,
         )
         self.param_names = self.llm.apply_model(_checkpoint_names)[0]
-        if not self.cuda:  # else vLLM's CPU layers cast the head at every token; a reload fills this one, of any dtype
+        if not self.cuda:  # else vLLM's CPU layers cast the head at every token; reloads keep it in float32
             self.llm.apply_model(lambda model: model.lm_head.float())
         if self.llm.model_config.head_dtype != torch.float32 and dist.get_rank() == 0:
             print(f"WARNING: this vLLM rounds logits to {dtype}: a larger logp gap than with vllm 0.32.0", flush=True)
-        self.shapes: dict[str, list[int]] = {}  # of the first sync, which vLLM itself compares with its own
+        self.shapes: dict[str, list[int]] = {}  # of the first sync, for which vLLM itself checks the shapes
         self.next_id = count()
-        # Unfinished request -> (weight version, number of the first token that it drew)
+        # Unfinished request -> (weight version, number of the first token drawn from it)
         self.versions_by_request: dict[str, list[tuple[int, int]]] = {}
         self.unclaimed: dict[str, Completion] = {}  # finished, but nobody has waited for them yet
 
@@ -158,7 +158,7 @@ class Engine:
         """Samples one completion per prompt; every rank of an engine must call it alike.
 
         In float32 on CPU a completion depends on (weights, prompt, seed, options) only; bfloat16 and CUDA round
-        differently in other batches. Raises Interrupted when told to stop meanwhile, if it `may_stop`.
+        differently in other batches. With `may_stop`, raises Interrupted when should_stop says so.
         """
         return self.wait(self.start(prompts, seeds, options), may_stop=may_stop)
 
@@ -166,7 +166,7 @@ class Engine:
         self, prompts: Sequence[list[int]], seeds: Sequence[int], options: SamplingOptions, priority: int = 0
     ) -> list[str]:
         """Queues a request for each prompt; returns the request ids, for `wait`. In an asynchronous run the lowest
-        priority comes first. For priority 0 running requests go back into the queue: validation waits for none."""
+        priority number comes first. Priority 0 puts running requests back into the queue: validation need not wait."""
         assert self.weight_version >= 0, "generate() before a sync(): the weights are dummies, or dropped by sleep()"
         if self.versions_by_request and priority == 0:
             self._forget_cache()
@@ -185,15 +185,15 @@ class Engine:
                 seed=seed if options.temperature > 0 else None,
             )
             request: dict = {"prompt_token_ids": prompt}
-            if not self.rebuilds_cache:  # the prefix cache has blocks of older weights, which are for older requests
+            if not self.rebuilds_cache:  # blocks of older weights stay in the prefix cache, for older requests only
                 request["cache_salt"] = str(self.weight_version)
             self.llm.llm_engine.add_request(request_id, request, params, priority=priority)
             self.versions_by_request[request_id] = [(self.weight_version, 0)]
         return request_ids
 
     def wait(self, request_ids: Sequence[str], names: Sequence[str] = (), *, may_stop: bool = True) -> list[Completion]:
-        """The completions of these requests. All others go on meanwhile, and their completions are kept. Raises
-        Interrupted as `generate` does: then all requests are given up. names: of the requests, for errors."""
+        """The completions of these requests. Other requests continue meanwhile, and their completions are kept. Raises
+        Interrupted as `generate` does, after aborting all requests. names: of the requests, for errors."""
         assert self.weight_version >= 0, "wait() before a sync(): the weights were dropped by sleep()"
         pairs = zip(request_ids, names or request_ids, strict=True)
         missing = {request_id: name for request_id, name in pairs if request_id not in self.unclaimed}
@@ -212,11 +212,11 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether no request is unfinished."""
         return not self.llm.llm_engine.has_unfinished_requests()
 
     def step(self) -> list[str]:
-        """Decodes a token of each request under way. Returns the ids of the requests that end."""
+        """Decodes a token of each running request. Returns the ids of the requests that end."""
         with bfloat16_factors(self.dtype == torch.bfloat16 and not self.cuda):  # of the head
             outputs = [output for output in self.llm.llm_engine.step() if output.finished]
         for output in outputs:
@@ -226,12 +226,12 @@ class Engine:
         return [output.request_id for output in outputs]
 
     def _forget_cache(self) -> None:
-        """Unfinished requests compute their keys and values again, so they sample on from the newest weights."""
+        """Drops all keys and values. Unfinished requests compute them again, with the newest weights."""
         if not self.llm.reset_prefix_cache(reset_running_requests=bool(self.versions_by_request)):
             raise StopRun("weight sync: vLLM did not drop its prefix cache, whose keys are of the old weights")
 
     def sync(self, weights: Weights, version: int) -> int:
-        """Streams the weights into the engine, in place, and forgets everything computed with the old ones.
+        """Streams the weights into the engine, in place, and drops keys and values of the old weights unless they stay.
 
         Returns the bytes sent. Raises StopRun when the names are not exactly the engine's: vLLM itself would only warn.
         """
@@ -245,7 +245,7 @@ class Engine:
         self.weight_version = version
         for state in self.llm.llm_engine.output_processor.request_states.values():
             start = state.detokenizer.num_output_tokens()
-            # Keys that are kept may be of the old weights before there is a token: then none is of the new ones alone.
+            # A request without a token may keep keys of the old weights: then no token is of the new weights alone.
             self.versions_by_request[state.external_req_id].append((version, start or int(not self.rebuilds_cache)))
         return sum(sent.values())
 
@@ -256,25 +256,25 @@ class Engine:
             sent[name] = tensor.nbytes
             shape = self.shapes.setdefault(name, list(tensor.shape))
             if shape != list(tensor.shape):
-                for _ in weights:  # in a split job the trainers send them all, and would wait here
+                for _ in weights:  # in a split job the trainers send all weights, and would wait for the reader
                     pass
-                raise StopRun(f"weight sync: {name} has shape {list(tensor.shape)}, before {shape}")
+                raise StopRun(f"weight sync: {name} has shape {list(tensor.shape)}; at first it had {shape}")
             yield name, tensor
             if name == "model.embed_tokens.weight" and self.send_head_copy:
                 sent["lm_head.weight"] = tensor.nbytes
                 yield "lm_head.weight", tensor
 
     def sleep(self, *, keep_weights: bool = False) -> None:
-        """Gives the GPU's memory to the trainer. The weights are dropped, for a sync sends all of them: until then
-        generate() refuses. keep_weights: they wait in host memory, for a wake without a sync. CPU: nothing to give."""
+        """Frees GPU memory for the trainer. The weights are dropped, and generate() refuses until the next sync sends
+        them. keep_weights: they move to host memory, for a wake without a sync. On CPU no memory is freed."""
         self.weight_version = self.weight_version if keep_weights else -1
         if self.cuda:
-            # vLLM 0.24 does not wait for the decode step that it runs ahead of the last one: it would lose its memory.
+            # vLLM 0.24 does not wait for the decode step that it runs ahead, and would free the memory in use.
             torch.cuda.synchronize()
-            # Level 2 drops all that was built with the model. vLLM brings the model's buffers back at the wake, and of
-            # its sampler's state only what belongs to penalties, biases and allowed ids is lost: no request has those.
+            # Level 2 drops all that was built with the model. At wake vLLM restores the model's buffers. Of the sampler
+            # it loses only the state of penalties, biases and allowed ids, which no request here has.
             level = 1 if keep_weights else 2
-            # vLLM's default would abort what is unfinished. Kept, it lies in host memory: prompt, tokens and seed.
+            # vLLM's default aborts unfinished requests. "keep" holds their prompts, tokens and seeds in host memory.
             self.llm.sleep(level=level, mode="keep") if self.versions_by_request else self.llm.sleep(level=level)
 
     def wake(self, part: str) -> None:
@@ -305,8 +305,8 @@ def _checkpoint_names(model: torch.nn.Module) -> set[str]:
 
 
 def sync_weights(model: Decoder, engine: Engine, version: int) -> int:
-    """Trainer -> sampler; a collective of all ranks. Returns the bytes that this engine was sent. The KV cache gets its
-    memory back after the weights, which need it while they stream (vllm-project/vllm#15254)."""
+    """Trainer -> sampler; a collective of all ranks. Returns the bytes sent to this engine. The KV cache gets its
+    memory back last, because streaming the weights needs it (vllm-project/vllm#15254)."""
     engine.wake("weights")
     num_bytes = engine.sync(full_tensors(model, engine.dtype), version)
     engine.wake("kv_cache")
@@ -314,8 +314,8 @@ def sync_weights(model: Decoder, engine: Engine, version: int) -> int:
 
 
 def check_versions(samples: Sequence[Sample], version: int, max_age: int) -> None:
-    """StopRun where a token was drawn from other weights than step `version` left, which are to be trained, or one of
-    the `max_age` steps before it."""
+    """Raises StopRun if a token was drawn from other weights than `version`, the newest, or one of the `max_age`
+    versions before it."""
     drawn_from = sorted({end for sample in samples for end in (sample.weight_version, sample.newest_version)})
     if not version - max_age <= drawn_from[0] <= drawn_from[-1] <= version:
-        raise StopRun(f"samples are of the weights of steps {drawn_from}, to train those of step {version}: no sync")
+        raise StopRun(f"samples are of the weights of steps {drawn_from}; the newest are of step {version}: no sync")

@@ -1,7 +1,7 @@
-"""Environments: a conversation goes in; its reward, its outcome and, in tasks of many turns, an observation come out.
+"""Environments: take a conversation; return its reward, its outcome and, in multi-turn tasks, an observation.
 
 Owns the interface and the small environments. graders/environments.py has the environments that grade in worker
-processes, and makes the one that a dataset's env_name names; graders/reward_function.py has TRL's reward functions.
+processes, and builds them by a dataset's env_name; graders/reward_function.py has TRL's reward functions.
 Knows nothing of tokens: rollout.py turns replies into text, and observations into tokens. Imports no torch, no vllm.
 """
 
@@ -75,7 +75,7 @@ class Environment:
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
         """Raises ConfigError if an answer of the dataset cannot be graded: --check finds it, not step 900.
 
-        answers: for each problem, where it is ("train.jsonl:7"), its answer and its fields.
+        answers: for each problem, its place ("train.jsonl:7"), answer and fields.
         """
 
     def close(self) -> None:
@@ -112,13 +112,13 @@ class Exact(Environment):
 
 
 def exact_number(text: str) -> Decimal | None:
-    """The number that `text`, after its last `####`, consists of; None if it is anything else."""
+    """The number after the last `####` of `text`; None if anything else is there."""
     text = text[-MAX_REPLY_CHARS:].rsplit("####", 1)[-1].strip()
     return Decimal(text.replace(",", "").replace("$", "")) if NUMBER.fullmatch(text) else None
 
 
 def plain_number(value: Decimal) -> str:
-    """Equal numbers as equal texts: 5.0 and 5 as "5", -0 as "0"; exact for any number of digits."""
+    """Equal numbers give equal texts: 5.0 and 5 give "5", -0 gives "0"; exact for any number of digits."""
     text = f"{value.copy_abs():f}"  # abs() would round
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return f"-{text}" if value < 0 else text

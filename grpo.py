@@ -5,12 +5,12 @@
     python grpo.py --help                                                            every key, meaning and default
 
 Each rank is one process that holds its FSDP shards of the policy and a whole vLLM engine (or a part of one, with tensor
-parallelism); on a GPU they take turns with its memory. In a split job the last ranks only generate, and the others only
-train. `train` below is the algorithm, top to bottom.
+parallelism). Policy and engine take turns using the GPU's memory. In a split job the last ranks only generate, and all
+other ranks only train. `train` below is the algorithm, top to bottom.
 
-Names of tensors end in their logical dims, everywhere in this program: P prompts of a step (all ranks), G samples per
-prompt, B = P * G samples, T packed tokens, R response tokens of a pack, S segments of a pack, D hidden, V vocabulary,
-N heads, K key/value heads, H head dim, C a chunk of R.
+Tensor names end in their logical dims throughout this program: P prompts of a step (all ranks), G samples per prompt,
+B = P * G samples, T packed tokens, R response tokens of a pack, S segments of a pack, D hidden, V vocabulary, N heads,
+K key/value heads, H head dim, C a chunk of R.
 """
 
 import gc
@@ -28,7 +28,7 @@ USAGE = (
 )
 
 if __name__ == "__main__" and (len(sys.argv) == 1 or {"--check", "--help", "-h"} & set(sys.argv)):
-    # Before torch and vllm are imported: mistakes are answered in a second.
+    # Before torch and vllm are imported: a mistake is reported within a second.
     if {"--help", "-h"} & set(sys.argv):
         print(USAGE, keys.help_text(), sep="\n\n")
         sys.exit(0)
@@ -45,7 +45,7 @@ if "RANK" in os.environ and __name__ == "__main__":
     die_with_parent()
     if os.environ["RANK"] == "0":
         print("loading torch and vllm", flush=True)
-gc.disable()  # what is imported stays: looking for garbage in it takes a third of the start
+gc.disable()  # imported modules stay: collecting garbage among them takes a third of the start
 
 import torch
 from torch import Tensor
@@ -73,8 +73,8 @@ gc.freeze()
 
 
 def train(run: start.Run) -> None:
-    """GRPO (Shao et al. 2024), step by step. Every rank runs this code; samples, advantages and metrics are of all
-    ranks. Raises StopRun when a check of the run fails, Interrupted when a signal asks for an end."""
+    """GRPO (Shao et al. 2024), step by step. Every rank runs this code; samples, advantages and metrics cover all
+    ranks. Raises StopRun when a check of the run fails, Interrupted when a signal asks the run to stop."""
     cfg, timer = run.cfg, run.timer
     model, optimizer = run.model, run.optimizer
     sampler, mixture = run.sampler, run.inputs.train
@@ -104,7 +104,7 @@ def train(run: start.Run) -> None:
                     model.backward(loss, is_last=micro is minibatch.micros[-1])
                     accumulate(sums, loss_metrics)
                 grad_norm = clip_grad_norm(model, cfg.policy.max_grad_norm)
-                reduced = reduce_over_ranks(sums) | logp_metrics  # which has the logp gap, with async_grpo
+                reduced = reduce_over_ranks(sums) | logp_metrics  # with async_grpo, the logp gap is in logp_metrics
                 num_bad_steps = count_bad_steps(num_bad_steps, reduced, grad_norm, cfg.grpo, step)
                 if num_bad_steps == 0:
                     optimizer.step()
@@ -131,9 +131,8 @@ def train(run: start.Run) -> None:
 def compute_logprobs(
     model: Decoder, reference: Reference | None, minibatches: list[Minibatch], cfg: Config, step: int
 ) -> dict[str, float]:
-    """Puts into the minibatches the log-probabilities under the policy at the start of the step and under the reference
-    policy, where the run needs them, and what follows from them. Returns what sampler and trainer differ by before
-    training changes it, as `finish_minibatches` has it."""
+    """Computes the log-probabilities of the policy at the start of the step and of the reference policy, where the run
+    needs them, and finishes the minibatches with them. Returns the metrics of `finish_minibatches`."""
     micros = [micro for minibatch in minibatches for micro in minibatch.micros]
     if needs_old_logps(cfg):
         for micro in micros:
@@ -141,7 +140,7 @@ def compute_logprobs(
     if reference:
         with reference.in_place_of(model):
             for micro in micros:
-                micro.ref_logp_R, _ = model(*micro.model_inputs, filtered=False)  # it would cut other tokens
+                micro.ref_logp_R, _ = model(*micro.model_inputs, filtered=False)  # a filter would cut other tokens
     sums: Metrics = {}
     for metrics in finish_minibatches(minibatches, cfg, model.loss_path, step - 1):
         accumulate(sums, metrics)
@@ -150,7 +149,7 @@ def compute_logprobs(
 
 def compute_loss(model: Decoder, micro: MicroBatch, minibatch: Minibatch, cfg: Config) -> tuple[Tensor, Metrics]:
     """The micro-batch's part of the minibatch's loss, differentiable, and its metrics."""
-    pack_loss = partial(  # what is left to give are the log-probabilities and entropies
+    pack_loss = partial(  # still missing: log-probabilities and entropies
         policy_loss,
         old_logp_T=micro.old_logp_R,
         sampler_logp_T=micro.sampler_logp_R,
@@ -179,7 +178,7 @@ def train_to_the_end(run: start.Run) -> str:
                 if steps.validation_is_due(run):
                     validate(run)
                 train(run)
-            except Interrupted:  # by a signal; a step whose samples are not complete is given up
+            except Interrupted:  # by a signal; a step with incomplete samples is dropped
                 raise steps.save_early(run) from None
         return steps.finish(run)
 

@@ -1,7 +1,7 @@
 """Prompts -> graded samples: conversations of one or more turns over the ranks, and the samples of a step.
 
 Owns per-sample seeds, turning prompts into graded `Sample`s, dynamic sampling (DAPO, Yu et al. 2025, 3.2) and sampling
-ahead of the step (grpo.async_grpo). Every rank sees all samples of a step, so all ranks decide alike.
+ahead of the step (grpo.async_grpo). Every rank sees all samples of a step, so all ranks make the same decisions.
 """
 
 import hashlib
@@ -30,8 +30,8 @@ Draw = tuple[Problem, int, int]  # a sample to be drawn: problem, index in the s
 
 
 class Conversation:
-    """A sample in the making. Its ids are replies that were sampled (mask True, unless the problem is not trained on)
-    and observations of the environment (mask False, log-probability 0)."""
+    """A sample in progress. Its ids are sampled replies (mask True unless the problem is not trained on) and
+    observations from the environment (mask False, log-probability 0)."""
 
     def __init__(
         self, problem: Problem, prompt: int, index: int, options: SamplingOptions, seed_key: tuple, step: int = 0
@@ -39,10 +39,10 @@ class Conversation:
         self.problem = problem
         self.options = options
         self.seed_key = seed_key
-        self.step = step  # the one that trains it, or 0
-        self.request_id = ""  # of the reply that is under way in this rank's engine, if it draws it
+        self.step = step  # the step that trains the sample, or 0
+        self.request_id = ""  # of the reply in progress, if this rank's engine draws it
         self.reply_ids: list[int] = []  # of the last turn
-        self.state: dict = {}  # what the environment returned after it
+        self.state: dict = {}  # the environment's, after the last turn
         self.done = False
         self.sample = Sample(
             prompt=prompt,
@@ -58,13 +58,13 @@ class Conversation:
 
     @property
     def name(self) -> str:
-        """For a line that says what the engine waits for."""
+        """For error messages about a lost request."""
         sample = self.sample
         return f"group {sample.prompt} (row {sample.row_id} of {sample.dataset}), sample {sample.index}"
 
     @property
     def token_ids(self) -> list[int]:
-        """Exactly the ids so far, from which the engine goes on."""
+        """All ids so far: the prompt of the next reply."""
         return [*self.sample.prompt_ids, *self.sample.output_ids.tolist()]
 
     def _append(self, ids: np.ndarray, logps: np.ndarray, versions: np.ndarray, is_trained: bool) -> None:
@@ -76,7 +76,7 @@ class Conversation:
         sample.count_tokens()
 
     def add_reply(self, completion: Completion, tokenizer: Tokenizer) -> envs.Turn:
-        """Appends the reply; returns what the environment sees of the conversation."""
+        """Appends the reply; returns the environment's view of the conversation."""
         problem, sample = self.problem, self.sample
         ids_before = self.token_ids
         self.reply_ids = completion.ids.tolist()
@@ -121,10 +121,10 @@ class Conversation:
 @dataclass(frozen=True, slots=True)
 class Sampler:
     """Draws and grades conversations. Only `in_flight` changes over a run: (conversations, data cursor after them) of
-    later steps, oldest first. As a context manager it closes the environments after a run that reached its end.
+    later steps, oldest first. As a context manager it closes the environments if the run ended without an error.
 
-    max_turns: replies of the policy in a conversation. max_error_fraction: this share of the samples of a call may end
-    in outcome `error`. score_conversations: RewardModel.score, where an environment asks for it.
+    max_turns: most replies in a conversation. max_error_fraction: most of a call's samples that may end in outcome
+    `error`. score_conversations: RewardModel.score, where an environment asks for it.
     """
 
     engine: Engine
@@ -140,7 +140,7 @@ class Sampler:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        if error is None:  # else a grader may be at work, and this process ends
+        if error is None:  # else a grader may still be working, and this process ends anyway
             for environment in self.environments.values():
                 environment.close()
 
@@ -148,14 +148,14 @@ class Sampler:
         self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = 0
     ) -> list[Sample]:
         """`num_samples` graded samples of each (index in the step, problem), ordered by (index, sample number).
-        step: the one that trains them, or 0."""
+        step: the step that trains them, or 0."""
         return self.finish(self.start(prompts, num_samples, options, seed_key, step))
 
     def start(
         self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = 0
     ) -> list[Conversation]:
-        """Deals the conversations to the engines; this rank's engine begins its share. All ranks give the same prompts.
-        The ranks of an engine take turns as holders of what it draws."""
+        """Deals the conversations to the engines; this rank's engine starts its share. All ranks pass the same prompts.
+        The ranks of an engine take turns as holders of the samples that it draws."""
         conversations = []
         for dp_rank, share in enumerate(deal(prompts, num_samples, self.ranks.dp_size, options.max_new_tokens)):
             drawn = [Conversation(problem, *place, options, seed_key, step) for problem, *place in share]
@@ -167,8 +167,8 @@ class Sampler:
         return conversations
 
     def _ask(self, live: list[Conversation], turn: int = 0) -> None:
-        """The engine begins the next reply of each; all have the same options."""
-        # Turn 0 is left out of the seed, so that samples of one turn do not depend on max_turns.
+        """The engine starts the next reply of each conversation; all have the same options."""
+        # The seed leaves out turn 0, so that single-turn samples do not depend on max_turns.
         turn_key = (turn,) if turn else ()
         seeds = [sample_seed(*each.seed_key, each.sample.prompt, each.sample.index, *turn_key) for each in live]
         priority = max(each.step for each in live)
@@ -177,9 +177,9 @@ class Sampler:
             each.request_id = request_id
 
     def finish(self, conversations: list[Conversation]) -> list[Sample]:
-        """The graded samples of all ranks, on every rank; the holder alone has the tokens. StopRun when more than
-        `max_error_fraction` of them could not be graded: their rewards would be noise. An Interrupted or StopRun of one
-        rank is raised on all, after the others have finished their share."""
+        """The graded samples of all ranks, on every rank; only a sample's holder has its tokens. Raises StopRun when
+        more than `max_error_fraction` of them could not be graded: their rewards would be noise. An Interrupted or
+        StopRun on one rank is raised on all ranks, after each has finished its share."""
         stop = None
         try:
             self._converse([each for each in conversations if each.request_id])
@@ -205,19 +205,19 @@ class Sampler:
         return samples
 
     def _decode_while_others_finish(self) -> None:
-        """This engine goes on with later steps until every engine has finished this one. Nothing waits for the
-        collective that tells so: the next one waits, and there the watchdog sees that this rank is not stuck."""
-        others = dist.all_reduce(torch.zeros(1), async_op=True)
-        while self.engine.versions_by_request and self.ranks.any_rank_of_engine(not others.is_completed()):
+        """Decodes for later steps until every engine has finished this step. The all_reduce completes then, and is only
+        polled: a rank waits in the next collective, where the watchdog sees that it is not stuck."""
+        all_finished = dist.all_reduce(torch.zeros(1), async_op=True)
+        while self.engine.versions_by_request and self.ranks.any_rank_of_engine(not all_finished.is_completed()):
             for _ in range(STEPS_BETWEEN_STOPS):
                 self.engine.step()
 
     def _converse(self, conversations: list[Conversation]) -> None:
-        """Takes conversations of this rank's engine, whose first replies are under way, to their end.
+        """Runs conversations of this rank's engine, whose first replies have started, to their end.
 
         A turn is a reply of at most max_new_tokens and, while the environment is not done, its observation: the tokens
-        that the chat template adds, appended to those that were sampled. finish_reason: "stop" (the environment was
-        done), "length" (a reply was cut, or the next one has no room), "max_turns" (it would have gone on).
+        that the chat template adds after the reply. finish_reason: "stop" (the environment was done), "length" (a reply
+        was cut, or the next one has no room), "max_turns" (the environment was not done).
         """
         for turn in range(self.max_turns):
             live = [conversation for conversation in conversations if not conversation.done]
@@ -227,7 +227,7 @@ class Sampler:
                 self._ask(live, turn)
             completions = self.engine.wait([each.request_id for each in live], [each.name for each in live])
             turns = [each.add_reply(reply, self.tokenizer) for each, reply in zip(live, completions, strict=True)]
-            # Where an engine has several ranks, one of them grades: graders that work against time differ.
+            # One rank of an engine grades for all of them: a grader with a deadline may differ between ranks.
             results = self.ranks.broadcast_from_tp_leader(partial(self._grade, live, turns))
             if results is None:
                 raise Interrupted
@@ -235,7 +235,7 @@ class Sampler:
                 each.add_result(result, self.tokenizer, self.engine.max_total_tokens, turn == self.max_turns - 1)
 
     def _grade(self, live: list[Conversation], turns: list[envs.Turn]) -> list[envs.StepResult] | None:
-        """The result of each turn, by one call per environment. None when told to stop meanwhile."""
+        """The result of each turn, by one call per environment. None if the run is told to stop meanwhile."""
         results: dict[int, envs.StepResult] = {}
         for name, environment in self.environments.items():
             members = [i for i, each in enumerate(live) if each.problem.env_name == name]
@@ -247,7 +247,7 @@ class Sampler:
         return [results[i] for i in range(len(turns))]
 
     def groups_under_way(self) -> dict[int, bool]:
-        """Group of a later step -> whether all its replies are there. A collective of all ranks that generate."""
+        """Group of a later step -> whether all its replies have ended. A collective of all ranks that generate."""
         under_way = [each for conversations, _ in self.in_flight for each in conversations]
         missing = [bool(each.request_id) and each.request_id not in self.engine.unclaimed for each in under_way]
         dist.all_reduce(num_missing := torch.tensor(missing, dtype=torch.int32))
@@ -257,7 +257,7 @@ class Sampler:
         return is_whole
 
     def _score_by_model(self, samples: Sequence[Sample]) -> None:
-        """Gives this rank's samples the reward model's scores, a collective; the engine makes room for it."""
+        """Scores this rank's samples with the reward model. A collective; the engine sleeps meanwhile."""
         samples = [sample for sample in samples if sample.messages]
         if self.score_conversations is None or not any_rank(len(samples) > 0):
             return
@@ -270,17 +270,17 @@ class Sampler:
 
 
 def deal(prompts: Prompts, num_samples: int, num_engines: int, max_new_tokens: int) -> list[list[Draw]]:
-    """The samples that each engine draws; all ranks deal alike.
+    """The samples that each engine draws, the same on all ranks.
 
-    All wait for the engine with the most work. Nothing tells how long a reply will be, but a problem's are alike: where
-    lengths vary by 60% between problems and by 50% within, the busiest of 8 engines has 34% more tokens than the mean
-    with 8 whole groups of 16 each, and 8% with groups spread over all. Longest prompts first: so prefills are even too.
+    All engines wait for the busiest. Reply lengths are unknown, but similar within a problem: where they vary by 60%
+    between problems and by 50% within, the busiest of 8 engines has 34% more tokens than the mean with 8 whole groups
+    of 16 each, and 8% more with groups spread over all engines. Longest prompts first, which also evens out prefills.
     """
     shares: list[list[Draw]] = [[] for _ in range(num_engines)]
     for prompt, problem in sorted(prompts, key=lambda prompt: -len(prompt[1].prompt_ids)):
         num_parts = min(num_samples, num_engines)
-        # Each further engine computes the prompt again, at up to the price of as many new tokens. Replies have perhaps
-        # a quarter of max_new_tokens: so this limit is a quarter of a group's work. Beyond it only idle engines help.
+        # Each further engine computes the prompt again; a prompt token costs at most as much as a new token. If replies
+        # have a quarter of max_new_tokens, the limit is a quarter of a group's work. Above it only idle engines help.
         if (num_parts - 1) * len(problem.prompt_ids) > num_samples * max_new_tokens / 16:
             num_parts = max(1, min(num_parts, num_engines // len(prompts)))
         for part in range(num_parts):
@@ -289,7 +289,7 @@ def deal(prompts: Prompts, num_samples: int, num_engines: int, max_new_tokens: i
 
 
 def sample_seed(*key: int) -> int:
-    """A 48-bit seed from e.g. (run seed, step, prompt, sample): a resumed run samples what an unbroken one would."""
+    """A 48-bit seed from e.g. (run seed, step, prompt, sample): resuming a run does not change its samples."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=6).digest(), "little")
 
 
@@ -299,7 +299,7 @@ def sample_seed(*key: int) -> int:
 @dataclass(frozen=True, slots=True)
 class StepSamples:
     """trained: the samples of num_prompts_per_step prompts, numbered from 0. generated: these and the samples that
-    dynamic sampling discarded. cursor: after the prompts drawn. metrics: of the drawing."""
+    dynamic sampling discarded. cursor: the data cursor after the drawn prompts. metrics: of the sampling."""
 
     trained: list[Sample]
     generated: list[Sample]
@@ -310,12 +310,12 @@ class StepSamples:
 def sample_step(
     sampler: Sampler, cfg: Config, mixture: Mixture, cursor: Cursor, step: int, num_steps: int
 ) -> StepSamples:
-    """The samples to train on, rewards shaped, masks of filtered ones cleared; equal on all ranks.
+    """The samples to train on, with shaped rewards and after the overlong filter; equal on all ranks.
 
     With use_dynamic_sampling, batches of num_prompts_per_step * batch_multiplier prompts are drawn until enough groups
     have unequal unshaped rewards; groups beyond what the step needs are discarded. NeMo RL filters single samples by
     the leave-one-out deviation, which drops the lone right answer of a group and keeps its peers; we keep or drop whole
-    groups. Prompts are numbered through the batches, so that no two samples of a step share a seed.
+    groups. Prompt numbers continue from batch to batch, so that no two samples of a step share a seed.
 
     Raises StopRun when dynamic_sampling_max_gen_batches batches are too few, when no sample is left to train on, and
     when a token was drawn from older weights than the config allows.
@@ -344,7 +344,7 @@ def sample_step(
     num_filtered = filter_overlong(trained) if grpo.overlong_filtering else 0
     if not any(sample.num_trained_tokens for sample in trained):
         raise StopRun(
-            f"no sample of a step is trained on: {num_filtered} of {len(trained)} ran into policy.generation."
+            f"no sample of the step can be trained on: {num_filtered} of {len(trained)} ran into policy.generation."
             f"max_new_tokens={options.max_new_tokens} with grpo.overlong_filtering=true, and all other rows have "
             "loss_multiplier=0. Allow longer responses, or set overlong_filtering=false"
         )
@@ -359,17 +359,17 @@ def sample_step(
 def sample_ahead(
     sampler: Sampler, cfg: Config, mixture: Mixture, cursor: Cursor, step: int, num_steps: int
 ) -> tuple[list[Sample], Cursor]:
-    """The oldest batch in flight, and the cursor after it. First begins the batches of the next max_age steps.
+    """Starts the batches of the next max_age steps, then returns this step's batch and the cursor after it.
 
-    Which step a batch is for is settled when it begins, never by how long it takes: so long responses are trained as
-    often as they are sampled, and none is too old. The step waits for its own batch; the others stay in the engine.
+    A batch gets its step when it starts, however long it takes: so long responses are trained as often as they are
+    sampled, and none is too old. The step waits for its own batch only; later batches stay in the engine.
     """
     grpo, options = cfg.grpo, SamplingOptions.of(cfg.policy.generation)
     in_flight, newest_records = sampler.in_flight, {"records": cursor["records"]}
     while len(in_flight) <= min(grpo.async_grpo.max_age, num_steps - step):
         before = (in_flight[-1][1] if in_flight else cursor) | newest_records
         problems, after = mixture.draw(before, grpo.prompts_per_batch)
-        # A prompt's number is its place in the data: dynamic sampling may still change the step that it is for.
+        # A prompt's number is its place in the data, because dynamic sampling may still move it to another step.
         prompts = list(enumerate(problems, start=before["position"]))
         due = step + len(in_flight)
         begun = sampler.start(prompts, grpo.num_generations_per_prompt, options, (grpo.seed,), due)
@@ -379,7 +379,7 @@ def sample_ahead(
 
 
 def is_mixed(group: Sequence[Sample]) -> bool:
-    """Unequal rewards before shaping: lengths alone keep no group that is all wrong (NVIDIA-NeMo/RL#2478)."""
+    """Whether rewards before shaping differ: lengths alone must not keep an all-wrong group (NVIDIA-NeMo/RL#2478)."""
     return len({sample.unshaped_reward for sample in group}) > 1
 
 

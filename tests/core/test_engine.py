@@ -274,7 +274,7 @@ def test_skipped_sync(synced, policy):
         look(policy, synced)
     samples = [of_version(sample(0, 1.0, "ok", 3), version) for version in (1, 0)]
     check_versions(samples[:1], 1, 0)
-    with pytest.raises(StopRun, match=r"weights of steps \[0, 1\], to train those of step 1: no sync"):
+    with pytest.raises(StopRun, match=r"weights of steps \[0, 1\]; the newest are of step 1: no sync"):
         check_versions(samples, 1, 0)
     sync(synced, policy, 1)
     assert look(policy, synced) <= 1e-4
@@ -333,7 +333,7 @@ def test_wrong_shape_is_refused(synced, policy):
     """Of the first sync vLLM checks them, with a bare assertion; later ones must be as that."""
     name = "model.layers.0.mlp.down_proj.weight"
     cut = ((n, t[:-1] if n == name else t) for n, t in full_tensors(policy, synced.dtype))
-    with pytest.raises(StopRun, match=r"down_proj\.weight has shape \[63, \d+\], before \[64, \d+\]"):
+    with pytest.raises(StopRun, match=r"down_proj\.weight has shape \[63, \d+\]; at first it had \[64, \d+\]"):
         list(synced._engine_weights(cut, {}))
     assert next(cut, None) is None, "in a split job the trainers would wait with what nobody takes"
 

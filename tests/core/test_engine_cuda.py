@@ -265,7 +265,7 @@ def test_samples_of_dropped_weights_do_not_train(awake):
     """What was sampled after sleep() would carry version -1."""
     engine, _ = awake
     engine.sleep()
-    with pytest.raises(StopRun, match=r"weights of steps \[-1\], to train those of step 3"):
+    with pytest.raises(StopRun, match=r"weights of steps \[-1\]; the newest are of step 3"):
         engine_module.check_versions([of_version(sample(0, 1.0, "ok", 3), engine.weight_version)], 3, 0)
 
 

@@ -162,7 +162,7 @@ def test_steps_of_a_run(policy, step, ranks):
     tokens = sum(int(s.mask.sum()) for s in samples)
     assert (run.state.step, run.state.num_bad_steps, run.state.total_valid_tokens) == (3, 0, 3 * tokens)
     run.num_steps = 4
-    with pytest.raises(StopRun, match=r"weights of steps \[2\], to train those of step 3: no sync"):
+    with pytest.raises(StopRun, match=r"weights of steps \[2\]; the newest are of step 3: no sync"):
         train(run, [of_version(s, 2) for s in samples], None)
     assert run.state.step == 3 and all(torch.equal(moved[name], tensor) for name, tensor in weights(policy).items())
 
