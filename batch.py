@@ -1,8 +1,8 @@
-"""Samples and their advantages -> what the optimizer steps of a rollout train on: packs on this rank's device.
+"""Samples and advantages -> the minibatches of a rollout, as packs on this rank's device.
 
-A rollout of B = P * G samples is cut into minibatches of `train_global_batch_size`, one for each optimizer step (the
-whole rollout is one, by default). A minibatch is cut into packs, the same number on every rank, because each is a
-collective of FSDP. The denominators of the loss are counts over a whole minibatch, all ranks and all packs.
+A rollout of B = P * G samples is cut into minibatches of `train_global_batch_size`, one for each optimizer step (by
+default the whole rollout is one). A minibatch is cut into packs, the same number on every rank, because each runs
+FSDP's collectives. The loss divides by counts over a whole minibatch: all ranks, all packs.
 Dims: B samples, T packed tokens, R response tokens of a pack, S segments of a pack.
 """
 
@@ -25,11 +25,11 @@ from system.ranks import Ranks
 
 @dataclass(slots=True)
 class MicroBatch(Pack):
-    """A `data.Pack` with tensors on the device in place of arrays, and what the trainer finds out about its R response
-    tokens. cu_seqlens and prefix_S stay on the host: the model reads them before it launches anything.
+    """A `data.Pack` with device tensors in place of arrays, and what the trainer adds about its R response tokens.
+    cu_seqlens and prefix_S stay on the host: the model reads them before it launches anything.
 
-    mask_R: tokens that are trained on. num_grad_rows: only the first so many can have a gradient; the others are there
-    for the metrics. old_logp_R, ref_logp_R: under the policy at the start of the step and under the reference policy;
+    mask_R: tokens that are trained on. num_grad_rows: only the first num_grad_rows rows can have a gradient; the rest
+    serve the metrics. old_logp_R, ref_logp_R: under the policy at the start of the step and under the reference policy;
     None where the run does not need them.
 
     Example: two sequences of 3 and 2 input tokens with 2 and 1 response tokens: cu_seqlens [0, 3, 5], pos_R [1, 2, 4],
@@ -51,8 +51,8 @@ class MicroBatch(Pack):
 class Minibatch:
     """What one optimizer step sees: this rank's micro-batches, and counts over all ranks (0 until they are known).
 
-    num_input_tokens: computed by the model. num_tokens: trained. num_seqs: sequences with a trained token.
-    num_positive_tokens: trained, with a reward > 0.
+    num_input_tokens: tokens that the model computes. num_tokens: trained tokens. num_seqs: sequences with a trained
+    token. num_positive_tokens: trained tokens with a reward > 0.
     """
 
     micros: list[MicroBatch]
@@ -65,15 +65,15 @@ class Minibatch:
 def make_minibatches(
     samples: Sequence[Sample], adv_B: Sequence[float], cfg: Config, ranks: Ranks, device: torch.device
 ) -> list[Minibatch]:
-    """This rank's minibatches of a rollout, and the tokens for them: a collective. All ranks make the same number of
-    collectives later, too: one with fewer packs than another, by all lengths, runs empty ones."""
+    """This rank's minibatches of a rollout. A collective, which moves their tokens to this rank. Each rank has as many
+    packs as the rank with most, empty ones if need be, so that all ranks later join the same collectives."""
     size = cfg.policy.train_global_batch_size or len(samples)
     max_tokens, share_prefix = cfg.policy.pack_tokens(device.type), cfg.policy.sequence_packing.share_prefix
     for sample, adv in zip(samples, adv_B, strict=True):
         sample.advantage = adv
     splits = []
     for first in range(0, len(samples), size):
-        # A sample that was filtered out takes no part in any forward.
+        # Filtered samples take part in no forward.
         members = [sample for sample in samples[first : first + size] if sample.num_trained_tokens]
         splits.append(assign_to_ranks(members, ranks.world_size, max_tokens, share_prefix))
     needed = [[each for shares in splits for part in shares[rank] for each in part] for rank in range(ranks.world_size)]
@@ -97,11 +97,11 @@ def to_device(pack: Pack, device: torch.device) -> MicroBatch:
 
 
 def needs_old_logps(cfg: Config) -> bool:
-    """Whether the policy at the start of the step is scored in a forward of its own.
+    """Whether log-probabilities at the start of the step need a forward of their own.
 
-    Not when a single optimizer step follows each rollout: the training forward itself is then that policy, old is its
-    log-probability, detached, and the ratio is 1 exactly. More steps move away from it. The mask of sequences whose
-    log-probabilities disagree, and a KL in the reward, must be known before the first one.
+    A single optimizer step per rollout needs none: its training forward runs that same policy, so the ratio is exactly
+    1. With more steps the policy moves. Before the first step, seq_logprob_error_threshold and use_kl_in_reward need
+    them in any case.
     """
     per_rollout = cfg.grpo.num_prompts_per_step * cfg.grpo.num_generations_per_prompt
     several = cfg.policy.ppo_epochs > 1 or (cfg.policy.train_global_batch_size or per_rollout) < per_rollout
@@ -111,11 +111,11 @@ def needs_old_logps(cfg: Config) -> bool:
 
 @torch.no_grad()
 def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath, version: int) -> list[Metrics]:
-    """What needs the log-probabilities, in place: masks sequences whose sampler and trainer disagree, puts the KL into
-    the advantages where the config asks for it, and counts what is trained on, over all ranks. A collective.
+    """Completes the minibatches in place, after the log-probabilities: masks sequences on which sampler and trainer
+    disagree, puts the KL into advantages where the config asks for it, and counts trained tokens over all ranks. A
+    collective.
 
-    Returns what sampler and trainer differ by: of masked sequences, and with async_grpo the gap on the newest tokens,
-    drawn with the weights of step `version`.
+    Returns metrics: of the mask and, with async_grpo, the logp gap on the newest tokens, drawn from weights `version`.
     """
     micros = [micro for minibatch in minibatches for micro in minibatch.micros]
     async_grpo = cfg.grpo.async_grpo
@@ -143,12 +143,10 @@ def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath
 
 
 def newest_gap(micro: MicroBatch, version: int, *, cache_was_rebuilt: bool = True) -> Metrics:
-    """|sampler - trainer| of the tokens that weights `version` sampled, which are to be trained; 0 if there are none.
-    Of older tokens it would also hold what training has changed since."""
+    """|sampler - trainer| of the tokens drawn from weights `version`, the newest; 0 if there are none. On older tokens
+    it would include what training has changed since."""
     newest_R = micro.mask_R & (micro.version_R == version) & micro.sampler_logp_R.isfinite()
-    if (
-        not cache_was_rebuilt
-    ):  # after older tokens of its sequence a token is drawn from a mixture: no weights give its logp
+    if not cache_was_rebuilt:  # after older tokens a token is drawn from a mixture: no weights give its logp
         old_R = torch.where(micro.version_R == version, 0.0, 1.0)
         newest_R &= torch.zeros_like(old_R).index_add(0, micro.seq_R, old_R)[micro.seq_R] == 0
     newest_R &= micro.old_logp_R != -torch.inf  # cut by top_p or top_k, as in `policy_loss`
@@ -158,7 +156,7 @@ def newest_gap(micro: MicroBatch, version: int, *, cache_was_rebuilt: bool = Tru
 
 
 def _put_kl_into_advantages(micros: list[MicroBatch], cfg: Config) -> None:
-    """REINFORCE++'s KL in the reward. The whitening needs all tokens of the step: those of all packs and ranks."""
+    """REINFORCE++'s KL in the reward. The whitening needs all tokens of the step, from all packs and ranks."""
 
     def concatenated(name: str) -> Tensor:
         return torch.cat([getattr(micro, name) for micro in micros])
@@ -183,8 +181,8 @@ def _put_kl_into_advantages(micros: list[MicroBatch], cfg: Config) -> None:
 
 
 def _put_gradient_rows_first(micro: MicroBatch, path: LossPath) -> None:
-    """Two thirds of the output layer's work are for gradients, and a token of advantage 0 has none, unless a KL or an
-    entropy bonus moves the policy all the same: `path` knows, because it asked the loss."""
+    """Two thirds of the output layer's work is gradients, and a token of advantage 0 has none, unless it gets one from
+    a KL or an entropy bonus: `path` knows, from probes of the loss."""
     moved_R = path.may_have_gradient(micro.adv_R, micro.reward_R > 0) & micro.mask_R
     order_R = moved_R.logical_not().argsort(stable=True)
     for name in (field.name for field in fields(micro) if field.name.endswith("_R")):
@@ -194,8 +192,8 @@ def _put_gradient_rows_first(micro: MicroBatch, path: LossPath) -> None:
 
 
 def _count(minibatch: Minibatch) -> list[int]:
-    """This rank's num_tokens, num_seqs, num_positive_tokens. A token for which the sampler's log-probability is no
-    number does not count: `policy_loss` drops it."""
+    """This rank's num_tokens, num_seqs, num_positive_tokens. A token whose sampler log-probability is not finite does
+    not count: `policy_loss` drops it."""
     counts = np.zeros(3, np.int64)
     for micro in minibatch.micros:
         trained_R = micro.mask_R & micro.sampler_logp_R.isfinite()

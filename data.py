@@ -18,8 +18,8 @@ class Problem:
     """One row of a dataset, ready to be sampled.
 
     row_id: its index in its source (in a jsonl file: its line, from 0), so that logs can point at it. fields: all
-    fields of the row as read. loss_multiplier 0: sampled and scored, but not trained on. dataset: the name of its set.
-    tools: what its chat template shows the policy.
+    fields of the row as read. loss_multiplier 0: sampled and scored, but not trained on. dataset: the dataset's name.
+    tools: the tool descriptions that the chat template shows the policy.
 
     Example: row_id 6, messages [{"role": "user", "content": "37+48="}], answer "85", env_name "exact",
     prompt_ids [256, 51, 55, 43, 52, 56, 61], fields {"input": "37+48=", "answer": "85"}, dataset "train".
@@ -42,11 +42,11 @@ class Sample:
 
     prompt: the index of the problem in the step; groups are made from it, never from text. index: the sample's number
     in its group. mask: False at output ids that were not sampled (an observation) or are not trained on. versions:
-    for each output id the number of training steps of the weights that it was drawn from (an observation has its
-    reply's). reward, rewards (the parts of it), outcome, extracted (the answer in the reply): the grader's;
+    for each output id, the training step that left the weights it was drawn from (an observation has the version of
+    its reply). The grader sets reward, rewards (its parts), outcome and extracted (the answer in the reply).
     unshaped_reward: after scaling, before shaping; advantage: of all its tokens (advantages.py). messages: for a reward
     model to score, else none.
-    holder: the rank that drew it and has the tokens; the others have the numbers. None: all ranks have the tokens.
+    holder: the only rank that has the tokens; other ranks have the numbers. None: all ranks have the tokens.
 
     Example (one turn): prompt 0, index 3, prompt_ids [5, 7, 2], output_ids [9, 3], sampler_logps [-0.1, -0.7],
     mask [True, True], finish_reason "stop", versions [12, 13], reward 1.0, outcome "ok".
@@ -107,20 +107,20 @@ def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 @dataclass(slots=True)
 class Pack:
-    """Sequences as segments back to back, without padding. A prompt that several of them share is there once.
+    """Sequences as segments back to back, without padding. A shared prompt appears once.
 
     A segment is a whole sequence, a shared prompt, or the response to one; prefix_S is the segment that a response
-    continues, else -1. Inputs are ids[:-1] of each sequence, targets ids[1:]. T counts input tokens, R the targets that
-    were sampled: the others (prompt, observation) never reach the head. pos_R: the row in T that predicts the target;
-    the last row of a shared prompt predicts several. adv_R, reward_R: of the token's sample; seq_R: number of its
-    sequence within the pack. version_R: `Sample.versions`.
+    continues, else -1. Inputs are ids[:-1] of each sequence, targets ids[1:]. T counts input tokens, R the sampled
+    targets: prompt and observation targets never reach the head. pos_R: the row in T that predicts the target; the last
+    row of a shared prompt predicts several. adv_R, reward_R: of the token's sample; seq_R: the number of its sequence
+    within the pack. version_R: `Sample.versions`.
     Example: the Sample above alone: token_T [5, 7, 2, 9], position_T [0, 1, 2, 3], cu_seqlens [0, 4], prefix_S [-1],
     pos_R [2, 3], target_R [9, 3], sampler_logp_R [-0.1, -0.7], seq_R [0, 0]. With a second one of the same prompt and
     output_ids [8, 6]: token_T [5, 7, 2, 9, 8], position_T [0, 1, 2, 3, 3], cu_seqlens [0, 3, 4, 5],
     prefix_S [-1, 0, 0], pos_R [2, 3, 2, 4], target_R [9, 3, 8, 6], seq_R [0, 0, 1, 1].
     """
 
-    token_T: np.ndarray  # int64, as all others that have no type here
+    token_T: np.ndarray  # int64, as every array without a type here
     position_T: np.ndarray
     cu_seqlens: np.ndarray  # int32, [S + 1]: bounds of the segments
     prefix_S: np.ndarray
@@ -144,11 +144,11 @@ def assign_to_ranks(
     """The parts of groups that each rank trains on. The samples of a part share their prompt in a pack of <=
     `max_tokens` input tokens; without `share_prefix` each sample is a part.
 
-    Large parts save tokens, small ones balance the ranks: of several sizes, that whose most loaded rank has least.
+    Few large parts save tokens, many small ones balance the ranks: the split with the lightest heaviest rank wins.
     """
     groups = groups_of(samples)
-    sizes = (1, 2, 4, 8) if share_prefix and len(groups) < len(samples) else ()  # else nobody can share
-    splits = [[part for group in groups for part in _split(group, size, max_tokens)] for size in sizes]
+    part_counts = (1, 2, 4, 8) if share_prefix and len(groups) < len(samples) else ()  # else no samples share a prompt
+    splits = [[part for group in groups for part in _split(group, count, max_tokens)] for count in part_counts]
     splits.append([[sample] for sample in samples])
     shares_of_splits = [balance(split, world_size) for split in splits]
     return min(shares_of_splits, key=lambda shares: max(sum(map(num_input_tokens, share)) for share in shares))
@@ -173,7 +173,7 @@ def balance(parts: Sequence[list[Sample]], world_size: int) -> list[list[list[Sa
 
 
 def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices of what lies in each pack of <= `max_tokens`: first-fit decreasing."""
+    """Indices of the items in each pack of <= `max_tokens`: first-fit decreasing."""
     packs: list[list[int]] = [[] for _ in lengths]
     room = np.full(len(lengths), max_tokens)
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -185,7 +185,7 @@ def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def num_packs(parts: Sequence[list[Sample]], max_tokens: int) -> int:
-    """How many packs `pack_samples` makes of them, by their lengths only."""
+    """How many packs `pack_samples` makes of the parts, from their lengths only."""
     return len(first_fit([num_input_tokens(part) for part in parts], max_tokens))
 
 
@@ -205,7 +205,7 @@ def _pack(parts: list[list[Sample]]) -> Pack:
     heads.sort(key=lambda head: -len(head[0]))
     for number, (_, part) in enumerate(heads):
         tails += [(number, sample.output_ids[:-1].astype(np.int64), sample) for sample in part if len(part) > 1]
-    # Equal shapes lie side by side: the CPU attention takes them as one call. A response of one id has no input.
+    # Equal shapes are neighbours, which CPU attention computes in one call. A response of one id has no input.
     tails = sorted((t for t in tails if len(t[1])), key=lambda t: (-len(t[2].prompt_ids), -len(t[1])))
     ids_S = [ids for ids, _ in heads] + [ids for _, ids, _ in tails]
     first_S = [0] * len(heads) + [len(sample.prompt_ids) for *_, sample in tails]
@@ -219,7 +219,7 @@ def _pack(parts: list[list[Sample]]) -> Pack:
             assert len(sample.output_ids) == sample.num_output_tokens, f"tokens of group {sample.prompt} are not here"
             sampled = np.flatnonzero(sample.mask)
             response_start = response_starts.get(id(sample), prompt_end)
-            # An id is predicted in the row of the id before it, the first one of a response at the prompt's end.
+            # The row of the previous id predicts an id; the prompt's last row predicts the first id of a response.
             rows["pos_R"].append(np.where(sampled > 0, response_start + sampled, prompt_end) - 1)
             rows["target_R"].append(sample.output_ids[sampled].astype(np.int64))
             rows["sampler_logp_R"].append(sample.sampler_logps[sampled].astype(np.float32))
@@ -237,6 +237,6 @@ def _pack(parts: list[list[Sample]]) -> Pack:
 
 
 def empty_pack() -> Pack:
-    """One token, no response token: what a rank with fewer packs runs so that every rank joins every collective."""
+    """One token, no response token: a rank with fewer packs runs it, so that every rank joins every collective."""
     zero, floats = np.zeros(1, np.int64), np.zeros(0, np.float32)
     return Pack(zero, zero, np.int32([0, 1]), zero - 1, zero[:0], zero[:0], floats, zero[:0], floats, zero[:0], floats)

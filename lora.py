@@ -27,7 +27,7 @@ class MergedLinear(torch.autograd.Function):
     def backward(ctx, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, *merged = ctx.saved_tensors
         _, a_LI, b_OL = merged
-        # Through the factors, as if nothing were rounded: the gradient of a whole weight is never made.
+        # Through the factors, as if nothing were rounded: the gradient of the merged weight is never computed.
         grad_a_LI = (ctx.scale * (grad_TO @ b_OL)).T @ x_TI
         grad_b_OL = grad_TO.T @ (ctx.scale * (x_TI @ a_LI.T))
         # The input of the first block needs no gradient: the embedding is frozen.
@@ -51,7 +51,7 @@ class LoRALinear(nn.Linear):
 
 
 def add_adapters(model: nn.Module, cfg: LoRAConfig, precision: torch.dtype) -> None:
-    """Freezes a model that is still on the meta device, in the type it computes in, and adapts the layers cfg names."""
+    """Freezes a model on the meta device in `precision`, and adds adapters to the layers that cfg names."""
     model.to(precision).requires_grad_(False)
     for name in adapted_layers(model.config, cfg):
         layer = LoRALinear(model.get_submodule(name), cfg.dim, cfg.alpha / cfg.dim)

@@ -1,15 +1,14 @@
 """The policy-gradient loss: its one and only definition, with its options and metrics. Pure tensors, no I/O.
 
-Whatever `policy_loss` says is trained: kernels/ calls it and takes its derivatives by autograd. A tensor's name ends in
-its dimensions, here R: the response tokens of a pack. Only the keywords of `policy_loss` end in _T instead.
+Training follows `policy_loss`, whatever it is: kernels/ calls it and takes its derivatives by autograd. A tensor's name
+ends in its dimensions, here R: the response tokens of a pack. Only the keywords of `policy_loss` end in _T instead.
 
 A pack is one of several micro-batches, on one of several ranks. So no loss here is a mean: each token has a weight,
 1 / (what the aggregation divides by, counted over the whole optimizer step), and losses of packs simply add up. So do
-metrics: a (sum, count) pair adds up on both sides and is divided once, at the end; a name that ends in _min or _max
+metrics: sums and counts of (sum, count) pairs add up and are divided once, at the end; a name that ends in _min or _max
 takes the extremum (+inf, -inf where a pack has no valid token); any other scalar adds up (metrics.py).
 
-Nothing in this file waits for the GPU. docs/details.md says which paper or system each choice is from, and what the
-others do.
+Nothing in this file waits for the GPU. docs/details.md has the source of each choice, and what other systems do.
 """
 
 import math
@@ -46,10 +45,10 @@ def policy_loss(
 
     Per token, in nats: logp_T (current policy), old_logp_T (at the start of the step; None: logp_T itself, and ratios
     are 1), sampler_logp_T (as the engine reported it), ref_logp_T (reference policy), entropy_T. unfiltered_logp_T, for
-    the KL: logp_T without top_p and top_k, which apply to the others but ref_logp_T. adv_T: advantages; mask_T: nonzero
-    if trained; positive_T: nonzero if the reward is > 0; seq_T: an integer that the tokens of one sequence share and no
-    others have. Sequences must be whole; tokens in any order; T may be 0. num_valid_tokens, num_valid_seqs,
-    num_positive_tokens: trained ones, over all micro-batches and ranks of the optimizer step.
+    the KL: logp_T without top_p and top_k; ref_logp_T is always without. adv_T: advantages; mask_T: nonzero if trained;
+    positive_T: nonzero if the reward is > 0; seq_T: an integer for each sequence. Sequences must be whole; tokens in
+    any order; T may be 0. num_valid_tokens, num_valid_seqs, num_positive_tokens: trained tokens and sequences, over all
+    micro-batches and ranks of the optimizer step.
 
         loss = sum over tokens of weight (w l + reference_policy_kl_penalty kl - entropy_coef entropy)
                + positive_example_nll_weight nll
@@ -58,7 +57,7 @@ def policy_loss(
     `_reference_kl`; nll: mean of -logp over the tokens of positive samples (VAPO, Yue et al. 2025, eq. 10).
 
     Masked tokens may hold anything, NaN too. A token whose sampler logp is not finite counts as masked, and is reported
-    (`num_nonfinite_sampler_logp`). The caller's counts are without it, and with tokens of weight 0 or cut by a filter.
+    (`num_nonfinite_sampler_logp`). The caller's counts exclude it, but include tokens of weight 0 or cut by a filter.
     """
     t = _Tokens(logp_T, old_logp_T, sampler_logp_T, adv_T, mask_T, seq_T, cfg)
     weight_R = _aggregation_weights(t.seqs, num_valid_tokens, num_valid_seqs, cfg)
@@ -90,8 +89,8 @@ def policy_loss(
 class _Tokens:
     """The arguments of `policy_loss` per token, with 0 in place of what is not trained.
 
-    -inf: the sampler drew a token that the trainer, which rounds differently, cuts by top_p or top_k. As in NeMo RL it
-    is a constant, of ratio 1, in the loss, and counts in lengths; the KL trains it.
+    logp -inf: the sampler drew a token that the trainer, which rounds differently, cuts by top_p or top_k. As in NeMo
+    RL it has ratio 1 and no gradient in the loss, and counts in lengths; the KL trains it.
     """
 
     def __init__(self, logp_R, old_logp_R, sampler_logp_R, adv_R, mask_R, seq_R, cfg: LossConfig):
@@ -121,11 +120,11 @@ class _Tokens:
 
 
 class _Sequences:
-    """Which tokens make a sequence. `valid_R` (bool): tokens that count."""
+    """Sums and means over the sequences of a pack. `valid_R` (bool): tokens that count."""
 
     def __init__(self, seq_R: Tensor, valid_R: Tensor, dtype: torch.dtype):
-        # A number for each sequence, below R: its first place among the sorted tokens. `unique` would number them too,
-        # but CUDA would have to wait for the length of its result.
+        # Numbers the sequences, below R, by their first index in the sorted seq_R. `unique` would number them too, but
+        # make the host wait for the length of its result.
         self.index_R = torch.searchsorted(seq_R.sort().values, seq_R.contiguous())
         self.valid_R = valid_R
         self.length_R = self.sum_for_each_token(valid_R.to(dtype)).clamp(min=1)  # valid tokens of the token's sequence
@@ -183,8 +182,8 @@ def _token_loss(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, cfg: LossConfig)
     """Loss of each token, before weights.
 
     l = max(-A r, -A clamp(r)) (PPO, Schulman et al. 2017, eq. 7); with ratio_clip_c = c, min(l, -A c) where A < 0 (dual
-    clip, Ye et al. 2019). use_cispo: l = -A detach(clamp(r)) logp (MiniMax-M1 2025), which takes no token's gradient
-    away. disable_ppo_ratio: l = -A logp (REINFORCE, Williams 1992), as r is logp.
+    clip, Ye et al. 2019). use_cispo: l = -A detach(clamp(r)) logp (MiniMax-M1 2025), which keeps every token's
+    gradient. disable_ppo_ratio: l = -A logp (REINFORCE, Williams 1992), as r is logp.
     """
     if cfg.use_cispo:
         return -t.adv_R * clamped_R.detach() * t.logp_R
@@ -197,8 +196,8 @@ def _token_loss(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, cfg: LossConfig)
 def _sampler_weights(t: _Tokens, cfg: LossConfig) -> tuple[Tensor, Tensor | None]:
     """Importance weight of each token, trainer over sampler, and where it is out of bounds (None: it has no bounds).
 
-    w = exp(old - sampler) of the token, or of its whole sequence (sum of the logs) with GSPO as in NeMo RL and for the
-    types `sequence...`. Constants; 0 where not finite. Bounds: [ratio_min or 0, ratio]; by type:
+    w = exp(old - sampler) of the token, or of its whole sequence (sum of the logs) with GSPO, as in NeMo RL, and with
+    the types `sequence...`. It has no gradient, and is 0 where not finite. Bounds: [ratio_min or 0, ratio]; by type:
         tis, sequence-truncate   w clamped (Yao et al. 2025; TRL token_truncate, sequence_truncate)
         icepop, sequence-mask    w = 0 outside (IcePop, Ring Team 2025; TRL token_mask, sequence_mask)
         seq-mask-tis             token weights, 0 where the sequence's geometric mean is outside (Liu, Li et al. 2025)
@@ -240,7 +239,7 @@ def _reference_kl(t: _Tokens, ref_logp_R: Tensor, cfg: LossConfig) -> Tensor:
     adds the second part: u = exp(logp - detach(logp)) has the value 1 and the gradient of logp (NeMo RL).
         kl_gradient=plain               u is a constant: the first part alone (TRL, verl, Shao et al. 2024)
         use_on_policy_kl_approximation  u = exp(logp - sampler), as the sampler drew the token; 0 where not finite
-    Where the input clamp acts, u is a constant: nothing may push there.
+    Where the input clamp acts, u is a constant: the token then gets no gradient from the KL.
     Gradient in logp of k1, k2, k3, with d = logp - ref: score_function 1 + d, d + d^2/2, d; plain 1, d, 1 - exp(-d).
     """
     log_ratio_R = t.keep(ref_logp_R).detach() - t.logp_R
@@ -258,7 +257,7 @@ def _token_metrics(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, entropy_R, cf
     gap_R = t.sampler_logp_R - t.old_logp_R
     mixture_R = torch.logaddexp(t.old_logp_R, t.sampler_logp_R) - math.log(2)
     js_R = (kl_estimate(t.old_logp_R - mixture_R, "k3") + kl_estimate(t.sampler_logp_R - mixture_R, "k3")) / 2
-    # Where the clip takes the token's gradient away (not the dual clip): PPO's binds on one side for each sign of A.
+    # Where the clip (not the dual clip) removes the token's gradient: PPO's binds on one side for each sign of A.
     # CISPO's bounds the token's weight on both sides.
     low_R, high_R = ratio_R < clamped_R, ratio_R > clamped_R
     if not cfg.use_cispo:
@@ -274,7 +273,7 @@ def _token_metrics(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, entropy_R, cf
         "gen_kl_error": kl_estimate(-gap_R, cfg.reference_policy_kl_type),
         "policy_kl_error": kl_estimate(gap_R, cfg.reference_policy_kl_type),
         "js_divergence_error": js_R,
-        # -E[log p] under the current policy, from samples of the sampler's. `entropy` is the exact one.
+        # -E[log p] under the current policy, estimated from the sampler's tokens. `entropy` is exact.
         "approx_entropy": -(t.logp_R - t.sampler_logp_R).exp() * t.logp_R,
     }
     if entropy_R is not None:
@@ -291,7 +290,7 @@ def _token_metrics(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, entropy_R, cf
 
 
 def _weight_metrics(t: _Tokens, weight_R: Tensor, outside_R: Tensor | None, cfg: LossConfig) -> Metrics:
-    """Means of the sampler weights, after truncation or masking: over sequences where a weight is a sequence's."""
+    """Means of the sampler weights, after truncation or masking: over sequences where each has one weight."""
     kind = cfg.truncated_importance_sampling_type
     gspo = cfg.sequence_level_importance_ratios
     mean = t.seqs.mean if gspo or kind in BY_SEQUENCE else t.mean
@@ -312,9 +311,9 @@ def seq_logp_error_mask(
 ) -> tuple[Tensor, Metrics]:
     """mask_R (bool) without the sequences whose mean of exp(|sampler - old|) exceeds the threshold; metrics (NeMo RL).
 
-    Applied once, before the tokens and sequences of a step are counted: unlike a mask of the importance weights it
-    does shrink the counts, as NeMo RL's. Tokens whose sampler logp is not finite, or that the filter cut (old_logp_R
-    is -inf), do not count in the mean.
+    Applied once, before the tokens and sequences of a step are counted: as in NeMo RL it shrinks the counts, and a mask
+    of importance weights does not. The mean skips tokens whose sampler logp is not finite, or that the filter cut
+    (old_logp_R is -inf).
     correct_R: nonzero where the sample is right. Other arguments as in `policy_loss`.
     """
     mask_R = mask_R != 0
@@ -338,7 +337,7 @@ def seq_logp_error_mask(
 
 
 def _extremes(x_R: Tensor, valid_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Minimum and maximum over the valid tokens; the appended infinity keeps amin and amax defined without any."""
+    """Minimum and maximum over the valid tokens; the appended infinity defines them where there are none."""
     inf = x_R.new_full((1,), torch.inf)
     smallest = torch.cat([torch.where(valid_R, x_R, torch.inf), inf]).amin()
     return smallest, torch.cat([torch.where(valid_R, x_R, -torch.inf), -inf]).amax()

@@ -30,16 +30,16 @@ from hf.weights import init_adapters, load_weights, sharded_parameters
 from kernels import KernelBackend, LossPath, SamplingFilter, linear_logp
 from lora import add_adapters
 
-# For fewer key than query heads, varlen_attn of torch >= 2.12 wants a flag that 2.11 neither has nor needs.
+# With fewer key than query heads, varlen_attn of torch >= 2.12 needs a flag that 2.11 does not have.
 VARLEN_GQA = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
 
 
 @dataclass(frozen=True, eq=False)
 class PackLayout:
-    """Where the segments of a pack lie, and the keys that each attends to: its prefix's keys, then its own. Read once
+    """Where the segments of a pack lie, and the keys that each attends to: its prefix's keys, then its own. Built once
     per forward, so that no layer waits for the device."""
 
-    runs: list[tuple[int, int, int, Tensor | None]]  # (segments, queries and keys of each, mask) of neighbours alike
+    runs: list[tuple[int, int, int, Tensor | None]]  # neighbours of one shape: (how many, queries, keys, mask)
     cu_queries: Tensor  # [S+1] int32 on the model's device, as cu_keys
     cu_keys: Tensor
     key_rows: Tensor | None  # the rows of all keys, segment by segment; None where no segment has a prefix
@@ -62,8 +62,8 @@ class PackLayout:
 
 
 class GatherRows(torch.autograd.Function):
-    """x[row_M], of which rows may repeat: then the gradients of a row are summed in a fixed order, in float32 or the
-    wider type of x. (The gradient of plain indexing adds 16-bit floats by atomics.)"""
+    """x[row_M]. A row may repeat: its gradients are then summed in a fixed order, in float32 or the wider type of x.
+    (Plain indexing sums 16-bit gradients by atomics.)"""
 
     @staticmethod
     def forward(ctx, x: Tensor, row_M: Tensor) -> Tensor:
@@ -182,8 +182,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One pre-norm layer. With `recompute`, activations are not kept, but computed again in the backward pass.
 
-    halves: the functions around the attention, `Block.halves` or these compiled. All blocks share them, and so their
-    graphs. The attention stays out: it branches on the layout, so each pack would have a graph of its own.
+    halves: the functions before and after the attention, plain or compiled. All blocks share them, and so their
+    graphs. The attention is not compiled: it branches on the layout, so each pack would need its own graph.
     """
 
     def __init__(self, config: ModelConfig, *, recompute: bool = False):
@@ -195,13 +195,13 @@ class Block(nn.Module):
         self.recompute = recompute
 
     def forward(self, *inputs) -> Tensor:
-        # Within the module that FSDP wraps; a wrapper module of its own would change the parameters' names.
+        # Inside the module that FSDP wraps: a wrapper module would change the parameters' names.
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._forward, *inputs, use_reentrant=False, preserve_rng_state=False)
         return self._forward(*inputs)
 
     def _forward(self, hidden_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, layout: PackLayout) -> Tensor:
-        # A graph for any length does not hold for one token, which an empty pack has.
+        # The graph for any length excludes length 1, which an empty pack has.
         before, after = self.halves if len(hidden_TD) > 1 else Block.halves
         query_TNH, key_TKH, value_TKH = before(self, hidden_TD, cos_T1H, sin_T1H)
         return after(self, hidden_TD, packed_attention(query_TNH, key_TKH, value_TKH, layout))
@@ -218,7 +218,7 @@ class Block(nn.Module):
 
 class Head(nn.Linear):
     """An output layer that is not tied to the embedding. It calls the function that needs its weight, because FSDP2
-    holds that weight whole only within this forward."""
+    gathers the weight only during this forward."""
 
     def forward(self, hidden_RD: Tensor, compute: Callable, *targets: Tensor) -> Tensor | tuple:
         return compute(hidden_RD, self.weight, *targets)
@@ -227,9 +227,9 @@ class Head(nn.Linear):
 class Decoder(nn.Module):
     """The causal language model. It has no buffers: `state_dict()` has the names of the HF checkpoint.
 
-    The options are constants of a run. temperature, sampling_filter (None keeps all tokens) and vocab_limit (columns of
-    the logits from there on are padding) are the sampler's. recompute: see `Block`. backend: None is Triton on CUDA,
-    PyTorch elsewhere. loss_path: how the loss is trained; the default is right for any loss.
+    The options are constants of a run. temperature, sampling_filter (None keeps all tokens) and vocab_limit (later
+    columns of the logits are padding) match the sampler. recompute: see `Block`. backend: None is Triton on CUDA,
+    PyTorch elsewhere. loss_path: how the loss gets its gradient; the default is right for any loss.
     """
 
     def __init__(
@@ -282,13 +282,13 @@ class Decoder(nn.Module):
         """
         layout = PackLayout.of(cu_seqlens, prefix_S, len(token_T), token_T.device)
         hidden_TD = self.model["embed_tokens"](token_T)
-        # The sum over the blocks: rounded to 16 bits after each, it would be half of all that bfloat16 costs.
+        # The residual stream: rounding it to 16 bits after each block would cause half of bfloat16's error.
         hidden_TD = hidden_TD.to(torch.promote_types(hidden_TD.dtype, torch.float32))
         cos_T1H, sin_T1H = rope_cos_sin(self.config, position_T)
         for block in self.model["layers"]:
             hidden_TD = block(hidden_TD, cos_T1H, sin_T1H, layout)
         hidden_TD = self.model["norm"](hidden_TD)
-        # Tied: the embedding's weight, which FSDP2 holds whole during all of this forward.
+        # Tied: the embedding's weight, which FSDP2 keeps gathered during this whole forward.
         head = self.lm_head or partial(Head.forward, self.model["embed_tokens"])
         if pos_R is None:
             return head(hidden_TD, F.linear)
@@ -299,7 +299,7 @@ class Decoder(nn.Module):
         return head(hidden_RD, partial(logprob_fn, sampling_filter=sampling_filter), target_R)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Adds to the gradient. FSDP sums it over ranks, between replicas once: with the last micro-batch."""
+        """Adds to the gradient. FSDP sums it over a replica's ranks, and over replicas with the last micro-batch."""
         self.set_requires_all_reduce(is_last)
         loss.backward()
 
@@ -311,14 +311,14 @@ class Decoder(nn.Module):
 
 
 def shard(model: Decoder, mesh: DeviceMesh, *, precision: str, cpu_offload: bool = False) -> None:
-    """FSDP2 over a `system.ranks.fsdp_mesh`, in place. Its units, each gathered while it computes: every block; the
-    embedding and the head, if each has a weight of its own; the root, which is what is left: the final norm, and a tied
-    embedding, whose weight begins and ends the forward.
+    """Applies FSDP2 over a `system.ranks.fsdp_mesh`, in place. Its units, each gathered while it computes: every block;
+    the embedding and the head, if they are not tied; the root, which has the final norm and a tied embedding, whose
+    weight begins and ends the forward.
 
     `precision` "float32" | "bfloat16" is the dtype of the matmuls and the gathered copies. Activations between blocks
-    stay in float32, the sharded parameters, which an optimizer sees, keep their dtype, and gradients are reduced in
-    float32. They are summed over ranks, not averaged: the loss divides by one count of tokens over all ranks. With
-    `cpu_offload` parameters and gradients are in host memory.
+    stay in float32. The sharded parameters, which the optimizer sees, keep their dtype. Gradients are summed over ranks
+    in float32, not averaged: the loss divides by one count of tokens over all ranks. With `cpu_offload` parameters and
+    gradients are in host memory.
     """
     pinned = mesh.device_type == "cuda"
     offload = {"offload_policy": CPUOffloadPolicy(pin_memory=pinned)} if cpu_offload else {}
@@ -327,12 +327,12 @@ def shard(model: Decoder, mesh: DeviceMesh, *, precision: str, cpu_offload: bool
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     ends = [] if model.lm_head is None else [model.model["embed_tokens"], model.lm_head]
     for module in (*model.model["layers"], *ends, model):
-        # The weights of head and root end the forward and begin the backward: in between they stay gathered.
+        # Head and root end the forward and begin the backward, so their weights stay gathered in between.
         stays = module in (model.lm_head, model)
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not stays, **offload)
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor
-        if stays:  # but without a backward to come they must not: they would hold memory, and be stale after a load
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
+        if stays:  # except without a backward: they would hold memory, and be stale after a load
             module.register_forward_hook(lambda unit, *_: None if torch.is_grad_enabled() else unit.reshard())
     if ends:
         model.model["embed_tokens"].set_unshard_in_backward(False)  # its gradient needs only the tokens
@@ -352,11 +352,11 @@ def load_policy(
     **options,
 ) -> Decoder:
     """The model of an HF folder with float32 parameters, sharded over `mesh`; without one, whole on `device`. With
-    `lora`, they are frozen and in `precision`, and new adapters, random by `seed`, leave its outputs as they were.
+    `lora`, they are frozen and in `precision`, and new adapters, random by `seed`, do not change its outputs.
     `options` are the keyword arguments of `Decoder`.
 
-    A rank allocates and reads only its own shards. Raises ConfigError if the folder is unreadable, the model
-    not supported, or the weights not those that config.json describes.
+    A rank allocates and reads only its own shards. Raises ConfigError if the folder is unreadable, the model is
+    not supported, or the weights do not match config.json.
     """
     with torch.device("meta"):
         model = decoder(model_config or read_model_config(Path(folder)), **options)
@@ -365,7 +365,7 @@ def load_policy(
     if mesh is not None:
         shard(model, mesh, precision=precision, cpu_offload=cpu_offload)
     else:
-        assert precision == "float32" and not cpu_offload, "these come with a mesh"
+        assert precision == "float32" and not cpu_offload, (precision, cpu_offload, "these need a mesh")
     model.to_empty(device="cpu" if cpu_offload else device)
     load_weights(model, folder)
     if lora and lora.enabled:
@@ -374,12 +374,12 @@ def load_policy(
 
 
 class Reference:
-    """The policy to which the KL is measured: a copy of this rank's trained shards in host memory, pinned for a GPU.
+    """The policy that the KL is measured from: a copy of this rank's trained shards in host memory, pinned for a GPU.
     With LoRA, policy and reference share the frozen shards.
 
     It has no module of its own. `in_place_of` puts its weights into the policy's module for a forward, so it takes no
-    device memory between forwards, and the same code computes both. Weights kept in the `dtype` of that forward, which
-    would round them to it anyway, lose nothing; but an average (`follow` with alpha < 1) needs float32.
+    device memory between forwards, and the same code computes both. `dtype` may be the forward's, which rounds weights
+    anyway; an average (`follow` with alpha < 1) needs float32.
     """
 
     def __init__(self, model: Decoder, dtype: torch.dtype = torch.float32):
@@ -399,8 +399,8 @@ class Reference:
 
     @torch.no_grad()
     def follow(self, model: Decoder, cfg: GRPOConfig, step: int) -> None:
-        """reference <- alpha * policy + (1 - alpha) * reference (TRL's ref_model_mixup_alpha; 1 copies), after the
-        steps at which the config asks for it."""
+        """Every ref_policy_update_period steps, reference <- alpha * policy + (1 - alpha) * reference (TRL's
+        ref_model_mixup_alpha; 1 copies)."""
         if cfg.ref_policy_update_period is None or step % cfg.ref_policy_update_period:
             return
         alpha = cfg.ref_policy_update_alpha
@@ -416,6 +416,6 @@ def _shards(model: Decoder) -> dict[str, Tensor]:
 @torch.no_grad()
 def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # with cpu_offload a forward may still be reading them
+        torch.cuda.synchronize()  # with cpu_offload a forward may still be reading the target
     for name, tensor in target.items():
         tensor.copy_(source[name], non_blocking=True)  # from pinned memory; another dtype is converted on the GPU

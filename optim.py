@@ -1,4 +1,4 @@
-"""The optimizer: which parameters it groups, its learning rate at each step, and whether a gradient may be applied.
+"""The optimizer: its parameter groups, its learning rate at each step, and whether a gradient may be applied.
 
 The loop in grpo.py clips, asks `count_bad_steps` for the verdict, and steps. A new optimizer is a branch of
 `build_optimizer` and a name in config.OptimizerConfig: checkpoints save whatever tensors its `state` holds.
@@ -33,8 +33,8 @@ def build_optimizer(model: nn.Module, cfg: config.OptimizerConfig, *, offloads: 
     if cfg.name == "torch.optim.AdamW":
         parts = {adamw: [*model.parameters()]}
     elif cfg.name == "torch.optim.Muon":
-        # DTensor multiplies the shards in bfloat16 and sums over ranks: the update of two ranks is within 2% of that
-        # of one (measured), and the same to the bit only on as many ranks.
+        # DTensor multiplies the shards in bfloat16 and sums over ranks: the update on two ranks is within 2% of the
+        # update on one (measured), and bitwise equal only on the same number of ranks.
         muon = partial(
             torch.optim.Muon,
             lr=cfg.kwargs.lr if cfg.muon_lr is None else cfg.muon_lr,
@@ -63,8 +63,8 @@ def set_learning_rate(optimizer: Optimizer, cfg: config.SchedulerConfig, step: i
 def learning_rate_factor(cfg: config.SchedulerConfig, step: int, num_steps: int) -> float:
     """Linear warm-up from warmup_start_factor over warmup_steps, then constant, or a linear or cosine decay.
 
-    The decay reaches min_factor one step after the last, as in transformers: a rollout that is trained
-    at rate 0 would be wasted. All optimizer steps of a rollout have one rate, as in NeMo RL.
+    The decay reaches min_factor one step after the last, as in transformers: a rollout trained at rate 0 would be
+    wasted. All optimizer steps of a rollout have one rate, as in NeMo RL.
 
     Example: warmup_steps 2, start 0.5, linear to 0 in 5 steps: 0.5, 0.75, 1, 2/3, 1/3.
     """
@@ -78,10 +78,10 @@ def learning_rate_factor(cfg: config.SchedulerConfig, step: int, num_steps: int)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
-    """Scales the sharded gradient down to `max_norm` where it is longer. Returns the norm it had. A collective."""
+    """Scales the sharded gradient down to `max_norm` if it is longer. Returns the norm before that. A collective."""
     norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
     if norm.device_mesh.ndim > 1:
-        # Each replica has added up by itself: a last bit, or a NaN in one, would part them for good. All take the mean.
+        # Each replica has its own sum: a different last bit, or a NaN, would make them diverge. All take the mean.
         total = norm.full_tensor()
         dist.all_reduce(total, group=norm.device_mesh.get_group(0))
         norm = DTensor.from_local(total / norm.device_mesh.size(0), norm.device_mesh)
@@ -96,7 +96,7 @@ def count_bad_steps(
 
     A step is bad if loss or gradient norm is not finite, or if sampler and trainer, which score the same tokens with
     the same weights, differ by more than logp_gap_limit on average. Raises StopRun at more than max_bad_steps in a row.
-    `metrics` and `grad_norm` are of all ranks, so all ranks return the same and take one branch.
+    `metrics` and `grad_norm` cover all ranks, so all ranks return the same number and take the same branch.
     """
     if problem := one_pass_problem(metrics[DEVIATION]):
         raise StopRun(f"step {step}: {problem}. The step was not applied")

@@ -12,17 +12,17 @@ CHUNK_BYTES = int(3.25 * 2**30)  # float32 logits of a chunk with Triton, unless
 
 @dataclass(frozen=True, slots=True)
 class KernelBackend:
-    """chunk_rows: with Triton, most rows whose logits are in memory at once; None: as many as `CHUNK_BYTES` holds."""
+    """chunk_rows: with Triton, the most rows of logits in memory at once; None: as many as `CHUNK_BYTES` holds."""
 
     name: Literal["triton", "torch"]
     chunk_rows: int | None = None
 
     def most_rows(self, row_stride: int) -> int:
-        """Most rows of a chunk with Triton, of `row_stride` logits each. Below 1024, dW's matmul waits for memory."""
+        """Most rows of a chunk with Triton, of `row_stride` logits each. Below 1024, dW's matmul is memory-bound."""
         return self.chunk_rows or max(1024, CHUNK_BYTES // (4 * row_stride) // 128 * 128)
 
     def rows(self, num_rows: int, row_stride: int) -> int:
-        """Rows of each chunk with Triton: whole tiles, and equal chunks, as even a small one rewrites all of dW."""
+        """Rows of each chunk with Triton: whole tiles, and equal chunks, as even a small chunk rewrites all of dW."""
         most = self.most_rows(row_stride)
         num_chunks = max(1, math.ceil(num_rows / most))
         return min(most, max(1, math.ceil(num_rows / num_chunks / 128)) * 128)
@@ -52,9 +52,9 @@ def backend_for(hidden_RD: Tensor, backend: KernelBackend | None) -> KernelBacke
 
 @dataclass(frozen=True, slots=True)
 class LossPath:
-    """How a loss is trained; the default is right for any loss.
+    """How the gradient of a loss is computed; the default is right for any loss.
 
-    zero_adv_has_grad: the loss has a gradient at tokens with advantage 0, as a KL or an entropy bonus gives them.
+    zero_adv_has_grad: the loss has a gradient at tokens with advantage 0, from a KL or an entropy bonus.
     zero_adv_positive_has_grad: it has one at tokens with advantage 0 in samples with a positive reward.
     """
 
@@ -68,7 +68,7 @@ class LossPath:
         return f"loss: {kind} loss.py" + (f" ({self.why})" if self.why else "")
 
     def may_have_gradient(self, adv_R: Tensor, positive_R: Tensor) -> Tensor:
-        """Which tokens the loss can have a derivative at (bool), if they are trained on at all."""
+        """Where the loss can have a derivative (bool), among the tokens that are trained on."""
         if self.zero_adv_has_grad:
             return torch.ones_like(positive_R)
         return (adv_R != 0) | positive_R if self.zero_adv_positive_has_grad else adv_R != 0

@@ -1,9 +1,8 @@
 """Triton only: the derivatives of loss.policy_loss fused into the kernel that writes a row's gradient.
 
 loss.policy_loss defines the loss; `_slope` below repeats its derivative in logp for the options of LossConfig that see
-one token at a time. The copy is only a fast path: loss_path.py lets it run only while loss.py is the one it
-was written for (`PROVEN`) and after it has shown at start that it gives the gradients of loss.py. The loss's value and
-all metrics are always those of policy_loss.
+one token at a time. The copy is only a fast path: loss_path.py uses it only while loss.py is unchanged (`PROVEN`) and
+after a check at start that it gives the gradients of loss.py. policy_loss always gives the loss's value and metrics.
 """
 
 from collections.abc import Mapping
@@ -57,7 +56,7 @@ def _slope(logp, old, sampler, adv, ref, CFG: tl.constexpr, HAS_REF: tl.constexp
             if CFG.ratio_clip_c is not None:
                 loss = tl.maximum(-adv * ratio, -adv * clamped)
                 most = tl.where(adv < 0, -adv * CFG.ratio_clip_c, float("inf"))
-                g = tl.where(loss < most, g, tl.where(loss == most, g / 2, 0.0))  # at a tie autograd halves
+                g = tl.where(loss < most, g, tl.where(loss == most, g / 2, 0.0))  # at a tie autograd halves g
     if CFG.use_importance_sampling_correction:
         weight = tl.exp(old - sampler)
         weight = tl.where(weight < float("inf"), weight, 0.0)
@@ -76,7 +75,7 @@ def _slope(logp, old, sampler, adv, ref, CFG: tl.constexpr, HAS_REF: tl.constexp
         kl, slope = -x, x * 0 + 1
         if CFG.reference_policy_kl_type == "k2":
             kl, slope = x * x / 2, -x
-        elif CFG.reference_policy_kl_type == "k3":  # what cancels near 0 is less than the rounding of gap
+        elif CFG.reference_policy_kl_type == "k3":  # cancellation near 0 costs less than gap's rounding
             kl, slope = tl.exp(x) - 1 - x, 1 - tl.exp(x)
         if CFG.kl_gradient == "score_function":
             slope += kl
@@ -91,15 +90,15 @@ def _slope(logp, old, sampler, adv, ref, CFG: tl.constexpr, HAS_REF: tl.constexp
     return g
 
 
-@triton.jit(do_not_specialize=["num_rows", "pack_rows"])  # which change from one micro-batch to the next
+@triton.jit(do_not_specialize=["num_rows", "pack_rows"])  # both differ between micro-batches
 def clipped_pg_kernel(
     logits_ptr, dlogits_ptr, target_ptr, inputs_ptr, stats_ptr, num_rows, pack_rows, vocab, row_stride, scale,
     CFG: tl.constexpr, HAS_OLD: tl.constexpr, HAS_REF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes logp and entropy of the chunk's rows to stats, and dlogits over logits. inputs and stats begin with the
-    chunk's rows, their columns are pack_rows apart. CFG: an object with the options of LossConfig. Few programs walk
-    over the rows: so each row is still in L2 when it is read again."""
-    first = tl.program_id(0).to(tl.int64)  # as the rows then are: multiplied by their length they pass 2^31
+    """Writes logp and entropy of the chunk's rows to stats, and dlogits over logits. inputs and stats start at the
+    chunk's first row; a row's values lie pack_rows apart. CFG: an object with the options of LossConfig. Few programs
+    walk over the rows, so that each row is still in L2 when it is read again."""
+    first = tl.program_id(0).to(tl.int64)  # row * row_stride exceeds 2^31
     for row in range(first, num_rows, tl.num_programs(0)):
         logits, inputs = logits_ptr + row * row_stride, inputs_ptr + row
         target = tl.load(target_ptr + row)
@@ -108,7 +107,7 @@ def clipped_pg_kernel(
         tl.store(stats_ptr + pack_rows + row, entropy)
 
         weight, nll_weight = tl.load(inputs + 3 * pack_rows), tl.load(inputs + 5 * pack_rows)
-        trained = weight != 0  # what is not may hold NaN, and is not read
+        trained = weight != 0  # other rows may hold NaN, and are not read
         old, sampler = tl.load(inputs, trained, 0.0), tl.load(inputs + pack_rows, trained, 0.0)
         adv, ref = tl.load(inputs + 2 * pack_rows, trained, 0.0), tl.load(inputs + 4 * pack_rows, trained, 0.0)
         logp = tl.where(trained, logp, 0.0)
@@ -122,9 +121,9 @@ def clipped_pg_kernel(
 
 
 def clipped_pg_dlogits_(chunk: LogitChunk, inputs_KR: Tensor, stats_KR: Tensor, pack: Mapping) -> Tensor:
-    """dz_CV, as `LogitChunk.dlogits_`, of a chunk of the pack. Fills its rows of stats_KR: log-probability, entropy."""
+    """dz_CV of a chunk, as `LogitChunk.dlogits_` gives it. Fills the chunk's rows of stats_KR: logp, entropy."""
     cfg, row_stride = pack["cfg"], chunk.logits_CV.stride(0)
-    has_old = pack["old_logp_T"] is not None and not cfg.force_on_policy_ratio  # if not, r = 1 and no clip binds
+    has_old = pack["old_logp_T"] is not None and not cfg.force_on_policy_ratio  # else r = 1 and no clip binds
     has_ref = pack["ref_logp_T"] is not None and cfg.reference_policy_kl_penalty > 0 and not cfg.use_kl_in_reward
     dlogits_CV = chunk.narrow_view()
     clipped_pg_kernel[(rows_in_flight(chunk.logits_CV),)](

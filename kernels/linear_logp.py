@@ -2,11 +2,11 @@
 
 For a row x of hidden_TD, temperature tau and target y:
     z = W x / tau        log p = z - logsumexp(z)        logp = log p_y        H = -sum_j p_j log p_j
-and with g = dL/dlogp, h = dL/dH, the gradient of the logits before the temperature, dz, gives the two others:
+and with g = dL/dlogp, h = dL/dH, the gradient dz of the logits before the temperature gives dX and dW:
     dz_j = [ g (1[j = y] - p_j) - h p_j (log p_j + H) ] / tau        dX = dz W        dW = sum_T dz^T x
 
-Forward with Triton computes logits tile by tile in registers and merges what it kept of each tile of a row; PyTorch,
-for CPU and float64, takes chunks of rows. Backward recomputes logits chunk by chunk.
+Forward with Triton computes logits tile by tile in registers and merges the statistics of a row's tiles; PyTorch, for
+CPU and float64, takes chunks of rows. Backward recomputes logits chunk by chunk.
 
 Precision: float64 inputs are computed in float64 throughout; else logits, and everything between the matmuls, are
 float32. dz is rounded to the inputs' dtype once, before its two matmuls; dW is summed over chunks in float32.
@@ -34,11 +34,11 @@ def tile_stats_kernel(
     hidden, weight, target_ptr, picked_ptr, stats_ptr, num_rows, vocab, width, scale,
     WIDEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Writes of each row of each [ROWS, COLS] tile of hidden @ weight.T, at stats[column tile, :, row]: its largest
-    logit m, and with z = (logit - m) scale the sums of exp(z) and exp(z) z; in picked[row] the target's logit.
+    """For each row of each [ROWS, COLS] tile of hidden @ weight.T, writes to stats[column tile, :, row] its largest
+    logit m and, with z = (logit - m) scale, the sums of exp(z) and exp(z) z; to picked[row] the target's logit.
 
     hidden, weight: descriptors, which read 0 outside. A program walks many tiles; 16 row tiles share a column of
-    weights while it is in L2. WIDEN: for the interpreter, whose dot takes 16-bit floats for integers."""
+    weights while it is in L2. WIDEN: for the interpreter, whose dot reads 16-bit floats as integers."""
     row_tiles, col_tiles = tl.cdiv(num_rows, ROWS), tl.cdiv(vocab, COLS)
     band = 16 * col_tiles
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=True):
@@ -55,7 +55,7 @@ def tile_stats_kernel(
         target = tl.load(target_ptr + row, inside, -1)
         picked = tl.sum(tl.where(col[None, :] == target[:, None], logit, 0.0), 1)
         tl.store(picked_ptr + row, picked, inside & (target // COLS == col_tile))
-        logit = tl.where(col[None, :] < vocab, logit, -1e30)  # finite, scaled too: exp gives 0, and 0 * this 0, not NaN
+        logit = tl.where(col[None, :] < vocab, logit, -1e30)  # finite, also scaled: exp(z) and exp(z) z are 0, not NaN
         largest = tl.max(logit, 1)
         logit = (logit - largest[:, None]) * (scale * LOG2_E)  # relative to the largest: exact, however large
         exp = tl.exp2(logit)
@@ -66,7 +66,7 @@ def tile_stats_kernel(
 
 
 def _descriptor(x_ND: Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    """For TMA, whose rows start at multiples of 16 bytes: of a copy with longer rows where they do not."""
+    """For TMA, which needs rows at multiples of 16 bytes: a tensor without them is copied into longer rows."""
     step = 16 // x_ND.element_size()
     if x_ND.data_ptr() % 16 or x_ND.stride(0) % step or x_ND.stride(1) != 1:
         copy_ND = x_ND.new_empty(len(x_ND), triton.cdiv(x_ND.shape[1], step) * step)[:, : x_ND.shape[1]]
@@ -89,7 +89,7 @@ def _forward_triton(hidden_TD, weight_VD, target_T, vocab, temperature):
         )  # fmt: skip
     largest_NT, sum_NT, weighted_NT = stats_NKT.unbind(1)
     max_T = largest_NT.amax(0)
-    rise_NT = (largest_NT - max_T).div_(temperature)  # of the tile's largest above the row's, <= 0
+    rise_NT = (largest_NT - max_T).div_(temperature)  # the tile's largest minus the row's, <= 0
     factor_NT = rise_NT.exp()
     sum_NT = factor_NT * sum_NT
     sum_T = sum_NT.sum(0)
@@ -128,7 +128,7 @@ class _LinearLogp(torch.autograd.Function):
                 torch.mm(dz_CV, weight_VD[: dz_CV.shape[1]], out=grad_hidden_TD[rows])
             if need_weight:
                 mm_float32(dz_CV.T, hidden_TD[rows], out=grad_weight_VD[: dz_CV.shape[1]], accumulate=True)
-            del chunk, dz_CV  # the buffer, before dW takes memory once more
+            del chunk, dz_CV  # frees the buffer before dW is cast
         return grad_hidden_TD, grad_weight_VD.to(weight_VD.dtype) if need_weight else None, *[None] * 5
 
 
@@ -146,10 +146,10 @@ def linear_logp(
     """log softmax(hidden_TD @ weight_VD[:vocab].T / temperature) at target_T: logp_T or (logp_T, entropy_T), in nats.
 
     hidden_TD, weight_VD: one floating dtype and device, any strides.
-    vocab: how many ids there are, the tokenizer's; None = V. Padded rows from there on have gradients of exactly 0.
+    vocab: the tokenizer's number of ids; None = V. Later, padded rows have gradients of exactly 0.
     target_T: int64 ids in [0, vocab); another id is an error (a device assert on CUDA). T = 0 is allowed.
     backend: None = Triton on CUDA, PyTorch elsewhere; float64 always goes to PyTorch.
-    sampling_filter: the softmax is over the logits that it leaves; logp is -inf where the target is not one of them.
+    sampling_filter: the softmax is over the logits that it keeps; logp is -inf where it cuts the target.
     Outputs are float32 (float64 for float64 inputs), differentiable once in hidden_TD and weight_VD.
     Memory: dX, dW (twice for 16-bit dtypes), one chunk of logits, with torch two.
     """

@@ -1,13 +1,13 @@
 """Any loss of a linear head's log-probabilities and entropies, with its gradients, in one pass over the logits.
 
 `linear_logp` with a loss outside computes the logits twice, in forward and in backward: matmuls of 8 R V D flops. If
-the derivatives of the loss at a token need no other token, they are known as soon as the token's row of logits is: then
-forward makes both gradients chunk by chunk, 6 R V D, and backward only scales them.
+the derivatives of the loss at a token need no other token, the token's row of logits gives them: then forward computes
+both gradients chunk by chunk, 6 R V D, and backward only scales them.
 
 The loss is a function that is called, never a copy. After each chunk it is called with the log-probabilities and
 entropies of the whole pack, 0 for rows still to come; autograd gives its derivatives, and the derivatives at the
 chunk's rows are used. After the last chunk all rows are known: that call gives the loss, the metrics, and the true
-derivatives of all rows. If the ones used differ, the loss couples tokens and its gradient is wrong (`DEVIATION`).
+derivatives of all rows. If those used differ, the loss couples tokens and the gradient is wrong (`DEVIATION`).
 """
 
 from collections.abc import Callable
@@ -22,9 +22,9 @@ from kernels.clipped_pg import clipped_pg_dlogits_, kernel_inputs
 from kernels.linear_logp import linear_logp
 from kernels.softmax import SamplingFilter, logit_chunks, mm_float32, wide_dtype
 
-# A metric: how far the derivatives that were used are from the true ones, relative. 0 for a loss of tokens one by one.
+# A metric: the relative error of the derivatives used. 0 if the loss does not couple tokens.
 DEVIATION = "one_pass_deviation_max"
-MAX_DEVIATION = 1e-6  # what float sums in another order may do
+MAX_DEVIATION = 1e-6  # float sums in another order stay below
 
 
 def linear_loss(
@@ -40,12 +40,12 @@ def linear_loss(
     backend: KernelBackend | None = None,
     sampling_filter: SamplingFilter | None = None,
 ) -> tuple[Tensor, dict]:
-    """(loss, metrics) of pack_loss on log softmax(hidden_RD @ weight_VD[:vocab].T / temperature); with `DEVIATION`.
+    """(loss, metrics and `DEVIATION`) of pack_loss on log softmax(hidden_RD @ weight_VD[:vocab].T / temperature).
 
     hidden_RD, weight_VD, target_R, vocab, backend, precision: as `linear_logp`; differentiable once in the first two.
     pack_loss: `loss.policy_loss` with all its arguments but logp_T and entropy_T.
-    num_grad_rows: in one pass, only the first so many rows get a gradient; of the others logp and entropy alone are
-    computed. If the loss has one there all the same, that is a deviation too.
+    num_grad_rows: in one pass, only the first num_grad_rows rows get a gradient; the rest get logp and entropy alone.
+    If the loss has a gradient there, that counts in `DEVIATION` too.
     sampling_filter: as `linear_logp`. With it and ref_logp_T, two passes: the KL is of unfiltered log-probabilities.
     Memory: a chunk of logits in float32 (twice with torch), dX, and dW, which is in float32 until backward.
     """
@@ -67,7 +67,7 @@ def linear_loss(
 
 
 class _OnePass(torch.autograd.Function):
-    """(loss, metrics), and both gradients with them: backward scales these."""
+    """Forward computes (loss, metrics) and both gradients; backward scales the gradients."""
 
     @staticmethod
     def forward(ctx, hidden_RD, weight_VD, target_R, num_grad_rows, pack_loss, path, options):
@@ -81,7 +81,7 @@ class _OnePass(torch.autograd.Function):
         if need_weight:
             grad_weight_VD[vocab if num_grad_rows else 0 :] = 0  # what no chunk writes
         stats_KR = hidden_RD.new_zeros(2, len(hidden_RD), dtype=wide)  # log-probability and entropy
-        used_KR = torch.zeros_like(stats_KR)  # the derivatives in them, as used
+        used_KR = torch.zeros_like(stats_KR)  # the derivatives that the gradients use
         of_rest = linear_logp(hidden_RD[rest], weight_VD, target_R[rest], return_entropy=True, **options)
         stats_KR[0, rest], stats_KR[1, rest] = of_rest
         torch._assert_async(((target_R >= 0) & (target_R < vocab)).all(), "a target is outside the vocabulary")
@@ -109,7 +109,7 @@ class _OnePass(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss, _):
-        scale = grad_loss.view(1, 1)  # without dimensions it would be rounded to 16 bits first
+        scale = grad_loss.view(1, 1)  # a 0-dim tensor would be rounded to 16 bits first
         grads = [
             None if x is None else torch.mul(x, scale, out=torch.empty_like(x, dtype=ctx.dtype))
             for x in ctx.saved_tensors
@@ -118,7 +118,7 @@ class _OnePass(torch.autograd.Function):
 
 
 def derivatives(pack_loss: Callable, stats_KR: Tensor) -> tuple[Tensor, dict, Tensor, bool]:
-    """(loss, metrics, its derivatives in stats_KR, whether it sees entropies). stats_KR: log-probability, entropy."""
+    """(loss, metrics, the loss's derivatives in stats_KR, whether it uses entropies). stats_KR: logp, entropy."""
     with torch.enable_grad():
         leaves = [x_R.detach().requires_grad_() for x_R in stats_KR]
         loss, metrics = pack_loss(leaves[0], entropy_T=leaves[1])
@@ -128,18 +128,18 @@ def derivatives(pack_loss: Callable, stats_KR: Tensor) -> tuple[Tensor, dict, Te
 
 
 def _deviation(used_R: Tensor, true_R: Tensor) -> Tensor:
-    """Sum of |used - true| over the sum of |true|. Equal infinities and NaNs are equal: the loss is not finite then."""
+    """Sum of |used - true| / sum of |true|. Equal infinities and NaNs count as equal: the loss is not finite then."""
     same_R = (used_R == true_R) | (used_R.isnan() & true_R.isnan())
     size = torch.where(true_R.isfinite(), true_R, 0.0).abs().sum().clamp(min=torch.finfo(true_R.dtype).tiny)
     return torch.where(same_R, 0.0, (used_R - true_R).abs()).sum() / size
 
 
 def one_pass_problem(deviation: float) -> str | None:
-    """What is wrong with a step that has this `DEVIATION`: its gradients must not be applied."""
+    """The error of a step with this `DEVIATION`, if its gradients must not be applied."""
     if deviation <= MAX_DEVIATION:
         return None
     return (
         f"the computed gradient differs from the gradient of loss.py by {deviation:.2g}: loss.py couples the tokens "
-        "of a pack, or trains tokens without advantage, in a way that the probes at start did not see. Show it to them "
-        "(`_probe` in loss_path.py), or return the path 'two passes' from `choose_loss_path` there"
+        "of a pack, or trains tokens without advantage, in a way that the probes at start missed. Extend `_probe` "
+        "in loss_path.py, or return the path 'two passes' from `choose_loss_path` there"
     )

@@ -1,12 +1,12 @@
-"""Rows of logits, a chunk of them in one buffer: matmuls in float32, softmax statistics, gradients in place.
+"""Chunks of rows of logits in one buffer: matmuls in float32, softmax statistics, gradients in place.
 
-z, p, H, g, h, dz: as in linear_logp.py. A row's statistics are kept relative to its largest logit m, which is exact
-however large logits are: m, and s = sum exp((logit - m) / temperature).
+z, p, H, g, h, dz: as in linear_logp.py. A row's statistics are its largest logit m and s = sum exp((logit - m) /
+temperature): exact, however large logits are.
 
-dz is written over the logits, by Triton as 16 bits over 32 where the inputs have 16: one buffer.
+dz overwrites the logits in their buffer. With 16-bit inputs Triton writes 16-bit dz over 32-bit logits.
 
-The softmax is over the first `vocab` columns, the tokenizer's, often an odd number, at which matmuls are slow. So
-Triton's logits have all columns of the weight, with p = dz = 0 in those beyond. `row_stride`, a row's length in memory,
+The softmax is over the first `vocab` columns, the tokenizer's ids: often an odd number, at which matmuls are slow. So
+Triton's logits have all columns of the weight, with p = dz = 0 from `vocab` on. `row_stride`, a row's length in memory,
 is a multiple of 16: kernels load and store whole rows, 16 bytes at a time.
 """
 
@@ -23,20 +23,20 @@ from torch import Tensor
 from kernels.backend import KernelBackend
 
 # Logits of a chunk of the torch backend: at most this many elements (one row if V is larger). In float32: 64 MiB on
-# CPU, and 1 GiB on a GPU, where dW's matmul, which reads and writes all of dW, waits for memory below 1000 rows.
+# CPU, and 1 GiB on a GPU, where dW's matmul, which reads and writes all of dW, is memory-bound below 1000 rows.
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
 BLOCK = 8192  # columns that a program has in registers: 16 a thread
 SORT_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}  # logits that a filter sorts at once
-CUT = -1e30  # a logit of no probability: finite, as exp gives 0, and 0 * it is 0, not NaN
+CUT = -1e30  # the logit of a cut token: exp gives 0; finite, so that 0 * CUT is 0, not NaN
 LN2, LOG2_E = tl.constexpr(math.log(2)), tl.constexpr(math.log2(math.e))
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingFilter:
-    """The sampler's top_k, then its top_p, on the trainer's logits: vLLM's rule, and NeMo RL's.
+    """The sampler's top_k, then its top_p, on the trainer's logits, by the rule of vLLM and NeMo RL.
 
-    A row keeps its top_k largest logits and all that equal the last of them; of these, the likeliest that together hold
-    top_p of the probability, at least one. Among equal logits at that cut, the largest ids are kept.
+    A row keeps its top_k largest logits and ties with the last of them; of these, the likeliest that together hold
+    top_p of the probability, at least one. Among ties at that cut, the largest ids are kept.
     """
 
     top_p: float = 1.0
@@ -44,7 +44,7 @@ class SamplingFilter:
 
     def cut_(self, logits_CV: Tensor, temperature: float) -> None:
         """Cuts in place, so every reader of the logits sees the renormalised distribution, with no gradient at a cut
-        logit. Sorting takes 20 bytes for each 4."""
+        logit. Sorting takes 20 bytes of memory per logit."""
         if self.top_k is not None and self.top_k < logits_CV.shape[1]:
             last_C1 = logits_CV.topk(self.top_k).values[:, -1:]
             logits_CV.masked_fill_(logits_CV < last_C1, CUT)
@@ -73,7 +73,7 @@ class LogitChunk:
     stats_KC: Tensor | None = None
 
     def logp_and_entropy(self) -> Tensor:
-        """[2, C]. PyTorch takes memory for a second buffer, and leaves logits - m in this one."""
+        """[2, C]. PyTorch allocates a second buffer, and leaves logits - m in this one."""
         if self.backend.name == "triton":
             num_rows, row_stride = len(self.logits_CV), self.logits_CV.stride(0)
             self.stats_KC = self.logits_CV.new_empty(4, num_rows)
@@ -93,12 +93,12 @@ class LogitChunk:
         return self.stats_KC[:2]
 
     def dlogits_(self, g_C: Tensor, h_C: Tensor | None) -> Tensor:
-        """dz_CV in `dtype`, after `logp_and_entropy`: with statistics of another matmul, 1 - p of a sure token would be
-        the difference of the two. In the memory of the logits with Triton. h_C None: 0."""
+        """dz_CV in `dtype`; with Triton in the logits' memory. h_C None: 0. Needs `logp_and_entropy` first: with
+        statistics of another matmul, 1 - p of a near-certain token would be rounding error."""
         num_rows, row_stride = len(self.logits_CV), self.logits_CV.stride(0)
         if self.backend.name == "triton":
             dlogits_CV = self.narrow_view()
-            h_or_any_C = g_C if h_C is None else h_C  # what is not there is not read
+            h_or_any_C = g_C if h_C is None else h_C  # not read without ENTROPY
             dlogits_kernel[(num_rows,)](
                 self.logits_CV, dlogits_CV, self.target_C, self.stats_KC, g_C.contiguous(), h_or_any_C.contiguous(),
                 num_rows, self.vocab, row_stride, 1 / self.temperature, ENTROPY=h_C is not None,
@@ -131,8 +131,8 @@ def logit_chunks(
     backend: KernelBackend,
     sampling_filter: SamplingFilter | None = None,
 ) -> Iterator[LogitChunk]:
-    """The logits of hidden_RD @ weight_VD.T, some rows at a time, one buffer for all: with Triton of all columns, with
-    PyTorch of the first `vocab`. sampling_filter: has cut them."""
+    """The logits hidden_RD @ weight_VD.T in chunks of rows, cut by sampling_filter, one buffer for all chunks. Triton's
+    have all columns, PyTorch's the first `vocab`."""
     num_rows, row_stride = len(hidden_RD), triton.cdiv(len(weight_VD), 16) * 16
     size = backend.rows(num_rows, row_stride)
     if backend.name == "torch":
@@ -153,8 +153,8 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 
 def mm_float32(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> Tensor:
-    """out = a @ b, or out += a @ b, computed in out's dtype: 16-bit factors may have a float32 product. Autocast, which
-    knows nothing of outputs that are given, leaves it alone."""
+    """out = a @ b, or out += a @ b, computed in out's dtype: 16-bit factors may have a float32 product. Autocast
+    does not change calls with `out`."""
     dtype = {}
     narrow = a.dtype == b.dtype == torch.bfloat16
     if a.device.type == "cpu":
@@ -169,8 +169,8 @@ def mm_float32(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> T
 
 @contextmanager
 def bfloat16_factors(on: bool) -> Iterator[None]:
-    """If `on`, a CPU may round the factors of float32 matmuls to bfloat16, and sum in float32. Of factors that were
-    bfloat16 nothing is lost, and where the CPU has such instructions it takes a third of the time."""
+    """If `on`, a CPU may round the factors of float32 matmuls to bfloat16, and sum in float32. Factors that were
+    bfloat16 lose nothing, and a CPU with bfloat16 instructions takes a third of the time."""
     if not on:
         yield
         return
@@ -184,8 +184,8 @@ def bfloat16_factors(on: bool) -> Iterator[None]:
 
 
 def rows_in_flight(logits_CV: Tensor) -> int:
-    """Programs of a kernel that reads each row twice: as many as have their rows in 3/4 of the L2 cache, beside what
-    they write. Where these would keep less than a quarter of the GPU busy, one for each row."""
+    """Programs of a kernel that reads each row twice: as many as fit their rows into 3/4 of the L2 cache, which leaves
+    room for writes. If these would keep less than a quarter of the GPU busy, one per row."""
     num_rows = len(logits_CV)
     if not logits_CV.is_cuda:
         return min(num_rows, 3)
@@ -195,15 +195,15 @@ def rows_in_flight(logits_CV: Tensor) -> int:
 
 
 def launch_options(row_stride: int) -> dict[str, int]:
-    """Block of columns and warps of a program that owns a row."""
+    """Columns per block, and warps, of a program that owns a row."""
     block = min(BLOCK, triton.next_power_of_2(row_stride))
     return {"BLOCK": block, "num_warps": max(1, block // 512)}
 
 
 @triton.jit
 def load_block(logits, column, vocab, row_stride):
-    """Logits of a row, -1e30 from `vocab` on: finite, as exp gives 0, and 0 * it is 0, not NaN. The mask of the load
-    ends at a multiple of 16: one that ends at an odd column would make it a load for each column."""
+    """A block of a row's logits, CUT from `vocab` on. The mask of the load ends at a multiple of 16: a mask that ends
+    at an odd column would split it into one load per column."""
     return tl.where(column < vocab, tl.load(logits + column, column < row_stride), -1e30)
 
 
@@ -211,8 +211,8 @@ def load_block(logits, column, vocab, row_stride):
 def row_stats(logits, target, vocab, row_stride, scale, BLOCK: tl.constexpr):
     """logp, entropy, m and log2 s of the row that starts at `logits`; scale = 1 / temperature."""
     largest = -1e30
-    total, weighted = 0.0, 0.0  # of exp(z), and of exp(z) z
-    for start in tl.range(0, row_stride, BLOCK, num_stages=3):  # two blocks are on their way: memory is far
+    total, weighted = 0.0, 0.0  # sums of exp(z) and exp(z) z
+    for start in tl.range(0, row_stride, BLOCK, num_stages=3):  # prefetches two blocks
         logit = load_block(logits, start + tl.arange(0, BLOCK), vocab, row_stride)
         before, largest = largest, tl.maximum(largest, tl.max(logit, 0))
         rise = (before - largest) * (scale * LOG2_E)
@@ -230,11 +230,10 @@ def write_dlogits(
     logits, dlogits_ptr, row, vocab, row_stride, target, largest, log2_sum, entropy, g, h, scale,
     ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes dz of the row that starts at `logits` over it, elements as wide or half as wide.
+    """Overwrites the row that starts at `logits` with dz, in elements as wide or half as wide.
 
-    The program owns the row and goes from left to right: narrow elements land on logits of this block or of earlier
-    ones, all of which are read, since every thread waits at the barrier between its load and its store. The next block
-    is on its way meanwhile."""
+    The program owns the row and goes from left to right. Narrow elements land on this block or earlier ones, which all
+    threads have read: a barrier separates loads from stores. The next block is prefetched meanwhile."""
     dlogits = dlogits_ptr + row * row_stride * (32 // dlogits_ptr.dtype.element_ty.primitive_bitwidth)
     column = tl.arange(0, BLOCK)
     next_logit = load_block(logits, column, vocab, row_stride)
@@ -253,7 +252,7 @@ def write_dlogits(
 @triton.jit(do_not_specialize=["num_rows"])
 def row_stats_kernel(logits_ptr, target_ptr, stats_ptr, num_rows, vocab, row_stride, scale, BLOCK: tl.constexpr):
     """A program per row writes logp, entropy, m and log2 s of it into stats, [4, num_rows]."""
-    row = tl.program_id(0).to(tl.int64)  # before it is multiplied: rows times vocab passes 2^31
+    row = tl.program_id(0).to(tl.int64)  # row * row_stride exceeds 2^31
     stats, target = stats_ptr + row, tl.load(target_ptr + row)
     logp, entropy, largest, log2_sum = row_stats(logits_ptr + row * row_stride, target, vocab, row_stride, scale, BLOCK)
     tl.store(stats, logp)
