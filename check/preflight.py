@@ -27,9 +27,10 @@ from hf.tokenizer import Tokenizer
 from system.imports import call
 
 MAX_ROWS = 5_000  # --check reads this many rows of each set: half a second
+# Overrides for a run that only scores, on any number of ranks
 _WHOLE = ("enabled=true", "resources.gpus_per_node=null", "resources.num_nodes=null")
-ALL_RANKS_GENERATE = [f"policy.generation.colocated.{setting}" for setting in _WHOLE]  # to score, nobody trains
-ALL_RANKS_GENERATE += ["policy.dtensor_cfg.dp_replicate_size=1"]  # and so on any number of ranks
+ALL_RANKS_GENERATE = [f"policy.generation.colocated.{setting}" for setting in _WHOLE]
+ALL_RANKS_GENERATE += ["policy.dtensor_cfg.dp_replicate_size=1"]
 SHOWN_CHARS = 200  # of a long prompt, this many are printed from each end
 WANDB_VERSION = "0.31.0"  # the tests run with this version: requirements/tests.txt
 

@@ -37,7 +37,7 @@ class Mixture:
         self.datasets = {dataset.name: dataset for dataset in datasets}
         assert len(self.datasets) == len(datasets), [dataset.name for dataset in datasets]
         self.sizes = {name: len(dataset.problems) for name, dataset in self.datasets.items()}
-        self.num_problems = sum(self.sizes.values())  # an epoch has this many prompts, whatever the mix
+        self.num_problems = sum(self.sizes.values())  # prompts of an epoch, for every mix
         self.fingerprints = {name: dataset.fingerprint for name, dataset in self.datasets.items()}
         self.seed = cfg.grpo.seed
         self.order = partial(epoch_order, seed=cfg.grpo.seed, shuffle=cfg.data.shuffle)
@@ -119,7 +119,7 @@ class Mixture:
 
 
 def furthest_behind(drawn: Mapping[str, int], weights: Sequence[Fraction]) -> str:
-    """The set that is furthest behind its share of all prompts up to the next one; the first of equals.
+    """The set that is furthest behind its share of all prompts up to the next one; of equals the first.
 
     No set is ever a prompt or more ahead of its share, and shares are exact whenever they are whole numbers. Example:
     weights 3 and 1 give a a b a, again and again.

@@ -156,7 +156,7 @@ def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Data
     if not usable:
         raise DataError(f"{source.name}: no usable row: {reasons or 'it is empty'}")
     digest.update(str(cfg.repeat).encode())
-    rows = np.setdiff1d(numbers, np.setdiff1d(picked, usable))  # without the unusable rows among the picked
+    rows = np.setdiff1d(numbers, np.setdiff1d(picked, usable))  # rows that were not picked count as usable
     return Dataset(source.name, rows, digest.hexdigest(), cfg.set_name, reasons, is_sample, tuple(chunks)), held
 
 

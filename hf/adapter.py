@@ -14,13 +14,13 @@ from hf.model_config import ModelConfig, open_weights, stored_shapes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_SHA256 = "base_sha256"  # key in the header of WEIGHTS that a run writes: the hash of the base's weights
-# Fields of adapter_config.json that are compared with the config or change nothing in the computation. The others
+# Fields of adapter_config.json that are compared with the config or do not affect the computation. All other fields
 # belong to other methods, or to parts of the model that are not trained here.
 FIELDS = ("peft_type", "r", "lora_alpha", "base_model_name_or_path", "target_modules", "exclude_modules", "task_type")
 FIELDS += ("lora_dropout", "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size")
 FIELDS += ("auto_mapping", "peft_version", "revision", "inference_mode")
 UNSET = (None, False, "none", {}, [])
-PLAIN_INITS = (*UNSET, True, "gaussian", "orthogonal")  # others change the base, too
+PLAIN_INITS = (*UNSET, True, "gaussian", "orthogonal")  # all other values also change the base
 
 
 def peft_name(name: str) -> str:
@@ -62,7 +62,7 @@ def check_adapter(policy: PolicyConfig, model: ModelConfig) -> None:
         has_sha256 = BASE_SHA256 in (tensors.metadata() or {})
         stored = stored_shapes(tensors)
     base = fields.get("base_model_name_or_path")
-    # A hub name and the folder of its copy end alike. If the hash is known, the weights are compared, not the names.
+    # A hub name and its local copy end in the same name. If the hash is known, the weights are compared instead.
     ends = {os.path.basename(os.path.abspath(str(name))) for name in (base, policy.model_name)}
     if len(ends) > 1 and not has_sha256:
         other = f"an adapter of {shortened(base)}, not of policy.model_name={policy.model_name}"

@@ -11,9 +11,9 @@ from hf.model_config import ModelConfig
 KEY = "policy.dtensor_cfg.lora_cfg"
 
 
-@lru_cache(maxsize=4)  # each step's FLOPs ask, too
+@lru_cache(maxsize=4)  # train_flops asks in each step
 def adapted_layers(model: ModelConfig, cfg: LoRAConfig) -> dict[str, tuple[int, int]]:
-    """Name -> (outputs, inputs) of each linear layer of the blocks that gets an adapter; {} where LoRA is off.
+    """Name -> (outputs, inputs) of each linear layer of the blocks that gets an adapter; {} if LoRA is off.
 
     A name or pattern selects layers by the full name, as in NeMo RL's Automodel, and by its last parts, as in PEFT.
     Raises ConfigError if a pattern selects nothing, or cfg.dim is more than the rank of a layer can be.

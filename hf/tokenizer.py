@@ -2,8 +2,8 @@
 
 A template is a program that writes one text from the messages. `Tokenizer.render` encodes that text to the same ids as
 transformers, and guarantees that the text of a message never becomes a control token, alone or together with its
-neighbours: it refuses such a text, or escapes it where the caller cannot choose its texts (an environment's answer, a
-reply that a reward model scores). Control tokens are the tokenizer's special tokens, the tokens that end a reply, and
+neighbours: it refuses such a text, or escapes it if the caller cannot choose the text (an environment's answer, a reply
+that a reward model scores). Control tokens are the tokenizer's special tokens, the tokens that end a reply, and
 added tokens that look like `<|this|>`. Other added tokens (`<think>`) are words that a message may use.
 """
 
@@ -27,11 +27,11 @@ from system.imports import describe
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LOOKS_SPECIAL = re.compile("<[|\uff5c].*[|\uff5c]>")  # DeepSeek's turn marks are not flagged special
-# `{% generation %}` marks the assistant's words. It is ignored but for its scope: the sampled tokens are trained on.
+# `{% generation %}` marks the assistant's words. Only its scope matters here: the sampled tokens are trained on.
 GENERATION_TAG = re.compile(r"({%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%})")
 PRIVATE_USE = range(0xF0000, 0x10FFFE)
 Dicts = Sequence[dict]  # messages, or tools
-ESCAPE = "\u200b"  # a space of no width: inside a control token, it makes ordinary text of it
+ESCAPE = "\u200b"  # zero-width space: inserted into a control token, it makes it ordinary text
 
 
 class ControlTokenInText(DataError):
@@ -66,7 +66,7 @@ class Tokenizer:
         given = {name: self.settings.get(name) for name in SPECIAL}
         special = {name: text["content"] if isinstance(text, dict) else text for name, text in given.items() if text}
         self.names: dict[str, Any] = {"documents": None} | special | (template_kwargs or {})
-        # One date for everything that this process renders, also past midnight; the time would differ between ranks.
+        # The start's date for the whole run, even past midnight. The time of day would differ between ranks.
         self.now = datetime.combine(datetime.now(), datetime.min.time())
         self.templates = {name: self._compile(text, folder) for name, text in self._texts(folder, template).items()}
         self.eos_token_ids = self._eos_token_ids(folder, special.get("eos_token", ""))
@@ -100,7 +100,7 @@ class Tokenizer:
         del environment.filters["random"], environment.globals["lipsum"]  # a prompt is a function of its row
         try:
             return environment.from_string(GENERATION_TAG.sub(r"\1with", text))
-        except Exception as error:  # jinja2 compiles it to Python, which has errors of its own
+        except Exception as error:  # jinja2 compiles to Python, which raises its own errors
             raise DataError(f"{folder}: the chat template does not parse ({error})") from error
 
     def _eos_token_ids(self, folder: Path, token: str) -> list[int]:
@@ -123,7 +123,7 @@ class Tokenizer:
         }
         first = re.escape("".join({token[0] for token in control}))
         any_token = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))
-        # It consumes one character, so that overlapping tokens are found as well; the first lookahead is for speed.
+        # A match consumes one character, so that overlapping tokens are found; the first lookahead is for speed.
         self.control = re.compile(f"(?=[{first}])(?=({any_token}))(.)" if control else "(?!)", re.DOTALL)
         self.starts = tuple({token[:k] for token in control for k in range(1, len(token))})
         self.ends = tuple({token[k:] for token in control for k in range(1, len(token))})
@@ -182,7 +182,7 @@ class Tokenizer:
     def _encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         if max_tokens is not None and len(text) > 16 * max_tokens + 256:
             ids = self.backend.encode(text[: 16 * max_tokens + 256], add_special_tokens=False).ids
-            if len(ids) > 2 * max_tokens:  # where the text is cut, a word may have other tokens than in the whole
+            if len(ids) > 2 * max_tokens:  # at the cut, a word may have other tokens than in the whole text
                 return ids
         return self.backend.encode(text, add_special_tokens=False).ids
 
@@ -205,7 +205,7 @@ class Tokenizer:
         if escaped == parts:
             return write(parts)
         token = next(self.control_tokens(parts), None)
-        if token is None:  # a text begins or ends with a part of one: do its neighbours complete it?
+        if token is None:  # a text begins or ends with part of a token: do its neighbours complete it?
             text = write(parts)
             tokens = zip_longest(self.control_tokens(text), self.control_tokens(write(escaped)))
             token = next((first or second for first, second in tokens if first != second), None)

@@ -22,7 +22,7 @@ from hf.model_config import check_weights, open_weights, weight_files
 from system.ranks import local_rows
 
 MAX_FILE_BYTES = 5 * 10**9
-ADAPTER = (".lora_A", ".lora_B")  # how the names of LoRA's parameters end
+ADAPTER = (".lora_A", ".lora_B")  # suffixes of the names of LoRA's parameters
 # The files of an HF folder that `save_hf` copies from its source.
 SIDE_FILES = ("generation_config.json", "*token*", "vocab.json", "merges.txt", "chat_template.*")
 
@@ -38,7 +38,7 @@ def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: str | Path) -> None:
     """Fills the parameters, whole or sharded, from the folder's safetensors, cast to the parameters' dtype. ConfigError
-    where the folder holds other tensors, or one with a number that is not finite. It leaves LoRA's parameters alone."""
+    if the folder holds other tensors, or a number that is not finite. LoRA's parameters stay as they are."""
     params = {name: param for name, param in sharded_parameters(model).items() if not name.endswith(ADAPTER)}
     check_weights(Path(folder), ((name, param.shape) for name, param in params.items()))
     for path in weight_files(Path(folder)):
@@ -67,8 +67,8 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def load_adapter(model: nn.Module, folder: str | Path, base_sha256: str) -> None:
-    """Fills LoRA's parameters from a PEFT folder that `check_adapter` has passed. ConfigError where it says that it was
-    trained on other weights, or holds a number that is not finite."""
+    """Fills LoRA's parameters from a PEFT folder that `check_adapter` has passed. ConfigError if the adapter was made
+    for other weights, or holds a number that is not finite."""
     with open_weights(Path(folder) / WEIGHTS) as file:
         if (file.metadata() or {}).get(BASE_SHA256, base_sha256) != base_sha256:
             raise ConfigError(
@@ -113,7 +113,7 @@ def merged_tensors(model: nn.Module, params: dict[str, Tensor], dtype: torch.dty
     if not layers:
         yield from _whole(params, dtype)
         return
-    # Gathered in the type of the forward, as FSDP does, whatever the engine's is: so the merged weights are equal.
+    # Gather in the forward's dtype, as FSDP does, not in the engine's: then the merged weights are bitwise equal.
     tensors = dict(_whole(params, params[f"{layers[0]}.weight"].dtype))
     for layer in layers:
         a_LI, b_OL = (tensors.pop(layer + end) for end in ADAPTER)
@@ -137,10 +137,10 @@ def _whole(params: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str,
     if not isinstance(first, DTensor):
         yield from ((name, param.detach().to(dtype)) for name, param in params.items())
         return
-    num_ranks = first.device_mesh.size(-1)  # of a replica: nothing comes from another
+    num_ranks = first.device_mesh.size(-1)  # of one replica: each has all weights
     # Every rank sends as many rows as the rank that has the most; the last ranks pad with zeros.
     sizes = [-(-len(param) // num_ranks) * param.shape[1:].numel() for param in params.values()]
-    sent = torch.zeros(sum(sizes), dtype=dtype, device=first.device)  # cast before: bfloat16 is half the traffic
+    sent = torch.zeros(sum(sizes), dtype=dtype, device=first.device)  # cast first: bfloat16 halves the traffic
     for part, param in zip(sent.split(sizes), params.values(), strict=True):
         rows = local_shard(param.detach()).flatten()
         part[: len(rows)] = rows

@@ -138,7 +138,7 @@ def set_up(
     if not run.is_finished:  # else there is no next prompt
         ranks.print_rank0("\n".join(data_lines(cfg, inputs, run.state.cursor)))
     for note in notes(cfg, run.num_steps):
-        ranks.print_rank0(f"WARNING: {note}")
+        ranks.print_rank0(f"NOTE: {note}")
     if ranks.rank == 0:
         run.log = RunLog(folder, cfg.logger, first_step=run.state.step + 1, num_steps=run.num_steps)
     return run

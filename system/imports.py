@@ -18,14 +18,14 @@ def import_attribute(path: str, key: str) -> Any:
     the config key `key` if the module or its attribute cannot be imported."""
     module, _, attribute = path.partition(":")
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last, so that no file there takes the place of ours
+        sys.path.append(os.getcwd())  # last, so that no file there shadows our modules
     name = f"{key} '{path}': cannot be imported from the working directory ({os.getcwd()}) or PYTHONPATH: it"
     return call(name, lambda: getattr(importlib.import_module(module), attribute))
 
 
 def call(name: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Calls a function that runs the user's code. Raises DataError, beginning with `name`, if it raises anything but a
-    ConfigError or would end this process."""
+    """Calls a function that runs the user's code. Turns whatever it raises, SystemExit too, into a DataError that begins
+    with `name`; a ConfigError stays."""
     try:
         return function(*args, **kwargs)
     except (KeyboardInterrupt, ConfigError, Interrupted):

@@ -176,7 +176,7 @@ def test_a_run_with_muon_and_a_reference_that_follows(run, capfd):
     words += ("policy.optimizer.name=torch.optim.Muon", "loss_fn.reference_policy_kl_penalty=0.1")
     folder = run(grpo, *words, "grpo.ref_policy_update_period=1", "policy.scheduler.warmup_steps=1")
     (line,) = [line for line in capfd.readouterr().out.splitlines() if "warmup_steps" in line]
-    assert line.startswith("WARNING: policy.scheduler.warmup_steps=1 is more than a third of the run's 2 steps: ")
+    assert line.startswith("NOTE: policy.scheduler.warmup_steps=1 is more than a third of the run's 2 steps: ")
     steps = [record for record in records(folder) if "train/loss" in record]
     assert [record["step"] for record in steps] == [1, 2]
     assert all(record["train/grad_norm"] > 0 and record["train/logp_gap_max"] <= 1e-4 for record in steps)
