@@ -30,18 +30,23 @@ def place_of(root: Path, file: str, find: str) -> Path:
     return holders[0]
 
 
-def run_tests(root: Path, names: list[str], select: str) -> str:
-    """The first test that fails, "survived", or what else happened."""
-    files = [str(each) for name in names for each in sorted((root / "tests").rglob(name))]
+def run_tests(root: Path, names: list[str], known: str, select: str) -> str:
+    """The first test that fails, "survived", or what else happened. known: the test that is tried first, if it is still
+    there."""
+    files = [each for name in names for each in sorted((root / "tests").rglob(name))]
     assert files, names
+    function = known.partition("::")[2].partition("[")[0]
+    first = [[f"{each}::{function}"] for each in files if function and f"def {function}(" in each.read_text()]
     env = os.environ | {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     env |= {"HF_HUB_OFFLINE": "1", "GRPO_DEVICE": "cpu"}
     command = ["timeout", str(SECONDS), sys.executable, "-m", "pytest", "-vx", "-p", "no:cacheprovider", "-m", select]
-    done = subprocess.run([*command, *files], cwd=root, env=env, capture_output=True, text=True)
-    if done.returncode == 124:  # the test that has no end
-        return f"no end in {SECONDS} s: {re.findall('^[^ ]+::.*', done.stdout, re.MULTILINE)[-1:]}"
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+?::\S.*?|\S+)(?: - .*)?$", done.stdout, re.MULTILINE)
-    return failed[0] if failed else {0: "survived"}.get(done.returncode, f"pytest ended with {done.returncode}")
+    for places in (*first, files):
+        done = subprocess.run([*command, *places], cwd=root, env=env, capture_output=True, text=True)
+        if done.returncode == 124:  # the test that has no end
+            return f"no end in {SECONDS} s: {re.findall('^[^ ]+::.*', done.stdout, re.MULTILINE)[-1:]}"
+        if failed := re.findall(r"^(?:FAILED|ERROR) (\S+?::\S.*?|\S+)(?: - .*)?$", done.stdout, re.MULTILINE):
+            return failed[0]
+    return "survived" if done.returncode == 0 else f"pytest ended with {done.returncode}"
 
 
 def main() -> int:
@@ -59,7 +64,7 @@ def main() -> int:
             copy = shutil.copytree(root, Path(folder), ignore=LEFT_OUT, dirs_exist_ok=True)
             place = place_of(copy, case["file"], case["find"])
             place.write_text(place.read_text().replace(case["find"], case["replace"]))
-            found = run_tests(copy, case["tests"], select)
+            found = run_tests(copy, case["tests"], case["found"], select)
         survivors += found.startswith("survived")
         line = f"{case['id']}\t{found.replace(f'{folder}/', '')}\t{time.monotonic() - start:.0f} s"
         print(line, flush=True)
