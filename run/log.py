@@ -7,24 +7,26 @@ import itertools
 import json
 import math
 import os
+import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from torch.utils.tensorboard import SummaryWriter
 
-from config import LoggerConfig
+from config import LoggerConfig, WandbConfig
 from data import Sample
 from hf.tokenizer import Tokenizer
 from metrics import Numbers
 from run.health import Health
 from run.records import read_records
-from run.wandb_log import WandbLog
 
 TIMING_NAMES = {"prepare_for_generation": "prepare_for_generation/total"}  # NeMo RL's name
 PHASES = {"gen": "generation", "data": "data_processing", "train": "policy_training", "sync": "prepare_for_generation"}
@@ -39,8 +41,8 @@ class RunLog:
 
     def __init__(self, folder: Path, cfg: LoggerConfig, *, first_step: int, num_steps: int):
         self.folder = folder
+        self.cfg = cfg
         self.num_steps = num_steps
-        self.max_samples = cfg.num_samples_to_log
         for name in ("metrics.jsonl", "samples.jsonl"):
             _drop_from(folder / name, first_step)
         # backslashreplace: a row may contain half a surrogate pair, which UTF-8 cannot encode; JSON's escape can.
@@ -50,7 +52,8 @@ class RunLog:
         self.health = Health(record for _, record in read_records(folder / "metrics.jsonl"))
         events = str(folder / "tensorboard")
         self.tensorboard = SummaryWriter(events, purge_step=first_step) if cfg.tensorboard_enabled else None
-        self.wandb = WandbLog(folder, cfg.wandb) if cfg.wandb_enabled else None
+        self.wandb: Any = None  # W&B's run, from the first row on
+        self.logs_to_wandb = cfg.wandb_enabled
         self.start, self.first_step = time.perf_counter(), first_step
         self.tokens_per_sec: list[float] = []
 
@@ -62,17 +65,31 @@ class RunLog:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
             self.tensorboard.flush()  # a process may end without a word
-        if self.wandb:
-            self.wandb.send(row)
+        if self.logs_to_wandb:
+            self._log_to_wandb(row)
+
+    def _log_to_wandb(self, row: dict[str, float]) -> None:
+        """Sends a row to W&B, over the x-axis `step`. W&B's own step, which may not fall and has one row each, is
+        2 * step for training and 2 * step + 1 for the validation after it. `exit_process` ends the run at W&B."""
+        try:
+            self.wandb = self.wandb or _start_wandb(self.folder, self.cfg.wandb)
+            is_validation = any(name.startswith("validation/") for name in row)
+            self.wandb.log(row, step=2 * row["step"] + is_validation, commit=True)
+        except Exception as error:  # W&B's own, the network's, an import that fails: no reason to end a run
+            self.logs_to_wandb = False
+            print(
+                f"WARNING: W&B failed ({error!r:.300}): the run goes on as with logger.wandb_enabled=false", flush=True
+            )
 
     def samples(self, step: int, kind: str, samples: list[Sample], tokenizer: Tokenizer, num_print: int = 0) -> None:
         """Writes the first conversations to samples.jsonl, and prints `num_print` of them."""
         decode = partial(tokenizer.backend.decode, skip_special_tokens=False)
-        for i, sample in enumerate(samples[: max(self.max_samples, num_print)]):
+        num_logged = self.cfg.num_samples_to_log
+        for i, sample in enumerate(samples[: max(num_logged, num_print)]):
             prompt, reply = decode(sample.prompt_ids), decode(sample.output_ids.tolist())
             record = {"step": step, "kind": kind, "prompt": prompt, "reply": reply}
             record |= {name: getattr(sample, name) for name in SAMPLE_FIELDS}
-            if i < self.max_samples:
+            if i < num_logged:
                 finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
                 self.samples_file.write(json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n")
             if i < num_print:
@@ -83,10 +100,8 @@ class RunLog:
         total, tokens_per_sec = seconds["total_step_time"], performance["performance/tokens_per_sec"]
         health, warnings = self.health.add(step, train)
         values = {f"train/{name}": value for name, value in (train | health).items() if name != "train_tokens"}
-        values |= {
-            f"timing/train/{TIMING_NAMES.get(name, name)}": value for name, value in seconds.items()
-        } | performance
-        self.metrics(step, values)
+        values |= {f"timing/train/{TIMING_NAMES.get(name, name)}": value for name, value in seconds.items()}
+        self.metrics(step, values | performance)
         self.tokens_per_sec.append(tokens_per_sec)
         eta = (time.perf_counter() - self.start) / (step - self.first_step + 1) * (self.num_steps - step)
         phases = " ".join(f"{label} {seconds[name]:.2f}" for label, name in PHASES.items())
@@ -113,8 +128,6 @@ class RunLog:
         self.samples_file.close()
         if self.tensorboard:
             self.tensorboard.close()
-        if self.wandb:
-            self.wandb.send(None)
         first, last = _accuracies(state.first_validation), _accuracies(state.last_validation)
         rows = {}
         for label in first | last:
@@ -141,6 +154,27 @@ def _drop_from(file: Path, first_step: int) -> None:
     if file.exists():
         kept = itertools.takewhile(lambda line: line[1].get("step", 0) < first_step, read_records(file))
         os.truncate(file, max((end for end, _ in kept), default=0))
+
+
+def _start_wandb(folder: Path, cfg: WandbConfig) -> Any:
+    """The run at W&B. `wandb_id` in the run folder keeps its id, so a resumed run is the same one there."""
+    import wandb
+
+    file = folder / "wandb_id"
+    if not file.exists():
+        file.write_text(secrets.token_hex(4))
+    run = wandb.init(
+        project=cfg.project,
+        name=cfg.name or folder.name,
+        id=file.read_text(),
+        resume="allow",
+        dir=folder,
+        config=yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")),
+        settings=wandb.Settings(console="off", finish_timeout=60.0),
+    )
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run
 
 
 class Timers:

@@ -9,12 +9,14 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 import config
 from check import preflight
 from config import ConfigError
 from run.log import RunLog
 from run.start import RunState
+from system import exits
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,12 +92,19 @@ def step(log, number, validates=False):
         log.metrics(number, {"validation/greedy/accuracy": number / 7, "timing/validation/total_validation_time": 2.5})
 
 
+def finish(log):
+    import wandb
+
+    log.close(RunState({}, {}))
+    wandb.finish()  # as exit_process does
+
+
 def test_the_numbers_are_those_of_the_metrics_file_in_one_run(offline):
     log = open_log(offline)
     log.metrics(0, {"validation/greedy/accuracy": 0.25})
     for number in range(1, 5):
         step(log, number, validates=number % 2 == 0)
-    log.close(RunState({}, {}))
+    finish(log)
     written = [json.loads(line) for line in (offline / "metrics.jsonl").read_text().splitlines()]
     rows, steps, runs, codes = read_back(offline)
     assert exactly(rows) == exactly(written) and len(rows) == 1 + 4 + 2 and math.isnan(rows[1]["train/nan"])
@@ -104,7 +113,7 @@ def test_the_numbers_are_those_of_the_metrics_file_in_one_run(offline):
     assert values == {"grpo": {"seed": 7, "loss": [1, None]}, "policy": {"precision": "float32"}}
     log = open_log(offline, first_step=3)  # resumed after step 2
     step(log, 3)
-    log.close(RunState({}, {}))
+    finish(log)
     _, _, runs, _ = read_back(offline)
     assert len({run.run_id for run in runs}) == 1
     assert {(run.project, run.display_name) for run in runs} == {("mine", offline.name)}
@@ -124,7 +133,7 @@ exits.exit_process(75)"""
     assert codes == [75]
 
 
-@pytest.mark.parametrize("broken", ["init", "log", "finish"])
+@pytest.mark.parametrize("broken", ["init", "log"])
 def test_a_failure_of_wandb_is_said_once_and_training_goes_on(tmp_path, monkeypatch, capsys, broken):
     (tmp_path / "config.yaml").write_text("{}")
     wandb = MagicMock()
@@ -137,6 +146,16 @@ def test_a_failure_of_wandb_is_said_once_and_training_goes_on(tmp_path, monkeypa
     (warning,) = (line for line in capsys.readouterr().out.splitlines() if "W&B" in line)
     assert "no service" in warning and "logger.wandb_enabled=false" in warning
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_failure_of_wandb_at_the_end_keeps_the_exit_code(monkeypatch):
+    wandb = MagicMock()
+    wandb.finish.side_effect = RuntimeError("no service")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    with pytest.raises(SystemExit) as end:
+        exits.exit_process(75)
+    assert end.value.code == 75 and wandb.finish.called
 
 
 def test_a_missing_package_is_an_error_before_anything_is_loaded(monkeypatch):
