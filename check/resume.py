@@ -8,7 +8,6 @@ import json
 import operator
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -23,6 +22,8 @@ VERSION = 4  # the format of a checkpoint's files
 # Under another value, a checkpoint's tensors would mean another model.
 LORA_KEYS = ("enabled", "dim", "alpha", "match_all_linear", "target_modules", "exclude_modules")
 SAME_WHEN_LOADED = ("policy.model_name", *(f"{LORA}.{name}" for name in LORA_KEYS))
+# Not even with allow_changes: no optimizer reads another one's state, and other adapters are other tensors.
+NEVER_CHANGED = ("policy.optimizer.name", *SAME_WHEN_LOADED[1:])
 # Under another value, the position in the data and the sampling seeds would mean other prompts and samples.
 SAME_WHEN_RESUMED = (
     *SAME_WHEN_LOADED,
@@ -77,8 +78,8 @@ def read_meta(checkpoint: Path) -> dict | str:
             size = (checkpoint / name).stat().st_size
             if size != entry["bytes"]:
                 return f"{checkpoint / name}: {size:,} bytes, {entry['bytes']:,} by meta.json"
-        missing = ", ".join(sorted({"step", "world_size", "state", "metric"} - meta.keys()))
-        return f"{file}: lacks {missing}" if missing else meta
+        operator.itemgetter("step", "world_size", "state", "metric")(meta)
+        return meta
     except DataError as error:
         return str(error)
     except OSError as error:
@@ -122,41 +123,27 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
         check_writable("checkpointing.resume_from", str(run))
     folder = checkpoint_folder(cfg.checkpointing, run)
     metas = {path: read_meta(path) for path in checkpoints(folder)}
-    problems = {path: meta for path, meta in metas.items() if isinstance(meta, str)}
-    if len(problems) == len(metas):
-        reason = f" ({next(iter(problems.values()))})" if problems else ""
+    newest, meta = next(iter(metas.items()), (folder, "there is none"))
+    if all(isinstance(each, str) for each in metas.values()):
         raise ConfigError(
-            f"checkpointing.resume_from={run}: no whole checkpoint in {folder}{reason}; start a new run without it"
+            f"checkpointing.resume_from={run}: no whole checkpoint in {folder} ({meta}); start a new run without it"
         )
-    newest = next(iter(metas))
-    if newest in problems and cfg.checkpointing.resume != "auto":
-        raise ConfigError(damaged(problems[newest], newest))
-    changed = _changed(cfg, run, SAME_WHEN_RESUMED if to_train else SAME_WHEN_LOADED)
-    fix = ", or set checkpointing.allow_changes=true"
-    if "policy.optimizer.name" in changed:
-        fix = ": no optimizer reads another's state"
-    elif any(key.startswith(LORA) for key in changed):
-        fix = ": its checkpoints hold other tensors"
-    elif cfg.checkpointing.allow_changes:
-        return
-    if changed:
-        raise ConfigError(
-            f"checkpointing.resume_from={run} cannot go on with other settings: {', '.join(changed.values())}; use "
-            f"./train.sh {run}/config.yaml checkpointing.resume_from={run}{fix}"
-        )
-
-
-def _changed(cfg: Config, run: Path, keys: Sequence[str]) -> dict[str, str]:
-    """Key -> old and new value, for each of the keys that has another value in the run folder."""
+    if isinstance(meta, str) and cfg.checkpointing.resume != "auto":
+        raise ConfigError(damaged(meta, newest))
     before, changed = reader.load(run / "config.yaml"), {}
     has_lora = any(each.policy.dtensor_cfg.lora_cfg.enabled for each in (before, cfg))
-    for key in keys:
-        if key.startswith(LORA) and not has_lora:
-            continue
-        old, new = (operator.attrgetter(key)(c) for c in (before, cfg))
-        if old != new and (key != "policy.model_name" or Path(old) != Path(new)):  # "model" is "./model/"
+    for key in SAME_WHEN_RESUMED if to_train else SAME_WHEN_LOADED:
+        old, new = (operator.attrgetter(key)(each) for each in (before, cfg))
+        is_same = Path(old) == Path(new) if key == "policy.model_name" else old == new  # "model" is "./model/"
+        if not is_same and (has_lora or not key.startswith(LORA)):
             changed[key] = f"{key}={json.dumps(new, default=asdict)} (was {json.dumps(old, default=asdict)})"
-    return changed
+    is_fixed = any(key in NEVER_CHANGED for key in changed)
+    if changed and (is_fixed or not cfg.checkpointing.allow_changes):
+        way_out = "" if is_fixed else ", or set checkpointing.allow_changes=true"
+        raise ConfigError(
+            f"checkpointing.resume_from={run} cannot go on with other settings: {', '.join(changed.values())}; use "
+            f"./train.sh {run}/config.yaml checkpointing.resume_from={run}{way_out}"
+        )
 
 
 def damaged(problem: str, checkpoint: Path) -> str:

@@ -36,8 +36,7 @@ def open_run_folder(cfg: Config, ranks: Ranks, *, to_train: bool = True) -> Path
         folder = on_rank0(lambda: _open(cfg, to_train), ranks.job)
         if to_train:
             check_shared(_to_lock(cfg, folder), ranks)
-        if to_train and ranks.job_rank:
-            for locked in _to_lock(cfg, folder):
+            for locked in _to_lock(cfg, folder) if ranks.job_rank else ():
                 _lock(locked, fcntl.LOCK_SH)
         on_rank0(lambda: write_provenance(folder, cfg, ranks.job_size), ranks.job)
     except OSError as error:
@@ -81,12 +80,11 @@ def check_shared(folders: list[Path], ranks: Ranks) -> None:
     end = time.monotonic() + SHARED_DISK_SECONDS
     while (unseen := [folder for folder in folders if not (folder / "run.lock").exists()]) and time.monotonic() < end:
         time.sleep(0.1)
-    for host, folder in gather((host_name(), next(iter(unseen), None)), ranks.job):
-        if folder:
-            raise ConfigError(
-                f"{folder}: {host} cannot see what another host wrote there: put logger.log_dir and "
-                "checkpointing.checkpoint_dir on a disk that all hosts share, under the same path on each"
-            )
+    if blind := [(host, absent[0]) for host, absent in gather((host_name(), unseen), ranks.job) if absent]:
+        raise ConfigError(
+            f"{blind[0][1]}: {blind[0][0]} cannot see what another host wrote there: put logger.log_dir and "
+            "checkpointing.checkpoint_dir on a disk that all hosts share, under the same path on each"
+        )
 
 
 def _lock(folder: Path, kind: int) -> None:
@@ -119,13 +117,11 @@ def write_provenance(folder: Path, cfg: Config, world_size: int) -> None:
         (folder / "config.yaml").write_text(reader.to_yaml(cfg))
     file = folder / "provenance.json"
     parts = parse_json(read_bytes(file), file) if file.exists() else []
-    if not isinstance(parts, list):
-        raise ConfigError(f"{file}: not the list that this program writes; move the file away")
-    patch = _git("diff", "HEAD", "--binary")
-    name = f"changes_{len(parts) + 1}.patch" if patch else None
-    if patch:
+    name = None
+    if patch := _git("diff", "HEAD", "--binary"):
+        name = f"changes_{len(parts) + 1}.patch"
         (folder / name).write_text(patch, encoding="latin-1")
-    packages = [package for package in importlib.metadata.distributions() if package.name]  # None: half removed
+    packages = sorted(importlib.metadata.distributions(), key=lambda each: (each.name or "").lower())
     prefixes = ("OMP_", "CUDA_", "NCCL_", "VLLM_")
     part = {
         "command": shlex.join(sys.argv),
@@ -134,7 +130,7 @@ def write_provenance(folder: Path, cfg: Config, world_size: int) -> None:
         "commit": (_git("rev-parse", "HEAD") or "unknown").strip(),
         "changes": name,
         "python": platform.python_version(),
-        "packages": {package.name: package.version for package in sorted(packages, key=lambda p: p.name.lower())},
+        "packages": {each.name: each.version for each in packages if each.name},  # None: half removed
         "system": platform.platform(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)},
