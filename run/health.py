@@ -83,7 +83,7 @@ def entropy_gone(steps: Steps) -> str:
 
 def no_gradient(steps: Steps) -> str:
     """No reward differs within its group, step after step, and the task is not solved."""
-    if len(steps) < RECENT or not all(map(has_no_signal, steps[-RECENT:])) or is_solved(steps):
+    if len(steps) < RECENT or not all(map(has_no_signal, steps[-RECENT:])) or solved(steps):
         return ""
     shares = (f"{name.removeprefix('outcome/')} {mean(steps[-RECENT:], name):.0%}" for name in OUTCOME)
     return f"{RECENT} steps without a gradient: rewards differ in no group ({', '.join(shares)}); read samples.jsonl"
@@ -106,10 +106,11 @@ def has_no_signal(step: dict[str, float]) -> bool:
     return step.get("advantages/min") == step.get("advantages/max") == 0
 
 
-def is_solved(steps: Steps) -> bool:
+def solved(steps: Steps) -> str:
     """Nearly all answers are right, and were not always: a reward that never differed is no success."""
     is_over = all(map(has_no_signal, steps[-RECENT:])) and mean(steps[-RECENT:], "accuracy") >= MOST
-    return is_over and not all(map(has_no_signal, steps))
+    holds = is_over and not all(map(has_no_signal, steps))
+    return "nearly all answers are right: nothing is left to learn" if holds else ""
 
 
 class Health:
@@ -127,10 +128,9 @@ class Health:
         """Takes a step; returns `health/<rule>` (1.0 if it holds, else 0.0) and a line for each that starts to hold."""
         self.steps.append({name: train[name] for name in (*READ, "lr") if name in train})
         with np.errstate(all="ignore"):
-            problems = {rule.__name__: rule(self.steps) for rule in RULES}
+            problems = {rule.__name__: rule(self.steps) for rule in [*RULES, solved]}
         lines = []
-        solved = "nearly all answers are right: nothing is left to learn" if is_solved(self.steps) else ""
-        for name, problem in (problems | {"solved": solved}).items():
+        for name, problem in problems.items():
             if problem:
                 held = self.held.setdefault(name, [])
                 if not held or step > held[-1] + START:
@@ -138,7 +138,7 @@ class Health:
                     after = " (after reward_fell: read that first)" if follows else ""
                     lines.append(f"health: {name}: {problem} (docs/faq.md#{name}){after}")
                 held.append(step)
-        return {f"health/{name}": float(problem != "") for name, problem in problems.items()}, lines
+        return {f"health/{rule.__name__}": float(problems[rule.__name__] != "") for rule in RULES}, lines
 
     def summary(self) -> str:
         """The line of the table at the end of a run."""
