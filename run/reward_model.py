@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,6 +22,7 @@ from data import first_fit
 from hf.model_config import ModelConfig
 from hf.tokenizer import Tokenizer
 from model import Decoder, load_policy
+from system.ranks import gather
 
 
 class RewardDecoder(Decoder):
@@ -53,15 +53,14 @@ class RewardModel:
         device: torch.device,
         mesh: DeviceMesh,
     ):
-        precision = cfg.env.reward_model.precision
         self.tokenizer = tokenizer
         self.device = device
         self.max_model_len = cfg.env.reward_model.max_model_len
         self.pack_tokens = max(cfg.policy.pack_tokens(device.type), self.max_model_len)
         self.pad_token_id = model_config.hf.get("pad_token_id")
-        options = {"precision": precision, "decoder": RewardDecoder, "model_config": model_config}
+        options = {"precision": cfg.env.reward_model.precision, "decoder": RewardDecoder, "model_config": model_config}
         model = load_policy(folder, device="cpu", mesh=mesh, **options)
-        self.model = model.requires_grad_(False).to(getattr(torch, precision))
+        self.model = model.requires_grad_(False).to(getattr(torch, options["precision"]))
 
     @torch.no_grad()
     def score(self, conversations: Sequence[list[dict]]) -> list[float | None]:
@@ -72,19 +71,17 @@ class RewardModel:
         """
         local_ids = [self.encode(messages) for messages in conversations]
         usable = [i for i, ids in enumerate(local_ids) if 0 < len(ids) <= self.max_model_len]
-        if len(usable) < len(local_ids):
-            num_refused = f"{len(local_ids) - len(usable)} of {len(local_ids)}"
+        if num_refused := len(local_ids) - len(usable):
             why = f"over env.reward_model.max_model_len={self.max_model_len} tokens or refused by its chat template"
-            print(f"reward model: {num_refused} conversations are {why}", file=sys.stderr)
+            print(f"reward model: {num_refused} of {len(local_ids)} conversations are {why}", file=sys.stderr)
         lengths = [len(local_ids[i]) for i in usable]
         packs = [[usable[k] for k in pack] for pack in first_fit(lengths, self.pack_tokens)]
-        max_packs = torch.tensor(len(packs))
-        dist.all_reduce(max_packs, op=dist.ReduceOp.MAX)
+        max_packs = max(gather(len(packs)))
         scores: list[float | None] = [None] * len(local_ids)
         self.model.to(self.device)
-        for pack in packs + [None] * (int(max_packs) - len(packs)):  # None: joins the collectives with one token
-            score_S = self._score_pack([local_ids[i] for i in pack] if pack else [[0]])
-            for i, score in zip(pack or (), score_S.tolist(), strict=pack is not None):
+        for pack in packs + [[]] * (max_packs - len(packs)):  # []: joins the collectives with one token
+            score_S = self._score_pack([local_ids[i] for i in pack] or [[0]])
+            for i, score in zip(pack, score_S.tolist(), strict=bool(pack)):
                 scores[i] = score if math.isfinite(score) else None
         self.model.to("cpu")
         return scores

@@ -1,7 +1,6 @@
 """How fast a step was: tokens and samples per second, FLOPs, and the share of the GPU's peak."""
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable
 from functools import lru_cache
 
@@ -14,6 +13,7 @@ from config import LoRAConfig, PolicyConfig
 from hf.lora_layers import adapted_layers
 from hf.model_config import ModelConfig
 from metrics import Numbers
+from system.ranks import gather
 
 # Dense bfloat16 TFLOP/s by torch.cuda.get_device_name; a part of a GPU (MIG) has another name. From NVIDIA's data
 # sheets, which print twice as much: with sparsity.
@@ -61,31 +61,26 @@ def performance_metrics(
     7ea279a). train, seconds: the step's metrics and phases. What was not done has no rate (scoring), and a device of
     unknown peak no utilisation. A collective of all ranks."""
     micros = [micro for minibatch in minibatches for micro in minibatch.micros]
-    flops = torch.tensor(
-        policy.ppo_epochs * train_flops(model, micros, policy.dtensor_cfg.lora_cfg), dtype=torch.float64
-    )
-    dist.all_reduce(flops)
+    flops = sum(gather(float(policy.ppo_epochs * train_flops(model, micros, policy.dtensor_cfg.lora_cfg))))
     tokens, total = train["total_num_tokens"], seconds["total_step_time"]
     training, scoring = seconds["policy_training"], seconds["policy_and_reference_logprobs"]
-    rates = {
-        "tokens_per_sec": tokens / total,
-        "samples_per_sec": train["global_valid_seqs"] / total,
-        "generation_tokens_per_sec": train["total_gen_tokens"] / seconds["generation"],
-        "training_worker_group_tokens_per_sec": tokens / (training + scoring),
+    num_trainers, num_generators = dist.get_world_size(), policy.generation.num_generators
+    num_all, num_generating = num_trainers + num_generators, num_generators or num_trainers
+    rates = {  # name -> rate, and the GPUs at work
+        "tokens_per_sec": (tokens / total, num_all),
+        "samples_per_sec": (train["global_valid_seqs"] / total, num_all),
+        "generation_tokens_per_sec": (train["total_gen_tokens"] / seconds["generation"], num_generating),
+        "training_worker_group_tokens_per_sec": (tokens / (training + scoring), num_trainers),
     }
-    values = {f"performance/{name}": rate for name, rate in rates.items()}
-    num_trainers = dist.get_world_size()
-    num_generators = policy.generation.num_generators
-    num_all = num_trainers + num_generators
-    gpus = defaultdict(lambda: num_trainers, tokens_per_sec=num_all, samples_per_sec=num_all)  # at work, by rate
-    gpus["generation_tokens_per_sec"] = num_generators or num_trainers
-    rates |= {"policy_training_tokens_per_sec": tokens / training, "train_flops": flops.item() / training / 1e12}
+    values = {f"performance/{name}": rate for name, (rate, _) in rates.items()}
+    rates["policy_training_tokens_per_sec"] = tokens / training, num_trainers
+    rates["train_flops"] = flops / training / 1e12, num_trainers
     if micros[0].old_logp_R is not None or micros[0].ref_logp_R is not None:
-        rates["policy_and_reference_logprobs_tokens_per_sec"] = tokens / scoring
-    values |= {f"performance/{name}_per_gpu": rate / gpus[name] for name, rate in rates.items()}
+        rates["policy_and_reference_logprobs_tokens_per_sec"] = tokens / scoring, num_trainers
+    values |= {f"performance/{name}_per_gpu": rate / num_gpus for name, (rate, num_gpus) in rates.items()}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     if policy.precision == "bfloat16" and device in PEAK_TFLOPS:
         values["performance/train_fp_utilization"] = values["performance/train_flops_per_gpu"] / PEAK_TFLOPS[device]
     values["performance/train_tokens"] = train["train_tokens"]
-    values["timing/train/valid_tokens_per_sec_per_gpu"] = train["global_valid_toks"] / total / gpus["tokens_per_sec"]
+    values["timing/train/valid_tokens_per_sec_per_gpu"] = train["global_valid_toks"] / total / num_all
     return values
