@@ -6,6 +6,7 @@ very end; a name that ends in `_min` or `_max` takes the extremum; any other sca
 """
 
 import math
+import operator
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,7 @@ from kernels.linear_loss import DEVIATION
 
 Metric = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Numbers = dict[str, float]  # a metric's name -> its value
+EXTREMA = {"_min": torch.minimum, "_max": torch.maximum}
 
 
 def accumulate(total: dict[str, Metric], new: dict[str, Metric]) -> None:
@@ -29,13 +31,9 @@ def accumulate(total: dict[str, Metric], new: dict[str, Metric]) -> None:
         if name not in total:
             total[name] = value
         elif isinstance(value, tuple):
-            total[name] = tuple(a + b for a, b in zip(total[name], value, strict=True))
-        elif name.endswith("_min"):
-            total[name] = torch.minimum(total[name], value)
-        elif name.endswith("_max"):
-            total[name] = torch.maximum(total[name], value)
+            total[name] = tuple(map(operator.add, total[name], value))
         else:
-            total[name] = total[name] + value
+            total[name] = EXTREMA.get(name[-4:], operator.add)(total[name], value)
 
 
 def reduce_over_ranks(total: dict[str, Metric], *, divide_sums_by: int = 1) -> dict[str, float]:
@@ -59,7 +57,7 @@ def reduce_over_ranks(total: dict[str, Metric], *, divide_sums_by: int = 1) -> d
         if isinstance(value, tuple):
             count, _, _ = next(combined)
             reduced[name] = summed / count if count else float("nan")
-        elif name.endswith(("_min", "_max")):
+        elif name[-4:] in EXTREMA:
             reduced[name] = low if name.endswith("_min") else high
         else:
             reduced[name] = summed / divide_sums_by
@@ -89,8 +87,8 @@ def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> di
     filtered_reward and total_num_tokens are over `trained`. zero_variance_fraction counts groups by the rewards that
     the advantages see, unshaped_zero_variance_fraction by the rewards before shaping.
     """
-    tokens_B = np.array([s.num_gen_tokens for s in generated])
-    turns_B = np.array([s.num_turns for s in generated])
+    tokens_B = [s.num_gen_tokens for s in generated]
+    turns_B = [s.num_turns for s in generated]
     groups = groups_of(generated)
     return {
         "reward": _mean(s.reward for s in generated),
@@ -102,16 +100,16 @@ def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> di
         "unshaped_zero_variance_fraction": _mean(len({s.unshaped_reward for s in group}) == 1 for group in groups),
         **_by_label(generated),
         "mean_prompt_length": _mean(len(s.prompt_ids) for s in generated),
-        "mean_gen_tokens_per_sample": float(tokens_B.mean()),
-        "min_gen_tokens_per_sample": int(tokens_B.min()),
-        "max_gen_tokens_per_sample": int(tokens_B.max()),
+        "mean_gen_tokens_per_sample": _mean(tokens_B),
+        "min_gen_tokens_per_sample": min(tokens_B),
+        "max_gen_tokens_per_sample": max(tokens_B),
         "mean_env_tokens_per_sample": _mean(s.num_env_tokens for s in generated),
         "mean_total_tokens_per_sample": _mean(s.num_tokens for s in generated),
-        "total_gen_tokens": int(tokens_B.sum()),
+        "total_gen_tokens": sum(tokens_B),
         "total_num_tokens": sum(s.num_tokens for s in trained),
-        "total_turns": int(turns_B.sum()),
-        "avg_turns_per_sample": float(turns_B.mean()),
-        "max_turns_per_sample": int(turns_B.max()),
+        "total_turns": sum(turns_B),
+        "avg_turns_per_sample": _mean(turns_B),
+        "max_turns_per_sample": max(turns_B),
         "truncation_rate": _mean(s.finish_reason == "length" for s in generated),
         "natural_termination_rate": _mean(s.finish_reason == "stop" for s in generated),
         "max_turns_reached_rate": _mean(s.finish_reason == "max_turns" for s in generated),
@@ -137,9 +135,9 @@ def age_metrics(trained: Sequence[Sample], step: int, is_whole: dict[int, bool])
     """With async_grpo: ages in steps, by first tokens; of the groups under way, how many have all their replies (NeMo
     RL's buffer) and how many do not."""
     ages = [step - 1 - sample.weight_version for sample in trained]
-    size = sum(is_whole.values())
-    numbers = {"avg_trajectory_age": float(np.mean(ages)), "max_trajectory_age": max(ages), "buffer_size": size}
-    return numbers | {"carried_groups": len(is_whole) - size}
+    num_whole = sum(is_whole.values())
+    numbers = {"avg_trajectory_age": _mean(ages), "max_trajectory_age": max(ages)}
+    return numbers | {"buffer_size": num_whole, "carried_groups": len(is_whole) - num_whole}
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -155,10 +153,11 @@ def _by_label(samples: Sequence[Sample]) -> dict[str, float]:
         top = 1 << max(sample.num_gen_tokens - 1, 0).bit_length()
         length = f"{top // 2 + 1 if top > 1 else 0:06d}-{top:06d}"
         labels = {"env": sample.env_name, "dataset": sample.dataset, "finish_reason": sample.finish_reason}
-        for category, label in (labels | {"gen_tokens": length}).items():
-            by_label[category, label].append(sample)
+        for key in (labels | {"gen_tokens": length}).items():
+            by_label[key].append(sample)
     values: dict[str, float] = {}
-    for (category, label), group in sorted(by_label.items(), key=lambda item: item[0]):
+    for category, label in sorted(by_label):
+        group = by_label[category, label]
         if label:
             values[f"reward_by_{category}/{label}"] = _mean(s.reward for s in group)
         if category == "env":

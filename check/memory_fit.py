@@ -35,9 +35,8 @@ def problem(plan: Plan) -> str | None:
     costs = _fixes(plan)
     # Once without the offload of the moments: it rules out cpu_offload, which may be needed.
     orders = list(costs), [fix for fix in costs if fix[0] != "policy.offload_optimizer_for_logprob"]
-    found = [fixes for order in orders if (fixes := _search(plan, order))]
-    if found:
-        best = min(found, key=lambda fixes: sum(costs[fix] for fix in fixes))
+    found = filter(None, (_search(plan, order) for order in orders))
+    if best := min(found, key=lambda fixes: sum(costs[fix] for fix in fixes), default=None):
         return f"memory: {needed}; it fits with {', '.join(_saving(plan, fix, phase) for fix in best)}"
     more = [n for n in (plan.num_gpus << k for k in range(1, 9)) if replace(plan, num_gpus=n).lacking <= 0]
     return f"memory: {needed}; no keys fix that" + (f", {more[0]} GPUs do" if more else "")
@@ -84,12 +83,11 @@ def _fixes(plan: Plan) -> dict[Fix, int]:
         ("policy.offload_optimizer_for_logprob", True): 3,
         ("policy.dtensor_cfg.activation_checkpointing", True): 4,
         ("policy.optimizer.kwargs.state_dtype", "bfloat16"): 5,
+        ("policy.dtensor_cfg.dp_replicate_size", 1): 10,
         ("policy.dtensor_cfg.cpu_offload", True): 30,
     }
     if plan.trains:  # else the adapters belong to what is scored
         costs["policy.dtensor_cfg.lora_cfg.enabled", True] = 20
-    if policy.dtensor_cfg.dp_replicate_size > 1:
-        costs["policy.dtensor_cfg.dp_replicate_size", 1] = 10
     tensor = 2 * policy.generation.vllm_cfg.tensor_parallel_size
     if plan.model.num_attention_heads % tensor == 0:
         costs["policy.generation.vllm_cfg.tensor_parallel_size", tensor] = 5

@@ -274,10 +274,8 @@ def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[st
         return
     has_reference = any(name.startswith("reference.") for name in names)
     if has_reference != bool(reference):
-        raise ConfigError(
-            f"{path}: was saved {'with' if has_reference else 'without'} a reference policy; set "
-            "loss_fn.reference_policy_kl_penalty as in that run"
-        )
+        saved = f"{path}: was saved {'with' if has_reference else 'without'} a reference policy"
+        raise ConfigError(f"{saved}; set loss_fn.reference_policy_kl_penalty as in that run")
     for name, rows in reference.items():
         rows.copy_(_read_rows(files, f"reference.{name}", params[name]))
     for stored in names:

@@ -80,11 +80,8 @@ def die_with_parent() -> None:
     they would keep the GPUs."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # On a busy machine torchrun may be gone before a rank gets here. Torchrun runs as Python, even as process 1.
-    if (
-        os.getppid() == 1
-        and "TORCHELASTIC_RUN_ID" in os.environ
-        and b"python" not in Path("/proc/1/cmdline").read_bytes()
-    ):
+    has_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    if has_torchrun and os.getppid() == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes():
         os.kill(os.getpid(), signal.SIGKILL)
 
 

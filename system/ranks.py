@@ -77,10 +77,8 @@ class Ranks:
 
     def broadcast_from_tp_leader(self, compute: Callable[[], T]) -> T:
         """What `compute` returns on the first rank of this engine, on all ranks of the engine."""
-        shared = [compute() if self.leads_engine else None]
-        if self.engine_group is not None:
-            dist.broadcast_object_list(shared, src=self.dp_rank * self.tp_size, group=self.engine_group)
-        return shared[0]
+        value = compute() if self.leads_engine else None
+        return value if self.engine_group is None else broadcast_from_rank0(value, self.engine_group)
 
 
 def start_process_group(tp_size: int, num_generators: int = 0) -> tuple[Ranks, torch.device]:
@@ -109,11 +107,9 @@ def start_process_group(tp_size: int, num_generators: int = 0) -> tuple[Ranks, t
     else:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     processes = dict(enumerate(gather((host_name(), os.getpid()), ranks.job)))
-    ranks = replace(ranks, peers=Peers(processes, ranks.bridge and ranks.bridge.num_trainers))
-    if tp_size > 1:
-        group, _ = dist.new_subgroups(tp_size, timeout=COLLECTIVE_TIMEOUT, backend="gloo")
-        ranks = replace(ranks, engine_group=group)
-    return ranks, device
+    peers = Peers(processes, ranks.bridge and ranks.bridge.num_trainers)
+    group = dist.new_subgroups(tp_size, timeout=COLLECTIVE_TIMEOUT, backend="gloo")[0] if tp_size > 1 else None
+    return replace(ranks, peers=peers, engine_group=group), device
 
 
 def fsdp_mesh(device_type: str, num_replicas: int = 1) -> DeviceMesh:

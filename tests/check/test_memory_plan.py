@@ -95,7 +95,7 @@ def test_what_a_compiled_block_keeps_on_cuda(name, monkeypatch):
         counted = count_kept(LARGE[name], responses=[2048], wrap=wrap)
     torch._dynamo.reset()
     plan = Plan(run_config(), LARGE[name], 151_665, 1)
-    assert plan.compiled and plan.block_activations == pytest.approx(counted, rel=0.005)
+    assert plan.block_activations == pytest.approx(counted, rel=0.005)
 
 
 @pytest.mark.slow
@@ -277,7 +277,7 @@ def test_one_replica_is_named_where_two_do_not_fit():
     replicas = [("policy.dtensor_cfg.dp_replicate_size", 8)]
     plan = replace(memory_fit.changed(large_plan("8B", 8), replicas), gpu_bytes=80 * GIB)
     assert "policy.dtensor_cfg.dp_replicate_size=1 (saves " in memory_fit.problem(plan)
-    assert "dp_replicate" not in str(memory_fit._fixes(large_plan("8B", 8)))
+    assert "dp_replicate" not in memory_fit.problem(replace(large_plan("8B", 1), gpu_bytes=80 * GIB))
 
 
 OFFLOAD, EVERYTHING = "policy.offload_optimizer_for_logprob", "policy.dtensor_cfg.cpu_offload"
