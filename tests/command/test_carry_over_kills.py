@@ -69,22 +69,13 @@ def killed(work, words, folder, before, slow=None, after=(0, 0.0), torchrun=Fals
 
 
 @pytest.mark.long
-def test_killed_at_named_points(tmp_path, monkeypatch):
+def test_killed_at_named_points_and_at_random_instants(tmp_path, monkeypatch):
     monkeypatch.setenv("RECORD", "")
     words, folder, committed = overrides(tmp_path), tmp_path / "logs" / "exp_001", 0
     for number, slow in enumerate(POINTS):
         committed = killed(tmp_path, words, folder, committed, slow, torchrun=number == 3)
-    run_to_the_end(tmp_path, NUM_STEPS, *words, resume=folder)
-    check(tmp_path, folder)
-
-
-@pytest.mark.long
-def test_killed_at_random_instants(tmp_path, monkeypatch):
-    monkeypatch.setenv("RECORD", "")
-    words, folder, committed = overrides(tmp_path), tmp_path / "logs" / "exp_001", 0
     rng = random.Random(5)
-    committed = killed(tmp_path, words, folder, committed, ("rollout", 3))  # there is something to go on from
     for _ in range(3):
-        committed = killed(tmp_path, words, folder, committed, after=(rng.randint(1, 4), rng.uniform(0, 0.5)))
+        committed = killed(tmp_path, words, folder, committed, after=(rng.randint(1, 3), rng.uniform(0, 0.5)))
     run_to_the_end(tmp_path, NUM_STEPS, *words, resume=folder)
     check(tmp_path, folder)

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 
 import config
 from check import preflight
-from check.rules import check_writable
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTER = ROOT / "examples/arithmetic/starter"
@@ -27,7 +25,7 @@ policy:
 data:
   train: {{data_path: train.jsonl, output_key: answer}}
 """
-DYNAMIC = ("grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5")
+UNSET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GRPO_EXIT_FILE", "GRPO_DEVICE")
 
 
 @pytest.fixture
@@ -43,35 +41,30 @@ def write_rows(file, numbers):
     file.write_text("".join(json.dumps({"input": f"{n}+1=", "answer": n + 1}) + "\n" for n in numbers))
 
 
+def tree(work):
+    return {path: path.is_file() and path.read_bytes() for path in work.rglob("*")}
+
+
 def check(work, *words, **env):
     """(exit code, stdout, stderr) of the check; that it made and changed no file is asserted here."""
-
-    def tree():
-        return {path: path.is_file() and path.read_bytes() for path in work.rglob("*")}
-
-    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GRPO_EXIT_FILE", "GRPO_DEVICE")
-    env = {name: value for name, value in os.environ.items() if name not in unset} | env
+    env = {name: value for name, value in os.environ.items() if name not in UNSET} | env
     env |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONWARNINGS": "default"}
-    before = tree()
+    before = tree(work)
     command = [sys.executable, str(ROOT / "grpo.py"), *words]
     run = subprocess.run(command, cwd=work, env=env, capture_output=True, text=True, timeout=60)
-    assert tree() == before
+    assert tree(work) == before
     return run.returncode, run.stdout, run.stderr
 
 
 def refused_here(work, monkeypatch, *words):
-    """The message, as the command makes it, in this process: 40 commands would take half a minute."""
-
-    def tree():
-        return {path: path.is_file() and path.read_bytes() for path in work.rglob("*")}
-
+    """The message, as the command makes it, in this process: a command takes a second."""
     monkeypatch.chdir(work)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GRPO_EXIT_FILE", "GRPO_DEVICE"):
+    for name in UNSET:
         monkeypatch.delenv(name, raising=False)
-    before = tree()
+    before = tree(work)
     with pytest.raises(config.ConfigError) as error:
         preflight.check(preflight.parse_command_line(words, "usage"))
-    assert tree() == before
+    assert tree(work) == before
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -124,24 +117,13 @@ def test_the_memory_plan_and_a_gpu_that_is_too_small(work):
     ("words", "message"),
     [
         (["absent.yaml"], "absent.yaml: cannot be read"),
-        (["run.yaml", "grpo.num_prompt_per_step=4"], "Did you mean 'grpo.num_prompts_per_step'?"),
-        (["run.yaml", "grpo.num_generations_per_prompt=1"], "grpo.num_generations_per_prompt=1: must be >= 2"),
-        (["run.yaml", "data.train.data_path=absent.jsonl"], "absent.jsonl: cannot be read"),
         (["run.yaml", "data.train.data_path=null"], "data.train.data_path is not set"),
         (["run.yaml", "grpo.val_period=1"], "data.validation.data_path is not set"),
         (["run.yaml", "data.train.env_name=exakt"], "env_name 'exakt' is unknown; known: exact"),
-        (["run.yaml", "data.train.output_key=input"], "train.jsonl:1: answer '10+1='"),
         (["run.yaml", "data.max_input_seq_length=7"], "train.jsonl: no usable row: 10 left out: over 7 tokens"),
-        (
-            ["run.yaml", "grpo.num_prompts_per_step=11"],
-            "10 prompts x grpo.max_num_epochs=1 are fewer than grpo.num_pro",
-        ),
-        (["run.yaml", "grpo.num_prompts_per_step=8", *DYNAMIC], "num_prompts_per_step=8 x grpo.batch_multiplier=1.5"),
-        (["run.yaml", "policy.model_name=train.jsonl"], "policy.model_name: no folder 'train.jsonl'"),
+        (["run.yaml", "grpo.num_prompts_per_step=11"], "10 prompts x grpo.max_num_epochs=1 are fewer than grpo.num_"),
         (["run.yaml", "policy.model_name=."], "config.json: cannot be read"),
         (["run.yaml", "policy.model_name=my models/one"], "policy.model_name: 'my models/one' is no local folder"),
-        (["run.yaml", f"policy.model_name={'m' * 300}"], "policy.model_name: no folder 'mmm"),
-        (["run.yaml", f"policy.model_name=org/{'m' * 300}"], "policy.model_name: 'org/mmm"),
         (["run.yaml", "logger.log_dir=train.jsonl/logs"], "train.jsonl (Not a directory)"),
         (["run.yaml", "checkpointing.checkpoint_dir=run.yaml/a"], "checkpointing.checkpoint_dir=run.yaml/a: "),
         (["run.yaml", "checkpointing.resume_from=logs/exp_001"], "checkpointing.resume_from: no folder 'logs/exp_001'"),
@@ -152,95 +134,39 @@ def test_mistake_in_config_or_paths(work, monkeypatch, words, message):
     assert message in refused_here(work, monkeypatch, *words)
 
 
-def test_no_argument_is_answered_with_the_usage(work):
-    assert "usage: [torchrun --nproc_per_node=N] grpo.py [--check [--all] [--explain]] [--gpu_memory=GiB]" in refused(
-        work
-    )
+@pytest.mark.parametrize(
+    ("words", "env", "message"),
+    [
+        (["run.yaml", "grpo.seed=many"], {}, "grpo.seed: expected int, got 'many'"),
+        (["run.yaml", "data.train.output_key=output"], {}, "train.jsonl:1: none of the keys output"),
+        (["run.yaml", "policy.model_name=absent"], {}, "policy.model_name: no folder 'absent'"),
+        (["run.yaml"], {"WORLD_SIZE": "3"}, "grpo.num_prompts_per_step=4 is not divisible by the 3 data-parallel"),
+        ([], {}, "usage: "),
+    ],
+)
+def test_the_command_says_the_same(work, words, env, message):
+    """A mistake of each kind: config, data, model, ranks, no config."""
+    assert message in refused(work, *words, **env)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("file", "content", "message"),
     [
-        (["grpo.seed=many"], "grpo.seed: expected int, got 'many'"),
-        (
-            ["data.train.output_key=output"],
-            "train.jsonl:1: none of the keys output; the row has input, answer: set output_key",
-        ),
-        (["policy.model_name=absent"], "policy.model_name: no folder 'absent'"),
+        ("tokenizer.json", b"{}", "tokenizer.json: not a usable tokenizer"),
+        ("chat_template.jinja", b"{% if %}", "model: the chat template does not parse"),
+        ("chat_template.jinja", b"{{ 1 // 0 }}", "train.jsonl:1: the chat template refuses"),
+        ("model.safetensors", b"1234567890", "model.safetensors: not a readable safetenso"),
     ],
 )
-def test_the_command_says_the_same(work, words, message):
-    """A mistake of each kind: config, data, model."""
-    assert message in refused(work, "run.yaml", *words)
-
-
-def test_prompts_must_be_divisible_by_the_ranks(work):
-    message = refused(work, "run.yaml", WORLD_SIZE="3")
-    assert message.startswith(
-        "grpo.num_prompts_per_step=4 is not divisible by the 3 data-parallel groups (world size 3"
-    )
-    assert message.endswith("use 3 or 6")
-
-
-def edit(name, **fields):
-    def spoil(folder):
-        content = json.loads((folder / name).read_text()) | fields
-        (folder / name).write_text(json.dumps(content))
-
-    return spoil
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (edit("config.json", model_type="gpt2"), "config.json: model_type='gpt2' is not supported; supported: 'llama'"),
-        (lambda folder: (folder / "tokenizer.json").unlink(), "model: no tokenizer.json"),
-        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer.json: not a usable tokenizer"),
-        (edit("tokenizer_config.json", chat_template="{% if %}"), "model: the chat template does not parse"),
-        (lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff"), "chat_template.jinja: cannot be read"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "model: no model.safetensors nor model.safetensors.i"),
-        (lambda folder: os.truncate(folder / "model.safetensors", 5000), "model.safetensors: not a readable safetenso"),
-        (edit("config.json", max_position_embeddings=31), "max_total_sequence_length=32 is more than the model"),
-        (edit("config.json", vocab_size=261), "tokenizer.json has ids up to 261, config.json vocab_size=261"),
-        (edit("tokenizer_config.json", chat_template="{{ 1 // 0 }}"), "train.jsonl:1: the chat template refuses"),
-    ],
-)
-def test_mistake_in_the_model_folder(work, monkeypatch, spoil, message):
-    spoil(work / "model")
+def test_mistake_in_the_model_folder(work, monkeypatch, file, content, message):
+    (work / "model" / file).write_bytes(content)
     assert message in refused_here(work, monkeypatch, "run.yaml", "policy.model_name=model")
 
 
 def test_hub_name_without_network(work, tmp_path_factory):
     env = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path_factory.mktemp("cache"))}
     message = refused(work, "run.yaml", "policy.model_name=nobody/nothing", **env)
-    assert message.startswith(
-        "policy.model_name: 'nobody/nothing' is no local folder and could not be fetched from the hub"
-    )
-    assert message.endswith("download it elsewhere and give the folder's path")
-
-
-@pytest.mark.parametrize(("mode", "name"), [(0o000, "logs"), (0o000, "a/b/c"), (0o000, ""), (0o555, "logs")])
-def test_folder_without_permission(mode, name):
-    """In a forked child that is no longer root, for whom permissions do not count."""
-    with tempfile.TemporaryDirectory() as folder:  # tmp_path is in a folder that only its owner may search
-        os.chmod(folder, mode)
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                if os.getuid() == 0:
-                    os.setuid(65534)
-                check_writable("logger.log_dir", os.path.join(folder, name))
-                os.write(writer, b"writable")
-            except BaseException as error:
-                os.write(writer, f"{type(error).__name__}: {error}".encode())
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
-        message = os.read(reader, 10_000).decode()
-        os.close(reader), os.close(writer)
-    path = os.path.join(folder, name)
-    assert message == f"ConfigError: logger.log_dir={path}: cannot write in {folder} (Permission denied)"
+    assert "'nobody/nothing' is no local folder and could not be fetched from the hub" in message
 
 
 def test_check_imports_neither_torch_nor_vllm(work):

@@ -16,12 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def saves(tmp_path_factory):
     """What tests/helpers/disk_full_worker.py found after each save, and what it told the user."""
     skip_without_mounts(tmp_path_factory.mktemp("mount"))
-    command = [
-        *IN_A_NAMESPACE,
-        sys.executable,
-        "tests/helpers/disk_full_worker.py",
-        str(tmp_path_factory.mktemp("disk")),
-    ]
+    worker = ["tests/helpers/disk_full_worker.py", str(tmp_path_factory.mktemp("disk"))]
+    command = [*IN_A_NAMESPACE, sys.executable, *worker]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr[-3000:]

@@ -132,13 +132,6 @@ def test_all_nodes_end_with_what_the_first_rank_said(on_node_0):
     assert exits.describe_failure(CONNECTION, on_node_0, PEERS) == (5, first)
 
 
-@pytest.mark.parametrize("error", [CONNECTION, KeyError("b")])
-def test_the_first_rank_to_end_says_why_and_how_to_go_on(on_node_0, error):
-    code, reason = exits.describe_failure(error, on_node_0, PEERS)
-    assert code == 1 and reason.startswith(f"crashed: {type(error).__name__}: {error}")
-    assert reason.endswith(f"continue with checkpointing.resume_from={on_node_0}")
-
-
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_train_sh_of_each_node_hears_of_a_good_end(on_node_0, monkeypatch, local_rank):
     """From the node's first rank; the run folder's exit.json is rank 0's."""

@@ -82,25 +82,6 @@ def test_chain_of_kills(tmp_path, num_kills, overrides):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_rank_that_starts_when_torchrun_is_gone_ends(tmp_path):
-    """The shell in torchrun's place ends at once, while its child sleeps."""
-    program = (
-        "import os, time; time.sleep(0.5); from system.exits import die_with_parent\n"
-        f"open({str(tmp_path / 'started')!r}, 'w').write(str(os.getppid()))\n"
-        f"die_with_parent(); open({str(tmp_path / 'went on')!r}, 'w')"
-    )
-    env = os.environ | {"TORCHELASTIC_RUN_ID": "none"}
-    subprocess.run(["sh", "-c", '"$0" -c "$1" &', sys.executable, program], cwd=ROOT, env=env, check=True)
-    end = time.monotonic() + 30
-    while not (tmp_path / "started").exists() or not (parent := (tmp_path / "started").read_text()):
-        assert time.monotonic() < end
-        time.sleep(0.1)
-    if parent != "1" or b"python" in Path("/proc/1/cmdline").read_bytes():
-        pytest.skip(f"orphans here become children of process {parent}, which may be torchrun")
-    time.sleep(1)
-    assert not (tmp_path / "went on").exists()
-
-
 def test_torchrun_killed_while_the_ranks_import_leaves_none(tmp_path):
     command_line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "grpo.py"]
     command_line += ["configs/smoke.yaml", f"logger.log_dir={tmp_path}"]

@@ -229,22 +229,15 @@ def test_the_old_version_has_every_import_and_variable():
 @pytest.mark.parametrize(
     ("code", "versions"),
     [  # and the versions that must refuse it
-        ("vllm.LLM(model='', sleep_level=1)", ["installed", "old"]),
-        ("vllm.LLM(max_model_len=1)", ["installed", "old"]),  # no model
         ("vllm.LLM(model='', max_model_len=1)", []),
         ("vllm.LLM(model='', sleep_mode_offload_cudagraph=True)", ["old"]),
         ("options = {'model': 1}\n    options['sleep_level'] = 2\n    vllm.LLM(**options)", ["installed", "old"]),
-        ("llm.sleep(1, 2, 3)", ["installed", "old"]),
         ("llm.sleep_all()", ["installed", "old"]),
-        ("vllm.SamplingParams(flat_logprobs=True, top_logprobs=1)", ["installed", "old"]),
         ("llm.collective_rpc('reload_weights', kwargs={'weights': 1})", ["old"]),
         ("torch.mm(a, b, out_dtype=torch.float32, out=c)", []),
         ("torch.addmm(a, b, c, out_type=torch.float32, out=d)", ["old"]),
         ("torch.nn.attention.varlen.varlen_attn(1, 2, 3, 4, 5, 6, 7, enable_gqa=True)", ["old"]),
-        ("torch.nn.attention.varlen.varlen_attn(1, 2, 3, 4, 5, 6)", ["installed", "old"]),
         ("model.set_gradient_divide_factor()", ["installed", "old"]),
-        ("torch.optim.AdamW(p, lr=1, fused_step=True)", ["installed", "old"]),
-        ("triton.language.range(1, 2, 3, flat=True)", ["installed", "old"]),
     ],
 )
 @pytest.mark.slow  # imports vLLM

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import recording_vllm
 import torch
-from samples import of_version, sample
 from small_run import ROOT, STARTER, arguments, write_rows
 
 import config
@@ -25,7 +24,6 @@ from hf.model_config import read_model_config
 from hf.tokenizer import Tokenizer
 from model import load_policy
 from rollout import Sampler
-from run.validation import sample_sets
 from system.exits import Interrupted, StopRun
 
 OPTIONS = SamplingOptions(temperature=1.0, max_new_tokens=60)
@@ -82,12 +80,9 @@ def sync_of(policy):
 # --------------------------------------------------------------------------------------------------------- the order
 
 
-@pytest.mark.slow("wait|abort")
-@pytest.mark.parametrize("mode", MODES)
-def test_the_order_of_a_whole_run(cuda, policy, tmp_path, one_rank, mode):
-    """Start, canary, validation, two steps and the last validation. Nothing is unfinished when the engine sleeps: so
-    the order is one and the same, whatever vLLM would do with such requests."""
-    cuda.setattr(recording_vllm.LLM, "pause_mode", mode)
+def test_the_order_of_a_whole_run(cuda, policy, tmp_path, one_rank):
+    """Start, canary, validation, two steps and the last validation. Nothing is unfinished when the engine sleeps."""
+    cuda.setattr(recording_vllm.LLM, "pause_mode", "wait")
     cuda.setattr(GraderPool, "stop", GraderPool.stop)
     cuda.setattr("signal.signal", lambda number, handler: None)
     cuda.setattr(grpo, "start_process_group", lambda *_: one_rank[:2])
@@ -107,10 +102,9 @@ def test_the_order_of_a_whole_run(cuda, policy, tmp_path, one_rank, mode):
     assert all(record["timing/train/prepare_for_generation/total"] > 0 for record in records)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_reward_model_scores_while_the_weights_wait_in_host_memory(awake, one_rank, mode, cuda):
+def test_a_reward_model_scores_while_the_weights_wait_in_host_memory(awake, one_rank, cuda):
     engine, calls = awake
-    cuda.setattr(recording_vllm.LLM, "pause_mode", mode)
+    cuda.setattr(recording_vllm.LLM, "pause_mode", "wait")
 
     def score(conversations):
         engine.llm.record("score", len(conversations))
@@ -128,30 +122,23 @@ def test_a_reward_model_scores_while_the_weights_wait_in_host_memory(awake, one_
     assert calls[-2:] == SLEEP
 
 
-def test_validation_neither_sleeps_nor_syncs(awake, one_rank):
-    engine, calls = awake
-    sampler = Sampler(engine, Tokenizer(STARTER), {"exact": envs.Exact()}, one_rank[0])
-    rows = [Problem(i, [], "1", "exact", PROMPTS[i]) for i in range(4)]
-    inputs = SimpleNamespace(validation={"a": SimpleNamespace(problems=rows), "b": SimpleNamespace(problems=rows)})
-    assert len(list(sample_sets(config.Config(), inputs, sampler))) == 4
-    assert calls == [("generate",)]
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_unfinished_outlasts_sleep_and_sync(awake, policy, cuda, mode):
-    """Whatever vLLM's default is: in the order of a step, with a validation behind it, which goes first."""
+    """Whatever vLLM's default is: in the order of a step with a validation after it, whose requests go first. Each
+    weights give 10 tokens."""
     engine, calls = awake
     cuda.setattr(recording_vllm.LLM, "pause_mode", mode)
     request_ids = engine.start(PROMPTS, SEEDS, OPTIONS, priority=1)
     for version in (4, 5):
         engine.generate([[9]], [0], SamplingOptions(1.0, 10))
+        assert calls[-2:] == [("reset cache", True), ("generate",)], "the others went back into the queue first"
         calls.clear()
         engine.sleep()
         with pytest.raises(AssertionError, match=r"wait\(\) before a sync\(\)"):
             engine.wait(request_ids)
         sync_weights(policy, engine, version)
         assert calls == [("synchronize",), ("sleep", 2, "keep"), *sync_of(policy)]
-    assert all(set(reply.versions[20:]) == {5} for reply in engine.wait(request_ids))
+    assert all(reply.versions.tolist() == [3] * 10 + [4] * 10 + [5] * 20 for reply in engine.wait(request_ids))
     assert not engine.versions_by_request and not engine.unclaimed and calls[-1] == ("generate",)
     engine.sleep()
     assert calls[-2:] == SLEEP, "with nothing to keep as ever"
@@ -160,32 +147,13 @@ def test_what_is_unfinished_outlasts_sleep_and_sync(awake, policy, cuda, mode):
 def test_a_reward_model_scores_beside_what_is_carried(awake, one_rank):
     engine, calls = awake
     request_ids = engine.start(PROMPTS, SEEDS, OPTIONS, priority=9)
-    sampler = Sampler(
-        engine,
-        Tokenizer(STARTER),
-        {"rm": envs.RewardModelEnv()},
-        one_rank[0],
-        score_conversations=lambda c: [0.5] * len(c),
-    )
+    half = {"score_conversations": lambda conversations: [0.5] * len(conversations)}
+    sampler = Sampler(engine, Tokenizer(STARTER), {"rm": envs.RewardModelEnv()}, one_rank[0], **half)
     rows = [(i, Problem(i, [{"role": "user", "content": "1"}], "1", "rm", PROMPTS[i])) for i in range(2)]
     assert {s.reward for s in sampler.sample(rows, 3, SamplingOptions(1.0, 5), (0,))} == {0.5}
     asleep = [("synchronize",), ("sleep", 1, "keep"), ("wake", "weights"), ("wake", "kv_cache")]
     assert calls == [("reset cache", True), ("generate",), *asleep]
     assert all(set(reply.versions) == {3} and len(reply.ids) == 40 for reply in engine.wait(request_ids))
-
-
-def test_versions_and_requests_of_validation(awake, policy):
-    """10 tokens by each weights; the requests of a validation put the others back into the queue first."""
-    engine, calls = awake
-    request_ids = engine.start(PROMPTS, SEEDS, OPTIONS, priority=1)
-    for version in (4, 5, 6):
-        engine.generate([[9]], [0], SamplingOptions(1.0, 10))
-        assert calls == [("reset cache", True), ("generate",)]
-        engine.sleep()
-        sync_weights(policy, engine, version)
-        calls.clear()
-    for reply in engine.wait(request_ids):
-        assert reply.versions.tolist() == [3] * 10 + [4] * 10 + [5] * 10 + [6] * 10
 
 
 def test_a_cache_that_is_not_dropped_under_running_requests_stops_the_run(awake, policy, cuda):
@@ -228,26 +196,6 @@ def test_told_to_stop_it_aborts_all_that_is_unfinished(awake, mode, cuda):
         engine.generate(PROMPTS, SEEDS, OPTIONS)
 
 
-def test_what_the_modes_would_do_with_an_unfinished_request(awake, policy, cuda):
-    """The stand-in makes the difference that the tests above find absent."""
-    engine, _ = awake
-    unfinished = recording_vllm.Request([1], SimpleNamespace(max_tokens=9, seed=0))
-    outcomes = {}
-    for mode in MODES:
-        cuda.setattr(recording_vllm.LLM, "pause_mode", mode)
-        engine.llm.awake, engine.llm.requests = {"weights", "kv_cache"}, {"0": unfinished}
-        try:
-            engine.sleep()
-            sync_weights(policy, engine, 4)
-            outcomes[mode] = "synced"
-        except (RuntimeError, StopRun) as error:
-            outcomes[mode] = str(error)
-    assert outcomes["abort"] == "synced"
-    assert outcomes["wait"].startswith("mode='wait'")
-    assert outcomes["keep"].startswith("weight sync: vLLM did not drop its prefix cache")
-    assert engine.weight_version == -1
-
-
 def test_a_partial_sync_stops_the_run_before_the_engine_can_be_used(awake, policy):
     engine, calls = awake
     engine.sleep()
@@ -259,14 +207,6 @@ def test_a_partial_sync_stops_the_run_before_the_engine_can_be_used(awake, polic
     engine.wake("kv_cache")
     with pytest.raises(AssertionError, match="dropped by sleep"):
         engine.generate(PROMPTS, SEEDS, OPTIONS)
-
-
-def test_samples_of_dropped_weights_do_not_train(awake):
-    """What was sampled after sleep() would carry version -1."""
-    engine, _ = awake
-    engine.sleep()
-    with pytest.raises(StopRun, match=r"weights of steps \[-1\]; the newest are of step 3"):
-        engine_module.check_versions([of_version(sample(0, 1.0, "ok", 3), engine.weight_version)], 3, 0)
 
 
 # ------------------------------------------------------------------------------------------------- what it is given
@@ -282,10 +222,6 @@ def test_arguments_on_cuda(cuda, capsys):
     assert "sleep_mode_offload_cudagraph" not in make_engine(precision="bfloat16").llm.options
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("WARNING: this vLLM rounds logits to bfloat16: a larger logp gap")
-
-
-def test_vllm_is_told_before_it_is_imported():
-    assert engine_module.os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
 
 
 @pytest.mark.parametrize(

@@ -31,16 +31,14 @@ PPO = "loss_R = torch.maximum(-t.adv_R * ratio_R, -t.adv_R * clamped_R)"
 END = "    with torch.no_grad():\n        metrics: Metrics ="
 EDITS = {  # name: (text of loss.py, what it becomes)
     "scaled by 0": (PPO, PPO.replace("torch", "0 * torch")),
-    "sign": (PPO, PPO.replace("torch", "-torch")),
     "bound": ("1 + cfg.ratio_clip_max)", "1 + cfg.ratio_clip_max / 2)"),
     "no clip": (PPO, "loss_R = -t.adv_R * ratio_R"),
     "detached ratio": (PPO, PPO.replace("* ratio_R", "* ratio_R.detach()")),
     "entropy": (END, "    loss = loss - 9 * (t.keep(entropy_T) * weight_R).sum()\n\n" + END),
     "large advantages": (PPO, PPO + "\n    loss_R = loss_R * torch.where(t.adv_R.abs() > 10, 2.0, 1.0)"),
 }
-COUPLES = (
-    "\n    loss_R = loss_R * (t.logp_R * (t.adv_R.abs() > 10)).mean().exp()"  # where probes have no such advantage
-)
+# No probe has so large an advantage.
+COUPLES = "\n    loss_R = loss_R * (t.logp_R * (t.adv_R.abs() > 10)).mean().exp()"
 
 
 def edited(tmp_path, old, new):

@@ -24,12 +24,9 @@ SETS = ("train", "heldout", "third")
 EVERYTHING = ["grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=2", "grpo.max_rollout_turns=2"]
 EVERYTHING += ["loss_fn.use_importance_sampling_correction=true", "grpo.use_dynamic_sampling=true", "grpo.val_period=3"]
 EVERYTHING += ["grpo.dynamic_sampling_max_gen_batches=99", "grpo.num_generations_per_prompt=4", "grpo.max_num_steps=6"]
-EVERYTHING += [
-    "checkpointing.save_period=1",
-    "policy.generation.temperature=1.8",
-    "policy.generation.max_new_tokens=12",
-]
-EVERYTHING += ["policy.max_total_sequence_length=64", "grpo.max_num_epochs=9", "data.train.2.env_name=reward_model"]
+EVERYTHING += ["checkpointing.save_period=1", "policy.generation.temperature=1.8"]
+EVERYTHING += ["policy.generation.max_new_tokens=12", "policy.max_total_sequence_length=64", "grpo.max_num_epochs=9"]
+EVERYTHING += ["data.train.2.env_name=reward_model"]
 EVERYTHING += ["data.train.1.env_name=carry_worker:TwoTurns", "data.validation.env_name=carry_worker:TwoTurns"]
 
 

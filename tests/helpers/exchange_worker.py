@@ -1,9 +1,8 @@
 """Ranks that draw, grade, exchange and pack the samples of steps: exchange_worker.py FOLDER
 
 The engine is a stand-in whose replies are a function of the seed. One process forks 1, 2 and 4 ranks. Each writes what
-it would train on (a hash of each pack), log and show, by case, and the collectives of that with their bytes; and the
-same for samples that all ranks have got pickled, as objects. Then the collectives of whole steps of grpo.main, and what
-a run leaves whose last step is then replayed.
+it would train on (a hash of each pack), log and show, by case, and which collectives that takes; and the same for
+samples that all ranks have got pickled, as objects. Then what a run of grpo.main leaves, and a replay of its last step.
 """
 
 import hashlib
@@ -47,13 +46,11 @@ from tools import replay
 CPU = torch.device("cpu")
 STEP = 5
 LIMIT = 40
-RUNS = [(1, 1), (2, 1), (4, 1), (4, 2)]  # ranks, and ranks of an engine
-QUIET = ("grpo.max_num_steps=3", "grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false")
-QUIET += ("checkpointing.enabled=false", "checkpointing.save_hf_at_end=false", "logger.tensorboard_enabled=false")
-MORE = ("grpo.num_prompts_per_step=12", "policy.sequence_packing.train_mb_tokens=100")
-REPLAYED = (*QUIET[1:4], *QUIET[5:], "logger.dump_rollouts=1", "grpo.max_num_steps=2", "checkpointing.save_period=1")
+RUNS = [(1, 1), (2, 1), (4, 2)]  # ranks, and ranks of an engine
+REPLAYED = ("grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false", "logger.dump_rollouts=1")
+REPLAYED += ("checkpointing.save_hf_at_end=false", "logger.tensorboard_enabled=false", "grpo.max_num_steps=2")
 REPLAYED += ("policy.train_global_batch_size=16", "policy.ppo_epochs=2", "policy.sequence_packing.train_mb_tokens=100")
-STEPS = {"2_ranks": (2, ()), "3_ranks": (3, MORE)}  # name -> ranks, overrides
+REPLAYED += ("checkpointing.save_period=1",)
 
 
 class SeededEngine:
@@ -138,7 +135,7 @@ CASES = {  # name -> (config, turns, different rewards)
 
 
 class Collectives:
-    """The name of each call of torch.distributed and the bytes that this rank gives to it, while it is entered."""
+    """The name of each call of torch.distributed, while it is entered."""
 
     NAMES = ("all_reduce", "all_to_all_single", "all_gather", "all_gather_object", "broadcast_object_list", "broadcast")
 
@@ -150,8 +147,7 @@ class Collectives:
 
     def counted(self, name, original):
         def call(*args, **options):
-            given = args[1] if name.startswith("all_to_all") else args[0]
-            self.seen.append((name, given.nbytes if isinstance(given, torch.Tensor) else -1))
+            self.seen.append(name)
             return original(*args, **options)
 
         return call
@@ -203,47 +199,20 @@ def run_case(ranks, cfg, num_turns, spread):
     mixture = Mixture([Dataset("rows.jsonl", problems(), "", "rows")], cfg)
     with Collectives() as collectives, mock.patch("rollout.check_versions"):  # `answer_of` allows more ages
         step = sample_step(sampler, cfg, mixture, mixture.start(), STEP, STEP)
-        drawn = [s for s in step.generated if s.holder == ranks.rank]
         trained, generated = (pickled(samples, ranks.rank) for samples in (step.trained, step.generated))
         if cfg.grpo.overlong_filtering:
             for sample in trained:
                 sample.num_trained_tokens *= sample.finish_reason != "length"
         del collectives.seen[-2:]  # of `pickled`
         arrays = answer_of(step.trained, step.generated, cfg, ranks)
-    return {
-        "arrays": arrays,
-        "objects": answer_of(trained, generated, cfg, ranks),
-        "collectives": collectives.seen,
-        "drawn": [len(drawn), sum(s.num_output_tokens for s in drawn)],
-    }
+    return {"arrays": arrays, "objects": answer_of(trained, generated, cfg, ranks), "collectives": collectives.seen}
 
 
 def main(folder, tp_size):
     ranks, _ = start_process_group(tp_size)
     answers = {name: run_case(ranks, *case) for name, case in CASES.items()}
-    for factor in (1, 2):  # as many samples to a rank whatever the number of ranks, and twice as many
-        cfg = config_of({"num_prompts_per_step": 4 * factor * ranks.world_size})
-        answers[f"{factor} x 24 to a rank"] = run_case(ranks, cfg, 1, 5)
     (folder / f"{ranks.world_size}_{tp_size}_{ranks.rank}.json").write_text(json.dumps(answers))
     dist.barrier()
-
-
-def count_steps(folder, overrides):
-    """Of a run of grpo.main: how often each collective is called in each step, and its micro-batches."""
-    with Collectives() as collectives:
-
-        def end_step(run, samples, minibatches, metrics):
-            END(run, samples, minibatches, metrics)
-            names = [name for name, _ in collectives.seen]
-            micros = sum(len(minibatch.micros) for minibatch in minibatches)
-            steps.append({name: names.count(name) for name in sorted({*names})} | {"micro-batches": micros})
-            collectives.seen.clear()
-
-        steps = []
-        END, steps_module.end_step = steps_module.end_step, end_step
-        sys.argv = ["grpo.py", *arguments(folder), *QUIET, *overrides]
-        assert grpo.main() == 0
-    (folder / f"steps_{os.environ['RANK']}.json").write_text(json.dumps(steps[1:]))  # the first has the first sync
 
 
 def write_state(folder, name, metrics, model, optimizer):
@@ -304,11 +273,6 @@ if __name__ == "__main__":
     results = Path(sys.argv[1])
     for size, tp_size in RUNS:
         launch(size, main, results, tp_size)
-    for name, (size, overrides) in STEPS.items():
-        folder = results / name
-        folder.mkdir()
-        write_rows(folder)
-        launch(size, count_steps, folder, overrides)
     folder = results / "replay"
     folder.mkdir()
     write_rows(folder)

@@ -27,17 +27,11 @@ ATTACKS = (
 
 def metrics_of(rng: random.Random) -> dict[str, float]:
     numbers = {f"train/number_{i}": rng.gauss(0, 1) for i in range(110)}
-    return numbers | {
-        "train/reward": rng.random(),
-        "train/health/truncated": 1.0,
-        "timing/train/generation": rng.random(),
-    }
+    return numbers | {"train/reward": rng.random(), "train/health/truncated": 1.0}
 
 
 def text_of(rng: random.Random, num_words: int) -> str:
-    return " ".join(
-        rng.choice(WORDS) + (str(rng.randrange(99)) if rng.random() < 0.3 else "") for _ in range(num_words)
-    )
+    return " ".join(rng.choice(WORDS) + str(rng.randrange(99)) for _ in range(num_words))
 
 
 def make_run(
@@ -57,9 +51,8 @@ def make_run(
                 metrics.write(json.dumps({"step": step, **metrics_of(rng)}) + "\n")
                 for i in range(num_samples):
                     samples.write(json.dumps(sample_of(step, i, envs, texts, rng)) + "\n")
-    (folder / "exit.json").write_text(
-        json.dumps({"code": 0, "reason": f"trained to step {num_steps}", "rank": 0}) + "\n"
-    )
+    end = {"code": 0, "reason": f"trained to step {num_steps}", "rank": 0}
+    (folder / "exit.json").write_text(json.dumps(end) + "\n")
     for k in range(num_dumps):
         make_dump(folder / "rollouts" / f"step_{(k + 1) * num_steps // num_dumps:06d}", num_samples, envs, texts, rng)
 

@@ -56,7 +56,7 @@ JOBS |= {
     "async drained": (2, ASYNC, None, None, None),
     "async 1 + 2": (3, (*IN_FLIGHT, *TWO_GENERATORS, "grpo.async_grpo.max_trajectory_age_steps=2"), None, None, None),
     "async lost group": (2, IN_FLIGHT, None, 1, "lost"),
-    "async found": (2, IN_FLIGHT, "async lost group", None, None),
+    "async found": (2, ASYNC, "async lost group", None, None),
     "async 2 lost group": (3, (*IN_FLIGHT, *TWO_GENERATORS, *HASTY), None, 2, "lost"),
     "async killed generator": (2, IN_FLIGHT, None, 1, "killed"),
     "async resumed": (2, IN_FLIGHT, "async killed generator", None, None),

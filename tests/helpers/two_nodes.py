@@ -14,18 +14,7 @@ from run_life import command
 from small_run import arguments
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = (
-    "check",
-    "dataset",
-    "graders",
-    "hf",
-    "kernels",
-    "run",
-    "system",
-    "configs",
-    "requirements",
-    "examples/arithmetic",
-)
+ROOMS = [*"check dataset graders hf kernels run system configs requirements".split(), "examples/arithmetic"]
 NOT_OURS = ("GRPO_EXIT_FILE", "NPROC", "GRPO_VENV", "HF_HUB_OFFLINE", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 # Starts the task of both nodes, with their variables and logs, passes signals on, and ends with the highest exit code.
@@ -139,12 +128,8 @@ class Job:
     def __init__(self, work: Path, words: list[str], **more: str):
         self.work, self.words = work, words
         self.env = environment(work, **more) | {"PATH": f"{write_slurm(work)}:{os.environ['PATH']}", "NPROC": "1"}
-        self.env |= {
-            "SLURM_JOB_ID": "4711",
-            "SLURM_NNODES": "2",
-            "SLURM_CPUS_PER_TASK": "4",
-            "SLURM_JOB_NODELIST": "node-[0-1]",
-        }
+        self.env |= {"SLURM_JOB_ID": "4711", "SLURM_NNODES": "2"}
+        self.env |= {"SLURM_CPUS_PER_TASK": "4", "SLURM_JOB_NODELIST": "node-[0-1]"}
         self.part = -1
         self.codes: list[int] = []
 

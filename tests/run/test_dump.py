@@ -47,9 +47,12 @@ def start(one_rank):
     with pytest.MonkeyPatch.context() as patch:
         run_in_this_process(patch, one_rank)
         ends, finish = [], steps.finish
-        patch.setattr(
-            steps, "finish", lambda run: ends.append((tensors_of(run.model, run.optimizer), run.metrics)) or finish(run)
-        )
+
+        def note(run):
+            ends.append((tensors_of(run.model, run.optimizer), run.metrics))
+            return finish(run)
+
+        patch.setattr(steps, "finish", note)
 
         def start(*words):
             patch.setattr(sys, "argv", ["", *words])
@@ -179,19 +182,6 @@ def test_what_the_disk_refuses_costs_the_dump_alone(start, plain, tmp_path, monk
     assert sorted(path.name for path in (half.parent / "step_000003").iterdir()) == names
 
 
-def test_a_run_that_is_finished_asks_a_sampler_for_no_more(start, tmp_path, monkeypatch):
-    """As a job that is queued again with checkpointing.resume=auto."""
-    write_rows(tmp_path)
-    (tmp_path / "two_steps.py").write_text(
-        "def pick(num_prompts, position, **_):\n    assert position < 8\n    return ['train'] * num_prompts\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    words = ("data.use_multiple_dataloader=true", "data.custom_dataloader=two_steps:pick")
-    words = (*arguments(tmp_path), *QUIET, *words, "checkpointing.resume=auto")
-    assert start(*words)[0] == start(*words)[0] == 0
-    assert [path.name for path in tmp_path.glob("exp_*")] == ["exp_001"]
-
-
 # ------------------------------------------------------------------------------------------------------------ replay
 
 
@@ -281,9 +271,8 @@ def test_a_damaged_dump_is_refused(one_rank, plain, tmp_path):
 def test_the_command(plain):
     folder, _ = plain
     command = [sys.executable, "-m", "tools.replay"]
-    done = subprocess.run(
-        [*command, str(folder / "rollouts" / "step_000001")], cwd=ROOT, capture_output=True, text=True
-    )
+    step = folder / "rollouts" / "step_000001"
+    done = subprocess.run([*command, str(step)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "\n0 of " in done.stdout and "replayed step 1\n" in done.stdout, done.stderr
     done = subprocess.run([*command, str(folder)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "RUN/rollouts/step_000001" in done.stderr

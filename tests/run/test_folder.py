@@ -9,10 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from config import Config, ConfigError
+from config import CheckpointingConfig, Config, ConfigError, LoggerConfig
 from run import folder as run_folder
 
 RANK_0, OTHER_RANK = fcntl.LOCK_EX, fcntl.LOCK_SH
@@ -26,15 +27,16 @@ def at_once(monkeypatch):
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts a process that locks tmp_path and lives on: its pid. `also` runs in it first."""
+    """Starts a process that locks the folder and lives on: its pid. `also` runs in it first."""
     pids = []
 
-    def start(kind=RANK_0, also=lambda: None):
+    def start(kind=RANK_0, also=lambda: None, folder=tmp_path):
+        folder.mkdir(parents=True, exist_ok=True)
         read_end, write_end = os.pipe()
         pid = os.fork()
         if pid == 0:
             try:
-                run_folder._lock(tmp_path, kind)
+                run_folder._lock(folder, kind)
                 also()
                 os.write(write_end, b"!")
                 signal.pause()
@@ -72,7 +74,6 @@ def test_the_second_run_hears_of_the_first(tmp_path, start):
         r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \w+\): wait for its end, or stop it"
     )
     assert re.fullmatch(expected, refusal(tmp_path))
-    assert re.fullmatch(expected, refusal(tmp_path))
     end(first)
     second = start()
     assert f"(process {second} on " in refusal(tmp_path)
@@ -85,6 +86,31 @@ def test_all_ranks_of_the_first_run_keep_the_second_out(tmp_path, start):
     assert f"(process {first} on " in refusal(tmp_path)
     end(other)
     run_folder._lock(tmp_path, RANK_0)
+
+
+def test_where_a_second_run_is_refused_and_where_it_is_not(tmp_path, one_rank, start):
+    logs, shared = tmp_path / "logs", tmp_path / "checkpoints"
+    cfg = Config(logger=LoggerConfig(log_dir=str(logs)))
+
+    def with_(**changes):
+        return replace(cfg, checkpointing=CheckpointingConfig(**changes))
+
+    def refused(cfg):
+        with pytest.raises(ConfigError, match=rf"is in use by another run \(process {pid} on "):
+            run_folder.open_run_folder(cfg, one_rank[0])
+        return not (logs / "exp_002").exists()
+
+    pid = start(folder=logs / "exp_001")
+    assert refused(with_(resume="auto")), "a scheduler started the job twice, before its first checkpoint"
+    assert refused(with_(resume_from=str(logs / "exp_001")))
+    (tmp_path / "link").symlink_to(logs / "exp_001")
+    assert refused(with_(resume_from=str(tmp_path / "link"), resume="auto"))
+    assert run_folder.open_run_folder(cfg, one_rank[0], to_train=False) == logs / "exp_002"  # eval.py only reads runs
+    assert run_folder.open_run_folder(cfg, one_rank[0]) == logs / "exp_003"  # a new run has its own folder
+    pid = start(folder=shared / "exp_004")  # of another log_dir
+    with pytest.raises(ConfigError, match=rf"^{shared}/exp_004 is in use by another run \(process {pid} on "):
+        run_folder.open_run_folder(with_(checkpoint_dir=str(shared)), one_rank[0])
+    assert run_folder.open_run_folder(with_(checkpoint_dir=str(shared)), one_rank[0]) == logs / "exp_005"
 
 
 @pytest.mark.parametrize("orphan", ["forked", "executed", "forked twice"])

@@ -1,4 +1,4 @@
-"""How fast a step was: its FLOPs against torch's counter, NeMo RL's formula and by hand; rates, utilisation."""
+"""How fast a step was: its FLOPs against torch's counter and by hand; rates, utilisation."""
 
 from dataclasses import replace
 
@@ -88,29 +88,6 @@ def test_flops_are_those_that_torch_counts(family, share_prefix, one_rank):
     assert any(micro.prefix_S.max() >= 0 for micro in minibatch.micros) == share_prefix
 
 
-@pytest.mark.slow
-def test_what_backward_repeats_is_not_counted(one_rank):
-    """With activation checkpointing the forward of the blocks, but the last product of each, which no gradient needs.
-    In two passes the logits, and gradients of all rows."""
-    model = model_of("qwen3")
-    minibatch, cfg = batch_of(model, one_rank[0], True)
-    flops = train_flops(model.config, minibatch.micros)
-    matrices, attention = computed(model, minibatch, cfg)
-    for block in model.model["layers"]:
-        block.recompute = True
-    again, attention_again = computed(model, minibatch, cfg)
-    num_tokens = sum(len(micro.token_T) for micro in minibatch.micros)
-    blocks = model.model["layers"].named_parameters()
-    num_weights = sum(p.numel() for name, p in blocks if p.dim() == 2 and "down_proj" not in name)
-    assert again - matrices == 2 * num_weights * num_tokens and 3 * attention_again == 4 * attention
-    rows, grad_rows = (sum(f(m) for m in minibatch.micros) for f in (lambda m: len(m.pos_R), lambda m: m.num_grad_rows))
-    model.loss_path = replace(model.loss_path, kind="two passes")
-    two_passes, _ = computed(model, minibatch, cfg)
-    head = model.config.hidden_size * model.config.vocab_size
-    assert two_passes - again == (2 * rows + 4 * (rows - grad_rows)) * head
-    assert train_flops(model.config, minibatch.micros) == flops
-
-
 def test_with_lora_no_gradient_of_a_frozen_weight_is_counted(one_rank):
     """The gradient of the first block's input, which nothing needs, is counted like that of all others. torch's counter
     does not see the merging, which is done in place."""
@@ -142,19 +119,6 @@ def micro_of(length, head_rows=None, grad_rows=None):
 QWEN3_8B = {"model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6, "vocab_size": 151_936}
 QWEN3_8B |= {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32}
 QWEN3_8B |= {"num_key_value_heads": 8, "head_dim": 128}
-
-
-def test_whole_sequences_with_all_logits_have_nemo_rls_number():
-    """Its Qwen3 formula (nemo_rl/utils/flops_formulas.py) takes s^2 / 2 pairs where there are s (s + 1) / 2. Of the
-    prompt it counts logits and their gradients too: where an eighth is response, 7% more."""
-    s, layers, hidden, inner, vocab, queries, keys = 4096, 36, 4096, 12_288, 151_936, 32 * 128, 8 * 128
-    attention = 6 * layers * s * (2 * queries * hidden + 2 * keys * hidden + s * queries)
-    nemo = attention + 18 * layers * s * hidden * inner + 6 * s * hidden * vocab
-    model = ModelConfig.from_hf(QWEN3_8B)
-    assert train_flops(model, [micro_of(s)]) == nemo + 6 * layers * queries * s
-    ours = train_flops(model, [micro_of(s, s // 8)])
-    assert nemo - ours == 6 * (s - s // 8) * hidden * vocab - 6 * layers * queries * s
-    assert 1.05 < nemo / ours < 1.10
 
 
 def test_int32_bounds_do_not_overflow():
@@ -192,20 +156,15 @@ def test_rates_of_a_split_job_are_by_the_gpus_at_work(two_ranks_of_one):
     generation = config.GenerationConfig(colocated=config.ColocatedConfig(False, resources))
     whole, split = (numbers([Minibatch([micro_of(64)], 64)], **options) for options in ({}, {"generation": generation}))
     ratios = {name.rpartition("/")[2]: whole[name] / split[name] for name in whole if whole[name] != split[name]}
-    assert ratios == pytest.approx(
-        {
-            "tokens_per_sec_per_gpu": 5 / 2,
-            "samples_per_sec_per_gpu": 5 / 2,
-            "valid_tokens_per_sec_per_gpu": 5 / 2,
-            "generation_tokens_per_sec_per_gpu": 3 / 2,
-        }
-    )
+    of_all = {f"{name}_per_sec_per_gpu": 5 / 2 for name in ("tokens", "samples", "valid_tokens")}
+    assert ratios == pytest.approx(of_all | {"generation_tokens_per_sec_per_gpu": 3 / 2})
 
 
 def test_rates_of_a_step_by_hand(two_ranks_of_one):
     minibatches = [Minibatch([micro_of(64), micro_of(32)], 96), Minibatch([micro_of(128, 100, 10)], 128)]
     minibatches[0].micros[0].ref_logp_R = torch.zeros(64)
     flops = 3 * train_flops(ModelConfig.from_hf(QWEN3_8B), [m for each in minibatches for m in each.micros])
+    assert not any("logprobs" in name for name in numbers([Minibatch([micro_of(64)], 64)])), "nothing was scored"
     assert numbers(minibatches, ppo_epochs=3) == {
         "performance/tokens_per_sec": 300.0,
         "performance/tokens_per_sec_per_gpu": 150.0,
@@ -223,25 +182,13 @@ def test_rates_of_a_step_by_hand(two_ranks_of_one):
     }
 
 
-def test_without_a_forward_the_phase_of_scoring_has_no_rate(two_ranks_of_one):
-    values = numbers([Minibatch([micro_of(64)], 64)])
-    assert not any("logprobs" in name for name in values)
-    minibatch = Minibatch([replace(micro_of(64), old_logp_R=torch.zeros(64))], 64)
-    assert numbers([minibatch]).keys() - values.keys() == {
-        "performance/policy_and_reference_logprobs_tokens_per_sec_per_gpu"
-    }
-
-
 @pytest.mark.parametrize(
     ("name", "precision", "peak"),
     [
         ("NVIDIA H100 80GB HBM3", "bfloat16", 989.5),
         ("NVIDIA H100 PCIe", "bfloat16", 756.5),
-        ("NVIDIA A100 80GB PCIe", "bfloat16", 312),
-        ("NVIDIA B200", "bfloat16", 2250),
         ("NVIDIA H100 80GB HBM3", "float32", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16", None),
-        ("AMD Instinct MI300X", "bfloat16", None),
     ],
 )
 def test_utilisation_only_of_a_device_whose_peak_is_known(name, precision, peak, two_ranks_of_one, monkeypatch):
