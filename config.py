@@ -76,18 +76,18 @@ class RewardShapingConfig:
 @dataclass(frozen=True, slots=True)
 class AsyncGRPOConfig:
     enabled: bool = False
-    """A step waits for its own prompts only; responses to later prompts continue with the new weights."""
+    """A step waits only for responses to its own prompts; responses to later prompts continue with the new weights."""
     max_trajectory_age_steps: int = key(1, ">= 0")
-    """No token is trained more than this many steps later than with the newest weights; 0 is as without async_grpo."""
+    """A trained token comes from weights at most this many steps older than the newest; 0 is as without async_grpo."""
     in_flight_weight_updates: bool = False
-    """The engines of a split job take new weights amid responses. If false, they first finish all that they began."""
+    """The engines of a split job take new weights during responses. If false, they first finish those in progress."""
     recompute_kv_cache_after_weight_updates: bool = True
     """After a sync, unfinished responses get keys and values of the new weights. If false (NeMo RL's default), their
     later tokens come from a mixture of weights, and the logp gap leaves those tokens out."""
 
     @property
     def max_age(self) -> int:
-        """In steps; 0 where it is off."""
+        """max_trajectory_age_steps, or 0 if async_grpo is off."""
         return self.max_trajectory_age_steps if self.enabled else 0
 
 
@@ -108,7 +108,7 @@ class GRPOConfig:
     use_leave_one_out_baseline: bool = True
     """grpo and gdpo subtract the mean reward of the group's other samples. If false, they subtract the group's mean."""
     reward_std: Literal["baseline", "group", "batch"] = "baseline"
-    """The deviation is of the baseline's rewards (NeMo RL), or of the whole group's or batch's, plus 1e-4 (TRL)."""
+    """The standard deviation is of the rewards in the baseline (NeMo RL), or in the group or batch, plus 1e-4 (TRL)."""
     adv_estimator: AdvEstimatorConfig = AdvEstimatorConfig()
     advantage_clip_low: float | None = None
     """Advantages below this are raised to it; null means no limit."""
@@ -155,7 +155,7 @@ class GRPOConfig:
     """An optimizer step is bad if the mean |sampler - trainer log-probability| of its tokens, in nats, exceeds this;
     null means no limit. bfloat16 gives up to 0.05, float32 1e-6."""
     canary_period: int = key(10, ">= 0")
-    """A fixed prompt is sampled and scored again every this many steps, to the same limit; 0 does so only at first."""
+    """Every this many steps a fixed prompt tests the logp gap against logp_gap_limit; 0 tests it only at start."""
     max_bad_steps: int = key(0, ">= 0")
     """A step with a bad gap, or without a finite loss and gradient, is skipped; more than this in a row end the run."""
 
@@ -165,7 +165,7 @@ class GRPOConfig:
         return int(self.num_prompts_per_step * self.batch_multiplier)
 
     def max_num_seqs(self, num_engines: int) -> int:
-        """The most samples that an engine has at once: with async_grpo those of a step, else of the largest batch."""
+        """The most samples in an engine at once: with async_grpo of a step, else of the largest batch."""
         training = -(-self.prompts_per_batch // num_engines) * self.num_generations_per_prompt
         validation = -(-self.max_val_samples // num_engines) * self.val_num_generations_per_prompt
         return min(1024, training if self.async_grpo.enabled else max(training, validation))
@@ -196,7 +196,7 @@ class LossConfig:
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     """The KL is estimated by Schulman's k1, k2 or k3."""
     kl_gradient: Literal["score_function", "plain"] = "score_function"
-    """score_function is the gradient of the KL itself (NeMo RL), plain that of the estimator alone (TRL, verl)."""
+    """score_function is the gradient of the KL itself (NeMo RL), plain the gradient of its estimator (TRL, verl)."""
     kl_input_clamp_value: float | None = key(20.0, "> 0")
     """The KL clamps each log-probability difference to +-this; null means no limit."""
     kl_output_clamp_value: float | None = key(10.0, "> 0")
@@ -232,7 +232,7 @@ class LoRAConfig:
     lora_A_init: Literal["xavier", "uniform"] = "xavier"
     """The first factor starts as Glorot's normal or Kaiming's uniform numbers, the second as zeros."""
     match_all_linear: bool = True
-    """All linear layers of the blocks are adapted, but not the head, which NeMo RL adapts as well."""
+    """All linear layers of the blocks are adapted, but not the head, which NeMo RL adapts too."""
     target_modules: tuple[str, ...] = ()
     """Without match_all_linear, only layers of these names or patterns, such as *.layers.0.*, are adapted."""
     exclude_modules: tuple[str, ...] = ()
@@ -248,7 +248,7 @@ class DTensorConfig:
     cpu_offload: bool = False
     """Weights, gradients and moments are in host memory, and the optimizer computes there, which is slow."""
     dp_replicate_size: int = key(1, ">= 1")
-    """The ranks that train are this many replicas, such as nodes; only within each are weights and states sharded."""
+    """The ranks that train form this many replicas, such as nodes; a replica shards weights and optimizer states."""
     lora_cfg: LoRAConfig = LoRAConfig()
 
 
@@ -257,7 +257,7 @@ class SequencePackingConfig:
     train_mb_tokens: int | None = key(None, ">= 1")
     """A pack has at most this many tokens. null is 8192 on CUDA, 2048 on CPU, or max_total_sequence_length if more."""
     share_prefix: bool = True
-    """The samples of a prompt that lie in one pack share it: it is computed once."""
+    """The samples of a prompt in one pack share it, so the prompt is computed once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +314,7 @@ class VllmConfig:
 @dataclass(frozen=True, slots=True)
 class ColocatedResourcesConfig:
     gpus_per_node: int | None = key(None, ">= 1")
-    """With enabled=false, this many ranks of a node only generate: on one node its last ones, on several nodes all."""
+    """With enabled=false, this many ranks of a node only generate: the last ones of a single node, all of several."""
     num_nodes: int | None = key(None, ">= 1")
     """With enabled=false, this many nodes only generate, the last of the job; on a single node, 1 or null."""
 
@@ -389,7 +389,7 @@ class PolicyConfig:
     """A longer gradient is scaled down to this norm."""
     dtensor_cfg: DTensorConfig = DTensorConfig()
     offload_optimizer_for_logprob: bool = False
-    """The moments are in host memory in all phases; the optimizer has those of one parameter at a time on the GPU."""
+    """The moments stay in host memory; the optimizer moves the moments of one parameter at a time to the GPU."""
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -431,13 +431,13 @@ class DatasetConfig:
     min_reward: float | None = None
     """Rows whose field `reward`, which rollouts of NeMo Gym have, is below this are left out; null keeps all."""
     repeat: int = key(1, ">= 1, <= 10000")
-    """The set has each row this many times; in validation, each time is a problem."""
+    """The set has each row this many times; in validation, each copy is a problem."""
     split_validation_size: float = key(0.0, ">= 0")
     """A training set gives this share of its rows, or this many if 1 or more, to a validation set."""
     seed: int = key(42, ">= 0, < 4294967296")
     """The seed decides which rows split_validation_size takes."""
     weight: float | None = key(None, "> 0")
-    """Several training sets give prompts in proportion to their weights; null goes by their numbers of rows."""
+    """Several training sets give prompts in proportion to their weights; null weights them by their numbers of rows."""
 
     @property
     def set_name(self) -> str:
@@ -448,7 +448,7 @@ class DatasetConfig:
 @dataclass(frozen=True, slots=True)
 class DataConfig:
     max_input_seq_length: int | None = key(None, ">= 1")
-    """Prompts of more tokens are dropped and counted; null means what max_new_tokens leaves, the limit in any case."""
+    """Longer prompts are dropped and counted. null, or a larger number, means the tokens that max_new_tokens leaves."""
     shuffle: bool = True
     """Each epoch reads the training data in a new random order. If false, it keeps the order of the file."""
     use_multiple_dataloader: bool = False
@@ -461,7 +461,7 @@ class DataConfig:
     """A row whose `task_name` is a key here goes to that env_name; other task names are env_names themselves."""
     train: tuple[DatasetConfig, ...] = ()  # in yaml a mapping, or a list of mappings
     validation: tuple[DatasetConfig, ...] = ()
-    default: DatasetConfig = DatasetConfig()  # what train and validation sets do not say themselves
+    default: DatasetConfig = DatasetConfig()  # for keys that a train or validation set does not give
 
 
 @dataclass(frozen=True, slots=True)
@@ -498,7 +498,7 @@ class RewardModelConfig:
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     """The reward model holds its weights and computes in this type; its scores are float32."""
     max_model_len: int = key(2048, ">= 1")
-    """Conversations of more of the reward model's tokens get the outcome `error`."""
+    """Conversations with more tokens, by the reward model's tokenizer, get the outcome `error`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,7 +544,7 @@ class CheckpointingConfig:
     checkpoint_dir: str | None = None
     """Checkpoints go to this folder; null means checkpoints in the run folder."""
     save_period: int = key(10, ">= 1")
-    """A checkpoint is saved every this many steps; a kill loses at most as many."""
+    """A checkpoint is saved every this many steps; a kill loses at most this many."""
     keep_latest: int = key(2, ">= 2")
     """This many newest checkpoints stay, at least two, because an old one goes only after the new one is whole."""
     keep_top_k: int | None = key(None, ">= 1")
@@ -569,7 +569,7 @@ class CheckpointingConfig:
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
     gpus_per_node: int = key(1, ">= 1, <= 1000")
-    """`--check` plans the memory for this many GPUs on each machine; how many a run has, torchrun says."""
+    """`--check` plans the memory for this many GPUs on each machine; torchrun sets the number for a run."""
     num_nodes: int = key(1, ">= 1, <= 10000")
     """`--check` plans the memory for this many machines."""
 

@@ -1,8 +1,8 @@
-"""How the loss of this run is trained: found out at start from the loss itself, by its source and by probes of it.
+"""How this run computes the gradient of its loss: chosen at start, from the loss's source and from probes of it.
 
     two passes   `linear_logp`, the loss outside, autograd: where the derivative at a token depends on other tokens
-    one pass     `linear_loss`: each token's derivative is its own
-    fused        `linear_loss` with the Triton copy of the loss in clipped_pg.py, where that is the loss of this run
+    one pass     `linear_loss`: where each token's derivative depends on that token alone
+    fused        `linear_loss` with the Triton copy of the loss in clipped_pg.py: where the copy equals this run's loss
 
 No option is listed here: whoever edits loss.py gets the path that the edited loss needs.
 """
@@ -23,8 +23,8 @@ from kernels.backend import KernelBackend, LossPath
 from kernels.linear_logp import linear_logp
 from kernels.linear_loss import derivatives, linear_loss
 
-# `digest_of(loss.policy_loss)` when tests/kernels last held kernels/clipped_pg.py equal to loss.py. After an edit of
-# loss.py, change the kernel too, run those tests, and put here what this prints:
+# `digest_of(loss.policy_loss)` when tests/kernels last showed that kernels/clipped_pg.py equals loss.py. After an edit
+# of loss.py, change the kernel too, run those tests, and put here what this prints:
 #   python -c "import loss, loss_path; print(loss_path.digest_of(loss.policy_loss))"
 PROVEN = "a4df0de4deefd8bd"
 
@@ -48,7 +48,7 @@ def choose_loss_path(
         return replace(path, kind="two passes", why="the loss couples the tokens of a sequence")
     if filtered and has_ref:
         return replace(path, kind="two passes", why="the KL is of log-probabilities without top_p and top_k")
-    if backend.name != "triton" or filtered:  # the fused kernel knows no filter, beside which it would save little
+    if backend.name != "triton" or filtered:  # the fused kernel has no filter, next to which it would save little
         return path
     if digest_of(policy_loss) != PROVEN:
         return replace(path, why="loss.py was edited")
@@ -61,7 +61,7 @@ def digest_of(policy_loss: Callable) -> str:
     """Digest of the file that defines policy_loss. Comments, docstrings and layout do not count."""
     try:
         tree = ast.parse(inspect.getsource(inspect.getmodule(policy_loss)))
-    except (OSError, TypeError):  # made at run time: of unknown content
+    except (OSError, TypeError):  # defined at run time, without a source file
         return "unknown"
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and ast.get_docstring(node) is not None:
@@ -94,8 +94,8 @@ def _probe(policy_loss: Callable, make_pack: Callable) -> tuple[bool, bool, bool
     """(whether the derivatives at a token depend on other tokens, and zero_adv_has_grad and zero_adv_positive_has_grad
     of `LossPath`).
 
-    24 tokens, whose log-probabilities differ by little and by much. Every second one is moved, by little and by much,
-    and the derivatives at the others are compared.
+    24 tokens, whose log-probabilities differ by little and by much. Every second token is moved, by little and by much,
+    and the derivatives at the tokens in between are compared.
     """
     coupled = has_grad = positive_has_grad = False
     token_R = torch.arange(24)
@@ -125,7 +125,7 @@ def _probe(policy_loss: Callable, make_pack: Callable) -> tuple[bool, bool, bool
 
 def _edge_values(cfg: LossConfig) -> list[tuple[float, float, float, float]]:
     """(logp - old, advantage, old - sampler, ref - logp): both sides of every bound of cfg for each sign of the
-    advantage, and extremes. The other values are moderate, because an extreme would hide the effect of the rest."""
+    advantage, and extremes. Each row has one such value, because two extremes would hide each other's effect."""
 
     def sides(*bounds: float | None) -> list[float]:
         return [bound + side for bound in bounds if bound is not None for side in (-1e-3, 1e-3)]
@@ -142,7 +142,7 @@ def _edge_values(cfg: LossConfig) -> list[tuple[float, float, float, float]]:
 
 
 def _fused_differences(policy_loss: Callable, make_pack: Callable, backend: KernelBackend, device: torch.device) -> int:
-    """Probes at which the fused kernel gives another gradient than autograd of policy_loss: rows of a small head."""
+    """How many probes, rows of a small head, get another gradient from the fused kernel than from autograd."""
     values_RK = torch.tensor(_edge_values(make_pack.keywords["cfg"]))
     values_RK = torch.cat([values_RK, torch.full((8, 4), math.nan)]).to(device)  # the last 8 are masked
     generator, num_rows = torch.Generator().manual_seed(0), len(values_RK)

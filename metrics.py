@@ -1,6 +1,6 @@
 """The numbers of a step, of its samples and of its loss, and how they are reduced over micro-batches and ranks.
 
-The reduction rule, for which loss.py is written: a pair (sum, count) adds up on both sides and is divided once, at the
+The reduction rule, which loss.py follows: sums and counts of pairs (sum, count) add up and are divided once, at the
 very end; a name that ends in `_min` or `_max` takes the extremum; any other scalar adds up. Never a mean of means
 (huggingface/trl#6380).
 """

@@ -78,9 +78,9 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """After the last step, or when max_num_epochs passes leave too few prompts for another: dynamic sampling draws
-        more than a step has. A step that draws again may go on into the next pass; cutting it short would waste the
-        groups it has."""
+        """After the last step, or when max_num_epochs leaves too few prompts for another, since dynamic sampling draws
+        more than a step has. A step that draws again may continue into the next epoch: stopping it would waste its
+        groups."""
         grpo, num_drawn = self.cfg.grpo, self.state.cursor["position"]
         used_up = num_drawn + grpo.prompts_per_batch > grpo.max_num_epochs * self.inputs.train.num_problems
         return self.state.step >= self.num_steps or used_up
@@ -89,7 +89,7 @@ class Run:
 def plan_memory(
     cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device, gpu_bytes: float | None, trains=True
 ) -> Memory:
-    """Prints how much memory the run needs on each GPU. ConfigError if that is more than the GPU has, or gpu_bytes."""
+    """Prints how much memory the run needs on each GPU. ConfigError if the GPU, or gpu_bytes, has less."""
     if gpu_bytes is None and device.type == "cuda":
         gpu_bytes = torch.cuda.get_device_properties(device).total_memory
     return Memory(replace(memory_plan(cfg, inputs, ranks.job_size, gpu_bytes), trains=trains), ranks)
@@ -110,7 +110,7 @@ def set_up(
     memory.engine_bytes = torch.cuda.memory_allocated() - memory.plan.states().get("weights", 0)
     base_sha256 = read_adapter(cfg, inputs, model, ranks)
     if ranks.bridge:
-        for environment in inputs.environments.values():  # they grade where samples are made
+        for environment in inputs.environments.values():  # the generators grade
             environment.close()
     else:
         _stop_at(signals, engine, ranks)
@@ -145,7 +145,7 @@ def set_up(
 
 
 def generate(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device, watchdog: Watchdog) -> str:
-    """The run of a generator in a split job, to its end; returns why it ended."""
+    """Runs a generator of a split job to its end; returns why it ended."""
     signals = Signals(must_save_by_seconds(cfg.checkpointing))
     seed_everything(cfg.grpo.seed)
     sampler = build_sampler(cfg, inputs, ranks, device)
@@ -175,7 +175,7 @@ def restore(run: Run) -> None:
     run.saver.saved = state.step
     if cfg.allow_changes and state.fingerprints != train.fingerprints:
         allowed = "(checkpointing.allow_changes=true): they are read from their start"
-        run.ranks.print_rank0(f"WARNING: other data than before {allowed}")
+        run.ranks.print_rank0(f"WARNING: the data changed {allowed}")
         state.cursor = train.start()
         state.fingerprints = train.fingerprints
     train.check_same(state.fingerprints, cfg.resume_from)
@@ -186,7 +186,7 @@ def restore(run: Run) -> None:
 
 
 def loss_path_of(cfg: config.Config, backend: KernelBackend, device: torch.device) -> LossPath:
-    """How the loss of this run is trained."""
+    """How this run computes the gradient of its loss."""
     return choose_loss_path(
         policy_loss,
         cfg.loss_fn,
@@ -209,7 +209,7 @@ def reference_dtype(cfg: config.Config) -> torch.dtype:
 
 
 def compiles(option: bool | None, device_type: str) -> bool:
-    """What policy.compile means on "cuda" or "cpu": null compiles on CUDA. ConfigError where that cannot be."""
+    """What policy.compile means on "cuda" or "cpu": null compiles on CUDA. ConfigError if nothing can compile."""
     compiled = device_type == "cuda" if option is None else option
     is_off = torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
     has_compiler = any(map(shutil.which, [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]))
@@ -222,8 +222,8 @@ def compiles(option: bool | None, device_type: str) -> bool:
 def build(
     cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device
 ) -> tuple[Decoder, Engine | Generators, Sampler | Generators]:
-    """The policy, the engine, which has no weights yet and sleeps, and the sampler over it. In a split job the
-    generators are both. A collective of all ranks that train."""
+    """The policy, the engine, which has no weights yet and sleeps, and its sampler. In a split job `Generators` is both
+    engine and sampler. A collective of all ranks that train."""
     model = build_policy(cfg, inputs, ranks, device)
     if ranks.bridge:
         generators = Generators(ranks.bridge, full_shapes(model), inputs.tokenizer, cfg)
@@ -277,8 +277,8 @@ def build_policy(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: to
 
 
 def build_sampler(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> Sampler:
-    """The sampler and in it the engine, awake and without weights. A collective of the ranks that generate: they share
-    the reward model, too."""
+    """The sampler with its engine, awake and without weights. A collective of the ranks that generate: they also share
+    the reward model."""
     score = None
     if inputs.reward_model:
         score = RewardModel(*inputs.reward_model, cfg, device, fsdp_mesh(device.type)).score

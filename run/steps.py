@@ -1,4 +1,4 @@
-"""What surrounds the steps of a run: counters, dumps, validation and checkpoints when they are due, stopping, logging.
+"""The work around the steps of a run: counters, dumps, due validation and checkpoints, stopping, logging.
 
 The algorithm is `train` in grpo.py. Nothing here computes a loss, an advantage or a pack.
 """
@@ -33,7 +33,7 @@ def remaining_steps(run: Run) -> Iterator[int]:
 
 
 def end_sampling(run: Run, samples: StepSamples, adv_B: Sequence[float], step: int) -> None:
-    """Writes the samples to the disk before the step trains, in every dump_rollouts-th step from the first one on."""
+    """Writes the samples to the disk before the step trains, every dump_rollouts steps from the first."""
     period = run.cfg.logger.dump_rollouts
     if period and (step - 1) % period == 0:
         with run.timer("dump_rollouts"):
@@ -51,7 +51,7 @@ def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metri
     state.num_bad_steps = int(metrics["num_bad_steps"])
     state.total_valid_tokens += metrics["global_valid_toks"]
     run.metrics = metrics
-    run.saver.poll()  # before the step is logged: a kill costs at most save_period steps of those in the log
+    run.saver.poll()  # before the step is logged: a kill loses at most save_period logged steps
     seconds = run.timer.take()
     if is_async:
         seconds |= {"exposed_generation": seconds["generation"], "weight_sync": seconds["prepare_for_generation"]}
@@ -82,7 +82,7 @@ def check_engine(run: Run, step: int) -> dict[str, float]:
 
 def validation_is_due(run: Run) -> bool:
     grpo, step = run.cfg.grpo, run.state.step
-    if step == 0 or run.told_to_stop:  # a run that is told to stop has no time for it
+    if step == 0 or run.told_to_stop:  # a run told to stop has no time to validate
         return step == 0 and grpo.val_at_start
     return (grpo.val_period > 0 and step % grpo.val_period == 0) or (run.is_finished and grpo.val_at_end)
 
@@ -102,7 +102,7 @@ def _save(run: Run) -> None:
 
 
 def save_early(run: Run) -> Exception:
-    """The exception that ends a run told to stop, after its last whole step: Saved if that step is on the disk."""
+    """Saves a run told to stop, after its last whole step. Returns the exception that ends it: Saved, or StopRun."""
     run.saver.finish()
     _save(run)
     run.saver.finish()
@@ -111,7 +111,7 @@ def save_early(run: Run) -> Exception:
         return Saved(f"{after}; continue with checkpointing.resume_from={run.folder}")
     reason = "checkpointing.enabled=false"
     if run.cfg.checkpointing.enabled:
-        reason = "it went wrong" if run.state.num_bad_steps else "see above"
+        reason = "it was bad" if run.state.num_bad_steps else "see above"
     return StopRun(f"{after}, which is not saved ({reason})")
 
 

@@ -46,7 +46,7 @@ def test_other_data_are_read_from_their_start_where_that_is_allowed(monkeypatch,
     capsys.readouterr()
     state = restore(allowed, now)
     assert state == replace(saved, cursor=now.start(), fingerprints=now.fingerprints)
-    assert capsys.readouterr().out.startswith("WARNING: other data than before")
+    assert capsys.readouterr().out.startswith("WARNING: the data changed")
 
 
 def test_a_new_run_starts_at_nothing_and_not_over_anothers_checkpoints(tmp_path):
@@ -127,7 +127,7 @@ def test_a_run_told_to_stop_says_whether_its_last_step_is_saved():
     assert str(reason) == "told to stop, after step 3; continue with checkpointing.resume_from=logs/exp_001"
     for options, why in (
         ({"saver": Saver(enabled=False)}, "checkpointing.enabled=false"),
-        ({"num_bad_steps": 1}, "it went wrong"),
+        ({"num_bad_steps": 1}, "it was bad"),
     ):
         reason = steps.save_early(run_after(3, **options))
         assert isinstance(reason, StopRun) and str(reason).endswith(f"step 3, which is not saved ({why})")
