@@ -100,7 +100,7 @@ class GRPOConfig:
     max_rollout_turns: int = key(1, ">= 1")
     """The policy replies at most this many times in a conversation; an environment may end it sooner."""
     max_num_epochs: int = key(1, ">= 1")
-    """The run ends after this many passes over the training data, or after max_num_steps."""
+    """The run ends after this many passes over the training data, or after max_num_steps if that is sooner."""
     max_num_steps: int = key(1_000_000, ">= 1")
     """The run ends after this many steps, or after max_num_epochs."""
     normalize_rewards: bool = True
@@ -376,7 +376,7 @@ class PolicyConfig:
     kernel_backend: Literal["auto", "triton", "torch"] = "auto"
     """The output layer and the loss run on these kernels; auto means triton on CUDA and torch elsewhere."""
     compile: bool | None = None
-    """torch.compile fuses each block before and after its attention. null is true on CUDA; on CPU true is refused."""
+    """torch.compile fuses each block around its attention. null is true on CUDA; on CPU true is refused."""
     logprob_chunk_size: int | None = key(None, ">= 1")
     """With triton, the logits of this many response tokens are in memory at once; null means 3.25 GiB of them."""
     train_global_batch_size: int | None = key(None, ">= 1")
@@ -406,7 +406,7 @@ class DatasetConfig:
     name: str | None = None
     """Metrics and errors call the dataset this; null means the stem of the file or dataset_name."""
     data_path: str | None = None
-    """The rows are this jsonl, csv, json or parquet file or hub dataset (org/name); null: the known dataset's place."""
+    """The rows come from this jsonl, csv, json or parquet file or hub dataset (org/name); null: the known dataset's."""
     dataset_name: str | None = None
     """gsm8k, MATH-500, OpenMathInstruct-2, DeepScaler, AIME2024, AIME2025, AIME2026, DAPOMath17K and DAPOMathAIME2024
     are known. A module:function of yours gets this section and returns a sequence of rows. null reads data_path."""
@@ -418,7 +418,7 @@ class DatasetConfig:
     """This field of a row holds the problem, as text or chat messages; a.b is field b of field a. null means the known
     dataset's, or the first that a row has of messages, input, problem, question and prompt."""
     output_key: str | None = None
-    """The expected answer is in this field; null means, likewise, output, expected_answer, ground_truth or answer."""
+    """This field holds the expected answer; null likewise tries output, expected_answer, ground_truth and answer."""
     prompt_file: str | None = None
     """The problem, or the last user message of a chat, replaces {} in this text file; {{ and }} there mean braces."""
     system_prompt_file: str | None = None
@@ -429,7 +429,7 @@ class DatasetConfig:
     """exact (the response, or its part after ####, is the number), math, math_multi_reward, code, reward_model, or
     module:Class or module:function of yours scores responses. null means the known dataset's, or exact."""
     min_reward: float | None = None
-    """Rows whose field `reward`, which rollouts of NeMo Gym have, is below this are left out; null keeps all."""
+    """Rows with a field `reward` (as in rollouts of NeMo Gym) below this are left out; null keeps all."""
     repeat: int = key(1, ">= 1, <= 10000")
     """The set has each row this many times; in validation, each copy is a problem."""
     split_validation_size: float = key(0.0, ">= 0")
@@ -534,7 +534,7 @@ class LoggerConfig:
     num_val_samples_to_print: int = key(3, ">= 0")
     """Each validation prints this many conversations."""
     dump_rollouts: int = key(0, ">= 0")
-    """Step 1 and every this many steps write the samples that they train, with tokens, to rollouts; 0 writes none."""
+    """Step 1 and every this many steps after write their trained samples, with tokens, to rollouts; 0 writes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -581,7 +581,7 @@ class WatchdogConfig:
     min_seconds: float = key(600.0, "> 0")
     """No phase counts as hung before it has taken this many seconds."""
     first_seconds: float = key(3600.0, "> 0")
-    """The first phase of each name, which may compile or load, counts as hung after this many seconds."""
+    """A phase that runs for the first time, and may compile or load, counts as hung after this many seconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,7 +231,7 @@ class Engine:
             raise StopRun("weight sync: vLLM did not drop its prefix cache, whose keys are of the old weights")
 
     def sync(self, weights: Weights, version: int) -> int:
-        """Streams the weights into the engine, in place, and drops keys and values of the old weights unless they stay.
+        """Streams the weights into the engine, in place. Drops old keys and values unless requests keep them.
 
         Returns the bytes sent. Raises StopRun when the names are not exactly the engine's: vLLM itself would only warn.
         """

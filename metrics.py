@@ -39,8 +39,8 @@ def accumulate(total: dict[str, Metric], new: dict[str, Metric]) -> None:
 def reduce_over_ranks(total: dict[str, Metric], *, divide_sums_by: int = 1) -> dict[str, float]:
     """The numbers of the step, equal on every rank. A collective; all ranks pass the same names.
 
-    `divide_sums_by`: the number of optimizer steps over which `total` was accumulated. A value that is neither a pair
-    nor an extremum becomes its mean over them.
+    `divide_sums_by`: the number of optimizer steps over which `total` was accumulated. A plain sum is averaged
+    over them.
     """
     if not total:
         return {}
@@ -119,8 +119,8 @@ def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> di
 def training_metrics(
     sums: dict[str, Metric], logp_metrics: Numbers, minibatches: list[Minibatch], ppo_epochs: int
 ) -> Numbers:
-    """The loss metrics of a step, equal on all ranks: means over the tokens of all optimizer steps; what is no mean
-    (loss, counts) becomes its mean over optimizer steps. logp_metrics: of `grpo.compute_logprobs`."""
+    """The loss metrics of a step, equal on all ranks: means over the tokens of all optimizer steps; sums (loss,
+    counts) are averaged over optimizer steps. logp_metrics: of `grpo.compute_logprobs`."""
     num_optimizer_steps = len(minibatches) * ppo_epochs
     sums = {name: value for name, value in sums.items() if name != DEVIATION}
     return derived_metrics(reduce_over_ranks(sums, divide_sums_by=num_optimizer_steps) | logp_metrics) | {
@@ -132,8 +132,8 @@ def training_metrics(
 
 
 def age_metrics(trained: Sequence[Sample], step: int, is_whole: dict[int, bool]) -> Numbers:
-    """With async_grpo: ages in steps, by first tokens; of the groups under way, how many have all their replies (NeMo
-    RL's buffer) and how many do not."""
+    """With async_grpo: ages in steps, by first tokens; how many groups of later steps have all their replies (NeMo RL's
+    buffer), and how many do not."""
     ages = [step - 1 - sample.weight_version for sample in trained]
     num_whole = sum(is_whole.values())
     numbers = {"avg_trajectory_age": _mean(ages), "max_trajectory_age": max(ages)}
@@ -146,7 +146,7 @@ def _mean(values: Iterable[float]) -> float:
 
 def _by_label(samples: Sequence[Sample]) -> dict[str, float]:
     """Mean reward of the samples of each environment, dataset, finish reason and length (in powers of two, such as
-    "000017-000032"). Of each environment also the number of its samples and the share of each outcome; `ok` is its
+    "000017-000032"). For each environment also the number of samples and the share of each outcome; `ok` is the
     accuracy. A label that no sample has in this step is absent."""
     by_label: dict[tuple[str, str], list[Sample]] = defaultdict(list)
     for sample in samples:

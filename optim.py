@@ -107,7 +107,7 @@ def count_bad_steps(
     if cfg.logp_gap_limit is not None and (not gap <= cfg.logp_gap_limit or num_nonfinite):  # NaN is over the limit
         problems.append(
             f"sampler and trainer disagree by {gap:.4f} nats per token on average (max {metrics['logp_gap_max']:.4f}; "
-            f"{num_nonfinite:.0f} of the sampler's not finite; grpo.logp_gap_limit={cfg.logp_gap_limit}); likely "
+            f"{num_nonfinite:.0f} non-finite sampler logps; grpo.logp_gap_limit={cfg.logp_gap_limit}); likely "
             "causes: the engine holds old weights (sync skipped or partial), a stale prefix cache, another temperature "
             "or vocabulary on one side, or a wrong attention kernel"
         )

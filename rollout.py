@@ -123,8 +123,8 @@ class Sampler:
     """Draws and grades conversations. Only `in_flight` changes over a run: (conversations, data cursor after them) of
     later steps, oldest first. As a context manager it closes the environments if the run ended without an error.
 
-    max_turns: most replies in a conversation. max_error_fraction: most of a call's samples that may end in outcome
-    `error`. score_conversations: RewardModel.score, where an environment asks for it.
+    max_turns: most replies in a conversation. max_error_fraction: the share of a call's samples that may end in
+    outcome `error`. score_conversations: RewardModel.score, where an environment asks for it.
     """
 
     engine: Engine
@@ -361,8 +361,8 @@ def sample_ahead(
 ) -> tuple[list[Sample], Cursor]:
     """Starts the batches of the next max_age steps, then returns this step's batch and the cursor after it.
 
-    A batch gets its step when it starts, however long it takes: so long responses are trained as often as they are
-    sampled, and none is too old. The step waits for its own batch only; later batches stay in the engine.
+    A batch gets its step when it starts, however long it then takes: so long responses are trained as often as they
+    are sampled, and none is too old. A step waits for its own batch only; later batches stay in the engine.
     """
     grpo, options = cfg.grpo, SamplingOptions.of(cfg.policy.generation)
     in_flight, newest_records = sampler.in_flight, {"records": cursor["records"]}

@@ -102,7 +102,7 @@ def _save(run: Run) -> None:
 
 
 def save_early(run: Run) -> Exception:
-    """Saves a run told to stop, after its last whole step. Returns the exception that ends it: Saved, or StopRun."""
+    """Saves a run told to stop, after its last whole step. Returns the exception to raise: Saved, or else StopRun."""
     run.saver.finish()
     _save(run)
     run.saver.finish()

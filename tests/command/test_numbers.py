@@ -126,7 +126,7 @@ def test_a_sampler_logp_that_is_no_number_is_left_out_and_counted_or_stops_the_r
     run, stopped = found["sampler"], found["sampler, limit"]
     assert (run["moved"], run["finite"], run["numbers"]["num_nonfinite_sampler_logp"]) == (True, True, 1)
     assert math.isfinite(run["numbers"]["loss"]) and run["saved"] == ["step_000001"]
-    assert "1 of the sampler's not finite" in stopped["reason"] and "not applied" in stopped["reason"]
+    assert "1 non-finite sampler logps" in stopped["reason"] and "not applied" in stopped["reason"]
     assert (stopped["code"], stopped["moved"], stopped["saved"]) == (3, False, [])
 
 
@@ -134,7 +134,7 @@ def test_patience_skips_steps_whose_sampler_is_off(found):
     skipped, over = found["sampler, patience"], found["patience is over"]
     assert (skipped["code"], skipped["moved"], skipped["saved"]) == (0, False, [])
     assert skipped["numbers"]["num_bad_steps"] == 1
-    assert over["code"] == 3 and "1 of the sampler's not finite" in over["reason"]
+    assert over["code"] == 3 and "1 non-finite sampler logps" in over["reason"]
 
 
 def test_too_many_in_a_row_stop_the_run_on_all_ranks(found):
