@@ -236,7 +236,7 @@ class LoRAConfig:
     target_modules: tuple[str, ...] = ()
     """Without match_all_linear, only layers of these names or patterns, such as *.layers.0.*, are adapted."""
     exclude_modules: tuple[str, ...] = ()
-    """Without match_all_linear and target_modules, all layers but those of these names are adapted."""
+    """Without match_all_linear and target_modules, all layers are adapted except layers of these names."""
     adapter_path: str | None = None
     """A new run starts from this PEFT folder, of the same dim, alpha and layers; null means from new adapters."""
 
@@ -352,7 +352,7 @@ class GenerationConfig:
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig:
     name: str | None = None
-    """The tokenizer and its template are those of this folder or hub model; null means the model's own."""
+    """The tokenizer and its template come from this folder or hub model; null means the model's own."""
     chat_template: str | None = "default"
     """default is the model's own template, other text is a template or a file, and null joins the messages' texts."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -144,7 +144,7 @@ def assign_to_ranks(
     """The parts of groups that each rank trains on. The samples of a part share their prompt in a pack of <=
     `max_tokens` input tokens; without `share_prefix` each sample is a part.
 
-    Few large parts save tokens, many small ones balance the ranks: the split with the lightest heaviest rank wins.
+    Few large parts save tokens, many small ones balance the ranks. The split whose busiest rank has fewest tokens wins.
     """
     groups = groups_of(samples)
     part_counts = (1, 2, 4, 8) if share_prefix and len(groups) < len(samples) else ()  # else no samples share a prompt

@@ -118,7 +118,7 @@ class Engine:
         self.send_head_copy = model.tie_word_embeddings and not self.cuda
         if not self.cuda:
             # vLLM's CPU layers compute from packed copies, and a reload does not refresh the copy of a *tied* head: the
-            # logits would stay stale. Untied, the head is a layer like the others; `sync` sends it the embedding.
+            # logits would stay stale. Untied, the head is a layer like any other; `sync` sends it the embedding.
             overrides["tie_word_embeddings"] = False
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(vllm_cfg.kvcache_gib)
             # A prompt cut into chunks makes vLLM rewind the request's generator, which CPU generators cannot do.
@@ -150,7 +150,7 @@ class Engine:
         self.next_id = count()
         # Unfinished request -> (weight version, number of the first token drawn from it)
         self.versions_by_request: dict[str, list[tuple[int, int]]] = {}
-        self.unclaimed: dict[str, Completion] = {}  # finished, but nobody has waited for them yet
+        self.unclaimed: dict[str, Completion] = {}  # finished, but not waited for yet
 
     def generate(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], options: SamplingOptions, *, may_stop: bool = True

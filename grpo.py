@@ -163,7 +163,7 @@ def compute_loss(model: Decoder, micro: MicroBatch, minibatch: Minibatch, cfg: C
         num_positive_tokens=minibatch.num_positive_tokens,
         cfg=cfg.loss_fn,
     )
-    # The loss runs where the logits are: there its gradient costs one pass over them (kernels/linear_loss.py).
+    # The output layer calls the loss, so that its gradient costs one pass over the logits (kernels/linear_loss.py).
     loss_of_logits = partial(linear_loss, pack_loss=pack_loss, num_grad_rows=micro.num_grad_rows, path=model.loss_path)
     return model(*micro.model_inputs, logprob_fn=loss_of_logits)
 

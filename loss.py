@@ -87,7 +87,7 @@ def policy_loss(
 
 
 class _Tokens:
-    """The arguments of `policy_loss` per token, with 0 in place of what is not trained.
+    """The arguments of `policy_loss` per token, with 0 at tokens that are not trained.
 
     logp -inf: the sampler drew a token that the trainer, which rounds differently, cuts by top_p or top_k. As in NeMo
     RL it has ratio 1 and no gradient in the loss, and counts in lengths; the KL trains it.

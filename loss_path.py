@@ -40,7 +40,7 @@ def choose_loss_path(
 ) -> LossPath:
     """The path of policy_loss (`loss.policy_loss`) with the options cfg. has_old, has_ref: whether this run gives
     old_logp_T and ref_logp_T; filtered: whether it filters logits. Takes a second at most. Deterministic, so all ranks
-    choose alike."""
+    choose the same path."""
     make_pack = partial(_pack, cfg=cfg, has_old=has_old, has_ref=has_ref)
     coupled, has_grad, positive_has_grad = _probe(policy_loss, make_pack)
     path = LossPath("one pass", zero_adv_has_grad=has_grad, zero_adv_positive_has_grad=positive_has_grad)

@@ -65,8 +65,8 @@ def reduce_over_ranks(total: dict[str, Metric], *, divide_sums_by: int = 1) -> d
 
 
 def derived_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """Adds metrics that are not means to the reduced ones, and restores NeMo RL's names where the reduction needs
-    another ending.
+    """Adds metrics that are not means to the reduced metrics, and restores NeMo RL's names where the reduction needs
+    another suffix.
 
     effective_sample_size of the sampler weights (Kish 1965): (sum w)^2 / (n sum w^2), from 1/n (one weight dominates)
     to 1 (all equal), over n tokens, or over n sequences if each sequence has one weight. It replaces

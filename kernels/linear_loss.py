@@ -141,5 +141,5 @@ def one_pass_problem(deviation: float) -> str | None:
     return (
         f"the computed gradient differs from the gradient of loss.py by {deviation:.2g}: loss.py couples the tokens "
         "of a pack, or trains tokens without advantage, in a way that the probes at start missed. Extend `_probe` "
-        "in loss_path.py, or return the path 'two passes' from `choose_loss_path` there"
+        "in loss_path.py, or return the path 'two passes' from `choose_loss_path`"
     )

@@ -50,7 +50,7 @@ class SamplingFilter:
             logits_CV.masked_fill_(logits_CV < last_C1, CUT)
         if self.top_p < 1:
             sorted_CV, index_CV = logits_CV.sort(stable=True)
-            mass_CV = sorted_CV.div(temperature).softmax(1).cumsum_(1)  # of a token and all less likely ones
+            mass_CV = sorted_CV.div(temperature).softmax(1).cumsum_(1)  # of a token and all less likely tokens
             mass_CV[:, -1] = 2
             logits_CV.scatter_(1, index_CV, sorted_CV.masked_fill_(mass_CV <= 1 - self.top_p, CUT))
 
