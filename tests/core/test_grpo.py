@@ -161,10 +161,6 @@ def test_steps_of_a_run(policy, step, ranks):
     assert rates == pytest.approx([0.1, 0.15, 0.2]) and run.watchdog.step == 3
     tokens = sum(int(s.mask.sum()) for s in samples)
     assert (run.state.step, run.state.num_bad_steps, run.state.total_valid_tokens) == (3, 0, 3 * tokens)
-    run.num_steps = 4
-    with pytest.raises(StopRun, match=r"weights of steps \[2\]; the newest are of step 3: no sync"):
-        train(run, [of_version(s, 2) for s in samples], None)
-    assert run.state.step == 3 and all(torch.equal(moved[name], tensor) for name, tensor in weights(policy).items())
 
 
 def test_a_bad_step_moves_nothing_and_too_many_stop_the_run(policy, step, ranks):

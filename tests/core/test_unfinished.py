@@ -156,7 +156,7 @@ def split_samples(engine, policies, ranks, seed):
     ranks = replace(ranks, bridge=script)
     sampler = Sampler(engine, FakeTokenizer(), {"exact": envs.Exact()}, ranks)
     engine.unclaimed.clear()
-    watchdog = SimpleNamespace(step=0, enter=lambda phase: None)
+    watchdog = SimpleNamespace(step=0, enter=lambda phase, waits=False: None)
     serve(sampler, torch.device("cpu"), watchdog)
     *syncs, first, second = script.answers
     unfinished = [sum(not is_whole for is_whole in groups.values()) for _, groups in syncs]

@@ -167,10 +167,18 @@ def facts_of_ranks(folder, work):
     }
 
 
+def free_shared_memory():
+    """vLLM gives two ranks' shared memory one name in every job, and frees it only when a rank exits by itself."""
+    for file in Path("/dev/shm").glob("-tp:*cpushm*"):
+        file.unlink(missing_ok=True)
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tiny, tmp_path_factory):
     """What each rank found."""
-    return facts_of_ranks(tiny[0], tmp_path_factory.mktemp("two_ranks"))
+    free_shared_memory()
+    yield facts_of_ranks(tiny[0], tmp_path_factory.mktemp("two_ranks"))
+    free_shared_memory()
 
 
 @pytest.fixture
