@@ -70,7 +70,17 @@ def pytest_ignore_collect(collection_path, config):
 
 @functools.cache  # tests share fixtures, and a test's cases the function; looking for its source takes a millisecond
 def launches(function) -> bool:
-    return bool(LAUNCHES.search(inspect.getsource(function)))
+    """Whether the function or a function of the tests that it calls, at any depth, starts a process."""
+    todo, seen = [inspect.unwrap(function)], set()
+    while todo:
+        each = todo.pop()
+        if LAUNCHES.search(inspect.getsource(each)):
+            return True
+        seen.add(each)
+        named = [each.__globals__.get(name) for name in each.__code__.co_names]
+        called = {inspect.unwrap(value) for value in named if inspect.isfunction(value)} - seen
+        todo += [value for value in called if inspect.getsourcefile(value).startswith(f"{ROOT}/tests/")]
+    return False
 
 
 def is_slow(item) -> bool:

@@ -149,6 +149,7 @@ def recipe(tmp_path, monkeypatch):
     return load
 
 
+@pytest.mark.slow("8b")
 @pytest.mark.parametrize("name", ["math_1b.yaml", "math_8b.yaml"])
 def test_gsm8k_recipe_with_local_files(recipe, tmp_path, name):
     """The override that README shows; rows as the hub has them."""

@@ -206,6 +206,7 @@ def test_every_call_fits_the_installed_version():
     assert [text for call in calls() if (text := problem(call, installed))] == []
 
 
+@pytest.mark.slow
 def test_every_call_fits_the_old_version():
     assert [text for call in calls() if (text := problem(call, old))] == []
 

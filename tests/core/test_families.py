@@ -69,7 +69,7 @@ def gaps_of(family, folder, compare, precision="float32", names=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", pytest.param("llama", marks=pytest.mark.long)])
 def test_every_parameter_reaches_the_engine(family, tmp_path):
     (gaps,) = gaps_of(family, tmp_path, gap)
     assert gaps.pop("start")[1] <= 1e-4

@@ -47,18 +47,20 @@ def NAME(*args): return other(names["NAME"](*args))
 
 
 @pytest.mark.skipif(not HUMANEVAL.exists(), reason=f"real data is not there: {HUMANEVAL}")
-@pytest.mark.parametrize("isolation", [*ISOLATIONS[:1], pytest.param("none", marks=pytest.mark.long)])
-def test_humaneval_solutions_pass_and_spoiled_ones_fail(pool, isolation):
+@pytest.mark.parametrize(
+    ("isolation", "every"), [(ISOLATIONS[0], 4), *(pytest.param(name, 1, marks=pytest.mark.long) for name in ISOLATIONS)]
+)
+def test_humaneval_solutions_pass_and_spoiled_ones_fail(pool, isolation, every):
     with gzip.open(HUMANEVAL, "rt", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
+        rows = [json.loads(line) for line in file][::every]
     right, spoiled = [], []
     for row in rows:
         solution = row["prompt"] + row["canonical_solution"]
         wrapped = f"SOLUTION = {solution!r}\n{SPOILED.replace('NAME', row['entry_point'])}"
         right.append(job(row["canonical_solution"], row, isolation))
         spoiled.append(job(f"So:\n```python\n{wrapped}```\n", row, isolation))
-    assert outcomes(pool, right) == ["ok"] * 164
-    assert outcomes(pool, spoiled) == ["wrong"] * 164
+    assert outcomes(pool, right) == ["ok"] * (164 // every)
+    assert outcomes(pool, spoiled) == ["wrong"] * (164 // every)
 
 
 ADD = {"entry_point": "add", "test": "def check(f):\n    assert f(1, 2) == 3\n    assert f(5, -7) == -2\n"}

@@ -7,6 +7,8 @@ import sys
 import termios
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 CODE = f"""
 import sys, time; sys.path.insert(0, {str(ROOT)!r})
@@ -34,6 +36,7 @@ def on_a_terminal(**env):
     return output.decode().replace("\r\n", "\n")
 
 
+@pytest.mark.slow
 def test_the_line_is_rewritten_on_a_terminal_and_gone_at_the_end():
     output = on_a_terminal()
     drawn = [line.strip() for line in output.split("\r") if line.strip()]

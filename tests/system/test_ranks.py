@@ -355,6 +355,7 @@ exits.exit_process(int(sys.argv[2]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "code", "ends"), [("cuda", 0, 0), ("cuda", 75, 75), ("cpu", 0, -signal.SIGABRT)])
 def test_on_cuda_what_the_teardown_frees_cannot_end_a_good_run_badly(device, code, ends):
     """The output goes to a pipe: it is in a buffer when the process ends."""
