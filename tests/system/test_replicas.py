@@ -142,14 +142,17 @@ class Sampling:
 
 
 def canary(folder, mesh):
-    """Of every rank: the gap, and what stops the run where rank 3's engine alone is stale."""
+    """Of every rank: the gap, and what stops the run where rank 3's engine alone is off by 0.05 nats, or by NaN."""
     model = policy_of(folder, mesh)
-    gap = check_canary(model, Sampling(model, 0.0), 1e-5, CPU, "first")
-    try:
-        stale = check_canary(model, Sampling(model, np.float32(0.05 * (dist.get_rank() == 3))), 1e-5, CPU, "then")
-    except StopRun as error:
-        stale = str(error)
-    return {"gap": gather(gap), "stale": gather(stale)}
+    found = {"gap": gather(check_canary(model, Sampling(model, 0.0), 1e-5, CPU, "first"))}
+    for name, error in (("stale", 0.05), ("nan", np.nan)):
+        engine = Sampling(model, np.float32(error if dist.get_rank() == 3 else 0))
+        try:
+            reason = check_canary(model, engine, 1e-5, CPU, "then")
+        except StopRun as stop:
+            reason = str(stop)
+        found[name] = gather(reason)
+    return found
 
 
 def step_collectives(folders, meshes):
@@ -297,6 +300,7 @@ def test_an_engine_that_one_rank_left_stale_stops_all(four_ranks):
     assert max(canary["gap"]) <= 1e-6
     assert len({*canary["stale"]}) == 1
     assert canary["stale"][0].startswith("then: on a fixed prompt sampler and trainer disagree by 0.0")
+    assert len({*canary["nan"]}) == 1 and "disagree by nan" in canary["nan"][0]
 
 
 def test_collectives_of_a_step_depend_on_blocks_and_micro_batches(four_ranks):
