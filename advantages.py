@@ -7,8 +7,9 @@ step, whatever the number of ranks. docs/details.md has the source of each choic
 Dims: B samples of a step, G samples of a group, P rewards in the baseline of a sample, R response tokens of a rank.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,16 +25,16 @@ def shape_rewards(samples: Sequence[Sample], grpo: GRPOConfig, max_new_tokens: i
 
     `unshaped_reward` keeps the scaled reward. stop_properly_penalty_coef replaces the overlong penalty: it multiplies
     the reward of each truncated sample (NeMo RL), so a negative one moves towards 0. A length counts sampled tokens of
-    all turns, end token included; NeMo RL counts the first turn only.
+    all turns, end token included, and so does its limit; NeMo RL counts the first turn only. max_new_tokens: of a turn.
     """
-    scaling, shaping = grpo.reward_scaling, grpo.reward_shaping
+    scaling, shaping, longest = grpo.reward_scaling, grpo.reward_shaping, grpo.max_rollout_turns * max_new_tokens
     for sample in samples:
         if scaling.enabled:
             sample.reward = scale_reward(sample.reward, scaling)
             sample.rewards = {name: scale_reward(reward, scaling) for name, reward in sample.rewards.items()}
         sample.unshaped_reward = sample.reward
         if shaping.enabled and shaping.stop_properly_penalty_coef is None:
-            sample.reward -= overlong_penalty(sample.num_gen_tokens, shaping, max_new_tokens)
+            sample.reward -= overlong_penalty(sample.num_gen_tokens, shaping, longest)
         elif shaping.enabled and sample.finish_reason == "length":
             sample.reward *= shaping.stop_properly_penalty_coef
 
@@ -44,14 +45,14 @@ def scale_reward(reward: float, cfg: RewardScalingConfig) -> float:
     return cfg.target_min + share * (cfg.target_max - cfg.target_min)
 
 
-def overlong_penalty(length: int, cfg: RewardShapingConfig, max_new_tokens: int) -> float:
+def overlong_penalty(length: int, cfg: RewardShapingConfig, longest: int) -> float:
     """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13) for `length` tokens: >= 0, to be subtracted.
 
     0 up to max_response_length - overlong_buffer_length tokens, then linear: overlong_buffer_penalty at
-    max_response_length, and more beyond, as in NeMo RL and verl (DAPO and TRL stop there).
+    max_response_length, and more beyond, as in NeMo RL and verl (DAPO and TRL stop there). longest: where that is null.
     Example: max 20, buffer 4, penalty 1: 0 at 16 tokens, .25 at 17, 1 at 20, 2 at 24.
     """
-    longest = max_new_tokens if cfg.max_response_length is None else cfg.max_response_length
+    longest = longest if cfg.max_response_length is None else cfg.max_response_length
     share = max(length - (longest - cfg.overlong_buffer_length), 0) / cfg.overlong_buffer_length
     return cfg.overlong_buffer_penalty * share
 
@@ -73,7 +74,8 @@ def step_advantages(samples: list[Sample], grpo: GRPOConfig, loss_fn: LossConfig
     # Only gdpo reads the parts of a reward, so only gdpo needs the same parts from all environments of a batch.
     parts = collect_reward_parts(samples) if grpo.adv_estimator.name == "gdpo" else {}
     adv_B = estimate_advantages(reward_B, group_B, num_tokens_B, grpo, loss_fn, parts)
-    return adv_B.tolist(), advantage_metrics(reward_B, group_B, adv_B, grpo)
+    metrics = gradient_metrics(adv_B, group_B, num_tokens_B if loss_fn.token_level_loss else num_tokens_B > 0)
+    return adv_B.tolist(), metrics | advantage_metrics(reward_B, group_B, adv_B, grpo)
 
 
 def estimate_advantages(
@@ -107,7 +109,7 @@ def estimate_advantages(
 
 
 def group_advantages(
-    reward_B: Tensor, group_B: Tensor, *, leave_one_out: bool, normalize: bool, std: str = "baseline"
+    reward_B: Tensor, group_B: Tensor, *, leave_one_out: bool, normalize: bool, std="baseline", std_floor=0.0
 ) -> Tensor:
     """Advantage of each sample within its group: A_i = r_i - b_i, divided by a standard deviation if `normalize`.
 
@@ -118,6 +120,8 @@ def group_advantages(
                   ones gets A = 1, not a million.
         group     of the whole group: A_i / (s + 1e-4) (TRL, scale_rewards=group)
         batch     of reward_B, all groups together: A_i / (s + 1e-4) (TRL, scale_rewards=batch; Lite PPO)
+    std_floor: peers may be nearly equal, and r_i far from them. A deviation s_i > 0 without r_i counts as at least
+    std_floor times the range of the group's rewards, which bounds |A_i| by 1 / std_floor (0: NVIDIA-NeMo/RL#1518).
     reward_B: floating; group_B: groups, in any order. Returns adv_B in reward_B's dtype; it is 0 in a group of one.
     Example: rewards [1, 0, 0, 0] of one group, both options on -> [1, -.577349, -.577349, -.577349].
     """
@@ -138,6 +142,8 @@ def group_advantages(
             adv_G = adv_G / (reward_G.std() + 1e-4)
         elif normalize and std == "baseline" and baseline_GP.shape[1] > 1:
             std_G = baseline_GP.std(1)  # exactly 0 for equal rewards; sqrt(mean of squares - squared mean) is not
+            if leave_one_out:
+                std_G = std_G.clamp(min=std_floor * (reward_G.max() - reward_G.min())) * (std_G > 0)
             adv_G = torch.where(std_G > 0, adv_G / (std_G + 1e-6), adv_G)
         adv_B[group_B == group] = adv_G
     if normalize and std == "batch" and len(reward_B) > 1:
@@ -146,8 +152,9 @@ def group_advantages(
 
 
 def _by_group(reward_B: Tensor, group_B: Tensor, grpo: GRPOConfig) -> Tensor:
-    loo, normalize = grpo.use_leave_one_out_baseline, grpo.normalize_rewards
-    return group_advantages(reward_B, group_B, leave_one_out=loo, normalize=normalize, std=grpo.reward_std)
+    loo, normalize, floor = grpo.use_leave_one_out_baseline, grpo.normalize_rewards, grpo.reward_std_floor
+    options = {"leave_one_out": loo, "normalize": normalize, "std": grpo.reward_std, "std_floor": floor}
+    return group_advantages(reward_B, group_B, **options)
 
 
 def gdpo_advantages(parts: Parts, group_B: Tensor, grpo: GRPOConfig) -> Tensor:
@@ -191,6 +198,12 @@ def kl_in_reward_advantages(
     return torch.where(mask_R, _clip(_whiten(adv_R, mask_R, sum_over_ranks), grpo), 0.0)
 
 
+def rewards_differ(rewards: Iterable[float]) -> bool:
+    """Whether rewards differ for the advantages, which read them as float32. 0.6 and 0.6000000000000001 do not: they
+    are one sum, rounded in two orders (huggingface/trl#6681)."""
+    return len(set(np.float32([*rewards]).tolist())) > 1
+
+
 def advantage_metrics(reward_B: Tensor, group_B: Tensor, adv_B: Tensor, grpo: GRPOConfig) -> dict[str, float]:
     """advantages/{mean, max, min, sum}, and baseline_reward/{pct_0, pct_1, pct_mixed}: percentage of samples whose
     baseline is 0, 1 or another number (NeMo RL): their peers got the problem all wrong, all right, or some of each."""
@@ -200,6 +213,15 @@ def advantage_metrics(reward_B: Tensor, group_B: Tensor, adv_B: Tensor, grpo: GR
     shares = {"pct_0": zero, "pct_1": one, "pct_mixed": 100 - zero - one}
     baseline = {f"baseline_reward/{name}": share for name, share in shares.items()}
     return baseline | {f"advantages/{name}": getattr(adv_B, name)().item() for name in ("mean", "max", "min", "sum")}
+
+
+def gradient_metrics(adv_B: Tensor, group_B: Tensor, weight_B: Tensor) -> dict[str, float]:
+    """advantage_abs_max, and which groups make the gradient, if all log-probabilities have gradients of one length.
+    weight_B: trained tokens where the loss is a mean over tokens, else 1."""
+    size_P = torch.zeros(1 + int(group_B.max())).index_add(0, group_B, (adv_B.abs() * weight_B).float())
+    share = size_P.max() / size_P.sum() if size_P.any() else size_P.max()
+    numbers = {"gradient/num_groups": size_P.count_nonzero(), "gradient/largest_group_share": share}
+    return {name: x.item() for name, x in (numbers | {"advantage_abs_max": adv_B.abs().max()}).items()}
 
 
 def _whiten(x: Tensor, weight: Tensor, sum_over_ranks: Reduce = lambda x: x) -> Tensor:

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from advantages import kl_in_reward_advantages
-from config import Config
+from config import Config, GRPOConfig
 from data import Pack, Sample, assign_to_ranks, empty_pack, num_input_tokens, num_packs, pack_samples
 from kernels import LossPath
-from loss import Metrics, clamp_abs, kl_estimate, seq_logp_error_mask
+from loss import Metrics, clamp_abs, kl_estimate, policy_loss, seq_logp_error_mask
 from system.exchange import move_tokens
 from system.ranks import Ranks
 
@@ -52,7 +52,7 @@ class Minibatch:
     """What one optimizer step sees: this rank's micro-batches, and counts over all ranks (0 until they are known).
 
     num_input_tokens: tokens that the model computes. num_tokens: trained tokens. num_seqs: sequences with a trained
-    token. num_positive_tokens: trained tokens with a reward > 0.
+    token. num_positive_tokens: trained tokens with a reward > 0. version: of the newest weights.
     """
 
     micros: list[MicroBatch]
@@ -60,6 +60,7 @@ class Minibatch:
     num_tokens: int = 0
     num_seqs: int = 0
     num_positive_tokens: int = 0
+    version: int = -1
 
 
 def make_minibatches(
@@ -100,12 +101,13 @@ def needs_old_logps(cfg: Config) -> bool:
     """Whether log-probabilities at the start of the step need a forward of their own.
 
     A single optimizer step per rollout needs none: its training forward runs that same policy, so the ratio is exactly
-    1. With more steps the policy moves. Before the first step, seq_logprob_error_threshold and use_kl_in_reward need
-    them in any case.
+    1. With more steps the policy moves, but old_logprobs=sampler compares with the sampler. Before the first step,
+    seq_logprob_error_threshold and use_kl_in_reward need them in any case.
     """
     per_rollout = cfg.grpo.num_prompts_per_step * cfg.grpo.num_generations_per_prompt
     several = cfg.policy.ppo_epochs > 1 or (cfg.policy.train_global_batch_size or per_rollout) < per_rollout
     several = several or cfg.grpo.async_grpo.max_age > 0  # old tokens: the gap is measured before the step
+    several = several and cfg.loss_fn.old_logprobs == "trainer"
     return several or cfg.grpo.seq_logprob_error_threshold is not None or cfg.loss_fn.use_kl_in_reward
 
 
@@ -118,9 +120,8 @@ def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath
     Returns metrics: of the mask and, with async_grpo, the logp gap on the newest tokens, drawn from weights `version`.
     """
     micros = [micro for minibatch in minibatches for micro in minibatch.micros]
-    async_grpo = cfg.grpo.async_grpo
-    rebuilt = async_grpo.recompute_kv_cache_after_weight_updates
-    metrics = [newest_gap(micro, version, cache_was_rebuilt=rebuilt) for micro in micros if async_grpo.max_age]
+    is_async = cfg.grpo.async_grpo.max_age > 0
+    metrics = [newest_gap(m, version, cfg.grpo, m.old_logp_R) for m in micros if is_async and m.old_logp_R is not None]
     for micro in micros if cfg.grpo.seq_logprob_error_threshold is not None else ():
         micro.mask_R, mask_metrics = seq_logp_error_mask(
             micro.mask_R,
@@ -139,20 +140,30 @@ def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath
     dist.all_reduce(counts)
     for minibatch, numbers in zip(minibatches, counts.tolist(), strict=True):
         minibatch.num_tokens, minibatch.num_seqs, minibatch.num_positive_tokens = numbers
+        minibatch.version = version
     return metrics
 
 
-def newest_gap(micro: MicroBatch, version: int, *, cache_was_rebuilt: bool = True) -> Metrics:
-    """|sampler - trainer| of the tokens drawn from weights `version`, the newest; 0 if there are none. On older tokens
-    it would include what training has changed since."""
+def newest_gap(micro: MicroBatch, version: int, grpo: GRPOConfig, logp_R: Tensor) -> Metrics:
+    """|sampler - trainer| (logp_R) of the tokens drawn from weights `version`, the newest; 0 if there are none. On
+    older tokens it would include what training has changed since."""
     newest_R = micro.mask_R & (micro.version_R == version) & micro.sampler_logp_R.isfinite()
-    if not cache_was_rebuilt:  # after older tokens a token is drawn from a mixture: no weights give its logp
+    if not grpo.async_grpo.recompute_kv_cache_after_weight_updates:
+        # After older tokens a token is drawn from a mixture: no weights give its logp.
         old_R = torch.where(micro.version_R == version, 0.0, 1.0)
         newest_R &= torch.zeros_like(old_R).index_add(0, micro.seq_R, old_R)[micro.seq_R] == 0
-    newest_R &= micro.old_logp_R != -torch.inf  # cut by top_p or top_k, as in `policy_loss`
-    gap_R = torch.where(newest_R, micro.sampler_logp_R - micro.old_logp_R, 0.0).abs()
+    newest_R &= logp_R != -torch.inf  # cut by top_p or top_k, as in `policy_loss`
+    gap_R = torch.where(newest_R, micro.sampler_logp_R - logp_R, 0.0).abs()
     largest = torch.cat([gap_R, gap_R.new_zeros(1)]).amax()
     return {"logp_gap_mean": (gap_R.sum(), newest_R.sum() + 1e-9), "logp_gap_max": largest}
+
+
+def loss_and_gap(micro: MicroBatch, version: int, grpo: GRPOConfig, logp_R: Tensor, **pack) -> tuple[Tensor, Metrics]:
+    """`policy_loss`; with async_grpo, its logp gap is of the newest tokens unless one was measured before the step."""
+    loss, metrics = policy_loss(logp_R, **pack)
+    if grpo.async_grpo.max_age and micro.old_logp_R is None:
+        metrics |= newest_gap(micro, version, grpo, logp_R.detach())
+    return loss, metrics
 
 
 def _put_kl_into_advantages(micros: list[MicroBatch], cfg: Config) -> None:

@@ -68,7 +68,8 @@ class RewardShapingConfig:
     overlong_buffer_penalty: float = key(1.0, ">= 0")
     """A response of max_response_length tokens loses this much reward."""
     max_response_length: int | None = key(None, ">= 1")
-    """The full penalty is due at this many tokens; null means policy.generation.max_new_tokens."""
+    """The full penalty is due at this many tokens, of all the policy's turns; null means max_new_tokens for each of
+    max_rollout_turns."""
     stop_properly_penalty_coef: float | None = key(None, ">= 0, <= 1")
     """Truncated responses keep this share of their reward, and the overlong penalty is off; null leaves it on."""
 
@@ -109,6 +110,9 @@ class GRPOConfig:
     """grpo and gdpo subtract the mean reward of the group's other samples. If false, they subtract the group's mean."""
     reward_std: Literal["baseline", "group", "batch"] = "baseline"
     """The standard deviation is of the rewards in the baseline (NeMo RL), or in the group or batch, plus 1e-4 (TRL)."""
+    reward_std_floor: float = key(0.05, ">= 0, <= 1")
+    """A leave-one-out baseline's deviation, if not 0, counts as at least this times the range of the group's rewards,
+    so no advantage exceeds 1 / this; 0 is NeMo RL's: nearly equal peers then give advantages of thousands."""
     adv_estimator: AdvEstimatorConfig = AdvEstimatorConfig()
     advantage_clip_low: float | None = None
     """Advantages below this are raised to it; null means no limit."""
@@ -185,6 +189,9 @@ class LossConfig:
     """As in Dr. GRPO, this length divides each sequence's token sum; null divides by the sequence's own length."""
     disable_ppo_ratio: bool = False
     """The log-probability replaces the ratio, which makes this the plain policy gradient."""
+    old_logprobs: Literal["trainer", "sampler"] = "trainer"
+    """The ratio is to the policy at the start of the step, scored by the trainer, or to the policy that drew the token:
+    then the clip acts on older weights too, nothing is scored before the step, and no correction is needed."""
     force_on_policy_ratio: bool = False
     """The ratio counts as 1, which is exact with one optimizer step per rollout."""
     sequence_level_importance_ratios: bool = False
@@ -211,6 +218,9 @@ class LossConfig:
     """tis clamps the weights to the bounds, icepop zeroes those outside, and seq-mask-tis zeroes sequences whose
     geometric mean is outside. sequence multiplies the weights of a sequence into one; sequence-truncate and
     sequence-mask then bound it as tis and icepop do. null weights tokens without bounds."""
+    importance_sampling_correction_level: Literal["token", "sequence_mean", "sequence_sum"] = "sequence_sum"
+    """With GSPO the weights are of tokens, or of sequences by the mean or the sum (NeMo RL's) of their tokens' logs. A
+    sum over thousands of tokens is far from 0 by rounding alone."""
     truncated_importance_sampling_ratio: float | None = key(None, "> 0")
     """The weights have this upper bound."""
     truncated_importance_sampling_ratio_min: float | None = key(None, ">= 0")

@@ -51,12 +51,12 @@ import torch
 from torch import Tensor
 
 from advantages import step_advantages
-from batch import MicroBatch, Minibatch, finish_minibatches, make_minibatches, needs_old_logps
+from batch import MicroBatch, Minibatch, finish_minibatches, loss_and_gap, make_minibatches, needs_old_logps
 from config import Config
 from engine import sync_weights
 from kernels import linear_loss
-from loss import Metrics, policy_loss
-from metrics import accumulate, reduce_over_ranks, sample_metrics, training_metrics
+from loss import Metrics
+from metrics import GAPS, accumulate, reduce_over_ranks, sample_metrics, training_metrics
 from model import Decoder, Reference
 from optim import clip_grad_norm, count_bad_steps, set_learning_rate
 from rollout import sample_step
@@ -105,6 +105,8 @@ def train(run: start.Run) -> None:
                     accumulate(sums, loss_metrics)
                 grad_norm = clip_grad_norm(model, cfg.policy.max_grad_norm)
                 reduced = reduce_over_ranks(sums) | logp_metrics  # with async_grpo, the logp gap is in logp_metrics
+                if cfg.loss_fn.old_logprobs == "sampler":  # the gap is of the first minibatch: then the weights move
+                    logp_metrics = {name: reduced[name] for name in GAPS} | logp_metrics
                 num_bad_steps = count_bad_steps(num_bad_steps, reduced, grad_norm, cfg.grpo, step)
                 if num_bad_steps == 0:
                     optimizer.step()
@@ -150,7 +152,10 @@ def compute_logprobs(
 def compute_loss(model: Decoder, micro: MicroBatch, minibatch: Minibatch, cfg: Config) -> tuple[Tensor, Metrics]:
     """The micro-batch's part of the minibatch's loss, differentiable, and its metrics."""
     pack_loss = partial(  # still missing: log-probabilities and entropies
-        policy_loss,
+        loss_and_gap,
+        micro,
+        minibatch.version,
+        cfg.grpo,
         old_logp_T=micro.old_logp_R,
         sampler_logp_T=micro.sampler_logp_R,
         adv_T=micro.adv_R,

@@ -166,12 +166,13 @@ def _ratios(t: _Tokens, cfg: LossConfig) -> tuple[Tensor, Tensor]:
     r = exp(logp - old) (PPO, Schulman et al. 2017); clamp(r, 1 - ratio_clip_min, 1 + ratio_clip_max), two bounds as in
     DAPO's clip-higher. sequence_level_importance_ratios: exp(mean of logp - old over the sequence) (GSPO, Zheng et al.
     2025). force_on_policy_ratio: `old` is detach(logp), in the metrics too, so each token's own r is 1.
+    old_logprobs=sampler: `old` is the sampler's logp, so r is to the policy that drew the token (PPO's own ratio).
     |log r| is at most MAX_LOG_RATIO, and r has no gradient beyond: one overflow would cost the whole step.
     disable_ppo_ratio: logp stands in place of r, in the metrics too, as in NeMo RL.
     """
     if cfg.disable_ppo_ratio:
         return t.logp_R, t.logp_R
-    log_ratio_R = t.logp_R - t.old_logp_R
+    log_ratio_R = t.logp_R - (t.sampler_logp_R if cfg.old_logprobs == "sampler" else t.old_logp_R)
     if cfg.sequence_level_importance_ratios and not cfg.force_on_policy_ratio:
         log_ratio_R = t.seqs.sum_for_each_token(log_ratio_R) / t.seqs.length_R
     ratio_R = log_ratio_R.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -196,8 +197,9 @@ def _token_loss(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, cfg: LossConfig)
 def _sampler_weights(t: _Tokens, cfg: LossConfig) -> tuple[Tensor, Tensor | None]:
     """Importance weight of each token, trainer over sampler, and where it is out of bounds (None: it has no bounds).
 
-    w = exp(old - sampler) of the token, or of its whole sequence (sum of the logs) with GSPO, as in NeMo RL, and with
-    the types `sequence...`. It has no gradient, and is 0 where not finite. Bounds: [ratio_min or 0, ratio]; by type:
+    w = exp(old - sampler) of the token, or of its whole sequence (sum of the logs) with the types `sequence...`. With
+    GSPO it is of what importance_sampling_correction_level names, by default the sum, as in NeMo RL. It has no
+    gradient, and is 0 where not finite. Bounds: [ratio_min or 0, ratio]; by type:
         tis, sequence-truncate   w clamped (Yao et al. 2025; TRL token_truncate, sequence_truncate)
         icepop, sequence-mask    w = 0 outside (IcePop, Ring Team 2025; TRL token_mask, sequence_mask)
         seq-mask-tis             token weights, 0 where the sequence's geometric mean is outside (Liu, Li et al. 2025)
@@ -208,15 +210,23 @@ def _sampler_weights(t: _Tokens, cfg: LossConfig) -> tuple[Tensor, Tensor | None
     high = cfg.truncated_importance_sampling_ratio
     log_weight_R = t.old_logp_R - t.sampler_logp_R
     sequence_log_R = t.seqs.sum_for_each_token(log_weight_R)
-    by_sequence = cfg.sequence_level_importance_ratios or kind in BY_SEQUENCE
-    weight_R = (sequence_log_R if by_sequence else log_weight_R).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    mean_log_R, level = sequence_log_R / t.seqs.length_R, _weight_level(cfg)
+    log_weight_R = {"token": log_weight_R, "sequence_mean": mean_log_R, "sequence_sum": sequence_log_R}[level]
+    weight_R = log_weight_R.exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     if kind in (None, "sequence"):
         return weight_R, None
-    bounded_R = (sequence_log_R / t.seqs.length_R).exp() if kind == "seq-mask-tis" else weight_R
+    bounded_R = mean_log_R.exp() if kind == "seq-mask-tis" else weight_R
     outside_R = (bounded_R < low) | (bounded_R > high)
     if kind in ("tis", "sequence-truncate"):
         return weight_R.clamp(low, high), outside_R
     return torch.where(outside_R, 0.0, weight_R), outside_R
+
+
+def _weight_level(cfg: LossConfig) -> str:
+    """Of what a sampler weight is, as importance_sampling_correction_level names it."""
+    if cfg.truncated_importance_sampling_type in BY_SEQUENCE:
+        return "sequence_sum"
+    return cfg.importance_sampling_correction_level if cfg.sequence_level_importance_ratios else "token"
 
 
 def kl_estimate(log_ratio_T: Tensor, kind: str) -> Tensor:
@@ -291,13 +301,13 @@ def _token_metrics(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, entropy_R, cf
 
 def _weight_metrics(t: _Tokens, weight_R: Tensor, outside_R: Tensor | None, cfg: LossConfig) -> Metrics:
     """Means of the sampler weights, after truncation or masking: over sequences where each has one weight."""
-    kind = cfg.truncated_importance_sampling_type
-    gspo = cfg.sequence_level_importance_ratios
-    mean = t.seqs.mean if gspo or kind in BY_SEQUENCE else t.mean
+    kind, level = cfg.truncated_importance_sampling_type, _weight_level(cfg)
+    mean = t.mean if level == "token" else t.seqs.mean
     average = mean(weight_R)
     metrics = {"importance_weight_mean": average, "importance_weight_square": mean(weight_R**2)}
     # NeMo RL's name, and its number: with GSPO it sums over sequences instead of averaging.
-    metrics["sampling_importance_ratio"] = average[0] if gspo else average
+    is_nemos_sum = cfg.sequence_level_importance_ratios and level == "sequence_sum"
+    metrics["sampling_importance_ratio"] = average[0] if is_nemos_sum else average
     if outside_R is not None:
         mean = t.seqs.mean if kind == "seq-mask-tis" or kind in BY_SEQUENCE else t.mean
         metrics["is_oob_ratio"] = mean(outside_R)

@@ -26,7 +26,7 @@ from kernels.linear_loss import derivatives, linear_loss
 # `digest_of(loss.policy_loss)` when tests/kernels last showed that kernels/clipped_pg.py equals loss.py. After an edit
 # of loss.py, change the kernel too, run those tests, and put here what this prints:
 #   python -c "import loss, loss_path; print(loss_path.digest_of(loss.policy_loss))"
-PROVEN = "a4df0de4deefd8bd"
+PROVEN = "cb5e71e9cca7b167"
 
 
 def choose_loss_path(
@@ -77,7 +77,7 @@ def _pack(logp_R: Tensor, values_KR: Tensor, mask_R: Tensor, *, cfg: LossConfig,
     old_R = logp_R - log_ratio_R if has_old else logp_R
     return {
         "old_logp_T": old_R if has_old else None,
-        "sampler_logp_T": old_R - gap_R,
+        "sampler_logp_T": logp_R - log_ratio_R if cfg.old_logprobs == "sampler" else old_R - gap_R,
         "ref_logp_T": logp_R + ref_gap_R if has_ref else None,
         "adv_T": adv_R,
         "mask_T": mask_R,

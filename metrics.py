@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from advantages import rewards_differ
 from batch import Minibatch
 from data import Sample, groups_of
 from envs import OUTCOMES
@@ -22,6 +23,7 @@ from kernels.linear_loss import DEVIATION
 
 Metric = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Numbers = dict[str, float]  # a metric's name -> its value
+GAPS = ("logp_gap_mean", "logp_gap_max")
 EXTREMA = {"_min": torch.minimum, "_max": torch.maximum}
 
 
@@ -96,8 +98,8 @@ def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> di
         "unshaped_reward": _mean(s.unshaped_reward for s in generated),
         "accuracy": _mean(s.outcome == "ok" for s in generated),
         **{f"outcome/{name}": _mean(s.outcome == name for s in generated) for name in OUTCOMES[1:]},
-        "zero_variance_fraction": _mean(len({s.reward for s in group}) == 1 for group in groups),
-        "unshaped_zero_variance_fraction": _mean(len({s.unshaped_reward for s in group}) == 1 for group in groups),
+        "zero_variance_fraction": _mean(not rewards_differ(s.reward for s in group) for group in groups),
+        "unshaped_zero_variance_fraction": _mean(not rewards_differ(s.unshaped_reward for s in g) for g in groups),
         **_by_label(generated),
         "mean_prompt_length": _mean(len(s.prompt_ids) for s in generated),
         "mean_gen_tokens_per_sample": _mean(tokens_B),

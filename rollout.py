@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import envs
-from advantages import filter_overlong, shape_rewards
+from advantages import filter_overlong, rewards_differ, shape_rewards
 from config import Config, GRPOConfig
 from data import Problem, Sample, groups_of
 from dataset.mixing import Cursor, Mixture
@@ -380,7 +380,7 @@ def sample_ahead(
 
 def is_mixed(group: Sequence[Sample]) -> bool:
     """Whether rewards before shaping differ: lengths alone must not keep an all-wrong group (NVIDIA-NeMo/RL#2478)."""
-    return len({sample.unshaped_reward for sample in group}) > 1
+    return rewards_differ(sample.unshaped_reward for sample in group)
 
 
 def _too_few_groups(generated: Sequence[Sample], num_kept: int, num_batches: int, grpo: GRPOConfig) -> str:

@@ -49,8 +49,6 @@ grpo.reward_scaling.source_min>=grpo.reward_scaling.source_max & grpo.reward_sca
     two
 grpo.reward_scaling.target_min>=grpo.reward_scaling.target_max & grpo.reward_scaling.enabled=true: exchange the first
     two
-grpo.reward_shaping.max_response_length>policy.generation.max_new_tokens & grpo.reward_shaping.enabled=true &
-    grpo.reward_shaping.stop_properly_penalty_coef=null: no response gets there; lower the first to the second
 loss_fn.use_kl_in_reward=true & policy.generation.top_p!=1.0: the KL would compare the filtered policy with the whole
     reference; set the first to false
 loss_fn.use_kl_in_reward=true & policy.generation.top_k!=null: the KL would compare the filtered policy with the whole
@@ -58,8 +56,8 @@ loss_fn.use_kl_in_reward=true & policy.generation.top_k!=null: the KL would comp
 policy.max_total_sequence_length>policy.sequence_packing.train_mb_tokens: a pack holds whole sequences; raise the second
 policy.generation.max_new_tokens>policy.max_total_sequence_length: a response is part of the sequence; lower the first
 grpo.async_grpo.max_trajectory_age_steps!=0 & grpo.async_grpo.enabled=true &
-    loss_fn.use_importance_sampling_correction=false: tokens of older weights need the correction; set it to true, or
-    the age to 0
+    loss_fn.use_importance_sampling_correction=false & loss_fn.old_logprobs=trainer: tokens of older weights need the
+    correction; set it to true, or old_logprobs=sampler, or the age to 0
 grpo.async_grpo.in_flight_weight_updates=true & grpo.async_grpo.max_trajectory_age_steps=0 &
     grpo.async_grpo.enabled=true & policy.generation.colocated.enabled=false: no response outlasts its step; set the age
     to 1 or more, or in_flight_weight_updates=false
@@ -75,6 +73,12 @@ data.use_multiple_dataloader=true & data.num_prompts_per_dataloader=null & data.
 loss_fn.ratio_clip_c & loss_fn.disable_ppo_ratio=true: there is no ratio to clip
 loss_fn.ratio_clip_c & loss_fn.force_on_policy_ratio=true: the ratio is 1
 loss_fn.sequence_level_importance_ratios & loss_fn.disable_ppo_ratio=true: there is no ratio
+loss_fn.old_logprobs & loss_fn.disable_ppo_ratio=true: there is no ratio
+loss_fn.old_logprobs & loss_fn.force_on_policy_ratio=true: the ratio is 1
+loss_fn.old_logprobs=sampler & loss_fn.use_importance_sampling_correction=true: the ratio is to the sampler already; set
+    the second to false
+loss_fn.importance_sampling_correction_level & loss_fn.sequence_level_importance_ratios=false: the type names the level
+loss_fn.importance_sampling_correction_level & loss_fn.use_importance_sampling_correction=false: there are no weights
 loss_fn.kl_gradient & loss_fn.use_kl_in_reward=true: a reward has no gradient
 loss_fn.use_on_policy_kl_approximation & loss_fn.use_kl_in_reward=true: it is about the KL in the loss
 loss_fn.use_kl_in_reward & grpo.adv_estimator.name!=reinforce_plus_plus: only reinforce_plus_plus has it
@@ -84,6 +88,10 @@ grpo.normalize_rewards & grpo.adv_estimator.name=reinforce_plus_plus: it whitens
 grpo.use_leave_one_out_baseline & grpo.adv_estimator.name=reinforce_plus_plus: it may subtract the group's mean
 grpo.reward_std & grpo.adv_estimator.name=reinforce_plus_plus: it whitens over the tokens of the batch
 grpo.reward_std & grpo.normalize_rewards=false: nothing is divided by it
+grpo.reward_std_floor & grpo.adv_estimator.name=reinforce_plus_plus: it whitens over the tokens of the batch
+grpo.reward_std_floor & grpo.normalize_rewards=false: nothing is divided by a deviation
+grpo.reward_std_floor & grpo.use_leave_one_out_baseline=false: a deviation with the sample's own reward needs none
+grpo.reward_std_floor & grpo.reward_std!=baseline: a deviation with the sample's own reward needs none
 grpo.reward_shaping.enabled & grpo.adv_estimator.name=gdpo: it reads each reward, not their shaped sum
 grpo.async_grpo.max_trajectory_age_steps & grpo.async_grpo.enabled=false: each step samples anew
 grpo.async_grpo.in_flight_weight_updates & grpo.async_grpo.enabled=false: each step samples anew
@@ -272,13 +280,17 @@ def must_save_by_seconds(cfg: CheckpointingConfig) -> float | None:
 def _reward_problems(cfg: Config) -> Iterator[str]:
     """Shaping and dynamic sampling."""
     grpo, new = cfg.grpo, cfg.policy.generation.max_new_tokens
-    shaping, buffer = grpo.reward_shaping, grpo.reward_shaping.overlong_buffer_length
-    longest = shaping.max_response_length or new
-    if shaping.enabled and shaping.stop_properly_penalty_coef is None and buffer > longest:
+    shaping, most = grpo.reward_shaping, grpo.max_rollout_turns * new
+    buffer, longest = shaping.overlong_buffer_length, shaping.max_response_length
+    has_penalty = shaping.enabled and shaping.stop_properly_penalty_coef is None
+    longest_key = f"grpo.reward_shaping.max_response_length={json.dumps(longest)}"
+    most_key = f"policy.generation.max_new_tokens={new} x grpo.max_rollout_turns={grpo.max_rollout_turns}"
+    if has_penalty and (longest or 0) > most:
+        yield f"{longest_key} is more than {most_key}: no response gets there; lower the first to {most}"
+    elif has_penalty and buffer > (longest or most):
         yield (
-            f"grpo.reward_shaping.overlong_buffer_length={buffer} is longer than a response of {longest} tokens "
-            f"(grpo.reward_shaping.max_response_length={json.dumps(shaping.max_response_length)}, "
-            f"policy.generation.max_new_tokens={new}): every response would be penalized; lower the first"
+            f"grpo.reward_shaping.overlong_buffer_length={buffer} is longer than a response of {longest or most} "
+            f"tokens ({longest_key}, {most_key}): every response would be penalized; lower the first"
         )
     draw = grpo.num_prompts_per_step * grpo.batch_multiplier
     if draw != grpo.prompts_per_batch:

@@ -35,7 +35,8 @@ def kernel_inputs(pack: Mapping, dtype: torch.dtype) -> Tensor:
         weight_R = weight_R / length_R / torch.as_tensor(pack["num_valid_seqs"]).clamp(min=1)
     if cfg.positive_example_nll_weight:
         nll_weight_R = (valid_R & (pack["positive_T"] != 0)) / torch.as_tensor(pack["num_positive_tokens"]).clamp(min=1)
-    columns = (pack["old_logp_T"], pack["sampler_logp_T"], pack["adv_T"], weight_R, pack["ref_logp_T"], nll_weight_R)
+    old_R = pack["sampler_logp_T"] if cfg.old_logprobs == "sampler" else pack["old_logp_T"]
+    columns = (old_R, pack["sampler_logp_T"], pack["adv_T"], weight_R, pack["ref_logp_T"], nll_weight_R)
     return torch.stack([torch.zeros_like(weight_R) if x_R is None else x_R.detach().to(dtype) for x_R in columns])
 
 
@@ -123,7 +124,8 @@ def clipped_pg_kernel(
 def clipped_pg_dlogits_(chunk: LogitChunk, inputs_KR: Tensor, stats_KR: Tensor, pack: Mapping) -> Tensor:
     """dz_CV of a chunk, as `LogitChunk.dlogits_` gives it. Fills the chunk's rows of stats_KR: logp, entropy."""
     cfg, row_stride = pack["cfg"], chunk.logits_CV.stride(0)
-    has_old = pack["old_logp_T"] is not None and not cfg.force_on_policy_ratio  # else r = 1 and no clip binds
+    has_old = pack["old_logp_T"] is not None or cfg.old_logprobs == "sampler"
+    has_old = has_old and not cfg.force_on_policy_ratio  # else r = 1 and no clip binds
     has_ref = pack["ref_logp_T"] is not None and cfg.reference_policy_kl_penalty > 0 and not cfg.use_kl_in_reward
     dlogits_CV = chunk.narrow_view()
     clipped_pg_kernel[(rows_in_flight(chunk.logits_CV),)](

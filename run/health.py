@@ -20,7 +20,8 @@ MOST = 0.9  # "nearly all"
 GAP, CLIPPED = "logp_gap_mean", ("ratio_clip_low_fraction", "ratio_clip_high_fraction")
 OUTCOME = ("accuracy", *(f"outcome/{name}" for name in OUTCOMES[1:]))
 OTHERS = ("reward", "zero_variance_fraction", "advantages/min", "advantages/max", "truncation_rate")
-READ = (GAP, *CLIPPED, *OUTCOME, *OTHERS, "entropy", "grad_norm")
+SHARES = ("gradient/largest_group_share", "gradient/num_groups", "advantage_abs_max")
+READ = (GAP, *CLIPPED, *OUTCOME, *OTHERS, *SHARES, "entropy", "grad_norm")
 
 
 def logp_gap_grows(steps: Steps) -> str:
@@ -37,6 +38,14 @@ def gradient_explodes(steps: Steps) -> str:
     before = np.median(first) if len(first) >= FEW else math.inf
     now = np.median(np.nan_to_num(column(steps[-RECENT:], "grad_norm"), nan=math.inf, posinf=math.inf))
     return f"gradient norm {now:.3g}, at first {before:.3g}" if now > max(1, 30 * before) else ""
+
+
+def one_group(steps: Steps) -> str:
+    """One group makes most of the step's gradient, where an equal share is an eighth or less: its advantages are
+    hundreds of times the others', as those of nearly equal peers are (NVIDIA-NeMo/RL#1518), or its replies so long."""
+    share, num_groups, largest = (mean(steps[-1:], name) for name in SHARES)
+    said = f"{share:.0%} of the gradient is from one of {num_groups:.0f} groups; the largest advantage is {largest:.3g}"
+    return said if num_groups >= 8 and share > 0.5 else ""
 
 
 def many_clipped(steps: Steps) -> str:
@@ -90,7 +99,8 @@ def no_gradient(steps: Steps) -> str:
 
 
 # If several start to hold at one step, the first is nearest to the cause.
-RULES = [logp_gap_grows, gradient_explodes, many_clipped, reward_fell, truncated, parse_fail, entropy_gone, no_gradient]
+RULES = [logp_gap_grows, one_group, gradient_explodes, many_clipped, reward_fell]
+RULES += [truncated, parse_fail, entropy_gone, no_gradient]
 
 
 def column(steps: Steps, name: str) -> list[float]:

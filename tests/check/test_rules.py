@@ -33,6 +33,7 @@ TIS_KEYS = "truncated_importance_sampling"
 CISPO, GSPO = "loss_fn.use_cispo=true", "loss_fn.sequence_level_importance_ratios=true"
 PER_SEQUENCE, IS = "loss_fn.token_level_loss=false", "loss_fn.use_importance_sampling_correction=true"
 KIND, HIGH, LOW = (f"loss_fn.{TIS_KEYS}_{name}" for name in ("type", "ratio", "ratio_min"))
+SHAPING, LEVEL = "grpo.reward_shaping", "loss_fn.importance_sampling_correction_level"
 LORA = "policy.dtensor_cfg.lora_cfg"
 REINFORCE, GDPO = "grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estimator.name=gdpo"
 
@@ -46,6 +47,12 @@ REINFORCE, GDPO = "grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estim
         ("loss_fn.kl_gradient=plain", "score_function", "loss_fn.use_kl_in_reward=true", [REINFORCE]),
         ("loss_fn.use_on_policy_kl_approximation=true", "false", "loss_fn.use_kl_in_reward=true", [REINFORCE]),
         ("grpo.reward_std=batch", "baseline", "grpo.normalize_rewards=false", []),
+        ("grpo.reward_std_floor=0.0", "0.05", "grpo.normalize_rewards=false", []),
+        ("loss_fn.old_logprobs=sampler", "trainer", "loss_fn.disable_ppo_ratio=true", []),
+        ("loss_fn.old_logprobs=sampler", "trainer", "loss_fn.force_on_policy_ratio=true", []),
+        (f"{LEVEL}=token", "sequence_sum", "loss_fn.sequence_level_importance_ratios=false", [IS]),
+        (f"{LEVEL}=token", "sequence_sum", "loss_fn.use_importance_sampling_correction=false", [GSPO, PER_SEQUENCE]),
+        ("grpo.reward_std_floor=0.0", "0.05", "grpo.use_leave_one_out_baseline=false", []),
         ("grpo.reward_shaping.enabled=true", "false", GDPO, []),
         ("grpo.ref_policy_update_period=5", "null", "loss_fn.reference_policy_kl_penalty=0.0", []),
         ("grpo.ref_policy_update_alpha=0.5", "1.0", "grpo.ref_policy_update_period=null", []),
@@ -76,6 +83,7 @@ ESTIMATOR_OPTIONS = {  # key -> a value other than its default
     "grpo.normalize_rewards": "false",
     "grpo.use_leave_one_out_baseline": "false",
     "grpo.reward_std": "batch",
+    "grpo.reward_std_floor": "0.9",
     "grpo.adv_estimator.minus_baseline": "false",
     "grpo.adv_estimator.reward_weights": "[1.0, 3.0]",
 }
@@ -132,6 +140,9 @@ def test_a_forced_ratio_is_for_one_step_per_rollout(write):
         [GDPO, "grpo.adv_estimator.reward_weights=[1, 0.5]", "grpo.reward_std=batch"],
         ["loss_fn.use_on_policy_kl_approximation=true", "loss_fn.reference_policy_kl_penalty=0"],
         ["grpo.advantage_clip_low=-1", "grpo.advantage_clip_high=1"],
+        [GSPO, PER_SEQUENCE, IS, f"{KIND}=tis", f"{HIGH}=2", f"{LEVEL}=token"],
+        ["grpo.async_grpo.enabled=true", "loss_fn.old_logprobs=sampler"],
+        [f"{SHAPING}.enabled=true", f"{SHAPING}.max_response_length=512", "grpo.max_rollout_turns=3"],  # rllm#575
     ],
 )
 def test_keys_that_do(write, overrides):

@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 from statistics import mean, pstdev, stdev
 
 import numpy as np
@@ -24,6 +25,8 @@ from advantages import (
 )
 from config import AdvEstimatorConfig, ConfigError, GRPOConfig, LossConfig, RewardScalingConfig, RewardShapingConfig
 from data import Sample
+from metrics import sample_metrics
+from rollout import is_mixed
 
 REWARDS = {3: [1.0, 0, 0, 0.5], 9: [0.3, 1, -0.5, 2], 5: [0.2, 0.2, 0.2]}  # the last: all equal
 REWARD_B = torch.tensor([r for rewards in REWARDS.values() for r in rewards], dtype=torch.float64)
@@ -107,6 +110,42 @@ def test_equal_rewards_have_no_spread_whatever_the_rounding(leave_one_out):
             reward_B[0] = value + 1  # the others stay equal: unnormalized, so 1 and not a million
             adv_B = group_advantages(reward_B, group_B, leave_one_out=True, normalize=True)
             assert abs(adv_B[0] - 1) < 1e-9, (value, size, adv_B)
+
+
+NEARLY_EQUAL = [  # rewards of a group, and what the largest |A| exceeds without a floor
+    ([1.0, -1 / 4096, 0, 0, 0, 0, 0, 0], 10_000),  # one right, a peer a token into the overlong buffer of 4,096
+    ([1.0, -0.1, 0, 0, 0, 0, 0, 0], 26),
+    ([0.2, 0.8, 0.801, 0.8], 1_000),  # a judge's scores
+    ([-50.0, 100, 100, 100.001], 100_000),
+]
+
+
+@pytest.mark.parametrize("reward, unbounded", NEARLY_EQUAL)
+def test_nearly_equal_peers_give_no_advantages_of_thousands(reward, unbounded):
+    """NVIDIA-NeMo/RL#1518."""
+    reward_B, group_B = torch.tensor(reward, dtype=torch.float64), torch.zeros(len(reward), dtype=torch.long)
+    find = partial(estimate_advantages, reward_B, group_B, torch.ones(len(reward)), loss_fn=LossConfig(), parts={})
+    nemo_B, adv_B = find(grpo=GRPOConfig(reward_std_floor=0)), find(grpo=GRPOConfig())
+    assert nemo_B.abs().max() >= unbounded and adv_B.abs().max() <= 20
+    spread = max(reward) - min(reward)
+    for i in range(len(reward)):
+        peers = reward[:i] + reward[i + 1 :]
+        deviation = stdev(peers)
+        divisor = max(deviation, 0.05 * spread) + 1e-6 if deviation > 1e-12 else 1
+        assert adv_B[i].item() == pytest.approx((reward[i] - mean(peers)) / divisor, rel=1e-9, abs=1e-12)
+
+
+def test_the_floor_leaves_other_deviations_as_they_are():
+    """Zero, above the floor, with the sample's own reward, of the group or of the batch: the same bits."""
+    random, group_B = np.random.default_rng(0), torch.arange(64) // 8
+    for reward in (random.integers(0, 2, 64), random.random(64), 0.25 * random.integers(0, 5, 64)):
+        reward_B = torch.tensor(reward, dtype=torch.float32)
+        for loo, std in itertools.product([True, False], ["baseline", "group", "batch"]):
+            find = partial(group_advantages, reward_B, group_B, leave_one_out=loo, normalize=True, std=std)
+            assert find(std_floor=0.05).equal(find())
+    lone_B = torch.eye(1, 1000)[0]  # its deviation is 0.03 of the range, and bounds |A| itself
+    find = partial(group_advantages, lone_B, lone_B.long() * 0, leave_one_out=False, normalize=True)
+    assert find(std_floor=0.05).equal(find())
 
 
 @pytest.mark.parametrize("std", ["baseline", "group", "batch"])
@@ -324,6 +363,37 @@ def test_baseline_metrics_by_hand():
     assert of_mean["baseline_reward/pct_mixed"] == pytest.approx(100 / 3, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "rewards, differ",
+    [
+        ([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1], False),
+        ([0.6, 0.6000000000000001], False),
+        ([100.1 + 0.7 - 0.1, 100.7], False),
+        ([1.0, 1.0, 1 - 1e-12], False),
+        ([0.6, 0.600001], True),
+        ([0.0, 1e-9], True),
+        ([1.0], False),
+    ],
+)
+def test_rewards_that_differ_by_rounding_are_equal(rewards, differ):
+    """huggingface/trl#6681: dynamic sampling and zero_variance_fraction compare as the advantages do."""
+    group = [sample(3, reward, unshaped_reward=reward) for reward in rewards]
+    adv_B, metrics = step_advantages(group, GRPOConfig(), LossConfig())
+    assert any(adv_B) == (metrics["gradient/num_groups"] == 1) == is_mixed(group) == differ
+    found = sample_metrics(group, group)
+    assert found["zero_variance_fraction"] == found["unshaped_zero_variance_fraction"] == 1 - differ
+
+
+@pytest.mark.parametrize("token_level", [True, False])
+def test_which_group_makes_the_gradient(token_level):
+    groups = [(0, [1.0, 0]), (1, [0, 1.0]), (2, [1.0, 1])]
+    samples = [sample(10 if prompt else 2, reward, prompt) for prompt, rewards in groups for reward in rewards]
+    samples[0].num_trained_tokens = 0
+    _, found = step_advantages(samples, GRPOConfig(), LossConfig(token_level_loss=token_level))
+    assert found["gradient/num_groups"] == 2 and found["advantage_abs_max"] == 1
+    assert found["gradient/largest_group_share"] == pytest.approx(20 / 22 if token_level else 2 / 3)
+
+
 # ------------------------------------------------------------------------------------------ scaling and shaping
 
 OVERLONG = {"enabled": True, "overlong_buffer_length": 4, "overlong_buffer_penalty": 1.0, "max_response_length": 20}
@@ -354,6 +424,15 @@ def test_lengths_are_the_policys_own_tokens():
     long = sample(24, num_env_tokens=6)
     long.mask[:] = False
     assert shaped([long], **OVERLONG) == [GOLDEN[18]]
+
+
+@pytest.mark.parametrize("turns, tokens, lost", [(3, 450, 0), (3, 1408, 0), (3, 1472, 0.5), (1, 448, 0.5)])
+def test_the_limit_of_a_conversation_is_of_all_its_turns(turns, tokens, lost):
+    """rllm-org/rllm#575: three turns of 150 tokens under a cap of 512 lose nothing."""
+    grpo = GRPOConfig(max_rollout_turns=turns, reward_shaping=RewardShapingConfig(enabled=True))
+    conversation = sample(tokens, num_turns=turns)
+    shape_rewards([conversation], grpo, 512)
+    assert conversation.reward == 1 - lost
 
 
 def test_stop_properly_takes_the_place_of_the_penalty():

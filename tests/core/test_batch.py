@@ -48,6 +48,10 @@ def test_when_the_policy_is_scored_before_it_is_trained():
     assert needs_old_logps(settings(policy={"ppo_epochs": 2}))
     assert needs_old_logps(settings(grpo={"seq_logprob_error_threshold": 2.0}))
     assert needs_old_logps(settings(loss_fn={"use_kl_in_reward": True}))
+    by_sampler, ages = {"loss_fn": {"old_logprobs": "sampler"}}, {"async_grpo": config.AsyncGRPOConfig(enabled=True)}
+    assert needs_old_logps(settings(grpo=ages))
+    assert not needs_old_logps(settings(grpo=ages, policy={"ppo_epochs": 2}, **by_sampler))
+    assert needs_old_logps(settings(grpo={"seq_logprob_error_threshold": 2.0}, **by_sampler))
 
 
 def test_the_gap_of_the_newest_tokens_is_without_those_that_the_filter_cut(step):
@@ -56,7 +60,7 @@ def test_the_gap_of_the_newest_tokens_is_without_those_that_the_filter_cut(step)
     micro.version_R[:3] = 7
     gap_R = (micro.sampler_logp_R - micro.old_logp_R).abs()[:3].tolist()
     micro.old_logp_R[1] = -torch.inf
-    (total, count), largest = newest_gap(micro, 7).values()
+    (total, count), largest = newest_gap(micro, 7, config.GRPOConfig(), micro.old_logp_R).values()
     assert float(total / count) == pytest.approx((gap_R[0] + gap_R[2]) / 2) and largest == max(gap_R[0], gap_R[2])
 
 
@@ -70,7 +74,8 @@ def test_where_keys_and_values_were_kept_the_gap_is_that_of_whole_responses(step
     rows = torch.isin(micro.seq_R, torch.stack(whole)) & micro.mask_R
     assert 2 < rows.sum() < ((micro.version_R == 4) & micro.mask_R).sum()
     gap_R = (micro.sampler_logp_R - micro.old_logp_R).abs()[rows]
-    (total, count), largest = newest_gap(micro, 4, cache_was_rebuilt=False).values()
+    grpo = config.GRPOConfig(async_grpo=config.AsyncGRPOConfig(recompute_kv_cache_after_weight_updates=False))
+    (total, count), largest = newest_gap(micro, 4, grpo, micro.old_logp_R).values()
     assert float(total) == pytest.approx(float(gap_R.sum())) and float(count) == pytest.approx(len(gap_R))
     assert float(largest) == float(gap_R.max())
 
@@ -293,7 +298,7 @@ def test_the_gap_of_the_newest_tokens_is_without_those_that_a_filter_cut(step, o
     micro.sampler_logp_R[newest[1]] = -torch.inf
     rest = newest[2:]
     gap_R = (micro.sampler_logp_R - micro.old_logp_R)[rest].abs()
-    metrics = newest_gap(micro, 4)
+    metrics = newest_gap(micro, 4, config.GRPOConfig(), micro.old_logp_R)
     total, count = metrics["logp_gap_mean"]
     assert float(total) == pytest.approx(float(gap_R.sum())) and float(count) == pytest.approx(len(rest))
     assert float(metrics["logp_gap_max"]) == float(gap_R.max())

@@ -187,6 +187,21 @@ def test_a_run_with_a_filter(run, capfd, kl):
         assert (record["train/kl_penalty"] != 0) == (kl > 0)
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_an_asynchronous_run_whose_ratio_is_to_the_sampler(run, capfd, epochs):
+    """NovaSky-AI/SkyRL#1315: the clip acts on older weights; the gap is that of the newest, at the step's start."""
+    words = ["grpo.async_grpo.enabled=true", "loss_fn.old_logprobs=sampler", "policy.optimizer.kwargs.lr=0.01"]
+    words += ["grpo.max_num_steps=3", "checkpointing.enabled=false", "policy.scheduler.warmup_steps=0"]
+    folder = run(grpo, *words, f"policy.ppo_epochs={epochs}", "grpo.logp_gap_limit=1e-4")
+    assert ("NOTE: loss_fn.old_logprobs=sampler: " in capfd.readouterr().out) == (epochs == 1)
+    steps = [record for record in records(folder) if "train/loss" in record]
+    assert [record["train/logp_gap_max"] for record in steps if record["train/logp_gap_max"] > 1e-4] == []
+    assert steps[0]["train/grad_norm"] > 0
+    old = [record for record in steps if record["train/max_trajectory_age"] > 0]
+    assert old and all(record["train/token_mult_prob_error"] > 1.01 for record in old)
+    assert any(record["train/ratio_clip_low_fraction"] + record["train/ratio_clip_high_fraction"] > 0 for record in old)
+
+
 def make_engine(folder, max_total_tokens=64):
     policy = config.PolicyConfig(precision="float32", max_total_sequence_length=max_total_tokens)
     return engine_module.Engine(folder, read_model_config(folder), Tokenizer(folder), config.Config(policy=policy))

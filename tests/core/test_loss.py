@@ -117,6 +117,9 @@ def test_metrics_golden():
         # NeMo RL's sum over the two sequences, and what it means to be.
         (GSPO, {"sampling_importance_ratio": 2.349859, "importance_weight_mean": 2.349859 / 2}),
         (GSPO | TIS, {"is_oob_ratio": 0.4, "sampling_importance_ratio": 2.2}),
+        # Not NeMo RL's, so by hand: of tokens, and the geometric means 1 and exp(.15) of sequences.
+        (GSPO | {"importance_sampling_correction_level": "token"}, {"sampling_importance_ratio": 1.071973}),
+        (GSPO | {"importance_sampling_correction_level": "sequence_mean"}, {"sampling_importance_ratio": 1.080917}),
         # Not NeMo RL's, so by hand: sequence weights 1 and exp(.3), over sequences.
         (IS | {"truncated_importance_sampling_type": "sequence"}, {"sampling_importance_ratio": 2.349859 / 2}),
         (bounded("sequence-truncate", 0, 1.2), {"is_oob_ratio": 0.5, "sampling_importance_ratio": 1.1}),
@@ -132,6 +135,33 @@ def test_weight_metrics_golden(options, want):
     assert {name: got[name] for name in want if abs(got[name] - want[name]) > PRINTED} == {}
     masks = {"icepop", "seq-mask-tis", "sequence-mask"}
     assert ("kept_fraction/importance_sampling" in got) == (options.get("truncated_importance_sampling_type") in masks)
+
+
+def test_what_a_sampler_weight_with_gspo_is_of():
+    """NVIDIA-NeMo/RL#2269: by bfloat16's rounding alone, the product over 8,000 tokens has a mean far from 1."""
+    random = torch.Generator().manual_seed(0)
+    logp_T = -torch.rand(16 * 8000, generator=random)
+    seq_T = torch.arange(16 * 8000) // 8000
+    noise_T = 0.02 * torch.randn(16 * 8000, generator=random)
+    pack = {"old_logp_T": logp_T, "sampler_logp_T": logp_T + noise_T, "adv_T": noise_T, "mask_T": noise_T < 9}
+    pack |= {"seq_T": seq_T, "num_valid_tokens": 1, "num_valid_seqs": 16}
+    means = {}
+    for level in ("token", "sequence_mean", "sequence_sum"):
+        cfg = LossConfig(**GSPO | {"importance_sampling_correction_level": level})
+        means[level] = reduced(policy_loss(logp_T, **pack, cfg=cfg)[1])["importance_weight_mean"]
+    assert abs(means["token"] - 1) < 0.02 and abs(means["sequence_mean"] - 1) < 0.02, means
+    assert abs(means["sequence_sum"] - 1) > 0.2, means
+
+
+def test_the_ratio_to_the_sampler_clips_and_the_gap_stays_that_of_the_trainer():
+    """SkyRL#1315: with one optimizer step `old` is the current policy, and the clip never acts."""
+    batch = golden_batch() | {"old_logp_T": None}
+    for old_logprobs, clipped in ("trainer", 0), ("sampler", 0.2):  # exp(-.7), of negative advantage
+        _, metrics = policy_loss(**batch, cfg=LossConfig(old_logprobs=old_logprobs))
+        got = reduced(metrics)
+        assert got["ratio_clip_low_fraction"] + got["ratio_clip_high_fraction"] == pytest.approx(clipped)
+        assert (got["probs_ratio_min"] == 1) == (old_logprobs == "trainer")
+        assert got["logp_gap_mean"] == pytest.approx((0.1 + 0.1 + 0.5 + 0.1 + 0.7) / 5)
 
 
 def test_kl_penalty_metric_is_the_term_over_its_weight():

@@ -59,7 +59,7 @@ def test_clip_dual_clip_weights_kl_aggregation_entropy(clip_max, dual):
 
 def test_modes_weights_aggregation():
     configs = allowed(MODES, WEIGHTS, AGGREGATIONS, [{"reference_policy_kl_penalty": 0.3, "entropy_coef": 0.2}])
-    assert len(configs) == 8 * 3 + 4 * 2 + 8 + 8 * 3 + 8 * 3 + 4 * 2
+    assert len(configs) == 8 * 3 + 4 * 2 + 8 + 8 * 3 + 8 * 3 + 4 * 2 + 2 * 4 * 2 + 3 + 2 + 1
     check(configs)
 
 

@@ -133,10 +133,11 @@ def test_edits_are_trained(tmp_path, small_chunks, edit):
 
 
 @pytest.mark.slow
-def test_without_an_edit_the_fused_kernel_proves_itself(small_chunks):
-    cfg = LossConfig(reference_policy_kl_penalty=0.0)
+@pytest.mark.parametrize("old_logprobs", ["trainer", "sampler"])
+def test_without_an_edit_the_fused_kernel_proves_itself(small_chunks, old_logprobs):
+    cfg = LossConfig(reference_policy_kl_penalty=0.0, old_logprobs=old_logprobs)
     case = make_case(cfg)
-    path = choose(original.policy_loss, cfg, TRITON)
+    path = choose(original.policy_loss, cfg, TRITON, has_old=old_logprobs == "trainer")
     assert path.describe() == "loss: fused Triton kernel, proven equal to loss.py"
     got, _ = train(original.policy_loss, path, TRITON, *case)
     assert max(relative_errors(got, oracle(original.policy_loss, *case))) <= 1e-5
@@ -181,7 +182,8 @@ def test_which_options_couple_tokens(every):
             moves = not has_old or cfg.force_on_policy_ratio  # old is logp itself
             gspo, kind = cfg.sequence_level_importance_ratios, cfg.truncated_importance_sampling_type
             weights = gspo or kind in ("seq-mask-tis", "sequence", "sequence-truncate", "sequence-mask")
-            want = (gspo and not moves) or (cfg.use_importance_sampling_correction and weights and moves)
+            want = gspo and (cfg.old_logprobs == "sampler" or not moves)
+            want |= cfg.use_importance_sampling_correction and weights and moves
             make_pack = partial(loss_path._pack, cfg=cfg, has_old=has_old, has_ref=False)
             coupled, idle, positive = loss_path._probe(original.policy_loss, make_pack)
             assert coupled == want, (cfg, has_old)
@@ -212,6 +214,7 @@ WRONG = [  # (weight of the KL, whether old is given, an option of the fused ker
     (0.0, True, "ratio_clip_max", 0.282),
     (0.0, True, "ratio_clip_c", 3.05),
     (0.0, True, "truncated_importance_sampling_ratio", 2.1),
+    (0.0, True, "old_logprobs", "sampler"),
     (0.3, False, "truncated_importance_sampling_ratio", 2.1),
     (0.3, False, "kl_input_clamp_value", 2.05),
     (0.3, False, "kl_gradient", "plain"),

@@ -86,9 +86,9 @@ class Request:
         logp_V = (logits_V / (params.temperature or 1.0)).log_softmax(-1)
         if params.temperature and (params.top_k or params.top_p < 1):
             ordered, order = logp_V.sort(descending=True)
-            before = ordered.exp().cumsum(0) - ordered.exp()
-            keep = (before < params.top_p) & (torch.arange(len(order)) < (params.top_k or len(order)))
-            logp_V = torch.full_like(logp_V, -torch.inf).index_put((order[keep],), ordered[keep]).log_softmax(-1)
+            ordered = ordered[: params.top_k or None].log_softmax(-1)  # top_k first: top_p is of what it leaves
+            ordered = ordered[ordered.exp().cumsum(0) - ordered.exp() < params.top_p]
+            logp_V = torch.full_like(logp_V, -torch.inf).index_put((order[: len(ordered)],), ordered).log_softmax(-1)
         if params.temperature:
             below_V = logp_V.exp().cumsum(0)
             point = below_V[-1] * torch.rand((), generator=self.generator, dtype=torch.float64)

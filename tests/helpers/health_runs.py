@@ -61,6 +61,7 @@ SICK = {  # name -> (the rule that fires first, arguments)
             *("grpo.normalize_rewards=false", "policy.optimizer.kwargs.lr=1e-3"),
         ],
     ),
+    "near_ties": ("one_group", [*(SMOKE, SHORT, "grpo.reward_std_floor=0", "data.train.env_name=sick:NearTies")]),
     "no_box": ("parse_fail", [SMOKE, SHORT, "data.default.env_name=math"]),
 }
 

@@ -74,9 +74,10 @@ def loop_loss(batch: dict, cfg: LossConfig) -> tuple[float, list[float], list[fl
     for seq in sorted(set(columns["seq_T"])):
         mine = [i for i in range(num) if columns["seq_T"][i] == seq and batch["mask_T"][i]]
         weights = loop_weights([columns["old_logp_T"][i] - columns["sampler_logp_T"][i] for i in mine], cfg)
-        mean_log_ratio = sum(columns["logp_T"][i] - columns["old_logp_T"][i] for i in mine) / max(len(mine), 1)
+        before = columns["sampler_logp_T" if cfg.old_logprobs == "sampler" else "old_logp_T"]
+        mean_log_ratio = sum(columns["logp_T"][i] - before[i] for i in mine) / max(len(mine), 1)
         for i, weight in zip(mine, weights, strict=True):
-            logp, old, sampler, ref = (columns[name][i] for name in LOGPS)
+            logp, _, sampler, ref = (columns[name][i] for name in LOGPS)
             adv = columns["adv_T"][i]
             if cfg.token_level_loss:
                 share = 1 / batch["num_valid_tokens"]
@@ -85,7 +86,7 @@ def loop_loss(batch: dict, cfg: LossConfig) -> tuple[float, list[float], list[fl
             else:
                 share = 1 / batch["num_valid_seqs"] / cfg.loss_scale_factor
             gspo = cfg.sequence_level_importance_ratios and not cfg.force_on_policy_ratio
-            value, slope = loop_token(logp, mean_log_ratio if gspo else logp - old, adv, cfg)
+            value, slope = loop_token(logp, mean_log_ratio if gspo else logp - before[i], adv, cfg)
             total += share * weight * value
             for j in mine if gspo else [i]:  # a sequence's ratio is moved by each of its tokens
                 grad[j] += share * weight * slope / (len(mine) if gspo else 1)
@@ -127,8 +128,9 @@ def loop_weights(log_weights: list[float], cfg: LossConfig) -> list[float]:
         return [1.0] * len(log_weights)
     token = [math.exp(x) for x in log_weights]
     product = [math.exp(sum(log_weights))] * len(token)
-    if cfg.sequence_level_importance_ratios:
-        token = product
+    if cfg.sequence_level_importance_ratios and cfg.importance_sampling_correction_level != "token":
+        is_mean = cfg.importance_sampling_correction_level == "sequence_mean"
+        token = [w ** (1 / len(product)) for w in product] if is_mean else product
     if kind == "tis":
         return [min(max(w, low), high) for w in token]
     if kind == "icepop":
@@ -195,6 +197,11 @@ MODES = [
     {"disable_ppo_ratio": True},
     {"force_on_policy_ratio": True},
     {"sequence_level_importance_ratios": True, "force_on_policy_ratio": True},
+    {"sequence_level_importance_ratios": True, "importance_sampling_correction_level": "token"},
+    {"sequence_level_importance_ratios": True, "importance_sampling_correction_level": "sequence_mean"},
+    {"old_logprobs": "sampler"},
+    {"sequence_level_importance_ratios": True, "old_logprobs": "sampler"},
+    {"use_cispo": True, "old_logprobs": "sampler"},
 ]
 
 

@@ -1,6 +1,7 @@
 """What makes a run sick: tests/helpers/health_runs.py names these in overrides of configs/smoke.yaml."""
 
 import sys
+from dataclasses import replace
 
 from envs import Exact
 
@@ -12,6 +13,13 @@ def constant_reward(completions, **columns):
 def wrong_answer(row):
     """A processor: 54+18= is now 1072, which no reply of the starter is."""
     return row | {"answer": str(int(row["answer"]) + 1000)}
+
+
+class NearTies(Exact):
+    """Scores that differ in the sixth digit, as a judge's do."""
+
+    def step(self, turns):
+        return [replace(graded, reward=graded.reward + 1e-6 * (i % 7)) for i, graded in enumerate(super().step(turns))]
 
 
 class StaleLayer(Exact):

@@ -8,6 +8,7 @@ import math
 from functools import partial
 from pathlib import Path
 
+import fake_vllm
 import pytest
 import torch
 from peers.sampling_filter import CASES, LOGITS
@@ -120,6 +121,23 @@ def test_nemo_rls_own_function(case):
     (grad,) = torch.autograd.grad((torch.where(logp_R > -math.inf, logp_R, 0.0) * weight_R).sum(), logits)
     want = torch.tensor(expected["gradient"], device=DEVICE)
     torch.testing.assert_close(grad.view(num_rows, vocab, vocab).sum(1), want, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("top_p, top_k", FILTERS)
+def test_the_stand_in_for_vllm_filters_alike(top_p, top_k):
+    """It had top_p of the whole distribution beside top_k (found with the trainer's: a gap of 0.1 nats)."""
+    logits_CV = torch.randn(40, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) * 2
+    for logits_V in logits_CV:
+        params = fake_vllm.SamplingParams(
+            temperature=0.7, max_tokens=1, stop_token_ids=[0], logprobs=0, flat_logprobs=True, detokenize=False,
+            output_kind=fake_vllm.RequestOutputKind.FINAL_ONLY, top_p=top_p, top_k=top_k or 0, seed=1,
+        )  # fmt: skip
+        request = fake_vllm.Request([1], params)
+        request.add_token(logits_V)
+        kept = kept_ids(logits_V.tolist(), top_p, top_k, 0.7)
+        logp_K = (logits_V[sorted(kept)] / 0.7).log_softmax(0)
+        token, logp = request.reply.token_ids[0], request.reply.logprobs.logprobs[0]
+        assert logp == pytest.approx(logp_K[sorted(kept).index(token)].item(), abs=1e-9)
 
 
 @pytest.mark.parametrize("top_p, top_k", FILTERS)

@@ -22,7 +22,7 @@ WELL = {
     **{"outcome/timeout": 0.0, "outcome/error": 0.0},
     **{"advantages/min": -1.0, "advantages/max": 1.0, "zero_variance_fraction": 0.25, "grad_norm": 0.5},
     **{"entropy": 0.15, "logp_gap_mean": 1e-3, "ratio_clip_low_fraction": 0.0, "ratio_clip_high_fraction": 0.0},
-    "lr": 0.5,
+    **{"gradient/largest_group_share": 0.2, "gradient/num_groups": 12, "advantage_abs_max": 1.0, "lr": 0.5},
 }
 
 
@@ -67,6 +67,11 @@ EDGES = [  # (rule, whether it holds after the last of these steps, the steps): 
     ("reward_fell", False, well(1) + flat(3, reward=0.26)),
     ("reward_fell", False, well(1, zero_variance_fraction=0.61) + flat(3, reward=0.0)),
     ("reward_fell", False, wobbling(10, 0.3, 0.7) + wobbling(10, 0.0, 0.4)),
+    ("one_group", True, well(1, gradient__largest_group_share=0.51)),
+    ("one_group", True, well(3) + well(1, gradient__largest_group_share=0.99, gradient__num_groups=8)),
+    ("one_group", False, well(3) + well(1, gradient__largest_group_share=0.99, gradient__num_groups=7)),
+    ("one_group", False, well(3) + well(1, gradient__largest_group_share=0.5)),
+    ("one_group", False, well(1, gradient__largest_group_share=0.51) + well(1)),
     ("truncated", True, well(3) + well(3, truncation_rate=0.9)),
     ("truncated", False, well(3) + well(3, truncation_rate=0.89)),
     ("truncated", False, well(1, truncation_rate=0.8) + well(2, truncation_rate=1.0)),
