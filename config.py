@@ -166,7 +166,7 @@ class GRPOConfig:
     @property
     def prompts_per_batch(self) -> int:
         """The number of prompts that are drawn at once."""
-        return int(self.num_prompts_per_step * self.batch_multiplier)
+        return int(round(self.num_prompts_per_step * self.batch_multiplier, 9))  # 100 x 1.15 is 114.99999999999999
 
     def max_num_seqs(self, num_engines: int) -> int:
         """The most samples in an engine at once: with async_grpo of a step, else of the largest batch."""
@@ -323,9 +323,9 @@ class VllmConfig:
 
 @dataclass(frozen=True, slots=True)
 class ColocatedResourcesConfig:
-    gpus_per_node: int | None = key(None, ">= 1")
+    gpus_per_node: int | None = key(None, ">= 1, <= 1000")
     """With enabled=false, this many ranks of a node only generate: the last ones of a single node, all of several."""
-    num_nodes: int | None = key(None, ">= 1")
+    num_nodes: int | None = key(None, ">= 1, <= 10000")
     """With enabled=false, this many nodes only generate, the last of the job; on a single node, 1 or null."""
 
 

@@ -20,6 +20,7 @@ from config import Config, GRPOConfig
 from data import Problem, Sample, groups_of
 from dataset.mixing import Cursor, Mixture
 from engine import STEPS_BETWEEN_STOPS, Completion, Engine, SamplingOptions, check_versions
+from graders.environments import grade
 from hf.tokenizer import Tokenizer
 from system.exchange import share_numbers
 from system.exits import Interrupted, StopRun
@@ -87,12 +88,8 @@ class Conversation:
         return envs.Turn(*known, ids_before, self.reply_ids, int(completion.versions[-1]))
 
     def add_result(self, result: envs.StepResult, tokenizer: Tokenizer, max_total_tokens: int, is_last: bool) -> None:
-        """Ends the conversation, or appends the observation if a reply has room after it. A reward that is not finite
-        counts as outcome `error` with reward 0."""
-        assert result.outcome in envs.OUTCOMES, result
+        """Ends the conversation, or appends the observation if a reply has room after it."""
         sample = self.sample
-        if not np.isfinite([result.reward, *result.rewards.values()]).all():
-            result = replace(result, reward=0.0, rewards=dict.fromkeys(result.rewards, 0.0), outcome="error", done=True)
         sample.num_turns += 1
         sample.reward += result.reward
         for name, reward in result.rewards.items():
@@ -240,7 +237,7 @@ class Sampler:
         for name, environment in self.environments.items():
             members = [i for i, each in enumerate(live) if each.problem.env_name == name]
             try:
-                graded = environment.step([turns[i] for i in members]) if members else []
+                graded = grade(name, environment, [turns[i] for i in members]) if members else []
             except Interrupted:
                 return None
             results |= zip(members, graded, strict=True)

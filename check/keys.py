@@ -5,7 +5,7 @@ import difflib
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
@@ -55,16 +55,20 @@ def numbered_name(name: str) -> str:
     return re.sub(rf"^({'|'.join(map(re.escape, LISTS))})\.(?!\d)", r"\1.0.", name)
 
 
+def hint(name: str, names: Collection[str], cutoff: float = 0.6) -> str:
+    """The end of a message: which of `names` is nearest to `name` by the last part; "" if none is near."""
+    last_names = {full: full.rpartition(".")[2] for full in names}
+    last = difflib.get_close_matches(name.rpartition(".")[2], last_names.values(), n=1, cutoff=cutoff)
+    near = difflib.get_close_matches(name, [full for full in names if last_names[full] in last], n=1, cutoff=0)
+    return f" Did you mean '{near[0]}'?" if near else ""
+
+
 def unknown_key(name: str) -> str:
     """The message about a key that does not exist: the key nearest by its last name, and the keys of its section."""
-    last_names = {full: full.rpartition(".")[2] for full in FIELDS}
-    last = difflib.get_close_matches(name.rpartition(".")[2], last_names.values(), n=1)
-    near = difflib.get_close_matches(name, [full for full in FIELDS if last_names[full] in last], n=1, cutoff=0)
     section = name
     while section not in SECTIONS:
         section = section.rpartition(".")[0]
-    hint = f" Did you mean '{near[0]}'?" if near else ""
-    return f"unknown key '{name}'.{hint} Keys of {section or 'a config'}: {keys_of(section)}"
+    return f"unknown key '{name}'.{hint(name, FIELDS)} Keys of {section or 'a config'}: {keys_of(section)}"
 
 
 def split_optional(kind: Any) -> tuple[Any, bool]:

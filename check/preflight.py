@@ -16,7 +16,7 @@ import envs
 from check import memory_fit, reader, resume, rules
 from check.memory_plan import GIB, Plan
 from check.rules import max_prompt_tokens
-from config import Config, ConfigError, DataError, DatasetConfig, RewardModelConfig, TokenizerConfig
+from config import Config, ConfigError, DataError, DatasetConfig, RewardModelConfig, TokenizerConfig, shortened
 from dataset.mixing import Cursor, Mixture
 from dataset.scan import Dataset, load_dataset
 from graders.environments import make_environment
@@ -151,7 +151,7 @@ def read_tokenizer(cfg: TokenizerConfig, key: str, model_folder: Path) -> Tokeni
     """The tokenizer that config key `key` names, or the model's own."""
     folder = resolve_folder(cfg.name, key) if cfg.name is not None else model_folder
     if not (folder / "tokenizer.json").is_file():
-        raise DataError(f"{folder}: no tokenizer.json (save the tokenizer in its 'fast' format)")
+        raise DataError(f"{key}: no tokenizer.json in {folder} (save the tokenizer in its 'fast' format)")
     return Tokenizer(folder, cfg.chat_template, cfg.chat_template_kwargs)
 
 
@@ -270,6 +270,10 @@ def gpu_memory(argv: Sequence[str]) -> tuple[float | None, list[str]]:
 
 def parse_command_line(argv: Sequence[str], usage: str) -> Config:
     """The validated config of a command line, with the run that it resumes. ConfigError for whatever is wrong."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        number = os.environ.get(name, "1")
+        if not re.fullmatch(r"[0-9]{1,7}", number) or (name.endswith("SIZE") and int(number) == 0):
+            raise ConfigError(f"{name}={shortened(number)} in the environment is no number of ranks: unset it")
     flags = {"--check", "--all", "--explain"} & set(argv) if "--check" in argv else set()
     words = [word for word in argv if word not in flags]
     if not words or words[0].startswith("-"):

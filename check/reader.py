@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
@@ -288,7 +289,7 @@ def _resolve(name: str, value: Any, place: str, everything: Mapping[str, Any]) -
         if ":" in inner:
             if not re.fullmatch(rf"mul\s*:\s*{_NUMBER}(\s*,\s*{_NUMBER})*", inner):
                 raise ConfigError(f"{place}: {name}: ${{{inner}}}: only keys, and mul of numbers, are understood")
-            return f"{math.prod(map(float, re.findall(_NUMBER, inner))):.17g}"
+            return f"{float(math.prod(map(Decimal, re.findall(_NUMBER, inner)))):.17g}"  # 1.1 x 100 is 110
         other = f"{name.rpartition('.')[0]}{inner}" if inner.startswith(".") else inner
         default = FIELDS[other].default if other in FIELDS else MISSING
         found = everything.get(keys.numbered_name(other), default)

@@ -68,6 +68,9 @@ policy.dtensor_cfg.dp_replicate_size!=1 & policy.optimizer.name=torch.optim.Muon
 policy.dtensor_cfg.lora_cfg.enabled=true & policy.optimizer.name=torch.optim.Muon: Muon is for matrices, not for their
     factors; use torch.optim.AdamW
 policy.dtensor_cfg.lora_cfg.enabled=true & grpo.ref_policy_update_alpha!=1.0: an average of factors is no average; use 1
+policy.dtensor_cfg.lora_cfg.match_all_linear=false & policy.dtensor_cfg.lora_cfg.enabled=true &
+    policy.dtensor_cfg.lora_cfg.target_modules=[] & policy.dtensor_cfg.lora_cfg.exclude_modules=[]: name layers in one
+    of the lists, or set the first to true
 data.use_multiple_dataloader=true & data.num_prompts_per_dataloader=null & data.custom_dataloader=null: set
     data.num_prompts_per_dataloader, the prompts of a turn
 loss_fn.ratio_clip_c & loss_fn.disable_ppo_ratio=true: there is no ratio to clip
@@ -292,7 +295,9 @@ def _reward_problems(cfg: Config) -> Iterator[str]:
             f"grpo.reward_shaping.overlong_buffer_length={buffer} is longer than a response of {longest or most} "
             f"tokens ({longest_key}, {most_key}): every response would be penalized; lower the first"
         )
-    draw = grpo.num_prompts_per_step * grpo.batch_multiplier
+    if (weights := grpo.adv_estimator.reward_weights) and not any(weights):
+        yield f"grpo.adv_estimator.reward_weights={list(weights)}: no reward counts; set one to another number than 0"
+    draw = round(grpo.num_prompts_per_step * grpo.batch_multiplier, 9)
     if draw != grpo.prompts_per_batch:
         keys = f"grpo.batch_multiplier={grpo.batch_multiplier} x grpo.num_prompts_per_step={grpo.num_prompts_per_step}"
         yield f"{keys}: {draw} is not a whole number"

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from config import DataError, DatasetConfig
+from config import DataError, DatasetConfig, shortened
 from data import Problem
 from dataset.sources import Source, with_preset
 from hf.files import parse_json, read_text
@@ -58,17 +58,20 @@ class ProblemMaker:
         raw = self._filtered(raw)
         if raw is None:
             return None
-        messages, answer, tools = read_row(raw, self.cfg)
+        messages, value, tools = read_row(raw, self.cfg)
+        answer = value if isinstance(value, str | None) else json.dumps(value, allow_nan=False)
         task = raw.get("task_name")
         env_name = self.env_names.get(task, self.explicit_env)
         if env_name is None:
             fix = f"use {', '.join(ENVIRONMENTS)}, or set data.task_to_env or env_name of this data set"
             raise DataError(f"task_name {task!r:.80} is no environment: {fix}")
-        if env_name in ("exact", "math", "math_multi_reward"):
-            if answer is None:
-                raise no_key(raw, "output_key", (self.cfg.output_key,) if self.cfg.output_key else OUTPUT_KEYS)
-            if GSM8K_MARK in answer:
-                answer = answer.rpartition(GSM8K_MARK)[2].strip() or answer
+        is_compared = env_name in ("exact", "math", "math_multi_reward")
+        if is_compared and answer is None:
+            raise no_key(raw, "output_key", (self.cfg.output_key,) if self.cfg.output_key else OUTPUT_KEYS)
+        if is_compared and isinstance(value, list | dict | bool):
+            raise DataError(f"the answer {shortened(value)} is neither text nor number: no reply can equal it")
+        if is_compared and GSM8K_MARK in answer:
+            answer = answer.rpartition(GSM8K_MARK)[2].strip() or answer
         messages = self._with_prompts(messages)
         ids = self.tokenizer.render(messages, tools, max_tokens=self.limit)
         if not ids:
@@ -105,19 +108,17 @@ class ProblemMaker:
         return messages
 
 
-def read_row(raw: dict, cfg: DatasetConfig) -> tuple[list[dict], str | None, list[dict] | None]:
-    """(messages, answer or None, tools or None) of a row. Raises DataError for a row in none of the forms."""
+def read_row(raw: dict, cfg: DatasetConfig) -> tuple[list[dict], Any, list[dict] | None]:
+    """(messages, answer as read or None, tools or None) of a row. DataError for a row in none of the forms."""
     params, tools = raw.get("responses_create_params"), raw.get("tools")
     output_keys = OUTPUT_KEYS
     if params is not None:
         messages, gym_tools = _gym_prompt(params)
         tools = gym_tools or tools
         output_keys = [place + name for place in GYM_PLACES for name in (*OUTPUT_KEYS, "label")]
-    elif raw.get("messages") is not None:
-        messages = raw["messages"]
     else:
         input_keys = (cfg.input_key,) if cfg.input_key else INPUT_KEYS
-        messages = _first(raw, input_keys)
+        messages = _first(raw, (*input_keys, "messages") if cfg.input_key else ("messages", *input_keys))
         if messages is None:
             raise no_key(raw, "input_key", ("messages", *input_keys))
     messages = _chat(messages)
@@ -128,8 +129,6 @@ def read_row(raw: dict, cfg: DatasetConfig) -> tuple[list[dict], str | None, lis
         answer = messages.pop()["content"]
     if not messages:
         raise DataError("no message before the assistant's")
-    if not isinstance(answer, str | None):
-        answer = json.dumps(answer, allow_nan=False)
     return messages, answer, tools or None
 
 

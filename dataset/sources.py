@@ -111,7 +111,7 @@ def _read_jsonl(name: str, file: BinaryIO) -> Source:
     offsets, numbers = array("Q"), array("q")
     start = file.seek(0)
     for line in file:
-        if line.strip():
+        if line.strip().removeprefix(BOM).strip():
             numbers.append(len(offsets))
         offsets.append(start)
         start += len(line)

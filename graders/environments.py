@@ -4,11 +4,13 @@ Workers import neither this file nor envs.py.
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, SupportsFloat
 
-from config import CodeEnvConfig, ConfigError, EnvConfig, MathEnvConfig
-from envs import Environment, Exact, RewardModelEnv, StepResult, Turn
+from config import CodeEnvConfig, ConfigError, EnvConfig, MathEnvConfig, shortened
+from envs import OUTCOMES, Environment, Exact, RewardModelEnv, StepResult, Turn
 from graders import code_grader, math_grader, sandbox
 from graders.pool import Graded, GraderPool
 from graders.reward_function import RewardFunction
@@ -134,13 +136,54 @@ def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environme
     return environment
 
 
+def grade(name: str, environment: Environment, turns: Sequence[Turn]) -> list[StepResult]:
+    """What the environment's step() returns for the turns, with floats. A reward that is not finite counts as outcome
+    `error` with reward 0. ConfigError names the environment and what has another form than envs.py says."""
+    results = environment.step(turns)
+    size = len(results := list(results)) if isinstance(results, Iterable) else shortened(results)
+    if size != len(turns):
+        raise ConfigError(f"env_name '{name}': step() gave {size} results for {len(turns)} turns")
+    return [_read(f"env_name '{name}': step() gave", result) for result in results]
+
+
+def _read(gave: str, result: StepResult) -> StepResult:
+    if not isinstance(result, StepResult):
+        raise ConfigError(f"{gave} {shortened(result)}, expected a StepResult")
+    parts, messages = result.rewards, result.observation
+    for name, form, is_met in (
+        ("reward", "a number", _are_numbers(result.reward)),
+        ("rewards", "a dict of numbers", isinstance(parts, dict) and _are_numbers(*parts.values())),
+        ("outcome", f"one of {', '.join(OUTCOMES)}", result.outcome in OUTCOMES),
+        ("done", "True or False", _are_numbers(result.done)),
+        (
+            "observation",
+            "a tuple of messages {role, content} with text in both",
+            result.done or _are_messages(messages),
+        ),
+    ):
+        if not is_met:
+            raise ConfigError(f"{gave} {name}={shortened(getattr(result, name))}, expected {form}")
+    if all(abs(value) <= sys.float_info.max for value in (result.reward, *parts.values())):
+        return replace(result, reward=float(result.reward), rewards={name: float(parts[name]) for name in parts})
+    return replace(result, reward=0.0, rewards=dict.fromkeys(parts, 0.0), outcome="error", done=True)
+
+
+def _are_numbers(*values: Any) -> bool:
+    return all(isinstance(value, SupportsFloat) and not getattr(value, "shape", ()) for value in values)
+
+
+def _are_messages(values: Any) -> bool:
+    messages = [each if isinstance(each, dict) else {} for each in values] if isinstance(values, list | tuple) else [{}]
+    return all(isinstance(message.get(key), str) for message in messages for key in ("role", "content"))
+
+
 def _self_test(name: str, environment: Environment) -> None:
     examples = [each if len(each) == 4 else (*each, {}) for each in getattr(environment, "self_tests", ())]
     turns = []
     for reply, answer, _, row in examples:
         chat = [{"role": "user", "content": ""}, {"role": "assistant", "content": reply}]
         turns.append(Turn(chat, answer, "stop", fields=row))
-    results = environment.step(turns) if turns else []
+    results = grade(name, environment, turns) if turns else []
     for (reply, answer, expected, _), result in zip(examples, results, strict=True):
         if result.outcome != expected:  # a run would learn from noise
             environment.close()

@@ -50,6 +50,8 @@ def check_adapter(policy: PolicyConfig, model: ModelConfig) -> None:
     tensors only."""
     cfg = policy.dtensor_cfg.lora_cfg
     source, file = (Path(cfg.adapter_path) / name for name in (CONFIG, WEIGHTS))
+    if not os.path.isdir(cfg.adapter_path):
+        raise ConfigError(f"{KEY}.adapter_path: no folder '{cfg.adapter_path}' (give a folder in PEFT's format)")
     fields = read_json(source)
     for field, value in fields.items():
         plain = PLAIN_INITS if field == "init_lora_weights" else UNSET

@@ -5,11 +5,13 @@ other than the model's authors do. No torch, so that `grpo.py --check` answers i
 """
 
 import dataclasses
+import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from config import ConfigError, DataError, HFConfigOverrides
@@ -39,7 +41,9 @@ MORE_INTEGERS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "
 NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "factor", "low_freq_factor", "high_freq_factor")
 ROPE_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")  # of every kind of RoPE
 DEFAULT_THETA = 10_000.0  # transformers', for all three families
-FLOATS = ("F64", "F32", "F16", "BF16")  # in safetensors
+FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # in safetensors, and in NumPy
+EMBEDDING = "model.embed_tokens.weight"
+CHUNK = 4096  # rows of a matrix that are compared at once
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ class ModelConfig:
         """(name, shape) of each weight, as in a model folder; a tied head is not repeated."""
         hidden, inner = self.hidden_size, self.intermediate_size
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        yield "model.embed_tokens.weight", (self.vocab_size, hidden)
+        yield EMBEDDING, (self.vocab_size, hidden)
         yield "model.norm.weight", (hidden,)
         if not self.tie_word_embeddings:
             yield "lm_head.weight", (self.vocab_size, hidden)
@@ -168,18 +172,38 @@ def stored_shapes(file: safe_open) -> dict[str, list[int] | str]:
 
 def check_weights(folder: Path, expected: Iterable[tuple[str, Sequence[int]]]) -> None:
     """ConfigError unless the folder's files are whole and hold the `expected` tensors, (name, shape), as floats, and no
-    others. A copy of a tied head and rotary frequencies, which some models store, are ignored. Reads headers only."""
+    others. Rotary frequencies and the copy of a tied head, which some models store, are ignored. Another head than the
+    embedding is refused: transformers would use it. Reads headers, and both matrices where a tied head is stored."""
     stored: dict[str, tuple[Path, list[int] | str]] = {}
     for path in weight_files(folder):
         with open_weights(path) as file:
             stored |= {name: (path, shape) for name, shape in stored_shapes(file).items()}
+    found: dict[str, tuple[Path, list[int] | str]] = {}
     for name, shape in expected:
-        path, found = stored.pop(name, (folder, "missing"))
-        if found != list(shape):
-            raise ConfigError(f"{path}: {name} is {found}, but {list(shape)} by config.json")
-    for name, (path, _) in stored.items():
+        path, in_file = found[name] = stored.pop(name, (folder, "missing"))
+        if in_file != list(shape):
+            raise ConfigError(f"{path}: {name} is {in_file}, but {list(shape)} by config.json")
+    for name, (path, shape) in stored.items():
         if not name.endswith(("lm_head.weight", "rotary_emb.inv_freq")):
             raise ConfigError(f"{path}: {name} is not in the model that config.json describes")
+        if not name.endswith("lm_head.weight") or "score.weight" in found:  # a reward model computes no head
+            continue
+        embedding, of_embedding = found.get(EMBEDDING, (path, [0]))
+        chunks = range(0, of_embedding[0], CHUNK)
+        pairs = ((_rows(path, name, first), _rows(embedding, EMBEDDING, first)) for first in chunks)
+        if shape != of_embedding or not all(np.array_equal(*pair) for pair in pairs):
+            fix = "set tie_word_embeddings=false there to train both, or remove the tensor"
+            raise ConfigError(f"{path}: {name} is not {EMBEDDING}, to which config.json ties it: {fix}")
+
+
+def _rows(path: Path, name: str, first: int) -> np.ndarray:
+    """CHUNK rows of a stored matrix of floats. NumPy has no bfloat16: it is the upper half of a float32."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        entry = json.loads(file.read(size))[name]
+    start, kind = 8 + size + entry["data_offsets"][0], entry["dtype"]
+    rows = np.memmap(path, FLOATS[kind], "r", start, tuple(entry["shape"]))[first : first + CHUNK]
+    return (rows.astype("<u4") << 16).view("<f4") if kind == "BF16" else rows
 
 
 def open_weights(path: Path, framework: str = "numpy") -> safe_open:
@@ -204,6 +228,8 @@ def resolve_folder(name: str, key: str) -> Path:
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
         keys = "policy.dtensor_cfg.lora_cfg.enabled=true and lora_cfg.adapter_path"
         raise DataError(f"{key}: '{name}' is an adapter: give its base here, and the adapter by {keys}")
+    if key.endswith("model_name") and not (folder / "config.json").is_file():
+        raise DataError(f"{key}: {folder / 'config.json'}: cannot be read (no such file): give a folder that has one")
     return folder
 
 

@@ -34,7 +34,8 @@ GRACE_SECONDS = 5.0  # for another rank to say why it ended, or to write its sta
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 START_TIME = time.monotonic()  # of this process, near enough
-job_rank = int(os.environ.get("RANK", "0"))  # as torchrun gave it; in a split job RANK becomes the rank on this side
+_rank = os.environ.get("RANK", "0")
+job_rank = int(_rank) if _rank.isdecimal() else 0  # as torchrun gave it; in a split job RANK becomes the rank of a side
 
 
 class StopRun(Exception):

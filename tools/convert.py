@@ -7,7 +7,6 @@ reads their configs, applies a table, and computes the sizes of a step from seve
 """
 
 import argparse
-import difflib
 import json
 import math
 import os
@@ -23,7 +22,7 @@ from typing import Any
 import yaml
 
 from check import reader, rules
-from check.keys import FIELDS, default_text
+from check.keys import FIELDS, default_text, hint
 from check.nemo import text_of
 from config import ConfigError, shortened
 from hf.files import read_text
@@ -33,6 +32,7 @@ TAKEN = "taken:"
 SAME = "no effect here:"
 NONE = "NO COUNTERPART, and not in the config:"
 DIFFER = "their defaults that differ from ours, and are in the config:"
+UNKNOWN = "(unknown)"  # the row of keys that only a wildcard matches
 LEFT = "still to be set or changed:"
 Values = dict[str, Any]  # key -> value
 
@@ -108,17 +108,14 @@ def _translate(system: str, table: dict, theirs: Values, name: str) -> tuple[Val
     rows = table["keys"]
     rows_of = {key: key for key, row in rows.items() if "default" in row}
     for key in theirs:
-        row = key if key in rows else next((pattern for pattern in rows if fnmatchcase(key, pattern)), None)
-        if row is None:
-            near = difflib.get_close_matches(key, rows, n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else ""
-            raise ConfigError(f"{name}: {NAMES[system]} has no key '{key:.100}'.{hint}")
-        rows_of[key] = row
+        row = rows_of[key] = _row_of(key, table, f"{name}: {NAMES[system]}")
         value, known = theirs[key], rows[row].get("default", "")
         is_counted = type(known) in (int, float) or (known is None and rows[row].keys() & {"sizes", "updates"})
-        named = dict.fromkeys(map(text_of, (known, *rows[row].get("values", ()))))
-        if is_counted and type(value) not in (int, float) and text_of(value) not in named:
-            raise ConfigError(f"{name}: {key}={text_of(value):.80}: expected a number, or {' or '.join(named)}")
+        named = {text_of(each): each for each in (*rows[row].get("values", ()), known)}
+        if is_counted and type(value) not in (int, float):
+            if text_of(value) not in named:
+                raise ConfigError(f"{name}: {key}={text_of(value):.80}: expected a number, or {' or '.join(named)}")
+            theirs[key] = named[text_of(value)]  # a quoted default is one
     values = {key: rows[row].get("default") for key, row in rows_of.items()} | theirs
     sizes, num_updates = _sizes(system, values)
     ours = table["always"] | sizes
@@ -136,6 +133,21 @@ def _translate(system: str, table: dict, theirs: Values, name: str) -> tuple[Val
     ours = {key: value for key, value in ours.items() if key not in FIELDS or json.dumps(value) != default_text(key)}
     report[DIFFER] = [f"  {key}={text_of(ours[key])} (ours {default_text(key)})" for key in ours if key in implied]
     return ours, [line for heading, lines in report.items() if lines for line in (heading, *lines)]
+
+
+def _row_of(key: str, table: dict, place: str) -> str:
+    """The row of a key of theirs: its own; that of a wildcard, if they have such a key; else UNKNOWN. ConfigError for a
+    key that no row has, and under a wildcard for one that is like another key: a mistake in writing."""
+    rows, (section, dot, last) = table["keys"], key.rpartition(".")
+    known = [name for part, names in table["known"].items() if fnmatchcase(section, part) for name in names.split()]
+    row = key if key in rows else next((pattern for pattern in rows if fnmatchcase(key, pattern)), "")
+    if key == row or (row and any(fnmatchcase(last, name) for name in known)):
+        return row
+    names = [*(each for each in rows if "*" not in each), *(section + dot + each for each in known)]
+    near = hint(key, names, cutoff=0.75 if row else 0.6)
+    if near or not row:
+        raise ConfigError(f"{place} has no key '{key:.100}'.{near}")
+    return UNKNOWN
 
 
 def _meaning(row: Mapping[str, Any], theirs: Values, value: Any, num_updates: int) -> tuple[Values, str, str]:

@@ -4,6 +4,7 @@ Messages are compared whole: they are the interface.
 """
 
 import re
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -15,6 +16,7 @@ from check.reader import load
 from check.rules import check_config, fewest_ranks, must_save_by_seconds
 from config import AdvEstimatorConfig, CheckpointingConfig, ConfigError
 
+SMOKE = Path(__file__).resolve().parents[2] / "configs/smoke.yaml"
 VALID = ["data.train.data_path=train.jsonl", "data.validation.data_path=val.jsonl"]
 
 
@@ -261,6 +263,31 @@ def test_without_torchrun_a_check_takes_the_fewest_ranks():
     assert problems_of("configs/smoke.yaml", 2, f"{SIZE}=1") == [
         f"{SIZE}=1 has no effect with {COLOCATED}.enabled=true: all ranks generate; set {SIZE}=null"
     ]
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+def test_the_numbers_of_ranks_in_the_environment_are_numbers(monkeypatch, name):
+    for value in ("abc", "", "1.5", "-1", "1e3", "\u0661 ", " 2", "9" * 99, *["0", "00"] * name.endswith("SIZE")):
+        monkeypatch.setenv(name, value)
+        for words in (["--check"], []):
+            with pytest.raises(ConfigError, match=f"^{name}=.*unset it"):
+                parse_command_line(["configs/smoke.yaml", *words], "")
+    monkeypatch.setenv(name, "1")
+    assert parse_command_line(["configs/smoke.yaml", "--check"], "")
+
+
+@pytest.mark.parametrize("percent", range(100, 200))
+def test_products_of_decimals_are_whole_where_their_decimals_are(write, percent):
+    """Of 1.15 and 100 in binary fractions the product is 114.99999999999999."""
+    overrides = ["grpo.use_dynamic_sampling=true", f"grpo.batch_multiplier={percent / 100}"]
+    cfg = load(SMOKE, [*overrides, "grpo.num_prompts_per_step=100"])
+    check_config(cfg, 1)
+    assert cfg.grpo.prompts_per_batch == percent
+    text = f"grpo: {{use_dynamic_sampling: true, num_prompts_per_step: '${{mul: {percent / 100}, 100}}'}}"
+    assert load(write(text)).grpo.num_prompts_per_step == percent
+    if percent % 10:
+        with pytest.raises(ConfigError, match=f"{percent / 10} is not a whole number"):
+            check_config(load(SMOKE, [*overrides, "grpo.num_prompts_per_step=10"]), 1)
 
 
 REPLICAS = "policy.dtensor_cfg.dp_replicate_size"

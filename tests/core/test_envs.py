@@ -5,13 +5,17 @@ import re
 import sys
 from dataclasses import replace
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import envs
 from config import ConfigError, EnvConfig
 from envs import StepResult
+from graders import environments
 from graders.environments import make_environment
 from graders.reward_function import RewardFunction
 from system.imports import import_attribute
@@ -299,6 +303,84 @@ def test_a_reward_function_that_raises_is_named_with_file_and_line():
     builtin.function = math.sqrt  # not written in Python: there is no line
     with pytest.raises(RuntimeError, match=r"^f raised TypeError: .*keyword arguments$"):
         builtin.step([turn("x")])
+
+
+ASK = {"role": "user", "content": "again"}
+RIGHT = StepResult(1.0, "ok")
+MORE = StepResult(0.0, "wrong", done=False, observation=(ASK,))
+ONE_LEFT_OUT = object()
+
+
+class Answers(envs.Environment):
+    """Gives RIGHT for each turn but the last, and `last` for that one."""
+
+    def __init__(self, last):
+        self.last = last
+
+    def step(self, turns):
+        return [RIGHT] * (len(turns) - 1) + [self.last] * (self.last is not ONE_LEFT_OUT)
+
+
+def of_form(**changes):
+    return replace(MORE, **changes)
+
+
+@pytest.mark.parametrize(
+    ("result", "named"),
+    [
+        *(
+            (of_form(observation=x), "observation=")
+            for x in ("hello", ("again",), ["a", ASK], None, 5, ASK, {ASK["role"]})
+        ),
+        *(
+            (of_form(observation=(ASK | x,)), "observation=")
+            for x in ({"content": None}, {"role": 1}, {"content": [ASK]})
+        ),
+        *((of_form(observation=({k: ASK[k]},)), "observation=") for k in ASK),
+        *(
+            (of_form(reward=x), "reward=")
+            for x in ("1", b"1", None, [1.0], 1j, np.array([1.0, 2.0]), np.ones(1), RIGHT)
+        ),
+        *(
+            (of_form(rewards=x), "rewards=")
+            for x in (None, [0.5], 0.5, "a", {"a": "x"}, {"a": None}, {"a": [1]}, {"a"})
+        ),
+        *((of_form(outcome=x), "outcome=") for x in ("right", "", None, True, 1, ["ok"])),
+        *((of_form(done=x), "done=") for x in ("no", None, [])),
+        *((x, "expected a StepResult") for x in (1.0, None, "ok", (1.0, "ok"), {"reward": 1.0}, StepResult, [RIGHT])),
+        (ONE_LEFT_OUT, "2 results for 3 turns"),
+    ],
+)
+def test_a_result_of_another_form_names_the_environment_and_the_form(result, named):
+    with pytest.raises(ConfigError, match=r"^env_name 'mine:E': step\(\) gave ") as error:
+        environments.grade("mine:E", Answers(result), [turn("a"), turn("b"), turn("c")])
+    assert named in str(error.value) and len(str(error.value)) <= 490
+
+
+@pytest.mark.parametrize("results", [None, 5, "ab", RIGHT, {}, {"a": RIGHT, "b": RIGHT}, [[RIGHT], [RIGHT]]])
+def test_no_list_of_results_names_the_environment(results, monkeypatch):
+    monkeypatch.setattr(Mine, "step", lambda self, turns: results)
+    with pytest.raises(ConfigError, match="'mine:E'"):
+        environments.grade("mine:E", Mine(), [turn("a"), turn("b")])
+    with pytest.raises(ConfigError, match="'test_envs:Mine'"):
+        make("Mine")  # its self-tests go the same way
+
+
+def test_results_of_a_right_form_are_read():
+    for reward in (1, True, 0.5, np.float32(0.5), np.bool_(True), np.array(2.0), torch.tensor(0.5), Fraction(1, 2)):
+        found = environments.grade("e", Answers(of_form(reward=reward, rewards={"a": reward})), [turn("a")] * 2)
+        assert found == [RIGHT, of_form(reward=float(reward), rewards={"a": float(reward)})]
+        assert {type(x) for x in (found[1].reward, found[1].rewards["a"])} == {float}
+    for observation in ((), [], [ASK], (ASK | {"name": "x"}, {"role": "tool", "content": ""})):
+        result = of_form(observation=observation)
+        assert environments.grade("e", Answers(result), [turn("a")]) == [result]
+    unused = of_form(done=True, observation=None)  # what nobody reads may be anything
+    assert environments.grade("e", Answers(unused), (turn("a"),)) == [unused]
+    assert environments.grade("e", Answers(ONE_LEFT_OUT), [turn("a")] * 0) == []
+    for bad in (math.nan, math.inf, -math.inf, 10**400, np.float64("nan"), Decimal("Infinity")):
+        for field in ({"reward": bad}, {"rewards": {"a": bad, "b": 1.0}}):
+            (found,) = environments.grade("e", Answers(of_form(**field)), [turn("a")])
+            assert (found.reward, found.outcome, found.done) == (0.0, "error", True) and not any(found.rewards.values())
 
 
 def test_a_reply_that_was_cut_off_is_empty():

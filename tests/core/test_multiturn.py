@@ -13,6 +13,7 @@ from loop import train_once
 import config
 import data
 import envs
+from config import ConfigError
 from engine import SamplingOptions
 from envs import StepResult
 from hf.tokenizer import Tokenizer
@@ -234,6 +235,15 @@ def test_rows_with_loss_multiplier_0_are_sampled_but_not_trained_on(converse, to
     (sample, *_), (masked, *_) = (converse(Script(), rows(tokenizer, ["1+1"], loss_multiplier=m)) for m in (1.0, 0.0))
     assert masked.output_ids.tolist() == sample.output_ids.tolist() and masked.reward == sample.reward
     assert masked.num_env_tokens == sample.num_env_tokens and sample.mask.any() and not masked.mask.any()
+
+
+def test_an_observation_of_another_form_ends_the_run_at_the_first_turn(converse, tokenizer):
+    class Speaks(Script):
+        def step(self, turns):
+            return [replace(each, observation="hello") for each in super().step(turns)]
+
+    with pytest.raises(ConfigError, match=r"^env_name 'script': step\(\) gave observation='hello'"):
+        converse(Speaks(), rows(tokenizer, ["1"]), max_turns=1)
 
 
 def test_too_many_errors_end_the_run(converse, tokenizer):

@@ -31,7 +31,9 @@ CHAT_TOOL = {"type": "function", "function": {"name": "add", "parameters": {"typ
             [("user", "a")],
             "34",
         ),
-        ({"messages": [USER], "answer": "7", "question": "unused"}, {"input_key": "question"}, [("user", "a")], "7"),
+        ({"messages": [USER], "answer": "7", "question": "q"}, {"input_key": "question"}, [("user", "q")], "7"),
+        ({"messages": [USER], "answer": "7", "question": "unused"}, {}, [("user", "a")], "7"),
+        ({"messages": [USER], "answer": "7"}, {"input_key": "question"}, [("user", "a")], "7"),
         ({"messages": [USER, {"role": "assistant", "content": "8"}]}, {}, [("user", "a")], "8"),  # the answer is there
         ({"messages": [USER | {"content": [{"type": "text", "text": "b"}]}], "output": "8"}, {}, [("user", "b")], "8"),
         ({"messages": None, "input": "p", "output": "1", "tools": None}, {}, [("user", "p")], "1"),  # arrow's nulls
@@ -235,6 +237,11 @@ def gym(*items, **keys):
         ({"responses_create_params": {"input": [USER, CALL]}, "answer": "1"}, "the last message is the assistant's"),
         (GOOD | {"task_name": "os:system"}, "'os:system' is no environment: use exact, math, code"),
         (GOOD | {"loss_multiplier": 0.5}, "loss_multiplier=0.5"),
+        *(
+            (GOOD | {"output": answer, "task_name": task}, f"{answer!r} is neither text nor number")
+            for answer in ([], ["2"], [1, 2], {}, {"value": 2}, True, False)
+            for task in ("exact", "math", "math_multi_reward")
+        ),
     ],
 )
 def test_every_error_of_a_row_names_file_and_line(tokenizer, line, named):

@@ -22,6 +22,12 @@ def test_files_without_a_usable_row(tokenizer, tmp_path):
     assert refused(tokenizer, [], data_path=str(tmp_path)) == f"{tmp_path}: cannot be read (Is a directory)"
 
 
+@pytest.mark.parametrize("blank", [b"", b" ", b"\t\r"])
+def test_a_byte_order_mark_alone_is_a_blank_line(tokenizer, blank):
+    (row,) = load(tokenizer, [b"\xef\xbb\xbf" + blank, GOOD]).problems
+    assert (row.row_id, row.answer) == (1, "2")
+
+
 def test_blank_lines_and_a_byte_order_mark(tokenizer):
     dataset = load(tokenizer, [b"\xef\xbb\xbf" + json.dumps(GOOD).encode(), b"", GOOD | {"output": "3"}, b" "])
     assert [(row.row_id, row.answer) for row in dataset.problems] == [(0, "2"), (2, "3")]

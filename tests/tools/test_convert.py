@@ -16,7 +16,7 @@ from check import reader, rules
 from check.keys import FIELDS, SECTIONS
 from config import ConfigError, LoRAConfig
 from loss import policy_loss
-from tools.convert import DIFFER, LEFT, NAMES, NONE, SAME, TAKEN, convert
+from tools.convert import DIFFER, LEFT, NAMES, NONE, SAME, TAKEN, UNKNOWN, _row_of, convert
 
 pytestmark = pytest.mark.slow
 
@@ -195,6 +195,13 @@ def test_the_loss_is_theirs(name, tmp_path, monkeypatch):
             "algorithm.adv_estimatr=grpo",
             "verl has no key 'algorithm.adv_estimatr'. Did you mean 'algorithm.adv",
         ),
+        ("verl", "actor_rollout_ref.rollout.temprature=1", "Did you mean 'actor_rollout_ref.rollout.temperature'?"),
+        ("verl", "actor_rollout_ref.rollout.val_kwargs.topp=1", "mean 'actor_rollout_ref.rollout.val_kwargs.top_p'?"),
+        ("verl", "actor_rollout_ref.actor.lr=1", "Did you mean 'actor_rollout_ref.actor.optim.lr'?"),  # a wrong place
+        ("verl", "data.max_respons_length=9", "Did you mean 'data.max_response_length'?"),
+        ("verl", "trainer.balanced_batch=true", "Did you mean 'trainer.balance_batch'?"),  # ours has no effect either
+        ("trl", "vllm_gpu_memory_utilisation: 0.5", "Did you mean 'vllm_gpu_memory_utilization'?"),
+        ("trl", "eval_step: 5", "Did you mean 'eval_steps'?"),
         ("trl", "max_steps: many", "max_steps=many: expected a number, or -1"),
         ("trl", "eval_steps: [1]", "eval_steps=[1]: expected a number, or null"),
         ("trl", "max_prompt_length: long", "max_prompt_length=long: expected a number, or null"),
@@ -209,6 +216,38 @@ def test_what_is_refused(system, text, problem, tmp_path):
         convert(system, str(tmp_path / "theirs"), [], str(tmp_path / "out.yaml"))
     assert problem in str(error.value)
     assert not (tmp_path / "out.yaml").exists()
+
+
+@pytest.mark.parametrize("system", NAMES)
+def test_each_known_key_under_a_wildcard_is_taken_for_itself(system):
+    rows, known = table(system)["keys"], table(system)["known"]
+    for section, names in known.items():
+        for name in names.split() if "*" not in section else ():
+            key = f"{section}.{name}".lstrip(".")
+            assert _row_of(key, table(system), "") not in ("", UNKNOWN), key
+            assert key not in rows and any(fnmatchcase(key, row) for row in rows), key
+
+
+def test_a_key_that_is_like_no_other_is_not_said_to_have_no_effect(tmp_path):
+    (tmp_path / "verl_x").write_text("data.zzz=1 +actor_rollout_ref.rollout.engine_kwargs.vllm.temprature=2")
+    report = convert("verl", str(tmp_path / "verl_x"), [], str(tmp_path / "ours.yaml"))
+    same, none = (report.index(heading) for heading in (SAME, NONE))
+    assert same < report.index("engine_kwargs") < none < report.index("data.zzz=1")
+
+
+def test_a_quoted_default_is_the_default(tmp_path):
+    written = []
+    for quote in ("", "'"):
+        text = "\n".join(
+            f"{key}: {quote}{json.dumps(row['default'])}{quote}"
+            for key, row in table("trl")["keys"].items()
+            if type(row.get("default")) in (int, float) or row.keys() >= {"default", "sizes"}
+        )
+        (tmp_path / "theirs.yaml").write_text(text)
+        (tmp_path / "ours.yaml").unlink(missing_ok=True)
+        convert("trl", str(tmp_path / "theirs.yaml"), [], str(tmp_path / "ours.yaml"))
+        written.append(reader.load(tmp_path / "ours.yaml"))
+    assert written[0] == written[1]
 
 
 def test_the_command(tmp_path):
