@@ -20,6 +20,7 @@ from config import ConfigError
 from run.folder import open_run_folder
 from run.start import plan_memory
 from run.validation import evaluate
+from system.disk import keep_console, write_whole
 from system.exits import NO_PEERS, describe_failure, exit_process, report_exit
 from system.ranks import on_rank0, start_process_group
 
@@ -45,7 +46,7 @@ def main() -> int:
         memory = plan_memory(cfg, inputs, ranks, device, gpu_bytes, trains=False)
         report = evaluate(cfg, inputs, ranks, device, folder)
         if ranks.rank == 0:
-            (folder / "eval.json").write_text(json.dumps(report, indent=2) + "\n")
+            write_whole(folder / "eval.json", json.dumps(report, indent=2) + "\n")
         code, reason = 0, f"scored: {folder / 'eval.json'}"
     except BaseException as error:
         code, reason = describe_failure(memory.explained(error, "evaluation") if memory else error, peers=peers)
@@ -54,4 +55,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    keep_console()
     exit_process(main())

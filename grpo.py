@@ -20,6 +20,7 @@ from functools import partial
 
 from check import keys, preflight
 from config import ConfigError
+from system.disk import keep_console
 from system.exits import die_with_parent
 
 USAGE = (
@@ -27,6 +28,8 @@ USAGE = (
     "[key.sub=value ...] | --help"
 )
 
+if __name__ == "__main__":
+    keep_console()
 if __name__ == "__main__" and (len(sys.argv) == 1 or {"--check", "--help", "-h"} & set(sys.argv)):
     # Before torch and vllm are imported: a mistake is reported within a second.
     if {"--help", "-h"} & set(sys.argv):

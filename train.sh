@@ -70,6 +70,7 @@ if ((${#nodes[@]})); then
         --max-restarts=0)  # the ranks of the other nodes would not restart
 fi
 
+trap '' PIPE  # whoever reads the output may leave (| head): that costs no run
 # One process checks config, data and model folder in two seconds; N ranks would need a minute.
 WORLD_SIZE=$((nproc * num_nodes)) "$PYTHON" grpo.py --check "$config" "$@" "${memory[@]}" || exit
 # The check has fetched model and data for this node, so its ranks need not ask the hub all at once.
@@ -88,7 +89,7 @@ launch=("$PYTHON" -m system.launch "${rendezvous[@]}" --nproc_per_node="$nproc"
     --signals-to-handle="SIGTERM,SIGINT,SIGHUP,SIGUSR1" grpo.py "$config" "$@" "${memory[@]}")
 printf -v line ' %q' "${launch[@]}"
 settings="OMP_NUM_THREADS=$OMP_NUM_THREADS TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-echo "torchrun line: $settings${line//\\,/,}"
+echo "torchrun line: $settings${line//\\,/,}" || true
 
 set -m  # a process group of its own: Ctrl-C reaches torchrun only through the trap, not also from the terminal
 "${launch[@]}" </dev/null &

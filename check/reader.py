@@ -21,9 +21,11 @@ import yaml
 from check import keys, nemo
 from check.keys import FIELDS, FREE, LISTS, SECTIONS
 from check.nemo import Verdict
-from config import Config, ConfigError, shortened
+from config import Config, ConfigError, DataError, shortened
+from hf.files import read_bytes
 
 _TAG = "tag:yaml.org,2002:"
+MAX_VALUES = 20_000  # of a file
 _NUMBER = r"\d+(?:\.\d*)?"
 _Merged = dict[str, tuple[Any, str]]  # full key -> (value, place)
 
@@ -74,12 +76,11 @@ def _read_file(path: Path, parents: tuple[Path, ...]) -> list[tuple[str, Any, st
     """(full key, value, place) of each entry of a file, after those of its defaults. parents: the files whose defaults
     led here."""
     try:
-        text = path.read_bytes()
-    except OSError as error:
+        text = read_bytes(path)
+    except DataError as error:
         named = f" (named by the defaults of {parents[-1]})" if parents else ""
         files = ", ".join(sorted(map(str, path.parent.glob("*.yaml")))) if os.path.isdir(path.parent) else ""
-        reason = f"cannot be read ({error.strerror}){named}; yaml files there: {files or 'none'}"
-        raise ConfigError(f"{path}: {reason}") from None
+        raise ConfigError(f"{error}{named}; yaml files there: {files or 'none'}") from None
     if path.resolve() in [parent.resolve() for parent in parents]:
         raise ConfigError(f"{path}: defaults go in a circle: {' -> '.join(map(str, (*parents, path)))}")
     places: dict[str, str] = {}
@@ -129,7 +130,10 @@ def _parse(text: str | bytes, name: str, path: str, places: dict[str, str]) -> A
 
 
 def _value(loader: yaml.Loader, node: yaml.Node, name: str, path: str, places: dict[str, str]) -> Any:
-    """A node as text, null, list or mapping."""
+    """A node as text, null, list or mapping. An alias counts as all that it stands for."""
+    loader.num_values = getattr(loader, "num_values", 0) + 1
+    if loader.num_values > MAX_VALUES:
+        raise ConfigError(f"{path}: more than {MAX_VALUES:,} values, with all that its aliases stand for")
     if isinstance(node, yaml.SequenceNode):
         return [_value(loader, item, f"{name}.{i}", path, places) for i, item in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode):

@@ -1,9 +1,10 @@
 """Finds run folders and checkpoints and says which are whole. No torch: `--check` asks here whether a run can go on.
 
 A checkpoint is a folder `step_000010` with the files and file sizes that its `meta.json` lists; anything else under
-such a name is damaged. run/checkpoint.py writes and reads the tensors and compares the checksums.
+such a name is damaged. run/checkpoint.py writes and reads the tensors and compares the checksums of the files.
 """
 
+import hashlib
 import json
 import operator
 import os
@@ -16,9 +17,9 @@ from check.rules import check_writable
 from config import CheckpointingConfig, Config, ConfigError, DataError
 from hf.files import read_json
 from hf.lora_layers import KEY as LORA
-from system.exits import describe_os_error
+from system.disk import describe_os_error
 
-VERSION = 4  # the format of a checkpoint's files
+VERSION = 5  # the format of a checkpoint's files
 # Under another value, a checkpoint's tensors would mean another model.
 LORA_KEYS = ("enabled", "dim", "alpha", "match_all_linear", "target_modules", "exclude_modules")
 SAME_WHEN_LOADED = ("policy.model_name", *(f"{LORA}.{name}" for name in LORA_KEYS))
@@ -69,16 +70,20 @@ def read_meta(checkpoint: Path) -> dict | str:
     file = checkpoint / "meta.json"
     try:
         meta = read_json(file)
+        stated = meta.pop("sha256", None)
         if meta["version"] != VERSION:
             raise ConfigError(
                 f"{file}: checkpoint format {json.dumps(meta['version'])}, and this version of the program reads "
                 f"{VERSION}; go on with the commit that provenance.json in the run folder names, or start a new run"
             )
+        if stated != digest(meta):
+            return f"{file}: content differs from its checksum"
+        if checkpoint.name != f"step_{meta['step']:06d}":
+            return f"{file}: of step {meta['step']}"
         for name, entry in meta["files"].items():
             size = (checkpoint / name).stat().st_size
             if size != entry["bytes"]:
                 return f"{checkpoint / name}: {size:,} bytes, {entry['bytes']:,} by meta.json"
-        operator.itemgetter("step", "world_size", "state", "metric")(meta)
         return meta
     except DataError as error:
         return str(error)
@@ -86,6 +91,11 @@ def read_meta(checkpoint: Path) -> dict | str:
         return describe_os_error(error)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{file}: not what the program writes ({type(error).__name__}: {error})"
+
+
+def digest(meta: dict) -> str:
+    """The sha256 of all else in a meta.json."""
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
 
 
 def resolve(cfg: Config) -> Config:

@@ -1,6 +1,8 @@
 """Reads the files of a model folder or of the Hugging Face hub, with errors that name the file. No torch."""
 
 import json
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,20 +10,27 @@ from typing import Any, BinaryIO
 
 from config import DataError
 
+MAX_BYTES = 1 << 30  # of a file that is read whole, or of a line
+
 
 @contextmanager
 def open_file(name: str | Path) -> Iterator[BinaryIO]:
-    """The file, open for its bytes. DataError if it cannot be opened, or read in the `with` block."""
+    """The file, open for its bytes. DataError if it cannot be opened, or read in the `with` block, or is no regular
+    file: a pipe would never end."""
     try:
-        with open(name, "rb") as file:
+        with open(name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(None, "no regular file")
             yield file
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error.strerror})") from error
 
 
 def read_bytes(name: str | Path) -> bytes:
-    """The content of a file; DataError if it cannot be read."""
+    """The content of a file; DataError if it cannot be read, or has more than MAX_BYTES."""
     with open_file(name) as file:
+        if os.fstat(file.fileno()).st_size > MAX_BYTES:
+            raise OSError(None, f"more than {MAX_BYTES:,} bytes")
         return file.read()
 
 

@@ -5,12 +5,14 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import groupby
+from functools import partial
+from itertools import chain, groupby
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -19,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from config import ConfigError
 from hf.adapter import BASE_SHA256, CONFIG, WEIGHTS, peft_name
 from hf.model_config import check_weights, open_weights, weight_files
-from system.ranks import local_rows
+from system.disk import write_whole
+from system.ranks import local_rows, on_rank0
 
 MAX_FILE_BYTES = 5 * 10**9
 ADAPTER = (".lora_A", ".lora_B")  # suffixes of the names of LoRA's parameters
@@ -156,7 +159,7 @@ def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, 
     Weights in `dtype`: give what the policy computes in, so that the folder scores as the run did. config.json is the
     model's own with that dtype, the tokenizer's files are those of `source_folder`. Rank 0 writes, and holds no more
     than the tensors of one file (MAX_FILE_BYTES). `<folder>.tmp` is renamed at the end, so `folder` is always whole; a
-    folder that exists is replaced with everything in it.
+    folder that exists is replaced with everything in it. Raises OSError, on all ranks, where the disk refuses it.
     """
     source = Path(source_folder)
     hf = model.config.hf | {"dtype": str(dtype).removeprefix("torch.")}
@@ -169,32 +172,39 @@ def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, 
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=MAX_FILE_BYTES,
     )
+
+    def write_side_files() -> None:
+        for path in chain(*map(source.glob, SIDE_FILES)):
+            shutil.copyfile(path, new / path.name)
+        write_whole(new / "config.json", json.dumps(hf, indent=2) + "\n")
+
     with _new_folder(Path(folder)) as (new, is_writer):
-        if is_writer:
-            for pattern in SIDE_FILES:
-                for path in source.glob(pattern):
-                    shutil.copyfile(path, new / path.name)
-            (new / "config.json").write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")
+        on_rank0(write_side_files)
         for file, names in plan.filename_to_tensors.items():
             variants = ([name.replace(".weight", end) for end in (".weight", *ADAPTER)] for name in names)
             layers = ({name: params[name] for name in variant if name in params} for variant in variants)
             tensors = (whole for layer in layers for whole in merged_tensors(model, layer, dtype))  # one at a time
             content = {name: tensor.cpu() for name, tensor in tensors if is_writer}
-            if is_writer:
-                save_file(content, new / file, metadata={"format": "pt"})
-        if is_writer and plan.is_sharded:
+            on_rank0(partial(_save, content, new / file, {"format": "pt"}))
+        if plan.is_sharded:
             index = json.dumps({"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}, indent=2)
-            (new / "model.safetensors.index.json").write_text(index + "\n")
+            on_rank0(partial(write_whole, new / "model.safetensors.index.json", index + "\n"))
 
 
 def save_adapter(model: nn.Module, folder: str | Path, config: dict, base_sha256: str) -> None:
     """Writes a PEFT folder with LoRA's parameters in float32, as atomically as `save_hf`; a collective of all ranks.
     `config`: by `adapter_config`."""
     content = {name: tensor.cpu() for name, tensor in _whole(adapter_parameters(model), torch.float32)}
-    with _new_folder(Path(folder)) as (new, is_writer):
-        if is_writer:
-            (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            save_file(content, new / WEIGHTS, metadata={"format": "pt", BASE_SHA256: base_sha256})
+    with _new_folder(Path(folder)) as (new, _):
+        on_rank0(partial(write_whole, new / CONFIG, json.dumps(config, indent=2) + "\n"))
+        on_rank0(partial(_save, content, new / WEIGHTS, {"format": "pt", BASE_SHA256: base_sha256}))
+
+
+def _save(content: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
+    try:
+        save_file(content, file, metadata)
+    except SafetensorError as error:  # of a full disk, too
+        raise OSError(f"{file}: {error}") from error
 
 
 @contextmanager
@@ -202,17 +212,24 @@ def _new_folder(folder: Path) -> Iterator[tuple[Path, bool]]:
     """(folder to write to, whether this rank writes); renamed to `folder` at the end. All ranks return together."""
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     new, old = (folder.with_name(f"{folder.name}.{suffix}") for suffix in ("tmp", "old"))
-    if is_writer:
+
+    def make() -> None:
         for leftover in (new, old):
             shutil.rmtree(leftover, ignore_errors=True)
         new.mkdir(parents=True)
-    yield new, is_writer
-    if is_writer:
+
+    def rename() -> None:
         for file in new.glob("*.safetensors"):
             os.chmod(file, 0o644)  # safetensors makes files that only their owner can read
         if folder.exists():
             os.rename(folder, old)
         os.rename(new, folder)
         shutil.rmtree(old, ignore_errors=True)
-    if dist.is_initialized():
-        dist.barrier()
+
+    on_rank0(make)
+    try:
+        yield new, is_writer
+        on_rank0(rename)
+    finally:
+        if is_writer:
+            shutil.rmtree(new, ignore_errors=True)

@@ -3,7 +3,7 @@
 A checkpoint is a folder `step_000010/` with one safetensors file per rank and `meta.json`. A rank's file has its rows
 of the float32 master weights, of the optimizer's state and of the reference policy. Where several replicas hold the
 same rows, the first one writes them. Weights that LoRA has frozen are not stored: a hash identifies them. `meta.json`
-is written last: step, counters, fingerprints, and size and sha256 of every file.
+is written last: step, counters, fingerprints, size and sha256 of every file, and a sha256 of itself.
 
 Training stops only for a copy to host memory. A thread of each rank writes the copy into `step_000010.tmp`. When all
 ranks have written, at the end of a later step, rank 0 adds meta.json and renames the folder. Older checkpoints go only
@@ -28,10 +28,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from check.resume import VERSION, checkpoints, committed, damaged, read_meta
+from check.resume import VERSION, checkpoints, committed, damaged, digest, read_meta
 from config import CheckpointingConfig, ConfigError
 from hf.model_config import weight_files
 from hf.weights import local_shard
+from system.disk import flush, write_whole
 from system.exits import Saved, StopRun
 from system.optimizer import Optimizer
 from system.ranks import Ranks, any_rank, broadcast_from_rank0, gather, local_rows, on_rank0
@@ -61,12 +62,15 @@ def commit(temporary: Path, meta: dict, parts: Sequence[dict | str]) -> None:
 
 def _rename(temporary: Path, meta: dict) -> None:
     final = temporary.with_suffix("")
-    (temporary / "meta.json").write_text(json.dumps(meta, indent=1))
-    flush(temporary / "meta.json")
+    _write_meta(temporary, meta)
     flush(temporary)
     shutil.rmtree(final, ignore_errors=True)  # only a run resumed from before this step gets here with one
     os.rename(temporary, final)
     flush(final.parent)
+
+
+def _write_meta(folder: Path, meta: dict) -> None:
+    write_whole(folder / "meta.json", json.dumps(meta | {"sha256": digest(meta)}, indent=1))
 
 
 class Saver:
@@ -190,7 +194,7 @@ def load(
             if meta["state"].get("base_sha256") != base:
                 raise ConfigError(f"{path}: adapters of other weights than those of policy.model_name, by their sha256")
             _restore(path, sorted(meta["files"]), model, optimizer, reference)
-            return {"step": meta["step"], **meta["state"]}
+            return meta["state"] | {"step": meta["step"]}
         if mode != "auto":
             raise ConfigError(damaged(problem, path))
         ranks.print_rank0(f"WARNING: {problem}: going on from an older checkpoint")
@@ -259,7 +263,8 @@ def _read_rows(files: list, name: str, param: Tensor) -> Tensor:
         parts.append(stored[low:high])
         start += length
     tensor = torch.cat(parts)
-    assert len(tensor) == rows.stop - rows.start, (name, rows, tensor.shape, start)
+    if tensor.shape != local_shard(param).shape or start != len(param):
+        raise ConfigError(f"{name}: {(start, *tensor.shape[1:])} in the checkpoint, {(*param.shape,)} in the model")
     return tensor
 
 
@@ -268,6 +273,8 @@ def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[st
     files = [safe_open(path / shard, framework="pt") for shard in shards]
     names = sorted(files[0].keys())
     params = _trained(model)
+    if other := {f"param.{name}" for name in params} ^ {name for name in names if name.startswith("param.")}:
+        raise ConfigError(f"{path}: of another model than policy.model_name, which differs in {min(other)}")
     for name, param in params.items():
         local_shard(param).copy_(_read_rows(files, f"param.{name}", param))
     if optimizer is None:
@@ -301,12 +308,3 @@ def weights_sha256(folder: Path, ranks: Ranks) -> str:
 def _sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def flush(path: Path) -> None:
-    """Writes a file or folder through to the disk: else a rename can survive a power cut, and the content not."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -22,7 +22,8 @@ from check import reader
 from check.resume import checkpoint_folder, numbered
 from config import Config, ConfigError
 from hf.files import parse_json, read_bytes
-from system.exits import describe_os_error, host_name
+from system.disk import describe_os_error, write_whole
+from system.exits import host_name
 from system.ranks import Ranks, gather, on_rank0
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -105,22 +106,21 @@ def _lock(folder: Path, kind: int) -> None:
         return
     if kind == fcntl.LOCK_EX:
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {host_name()}, since {since}\n".encode())
+        with contextlib.suppress(OSError):  # on a full disk the lock holds without a name
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {host_name()}, since {since}\n".encode())
         fcntl.lockf(descriptor, fcntl.LOCK_SH)
 
 
 def write_provenance(folder: Path, cfg: Config, world_size: int) -> None:
     """Writes the resolved config into a new run's folder, and adds an object to the list in `provenance.json`: a
-    resumed run has one for each part."""
+    resumed run has one for each part. A disk without room costs that object, not the run."""
     if not (folder / "config.yaml").exists():
-        (folder / "config.yaml").write_text(reader.to_yaml(cfg))
+        write_whole(folder / "config.yaml", reader.to_yaml(cfg))
     file = folder / "provenance.json"
-    parts = parse_json(read_bytes(file), file) if file.exists() else []
-    name = None
-    if patch := _git("diff", "HEAD", "--binary"):
-        name = f"changes_{len(parts) + 1}.patch"
-        (folder / name).write_text(patch, encoding="latin-1")
+    parts = parse_json(read_bytes(file), f"{file}: move it away") if file.exists() else []
+    patch = _git("diff", "HEAD", "--binary")
+    name = f"changes_{len(parts) + 1}.patch" if patch else None
     packages = sorted(importlib.metadata.distributions(), key=lambda each: (each.name or "").lower())
     prefixes = ("OMP_", "CUDA_", "NCCL_", "VLLM_")
     part = {
@@ -135,7 +135,12 @@ def write_provenance(folder: Path, cfg: Config, world_size: int) -> None:
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)},
     }
-    file.write_text(json.dumps([*parts, part], indent=1) + "\n", encoding="utf-8")
+    try:
+        if name:
+            write_whole(folder / name, patch, encoding="latin-1")
+        write_whole(file, json.dumps([*parts, part], indent=1) + "\n")
+    except OSError as error:
+        print(f"WARNING: {file} has nothing of this part of the run ({describe_os_error(error)})", flush=True)
 
 
 def _git(*arguments: str) -> str | None:

@@ -3,13 +3,14 @@
 Metrics are logged raw: a NaN stays visible. samples.jsonl is strict JSON: a number that is not finite becomes null.
 """
 
+import io
 import itertools
 import json
 import math
 import os
 import secrets
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from config import LoggerConfig, WandbConfig
 from data import Sample
@@ -27,6 +30,8 @@ from hf.tokenizer import Tokenizer
 from metrics import Numbers
 from run.health import Health
 from run.records import read_records
+from system.disk import append, write_whole
+from system.exits import host_name
 
 TIMING_NAMES = {"prepare_for_generation": "prepare_for_generation/total"}  # NeMo RL's name
 PHASES = {"gen": "generation", "data": "data_processing", "train": "policy_training", "sync": "prepare_for_generation"}
@@ -37,34 +42,53 @@ SAMPLE_FIELDS = (
 
 
 class RunLog:
-    """Files of a run folder and the console, written by rank 0 only."""
+    """Files of a run folder and the console, written by rank 0 only. What a file has no room for is counted, and lost:
+    training goes on."""
 
     def __init__(self, folder: Path, cfg: LoggerConfig, *, first_step: int, num_steps: int):
         self.folder = folder
         self.cfg = cfg
         self.num_steps = num_steps
+        self.num_lost: Counter[str] = Counter()  # file -> writes that failed
         for name in ("metrics.jsonl", "samples.jsonl"):
-            _drop_from(folder / name, first_step)
-        # backslashreplace: a row may contain half a surrogate pair, which UTF-8 cannot encode; JSON's escape can.
-        options = {"encoding": "utf-8", "errors": "backslashreplace", "buffering": 1}
-        self.metrics_file = (folder / "metrics.jsonl").open("a", **options)
-        self.samples_file = (folder / "samples.jsonl").open("a", **options)
-        self.health = Health(record for _, record in read_records(folder / "metrics.jsonl"))
-        events = str(folder / "tensorboard")
-        self.tensorboard = SummaryWriter(events, purge_step=first_step) if cfg.tensorboard_enabled else None
+            self._write(name, _drop_from, first_step)
+        before = read_records(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else ()
+        self.health = Health(record for _, record in before)
+        self.events = f"tensorboard/events.out.tfevents.{time.time():.0f}.{host_name()}.{os.getpid()}"
+        if cfg.tensorboard_enabled:
+            self._write("tensorboard", os.makedirs, 0o777, True)
+            self._event(file_version="brain.Event:2")
+            # TensorBoard hides what it has of these steps: the part of the run that is resumed wrote it.
+            self._event(step=first_step, session_log=SessionLog(status=SessionLog.START))
         self.wandb: Any = None  # W&B's run, from the first row on
         self.logs_to_wandb = cfg.wandb_enabled
         self.start, self.first_step = time.perf_counter(), first_step
         self.tokens_per_sec: list[float] = []
 
+    def _write(self, name: str, write: Callable, *arguments: Any) -> None:
+        """Calls `write` with the path of a file in the run folder, and the arguments. A disk that refuses it is said
+        the first time, and counted."""
+        try:
+            write(self.folder / name, *arguments)
+        except OSError as error:
+            if name not in self.num_lost:
+                problem = f"{self.folder / name} cannot be written ({error.strerror})"
+                print(f"WARNING: {problem}: training goes on, and what has no room there is lost", flush=True)
+            self.num_lost[name] += 1
+
+    def _event(self, **content: Any) -> None:
+        """Adds a record to TensorBoard's file. Its own writer has a thread, which ends when a disk is full."""
+        record = io.BytesIO()
+        RecordWriter(record).write(Event(wall_time=time.time(), **content).SerializeToString())
+        self._write(self.events, append, record.getvalue())
+
     def metrics(self, step: int, values: dict[str, float]) -> None:
         """Writes an object of metrics.jsonl, and the same numbers to TensorBoard and W&B."""
         row = {"step": step, **values}
-        self.metrics_file.write(json.dumps(row) + "\n")
-        if self.tensorboard:
-            for name, value in values.items():
-                self.tensorboard.add_scalar(name, value, step)
-            self.tensorboard.flush()  # a process may end without a word
+        self._write("metrics.jsonl", append, json.dumps(row).encode() + b"\n")
+        if self.cfg.tensorboard_enabled:
+            numbers = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+            self._event(step=step, summary=Summary(value=numbers))
         if self.logs_to_wandb:
             self._log_to_wandb(row)
 
@@ -85,15 +109,18 @@ class RunLog:
         """Writes the first conversations to samples.jsonl, and prints `num_print` of them."""
         decode = partial(tokenizer.backend.decode, skip_special_tokens=False)
         num_logged = self.cfg.num_samples_to_log
+        lines = []
         for i, sample in enumerate(samples[: max(num_logged, num_print)]):
             prompt, reply = decode(sample.prompt_ids), decode(sample.output_ids.tolist())
             record = {"step": step, "kind": kind, "prompt": prompt, "reply": reply}
             record |= {name: getattr(sample, name) for name in SAMPLE_FIELDS}
             if i < num_logged:
                 finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-                self.samples_file.write(json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n")
+                lines.append(json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n")
             if i < num_print:
                 print(f"    [{kind}] {prompt!r} -> {reply!r}  {sample.outcome}, reward {sample.reward:g}", flush=True)
+        # backslashreplace: a row may contain half a surrogate pair, which UTF-8 cannot encode; JSON's escape can.
+        self._write("samples.jsonl", append, "".join(lines).encode(errors="backslashreplace"))
 
     def step(self, step: int, train: Numbers, seconds: Numbers, performance: Numbers) -> None:
         """Logs a training step: an object in metrics.jsonl, a line, and what has newly gone wrong with the run."""
@@ -123,11 +150,7 @@ class RunLog:
         print(f"validation after step {step} | accuracy: {accuracies} | {seconds}", flush=True)
 
     def close(self, state) -> None:
-        """Closes the files and prints the table at the end of a run. state: the `RunState`."""
-        self.metrics_file.close()
-        self.samples_file.close()
-        if self.tensorboard:
-            self.tensorboard.close()
+        """Prints the table at the end of a run. state: the `RunState`."""
         first, last = _accuracies(state.first_validation), _accuracies(state.last_validation)
         rows = {}
         for label in first | last:
@@ -138,6 +161,8 @@ class RunLog:
         rows["tokens/s, median step"] = f"{np.median(self.tokens_per_sec or [math.nan]):,.0f}"
         written = [name for name in WRITTEN if (self.folder / name).exists()]
         rows["run folder"] = f"{self.folder}: {', '.join(written)}"
+        if self.num_lost:
+            rows["not written"] = ", ".join(f"{name}: {num} times" for name, num in self.num_lost.items())
         rows["report"] = f"python -m tools.report {self.folder}"
         width = max(map(len, rows))
         print("\n" + "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()) + "\n", flush=True)
@@ -162,7 +187,7 @@ def _start_wandb(folder: Path, cfg: WandbConfig) -> Any:
 
     file = folder / "wandb_id"
     if not file.exists():
-        file.write_text(secrets.token_hex(4))
+        write_whole(file, secrets.token_hex(4))
     run = wandb.init(
         project=cfg.project,
         name=cfg.name or folder.name,

@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from config import ConfigError
-from hf.files import open_file
+from hf.files import MAX_BYTES, open_file
 
 
 def read_records(file: Path, bad_lines: list[int] | None = None) -> Iterator[tuple[int, dict]]:
@@ -13,7 +14,7 @@ def read_records(file: Path, bad_lines: list[int] | None = None) -> Iterator[tup
     program cannot have written raises ConfigError; with `bad_lines`, its number is appended there instead."""
     end = 0
     with open_file(file) as lines:  # of bytes: text has other line ends too, and a cut line may be no text
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(iter(partial(lines.readline, MAX_BYTES), b""), 1):
             end += len(line)
             try:
                 record = json.loads(line)

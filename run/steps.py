@@ -5,18 +5,23 @@ The algorithm is `train` in grpo.py. Nothing here computes a loss, an advantage 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
 from batch import Minibatch
+from config import Config
 from hf.adapter import adapter_config
+from hf.tokenizer import Tokenizer
 from hf.weights import save_adapter, save_hf
 from metrics import age_metrics
+from model import Decoder
 from rollout import StepSamples
 from run import dump
 from run.canary import check_canary
 from run.speed import performance_metrics
 from run.start import Run
+from system.disk import describe_os_error
 from system.exchange import move_tokens
 from system.exits import Interrupted, Saved, StopRun
 from system.progress import Progress
@@ -116,16 +121,28 @@ def save_early(run: Run) -> Exception:
 
 
 def finish(run: Run) -> str:
-    """Writes the Hugging Face folder and the closing table; returns the reason the run ended."""
-    cfg = run.cfg
+    """Writes the Hugging Face folder and the closing table; returns the reason the run ended. StopRun where the disk
+    refused the folder."""
     run.watchdog.enter("export")
-    if cfg.checkpointing.save_hf_at_end:
-        dtype = getattr(torch, cfg.policy.precision)
-        with Progress("export"):
-            save_hf(run.model, run.folder / "hf_model", run.inputs.tokenizer.file.parent, dtype=dtype)
-        if run.state.base_sha256:
-            adapter = adapter_config(cfg.policy, run.model.config)
-            save_adapter(run.model, run.folder / "hf_adapter", adapter, run.state.base_sha256)
+    problem = None
+    try:
+        if run.cfg.checkpointing.save_hf_at_end:
+            with Progress("export"):
+                export(run.cfg, run.model, run.folder, run.inputs.tokenizer, run.state.base_sha256)
+    except OSError as error:
+        problem = describe_os_error(error)
     if run.log:
         run.log.close(run.state)
-    return f"trained to step {run.state.step}"
+    reason = f"trained to step {run.state.step}"
+    if problem:
+        raise StopRun(f"{reason}, but not exported ({problem}): make room, then checkpointing.resume_from={run.folder}")
+    return reason
+
+
+def export(cfg: Config, model: Decoder, folder: Path, tokenizer: Tokenizer, base_sha256: str | None) -> None:
+    """Writes the policy as `hf_model`, and with LoRA its adapters as `hf_adapter`, into the folder. A collective;
+    raises OSError, on all ranks, where the disk refuses it."""
+    dtype = getattr(torch, cfg.policy.precision)
+    save_hf(model, folder / "hf_model", tokenizer.file.parent, dtype=dtype)
+    if base_sha256:
+        save_adapter(model, folder / "hf_adapter", adapter_config(cfg.policy, model.config), base_sha256)

@@ -6,7 +6,6 @@ folder and to $GRPO_EXIT_FILE for train.sh.
 
 import contextlib
 import ctypes
-import errno
 import gc
 import json
 import math
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from config import ConfigError
+from system.disk import NO_ROOM, describe_os_error, write_whole
 
 EXIT_CRASH = 1
 EXIT_CONFIG = 2  # bad config, data or model folder
@@ -32,7 +32,6 @@ PR_SET_PDEATHSIG = 1  # of prctl(2)
 PF_EXITING = 4  # in the flags of /proc/PID/stat
 GRACE_SECONDS = 5.0  # for another rank to say why it ended, or to write its stacks
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 START_TIME = time.monotonic()  # of this process, near enough
 _rank = os.environ.get("RANK", "0")
 job_rank = int(_rank) if _rank.isdecimal() else 0  # as torchrun gave it; in a split job RANK becomes the rank of a side
@@ -122,9 +121,8 @@ def report_exit(code: int, reason: str, run_folder: Path | None, peers: Peers = 
     files = [Path(os.environ["GRPO_EXIT_FILE"])] if "GRPO_EXIT_FILE" in os.environ else []
     files += [run_folder / "exit.json"] if run_folder else []
     if _write_once(files[0], text) if files else job_rank == 0:
-        with contextlib.suppress(OSError):  # the output may be a file on the disk that is full
-            who = f" ({peers.name(job_rank)})" if code else ""
-            print(f"{reason}{who}", file=sys.stderr if code else sys.stdout, flush=True)
+        who = f" ({peers.name(job_rank)})" if code else ""
+        print(f"{reason}{who}", file=sys.stderr if code else sys.stdout, flush=True)
     for file in files[1:]:  # the run folder's last: its disk may be full, or hang
         _write_once(file, text)
 
@@ -140,25 +138,13 @@ def exit_process(code: int) -> None:
         # vLLM 0.24 frees its memory pools in an order that aborts a finished run (exit code 134), and 0.32 shuts its
         # engine down in an atexit function. os._exit runs none of that: the driver frees the GPU, and NCCL does not
         # complain of groups that were not destroyed. Graders end with their parent, and logs are flushed step by step.
-        with contextlib.suppress(OSError):  # the output may be a file on the disk that is full
-            sys.stdout.flush()
-            sys.stderr.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
     # Else a gloo thread frees the last collective's tensor amid the teardown, and a finished run crashes (13 of 50).
     time.sleep(0.2)
     gc.freeze()  # or the interpreter looks through a million objects, module by module: 4 s instead of 0.8
     sys.exit(code)
-
-
-def write_whole(file: Path, text: str, *, replace: bool = True) -> None:
-    """Writes a file that readers see whole or not at all. Without `replace`, FileExistsError where it is there."""
-    temporary = file.with_name(f"{file.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        (os.rename if replace else os.link)(temporary, file)
-    finally:
-        with contextlib.suppress(OSError):  # it could not be made, or was renamed
-            temporary.unlink()
 
 
 def _write_once(file: Path, text: str) -> bool:
@@ -212,9 +198,3 @@ def _is_alive(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return fields[0] not in "ZX" and not int(fields[6]) & PF_EXITING
-
-
-def describe_os_error(error: OSError) -> str:
-    """What is wrong, and with which file if the error knows."""
-    problem = "the disk is full" if error.errno in NO_ROOM else error.strerror or str(error)
-    return f"{error.filename}: {problem}" if error.filename else problem

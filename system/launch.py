@@ -13,24 +13,26 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from system.disk import keep_console
 from system.exits import host_name
 
 
 def main() -> int:
     """The exit code; the last line says why unless it is 0."""
-    end = {"code": 0, "reason": "no rank left a reason; the output above may tell"}
-    failures = {}  # by rank, the first failure first
+    # What holds where no rank has the last word: exit() in a library or a reward function ends a rank with code 0.
+    end = {"code": 1, "reason": "crashed: no rank said how it ended; the output above may tell"}
+    failed, failures = False, {}  # by rank, the first failure first
     try:
         run.main()
     except (ChildFailedError, SignalException) as error:
-        end["code"], failures = 1, getattr(error, "failures", {})
+        failed, failures = True, getattr(error, "failures", {})
     except RendezvousError as error:
         fix = "give all nodes the same --nnodes and --rdzv_endpoint, a port of node 0 that the others reach"
         end = {"code": 1, "reason": f"nodes are missing ({type(error).__name__}: {error}): {fix}; see each node's log"}
     killed = {rank: failure for rank, failure in failures.items() if failure.exitcode < 0}
     gone = {rank: f"rank {rank} on {host_name()} (process {killed[rank].pid}) is gone" for rank in killed}
     if (file := Path(os.environ["GRPO_EXIT_FILE"])).exists():
-        failed, end = end["code"], json.loads(file.read_text())
+        end = json.loads(file.read_text())
         if failed and end["code"] == 0:
             end = {"code": 1, "reason": "all was done, but then the processes did not end well"}
     elif killed and next(iter(failures)) in killed:
@@ -44,4 +46,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    keep_console()
     sys.exit(main())

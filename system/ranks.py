@@ -175,6 +175,8 @@ def local_rows(tensor: torch.Tensor) -> slice:
 
 def on_rank0(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """What `work` returns on rank 0 (of the group), on all ranks; a ConfigError or OSError is raised on all ranks."""
+    if not dist.is_initialized():
+        return work()
     try:
         result = work() if (group or dist.group.WORLD).rank() == 0 else None
     except (ConfigError, OSError) as error:

@@ -17,7 +17,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from config import WatchdogConfig
-from system.exits import EXIT_CRASH, EXIT_HUNG, GRACE_SECONDS, LIBRARIES, describe_os_error, report_exit, write_whole
+from system.disk import describe_os_error, write_whole
+from system.exits import EXIT_CRASH, EXIT_HUNG, GRACE_SECONDS, LIBRARIES, report_exit
 from system.ranks import Ranks
 
 POLL_SECONDS = 1.0

@@ -30,6 +30,7 @@ from model import Decoder, Reference
 from optim import build_optimizer, clip_grad_norm, count_bad_steps, set_learning_rate
 from run import checkpoint, dump
 from run.start import build_policy, read_adapter, reference_dtype
+from system.disk import keep_console
 from system.exits import describe_failure, exit_process, report_exit
 from system.optimizer import Optimizer
 from system.ranks import Ranks, on_rank0, start_process_group
@@ -129,4 +130,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    keep_console()
     exit_process(main())

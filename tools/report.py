@@ -23,8 +23,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from config import ConfigError
+from hf.files import open_file
 from run.records import read_records
-from system.exits import describe_os_error
+from system.disk import describe_os_error, write_whole
 
 MAX_SAMPLES, MAX_STEPS = 8000, 2000  # samples of all runs together; steps in the curves of each
 MAX_DUMPS, MAX_DUMPED = 60, 240  # dumped steps of a run, and their samples
@@ -144,11 +145,12 @@ def read_dump(folder: Path, notes: list[str], limit: int) -> list[dict]:
     try:
         step = int(folder.name.removeprefix("step_"))
         for file in sorted(folder.glob("rank_*.safetensors")):
-            arrays = load_file(file)
+            with open_file(file):  # no pipe, which would never end
+                arrays = load_file(file)
             numbers_T2 = np.stack([arrays["logp_T"] - arrays["sampler_logp_T"], arrays["entropy_T"]], axis=1)
             parts = np.split(numbers_T2.astype(float), np.cumsum(arrays["num_tokens_S"]))[:-1]
             numbers_of |= dict(zip(arrays["sample_S"].tolist(), parts, strict=True))
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+    except (ConfigError, SafetensorError, OSError, KeyError, ValueError) as error:
         notes.append(f"{folder}: cannot be read ({error!r:.200})")
         return []
     samples, _ = read_samples(folder / "samples.jsonl", notes, limit, step)
@@ -207,9 +209,7 @@ def main() -> int:
         runs = [read_run(*each, MAX_SAMPLES // len(names)) for each in zip(args.folders, names, strict=True)]
         pause = max(LIVE_SECONDS, 4 * (time.monotonic() - start)) if live else 0
         file = args.folders[0] / "report.html"
-        new = file.with_suffix(".tmp")
-        new.write_text(as_page(runs, pause), encoding="utf-8")
-        new.replace(file)  # a browser never reads half of it
+        write_whole(file, as_page(runs, pause))  # a browser never reads half of it
         print(f"{file}: {file.stat().st_size / 1e6:.1f} MB", flush=True)
         try:
             time.sleep(pause)

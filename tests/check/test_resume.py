@@ -1,6 +1,7 @@
 """Which run goes on, and from which of its checkpoints: read without torch, damaged ones refused by name."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 
@@ -27,8 +28,9 @@ def write_checkpoint(folder, **changes):
     folder.mkdir(parents=True)
     (folder / "rank_00000.safetensors").write_bytes(b"12345")
     files = {"rank_00000.safetensors": {"bytes": 5, "sha256": ""}}
-    meta = {"version": resume.VERSION, "step": 1, "world_size": 2, "files": files, "state": {}, "metric": None}
-    (folder / "meta.json").write_text(json.dumps(meta | changes))
+    step = int(folder.name.removeprefix("step_"))
+    meta = {"version": resume.VERSION, "step": step, "world_size": 2, "files": files, "state": {}, "metric": None}
+    (folder / "meta.json").write_text(json.dumps(meta | changes | {"sha256": resume.digest(meta | changes)}))
 
 
 def refused(cfg, **kwargs):
@@ -112,7 +114,7 @@ def test_a_run_of_another_version_is_refused_with_a_sentence(run, tmp_path):
     folder, cfg = run
     for step in (9, 10):
         meta = folder / "checkpoints" / f"step_{step:06d}" / "meta.json"
-        meta.write_text(meta.read_text().replace('"version": 4', '"version": 3'))
+        meta.write_text(meta.read_text().replace('"version": 5', '"version": 4'))
     auto = config.CheckpointingConfig(resume="auto")
     logs = config.LoggerConfig(log_dir=str(tmp_path / "logs"))
     for refuse in (
@@ -123,7 +125,7 @@ def test_a_run_of_another_version_is_refused_with_a_sentence(run, tmp_path):
     ):
         with pytest.raises(ConfigError) as error:
             refuse()
-        assert str(error.value).startswith(f"{folder}/checkpoints/step_000010/meta.json: checkpoint format 3, ")
+        assert str(error.value).startswith(f"{folder}/checkpoints/step_000010/meta.json: checkpoint format 4, ")
         assert "provenance.json" in str(error.value) and "start a new run" in str(error.value)
     shutil.copytree(folder, tmp_path / "logs" / "exp_002")
     write_checkpoint(tmp_path / "logs" / "exp_002" / "checkpoints" / "step_000011")
@@ -137,8 +139,10 @@ def test_a_run_of_another_version_is_refused_with_a_sentence(run, tmp_path):
         ("[]", "meta.json: expected a JSON object, got list"),
         ("{}", "meta.json: not what the program writes (KeyError: 'version')"),
         ("[" * 100_000, "meta.json: not valid JSON ("),
-        ('{"version": 4, "files": {}}', "meta.json: not what the program writes (KeyError: 'step')"),
-        ('{"version": 4, "files": {"gone": {"bytes": 1}}}', "gone: No such file or directory"),
+        ("edited", "meta.json: content differs from its checksum"),
+        ("renamed", "meta.json: of step 9"),
+        ("pipe", "meta.json: cannot be read (no regular file)"),
+        ("no shard", "rank_00000.safetensors: No such file or directory"),
         ("cut shard", "rank_00000.safetensors: 4 bytes, 5 by meta.json"),
         ("no meta", "meta.json: cannot be read (No such file or directory)"),
     ],
@@ -146,12 +150,21 @@ def test_a_run_of_another_version_is_refused_with_a_sentence(run, tmp_path):
 def test_damaged_newest_is_refused_by_name_and_auto_goes_on_before_it(run, spoil, said):
     folder, cfg = run
     newest = folder / "checkpoints" / "step_000010"
+    shard, meta = newest / "rank_00000.safetensors", newest / "meta.json"
     if spoil == "cut shard":
-        (newest / "rank_00000.safetensors").write_bytes(b"1234")
-    elif spoil == "no meta":
-        (newest / "meta.json").unlink()
+        shard.write_bytes(b"1234")
+    elif spoil == "no shard":
+        shard.unlink()
+    elif spoil == "edited":
+        meta.write_text(meta.read_text().replace('"world_size": 2', '"world_size": 3'))
+    elif spoil == "renamed":
+        shutil.rmtree(newest)
+        shutil.copytree(folder / "checkpoints" / "step_000009", newest)
+    elif spoil in ("no meta", "pipe"):
+        meta.unlink()
+        os.mkfifo(meta) if spoil == "pipe" else None
     else:
-        (newest / "meta.json").write_text(spoil)
+        meta.write_text(spoil)
     problem = refused(cfg)
     assert f"{newest}/{said}" in problem and "checkpointing.resume=auto" in problem and f"remove {newest}" in problem
     auto = replace(cfg, checkpointing=replace(cfg.checkpointing, resume="auto"))

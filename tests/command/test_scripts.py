@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PLAYED_RUN = """
 import json, os, signal, sys, time
+from system.disk import keep_console
+keep_console()
 if sys.argv[1] == "--check":
     print(json.dumps([os.environ["WORLD_SIZE"], *sys.argv[2:]]), flush=True)
     sys.exit(2 if "check=fails" in sys.argv else 0)
@@ -34,6 +36,8 @@ if "end=signal" in sys.argv:
         time.sleep(0.1)
     time.sleep(0.3)  # time for a second one to show
     open("seen_" + rank, "w").write(str(seen))
+if "end=exit" in sys.argv:
+    os._exit(0)
 if "end=lost" in sys.argv and rank == "1":  # as system/exits.py says it where rank 0 is gone, but sooner
     while not os.path.exists("killed"):
         time.sleep(0.01)
@@ -70,12 +74,12 @@ def repo(tmp_path: Path) -> Path:
     return copy_of_repository(tmp_path)
 
 
-def start(repo: Path, *args: str, **env: str) -> subprocess.Popen:
+def start(repo: Path, *args: str, stdout: int = subprocess.PIPE, **env: str) -> subprocess.Popen:
     clean = {k: v for k, v in os.environ.items() if k not in ("NPROC", "GRPO_VENV", "GRPO_EXIT_FILE")}
     return subprocess.Popen(
         [str(repo / "train.sh"), *args],
         env=clean | {"GRPO_PYTHON": sys.executable, "GRPO_DEVICE": "cpu", "GRPO_HOST_NAME": "here"} | env,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -83,7 +87,7 @@ def start(repo: Path, *args: str, **env: str) -> subprocess.Popen:
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory):
-    """Four runs at once, each in a copy of its own: name -> (folder, exit code, stdout, stderr). Most of their time
+    """Six runs at once, each in a copy of its own: name -> (folder, exit code, stdout, stderr). Most of their time
     is torchrun's start."""
     runs = {}
     for name, words, env in (
@@ -91,9 +95,15 @@ def launches(tmp_path_factory):
         ("killed", ("my.yaml", "end=killed", "--nproc_per_node=1"), {}),
         ("lost", ("my.yaml", "end=lost"), {}),
         ("signal", ("my.yaml", "end=signal"), {}),
+        ("exit", ("my.yaml", "end=exit", "--nproc_per_node=1"), {}),
     ):
         folder = copy_of_repository(tmp_path_factory.mktemp(name))
         runs[name] = folder, start(folder, *words, **env)
+    read_end, write_end = os.pipe()
+    os.close(read_end)  # as `| head` leaves it
+    folder = copy_of_repository(tmp_path_factory.mktemp("unread"))
+    runs["unread"] = folder, start(folder, "my.yaml", "--nproc_per_node=1", stdout=write_end)
+    os.close(write_end)
     folder, run = runs["signal"]
     while len(list(folder.glob("started_*"))) < 2:
         assert run.poll() is None, run.communicate()
@@ -126,6 +136,17 @@ def test_a_rank_that_dies_without_a_word_is_exit_code_1(launches):
         err.splitlines()[-1],
     )
     assert "Traceback" not in err
+
+
+def test_exit_0_without_a_last_word_is_a_crash(launches):
+    """A reward function, or a library, that calls exit: a scheduler must not take the run for done."""
+    _, code, _, err = launches["exit"]
+    assert code == 1 and err.splitlines()[-1].startswith("train.sh: exit code 1: crashed: no rank said")
+
+
+def test_a_reader_of_the_output_that_leaves_costs_nothing(launches):
+    _, code, _, err = launches["unread"]
+    assert (code, err.splitlines()[-1]) == (3, launches["refused"][3].splitlines()[-1])
 
 
 def test_the_signal_that_killed_a_rank_is_added_to_what_another_rank_says(launches):

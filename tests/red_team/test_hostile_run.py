@@ -171,12 +171,19 @@ def test_no_room_at_the_end_does_not_hide_the_reason(ending, capsys):
     assert list(run.iterdir()) == []
 
 
-def test_no_room_at_the_start_is_one_sentence(tmp_path, one_rank, monkeypatch):
-    monkeypatch.setattr(run_folder, "_git", lambda *_: "a change")
-    (tmp_path / "changes_1.patch").symlink_to("/dev/full")
+def test_no_room_at_the_start(tmp_path, one_rank, monkeypatch, capsys):
+    """A new run, which could not be continued, is refused in one sentence. One that goes on loses its provenance."""
     cfg = config.Config(checkpointing=config.CheckpointingConfig(resume_from=str(tmp_path)))
-    with pytest.raises(ConfigError, match=rf"^{tmp_path}: the run's folder cannot be written \(the disk is full\)$"):
+
+    def no_room(file, *_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+
+    monkeypatch.setattr(run_folder, "write_whole", no_room)
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}: the run's folder cannot be written \(.*the disk is full\)$"):
         open_run_folder(cfg, one_rank[0])
+    (tmp_path / "config.yaml").touch()
+    assert open_run_folder(cfg, one_rank[0]) == tmp_path
+    assert f"WARNING: {tmp_path}/provenance.json" in capsys.readouterr().out
 
 
 def raised(action):

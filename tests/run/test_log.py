@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,10 @@ from hf.tokenizer import Tokenizer
 from run.health import RULES
 from run.log import RunLog, Timers
 from run.start import RunState
+from system.disk import write_whole
 
 STARTER = Path(__file__).resolve().parents[2] / "examples/arithmetic/starter"
+NAMES = ("metrics.jsonl", "samples.jsonl")
 NAN, INF = float("nan"), float("inf")
 
 
@@ -130,16 +133,52 @@ def test_a_new_run_appends_to_nothing_and_a_second_log_keeps_the_first_steps(tmp
     assert records(tmp_path) == [{"step": step, "x": step} for step in (1, 2, 3)]
 
 
-def test_tensorboard_has_the_numbers_of_the_metrics_file(tmp_path):
+def test_lines_that_have_no_room_are_lost_whole_and_said_once(tmp_path, capsys):
+    """A limit on the size of files: the file takes a part of a line, and then refuses the rest."""
+    log = open_log(tmp_path, tensorboard=True)
+    log.metrics(1, {"train/reward": 1.0})
+    (tmp_path / "wandb_id").write_text("before")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 9, limit[1]))
+    try:
+        for step in (2, 3):
+            log.metrics(step, {"train/reward": 1.0})
+            log.samples(step, "train", SAMPLES, Tokenizer(STARTER))
+        with pytest.raises(OSError, match="too large"):
+            write_whole(tmp_path / "wandb_id", "a" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    log.metrics(4, {"train/reward": 1.0})
+    assert [record["step"] for record in records(tmp_path)] == [1, 4]
+    assert (tmp_path / "samples.jsonl").read_bytes() == b"" and (tmp_path / "wandb_id").read_text() == "before"
+    (tmp_path / "metrics.jsonl").unlink()  # a folder in its place, or none
+    (tmp_path / "metrics.jsonl").mkdir()
+    log.metrics(5, {"train/reward": 1.0})
+    assert [event.step for event in events_of(tmp_path).Scalars("train/reward")] == [1, 4, 5]
+    log.close(RunState({}, {}))
+    said = capsys.readouterr().out.splitlines()
+    lost = [line for line in said if line.startswith("WARNING: ")]
+    assert len(lost) == 3 and all(sum(name in line for line in lost) == 1 for name in (*NAMES, "tfevents"))
+    (row,) = [line for line in said if line.startswith("not written")]
+    assert "metrics.jsonl: 3 times" in row and "samples.jsonl: 2 times" in row
+    open_log(tmp_path / "gone").metrics(1, {})
+    assert not (tmp_path / "gone").exists() and f"WARNING: {tmp_path}/gone" in capsys.readouterr().out
+
+
+def events_of(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    return EventAccumulator(str(folder / "tensorboard")).Reload()
+
+
+def test_tensorboard_has_the_numbers_of_the_metrics_file(tmp_path):
     logs = []
     for first_step in (1, 3):  # killed after step 4, resumed after step 2
         logs.append(open_log(tmp_path, first_step, tensorboard=True))
         for step in range(first_step, 5):
             logs[-1].metrics(step, {"train/reward": step / 8 + first_step})
     # before anything is closed
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    events = events_of(tmp_path)
     assert events.Tags()["scalars"] == ["train/reward"]
     points = [(event.step, event.value) for event in events.Scalars("train/reward")]
     assert points == [(record["step"], record["train/reward"]) for record in records(tmp_path)]

@@ -1,0 +1,70 @@
+"""The files that a run writes, whatever the disk does: a file is replaced whole, or grows by whole lines. No torch."""
+
+import contextlib
+import errno
+import io
+import os
+import sys
+from pathlib import Path
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+def write_whole(file: Path, text: str, *, replace: bool = True, encoding: str = "utf-8") -> None:
+    """Writes a file that readers see whole or not at all, as the one before until then. Without `replace`,
+    FileExistsError where it is there."""
+    temporary = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding=encoding)
+        flush(temporary)
+        (os.replace if replace else os.link)(temporary, file)
+    finally:
+        with contextlib.suppress(OSError):  # it could not be made, or was renamed
+            temporary.unlink()
+
+
+def append(file: Path, lines: bytes) -> None:
+    """Adds lines to a file, all or none. The file is open only meanwhile: it may have been removed or replaced."""
+    with file.open("ab", buffering=0) as stream:
+        end = stream.tell()
+        try:
+            while lines:
+                lines = lines[stream.write(lines) :]
+        except OSError:
+            stream.truncate(end)
+            raise
+
+
+def flush(path: Path) -> None:
+    """Writes a file or folder through to the disk: else a rename can survive a power cut, and the content not."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def describe_os_error(error: OSError) -> str:
+    """What is wrong, and with which file if the error knows."""
+    problem = "the disk is full" if error.errno in NO_ROOM else error.strerror or str(error)
+    name = error.filename2 or error.filename  # of a copy, the file that is written
+    return f"{name}: {problem}" if name else problem
+
+
+class Console(io.FileIO):
+    """Standard output or error. Where its disk is full or its reader is gone, the text is lost and nothing else."""
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data) or len(data)
+        except OSError:
+            return len(data)
+
+
+def keep_console() -> None:
+    """From here on no `print` of this process raises OSError, in users' code and libraries either."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        raw = io.BufferedWriter(Console(stream.fileno(), "wb", closefd=False))
+        text = io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)
+        setattr(sys, name, text)
