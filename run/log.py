@@ -52,6 +52,7 @@ class RunLog:
         self.num_lost: Counter[str] = Counter()  # file -> writes that failed
         for name in ("metrics.jsonl", "samples.jsonl"):
             self._write(name, _drop_from, first_step)
+            self._write(name, append, b"")  # there from the start
         before = read_records(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else ()
         self.health = Health(record for _, record in before)
         self.events = f"tensorboard/events.out.tfevents.{time.time():.0f}.{host_name()}.{os.getpid()}"

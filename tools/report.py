@@ -49,7 +49,7 @@ def read_run(folder: Path, name: str, max_samples: int) -> dict:
         ending = f"exit code {end.get('code')}: {end.get('reason')}"
     steps, series, held = read_metrics(folder / "metrics.jsonl", notes)
     if (folder / "eval.json").exists() and not steps:
-        notes[-1] = "made by eval.py: its numbers are in eval.json"  # and not that there are no metrics
+        notes = ["made by eval.py: its numbers are in eval.json"]  # and not that there are no metrics
     samples, kept = read_samples(folder / "samples.jsonl", notes, max_samples)
     dumps = sorted((folder / "rollouts").glob("step_*[0-9]"))
     for dump in evenly(dumps, MAX_DUMPS):
