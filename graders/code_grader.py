@@ -12,15 +12,20 @@ import keyword
 import math
 import os
 import re
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import islice
+from textwrap import dedent
 from typing import Any
 
 from graders import sandbox
-from graders.codec import near
+from graders.codec import MAX_ANSWER_BYTES, encode, near
 from graders.sandbox import Limits
 
+TOLERANCE = 1e-6  # the default of env.code.tolerance
 MAX_TESTS_BYTES = 8 << 20  # of one problem
 MAX_PARSED_CHARS = 100_000  # of Python code in a row: 0.2 s
 MAX_DEPTH = 100  # of lists in args or expected: what `encode` does to them fits into Python's recursion limit
@@ -30,31 +35,32 @@ FORMS = (
     "`test` (code that calls the function, or defines check(candidate)) with `entry_point`, or `tests`: a list of "
     "{input, output}, or of {args, expected} with `entry_point`"
 )
-# The test for a list of {args, expected}. JSON has no tuples: a problem in which such types matter gives `test`.
+# The test for a list of {args, expected}.
 CALLS = """
 import json
-from graders.codec import near
-
-def same(value, expected):
-    if type(expected) is dict and isinstance(value, dict):
-        return value.keys() == expected.keys() and all(same(value[key], expected[key]) for key in expected)
-    if type(value) is not type(expected):
-        return False
-    if type(value) is list:
-        return len(value) == len(expected) and all(map(same, value, expected))
-    if type(value) is float:
-        return near(value, expected)
-    return value == expected
+from graders.codec import same
 
 def check(candidate):
     for case in json.loads(CASES):
-        assert same(candidate(*case["args"]), case["expected"])
+        assert same(candidate(*case["args"]), case["expected"], IS_STRICT, TOLERANCE)
 """
 FUTURE_IMPORT = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^)]*\)|[^\n]*)[^\n]*\n?", re.MULTILINE)
-# A number with a point or an exponent, which is no part of a word, a version or a date.
-DECIMAL = re.compile(r"(?<![\w.])([-+]?(?:\d+\.\d+|\.\d+|\d+(?=[eE]))(?:[eE][-+]?\d+)?)(?!\w|\.\d)", re.ASCII)
-# A fenced block: its language, and lines that open or close no other one.
-BLOCK = re.compile(r"^[ \t]*```([^`\n]*)\n((?:(?![ \t]*```[^`\n]*$).*\n)*)[ \t]*```[ \t\r]*$", re.MULTILINE)
+# A number that is no part of a word, a version or a date.
+NUMBER = re.compile(r"(?<![\w.])([-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?)(?!\w|\.\d)", re.ASCII)
+# A line with a fence: what stands before it, the fence, its info string.
+FENCE = re.compile(r"((?:[^`~]|`(?!``)|~(?!~~))*)(`{3,}|~{3,})([^`~]*)$")
+CONTAINERS = re.compile(r"(?:[ \t>]|[-*+][ \t]|\d{1,9}[.)][ \t])*")  # quotes and lists, with their indentation
+# An info string that marks Python: py, python3.11, {.python}, language-python, {code-cell} ipython, main.py. A session
+# (pycon, python-repl) is no program.
+PYTHON = re.compile(
+    r"[^\w/]*(?:(?:lang|language|class|code|code-cell|code-block)\W+|[\w./-]+\.)?[ic]?py(?:thon|py)?[\d.]*(?!\w)"
+    r"(?!\W*(?:repl|console|session|shell|output|traceback)\b)",
+    re.IGNORECASE,
+)
+INDENTED = re.compile(r"(?:\A|\n[ \t]*\n)((?:(?: {4}|\t).*(?:\n|\Z)|[ \t]*\n)+)")  # a block without fences
+MAX_READINGS = 5  # of one block, and so many blocks
+
+sys.set_int_max_str_digits(MAX_PARSED_CHARS)  # of an integer in a row: 0.1 s
 
 _ADD_TESTS = json.dumps({"entry_point": "add", "test": "def check(f):\n    assert f(2, 3) == 5"})
 _SUM_TESTS = json.dumps({"tests": [{"input": "2 3", "output": "5"}]})
@@ -68,7 +74,9 @@ SELF_TESTS = (  # (reply, answer, outcome): what this file must say before a run
 )
 
 
-def read_tests(answer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+def read_tests(
+    answer: str, fields: Mapping[str, Any], compare: str = "strict", tolerance: float = TOLERANCE
+) -> dict[str, Any]:
     """The tests of a problem: {tests} for a program, or {test, entry_point, prompt} for a function.
 
     They are fields of the problem or, if it has neither `test` nor `tests`, of the JSON object in its answer. `prompt`
@@ -90,14 +98,22 @@ def read_tests(answer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     if num_bytes > MAX_TESTS_BYTES or levels > MAX_DEPTH:
         limits = f"more than {MAX_TESTS_BYTES >> 20} MiB, or lists in more than {MAX_DEPTH} levels"
         raise ValueError(f"tests of {num_bytes:,} bytes, with lists in {levels} levels: {limits}")
-    if are_cases(tests, input=str, output=str):
-        return {"tests": tests}
-    if are_cases(tests, args=list, expected=object):
-        test = f"CASES = {json.dumps(tests)!r}\n{CALLS}"
+    is_program = are_cases(tests, input=str, output=str)
+    longest = 0  # of the answers that the tests expect
+    if is_program:
+        longest = max(len(case["output"].rstrip().encode()) for case in tests)  # ValueError: no program can write it
+    elif are_cases(tests, args=list, expected=object):
+        if num_bytes > MAX_ANSWER_BYTES // 4:  # `encode` makes no JSON four times as long
+            longest = max(len(json.dumps(encode(case["expected"]))) for case in tests)
+        test = f"CASES, IS_STRICT, TOLERANCE = {json.dumps(tests)!r}, {compare == 'strict'}, {tolerance!r}\n{CALLS}"
     elif tests is not None:
         raise ValueError(f"`tests` is no list of such objects: give {FORMS}")
     elif not isinstance(test, str) or (len(test) <= MAX_PARSED_CHARS and not is_python(test)):
         raise ValueError("`test` is not Python code")
+    if longest > MAX_ANSWER_BYTES - 20:  # for what stands around a value
+        raise ValueError(f"a test expects {longest:,} bytes; no answer may have more than {MAX_ANSWER_BYTES >> 20} MiB")
+    if is_program:
+        return {"tests": tests}
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(f"entry_point {repr(name)[:80]} is no name of a function or class, which the tests call")
     if isinstance(prompt, str) and len(prompt) > MAX_PARSED_CHARS:
@@ -126,64 +142,114 @@ def is_python(code: Any) -> bool:
     return False
 
 
-def extract_code(reply: str) -> str:
-    """The last fenced block in Python or without a language, else the whole reply."""
-    for language, code in reversed(BLOCK.findall(reply)):
-        if language.strip().lower() in ("", "python", "py", "python3"):
-            return code
-    return reply
+def readings(lines: Sequence[str], start: int) -> Iterator[tuple[int, str]]:
+    """(line of its end, code) of the block that the fence in line `start` opens: up to the nearest line that closes it
+    in CommonMark, or behind code; then to the next, as code may hold fences; at last to the end of the reply."""
+    before, fence, _ = FENCE.match(lines[start]).groups()
+    width = len(before) if CONTAINERS.fullmatch(before) else 0
+    code: list[str] = []
+    for number in range(start + 1, len(lines)):
+        line = lines[number][:width].lstrip(" \t>") + lines[number][width:]
+        end = FENCE.match(line)
+        if end and end[2].startswith(fence) and not end[3].strip() and (end[1].strip() or len(end[1]) < 4):
+            yield number, "\n".join([*code, end[1]])
+        code.append(line)
+    yield len(lines), "\n".join(code)
+
+
+def read_codes(reply: str, tests: Mapping[str, Any]) -> list[str]:
+    """What may be the program in a reply, the likeliest first: that is the first that Python can compile (sandbox.py).
+
+    It is the last block that is marked as Python, else the last that is not marked, else the whole reply. A block that
+    neither defines the entry point nor prints, such as a sample run, comes after those that do.
+    """
+    reply = re.sub(r"\r\n?", "\n", re.sub(r"(?m)^[\ufeff\u200b]+", "", reply))
+    lines = reply.split("\n")
+    infos, blocks, end = {}, {}, -1  # of a fence, by its line; the code behind it, where it is not in a block itself
+    for start, line in enumerate(lines):
+        if fence := FENCE.match(line):
+            info = fence[3].strip()[:100]
+            if CONTAINERS.fullmatch(fence[1]) or (PYTHON.match(info) and " " not in info):
+                infos[start] = info
+                if start > end:
+                    end, blocks[start] = next(readings(lines, start))
+                    infos[start] = "pycon" if blocks[start].lstrip().startswith(">>>") else info
+    name, prompt = re.escape(tests.get("entry_point", "")), tests.get("prompt")
+    defines = rf"^[ \t]*(?:(?:async[ \t]+)?(?:def|class)[ \t]+{name}\b|{name}[ \t]*(?::[^=\n]*)?=(?!=)"
+    defines += rf"|(?:from|import)\b.*\b{name}\b)" + r"|^[ \t]+(?:return|yield)\b" * bool(prompt)
+    fits = re.compile(defines if name else r"\b(?:print|import)\b", re.MULTILINE).search
+    marked = [start for start, info in infos.items() if PYTHON.match(info)]
+    if seen := [start for start in marked if start in blocks]:
+        starts = [next((start for start in reversed(seen) if fits(blocks[start])), seen[-1])]
+    else:
+        starts = [start for start in reversed(blocks) if not infos[start]][:MAX_READINGS]
+    starts = dict.fromkeys([*starts, *marked[-1:]])  # the last one may follow a block that is not closed
+    if starts and not any(blocks.get(start, "?").strip() for start in starts):
+        return []
+    codes = [code for start in starts for _, code in islice(readings(lines, start), MAX_READINGS)]
+    codes += [reply] if prompt or marked else [reply, *INDENTED.findall(reply)[-1:]]
+    codes.sort(key=lambda code: not fits(code))
+    return [code for code in dict.fromkeys(each for code in codes for each in (code, dedent(code))) if code.strip()]
 
 
 def grade(job: dict) -> str:
-    """The outcome of a job {reply, tests (from `read_tests`), seconds (for all tests together), memory_mib, isolation}.
-    Raises sandbox.Unavailable if no process could be made."""
-    code, tests = extract_code(job["reply"]), job["tests"]
-    if not code.strip():
+    """The outcome of a job {reply, tests (from `read_tests`), seconds (for all tests together), memory_mib, isolation,
+    tolerance}. Raises sandbox.Unavailable if no process could be made."""
+    tests = job["tests"]
+    codes = read_codes(job["reply"], tests)
+    if not codes:
         return "parse_fail"
     if prompt := tests.get("prompt"):  # it has imports and helpers, or a function that the reply ends
-        code = f"{prompt}\n{code}"
-        first = "".join(f"{line}\n" for line in FUTURE_IMPORT.findall(code))  # Python wants them before all else
-        code = first + FUTURE_IMPORT.sub("", code)
+        codes = [f"{prompt}\n{code}" for code in codes]
+        firsts = ["".join(f"{line}\n" for line in FUTURE_IMPORT.findall(code)) for code in codes]  # before all else
+        codes = [first + FUTURE_IMPORT.sub("", code) for first, code in zip(firsts, codes, strict=True)]
     sandbox.libc("prctl", sandbox.PR_SET_DUMPABLE, 0)  # this process knows what is expected: no other may look into it
     limits = Limits(job["seconds"], job["memory_mib"], job["isolation"])
-    judge = by_programs if "tests" in tests else by_test
+    judge = partial(by_programs, job.get("tolerance", TOLERANCE)) if "tests" in tests else by_test
     for pause in RETRY_PAUSES:
         with suppress(OSError):  # no process, memory or descriptor: others may give some back
-            return judge(code, tests, limits)
+            return judge(codes, tests, limits)
         time.sleep(pause)
-    return judge(code, tests, limits)
+    return judge(codes, tests, limits)
 
 
-def by_programs(code: str, tests: Mapping[str, Any], limits: Limits) -> str:
-    """Runs the program once for each input. Blanks at the ends of lines and of the whole output do not count."""
+def by_programs(tolerance: float, codes: Sequence[str], tests: Mapping[str, Any], limits: Limits) -> str:
+    """Runs the program once for each input."""
     deadline = time.monotonic() + limits.seconds
     for case in tests["tests"]:
         left = max(deadline - time.monotonic(), 0.001)
-        exited, output = sandbox.run(code, case["input"], limits._replace(seconds=left))
+        exited, output = sandbox.run(codes[0], case["input"], limits._replace(seconds=left), codes[1:])
         if exited == sandbox.TIMED_OUT:
             return "timeout"
-        if exited != sandbox.ENDED or not same_output(output, case["output"]):
+        if exited != sandbox.ENDED or not same_output(output, case["output"], tolerance):
             return "wrong"
     return "ok"
 
 
-def same_output(output: str, expected: str) -> bool:
+def same_output(output: str, expected: str, tolerance: float = TOLERANCE) -> bool:
+    """Whether two texts are equal but for blanks at the ends of lines and of the whole, and for numbers: a decimal is
+    met within the tolerance, an integer by itself or with .0. With tolerance 0, numbers are text."""
     texts = (text.rstrip(" \t\r\n").split("\n") for text in (output, expected))
     printed, wanted = ([line.rstrip(" \t\r") for line in lines] for lines in texts)
-    return len(printed) == len(wanted) and all(map(same_line, printed, wanted))
+    return len(printed) == len(wanted) and all(map(partial(same_line, tolerance), printed, wanted))
 
 
-def same_line(line: str, expected: str) -> bool:
-    """Whether two lines have the same text between their decimal numbers, and those are `near`."""
-    parts = DECIMAL.split(line)  # at odd places, the numbers
-    expected_parts = DECIMAL.split(expected)
-    if len(parts) != len(expected_parts) or parts[::2] != expected_parts[::2]:
+def same_line(tolerance: float, line: str, expected: str) -> bool:
+    if line == expected or not tolerance:
+        return line == expected
+    parts, wanted = NUMBER.split(line), NUMBER.split(expected)  # at odd places, the numbers
+    if len(parts) != len(wanted) or parts[::2] != wanted[::2]:
         return False
-    pairs = zip(parts[1::2], expected_parts[1::2], strict=True)
-    return all(a == b or (math.isfinite(float(b)) and near(float(a), float(b))) for a, b in pairs)
+    for number, other in zip(parts[1::2], wanted[1::2], strict=True):
+        if number == other or number.rstrip("0") == f"{other}.":
+            continue
+        is_decimal = not other.lstrip("+-").isdigit() and math.isfinite(float(other))
+        if not is_decimal or not near(float(number), float(other), tolerance):
+            return False
+    return True
 
 
-def by_test(code: str, tests: Mapping[str, Any], limits: Limits) -> str:
+def by_test(codes: Sequence[str], tests: Mapping[str, Any], limits: Limits) -> str:
     """Starts the judge, then the candidate, which runs when no process can look into the judge any more."""
     requests_out, requests_in = os.pipe()
     responses_out, responses_in = os.pipe()
@@ -201,7 +267,7 @@ def by_test(code: str, tests: Mapping[str, Any], limits: Limits) -> str:
             responses=responses_out,
         )
         if judge.stdout.readline(MAX_OUTCOME_BYTES) == b"ready\n":
-            candidate = sandbox.start("serve", limits, stdin=requests_out, stdout=responses_in, code=code, name=name)
+            candidate = sandbox.start("serve", limits, stdin=requests_out, stdout=responses_in, codes=codes, name=name)
     finally:
         for descriptor in (requests_out, requests_in, responses_out, responses_in):
             os.close(descriptor)

@@ -5,17 +5,21 @@ it there. Imported by the throw-away processes too: standard library only, few i
 """
 
 import builtins
+import io
 import json
 import math
 import operator
 import os
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
+from types import CoroutineType
 from typing import Any
 
 MAX_ANSWER_BYTES = 4 << 20  # of one value, or of a program's output
+MAX_PRINTED_BYTES = 256 << 10  # of what one call prints: what comes after that is lost
 KINDS: dict[type, tuple[Callable, Callable]] = {  # type -> (value -> one that crosses, that -> value)
     int: (hex, lambda text: int(text, 16)),
     complex: (repr, complex),
@@ -43,7 +47,15 @@ FORWARDED = (*OPERATORS, "__getitem__", "__setitem__", "__delitem__", "__call__"
 FORWARDED += ("__setattr__", "__str__", "__repr__")
 UNFIT = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError, ExceptionGroup)  # these need arguments
 UNFIT += (StopIteration, StopAsyncIteration)  # raised in a test, they would end a loop instead of failing the test
-RAISABLE = {
+
+
+class Left(SystemExit):
+    """The candidate has raised SystemExit in a call. It is no success where a test passes it, or its code, on."""
+
+    code = "the candidate"
+
+
+RAISABLE = {"SystemExit": Left} | {
     name: kind
     for name, kind in vars(builtins).items()
     if isinstance(kind, type) and issubclass(kind, Exception) and kind not in UNFIT
@@ -92,11 +104,27 @@ def decode(value: Any, stand_in: Callable[[str, Any], Any] | None = None) -> Any
     raise ValueError(f"a value of kind {kind!r}")
 
 
-def near(value: float, expected: float) -> bool:
-    """Whether a float is within 1e-9 of the expected one, relative, or within 1e-12 of 0; NaN is NaN."""
+def same(value: Any, expected: Any, is_strict: bool, tolerance: float) -> bool:
+    """Whether a value that has crossed is the expected one, which is JSON: it has no keys but texts, and no tuples."""
+    if type(expected) is dict and isinstance(value, dict) and len(value) == len(expected):
+        texts = {key if type(key) is str else json.dumps(key): item for key, item in value.items()}
+        return all(key in texts and same(texts[key], item, is_strict, tolerance) for key, item in expected.items())
+    if isinstance(value, tuple) and not is_strict:
+        value = [*value]
+    kinds = {type(value), type(expected)}
+    if kinds == {list}:
+        pairs = zip(value, expected, strict=False)
+        return len(value) == len(expected) and all(same(*pair, is_strict, tolerance) for pair in pairs)
+    if type(expected) is float and kinds <= ({float} if is_strict else {float, int}):
+        return near(value, expected, tolerance)
+    return value == expected and (len(kinds) == 1 or (kinds == {float, int} and not is_strict))
+
+
+def near(value: float, expected: float, tolerance: float) -> bool:
+    """Whether a number is within the tolerance of the expected one, relative or absolute; NaN is NaN."""
     if math.isnan(expected):
         return math.isnan(value)
-    return math.isclose(value, expected, rel_tol=1e-9, abs_tol=0.0 if expected else 1e-12)
+    return math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance)
 
 
 class Calls:
@@ -113,7 +141,7 @@ class Calls:
         args, kwargs = decode(arguments, lambda _, number: self.kept[number].args[0])
         try:
             value = self.kept[number](*args, **kwargs)
-        except Exception as error:  # the test may expect it
+        except (Exception, SystemExit) as error:  # the test may expect it
             return ["raised", [kind.__name__ for kind in type(error).__mro__], None]
         try:
             changed = encode([args, kwargs], self.keep)
@@ -122,9 +150,12 @@ class Calls:
             return ["bad", None, None]
 
     def keep(self, value: Any) -> dict:
-        """An iterator is kept as what gives its next item in a list, an object as what gives its attributes."""
+        """An iterator is kept as what gives its next item in a list, a coroutine as what awaits it, an object as what
+        gives its attributes."""
         if hasattr(type(value), "__next__"):
             kind, call = "iterator", lambda: list(islice(value, 1))
+        elif type(value) is CoroutineType:
+            kind, call = "coroutine", lambda: __import__("asyncio").run(value)  # 60 ms, which few need
         elif self.is_class and type(value).__module__ == "candidate":
             kind, call = "object", partial(attribute, value)
         elif callable(value) and not isinstance(value, type):
@@ -139,6 +170,17 @@ class Calls:
 
 def attribute(value: Any, name: str) -> Any:
     return partial(OPERATORS[name], value) if name in OPERATORS else getattr(value, name)
+
+
+class Printed(io.BytesIO):
+    """What the code prints during a call, in place of its stdout."""
+
+    def write(self, data: Any) -> int:
+        super().write(data[: max(0, MAX_PRINTED_BYTES - self.tell())])
+        return len(data)
+
+    def fileno(self) -> int:
+        return 1
 
 
 class Lost(BaseException):
@@ -179,7 +221,9 @@ class Proxy:
         self.calls += 1
         try:
             print(request, file=self.requests, flush=True)
-            kind, content, changed = json.loads(self.responses.readline(MAX_ANSWER_BYTES))
+            kind, content, changed, printed = json.loads(self.responses.readline(MAX_ANSWER_BYTES))
+            if printed:
+                sys.stdout.write(printed)  # the test may have put another there
             value = decode(content, self.stand_in)
             if changed is not None:
                 new_args, new_kwargs = decode(changed, self.stand_in)
@@ -200,7 +244,12 @@ class Proxy:
         def call(*args: Any, **kwargs: Any) -> Any:
             return self.ask(number, args, kwargs)
 
+        async def wait() -> Any:
+            return call()
+
         self.has_kept = True
+        if kind == "coroutine":
+            return wait()
         if kind == "iterator":
             return (item for batch in iter(call, []) for item in batch)
         if kind == "object" and self.is_class:

@@ -83,6 +83,7 @@ class Code(Environment):
 
     def __init__(self, cfg: CodeEnvConfig, num_ranks: int):
         self.limits = {"seconds": cfg.deadline_s, "memory_mib": cfg.memory_mib, "isolation": cfg.isolation}
+        self.comparison = (cfg.compare, cfg.tolerance)
         try:
             sandbox.run("", "", sandbox.Limits(**self.limits))
         except sandbox.Unavailable as error:
@@ -99,15 +100,16 @@ class Code(Environment):
 
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         rows = {(id(turn.fields), turn.answer): turn for turn in turns}  # the samples of a prompt share their row
-        tests = {row: code_grader.read_tests(turn.answer, turn.fields) for row, turn in rows.items()}
-        jobs = [{"reply": t.whole_reply, "tests": tests[id(t.fields), t.answer], **self.limits} for t in turns]
+        tests = {row: code_grader.read_tests(turn.answer, turn.fields, *self.comparison) for row, turn in rows.items()}
+        job = {**self.limits, "tolerance": self.comparison[1]}
+        jobs = [{**job, "reply": turn.whole_reply, "tests": tests[id(turn.fields), turn.answer]} for turn in turns]
         outcomes = [graded.value if graded.outcome == "ok" else graded.outcome for graded in self.pool.grade(jobs)]
         return [StepResult(float(outcome == "ok"), outcome) for outcome in outcomes]
 
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
         for where, answer, fields in answers:
             try:
-                code_grader.read_tests(answer, fields)
+                code_grader.read_tests(answer, fields, *self.comparison)
             except ValueError as error:
                 raise ConfigError(f"{where}: {error} (env_name 'code')") from error
 

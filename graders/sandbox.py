@@ -13,6 +13,7 @@ library only, Linux on x86-64 and ARM64; the only file that may call exec().
 import builtins
 import ctypes
 import errno
+import io
 import json
 import os
 import re
@@ -22,9 +23,10 @@ import struct
 import sys
 import types
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 
-from graders.codec import MAX_ANSWER_BYTES, Calls, Proxy
+from graders.codec import MAX_ANSWER_BYTES, Calls, Printed, Proxy
 
 # Exit codes of a keeper, which the code inside cannot choose. Any other means that the keeper itself has failed.
 ENDED = 121
@@ -50,25 +52,30 @@ ioprio_set 251 30 ptrace 101 117 process_vm_readv 310 270 process_vm_writev 311 
 kcmp 312 272 migrate_pages 256 238 move_pages 279 239 unshare 272 97 setns 308 268 mount 165 40 umount2 166 39
 chroot 161 51 bpf 321 280 perf_event_open 298 241 userfaultfd 323 282 add_key 248 217 request_key 249 218
 keyctl 250 219 setuid 105 146 setreuid 113 145 setresuid 117 147 personality 135 92 io_uring_setup 425 425
-io_uring_enter 426 426 io_uring_register 427 427 socket 41 198 memfd_create 319 279 memfd_secret 447 447 shmget 29 194
-shmat 30 196 shmctl 31 195 msgget 68 186 msgsnd 69 189 msgrcv 70 188 msgctl 71 187 semget 64 190 semop 65 193
-semctl 66 191 semtimedop 220 192 mq_open 240 180 creat 85 - truncate 76 45 rename 82 - renameat 264 38
-renameat2 316 276 mkdir 83 - mkdirat 258 34 rmdir 84 - link 86 - linkat 265 37 unlink 87 - unlinkat 263 35
-symlink 88 - symlinkat 266 36 mknod 133 - mknodat 259 33 chmod 90 - fchmod 91 52 fchmodat 268 53 fchmodat2 452 452
-chown 92 - fchown 93 55 lchown 94 - fchownat 260 54 utime 132 - utimes 235 - futimesat 261 - utimensat 280 88
-setxattr 188 5 lsetxattr 189 6 fsetxattr 190 7 setxattrat 463 463 removexattr 197 14 lremovexattr 198 15
-fremovexattr 199 16 removexattrat 466 466 fallocate 285 47 file_setattr 469 469
+io_uring_enter 426 426 io_uring_register 427 427 socket 41 198 bind 49 200 connect 42 203 memfd_create 319 279
+memfd_secret 447 447 shmget 29 194 shmat 30 196 shmctl 31 195 msgget 68 186 msgsnd 69 189 msgrcv 70 188 msgctl 71 187
+semget 64 190 semop 65 193 semctl 66 191 semtimedop 220 192 mq_open 240 180 mq_unlink 241 181 creat 85 - truncate 76 45
+rename 82 - renameat 264 38 renameat2 316 276 mkdir 83 - mkdirat 258 34 rmdir 84 - link 86 - linkat 265 37 unlink 87 -
+unlinkat 263 35 symlink 88 - symlinkat 266 36 mknod 133 - mknodat 259 33 chmod 90 - fchmod 91 52 fchmodat 268 53
+fchmodat2 452 452 chown 92 - fchown 93 55 lchown 94 - fchownat 260 54 utime 132 - utimes 235 - futimesat 261 -
+utimensat 280 88 setxattr 188 5 lsetxattr 189 6 fsetxattr 190 7 setxattrat 463 463 removexattr 197 14
+lremovexattr 198 15 fremovexattr 199 16 removexattrat 466 466 fallocate 285 47 file_setattr 469 469
 """
 UNKNOWN = "clone3 435 435 openat2 437 437"  # "no such call": the filter cannot read their arguments, libc has others
 BITS, EQUAL = 0x45, 0x15  # BPF_JSET, BPF_JEQ
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-GUARDED = (  # by one argument: (call and numbers, which, comparison, values, refused if it holds)
+STREAMS = (1, 0x801, 0x80001, 0x80801)  # SOCK_STREAM, perhaps with SOCK_NONBLOCK and SOCK_CLOEXEC
+QUESTIONS = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, .., FIONREAD, FIONBIO, FIO(N)CLEX
+GUARDED = (  # by one argument: (call and numbers, which, comparison, values, refused if one holds, or unless one does)
     ("clone 56 220", 0, BITS, (0x10000,), False),  # CLONE_THREAD: threads are fine
     ("prlimit64 302 261", 0, EQUAL, (0,), False),  # one's own
     ("open 2 -", 1, BITS, (WRITING,), True),
     ("openat 257 56", 2, BITS, (WRITING,), True),
-    ("fcntl 72 25", 1, EQUAL, (8, 10, 15), True),  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals for others
-    ("ioctl 16 29", 1, EQUAL, (0x5412, 0x541C, 0x8901, 0x8902), True),  # input for a terminal, and F_SETOWN again
+    ("fcntl 72 25", 1, EQUAL, (8, 10, 15, 1024), True),  # F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE: reach others
+    ("ioctl 16 29", 1, EQUAL, QUESTIONS, False),  # what Python asks of any file; others signal, or change a file
+    ("socketpair 53 199", 0, EQUAL, (1,), False),  # AF_UNIX
+    ("socketpair 53 199", 1, EQUAL, STREAMS, False),  # asyncio has one; the kernel lets a datagram's reach any other
+    ("sendto 44 206", 5, EQUAL, (0,), False),  # without an address, whose length this is
 )
 # Options of prctl(2).
 PR_SET_PDEATHSIG = 1
@@ -126,13 +133,14 @@ def end(keeper: Any) -> int:
         return keeper.wait()
 
 
-def run(code: str, text: str, limits: Limits) -> tuple[int, str]:
+def run(code: str, text: str, limits: Limits, others: Sequence[str] = ()) -> tuple[int, str]:
     """Runs a program with `text` on stdin: (ENDED | CRASHED | TIMED_OUT, its output). Unavailable if a keeper failed.
+    If `code` is not Python, it runs the first of `others` that is.
 
     Output beyond MAX_ANSWER_BYTES is a crash. Trust only the output: a program chooses how it exits.
     """
     with memory_file(text.encode("utf-8", "replace")) as stdin:
-        keeper = start("program", limits, stdin=stdin, code=code)
+        keeper = start("program", limits, stdin=stdin, code=code, others=others)
     with keeper.stdout:
         output = keeper.stdout.read(MAX_ANSWER_BYTES + 1)
         if len(output) <= MAX_ANSWER_BYTES:
@@ -191,6 +199,7 @@ def main(descriptor: int) -> None:
         os.close(status_in)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, signal.SIGTERM})
         sys.argv = ["program"]
+        sys.set_int_max_str_digits(0)  # the deadline bounds what long integers cost
         return MODES[order["mode"]](**order["job"])
     os.close(status_in)
     problem = os.read(status_out, 1000)
@@ -239,7 +248,8 @@ def enter_namespaces() -> None:
     recursive = 16384  # MS_REC
     private = 1 << 18  # MS_PRIVATE
     libc("mount", None, b"/", None, recursive | private, None)
-    libc("mount", b"tmpfs", b"/tmp", b"tmpfs", nosuid_nodev, b"size=64k,mode=755")
+    num_bytes = os.fstat(0).st_size  # of a program's input, which is a file
+    libc("mount", b"tmpfs", b"/tmp", b"tmpfs", nosuid_nodev, b"size=%d,mode=755" % (num_bytes + (64 << 10)))
     os.chdir("/tmp")
     os.mkdir("old")
     libc("pivot_root", b".", b"old")
@@ -252,6 +262,10 @@ def enter_namespaces() -> None:
         libc("mount", None, os.fsencode(path), None, rebind | kept | 1, None)  # MS_RDONLY
     libc("umount2", b"/old", 2)  # MNT_DETACH
     os.rmdir("/old")
+    os.mkdir("/dev")
+    with open("/dev/stdin", "wb") as file:
+        if num_bytes:
+            os.sendfile(file.fileno(), 0, 0, num_bytes)
     libc("mount", None, b"/", None, rebind | nosuid_nodev | 1, None)
 
 
@@ -298,22 +312,30 @@ def call_filter(machine: str) -> list[tuple[int, int, int, int]]:
             program += [(EQUAL, 0, 1, number), (leave, 0, 0, answer)]
     for text, argument, comparison, values, refused in GUARDED:
         body = [(load, 0, 0, 16 + 8 * argument)]
-        for value in values:
-            body += [(comparison, 0 if refused else 1, 1 if refused else 0, value), (leave, 0, 0, refuse)]
-        body.append((leave, 0, 0, allow))
+        body += [(comparison, len(values) - place, 0, value) for place, value in enumerate(values)]  # past what is next
+        body += [(0x05, 0, 0, 1)] * refused  # BPF_JA: past the refusal
+        body += [(leave, 0, 0, refuse), (load, 0, 0, 0)]
         for number in numbers(text):
             program += [(EQUAL, 0, len(body), number), *body]
     return [*program, (leave, 0, 0, allow)]
 
 
-def load(code: str, name: str, names: dict | None = None) -> dict:
-    """Runs code as the module `name`, or within `names` of another; returns the names that it leaves."""
+def load(codes: Sequence[str], name: str, names: dict | None = None) -> dict:
+    """Runs the first of `codes` that is Python as the module `name`, or within `names` of another; returns the names
+    that it leaves."""
     if names is None:
         module = sys.modules[name] = types.ModuleType(name)
         names = module.__dict__
     builtins.exit = builtins.quit = sys.exit  # as without -S
-    exec(compile(code, f"<{name}>", "exec"), names)
+    exec(first_python(codes, f"<{name}>"), names)
     return names
+
+
+def first_python(codes: Sequence[str], file: str) -> types.CodeType:
+    for code in codes[:-1]:
+        with suppress(SyntaxError, ValueError):  # ValueError: it holds what no file can
+            return compile(code, file, "exec")
+    return compile(codes[-1], file, "exec")
 
 
 def take_over(descriptor: int) -> int:
@@ -323,12 +345,17 @@ def take_over(descriptor: int) -> int:
     return copy
 
 
-def serve(code: str, name: str) -> None:
+def serve(codes: Sequence[str], name: str) -> None:
     """Answers the calls that `Proxy` sends, with the code's function or class `name`."""
     requests, responses = os.fdopen(take_over(0), "rb"), os.fdopen(take_over(1), "w")
-    calls = Calls(load(code, "candidate")[name], name)
+    printed = Printed()
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(printed, "utf-8", "surrogateescape", write_through=True)
+    calls = Calls(load(codes, "candidate")[name], name)
     for line in requests:
-        responses.write(json.dumps(calls.answer(*json.loads(line))) + "\n")
+        printed.seek(0)
+        printed.truncate()
+        answer = calls.answer(*json.loads(line))
+        responses.write(json.dumps([*answer, printed.getvalue().decode("utf-8", "replace")]) + "\n")
         responses.flush()
 
 
@@ -336,23 +363,31 @@ def judge(prompt: str, test: str, name: str, requests: int, responses: int) -> N
     """Runs test code of a dataset on the candidate, then writes the outcome.
 
     "ok": the test called the candidate, each answer was a value or an exception, and the test, with the function
-    check(candidate) if it defines one, came to its end. "error": it called nothing, or with what cannot cross.
+    check(candidate) if it defines one, came to its end, or left with exit code 0. "error": it called nothing, or with
+    what cannot cross.
     """
     result = take_over(1)
     candidate = Proxy(requests, responses, name)
     os.write(result, b"ready\n")
     try:
-        names = load(prompt, "tests")
-        names[name] = candidate
-        load(test, "tests", names)
+        names = load([prompt], "tests")
+        names |= {name: candidate, "__name__": "__main__"}
+        sys.modules["__main__"] = sys.modules["tests"]  # where unittest.main() looks for tests
+        if "unittest" in test:  # whose runners, and main(exit=False), only print that a test failed
+            from unittest import TestResult
+
+            succeeded = TestResult.wasSuccessful
+            TestResult.wasSuccessful = lambda result: succeeded(result) or bool(setattr(candidate, "lost", True))
+        load([test], "tests", names)
         if names.get("check", candidate) is not candidate:
             names["check"](candidate)
-        outcome = "wrong" if candidate.lost else "ok"
-    except BaseException:  # a test may raise anything
-        outcome = "wrong"
+        passed = True
+    except BaseException as error:  # a test may raise anything; unittest.main() ends so, and the candidate with Left
+        passed = type(error) is SystemExit and error.code in (None, 0)
+    outcome = "ok" if passed and not candidate.lost else "wrong"
     if candidate.unsendable or not candidate.calls:
         outcome = "error"
     os.write(result, f"{outcome}\n".encode())
 
 
-MODES = {"program": lambda code: load(code, "__main__"), "serve": serve, "judge": judge}
+MODES = {"program": lambda code, others=(): load([code, *others], "__main__"), "serve": serve, "judge": judge}

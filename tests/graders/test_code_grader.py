@@ -1,8 +1,10 @@
 """Code judged by tests: HumanEval's solutions pass, spoiled and hostile ones do not, and nothing stays behind."""
 
+import ast
 import gzip
 import json
 import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -15,7 +17,7 @@ from processes import children
 import envs
 from config import CodeEnvConfig, ConfigError, EnvConfig
 from graders import sandbox
-from graders.code_grader import extract_code, read_tests
+from graders.code_grader import is_python, read_codes, read_tests
 from graders.environments import make_environment
 
 HUMANEVAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "HumanEval.jsonl.gz"
@@ -90,6 +92,45 @@ TYPES = {
     "test": "def check(f):\n    x = (1, {2}, b'3', frozenset([4]), 5j, None, {6: (7,)})\n    y = f(x)\n"
     "    assert y == x and list(map(type, y)) == list(map(type, x))\n",
 }
+EXITS = {"entry_point": "f", "test": "import sys\nassert f(1) == 2\nsys.exit(0)"}
+EXITS_ONE = {"entry_point": "f", "test": "import sys\nsys.exit(f(1) != 2)"}
+MAIN = """
+import unittest
+class Test(unittest.TestCase):
+    def test_one(self): self.assertEqual(f(1), 2)
+    def test_two(self): self.assertEqual(f(2), 3)
+if __name__ == "__main__":
+    """
+MAINS = [
+    {"entry_point": "f", "test": MAIN + ending}
+    for ending in (
+        "unittest.main()",
+        "unittest.main(argv=[''], exit=False)",
+        "unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(Test))",
+        "import sys\n    sys.exit(not unittest.main(exit=False).result.wasSuccessful())",
+    )
+]
+LEAVES = {"entry_point": "f", "test": "try:\n    f(0)\n    assert False\nexcept SystemExit: pass"}
+PASSES_ON = {
+    "entry_point": "f",
+    "test": "import sys\ntry:\n    assert f(1) == 2\nexcept SystemExit as e: sys.exit(e.code)",
+}
+REPORTS = {"entry_point": "f", "test": "import sys\ntry:\n    assert f(1) == 2\nexcept BaseException: sys.exit(1)"}
+AWAITS = {"entry_point": "f", "test": "import asyncio\nassert asyncio.run(f(1)) == 2 == asyncio.run(f(1))"}
+GATHERS = {
+    "entry_point": "f",
+    "test": "import asyncio\nasync def check_all(): return await asyncio.gather(f(1), asyncio.wait_for(f(2), 5))\n"
+    "assert asyncio.run(check_all()) == [2, 3]",
+}
+CAPTURES = {
+    "entry_point": "f",
+    "test": "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as out: f(1)\nf(5)\n"
+    "assert out.getvalue() == '2\\né\\n', out",
+}
+KEYS = {"entry_point": "f", "tests": [{"args": [1], "expected": {"1": 2}}]}
+UP = "def f(x): return x + 1"
+LATER = "import asyncio\nasync def f(x):\n    await asyncio.sleep(0)\n    return x + 1"
+LEFT = ("raise SystemExit", "raise SystemExit(0)", "import sys; sys.exit(0)", "exit()", "import os; os._exit(0)")
 JUDGED = [
     (ADD, RIGHT, "ok"),
     (ADD, f"Think.\n```\nnot this\n```\n```python\n{RIGHT}```\nDone.", "ok"),
@@ -141,10 +182,41 @@ JUDGED = [
 ]
 
 
+ENDS_AND_CROSSES = [
+    *((test, UP, "ok") for test in (EXITS, EXITS_ONE, *MAINS, PASSES_ON, REPORTS)),
+    *((test, "def f(x): return x", "wrong") for test in (EXITS, EXITS_ONE, *MAINS, REPORTS)),
+    *((PASSES_ON, f"def f(x): {code}", "wrong") for code in LEFT),
+    *((test, f"def f(x): {LEFT[1]}", "wrong") for test in (EXITS, *MAINS[:2], REPORTS)),
+    (EXITS, f"{LEFT[1]}\n{UP}", "wrong"),
+    (LEAVES, "def f(x): raise SystemExit(2)", "ok"),
+    (LEAVES, "import sys\nclass Mine(SystemExit): pass\ndef f(x): raise Mine", "ok"),
+    (LEAVES, "def f(x): raise ValueError", "wrong"),
+    (LEAVES, "import os\ndef f(x): os._exit(0)", "wrong"),
+    (AWAITS, LATER, "ok"),
+    (GATHERS, LATER, "ok"),
+    (AWAITS, LATER.replace("+ 1", "+ 2"), "wrong"),
+    (AWAITS, LATER.replace("return", "raise SystemExit(0) #"), "wrong"),
+    (AWAITS, UP, "wrong"),
+    (EXITS, LATER, "wrong"),
+    (CAPTURES, "import sys\ndef f(x):\n    print(x + 1)\n    sys.stdout.write('é\\n')", "ok"),
+    (CAPTURES, "print('import')\ndef f(x): print(x + 1, 'é', sep='\\n')", "ok"),
+    (CAPTURES, "import sys\ndef f(x): sys.stdout.buffer.write(f'{x + 1}\\né\\n'.encode())", "ok"),
+    (CAPTURES, "def f(x): print(x + 1)", "wrong"),
+    (EXITS, "def f(x):\n    print('x' * 9_000_000)\n    return x + 1", "ok"),
+    (KEYS, "def f(x): return {x: x + 1}", "ok"),
+    (KEYS, "def f(x): return {x: x}", "wrong"),
+]
+
+
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_code_is_judged(pool, isolation):
     jobs = [job(reply, row, isolation, 0.7 if "while True" in reply else 20) for row, reply, _ in JUDGED]
     assert outcomes(pool, jobs) == [outcome for *_, outcome in JUDGED]
+
+
+def test_tests_may_exit_and_code_may_exit_print_and_wait(pool):
+    found = outcomes(pool, [job(reply, row) for row, reply, _ in ENDS_AND_CROSSES])
+    assert [case for case, outcome in zip(ENDS_AND_CROSSES, found, strict=True) if outcome != case[2]] == []
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
@@ -195,22 +267,114 @@ def test_tests_are_read_from_fields_or_from_the_answer():
     assert read_tests("", ADD | {"prompt": "import math\n"})["prompt"] == "import math\n"
 
 
+NESTED = 'def f(x):\n    """Add.\n\n    ```python\n    f(1)\n    ```\n    """\n    return x + 1\n'
+SHALLOW = 'def f(x):\n  """Add.\n\n  ```\n  f(1)\n  ```\n  """\n  return ~x\n'
+PROGRAMS = {  # by the row; "" marks one that reads stdin
+    "f": [UP + "\n", NESTED, SHALLOW, "from math import sqrt as f\n", "class f:\n    def __call__(self): return 1\n"],
+    "": ["print(int(input()) + 1)\n", "import sys\n\ndef main():\n    x = input()\n\n    print(x)\n\nmain()\n"],
+}
+INFOS = [
+    "python",
+    "py",
+    "python3",
+    "py3",
+    "python 3",
+    "Python",
+    "PYTHON",
+    "python3.11",
+    'python title="a.py"',
+    "{python}",
+]
+INFOS += ["{.python .numberLines}", "python:main.py", "python,linenos", "language-python", "ipython3", "python\t", ""]
+INFOS += ["{code-cell} python", "src/main.py", "pypy3", "python{1,3}", " python "]
+ENDS = ["Output:\n```\n5\n```\n", "```text\n5\n```", "```pycon\n>>> f(1)\n2\n```", "```\n>>> f(1)\n2\n```"]
+ENDS += ["Time:\n\n```\nO(n)\n```", "```python\n>>> f(1)\n2\n```", "```python-repl\n>>> f(1)\n```", "```\n[1, 2]"]
+FORMS = [  # CODE, or with blanks or > before each line; CUT: without the end of its last line
+    *(f"So:\n```{info}\nCODE```\nThis is it." for info in INFOS),
+    *(f"So:\n```{info}\nCODE```\n{end}" for info in ("python", "") for end in ENDS),
+    *("~~~python\nCODE~~~\n", "~~~\nCODE~~~", "~~~~ py\nCODE~~~~~", "````python\nCODE````", "`````\nCODE`````"),
+    *("So:\n```python\nCODE", "So:\n```\nCODE", "So:\n~~~py\nCODE", "```python\nCUT```", "```\nCUT```\nIt is O(n)."),
+    *("```python\nCUT```\nOutput:\n```\n5\n```", "````markdown\n```python\nCODE```\n````", "```python\nCODE```   \n"),
+    *("1. So:\n\n   ```python\n   CODE   ```\n2. It", "- ```python\n  CODE  ```", "> ```python\n> CODE> ```\nIt"),
+    *(
+        "> - ```python\n>   CODE>   ```",
+        "- So:\n\n\t```python\n\tCODE\t```",
+        "```python\n    CODE```",
+        "```\n  CODE```",
+    ),
+    *("So:\n\n    CODE\nThis is it.", "\ufeff```python\nCODE```", "```python\n\ufeffCODE```", "\ufeffCODE", "CODE"),
+    *(
+        "```python\r\nCODE```\r\n",
+        "```\nIt\n\n```python\nCODE```",
+        "Sure: ```python\nCODE```\nIt",
+        "```python\n\n\nCODE\n```",
+    ),
+    "```python\nprint('draft')\nf = 5\n```\nBetter:\n```python\nCODE```",
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_code_is_found_in_any_form(form):
+    before, mark, after = re.split("([ \t>]*(?:CODE|CUT))", form)
+    for name, programs in PROGRAMS.items():
+        for code in programs:
+            if code is NESTED and ("markdown" in form or "So:\n\n    CODE" in form or "```\nIt" in form):
+                continue  # its own block for Python is then the last one
+            indent = mark.rstrip("CODEUT")
+            written = "".join(
+                line if line == "\n" and not indent.strip() else indent + line for line in code.splitlines(True)
+            )
+            reply = before + (written.rstrip("\n") if "CUT" in mark else written) + after
+            found = next(filter(is_python, read_codes(reply, {"entry_point": name} if name else {})))
+            assert ast.dump(ast.parse(found)) == ast.dump(ast.parse(code)), reply
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_a_form_makes_no_wrong_program_right(pool, isolation):
+    row = {"entry_point": "f", "test": "assert f(1) == 2 and f(4) == 5"}
+    forms = [form.replace("CUT", "CODE") for form in FORMS[:: 8 if isolation == ISOLATIONS[0] else 40]]
+    codes = [*(f"def f(x): return {value}" for value in ("x + 1", "2", "x")), "def f(x) return x + 1"]
+    jobs = [job(form.replace("CODE", f"{code}\n"), row, isolation) for code in codes for form in forms]
+    expected = ["ok" if code.endswith("f(x): return x + 1") else "wrong" for code in codes for _ in forms]
+    assert outcomes(pool, jobs) == expected
+
+
+def test_hostile_replies_are_read_in_time():
+    start = time.monotonic()
+    for text in (
+        "```\n",
+        "```python\n",
+        "`",
+        "``` x",
+        ">",
+        "import ",
+        "1. ",
+        " ",
+        "\n",
+        "    x\n\n",
+        "~~~ ",
+        "```py\nx```\n",
+    ):
+        read_codes(text * (60_000 // len(text)) + "x", {"entry_point": "f"})
+    assert time.monotonic() - start < 8
+
+
 @pytest.mark.parametrize(
     ("reply", "code"),
     [
         ("x = 1", "x = 1"),
         ("a\n```python\nx = 1\n```\nb\n```py\ny = 2\n```\n", "y = 2\n"),
         ("```python\nx = 1\n```\n```json\n{}\n```\n```text\n1\n```", "x = 1\n"),
-        ("```json\n{}\n```\nthen\n  ```python\n  x = 1\n  ```", "  x = 1\n"),
+        ("```json\n{}\n```\nthen\n  ```python\n  x = 1\n  ```", "x = 1\n"),
         ("```\nx = 1\n```", "x = 1\n"),
         ("<think>```python\nx\n</think>\n```Python\ny\n```", "y\n"),
         ("Use ```x``` so:\n```python3\ny\n```", "y\n"),
-        ("```python\nx = 1\n```\n```python\ny = 2", "x = 1\n"),
-        ("```python\r\nx = 1\r\n```", "x = 1\r\n"),
+        ("```python\nx = 1\n```\n```python\ny = 2", "y = 2"),
+        ("```python\r\nx = 1\r\n```", "x = 1\n"),
     ],
 )
 def test_code_is_the_last_python_block(reply, code):
-    assert extract_code(reply) == code
+    assert next(filter(is_python, read_codes(reply, {}))) == code
 
 
 def environment(**changes):

@@ -33,8 +33,31 @@ def test_a_program_gets_its_input_and_its_output_comes_back(limits):
     assert run(in_a_thread, "x", limits) == (ENDED, "xx\n")
     assert run("print(1)\nexit()", "", limits) == (ENDED, "1\n")
     assert run("import asyncio\nasync def f(): print(1)\nasyncio.run(f())", "", limits) == (ENDED, "1\n")
+    assert run(STREAMS, "", limits) == (ENDED, "1000000 False 3\n")
+    files = "print(open('/dev/stdin').read(), input(), [line for line in open('/dev/stdin')])"
+    assert run(files, "é\nb", limits) == (ENDED, "é\nb é ['é\\n', 'b']\n")
+    assert run("print(len(str(int(input()) + 1)))", "9" * 20_000, limits) == (ENDED, "20001\n")
+    assert run("no Python", "", limits, ["x =", "print(1)", "print(2)"]) == (ENDED, "1\n")
     long = "x" * 300_000  # more than a pipe takes at once
     assert run("print(input(), end='')", long, limits) == (ENDED, long)
+
+
+STREAMS = """
+import array, asyncio, fcntl, socket, sys
+async def f():
+    one, other = socket.socketpair()
+    _, writer = await asyncio.open_connection(sock=one)
+    reader, _ = await asyncio.open_connection(sock=other)
+    writer.write(b"x" * 1_000_000)
+    writer.write_eof()
+    print(len(await reader.read()), sys.stdout.isatty(), end=" ")
+asyncio.run(f())
+one, other = socket.socketpair()
+one.send(b"abc")
+waiting = array.array("i", [0])
+fcntl.ioctl(other, 0x541B, waiting)  # FIONREAD
+print(waiting[0])
+"""
 
 
 @pytest.mark.parametrize(
@@ -79,6 +102,20 @@ FORBIDDEN = {  # each prints what it got hold of; PARENT is its keeper, or itsel
     "start": "print(subprocess.run([sys.executable, '-c', '']))",
     "exec": "os.execv(sys.executable, [sys.executable, '-c', 'print(1)'])",
     "socket": "print(socket.socket(socket.AF_UNIX))",
+    "datagrams": "print(socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM))",
+    "packets": "print(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC))",
+    "another family": "print(libc.socketpair(30, 1, 0, (ctypes.c_int * 2)()) + 1 or 1/0)",
+    "bind": "print(socket.socketpair()[0].bind('FOLDER/new'))",
+    "bind to no file": "print(socket.socketpair()[0].bind('\\0new'))",
+    "connect": "refused(lambda: socket.socketpair()[0].connect('FOLDER/kept'))",
+    "send to an address": "refused(lambda: socket.socketpair()[0].sendto(b'x', 'FOLDER/kept'))",
+    "send a message to one": "print(socket.socketpair()[0].sendmsg([b'x'], [], 0, 'FOLDER/kept'))",
+    "change a file's flags": "refused(lambda: fcntl.ioctl(os.open(os.__file__, 0), 0x40086602, bytes(8)))",
+    "change a file's project": "refused(lambda: fcntl.ioctl(os.open('/', 0), 0x401C5820, bytes(28)))",
+    "make a volume": "refused(lambda: fcntl.ioctl(os.open('/', 0), 0x5000940E, bytes(4096)))",
+    "own a file's signals": "refused(lambda: fcntl.ioctl(socket.socketpair()[0], 0x8901, bytes(4)))",
+    "lease a file": "refused(lambda: fcntl.fcntl(os.open(os.__file__, 0), 1024, 0))",
+    "end a queue": "print(libc.mq_unlink(b'/x') + 1 or refuse())",
     "kill": "print(os.kill(PARENT, 0))",
     "signal by descriptor": "r, w = os.pipe()\nprint(fcntl.fcntl(r, 10, 9), fcntl.fcntl(r, fcntl.F_SETOWN, PARENT))",
     "limit another": "print(resource.prlimit(PARENT + 1, resource.RLIMIT_CORE, (0, 0)))",
@@ -100,12 +137,22 @@ FORBIDDEN = {  # each prints what it got hold of; PARENT is its keeper, or itsel
 }
 
 
+REFUSED = """
+libc = ctypes.CDLL(None, use_errno=True)
+def refuse(): return ctypes.get_errno() in (1, 13) and 1 / 0
+def refused(call):
+    try: print(call())
+    except PermissionError: raise
+    except OSError as error: print(error)
+"""
+
+
 @pytest.mark.parametrize("name", FORBIDDEN)
 def test_what_is_forbidden_fails(limits, tmp_path, name):
     (tmp_path / "kept").write_text("kept")
     body = FORBIDDEN[name].replace("FOLDER", str(tmp_path)).replace("PARENT", "(os.getppid() or 1)")
     program = "import ctypes, fcntl, os, resource, socket, subprocess, sys\nlibc = ctypes.CDLL(None)\nprint('here')\n"
-    assert run(program + body, "", limits) == (CRASHED, "here\n")
+    assert run(program + REFUSED + body, "", limits) == (CRASHED, "here\n")
     assert [path.name for path in tmp_path.iterdir()] == ["kept"] and (tmp_path / "kept").read_text() == "kept"
 
 
@@ -120,9 +167,10 @@ def is_open(number):
     except OSError:
         return False
 print(os.getpid(), os.getuid(), "PATH" in os.environ, [number for number in range(64) if is_open(number)])
-print([os.path.exists(path) for path in {[str(tmp_path), sandbox.__file__, "/etc", "/proc", "/dev", "/old"]}])
+print([os.path.exists(path) for path in {[str(tmp_path), sandbox.__file__, "/etc", "/proc", "/old"]}])
+print(os.listdir("/dev"))
 """
-    assert run(program, "", limits) == (ENDED, f"1 65534 False [0, 1, 2]\n{[False] * 6}\n")
+    assert run(program, "", limits) == (ENDED, f"1 65534 False [0, 1, 2]\n{[False] * 5}\n['stdin']\n")
 
 
 def test_unavailable_says_what_the_machine_refused(limits, monkeypatch, tmp_path):

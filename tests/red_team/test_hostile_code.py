@@ -255,6 +255,9 @@ DEEP_DICT = json.loads('{"a":' * 99 + "1" + "}" * 99)
 FUTURE = "from __future__ import annotations\n"
 GRADED = [  # (row, reply)
     (calls({"a": [0.3]}, [0.1, 0.2]), "def f(x): return {'a': [sum(x)]}"),
+    (calls(10**5000, 10**5000 - 1), "def f(x): return x + 1"),
+    (row(f"assert f(5000) == {10**5000} and len(str(f(5000))) == 5001"), "def f(n): return 10**n"),
+    (prints(str(10**5000), str(10**5000 - 1)), "print(int(input()) + 1)"),
     (calls(float("nan"), 1), "def f(x): return float('nan')"),
     (calls({"a": 1}, "a"), "from collections import Counter\nf = Counter"),
     (calls(1, DEEP), "def f(x): return 1"),
@@ -276,13 +279,15 @@ def test_right_answers_to_odd_rows_pass(pool):
     assert [reply for (_, reply), outcome in zip(GRADED, found, strict=True) if outcome != "ok"] == []
 
 
-VALUES = [  # (expected, value, whether it is right)
+VALUES = [  # (expected, value, whether it is right: False, True, or "judge" or "exact" where only such a comparison is)
     (0.6, 0.1 + 0.2 + 0.3, True),
-    (0.6, 0.600001, False),
-    (1e-20, 0.0, False),
-    (-1e-20, 1e-20, False),
+    (1 / 3, 0.333333, True),
+    (0.6, 0.60001, False),
+    (3e6, 3000001.0, True),
+    (3e6, 3000004.0, False),
+    (1e-20, 0.0, True),
     (0.0, math.sin(math.pi), True),
-    (0.0, 1e-9, False),
+    (0.0, 1e-5, False),
     (math.nan, math.nan, True),
     (math.nan, 1.0, False),
     (1.0, math.nan, False),
@@ -290,55 +295,104 @@ VALUES = [  # (expected, value, whether it is right)
     (math.inf, -math.inf, False),
     (1e308, math.inf, False),
     (2**60, 2**60 + 1, False),
-    (3.0, 3, False),
+    (10**5000, 10**5000, True),
+    (10**5000, 10**5000 + 1, False),
+    (2**60, float(2**60 + 1), "judge"),
+    (10**15, float(10**15 + 1), False),
+    (3.0, 3, "judge"),
+    (3, 3.0, "judge"),
+    (3, 3.0000001, False),
+    (3.0, "3.0", False),
     (1, True, False),
-    (1, 1.0, False),
+    (1.0, True, False),
     ([0], range(1), False),
+    ([0], {0}, False),
+    ([1, [2]], (1, (2.0,)), "judge"),
+    ([1, [2]], (1, (2, 2)), False),
+    ([1, [2]], (1, 2), False),
     ([1, [0.3]], [1, [0.1 + 0.2]], True),
     ({"a": 0.3}, {"a": 0.1 + 0.2}, True),
     ({"a": 1}, Counter("a"), True),
     ({"a": 1}, {"a": 1, "b": 2}, False),
+    ({"1": 2}, {1: 2}, True),
+    ({"1": {"true": 2, "null": 3, "0.5": 4}}, {1: {True: 2, None: 3, 0.5: 4}}, True),
+    ({"1": 2}, {1: 3}, False),
+    ({"1": 2}, {1: 2, "1": 2}, False),
+    ({"1": 2, "2": 2}, {1: 2, "1": 2}, False),
+    ({"1": 2}, {b"1": 2}, False),
+    ({"(1,)": 2}, {(1,): 2}, False),
 ]
 
 
 @pytest.mark.parametrize(("expected", "value", "is_right"), VALUES)
 def test_an_expected_value_is_met_within_the_stated_tolerance(expected, value, is_right):
-    names = {}
-    exec(read_tests("", calls(expected, 1))["test"], names)
-    if is_right:
-        names["check"](lambda _: value)
-    else:
-        with pytest.raises(AssertionError):
+    """Gym#2956 (3, 4), LiveCodeBench."""
+    for compare in ("strict", "judge"):
+        names = {}
+        exec(read_tests("", calls(expected, 1), compare)["test"], names)
+        if is_right in (True, compare):
             names["check"](lambda _: value)
+        else:
+            with pytest.raises((AssertionError, TypeError)):
+                names["check"](lambda _: value)
+
+
+def test_values_are_compared_exactly_where_the_tolerance_is_0():
+    names = {}
+    exec(read_tests("", calls(0.3, 1), "judge", 0.0)["test"], names)
+    names["check"](lambda _: 0.3)
+    with pytest.raises(AssertionError):
+        names["check"](lambda _: 0.1 + 0.2)
 
 
 OUTPUTS = [  # (expected, output, whether it is right)
     ("0.3", "0.30000000000000004", True),
+    ("0.3333333333", "0.333333", True),
     ("[0.3, 1]\tx=-0.6;", "[0.30000000000000004, 1]\tx=-0.6000000000000001;", True),
     ("1.50 2e5", "1.5 200000.0", True),
+    ("3.0", "3", True),
+    ("3", "3.0", True),
+    ("-3 30 0", "-3.000 30.0 0.0", True),
     ("a\n", "a \t\r\n", True),
     ("a\n\nb", "a\n \nb\n\n", True),
     ("0.3.", "0.30000000000000004.", True),
-    ("0.3", "0.3000001", False),
+    ("9" * 5000 + " 0.5", "9" * 5000 + " 0.50", True),
+    ("9" * 5000 + " 0.5", "9" * 4999 + "8 0.50", False),
+    ("0.3", "0.30001", False),
     ("0.3", "-0.3", False),
-    ("3", "3.0", False),
+    ("3", "3.0000001", False),
+    ("3", "30.0", False),
+    ("3", "3e0", False),
     ("10000000000", "10000000001", False),
+    ("10000000000", "10000000001.0", False),
+    ("0101", "101", False),
+    ("0101", "101.0", False),
     ("1.1.2", "1.10.2", False),
     ("v1.1", "v1.10", False),
     ("0.3 a", "0.30000000000000004 b", False),
     ("0.1 0.2", "0.1  0.2", False),
     ("0.1\n0.2", "0.1", False),
     ("1e400", "1e999", False),
+    ("0.5", "nan", False),
     ("a", "a\x1c", False),
     ("a", "a\x85", False),
     ("a", "a\u2028", False),
-    ("1e-300", "0.0", False),
 ]
 
 
 @pytest.mark.parametrize(("expected", "output", "is_right"), OUTPUTS)
 def test_an_output_is_met_within_the_stated_tolerance(expected, output, is_right):
+    """Gym#2956 (1, 3, 4)."""
     assert code_grader.same_output(output, expected) is is_right
+    lines = [[line.rstrip() for line in text.rstrip().split("\n")] for text in (output, expected)]
+    assert code_grader.same_output(output, expected, 0.0) is (is_right and lines[0] == lines[1])
+
+
+def test_long_outputs_are_compared_in_time():
+    start = time.monotonic()
+    for text in ("1" * 400_000 + "a", "1e" * 200_000, "1." * 200_000, "-1" * 200_000, ".1" * 200_000):
+        assert not code_grader.same_output(text, text + "1")
+    assert time.monotonic() - start < 5
 
 
 # ------------------------------------------------------------------------------------------------- replies that cheat
@@ -505,6 +559,15 @@ ROWS = [  # (row, what the refusal says; None if it is accepted)
     *((calls(nested(levels, kind)), "levels") for levels in (102, 300) for kind in ("[]", "{}")),
     *((calls(1, nested(levels)), "JSON|levels") for levels in (700, 900)),
     (calls(1, nested(98)), None),
+    (calls("x" * (4 << 20)), "expects"),  # no answer of a candidate may be so long
+    (calls(["é" * 700_000]), "expects"),
+    (calls(["é" * 600_000]), None),
+    (prints("x" * (4 << 20)), "expects"),
+    (prints("x" * (3 << 20) + "\n" * (2 << 20)), None),
+    (prints("\ud800"), "surrogates"),  # no program's output
+    (calls(10**5000, -(10**5000)), None),
+    (row(f"assert f(1) == {10**5000}"), None),
+    ({"tests": f'[{{"args": [{10**5000}], "expected": 1}}]', "entry_point": "f"}, None),
     ({"tests": "[" * 100_000}, "JSON"),
     ({"tests": json.dumps([{"args": [nested(900)], "expected": 1}]), "entry_point": "f"}, "levels|JSON"),
     *((row("f()", prompt=prompt), "`prompt` has") for prompt in ("x = 1\n" * 500_000, "long text " * 20_000)),
