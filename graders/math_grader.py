@@ -35,6 +35,12 @@ _ANSWER_IS = re.compile(r"(?i)\banswer\**\s*(?:is\s*:?|:|=)[\s*]*")
 _CHOICE = re.compile(r"(?:(?i:option|choice) )?[(\[]?([A-Ja-e])(?:[).:\]]+\s*((?:(?!\b[A-J]\b|\b(?:or|and)\b).)*))?")
 _SEPARATOR = r"[,;]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
 _GROUPS = re.compile(r"(?<=\d),(?=\d{3}(?![\dA-Za-z]))")
+_GROUPED = r"(?<![\w.,^/(\[{}])\d{1,3}(?:,\d{3})+(?!,?\d)"
+_INDEX = re.compile(
+    r"_(?:\w|\{\w+\})|(?<=[a-zA-Z])\(-?\d+\)|\\(?:int|sum|prod)(?![a-z]).*"
+)  # digits that a label may have
+_LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
+_SET = re.compile(r"\\\{|\\emptyset")
 _BRACKETS = re.compile(r"(\\?[{(\[])(.*?)(\\?[})\]])", re.DOTALL)
 _NAMED = re.compile(
     rf"({NAME}|\((?:\s*{NAME}\s*,)+\s*{NAME}\s*\))\s*(?:=|\\in(?![a-z])|(?<=[a-zA-Z]{{2}}):)\s*(.+)", re.DOTALL
@@ -153,30 +159,40 @@ def _same(one: str, other: str) -> bool:
     numbers = number(one), number(other)
     if None not in numbers:
         return _same_numbers(*numbers)
-    if any(numbers) and (quantity(one).dimensions or quantity(other).dimensions):
-        return _same_value(one, other)  # $1,234 and 1,234, which are no lists
-    if squeeze(one) == squeeze(other):
+    if squeeze(one) == squeeze(other) or (numbers[0] and one == other.replace(", ", ",") and ",0" not in one):
         return True
     choices = _CHOICE.fullmatch(one), _CHOICE.fullmatch(other)
     if None not in choices and not (choices[0][2] and choices[1][2]) and choices[0][1].isupper():
         return choices[0][1] == choices[1][1].upper()
-    if bool(LESS.search(one)) != bool(LESS.search(other)):
+    is_chain = LESS.search(one) is not None
+    if is_chain != bool(LESS.search(other)):
         one, other = as_interval(one), as_interval(other)
     (kind, parts), (other_kind, other_parts) = _items(one), _items(other)
+    if len(parts) > 1 and numbers[1] and ",0" not in other:  # 1,234 is a list, too, if a list is asked for
+        other_parts = other.split(",")
     pairs, other_pairs = _named(parts), _named(other_parts)
     name, value = pairs[0] if len(pairs) == 1 and not kind else ("", one)
     other_name, other_value = other_pairs[0] if len(other_pairs) == 1 and not other_kind else ("", other)
-    if len(parts) == len(other_parts) == 1 and "=" in one:
+    if len(pairs) == len(other_pairs) == 1 and "=" in one:
         if "=" in other and (name != other_name or not name):
-            return _by_sympy(one, other)
+            is_solved = re.search("[a-zA-Z]", value) or name in map(squeeze, _split(other, "="))
+            return bool(is_solved) and _by_sympy(one, other)  # x = 3 is not 2x = 6, the question
         if not name and re.search("[a-zA-Z]", one):  # an equation is not its right side
             return False
+    elif len(other_pairs) == 1 and "=" in other_value:
+        other_value = _labelled(one, other_value)
     if (value, other_value) != (one, other):
         return _same(value, other_value)
-    if len(pairs) != len(other_pairs) or (kind != other_kind and (kind, other_kind) not in _ALIKE):
+    if kind != other_kind and pairs and other_pairs and any(_SET.match(each) for _, each in pairs + other_pairs):
+        return False  # a set of sets
+    if len(pairs) != len(other_pairs) or (kind != other_kind and (is_chain or (kind, other_kind) not in _ALIKE)):
         kinds = {kind, other_kind}
         is_list = any(len(each) > 1 and not which for which, each in ((kind, parts), (other_kind, other_parts)))
-        return not is_list and bool(kinds & {"", "cup"} and _SETS.search(one + other)) and _by_sympy(one, other)
+        return (
+            not (is_list or number(one))
+            and bool(kinds & {"", "cup"} and _SETS.search(one + other))
+            and _by_sympy(one, other)
+        )
     if len(pairs) > 1 or kind or other_kind:
         return _same_lists(pairs, other_pairs, not {kind, other_kind} <= _UNORDERED)
     return _same_value(one, other)
@@ -193,7 +209,10 @@ def _same_lists(pairs: list, other_pairs: list, is_ordered: bool) -> bool:
     rest = list(other_pairs)
     for name, value in pairs:
         candidates = rest[:1] if is_ordered else rest
-        match = next((each for each in candidates if each[0] == name and _same(value, each[1])), None)
+        alike = [
+            each for each in candidates if each[0] == name and bool(_SET.match(value)) == bool(_SET.match(each[1]))
+        ]
+        match = next((each for each in alike if _same(value, each[1])), None)
         if match is None:
             return False
         rest.remove(match)
@@ -207,6 +226,7 @@ def _items(text: str) -> tuple[str, list[str]]:
     parts = [part for part in _split(text, ";") if part]
     if len(parts) < 2:
         separator = _SEPARATOR if re.search(r"[\d\\<>=]", text) else "[,;]|(?<![a-zA-Z])and(?![a-zA-Z])"
+        separator = f"{_GROUPED}|{separator}"
         parts = [sign for part in _split(text, separator) if part for sign in _signs(part)] or [text]
     if len(parts) > 1 and quantity(text).value == text:  # not 5 feet, 6 inches
         is_union = all(map(LESS.search, parts)) and not re.search("[,;]|and", text)
@@ -247,7 +267,7 @@ def _split(text: str, separator: str) -> list[str]:
             depth -= 1
             if depth < 0:
                 return []
-        elif depth == 0:
+        elif depth == 0 and not token[0][0].isdigit():
             parts.append(text[start : token.start()].strip())
             start = token.end()
     return [] if depth else [*parts, text[start:].strip()]
@@ -255,20 +275,51 @@ def _split(text: str, separator: str) -> list[str]:
 
 def _named(parts: list[str]) -> list[tuple[str, str]]:
     """(name, value) of each part; a part without a name has the name of the part before it: x = 1, 2. The value of
-    2 + 3 = 5 is 5."""
+    2 + 3 = 5 is 5. An equation is its own value, and so is one that says nothing: x = x, 5 = 5, 2 = 3."""
     pairs = []
     name = ""
     for part in parts:
+        part = part.lstrip("= ")
         sides = _split(part, r"(?<![<>!\\])=")
-        if re.search(_STEPS, part) or len(_split(part, ",")) > 1:
+        if re.search(_STEPS, part) or len(_split(part, f"{_GROUPED}|,")) > 1:
             pairs.append(("", part))
             continue
         match = _NAMED.fullmatch(part)
         if match and (is_word(match[1]) or not re.fullmatch("[a-z]{2,}", match[1])):  # xy = 1 is an equation
-            name = squeeze(match[1])
-            part = match[2]
+            name, part = squeeze(match[1]), match[2]
+            if _is_circular(name, part):
+                name, part, sides = "", f"{name} = {part}", []
+            elif len(parts) == 1 and name[0] + part[0] == "((":
+                names, values = _split(match[1][1:-1], ","), _split(part[1:-1], ",")
+                return [*zip(names, values, strict=True)] if len(names) == len(values) else [(name, part)]
+        elif len(sides) > 1 and (_LETTER.search("".join(sides)) or not _is_sum(sides)):
+            pairs.append(("", part))
+            continue
         pairs.append((name, sides[-1] if len(sides) > 1 else part))
     return pairs
+
+
+def _is_circular(name: str, value: str) -> bool:
+    """Whether a value is said by itself, x = x + 1, x in {x}, or an option by another."""
+    return bool(re.fullmatch("[A-J]{2}", name + value)) or bool(
+        re.search(rf"(?<![a-zA-Z\\]){re.escape(name)}(?![a-zA-Z_'(])", squeeze(value))
+    )
+
+
+def _is_sum(sides: list[str]) -> bool:
+    """Whether 2 + 3 = 5 holds, and is not 5 = 5."""
+    return len({*map(squeeze, sides)}) > 1 and "\\{" not in sides[-1] and all(_same(sides[-1], side) for side in sides)
+
+
+def _labelled(gold: str, equation: str) -> str:
+    """The right side, if the left one names it: x + y = 5. Neither 2x + 3 = 7, the question, nor x/x = 1 does."""
+    *left, value = _split(equation, "=") or [""]
+    if value == "0" or any(_is_circular(side, value) for side in left):
+        return equation
+    is_label = all(_LETTER.search(side) and not re.search(r"\d", _INDEX.sub("", side)) for side in left)
+    if all(_by_sympy(value, side) for side in left):  # it always holds: a formula may, as (x + 1)^2 = x^2 + 2x + 1
+        is_label = bool(len(gold) > 1 and _LETTER.search(gold)) or "\\int" in equation
+    return value if is_label else equation
 
 
 def _same_value(one: str, other: str) -> bool:
@@ -340,7 +391,10 @@ def _by_sympy(gold: str, answer: str) -> bool:
             return one.shape == other.shape and all(_is_zero(each) for each in one - other)
         sides = [side for each in (one, other) for side in (each.args if each.is_Relational else (each,))]
         if not all(isinstance(side, sympy.Expr) for side in sides):
-            return verify(one, other, timeout_seconds=None, allow_set_relation_comp=True)
+            if isinstance(one, sympy.Eq) or isinstance(other, sympy.Eq):
+                return False
+            is_trivial = bool({one, other} & {sympy.EmptySet, sympy.S.Reals, sympy.true, sympy.false})
+            return verify(one, other, timeout_seconds=None, allow_set_relation_comp=not is_trivial)
         if one.is_Relational or other.is_Relational:
             return _same_relations(one, other)
         exact = number(gold) or number(answer)
@@ -356,7 +410,8 @@ def _expression(text: str, words: list[str]) -> Any:
     assert _split(text, "(?!)"), "brackets that do not close, or too many of them"
     for place, word in enumerate(words):
         text = re.sub(rf"(?<![\\a-zA-Z]){word}(?![a-zA-Z])", f" w_{{{1000 + place}}} ", text)
-    text = re.sub(r"\bdegrees\b", "", text.replace("$", ""))
+    text = re.sub(_GROUPED, lambda match: match[0].replace(",", ""), text.replace("$", ""))
+    text = re.sub(r"\bdegrees\b", "", text)
     text = re.sub(r"(?<![\w^{_.])(\d+)\s*(?=\()", r"\1\\cdot ", text)  # 2(3) is read as 2 + 3
     text = re.sub(r"\)\s*(?=[\d(])", r")\\cdot ", text)
     text = re.sub(r"\^\s*(\d*\.\d+)", r"^{\1}", text)
@@ -392,6 +447,8 @@ def _same_relations(one: Any, other: Any) -> bool:
     if one.func != other.func:
         other = other.reversed
     sides = [relation.lhs - relation.rhs for relation in (one, other)]
+    if one.func != other.func or _is_zero(sides[1]):  # x = x says nothing
+        return False
     ratio = next(_points(sides[1] / sides[0]))
     is_directed = one.rel_op not in ("==", "!=")
-    return one.func == other.func and not (is_directed and ratio.evalf() < 0) and _is_zero(sides[1] - ratio * sides[0])
+    return not (is_directed and ratio.evalf() < 0) and _is_zero(sides[1] - ratio * sides[0])

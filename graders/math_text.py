@@ -137,7 +137,7 @@ _PRODUCT = re.compile(r"[b-df-hj-np-tv-xz]+|[xyz]+|[abcx]+|[a-z]")
 LESS = re.compile(r"(<|>|\\[lg]e(?![a-z]))")
 _IS_LESS = ("<", r"\le")
 NAME = (  # x  x_1  f(x)  \alpha  width, and what geometry names: AB  |AB|  S_1:S_2  \frac{AB}{CD}
-    r"(?:\\?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?'*(?:\(\w\))?"
+    r"(?:(?!\\emptyset)\\?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?'*(?:\(\w\))?"
     r"|(?:[A-Z'|:/{} ]|\\(?:frac|angle|triangle|overline)(?![a-z])|_(?:[A-Za-z\d]|\{\w++\}))+)"
 )
 

@@ -143,7 +143,8 @@ def test_strict_drops_names_and_units():
 
 def test_gold_goes_first():
     assert equal("x=5", "5") and equal("50%", "50") and not equal("50.5", "50.5%")
-    assert equal("50.5%", "50.5") and equal("2", "1 = 2") and not equal("2", "2 = 1")
+    assert equal("50.5%", "50.5") and equal("2", "1 + 1 = 2") and not equal("2", "2 = 1 + 1 + 0.5")
+    assert not equal("2", "1 = 2") and not equal("2", "2 = 1")
 
 
 # ---------------------------------------------------------------------------------------------------- the environment

@@ -3,6 +3,7 @@ verdict is known from how they are made."""
 
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -79,6 +80,23 @@ MORE BASES:: 1011_{\text{two}} <- 1011_2 | 21_5 <- 21 \text{ (base 5)} | -12 <- 
 \$1,234 <- 1,234 | 1,234 <- \$1,234 | 1,234\text{ feet} <- 1,234 | \text{(C)} <- Option C | \text{(C)} <- [C]
 """
 
+GOLDS = r"""5 | 0 | 1 | \frac{3}{4} | 1,000 | \$5 | 50\% | \sqrt{2} | x | k | x+1 | x^2 | e^x | xy | \infty | 2:3
+4:30 | B | \text{yes} | x=3 | x=0 | y=2x+3 | x^2+y^2=25 | f(x)=x^2 | f(x)=0 | a_n=2n+1
+\frac{x^2}{4}+\frac{y^2}{9}=1 | xy=1 | x=y | f(x+1)=f(x)+1 | x>2 | x\ge 2 | x \ne 0 | 1<x<3 | x<1 \text{ or } x>2
+x+y>2 | x^2<4 | x>2, y>3 | \{x \mid 1 < x < 2\} | \{x : x>2\} | x=1,y=2 | x+y=3, x-y=1 | (x,y)=(1,2) | x=\pm 2
+x=1 \text{ or } x=2 | y=x, y=-x | x=0,y=0 | x \equiv 3 \pmod 7 | (1,2) | [2,\infty) | (-\infty,\infty)
+(-\infty,1)\cup(2,\infty) | \mathbb{R} | \mathbb{R}\setminus\{0\} | x\in\mathbb{R} | \emptyset | \{\}
+\text{no solution} | \{0\} | \{x\} | \{1,2\} | 0,1 | \{(1,2)\} | \begin{pmatrix}0&0\\0&0\end{pmatrix}"""
+SAYS_NOTHING = r"""0=0 | 2=2 | 0x=0 | x-x=0 | x=x | k=k | x+1=x+1 | 2x=x+x | x=x+1 | x/x=1 | x^0=1 | 0=x-x | 1-1=0
+\pi=\pi | 0=1 | 1=0 | 0=0=0 | \infty=\infty | 1/0=1/0 | x\ne x | 0 \ne 1 | 0>0 | 1>0 | 0\le 0 | x>x | k\ge k | x<x+1
+x^2\ge 0 | x^2<0 | x^2=-1 | 0<1<2 | = | \sin^2 x+\cos^2 x=1 | 0=0, 0=0 | 0=0, 1=1 | 1=1, 2=2 | x=x, y=y
+(x,y)=(x,y) | 0>0, 0>0 | x=0 \text{ or } x \ne 0 | \text{true} | x<0 \text{ or } x\ge 0 | \text{all } x
+\text{always} | \text{the answer} | \{x : x=x\} | \{x \mid x \ne x\} | \{\{\}\} | \{\emptyset\} | \emptyset=\{\}
+x \in \{x\} | \{x: 0=0\} | \lim_{x\to 0} 0=0 | \int 0 dx = 0 | 0 \equiv 0 \pmod 7 | x==x | "x=x" | \text{x=x} | x:x
+v=2u+3 | u^2+v^2=25 | g(t)=t^3 | b_n=2n+1 | t>7 | u+v>2 | u=1,v=7 | \{t\} | u+1 | t^2 | 2x=6 | x^2-5x+6=0 | 2x+3=7
+x-3=0 | C=B | (u,v)=(0,2) | \text{Solve for } x | \text{Solve } 2x+3=7 | \begin{pmatrix}a\\b\end{pmatrix} | y=mx+b
+(a,b) | \frac{0}{x}=0"""
+
 
 def cases(text):
     """(gold, answer) of each pair; the first of a line may have a heading."""
@@ -96,6 +114,55 @@ def test_wrong_answers_that_look_right():
 def test_right_answers_that_look_wrong():
     pairs = list(cases(RIGHT))
     assert len(pairs) >= 60 and [pair for pair in pairs if not equal(*pair)] == []
+
+
+def product(golds, answers):
+    return [(gold, each) for gold in re.split(r" \| |\n", golds) for each in re.split(r" \| |\n", answers)]
+
+
+def test_what_says_nothing_is_no_answer():
+    """0 = 0 was right for every equation, 0 > 0 for every inequality, 0 < 1 for the empty set."""
+    made = product(GOLDS, SAYS_NOTHING)
+    relations = [(gold, each) for gold, each in made if each in ("0=0", "x=x", "k=k", "0>0", "0\\le 0", "0 \\ne 1")]
+    some = random.Random(1).sample(made, 150) + random.Random(2).sample(relations, 60)
+    assert [pair for pair in some if equal(*pair)] == []
+
+
+@pytest.mark.long
+def test_nothing_that_says_nothing_is_an_answer():
+    assert [pair for pair in product(GOLDS, SAYS_NOTHING) if equal(*pair)] == []
+
+
+def thousands(count, seed):
+    """Numbers with separators, against lists of their groups and of other parts, in any order and bracket."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        value = rng.randint(1, 999) * 1000 ** rng.randint(1, 3) + rng.choice([0, 0, 2, 34, rng.randint(0, 999)])
+        groups = f"{value:,}".split(",")
+        bare = [group.lstrip("0") or "0" for group in groups]
+        place = rng.randrange(1, len(str(value)))
+        cut = [str(value)[:place], str(value)[place:].lstrip("0") or "0"]
+        gold = rng.choice(["{}", "{}", "\\${}", "{} dollars", "x = {}", "-{}", "{}\\%", "{}.5", "{}\\pi"])
+        gold = gold.format(rng.choice([",", ",", "{,}", " ", "\\,"]).join(groups))
+        for parts in (groups, bare, bare[::-1], rng.sample(bare, len(bare)), cut, cut[::-1]):
+            comma = rng.choice([", ", ",", "; ", " and ", " or "])
+            form = rng.choice(["{}", "({})", "[{}]", "\\{{{}\\}}", "x = {}"])
+            if form not in ("{}", "x = {}") or parts != groups or comma not in (",", ", "):
+                yield gold, form.format(comma.join(parts))
+
+
+def test_a_number_is_no_list_of_its_groups():
+    """1,000 was 1 and 0 in any order; GSM8K's answers have this form."""
+    assert [pair for pair in thousands(40, seed=5) if equal(*pair)] == []
+    for gold, answer in (("1,000", "1000"), ("x = 180,670,000", "180670000"), ("1,000 and 2,000", "1000, 2000")):
+        assert equal(gold, answer) and equal(answer, gold)
+    assert equal("1,234", "1, 234") and equal("1, 234", "1,234") and equal("(1, 234)", "(1,234)")
+    assert not equal("1, 0", "1,000") and not equal("1,234", "234, 1")
+
+
+@pytest.mark.long
+def test_2000_numbers_are_no_lists_of_their_groups():
+    assert [pair for pair in thousands(2000, seed=6) if equal(*pair)] == []
 
 
 def refused(made):
