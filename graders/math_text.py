@@ -34,7 +34,7 @@ def _repeating(match: re.Match) -> str:
 _REWRITES = [  # what changes no meaning, in this order
     (re.compile(pattern), new)
     for pattern, new in (
-        (r"^\s*\*\*(.*)\*\*\s*$", r"\1"),  # bold type of markdown
+        (r'^\s*(\*\*|")(.*)\1\s*$', r"\2"),  # bold type of markdown
         (r"\*\*", "^"),
         (r"[⁰¹²³⁴-⁹⁻]+", lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}"),
         (r"[¼-¾⅐-⅞]", lambda match: f" {normalize('NFKC', match[0])} ".replace("\u2044", "/")),

@@ -92,7 +92,7 @@ SAYS_NOTHING = r"""0=0 | 2=2 | 0x=0 | x-x=0 | x=x | k=k | x+1=x+1 | 2x=x+x | x=x
 x^2\ge 0 | x^2<0 | x^2=-1 | 0<1<2 | = | \sin^2 x+\cos^2 x=1 | 0=0, 0=0 | 0=0, 1=1 | 1=1, 2=2 | x=x, y=y
 (x,y)=(x,y) | 0>0, 0>0 | x=0 \text{ or } x \ne 0 | \text{true} | x<0 \text{ or } x\ge 0 | \text{all } x
 \text{always} | \text{the answer} | \{x : x=x\} | \{x \mid x \ne x\} | \{\{\}\} | \{\emptyset\} | \emptyset=\{\}
-x \in \{x\} | \{x: 0=0\} | \lim_{x\to 0} 0=0 | \int 0 dx = 0 | 0 \equiv 0 \pmod 7 | x==x | "x=x" | \text{x=x} | x:x
+x \in \{x\} | \{x: 0=0\} | \lim_{x\to 0} 0=0 | \int 0 dx = 0 | 0 \equiv 0 \pmod 7 | x==x | "x=x" | \text{x=x}
 v=2u+3 | u^2+v^2=25 | g(t)=t^3 | b_n=2n+1 | t>7 | u+v>2 | u=1,v=7 | \{t\} | u+1 | t^2 | 2x=6 | x^2-5x+6=0 | 2x+3=7
 x-3=0 | C=B | (u,v)=(0,2) | \text{Solve for } x | \text{Solve } 2x+3=7 | \begin{pmatrix}a\\b\end{pmatrix} | y=mx+b
 (a,b) | \frac{0}{x}=0"""
