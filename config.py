@@ -349,6 +349,8 @@ class GenerationConfig:
     dropped, but if the two keys are equal, as in NeMo RL's configs, a response may use whatever its prompt leaves."""
     stop_token_ids: tuple[int, ...] | None = key(None, ">= 0")
     """These token ids end a response; null means the model's own."""
+    stop_strings: tuple[str, ...] | None = None
+    """These texts end a response too, with the token that completes one; it is part of the response, and trained."""
     colocated: ColocatedConfig = ColocatedConfig()
     vllm_cfg: VllmConfig = VllmConfig()
 

@@ -170,8 +170,8 @@ def _bound_problems(cfg: Config) -> Iterator[str]:
     """Each key by itself, against the bounds it declares."""
     for name, value in settings(cfg):
         key = plain_name(name)
-        if value == "":
-            yield f"{name} is empty ({meanings()[key]})"
+        if value == "" or (isinstance(value, tuple) and "" in value):
+            yield f"{name}={json.dumps(value):.80}: a text here is empty ({meanings()[key]})"
         numbers = [each for each in (value if isinstance(value, tuple) else [value]) if isinstance(each, int | float)]
         limits = [limit.split() for limit in bounds(key).split(",") if limit]
         if not all(_OPERATORS[sign](number, float(limit)) for number in numbers for sign, limit in limits):

@@ -171,9 +171,24 @@ class Tokenizer:
         if hole not in text:
             raise DataError("the chat template leaves out the assistant's last message: it is not for several turns")
         text = text[text.rindex(hole) + 1 :]
-        if len(reply_ids) and (end := self.added.get(int(reply_ids[-1]))):
+        end = self.added.get(int(reply_ids[-1]), "") if len(reply_ids) else ""
+        if end:
             text = re.sub(rf"\A\s*{re.escape(end)}", "", text)  # Llama 2 has a space before it
-        return self._encode(text)
+        # Behind what is before it: a tokenizer may open a text that stands alone with a space (Metaspace).
+        before, whole = (self._encode(hole + end + part) for part in ("", text))
+        return whole[len(before) :] if whole[: len(before)] == before else self._encode(text)
+
+    def stop_string(self, ids: Sequence[int], strings: Sequence[str]) -> str | None:
+        """The string of `strings` that the last of the ids completes, if any. Ids may be parts of characters."""
+        size = max(len(string.encode()) for string in strings)
+        last_ids = ids[-size - 8 :]  # an id has a byte or more
+        for first in range(4):  # the first ids may end a character: then the bytes next to them may not be decoded
+            text = self.backend.decode(last_ids[first:], skip_special_tokens=False)
+            if found := next((string for string in strings if string in text), None):
+                return found
+            if not text.startswith("\ufffd"):
+                break
+        return None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ids -> text without special tokens: for graders and people, never to be encoded again (THUDM/slime#117)."""

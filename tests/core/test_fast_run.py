@@ -5,6 +5,7 @@ import inspect
 import json
 import shutil
 import sys
+from functools import partial
 from statistics import fmean
 
 import fake_vllm
@@ -205,6 +206,47 @@ def test_an_asynchronous_run_whose_ratio_is_to_the_sampler(run, capfd, epochs):
 def make_engine(folder, max_total_tokens=64):
     policy = config.PolicyConfig(precision="float32", max_total_sequence_length=max_total_tokens)
     return engine_module.Engine(folder, read_model_config(folder), Tokenizer(folder), config.Config(policy=policy))
+
+
+@pytest.mark.parametrize("which", ["stand-in", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_a_reply_ends_with_the_token_that_completes_a_stop_string(which, request, one_rank, tiny, monkeypatch):
+    """huggingface/trl#2820: ids and log-probabilities are those without stop strings, up to that token and with it."""
+    if which == "vllm":
+        engine = request.getfixturevalue("engine")
+    else:
+        use_stand_in(monkeypatch)
+        engine = make_engine(tiny[0], max_total_tokens=256)
+    policy = load_policy(tiny[0], device=one_rank[1], mesh=one_rank[2])
+    engine.sync(full_tensors(policy, torch.float32), 0)
+    options = engine_module.SamplingOptions(temperature=1.0, max_new_tokens=30)
+    draw = partial(engine.generate, [list(range(3, 8 + i % 9)) for i in range(48)], range(48), options)
+    whole, tokenizer = draw(), Tokenizer(tiny[0])
+    texts = [tokenizer.decode(completion.ids[n % 25 : n % 25 + 2]) for n, completion in enumerate(whole)]
+    strings = ("nowhere", *(text for text in texts if text.strip() and "\ufffd" not in text))
+    assert len(strings) > 4
+    monkeypatch.setattr(engine, "stop_strings", strings)
+    num_cut = 0
+    for before, after in zip(whole, draw(), strict=True):
+        heads = [tokenizer.backend.decode(before.ids[: n + 1].tolist()) for n in range(len(before.ids))]
+        length = next((n + 1 for n, head in enumerate(heads) if any(s in head for s in strings)), len(heads))
+        assert after.ids.tolist() == before.ids[:length].tolist()
+        assert abs(after.logps - before.logps[:length]).max() < 1e-4 and len(after.versions) == length
+        stops = any(string in heads[length - 1] for string in strings)
+        assert after.finish_reason == ("stop" if stops else before.finish_reason)
+        num_cut += length < len(heads)
+    assert num_cut > 2 and engine.is_idle
+
+
+def test_a_run_with_stop_strings(run):
+    """Two turns, carried over: what the first sampled digit ends has one trained token and is no cut reply."""
+    words = ["policy.generation.stop_strings=[1, 2, '3 ', é]", "grpo.async_grpo.enabled=true", "grpo.max_num_steps=2"]
+    words += ["loss_fn.use_importance_sampling_correction=true", "checkpointing.enabled=false"]
+    folder = run(grpo, *words)
+    (step, *_) = [record for record in records(folder) if "train/loss" in record]
+    assert step["train/logp_gap_max"] < 1e-4 and step["train/natural_termination_rate"] == 1
+    texts = [sample["reply"] for sample in records(folder, "samples.jsonl")]
+    assert any(text.endswith(("1", "2")) for text in texts)
+    assert not any(digit in text[:-1] for text in texts for digit in "12")
 
 
 @pytest.mark.slow

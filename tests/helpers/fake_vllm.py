@@ -72,6 +72,19 @@ class CompletionOutput:
     finish_reason: str | None = None
 
 
+class Detokenizer:
+    """As vLLM's without a tokenizer: `update` takes new ids and may name a stop string, which ends the request."""
+
+    def __init__(self):
+        self.token_ids: list[int] = []
+
+    def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
+        self.token_ids += new_token_ids
+
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids)
+
+
 class Request:
     """One prompt on its way: what it has, and its own generator."""
 
@@ -79,6 +92,7 @@ class Request:
         self.ids, self.params, self.reply = list(prompt), params, CompletionOutput([], FlatLogprobs())
         self.generator = torch.Generator().manual_seed(params.seed or 0)
         self.priority = 0
+        self.detokenizer = Detokenizer()
 
     def add_token(self, logits_V: torch.Tensor) -> bool:
         """Samples a token and keeps its log-probability after temperature and filters; whether it is the last one."""
@@ -98,7 +112,7 @@ class Request:
         self.ids.append(token)
         self.reply.token_ids.append(token)
         self.reply.logprobs.append({token: float(logp_V[token])})
-        if token in params.stop_token_ids:
+        if self.detokenizer.update([token], token in params.stop_token_ids) or token in params.stop_token_ids:
             self.reply.finish_reason = "stop"
         elif len(self.reply.token_ids) == params.max_tokens:
             self.reply.finish_reason = "length"
@@ -147,8 +161,7 @@ def output_processor(requests: dict[str, Request]) -> SimpleNamespace:
     """As far as it says how many tokens each request has: vLLM's key is the id with a random end."""
     states = {}
     for name, request in requests.items():
-        detokenizer = SimpleNamespace(num_output_tokens=lambda reply=request.reply: len(reply.token_ids))
-        states[f"{name}-8f3a"] = SimpleNamespace(external_req_id=name, detokenizer=detokenizer)
+        states[f"{name}-8f3a"] = SimpleNamespace(external_req_id=name, detokenizer=request.detokenizer)
     return SimpleNamespace(request_states=states)
 
 

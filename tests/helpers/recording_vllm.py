@@ -23,12 +23,14 @@ class Request:
 
     def __init__(self, prompt: list[int], params: fake_vllm.SamplingParams):
         self.prompt, self.params, self.reply = prompt, params, fake_vllm.CompletionOutput([], fake_vllm.FlatLogprobs())
+        self.detokenizer = fake_vllm.Detokenizer()
 
     def add_token(self) -> bool:
         """A token that depends on prompt, seed and place alone; whether it is the last one."""
         place, seed = len(self.reply.token_ids), self.params.seed or 0
         token = (sum(self.prompt) + seed + 31 * place) % 200
         self.reply.token_ids.append(token)
+        self.detokenizer.update([token], False)
         self.reply.logprobs.append({token + 1: -9.0, token: -1.0 - token / 200})  # the sampled one is not the first
         if place + 1 >= min(self.params.max_tokens, NUM_TOKENS):
             self.reply.finish_reason = "length" if place + 1 == self.params.max_tokens else "stop"

@@ -3,6 +3,7 @@
 import json
 import re
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -12,7 +13,7 @@ import pytest
 import tokenizers
 from chat_case import write_tokenizer
 from chat_templates import CONVERSATIONS, TEMPLATES, TOOLS
-from tokenizers import models, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from config import DataError, DatasetConfig
 from dataset.scan import load_dataset
@@ -435,6 +436,80 @@ def test_observations_are_what_the_template_adds(bpe, theirs, name, talk, tools)
     ids = tokenizer.observation_ids(before, [*reply_ids, theirs.convert_tokens_to_ids(end)], observation, tools)
     rest = added.lstrip().removeprefix(end) if added.lstrip().startswith(end) else added
     assert ids == theirs.encode(rest, add_special_tokens=False)
+
+
+def metaspace(folder, how, byte_fallback=True):
+    """A tokenizer as Llama 2's or Mistral's files have it: pieces with U+2581 for a space, bytes for other text."""
+    bytes_of_text = [f"<0x{i:02X}>" for i in range(256)]
+    words = ["\u2581", *"abcdefgU:s\n<>/", "\u2581a", "ab", "\u2581ab", "</", "ans", "ab>", "\u2581\u2581"]
+    vocab = {
+        piece: i for i, piece in enumerate(["<unk>", "<s>", "</s>", *bytes_of_text, *words, "an", "\u2581\u2581a"])
+    }
+    merges = [("\u2581", "a"), ("a", "b"), ("\u2581", "ab"), ("<", "/"), ("\u2581", "\u2581")]
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=byte_fallback)
+    )
+    if how == "normalizer":  # the older form of these files
+        steps = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        backend.normalizer = normalizers.Sequence(steps)
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace("\u2581", prepend_scheme=how, split=False)
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ("<unk>", "<s>", "</s>")])
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+PLAIN_TURNS = (  # where a turn's words follow the end token, a line, or the reply itself
+    "{{ bos_token }}{% for m in messages %}{{ m.role[0] + ':' + m.content + (eos_token if m.role == 'assistant' else "
+    "'') }}{% endfor %}",
+    "{% for m in messages %}{{ '\n' + m.role[0] + ': ' + m.content + eos_token + '\n' }}{% endfor %}",
+    "{% for m in messages %}{{ m.content + eos_token + (' ab' if m.role == 'user' else '') }}{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("template", PLAIN_TURNS)
+@pytest.mark.parametrize("how", ["first", "always", "never", "normalizer"])
+def test_later_turns_are_those_of_the_whole_conversation(tmp_path, how, template):
+    """NVIDIA-NeMo/RL#2844: encoded alone, a turn's text opened with a space that the whole conversation has not."""
+    from transformers import AutoTokenizer
+
+    folder = metaspace(tmp_path / "model", how)
+    ours, theirs = Tokenizer(folder, template), AutoTokenizer.from_pretrained(folder)
+    talk = [{"role": "user", "content": "ab a"}]
+    for words in ("a", " ab", "\nab", "é ab", "ab  a"):
+        reply = [*theirs.encode("xé ab", add_special_tokens=False), theirs.eos_token_id]
+        said = [{"role": "assistant", "content": "xé ab"}, {"role": "user", "content": words}]
+        added = ours.observation_ids(talk, reply, said[1:])
+        talk += said
+        whole = theirs.apply_chat_template(talk, chat_template=template, tokenize=True, return_dict=False)
+        ends = [n + 1 for n, token in enumerate(whole) if token == theirs.eos_token_id]
+        assert added == whole[ends[-1 if template == PLAIN_TURNS[0] else -2] :], words
+
+
+STOPS = ("</ans>", "ab>", "é", "日本", "\n\n", " ab", "🧮!")
+
+
+@pytest.mark.parametrize("how", ["first", "normalizer", "byte level"])
+def test_the_token_that_completes_a_stop_string(tmp_path, bpe, how):
+    """huggingface/trl#2820, by the text of all ids: parts of characters, strings over several tokens, inside one."""
+    tokenizer = Tokenizer(bpe if how == "byte level" else metaspace(tmp_path / "model", how))
+    encode = partial(tokenizer.backend.encode, add_special_tokens=False)
+    rng, num_stops = Random(0), 0
+    pieces = ("</ans>", "</an", "s>", "ab>", " ab", "é", "è", "日本", "日", "本", "🧮!", "🧮", "\n", "x", "  ", "\n\n")
+    for _ in range(300):
+        ids = encode("".join(rng.choice(pieces) for _ in range(rng.randrange(1, 30)))).ids
+        strings = rng.sample(STOPS, rng.randrange(1, 4))
+        heads = [tokenizer.backend.decode(ids[: n + 1], skip_special_tokens=False) for n in range(len(ids))]
+        want = next((n for n, head in enumerate(heads) if any(s in head for s in strings)), None)
+        found = next((n for n in range(len(ids)) if tokenizer.stop_string(ids[: n + 1], strings)), None)
+        assert found == want, (ids, strings, heads[-1])
+        num_stops += want is not None
+    assert 150 < num_stops < 300
 
 
 def test_observations_by_hand(bpe, tmp_path):
