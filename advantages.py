@@ -67,15 +67,21 @@ def filter_overlong(samples: Sequence[Sample]) -> int:
 
 
 def step_advantages(samples: list[Sample], grpo: GRPOConfig, loss_fn: LossConfig) -> tuple[list[float], dict]:
-    """(adv_B, metrics: name -> float) of the shaped samples of a step: equal on all ranks, as the samples are."""
-    reward_B = torch.tensor([sample.reward for sample in samples])
-    group_B = torch.tensor([sample.prompt for sample in samples])
-    num_tokens_B = torch.tensor([sample.num_trained_tokens for sample in samples])
+    """(adv_B, metrics: name -> float) of the shaped samples of a step: equal on all ranks, as the samples are. A sample
+    that could not be graded has advantage 0 and is in no statistic; one that is alone in its group then has 0 too."""
+    graded = [sample for sample in samples if sample.is_graded]
+    reward_B = torch.tensor([sample.reward for sample in graded])
+    group_B = torch.tensor([sample.prompt for sample in graded])
+    num_tokens_B = torch.tensor([sample.num_trained_tokens for sample in graded])
     # Only gdpo reads the parts of a reward, so only gdpo needs the same parts from all environments of a batch.
-    parts = collect_reward_parts(samples) if grpo.adv_estimator.name == "gdpo" else {}
+    parts = collect_reward_parts(graded) if grpo.adv_estimator.name == "gdpo" else {}
     adv_B = estimate_advantages(reward_B, group_B, num_tokens_B, grpo, loss_fn, parts)
+    _, place_B, size_P = group_B.unique(return_inverse=True, return_counts=True)
+    adv_B[size_P[place_B] == 1] = 0  # gdpo and reinforce_plus_plus whiten, which moves a 0
     metrics = gradient_metrics(adv_B, group_B, num_tokens_B if loss_fn.token_level_loss else num_tokens_B > 0)
-    return adv_B.tolist(), metrics | advantage_metrics(reward_B, group_B, adv_B, grpo)
+    metrics |= advantage_metrics(reward_B, group_B, adv_B, grpo)
+    advs = iter(adv_B.tolist())
+    return [next(advs) if sample.is_graded else 0.0 for sample in samples], metrics
 
 
 def estimate_advantages(

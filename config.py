@@ -485,7 +485,7 @@ class MathEnvConfig:
     format_reward: float = key(0.0, ">= 0, < 1")
     """A wrong answer in a box gets this reward."""
     deadline_s: float = key(5.0, "> 0, <= 600")
-    """Grading an answer may take this many seconds; then its worker is killed and the outcome is `timeout`."""
+    """Grading an answer may take this many seconds; then its worker is killed and the outcome is `error`."""
     memory_mib: int = key(2048, ">= 256")
     """A worker may use this many MiB of memory."""
 
@@ -525,7 +525,7 @@ class EnvConfig:
     custom: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Arguments of classes of your own: {"my:Class": {near: 6}}; on the command line env.custom.my:Class.near=6."""
     max_error_fraction: float = key(0.05, ">= 0, <= 1")
-    """The run stops if more than this share of a step's replies has the outcome `error`."""
+    """The run stops if more than this share of a step's replies could not be graded, and so are not trained on."""
 
 
 @dataclass(frozen=True, slots=True)

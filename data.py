@@ -47,6 +47,7 @@ class Sample:
     unshaped_reward: after scaling, before shaping; advantage: of all its tokens (advantages.py). messages: for a reward
     model to score, else none.
     holder: the only rank that has the tokens; other ranks have the numbers. None: all ranks have the tokens.
+    engine: which one drew the sample.
 
     Example (one turn): prompt 0, index 3, prompt_ids [5, 7, 2], output_ids [9, 3], sampler_logps [-0.1, -0.7],
     mask [True, True], finish_reason "stop", versions [12, 13], reward 1.0, outcome "ok".
@@ -73,6 +74,7 @@ class Sample:
     dataset: str = ""
     messages: list[dict] = field(default_factory=list)
     holder: int | None = None
+    engine: int = 0
     num_output_tokens: int = 0
     num_trained_tokens: int = 0
     weight_version: int = -1  # of the first token: the oldest
@@ -86,6 +88,11 @@ class Sample:
         if len(self.output_ids):
             self.num_output_tokens, self.num_trained_tokens = len(self.output_ids), int(self.mask.sum())
             self.weight_version, self.newest_version = int(self.versions[0]), int(self.versions.max())
+
+    @property
+    def is_graded(self) -> bool:
+        """False where the grader failed: the reward says nothing about the sample, so nothing is learnt from it."""
+        return self.outcome != "error"
 
     @property
     def num_gen_tokens(self) -> int:

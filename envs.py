@@ -24,7 +24,9 @@ class Turn:
 
     messages: all so far, the policy's reply last; answer, fields: from the problem; finish_reason: how the reply ended
     ("stop" | "length"); state: what the environment returned after the previous turn, {} at first; prompt_ids,
-    completion_ids: the tokens before and in the reply; weight_version: training steps done before the reply.
+    completion_ids: the tokens before and in the reply; weight_version: training steps done before the reply;
+    opened: the tag that the prompt leaves open for the reply, such as `<think>`; raw_reply: the reply with its special
+    tokens, if the environment asks for it.
     """
 
     messages: list[dict]
@@ -35,6 +37,8 @@ class Turn:
     prompt_ids: Sequence[int] = ()
     completion_ids: Sequence[int] = ()
     weight_version: int = 0
+    opened: str = ""
+    raw_reply: str = ""
 
     @property
     def whole_reply(self) -> str:
@@ -66,10 +70,13 @@ class Environment:
 
     self_tests: Sequence[tuple] = ()  # (reply, answer, expected outcome[, fields]), tried before a run starts
     reward_names: Sequence[str] = ()  # names in StepResult.rewards; grpo.adv_estimator.name=gdpo needs two or more
+    whole_groups: bool = False  # for rewards that compare the samples of a prompt: a call of step() has all of them
+    special_tokens: bool = False  # whether turns have raw_reply
     pool: Any = None  # a graders.pool.GraderPool, if it has worker processes
 
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:
-        """A result for each turn, in order. An ungradable answer is an outcome; an exception ends the run."""
+        """A result for each turn, in order. Outcome `error`: not gradable, so it is not trained, nor compared with. An
+        exception makes all turns of the call such."""
         raise NotImplementedError
 
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:

@@ -90,8 +90,9 @@ def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> di
     the advantages see, unshaped_zero_variance_fraction by the rewards before shaping.
     """
     tokens_B = [s.num_gen_tokens for s in generated]
+    tokens_E = np.bincount([s.engine for s in generated], tokens_B).tolist()
     turns_B = [s.num_turns for s in generated]
-    groups = groups_of(generated)
+    groups = [[s for s in group if s.is_graded] for group in groups_of(generated)]
     return {
         "reward": _mean(s.reward for s in generated),
         "filtered_reward": _mean(s.reward for s in trained),
@@ -100,6 +101,7 @@ def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> di
         **{f"outcome/{name}": _mean(s.outcome == name for s in generated) for name in OUTCOMES[1:]},
         "zero_variance_fraction": _mean(not rewards_differ(s.reward for s in group) for group in groups),
         "unshaped_zero_variance_fraction": _mean(not rewards_differ(s.unshaped_reward for s in g) for g in groups),
+        **({"idle_engine_fraction": 1 - _mean(tokens_E) / max(tokens_E)} if len(tokens_E) > 1 else {}),
         **_by_label(generated),
         "mean_prompt_length": _mean(len(s.prompt_ids) for s in generated),
         "mean_gen_tokens_per_sample": _mean(tokens_B),
@@ -148,8 +150,9 @@ def _mean(values: Iterable[float]) -> float:
 
 def _by_label(samples: Sequence[Sample]) -> dict[str, float]:
     """Mean reward of the samples of each environment, dataset, finish reason and length (in powers of two, such as
-    "000017-000032"). For each environment also the number of samples and the share of each outcome; `ok` is the
-    accuracy. A label that no sample has in this step is absent."""
+    "000017-000032"). For each environment also the number of samples, the share of each outcome (`ok` is the accuracy),
+    and of each part of the graded rewards mean, deviation and the share that is not 0. A label that no sample has in
+    this step is absent."""
     by_label: dict[tuple[str, str], list[Sample]] = defaultdict(list)
     for sample in samples:
         top = 1 << max(sample.num_gen_tokens - 1, 0).bit_length()
@@ -166,4 +169,9 @@ def _by_label(samples: Sequence[Sample]) -> dict[str, float]:
             values[f"num_samples_by_env/{label}"] = len(group)
             shares = {name: sum(s.outcome == name for s in group) / len(group) for name in OUTCOMES}
             values |= {f"outcome_by_env/{label}/{name}": share for name, share in shares.items()}
+            graded = [s.rewards for s in group if s.is_graded]
+            for name in sorted(set().union(*graded)):
+                x = [rewards[name] for rewards in graded if name in rewards]
+                numbers = {"mean": np.mean(x), "std": np.std(x), "nonzero": np.count_nonzero(x) / len(x)}
+                values |= {f"reward_part_by_env/{label}/{name}/{key}": float(x) for key, x in numbers.items()}
     return values

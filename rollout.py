@@ -5,6 +5,7 @@ ahead of the step (grpo.async_grpo). Every rank sees all samples of a step, so a
 """
 
 import hashlib
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,13 +21,14 @@ from config import Config, GRPOConfig
 from data import Problem, Sample, groups_of
 from dataset.mixing import Cursor, Mixture
 from engine import STEPS_BETWEEN_STOPS, Completion, Engine, SamplingOptions, check_versions
-from graders.environments import grade
+from graders.environments import try_grade
 from hf.tokenizer import Tokenizer
 from system.exchange import share_numbers
 from system.exits import Interrupted, StopRun
 from system.ranks import Ranks, any_rank, gather
 
 Prompts = Sequence[tuple[int, Problem]]  # index in the step, problem
+OPENED = re.compile(r"<(?!assistant\b)[\w:-]+>\s*\Z")  # a tag at the end of a prompt, not the assistant's own
 Draw = tuple[Problem, int, int]  # a sample to be drawn: problem, index in the step, sample number
 
 
@@ -85,7 +87,9 @@ class Conversation:
         sample.finish_reason = completion.finish_reason
         sample.messages.append({"role": "assistant", "content": tokenizer.decode(completion.ids)})
         known = (sample.messages, problem.answer, sample.finish_reason, self.state, problem.fields)
-        return envs.Turn(*known, ids_before, self.reply_ids, int(completion.versions[-1]))
+        opened = OPENED.search(tokenizer.decode(ids_before[-32:]))
+        tag = opened[0] if opened else ""
+        return envs.Turn(*known, ids_before, self.reply_ids, int(completion.versions[-1]), tag)
 
     def add_result(self, result: envs.StepResult, tokenizer: Tokenizer, max_total_tokens: int, is_last: bool) -> None:
         """Ends the conversation, or appends the observation if a reply has room after it."""
@@ -117,8 +121,9 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Draws and grades conversations. Only `in_flight` changes over a run: (conversations, data cursor after them) of
-    later steps, oldest first. As a context manager it closes the environments if the run ended without an error.
+    """Draws and grades conversations. What changes over a run: in_flight, (conversations, data cursor after them) of
+    later steps, oldest first; raised, what environments raised since the last `finish`. As a context manager it closes
+    the environments if the run ended without an error.
 
     max_turns: most replies in a conversation. max_error_fraction: the share of a call's samples that may end in
     outcome `error`. score_conversations: RewardModel.score, where an environment asks for it.
@@ -132,6 +137,7 @@ class Sampler:
     max_error_fraction: float = 1.0
     score_conversations: Callable[[Sequence[list[dict]]], list[float | None]] | None = None
     in_flight: deque[tuple[list[Conversation], Cursor]] = field(default_factory=deque)
+    raised: list[str] = field(default_factory=list)
 
     def __enter__(self) -> "Sampler":
         return self
@@ -154,9 +160,11 @@ class Sampler:
         """Deals the conversations to the engines; this rank's engine starts its share. All ranks pass the same prompts.
         The ranks of an engine take turns as holders of the samples that it draws."""
         conversations = []
-        for dp_rank, share in enumerate(deal(prompts, num_samples, self.ranks.dp_size, options.max_new_tokens)):
+        whole = {name for name, each in self.environments.items() if getattr(each, "whole_groups", False)}
+        for dp_rank, share in enumerate(deal(prompts, num_samples, self.ranks.dp_size, options.max_new_tokens, whole)):
             drawn = [Conversation(problem, *place, options, seed_key, step) for problem, *place in share]
             for i, each in enumerate(drawn):
+                each.sample.engine = dp_rank
                 each.sample.holder = dp_rank * self.ranks.tp_size + i % self.ranks.tp_size
             if drawn and dp_rank == self.ranks.dp_rank:
                 self._ask(drawn)
@@ -178,6 +186,7 @@ class Sampler:
         more than `max_error_fraction` of them could not be graded: their rewards would be noise. An Interrupted or
         StopRun on one rank is raised on all ranks, after each has finished its share."""
         stop = None
+        self.raised.clear()
         try:
             self._converse([each for each in conversations if each.request_id])
         except (Interrupted, StopRun) as error:
@@ -195,9 +204,10 @@ class Sampler:
         share_numbers(samples, sorted(part_names))
         failed = Counter(sample.env_name for sample in samples if sample.outcome == "error")
         if failed.total() > self.max_error_fraction * len(samples):
+            why = [*filter(None, gather("; ".join(self.raised))), "see the environment's messages above"]
             raise StopRun(
                 f"{failed.total()} of {len(samples)} answers could not be graded ({dict(failed)}), more than "
-                f"env.max_error_fraction={self.max_error_fraction:g}: see the environment's messages above"
+                f"env.max_error_fraction={self.max_error_fraction:g}: {why[0]}"
             )
         return samples
 
@@ -236,8 +246,11 @@ class Sampler:
         results: dict[int, envs.StepResult] = {}
         for name, environment in self.environments.items():
             members = [i for i, each in enumerate(live) if each.problem.env_name == name]
+            asked = [turns[i] for i in members]
+            if getattr(environment, "special_tokens", False):
+                asked = [replace(t, raw_reply=self.tokenizer.decode(t.completion_ids, special=True)) for t in asked]
             try:
-                graded = grade(name, environment, [turns[i] for i in members]) if members else []
+                graded = try_grade(name, environment, asked, self.raised) if asked else []
             except Interrupted:
                 return None
             results |= zip(members, graded, strict=True)
@@ -266,19 +279,22 @@ class Sampler:
         self.engine.wake("kv_cache")
 
 
-def deal(prompts: Prompts, num_samples: int, num_engines: int, max_new_tokens: int) -> list[list[Draw]]:
-    """The samples that each engine draws, the same on all ranks.
+def deal(prompts: Prompts, num_samples: int, num_engines: int, max_new_tokens: int, whole=()) -> list[list[Draw]]:
+    """The samples that each engine draws, the same on all ranks. whole: env_names whose groups must be on one engine.
 
     All engines wait for the busiest. Reply lengths are unknown, but similar within a problem: where they vary by 60%
     between problems and by 50% within, the busiest of 8 engines has 34% more tokens than the mean with 8 whole groups
-    of 16 each, and 8% more with groups spread over all engines. Longest prompts first, which also evens out prefills.
+    of 16 each, and 8% more with groups spread over all engines. Longest prompts first, which also evens out prefills,
+    but first those that must be whole.
     """
     shares: list[list[Draw]] = [[] for _ in range(num_engines)]
-    for prompt, problem in sorted(prompts, key=lambda prompt: -len(prompt[1].prompt_ids)):
+    for prompt, problem in sorted(prompts, key=lambda p: (p[1].env_name not in whole, -len(p[1].prompt_ids))):
         num_parts = min(num_samples, num_engines)
         # Each further engine computes the prompt again; a prompt token costs at most as much as a new token. If replies
         # have a quarter of max_new_tokens, the limit is a quarter of a group's work. Above it only idle engines help.
-        if (num_parts - 1) * len(problem.prompt_ids) > num_samples * max_new_tokens / 16:
+        if problem.env_name in whole:
+            num_parts = 1
+        elif (num_parts - 1) * len(problem.prompt_ids) > num_samples * max_new_tokens / 16:
             num_parts = max(1, min(num_parts, num_engines // len(prompts)))
         for part in range(num_parts):
             min(shares, key=len).extend((problem, prompt, index) for index in range(part, num_samples, num_parts))
@@ -339,6 +355,8 @@ def sample_step(
     kept = groups[: grpo.num_prompts_per_step]
     trained = [replace(sample, prompt=number) for number, group in enumerate(kept) for sample in group]
     num_filtered = filter_overlong(trained) if grpo.overlong_filtering else 0
+    for sample in trained:
+        sample.num_trained_tokens *= sample.is_graded
     if not any(sample.num_trained_tokens for sample in trained):
         raise StopRun(
             f"no sample of the step can be trained on: {num_filtered} of {len(trained)} ran into policy.generation."
@@ -377,7 +395,7 @@ def sample_ahead(
 
 def is_mixed(group: Sequence[Sample]) -> bool:
     """Whether rewards before shaping differ: lengths alone must not keep an all-wrong group (NVIDIA-NeMo/RL#2478)."""
-    return rewards_differ(sample.unshaped_reward for sample in group)
+    return rewards_differ(sample.unshaped_reward for sample in group if sample.is_graded)
 
 
 def _too_few_groups(generated: Sequence[Sample], num_kept: int, num_batches: int, grpo: GRPOConfig) -> str:

@@ -14,7 +14,8 @@ from envs import OUTCOMES, Environment, Exact, RewardModelEnv, StepResult, Turn
 from graders import code_grader, math_grader, sandbox
 from graders.pool import Graded, GraderPool
 from graders.reward_function import RewardFunction
-from system.imports import call, import_attribute
+from system.exits import Interrupted, StopRun
+from system.imports import call, describe, import_attribute
 
 
 class Math(Environment):
@@ -38,7 +39,7 @@ class Math(Environment):
 
     def result(self, graded: Graded) -> StepResult:
         if graded.outcome != "ok":  # the grader failed, or overran its deadline
-            return StepResult(0.0, graded.outcome)
+            return StepResult(0.0, "error")
         outcome = graded.value["outcome"]
         wrong_reward = self.format_reward if outcome == "wrong" and graded.value["boxed"] else 0.0
         return StepResult(1.0 if outcome == "ok" else wrong_reward, outcome, extracted=graded.value["extracted"])
@@ -63,12 +64,12 @@ class MathMultiReward(Environment):
     FORM = re.compile(r"^<think>.*?</think>\n<answer>.*</answer>$", re.DOTALL)
 
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:
-        return [self.grade(turn.whole_reply, turn.answer) for turn in turns]
+        return [self.grade(turn.whole_reply, turn.answer, turn.opened) for turn in turns]
 
-    def grade(self, reply: str, answer: str) -> StepResult:
+    def grade(self, reply: str, answer: str, opened: str) -> StepResult:
         text = reply.rpartition("<answer>")[2].partition("</answer>")[0].strip()
-        is_right = text == answer
-        is_in_form = reply.count("<answer>") == reply.count("</answer>") == 1 and bool(self.FORM.search(reply))
+        is_right, message = text == answer, opened + reply
+        is_in_form = message.count("<answer>") == message.count("</answer>") == 1 and bool(self.FORM.search(message))
         rewards = {"correctness": float(is_right), "integer": float(text.isdigit()), "format": float(is_in_form)}
         return StepResult(sum(rewards.values()), "ok" if is_right else "wrong", rewards=rewards, extracted=text)
 
@@ -103,7 +104,8 @@ class Code(Environment):
         tests = {row: code_grader.read_tests(turn.answer, turn.fields, *self.comparison) for row, turn in rows.items()}
         job = {**self.limits, "tolerance": self.comparison[1]}
         jobs = [{**job, "reply": turn.whole_reply, "tests": tests[id(turn.fields), turn.answer]} for turn in turns]
-        outcomes = [graded.value if graded.outcome == "ok" else graded.outcome for graded in self.pool.grade(jobs)]
+        # `timeout` is the program's; a judge that overran its own deadline has no verdict.
+        outcomes = [graded.value if graded.outcome == "ok" else "error" for graded in self.pool.grade(jobs)]
         return [StepResult(float(outcome == "ok"), outcome) for outcome in outcomes]
 
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
@@ -146,6 +148,18 @@ def grade(name: str, environment: Environment, turns: Sequence[Turn]) -> list[St
     if size != len(turns):
         raise ConfigError(f"env_name '{name}': step() gave {size} results for {len(turns)} turns")
     return [_read(f"env_name '{name}': step() gave", result) for result in results]
+
+
+def try_grade(name: str, environment: Environment, turns: Sequence[Turn], raised: list[str]) -> list[StepResult]:
+    """As `grade`, but if step() raises, which is said here and in `raised`, the turns have outcome `error`."""
+    try:
+        return grade(name, environment, turns)
+    except (ConfigError, Interrupted, StopRun):
+        raise
+    except (Exception, SystemExit) as error:
+        raised.append(f"env_name '{name}': step() raised {describe(error)}")
+        print(f"WARNING: {raised[-1]}: {len(turns)} replies have no grade", file=sys.stderr, flush=True)
+        return [StepResult(0.0, "error")] * len(turns)
 
 
 def _read(gave: str, result: StepResult) -> StepResult:

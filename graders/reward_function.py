@@ -22,17 +22,20 @@ class RewardFunction(Environment):
     It is called by keyword with the columns that it has parameters for: `completions`, `prompts`, `completion_ids`,
     `prompt_ids`, `answer`, `trainer_state`, and each field of the problems (None where a problem lacks it). As in TRL,
     a problem with chat `messages`, or with a chat as its `prompt`, has a list of messages as its prompt and
-    [{role, content}] as its completion; any other problem has texts. trainer_state has only global_step, the number of
-    training steps done: a step is a rollout with all its optimizer steps, which TRL counts one by one. A reward above 0
-    counts as "ok"; None, or a number that is not finite, as "error" with reward 0. A function with a required parameter
-    that is neither in this list nor a field of every problem is refused. An exception ends the run; its message names
-    file and line.
+    [{role, content}] as its completion; any other problem has texts. A completion begins with the tag that the prompt
+    left open (`<think>`), and has special tokens if the function's attribute `special_tokens` is true. A call has all
+    samples of each of its prompts, prompt by prompt. trainer_state has only global_step, the number of training steps
+    done: a step is a rollout with all its optimizer steps, which TRL counts one by one. A reward above 0 counts as
+    "ok"; None, or a number that is not finite, as "error" with reward 0. A function with a required parameter that is
+    neither in this list nor a field of every problem is refused. An exception names file and line.
     """
 
+    whole_groups = True  # a function of TRL's may compare the samples of a prompt
     GIVEN = ("completions", "prompts", "completion_ids", "prompt_ids", "answer", "trainer_state")
 
     def __init__(self, function: Callable[..., Sequence[float | None]], name: str):
         self.function, self.name = function, name
+        self.special_tokens = getattr(function, "special_tokens", False)
         parameters = inspect.signature(function).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self.accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -48,7 +51,7 @@ class RewardFunction(Environment):
         for name in sorted({name for turn in turns for name in turn.fields}):
             columns[name] = [turn.fields.get(name) for turn in turns]
         columns["prompts"] = [self._text_or_chat(turn, turn.messages[:-1]) for turn in turns]
-        columns["completions"] = [self._text_or_chat(turn, turn.messages[-1:]) for turn in turns]
+        columns["completions"] = [self._text_or_chat(turn, [self._completion(turn)]) for turn in turns]
         columns["prompt_ids"] = [list(turn.prompt_ids) for turn in turns]
         columns["completion_ids"] = [list(turn.completion_ids) for turn in turns]
         columns["trainer_state"] = SimpleNamespace(global_step=turns[0].weight_version)
@@ -62,6 +65,10 @@ class RewardFunction(Environment):
         if len(rewards) != len(turns):
             raise ValueError(f"{self.name} gave {len(rewards)} rewards for {len(turns)} completions")
         return results
+
+    def _completion(self, turn: Turn) -> dict:
+        reply = turn.raw_reply if self.special_tokens else turn.messages[-1]["content"]
+        return turn.messages[-1] | {"content": turn.opened + reply}
 
     @staticmethod
     def _text_or_chat(turn: Turn, messages: list[dict]) -> str | list[dict]:

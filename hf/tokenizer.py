@@ -190,9 +190,10 @@ class Tokenizer:
                 break
         return None
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Ids -> text without special tokens: for graders and people, never to be encoded again (THUDM/slime#117)."""
-        return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Ids -> text, without special tokens unless `special`: for graders and people, never to be encoded again
+        (THUDM/slime#117)."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=not special)
 
     def _encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         if max_tokens is not None and len(text) > 16 * max_tokens + 256:

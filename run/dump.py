@@ -29,7 +29,7 @@ from system.ranks import Ranks, gather, on_rank0
 # Of `Sample` -> in a rank's file, where the samples lie back to back.
 COLUMNS = {"output_ids": "output_ids_T", "mask": "mask_T", "sampler_logps": "sampler_logp_T", "versions": "version_T"}
 TOKENS = np.dtype([*zip(COLUMNS.values(), ("i4", "?", "f4", "i4"), strict=True), ("logp_T", "f4"), ("entropy_T", "f4")])
-RECORDED = [field.name for field in fields(Sample) if field.name not in (*COLUMNS, "messages", "holder")]
+RECORDED = [field.name for field in fields(Sample) if field.name not in (*COLUMNS, "messages", "holder", "engine")]
 
 
 def write(

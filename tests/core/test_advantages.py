@@ -302,6 +302,42 @@ def test_environments_that_name_different_rewards_share_a_batch(name, first):
     assert metrics["advantages/max"] == max(adv_B)
 
 
+ESTIMATORS = {
+    "leave one out": {},
+    "group": {"use_leave_one_out_baseline": False, "reward_std": "group"},
+    "batch": {"reward_std": "batch"},
+    "dr. grpo": {"normalize_rewards": False, "use_leave_one_out_baseline": False},
+    "gdpo": {"adv_estimator": AdvEstimatorConfig(name="gdpo")},
+    "plus": {"adv_estimator": AdvEstimatorConfig(name="reinforce_plus_plus")},
+    "plus, no baseline": {"adv_estimator": AdvEstimatorConfig(name="reinforce_plus_plus", minus_baseline=False)},
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_what_could_not_be_graded_is_in_no_statistic(name):
+    """NeMo-RL#431, TRL#5775, prime-rl#1416. The others have the numbers of a step in which the ungraded ones are not;
+    whatever reward they carry; and a sample that is left alone has none."""
+    rng, grpo = np.random.default_rng(0), GRPOConfig(**ESTIMATORS[name])
+    outcomes = [["ok", "wrong", "error", "parse_fail"], ["error", "timeout", "error", "error"], ["error"] * 4]
+    outcomes += [["wrong", "ok", "wrong", "ok"]]
+    samples = []
+    for prompt, group in enumerate(outcomes):
+        for outcome in group:
+            rewards = {} if outcome == "error" and prompt < 2 else {"a": rng.normal(), "b": rng.normal()}
+            samples.append(graded("e", prompt, rng.normal(), rewards, length=int(rng.integers(1, 9))))
+            samples[-1].outcome = outcome
+    adv_B, metrics = step_advantages(samples, grpo, LossConfig())
+    rest = [each for each in samples if each.outcome != "error"]
+    want, want_metrics = step_advantages(rest, grpo, LossConfig())
+    assert [adv for adv, each in zip(adv_B, samples, strict=True) if each.outcome != "error"] == want
+    assert metrics == want_metrics and len(rest) == 8
+    assert adv_B[2] == adv_B[5] == 0 and adv_B[4:12] == [0.0] * 8  # prompt 1 has one sample left, 2 has none
+    assert all(adv_B[i] != 0 for i in (0, 1, 3, 12, 13, 14, 15))
+    for each in samples:
+        each.reward = 1e3 if each.outcome == "error" else each.reward
+    assert step_advantages(samples, grpo, LossConfig())[0] == adv_B
+
+
 def test_gdpo_names_the_environment_that_lacks_a_reward():
     complete = [graded("countdown", 0, 1.0, {"answer": 0.9, "format": reward}) for reward in (0.0, 0.1)]
     assert len(step_advantages(complete, GDPO, LossConfig())[0]) == 2

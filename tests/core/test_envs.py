@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import envs
-from config import ConfigError, EnvConfig
+from config import CodeEnvConfig, ConfigError, EnvConfig, MathEnvConfig
 from envs import StepResult
 from graders import environments
 from graders.environments import make_environment
+from graders.pool import Graded
 from graders.reward_function import RewardFunction
 from system.imports import import_attribute
 
@@ -393,6 +394,19 @@ def test_self_tests_of_built_in_environments_run(monkeypatch):
         ConfigError, match="env_name 'exact' is broken: reply '#### 1,234' to answer '1234' must be 'ok'"
     ):
         make_environment("exact", EnvConfig())
+
+
+@pytest.mark.parametrize("name", ["math", "code"])
+def test_a_grader_that_overran_its_own_deadline_or_failed_has_no_verdict(name, monkeypatch):
+    """NeMo-RL#431. A program that ran into its limit has one: the judge says so."""
+    made = make_environment(name, EnvConfig(math=MathEnvConfig(num_workers=1), code=CodeEnvConfig(num_workers=1)))
+    row = {"tests": [{"input": "1", "output": "1"}]}
+    verdict = {"outcome": "timeout", "boxed": True, "extracted": None} if name == "math" else "timeout"
+    graded = [Graded("timeout"), Graded("error", message="died"), Graded("ok", verdict)]
+    monkeypatch.setattr(made.pool, "grade", lambda jobs: graded)
+    outcomes = [result.outcome for result in environments.grade(name, made, [turn("5", **row)] * 3)]
+    made.close()
+    assert outcomes == ["error", "error", "timeout"]
 
 
 def test_the_reward_model_environment_accepts_every_reply():

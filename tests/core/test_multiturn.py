@@ -14,12 +14,13 @@ import config
 import data
 import envs
 from config import ConfigError
-from engine import SamplingOptions
+from engine import Completion, SamplingOptions
 from envs import StepResult
+from graders.environments import make_environment
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from model import load_policy
-from rollout import Sampler, sample_seed
+from rollout import Conversation, Sampler, sample_seed
 from system.exits import StopRun
 
 TEMPERATURE = 0.8
@@ -244,6 +245,51 @@ def test_an_observation_of_another_form_ends_the_run_at_the_first_turn(converse,
 
     with pytest.raises(ConfigError, match=r"^env_name 'script': step\(\) gave observation='hello'"):
         converse(Speaks(), rows(tokenizer, ["1"]), max_turns=1)
+
+
+@pytest.mark.parametrize(
+    ("end", "opened"),
+    [
+        ("<think>", "<think>"),
+        ("<think>\n", "<think>\n"),
+        (" <reasoning_process>\n\n", "<reasoning_process>\n\n"),
+        ("<seed:think>", "<seed:think>"),
+        ("<think>\n\n</think>\n\n", ""),
+        ("<think> so", ""),
+        ("<assistant>", ""),
+        ("[|assistant|>", ""),
+        ("2 <3> ?", ""),
+        ("", ""),
+    ],
+)
+def test_an_environment_sees_the_tag_that_the_prompt_left_open(tokenizer, end, opened):
+    """TRL#6966: `<think>` of the template is no part of the reply, and a reward for form wants it."""
+    plain = Tokenizer(tokenizer.file.parent, template=None)
+    messages = [{"role": "user", "content": f"What is 1+1?{end}"}]
+    problem = data.Problem(0, messages, "2", "script", plain.render(messages))
+    reply = "1+1\n</think>\n<answer>2</answer>"
+    ids = np.array(tokenizer.backend.encode(reply).ids, np.int32)
+    completion = Completion(ids, np.zeros(len(ids), np.float32), "stop", np.full(len(ids), 3))
+    turn = Conversation(problem, 0, 0, SamplingOptions(1.0, 64), ()).add_reply(completion, plain)
+    assert (turn.opened, turn.whole_reply, turn.raw_reply) == (opened, reply, "")
+    (result,) = make_environment("math_multi_reward", config.EnvConfig()).step([turn])
+    assert result.rewards == {"correctness": 1, "integer": 1, "format": float("<think>" in opened)}
+    (cut,) = make_environment("math_multi_reward", config.EnvConfig()).step([replace(turn, finish_reason="length")])
+    assert cut.reward == 0 and cut.extracted == ""
+
+
+def test_an_environment_that_asks_gets_replies_with_their_special_tokens(converse, synced, tokenizer):
+    """TRL#2897. The messages, which later turns and a reward model read, are without."""
+    plain, asks = Script(0), Script(0)
+    asks.special_tokens = True
+    for environment in (plain, asks):
+        converse(environment, rows(tokenizer, ["1+1", "2+2"]), num_samples=8)
+    for without, turn in zip(*(each.seen[0] for each in (plain, asks)), strict=True):
+        assert without.raw_reply == "" and replace(turn, raw_reply="") == without
+        assert turn.raw_reply == tokenizer.backend.decode(turn.completion_ids, skip_special_tokens=False)
+    end = tokenizer.added[tokenizer.eos_token_ids[0]]
+    assert any(end in turn.raw_reply for turn in asks.seen[0])
+    assert not any(end in turn.messages[-1]["content"] for turn in asks.seen[0])
 
 
 def test_too_many_errors_end_the_run(converse, tokenizer):

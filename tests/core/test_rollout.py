@@ -1,17 +1,23 @@
 """The samples of a step, of a sampler whose rewards are known: which groups train, which prompts are drawn, the end."""
 
 import json
+import re
+import sys
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from fakes import FakeEngine, FakeTokenizer
 
 import envs
-from config import Config, DataConfig, GRPOConfig, RewardShapingConfig
+from config import Config, ConfigError, DataConfig, EnvConfig, GRPOConfig, RewardShapingConfig
 from data import Problem, Sample
 from dataset.mixing import Mixture, epoch_order
 from dataset.scan import Dataset
 from engine import SamplingOptions
+from graders.environments import make_environment
 from metrics import sample_metrics
 from rollout import Conversation, Sampler, deal, sample_seed, sample_step
 from system.exits import StopRun
@@ -136,6 +142,33 @@ def test_overlong_filtering_leaves_the_reward_and_the_numbers():
     assert all(s.mask.all() for s in samples) and metrics["num_overlong_filtered"] == 0  # only if asked
 
 
+class Ungraded(StubSampler):
+    """Sample 2 of each group could not be graded."""
+
+    def one(self, *args):
+        sample = super().one(*args)
+        sample.outcome = "error" if sample.index == 2 else sample.outcome
+        return sample
+
+
+def test_what_could_not_be_graded_is_not_trained(monkeypatch):
+    """NeMo-RL#431. What the policy did is trained: a timeout of its program, a reply that is no answer."""
+    samples, _, metrics = collect(config_of(2), ROWS, 0, Ungraded(by_remainder))
+    assert [s.num_trained_tokens for s in samples] == [3, 3, 0, 3] * 2 and metrics["outcome/error"] == 0.25
+    for outcome in ("timeout", "parse_fail", "wrong"):
+        monkeypatch.setattr(Ungraded, "one", lambda self, *a, o=outcome: replace(StubSampler.one(self, *a), outcome=o))
+        samples, _, _ = collect(config_of(2), ROWS, 0, Ungraded(by_remainder))
+        assert [s.num_trained_tokens for s in samples] == [3] * 8
+
+
+def test_what_could_not_be_graded_mixes_no_group():
+    """Of by_remainder's groups [0, 0, 1, 0] the ungraded sample is the lone right one."""
+    with pytest.raises(StopRun, match="gave 0 groups of unequal rewards"):
+        collect(config_of(1, use_dynamic_sampling=True), ROWS, 0, Ungraded(by_remainder))
+    sampler = Ungraded(lambda row: [1, 0, 7, 0] if row == 3 else [0, 0, 7, 0])
+    assert rows_of(collect(config_of(1, use_dynamic_sampling=True), ROWS, 0, sampler)[0]) == [3]
+
+
 def test_a_step_of_truncated_samples_alone_stops_the_run():
     with pytest.raises(StopRun, match=r"4 of 4 ran into .*max_new_tokens=256 with grpo\.overlong_filtering=true"):
         collect(config_of(1, overlong_filtering=True), ROWS, 2, StubSampler(by_remainder, lengths=(8,)))
@@ -240,6 +273,94 @@ def test_a_group_is_spread_where_its_prompt_is_cheap_beside_its_replies():
     shares = deal(problems_of(10, 5000, 10, 10), 4, 2, 100)
     assert pairs(shares[0])[:4] == [(1, 0), (1, 1), (1, 2), (1, 3)]
     assert [len(share) for share in shares] == [8, 8]
+
+
+@pytest.mark.parametrize("num_engines", [1, 2, 3, 8, 13])
+@pytest.mark.parametrize("num_samples", [4, 16])
+def test_groups_that_must_be_whole_are(num_engines, num_samples):
+    """TRL#4707, #6680: rewards that compare the samples of a prompt. Each group lies together and in order; no engine
+    has more samples than with groups that may be cut, nor more than max_num_seqs counts on."""
+    lengths = np.random.default_rng(1).integers(1, 400, 13 * num_engines)
+    prompts = [(i, replace(p, env_name="ab"[i % 3 > 0])) for i, p in problems_of(*lengths.tolist())]
+    shares = deal(prompts, num_samples, num_engines, 1024, {"a"})
+    dealt = [pair for share in shares for pair in pairs(share)]
+    assert sorted(dealt) == [(p, i) for p in range(len(prompts)) for i in range(num_samples)]
+    for p in range(0, len(prompts), 3):
+        (share,) = [pairs(share) for share in shares if (p, 0) in pairs(share)]
+        first = share.index((p, 0))
+        assert share[first : first + num_samples] == [(p, i) for i in range(num_samples)]
+    assert max(map(len, shares)) <= 13 * num_samples + num_samples % num_engines * (num_engines > num_samples)
+    assert deal(prompts, num_samples, num_engines, 1024) == deal(prompts, num_samples, num_engines, 1024, {"c"})
+
+
+@pytest.mark.parametrize("name", ["Compares", "compares"])
+def test_a_reward_that_compares_samples_sees_whole_groups_on_any_number_of_engines(name, monkeypatch):
+    """The rank of a reply among its prompt's replies, by an environment's attribute or a function of TRL's."""
+    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(Compares=Compares, compares=compares))
+    environment = make_environment(f"mine:{name}", EnvConfig())
+    prompts = [(i, replace(problem, env_name="e")) for i, problem in problems_of(5, 9, 2, 40)]
+    found = []
+    for num_engines in (1, 2, 4):
+        samples = []
+        for rank in range(num_engines):
+            ranks = Ranks(rank, num_engines, rank, 1)
+            sampler = Sampler(FakeEngine(), FakeTokenizer(), {"e": environment}, ranks)
+            conversations = [c for c in sampler.start(prompts, 6, SamplingOptions(1.0, 1024), (3, 1)) if c.request_id]
+            assert {c.sample.engine for c in conversations} == {rank} and conversations
+            sampler._converse(conversations)
+            samples += [each.sample for each in conversations]
+        samples.sort(key=lambda sample: (sample.prompt, sample.index))
+        found.append([(s.prompt, s.index, s.reward) for s in samples])
+    assert found[0] == found[1] == found[2] and len({reward for *_, reward in found[0]}) > 2
+
+
+def compares(completions, prompt_ids, **columns):
+    groups = Counter(len(ids) for ids in prompt_ids)
+    assert set(groups.values()) == {6}, groups
+    pairs = list(zip(map(len, prompt_ids), completions, strict=True))
+    return [sum(other <= reply for prompt, other in pairs if prompt == mine) for mine, reply in pairs]
+
+
+class Compares(envs.Environment):
+    whole_groups = True
+
+    def step(self, turns):
+        rewards = compares([t.whole_reply for t in turns], [t.prompt_ids for t in turns])
+        return [envs.StepResult(reward, "ok") for reward in rewards]
+
+
+class Raises(envs.Environment):
+    def step(self, turns):
+        raise ZeroDivisionError("of mine")  # the line that raises
+
+
+@pytest.mark.parametrize("bound", [1.0, 0.5])
+def test_what_an_environment_raises_grades_nothing_and_is_bounded(bound, capfd, monkeypatch, one_rank):
+    """NeMo-RL#431, prime-rl#1416. The other environments' samples stay; over the bound the run ends with the line."""
+    environments = {"bad": Raises(), "exact": envs.Exact()}
+    names = ["bad", "exact", "bad", "exact", "bad"]
+    prompts = [(i, replace(p, env_name=name)) for (i, p), name in zip(problems_of(*range(1, 6)), names, strict=True)]
+    sampler = Sampler(FakeEngine(), FakeTokenizer(), environments, Ranks(0, 1, 0, 1), max_error_fraction=bound)
+    line = Raises.step.__code__.co_firstlineno + 1
+    where = rf"env_name 'bad': step\(\) raised ZeroDivisionError: of mine \({__file__}:{line}\)"
+    if bound == 1.0:
+        samples = sampler.sample(prompts, 2, SamplingOptions(1.0, 8), (3, 1))
+        assert [s.outcome == "error" for s in samples] == [name == "bad" for name in names for _ in range(2)]
+    else:
+        with pytest.raises(StopRun, match=rf"6 of 10 answers .*{{'bad': 6}}.*=0.5: {where}$"):
+            sampler.sample(prompts, 2, SamplingOptions(1.0, 8), (3, 1))
+    assert re.search(rf"WARNING: {where}: 6 replies", capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("error", [StopRun("s"), ConfigError("c"), KeyboardInterrupt()])
+def test_what_ends_a_run_ends_it_from_an_environment_too(error, monkeypatch, one_rank):
+    def step(self, turns):
+        raise error
+
+    monkeypatch.setattr(Raises, "step", step)
+    sampler = Sampler(FakeEngine(), FakeTokenizer(), {"exact": Raises()}, Ranks(0, 1, 0, 1))
+    with pytest.raises(type(error)):
+        sampler.sample(problems_of(3), 2, SamplingOptions(1.0, 8), (3, 1))
 
 
 def test_spreading_evens_out_the_engines():

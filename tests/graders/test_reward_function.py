@@ -1,5 +1,6 @@
 """A reward function of TRL's gets what TRL gives it; what does not exist here is refused by its name."""
 
+import re
 import sys
 from dataclasses import replace
 
@@ -54,6 +55,35 @@ def test_what_it_gets():
         assert STATES[-1][:2] == ([CHAT[:1]], [CHAT[1:]])
     make("sees_all").step([replace(TURN, fields={"prompt": "?", "level": 3})])
     assert STATES[-1][:2] == (["?"], ["7"])
+
+
+def think_format(completions, **columns):
+    """TRL's think_format_reward, before its mark became optional."""
+    return [1.0 if re.match(r"^<think>.*</think>", text) else 0.0 for text in completions]
+
+
+def wants_marks(completions):
+    return [float(text.endswith("<|end|>")) for text in completions]
+
+
+wants_marks.special_tokens = True
+
+
+def test_a_completion_begins_with_what_the_template_opened():
+    """TRL#6966."""
+    turn = replace(TURN, messages=[CHAT[0], {"role": "assistant", "content": "so</think>7"}])
+    results = make("think_format").step([turn, replace(turn, opened="<think>")])
+    assert [result.reward for result in results] == [0.0, 1.0]
+    chat = replace(turn, opened="<think>\n", fields={"messages": CHAT, "level": 3})
+    make("sees_all").step([chat])
+    assert STATES[-1][:2] == ([CHAT[:1]], [[{"role": "assistant", "content": "<think>\nso</think>7"}]])
+    assert turn.messages[-1]["content"] == "so</think>7"
+
+
+def test_a_function_that_asks_gets_special_tokens():
+    """TRL#2897."""
+    (result,) = make("wants_marks").step([replace(TURN, raw_reply="7<|end|>")])
+    assert result.reward == 1.0 and make("wants_marks").special_tokens and not make("sees_all").special_tokens
 
 
 def test_a_coroutine_function():

@@ -15,6 +15,7 @@ PLACEHOLDERS = {
     "<phase>": "(generation|policy_and_reference_logprobs|policy_training|prepare_for_generation)",
     "<rule>": r"\w+",
     "<env>": "[^/]+",
+    "<part>": "[^/]+",
     "<set>": "[^/]+",
     "<name>": ".+",
 }
