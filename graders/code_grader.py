@@ -50,12 +50,10 @@ NUMBER = re.compile(r"(?<![\w.])([-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?)(
 # A line with a fence: what stands before it, the fence, its info string.
 FENCE = re.compile(r"((?:[^`~]|`(?!``)|~(?!~~))*)(`{3,}|~{3,})([^`~]*)$")
 CONTAINERS = re.compile(r"(?:[ \t>]|[-*+][ \t]|\d{1,9}[.)][ \t])*")  # quotes and lists, with their indentation
-# An info string that marks Python: py, python3.11, {.python}, language-python, {code-cell} ipython, main.py. A session
-# (pycon, python-repl) is no program.
+# An info string for Python: py, python3.11, {.python}, language-python, {code-cell} ipython, main.py; for no session.
 PYTHON = re.compile(
-    r"[^\w/]*(?:(?:lang|language|class|code|code-cell|code-block)\W+|[\w./-]+\.)?[ic]?py(?:thon|py)?[\d.]*(?!\w)"
-    r"(?!\W*(?:repl|console|session|shell|output|traceback)\b)",
-    re.IGNORECASE,
+    r"(?i)[^\w/]*(?:(?:lang|class|code)[\w-]*\W+|[\w./-]+\.)?[ic]?py(?:thon|py)?[\d.]*(?!\w)"
+    r"(?!\W*(?:repl|console|session|shell|output|traceback))"
 )
 INDENTED = re.compile(r"(?:\A|\n[ \t]*\n)((?:(?: {4}|\t).*(?:\n|\Z)|[ \t]*\n)+)")  # a block without fences
 MAX_READINGS = 5  # of one block, and so many blocks
@@ -146,12 +144,14 @@ def readings(lines: Sequence[str], start: int) -> Iterator[tuple[int, str]]:
     """(line of its end, code) of the block that the fence in line `start` opens: up to the nearest line that closes it
     in CommonMark, or behind code; then to the next, as code may hold fences; at last to the end of the reply."""
     before, fence, _ = FENCE.match(lines[start]).groups()
-    width = len(before) if CONTAINERS.fullmatch(before) else 0
+    first = next((line for number in range(start + 1, len(lines)) if (line := lines[number]).strip()), "")
+    width = 0 if first[: len(before)].strip(" \t>") else len(before)  # of the margin, which the code may not have
     code: list[str] = []
     for number in range(start + 1, len(lines)):
         line = lines[number][:width].lstrip(" \t>") + lines[number][width:]
         end = FENCE.match(line)
-        if end and end[2].startswith(fence) and not end[3].strip() and (end[1].strip() or len(end[1]) < 4):
+        is_near = end and (end[1].strip() or len(end[1]) < 4 + len(before) - width)
+        if is_near and end[2].startswith(fence) and not end[3].strip():
             yield number, "\n".join([*code, end[1]])
         code.append(line)
     yield len(lines), "\n".join(code)
@@ -168,17 +168,17 @@ def read_codes(reply: str, tests: Mapping[str, Any]) -> list[str]:
     infos, blocks, end = {}, {}, -1  # of a fence, by its line; the code behind it, where it is not in a block itself
     for start, line in enumerate(lines):
         if fence := FENCE.match(line):
-            info = fence[3].strip()[:100]
-            if CONTAINERS.fullmatch(fence[1]) or (PYTHON.match(info) and " " not in info):
+            info = "python" if PYTHON.match(fence[3][:100]) else fence[3].strip()
+            if CONTAINERS.fullmatch(fence[1]) or (info == "python" and " " not in fence[3].strip()):
                 infos[start] = info
                 if start > end:
                     end, blocks[start] = next(readings(lines, start))
-                    infos[start] = "pycon" if blocks[start].lstrip().startswith(">>>") else info
+                    infos[start] = "session" if blocks[start].lstrip().startswith(">>>") else info
     name, prompt = re.escape(tests.get("entry_point", "")), tests.get("prompt")
     defines = rf"^[ \t]*(?:(?:async[ \t]+)?(?:def|class)[ \t]+{name}\b|{name}[ \t]*(?::[^=\n]*)?=(?!=)"
     defines += rf"|(?:from|import)\b.*\b{name}\b)" + r"|^[ \t]+(?:return|yield)\b" * bool(prompt)
     fits = re.compile(defines if name else r"\b(?:print|import)\b", re.MULTILINE).search
-    marked = [start for start, info in infos.items() if PYTHON.match(info)]
+    marked = [start for start, info in infos.items() if info == "python"]
     if seen := [start for start in marked if start in blocks]:
         starts = [next((start for start in reversed(seen) if fits(blocks[start])), seen[-1])]
     else:

@@ -286,7 +286,7 @@ INFOS = [
     "{python}",
 ]
 INFOS += ["{.python .numberLines}", "python:main.py", "python,linenos", "language-python", "ipython3", "python\t", ""]
-INFOS += ["{code-cell} python", "src/main.py", "pypy3", "python{1,3}", " python "]
+INFOS += ["{code-cell} python", "{code-block} py", "lang=python", "src/main.py", "pypy3", "python{1,3}", " python "]
 ENDS = ["Output:\n```\n5\n```\n", "```text\n5\n```", "```pycon\n>>> f(1)\n2\n```", "```\n>>> f(1)\n2\n```"]
 ENDS += ["Time:\n\n```\nO(n)\n```", "```python\n>>> f(1)\n2\n```", "```python-repl\n>>> f(1)\n```", "```\n[1, 2]"]
 FORMS = [  # CODE, or with blanks or > before each line; CUT: without the end of its last line
@@ -301,6 +301,9 @@ FORMS = [  # CODE, or with blanks or > before each line; CUT: without the end of
         "- So:\n\n\t```python\n\tCODE\t```",
         "```python\n    CODE```",
         "```\n  CODE```",
+        "1. So:\n\n   ```python\nCODE   ```",
+        "   ```\nCODE```",
+        "- a\n  - b\n\n       ```python\nCODE       ```\nIt",
     ),
     *("So:\n\n    CODE\nThis is it.", "\ufeff```python\nCODE```", "```python\n\ufeffCODE```", "\ufeffCODE", "CODE"),
     *(
