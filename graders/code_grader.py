@@ -176,8 +176,12 @@ def read_codes(reply: str, tests: Mapping[str, Any]) -> list[str]:
                     infos[start] = "session" if blocks[start].lstrip().startswith(">>>") else info
     name, prompt = re.escape(tests.get("entry_point", "")), tests.get("prompt")
     defines = rf"^[ \t]*(?:(?:async[ \t]+)?(?:def|class)[ \t]+{name}\b|{name}[ \t]*(?::[^=\n]*)?=(?!=)"
-    defines += rf"|(?:from|import)\b.*\b{name}\b)" + r"|^[ \t]+(?:return|yield)\b" * bool(prompt)
-    fits = re.compile(defines if name else r"\b(?:print|import)\b", re.MULTILINE).search
+    defines += rf"|(?:from|import)\b.*\b{name}\b)"
+    is_whole = re.compile(defines if name else r"\b(?:print|import)\b", re.MULTILINE).search
+
+    def fits(code: str) -> bool:
+        return bool(is_whole(code) or (prompt and re.search(r"^[ \t]+(?:return|yield)\b", code, re.MULTILINE)))
+
     marked = [start for start, info in infos.items() if info == "python"]
     if seen := [start for start in marked if start in blocks]:
         starts = [next((start for start in reversed(seen) if fits(blocks[start])), seen[-1])]
@@ -187,9 +191,11 @@ def read_codes(reply: str, tests: Mapping[str, Any]) -> list[str]:
     if starts and not any(blocks.get(start, "?").strip() for start in starts):
         return []
     codes = [code for start in starts for _, code in islice(readings(lines, start), MAX_READINGS)]
-    codes += [reply] if prompt or marked else [reply, *INDENTED.findall(reply)[-1:]]
-    codes.sort(key=lambda code: not fits(code))
-    return [code for code in dict.fromkeys(each for code in codes for each in (code, dedent(code))) if code.strip()]
+    codes.append(reply)
+    codes += [code for code in INDENTED.findall(reply)[-1:] if not marked and (is_whole(code) or not prompt)]
+    codes.sort(key=fits, reverse=True)
+    pairs = [(code, dedent(code))[:: -1 if is_whole(code) and code[:1].isspace() else 1] for code in codes]
+    return [code for code in dict.fromkeys(code for pair in pairs for code in pair) if code.strip()]
 
 
 def grade(job: dict) -> str:

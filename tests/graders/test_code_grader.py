@@ -335,7 +335,9 @@ def test_code_is_found_in_any_form(form):
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_a_form_makes_no_wrong_program_right(pool, isolation):
     row = {"entry_point": "f", "test": "assert f(1) == 2 and f(4) == 5"}
-    forms = [form.replace("CUT", "CODE") for form in FORMS[:: 8 if isolation == ISOLATIONS[0] else 40]]
+    row |= {"prompt": "def f(x):\n    'Doc.'\n"} if isolation == "none" else {}
+    forms = [form.replace("CUT", "CODE") for form in FORMS[:: 8 if isolation == ISOLATIONS[0] else 20]]
+    forms += [form for form in FORMS if "    CODE" in form]
     codes = [*(f"def f(x): return {value}" for value in ("x + 1", "2", "x")), "def f(x) return x + 1"]
     jobs = [job(form.replace("CODE", f"{code}\n"), row, isolation) for code in codes for form in forms]
     expected = ["ok" if code.endswith("f(x): return x + 1") else "wrong" for code in codes for _ in forms]
