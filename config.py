@@ -130,7 +130,9 @@ class GRPOConfig:
     batch_multiplier: float = key(1.0, ">= 1")
     """use_dynamic_sampling draws this many times num_prompts_per_step prompts at once."""
     dynamic_sampling_max_gen_batches: int = key(10, ">= 1")
-    """use_dynamic_sampling draws at most this many times for a step; if the step is not full by then, the run ends."""
+    """A step draws at most this often: with use_dynamic_sampling until it is full, else until there is one to train."""
+    dynamic_sampling_when_exhausted: Literal["stop", "train"] = "stop"
+    """A step that is not full by then ends the run, which is saved and exported; train trains the groups there are."""
     ref_policy_update_period: int | None = key(None, ">= 1")
     """The reference policy is updated every this many steps; null leaves it at the initial weights."""
     ref_policy_update_alpha: float = key(1.0, "> 0, <= 1")
@@ -572,7 +574,10 @@ class CheckpointingConfig:
     save_hf_at_end: bool = True
     """The run ends by writing its weights as a Hugging Face folder, with or without checkpoints."""
     resume_from: str | None = None
-    """The run continues from the newest checkpoint of this run folder; null means what `resume` says."""
+    """The run continues from a checkpoint of this run folder; null means what `resume` says."""
+    resume_step: str | None = None
+    """The checkpoint to load: the number of its step, or best by metric_name; null means the newest. A run that
+    continues from an earlier one removes those after it when it saves again."""
     resume: Literal["auto", "must", "never"] | None = None
     """auto continues from the newest whole checkpoint of resume_from or of the newest run in log_dir, or starts a new
     run. must fails if there is none. never starts a new run. null means must with resume_from, otherwise never."""

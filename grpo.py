@@ -67,7 +67,7 @@ from run import start, steps
 from run.canary import check_canary
 from run.folder import open_run_folder
 from run.validation import validate
-from system.exits import NO_PEERS, Interrupted, describe_failure, exit_process, report_exit
+from system.exits import NO_PEERS, Interrupted, StopRun, describe_failure, exit_process, report_exit
 from system.ranks import broadcast_from_rank0, on_rank0, start_process_group
 from system.watchdog import Watchdog
 
@@ -188,6 +188,8 @@ def train_to_the_end(run: start.Run) -> str:
                 train(run)
             except Interrupted:  # by a signal; a step with incomplete samples is dropped
                 raise steps.save_early(run) from None
+            except StopRun as stop:
+                raise steps.stop_early(run, stop) from None
         return steps.finish(run)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import envs
 from advantages import filter_overlong, rewards_differ, shape_rewards
-from config import Config, GRPOConfig
+from config import Config
 from data import Problem, Sample, groups_of
 from dataset.mixing import Cursor, Mixture
 from engine import STEPS_BETWEEN_STOPS, Completion, Engine, SamplingOptions, check_versions
@@ -328,19 +328,23 @@ def sample_step(
     With use_dynamic_sampling, batches of num_prompts_per_step * batch_multiplier prompts are drawn until enough groups
     have unequal unshaped rewards; groups beyond what the step needs are discarded. NeMo RL filters single samples by
     the leave-one-out deviation, which drops the lone right answer of a group and keeps its peers; we keep or drop whole
-    groups. Prompt numbers continue from batch to batch, so that no two samples of a step share a seed.
+    groups. Prompt numbers continue from batch to batch, so that no two samples of a step share a seed. Groups of which
+    no sample can be trained, say because all were cut, are skipped, and others drawn.
 
-    Raises StopRun when dynamic_sampling_max_gen_batches batches are too few, when no sample is left to train on, and
-    when a token was drawn from older weights than the config allows.
+    Raises StopRun when dynamic_sampling_max_gen_batches batches are too few, unless dynamic_sampling_when_exhausted
+    trains the groups that there are, and when a token was drawn from older weights than the config allows.
     """
     grpo = cfg.grpo
     options = SamplingOptions.of(cfg.policy.generation)
     generated: list[Sample] = []
+    trained: list[Sample] = []
     groups: list[list[Sample]] = []
-    num_batches = 0
-    while len(groups) < grpo.num_prompts_per_step:
+    num_batches = num_skipped = num_filtered = 0
+    while not any(sample.num_trained_tokens for sample in trained):
         if num_batches == grpo.dynamic_sampling_max_gen_batches:
-            raise StopRun(_too_few_groups(generated, len(groups), num_batches, grpo))
+            stop = StopRun(_nothing_to_train(trained, generated, len(groups), num_batches, cfg))
+            stop.cursor = cursor
+            raise stop
         if grpo.async_grpo.max_age:
             batch, cursor = sample_ahead(sampler, cfg, mixture, cursor, step, num_steps)
         else:
@@ -351,23 +355,21 @@ def sample_step(
         groups += [group for group in groups_of(batch) if not grpo.use_dynamic_sampling or is_mixed(group)]
         generated += batch
         num_batches += 1
+        is_last = num_batches == grpo.dynamic_sampling_max_gen_batches
+        if len(groups) >= grpo.num_prompts_per_step or (is_last and grpo.dynamic_sampling_when_exhausted == "train"):
+            num_skipped += len(trained)
+            kept, groups = groups[: grpo.num_prompts_per_step], groups[grpo.num_prompts_per_step :]
+            trained = [replace(sample, prompt=number) for number, group in enumerate(kept) for sample in group]
+            num_filtered = filter_overlong(trained) if grpo.overlong_filtering else 0
+            for sample in trained:
+                sample.num_trained_tokens *= sample.is_graded
 
-    kept = groups[: grpo.num_prompts_per_step]
-    trained = [replace(sample, prompt=number) for number, group in enumerate(kept) for sample in group]
-    num_filtered = filter_overlong(trained) if grpo.overlong_filtering else 0
-    for sample in trained:
-        sample.num_trained_tokens *= sample.is_graded
-    if not any(sample.num_trained_tokens for sample in trained):
-        raise StopRun(
-            f"no sample of the step can be trained on: {num_filtered} of {len(trained)} ran into policy.generation."
-            f"max_new_tokens={options.max_new_tokens} with grpo.overlong_filtering=true, and all other rows have "
-            "loss_multiplier=0. Allow longer responses, or set overlong_filtering=false"
-        )
     check_versions(trained, step - 1, grpo.async_grpo.max_age)
-    metrics: dict[str, float] = {"num_overlong_filtered": num_filtered}
+    metrics: dict[str, float] = {"num_overlong_filtered": num_filtered, "num_skipped_samples": num_skipped}
     if grpo.use_dynamic_sampling:
         metrics["dynamic_sampling_num_gen_batches"] = num_batches
-        metrics["dynamic_sampling_num_discarded_valid_samples"] = sum(map(len, groups)) - len(trained)
+        metrics["dynamic_sampling_num_discarded_valid_samples"] = sum(map(len, groups))
+        metrics["dynamic_sampling_num_missing_groups"] = grpo.num_prompts_per_step - len(kept)
     return StepSamples(trained, generated, cursor, metrics)
 
 
@@ -398,13 +400,24 @@ def is_mixed(group: Sequence[Sample]) -> bool:
     return rewards_differ(sample.unshaped_reward for sample in group if sample.is_graded)
 
 
-def _too_few_groups(generated: Sequence[Sample], num_kept: int, num_batches: int, grpo: GRPOConfig) -> str:
-    groups = groups_of(generated)
+def _nothing_to_train(
+    trained: Sequence[Sample], generated: Sequence[Sample], num_kept: int, num_batches: int, cfg: Config
+) -> str:
+    grpo, groups = cfg.grpo, groups_of(generated)
+    if trained:
+        num_cut = grpo.overlong_filtering * sum(sample.finish_reason == "length" for sample in trained)
+        return (
+            f"no sample of {num_batches} batches can be trained on. Of the last one, {num_cut} of {len(trained)} ran "
+            f"into policy.generation.max_new_tokens={cfg.policy.generation.max_new_tokens} with grpo.overlong_filtering"
+            "=true, and all other rows have loss_multiplier=0, or were not graded. Allow longer responses, or set "
+            "overlong_filtering=false"
+        )
     solved = sum(all(sample.outcome == "ok" for sample in group) for group in groups)
     failed = sum(all(sample.outcome != "ok" for sample in group) for group in groups)
     return (
         f"dynamic sampling: {num_batches} batches ({len(groups)} prompts) gave {num_kept} groups of unequal rewards, a "
         f"step needs grpo.num_prompts_per_step={grpo.num_prompts_per_step}. {solved} groups were all right, {failed} "
         "had no right answer. Raise grpo.dynamic_sampling_max_gen_batches, grpo.batch_multiplier or "
-        "grpo.num_generations_per_prompt, or train on problems that this model solves now and then"
+        "grpo.num_generations_per_prompt, train on problems that this model solves now and then, or set "
+        "grpo.dynamic_sampling_when_exhausted=train"
     )

@@ -64,6 +64,27 @@ def committed(folder: Path) -> list[Path]:
     return [path for path in checkpoints(folder) if isinstance(read_meta(path), dict)]
 
 
+def by_metric(folder: Path, higher_is_better: bool) -> list[Path]:
+    """The whole checkpoints in `folder` that have the metric of checkpointing.metric_name, best first; of equals the
+    newer first."""
+    sign = -1 if higher_is_better else 1
+    rated = [(sign * metric, path) for path in committed(folder) if (metric := read_meta(path)["metric"]) is not None]
+    return [path for _, path in sorted(rated, key=lambda pair: pair[0])]
+
+
+def candidates(folder: Path, cfg: CheckpointingConfig) -> list[Path]:
+    """The checkpoints in `folder` that may be loaded: the one of checkpointing.resume_step, or all, newest first.
+    ConfigError where there is none of that name."""
+    if cfg.resume_step is None:
+        return checkpoints(folder)
+    kept, best = numbered(folder, "step_"), by_metric(folder, cfg.higher_is_better)
+    chosen = best[:1] if cfg.resume_step == "best" else [kept[n] for n in kept if n == int(cfg.resume_step)]
+    if not chosen:
+        steps = f"the steps {', '.join(map(str, kept))}, {len(best)} of them with a metric"
+        raise ConfigError(f"checkpointing.resume_step={cfg.resume_step}: {folder} has {steps}")
+    return chosen
+
+
 def read_meta(checkpoint: Path) -> dict | str:
     """The content of the checkpoint's meta.json; where the checkpoint is not whole, what is wrong, naming the file.
     ConfigError where another version of the program wrote it: it is whole, but nothing here can read it."""
@@ -132,7 +153,7 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
     if to_train:
         check_writable("checkpointing.resume_from", str(run))
     folder = checkpoint_folder(cfg.checkpointing, run)
-    metas = {path: read_meta(path) for path in checkpoints(folder)}
+    metas = {path: read_meta(path) for path in candidates(folder, cfg.checkpointing)}
     newest, meta = next(iter(metas.items()), (folder, "there is none"))
     if all(isinstance(each, str) for each in metas.values()):
         raise ConfigError(

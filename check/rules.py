@@ -113,6 +113,9 @@ policy.optimizer.muon_momentum & policy.optimizer.name!=torch.optim.Muon: only M
 policy.offload_optimizer_for_logprob & policy.dtensor_cfg.cpu_offload=true: that offloads the moments, too
 data.custom_dataloader & data.use_multiple_dataloader=false: it takes turns of several sets
 checkpointing.resume_from & checkpointing.resume=never: a new run is started
+checkpointing.resume_step & checkpointing.resume_from=null: it is a step of that run
+checkpointing.resume_step & checkpointing.resume=auto: auto takes the newest
+grpo.dynamic_sampling_when_exhausted & grpo.use_dynamic_sampling=false: a step without a choice of groups is full
 """
 
 
@@ -266,6 +269,8 @@ def _checkpoint_problems(cfg: Config) -> Iterator[str]:
     by, name = saving.checkpoint_must_save_by, saving.metric_name
     if by is not None and (not re.fullmatch(r"[0-9]{1,4}(:[0-9]{1,2}){3}", by) or not must_save_by_seconds(saving)):
         yield f"checkpointing.checkpoint_must_save_by={by:.80}: must be DD:HH:MM:SS, such as 00:03:45:00"
+    if saving.resume_step and not re.fullmatch("best|[0-9]{1,9}", saving.resume_step):
+        yield f"checkpointing.resume_step={saving.resume_step:.80}: must be the number of a step, or best"
     if not name.startswith(("train/", "validation/")):
         yield f"checkpointing.metric_name={name}: must be a key of metrics.jsonl, such as train/reward"
     elif saving.enabled and saving.keep_top_k and name.startswith("validation/") and not cfg.grpo.val_period:

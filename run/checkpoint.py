@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from check.resume import VERSION, checkpoints, committed, damaged, digest, read_meta
+from check.resume import VERSION, by_metric, checkpoints, committed, damaged, digest, numbered, read_meta
 from config import CheckpointingConfig, ConfigError
 from hf.model_config import weight_files
 from hf.weights import local_shard
@@ -129,21 +129,26 @@ class Saver:
         (temporary, meta), self.pending = self.pending, None
         try:
             commit(temporary, meta, parts)
-            on_rank0(self._prune)
+            on_rank0(partial(self._prune, meta["step"]))
         except OSError as error:
             return self._give_up(temporary, str(error))
         self.saved, self.num_failures = meta["step"], 0
 
+    def update(self, state: dict) -> None:
+        """Replaces the state in the newest checkpoint, whose weights are still those of the run."""
+        path = self.folder / f"step_{self.saved:06d}"
+        on_rank0(lambda: _write_meta(path, read_meta(path) | {"state": state}))
+
     def _metric(self, train: dict[str, float], validation: dict[str, float]) -> float | None:
         """What keep_top_k compares: a number of the last step or the last validation; None if there is none, or NaN."""
         name = self.cfg.metric_name
-        if self.cfg.keep_top_k is None or not (train if name.startswith("train/") else validation):
-            return None
         metrics = {f"train/{key}": value for key, value in train.items()} | validation
-        if name not in metrics:
+        if not (train if name.startswith("train/") else validation):
+            return None
+        if name not in metrics and self.cfg.keep_top_k:
             known = ", ".join(sorted(metrics))
             raise StopRun(f"checkpointing.metric_name={name}: there is no such metric; use one of {known}")
-        return metrics[name] if math.isfinite(metrics[name]) else None
+        return metrics[name] if math.isfinite(metrics.get(name, math.nan)) else None
 
     def _make_room(self, temporary: Path, size: int) -> None:
         for leftover in (*self.folder.glob("step_*.tmp"), *self.folder.glob("step_*.old")):  # by a kill
@@ -153,14 +158,14 @@ class Saver:
         if free < 1.05 * size:  # headers, meta.json, blocks
             raise OSError(f"{self.folder}: {free / 2**20:,.0f} MiB free, a checkpoint needs {size / 2**20:,.0f} MiB")
 
-    def _prune(self) -> None:
-        """Removes all but the newest keep_latest and the best keep_top_k (of equal ones the newer)."""
-        sign = 1 if self.cfg.higher_is_better else -1
-        whole = committed(self.folder)
-        rated = [(sign * metric, path) for path in whole if (metric := read_meta(path)["metric"]) is not None]
-        best = [path for _, path in sorted(rated, key=lambda pair: -pair[0])][: self.cfg.keep_top_k or 0]
-        for path in whole[self.cfg.keep_latest :]:
-            if path not in best:
+    def _prune(self, step: int) -> None:
+        """Removes all but the newest keep_latest and the best keep_top_k (of equal ones the newer), and those of later
+        steps: the run has gone on from before them."""
+        later = [path for number, path in numbered(self.folder, "step_").items() if number > step]
+        whole = [path for path in committed(self.folder) if path not in later]
+        best = [path for path in by_metric(self.folder, self.cfg.higher_is_better) if path not in later]
+        for path in [*later, *whole[self.cfg.keep_latest :]]:
+            if path not in best[: self.cfg.keep_top_k or 0]:
                 os.rename(path, gone := path.with_suffix(".old"))  # a kill amid rmtree must not leave half a checkpoint
                 shutil.rmtree(gone)
 
@@ -176,18 +181,17 @@ class Saver:
 
 
 def load(
-    folder: Path, model, optimizer, ranks: Ranks, reference: dict, *, mode: str | None, base=None, step: int = 0
+    folder: Path, model, optimizer, ranks: Ranks, reference: dict, *, mode: str | None, base=None, paths=None
 ) -> dict:
-    """Restores the newest checkpoint of `folder`, or the one of `step`, into model, fresh optimizer and `reference` (as
-    in `save`), on any number of ranks; the weights alone if `optimizer` is None. Returns the checkpoint's `state` with
-    `step` in it. A collective.
+    """Restores the newest checkpoint of `folder`, or the first of `paths`, into model, fresh optimizer and `reference`
+    (as in `save`), on any number of ranks; the weights alone if `optimizer` is None. Returns the checkpoint's `state`
+    with `step` in it. A collective.
 
     mode "auto" takes the newest good checkpoint and prints a warning for each damaged one; with another mode the newest
     must be good. Raises ConfigError, on all ranks: it names the damaged file, or says that `base` is not the state's
     base_sha256.
     """
-    paths = [folder / f"step_{step:06d}"] if step else checkpoints(folder)
-    for path in broadcast_from_rank0(paths):  # rank 0's view of a shared disk
+    for path in broadcast_from_rank0(paths or checkpoints(folder)):  # rank 0's view of a shared disk
         problem = problem_of(path, ranks)
         if problem is None:
             meta = read_meta(path)

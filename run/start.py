@@ -13,7 +13,7 @@ import torch
 import config
 from batch import needs_old_logps
 from check.preflight import RunInputs, data_lines, memory_plan, notes, num_steps_of
-from check.resume import checkpoint_folder
+from check.resume import candidates, checkpoint_folder
 from check.rules import must_save_by_seconds
 from engine import Engine
 from graders.pool import GraderPool
@@ -170,7 +170,8 @@ def restore(run: Run) -> None:
             raise config.ConfigError(f"{checkpoints} holds checkpoints of another run: choose another checkpoint_dir")
         return
     shards, base = run.reference.shards if run.reference else {}, run.state.base_sha256
-    counters = checkpoint.load(checkpoints, run.model, run.optimizer, run.ranks, shards, mode=cfg.resume, base=base)
+    asked = {"mode": cfg.resume, "base": base, "paths": candidates(checkpoints, cfg)}
+    counters = checkpoint.load(checkpoints, run.model, run.optimizer, run.ranks, shards, **asked)
     run.state = state = RunState(**counters)
     run.saver.saved = state.step
     if cfg.allow_changes and state.fingerprints != train.fingerprints:

@@ -56,8 +56,8 @@ def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metri
     state.num_bad_steps = int(metrics["num_bad_steps"])
     state.total_valid_tokens += metrics["global_valid_toks"]
     run.metrics = metrics
-    run.saver.poll()  # before the step is logged: a kill loses at most save_period logged steps
     seconds = run.timer.take()
+    run.saver.poll()  # before the step is logged: a kill loses at most save_period logged steps
     if is_async:
         seconds |= {"exposed_generation": seconds["generation"], "weight_sync": seconds["prepare_for_generation"]}
     working = seconds
@@ -120,9 +120,39 @@ def save_early(run: Run) -> Exception:
     return StopRun(f"{after}, which is not saved ({reason})")
 
 
+def stop_early(run: Run, stop: StopRun) -> StopRun:
+    """Saves and exports a run that a check has stopped between two steps; returns the exception to raise. Amid a step
+    the weights may be half an update further, and are given up."""
+    state, saver = run.state, run.saver
+    if state.step == 0 or "policy_training" in run.timer.seconds:
+        return stop
+    state.cursor = stop.cursor or state.cursor
+    try:
+        saver.finish()
+        if saver.saved == state.step:
+            saver.update(asdict(state))
+        _save(run)
+        saver.finish()
+    except (StopRun, OSError) as error:
+        run.ranks.print_rank0(f"WARNING: {error}")
+    problem = _export(run)
+    ends = f"{'' if saver.saved == state.step else 'not '}saved"
+    if run.cfg.checkpointing.save_hf_at_end:
+        ends += f", not exported ({problem})" if problem else ", exported"
+    return StopRun(f"{stop}. Step {state.step}: {ends}; continue with checkpointing.resume_from={run.folder}")
+
+
 def finish(run: Run) -> str:
     """Writes the Hugging Face folder and the closing table; returns the reason the run ended. StopRun where the disk
     refused the folder."""
+    problem, reason = _export(run), f"trained to step {run.state.step}"
+    if problem:
+        raise StopRun(f"{reason}, but not exported ({problem}): make room, then checkpointing.resume_from={run.folder}")
+    return reason
+
+
+def _export(run: Run) -> str | None:
+    """Exports if the config asks for it, and closes the log; returns what the disk refused."""
     run.watchdog.enter("export")
     problem = None
     try:
@@ -133,10 +163,7 @@ def finish(run: Run) -> str:
         problem = describe_os_error(error)
     if run.log:
         run.log.close(run.state)
-    reason = f"trained to step {run.state.step}"
-    if problem:
-        raise StopRun(f"{reason}, but not exported ({problem}): make room, then checkpointing.resume_from={run.folder}")
-    return reason
+    return problem
 
 
 def export(cfg: Config, model: Decoder, folder: Path, tokenizer: Tokenizer, base_sha256: str | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from check.preflight import RunInputs
-from check.resume import checkpoint_folder
+from check.resume import candidates, checkpoint_folder
 from config import Config
 from data import Sample, groups_of
 from engine import SamplingOptions, sync_weights
@@ -66,8 +66,9 @@ def evaluate(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device,
     scored = None
     if cfg.checkpointing.resume_from:
         checkpoints = checkpoint_folder(cfg.checkpointing, Path(cfg.checkpointing.resume_from))
-        mode = cfg.checkpointing.resume
-        step = checkpoint.load(checkpoints, model, None, ranks, {}, mode=mode, base=base_sha256)["step"]
+        asked = {"mode": cfg.checkpointing.resume, "base": base_sha256}
+        asked["paths"] = candidates(checkpoints, cfg.checkpointing)
+        step = checkpoint.load(checkpoints, model, None, ranks, {}, **asked)["step"]
         scored = f"{checkpoints}, step {step}"
     sync_weights(model, engine, step)
     sets = {name: {"data_path": data.path, "fingerprint": data.fingerprint} for name, data in inputs.validation.items()}

@@ -38,7 +38,10 @@ job_rank = int(_rank) if _rank.isdecimal() else 0  # as torchrun gave it; in a s
 
 
 class StopRun(Exception):
-    """A check of the run itself says that going on would be wrong; the message says what was seen and what it means."""
+    """A check of the run itself says that going on would be wrong; the message says what was seen and what it means.
+    cursor: of the data after the prompts that were the reason, if they were: a resumed run draws those after them."""
+
+    cursor: dict | None = None
 
 
 class Saved(Exception):

@@ -76,7 +76,8 @@ def replay(folder: Path, cfg: Config, ranks: Ranks, device: torch.device) -> tup
     if step > 1:
         saved = checkpoint_folder(cfg.checkpointing, folder.parent.parent)
         shards = reference.shards if reference else {}
-        state = checkpoint.load(saved, model, optimizer, ranks, shards, mode="must", base=base, step=step - 1)
+        paths = [saved / f"step_{step - 1:06d}"]
+        state = checkpoint.load(saved, model, optimizer, ranks, shards, mode="must", base=base, paths=paths)
         num_bad_steps = state["num_bad_steps"]
 
     adv_B, metrics = step_advantages(samples, cfg.grpo, cfg.loss_fn)

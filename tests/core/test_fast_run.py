@@ -20,10 +20,12 @@ import config
 import engine as engine_module
 import eval as eval_module
 import grpo
+import rollout
 from hf.model_config import read_model_config
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from model import load_policy
+from tools import export
 
 GREEDY = engine_module.SamplingOptions(temperature=0.0, max_new_tokens=30)
 
@@ -34,9 +36,9 @@ def run(one_rank, monkeypatch, tmp_path):
     run_in_this_process(monkeypatch, one_rank)
     write_rows(tmp_path)
 
-    def run(program, *overrides):
+    def run(program, *overrides, code=0):
         monkeypatch.setattr(sys, "argv", ["", *arguments(tmp_path), *overrides])
-        assert program.main() == 0
+        assert program.main() == code
         folder = sorted(tmp_path.glob("exp_*"))[-1]
         assert program is not grpo or undocumented(key for record in records(folder) for key in record) == []
         return folder
@@ -75,6 +77,66 @@ def test_a_run_trains_saves_resumes_and_is_scored(run, tmp_path):
     last = records(whole)[-1]
     for mode in ("greedy", "sampled"):
         assert numbers[mode]["accuracy"] == last[f"validation/{mode}/accuracy"]
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_fill_a_step_is_saved_and_exported_and_goes_on_with_other_prompts(run, monkeypatch, capfd):
+    """volcengine/verl#953: dynamic sampling that ran out of mixed groups lost the steps since the last checkpoint, and
+    a resumed run drew the same prompts again."""
+    rows, failing = [], {2, 3}  # batches of 4 prompts
+
+    def is_mixed(group):
+        rows.append(group[0].row_id)
+        return (len(rows) - 1) // 4 not in failing
+
+    monkeypatch.setattr(rollout, "is_mixed", is_mixed)
+    words = ["grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=1", "grpo.val_at_start=false"]
+    words += ["checkpointing.save_period=99", "grpo.val_at_end=false", "logger.tensorboard_enabled=false"]
+    folder = run(grpo, *words, code=3)
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert "gave 0 groups" in said and "Step 2: saved, exported; continue with" in said and str(folder) in said
+    assert [record["step"] for record in records(folder)] == [1, 2]
+    saved, exported = weights(folder, 2), load_file(folder / "hf_model" / "model.safetensors")
+    assert all(torch.equal(saved[f"param.{name}"], tensor) for name, tensor in exported.items())
+    resume = f"checkpointing.resume_from={folder}"
+    run(grpo, *words, resume, code=3)  # the next batch cannot fill a step either
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_000002"]
+    run(grpo, *words, resume)
+    assert [record["step"] for record in records(folder)] == [1, 2, 3, 4]
+    assert len(set(rows)) == len(rows) == 24, "no prompt twice in the epoch"
+
+
+@pytest.mark.slow
+def test_any_checkpoint_that_is_kept_is_scored_exported_and_resumed(run, monkeypatch, one_rank, capfd):
+    """PrimeIntellect-ai/prime-rl#1160, NVIDIA-NeMo/RL#142: keep_top_k kept what nothing could use."""
+    words = ["checkpointing.save_period=1", "checkpointing.keep_latest=9", "checkpointing.metric_name=train/lr"]
+    words += ["checkpointing.higher_is_better=false", "policy.scheduler.warmup_steps=2", "policy.scheduler.name=linear"]
+    words += ["grpo.val_at_start=false", "grpo.val_at_end=false", "logger.tensorboard_enabled=false"]
+    folder = run(grpo, *words)
+    rates = [record["train/lr"] for record in records(folder)]
+    best = 1 + rates.index(min(rates))
+    assert best != 4
+    resume = f"checkpointing.resume_from={folder}"
+    scored = run(eval_module, resume, "checkpointing.resume_step=best", "checkpointing.higher_is_better=false")
+    assert json.loads((scored / "eval.json").read_text())["checkpoint"].endswith(f", step {best}")
+    for asked, step in (("best", best), ("3", 3)):
+        monkeypatch.setattr(export, "start_process_group", lambda *_: one_rank[:2])
+        monkeypatch.setattr(sys, "argv", ["", str(folder), asked])
+        assert export.main() == 0
+        exported = load_file(folder / "exports" / f"step_{step:06d}" / "hf_model" / "model.safetensors")
+        saved = weights(folder, step)
+        assert all(torch.equal(saved[f"param.{name}"], tensor.float()) for name, tensor in exported.items())
+    last = weights(folder, 4)
+    capfd.readouterr()
+    run(grpo, *words, resume, "checkpointing.resume_step=7", code=2)
+    assert "resume_step=7: " in (said := capfd.readouterr().err) and "4, 3, 2, 1" in said
+    run(grpo, *words, resume, "checkpointing.resume_step=2", "grpo.max_num_steps=3", "policy.scheduler.name=constant")
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == ["step_000001", "step_000002", "step_000003"], "the run has gone back before step 4"
+    run(grpo, *words, resume, "checkpointing.resume_step=2")
+    again = weights(folder, 4)
+    assert all(torch.equal(again[name], last[name]) for name in last)
+    assert [record["step"] for record in records(folder)] == [1, 2, 3, 4]
 
 
 LORA = ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=4")

@@ -1,6 +1,7 @@
 """The samples of a step, of a sampler whose rewards are known: which groups train, which prompts are drawn, the end."""
 
 import json
+import pickle
 import re
 import sys
 from collections import Counter
@@ -169,9 +170,40 @@ def test_what_could_not_be_graded_mixes_no_group():
     assert rows_of(collect(config_of(1, use_dynamic_sampling=True), ROWS, 0, sampler)[0]) == [3]
 
 
-def test_a_step_of_truncated_samples_alone_stops_the_run():
-    with pytest.raises(StopRun, match=r"4 of 4 ran into .*max_new_tokens=256 with grpo\.overlong_filtering=true"):
-        collect(config_of(1, overlong_filtering=True), ROWS, 2, StubSampler(by_remainder, lengths=(8,)))
+class Cut(StubSampler):
+    """All samples of the first rows are cut."""
+
+    def __init__(self, num_cut, rewards_of=by_remainder):
+        super().__init__(rewards_of)
+        self.num_cut = num_cut
+
+    def one(self, prompt, row, i):
+        self.lengths = (8,) if row.row_id < self.num_cut else (3,)
+        return super().one(prompt, row, i)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_step_of_truncated_samples_alone_is_skipped_and_counted(dynamic):
+    """huggingface/trl#6439: one unlucky batch ended the run. With dynamic sampling, rows 2, 5 and 8 are mixed."""
+    sampler = Cut(6)
+    samples, drawn, metrics = collect(
+        config_of(1, overlong_filtering=True, use_dynamic_sampling=dynamic), ROWS, 2, sampler
+    )
+    assert rows_of(samples) == ([8] if dynamic else [6]) and [s.prompt for s in samples] == [0] * SIZE
+    assert all(s.num_trained_tokens for s in samples) and drawn == len(sampler.calls) == (7 if dynamic else 5)
+    assert metrics["num_skipped_samples"] == (2 if dynamic else 4) * SIZE and metrics["num_overlong_filtered"] == 0
+    indices = [index for call in sampler.calls for index, _ in call]
+    assert indices == list(range(drawn)), "no two samples of a step share a seed"
+    samples, _, metrics = collect(config_of(2, overlong_filtering=True), ROWS, 5, Cut(6))  # one prompt of two is cut
+    assert rows_of(samples) == [5, 6] and metrics["num_skipped_samples"] == 0 and metrics["num_overlong_filtered"] == 4
+
+
+def test_steps_of_truncated_samples_alone_are_bounded():
+    with pytest.raises(
+        StopRun, match=r"of 10 batches .* 4 of 4 ran into .*=256 with grpo\.overlong_filtering=true"
+    ) as stop:
+        collect(config_of(1, overlong_filtering=True), ROWS, 2, Cut(99))
+    assert stop.value.cursor["position"] == 12  # a resumed run draws other prompts
 
 
 def test_a_step_without_a_row_to_train_on_stops_the_run():
@@ -185,7 +217,7 @@ def test_a_step_without_a_row_to_train_on_stops_the_run():
     samples, _, metrics = collect(config_of(2), ROWS, 1, Masked(by_remainder))
     assert [s.num_trained_tokens > 0 for s in samples] == [False] * SIZE + [True] * SIZE and metrics["reward"] == 5 / 8
     with pytest.raises(StopRun, match=r"0 of 8 ran .* all other rows have loss_multiplier=0"):
-        collect(config_of(2), ROWS, 0, Masked(by_remainder))
+        collect(config_of(2), ROWS[:2], 0, Masked(by_remainder))
 
 
 @pytest.mark.parametrize("version", [3, 5])
@@ -209,6 +241,21 @@ def test_too_few_groups_stop_the_run_with_counts_and_keys():
     ):
         assert fact in told
     assert "12 had no right answer" in told and "Raise grpo.dynamic_sampling_max_gen_batches" in told
+    assert caught.value.cursor["position"] == 24 and pickle.loads(pickle.dumps(caught.value)).cursor["position"] == 24
+
+
+def test_what_there_is_can_be_trained_when_the_batches_are_used_up():
+    """volcengine/verl#1108: a step with fewer groups is better than the end. Without any group it is the end."""
+    cfg = config_of(8, use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=2)
+    cfg = replace(cfg, grpo=replace(cfg.grpo, dynamic_sampling_when_exhausted="train"))
+    samples, drawn, metrics = collect(cfg, ROWS, 0, StubSampler(by_remainder))
+    assert rows_of(samples) == [2, 5, 8, 11, 14] and drawn == 16
+    assert [(s.prompt, s.index) for s in samples] == [(p, i) for p in range(5) for i in range(SIZE)]
+    assert metrics["dynamic_sampling_num_missing_groups"] == 3
+    full, _, metrics = collect(cfg, ROWS, 0, StubSampler(lambda row: [1, 0, 0, 0]))
+    assert len(full) == 8 * SIZE and metrics["dynamic_sampling_num_missing_groups"] == 0
+    with pytest.raises(StopRun, match="gave 0 groups of unequal rewards"):
+        collect(cfg, ROWS, 0, StubSampler(lambda row: [1, 1, 1, 1]))
 
 
 def test_the_last_allowed_batch_counts():

@@ -120,6 +120,41 @@ def test_when_a_checkpoint_is_due():
     assert bad.saved_steps == off.saved_steps == []
 
 
+def test_what_a_check_stops_is_saved_and_exported_between_steps_alone(monkeypatch, tmp_path):
+    """volcengine/verl#953. With weights that may be half an update further nothing is written."""
+    exported = []
+    monkeypatch.setattr(steps, "export", lambda *_: exported.append(True))
+
+    def stopped(step=3, amid=False, cursor=None, **options):
+        run = replace(run_after(step, **options), ranks=ALONE, watchdog=SimpleNamespace(enter=lambda phase: None))
+        run.inputs.tokenizer = None
+        stop = StopRun("why")
+        stop.cursor = cursor
+        if amid:
+            with run.timer("policy_training"):
+                pass
+        return run, str(steps.stop_early(run, stop))
+
+    run, said = stopped(cursor={"position": 8})
+    assert run.saver.saved_steps == [3] and run.state.cursor == {"position": 8} and exported == [True]
+    assert said == "why. Step 3: saved, exported; continue with checkpointing.resume_from=logs/exp_001"
+    saver = Saver()
+    saver.saved, saver.update = 3, lambda state: saver.saved_steps.append(state["cursor"])
+    stopped(saver=saver, cursor={"position": 9})
+    assert saver.saved_steps == [{"position": 9}], "the same weights: their checkpoint gets the cursor"
+    _, said = stopped(saver=Saver(enabled=False))
+    assert "not saved, exported" in said and len(exported) == 3
+    for options in ({"step": 0}, {"amid": True}):
+        run, said = stopped(**options)
+        assert said == "why" and run.saver.saved_steps == [] and len(exported) == 3
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device", "hf_model")
+
+    monkeypatch.setattr(steps, "export", refuse)
+    assert "saved, not exported (hf_model: the disk is full)" in stopped()[1]
+
+
 def test_a_run_told_to_stop_says_whether_its_last_step_is_saved():
     saver = Saver()
     reason = steps.save_early(run_after(3, saver=saver))

@@ -1,0 +1,59 @@
+"""Writes a kept checkpoint of a run as Hugging Face folders, which transformers, vLLM and eval.py load.
+
+    python -m tools.export logs/exp_001 [40 | best] [key.sub=value ...]
+
+Without a step it is the newest. `hf_model`, and with LoRA `hf_adapter`, go to logs/exp_001/exports/step_000040. Under
+torchrun the ranks share the weights of a model that is too large for one.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+from check import reader, resume
+from check.preflight import ALL_RANKS_GENERATE, RunInputs, read_tokenizer
+from config import ConfigError
+from hf.model_config import read_model_config, resolve_folder
+from run import checkpoint
+from run.start import build_policy, read_adapter
+from run.steps import export
+from system.disk import keep_console
+from system.exits import describe_failure, exit_process, report_exit
+from system.ranks import on_rank0, start_process_group
+
+USAGE = "usage: [torchrun --nproc_per_node=N | python] -m tools.export logs/exp_001 [STEP | best] [key.sub=value ...]"
+
+
+def main() -> int:
+    try:
+        words = sys.argv[1:]
+        if not words or not Path(words[0], "config.yaml").is_file():
+            raise ConfigError(USAGE)
+        run = Path(words.pop(0))
+        asked = [f"checkpointing.resume_from={run}", *ALL_RANKS_GENERATE]
+        if words and "=" not in words[0]:
+            asked.append(f"checkpointing.resume_step={words.pop(0)}")
+        cfg = reader.load(run / "config.yaml", [*words, *asked])
+        ranks, device = start_process_group(1)
+        on_rank0(partial(resume.check_resumable, cfg, to_train=False))
+        folder = resolve_folder(cfg.policy.model_name, "policy.model_name")
+        model_config = read_model_config(folder, cfg.policy.hf_config_overrides)
+        tokenizer = read_tokenizer(cfg.policy.tokenizer, "policy.tokenizer.name", folder)
+        inputs = RunInputs(folder, model_config, tokenizer, None, {}, {})
+        model = build_policy(cfg, inputs, ranks, device)
+        base = read_adapter(cfg, inputs, model, ranks)
+        saved = resume.checkpoint_folder(cfg.checkpointing, run)
+        paths = resume.candidates(saved, cfg.checkpointing)
+        step = checkpoint.load(saved, model, None, ranks, {}, mode="must", base=base, paths=paths)["step"]
+        out = run / "exports" / f"step_{step:06d}"
+        export(cfg, model, out, tokenizer, base)
+        code, reason = 0, f"exported step {step}: {out / 'hf_model'}"
+    except BaseException as error:
+        code, reason = describe_failure(error)
+    report_exit(code, reason, None)
+    return code
+
+
+if __name__ == "__main__":
+    keep_console()
+    exit_process(main())
