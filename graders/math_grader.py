@@ -30,8 +30,12 @@ SELF_TESTS = (  # (reply, answer, outcome): what this file must say before a run
 FIRST_JOB = {"reply": r"\boxed{(x+1)^2}", "answer": "x^2+2x+1", "strict": False}
 STRICT_SELF_TESTS = (("Answer: 5", "5", "ok"), ("Answer: 4", "5", "wrong"), (r"\boxed{5}", "5", "parse_fail"))
 
-_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
-_ANSWER_IS = re.compile(r"(?i)\banswer\**\s*(?:is\s*:?|:|=)[\s*]*")
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(-?\d[\d.,]*(?<=\d)))|\\.|[{}]", re.DOTALL)
+_ANSWER_IS = re.compile(
+    r"(?i)\banswer\**\s*(?:(?:is|equals|(?:should|must|will|would) be|(?:comes|turns) out to be)\b"
+    r"(?:,?\s+(?:therefore|thus|hence|then|so|now|just|simply|exactly|approximately|about|equal to|given by)\b,?)*"
+    r"\s*:?|:|=)[\s*]*"
+)
 _CHOICE = re.compile(r"(?:(?i:option|choice) )?[(\[]?([A-Ja-e])(?:[).:\]]+\s*((?:(?!\b[A-J]\b|\b(?:or|and)\b).)*))?")
 _SEPARATOR = r"[,;]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
 _GROUPS = re.compile(r"(?<=\d),(?=\d{3}(?![\dA-Za-z]))")
@@ -50,6 +54,8 @@ _STEPS = re.compile(r"\\(?:to|implies|iff|land|wedge|\w*arrow)(?![a-z])")
 _UNORDERED = {"", "{}", "cup"}  # kinds of lists, by their brackets
 _ALIKE = {("", "{}"), ("{}", ""), ("", "()"), ("()", "")}
 _BASE = re.compile(r"([-+]?)\(?(\d[\dA-Za-z]*)\)?\s*(?:_\s*\{?\s*(?:base\s*)?|\(?(?:in )?base\s*)(\d+|[a-z]+)\s*[)}]?")
+_MODULAR = re.compile(r"(?:(.+?)\s*\\equiv\s*)?(.+?) mod (\w+)")
+_DEGREES = (("deg", 1),)
 _CHAIN = re.compile(r"\d+([-/.:])\d+(?:\1\d+)+|\d+[-:]\d+")
 _CLOCK = re.compile(r"\d{1,2}(?::[0-5]\d){1,2}")
 _WORD_RUN = re.compile(r"(?<![\\a-zA-Z_])(?<!begin\{)(?<!end\{)(?<!mathbb\{)[a-zA-Z]{3,}(?![a-zA-Z])")
@@ -77,7 +83,7 @@ def grade(job: dict) -> dict:
 def extract(reply: str) -> str | None:
     """The final answer; None if there is none, its box is empty, or it has more than MAX_ANSWER_CHARS."""
     reply = reply[-MAX_REPLY_CHARS:]
-    candidates = (_last_box(reply), _after_marks(reply), _after_words(reply))
+    candidates = (_last_box(reply), _tagged(reply), _after_marks(reply), _after_words(reply))
     answer = next((candidate for candidate in candidates if candidate is not None), "").strip()
     return answer if 0 < len(answer) <= MAX_ANSWER_CHARS else None
 
@@ -102,9 +108,16 @@ def _last_box(text: str) -> str | None:
             start = opened.pop() if opened else None
             if start is not None and (best is None or start > best[0]):
                 best = start, token.start()
+        elif token[1]:  # \boxed 5
+            best = token.span(1)
         elif token[0][-1] == "{" and token[0] != "\\{":
             opened.append(token.end() if len(token[0]) > 1 else None)
     return None if best is None else text[best[0] : best[1]]
+
+
+def _tagged(text: str) -> str | None:
+    head, tag, _ = text.rpartition("</answer>")
+    return head.rpartition("<answer>")[2] if tag and "<answer>" in head else None
 
 
 def _after_marks(text: str) -> str | None:
@@ -151,7 +164,8 @@ def _bare(answer: str) -> str:
         return text
     kind, parts = _items(text)
     pairs = [] if kind else _named(parts)
-    return squeeze(quantity(pairs[0][1]).value if len(pairs) == 1 else text)
+    measured = quantity(pairs[0][1]) if len(pairs) == 1 else None
+    return squeeze(measured.value if measured and measured.is_plain else text)
 
 
 def _same(one: str, other: str) -> bool:
@@ -164,9 +178,14 @@ def _same(one: str, other: str) -> bool:
     choices = _CHOICE.fullmatch(one), _CHOICE.fullmatch(other)
     if None not in choices and not (choices[0][2] and choices[1][2]) and choices[0][1].isupper():
         return choices[0][1] == choices[1][1].upper()
+    if (modular := _MODULAR.fullmatch(one)) or _MODULAR.fullmatch(other):
+        return bool(modular) and _same_modulo(modular, other)
     is_chain = LESS.search(one) is not None
+    intervals = as_interval(one), as_interval(other)
     if is_chain != bool(LESS.search(other)):
-        one, other = as_interval(one), as_interval(other)
+        one, other = intervals
+    elif is_chain and not any(map(LESS.search, intervals)) and len({*map(_letters, (one, other))}) == 1:
+        return _same(*intervals)
     (kind, parts), (other_kind, other_parts) = _items(one), _items(other)
     if len(parts) > 1 and numbers[1] and ",0" not in other:  # 1,234 is a list, too, if a list is asked for
         other_parts = other.split(",")
@@ -196,6 +215,22 @@ def _same(one: str, other: str) -> bool:
     if len(pairs) > 1 or kind or other_kind:
         return _same_lists(pairs, other_pairs, not {kind, other_kind} <= _UNORDERED)
     return _same_value(one, other)
+
+
+def _letters(text: str) -> str:
+    return "".join(sorted(set(_LETTER.findall(text))))
+
+
+def _same_modulo(gold: re.Match, other: str) -> bool:
+    """x = 3 mod 7 is 10 mod 7, and 3."""
+    if not (answer := _MODULAR.fullmatch(other)):
+        return _same(gold[2], other)
+    names = {squeeze(each[1]) for each in (gold, answer) if each[1]}
+    values = number(gold[2]), number(answer[2])
+    is_same = _same(gold[2], answer[2])
+    if None not in values and gold[3].isdigit():
+        is_same = (values[0].value - values[1].value) % int(gold[3]) == 0
+    return is_same and gold[3] == answer[3] and len(names) < 2 and not _is_circular(answer[1] or "?", answer[2])
 
 
 def _same_lists(pairs: list, other_pairs: list, is_ordered: bool) -> bool:
@@ -325,6 +360,9 @@ def _labelled(gold: str, equation: str) -> str:
 def _same_value(one: str, other: str) -> bool:
     """Whether two texts without lists and names, not both of them plain numbers, are equal."""
     gold, answer = quantity(one), quantity(other)
+    if (gold.dimensions == _DEGREES) != (answer.dimensions == _DEGREES) and r"\pi" in one + other:
+        turns = (rf"({each.value})\pi/180" if each.dimensions == _DEGREES else each.value for each in (gold, answer))
+        return _by_sympy(*turns)
     is_product = not (gold.dimensions and answer.dimensions) and (
         gold.is_glued or (answer.is_glued and not number(one))
     )
@@ -332,16 +370,17 @@ def _same_value(one: str, other: str) -> bool:
         values = number(gold.value), number(answer.value)
         is_convertible = gold.dimensions == answer.dimensions and None not in values
         return is_convertible and values[0].value * gold.size == values[1].value * answer.size
-    if gold.dimensions and other.endswith("%"):
+    if (gold.dimensions and other.endswith("%")) or not (gold.dimensions or answer.is_plain):
         return False
     if (gold.value, answer.value) != (one, other) and not is_product:  # 5m may be a product
-        return _same(gold.value, answer.value)
+        hours = gold.dimensions and gold.dimensions == answer.dimensions  # 3:00 pm is 3 pm
+        return _same(*(each.value.removesuffix(":00") if hours else each.value for each in (gold, answer)))
     if _BASE.fullmatch(one) or _BASE.fullmatch(other):
         return _same_bases(one, other)
+    if ":" in one + other and not (_CLOCK.fullmatch(one) or _CLOCK.fullmatch(other)):
+        return _same_ratios(_split(one, ":"), _split(other, ":"))
     chains = [re.findall(r"\d+", text) if _CHAIN.fullmatch(text) else [] for text in (one, other)]
-    if any(chains):  # dates, times and scores: number by number; what cannot be a time may be a ratio, 6:8 = 3:4 = 3/4
-        if ":" in one + other and not (_CLOCK.fullmatch(one) or _CLOCK.fullmatch(other)):
-            return _by_sympy(one.replace(":", "/"), other.replace(":", "/"))
+    if any(chains):  # dates, times and scores: number by number
         return [*map(int, chains[0])] == [*map(int, chains[1])] and (":" in one) == (":" in other)
     if is_word(one) or is_word(other) or re.fullmatch("[A-Z]{2,}", one):  # BAC is an order, not a product
         return is_word(one) and one.casefold() == other.casefold()
@@ -360,6 +399,17 @@ def _same_numbers(gold: Number, answer: Number) -> bool:
     rounding = (answer if gold.is_fraction else gold).rounding
     is_rounded = gold.is_fraction != answer.is_fraction and rounding is not None
     return is_rounded and abs(gold.value - answer.value) <= rounding
+
+
+def _same_ratios(one: list[str], other: list[str]) -> bool:
+    """2:4:6 is 1:2:3, and 2:3 is 2/3."""
+    if len(one) == 1 and _LETTER.search("".join(other)):  # x:x is no 1
+        return False
+    one, other = (each if len(each) > 1 else [*each, "1"] for each in (one, other))
+    return len(one) == len(other) and all(
+        _by_sympy(rf"\frac{{{part}}}{{{one[-1]}}}", rf"\frac{{{other_part}}}{{{other[-1]}}}")
+        for part, other_part in zip(one, other, strict=True)
+    )
 
 
 def _same_bases(one: str, other: str) -> bool:
@@ -385,6 +435,7 @@ def _by_sympy(gold: str, answer: str) -> bool:
     runs = {run for run in _WORD_RUN.findall(f"{gold} {answer}") if not _NO_WORD.fullmatch(run)} - {"degrees"}
     try:
         one, other = (_expression(text, sorted(runs)) for text in (gold, answer))
+        one, other = (each.doit() if isinstance(each, sympy.MatrixExpr) else each for each in (one, other))
         if one == other:
             return True
         if isinstance(one, sympy.MatrixBase) and isinstance(other, sympy.MatrixBase):

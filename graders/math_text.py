@@ -10,18 +10,46 @@ from unicodedata import normalize
 
 MIN_DIGITS = 6  # significant digits of a decimal that may stand for a fraction or a root, as in math-verify
 
-_TEX = r"\times \cdot / \pi \infty \le \ge \ne \cup \cap \in ^\circ \emptyset".split()
+_GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi chi psi"
+_GREEK_LETTERS = "\u03b1β\u03b3δεζηθ\u03b9κλμ\u03bdξπ\u03c1\u03c3τ\u03c5φχψω"
+_TEX = (
+    r"\times \cdot \cdot / / \infty \le \ge \ne \cup \cap \in ^\circ \emptyset \pm \approx \equiv ^\circ{}C ^\circ{}F"
+)
 _SIGNS = str.maketrans(
     dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe63\uff0d", "-")
     | dict.fromkeys("\xa0\u2007\u2009\u202f~", " ")
-    | {sign: f"{tex} " for sign, tex in zip("\u00d7·÷π∞≤≥≠\u222a∩∈°∅", _TEX, strict=True)}
+    | {sign: f"{tex} " for sign, tex in zip("\u00d7·⋅÷\u2044∞≤≥≠\u222a∩\u2208°∅±≈≡℃℉", _TEX.split(), strict=True)}
+    | {sign: f"\\{name} " for sign, name in zip(_GREEK_LETTERS, f"{_GREEK} omega".split(), strict=True)}
+    | {sign.upper(): f"\\{name.title()} " for sign, name in zip(_GREEK_LETTERS, f"{_GREEK} omega".split(), strict=True)}
 )
 _WRAPPED = (
     r"\\(?:text(?:bf|it|rm|sf|normal)?|math(?:rm|bf|sf|it)|boldsymbol|mbox|fbox|boxed|underline|operatorname"
     r"|(?:text)?color\s*\{\w+\})\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 )
 _ANGLE = r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?-?\d\}?)?\s*)[({]?\s*(\d+) degrees\s*[)}]?"
-_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ₀₁₂₃₄₅₆₇₈₉ₙ", "0123456789-n0123456789n")
+_MONTH = "(January|February|March|April|May|June|July|August|September|October|November|December)"
+_ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+SPELLED = {word: value for value, word in enumerate(f"{_ONES} seventeen eighteen nineteen".split())}
+_TENS = zip("twenty thirty forty fifty sixty seventy eighty ninety".split(), range(20, 100, 10), strict=True)
+SPELLED |= {f"{ten}-{one}": size + value for ten, size in _TENS for one, value in [*SPELLED.items()][:10]}
+SPELLED |= {word.removesuffix("-zero"): value for word, value in SPELLED.items()}
+_NUMERAL = "|".join(sorted(SPELLED, key=len, reverse=True)).replace("y-", "y[- ]")
+_SPELLED_OUT = re.compile(rf"(?i)^(-?)({_NUMERAL})(?![a-z-])")
+_SHARES = "hal(?:f|ve) third (?:quarter|fourth) fifth sixth seventh eighth ninth tenth".split()
+
+
+_ROOTS = {"√": "", "∛": "[3]", "∜": "[4]"}
+
+
+def _spelled(word: str) -> int:
+    return SPELLED[word.lower().replace(" ", "-")]
+
+
+def _share(match: re.Match) -> str:
+    """`two thirds` as 2/3."""
+    below = next(size for size, name in enumerate(_SHARES, start=2) if re.fullmatch(name, match[2].lower()))
+    return f"{_spelled(match[1])}/{below}"
 
 
 def _repeating(match: re.Match) -> str:
@@ -31,15 +59,33 @@ def _repeating(match: re.Match) -> str:
     return f" {value}/{(10 ** len(repeated) - 1) * 10 ** len(once)} "
 
 
+def _dotted(match: re.Match) -> str:
+    """0.\\dot{1}4\\dot{2} and 0.(142) as 0.\\overline{142}."""
+    return rf"\overline{{{''.join(filter(None, match.groups()))}}}"
+
+
+def _brackets(match: re.Match) -> str:
+    """]1, 2[ as (1, 2)."""
+    return f"{match[1]} {'(' if match[2] == ']' else '['}{match[3]}{')' if match[4] == '[' else ']'}"
+
+
 _REWRITES = [  # what changes no meaning, in this order
     (re.compile(pattern), new)
     for pattern, new in (
         (r'^\s*(\*\*|")(.*)\1\s*$', r"\2"),  # bold type of markdown
         (r"\*\*", "^"),
-        (r"[⁰¹²³⁴-⁹⁻]+", lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}"),
-        (r"[¼-¾⅐-⅞]", lambda match: f" {normalize('NFKC', match[0])} ".replace("\u2044", "/")),
-        (r"√\s*(\d*)", lambda match: f"\\sqrt{{{match[1]}}}" if match[1] else r"\sqrt "),
+        (r"[⁰¹²³⁴-⁹⁻ⁿ]+", lambda match: f"^{{{match[0].translate(_SMALL)}}}"),
+        (r"[₀-₉ₙ]+", lambda match: f"_{{{match[0].translate(_SMALL)}}}"),
+        (r"_\{(\w)\}", r"_\1"),
+        (r"[¼-¾⅐-⅞]", lambda match: r"\frac{{{}}}{{{}}}".format(*normalize("NFKC", match[0]).split("\u2044"))),
+        (r"[\u2102\u2115\u211a\u211d\u2124]", lambda match: rf"\mathbb{{{normalize('NFKC', match[0])}}}"),
+        (r"[\uff01-\uff5e]", lambda match: normalize("NFKC", match[0])),
+        (
+            r"[√∛∜]\s*(\d+|[a-z]?)",
+            lambda match: rf"\sqrt{_ROOTS[match[0][0]]}" + (match[1] and f"{{{match[1]}}}") + " ",
+        ),
         (r"\\[,!](?=\d)|\\!", ""),
+        (r"(?<![\d'])(\d{1,3}(?:'\d{3})+)(?![\d'])", lambda match: match[0].replace("'", "")),
         (r"\\[,;:]", " "),
         (r"\\(?:left|right|displaystyle|limits|[bB]igg?[lrm]?|bf|rm|it|large|Large|huge)(?![a-zA-Z])", ""),
         (r"\\[lr]brace(?![a-zA-Z])", lambda match: r"\{" if match[0][1] == "l" else r"\}"),
@@ -47,9 +93,10 @@ _REWRITES = [  # what changes no meaning, in this order
         (r"\{,\}", ","),
         (r"(?<!\\)\$([^$]*[^$\\ ])\s*\$", r" \1 "),
         (r"\\([$%])", r"\1"),
-        (r"\^\s*\{?\\circ\}?\s*(?:([CF])\b)?|\\degree(?![a-zA-Z])|(?<=\d)\s*deg\b", r" degrees\1 "),
         (_WRAPPED, r" \1 "),
-        (r"\\[dtc]frac", r"\\frac"),
+        (r"\^\s*\{?\\circ\}?(?:\{\})?|\\degree(?![a-zA-Z])|(?<=\d)\s*deg\b", " degrees "),
+        (r"(?i:\bdegrees?)\s*([CF])(?:elsius|ahrenheit)?\b", r"degrees\1 "),
+        (r"\\(?:[dtcs]|nice)frac", r"\\frac"),
         (r"\\frac\s*(\\pi|\w)\s*(\\pi|\w)", r"\\frac{\1}{\2}"),
         (r"\{([^{}]*)\\choose(?![a-zA-Z])([^{}]*)\}", r"\\binom{\1}{\2}"),
         (r"(\\sqrt\s*\[[^]]*\])\s*(\w)", r"\1{\2}"),
@@ -73,7 +120,19 @@ _REWRITES = [  # what changes no meaning, in this order
         (r"(?i)(?<=\d)\s*(?:percentage|percent|pct)\b", "%"),
         (r"(?i)\b([ap])\.\s?m\b\.?", r"\1m"),
         (r"\s+\^", "^"),
-        (r"(?i)^\s*(?:negative|minus)\s+(?=[\d\\])", "-"),
+        (rf"(?i)^\s*(?:negative|minus)\s+(?=[\d\\]|(?:{_NUMERAL})\b)", "-"),
+        (rf"(?i)(?<![^\s-])({_NUMERAL})[ -]({'|'.join(_SHARES)})s?\s*$", _share),
+        (rf"\b(\d{{1,2}})(?:st|nd|rd|th)?(?: of)? {_MONTH}\b,?", r"\2 \1"),
+        (rf"\b{_MONTH} (\d{{1,2}})(?:st|nd|rd|th)?\b,?", r"\1 \2"),
+        (r"^\s*(\d+) to (\d+)\s*$", r"\1:\2"),
+        (r"(?i)^\s*all real(?: number)?s\s*$", r"\\mathbb{R}"),
+        (r"(?i)^\s*(?:(?:there (?:is|are) )?no (?:real )?solutions?|(?:the )?empty set)\s*$", r"\\emptyset"),
+        (r"\(?\s*(?<![a-zA-Z])\\?[pb]?mod(?:ulo)?(?![a-zA-Z])\s*\{?\s*(\w+)\s*\}?\s*\)?", r" mod \1 "),
+        (r"\\lg(?![a-zA-Z])", r"\\log_{10}"),
+        (r"(?<![\\\w])C\s*\(\s*(\d+)\s*,\s*(\d+)\s*\)", r"\\binom{\1}{\2}"),
+        (r"(?<![\w})\]])(?:\{\s*\})?[_^]\{?(\d+)\}?\s*C_\{?(\d+)\}?", r"\\binom{\1}{\2}"),
+        (r"(^|\\cup|\\in|=)\s*([][])([^][()]*[,;][^][()]*)([][])", _brackets),
+        (r"\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?|(?<=\.)\((\d+)\)", _dotted),
         (r"(?<!\d)(\d*)\.(\d*)\\(?:overline|bar)\s*\{?(\d+)\}?", _repeating),
         (r"(?<!\d)(\d*)\.(\d{0,9}?)(\d{1,9}?)\3\3+\s*(?:\.\.\.|\\l?dots)(?!\s*\d)", _repeating),
         (r"\.\.\.|\\[lc]dots", r"\\dots "),
@@ -89,44 +148,51 @@ _PLAIN = re.compile(
 )
 _FRACTION = re.compile(r"\\frac\s*(?:\{\s*([-+]?[\d.,]+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
 
-_ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
-SPELLED = {word: value for value, word in enumerate(f"{_ONES} seventeen eighteen nineteen".split())}
-_TENS = zip("twenty thirty forty fifty sixty seventy eighty ninety".split(), range(20, 100, 10), strict=True)
-SPELLED |= {f"{ten}-{one}": size + value for ten, size in _TENS for one, value in [*SPELLED.items()][:10]}
-SPELLED |= {word.removesuffix("-zero"): value for word, value in SPELLED.items()}
-_SPELLED_OUT = re.compile(
-    rf"(?i)^(?:{'|'.join(sorted(SPELLED, key=len, reverse=True))})(?![a-z-])".replace("y-", "y[- ]")
-)
-_UNITS = {  # name: (size, dimension)
-    name: (Fraction(size), dimension)
-    for dimension, row in {
-        "m": "m,meter,metre=1 km,kilometer,kilometre=1000 cm,centimeter,centimetre=1/100 mm,millimeter=1/1000 "
-        "in,inch=127/5000 ft,foot,feet=381/1250 yd,yard=1143/1250 mi,mile=201168/125",
-        "s": "s,sec,second=1 min,minute=60 h,hr,hour=3600 day=86400 week=604800",
-        "year": "yr,year=1 month=1/12",
-        "g": "g,gram=1 kg,kilogram,kilo=1000 mg,milligram=1/1000",
-        "lb": "lb,pound,£,GBP=1 oz,ounce=1/16",
-        "L": "l,L,liter,litre=1 mL,ml,milliliter,millilitre=1/1000",
-        "gallon": "gal,gallon=1 qt,quart=1/4",
-        "dollar": "$,USD,dollar,buck=1 ¢,cent=1/100",
-        "euro": "€,EUR,euro=1",
-        "am": "am=1",
-        "pm": "pm=1",
-    }.items()
-    for entry in row.split()
-    for names, size in [entry.split("=")]
-    for name in names.split(",")
-}
+_PREFIXES = "p pico n nano μ micro m milli c centi d deci h hecto k kilo M mega G giga T tera".split()
+_POWERS_OF_10 = [power for power in (-12, -9, -6, -3, -2, -1, 2, 3, 6, 9, 12) for _ in range(2)]
+_TABLE = """*m,meter,metre=1:m in,inch=.0254:m ft,foot,feet=.3048:m yd,yard=.9144:m mi,mile=1609.344:m
+hectare,ha=10000:m2 acre=4046.8564224:m2 *L,l,liter,litre=.001:m3 cc=.000001:m3
+gal,gallon=1:gal qt,quart=1/4:gal pt,pint=1/8:gal cup=1/16:gal
+*s,sec,second=1:s min,minute=60:s h,hr,hour=3600:s day=86400:s week=604800:s yr,year=1:year month=1/12:year
+*g,gram=1:g kilo=1000:g tonne=1000000:g lb,pound,£,GBP=1:lb oz,ounce=1/16:lb
+*N,newton=1000:g.m.s-2 *J,joule=1000:g.m2.s-2 *Wh=3600000:g.m2.s-2 *W,watt=1000:g.m2.s-3 *Pa,pascal=1000:g.m-1.s-2
+*bar=100000000:g.m-1.s-2 *Hz,hertz=1:s-1 *A,amp,ampere=1:A *C,coulomb=1:A.s *V,volt=1000:g.m2.s-3.A-1
+*Ω,ohm=1000:g.m2.s-3.A-2 *F,farad=.001:g-1.m-2.s4.A2 *H,henry=1000:g.m2.s-2.A-2 *T,tesla=1000:g.s-2.A-1
+*K,kelvin=1:K *mol,mole=1:mol *eV,electronvolt=1:eV *cal,calorie=4184:g.m2.s-2 *B,byte=1:B *b,bit=1/8:B
+$,USD,dollar,buck=1:$ ¢,cent=1/100:$ €,EUR,euro=1:€ ¥,JPY,yen=1:¥ ₹,Rs,INR,rupee=1:₹
+am=1:am pm=1:pm degrees,degree=1:deg degreesC=1:degC degreesF=1:degF rad,radian=1:rad"""
+Dimensions = tuple[tuple[str, int], ...]
+_UNITS: dict[str, tuple[Fraction, Dimensions]] = {}  # name: (size in base units, dimensions)
+for _entry in _TABLE.split():
+    _names, _size, _bases = re.split("[=:]", _entry.strip("*"))
+    _dimensions = tuple((base, int(power or 1)) for base, power in re.findall(r"([^\W\d]+|[$€¥₹])(-?\d*)", _bases))
+    for _name in _names.split(","):
+        _UNITS[_name] = Fraction(_size), _dimensions
+        for _prefix, _power in zip(_PREFIXES, _POWERS_OF_10, strict=True):
+            if _entry[0] == "*":
+                _UNITS.setdefault(_prefix + _name, (Fraction(_size) * Fraction(10) ** _power, _dimensions))
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _NO_NOUN = re.compile(  # words that qualify a number instead of naming what it counts
     r"(?i)(?:not?|or|and|but|if|is|mod|modulo|plus|minus|times|over|choose|divided|by|than|least|most|more|less|about|to|"
     r"factorial|squared|cubed|doubled|tripled|inverse|reciprocal|hal(?:f|ves)|"
     r"(?:quarter|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth|\w*(?:teen|tie|hundred|thousand|illion)th)s?|"
-    r"negative|positive|maybe|perhaps|possibly|undefined|none|never|wrong|false|hundred|thousand|[mbtr]+illion|dozen|"
+    r"negative|maybe|perhaps|possibly|undefined|none|never|wrong|false|hundred|thousand|[mbtr]+illion|dozen|"
     rf"{'|'.join(SPELLED)})"
 )
-_MEASURED = re.compile(r"(.*?(?:[\d.})%]|\\pi))(\s*)((?:[$€£¢]|[^\W\d_])(?:[\s^{}/.-]|\\cdot|(?<=[\^{-])\d|[^\W\d_])*)")
-_MONEY = re.compile(rf"([-+]?)\s*([$€£]|USD|EUR|GBP)\s*([-+]?\s*(?:{_DECIMAL}))")
+_COUNTED = re.compile(  # plural nouns, but those that stand for several: 5 pairs are 10
+    rf"(?i)(?!(?:{_NUMERAL}|[a-z]*illion|lakh|lac|crore|dozen|score|couple|pair|trio|duo|twin|double|triple|half|halve|fold|"
+    r"[a-z]+plet|[a-z]+tet|(?:twent|thirt|fort|fift|sixt|sevent|eight|ninet|centur)ie|[dty][a-z]*ad|myriad|decade|hundred|thousand|"
+    r"googol|percent|opposite|negative|inverse|reciprocal|factorial|not|no|alway|sometime|beside|doe|[a-z]*ward)e?s)"
+    r"(?:[a-z]{2,}[^\Wsui]s|people|persons?|children|men|women|feet|teeth|mice|geese|sheep|fish|deer|dice|unit|way|solution)"
+)
+_HARMLESS = re.compile(  # words that may stand before a noun or behind it
+    "(?i)red|blue|green|white|black|yellow|orange|pink|big|small|large|long|tall|wide|high|deep|old|young|new|different|"
+    "distinct|unique|of|possible|real|complex|positive|whole|prime|odd|even|square|cubic|total|away|such|squared|cubed"
+)
+_MEASURED = re.compile(
+    r"(.*?(?:[\d.})%]|\\pi))(\s*)((?:[$€£¢¥₹]|[^\W\d_])(?:[\s(){}/.-]|\\cdot|\^\{?-?\d\}?|[^\W\d_])*)"
+)
+_MONEY = re.compile(rf"([-+]?)\s*([$€£¥₹]|USD|EUR|GBP|INR|JPY|Rs\b\.?)\s*([-+]?\s*(?:{_DECIMAL}))")
 _PARTS = re.compile(rf"({_DECIMAL})\s*([a-zA-Z]+)(?:\s*,)?(?:\s+and)?(?:\s+|$)")
 _DIGITS = re.compile(r"-?[\d,]+(?:\.\d*)?")
 _WORDS = re.compile(r"[^\W\d_]+(?:[ .'-]+[^\W\d_]+)*")
@@ -152,8 +218,9 @@ class Number(NamedTuple):
 class Quantity(NamedTuple):
     value: str
     size: Fraction  # of the unit, in base units
-    dimensions: tuple[tuple[str, int], ...]
+    dimensions: Dimensions
     is_glued: bool  # a letter right after a digit, which may be a variable: 5m
+    is_plain: bool = True  # whether the unit may be forgiven: neither dozens nor `incorrect`
 
 
 @lru_cache(maxsize=64)
@@ -195,46 +262,53 @@ def number(text: str) -> Number | None:
 
 def quantity(text: str) -> Quantity:
     """The value of a text and its unit: $5, 5 dollars, 5 km/h, 5 square feet, 5 red balls, 5 feet 6 inches."""
-    text = _SPELLED_OUT.sub(lambda match: str(SPELLED[match[0].lower().replace(" ", "-")]), text)
+    text = _SPELLED_OUT.sub(lambda match: f"{match[1]}{_spelled(match[2])}", text)
     plain = Quantity(text, Fraction(1), (), False)
     parts = _PARTS.findall(text + " ")
     if len(parts) > 1 and not _PARTS.sub("", text + " "):
         return _summed(parts) or plain
-    if not (match := _MEASURED.fullmatch(_MONEY.sub(r"\1\3 \2 ", text, count=1) if _MONEY.match(text) else text)):
+    sign = {"mu": "μ", "Omega": "Ω"}
+    written = re.sub(r"(?<=[\d .])([kM]?) ?\\(mu|Omega)(?: |$)", lambda match: match[1] + sign[match[2]], text)
+    written = _MONEY.sub(r"\1\3 \2 ", written, count=1) if _MONEY.match(text) else written
+    if not (match := _MEASURED.fullmatch(written)):
         return plain
     value, gap, unit = match.groups()
     measure = _unit(unit)
     if measure is None or not (gap or _known(unit) or not unit.isalpha()):
         return plain
-    size, dimensions = measure
-    return Quantity(value, size, dimensions, not gap and len(unit) == 1 and unit.isalpha())
+    is_glued = (not gap or "frac" in value) and re.fullmatch(r"[^\W\d_]|[a-zμ][A-KM-Z]", unit) is not None
+    return Quantity(value, *measure[:2], is_glued, measure[2])
 
 
 def _summed(parts: list[tuple[str, str]]) -> Quantity | None:
     """`5 feet 6 inches` in feet: known units of one dimension, each smaller than the one before."""
     units = [_known(name) for _, name in parts]
-    if None in units or len({dimension for _, dimension in units}) > 1:
+    if None in units or len({dimensions for _, dimensions in units}) > 1:
         return None
     sizes = [size for size, _ in units]
     if any(size <= smaller for size, smaller in pairwise(sizes)):
         return None
     total = sum(number(value).value * size for (value, _), size in zip(parts, sizes, strict=True))
-    return Quantity(str(total / sizes[0]), sizes[0], ((units[0][1], 1),), False)
+    return Quantity(str(total / sizes[0]), sizes[0], units[0][1], False)
 
 
-def _known(name: str) -> tuple[Fraction, str] | None:
-    forms = (name, name.lower(), name.lower().removesuffix("s"), name.lower().removesuffix("es"))
+def _known(name: str) -> tuple[Fraction, Dimensions] | None:
+    lower = name.lower()
+    forms = (name, name[0].lower() + name[1:], lower, lower.removesuffix("s"), lower.removesuffix("es"))
     return next((_UNITS[form] for form in forms if form in _UNITS and (form == name or len(form) > 1)), None)
 
 
-def _unit(text: str) -> tuple[Fraction, tuple[tuple[str, int], ...]] | None:
-    """Size in base units, and the power of each dimension; None if the text is no unit."""
+def _unit(text: str) -> tuple[Fraction, Dimensions, bool] | None:
+    """Size in base units, the power of each dimension, and whether it may be forgiven; None if the text is no unit."""
     text = re.sub(r"\bmph\b", "mi/h", re.sub(r"\bkm?ph\b|\bkmh\b", "km/h", text.replace(r"\cdot", " ")))
+    text = re.sub(r"([a-zA-Z]) (?:(squar)|cub)ed\b", lambda match: f"{match[1]}^{2 if match[2] else 3}", text)
     size = Fraction(1)
     dimensions: Counter[str] = Counter()
     side = power = 1
-    tokens = re.findall(r"(/|[^\W\d_]+|[$€£¢])(?:\^\{?(-?\d)\}?)?", text)
-    for name, exponent in tokens:
+    is_plain = text not in ("K", "B", "T", "b")  # 5 K may be 5,000
+    has_noun = False
+    tokens = re.findall(r"(/|[^\W\d_]+|[$€£¢¥₹])(?:\^\{?(-?\d)\}?)?", text)
+    for before, (name, exponent) in zip([("", ""), *tokens], tokens, strict=False):
         if name in ("/", "per"):
             side = -1
             continue
@@ -244,13 +318,19 @@ def _unit(text: str) -> tuple[Fraction, tuple[tuple[str, int], ...]] | None:
         known = _known(name)
         if known is None and (_NO_NOUN.fullmatch(name) or not is_word(name)):
             return None
-        one, dimension = known or (Fraction(1), name.lower().removesuffix("s").removesuffix("e"))
+        is_counted = known is not None or _COUNTED.fullmatch(name) is not None
+        is_named = before[0] in ("/", "per", "of") and name[-1] != "s"
+        has_noun |= is_counted
+        is_plain &= is_counted or is_named or _HARMLESS.fullmatch(name) is not None
+        one, bases = known or (Fraction(1), ((name.lower().removesuffix("s").removesuffix("e"), 1),))
         exponent, power = side * power * int(exponent or 1), 1
         size *= one**exponent
-        dimensions[dimension] += exponent
+        for base, each in bases:
+            dimensions[base] += each * exponent
     if power != 1 or len(tokens) > 5:
         return None
-    return size, tuple(sorted(dimensions.items()))
+    powers = tuple(sorted((base, each) for base, each in dimensions.items() if each))
+    return size, powers or (("", 1),), is_plain and has_noun
 
 
 def as_interval(text: str) -> str:

@@ -103,6 +103,16 @@ def test_equal_answers_have_equal_texts_for_votes(texts, extracted):
         ("The answer is 3", "3"),
         (r"\boxed{1", None),
         ("no answer here", None),
+        (r"so $\boxed 5$. \boxed{6", "5"),
+        (r"\boxed{6} no: \boxed5.", "5"),
+        ("<answer>4</answer> <answer>5</answer> #### 6", "5"),
+        ("The answer is therefore 5.", "5"),
+        ("The answer is, hence, equal to 5.", "5"),
+        ("Its answer should be $5$", "5"),
+        ("The answer must be 5.", "5"),
+        ("The answer comes out to be approximately 5", "5"),
+        ("The answer is therefore not 5.", "not 5"),
+        ("The answer cannot be 5", None),
     ],
 )
 def test_where_an_answer_is_looked_for(reply, found):

@@ -50,6 +50,58 @@ ANGLES:: \sin 30^\circ <- \sin 30 | \sin 30^\circ <- \sin 60^\circ | \cos^2 30^\
 MORE UNITS:: 90^\circ <- 90\% | 11\text{ inches} <- 11\% | 5 <- 5 trillion | 5 <- 5 doubled | 5 <- 5 fifteenths
 MORE BASES:: 1011_{\text{two}} <- 1011_{\text{three}} | 21 \text{ (base 5)} <- 21 \text{ (base 6)} | a-b <- b-a
 \$1,234 <- 1,235 | \$1,234 <- 1 | 5 <- 5\,\text{or}\,6 | C <- [C, D] | \text{(C)} <- Option C or D | 12 <- minus 12
+RATIOS:: 1:2:3 <- 1:3:2 | 1:2:3 <- 1:6:1 | 1:2:3 <- 1/6 | 1:2:3 <- 2:4:5 | 1:2:3 <- 3:2:1 | 1:2:3 <- 1:2 | 2:3 <- 3:2
+2:3 <- 3 to 2 | 1:2:3 <- 1:2:3:4 | 1:2:3 <- 2/3 | 1:2 <- 1:2:3 | 1 <- x:x | 2:3 <- 2 to 4 | 2:3 <- 23 | 5 <- 2 to 5
+5 <- 5 to 7
+TEMPERATURES:: 25^\circ\text{C} <- 25°F | 25^\circ C <- 25°F | 25^\circ\text{C} <- 26°C | 25°C <- 25 K | 25°C <- 25\%
+25°C <- 77°F | 25 <- 26°C | 25°C <- 52°C | 25°C <- 25 coulombs
+CHAINS:: 1<x<3 <- 3<x<1 | 1<x<3 <- 1>x>3 | 1<x<3 <- 3>y>1 | 1<x<3 <- 3\ge x>1 | 1<x\le 3 <- 3>x\ge1 | 1<x<3 <- x>1
+1<x<3 <- 1<y<3 | 1<x<3 <- x>1 or x<3 | 1<x<3 <- [1,3] | 1<x<3 <- 3>x>2
+CONGRUENCES:: x \equiv 3 \pmod 7 <- x \equiv 4 \pmod 7 | x \equiv 3 \pmod 7 <- x \equiv 3 \pmod 5
+x \equiv 3 \pmod 7 <- 4 | x \equiv 3 \pmod 7 <- 7 | x \equiv 3 \pmod 7 <- 3 \pmod 8
+x \equiv 3 \pmod 7 <- y \equiv 3 \pmod 7 | 5 <- 5 \pmod 7 | x \equiv 3 \pmod 7 <- x \equiv -3 \pmod 7
+x \equiv 3 \pmod 7 <- 3, 7 | 3 \pmod 7 <- 7 \pmod 3 | 5 <- x \equiv 5 \pmod 7 | 5 <- 5 (mod 7)
+x=3 <- x \equiv 3 \pmod 7 | x \equiv 3 \pmod 7 <- 37 | x \equiv 3 \pmod 7 <- x \equiv 3
+MEASURES:: 5 kJ <- 5 J | 20 mA <- 20 A | 2 kW <- 2 W | 3 MHz <- 3 mHz | 5 N <- 5 J | 10 ohms <- 10 kohms
+2 hectares <- 2 m^2 | 5 cm^2 <- 5 cm | 5 cc <- 5 L | 500 yen <- 500 dollars | 500 rupees <- 500 yen | 5 \mu m <- 5 mm
+5 GB <- 5 MB | 1 kWh <- 1 kW | 5 Pa <- 5 kPa | 5 V <- 5 A | 1 kg <- 1000 kg | 5 m/s <- 5 m/s^2 | 5 m/s <- 5 m
+5 J <- 5 W | 5 mm <- 5 Mm | 5 km <- 5 m | 100 ms <- 100 s | 5 g <- 5 kg | 5 MW <- 5 mW | 1 ton <- 1 kg
+5 acres <- 5 hectares | 5 N <- 5 kN | 5 Gb <- 5 GB | 5 min <- 5 m | 5 F <- 5 °F | 5 min <- 5 micro | 5 T <- 5 t
+2 h <- 2 H | 5 s <- 5 S
+LETTERS AND SIGNS:: \u03b1 <- β | θ <- φ | a₁ <- a₂ | a₁ <- a1 | ½π <- 2π | 2\u20443 <- 3/2 | ∛2 <- √2 | ∛8 <- 8/3
+\sfrac{1}{2} <- 2 | 0.\dot{3} <- 0.3 | 0.(3) <- 0.3 | 0.(12) <- 0.(21) | 0.1(6) <- 0.(16) | (2,\infty) <- [2, \infty[
+[2,5] <- [2, 5[ | (2,5) <- ]5,2[ | (2,5) <- [2,5] | 20 <- C(6,2) | \lg 2 <- \ln 2
+\begin{pmatrix}2\\4\end{pmatrix} <- 2\begin{pmatrix}1\\3\end{pmatrix}
+\begin{pmatrix}2\\4\end{pmatrix} <- 3\begin{pmatrix}1\\2\end{pmatrix} | 1234567 <- 1'234'568 | 12 <- 1'2 | 1/3 <- 3(3)
+1/3 <- 0.(30) | 0.3 <- 0.(3) | a <- \u03b1 | \Delta <- δ | 3 <- 0.(3) | x_1=2 <- x₂=2
+WORDS FOR NUMBERS AND SETS:: \text{all real numbers} <- \mathbb{Z} | \mathbb{R} <- \text{all integers}
+\mathbb{R} <- all x | (-\infty,\infty) <- \text{all} | \text{all real numbers} <- (0,\infty)
+\mathbb{R} <- \text{all positive real numbers} | \mathbb{R} <- \text{all real numbers except 0}
+\mathbb{R} <- \text{no real numbers} | \mathbb{R} <- \text{not all real numbers} | \emptyset <- \text{one solution}
+\emptyset <- \text{solution} | \text{no solution} <- \{0\} | \text{no solution} <- 0 | \emptyset <- \text{no}
+\text{no} <- \emptyset | 1/2 <- \text{one third} | 2/3 <- two fourths | 3 <- negative three | 3 <- minus three
+-3 <- three | 1 <- one half | 2 <- two thirds | 1/2 <- half of it | 1/2 <- two halves | 5 <- five halves
+5 <- five tenths | July 4, 1776 <- 4 July 1777 | July 4, 1776 <- June 4, 1776 | July 4, 1776 <- July 5, 1776
+July 4, 1776 <- 1776 | July 4 <- 4 | July 4, 1776 <- 4 | 3:00 PM <- 3 AM | 3:00 PM <- 3:30 PM | 3 PM <- 4 PM
+3:00 PM <- 15 | March 15 <- March 16
+NOUNS:: 5 <- 5 scores | 5 <- 5 gross | 5 <- 5 couples | 5 <- 5 pairs | 5 <- 5 quadrillion | 5 <- 5 lakh | 5 <- 5 crore
+7 <- 7 tens | 5 <- 5 in binary | 5 <- 5 incorrect | 5 <- 5 opposite | 5 <- 5 dozen | 5 <- 5 dozens | 5 <- 5 dozen eggs
+5 <- 5 pairs of shoes | 5 <- 5 trios | 5 <- 5 quartets | 5 <- 5 lakhs | 5 <- 5 crores | 5 <- 5 quadrillions
+5 <- 5 score | 5 <- 5 wrong | 5 <- 5 false | 5 <- 5 in hex | 5 <- 5 in octal | 5 <- 5 reversed | 5 <- 5 negated
+5 <- 5 squared | 5 <- 5 cubed | 5 <- 5 fold | 5 <- 5 tenths | 5 <- 5 halves | 5 <- 5 thirds | 5 <- 5 twins
+5 <- 5 triplets | 5 <- 5 myriads | 5 <- 5 googol | 5 <- 5 grand | 5 <- 5 k | 5 <- 5 bn | 5 <- 5 mil | 5 <- 5 off
+5 <- 5 too many | 5 <- 5 or so | 5 <- 5 unlikely | 5 <- 5 impossible | 5 <- 5 inverted | 5 <- 5 approximately
+5 <- 5 short | 5 <- 5 plus one | 5 <- 5 each way | 5 <- 5 million apples | 5 <- 5 billions | 5 <- 5 not
+5 <- 5 percent off | 5 <- 5 twenties | 5 <- 5 sixes | 5 <- 5 quarters | 5 <- 5 doubles | 5 <- 5 triples
+5 <- 5 times ten | 5 <- 5 fewer | 5 <- 5 more | 5 <- 5 gazillion | 5 <- 5 brace | 5 <- 5 backwards
+5 <- 5 upside down | 5 <- 5 untrue | 5 <- 5 refuted | 5 <- 5 rejected | 5 <- 5 is wrong | 5 <- 5 pairs apples
+5 <- 5 apple pairs | 5 <- 5 twos | 5 <- 5 negatives | 5 <- 5 opposites | 5 <- 5 reciprocals | 5 <- 5 inverses
+5 <- 5 ths | 5 <- 5 factorials | 5 <- 5 nots | 5 apples <- 5 oranges | 5 <- 5 lacs | 5 <- 5 percents
+ANGLES IN RADIANS:: \frac{\pi}{3} <- \frac{\pi}{3}^\circ | \pi <- \pi^\circ | \frac{\pi}{3} <- 30^\circ
+60^\circ <- \frac{\pi}{6} | \frac{\pi}{3} <- \frac{\pi}{3} degrees | 2\pi <- 2\pi^\circ | 60^\circ <- 60 \pi
+\frac{\pi}{3} <- 60\% | 60^\circ <- 60 radians
+SETS OF SETS:: B <- C=B | 5 <- 6=5 | \{1,2\} <- \{\{1\},\{2\}\} | \emptyset <- \{\emptyset\} | 1,000,000 <- 1,000,00
+\{\emptyset\} <- \emptyset | \{1,2\} <- \{\{1,2\}\} | 0.5 <- 0.5\% | \{\{1,2\}\} <- \{1,2\} | 1 <- \{\{1\}\}
 """
 RIGHT = r"""
 DECIMALS:: 2/3 <- 0.666667 | 1/3000000 <- 0.000000333333 | 0.333333 <- 1/3 | \sqrt{2} <- 1.41421356 | 1/3 <- 33.3333\%
@@ -78,6 +130,65 @@ ANGLES:: \sin 30^\circ <- 1/2 | \tan 15^\circ <- 2-\sqrt3 | 180^\circ - x <- 180
 MORE BASES:: 1011_{\text{two}} <- 1011_2 | 21_5 <- 21 \text{ (base 5)} | -12 <- negative 12
 4005 <- \text{The answer is } 4005
 \$1,234 <- 1,234 | 1,234 <- \$1,234 | 1,234\text{ feet} <- 1,234 | \text{(C)} <- Option C | \text{(C)} <- [C]
+RATIOS:: 1:2:3 <- 2:4:6 | 1:2:3 <- 3:6:9 | 2:3 <- 4:6 | 2:3 <- 2 to 3 | 1:2:3 <- 1 : 2 : 3 | 3:4:5 <- 6:8:10
+2:3 <- 2/3 | 1:\sqrt{3}:2 <- 1:\sqrt3:2 | 2:3 <- \frac23 | 1:2:3 <- \frac12:1:\frac32 | 2 to 3 <- 2:3
+TEMPERATURES:: 25^\circ\text{C} <- 25°C | 25^\circ\text{C} <- 25^\circ C | 25^\circ C <- 25°C
+25°C <- 25 degrees Celsius | 25^\circ\text{C} <- 25 ^\circ\mathrm{C} | 25°C <- 25 ℃ | 25^\circ\text{C} <- 25
+25°F <- 25^\circ\text{F} | 77^{\circ}\mathrm{F} <- 77°F | 25^\circ\text{C} <- 25\,^\circ\text{C}
+25^\circ\text{C} <- 25\text{ degrees Celsius}
+CHAINS:: 1<x<3 <- 3>x>1 | -2 \le x < 5 <- 5 > x \ge -2 | 0<y\le 1 <- 1 \ge y > 0 | 1<x<3 <- x \in (1,3) | x>2 <- 2<x
+1<x<3 <- (1,3) | 1<x<3 <- 1 < x < 3
+CONGRUENCES:: x \equiv 3 \pmod 7 <- x \equiv 3 \mod 7 | x \equiv 3 \pmod 7 <- x \equiv 3 (mod 7)
+x \equiv 3 \pmod 7 <- 3 \pmod 7 | x \equiv 3 \pmod 7 <- 3 | x \equiv 3 \pmod{7} <- x \equiv 3 \pmod 7
+x \equiv 3 \pmod 7 <- x≡3 (mod 7) | x \equiv 3 \pmod 7 <- 3 \mod 7 | 3 \pmod 7 <- 3 (mod 7)
+3 \pmod{7} <- x \equiv 3 \pmod{7} | x \equiv 3 \pmod 7 <- x \equiv 3 \bmod 7 | 3 \pmod 7 <- 3
+x \equiv 3 \pmod 7 <- x \equiv 3\ (\text{mod}\ 7) | x \equiv 3 \pmod 7 <- x \equiv 10 \pmod 7
+MEASURES:: 5 kJ <- 5000 J | 20 mA <- 0.02 A | 2 kW <- 2000 W | 3 MHz <- 3000 kHz | 5 N <- 5 newtons
+10 ohms <- 10 \Omega | 10 \text{ k}\Omega <- 10000 ohms | 2 hectares <- 20000 m^2 | 2 ha <- 2 hectares
+5 cm^2 <- 5 cm squared | 5 cc <- 5 mL | 5 cm^3 <- 5 cc | 500 yen <- ¥500 | 500 rupees <- Rs. 500 | 500 rupees <- ₹500
+5 \mu m <- 5000 nm | 5 GB <- 5000 MB | 1 kWh <- 3600 kJ | 5 Pa <- 5 pascals | 2 kPa <- 2000 Pa | 5 V <- 5 volts
+5 mol <- 5 moles | 300 K <- 300 kelvin | 5 J <- 5 N m | 5 W <- 5 J/s | 9.8 m/s^2 <- 9.8 \text{ m s}^{-2}
+9.8 m/s^2 <- 9.8 meters per second squared | 5 acres <- 5 acre | 100 ms <- 0.1 s | 5 cm³ <- 5 cm^3
+5 m² <- 5 square meters | 60 km/h <- 60 kilometers per hour | 5 N <- 5 | 5 <- 5 kJ | 5 <- 5 ohms | 12 V <- 12\text{ V}
+5 eV <- 5 electronvolts | 2 μF <- 2000 nF | 3 tesla <- 3 T | 1 bar <- 100 kPa | 5 lbs <- 80 ounces | 5 mi <- 5 miles
+2 dozen <- 2 dozen | 5 pints <- 5 pint | 5 cups <- 5 cup | 2 L <- 2 dm^3 | 1000 cm^3 <- 1 L | 2 km^2 <- 200 hectares
+LETTERS AND SIGNS:: \u03b1 <- \alpha | θ <- \theta | 2\u03b1 <- 2\alpha | a₁ <- a_1 | a_{12} <- a₁₂
+½π <- \frac{\pi}{2}
+2\u20443 <- 2/3 | ∛2 <- \sqrt[3]{2} | ∛8 <- 2 | \sfrac{1}{2} <- 1/2 | \nicefrac{2}{3} <- 2/3 | 0.\dot{3} <- 1/3
+0.(3) <- 1/3 | 0.\dot{1}4285\dot{7} <- 1/7 | 0.1\dot{6} <- 1/6 | (2,\infty) <- ]2, \infty[ | [2,5) <- [2, 5[
+(2,5] <- ]2;5] | 1234567 <- 1'234'567 | 20 <- C(6,3) | \binom{6}{3} <- C(6,3) | \binom{6}{3} <- {}_6C_3
+\lg 2 <- \log_{10} 2 | 2 <- \lg 100 | \begin{pmatrix}2\\4\end{pmatrix} <- 2\begin{pmatrix}1\\2\end{pmatrix}
+\begin{pmatrix}1/2\\1\end{pmatrix} <- \frac12\begin{pmatrix}1\\2\end{pmatrix} | 1/3 <- 0.(3) | 1/3 <- 0.\dot3
+x⁻¹ <- 1/x | 5π/6 <- \frac{5\pi}{6} | 3\u00d710⁵ <- 300000 | x_1=2 <- x₁=2 | \mathbb{R} <- \u211d | \lambda <- λ
+\Delta <- Δ
+\omega <- ω | \mu+\sigma <- μ+\u03c3 | 1/2 <- \uff11/\uff12 | -5 <- \u22125 | \sqrt[4]{2} <- ∜2 | 2\pi r <- 2πr
+\pm 2 <- ±2 | x^n <- xⁿ
+(2,\infty) <- ]2,+\infty[
+WORDS FOR NUMBERS AND SETS:: \text{all real numbers} <- \mathbb{R} | \mathbb{R} <- \text{all real numbers}
+(-\infty,\infty) <- \text{all real numbers} | (-\infty,\infty) <- \mathbb{R}
+\text{all real numbers} <- (-\infty,\infty) | \mathbb{R} <- \text{all reals}
+x\in\mathbb{R} <- \text{all real numbers} | \emptyset <- \text{no solution} | \text{no solution} <- \emptyset
+\text{no solution} <- \text{no solutions} | \emptyset <- \text{no real solutions} | \emptyset <- \text{empty set}
+\text{no solution} <- \text{There is no solution} | 1/2 <- \text{one half} | 1/2 <- one-half
+2/3 <- \text{two thirds} | 3/4 <- \text{three quarters} | 3/4 <- three-fourths | -3 <- \text{negative three}
+-5 <- minus five | \text{negative three} <- -3 | \text{July 4, 1776} <- \text{4 July 1776}
+July 4, 1776 <- July 4th, 1776 | 4 July 1776 <- July 4 1776 | 3:00 PM <- 3 PM | 3 PM <- 3:00 p.m.
+3:00 \text{ p.m.} <- 3\text{ pm} | \text{March 15} <- \text{15 March} | \text{two thirds} <- 2/3
+\text{one half} <- 1/2 | 7/10 <- seven tenths | \text{Friday} <- friday
+NOUNS:: 5 <- 5 apples | 5 <- 5 students | 5 <- 5 red balls | 5 <- 5 people | 5 <- 5 children | 5 <- 5 ways
+5 <- 5 different ways | 5 <- 5 square units | 5 <- 5 units | 5 <- 5 solutions | 5 <- 5 years old
+5 <- 5 dollars per hour | 5 <- 5 real solutions | 5 <- 5 men | 5 <- 5 women | 5 <- 5 candies | 5 <- 5 boxes
+5 <- 5 cookies | 5 <- 5 cups of flour | 5 <- 5 positive integers | 5 <- 5 points | 5 <- 5 cents | 5 <- 5 games
+5 <- 5 buses | 5 <- 5 hours | 5 <- 5 cards | 5 <- 5 distinct values | 12 <- 12 eggs | 5 <- 5 sheep | 5 <- 5 fish
+5 <- 5 miles per hour | 5 <- 5 pieces of cake | 5 <- 5 words per minute | 1 <- 1 way | 1 <- 1 solution
+5 <- 5 marbles | 5 <- 5 tickets | 5 <- 5 pages | 5 apple <- 5 apples | 3 left <- 3 | 5 apples <- 5 | 12 units <- 12
+5 <- 5 inches tall | 5 <- 5 teeth | 5 <- 5 mice | 5 <- 5 feet long | 5 <- 5 matches | 5 <- 5 classes
+5 <- 5 liters of water | 5 <- 5 paths | 5 <- 5 months | 5 <- 5 integers | 5 <- 5 weeks
+ANGLES IN RADIANS:: 60^\circ <- \frac{\pi}{3} | \frac{\pi}{3} <- 60^\circ
+\frac{\pi}{3} <- \frac{\pi}{3} \text{ radians} | 90 <- 90^\circ | 90^\circ <- 90 | \frac{\pi}{3} <- \pi/3 rad
+5\text{ rad} <- 5 | 180^\circ <- \pi
+SETS OF SETS:: \{1,2\} <- \{2,1\} | \{\{1\},\{2\}\} <- \{\{2\},\{1\}\} | \emptyset <- \{\} | \{\emptyset\} <- \{\{\}\}
+\{1\} <- 1 | 37 <- 37\%
 """
 
 GOLDS = r"""5 | 0 | 1 | \frac{3}{4} | 1,000 | \$5 | 50\% | \sqrt{2} | x | k | x+1 | x^2 | e^x | xy | \infty | 2:3
@@ -92,7 +203,7 @@ SAYS_NOTHING = r"""0=0 | 2=2 | 0x=0 | x-x=0 | x=x | k=k | x+1=x+1 | 2x=x+x | x=x
 x^2\ge 0 | x^2<0 | x^2=-1 | 0<1<2 | = | \sin^2 x+\cos^2 x=1 | 0=0, 0=0 | 0=0, 1=1 | 1=1, 2=2 | x=x, y=y
 (x,y)=(x,y) | 0>0, 0>0 | x=0 \text{ or } x \ne 0 | \text{true} | x<0 \text{ or } x\ge 0 | \text{all } x
 \text{always} | \text{the answer} | \{x : x=x\} | \{x \mid x \ne x\} | \{\{\}\} | \{\emptyset\} | \emptyset=\{\}
-x \in \{x\} | \{x: 0=0\} | \lim_{x\to 0} 0=0 | \int 0 dx = 0 | 0 \equiv 0 \pmod 7 | x==x | "x=x" | \text{x=x}
+x \in \{x\} | \{x: 0=0\} | \lim_{x\to 0} 0=0 | \int 0 dx = 0 | 0 \equiv 0 \pmod 7 | x==x | x:x | "x=x" | \text{x=x}
 v=2u+3 | u^2+v^2=25 | g(t)=t^3 | b_n=2n+1 | t>7 | u+v>2 | u=1,v=7 | \{t\} | u+1 | t^2 | 2x=6 | x^2-5x+6=0 | 2x+3=7
 x-3=0 | C=B | (u,v)=(0,2) | \text{Solve for } x | \text{Solve } 2x+3=7 | \begin{pmatrix}a\\b\end{pmatrix} | y=mx+b
 (a,b) | \frac{0}{x}=0"""
@@ -103,7 +214,9 @@ def cases(text):
     for line in text.strip().splitlines():
         for pair in line.rpartition(":: ")[2].split(" | "):
             gold, _, answer = pair.partition(" <- ")
-            yield gold.strip(), answer.strip().replace("\\u2013", "\u2013")
+            yield tuple(
+                re.sub(r"\\u([0-9a-f]{4})", lambda m: chr(int(m[1], 16)), each.strip()) for each in (gold, answer)
+            )
 
 
 def test_wrong_answers_that_look_right():
