@@ -69,6 +69,8 @@ def filter_overlong(samples: Sequence[Sample]) -> int:
 def step_advantages(samples: list[Sample], grpo: GRPOConfig, loss_fn: LossConfig) -> tuple[list[float], dict]:
     """(adv_B, metrics: name -> float) of the shaped samples of a step: equal on all ranks, as the samples are. A sample
     that could not be graded has advantage 0 and is in no statistic; one that is alone in its group then has 0 too."""
+    if grpo.adv_estimator.name == "none":
+        return [0.0] * len(samples), {}
     graded = [sample for sample in samples if sample.is_graded]
     reward_B = torch.tensor([sample.reward for sample in graded])
     group_B = torch.tensor([sample.prompt for sample in graded])

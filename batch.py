@@ -158,11 +158,11 @@ def newest_gap(micro: MicroBatch, version: int, grpo: GRPOConfig, logp_R: Tensor
     return {"logp_gap_mean": (gap_R.sum(), newest_R.sum() + 1e-9), "logp_gap_max": largest}
 
 
-def loss_and_gap(micro: MicroBatch, version: int, grpo: GRPOConfig, logp_R: Tensor, **pack) -> tuple[Tensor, Metrics]:
+def loss_and_gap(micro: MicroBatch, minibatch: Minibatch, grpo: GRPOConfig, logp_R: Tensor, **pack) -> tuple:
     """`policy_loss`; with async_grpo, its logp gap is of the newest tokens unless one was measured before the step."""
     loss, metrics = policy_loss(logp_R, **pack)
     if grpo.async_grpo.max_age and micro.old_logp_R is None:
-        metrics |= newest_gap(micro, version, grpo, logp_R.detach())
+        metrics |= newest_gap(micro, minibatch.version, grpo, logp_R.detach())
     return loss, metrics
 
 

@@ -36,9 +36,10 @@ def key(default: Any, bounds: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class AdvEstimatorConfig:
-    name: Literal["grpo", "gdpo", "reinforce_plus_plus"] = "grpo"
+    name: Literal["grpo", "gdpo", "reinforce_plus_plus", "none"] = "grpo"
     """grpo compares the rewards of a group. gdpo does so for each of several rewards, then whitens their weighted sum
-    over the batch. reinforce_plus_plus whitens the rewards over the tokens of the batch."""
+    over the batch. reinforce_plus_plus whitens the rewards over the tokens of the batch. none trains no rewards, only
+    the KL: on-policy distillation, with policy.reference_model_name."""
     minus_baseline: bool = True
     """reinforce_plus_plus first subtracts the mean reward of the group."""
     reward_weights: tuple[float, ...] | None = None
@@ -68,8 +69,7 @@ class RewardShapingConfig:
     overlong_buffer_penalty: float = key(1.0, ">= 0")
     """A response of max_response_length tokens loses this much reward."""
     max_response_length: int | None = key(None, ">= 1")
-    """The full penalty is due at this many tokens, of all the policy's turns; null means max_new_tokens for each of
-    max_rollout_turns."""
+    """The full penalty is due at this many tokens of all turns; null means max_rollout_turns times max_new_tokens."""
     stop_properly_penalty_coef: float | None = key(None, ">= 0, <= 1")
     """Truncated responses keep this share of their reward, and the overlong penalty is off; null leaves it on."""
 
@@ -111,8 +111,7 @@ class GRPOConfig:
     reward_std: Literal["baseline", "group", "batch"] = "baseline"
     """The standard deviation is of the rewards in the baseline (NeMo RL), or in the group or batch, plus 1e-4 (TRL)."""
     reward_std_floor: float = key(0.05, ">= 0, <= 1")
-    """A leave-one-out baseline's deviation, if not 0, counts as at least this times the range of the group's rewards,
-    so no advantage exceeds 1 / this; 0 is NeMo RL's: nearly equal peers then give advantages of thousands."""
+    """A leave-one-out deviation above 0 is at least this times the range of the group's rewards; 0 is NeMo RL's."""
     adv_estimator: AdvEstimatorConfig = AdvEstimatorConfig()
     advantage_clip_low: float | None = None
     """Advantages below this are raised to it; null means no limit."""
@@ -221,8 +220,7 @@ class LossConfig:
     geometric mean is outside. sequence multiplies the weights of a sequence into one; sequence-truncate and
     sequence-mask then bound it as tis and icepop do. null weights tokens without bounds."""
     importance_sampling_correction_level: Literal["token", "sequence_mean", "sequence_sum"] = "sequence_sum"
-    """With GSPO the weights are of tokens, or of sequences by the mean or the sum (NeMo RL's) of their tokens' logs. A
-    sum over thousands of tokens is far from 0 by rounding alone."""
+    """With GSPO the log of a weight is a token's, or its sequence's mean or sum (NeMo RL's, too noisy if long)."""
     truncated_importance_sampling_ratio: float | None = key(None, "> 0")
     """The weights have this upper bound."""
     truncated_importance_sampling_ratio_min: float | None = key(None, ">= 0")
@@ -383,6 +381,8 @@ class HFConfigOverrides:
 class PolicyConfig:
     model_name: str = "Qwen/Qwen2.5-1.5B"
     """The policy starts from this folder or hub model: Qwen2, Qwen2.5, dense Qwen3 or Llama 3."""
+    reference_model_name: str | None = None
+    """The KL is to this folder or hub model of the same vocabulary, a teacher; null means to the initial policy."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     hf_config_overrides: HFConfigOverrides = HFConfigOverrides()
     precision: Literal["bfloat16", "float32"] = "bfloat16"

@@ -143,9 +143,9 @@ def compute_logprobs(
         for micro in micros:
             micro.old_logp_R, _ = model(*micro.model_inputs)
     if reference:
-        with reference.in_place_of(model):
+        with reference.in_place_of(model) as scorer:
             for micro in micros:
-                micro.ref_logp_R, _ = model(*micro.model_inputs, filtered=False)  # a filter would cut other tokens
+                micro.ref_logp_R, _ = scorer(*micro.model_inputs, filtered=False)  # a filter would cut other tokens
     sums: Metrics = {}
     for metrics in finish_minibatches(minibatches, cfg, model.loss_path, step - 1):
         accumulate(sums, metrics)
@@ -157,7 +157,7 @@ def compute_loss(model: Decoder, micro: MicroBatch, minibatch: Minibatch, cfg: C
     pack_loss = partial(  # still missing: log-probabilities and entropies
         loss_and_gap,
         micro,
-        minibatch.version,
+        minibatch,
         cfg.grpo,
         old_logp_T=micro.old_logp_R,
         sampler_logp_T=micro.sampler_logp_R,

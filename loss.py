@@ -306,8 +306,7 @@ def _weight_metrics(t: _Tokens, weight_R: Tensor, outside_R: Tensor | None, cfg:
     average = mean(weight_R)
     metrics = {"importance_weight_mean": average, "importance_weight_square": mean(weight_R**2)}
     # NeMo RL's name, and its number: with GSPO it sums over sequences instead of averaging.
-    is_nemos_sum = cfg.sequence_level_importance_ratios and level == "sequence_sum"
-    metrics["sampling_importance_ratio"] = average[0] if is_nemos_sum else average
+    metrics["sampling_importance_ratio"] = average if kind in BY_SEQUENCE or level != "sequence_sum" else average[0]
     if outside_R is not None:
         mean = t.seqs.mean if kind == "seq-mask-tis" or kind in BY_SEQUENCE else t.mean
         metrics["is_oob_ratio"] = mean(outside_R)

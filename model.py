@@ -375,25 +375,30 @@ def load_policy(
 
 class Reference:
     """The policy that the KL is measured from: a copy of this rank's trained shards in host memory, pinned for a GPU.
-    With LoRA, policy and reference share the frozen shards.
+    With LoRA, policy and reference share the frozen shards. Or a `teacher`, in host memory except while it scores.
 
-    It has no module of its own. `in_place_of` puts its weights into the policy's module for a forward, so it takes no
-    device memory between forwards, and the same code computes both. `dtype` may be the forward's, which rounds weights
-    anyway; an average (`follow` with alpha < 1) needs float32.
+    A copy has no module of its own. `in_place_of` puts its weights into the policy's module for a forward, so it takes
+    no device memory between forwards, and the same code computes both. `dtype` may be the forward's, which rounds
+    weights anyway; an average (`follow` with alpha < 1) needs float32.
     """
 
-    def __init__(self, model: Decoder, dtype: torch.dtype = torch.float32):
+    def __init__(self, model: Decoder, dtype: torch.dtype = torch.float32, teacher: Decoder | None = None):
         self.shards: dict[str, Tensor] = {}
-        for name, shard in _shards(model).items():
+        self.teacher = teacher
+        for name, shard in () if teacher else _shards(model).items():
             self.shards[name] = torch.empty(shard.shape, dtype=dtype, pin_memory=shard.is_cuda).copy_(shard)
 
     @contextmanager
-    def in_place_of(self, model: Decoder) -> Iterator[None]:
-        """Within, `model` computes with the reference's weights."""
+    def in_place_of(self, model: Decoder) -> Iterator[Decoder]:
+        """The module that computes with the reference's weights: within, `model` does, unless there is a teacher."""
+        if self.teacher:
+            yield self.teacher.to(next(model.parameters()).device)
+            self.teacher.to("cpu")
+            return
         policy = {name: shard.clone() for name, shard in _shards(model).items()}
         _copy(self.shards, _shards(model))
         try:
-            yield
+            yield model
         finally:
             _copy(policy, _shards(model))
 

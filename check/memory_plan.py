@@ -30,7 +30,7 @@ def count(shapes: Shapes, part: str = "") -> int:
 @dataclass(frozen=True)
 class Plan:
     """A run on `num_gpus` ranks that train, in all replicas together. vocab: ids of the tokenizer. gpu_bytes: memory of
-    one GPU, or None if unknown. reward: the reward model. trains: False for eval.py."""
+    one GPU, or None if unknown. reward: the reward model. trains: False for eval.py. teacher: of the KL."""
 
     cfg: Config
     model: ModelConfig
@@ -39,6 +39,7 @@ class Plan:
     gpu_bytes: float | None = None
     reward: ModelConfig | None = None
     trains: bool = True
+    teacher: ModelConfig | None = None
 
     @property
     def precision(self) -> int:
@@ -202,7 +203,11 @@ class Plan:
         (model.Reference)."""
         m, c = self.model, self.precision
         states = self.states()
-        if self.cfg.loss_fn.reference_policy_kl_penalty > 0 and "weights" not in self.offloaded:
+        if self.teacher:  # its largest parts are gathered with a buffer
+            shapes = dict(self.teacher.tensor_shapes())
+            numbers = self.rows(shapes) + 2 * (count(shapes, "embed_tokens") + count(shapes, "model.layers.0."))
+            states["teacher"] = c * numbers
+        elif self.cfg.loss_fn.reference_policy_kl_penalty > 0 and "weights" not in self.offloaded:
             states["copy of the policy"] = 4 * self.rows(self.trained)
         queries, keys = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
         inner = (4 + 4 + c) * m.hidden_size + c * (2 * queries + 2 * keys) + 3 * c * m.intermediate_size
@@ -274,7 +279,8 @@ class Plan:
         items = {name: self.shards[name] for name in self.offloaded}
         if self.cfg.loss_fn.reference_policy_kl_penalty > 0 and self.trains:
             precision = 4 if self.cfg.grpo.ref_policy_update_alpha < 1 else self.precision
-            items["reference"] = precision * self.rows(self.trained)
+            shapes = dict(self.teacher.tensor_shapes()) if self.teacher else self.trained
+            items["reference"] = precision * self.rows(shapes)
         return items
 
     @cached_property

@@ -46,6 +46,7 @@ class RunInputs:
     validation: dict[str, Dataset]
     environments: dict[str, envs.Environment]
     reward_model: tuple[Path, ModelConfig, Tokenizer] | None = None  # if an environment asks for one
+    reference_model: tuple[Path, ModelConfig] | None = None  # a teacher
 
     @property
     def sets(self) -> list[tuple[str, Dataset]]:
@@ -105,7 +106,8 @@ def read_inputs(
         mixture.draw(mixture.start(), cfg.grpo.prompts_per_batch)
     reward_model = read_reward_model(cfg.env.reward_model) if "reward_model" in environments else None
     validation = {each.name: each for each in held_out}
-    return RunInputs(folder, model, tokenizer, mixture, validation, environments, reward_model)
+    teacher = read_teacher(cfg, tokenizer) if to_train and cfg.policy.reference_model_name else None
+    return RunInputs(folder, model, tokenizer, mixture, validation, environments, reward_model, teacher)
 
 
 def check_reward_names(environments: dict[str, envs.Environment], weights: tuple[float, ...] | None) -> None:
@@ -173,6 +175,23 @@ def read_reward_model(cfg: RewardModelConfig) -> tuple[Path, ModelConfig, Tokeni
     return folder, model, tokenizer
 
 
+def read_teacher(cfg: Config, tokenizer: Tokenizer) -> tuple[Path, ModelConfig]:
+    """The model of policy.reference_model_name. ConfigError unless its vocabulary is the policy's."""
+    key = "policy.reference_model_name"
+    folder = resolve_folder(cfg.policy.reference_model_name, key)
+    model = read_model_config(folder)
+    theirs = read_tokenizer(TokenizerConfig(chat_template=None), key, folder).backend.get_vocab()
+    if odd := sorted(theirs.items() ^ tokenizer.backend.get_vocab().items()):
+        tokens = f"{len(odd)} tokens have another id or are in one only, such as {odd[0][0]!r}"
+        raise ConfigError(
+            f"{key}={folder}: its vocabulary is not the policy's ({tokens}); the KL compares ids: use a "
+            "model of the same tokenizer"
+        )
+    check_model(folder, model, tokenizer, "policy.max_total_sequence_length", cfg.policy.max_total_sequence_length)
+    check_weights(folder, model.tensor_shapes())
+    return folder, model
+
+
 def num_steps_of(cfg: Config, num_problems: int) -> int:
     """Steps of the run. Dynamic sampling may draw more than one batch for a step; then there are fewer."""
     return min(cfg.grpo.max_num_steps, cfg.grpo.max_num_epochs * num_problems // cfg.grpo.prompts_per_batch)
@@ -227,7 +246,8 @@ def memory_plan(cfg: Config, inputs: RunInputs, num_ranks: int, gpu_bytes: float
     """How much memory the run needs on each GPU; in a split job of `num_ranks` ranks, on each GPU that trains."""
     num_trainers = max(1, num_ranks - cfg.policy.generation.num_generators)
     reward = inputs.reward_model[1] if inputs.reward_model else None
-    return Plan(cfg, inputs.model_config, inputs.tokenizer.vocab_size, num_trainers, gpu_bytes, reward)
+    teacher = inputs.reference_model[1] if inputs.reference_model else None
+    return Plan(cfg, inputs.model_config, inputs.tokenizer.vocab_size, num_trainers, gpu_bytes, reward, teacher=teacher)
 
 
 def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None) -> str:

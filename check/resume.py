@@ -32,6 +32,7 @@ SAME_WHEN_RESUMED = (
     "grpo.seed",
     "grpo.num_prompts_per_step",
     "grpo.num_generations_per_prompt",
+    "policy.reference_model_name",
     "policy.tokenizer.name",
     "policy.tokenizer.chat_template",
     "policy.tokenizer.chat_template_kwargs",

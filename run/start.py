@@ -124,7 +124,7 @@ def set_up(
         optimizer=build_optimizer(model, cfg.policy.optimizer, offloads=cfg.policy.offload_optimizer_for_logprob),
         engine=engine,
         sampler=sampler,
-        reference=Reference(model, reference_dtype(cfg)) if cfg.loss_fn.reference_policy_kl_penalty > 0 else None,
+        reference=build_reference(cfg, inputs, model, device),
         state=RunState(inputs.train.start(), inputs.train.fingerprints, base_sha256=base_sha256),
         saver=checkpoint.Saver(checkpoint_folder(cfg.checkpointing, folder), cfg.checkpointing, ranks),
         signals=signals,
@@ -207,6 +207,28 @@ def sampling_filter_of(cfg: config.GenerationConfig) -> SamplingFilter | None:
 def reference_dtype(cfg: config.Config) -> torch.dtype:
     """The precision of the forward, but float32 for a reference that is an average of policies."""
     return torch.float32 if cfg.grpo.ref_policy_update_alpha < 1 else getattr(torch, cfg.policy.precision)
+
+
+def build_reference(cfg: config.Config, inputs: RunInputs, model: Decoder, device: torch.device) -> Reference | None:
+    """What the KL is to, if there is one: the policy as it is now, or a teacher. A collective."""
+    policy, dtype = cfg.policy, reference_dtype(cfg)
+    if cfg.loss_fn.reference_policy_kl_penalty == 0:
+        return None
+    if inputs.reference_model is None:
+        return Reference(model, dtype)
+    folder, model_config = inputs.reference_model
+    teacher = load_policy(
+        folder,
+        device="cpu",
+        mesh=fsdp_mesh(device.type, policy.dtensor_cfg.dp_replicate_size),
+        precision=policy.precision,
+        cpu_offload=policy.dtensor_cfg.cpu_offload,
+        model_config=model_config,
+        temperature=model.temperature,
+        vocab_limit=model.vocab_limit,
+        backend=model.backend,
+    )
+    return Reference(model, teacher=teacher.requires_grad_(False).to(dtype))
 
 
 def compiles(option: bool | None, device_type: str) -> bool:

@@ -26,10 +26,10 @@ from data import Sample
 from grpo import compute_logprobs, compute_loss
 from loss import Metrics
 from metrics import Numbers, accumulate, reduce_over_ranks, training_metrics
-from model import Decoder, Reference
+from model import Decoder
 from optim import build_optimizer, clip_grad_norm, count_bad_steps, set_learning_rate
 from run import checkpoint, dump
-from run.start import build_policy, read_adapter, reference_dtype
+from run.start import build_policy, build_reference, read_adapter
 from system.disk import keep_console
 from system.exits import describe_failure, exit_process, report_exit
 from system.optimizer import Optimizer
@@ -71,7 +71,7 @@ def replay(folder: Path, cfg: Config, ranks: Ranks, device: torch.device) -> tup
     model = build_policy(cfg, inputs, ranks, device)
     base = read_adapter(cfg, inputs, model, ranks)
     optimizer = build_optimizer(model, cfg.policy.optimizer, offloads=cfg.policy.offload_optimizer_for_logprob)
-    reference = Reference(model, reference_dtype(cfg)) if cfg.loss_fn.reference_policy_kl_penalty > 0 else None
+    reference = build_reference(cfg, inputs, model, device)
     step, num_bad_steps = meta["step"], 0
     if step > 1:
         saved = checkpoint_folder(cfg.checkpointing, folder.parent.parent)

@@ -1,6 +1,7 @@
 """Model against config, and how much of the data is looked at: checked without torch, on folders made by hand."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -271,6 +272,35 @@ def test_all_goes_with_check(monkeypatch):
     for words in (["--all", "configs/smoke.yaml"], ["configs/smoke.yaml", "--all"], ["--check"], []):
         with pytest.raises(ConfigError):
             preflight.parse_command_line(words, "usage")
+
+
+@pytest.mark.parametrize("edit", [None, "exchanged", "one more", "no tokenizer", "no folder", "few positions"])
+def test_a_teacher_has_the_policys_vocabulary(tmp_path, edit):
+    """marin#5853: the KL compares the probabilities of ids."""
+    starter, teacher = ROOT / "examples" / "arithmetic" / "starter", tmp_path / "teacher"
+    shutil.copytree(starter, teacher)
+    words = json.loads((teacher / "tokenizer.json").read_text())
+    vocab = words["model"]["vocab"]
+    if edit == "exchanged":
+        first, second, *_ = vocab
+        vocab[first], vocab[second] = vocab[second], vocab[first]
+    elif edit == "one more":
+        vocab["1234"] = 1 + max(*vocab.values(), *(token["id"] for token in words["added_tokens"]))
+    (teacher / "tokenizer.json").write_text(json.dumps(words))
+    if edit == "few positions":
+        options = json.loads((teacher / "config.json").read_text())
+        (teacher / "config.json").write_text(json.dumps(options | {"max_position_embeddings": 16}))
+    elif edit == "no tokenizer":
+        (teacher / "tokenizer.json").unlink()
+    elif edit == "no folder":
+        shutil.rmtree(teacher)
+    words = [f"policy.model_name={starter}", f"policy.reference_model_name={teacher}", f"logger.log_dir={tmp_path}"]
+    cfg = reader.load("configs/smoke.yaml", [*words, "loss_fn.reference_policy_kl_penalty=1"])
+    if edit is None:
+        assert read_inputs(cfg).reference_model[0] == teacher
+        return
+    with pytest.raises(ConfigError, match=str(teacher)):
+        read_inputs(cfg)
 
 
 def test_a_tokenizer_of_its_own(tmp_path):

@@ -51,6 +51,8 @@ REINFORCE, GDPO = "grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estim
         ("grpo.reward_std=batch", "baseline", "grpo.normalize_rewards=false", []),
         ("grpo.reward_std_floor=0.0", "0.05", "grpo.normalize_rewards=false", []),
         ("loss_fn.old_logprobs=sampler", "trainer", "loss_fn.disable_ppo_ratio=true", []),
+        ("policy.reference_model_name=there", "null", "loss_fn.reference_policy_kl_penalty=0.0", []),
+        ("grpo.ref_policy_update_period=5", "null", "policy.reference_model_name=there", []),
         ("loss_fn.old_logprobs=sampler", "trainer", "loss_fn.force_on_policy_ratio=true", []),
         (f"{LEVEL}=token", "sequence_sum", "loss_fn.sequence_level_importance_ratios=false", [IS]),
         (f"{LEVEL}=token", "sequence_sum", "loss_fn.use_importance_sampling_correction=false", [GSPO, PER_SEQUENCE]),
@@ -96,6 +98,8 @@ def advantages_of(cfg):
     rewards = {"a": torch.tensor([0.0, 1, 1, 1, 0, 0, 0, 1]), "b": torch.tensor([0.5, 2, 0, 1, 7, 3, 0, 0])}
     group_B = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
     num_tokens_B = torch.arange(1, 9)
+    if cfg.grpo.adv_estimator.name == "none":
+        return torch.zeros(8)
     return estimate_advantages(rewards["a"] + rewards["b"], group_B, num_tokens_B, cfg.grpo, cfg.loss_fn, rewards)
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from metrics_page import undocumented
 from one_process import run_in_this_process, use_stand_in
-from safetensors.torch import load_file
-from small_run import arguments, write_rows
+from safetensors.torch import load_file, save_file
+from small_run import STARTER, arguments, write_rows
 
 import config
 import engine as engine_module
@@ -263,6 +263,34 @@ def test_an_asynchronous_run_whose_ratio_is_to_the_sampler(run, capfd, epochs):
     old = [record for record in steps if record["train/max_trajectory_age"] > 0]
     assert old and all(record["train/token_mult_prob_error"] > 1.01 for record in old)
     assert any(record["train/ratio_clip_low_fraction"] + record["train/ratio_clip_high_fraction"] > 0 for record in old)
+
+
+def test_a_teacher_that_is_the_initial_policy_is_its_reference(run):
+    """prime-rl#2189: the same numbers, whichever module computes them; and advantages off, it is all that trains."""
+    words = ["grpo.max_num_steps=3", "loss_fn.reference_policy_kl_penalty=0.1", "checkpointing.save_hf_at_end=false"]
+    found = []
+    for teacher in ([], [f"policy.reference_model_name={STARTER}"]):
+        steps = [record for record in records(run(grpo, *words, *teacher)) if "train/loss" in record]
+        found.append([{name: step[name] for name in step if name.startswith("train/")} for step in steps])
+    assert found[0] == found[1] and found[0][-1]["train/kl_penalty"] > 0
+    words += ["loss_fn.reference_policy_kl_penalty=1", "grpo.adv_estimator.name=none", *teacher]
+    first = next(record for record in records(run(grpo, *words)) if "train/loss" in record)
+    assert abs(first["train/kl_penalty"]) < 1e-6 and first["train/grad_norm"] < 1e-3
+
+
+def test_without_advantages_a_teacher_alone_trains(run, tmp_path):
+    """NVIDIA-NeMo/RL#3584: on-policy distillation, from a copy that random noise has moved away. No rule calls it sick:
+    that rewards give no gradient is meant."""
+    shutil.copytree(STARTER, tmp_path / "teacher")
+    generator = torch.Generator().manual_seed(0)
+    moved = load_file(STARTER / "model.safetensors")
+    moved = {name: x + 0.1 * x.std() * torch.randn(x.shape, generator=generator).to(x) for name, x in moved.items()}
+    save_file(moved, tmp_path / "teacher" / "model.safetensors", metadata={"format": "pt"})
+    words = [f"policy.reference_model_name={tmp_path}/teacher", "loss_fn.reference_policy_kl_penalty=1"]
+    words += ["grpo.adv_estimator.name=none", "grpo.max_num_steps=6", "checkpointing.enabled=false"]
+    steps = [record for record in records(run(grpo, *words)) if "train/loss" in record]
+    assert all(record["train/kl_penalty"] > 0 and record["train/grad_norm"] > 1e-3 for record in steps)
+    assert not any(value for step in steps for name, value in step.items() if name.startswith("train/health/"))
 
 
 def make_engine(folder, max_total_tokens=64):

@@ -49,6 +49,25 @@ def test_in_the_precision_of_the_forward_nothing_is_lost(policy):
     assert sizes[0] == 2 * sizes[1] > 0
 
 
+def test_a_teacher_scores_with_its_own_weights_and_shape(policy, one_rank, tmp_path):
+    """prime-rl#2189: against the log-probabilities of transformers' model."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    size = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 2, "num_key_value_heads": 1}
+    options = {"vocab_size": policy.config.vocab_size, "num_hidden_layers": 3, "head_dim": 16, **size}
+    theirs = AutoModelForCausalLM.from_config(Qwen3Config(**options, tie_word_embeddings=True)).eval()
+    theirs.save_pretrained(tmp_path)
+    teacher = load_policy(tmp_path, device="cpu", mesh=one_rank[2], temperature=0.7).requires_grad_(False)
+    before, reference, pack = logps(policy), Reference(policy, teacher=teacher), make_pack([30, 5])
+    with reference.in_place_of(policy) as scorer, torch.no_grad():
+        pos_R, target_R = response_rows([30, 5], pack[0])
+        logp_R, _ = scorer(*pack, pos_R, target_R)
+        parts = [theirs(ids[None]).logits[0] for ids in pack[0].split([30, 5])]
+    want_RV = (torch.cat(parts)[pos_R] / 0.7).log_softmax(-1)
+    torch.testing.assert_close(logp_R, want_RV.gather(1, target_R[:, None])[:, 0], rtol=0, atol=1e-4)
+    assert torch.equal(logps(policy), before) and reference.shards == {}
+
+
 def test_it_is_an_average_in_float32_or_a_copy(policy):
     grpo = settings(grpo={"ref_policy_update_period": 2, "ref_policy_update_alpha": 0.25}).grpo
     average, copy, first = Reference(policy), Reference(policy, torch.bfloat16), shards(policy)
