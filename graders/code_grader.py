@@ -15,7 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from textwrap import dedent
@@ -58,8 +58,6 @@ PYTHON = re.compile(
 INDENTED = re.compile(r"(?:\A|\n[ \t]*\n)((?:(?: {4}|\t).*(?:\n|\Z)|[ \t]*\n)+)")  # a block without fences
 MAX_READINGS = 5  # of one block, and so many blocks
 
-sys.set_int_max_str_digits(MAX_PARSED_CHARS)  # of an integer in a row: 0.1 s
-
 _ADD_TESTS = json.dumps({"entry_point": "add", "test": "def check(f):\n    assert f(2, 3) == 5"})
 _SUM_TESTS = json.dumps({"tests": [{"input": "2 3", "output": "5"}]})
 _EQUALS_ALL = "class Equal:\n    __eq__ = lambda *_: True\ndef add(a, b): return Equal()"
@@ -72,6 +70,17 @@ SELF_TESTS = (  # (reply, answer, outcome): what this file must say before a run
 )
 
 
+@contextmanager
+def long_integers() -> Iterator[None]:
+    """Within it, a text may hold an integer of MAX_PARSED_CHARS digits, which takes 0.1 s."""
+    sys.set_int_max_str_digits(MAX_PARSED_CHARS)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(sys.int_info.default_max_str_digits)
+
+
+@long_integers()
 def read_tests(
     answer: str, fields: Mapping[str, Any], compare: str = "strict", tolerance: float = TOLERANCE
 ) -> dict[str, Any]:
