@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import json
 import math
+import re
 import sys
 import time
 from collections import defaultdict
@@ -30,6 +31,7 @@ from system.disk import describe_os_error, write_whole
 MAX_SAMPLES, MAX_STEPS = 8000, 2000  # samples of all runs together; steps in the curves of each
 MAX_DUMPS, MAX_DUMPED = 60, 240  # dumped steps of a run, and their samples
 MAX_TOKENS = 2000  # in colour, of such a sample
+MAX_PARTS = 24  # of rewards, with a chart each
 MAX_TEXT, MAX_PAGE = 8_000_000, 9_500_000  # characters of prompts and replies; bytes of the file
 LIVE_SECONDS = 5.0
 PHASE = r"timing/train/(?!.*(total_step_time|_per_gpu)$).*"
@@ -175,11 +177,17 @@ def as_page(runs: list[dict], live_seconds: float) -> str:
     for limit in (100_000, 30_000, 10_000, 3_000, 1_000, 300):
         if sum(min(length, limit) for length in lengths) <= MAX_TEXT and not 0 < len(page) <= MAX_PAGE:
             shown = [run | {"samples": [for_page(sample, limit) for sample in run["samples"]]} for run in runs]
-            data = {"runs": shown, "charts": CHARTS, "phase": PHASE, "live": live_seconds}
+            data = {"runs": shown, "charts": CHARTS + part_charts(runs), "phase": PHASE, "live": live_seconds}
             data["time"] = time.ctime()
             packed = base64.b64encode(gzip.compress(json.dumps(data, allow_nan=False).encode(), 6)).decode()
             page = template.replace("SCRIPT_HASH", digest).replace("DATA", packed)
     return page
+
+
+def part_charts(runs: list[dict]) -> list[str]:
+    """The means of the parts of rewards, which only some runs have: the first MAX_PARTS by name."""
+    means = {key for run in runs for key in run["series"] if re.fullmatch(r"train/reward_part_by_env/[^+]*/mean", key)}
+    return sorted(means)[:MAX_PARTS]
 
 
 def for_page(sample: dict, limit: int) -> dict:

@@ -71,6 +71,16 @@ def run(tmp_path_factory):
     return folder
 
 
+def test_each_part_of_a_reward_has_a_curve(tmp_path, monkeypatch):
+    """TRL#5352: of the environments that name parts; the deviations and shares are found by the search."""
+    prefix = "train/reward_part_by_env/my.module:Class"
+    numbers = {f"{prefix}/{part}/{key}": 0.5 for part in ("form", "right") for key in ("mean", "std", "nonzero")}
+    write(tmp_path, [{"step": 1, "train/reward": 1.0, **numbers}])
+    data = page_of(monkeypatch, tmp_path).data
+    assert data["charts"][-2:] == [f"{prefix}/form/mean", f"{prefix}/right/mean"]
+    assert data["charts"][:-2] == report.CHARTS and numbers.keys() <= data["runs"][0]["series"].keys()
+
+
 def test_the_page_has_every_number_and_every_sample(run, monkeypatch):
     (shown,) = page_of(monkeypatch, run).data["runs"]
     assert (shown["name"], shown["ending"], shown["notes"]) == ("exp_001", "exit code 0: trained to step 20", [])
