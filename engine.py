@@ -103,7 +103,7 @@ class Engine:
         self.cuda = torch.cuda.is_available()
         self.vocab_size = tokenizer.vocab_size
         self.stop_token_ids = cfg.policy.generation.stop_token_ids or tokenizer.eos_token_ids
-        self.stop_strings, self.tokenizer = cfg.policy.generation.stop_strings or (), tokenizer
+        self.stop_strings, self.tokenizer = cfg.policy.generation.stop_strings, tokenizer
         self.max_total_tokens = cfg.policy.max_total_sequence_length
         self.dtype = getattr(torch, dtype)
         self.weight_version = -1
@@ -193,16 +193,9 @@ class Engine:
             self.versions_by_request[request_id] = [(self.weight_version, 0)]
             if self.stop_strings:  # vLLM's own search needs transformers' tokenizer, and all text decoded
                 state = next(reversed(self.llm.llm_engine.output_processor.request_states.values()))
-                state.detokenizer.update = partial(self._add_ids, state.detokenizer.token_ids)
+                ends = partial(self.tokenizer.add_until_stop, state.detokenizer.token_ids, self.stop_strings)
+                state.detokenizer.update = ends
         return request_ids
-
-    def _add_ids(self, ids: list[int], new_ids: Sequence[int], _) -> str | None:
-        """Adds new ids to a request's ids. A stop string, if they complete one: vLLM ends the request there."""
-        for new_id in new_ids:
-            ids.append(new_id)
-            if found := self.tokenizer.stop_string(ids, self.stop_strings):
-                return found
-        return None
 
     def wait(self, request_ids: Sequence[str], names: Sequence[str] = (), *, may_stop: bool = True) -> list[Completion]:
         """The completions of these requests. Other requests continue meanwhile, and their completions are kept. Raises

@@ -59,7 +59,7 @@ from config import Config
 from engine import sync_weights
 from kernels import linear_loss
 from loss import Metrics
-from metrics import GAPS, accumulate, reduce_over_ranks, sample_metrics, training_metrics
+from metrics import accumulate, reduce_over_ranks, sample_metrics, training_metrics
 from model import Decoder, Reference
 from optim import clip_grad_norm, count_bad_steps, set_learning_rate
 from rollout import sample_step
@@ -109,7 +109,7 @@ def train(run: start.Run) -> None:
                 grad_norm = clip_grad_norm(model, cfg.policy.max_grad_norm)
                 reduced = reduce_over_ranks(sums) | logp_metrics  # with async_grpo, the logp gap is in logp_metrics
                 if cfg.loss_fn.old_logprobs == "sampler":  # the gap is of the first minibatch: then the weights move
-                    logp_metrics = {name: reduced[name] for name in GAPS} | logp_metrics
+                    logp_metrics = {name: reduced[name] for name in ("logp_gap_mean", "logp_gap_max")} | logp_metrics
                 num_bad_steps = count_bad_steps(num_bad_steps, reduced, grad_norm, cfg.grpo, step)
                 if num_bad_steps == 0:
                     optimizer.step()

@@ -23,7 +23,6 @@ from kernels.linear_loss import DEVIATION
 
 Metric = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Numbers = dict[str, float]  # a metric's name -> its value
-GAPS = ("logp_gap_mean", "logp_gap_max")
 EXTREMA = {"_min": torch.minimum, "_max": torch.maximum}
 
 

@@ -178,6 +178,15 @@ class Tokenizer:
         before, whole = (self._encode(hole + end + part) for part in ("", text))
         return whole[len(before) :] if whole[: len(before)] == before else self._encode(text)
 
+    def add_until_stop(self, ids: list[int], strings: Sequence[str], new_ids: Sequence[int], _: bool) -> str | None:
+        """Adds new_ids to ids, up to the one that completes a string of `strings`: returns the string. vLLM asks this
+        after each token of a request (IncrementalDetokenizer.update), and ends the request at a string."""
+        for new_id in new_ids:
+            ids.append(new_id)
+            if found := self.stop_string(ids, strings):
+                return found
+        return None
+
     def stop_string(self, ids: Sequence[int], strings: Sequence[str]) -> str | None:
         """The string of `strings` that the last of the ids completes, if any. Ids may be parts of characters."""
         size = max(len(string.encode()) for string in strings)
