@@ -6,7 +6,6 @@ import math
 import os
 import random
 import shutil
-import sys
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
@@ -257,7 +256,7 @@ DEEP_DICT = json.loads('{"a":' * 99 + "1" + "}" * 99)
 FUTURE = "from __future__ import annotations\n"
 GRADED = [  # (row, reply)
     (calls({"a": [0.3]}, [0.1, 0.2]), "def f(x): return {'a': [sum(x)]}"),
-    (calls(10**5000, 10**5000 - 1), "def f(x): return x + 1"),
+    ({"tests": f'[{{"args": [{"9" * 5000}], "expected": {LONG}}}]', "entry_point": "f"}, "def f(x): return x + 1"),
     (row(f"assert f(5000) == {LONG} and len(str(f(5000))) == 5001"), "def f(n): return 10**n"),
     (prints(LONG, "9" * 5000), "print(int(input()) + 1)"),
     (calls(float("nan"), 1), "def f(x): return float('nan')"),
@@ -567,7 +566,9 @@ ROWS = [  # (row, what the refusal says; None if it is accepted)
     (prints("x" * (4 << 20)), "expects"),
     (prints("x" * (3 << 20) + "\n" * (2 << 20)), None),
     (prints("\ud800"), "surrogates"),  # no program's output
-    (calls(10**5000, -(10**5000)), None),
+    ({"tests": f'[{{"args": [1], "expected": {"9" * 8_000_000}}}]', "entry_point": "f"}, "expects"),
+    ({"tests": f'[{{"args": [1], "expected": {"9" * 3_000_000}}}]', "entry_point": "f"}, None),
+    ({"tests": f'[{{"args": [1], "expected": {"9" * 9_000_000}}}]', "entry_point": "f"}, "MiB"),
     (row(f"assert f(1) == {LONG}"), None),
     ({"tests": f'[{{"args": [{LONG}], "expected": 1}}]', "entry_point": "f"}, None),
     ({"tests": "[" * 100_000}, "JSON"),
@@ -599,7 +600,6 @@ def test_rows_are_refused_in_bounded_time(number):
             read_tests("", fields)
         assert len(str(error.value)) < 400
     assert time.monotonic() - start < 2
-    assert sys.get_int_max_str_digits() == sys.int_info.default_max_str_digits
 
 
 # ------------------------------------------------------------------------------------------------- threads and keepers
