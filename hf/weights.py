@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from config import ConfigError
 from hf.adapter import BASE_SHA256, CONFIG, WEIGHTS, peft_name
 from hf.model_config import check_weights, open_weights, weight_files
-from system.disk import write_whole
+from system.disk import replace_folder, write_whole
 from system.ranks import local_rows, on_rank0
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -203,6 +203,7 @@ def save_adapter(model: nn.Module, folder: str | Path, config: dict, base_sha256
 def _save(content: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
     try:
         save_file(content, file, metadata)
+        os.chmod(file, 0o644)  # safetensors makes files that only their owner can read
     except SafetensorError as error:  # of a full disk, too
         raise OSError(f"{file}: {error}") from error
 
@@ -211,25 +212,12 @@ def _save(content: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> N
 def _new_folder(folder: Path) -> Iterator[tuple[Path, bool]]:
     """(folder to write to, whether this rank writes); renamed to `folder` at the end. All ranks return together."""
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
-    new, old = (folder.with_name(f"{folder.name}.{suffix}") for suffix in ("tmp", "old"))
-
-    def make() -> None:
-        for leftover in (new, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        new.mkdir(parents=True)
-
-    def rename() -> None:
-        for file in new.glob("*.safetensors"):
-            os.chmod(file, 0o644)  # safetensors makes files that only their owner can read
-        if folder.exists():
-            os.rename(folder, old)
-        os.rename(new, folder)
-        shutil.rmtree(old, ignore_errors=True)
-
-    on_rank0(make)
+    new = folder.with_name(f"{folder.name}.tmp")
+    on_rank0(partial(shutil.rmtree, new, ignore_errors=True))  # of a run that was killed
+    on_rank0(partial(new.mkdir, parents=True))
     try:
         yield new, is_writer
-        on_rank0(rename)
+        on_rank0(partial(replace_folder, new, folder))
     finally:
         if is_writer:
             shutil.rmtree(new, ignore_errors=True)

@@ -32,7 +32,7 @@ from check.resume import VERSION, by_metric, checkpoints, committed, damaged, di
 from config import CheckpointingConfig, ConfigError
 from hf.model_config import weight_files
 from hf.weights import local_shard
-from system.disk import flush, write_whole
+from system.disk import flush, replace_folder, write_whole
 from system.exits import Saved, StopRun
 from system.optimizer import Optimizer
 from system.ranks import Ranks, any_rank, broadcast_from_rank0, gather, local_rows, on_rank0
@@ -61,12 +61,8 @@ def commit(temporary: Path, meta: dict, parts: Sequence[dict | str]) -> None:
 
 
 def _rename(temporary: Path, meta: dict) -> None:
-    final = temporary.with_suffix("")
     _write_meta(temporary, meta)
-    flush(temporary)
-    shutil.rmtree(final, ignore_errors=True)  # only a run resumed from before this step gets here with one
-    os.rename(temporary, final)
-    flush(final.parent)
+    replace_folder(temporary, temporary.with_suffix(""))  # only a run resumed from before this step finds one there
 
 
 def _write_meta(folder: Path, meta: dict) -> None:
@@ -129,10 +125,10 @@ class Saver:
         (temporary, meta), self.pending = self.pending, None
         try:
             commit(temporary, meta, parts)
+            self.saved, self.num_failures = meta["step"], 0
             on_rank0(partial(self._prune, meta["step"]))
         except OSError as error:
-            return self._give_up(temporary, str(error))
-        self.saved, self.num_failures = meta["step"], 0
+            self._give_up(temporary, str(error))
 
     def update(self, state: dict) -> None:
         """Replaces the state in the newest checkpoint, whose weights are still those of the run."""

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -21,6 +22,18 @@ def write_whole(file: Path, text: str, *, replace: bool = True, encoding: str = 
     finally:
         with contextlib.suppress(OSError):  # it could not be made, or was renamed
             temporary.unlink()
+
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """Renames `new` to `folder`. What was there is removed after that, so a disk that refuses costs neither."""
+    old = folder.with_name(f"{folder.name}.old")
+    flush(new)
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(folder, old)
+    os.rename(new, folder)
+    flush(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def append(file: Path, lines: bytes) -> None:
