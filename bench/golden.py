@@ -207,6 +207,7 @@ def replayer(recording: Path) -> type:
                 for i in range(len(reply.token_ids), num_tokens):
                     reply.token_ids.append(ids[i])
                     reply.logprobs.append({ids[i]: logps[i]})
+                    request.detokenizer.update([ids[i]], False)  # it says how many there are
                 if self.llm.version >= versions[-1][0]:
                     reply.finish_reason = finish_reason
                     del self.requests[name]
