@@ -206,7 +206,6 @@ def replayer(recording: Path) -> type:
                 num_tokens = max((num for version, num in versions if version <= self.llm.version), default=0)
                 for i in range(len(reply.token_ids), num_tokens):
                     reply.token_ids.append(ids[i])
-                    request.detokenizer.update([ids[i]], False)
                     reply.logprobs.append({ids[i]: logps[i]})
                     request.detokenizer.update([ids[i]], False)  # it says how many there are
                 if self.llm.version >= versions[-1][0]:
