@@ -297,10 +297,10 @@ def test_a_teacher_has_the_policys_vocabulary(tmp_path, edit):
     words = [f"policy.model_name={starter}", f"policy.reference_model_name={teacher}", f"logger.log_dir={tmp_path}"]
     cfg = reader.load("configs/smoke.yaml", [*words, "loss_fn.reference_policy_kl_penalty=1"])
     if edit is None:
-        assert read_inputs(cfg).reference_model[0] == teacher
+        assert read_inputs(cfg, max_rows=20).reference_model[0] == teacher
         return
     with pytest.raises(ConfigError, match=str(teacher)):
-        read_inputs(cfg)
+        read_inputs(cfg, max_rows=20)
 
 
 def test_a_tokenizer_of_its_own(tmp_path):

@@ -27,6 +27,7 @@ from hf.weights import full_tensors
 from model import load_policy
 from tools import export
 
+QUIET = ("grpo.val_at_start=false", "grpo.val_at_end=false", "grpo.val_period=0", "checkpointing.save_hf_at_end=false")
 GREEDY = engine_module.SamplingOptions(temperature=0.0, max_new_tokens=30)
 
 
@@ -255,7 +256,7 @@ def test_an_asynchronous_run_whose_ratio_is_to_the_sampler(run, capfd, epochs):
     """NovaSky-AI/SkyRL#1315: the clip acts on older weights; the gap is that of the newest, at the step's start."""
     words = ["grpo.async_grpo.enabled=true", "loss_fn.old_logprobs=sampler", "policy.optimizer.kwargs.lr=0.01"]
     words += ["grpo.max_num_steps=3", "checkpointing.enabled=false", "policy.scheduler.warmup_steps=0"]
-    folder = run(grpo, *words, f"policy.ppo_epochs={epochs}", "grpo.logp_gap_limit=1e-4")
+    folder = run(grpo, *words, f"policy.ppo_epochs={epochs}", "grpo.logp_gap_limit=1e-4", *QUIET)
     assert ("NOTE: loss_fn.old_logprobs=sampler: " in capfd.readouterr().out) == (epochs == 1)
     steps = [record for record in records(folder) if "train/loss" in record]
     assert [record["train/logp_gap_max"] for record in steps if record["train/logp_gap_max"] > 1e-4] == []
@@ -267,7 +268,7 @@ def test_an_asynchronous_run_whose_ratio_is_to_the_sampler(run, capfd, epochs):
 
 def test_a_teacher_that_is_the_initial_policy_is_its_reference(run):
     """prime-rl#2189: the same numbers, whichever module computes them; and advantages off, it is all that trains."""
-    words = ["grpo.max_num_steps=3", "loss_fn.reference_policy_kl_penalty=0.1", "checkpointing.save_hf_at_end=false"]
+    words = ["grpo.max_num_steps=2", "loss_fn.reference_policy_kl_penalty=0.1", "checkpointing.enabled=false", *QUIET]
     found = []
     for teacher in ([], [f"policy.reference_model_name={STARTER}"]):
         steps = [record for record in records(run(grpo, *words, *teacher)) if "train/loss" in record]
@@ -287,7 +288,7 @@ def test_without_advantages_a_teacher_alone_trains(run, tmp_path):
     moved = {name: x + 0.1 * x.std() * torch.randn(x.shape, generator=generator).to(x) for name, x in moved.items()}
     save_file(moved, tmp_path / "teacher" / "model.safetensors", metadata={"format": "pt"})
     words = [f"policy.reference_model_name={tmp_path}/teacher", "loss_fn.reference_policy_kl_penalty=1"]
-    words += ["grpo.adv_estimator.name=none", "grpo.max_num_steps=6", "checkpointing.enabled=false"]
+    words += ["grpo.adv_estimator.name=none", "grpo.max_num_steps=6", "checkpointing.enabled=false", *QUIET]
     steps = [record for record in records(run(grpo, *words)) if "train/loss" in record]
     assert all(record["train/kl_penalty"] > 0 and record["train/grad_norm"] > 1e-3 for record in steps)
     assert not any(value for step in steps for name, value in step.items() if name.startswith("train/health/"))
