@@ -4,6 +4,8 @@ import base64
 import gzip
 import hashlib
 import json
+import os
+import shutil
 import sys
 import time
 from functools import partial
@@ -208,6 +210,20 @@ def test_several_runs(tmp_path, run, monkeypatch):
     same = tmp_path / "b" / "exp_002"
     write(same)
     assert [x["name"] for x in page_of(monkeypatch, other, same).data["runs"]] == [str(other), str(same)]
+
+
+def test_pipes_in_place_of_files_are_said_and_passed_over(run, tmp_path, monkeypatch):
+    """One that is opened to read never ends."""
+    folder = tmp_path / "exp_001"
+    shutil.copytree(run, folder)
+    dump = next((folder / "rollouts").glob("step_*"))
+    files = [folder / name for name in ("exit.json", "metrics.jsonl", "samples.jsonl", "config.yaml")]
+    for file in [*files, dump / "rank_000.safetensors"]:
+        file.unlink(missing_ok=True)
+        os.mkfifo(file)
+    (shown,) = page_of(monkeypatch, folder).data["runs"]
+    for file in [*files[:3], dump]:
+        assert any(file.name in note and "no regular file" in note for note in shown["notes"]), (file, shown["notes"])
 
 
 def test_a_folder_of_eval(tmp_path, monkeypatch):
