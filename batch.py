@@ -18,7 +18,7 @@ from advantages import kl_in_reward_advantages
 from config import Config, GRPOConfig
 from data import Pack, Sample, assign_to_ranks, empty_pack, num_input_tokens, num_packs, pack_samples
 from kernels import LossPath
-from loss import Metrics, clamp_abs, kl_estimate, policy_loss, seq_logp_error_mask
+from loss import Metrics, clamp_abs, kl_estimate, seq_logp_error_mask
 from system.exchange import move_tokens
 from system.ranks import Ranks
 
@@ -120,8 +120,8 @@ def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath
     Returns metrics: of the mask and, with async_grpo, the logp gap on the newest tokens, drawn from weights `version`.
     """
     micros = [micro for minibatch in minibatches for micro in minibatch.micros]
-    is_async = cfg.grpo.async_grpo.max_age > 0
-    metrics = [newest_gap(m, version, cfg.grpo, m.old_logp_R) for m in micros if is_async and m.old_logp_R is not None]
+    pairs = [(micro, newest_tokens(micro, version, cfg.grpo)) for micro in micros if micro.old_logp_R is not None]
+    metrics = [newest_gap(micro, newest_R) for micro, newest_R in pairs if newest_R is not None]
     for micro in micros if cfg.grpo.seq_logprob_error_threshold is not None else ():
         micro.mask_R, mask_metrics = seq_logp_error_mask(
             micro.mask_R,
@@ -144,26 +144,25 @@ def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath
     return metrics
 
 
-def newest_gap(micro: MicroBatch, version: int, grpo: GRPOConfig, logp_R: Tensor) -> Metrics:
-    """|sampler - trainer| (logp_R) of the tokens drawn from weights `version`, the newest; 0 if there are none. On
-    older tokens it would include what training has changed since."""
-    newest_R = micro.mask_R & (micro.version_R == version) & micro.sampler_logp_R.isfinite()
+def newest_tokens(micro: MicroBatch, version: int, grpo: GRPOConfig) -> Tensor | None:
+    """Tokens drawn from weights `version`, the newest, [R]: on older ones, the gap between sampler and trainer would
+    include what training has changed since. None without async_grpo, where all are."""
+    if not grpo.async_grpo.max_age:
+        return None
+    newest_R = micro.version_R == version
     if not grpo.async_grpo.recompute_kv_cache_after_weight_updates:
         # After older tokens a token is drawn from a mixture: no weights give its logp.
-        old_R = torch.where(micro.version_R == version, 0.0, 1.0)
-        newest_R &= torch.zeros_like(old_R).index_add(0, micro.seq_R, old_R)[micro.seq_R] == 0
-    newest_R &= logp_R != -torch.inf  # cut by top_p or top_k, as in `policy_loss`
-    gap_R = torch.where(newest_R, micro.sampler_logp_R - logp_R, 0.0).abs()
+        newest_R &= torch.zeros_like(micro.adv_R).index_add(0, micro.seq_R, 1.0 - newest_R.float())[micro.seq_R] == 0
+    return newest_R
+
+
+def newest_gap(micro: MicroBatch, newest_R: Tensor) -> Metrics:
+    """The logp gap at the start of the step, on the newest tokens; 0 if there are none."""
+    newest_R = newest_R & micro.mask_R & micro.sampler_logp_R.isfinite()
+    newest_R &= micro.old_logp_R != -torch.inf  # cut by top_p or top_k, as in `policy_loss`
+    gap_R = torch.where(newest_R, micro.sampler_logp_R - micro.old_logp_R, 0.0).abs()
     largest = torch.cat([gap_R, gap_R.new_zeros(1)]).amax()
     return {"logp_gap_mean": (gap_R.sum(), newest_R.sum() + 1e-9), "logp_gap_max": largest}
-
-
-def loss_and_gap(micro: MicroBatch, minibatch: Minibatch, grpo: GRPOConfig, logp_R: Tensor, **pack) -> tuple:
-    """`policy_loss`; with async_grpo, its logp gap is of the newest tokens unless one was measured before the step."""
-    loss, metrics = policy_loss(logp_R, **pack)
-    if grpo.async_grpo.max_age and micro.old_logp_R is None:
-        metrics |= newest_gap(micro, minibatch.version, grpo, logp_R.detach())
-    return loss, metrics
 
 
 def _put_kl_into_advantages(micros: list[MicroBatch], cfg: Config) -> None:

@@ -54,11 +54,11 @@ import torch
 from torch import Tensor
 
 from advantages import step_advantages
-from batch import MicroBatch, Minibatch, finish_minibatches, loss_and_gap, make_minibatches, needs_old_logps
+from batch import MicroBatch, Minibatch, finish_minibatches, make_minibatches, needs_old_logps, newest_tokens
 from config import Config
 from engine import sync_weights
 from kernels import linear_loss
-from loss import Metrics
+from loss import Metrics, policy_loss
 from metrics import accumulate, reduce_over_ranks, sample_metrics, training_metrics
 from model import Decoder, Reference
 from optim import clip_grad_norm, count_bad_steps, set_learning_rate
@@ -155,10 +155,7 @@ def compute_logprobs(
 def compute_loss(model: Decoder, micro: MicroBatch, minibatch: Minibatch, cfg: Config) -> tuple[Tensor, Metrics]:
     """The micro-batch's part of the minibatch's loss, differentiable, and its metrics."""
     pack_loss = partial(  # still missing: log-probabilities and entropies
-        loss_and_gap,
-        micro,
-        minibatch,
-        cfg.grpo,
+        policy_loss,
         old_logp_T=micro.old_logp_R,
         sampler_logp_T=micro.sampler_logp_R,
         adv_T=micro.adv_R,
@@ -169,6 +166,7 @@ def compute_loss(model: Decoder, micro: MicroBatch, minibatch: Minibatch, cfg: C
         num_valid_tokens=minibatch.num_tokens,
         num_valid_seqs=minibatch.num_seqs,
         num_positive_tokens=minibatch.num_positive_tokens,
+        gap_mask_T=newest_tokens(micro, minibatch.version, cfg.grpo),
         cfg=cfg.loss_fn,
     )
     # The output layer calls the loss, so that its gradient costs one pass over the logits (kernels/linear_loss.py).

@@ -40,15 +40,17 @@ def policy_loss(
     entropy_T: Tensor | None = None,
     positive_T: Tensor | None = None,
     num_positive_tokens: int | Tensor | None = None,
+    gap_mask_T: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
     """This pack's part of the loss, differentiable in logp_T and entropy_T; metrics (NeMo RL's ClippedPGLossFn).
 
     Per token, in nats: logp_T (current policy), old_logp_T (at the start of the step; None: logp_T itself, and ratios
     are 1), sampler_logp_T (as the engine reported it), ref_logp_T (reference policy), entropy_T. unfiltered_logp_T, for
     the KL: logp_T without top_p and top_k; ref_logp_T is always without. adv_T: advantages; mask_T: nonzero if trained;
-    positive_T: nonzero if the reward is > 0; seq_T: an integer for each sequence. Sequences must be whole; tokens in
-    any order; T may be 0. num_valid_tokens, num_valid_seqs, num_positive_tokens: trained tokens and sequences, over all
-    micro-batches and ranks of the optimizer step.
+    positive_T: nonzero if the reward is > 0; gap_mask_T: true where the logp gap is measured (None: wherever trained);
+    seq_T: an integer for each sequence. Sequences must be whole; tokens in any order; T may be 0. num_valid_tokens,
+    num_valid_seqs, num_positive_tokens: trained tokens and sequences, over all micro-batches and ranks of the optimizer
+    step.
 
         loss = sum over tokens of weight (w l + reference_policy_kl_penalty kl - entropy_coef entropy)
                + positive_example_nll_weight nll
@@ -81,7 +83,7 @@ def policy_loss(
 
     with torch.no_grad():
         metrics: Metrics = {"loss": loss.detach(), "kl_penalty": kl.detach(), "positive_nll_loss": nll.detach()}
-        metrics |= _token_metrics(t, ratio_R, clamped_R, entropy_T, cfg)
+        metrics |= _token_metrics(t, ratio_R, clamped_R, entropy_T, gap_mask_T, cfg)
         metrics |= _weight_metrics(t, sampler_weight_R, outside_R, cfg)
     return loss, metrics
 
@@ -262,7 +264,7 @@ def _reference_kl(t: _Tokens, ref_logp_R: Tensor, cfg: LossConfig) -> Tensor:
     return clamp_abs(u_R * kl_estimate(bounded_R, cfg.reference_policy_kl_type), cfg.kl_output_clamp_value)
 
 
-def _token_metrics(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, entropy_R, cfg: LossConfig) -> Metrics:
+def _token_metrics(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, entropy_R, gap_mask_R, cfg: LossConfig) -> Metrics:
     """Counts, extremes, and means over the trained tokens, under NeMo RL's names where it has one."""
     gap_R = t.sampler_logp_R - t.old_logp_R
     mixture_R = torch.logaddexp(t.old_logp_R, t.sampler_logp_R) - math.log(2)
@@ -279,7 +281,6 @@ def _token_metrics(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, entropy_R, cf
         "ratio_clip_high_fraction": high_R,
         # Trainer against sampler: healthy within 1-2% above 1, and below 1e-3 for the KLs (NeMo RL's bounds).
         "token_mult_prob_error": gap_R.abs().exp(),
-        "logp_gap_mean": gap_R.abs(),
         "gen_kl_error": kl_estimate(-gap_R, cfg.reference_policy_kl_type),
         "policy_kl_error": kl_estimate(gap_R, cfg.reference_policy_kl_type),
         "js_divergence_error": js_R,
@@ -293,7 +294,10 @@ def _token_metrics(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, entropy_R, cf
     metrics["kept_fraction/sampling_filter"] = (t.valid_R.sum(), t.counted_R.sum())
     metrics["probs_ratio_min"], metrics["probs_ratio_max"] = _extremes(ratio_R, t.valid_R)
     metrics["probs_ratio_clamped_min"], metrics["probs_ratio_clamped_max"] = _extremes(clamped_R, t.valid_R)
-    metrics["logp_gap_max"] = _extremes(gap_R.abs(), t.valid_R)[1]
+    # With gap_mask, a step may have no such token: its gap is 0, not 0/0.
+    measured_R, nearly_0 = (t.valid_R, 0) if gap_mask_R is None else (t.valid_R & gap_mask_R, 1e-9)
+    metrics["logp_gap_mean"] = torch.where(measured_R, gap_R.abs(), 0.0).sum(), measured_R.sum() + nearly_0
+    metrics["logp_gap_max"] = _extremes(gap_R.abs(), measured_R)[1]
     metrics["num_valid_samples"] = t.seqs.count
     metrics["num_nonfinite_sampler_logp"] = (t.mask_R & ~t.counted_R).sum()
     return metrics

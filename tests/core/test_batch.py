@@ -1,7 +1,7 @@
 """From samples to packs on the device: who gets what, which rows come first, what is masked, what is counted."""
 
 import tracemalloc
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -11,11 +11,12 @@ from loop import CPU
 
 import config
 import data
-from batch import finish_minibatches, make_minibatches, needs_old_logps, newest_gap
+from batch import finish_minibatches, make_minibatches, needs_old_logps, newest_gap, newest_tokens
 from kernels import KernelBackend
 from run.start import loss_path_of
 from system.ranks import Ranks
 
+ASYNC = config.GRPOConfig(async_grpo=config.AsyncGRPOConfig(enabled=True))
 PACKS_OF_64 = {"sequence_packing": config.SequencePackingConfig(64, share_prefix=False)}
 
 
@@ -60,7 +61,7 @@ def test_the_gap_of_the_newest_tokens_is_without_those_that_the_filter_cut(step)
     micro.version_R[:3] = 7
     gap_R = (micro.sampler_logp_R - micro.old_logp_R).abs()[:3].tolist()
     micro.old_logp_R[1] = -torch.inf
-    (total, count), largest = newest_gap(micro, 7, config.GRPOConfig(), micro.old_logp_R).values()
+    (total, count), largest = newest_gap(micro, newest_tokens(micro, 7, ASYNC)).values()
     assert float(total / count) == pytest.approx((gap_R[0] + gap_R[2]) / 2) and largest == max(gap_R[0], gap_R[2])
 
 
@@ -74,8 +75,9 @@ def test_where_keys_and_values_were_kept_the_gap_is_that_of_whole_responses(step
     rows = torch.isin(micro.seq_R, torch.stack(whole)) & micro.mask_R
     assert 2 < rows.sum() < ((micro.version_R == 4) & micro.mask_R).sum()
     gap_R = (micro.sampler_logp_R - micro.old_logp_R).abs()[rows]
-    grpo = config.GRPOConfig(async_grpo=config.AsyncGRPOConfig(recompute_kv_cache_after_weight_updates=False))
-    (total, count), largest = newest_gap(micro, 4, grpo, micro.old_logp_R).values()
+    async_grpo = replace(ASYNC.async_grpo, recompute_kv_cache_after_weight_updates=False)
+    grpo = replace(ASYNC, async_grpo=async_grpo)
+    (total, count), largest = newest_gap(micro, newest_tokens(micro, 4, grpo)).values()
     assert float(total) == pytest.approx(float(gap_R.sum())) and float(count) == pytest.approx(len(gap_R))
     assert float(largest) == float(gap_R.max())
 
@@ -298,7 +300,7 @@ def test_the_gap_of_the_newest_tokens_is_without_those_that_a_filter_cut(step, o
     micro.sampler_logp_R[newest[1]] = -torch.inf
     rest = newest[2:]
     gap_R = (micro.sampler_logp_R - micro.old_logp_R)[rest].abs()
-    metrics = newest_gap(micro, 4, config.GRPOConfig(), micro.old_logp_R)
+    metrics = newest_gap(micro, newest_tokens(micro, 4, ASYNC))
     total, count = metrics["logp_gap_mean"]
     assert float(total) == pytest.approx(float(gap_R.sum())) and float(count) == pytest.approx(len(rest))
     assert float(metrics["logp_gap_max"]) == float(gap_R.max())
