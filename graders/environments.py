@@ -171,11 +171,7 @@ def _read(gave: str, result: StepResult) -> StepResult:
         ("rewards", "a dict of numbers", isinstance(parts, dict) and _are_numbers(*parts.values())),
         ("outcome", f"one of {', '.join(OUTCOMES)}", result.outcome in OUTCOMES),
         ("done", "True or False", _are_numbers(result.done)),
-        (
-            "observation",
-            "a tuple of messages {role, content} with text in both",
-            result.done or _are_messages(messages),
-        ),
+        ("observation", "messages {role, content} with text in both", result.done or _are_messages(messages)),
     ):
         if not is_met:
             raise ConfigError(f"{gave} {name}={shortened(getattr(result, name))}, expected {form}")
