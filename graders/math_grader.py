@@ -9,6 +9,7 @@ deadline of the pool always holds. Arguments are (gold, answer): the order matte
 """
 
 import logging
+import math
 import re
 from collections.abc import Iterator
 from fractions import Fraction
@@ -19,6 +20,8 @@ from graders.math_text import LESS, NAME, SPELLED, Number, as_interval, clean, i
 MAX_ANSWER_CHARS = 2_000  # a longer one is no answer (parse_fail)
 MAX_FORMULA_CHARS = 500  # for sympy, whose parser takes 2 ms a character
 MAX_DEPTH = 50  # of brackets in brackets
+MAX_BITS = 2**20  # of a power in a formula
+MAX_EXPONENT_BITS = 2**44  # of an exponent with a variable
 MAX_REPLY_CHARS = 200_000  # only the end of a longer reply is read
 SELF_TESTS = (  # (reply, answer, outcome): what this file must say before a run may start
     (r"so \boxed{\frac{1}{2}}", "0.5", "ok"),
@@ -36,7 +39,12 @@ _ANSWER_IS = re.compile(
     r"(?:,?\s+(?:therefore|thus|hence|then|so|now|just|simply|exactly|approximately|about|equal to|given by)\b,?)*"
     r"\s*:?|:|=)[\s*]*"
 )
-_CHOICE = re.compile(r"(?:(?i:option|choice) )?[(\[]?([A-Ja-e])(?:[).:\]]+\s*((?:(?!\b[A-J]\b|\b(?:or|and)\b).)*))?")
+_CHOICE = re.compile(r"(?:(?i:option|choice) )?[(\[]?([A-Ja-e])(?:[)\]]?(?:[:)\]]|\.(?!\w))\s*(.*))?")
+_OTHER_CHOICE = re.compile(  # C) and C. and `, C` and `or C` behind the letter B
+    r"(?<![a-zA-Z])[A-HJ][).:\]]|(?:^|(?<![a-zA-Z])(?:or|and|but|nor|not|no|then|maybe)\b)\W*[A-HJ](?:\W*$|\W*\b(?:or|and)\b)"
+    r"|[,;/&?!]\W*[A-HJ]\b"
+)
+_SEVERAL = re.compile("(?i:neither|none of|both|all of) [A-J] (?:and|or|nor) [A-J]")
 _SEPARATOR = r"[,;]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
 _GROUPS = re.compile(r"(?<=\d),(?=\d{3}(?![\dA-Za-z]))")
 _GROUPED = r"(?<![\w.,^/(\[{}])\d{1,3}(?:,\d{3})+(?!,?\d)"
@@ -69,10 +77,10 @@ def grade(job: dict) -> dict:
 
     strict is DAPO's rule (Yu et al. 2025): the text after the last "Answer:" within the last 300 characters must be the
     gold answer, apart from typography, a name and a unit: DAPO drops them too.
-    boxed: whether the reply has a complete box.
+    boxed: whether the last box of the reply is complete and not empty.
     """
     gold = gold_answer(job["answer"])
-    boxed = _last_box(job["reply"][-MAX_REPLY_CHARS:]) is not None
+    boxed = bool(_last_box(job["reply"][-MAX_REPLY_CHARS:]))
     answer = strict_answer(job["reply"]) if job["strict"] else extract(job["reply"])
     if answer is None:
         return {"outcome": "parse_fail", "extracted": None, "boxed": boxed}
@@ -100,7 +108,8 @@ def gold_answer(answer: str) -> str:
 
 
 def _last_box(text: str) -> str | None:
-    """The content of the last-opened box whose braces close. Escaped braces, as of a set, do not count."""
+    """The content of the last box; "" if it does not close: what stood before was given up. Braces of a set, which are
+    escaped, do not count."""
     opened: list[int | None] = []  # for each open brace, where the content of its box begins; None if it has no box
     best: tuple[int, int] | None = None
     for token in _BRACES.finditer(text):
@@ -112,7 +121,8 @@ def _last_box(text: str) -> str | None:
             best = token.span(1)
         elif token[0][-1] == "{" and token[0] != "\\{":
             opened.append(token.end() if len(token[0]) > 1 else None)
-    return None if best is None else text[best[0] : best[1]]
+    best = max([best or (-1, -1), *((start, start) for start in opened if start is not None)])
+    return None if best[0] < 0 else text[best[0] : best[1]]
 
 
 def _tagged(text: str) -> str | None:
@@ -175,9 +185,20 @@ def _same(one: str, other: str) -> bool:
         return _same_numbers(*numbers)
     if squeeze(one) == squeeze(other) or (numbers[0] and one == other.replace(", ", ",") and ",0" not in one):
         return True
-    choices = _CHOICE.fullmatch(one), _CHOICE.fullmatch(other)
-    if None not in choices and not (choices[0][2] and choices[1][2]) and choices[0][1].isupper():
-        return choices[0][1] == choices[1][1].upper()
+    gold, answer = _choice(one), _choice(other)
+    if gold and gold[0].isupper() and (answer or gold[1]):
+        if not answer:
+            return _same(gold[1], other)
+        return gold[0] == answer[0].upper() and (not (gold[1] and answer[1]) or _same(gold[1], answer[1]))
+    if answer and answer[1] and answer[0].isupper():
+        return _same(one, answer[1])
+    if r"\approx" in one + other and not (_sides(one)[1:] or _sides(other)[1:]):
+        return any(
+            _same(gold, answer)
+            for gold in _rounded(one)
+            for answer in _rounded(other)
+            if (gold, answer) != (one, other)
+        )
     if (modular := _MODULAR.fullmatch(one)) or _MODULAR.fullmatch(other):
         return bool(modular) and _same_modulo(modular, other)
     is_chain = LESS.search(one) is not None
@@ -192,13 +213,13 @@ def _same(one: str, other: str) -> bool:
     pairs, other_pairs = _named(parts), _named(other_parts)
     name, value = pairs[0] if len(pairs) == 1 and not kind else ("", one)
     other_name, other_value = other_pairs[0] if len(other_pairs) == 1 and not other_kind else ("", other)
-    if len(pairs) == len(other_pairs) == 1 and "=" in one:
-        if "=" in other and (name != other_name or not name):
-            is_solved = re.search("[a-zA-Z]", value) or name in map(squeeze, _split(other, "="))
+    if len(pairs) == len(other_pairs) == 1 and _sides(one)[1:]:
+        if _sides(other)[1:] and (name != other_name or not name):
+            is_solved = re.search("[a-zA-Z]", value) or name in map(squeeze, _sides(other))
             return bool(is_solved) and _by_sympy(one, other)  # x = 3 is not 2x = 6, the question
         if not name and re.search("[a-zA-Z]", one):  # an equation is not its right side
             return False
-    elif len(other_pairs) == 1 and "=" in other_value:
+    elif len(other_pairs) == 1 and _sides(other_value)[1:]:
         other_value = _labelled(one, other_value)
     if (value, other_value) != (one, other):
         return _same(value, other_value)
@@ -215,6 +236,24 @@ def _same(one: str, other: str) -> bool:
     if len(pairs) > 1 or kind or other_kind:
         return _same_lists(pairs, other_pairs, not {kind, other_kind} <= _UNORDERED)
     return _same_value(one, other)
+
+
+def _choice(text: str) -> tuple[str, str] | None:
+    """The letter of an option and what follows, which may not name another option."""
+    match = _CHOICE.fullmatch(text)
+    if match is None or _OTHER_CHOICE.search(_SEVERAL.sub("", match[2] or "")):
+        return None
+    return match[1], match[2] or ""
+
+
+def _rounded(text: str) -> list[str]:
+    """The value and its decimals in 4\\pi \\approx 12.57, if these are rounded from it."""
+    value, *decimals = _split(text, r"\\approx(?![a-z])") or [text]
+    for each in decimals:
+        half = Fraction(1, 2 * 10 ** len(each.partition(".")[2]))
+        if number(each) is None or squeeze(value) == squeeze(each) or not _by_sympy(value, each, half):
+            return []
+    return [value, *decimals]
 
 
 def _letters(text: str) -> str:
@@ -308,6 +347,11 @@ def _split(text: str, separator: str) -> list[str]:
     return [] if depth else [*parts, text[start:].strip()]
 
 
+def _sides(text: str) -> list[str]:
+    """Of an equation; any other text is one side."""
+    return _split(text, r"(?<![<>!\\])=") or [text]
+
+
 def _named(parts: list[str]) -> list[tuple[str, str]]:
     """(name, value) of each part; a part without a name has the name of the part before it: x = 1, 2. The value of
     2 + 3 = 5 is 5. An equation is its own value, and so is one that says nothing: x = x, 5 = 5, 2 = 3."""
@@ -315,7 +359,7 @@ def _named(parts: list[str]) -> list[tuple[str, str]]:
     name = ""
     for part in parts:
         part = part.lstrip("= ")
-        sides = _split(part, r"(?<![<>!\\])=")
+        sides = _sides(part)
         if re.search(_STEPS, part) or len(_split(part, f"{_GROUPED}|,")) > 1:
             pairs.append(("", part))
             continue
@@ -348,7 +392,7 @@ def _is_sum(sides: list[str]) -> bool:
 
 def _labelled(gold: str, equation: str) -> str:
     """The right side, if the left one names it: x + y = 5. Neither 2x + 3 = 7, the question, nor x/x = 1 does."""
-    *left, value = _split(equation, "=") or [""]
+    *left, value = _sides(equation)
     if value == "0" or any(_is_circular(side, value) for side in left):
         return equation
     is_label = all(_LETTER.search(side) and not re.search(r"\d", _INDEX.sub("", side)) for side in left)
@@ -423,13 +467,14 @@ def _same_bases(one: str, other: str) -> bool:
         return False
 
 
-def _by_sympy(gold: str, answer: str) -> bool:
+def _by_sympy(gold: str, answer: str, rounding: Fraction | None = None) -> bool:
     if max(len(squeeze(gold)), len(squeeze(answer))) > MAX_FORMULA_CHARS or (
         sorted(_DROPPED.findall(gold)) != sorted(_DROPPED.findall(answer))
     ):
         return False
     import sympy  # 1 s with math-verify: only where it is needed
     from math_verify import verify
+    from sympy.concrete.expr_with_limits import ExprWithLimits
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # no warning that its timeouts are off: on purpose
     runs = {run for run in _WORD_RUN.findall(f"{gold} {answer}") if not _NO_WORD.fullmatch(run)} - {"degrees"}
@@ -449,7 +494,12 @@ def _by_sympy(gold: str, answer: str) -> bool:
         if one.is_Relational or other.is_Relational:
             return _same_relations(one, other)
         exact = number(gold) or number(answer)
-        return _is_zero(sympy.gammasimp(one - other), (exact and exact.rounding) or 0)
+        difference = one - other
+        if difference.has(sympy.factorial, sympy.binomial, sympy.gamma) and not difference.has(ExprWithLimits):
+            difference = sympy.gammasimp(difference)
+        return _is_zero(
+            difference, rounding or (exact and exact.rounding) or 0, () if "|" in gold + answer else (one, other)
+        )
     except Exception:  # of the parser or sympy, which are not ours: any text at all comes here
         return False
 
@@ -469,28 +519,73 @@ def _expression(text: str, words: list[str]) -> Any:
     text = re.sub(r"(\d*)\.(\d+)", lambda m: rf"\frac{{{m[1]}{m[2]}}}{{1{'0' * len(m[2])}}}", text)
     text = normalize_latex(text, NormalizationConfig(malformed_operators=True, nits=True, boxed="none"))
     config = ConversionConfig(lowercase_symbols=False)
-    return latex2sympy(text, is_real=True, normalization_config=None, conversion_config=config)
+    tree = latex2sympy(text, is_real=True, normalization_config=None, conversion_config=config)
+    _size(tree)
+    return tree
 
 
-def _points(expression: Any) -> Iterator[Any]:
-    """The expression where its variables are rational, of both signs, small and large; no point is one people write."""
-    from sympy import I, Rational
+def _size(tree: Any) -> float:
+    """Bits of the value of a tree that is not evaluated yet, roughly. Raises OverflowError if a power has too many."""
+    if getattr(tree, "is_Integer", False):
+        return int(tree).bit_length()
+    sizes = [_size(arg) for arg in (tree.flat() if hasattr(tree, "flat") else getattr(tree, "args", ()))]
+    kind = type(tree).__name__
+    size = sum(sizes) or 40.0  # of a variable, at a point
+    if kind not in ("Pow", "MatPow", "exp", "factorial", "binomial", "gamma"):
+        return size
+    power = tree.args[-1]
+    if power.free_symbols:
+        size = 2.0 ** min(sizes[-1], 1000) if sizes[-1] < MAX_EXPONENT_BITS else math.inf
+    else:
+        size = min(size, MAX_BITS) * max(1.0, abs(complex(power.evalf(5))))
+    if size > (1e400 if power.free_symbols else MAX_BITS) or math.isinf(size):
+        raise OverflowError(f"a value of {size:.0f} bits")
+    return size
+
+
+def _points(expression: Any) -> Iterator[dict]:
+    """Values of the variables: rational, of both signs, small and large, none that people write; integers, if they are
+    limits of a sum."""
+    from sympy import I, Integer, Rational
+    from sympy.concrete.expr_with_limits import ExprWithLimits
     from sympy.core.function import AppliedUndef
 
     symbols = sorted(expression.free_symbols | expression.atoms(AppliedUndef), key=str)
-    for sign, scale in ((1, 1), (-1, 3), (1, 100), (-1, 101)) if symbols else ((1, 1),):
+    limits = [bound for each in expression.atoms(ExprWithLimits) for limit in each.limits for bound in limit[1:]]
+    limits = {symbol for bound in limits for symbol in bound.free_symbols}
+    for sign, scale, whole in ((1, 1, 5), (-1, 3, 8), (1, 100, 3), (-1, 101, 13)) if symbols else ((1, 1, 1),):
         values = (Rational(sign * scale * (7919 + 104 * k), sign**k * (10007 + scale * k**2)) for k in range(10**6))
-        point = {symbol: I if str(symbol) == "i" else value for symbol, value in zip(symbols, values, strict=False)}
-        yield expression.subs(point).doit()
+        yield {
+            symbol: I if str(symbol) == "i" else Integer(whole + 2 * place) if symbol in limits else value
+            for place, (symbol, value) in enumerate(zip(symbols, values, strict=False))
+        }
 
 
-def _is_zero(difference: Any, rounding: Fraction = Fraction(0)) -> bool:
-    """Whether it vanishes wherever it is defined: exactly, or to 1,000 digits; or is at most `rounding`."""
-    values = [point.evalf(15, maxn=1000) for point in _points(difference)]
-    parts = [value.as_real_imag() for value in values if value.is_number and value.is_finite]
-    return len(parts) > len(values) // 2 and all(
-        each == 0 or each._prec == 1 or abs(Fraction(str(each))) <= rounding for pair in parts for each in pair
-    )
+def _at(expression: Any, point: dict) -> Any:
+    return expression.subs(point).doit().evalf(15, maxn=1000)
+
+
+def _is_small(part: Any, rounding: Fraction = Fraction(0)) -> bool:
+    if part == 0 or part._prec == 1:
+        return True
+    return bool(rounding and abs(part) <= float(2 * rounding)) and abs(Fraction(str(part))) <= rounding
+
+
+def _is_zero(difference: Any, rounding: Fraction = Fraction(0), sides: tuple = ()) -> bool:
+    """Whether it vanishes wherever it is defined: exactly, or to 1,000 digits; or is at most `rounding`. Variables are
+    positive if a side has no real value where they are not: ln x^2 is 2 ln x, and |x| is not x."""
+    from sympy import I
+
+    points = [*_points(difference)]
+    values = [(point, value) for point in points if (value := _at(difference, point)).is_number and value.is_finite]
+    wrong = [point for point, value in values if not all(_is_small(part, rounding) for part in value.as_real_imag())]
+    for point in wrong:
+        is_positive = not any(value.is_negative for value in point.values())
+        if is_positive or not sides or difference.has(I) or I in point.values():
+            return False
+        if all(_is_small(_at(side, point).as_real_imag()[1]) for side in sides):
+            return False
+    return len(values) > len(points) // 2 and len(wrong) < len(values)
 
 
 def _same_relations(one: Any, other: Any) -> bool:
@@ -500,6 +595,7 @@ def _same_relations(one: Any, other: Any) -> bool:
     sides = [relation.lhs - relation.rhs for relation in (one, other)]
     if one.func != other.func or _is_zero(sides[1]):  # x = x says nothing
         return False
-    ratio = next(_points(sides[1] / sides[0]))
+    ratio = sides[1] / sides[0]
+    ratio = ratio.subs(next(_points(ratio))).doit()
     is_directed = one.rel_op not in ("==", "!=")
     return not (is_directed and ratio.evalf() < 0) and _is_zero(sides[1] - ratio * sides[0])

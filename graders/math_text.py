@@ -112,7 +112,11 @@ _REWRITES = [  # what changes no meaning, in this order
         (r"^\s*\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid|\||:)(.*)\\\}\s*$", r"\1"),
         (r"\\(?:lor|vee)(?![a-zA-Z])", " or "),
         (r"\\[()\[\]]|(?i:^\s*(?:the )?(?:final )?answer(?: is)?\b:?)", " "),
-        (r"(?<![\\a-zA-Z])(pi|sqrt|sin|cos|tan|ln|log)(?![a-zA-Z])", r"\\\1"),
+        (r"(?<![\\a-zA-Z])(pi|sqrt|sin|cos|tan|ln|log|exp)(?![a-zA-Z])", r"\\\1"),
+        (r"(?<![a-zA-Z])\\?abs\s*[({]((?:[^(){}]|\([^()]*\))*)[)}]", r"|\1|"),
+        (r"\\[lr]?vert(?![a-zA-Z])", "|"),
+        (r"^\s*\\(?:approx|simeq|doteq)(?![a-z])", ""),
+        (r"^\s*([a-zA-Z]\w*)\s*\\approx(?![a-z])", r"\1 ="),
         (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (_ANGLE, r"\1{(\\frac{\2\\pi}{180})}"),
         (r"(?<![\\a-zA-Z])(?:infinity|oo)(?![a-zA-Z])", r"\\infty"),
@@ -270,14 +274,15 @@ def quantity(text: str) -> Quantity:
     sign = {"mu": "μ", "Omega": "Ω"}
     written = re.sub(r"(?<=[\d .])([kM]?) ?\\(mu|Omega)(?: |$)", lambda match: match[1] + sign[match[2]], text)
     written = _MONEY.sub(r"\1\3 \2 ", written, count=1) if _MONEY.match(text) else written
-    if not (match := _MEASURED.fullmatch(written)):
+    match = _MEASURED.fullmatch(written)
+    if not match or any(match[1].count(opened) != match[1].count(closed) for opened, closed in ("{}", "()")):
         return plain
     value, gap, unit = match.groups()
     measure = _unit(unit)
     if measure is None or not (gap or _known(unit) or not unit.isalpha()):
         return plain
     is_glued = (not gap or "frac" in value) and re.fullmatch(r"[^\W\d_]|[a-zμ][A-KM-Z]", unit) is not None
-    return Quantity(value, *measure[:2], is_glued, measure[2])
+    return Quantity(value, *measure[:2], is_glued, measure[2] and not (is_glued and unit.isupper()))
 
 
 def _summed(parts: list[tuple[str, str]]) -> Quantity | None:

@@ -103,7 +103,7 @@ def test_equal_answers_have_equal_texts_for_votes(texts, extracted):
         ("The answer is 3", "3"),
         (r"\boxed{1", None),
         ("no answer here", None),
-        (r"so $\boxed 5$. \boxed{6", "5"),
+        (r"so $\boxed 5$. \boxed{6", None),
         (r"\boxed{6} no: \boxed5.", "5"),
         ("<answer>4</answer> <answer>5</answer> #### 6", "5"),
         ("The answer is therefore 5.", "5"),

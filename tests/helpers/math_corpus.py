@@ -226,7 +226,10 @@ REPLIES = [  # (answer, reply, outcome)
     ("5", r"\boxed{ }", "parse_fail"),
     ("5", r"first \boxed{5}, then \boxed{}", "parse_fail"),
     ("5", r"\boxed{5", "parse_fail"),
-    ("5", r"\boxed{4} and \boxed{5", "wrong"),
+    ("5", r"\boxed{4} and \boxed{5", "parse_fail"),
+    ("4", r"\boxed{4}. No: \boxed{5", "parse_fail"),  # marin#9163: a draft that was given up
+    ("4", r"#### 4. No: \boxed{\frac{1}{2}", "parse_fail"),
+    ("5", r"\boxed{4 or \boxed{5}", "ok"),
     ("5", r"\boxed{\text{5 apples}}", "ok"),
     ("5", r"\boxed{x=5}", "ok"),
     ("5", "#### 5", "ok"),

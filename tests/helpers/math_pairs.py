@@ -495,12 +495,73 @@ def hedges(rng):
 KINDS = (rationals, decimals, surds, intervals, lists, bases, words, units, names, dates, polynomials, forms, hedges)
 
 
-def pairs(count: int, seed: int) -> Iterator[tuple[str, str, str, bool]]:
+OPTIONS = ["Vitamin A deficiency", "red and blue", "Plan B", "none of these", "5 or 6 apples", "I and II only", "12"]
+
+
+def reals(rng):
+    """Forms that are equal wherever both are real, and near ones that are not."""
+    x, y = rng.sample("xytuvw", 2)
+    n, m = rng.sample((2, 4, 6, 8), 2)
+    sqrt, frac, exponent = r"\sqrt{{{}}}".format, r"\frac{{{}}}{{{}}}".format, "{}^{{{}/{}}}".format
+    root = r"\sqrt[{}]{{{}^{}}}".format
+    rows = [
+        (f"e^{{{n}{x}}}", [rf"\exp({n}{x})", f"exp({n}{x})"], [f"exp({m}{x})", f"{n}exp({x})", rf"\exp({x}^{n})"]),
+        (f"|{x}-{n}|", [f"abs({x}-{n})", rf"\lvert {n}-{x} \rvert"], [f"{x}-{n}", f"abs({x}+{n})", f"|{x}|-{n}"]),
+        (
+            frac(1, sqrt(x)),
+            [sqrt(f"1/{x}"), exponent(x, -1, 2)],
+            [f"-{sqrt(f'1/{x}')}", sqrt(x), f"1/{x}", exponent(x, -2, 1)],
+        ),
+        (sqrt(frac(x, y)), [frac(sqrt(x), sqrt(y)), frac(sqrt(x + y), y)], [sqrt(frac(y, x)), frac(sqrt(x), y)]),
+        (frac(sqrt(f"{n}{x}{y}"), y), [sqrt(frac(f"{n}{x}", y))], [sqrt(frac(f"{n}{y}", x)), sqrt(frac(f"{m}{x}", y))]),
+        (exponent(x, n, 2 * m + 1), [root(2 * m + 1, x, n)], [root(n, x, 2 * m + 1), exponent(x, 2 * m + 1, n)]),
+        (rf"\ln {x}^{n}", [rf"{n}\ln {x}"], [rf"(\ln {x})^{n}", rf"\ln {n}{x}", rf"{m}\ln {x}"]),
+        (rf"\ln({x}{y})", [rf"\ln {x}+\ln {y}"], [rf"\ln {x}\ln {y}", rf"\ln({x}+{y})", rf"\ln {x}-\ln {y}"]),
+        (sqrt(f"{n * n}{x}^2"), [f"{n}|{x}|"], [f"{n}{x}", f"-{n}{x}", f"{n * n}|{x}|"]),
+        (
+            f"{n}.{m}7",
+            [rf"\approx {n}.{m}7", f"≈{n}.{m}7", rf"{x} \approx {n}.{m}7"],
+            [rf"\approx {n}.{m}", rf"{n} \approx {n}.{m}7"],
+        ),
+        (
+            f"{n}n(n+1)+{m}n",
+            [rf"\sum_{{k=1}}^{{n}} ({2 * n}k+{m})", rf"\sum_{{k=1}}^n {2 * n}k + {m}n"],
+            [
+                rf"\sum_{{k=1}}^{{n}} ({n}k+{m})",
+                rf"\sum_{{k=1}}^{{n+1}} ({2 * n}k+{m})",
+                rf"\sum_{{k=0}}^{{n}} ({2 * n}k+{m})",
+            ],
+        ),
+    ]
+    letter, other = rng.sample("ABCDE", 2)
+    text, value = rng.choice(OPTIONS), rng.randint(2, 99)
+    wrongs = [
+        f"{letter}: {text} {other}) 7",
+        f"{letter}) {value} or {other}",
+        f"{letter}: no, {other}",
+        f"{other}: {text}",
+    ]
+    rows.append((letter, [f"{letter}: {text}", f"({letter}) {text}", f"{letter}. {text}"], wrongs))
+    marked = rf"\textbf{{({letter})}}\ {value}"
+    wrongs = [
+        f"{value + 1}",
+        other,
+        rf"\textbf{{({other})}}\ {value}",
+        f"{letter}) {value + 1}",
+        f"{value} or {value + 1}",
+    ]
+    rows.append((marked, [f"{value}", letter, f"({letter}) {value}", marked], wrongs))
+    gold, rights, wrongs = rng.choice(rows)
+    yield "real", gold, rng.choice(rights), True
+    yield "real", gold, rng.choice(wrongs), False
+
+
+def pairs(count: int, seed: int, kinds: tuple = KINDS) -> Iterator[tuple[str, str, str, bool]]:
     """`count` of them, all kinds in turn."""
     rng = random.Random(seed)
     made = 0
     while True:
-        for kind in KINDS:
+        for kind in kinds:
             for pair in kind(rng):
                 yield pair
                 made += 1

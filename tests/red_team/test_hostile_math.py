@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from math_pairs import KINDS, pairs
+from math_pairs import KINDS, pairs, reals
 
 from graders.math_grader import FIRST_JOB, canonical, equal, grade
 from graders.pool import GraderPool
@@ -208,6 +208,94 @@ v=2u+3 | u^2+v^2=25 | g(t)=t^3 | b_n=2n+1 | t>7 | u+v>2 | u=1,v=7 | \{t\} | u+1 
 x-3=0 | C=B | (u,v)=(0,2) | \text{Solve for } x | \text{Solve } 2x+3=7 | \begin{pmatrix}a\\b\end{pmatrix} | y=mx+b
 (a,b) | \frac{0}{x}=0"""
 
+WRONG_REALS = r"""
+EXP:: e^{16} <- exp(15) | e^{16} <- 16e | e^{16} <- exp(-16) | e^{-x^2/2} <- \exp(x^2/2) | e^x <- exp(-x)
+e^{2x} <- 2exp(x) | e^{16} <- \exp(16)+1 | e^{x} <- exp | e^{16} <- 16^{e} | e^{x^2} <- \exp(x)^2 | e^{2} <- \exp(x)
+ABS:: |x| <- x | |x| <- -x | |x-1| <- x-1 | |x| <- abs(y) | 3 <- -abs(3) | \sqrt{x^2} <- x | |x-1| <- |x|-1
+|x| <- abs(x)+1 | x <- abs(x) | x <- |x| | -x <- |x| | |x+1| <- |x|+1 | |x|^3 <- x^3 | x^3 <- |x^3| | |xy| <- xy
+|x|y <- xy
+ROOTS:: \sqrt{1/n} <- 1/n | \sqrt{1/n} <- \sqrt{n} | \frac{1}{\sqrt{n}} <- -\sqrt{\frac1n}
+\sqrt{\frac{a}{b}} <- \sqrt{\frac{b}{a}} | \sqrt{2gh}/g <- \sqrt{2g/h} | \sqrt{2gh}/g <- \sqrt{2h}/g
+\sqrt{ab} <- \sqrt a+\sqrt b | \sqrt{ab} <- ab | \sqrt{a+b} <- \sqrt{a}+\sqrt{b} | \sqrt{4x} <- 4\sqrt{x}
+\sqrt{x^3} <- x^2\sqrt{x} | \sqrt{x^2} <- x | \sqrt{x^2y} <- x\sqrt y+1 | \sqrt{x^4} <- -x^2 | \sqrt{x^2+1} <- x+1
+\sqrt{(x-1)^2} <- x-1 | \sqrt{(x-5)^2} <- x-5 | \sqrt{x^2-2x+1} <- x-1 | \sqrt{x^2-2x+1} <- 1-x | \sqrt{x^6} <- x^3
+\frac{\sqrt{x^2}}{x} <- 1 | \sqrt{x^2y^2} <- xy | \sqrt{-x} <- \sqrt{x} | \sqrt{-x} <- \sqrt{|x|}
+\sqrt{x} <- \sqrt{-x} | \sqrt{x} <- \sqrt{|x|}
+POWERS:: x^{2/3} <- x^{3/2} | x^{2/3} <- \sqrt[3]{x} | x^{2/3} <- \sqrt{x^3} | x^{2/3} <- x^2/3
+x^{3/2} <- x\sqrt{x}+1 | x^{-1/2} <- \sqrt{x} | x^{1/4} <- \sqrt{x}/2 | (x+y)^{1/2} <- x^{1/2}+y^{1/2}
+x^{0.5} <- x/2 | x^{1/3} <- x/3 | x^{2/3} <- -\sqrt[3]{x^2} | (x^2)^{1/2} <- x | x^{2} <- |x|x | (x^2)^{3/2} <- x^3
+LOGARITHMS:: \ln x^2 <- (\ln x)^2 | \ln x^2 <- \ln 2x | 2\ln x <- \ln 2x | \ln(ab) <- \ln a\ln b
+\ln\frac ab <- \frac{\ln a}{\ln b} | \ln(a+b) <- \ln a+\ln b | \log_2(8x) <- 3\log_2 x | \ln\sqrt x <- 2\ln x
+\ln|x| <- \ln(-x) | \ln x <- \log_2 x | \ln x <- \ln(-x) | 2\ln|x| <- \ln|x| | \ln\frac1x <- \frac{1}{\ln x}
+\ln x^2 <- \ln x+2
+APPROXIMATIONS:: 12.57 <- \approx 12.58 | 12.57 <- \approx 12.6 | 4\pi <- \approx 12.6 | 4\pi <- \approx 12
+5 <- 4 \approx 5 | 5 <- 5 \approx 7 | 5 <- \not\approx 5 | 12.57 <- 5\pi \approx 12.57 | 4\pi <- 5\pi \approx 12.57
+4\pi <- 3\pi\approx 4\pi | 2.5 <- x \approx 2.6 | \pi <- \approx 3 | 5 <- 7 \approx 5 | 5 <- x \approx y
+0 <- 0\approx 0 | x <- x\approx x | 3 <- \pi \approx 3.14 | 12.57 <- 12 \approx 13 | 4\pi <- 12.57
+x=2.5 <- y \approx 2.5
+OPTIONS:: E <- A: E polygenic | B <- B: 5 or C: 7 | B <- B. 5 or C. 7 | B <- B) 5, C) 7 | B <- B) or C) | B <- B or C
+B <- A) B | B <- B, C | B <- B) no, C | B <- B) 5 or C | B <- not B | B <- not B) 5 | B <- C: not B | B <- A, B, C, D
+B <- B: or C | B <- (A) (B) (C) | B <- B and C | B <- B) 5 and C) 6 | B <- B. no wait, C | B <- either B or C
+B <- A. Red B. Blue | B <- (B) 5 (C) 7 | B <- B: wrong, C is right | B <- B / C | B <- B) A) C) | B <- B is wrong
+B <- B: 5; C: 7 | B <- b or c | B <- B? C! | B <- B. C. D. | B <- [B] or [C]
+MARKED OPTIONS:: \textbf{(C)}\ 12 <- 13 | \textbf{(C)}\ 12 <- B | \textbf{(C)}\ 12 <- (C) 13
+\textbf{(C)}\ 12 <- (B) 12 | 12 <- \textbf{(C)}\ 13 | \textbf{(C)}\ 12 <- \textbf{(D)}\ 12 | \textbf{(C)}\ 12 <- C, D
+\textbf{(C)}\ 12 <- 12 or 13 | \textbf{(C)}\ 12 <- C or D | \textbf{(E)}\ \frac12 <- 2 | \textbf{(A) }7 <- B) 7
+\textbf{(C)}\ 12 <- C12 | \textbf{(C)}\ 12 <- 1 | \textbf{(C)}\ 12 <- 12C | C <- \textbf{(D)}\ 12
+\textbf{(C)}\ 12 <- (C) 12 or (D) 13 | 12 <- \textbf{(C)}\ 12 \textbf{(D)}\ 13 | 12 <- (A) 11 (B) 12
+SUMS:: \frac{n(n+1)}{2} <- \sum_{k=1}^{n-1} k | \frac{n(n+1)}{2} <- \sum_{k=1}^{n} k^2
+\frac{n(n+1)}{2} <- \sum_{k=1}^{n+1} k | 2^n <- \sum_{k=0}^{n} 2^k | 2^n <- \sum_{k=1}^{n}\binom nk
+n! <- \prod_{k=1}^{n-1} k | n^2 <- \sum_{k=1}^n (2k+1) | 55 <- \sum_{k=1}^{9} k
+\frac{n(n+1)}{2} <- \sum_{k=1}^{n} n | \sum_{k=1}^n k <- \sum_{k=1}^m k | \frac{n(n-1)}{2} <- \sum_{k=1}^n k
+\sum_{k=1}^n k <- \prod_{k=1}^n k | 2 <- \sum_{k=1}^\infty \frac1{2^k} | \frac{n(n+1)}{2} <- \sum_{k=0}^{n} 1
+n(n+1)(2n+1)/6 <- \sum_{k=1}^n k | n <- \sum_{k=1}^{n} k | \sum_{k=1}^{n} a_k <- \sum_{k=1}^{n} b_k
+"""
+RIGHT_REALS = r"""
+EXP:: e^{16} <- exp(16) | e^{16} <- \exp(16) | e^{-x^2/2} <- \exp(-x^2/2) | e^x <- \exp x | e^{2x} <- exp(2x)
+e^{16} <- \exp{16} | e^{16} <- \exp\left(16\right) | \frac{1}{e} <- exp(-1) | e^{16} <- \operatorname{exp}(16)
+e^{i\pi} <- -1 | 2e^{x} <- 2exp(x)
+ABS:: |x| <- abs(x) | |x| <- \operatorname{abs}(x) | |x-1| <- abs(x-1) | |x| <- \lvert x \rvert
+|x| <- \left|x\right| | |x| <- \vert x \vert | 3 <- abs(-3) | \sqrt{x^2} <- |x| | |x| <- \abs{x}
+|x+2| <- \left\lvert x+2 \right\rvert | 2|x| <- 2abs(x) | |x|+1 <- 1+\text{abs}(x)
+ROOTS:: \sqrt{1/n} <- 1/\sqrt{n} | \frac{1}{\sqrt{n}} <- \sqrt{\frac1n}
+\frac{\sqrt{a}}{\sqrt{b}} <- \sqrt{\frac{a}{b}} | \frac{\sqrt{2gh}}{g} <- \sqrt{\frac{2h}{g}}
+\sqrt{2gh}/g <- \sqrt{2h/g} | \sqrt{ab} <- \sqrt a\sqrt b | 2\pi\sqrt{\frac{L}{g}} <- 2\pi\frac{\sqrt L}{\sqrt g}
+\sqrt{\frac{k}{m}} <- \frac{\sqrt{km}}{m} | \sqrt{xy} <- \sqrt{x}\sqrt{y} | \frac{x}{\sqrt{x}} <- \sqrt{x}
+\sqrt{\frac{A}{\pi}} <- \frac{\sqrt{A\pi}}{\pi} | \sqrt{\frac{3V}{\pi h}} <- \frac{\sqrt{3V}}{\sqrt{\pi h}}
+\sqrt{4x} <- 2\sqrt{x} | \sqrt{x^3} <- x\sqrt{x} | \sqrt{8n} <- 2\sqrt{2n} | \sqrt[3]{8x} <- 2\sqrt[3]{x}
+\sqrt[3]{\frac{3V}{4\pi}} <- \left(\frac{3V}{4\pi}\right)^{1/3} | r = \sqrt{A/\pi} <- r = \frac{\sqrt{A}}{\sqrt{\pi}}
+POWERS:: x^{2/3} <- \sqrt[3]{x^2} | x^{2/3} <- (x^2)^{1/3} | x^{2/3} <- (\sqrt[3]{x})^2 | x^{3/2} <- x\sqrt{x}
+x^{3/2} <- \sqrt{x^3} | x^{-1/2} <- \frac{1}{\sqrt{x}} | x^{5/6} <- \sqrt{x}\sqrt[3]{x} | x^{1/4} <- \sqrt{\sqrt{x}}
+\sqrt[4]{x^2} <- \sqrt{|x|} | (xy)^{1/2} <- x^{1/2}y^{1/2} | x^{0.5} <- \sqrt{x} | a^{3/4} <- \sqrt[4]{a^3}
+x^{1/3} <- \sqrt[3]{x} | (x^6)^{1/3} <- x^2 | t^{1.5} <- t\sqrt t
+LOGARITHMS:: \ln x^2 <- 2\ln x | \ln(x^2) <- 2\ln|x| | \ln(ab) <- \ln a+\ln b | \ln\frac{a}{b} <- \ln a-\ln b
+\log_2(8x) <- 3+\log_2 x | \ln(x^3) <- 3\ln x | \ln\sqrt{x} <- \frac12\ln x | \log(xy) <- \log x+\log y
+\ln(2x) <- \ln 2+\ln x | \ln\frac1x <- -\ln x | \ln(x^2y) <- 2\ln x+\ln y | e^{\ln x} <- x
+\frac{\ln x}{\ln 2} <- \log_2 x | x\ln x^2 <- 2x\ln x
+APPROXIMATIONS:: 12.57 <- \approx 12.57 | \approx 12.57 <- 12.57 | 12.57 <- \u2248 12.57 | 4\pi <- 4\pi \approx 12.57
+x \approx 2.5 <- 2.5 | 2.5 <- x \approx 2.5 | x=2.5 <- x \approx 2.5 | 12.57 <- \approx 12.57 \text{ cm}
+12.57 <- \simeq 12.57 | 12.57 <- 4\pi \approx 12.57 | 12.57 <- A \approx 12.57 | 3.14 <- \pi \approx 3.14
+12.57 <- \approx12.57 | 0.67 <- 2/3 \approx 0.67 | \sqrt{2} <- \sqrt 2 \approx 1.414 | \approx 5 <- \approx 5
+A=4\pi \approx 12.57 <- 4\pi
+OPTIONS:: E <- E: A polygenic trait | B <- B. Apples and oranges | C <- C) neither A nor B | E <- (E) None of A or B
+A <- A. Vitamin A deficiency | D <- D: Both statements A and B are true | B <- (B) 5 and 6 | C <- C. Yes | A <- A) 12
+B <- Option B: the cat and the dog | D <- D. x = 5 or x = 7 | E <- E: A polygenic trait is controlled by many genes.
+C <- C: I and II only | C <- (C) 5, 6, and 7 | D <- \text{D: none of these} | D <- D) DNA and RNA | B <- B: Plan B
+A <- \text{A. Group A has a higher mean than Group B}
+MARKED OPTIONS:: \textbf{(C)}\ 12 <- 12 | \textbf{(C)}\ 12 <- C | \textbf{(C)}\ 12 <- (C)
+\textbf{(C)}\ 12 <- (C) 12 | \textbf{(C)}\ 12 <- \textbf{(C)}\ 12 | C <- \textbf{(C)}\ 12 | 12 <- \textbf{(C)}\ 12
+\textbf{(E)}\ \frac{1}{2} <- 0.5 | \textbf{(A) }7 <- 7 | \textbf{(A) }7 <- A | \text{(D) } 2\sqrt{3} <- \sqrt{12}
+\textbf{(B)}\ 3 <- \text{B} | \textbf{(C)}\ 12 <- C) 12 | \textbf{(C)}~12 <- 12 | \textbf{(C) } \$12 <- 12
+\mathrm{(C)}\ 12 <- 12 | \textbf{(E)}\ \text{none of these} <- E | \textbf{(D)}\ x>3 <- D | \textbf{(A)}\ 1, 2 <- A
+(C) 12 <- \textbf{(C)}\ 12
+SUMS:: \frac{n(n+1)}{2} <- \sum_{k=1}^{n} k | \sum_{k=1}^{n} k <- \frac{n(n+1)}{2}
+\frac{n(n+1)(2n+1)}{6} <- \sum_{k=1}^n k^2 | 2^n <- \sum_{k=0}^{n} \binom{n}{k} | 2^{n+1}-1 <- \sum_{k=0}^{n} 2^k
+n! <- \prod_{k=1}^{n} k | n^2 <- \sum_{k=1}^n (2k-1) | 55 <- \sum_{k=1}^{10} k
+\frac{n^2(n+1)^2}{4} <- \left(\sum_{k=1}^n k\right)^2 | \frac{n}{n+1} <- \sum_{k=1}^n \frac{1}{k(k+1)}
+\sum_{i=1}^n i <- \sum_{k=1}^n k | \frac{1-r^{n}}{1-r} <- \sum_{k=0}^{n-1} r^k | n(n+1) <- 2\sum_{k=1}^n k
+\sum_{k=1}^{n} k^3 <- \frac{n^2(n+1)^2}{4} | 2 <- \sum_{k=0}^{\infty} \frac{1}{2^k}
+"""
+
 
 def cases(text):
     """(gold, answer) of each pair; the first of a line may have a heading."""
@@ -227,6 +315,13 @@ def test_wrong_answers_that_look_right():
 def test_right_answers_that_look_wrong():
     pairs = list(cases(RIGHT))
     assert len(pairs) >= 60 and [pair for pair in pairs if not equal(*pair)] == []
+
+
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.long)])
+def test_forms_that_are_equal_where_both_are_real(step):
+    """Math-Verify#64 and #69 (roots, powers, logarithms, exp, abs), #16 and Gym#1844 (options with a text)."""
+    assert [pair for pair in [*cases(WRONG_REALS)][::step] if equal(*pair)] == []
+    assert [pair for pair in [*cases(RIGHT_REALS)][::step] if not equal(*pair)] == []
 
 
 def product(golds, answers):
@@ -297,6 +392,23 @@ def test_verdicts_by_construction():
     equal("x", "x+1")  # imports sympy
     refusals, seconds = refused(pairs(400, seed=12))
     assert refusals == [] and median(seconds) <= 0.005
+    assert refused(pairs(60, seed=8, kinds=(reals,)))[0] == []
+
+
+HUGE = r"""9^{9^{9^{9}}} | 1000000! | ((10^{10})!)! | 2^{2^{100}} | x^{100000}+y^{100000}-(x+y)^{100000} | n^{n^{n}}
+(x+1)^{5000}-(x+1)^{4999} | \begin{pmatrix}1&2\\3&4\end{pmatrix}^{10^9} | (9^{99})^{999999} | 2^{\frac{10^{10}}{1}}
+\binom{10^9}{5\cdot10^8} | x^{x^{x^{x}}} | e^{e^{e^{e^{x}}}} | \exp(\exp(\exp(\exp(10)))) | 7^{-10^{12}} | 10^{-10^{10}}
+\sqrt{2}^{10^{12}} | (1+\frac{1}{10^9})^{10^9} | 0.5^{10^{10}} | \log(9^{9^{9}}) | 10000!
+\left(\frac{1}{3}\right)^{10^8}"""
+
+
+def test_a_huge_power_costs_milliseconds():
+    """Each took a deadline and a worker."""
+    for power in re.split(r" \| |\n", HUGE):
+        start = time.process_time()
+        assert not equal("5", power) and time.process_time() - start < 1, power
+    for gold, answer in cases(r"2^{2024}-1 <- 4^{1012}-1 | e^{-e^{-x}} <- \exp(-\exp(-x)) | 100! <- 100\cdot 99!"):
+        assert equal(gold, answer)
 
 
 @pytest.mark.long
@@ -317,6 +429,8 @@ def test_10000_verdicts_by_construction():
         "unit",
     }
     assert len(KINDS) == 13
+    refusals, _ = refused(pairs(2000, seed=8, kinds=(reals,)))
+    assert refusals == []
 
 
 ALONE = """
