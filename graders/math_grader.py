@@ -393,7 +393,7 @@ def _is_sum(sides: list[str]) -> bool:
 def _labelled(gold: str, equation: str) -> str:
     """The right side, if the left one names it: x + y = 5. Neither 2x + 3 = 7, the question, nor x/x = 1 does."""
     *left, value = _sides(equation)
-    if value == "0" or any(_is_circular(side, value) for side in left):
+    if value == "0" or len(equation) > MAX_FORMULA_CHARS // 3 or any(_is_circular(side, value) for side in left):
         return equation
     is_label = all(_LETTER.search(side) and not re.search(r"\d", _INDEX.sub("", side)) for side in left)
     if all(_by_sympy(value, side) for side in left):  # it always holds: a formula may, as (x + 1)^2 = x^2 + 2x + 1
@@ -508,7 +508,7 @@ def _expression(text: str, words: list[str]) -> Any:
     """A sympy object, without floats and with words as symbols. Raises anything if the text is no mathematics."""
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig, latex2sympy, normalize_latex
 
-    assert _split(text, "(?!)"), "brackets that do not close, or too many of them"
+    assert _split(text, "(?!)") and text.count("|") < MAX_DEPTH // 2, "brackets that do not close, or too many of them"
     for place, word in enumerate(words):
         text = re.sub(rf"(?<![\\a-zA-Z]){word}(?![a-zA-Z])", f" w_{{{1000 + place}}} ", text)
     text = re.sub(_GROUPED, lambda match: match[0].replace(",", ""), text.replace("$", ""))
