@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -84,6 +85,7 @@ class Conversation:
         ids_before = self.token_ids
         self.reply_ids = completion.ids.tolist()
         self._append(completion.ids, completion.logps, completion.versions, problem.loss_multiplier != 0)
+        sample.turn_tokens.append(sample.num_trained_tokens - sum(sample.turn_tokens))
         sample.finish_reason = completion.finish_reason
         sample.messages.append({"role": "assistant", "content": tokenizer.decode(completion.ids)})
         known = (sample.messages, problem.answer, sample.finish_reason, self.state, problem.fields)
@@ -96,6 +98,7 @@ class Conversation:
         sample = self.sample
         sample.num_turns += 1
         sample.reward += result.reward
+        sample.turn_rewards.append(result.reward)
         for name, reward in result.rewards.items():
             sample.rewards[name] = sample.rewards.get(name, 0) + reward
         sample.outcome = result.outcome
@@ -201,7 +204,7 @@ class Sampler:
         samples = sorted((each.sample for each in conversations), key=lambda s: (s.prompt, s.index))
         self._score_by_model([sample for sample in samples if sample.holder == self.ranks.rank])
         part_names = {name for each in self.environments.values() for name in getattr(each, "reward_names", ())}
-        share_numbers(samples, sorted(part_names))
+        share_numbers(samples, sorted(part_names), self.max_turns)
         failed = Counter(sample.env_name for sample in samples if sample.outcome == "error")
         if failed.total() > self.max_error_fraction * len(samples):
             why = [*filter(None, gather("; ".join(self.raised))), "see the environment's messages above"]
@@ -275,6 +278,7 @@ class Sampler:
         scores = self.score_conversations([sample.messages for sample in samples])
         for sample, score in zip(samples, scores, strict=True):
             sample.reward, sample.outcome = (0.0, "error") if score is None else (score, "ok")
+            sample.turn_rewards = [sample.reward]  # `RewardModelEnv` ends a conversation at its first reply
         self.engine.wake("weights")
         self.engine.wake("kv_cache")
 
@@ -352,7 +356,8 @@ def sample_step(
             prompts = list(enumerate(problems, start=num_batches * grpo.prompts_per_batch))
             batch = sampler.sample(prompts, grpo.num_generations_per_prompt, options, (grpo.seed, step), step)
         shape_rewards(batch, grpo, options.max_new_tokens)
-        groups += [group for group in groups_of(batch) if not grpo.use_dynamic_sampling or is_mixed(group)]
+        drops, by_turn = grpo.use_dynamic_sampling, grpo.turn_level_advantages
+        groups += [group for group in groups_of(batch) if not drops or is_mixed(group, by_turn)]
         generated += batch
         num_batches += 1
         is_last = num_batches == grpo.dynamic_sampling_max_gen_batches
@@ -395,9 +400,11 @@ def sample_ahead(
     return sampler.finish(conversations), after | newest_records
 
 
-def is_mixed(group: Sequence[Sample]) -> bool:
-    """Whether rewards before shaping differ: lengths alone must not keep an all-wrong group (NVIDIA-NeMo/RL#2478)."""
-    return rewards_differ(sample.unshaped_reward for sample in group if sample.is_graded)
+def is_mixed(group: Sequence[Sample], by_turn: bool = False) -> bool:
+    """Whether rewards before shaping differ: lengths alone must not keep an all-wrong group (NVIDIA-NeMo/RL#2478).
+    by_turn: within a turn."""
+    rewards = [sample.turn_rewards if by_turn else [sample.unshaped_reward] for sample in group if sample.is_graded]
+    return any(rewards_differ(r for r in column if r is not None) for column in zip_longest(*rewards))
 
 
 def _nothing_to_train(

@@ -44,6 +44,9 @@ loss_fn.truncated_importance_sampling_type=null|sequence & loss_fn.truncated_imp
 loss_fn.truncated_importance_sampling_type!=null|tis|icepop & loss_fn.sequence_level_importance_ratios=true: GSPO
     weights whole sequences
 loss_fn.truncated_importance_sampling_ratio_min>loss_fn.truncated_importance_sampling_ratio: exchange them
+grpo.turn_level_advantages=true & grpo.adv_estimator.name=gdpo: its rewards are of all turns; use another estimator
+grpo.turn_level_advantages=true & grpo.reward_shaping.enabled=true: it shapes the sum of all turns; set one to false
+grpo.turn_level_advantages=true & loss_fn.sequence_level_importance_ratios=true: all turns share a ratio; unset one
 grpo.advantage_clip_low>=grpo.advantage_clip_high: exchange them
 grpo.reward_scaling.source_min>=grpo.reward_scaling.source_max & grpo.reward_scaling.enabled=true: exchange the first
     two
@@ -91,6 +94,8 @@ grpo.normalize_rewards & grpo.adv_estimator.name=reinforce_plus_plus|none: it co
 grpo.use_leave_one_out_baseline & grpo.adv_estimator.name=reinforce_plus_plus|none: it leaves no reward out
 grpo.reward_std & grpo.adv_estimator.name=reinforce_plus_plus|none: it compares no group
 grpo.reward_shaping.enabled & grpo.adv_estimator.name=none: no reward is trained
+grpo.turn_level_advantages & grpo.adv_estimator.name=none: no reward is trained
+grpo.turn_level_advantages & grpo.max_rollout_turns=1: a conversation has one turn
 grpo.advantage_clip_low & grpo.adv_estimator.name=none: there are no advantages
 grpo.advantage_clip_high & grpo.adv_estimator.name=none: there are no advantages
 grpo.adv_estimator.name=none & loss_fn.reference_policy_kl_penalty=0.0: nothing is trained; set the second to 1

@@ -19,21 +19,24 @@ NUMBERS += [("finish_reason", "S16"), ("outcome", "S16"), ("extracted", "S16")] 
 TOKEN = np.dtype([("output_ids", "i4"), ("sampler_logps", "f4"), ("versions", "i4"), ("mask", "?")])  # 13 bytes
 
 
-def share_numbers(samples: Sequence[Sample], part_names: Sequence[str]) -> None:
+def share_numbers(samples: Sequence[Sample], part_names: Sequence[str], max_turns: int) -> None:
     """Gives all ranks the NUMBERS of all samples, in place, and the parts of their rewards that have these names: one
     all_reduce. `extracted` becomes a hash of the text, since votes only ask whether two are equal."""
     names = [name for name, _ in NUMBERS]
-    records = np.zeros(len(samples), [*NUMBERS, *((f"part {name}", "f8") for name in part_names)])
+    parts = [(f"part {name}", "f8") for name in part_names]
+    records = np.zeros(len(samples), [*NUMBERS, *parts, ("turns", "f8", (2, max_turns))])
     for i, sample in enumerate(samples):
         if sample.holder == dist.get_rank():
             digest = hashlib.blake2b(repr(sample.extracted).encode(), digest_size=8).hexdigest()
             values = [getattr(sample, name) for name in names[:-1]] + ["" if sample.extracted is None else digest]
-            records[i] = (*values, *(sample.rewards.get(name, math.nan) for name in part_names))
+            records[i] = (*values, *(sample.rewards.get(name, math.nan) for name in part_names), 0)
+            records["turns"][i, :, : sample.num_turns] = sample.turn_rewards, sample.turn_tokens
     dist.all_reduce(torch.from_numpy(records.view(np.int64)))  # of each row all ranks but one have zeros
-    for sample, row in zip(samples, records.tolist(), strict=True):
+    for sample, row, (rewards, tokens) in zip(samples, records.tolist(), records["turns"].tolist(), strict=True):
         for name, value in zip(names, row, strict=False):
             setattr(sample, name, value.decode() or None if isinstance(value, bytes) else value)
-        parts = zip(part_names, row[len(names) :], strict=True)
+        sample.turn_rewards, sample.turn_tokens = rewards[: sample.num_turns], [*map(int, tokens[: sample.num_turns])]
+        parts = zip(part_names, row[len(names) : -1], strict=True)
         sample.rewards = {name: part for name, part in parts if not math.isnan(part)}
 
 

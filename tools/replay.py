@@ -48,7 +48,8 @@ def load_samples(folder: Path) -> list[Sample]:
         for i, number in enumerate(columns["sample_S"].tolist()):
             rows = slice(ends[i] - columns["num_tokens_S"][i], ends[i])
             tokens = {name: columns[column][rows] for name, column in dump.COLUMNS.items()}
-            samples[number] = Sample(**{name: records[number][name] for name in dump.RECORDED}, **tokens)
+            record = {name: records[number][name] for name in dump.RECORDED if name in records[number]}
+            samples[number] = Sample(**record, **tokens)
             samples[number].num_trained_tokens = records[number]["num_trained_tokens"]  # 0 where it was filtered out
     return [samples[number] for number in range(len(records))]
 

@@ -127,6 +127,7 @@ CASES = {  # name -> (config, turns, different rewards)
     "plain": (config_of(), 1, 5),
     "alone": (config_of(share_prefix=False), 1, 5),
     "two turns": (config_of({"overlong_filtering": True}), 2, 5),
+    "turn advantages": (config_of({"turn_level_advantages": True, "overlong_filtering": True}), 3, 5),
     "minibatches": (config_of(batch=16, max_tokens=200), 2, 5),
     "dynamic": (config_of({"use_dynamic_sampling": True, "batch_multiplier": 1.5, "reward_shaping": SHAPING}), 1, 2),
     "gdpo": (config_of({"adv_estimator": config.AdvEstimatorConfig(name="gdpo")}), 2, 5),
@@ -200,9 +201,9 @@ def run_case(ranks, cfg, num_turns, spread):
     with Collectives() as collectives, mock.patch("rollout.check_versions"):  # `answer_of` allows more ages
         step = sample_step(sampler, cfg, mixture, mixture.start(), STEP, STEP)
         trained, generated = (pickled(samples, ranks.rank) for samples in (step.trained, step.generated))
-        if cfg.grpo.overlong_filtering:
-            for sample in trained:
-                sample.num_trained_tokens *= sample.finish_reason != "length"
+        for sample in trained:
+            is_cut = cfg.grpo.overlong_filtering and sample.finish_reason == "length"
+            sample.num_trained_tokens *= sample.is_graded and not is_cut
         del collectives.seen[-2:]  # of `pickled`
         arrays = answer_of(step.trained, step.generated, cfg, ranks)
     return {"arrays": arrays, "objects": answer_of(trained, generated, cfg, ranks), "collectives": collectives.seen}
