@@ -174,7 +174,7 @@ def two_ranks(rank, work):
     for param in model.parameters():  # as an optimizer that works on the rows of each rank would have it
         optimizer.state[param]["of_my_rows"] = param.to_local().clone()
     saver = checkpoint.Saver(work / "checkpoints", config.CheckpointingConfig(), ranks)
-    saver.save(2, model, optimizer, {}, {}, None)
+    saver.save(2, model, optimizer, {}, {}, {})
     train(model, optimizer, (3,))
     saver.finish()
 

@@ -126,7 +126,7 @@ def make_micro(vocab: int, device: str) -> tuple[SimpleNamespace, SimpleNamespac
         seq_R=row_T // 64,
         num_grad_rows=NUM_TOKENS,
     )
-    return micro, SimpleNamespace(num_tokens=NUM_TOKENS, num_seqs=4, num_positive_tokens=1)
+    return micro, SimpleNamespace(num_tokens=NUM_TOKENS, num_seqs=4, num_positive_tokens=1, version=0)
 
 
 def count_step(model_config: ModelConfig, cfg: Config, mesh, padded=False) -> dict[str, int]:

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
 from check import resume
 from config import CheckpointingConfig, ConfigError
@@ -41,9 +42,9 @@ POINTS = {
 }
 
 
-def model_at(step: int):
-    model = torch.nn.Linear(64, 3, bias=False)
-    torch.nn.init.constant_(model.weight, float(step))
+def model_at(step: int, mesh: DeviceMesh):
+    model = torch.nn.Linear(64, 6, bias=False)
+    model.weight = torch.nn.Parameter(distribute_tensor(torch.full((6, 64), float(step)), mesh, [Shard(0)]))
     return model, torch.optim.AdamW(model.parameters())
 
 
@@ -80,13 +81,14 @@ def live(rank: int, folder: Path, life: int, point: str | None) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / f'meet_{life}'}", rank=rank, world_size=2)
     ranks, checkpoints = Ranks(rank, 2, rank, 1), folder / "checkpoints"
-    model, optimizer = model_at(-1)
+    mesh = dist.init_device_mesh("cpu", (2,))
+    model, optimizer = model_at(-1, mesh)
     step = 0
     if resume.checkpoints(checkpoints):
         state = checkpoint.load(checkpoints, model, optimizer, ranks, {}, mode="auto")
         step = state["step"]
         assert state == {"step": step, "cursor": step * 7}, state
-        assert model.weight.unique().tolist() == [float(step)], (step, model.weight.unique())
+        assert model.weight.to_local().unique().tolist() == [float(step)], (step, model.weight.to_local())
         newest = int((folder / "committed").read_text()) if (folder / "committed").exists() else 0
         assert step >= newest, f"loads step {step}, {newest} was committed"
         if rank == 0:
@@ -95,7 +97,7 @@ def live(rank: int, folder: Path, life: int, point: str | None) -> None:
         arm(point)
     saver = checkpoint.Saver(checkpoints, CheckpointingConfig(keep_latest=2), ranks)
     for step in range(step + 1, step + 5):  # noqa: B020
-        saver.save(step, *model_at(step), {"cursor": step * 7}, {}, {})
+        saver.save(step, *model_at(step, mesh), {"cursor": step * 7}, {}, {})
         saver.finish()
         if rank == 0:
             (folder / "committed.tmp").write_text(str(step))

@@ -139,7 +139,7 @@ def test_a_user_says_what_the_gpu_has(given, code, program, main, monkeypatch, c
 
 def test_what_a_user_says_comes_before_what_the_gpu_says(one_rank, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=GIB))
-    inputs = SimpleNamespace(model_config=read_model_config(STARTER), reward_model=None)
+    inputs = SimpleNamespace(model_config=read_model_config(STARTER), reward_model=None, reference_model=None)
     inputs.tokenizer = SimpleNamespace(vocab_size=262)
     plan_memory = partial(start.plan_memory, Config(), inputs, one_rank[0], torch.device("cuda"))
     with pytest.raises(ConfigError, match=rf"^memory: .* on each GPU, which has 1; .*{re.escape(KNOWS_BETTER)}$"):
