@@ -180,9 +180,9 @@ def read_teacher(cfg: Config, tokenizer: Tokenizer) -> tuple[Path, ModelConfig]:
     key = "policy.reference_model_name"
     folder = resolve_folder(cfg.policy.reference_model_name, key)
     model = read_model_config(folder)
-    theirs = read_tokenizer(TokenizerConfig(chat_template=None), key, folder).backend.get_vocab()
-    if odd := sorted(theirs.items() ^ tokenizer.backend.get_vocab().items()):
-        tokens = f"{len(odd)} tokens have another id or are in one only, such as {odd[0][0]!r}"
+    teacher_vocab = read_tokenizer(TokenizerConfig(chat_template=None), key, folder).backend.get_vocab()
+    if odd := sorted(teacher_vocab.items() ^ tokenizer.backend.get_vocab().items()):
+        tokens = f"{len(odd)} tokens differ in their id or are in one vocabulary only, such as {odd[0][0]!r}"
         raise ConfigError(
             f"{key}={folder}: its vocabulary is not the policy's ({tokens}); the KL compares ids: use a "
             "model of the same tokenizer"

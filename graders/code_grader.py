@@ -142,7 +142,8 @@ def is_python(code: Any) -> bool:
 
 def readings(lines: Sequence[str], start: int) -> Iterator[tuple[int, str]]:
     """(line of its end, code) of the block that the fence in line `start` opens: up to the nearest line that closes it
-    in CommonMark, or behind code; then to the next, as code may hold fences; at last to the end of the reply."""
+    in CommonMark, or after code on its line; then to the next, as code may hold fences; at last to the end of the
+    reply."""
     before, fence, _ = FENCE.match(lines[start]).groups()
     first = next((line for number in range(start + 1, len(lines)) if (line := lines[number]).strip()), "")
     width = 0 if first[: len(before)].strip(" \t>") else len(before)  # of the margin, which the code may not have
@@ -165,7 +166,7 @@ def read_codes(reply: str, tests: Mapping[str, Any]) -> list[str]:
     """
     reply = re.sub(r"\r\n?", "\n", re.sub(r"(?m)^[\ufeff\u200b]+", "", reply))
     lines = reply.split("\n")
-    infos, blocks, end = {}, {}, -1  # of a fence, by its line; the code behind it, where it is not in a block itself
+    infos, blocks, end = {}, {}, -1  # of a fence, by its line; the code after it, unless the fence is in a block
     for start, line in enumerate(lines):
         if fence := FENCE.match(line):
             info = "python" if PYTHON.match(fence[3][:100]) else fence[3].strip()

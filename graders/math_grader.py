@@ -40,7 +40,7 @@ _ANSWER_IS = re.compile(
     r"\s*:?|:|=)[\s*]*"
 )
 _CHOICE = re.compile(r"(?:(?i:option|choice) )?[(\[]?([A-Ja-e])(?:[)\]]?(?:[:)\]]|\.(?!\w))\s*(.*))?")
-_OTHER_CHOICE = re.compile(  # C) and C. and `, C` and `or C` behind the letter B
+_OTHER_CHOICE = re.compile(  # C) and C. and `, C` and `or C` after the letter B
     r"(?<![a-zA-Z])[A-HJ][).:\]]|(?:^|(?<![a-zA-Z])(?:or|and|but|nor|not|no|then|maybe)\b)\W*[A-HJ](?:\W*$|\W*\b(?:or|and)\b)"
     r"|[,;/&?!]\W*[A-HJ]\b"
 )

@@ -189,7 +189,7 @@ _COUNTED = re.compile(  # plural nouns, but those that stand for several: 5 pair
     r"googol|percent|opposite|negative|inverse|reciprocal|factorial|not|no|alway|sometime|beside|doe|[a-z]*ward)e?s)"
     r"(?:[a-z]{2,}[^\Wsui]s|people|persons?|children|men|women|feet|teeth|mice|geese|sheep|fish|deer|dice|unit|way|solution)"
 )
-_HARMLESS = re.compile(  # words that may stand before a noun or behind it
+_HARMLESS = re.compile(  # words that may stand before or after a noun
     "(?i)red|blue|green|white|black|yellow|orange|pink|big|small|large|long|tall|wide|high|deep|old|young|new|different|"
     "distinct|unique|of|possible|real|complex|positive|whole|prime|odd|even|square|cubic|total|away|such|squared|cubed"
 )
