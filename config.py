@@ -256,8 +256,8 @@ class LoRAConfig:
 
 @dataclass(frozen=True, slots=True)
 class DTensorConfig:
-    activation_checkpointing: bool = False
-    """The backward pass computes each block again, which is slower and saves memory."""
+    activation_checkpointing: bool | int = key(False, ">= 0")
+    """The backward pass computes all blocks again, or this many of them, which is slower and saves memory."""
     cpu_offload: bool = False
     """Weights, gradients and moments are in host memory, and the optimizer computes there, which is slow."""
     dp_replicate_size: int = key(1, ">= 1")

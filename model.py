@@ -228,8 +228,8 @@ class Decoder(nn.Module):
     """The causal language model. It has no buffers: `state_dict()` has the names of the HF checkpoint.
 
     The options are constants of a run. temperature, sampling_filter (None keeps all tokens) and vocab_limit (later
-    columns of the logits are padding) match the sampler. recompute: see `Block`. backend: None is Triton on CUDA,
-    PyTorch elsewhere. loss_path: how the loss gets its gradient; the default is right for any loss.
+    columns of the logits are padding) match the sampler. recompute: of all blocks, or of the first so many. backend:
+    None is Triton on CUDA, PyTorch elsewhere. loss_path: how the loss gets its gradient; the default always is right.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class Decoder(nn.Module):
         temperature: float = 1.0,
         sampling_filter: SamplingFilter | None = None,
         vocab_limit: int | None = None,
-        recompute: bool = False,
+        recompute: bool | int = False,
         backend: KernelBackend | None = None,
         loss_path: LossPath | None = None,
     ):
@@ -253,7 +253,7 @@ class Decoder(nn.Module):
         self.model = nn.ModuleDict()
         self.model["embed_tokens"] = nn.Embedding(config.vocab_size, config.hidden_size)
         self.model["layers"] = nn.ModuleList(
-            Block(config, recompute=recompute) for _ in range(config.num_hidden_layers)
+            Block(config, recompute=recompute is True or i < recompute) for i in range(config.num_hidden_layers)
         )
         self.model["norm"] = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tie_word_embeddings else Head(config.hidden_size, config.vocab_size, bias=False)

@@ -10,7 +10,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
 
 import config
@@ -81,6 +81,8 @@ def type_name(kind: Any) -> str:
     base, optional = split_optional(kind)
     names = {bool: "true or false", int: "int", float: "finite float", str: "str", Mapping: "mapping"}
     name = names.get(get_origin(base) or base) or str(base).replace("tuple", "list")
+    if get_origin(base) is UnionType:
+        name = " or ".join(map(type_name, get_args(base)))
     if get_origin(base) is Literal:
         name = " or ".join(get_args(base))
     return f"{name} or null" if optional else name

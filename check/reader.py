@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from decimal import Decimal
 from pathlib import Path
+from types import UnionType
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
 import yaml
@@ -363,9 +364,10 @@ def _read(value: Any, kind: Any) -> Any:
         raise ValueError
     if base is str or (get_origin(base) is Literal and value in get_args(base)):
         return value
-    if base is bool and value.lower() in ("true", "false"):
+    kinds = get_args(base) if get_origin(base) is UnionType else (base,)
+    if bool in kinds and value.lower() in ("true", "false"):
         return value.lower() == "true"
-    if base is int:
+    if int in kinds:
         return int(value)
     if base is float and math.isfinite(float(value)):
         return float(value)

@@ -32,6 +32,8 @@ from config import Config, LossConfig
         ("policy.optimizer.kwargs.betas", "[0, 1e-1]", (0.0, 0.1)),
         ("policy.generation.stop_token_ids", "[7, 8, 9]", (7, 8, 9)),
         ("policy.generation.stop_token_ids", "null", None),
+        ("policy.dtensor_cfg.activation_checkpointing", "True", True),
+        ("policy.dtensor_cfg.activation_checkpointing", "1", 1),
     ],
 )
 def test_value_takes_the_type_of_its_field(write, place, key, text, expected):

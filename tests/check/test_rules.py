@@ -176,6 +176,7 @@ def test_keys_that_do(write, overrides):
         ("grpo.max_bad_steps", ["-1"], ["0"]),
         ("grpo.seed", ["-1", "4294967296"], ["0", "4294967295"]),
         ("policy.scheduler.warmup_start_factor", ["0", "1.5"], ["1"]),
+        ("policy.dtensor_cfg.activation_checkpointing", ["-1"], ["true", "0", "36"]),
     ],
 )
 def test_bounds(write, key, refused, accepted):

@@ -289,7 +289,7 @@ def logp_loss(model, pack, pos_R, target_R):
     return -logp_R.sum()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, True, 1])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_one_rank_equals_the_plain_model(folders, family, recompute, one_rank, monkeypatch):
     folder, pack = folders[family][0], make_pack(LENGTHS, vocab=200)
@@ -304,7 +304,8 @@ def test_one_rank_equals_the_plain_model(folders, family, recompute, one_rank, m
     calls, attention = [], model_module.packed_attention
     monkeypatch.setattr(model_module, "packed_attention", lambda *args: calls.append(1) or attention(*args))
     logp_loss(model, pack, *rows).backward()
-    assert len(calls) == SIZES["num_hidden_layers"] * (2 if recompute else 1)
+    num_blocks = SIZES["num_hidden_layers"]
+    assert len(calls) == num_blocks + (num_blocks if recompute is True else recompute)
     for name, param in model.named_parameters():
         grad = param.grad.full_tensor()
         assert (grad - plain_grads[name]).norm() <= 1e-6 * grad.norm(), name
@@ -330,12 +331,12 @@ def test_bfloat16_recompute_gives_the_same_gradients(folders, one_rank):
     """The float32 between the blocks is what recompute starts from."""
     pack = make_pack(LENGTHS, vocab=200)
     found = []
-    for recompute in (False, True):
+    for recompute in (False, True, 1):
         options = {"precision": "bfloat16", "vocab_limit": 200, "recompute": recompute}
         model = load_policy(folders["qwen3"][0], device="cpu", mesh=one_rank[2], **options)
         logp_loss(model, pack, *response_rows(LENGTHS, pack[0])).backward()
         found.append({name: param.grad.full_tensor() for name, param in model.named_parameters()})
-    assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())
+    assert all(torch.equal(grad, each[name]) for each in found[1:] for name, grad in found[0].items())
     assert any(grad.abs().max() > 0 for grad in found[0].values())
 
 
