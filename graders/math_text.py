@@ -6,28 +6,24 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
+from unicodedata import name as character_name
 from unicodedata import normalize
 
 MIN_DIGITS = 6  # significant digits of a decimal that may stand for a fraction or a root, as in math-verify
 
-_GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi chi psi"
-_GREEK_LETTERS = "\u03b1β\u03b3δεζηθ\u03b9κλμ\u03bdξπ\u03c1\u03c3τ\u03c5φχψω"
-_TEX = (
-    r"\times \cdot \cdot / / \infty \le \ge \ne \cup \cap \in ^\circ \emptyset \pm \approx \equiv ^\circ{}C ^\circ{}F"
-)
+_TEX = r"\times \cdot \cdot / / \infty \le \ge \ne \cup \cap \in ^\circ \emptyset \pm \approx \equiv \sqrt"
+_GREEK = {chr(code): character_name(chr(code)).split()[-1].replace("LAMDA", "LAMBDA") for code in range(0x3B1, 0x3CA)}
 _SIGNS = str.maketrans(
-    dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe63\uff0d", "-")
-    | dict.fromkeys("\xa0\u2007\u2009\u202f~", " ")
-    | {sign: f"{tex} " for sign, tex in zip("\u00d7·⋅÷\u2044∞≤≥≠\u222a∩\u2208°∅±≈≡℃℉", _TEX.split(), strict=True)}
-    | {sign: f"\\{name} " for sign, name in zip(_GREEK_LETTERS, f"{_GREEK} omega".split(), strict=True)}
-    | {sign.upper(): f"\\{name.title()} " for sign, name in zip(_GREEK_LETTERS, f"{_GREEK} omega".split(), strict=True)}
+    {sign: f"{tex} " for sign, tex in zip("\u00d7·⋅÷\u2044∞≤≥≠\u222a∩\u2208°∅±≈≡√", _TEX.split(), strict=True)}
+    | {"∛": r"\sqrt[3] ", "∜": r"\sqrt[4] "}
+    | {letter: f"\\{word.lower()} " for letter, word in _GREEK.items()}
+    | {letter.upper(): f"\\{word.title()} " for letter, word in _GREEK.items()}
 )
 _WRAPPED = (
     r"\\(?:text(?:bf|it|rm|sf|normal)?|math(?:rm|bf|sf|it)|boldsymbol|mbox|fbox|boxed|underline|operatorname"
     r"|(?:text)?color\s*\{\w+\})\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 )
 _ANGLE = r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?-?\d\}?)?\s*)[({]?\s*(\d+) degrees\s*[)}]?"
-_SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ₀₁₂₃₄₅₆₇₈₉ₙ", "0123456789-n0123456789n")
 _MONTH = "(January|February|March|April|May|June|July|August|September|October|November|December)"
 _ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
 SPELLED = {word: value for value, word in enumerate(f"{_ONES} seventeen eighteen nineteen".split())}
@@ -36,20 +32,12 @@ SPELLED |= {f"{ten}-{one}": size + value for ten, size in _TENS for one, value i
 SPELLED |= {word.removesuffix("-zero"): value for word, value in SPELLED.items()}
 _NUMERAL = "|".join(sorted(SPELLED, key=len, reverse=True)).replace("y-", "y[- ]")
 _SPELLED_OUT = re.compile(rf"(?i)^(-?)({_NUMERAL})(?![a-z-])")
-_SHARES = "hal(?:f|ve) third (?:quarter|fourth) fifth sixth seventh eighth ninth tenth".split()
-
-
-_ROOTS = {"√": "", "∛": "[3]", "∜": "[4]"}
+_SHARES = {"halve": 2, "quarter": 4}
+_SHARES |= dict(zip("half third fourth fifth sixth seventh eighth ninth tenth".split(), range(2, 11), strict=True))
 
 
 def _spelled(word: str) -> int:
     return SPELLED[word.lower().replace(" ", "-")]
-
-
-def _share(match: re.Match) -> str:
-    """`two thirds` as 2/3."""
-    below = next(size for size, name in enumerate(_SHARES, start=2) if re.fullmatch(name, match[2].lower()))
-    return f"{_spelled(match[1])}/{below}"
 
 
 def _repeating(match: re.Match) -> str:
@@ -57,11 +45,6 @@ def _repeating(match: re.Match) -> str:
     whole, once, repeated = match.groups()
     value = int(f"{whole}{once}{repeated}") - int(f"{whole}{once}" or 0)
     return f" {value}/{(10 ** len(repeated) - 1) * 10 ** len(once)} "
-
-
-def _dotted(match: re.Match) -> str:
-    """0.\\dot{1}4\\dot{2} and 0.(142) as 0.\\overline{142}."""
-    return rf"\overline{{{''.join(filter(None, match.groups()))}}}"
 
 
 def _brackets(match: re.Match) -> str:
@@ -74,22 +57,20 @@ _REWRITES = [  # what changes no meaning, in this order
     for pattern, new in (
         (r'^\s*(\*\*|")(.*)\1\s*$', r"\2"),  # bold type of markdown
         (r"\*\*", "^"),
-        (r"[⁰¹²³⁴-⁹⁻ⁿ]+", lambda match: f"^{{{match[0].translate(_SMALL)}}}"),
-        (r"[₀-₉ₙ]+", lambda match: f"_{{{match[0].translate(_SMALL)}}}"),
+        (r"[⁰¹²³⁴-⁹⁻ⁿ]+", r"^{\g<0>}"),
+        (r"[₀-₉ₙ]+", r"_{\g<0>}"),
+        (r"[\u2102\u2115\u211a\u211d\u2124]", r"\\mathbb{\g<0>}"),
+        (r"[¼-¾⅐-⅞]", lambda match: rf"\frac{{{normalize('NFKC', match[0])}}}".replace("\u2044", "}{")),
+        (r"([√∛∜])\s*(\d+|[a-z])", r"\1{\2} "),
+        (r"[^\x00-\x7f]+", lambda match: normalize("NFKC", match[0]).translate(_SIGNS)),
+        (r"[\u2010-\u2015\u2212]", "-"),
         (r"_\{(\w)\}", r"_\1"),
-        (r"[¼-¾⅐-⅞]", lambda match: r"\frac{{{}}}{{{}}}".format(*normalize("NFKC", match[0]).split("\u2044"))),
-        (r"[\u2102\u2115\u211a\u211d\u2124]", lambda match: rf"\mathbb{{{normalize('NFKC', match[0])}}}"),
-        (r"[\uff01-\uff5e]", lambda match: normalize("NFKC", match[0])),
-        (
-            r"[√∛∜]\s*(\d+|[a-z]?)",
-            lambda match: rf"\sqrt{_ROOTS[match[0][0]]}" + (match[1] and f"{{{match[1]}}}") + " ",
-        ),
         (r"\\[,!](?=\d)|\\!", ""),
         (r"(?<![\d'])(\d{1,3}(?:'\d{3})+)(?![\d'])", lambda match: match[0].replace("'", "")),
         (r"\\[,;:]", " "),
         (r"\\(?:left|right|displaystyle|limits|[bB]igg?[lrm]?|bf|rm|it|large|Large|huge)(?![a-zA-Z])", ""),
         (r"\\[lr]brace(?![a-zA-Z])", lambda match: r"\{" if match[0][1] == "l" else r"\}"),
-        (r"\\q?quad(?![a-zA-Z])|(?<!\\)\\(?= )", " "),
+        (r"\\q?quad(?![a-zA-Z])|(?<!\\)\\(?= )|~", " "),
         (r"\{,\}", ","),
         (r"(?<!\\)\$([^$]*[^$\\ ])\s*\$", r" \1 "),
         (r"\\([$%])", r"\1"),
@@ -125,7 +106,10 @@ _REWRITES = [  # what changes no meaning, in this order
         (r"(?i)\b([ap])\.\s?m\b\.?", r"\1m"),
         (r"\s+\^", "^"),
         (rf"(?i)^\s*(?:negative|minus)\s+(?=[\d\\]|(?:{_NUMERAL})\b)", "-"),
-        (rf"(?i)(?<![^\s-])({_NUMERAL})[ -]({'|'.join(_SHARES)})s?\s*$", _share),
+        (
+            rf"(?i)(?<![^\s-])({_NUMERAL})[ -]({'|'.join(_SHARES)})s?\s*$",
+            lambda match: f"{_spelled(match[1])}/{_SHARES[match[2].lower()]}",
+        ),
         (rf"\b(\d{{1,2}})(?:st|nd|rd|th)?(?: of)? {_MONTH}\b,?", r"\2 \1"),
         (rf"\b{_MONTH} (\d{{1,2}})(?:st|nd|rd|th)?\b,?", r"\1 \2"),
         (r"^\s*(\d+) to (\d+)\s*$", r"\1:\2"),
@@ -136,7 +120,7 @@ _REWRITES = [  # what changes no meaning, in this order
         (r"(?<![\\\w])C\s*\(\s*(\d+)\s*,\s*(\d+)\s*\)", r"\\binom{\1}{\2}"),
         (r"(?<![\w})\]])(?:\{\s*\})?[_^]\{?(\d+)\}?\s*C_\{?(\d+)\}?", r"\\binom{\1}{\2}"),
         (r"(^|\\cup|\\in|=)\s*([][])([^][()]*[,;][^][()]*)([][])", _brackets),
-        (r"\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?|(?<=\.)\((\d+)\)", _dotted),
+        (r"\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?|(?<=\.)\((\d+)\)", r"\\overline{\1\2\3\4}"),
         (r"(?<!\d)(\d*)\.(\d*)\\(?:overline|bar)\s*\{?(\d+)\}?", _repeating),
         (r"(?<!\d)(\d*)\.(\d{0,9}?)(\d{1,9}?)\3\3+\s*(?:\.\.\.|\\l?dots)(?!\s*\d)", _repeating),
         (r"\.\.\.|\\[lc]dots", r"\\dots "),
@@ -232,7 +216,7 @@ def clean(text: str) -> str:
     """The text with one sign for one meaning, without what has none: $, \\left, \\text{}, spaces, a last period."""
     if _DIGITS.fullmatch(text):  # most answers
         return text.removesuffix(".")
-    text = re.sub(r"(?<!\.)\.$", "", text.translate(_SIGNS).strip()).strip()
+    text = re.sub(r"(?<!\.)\.$", "", text.strip()).strip()
     while len(text) > 1 and text[0] == text[-1] == "$":
         text = text[1:-1].strip()
     for pattern, new in _REWRITES:
