@@ -62,7 +62,6 @@ _STEPS = re.compile(r"\\(?:to|implies|iff|land|wedge|\w*arrow)(?![a-z])")
 _UNORDERED = {"", "{}", "cup"}  # kinds of lists, by their brackets
 _ALIKE = {("", "{}"), ("{}", ""), ("", "()"), ("()", "")}
 _BASE = re.compile(r"([-+]?)\(?(\d[\dA-Za-z]*)\)?\s*(?:_\s*\{?\s*(?:base\s*)?|\(?(?:in )?base\s*)(\d+|[a-z]+)\s*[)}]?")
-_MODULAR = re.compile(r"(?:(.+?)\s*\\equiv\s*)?(.+?) mod (\w+)")
 _DEGREES = (("deg", 1),)
 _CHAIN = re.compile(r"\d+([-/.:])\d+(?:\1\d+)+|\d+[-:]\d+")
 _CLOCK = re.compile(r"\d{1,2}(?::[0-5]\d){1,2}")
@@ -199,8 +198,6 @@ def _same(one: str, other: str) -> bool:
             for answer in _rounded(other)
             if (gold, answer) != (one, other)
         )
-    if (modular := _MODULAR.fullmatch(one)) or _MODULAR.fullmatch(other):
-        return bool(modular) and _same_modulo(modular, other)
     is_chain = LESS.search(one) is not None
     intervals = as_interval(one), as_interval(other)
     if is_chain != bool(LESS.search(other)):
@@ -258,18 +255,6 @@ def _rounded(text: str) -> list[str]:
 
 def _letters(text: str) -> str:
     return "".join(sorted(set(_LETTER.findall(text))))
-
-
-def _same_modulo(gold: re.Match, other: str) -> bool:
-    """x = 3 mod 7 is 10 mod 7, and 3."""
-    if not (answer := _MODULAR.fullmatch(other)):
-        return _same(gold[2], other)
-    names = {squeeze(each[1]) for each in (gold, answer) if each[1]}
-    values = number(gold[2]), number(answer[2])
-    is_same = _same(gold[2], answer[2])
-    if None not in values and gold[3].isdigit():
-        is_same = (values[0].value - values[1].value) % int(gold[3]) == 0
-    return is_same and gold[3] == answer[3] and len(names) < 2 and not _is_circular(answer[1] or "?", answer[2])
 
 
 def _same_lists(pairs: list, other_pairs: list, is_ordered: bool) -> bool:
@@ -410,10 +395,12 @@ def _same_value(one: str, other: str) -> bool:
     is_product = not (gold.dimensions and answer.dimensions) and (
         gold.is_glued or (answer.is_glued and not number(one))
     )
+    values = number(gold.value), number(answer.value)
     if gold.dimensions and answer.dimensions and gold[1:3] != answer[1:3]:
-        values = number(gold.value), number(answer.value)
         is_convertible = gold.dimensions == answer.dimensions and None not in values
         return is_convertible and values[0].value * gold.size == values[1].value * answer.size
+    if " mod " in one and " mod " in other and None not in values:
+        return (values[0].value - values[1].value) % gold.size == 0
     if (gold.dimensions and other.endswith("%")) or not (gold.dimensions or answer.is_plain):
         return False
     if (gold.value, answer.value) != (one, other) and not is_product:  # 5m may be a product

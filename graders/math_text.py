@@ -116,6 +116,7 @@ _REWRITES = [  # what changes no meaning, in this order
         (r"(?i)^\s*all real(?: number)?s\s*$", r"\\mathbb{R}"),
         (r"(?i)^\s*(?:(?:there (?:is|are) )?no (?:real )?solutions?|(?:the )?empty set)\s*$", r"\\emptyset"),
         (r"\(?\s*(?<![a-zA-Z])\\?[pb]?mod(?:ulo)?(?![a-zA-Z])\s*\{?\s*(\w+)\s*\}?\s*\)?", r" mod \1 "),
+        (r"\\equiv(?=.* mod )", "="),
         (r"\\lg(?![a-zA-Z])", r"\\log_{10}"),
         (r"(?<![\\\w])C\s*\(\s*(\d+)\s*,\s*(\d+)\s*\)", r"\\binom{\1}{\2}"),
         (r"(?<![\w})\]])(?:\{\s*\})?[_^]\{?(\d+)\}?\s*C_\{?(\d+)\}?", r"\\binom{\1}{\2}"),
@@ -139,7 +140,7 @@ _FRACTION = re.compile(r"\\frac\s*(?:\{\s*([-+]?[\d.,]+)\s*\}|(\d))\s*(?:\{\s*(\
 _PREFIXES = "p pico n nano μ micro m milli c centi d deci h hecto k kilo M mega G giga T tera".split()
 _POWERS_OF_10 = [power for power in (-12, -9, -6, -3, -2, -1, 2, 3, 6, 9, 12) for _ in range(2)]
 _TABLE = """*m,meter,metre=1:m in,inch=.0254:m ft,foot,feet=.3048:m yd,yard=.9144:m mi,mile=1609.344:m
-hectare,ha=10000:m2 acre=4046.8564224:m2 *L,l,liter,litre=.001:m3 cc=.000001:m3
+mph=.44704:m.s-1 kph,kmph,kmh=5/18:m.s-1 hectare,ha=10000:m2 acre=4046.8564224:m2 *L,l,liter,litre=.001:m3 cc=.000001:m3
 gal,gallon=1:gal qt,quart=1/4:gal pt,pint=1/8:gal cup=1/16:gal
 *s,sec,second=1:s min,minute=60:s h,hr,hour=3600:s day=86400:s week=604800:s yr,year=1:year month=1/12:year
 *g,gram=1:g kilo=1000:g tonne=1000000:g lb,pound,£,GBP=1:lb oz,ounce=1/16:lb
@@ -160,22 +161,20 @@ for _entry in _TABLE.split():
             if _entry[0] == "*":
                 _UNITS.setdefault(_prefix + _name, (Fraction(_size) * Fraction(10) ** _power, _dimensions))
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-_NO_NOUN = re.compile(  # words that qualify a number instead of naming what it counts
-    r"(?i)(?:not?|or|and|but|if|is|mod|modulo|plus|minus|times|over|choose|divided|by|than|least|most|more|less|about|to|"
-    r"factorial|squared|cubed|doubled|tripled|inverse|reciprocal|hal(?:f|ves)|"
-    r"(?:quarter|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth|\w*(?:teen|tie|hundred|thousand|illion)th)s?|"
-    r"negative|maybe|perhaps|possibly|undefined|none|never|wrong|false|hundred|thousand|[mbtr]+illion|dozen|"
-    rf"{'|'.join(SPELLED)})"
+_NO_NOUN = re.compile(  # words that qualify a number, or stand for several: 5 pairs are 10
+    r"(?i)(?:or|and|but|if|is|mod|modulo|plus|minus|times|over|choose|divided|by|than|least|most|more|less|about|to|maybe|"
+    r"squared|cubed|doubled|tripled|perhaps|possibly|undefined|none|never|wrong|false|(?:not?|factorial|inverse|reciprocal|"
+    r"negative|opposite|percent|hal(?:f|ve)|dozen|score|couple|pair|trio|duo|twin|double|triple|fold|lakh|lac|crore|googol|"
+    r"myriad|decade|hundred|thousand|[a-z]*illion|alway|sometime|beside|doe|[a-z]+(?:plet|tet|ward)|[dty][a-z]*ad|"
+    r"(?:twent|thirt|fort|fift|sixt|sevent|eight|ninet|centur)ie|quarter|third|fourth|fifth|sixth|seventh|eighth|ninth|"
+    rf"tenth|eleventh|twelfth|\w*(?:teen|tie|hundred|thousand|illion)th|{'|'.join(SPELLED)})(?:e?s)?)"
 )
-_COUNTED = re.compile(  # plural nouns, but those that stand for several: 5 pairs are 10
-    rf"(?i)(?!(?:{_NUMERAL}|[a-z]*illion|lakh|lac|crore|dozen|score|couple|pair|trio|duo|twin|double|triple|half|halve|fold|"
-    r"[a-z]+plet|[a-z]+tet|(?:twent|thirt|fort|fift|sixt|sevent|eight|ninet|centur)ie|[dty][a-z]*ad|myriad|decade|hundred|thousand|"
-    r"googol|percent|opposite|negative|inverse|reciprocal|factorial|not|no|alway|sometime|beside|doe|[a-z]*ward)e?s)"
-    r"(?:[a-z]{2,}[^\Wsui]s|people|persons?|children|men|women|feet|teeth|mice|geese|sheep|fish|deer|dice|unit|way|solution)"
+_COUNTED = re.compile(  # plural nouns
+    r"(?i)[a-z]{2,}[^\Wsui]s|people|persons?|children|men|women|feet|teeth|mice|geese|sheep|fish|deer|dice|unit|way|solution"
 )
 _HARMLESS = re.compile(  # words that may stand before or after a noun
     "(?i)red|blue|green|white|black|yellow|orange|pink|big|small|large|long|tall|wide|high|deep|old|young|new|different|"
-    "distinct|unique|of|possible|real|complex|positive|whole|prime|odd|even|square|cubic|total|away|such|squared|cubed"
+    "distinct|unique|of|possible|real|complex|positive|whole|prime|odd|even|total|away|such"
 )
 _MEASURED = re.compile(
     r"(.*?(?:[\d.})%]|\\pi))(\s*)((?:[$€£¢¥₹]|[^\W\d_])(?:[\s(){}/.-]|\\cdot|\^\{?-?\d\}?|[^\W\d_])*)"
@@ -189,7 +188,6 @@ _PRODUCT = re.compile(r"[b-df-hj-np-tv-xz]+|[xyz]+|[abcx]+|[a-z]")
 
 
 LESS = re.compile(r"(<|>|\\[lg]e(?![a-z]))")
-_IS_LESS = ("<", r"\le")
 NAME = (  # x  x_1  f(x)  \alpha  width, and what geometry names: AB  |AB|  S_1:S_2  \frac{AB}{CD}
     r"(?:(?!\\emptyset)\\?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?'*(?:\(\w\))?"
     r"|(?:[A-Z'|:/{} ]|\\(?:frac|angle|triangle|overline)(?![a-z])|_(?:[A-Za-z\d]|\{\w++\}))+)"
@@ -250,11 +248,17 @@ def number(text: str) -> Number | None:
 
 def quantity(text: str) -> Quantity:
     """The value of a text and its unit: $5, 5 dollars, 5 km/h, 5 square feet, 5 red balls, 5 feet 6 inches."""
+    if match := re.fullmatch(r"([^,;]+) mod (\w+)", text):  # a congruence
+        modulus = Fraction(match[2] if match[2].isdecimal() else 1)
+        return Quantity(match[1], modulus, ((f"mod {match[2]}", 1),), is_glued=False, is_plain=False)
     text = _SPELLED_OUT.sub(lambda match: f"{match[1]}{_spelled(match[2])}", text)
     plain = Quantity(text, Fraction(1), (), False)
-    parts = _PARTS.findall(text + " ")
-    if len(parts) > 1 and not _PARTS.sub("", text + " "):
-        return _summed(parts) or plain
+    parts = [(number(value).value, _known(name)) for value, name in _PARTS.findall(text + " ")]
+    if len(parts) > 1 and not _PARTS.sub("", text + " ") and all(unit for _, unit in parts):
+        sizes, dimensions = zip(*(unit for _, unit in parts), strict=True)
+        if len({*dimensions}) == 1 and all(size > smaller for size, smaller in pairwise(sizes)):
+            total = sum(value * size for (value, _), size in zip(parts, sizes, strict=True))
+            return Quantity(str(total / sizes[0]), sizes[0], dimensions[0], False)
     sign = {"mu": "μ", "Omega": "Ω"}
     written = re.sub(r"(?<=[\d .])([kM]?) ?\\(mu|Omega)(?: |$)", lambda match: match[1] + sign[match[2]], text)
     written = _MONEY.sub(r"\1\3 \2 ", written, count=1) if _MONEY.match(text) else written
@@ -269,18 +273,6 @@ def quantity(text: str) -> Quantity:
     return Quantity(value, *measure[:2], is_glued, measure[2] and not (is_glued and unit.isupper()))
 
 
-def _summed(parts: list[tuple[str, str]]) -> Quantity | None:
-    """`5 feet 6 inches` in feet: known units of one dimension, each smaller than the one before."""
-    units = [_known(name) for _, name in parts]
-    if None in units or len({dimensions for _, dimensions in units}) > 1:
-        return None
-    sizes = [size for size, _ in units]
-    if any(size <= smaller for size, smaller in pairwise(sizes)):
-        return None
-    total = sum(number(value).value * size for (value, _), size in zip(parts, sizes, strict=True))
-    return Quantity(str(total / sizes[0]), sizes[0], units[0][1], False)
-
-
 def _known(name: str) -> tuple[Fraction, Dimensions] | None:
     lower = name.lower()
     forms = (name, name[0].lower() + name[1:], lower, lower.removesuffix("s"), lower.removesuffix("es"))
@@ -289,33 +281,29 @@ def _known(name: str) -> tuple[Fraction, Dimensions] | None:
 
 def _unit(text: str) -> tuple[Fraction, Dimensions, bool] | None:
     """Size in base units, the power of each dimension, and whether it may be forgiven; None if the text is no unit."""
-    text = re.sub(r"\bmph\b", "mi/h", re.sub(r"\bkm?ph\b|\bkmh\b", "km/h", text.replace(r"\cdot", " ")))
     text = re.sub(r"([a-zA-Z]) (?:(squar)|cub)ed\b", lambda match: f"{match[1]}^{2 if match[2] else 3}", text)
-    size = Fraction(1)
-    dimensions: Counter[str] = Counter()
-    side = power = 1
-    is_plain = text not in ("K", "B", "T", "b")  # 5 K may be 5,000
-    has_noun = False
+    size, dimensions, side, power = Fraction(1), Counter(), 1, 1
+    is_plain, has_noun = text not in ("K", "B", "T", "b"), False  # 5 K may be 5,000
+    before = ""
     tokens = re.findall(r"(/|[^\W\d_]+|[$€£¢¥₹])(?:\^\{?(-?\d)\}?)?", text)
-    for before, (name, exponent) in zip([("", ""), *tokens], tokens, strict=False):
+    for name, exponent in tokens:
         if name in ("/", "per"):
             side = -1
-            continue
-        if name.lower() in _POWERS:
+        elif name.lower() in _POWERS:
             power = _POWERS[name.lower()]
-            continue
-        known = _known(name)
-        if known is None and (_NO_NOUN.fullmatch(name) or not is_word(name)):
+        elif (known := _known(name)) is None and (_NO_NOUN.fullmatch(name) or not is_word(name)):
             return None
-        is_counted = known is not None or _COUNTED.fullmatch(name) is not None
-        is_named = before[0] in ("/", "per", "of") and name[-1] != "s"
-        has_noun |= is_counted
-        is_plain &= is_counted or is_named or _HARMLESS.fullmatch(name) is not None
-        one, bases = known or (Fraction(1), ((name.lower().removesuffix("s").removesuffix("e"), 1),))
-        exponent, power = side * power * int(exponent or 1), 1
-        size *= one**exponent
-        for base, each in bases:
-            dimensions[base] += each * exponent
+        else:
+            is_counted = bool(known or _COUNTED.fullmatch(name))
+            is_named = before in ("/", "per", "of") and name[-1] != "s"
+            has_noun |= is_counted
+            is_plain &= bool(is_counted or is_named or _HARMLESS.fullmatch(name))
+            one, bases = known or (Fraction(1), ((name.lower().removesuffix("s").removesuffix("e"), 1),))
+            exponent, power = side * power * int(exponent or 1), 1
+            size *= one**exponent
+            for base, each in bases:
+                dimensions[base] += each * exponent
+        before = name
     if power != 1 or len(tokens) > 5:
         return None
     powers = tuple(sorted((base, each) for base, each in dimensions.items() if each))
@@ -325,13 +313,14 @@ def _unit(text: str) -> tuple[Fraction, Dimensions, bool] | None:
 def as_interval(text: str) -> str:
     """`1 < x \\le 2` as `(1, 2]`; any other text as it is."""
     sides = [side.strip() for side in LESS.split(text)]
-    if len(sides) == 3 and re.fullmatch(NAME, sides[0]):
-        sides = [r"-\infty", "<", *sides] if sides[1] in _IS_LESS else [r"\infty", ">", *sides]
-    elif len(sides) == 3:
-        sides += ["<", r"\infty"] if sides[1] in _IS_LESS else [">", r"-\infty"]
-    if len(sides) != 5 or not re.fullmatch(NAME, sides[2]) or (sides[1] in _IS_LESS) != (sides[3] in _IS_LESS):
+    rising = {sign in ("<", r"\le") for sign in sides[1::2]}
+    if rising == {False}:
+        sides.reverse()
+    if len(sides) == 3:
+        sides = [r"-\infty", "<", *sides] if re.fullmatch(NAME, sides[0]) else [*sides, "<", r"\infty"]
+    if len(sides) != 5 or len(rising) > 1 or not re.fullmatch(NAME, sides[2]):
         return text
-    low, first, _, second, high = sides if sides[1] in _IS_LESS else sides[::-1]
+    low, first, _, second, high = sides
     return f"{'(' if first in '<>' else '['}{low}, {high}{')' if second in '<>' else ']'}"
 
 
