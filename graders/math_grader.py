@@ -33,7 +33,7 @@ SELF_TESTS = (  # (reply, answer, outcome): what this file must say before a run
 FIRST_JOB = {"reply": r"\boxed{(x+1)^2}", "answer": "x^2+2x+1", "strict": False}
 STRICT_SELF_TESTS = (("Answer: 5", "5", "ok"), ("Answer: 4", "5", "wrong"), (r"\boxed{5}", "5", "parse_fail"))
 
-_BRACES = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(-?\d[\d.,]*(?<=\d)))|\\.|[{}]", re.DOTALL)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(\{)|(-?\d[\d.,]*(?<=\d)))|\\.", re.DOTALL)
 _ANSWER_IS = re.compile(
     r"(?i)\banswer\**\s*(?:(?:is|equals|(?:should|must|will|would) be|(?:comes|turns) out to be)\b"
     r"(?:,?\s+(?:therefore|thus|hence|then|so|now|just|simply|exactly|approximately|about|equal to|given by)\b,?)*"
@@ -60,7 +60,7 @@ _NAMED = re.compile(
 _SETS = re.compile(r"\\(?:cup|cap|setminus|mathbb|emptyset|varnothing|le|ge|ne|in)(?![a-z])|[<>]|\\\{")
 _STEPS = re.compile(r"\\(?:to|implies|iff|land|wedge|\w*arrow)(?![a-z])")
 _UNORDERED = {"", "{}", "cup"}  # kinds of lists, by their brackets
-_ALIKE = {("", "{}"), ("{}", ""), ("", "()"), ("()", "")}
+_ALIKE = ({"", "{}"}, {"", "()"})
 _BASE = re.compile(r"([-+]?)\(?(\d[\dA-Za-z]*)\)?\s*(?:_\s*\{?\s*(?:base\s*)?|\(?(?:in )?base\s*)(\d+|[a-z]+)\s*[)}]?")
 _DEGREES = (("deg", 1),)
 _CHAIN = re.compile(r"\d+([-/.:])\d+(?:\1\d+)+|\d+[-:]\d+")
@@ -90,9 +90,15 @@ def grade(job: dict) -> dict:
 def extract(reply: str) -> str | None:
     """The final answer; None if there is none, its box is empty, or it has more than MAX_ANSWER_CHARS."""
     reply = reply[-MAX_REPLY_CHARS:]
-    candidates = (_last_box(reply), _tagged(reply), _after_marks(reply), _after_words(reply))
-    answer = next((candidate for candidate in candidates if candidate is not None), "").strip()
-    return answer if 0 < len(answer) <= MAX_ANSWER_CHARS else None
+    head, tag, _ = reply.rpartition("</answer>")
+    answer = _last_box(reply)
+    if answer is None and tag and "<answer>" in head:
+        answer = head.rpartition("<answer>")[2]
+    elif answer is None and "####" in reply:
+        answer = reply.rsplit("####", 1)[1].strip().partition("\n")[0]
+    elif answer is None:
+        answer = _after_words(reply)
+    return answer.strip() if 0 < len(answer.strip()) <= MAX_ANSWER_CHARS else None
 
 
 def strict_answer(reply: str) -> str | None:
@@ -109,38 +115,23 @@ def gold_answer(answer: str) -> str:
 def _last_box(text: str) -> str | None:
     """The content of the last box; "" if it does not close: what stood before was given up. Braces of a set, which are
     escaped, do not count."""
-    opened: list[int | None] = []  # for each open brace, where the content of its box begins; None if it has no box
-    best: tuple[int, int] | None = None
-    for token in _BRACES.finditer(text):
-        if token[0] == "}":
-            start = opened.pop() if opened else None
-            if start is not None and (best is None or start > best[0]):
-                best = start, token.start()
-        elif token[1]:  # \boxed 5
-            best = token.span(1)
-        elif token[0][-1] == "{" and token[0] != "\\{":
-            opened.append(token.end() if len(token[0]) > 1 else None)
-    best = max([best or (-1, -1), *((start, start) for start in opened if start is not None)])
-    return None if best[0] < 0 else text[best[0] : best[1]]
+    boxes = [token for token in _BOX.finditer(text) if token.lastindex]
+    if not boxes or boxes[-1][2]:  # \\boxed 5
+        return boxes[-1][2] if boxes else None
+    start, depth = boxes[-1].end(), 1
+    for token in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
+        depth += (token[0] == "{") - (token[0] == "}")
+        if depth == 0:
+            return text[start : token.start()]
+    return ""
 
 
-def _tagged(text: str) -> str | None:
-    head, tag, _ = text.rpartition("</answer>")
-    return head.rpartition("<answer>")[2] if tag and "<answer>" in head else None
-
-
-def _after_marks(text: str) -> str | None:
-    return text.rsplit("####", 1)[1].strip().split("\n", 1)[0] if "####" in text else None
-
-
-def _after_words(text: str) -> str | None:
+def _after_words(text: str) -> str:
     parts = _ANSWER_IS.split(text)
-    if len(parts) == 1:
-        return None
-    line = re.sub(r"\*\*(?=[.\s]|$)", "", parts[-1].strip().split("\n", 1)[0])  # ends of bold type
-    math = re.match(r"\$([^$]+)\$|\\\((.+?)\\\)", line)
-    if math:
-        return math[1] or math[2]
+    line = parts[-1].strip().partition("\n")[0] if len(parts) > 1 else ""
+    line = re.sub(r"\*\*(?=[.\s]|$)", "", line)  # ends of bold type
+    if formula := re.match(r"\$([^$]+)\$|\\\((.+?)\\\)", line):
+        return formula[1] or formula[2]
     return re.split(r"(?<=[^.\s])\.(?=\s|$)|, (?=[a-z])|; | because | since ", line, maxsplit=1)[0]
 
 
@@ -171,9 +162,8 @@ def _bare(answer: str) -> str:
     text = clean(answer)
     if number(text):
         return text
-    kind, parts = _items(text)
-    pairs = [] if kind else _named(parts)
-    measured = quantity(pairs[0][1]) if len(pairs) == 1 else None
+    kind, pairs, (_, value) = _read(text)
+    measured = quantity(value) if not kind and len(pairs) == 1 else None
     return squeeze(measured.value if measured and measured.is_plain else text)
 
 
@@ -202,18 +192,17 @@ def _same(one: str, other: str) -> bool:
     intervals = as_interval(one), as_interval(other)
     if is_chain != bool(LESS.search(other)):
         one, other = intervals
-    elif is_chain and not any(map(LESS.search, intervals)) and len({*map(_letters, (one, other))}) == 1:
+    elif is_chain and not any(map(LESS.search, intervals)) and {*_LETTER.findall(one)} == {*_LETTER.findall(other)}:
         return _same(*intervals)
-    (kind, parts), (other_kind, other_parts) = _items(one), _items(other)
-    if len(parts) > 1 and numbers[1] and ",0" not in other:  # 1,234 is a list, too, if a list is asked for
-        other_parts = other.split(",")
-    pairs, other_pairs = _named(parts), _named(other_parts)
-    name, value = pairs[0] if len(pairs) == 1 and not kind else ("", one)
-    other_name, other_value = other_pairs[0] if len(other_pairs) == 1 and not other_kind else ("", other)
+    kind, pairs, (name, value) = _read(one)
+    is_grouped = numbers[1] and ",0" not in other  # 1,234 is a list, too, if a list is asked for
+    other_kind, other_pairs, (other_name, other_value) = _read(
+        other, other.split(",") if pairs[1:] and is_grouped else None
+    )
     if len(pairs) == len(other_pairs) == 1 and _sides(one)[1:]:
         if _sides(other)[1:] and (name != other_name or not name):
             is_solved = re.search("[a-zA-Z]", value) or name in map(squeeze, _sides(other))
-            return bool(is_solved) and _by_sympy(one, other)  # x = 3 is not 2x = 6, the question
+            return bool(is_solved) and " mod " not in one and _by_sympy(one, other)  # x = 3 is not 2x = 6, the question
         if not name and re.search("[a-zA-Z]", one):  # an equation is not its right side
             return False
     elif len(other_pairs) == 1 and _sides(other_value)[1:]:
@@ -222,14 +211,10 @@ def _same(one: str, other: str) -> bool:
         return _same(value, other_value)
     if kind != other_kind and pairs and other_pairs and any(_SET.match(each) for _, each in pairs + other_pairs):
         return False  # a set of sets
-    if len(pairs) != len(other_pairs) or (kind != other_kind and (is_chain or (kind, other_kind) not in _ALIKE)):
-        kinds = {kind, other_kind}
-        is_list = any(len(each) > 1 and not which for which, each in ((kind, parts), (other_kind, other_parts)))
-        return (
-            not (is_list or number(one))
-            and bool(kinds & {"", "cup"} and _SETS.search(one + other))
-            and _by_sympy(one, other)
-        )
+    if len(pairs) != len(other_pairs) or (kind != other_kind and (is_chain or {kind, other_kind} not in _ALIKE)):
+        is_list = (pairs[1:] and not kind) or (other_pairs[1:] and not other_kind) or number(one)
+        is_set = {kind, other_kind} & {"", "cup"} and _SETS.search(one + other)
+        return bool(is_set and not is_list) and _by_sympy(one, other)
     if len(pairs) > 1 or kind or other_kind:
         return _same_lists(pairs, other_pairs, not {kind, other_kind} <= _UNORDERED)
     return _same_value(one, other)
@@ -253,28 +238,29 @@ def _rounded(text: str) -> list[str]:
     return [value, *decimals]
 
 
-def _letters(text: str) -> str:
-    return "".join(sorted(set(_LETTER.findall(text))))
+def _read(text: str, parts: list[str] | None = None) -> tuple[str, list[tuple[str, str]], tuple[str, str]]:
+    """The brackets around a text, (name, value) of each part, and of the text itself."""
+    kind, parts = ("", parts) if parts else _items(text)
+    pairs = _named(parts)
+    return kind, pairs, pairs[0] if len(pairs) == 1 and not kind else ("", text)
 
 
 def _same_lists(pairs: list, other_pairs: list, is_ordered: bool) -> bool:
     """Whether lists of (name, value) are equal. Different names that one side lacks bind the values in their order."""
-    names = {name for name, _ in pairs}
-    other_names = {name for name, _ in other_pairs}
-    if names == {""} or other_names == {""}:
+    names, other_names = ({name for name, _ in each} for each in (pairs, other_pairs))
+    if {""} in (names, other_names):
         is_ordered = is_ordered or len(names | other_names) > 2
-        pairs = [("", value) for _, value in pairs]
-        other_pairs = [("", value) for _, value in other_pairs]
-    rest = list(other_pairs)
+        pairs, rest = ([("", value) for _, value in each] for each in (pairs, other_pairs))
+    else:
+        rest = list(other_pairs)
     for name, value in pairs:
-        candidates = rest[:1] if is_ordered else rest
-        alike = [
-            each for each in candidates if each[0] == name and bool(_SET.match(value)) == bool(_SET.match(each[1]))
-        ]
-        match = next((each for each in alike if _same(value, each[1])), None)
-        if match is None:
+        for other in rest[:1] if is_ordered else rest:
+            is_alike = other[0] == name and bool(_SET.match(value)) == bool(_SET.match(other[1]))
+            if is_alike and _same(value, other[1]):
+                rest.remove(other)
+                break
+        else:
             return False
-        rest.remove(match)
     return True
 
 
@@ -320,15 +306,13 @@ def _split(text: str, separator: str) -> list[str]:
     for token in re.finditer(rf"\\begin|\\end|\\?[{{}}()\[\]]|{separator}", text):
         if re.fullmatch(r"\\begin|\\?[{(\[]", token[0]):
             depth += 1
-            if depth > MAX_DEPTH:
-                return []
         elif re.fullmatch(r"\\end|\\?[})\]]", token[0]):
             depth -= 1
-            if depth < 0:
-                return []
         elif depth == 0 and not token[0][0].isdigit():
             parts.append(text[start : token.start()].strip())
             start = token.end()
+        if not 0 <= depth <= MAX_DEPTH:
+            return []
     return [] if depth else [*parts, text[start:].strip()]
 
 
@@ -364,15 +348,21 @@ def _named(parts: list[str]) -> list[tuple[str, str]]:
 
 
 def _is_circular(name: str, value: str) -> bool:
-    """Whether a value is said by itself, x = x + 1, x in {x}, or an option by another."""
-    return bool(re.fullmatch("[A-J]{2}", name + value)) or bool(
-        re.search(rf"(?<![a-zA-Z\\]){re.escape(name)}(?![a-zA-Z_'(])", squeeze(value))
+    """Whether a value is said by itself, x = x + 1, xy = yx, x in {x}, or an option by another."""
+    return (
+        bool(re.fullmatch("[A-J]{2}", name + value))
+        or _content(name) == _content(value)
+        or bool(re.search(rf"(?<![a-zA-Z\\]){re.escape(name)}(?![a-zA-Z_'(])", squeeze(value)))
     )
+
+
+def _content(text: str) -> str:
+    return "".join(sorted(re.findall(r"\w", text)))
 
 
 def _is_sum(sides: list[str]) -> bool:
     """Whether 2 + 3 = 5 holds, and is not 5 = 5."""
-    return len({*map(squeeze, sides)}) > 1 and "\\{" not in sides[-1] and all(_same(sides[-1], side) for side in sides)
+    return len({*map(_content, sides)}) > 1 and "\\{" not in sides[-1] and all(_same(sides[-1], side) for side in sides)
 
 
 def _labelled(gold: str, equation: str) -> str:
@@ -548,29 +538,25 @@ def _points(expression: Any) -> Iterator[dict]:
         }
 
 
-def _at(expression: Any, point: dict) -> Any:
-    return expression.subs(point).doit().evalf(15, maxn=1000)
-
-
-def _is_small(part: Any, rounding: Fraction = Fraction(0)) -> bool:
-    if part == 0 or part._prec == 1:
-        return True
-    return bool(rounding and abs(part) <= float(2 * rounding)) and abs(Fraction(str(part))) <= rounding
-
-
 def _is_zero(difference: Any, rounding: Fraction = Fraction(0), sides: tuple = ()) -> bool:
     """Whether it vanishes wherever it is defined: exactly, or to 1,000 digits; or is at most `rounding`. Variables are
     positive if a side has no real value where they are not: ln x^2 is 2 ln x, and |x| is not x."""
     from sympy import I
 
+    def at(expression: Any, point: dict) -> Any:
+        return expression.subs(point).doit().evalf(15, maxn=1000)
+
+    def is_small(part: Any, most: Fraction = Fraction(0)) -> bool:
+        return part == 0 or part._prec == 1 or (abs(part) <= float(2 * most) and abs(Fraction(str(part))) <= most)
+
     points = [*_points(difference)]
-    values = [(point, value) for point in points if (value := _at(difference, point)).is_number and value.is_finite]
-    wrong = [point for point, value in values if not all(_is_small(part, rounding) for part in value.as_real_imag())]
+    values = [(point, value) for point in points if (value := at(difference, point)).is_number and value.is_finite]
+    wrong = [point for point, value in values if not all(is_small(part, rounding) for part in value.as_real_imag())]
     for point in wrong:
         is_positive = not any(value.is_negative for value in point.values())
         if is_positive or not sides or difference.has(I) or I in point.values():
             return False
-        if all(_is_small(_at(side, point).as_real_imag()[1]) for side in sides):
+        if all(is_small(at(side, point).as_real_imag()[1]) for side in sides):
             return False
     return len(values) > len(points) // 2 and len(wrong) < len(values)
 
