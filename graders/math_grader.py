@@ -80,8 +80,11 @@ def grade(job: dict) -> dict:
     """
     gold = gold_answer(job["answer"])
     boxed = bool(_last_box(job["reply"][-MAX_REPLY_CHARS:]))
-    answer = strict_answer(job["reply"]) if job["strict"] else extract(job["reply"])
-    if answer is None:
+    if job["strict"]:
+        answer = gold_answer((re.findall(r"(?i)Answer\s*:\s*([^\n]+)", job["reply"][-300:]) or [""])[-1])
+    else:
+        answer = extract(job["reply"])
+    if not answer:
         return {"outcome": "parse_fail", "extracted": None, "boxed": boxed}
     right = _bare(answer) == _bare(gold) if job["strict"] else equal(gold, answer)
     return {"outcome": "ok" if right else "wrong", "extracted": canonical(answer), "boxed": boxed}
@@ -99,11 +102,6 @@ def extract(reply: str) -> str | None:
     elif answer is None:
         answer = _after_words(reply)
     return answer.strip() if 0 < len(answer.strip()) <= MAX_ANSWER_CHARS else None
-
-
-def strict_answer(reply: str) -> str | None:
-    answers = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", reply[-300:])
-    return gold_answer(answers[-1]) or None if answers else None
 
 
 def gold_answer(answer: str) -> str:
@@ -328,11 +326,9 @@ def _named(parts: list[str]) -> list[tuple[str, str]]:
     name = ""
     for part in parts:
         part = part.lstrip("= ")
-        sides = _sides(part)
-        if re.search(_STEPS, part) or len(_split(part, f"{_GROUPED}|,")) > 1:
-            pairs.append(("", part))
-            continue
-        match = _NAMED.fullmatch(part)
+        sides, match = _sides(part), _NAMED.fullmatch(part)
+        if _STEPS.search(part) or len(_split(part, f"{_GROUPED}|,")) > 1:
+            sides, match = [], None
         if match and (is_word(match[1]) or not re.fullmatch("[a-z]{2,}", match[1])):  # xy = 1 is an equation
             name, part = squeeze(match[1]), match[2]
             if _is_circular(name, part):
@@ -340,29 +336,23 @@ def _named(parts: list[str]) -> list[tuple[str, str]]:
             elif len(parts) == 1 and name[0] + part[0] == "((":
                 names, values = _split(match[1][1:-1], ","), _split(part[1:-1], ",")
                 return [*zip(names, values, strict=True)] if len(names) == len(values) else [(name, part)]
-        elif len(sides) > 1 and (_LETTER.search("".join(sides)) or not _is_sum(sides)):
-            pairs.append(("", part))
-            continue
-        pairs.append((name, sides[-1] if len(sides) > 1 else part))
+        elif sides[1:] and (_LETTER.search(part) or "\\{" in part or len({*map(_content, sides)}) == 1):
+            sides = []
+        elif sides[1:] and not all(_same(sides[-1], side) for side in sides):
+            sides = []
+        pairs.append((name if sides else "", sides[-1] if sides[1:] else part))
     return pairs
 
 
 def _is_circular(name: str, value: str) -> bool:
     """Whether a value is said by itself, x = x + 1, xy = yx, x in {x}, or an option by another."""
-    return (
-        bool(re.fullmatch("[A-J]{2}", name + value))
-        or _content(name) == _content(value)
-        or bool(re.search(rf"(?<![a-zA-Z\\]){re.escape(name)}(?![a-zA-Z_'(])", squeeze(value)))
-    )
+    pattern = rf"(?<![a-zA-Z\\]){re.escape(name)}(?![a-zA-Z_'(])"
+    is_said = _content(name) == _content(value) or re.search(pattern, squeeze(value))
+    return bool(is_said or re.fullmatch("[A-J]{2}", name + value))
 
 
 def _content(text: str) -> str:
     return "".join(sorted(re.findall(r"\w", text)))
-
-
-def _is_sum(sides: list[str]) -> bool:
-    """Whether 2 + 3 = 5 holds, and is not 5 = 5."""
-    return len({*map(_content, sides)}) > 1 and "\\{" not in sides[-1] and all(_same(sides[-1], side) for side in sides)
 
 
 def _labelled(gold: str, equation: str) -> str:
@@ -399,7 +389,11 @@ def _same_value(one: str, other: str) -> bool:
     if _BASE.fullmatch(one) or _BASE.fullmatch(other):
         return _same_bases(one, other)
     if ":" in one + other and not (_CLOCK.fullmatch(one) or _CLOCK.fullmatch(other)):
-        return _same_ratios(_split(one, ":"), _split(other, ":"))
+        if ":" not in one and _LETTER.search(other):  # x:x is no 1
+            return False
+        one, other = (_split(each if ":" in each else f"{each}:1", ":") for each in (one, other))  # 2:3 is 2/3 and 4:6
+        shares = ([rf"\frac{{{part}}}{{{each[-1]}}}" for part in each] for each in (one, other))
+        return len(one) == len(other) and all(map(_by_sympy, *shares))
     chains = [re.findall(r"\d+", text) if _CHAIN.fullmatch(text) else [] for text in (one, other)]
     if any(chains):  # dates, times and scores: number by number
         return [*map(int, chains[0])] == [*map(int, chains[1])] and (":" in one) == (":" in other)
@@ -420,17 +414,6 @@ def _same_numbers(gold: Number, answer: Number) -> bool:
     rounding = (answer if gold.is_fraction else gold).rounding
     is_rounded = gold.is_fraction != answer.is_fraction and rounding is not None
     return is_rounded and abs(gold.value - answer.value) <= rounding
-
-
-def _same_ratios(one: list[str], other: list[str]) -> bool:
-    """2:4:6 is 1:2:3, and 2:3 is 2/3."""
-    if len(one) == 1 and _LETTER.search("".join(other)):  # x:x is no 1
-        return False
-    one, other = (each if len(each) > 1 else [*each, "1"] for each in (one, other))
-    return len(one) == len(other) and all(
-        _by_sympy(rf"\frac{{{part}}}{{{one[-1]}}}", rf"\frac{{{other_part}}}{{{other[-1]}}}")
-        for part, other_part in zip(one, other, strict=True)
-    )
 
 
 def _same_bases(one: str, other: str) -> bool:
