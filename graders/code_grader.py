@@ -258,25 +258,17 @@ def same_line(tolerance: float, line: str, expected: str) -> bool:
 
 def by_test(codes: Sequence[str], tests: Mapping[str, Any], limits: Limits) -> str:
     """Starts the judge, then the candidate, which runs when no process can look into the judge any more."""
-    requests_out, requests_in = os.pipe()
-    responses_out, responses_in = os.pipe()
-    name = tests["entry_point"]
+    ends = requests_out, requests_in, responses_out, responses_in = *os.pipe(), *os.pipe()
+    inherited = {"requests": requests_in, "responses": responses_out}
     candidate = None
     try:
-        judge = sandbox.start(
-            "judge",
-            limits._replace(seconds=limits.seconds + 2),  # the deadline of the candidate comes first
-            fds=(requests_in, responses_out),
-            prompt=tests["prompt"],
-            test=tests["test"],
-            name=name,
-            requests=requests_in,
-            responses=responses_out,
-        )
+        longer = limits._replace(seconds=limits.seconds + 2)  # the deadline of the candidate comes first
+        judge = sandbox.start("judge", longer, fds=tuple(inherited.values()), **inherited, **tests)
         if judge.stdout.readline(MAX_OUTCOME_BYTES) == b"ready\n":
-            candidate = sandbox.start("serve", limits, stdin=requests_out, stdout=responses_in, codes=codes, name=name)
+            work = {"codes": codes, "name": tests["entry_point"]}
+            candidate = sandbox.start("serve", limits, stdin=requests_out, stdout=responses_in, **work)
     finally:
-        for descriptor in (requests_out, requests_in, responses_out, responses_in):
+        for descriptor in ends:
             os.close(descriptor)
     with judge.stdout:
         outcome = judge.stdout.readline(MAX_OUTCOME_BYTES)  # the test may write anything; nothing if the judge died

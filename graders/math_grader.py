@@ -48,9 +48,8 @@ _SEVERAL = re.compile("(?i:neither|none of|both|all of) [A-J] (?:and|or|nor) [A-
 _SEPARATOR = r"[,;]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
 _GROUPS = re.compile(r"(?<=\d),(?=\d{3}(?![\dA-Za-z]))")
 _GROUPED = r"(?<![\w.,^/(\[{}])\d{1,3}(?:,\d{3})+(?!,?\d)"
-_INDEX = re.compile(
-    r"_(?:\w|\{\w+\})|(?<=[a-zA-Z])\(-?\d+\)|\\(?:int|sum|prod)(?![a-z]).*"
-)  # digits that a label may have
+# Digits that a label may have.
+_INDEX = re.compile(r"_(?:\w|\{\w+\})|(?<=[a-zA-Z])\(-?\d+\)|\\(?:int|sum|prod)(?![a-z]).*")
 _LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
 _SET = re.compile(r"\\\{|\\emptyset")
 _BRACKETS = re.compile(r"(\\?[{(\[])(.*?)(\\?[})\]])", re.DOTALL)
@@ -428,9 +427,8 @@ def _same_bases(one: str, other: str) -> bool:
 
 
 def _by_sympy(gold: str, answer: str, rounding: Fraction | None = None) -> bool:
-    if max(len(squeeze(gold)), len(squeeze(answer))) > MAX_FORMULA_CHARS or (
-        sorted(_DROPPED.findall(gold)) != sorted(_DROPPED.findall(answer))
-    ):
+    is_long = max(len(squeeze(gold)), len(squeeze(answer))) > MAX_FORMULA_CHARS
+    if is_long or sorted(_DROPPED.findall(gold)) != sorted(_DROPPED.findall(answer)):
         return False
     import sympy  # 1 s with math-verify: only where it is needed
     from math_verify import verify
@@ -440,7 +438,6 @@ def _by_sympy(gold: str, answer: str, rounding: Fraction | None = None) -> bool:
     runs = {run for run in _WORD_RUN.findall(f"{gold} {answer}") if not _NO_WORD.fullmatch(run)} - {"degrees"}
     try:
         one, other = (_expression(text, sorted(runs)) for text in (gold, answer))
-        one, other = (each.doit() if isinstance(each, sympy.MatrixExpr) else each for each in (one, other))
         if one == other:
             return True
         if isinstance(one, sympy.MatrixBase) and isinstance(other, sympy.MatrixBase):
@@ -457,9 +454,8 @@ def _by_sympy(gold: str, answer: str, rounding: Fraction | None = None) -> bool:
         difference = one - other
         if difference.has(sympy.factorial, sympy.binomial, sympy.gamma) and not difference.has(ExprWithLimits):
             difference = sympy.gammasimp(difference)
-        return _is_zero(
-            difference, rounding or (exact and exact.rounding) or 0, () if "|" in gold + answer else (one, other)
-        )
+        rounding = rounding or (exact and exact.rounding) or Fraction(0)
+        return _is_zero(difference, rounding, () if "|" in gold + answer else (one, other))
     except Exception:  # of the parser or sympy, which are not ours: any text at all comes here
         return False
 
@@ -481,7 +477,7 @@ def _expression(text: str, words: list[str]) -> Any:
     config = ConversionConfig(lowercase_symbols=False)
     tree = latex2sympy(text, is_real=True, normalization_config=None, conversion_config=config)
     _size(tree)
-    return tree
+    return tree.doit() if getattr(tree, "is_Matrix", False) else tree
 
 
 def _size(tree: Any) -> float:
@@ -548,10 +544,9 @@ def _same_relations(one: Any, other: Any) -> bool:
     """Whether one is a multiple of the other: by a positive number, if it is an inequality."""
     if one.func != other.func:
         other = other.reversed
-    sides = [relation.lhs - relation.rhs for relation in (one, other)]
-    if one.func != other.func or _is_zero(sides[1]):  # x = x says nothing
+    left, right = (relation.lhs - relation.rhs for relation in (one, other))
+    if one.func != other.func or _is_zero(right):  # x = x says nothing
         return False
-    ratio = sides[1] / sides[0]
+    ratio = right / left
     ratio = ratio.subs(next(_points(ratio))).doit()
-    is_directed = one.rel_op not in ("==", "!=")
-    return not (is_directed and ratio.evalf() < 0) and _is_zero(sides[1] - ratio * sides[0])
+    return (one.rel_op in ("==", "!=") or not ratio.evalf() < 0) and _is_zero(right - ratio * left)

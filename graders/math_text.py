@@ -83,10 +83,8 @@ _REWRITES = [  # what changes no meaning, in this order
         (r"(\\sqrt\s*\[[^]]*\])\s*(\w)", r"\1{\2}"),
         (r"\\var(theta|phi|epsilon)(?![a-zA-Z])", r"\\\1"),
         (r"\\varnothing(?![a-zA-Z])", r"\\emptyset"),
-        (
-            r"(?:[(\[]\s*)?\\begin\{array\}\s*\{[clr|]*\}(.*)\\end\{array\}(?:\s*[)\]])?",
-            r"\\begin{pmatrix}\1\\end{pmatrix}",
-        ),
+        (r"(?:[(\[]\s*)?\\begin\{array\}\s*\{[clr|]*\}", r"\\begin{pmatrix}"),
+        (r"\\end\{array\}(?:\s*[)\]])?", r"\\end{pmatrix}"),
         (r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup "),
         (r"[<>]=", lambda match: r"\le " if match[0] == "<=" else r"\ge "),
         (r"\\([lgn]e)q(?:slant)?(?![a-zA-Z])", r"\\\1"),

@@ -359,7 +359,7 @@ def serve(codes: Sequence[str], name: str) -> None:
         responses.flush()
 
 
-def judge(prompt: str, test: str, name: str, requests: int, responses: int) -> None:
+def judge(prompt: str, test: str, entry_point: str, requests: int, responses: int) -> None:
     """Runs test code of a dataset on the candidate, then writes the outcome.
 
     "ok": the test called the candidate, each answer was a value or an exception, and the test, with the function
@@ -367,11 +367,11 @@ def judge(prompt: str, test: str, name: str, requests: int, responses: int) -> N
     what cannot cross.
     """
     result = take_over(1)
-    candidate = Proxy(requests, responses, name)
+    candidate = Proxy(requests, responses, entry_point)
     os.write(result, b"ready\n")
     try:
         names = load([prompt], "tests")
-        names |= {name: candidate, "__name__": "__main__"}
+        names |= {entry_point: candidate, "__name__": "__main__"}
         sys.modules["__main__"] = sys.modules["tests"]  # where unittest.main() looks for tests
         if "unittest" in test:  # whose runners, and main(exit=False), only print that a test failed
             from unittest import TestResult
