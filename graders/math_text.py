@@ -57,12 +57,13 @@ _REWRITES = [  # what changes no meaning, in this order
     for pattern, new in (
         (r'^\s*(\*\*|")(.*)\1\s*$', r"\2"),  # bold type of markdown
         (r"\*\*", "^"),
-        (r"[⁰¹²³⁴-⁹⁻ⁿ]+", r"^{\g<0>}"),
-        (r"[₀-₉ₙ]+", r"_{\g<0>}"),
-        (r"[\u2102\u2115\u211a\u211d\u2124]", r"\\mathbb{\g<0>}"),
+        (r"[⁰¹²³⁴-⁹⁻ⁿ]+", lambda match: f"^{{{normalize('NFKC', match[0])}}}"),
+        (r"[₀-₉ₙ]+", lambda match: f"_{{{normalize('NFKC', match[0])}}}"),
+        (r"[\u2102\u2115\u211a\u211d\u2124]", lambda match: rf"\mathbb{{{normalize('NFKC', match[0])}}}"),
         (r"[¼-¾⅐-⅞]", lambda match: rf"\frac{{{normalize('NFKC', match[0])}}}".replace("\u2044", "}{")),
         (r"([√∛∜])\s*(\d+|[a-z])", r"\1{\2} "),
-        (r"[^\x00-\x7f]+", lambda match: normalize("NFKC", match[0]).translate(_SIGNS)),
+        (r"[\xa0\xb5\u2000-\u202f\u2103\u2109\u2126\uff01-\uff5e]", lambda match: normalize("NFKC", match[0])),
+        (r"[^\x00-\x7f]+", lambda match: match[0].translate(_SIGNS)),
         (r"[\u2010-\u2015\u2212]", "-"),
         (r"_\{(\w)\}", r"_\1"),
         (r"\\[,!](?=\d)|\\!", ""),

@@ -74,6 +74,10 @@ LETTERS AND SIGNS:: \u03b1 <- β | θ <- φ | a₁ <- a₂ | a₁ <- a1 | ½π <
 \begin{pmatrix}2\\4\end{pmatrix} <- 2\begin{pmatrix}1\\3\end{pmatrix}
 \begin{pmatrix}2\\4\end{pmatrix} <- 3\begin{pmatrix}1\\2\end{pmatrix} | 1234567 <- 1'234'568 | 12 <- 1'2 | 1/3 <- 3(3)
 1/3 <- 0.(30) | 0.3 <- 0.(3) | a <- \u03b1 | \Delta <- δ | 3 <- 0.(3) | x_1=2 <- x₂=2
+x \equiv 3 \pmod 7 <- 2x \equiv 6 \pmod 7
+2x \equiv 6 \pmod 8 <- x \equiv 3 \pmod 8 | x \equiv 0 \pmod 7 <- 0 \equiv 0 \pmod 7
+SAYS NOTHING:: xy <- xy=yx | ab <- ab=ba | x+1 <- x+1=1+x | xy <- xy=x*y | 12 <- 3\cdot 4=4\cdot 3 | xa <- xᵃ | xa <- xₐ
+GOLDS THAT COUNT SEVERAL:: 5 lakh <- 5 | 5 crore <- 5 | 5 dozens <- 5 | 5 scores <- 5 | 5 billions <- 5
 WORDS FOR NUMBERS AND SETS:: \text{all real numbers} <- \mathbb{Z} | \mathbb{R} <- \text{all integers}
 \mathbb{R} <- all x | (-\infty,\infty) <- \text{all} | \text{all real numbers} <- (0,\infty)
 \mathbb{R} <- \text{all positive real numbers} | \mathbb{R} <- \text{all real numbers except 0}
