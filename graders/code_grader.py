@@ -184,10 +184,8 @@ def read_codes(reply: str, tests: Mapping[str, Any]) -> list[str]:
         return bool(is_whole(code) or (prompt and re.search(r"^[ \t]+(?:return|yield)\b", code, re.MULTILINE)))
 
     marked = [start for start, info in infos.items() if info == "python"]
-    if seen := [start for start in marked if start in blocks]:
-        starts = [next((start for start in reversed(seen) if fits(blocks[start])), seen[-1])]
-    else:
-        starts = [start for start in reversed(blocks) if not infos[start]][:MAX_READINGS]
+    seen = sorted((start for start in marked if start in blocks), key=lambda start: fits(blocks[start]))
+    starts = seen[-1:] or [start for start in reversed(blocks) if not infos[start]][:MAX_READINGS]
     starts = dict.fromkeys([*starts, *marked[-1:]])  # the last one may follow a block that is not closed
     if starts and not any(blocks.get(start, "?").strip() for start in starts):
         return []

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterator
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
 from graders.math_text import LESS, NAME, SPELLED, Number, as_interval, clean, is_word, number, quantity, squeeze
@@ -171,20 +172,13 @@ def _same(one: str, other: str) -> bool:
         return _same_numbers(*numbers)
     if squeeze(one) == squeeze(other) or (numbers[0] and one == other.replace(", ", ",") and ",0" not in one):
         return True
-    gold, answer = _choice(one), _choice(other)
-    if gold and gold[0].isupper() and (answer or gold[1]):
-        if not answer:
-            return _same(gold[1], other)
-        return gold[0] == answer[0].upper() and (not (gold[1] and answer[1]) or _same(gold[1], answer[1]))
-    if answer and answer[1] and answer[0].isupper():
-        return _same(one, answer[1])
+    (letter, text), (other_letter, other_text) = _choice(one), _choice(other)
+    if letter.isupper() and other_letter:
+        return letter == other_letter.upper() and (not (text and other_text) or _same(text, other_text))
+    if text and other_text and (letter + other_letter).isupper():
+        return _same(text, other_text)
     if r"\approx" in one + other and not (_sides(one)[1:] or _sides(other)[1:]):
-        return any(
-            _same(gold, answer)
-            for gold in _rounded(one)
-            for answer in _rounded(other)
-            if (gold, answer) != (one, other)
-        )
+        return any(_same(*each) for each in product(_rounded(one), _rounded(other)) if each != (one, other))
     is_chain = LESS.search(one) is not None
     intervals = as_interval(one), as_interval(other)
     if is_chain != bool(LESS.search(other)):
@@ -217,11 +211,11 @@ def _same(one: str, other: str) -> bool:
     return _same_value(one, other)
 
 
-def _choice(text: str) -> tuple[str, str] | None:
-    """The letter of an option and what follows, which may not name another option."""
+def _choice(text: str) -> tuple[str, str]:
+    """The letter of an option and what follows, which may not name another option; no letter, and any other text."""
     match = _CHOICE.fullmatch(text)
     if match is None or _OTHER_CHOICE.search(_SEVERAL.sub("", match[2] or "")):
-        return None
+        return "", text
     return match[1], match[2] or ""
 
 
@@ -371,9 +365,8 @@ def _same_value(one: str, other: str) -> bool:
     if (gold.dimensions == _DEGREES) != (answer.dimensions == _DEGREES) and r"\pi" in one + other:
         turns = (rf"({each.value})\pi/180" if each.dimensions == _DEGREES else each.value for each in (gold, answer))
         return _by_sympy(*turns)
-    is_product = not (gold.dimensions and answer.dimensions) and (
-        gold.is_glued or (answer.is_glued and not number(one))
-    )
+    is_glued = gold.is_glued or (answer.is_glued and not number(one))
+    is_product = is_glued and not (gold.dimensions and answer.dimensions)
     values = number(gold.value), number(answer.value)
     if gold.dimensions and answer.dimensions and gold[1:3] != answer[1:3]:
         is_convertible = gold.dimensions == answer.dimensions and None not in values
@@ -404,15 +397,13 @@ def _same_value(one: str, other: str) -> bool:
 
 
 def _same_numbers(gold: Number, answer: Number) -> bool:
-    if gold.value == answer.value:
+    percents = [each.value * (100 if each.is_percent else 1) for each in (gold, answer)]
+    is_forgiven = gold.is_percent or (answer.is_percent and gold.value.denominator == 1)
+    if is_forgiven and percents[0] == percents[1]:
         return True
-    if gold.is_percent != answer.is_percent:
-        bare = (each.value * (100 if each.is_percent else 1) for each in (gold, answer))
-        if len(set(bare)) == 1 and (gold.is_percent or gold.value.denominator == 1):
-            return True
-    rounding = (answer if gold.is_fraction else gold).rounding
-    is_rounded = gold.is_fraction != answer.is_fraction and rounding is not None
-    return is_rounded and abs(gold.value - answer.value) <= rounding
+    is_rounded = gold.is_fraction != answer.is_fraction
+    rounding = (answer if gold.is_fraction else gold).rounding if is_rounded else None
+    return abs(gold.value - answer.value) <= (rounding or 0)
 
 
 def _same_bases(one: str, other: str) -> bool:
