@@ -114,7 +114,7 @@ def _last_box(text: str) -> str | None:
     """The content of the last box; "" if it does not close: what stood before was given up. Braces of a set, which are
     escaped, do not count."""
     boxes = [token for token in _BOX.finditer(text) if token.lastindex]
-    if not boxes or boxes[-1][2]:  # \\boxed 5
+    if not boxes or boxes[-1][2]:  # \boxed 5
         return boxes[-1][2] if boxes else None
     start, depth = boxes[-1].end(), 1
     for token in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
