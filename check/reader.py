@@ -26,7 +26,6 @@ from config import Config, ConfigError, DataError, shortened
 from hf.files import read_bytes
 
 _TAG = "tag:yaml.org,2002:"
-MAX_VALUES = 20_000  # of a file
 _NUMBER = r"\d+(?:\.\d*)?"
 _Merged = dict[str, tuple[Any, str]]  # full key -> (value, place)
 
@@ -122,19 +121,14 @@ def _parse(text: str | bytes, name: str, path: str, places: dict[str, str]) -> A
         loader = Loader(text)
         node = loader.get_single_node()
         return None if node is None else _value(loader, node, name, path, places)
-    except yaml.MarkedYAMLError as error:
-        raise ConfigError(f"{path} line {error.problem_mark.line + 1}: not yaml: {error.problem}") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply to be a config") from None
-    except (yaml.YAMLError, ValueError, ArithmeticError) as error:  # the last two of "\UFFFFFFFF", say
-        raise ConfigError(f"{path}: not yaml: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, RecursionError, ValueError, ArithmeticError) as error:  # the last two of "\UFFFFFFFF", say
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", error)
+        line = f" line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{line}: not yaml: {' '.join(str(problem).split())}") from None
 
 
 def _value(loader: yaml.Loader, node: yaml.Node, name: str, path: str, places: dict[str, str]) -> Any:
-    """A node as text, null, list or mapping. An alias counts as all that it stands for."""
-    loader.num_values = getattr(loader, "num_values", 0) + 1
-    if loader.num_values > MAX_VALUES:
-        raise ConfigError(f"{path}: more than {MAX_VALUES:,} values, with all that its aliases stand for")
+    """A node as text, null, list or mapping."""
     if isinstance(node, yaml.SequenceNode):
         return [_value(loader, item, f"{name}.{i}", path, places) for i, item in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode):

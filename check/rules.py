@@ -17,11 +17,10 @@ from check.keys import bounds, default_text, meanings, plain_name, settings
 from config import CheckpointingConfig, Config, ConfigError, DatasetConfig
 
 MAX_NUMBER = 1e9  # of a key that declares no upper bound
-MAX_STEP_SAMPLES = 10_000_000
 _OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 # `condition & condition: reason`, refused where all conditions hold. A condition is `key=value|value`,
-# `key!=value|value`, `key>key` or `key>=key`, with values as a config writes them. A key alone as the first condition
-# means that nothing reads it while the others hold: it must have its default, because another value would be ignored.
+# `key!=value|value`, `key>key` or `key>=key`, with values as a config writes them. Keys alone (`key, key`) as the first
+# condition: nothing reads them while the others hold, so each must have its default; another value would be ignored.
 _TABLE = """
 loss_fn.use_cispo=true & loss_fn.ratio_clip_c!=null: CISPO has no second clip
 loss_fn.use_cispo=true & loss_fn.disable_ppo_ratio=true: CISPO needs the ratio
@@ -76,11 +75,9 @@ policy.dtensor_cfg.lora_cfg.match_all_linear=false & policy.dtensor_cfg.lora_cfg
     of the lists, or set the first to true
 data.use_multiple_dataloader=true & data.num_prompts_per_dataloader=null & data.custom_dataloader=null: set
     data.num_prompts_per_dataloader, the prompts of a turn
-loss_fn.ratio_clip_c & loss_fn.disable_ppo_ratio=true: there is no ratio to clip
-loss_fn.ratio_clip_c & loss_fn.force_on_policy_ratio=true: the ratio is 1
-loss_fn.sequence_level_importance_ratios & loss_fn.disable_ppo_ratio=true: there is no ratio
-loss_fn.old_logprobs & loss_fn.disable_ppo_ratio=true: there is no ratio
-loss_fn.old_logprobs & loss_fn.force_on_policy_ratio=true: the ratio is 1
+loss_fn.ratio_clip_c, loss_fn.sequence_level_importance_ratios, loss_fn.old_logprobs & loss_fn.disable_ppo_ratio=true:
+    there is no ratio
+loss_fn.ratio_clip_c, loss_fn.old_logprobs & loss_fn.force_on_policy_ratio=true: the ratio is 1
 loss_fn.old_logprobs=sampler & loss_fn.use_importance_sampling_correction=true: the ratio is to the sampler already; set
     the second to false
 loss_fn.importance_sampling_correction_level & loss_fn.sequence_level_importance_ratios=false: the type names the level
@@ -88,45 +85,38 @@ loss_fn.importance_sampling_correction_level & loss_fn.use_importance_sampling_c
 loss_fn.kl_gradient & loss_fn.use_kl_in_reward=true: a reward has no gradient
 loss_fn.use_on_policy_kl_approximation & loss_fn.use_kl_in_reward=true: it is about the KL in the loss
 loss_fn.use_kl_in_reward & grpo.adv_estimator.name!=reinforce_plus_plus: only reinforce_plus_plus has it
+policy.reference_model_name, grpo.ref_policy_update_period & loss_fn.reference_policy_kl_penalty=0.0: there is no KL
+grpo.ref_policy_update_period & policy.reference_model_name!=null: a teacher does not follow the policy
+grpo.ref_policy_update_alpha & grpo.ref_policy_update_period=null: the reference policy is never updated
 grpo.adv_estimator.minus_baseline & grpo.adv_estimator.name!=reinforce_plus_plus: the other estimators have a baseline
 grpo.adv_estimator.reward_weights & grpo.adv_estimator.name!=gdpo: only gdpo has several rewards
-grpo.normalize_rewards & grpo.adv_estimator.name=reinforce_plus_plus|none: it compares no group
-grpo.use_leave_one_out_baseline & grpo.adv_estimator.name=reinforce_plus_plus|none: it leaves no reward out
-grpo.reward_std & grpo.adv_estimator.name=reinforce_plus_plus|none: it compares no group
-grpo.reward_shaping.enabled & grpo.adv_estimator.name=none: no reward is trained
-grpo.turn_level_advantages & grpo.adv_estimator.name=none: no reward is trained
-grpo.turn_level_advantages & grpo.max_rollout_turns=1: a conversation has one turn
-grpo.advantage_clip_low & grpo.adv_estimator.name=none: there are no advantages
-grpo.advantage_clip_high & grpo.adv_estimator.name=none: there are no advantages
-grpo.adv_estimator.name=none & loss_fn.reference_policy_kl_penalty=0.0: nothing is trained; set the second to 1
-policy.reference_model_name & loss_fn.reference_policy_kl_penalty=0.0: there is no KL
-grpo.ref_policy_update_period & policy.reference_model_name!=null: a teacher does not follow the policy
-grpo.reward_std & grpo.normalize_rewards=false: nothing is divided by it
-grpo.reward_std_floor & grpo.adv_estimator.name=reinforce_plus_plus|none: it compares no group
-grpo.reward_std_floor & grpo.normalize_rewards=false: nothing is divided by a deviation
+grpo.normalize_rewards, grpo.use_leave_one_out_baseline, grpo.reward_std, grpo.reward_std_floor &
+    grpo.adv_estimator.name=reinforce_plus_plus|none: it compares no group
+grpo.reward_std, grpo.reward_std_floor & grpo.normalize_rewards=false: nothing is divided by a deviation
 grpo.reward_std_floor & grpo.use_leave_one_out_baseline=false: a deviation with the sample's own reward needs none
 grpo.reward_std_floor & grpo.reward_std!=baseline: a deviation with the sample's own reward needs none
 grpo.reward_shaping.enabled & grpo.adv_estimator.name=gdpo: it reads each reward, not their shaped sum
-grpo.async_grpo.max_trajectory_age_steps & grpo.async_grpo.enabled=false: each step samples anew
-grpo.async_grpo.in_flight_weight_updates & grpo.async_grpo.enabled=false: each step samples anew
+grpo.reward_shaping.enabled, grpo.turn_level_advantages, grpo.advantage_clip_low, grpo.advantage_clip_high &
+    grpo.adv_estimator.name=none: no reward is trained
+grpo.turn_level_advantages & grpo.max_rollout_turns=1: a conversation has one turn
+grpo.adv_estimator.name=none & loss_fn.reference_policy_kl_penalty=0.0: nothing is trained; set the second to 1
+grpo.async_grpo.max_trajectory_age_steps, grpo.async_grpo.in_flight_weight_updates & grpo.async_grpo.enabled=false: each
+    step samples anew
 grpo.batch_multiplier & grpo.use_dynamic_sampling=false: only dynamic sampling draws spare prompts
-grpo.ref_policy_update_period & loss_fn.reference_policy_kl_penalty=0.0: there is no reference policy
-grpo.ref_policy_update_alpha & grpo.ref_policy_update_period=null: the reference policy is never updated
-policy.generation.colocated.resources.gpus_per_node & policy.generation.colocated.enabled=true: all ranks generate
-policy.generation.colocated.resources.num_nodes & policy.generation.colocated.enabled=true: all ranks generate
+grpo.dynamic_sampling_when_exhausted & grpo.use_dynamic_sampling=false: a step without a choice of groups is full
+policy.generation.colocated.resources.gpus_per_node, policy.generation.colocated.resources.num_nodes &
+    policy.generation.colocated.enabled=true: all ranks generate
 policy.scheduler.min_factor & policy.scheduler.name=constant: a constant rate does not fall
-policy.dtensor_cfg.lora_cfg.target_modules & policy.dtensor_cfg.lora_cfg.match_all_linear=true: all layers are adapted
-policy.dtensor_cfg.lora_cfg.exclude_modules & policy.dtensor_cfg.lora_cfg.match_all_linear=true: all layers are adapted
+policy.dtensor_cfg.lora_cfg.target_modules, policy.dtensor_cfg.lora_cfg.exclude_modules &
+    policy.dtensor_cfg.lora_cfg.match_all_linear=true: all layers are adapted
 policy.dtensor_cfg.lora_cfg.exclude_modules & policy.dtensor_cfg.lora_cfg.target_modules!=[]: those alone are adapted
 policy.dtensor_cfg.lora_cfg.adapter_path & policy.dtensor_cfg.lora_cfg.enabled=false: no adapter is trained
-policy.optimizer.muon_lr & policy.optimizer.name!=torch.optim.Muon: only Muon reads it
-policy.optimizer.muon_momentum & policy.optimizer.name!=torch.optim.Muon: only Muon reads it
+policy.optimizer.muon_lr, policy.optimizer.muon_momentum & policy.optimizer.name!=torch.optim.Muon: only Muon reads it
 policy.offload_optimizer_for_logprob & policy.dtensor_cfg.cpu_offload=true: that offloads the moments, too
 data.custom_dataloader & data.use_multiple_dataloader=false: it takes turns of several sets
 checkpointing.resume_from & checkpointing.resume=never: a new run is started
 checkpointing.resume_step & checkpointing.resume_from=null: it is a step of that run
 checkpointing.resume_step & checkpointing.resume=auto: auto takes the newest
-grpo.dynamic_sampling_when_exhausted & grpo.use_dynamic_sampling=false: a step without a choice of groups is full
 """
 
 
@@ -143,24 +133,24 @@ def check_config(cfg: Config, world_size: int, ranks_of_node: int | None = None)
         *_data_problems(cfg),
     ]
     if problems:
-        shown = [problem for i, problem in enumerate(problems) if not i or sum(map(len, problems[: i + 1])) < 450]
-        rest = [f"and {len(problems) - len(shown)} more"] if problems[len(shown) :] else []
-        raise ConfigError(*shown, *rest)
+        raise ConfigError(*problems)
 
 
 def table_problems(cfg: Config) -> Iterator[str]:
     """What _TABLE refuses."""
     for row in re.split(r"\n(?! )", _TABLE.strip()):
         text, reason = " ".join(row.split()).split(": ", 1)
-        key, *_ = conditions = text.split(" & ")
-        if is_alone := re.fullmatch(r"[\w.]+", key) is not None:
-            default = default_text(key).strip('"')
-            conditions[0] = f"{key}!={default}"
-        found = [_holds(cfg, condition) for condition in conditions]
-        if all(found) and is_alone:
-            yield f"{found[0]} has no effect with {' and '.join(found[1:])}: {reason}; set {key}={default}"
-        elif all(found):
-            yield f"{' and '.join(found)}: {reason}"
+        first, *others = text.split(" & ")
+        found = [_holds(cfg, condition) for condition in others]
+        if not all(found):
+            continue
+        if not set("=>") & set(first):
+            for key in first.split(", "):
+                default = default_text(key).strip('"')
+                if setting := _holds(cfg, f"{key}!={default}"):
+                    yield f"{setting} has no effect with {' and '.join(found)}: {reason}; set {key}={default}"
+        elif setting := _holds(cfg, first):
+            yield f"{' and '.join([setting, *found])}: {reason}"
 
 
 def _holds(cfg: Config, condition: str) -> str:
@@ -251,8 +241,6 @@ def _size_problems(cfg: Config, world_size: int) -> Iterator[str]:
     rollout, epochs = prompts * cfg.grpo.num_generations_per_prompt, cfg.policy.ppo_epochs
     batch_key = f"policy.train_global_batch_size={json.dumps(cfg.policy.train_global_batch_size)}"
     num_optimizer_steps, rest = divmod(rollout, cfg.policy.train_global_batch_size or rollout)
-    if rollout * cfg.grpo.batch_multiplier > MAX_STEP_SAMPLES:
-        yield f"grpo.num_prompts_per_step={prompts}: over {MAX_STEP_SAMPLES:,} samples, which a step holds in memory"
     if rest:
         yield (
             f"{batch_key} does not divide the {rollout} samples of a rollout "

@@ -43,6 +43,6 @@ def end_badly(name):
 
 @pytest.mark.parametrize("name", ["die", "hang"])
 def test_ranks_that_end_badly(name):
-    zero, one = ends_of(end_badly, 2, name, seconds=10)
+    zero, one = ends_of(end_badly, 2, name, seconds=4)
     assert (zero.code, one.code) == (7, -9) and f"about to {name}" in one.output
     assert ("Timeout" in one.output) == (name == "hang")

@@ -86,13 +86,6 @@ def test_one_file_may_be_the_default_of_two(write):
 # --- Config -> text -------------------------------------------------------------------------------
 
 
-def test_aliases_count_as_all_that_they_stand_for(write):
-    """A few hundred bytes that unfold to a billion values. A config of a run folder is read the same way."""
-    rows = [f"x{i}: &x{i} [{', '.join([f'*x{i - 1}' if i else '1'] * 9)}]" for i in range(9)]
-    with pytest.raises(config.ConfigError, match=r"more than 20,000 values, .*aliases"):
-        load(write("\n".join(rows), "bomb.yaml"))
-
-
 def test_a_pipe_is_no_config(tmp_path):
     os.mkfifo(tmp_path / "run.yaml")
     with pytest.raises(config.ConfigError, match=r"run\.yaml: cannot be read \(no regular file\)"):

@@ -11,7 +11,7 @@ from kill_worker import POINTS
 WORKER = Path(__file__).resolve().parents[1] / "helpers" / "kill_worker.py"
 
 
-@pytest.mark.parametrize("num_kills", [20, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_kills", [15, pytest.param(200, marks=pytest.mark.long)])
 def test_every_life_loads_the_last_commit(tmp_path, num_kills):
     command = [sys.executable, WORKER, tmp_path, str(num_kills), "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)

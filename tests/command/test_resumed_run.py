@@ -1,27 +1,24 @@
-"""The real command, 2 ranks on CPU: 6 steps == 3 steps + resume + 3 steps, to the bit."""
+"""The real command, 2 ranks on CPU: 6 steps == 3 steps + SIGTERM + resume + 3 steps, to the bit."""
 
 import json
-import shutil
+import signal
 
 import pytest
-from run_life import assert_same, at_step, run_to_the_end
+from run_life import assert_same, at_step, run_to_the_end, steps, told_to_stop
 from safetensors.torch import load_file
 from torch import equal
 
 
 @pytest.fixture(scope="module")
 def runs(unbroken, tmp_path_factory):
-    """(run folder of 6 steps, one that was cut back to step 3 and resumed, its output)."""
+    """(run folder of 6 steps, one that SIGTERM ended amid the decoding of step 4 and that was resumed, its output)."""
     work = tmp_path_factory.mktemp("resumed")
-    resumed = work / "logs" / "exp_001"
-    shutil.copytree(unbroken, resumed)
-    for step in (4, 5, 6):
-        shutil.rmtree(resumed / "checkpoints" / f"step_{step:06d}")  # as if it had been killed in step 4
-    shutil.rmtree(resumed / "hf_model")
+    resumed = told_to_stop(work, signal.SIGTERM, ("rollout", 3))
+    assert steps(resumed) == [1, 2, 3]
     with (resumed / "samples.jsonl").open("a") as file:
-        file.write('{"step": 6, "cut')  # by the kill
+        file.write('{"step": 6, "cut')  # as by a kill
     run_to_the_end(work, 6, resume=resumed)
-    return unbroken, resumed, (work / "life_0.log").read_text()
+    return unbroken, resumed, (work / "life_1.log").read_text()
 
 
 def records(folder, name):
@@ -47,9 +44,9 @@ def test_metrics_are_those_of_the_unbroken_run_but_for_time(runs):
 
 
 def test_sampler_and_trainer_agree_after_every_real_update(runs):
-    steps = records(runs[0], "metrics.jsonl")
-    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
-    assert all(r["train/grad_norm"] > 0 and r["train/logp_gap_max"] <= 1e-4 for r in steps), steps
+    rows = records(runs[0], "metrics.jsonl")
+    assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(r["train/grad_norm"] > 0 and r["train/logp_gap_max"] <= 1e-4 for r in rows), rows
 
 
 def test_exported_model_is_the_last_checkpoint_and_loads_in_transformers(runs):

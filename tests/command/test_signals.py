@@ -1,4 +1,7 @@
-"""The real command by train.sh, 2 ranks on CPU, told to stop or killed: what is saved goes on to the same bits."""
+"""The real command by train.sh, 2 ranks on CPU, told to stop or killed: what is saved goes on to the same bits.
+
+test_resumed_run.py tells a run to stop, too; what takes minutes is here and marked `long`.
+"""
 
 import json
 import os
@@ -12,25 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_life import ROOT, Life, assert_same, command, newest_step, run_to_the_end, steps
+from run_life import ROOT, Life, assert_same, command, newest_step, run_to_the_end, steps, told_to_stop
 from safetensors.torch import load_file
 
-SECONDS = 20  # a run that was told to stop has
 
-
-def told_to_stop(work, number, slow, *overrides, resume=None):
-    """A run that is told to stop when it is in the slow phase: saved, exit code 75 in time. Its folder."""
-    life = Life(work, 6, *overrides, slow=slow, resume=resume)
-    life.wait_for(life.mark.exists)
-    code, seconds = life.end(number)
-    folder = work / "logs" / "exp_001"
-    assert (code, seconds < SECONDS) == (75, True), (code, seconds, life.log.read_text()[-3000:])
-    assert json.loads((folder / "exit.json").read_text())["code"] == 75
-    assert newest_step(folder) == steps(folder)[-1], "the last whole step was saved"
-    print(f"{signal.Signals(number).name} in {slow[0]}: step {newest_step(folder)} saved, {seconds:.1f} s")
-    return folder
-
-
+@pytest.mark.long
 def test_told_to_stop_and_killed(tmp_path, unbroken):
     """SIGTERM amid decoding, SIGKILL to a rank amid the update, SIGUSR1 amid grading; each part goes on from the one
     before, and what is saved in the end is the unbroken run's, to the bit."""

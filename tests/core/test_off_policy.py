@@ -109,7 +109,7 @@ def test_token_weights_are_exact_where_one_token_decides(age, old_toys):
     assert (uncorrected - truth).norm() > 0.05 * truth.norm()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_tables_in_the_docs_are_the_computed_ones():
     page = (Path(__file__).resolve().parents[2] / "docs" / "off_policy.md").read_text(encoding="utf-8")
     for table in off_policy.tables():

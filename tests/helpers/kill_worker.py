@@ -132,7 +132,7 @@ def wait(pids: list[int]) -> list[int]:
 def main(folder: Path, num_kills: int, seed: int) -> None:
     rng, kills, life, has_loaded = random.Random(seed), Counter(), 0, []
     while kills.total() < num_kills:
-        named = sorted(POINTS)[life // 2 % len(POINTS)] if life % 2 else None
+        named = None if life % 3 == 0 else sorted(POINTS)[(life - life // 3 - 1) % len(POINTS)]
         pids = [fork_rank(rank, folder, life, named) for rank in range(2)]
         if named is None:
             time.sleep(rng.uniform(0.2, 1.1))

@@ -33,7 +33,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 CONTEXT = multiprocessing.get_context("forkserver")  # imports torch once; each rank is forked from it
-CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "safetensors.torch", "numpy"])
+LIBRARIES = ["torch.distributed.fsdp", "torch.nn.attention.varlen", "triton", "safetensors.torch", "numpy"]
+LIBRARIES += ["huggingface_hub", "tokenizers", "jinja2.sandbox", "tensorboard.summary.writer.record_writer", "yaml"]
+CONTEXT.set_forkserver_preload(LIBRARIES)
 
 
 STARTED = b"started"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -82,6 +83,19 @@ def run_to_the_end(work, num_steps, *overrides, **how):
     life = Life(work, num_steps, *overrides, **how)
     assert life.process.wait(timeout=900) == 0, life.log.read_text()[-3000:]
     return work / "logs" / "exp_001"
+
+
+def told_to_stop(work, number, slow, *overrides, resume=None):
+    """A run that is told to stop when it is in the slow phase: saved, exit code 75 within 20 seconds. Its folder."""
+    life = Life(work, 6, *overrides, slow=slow, resume=resume)
+    life.wait_for(life.mark.exists)
+    code, seconds = life.end(number)
+    folder = work / "logs" / "exp_001"
+    assert (code, seconds < 20) == (75, True), (code, seconds, life.log.read_text()[-3000:])
+    assert json.loads((folder / "exit.json").read_text())["code"] == 75
+    assert newest_step(folder) == steps(folder)[-1], "the last whole step was saved"
+    print(f"{signal.Signals(number).name} in {slow[0]}: step {newest_step(folder)} saved, {seconds:.1f} s")
+    return folder
 
 
 def newest_step(folder):

@@ -121,7 +121,8 @@ def test_the_numbers_are_those_of_the_metrics_file_in_one_run(offline):
 
 def test_a_run_that_a_signal_ends_leaves_its_rows_and_exit_code(offline):
     code = f"""
-import os, sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests/run")!r}]
+import os, sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests/run")!r}, {str(ROOT / "tests/helpers")!r}]
+import fake_vllm; fake_vllm.install()  # the real one takes 9 seconds to import
 import test_wandb_log, pathlib, torch; from system import exits
 test_wandb_log.step(test_wandb_log.open_log(pathlib.Path({str(offline)!r})), 1)
 torch.cuda.is_initialized = lambda: True  # no atexit function runs then
