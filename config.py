@@ -5,7 +5,7 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, dataclass_transform
 
 MAX_LOG_RATIO = 20.0  # |logp - old logp| is clamped to this: beyond, the ratio has no gradient; exp never overflows
 ImportanceSampling = Literal["tis", "icepop", "seq-mask-tis", "sequence", "sequence-truncate", "sequence-mask"]
@@ -34,8 +34,15 @@ def key(default: Any, bounds: str) -> Any:
     return field(default=default, metadata={"bounds": bounds})
 
 
-@dataclass(frozen=True, slots=True)
-class AdvEstimatorConfig:
+@dataclass_transform(frozen_default=True)
+class Section:
+    """Each subclass becomes a frozen dataclass: a section of the config, with a default for each key."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
+
+
+class AdvEstimatorConfig(Section):
     name: Literal["grpo", "gdpo", "reinforce_plus_plus", "none"] = "grpo"
     """grpo compares the rewards of a group. gdpo does so for each of several rewards, then whitens their weighted sum
     over the batch. reinforce_plus_plus whitens the rewards over the tokens of the batch. none trains no rewards, only
@@ -46,8 +53,7 @@ class AdvEstimatorConfig:
     """gdpo multiplies the rewards by these weights, in the alphabetical order of their names; null means 1 each."""
 
 
-@dataclass(frozen=True, slots=True)
-class RewardScalingConfig:
+class RewardScalingConfig(Section):
     enabled: bool = False
     """Rewards are clamped to the source range, then mapped linearly to the target range."""
     source_min: float = 0.0
@@ -60,8 +66,7 @@ class RewardScalingConfig:
     """No scaled reward is higher than this."""
 
 
-@dataclass(frozen=True, slots=True)
-class RewardShapingConfig:
+class RewardShapingConfig(Section):
     enabled: bool = False
     """Long responses lose reward, by DAPO's overlong penalty or by stop_properly_penalty_coef."""
     overlong_buffer_length: int = key(128, ">= 1")
@@ -74,8 +79,7 @@ class RewardShapingConfig:
     """Truncated responses keep this share of their reward, and the overlong penalty is off; null leaves it on."""
 
 
-@dataclass(frozen=True, slots=True)
-class AsyncGRPOConfig:
+class AsyncGRPOConfig(Section):
     enabled: bool = False
     """A step waits only for responses to its own prompts; responses to later prompts continue with the new weights."""
     max_trajectory_age_steps: int = key(1, ">= 0")
@@ -92,8 +96,7 @@ class AsyncGRPOConfig:
         return self.max_trajectory_age_steps if self.enabled else 0
 
 
-@dataclass(frozen=True, slots=True)
-class GRPOConfig:
+class GRPOConfig(Section):
     num_prompts_per_step: int = key(32, ">= 1")
     """A step is one rollout of this many prompts, over all ranks, and the optimizer steps on its samples."""
     num_generations_per_prompt: int = key(16, ">= 2")
@@ -179,8 +182,7 @@ class GRPOConfig:
         return min(1024, training if self.async_grpo.enabled else max(training, validation))
 
 
-@dataclass(frozen=True, slots=True)
-class LossConfig:
+class LossConfig(Section):
     ratio_clip_min: float = key(0.2, ">= 0, <= 1")
     """The probability ratio is clipped from below at 1 - this."""
     ratio_clip_max: float = key(0.2, ">= 0")
@@ -234,8 +236,7 @@ class LossConfig:
     """Samples with a reward above 0 add their -log-probability with this weight."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoRAConfig:
+class LoRAConfig(Section):
     enabled: bool = False
     """The weights are frozen, and a low-rank adapter of each adapted layer is trained."""
     dim: int = key(8, ">= 1")
@@ -254,8 +255,7 @@ class LoRAConfig:
     """A new run starts from this PEFT folder, of the same dim, alpha and layers; null means from new adapters."""
 
 
-@dataclass(frozen=True, slots=True)
-class DTensorConfig:
+class DTensorConfig(Section):
     activation_checkpointing: bool | int = key(False, ">= 0")
     """The backward pass computes all blocks again, or this many of them, which is slower and saves memory."""
     cpu_offload: bool = False
@@ -265,16 +265,14 @@ class DTensorConfig:
     lora_cfg: LoRAConfig = LoRAConfig()
 
 
-@dataclass(frozen=True, slots=True)
-class SequencePackingConfig:
+class SequencePackingConfig(Section):
     train_mb_tokens: int | None = key(None, ">= 1")
     """A pack has at most this many tokens. null is 8192 on CUDA, 2048 on CPU, or max_total_sequence_length if more."""
     share_prefix: bool = True
     """The samples of a prompt in one pack share it, so the prompt is computed once."""
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerKwargs:
+class OptimizerKwargs(Section):
     lr: float = key(5e-6, "> 0")
     """The learning rate of AdamW has this value after warm-up."""
     weight_decay: float = key(0.01, ">= 0")
@@ -287,8 +285,7 @@ class OptimizerKwargs:
     """bfloat16 keeps the first moment, and Muon's momentum, in 16 bits; the second moment always has 32."""
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerConfig:
+class OptimizerConfig(Section):
     name: Literal["torch.optim.AdamW", "torch.optim.Muon"] = "torch.optim.AdamW"
     """torch.optim.Muon is Muon for the matrices of the blocks and AdamW for all other parameters."""
     kwargs: OptimizerKwargs = OptimizerKwargs()
@@ -298,8 +295,7 @@ class OptimizerConfig:
     """Muon's momentum decays at this rate."""
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
+class SchedulerConfig(Section):
     name: Literal["constant", "linear", "cosine"] = "constant"
     """After warm-up, the learning rate follows this curve over the steps of the run."""
     warmup_steps: int = key(50, ">= 0")
@@ -310,8 +306,7 @@ class SchedulerConfig:
     """linear and cosine fall towards this share of the learning rate, reached one step after the last."""
 
 
-@dataclass(frozen=True, slots=True)
-class VllmConfig:
+class VllmConfig(Section):
     tensor_parallel_size: int = key(1, ">= 1")
     """This many consecutive ranks share one engine."""
     gpu_memory_utilization: float = key(0.6, "> 0, < 1")
@@ -324,23 +319,20 @@ class VllmConfig:
     """On CPU, the key-value cache of an engine takes this many GiB."""
 
 
-@dataclass(frozen=True, slots=True)
-class ColocatedResourcesConfig:
+class ColocatedResourcesConfig(Section):
     gpus_per_node: int | None = key(None, ">= 1, <= 1000")
     """With enabled=false, this many ranks of a node only generate: the last ones of a single node, all of several."""
     num_nodes: int | None = key(None, ">= 1, <= 10000")
     """With enabled=false, this many nodes only generate, the last of the job; on a single node, 1 or null."""
 
 
-@dataclass(frozen=True, slots=True)
-class ColocatedConfig:
+class ColocatedConfig(Section):
     enabled: bool = True
     """Every rank trains and generates in turns. If false, `resources` says which ranks only generate."""
     resources: ColocatedResourcesConfig = ColocatedResourcesConfig()
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationConfig:
+class GenerationConfig(Section):
     temperature: float = key(1.0, "> 0")
     """Sampler and trainer both divide the logits by this."""
     top_p: float = key(1.0, "> 0, <= 1")
@@ -364,8 +356,7 @@ class GenerationConfig:
         return 0 if self.colocated.enabled else (resources.gpus_per_node or 0) * (resources.num_nodes or 1)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerConfig:
+class TokenizerConfig(Section):
     name: str | None = None
     """The tokenizer and its template come from this folder or hub model; null means the model's own."""
     chat_template: str | None = "default"
@@ -374,14 +365,12 @@ class TokenizerConfig:
     """The chat template sees these variables, such as enable_thinking: false."""
 
 
-@dataclass(frozen=True, slots=True)
-class HFConfigOverrides:
+class HFConfigOverrides(Section):
     max_position_embeddings: int | None = key(None, ">= 1")
     """A sequence may have at most this many tokens; null means what config.json of the model says."""
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyConfig:
+class PolicyConfig(Section):
     model_name: str = "Qwen/Qwen2.5-1.5B"
     """The policy starts from this folder or hub model: Qwen2, Qwen2.5, dense Qwen3 or Llama 3."""
     reference_model_name: str | None = None
@@ -418,8 +407,7 @@ class PolicyConfig:
         return self.sequence_packing.train_mb_tokens or max(default, self.max_total_sequence_length)
 
 
-@dataclass(frozen=True, slots=True)
-class DatasetConfig:
+class DatasetConfig(Section):
     name: str | None = None
     """Metrics and errors call the dataset this; null means the stem of the file or dataset_name."""
     data_path: str | None = None
@@ -462,8 +450,7 @@ class DatasetConfig:
         return self.name or Path(self.data_path or "").stem or (self.dataset_name or "").rpartition(":")[2]
 
 
-@dataclass(frozen=True, slots=True)
-class DataConfig:
+class DataConfig(Section):
     max_input_seq_length: int | None = key(None, ">= 1")
     """Longer prompts are dropped and counted. null, or a larger number, means the tokens that max_new_tokens leaves."""
     shuffle: bool = True
@@ -481,8 +468,7 @@ class DataConfig:
     default: DatasetConfig = DatasetConfig()  # for keys that a train or validation set does not give
 
 
-@dataclass(frozen=True, slots=True)
-class MathEnvConfig:
+class MathEnvConfig(Section):
     num_workers: int = key(8, ">= 1, <= 1000")
     """This many worker processes grade; the ranks of a machine share them."""
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = "hf_math_verify"
@@ -495,8 +481,7 @@ class MathEnvConfig:
     """A worker may use this many MiB of memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class CodeEnvConfig:
+class CodeEnvConfig(Section):
     num_workers: int = key(8, ">= 1, <= 1000")
     """This many worker processes judge; the ranks of a machine share them."""
     isolation: Literal["required", "none"] = "required"
@@ -511,8 +496,7 @@ class CodeEnvConfig:
     """strict tells 2 from 2.0 and a tuple from a list in {args, expected}; judge does not. Output never does."""
 
 
-@dataclass(frozen=True, slots=True)
-class RewardModelConfig:
+class RewardModelConfig(Section):
     model_name: str | None = None
     """This folder or hub model is a Qwen2-, Qwen3- or LlamaForSequenceClassification with one label."""
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -522,8 +506,7 @@ class RewardModelConfig:
     """Conversations with more tokens, by the reward model's tokenizer, get the outcome `error`."""
 
 
-@dataclass(frozen=True, slots=True)
-class EnvConfig:
+class EnvConfig(Section):
     math: MathEnvConfig = MathEnvConfig()
     code: CodeEnvConfig = CodeEnvConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
@@ -533,16 +516,14 @@ class EnvConfig:
     """The run stops if more than this share of a step's replies could not be graded, and so are not trained on."""
 
 
-@dataclass(frozen=True, slots=True)
-class WandbConfig:
+class WandbConfig(Section):
     project: str | None = None
     """The run belongs to this W&B project; null means WANDB_PROJECT, or W&B's own default."""
     name: str | None = None
     """The run has this name in W&B; null means the name of its folder, such as exp_001."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoggerConfig:
+class LoggerConfig(Section):
     log_dir: str = "logs"
     """This folder holds the numbered run folders, exp_001 and on."""
     tensorboard_enabled: bool = True
@@ -558,8 +539,7 @@ class LoggerConfig:
     """Step 1 and every this many steps after write their trained samples, with tokens, to rollouts; 0 writes none."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointingConfig:
+class CheckpointingConfig(Section):
     enabled: bool = True
     """The run saves checkpoints; without them it cannot be continued."""
     checkpoint_dir: str | None = None
@@ -590,16 +570,14 @@ class CheckpointingConfig:
     """The run saves and exits with code 75 this long after its start, DD:HH:MM:SS; null sets no limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterConfig:
+class ClusterConfig(Section):
     gpus_per_node: int = key(1, ">= 1, <= 1000")
     """`--check` plans the memory for this many GPUs on each machine; torchrun sets the number for a run."""
     num_nodes: int = key(1, ">= 1, <= 10000")
     """`--check` plans the memory for this many machines."""
 
 
-@dataclass(frozen=True, slots=True)
-class WatchdogConfig:
+class WatchdogConfig(Section):
     factor: float = key(10.0, "> 1")
     """A phase that takes longer than this many times its median counts as hung; the run ends with exit code 4."""
     min_seconds: float = key(600.0, "> 0")
@@ -608,8 +586,7 @@ class WatchdogConfig:
     """A phase that runs for the first time, and may compile or load, counts as hung after this many seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
+class Config(Section):
     grpo: GRPOConfig = GRPOConfig()
     loss_fn: LossConfig = LossConfig()
     policy: PolicyConfig = PolicyConfig()

@@ -1,7 +1,6 @@
 """A key and its value as NeMo RL writes them -> as we write them, or why not, by the table nemo.yaml.
 
-This file knows names of keys; reader.py reads values. A run warns of some verdicts and ends on others, and
-`--check --explain` lists all of them.
+This file knows names of keys; reader.py reads values. `--check --explain` lists all verdicts.
 """
 
 import json
@@ -30,8 +29,7 @@ KINDS = ("refused", "taken as", "does not matter", "taken")  # of verdicts, in t
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of the key `name`. text: what it is taken as, or the reason; pattern: the table's, for a key that
-    does not matter."""
+    """What becomes of the key `name`. text: what it is taken as, or why not; pattern: of a key that does not matter."""
 
     name: str
     kind: str  # one of KINDS
@@ -49,8 +47,7 @@ def is_section(name: str) -> bool:
 
 
 def rows_of(names: Collection[str]) -> tuple[dict[str, tuple[str, dict]], dict[str, str]]:
-    """(key -> pattern and row of the table, ("", {}) if it has none; settings that rows add to a config with these
-    keys)."""
+    """(key -> pattern and row of the table, ("", {}) if it has none; settings that rows add to such a config)."""
     off = [row for row in TABLE if "when" in row and not any(fnmatchcase(name, row["when"]) for name in names)]
     rows = [(regex, match) for regex, match in zip(COMPILED, PATTERNS, strict=True) if match[1] not in off]
     found = {name: next((match for regex, match in rows if regex.match(name)), ("", {})) for name in names}

@@ -111,8 +111,7 @@ def read_inputs(
 
 
 def check_reward_names(environments: dict[str, envs.Environment], weights: tuple[float, ...] | None) -> None:
-    """ConfigError unless all environments of the training sets declare the same two or more reward_names, as gdpo
-    needs, and there are as many `weights` (grpo.adv_estimator.reward_weights)."""
+    """ConfigError unless all environments declare the same two or more reward_names, and there are as many weights."""
     declared = {name: sorted(getattr(each, "reward_names", ())) for name, each in environments.items()}
     names = next(iter(declared.values()))
     if len(names) < 2 or any(each != names for each in declared.values()):
@@ -198,8 +197,7 @@ def num_steps_of(cfg: Config, num_problems: int) -> int:
 
 
 def data_lines(cfg: Config, inputs: RunInputs, cursor: Cursor) -> list[str]:
-    """One line for each data set: its environment and number of prompts. Then the prompt that is drawn next, as the
-    model gets it, and its answer."""
+    """A line for each data set, with environment and size; then the next prompt as the model gets it and its answer."""
     lines = []
     for name, dataset in inputs.sets:
         size = f"{len(dataset.problems):,} prompts"
@@ -252,8 +250,7 @@ def memory_plan(cfg: Config, inputs: RunInputs, num_ranks: int, gpu_bytes: float
 
 def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None) -> str:
     """A summary, after checking everything that can be wrong before torch is loaded: all rows, or MAX_ROWS of each set.
-    gpu_bytes: the memory of one GPU, if known. If the run does not fit into it, prints the summary and raises
-    ConfigError."""
+    gpu_bytes: of one GPU, if known. Prints the summary and raises ConfigError if the run does not fit into it."""
     math, code = replace(cfg.env.math, num_workers=1), replace(cfg.env.code, num_workers=1)  # enough for their canaries
     cfg = replace(cfg, env=replace(cfg.env, math=math, code=code))
     inputs = read_inputs(cfg, max_rows=None if all_rows else MAX_ROWS)

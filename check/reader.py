@@ -73,8 +73,7 @@ def to_yaml(cfg: Config) -> str:
 
 
 def _read_file(path: Path, parents: tuple[Path, ...]) -> list[tuple[str, Any, str]]:
-    """(full key, value, place) of each entry of a file, after those of its defaults. parents: the files whose defaults
-    led here."""
+    """(full key, value, place) of each entry of a file, after those of its defaults. parents: whose defaults it is."""
     try:
         text = read_bytes(path)
     except DataError as error:
@@ -102,8 +101,7 @@ def _read_file(path: Path, parents: tuple[Path, ...]) -> list[tuple[str, Any, st
 
 
 def _read_override(override: str) -> tuple[str, Any, str]:
-    """The entry of `key.sub=value`. The value is the text as typed, whatever yaml sees in "no", "a: b" or "[x]"; only
-    lists and the user's own keys are yaml."""
+    """The entry of `key.sub=value`. The value is the text as typed; only lists and the user's own keys are yaml."""
     place = f"command line {shortened(override)}"
     name, equals, text = override.partition("=")
     if not equals:
@@ -177,19 +175,16 @@ def _entries(tree: dict[str, Any], prefix: str, places: dict[str, str]) -> Itera
         elif name in LISTS and isinstance(value, list) and value:
             yield f"{name}._override_", "true", places[name]
             for i, item in enumerate(value):
-                if not isinstance(item, dict):
-                    problem = f"{name}: expected a list of mappings, got {_shown(item)} in it"
-                    raise ConfigError(f"{places[name]}: {problem}")
-                if not item:
-                    raise ConfigError(f"{places[name]}: {name}: entry {i + 1} is empty")
+                if not isinstance(item, dict) or not item:
+                    problem = f"entry {i + 1}: expected a mapping with keys, got {_shown(item or 'nothing')}"
+                    raise ConfigError(f"{places[name]}: {name}: {problem}")
                 yield from _entries(item, f"{name}.{i}.", places)
         else:
             yield name, value, places[name]
 
 
 def _merge(entries: Sequence[tuple[str, Any, str]]) -> _Merged:
-    """Key -> (value, place) of what is in force. A value replaces all keys below it; a key replaces a null or {} above
-    it."""
+    """Key -> (value, place) in force. A value replaces all keys below it, a key the null or {} above it."""
     merged: _Merged = {}
     for name, value, place in entries:
         section, _, last = name.rpartition(".")

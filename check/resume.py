@@ -66,8 +66,7 @@ def committed(folder: Path) -> list[Path]:
 
 
 def by_metric(folder: Path, higher_is_better: bool) -> list[Path]:
-    """The whole checkpoints in `folder` that have the metric of checkpointing.metric_name, best first; of equals the
-    newer first."""
+    """The whole checkpoints in `folder` that have the metric of metric_name, best first, the newer first of equals."""
     sign = -1 if higher_is_better else 1
     rated = [(sign * metric, path) for path in committed(folder) if (metric := read_meta(path)["metric"]) is not None]
     return [path for _, path in sorted(rated, key=lambda pair: pair[0])]
@@ -121,9 +120,8 @@ def digest(meta: dict) -> str:
 
 
 def resolve(cfg: Config) -> Config:
-    """The config with `checkpointing.resume_from` filled in as `checkpointing.resume` asks. auto and must: the run that
-    is named, else the newest run of logger.log_dir that has a whole checkpoint. Without one: null, and ConfigError
-    for must."""
+    """The config with `checkpointing.resume_from` as `checkpointing.resume` asks. auto and must: the run that is named,
+    else the newest run of logger.log_dir with a whole checkpoint. Without one: null, and ConfigError for must."""
     ckpt_cfg = cfg.checkpointing
     if ckpt_cfg.resume not in ("auto", "must") or ckpt_cfg.resume_from:
         return cfg

@@ -121,8 +121,7 @@ checkpointing.resume_step & checkpointing.resume=auto: auto takes the newest
 
 
 def check_config(cfg: Config, world_size: int, ranks_of_node: int | None = None) -> None:
-    """Raise ConfigError, a line for each problem, if `world_size` ranks cannot run `cfg`, or not with so many to a node
-    where that is known. Reads no file."""
+    """Raise ConfigError, a line for each problem, if `world_size` ranks, so many to a node, cannot run `cfg`."""
     assert world_size >= 1, world_size
     problems = list(_bound_problems(cfg)) or [
         *_split_problems(cfg, world_size, ranks_of_node),

@@ -1,5 +1,4 @@
-"""Which problems come next: by size (all problems of the training sets in one shuffled order), by weight, from each
-set in turn, or by a user's sampler.
+"""Which problems come next: by size (all sets in one shuffled order), by weight, in turn, or by a user's sampler.
 
 The draw depends only on the config and on a cursor, a small dict of JSON values that checkpoints keep. So it is the
 same on any number of ranks, and a resumed run continues exactly.

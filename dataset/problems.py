@@ -26,9 +26,8 @@ ENVIRONMENTS = ("exact", "math", "code", "reward_model", "math_multi_reward")
 
 
 class ProblemMaker:
-    """Row number -> Problem, or None if a filter leaves the row out. Raises DataError with file and line for a
-    malformed row, and ControlTokenInText for text that holds a control token. A prompt of more than `limit` tokens may
-    have only its first ids."""
+    """Row number -> Problem, or None if a filter leaves the row out. DataError names file and line of a malformed row;
+    ControlTokenInText passes. A prompt of more than `limit` tokens may have only its first ids."""
 
     def __init__(self, cfg: DatasetConfig, tokenizer: Tokenizer, limit: int, tasks: Mapping[str, str], source: Source):
         self.explicit_env = cfg.env_name  # also scores rows whose task_name is no environment

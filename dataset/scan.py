@@ -45,8 +45,7 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True)
 class Problems(Sequence):
-    """`rows`: the numbers of the usable rows in the source; each row comes `repeat` times. held: row number -> problem,
-    for the problems that stay in memory."""
+    """rows: the numbers of the usable rows, each `repeat` times. held: row number -> problem that stays in memory."""
 
     maker: ProblemMaker
     rows: np.ndarray
@@ -85,8 +84,7 @@ def load_dataset(
     question; so are rows whose text holds a control token. `tasks`: data.task_to_env. `check` gets the answers of each
     environment in chunks, and one empty chunk on each rank. `max_rows`: scan at most this many rows, the first ones and
     as many drawn at random; the other rows then count as usable. `on_rank0` runs the scan on one rank and returns its
-    result, or raises its ConfigError, on all ranks. Raises DataError with file and line for a malformed row, and with
-    the file if no row is usable.
+    result, or raises its ConfigError, on all ranks. DataError names the malformed row, or the file without usable rows.
     """
     source = open_source(with_preset(cfg))
     maker = ProblemMaker(cfg, tokenizer, max_prompt_tokens, tasks, source)
@@ -117,8 +115,7 @@ def _split(whole: Dataset, cfg: DatasetConfig) -> tuple[Dataset, Dataset]:
 
 
 def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Dataset, dict[int, Problem]]:
-    """Makes and checks the problems. Returns the dataset, with row numbers in place of problems, and the problems that
-    stay in memory, by row number."""
+    """Makes and checks the problems. Returns the dataset, with row numbers as problems, and row number -> problem."""
     source, cfg = maker.source, maker.cfg
     numbers = np.asarray(source.numbers)
     picked = numbers

@@ -1,8 +1,7 @@
 """Where the rows of a dataset come from: a file, the Hugging Face hub, or a user's function.
 
 This module owns the dataset presets and reads jsonl, csv, json and parquet; problems.py knows what the fields of a row
-mean. Of a jsonl file only the offset of each line is kept, and a line is read again each time its row is needed. Rows
-of other forms stay in memory.
+mean. Of a jsonl file only the offset of each line stays in memory; of other forms, the rows.
 """
 
 import csv
@@ -125,8 +124,7 @@ def _read_jsonl(name: str, file: BinaryIO) -> Source:
 
 
 def _read_csv(name: str) -> list[dict]:
-    """The rows of a file as spreadsheets write it (RFC 4180). The first row names the fields; each value is a text, and
-    an empty value is None."""
+    """The rows of an RFC 4180 file. The first row names the fields; a value is a text, or None if it is empty."""
     csv.field_size_limit(2**31 - 1)  # of this process; csv's own limit is 128 KiB
     with open_file(name) as file:
         lines = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)

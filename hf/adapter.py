@@ -46,8 +46,7 @@ def adapter_config(policy: PolicyConfig, model: ModelConfig) -> dict:
 
 
 def check_adapter(policy: PolicyConfig, model: ModelConfig) -> None:
-    """ConfigError unless the adapter of lora_cfg.adapter_path fits the config and its model. Reads the headers of the
-    tensors only."""
+    """ConfigError unless the adapter of lora_cfg.adapter_path fits the config and its model. Reads headers only."""
     cfg = policy.dtensor_cfg.lora_cfg
     source, file = (Path(cfg.adapter_path) / name for name in (CONFIG, WEIGHTS))
     if not os.path.isdir(cfg.adapter_path):

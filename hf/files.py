@@ -15,8 +15,7 @@ MAX_BYTES = 1 << 30  # of a file that is read whole, or of a line
 
 @contextmanager
 def open_file(name: str | Path) -> Iterator[BinaryIO]:
-    """The file, open for its bytes. DataError if it cannot be opened, or read in the `with` block, or is no regular
-    file: a pipe would never end."""
+    """The file, open for its bytes. DataError if it cannot be opened or read, or is no regular file (a pipe)."""
     try:
         with open(name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -215,8 +215,7 @@ def open_weights(path: Path, framework: str = "numpy") -> safe_open:
 
 
 def resolve_folder(name: str, key: str) -> Path:
-    """The local folder for the value of config key `key`: a Hugging Face folder, or a hub name `org/model`. DataError
-    if there is none."""
+    """The local folder that the value of config key `key` names: a Hugging Face folder, or a hub name `org/model`."""
     folder = Path(name)
     if not os.path.exists(folder) and name.count("/") == 1 and not name.startswith((".", "/")):
         problem = f"{key}: '{name}' is no local folder"

@@ -200,8 +200,7 @@ class Tokenizer:
         return None
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Ids -> text, without special tokens unless `special`: for graders and people, never to be encoded again
-        (THUDM/slime#117)."""
+        """Ids -> text, without special tokens unless `special`. Never encode it again (THUDM/slime#117)."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=not special)
 
     def _encode(self, text: str, max_tokens: int | None = None) -> list[int]:
@@ -241,8 +240,7 @@ class Tokenizer:
         return write(escaped)
 
     def _escape(self, value: Any) -> Any:
-        """A copy of nested dicts and lists in which no string holds a control token, nor can complete one together with
-        its neighbours in the text."""
+        """A copy of nested dicts and lists whose strings hold no control token, nor complete one with a neighbour."""
         if isinstance(value, dict):
             return {self._escape(key): self._escape(entry) for key, entry in value.items()}
         if isinstance(value, list | tuple):

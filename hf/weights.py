@@ -82,8 +82,7 @@ def load_adapter(model: nn.Module, folder: str | Path, base_sha256: str) -> None
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, init: str, seed: int) -> None:
-    """Initializes LoRA's parameters, the same on any number of ranks: A random by `init` ("xavier" or "uniform") and B
-    zero, so that the model equals its base."""
+    """Sets LoRA's parameters, the same on any number of ranks: A by `init`, B to 0, so the model equals its base."""
     generator = torch.Generator().manual_seed(seed)
     for name, param in sharded_parameters(model).items():
         if name.endswith(ADAPTER):
@@ -192,8 +191,7 @@ def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, 
 
 
 def save_adapter(model: nn.Module, folder: str | Path, config: dict, base_sha256: str) -> None:
-    """Writes a PEFT folder with LoRA's parameters in float32, as atomically as `save_hf`; a collective of all ranks.
-    `config`: by `adapter_config`."""
+    """Writes a PEFT folder with LoRA's parameters in float32, as `save_hf`. `config`: by `adapter_config`."""
     content = {name: tensor.cpu() for name, tensor in _whole(adapter_parameters(model), torch.float32)}
     with _new_folder(Path(folder)) as (new, _):
         on_rank0(partial(write_whole, new / CONFIG, json.dumps(config, indent=2) + "\n"))

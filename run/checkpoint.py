@@ -180,12 +180,10 @@ def load(
     folder: Path, model, optimizer, ranks: Ranks, reference: dict, *, mode: str | None, base=None, paths=None
 ) -> dict:
     """Restores the newest checkpoint of `folder`, or the first of `paths`, into model, fresh optimizer and `reference`
-    (as in `save`), on any number of ranks; the weights alone if `optimizer` is None. Returns the checkpoint's `state`
-    with `step` in it. A collective.
+    (as in `save`), on any number of ranks; the weights alone if `optimizer` is None. Returns its `state`, with `step`.
 
-    mode "auto" takes the newest good checkpoint and prints a warning for each damaged one; with another mode the newest
-    must be good. Raises ConfigError, on all ranks: it names the damaged file, or says that `base` is not the state's
-    base_sha256.
+    mode "auto" takes the newest good checkpoint and prints a warning for each damaged one; else the newest must be
+    good. ConfigError, on all ranks, names the damaged file, or says that `base` is not the state's base_sha256.
     """
     for path in broadcast_from_rank0(paths or checkpoints(folder)):  # rank 0's view of a shared disk
         problem = problem_of(path, ranks)
@@ -231,8 +229,7 @@ def _copy_to_host(model, optimizer, reference: dict[str, Tensor]) -> dict[str, T
 
 def _describe_state(value: Tensor | float, param: Tensor) -> tuple[str, Tensor]:
     """(kind, tensor to store) of what an optimizer keeps for a parameter. sharded: a DTensor like the parameter. local:
-    a tensor like this rank's rows of the parameter. replicated: any other, equal on all ranks; a number is stored as a
-    tensor without dimensions."""
+    a tensor like this rank's rows. replicated: any other, equal on all ranks; a number is a tensor without dims."""
     if isinstance(value, DTensor):
         assert value.shape == param.shape and value.placements == param.placements, (value.shape, value.placements)
         return "sharded", value.to_local()

@@ -124,8 +124,7 @@ def solved(steps: Steps) -> str:
 
 
 class Health:
-    """The rules over a run. records: the lines of its metrics.jsonl, so that a resumed run continues as the unbroken
-    run would."""
+    """The rules over a run. records: the lines of its metrics.jsonl, so that a resumed run goes on as the unbroken."""
 
     def __init__(self, records: Iterable[dict] = ()):
         self.steps: list[dict[str, float]] = []

@@ -42,8 +42,7 @@ SAMPLE_FIELDS = (
 
 
 class RunLog:
-    """Files of a run folder and the console, written by rank 0 only. What a file has no room for is counted, and lost:
-    training goes on."""
+    """Files of a run folder and the console, written by rank 0 only. What a full disk refuses is counted, and lost."""
 
     def __init__(self, folder: Path, cfg: LoggerConfig, *, first_step: int, num_steps: int):
         self.folder = folder
@@ -67,8 +66,7 @@ class RunLog:
         self.tokens_per_sec: list[float] = []
 
     def _write(self, name: str, write: Callable, *arguments: Any) -> None:
-        """Calls `write` with the path of a file in the run folder, and the arguments. A disk that refuses it is said
-        the first time, and counted."""
+        """Calls `write` with the path of a file in the run folder. What the disk refuses is said once, and counted."""
         try:
             write(self.folder / name, *arguments)
         except OSError as error:

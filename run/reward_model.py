@@ -64,11 +64,8 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, conversations: Sequence[list[dict]]) -> list[float | None]:
-        """The score of each conversation; None if it has more than `max_model_len` tokens, if the template refuses it,
-        or if the score is not finite.
-
-        A collective: each rank passes its own conversations, and all ranks run as many packs as the rank with the most.
-        """
+        """The score of each conversation; None for one that is too long, that the template refuses, or without a finite
+        score. A collective: each rank passes its own, and all ranks run as many packs as the rank with the most."""
         local_ids = [self.encode(messages) for messages in conversations]
         usable = [i for i, ids in enumerate(local_ids) if 0 < len(ids) <= self.max_model_len]
         if num_refused := len(local_ids) - len(usable):

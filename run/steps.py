@@ -143,8 +143,7 @@ def stop_early(run: Run, stop: StopRun) -> StopRun:
 
 
 def finish(run: Run) -> str:
-    """Writes the Hugging Face folder and the closing table; returns the reason the run ended. StopRun where the disk
-    refused the folder."""
+    """Writes the Hugging Face folder and the closing table; returns why the run ended. StopRun if the disk refused."""
     problem, reason = _export(run), f"trained to step {run.state.step}"
     if problem:
         raise StopRun(f"{reason}, but not exported ({problem}): make room, then checkpointing.resume_from={run.folder}")

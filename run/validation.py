@@ -57,8 +57,7 @@ def validate(run: Run) -> None:
 
 
 def evaluate(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device, folder: Path) -> dict[str, Any]:
-    """The report of eval.py, equal on all ranks: what was scored, the settings, and the numbers of each set and mode.
-    Rank 0 writes samples into `folder`."""
+    """The report of eval.py, equal on all ranks: what was scored, how, and the numbers. Rank 0 writes samples."""
     start = time.perf_counter()
     model, engine, sampler = build(cfg, inputs, ranks, device)
     base_sha256 = read_adapter(cfg, inputs, model, ranks)
@@ -167,8 +166,7 @@ def with_interval(samples: Sequence[Sample]) -> dict[str, Any]:
 def accuracy_interval(means: Sequence[float], num_samples: int) -> tuple[float, float]:
     """95% interval of accuracy from the accuracy on each problem: Wilson's (1927), inside [0, 1] and of some width even
     if all are right. Samples of a problem are alike (Miller 2024, "Adding Error Bars to Evals"), so n is the number of
-    independent samples whose mean varies as much: p (1 - p) / n = variance of the mean. With one sample each, the
-    number of problems."""
+    independent samples whose mean varies as much: p (1 - p) / n = variance of the mean."""
     p, variance = fmean(means), pvariance(means)
     n = min(num_samples, len(means) * p * (1 - p) / variance) if variance else len(means)
     middle, half = p + Z95**2 / (2 * n), Z95 * math.sqrt(p * (1 - p) / n + Z95**2 / (4 * n**2))

@@ -12,8 +12,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_whole(file: Path, text: str, *, replace: bool = True, encoding: str = "utf-8") -> None:
-    """Writes a file that readers see whole or not at all, as the one before until then. Without `replace`,
-    FileExistsError where it is there."""
+    """Writes a file that readers see whole or not at all. Without `replace`, FileExistsError where it is there."""
     temporary = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding=encoding)

@@ -79,8 +79,7 @@ def host_name() -> str:
 
 
 def die_with_parent() -> None:
-    """Has this process killed as soon as its parent ends. When torchrun is killed, nothing tells the ranks to stop, and
-    they would keep the GPUs."""
+    """Has this process killed as soon as its parent ends: nothing else stops the ranks of a torchrun that is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # On a busy machine torchrun may be gone before a rank gets here. Torchrun runs as Python, even as process 1.
     has_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
@@ -113,9 +112,8 @@ NO_PEERS = Peers()  # before the ranks have met
 
 
 def report_exit(code: int, reason: str, run_folder: Path | None, peers: Peers = NO_PEERS) -> None:
-    """Says how the run ended, once: to the user, and to scripts in `exit.json`. Rank 0 reports a good end; the first
-    rank that ends reports a failure, because the others only lost their peer. The train.sh of each machine hears of a
-    good end from the machine's first rank."""
+    """Says how the run ended, once: to the user, and to scripts in `exit.json`. Rank 0, and for train.sh each machine's
+    first rank, reports a good end; the first rank that ends reports a failure, because the others only lost a peer."""
     if code in (0, EXIT_SAVED):
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return
@@ -131,8 +129,7 @@ def report_exit(code: int, reason: str, run_folder: Path | None, peers: Peers = 
 
 
 def exit_process(code: int) -> None:
-    """Ends this rank. On CPU not by os._exit: vLLM's engine there removes its shared memory in the interpreter's
-    teardown, and leftovers fail the next run."""
+    """Ends this rank. On CPU not by os._exit: vLLM's teardown removes shared memory that would fail the next run."""
     if "wandb" in sys.modules:  # on rank 0 of a run that logs there: sends the rest, if W&B can
         with contextlib.suppress(Exception):
             sys.modules["wandb"].finish(code)

@@ -24,8 +24,8 @@ def import_attribute(path: str, key: str) -> Any:
 
 
 def call(name: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Calls a function that runs the user's code. Turns whatever it raises, even SystemExit, into a DataError that
-    begins with `name`; a ConfigError stays."""
+    """Calls the user's code. What it raises, even SystemExit, becomes a DataError that begins with `name`; a
+    ConfigError stays."""
     try:
         return function(*args, **kwargs)
     except (KeyboardInterrupt, ConfigError, Interrupted):

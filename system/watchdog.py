@@ -43,8 +43,7 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def enter(self, phase: str, *, waits: bool = False) -> None:
-        """This rank now begins `phase`; the phase before has ended well. waits: for other ranks, as long as it takes:
-        their watchdogs limit what they do."""
+        """This rank now begins `phase`. waits: for other ranks, without limit: their watchdogs limit what they do."""
         now = time.monotonic()
         # A new list, and the time before the phase: the thread below may read at any point.
         self.seconds[self.phase] = [*self.seconds[self.phase], now - self.since][-50:]

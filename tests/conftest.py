@@ -8,6 +8,7 @@ expensive fixture (TOGETHER) stay together.
 import functools
 import gc
 import inspect
+import linecache
 import os
 import re
 import sys
@@ -68,13 +69,22 @@ def pytest_ignore_collect(collection_path, config):
     return True if config.getoption("--fast") and collection_path in SLOW_FOLDERS else None
 
 
-@functools.cache  # tests share fixtures, and a test's cases the function; looking for its source takes a millisecond
+def source_of(function) -> str:
+    """As inspect.getsource, which takes a hundred times as long, but for lines at the end without code."""
+    codes = [function.__code__]
+    for code in codes:
+        codes += [const for const in code.co_consts if inspect.iscode(const)]
+    last = max(line for code in codes for *_, line in code.co_lines() if line)
+    return "".join(linecache.getlines(codes[0].co_filename)[codes[0].co_firstlineno - 1 : last])
+
+
+@functools.cache  # tests share fixtures, and a test's cases the function
 def launches(function) -> bool:
     """Whether the function or a function of the tests that it calls, at any depth, starts a process."""
     todo, seen = [inspect.unwrap(function)], set()
     while todo:
         each = todo.pop()
-        if LAUNCHES.search(inspect.getsource(each)):
+        if LAUNCHES.search(source_of(each)):
             return True
         seen.add(each)
         named = [each.__globals__.get(name) for name in each.__code__.co_names]

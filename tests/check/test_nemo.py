@@ -154,6 +154,7 @@ def test_what_was_read_is_written_as_plain_values(path, tmp_path, capsys):
     assert "${" not in to_yaml(cfg)
 
 
+@pytest.mark.slow
 def test_check_of_a_guides_file(tmp_path):
     """As a user starts it: the guide's data section over a model and files that are there."""
     starter = ROOT / "examples/arithmetic/starter"

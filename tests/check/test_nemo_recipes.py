@@ -17,11 +17,10 @@ import envs
 from check import preflight, reader
 from graders.environments import make_environment
 
-pytestmark = pytest.mark.slow
-
 LIST = RECIPES / "recipes.txt"
 NAMES = LIST.read_text().split() if LIST.exists() else []
-pytestmark = pytest.mark.skipif(not NAMES, reason=f"{LIST} is not here: NeMo RL's recipes are not part of this project")
+REASON = f"{LIST} is not here: NeMo RL's recipes are not part of this project"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not NAMES, reason=REASON)]
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -150,7 +150,7 @@ def recipe(tmp_path, monkeypatch):
     return load
 
 
-@pytest.mark.slow("8b")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["math_1b.yaml", "math_8b.yaml"])
 def test_gsm8k_recipe_with_local_files(recipe, tmp_path, name):
     """The override that README shows; rows as the hub has them."""
@@ -248,6 +248,7 @@ def test_a_warmup_of_more_than_a_third_of_the_run_is_told():
 RECIPES = [*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/*/*.yaml")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(path for path in RECIPES if path.parent.name != "cluster"), ids=str)
 def test_no_warmup_of_a_recipe_that_ships_is_told(path, monkeypatch):
     monkeypatch.chdir(ROOT)

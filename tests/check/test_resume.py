@@ -82,6 +82,7 @@ def with_lora(cfg, lora):
     return replace(cfg, policy=replace(cfg.policy, dtensor_cfg=config.DTensorConfig(lora_cfg=lora)))
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_cannot_mean_is_refused_even_where_changes_are_allowed(run):
     """Another optimizer's state, and tensors of other adapters. Adapters count for a score, too."""
     folder, cfg = run

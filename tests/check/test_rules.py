@@ -282,7 +282,7 @@ def test_the_numbers_of_ranks_in_the_environment_are_numbers(monkeypatch, name):
     assert parse_command_line(["configs/smoke.yaml", "--check"], "")
 
 
-@pytest.mark.parametrize("percent", range(100, 200))
+@pytest.mark.parametrize("percent", range(101, 200, 7))
 def test_products_of_decimals_are_whole_where_their_decimals_are(write, percent):
     """Of 1.15 and 100 in binary fractions the product is 114.99999999999999."""
     overrides = ["grpo.use_dynamic_sampling=true", f"grpo.batch_multiplier={percent / 100}"]

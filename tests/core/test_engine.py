@@ -129,7 +129,7 @@ def test_every_parameter_reaches_the_engine(engine, policy, samples_of):
         assert fresh.max() <= 1e-4, f"{name} did not reach the engine: {fresh.max()}"
 
 
-@pytest.mark.slow("LoRA")
+@pytest.mark.slow
 @WITH_LORA
 def test_skipped_sync_after_an_optimizer_step_stops_the_run(engine, policy, samples_of, one_rank):
     cfg = settings(
@@ -280,6 +280,7 @@ def test_skipped_sync(synced, policy):
     assert look(policy, synced) <= 1e-4
 
 
+@pytest.mark.slow
 @WITH_LORA
 def test_prefix_cache_that_outlives_a_sync(synced, policy, monkeypatch):
     """The engine says that it has dropped its cache, and has not: the canary's first block is of the old weights."""
@@ -297,6 +298,7 @@ def test_prefix_cache_that_outlives_a_sync(synced, policy, monkeypatch):
             sync(synced, policy, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.k_proj.weight", "model.norm.weight"]
 )
@@ -314,6 +316,7 @@ def test_dropped_parameter(synced, policy, name, monkeypatch):
     assert look(policy, synced) <= 1e-4
 
 
+@pytest.mark.slow
 def test_stale_tied_head(synced, policy, monkeypatch):
     """The embedding arrives, the head's packed copy of it does not: what vLLM's CPU layers do with a tied head."""
     step(policy, only="model.embed_tokens.weight")
@@ -338,12 +341,14 @@ def test_wrong_shape_is_refused(synced, policy):
     assert next(cut, None) is None, "in a split job the trainers would wait with what nobody takes"
 
 
+@pytest.mark.slow
 def test_the_canary_is_not_given_up(synced, policy, monkeypatch):
     """Ranks would be told at different tokens, and the canary is a collective of all."""
     monkeypatch.setattr(synced, "should_stop", lambda: True)
     assert look(policy, synced) <= 1e-4
 
 
+@pytest.mark.slow
 def test_told_to_stop_between_decode_steps(synced, policy, monkeypatch):
     """What was asked for is given up, and the engine is as before."""
     prompts, seeds = [[5, 6, 7 + i] for i in range(8)], [sample_seed(i) for i in range(8)]

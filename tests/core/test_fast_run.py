@@ -222,6 +222,7 @@ def test_a_run_that_carries_over(run, tmp_path):
         assert sorted(record["row_id"] for record in samples) == sorted(list(range(40)) * 8)
 
 
+@pytest.mark.slow
 def test_a_run_with_muon_and_a_reference_that_follows(run, capfd):
     words = ("grpo.max_num_steps=2", "checkpointing.enabled=false", "grpo.val_at_start=false", "grpo.val_at_end=false")
     words += ("policy.optimizer.name=torch.optim.Muon", "loss_fn.reference_policy_kl_penalty=0.1")
@@ -251,6 +252,7 @@ def test_a_run_with_a_filter(run, capfd, kl):
         assert (record["train/kl_penalty"] != 0) == (kl > 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_an_asynchronous_run_whose_ratio_is_to_the_sampler(run, capfd, epochs):
     """NovaSky-AI/SkyRL#1315: the clip acts on older weights; the gap is that of the newest, at the step's start."""
@@ -266,6 +268,7 @@ def test_an_asynchronous_run_whose_ratio_is_to_the_sampler(run, capfd, epochs):
     assert any(record["train/ratio_clip_low_fraction"] + record["train/ratio_clip_high_fraction"] > 0 for record in old)
 
 
+@pytest.mark.slow
 def test_a_teacher_that_is_the_initial_policy_is_its_reference(run):
     """prime-rl#2189: the same numbers, whichever module computes them; and advantages off, it is all that trains."""
     words = ["grpo.max_num_steps=2", "loss_fn.reference_policy_kl_penalty=0.1", "checkpointing.enabled=false", *QUIET]
@@ -279,6 +282,7 @@ def test_a_teacher_that_is_the_initial_policy_is_its_reference(run):
     assert abs(first["train/kl_penalty"]) < 1e-6 and first["train/grad_norm"] < 1e-3
 
 
+@pytest.mark.slow
 def test_without_advantages_a_teacher_alone_trains(run, tmp_path):
     """NVIDIA-NeMo/RL#3584: on-policy distillation, from a copy that random noise has moved away. No rule calls it sick:
     that rewards give no gradient is meant."""
@@ -299,7 +303,8 @@ def make_engine(folder, max_total_tokens=64):
     return engine_module.Engine(folder, read_model_config(folder), Tokenizer(folder), config.Config(policy=policy))
 
 
-@pytest.mark.parametrize("which", ["stand-in", pytest.param("vllm", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["stand-in", "vllm"])
 def test_a_reply_ends_with_the_token_that_completes_a_stop_string(which, request, one_rank, tiny, monkeypatch):
     """huggingface/trl#2820: ids and log-probabilities are those without stop strings, up to that token and with it."""
     if which == "vllm":
@@ -328,6 +333,7 @@ def test_a_reply_ends_with_the_token_that_completes_a_stop_string(which, request
     assert num_cut > 2 and engine.is_idle
 
 
+@pytest.mark.slow
 def test_a_run_with_stop_strings(run):
     """Two turns, carried over: what the first sampled digit ends has one trained token and is no cut reply."""
     words = ["policy.generation.stop_strings=[1, 2, '3 ', é]", "grpo.async_grpo.enabled=true", "grpo.max_num_steps=2"]

@@ -258,7 +258,7 @@ def test_what_counts_as_an_edit(tmp_path):
     assert digest_of(namespace["policy_loss"]) != PROVEN, "made at run time"
 
 
-@pytest.mark.slow("None")
+@pytest.mark.slow
 @pytest.mark.parametrize("scale, constant", [(0.0, None), (2.0, None), (1.0, 0.1)])
 def test_a_loss_that_is_replaced_at_run_time_does_not_pass_the_probes(monkeypatch, scale, constant):
     """The file is as it was proven, and what runs is not."""

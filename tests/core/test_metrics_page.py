@@ -76,6 +76,7 @@ def keys_of_other_machines():
     return of_memory.keys()
 
 
+@pytest.mark.slow
 def test_every_metric_has_a_row_and_every_row_a_metric(records):
     written = {key for record in [*records, *read(COMMITTED)] for key in record} | keys_of_other_machines()
     several = [replace(SAMPLES[0], rewards={"a": 1.0}), replace(SAMPLES[1], engine=1)]  # parts of rewards, engines
@@ -173,6 +174,7 @@ def test_formulas_of_validation():
             assert values_of(text, names | {"k": k}) == pytest.approx(code[name]), (key, text)
 
 
+@pytest.mark.slow
 def test_formulas_of_rates(records):
     """Of the run's own numbers: of one rank."""
     texts = {key: text for key, text in formulas().items() if key.startswith(("performance/", "timing/"))}

@@ -71,6 +71,7 @@ def test_the_toy_is_what_it_says():
     assert (ratios > 2).any() and (ratios < 0.5).any() and (ratios.prod(1) > 3).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_expectation_of_each_correction(name):
     got, truth = expected(name, *toy(NOISE))
@@ -86,6 +87,7 @@ def test_expectation_of_each_correction(name):
 # ------------------------------------------------------------------------------------------------------- older weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("age", AGES)
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_expectation_at_each_age(name, age, old_toys):

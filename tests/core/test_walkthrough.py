@@ -28,6 +28,7 @@ def in_the_repository(one_rank, monkeypatch):
     torch.set_printoptions(**options)
 
 
+@pytest.mark.slow
 def test_what_the_page_prints(in_the_repository):
     names = {}
     now = executed(PAGE, names)

@@ -346,6 +346,7 @@ def test_what_is_not_whole_is_refused_or_passed_over_loudly(run, spoiled, capsys
         assert {"step_000001", "step_000003"} <= set(names(run)), "a damaged one must not count as one to keep"
 
 
+@pytest.mark.slow
 def test_resumed_run_says_anew_how_it_ended(one_rank, tmp_path, monkeypatch):
     monkeypatch.delenv("GRPO_EXIT_FILE", raising=False)
     cfg = Config(logger=LoggerConfig(log_dir=str(tmp_path)))

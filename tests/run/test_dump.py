@@ -269,11 +269,11 @@ def test_a_damaged_dump_is_refused(one_rank, plain, tmp_path):
         replayed(one_rank, tmp_path / "exp_001", 1)
 
 
-def test_the_command(plain):
+def test_the_command(plain, monkeypatch, capsys):
     folder, _ = plain
-    command = [sys.executable, "-m", "tools.replay"]
-    step = folder / "rollouts" / "step_000001"
-    done = subprocess.run([*command, str(step)], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-m", "tools.replay", str(folder / "rollouts" / "step_000001")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "\n0 of " in done.stdout and "replayed step 1\n" in done.stdout, done.stderr
-    done = subprocess.run([*command, str(folder)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "RUN/rollouts/step_000001" in done.stderr
+    monkeypatch.delenv("GRPO_EXIT_FILE", raising=False)
+    monkeypatch.setattr(sys, "argv", ["replay.py", str(folder)])
+    assert replay.main() == 2 and "RUN/rollouts/step_000001" in capsys.readouterr().err

@@ -88,6 +88,7 @@ def test_all_ranks_of_the_first_run_keep_the_second_out(tmp_path, start):
     run_folder._lock(tmp_path, RANK_0)
 
 
+@pytest.mark.slow
 def test_where_a_second_run_is_refused_and_where_it_is_not(tmp_path, one_rank, start):
     logs, shared = tmp_path / "logs", tmp_path / "checkpoints"
     cfg = Config(logger=LoggerConfig(log_dir=str(logs)))
@@ -161,6 +162,7 @@ def test_the_file_that_a_run_has_left_keeps_nobody_out(tmp_path):
     assert (tmp_path / "run.lock").read_text().startswith(f"process {os.getpid()} on {socket.gethostname()}, since ")
 
 
+@pytest.mark.slow
 def test_provenance_repeats_the_program(tmp_path, monkeypatch):
     git = {"rev-parse": "abc123\n", "diff": "--- a\n+++ b\n"}
     monkeypatch.setattr(run_folder, "_git", lambda verb, *_: git[verb])
@@ -175,6 +177,7 @@ def test_provenance_repeats_the_program(tmp_path, monkeypatch):
     assert second["changes"] is None and first["packages"]["numpy"] and first["gpus"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["git", "repository"])
 def test_provenance_without_git(tmp_path, monkeypatch, missing):
     if missing == "git":

@@ -113,6 +113,7 @@ def test_out_of_memory_in_each_phase(name, main, monkeypatch, capfd):
     assert "memory  " not in out, "on CPU there is no plan"
 
 
+@pytest.mark.slow
 def test_an_evaluation_out_of_memory(main, monkeypatch, capfd):
     """Its plan has nothing of training."""
     PHASES["generation"][0](monkeypatch)
@@ -147,6 +148,7 @@ def test_what_a_user_says_comes_before_what_the_gpu_says(one_rank, monkeypatch):
     assert plan_memory(900 * GIB).plan.gpu_bytes == 900 * GIB
 
 
+@pytest.mark.slow
 def test_other_errors_stay_what_they_are(main, monkeypatch, capfd):
     def wrong(*_):
         raise ValueError("a shape")

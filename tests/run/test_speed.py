@@ -71,7 +71,7 @@ def pairs(minibatch):
     return seen, full
 
 
-@pytest.mark.slow("llama|qwen2")
+@pytest.mark.slow
 @pytest.mark.parametrize("share_prefix", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_flops_are_those_that_torch_counts(family, share_prefix, one_rank):
@@ -88,6 +88,7 @@ def test_flops_are_those_that_torch_counts(family, share_prefix, one_rank):
     assert any(micro.prefix_S.max() >= 0 for micro in minibatch.micros) == share_prefix
 
 
+@pytest.mark.slow
 def test_with_lora_no_gradient_of_a_frozen_weight_is_counted(one_rank):
     """The gradient of the first block's input, which nothing needs, is counted like that of all others. torch's counter
     does not see the merging, which is done in place."""
