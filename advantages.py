@@ -59,8 +59,7 @@ def overlong_penalty(length: int, cfg: RewardShapingConfig, longest: int) -> flo
 
 
 def filter_overlong(samples: Sequence[Sample]) -> int:
-    """Excludes truncated samples from training and from its counts, in place; returns their number. Their rewards stay
-    in the baseline of their group (NeMo RL)."""
+    """Excludes truncated samples from training, in place; returns their number. Their rewards stay in the baseline."""
     truncated = [sample for sample in samples if sample.finish_reason == "length"]
     for sample in truncated:
         sample.num_trained_tokens = 0
@@ -209,8 +208,7 @@ def kl_in_reward_advantages(
     """REINFORCE++ with KL in the reward: adv_R - reference_policy_kl_penalty * kl_R, whitened, then clipped.
 
     adv_R: the result of `step_advantages` for each token of this rank, all packs together. kl_R: the KL estimate of the
-    token alone, as in NeMo RL (Hu et al. 2025 add the KL of later tokens). mask_R: nonzero for trained tokens; masked
-    tokens may hold anything and get 0.
+    token alone, as in NeMo RL (Hu et al. 2025 add later tokens'). mask_R: nonzero if trained; masked tokens get 0.
     """
     mask_R = mask_R != 0
     adv_R = torch.where(mask_R, adv_R - loss_fn.reference_policy_kl_penalty * kl_R, 0.0)

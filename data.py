@@ -199,8 +199,7 @@ def num_packs(parts: Sequence[list[Sample]], max_tokens: int) -> int:
 
 
 def pack_samples(parts: Sequence[list[Sample]], max_tokens: int) -> list[Pack]:
-    """Packs of <= `max_tokens` input tokens; the samples of a part share their prompt. check/rules.py forbids longer
-    samples."""
+    """Packs of <= `max_tokens` input tokens, no sample longer; the samples of a part share their prompt."""
     packs = first_fit([num_input_tokens(part) for part in parts], max_tokens)
     return [_pack([parts[i] for i in members]) for members in packs]
 

@@ -36,8 +36,7 @@ class MergedLinear(torch.autograd.Function):
 
 
 class LoRALinear(nn.Linear):
-    """`weight` and `bias` are frozen. `lora_A` [L, I] and `lora_B` [O, L] are trained, in float32; the layer computes
-    with weight + scale * lora_B @ lora_A."""
+    """Computes with weight + scale * lora_B @ lora_A; lora_A [L, I] and lora_B [O, L] alone are trained, in float32."""
 
     def __init__(self, frozen: nn.Linear, rank: int, scale: float):
         super().__init__(frozen.in_features, frozen.out_features, frozen.bias is not None, dtype=frozen.weight.dtype)

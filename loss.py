@@ -49,8 +49,7 @@ def policy_loss(
     the KL: logp_T without top_p and top_k; ref_logp_T is always without. adv_T: advantages; mask_T: nonzero if trained;
     positive_T: nonzero if the reward is > 0; gap_mask_T: true where the logp gap is measured (None: wherever trained);
     seq_T: an integer for each sequence. Sequences must be whole; tokens in any order; T may be 0. num_valid_tokens,
-    num_valid_seqs, num_positive_tokens: trained tokens and sequences, over all micro-batches and ranks of the optimizer
-    step.
+    num_valid_seqs, num_positive_tokens: trained, over all micro-batches and ranks of the optimizer step.
 
         loss = sum over tokens of weight (w l + reference_policy_kl_penalty kl - entropy_coef entropy)
                + positive_example_nll_weight nll
@@ -152,8 +151,7 @@ def _aggregation_weights(seqs: _Sequences, num_valid_tokens, num_valid_seqs, cfg
     """Weight of each token in the loss. Counts are over the whole optimizer step.
 
     token_level_loss: 1 / tokens (DAPO, Yu et al. 2025). If false: 1 / (length * sequences), the mean over sequences of
-    their tokens' mean (GRPO, Shao et al. 2024); loss_scale_factor takes the place of every length (Dr. GRPO, Liu et al.
-    2025; verl's key).
+    their tokens' mean (GRPO, Shao et al. 2024), or with loss_scale_factor as length (Dr. GRPO, Liu et al. 2025; verl).
     """
     if cfg.token_level_loss:
         return torch.ones_like(seqs.length_R) / _at_least_one(num_valid_tokens)
@@ -326,8 +324,7 @@ def seq_logp_error_mask(
 
     Applied once, before the tokens and sequences of a step are counted: as in NeMo RL it shrinks the counts, and a mask
     of importance weights does not. The mean skips tokens whose sampler logp is not finite, or that the filter cut
-    (old_logp_R is -inf).
-    correct_R: nonzero where the sample is right. Other arguments as in `policy_loss`.
+    (old_logp_R is -inf). correct_R: nonzero where the sample is right.
     """
     mask_R = mask_R != 0
     valid_R = mask_R & sampler_logp_R.isfinite() & (old_logp_R != -math.inf)

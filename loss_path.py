@@ -39,8 +39,7 @@ def choose_loss_path(
     filtered: bool = False,
 ) -> LossPath:
     """The path of policy_loss (`loss.policy_loss`) with the options cfg. has_old, has_ref: whether this run gives
-    old_logp_T and ref_logp_T; filtered: whether it filters logits. Takes a second at most. Deterministic, so all ranks
-    choose the same path."""
+    old_logp_T and ref_logp_T; filtered: whether it filters logits. Deterministic, so all ranks choose the same path."""
     make_pack = partial(_pack, cfg=cfg, has_old=has_old, has_ref=has_ref)
     coupled, has_grad, positive_has_grad = _probe(policy_loss, make_pack)
     path = LossPath("one pass", zero_adv_has_grad=has_grad, zero_adv_positive_has_grad=positive_has_grad)
@@ -91,8 +90,7 @@ def _pack(logp_R: Tensor, values_KR: Tensor, mask_R: Tensor, *, cfg: LossConfig,
 
 
 def _probe(policy_loss: Callable, make_pack: Callable) -> tuple[bool, bool, bool]:
-    """(whether the derivatives at a token depend on other tokens, and zero_adv_has_grad and zero_adv_positive_has_grad
-    of `LossPath`).
+    """(whether the derivatives at a token depend on other tokens; zero_adv_has_grad; zero_adv_positive_has_grad).
 
     24 tokens, whose log-probabilities differ by little and by much. Every second token is moved, by little and by much,
     and the derivatives at the tokens in between are compared.

@@ -45,22 +45,11 @@ stamp() {  # what an environment was made from; with the path, because scripts o
 
 ready() { [[ -x $venv/bin/python && $(stamp) == "$(cat "$venv.stamp" 2>/dev/null)" ]]; }
 
-pip_install() {  # full output to the log; progress on a terminal, else a line now and then; builds nothing
-    "$venv/bin/python" -m pip install --no-deps --only-binary=:all: --progress-bar=off "$@" 2>&1 | {
-        local line fetched=0 total status phase=fetching clear=
-        total=$(cat -- "${@: -1}" 2>/dev/null | grep -c ==) || total=1
-        [[ ! -t 2 ]] || clear=$'\r\e[2K'
-        while status=0; IFS= read -r -t 1 line || status=$?; ((status == 0 || status > 128)); do  # > 128: a second
-            [[ -z $line ]] || echo "$line" >>"$venv/install.log"
-            case $line in
-                Collecting*|Processing*) ((++fetched % 40)) || [[ $clear ]] || say "$fetched packages fetched" ;;
-                "Installing collected packages"*) phase=unpacking; [[ $clear ]] || say "unpacking $fetched" ;;
-            esac
-            [[ -z $clear ]] || printf '%ssetup: %s, %d of %d packages (%d%%), %d s' \
-                "$clear" "$phase" "$fetched" "$total" "$((100 * fetched / total))" "$SECONDS" >&2
-        done
-        printf '%s' "$clear" >&2
-    }
+pip_install() {  # full output to the log, a line now and then to the terminal; builds nothing
+    "$venv/bin/python" -m pip install --no-deps --only-binary=:all: --progress-bar=off "$@" 2>&1 |
+        tee -a "$venv/install.log" | awk '
+            /^(Collecting|Processing)/ && ++n % 20 == 0 { print "setup: " n " packages fetched"; fflush() }
+            /^Installing collected packages/ { print "setup: unpacking " n; fflush() }' >&2
 }
 
 install() {

@@ -100,9 +100,8 @@ class RunLog:
             self.wandb.log(row, step=2 * row["step"] + is_validation, commit=True)
         except Exception as error:  # W&B's own, the network's, an import that fails: no reason to end a run
             self.logs_to_wandb = False
-            print(
-                f"WARNING: W&B failed ({error!r:.300}): the run goes on as with logger.wandb_enabled=false", flush=True
-            )
+            text = f"WARNING: W&B failed ({error!r:.300}): the run goes on as with logger.wandb_enabled=false"
+            print(text, flush=True)
 
     def samples(self, step: int, kind: str, samples: list[Sample], tokenizer: Tokenizer, num_print: int = 0) -> None:
         """Writes the first conversations to samples.jsonl, and prints `num_print` of them."""

@@ -160,14 +160,10 @@ def _write_once(file: Path, text: str) -> bool:
 
 def describe_failure(error: BaseException, run_folder: Path | None = None, peers: Peers = NO_PEERS) -> tuple[int, str]:
     """(exit code, one-line reason) of what ended the run; an unexpected error also leaves its traceback on stderr."""
-    if isinstance(error, ConfigError):
-        return EXIT_CONFIG, f"error: {error}"
-    if isinstance(error, Saved):
-        return EXIT_SAVED, f"saved: {error}"
-    if isinstance(error, StopRun):
-        return EXIT_CHECK, f"stopped: {error}"
-    if isinstance(error, OutOfMemory):
-        return EXIT_MEMORY, f"out of memory: {error}"
+    ends = {ConfigError: (EXIT_CONFIG, "error"), Saved: (EXIT_SAVED, "saved"), StopRun: (EXIT_CHECK, "stopped")}
+    for kind, (code, end) in (ends | {OutOfMemory: (EXIT_MEMORY, "out of memory")}).items():
+        if isinstance(error, kind):
+            return code, f"{end}: {error}"
     if lost := peers.find_lost(run_folder):
         return EXIT_CRASH, lost
     has_other_hosts = any(host != host_name() for host, _ in peers.processes.values())

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up as train.sh does, runs the linter (over what git tracks), then the tests. Other arguments go to pytest.
-# A whole suite runs in two processes; named files run in one, as do the long tests and those of a GPU.
+# A whole suite runs in three processes; named files run in one, as do the long tests and those of a GPU.
 #   --fast   a minute on two idle cores: no process is launched, a stand-in takes vLLM's place
 #   --long   those that take minutes each, which are left out otherwise
 set -euo pipefail
@@ -26,6 +26,8 @@ files=$(git grep -l '' -- '*.py' 2>/dev/null) || files=.  # those that are there
 "$PYTHON" -m ruff check $files
 parallel=()
 if [[ $GRPO_DEVICE == cpu && $select != long* && $* != *tests/* ]] && "$PYTHON" -c "import xdist" 2>/dev/null; then
-    parallel=(-n 2 --dist loadfile --no-loadscope-reorder)  # tests/conftest.py has the order, and what stays together
+    workers=3  # on two cores: tests of whole runs wait for deadlines, signals and each other
+    [[ ${1:-} != --fast ]] || workers=2
+    parallel=(-n "$workers" --dist loadfile --no-loadscope-reorder)  # tests/conftest.py has order and what stays together
 fi
 exec "$PYTHON" -m pytest -q -m "$select" "${parallel[@]}" "$@"

@@ -151,7 +151,7 @@ def recipe(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["math_1b.yaml", "math_8b.yaml"])
+@pytest.mark.parametrize("name", ["math_1b.yaml", pytest.param("math_8b.yaml", marks=pytest.mark.long)])
 def test_gsm8k_recipe_with_local_files(recipe, tmp_path, name):
     """The override that README shows; rows as the hub has them."""
     words = []

@@ -64,7 +64,7 @@ def assert_nothing_is_half_written(runs):
         assert found["same"] and found.get("again", 0) == 0, (name, found)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_runs_go_on_over_a_full_disk(tmp_path_factory):
     runs, _ = found_by("full_disk_runs.py", tmp_path_factory)
     assert_nothing_is_half_written(runs)

@@ -259,7 +259,7 @@ def test_what_counts_as_an_edit(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale, constant", [(0.0, None), (2.0, None), (1.0, 0.1)])
+@pytest.mark.parametrize("scale, constant", [pytest.param(0.0, None, marks=pytest.mark.long), (2.0, None), (1.0, 0.1)])
 def test_a_loss_that_is_replaced_at_run_time_does_not_pass_the_probes(monkeypatch, scale, constant):
     """The file is as it was proven, and what runs is not."""
     real, cfg = original._token_loss, LossConfig(reference_policy_kl_penalty=0.0)
