@@ -57,8 +57,7 @@ def rows_of(names: Collection[str]) -> tuple[dict[str, tuple[str, dict]], dict[s
 def judge(
     name: str, value: Any, typed: Any, place: str, match: tuple[str, dict], value_of: Callable[[str], Any]
 ) -> tuple[Verdict, list[tuple[str, Any]]]:
-    """(verdict, (key, value) as we write them) of a key by its pattern and row of the table. typed: the value as yaml
-    sees it. ConfigError if the key is refused."""
+    """(verdict, (key, value) as we write them) of a key. typed: the value as yaml sees it. ConfigError if refused."""
     pattern, row = match
     is_same, same = any(_equal(typed, each) for each in row.get("same", [])), row.get("same", [])
     if "at_least" in row:

@@ -219,8 +219,7 @@ def data_lines(cfg: Config, inputs: RunInputs, cursor: Cursor) -> list[str]:
 
 
 def notes(cfg: Config, num_steps: int) -> list[str]:
-    """What a user easily overlooks: a warm-up of more than a third of the run, what clips in an asynchronous run of one
-    optimizer step, and the learning rate for LoRA."""
+    """What a user easily overlooks: a long warm-up, what clips in an asynchronous run, the learning rate for LoRA."""
     found, scheduler, lora = [], cfg.policy.scheduler, cfg.policy.dtensor_cfg.lora_cfg
     if 3 * scheduler.warmup_steps > num_steps and scheduler.warmup_start_factor != 1:
         warmup = f"policy.scheduler.warmup_steps={scheduler.warmup_steps}"

@@ -73,8 +73,7 @@ def by_metric(folder: Path, higher_is_better: bool) -> list[Path]:
 
 
 def candidates(folder: Path, cfg: CheckpointingConfig) -> list[Path]:
-    """The checkpoints in `folder` that may be loaded: the one of checkpointing.resume_step, or all, newest first.
-    ConfigError where there is none of that name."""
+    """The checkpoints in `folder` that may be loaded: the one that resume_step names, else all, newest first."""
     if cfg.resume_step is None:
         return checkpoints(folder)
     kept, best = numbered(folder, "step_"), by_metric(folder, cfg.higher_is_better)

@@ -1,7 +1,6 @@
 """Which problems come next: by size (all sets in one shuffled order), by weight, in turn, or by a user's sampler.
 
-The draw depends only on the config and on a cursor, a small dict of JSON values that checkpoints keep. So it is the
-same on any number of ranks, and a resumed run continues exactly.
+The draw depends only on the config and on a cursor, a small dict of JSON values that checkpoints keep.
 
 The user's sampler, data.custom_dataloader, is called once per draw with keyword arguments:
     f(num_prompts, sizes, records, memory, position, seed) -> a list of `num_prompts` items. An item is the name of a

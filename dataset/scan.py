@@ -31,12 +31,11 @@ Check = Callable[[str, list[tuple[str, str, dict]]], None]  # env_name, (where, 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """The problems of one set. `path` names the source, `name` the set; a resumed run compares the fingerprint.
-    `left_out` says how many rows were left out and why."""
+    """The problems of one set. `path` names the source, `name` the set. `left_out`: how many rows, and why."""
 
     path: str
     problems: Sequence[Problem]
-    fingerprint: str
+    fingerprint: str  # a resumed run compares it
     name: str = ""
     left_out: str = ""
     is_sample: bool = False  # only some rows were read; the others count as usable

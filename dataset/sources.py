@@ -51,8 +51,7 @@ PRESETS = {
 
 
 def with_preset(cfg: DatasetConfig) -> DatasetConfig:
-    """The section with the keys that its `dataset_name` implies. In the result `dataset_name` is None unless it names a
-    user's function. Raises DataError for an unknown name."""
+    """The section with the keys that its `dataset_name` implies; only a user's function stays as `dataset_name`."""
     name = cfg.dataset_name
     if name is None or ":" in name:
         return replace(cfg, env_name=cfg.env_name or "exact")

@@ -211,8 +211,7 @@ class Tokenizer:
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def _write(self, messages: Dicts, tools: Dicts | None, add_generation_prompt: bool = True, *, escape: bool) -> str:
-        """The text that the template writes; all its control tokens are the template's own. Raises ControlTokenInText
-        if a message would add one, unless `escape`."""
+        """The text that the template writes. ControlTokenInText if a message would add a token, unless `escape`."""
 
         def write(parts: Sequence[Any]) -> str:
             if not self.templates:

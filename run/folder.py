@@ -76,8 +76,7 @@ def _to_lock(cfg: Config, folder: Path) -> list[Path]:
 
 
 def check_shared(folders: list[Path], ranks: Ranks) -> None:
-    """ConfigError, on all ranks, that names a host whose disk does not have the locks that rank 0 has just made: ranks
-    there could not save their part of a checkpoint."""
+    """ConfigError, on all ranks, that names a host whose disk does not have the locks that rank 0 has just made."""
     end = time.monotonic() + SHARED_DISK_SECONDS
     while (unseen := [folder for folder in folders if not (folder / "run.lock").exists()]) and time.monotonic() < end:
         time.sleep(0.1)

@@ -166,8 +166,7 @@ def _export(run: Run) -> str | None:
 
 
 def export(cfg: Config, model: Decoder, folder: Path, tokenizer: Tokenizer, base_sha256: str | None) -> None:
-    """Writes the policy as `hf_model`, and with LoRA its adapters as `hf_adapter`, into the folder. A collective;
-    raises OSError, on all ranks, where the disk refuses it."""
+    """Writes the policy as `hf_model`, and with LoRA `hf_adapter`, into the folder. A collective; OSError on all."""
     dtype = getattr(torch, cfg.policy.precision)
     save_hf(model, folder / "hf_model", tokenizer.file.parent, dtype=dtype)
     if base_sha256:

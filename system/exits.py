@@ -1,7 +1,6 @@
 """How a rank ends: the exceptions that end a run, exit codes, signals, and `exit.json`. No torch.
 
-torchrun turns every non-zero code into 1, so the ranks also write `exit.json` {code, reason, rank, host} into the run
-folder and to $GRPO_EXIT_FILE for train.sh.
+torchrun turns all codes but 0 into 1: ranks also write {code, reason, rank, host} to exit.json and $GRPO_EXIT_FILE.
 """
 
 import contextlib

@@ -14,8 +14,7 @@ PROGRAM = ("check", "dataset", "envs", "graders", "hf", "run", "system")  # thes
 
 
 def import_attribute(path: str, key: str) -> Any:
-    """The attribute that `path`, "module:name", names. The module may be in the working directory. ConfigError names
-    the config key `key` if the module or its attribute cannot be imported."""
+    """The attribute that `path`, "module:name", names; ConfigError with the config key `key` if it has none."""
     module, _, attribute = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # last, so that no file there shadows our modules
@@ -24,8 +23,7 @@ def import_attribute(path: str, key: str) -> Any:
 
 
 def call(name: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Calls the user's code. What it raises, even SystemExit, becomes a DataError that begins with `name`; a
-    ConfigError stays."""
+    """Calls the user's code. What it raises, even SystemExit, becomes a DataError that begins with `name`."""
     try:
         return function(*args, **kwargs)
     except (KeyboardInterrupt, ConfigError, Interrupted):

@@ -10,8 +10,7 @@ import system.exits
 
 
 class Progress(tqdm):
-    """`with Progress(name, total) as bar: bar.update(n)`, or `for item in Progress(name, iterable=items)`. The line is
-    gone at the end. Without a total it has the name alone."""
+    """`with Progress(name, total) as bar: bar.update(n)`, or `for item in Progress(name, iterable=items)`."""
 
     monitor_interval = 0  # no thread of tqdm's
 

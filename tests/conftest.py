@@ -1,7 +1,7 @@
 """What all tests share: paths, the fast selection, one process group and one vLLM engine for the whole process.
 
 `--fast` leaves out what is slow (the mark `slow`, and LAUNCHES) and puts a stand-in where vLLM would be imported.
-With pytest-xdist (`-n 2 --dist loadfile`, as tests/run.sh has it) a file stays in one worker, and files that share an
+With pytest-xdist (`-n 3 --dist loadfile`, as tests/run.sh has it) a file stays in one worker, and files that share an
 expensive fixture (TOGETHER) stay together.
 """
 
