@@ -176,7 +176,7 @@ def _entries(tree: dict[str, Any], prefix: str, places: dict[str, str]) -> Itera
             yield f"{name}._override_", "true", places[name]
             for i, item in enumerate(value):
                 if not isinstance(item, dict) or not item:
-                    problem = f"entry {i + 1}: expected a mapping with keys, got {_shown(item or 'nothing')}"
+                    problem = f"entry {i + 1}: expected a mapping with keys, got {nemo.text_of(item):.80}"
                     raise ConfigError(f"{places[name]}: {name}: {problem}")
                 yield from _entries(item, f"{name}.{i}.", places)
         else:

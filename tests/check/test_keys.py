@@ -40,7 +40,7 @@ def test_a_meaning_is_the_text_below_the_field():
     assert list(keys.meanings()) == leaves(Config)
     for name, meaning in keys.meanings().items():
         section = keys.SECTIONS[name.rpartition(".")[0]].__name__
-        body = source.partition(f"class {section}:")[2]
+        body = source.partition(f"class {section}(Section):")[2]
         below = re.split(rf"^    {name.rpartition('.')[2]}: ", body, maxsplit=1, flags=re.MULTILINE)[1]
         assert meaning == " ".join(below.split('"""')[1].split()), name
 
