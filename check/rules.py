@@ -18,13 +18,12 @@ from config import CheckpointingConfig, Config, ConfigError, DatasetConfig
 
 MAX_NUMBER = 1e9  # of a key that declares no upper bound
 _OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
-# `condition & condition: reason`, refused where all conditions hold. A condition is `key=value|value`,
-# `key!=value|value`, `key>key` or `key>=key`, with values as a config writes them. Keys alone (`key, key`) as the first
-# condition: nothing reads them while the others hold, so each must have its default; another value would be ignored.
+# `condition, condition & condition: reason`: each of the first is refused where all others hold. A condition is
+# `key=value|value`, `key!=value|value`, `key>key` or `key>=key`, with values as a config writes them. A key alone means
+# that nothing reads it while the others hold: it must have its default, because another value would be ignored.
 _TABLE = """
 loss_fn.use_cispo=true & loss_fn.ratio_clip_c!=null: CISPO has no second clip
-loss_fn.use_cispo=true & loss_fn.disable_ppo_ratio=true: CISPO needs the ratio
-loss_fn.use_cispo=true & loss_fn.force_on_policy_ratio=true: CISPO needs the ratio
+loss_fn.disable_ppo_ratio=true, loss_fn.force_on_policy_ratio=true & loss_fn.use_cispo=true: CISPO needs the ratio
 loss_fn.use_cispo=true & loss_fn.sequence_level_importance_ratios=true: CISPO's ratio is a token's
 loss_fn.use_cispo=true & loss_fn.token_level_loss=false: CISPO averages over tokens
 loss_fn.sequence_level_importance_ratios=true & loss_fn.token_level_loss=true: GSPO averages over sequences
@@ -36,10 +35,8 @@ loss_fn.truncated_importance_sampling_type!=null|sequence & loss_fn.truncated_im
     needs its upper bound
 loss_fn.truncated_importance_sampling_type=icepop|seq-mask-tis & loss_fn.truncated_importance_sampling_ratio_min=null:
     this type needs its lower bound
-loss_fn.truncated_importance_sampling_type=null|sequence & loss_fn.truncated_importance_sampling_ratio!=null: only the
-    other types have a bound
-loss_fn.truncated_importance_sampling_type=null|sequence & loss_fn.truncated_importance_sampling_ratio_min!=null: only
-    the other types have a bound
+loss_fn.truncated_importance_sampling_ratio!=null, loss_fn.truncated_importance_sampling_ratio_min!=null &
+    loss_fn.truncated_importance_sampling_type=null|sequence: only the other types have a bound
 loss_fn.truncated_importance_sampling_type!=null|tis|icepop & loss_fn.sequence_level_importance_ratios=true: GSPO
     weights whole sequences
 loss_fn.truncated_importance_sampling_ratio_min>loss_fn.truncated_importance_sampling_ratio: exchange them
@@ -47,14 +44,10 @@ grpo.turn_level_advantages=true & grpo.adv_estimator.name=gdpo: its rewards are 
 grpo.turn_level_advantages=true & grpo.reward_shaping.enabled=true: it shapes the sum of all turns; set one to false
 grpo.turn_level_advantages=true & loss_fn.sequence_level_importance_ratios=true: all turns share a ratio; unset one
 grpo.advantage_clip_low>=grpo.advantage_clip_high: exchange them
-grpo.reward_scaling.source_min>=grpo.reward_scaling.source_max & grpo.reward_scaling.enabled=true: exchange the first
-    two
-grpo.reward_scaling.target_min>=grpo.reward_scaling.target_max & grpo.reward_scaling.enabled=true: exchange the first
-    two
-loss_fn.use_kl_in_reward=true & policy.generation.top_p!=1.0: the KL would compare the filtered policy with the whole
-    reference; set the first to false
-loss_fn.use_kl_in_reward=true & policy.generation.top_k!=null: the KL would compare the filtered policy with the whole
-    reference; set the first to false
+grpo.reward_scaling.source_min>=grpo.reward_scaling.source_max,
+    grpo.reward_scaling.target_min>=grpo.reward_scaling.target_max & grpo.reward_scaling.enabled=true: exchange the two
+policy.generation.top_p!=1.0, policy.generation.top_k!=null & loss_fn.use_kl_in_reward=true: the KL would compare the
+    filtered policy with the whole reference; set the last to false
 policy.max_total_sequence_length>policy.sequence_packing.train_mb_tokens: a pack holds whole sequences; raise the second
 policy.generation.max_new_tokens>policy.max_total_sequence_length: a response is part of the sequence; lower the first
 grpo.async_grpo.max_trajectory_age_steps!=0 & grpo.async_grpo.enabled=true &
@@ -141,15 +134,14 @@ def table_problems(cfg: Config) -> Iterator[str]:
         text, reason = " ".join(row.split()).split(": ", 1)
         first, *others = text.split(" & ")
         found = [_holds(cfg, condition) for condition in others]
-        if not all(found):
-            continue
-        if not set("=>") & set(first):
-            for key in first.split(", "):
-                default = default_text(key).strip('"')
-                if setting := _holds(cfg, f"{key}!={default}"):
-                    yield f"{setting} has no effect with {' and '.join(found)}: {reason}; set {key}={default}"
-        elif setting := _holds(cfg, first):
-            yield f"{' and '.join([setting, *found])}: {reason}"
+        for condition in first.split(", ") if all(found) else ():
+            if "=" in condition or ">" in condition:
+                if setting := _holds(cfg, condition):
+                    yield f"{' and '.join([setting, *found])}: {reason}"
+                continue
+            default = default_text(condition).strip('"')
+            if setting := _holds(cfg, f"{condition}!={default}"):
+                yield f"{setting} has no effect with {' and '.join(found)}: {reason}; set {condition}={default}"
 
 
 def _holds(cfg: Config, condition: str) -> str:
