@@ -39,6 +39,9 @@ TOGETHER = {
         "system/test_ranks.py",
     ),
 }
+# Half a minute each: begun late, one of them would run alone at the end.
+LONG_FILES = ("graders/test_code_grader.py", "examples/test_forks.py", "run/test_generators.py")
+LONG_FILES += ("system/test_replicas.py", "core/test_carry_over.py", "command/test_kill.py", "core/test_fast_run.py")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run on CPU tensors
@@ -108,7 +111,12 @@ def pytest_collection_modifyitems(config, items):
         slow = {item for item in items if is_slow(item)}
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
-    items.sort(key=lambda item: scope_of(item.nodeid.split("::")[0]) not in TOGETHER)  # the longest parts first
+    items.sort(key=lambda item: place_of(item.nodeid.split("::")[0]))
+
+
+def place_of(file: str) -> int:
+    """The longest parts first."""
+    return 0 if scope_of(file) in TOGETHER else 1 if file.removeprefix("tests/") in LONG_FILES else 2
 
 
 def scope_of(file: str) -> str:
