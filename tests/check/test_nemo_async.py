@@ -11,10 +11,8 @@ from check import preflight
 from config import ConfigError
 from graders.environments import make_environment
 
-pytestmark = pytest.mark.slow
-
 CASES = yaml.safe_load((Path(__file__).resolve().parents[1] / "helpers/nemo_async.yaml").read_text())
-pytestmark = pytest.mark.skipif(not RECIPES.exists(), reason=f"{RECIPES} is not here")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not RECIPES.exists(), reason=f"{RECIPES} is not here")]
 
 
 @pytest.fixture(scope="module")

@@ -211,6 +211,7 @@ def test_every_call_fits_the_old_version():
     assert [text for call in calls() if (text := problem(call, old))] == []
 
 
+@pytest.mark.slow
 def test_the_old_version_has_every_import_and_variable():
     known = {name for record in OLD.values() for name in record["imports"]}
     wanted = {dotted for tree in trees().values() for dotted in imports_of(tree).values()}

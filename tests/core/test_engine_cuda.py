@@ -80,6 +80,7 @@ def sync_of(policy):
 # --------------------------------------------------------------------------------------------------------- the order
 
 
+@pytest.mark.slow
 def test_the_order_of_a_whole_run(cuda, policy, tmp_path, one_rank):
     """Start, canary, validation, two steps and the last validation. Nothing is unfinished when the engine sleeps."""
     cuda.setattr(recording_vllm.LLM, "pause_mode", "wait")

@@ -396,6 +396,7 @@ def test_self_tests_of_built_in_environments_run(monkeypatch):
         make_environment("exact", EnvConfig())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["math", "code"])
 def test_a_grader_that_overran_its_own_deadline_or_failed_has_no_verdict(name, monkeypatch):
     """NeMo-RL#431. A program that ran into its limit has one: the judge says so."""

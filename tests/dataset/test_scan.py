@@ -180,6 +180,7 @@ def test_rows_with_a_control_token_are_left_out_counted_and_named(tokenizer):
     assert refused(tokenizer, rows[1:2]).startswith("rows.jsonl: no usable row: 1 left out: the text holds the control")
 
 
+@pytest.mark.slow
 def test_part_of_the_rows(tokenizer):
     """The first half of max_rows in order, the others drawn from the rest: each about equally often."""
     seen = []

@@ -62,7 +62,7 @@ def base(tmp_path_factory):
     return {family: (root / family, make_tiny(root / family, family=family)) for family in FAMILIES}
 
 
-@pytest.mark.slow("qwen|by name")
+@pytest.mark.slow("qwen|by name|llama-all")
 @pytest.mark.parametrize(
     ("family", "choice"), [*((f, "all") for f in FAMILIES), ("qwen3", "by name"), ("llama", "by layer")]
 )

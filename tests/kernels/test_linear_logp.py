@@ -211,6 +211,7 @@ def test_extreme_logits(backend, kind, offset):
         torch.testing.assert_close(got[1], torch.full_like(got[1], math.log(300)), rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow("triton")
 @backends
 def test_sliced_and_strided_inputs(backend):
     hidden_TD, weight_VD, target_T = make_inputs(20, V=37)
@@ -305,6 +306,7 @@ def test_buffers_are_written_where_they_should_be(monkeypatch, backend, dtype):
     assert all(a.equal(b) for a, b in zip(inputs, before, strict=True))
 
 
+@pytest.mark.slow("triton")
 @backends
 def test_entropy_alone_has_its_gradient(backend):
     inputs = make_inputs(20)

@@ -117,6 +117,7 @@ def test_scores_equal_transformers(family, options, one_rank, tmp_path):
     assert gaps(half.score(CONVERSATIONS), of_rounded_weights).norm() <= 1.2 * gaps(rounded, of_rounded_weights).norm()
 
 
+@pytest.mark.slow
 def test_what_the_template_refuses_has_no_score(qwen3, one_rank, tmp_path, capsys):
     folder = shutil.copytree(qwen3[0], tmp_path / "model")
     refuses_x = "{% if messages[1]['content'] == 'x' %}{{ raise_exception('no x') }}{% endif %}" + TEMPLATE
@@ -127,6 +128,7 @@ def test_what_the_template_refuses_has_no_score(qwen3, one_rank, tmp_path, capsy
     assert "1 of 3 conversations are over env.reward_model.max_model_len=60" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_each_environment_of_a_batch_rewards_its_own(engine, one_rank, tiny, qwen3):
     """Three environments side by side, one of them the model, by which only its conversations are scored."""
     from engine import SamplingOptions  # not at the top: spawned ranks do without vLLM

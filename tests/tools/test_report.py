@@ -122,6 +122,7 @@ def test_what_is_kept_of_many(tmp_path):
     assert read(160)[1] == "160 of 160 samples"
 
 
+@pytest.mark.slow
 def test_tokens_of_a_dump(run, monkeypatch):
     (shown,) = page_of(monkeypatch, run).data["runs"]
     dumped = [sample for sample in shown["samples"] if sample["kind"] == "train, dumped"]
@@ -146,6 +147,7 @@ def test_tokens_of_a_dump(run, monkeypatch):
     assert masked > 10
 
 
+@pytest.mark.slow
 def test_a_damaged_dump_is_said(tmp_path):
     make_run(tmp_path / "a", num_steps=2, num_envs=1, num_samples=4, num_dumps=1)
     folder = tmp_path / "a/rollouts/step_000002"
