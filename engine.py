@@ -9,7 +9,7 @@ import inspect
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -87,8 +87,7 @@ class Completion:
 class Engine:
     """An in-process vLLM, awake or (CUDA only) asleep, holding the weights of `weight_version`.
 
-    should_stop: asked between decode steps whether to abort generation. All ranks of an engine must get the same answer
-    (Ranks.any_rank_of_engine).
+    should_stop: whether to abort generation; all ranks of an engine must get the same answer (any_rank_of_engine).
     """
 
     should_stop: Callable[[], bool] = staticmethod(lambda: False)
@@ -149,19 +148,17 @@ class Engine:
         if self.llm.model_config.head_dtype != torch.float32 and dist.get_rank() == 0:
             print(f"WARNING: this vLLM rounds logits to {dtype}: a larger logp gap than with vllm 0.32.0", flush=True)
         self.shapes: dict[str, list[int]] = {}  # of the first sync, for which vLLM itself checks the shapes
-        self.next_id = count()
+        self.next_id, self.advances = count(), count(1)
         # Unfinished request -> (weight version, number of the first token drawn from it)
         self.versions_by_request: dict[str, list[tuple[int, int]]] = {}
-        self.unclaimed: dict[str, Completion] = {}  # finished, but not waited for yet
+        self.unclaimed: dict[str, Completion] = {}  # finished, but not taken yet
 
     def generate(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], options: SamplingOptions, *, may_stop: bool = True
     ) -> list[Completion]:
-        """Samples one completion per prompt; every rank of an engine must call it alike.
-
-        In float32 on CPU a completion depends on (weights, prompt, seed, options) only; bfloat16 and CUDA round
-        differently in other batches. With `may_stop`, raises Interrupted when should_stop says so.
-        """
+        """Samples one completion per prompt; every rank of an engine must call it alike. In float32 on CPU a completion
+        depends on (weights, prompt, seed, options) only; bfloat16 and CUDA round differently in other batches. With
+        `may_stop`, raises Interrupted when should_stop says so."""
         return self.wait(self.start(prompts, seeds, options), may_stop=may_stop)
 
     def start(
@@ -197,24 +194,29 @@ class Engine:
                 state.detokenizer.update = ends
         return request_ids
 
-    def wait(self, request_ids: Sequence[str], names: Sequence[str] = (), *, may_stop: bool = True) -> list[Completion]:
-        """The completions of these requests. Other requests continue meanwhile, and their completions are kept. Raises
-        Interrupted as `generate` does, after aborting all requests. names: of the requests, for errors."""
+    def wait(self, request_ids: Sequence[str], *, may_stop: bool = True) -> list[Completion]:
+        """The completions of these requests. Other requests continue meanwhile. Raises as `advance` does."""
+        while missing := {name: name for name in request_ids if name not in self.unclaimed}:
+            self.advance(missing, may_stop=may_stop)
+        return [self.unclaimed.pop(request_id) for request_id in request_ids]
+
+    def advance(self, requests: Mapping[str, object], *, may_stop: bool = True) -> list[str]:
+        """Decodes a token of each running request; returns those of `requests` (id -> name for errors) that end by it:
+        their completions are in `unclaimed`. Raises Interrupted as `generate` does, after aborting all requests."""
         assert self.weight_version >= 0, "wait() before a sync(): the weights were dropped by sleep()"
-        pairs = zip(request_ids, names or request_ids, strict=True)
-        missing = {request_id: name for request_id, name in pairs if request_id not in self.unclaimed}
-        for steps in count(1):
-            if not missing:
-                return [self.unclaimed.pop(request_id) for request_id in request_ids]
-            if may_stop and steps % STEPS_BETWEEN_STOPS == 0 and self.should_stop():
-                self.llm.llm_engine.abort_request(list(self.versions_by_request))
-                self.versions_by_request.clear()
-                raise Interrupted
-            for request_id in self.step():
-                missing.pop(request_id, None)
-            if missing and self.is_idle:
-                names = "; ".join(list(missing.values())[:3])
-                raise StopRun(f"the engine has lost {len(missing)} requests: {names}; resume the run from a checkpoint")
+        if next(self.advances) % STEPS_BETWEEN_STOPS == 0 and may_stop and self.should_stop():
+            self.abort()
+            raise Interrupted
+        ended = [request_id for request_id in self.step() if request_id in requests]
+        if lost := self.is_idle and [str(name) for key, name in requests.items() if key not in ended]:
+            raise StopRun(f"the engine has lost {len(lost)} requests: {'; '.join(lost[:3])}; resume from a checkpoint")
+        return ended
+
+    def abort(self) -> None:
+        """Ends all unfinished requests without a completion."""
+        if not self.is_idle:
+            self.llm.llm_engine.abort_request(list(self.versions_by_request))
+        self.versions_by_request.clear()
 
     @property
     def is_idle(self) -> bool:
@@ -224,12 +226,9 @@ class Engine:
     def step(self) -> list[str]:
         """Decodes a token of each running request. Returns the ids of the requests that end."""
         with bfloat16_factors(self.dtype == torch.bfloat16 and not self.cuda):  # of the head
-            outputs = [output for output in self.llm.llm_engine.step() if output.finished]
-        for output in outputs:
-            self.unclaimed[output.request_id] = _completion(
-                output.outputs[0], self.versions_by_request.pop(output.request_id)
-            )
-        return [output.request_id for output in outputs]
+            ended = {o.request_id: o.outputs[0] for o in self.llm.llm_engine.step() if o.finished}
+        self.unclaimed |= {key: _completion(reply, self.versions_by_request.pop(key)) for key, reply in ended.items()}
+        return list(ended)
 
     def _forget_cache(self) -> None:
         """Drops all keys and values. Unfinished requests compute them again, with the newest weights."""

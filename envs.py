@@ -66,12 +66,18 @@ class StepResult:
 
 
 class Environment:
-    """A base for environments; any class with these three methods will do."""
+    """A base for environments; any class with these three methods will do.
+
+    A thread of the environment's own calls `step`, never twice at once, with all turns that wait, while other replies
+    are drawn. Time decides which turns share a call: a result may depend on its turn (its group, with whole_groups)
+    alone. One with worker processes derives from graders.environments.PoolEnvironment: each turn goes to a worker.
+    """
 
     self_tests: Sequence[tuple] = ()  # (reply, answer, expected outcome[, fields]), tried before a run starts
     reward_names: Sequence[str] = ()  # names in StepResult.rewards; grpo.adv_estimator.name=gdpo needs two or more
     whole_groups: bool = False  # for rewards that compare the samples of a prompt: a call of step() has all of them
     special_tokens: bool = False  # whether turns have raw_reply
+    main_thread: bool = False  # step() is called between two decode steps, which wait: for code that needs signals
     pool: Any = None  # a graders.pool.GraderPool, if it has worker processes
 
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:

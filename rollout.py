@@ -6,7 +6,7 @@ ahead of the step (grpo.async_grpo). Every rank sees all samples of a step, so a
 
 import hashlib
 import re
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +22,7 @@ from config import Config
 from data import Problem, Sample, groups_of
 from dataset.mixing import Cursor, Mixture
 from engine import STEPS_BETWEEN_STOPS, Completion, Engine, SamplingOptions, check_versions
-from graders.environments import try_grade
+from graders.grading import Grading
 from hf.tokenizer import Tokenizer
 from system.exchange import share_numbers
 from system.exits import Interrupted, StopRun
@@ -60,8 +60,7 @@ class Conversation:
             messages=list(problem.messages),
         )
 
-    @property
-    def name(self) -> str:
+    def __str__(self) -> str:
         """For error messages about a lost request."""
         sample = self.sample
         return f"group {sample.prompt} (row {sample.row_id} of {sample.dataset}), sample {sample.index}"
@@ -79,7 +78,7 @@ class Conversation:
         sample.mask = np.concatenate([sample.mask, np.full(len(ids), is_trained)])
         sample.count_tokens()
 
-    def add_reply(self, completion: Completion, tokenizer: Tokenizer) -> envs.Turn:
+    def add_reply(self, completion: Completion, tokenizer: Tokenizer, special_tokens: bool = False) -> envs.Turn:
         """Appends the reply; returns the environment's view of the conversation."""
         problem, sample = self.problem, self.sample
         ids_before = self.token_ids
@@ -91,9 +90,10 @@ class Conversation:
         known = (sample.messages, problem.answer, sample.finish_reason, self.state, problem.fields)
         opened = OPENED.search(tokenizer.decode(ids_before[-32:]))
         tag = opened[0] if opened else ""
-        return envs.Turn(*known, ids_before, self.reply_ids, int(completion.versions[-1]), tag)
+        raw_reply = tokenizer.decode(self.reply_ids, special=True) if special_tokens else ""
+        return envs.Turn(*known, ids_before, self.reply_ids, int(completion.versions[-1]), tag, raw_reply)
 
-    def add_result(self, result: envs.StepResult, tokenizer: Tokenizer, max_total_tokens: int, is_last: bool) -> None:
+    def add_result(self, result: envs.StepResult, tokenizer: Tokenizer, max_total_tokens: int, max_turns: int) -> None:
         """Ends the conversation, or appends the observation if a reply has room after it."""
         sample = self.sample
         sample.num_turns += 1
@@ -107,7 +107,7 @@ class Conversation:
         self.done = True
         if result.done or sample.finish_reason == "length":  # the environment does not answer half a reply
             return
-        if is_last:
+        if sample.num_turns == max_turns:
             sample.finish_reason = "max_turns"
             return
         observation = list(result.observation)
@@ -125,8 +125,8 @@ class Conversation:
 @dataclass(frozen=True, slots=True)
 class Sampler:
     """Draws and grades conversations. What changes over a run: in_flight, (conversations, data cursor after them) of
-    later steps, oldest first; raised, what environments raised since the last `finish`. As a context manager it closes
-    the environments if the run ended without an error.
+    later steps, oldest first; what `grading` has under way. As a context manager it closes the environments if the run
+    ended without an error.
 
     max_turns: most replies in a conversation. max_error_fraction: the share of a call's samples that may end in
     outcome `error`. score_conversations: RewardModel.score, where an environment asks for it.
@@ -140,7 +140,10 @@ class Sampler:
     max_error_fraction: float = 1.0
     score_conversations: Callable[[Sequence[list[dict]]], list[float | None]] | None = None
     in_flight: deque[tuple[list[Conversation], Cursor]] = field(default_factory=deque)
-    raised: list[str] = field(default_factory=list)
+    grading: Grading = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grading", Grading(self.environments))
 
     def __enter__(self) -> "Sampler":
         return self
@@ -163,7 +166,7 @@ class Sampler:
         """Deals the conversations to the engines; this rank's engine starts its share. All ranks pass the same prompts.
         The ranks of an engine take turns as holders of the samples that it draws."""
         conversations = []
-        whole = {name for name, each in self.environments.items() if getattr(each, "whole_groups", False)}
+        whole = self.grading.whole_groups
         for dp_rank, share in enumerate(deal(prompts, num_samples, self.ranks.dp_size, options.max_new_tokens, whole)):
             drawn = [Conversation(problem, *place, options, seed_key, step) for problem, *place in share]
             for i, each in enumerate(drawn):
@@ -174,12 +177,12 @@ class Sampler:
             conversations += drawn
         return conversations
 
-    def _ask(self, live: list[Conversation], turn: int = 0) -> None:
+    def _ask(self, live: list[Conversation]) -> None:
         """The engine starts the next reply of each conversation; all have the same options."""
         # The seed leaves out turn 0, so that single-turn samples do not depend on max_turns.
-        turn_key = (turn,) if turn else ()
-        seeds = [sample_seed(*each.seed_key, each.sample.prompt, each.sample.index, *turn_key) for each in live]
-        priority = max(each.step for each in live)
+        numbers = [(s.prompt, s.index, s.num_turns)[: 3 if s.num_turns else 2] for s in (each.sample for each in live)]
+        seeds = [sample_seed(*each.seed_key, *key) for each, key in zip(live, numbers, strict=True)]
+        priority = max(each.step or -each.sample.num_turns for each in live)  # in a validation 0, then -1, -2, ...
         request_ids = self.engine.start([each.token_ids for each in live], seeds, live[0].options, priority)
         for each, request_id in zip(live, request_ids, strict=True):
             each.request_id = request_id
@@ -189,11 +192,12 @@ class Sampler:
         more than `max_error_fraction` of them could not be graded: their rewards would be noise. An Interrupted or
         StopRun on one rank is raised on all ranks, after each has finished its share."""
         stop = None
-        self.raised.clear()
+        self.grading.raised.clear()
         try:
             self._converse([each for each in conversations if each.request_id])
         except (Interrupted, StopRun) as error:
             stop = error
+            self.engine.abort()
         if self.in_flight and self.ranks.dp_size > 1:
             self._decode_while_others_finish()
         if any_rank(stop is not None):
@@ -207,7 +211,7 @@ class Sampler:
         share_numbers(samples, sorted(part_names), self.max_turns)
         failed = Counter(sample.env_name for sample in samples if sample.outcome == "error")
         if failed.total() > self.max_error_fraction * len(samples):
-            why = [*filter(None, gather("; ".join(self.raised))), "see the environment's messages above"]
+            why = [*filter(None, gather("; ".join(self.grading.raised))), "see the environment's messages above"]
             raise StopRun(
                 f"{failed.total()} of {len(samples)} answers could not be graded ({dict(failed)}), more than "
                 f"env.max_error_fraction={self.max_error_fraction:g}: {why[0]}"
@@ -223,41 +227,37 @@ class Sampler:
                 self.engine.step()
 
     def _converse(self, conversations: list[Conversation]) -> None:
-        """Runs conversations of this rank's engine, whose first replies have started, to their end.
+        """Runs this engine's conversations, whose first replies have started, to their end. None waits for another.
 
         A turn is a reply of at most max_new_tokens and, while the environment is not done, its observation: the tokens
         that the chat template adds after the reply. finish_reason: "stop" (the environment was done), "length" (a reply
         was cut, or the next one has no room), "max_turns" (the environment was not done).
         """
-        for turn in range(self.max_turns):
-            live = [conversation for conversation in conversations if not conversation.done]
-            if not live:
-                break
-            if turn:
-                self._ask(live, turn)
-            completions = self.engine.wait([each.request_id for each in live], [each.name for each in live])
-            turns = [each.add_reply(reply, self.tokenizer) for each, reply in zip(live, completions, strict=True)]
+        asked = {each.request_id: each for each in conversations}  # whose replies the engine draws
+        waiting: dict[str, Conversation] = {}  # whose replies are being graded
+        turns: dict[str, envs.Turn] = {}  # replies that have ended, to be graded
+        ended = [request_id for request_id in asked if request_id in self.engine.unclaimed]
+        while asked or waiting:
+            ready: dict[str, dict[str, envs.Turn]] = defaultdict(dict)  # environment -> its turns
+            for each in map(asked.pop, ended):
+                name, peers = each.problem.env_name, [each]
+                reply, special = self.engine.unclaimed.pop(each.request_id), name in self.grading.special_tokens
+                turns[each.request_id] = each.add_reply(reply, self.tokenizer, special)
+                if name in self.grading.whole_groups:
+                    peers = [o for o in conversations if o.sample.prompt == each.sample.prompt and not o.done]
+                if all(peer.request_id in turns for peer in peers):
+                    ready[name] |= {peer.request_id: turns.pop(peer.request_id) for peer in peers}
+                    waiting |= {peer.request_id: peer for peer in peers}
             # One rank of an engine grades for all of them: a grader with a deadline may differ between ranks.
-            results = self.ranks.broadcast_from_tp_leader(partial(self._grade, live, turns))
-            if results is None:
-                raise Interrupted
-            for each, result in zip(live, results, strict=True):
-                each.add_result(result, self.tokenizer, self.engine.max_total_tokens, turn == self.max_turns - 1)
-
-    def _grade(self, live: list[Conversation], turns: list[envs.Turn]) -> list[envs.StepResult] | None:
-        """The result of each turn, by one call per environment. None if the run is told to stop meanwhile."""
-        results: dict[int, envs.StepResult] = {}
-        for name, environment in self.environments.items():
-            members = [i for i, each in enumerate(live) if each.problem.env_name == name]
-            asked = [turns[i] for i in members]
-            if getattr(environment, "special_tokens", False):
-                asked = [replace(t, raw_reply=self.tokenizer.decode(t.completion_ids, special=True)) for t in asked]
-            try:
-                graded = try_grade(name, environment, asked, self.raised) if asked else []
-            except Interrupted:
-                return None
-            results |= zip(members, graded, strict=True)
-        return [results[i] for i in range(len(turns))]
+            grade = partial(self.grading.grade, ready, block=not asked and self.engine.is_idle)
+            results = self.ranks.broadcast_from_tp_leader(grade) if waiting else {}
+            graded = [waiting.pop(request_id) for request_id in results]
+            for each, result in zip(graded, results.values(), strict=True):
+                each.add_result(result, self.tokenizer, self.engine.max_total_tokens, self.max_turns)
+            if live := [each for each in graded if not each.done]:
+                self._ask(live)
+                asked |= {each.request_id: each for each in live}
+            ended = self.engine.advance(asked) if asked or (waiting and not self.engine.is_idle) else []
 
     def groups_under_way(self) -> dict[int, bool]:
         """Group of a later step -> whether all its replies have ended. A collective of all ranks that generate."""

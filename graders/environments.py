@@ -14,11 +14,29 @@ from envs import OUTCOMES, Environment, Exact, RewardModelEnv, StepResult, Turn
 from graders import code_grader, math_grader, sandbox
 from graders.pool import Graded, GraderPool
 from graders.reward_function import RewardFunction
-from system.exits import Interrupted, StopRun
-from system.imports import call, describe, import_attribute
+from system.imports import call, import_attribute
+
+MAX_ROWS = 64  # whose tests `code` keeps
 
 
-class Math(Environment):
+class PoolEnvironment(Environment):
+    """A base for environments that grade in worker processes, by `pool`: each turn alone, as soon as it is there."""
+
+    def job(self, turn: Turn) -> Any:
+        """What a worker gets for the turn, as JSON; None if it needs no worker."""
+        raise NotImplementedError
+
+    def result(self, turn: Turn, graded: Graded | None) -> StepResult:
+        """The result of the turn, by what the worker said; None if job() was None."""
+        raise NotImplementedError
+
+    def step(self, turns: Sequence[Turn]) -> list[StepResult]:
+        jobs = [self.job(turn) for turn in turns]
+        graded = iter(self.pool.grade([job for job in jobs if job is not None]) if self.pool else [])
+        return [self.result(turn, job and next(graded)) for turn, job in zip(turns, jobs, strict=True)]
+
+
+class Math(PoolEnvironment):
     """Reward 1 for the right final answer, else 0; format_reward for a wrong one in a box. Rules: math_grader.py."""
 
     def __init__(self, cfg: MathEnvConfig, num_ranks: int):
@@ -33,11 +51,10 @@ class Math(Environment):
             first=math_grader.FIRST_JOB,
         )
 
-    def step(self, turns: Sequence[Turn]) -> list[StepResult]:
-        jobs = [{"reply": turn.whole_reply, "answer": turn.answer, "strict": self.strict} for turn in turns]
-        return [self.result(graded) for graded in self.pool.grade(jobs)]
+    def job(self, turn: Turn) -> dict:
+        return {"reply": turn.whole_reply, "answer": turn.answer, "strict": self.strict}
 
-    def result(self, graded: Graded) -> StepResult:
+    def result(self, turn: Turn, graded: Graded) -> StepResult:
         if graded.outcome != "ok":  # the grader failed, or overran its deadline
             return StepResult(0.0, "error")
         outcome = graded.value["outcome"]
@@ -74,7 +91,7 @@ class MathMultiReward(Environment):
         return StepResult(sum(rewards.values()), "ok" if is_right else "wrong", rewards=rewards, extracted=text)
 
 
-class Code(Environment):
+class Code(PoolEnvironment):
     """Reward 1 for code that passes all tests of its problem, else 0. Forms of tests: code_grader.read_tests.
 
     Raises ConfigError if this machine cannot isolate a program as env.code.isolation demands.
@@ -85,6 +102,7 @@ class Code(Environment):
     def __init__(self, cfg: CodeEnvConfig, num_ranks: int):
         self.limits = {"seconds": cfg.deadline_s, "memory_mib": cfg.memory_mib, "isolation": cfg.isolation}
         self.comparison = (cfg.compare, cfg.tolerance)
+        self.tests: dict[tuple[int, str], tuple[dict, dict]] = {}  # row -> its fields and tests
         try:
             sandbox.run("", "", sandbox.Limits(**self.limits))
         except sandbox.Unavailable as error:
@@ -99,14 +117,20 @@ class Code(Environment):
             memory_mib=cfg.memory_mib + 1024,
         )
 
-    def step(self, turns: Sequence[Turn]) -> list[StepResult]:
-        rows = {(id(turn.fields), turn.answer): turn for turn in turns}  # the samples of a prompt share their row
-        tests = {row: code_grader.read_tests(turn.answer, turn.fields, *self.comparison) for row, turn in rows.items()}
-        job = {**self.limits, "tolerance": self.comparison[1]}
-        jobs = [{**job, "reply": turn.whole_reply, "tests": tests[id(turn.fields), turn.answer]} for turn in turns]
+    def job(self, turn: Turn) -> dict:
+        row = id(turn.fields), turn.answer  # the samples of a prompt share their row
+        if row not in self.tests:
+            if len(self.tests) == MAX_ROWS:
+                self.tests.clear()
+            # With the fields, or another row might get their id.
+            self.tests[row] = turn.fields, code_grader.read_tests(turn.answer, turn.fields, *self.comparison)
+        tests = self.tests[row][1]
+        return {**self.limits, "tolerance": self.comparison[1], "reply": turn.whole_reply, "tests": tests}
+
+    def result(self, turn: Turn, graded: Graded) -> StepResult:
         # `timeout` is the program's; a judge that overran its own deadline has no verdict.
-        outcomes = [graded.value if graded.outcome == "ok" else "error" for graded in self.pool.grade(jobs)]
-        return [StepResult(float(outcome == "ok"), outcome) for outcome in outcomes]
+        outcome = graded.value if graded.outcome == "ok" else "error"
+        return StepResult(float(outcome == "ok"), outcome)
 
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
         for where, answer, fields in answers:
@@ -141,25 +165,17 @@ def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environme
 
 
 def grade(name: str, environment: Environment, turns: Sequence[Turn]) -> list[StepResult]:
-    """What the environment's step() returns for the turns, with floats. A reward that is not finite counts as outcome
+    """What the environment's step() returns for the turns, as `read_results` has it."""
+    return read_results(name, environment.step(turns), turns)
+
+
+def read_results(name: str, results: Any, turns: Sequence[Turn]) -> list[StepResult]:
+    """The results that an environment gave for the turns, with floats. A reward that is not finite counts as outcome
     `error` with reward 0. ConfigError names the environment and what has another form than envs.py says."""
-    results = environment.step(turns)
     size = len(results := list(results)) if isinstance(results, Iterable) else shortened(results)
     if size != len(turns):
         raise ConfigError(f"env_name '{name}': step() gave {size} results for {len(turns)} turns")
     return [_read(f"env_name '{name}': step() gave", result) for result in results]
-
-
-def try_grade(name: str, environment: Environment, turns: Sequence[Turn], raised: list[str]) -> list[StepResult]:
-    """As `grade`, but if step() raises, which is said here and in `raised`, the turns have outcome `error`."""
-    try:
-        return grade(name, environment, turns)
-    except (ConfigError, Interrupted, StopRun):
-        raise
-    except (Exception, SystemExit) as error:
-        raised.append(f"env_name '{name}': step() raised {describe(error)}")
-        print(f"WARNING: {raised[-1]}: {len(turns)} replies have no grade", file=sys.stderr, flush=True)
-        return [StepResult(0.0, "error")] * len(turns)
 
 
 def _read(gave: str, result: StepResult) -> StepResult:

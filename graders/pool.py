@@ -22,6 +22,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,34 +151,58 @@ class GraderPool:
         self._start_worker = partial(Worker, target, memory_mib, first)
         self.workers = [self._start_worker()]
         atexit.register(self.close)
+        self.numbers = count()
+        self.waiting: deque[tuple[int, Any]] = deque()  # jobs that no worker has, by number
         while not self.workers[0].ready:
-            self._wait([])
+            self._wait({}, STOP_SECONDS)
         self.workers += [self._start_worker() for _ in range(num_workers - 1)]  # nobody waits for these to be ready
 
     def grade(self, jobs: Sequence[Any]) -> list[Graded]:
         """The outcome of each job, in order. Takes at most (jobs / workers) deadlines. Raises Interrupted when `stop`
         says so; only close() may follow."""
-        assert all(worker.job is None for worker in self.workers), "an earlier grade() was interrupted"
-        graded: list[Graded | None] = [None] * len(jobs)
-        waiting = deque(enumerate(jobs))
-        while waiting or any(worker.job is not None for worker in self.workers):
-            for place, worker in enumerate(self.workers):
-                if not waiting or not worker.ready or worker.job is not None:
-                    continue
-                if worker.num_jobs >= MAX_JOBS or worker.process.poll() is not None:  # the system killed it
-                    worker.kill()
-                    self.workers[place] = self._start_worker()
-                    continue
-                number, job = waiting.popleft()
-                payload = json.dumps(job).encode()
-                if len(payload) > MAX_BYTES:
-                    graded[number] = Graded("error", message=f"a job of more than {MAX_BYTES >> 20} MiB")
-                else:
-                    worker.send(number, payload, self.deadline_s)
-            self._wait(graded)
-            if self.stop():
-                raise Interrupted
+        busy = [worker.job for worker in self.workers if worker.job is not None]
+        assert not busy and not self.waiting, (
+            f"jobs {busy} and {len(self.waiting)} more: an earlier call was interrupted"
+        )
+        numbers = [self.submit(job) for job in jobs]
+        graded: dict[int, Graded] = {}
+        while len(graded) < len(jobs):
+            graded |= self.poll(STOP_SECONDS)
+        return [graded[number] for number in numbers]
+
+    def submit(self, job: Any) -> int:
+        """Queues a job; returns its number, for `poll`."""
+        number = next(self.numbers)
+        self.waiting.append((number, job))
+        return number
+
+    def poll(self, seconds: float = 0.0) -> dict[int, Graded]:
+        """The outcomes, by number, that came since the last call; with none, waits for one up to `seconds`. A free
+        worker gets a job, and a late one is killed, in this call only. Raises Interrupted as `grade` does."""
+        if self.stop():
+            raise Interrupted
+        graded: dict[int, Graded] = {}
+        num_before = -1
+        while len(graded) > num_before:  # whoever has just answered gets a job
+            num_before = len(graded)
+            self._hand_out(graded)
+            self._wait(graded, 0.0 if graded else seconds)
         return graded
+
+    def _hand_out(self, graded: dict[int, Graded]) -> None:
+        for place, worker in enumerate(self.workers):
+            if not self.waiting or not worker.ready or worker.job is not None:
+                continue
+            if worker.num_jobs >= MAX_JOBS or worker.process.poll() is not None:  # the system killed it
+                worker.kill()
+                self.workers[place] = self._start_worker()
+                continue
+            number, job = self.waiting.popleft()
+            payload = json.dumps(job).encode()
+            if len(payload) > MAX_BYTES:
+                graded[number] = Graded("error", message=f"a job of more than {MAX_BYTES >> 20} MiB")
+            else:
+                worker.send(number, payload, self.deadline_s)
 
     def close(self) -> None:
         if os.getpid() != self.owner:  # a fork of the owner, which ends
@@ -187,15 +212,18 @@ class GraderPool:
         self.workers = []
         atexit.unregister(self.close)
 
-    def _wait(self, graded: list[Graded | None]) -> None:
-        """Waits for a message, a dead worker or the next deadline, and handles them; outcomes go into `graded`."""
+    def _wait(self, graded: dict[int, Graded], seconds: float) -> None:
+        """Waits up to `seconds` for a message, a dead worker or the next deadline, and handles them; outcomes go into
+        `graded`."""
         busy = [worker for worker in self.workers if worker.job is not None or not worker.ready]
         poll = select.poll()
         for worker in busy:
             poll.register(worker.socket, select.POLLIN | (select.POLLOUT if worker.outbox else 0))
-        seconds = min((worker.deadline for worker in busy), default=0.0) - time.monotonic()
-        poll.poll(1000 * min(max(0.0, seconds), STOP_SECONDS))
+        until_deadline = min((worker.deadline for worker in busy), default=0.0) - time.monotonic()
+        spoke = {descriptor for descriptor, _ in poll.poll(1000 * min(max(0.0, until_deadline), seconds))}
         for worker in busy:
+            if worker.socket.fileno() not in spoke and time.monotonic() <= worker.deadline:
+                continue
             try:
                 message = worker.pump()
             except (ConnectionError, TimeoutError, ValueError) as error:
@@ -209,7 +237,7 @@ class GraderPool:
                 self._fail(message["message"])
             worker.ready = True
 
-    def _end_worker(self, worker: Worker, graded: list[Graded | None], is_late: bool) -> None:
+    def _end_worker(self, worker: Worker, graded: dict[int, Graded], is_late: bool) -> None:
         """The worker died, or overran its deadline: records the outcome of its job and starts a new worker."""
         if not is_late:  # the socket closes a moment before the process ends
             with suppress(subprocess.TimeoutExpired):

@@ -36,6 +36,7 @@ class RewardFunction(Environment):
     def __init__(self, function: Callable[..., Sequence[float | None]], name: str):
         self.function, self.name = function, name
         self.special_tokens = getattr(function, "special_tokens", False)
+        self.main_thread = getattr(function, "main_thread", False)
         parameters = inspect.signature(function).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self.accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters)

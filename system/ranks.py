@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from config import ConfigError
 from system.bridge import COLLECTIVE_TIMEOUT, Bridge, split
-from system.exits import NO_PEERS, Peers, host_name
+from system.exits import NO_PEERS, Interrupted, Peers, StopRun, host_name
 
 T = TypeVar("T")
 
@@ -76,9 +76,16 @@ class Ranks:
         return flag if self.engine_group is None else any_rank(flag, self.engine_group)
 
     def broadcast_from_tp_leader(self, compute: Callable[[], T]) -> T:
-        """What `compute` returns on the first rank of this engine, on all ranks of the engine."""
-        value = compute() if self.leads_engine else None
-        return value if self.engine_group is None else broadcast_from_rank0(value, self.engine_group)
+        """What `compute` returns on the first rank of this engine, or the Interrupted or StopRun that it raises there,
+        on all ranks of the engine."""
+        try:
+            value = compute() if self.leads_engine else None
+        except (Interrupted, StopRun) as error:
+            value = error
+        value = value if self.engine_group is None else broadcast_from_rank0(value, self.engine_group)
+        if isinstance(value, Interrupted | StopRun):
+            raise value
+        return value
 
 
 def start_process_group(tp_size: int, num_generators: int = 0) -> tuple[Ranks, torch.device]:

@@ -16,7 +16,8 @@ import envs
 from config import ConfigError
 from envs import StepResult, Turn
 from graders import sandbox
-from graders.pool import GraderPool
+from graders.environments import PoolEnvironment
+from graders.pool import Graded, GraderPool
 
 CALL = re.compile(r"<(calc|python)>((?:(?!<\1>).)*)</\1>\s*\Z", re.DOTALL)
 MAX_RESULT_CHARS = 1000
@@ -32,7 +33,7 @@ OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction | int]] = {
 }
 
 
-class Tools(envs.Environment):
+class Tools(PoolEnvironment):
     """Reward of the answer: 1 or 0. tools: those that may be called. python_timeout_s, python_memory_mib: of a program,
     of which num_workers run at once. isolation: as env.code.isolation. role: of the messages that bring results; "tool"
     where the chat template knows it."""
@@ -57,33 +58,33 @@ class Tools(envs.Environment):
         if "python" in tools:
             seconds, target = python_timeout_s + 5, "examples.envs.tools:run_python"
             self.pool = GraderPool(target, num_workers=num_workers, deadline_s=seconds, memory_mib=1024)
-            printed = self.run(["print(6 * 7)"])
-            if printed != ["42"]:
-                raise ConfigError(f"tools: the python tool does not work here: {printed[0]}")
+            (graded,) = self.pool.grade([{"code": "print(6 * 7)"} | self.limits])
+            if printed(graded) != "42":
+                raise ConfigError(f"tools: the python tool does not work here: {printed(graded)}")
 
-    def step(self, turns: Sequence[Turn]) -> list[StepResult]:
-        calls = [CALL.search(turn.whole_reply) for turn in turns]
-        results = iter(self.run([call[2] for call in calls if call and call[1] == "python" and self.pool]))
-        step_results = []
-        for turn, call in zip(turns, calls, strict=True):
-            if call is None:
-                step_results.append(self.exact.grade(turn))
-                continue
-            if call[1] not in self.tools:
-                result = f"error: there is no tool {call[1]}"
-            else:
-                result = next(results) if call[1] == "python" else calculate(call[2])
-            message = {"role": self.role, "content": f"<result>{result[:MAX_RESULT_CHARS]}</result>"}
-            step_results.append(StepResult(0.0, "parse_fail", done=False, observation=(message,)))
-        return step_results
+    def job(self, turn: Turn) -> dict | None:
+        call = CALL.search(turn.whole_reply)
+        runs = call and call[1] == "python" and self.pool
+        return {"code": call[2]} | self.limits if runs else None
 
-    def run(self, programs: Sequence[str]) -> list[str]:
-        """What they print, or "error: ...": side by side, each in a throw-away process that a worker starts."""
-        graded = self.pool.grade([{"code": code} | self.limits for code in programs]) if programs else []
-        return [each.value if each.outcome == "ok" else f"error: {each.message or each.outcome}" for each in graded]
+    def result(self, turn: Turn, graded: Graded | None) -> StepResult:
+        call = CALL.search(turn.whole_reply)
+        if call is None:
+            return self.exact.grade(turn)
+        if call[1] not in self.tools:
+            result = f"error: there is no tool {call[1]}"
+        else:
+            result = printed(graded) if graded else calculate(call[2])
+        message = {"role": self.role, "content": f"<result>{result[:MAX_RESULT_CHARS]}</result>"}
+        return StepResult(0.0, "parse_fail", done=False, observation=(message,))
 
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
         self.exact.check_answers(answers)
+
+
+def printed(graded: Graded) -> str:
+    """What a program printed, or "error: ..."."""
+    return graded.value if graded.outcome == "ok" else f"error: {graded.message or graded.outcome}"
 
 
 def run_python(job: dict) -> str:

@@ -1,9 +1,12 @@
 """The samples of a step, of a sampler whose rewards are known: which groups train, which prompts are drawn, the end."""
 
+import itertools
 import json
+import os
 import pickle
 import re
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,11 +20,12 @@ from config import Config, ConfigError, DataConfig, EnvConfig, GRPOConfig, Rewar
 from data import Problem, Sample
 from dataset.mixing import Mixture, epoch_order
 from dataset.scan import Dataset
-from engine import SamplingOptions
-from graders.environments import make_environment
+from engine import Completion, SamplingOptions
+from graders.environments import PoolEnvironment, make_environment
+from graders.pool import Graded, GraderPool
 from metrics import sample_metrics
 from rollout import Conversation, Sampler, deal, sample_seed, sample_step
-from system.exits import StopRun
+from system.exits import Interrupted, StopRun
 from system.ranks import Ranks
 
 ROWS = [Problem(i, [], "", "exact", [1, 2]) for i in range(50)]
@@ -447,3 +451,212 @@ def test_the_samples_are_the_same_however_they_are_dealt():
         drawn.append([(s.prompt, s.index, s.prompt_ids, s.output_ids.tobytes(), s.reward) for s in samples])
     assert all(samples == drawn[0] for samples in drawn)
     assert len({ids for *_, ids, _ in drawn[0]}) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------- no barrier
+
+
+class Decoder:
+    """Decodes a token of each running reply per call of `advance`. A reply's first id says whose it is and its second
+    one which turn; its length is of a long tail, by its prompt and seed, unless `lasts` says that it goes on."""
+
+    weight_version, max_total_tokens = 3, 512
+
+    def __init__(self, lasts=lambda turn, ids: None, seconds=20):
+        self.running, self.unclaimed, self.batches, self.started = {}, {}, [], []
+        self.lasts, self.end, self.num_aborts = lasts, time.monotonic() + seconds, 0
+
+    @property
+    def is_idle(self):
+        return not self.running
+
+    def start(self, prompts, seeds, options, priority=0):
+        names = [str(len(self.started) + i) for i in range(len(prompts))]
+        for name, ids, seed in zip(names, prompts, seeds, strict=True):
+            self.started.append((ids[0], ids.count(HINT)))
+            rng = np.random.default_rng(seed)
+            self.running[name] = [1 + int(3 * rng.pareto(1)) % 200, ids, rng.integers(1, 99, 3)]
+        return names
+
+    def advance(self, requests):
+        assert time.monotonic() < self.end, f"nothing else began: {self.started}"
+        self.batches.append(len(self.running))
+        ended = []
+        for name, (left, ids, reply) in list(self.running.items()):
+            lasts = self.lasts(ids.count(HINT), ids)
+            self.running[name][0] = left - 1
+            if left > 1 if lasts is None else lasts:
+                continue
+            del self.running[name]
+            version = np.full(len(reply), self.weight_version)
+            self.unclaimed[name] = Completion(np.int32(reply), -np.float32(reply), "stop", version)
+            ended += [name] * (name in requests)
+        time.sleep(0.001)
+        return ended
+
+    def abort(self):
+        self.running.clear()
+        self.num_aborts += 1
+
+
+HINT = 1000
+
+
+class Ids:
+    """Ids as text; an observation is one id."""
+
+    def decode(self, ids):
+        return " ".join(map(str, ids))
+
+    def observation_ids(self, *words):
+        return [HINT]
+
+
+class Twice(PoolEnvironment):
+    """Two turns; the first one of row 0 is graded when `path` is there."""
+
+    def __init__(self, path):
+        self.path, self.seconds = str(path), 20
+
+    def start(self):
+        self.pool = GraderPool("grader_targets:run", num_workers=1, deadline_s=20, memory_mib=1024)
+        self.pool.workers.append(self.pool._start_worker())
+        return self
+
+    def job(self, turn):
+        waits = not turn.state and turn.prompt_ids[0] == 0
+        return ["await", self.path] if waits else ["double", sum(turn.completion_ids)]
+
+    def result(self, turn, graded):
+        assert graded.outcome == "ok", graded
+        done, hint = bool(turn.state), ({"role": "user", "content": "again"},)
+        return envs.StepResult(sum(turn.completion_ids) % 7, "ok", done, hint, {"turn": 1})
+
+
+class InThread(Twice):
+    """The same without workers."""
+
+    def start(self):
+        return self
+
+    def step(self, turns):
+        end = time.monotonic() + 20
+        for turn in turns:
+            kind, value = self.job(turn)
+            while kind == "await" and not os.path.exists(value):
+                assert time.monotonic() < end, "never let go"
+                time.sleep(0.001)
+        return [self.result(turn, Graded("ok")) for turn in turns]
+
+
+def rows_with(names):
+    """Prompts of ids [row, 7]; row 0 has the first environment."""
+    return [(i, Problem(i, [], "", name, [i, 7])) for i, name in enumerate(names)]
+
+
+@pytest.mark.parametrize("kind", [Twice, InThread])
+def test_nothing_waits_for_another_conversation(kind, tmp_path, one_rank):
+    """Row 0's first reply is graded until row 1 has begun its second turn, and row 2's first reply is drawn until row
+    0's second one begins: whoever waited for all replies, all grades, or a whole turn would wait for ever."""
+    path = tmp_path / "go"
+
+    def lasts(turn, ids):
+        if (1, 1) in engine.started:
+            path.touch()
+        if ids[0] == 2 and turn == 0:
+            return (0, 1) not in engine.started
+        return None
+
+    engine = Decoder(lasts)
+    slow, quick = kind(path).start(), kind(path).start()
+    sampler = Sampler(engine, Ids(), {"slow": slow, "quick": quick}, Ranks(0, 1, 0, 1), max_turns=2)
+    samples = sampler.sample(rows_with(["slow", *["quick"] * 7]), 1, SamplingOptions(1.0, 99), (3, 1))
+    assert [s.num_turns for s in samples] == [2] * 8 and all(s.outcome == "ok" for s in samples)
+    order = engine.started
+    assert order.index((1, 1)) < order.index((0, 1)) and sorted(order) == [(i, t) for i in range(8) for t in range(2)]
+    assert min(engine.batches) > 0, "the engine decoded nothing while a reply could run"
+    for environment in (slow, quick):
+        environment.close()
+
+
+@pytest.mark.parametrize("kind", [Twice, InThread])
+def test_samples_do_not_depend_on_who_is_graded_when(kind, tmp_path, one_rank):
+    """All numbers of long-tailed conversations, graded one by one or all at once, after the last reply of a turn."""
+    path = tmp_path / "go"
+    path.touch()
+    found = []
+    environment = kind(path).start()
+    prompts = rows_with(["e"] * 5)
+    sampler = Sampler(Decoder(), Ids(), {"e": environment}, Ranks(0, 1, 0, 1), max_turns=3)
+    for _ in range(3):
+        found.append(sampler.sample(prompts, 4, SamplingOptions(1.0, 99), (3, 1)))
+    lockstep = [Conversation(row, i, j, SamplingOptions(1.0, 99), (3, 1)) for i, row in prompts for j in range(4)]
+    engine = Decoder()
+    for turn in range(2):
+        seeds = [sample_seed(3, 1, c.sample.prompt, c.sample.index, *[turn][:turn]) for c in lockstep]
+        names = engine.start([c.token_ids for c in lockstep], seeds, None)
+        while engine.running:
+            engine.advance(names)
+        turns = [c.add_reply(engine.unclaimed[name], Ids()) for c, name in zip(lockstep, names, strict=True)]
+        for each, result in zip(lockstep, environment.step(turns), strict=True):
+            each.add_result(result, Ids(), 512, 3)
+    assert {s.num_turns for s in found[0]} == {2} and len({s.reward for s in found[0]}) > 3
+    for samples in found:
+        for s, each in zip(samples, lockstep, strict=True):
+            assert (s.prompt, s.index, s.reward) == (each.sample.prompt, each.sample.index, each.sample.reward)
+            for name in ("output_ids", "sampler_logps", "mask", "versions"):
+                assert (getattr(s, name) == getattr(each.sample, name)).all()
+    environment.close()
+
+
+class Groups(envs.Environment):
+    """Goes on with the even samples of a group, which it must see together."""
+
+    whole_groups = True
+
+    def __init__(self):
+        self.calls = []
+
+    def step(self, turns):
+        self.calls.append([(turn.prompt_ids[0], turn.state.get("turn", 0)) for turn in turns])
+        hint = ({"role": "user", "content": "again"},)
+        return [
+            envs.StepResult(1.0, "ok", bool(turn.state) or i % 2 == 1, hint, {"turn": 1})
+            for i, turn in enumerate(turns)
+        ]
+
+
+def test_a_group_is_graded_when_it_is_whole_while_others_are_drawn(one_rank):
+    environment = Groups()
+    graded = lambda: any((0, 1) in call for call in environment.calls)  # noqa: E731
+    engine = Decoder(lambda turn, ids: None if ids[0] != 4 or turn else not graded())
+    sampler = Sampler(engine, Ids(), {"e": environment}, Ranks(0, 1, 0, 1), max_turns=2)
+    samples = sampler.sample(rows_with(["e"] * 5), 4, SamplingOptions(1.0, 99), (3, 1))
+    assert [s.num_turns for s in samples] == [2, 1] * 10
+    seen = Counter(pair for call in environment.calls for pair in call)
+    assert seen == {(row, turn): 4 >> turn for row in range(5) for turn in range(2)}
+    for call in environment.calls:
+        assert all(count == 4 >> turn for (_, turn), count in Counter(call).items()), "whole groups"
+        assert [pair for pair, _ in itertools.groupby(call)] == list(dict.fromkeys(call)), "prompt by prompt"
+
+
+@pytest.mark.parametrize("replies_run", [False, True])
+def test_told_to_stop_amid_grading_nothing_is_left_in_the_engine(replies_run, monkeypatch, tmp_path):
+    """By a signal on this rank, of which a pool hears; the engine's own look is engine.py's."""
+    environment = Twice(tmp_path / "never").start()
+    engine = Decoder(lambda turn, ids: True if replies_run and ids[0] == 1 else None)
+    sampler = Sampler(engine, Ids(), {"e": environment}, Ranks(0, 1, 0, 1), max_turns=2)
+    begun = sampler.start(rows_with(["e"] * 2), 1, SamplingOptions(1.0, 99), (3, 1))
+    monkeypatch.setattr(GraderPool, "stop", staticmethod(lambda: len(engine.batches) > 3))
+    with pytest.raises(Interrupted):
+        sampler._converse(begun)
+    environment.close()
+
+
+def test_a_stop_of_the_graders_ends_the_engines_requests(monkeypatch, one_rank, tmp_path):
+    environment, engine = InThread(tmp_path / "go"), Decoder(lambda turn, ids: ids[0] == 1 or None)
+    monkeypatch.setattr(environment, "step", lambda turns: (_ for _ in ()).throw(StopRun("of mine")), raising=False)
+    sampler = Sampler(engine, Ids(), {"e": environment}, Ranks(0, 1, 0, 1), max_turns=2)
+    with pytest.raises(StopRun, match="of mine"):
+        sampler.sample(rows_with(["e"] * 2), 1, SamplingOptions(1.0, 99), (3, 1))
+    assert (engine.num_aborts, engine.is_idle) == (1, True)

@@ -297,21 +297,24 @@ class TimedEngine:
             heapq.heappush(self.queue, (priority, len(self.lengths), name))
         return names
 
-    def wait(self, names, _):
-        while any(name not in self.unclaimed for name in names):
-            while self.queue and len(self.running) < self.slots:
-                _, number, name = heapq.heappop(self.queue)
-                self.running[name] = [self.lengths[number - 1], []]
-            ticks = min(left for left, _ in self.running.values())
-            self.ticks += ticks
-            for name, request in list(self.running.items()):
-                request[0] -= ticks
-                request[1] += [self.weight_version] * ticks
-                if request[0] == 0:
-                    versions = np.array(self.running.pop(name)[1], np.int32)
-                    self.unclaimed[name] = Completion(0 * versions, versions.astype(np.float32), "stop", versions)
-                    self.ended[name] = self.ticks
-        return [self.unclaimed.pop(name) for name in names]
+    @property
+    def is_idle(self):
+        return not self.running and not self.queue
+
+    def advance(self, requests):
+        while self.queue and len(self.running) < self.slots:
+            _, number, name = heapq.heappop(self.queue)
+            self.running[name] = [self.lengths[number - 1], []]
+        ticks = min(left for left, _ in self.running.values())
+        self.ticks += ticks
+        for name, request in list(self.running.items()):
+            request[0] -= ticks
+            request[1] += [self.weight_version] * ticks
+            if request[0] == 0:
+                versions = np.array(self.running.pop(name)[1], np.int32)
+                self.unclaimed[name] = Completion(0 * versions, versions.astype(np.float32), "stop", versions)
+                self.ended[name] = self.ticks
+        return [name for name in requests if name in self.unclaimed]
 
 
 def simulate(max_age, ranks, *, num_steps, slots):

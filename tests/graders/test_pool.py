@@ -52,6 +52,33 @@ def outcomes(pool, *jobs):
     return [graded.outcome for graded in pool.grade(jobs)]
 
 
+def polled(pool, num, seconds=0.01):
+    """The outcomes of the next `num` jobs that end."""
+    found = {}
+    while len(found) < num:
+        found |= pool.poll(seconds)
+    return found
+
+
+def test_an_outcome_is_there_as_soon_as_its_job_has_ended(pool, tmp_path):
+    """One of two workers hangs until it is let go; 40 jobs pass it, of which the first is too long to be sent."""
+    path = tmp_path / "go"
+    slow = pool.submit(("await", str(path)))
+    assert pool.poll() == {}
+    numbers = [pool.submit(("echo", "x" * (16 << 20))), *(pool.submit(("double", i)) for i in range(40))]
+    found = polled(pool, 41)
+    assert [found[number].value for number in numbers] == [None, *range(0, 80, 2)]
+    assert (found[numbers[0]].outcome, pool.poll()) == ("error", {})
+    path.touch()
+    assert polled(pool, 1)[slow].value == str(path) and pool.poll(0.3) == {}
+
+
+def test_a_deadline_is_of_a_job_whatever_else_is_asked_for(strict):
+    hanging, number = strict.submit(("hang", 0)), strict.submit(("double", 4))
+    found = polled(strict, 2)
+    assert (found[hanging].outcome, found[number].value) == ("timeout", 8)
+
+
 def test_values_come_back_in_the_order_of_the_jobs(pool):
     jobs = [("double", i) for i in range(50)]
     assert [graded.value for graded in pool.grade(jobs)] == [2 * i for i in range(50)]

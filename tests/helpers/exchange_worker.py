@@ -56,13 +56,17 @@ REPLAYED += ("checkpointing.save_period=1",)
 class SeededEngine:
     """Lengths, ids, log-probabilities and versions by the seed."""
 
-    max_total_tokens = 120
+    max_total_tokens, is_idle = 120, True
+
+    def __init__(self):
+        self.unclaimed = {}
 
     def start(self, prompts, seeds, options, priority=0):
+        self.unclaimed |= {str(seed): self.reply(seed) for seed in seeds}
         return [str(seed) for seed in seeds]
 
-    def wait(self, request_ids, names=()):
-        return [self.reply(int(request_id)) for request_id in request_ids]
+    def advance(self, requests):
+        return [*requests]
 
     def reply(self, seed):
         rng = np.random.default_rng(seed)

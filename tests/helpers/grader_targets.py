@@ -54,6 +54,10 @@ def run(job):
         while not os.path.exists(value):
             time.sleep(0.01)
         return "started" if kind == "daemon" else time.sleep(1000)
+    if kind == "await":
+        while not os.path.exists(value):
+            time.sleep(0.005)
+        return value
     if kind == "echo":
         return value
     raise AssertionError(kind)

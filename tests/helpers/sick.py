@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from itertools import count
 
 from envs import Exact
 
@@ -15,11 +16,14 @@ def wrong_answer(row):
     return row | {"answer": str(int(row["answer"]) + 1000)}
 
 
+NUMBERS = count()
+
+
 class NearTies(Exact):
     """Scores that differ in the sixth digit, as a judge's do."""
 
     def step(self, turns):
-        return [replace(graded, reward=graded.reward + 1e-6 * (i % 7)) for i, graded in enumerate(super().step(turns))]
+        return [replace(graded, reward=graded.reward + 1e-6 * (next(NUMBERS) % 7)) for graded in super().step(turns)]
 
 
 class StaleLayer(Exact):

@@ -1,8 +1,9 @@
 """The environment `exact` that makes a phase of the run slow, for tests that end it there.
 
-SLOW in the environment is json [phase, call]: in the call of `step` with that number (from 1, on each rank) the next
-such phase becomes slow; as soon as it is in it, the file SLOW_MARK appears. RECORD: record_samples.py writes there,
-and an engine has places for 12 requests, so that work for later steps is cut by the end of each.
+SLOW in the environment is json [phase, number]: when the first reply of the rollout with that number (from 1, on each
+rank) is graded, the next such phase becomes slow; as soon as it is in it, the file SLOW_MARK appears. RECORD:
+record_samples.py writes there, and an engine has places for 12 requests, so that work for later steps is cut by the end
+of each.
 """
 
 import json
@@ -28,21 +29,23 @@ def here():
 
 
 class Slow(envs.Exact):
-    self_tests = ()  # calls of `step` are those of the run alone
+    self_tests = ()  # the first reply is the run's
 
     def __init__(self):
-        self.num_calls, self.pool = 0, None
+        self.versions, self.pool = set(), None
         if os.environ.get("RECORD") and "RANK" in os.environ:
             record_samples.record(sys.modules["__main__"], Path(os.environ["RECORD"]))
             record_samples.give_places(12)
 
     def step(self, turns):
-        self.num_calls += 1
-        if self.num_calls == CALL and PHASE == "grading":
+        is_first = turns[0].weight_version not in self.versions
+        self.versions.add(turns[0].weight_version)
+        is_slow = is_first and len(self.versions) == CALL
+        if is_slow and PHASE == "grading":
             self.pool = GraderPool("slow_env:grade", num_workers=2, deadline_s=100, memory_mib=1024)
             here()
             self.pool.grade([60, 60, 60])
-        elif self.num_calls == CALL:
+        elif is_slow:
             slow_down(PHASE)
         return super().step(turns)
 
@@ -65,16 +68,23 @@ def slow_down(phase):
         "save": (checkpoint, "save_file"),
         "sync": (Engine, "sync"),
     }[phase]
-    original, end = getattr(owner, name), time.monotonic() + 60
+    original, sync = getattr(owner, name), Engine.sync
 
     def decode(self):
         here()
         time.sleep(0.02)
-        return original(self) if time.monotonic() > end else []
+        return []
+
+    def sync_and_slow_down(*args):  # this rollout still decodes
+        LLMEngine.step = decode
+        return sync(*args)
 
     def late(*args, **kwargs):
         here()
         time.sleep(3)
         return original(*args, **kwargs)
 
-    setattr(owner, name, decode if name == "step" and owner is LLMEngine else late)
+    if owner is LLMEngine:
+        Engine.sync = sync_and_slow_down
+    else:
+        setattr(owner, name, late)
