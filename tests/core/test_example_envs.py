@@ -13,7 +13,7 @@ from config import ConfigError, DatasetConfig, EnvConfig
 from envs import Turn
 from examples.arithmetic import second_try
 from examples.arithmetic.make_problems import needs_carry
-from examples.envs import sliding_puzzle
+from examples.envs import reasoning_gym, sliding_puzzle
 from examples.envs.tools import calculate
 from graders.environments import make_environment
 
@@ -265,3 +265,61 @@ def test_what_one_reply_can_be_right_on():
     carries = {p: needs_carry(*map(int, p[:-1].split("+"))) for p in (row["messages"][0]["content"] for row in rows)}
     with_carry = sum(second_try.wanted(row["messages"][0]["content"]) == row["answer"] for row in rows) - 100
     assert sum(carries.values()) == 400 and 0.7 < (100 + 400 - with_carry) / 500 < 0.75
+
+
+# --------------------------------------------------------------------------------------------------- reasoning-gym
+
+PACKAGE = """
+class Squares(list):
+    def score_answer(self, answer, entry):
+        return {0: 1.0, 1: 0.25}.get(abs(int(answer) - int(entry["answer"])), 0.01)  # raises where it is no number
+
+
+def create_dataset(task, size=5, seed=0, largest=9):
+    assert task in ("squares", "leg_counting", "hopeless"), task
+    numbers = [(seed + i) % (largest + 1) for i in range(size)]
+    rows = [{"question": f"{n}*{n}=", "answer": n * n, "metadata": {"n": n}} for n in numbers]
+    return Squares([row | {"answer": "none"} for row in rows] if task == "hopeless" else rows)
+"""
+
+
+def test_reasoning_gym_rows_and_scores(tmp_path, monkeypatch):
+    """On a stand-in of the package, whose verifier gives partial credit and raises on text."""
+    (tmp_path / "reasoning_gym.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = reasoning_gym.rows(
+        DatasetConfig(subset="squares(size=12, largest=9) + squares(size=2, seed=30, largest=40)")
+    )
+    assert [row["problem"] for row in rows] == [*(f"{n}*{n}=" for n in (*range(2, 10), 0, 1)), "30*30=", "31*31="]
+    environment = make_environment("examples.envs.reasoning_gym:ReasoningGym", EnvConfig())
+    try:
+        for reply, reward, outcome in (
+            ("4", 1.0, "ok"),
+            ("It is <answer>9</answer>, no: <answer> 4 </answer>.", 1.0, "ok"),
+            ("5", 0.25, "wrong"),
+            ("four", 0.0, "wrong"),
+        ):
+            result = says(environment, reply, **rows[0])
+            assert (result.reward, result.outcome) == (reward, outcome), reply
+        environment.check_answers([("rows:1", row["answer"], row) for row in rows])
+        (hopeless,) = reasoning_gym.rows(DatasetConfig(subset="hopeless(size=1)"))
+        with pytest.raises(ConfigError, match="hopeless"):
+            environment.check_answers([("rows:1", hopeless["answer"], hopeless)])
+    finally:
+        environment.close()
+
+
+@pytest.mark.long
+def test_reasoning_gym_tasks():
+    """Of the package's own tasks, all but those that need more than JSON, or that no reply can solve."""
+    factory = pytest.importorskip("reasoning_gym.factory", reason="reasoning-gym is not installed (examples/envs)")
+    environment, refused = make_environment("examples.envs.reasoning_gym:ReasoningGym", EnvConfig()), []
+    for task in factory.DATASETS:
+        try:
+            rows = reasoning_gym.rows(DatasetConfig(subset=f"{task}(size=3)"))
+            environment.check_answers([(f"{task}:1", row["answer"], row) for row in rows])
+        except (ConfigError, AssertionError) as error:  # AssertionError: of `composite`, without its arguments
+            assert isinstance(error, AssertionError) == (task == "composite"), error
+            refused.append(task)
+    environment.close()
+    assert len(factory.DATASETS) - len(refused) >= 95, refused
