@@ -3,7 +3,6 @@
 A rollout of B = P * G samples is cut into minibatches of `train_global_batch_size`, one for each optimizer step (by
 default the whole rollout is one). A minibatch is cut into packs, the same number on every rank, because each runs
 FSDP's collectives. The loss divides by counts over a whole minibatch: all ranks, all packs.
-Dims: B samples, T packed tokens, R response tokens of a pack, S segments of a pack.
 """
 
 from collections.abc import Sequence
@@ -19,23 +18,21 @@ from config import Config, GRPOConfig
 from data import Pack, Sample, assign_to_ranks, empty_pack, num_input_tokens, num_packs, pack_samples
 from kernels import LossPath
 from loss import Metrics, clamp_abs, kl_estimate, seq_logp_error_mask
+from model import PackLayout
 from system.exchange import move_tokens
-from system.ranks import Ranks
+from system.ranks import Ranks, on_device
 
 
 @dataclass(slots=True)
 class MicroBatch(Pack):
     """A `data.Pack` with device tensors in place of arrays, and what the trainer adds about its R response tokens.
-    cu_seqlens and prefix_S stay on the host: the model reads them before it launches anything.
-
+    cu_seqlens and prefix_S stay on the host; `layout` has what the model needs of them, for all its forwards.
     mask_R: tokens that are trained on. num_grad_rows: only the first num_grad_rows rows can have a gradient; the rest
     serve the metrics. old_logp_R, ref_logp_R: under the policy at the start of the step and under the reference policy;
     None where the run does not need them.
-
-    Example: two sequences of 3 and 2 input tokens with 2 and 1 response tokens: cu_seqlens [0, 3, 5], pos_R [1, 2, 4],
-    seq_R [0, 0, 1], mask_R [True, True, True], num_grad_rows 3.
     """
 
+    layout: PackLayout
     mask_R: Tensor
     num_grad_rows: int
     old_logp_R: Tensor | None = None
@@ -44,7 +41,7 @@ class MicroBatch(Pack):
     @property
     def model_inputs(self) -> tuple:
         """The arguments of `model.Decoder.forward`."""
-        return self.token_T, self.position_T, self.cu_seqlens, self.pos_R, self.target_R, self.prefix_S
+        return self.token_T, self.position_T, self.layout, self.pos_R, self.target_R
 
 
 @dataclass(slots=True)
@@ -91,18 +88,17 @@ def make_minibatches(
 
 def to_device(pack: Pack, device: torch.device) -> MicroBatch:
     on_host = {"cu_seqlens": pack.cu_seqlens, "prefix_S": pack.prefix_S}
-    arrays = {field.name: getattr(pack, field.name) for field in fields(pack) if field.name not in on_host}
-    tensors = {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
+    layout = PackLayout.of(*on_host.values(), len(pack.token_T), device)
+    tensors = {f.name: on_device(getattr(pack, f.name), device) for f in fields(pack) if f.name not in on_host}
     mask_R = torch.ones_like(tensors["adv_R"], dtype=torch.bool)
-    return MicroBatch(**tensors, **on_host, mask_R=mask_R, num_grad_rows=len(mask_R))
+    return MicroBatch(**tensors, **on_host, layout=layout, mask_R=mask_R, num_grad_rows=len(mask_R))
 
 
 def needs_old_logps(cfg: Config) -> bool:
     """Whether log-probabilities at the start of the step need a forward of their own.
 
     A single optimizer step per rollout needs none: its training forward runs that same policy, so the ratio is exactly
-    1. With more steps the policy moves, but old_logprobs=sampler compares with the sampler. Before the first step,
-    seq_logprob_error_threshold and use_kl_in_reward need them in any case.
+    1. With more steps the policy moves, but old_logprobs=sampler compares with the sampler.
     """
     per_rollout = cfg.grpo.num_prompts_per_step * cfg.grpo.num_generations_per_prompt
     several = cfg.policy.ppo_epochs > 1 or (cfg.policy.train_global_batch_size or per_rollout) < per_rollout
@@ -134,9 +130,7 @@ def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath
         metrics.append(mask_metrics)
     if cfg.loss_fn.use_kl_in_reward:
         _put_kl_into_advantages(micros, cfg)
-    for micro in micros:
-        _put_gradient_rows_first(micro, path)
-    counts = torch.tensor([_count(minibatch) for minibatch in minibatches], dtype=torch.int64)
+    counts = torch.tensor([_put_gradient_rows_first(minibatch.micros, path) for minibatch in minibatches])
     dist.all_reduce(counts)
     for minibatch, numbers in zip(minibatches, counts.tolist(), strict=True):
         minibatch.num_tokens, minibatch.num_seqs, minibatch.num_positive_tokens = numbers
@@ -190,23 +184,23 @@ def _put_kl_into_advantages(micros: list[MicroBatch], cfg: Config) -> None:
         micro.adv_R = adv_R
 
 
-def _put_gradient_rows_first(micro: MicroBatch, path: LossPath) -> None:
+def _put_gradient_rows_first(micros: list[MicroBatch], path: LossPath) -> list[int]:
     """Two thirds of the output layer's work is gradients, and a token of advantage 0 has none, unless it gets one from
-    a KL or an entropy bonus: `path` knows, from probes of the loss."""
-    moved_R = path.may_have_gradient(micro.adv_R, micro.reward_R > 0) & micro.mask_R
-    order_R = moved_R.logical_not().argsort(stable=True)
-    for name in (field.name for field in fields(micro) if field.name.endswith("_R")):
-        if (x_R := getattr(micro, name)) is not None:
-            setattr(micro, name, x_R[order_R])
-    micro.num_grad_rows = int(moved_R.sum())
+    a KL or an entropy bonus: `path` knows, from probes of the loss.
 
-
-def _count(minibatch: Minibatch) -> list[int]:
-    """This rank's num_tokens, num_seqs, num_positive_tokens. A token whose sampler log-probability is not finite does
-    not count: `policy_loss` drops it."""
+    Returns this rank's num_tokens, num_seqs, num_positive_tokens. A token whose sampler log-probability is not finite
+    does not count: `policy_loss` drops it. The host waits for the device once."""
+    names = ("adv_R", "reward_R", "seq_R", "sampler_logp_R", "mask_R")
+    on_host = torch.stack([torch.cat([getattr(micro, name) for micro in micros]).double() for name in names]).cpu()
     counts = np.zeros(3, np.int64)
-    for micro in minibatch.micros:
-        trained_R = micro.mask_R & micro.sampler_logp_R.isfinite()
-        num_seqs = len(micro.seq_R[trained_R].unique())
-        counts += [int(trained_R.sum()), num_seqs, int((trained_R & (micro.reward_R > 0)).sum())]
+    for micro, rows in zip(micros, on_host.split([len(micro.mask_R) for micro in micros], dim=1), strict=True):
+        adv_R, reward_R, seq_R, sampler_logp_R, mask_R = rows
+        moved_R = path.may_have_gradient(adv_R, reward_R > 0) & mask_R.bool()
+        order_R = on_device(moved_R.logical_not().argsort(stable=True).numpy(), micro.mask_R.device)
+        for name in (field.name for field in fields(micro) if field.name.endswith("_R")):
+            if (x_R := getattr(micro, name)) is not None:
+                setattr(micro, name, x_R[order_R])
+        micro.num_grad_rows = int(moved_R.sum())
+        trained_R = mask_R.bool() & sampler_logp_R.isfinite()
+        counts += [int(trained_R.sum()), len(seq_R[trained_R].unique()), int((trained_R & (reward_R > 0)).sum())]
     return counts.tolist()

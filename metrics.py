@@ -40,13 +40,12 @@ def accumulate(total: dict[str, Metric], new: dict[str, Metric]) -> None:
 def reduce_over_ranks(total: dict[str, Metric], *, divide_sums_by: int = 1) -> dict[str, float]:
     """The numbers of the step, equal on every rank. A collective; all ranks pass the same names.
 
-    `divide_sums_by`: the number of optimizer steps over which `total` was accumulated. A plain sum is averaged
-    over them.
+    `divide_sums_by`: the optimizer steps over which `total` was accumulated, and a plain sum is averaged.
     """
     if not total:
         return {}
     parts = [part for value in total.values() for part in (value if isinstance(value, tuple) else (value,))]
-    local = torch.stack([torch.as_tensor(part).detach().double().cpu() for part in parts])
+    local = torch.stack([torch.as_tensor(part).detach().double() for part in parts]).cpu()  # one copy for all
     # Gathered and then combined: the MIN and MAX of gloo's all_reduce lose a NaN of any rank but the first.
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, local)

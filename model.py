@@ -2,19 +2,17 @@
 
 Owns the architecture (`Decoder`), its FSDP2 wrapping (`shard`), loading (`load_policy`) and the reference policy of the
 KL. Parameters have exactly the names of Hugging Face checkpoints.
-
-The sequences of a pack lie one after another, bounded by `cu_seqlens`: no padding, no mask.
-Dims: T packed tokens, S sequences, R response tokens, D hidden, V vocab, N heads, K key/value heads, H head dim.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, chain, groupby, pairwise
+from functools import lru_cache, partial
+from itertools import groupby
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,6 +27,7 @@ from hf.model_config import ModelConfig, read_model_config
 from hf.weights import init_adapters, load_weights, sharded_parameters
 from kernels import KernelBackend, LossPath, SamplingFilter, linear_logp
 from lora import add_adapters
+from system.ranks import on_device
 
 # With fewer key than query heads, varlen_attn of torch >= 2.12 needs a flag that 2.11 does not have.
 VARLEN_GQA = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
@@ -36,48 +35,56 @@ VARLEN_GQA = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
 
 @dataclass(frozen=True, eq=False)
 class PackLayout:
-    """Where the segments of a pack lie, and the keys that each attends to: its prefix's keys, then its own. Built once
-    per forward, so that no layer waits for the device."""
+    """Where the segments of a pack lie, and the keys that each attends to: its prefix's keys, then its own. Made once
+    for all forwards of the pack, on the host, so that no forward waits for the device. Tensors are int32."""
 
-    runs: list[tuple[int, int, int, Tensor | None]]  # neighbours of one shape: (how many, queries, keys, mask)
-    cu_queries: Tensor  # [S+1] int32 on the model's device, as cu_keys
+    runs: list[tuple[int, int, int]]  # neighbours of one shape: (how many, queries, keys)
+    most: tuple[int, int]  # queries, keys of a segment
+    cu_queries: Tensor  # [S+1] on the model's device, as all tensors here
     cu_keys: Tensor
-    key_rows: Tensor | None  # the rows of all keys, segment by segment; None where no segment has a prefix
+    key_rows: tuple[Tensor, ...]  # the row_M and order of `GatherRows` for all keys; () where no segment has a prefix
 
     @classmethod
     def of(cls, cu_seqlens, prefix_S, num_tokens: int, device: torch.device) -> "PackLayout":
-        ends = cu_seqlens.tolist()
-        rows_S = [range(start, end) for start, end in pairwise(ends)]
-        assert ends[0] == 0 and ends[-1] == num_tokens and min(map(len, rows_S)) > 0, (ends, num_tokens)
-        prefixes = [-1] * len(rows_S) if prefix_S is None else prefix_S.tolist()
-        keys_S = [[*(rows_S[p] if p >= 0 else ()), *rows] for p, rows in zip(prefixes, rows_S, strict=True)]
-        runs = []
-        for (queries, keys), run in groupby(zip(map(len, rows_S), map(len, keys_S), strict=True)):
-            mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-            runs.append((len(list(run)), queries, keys, None if queries == keys else mask))
-        cu_keys = [0, *accumulate(map(len, keys_S))]
-        bounds = (torch.tensor(cu, dtype=torch.int32, device=device) for cu in (ends, cu_keys))
-        key_rows = None if max(prefixes) < 0 else torch.tensor(list(chain(*keys_S)), device=device)
-        return cls(runs, *bounds, key_rows)
+        """cu_seqlens rises strictly from 0 to num_tokens. prefix_S: as in `data.Pack`; None is -1 for all."""
+        ends, queries_S = np.asarray(cu_seqlens), np.diff(cu_seqlens)
+        assert ends[0] == 0 and ends[-1] == num_tokens and queries_S.min() > 0, (cu_seqlens, num_tokens)
+        prefix_S = np.full(len(queries_S), -1) if prefix_S is None else np.asarray(prefix_S)
+        shared_S = np.where(prefix_S < 0, 0, queries_S[prefix_S])
+        shapes = np.stack([queries_S, shared_S + queries_S], 1)
+        arrays = [ends, np.append(0, shapes[:, 1]).cumsum()]
+        if shared_S.any():
+            starts = ends[np.stack([prefix_S, np.arange(len(prefix_S))], 1)].ravel()  # of prefix and segment in turn
+            lengths = np.stack([shared_S, queries_S], 1).ravel()
+            row_M = np.repeat(starts - lengths.cumsum() + lengths, lengths) + np.arange(shapes[:, 1].sum())
+            arrays += [row_M, row_M.argsort(kind="stable"), np.append(0, np.bincount(row_M)).cumsum()]
+        runs = [(len(list(run)), *shape) for shape, run in groupby(shapes.tolist())]
+        cu_queries, cu_keys, *key_rows = (on_device(array.astype(np.int32), device) for array in arrays)
+        return cls(runs, tuple(shapes.max(0).tolist()), cu_queries, cu_keys, tuple(key_rows))
 
 
 class GatherRows(torch.autograd.Function):
     """x[row_M]. A row may repeat: its gradients are then summed in a fixed order, in float32 or the wider type of x.
-    (Plain indexing sums 16-bit gradients by atomics.)"""
+    (Plain indexing sums 16-bit gradients by atomics.) order: a stable argsort of row_M, and where in it each row of x
+    begins. Without, backward sorts: the faster way on CPUs; on CUDA it makes 14 launches of one."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, row_M: Tensor) -> Tensor:
-        ctx.save_for_backward(row_M)
+    def forward(ctx, x: Tensor, row_M: Tensor, *order: Tensor) -> Tensor:
+        ctx.save_for_backward(row_M, *order)
         ctx.shape = x.shape
         return x.index_select(0, row_M)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        (row_M,) = ctx.saved_tensors
-        wide = grad.flatten(1).to(torch.promote_types(grad.dtype, torch.float32))
-        summed = torch.ops.aten.embedding_dense_backward(wide, row_M, ctx.shape[0], -1, False)
-        return summed.to(grad.dtype).view(ctx.shape), None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        row_M, *order = ctx.saved_tensors
+        grad_MH = grad.flatten(1).index_select(0, order[0]) if order else grad.flatten(1)
+        wide_MH = grad_MH.to(torch.promote_types(grad.dtype, torch.float32))
+        if order:
+            summed = torch.segment_reduce(wide_MH, "sum", offsets=order[1], unsafe=True)
+        else:
+            summed = torch.ops.aten.embedding_dense_backward(wide_MH, row_M, ctx.shape[0], -1, False)
+        return summed.to(grad.dtype).view(ctx.shape), *[None] * (1 + len(order))
 
 
 def uses_flash_attention(device_type: str, dtype: torch.dtype) -> bool:
@@ -85,26 +92,30 @@ def uses_flash_attention(device_type: str, dtype: torch.dtype) -> bool:
     return device_type == "cuda" and dtype != torch.float32
 
 
+@lru_cache(maxsize=1)  # a mask for fewer queries than keys is a part of it, in all packs of about this size
+def _lower_triangle(size: int, device: torch.device) -> Tensor:
+    return torch.ones(size, size, dtype=torch.bool, device=device).tril()
+
+
 def packed_attention(query_TNH: Tensor, key_TKH: Tensor, value_TKH: Tensor, layout: PackLayout) -> Tensor:
     """Causal attention of each segment of the pack to its prefix and itself, K <= N (GQA). Returns [T, N * H]."""
-    if layout.key_rows is not None:
-        key_TKH, value_TKH = (GatherRows.apply(x, layout.key_rows) for x in (key_TKH, value_TKH))
-    if uses_flash_attention(query_TNH.device.type, query_TNH.dtype):
-        most_queries, most_keys = (max(run[i] for run in layout.runs) for i in (1, 2))
-        bounds = (layout.cu_queries, layout.cu_keys, most_queries, most_keys)
+    is_flash = uses_flash_attention(query_TNH.device.type, query_TNH.dtype)
+    if rows := layout.key_rows[: 3 if is_flash else 1]:
+        key_TKH, value_TKH = (GatherRows.apply(x, *rows) for x in (key_TKH, value_TKH))
+    if is_flash:
+        bounds = (layout.cu_queries, layout.cu_keys, *layout.most)
         causal = (-1, 0)  # a segment's last query sees its last key
         return varlen_attn(query_TNH, key_TKH, value_TKH, *bounds, window_size=causal, **VARLEN_GQA).flatten(1)
     # Neighbours of equal shape are one batched call on a view: small models pay for the number of calls. In float32: on
     # CPUs the backward pass in bfloat16 takes three times as long.
     wide = torch.promote_types(query_TNH.dtype, torch.float32)
-    wide_qkv = [x.to(wide) for x in (query_TNH, key_TKH, value_TKH)]
+    inputs = ((query_TNH, 1), (key_TKH, 2), (value_TKH, 2))
+    parts = zip(*(x.to(wide).split([run[0] * run[i] for run in layout.runs]) for x, i in inputs), strict=True)
+    size = 1 << layout.most[1].bit_length()
     outs = []
-    row = key_row = 0
-    for count, queries, keys, mask in layout.runs:
-        rows = slice(row, row := row + count * queries)
-        key_rows = slice(key_row, key_row := key_row + count * keys)
-        parts = (x[own] for x, own in zip(wide_qkv, (rows, key_rows, key_rows), strict=True))
-        query, key, value = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in parts)
+    for (count, queries, keys), qkv in zip(layout.runs, parts, strict=True):
+        query, key, value = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in qkv)
+        mask = None if queries == keys else _lower_triangle(size, query.device)[keys - queries : keys, :keys]
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
         outs.append(out.transpose(1, 2).reshape(count * queries, -1))
     return torch.cat(outs).to(query_TNH.dtype)
@@ -252,9 +263,8 @@ class Decoder(nn.Module):
         self.loss_path = loss_path or LossPath()
         self.model = nn.ModuleDict()
         self.model["embed_tokens"] = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.model["layers"] = nn.ModuleList(
-            Block(config, recompute=recompute is True or i < recompute) for i in range(config.num_hidden_layers)
-        )
+        blocks = [Block(config, recompute=recompute is True or i < recompute) for i in range(config.num_hidden_layers)]
+        self.model["layers"] = nn.ModuleList(blocks)
         self.model["norm"] = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None if config.tie_word_embeddings else Head(config.hidden_size, config.vocab_size, bias=False)
 
@@ -262,10 +272,9 @@ class Decoder(nn.Module):
         self,
         token_T: Tensor,
         position_T: Tensor,
-        cu_seqlens,
+        layout: PackLayout,
         pos_R: Tensor | None = None,
         target_R: Tensor | None = None,
-        prefix_S=None,
         *,
         logprob_fn: Callable | None = None,
         filtered: bool = True,
@@ -277,10 +286,7 @@ class Decoder(nn.Module):
         compute precision, for tests and tools.
 
         The tensors are int64 on the model's device, T >= 1. R = 0 is allowed: every gradient is then zero.
-        `cu_seqlens` [S+1], a numpy array or a tensor, rises strictly from 0 to T. On CUDA give it as numpy:
-        FSDP moves tensors to the device, and reading one back waits for all kernels queued there.
         """
-        layout = PackLayout.of(cu_seqlens, prefix_S, len(token_T), token_T.device)
         hidden_TD = self.model["embed_tokens"](token_T)
         # The residual stream: rounding it to 16 bits after each block would cause half of bfloat16's error.
         hidden_TD = hidden_TD.to(torch.promote_types(hidden_TD.dtype, torch.float32))
@@ -293,10 +299,9 @@ class Decoder(nn.Module):
         if pos_R is None:
             return head(hidden_TD, F.linear)
         hidden_RD = GatherRows.apply(hidden_TD, pos_R)
-        logprob_fn = logprob_fn or partial(linear_logp, return_entropy=True)
-        logprob_fn = partial(logprob_fn, vocab=self.vocab_limit, temperature=self.temperature, backend=self.backend)
-        sampling_filter = self.sampling_filter if filtered else None
-        return head(hidden_RD, partial(logprob_fn, sampling_filter=sampling_filter), target_R)
+        options = {"vocab": self.vocab_limit, "temperature": self.temperature, "backend": self.backend}
+        options["sampling_filter"] = self.sampling_filter if filtered else None
+        return head(hidden_RD, partial(logprob_fn or partial(linear_logp, return_entropy=True), **options), target_R)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Adds to the gradient. FSDP sums it over a replica's ranks, and over replicas with the last micro-batch."""
@@ -320,8 +325,7 @@ def shard(model: Decoder, mesh: DeviceMesh, *, precision: str, cpu_offload: bool
     in float32, not averaged: the loss divides by one count of tokens over all ranks. With `cpu_offload` parameters and
     gradients are in host memory.
     """
-    pinned = mesh.device_type == "cuda"
-    offload = {"offload_policy": CPUOffloadPolicy(pin_memory=pinned)} if cpu_offload else {}
+    offload = {"offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")} if cpu_offload else {}
     policy = MixedPrecisionPolicy()
     if precision == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -362,10 +366,13 @@ def load_policy(
         model = decoder(model_config or read_model_config(Path(folder)), **options)
         if lora and lora.enabled:
             add_adapters(model, lora, getattr(torch, precision))
+    assert mesh is not None or (precision == "float32" and not cpu_offload), (
+        precision,
+        cpu_offload,
+        "these need a mesh",
+    )
     if mesh is not None:
         shard(model, mesh, precision=precision, cpu_offload=cpu_offload)
-    else:
-        assert precision == "float32" and not cpu_offload, (precision, cpu_offload, "these need a mesh")
     model.to_empty(device="cpu" if cpu_offload else device)
     load_weights(model, folder)
     if lora and lora.enabled:

@@ -22,6 +22,7 @@ from config import LossConfig
 from hf.weights import sharded_parameters
 from kernels import KernelBackend, LossPath, linear_logp, linear_loss
 from loss import policy_loss
+from run.start import choose_attention
 from system.exits import exit_process
 from system.ranks import Ranks, start_process_group
 
@@ -161,7 +162,7 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true")
     dry = parser.parse_args().dry
     ranks, device = start_process_group(tp_size=1)
-    print(facts())
+    print(facts(), choose_attention(device, torch.bfloat16))
     backend = "triton" if not dry or os.environ.get("TRITON_INTERPRET") == "1" else "torch"
     how = (device.type, torch.float32 if dry else torch.bfloat16, backend)
     lengths = [7, 5, 5, 1, 12, 3] if dry else [700, 33, 700, 1, 2048, 128]

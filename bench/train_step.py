@@ -42,10 +42,10 @@ from config import Config
 from hf.model_config import ModelConfig
 from hf.weights import sharded_parameters
 from kernels import LossPath, choose_backend, linear_logp
-from model import Decoder, shard
+from model import Decoder, PackLayout, shard
 from optim import build_optimizer, clip_grad_norm
 from run.speed import PEAK_TFLOPS, train_flops
-from run.start import compiles
+from run.start import choose_attention, compiles
 from system.exits import exit_process
 from system.ranks import Ranks, start_process_group
 
@@ -127,7 +127,7 @@ class HeadAlone(nn.Module):
         self.backend = model.backend
         self.loss_path = model.loss_path
 
-    def forward(self, token_T, position_T, cu_seqlens, pos_R, target_R, prefix_S=None, *, logprob_fn=None) -> tuple:
+    def forward(self, token_T, position_T, layout, pos_R, target_R, *, logprob_fn=None) -> tuple:
         hidden_RD = self.weight_VD.new_empty(len(pos_R), self.weight_VD.shape[1]).normal_().requires_grad_()
         logprob_fn = logprob_fn or partial(linear_logp, return_entropy=True)
         options = {"vocab": self.vocab_limit, "temperature": self.temperature, "backend": self.backend}
@@ -169,6 +169,7 @@ def main() -> None:
     if compiled:
         model.compile_blocks()
     peak = 1e12 * PEAK_TFLOPS.get(torch.cuda.get_device_name(), 0) if device.type == "cuda" else 0
+    print(choose_attention(device, getattr(torch, cfg.policy.precision)))
     head = HeadAlone(model, device, getattr(torch, cfg.policy.precision))
     vocab = model.vocab_limit
     optimizer = build_optimizer(model, cfg.policy.optimizer)
@@ -200,6 +201,9 @@ def main() -> None:
         if device.type == "cuda":
             line["peak_GiB"] = torch.cuda.max_memory_allocated() / 2**30
         line["head_seconds"] = seconds(head_alone, args.rounds)
+        pack = batch.micros[0]  # the layout of which the host makes once, for all forwards
+        of_pack = (pack.cu_seqlens, pack.prefix_S, len(pack.token_T), device)
+        line["layout_ms"] = 1e3 * seconds(lambda of_pack=of_pack: PackLayout.of(*of_pack), 20)
         line["tokens_per_second"] = work["tokens"] / line["seconds"]
         line["utilisation"] = peak and work["flops"] / line["seconds"] / peak
         line["head_utilisation"] = peak and work["head_flops"] / line["head_seconds"] / peak

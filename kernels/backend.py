@@ -33,9 +33,6 @@ class KernelBackend:
         return "output layer: PyTorch" if torch.cuda.is_available() else "output layer: PyTorch (no CUDA)"
 
 
-TORCH = KernelBackend("torch")
-
-
 def choose_backend(option: str, device_type: str, chunk_rows: int | None = None) -> KernelBackend:
     """triton, torch, or auto: Triton on CUDA, PyTorch elsewhere. ValueError for "triton" without CUDA."""
     if option == "triton" and device_type != "cuda":
@@ -47,7 +44,9 @@ def choose_backend(option: str, device_type: str, chunk_rows: int | None = None)
 
 def backend_for(hidden_RD: Tensor, backend: KernelBackend | None) -> KernelBackend:
     """`backend`, by default the one of the device. float64 always goes to PyTorch."""
-    return TORCH if hidden_RD.dtype == torch.float64 else (backend or choose_backend("auto", hidden_RD.device.type))
+    if hidden_RD.dtype == torch.float64:
+        return KernelBackend("torch")
+    return backend or choose_backend("auto", hidden_RD.device.type)
 
 
 @dataclass(frozen=True, slots=True)

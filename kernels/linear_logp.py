@@ -6,7 +6,7 @@ and with g = dL/dlogp, h = dL/dH, the gradient dz of the logits before the tempe
     dz_j = [ g (1[j = y] - p_j) - h p_j (log p_j + H) ] / tau        dX = dz W        dW = sum_T dz^T x
 
 Forward with Triton computes logits tile by tile in registers and merges the statistics of a row's tiles; PyTorch, for
-CPU and float64, takes chunks of rows. Backward recomputes logits chunk by chunk.
+CPU and float64, and GPUs before Hopper take chunks of rows. Backward recomputes logits chunk by chunk.
 
 Precision: float64 inputs are computed in float64 throughout; else logits, and everything between the matmuls, are
 float32. dz is rounded to the inputs' dtype once, before its two matmuls; dW is summed over chunks in float32.
@@ -77,7 +77,6 @@ def _descriptor(x_ND: Tensor, block: tuple[int, int]) -> TensorDescriptor:
 def _forward_triton(hidden_TD, weight_VD, target_T, vocab, temperature):
     num_rows, width = hidden_TD.shape
     rows, cols, depth = TILES[hidden_TD.element_size()]
-    torch._assert_async(((target_T >= 0) & (target_T < vocab)).all(), "a target is outside the vocabulary")
     stats_NKT = hidden_TD.new_empty(triton.cdiv(vocab, cols), 3, num_rows, dtype=torch.float32)
     picked_T = stats_NKT.new_empty(num_rows)
     if num_rows:
@@ -103,7 +102,10 @@ class _LinearLogp(torch.autograd.Function):
         ctx.save_for_backward(hidden_TD, weight_VD, target_T)
         ctx.options = vocab, temperature, backend, sampling_filter
         ctx.set_materialize_grads(False)  # entropy as a metric only: its gradient is None and costs nothing
-        if backend.name == "triton" and sampling_filter is None:  # a filter needs rows of logits
+        torch._assert_async(((target_T >= 0) & (target_T < vocab)).all(), "a target is outside the vocabulary")
+        has_tma = not hidden_TD.is_cuda or torch.cuda.get_device_capability(hidden_TD.device) >= (9, 0)
+        # A filter needs rows of logits. Without TMA, before Hopper, Triton would read tiles 2 bytes at a time.
+        if backend.name == "triton" and sampling_filter is None and has_tma:
             return _forward_triton(hidden_TD, weight_VD, target_T, vocab, temperature)
         stats_KT = hidden_TD.new_empty(2, len(hidden_TD), dtype=wide_dtype(hidden_TD))
         for chunk in logit_chunks(hidden_TD, weight_VD, target_T, *ctx.options):

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from engine import Engine, SamplingOptions
-from model import Decoder
+from model import Decoder, PackLayout
 from system.exits import StopRun
 
 NUM_PROMPT_TOKENS = 160  # more than a block of the prefix cache: vLLM's have 16 tokens, on CPU 128
@@ -28,10 +28,10 @@ def check_canary(model: Decoder, engine: Engine, limit: float | None, device: to
     for reply in engine.generate([prompt], [0], SamplingOptions(model.temperature, num_new), may_stop=False):
         ids = torch.tensor([*prompt, *reply.ids.tolist()], device=device)
         position_T = torch.arange(len(ids) - 1, device=device)
-        cu_seqlens = np.array([0, len(position_T)])
+        layout = PackLayout.of(np.array([0, len(position_T)]), None, len(position_T), device)
         with torch.no_grad():
             replied = (position_T[len(prompt) - 1 :], ids[len(prompt) :])
-            logp_R, _ = model(ids[:-1], position_T, cu_seqlens, *replied, filtered=False)
+            logp_R, _ = model(ids[:-1], position_T, layout, *replied, filtered=False)
         gap_R = (logp_R.cpu().double() - torch.from_numpy(reply.logps)).abs()
         sum_and_count += torch.tensor([gap_R.sum(), len(gap_R)], dtype=torch.float64)
     dist.all_reduce(sum_and_count)

@@ -21,7 +21,7 @@ from config import Config, DataError
 from data import first_fit
 from hf.model_config import ModelConfig
 from hf.tokenizer import Tokenizer
-from model import Decoder, load_policy
+from model import Decoder, PackLayout, load_policy
 from system.ranks import gather
 
 
@@ -32,13 +32,13 @@ class RewardDecoder(Decoder):
         super().__init__(replace(config, tie_word_embeddings=True))  # such checkpoints have no head over the vocabulary
         self.score = nn.Linear(config.hidden_size, 1, bias=False)
 
-    def forward(self, token_T: Tensor, position_T: Tensor, cu_seqlens: Tensor, pos_S: Tensor) -> Tensor:
+    def forward(self, token_T: Tensor, position_T: Tensor, layout: PackLayout, pos_S: Tensor) -> Tensor:
         """score_S at positions pos_S of the pack, in float32: bfloat16 would round scores to 3 digits."""
 
         def score(hidden_SD: Tensor, *_, **__) -> Tensor:
             return hidden_SD.float() @ self.score.weight[0].float()
 
-        return super().forward(token_T, position_T, cu_seqlens, pos_S, logprob_fn=score)
+        return super().forward(token_T, position_T, layout, pos_S, logprob_fn=score)
 
 
 class RewardModel:
@@ -102,4 +102,5 @@ class RewardModel:
         token_T = torch.tensor([token for ids in ids_S for token in ids], device=self.device)
         position_T = torch.cat([torch.arange(len(ids), device=self.device) for ids in ids_S])
         end_S = torch.tensor(cu_seqlens[1:] - 1, device=self.device)
-        return self.model(token_T, position_T, cu_seqlens, end_S)
+        layout = PackLayout.of(cu_seqlens, None, len(token_T), self.device)
+        return self.model(token_T, position_T, layout, end_S)

@@ -6,9 +6,11 @@ The algorithm is `train` in grpo.py. Nothing here computes a loss, an advantage 
 import os
 import shutil
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from torch.nn.attention import activate_flash_attention_impl
 
 import config
 from batch import needs_old_logps
@@ -289,14 +291,25 @@ def build_policy(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: to
     num_trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
     trained = f", {num_trained / 1e6:,.2f} M of them trained" if num_trained < size else ""
     shards = " x ".join(map(str, mesh.shape))
-    flash = uses_flash_attention(device.type, getattr(torch, policy.precision))
+    attention = choose_attention(device, getattr(torch, policy.precision))
     ranks.print_rank0(
         f"policy: {size / 1e6:,.1f} M parameters{trained}, {policy.precision}, FSDP2 over {shards} ranks; "
         f"{backend.describe(model.config.vocab_size)}; {model.loss_path.describe()}; "
-        f"attention: {'varlen_attn' if flash else 'SDPA by runs of equal length'}; "
+        f"attention: {attention}; "
         f"{'compiled' if compiled else 'eager'} blocks; packs of {policy.pack_tokens(device.type):,} tokens"
     )
     return model
+
+
+def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
+    """What computes attention, in words. Torch's own varlen_attn is FlashAttention 2. On Hopper it is FlashAttention 3
+    from now on, if its package is installed."""
+    if not uses_flash_attention(device.type, dtype):
+        return "SDPA by runs of equal length"
+    if find_spec("flash_attn_interface") is None or torch.cuda.get_device_capability(device) != (9, 0):
+        return "varlen_attn"
+    activate_flash_attention_impl("FA3")
+    return "varlen_attn, FlashAttention 3"
 
 
 def build_sampler(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> Sampler:

@@ -199,3 +199,9 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The array on the device. To a GPU from pinned memory, as any other copy waits for all that is queued there."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from examples.arithmetic.make_problems import draw_problems, needs_carry, sum_without_carry
 from hf import tokenizer as hf_tokenizer
 from hf.weights import save_hf
-from model import Decoder, ModelConfig
+from model import Decoder, ModelConfig, PackLayout
 
 FORGET_SHARE = 0.6
 NUM_STEPS, BATCH_SIZE, WARMUP_STEPS, SEED = 1500, 64, 100, 0
@@ -108,10 +108,11 @@ def answer_ids(tokenizer: hf_tokenizer.Tokenizer, answer: int) -> list[int]:
     return tokenizer.backend.encode(str(answer)).ids
 
 
-def equal_length_pack(ids_ST: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """token_T, position_T, cu_seqlens of S sequences of one length."""
+def equal_length_pack(ids_ST: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, PackLayout]:
+    """token_T, position_T, layout of S sequences of one length."""
     S, length = ids_ST.shape
-    return ids_ST.flatten(), torch.arange(length).repeat(S), torch.arange(S + 1, dtype=torch.int32) * length
+    layout = PackLayout.of(torch.arange(S + 1) * length, None, S * length, torch.device("cpu"))
+    return ids_ST.flatten(), torch.arange(length).repeat(S), layout
 
 
 @torch.no_grad()
@@ -166,8 +167,9 @@ def pack_of(sequences: list[tuple[list[int], list[int]]]) -> dict:
         tokens += (prompt + answer)[:-1]
         positions += range(len(prompt) + len(answer) - 1)
         cu_seqlens.append(len(tokens))
-    pack = dict(token_T=tokens, position_T=positions, cu_seqlens=cu_seqlens, pos_R=rows, target_R=targets)
-    return {name: torch.tensor(values) for name, values in pack.items()}
+    pack = dict(token_T=tokens, position_T=positions, pos_R=rows, target_R=targets)
+    layout = PackLayout.of(cu_seqlens, None, len(tokens), torch.device("cpu"))
+    return {"layout": layout} | {name: torch.tensor(values) for name, values in pack.items()}
 
 
 def train(tokenizer: hf_tokenizer.Tokenizer, pairs: list[tuple[int, int]]) -> Decoder:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dist_case import make_samples, settings
+from dist_case import make_samples, packs_of, settings
 from hf_folders import SIZES
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,11 +24,12 @@ from batch import finish_minibatches, make_minibatches
 from hf.model_config import ModelConfig
 from kernels import LossPath, choose_backend, linear_logp, softmax
 from kernels.clipped_pg import clipped_pg_dlogits_
-from metrics import accumulate
-from model import Decoder, uses_flash_attention
+from metrics import accumulate, reduce_over_ranks
+from model import Decoder, PackLayout, uses_flash_attention
 from optim import build_optimizer, clip_grad_norm, count_bad_steps
+from run import start
 
-META = torch.device("meta")
+META, CPU = torch.device("meta"), torch.device("cpu")
 KERNEL_FILES = [inspect.getmodule(function) for function in (clipped_pg_dlogits_, linear_logp)] + [softmax]
 VOCAB = 200  # of the tokenizer; the model has 211 rows
 CHUNK = 48  # rows of logits at once: several chunks, the last one smaller
@@ -85,7 +86,7 @@ def reduce_gradients(compute: Decoder, masters: Decoder) -> None:
 
 class OnDevice(TorchDispatchMode):
     """Counts the operations, and refuses what CUDA refuses: tensors of the host beside the device's. Factors of
-    matmuls must have 16 bits."""
+    matmuls must have 16 bits. A copy to the host is of ones, and a "host wait"."""
 
     def __init__(self):
         super().__init__()
@@ -93,6 +94,9 @@ class OnDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, tensors = str(func), [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if name == "aten._to_copy.default" and (args[0].device, kwargs.get("device")) == (META, CPU):
+            self.counts["host waits"] += 1
+            return torch.ones(args[0].shape, dtype=args[0].dtype)  # what the host reads
         out = func(*args, **(kwargs or {}))
         on_host = [x for x in tensors if x.device != META and x.dim()]
         assert not on_host or len(on_host) == len(tensors), f"{name}: {[(x.shape, x.device) for x in tensors]}"
@@ -109,6 +113,7 @@ def launched(monkeypatch):
     launched, gpu = Counter(), SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: x.device == META), raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(model_module, "uses_flash_attention", lambda _, dtype: uses_flash_attention("cuda", dtype))
     monkeypatch.setitem(softmax.CHUNK_ELEMENTS, "meta", CHUNK * VOCAB)  # its entry for "cuda" takes the pack whole
     for module in KERNEL_FILES:
@@ -134,12 +139,13 @@ def meta_minibatch(cfg, model, ranks):
     """Built and counted on the host, as the numbers in it are read: then with its tensors on the device."""
     samples, adv_B = make_samples(VOCAB)
     adv_B[3] = adv_B[12] = 0.0  # rows without a gradient
-    (minibatch,) = make_minibatches(samples, adv_B, cfg, ranks, torch.device("cpu"))
+    (minibatch,) = make_minibatches(samples, adv_B, cfg, ranks, CPU)
     finish_minibatches([minibatch], cfg, model.loss_path, 0)
     for i, micro in enumerate(minibatch.micros):
         tensors = {f.name: getattr(micro, f.name) for f in fields(micro)}
         tensors = {name: x.to(META) for name, x in tensors.items() if isinstance(x, torch.Tensor)}
-        minibatch.micros[i] = replace(micro, **tensors)
+        layout = PackLayout.of(micro.cu_seqlens, micro.prefix_S, len(micro.token_T), META)
+        minibatch.micros[i] = replace(micro, layout=layout, **tensors)
     return minibatch
 
 
@@ -224,7 +230,61 @@ def test_a_step_on_the_branches_of_cuda(way, share_prefix, launched, one_rank, m
     assert num_queries == len(micro.token_T) and (num_keys > num_queries) == share_prefix
     assert launched.keys() == WAYS[way][2], launched
     assert on_device.counts.keys() >= WIDE_MATMULS, on_device.counts
+    # Keys and values are sorted once, in the layout; only the head's rows and the embedding's tokens are sorted here.
+    assert on_device.counts["aten.segment_reduce.default"] == 2 * layers * share_prefix
+    assert on_device.counts["aten.embedding_dense_backward.default"] == 2 and not on_device.counts["aten.tril.default"]
     for param in masters.parameters():
         moments = {name: x for name, x in optimizer.state[param].items() if name != "step"}
         assert moments.keys() == {"exp_avg", "exp_avg_sq"}
         assert {(x.shape, x.dtype, x.device) for x in moments.values()} == {(param.shape, torch.float32, META)}
+
+
+def test_the_host_waits_a_few_times_in_an_optimizer_step_whatever_its_micro_batches(launched, one_rank, monkeypatch):
+    """From packs to the verdict, without log-probabilities before the step. Once more for the gradient's norm, which
+    `verdict` gives."""
+    cfg, model = packs_of(64), policy("one pass", recompute=False).bfloat16()
+    verdict(monkeypatch)
+    masters, sums = policy("one pass", recompute=False), {}
+    with OnDevice() as on_device:
+        (minibatch,) = make_minibatches(*make_samples(VOCAB), cfg, one_rank[0], META)
+        finish_minibatches([minibatch], cfg, model.loss_path, 0)
+        for micro in minibatch.micros:
+            assert micro.num_grad_rows == len(micro.pos_R)
+            loss, metrics = grpo.compute_loss(model, micro, minibatch, cfg)
+            loss.backward()
+            reduce_gradients(model, masters)
+            accumulate(sums, metrics)
+        assert {x.device for x in tree_leaves(sums)} == {META}, "one copy takes them all"
+        clip_grad_norm(masters, cfg.policy.max_grad_norm)
+        reduce_over_ranks(sums)
+        reduce_over_ranks(sums, divide_sums_by=1)  # of the whole step
+    assert minibatch.num_tokens == sum(len(micro.pos_R) for micro in minibatch.micros) and len(minibatch.micros) > 3
+    assert on_device.counts["host waits"] + 1 <= 6, on_device.counts
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_before_hopper_log_probabilities_come_from_rows_of_logits(capability, launched, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    hidden_TD, weight_VD = (torch.empty(rows, 64, dtype=torch.bfloat16, device=META) for rows in (100, 211))
+    target_T = torch.empty(100, dtype=torch.int64, device=META)
+    linear_logp(hidden_TD, weight_VD, target_T, vocab=VOCAB, backend=choose_backend("auto", "cuda", CHUNK))
+    if capability < (9, 0):
+        assert launched == {"row_stats_kernel": 3}, "three chunks"
+    else:
+        assert launched == {"tile_stats_kernel": 1}
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flash_attention_3_is_for_hopper_where_it_is_installed(dtype, capability, is_installed, monkeypatch):
+    activated = []
+    monkeypatch.setattr(
+        start, "find_spec", lambda name: "spec" if is_installed and "flash_attn_inter" in name else None
+    )
+    monkeypatch.setattr(start, "activate_flash_attention_impl", activated.append)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    words = start.choose_attention(torch.device("cuda", 0), dtype)
+    is_third = dtype == torch.bfloat16 and capability == (9, 0) and is_installed
+    assert activated == ["FA3"] * is_third and ("FlashAttention 3" in words) == is_third
+    assert ("SDPA" in words) == (dtype == torch.float32)

@@ -17,7 +17,7 @@ import config
 import grpo
 from hf.tokenizer import Tokenizer
 from kernels import KernelBackend, SamplingFilter
-from model import Reference, load_policy
+from model import PackLayout, Reference, load_policy
 from run.start import loss_path_of
 from system.exits import StopRun
 
@@ -327,3 +327,19 @@ def test_one_pass_equals_two_and_leaves_out_rows_without_gradient(policy, step, 
     assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-7, nan_ok=True)
     assert metrics["probs_ratio_max"] > 1.01
     assert_close(fused, expected, 1e-5)
+
+
+def test_the_layout_of_a_pack_is_made_once_for_all_its_forwards(policy, step, ranks, monkeypatch):
+    """Old log-probabilities, those of the reference, and two passes over each of two minibatches."""
+    made, of = [], PackLayout.of
+    monkeypatch.setattr(PackLayout, "of", lambda *pack: made.append(pack) or of(*pack))
+    packing = config.SequencePackingConfig(64)
+    cfg = settings(policy={"train_global_batch_size": 10, "ppo_epochs": 2, "sequence_packing": packing})
+    cfg = replace(cfg, loss_fn=replace(cfg.loss_fn, reference_policy_kl_penalty=0.1))
+    minibatches = scored(policy, Reference(policy), step, cfg, ranks)
+    micros = [micro for minibatch in minibatches for micro in minibatch.micros]
+    for minibatch in minibatches * cfg.policy.ppo_epochs:
+        for micro in minibatch.micros:
+            grpo.compute_loss(policy, micro, minibatch, cfg)[0].backward()
+    assert all(micro.old_logp_R is not None and micro.ref_logp_R is not None for micro in micros)
+    assert len(made) == len(micros) > 3

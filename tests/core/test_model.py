@@ -8,7 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from hf_folders import FAMILIES, LENGTHS, QWEN2, SIZES, hf_from_pretrained, make_hf_folder, make_pack, response_rows
+from count_memory import LiveBytes
+from hf_folders import (
+    FAMILIES,
+    LENGTHS,
+    QWEN2,
+    SIZES,
+    hf_from_pretrained,
+    layout_of,
+    make_hf_folder,
+    make_pack,
+    response_rows,
+)
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -38,12 +49,12 @@ def test_logits_equal_transformers(folders, family):
     folder, hf_model = folders[family]
     model = load_policy(folder, device="cpu")
     assert set(model.state_dict()) == {name for name, _ in hf_model.named_parameters()}
-    token_T, position_T, cu_seqlens = make_pack([97])
+    token_T, position_T, layout = make_pack([97])
     position_T = 2 * position_T  # with gaps: attention sees differences of positions only
     attend_T = torch.ones_like(token_T)  # else transformers takes a gap for the start of a new sequence
     expected_TV = hf_model(token_T[None], attend_T[None], position_ids=position_T[None]).logits[0]
     assert expected_TV.std() > 0.5  # logits that would hide an error are none
-    gap = (model(token_T, position_T, cu_seqlens) - expected_TV).abs().max().item()
+    gap = (model(token_T, position_T, layout) - expected_TV).abs().max().item()
     print(f"{family}: max |delta logit| {gap:.1e} at std {expected_TV.std():.2f}")
     assert gap <= 1e-4
 
@@ -51,14 +62,14 @@ def test_logits_equal_transformers(folders, family):
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama3"])
 def test_packed_equals_one_by_one(folders, family):
     model = load_policy(folders[family][0], device="cpu")
-    token_T, position_T, cu_seqlens = make_pack(LENGTHS)
-    packed_TV = model(token_T, position_T, cu_seqlens)
+    token_T, position_T, layout = make_pack(LENGTHS)
+    packed_TV = model(token_T, position_T, layout)
     weight_TV = torch.randn(packed_TV.shape, generator=torch.Generator().manual_seed(1))
     (packed_TV * weight_TV).sum().backward()
     packed_grads = grads(model)
-    for start, end in pairwise(cu_seqlens):
+    for start, end in pairwise(layout.cu_queries.tolist()):
         rows = slice(start, end)
-        single_TV = model(token_T[rows], position_T[rows], np.array([0, end - start]))
+        single_TV = model(token_T[rows], position_T[rows], layout_of(end - start))
         assert (single_TV - packed_TV[rows]).abs().max() <= 1e-5
         (single_TV * weight_TV[rows]).sum().backward()
     for name, grad in grads(model).items():
@@ -67,10 +78,10 @@ def test_packed_equals_one_by_one(folders, family):
 
 def test_logp_and_entropy_are_those_of_the_logits(folders):
     model = load_policy(folders["qwen2"][0], device="cpu", temperature=0.7, vocab_limit=200)
-    token_T, position_T, cu_seqlens = make_pack(LENGTHS, vocab=200)
+    token_T, position_T, layout = make_pack(LENGTHS, vocab=200)
     pos_R, target_R = response_rows(LENGTHS, token_T)
-    logp_R, entropy_R = model(token_T, position_T, cu_seqlens, pos_R, target_R)
-    logits_TV = model(token_T, position_T, torch.from_numpy(cu_seqlens)).detach().double()
+    logp_R, entropy_R = model(token_T, position_T, layout, pos_R, target_R)
+    logits_TV = model(token_T, position_T, layout).detach().double()
     for i, (row, target) in enumerate(zip(pos_R.tolist(), target_R.tolist(), strict=True)):
         scaled = [value / 0.7 for value in logits_TV[row, :200].tolist()]
         largest = max(scaled)
@@ -92,10 +103,9 @@ def test_no_response_rows_gives_zero_gradients_everywhere(folders, family):
 
 
 @pytest.mark.parametrize("cu_seqlens", [[0, 4], [0, 3, 3, 6], [1, 6]])
-def test_cu_seqlens_must_cover_the_pack(folders, cu_seqlens):
-    token_T, position_T, _ = make_pack([6])
+def test_cu_seqlens_must_cover_the_pack(cu_seqlens):
     with pytest.raises(AssertionError):
-        load_policy(folders["qwen2"][0], device="cpu")(token_T, position_T, np.array(cu_seqlens))
+        model_module.PackLayout.of(np.array(cu_seqlens), None, 6, torch.device("cpu"))
 
 
 # --- shards ---
@@ -177,23 +187,48 @@ def test_gathered_rows_sum_their_gradients_in_float32(dtype):
     assert x.grad.dtype == dtype and x.grad[:, 0, 0].tolist() == [1, 0, 300, 0, 2]
 
 
+def test_rows_that_are_sorted_once_sum_their_gradients_to_the_same_bits():
+    """The way of CUDA and the way of CPUs add the same numbers in the same order, as a plain loop does."""
+    generator = torch.Generator().manual_seed(0)
+    row_M = torch.randint(0, 40, (500,), generator=generator)
+    start_T = torch.cat([torch.zeros(1, dtype=torch.int64), row_M.bincount(minlength=43).cumsum(0)])
+    orders = [(), (row_M.argsort(stable=True), start_T)]
+    grad = torch.randn(500, 3, 2, generator=generator)
+    for dtype in (torch.float32, torch.bfloat16):
+        found, expected = [], torch.zeros(43, 3, 2)
+        for order in orders:
+            x = torch.zeros(43, 3, 2, dtype=dtype, requires_grad=True)
+            model_module.GatherRows.apply(x, row_M, *order).backward(grad.to(dtype))
+            found.append(x.grad)
+        for row, grad_of_row in zip(row_M.tolist(), grad.to(dtype).float(), strict=True):
+            expected[row] += grad_of_row
+        assert all(torch.equal(each, expected.to(dtype)) for each in found)
+
+
+@pytest.mark.parametrize("num_tokens", [32_768, 65_536])
+def test_a_long_pack_needs_no_mask_on_cuda(num_tokens, monkeypatch):
+    """A prompt of a quarter of the pack and two responses: neither the layout nor a call of attention holds a tensor
+    of queries by keys."""
+    monkeypatch.setattr(model_module, "uses_flash_attention", lambda *_: True)
+    cu_seqlens = np.array([0, num_tokens // 4, num_tokens // 2, num_tokens])
+    meta = torch.device("meta")
+    with LiveBytes("meta") as live:
+        layout = model_module.PackLayout.of(cu_seqlens, np.array([-1, 0, 0]), num_tokens, meta)
+        key_TKH = torch.zeros(num_tokens, 1, 8, dtype=torch.bfloat16, device=meta)
+        model_module.packed_attention(key_TKH, key_TKH, key_TKH, layout)
+    num_keys = num_tokens * 3 // 2
+    assert live.largest_one <= 16 * num_keys and live.largest <= 128 * num_tokens
+
+
 def test_layout_of_segments_by_hand():
     """Prompts of 2 and 1 tokens; a response of 2 and one of 1 to the first, one of 1 to the second."""
     cu_seqlens, prefix_S = np.int32([0, 2, 3, 5, 6, 7]), np.array([-1, -1, 0, 0, 1])
     layout = model_module.PackLayout.of(cu_seqlens, prefix_S, 7, torch.device("cpu"))
-    assert layout.key_rows.tolist() == [0, 1, 2, 0, 1, 3, 4, 0, 1, 5, 2, 6]
+    row_M, order_M, start_T = (x.tolist() for x in layout.key_rows)
+    assert row_M == [0, 1, 2, 0, 1, 3, 4, 0, 1, 5, 2, 6]
+    assert order_M == [0, 3, 7, 1, 4, 8, 2, 10, 5, 6, 9, 11] and start_T == [0, 3, 6, 8, 9, 10, 11, 12]
     assert layout.cu_queries.tolist() == [0, 2, 3, 5, 6, 7] and layout.cu_keys.tolist() == [0, 2, 3, 7, 10, 12]
-    shapes = [
-        (count, queries, keys, mask if mask is None else mask.int().tolist())
-        for count, queries, keys, mask in layout.runs
-    ]
-    assert shapes == [
-        (1, 2, 2, None),
-        (1, 1, 1, None),
-        (1, 2, 4, [[1, 1, 1, 0], [1, 1, 1, 1]]),
-        (1, 1, 3, [[1, 1, 1]]),
-        (1, 1, 2, [[1, 1]]),
-    ]
+    assert layout.runs == [(1, 2, 2), (1, 1, 1), (1, 2, 4), (1, 1, 3), (1, 1, 2)] and layout.most == (2, 4)
 
 
 def packs_of(samples, max_tokens, share_prefix):
@@ -202,10 +237,6 @@ def packs_of(samples, max_tokens, share_prefix):
         for share in assign_to_ranks(samples, 2, max_tokens, share_prefix)
         for pack in pack_samples(share, max_tokens)
     ]
-
-
-def layout_of(micro):
-    return model_module.PackLayout.of(micro.cu_seqlens, micro.prefix_S, len(micro.token_T), torch.device("cpu"))
 
 
 def visible_keys(cu_queries, cu_keys):
@@ -245,8 +276,12 @@ def test_index_tensors_show_each_row_its_own_sequence(share_prefix):
         samples = random_groups(seed)
         num_seen = 0
         for micro in packs_of(samples, max_tokens, share_prefix):
-            layout = layout_of(micro)
-            row_M = range(len(micro.token_T)) if layout.key_rows is None else layout.key_rows.tolist()
+            layout = micro.layout
+            if layout.key_rows:
+                rows, order, starts = (x.tolist() for x in layout.key_rows)
+                assert order == sorted(range(len(rows)), key=rows.__getitem__)
+                assert starts == [sum(row < t for row in rows) for t in range(len(micro.token_T) + 1)]
+            row_M = layout.key_rows[0].tolist() if layout.key_rows else range(len(micro.token_T))
             visible = [
                 [row_M[key] for key in keys]
                 for keys in visible_keys(layout.cu_queries.tolist(), layout.cu_keys.tolist())
@@ -269,8 +304,8 @@ def test_the_cuda_path_by_its_rule_equals_the_cpu_path(share_prefix, monkeypatch
     generator = torch.Generator().manual_seed(0)
     for max_tokens in (79, 4000):
         for micro in packs_of(random_groups(max_tokens), max_tokens, share_prefix):
-            layout = layout_of(micro)
-            assert (layout.key_rows is not None) == bool((micro.prefix_S >= 0).any())
+            layout = micro.layout
+            assert bool(layout.key_rows) == bool((micro.prefix_S >= 0).any())
             shapes = [(len(micro.token_T), heads, 8) for heads in (4, 2, 2)]
             qkv = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
             found = []

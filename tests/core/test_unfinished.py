@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import FakeTokenizer
+from hf_folders import layout_of
 
 import engine as engine_module
 import envs
@@ -59,7 +60,7 @@ def gap_of_each(policies, prompt, completion):
     for policy in policies:
         with torch.no_grad():
             logp_R, _ = policy(
-                ids[:-1], position_T, np.array([0, len(position_T)]), position_T[len(prompt) - 1 :], ids[len(prompt) :]
+                ids[:-1], position_T, layout_of(len(position_T)), position_T[len(prompt) - 1 :], ids[len(prompt) :]
             )
         logps.append(logp_R.numpy())
     return np.abs(np.stack(logps)[completion.versions, np.arange(len(completion.ids))] - completion.logps)

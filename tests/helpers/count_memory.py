@@ -113,10 +113,10 @@ def make_micro(vocab: int, device: str) -> tuple[SimpleNamespace, SimpleNamespac
     """(a pack of NUM_TOKENS, all of them response tokens, and its minibatch)."""
     token_T, target_T = torch.randint(0, vocab, (2, NUM_TOKENS)).to(device)
     row_T = torch.arange(NUM_TOKENS, device=device)
-    cu_seqlens = np.arange(0, NUM_TOKENS + 1, 64)
+    layout = PackLayout.of(np.arange(0, NUM_TOKENS + 1, 64), None, NUM_TOKENS, torch.device(device))
     x_T = torch.randn(NUM_TOKENS).to(device)
     micro = SimpleNamespace(
-        model_inputs=(token_T, row_T % 64, cu_seqlens, row_T, target_T, None),
+        model_inputs=(token_T, row_T % 64, layout, row_T, target_T),
         old_logp_R=None,
         ref_logp_R=None,
         sampler_logp_R=torch.full_like(x_T, -8.0),
@@ -237,8 +237,7 @@ def count_kept(
     layout = PackLayout.of(cu_seqlens, prefix_S, num_tokens, torch.device(device))
     cos_sin = rope_cos_sin(model_config, torch.arange(num_tokens, device=device))
     hidden_TD = torch.randn(num_tokens, model_config.hidden_size, device=device, requires_grad=True)
-    shared = [*block.parameters(), *cos_sin, layout.cu_queries, layout.cu_keys]
-    shared += [layout.key_rows] if prefix else []
+    shared = [*block.parameters(), *cos_sin, layout.cu_queries, layout.cu_keys, *layout.key_rows]
     not_counted = {x.untyped_storage()._cdata for x in shared}
     kept = {}
 

@@ -3,6 +3,8 @@
 import numpy as np
 import torch
 
+from model import PackLayout
+
 SIZES = dict(
     hidden_size=72,
     intermediate_size=100,
@@ -53,7 +55,12 @@ def make_pack(lengths, vocab=211, seed=0):
     generator = torch.Generator().manual_seed(seed)
     token_T = torch.randint(vocab, (sum(lengths),), generator=generator)
     position_T = torch.cat([torch.arange(length) for length in lengths])
-    return token_T, position_T, np.cumsum([0, *lengths], dtype=np.int32)
+    return token_T, position_T, layout_of(*lengths)
+
+
+def layout_of(*lengths):
+    """Of whole sequences."""
+    return PackLayout.of(np.cumsum([0, *lengths]), None, sum(lengths), torch.device("cpu"))
 
 
 def response_rows(lengths, token_T):

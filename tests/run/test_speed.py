@@ -16,7 +16,7 @@ from batch import MicroBatch, Minibatch, finish_minibatches, make_minibatches
 from hf.model_config import ModelConfig
 from kernels import KernelBackend
 from lora import LoRALinear, add_adapters
-from model import Decoder
+from model import Decoder, PackLayout
 from run.speed import performance_metrics, train_flops
 from run.start import loss_path_of
 
@@ -113,7 +113,8 @@ def micro_of(length, head_rows=None, grad_rows=None):
     tokens = torch.zeros(length, dtype=torch.int64)
     bounds = {"cu_seqlens": np.int32([0, length]), "prefix_S": np.array([-1])}
     names = ("pos_R", "target_R", "sampler_logp_R", "version_R", "adv_R", "seq_R", "reward_R")
-    rest = {"mask_R": torch.ones(rows, dtype=torch.bool), "num_grad_rows": rows if grad_rows is None else grad_rows}
+    rest = {"layout": PackLayout.of(*bounds.values(), length, CPU)}
+    rest |= {"mask_R": torch.ones(rows, dtype=torch.bool), "num_grad_rows": rows if grad_rows is None else grad_rows}
     return MicroBatch(token_T=tokens, position_T=tokens, **bounds, **dict(zip(names, zeros, strict=True)), **rest)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from count_memory import differences
 from dist_case import PROMPTS, adapted_policy, alone, make_samples, packs_of, rank_share
-from hf_folders import FAMILIES, make_hf_folder, make_pack
+from hf_folders import FAMILIES, layout_of, make_hf_folder, make_pack
 from loop import train_once
 from optimizer_case import ADAMW, ROUNDED, check_checkpoints, check_offload, check_units
 from ranks import ranks
@@ -95,7 +95,7 @@ def carried_turns(engine, tokenizer, ranks, policies):
     for s in samples:
         ids = torch.tensor([*s.prompt_ids, *s.output_ids.tolist()])
         position_T = torch.arange(len(ids) - 1)
-        inputs = ids[:-1], position_T, np.array([0, len(position_T)]), position_T[-len(s.output_ids) :]
+        inputs = ids[:-1], position_T, layout_of(len(position_T)), position_T[-len(s.output_ids) :]
         with torch.no_grad():
             logps = [policy(*inputs, ids[-len(s.output_ids) :])[0].numpy() for policy in policies]
         logp_R = np.stack(logps)[s.versions, np.arange(len(s.versions))]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from collectives import Collectives
 from dist_case import adapted_policy, make_samples, packs_of
-from hf_folders import FAMILIES, make_hf_folder
+from hf_folders import FAMILIES, layout_of, make_hf_folder
 from loop import make_run, train, train_once
 from optimizer_case import ADAMW
 from ranks import ranks
@@ -137,7 +137,7 @@ class Sampling:
         ids = torch.tensor([*prompts[0], *new.tolist()])
         position_T = torch.arange(len(ids) - 1)
         pos_R, target_R = position_T[-len(new) :], ids[-len(new) :]
-        logp_R, _ = self.model(ids[:-1], position_T, np.array([0, len(position_T)]), pos_R, target_R)
+        logp_R, _ = self.model(ids[:-1], position_T, layout_of(len(position_T)), pos_R, target_R)
         return [Completion(new, logp_R.numpy() + self.error, "length", np.zeros_like(new))]
 
 
