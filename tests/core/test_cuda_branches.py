@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 import grpo
 import model as model_module
-from batch import finish_minibatches, make_minibatches
+from batch import finish_minibatches, make_minibatches, to_device
+from data import pack_samples
 from hf.model_config import ModelConfig
 from kernels import LossPath, choose_backend, linear_logp, softmax
 from kernels.clipped_pg import clipped_pg_dlogits_
@@ -288,3 +289,19 @@ def test_flash_attention_3_is_for_hopper_where_it_is_installed(dtype, capability
     is_third = dtype == torch.bfloat16 and capability == (9, 0) and is_installed
     assert activated == ["FA3"] * is_third and ("FlashAttention 3" in words) == is_third
     assert ("SDPA" in words) == (dtype == torch.float32)
+
+
+def test_a_pack_goes_to_a_gpu_from_pinned_memory(monkeypatch):
+    """So the host asks for a copy, and waits for none."""
+    gpu, copies = torch.device("cuda", 0), []
+
+    def pinned(x):
+        return SimpleNamespace(to=lambda *place, **options: copies.append((place, options)) or x)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
+    samples, adv_B = make_samples(VOCAB)
+    for sample, adv in zip(samples, adv_B, strict=True):
+        sample.advantage = adv
+    (pack,) = pack_samples([samples[:4]], 4000)
+    to_device(pack, gpu)
+    assert copies == [((gpu,), {"non_blocking": True})] * (9 + 5), "nine arrays of the pack, five of its layout"

@@ -280,7 +280,7 @@ def test_index_tensors_show_each_row_its_own_sequence(share_prefix):
             if layout.key_rows:
                 rows, order, starts = (x.tolist() for x in layout.key_rows)
                 assert order == sorted(range(len(rows)), key=rows.__getitem__)
-                assert starts == [sum(row < t for row in rows) for t in range(len(micro.token_T) + 1)]
+                assert starts == np.searchsorted(sorted(rows), range(len(micro.token_T) + 1)).tolist()
             row_M = layout.key_rows[0].tolist() if layout.key_rows else range(len(micro.token_T))
             visible = [
                 [row_M[key] for key in keys]
