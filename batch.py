@@ -2,8 +2,7 @@
 
 A rollout of B = P * G samples is cut into minibatches of `train_global_batch_size`, one for each optimizer step (by
 default the whole rollout is one). A minibatch is cut into packs, the same number on every rank, because each runs
-FSDP's collectives. The loss divides by counts over a whole minibatch: all ranks, all packs.
-"""
+FSDP's collectives. The loss divides by counts over a whole minibatch: all ranks, all packs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields

@@ -1,8 +1,7 @@
 """The policy: one decoder for Qwen2 / Qwen2.5, Qwen3 (dense) and Llama 3.x over packed tokens.
 
 Owns the architecture (`Decoder`), its FSDP2 wrapping (`shard`), loading (`load_policy`) and the reference policy of the
-KL. Parameters have exactly the names of Hugging Face checkpoints.
-"""
+KL. Parameters have exactly the names of Hugging Face checkpoints."""
 
 import math
 from collections.abc import Callable, Iterator
