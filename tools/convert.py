@@ -2,21 +2,19 @@
 
     python -m tools.convert trl|verl FILE [their.key=value ...] --write CONFIG.yaml
 
-from_trl.yaml and from_verl.yaml hold the facts: each of their keys with its default, and what it means here. This file
-reads their configs, applies a table, and computes the sizes of a step from several keys.
+from_trl.yaml and from_verl.yaml hold the facts: each of their keys with its default, and what it means here. theirs.py
+reads their files. This one applies a table, and computes what several of their keys make together.
 """
 
 import argparse
 import json
 import math
 import os
-import re
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import yaml
@@ -26,15 +24,17 @@ from check.keys import FIELDS, default_text, hint
 from check.nemo import text_of
 from config import ConfigError, shortened
 from hf.files import read_text
+from tools.theirs import Unread, Values, assigned, read, resolved
 
 NAMES = {"trl": "TRL", "verl": "verl"}
 TAKEN = "taken:"
 SAME = "no effect here:"
 NONE = "NO COUNTERPART, and not in the config:"
-DIFFER = "their defaults that differ from ours, and are in the config:"
+DIFFER = "set without being asked: their defaults where ours differ, and what follows from them:"
+COMPUTED = "must be computed, and not in the config:"
 UNKNOWN = "(unknown)"  # the row of keys that only a wildcard matches
+READ = "read:"
 LEFT = "still to be set or changed:"
-Values = dict[str, Any]  # key -> value
 
 
 def convert(system: str, name: str, words: Sequence[str], out: str) -> str:
@@ -43,7 +43,9 @@ def convert(system: str, name: str, words: Sequence[str], out: str) -> str:
     if os.path.lexists(out):
         raise ConfigError(f"--write {out}: it is there already; name a new file")
     table = yaml.safe_load(read_text(Path(__file__).parent / f"from_{system}.yaml"))
-    theirs = _read(system, name) | _assigned(words)
+    values, notes = read(system, name, table)
+    defaults = {key: row["default"] for key, row in table["keys"].items() if "default" in row}
+    theirs = resolved(values | assigned(words), defaults if system == "verl" else {})
     ours, lines = _translate(system, table, theirs, name)
     first = f"{name} ({table['source']})"
     try:
@@ -55,124 +57,111 @@ def convert(system: str, name: str, words: Sequence[str], out: str) -> str:
         rules.check_config(cfg, rules.fewest_ranks(cfg))
     except ConfigError as error:
         lines += [LEFT, *(f"  {line}" for line in str(error).splitlines())]
-    return "\n".join([f"{first} -> {out}", *lines])
-
-
-def _read(system: str, name: str) -> Values:
-    """The values of TRL's keys in a yaml or json file, or of verl's overrides in a text or shell script, with the
-    script's own variables and those of the environment put in."""
-    text = read_text(name)
-    if system == "trl":
-        values = _yaml(text, name)
-        if not isinstance(values, dict):
-            raise ConfigError(f"{name}: expected a mapping of TRL's keys, in yaml or json")
-        return values
-    try:
-        words = shlex.split(text, comments=True)
-    except ValueError as error:
-        raise ConfigError(f"{name}: not the words of a shell ({error})") from None
-    variables = dict(os.environ)
-    overrides = []
-    for word in words:
-        key, equals, value = Template(word).safe_substitute(variables).partition("=")
-        if key.isidentifier():
-            variables[key] = value
-        elif equals and re.fullmatch(r"\+*\w+(\.\w+)+", key):
-            overrides.append(f"{key}={value}")
-    if not overrides:
-        raise ConfigError(f"{name}: no override of verl's in it, such as algorithm.adv_estimator=grpo")
-    return _assigned(overrides)
-
-
-def _yaml(text: str, where: str) -> Any:
-    try:
-        return reader.Loader(text).get_single_data()
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: not yaml: {' '.join(str(error).split())}") from None
-
-
-def _assigned(words: Sequence[str]) -> Values:
-    """The values of words key=value, each as yaml reads it."""
-    values: Values = {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        if not equals or "$" in text:
-            reason = "this value is for a shell to compute: write it out" if equals else "expected key=value"
-            raise ConfigError(f"{shortened(word)}: {reason}")
-        values[name.lstrip("+")] = _yaml(text, word)
-    return values
+    return "\n".join([f"{first} -> {out}", *([READ, *notes] if notes else ()), *lines])
 
 
 def _translate(system: str, table: dict, theirs: Values, name: str) -> tuple[Values, list[str]]:
     """(our keys whose values differ from our defaults, the report). A key that they leave out has their default."""
     rows = table["keys"]
-    rows_of = {key: key for key, row in rows.items() if "default" in row}
-    for key in theirs:
-        row = rows_of[key] = _row_of(key, table, f"{name}: {NAMES[system]}")
-        value, known = theirs[key], rows[row].get("default", "")
-        is_counted = type(known) in (int, float) or (known is None and rows[row].keys() & {"sizes", "updates"})
-        named = {text_of(each): each for each in (*rows[row].get("values", ()), known)}
-        if is_counted and type(value) not in (int, float):
+    defaults = {key: row["default"] for key, row in rows.items() if "default" in row}
+    rows_of = {key: _row_of(key, table, f"{name}: {NAMES[system]}") for key in theirs}
+    unread = {key: value for key, value in theirs.items() if isinstance(value, Unread)}
+    theirs = {key: value for key, value in theirs.items() if key not in unread}
+    for key, value in theirs.items():
+        row, known = rows[rows_of[key]], defaults.get(rows_of[key], "")
+        value = theirs[key] = known if value is None and type(known) in (int, float) else value
+        is_counted = type(known) in (int, float) or (known is None and row.keys() & {"sizes", "updates"})
+        named = {text_of(each): each for each in (*row.get("values", ()), known)}
+        if is_counted and type(value) not in (int, float) and not (type(value) is dict and "none" in row):
             if text_of(value) not in named:
                 raise ConfigError(f"{name}: {key}={text_of(value):.80}: expected a number, or {' or '.join(named)}")
             theirs[key] = named[text_of(value)]  # a quoted default is one
-    values = {key: rows[row].get("default") for key, row in rows_of.items()} | theirs
+    values = defaults | theirs
     sizes, num_updates = _sizes(system, values)
-    ours = table["always"] | sizes
-    implied = set(table["always"])  # of our keys: those that they do not write
-    report: dict[str, list[str]] = {TAKEN: [], SAME: [], NONE: [], DIFFER: []}
-    for key in sorted(rows_of, key=lambda key: [*rows].index(rows_of[key])):
-        keys, heading, text = _meaning(rows[rows_of[key]], values, values[key], num_updates)
+    ours = table["always"] | {key: value for key, value in sizes.items() if value is not None}
+    asked: set[str] = set()  # our keys that they write
+    report: dict[str, list[str]] = {TAKEN: [], SAME: [], NONE: [], COMPUTED: [], DIFFER: []}
+    for key in sorted(defaults | rows_of, key=lambda key: [*rows].index(rows_of.get(key, key))):
+        row = rows[rows_of.get(key, key)]
+        if key in unread and "same" not in row:
+            instead = (
+                f": {text_of(row['default'])}, {NAMES[system]}'s default, is in its place" if "default" in row else ""
+            )
+            report[COMPUTED].append(f"  {key}={shortened(unread[key])}{instead}")
+        if key not in values:
+            continue
+        keys, heading, text = _meaning(row, values, values[key], sizes, num_updates, defaults)
         ours |= keys
-        implied = implied - keys.keys() if key in theirs else implied | keys.keys()
         if key in theirs:
+            asked |= keys.keys()
             report[heading].append(f"  {key}={text_of(values[key])}: {text}")
+    report[COMPUTED] += [f"  {table['way_out']}; or add key=value to this command"] * bool(report[COMPUTED])
     ours["loss_fn.ratio_clip_min"] = min(ours["loss_fn.ratio_clip_min"], 1.0)  # a ratio is never below 0
     if values.get("loss_type") == "cispo":  # TRL bounds the weight at epsilon_high itself, and not below
         ours |= {"loss_fn.ratio_clip_min": 1.0, "loss_fn.ratio_clip_max": ours["loss_fn.ratio_clip_max"] - 1}
     ours = {key: value for key, value in ours.items() if key not in FIELDS or json.dumps(value) != default_text(key)}
-    report[DIFFER] = [f"  {key}={text_of(ours[key])} (ours {default_text(key)})" for key in ours if key in implied]
+    for key in [key for key in ours if key not in asked]:
+        why = f"; {table['assumed'][key]}" if key in table["assumed"] else ""
+        report[DIFFER].append(f"  {key}={text_of(ours[key])} (ours {default_text(key)}){why}")
     return ours, [line for heading, lines in report.items() if lines for line in (heading, *lines)]
 
 
 def _row_of(key: str, table: dict, place: str) -> str:
     """The row of a key of theirs: its own; that of a wildcard, if they have such a key; else UNKNOWN. ConfigError for a
-    key that no row has, and under a wildcard for one that is like another key: a mistake in writing."""
+    key that is like another one, which no row has: a mistake in writing."""
     rows, (section, dot, last) = table["keys"], key.rpartition(".")
     known = [name for part, names in table["known"].items() if fnmatchcase(section, part) for name in names.split()]
     row = key if key in rows else next((pattern for pattern in rows if fnmatchcase(key, pattern)), "")
     if key == row or (row and any(fnmatchcase(last, name) for name in known)):
         return row
+    sections = {row.partition(".")[0] for row in rows}
     names = [*(each for each in rows if "*" not in each), *(section + dot + each for each in known)]
-    near = hint(key, names, cutoff=0.75 if row else 0.6)
-    if near or not row:
+    is_other = section and not get_close_matches(section.partition(".")[0], sections, cutoff=0.75)
+    if near := key not in names and not is_other and hint(key, names, cutoff=0.8):
         raise ConfigError(f"{place} has no key '{key:.100}'.{near}")
     return UNKNOWN
 
 
-def _meaning(row: Mapping[str, Any], theirs: Values, value: Any, num_updates: int) -> tuple[Values, str, str]:
+def _meaning(
+    row: Mapping[str, Any], theirs: Values, value: Any, sizes: Values, num_updates: int, defaults: Values
+) -> tuple[Values, str, str]:
     """(our keys, the heading to report it under, what to report) of a value of theirs."""
     values = {text_of(known): keys for known, keys in row.get("values", {}).items()}
     if any(theirs[key] in (None, False, 0, "no") for key in row.get("when", ())):
         return {}, SAME, f"counts with {' and '.join(row['when'])}"
-    if text_of(value) in values:
+    for key, reason in row.get("unless", {}).items():
+        if theirs[key] == reason or (reason == "set" and theirs[key] not in (None, defaults[key])):
+            return {}, SAME, f"does not count with {key}={text_of(theirs[key])}"
+    but = row.get("but", "")
+    if "share" in row and isinstance(value, float) and 0 < value < 1:  # of the steps of the run
+        total = theirs[row["share"]]
+        if not total or total < 0:
+            return {}, NONE, f"a share of {row['share']}, which is not set"
+        but = f"{value} x {row['share']}={total}"
+        value = math.ceil(value * total) if row.get("updates") else int(value * total)
+    named = [
+        values[text_of(each)]
+        for each in [value, *(value if isinstance(value, list) else ())]
+        if text_of(each) in values
+    ]
+    if named:
         keys = {
-            key: theirs.get(new, new) if isinstance(new, str) else new for key, new in values[text_of(value)].items()
+            key: theirs.get(new, new) if isinstance(new, str) else new for each in named for key, new in each.items()
         }
     elif "to" in row:
         value = math.ceil(value / num_updates) if row.get("updates") else value
         keys = dict.fromkeys([row["to"]] if isinstance(row["to"], str) else row["to"], value) | row.get("with", {})
-    elif "sizes" in row:
-        return {}, TAKEN, row["sizes"]
+    elif "sizes" in row and None not in (sizes.get(key) for key in row["sizes"]):
+        keys = {key: sizes[key] for key in row["sizes"]}
     else:
         return {}, SAME if "same" in row else NONE, row.get("same") or row.get("none") or f"only {', '.join(values)}"
     text = ", ".join(f"{key}={text_of(new)}" for key, new in keys.items()) or "as here"
-    return keys, TAKEN, f"{text}; {row['but']}" if keys and "but" in row else text
+    return keys, TAKEN, f"{text}; {but}" if keys and but else text
 
 
 def _sizes(system: str, v: Values) -> tuple[Values, int]:
-    """(our keys that several of theirs make, optimizer steps of a rollout where they count those). verl's batch sizes
-    are prompts, TRL's are samples; a step of verl is a rollout, a step of TRL is one of the optimizer."""
+    """(our keys that several of theirs make, None where they do not; optimizer steps of a rollout where they count
+    those). Batch sizes are prompts in verl, samples in TRL; a step is a rollout in verl, an optimizer step in TRL."""
     if system == "verl":
         num_prompts, num_samples = v["data.train_batch_size"], v["actor_rollout_ref.rollout.n"]
         train, num_updates = v["actor_rollout_ref.actor.ppo_mini_batch_size"] * num_samples, 1
@@ -186,24 +175,32 @@ def _sizes(system: str, v: Values) -> tuple[Values, int]:
         num_ranks = v["trainer.nnodes"] * v["trainer.n_gpus_per_node"]
         shards = v["actor_rollout_ref.actor.fsdp_config.fsdp_size"]
         keys["policy.dtensor_cfg.dp_replicate_size"] = max(1, num_ranks // shards) if shards > 0 else 1
+        keys["grpo.batch_multiplier"] = (v.get("data.gen_batch_size") or num_prompts) / (num_prompts or 1)
     else:
-        batch = v["per_device_train_batch_size"] * v["num_processes"]
+        steps, num_processes = v["steps_per_generation"], v["num_processes"]
+        if steps and v["generation_batch_size"] and num_processes == 1:  # a dump has both
+            num_processes = max(1, v["generation_batch_size"] // (v["per_device_train_batch_size"] * steps))
+        batch = v["per_device_train_batch_size"] * num_processes
         train = batch * v["gradient_accumulation_steps"]
-        rollout = v["generation_batch_size"] or batch * (v["steps_per_generation"] or v["gradient_accumulation_steps"])
+        rollout = v["generation_batch_size"] or batch * (steps or v["gradient_accumulation_steps"])
         rollout = max(rollout, train)  # several rollouts of one optimizer step have the same weights
         num_prompts, rest = divmod(rollout, v["num_generations"] or 1)
         if rest:
             groups = f"whole groups of num_generations={v['num_generations']}"
-            raise ConfigError(f"{rollout} samples of a rollout are no {groups}")
+            fix = "raise gradient_accumulation_steps, or add num_processes=8 if eight processes train"
+            raise ConfigError(f"{rollout} samples of a rollout are no {groups}: {fix}")
         num_updates = max(1, rollout // (train or 1)) * max(1, v["num_iterations"])
         total = v["vllm_max_model_length"] or v["max_completion_length"] + (v["max_prompt_length"] or 512)
-        betas = [v["adam_beta1"], v["adam_beta2"]]
-        keys = {"policy.optimizer.kwargs.betas": betas, "grpo.max_num_epochs": math.ceil(v["num_train_epochs"])}
+        betas, curve = [v["adam_beta1"], v["adam_beta2"]], v["lr_scheduler_kwargs"]
+        curve = curve if isinstance(curve, dict) else {}
+        least = curve.get("min_lr_rate", curve["min_lr"] / v["learning_rate"] if "min_lr" in curve else None)
+        epochs = max(math.ceil(v["num_train_epochs"]), v["max_steps"])  # which alone ends a run if it is set
+        keys = {"policy.optimizer.kwargs.betas": betas, "grpo.max_num_epochs": epochs}
+        keys["policy.scheduler.min_factor"] = least
     return keys | {
         "grpo.num_prompts_per_step": num_prompts,
         "policy.train_global_batch_size": train,
         "policy.max_total_sequence_length": total,
-        "policy.sequence_packing.train_mb_tokens": max(2048, total),
     }, num_updates
 
 

@@ -20,11 +20,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import yaml
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from config import ConfigError
-from hf.files import open_file
+from hf.files import open_file, parse_json, read_bytes, read_text
 from run.records import read_records
 from system.disk import describe_os_error, write_whole
 
@@ -34,8 +35,9 @@ MAX_TOKENS = 2000  # in colour, of such a sample
 MAX_PARTS = 24  # of rewards, with a chart each
 MAX_TEXT, MAX_PAGE = 8_000_000, 9_500_000  # characters of prompts and replies; bytes of the file
 LIVE_SECONDS = 5.0
+METRICS_PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 PHASE = r"timing/train/(?!.*(total_step_time|_per_gpu)$).*"
-FIELDS = """step kind env_name outcome finish_reason row_id index prompt reply reward unshaped_reward advantage
+FIELDS = """step kind env_name outcome finish_reason row_id index prompt reply expected reward unshaped_reward advantage
 num_tokens weight_version line""".split()
 CHARTS = """train/reward train/accuracy train/loss train/grad_norm train/entropy train/logp_gap_mean
 train/mean_gen_tokens_per_sample train/truncation_rate train/ratio_clip_low_fraction+train/ratio_clip_high_fraction
@@ -58,7 +60,36 @@ def read_run(folder: Path, name: str, max_samples: int) -> dict:
         samples += read_dump(dump, notes, MAX_DUMPED // min(len(dumps), MAX_DUMPS))
     kept += f", and of {min(len(dumps), MAX_DUMPS)} of {len(dumps)} dumped steps" if dumps else ""
     run = {"name": name, "ending": ending, "notes": notes, "steps": steps, "series": series, "held": held}
-    return run | {"samples": samples, "kept": kept}
+    return run | {"samples": samples, "kept": kept, "about": read_about(folder, notes)}
+
+
+def read_about(folder: Path, notes: list[str]) -> dict[str, str]:
+    """The model of a run, and the command and commit of its newest part."""
+    about: dict[str, str] = {}
+    try:
+        if (folder / "config.yaml").exists():
+            about["model"] = str(yaml.safe_load(read_text(folder / "config.yaml"))["policy"]["model_name"])
+        if (folder / "provenance.json").exists():
+            part = parse_json(read_bytes(folder / "provenance.json"), folder / "provenance.json")[-1]
+            about["command"] = f"{part['command']}, {part['world_size']} ranks"
+            about["commit"] = str(part["commit"])[:10] + (f", with {part['changes']}" if part["changes"] else "")
+    except (ConfigError, yaml.YAMLError, LookupError, TypeError) as error:
+        notes.append(f"model, command, commit: cannot be read ({error!r:.200})")
+    return about
+
+
+def read_meanings() -> list[list[str]]:
+    """[pattern of names, what docs/metrics.md says] of each metric, in the order of that page."""
+    meanings = []
+    for line in METRICS_PAGE.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.split(" | ")]
+        names = re.findall(r"`((?:train|validation|timing|performance)/[^`]+)`", cells[0])
+        if names and len(cells) == 5:
+            cells = [re.sub(r"\[([^]]*)\]\([^)]*\)|`", r"\1", cell) for cell in cells]
+            words = [cells[1], cells[2] != "-" and f"Healthy: {cells[2]}", cells[3] != "-" and f"Else: {cells[3]}"]
+            sentence = ". ".join(word for word in words if word)
+            meanings += [[re.sub(r"<\w+>", ".+", re.sub(r"[.]", r"\.", name)), sentence] for name in names]
+    return meanings
 
 
 def read_lines(file: Path, notes: list[str], step: int | None = None) -> Iterator[dict]:
@@ -178,7 +209,7 @@ def as_page(runs: list[dict], live_seconds: float) -> str:
         if sum(min(length, limit) for length in lengths) <= MAX_TEXT and not 0 < len(page) <= MAX_PAGE:
             shown = [run | {"samples": [for_page(sample, limit) for sample in run["samples"]]} for run in runs]
             data = {"runs": shown, "charts": CHARTS + part_charts(runs), "phase": PHASE, "live": live_seconds}
-            data["time"] = time.ctime()
+            data |= {"time": time.ctime(), "meanings": read_meanings()}
             packed = base64.b64encode(gzip.compress(json.dumps(data, allow_nan=False).encode(), 6)).decode()
             page = template.replace("SCRIPT_HASH", digest).replace("DATA", packed)
     return page

@@ -5,7 +5,9 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import shutil
+import subprocess
 import sys
 import time
 from functools import partial
@@ -18,6 +20,7 @@ from safetensors.numpy import load_file
 
 from tools import report
 
+PURE = ("ticks", "isShare", "isMisleading")  # functions of the page's script that draw nothing
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -81,6 +84,52 @@ def test_each_part_of_a_reward_has_a_curve(tmp_path, monkeypatch):
     data = page_of(monkeypatch, tmp_path).data
     assert data["charts"][-2:] == [f"{prefix}/form/mean", f"{prefix}/right/mean"]
     assert data["charts"][:-2] == report.CHARTS and numbers.keys() <= data["runs"][0]["series"].keys()
+
+
+def test_what_the_run_was_is_on_the_page(tmp_path, monkeypatch):
+    """Model, command and commit; what docs/metrics.md says of each metric; what cannot be read is noted."""
+    write(tmp_path, [{"step": 1, "train/reward": 1.0}])
+    assert page_of(monkeypatch, tmp_path).data["runs"][0]["about"] == {}
+    part = {"command": "grpo.py <b>", "world_size": 2, "commit": "a" * 40, "changes": "changes_1.patch"}
+    (tmp_path / "provenance.json").write_text(json.dumps([part | {"command": "old"}, part]))
+    (tmp_path / "config.yaml").write_text("policy: {model_name: Qwen/Qwen3-0.6B}")
+    data = page_of(monkeypatch, tmp_path).data
+    assert data["runs"][0]["about"] == {
+        "model": "Qwen/Qwen3-0.6B",
+        "command": "grpo.py <b>, 2 ranks",
+        "commit": "a" * 10 + ", with changes_1.patch",
+    }
+    for name, said in (
+        ("train/reward", "Healthy: rises"),
+        ("validation/greedy/accuracy", "mean_B(outcome"),
+        ("train/reward_by_env/math", "of an environment"),
+        ("timing/train/generation", "sampling and grading"),
+    ):
+        (sentence, *_) = [text for pattern, text in data["meanings"] if re.fullmatch(pattern, name)]
+        assert said in sentence and not re.search(r"`|\]\(", sentence), sentence
+    (tmp_path / "provenance.json").write_text("[]")
+    (tmp_path / "config.yaml").write_text("policy: [")
+    (shown,) = page_of(monkeypatch, tmp_path).data["runs"]
+    assert shown["about"] == {} and "model, command, commit: cannot be read" in shown["notes"][0]
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="needs node")
+def test_round_ticks_and_what_accuracy_says(tmp_path):
+    """The script's own functions, in node. Ticks are 1, 2 or 5 times a power of ten; of partial credit no accuracy."""
+    script = Path(report.__file__).with_suffix(".html").read_text()
+    pieces = [script[script.index(f"function {name}(") :].split("\n}\n")[0] + "\n}" for name in PURE]
+    runs = {"half": [0.43, 0.97], "whole": [0.25, 0.25]}
+    runs = {name: {"series": {"v/reward": [r], "v/accuracy": [a], "v/pass_at_2": [1]}} for name, (r, a) in runs.items()}
+    calls = "[ticks(0.002, 0.996, 3), ticks(3.38, 3.93, 3), ticks(0, 0.498, 3), ticks(1, 61, 4, 1), ticks(1, 2, 4, 1), "
+    keys = "['v/accuracy', 'v/pass_at_2', 'v/reward']"
+    calls += f"['half', 'whole'].map(name => {keys}.map(key => !!isMisleading(runs[name], key)))]"
+    (tmp_path / "a.js").write_text(
+        "\n".join([*pieces, f"const runs = {json.dumps(runs)};", f"console.log(JSON.stringify({calls}))"])
+    )
+    *marks, misleading = json.loads(subprocess.check_output(["node", tmp_path / "a.js"]))
+    assert marks[:3] == [[0, 0.5, 1], [3.2, 3.4, 3.6, 3.8, 4], [0, 0.2, 0.4, 0.6]]
+    assert marks[3:] == [[0, 20, 40, 60, 80], [1, 2]]
+    assert misleading == [[True, True, False], [False, False, False]]
 
 
 def test_the_page_has_every_number_and_every_sample(run, monkeypatch):
