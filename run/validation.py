@@ -35,10 +35,13 @@ def validate(run: Run) -> None:
     start = time.perf_counter()
     values: dict[str, float] = {}
     summaries: dict[str, list[tuple[int, dict[str, float]]]] = {}  # mode -> (number of samples, numbers) of each set
+    right: dict[str, list[list[float]]] = {}  # mode -> of each set, the accuracy on each problem
     for name, mode, samples in sample_sets(run.cfg, run.inputs, run.sampler):
         prefix = f"validation/{name}/{mode}" if len(run.inputs.validation) > 1 else f"validation/{mode}"
         summaries.setdefault(mode, []).append((len(samples), summarize(samples)))
         values |= {f"{prefix}/{key}": value for key, value in summaries[mode][-1][1].items()}
+        right.setdefault(mode, []).append([fmean(s.outcome == "ok" for s in group) for group in groups_of(samples)])
+        values |= _interval(prefix, right[mode][-1], len(samples))
         if run.log:
             num_print = run.cfg.logger.num_val_samples_to_print
             run.log.samples(run.state.step, prefix, samples, run.inputs.tokenizer, num_print)
@@ -47,6 +50,7 @@ def validate(run: Run) -> None:
             total = sum(size for size, _ in sets)
             means = {key: sum(size * numbers[key] for size, numbers in sets) / total for key in sets[0][1]}
             values |= {f"validation/{mode}/{key}": mean for key, mean in means.items()}
+            values |= _interval(f"validation/{mode}", [mean for each in right[mode] for mean in each], total)
     values["timing/validation/total_validation_time"] = time.perf_counter() - start
     if run.log:
         run.log.validation(run.state.step, values)
@@ -54,6 +58,16 @@ def validate(run: Run) -> None:
         run.state.first_validation = values
     else:
         run.state.last_validation = values
+
+
+def _interval(prefix: str, means: Sequence[float], num_samples: int) -> dict[str, float]:
+    """The metrics beside an accuracy: how sure it is. means: the accuracy on each problem."""
+    low, high = accuracy_interval(means, num_samples)
+    return {
+        f"{prefix}/accuracy_ci95_low": low,
+        f"{prefix}/accuracy_ci95_high": high,
+        f"{prefix}/num_problems": len(means),
+    }
 
 
 def evaluate(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device, folder: Path) -> dict[str, Any]:

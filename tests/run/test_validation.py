@@ -162,6 +162,8 @@ def test_one_set_keeps_the_short_names(one_rank):
     assert {"pass_at_1", "pass_at_2", "pass_at_4", "maj_at_2", "maj_at_4", "avg_length", "reward"} <= sampled
     assert values["validation/sampled/pass_at_1"] == pytest.approx(values["validation/sampled/accuracy"])
     assert not any("held" in name for name in values)
+    ends = [values[f"validation/greedy/accuracy_ci95_{end}"] for end in ("low", "high")]
+    assert ends == pytest.approx(accuracy_interval([1.0] * 6, 6)) and values["validation/greedy/num_problems"] == 6
 
 
 def test_several_sets_have_their_names_in_front(one_rank):
@@ -173,6 +175,9 @@ def test_several_sets_have_their_names_in_front(one_rank):
     for name in ("greedy/accuracy", "sampled/accuracy", "sampled/avg_length"):  # all five problems together
         joint = (3 * values[f"validation/easy/{name}"] + 2 * values[f"validation/hard/{name}"]) / 5
         assert values[f"validation/{name}"] == pytest.approx(joint)
+    counts = [values[f"validation/{name}greedy/num_problems"] for name in ("easy/", "hard/", "")]
+    ends = [values[f"validation/greedy/accuracy_ci95_{end}"] for end in ("low", "high")]
+    assert counts == [3, 2, 5] and ends == pytest.approx(accuracy_interval([1.0] * 5, 5))
     assert validated(config_of(), inputs_of()).last_validation == {}
 
 
