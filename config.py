@@ -260,6 +260,8 @@ class DTensorConfig(Section):
     """The backward pass computes all blocks again, or this many of them, which is slower and saves memory."""
     cpu_offload: bool = False
     """Weights, gradients and moments are in host memory, and the optimizer computes there, which is slow."""
+    defer_fsdp_grad_sync: bool = False
+    """Ranks sum gradients after the last pack alone, and weights stay gathered: faster without NVLink; more memory."""
     dp_replicate_size: int = key(1, ">= 1")
     """The ranks that train form this many replicas, such as nodes; a replica shards weights and optimizer states."""
     lora_cfg: LoRAConfig = LoRAConfig()
@@ -383,6 +385,8 @@ class PolicyConfig(Section):
     """The output layer and the loss run on these kernels; auto means triton on CUDA and torch elsewhere."""
     compile: bool | None = None
     """torch.compile fuses each block around its attention. null is true on CUDA; on CPU true is refused."""
+    deterministic_attention: bool = False
+    """On CUDA the backward pass sums in a fixed order, so equal samples give bitwise equal gradients, more slowly."""
     logprob_chunk_size: int | None = key(None, ">= 1")
     """With triton, the logits of this many response tokens are in memory at once; null means 3.25 GiB of them."""
     train_global_batch_size: int | None = key(None, ">= 1")
@@ -580,9 +584,9 @@ class ClusterConfig(Section):
 class WatchdogConfig(Section):
     factor: float = key(10.0, "> 1")
     """A phase that takes longer than this many times its median counts as hung; the run ends with exit code 4."""
-    min_seconds: float = key(600.0, "> 0")
+    min_seconds: float = key(600.0, "> 0, < 604800")
     """No phase counts as hung before it has taken this many seconds."""
-    first_seconds: float = key(3600.0, "> 0")
+    first_seconds: float = key(3600.0, "> 0, < 604800")
     """A phase that runs for the first time, and may compile or load, counts as hung after this many seconds."""
 
 

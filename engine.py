@@ -46,6 +46,7 @@ if not torch.cuda.is_available():
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # for messages before vLLM reads that variable
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # vLLM uses a deprecated torch name
 
+import vllm
 from vllm import LLM, EngineArgs, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
@@ -98,6 +99,8 @@ class Engine:
         self.rebuilds_cache = self.async_grpo.recompute_kv_cache_after_weight_updates
         if self.async_grpo.enabled and "mode" not in inspect.signature(LLM.sleep).parameters:
             raise ConfigError("grpo.async_grpo.enabled=true: this vLLM aborts unfinished responses; install >= 0.24")
+        if vllm.__version_tuple__ < (0, 29):  # sleep drops tensors of its V2 runner (vllm-project/vllm#53508)
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         dtype = vllm_cfg.precision or cfg.policy.precision
         self.cuda = torch.cuda.is_available()
         self.vocab_size = tokenizer.vocab_size
@@ -248,8 +251,10 @@ class Engine:
         if self.rebuilds_cache or not self.versions_by_request:
             self._forget_cache()
         self.weight_version = version
-        for state in self.llm.llm_engine.output_processor.request_states.values():
-            start = state.detokenizer.num_output_tokens()
+        requests = self.llm.llm_engine.engine_core.engine_core.scheduler.requests
+        for internal_id, state in self.llm.llm_engine.output_processor.request_states.items():
+            # Tokens in flight (AsyncScheduler is a step ahead) are drawn from the old weights.
+            start = state.detokenizer.num_output_tokens() + requests[internal_id].num_output_placeholders
             # A request without a token may keep keys of the old weights: then no token is of the new weights alone.
             self.versions_by_request[state.external_req_id].append((version, start or int(not self.rebuilds_cache)))
         return sum(sent.values())

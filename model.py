@@ -252,9 +252,13 @@ class Decoder(nn.Module):
         recompute: bool | int = False,
         backend: KernelBackend | None = None,
         loss_path: LossPath | None = None,
+        defers_sync: bool = False,
+        deterministic: bool = False,
     ):
         super().__init__()
         self.config = config
+        self.defers_sync = defers_sync
+        self.deterministic = deterministic
         self.temperature = temperature
         self.sampling_filter = sampling_filter
         self.vocab_limit = vocab_limit
@@ -303,9 +307,15 @@ class Decoder(nn.Module):
         return head(hidden_RD, partial(logprob_fn or partial(linear_logp, return_entropy=True), **options), target_R)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Adds to the gradient. FSDP sums it over a replica's ranks, and over replicas with the last micro-batch."""
+        """Adds to the gradient. FSDP sums it over a replica's ranks, and over replicas with the last micro-batch. With
+        `defers_sync` it sums with the last alone, and weights stay gathered. deterministic: attention sums in order."""
+        syncs = is_last or not self.defers_sync
+        self.set_requires_gradient_sync(syncs)
+        self.set_reshard_after_backward(syncs)
         self.set_requires_all_reduce(is_last)
+        torch.set_deterministic_debug_mode("error" if self.deterministic else "default")
         loss.backward()
+        torch.set_deterministic_debug_mode("default")
 
     def compile_blocks(self) -> None:
         """Compiles the halves of the blocks, each at its first call with gradients and at its first call without."""

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, on one machine with one: two commands of at most 9 minutes, what is worth most first.
 #
-#     bash bench/gpu.sh            is it right, and how fast? engine, sync, kernels; our head beside the bare matmuls; a
-#                                  training step, compiled and eager; a sync of 1.5 B; the smoke run
+#     bash bench/gpu.sh            five measurements beside their estimates, in first/first.md; then: is it right, and how
+#                                  fast? engine, sync, kernels; our head beside the bare matmuls; a training step,
+#                                  compiled and eager; a sync of 1.5 B; the smoke run
 #     bash bench/gpu.sh peers      other projects' heads beside ours, and more shapes
 #     bash bench/gpu.sh --cpu      both on a CPU, tiny: whether the scripts work (core or peers: one of them)
 #
@@ -65,8 +66,10 @@ smoke_run() {
 core() {
     local shape vllm=here
     "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("vllm") is None)' || vllm=absent
-    if [[ $vllm == here ]]; then item "engine" 150 "$python" -m bench.gpu_smoke "${dry[@]}" --out "$out/smoke.jsonl"
-    else echo "engine, sync of 1.5 B, smoke run: absent (no vllm here)" | tee -a "$log"; fi
+    if [[ $vllm == here ]]; then
+        item "first ten minutes" 180 "$python" -m bench.gpu_first "${dry[@]}" --out "$out/first"
+        item "engine" 150 "$python" -m bench.gpu_smoke "${dry[@]}" --out "$out/smoke.jsonl"
+    else echo "first ten minutes, engine, sync of 1.5 B, smoke run: absent (no vllm here)" | tee -a "$log"; fi
     item "correctness" 150 "$python" -m bench.gpu_check "${dry[@]}"
     for shape in "${mains[@]}"; do
         item "our head $shape" 60 "$python" -m bench.head "${dry[@]}" --shapes "$shape" --out "$out/head.jsonl" \
@@ -98,6 +101,7 @@ for part in "${parts[@]}"; do "$part"; done
 
 echo
 {
+    cat "$out/first/first.md" 2>/dev/null
     grep -E "^(PASS|FAIL)" "$log" | sed -E 's/^(PASS|FAIL).*/\1/' | sort | uniq -c
     grep -E "^FAIL" "$log"
     [[ -f $out/head.jsonl ]] && "$python" -m bench.head --table "$out/head.jsonl"

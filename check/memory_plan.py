@@ -18,6 +18,9 @@ CHUNK_BYTES = int(3.25 * GIB)  # kernels/backend.py, which imports torch
 CHUNK_ELEMENTS = 1 << 28  # kernels/softmax.py
 # Not yet measured here: CUDA's context and NCCL's buffers 1 to 2 GiB, a sleeping vLLM 0.8 (NVIDIA-NeMo/RL#223).
 CONTEXT = 2.5 * GIB
+OWN_CONTEXT = GIB / 2  # of CONTEXT, what this process has at its start, before the policy is there
+# vLLM's pools "runtime" and "cudagraph", which wake with the weights (vllm/device_allocator/cumem.py): 0.5 to 1 GiB.
+RUNTIME = 0.8 * GIB
 Items = dict[str, float]  # what holds memory -> bytes
 Shapes = dict[str, tuple[int, ...]]
 
@@ -30,7 +33,8 @@ def count(shapes: Shapes, part: str = "") -> int:
 @dataclass(frozen=True)
 class Plan:
     """A run on `num_gpus` ranks that train, in all replicas together. vocab: ids of the tokenizer. gpu_bytes: memory of
-    one GPU, or None if unknown. reward: the reward model. trains: False for eval.py. teacher: of the KL."""
+    one GPU, or None if unknown; others: what other processes hold of it. reward: the reward model. trains: False for
+    eval.py. teacher: of the KL."""
 
     cfg: Config
     model: ModelConfig
@@ -40,6 +44,7 @@ class Plan:
     reward: ModelConfig | None = None
     trains: bool = True
     teacher: ModelConfig | None = None
+    others: float = 0
 
     @property
     def precision(self) -> int:
@@ -82,19 +87,32 @@ class Plan:
         """Elements of the embedding; an untied head has as many."""
         return self.model.vocab_size * self.model.hidden_size
 
+    def pinned(self, shapes: Shapes, *widths: int) -> int:
+        """Host memory for a rank's rows in these bytes each: torch rounds a pinned block up to a power of two."""
+        sizes = [width * self.rows({name: shape}) for name, shape in shapes.items() for width in widths]
+        return sum(1 << (size - 1).bit_length() for size in sizes)
+
     def rows(self, shapes: Shapes) -> int:
         """Elements of the shards of a rank. FSDP2 splits rows; each rank is counted as the one with the most."""
         return sum(-(-rows // self.num_shards) * math.prod(rest) for rows, *rest in shapes.values())
+
+    @property
+    def first_moment(self) -> int:
+        return NUMBER[self.cfg.policy.optimizer.kwargs.state_dtype]
+
+    @property
+    def matrices(self) -> Shapes:
+        """What Muon trains, with one moment."""
+        is_muon = self.cfg.policy.optimizer.name == "torch.optim.Muon"
+        return {n: s for n, s in self.trained.items() if is_muon and ".layers." in n and len(s) == 2}
 
     @cached_property
     def shards(self) -> Items:
         """Trained tensors are in float32, frozen ones in the trainer's precision. AdamW has two moments, Muon one for
         each matrix of a block; `state_dtype` is the type of the first (optim.build_optimizer)."""
-        trained, optimizer = self.rows(self.trained), self.cfg.policy.optimizer
+        trained = self.rows(self.trained)
         frozen = self.precision * self.rows(self.shapes) if self.lora else 0
-        moments = (NUMBER[optimizer.kwargs.state_dtype] + 4) * trained
-        if optimizer.name == "torch.optim.Muon":
-            moments -= 4 * self.rows({n: s for n, s in self.trained.items() if ".layers." in n and len(s) == 2})
+        moments = (self.first_moment + 4) * trained - 4 * self.rows(self.matrices)
         to_train = {"moments": moments, "gradients": 4 * trained} if self.trains else {}
         return {"weights": frozen + 4 * trained} | to_train
 
@@ -131,9 +149,10 @@ class Plan:
         return norms + attention + 4 * c * m.intermediate_size
 
     def kept(self, num_blocks: int) -> float:
-        """Activations of `num_blocks` blocks: with recomputing, only their inputs, in float32."""
+        """Activations of the first blocks: of those that are computed again, only their inputs, in float32."""
         recompute = self.cfg.policy.dtensor_cfg.activation_checkpointing
-        return num_blocks * self.tokens * (4 * self.model.hidden_size if recompute else self.block_activations)
+        again = num_blocks if recompute is True else min(num_blocks, recompute)
+        return self.tokens * (again * 4 * self.model.hidden_size + (num_blocks - again) * self.block_activations)
 
     def gathered(self, size: int) -> float:
         """A whole unit of FSDP (model.shard), and the buffer of an all-gather, for this unit or the next one; one rank
@@ -196,7 +215,11 @@ class Plan:
             "a block": {"activations": self.kept(m.num_hidden_layers - 1) + inner, "gathered": whole}
             | {"embedding and head": c * (self.head + dW) if tied else 4 * dW},
         }
-        return {at: self.states(gradients=True) | items for at, items in moments.items()}
+        states = self.states(gradients=True)
+        if self.cfg.policy.dtensor_cfg.defer_fsdp_grad_sync and self.num_shards > 1:
+            states["gradients"] = 4 * count(self.trained)  # whole, until the last pack
+            moments["the next pack"] = {"gathered": c * count(self.shapes | self.trained)}
+        return {at: states | items for at, items in moments.items()}
 
     def score(self) -> dict[str, Items]:
         """Forwards without gradients. A reference takes the place of what is trained, and a copy of that waits
@@ -263,24 +286,32 @@ class Plan:
             items["reward model"] = NUMBER[self.cfg.env.reward_model.precision] * numbers
         return items
 
+    @property
+    def woken(self) -> float:
+        """Of the engine on this GPU, what wakes for a sync; a split job's engine is elsewhere."""
+        return 0 if self.cfg.policy.generation.num_generators else self.engine["engine's weights"] + RUNTIME
+
     def sync(self) -> Items:
         """Of embedding or head: shards in the engine's precision, gathered, and where other tensors come with it
         copied out of that (hf.weights.full_tensors). vLLM fills a copy as soon as it has a whole layer. Of a vocabulary
-        that it pads it never has, and what is sent of it waits for the end. A split job's engine is elsewhere."""
+        that it pads it never has, and what is sent of it waits for the end."""
         waits, several = self.vocab % 64 > 0, self.num_shards > 1
         sent = 1 / self.num_shards if several and "weights" not in self.offloaded else 0
         copies = 2 + sent * (not waits) if self.model.tie_word_embeddings else 2 + (several or waits) + sent
         copies *= self.engine_precision * max(self.block, self.head)
-        engine = 0 if self.cfg.policy.generation.num_generators else self.engine["engine's weights"]
-        return self.states() | {"engine's weights": engine, "gathered to send": copies}
+        return self.states() | {"engine's weights and graphs": self.woken, "gathered to send": copies}
 
     def host(self) -> Items:
-        """Pinned host memory of a rank: the reference (model.Reference), and what is offloaded."""
-        items = {name: self.shards[name] for name in self.offloaded}
+        """Pinned host memory of a rank: the reference (model.Reference), and what is offloaded. With cpu_offload,
+        moments and reference are not pinned, and take less."""
+        pinned = {name: self.pinned(self.trained, 4) for name in ("weights", "gradients")}
+        pinned["weights"] += self.pinned(self.shapes, self.precision) * self.lora
+        pinned["moments"] = self.pinned(self.trained, self.first_moment, 4) - self.pinned(self.matrices, 4)
+        items = {name: pinned[name] for name in self.offloaded}
         if self.cfg.loss_fn.reference_policy_kl_penalty > 0 and self.trains:
             precision = 4 if self.cfg.grpo.ref_policy_update_alpha < 1 else self.precision
             shapes = dict(self.teacher.tensor_shapes()) if self.teacher else self.trained
-            items["reference"] = precision * self.rows(shapes)
+            items["reference"] = self.pinned(shapes, precision)
         return items
 
     @cached_property
@@ -289,16 +320,17 @@ class Plan:
         phases = {"train": self.train(), "score": self.score()} if self.trains else {}
         phases |= {"generate": {"": self.generate()}, "sync": {"": self.sync()}}
         largest = {phase: max(its.items(), key=lambda m: sum(m[1].values())) for phase, its in phases.items()}
-        return {p: (at, items | {"CUDA and NCCL": CONTEXT}) for p, (at, items) in largest.items()}
+        always = {"CUDA and NCCL": CONTEXT} | ({"other processes": self.others} if self.others else {})
+        return {p: (at, items | always) for p, (at, items) in largest.items()}
 
     def size(self, phase: str) -> float:
         return sum(self.phases[phase][1].values())
 
-    @property
-    def lacking(self) -> float:
-        """Bytes that the GPU lacks, or the KV cache for the longest sequence; <= 0 if it fits, or nobody knows."""
+    def lacking(self, spare: float = 0) -> float:
+        """Bytes that the GPU lacks, or the KV cache for the longest sequence; <= 0 if it fits, or nobody knows. spare:
+        the share of the GPU that stays free."""
         if self.gpu_bytes is None:
             return 0
-        needed = max(map(self.size, self.phases)) - self.gpu_bytes
+        needed = max(map(self.size, self.phases)) - (1 - spare) * self.gpu_bytes
         sequence = self.kv_bytes * self.cfg.policy.max_total_sequence_length
         return max(needed, sequence - self.kv_cache)

@@ -12,10 +12,12 @@ CHUNK_BYTES = int(3.25 * 2**30)  # float32 logits of a chunk with Triton, unless
 
 @dataclass(frozen=True, slots=True)
 class KernelBackend:
-    """chunk_rows: with Triton, the most rows of logits in memory at once; None: as many as `CHUNK_BYTES` holds."""
+    """chunk_rows: with Triton, the most rows of logits in memory at once; None: as many as `CHUNK_BYTES` holds.
+    pack_rows: the most rows of a pack, if known."""
 
     name: Literal["triton", "torch"]
     chunk_rows: int | None = None
+    pack_rows: int = 0
 
     def most_rows(self, row_stride: int) -> int:
         """Most rows of a chunk with Triton, of `row_stride` logits each. Below 1024, dW's matmul is memory-bound."""
@@ -33,13 +35,13 @@ class KernelBackend:
         return "output layer: PyTorch" if torch.cuda.is_available() else "output layer: PyTorch (no CUDA)"
 
 
-def choose_backend(option: str, device_type: str, chunk_rows: int | None = None) -> KernelBackend:
+def choose_backend(option: str, device_type: str, chunk_rows: int | None = None, pack_rows: int = 0) -> KernelBackend:
     """triton, torch, or auto: Triton on CUDA, PyTorch elsewhere. ValueError for "triton" without CUDA."""
     if option == "triton" and device_type != "cuda":
         raise ValueError(f"triton needs a CUDA device, this is {device_type}; auto or torch run here")
     if option == "auto":
         option = "triton" if device_type == "cuda" else "torch"
-    return KernelBackend(option, chunk_rows)
+    return KernelBackend(option, chunk_rows, pack_rows)
 
 
 def backend_for(hidden_RD: Tensor, backend: KernelBackend | None) -> KernelBackend:

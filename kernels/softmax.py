@@ -134,11 +134,12 @@ def logit_chunks(
     """The logits hidden_RD @ weight_VD.T in chunks of rows, cut by sampling_filter, one buffer for all chunks. Triton's
     have all columns, PyTorch's the first `vocab`."""
     num_rows, row_stride = len(hidden_RD), triton.cdiv(len(weight_VD), 16) * 16
-    size = backend.rows(num_rows, row_stride)
+    most = max(num_rows, backend.pack_rows)  # so that the memory which a pack leaves is what the next one asks for
+    size = backend.rows(most, row_stride)
     if backend.name == "torch":
         weight_VD, row_stride = weight_VD[:vocab], vocab
         size = max(1, CHUNK_ELEMENTS[hidden_RD.device.type] // vocab)
-    buffer_CV = hidden_RD.new_empty(min(size, num_rows), row_stride, dtype=wide_dtype(hidden_RD))
+    buffer_CV = hidden_RD.new_empty(min(size, most), row_stride, dtype=wide_dtype(hidden_RD))
     for start in range(0, num_rows, size):
         rows = slice(start, min(start + size, num_rows))
         logits_CV = mm_float32(hidden_RD[rows], weight_VD.T, out=buffer_CV[: rows.stop - start, : len(weight_VD)])

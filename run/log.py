@@ -201,13 +201,13 @@ def _start_wandb(folder: Path, cfg: WandbConfig) -> Any:
 
 
 class Timers:
-    """Seconds of each named phase of a step, and on CUDA the peak of the bytes that torch allocated in it. `enter` is
-    called with each phase that begins, for the watchdog."""
+    """Seconds of each named phase of a step, and on CUDA its peaks of the bytes that torch allocated and reserved, and
+    those reserved but not allocated at its end. `enter` is called with each phase that begins, for the watchdog."""
 
     def __init__(self, enter: Callable[[str], None]):
         self.enter = enter
         self.seconds: dict[str, float] = defaultdict(float)
-        self.peaks: dict[str, int] = {}
+        self.peaks: dict[str, tuple[int, int, int]] = {}
         self.step_start = time.perf_counter()
 
     @contextmanager
@@ -221,7 +221,8 @@ class Timers:
         finally:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # a phase ends when its kernels have ended
-                self.peaks[name] = torch.cuda.max_memory_allocated()
+                unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+                self.peaks[name] = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), unused
             self.seconds[name] += time.perf_counter() - start
 
     def start_step(self) -> None:

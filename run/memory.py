@@ -23,27 +23,32 @@ NO_MEMORY = re.compile(
 
 class Memory:
     """Rank 0 prints the plan of a GPU whose memory is known; ConfigError if that is too small. engine_bytes: torch
-    still counts these for the sleeping engine, though vLLM has freed them; they are subtracted from the peaks."""
+    still counts these as allocated by the sleeping engine, and engine_reserved as reserved, though vLLM has freed them;
+    they are subtracted from the peaks."""
 
     def __init__(self, plan: Plan, ranks: Ranks):
         self.plan = plan
-        self.engine_bytes = 0.0
+        self.engine_bytes = self.engine_reserved = 0.0
         if plan.gpu_bytes and ranks.job_rank == 0:
             print(table(plan), flush=True)
         if too_small := problem(plan):
             raise ConfigError(f"{too_small}. If you know better, --gpu_memory=GiB takes the place of what the GPU has")
 
-    def metrics(self, peaks: dict[str, int]) -> dict[str, float]:
-        """GiB by the plan, and as measured, of the phases that have a peak: {} without CUDA."""
+    def metrics(self, peaks: dict[str, tuple[int, int, int]]) -> dict[str, float]:
+        """GiB by the plan, and as allocated and reserved, of the phases that `Timers` has peaks of: {} without CUDA."""
         values = {}
         for name in PHASES.keys() & peaks.keys():
             phase = PHASES[name]
             if phase == "generate" and self.plan.cfg.policy.generation.num_generators:  # planned for other GPUs
                 continue
-            awake = {"generate": self.engine_bytes, "sync": self.plan.sync()["engine's weights"]}.get(phase, 0)
+            awake = {"generate": self.engine_bytes, "sync": self.plan.woken}.get(phase, 0)
             planned = self.plan.size(phase) - CONTEXT  # which torch does not see
             values[f"performance/memory/{name}/planned_gib"] = planned / GIB
-            values[f"performance/memory/{name}/measured_gib"] = (peaks[name] - self.engine_bytes + awake) / GIB
+            allocated, reserved, unused = peaks[name]
+            values[f"performance/memory/{name}/measured_gib"] = (allocated - self.engine_bytes + awake) / GIB
+            values[f"performance/memory/{name}/reserved_gib"] = (reserved - self.engine_reserved + awake) / GIB
+            if phase == "sync":  # what torch keeps from the engine while that generates
+                values[f"performance/memory/{name}/unused_gib"] = unused / GIB
         return values
 
     def explained(self, error: BaseException, phase: str) -> BaseException:
@@ -71,4 +76,5 @@ def measured() -> str:
         return f"{gib(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)} at most"
     free, total = torch.cuda.mem_get_info()
     allocated, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-    return f"allocated {gib(allocated)}, at most {gib(most)}, free {gib(free)}, in all {gib(total)}"
+    reserved = f"reserved {gib(torch.cuda.memory_reserved())}"
+    return f"allocated {gib(allocated)}, at most {gib(most)}, {reserved}, free {gib(free)}, in all {gib(total)}"

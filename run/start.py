@@ -14,6 +14,7 @@ from torch.nn.attention import activate_flash_attention_impl
 
 import config
 from batch import needs_old_logps
+from check.memory_plan import OWN_CONTEXT
 from check.preflight import RunInputs, data_lines, memory_plan, notes, num_steps_of
 from check.resume import candidates, checkpoint_folder
 from check.rules import must_save_by_seconds
@@ -34,7 +35,7 @@ from run.reward_model import RewardModel
 from system.exits import Signals
 from system.optimizer import Optimizer
 from system.progress import Progress
-from system.ranks import Ranks, fsdp_mesh, seed_everything
+from system.ranks import Ranks, expand_segments, fsdp_mesh, gather, seed_everything
 from system.watchdog import Watchdog
 
 
@@ -92,9 +93,11 @@ def plan_memory(
     cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device, gpu_bytes: float | None, trains=True
 ) -> Memory:
     """Prints how much memory the run needs on each GPU. ConfigError if the GPU, or gpu_bytes, has less."""
+    others = 0
     if gpu_bytes is None and device.type == "cuda":
-        gpu_bytes = torch.cuda.get_device_properties(device).total_memory
-    return Memory(replace(memory_plan(cfg, inputs, ranks.job_size, gpu_bytes), trains=trains), ranks)
+        free, gpu_bytes = torch.cuda.mem_get_info(device)
+        others = max(0, *gather(gpu_bytes - free - OWN_CONTEXT, ranks.job))  # all ranks refuse, or none
+    return Memory(replace(memory_plan(cfg, inputs, ranks.job_size, gpu_bytes), trains=trains, others=others), ranks)
 
 
 def set_up(
@@ -109,7 +112,10 @@ def set_up(
     """A run that is ready for its first step, or for the step after its checkpoint. A collective of all trainers."""
     signals = Signals(must_save_by_seconds(cfg.checkpointing))
     model, engine, sampler = build(cfg, inputs, ranks, device)
-    memory.engine_bytes = torch.cuda.memory_allocated() - memory.plan.states().get("weights", 0)
+    expand_segments()  # vLLM has made its memory pools, and sleeps
+    weights = memory.plan.states().get("weights", 0)
+    memory.engine_bytes = torch.cuda.memory_allocated() - weights
+    memory.engine_reserved = torch.cuda.memory_reserved() - weights
     base_sha256 = read_adapter(cfg, inputs, model, ranks)
     if ranks.bridge:
         for environment in inputs.environments.values():  # the generators grade
@@ -261,8 +267,12 @@ def build(
 def build_policy(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> Decoder:
     """The sharded policy with float32 master weights. A collective of all ranks that train."""
     policy = cfg.policy
+    if policy.deterministic_attention:  # before the first matmul: Decoder.backward has torch refuse it otherwise
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.utils.deterministic.fill_uninitialized_memory = False
     try:
-        backend = choose_backend(policy.kernel_backend, device.type, policy.logprob_chunk_size)
+        sizes = policy.logprob_chunk_size, policy.pack_tokens(device.type)
+        backend = choose_backend(policy.kernel_backend, device.type, *sizes)
     except ValueError as error:
         raise config.ConfigError(f"policy.kernel_backend: {error}") from error
     compiled = compiles(policy.compile, device.type)
@@ -282,6 +292,8 @@ def build_policy(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: to
             sampling_filter=sampling_filter_of(policy.generation),
             vocab_limit=inputs.tokenizer.vocab_size,
             recompute=policy.dtensor_cfg.activation_checkpointing,
+            defers_sync=policy.dtensor_cfg.defer_fsdp_grad_sync,
+            deterministic=policy.deterministic_attention,
             backend=backend,
             loss_path=loss_path_of(cfg, backend, device),
         )

@@ -20,8 +20,8 @@ from torch import Tensor
 T = TypeVar("T")
 Shapes = list[tuple[str, tuple[int, ...]]]  # names and shapes of tensors, in the order in which they are sent
 BUCKET_BYTES = 256 * 2**20
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # longer than any rollout: ranks wait for the slowest one's samples
-SIDE_TIMEOUT = timedelta(days=7)  # one side waits as long as the other works; the watchdogs find a rank that hangs
+# More than any limit of the watchdog, which says who hangs: a collective would only say that it waited.
+COLLECTIVE_TIMEOUT = timedelta(days=7)
 
 
 @dataclass(slots=True)
@@ -96,19 +96,20 @@ def split(rank: int, size: int, num_generators: int, backend: str) -> Bridge:
         world_size=side_size,
         timeout=COLLECTIVE_TIMEOUT,
     )
-    objects = _group("objects", "gloo", store, rank, size, SIDE_TIMEOUT)
+    objects = _group("objects", "gloo", store, rank, size)
     weights = None
     if rank == 0 or rank >= num_trainers:
         rank_of_group = rank and 1 + rank - num_trainers
         kind = "nccl" if "nccl" in backend else "gloo"
-        weights = _group("weights", kind, store, rank_of_group, 1 + num_generators, COLLECTIVE_TIMEOUT)
+        weights = _group("weights", kind, store, rank_of_group, 1 + num_generators)
     return Bridge(num_trainers, objects, weights)
 
 
-def _group(name: str, backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+def _group(name: str, backend: str, store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
     """A group across the sides. `dist.new_group` makes groups within the default group, by this call; [] says that the
     ranks are not those of the default group."""
     c10d = dist.distributed_c10d
-    group, _ = c10d._new_process_group_helper(size, rank, [], dist.Backend(backend), store, name, timeout=timeout)
+    options = {"backend": dist.Backend(backend), "timeout": COLLECTIVE_TIMEOUT}
+    group, _ = c10d._new_process_group_helper(size, rank, [], store=store, group_name=name, **options)
     c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}  # else torch hides errors behind one of its own
     return group

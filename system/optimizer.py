@@ -31,6 +31,9 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self) -> None:
+        if not self.state and torch.cuda.is_available():
+            # The moments stay: in what the activations have left, they would keep it from the engine and from packs.
+            torch.cuda.empty_cache()
         for optimizer in self.optimizers:
             param = optimizer.param_groups[0]["params"][0]
             state = self.state[param] if self.streams else {}

@@ -17,6 +17,7 @@ from system.bridge import COLLECTIVE_TIMEOUT, Bridge, split
 from system.exits import NO_PEERS, Interrupted, Peers, StopRun, host_name
 
 T = TypeVar("T")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first that is set
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +96,16 @@ def start_process_group(tp_size: int, num_generators: int = 0) -> tuple[Ranks, t
     Objects and CPU tensors go over gloo, CUDA tensors over nccl. OMP_NUM_THREADS says how many threads a rank has:
     train.sh sets it, and torchrun sets 1. Ranks with more threads than their share of the cores are 30x slower.
     """
-    # When cuBLAS splits a sum, add the parts in float32; by default they may be rounded to bfloat16 first.
+    # When cuBLAS splits a sum, add the parts in float32; by default they may be rounded to bfloat16 first. And float32
+    # is no TF32, as an image's TORCH_ALLOW_TF32_CUBLAS_OVERRIDE would have it.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.set_float32_matmul_precision("highest")
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # 0: any port that is free
     ranks = Ranks(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), tp_size)
+    if taken := take_out_expandable_segments():
+        ranks.print_rank0(f"{taken}: taken out until the engine sleeps, which frees no memory of such segments")
     device = choose_device(ranks.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -119,11 +124,36 @@ def start_process_group(tp_size: int, num_generators: int = 0) -> tuple[Ranks, t
     return replace(ranks, peers=peers, engine_group=group), device
 
 
+def take_out_expandable_segments() -> str:
+    """Before CUDA starts: the environment variables that had torch's segments grow, which they no longer do."""
+    named = []
+    for name in ALLOCATOR_VARIABLES:
+        options = os.environ.get(name, "").split(",")
+        kept = [option for option in options if option.replace(" ", "") != "expandable_segments:True"]
+        if kept != options:
+            named.append(f"{name}={os.environ.pop(name)}")
+            os.environ.update({name: ",".join(kept)} if kept else {})
+    return " ".join(named)
+
+
+def expand_segments() -> None:
+    """From now on torch's segments grow, so that what is freed of one size serves another. Only while vLLM's memory
+    pools are complete: with the option on, what they allocate cannot sleep (pytorch/pytorch#147851)."""
+    given = next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), "")
+    if torch.cuda.is_available() and "expandable_segments" not in given:  # off as the user has it
+        torch.cuda.empty_cache()
+        options = ",".join(filter(None, [given, "expandable_segments:True"]))  # an option that is left out is reset
+        torch._C._accelerator_setAllocatorSettings(options)
+
+
 def fsdp_mesh(device_type: str, num_replicas: int = 1) -> DeviceMesh:
     """The ranks that FSDP2 shards over: all (of this side of the job), or a row for each replica. A collective."""
     size = dist.get_world_size()
     shape = (size,) if num_replicas == 1 else (num_replicas, size // num_replicas)
-    return dist.init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = dist.init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    for group in mesh.get_all_groups():
+        dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT, group)
+    return mesh
 
 
 def choose_device(local_rank: int) -> torch.device:

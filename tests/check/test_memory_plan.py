@@ -15,7 +15,8 @@ import torch
 from count_memory import CASES, LiveBytes, count_kept, differences, model_config, run_config
 
 import model as model_module
-from check import memory_fit
+from bench.allocator import Allocator
+from check import memory_fit, reader
 from check.memory_plan import CHUNK_BYTES, CHUNK_ELEMENTS, GIB, Plan
 from check.rules import check_config
 from config import (
@@ -45,6 +46,7 @@ LARGE = {
 OFFLOADS = {"none": {}, "moments": {"offload_optimizer_for_logprob": True}, "all": {"cpu_offload": True}}
 # Between them, each value of each key; tests/system/test_ranks.py has three of the others.
 NORMAL = {(name, "none", 4096) for name in ("lora float32 tied, all kept", "bfloat16 moments", "muon")}
+NORMAL |= {("qwen3, one block of two", "none", 4096)}
 NORMAL |= {("qwen3", "all", 4095), ("qwen3 tied", "moments", 4096)}
 STEPS = NORMAL | {(name, "none", 4096) for name in CASES} | {*product(("qwen3 tied", "lora"), OFFLOADS, (4095,))}
 
@@ -168,7 +170,7 @@ def test_a_table_of_what_fits():
     "num_gpus, words",
     [
         (2, r"generate needs 98.\d GiB on each GPU, which has 80; it fits with policy.offload_optimizer_for_logprob="),
-        (1, r"generate needs 14\d GiB on each GPU, which has 80; it fits with policy.*lora_cfg.enabled=true \(saves"),
+        (1, r"generate needs 14\d GiB on each GPU, which has 80; it fits with .*gpu_memory_utilization=0.5 \(saves"),
     ],
 )
 def test_what_does_not_fit_and_what_mends_it(num_gpus, words):
@@ -176,6 +178,57 @@ def test_what_does_not_fit_and_what_mends_it(num_gpus, words):
     said = memory_fit.problem(plan)
     assert re.search(words, said) and len(said) < 490
     assert "policy.offload_optimizer_for_logprob=true (saves " in memory_fit.remedies(plan, "train")
+
+
+def recipe(name, num_gpus, gib, *words):
+    cfg = reader.load(ROOT / "configs" / name, [*words])
+    return Plan(cfg, LARGE["1.5B" if name == "math_1b.yaml" else "8B"], 151_665, num_gpus, gib * GIB)
+
+
+@pytest.mark.parametrize(
+    ("plan", "sizes"),
+    [
+        (("math_1b.yaml", 1, 23.6), (45.7, 26.6, 34.8, 24.3)),
+        (("math_1b.yaml", 8, 79.2), (25.6, 6.57, 53.2, 9.2)),
+        (("math_8b.yaml", 8, 79.2), (65.5, 20.6, 64.1, 33.6)),
+        (("math_8b.yaml", 8, 79.2, "policy.dtensor_cfg.activation_checkpointing=true"), (29.6, 20.6, 64.1, 33.6)),
+    ],
+)
+def test_sizes_by_hand(plan, sizes):
+    """train, score, generate and sync in GiB, as they were worked out by hand from the sources of torch and vLLM."""
+    plan = recipe(*plan)
+    assert [plan.size(phase) / GIB for phase in ("train", "score", "generate", "sync")] == pytest.approx(
+        sizes, rel=3e-3
+    )
+
+
+def test_a_fix_leaves_room_and_computes_no_block_again_without_need():
+    """By hand: moments in host memory and blocks computed again take 23.3 of 23.6 GiB to generate, too near."""
+    near = ("policy.offload_optimizer_for_logprob=true", "policy.dtensor_cfg.activation_checkpointing=true")
+    plan = recipe("math_1b.yaml", 1, 23.6, *near)
+    assert plan.size("generate") / GIB == pytest.approx(23.3, rel=3e-3) and plan.lacking(0.05) > 0 > plan.lacking()
+    assert memory_fit.problem(plan) is None, "what a user has set is theirs"
+    assert 13 < plan.host()["moments"] / GIB < 15 and plan.shards["moments"] / GIB == pytest.approx(11.5, rel=3e-3)
+    given = [("math_1b.yaml", 1, gib) for gib in (16, 22.1, 23.6, 40)] + [("math_8b.yaml", 8, gib) for gib in (40, 48)]
+    numbers = []
+    for name, num_gpus, gib in [*given, ("math_8b.yaml", 4, 79.2), ("math_8b.yaml", 2, 79.2), ("math_8b.yaml", 1, 141)]:
+        plan = recipe(name, num_gpus, gib)
+        named = re.findall(r"(policy\.[\w.]+)=([\w.\"]+)", memory_fit.problem(plan))
+        fixes = {key: json.loads(value) for key, value in named}
+        assert memory_fit.changed(plan, [*fixes.items()]).lacking(0.05) <= 0 < plan.lacking()
+        if number := fixes.get(memory_fit.RECOMPUTE):
+            numbers.append(number)
+            fewer = fixes | {memory_fit.RECOMPUTE: number - 1}
+            assert memory_fit.changed(plan, [*fewer.items()]).lacking(0.05) > 0 or number is True
+    assert len(numbers) >= 3 and all(type(number) is int and 0 < number < 36 for number in numbers)
+
+
+def test_what_other_processes_hold_is_not_there(monkeypatch):
+    plan = recipe("math_8b.yaml", 8, 79.2)
+    others = replace(plan, others=20 * GIB)
+    assert all(others.size(phase) == plan.size(phase) + 20 * GIB for phase in plan.phases)
+    assert others.kv_cache == plan.kv_cache, "vLLM takes its share of the whole GPU"
+    assert "other processes 20" in memory_fit.table(others) and memory_fit.problem(others)
 
 
 def test_an_evaluation_has_no_canary_and_keeps_its_adapters():
@@ -201,7 +254,7 @@ def test_offloads_leave_the_gpu_and_arrive_in_host_memory():
     moments = memory_fit.changed(plan, [("policy.offload_optimizer_for_logprob", True)])
     everything = memory_fit.changed(plan, [("policy.dtensor_cfg.cpu_offload", True)])
     size = plan.shards["moments"]
-    assert plan.size("score") - moments.size("score") == size == moments.host()["moments"]
+    assert plan.size("score") - moments.size("score") == size <= moments.host()["moments"] < 2 * size
     assert set(everything.host()) == {"weights", "moments", "gradients"} and not everything.states(gradients=True)
 
 
@@ -257,6 +310,34 @@ def test_what_is_proposed_passes_the_check_and_saves_what_it_says(name, num_gpus
                 saves = plan.size(where) - memory_fit.changed(plan, [(key, json.loads(value))]).size(where)
                 assert float(saved) == float(f"{saves / GIB:.3g}") > 0
             assert not fixes or phase is None or better.size(phase) < plan.size(phase)
-            assert not fixes or phase or better.lacking <= 0 < plan.lacking
+            assert not fixes or phase or better.lacking(0.05) <= 0 < plan.lacking()
             num_proposed += len(fixes)
     assert num_proposed > 15
+
+
+def test_the_simulated_allocator_is_torchs():
+    """Worked by hand from CUDACachingAllocator.cpp; in MiB. bench/allocator.py replays whole steps with it."""
+    mib = 2**20
+    plain, grows = Allocator(), Allocator(expandable=True)
+    for each in (plain, grows):
+        each.allocate(0, 1)  # 512 bytes of a segment of 2 MiB
+        each.allocate(1, 6 * mib)  # of one of 20
+        each.allocate(2, 15 * mib)  # the rest has 14: one of its own, of 16; or a page of 20 more
+    assert (plain.reserved, grows.reserved) == (38 * mib, 42 * mib)
+    for each in (plain, grows):
+        each.release(2)
+        each.allocate(3, 24 * mib)  # what was freed is too small for it, but may grow
+    assert (plain.reserved, grows.reserved) == (62 * mib, 42 * mib)
+    for each in (plain, grows):
+        each.release(0)
+        each.release(3)
+        each.empty_cache()
+        assert each.allocated == 6 * mib
+    assert plain.reserved == grows.reserved == 20 * mib, "the rest of the segment, or the page, that is in use"
+    for each in (plain, grows):
+        each.release(1)
+        each.empty_cache()
+    assert plain.reserved == grows.reserved == 0 and grows.largest == {
+        "allocated": 30 * mib + 512,
+        "reserved": 42 * mib,
+    }

@@ -1,6 +1,7 @@
 """What the engine does on CUDA, against a stand-in that writes it down: sleep, wake, sync and cache reset in order."""
 
 import json
+import os
 import sys
 from types import SimpleNamespace
 from unittest import mock
@@ -24,6 +25,7 @@ from hf.model_config import read_model_config
 from hf.tokenizer import Tokenizer
 from model import load_policy
 from rollout import Sampler
+from run import start
 from system.exits import Interrupted, StopRun
 
 OPTIONS = SamplingOptions(temperature=1.0, max_new_tokens=60)
@@ -90,12 +92,20 @@ def test_the_order_of_a_whole_run(cuda, policy, tmp_path, one_rank):
     cuda.chdir(ROOT)
     clip = grpo.clip_grad_norm
     cuda.setattr(grpo, "clip_grad_norm", lambda *args: recording_vllm.LLM.newest.record("train") or clip(*args))
+    cuda.setattr(start, "expand_segments", lambda: recording_vllm.LLM.newest.record("segments may grow"))
     write_rows(tmp_path)
     words = ("grpo.max_num_steps=2", "grpo.logp_gap_limit=null", "grpo.canary_period=2", "checkpointing.enabled=false")
     cuda.setattr(sys, "argv", ["", *arguments(tmp_path), *words])
     assert grpo.main() == 0
     step = [("generate",), *SLEEP, ("train",), *sync_of(policy)]  # of canary, validation and step, what follows merges
-    assert recording_vllm.LLM.newest.calls == [*SLEEP, *sync_of(policy), *step, *step, ("generate",)]
+    assert recording_vllm.LLM.newest.calls == [
+        *SLEEP,
+        ("segments may grow",),
+        *sync_of(policy),
+        *step,
+        *step,
+        ("generate",),
+    ]
     (metrics,) = tmp_path.glob("exp_*/metrics.jsonl")
     records = [record for record in map(json.loads, metrics.read_text().splitlines()) if "train/loss" in record]
     num_bytes = sum(param.numel() for param in policy.parameters()) * 4
@@ -223,6 +233,18 @@ def test_arguments_on_cuda(cuda, capsys):
     assert "sleep_mode_offload_cudagraph" not in make_engine(precision="bfloat16").llm.options
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("WARNING: this vLLM rounds logits to bfloat16: a larger logp gap")
+
+
+@pytest.mark.parametrize(
+    ("version", "runner"),
+    [((0, 24, 0), "0"), ((0, 28, 1, "cu130"), "0"), ((0, 29, 0), "unset"), ((0, 32, 0, "cpu"), "unset")],
+)
+def test_a_runner_that_does_not_survive_sleep_is_off(cuda, version, runner):
+    cuda.setattr(engine_module.vllm, "__version_tuple__", version)
+    with mock.patch.dict("os.environ", {}):
+        os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+        make_engine()
+        assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "unset") == runner
 
 
 @pytest.mark.parametrize(

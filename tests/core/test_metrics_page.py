@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -71,9 +70,9 @@ def records(one_rank, tmp_path_factory):
 
 def keys_of_other_machines():
     """Of a GPU's memory."""
-    plan = SimpleNamespace(cfg=Config(), size=lambda phase: 0, sync=lambda: defaultdict(int))
-    of_memory = memory.Memory.metrics(SimpleNamespace(plan=plan, engine_bytes=0), dict.fromkeys(memory.PHASES, 1))
-    return of_memory.keys()
+    plan = SimpleNamespace(cfg=Config(), size=lambda phase: 0, woken=0)
+    counted = SimpleNamespace(plan=plan, engine_bytes=0, engine_reserved=0)
+    return memory.Memory.metrics(counted, dict.fromkeys(memory.PHASES, (1, 1, 1))).keys()
 
 
 @pytest.mark.slow

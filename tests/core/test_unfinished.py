@@ -194,19 +194,25 @@ def test_a_split_job_that_keeps_keys_and_values_mixes_weights_in_old_requests_al
     assert max(gap.max() for gap in gaps_of(policies, second)) <= 1e-4
 
 
-@pytest.mark.parametrize(("rebuilds_cache", "versions"), [(True, [1, 1]), (False, [0, 1])])
-def test_a_request_without_a_token_may_have_keys_of_the_old_weights(rebuilds_cache, versions):
-    """vLLM computes long prompts in pieces, and is a step ahead of what it has given: weights come amid that."""
+@pytest.mark.parametrize(
+    ("rebuilds_cache", "in_flight", "versions"),
+    [(True, 0, [1, 1, 1]), (False, 0, [0, 1, 1]), (False, 1, [0, 1, 1]), (False, 2, [0, 0, 1])],
+)
+def test_a_request_without_a_token_may_have_keys_of_the_old_weights(rebuilds_cache, in_flight, versions):
+    """vLLM computes long prompts in pieces, and is steps ahead of what it has given: weights come amid that."""
     engine = object.__new__(engine_module.Engine)
     detokenizer = SimpleNamespace(num_output_tokens=lambda: 0)
     states = {"7-ab": SimpleNamespace(external_req_id="7", detokenizer=detokenizer)}
-    core = SimpleNamespace(output_processor=SimpleNamespace(request_states=states))
+    scheduler = SimpleNamespace(requests={"7-ab": SimpleNamespace(num_output_placeholders=in_flight)})
+    inner = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
+    core = SimpleNamespace(output_processor=SimpleNamespace(request_states=states), engine_core=inner)
     words = {"collective_rpc": lambda *_, **words: None, "reset_prefix_cache": lambda **words: True}
     engine.llm, engine.param_names = SimpleNamespace(llm_engine=core, **words), set()
     engine.rebuilds_cache, engine.versions_by_request = rebuilds_cache, {"7": [(0, 0)]}
     engine.sync([], 1)
-    logprobs = SimpleNamespace(start_indices=[0, 1], end_indices=[1, 2], token_ids=[5, 6], logprobs=[-0.1, -0.2])
-    output = SimpleNamespace(token_ids=[5, 6], logprobs=logprobs, finish_reason="stop")
+    places = {"start_indices": [0, 1, 2], "end_indices": [1, 2, 3]}
+    logprobs = SimpleNamespace(**places, token_ids=[5, 6, 7], logprobs=[-0.1, -0.2, -0.3])
+    output = SimpleNamespace(token_ids=[5, 6, 7], logprobs=logprobs, finish_reason="stop")
     assert engine_module._completion(output, engine.versions_by_request["7"]).versions.tolist() == versions
 
 

@@ -140,12 +140,14 @@ def count_step(model_config: ModelConfig, cfg: Config, mesh, padded=False) -> di
             add_adapters(model, policy.dtensor_cfg.lora_cfg, getattr(torch, policy.precision))
     offloads = policy.dtensor_cfg.cpu_offload
     shard(model, mesh, precision=policy.precision, cpu_offload=offloads)
-    for block in model.model["layers"]:
-        block.recompute = policy.dtensor_cfg.activation_checkpointing
+    recompute = policy.dtensor_cfg.activation_checkpointing
+    for i, block in enumerate(model.model["layers"]):
+        block.recompute = recompute is True or i < recompute
     model.to_empty(device="cpu" if offloads else device)
     for param in model.parameters():
         param.detach().to_local().normal_(0, 0.02)
     model.backend, model.loss_path = KernelBackend("triton"), LossPath("one pass")
+    model.defers_sync = policy.dtensor_cfg.defer_fsdp_grad_sync
     optimizer = build_optimizer(model, policy.optimizer, offloads=policy.offload_optimizer_for_logprob)
 
     def size(tensors):
@@ -162,9 +164,9 @@ def count_step(model_config: ModelConfig, cfg: Config, mesh, padded=False) -> di
             with torch.no_grad():
                 model(*micro.model_inputs)
             count("score")
-            for _ in range(2):
+            for is_last in (False, True):
                 loss, _ = grpo.compute_loss(model, micro, minibatch, cfg)
-                loss.backward()
+                model.backward(loss, is_last=is_last)
                 del loss
             gradients = size(param.grad for param in model.parameters() if param.requires_grad)
             optimizer.step()
@@ -255,6 +257,7 @@ CASES = {  # name -> (family and whether tied, keys of run_config)
     "qwen3": (("qwen3", False), {}),
     "qwen3 tied": (("qwen3", True), {}),
     "llama, all kept": (("llama", False), {"recompute": False}),
+    "qwen3, one block of two": (("qwen3", False), {"recompute": 1}),
     "qwen2 float32": (("qwen2", True), {"precision": "float32"}),
     "lora": (("qwen3", False), {"lora": True}),
     "lora float32 tied, all kept": (("llama", True), {"lora": True, "recompute": False, "precision": "float32"}),
@@ -272,14 +275,14 @@ def differences(name: str, mesh, vocab=4096, **offload) -> dict[str, tuple[float
     model, keys = CASES[name]
     model, cfg = model_config(*model), run_config(**keys, compile=False)
     replicas = mesh.size(0) if mesh.ndim > 1 else 1
-    cpu_offload = offload.pop("cpu_offload", False)
-    dtensor = replace(cfg.policy.dtensor_cfg, dp_replicate_size=replicas, cpu_offload=cpu_offload)
+    own = {key: offload.pop(key) for key in ("cpu_offload", "defer_fsdp_grad_sync") if key in offload}
+    dtensor = replace(cfg.policy.dtensor_cfg, dp_replicate_size=replicas, **own)
     cfg = replace(cfg, policy=replace(cfg.policy, dtensor_cfg=dtensor, **offload))
     plan = Plan(cfg, model, vocab, mesh.size())
     states = plan.states(gradients=True)
     planned = {item: states.get(item, 0) for item in plan.shards}
     planned |= {phase: plan.size(phase) - CONTEXT for phase in ("train", "score", "sync")}
-    planned["sync"] -= plan.sync()["engine's weights"]
+    planned["sync"] -= plan.woken
     with meta_gpu():
         counted = count_step(model, cfg, mesh, padded=vocab % 64 > 0)
     return {item: (planned[item], size) for item, size in counted.items() if abs(planned[item] - size) > 0.02 * size}

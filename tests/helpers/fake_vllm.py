@@ -92,6 +92,7 @@ class Request:
         self.ids, self.params, self.reply = list(prompt), params, CompletionOutput([], FlatLogprobs())
         self.generator = torch.Generator().manual_seed(params.seed or 0)
         self.priority = 0
+        self.num_output_placeholders = 0  # tokens that vLLM's scheduler has in flight
         self.detokenizer = Detokenizer()
 
     def add_token(self, logits_V: torch.Tensor) -> bool:
@@ -130,6 +131,10 @@ class LLMEngine:
     def output_processor(self) -> SimpleNamespace:
         return output_processor(self.requests)
 
+    @property
+    def engine_core(self) -> SimpleNamespace:
+        return engine_core(self.requests)
+
     def add_request(
         self, request_id: str, prompt: dict[str, list[int]], params: SamplingParams, priority: int = 0
     ) -> None:
@@ -163,6 +168,12 @@ def output_processor(requests: dict[str, Request]) -> SimpleNamespace:
     for name, request in requests.items():
         states[f"{name}-8f3a"] = SimpleNamespace(external_req_id=name, detokenizer=request.detokenizer)
     return SimpleNamespace(request_states=states)
+
+
+def engine_core(requests: dict[str, Request]) -> SimpleNamespace:
+    """As far as its scheduler knows the requests, by the same keys."""
+    scheduler = SimpleNamespace(requests={f"{name}-8f3a": request for name, request in requests.items()})
+    return SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
 
 
 class FusedNames:
@@ -294,7 +305,7 @@ def install() -> None:
     """Before engine.py is imported: `vllm` is this file from then on, in this process."""
     assert "vllm" not in sys.modules, "the real one is here already"
     whole, part = ModuleType("vllm"), ModuleType("vllm.sampling_params")
-    whole.LLM, whole.EngineArgs = LLM, EngineArgs
+    whole.LLM, whole.EngineArgs, whole.__version_tuple__ = LLM, EngineArgs, (0, 32, 0)
     whole.SamplingParams, whole.sampling_params = SamplingParams, part
     part.SamplingParams, part.RequestOutputKind = SamplingParams, RequestOutputKind
     for module in (whole, part):

@@ -23,6 +23,7 @@ class Request:
 
     def __init__(self, prompt: list[int], params: fake_vllm.SamplingParams):
         self.prompt, self.params, self.reply = prompt, params, fake_vllm.CompletionOutput([], fake_vllm.FlatLogprobs())
+        self.num_output_placeholders = 0
         self.detokenizer = fake_vllm.Detokenizer()
 
     def add_token(self) -> bool:
@@ -67,6 +68,10 @@ class LLM(fake_vllm.LLM):
     @property
     def output_processor(self) -> SimpleNamespace:
         return fake_vllm.output_processor(self.requests)
+
+    @property
+    def engine_core(self) -> SimpleNamespace:
+        return fake_vllm.engine_core(self.requests)
 
     def add_request(
         self, request_id: str, prompt: dict[str, list[int]], params: fake_vllm.SamplingParams, priority: int = 0

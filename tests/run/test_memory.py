@@ -139,13 +139,16 @@ def test_a_user_says_what_the_gpu_has(given, code, program, main, monkeypatch, c
 
 
 def test_what_a_user_says_comes_before_what_the_gpu_says(one_rank, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=GIB))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, GIB))
     inputs = SimpleNamespace(model_config=read_model_config(STARTER), reward_model=None, reference_model=None)
     inputs.tokenizer = SimpleNamespace(vocab_size=262)
     plan_memory = partial(start.plan_memory, Config(), inputs, one_rank[0], torch.device("cuda"))
     with pytest.raises(ConfigError, match=rf"^memory: .* on each GPU, which has 1; .*{re.escape(KNOWS_BETTER)}$"):
         plan_memory(None)
     assert plan_memory(900 * GIB).plan.gpu_bytes == 900 * GIB
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (800 * GIB, 900 * GIB))
+    plan = plan_memory(None).plan
+    assert (plan.gpu_bytes, plan.others) == (900 * GIB, (900 - 800 - 0.5) * GIB), "0.5: this process's own context"
 
 
 @pytest.mark.slow
@@ -177,6 +180,8 @@ def test_a_gpu_is_measured_beside_the_plan(monkeypatch):
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: calls.append("reset"))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 7 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 6 * GIB)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 10 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 8.5 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 80 * GIB))
     timer = Timers(lambda phase: calls.append(phase))
     phases = {"generation": "generate", "data_processing": None, "policy_training": "train"}
@@ -187,18 +192,20 @@ def test_a_gpu_is_measured_beside_the_plan(monkeypatch):
     assert calls == [call for phase in phases for call in (phase, "reset")]
     plan = Plan(Config(), read_model_config(STARTER), 262, 1)
     memory = Memory(plan, Ranks(1, 2, 1, 1))
-    memory.engine_bytes = 4 * GIB
+    memory.engine_bytes, memory.engine_reserved = 4 * GIB, 5 * GIB
     expected = {}
     for name, phase in phases.items():
         if phase:
             expected[f"performance/memory/{name}/planned_gib"] = (plan.size(phase) - CONTEXT) / GIB
-            awake = {"generate": 4, "sync": plan.engine["engine's weights"] / GIB}.get(phase, 0)
+            awake = {"generate": 4, "sync": plan.engine["engine's weights"] / GIB + 0.8}.get(phase, 0)
             expected[f"performance/memory/{name}/measured_gib"] = 3 + awake
+            expected[f"performance/memory/{name}/reserved_gib"] = 5 + awake
+    expected["performance/memory/prepare_for_generation/unused_gib"] = 2.5
     assert memory.metrics(timer.peaks) == pytest.approx(expected)
     colocated = ColocatedConfig(False, ColocatedResourcesConfig(1))
     memory.plan = changed(plan, [("policy.generation.colocated", colocated)])
     split = memory.metrics(timer.peaks)
     assert {name.split("/")[2] for name in split} == phases.keys() - {"generation", "data_processing"}
-    assert memory_module.measured() == "allocated 6, at most 7, free 1, in all 80"
+    assert memory_module.measured() == "allocated 6, at most 7, reserved 8.5, free 1, in all 80"
     with pytest.raises(ConfigError, match=r"^memory: generate needs .* GiB on each GPU, which has 1"):
         Memory(replace(plan, gpu_bytes=GIB), Ranks(0, 1, 0, 1))

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from count_memory import differences
+from count_memory import differences, run_config
 from dist_case import PROMPTS, adapted_policy, alone, make_samples, packs_of, rank_share
 from hf_folders import FAMILIES, layout_of, make_hf_folder, make_pack
 from loop import train_once
@@ -24,6 +25,7 @@ import config
 import data
 import envs
 import system.ranks
+from check.rules import check_config
 from config import ConfigError
 from engine import Engine, SamplingOptions
 from hf.tokenizer import Tokenizer
@@ -34,6 +36,7 @@ from system.exits import host_name
 from system.ranks import start_process_group
 
 ROOT = Path(__file__).resolve().parents[2]
+ALLOC, CUDA_ALLOC = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 
 
 class Disagrees(envs.Environment):
@@ -143,6 +146,8 @@ def facts_of_ranks(folder, work):
     memory = {name: differences(name, mesh) for name in ("qwen3", "qwen3 tied", "lora")}
     offloads = {"qwen3 tied": {"cpu_offload": True}, "lora": {"cpu_offload": True}}
     offloads["qwen3"] = {"offload_optimizer_for_logprob": True}
+    late = {"defer_fsdp_grad_sync": True}
+    memory |= {f"{name}, late": differences(name, mesh, **late) for name in ("qwen3", "qwen3 tied", "lora")}
     memory |= {f"{name}, offload": differences(name, mesh, 4095, **key) for name, key in offloads.items()}
 
     check_optimizer(place, mesh, work)
@@ -255,7 +260,7 @@ def test_adapters_of_two_ranks_start_train_and_are_sent_as_those_of_one(step, tw
 def test_the_memory_plan_of_two_ranks_is_what_they_take(two_ranks):
     """Within 2%: nothing is off by more."""
     for rank in two_ranks:
-        assert len(rank["memory"]) == 6 and not any(rank["memory"].values()), rank["memory"]
+        assert len(rank["memory"]) == 9 and not any(rank["memory"].values()), rank["memory"]
 
 
 def test_engine_over_two_ranks_gives_the_tokens_of_one(engine, policy, two_ranks):
@@ -340,6 +345,62 @@ def test_on_cuda_no_device_is_bound_to_the_process_group(monkeypatch):
         mock.call.init_process_group("cpu:gloo,cuda:nccl", timeout=system.ranks.COLLECTIVE_TIMEOUT),
     ]
     assert place.peers.processes == {0: ("other", 7), 1: (host_name(), os.getpid())}
+
+
+@pytest.mark.parametrize(
+    ("given", "left", "later"),
+    [
+        ({}, {}, "expandable_segments:True"),
+        ({ALLOC: "expandable_segments:True"}, {}, "expandable_segments:True"),
+        ({CUDA_ALLOC: "max_split_size_mb:64, expandable_segments: True"}, {CUDA_ALLOC: "max_split_size_mb:64"}, None),
+        ({ALLOC: "expandable_segments:True", CUDA_ALLOC: "expandable_segments:True"}, {}, "expandable_segments:True"),
+        ({ALLOC: "expandable_segments:False"}, {ALLOC: "expandable_segments:False"}, ""),
+    ],
+)
+def test_segments_grow_only_after_the_engine_sleeps(one_rank, monkeypatch, capsys, given, left, later):
+    """Not as the environment says, from which vLLM's engine would get memory that cannot sleep."""
+    for name in (ALLOC, CUDA_ALLOC):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    seen, told = [], []
+    monkeypatch.setattr(system.ranks, "choose_device", lambda _: seen.append(environment()) or torch.device("cpu"))
+    monkeypatch.setattr(system.ranks.dist, "init_process_group", lambda *_, **__: None)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    start_process_group(tp_size=1)
+    assert seen == [left] == [environment()]
+    said = capsys.readouterr().out
+    assert all(f"{name}={value}" in said for name, value in given.items()) if given != left else said == ""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("empty cache"))
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    system.ranks.expand_segments()
+    later = "max_split_size_mb:64,expandable_segments:True" if later is None else later
+    assert told == (["empty cache", later] if later else [])
+
+
+def environment():
+    return {name: os.environ[name] for name in (ALLOC, CUDA_ALLOC) if name in os.environ}
+
+
+def test_a_watchdog_ends_a_run_before_a_collective_does():
+    limit = system.ranks.COLLECTIVE_TIMEOUT.total_seconds()
+    for name in ("min_seconds", "first_seconds"):
+        most = config.WatchdogConfig(**{name: limit - 1})
+        check_config(replace(run_config(), watchdog=most), 1)
+        with pytest.raises(ConfigError, match=rf"watchdog\.{name}=.* must be > 0, < {limit:.0f}"):
+            check_config(replace(run_config(), watchdog=config.WatchdogConfig(**{name: limit})), 1)
+
+
+@pytest.mark.slow
+def test_float32_is_no_tf32_whatever_the_image_says():
+    code = "import torch, system.ranks as r; r.dist.init_process_group = lambda *_, **__: None\n"
+    code += "r.gather = lambda *_: ['x']; before = torch.get_float32_matmul_precision()\n"
+    code += "r.start_process_group(1); print(before, torch.get_float32_matmul_precision())"
+    env = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "GRPO_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.stdout == "high highest\n", run.stderr
 
 
 ABORTS_IN_TEARDOWN = """
