@@ -34,7 +34,7 @@ def count(shapes: Shapes, part: str = "") -> int:
 class Plan:
     """A run on `num_gpus` ranks that train, in all replicas together. vocab: ids of the tokenizer. gpu_bytes: memory of
     one GPU, or None if unknown; others: what other processes hold of it. reward: the reward model. trains: False for
-    eval.py. teacher: of the KL."""
+    eval.py. teacher: of the KL. has_tma: whether the GPU (sm_90 and later) scores rows without a chunk of logits."""
 
     cfg: Config
     model: ModelConfig
@@ -45,6 +45,7 @@ class Plan:
     trains: bool = True
     teacher: ModelConfig | None = None
     others: float = 0
+    has_tma: bool = True
 
     @property
     def precision(self) -> int:
@@ -186,7 +187,7 @@ class Plan:
             most = policy.logprob_chunk_size or max(1024, CHUNK_BYTES // (4 * stride) // 128 * 128)
             equal = -(-self.tokens // -(-self.tokens // most) // 128) * 128  # KernelBackend.rows
             # To score without a filter, linear_logp writes none.
-            is_written = to_train or top_p < 1 or top_k is not None
+            is_written = to_train or top_p < 1 or top_k is not None or not self.has_tma
             return (4 * stride * min(most, equal) + sorts) * is_written
         chunk = 4 * self.vocab * min(self.tokens, max(1, CHUNK_ELEMENTS // self.vocab))
         copies = 2.5 if self.precision == 2 and to_train and not self.lora else 2

@@ -119,6 +119,8 @@ def test_the_head_on_cuda(chunk, monkeypatch):
     assert planned - hidden_RD.nbytes == pytest.approx(live.largest, rel=0.02)
     rows = KernelBackend("triton", chunk).rows(8192, 151_936)
     assert plan.logits(True) == 4 * rows * 151_936
+    assert plan.logits(False) == 0  # tiles stay on the chip; without TMA (below sm_90) rows are written
+    assert replace(plan, has_tma=False).logits(False) == plan.logits(True)
 
 
 @pytest.mark.slow
