@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up as train.sh does, runs the linter (over what git tracks), then the tests. Other arguments go to pytest.
 # A whole suite runs in three processes; named files run in one, as do the long tests and those of a GPU.
+#   --fork   what judges numbers: without the pages, the imports, and whether loss.py is the one that the kernel knows
 #   --fast   a minute on two idle cores: no process is launched, a stand-in takes vLLM's place
 #   --long   those that take minutes each, which are left out otherwise
 set -euo pipefail
@@ -9,7 +10,8 @@ set -euo pipefail
 source "$(dirname "$0")/../setup.sh"
 
 select="not long"
-if [[ ${1:-} == --long ]]; then select="long"; shift; fi  # --fast is an option of tests/conftest.py
+if [[ ${1:-} == --long ]]; then select="long"; shift; fi
+if [[ ${1:-} == --fork ]]; then select+=" and not house"; shift; fi  # --fast is an option of tests/conftest.py
 if [[ $GRPO_DEVICE == cpu ]]; then
     select+=" and not gpu"
     export TORCHDYNAMO_DISABLE=1  # vLLM's sampler is compiled: dies without a C++ compiler, slow with one

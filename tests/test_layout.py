@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.house
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # A unit (a file on top, or a folder) imports units of its own level and of the levels before it, and never in a circle.

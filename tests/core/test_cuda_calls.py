@@ -24,6 +24,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.torch_version import TorchVersion
 
+pytestmark = pytest.mark.house
+
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = {path.name.split("-")[0]: path for path in (ROOT / "tests" / "helpers" / "old_versions").glob("*.json")}
 OLD = {package: json.loads(path.read_text()) for package, path in RECORDS.items()}

@@ -132,6 +132,7 @@ def test_edits_are_trained(tmp_path, small_chunks, edit):
         assert path.describe() == "loss: one pass, autograd of loss.py" + why
 
 
+@pytest.mark.house
 @pytest.mark.slow
 @pytest.mark.parametrize("old_logprobs", ["trainer", "sampler"])
 def test_without_an_edit_the_fused_kernel_proves_itself(small_chunks, old_logprobs):
@@ -241,6 +242,7 @@ def test_a_wrong_copy_does_not_pass_the_probes(monkeypatch, kl, has_old, option,
     assert (differ > 0) == ((kl, has_old, option, value) in WRONG)
 
 
+@pytest.mark.house
 def test_what_counts_as_an_edit(tmp_path):
     assert digest_of(original.policy_loss) == PROVEN
     for old, new, is_edit in [
@@ -258,6 +260,7 @@ def test_what_counts_as_an_edit(tmp_path):
     assert digest_of(namespace["policy_loss"]) != PROVEN, "made at run time"
 
 
+@pytest.mark.house
 @pytest.mark.slow
 @pytest.mark.parametrize("scale, constant", [pytest.param(0.0, None, marks=pytest.mark.long), (2.0, None), (1.0, 0.1)])
 def test_a_loss_that_is_replaced_at_run_time_does_not_pass_the_probes(monkeypatch, scale, constant):

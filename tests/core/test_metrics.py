@@ -77,7 +77,7 @@ SAMPLES = [
 
 
 def test_numbers_of_a_step_by_hand():
-    assert sample_metrics(SAMPLES, SAMPLES[4:]) == {
+    by_hand = {
         "reward": 0.5,
         "filtered_reward": 0.5,
         "unshaped_reward": 0.5,
@@ -119,6 +119,8 @@ def test_numbers_of_a_step_by_hand():
         "natural_termination_rate": 0.75,
         "max_turns_reached_rate": 0.125,
     }
+    found = sample_metrics(SAMPLES, SAMPLES[4:])
+    assert {name: found[name] for name in by_hand} == by_hand
 
 
 def test_each_part_of_a_reward_is_a_metric_of_its_environment():

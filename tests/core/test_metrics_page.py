@@ -75,6 +75,7 @@ def keys_of_other_machines():
     return memory.Memory.metrics(counted, dict.fromkeys(memory.PHASES, (1, 1, 1))).keys()
 
 
+@pytest.mark.house
 @pytest.mark.slow
 def test_every_metric_has_a_row_and_every_row_a_metric(records):
     written = {key for record in [*records, *read(COMMITTED)] for key in record} | keys_of_other_machines()

@@ -14,6 +14,8 @@ from small_run import ROOT
 
 from system import ranks as system_ranks
 
+pytestmark = pytest.mark.house
+
 PAGE = (ROOT / "docs" / "walkthrough.md").read_text(encoding="utf-8")
 RECORDING = ROOT / "bench" / "results" / "walk_2026-11-22.json"
 

@@ -7,6 +7,8 @@ import pytest
 
 from check.reader import load
 
+pytestmark = pytest.mark.house
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md"))
 LINES = [re.split(r"\s{2,}#|\s+# or", line)[0].strip() for line in re.findall(r"^    (\S.*)$", PAGES, re.M)]

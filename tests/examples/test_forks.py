@@ -21,7 +21,7 @@ from ranks import ranks
 from safetensors.torch import load_file
 from small_run import ROOT, arguments, write_rows
 
-pytestmark = pytest.mark.slow  # each fork is a process that trains
+pytestmark = [pytest.mark.slow, pytest.mark.house]  # each fork is a process that trains
 FOLDER = ROOT / "examples" / "forks"
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
 NAMES = sorted(file.stem for file in FOLDER.glob("*.diff"))
