@@ -71,7 +71,7 @@ def make_minibatches(
     splits = []
     for first in range(0, len(samples), size):
         # Filtered samples take part in no forward.
-        members = [sample for sample in samples[first : first + size] if sample.num_trained_tokens]
+        members = [row for sample in samples[first : first + size] for row in sample.rows]
         splits.append(assign_to_ranks(members, ranks.world_size, max_tokens, share_prefix))
     needed = [[each for shares in splits for part in shares[rank] for each in part] for rank in range(ranks.world_size)]
     move_tokens(needed)

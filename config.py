@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, dataclass_transform
 
 MAX_LOG_RATIO = 20.0  # |logp - old logp| is clamped to this: beyond, the ratio has no gradient; exp never overflows
+ENVIRONMENTS = ("exact", "math", "code", "reward_model", "math_multi_reward")
 ImportanceSampling = Literal["tis", "icepop", "seq-mask-tis", "sequence", "sequence-truncate", "sequence-mask"]
 
 
@@ -308,6 +309,13 @@ class SchedulerConfig(Section):
     """linear and cosine fall towards this share of the learning rate, reached one step after the last."""
 
 
+class ChatServerConfig(Section):
+    tool_parser: str | None = None
+    """vLLM's parser of this name, such as hermes, reads tool calls in a reply to an agent; null leaves them text."""
+    reasoning_parser: str | None = None
+    """vLLM's parser of this name, such as qwen3, tells reasoning in a reply to an agent from the rest."""
+
+
 class VllmConfig(Section):
     tensor_parallel_size: int = key(1, ">= 1")
     """This many consecutive ranks share one engine."""
@@ -319,6 +327,7 @@ class VllmConfig(Section):
     """The engine computes in this type; null means policy.precision."""
     kvcache_gib: int = key(1, ">= 1")
     """On CPU, the key-value cache of an engine takes this many GiB."""
+    http_server_serving_chat_kwargs: ChatServerConfig = ChatServerConfig()
 
 
 class ColocatedResourcesConfig(Section):
@@ -510,12 +519,37 @@ class RewardModelConfig(Section):
     """Conversations with more tokens, by the reward model's tokenizer, get the outcome `error`."""
 
 
+class AgentConfig(Section):
+    name: str | None = None
+    """An env_name: this agent leads the conversations of such rows, and env.custom has its arguments."""
+    function: str | None = None
+    """module:function is a function of yours that asks base_url and returns the reward."""
+    command: tuple[str, ...] | None = None
+    """Or this command is started for each rollout. It gets the row on stdin; its last line of stdout is the reward."""
+    python: str | None = None
+    """Function and command are started by this interpreter; null means the trainer's."""
+    num_workers: int = key(16, ">= 1, <= 1000")
+    """This many rollouts of the agent are under way at once; the ranks of a machine share them."""
+    deadline_s: float = key(300.0, "> 0, <= 86400")
+    """A rollout may take this many seconds, while the engine is awake; then it is killed with all that it started."""
+    max_calls: int = key(64, ">= 1, <= 100000")
+    """A rollout may ask for this many replies; more get the status 429."""
+    memory_mib: int | None = key(None, ">= 64")
+    """A worker may use this many MiB of memory; null means no limit."""
+    pass_env: tuple[str, ...] = ()
+    """The agent sees these variables of the run's environment, besides PATH, TMPDIR and LD_LIBRARY_PATH."""
+    reward_names: tuple[str, ...] = ()
+    """The parts of the reward that the agent returns in `rewards`, for metrics and gdpo."""
+
+
 class EnvConfig(Section):
     math: MathEnvConfig = MathEnvConfig()
     code: CodeEnvConfig = CodeEnvConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
+    agents: tuple[AgentConfig, ...] = ()  # in yaml a mapping, or a list of mappings
     custom: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Arguments of classes of your own: {"my:Class": {near: 6}}; on the command line env.custom.my:Class.near=6."""
+    """Arguments of classes of your own, and of agents: {"my:Class": {near: 6}}; on the command line
+    env.custom.my:Class.near=6."""
     max_error_fraction: float = key(0.05, ">= 0, <= 1")
     """The run stops if more than this share of a step's replies could not be graded, and so are not trained on."""
 

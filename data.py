@@ -4,11 +4,14 @@ Problem -> Sample (rollout.py) -> Pack (here) -> MicroBatch (batch.py). Does not
 (dataset/), tokens of messages (hf/tokenizer.py), grading (envs.py), generation (rollout.py).
 """
 
+import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heapreplace
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +50,9 @@ class Sample:
     unshaped_reward: after scaling, before shaping; advantage: of all its tokens, or of each turn (advantages.py).
     turn_rewards, turn_tokens: reward and number of trained ids of each turn. messages: for a reward model, else none.
     holder: the only rank that has the tokens; other ranks have the numbers. None: all ranks have the tokens.
-    engine: which one drew the sample.
+    engine: which one drew the sample. forks: further sequences of an agent's rollout, where it branched or changed what
+    it had said; they count in num_trained_tokens and in the versions. is_led: by an agent, which got num_calls replies.
+    crashed: the agent failed, and the policy may be the reason: outcome `error`, but reward 0 is trained. message: why.
 
     Example (one turn): prompt 0, index 3, prompt_ids [5, 7, 2], output_ids [9, 3], sampler_logps [-0.1, -0.7],
     mask [True, True], finish_reason "stop", versions [12, 13], reward 1.0, outcome "ok".
@@ -81,6 +86,11 @@ class Sample:
     num_trained_tokens: int = 0
     weight_version: int = -1  # of the first token: the oldest
     newest_version: int = -1
+    forks: list["Sample"] = field(default_factory=list)
+    is_led: bool = False
+    crashed: bool = False
+    message: str = ""
+    num_calls: int = 0
 
     def __post_init__(self) -> None:
         self.count_tokens()
@@ -90,27 +100,42 @@ class Sample:
         if len(self.output_ids):
             self.num_output_tokens, self.num_trained_tokens = len(self.output_ids), int(self.mask.sum())
             self.weight_version, self.newest_version = int(self.versions[0]), int(self.versions.max())
+            self.num_trained_tokens += sum(fork.num_trained_tokens for fork in self.forks)
+            self.weight_version = min([self.weight_version, *(fork.weight_version for fork in self.forks)])
+            self.newest_version = max([self.newest_version, *(fork.newest_version for fork in self.forks)])
 
     @property
     def is_graded(self) -> bool:
         """False where the grader failed: the reward says nothing about the sample, so nothing is learnt from it."""
-        return self.outcome != "error"
+        return self.outcome != "error" or self.crashed
 
     @property
     def num_gen_tokens(self) -> int:
         """Ids that the policy sampled."""
-        return self.num_output_tokens - self.num_env_tokens
+        return self.num_output_tokens - self.num_env_tokens + sum(fork.num_gen_tokens for fork in self.forks)
+
+    @property
+    def rows(self) -> list["Sample"]:
+        """The sequences that are trained, each with the sample's reward and advantage."""
+        for fork in self.forks:
+            fork.prompt, fork.reward, fork.advantage = self.prompt, self.reward, self.advantage
+        return [self, *self.forks] if self.num_trained_tokens else []
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + self.num_output_tokens
 
 
-def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """Samples by their prompt, in the order in which prompts first appear."""
-    groups: dict[int, list[Sample]] = {}
+def sample_seed(*key: int) -> int:
+    """A 48-bit seed from e.g. (run seed, step, prompt, sample): resuming a run does not change its samples."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=6).digest(), "little")
+
+
+def groups_of(samples: Sequence[Sample], key: Callable[[Sample], Any] = attrgetter("prompt")) -> list[list[Sample]]:
+    """Samples by their prompt, or by `key`, in the order in which prompts first appear."""
+    groups: dict[Any, list[Sample]] = {}
     for sample in samples:
-        groups.setdefault(sample.prompt, []).append(sample)
+        groups.setdefault(key(sample), []).append(sample)
     return list(groups.values())
 
 
@@ -151,11 +176,11 @@ def assign_to_ranks(
     samples: Sequence[Sample], world_size: int, max_tokens: int, share_prefix: bool
 ) -> list[list[list[Sample]]]:
     """The parts of groups that each rank trains on. The samples of a part share their prompt in a pack of <=
-    `max_tokens` input tokens; without `share_prefix` each sample is a part.
+    `max_tokens` input tokens; without `share_prefix` each sample is a part. Rows of agents may differ in their prompts.
 
     Few large parts save tokens, many small ones balance the ranks. The split whose busiest rank has fewest tokens wins.
     """
-    groups = groups_of(samples)
+    groups = groups_of(samples, lambda s: (s.prompt, *s.prompt_ids) if s.is_led else s.prompt)
     part_counts = (1, 2, 4, 8) if share_prefix and len(groups) < len(samples) else ()  # else no samples share a prompt
     splits = [[part for group in groups for part in _split(group, count, max_tokens)] for count in part_counts]
     splits.append([[sample] for sample in samples])

@@ -8,6 +8,7 @@ starts with dummy weights and never reads any from disk: `sync` is the only path
 import inspect
 import logging
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ class SamplingOptions:
     max_new_tokens: int
     top_p: float = 1.0
     top_k: int | None = None
+    stop_strings: tuple[str, ...] = ()  # besides the config's
 
     @classmethod
     def of(cls, cfg: GenerationConfig) -> "SamplingOptions":
@@ -92,6 +94,7 @@ class Engine:
     """
 
     should_stop: Callable[[], bool] = staticmethod(lambda: False)
+    before_step: Callable[[], None] = staticmethod(lambda: None)  # agents/endpoint.py: requests of agents come and go
 
     def __init__(self, folder: Path, model: ModelConfig, tokenizer: Tokenizer, cfg: Config):
         vllm_cfg = cfg.policy.generation.vllm_cfg
@@ -152,6 +155,7 @@ class Engine:
             print(f"WARNING: this vLLM rounds logits to {dtype}: a larger logp gap than with vllm 0.32.0", flush=True)
         self.shapes: dict[str, list[int]] = {}  # of the first sync, for which vLLM itself checks the shapes
         self.next_id, self.advances = count(), count(1)
+        self.seconds_asleep = 0.0  # in all: no deadline of an agent counts them
         # Unfinished request -> (weight version, number of the first token drawn from it)
         self.versions_by_request: dict[str, list[tuple[int, int]]] = {}
         self.unclaimed: dict[str, Completion] = {}  # finished, but not taken yet
@@ -191,9 +195,10 @@ class Engine:
                 request["cache_salt"] = str(self.weight_version)
             self.llm.llm_engine.add_request(request_id, request, params, priority=priority)
             self.versions_by_request[request_id] = [(self.weight_version, 0)]
-            if self.stop_strings:  # vLLM's own search needs transformers' tokenizer, and all text decoded
+            if strings := (*(self.stop_strings or ()), *options.stop_strings):
+                # vLLM's own search needs transformers' tokenizer, and all text decoded
                 state = next(reversed(self.llm.llm_engine.output_processor.request_states.values()))
-                ends = partial(self.tokenizer.add_until_stop, state.detokenizer.token_ids, self.stop_strings)
+                ends = partial(self.tokenizer.add_until_stop, state.detokenizer.token_ids, strings)
                 state.detokenizer.update = ends
         return request_ids
 
@@ -215,11 +220,14 @@ class Engine:
             raise StopRun(f"the engine has lost {len(lost)} requests: {'; '.join(lost[:3])}; resume from a checkpoint")
         return ended
 
-    def abort(self) -> None:
-        """Ends all unfinished requests without a completion."""
-        if not self.is_idle:
-            self.llm.llm_engine.abort_request(list(self.versions_by_request))
-        self.versions_by_request.clear()
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """Ends these requests, or all that are unfinished, without a completion."""
+        names = [*self.versions_by_request] if request_ids is None else request_ids
+        running = [name for name in names if self.versions_by_request.pop(name, None)]
+        if running and not self.is_idle:
+            self.llm.llm_engine.abort_request(running)
+        for name in names:
+            self.unclaimed.pop(name, None)
 
     @property
     def is_idle(self) -> bool:
@@ -228,6 +236,9 @@ class Engine:
 
     def step(self) -> list[str]:
         """Decodes a token of each running request. Returns the ids of the requests that end."""
+        self.before_step()
+        if self.is_idle:
+            return []
         with bfloat16_factors(self.dtype == torch.bfloat16 and not self.cuda):  # of the head
             ended = {o.request_id: o.outputs[0] for o in self.llm.llm_engine.step() if o.finished}
         self.unclaimed |= {key: _completion(reply, self.versions_by_request.pop(key)) for key, reply in ended.items()}
@@ -278,6 +289,7 @@ class Engine:
         """Frees GPU memory for the trainer. The weights are dropped, and generate() refuses until the next sync sends
         them. keep_weights: they move to host memory, for a wake without a sync. On CPU no memory is freed."""
         self.weight_version = self.weight_version if keep_weights else -1
+        self.asleep_since = time.monotonic()
         if self.cuda:
             # vLLM 0.24 does not wait for the decode step that it runs ahead, and would free the memory in use.
             torch.cuda.synchronize()
@@ -292,6 +304,17 @@ class Engine:
         if self.cuda:
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=[part])
+        if part == "kv_cache":
+            self.seconds_asleep += time.monotonic() - self.asleep_since
+
+
+def reply_parsers() -> tuple[Callable, Callable, type]:
+    """vLLM's tool parsers and reasoning parsers, by name, and the request that they read: for agents/replies.py."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    return ToolParserManager.get_tool_parser, ReasoningParserManager.get_reasoning_parser, ChatCompletionRequest
 
 
 def _completion(output, spans: list[tuple[int, int]]) -> Completion:

@@ -101,6 +101,7 @@ def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> di
         "unshaped_zero_variance_fraction": _mean(not rewards_differ(s.unshaped_reward for s in g) for g in groups),
         **({"idle_engine_fraction": 1 - _mean(tokens_E) / max(tokens_E)} if len(tokens_E) > 1 else {}),
         **_by_label(generated),
+        **_of_agents([s for s in generated if s.is_led]),
         "mean_prompt_length": _mean(len(s.prompt_ids) for s in generated),
         "mean_gen_tokens_per_sample": _mean(tokens_B),
         "min_gen_tokens_per_sample": min(tokens_B),
@@ -115,6 +116,17 @@ def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> di
         "truncation_rate": _mean(s.finish_reason == "length" for s in generated),
         "natural_termination_rate": _mean(s.finish_reason == "stop" for s in generated),
         "max_turns_reached_rate": _mean(s.finish_reason == "max_turns" for s in generated),
+    }
+
+
+def _of_agents(samples: Sequence[Sample]) -> Numbers:
+    """Means over the rollouts that agents led: replies, sequences, and how many failed."""
+    if not samples:
+        return {}
+    return {
+        "agent/calls_per_rollout": _mean(s.num_calls for s in samples),
+        "agent/rows_per_rollout": _mean((s.num_calls > 0) + len(s.forks) for s in samples),
+        "agent/crashed": _mean(s.crashed for s in samples),
     }
 
 

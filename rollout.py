@@ -4,13 +4,13 @@ Owns per-sample seeds, turning prompts into graded `Sample`s, dynamic sampling (
 ahead of the step (grpo.async_grpo). Every rank sees all samples of a step, so all ranks make the same decisions.
 """
 
-import hashlib
 import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +19,12 @@ import torch.distributed as dist
 import envs
 from advantages import filter_overlong, rewards_differ, shape_rewards
 from config import Config
-from data import Problem, Sample, groups_of
+from data import Problem, Sample, groups_of, sample_seed
 from dataset.mixing import Cursor, Mixture
 from engine import STEPS_BETWEEN_STOPS, Completion, Engine, SamplingOptions, check_versions
 from graders.grading import Grading
 from hf.tokenizer import Tokenizer
-from system.exchange import share_numbers
+from system.exchange import share_numbers, share_rows
 from system.exits import Interrupted, StopRun
 from system.ranks import Ranks, any_rank, gather
 
@@ -47,6 +47,7 @@ class Conversation:
         self.request_id = ""  # of the reply in progress, if this rank's engine draws it
         self.reply_ids: list[int] = []  # of the last turn
         self.state: dict = {}  # the environment's, after the last turn
+        self.agent: int | None = None  # number of the rollout at the endpoint, if an agent leads it
         self.done = False
         self.sample = Sample(
             prompt=prompt,
@@ -129,7 +130,8 @@ class Sampler:
     ended without an error.
 
     max_turns: most replies in a conversation. max_error_fraction: the share of a call's samples that may end in
-    outcome `error`. score_conversations: RewardModel.score, where an environment asks for it.
+    outcome `error`. score_conversations: RewardModel.score, where an environment asks for it. endpoint: for agents;
+    led: the conversations that they lead, by request id; to_lead: those among them that have not begun.
     """
 
     engine: Engine
@@ -141,6 +143,9 @@ class Sampler:
     score_conversations: Callable[[Sequence[list[dict]]], list[float | None]] | None = None
     in_flight: deque[tuple[list[Conversation], Cursor]] = field(default_factory=deque)
     grading: Grading = field(init=False)
+    endpoint: Any = None
+    led: dict[str, Conversation] = field(default_factory=dict)
+    to_lead: dict[str, dict[str, envs.Turn]] = field(default_factory=lambda: defaultdict(dict))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grading", Grading(self.environments))
@@ -152,6 +157,8 @@ class Sampler:
         if error is None:  # else a grader may still be working, and this process ends anyway
             for environment in self.environments.values():
                 environment.close()
+            if self.endpoint:
+                self.endpoint.shut_down()
 
     def sample(
         self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = 0
@@ -172,10 +179,25 @@ class Sampler:
             for i, each in enumerate(drawn):
                 each.sample.engine = dp_rank
                 each.sample.holder = dp_rank * self.ranks.tp_size + i % self.ranks.tp_size
-            if drawn and dp_rank == self.ranks.dp_rank:
-                self._ask(drawn)
+            if dp_rank == self.ranks.dp_rank:
+                for each in drawn:
+                    if each.problem.env_name in self.grading.leading:
+                        self._have_led(each)
+                if asked := [each for each in drawn if each.agent is None]:
+                    self._ask(asked)
             conversations += drawn
         return conversations
+
+    def _have_led(self, each: Conversation) -> None:
+        """Opens the endpoint for a rollout; `_converse` starts its agent."""
+        problem, key = each.problem, (*each.seed_key, each.sample.prompt, each.sample.index)
+        max_calls = self.environments[problem.env_name].cfg.max_calls
+        each.agent, url = self.endpoint.open(key, each.options, each.step or -1, max_calls)
+        each.request_id = f"agent {each.agent}"
+        given = {"base_url": url, "seed": sample_seed(*key), "is_validation": each.step == 0, "tools": problem.tools}
+        turn = envs.Turn(problem.messages, problem.answer, "stop", given, problem.fields)
+        self.to_lead[problem.env_name][each.request_id] = turn
+        self.led[each.request_id] = each
 
     def _ask(self, live: list[Conversation]) -> None:
         """The engine starts the next reply of each conversation; all have the same options."""
@@ -209,6 +231,11 @@ class Sampler:
         self._score_by_model([sample for sample in samples if sample.holder == self.ranks.rank])
         part_names = {name for each in self.environments.values() for name in getattr(each, "reward_names", ())}
         share_numbers(samples, sorted(part_names), self.max_turns)
+        if self.grading.leading:
+            share_rows(samples)
+            if failures := [f"{each.env_name}: {each.message}" for each in samples if each.message]:
+                self.grading.raised.append(failures[0])
+                self.ranks.print_rank0(f"WARNING: {len(failures)} agents failed, the first of {failures[0]}")
         failed = Counter(sample.env_name for sample in samples if sample.outcome == "error")
         if failed.total() > self.max_error_fraction * len(samples):
             why = [*filter(None, gather("; ".join(self.grading.raised))), "see the environment's messages above"]
@@ -222,7 +249,9 @@ class Sampler:
         """Decodes for later steps until every engine has finished this step. The all_reduce completes then, and is only
         polled: a rank waits in the next collective, where the watchdog sees that it is not stuck."""
         all_finished = dist.all_reduce(torch.zeros(1), async_op=True)
-        while self.engine.versions_by_request and self.ranks.any_rank_of_engine(not all_finished.is_completed()):
+        while (self.engine.versions_by_request or self.led) and self.ranks.any_rank_of_engine(
+            not all_finished.is_completed()
+        ):
             for _ in range(STEPS_BETWEEN_STOPS):
                 self.engine.step()
 
@@ -233,12 +262,16 @@ class Sampler:
         that the chat template adds after the reply. finish_reason: "stop" (the environment was done), "length" (a reply
         was cut, or the next one has no room), "max_turns" (the environment was not done).
         """
-        asked = {each.request_id: each for each in conversations}  # whose replies the engine draws
+        asked = {each.request_id: each for each in conversations if each.agent is None}  # whose replies are drawn
+        for name in self.grading.leading:
+            self.environments[name].pool.stand_still(self.engine.seconds_asleep)
         waiting: dict[str, Conversation] = {}  # whose replies are being graded
         turns: dict[str, envs.Turn] = {}  # replies that have ended, to be graded
         ended = [request_id for request_id in asked if request_id in self.engine.unclaimed]
-        while asked or waiting:
+        while asked or waiting or any(each.request_id in self.led for each in conversations):
             ready: dict[str, dict[str, envs.Turn]] = defaultdict(dict)  # environment -> its turns
+            while self.to_lead:
+                ready.update([self.to_lead.popitem()])
             for each in map(asked.pop, ended):
                 name, peers = each.problem.env_name, [each]
                 reply, special = self.engine.unclaimed.pop(each.request_id), name in self.grading.special_tokens
@@ -249,20 +282,25 @@ class Sampler:
                     ready[name] |= {peer.request_id: turns.pop(peer.request_id) for peer in peers}
                     waiting |= {peer.request_id: peer for peer in peers}
             # One rank of an engine grades for all of them: a grader with a deadline may differ between ranks.
-            grade = partial(self.grading.grade, ready, block=not asked and self.engine.is_idle)
-            results = self.ranks.broadcast_from_tp_leader(grade) if waiting else {}
+            grade = partial(self.grading.grade, ready, block=not asked and not self.led and self.engine.is_idle)
+            results = self.ranks.broadcast_from_tp_leader(grade) if waiting or self.led else {}
+            for each in [self.led.pop(name) for name in [*results] if name in self.led]:  # agents, also of later steps
+                is_trained = each.problem.loss_multiplier != 0
+                self.endpoint.finish(each.agent, each.sample, results.pop(each.request_id), is_trained)
+                each.done = True
             graded = [waiting.pop(request_id) for request_id in results]
             for each, result in zip(graded, results.values(), strict=True):
                 each.add_result(result, self.tokenizer, self.engine.max_total_tokens, self.max_turns)
             if live := [each for each in graded if not each.done]:
                 self._ask(live)
                 asked |= {each.request_id: each for each in live}
-            ended = self.engine.advance(asked) if asked or (waiting and not self.engine.is_idle) else []
+            ended = self.engine.advance(asked) if asked or self.led or (waiting and not self.engine.is_idle) else []
 
     def groups_under_way(self) -> dict[int, bool]:
         """Group of a later step -> whether all its replies have ended. A collective of all ranks that generate."""
         under_way = [each for conversations, _ in self.in_flight for each in conversations]
-        missing = [bool(each.request_id) and each.request_id not in self.engine.unclaimed for each in under_way]
+        ended = self.engine.unclaimed
+        missing = [bool(each.request_id) and not each.done and each.request_id not in ended for each in under_way]
         dist.all_reduce(num_missing := torch.tensor(missing, dtype=torch.int32))
         is_whole = dict.fromkeys((each.sample.prompt for each in under_way), True)
         for each, num in zip(under_way, num_missing.tolist(), strict=True):
@@ -303,11 +341,6 @@ def deal(prompts: Prompts, num_samples: int, num_engines: int, max_new_tokens: i
         for part in range(num_parts):
             min(shares, key=len).extend((problem, prompt, index) for index in range(part, num_samples, num_parts))
     return shares
-
-
-def sample_seed(*key: int) -> int:
-    """A 48-bit seed from e.g. (run seed, step, prompt, sample): resuming a run does not change its samples."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=6).digest(), "little")
 
 
 # ----------------------------------------------------------------------------------------------- the samples of a step

@@ -83,13 +83,15 @@ def read_inputs(
     # The ranks of this machine that grade
     num_ranks = cfg.policy.generation.colocated.resources.gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
+    agents = {agent.name for agent in cfg.env.agents}
+
     def check_answers(env_name: str, answers: list[tuple[str, str, dict]]) -> None:
         if env_name not in environments:
-            environments[env_name] = make_environment(env_name, cfg.env, num_ranks)
+            environments[env_name] = make(env_name, cfg, num_ranks)
         call(f"env_name '{env_name}': check_answers()", environments[env_name].check_answers, answers)
 
     def read(section: DatasetConfig) -> tuple[Dataset, Dataset | None]:
-        limit, tasks = max_prompt_tokens(cfg), cfg.data.task_to_env
+        limit, tasks = max_prompt_tokens(cfg), {name: name for name in agents} | cfg.data.task_to_env
         return load_dataset(section, tokenizer, limit, tasks, check_answers, max_rows=max_rows, on_rank0=on_rank0)
 
     train = [read(section) for section in cfg.data.train]
@@ -97,6 +99,10 @@ def read_inputs(
         check_reward_names(environments, cfg.grpo.adv_estimator.reward_weights)
     held_out = [part for _, part in train if part]
     held_out += [read(replace(section, split_validation_size=0))[0] for section in cfg.data.validation]
+    if unused := agents - environments.keys():
+        raise ConfigError(
+            f"env.agents: no row has the env_name {min(unused)}: set env_name in data, or remove the agent"
+        )
     mixture = Mixture([dataset for dataset, _ in train], cfg)
     if to_train and num_steps_of(cfg, mixture.num_problems) == 0:
         prompts = f"{mixture.num_problems} prompts x grpo.max_num_epochs={cfg.grpo.max_num_epochs}"
@@ -108,6 +114,16 @@ def read_inputs(
     validation = {each.name: each for each in held_out}
     teacher = read_teacher(cfg, tokenizer) if to_train and cfg.policy.reference_model_name else None
     return RunInputs(folder, model, tokenizer, mixture, validation, environments, reward_model, teacher)
+
+
+def make(env_name: str, cfg: Config, num_ranks: int) -> envs.Environment:
+    """An agent, or else an environment."""
+    for agent in cfg.env.agents:
+        if agent.name == env_name:
+            from agents.environment import Agent  # a run without agents imports nothing of them
+
+            return Agent(agent, dict(cfg.env.custom.get(env_name, {})), num_ranks)
+    return make_environment(env_name, cfg.env, num_ranks)
 
 
 def check_reward_names(environments: dict[str, envs.Environment], weights: tuple[float, ...] | None) -> None:
@@ -233,6 +249,10 @@ def notes(cfg: Config, num_steps: int) -> list[str]:
             "sampler": "the ratio is to the policy that drew the token; ratio_clip_min and ratio_clip_max clip it",
         }
         found.append(f"loss_fn.old_logprobs={cfg.loss_fn.old_logprobs}: {clips[cfg.loss_fn.old_logprobs]}")
+    if cfg.env.agents and not cfg.loss_fn.token_level_loss:
+        found.append(
+            "loss_fn.token_level_loss=false: each row of a rollout counts as a sequence (agent/rows_per_rollout)"
+        )
     if lora.enabled:
         lr = f"policy.optimizer.kwargs.lr={cfg.policy.optimizer.kwargs.lr:g}"
         found.append(f"{lr}: LoRA of rank {lora.dim} wants about ten times the learning rate of full training")
@@ -251,7 +271,8 @@ def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None
     """A summary, after checking everything that can be wrong before torch is loaded: all rows, or MAX_ROWS of each set.
     gpu_bytes: of one GPU, if known. Prints the summary and raises ConfigError if the run does not fit into it."""
     math, code = replace(cfg.env.math, num_workers=1), replace(cfg.env.code, num_workers=1)  # enough for their canaries
-    cfg = replace(cfg, env=replace(cfg.env, math=math, code=code))
+    agents = tuple(replace(agent, num_workers=1) for agent in cfg.env.agents)
+    cfg = replace(cfg, env=replace(cfg.env, math=math, code=code, agents=agents))
     inputs = read_inputs(cfg, max_rows=None if all_rows else MAX_ROWS)
     for environment in inputs.environments.values():
         environment.close()

@@ -373,7 +373,7 @@ def _build(section: Any, prefix: str, values: dict[str, Any]) -> Any:
     for f in fields(section):
         name = prefix + f.name
         if name in LISTS:  # a key that an item does not set has the value of the same key below `default`
-            default = _build(section.default, f"{prefix}default.", values)
+            default = _build(getattr(section, "default", keys.SECTIONS[name]()), f"{prefix}default.", values)
             numbers = {int(key.split(".")[name.count(".") + 1]) for key in values if key.startswith(f"{name}.")}
             if missing := set(range(len(numbers))) - numbers:
                 raise ConfigError(f"{name}.{max(numbers)} is set, but not {name}.{min(missing)}: leave out no number")

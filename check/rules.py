@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from check.keys import bounds, default_text, meanings, plain_name, settings
-from config import CheckpointingConfig, Config, ConfigError, DatasetConfig
+from config import ENVIRONMENTS, CheckpointingConfig, Config, ConfigError, DatasetConfig
 
 MAX_NUMBER = 1e9  # of a key that declares no upper bound
 _OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
@@ -123,6 +123,7 @@ def check_config(cfg: Config, world_size: int, ranks_of_node: int | None = None)
         *_checkpoint_problems(cfg),
         *_reward_problems(cfg),
         *_data_problems(cfg),
+        *_agent_problems(cfg),
     ]
     if problems:
         raise ConfigError(*problems)
@@ -322,16 +323,41 @@ def _data_problems(cfg: Config) -> Iterator[str]:
     if any(dataset.split_validation_size != data.default.split_validation_size for dataset in data.validation):
         yield "data.validation.split_validation_size: validation sets are not split; set it in data.train"
     env_names = {*data.task_to_env.values(), *(dataset.env_name for dataset in data.train + data.validation)}
-    env_names = {name for name in env_names if name and ":" in name}
+    env_names = {name for name in env_names if name and ":" in name} | {agent.name for agent in cfg.env.agents}
     for name in [name for name in cfg.env.custom if name not in env_names]:
-        in_use = ", ".join(sorted(env_names)) or "none"
-        yield f"env.custom.{name:.80}: no data set has such a module:Class as its env_name; in use: {in_use}"
+        in_use = ", ".join(sorted(filter(None, env_names))) or "none"
+        yield f"env.custom.{name:.80}: no agent has this name, and no data set this env_name; in use: {in_use}"
     if None in weights and any(weights):
         yield "data.train: some sets have a weight and some have none: give all of them one, or none"
     if any(weights) and data.use_multiple_dataloader:
         yield "data.train.weight and data.use_multiple_dataloader=true: choose one way to mix"
     if data.use_multiple_dataloader and data.custom_dataloader is None and size and draw % size:
         yield f"data.num_prompts_per_dataloader={size} does not divide the {draw} prompts drawn at once for a step"
+
+
+def _agent_problems(cfg: Config) -> Iterator[str]:
+    """The agents, and what does not go with them."""
+    names = Counter(agent.name for agent in cfg.env.agents)
+    for i, agent in enumerate(cfg.env.agents):
+        place = f"env.agents.{i}" if len(cfg.env.agents) > 1 else "env.agents"
+        if not agent.name or ":" in agent.name or agent.name in ENVIRONMENTS or names[agent.name] > 1:
+            yield f"{place}.name={agent.name}: must be set, no other env_name, and without a colon"
+        if (agent.function is None) == (agent.command is None):
+            yield f"{place}: set function or command, and not both"
+        elif agent.function and not re.fullmatch(r"[\w.]+:\w+", agent.function):
+            yield f"{place}.function={agent.function}: must be module:function"
+        elif agent.command is not None and not agent.command:
+            yield f"{place}.command=[]: must name a program"
+        elif agent.command and agent.name in cfg.env.custom:
+            yield f"env.custom.{agent.name}: a command has its arguments in {place}.command"
+    server = cfg.policy.generation.vllm_cfg.http_server_serving_chat_kwargs
+    if not cfg.env.agents and (server.tool_parser or server.reasoning_parser):
+        key = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
+        yield f"{key} has no effect without env.agents: remove it"
+    if cfg.env.agents and cfg.grpo.turn_level_advantages:
+        yield "grpo.turn_level_advantages=true: an agent gives one reward for all its calls; set it to false"
+    if cfg.env.agents and cfg.policy.tokenizer.chat_template is None:
+        yield "policy.tokenizer.chat_template=null: an agent's messages need a chat template; set it to default"
 
 
 def max_prompt_tokens(cfg: Config) -> int:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from config import DataError, DatasetConfig, shortened
+from config import ENVIRONMENTS, DataError, DatasetConfig, shortened
 from data import Problem
 from dataset.sources import Source, with_preset
 from hf.files import parse_json, read_text
@@ -22,7 +22,6 @@ GYM_PLACES = ("", "verifier_metadata.", "metadata.", "extra_env_info.", "reward_
 GYM_PLACES += ("responses_create_params.metadata.",)
 TOOL_KEYS = ("name", "description", "parameters")  # in the order of chat templates; `strict` is for the API alone
 GSM8K_MARK = "\n#### "  # the answer follows the last one
-ENVIRONMENTS = ("exact", "math", "code", "reward_model", "math_multi_reward")
 
 
 class ProblemMaker:

@@ -31,6 +31,7 @@ class Grading:
 
     raised: what environments raised, for the caller to read and clear. whole_groups, special_tokens: the environments
     that have these attributes. pooled: those whose turns go to workers; a class with a step() of its own is not.
+    leading: agents, whose turns are whole rollouts.
     """
 
     def __init__(self, environments: Mapping[str, Environment]):
@@ -41,6 +42,7 @@ class Grading:
         self.special_tokens = {name for name, each in environments.items() if getattr(each, "special_tokens", False)}
         whole = {name for name, each in environments.items() if getattr(each, "whole_groups", False)}
         self.whole_groups = whole - self.pooled
+        self.leading = {name for name, each in environments.items() if getattr(each, "leads", False)}
         self.jobs: dict[str, dict[int, tuple[str, Turn]]] = {}  # environment -> number of a job in its pool -> turn
         self.threads: dict[str, SimpleQueue[Turns]] = {}  # environment -> what its thread is asked
         self.from_threads: SimpleQueue[Results | BaseException] = SimpleQueue()

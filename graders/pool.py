@@ -31,6 +31,7 @@ from system.exits import Interrupted, die_with_parent
 
 MAX_BYTES = 16 << 20  # of a job or a value
 MAX_JOBS = 20_000  # then a worker is replaced, because the libraries of a grader leak memory
+REPOSITORY = str(Path(__file__).resolve().parent.parent)
 STOP_SECONDS = 0.5  # how often `GraderPool.stop` is called
 START_SECONDS = 120.0  # for a worker's imports, on a busy machine
 PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
@@ -48,18 +49,23 @@ class Graded(NamedTuple):
 class Worker:
     """A worker process, seen from the trainer: the process and this end of its socket."""
 
-    def __init__(self, target: str, memory_mib: int, first: Any):
+    def __init__(
+        self, target: str, memory_mib: int | None, first: Any, python: str | None = None, pass_env: Sequence[str] = ()
+    ):
         self.socket, worker_end = socket.socketpair()
         self.socket.setblocking(False)
-        environment = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
-        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        names = ("PATH", "LD_LIBRARY_PATH", "TMPDIR", *pass_env)
+        environment = {name: os.environ[name] for name in names if name in os.environ}
+        # Another interpreter has packages of its own: from here it gets this program and the user's modules.
+        paths = [os.getcwd(), REPOSITORY] if python else [path or os.getcwd() for path in sys.path]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
         environment |= {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
-        arguments = [target, str(worker_end.fileno()), str(memory_mib), json.dumps(first)]
+        arguments = [target, str(worker_end.fileno()), str(memory_mib or 0), json.dumps(first)]
         # torchrun signals the whole process group: that must not end a worker that is just starting.
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-B", "-m", "graders.pool", *arguments],
+                [python or sys.executable, "-P", "-B", "-m", "graders.pool", *arguments],
                 env=environment,
                 pass_fds=[worker_end.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -139,18 +145,30 @@ class GraderPool:
 
     Jobs and values are JSON. Each worker does the job `first` before it counts as started, so that no deadline has to
     cover the imports. Make pools before torch and vllm are imported, and use a pool from one thread. `stop`, set on the
-    class, tells all pools of the process whether to give up waiting. Raises ConfigError if a worker cannot start.
+    class, tells all pools of the process whether to give up waiting. python: another interpreter for the workers.
+    pass_env: variables of the environment that they get. Raises ConfigError if a worker cannot start.
     """
 
     stop: Callable[[], bool] = staticmethod(lambda: False)
 
-    def __init__(self, target: str, *, num_workers: int, deadline_s: float, memory_mib: int, first: Any = None):
+    def __init__(
+        self,
+        target: str,
+        *,
+        num_workers: int,
+        deadline_s: float,
+        memory_mib: int | None,
+        first: Any = None,
+        python: str | None = None,
+        pass_env: Sequence[str] = (),
+    ):
         self.target = target
         self.deadline_s = deadline_s
         self.owner = os.getpid()
-        self._start_worker = partial(Worker, target, memory_mib, first)
+        self._start_worker = partial(Worker, target, memory_mib, first, python, pass_env)
         self.workers = [self._start_worker()]
         atexit.register(self.close)
+        self.stood_still = 0.0
         self.numbers = count()
         self.waiting: deque[tuple[int, Any]] = deque()  # jobs that no worker has, by number
         while not self.workers[0].ready:
@@ -188,6 +206,12 @@ class GraderPool:
             self._hand_out(graded)
             self._wait(graded, 0.0 if graded else seconds)
         return graded
+
+    def stand_still(self, seconds: float) -> None:
+        """The clock of the jobs stood still while the engine slept, for so many seconds since the start of the run."""
+        for worker in self.workers:
+            worker.deadline += seconds - self.stood_still
+        self.stood_still = seconds
 
     def _hand_out(self, graded: dict[int, Graded]) -> None:
         for place, worker in enumerate(self.workers):
@@ -265,7 +289,8 @@ def main(target: str, descriptor: int, memory_mib: int, first: str) -> None:
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)  # the trainer decides when it ends
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-    resource.setrlimit(resource.RLIMIT_AS, (memory_mib << 20, memory_mib << 20))
+    if memory_mib:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_mib << 20, memory_mib << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)

@@ -155,14 +155,20 @@ class Tokenizer:
         return whole[: next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)] + ids
 
     def observation_ids(
-        self, messages: Dicts, reply_ids: Sequence[int], observation: Dicts, tools: Dicts | None = None
+        self,
+        messages: Dicts,
+        reply_ids: Sequence[int],
+        observation: Dicts,
+        tools: Dicts | None = None,
+        *,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Ids to append to a sampled reply: everything the template writes up to the opening of the next reply.
 
         messages: the conversation before the reply. The reply itself is never encoded: the template gets one private
         character in its place. Its sampled end token is not repeated. Control tokens in the observation are escaped.
         Where a template rewrites earlier turns (drops their thinking), the sampled ids stay as they were sampled.
-        Raises DataError if the template refuses the observation or leaves out the reply.
+        max_tokens: as in `render`. Raises DataError if the template refuses the observation or leaves out the reply.
         """
         used = set().union(*_strings([messages, observation, tools]))
         hole = next(char for char in map(chr, PRIVATE_USE) if char not in used)
@@ -175,8 +181,8 @@ class Tokenizer:
         if end:
             text = re.sub(rf"\A\s*{re.escape(end)}", "", text)  # Llama 2 has a space before it
         # Behind what is before it: a tokenizer may open a text that stands alone with a space (Metaspace).
-        before, whole = (self._encode(hole + end + part) for part in ("", text))
-        return whole[len(before) :] if whole[: len(before)] == before else self._encode(text)
+        before, whole = (self._encode(hole + end + part, max_tokens) for part in ("", text))
+        return whole[len(before) :] if whole[: len(before)] == before else self._encode(text, max_tokens)
 
     def add_until_stop(self, ids: list[int], strings: Sequence[str], new_ids: Sequence[int], _: bool) -> str | None:
         """Adds new_ids to ids, up to the one that completes a string of `strings`: returns the string. vLLM asks this

@@ -29,7 +29,8 @@ from system.ranks import Ranks, gather, on_rank0
 # Of `Sample` -> in a rank's file, where the samples lie back to back.
 COLUMNS = {"output_ids": "output_ids_T", "mask": "mask_T", "sampler_logps": "sampler_logp_T", "versions": "version_T"}
 TOKENS = np.dtype([*zip(COLUMNS.values(), ("i4", "?", "f4", "i4"), strict=True), ("logp_T", "f4"), ("entropy_T", "f4")])
-RECORDED = [field.name for field in fields(Sample) if field.name not in (*COLUMNS, "messages", "holder", "engine")]
+NOT_RECORDED = (*COLUMNS, "messages", "holder", "engine", "forks")
+RECORDED = [field.name for field in fields(Sample) if field.name not in NOT_RECORDED]
 
 
 def write(
@@ -45,10 +46,11 @@ def write(
     """Writes the samples that `step` is to train to step_000012 in `folder`. A disk without room costs this dump, not
     the run. A collective of all ranks that train, before the first optimizer step."""
     temporary = folder / f"step_{step:06d}.tmp"
-    holders = [i % ranks.world_size if each.holder is None else each.holder for i, each in enumerate(trained)]
+    rows = [row for sample in trained for row in (sample, *sample.forks)]
+    holders = [i % ranks.world_size if each.holder is None else each.holder for i, each in enumerate(rows)]
     held = [i for i, holder in enumerate(holders) if holder == ranks.rank]
-    tensors = _columns([trained[i] for i in held], model, cfg) | {"sample_S": torch.tensor(held, dtype=torch.int32)}
-    move_tokens([trained])  # rank 0 writes the texts of all
+    tensors = _columns([rows[i] for i in held], model, cfg) | {"sample_S": torch.tensor(held, dtype=torch.int32)}
+    move_tokens([rows])  # rank 0 writes the texts of all
     try:
         on_rank0(lambda: shutil.rmtree(temporary, ignore_errors=True))  # of a run that was killed while it wrote
         on_rank0(lambda: temporary.mkdir(parents=True))
@@ -67,8 +69,10 @@ def write(
 
 def _write_texts(file: Path, samples: Sequence[Sample], adv_B: Sequence[float], tokenizer: Tokenizer) -> None:
     with file.open("w") as stream:
-        for sample, adv in zip(samples, adv_B, strict=True):
+        pairs = zip(samples, adv_B, strict=True)
+        for sample, adv, owner in ((row, adv, each) for each, adv in pairs for row in (each, *each.forks)):
             record = {name: getattr(sample, name) for name in RECORDED} | {"advantage": adv}
+            record |= {"is_fork": True} if sample is not owner else {}  # of the line before that has no such key
             record["prompt_text"] = tokenizer.backend.decode(sample.prompt_ids, skip_special_tokens=False)
             record["tokens"] = token_texts(tokenizer, sample.output_ids.tolist())
             stream.write(json.dumps(record) + "\n")

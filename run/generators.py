@@ -13,13 +13,13 @@ from torch import Tensor
 
 from config import Config
 from data import Sample
-from engine import Completion, Engine, SamplingOptions, Weights
+from engine import Completion, SamplingOptions, Weights
 from hf.tokenizer import Tokenizer
 from rollout import Prompts, Sampler
 from system.bridge import Bridge, Shapes
 from system.exchange import move_tokens
 from system.exits import Interrupted, Saved, StopRun
-from system.ranks import Ranks, any_rank, gather
+from system.ranks import any_rank, gather
 from system.watchdog import Watchdog
 
 
@@ -102,7 +102,7 @@ def serve(sampler: Sampler, device: torch.device, watchdog: Watchdog) -> None:
     """A generator's part in a run: answers requests until the trainers say "end". An error that stops the work is the
     answer, so the trainers end a run in one way wherever it stops."""
     bridge = sampler.ranks.bridge
-    while (request := _next_request(sampler.engine, sampler.ranks, watchdog))[0] != "end":
+    while (request := _next_request(sampler, watchdog))[0] != "end":
         task, *arguments = request
         watchdog.enter(_phase(task, arguments))
         if task == "start":
@@ -122,11 +122,12 @@ def _phase(task: str, arguments: list) -> str:
     return task
 
 
-def _next_request(engine: Engine, ranks: Ranks, watchdog: Watchdog) -> tuple:
+def _next_request(sampler: Sampler, watchdog: Watchdog) -> tuple:
     """The trainers' next request. Until it is there, the engine goes on with what is under way."""
+    engine, ranks = sampler.engine, sampler.ranks
     request = ranks.bridge.announce(async_op=True)
     watchdog.enter("waiting for the trainers", waits=True)
-    while not engine.is_idle and not ranks.any_rank_of_engine(request.is_completed()):
+    while (sampler.led or not engine.is_idle) and not ranks.any_rank_of_engine(request.is_completed()):
         engine.step()
     request.wait()
     return ranks.bridge.broadcast(None, root=0)
@@ -159,7 +160,8 @@ def _answer(task: str, arguments: list, sampler: Sampler, device: torch.device, 
 
 def with_tokens(samples: list[Sample]) -> list[Sample]:
     """All tokens on the first generator, which sends all trainers all samples. A collective of all generators."""
-    move_tokens([samples])
-    for sample in samples:
-        sample.holder = None
+    rows = [row for sample in samples for row in (sample, *sample.forks)]
+    move_tokens([rows])
+    for row in rows:
+        row.holder = None
     return samples

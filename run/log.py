@@ -112,6 +112,7 @@ class RunLog:
             prompt, reply = decode(sample.prompt_ids), decode(sample.output_ids.tolist())
             record = {"step": step, "kind": kind, "prompt": prompt, "reply": reply}
             record |= {name: getattr(sample, name) for name in SAMPLE_FIELDS}
+            record |= {"message": sample.message} if sample.message else {}  # of an agent that failed
             if i < num_logged:
                 finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
                 lines.append(json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n")

@@ -18,7 +18,7 @@ from check.memory_plan import OWN_CONTEXT
 from check.preflight import RunInputs, data_lines, memory_plan, notes, num_steps_of
 from check.resume import candidates, checkpoint_folder
 from check.rules import must_save_by_seconds
-from engine import Engine
+from engine import Engine, reply_parsers
 from graders.pool import GraderPool
 from hf.weights import full_shapes, load_adapter
 from kernels import KernelBackend, LossPath, SamplingFilter, choose_backend
@@ -338,7 +338,16 @@ def build_sampler(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: t
         f"engine: {ranks.dp_size} x vLLM over {ranks.tp_size} ranks each, vocabulary {engine.vocab_size:,}"
     )
     max_turns, max_errors = cfg.grpo.max_rollout_turns, cfg.env.max_error_fraction
-    return Sampler(engine, inputs.tokenizer, inputs.environments, ranks, max_turns, max_errors, score)
+    endpoint = None
+    if cfg.env.agents:
+        from agents.endpoint import Endpoint  # a run without agents has no thread and imports nothing of them
+        from agents.replies import ReplyParser
+
+        server = cfg.policy.generation.vllm_cfg.http_server_serving_chat_kwargs
+        parse = ReplyParser(reply_parsers(), inputs.tokenizer, server)
+        endpoint = Endpoint(engine, inputs.tokenizer, ranks, parse)
+    given = (engine, inputs.tokenizer, inputs.environments, ranks, max_turns, max_errors, score)
+    return Sampler(*given, endpoint=endpoint)
 
 
 def read_adapter(cfg: config.Config, inputs: RunInputs, model: Decoder, ranks: Ranks) -> str | None:

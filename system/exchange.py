@@ -6,12 +6,14 @@ All ranks hold the same samples in the same order. Only the `holder` of a sample
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from data import Sample
+from system.ranks import gather
 
 NUMBERS = [(f"num_{name}", "i4") for name in ("output_tokens", "trained_tokens", "env_tokens", "turns")]
 NUMBERS += [("weight_version", "i4"), ("newest_version", "i4"), ("reward", "f8")]
@@ -38,6 +40,20 @@ def share_numbers(samples: Sequence[Sample], part_names: Sequence[str], max_turn
         sample.turn_rewards, sample.turn_tokens = rewards[: sample.num_turns], [*map(int, tokens[: sample.num_turns])]
         parts = zip(part_names, row[len(names) : -1], strict=True)
         sample.rewards = {name: part for name, part in parts if not math.isnan(part)}
+
+
+def share_rows(samples: Sequence[Sample]) -> None:
+    """Gives all ranks, in place, what `share_numbers` leaves out of the samples of agents: prompt ids, which are not
+    the problem's, calls, failures and forks. A collective."""
+    rank, no_tokens = dist.get_rank(), {name: np.zeros(0) for name in TOKEN.names}
+    led = [(i, replace(each, **no_tokens)) for i, each in enumerate(samples) if each.holder == rank and each.is_led]
+    for _, sample in led:
+        sample.forks = [replace(fork, **no_tokens) for fork in sample.forks]
+    for i, sample in (pair for pairs in gather(led) for pair in pairs):
+        for name in (
+            ("prompt_ids", "forks", "is_led", "crashed", "message", "num_calls") if samples[i].holder != rank else ()
+        ):
+            setattr(samples[i], name, getattr(sample, name))
 
 
 def move_tokens(needed: Sequence[Sequence[Sample]]) -> None:

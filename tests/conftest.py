@@ -24,7 +24,7 @@ import pytest
 import torch
 
 # Not even imported: the real command; graders and hostile inputs, which wait for deadlines; whole examples.
-SLOW_FOLDERS = {ROOT / "tests" / name for name in ("command", "graders", "red_team", "examples")}
+SLOW_FOLDERS = {ROOT / "tests" / name for name in ("command", "graders", "agents", "red_team", "examples")}
 # By what it or one of its fixtures starts: ranks, or the real command.
 LAUNCHES = re.compile(r"torch\.distributed\.run|mp\.spawn\(|_worker\.py|run_to_the_end\(|train\.sh|@ranks\(|ends_of\(")
 # Fixtures of the session that take long to make -> the files that use them: a run of the real command, vLLM's engine.
@@ -38,6 +38,7 @@ TOGETHER = {
         "run/test_reward_model.py",
         "system/test_ranks.py",
     ),
+    "served": ("agents/test_endpoint.py", "agents/test_rollouts.py"),
 }
 # Half a minute each: begun late, one of them would run alone at the end.
 LONG_FILES = ("graders/test_code_grader.py", "examples/test_forks.py", "run/test_generators.py")

@@ -21,6 +21,7 @@ LEVELS = (
     ("kernels", "system", "hf", "data"),
     ("envs", "dataset"),
     ("graders", "advantages", "loss", "optim", "lora"),
+    ("agents",),
     ("model", "engine", "batch", "check"),
     ("metrics", "loss_path", "rollout"),
     ("run",),

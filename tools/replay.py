@@ -50,8 +50,11 @@ def load_samples(folder: Path) -> list[Sample]:
             tokens = {name: columns[column][rows] for name, column in dump.COLUMNS.items()}
             record = {name: records[number][name] for name in dump.RECORDED if name in records[number]}
             samples[number] = Sample(**record, **tokens)
-            samples[number].num_trained_tokens = records[number]["num_trained_tokens"]  # 0 where it was filtered out
-    return [samples[number] for number in range(len(records))]
+    found: list[Sample] = []
+    for number, record in enumerate(records):
+        (found[-1].forks if record.get("is_fork") else found).append(samples[number])
+        samples[number].num_trained_tokens = record["num_trained_tokens"]  # 0 where it was filtered out
+    return found
 
 
 def read_config(folder: Path, words: list[str]) -> Config:

@@ -79,7 +79,10 @@ def keys_of_other_machines():
 @pytest.mark.slow
 def test_every_metric_has_a_row_and_every_row_a_metric(records):
     written = {key for record in [*records, *read(COMMITTED)] for key in record} | keys_of_other_machines()
-    several = [replace(SAMPLES[0], rewards={"a": 1.0}), replace(SAMPLES[1], engine=1)]  # parts of rewards, engines
+    several = [
+        replace(SAMPLES[0], rewards={"a": 1.0}),
+        replace(SAMPLES[1], engine=1, is_led=True),
+    ]  # parts, engines, agents
     written |= {f"train/{key}" for key in sample_metrics(several, several)}
     assert undocumented(written) == [], "docs/metrics.md has no row of these"
     assert len(written) > 170

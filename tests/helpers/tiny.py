@@ -45,10 +45,9 @@ def make_tiny(folder: Path, *, family: str = "qwen3", tied: bool = True, seed: i
             vocab_size=vocab_size + NUM_PADDED,
             num_hidden_layers=2,
             tie_word_embeddings=tied,
-            max_position_embeddings=256,
             eos_token_id=tokenizer.token_to_id("<|end|>"),
             initializer_range=0.15,
-            **{"hidden_size": 64, "intermediate_size": 96} | heads | sizes,
+            **{"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 256} | heads | sizes,
         ),
         dtype=torch.float32,
     ).eval()

@@ -1,0 +1,73 @@
+"""Agents as environments: a job of a worker leads a conversation from its start to its reward (agents/worker.py)."""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from config import AgentConfig, ConfigError
+from envs import StepResult, Turn
+from graders.environments import PoolEnvironment
+from graders.pool import Graded, GraderPool
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+class Agent(PoolEnvironment):
+    """A program that asks the endpoint, and gives the reward of what it did. Raises ConfigError, with the key, where it
+    cannot be started; it is not started here.
+
+    A turn is a whole rollout: its state has base_url, seed and is_validation.
+    """
+
+    leads = True  # its conversations: the engine draws what it asks for
+
+    def __init__(self, cfg: AgentConfig, kwargs: dict[str, Any], num_ranks: int):
+        self.cfg, self.kwargs = cfg, kwargs
+        self.reward_names = cfg.reward_names
+        for key, program in (("python", cfg.python), ("command", cfg.command and cfg.command[0])):
+            if program and not shutil.which(program):
+                raise ConfigError(
+                    f"env.agents: {cfg.name}.{key}={program}: no such program can be started; give its path"
+                )
+        if absent := [name for name in cfg.pass_env if name not in os.environ]:
+            raise ConfigError(f"env.agents: {cfg.name}.pass_env: {absent[0]} is not set in the environment of the run")
+        try:
+            self.pool = GraderPool(
+                "agents.worker:run",
+                num_workers=max(1, cfg.num_workers // num_ranks),
+                deadline_s=cfg.deadline_s,
+                memory_mib=cfg.memory_mib,
+                first={"function": cfg.function, "kwargs": kwargs},
+                python=cfg.python and shutil.which(cfg.python),
+                pass_env=cfg.pass_env,
+            )
+        except ConfigError as error:
+            key = f"function={cfg.function}" if cfg.function else f"python={cfg.python}"
+            raise ConfigError(f"env.agents: {cfg.name}.{key}: {error}") from error
+
+    def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
+        for where, _, row in answers:
+            try:
+                json.dumps(row)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"{where}: an agent gets its row as JSON: {error}") from error
+
+    def job(self, turn: Turn) -> dict:
+        given = {"messages": turn.messages, "answer": turn.answer, "row": turn.fields}
+        program = {"function": self.cfg.function, "command": self.cfg.command, "kwargs": self.kwargs}
+        return given | program | turn.state | {"deadline_s": self.cfg.deadline_s}
+
+    def result(self, turn: Turn, graded: Graded) -> StepResult:
+        """state: what went wrong, and whether the policy may have caused it; then the reward of 0 is trained."""
+        if graded.outcome != "ok":
+            outcome = "timeout" if graded.outcome == "timeout" else "error"
+            return StepResult(0.0, outcome, state={"message": graded.message, "counts": True})
+        if graded.value is None:
+            return StepResult(0.0, "error", state={"message": "the agent gave None", "counts": False})
+        if not math.isfinite(graded.value["reward"]):
+            return StepResult(0.0, "error", state={"message": "the reward is not finite", "counts": False})
+        return StepResult(**graded.value, state={"message": "", "counts": graded.value["outcome"] != "error"})

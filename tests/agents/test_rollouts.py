@@ -1,0 +1,176 @@
+"""Rollouts that agents lead, over vLLM: what becomes of them in samples, in a step and when they fail."""
+
+import subprocess
+import sys
+import time
+import venv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from agent_case import OPTIONS, TEMPERATURE, endpoint_of
+from dist_case import settings
+from loop import train_once
+
+import data
+from agents.environment import Agent
+from config import AgentConfig, ConfigError
+from rollout import Sampler
+from system.exits import StopRun
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def case(served):
+    served.endpoint = endpoint_of(served)
+    yield served
+    served.endpoint.shut_down()
+
+
+def sample(case, agents, inputs, num_samples=2, key=(7,), max_error_fraction=1.0, **kwargs):
+    """Of a problem for each input, whose agent is the one of that number."""
+    environments = {agent.name: Agent(agent, kwargs.get(agent.name, {}), 1) for agent in agents}
+    problems = []
+    for i, (name, text) in enumerate(inputs):
+        messages = [{"role": "user", "content": text}]
+        ids = case.tokenizer.render(messages)
+        problems.append((i, data.Problem(i, messages, "5", name, ids, {"input": text})))
+    sampler = Sampler(
+        case.engine,
+        case.tokenizer,
+        environments,
+        case.ranks,
+        max_error_fraction=max_error_fraction,
+        endpoint=case.endpoint,
+    )
+    try:
+        return sampler.sample(problems, num_samples, OPTIONS, key)
+    finally:
+        for environment in environments.values():
+            environment.close()
+
+
+def agent(name, **changes):
+    return AgentConfig(**{"name": name, "num_workers": 4, "deadline_s": 30.0} | changes)
+
+
+GOOD = agent("good", function="bad_agents:good")
+TURNS = agent("turns", function="bad_agents:three_turns", reward_names=("near",))
+COMMAND = agent("command", command=(sys.executable, "tests/helpers/agent_command.py"))
+
+
+def test_agents_lead_conversations_of_their_own_kinds(case):
+    inputs = [("good", "1+1"), ("turns", "2+2"), ("command", "3+3"), ("good", "4+4")]
+    samples = sample(case, [GOOD, TURNS, COMMAND], inputs, turns={"near": 0.75})
+    assert [(s.prompt, s.index) for s in samples] == [(i, j) for i in range(4) for j in range(2)]
+    for s in samples:
+        assert s.is_led and s.message == "" and s.weight_version == 3 and s.num_turns == 1
+        assert s.mask.sum() + sum(fork.mask.sum() for fork in s.forks) == s.num_trained_tokens > 0
+        assert s.turn_tokens == [s.num_trained_tokens] and s.turn_rewards == [s.reward]
+    assert [s.num_calls for s in samples] == [1, 1, 3, 3, 2, 2, 1, 1]
+    for s in samples[2:4]:
+        assert (s.reward, s.outcome, s.rewards) == (1.0, "wrong", {"near": 0.75}) and s.extracted
+        assert len(s.forks) >= 1  # it repeats only its last message: each call is a row of its own
+    for s in samples[4:6]:
+        assert (s.reward, s.outcome, len(s.forks)) == (0.25, "ok", 0) and s.num_env_tokens > 0
+    again = sample(case, [GOOD, TURNS, COMMAND], inputs, turns={"near": 0.75})
+    for one, other in zip(samples, again, strict=True):
+        assert one.output_ids.tolist() == other.output_ids.tolist() and one.reward == other.reward
+        assert [f.output_ids.tolist() for f in one.forks] == [f.output_ids.tolist() for f in other.forks]
+    assert case.engine.is_idle and not case.engine.unclaimed and not case.endpoint.keys
+
+
+def test_another_interpreter_with_packages_and_variables_of_its_own(case, tmp_path, monkeypatch):
+    venv.create(tmp_path / "venv", with_pip=False)
+    monkeypatch.setenv("AGENT_SECRET", "s")
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    monkeypatch.chdir(Path(__file__).parents[1] / "helpers")  # where the user's modules are
+    python = str(tmp_path / "venv" / "bin" / "python")
+    own = agent("own", function="bad_agents:where_am_i", python=python, pass_env=("AGENT_SECRET",))
+    [found] = sample(case, [own], [("own", "1+1")], num_samples=1, own={"prefix": str(tmp_path / "venv")})
+    assert (found.outcome, found.reward) == ("ok", 1.0), found.message
+    for changes, named in (
+        ({"python": "/no/python"}, "own.python=/no/python"),
+        ({"pass_env": ("NOT_SET",)}, "own.pass_env: NOT_SET"),
+        ({"function": "bad_agents:absent"}, "own.function=bad_agents:absent"),
+        ({"function": "no_module:f"}, "own.function=no_module:f"),
+        ({"function": None, "command": ("no-such-program",)}, "own.command=no-such-program"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            Agent(replace(AgentConfig(name="own", function="bad_agents:good"), **changes), {}, 1)
+        assert named in str(refused.value)
+    with pytest.raises(ConfigError, match=r"own.function=bad_agents:good.*unexpected keyword"):
+        Agent(AgentConfig(name="own", function="bad_agents:good"), {"near": 3}, 1)
+
+
+BAD = {  # input -> (outcome, reward, whether it is trained, what the message says)
+    "raises": ("error", 0, True, "RuntimeError: no luck"),
+    "exits": ("error", 0, True, "3"),
+    "dies": ("error", 0, True, "exit code 9"),
+    "is killed": ("error", 0, True, "exit code -9"),
+    "hangs": ("timeout", 0, True, "no answer in 3 s"),
+    "ignores": ("timeout", 0, True, "no answer"),
+    "forks": ("timeout", 0, True, "no answer"),
+    "leaves a child": ("ok", 1, True, ""),
+    "never": ("error", 0, False, "never asked"),
+    "text": ("error", 0, True, "text"),
+    "nan": ("error", 0, False, "finite"),
+    "none": ("error", 0, False, "None"),
+    "object": ("error", 0, True, "points"),
+    "outcome": ("error", 0, True, "great"),
+    "big prompt": ("ok", 1, True, ""),
+    "broken json": ("ok", 1, True, ""),
+    "many": ("ok", 1, True, ""),
+}
+
+
+def test_bad_agents_end_as_documented_and_leave_nothing(case, capfd):
+    begin = time.monotonic()
+    bad = agent("bad", function="bad_agents:bad", deadline_s=3.0, max_calls=4, num_workers=17)
+    samples = sample(case, [bad], [("bad", kind) for kind in BAD], num_samples=1)
+    assert time.monotonic() - begin < 60
+    for (kind, (outcome, reward, is_trained, said)), s in zip(BAD.items(), samples, strict=True):
+        assert (s.outcome, s.reward) == (outcome, reward), (kind, s.outcome, s.message)
+        assert s.is_graded == is_trained and said in s.message, (kind, s.message)
+        assert bool(s.message) == (outcome != "ok"), kind
+        assert (s.num_calls > 0) == (kind != "never") and (s.num_trained_tokens > 0) == (kind != "never")
+    assert samples[list(BAD).index("big prompt")].finish_reason == "length"
+    assert samples[list(BAD).index("many")].num_calls == 4
+    left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert "sleep 987" not in left
+    assert case.engine.is_idle and not case.engine.unclaimed and not case.endpoint.keys
+    assert not case.endpoint.asks and not case.endpoint.running
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_rollout_of_several_rows_is_one_sample_in_its_group_and_all_its_tokens_are_trained(case):
+    """Advantage, loss over tokens and gradient by a loop over rollouts, with transformers."""
+    fork = agent("fork", function="forking_agent:scored_by_length")
+    samples = sample(case, [fork], [("fork", "1+1"), ("fork", "2+2")], num_samples=6)
+    assert {len(s.forks) for s in samples} >= {0, 1, 2}
+    num_tokens = sum(row.mask.sum() for s in samples for row in (s, *s.forks))
+    grpo = {"normalize_rewards": False}
+    metrics, ours = train_once(case.policy, samples, None, settings(grpo=grpo), case.ranks, step=4)
+    assert metrics["global_valid_toks"] == num_tokens
+    case.oracle.zero_grad()
+    for s in samples:
+        others = [o.reward for o in samples if o.prompt == s.prompt and o is not s]
+        advantage = s.reward - sum(others) / len(others)
+        for row in (s, *s.forks):
+            ids = torch.tensor([*row.prompt_ids, *row.output_ids.tolist()])
+            logits_TV = case.oracle(ids[None]).logits[0, len(row.prompt_ids) - 1 : -1, : case.tokenizer.vocab_size]
+            logp_TV = (logits_TV / TEMPERATURE).log_softmax(-1)
+            logp_T = logp_TV.gather(1, ids[len(row.prompt_ids) :, None])[:, 0]
+            (-advantage * logp_T[torch.from_numpy(row.mask)].sum() / num_tokens).backward()
+    for name, param in case.oracle.named_parameters():
+        if name in ours:
+            assert (ours[name] - param.grad).norm() <= 1e-4 * param.grad.norm(), name
+    assert len(ours) > 10
+
+
+def test_too_many_failures_stop_the_run(case):
+    bad = agent("bad", function="bad_agents:bad")
+    with pytest.raises(StopRun, match=r"1 of 2.*env.max_error_fraction=0.4.*no luck"):
+        sample(case, [bad], [("bad", "raises"), ("bad", "good")], num_samples=1, max_error_fraction=0.4)

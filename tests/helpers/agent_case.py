@@ -1,0 +1,99 @@
+"""Agents for tests: a tiny model of bytes with a chat template, an endpoint over a real engine, programs that ask."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import httpx
+import openai
+from tiny import make_tiny
+
+import config
+from agents.endpoint import Endpoint
+from engine import Engine, SamplingOptions
+from hf.model_config import read_model_config
+from hf.tokenizer import Tokenizer
+from hf.weights import full_tensors
+from model import load_policy
+
+TEMPERATURE = 0.8
+MAX_TOKENS = 768
+TEMPLATE = (
+    "{% for m in messages %}<|user|>{{ m.role[0] }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}<|end|>"
+    "{{ tools | tojson if loop.first and tools }}{% endfor %}{{ '<|assistant|>' if add_generation_prompt }}"
+)
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def as_calls(text, tools):
+    """A stand-in for a parser: with tools every reply that has an even length is a call."""
+    if tools and len(text) % 2 == 0:
+        return None, None, [("f", f'{{"q": {len(text)}}}')]
+    return None, text, []
+
+
+as_calls.needs_special_tokens = True
+
+
+def start(folder, ranks, device, mesh, **changes):
+    """Engine, policy and tokenizer over a new tiny model; random weights hardly ever end a reply, so many ids do."""
+    oracle = make_tiny(folder, max_position_embeddings=MAX_TOKENS)
+    tokenizer = Tokenizer(folder, TEMPLATE)
+    policy = config.PolicyConfig(precision="float32", max_total_sequence_length=MAX_TOKENS)
+    llm = Engine(folder, read_model_config(folder), tokenizer, config.Config(policy=policy))
+    model = load_policy(folder, device=device, mesh=mesh)
+    model.temperature, model.vocab_limit = TEMPERATURE, tokenizer.vocab_size
+    llm.sync(full_tensors(model, llm.dtype), 3)
+    llm.stop_token_ids = [*llm.stop_token_ids, *range(0, 250, 10)]
+    return SimpleNamespace(engine=llm, policy=model, tokenizer=tokenizer, ranks=ranks, oracle=oracle)
+
+
+def endpoint_of(case, parse=as_calls):
+    return Endpoint(case.engine, case.tokenizer, case.ranks, parse)
+
+
+def serve(endpoint, programs, seconds=120.0):
+    """What the programs return or raise, each in a thread, while this thread steps the engine."""
+    end = time.monotonic() + seconds
+    with ThreadPoolExecutor(len(programs)) as pool:
+        futures = [pool.submit(program) for program in programs]
+        while not all(future.done() for future in futures):
+            endpoint.engine.step()
+            assert time.monotonic() < end, "the programs have not ended"
+        return [future.exception() or future.result() for future in futures]
+
+
+def chat(base_url, messages, **options):
+    client = openai.OpenAI(base_url=base_url, api_key="none", max_retries=0)
+    return client.chat.completions.create(**{"model": "policy", "messages": messages} | options)
+
+
+def post(base_url, body, path="/chat/completions", **options):
+    return httpx.post(base_url + path, **({"content": body} if isinstance(body, bytes) else {"json": body}), **options)
+
+
+def eight_calls(base_url, number, wait=lambda: None):
+    """A tool turn, parts, a stream, a question to another system prompt, compaction, two branches of one request."""
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"{number}+7?"}]
+    wait()
+    first = chat(base_url, messages, tools=TOOLS).choices[0].message
+    messages.append(first)  # the object, as most programs do
+    for call in first.tool_calls or []:
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": call.function.arguments})
+    messages.append({"role": "user", "content": [{"type": "text", "text": "Sure?"}]})
+    wait()
+    text = ""
+    for chunk in chat(base_url, messages, tools=TOOLS, tool_choice="none", stream=True):
+        text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "So?"}]
+    wait()
+    chat(base_url, messages, tools=TOOLS, max_tokens=5)
+    chat(base_url, messages[:2], temperature=0.1)  # without tools: another root
+    chat(base_url, [{"role": "user", "content": f"In short: {text}"}])
+    wait()
+    chat(base_url, [*messages[:-1], {"role": "user", "content": "Another?"}], tools=TOOLS, n=2)
+    chat(base_url, messages[:2], tools=TOOLS, extra_body={"train": False})
+
+
+OPTIONS = SamplingOptions(TEMPERATURE, 16)

@@ -1,0 +1,21 @@
+"""An agent whose rollouts have one to four rows, by its seed; it waits as long as chance has it."""
+
+import asyncio
+import random
+import time
+
+from bad_agents import ask
+
+
+async def solve(base_url, messages, answer, seed):
+    text = messages[-1]["content"]
+    time.sleep(random.random() / 20)
+    reply = await asyncio.to_thread(ask, base_url, text)
+    asks = [asyncio.to_thread(ask, base_url, f"{n}+{n}=") for n in range(seed % 4)]
+    await asyncio.gather(*asks)
+    return float(reply.strip() == answer)
+
+
+async def scored_by_length(base_url, messages, seed):
+    await solve(base_url, messages, "", seed)
+    return float(seed % 3)
