@@ -17,6 +17,7 @@ if [[ $GRPO_DEVICE == cpu ]]; then
     export TORCHDYNAMO_DISABLE=1  # vLLM's sampler is compiled: dies without a C++ compiler, slow with one
     export OMP_NUM_THREADS=1      # two OpenMP threads a process collapse as soon as a second process runs
 fi
+unset PYTHONDONTWRITEBYTECODE  # hundreds of processes import the program: each would compile it
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1  # tests need no network
 
 if [[ -z ${GRPO_PYTHON:-} ]] && ! cmp -s requirements/tests.txt "$venv/tests.txt"; then  # what only tests need
