@@ -104,6 +104,28 @@ class Sample:
             self.weight_version = min([self.weight_version, *(fork.weight_version for fork in self.forks)])
             self.newest_version = max([self.newest_version, *(fork.newest_version for fork in self.forks)])
 
+    def _append(self, ids: np.ndarray, logps: np.ndarray, versions: np.ndarray, is_trained: bool) -> None:
+        self.output_ids = np.concatenate([self.output_ids, ids])
+        self.sampler_logps = np.concatenate([self.sampler_logps, logps])
+        self.versions = np.concatenate([self.versions, versions])
+        self.mask = np.concatenate([self.mask, np.full(len(ids), is_trained)])
+        self.count_tokens()
+
+    def add_reply(self, completion: Any, is_trained: bool) -> None:
+        """Appends an engine.Completion."""
+        self._append(completion.ids, completion.logps, completion.versions, is_trained)
+
+    def add_context(self, ids: Sequence[int]) -> None:
+        """Appends ids that were not sampled: log-probability 0, the version of the reply before."""
+        zeros, versions = np.zeros(len(ids), np.float32), np.repeat(self.versions[-1:], len(ids))
+        self._append(np.asarray(ids, np.int32), zeros, versions, False)
+        self.num_env_tokens += len(ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All ids so far: the prompt of the next reply."""
+        return [*self.prompt_ids, *self.output_ids.tolist()]
+
     @property
     def is_graded(self) -> bool:
         """False where the grader failed: the reward says nothing about the sample, so nothing is learnt from it."""

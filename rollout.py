@@ -12,7 +12,6 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -47,7 +46,6 @@ class Conversation:
         self.request_id = ""  # of the reply in progress, if this rank's engine draws it
         self.reply_ids: list[int] = []  # of the last turn
         self.state: dict = {}  # the environment's, after the last turn
-        self.agent: int | None = None  # number of the rollout at the endpoint, if an agent leads it
         self.done = False
         self.sample = Sample(
             prompt=prompt,
@@ -66,25 +64,12 @@ class Conversation:
         sample = self.sample
         return f"group {sample.prompt} (row {sample.row_id} of {sample.dataset}), sample {sample.index}"
 
-    @property
-    def token_ids(self) -> list[int]:
-        """All ids so far: the prompt of the next reply."""
-        return [*self.sample.prompt_ids, *self.sample.output_ids.tolist()]
-
-    def _append(self, ids: np.ndarray, logps: np.ndarray, versions: np.ndarray, is_trained: bool) -> None:
-        sample = self.sample
-        sample.output_ids = np.concatenate([sample.output_ids, ids])
-        sample.sampler_logps = np.concatenate([sample.sampler_logps, logps])
-        sample.versions = np.concatenate([sample.versions, versions])
-        sample.mask = np.concatenate([sample.mask, np.full(len(ids), is_trained)])
-        sample.count_tokens()
-
     def add_reply(self, completion: Completion, tokenizer: Tokenizer, special_tokens: bool = False) -> envs.Turn:
         """Appends the reply; returns the environment's view of the conversation."""
         problem, sample = self.problem, self.sample
-        ids_before = self.token_ids
+        ids_before = sample.token_ids
         self.reply_ids = completion.ids.tolist()
-        self._append(completion.ids, completion.logps, completion.versions, problem.loss_multiplier != 0)
+        sample.add_reply(completion, problem.loss_multiplier != 0)
         sample.turn_tokens.append(sample.num_trained_tokens - sum(sample.turn_tokens))
         sample.finish_reason = completion.finish_reason
         sample.messages.append({"role": "assistant", "content": tokenizer.decode(completion.ids)})
@@ -117,9 +102,7 @@ class Conversation:
             sample.finish_reason = "length"
             return
         self.done = False
-        versions = np.full(len(ids), sample.versions[-1])
-        self._append(np.asarray(ids, np.int32), np.zeros(len(ids), np.float32), versions, False)
-        sample.num_env_tokens += len(ids)
+        sample.add_context(ids)
         sample.messages += observation
 
 
@@ -131,7 +114,7 @@ class Sampler:
 
     max_turns: most replies in a conversation. max_error_fraction: the share of a call's samples that may end in
     outcome `error`. score_conversations: RewardModel.score, where an environment asks for it. endpoint: for agents;
-    led: the conversations that they lead, by request id; to_lead: those among them that have not begun.
+    led: the conversations that they lead, by request id.
     """
 
     engine: Engine
@@ -145,7 +128,6 @@ class Sampler:
     grading: Grading = field(init=False)
     endpoint: Any = None
     led: dict[str, Conversation] = field(default_factory=dict)
-    to_lead: dict[str, dict[str, envs.Turn]] = field(default_factory=lambda: defaultdict(dict))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grading", Grading(self.environments))
@@ -179,25 +161,26 @@ class Sampler:
             for i, each in enumerate(drawn):
                 each.sample.engine = dp_rank
                 each.sample.holder = dp_rank * self.ranks.tp_size + i % self.ranks.tp_size
+                each.sample.is_led = each.problem.env_name in self.grading.leading
             if dp_rank == self.ranks.dp_rank:
                 for each in drawn:
-                    if each.problem.env_name in self.grading.leading:
+                    if each.sample.is_led:
                         self._have_led(each)
-                if asked := [each for each in drawn if each.agent is None]:
+                if asked := [each for each in drawn if not each.sample.is_led]:
                     self._ask(asked)
             conversations += drawn
         return conversations
 
     def _have_led(self, each: Conversation) -> None:
-        """Opens the endpoint for a rollout; `_converse` starts its agent."""
+        """Opens the endpoint for a rollout; the agent starts when `_converse` asks for results."""
         problem, key = each.problem, (*each.seed_key, each.sample.prompt, each.sample.index)
         max_calls = self.environments[problem.env_name].cfg.max_calls
-        each.agent, url = self.endpoint.open(key, each.options, each.step or -1, max_calls)
-        each.request_id = f"agent {each.agent}"
+        each.request_id, url = self.endpoint.open(key, each.options, each.step or -1, max_calls)
+        self.led[each.request_id] = each
         given = {"base_url": url, "seed": sample_seed(*key), "is_validation": each.step == 0, "tools": problem.tools}
         turn = envs.Turn(problem.messages, problem.answer, "stop", given, problem.fields)
-        self.to_lead[problem.env_name][each.request_id] = turn
-        self.led[each.request_id] = each
+        if self.ranks.leads_engine:
+            self.grading.begin(problem.env_name, {each.request_id: turn})
 
     def _ask(self, live: list[Conversation]) -> None:
         """The engine starts the next reply of each conversation; all have the same options."""
@@ -205,7 +188,7 @@ class Sampler:
         numbers = [(s.prompt, s.index, s.num_turns)[: 3 if s.num_turns else 2] for s in (each.sample for each in live)]
         seeds = [sample_seed(*each.seed_key, *key) for each, key in zip(live, numbers, strict=True)]
         priority = max(each.step or -each.sample.num_turns for each in live)  # in a validation 0, then -1, -2, ...
-        request_ids = self.engine.start([each.token_ids for each in live], seeds, live[0].options, priority)
+        request_ids = self.engine.start([each.sample.token_ids for each in live], seeds, live[0].options, priority)
         for each, request_id in zip(live, request_ids, strict=True):
             each.request_id = request_id
 
@@ -248,9 +231,9 @@ class Sampler:
     def _decode_while_others_finish(self) -> None:
         """Decodes for later steps until every engine has finished this step. The all_reduce completes then, and is only
         polled: a rank waits in the next collective, where the watchdog sees that it is not stuck."""
-        all_finished = dist.all_reduce(torch.zeros(1), async_op=True)
+        others = dist.all_reduce(torch.zeros(1), async_op=True)
         while (self.engine.versions_by_request or self.led) and self.ranks.any_rank_of_engine(
-            not all_finished.is_completed()
+            not others.is_completed()
         ):
             for _ in range(STEPS_BETWEEN_STOPS):
                 self.engine.step()
@@ -262,7 +245,7 @@ class Sampler:
         that the chat template adds after the reply. finish_reason: "stop" (the environment was done), "length" (a reply
         was cut, or the next one has no room), "max_turns" (the environment was not done).
         """
-        asked = {each.request_id: each for each in conversations if each.agent is None}  # whose replies are drawn
+        asked = {o.request_id: o for o in conversations if not o.done and o.request_id not in self.led}  # being drawn
         for name in self.grading.leading:
             self.environments[name].pool.stand_still(self.engine.seconds_asleep)
         waiting: dict[str, Conversation] = {}  # whose replies are being graded
@@ -270,8 +253,6 @@ class Sampler:
         ended = [request_id for request_id in asked if request_id in self.engine.unclaimed]
         while asked or waiting or any(each.request_id in self.led for each in conversations):
             ready: dict[str, dict[str, envs.Turn]] = defaultdict(dict)  # environment -> its turns
-            while self.to_lead:
-                ready.update([self.to_lead.popitem()])
             for each in map(asked.pop, ended):
                 name, peers = each.problem.env_name, [each]
                 reply, special = self.engine.unclaimed.pop(each.request_id), name in self.grading.special_tokens
@@ -284,12 +265,11 @@ class Sampler:
             # One rank of an engine grades for all of them: a grader with a deadline may differ between ranks.
             grade = partial(self.grading.grade, ready, block=not asked and not self.led and self.engine.is_idle)
             results = self.ranks.broadcast_from_tp_leader(grade) if waiting or self.led else {}
-            for each in [self.led.pop(name) for name in [*results] if name in self.led]:  # agents, also of later steps
-                is_trained = each.problem.loss_multiplier != 0
-                self.endpoint.finish(each.agent, each.sample, results.pop(each.request_id), is_trained)
-                each.done = True
-            graded = [waiting.pop(request_id) for request_id in results]
+            graded = [waiting.pop(request_id, None) or self.led[request_id] for request_id in results]
             for each, result in zip(graded, results.values(), strict=True):
+                if self.led.pop(each.request_id, None):  # maybe of a later step
+                    is_trained = each.problem.loss_multiplier != 0
+                    result = self.endpoint.finish(each.request_id, each.sample, result, is_trained)
                 each.add_result(result, self.tokenizer, self.engine.max_total_tokens, self.max_turns)
             if live := [each for each in graded if not each.done]:
                 self._ask(live)

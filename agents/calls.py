@@ -8,10 +8,8 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from config import shortened
@@ -95,72 +93,87 @@ class Request(BaseModel):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-def link_of(message: dict) -> list:
-    """What must be equal for a message to be the same: texts and values, not how JSON writes them. Reasoning does not
-    count, since few clients send it back."""
-    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
-    return [message["role"], message["content"].strip(), calls, message.get("tool_call_id")]
+def digest(value: Any) -> bytes:
+    """Equal where the values are, however JSON writes them."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
 
 
-def next_hash(before: bytes, link: Any) -> bytes:
-    """Of all that came before, and the link."""
-    return hashlib.sha256(before + json.dumps(link, sort_keys=True).encode()).digest()
+def link_of(message: dict) -> bytes:
+    """Of what must be equal for a message to be the same. Reasoning does not count: few clients send it back."""
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return digest([message["role"], message["content"].strip(), calls, message.get("tool_call_id")])
 
 
 @dataclass(slots=True, eq=False)
 class Call:
     """A prompt and, once it has ended, the engine's Completion. parent: the call whose reply the prompt goes on from.
-    digest: of all its messages. seed: of what was asked and how often, never of when."""
+    ask: number of the request. links: digests of its tools and messages. seed: of what was asked and how often, never
+    of when. reply_links: of the forms in which an agent may send the reply back."""
 
     parent: "Call | None"
+    ask: int
     request: Request
-    digest: bytes
+    links: list[bytes]
     prompt_ids: list[int]
     seed: int
     completion: Any = None
+    reply_links: set[bytes] = field(default_factory=set)
 
     @property
     def ids(self) -> list[int]:
         return [*self.prompt_ids, *self.completion.ids.tolist()]
 
+    def add_reply(self, message: dict, cut_at: str) -> None:
+        """The reply can be gone on from: by the message as the client got it, or with the stop string put back."""
+        for ending in {"", cut_at} if self.request.train is not False else ():
+            self.reply_links.add(link_of(read_message(message | {"content": (message["content"] or "") + ending})))
+
+    def is_before(self, links: list[bytes]) -> bool:
+        """Whether a prompt of these links repeats this one and its reply."""
+        size = len(self.links)
+        return links[:size] == self.links and not self.reply_links.isdisjoint(links[size : size + 1])
+
 
 @dataclass(slots=True)
 class Rollout:
-    """What an agent has asked: a tree of calls. seed_key: as of a sample's seed. max_tokens: of a row."""
+    """What an agent has asked: a tree of calls. seed_key: as of a sample's seed. max_tokens: of a row. options,
+    priority: as Engine.start takes them."""
 
     seed_key: tuple[int, ...]
     max_tokens: int
     max_calls: int
+    options: Any = None
+    priority: int = -1
     was_refused_for_room: bool = False
     calls: list[Call] = field(default_factory=list)  # under way, and ended
-    by_hash: dict[bytes, Call] = field(default_factory=dict)  # of all messages up to a reply -> the reply
 
-    def ask(self, request: Request, num_bytes: int, tokenizer: Tokenizer) -> list[Call]:
+    def ask(self, number: int, request: Request, num_bytes: int, tokenizer: Tokenizer) -> list[Call]:
         """The n calls of a request of this size. What is known of its messages stays as it was sampled; the template
         writes the rest. Raises Refused, and DataError where the template refuses the messages."""
-        number = request.n or 1
-        if len(self.calls) + number > self.max_calls:
+        num_calls = request.n or 1
+        if len(self.calls) + num_calls > self.max_calls:
             raise Refused(f"max_calls={self.max_calls} of this agent are used up", 429, "rate_limit_exceeded")
         if num_bytes > 65536 + CHARS_PER_TOKEN * self.max_tokens:  # to encode 16 MiB would take 16 s
             raise self._no_room(f"{num_bytes:,} bytes")
-        links = [request.tools or None, *map(link_of, request.messages)]
-        hashes = list(accumulate(links, next_hash, initial=b""))[1:]  # of the tools, then up to each message
-        known = [length for length, each in enumerate(hashes) if each in self.by_hash]
-        parent = self.by_hash[hashes[known[-1]]] if known else None
+        messages, tools, limit = request.messages, request.tools, self.max_tokens
+        links = [digest(tools or None), *map(link_of, messages)]
+        known = [call for call in self.calls if call.is_before(links)]
+        parent = max(known, key=lambda call: (len(call.links), -call.seed), default=None)
         if parent:
             # What the template makes of the replies before is cut off; it may refuse to write their calls.
-            plain = {length - 1: {"role": "assistant", "content": ""} for length in known}
-            before = [plain.get(i, message) for i, message in enumerate(request.messages[: known[-1] - 1])]
-            new, reply_ids = request.messages[known[-1] :], parent.completion.ids
-            added = tokenizer.observation_ids(before, reply_ids, new, request.tools, max_tokens=self.max_tokens)
+            plain = {len(call.links) - 1: {"role": "assistant", "content": ""} for call in known}
+            size, reply_ids = len(parent.links), parent.completion.ids
+            before = [plain.get(i, message) for i, message in enumerate(messages[: size - 1])]
+            added = tokenizer.observation_ids(before, reply_ids, messages[size:], tools, max_tokens=limit)
             prompt_ids = parent.ids + added
         else:
-            prompt_ids = tokenizer.render(request.messages, request.tools, escape=True, max_tokens=self.max_tokens)
-        if len(prompt_ids) >= self.max_tokens:
+            prompt_ids = tokenizer.render(messages, tools, escape=True, max_tokens=limit)
+        if len(prompt_ids) >= limit:
             raise self._no_room(f"{len(prompt_ids):,} tokens")
         used = {call.seed for call in self.calls if call.prompt_ids == prompt_ids}
-        seeds = (sample_seed(*self.seed_key, *prompt_ids, time) for time in range(len(used) + number))
-        asked = [Call(parent, request, hashes[-1], prompt_ids, seed) for seed in seeds if seed not in used][:number]
+        seeds = [sample_seed(*self.seed_key, *prompt_ids, time) for time in range(len(used) + num_calls)]
+        free = [seed for seed in seeds if seed not in used][:num_calls]
+        asked = [Call(parent, number, request, links, prompt_ids, seed) for seed in free]
         self.calls += asked
         return asked
 
@@ -169,17 +182,9 @@ class Rollout:
         limit = f"policy.max_total_sequence_length={self.max_tokens}"
         return Refused(f"{limit} leaves no room for a reply after {after}", 400, "context_length_exceeded")
 
-    def add_reply(self, call: Call, message: dict, cut_at: str) -> None:
-        """The reply can be gone on from: by the message as the client got it, or with the stop string put back."""
-        for ending in {"", cut_at} if call.request.train is not False else ():
-            reply = read_message(message | {"content": (message["content"] or "") + ending})
-            digest = next_hash(call.digest, link_of(reply))
-            self.by_hash[digest] = min(call, self.by_hash.get(digest, call), key=lambda each: each.seed)
-
-    def forget(self, calls: Sequence[Call]) -> None:
-        """The client never had the replies: if it asks again, it gets the same ones."""
-        self.calls = [call for call in self.calls if call not in calls]
-        self.by_hash = {digest: call for digest, call in self.by_hash.items() if call not in calls}
+    def forget(self, number: int) -> None:
+        """The client never had the replies to this request: if it asks again, it gets the same ones."""
+        self.calls = [call for call in self.calls if call.ask != number]
 
     def rows(self) -> list[list[Call]]:
         """Each reply in one row: the first call that goes on from another lengthens its row, any other starts one. The
@@ -192,20 +197,9 @@ class Rollout:
 
 
 def fill(sample: Sample, row: Sequence[Call], is_trained: bool) -> None:
-    """Gives the sample the tokens of a row: replies (mask True if the problem is trained on) and what was between them
-    (mask False, log-probability 0, the version of the reply before)."""
-    pieces: list[tuple] = []
-    for before, call in zip([None, *row], row, strict=False):
-        if before:
-            assert call.prompt_ids[: len(before.ids)] == before.ids, "a prompt that goes on from a reply has its ids"
-            context = call.prompt_ids[len(before.ids) :]
-            pieces.append((context, [0.0] * len(context), [before.completion.versions[-1]] * len(context), False))
-            sample.num_env_tokens += len(context)
-        pieces.append((call.completion.ids, call.completion.logps, call.completion.versions, is_trained))
-    ids, logps, versions, _ = zip(*pieces, strict=True)
+    """Gives the sample the tokens of a row: its replies, and what was between them."""
     sample.prompt_ids = row[0].prompt_ids
-    sample.output_ids = np.concatenate(ids).astype(np.int32)
-    sample.sampler_logps = np.concatenate(logps).astype(np.float32)
-    sample.versions = np.concatenate(versions).astype(np.int32)
-    sample.mask = np.concatenate([np.full(len(part), is_sampled) for part, *_, is_sampled in pieces])
-    sample.count_tokens()
+    for call in row:
+        assert call.prompt_ids[: sample.num_tokens] == sample.token_ids, "it goes on from the ids before"
+        sample.add_context(call.prompt_ids[sample.num_tokens :])
+        sample.add_reply(call.completion, is_trained)

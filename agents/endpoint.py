@@ -5,6 +5,7 @@ A thread serves HTTP and moves JSON, nothing else. All that has tokens is the ma
 """
 
 import asyncio
+import hashlib
 import json
 import queue
 import secrets
@@ -13,7 +14,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -39,75 +40,58 @@ KEEP_ALIVE_SECONDS = 10.0  # between comments in a stream that has nothing to sa
 DECIDED = "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed logit_bias".split()
 
 
-@dataclass(slots=True)
-class Ask:
-    """A request, and its calls by the engine's request ids."""
-
-    number: int
-    rollout: Rollout
-    calls: dict[str, Call]
-
-
 class Endpoint:
     """Answers the agents of this rank's engine. All ranks of an engine make the same calls: its first rank has the
     thread, and tells the others what was asked. parse: a replies.ReplyParser."""
 
     def __init__(self, engine: Any, tokenizer: Tokenizer, ranks: Ranks, parse: Any):
         self.engine, self.tokenizer, self.ranks, self.parse = engine, tokenizer, ranks, parse
-        self.inbox: queue.SimpleQueue = queue.SimpleQueue()  # from the thread: (number of an ask, what, ...)
-        self.rollouts: dict[int, tuple[Rollout, Any, int]] = {}  # with sampling options and priority
-        self.asks: dict[int, Ask] = {}  # of the open rollouts
-        self.running: dict[int, Ask] = {}  # of them, those that have not ended
-        self.keys: dict[str, int] = {}  # of the rollouts that are open
+        self.inbox: queue.SimpleQueue = queue.SimpleQueue()  # from the thread: (key, number of a request[, what])
+        self.rollouts: dict[str, Rollout] = {}  # that are open, by their keys
+        self.running: dict[int, dict[str, Call]] = {}  # number of a request -> its calls by the engine's request ids
         self.futures: dict[int, Future] = {}
-        self.numbers, self.ask_numbers = count(), count()
+        self.opened, self.asked = count(), count()
+        self.secret = ranks.broadcast_from_tp_leader(lambda: secrets.token_bytes(32))  # of which all keys are made
         self.said: set[str] = set()
-        self.server = None
+        self.server, self.port = None, 0
         if ranks.leads_engine:
             self._listen()
         engine.before_step = self.before_step
 
     # -------------------------------------------------------------------------------------------- the main thread
 
-    def open(self, seed_key: tuple[int, ...], options: Any, priority: int, max_calls: int) -> tuple[int, str]:
-        """A new rollout: (its number, its base URL; "" on ranks without the thread)."""
-        number = next(self.numbers)
-        self.rollouts[number] = Rollout(seed_key, self.engine.max_total_tokens, max_calls), options, priority
-        if self.server is None:
-            return number, ""
-        self.keys[key := secrets.token_urlsafe(16)] = number
-        return number, f"http://127.0.0.1:{self.port}/rollout/{key}/v1"
+    def open(self, seed_key: tuple[int, ...], options: Any, priority: int, max_calls: int) -> tuple[str, str]:
+        """A new rollout: (its key, its base URL)."""
+        key = hashlib.blake2b(b"%d" % next(self.opened), key=self.secret, digest_size=16).hexdigest()
+        self.rollouts[key] = Rollout(seed_key, self.engine.max_total_tokens, max_calls, options, priority)
+        return key, f"http://127.0.0.1:{self.port}/rollout/{key}/v1"
 
-    def close(self, number: int) -> Rollout:
+    def close(self, key: str) -> Rollout:
         """Ends a rollout: its key opens nothing any more, and the engine drops what is under way for it."""
-        rollout, *_ = self.rollouts.pop(number)
-        self.keys = {key: each for key, each in self.keys.items() if each != number}
-        for ask in [ask for ask in self.running.values() if ask.rollout is rollout]:
-            self._drop(ask)
-            self._answer(ask.number, Refused("the rollout has ended", 404, "not_found"))
-        self.asks = {name: ask for name, ask in self.asks.items() if ask.rollout is not rollout}
+        rollout = self.rollouts.pop(key)
+        for number in {call.ask for call in rollout.calls} & self.running.keys():
+            self._answer(number, Refused("the rollout has ended", 404, "not_found"))
+            self._drop(rollout, number)
         return rollout
 
-    def finish(self, number: int, sample: Sample, result: StepResult, is_trained: bool) -> None:
-        """Ends a rollout and fills the sample: its longest row, the others as forks, the agent's result."""
-        rollout = self.close(number)
+    def finish(self, key: str, sample: Sample, result: StepResult, is_trained: bool) -> StepResult:
+        """Ends a rollout and fills the sample: its longest row, the others as forks. Returns the result: the agent's,
+        if it has asked."""
+        rollout = self.close(key)
         rows = rollout.rows()
-        sample.is_led, sample.num_calls = True, sum(map(len, rows))
+        message = result.state.get("message", "")
+        if not rows:
+            result, message = StepResult(0.0, "error"), message or "the agent never asked"
+            sample.weight_version = sample.newest_version = self.engine.weight_version
         sample.forks = [replace(sample, forks=[]) for _ in rows[1:]]
         for row, each in zip(rows, (sample, *sample.forks), strict=False):
             fill(each, row, is_trained)
+        sample.count_tokens()
         was_cut = rollout.was_refused_for_room or (rows and rows[0][-1].completion.finish_reason == "length")
         sample.finish_reason = "length" if was_cut else "stop"
-        sample.reward, sample.outcome, sample.rewards = result.reward, result.outcome, result.rewards
-        sample.extracted, sample.message = result.extracted, result.state["message"]
-        sample.crashed = bool(rows) and result.outcome == "error" and result.state["counts"]
-        sample.num_turns, sample.turn_rewards = 1, [sample.reward]
-        if not rows:
-            sample.reward, sample.outcome = 0.0, "error"
-            sample.message = sample.message or "the agent never asked"
-            sample.weight_version = sample.newest_version = self.engine.weight_version
-        sample.count_tokens()
-        sample.turn_tokens = [sample.num_trained_tokens]
+        sample.num_calls, sample.turn_tokens = sum(map(len, rows)), [sample.num_trained_tokens]
+        sample.message, sample.crashed = message, result.outcome == "error" and result.state.get("counts", False)
+        return result
 
     def shut_down(self) -> None:
         """Ends the thread and frees the port."""
@@ -117,77 +101,71 @@ class Endpoint:
 
     def before_step(self) -> None:
         """Answers the requests that have ended, then starts what was asked for. All ranks of an engine call it."""
-        for ask in [ask for ask in self.running.values() if self.engine.unclaimed.keys() >= ask.calls.keys()]:
-            del self.running[ask.number]
-            for request_id, call in ask.calls.items():
+        for number in [each for each, calls in self.running.items() if self.engine.unclaimed.keys() >= calls.keys()]:
+            calls = self.running.pop(number)
+            for request_id, call in calls.items():
                 call.completion = self.engine.unclaimed.pop(request_id)
-            self._answer(ask.number, self._reply(ask))
-        for number, *arguments in self.ranks.broadcast_from_tp_leader(self._take):
-            if arguments:
-                self._start(number, *arguments)
-            elif ask := self.asks.get(number):
-                self._drop(ask)
-                self.futures.pop(number, None)
+            self._answer(number, self._reply([*calls.values()]))
+        for key, number, *what in self.ranks.broadcast_from_tp_leader(self._take):
+            if what:
+                self._start(key, number, *what)
+            elif key in self.rollouts:
+                self._drop(self.rollouts[key], number)
 
     def _take(self) -> list[tuple]:
         events = []
         with suppress(queue.Empty):
-            events.append(self.inbox.get(timeout=IDLE_SECONDS) if self.engine.is_idle else self.inbox.get_nowait())
             while True:
-                events.append(self.inbox.get_nowait())
+                events.append(self.inbox.get(timeout=0.0 if events or not self.engine.is_idle else IDLE_SECONDS))
         return events
 
-    def _start(self, number: int, rollout_number: int, request: Request, num_bytes: int) -> None:
+    def _start(self, key: str, number: int, request: Request, num_bytes: int) -> None:
         try:
-            if rollout_number not in self.rollouts:
-                raise Refused("the rollout has ended", 404, "not_found")
-            rollout, options, priority = self.rollouts[rollout_number]
-            calls = rollout.ask(request, num_bytes, self.tokenizer)
-        except Refused as refused:
-            self._answer(number, refused)
-        except (
-            DataError,
-            RecursionError,
-            StopIteration,
-        ) as error:  # the template refuses them, or they use all of Unicode
-            self._answer(number, Refused(f"messages: {error}"))
-        else:
-            limits = (request.max_completion_tokens, request.max_tokens, options.max_new_tokens)
-            options = replace(options, max_new_tokens=min(filter(None, limits)), stop_strings=request.stop_strings)
-            ids = [self.engine.start([call.prompt_ids], [call.seed], options, priority)[0] for call in calls]
-            self.asks[number] = self.running[number] = Ask(number, rollout, dict(zip(ids, calls, strict=True)))
+            rollout = self._rollout_of(key)
+            calls = rollout.ask(number, request, num_bytes, self.tokenizer)
+        except (Refused, DataError, RecursionError, StopIteration) as error:  # StopIteration: they use all of Unicode
+            self._answer(number, error if isinstance(error, Refused) else Refused(f"messages: {error}"))
+            return
+        limits = (request.max_completion_tokens, request.max_tokens, rollout.options.max_new_tokens)
+        options = replace(rollout.options, max_new_tokens=min(filter(None, limits)), stop_strings=request.stop_strings)
+        prompts, seeds = [call.prompt_ids for call in calls], [call.seed for call in calls]
+        request_ids = self.engine.start(prompts, seeds, options, rollout.priority)
+        self.running[number] = dict(zip(request_ids, calls, strict=True))
 
-    def _drop(self, ask: Ask) -> None:
+    def _drop(self, rollout: Rollout, number: int) -> None:
         """As if it had never been asked: the client has not had the answer."""
-        self.running.pop(ask.number, None)
-        del self.asks[ask.number]
-        self.engine.abort(list(ask.calls))
-        ask.rollout.forget(list(ask.calls.values()))
+        self.engine.abort([*self.running.pop(number, ())])
+        self.futures.pop(number, None)
+        rollout.forget(number)
+
+    def _rollout_of(self, key: str) -> Rollout:
+        if key not in self.rollouts:
+            raise Refused("no rollout that is under way has this key", 404, "not_found")
+        return self.rollouts[key]
 
     def _answer(self, number: int, answer: dict | Refused) -> None:
         if future := self.futures.pop(number, None):  # else another rank has it, or the client has gone
             future.set_result(answer)
 
-    def _reply(self, ask: Ask) -> dict:
+    def _reply(self, calls: list[Call]) -> dict:
         """The object of chat.completion."""
-        choices = []
-        for index, call in enumerate(ask.calls.values()):
+        choices, request, prompt_ids = [], calls[0].request, calls[0].prompt_ids
+        for index, call in enumerate(calls):
             message, cut_at = self._message(call)
-            ask.rollout.add_reply(call, message, cut_at)
+            call.add_reply(message, cut_at)
             ids, end = call.completion.ids.tolist(), call.completion.finish_reason
             end = "tool_calls" if "tool_calls" in message and end == "stop" else end
             choice = {"index": index, "message": message, "finish_reason": end, "logprobs": None}
-            if call.request.logprobs:
+            if request.logprobs:
                 texts = [self.tokenizer.decode([token_id], special=True) for token_id in ids]
                 pairs = zip(texts, call.completion.logps.tolist(), strict=True)
                 content = [{"token": t, "logprob": x, "bytes": list(t.encode()), "top_logprobs": []} for t, x in pairs]
                 choice["logprobs"] = {"content": content, "refusal": None}
-            choices.append(choice | ({"token_ids": ids} if call.request.return_token_ids else {}))
-        num_new = sum(len(call.completion.ids) for call in ask.calls.values())
-        usage = {"prompt_tokens": len(call.prompt_ids), "completion_tokens": num_new}
-        usage["total_tokens"] = len(call.prompt_ids) + num_new
+            choices.append(choice | ({"token_ids": ids} if request.return_token_ids else {}))
+        num_old, num_new = len(prompt_ids), sum(len(call.completion.ids) for call in calls)
+        usage = {"prompt_tokens": num_old, "completion_tokens": num_new, "total_tokens": num_old + num_new}
         head = {"id": f"chatcmpl-{call.seed:012x}", "object": "chat.completion", "created": int(time.time())}
-        head |= {"prompt_token_ids": call.prompt_ids} if call.request.return_token_ids else {}
+        head |= {"prompt_token_ids": prompt_ids} if request.return_token_ids else {}
         return head | {"model": "policy", "choices": choices, "usage": usage}
 
     def _message(self, call: Call) -> tuple[dict, str]:
@@ -202,19 +180,16 @@ class Endpoint:
         reasoning, content, calls = self.parse(text[:length], tools)
         message = {"role": "assistant", "content": content, "refusal": None}
         message |= {"reasoning_content": reasoning} if reasoning else {}
-        if calls:
-            functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
-            ids = [f"call_{call.seed:012x}_{i}" for i in range(len(calls))]
-            pairs = zip(ids, functions, strict=True)
-            message["tool_calls"] = [{"id": name, "type": "function", "function": each} for name, each in pairs]
-        return message, cut_at
+        pairs = [(f"call_{call.seed:012x}_{i}", function) for i, function in enumerate(calls)]
+        calls = [{"id": name, "type": "function", "function": function} for name, function in pairs]
+        return message | ({"tool_calls": calls} if calls else {}), cut_at
 
     # ------------------------------------------------------------------------------------------ the thread of HTTP
 
     def _listen(self) -> None:
         routes = [Route("/rollout/{key}/v1/chat/completions", self._chat, methods=["POST"])]
         routes.append(Route("/rollout/{key}/v1/models", self._models, methods=["GET"]))
-        app = Starlette(routes=routes, exception_handlers={HTTPException: _no_route, Refused: _refusal})
+        app = Starlette(routes=routes, exception_handlers={HTTPException: _refusal, Refused: _refusal})
         settings: dict = {"host": "127.0.0.1", "port": 0, "lifespan": "off", "ws": "none", "loop": "asyncio"}
         settings |= {"log_config": None, "log_level": "error", "access_log": False, "timeout_graceful_shutdown": 1}
         settings["timeout_keep_alive"] = 86400  # a connection that closes amid a request makes its client ask again
@@ -226,19 +201,13 @@ class Endpoint:
             time.sleep(0.01)
         self.port = self.server.servers[0].sockets[0].getsockname()[1]
 
-    def _rollout_of(self, request: HTTPRequest) -> int:
-        number = self.keys.get(request.path_params["key"])
-        if number is None:
-            raise Refused("no rollout that is under way has this key", 404, "not_found")
-        return number
-
     async def _models(self, request: HTTPRequest) -> Response:
-        self._rollout_of(request)
+        self._rollout_of(request.path_params["key"])
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "grpo.py"}
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _chat(self, request: HTTPRequest) -> Response:
-        rollout = self._rollout_of(request)
+        self._rollout_of(key := request.path_params["key"])
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
@@ -250,44 +219,42 @@ class Endpoint:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             raise Refused(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from error
         self._say_what_is_decided(asked)
-        number = next(self.ask_numbers)
+        number = next(self.asked)
         self.futures[number] = future = Future()
-        self.inbox.put((number, rollout, asked, len(body)))
+        self.inbox.put((key, number, asked, len(body)))
         answer, gone = asyncio.wrap_future(future), asyncio.ensure_future(_disconnect(request))
         seconds = KEEP_ALIVE_SECONDS if asked.stream else None
         await asyncio.wait({answer, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if gone.done():
-            self.inbox.put((number,))
+            self.inbox.put((key, number))
             return Response(status_code=499)  # nobody reads it
         gone.cancel()
         if answer.done() and isinstance(answer.result(), Refused):
             raise answer.result()
         if asked.stream:
-            return StreamingResponse(self._stream(number, answer, asked), media_type="text/event-stream")
+            return StreamingResponse(self._stream(key, number, answer, asked), media_type="text/event-stream")
         return JSONResponse(answer.result())
 
-    async def _stream(self, number: int, answer: asyncio.Future, asked: Request) -> AsyncIterator[str]:
+    async def _stream(self, key: str, number: int, answer: asyncio.Future, asked: Request) -> AsyncIterator[str]:
         """The whole reply in one piece: nobody knows what of it is a tool call before it has ended."""
         is_sent = False
         try:
             while not (await asyncio.wait({answer}, timeout=KEEP_ALIVE_SECONDS))[0]:
                 yield ": the policy has not ended its reply\n\n"
-            for chunk in _chunks(answer.result(), asked):
-                yield f"data: {json.dumps(chunk)}\n\n"
+            yield "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in _chunks(answer.result(), asked))
             is_sent = True
             yield "data: [DONE]\n\n"
         finally:
             if not is_sent:  # the client has gone
-                self.inbox.put((number,))
+                self.inbox.put((key, number))
 
     def _say_what_is_decided(self, asked: Request) -> None:
-        given = {name: asked.model_extra[name] for name in DECIDED if asked.model_extra.get(name) is not None}
-        if asked.tool_choice not in (None, "auto", "none"):
-            given["tool_choice"] = asked.tool_choice
-        for name in sorted(given.keys() - self.said):
-            self.said.add(name)
-            why = "calls are not forced" if name == "tool_choice" else "the run's config decides it"
-            self.ranks.print_rank0(f"NOTE: an agent asks for {name}={shortened(given[name])}, without effect: {why}")
+        forced = {} if asked.tool_choice in (None, "auto", "none") else {"tool_choice": asked.tool_choice}
+        for name, value in (asked.model_extra | forced).items():
+            if name in (*DECIDED, *forced) and value is not None and name not in self.said:
+                self.said.add(name)
+                what = f"an agent asks for {name}={shortened(value)}"
+                self.ranks.print_rank0(f"NOTE: {what}, without effect: the run's config decides how replies are drawn")
 
 
 async def _disconnect(request: HTTPRequest) -> None:
@@ -299,28 +266,24 @@ def _error(refused: Refused) -> dict:
     return {"error": {"message": str(refused), "type": "invalid_request_error", "param": None, "code": refused.code}}
 
 
-async def _refusal(request: HTTPRequest, refused: Refused) -> Response:
-    # Or clients would ask again after a 429.
-    return JSONResponse(_error(refused), refused.status, {"x-should-retry": "false"})
-
-
-async def _no_route(request: HTTPRequest, error: HTTPException) -> Response:
-    return await _refusal(request, Refused("here are chat/completions and models only", error.status_code, "not_found"))
+async def _refusal(request: HTTPRequest, error: Refused | HTTPException) -> Response:
+    if isinstance(error, HTTPException):
+        error = Refused("here are chat/completions and models only", error.status_code, "not_found")
+    return JSONResponse(_error(error), error.status, {"x-should-retry": "false"})  # or clients repeat what had a 429
 
 
 def _chunks(answer: dict | Refused, asked: Request) -> list[dict]:
     """Of each choice the message, then why it ended; the usage if the client wants it."""
     if isinstance(answer, Refused):
         return [_error(answer)]
-    head = {key: value for key, value in answer.items() if key not in ("choices", "usage")}
-    head["object"] = "chat.completion.chunk"
+    choices, usage = answer.pop("choices"), answer.pop("usage")
+    head = answer | {"object": "chat.completion.chunk"}
     chunks: list[dict] = []
-    for choice in answer["choices"]:
+    for choice in choices:
         delta, end = choice.pop("message"), choice.pop("finish_reason")
         for index, call in enumerate(delta.get("tool_calls", ())):
             call["index"] = index
-        chunks.append(choice | {"delta": delta, "finish_reason": None})
-        chunks.append({"index": choice["index"], "delta": {}, "finish_reason": end})
+        chunks.append(head | {"choices": [choice | {"delta": delta, "finish_reason": None}]})
+        chunks.append(head | {"choices": [{"index": choice["index"], "delta": {}, "finish_reason": end}]})
     wants_usage = (asked.stream_options or {}).get("include_usage")
-    usage = [head | {"choices": [], "usage": answer["usage"]}] if wants_usage else []
-    return [head | {"choices": [chunk]} for chunk in chunks] + usage
+    return [*chunks, head | {"choices": [], "usage": usage}] if wants_usage else chunks

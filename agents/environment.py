@@ -1,16 +1,16 @@
 """Agents as environments: a job of a worker leads a conversation from its start to its reward (agents/worker.py)."""
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from config import AgentConfig, ConfigError
-from envs import StepResult, Turn
-from graders.environments import PoolEnvironment
+from config import AgentConfig, ConfigError, shortened
+from envs import OUTCOMES, StepResult, Turn
+from graders.environments import PoolEnvironment, read_results
 from graders.pool import Graded, GraderPool
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -30,9 +30,7 @@ class Agent(PoolEnvironment):
         self.reward_names = cfg.reward_names
         for key, program in (("python", cfg.python), ("command", cfg.command and cfg.command[0])):
             if program and not shutil.which(program):
-                raise ConfigError(
-                    f"env.agents: {cfg.name}.{key}={program}: no such program can be started; give its path"
-                )
+                raise ConfigError(f"env.agents: {cfg.name}.{key}={program}: no such program; give its path")
         if absent := [name for name in cfg.pass_env if name not in os.environ]:
             raise ConfigError(f"env.agents: {cfg.name}.pass_env: {absent[0]} is not set in the environment of the run")
         try:
@@ -42,7 +40,7 @@ class Agent(PoolEnvironment):
                 deadline_s=cfg.deadline_s,
                 memory_mib=cfg.memory_mib,
                 first={"function": cfg.function, "kwargs": kwargs},
-                python=cfg.python and shutil.which(cfg.python),
+                python=shutil.which(cfg.python or "") or "",
                 pass_env=cfg.pass_env,
             )
         except ConfigError as error:
@@ -64,10 +62,21 @@ class Agent(PoolEnvironment):
     def result(self, turn: Turn, graded: Graded) -> StepResult:
         """state: what went wrong, and whether the policy may have caused it; then the reward of 0 is trained."""
         if graded.outcome != "ok":
-            outcome = "timeout" if graded.outcome == "timeout" else "error"
-            return StepResult(0.0, outcome, state={"message": graded.message, "counts": True})
+            return StepResult(0.0, graded.outcome, state={"message": graded.message, "counts": True})
         if graded.value is None:
-            return StepResult(0.0, "error", state={"message": "the agent gave None", "counts": False})
-        if not math.isfinite(graded.value["reward"]):
-            return StepResult(0.0, "error", state={"message": "the reward is not finite", "counts": False})
-        return StepResult(**graded.value, state={"message": "", "counts": graded.value["outcome"] != "error"})
+            return StepResult(0.0, "error", state={"message": "the agent gave None"})
+        given = graded.value if isinstance(graded.value, dict) else {"reward": graded.value}
+        try:
+            [result] = read_results(self.cfg.name, [_result(**given)], [turn])
+        except (ConfigError, TypeError):
+            form = f"a number, null or {{reward, outcome, rewards, extracted}}; outcomes: {', '.join(OUTCOMES)}"
+            message = f"the agent gave {shortened(graded.value)}, expected {form}"
+            return StepResult(0.0, "error", state={"message": message, "counts": True})
+        is_lost = result.outcome == "error" and given.get("outcome") != "error"
+        return replace(result, state={"message": "the reward is not finite"} if is_lost else {})
+
+
+def _result(reward: Any, outcome: str | None = None, rewards: Any = None, extracted: Any = None) -> StepResult:
+    """Without an outcome a reward above 0 is `ok`."""
+    text = None if extracted is None else str(extracted)
+    return StepResult(reward, outcome or ("ok" if reward > 0 else "wrong"), rewards=rewards or {}, extracted=text)

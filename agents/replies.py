@@ -36,8 +36,8 @@ class ReplyParser:
     def decode(self, ids: Sequence[int], **_) -> str:
         return self.backend.decode(ids, skip_special_tokens=False)
 
-    def __call__(self, text: str, tools: list[dict] | None) -> tuple[str | None, str | None, list[tuple[str, str]]]:
-        """(reasoning, other text, (name, arguments in JSON) of each call)."""
+    def __call__(self, text: str, tools: list[dict] | None) -> tuple[str | None, str | None, list[dict]]:
+        """(reasoning, other text, {name, arguments in JSON} of each call)."""
         reasoning = None
         try:
             request = self.make_request(messages=[{"role": "user", "content": ""}], tools=tools)
@@ -46,7 +46,7 @@ class ReplyParser:
                 text = content or ""
             if tools and self.tool_parser:
                 found = self.tool_parser(self, request.tools).extract_tool_calls(text, request)
-                calls = [(call.function.name, call.function.arguments) for call in found.tool_calls]
+                calls = [each.function.model_dump(include={"name", "arguments"}) for each in found.tool_calls]
                 return reasoning, found.content, calls
         except Exception as error:  # whatever a policy writes ends no run
             logging.getLogger("vllm.parser").debug("a reply stays text: %r", error)

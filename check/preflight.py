@@ -83,15 +83,22 @@ def read_inputs(
     # The ranks of this machine that grade
     num_ranks = cfg.policy.generation.colocated.resources.gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
-    agents = {agent.name for agent in cfg.env.agents}
+    agents = {agent.name: agent for agent in cfg.env.agents}
+
+    def make(env_name: str) -> envs.Environment:
+        if env_name not in agents:
+            return make_environment(env_name, cfg.env, num_ranks)
+        from agents.environment import Agent  # a run without agents imports nothing of them
+
+        return Agent(agents[env_name], dict(cfg.env.custom.get(env_name, {})), num_ranks)
 
     def check_answers(env_name: str, answers: list[tuple[str, str, dict]]) -> None:
         if env_name not in environments:
-            environments[env_name] = make(env_name, cfg, num_ranks)
+            environments[env_name] = make(env_name)
         call(f"env_name '{env_name}': check_answers()", environments[env_name].check_answers, answers)
 
     def read(section: DatasetConfig) -> tuple[Dataset, Dataset | None]:
-        limit, tasks = max_prompt_tokens(cfg), {name: name for name in agents} | cfg.data.task_to_env
+        limit, tasks = max_prompt_tokens(cfg), dict(zip(agents, agents, strict=True)) | cfg.data.task_to_env
         return load_dataset(section, tokenizer, limit, tasks, check_answers, max_rows=max_rows, on_rank0=on_rank0)
 
     train = [read(section) for section in cfg.data.train]
@@ -99,10 +106,8 @@ def read_inputs(
         check_reward_names(environments, cfg.grpo.adv_estimator.reward_weights)
     held_out = [part for _, part in train if part]
     held_out += [read(replace(section, split_validation_size=0))[0] for section in cfg.data.validation]
-    if unused := agents - environments.keys():
-        raise ConfigError(
-            f"env.agents: no row has the env_name {min(unused)}: set env_name in data, or remove the agent"
-        )
+    if unused := agents.keys() - environments.keys():
+        raise ConfigError(f"env.agents: no row has the env_name {min(unused)}: set it in data, or remove the agent")
     mixture = Mixture([dataset for dataset, _ in train], cfg)
     if to_train and num_steps_of(cfg, mixture.num_problems) == 0:
         prompts = f"{mixture.num_problems} prompts x grpo.max_num_epochs={cfg.grpo.max_num_epochs}"
@@ -114,16 +119,6 @@ def read_inputs(
     validation = {each.name: each for each in held_out}
     teacher = read_teacher(cfg, tokenizer) if to_train and cfg.policy.reference_model_name else None
     return RunInputs(folder, model, tokenizer, mixture, validation, environments, reward_model, teacher)
-
-
-def make(env_name: str, cfg: Config, num_ranks: int) -> envs.Environment:
-    """An agent, or else an environment."""
-    for agent in cfg.env.agents:
-        if agent.name == env_name:
-            from agents.environment import Agent  # a run without agents imports nothing of them
-
-            return Agent(agent, dict(cfg.env.custom.get(env_name, {})), num_ranks)
-    return make_environment(env_name, cfg.env, num_ranks)
 
 
 def check_reward_names(environments: dict[str, envs.Environment], weights: tuple[float, ...] | None) -> None:
@@ -250,9 +245,7 @@ def notes(cfg: Config, num_steps: int) -> list[str]:
         }
         found.append(f"loss_fn.old_logprobs={cfg.loss_fn.old_logprobs}: {clips[cfg.loss_fn.old_logprobs]}")
     if cfg.env.agents and not cfg.loss_fn.token_level_loss:
-        found.append(
-            "loss_fn.token_level_loss=false: each row of a rollout counts as a sequence (agent/rows_per_rollout)"
-        )
+        found.append("loss_fn.token_level_loss=false: each row of an agent's rollout counts as a sequence")
     if lora.enabled:
         lr = f"policy.optimizer.kwargs.lr={cfg.policy.optimizer.kwargs.lr:g}"
         found.append(f"{lr}: LoRA of rank {lora.dim} wants about ten times the learning rate of full training")

@@ -352,8 +352,7 @@ def _agent_problems(cfg: Config) -> Iterator[str]:
             yield f"env.custom.{agent.name}: a command has its arguments in {place}.command"
     server = cfg.policy.generation.vllm_cfg.http_server_serving_chat_kwargs
     if not cfg.env.agents and (server.tool_parser or server.reasoning_parser):
-        key = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
-        yield f"{key} has no effect without env.agents: remove it"
+        yield "policy.generation.vllm_cfg.http_server_serving_chat_kwargs: no effect without env.agents; remove it"
     if cfg.env.agents and cfg.grpo.turn_level_advantages:
         yield "grpo.turn_level_advantages=true: an agent gives one reward for all its calls; set it to false"
     if cfg.env.agents and cfg.policy.tokenizer.chat_template is None:

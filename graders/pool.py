@@ -49,9 +49,7 @@ class Graded(NamedTuple):
 class Worker:
     """A worker process, seen from the trainer: the process and this end of its socket."""
 
-    def __init__(
-        self, target: str, memory_mib: int | None, first: Any, python: str | None = None, pass_env: Sequence[str] = ()
-    ):
+    def __init__(self, target: str, first: Any, memory_mib: int | None, python: str = "", pass_env: Sequence[str] = ()):
         self.socket, worker_end = socket.socketpair()
         self.socket.setblocking(False)
         names = ("PATH", "LD_LIBRARY_PATH", "TMPDIR", *pass_env)
@@ -145,27 +143,17 @@ class GraderPool:
 
     Jobs and values are JSON. Each worker does the job `first` before it counts as started, so that no deadline has to
     cover the imports. Make pools before torch and vllm are imported, and use a pool from one thread. `stop`, set on the
-    class, tells all pools of the process whether to give up waiting. python: another interpreter for the workers.
-    pass_env: variables of the environment that they get. Raises ConfigError if a worker cannot start.
+    class, tells all pools of the process whether to give up waiting. worker: memory_mib, or None for no limit; python,
+    another interpreter; pass_env, variables of the environment. Raises ConfigError if a worker cannot start.
     """
 
     stop: Callable[[], bool] = staticmethod(lambda: False)
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        num_workers: int,
-        deadline_s: float,
-        memory_mib: int | None,
-        first: Any = None,
-        python: str | None = None,
-        pass_env: Sequence[str] = (),
-    ):
+    def __init__(self, target: str, *, num_workers: int, deadline_s: float, first: Any = None, **worker: Any):
         self.target = target
         self.deadline_s = deadline_s
         self.owner = os.getpid()
-        self._start_worker = partial(Worker, target, memory_mib, first, python, pass_env)
+        self._start_worker = partial(Worker, target, first, **worker)
         self.workers = [self._start_worker()]
         atexit.register(self.close)
         self.stood_still = 0.0
@@ -178,10 +166,8 @@ class GraderPool:
     def grade(self, jobs: Sequence[Any]) -> list[Graded]:
         """The outcome of each job, in order. Takes at most (jobs / workers) deadlines. Raises Interrupted when `stop`
         says so; only close() may follow."""
-        busy = [worker.job for worker in self.workers if worker.job is not None]
-        assert not busy and not self.waiting, (
-            f"jobs {busy} and {len(self.waiting)} more: an earlier call was interrupted"
-        )
+        busy = [*(worker.job for worker in self.workers if worker.job is not None), *self.waiting]
+        assert not busy, f"{len(busy)} jobs are under way: an earlier call was interrupted"
         numbers = [self.submit(job) for job in jobs]
         graded: dict[int, Graded] = {}
         while len(graded) < len(jobs):
@@ -282,12 +268,16 @@ class GraderPool:
 # ------------------------------------------------------------------------------------------------ in the worker process
 
 
+def _ignore(number: int, frame: Any) -> None:
+    """Unlike SIG_IGN, no program that the worker starts inherits it."""
+
+
 def main(target: str, descriptor: int, memory_mib: int, first: str) -> None:
     """Imports the function, does the first job, reports that, then answers jobs until the trainer closes the socket."""
     die_with_parent()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in ENDING:
-        signal.signal(number, signal.SIG_IGN)  # the trainer decides when it ends
+        signal.signal(number, _ignore)  # the trainer decides when it ends
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     if memory_mib:
         resource.setrlimit(resource.RLIMIT_AS, (memory_mib << 20, memory_mib << 20))

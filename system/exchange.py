@@ -46,14 +46,14 @@ def share_rows(samples: Sequence[Sample]) -> None:
     """Gives all ranks, in place, what `share_numbers` leaves out of the samples of agents: prompt ids, which are not
     the problem's, calls, failures and forks. A collective."""
     rank, no_tokens = dist.get_rank(), {name: np.zeros(0) for name in TOKEN.names}
-    led = [(i, replace(each, **no_tokens)) for i, each in enumerate(samples) if each.holder == rank and each.is_led]
-    for _, sample in led:
-        sample.forks = [replace(fork, **no_tokens) for fork in sample.forks]
-    for i, sample in (pair for pairs in gather(led) for pair in pairs):
-        for name in (
-            ("prompt_ids", "forks", "is_led", "crashed", "message", "num_calls") if samples[i].holder != rank else ()
-        ):
-            setattr(samples[i], name, getattr(sample, name))
+    held = [replace(each, **no_tokens) for each in samples if each.is_led and each.holder == rank]
+    for each in held:
+        each.forks = [replace(fork, **no_tokens) for fork in each.forks]
+    found = {(each.prompt, each.index): each for part in gather(held) for each in part}
+    for sample in samples:
+        if sample.is_led and sample.holder != rank:
+            for name in ("prompt_ids", "forks", "crashed", "message", "num_calls"):
+                setattr(sample, name, getattr(found[sample.prompt, sample.index], name))
 
 
 def move_tokens(needed: Sequence[Sequence[Sample]]) -> None:

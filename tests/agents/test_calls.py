@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from agents.calls import Refused, Request, Rollout, link_of, next_hash, read_message
+from agents.calls import Refused, Request, Rollout, link_of, read_message
 from config import ChatServerConfig, ConfigError
 from hf.tokenizer import Tokenizer
 
@@ -37,11 +37,10 @@ def test_what_clients_add_or_write_otherwise_is_no_other_message():
     other = json.loads(json.dumps(plain)) | {"refusal": None, "audio": None, "function_call": None, "content": " x\n"}
     other["tool_calls"][0]["function"]["arguments"] = {"a": [2], "b": 1}
     other["reasoning_content"] = "hm"
-    one, same = (next_hash(b"", link_of(read_message(message))) for message in (plain, other))
+    one, same = (link_of(read_message(message)) for message in (plain, other))
     assert one == same
     for change in ({"content": "y"}, {"role": "user"}, {"tool_calls": []}, {"tool_calls": [CALL, CALL]}):
-        assert next_hash(b"", link_of(read_message(plain | change))) != one
-    assert next_hash(b"x", link_of(read_message(plain))) != one
+        assert link_of(read_message(plain | change)) != one
     # The template may ask whether there are calls: a client's null is none.
     assert read_message({"role": "assistant", "content": "x", "tool_calls": None}) == {
         "role": "assistant",
@@ -51,14 +50,14 @@ def test_what_clients_add_or_write_otherwise_is_no_other_message():
 
 def test_a_tree_of_calls(tokenizer):
     rollout, user = Rollout((1, 2), 250, 8), {"role": "user", "content": "hi"}
-    [first] = rollout.ask(request(user), 10, tokenizer)
+    [first] = rollout.ask(1, request(user), 10, tokenizer)
     reply_of(first, tokenizer, "a")
-    rollout.add_reply(first, {"role": "assistant", "content": "a"}, "")
+    first.add_reply({"role": "assistant", "content": "a"}, "")
     said = [user, {"role": "assistant", "content": "a "}]
-    two = rollout.ask(request(*said, {"role": "user", "content": "?"}, n=2), 10, tokenizer)
-    [other] = rollout.ask(request(*said, {"role": "user", "content": "!"}), 10, tokenizer)
-    [again] = rollout.ask(request(user), 10, tokenizer)
-    [changed] = rollout.ask(request({"role": "system", "content": "s"}, *said, user), 10, tokenizer)
+    two = rollout.ask(2, request(*said, {"role": "user", "content": "?"}, n=2), 10, tokenizer)
+    [other] = rollout.ask(3, request(*said, {"role": "user", "content": "!"}), 10, tokenizer)
+    [again] = rollout.ask(4, request(user), 10, tokenizer)
+    [changed] = rollout.ask(5, request({"role": "system", "content": "s"}, *said, user), 10, tokenizer)
     assert [call.parent for call in (*two, other, again, changed)] == [first, first, first, None, None]
     assert two[0].prompt_ids == two[1].prompt_ids and len({call.seed for call in rollout.calls}) == 6
     assert again.prompt_ids == first.prompt_ids and again.seed != first.seed
@@ -70,10 +69,10 @@ def test_a_tree_of_calls(tokenizer):
     rows = rollout.rows()
     assert sorted(map(len, rows)) == [1, 1, 1, 1, 2] and [first] != rows[0]
     assert {call for row in rows for call in row} == set(rollout.calls)
-    rollout.forget([again])
-    assert rollout.ask(request(user), 10, tokenizer)[0].seed == again.seed
+    rollout.forget(again.ask)
+    assert rollout.ask(6, request(user), 10, tokenizer)[0].seed == again.seed
     with pytest.raises(Refused, match="max_calls=8") as refused:
-        rollout.ask(request(user, n=3), 10, tokenizer)
+        rollout.ask(7, request(user, n=3), 10, tokenizer)
     assert refused.value.status == 429
 
 
@@ -90,7 +89,9 @@ def test_vllms_parsers_by_name(tiny, capfd):
         parse = ReplyParser(reply_parsers(), tokenizer, ChatServerConfig(tool_parser=name))
         for i in range(20):
             reasoning, content, calls = parse(good[name] % i, tools)
-            assert reasoning is None and [(c[0], json.loads(c[1])) for c in calls] == [("f", {"a": i})], content
+            assert reasoning is None and [c | {"arguments": json.loads(c["arguments"])} for c in calls] == [
+                {"name": "f", "arguments": {"a": i}}
+            ], content
             assert parse(good[name] % i, None) == (None, good[name] % i, [])
             for text in bad[name]:
                 text = text.replace("%d", str(i))

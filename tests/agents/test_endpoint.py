@@ -182,7 +182,7 @@ WRONG = [  # (change, status, what the sentence names)
 
 
 def test_requests_right_and_wrong(endpoint, capfd):
-    _, url = endpoint.open((1,), OPTIONS, -1, 500)
+    key, url = endpoint.open((1,), OPTIONS, -1, 500)
     wrong = [body if isinstance(body, bytes) else {"messages": USER} | body for body, *_ in WRONG]
     bodies = [{"model": "any", "messages": USER} | body for body in RIGHT] + wrong
     answers = serve(endpoint, [lambda body=body: post(url, body, timeout=60) for body in bodies])
@@ -209,7 +209,7 @@ def test_requests_right_and_wrong(endpoint, capfd):
         assert named in error["message"] and error["code"], (str(body)[:200], error)
     said = capfd.readouterr()
     assert said.out.count("temperature") == 1 and said.out.count("tool_choice") == 1 and said.err == ""
-    endpoint.close(0)
+    endpoint.close(key)
 
 
 def test_a_key_is_one_rollouts_and_dies_with_it(endpoint):
@@ -249,7 +249,7 @@ def other_address():
 
 def test_a_client_that_goes_is_forgotten_and_gets_the_same_reply_when_it_asks_again(case, endpoint):
     number, url = endpoint.open((5,), OPTIONS, -1, 10)
-    rollout = endpoint.rollouts[number][0]
+    rollout = endpoint.rollouts[number]
     for stream in (False, True):
         with httpx.Client() as client:
 
@@ -269,7 +269,7 @@ def test_a_client_that_goes_is_forgotten_and_gets_the_same_reply_when_it_asks_ag
         [answer] = serve(endpoint, [lambda: post(url, {"messages": USER, "return_token_ids": True})])
         assert answer.status_code == 200 and [call.seed for call in rollout.calls] == [seed]
         assert len(rollout.rows()) == 1
-        rollout.forget(rollout.calls)
+        rollout.forget(rollout.calls[0].ask)
     endpoint.close(number)
 
 
@@ -299,7 +299,7 @@ def test_stop_strings_cut_the_text_as_vllms_and_the_ids_after_them(case, endpoin
             assert not any(stop in before for stop in stops)
     assert num_cut > 10
     # The agent may write the string back, or not.
-    rollout = endpoint.rollouts[number][0]
+    rollout = endpoint.rollouts[number]
     call = next(
         c
         for c in rollout.calls

@@ -79,7 +79,7 @@ def test_agents_lead_conversations_of_their_own_kinds(case):
     for one, other in zip(samples, again, strict=True):
         assert one.output_ids.tolist() == other.output_ids.tolist() and one.reward == other.reward
         assert [f.output_ids.tolist() for f in one.forks] == [f.output_ids.tolist() for f in other.forks]
-    assert case.engine.is_idle and not case.engine.unclaimed and not case.endpoint.keys
+    assert case.engine.is_idle and not case.engine.unclaimed and not case.endpoint.rollouts
 
 
 def test_another_interpreter_with_packages_and_variables_of_its_own(case, tmp_path, monkeypatch):
@@ -115,7 +115,7 @@ BAD = {  # input -> (outcome, reward, whether it is trained, what the message sa
     "forks": ("timeout", 0, True, "no answer"),
     "leaves a child": ("ok", 1, True, ""),
     "never": ("error", 0, False, "never asked"),
-    "text": ("error", 0, True, "text"),
+    "text": ("error", 0, True, "much"),
     "nan": ("error", 0, False, "finite"),
     "none": ("error", 0, False, "None"),
     "object": ("error", 0, True, "points"),
@@ -140,8 +140,8 @@ def test_bad_agents_end_as_documented_and_leave_nothing(case, capfd):
     assert samples[list(BAD).index("many")].num_calls == 4
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert "sleep 987" not in left
-    assert case.engine.is_idle and not case.engine.unclaimed and not case.endpoint.keys
-    assert not case.endpoint.asks and not case.endpoint.running
+    assert case.engine.is_idle and not case.engine.unclaimed and not case.endpoint.rollouts
+    assert not case.endpoint.running and not case.endpoint.futures
     assert "Traceback" not in capfd.readouterr().err
 
 

@@ -594,7 +594,7 @@ def test_samples_do_not_depend_on_who_is_graded_when(kind, tmp_path, one_rank):
     engine = Decoder()
     for turn in range(2):
         seeds = [sample_seed(3, 1, c.sample.prompt, c.sample.index, *[turn][:turn]) for c in lockstep]
-        names = engine.start([c.token_ids for c in lockstep], seeds, None)
+        names = engine.start([c.sample.token_ids for c in lockstep], seeds, None)
         while engine.running:
             engine.advance(names)
         turns = [c.add_reply(engine.unclaimed[name], Ids()) for c, name in zip(lockstep, names, strict=True)]

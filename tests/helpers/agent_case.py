@@ -29,7 +29,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
 def as_calls(text, tools):
     """A stand-in for a parser: with tools every reply that has an even length is a call."""
     if tools and len(text) % 2 == 0:
-        return None, None, [("f", f'{{"q": {len(text)}}}')]
+        return None, None, [{"name": "f", "arguments": f'{{"q": {len(text)}}}'}]
     return None, text, []
 
 
