@@ -1,13 +1,17 @@
-"""Prompts of calls with the templates of real models, and vLLM's parsers by name."""
+"""Prompts of calls with the templates of real models, vLLM's parsers by name, and what an agent may give."""
 
 import json
+from decimal import Decimal
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from agents.calls import Refused, Request, Rollout, link_of, read_message
-from config import ChatServerConfig, ConfigError
+from agents.environment import Agent
+from agents.worker import GIVEN, run
+from config import AgentConfig, ChatServerConfig, ConfigError
+from graders.pool import Graded
 from hf.tokenizer import Tokenizer
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": [2]}'}}
@@ -74,6 +78,46 @@ def test_a_tree_of_calls(tokenizer):
     with pytest.raises(Refused, match="max_calls=8") as refused:
         rollout.ask(7, request(user, n=3), 10, tokenizer)
     assert refused.value.status == 429
+
+
+PARTS = {"reward": 2, "rewards": {"a": np.float32(0.5)}, "extracted": 0}
+NAN = float("nan")
+GIVES = [  # what an agent gives -> (reward, outcome, rewards, extracted), whether it counts as the policy's failure
+    (1, (1.0, "ok", {}, None), False),
+    (True, (1.0, "ok", {}, None), False),
+    (np.float32(-0.5), (-0.5, "wrong", {}, None), False),
+    (Decimal("0.25"), (0.25, "ok", {}, None), False),
+    (PARTS, (2.0, "ok", {"a": 0.5}, "0"), False),
+    ({"reward": 1, "outcome": "wrong"}, (1.0, "wrong", {}, None), False),
+    ({"reward": 1, "outcome": "error"}, (1.0, "error", {}, None), False),
+    (None, (0.0, "error", {}, None), False),
+    (NAN, (0.0, "error", {}, None), False),
+    (10**400, (0.0, "error", {}, None), False),
+    ({"reward": 1, "rewards": {"a": NAN}}, (0.0, "error", {"a": 0.0}, None), False),
+    ("1", (0.0, "error", {}, None), True),
+    ([1], (0.0, "error", {}, None), True),
+    (object(), (0.0, "error", {}, None), True),
+    ({}, (0.0, "error", {}, None), True),
+    ({"reward": None}, (0.0, "error", {}, None), True),
+    ({"reward": "1", "outcome": "ok"}, (0.0, "error", {}, None), True),
+    ({"reward": 1, "done": False}, (0.0, "error", {}, None), True),
+    ({"reward": 1, "outcome": ["ok"]}, (0.0, "error", {}, None), True),
+    ({"reward": 1, "rewards": {"a": "1"}}, (0.0, "error", {}, None), True),
+    ({"reward": 1, "rewards": [1]}, (0.0, "error", {}, None), True),
+]
+
+
+@pytest.mark.parametrize(("value", "expected", "counts"), GIVES, ids=range(len(GIVES)))
+def test_what_an_agent_may_give(value, expected, counts, monkeypatch):
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, "")
+    job = dict.fromkeys(GIVEN, "") | {"function": "copy:copy", "kwargs": {"x": value}}
+    agent = object.__new__(Agent)
+    agent.cfg = AgentConfig(name="a")
+    result = agent.result(None, Graded("ok", json.loads(json.dumps(run(job)))))
+    assert (result.reward, result.outcome, result.rewards, result.extracted) == expected
+    assert result.state.get("counts", False) == counts
+    assert bool(result.state.get("message")) == (expected[1] == "error" and value != {"reward": 1, "outcome": "error"})
 
 
 @pytest.mark.slow
