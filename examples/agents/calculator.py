@@ -11,9 +11,9 @@ CLIENT = OpenAI(base_url="http://localhost", api_key="none")  # to make one take
 
 
 def solve(base_url: str, messages: list[dict], answer: str, second_reward: float = 0.5) -> float:
-    """The reward: 1 for a sum that is right at once, second_reward for the second answer, else 0."""
+    """The reward: 1 for an answer that is right at once, second_reward for the second (if 0, nobody asks), else 0."""
     client = CLIENT.with_options(base_url=base_url)
-    for reward in (1.0, second_reward):
+    for reward in filter(None, (1.0, second_reward)):
         reply = client.chat.completions.create(model="policy", messages=messages).choices[0].message
         if reply.content.strip() == answer:
             return reward
