@@ -31,7 +31,7 @@ BASE, NVLINK_HOP, NETWORK_HOP, TCP_HOP = 8.4e-6, 3.4e-6, 14e-6, 25e-6
 FLOPS = 0.35 * 989e12
 SAMPLES, SAMPLE_TOKENS, PACK_TOKENS = 2048, 1024, 8192  # of the step: all samples, tokens of each with its prompt
 TOKEN_BYTES = 13  # id 4, log-probability 4, mask 1, version of the weights 4
-SAMPLE_BYTES = 80  # what every rank has to know of a sample: lengths, rewards, outcome
+SAMPLE_BYTES = 96  # system/exchange.py: numbers, turns and outcome of a sample of one turn, which every rank gets
 HALF, FULL = 2, 4  # bytes of a number in bfloat16 and float32
 SCORING, PICKLES = "gather, a scoring pass", "(tokens to all, as pickles)"  # not in the sums: not every run's; the past
 
@@ -120,8 +120,8 @@ def on_hosts(num_gpus: int) -> list[Collective]:
     ring, speed = (num_gpus - 1) * TCP_HOP, ETHERNET if num_gpus > GPUS_PER_NODE else 4 * ETHERNET
     direct = GPUS_PER_NODE * tokens / num_gpus / speed  # those of a node share its link
     return [
-        Collective("samples: numbers to all", 1, known, known / speed + 2 * ring, "samples"),
-        Collective("samples: tokens to who trains them", 1, tokens / num_gpus, direct + ring, "samples of a GPU"),
+        Collective("samples: metadata to all ranks", 1, known, known / speed + 2 * ring, "samples"),
+        Collective("samples: tokens to the rank that trains them", 1, tokens / num_gpus, direct + ring, "samples of a GPU"),
         Collective(PICKLES, 2, tokens, tokens / speed + 2 * ring, "samples"),
         Collective("counts, metrics, flags", 6, 6 * 300, 10 * ring, "GPUs (hops)"),  # an all-reduce goes around twice
     ]
