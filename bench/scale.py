@@ -121,7 +121,7 @@ def on_hosts(num_gpus: int) -> list[Collective]:
     direct = GPUS_PER_NODE * tokens / num_gpus / speed  # those of a node share its link
     return [
         Collective("samples: metadata to all ranks", 1, known, known / speed + 2 * ring, "samples"),
-        Collective("samples: tokens to the rank that trains them", 1, tokens / num_gpus, direct + ring, "samples of a GPU"),
+        Collective("samples: tokens to their trainer", 1, tokens / num_gpus, direct + ring, "samples of a GPU"),
         Collective(PICKLES, 2, tokens, tokens / speed + 2 * ring, "samples"),
         Collective("counts, metrics, flags", 6, 6 * 300, 10 * ring, "GPUs (hops)"),  # an all-reduce goes around twice
     ]
