@@ -1,17 +1,22 @@
 """What the memory plan says to a user: a table, whether a run fits into its GPUs, and which keys would fix it."""
 
 import json
-from collections.abc import Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
+from operator import attrgetter
 
-from check.memory_plan import GIB, Items, Plan
+from check.memory_plan import CONTEXT, GIB, Items, Plan
 from check.rules import check_config
 from config import ConfigError
 
-Fix = tuple[str, object]  # a key, and its value
-SPARE = 0.05  # of the GPU, which a fix leaves free: the plan is not exact, and torch's segments have gaps
-OFFLOAD = "policy.offload_optimizer_for_logprob"
-RECOMPUTE, RECOMPUTE_COST = "policy.dtensor_cfg.activation_checkpointing", 4
+Fixes = dict[str, object]  # a key -> its new value
+Options = dict[str, tuple[int, list]]  # a key -> its cost, and values that save memory, the strongest last
+SPARE = 0.05  # of the GPU, which a fix leaves free where it can: the plan is not exact, and torch's segments have gaps
+FSDP, VLLM = "policy.dtensor_cfg", "policy.generation.vllm_cfg"
+SHARE = f"{VLLM}.gpu_memory_utilization"
 
 
 def table(plan: Plan) -> str:
@@ -32,97 +37,97 @@ def problem(plan: Plan) -> str | None:
     if plan.lacking() <= 0:
         return None
     phase = max(plan.phases, key=plan.size)
-    needed = f"{phase} needs {gib(plan.size(phase))} GiB on each GPU, which has {gib(plan.gpu_bytes)}"
+    size, has = math.ceil(plan.size(phase) / GIB * 100) / 100, math.floor(plan.gpu_bytes / GIB * 100) / 100
+    needed = f"memory: {phase} needs {size} GiB on each GPU, which has {has:g}"
     if plan.size(phase) <= plan.gpu_bytes:
-        needed = f"the engine's share leaves {gib(plan.kv_cache)} GiB for the KV cache, too few for a sequence"
-    costs = _fixes(plan)
-    # Also without the offload of the moments, which rules out cpu_offload, and with a few blocks before other keys.
-    orders = [[fix for fix in costs if fix[0] != OFFLOAD]]
-    orders += list(costs), sorted(costs, key=lambda fix: fix[0] != RECOMPUTE)
-
-    def cost(fixes: Sequence[Fix]) -> float:
-        share = sum(value for key, value in fixes if key == RECOMPUTE) / plan.model.num_hidden_layers
-        return sum(costs.get(fix, share * RECOMPUTE_COST) for fix in fixes)
-
-    if best := min(filter(None, (_search(plan, order) for order in orders)), key=cost, default=None):
-        return f"memory: {needed}; it fits with {', '.join(_saving(plan, fix, phase) for fix in best)}"
-    more = [n for n in (plan.num_gpus << k for k in range(1, 9)) if replace(plan, num_gpus=n).lacking(SPARE) <= 0]
-    return f"memory: {needed}; no keys fix that" + (f", {more[0]} GPUs do" if more else "")
-
-
-def _search(plan: Plan, order: Sequence[Fix]) -> list[Fix]:
-    """Takes fixes in this order until the plan fits, then drops those that it fits without, and recomputes no more
-    blocks than it has to; [] if it never fits."""
-
-    def fits(fixes: Sequence[Fix]) -> bool:
-        return changed(plan, fixes).lacking(SPARE) <= 0
-
-    taken: list[Fix] = []
-    for fix in order:
-        if not fits(taken) and _is_accepted(changed(plan, [*taken, fix])):
-            taken.append(fix)
-    if not fits(taken):
-        return []
-    for fix in reversed(taken):
-        rest = [each for each in taken if each != fix]
-        taken = rest if fits(rest) else taken
-    if (RECOMPUTE, True) in taken:
-        at = taken.index((RECOMPUTE, True))
-        fewer = ([*taken[:at], (RECOMPUTE, n), *taken[at + 1 :]] for n in range(1, plan.model.num_hidden_layers))
-        taken = next(filter(fits, fewer), taken)
-    return taken
+        needed = f"memory: the engine's share leaves {gib(plan.kv_cache)} GiB for the KV cache, too few for a sequence"
+    for spare in (SPARE, 0.03, 0.01, 0):
+        if best := _cheapest(plan, (1 - spare) * plan.gpu_bytes):
+            rest = "" if spare == SPARE else f" and {spare:.0%} to spare"
+            return f"{needed}; it fits with {_named(plan, best, phase)}{rest}"
+    more = [n for n in (plan.num_gpus << k for k in range(1, 9)) if replace(plan, num_gpus=n).lacking() <= 0]
+    return f"{needed}; no keys fix that for this model, batch and length" + (f", {more[0]} GPUs do" if more else "")
 
 
 def remedies(plan: Plan, phase: str) -> str:
-    """The first three keys, by cost, that save in this phase and go together."""
-    best: list[Fix] = []
-    for fix in _fixes(plan):
-        is_saving = changed(plan, [fix]).size(phase) < 0.99 * plan.size(phase)
-        if len(best) < 3 and is_saving and fix[0] not in dict(best) and _is_accepted(changed(plan, [*best, fix])):
-            best.append(fix)
-    return "set " + ", ".join(_saving(plan, fix, phase) for fix in best) if best else "use more GPUs"
+    """Keys of little cost with which this phase needs a tenth less than planned."""
+    best = _cheapest(plan, CONTEXT + 0.9 * (plan.size(phase) - CONTEXT), phase)
+    return f"set {_named(plan, best, phase)}" if best else "use more GPUs"
 
 
-def _is_accepted(plan: Plan) -> bool:
-    """Whether `--check` takes its config."""
-    try:
-        check_config(plan.cfg, plan.num_gpus + plan.cfg.policy.generation.num_generators)
-        return bool(plan.trained)  # LoRA refuses a rank that is more than a layer's
-    except ConfigError:
-        return False
+def _cheapest(plan: Plan, most: float, *phases: str) -> Fixes:
+    """Settings of little cost with which these phases, or all, need at most so many bytes; {} only if there are none.
+
+    Every combination of choices is tried with the strongest values of the other keys, which save whatever else is set:
+    where that does not fit, nothing does. Then each key, the last first, gets the weakest value that is enough."""
+    choices, others = _fixes(plan)
+    strongest = {key: values[-1] for key, (_, values) in others.items() if values}
+    now = {key: attrgetter(key)(plan.cfg) for key in choices}
+
+    def fitting(fixes: Fixes) -> Fixes:
+        """These, and the largest share for the engine beside them if they need another; {} if that is not enough."""
+        new = changed(plan, fixes)
+        room = most - new.size("generate") + sum(new.engine.values()) + max(0, new.kv_cache)
+        share = max(1, math.floor(100 * room / (plan.gpu_bytes or math.inf))) / 100
+        ways = (fixes, fixes | {SHARE: share})
+        return next((way for way in ways if changed(plan, way).lacking(most, *phases) <= 0), {})
+
+    def cost(fixes: Fixes) -> float:
+        options = [(value, *(choices | others | {SHARE: (4, [value])})[key]) for key, value in fixes.items()]
+        return sum(cost * (values.index(value) + 1) / len(values) for value, cost, values in options)
+
+    best: Fixes = {}
+    new = ([{}, *({key: value} for value in values if value != now[key])] for key, (_, values) in choices.items())
+    for chosen in product(*new):
+        base = {key: value for fix in chosen for key, value in fix.items()}
+        if best and cost(base) >= cost(best):
+            continue
+        try:
+            check_config(changed(plan, base).cfg, plan.num_gpus + plan.cfg.policy.generation.num_generators)
+            taken = fitting(base | strongest) and base | strongest
+        except ConfigError:  # the two do not go together, or LoRA's rank is more than a layer's
+            continue
+        for key, (_, values) in reversed(others.items()) if taken else ():
+            without = {other: value for other, value in taken.items() if other != key}
+            ways = [without, *(without | {key: value} for value in values)]
+            taken = ways[bisect_left(ways[:-1], True, key=lambda fixes: bool(fitting(fixes)))]
+        best = min(filter(None, (best, fitting(taken))), key=cost, default={})
+    return best
 
 
-def _fixes(plan: Plan) -> dict[Fix, int]:
-    """What may be set to save memory -> its cost, lowest first: low if it slows a step little, high if it trains
-    something else."""
+def _fixes(plan: Plan) -> tuple[Options, Options]:
+    """Choices, which may save only beside others; and the other keys. A cost is low for what slows a step little, and
+    high for what trains something else."""
     policy = plan.cfg.policy
-    costs: dict[Fix, int] = {
-        ("policy.logprob_chunk_size", 1024): 1,
-        ("policy.sequence_packing.train_mb_tokens", max(policy.max_total_sequence_length, plan.tokens // 2)): 2,
-        (OFFLOAD, True): 3,
-        ("policy.dtensor_cfg.defer_fsdp_grad_sync", False): 4,
-        (RECOMPUTE, True): RECOMPUTE_COST,
-        ("policy.optimizer.kwargs.state_dtype", "bfloat16"): 5,
-        ("policy.dtensor_cfg.dp_replicate_size", 1): 10,
-        ("policy.dtensor_cfg.cpu_offload", True): 30,
+    longest, again = policy.max_total_sequence_length, policy.dtensor_cfg.activation_checkpointing
+    blocks = range(again + 1, plan.model.num_hidden_layers + 1) if again is not True else ()
+    chunks = (rows for rows in (1024, 512, 256, 128) if rows < (policy.logprob_chunk_size or 1025))
+    packs = *(size for n in range(1, 30) if (size := plan.tokens >> n) > longest), min(longest, plan.tokens)
+    num_ranks, heads = policy.generation.num_generators or plan.num_gpus, plan.model.num_attention_heads
+    choices: Options = {
+        "policy.offload_optimizer_for_logprob": (3, [not policy.offload_optimizer_for_logprob]),
+        f"{VLLM}.tensor_parallel_size": (16, [n for n in range(1, heads + 1) if num_ranks % n == heads % n == 0]),
+        f"{FSDP}.dp_replicate_size": (10, [1, plan.num_gpus]),
+        "policy.optimizer.name": (20, ["torch.optim.AdamW"]),
+        f"{FSDP}.lora_cfg.enabled": (20, [True] * plan.trains),  # else the adapters belong to what is scored
+        f"{FSDP}.cpu_offload": (30, [True]),
     }
-    if plan.trains:  # else the adapters belong to what is scored
-        costs["policy.dtensor_cfg.lora_cfg.enabled", True] = 20
-    tensor = 2 * policy.generation.vllm_cfg.tensor_parallel_size
-    if plan.model.num_attention_heads % tensor == 0:
-        costs["policy.generation.vllm_cfg.tensor_parallel_size", tensor] = 5
-    engine = max(0, plan.kv_cache) + sum(plan.engine.values())
-    for base in (plan, changed(plan, [(OFFLOAD, True)])) if plan.gpu_bytes else ():
-        share = min(0.9, int((1 - SPARE - (base.size("generate") - engine) / plan.gpu_bytes) * 20) / 20)
-        is_less = share < policy.generation.vllm_cfg.gpu_memory_utilization  # then the KV cache pays
-        if share * plan.gpu_bytes > sum(plan.engine.values()):
-            costs["policy.generation.vllm_cfg.gpu_memory_utilization", share] = 6 if is_less else 2
-    return {fix: costs[fix] for fix in sorted(costs, key=costs.get) if _is_accepted(changed(plan, [fix]))}
+    others: Options = {
+        f"{FSDP}.activation_checkpointing": (4, [*blocks]),
+        "policy.logprob_chunk_size": (1, [*chunks]),
+        f"{FSDP}.defer_fsdp_grad_sync": (4, [False]),
+        "policy.sequence_packing.share_prefix": (4, [False]),
+        "policy.optimizer.kwargs.state_dtype": (5, ["bfloat16"]),
+        "policy.precision": (6, ["bfloat16"]),
+        f"{VLLM}.precision": (6, ["bfloat16"]),
+        "policy.sequence_packing.train_mb_tokens": (6, [*packs]),
+    }
+    return choices, others
 
 
-def changed(plan: Plan, fixes: Sequence[Fix]) -> Plan:
+def changed(plan: Plan, fixes: Fixes | Iterable[tuple[str, object]]) -> Plan:
     """The plan of the config with these settings."""
-    for name, value in fixes:
+    for name, value in dict(fixes).items():
         plan = _with(plan, f"cfg.{name}", value)
     return plan
 
@@ -132,9 +137,11 @@ def _with(section: object, name: str, value: object) -> object:
     return replace(section, **{first: _with(getattr(section, first), rest, value) if rest else value})
 
 
-def _saving(plan: Plan, fix: Fix, phase: str) -> str:
-    saves = plan.size(phase) - changed(plan, [fix]).size(phase)
-    return f"{fix[0]}={json.dumps(fix[1])}" + (f" (saves {gib(saves)} in {phase})" if saves > 0 else "")
+def _named(plan: Plan, fixes: Fixes, phase: str) -> str:
+    """The settings, and what each saves by itself."""
+    saves = {key: plan.size(phase) - changed(plan, {key: value}).size(phase) for key, value in fixes.items()}
+    texts = {key: f" (saves {gib(size)} in {phase})" if size > 0 else "" for key, size in saves.items()}
+    return ", ".join(f"{key}={json.dumps(value)}{texts[key]}" for key, value in fixes.items())
 
 
 def listed(items: Items) -> str:

@@ -98,10 +98,6 @@ class Plan:
         return sum(-(-rows // self.num_shards) * math.prod(rest) for rows, *rest in shapes.values())
 
     @property
-    def first_moment(self) -> int:
-        return NUMBER[self.cfg.policy.optimizer.kwargs.state_dtype]
-
-    @property
     def matrices(self) -> Shapes:
         """What Muon trains, with one moment."""
         is_muon = self.cfg.policy.optimizer.name == "torch.optim.Muon"
@@ -113,7 +109,7 @@ class Plan:
         each matrix of a block; `state_dtype` is the type of the first (optim.build_optimizer)."""
         trained = self.rows(self.trained)
         frozen = self.precision * self.rows(self.shapes) if self.lora else 0
-        moments = (self.first_moment + 4) * trained - 4 * self.rows(self.matrices)
+        moments = (NUMBER[self.cfg.policy.optimizer.kwargs.state_dtype] + 4) * trained - 4 * self.rows(self.matrices)
         to_train = {"moments": moments, "gradients": 4 * trained} if self.trains else {}
         return {"weights": frozen + 4 * trained} | to_train
 
@@ -307,7 +303,9 @@ class Plan:
         moments and reference are not pinned, and take less."""
         pinned = {name: self.pinned(self.trained, 4) for name in ("weights", "gradients")}
         pinned["weights"] += self.pinned(self.shapes, self.precision) * self.lora
-        pinned["moments"] = self.pinned(self.trained, self.first_moment, 4) - self.pinned(self.matrices, 4)
+        pinned["moments"] = self.pinned(
+            self.trained, NUMBER[self.cfg.policy.optimizer.kwargs.state_dtype], 4
+        ) - self.pinned(self.matrices, 4)
         items = {name: pinned[name] for name in self.offloaded}
         if self.cfg.loss_fn.reference_policy_kl_penalty > 0 and self.trains:
             precision = 4 if self.cfg.grpo.ref_policy_update_alpha < 1 else self.precision
@@ -327,11 +325,9 @@ class Plan:
     def size(self, phase: str) -> float:
         return sum(self.phases[phase][1].values())
 
-    def lacking(self, spare: float = 0) -> float:
-        """Bytes that the GPU lacks, or the KV cache for the longest sequence; <= 0 if it fits, or nobody knows. spare:
-        the share of the GPU that stays free."""
-        if self.gpu_bytes is None:
-            return 0
-        needed = max(map(self.size, self.phases)) - (1 - spare) * self.gpu_bytes
+    def lacking(self, most: float | None = None, *phases: str) -> float:
+        """Bytes that these phases, or all, take beyond `most`, or the GPU's; or that the KV cache lacks for the longest
+        sequence. <= 0 if it fits, or nobody knows."""
+        needed = max(map(self.size, phases or self.phases)) - (most or self.gpu_bytes or math.inf)
         sequence = self.kv_bytes * self.cfg.policy.max_total_sequence_length
-        return max(needed, sequence - self.kv_cache)
+        return max(needed, sequence - self.kv_cache if self.gpu_bytes else 0)

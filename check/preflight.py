@@ -257,7 +257,8 @@ def memory_plan(cfg: Config, inputs: RunInputs, num_ranks: int, gpu_bytes: float
     num_trainers = max(1, num_ranks - cfg.policy.generation.num_generators)
     reward = inputs.reward_model[1] if inputs.reward_model else None
     teacher = inputs.reference_model[1] if inputs.reference_model else None
-    return Plan(cfg, inputs.model_config, inputs.tokenizer.vocab_size, num_trainers, gpu_bytes, reward, teacher=teacher)
+    models = {"reward": reward, "teacher": teacher, "has_tma": False}  # nobody knows the GPU yet
+    return Plan(cfg, inputs.model_config, inputs.tokenizer.vocab_size, num_trainers, gpu_bytes, **models)
 
 
 def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None) -> str:

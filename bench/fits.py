@@ -1,0 +1,230 @@
+"""What fits into which GPUs, with which keys, by the memory plan; and the seconds of a step, computed from counted
+FLOPs and bytes and from the speeds of data sheets, not measured. Prints the tables of docs/gpus.md.
+
+    .venv/bin/python -m bench.fits
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from check import memory_fit, reader
+from check.memory_plan import GIB, Plan, count
+from hf.model_config import ModelConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+FIELDS = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+FIELDS += ("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
+MODELS = {  # fields of their config.json
+    "Qwen3-0.6B": ("qwen3", 1024, 3072, 28, 16, 8, 128, 151_936, True),
+    "Qwen2.5-1.5B": ("qwen2", 1536, 8960, 28, 12, 2, 128, 151_936, True),
+    "Qwen3-4B": ("qwen3", 2560, 9728, 36, 32, 8, 128, 151_936, True),
+    "Qwen3-8B": ("qwen3", 4096, 12288, 36, 32, 8, 128, 151_936, False),
+    "Qwen3-14B": ("qwen3", 5120, 17408, 40, 40, 8, 128, 151_936, False),
+    "Llama-3.1-8B": ("llama", 4096, 14336, 32, 32, 8, 128, 128_256, False),
+}
+VOCAB = 151_669  # ids of Qwen's tokenizer
+COUNTS = (1, 2, 4, 8)
+# Shares of a data sheet's speed that are reached: matmuls as in docs/scale.md, memory and links as NVIDIA's own tests.
+MATMULS, MEMORY, LINKS = 0.35, 0.8, 0.8
+DECODE = 3e-3  # seconds of a decoding step for scheduling and sampling; assumed, NeMo RL's generation is 8 % off then
+CPU_MEMORY = 100e9  # bytes a second of a host, for an optimizer that computes there; assumed
+LETTERS = {
+    "policy.offload_optimizer_for_logprob": "o",
+    "policy.dtensor_cfg.activation_checkpointing": "r",
+    "policy.generation.vllm_cfg.gpu_memory_utilization": "u",
+    "policy.sequence_packing.train_mb_tokens": "p",
+    "policy.logprob_chunk_size": "c",
+    "policy.optimizer.kwargs.state_dtype": "b",
+    "policy.sequence_packing.share_prefix": "s",
+    "policy.generation.vllm_cfg.tensor_parallel_size": "t",
+    "policy.dtensor_cfg.dp_replicate_size": "d",
+    "policy.dtensor_cfg.lora_cfg.enabled": "LoRA",
+    "policy.dtensor_cfg.cpu_offload": "h",
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """FLOPs a second in bfloat16, dense, and bytes a second: of its memory, of its link to other GPUs in one direction,
+    and to the host. From NVIDIA's data sheets."""
+
+    name: str
+    flops: float
+    memory: float
+    link: float
+    host: float
+    has_tma: bool = False
+
+
+GPUS = {
+    16: Gpu("RTX 4080", 97.5e12, 717e9, 25e9, 25e9),
+    24: Gpu("RTX 4090", 165.2e12, 1008e9, 25e9, 25e9),
+    40: Gpu("A100 40GB", 312e12, 1555e9, 300e9, 25e9),
+    48: Gpu("L40S", 362e12, 864e9, 25e9, 25e9),
+    80: Gpu("H100 SXM", 989.5e12, 3350e9, 450e9, 50e9, True),
+    141: Gpu("H200 SXM", 989.5e12, 4800e9, 450e9, 50e9, True),
+}
+A6000 = Gpu("RTX A6000", 154.8e12, 768e9, 25e9, 25e9)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Samples of a step on all GPUs: tokens of a prompt, tokens of a response (mean and longest), forwards that score;
+    shared: whether a prompt is computed once for its group."""
+
+    samples: int
+    prompt: float
+    response: float
+    longest: int
+    scorings: int = 1
+    group: int = 16
+    shared: bool = True
+
+    @property
+    def tokens(self) -> float:
+        return self.samples * (self.response + self.prompt / (self.group if self.shared else 1))
+
+
+RECIPE = Step(512, 160, 300, 768)  # configs/math_1b.yaml on GSM8K: 32 prompts x 16 samples; lengths assumed
+
+
+@lru_cache
+def model_config(name: str) -> ModelConfig:
+    fields = dict(zip(FIELDS, MODELS[name], strict=True)) | {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
+    return ModelConfig.from_hf(fields)
+
+
+@lru_cache
+def base_plan(name: str, num_gpus: int, gib: float, gpu: Gpu, lora: bool = False) -> Plan:
+    cfg = reader.load(ROOT / "configs/math_1b.yaml", [f"policy.dtensor_cfg.lora_cfg.enabled={json.dumps(lora)}"])
+    return Plan(cfg, model_config(name), VOCAB, num_gpus, gib * GIB, has_tma=gpu.has_tma)
+
+
+def fitted(plan: Plan) -> tuple[Plan, dict[str, object]] | None:
+    """The plan with the keys that make it fit, and these; None if none do."""
+    text = memory_fit.problem(plan) or ""
+    fixes = {key: json.loads(value) for key, value in re.findall(r"(policy\.[\w.]+)=([\w.\"]+)", text)}
+    return None if text and not fixes else (memory_fit.changed(plan, fixes), fixes)
+
+
+def seconds(plan: Plan, gpu: Gpu, step: Step) -> dict[str, float]:
+    """Seconds of each phase of a step."""
+    model, policy, n = plan.model, plan.cfg.policy, plan.num_gpus
+    flops, memory, link, host = MATMULS * gpu.flops, MEMORY * gpu.memory, LINKS * gpu.link, LINKS * gpu.host
+    blocks, head, weights = count(plan.shapes, ".layers."), plan.head, count(plan.shapes)
+    tokens, length = step.tokens / n, step.prompt + step.response
+    # Of a forward: 2 for each weight and token (run.speed.train_flops), 4 for each pair that attention sees.
+    pairs = 4 * model.num_attention_heads * model.head_dim * model.num_hidden_layers * length / 2
+    blocks_flops, head_flops = tokens * (2 * blocks + pairs), 2 * head * tokens
+    again = policy.dtensor_cfg.activation_checkpointing
+    part = 1 if again is True else again / model.num_hidden_layers
+    passes = 2 if plan.lora else 3  # LoRA makes no gradients of the frozen weights
+    packs = math.ceil(tokens / plan.tokens)
+    # Gathers and reduce-scatters of FSDP run beside the matmuls: the longer of the two counts.
+    gathered = (n > 1) * plan.precision * weights * packs * (n - 1) / n / link
+    summed = (n > 1) * 4 * count(plan.trained) * packs * (n - 1) / n / link
+    fetched = packs * plan.precision * weights / n / host if policy.dtensor_cfg.cpu_offload else 0
+    train = max((blocks_flops * (passes + part) + passes * head_flops) / flops, 2 * (gathered + fetched) + summed)
+    trained = count(plan.trained) / n
+    if policy.dtensor_cfg.cpu_offload:  # gradients to the host, 28 bytes for each number there, weights back
+        optimizer = (8 / host + 28 * n / CPU_MEMORY) * trained
+    else:
+        optimizer = trained * (28 / memory + (16 / host if policy.offload_optimizer_for_logprob else 0))
+    score = step.scorings * max((blocks_flops + head_flops) / flops, gathered + fetched)
+    return {
+        "generate": generation(plan, gpu, step, blocks + head),
+        "score": score,
+        "train": train + optimizer,
+        "sync": plan.engine_precision * weights * (1 / link + 1 / memory if n > 1 else 2 / memory),
+    }
+
+
+def generation(plan: Plan, gpu: Gpu, step: Step, num_weights: int) -> float:
+    """Each decoding step reads the weights, and keys and values in the cache. There are as many steps as the longest
+    response has tokens, and more where the cache does not hold all sequences at once."""
+    tensor = plan.cfg.policy.generation.vllm_cfg.tensor_parallel_size
+    samples = step.samples / (plan.num_gpus / tensor)
+    at_once = min(samples, 1024, plan.kv_cache / plan.kv_bytes / (step.prompt + step.response))
+    # A response that ends makes room for another one: all waves but the last take as long as a mean response.
+    num_steps = step.longest + (samples / at_once - 1) * step.response
+    weights = plan.engine_precision * num_weights / tensor / (MEMORY * gpu.memory)
+    keys = samples * plan.kv_bytes * step.response * (step.prompt + step.response) / (MEMORY * gpu.memory)
+    matmuls = 2 * num_weights / tensor * samples * (step.response + step.prompt / step.group) / (MATMULS * gpu.flops)
+    return num_steps * (weights + DECODE) + keys + matmuls
+
+
+def named(fixes: dict[str, object]) -> str:
+    """The keys by their letters: r22 u.55."""
+    values = {
+        key: "" if value in (True, False, "bfloat16") else str(value).removeprefix("0") for key, value in fixes.items()
+    }
+    return " ".join(LETTERS[key] + values[key] for key in LETTERS if key in fixes)
+
+
+def cell(name: str, gib: int, num_gpus: int) -> str:
+    """Keys and seconds of the recipe with all weights trained, or with LoRA where that alone fits."""
+    found = fitted(base_plan(name, num_gpus, gib, GPUS[gib]))
+    if not found:
+        return "-"
+    plan, fixes = found
+    return f"{named(fixes)} **{number(sum(seconds(plan, GPUS[gib], RECIPE).values()))}**".strip()
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 9.95 else f"{value:.1f}"
+
+
+def rows(names: tuple[str, ...] = tuple(MODELS)[:5]) -> Iterator[list[str]]:
+    for name in names:
+        for gib in GPUS:
+            yield [name, str(gib), *(cell(name, gib, n) for n in COUNTS)]
+
+
+def published() -> Iterator[tuple[str, str, float, float]]:
+    """(run, part, seconds published, seconds computed)."""
+    nemo = replace(base_plan("Llama-3.1-8B", 8, 80, GPUS[80]), vocab=128_256)
+    nemo = memory_fit.changed(nemo, {"policy.dtensor_cfg.activation_checkpointing": True})
+    for title, response, parts in (
+        ("NeMo RL 0.3, FSDP2, Llama-3.1-8B, 8 H100", 777, (57, 19, 38, 4)),
+        ("the same, rerun by SB Intuitions", 802, (55, 19, 40, 6)),
+    ):
+        step = Step(2048, 120, response, 4096, scorings=2, group=32, shared=False)
+        computed = seconds(nemo, GPUS[80], step)
+        yield from ((title, part, theirs, computed[part]) for part, theirs in zip(computed, parts, strict=True))
+        yield title, "step", {777: 122, 802: 129}[response], sum(computed.values())
+    sixteen = replace(nemo, num_gpus=16)
+    step = Step(2048, 120, 1019 - 120, 4096, scorings=2, group=32, shared=False)
+    yield "NeMo RL 0.5, Megatron, Llama-3.1-8B, 16 H100", "step", 92.8, sum(seconds(sixteen, GPUS[80], step).values())
+    for title, name, n, gpu, length, tokens_per_second in (
+        ("prime-rl, Qwen3-4B, 8 H100, 64k tokens, MFU 35 %", "Qwen3-4B", 8, GPUS[80], 65_536, 28_966),
+        ("prime-rl, Qwen3-0.6B, 1 H100, 16k tokens, MFU 11 %", "Qwen3-0.6B", 1, GPUS[80], 16_384, 11_896),
+        ("prime-rl, Qwen3-0.6B, 1 A6000, 16k tokens", "Qwen3-0.6B", 1, A6000, 16_384, 3_687),
+    ):
+        keys = {"policy.dtensor_cfg.activation_checkpointing": True, "policy.sequence_packing.train_mb_tokens": length}
+        plan = memory_fit.changed(base_plan(name, n, 80, gpu), keys)
+        step = Step(2 * n, 0, length, length, shared=False)
+        yield title, "train", step.tokens / tokens_per_second, seconds(plan, gpu, step)["train"]
+    computed = seconds(nemo, GPUS[80], Step(512, 100, 4000, 20_480, shared=False))
+    yield "verl, FSDP2, Qwen2.5-Math-7B, H20", "score / train", 88 / 286, computed["score"] / computed["train"]
+
+
+def table(header: list[str], lines: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *lines]) + "\n"
+
+
+def page() -> str:
+    fits = table(["model", "GiB", *(f"{n} GPU{'s' * (n > 1)}" for n in COUNTS)], [*rows()])
+    errors = [
+        [run, part, f"{theirs:.3g}", f"{ours:.2g}" if ours < 10 else f"{ours:.0f}", f"{ours / theirs - 1:+.0%}"]
+        for run, part, theirs, ours in published()
+    ]
+    return fits + "\n" + table(["published", "part", "seconds", "computed", "error"], errors)
+
+
+if __name__ == "__main__":
+    print(page())
