@@ -130,6 +130,7 @@ class Engine:
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(vllm_cfg.kvcache_gib)
             # A prompt cut into chunks makes vLLM rewind the request's generator, which CPU generators cannot do.
             hardware = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, self.max_total_tokens)}
+            hardware["block_size"] = 32  # the samples of a prompt share its full blocks; vLLM's own 128 shares few
         self.llm = LLM(
             model=str(folder),
             skip_tokenizer_init=True,  # token-in, token-out

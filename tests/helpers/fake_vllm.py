@@ -228,6 +228,7 @@ class LLM:
         sleep_mode_offload_cudagraph: bool = False,
         max_num_seqs: int = 256,
         enable_chunked_prefill: bool = True,
+        block_size: int = 16,
         max_num_batched_tokens: int = 8192,
         scheduling_policy: str = "fcfs",
     ):
