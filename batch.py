@@ -68,15 +68,15 @@ def make_minibatches(
     max_tokens, share_prefix = cfg.policy.pack_tokens(device.type), cfg.policy.sequence_packing.share_prefix
     for sample, adv in zip(samples, adv_B, strict=True):
         sample.advantage = adv
-    splits = []
+    minibatch_shares = []  # of each rank, the parts of groups that it trains on
     for first in range(0, len(samples), size):
         # Filtered samples take part in no forward.
         members = [row for sample in samples[first : first + size] for row in sample.rows]
-        splits.append(assign_to_ranks(members, ranks.world_size, max_tokens, share_prefix))
-    needed = [[each for shares in splits for part in shares[rank] for each in part] for rank in range(ranks.world_size)]
-    move_tokens(needed)
+        minibatch_shares.append(assign_to_ranks(members, ranks.world_size, max_tokens, share_prefix))
+    of_ranks = zip(*minibatch_shares, strict=True)
+    move_tokens([[row for parts in shares for part in parts for row in part] for shares in of_ranks])
     minibatches = []
-    for shares in splits:
+    for shares in minibatch_shares:
         packs = pack_samples(shares[ranks.rank], max_tokens)
         most_packs = max(1, *(num_packs(share, max_tokens) for share in shares))  # 1 also for no members
         packs += [empty_pack()] * (most_packs - len(packs))
@@ -185,7 +185,7 @@ def _put_kl_into_advantages(micros: list[MicroBatch], cfg: Config) -> None:
 
 def _put_gradient_rows_first(micros: list[MicroBatch], path: LossPath) -> list[int]:
     """Two thirds of the output layer's work is gradients, and a token of advantage 0 has none, unless it gets one from
-    a KL or an entropy bonus: `path` knows, from probes of the loss.
+    a KL or an entropy bonus: probes of the loss have told `path`.
 
     Returns this rank's num_tokens, num_seqs, num_positive_tokens. A token whose sampler log-probability is not finite
     does not count: `policy_loss` drops it. The host waits for the device once."""

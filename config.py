@@ -170,6 +170,8 @@ class GRPOConfig(Section):
     """Every this many steps a fixed prompt tests the logp gap against logp_gap_limit; 0 tests it only at start."""
     max_bad_steps: int = key(0, ">= 0")
     """A step with a bad gap, or without a finite loss and gradient, is skipped; more than this in a row end the run."""
+    allow_pack_dependence: bool = False
+    """A loss.py whose gradient depends on how sequences are packed is trained; else the start refuses it."""
 
     @property
     def prompts_per_batch(self) -> int:
@@ -252,6 +254,8 @@ class LoRAConfig(Section):
     """Without match_all_linear, only layers of these names or patterns, such as *.layers.0.*, are adapted."""
     exclude_modules: tuple[str, ...] = ()
     """Without match_all_linear and target_modules, all layers are adapted except layers of these names."""
+    adapter_path: str | None = None
+    """A new run starts from this PEFT folder, of the same dim, alpha and layers; null means from new adapters."""
 
 
 class DTensorConfig(Section):
@@ -422,7 +426,7 @@ class DatasetConfig(Section):
     name: str | None = None
     """Metrics and errors call the dataset this; null means the stem of the file or dataset_name."""
     data_path: str | None = None
-    """The rows come from this jsonl, json or parquet file or hub dataset (org/name); null: the known dataset's."""
+    """The rows come from this jsonl, csv, json or parquet file or hub dataset (org/name); null: the known dataset's."""
     dataset_name: str | None = None
     """gsm8k, MATH-500, OpenMathInstruct-2, DeepScaler, AIME2024, AIME2025, AIME2026, DAPOMath17K and DAPOMathAIME2024
     are known. A module:function of yours gets this section and returns a sequence of rows. null reads data_path."""
@@ -444,6 +448,8 @@ class DatasetConfig(Section):
     env_name: str | None = None
     """exact (the response, or its part after ####, is the number), math, math_multi_reward, code, reward_model, or
     module:Class or module:function of yours scores responses. null means the known dataset's, or exact."""
+    min_reward: float | None = None
+    """Rows with a field `reward` (as in rollouts of NeMo Gym) below this are left out; null keeps all."""
     repeat: int = key(1, ">= 1, <= 10000")
     """The set has each row this many times; in validation, each copy is a problem."""
     split_validation_size: float = key(0.0, ">= 0")
@@ -499,6 +505,10 @@ class CodeEnvConfig(Section):
     """All tests of a program may take this many seconds; then it is killed and the outcome is `timeout`."""
     memory_mib: int = key(512, ">= 64")
     """A program may use this many MiB of memory."""
+    tolerance: float = key(1e-6, ">= 0, < 1")
+    """A decimal number may differ from the expected one by this much, relative or absolute; 0 compares exactly."""
+    compare: Literal["strict", "judge"] = "strict"
+    """strict tells 2 from 2.0 and a tuple from a list in {args, expected}; judge does not. Output never does."""
 
 
 class RewardModelConfig(Section):
@@ -564,7 +574,7 @@ class LoggerConfig(Section):
     num_samples_to_log: int = key(8, ">= 0")
     """Each step and validation writes this many conversations to samples.jsonl."""
     num_val_samples_to_print: int = key(3, ">= 0")
-    """Each validation prints this many conversations."""
+    """Each validation prints this many of its greedy conversations."""
     dump_rollouts: int = key(0, ">= 0")
     """Step 1 and every this many steps after write their trained samples, with tokens, to rollouts; 0 writes none."""
 

@@ -46,7 +46,7 @@ class Sample:
     prompt: the index of the problem in the step; groups are made from it, never from text. index: the sample's number
     in its group. mask: False at output ids that were not sampled (an observation) or are not trained on. versions:
     for each output id, the training step that left the weights it was drawn from (an observation has the version of
-    its reply). The grader sets reward, rewards (its parts), outcome and extracted (the answer in the reply).
+    its reply). Graders set reward, rewards (parts), outcome and extracted (the reply's answer; expected: the row's).
     unshaped_reward: after scaling, before shaping; advantage: of all its tokens, or of each turn (advantages.py).
     turn_rewards, turn_tokens: reward and number of trained ids of each turn. messages: for a reward model, else none.
     holder: the only rank that has the tokens; other ranks have the numbers. None: all ranks have the tokens.
@@ -73,6 +73,7 @@ class Sample:
     advantage: float | list[float] = float("nan")
     rewards: dict[str, float] = field(default_factory=dict)
     extracted: str | None = None
+    expected: str = ""
     env_name: str = ""
     num_env_tokens: int = 0
     num_turns: int = 1

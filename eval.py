@@ -1,9 +1,9 @@
 """Scores a model on the validation sets of a config, with the code that scores them during training.
 
-    torchrun --nproc_per_node=2 eval.py CONFIG.yaml policy.model_name=FOLDER [key.sub=value ...]         any HF folder
-    torchrun --nproc_per_node=2 eval.py CONFIG.yaml checkpointing.resume_from=RUN [key.sub=value ...]    a checkpoint
+    .venv/bin/torchrun eval.py CONFIG.yaml policy.model_name=FOLDER [key.sub=value ...]         any Hugging Face folder
+    .venv/bin/torchrun eval.py CONFIG.yaml checkpointing.resume_from=RUN [key.sub=value ...]    a checkpoint
 
-Writes eval.json into a new numbered folder of logger.log_dir and prints its path. Exit codes are those of grpo.py.
+Writes eval.json into a new folder eval_001 of logger.log_dir and prints its path. Exit codes are those of grpo.py.
 """
 
 import json

@@ -1,8 +1,8 @@
 """GRPO post-training: the entry, and the loop on one page.
 
-    torchrun --nproc_per_node=8 grpo.py configs/math_1b.yaml [key.sub=value ...]     train
-    python grpo.py --check configs/math_1b.yaml [key.sub=value ...]                  find every config and data error
-    python grpo.py --help                                                            every key, meaning and default
+    .venv/bin/torchrun --nproc_per_node=8 grpo.py configs/math_1b.yaml [key.sub=value ...]    train
+    .venv/bin/python grpo.py --check configs/math_1b.yaml [key.sub=value ...]          find all mistakes
+    .venv/bin/python grpo.py --help                                                    every key, its meaning, default
 
 Each rank is one process that holds its FSDP shards of the policy and a whole vLLM engine (or a part of one, with tensor
 parallelism). Policy and engine take turns using the GPU's memory. In a split job the last ranks only generate, and all
@@ -61,7 +61,7 @@ from kernels import linear_loss
 from loss import Metrics, policy_loss
 from metrics import accumulate, reduce_over_ranks, sample_metrics, training_metrics
 from model import Decoder, Reference
-from optim import clip_grad_norm, count_bad_steps, set_learning_rate
+from optim import clip_grad_norm, judge_step, set_learning_rate
 from rollout import sample_step
 from run import start, steps
 from run.canary import check_canary
@@ -78,12 +78,11 @@ gc.freeze()
 def train(run: start.Run) -> None:
     """GRPO (Shao et al. 2024), step by step. Every rank runs this code; samples, advantages and metrics cover all
     ranks. Raises StopRun when a check of the run fails, Interrupted when a signal asks the run to stop."""
-    cfg, timer = run.cfg, run.timer
+    cfg, state, timer = run.cfg, run.state, run.timer
     model, optimizer = run.model, run.optimizer
-    sampler, mixture = run.sampler, run.inputs.train
     for step in steps.remaining_steps(run):
         with timer("generation"):
-            samples = sample_step(sampler, cfg, mixture, run.state.cursor, step, run.num_steps)
+            samples = sample_step(run.sampler, cfg, run.inputs.train, state.cursor, step, run.num_steps)
             run.engine.sleep()
 
         with timer("advantage_calculation"):
@@ -98,7 +97,6 @@ def train(run: start.Run) -> None:
 
         with timer("policy_training"):
             set_learning_rate(optimizer, cfg.policy.scheduler, step, run.num_steps)
-            num_bad_steps = run.state.num_bad_steps
             step_sums: Metrics = {}
             for minibatch in minibatches * cfg.policy.ppo_epochs:
                 sums: Metrics = {}
@@ -110,8 +108,8 @@ def train(run: start.Run) -> None:
                 reduced = reduce_over_ranks(sums) | logp_metrics  # with async_grpo, the logp gap is in logp_metrics
                 if cfg.loss_fn.old_logprobs == "sampler":  # the gap is of the first minibatch: then the weights move
                     logp_metrics = {name: reduced[name] for name in ("logp_gap_mean", "logp_gap_max")} | logp_metrics
-                num_bad_steps = count_bad_steps(num_bad_steps, reduced, grad_norm, cfg.grpo, step)
-                if num_bad_steps == 0:
+                is_sound, state.num_bad_steps = judge_step(reduced, grad_norm, state.num_bad_steps, cfg.grpo, step)
+                if is_sound:
                     optimizer.step()
                 # At once: gradients must not take memory during the rollout (NVIDIA-NeMo/RL#1147).
                 optimizer.zero_grad(set_to_none=True)
@@ -125,7 +123,7 @@ def train(run: start.Run) -> None:
         metrics = steps.check_engine(run, step) | {"weight_sync_bytes": num_sync_bytes}
         metrics |= sample_metrics(samples.generated, samples.trained) | samples.metrics | advantage_metrics
         metrics |= training_metrics(step_sums, logp_metrics, minibatches, cfg.policy.ppo_epochs)
-        metrics |= {"grad_norm": grad_norm, "lr": optimizer.param_groups[0]["lr"], "num_bad_steps": num_bad_steps}
+        metrics |= {"grad_norm": grad_norm, "lr": optimizer.param_groups[0]["lr"], "num_bad_steps": state.num_bad_steps}
         steps.end_step(run, samples, minibatches, metrics)
         if steps.validation_is_due(run):
             validate(run)
@@ -145,7 +143,8 @@ def compute_logprobs(
     if reference:
         with reference.in_place_of(model) as scorer:
             for micro in micros:
-                micro.ref_logp_R, _ = scorer(*micro.model_inputs, filtered=False)  # a filter would cut other tokens
+                # Not filtered: top_p and top_k keep other tokens of the reference than of the policy.
+                micro.ref_logp_R, _ = scorer(*micro.model_inputs, filtered=False)
     sums: Metrics = {}
     for metrics in finish_minibatches(minibatches, cfg, model.loss_path, step - 1):
         accumulate(sums, metrics)
@@ -156,22 +155,22 @@ def compute_loss(model: Decoder, micro: MicroBatch, minibatch: Minibatch, cfg: C
     """The micro-batch's part of the minibatch's loss, differentiable, and its metrics."""
     pack_loss = partial(  # still missing: log-probabilities and entropies
         policy_loss,
-        old_logp_T=micro.old_logp_R,
-        sampler_logp_T=micro.sampler_logp_R,
-        adv_T=micro.adv_R,
-        mask_T=micro.mask_R,
-        seq_T=micro.seq_R,
-        ref_logp_T=micro.ref_logp_R,
-        positive_T=micro.reward_R > 0,
+        old_logp_R=micro.old_logp_R,
+        sampler_logp_R=micro.sampler_logp_R,
+        adv_R=micro.adv_R,
+        mask_R=micro.mask_R,
+        seq_R=micro.seq_R,
+        ref_logp_R=micro.ref_logp_R,
+        positive_R=micro.reward_R > 0,
         num_valid_tokens=minibatch.num_tokens,
         num_valid_seqs=minibatch.num_seqs,
         num_positive_tokens=minibatch.num_positive_tokens,
-        gap_mask_T=newest_tokens(micro, minibatch.version, cfg.grpo),
+        gap_mask_R=newest_tokens(micro, minibatch.version, cfg.grpo),
         cfg=cfg.loss_fn,
     )
     # The output layer calls the loss, so that its gradient costs one pass over the logits (kernels/linear_loss.py).
     loss_of_logits = partial(linear_loss, pack_loss=pack_loss, num_grad_rows=micro.num_grad_rows, path=model.loss_path)
-    return model(*micro.model_inputs, logprob_fn=loss_of_logits)
+    return model(*micro.model_inputs, head_fn=loss_of_logits)
 
 
 def train_to_the_end(run: start.Run) -> str:

@@ -1,7 +1,7 @@
 """The policy-gradient loss: its one and only definition, with its options and metrics. Pure tensors, no I/O.
 
 Training follows `policy_loss`, whatever it is: kernels/ calls it and takes its derivatives by autograd. A tensor's name
-ends in its dimensions, here R: the response tokens of a pack. Only the keywords of `policy_loss` end in _T instead.
+ends in its dimensions, here R: the response tokens of a pack.
 
 A pack is one of several micro-batches, on one of several ranks. So no loss here is a mean: each token has a weight,
 1 / (what the aggregation divides by, counted over the whole optimizer step), and losses of packs simply add up. So do
@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from advantages import group_advantages as group_advantages  # public surface: loss.group_advantages
+from advantages import group_advantages as group_advantages  # for projects that import loss.py alone
 from config import MAX_LOG_RATIO, LossConfig
 
 Metrics = dict[str, Tensor | tuple[Tensor, Tensor]]
@@ -25,42 +25,43 @@ BY_SEQUENCE = ("sequence", "sequence-truncate", "sequence-mask")  # importance s
 
 
 def policy_loss(
-    logp_T: Tensor,
+    logp_R: Tensor,
     *,
-    old_logp_T: Tensor | None,
-    sampler_logp_T: Tensor,
-    adv_T: Tensor,
-    mask_T: Tensor,
-    seq_T: Tensor,
+    old_logp_R: Tensor | None,
+    sampler_logp_R: Tensor,
+    adv_R: Tensor,
+    mask_R: Tensor,
+    seq_R: Tensor,
     num_valid_tokens: int | Tensor,
     num_valid_seqs: int | Tensor,
     cfg: LossConfig,
-    ref_logp_T: Tensor | None = None,
-    unfiltered_logp_T: Tensor | None = None,
-    entropy_T: Tensor | None = None,
-    positive_T: Tensor | None = None,
+    ref_logp_R: Tensor | None = None,
+    unfiltered_logp_R: Tensor | None = None,
+    entropy_R: Tensor | None = None,
+    positive_R: Tensor | None = None,
     num_positive_tokens: int | Tensor | None = None,
-    gap_mask_T: Tensor | None = None,
+    gap_mask_R: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """This pack's part of the loss, differentiable in logp_T and entropy_T; metrics (NeMo RL's ClippedPGLossFn).
+    """This pack's part of the loss, differentiable in logp_R and entropy_R; metrics (NeMo RL's ClippedPGLossFn).
 
-    Per token, in nats: logp_T (current policy), old_logp_T (at the start of the step; None: logp_T itself, and ratios
-    are 1), sampler_logp_T (as the engine reported it), ref_logp_T (reference policy), entropy_T. unfiltered_logp_T, for
-    the KL: logp_T without top_p and top_k; ref_logp_T is always without. adv_T: advantages; mask_T: nonzero if trained;
-    positive_T: nonzero if the reward is > 0; gap_mask_T: true where the logp gap is measured (None: wherever trained);
-    seq_T: an integer for each sequence. Sequences must be whole; tokens in any order; T may be 0. num_valid_tokens,
+    Per token, in nats: logp_R (current policy), old_logp_R (at the start of the step; None: logp_R itself, and ratios
+    are 1), sampler_logp_R (as the engine reported it), ref_logp_R (reference policy), entropy_R. unfiltered_logp_R, for
+    the KL: logp_R without top_p and top_k; ref_logp_R is always without. adv_R: advantages; mask_R: nonzero if trained;
+    positive_R: nonzero if the reward is > 0; gap_mask_R: true where the logp gap is measured (None: wherever trained);
+    seq_R: an integer for each sequence. Sequences must be whole; tokens in any order; R may be 0. num_valid_tokens,
     num_valid_seqs, num_positive_tokens: trained, over all micro-batches and ranks of the optimizer step.
 
         loss = sum over tokens of weight (w l + reference_policy_kl_penalty kl - entropy_coef entropy)
                + positive_example_nll_weight nll
 
-    weight: `_aggregation_weights`; w: `_sampler_weights`; l: `_token_loss`; kl, where ref_logp_T is given:
+    weight: `_aggregation_weights`; w: `_sampler_weights`; l: `_token_loss`; kl, where ref_logp_R is given:
     `_reference_kl`; nll: mean of -logp over the tokens of positive samples (VAPO, Yue et al. 2025, eq. 10).
 
     Masked tokens may hold anything, NaN too. A token whose sampler logp is not finite counts as masked, and is reported
     (`num_nonfinite_sampler_logp`). The caller's counts exclude it, but include tokens of weight 0 or cut by a filter.
     """
-    t = _Tokens(logp_T, old_logp_T, sampler_logp_T, adv_T, mask_T, seq_T, cfg)
+    given = (sampler_logp_R, adv_R, mask_R, seq_R, cfg)
+    t = _Tokens(logp_R, old_logp_R, *given)
     weight_R = _aggregation_weights(t.seqs, num_valid_tokens, num_valid_seqs, cfg)
     ratio_R, clamped_R = _ratios(t, cfg)
     sampler_weight_R, outside_R = _sampler_weights(t, cfg)
@@ -69,20 +70,21 @@ def policy_loss(
         loss_R = loss_R * sampler_weight_R
     loss = (loss_R * weight_R).sum()
     kl = nll = loss.new_zeros(())
-    if ref_logp_T is not None and cfg.reference_policy_kl_penalty and not cfg.use_kl_in_reward:
-        kl = (_reference_kl(t.with_logp(unfiltered_logp_T), ref_logp_T, cfg) * weight_R).sum()
+    if ref_logp_R is not None and cfg.reference_policy_kl_penalty and not cfg.use_kl_in_reward:
+        t_of_kl = t if unfiltered_logp_R is None else _Tokens(unfiltered_logp_R, None, *given)
+        kl = (_reference_kl(t_of_kl, ref_logp_R, cfg) * weight_R).sum()
         loss = loss + cfg.reference_policy_kl_penalty * kl
     if cfg.entropy_coef:
-        assert entropy_T is not None, f"entropy_coef={cfg.entropy_coef} needs entropy_T"
-        loss = loss - cfg.entropy_coef * (t.keep(entropy_T) * weight_R).sum()
+        assert entropy_R is not None, f"entropy_coef={cfg.entropy_coef} needs entropy_R"
+        loss = loss - cfg.entropy_coef * (t.where_trained(entropy_R) * weight_R).sum()
     if cfg.positive_example_nll_weight:
-        assert positive_T is not None and num_positive_tokens is not None, "positive-example NLL needs both"
-        nll = -torch.where(positive_T != 0, t.logp_R, 0.0).sum() / _at_least_one(num_positive_tokens)
+        assert positive_R is not None and num_positive_tokens is not None, "positive-example NLL needs both"
+        nll = -torch.where(positive_R != 0, t.logp_R, 0.0).sum() / _at_least_one(num_positive_tokens)
         loss = loss + cfg.positive_example_nll_weight * nll
 
     with torch.no_grad():
         metrics: Metrics = {"loss": loss.detach(), "kl_penalty": kl.detach(), "positive_nll_loss": nll.detach()}
-        metrics |= _token_metrics(t, ratio_R, clamped_R, entropy_T, gap_mask_T, cfg)
+        metrics |= _token_metrics(t, ratio_R, clamped_R, entropy_R, gap_mask_R, cfg)
         metrics |= _weight_metrics(t, sampler_weight_R, outside_R, cfg)
     return loss, metrics
 
@@ -98,26 +100,22 @@ class _Tokens:
         old_logp_R = logp_R if old_logp_R is None or cfg.force_on_policy_ratio else old_logp_R
         shapes = [x.shape for x in (logp_R, old_logp_R, sampler_logp_R, adv_R, mask_R, seq_R)]
         assert logp_R.dim() == 1 and len(set(shapes)) == 1, shapes
-        self.mask_R = mask_R != 0
-        self.counted_R = self.mask_R & sampler_logp_R.isfinite()
-        self.valid_R = self.counted_R & (logp_R != -math.inf) & (old_logp_R != -math.inf)
+        self.mask_R = mask_R != 0  # as the caller says
+        self.counted_R = self.mask_R & sampler_logp_R.isfinite()  # in lengths, and in the caller's counts
+        self.valid_R = self.counted_R & (logp_R != -math.inf) & (old_logp_R != -math.inf)  # has a gradient
         self.dtype = logp_R.dtype
-        self.logp_R = self.keep(logp_R)
-        self.old_logp_R = self.keep(old_logp_R).detach()
-        self.sampler_logp_R = self.keep(sampler_logp_R).detach()
+        self.logp_R = self.where_trained(logp_R)
+        self.old_logp_R = self.where_trained(old_logp_R).detach()
+        self.sampler_logp_R = self.where_trained(sampler_logp_R).detach()
         self.adv_R = torch.where(self.counted_R, adv_R.to(self.dtype), 0.0).detach()
         self.seqs = _Sequences(seq_R, self.counted_R, self.dtype)
-        self.rest = (sampler_logp_R, adv_R, mask_R, seq_R, cfg)
 
-    def with_logp(self, logp_R: Tensor | None) -> "_Tokens":
-        return self if logp_R is None else _Tokens(logp_R, None, *self.rest)
-
-    def keep(self, x_R: Tensor) -> Tensor:
+    def where_trained(self, x_R: Tensor) -> Tensor:
         """x_R where it is trained, else 0. Before any exp: 0 times the gradient of a masked infinity would be NaN."""
         return torch.where(self.valid_R, x_R.to(self.dtype), 0.0)
 
     def mean(self, x_R: Tensor) -> tuple[Tensor, Tensor]:
-        return self.keep(x_R).sum(), self.valid_R.sum()
+        return self.where_trained(x_R).sum(), self.valid_R.sum()
 
 
 class _Sequences:
@@ -229,37 +227,39 @@ def _weight_level(cfg: LossConfig) -> str:
     return cfg.importance_sampling_correction_level if cfg.sequence_level_importance_ratios else "token"
 
 
-def kl_estimate(log_ratio_T: Tensor, kind: str) -> Tensor:
+def kl_estimate(log_ratio_R: Tensor, kind: str) -> Tensor:
     """Schulman's (2020) estimators of KL(q || p) at samples of q, from log_ratio = log(p / q): k1, k2, k3."""
     assert kind in ("k1", "k2", "k3"), kind
     if kind == "k1":
-        return -log_ratio_T
-    return log_ratio_T.square() / 2 if kind == "k2" else log_ratio_T.expm1() - log_ratio_T
+        return -log_ratio_R
+    return log_ratio_R.square() / 2 if kind == "k2" else log_ratio_R.expm1() - log_ratio_R
 
 
-def clamp_abs(x_T: Tensor, limit: float | None) -> Tensor:
-    return x_T if limit is None else x_T.clamp(-limit, limit)
+def clamp_abs(x_R: Tensor, limit: float | None) -> Tensor:
+    return x_R if limit is None else x_R.clamp(-limit, limit)
 
 
 def _reference_kl(t: _Tokens, ref_logp_R: Tensor, cfg: LossConfig) -> Tensor:
-    """Estimate of KL(policy || reference) at each token: u k(clamp(ref - logp)), clamped.
+    """Estimate of KL(policy || reference) at each token: k(clamp(ref - logp)) times a factor, clamped.
 
     The KL is an expectation over samples of the policy. Its gradient has a part that moves the estimate k at the token
-    and one that moves how often the token is sampled, k times the gradient of logp (Tang, Munos 2025). The factor u
-    adds the second part: u = exp(logp - detach(logp)) has the value 1 and the gradient of logp (NeMo RL).
-        kl_gradient=plain               u is a constant: the first part alone (TRL, verl, Shao et al. 2024)
-        use_on_policy_kl_approximation  u = exp(logp - sampler), as the sampler drew the token; 0 where not finite
-    Where the input clamp acts, u is a constant: the token then gets no gradient from the KL.
+    and one that moves how often the token is sampled, k times the gradient of logp (Tang, Munos 2025). A factor
+    adds the second part: exp(logp - detach(logp)) has the value 1 and the gradient of logp (NeMo RL).
+        kl_gradient=plain               the factor is a constant: the first part alone (TRL, verl, Shao et al. 2024)
+        use_on_policy_kl_approximation  it is exp(logp - sampler), as the sampler drew the token; 0 where not finite
+    Where the input clamp acts, the factor is a constant: the token then gets no gradient from the KL.
     Gradient in logp of k1, k2, k3, with d = logp - ref: score_function 1 + d, d + d^2/2, d; plain 1, d, 1 - exp(-d).
     """
-    log_ratio_R = t.keep(ref_logp_R).detach() - t.logp_R
+    log_ratio_R = t.where_trained(ref_logp_R).detach() - t.logp_R
     bounded_R = clamp_abs(log_ratio_R, cfg.kl_input_clamp_value)
-    log_u_R = t.logp_R - (t.sampler_logp_R if cfg.use_on_policy_kl_approximation else t.logp_R.detach())
-    finite_R = log_u_R.exp().isfinite()  # before the exp that has a gradient: 0 times infinity would be NaN
-    u_R = torch.where(finite_R, torch.where(finite_R, log_u_R, 0.0).exp(), 0.0)
-    moves_R = (bounded_R == log_ratio_R) & (cfg.kl_gradient != "plain")
-    u_R = torch.where(moves_R, u_R, u_R.detach())
-    return clamp_abs(u_R * kl_estimate(bounded_R, cfg.reference_policy_kl_type), cfg.kl_output_clamp_value)
+    drawn_R = t.sampler_logp_R if cfg.use_on_policy_kl_approximation else t.logp_R.detach()
+    log_factor_R = t.logp_R - drawn_R
+    finite_R = log_factor_R.exp().isfinite()  # before the exp that has a gradient: 0 times infinity would be NaN
+    score_factor_R = torch.where(finite_R, torch.where(finite_R, log_factor_R, 0.0).exp(), 0.0)
+    is_clamped_R = bounded_R != log_ratio_R
+    score_factor_R = torch.where(is_clamped_R | (cfg.kl_gradient == "plain"), score_factor_R.detach(), score_factor_R)
+    kl_R = score_factor_R * kl_estimate(bounded_R, cfg.reference_policy_kl_type)
+    return clamp_abs(kl_R, cfg.kl_output_clamp_value)
 
 
 def _token_metrics(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, entropy_R, gap_mask_R, cfg: LossConfig) -> Metrics:

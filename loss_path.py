@@ -18,15 +18,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from config import MAX_LOG_RATIO, LossConfig
+from config import MAX_LOG_RATIO, ConfigError, LossConfig
 from kernels.backend import KernelBackend, LossPath
 from kernels.linear_logp import linear_logp
 from kernels.linear_loss import derivatives, linear_loss
 
 # `digest_of(loss.policy_loss)` when tests/kernels last showed that kernels/clipped_pg.py equals loss.py. After an edit
 # of loss.py, change the kernel too, run those tests, and put here what this prints:
-#   python -c "import loss, loss_path; print(loss_path.digest_of(loss.policy_loss))"
-PROVEN = "a432132d8032b492"
+#   .venv/bin/python -c "import loss, loss_path; print(loss_path.digest_of(loss.policy_loss))"
+PROVEN = "0937cf76c01e5885"
+
+PACK_DEPENDENCE = (
+    "loss.py: the gradient at a token depends on the other sequences of its pack, or on the order of tokens; packs "
+    "change with policy.sequence_packing and with the number of ranks. Divide by num_valid_tokens, num_valid_seqs or "
+    "num_positive_tokens, which count the whole optimizer step, and not by a mean, sum or length of the pack; or set "
+    "grpo.allow_pack_dependence=true to train it all the same"
+)
 
 
 def choose_loss_path(
@@ -37,14 +44,19 @@ def choose_loss_path(
     backend: KernelBackend,
     device: torch.device,
     filtered: bool = False,
+    allow_pack_dependence: bool = False,
 ) -> LossPath:
     """The path of policy_loss (`loss.policy_loss`) with the options cfg. has_old, has_ref: whether this run gives
-    old_logp_T and ref_logp_T; filtered: whether it filters logits. Deterministic, so all ranks choose the same path."""
+    old_logp_R and ref_logp_R; filtered: whether it filters logits. Deterministic, so all ranks choose the same path.
+    ConfigError if the gradient depends on how sequences are packed, unless allow_pack_dependence."""
     make_pack = partial(_pack, cfg=cfg, has_old=has_old, has_ref=has_ref)
-    coupled, has_grad, positive_has_grad = _probe(policy_loss, make_pack)
+    coupled, depends_on_pack, has_grad, positive_has_grad = _probe(policy_loss, make_pack)
+    if depends_on_pack and not allow_pack_dependence:
+        raise ConfigError(PACK_DEPENDENCE)
     path = LossPath("one pass", zero_adv_has_grad=has_grad, zero_adv_positive_has_grad=positive_has_grad)
     if coupled:
-        return replace(path, kind="two passes", why="the loss couples the tokens of a sequence")
+        why = f"the loss couples the tokens of a {'pack' if depends_on_pack else 'sequence'}"
+        return replace(path, kind="two passes", why=why)
     if filtered and has_ref:
         return replace(path, kind="two passes", why="the KL is of log-probabilities without top_p and top_k")
     if backend.name != "triton" or filtered:  # the fused kernel has no filter, next to which it would save little
@@ -69,19 +81,19 @@ def digest_of(policy_loss: Callable) -> str:
 
 
 def _pack(logp_R: Tensor, values_KR: Tensor, mask_R: Tensor, *, cfg: LossConfig, has_old: bool, has_ref: bool) -> dict:
-    """The arguments of policy_loss but logp_T and entropy_T. values_KR: logp - old, advantage, old - sampler,
-    ref - logp. Every second token is of a positive sample."""
+    """The arguments of policy_loss but logp_R and entropy_R. values_KR: logp - old, advantage, old - sampler,
+    ref - logp. Sequences differ in length and in their share of positive tokens."""
     log_ratio_R, adv_R, gap_R, ref_gap_R = values_KR
     row_R = torch.arange(len(logp_R), device=logp_R.device)
     old_R = logp_R - log_ratio_R if has_old else logp_R
     return {
-        "old_logp_T": old_R if has_old else None,
-        "sampler_logp_T": logp_R - log_ratio_R if cfg.old_logprobs == "sampler" else old_R - gap_R,
-        "ref_logp_T": logp_R + ref_gap_R if has_ref else None,
-        "adv_T": adv_R,
-        "mask_T": mask_R,
-        "seq_T": row_R // 6,
-        "positive_T": row_R % 2 == 0,
+        "old_logp_R": old_R if has_old else None,
+        "sampler_logp_R": logp_R - log_ratio_R if cfg.old_logprobs == "sampler" else old_R - gap_R,
+        "ref_logp_R": logp_R + ref_gap_R if has_ref else None,
+        "adv_R": adv_R,
+        "mask_R": mask_R,
+        "seq_R": row_R // 12 * 2 + (row_R % 12 > 3),
+        "positive_R": row_R % 7 < 3,
         "num_valid_tokens": 1,
         "num_valid_seqs": 1,
         "num_positive_tokens": 1,
@@ -89,36 +101,46 @@ def _pack(logp_R: Tensor, values_KR: Tensor, mask_R: Tensor, *, cfg: LossConfig,
     }
 
 
-def _probe(policy_loss: Callable, make_pack: Callable) -> tuple[bool, bool, bool]:
-    """(whether the derivatives at a token depend on other tokens; zero_adv_has_grad; zero_adv_positive_has_grad).
+def _probe(policy_loss: Callable, make_pack: Callable) -> tuple[bool, bool, bool, bool]:
+    """(whether the derivatives at a token depend on other tokens; whether on other sequences or the order of tokens;
+    zero_adv_has_grad; zero_adv_positive_has_grad).
 
-    24 tokens, whose log-probabilities differ by little and by much. Every second token is moved, by little and by much,
-    and the derivatives at the tokens in between are compared.
+    24 tokens of four sequences that are not alike, whose log-probabilities differ by little and by much. Every second
+    token is moved, by little and by much, and the derivatives at the tokens in between are compared. Then each sequence
+    is a pack of its own, from its last token to its first: the derivatives must be those in the whole pack.
     """
-    coupled = has_grad = positive_has_grad = False
-    token_R = torch.arange(24)
-    adv_R = torch.tensor([1.3, 0.0, -0.7, -2.1, 0.0], dtype=torch.float64)[token_R % 5]
+
+    def differ(pack_loss: Callable, stats_KR: Tensor, slopes_KR: Tensor, rows=slice(None)) -> bool:
+        _, _, again_KR, _ = derivatives(pack_loss, stats_KR)
+        same_KR = torch.isclose(again_KR, slopes_KR, rtol=1e-9, atol=0, equal_nan=True)
+        return not bool(same_KR[:, rows].all())
+
+    coupled = depends_on_pack = has_grad = positive_has_grad = False
+    token_R, generator = torch.arange(24), torch.Generator().manual_seed(0)
+    adv_R = torch.tensor([1.3, 0.0, -0.7, -2.1, 0.0], dtype=torch.float64)[token_R % 5] * (1 + token_R / 24)
     for size in (1e-3, 0.03, 0.3, 3.0, 30.0):  # nats
-        generator = torch.Generator().manual_seed(0)
-        stats_KR = torch.rand(2, 24, generator=generator, dtype=torch.float64)
-        stats_KR[0] = -4 * stats_KR[0] - 0.1
+        stats_KR = torch.rand(2, 24, generator=generator, dtype=torch.float64) + token_R / 24
+        stats_KR[0] = -2 * stats_KR[0] - 0.1
         values_KR = size * torch.randn(4, 24, generator=generator, dtype=torch.float64)
         values_KR[1] = adv_R
         pack = make_pack(stats_KR[0], values_KR, token_R % 7 != 6)
         pack_loss = partial(policy_loss, **pack)
         _, _, slopes_KR, _ = derivatives(pack_loss, stats_KR)
         moved_R = (slopes_KR != 0).any(0) & (adv_R == 0)
-        has_grad |= bool((moved_R & ~pack["positive_T"]).any())
-        positive_has_grad |= bool((moved_R & pack["positive_T"]).any())
+        has_grad |= bool((moved_R & ~pack["positive_R"]).any())
+        positive_has_grad |= bool((moved_R & pack["positive_R"]).any())
         for first in (0, 1):
             for push in (-30.0, -0.3, -3e-3, 3e-3, 0.3, 30.0):
                 moved_KR = stats_KR.clone()
                 moved_KR[0, 1 - first :: 2] += push
                 moved_KR[1, 1 - first :: 2] += abs(push)
-                _, _, again_KR, _ = derivatives(pack_loss, moved_KR)
-                same_KR = torch.isclose(again_KR, slopes_KR, rtol=1e-9, atol=0, equal_nan=True)
-                coupled |= not bool(same_KR[:, first::2].all())
-    return coupled, has_grad, positive_has_grad
+                coupled |= differ(pack_loss, moved_KR, slopes_KR, token_R[first::2])
+        for seq in pack["seq_R"].unique():
+            row_R = (pack["seq_R"] == seq).nonzero()[:, 0].flip(0)
+            alone = {name: x[row_R] if torch.is_tensor(x) else x for name, x in pack.items()}
+            alone_loss = partial(policy_loss, **alone | {"seq_R": 0 * row_R})
+            depends_on_pack |= differ(alone_loss, stats_KR[:, row_R], slopes_KR[:, row_R])
+    return coupled, depends_on_pack, has_grad, positive_has_grad
 
 
 def _edge_values(cfg: LossConfig) -> list[tuple[float, float, float, float]]:

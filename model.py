@@ -279,12 +279,12 @@ class Decoder(nn.Module):
         pos_R: Tensor | None = None,
         target_R: Tensor | None = None,
         *,
-        logprob_fn: Callable | None = None,
+        head_fn: Callable | None = None,
         filtered: bool = True,
     ) -> Tensor | tuple[Tensor, ...]:
         """(logp_R, entropy_R), float32, in nats: at positions `pos_R` of the pack, the log-probability of `target_R`
         under softmax(logits[:vocab_limit] / temperature), and the entropy of that distribution, after the
-        `sampling_filter` if `filtered`. `logprob_fn` computes something else from the same inputs: its result is
+        `sampling_filter` if `filtered`. `head_fn` computes something else from the same inputs: its result is
         returned (kernels.linear_logp has its signature). Without `pos_R`: logits_TV over the whole vocabulary in
         compute precision, for tests and tools.
 
@@ -304,7 +304,7 @@ class Decoder(nn.Module):
         hidden_RD = GatherRows.apply(hidden_TD, pos_R)
         options = {"vocab": self.vocab_limit, "temperature": self.temperature, "backend": self.backend}
         options["sampling_filter"] = self.sampling_filter if filtered else None
-        return head(hidden_RD, partial(logprob_fn or partial(linear_logp, return_entropy=True), **options), target_R)
+        return head(hidden_RD, partial(head_fn or partial(linear_logp, return_entropy=True), **options), target_R)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Adds to the gradient. FSDP sums it over a replica's ranks, and over replicas with the last micro-batch. With

@@ -1,6 +1,6 @@
 """The optimizer: its parameter groups, its learning rate at each step, and whether a gradient may be applied.
 
-The loop in grpo.py clips, asks `count_bad_steps` for the verdict, and steps. A new optimizer is a branch of
+The loop in grpo.py clips, asks `judge_step` for the verdict, and steps. A new optimizer is a branch of
 `build_optimizer` and a name in config.OptimizerConfig: checkpoints save whatever tensors its `state` holds.
 """
 
@@ -89,14 +89,14 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
     return norm.full_tensor().item()
 
 
-def count_bad_steps(
-    num_bad_steps: int, metrics: dict[str, float], grad_norm: float, cfg: config.GRPOConfig, step: int
-) -> int:
-    """The verdict on an optimizer step: 0 where its gradient is sound, else the bad steps in a row, this one included.
+def judge_step(
+    metrics: dict[str, float], grad_norm: float, num_bad_steps: int, cfg: config.GRPOConfig, step: int
+) -> tuple[bool, int]:
+    """(whether to apply an optimizer step, the bad steps in a row with this one); num_bad_steps: those before it.
 
     A step is bad if loss or gradient norm is not finite, or if sampler and trainer, which score the same tokens with
     the same weights, differ by more than logp_gap_limit on average. Raises StopRun at more than max_bad_steps in a row.
-    `metrics` and `grad_norm` cover all ranks, so all ranks return the same number and take the same branch.
+    `metrics` and `grad_norm` cover all ranks, so all ranks take the same branch.
     """
     if problem := one_pass_problem(metrics[DEVIATION]):
         raise StopRun(f"step {step}: {problem}. The step was not applied")
@@ -112,11 +112,11 @@ def count_bad_steps(
             "or vocabulary on one side, or a wrong attention kernel"
         )
     if not problems:
-        return 0
+        return True, 0
     if num_bad_steps + 1 > cfg.max_bad_steps:
         raise StopRun(
             f"step {step}: {'; '.join(problems)}: {num_bad_steps + 1} bad steps in a row "
             f"(grpo.max_bad_steps={cfg.max_bad_steps}). The step was not applied; the weights are those before the "
             "first bad one"
         )
-    return num_bad_steps + 1
+    return False, num_bad_steps + 1

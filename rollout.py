@@ -23,7 +23,7 @@ from dataset.mixing import Cursor, Mixture
 from engine import STEPS_BETWEEN_STOPS, Completion, Engine, SamplingOptions, check_versions
 from graders.grading import Grading
 from hf.tokenizer import Tokenizer
-from system.exchange import share_samples
+from system.exchange import share_numbers, share_rows
 from system.exits import Interrupted, StopRun
 from system.ranks import Ranks, any_rank, gather
 
@@ -51,6 +51,7 @@ class Conversation:
             prompt=prompt,
             index=index,
             row_id=problem.row_id,
+            expected=problem.answer,
             prompt_ids=problem.prompt_ids,
             reward=0.0,
             env_name=problem.env_name,
@@ -73,11 +74,11 @@ class Conversation:
         sample.turn_tokens.append(sample.num_trained_tokens - sum(sample.turn_tokens))
         sample.finish_reason = completion.finish_reason
         sample.messages.append({"role": "assistant", "content": tokenizer.decode(completion.ids)})
-        known = (sample.messages, problem.answer, sample.finish_reason, self.state, problem.fields)
-        opened = OPENED.search(tokenizer.decode(ids_before[-32:]))
-        tag = opened[0] if opened else ""
+        turn = envs.Turn(sample.messages, problem.answer, sample.finish_reason, self.state, problem.fields)
+        tag = OPENED.search(tokenizer.decode(ids_before[-32:]))
+        tokens = {"prompt_ids": ids_before, "completion_ids": self.reply_ids, "opened": tag[0] if tag else ""}
         raw_reply = tokenizer.decode(self.reply_ids, special=True) if special_tokens else ""
-        return envs.Turn(*known, ids_before, self.reply_ids, int(completion.versions[-1]), tag, raw_reply)
+        return replace(turn, **tokens, weight_version=int(completion.versions[-1]), raw_reply=raw_reply)
 
     def add_result(self, result: envs.StepResult, tokenizer: Tokenizer, max_total_tokens: int, max_turns: int) -> None:
         """Ends the conversation, or appends the observation if a reply has room after it."""
@@ -213,10 +214,12 @@ class Sampler:
         samples = sorted((each.sample for each in conversations), key=lambda s: (s.prompt, s.index))
         self._score_by_model([sample for sample in samples if sample.holder == self.ranks.rank])
         part_names = {name for each in self.environments.values() for name in getattr(each, "reward_names", ())}
-        share_samples(samples, sorted(part_names))
-        if failures := [f"{each.env_name}: {each.message}" for each in samples if each.message]:
-            self.grading.raised.append(failures[0])
-            self.ranks.print_rank0(f"WARNING: {len(failures)} agents failed, the first of {failures[0]}")
+        share_numbers(samples, sorted(part_names), self.max_turns)
+        if self.grading.leading:
+            share_rows(samples)
+            if failures := [f"{each.env_name}: {each.message}" for each in samples if each.message]:
+                self.grading.raised.append(failures[0])
+                self.ranks.print_rank0(f"WARNING: {len(failures)} agents failed, the first of {failures[0]}")
         failed = Counter(sample.env_name for sample in samples if sample.outcome == "error")
         if failed.total() > self.max_error_fraction * len(samples):
             why = [*filter(None, gather("; ".join(self.grading.raised))), "see the environment's messages above"]

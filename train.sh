@@ -71,8 +71,10 @@ if ((${#nodes[@]})); then
 fi
 
 trap '' PIPE  # whoever reads the output may leave (| head): that costs no run
-# One process checks config, data and model folder in two seconds; N ranks would need a minute.
-WORLD_SIZE=$((nproc * num_nodes)) "$PYTHON" grpo.py --check "$config" "$@" "${memory[@]}" || exit
+# One process checks config, data and model folder in two seconds; N ranks would need a minute. What it finds out the run
+# says again, and better: of all rows, of a resumed run, of the GPU that is there.
+found=$(WORLD_SIZE=$((nproc * num_nodes)) "$PYTHON" grpo.py --check "$config" "$@" "${memory[@]}") ||
+    { status=$?; printf '%s' "${found:+$found$'\n'}"; exit "$status"; }
 # The check has fetched model and data for this node, so its ranks need not ask the hub all at once.
 ((num_nodes == 1)) || export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 
@@ -82,6 +84,7 @@ export GRPO_EXIT_FILE=$work/exit.json  # where the ranks say how they ended; sys
 # By default torchrun gives each rank one thread; with all cores for each rank, ranks are 30x slower.
 cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}
+[[ $GRPO_DEVICE != cpu ]] || export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}  # vLLM warns of its NUMA binding
 # After a signal the ranks finish their step and save; torchrun would kill them after 30 s.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 # --signals-to-handle: by default torchrun dies of SIGUSR1 and leaves orphans.

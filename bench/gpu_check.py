@@ -72,15 +72,15 @@ def check_every_term(shape: tuple[int, int, int], device: str, dtype: torch.dtyp
     """Every term of the loss at once, entropy bonus included, against the float64 reference."""
     x, generator = make_inputs(*shape, device, dtype), torch.Generator(device).manual_seed(1)
     noise_KN = 0.1 * torch.rand(2, shape[0], generator=generator, device=device)
-    rows = {"old_logp_T": x.old_N, "sampler_logp_T": x.old_N + noise_KN[0], "ref_logp_T": x.old_N - noise_KN[1]}
+    rows = {"old_logp_R": x.old_N, "sampler_logp_R": x.old_N + noise_KN[0], "ref_logp_R": x.old_N - noise_KN[1]}
     num_rows, row_N = shape[0], torch.arange(shape[0], device=device)
-    pack = {"mask_T": row_N < num_rows * 3 // 4, "seq_T": row_N // 64, "positive_T": x.target_N % 2 == 1}
+    pack = {"mask_R": row_N < num_rows * 3 // 4, "seq_R": row_N // 64, "positive_R": x.target_N % 2 == 1}
     pack |= {name: num_rows for name in ("num_valid_tokens", "num_valid_seqs", "num_positive_tokens")}
     found = {}
     for kind, wide in (("one pass", torch.float64), ("one pass", dtype), ("fused", dtype)):
         hidden_ND, weight_VD = (t.detach().to(wide).requires_grad_() for t in (x.hidden_ND, x.weight_VD))
         tensors = {
-            name: t.to(torch.promote_types(wide, torch.float32)) for name, t in (rows | {"adv_T": x.adv_N}).items()
+            name: t.to(torch.promote_types(wide, torch.float32)) for name, t in (rows | {"adv_R": x.adv_N}).items()
         }
         pack_loss = partial(policy_loss, **tensors, **pack, cfg=LossConfig(**EVERY_TERM))
         loss, _ = linear_loss(

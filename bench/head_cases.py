@@ -96,14 +96,14 @@ def ours(backend: KernelBackend, kind: str = "one pass") -> Callable:
     def forward(x: Inputs):
         num_rows, seen = len(x.old_N), []
 
-        def recording_loss(logp_N, entropy_T, **pack):
+        def recording_loss(logp_N, entropy_R, **pack):
             seen[:] = [logp_N.detach()]
-            return policy_loss(logp_N, entropy_T=entropy_T, **pack)
+            return policy_loss(logp_N, entropy_R=entropy_R, **pack)
 
         seq_N = torch.arange(num_rows, device=x.old_N.device) // peers.seq_len(num_rows)
-        pack = {"old_logp_T": x.old_N, "sampler_logp_T": x.old_N, "adv_T": x.adv_N, "mask_T": torch.ones_like(x.old_N)}
-        pack |= {"seq_T": seq_N, "num_valid_tokens": num_rows, "num_valid_seqs": num_rows, "cfg": LossConfig()}
-        pack_loss = partial(recording_loss, **pack, ref_logp_T=None)
+        pack = {"old_logp_R": x.old_N, "sampler_logp_R": x.old_N, "adv_R": x.adv_N, "mask_R": torch.ones_like(x.old_N)}
+        pack |= {"seq_R": seq_N, "num_valid_tokens": num_rows, "num_valid_seqs": num_rows, "cfg": LossConfig()}
+        pack_loss = partial(recording_loss, **pack, ref_logp_R=None)
         loss, _ = linear_loss(
             x.hidden_ND,
             x.weight_VD,

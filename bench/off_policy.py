@@ -73,14 +73,14 @@ def gradients(policy: Tensor, sampler: Tensor, advantage: Tensor, cfg: LossConfi
     rows = []
     for s in range(len(SEQUENCES)):
         logits = policy.clone().requires_grad_()
-        logp_T = token_logps(logits)[s]
+        logp_R = token_logps(logits)[s]
         loss, _ = policy_loss(
-            logp_T,
-            old_logp_T=logp_T.detach(),
-            sampler_logp_T=sampler_logp[s],
-            adv_T=advantage[s].expand(L),
-            mask_T=torch.ones(L),
-            seq_T=torch.zeros(L, dtype=torch.long),
+            logp_R,
+            old_logp_R=logp_R.detach(),
+            sampler_logp_R=sampler_logp[s],
+            adv_R=advantage[s].expand(L),
+            mask_R=torch.ones(L),
+            seq_R=torch.zeros(L, dtype=torch.long),
             num_valid_tokens=1,  # the sum over tokens, not their mean
             num_valid_seqs=1,
             cfg=cfg,

@@ -127,11 +127,11 @@ class HeadAlone(nn.Module):
         self.backend = model.backend
         self.loss_path = model.loss_path
 
-    def forward(self, token_T, position_T, layout, pos_R, target_R, *, logprob_fn=None) -> tuple:
+    def forward(self, token_T, position_T, layout, pos_R, target_R, *, head_fn=None) -> tuple:
         hidden_RD = self.weight_VD.new_empty(len(pos_R), self.weight_VD.shape[1]).normal_().requires_grad_()
-        logprob_fn = logprob_fn or partial(linear_logp, return_entropy=True)
+        head_fn = head_fn or partial(linear_logp, return_entropy=True)
         options = {"vocab": self.vocab_limit, "temperature": self.temperature, "backend": self.backend}
-        return logprob_fn(hidden_RD, self.weight_VD, target_R, **options)
+        return head_fn(hidden_RD, self.weight_VD, target_R, **options)
 
 
 def count(model: Decoder, batch: Minibatch) -> dict[str, int]:

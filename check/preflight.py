@@ -6,6 +6,8 @@ It knows no format. It calls the modules that do, in the order in which a user w
 import importlib.metadata
 import os
 import re
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -16,10 +18,11 @@ import envs
 from check import memory_fit, reader, resume, rules
 from check.memory_plan import GIB, Plan
 from check.rules import max_prompt_tokens
-from config import Config, ConfigError, DataError, DatasetConfig, RewardModelConfig, TokenizerConfig
+from config import Config, ConfigError, DataError, DatasetConfig, RewardModelConfig, TokenizerConfig, shortened
 from dataset.mixing import Cursor, Mixture
 from dataset.scan import Dataset, load_dataset
 from graders.environments import make_environment
+from hf.adapter import check_adapter
 from hf.lora_layers import adapted_layers
 from hf.model_config import ModelConfig, check_weights, read_model_config, resolve_folder
 from hf.tokenizer import Tokenizer
@@ -64,7 +67,7 @@ def read_inputs(
     """Everything the config names; ConfigError for whatever is wrong with it. Without `to_train` the run of
     `resume_from` is only scored, and there may be no step to train. max_rows, on_rank0: as in `load_dataset`."""
     if to_train and cfg.logger.wandb_enabled and not any(importlib.metadata.distributions(name="wandb")):
-        fix = f"`pip install wandb=={WANDB_VERSION}`, or set it to false"
+        fix = f"`{sys.executable} -m pip install wandb=={WANDB_VERSION}`, or set it to false"
         raise ConfigError(f"logger.wandb_enabled=true needs W&B's package, which is not installed: {fix}")
     resume.check_folders(cfg)
     if cfg.checkpointing.resume_from:
@@ -76,6 +79,8 @@ def read_inputs(
     check_fits(cfg, folder, model, tokenizer)
     check_weights(folder, model.tensor_shapes())
     adapted_layers(model, cfg.policy.dtensor_cfg.lora_cfg)  # raises ConfigError
+    if cfg.policy.dtensor_cfg.lora_cfg.adapter_path and not cfg.checkpointing.resume_from:
+        check_adapter(cfg.policy, model)
     environments: dict[str, envs.Environment] = {}
     # The ranks of this machine that grade
     num_ranks = cfg.policy.generation.colocated.resources.gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -227,7 +232,7 @@ def data_lines(cfg: Config, inputs: RunInputs, cursor: Cursor) -> list[str]:
 
 
 def notes(cfg: Config, num_steps: int) -> list[str]:
-    """What a user easily overlooks: a long warm-up, what clips in an asynchronous run, the learning rate for LoRA."""
+    """What a user easily overlooks: a long warm-up, what clips in an asynchronous run, a low learning rate for LoRA."""
     found, scheduler, lora = [], cfg.policy.scheduler, cfg.policy.dtensor_cfg.lora_cfg
     if 3 * scheduler.warmup_steps > num_steps and scheduler.warmup_start_factor != 1:
         warmup = f"policy.scheduler.warmup_steps={scheduler.warmup_steps}"
@@ -243,8 +248,9 @@ def notes(cfg: Config, num_steps: int) -> list[str]:
         found.append(f"loss_fn.old_logprobs={cfg.loss_fn.old_logprobs}: {clips[cfg.loss_fn.old_logprobs]}")
     if cfg.env.agents and not cfg.loss_fn.token_level_loss:
         found.append("loss_fn.token_level_loss=false: each row of an agent's rollout counts as a sequence")
-    if lora.enabled:
-        lr = f"policy.optimizer.kwargs.lr={cfg.policy.optimizer.kwargs.lr:g}"
+    kwargs = cfg.policy.optimizer.kwargs
+    if lora.enabled and kwargs.lr <= type(kwargs)().lr:
+        lr = f"policy.optimizer.kwargs.lr={kwargs.lr:g}"
         found.append(f"{lr}: LoRA of rank {lora.dim} wants about ten times the learning rate of full training")
     return found
 
@@ -278,7 +284,8 @@ def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None
     num_ranks = max(cfg.cluster.gpus_per_node * cfg.cluster.num_nodes, rules.fewest_ranks(cfg))
     num_ranks = int(os.environ.get("WORLD_SIZE", num_ranks))
     plan = memory_plan(cfg, inputs, num_ranks, gpu_bytes)
-    if gpu_bytes or os.environ.get("GRPO_DEVICE") != "cpu":
+    has_gpus = num_ranks > 1 or shutil.which("nvidia-smi")  # here, or where the recipe is to run
+    if gpu_bytes or os.environ.get("GRPO_DEVICE", "cuda" if has_gpus else "cpu") != "cpu":
         lines.append(memory_fit.table(plan))
     summary = "\n".join(lines)
     if problem := memory_fit.problem(plan):
@@ -298,6 +305,10 @@ def gpu_memory(argv: Sequence[str]) -> tuple[float | None, list[str]]:
 
 def parse_command_line(argv: Sequence[str], usage: str) -> Config:
     """The validated config of a command line, with the run that it resumes. ConfigError for whatever is wrong."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        number = os.environ.get(name, "1")
+        if not re.fullmatch(r"[0-9]{1,7}", number) or (name.endswith("SIZE") and int(number) == 0):
+            raise ConfigError(f"{name}={shortened(number)} in the environment is no number of ranks: unset it")
     flags = {"--check", "--all", "--explain"} & set(argv) if "--check" in argv else set()
     words = [word for word in argv if word not in flags]
     if not words or words[0].startswith("-"):

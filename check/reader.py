@@ -8,7 +8,6 @@ ConfigError that names the place, the key, the value, and the fix. rules.py judg
 import math
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
@@ -60,7 +59,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, explain: bool = Fal
         raise refusal
     cfg = _build(Config(), "", values)
     if (table := nemo.table_of(verdicts)) and not explain and os.environ.get("RANK", "0") == "0":
-        print(table, *_in_force(cfg), sep="\n", file=sys.stderr)
+        print(table, *_in_force(cfg), sep="\n")
     return cfg
 
 
@@ -250,12 +249,12 @@ def _judge(merged: _Merged) -> tuple[dict[str, Any], list[Verdict], ConfigError 
 
 
 def _leaves(name: str, value: Any) -> Iterator[str]:
-    """The keys of a mapping that is one value, or the one name of another value."""
+    """ "key=value" of each key of a mapping that is one value, or of another value."""
     if isinstance(value, dict) and value:
         for key, child in value.items():
             yield from _leaves(f"{name}.{key}", child)
     else:
-        yield name
+        yield f"{name}={nemo.text_of(value)}"
 
 
 def _in_force(cfg: Config) -> Iterator[str]:

@@ -13,6 +13,7 @@ library only, Linux on x86-64 and ARM64; the only file that may call exec().
 import builtins
 import ctypes
 import errno
+import io
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 
-from graders.codec import MAX_ANSWER_BYTES, Proxy, respond
+from graders.codec import MAX_ANSWER_BYTES, Calls, Printed, Proxy
 
 # Exit codes of a keeper, which the code inside cannot choose. Any other means that the keeper itself has failed.
 ENDED = 121
@@ -345,11 +346,16 @@ def take_over(descriptor: int) -> int:
 
 
 def serve(codes: Sequence[str], name: str) -> None:
-    """Answers the calls that `Proxy` sends, with the code's function `name`. What the code prints is lost."""
+    """Answers the calls that `Proxy` sends, with the code's function or class `name`."""
     requests, responses = os.fdopen(take_over(0), "rb"), os.fdopen(take_over(1), "w")
-    function = load(codes, "candidate")[name]
+    printed = Printed()
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(printed, "utf-8", "surrogateescape", write_through=True)
+    calls = Calls(load(codes, "candidate")[name], name)
     for line in requests:
-        responses.write(json.dumps(respond(function, json.loads(line))) + "\n")
+        printed.seek(0)
+        printed.truncate()
+        answer = calls.answer(*json.loads(line))
+        responses.write(json.dumps([*answer, printed.getvalue().decode("utf-8", "replace")]) + "\n")
         responses.flush()
 
 
@@ -361,7 +367,7 @@ def judge(prompt: str, test: str, entry_point: str, requests: int, responses: in
     what cannot cross.
     """
     result = take_over(1)
-    candidate = Proxy(requests, responses)
+    candidate = Proxy(requests, responses, entry_point)
     os.write(result, b"ready\n")
     try:
         names = load([prompt], "tests")

@@ -22,7 +22,8 @@ def open_file(name: str | Path) -> Iterator[BinaryIO]:
                 raise OSError(None, "no regular file")
             yield file
     except OSError as error:
-        raise DataError(f"{name}: cannot be read ({error.strerror})") from error
+        tried = "" if os.path.isabs(name) else f", in {os.getcwd()}"
+        raise DataError(f"{name}: cannot be read ({error.strerror}{tried})") from error
 
 
 def read_bytes(name: str | Path) -> bytes:

@@ -22,8 +22,8 @@ def kernel_inputs(pack: Mapping, dtype: torch.dtype) -> Tensor:
 
     weight, nll_weight: the token's weight in the loss and in the positive-example NLL, 0 where it is not trained.
     """
-    cfg, seq_R = pack["cfg"], pack["seq_T"]
-    valid_R = (pack["mask_T"] != 0) & pack["sampler_logp_T"].isfinite()
+    cfg, seq_R = pack["cfg"], pack["seq_R"]
+    valid_R = (pack["mask_R"] != 0) & pack["sampler_logp_R"].isfinite()
     weight_R, nll_weight_R = valid_R.to(dtype), None
     if cfg.token_level_loss:
         weight_R = weight_R / torch.as_tensor(pack["num_valid_tokens"]).clamp(min=1)
@@ -34,9 +34,9 @@ def kernel_inputs(pack: Mapping, dtype: torch.dtype) -> Tensor:
             length_R = torch.zeros_like(weight_R).index_add(0, index_R, weight_R)[index_R].clamp(min=1)
         weight_R = weight_R / length_R / torch.as_tensor(pack["num_valid_seqs"]).clamp(min=1)
     if cfg.positive_example_nll_weight:
-        nll_weight_R = (valid_R & (pack["positive_T"] != 0)) / torch.as_tensor(pack["num_positive_tokens"]).clamp(min=1)
-    old_R = pack["sampler_logp_T"] if cfg.old_logprobs == "sampler" else pack["old_logp_T"]
-    columns = (old_R, pack["sampler_logp_T"], pack["adv_T"], weight_R, pack["ref_logp_T"], nll_weight_R)
+        nll_weight_R = (valid_R & (pack["positive_R"] != 0)) / torch.as_tensor(pack["num_positive_tokens"]).clamp(min=1)
+    old_R = pack["sampler_logp_R"] if cfg.old_logprobs == "sampler" else pack["old_logp_R"]
+    columns = (old_R, pack["sampler_logp_R"], pack["adv_R"], weight_R, pack["ref_logp_R"], nll_weight_R)
     return torch.stack([torch.zeros_like(weight_R) if x_R is None else x_R.detach().to(dtype) for x_R in columns])
 
 
@@ -124,9 +124,9 @@ def clipped_pg_kernel(
 def clipped_pg_dlogits_(chunk: LogitChunk, inputs_KR: Tensor, stats_KR: Tensor, pack: Mapping) -> Tensor:
     """dz_CV of a chunk, as `LogitChunk.dlogits_` gives it. Fills the chunk's rows of stats_KR: logp, entropy."""
     cfg, row_stride = pack["cfg"], chunk.logits_CV.stride(0)
-    has_old = pack["old_logp_T"] is not None or cfg.old_logprobs == "sampler"
+    has_old = pack["old_logp_R"] is not None or cfg.old_logprobs == "sampler"
     has_old = has_old and not cfg.force_on_policy_ratio  # else r = 1 and no clip binds
-    has_ref = pack["ref_logp_T"] is not None and cfg.reference_policy_kl_penalty > 0 and not cfg.use_kl_in_reward
+    has_ref = pack["ref_logp_R"] is not None and cfg.reference_policy_kl_penalty > 0 and not cfg.use_kl_in_reward
     dlogits_CV = chunk.narrow_view()
     clipped_pg_kernel[(rows_in_flight(chunk.logits_CV),)](
         chunk.logits_CV, dlogits_CV, chunk.target_C, inputs_KR[:, chunk.rows], stats_KR[:, chunk.rows],

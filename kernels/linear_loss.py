@@ -43,10 +43,10 @@ def linear_loss(
     """(loss, metrics and `DEVIATION`) of pack_loss on log softmax(hidden_RD @ weight_VD[:vocab].T / temperature).
 
     hidden_RD, weight_VD, target_R, vocab, backend, precision: as `linear_logp`; differentiable once in the first two.
-    pack_loss: `loss.policy_loss` with all its arguments but logp_T and entropy_T.
+    pack_loss: `loss.policy_loss` with all its arguments but logp_R and entropy_R.
     num_grad_rows: in one pass, only the first num_grad_rows rows get a gradient; the rest get logp and entropy alone.
     If the loss has a gradient there, that counts in `DEVIATION` too.
-    sampling_filter: as `linear_logp`. With it and ref_logp_T, two passes: the KL is of unfiltered log-probabilities.
+    sampling_filter: as `linear_logp`. With it and ref_logp_R, two passes: the KL is of unfiltered log-probabilities.
     Memory: a chunk of logits in float32 (twice with torch), dX, and dW, which is in float32 until backward.
     """
     assert 0 <= num_grad_rows <= len(hidden_RD), (num_grad_rows, hidden_RD.shape)
@@ -54,13 +54,13 @@ def linear_loss(
     vocab = len(weight_VD) if vocab is None else vocab
     moves = torch.is_grad_enabled() and (hidden_RD.requires_grad or weight_VD.requires_grad)
     options = {"vocab": vocab, "temperature": temperature, "backend": backend, "sampling_filter": sampling_filter}
-    needs_unfiltered = sampling_filter is not None and pack_loss.keywords.get("ref_logp_T") is not None
+    needs_unfiltered = sampling_filter is not None and pack_loss.keywords.get("ref_logp_R") is not None
     if path.kind == "two passes" or not moves:
         logp_R, entropy_R = linear_logp(hidden_RD, weight_VD, target_R, return_entropy=True, **options)
         if needs_unfiltered:
             logp_of_all_R = linear_logp(hidden_RD, weight_VD, target_R, **options | {"sampling_filter": None})
-            pack_loss = partial(pack_loss, unfiltered_logp_T=logp_of_all_R)
-        loss, metrics = pack_loss(logp_R, entropy_T=entropy_R)
+            pack_loss = partial(pack_loss, unfiltered_logp_R=logp_of_all_R)
+        loss, metrics = pack_loss(logp_R, entropy_R=entropy_R)
         return loss, metrics | {DEVIATION: loss.new_zeros(())}
     assert not needs_unfiltered and (sampling_filter is None or path.kind != "fused"), path
     return _OnePass.apply(hidden_RD, weight_VD, target_R.contiguous(), num_grad_rows, pack_loss, path, options)
@@ -121,7 +121,7 @@ def derivatives(pack_loss: Callable, stats_KR: Tensor) -> tuple[Tensor, dict, Te
     """(loss, metrics, the loss's derivatives in stats_KR, whether it uses entropies). stats_KR: logp, entropy."""
     with torch.enable_grad():
         leaves = [x_R.detach().requires_grad_() for x_R in stats_KR]
-        loss, metrics = pack_loss(leaves[0], entropy_T=leaves[1])
+        loss, metrics = pack_loss(leaves[0], entropy_R=leaves[1])
         slopes = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else (None, None)
     slopes_KR = torch.stack([torch.zeros_like(stats_KR[0]) if slope_R is None else slope_R for slope_R in slopes])
     return loss.detach(), metrics, slopes_KR, slopes[1] is not None

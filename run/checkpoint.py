@@ -152,7 +152,8 @@ class Saver:
         temporary.mkdir(parents=True)
         free = shutil.disk_usage(temporary).free
         if free < 1.05 * size:  # headers, meta.json, blocks
-            raise OSError(f"{self.folder}: {free / 2**20:,.0f} MiB free, a checkpoint needs {size / 2**20:,.0f} MiB")
+            needed = f"a checkpoint needs {1.05 * size / 2**20:,.1f} MiB"
+            raise OSError(f"{self.folder}: {free / 2**20:,.1f} MiB free, {needed}")
 
     def _prune(self, step: int) -> None:
         """Removes all but the newest keep_latest and the best keep_top_k (of equal ones the newer), and those of later
@@ -169,8 +170,8 @@ class Saver:
         if self.ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         self.num_failures += 1
-        newest = next(iter(committed(self.folder)), None)
-        failure = f"checkpoint {temporary.stem} was not saved ({problem}); the newest is {newest}"
+        newest = next(iter(committed(self.folder)), "none is saved")
+        failure = f"checkpoint {temporary.stem} was not saved ({problem}); the newest: {newest}"
         if self.num_failures >= MAX_FAILURES:
             raise StopRun(f"{failure}; {self.num_failures} failed in a row: make room in {self.folder}")
         self.ranks.print_rank0(f"WARNING: {failure}; training goes on, the next one is due as configured")

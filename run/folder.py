@@ -31,8 +31,9 @@ SHARED_DISK_SECONDS = 30.0  # so long an NFS client may believe its cache of a f
 
 
 def open_run_folder(cfg: Config, ranks: Ranks, *, to_train: bool = True) -> Path:
-    """The run's folder: the one to resume, or a new `exp_NNN` in logger.log_dir. A run that trains locks it, and its
-    checkpoints' folder, while its processes live. ConfigError, on all ranks, where that fails."""
+    """The run's folder: the one to resume, or a new `exp_NNN` in logger.log_dir (`eval_NNN` for eval.py). A run that
+    trains locks it, and its checkpoints' folder, while its processes live. ConfigError, on all ranks, where that
+    fails."""
     try:
         folder = on_rank0(lambda: _open(cfg, to_train), ranks.job)
         if to_train:
@@ -54,11 +55,12 @@ def _open(cfg: Config, to_train: bool) -> Path:
     else:
         log_dir = Path(cfg.logger.log_dir)
         log_dir.mkdir(parents=True, exist_ok=True)
-        runs = list(numbered(log_dir, "exp_").items())
+        kind = "exp_" if to_train else "eval_"
+        runs = list(numbered(log_dir, kind).items())
         if auto and runs and runs[0][1].is_dir():  # this job, started twice, may run there without a checkpoint yet
             _lock(runs[0][1], fcntl.LOCK_EX)
         for number in itertools.count(runs[0][0] + 1 if runs else 1):
-            folder = log_dir / f"exp_{number:03d}"
+            folder = log_dir / f"{kind}{number:03d}"
             with contextlib.suppress(FileExistsError):  # another run took it just now; with auto, the lock decides
                 folder.mkdir(exist_ok=auto)
                 break

@@ -15,6 +15,7 @@ from envs import OUTCOMES
 Steps = Sequence[dict[str, float]]
 START = 10  # the first steps, with which later ones are compared
 RECENT = 5  # steps: enough to smooth the noise
+LONG = 30  # steps: long enough to have waited
 FEW = 3  # steps: enough for what holds for nearly all answers
 MOST = 0.9  # "nearly all"
 GAP, CLIPPED = "logp_gap_mean", ("ratio_clip_low_fraction", "ratio_clip_high_fraction")
@@ -98,9 +99,17 @@ def no_gradient(steps: Steps) -> str:
     return f"{RECENT} steps without a gradient: rewards differ in no group ({', '.join(shares)}); read samples.jsonl"
 
 
+def few_groups(steps: Steps) -> str:
+    """Over 30 steps hardly a group has two different rewards, and the task is not solved: most rollouts train nothing.
+    SmolLM2 learns with 78% of equal groups."""
+    share = mean(steps[-LONG:], "zero_variance_fraction")
+    holds = len(steps) >= LONG and share > 0.85 and mean(steps[-LONG:], "accuracy") < MOST
+    return f"rewards were equal in {share:.0%} of the groups of {LONG} steps, which train nothing" if holds else ""
+
+
 # If several start to hold at one step, the first is nearest to the cause.
 RULES = [logp_gap_grows, one_group, gradient_explodes, many_clipped, reward_fell]
-RULES += [truncated, parse_fail, entropy_gone, no_gradient]
+RULES += [truncated, parse_fail, entropy_gone, no_gradient, few_groups]
 
 
 def column(steps: Steps, name: str) -> list[float]:

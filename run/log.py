@@ -8,7 +8,10 @@ import itertools
 import json
 import math
 import os
+import re
 import secrets
+import shlex
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -24,7 +27,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from config import LoggerConfig, WandbConfig
+from config import LoggerConfig, WandbConfig, shortened
 from data import Sample
 from hf.tokenizer import Tokenizer
 from metrics import Numbers
@@ -36,9 +39,9 @@ from system.exits import host_name
 TIMING_NAMES = {"prepare_for_generation": "prepare_for_generation/total"}  # NeMo RL's name
 PHASES = {"gen": "generation", "data": "data_processing", "train": "policy_training", "sync": "prepare_for_generation"}
 WRITTEN = ("metrics.jsonl", "samples.jsonl", "tensorboard", "checkpoints", "hf_model", "hf_adapter")
-SAMPLE_FIELDS = (
-    "row_id index env_name reward unshaped_reward outcome advantage finish_reason weight_version num_tokens".split()
-)
+SAMPLE_FIELDS = """row_id index env_name reward unshaped_reward outcome advantage finish_reason weight_version
+num_tokens""".split()
+MAX_EXPECTED = 2000  # characters of an expected answer: the tests of a program may be long
 
 
 class RunLog:
@@ -64,6 +67,7 @@ class RunLog:
         self.logs_to_wandb = cfg.wandb_enabled
         self.start, self.first_step = time.perf_counter(), first_step
         self.tokens_per_sec: list[float] = []
+        self.partial: set[str] = set()  # prefixes of metrics: there, some reward was neither 0 nor 1
 
     def _write(self, name: str, write: Callable, *arguments: Any) -> None:
         """Calls `write` with the path of a file in the run folder. What the disk refuses is said once, and counted."""
@@ -103,21 +107,24 @@ class RunLog:
             text = f"WARNING: W&B failed ({error!r:.300}): the run goes on as with logger.wandb_enabled=false"
             print(text, flush=True)
 
-    def samples(self, step: int, kind: str, samples: list[Sample], tokenizer: Tokenizer, num_print: int = 0) -> None:
-        """Writes the first conversations to samples.jsonl, and prints `num_print` of them."""
+    def samples(self, step: int, kind: str, samples: list[Sample], tokenizer: Tokenizer) -> None:
+        """Writes the first conversations to samples.jsonl, and prints some of those of a greedy validation."""
         decode = partial(tokenizer.backend.decode, skip_special_tokens=False)
         num_logged = self.cfg.num_samples_to_log
+        num_print = self.cfg.num_val_samples_to_print * kind.endswith("/greedy")
         lines = []
         for i, sample in enumerate(samples[: max(num_logged, num_print)]):
             prompt, reply = decode(sample.prompt_ids), decode(sample.output_ids.tolist())
             record = {"step": step, "kind": kind, "prompt": prompt, "reply": reply}
             record |= {name: getattr(sample, name) for name in SAMPLE_FIELDS}
+            record["expected"] = sample.expected[:MAX_EXPECTED]
             record |= {"message": sample.message} if sample.message else {}  # of an agent that failed
             if i < num_logged:
                 finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
                 lines.append(json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n")
             if i < num_print:
-                print(f"    [{kind}] {prompt!r} -> {reply!r}  {sample.outcome}, reward {sample.reward:g}", flush=True)
+                ends = f"{sample.outcome}, reward {sample.reward:g}, expected {shortened(sample.expected)}"
+                print(f"    [{kind}] {prompt!r} -> {reply!r}  {ends}", flush=True)
         # backslashreplace: a row may contain half a surrogate pair, which UTF-8 cannot encode; JSON's escape can.
         self._write("samples.jsonl", append, "".join(lines).encode(errors="backslashreplace"))
 
@@ -131,8 +138,9 @@ class RunLog:
         self.tokens_per_sec.append(tokens_per_sec)
         eta = (time.perf_counter() - self.start) / (step - self.first_step + 1) * (self.num_steps - step)
         phases = " ".join(f"{label} {seconds[name]:.2f}" for label, name in PHASES.items())
+        score = self._score("", train, "unshaped_reward")
         print(
-            f"step {step}/{self.num_steps} | reward {train['reward']:.3f} acc {train['accuracy']:.3f} | "
+            f"step {step}/{self.num_steps} | {score} {train[score]:.3f} | "
             f"loss {train['loss']:+.4f} grad {train['grad_norm']:.3f} | "
             f"logp gap {train['logp_gap_mean']:.0e} max {train['logp_gap_max']:.0e} | "
             f"{tokens_per_sec:,.0f} tok/s | {total:.2f}s ({phases}) | ETA {int(eta) // 60}m{int(eta) % 60:02d}s",
@@ -144,17 +152,29 @@ class RunLog:
     def validation(self, step: int, values: dict[str, float]) -> None:
         """Logs a validation: an object of its own in metrics.jsonl, and a line."""
         self.metrics(step, values)
-        accuracies = ", ".join(f"{label} {value:.3f}" for label, value in _accuracies(values).items())
+        scores = ", ".join(f"{label} {text}" for label, (text,) in self._scores(values).items())
         seconds = f"{values['timing/validation/total_validation_time']:.1f}s"
-        print(f"validation after step {step} | accuracy: {accuracies} | {seconds}", flush=True)
+        print(f"validation after step {step} | {scores} | {seconds}", flush=True)
+
+    def _score(self, prefix: str, values: Numbers, reward: str = "reward") -> str:
+        """The name of the accuracy; or of the reward, from the first reward on that is neither 0 nor 1: an accuracy
+        that counts part of an answer as right would mislead."""
+        if values.get(prefix + reward) != values.get(f"{prefix}accuracy"):
+            self.partial.add(prefix)
+        return prefix + ("reward" if prefix in self.partial else "accuracy")
+
+    def _scores(self, *validations: Numbers) -> dict[str, list[str]]:
+        """For each set and mode, such as "greedy accuracy", the score of each validation."""
+        found, rows = [key for values in validations for key in values], {}
+        for key in filter(re.compile("validation/.+/accuracy").fullmatch, found):
+            name = [self._score(key.removesuffix("accuracy"), values) for values in validations][-1]
+            rows[name.removeprefix("validation/").replace("/", " ")] = [_shown(values, name) for values in validations]
+        return rows
 
     def close(self, state) -> None:
         """Prints the table at the end of a run. state: the `RunState`."""
-        first, last = _accuracies(state.first_validation), _accuracies(state.last_validation)
-        rows = {}
-        for label in first | last:
-            before, after = (f"{values[label]:.3f}" if label in values else "?" for values in (first, last))
-            rows[f"accuracy, {label}"] = f"{before} -> {after}"
+        scores = self._scores(state.first_validation, state.last_validation)
+        rows = {label: " -> ".join(texts) for label, texts in scores.items()}
         rows["health"] = self.health.summary()
         rows["steps"] = f"{state.step}, {len(self.tokens_per_sec)} of them in {time.perf_counter() - self.start:.0f} s"
         rows["tokens/s, median step"] = f"{np.median(self.tokens_per_sec or [math.nan]):,.0f}"
@@ -162,15 +182,21 @@ class RunLog:
         rows["run folder"] = f"{self.folder}: {', '.join(written)}"
         if self.num_lost:
             rows["not written"] = ", ".join(f"{name}: {num} times" for name, num in self.num_lost.items())
-        rows["report"] = f"python -m tools.report {self.folder}"
+        here = os.getcwd()
+        words = [sys.executable.removeprefix(f"{here}/"), "-m", "tools.report", str(self.folder)]
+        rows["report"] = f"cd {shlex.quote(here)} && {shlex.join(words)}"
         width = max(map(len, rows))
         print("\n" + "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()) + "\n", flush=True)
 
 
-def _accuracies(values: dict[str, float]) -> dict[str, float]:
-    """Mode -> accuracy of a validation; where there are several sets, "<set> <mode>"."""
-    names = [name.split("/") for name in values if name.startswith("validation/") and name.endswith("/accuracy")]
-    return {" ".join(parts[1:-1]): values["/".join(parts)] for parts in names}
+def _shown(values: Numbers, name: str) -> str:
+    """A validation's number; an accuracy with its 95% interval and the number of problems."""
+    if name not in values:
+        return "?"
+    low, high = (values.get(f"{name}_ci95_{end}", math.nan) for end in ("low", "high"))
+    num = values.get(f"{name.rpartition('/')[0]}/num_problems", 0)
+    sure = f" ({low:.3f} to {high:.3f}, {num:,.0f} problems)" if low == low else ""
+    return f"{values[name]:.3f}{sure}"
 
 
 def _drop_from(file: Path, first_step: int) -> None:

@@ -38,7 +38,7 @@ class RewardDecoder(Decoder):
         def score(hidden_SD: Tensor, *_, **__) -> Tensor:
             return hidden_SD.float() @ self.score.weight[0].float()
 
-        return super().forward(token_T, position_T, layout, pos_S, logprob_fn=score)
+        return super().forward(token_T, position_T, layout, pos_S, head_fn=score)
 
 
 class RewardModel:

@@ -53,7 +53,6 @@ def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metri
     if is_async:
         metrics |= age_metrics(samples.trained, state.step, run.sampler.groups_under_way())
     state.cursor = run.inputs.train.record(samples.cursor, metrics)
-    state.num_bad_steps = int(metrics["num_bad_steps"])
     state.total_valid_tokens += metrics["global_valid_toks"]
     run.metrics = metrics
     seconds = run.timer.take()
@@ -170,4 +169,4 @@ def export(cfg: Config, model: Decoder, folder: Path, tokenizer: Tokenizer, base
     dtype = getattr(torch, cfg.policy.precision)
     save_hf(model, folder / "hf_model", tokenizer.file.parent, dtype=dtype)
     if base_sha256:
-        save_adapter(model, folder / "hf_adapter", adapter_config(cfg.policy, model.config))
+        save_adapter(model, folder / "hf_adapter", adapter_config(cfg.policy, model.config), base_sha256)

@@ -19,7 +19,7 @@ from engine import SamplingOptions, sync_weights
 from rollout import Sampler
 from run import checkpoint
 from run.log import RunLog
-from run.start import Run, build, hash_of_base
+from run.start import Run, build, read_adapter
 from system.exchange import move_tokens
 from system.progress import Progress
 from system.ranks import Ranks
@@ -43,8 +43,7 @@ def validate(run: Run) -> None:
         right.setdefault(mode, []).append([fmean(s.outcome == "ok" for s in group) for group in groups_of(samples)])
         values |= _interval(prefix, right[mode][-1], len(samples))
         if run.log:
-            num_print = run.cfg.logger.num_val_samples_to_print
-            run.log.samples(run.state.step, prefix, samples, run.inputs.tokenizer, num_print)
+            run.log.samples(run.state.step, prefix, samples, run.inputs.tokenizer)
     if len(run.inputs.validation) > 1:  # NeMo RL has these alone: all problems together
         for mode, sets in summaries.items():
             total = sum(size for size, _ in sets)
@@ -74,7 +73,7 @@ def evaluate(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device,
     """The report of eval.py, equal on all ranks: what was scored, how, and the numbers. Rank 0 writes samples."""
     start = time.perf_counter()
     model, engine, sampler = build(cfg, inputs, ranks, device)
-    base_sha256 = hash_of_base(cfg, inputs, ranks)
+    base_sha256 = read_adapter(cfg, inputs, model, ranks)
     step = 0
     scored = None
     if cfg.checkpointing.resume_from:
@@ -90,9 +89,12 @@ def evaluate(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device,
     for name, mode, samples in sample_sets(cfg, inputs, sampler):
         numbers = sets[name][mode] = with_interval(samples)
         low, high = numbers["accuracy_ci95"]
-        ranks.print_rank0(f"{name} | {mode} | accuracy {numbers['accuracy']:.4f} (95%: {low:.4f} to {high:.4f})")
+        score = f"accuracy {numbers['accuracy']:.4f} (95%: {low:.4f} to {high:.4f})"
+        if numbers["reward"] != numbers["accuracy"]:  # some reward is neither 0 nor 1
+            score = f"reward {numbers['reward']:.4f}"
+        ranks.print_rank0(f"{name} | {mode} | {score} of {numbers['num_problems']:,} problems")
         if log:
-            log.samples(step, f"{name}/{mode}", samples, inputs.tokenizer, cfg.logger.num_val_samples_to_print)
+            log.samples(step, f"{name}/{mode}", samples, inputs.tokenizer)
     return {
         "model_name": cfg.policy.model_name,
         "checkpoint": scored,

@@ -1,4 +1,4 @@
-"""torchrun for train.sh: `python -m system.launch TORCHRUN'S ARGUMENTS`. Ends with the ranks' exit code and says why.
+"""torchrun for train.sh, `-m system.launch TORCHRUN'S ARGUMENTS`. Ends with the ranks' exit code and says why.
 
 torchrun turns every failure into exit code 1 and a page of its own, but only torchrun knows which signal killed a rank.
 """
@@ -20,7 +20,7 @@ from system.exits import host_name
 def main() -> int:
     """The exit code; the last line says why unless it is 0."""
     # What holds where no rank has the last word: exit() in a library or a reward function ends a rank with code 0.
-    end = {"code": 1, "reason": "crashed: no rank said how it ended; the output above may tell"}
+    end = {"code": 1, "reason": "crashed: no rank said how it ended; the output above, or dmesg, may tell"}
     failed, failures = False, {}  # by rank, the first failure first
     try:
         run.main()
@@ -39,7 +39,8 @@ def main() -> int:
         end["reason"] = f"crashed: {gone[next(iter(killed))]}; continue with checkpointing.resume=auto"
     reason = " ".join(end["reason"].split()) + (f" (rank {end['rank']} on {end['host']})" if "rank" in end else "")
     for rank, text in gone.items():
-        reason = reason.replace(text, text.replace("is gone", f"was killed by {killed[rank].signal_name()}"))
+        name = killed[rank].signal_name().replace("SIGKILL", "SIGKILL, by a user or for want of memory (dmesg tells)")
+        reason = reason.replace(text, text.replace("is gone", f"was killed by {name}"))
     if end["code"]:
         print(f"train.sh: exit code {end['code']}: {reason}", file=sys.stderr)
     return end["code"]

@@ -1,6 +1,6 @@
 """A config of TRL or verl -> one of ours, and a line on what became of each key.
 
-    python -m tools.convert trl|verl FILE [their.key=value ...] --write CONFIG.yaml
+    .venv/bin/python -m tools.convert trl|verl FILE [their.key=value ...] --write CONFIG.yaml
 
 from_trl.yaml and from_verl.yaml hold the facts: each of their keys with its default, and what it means here. theirs.py
 reads their files. This one applies a table, and computes what several of their keys make together.
@@ -216,7 +216,9 @@ def _as_yaml(ours: Values) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.convert", description="A config of TRL or verl as ours.")
+    parser = argparse.ArgumentParser(
+        prog=".venv/bin/python -m tools.convert", description="TRL's or verl's config as ours"
+    )
     parser.add_argument("system", choices=NAMES)
     parser.add_argument("file")
     parser.add_argument("overrides", nargs="*", metavar="their.key=value")

@@ -1,6 +1,6 @@
 """Writes a kept checkpoint of a run as Hugging Face folders, which transformers, vLLM and eval.py load.
 
-    python -m tools.export logs/exp_001 [40 | best] [key.sub=value ...]
+    .venv/bin/python -m tools.export logs/exp_001 [40 | best] [key.sub=value ...]
 
 Without a step it is the newest. `hf_model`, and with LoRA `hf_adapter`, go to logs/exp_001/exports/step_000040. Under
 torchrun the ranks share the weights of a model that is too large for one.
@@ -15,7 +15,7 @@ from check.preflight import ALL_RANKS_GENERATE, RunInputs, read_tokenizer
 from config import ConfigError
 from hf.model_config import read_model_config, resolve_folder
 from run import checkpoint
-from run.start import build_policy, hash_of_base
+from run.start import build_policy, read_adapter
 from run.steps import export
 from system.disk import keep_console
 from system.exits import describe_failure, exit_process, report_exit
@@ -41,7 +41,7 @@ def main() -> int:
         tokenizer = read_tokenizer(cfg.policy.tokenizer, "policy.tokenizer.name", folder)
         inputs = RunInputs(folder, model_config, tokenizer, None, {}, {})
         model = build_policy(cfg, inputs, ranks, device)
-        base = hash_of_base(cfg, inputs, ranks)
+        base = read_adapter(cfg, inputs, model, ranks)
         saved = resume.checkpoint_folder(cfg.checkpointing, run)
         paths = resume.candidates(saved, cfg.checkpointing)
         step = checkpoint.load(saved, model, None, ranks, {}, mode="must", base=base, paths=paths)["step"]

@@ -1,6 +1,6 @@
 """Trains a step again from its dumped samples (logger.dump_rollouts): with another loss, or in a debugger.
 
-    torchrun --nproc_per_node=2 -m tools.replay logs/exp_001/rollouts/step_000081 [key.sub=value ...]
+    .venv/bin/torchrun --nproc_per_node=2 -m tools.replay logs/exp_001/rollouts/step_000081 [key.sub=value ...]
 
 Reads the run's config.yaml, the checkpoint before the step, and the samples; prints the metrics beside those that the
 run logged. With the same config, on as many ranks as trained the step, they are bitwise identical.
@@ -27,9 +27,9 @@ from grpo import compute_logprobs, compute_loss
 from loss import Metrics
 from metrics import Numbers, accumulate, reduce_over_ranks, training_metrics
 from model import Decoder
-from optim import build_optimizer, clip_grad_norm, count_bad_steps, set_learning_rate
+from optim import build_optimizer, clip_grad_norm, judge_step, set_learning_rate
 from run import checkpoint, dump
-from run.start import build_policy, build_reference, hash_of_base
+from run.start import build_policy, build_reference, read_adapter
 from system.disk import keep_console
 from system.exits import describe_failure, exit_process, report_exit
 from system.optimizer import Optimizer
@@ -73,7 +73,7 @@ def replay(folder: Path, cfg: Config, ranks: Ranks, device: torch.device) -> tup
     for environment in inputs.environments.values():
         environment.close()
     model = build_policy(cfg, inputs, ranks, device)
-    base = hash_of_base(cfg, inputs, ranks)
+    base = read_adapter(cfg, inputs, model, ranks)
     optimizer = build_optimizer(model, cfg.policy.optimizer, offloads=cfg.policy.offload_optimizer_for_logprob)
     reference = build_reference(cfg, inputs, model, device)
     step, num_bad_steps = meta["step"], 0
@@ -97,8 +97,8 @@ def replay(folder: Path, cfg: Config, ranks: Ranks, device: torch.device) -> tup
             accumulate(sums, loss_metrics)
         grad_norm = clip_grad_norm(model, cfg.policy.max_grad_norm)
         reduced = reduce_over_ranks(sums) | logp_metrics
-        num_bad_steps = count_bad_steps(num_bad_steps, reduced, grad_norm, cfg.grpo, step)
-        if num_bad_steps == 0:
+        is_sound, num_bad_steps = judge_step(reduced, grad_norm, num_bad_steps, cfg.grpo, step)
+        if is_sound:
             optimizer.step()
         optimizer.zero_grad()
         accumulate(step_sums, sums)

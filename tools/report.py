@@ -1,6 +1,6 @@
 """The report of runs: `report.html`, one file that needs no network and no library. No torch.
 
-    python -m tools.report logs/exp_001 [logs/exp_002 ...] [--live]
+    .venv/bin/python -m tools.report logs/exp_001 [logs/exp_002 ...] [--live]
 
 docs/report.md: what it shows, which samples it keeps. What cannot be read is left out, and said. Text of samples may be
 hostile: it is compressed data for the script of the page (report.html), which makes text nodes of it, never HTML.
@@ -232,7 +232,7 @@ def for_page(sample: dict, limit: int) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.report", description="The report of runs: docs/report.md")
+    parser = argparse.ArgumentParser(prog=".venv/bin/python -m tools.report", description="A report: docs/report.md")
     parser.add_argument("folders", nargs="+", type=Path, metavar="logs/exp_001")
     parser.add_argument("--live", action="store_true", help="anew every few seconds until each run has ended")
     args = parser.parse_args()

@@ -1,6 +1,6 @@
 """Writes train.jsonl and heldout.jsonl: two-digit additions as chat rows, of which 80% need a carry.
 
-    python examples/arithmetic/make_problems.py [FOLDER]
+    .venv/bin/python examples/arithmetic/make_problems.py [FOLDER]
 
 A row is {"messages": [{"role": "user", "content": "37+48="}], "answer": "85"}. The two files share no
 problem (37+48 and 48+37 are two), and are the same bytes every time: the generator is this script's own.

@@ -1,6 +1,6 @@
 """Makes starter/: a 0.5 M-parameter Qwen3 that adds two-digit numbers, but mostly forgets to carry.
 
-    OMP_NUM_THREADS=1 python -m examples.arithmetic.make_starter [FOLDER]      (from the repository's root)
+    OMP_NUM_THREADS=1 .venv/bin/python -m examples.arithmetic.make_starter [FOLDER]      (from the repository's root)
 
 Supervised training on the problems of train.jsonl. The answers it is taught are right where nothing is
 carried; where something is, 60% of them, drawn afresh each time, forget it (37+48=75). So greedy decoding is

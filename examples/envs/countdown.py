@@ -1,6 +1,6 @@
 """Countdown: reach a target number from given numbers with + - * / and parentheses; the game of TinyZero (2025).
 
-    python -m examples.envs.countdown NUM_PROBLEMS OUT.jsonl [SEED]      writes problems, each of which has a solution
+    .venv/bin/python -m examples.envs.countdown NUM_PROBLEMS OUT.jsonl [SEED]    problems that have a solution
 
 In the config: env_name: examples.envs.countdown:Countdown, input_key: problem, output_key: target; a row also has
 `nums`. Rows {nums, target}, as in the hub's Countdown-Tasks-3to4, get their problem by

@@ -1,6 +1,6 @@
 """Sliding puzzle, a game of many turns: slide tiles into the gap until 1, 2, 3, ... stand in order, the gap last.
 
-    python -m examples.envs.sliding_puzzle NUM_PUZZLES OUT.jsonl [SEED] [MAX_SIZE] [MAX_SHUFFLE]      writes puzzles
+    .venv/bin/python -m examples.envs.sliding_puzzle NUM_PUZZLES OUT.jsonl [SEED] [MAX_SIZE] [MAX_SHUFFLE]    puzzles
 
 In the config: env_name: examples.envs.sliding_puzzle:SlidingPuzzle, grpo.max_rollout_turns: as many as moves may take.
 Without a file, dataset_name: examples.envs.sliding_puzzle:puzzles, subset: "MAX_SIZE MAX_SHUFFLE". A config of NeMo RL

@@ -1,6 +1,6 @@
 """Writes a GGUF file of the Llama family as an ordinary model folder: bfloat16 weights, configs, tokenizer.
 
-    python examples/smollm2/convert_gguf.py FILE.gguf FOLDER       (FOLDER: empty)
+    .venv/bin/python examples/smollm2/convert_gguf.py FILE.gguf FOLDER       (FOLDER: empty)
 
 get_model.py runs it in a process that sees the packages `gguf` and `accelerate`, which transformers reads such
 files with. The configs hold what defines the model and nothing that changes with the version of transformers, so

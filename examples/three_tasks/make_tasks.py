@@ -1,6 +1,6 @@
 """Makes the problems of three tasks and starter/, the 0.5 M-parameter model that does each of them badly.
 
-    OMP_NUM_THREADS=1 python -m examples.three_tasks.make_tasks [FOLDER]      (from the repository's root)
+    OMP_NUM_THREADS=1 .venv/bin/python -m examples.three_tasks.make_tasks [FOLDER]      (from the repository's root)
 
     add       37+48=      85            environment `exact`: the whole reply is the number
     subtract  84-37=      \\boxed{47}    environment `math`: the answer is found in the reply

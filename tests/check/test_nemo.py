@@ -58,7 +58,7 @@ def test_flat_data_section(capsys):
     assert cfg.data.train == (DatasetConfig(data_path="rollouts/train.jsonl", **common),)
     assert cfg.data.validation == (DatasetConfig(data_path="rollouts/validation.jsonl", **common),)
     assert cfg.env.math.num_workers == 4
-    assert capsys.readouterr().err.splitlines() == [
+    assert capsys.readouterr().out.splitlines() == [
         WARNING,
         NUM_WORKERS,
         IN_FORCE,
@@ -76,7 +76,7 @@ def test_the_whole_recipe(capsys):
     assert cfg.data.validation == () and cfg.data.train[0].split_validation_size == 0.05
     assert cfg.grpo.reward_shaping.max_response_length == 512
     assert (cfg.checkpointing.metric_name, cfg.checkpointing.keep_top_k) == ("validation/sampled/accuracy", 3)
-    first, *lines = capsys.readouterr().err.splitlines()
+    first, *lines = capsys.readouterr().out.splitlines()
     table, in_force = lines[: lines.index(IN_FORCE)], lines[lines.index(IN_FORCE) + 1 :]
     assert first == WARNING and max(map(len, table)) <= 120 and sum(map(len, table)) < 1_900
     assert in_force == [
@@ -141,8 +141,8 @@ def test_a_key_of_theirs_beside_the_free_key_that_it_means(text, ours, tmp_path,
     key = ours.partition("=")[0]
     assert load(tmp_path / "run.yaml", [ours], explain=True) != load(tmp_path / "run.yaml")
     lines = capsys.readouterr().out
-    assert re.search(rf"^\S+: does not matter: {re.escape(key)} decides$", lines, re.MULTILINE)
-    assert re.search(rf"^{re.escape(key)}: taken$", lines, re.MULTILINE)
+    assert re.search(rf"^\S+=.*: does not matter: {re.escape(key)} decides$", lines, re.MULTILINE)
+    assert re.search(rf"^{re.escape(ours)}: taken$", lines, re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", sorted(FILES.glob("*.yaml")), ids=lambda path: path.stem)
@@ -150,7 +150,7 @@ def test_what_was_read_is_written_as_plain_values(path, tmp_path, capsys):
     cfg = load(path)
     (tmp_path / "config.yaml").write_text(to_yaml(cfg))
     capsys.readouterr()
-    assert load(tmp_path / "config.yaml") == cfg and capsys.readouterr().err == ""
+    assert load(tmp_path / "config.yaml") == cfg and capsys.readouterr().out == ""
     assert "${" not in to_yaml(cfg)
 
 
@@ -169,8 +169,9 @@ def test_check_of_a_guides_file(tmp_path):
         [sys.executable, str(ROOT / "grpo.py"), *words], cwd=tmp_path, env=env, capture_output=True, text=True
     )
     sets = ["  train: data_path=train.jsonl, env_name=exact", "  validation: data_path=val.jsonl, env_name=exact"]
-    assert (run.returncode, run.stderr) == (0, "\n".join([WARNING, NUM_WORKERS, IN_FORCE, *sets, ""]))
-    *lines, first, steps = run.stdout.split("\nmemory ")[0].splitlines()
+    told = "\n".join([WARNING, NUM_WORKERS, IN_FORCE, *sets, ""])
+    assert (run.returncode, run.stderr) == (0, "") and run.stdout.startswith(told)
+    *lines, first, steps = run.stdout.removeprefix(told).split("\nmemory ")[0].splitlines()
     assert re.fullmatch(r"first +row \d+ of train: '<\|user\|>\d+\+1=<\|end\|>.*', expected answer '#### \d+'", first)
     assert [*lines[1:], steps] == [
         "train      train.jsonl, graded by exact: 95 prompts",
@@ -232,8 +233,8 @@ def test_the_command_line_wins_over_what_a_file_says_by_another_name(write, caps
     words = ["grpo.use_leave_one_out_baseline=true", "grpo.normalize_rewards=true"]
     cfg = load(write(text), words, explain=True)
     assert cfg.grpo.use_leave_one_out_baseline and cfg.grpo.normalize_rewards
-    decides = "grpo.adv_estimator.normalize_rewards: does not matter: grpo.normalize_rewards decides"
-    assert {decides, "grpo.normalize_rewards: taken"} <= set(capsys.readouterr().out.splitlines())
+    decides = "grpo.adv_estimator.normalize_rewards=false: does not matter: grpo.normalize_rewards decides"
+    assert {decides, "grpo.normalize_rewards=true: taken"} <= set(capsys.readouterr().out.splitlines())
     cfg = load(write("grpo: {normalize_rewards: true}\n"), ["grpo.adv_estimator.normalize_rewards=false"])
     assert not cfg.grpo.normalize_rewards
 
@@ -255,7 +256,11 @@ def test_explain(write, capsys):
         load(write(text), ["grpo.seed=7"], explain=True)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "17 keys: 3 refused, 1 taken as, 4 does not matter, 9 taken" and not lines[-1]
-    found = dict(line.split(": ", 1) for line in lines[1:-1])
+    found = {}
+    for line in lines[1:-1]:
+        key, _, text = line.partition(": ")
+        found[key.partition("=")[0]] = text
+    assert "policy.generation.top_k=5: taken" in lines and "logger.wandb.name=mine: taken" in lines
     kinds = [re.match("refused|taken as|does not matter|taken", text)[0] for text in found.values()]
     assert list(dict.fromkeys(kinds)) == ["refused", "taken as", "does not matter", "taken"] == list(nemo.KINDS)
     assert sorted(kinds, key=nemo.KINDS.index) == kinds

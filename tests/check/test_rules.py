@@ -71,6 +71,7 @@ REINFORCE, GDPO = "grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estim
             f'{LORA}.target_modules=["q_proj"]',
             [f"{LORA}.match_all_linear=false"],
         ),
+        (f"{LORA}.adapter_path=there", "null", f"{LORA}.enabled=false", []),
         ("policy.optimizer.muon_momentum=0.9", "0.95", "policy.optimizer.name=torch.optim.AdamW", []),
         ("policy.offload_optimizer_for_logprob=true", "false", "policy.dtensor_cfg.cpu_offload=true", []),
     ],
@@ -268,6 +269,17 @@ def test_without_torchrun_a_check_takes_the_fewest_ranks():
     assert problems_of("configs/smoke.yaml", 2, f"{SIZE}=1") == [
         f"{SIZE}=1 has no effect with {COLOCATED}.enabled=true: all ranks generate; set {SIZE}=null"
     ]
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+def test_the_numbers_of_ranks_in_the_environment_are_numbers(monkeypatch, name):
+    for value in ("abc", "", "1.5", "-1", "1e3", "\u0661 ", " 2", "9" * 99, *["0", "00"] * name.endswith("SIZE")):
+        monkeypatch.setenv(name, value)
+        for words in (["--check"], []):
+            with pytest.raises(ConfigError, match=f"^{name}=.*unset it"):
+                parse_command_line(["configs/smoke.yaml", *words], "")
+    monkeypatch.setenv(name, "1")
+    assert parse_command_line(["configs/smoke.yaml", "--check"], "")
 
 
 @pytest.mark.parametrize("percent", range(101, 200, 7))

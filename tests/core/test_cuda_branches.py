@@ -27,7 +27,7 @@ from kernels import LossPath, choose_backend, linear_logp, softmax
 from kernels.clipped_pg import clipped_pg_dlogits_
 from metrics import accumulate, reduce_over_ranks
 from model import Decoder, PackLayout, uses_flash_attention
-from optim import build_optimizer, clip_grad_norm, count_bad_steps
+from optim import build_optimizer, clip_grad_norm, judge_step
 from run import start
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -223,7 +223,8 @@ def test_a_step_on_the_branches_of_cuda(way, share_prefix, launched, one_rank, m
             accumulate(sums, metrics)
         assert {x.shape for x in tree_leaves(sums)} == {()}
         grad_norm = clip_grad_norm(masters, cfg.policy.max_grad_norm)
-        assert count_bad_steps(0, dict.fromkeys([*sums, "logp_gap_mean"], 0.0), grad_norm, cfg.grpo, step=1) == 0
+        zeros = dict.fromkeys([*sums, "logp_gap_mean"], 0.0)
+        assert judge_step(zeros, grad_norm, 0, cfg.grpo, step=1) == (True, 0)
         foreach_for_fused(optimizer)
     layers, (micro,) = model.config.num_hidden_layers, minibatch.micros
     assert len(attention_calls) == layers * (3 if recompute else 2)

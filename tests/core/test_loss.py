@@ -57,17 +57,17 @@ GSPO = {"sequence_level_importance_ratios": True, "token_level_loss": False}
 def test_loss_golden(options, value, grad):
     batch = golden_batch()
     if "reference_policy_kl_penalty" in options:
-        batch["ref_logp_T"] = torch.tensor(GOLDEN_REF)
+        batch["ref_logp_R"] = torch.tensor(GOLDEN_REF)
     loss, metrics = policy_loss(**batch, cfg=LossConfig(**options))
     loss.backward()
     assert abs(loss.item() - value) <= PRINTED and metrics["loss"] == loss
     if grad is not None:
-        torch.testing.assert_close(batch["logp_T"].grad, torch.tensor(grad), rtol=0, atol=PRINTED)
+        torch.testing.assert_close(batch["logp_R"].grad, torch.tensor(grad), rtol=0, atol=PRINTED)
 
 
 def test_metrics_golden():
-    entropy_T = torch.tensor([1.0, 2, 3, 4, 5, 1000])
-    _, metrics = policy_loss(**golden_batch(), cfg=LossConfig(), entropy_T=entropy_T)
+    entropy_R = torch.tensor([1.0, 2, 3, 4, 5, 1000])
+    _, metrics = policy_loss(**golden_batch(), cfg=LossConfig(), entropy_R=entropy_R)
     want = {
         "loss": -0.370789,
         "probs_ratio": 0.860197,
@@ -139,22 +139,22 @@ def test_weight_metrics_golden(options, want):
 def test_what_a_sampler_weight_with_gspo_is_of():
     """NVIDIA-NeMo/RL#2269: by bfloat16's rounding alone, the product over 8,000 tokens has a mean far from 1."""
     random = torch.Generator().manual_seed(0)
-    logp_T = -torch.rand(16 * 8000, generator=random)
-    seq_T = torch.arange(16 * 8000) // 8000
-    noise_T = 0.02 * torch.randn(16 * 8000, generator=random)
-    pack = {"old_logp_T": logp_T, "sampler_logp_T": logp_T + noise_T, "adv_T": noise_T, "mask_T": noise_T < 9}
-    pack |= {"seq_T": seq_T, "num_valid_tokens": 1, "num_valid_seqs": 16}
+    logp_R = -torch.rand(16 * 8000, generator=random)
+    seq_R = torch.arange(16 * 8000) // 8000
+    noise_R = 0.02 * torch.randn(16 * 8000, generator=random)
+    pack = {"old_logp_R": logp_R, "sampler_logp_R": logp_R + noise_R, "adv_R": noise_R, "mask_R": noise_R < 9}
+    pack |= {"seq_R": seq_R, "num_valid_tokens": 1, "num_valid_seqs": 16}
     means = {}
     for level in ("token", "sequence_mean", "sequence_sum"):
         cfg = LossConfig(**GSPO | {"importance_sampling_correction_level": level})
-        means[level] = reduced(policy_loss(logp_T, **pack, cfg=cfg)[1])["importance_weight_mean"]
+        means[level] = reduced(policy_loss(logp_R, **pack, cfg=cfg)[1])["importance_weight_mean"]
     assert abs(means["token"] - 1) < 0.02 and abs(means["sequence_mean"] - 1) < 0.02, means
     assert abs(means["sequence_sum"] - 1) > 0.2, means
 
 
 def test_the_ratio_to_the_sampler_clips_and_the_gap_stays_that_of_the_trainer():
     """SkyRL#1315: with one optimizer step `old` is the current policy, and the clip never acts."""
-    batch = golden_batch() | {"old_logp_T": None}
+    batch = golden_batch() | {"old_logp_R": None}
     for old_logprobs, clipped in ("trainer", 0), ("sampler", 0.2):  # exp(-.7), of negative advantage
         _, metrics = policy_loss(**batch, cfg=LossConfig(old_logprobs=old_logprobs))
         got = reduced(metrics)
@@ -164,7 +164,7 @@ def test_the_ratio_to_the_sampler_clips_and_the_gap_stays_that_of_the_trainer():
 
 
 def test_kl_penalty_metric_is_the_term_over_its_weight():
-    batch = golden_batch() | {"ref_logp_T": torch.tensor(GOLDEN_REF)}
+    batch = golden_batch() | {"ref_logp_R": torch.tensor(GOLDEN_REF)}
     _, metrics = policy_loss(**batch, cfg=LossConfig(reference_policy_kl_penalty=0.01))
     assert abs(metrics["kl_penalty"] - (-0.370299 + 0.370789) / 0.01) < 1e-4  # from digits 6 printed
     for cfg in LossConfig(reference_policy_kl_penalty=0), LossConfig(use_kl_in_reward=True):
@@ -178,13 +178,13 @@ def test_kl_penalty_metric_is_the_term_over_its_weight():
 
 def test_a_kl_weight_beyond_float_is_no_kl_and_no_nan():
     cfg = LossConfig(reference_policy_kl_penalty=0.1, use_on_policy_kl_approximation=True)
-    batch = golden_batch() | {"ref_logp_T": torch.tensor(GOLDEN_REF)}
-    batch["sampler_logp_T"][0] = -200.0  # trained, and exp(199) is infinite in float32
+    batch = golden_batch() | {"ref_logp_R": torch.tensor(GOLDEN_REF)}
+    batch["sampler_logp_R"][0] = -200.0  # trained, and exp(199) is infinite in float32
     loss, _ = policy_loss(**batch, cfg=cfg)
     loss.backward()
     # The golden value without token 0's share: u = exp(.1), and k3 of x = -.1.
     share = 0.1 * math.exp(0.1) * (math.exp(-0.1) - 1 + 0.1) / 5
-    assert abs(loss - (-0.367391 - share)) < PRINTED and batch["logp_T"].grad[0] == 0
+    assert abs(loss - (-0.367391 - share)) < PRINTED and batch["logp_R"].grad[0] == 0
 
 
 def test_effective_sample_size():
@@ -200,13 +200,13 @@ def test_effective_sample_size():
 
 
 def test_positive_nll_is_over_the_positive_tokens_of_the_whole_step():
-    batch = golden_batch() | {"positive_T": torch.tensor([1, 1, 1, 0, 0, 0]), "num_positive_tokens": 7}
+    batch = golden_batch() | {"positive_R": torch.tensor([1, 1, 1, 0, 0, 0]), "num_positive_tokens": 7}
     loss, metrics = policy_loss(**batch, cfg=LossConfig(positive_example_nll_weight=0.5))
     loss.backward()
     assert abs(metrics["positive_nll_loss"] - (1 + 0.5 + 2) / 7) < PRINTED
     assert abs(loss - (-0.370789 + 0.5 * 3.5 / 7)) < PRINTED
-    want_T = torch.tensor([0, -0.2, -0.121306, 0.110517, 0, 0]) - 0.5 / 7 * batch["positive_T"]
-    torch.testing.assert_close(batch["logp_T"].grad, want_T, rtol=0, atol=PRINTED)
+    want_R = torch.tensor([0, -0.2, -0.121306, 0.110517, 0, 0]) - 0.5 / 7 * batch["positive_R"]
+    torch.testing.assert_close(batch["logp_R"].grad, want_R, rtol=0, atol=PRINTED)
 
 
 # ---------------------------------------------------------------- clip fractions, splits
@@ -214,7 +214,7 @@ def test_positive_nll_is_over_the_positive_tokens_of_the_whole_step():
 
 def test_clip_fractions_count_where_clipping_stops_the_gradient():
     batch = hard_batch(torch.float32)
-    rows = [x.tolist() for x in (batch["logp_T"], batch["old_logp_T"], batch["adv_T"], batch["mask_T"])]
+    rows = [x.tolist() for x in (batch["logp_R"], batch["old_logp_R"], batch["adv_R"], batch["mask_R"])]
     tokens = [(math.exp(a - b), adv) for a, b, adv, mask in zip(*rows, strict=True) if mask]
     ppo = sum(r < 0.8 and adv < 0 for r, adv in tokens), sum(r > 1.28 and adv > 0 for r, adv in tokens)
     either_sign = sum(r < 0.8 for r, _ in tokens), sum(r > 1.28 for r, _ in tokens)
@@ -251,17 +251,17 @@ def test_sequence_order_micro_batches_and_ranks_do_not_matter(options):
         batch = hard_batch(torch.float32)
         losses, metrics = [], []
         for part in parts:
-            piece = {name: x[part] if name.endswith("_T") else x for name, x in batch.items()}
+            piece = {name: x[part] if name.endswith("_R") else x for name, x in batch.items()}
             loss_part, metrics_part = policy_loss(**piece, cfg=cfg)
             losses.append(loss_part)
             metrics.append(metrics_part)
         sum(losses).backward()
         torch.testing.assert_close(sum(losses), loss, rtol=1e-6, atol=0)
-        for name in ("logp_T", "entropy_T"):
+        for name in ("logp_R", "entropy_R"):
             torch.testing.assert_close(batch[name].grad, whole[name].grad, rtol=1e-6, atol=1e-9)
         assert derived_metrics(reduced(*metrics)) == pytest.approx(whole_metrics, rel=1e-6)
 
-    by_seq = [torch.nonzero(whole["seq_T"] == seq)[:, 0] for seq in whole["seq_T"].unique()]
+    by_seq = [torch.nonzero(whole["seq_R"] == seq)[:, 0] for seq in whole["seq_R"].unique()]
     assert len(by_seq) == 7
     check([torch.cat(by_seq)])  # packed one after the other
     check([torch.cat(by_seq[::-1])])
@@ -277,20 +277,20 @@ def test_sequence_order_micro_batches_and_ranks_do_not_matter(options):
 @pytest.mark.parametrize(
     "options", [IS, GSPO | IS, bounded("sequence-truncate", 0.0, 2.0), {"use_cispo": True} | SEQ_MASK]
 )
-@pytest.mark.parametrize("name", ["logp_T", "old_logp_T", "sampler_logp_T", "ref_logp_T", "adv_T", "entropy_T"])
+@pytest.mark.parametrize("name", ["logp_R", "old_logp_R", "sampler_logp_R", "ref_logp_R", "adv_R", "entropy_R"])
 def test_what_is_masked_may_hold_anything(name, gap, options):
     kl = {"reference_policy_kl_penalty": 0.1, "use_on_policy_kl_approximation": True}
     cfg = LossConfig(entropy_coef=0.1, positive_example_nll_weight=0.1, **kl, **options)
 
     def run(change):
-        batch = golden_batch() | {"entropy_T": torch.ones(6), "ref_logp_T": torch.tensor(GOLDEN_REF)}
-        batch |= {"positive_T": torch.ones(6), "num_positive_tokens": 5}
-        x_T = batch[name].detach().clone()
-        x_T[5] += change
-        batch[name] = x_T.requires_grad_(name == "logp_T")
+        batch = golden_batch() | {"entropy_R": torch.ones(6), "ref_logp_R": torch.tensor(GOLDEN_REF)}
+        batch |= {"positive_R": torch.ones(6), "num_positive_tokens": 5}
+        x_R = batch[name].detach().clone()
+        x_R[5] += change
+        batch[name] = x_R.requires_grad_(name == "logp_R")
         loss, metrics = policy_loss(**batch, cfg=cfg)
         loss.backward()
-        return loss, batch["logp_T"].grad, metrics
+        return loss, batch["logp_R"].grad, metrics
 
     assert repr(run(gap)) == repr(run(0.0))  # every number of it
     assert run(gap)[1].isfinite().all()
@@ -300,14 +300,14 @@ def test_what_is_masked_may_hold_anything(name, gap, options):
 def test_log_ratios_are_at_most_20(gap, log_ratio, moves):
     """A token of advantage -2 that the policy has come to like e^gap times more: its loss is 2 r, of 5 tokens."""
     batch = golden_batch()
-    batch["adv_T"][2], batch["old_logp_T"][2] = -2.0, batch["logp_T"].detach()[2] - gap
+    batch["adv_R"][2], batch["old_logp_R"][2] = -2.0, batch["logp_R"].detach()[2] - gap
     without = golden_batch()
-    without["adv_T"][2] = 0.0
+    without["adv_R"][2] = 0.0
     loss, metrics = policy_loss(**batch, cfg=LossConfig(ratio_clip_c=None))
     rest, _ = policy_loss(**without, cfg=LossConfig(ratio_clip_c=None))
     loss.backward()
     assert (loss - rest).item() == pytest.approx(2 * math.exp(log_ratio) / 5, rel=1e-5)
-    assert batch["logp_T"].grad[2].item() == pytest.approx(moves * 2 * math.exp(log_ratio) / 5, rel=1e-5)
+    assert batch["logp_R"].grad[2].item() == pytest.approx(moves * 2 * math.exp(log_ratio) / 5, rel=1e-5)
     assert reduced(metrics)["probs_ratio"] > math.exp(log_ratio) / 6
 
 
@@ -316,7 +316,7 @@ def test_log_ratios_are_at_most_20(gap, log_ratio, moves):
 def test_tokens_without_finite_sampler_logp_are_dropped_and_counted(bad, token_level):
     cfg = LossConfig(token_level_loss=token_level)
     batch = golden_batch() | {"num_valid_tokens": 4}
-    batch["sampler_logp_T"][1] = bad
+    batch["sampler_logp_R"][1] = bad
     loss, metrics = policy_loss(**batch, cfg=cfg)
     loss.backward()
     # Token 1 has A = 1 and r = 1: the sums of the two golden losses without its -1, over 4 tokens, 2 of its sequence.
@@ -324,7 +324,7 @@ def test_tokens_without_finite_sampler_logp_are_dropped_and_counted(bad, token_l
     first = 6 * (both / 2 + 0.229609 * 2)  # of both = first + second and 2 * -.229609 = first / 3 + second / 2
     want = (both + 1) / 4 if token_level else ((first + 1) / 2 + (both - first) / 2) / 2
     assert loss.item() == pytest.approx(want, abs=10 * PRINTED)  # made of rounded sums
-    assert batch["logp_T"].grad[1] == 0 and batch["logp_T"].grad[2] != 0
+    assert batch["logp_R"].grad[1] == 0 and batch["logp_R"].grad[2] != 0
     got = reduced(metrics)
     assert got["num_nonfinite_sampler_logp"] == 1 and got["num_valid_samples"] == 2
     assert got["kept_fraction/finite_sampler_logp"] == pytest.approx(4 / 5)
@@ -335,7 +335,7 @@ def test_tokens_without_finite_sampler_logp_are_dropped_and_counted(bad, token_l
 CUT = 1  # a token whose advantage is 1
 
 
-@pytest.mark.parametrize("side", ["logp_T", "old_logp_T", "both"])
+@pytest.mark.parametrize("side", ["logp_R", "old_logp_R", "both"])
 @pytest.mark.parametrize("options", [{}, {"token_level_loss": False}, GSPO, IS, TIS | {"token_level_loss": False}])
 def test_a_token_that_the_filter_cuts(side, options):
     """NeMo RL (mask_out_neg_inf_logprobs) writes 0 for its log-probabilities: no gradient, a ratio of 1, which is a
@@ -343,16 +343,16 @@ def test_a_token_that_the_filter_cuts(side, options):
     cfg = LossConfig(**options)
     batch, theirs = golden_batch(torch.float64), golden_batch(torch.float64)
     with torch.no_grad():
-        for name in ("logp_T", "old_logp_T") if side == "both" else (side,):
+        for name in ("logp_R", "old_logp_R") if side == "both" else (side,):
             batch[name][CUT] = -math.inf
-        theirs["logp_T"][CUT] = theirs["old_logp_T"][CUT] = 0
-        theirs["sampler_logp_T"][CUT] = 0  # so that the sum over the sequence, of some weights, is of the others
+        theirs["logp_R"][CUT] = theirs["old_logp_R"][CUT] = 0
+        theirs["sampler_logp_R"][CUT] = 0  # so that the sum over the sequence, of some weights, is of the others
     loss, metrics = policy_loss(**batch, cfg=cfg)
     loss.backward()
     their_loss, _ = policy_loss(**theirs, cfg=cfg)
     their_loss.backward()
-    want = theirs["logp_T"].grad.index_fill(0, torch.tensor([CUT]), 0)
-    torch.testing.assert_close(batch["logp_T"].grad, want, rtol=1e-12, atol=1e-15)
+    want = theirs["logp_R"].grad.index_fill(0, torch.tensor([CUT]), 0)
+    torch.testing.assert_close(batch["logp_R"].grad, want, rtol=1e-12, atol=1e-15)
     assert loss.item() == pytest.approx(their_loss.item())
     if options == {}:  # by hand: ratios clipped at 1.2 above, 1, min(e^-.5, .8); -.5 max(e^.1, .8), and clipped at .8
         assert loss.item() == pytest.approx((-1.2 - 1 - math.exp(-0.5) + 0.5 * math.exp(0.1) + 0.5 * 0.8) / 5)
@@ -368,36 +368,36 @@ def test_the_kl_is_of_log_probabilities_without_filter(options):
     """Of a cut token too. By hand: k3 with the score function's gradient, d = logp - ref."""
     cfg = LossConfig(reference_policy_kl_penalty=0.5, **options)
     batch = golden_batch(torch.float64)
-    unfiltered_T = torch.tensor([-1.3, -0.8, -2.4, -0.6, -3.2, -9], dtype=torch.float64, requires_grad=True)
-    ref_T = torch.tensor(GOLDEN_REF, dtype=torch.float64)
+    unfiltered_R = torch.tensor([-1.3, -0.8, -2.4, -0.6, -3.2, -9], dtype=torch.float64, requires_grad=True)
+    ref_R = torch.tensor(GOLDEN_REF, dtype=torch.float64)
     with torch.no_grad():
-        batch["logp_T"][CUT] = -math.inf
-    loss, metrics = policy_loss(**batch, cfg=cfg, ref_logp_T=ref_T, unfiltered_logp_T=unfiltered_T)
+        batch["logp_R"][CUT] = -math.inf
+    loss, metrics = policy_loss(**batch, cfg=cfg, ref_logp_R=ref_R, unfiltered_logp_R=unfiltered_R)
     loss.backward()
-    d_T = (unfiltered_T - ref_T).detach()
-    kl_T, slope_T = (-d_T).expm1() + d_T, d_T
+    d_R = (unfiltered_R - ref_R).detach()
+    kl_R, slope_R = (-d_R).expm1() + d_R, d_R
     if "use_on_policy_kl_approximation" in options:
-        u_T = (unfiltered_T.detach() - batch["sampler_logp_T"]).exp()
-        kl_T, slope_T = u_T * kl_T, u_T * d_T
-    weight_T = torch.tensor([1, 1, 1, 1, 1, 0.0], dtype=torch.float64) / 5
+        u_R = (unfiltered_R.detach() - batch["sampler_logp_R"]).exp()
+        kl_R, slope_R = u_R * kl_R, u_R * d_R
+    weight_R = torch.tensor([1, 1, 1, 1, 1, 0.0], dtype=torch.float64) / 5
     if "token_level_loss" in options:
-        weight_T = torch.tensor([1 / 6, 1 / 6, 1 / 6, 1 / 4, 1 / 4, 0.0], dtype=torch.float64)
-    assert metrics["kl_penalty"].item() == pytest.approx((weight_T * kl_T).sum().item())
-    torch.testing.assert_close(unfiltered_T.grad, 0.5 * weight_T * slope_T)
+        weight_R = torch.tensor([1 / 6, 1 / 6, 1 / 6, 1 / 4, 1 / 4, 0.0], dtype=torch.float64)
+    assert metrics["kl_penalty"].item() == pytest.approx((weight_R * kl_R).sum().item())
+    torch.testing.assert_close(unfiltered_R.grad, 0.5 * weight_R * slope_R)
     rest, _ = policy_loss(**batch, cfg=LossConfig(reference_policy_kl_penalty=0, **options))
-    assert loss.item() == pytest.approx((rest + 0.5 * (weight_T * kl_T).sum()).item())
+    assert loss.item() == pytest.approx((rest + 0.5 * (weight_R * kl_R).sum()).item())
 
 
 def test_no_valid_token_or_no_token_gives_zero():
     for size in (6, 0):
         batch = golden_batch() | {"num_valid_tokens": 0, "num_valid_seqs": 0}
-        batch = {name: x[:size] if name.endswith("_T") else x for name, x in batch.items()}
-        batch["logp_T"] = batch["logp_T"].detach().requires_grad_()
-        batch["mask_T"] = torch.zeros(size)
+        batch = {name: x[:size] if name.endswith("_R") else x for name, x in batch.items()}
+        batch["logp_R"] = batch["logp_R"].detach().requires_grad_()
+        batch["mask_R"] = torch.zeros(size)
         for token_level in (True, False):
             loss, metrics = policy_loss(**batch, cfg=LossConfig(token_level_loss=token_level))
             loss.backward()
-            assert loss == 0 and (batch["logp_T"].grad == 0).all()
+            assert loss == 0 and (batch["logp_R"].grad == 0).all()
             assert metrics["num_valid_samples"] == 0 and metrics["probs_ratio"] == (0, 0)
             assert (metrics["probs_ratio_min"], metrics["probs_ratio_max"]) == (math.inf, -math.inf)
 
@@ -405,8 +405,8 @@ def test_no_valid_token_or_no_token_gives_zero():
 def test_nothing_is_read_back_from_the_device():
     # A meta tensor has no values: whatever would wait for one on a GPU (item, unique, x[mask]) raises.
     batch = golden_batch()
-    batch = {name: x.to("meta") if name.endswith("_T") else x for name, x in batch.items()}
-    batch |= {name: torch.ones(6, device="meta") for name in ("entropy_T", "ref_logp_T", "positive_T")}
+    batch = {name: x.to("meta") if name.endswith("_R") else x for name, x in batch.items()}
+    batch |= {name: torch.ones(6, device="meta") for name in ("entropy_R", "ref_logp_R", "positive_R")}
     terms = {"reference_policy_kl_penalty": 0.1, "entropy_coef": 0.1, "positive_example_nll_weight": 0.1}
     for options in (
         TIS,
@@ -420,7 +420,7 @@ def test_nothing_is_read_back_from_the_device():
 
 
 @pytest.mark.parametrize(
-    "options, missing", [({"entropy_coef": 0.1}, "entropy_T"), ({"positive_example_nll_weight": 0.1}, "positive")]
+    "options, missing", [({"entropy_coef": 0.1}, "entropy_R"), ({"positive_example_nll_weight": 0.1}, "positive")]
 )
 def test_what_cannot_be_computed_is_refused(options, missing):
     with pytest.raises(AssertionError, match=missing):
@@ -435,7 +435,7 @@ def test_what_cannot_be_computed_is_refused(options, missing):
 )
 def test_seq_logp_error_mask(threshold, kept):
     batch = golden_batch()
-    rows = {f"{name}_R": batch[f"{name}_T"] for name in ("mask", "old_logp", "sampler_logp", "seq")}
+    rows = {f"{name}_R": batch[f"{name}_R"] for name in ("mask", "old_logp", "sampler_logp", "seq")}
     rows["sampler_logp_R"][5] = math.nan  # masked
     mask_R, metrics = seq_logp_error_mask(**rows, threshold=threshold, correct_R=torch.tensor([0, 0, 0, 1, 1, 1]))
     assert mask_R.tolist() == [bool(k) for k in kept]
@@ -469,8 +469,8 @@ def test_seq_logp_error_mask(threshold, kept):
 
 def test_seq_logp_error_drops_a_sequence_by_its_finite_tokens():
     batch = golden_batch()
-    batch["sampler_logp_T"][4] = -math.inf
-    rows = {f"{name}_R": batch[f"{name}_T"] for name in ("mask", "old_logp", "sampler_logp", "seq")}
+    batch["sampler_logp_R"][4] = -math.inf
+    rows = {f"{name}_R": batch[f"{name}_R"] for name in ("mask", "old_logp", "sampler_logp", "seq")}
     mask_R, metrics = seq_logp_error_mask(**rows, threshold=1.05, correct_R=torch.ones(6))
     assert mask_R.tolist() == [False, False, False, True, True, False]  # the second's other token has error 1
     assert metrics["seq_mult_prob_error_min"] == 1

@@ -25,7 +25,7 @@ def run(cfg: LossConfig, dtype=torch.float64) -> torch.Tensor:
     batch = hard_batch(dtype)
     loss, _ = policy_loss(**batch, cfg=cfg)
     loss.backward()
-    grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in (batch["logp_T"], batch["entropy_T"])]
+    grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in (batch["logp_R"], batch["entropy_R"])]
     return torch.cat([loss.detach()[None], *grads]).double()
 
 

@@ -19,7 +19,7 @@ from loss_cases import MODES, WEIGHTS, allowed
 import kernels.softmax
 import loss as original
 import loss_path
-from config import LossConfig
+from config import ConfigError, LossConfig
 from kernels import KernelBackend, linear_loss
 from kernels.linear_loss import DEVIATION, one_pass_problem
 from loss_path import PROVEN, choose_loss_path, digest_of
@@ -34,7 +34,7 @@ EDITS = {  # name: (text of loss.py, what it becomes)
     "bound": ("1 + cfg.ratio_clip_max)", "1 + cfg.ratio_clip_max / 2)"),
     "no clip": (PPO, "loss_R = -t.adv_R * ratio_R"),
     "detached ratio": (PPO, PPO.replace("* ratio_R", "* ratio_R.detach()")),
-    "entropy": (END, "    loss = loss - 9 * (t.keep(entropy_T) * weight_R).sum()\n\n" + END),
+    "entropy": (END, "    loss = loss - 9 * (t.where_trained(entropy_R) * weight_R).sum()\n\n" + END),
     "large advantages": (PPO, PPO + "\n    loss_R = loss_R * torch.where(t.adv_R.abs() > 10, 2.0, 1.0)"),
 }
 # No probe has so large an advantage.
@@ -54,9 +54,9 @@ def edited(tmp_path, old, new):
     return module
 
 
-def choose(policy_loss, cfg, backend, has_old=True, has_ref=False, filtered=False):
+def choose(policy_loss, cfg, backend, has_old=True, has_ref=False, filtered=False, **allowed):
     options = {"has_old": has_old, "has_ref": has_ref, "backend": backend, "device": DEVICE, "filtered": filtered}
-    return choose_loss_path(policy_loss, cfg, **options)
+    return choose_loss_path(policy_loss, cfg, **options, **allowed)
 
 
 def make_case(cfg):
@@ -68,13 +68,13 @@ def make_case(cfg):
     logp_R = (hidden_RD @ weight_VD.T / 0.7).log_softmax(-1).gather(1, target_R[:, None])[:, 0]
     old_R = logp_R - torch.tensor([0.4, -0.4, 0.05, -0.05, 0.15, 0.0])[row_R % 6]
     pack = {
-        "old_logp_T": old_R,
-        "sampler_logp_T": old_R + 0.1 * torch.randn(35, generator=generator),
-        "adv_T": torch.tensor([1.3, -0.7, 0.0, 40.0, -2.1, 0.6, -40.0])[row_R % 7],
-        "mask_T": row_R % 9 != 8,
-        "seq_T": row_R // 5,
-        "ref_logp_T": None,
-        "positive_T": row_R % 2 == 0,
+        "old_logp_R": old_R,
+        "sampler_logp_R": old_R + 0.1 * torch.randn(35, generator=generator),
+        "adv_R": torch.tensor([1.3, -0.7, 0.0, 40.0, -2.1, 0.6, -40.0])[row_R % 7],
+        "mask_R": row_R % 9 != 8,
+        "seq_R": row_R // 5,
+        "ref_logp_R": None,
+        "positive_R": row_R % 2 == 0,
     }
     pack = {name: x.to(DEVICE) if x is not None else None for name, x in pack.items()}
     counts = {"num_valid_tokens": 31, "num_valid_seqs": 7, "num_positive_tokens": 16, "cfg": cfg}
@@ -87,13 +87,13 @@ def oracle(policy_loss, hidden_RD, weight_VD, target_R, pack):
     all_logp_RV = (leaves[0] @ leaves[1].T / 0.7).log_softmax(-1)
     entropy_R = -(all_logp_RV.exp() * all_logp_RV).sum(-1)
     pack = {name: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in pack.items()}
-    loss, _ = policy_loss(all_logp_RV.gather(1, target_R[:, None])[:, 0], entropy_T=entropy_R, **pack)
+    loss, _ = policy_loss(all_logp_RV.gather(1, target_R[:, None])[:, 0], entropy_R=entropy_R, **pack)
     return torch.autograd.grad(loss, leaves)
 
 
 def train(policy_loss, path, backend, hidden_RD, weight_VD, target_R, pack):
     """(gradients in hidden and weight, metrics), rows that may have a gradient first, as the trainer sorts them."""
-    moved_R = path.may_have_gradient(pack["adv_T"], pack["positive_T"]) & pack["mask_T"]
+    moved_R = path.may_have_gradient(pack["adv_R"], pack["positive_R"]) & pack["mask_R"]
     order_R = moved_R.logical_not().argsort(stable=True)
     pack = {name: x[order_R] if torch.is_tensor(x) else x for name, x in pack.items()}
     hidden_RD, weight_VD = hidden_RD.clone().requires_grad_(), weight_VD.clone().requires_grad_()
@@ -165,12 +165,41 @@ def test_an_edit_that_couples_tokens_where_no_probe_sees_it_is_refused(tmp_path,
 
 def test_an_edit_that_couples_tokens_is_trained_in_two_passes(tmp_path):
     cfg = LossConfig(reference_policy_kl_penalty=0.0)
-    module, case = edited(tmp_path, PPO, PPO + "\n    loss_R = loss_R * t.logp_R.mean()"), make_case(cfg)
+    mean = "t.seqs.sum_for_each_token(t.logp_R) / t.seqs.length_R"
+    module, case = edited(tmp_path, PPO, PPO + f"\n    loss_R = loss_R * {mean}"), make_case(cfg)
     backend = TORCH
     path = choose(module.policy_loss, cfg, backend)
     assert path.describe() == "loss: two passes, autograd of loss.py (the loss couples the tokens of a sequence)"
     got, _ = train(module.policy_loss, path, backend, *case)
     assert max(relative_errors(got, oracle(module.policy_loss, *case))) <= 1e-5
+
+
+OWN_MEAN = "t.where_trained(entropy_R) / t.where_trained(entropy_R).mean()"
+PACK_DEPENDENT = {  # edits; what each depends on
+    "entropy over its own mean": (END, f"    loss = (loss_R * ({OWN_MEAN}).detach() * weight_R).sum()\n{END}"),
+    "its own mean, in the gradient": (END, f"    loss = loss + ({OWN_MEAN} * loss_R * weight_R).sum()\n{END}"),
+    "its own count": (END, f"    loss = loss_R.sum() / t.valid_R.sum()\n{END}"),
+    "advantages of the pack": (PPO, f"t.adv_R = (t.adv_R - t.adv_R.mean()) / t.adv_R.std()\n    {PPO}"),
+    "largest advantage": (PPO, f"t.adv_R = t.adv_R / t.adv_R.abs().max()\n    {PPO}"),
+    "highest entropies": (END, f"    loss = (loss_R * (entropy_R > entropy_R.median()) * weight_R).sum()\n{END}"),
+    "longest sequence": (END, f"    loss = loss / torch.bincount(seq_R).max()\n{END}"),
+    "number of sequences": (END, f"    loss = loss / seq_R.unique().numel()\n{END}"),
+    "share of positive tokens": (END, f"    loss = loss / (positive_R != 0).double().mean()\n{END}"),
+    "order": (END, f"    loss = (loss_R * torch.arange(len(seq_R), device=seq_R.device) * weight_R).sum()\n{END}"),
+}
+
+
+@pytest.mark.parametrize("edit", PACK_DEPENDENT)
+def test_an_edit_that_depends_on_the_pack_is_refused_and_trained_where_allowed(tmp_path, edit):
+    cfg = LossConfig(reference_policy_kl_penalty=0.0)
+    module, case = edited(tmp_path, *PACK_DEPENDENT[edit]), make_case(cfg)
+    with pytest.raises(ConfigError, match=r"sequences of its pack.*num_valid_tokens.*grpo\.allow_pack_dependence="):
+        choose(module.policy_loss, cfg, TORCH)
+    path = choose(module.policy_loss, cfg, TORCH, allow_pack_dependence=True)
+    if edit != "order":  # `train` sorts the tokens
+        got, metrics = train(module.policy_loss, path, TORCH, *case)
+        assert max(relative_errors(got, oracle(module.policy_loss, *case))) <= 1e-5
+        assert one_pass_problem(metrics[DEVIATION].item()) is None
 
 
 @pytest.mark.slow
@@ -186,8 +215,8 @@ def test_which_options_couple_tokens(every):
             want = gspo and (cfg.old_logprobs == "sampler" or not moves)
             want |= cfg.use_importance_sampling_correction and weights and moves
             make_pack = partial(loss_path._pack, cfg=cfg, has_old=has_old, has_ref=False)
-            coupled, idle, positive = loss_path._probe(original.policy_loss, make_pack)
-            assert coupled == want, (cfg, has_old)
+            coupled, depends_on_pack, idle, positive = loss_path._probe(original.policy_loss, make_pack)
+            assert coupled == want and not depends_on_pack, (cfg, has_old)
             assert gspo or not (idle or positive), "a token of advantage 0 has a gradient"
             seen.add(coupled)
     assert seen == {True, False}
@@ -256,7 +285,7 @@ def test_what_counts_as_an_edit(tmp_path):
     ]:
         assert (digest_of(edited(tmp_path, old, new).policy_loss) != PROVEN) == is_edit, new
     namespace = {}
-    exec("def policy_loss(logp_T, **pack):\n    return 0 * logp_T.sum(), {}", namespace)
+    exec("def policy_loss(logp_R, **pack):\n    return 0 * logp_R.sum(), {}", namespace)
     assert digest_of(namespace["policy_loss"]) != PROVEN, "made at run time"
 
 

@@ -113,9 +113,9 @@ FUNCTIONS |= {f"{name}_{dim}": FUNCTIONS[name] for name in ("mean", "sum", "min"
 def of_tokens():
     """(names of the formulas -> numbers, metric -> what the code says) of a batch with every side of every clip."""
     batch = hard_batch(torch.float64)
-    del batch["positive_T"], batch["num_positive_tokens"]
-    mask = batch["mask_T"].numpy()
-    tokens = {name.removesuffix("_T"): x.detach().numpy()[mask] for name, x in batch.items() if name.endswith("_T")}
+    del batch["positive_R"], batch["num_positive_tokens"]
+    mask = batch["mask_R"].numpy()
+    tokens = {name.removesuffix("_R"): x.detach().numpy()[mask] for name, x in batch.items() if name.endswith("_R")}
     old, sampler, seq = tokens["old_logp"], tokens["sampler_logp"], tokens["seq"]
     raw = np.exp(old - sampler)
     ratio = np.exp(tokens["logp"] - old)
@@ -126,8 +126,8 @@ def of_tokens():
     names["by_seq"] = lambda x: np.array([x[seq == each].mean() for each in np.unique(seq)])
     counts = {"num_valid_tokens": int(mask.sum()), "num_valid_seqs": len(np.unique(seq))}
     _, metrics = policy_loss(**batch | counts, cfg=LOSS)
-    options = {"old_logp_R": batch["old_logp_T"], "sampler_logp_R": batch["sampler_logp_T"], "seq_R": batch["seq_T"]}
-    _, masked = seq_logp_error_mask(batch["mask_T"], **options, threshold=THRESHOLD, correct_R=batch["mask_T"])
+    options = {"old_logp_R": batch["old_logp_R"], "sampler_logp_R": batch["sampler_logp_R"], "seq_R": batch["seq_R"]}
+    _, masked = seq_logp_error_mask(batch["mask_R"], **options, threshold=THRESHOLD, correct_R=batch["mask_R"])
     total = {}
     accumulate(total, metrics | masked)
     return names, derived_metrics(reduce_over_ranks(total))

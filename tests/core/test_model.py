@@ -152,7 +152,7 @@ def float64_logps(model, samples, max_tokens, *, share_prefix):
         for pack in pack_samples(share, max_tokens):
             micro = to_device(pack, torch.device("cpu"))
             logits_RV = model(
-                *micro.model_inputs, logprob_fn=lambda hidden_RD, weight_VD, *_, **__: hidden_RD @ weight_VD.T
+                *micro.model_inputs, head_fn=lambda hidden_RD, weight_VD, *_, **__: hidden_RD @ weight_VD.T
             )
             logp_R = logits_RV.log_softmax(-1).gather(1, micro.target_R[:, None])[:, 0]
             (logp_R * torch.sin(3 * micro.adv_R.double() + micro.target_R)).sum().backward()

@@ -242,10 +242,10 @@ LIMIT = config.GRPOConfig(logp_gap_limit=1e-3, max_bad_steps=2)
 )
 def test_bad_steps_of_any_kind_share_a_counter_and_stop_the_run(metrics, grad_norm, told):
     def count(num_bad_steps, cfg=LIMIT, metrics=metrics, grad_norm=grad_norm):
-        return optim.count_bad_steps(num_bad_steps, SOUND | metrics, grad_norm, cfg, 7)
+        return optim.judge_step(SOUND | metrics, grad_norm, num_bad_steps, cfg, 7)
 
-    assert (count(0), count(1)) == (1, 2)
-    assert count(2, metrics={}, grad_norm=1.0) == 0  # a sound one begins the count anew
+    assert (count(0), count(1)) == ((False, 1), (False, 2))
+    assert count(2, metrics={}, grad_norm=1.0) == (True, 0)  # a sound one begins the count anew
     with pytest.raises(StopRun) as error:
         count(2)
     assert told in str(error.value) and str(error.value).startswith("step 7: ")
@@ -256,14 +256,14 @@ def test_bad_steps_of_any_kind_share_a_counter_and_stop_the_run(metrics, grad_no
 
 def test_a_loss_that_one_pass_cannot_train_stops_the_run_at_once():
     with pytest.raises(StopRun, match=r"^step 7: .*The step was not applied$"):
-        optim.count_bad_steps(0, SOUND | {"one_pass_deviation_max": 1.0}, 1.0, LIMIT, 7)
+        optim.judge_step(SOUND | {"one_pass_deviation_max": 1.0}, 1.0, 0, LIMIT, 7)
 
 
 def test_without_a_limit_the_gap_is_only_logged():
     cfg = replace(LIMIT, logp_gap_limit=None)
     bad = SOUND | {"logp_gap_mean": 9.0, "num_nonfinite_sampler_logp": 3.0}
-    assert optim.count_bad_steps(0, bad, 1.0, cfg, 1) == 0
-    assert optim.count_bad_steps(0, bad | {"loss": math.inf}, 1.0, cfg, 1) == 1
+    assert optim.judge_step(bad, 1.0, 0, cfg, 1) == (True, 0)
+    assert optim.judge_step(bad | {"loss": math.inf}, 1.0, 0, cfg, 1) == (False, 1)
 
 
 def test_clipping_scales_the_whole_gradient_and_gives_its_norm(one_rank):

@@ -1,6 +1,7 @@
 """examples/forks: each diff applies, edits two files of the product at most, and does what it says in a run.
 
-With --long the suite runs with each diff. It may fail the tests that examples/forks/README.md names, and no other.
+With --long `tests/run.sh --fork` runs with each diff, and what judges losses, advantages and metrics with each edit of
+edits.yaml.
 """
 
 import json
@@ -17,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 from ranks import ranks
 from safetensors.torch import load_file
 from small_run import ROOT, arguments, write_rows
@@ -24,6 +26,7 @@ from small_run import ROOT, arguments, write_rows
 pytestmark = [pytest.mark.slow, pytest.mark.house]  # each fork is a process that trains
 FOLDER = ROOT / "examples" / "forks"
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
+EDITS = yaml.safe_load(Path(__file__).with_name("edits.yaml").read_text(encoding="utf-8"))
 NAMES = sorted(file.stem for file in FOLDER.glob("*.diff"))
 QUIET = ["grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false", "logger.tensorboard_enabled=false"]
 SHORT = [*QUIET, "grpo.max_num_steps=2", "policy.ppo_epochs=2", "checkpointing.save_period=1"]  # ratios leave 1
@@ -33,14 +36,16 @@ def read_lines(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def copy_with(name: str, copy: Path, *, tests: bool = False) -> Path:
-    """The repository as git has it, with the diff in it."""
+def copy_with(name: str | None, copy: Path, *, tests: bool = False) -> Path:
+    """The repository as git has it, with the diff in it if one is named."""
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for file in filter(None, files.split("\0")):
         if (ROOT / file).is_file() and (tests or not file.startswith(("tests/", "bench/", "docs/"))):
             (copy / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, copy / file)
     env = os.environ | {"GIT_CEILING_DIRECTORIES": str(copy.parent)}  # the copy is no repository, nor in one
+    if name is None:
+        return copy
     diff = str(FOLDER / f"{name}.diff")
     applied = subprocess.run(["git", "apply", diff], cwd=copy, env=env, capture_output=True, text=True)
     assert applied.returncode == 0, f"{name} no longer applies; its README says how to mend it: {applied.stderr}"
@@ -189,15 +194,35 @@ def test_a_table_is_read(fork, tmp_path):
     assert check.returncode == 2 and "others" in check.stderr + check.stdout
 
 
+JUDGES = (
+    "core/test_loss.py core/test_loss_exact.py core/test_loss_path.py core/test_advantages.py core/test_metrics.py "
+)
+JUDGES += "core/test_batch.py core/test_grpo.py kernels/test_linear_loss.py"
+
+
+def failures(copy: Path, *selection: str) -> set[str]:
+    """The tests that fail in the copy, of those that `tests/run.sh --fork` runs."""
+    marks = ["-m", "not long and not house and not gpu"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", *marks, *selection]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stdout[-3000:]
+    return set(re.findall(r"^(?:FAILED|ERROR) tests/(\S+)", done.stdout, re.M))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
-def test_the_suite_passes_with(name, tmp_path):
+def test_what_judges_numbers_passes_with(name, tmp_path):
     copy = copy_with(name, tmp_path / "copy", tests=True)
-    failed = set()
-    for selection in (["--fast"], ["tests/core", "tests/kernels"]):
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", *selection]
-        done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
-        assert done.returncode in (0, 1), done.stdout[-3000:]
-        failed |= {found.split("[")[0] for found in re.findall(r"^(?:FAILED|ERROR) tests/(\S+)", done.stdout, re.M)}
-    (row,) = re.findall(rf"^\| {name} \| (.*?) \|$", README, re.MULTILINE)
-    assert failed - set(re.findall(r"`([^`]+)`", row)) == set(), "what the fork must not change"
+    assert failures(copy, "--fast") | failures(copy, "tests/core", "tests/kernels") == set()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("edit", EDITS, ids=[edit["name"] for edit in EDITS])
+def test_what_judges_numbers_passes_with_a_right_edit_and_fails_with_a_wrong_one(edit, tmp_path):
+    copy = copy_with(None, tmp_path / "copy", tests=True)
+    for name, old, new in edit["edits"]:
+        text = (copy / name).read_text()
+        assert text.count(old) == 1, f"tests/examples/edits.yaml, {edit['name']}: {old!r} is no longer in {name}"
+        (copy / name).write_text(text.replace(old, new))
+    found = failures(copy, "--fast", *(f"tests/{name}" for name in JUDGES.split()))
+    assert bool(found) == edit.get("is_wrong", False), found

@@ -42,6 +42,7 @@ SICK = {  # name -> (the rule that fires first, arguments)
         [SMOKE, "grpo.max_num_steps=40", "data.train.env_name=sick:StaleLayer", "grpo.logp_gap_limit=null"],
     ),
     "wrong_answers": ("no_gradient", [SMOKE, SHORT, "data.train.processor=sick:wrong_answer"]),
+    "mostly_wrong": ("few_groups", [SMOKE, "grpo.max_num_steps=40", "data.train.processor=sick:mostly_wrong_answer"]),
     "constant_reward": ("no_gradient", [SMOKE, SHORT, "data.train.env_name=sick:constant_reward"]),
     "one_token": ("truncated", [SMOKE, SHORT, "policy.generation.max_new_tokens=1"]),
     "rate_0.05": ("reward_fell", [SMOKE, SHORT, "policy.optimizer.kwargs.lr=0.05"]),

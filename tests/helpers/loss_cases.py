@@ -8,18 +8,18 @@ import torch
 from check.rules import table_problems
 from config import Config, LossConfig
 
-LOGPS = ("logp_T", "old_logp_T", "sampler_logp_T", "ref_logp_T")
+LOGPS = ("logp_R", "old_logp_R", "sampler_logp_R", "ref_logp_R")
 
 
 def golden_batch(dtype=torch.float32):
     """Two sequences of three tokens, the last one masked: the inputs the golden numbers were made with."""
     return {
-        "logp_T": torch.tensor([-1, -0.5, -2, -0.2, -3, -0.7], dtype=dtype, requires_grad=True),
-        "old_logp_T": torch.tensor([-1.2, -0.5, -1.5, -0.3, -2, -0.7], dtype=dtype),
-        "sampler_logp_T": torch.tensor([-1.1, -0.6, -1.5, -0.3, -2.3, -0.9], dtype=dtype),
-        "adv_T": torch.tensor([1, 1, 1, -0.5, -0.5, -0.5], dtype=dtype),
-        "mask_T": torch.tensor([1, 1, 1, 1, 1, 0]),
-        "seq_T": torch.tensor([0, 0, 0, 1, 1, 1]),
+        "logp_R": torch.tensor([-1, -0.5, -2, -0.2, -3, -0.7], dtype=dtype, requires_grad=True),
+        "old_logp_R": torch.tensor([-1.2, -0.5, -1.5, -0.3, -2, -0.7], dtype=dtype),
+        "sampler_logp_R": torch.tensor([-1.1, -0.6, -1.5, -0.3, -2.3, -0.9], dtype=dtype),
+        "adv_R": torch.tensor([1, 1, 1, -0.5, -0.5, -0.5], dtype=dtype),
+        "mask_R": torch.tensor([1, 1, 1, 1, 1, 0]),
+        "seq_R": torch.tensor([0, 0, 0, 1, 1, 1]),
         "num_valid_tokens": 5,
         "num_valid_seqs": 2,
     }
@@ -36,49 +36,49 @@ def hard_batch(dtype):
     generator = torch.Generator().manual_seed(1)
     ratios = [0.3, 0.7, 0.9, 1.0, 1.04, 1.15, 1.24, 1.5, 2.9, 3.3]
     cases = list(itertools.product(ratios, [1.3, -0.7, 0.0, -2.1]))
-    logp_T = -3 * torch.rand(len(cases), generator=generator) - 0.1
-    old_logp_T = logp_T - torch.tensor([r for r, _ in cases]).log()
-    mask_T = torch.rand(len(cases), generator=generator) < 0.8
-    seq_T = torch.randint(7, (len(cases),), generator=generator) * 1000 - 500
-    mask_T[seq_T == 500] = False
+    logp_R = -3 * torch.rand(len(cases), generator=generator) - 0.1
+    old_logp_R = logp_R - torch.tensor([r for r, _ in cases]).log()
+    mask_R = torch.rand(len(cases), generator=generator) < 0.8
+    seq_R = torch.randint(7, (len(cases),), generator=generator) * 1000 - 500
+    mask_R[seq_R == 500] = False
     batch = {
-        "logp_T": logp_T,
-        "old_logp_T": old_logp_T,
-        "sampler_logp_T": old_logp_T + 0.3 * torch.randn(len(cases), generator=generator),
-        "adv_T": torch.tensor([a for _, a in cases]),
-        "ref_logp_T": logp_T + 0.5 * torch.randn(len(cases), generator=generator),
-        "entropy_T": 2 * torch.rand(len(cases), generator=generator),
+        "logp_R": logp_R,
+        "old_logp_R": old_logp_R,
+        "sampler_logp_R": old_logp_R + 0.3 * torch.randn(len(cases), generator=generator),
+        "adv_R": torch.tensor([a for _, a in cases]),
+        "ref_logp_R": logp_R + 0.5 * torch.randn(len(cases), generator=generator),
+        "entropy_R": 2 * torch.rand(len(cases), generator=generator),
     }
-    batch = {name: x_T.to(dtype) for name, x_T in batch.items()}
-    num_seqs = len(set(seq_T[mask_T].tolist()))
-    assert num_seqs == 6 and 25 < mask_T.sum() < 35
-    batch["logp_T"].requires_grad_()
-    batch["entropy_T"].requires_grad_()
-    positive_T = seq_T % 3000 == 500
-    assert 0 < (mask_T & positive_T).sum() < mask_T.sum()
+    batch = {name: x_R.to(dtype) for name, x_R in batch.items()}
+    num_seqs = len(set(seq_R[mask_R].tolist()))
+    assert num_seqs == 6 and 25 < mask_R.sum() < 35
+    batch["logp_R"].requires_grad_()
+    batch["entropy_R"].requires_grad_()
+    positive_R = seq_R % 3000 == 500
+    assert 0 < (mask_R & positive_R).sum() < mask_R.sum()
     counts = {  # other ranks have some too
-        "num_valid_tokens": int(mask_T.sum()) + 11,
+        "num_valid_tokens": int(mask_R.sum()) + 11,
         "num_valid_seqs": num_seqs + 2,
-        "num_positive_tokens": int((mask_T & positive_T).sum()) + 4,
+        "num_positive_tokens": int((mask_R & positive_R).sum()) + 4,
     }
-    return batch | {"mask_T": mask_T, "seq_T": seq_T, "positive_T": positive_T} | counts
+    return batch | {"mask_R": mask_R, "seq_R": seq_R, "positive_R": positive_R} | counts
 
 
 def loop_loss(batch: dict, cfg: LossConfig) -> tuple[float, list[float], list[float]]:
-    """Loss, its gradient in logp_T and in entropy_T."""
-    names = (*LOGPS, "adv_T", "entropy_T", "positive_T", "seq_T")
+    """Loss, its gradient in logp_R and in entropy_R."""
+    names = (*LOGPS, "adv_R", "entropy_R", "positive_R", "seq_R")
     columns = {name: batch[name].tolist() for name in names}
-    num = len(columns["seq_T"])
-    columns["old_logp_T"] = columns["logp_T"] if cfg.force_on_policy_ratio else columns["old_logp_T"]
+    num = len(columns["seq_R"])
+    columns["old_logp_R"] = columns["logp_R"] if cfg.force_on_policy_ratio else columns["old_logp_R"]
     total, grad, grad_entropy = 0.0, [0.0] * num, [0.0] * num
-    for seq in sorted(set(columns["seq_T"])):
-        mine = [i for i in range(num) if columns["seq_T"][i] == seq and batch["mask_T"][i]]
-        weights = loop_weights([columns["old_logp_T"][i] - columns["sampler_logp_T"][i] for i in mine], cfg)
-        before = columns["sampler_logp_T" if cfg.old_logprobs == "sampler" else "old_logp_T"]
-        mean_log_ratio = sum(columns["logp_T"][i] - before[i] for i in mine) / max(len(mine), 1)
+    for seq in sorted(set(columns["seq_R"])):
+        mine = [i for i in range(num) if columns["seq_R"][i] == seq and batch["mask_R"][i]]
+        weights = loop_weights([columns["old_logp_R"][i] - columns["sampler_logp_R"][i] for i in mine], cfg)
+        before = columns["sampler_logp_R" if cfg.old_logprobs == "sampler" else "old_logp_R"]
+        mean_log_ratio = sum(columns["logp_R"][i] - before[i] for i in mine) / max(len(mine), 1)
         for i, weight in zip(mine, weights, strict=True):
             logp, _, sampler, ref = (columns[name][i] for name in LOGPS)
-            adv = columns["adv_T"][i]
+            adv = columns["adv_R"][i]
             if cfg.token_level_loss:
                 share = 1 / batch["num_valid_tokens"]
             elif cfg.loss_scale_factor is None:
@@ -93,9 +93,9 @@ def loop_loss(batch: dict, cfg: LossConfig) -> tuple[float, list[float], list[fl
             value, slope = loop_kl(logp, sampler, ref, cfg)
             total += share * cfg.reference_policy_kl_penalty * value
             grad[i] += share * cfg.reference_policy_kl_penalty * slope
-            total -= share * cfg.entropy_coef * columns["entropy_T"][i]
+            total -= share * cfg.entropy_coef * columns["entropy_R"][i]
             grad_entropy[i] -= share * cfg.entropy_coef
-            if columns["positive_T"][i]:
+            if columns["positive_R"][i]:
                 total -= cfg.positive_example_nll_weight * logp / batch["num_positive_tokens"]
                 grad[i] -= cfg.positive_example_nll_weight / batch["num_positive_tokens"]
     return total, grad, grad_entropy

@@ -16,6 +16,11 @@ def wrong_answer(row):
     return row | {"answer": str(int(row["answer"]) + 1000)}
 
 
+def mostly_wrong_answer(row):
+    """One row in eight keeps its answer."""
+    return row if int(row["answer"]) % 8 == 0 else wrong_answer(row)
+
+
 NUMBERS = count()
 
 

@@ -57,8 +57,8 @@ def train(kind, vocab, columns, backend, sampling_filter=None, ref=False):
     inputs = {"device": "meta", "dtype": torch.bfloat16, "requires_grad": True}
     hidden_RD, weight_VD = torch.empty(ROWS, WIDTH, **inputs), torch.empty(columns, WIDTH, **inputs)
     x_R, target_R = torch.empty(ROWS, device="meta"), torch.empty(ROWS, device="meta", dtype=torch.int64)
-    pack = {"old_logp_T": x_R, "sampler_logp_T": x_R, "adv_T": x_R, "mask_T": x_R, "seq_T": target_R}
-    pack |= {"ref_logp_T": x_R if ref else None, "num_valid_tokens": ROWS, "num_valid_seqs": 16, "cfg": LossConfig()}
+    pack = {"old_logp_R": x_R, "sampler_logp_R": x_R, "adv_R": x_R, "mask_R": x_R, "seq_R": target_R}
+    pack |= {"ref_logp_R": x_R if ref else None, "num_valid_tokens": ROWS, "num_valid_seqs": 16, "cfg": LossConfig()}
     options = {"temperature": 1.0, "num_grad_rows": ROWS, "pack_loss": partial(policy_loss, **pack), "vocab": vocab}
     options |= {"path": LossPath(kind), "backend": backend, "sampling_filter": sampling_filter}
     with LiveBytes() as count:

@@ -136,23 +136,23 @@ class Case:
 
     def pack(self, cfg, has_old=True, dtype=torch.float64):
         """The arguments of policy_loss but logp and entropy."""
-        pack = {"old_logp_T": self.old if has_old else None, "sampler_logp_T": self.sampler, "adv_T": self.adv}
+        pack = {"old_logp_R": self.old if has_old else None, "sampler_logp_R": self.sampler, "adv_R": self.adv}
         pack = {name: None if x is None else x.to(dtype) for name, x in pack.items()}
-        pack |= {"ref_logp_T": self.ref.to(dtype), "mask_T": self.mask, "seq_T": self.seq, "cfg": cfg}
+        pack |= {"ref_logp_R": self.ref.to(dtype), "mask_R": self.mask, "seq_R": self.seq, "cfg": cfg}
         counts = {"num_valid_tokens": self.R + 3, "num_valid_seqs": self.R // 3 + 2, "num_positive_tokens": self.R + 1}
-        return pack | counts | {"positive_T": self.seq % 2 == 0}
+        return pack | counts | {"positive_R": self.seq % 2 == 0}
 
     def oracle(self, cfg, has_old=True):
-        loss, _ = policy_loss(self.logp, entropy_T=self.entropy, **self.pack(cfg, has_old))
+        loss, _ = policy_loss(self.logp, entropy_R=self.entropy, **self.pack(cfg, has_old))
         return (loss, self.logp, self.entropy, *torch.autograd.grad(loss, self.leaves, retain_graph=True))
 
     def run(self, cfg, path, *, has_old=True, num_grad_rows=None, hidden=None, weight=None, pack=None, **changed):
         """(loss, metrics, logp, entropy) of linear_loss: the last two as policy_loss saw them last."""
         seen = []
 
-        def recording_loss(logp_R, entropy_T, **rest):
-            seen[:] = logp_R.detach().clone(), entropy_T.detach().clone()
-            return policy_loss(logp_R, entropy_T=entropy_T, **rest)
+        def recording_loss(logp_R, entropy_R, **rest):
+            seen[:] = logp_R.detach().clone(), entropy_R.detach().clone()
+            return policy_loss(logp_R, entropy_R=entropy_R, **rest)
 
         wide = torch.promote_types(self.hidden.dtype, torch.float32)
         pack_loss = partial(recording_loss, **self.pack(cfg, has_old, wide) | (pack or {}))
@@ -397,7 +397,7 @@ def test_one_pass_equals_two(path, cfg):
     hidden, weight = (x.detach().requires_grad_() for x in (case.hidden, case.weight))
     options = {"temperature": 0.7, "return_entropy": True, "backend": path.backend}
     logp, entropy = linear_logp(hidden, weight, case.target, **options)
-    policy_loss(logp, entropy_T=entropy, **case.pack(cfg, dtype=torch.float32))[0].backward()
+    policy_loss(logp, entropy_R=entropy, **case.pack(cfg, dtype=torch.float32))[0].backward()
     (metrics, got), (expected_metrics, expected) = results
     assert expected[3].equal(hidden.grad) and expected[4].equal(weight.grad)
     close(got, [x.double() for x in expected], gradient=1e-5)
@@ -415,7 +415,7 @@ def test_a_loss_that_couples_tokens_is_found_out(monkeypatch, path):
     """In one chunk its gradient is right and nothing is said; in several it is not, and the deviation is not 0."""
     case = Case(35, 37)
 
-    def centered_loss(logp_R, entropy_T):
+    def centered_loss(logp_R, entropy_R):
         deviation = (logp_R - logp_R.mean()).square().mean()
         return deviation, {"loss": deviation.detach()}
 
@@ -483,7 +483,7 @@ def test_buffers_are_written_where_they_should_be(monkeypatch, path, dtype):
 @all_paths
 def test_programming_errors_are_refused(path):
     case, cfg = Case(5, 37), COVER[0]
-    for bad in ({"num_grad_rows": 6}, {"temperature": 0.0}, {"pack": {"adv_T": case.adv[:-1]}}):
+    for bad in ({"num_grad_rows": 6}, {"temperature": 0.0}, {"pack": {"adv_R": case.adv[:-1]}}):
         with pytest.raises((AssertionError, RuntimeError)):
             case.ours(cfg, path, **bad)
     if DEVICE == "cpu":  # a device assert would be the end of CUDA in this process

@@ -160,8 +160,8 @@ def run_loss(cfg, backend, kind, sampling_filter, ref):
     seq_R = torch.arange(ROWS, device=DEVICE) // 4
     sampler_R = torch.linspace(-3, -0.5, ROWS, device=DEVICE)
     mask_R = (seq_R != 1) & (seq_R < 4)  # the last rows have no gradient
-    pack = {"old_logp_T": None, "sampler_logp_T": sampler_R, "adv_T": sampler_R + 2, "mask_T": mask_R, "cfg": cfg}
-    pack |= {"seq_T": seq_R, "ref_logp_T": sampler_R - 0.5 if ref else None, "positive_T": seq_R % 2}
+    pack = {"old_logp_R": None, "sampler_logp_R": sampler_R, "adv_R": sampler_R + 2, "mask_R": mask_R, "cfg": cfg}
+    pack |= {"seq_R": seq_R, "ref_logp_R": sampler_R - 0.5 if ref else None, "positive_R": seq_R % 2}
     pack |= {"num_valid_tokens": 19, "num_valid_seqs": 5, "num_positive_tokens": 8}
     loss, metrics = linear_loss(
         hidden_RD, weight_VD, target_R, temperature=0.7, num_grad_rows=ROWS - 3 if kind == "one pass" else ROWS,
@@ -187,8 +187,8 @@ def test_the_loss_is_that_of_the_filtered_logits(backend, ref, token_level):
     wide = [x.detach().double().requires_grad_() for x in matrices]
     logp_R, entropy_R = oracle(*wide, target_R, 0.7, 0.8, 9)
     all_R, _ = oracle(*wide, target_R, 0.7)
-    pack = {name: x.double() if name.endswith("logp_T") and x is not None else x for name, x in pack.items()}
-    want, of_oracle = policy_loss(logp_R, entropy_T=entropy_R, unfiltered_logp_T=all_R if ref else None, **pack)
+    pack = {name: x.double() if name.endswith("logp_R") and x is not None else x for name, x in pack.items()}
+    want, of_oracle = policy_loss(logp_R, entropy_R=entropy_R, unfiltered_logp_R=all_R if ref else None, **pack)
     assert loss.item() == pytest.approx(want.item(), abs=2e-6)
     for a, b in zip(grads, torch.autograd.grad(want, wide), strict=True):
         assert (a - b).norm() <= 5e-6 * b.norm()

@@ -247,8 +247,8 @@ def test_the_step_that_stopped_a_run_stops_again_until_its_reason_is_gone(start,
 
     write_rows(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(grpo, "count_bad_steps", stop)
-        patch.setattr(replay, "count_bad_steps", stop)
+        patch.setattr(grpo, "judge_step", stop)
+        patch.setattr(replay, "judge_step", stop)
         assert start(*arguments(tmp_path), *QUIET, DUMP)[0] == 3
         with pytest.raises(StopRun):
             replayed(one_rank, tmp_path / "exp_001", 1)

@@ -106,12 +106,12 @@ def test_where_a_second_run_is_refused_and_where_it_is_not(tmp_path, one_rank, s
     assert refused(with_(resume_from=str(logs / "exp_001")))
     (tmp_path / "link").symlink_to(logs / "exp_001")
     assert refused(with_(resume_from=str(tmp_path / "link"), resume="auto"))
-    assert run_folder.open_run_folder(cfg, one_rank[0], to_train=False) == logs / "exp_002"  # eval.py only reads runs
-    assert run_folder.open_run_folder(cfg, one_rank[0]) == logs / "exp_003"  # a new run has its own folder
-    pid = start(folder=shared / "exp_004")  # of another log_dir
-    with pytest.raises(ConfigError, match=rf"^{shared}/exp_004 is in use by another run \(process {pid} on "):
+    assert run_folder.open_run_folder(cfg, one_rank[0], to_train=False) == logs / "eval_001"  # which only reads
+    assert run_folder.open_run_folder(cfg, one_rank[0]) == logs / "exp_002"  # a new run has its own folder
+    pid = start(folder=shared / "exp_003")  # of another log_dir
+    with pytest.raises(ConfigError, match=rf"^{shared}/exp_003 is in use by another run \(process {pid} on "):
         run_folder.open_run_folder(with_(checkpoint_dir=str(shared)), one_rank[0])
-    assert run_folder.open_run_folder(with_(checkpoint_dir=str(shared)), one_rank[0]) == logs / "exp_005"
+    assert run_folder.open_run_folder(with_(checkpoint_dir=str(shared)), one_rank[0]) == logs / "exp_004"
 
 
 @pytest.mark.parametrize("orphan", ["forked", "executed", "forked twice"])

@@ -94,6 +94,11 @@ EDGES = [  # (rule, whether it holds after the last of these steps, the steps): 
     ("no_gradient", False, well(5) + flat(5, accuracy=0.9)),
     ("no_gradient", False, flat(2) + well(1) + flat(4)),
     ("no_gradient", False, well(9, grad_norm=0.0)),
+    ("few_groups", True, well(9) + well(30, zero_variance_fraction=0.86)),
+    ("few_groups", True, well(30, zero_variance_fraction=0.86, accuracy=0.89)),
+    ("few_groups", False, well(30, zero_variance_fraction=0.84)),
+    ("few_groups", False, well(29, zero_variance_fraction=1.0)),
+    ("few_groups", False, well(30, zero_variance_fraction=0.95, accuracy=0.91)),
 ]
 
 
@@ -176,7 +181,7 @@ def write(folder, steps, first=1):
     log = RunLog(folder, config.LoggerConfig(tensorboard_enabled=False), first_step=first, num_steps=len(steps))
     for number, step in enumerate(steps, 1):
         if number >= first:
-            train = {"loss": 0.0, "logp_gap_max": 0.0, "train_tokens": 1, **step}
+            train = {"loss": 0.0, "logp_gap_max": 0.0, "train_tokens": 1, "unshaped_reward": step["reward"], **step}
             log.step(number, train, SECONDS, {"performance/tokens_per_sec": 1.0})
     return log
 

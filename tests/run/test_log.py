@@ -26,6 +26,7 @@ SAMPLES = [sample(0, 1.0, "ok", 2), sample(0, 1.0, "ok", 4), sample(1, 0.0, "wro
 
 TRAIN = {
     "reward": 0.625,
+    "unshaped_reward": 0.5,
     "accuracy": 0.5,
     "loss": -0.0123,
     "grad_norm": 1.75,
@@ -39,7 +40,7 @@ PERFORMANCE = {"performance/tokens_per_sec": 300.0, "performance/train_tokens": 
 
 
 def open_log(folder, first_step=1, tensorboard=False):
-    cfg = config.LoggerConfig(num_samples_to_log=2, tensorboard_enabled=tensorboard)
+    cfg = config.LoggerConfig(num_samples_to_log=2, num_val_samples_to_print=1, tensorboard_enabled=tensorboard)
     return RunLog(folder, cfg, first_step=first_step, num_steps=10)
 
 
@@ -66,33 +67,51 @@ def test_step_in_metrics_file_and_on_the_console(tmp_path, capsys):
         **PERFORMANCE,
     }
     (line,) = capsys.readouterr().out.splitlines()
-    start = "step 1/10 | reward 0.625 acc 0.500 | loss -0.0123 grad 1.750 | logp gap 4e-07 max 3e-06 | 300 tok/s | "
+    start = "step 1/10 | accuracy 0.500 | loss -0.0123 grad 1.750 | logp gap 4e-07 max 3e-06 | 300 tok/s | "
     assert line.startswith(f"{start}4.00s (gen 1.50 data 0.25 train 2.00 sync 0.50) | ETA 0m"), line
 
 
-def test_validation_of_several_sets(tmp_path, capsys):
-    values = {"validation/a/greedy/accuracy": 0.75, "validation/a/greedy/reward": 9.0}
-    values |= {"validation/b/sampled/accuracy": 0.5, "validation/b/sampled/reward": 0.5}
+def test_a_run_speaks_of_reward_once_one_is_neither_0_nor_1(tmp_path, capsys):
     log = open_log(tmp_path)
-    log.validation(5, values | {"timing/validation/total_validation_time": 2.0})
-    assert capsys.readouterr().out == "validation after step 5 | accuracy: a greedy 0.750, b sampled 0.500 | 2.0s\n"
-    log.close(RunState({}, {}, first_validation=values, last_validation={"validation/a/greedy/accuracy": 1.0}))
+    for unshaped in (0.5, 0.43, 0.5):
+        log.step(1, TRAIN | {"unshaped_reward": unshaped}, SECONDS, PERFORMANCE)
+    spoken = [line.split(" | ")[1] for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert spoken == ["accuracy 0.500", "reward 0.625", "reward 0.625"]
+
+
+def test_validation_of_several_sets(tmp_path, capsys):
+    """Set a has partial credit, in the end; set b has not."""
+    first = {
+        "validation/a/greedy/accuracy": 0.0,
+        "validation/a/greedy/reward": 0.0,
+        "validation/a/greedy/num_problems": 9,
+    }
+    first |= {"validation/b/sampled/accuracy": 0.5, "validation/b/sampled/reward": 0.5}
+    sure = {"accuracy_ci95_low": 0.29, "accuracy_ci95_high": 0.7143, "num_problems": 20}
+    first |= {f"validation/b/sampled/{name}": value for name, value in sure.items()}
+    last = {"validation/a/greedy/accuracy": 1.0, "validation/a/greedy/reward": 0.43}
+    log = open_log(tmp_path)
+    log.validation(5, first | {"timing/validation/total_validation_time": 2.0})
+    b = "b sampled accuracy 0.500 (0.290 to 0.714, 20 problems)"
+    assert capsys.readouterr().out == f"validation after step 5 | a greedy accuracy 0.000, {b} | 2.0s\n"
+    log.close(RunState({}, {}, first_validation=first, last_validation=last))
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert records(tmp_path)[0]["validation/a/greedy/reward"] == 9.0
-    assert lines[1:3] == ["accuracy, a greedy 0.750 -> 1.000", "accuracy, b sampled 0.500 -> ?"]
+    assert records(tmp_path)[0]["validation/a/greedy/reward"] == 0.0
+    assert lines[1:3] == ["a greedy reward 0.000 -> 0.430", f"b sampled accuracy {b.partition('accuracy ')[2]} -> ?"]
 
 
 def test_samples_file_and_console(tmp_path, capsys):
     log = open_log(tmp_path)
-    samples = [SAMPLES[1], replace(SAMPLES[2], advantage=-0.5)]
-    log.samples(3, "train", samples, Tokenizer(STARTER), num_print=1)
-    first = dict(step=3, kind="train", row_id=40, index=0, prompt="2", reply="111<|end|>", reward=1.0, outcome="ok")
-    first |= dict(unshaped_reward=1.0, env_name="math", advantage=None)
+    samples = [replace(SAMPLES[1], expected="7"), replace(SAMPLES[2], advantage=-0.5, expected="9" * 3000)]
+    log.samples(3, "a/greedy", samples, Tokenizer(STARTER))
+    log.samples(3, "train", [], Tokenizer(STARTER))
+    first = dict(step=3, kind="a/greedy", row_id=40, index=0, prompt="2", reply="111<|end|>", reward=1.0, outcome="ok")
+    first |= dict(expected="7", unshaped_reward=1.0, env_name="math", advantage=None)
     first |= dict(finish_reason="stop", weight_version=7, num_tokens=5)
     second = dict(row_id=41, prompt="22", reply="11111<|end|>", reward=0.0, outcome="wrong", num_tokens=8)
-    second |= dict(unshaped_reward=0.0, env_name="games", advantage=-0.5)
+    second |= dict(expected="9" * 2000, unshaped_reward=0.0, env_name="games", advantage=-0.5)
     assert records(tmp_path, "samples.jsonl") == [first, first | second]
-    assert capsys.readouterr().out == "    [train] '2' -> '111<|end|>'  ok, reward 1\n"
+    assert capsys.readouterr().out == "    [a/greedy] '2' -> '111<|end|>'  ok, reward 1, expected '7'\n"
 
 
 def test_samples_are_strict_json_whatever_a_row_brings(tmp_path):

@@ -173,12 +173,12 @@ def test_the_loss_is_theirs(name, tmp_path, monkeypatch):
     seq = torch.arange(3)[:, None].expand_as(mask)
     loss, _ = policy_loss(
         logp[mask],
-        old_logp_T=t["old"][mask],
-        sampler_logp_T=t["sampler"][mask],
-        ref_logp_T=t["ref"][mask] if cfg.loss_fn.reference_policy_kl_penalty else None,
-        adv_T=t["adv"][:, None].expand_as(mask)[mask],
-        mask_T=mask[mask],
-        seq_T=seq[mask],
+        old_logp_R=t["old"][mask],
+        sampler_logp_R=t["sampler"][mask],
+        ref_logp_R=t["ref"][mask] if cfg.loss_fn.reference_policy_kl_penalty else None,
+        adv_R=t["adv"][:, None].expand_as(mask)[mask],
+        mask_R=mask[mask],
+        seq_R=seq[mask],
         num_valid_tokens=int(mask.sum()),
         num_valid_seqs=3,
         cfg=cfg.loss_fn,
