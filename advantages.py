@@ -235,7 +235,7 @@ def advantage_metrics(reward_B: Tensor, group_B: Tensor, adv_B: Tensor, grpo: GR
 def gradient_metrics(adv_B: Tensor, group_B: Tensor, weight_B: Tensor) -> dict[str, float]:
     """advantage_abs_max, and which groups make the gradient, if all log-probabilities have gradients of one length.
     weight_B: trained tokens where the loss is a mean over tokens, else a turn's share of its sample's tokens."""
-    size_P = torch.zeros(1 + int(group_B.max())).index_add(0, group_B, (adv_B.abs() * weight_B).float())
+    size_P = torch.zeros(1 + int(group_B.max())).float().index_add(0, group_B, (adv_B.abs() * weight_B).float())
     share = size_P.max() / size_P.sum() if size_P.any() else size_P.max()
     numbers = {"gradient/num_groups": size_P.count_nonzero(), "gradient/largest_group_share": share}
     return {name: x.item() for name, x in (numbers | {"advantage_abs_max": adv_B.abs().max()}).items()}

@@ -6,13 +6,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from dist_case import settings
 
+from advantages import step_advantages
 from agents.calls import Refused, Request, Rollout, link_of, read_message
 from agents.environment import Agent
 from agents.worker import GIVEN, run
 from config import AgentConfig, ChatServerConfig, ConfigError
+from data import Sample, assign_to_ranks, pack_samples
 from graders.pool import Graded
 from hf.tokenizer import Tokenizer
+from loss import policy_loss
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": [2]}'}}
 CHATML = (
@@ -120,32 +125,159 @@ def test_what_an_agent_may_give(value, expected, counts, monkeypatch):
     assert bool(result.state.get("message")) == (expected[1] == "error" and value != {"reward": 1, "outcome": "error"})
 
 
+def rollouts(rng):
+    """3 groups of 5 rollouts of 1 to 4 rows; rows share prompts, some have an observation, one rollout is ungraded."""
+    samples = []
+    for prompt, index in np.ndindex(3, 5):
+        rows = []
+        for number in range(1 + (prompt + index) % 4):
+            size, context = int(rng.integers(2, 9)), [3 + prompt, 7, number // 2] * (1 + number // 2)
+            ids, logps = rng.integers(0, 9, size, np.int32), rng.normal(-2, 0.4, size).astype(np.float32)
+            given = {"mask": np.arange(size) % 4 != 2, "versions": np.ones(size), "is_led": True}
+            rows.append(Sample(prompt, index, 0, context, ids, logps, **given))
+        rows[0].forks, rows[0].reward = rows[1:], float(rng.random())
+        rows[0].outcome, rows[0].crashed = ["ok", "error"][index == 4], index == 4 and prompt != 1
+        rows[0].count_tokens()
+        samples.append(rows[0])
+    return samples
+
+
+def loop_advantage(own, others, grpo):
+    peers = others if grpo.use_leave_one_out_baseline else [*others, own]
+    mean = sum(peers) / len(peers)
+    deviation = (sum((r - mean) ** 2 for r in peers) / (len(peers) - 1)) ** 0.5
+    return (own - mean) / (deviation + 1e-6) if grpo.normalize_rewards else own - mean
+
+
+@pytest.fixture
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("keys", [{}, {"normalize_rewards": False}, {"use_leave_one_out_baseline": False}], ids=str)
+def test_rollouts_of_one_to_four_rows_against_a_loop_over_rollouts(keys, float64):
+    """Advantages, the loss over tokens and its gradient, in float64, as two ranks pack the rows; the model is a table
+    of logits by token and by position. An error that the policy may have caused counts with reward 0."""
+    cfg = settings(grpo={"reward_std_floor": 0.0} | keys, loss_fn={"old_logprobs": "sampler"})
+    samples = rollouts(np.random.default_rng(5))
+    for s in samples:
+        s.reward *= s.outcome == "ok"
+    adv_B, _ = step_advantages(samples, cfg.grpo, cfg.loss_fn)
+    tables = [torch.randn(size, 9, generator=torch.manual_seed(1)) for size in (12, 40)]
+    ours, theirs = ([t.clone().requires_grad_() for t in tables] for _ in range(2))
+    num_tokens = sum(int(row.mask.sum()) for s in samples if s.is_graded for row in (s, *s.forks))
+    num_seqs = sum(1 + len(s.forks) for s in samples if s.is_graded)
+    expected = 0.0
+    for s, adv in zip(samples, adv_B, strict=True):
+        graded = [o for o in samples if o.prompt == s.prompt and o is not s and (o.outcome == "ok" or o.crashed)]
+        want = loop_advantage(s.reward, [o.reward for o in graded], cfg.grpo) if s.is_graded else 0.0
+        assert adv == pytest.approx(want, rel=1e-9, abs=1e-9)
+        for row in (s, *s.forks) if s.is_graded else ():
+            ids = [*row.prompt_ids, *row.output_ids.tolist()]
+            for i in np.flatnonzero(row.mask):
+                at = len(row.prompt_ids) + int(i) - 1
+                logp = (theirs[0][ids[at]] + theirs[1][at]).log_softmax(0)[ids[at + 1]]
+                ratio = (logp - float(row.sampler_logps[i])).exp()
+                bound = min(max(ratio.item(), 1 - cfg.loss_fn.ratio_clip_min), 1 + cfg.loss_fn.ratio_clip_max)
+                loss = -want * (ratio if want * ratio <= want * bound else bound)
+                expected = expected + loss / num_tokens
+    expected.backward()
+    for s, adv in zip(samples, adv_B, strict=True):
+        s.advantage, s.num_trained_tokens = adv, s.num_trained_tokens * s.is_graded
+    exact = {np.float32(adv).item(): adv for adv in adv_B}  # packs hold float32
+    parts = assign_to_ranks([row for s in samples for row in s.rows], 2, 64, share_prefix=True)
+    packs = [pack for share in parts for pack in pack_samples(share, 64)]
+    total = 0.0
+    for pack in packs:
+        at_R = torch.from_numpy(pack.pos_R)
+        logits_RV = ours[0][torch.from_numpy(pack.token_T)[at_R]] + ours[1][torch.from_numpy(pack.position_T)[at_R]]
+        logp_R = logits_RV.log_softmax(-1).gather(1, torch.from_numpy(pack.target_R)[:, None])[:, 0]
+        adv_R = torch.tensor([exact[adv] for adv in pack.adv_R.tolist()])
+        given = {"old_logp_T": None, "sampler_logp_T": torch.from_numpy(pack.sampler_logp_R).double(), "adv_T": adv_R}
+        counts = {"num_valid_tokens": num_tokens, "num_valid_seqs": num_seqs}
+        seq_R = torch.from_numpy(pack.seq_R)
+        loss, _ = policy_loss(logp_R, **given, mask_T=seq_R >= 0, seq_T=seq_R, **counts, cfg=cfg.loss_fn)
+        total = total + loss
+    total.backward()
+    assert len(packs) > 3 and total.item() == pytest.approx(expected.item(), rel=1e-9)
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our.grad, their.grad, rtol=1e-9, atol=1e-12)
+
+
+HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": %d, "b": ["x"]}}\n</tool_call>'
+LLAMA = '{"name": "f", "parameters": {"a": %d}}'
+CODER = "<tool_call>\n<function=f>\n<parameter=a>\n%d\n</parameter>\n</function>\n</tool_call>"
+TEXTS = {  # parser -> texts with calls, texts with none or broken ones
+    "hermes": (
+        [HERMES, "So: " + HERMES, HERMES + "\n" + HERMES, HERMES.replace('"x"', '"<tool_call>"'), HERMES[:-12]],
+        [
+            HERMES[:40],
+            "<tool_call>%d</tool_call>",
+            '<tool_call>{"nam": "f"}</tool_call>',
+            "no call %d",
+            "%d</tool_call>",
+        ],
+    ),
+    "llama3_json": (
+        [
+            LLAMA,
+            "<|python_tag|>" + LLAMA,
+            LLAMA + "; " + LLAMA,
+            "So: " + LLAMA,
+            LLAMA.replace("parameters", "arguments"),
+        ],
+        [LLAMA[:20], "<|python_tag|>f(%d)", '{"name": "f"} %d', '{"a": %d}', "{%d"],
+    ),
+    "qwen3_coder": (
+        [CODER, "So:\n" + CODER, CODER + "\n" + CODER, CODER[12:], CODER.replace("%d", "[%d, {}]")],
+        [CODER[:25] + "%d", "<tool_call>%d</tool_call>", CODER.replace("=f", ""), "no call %d", "</function>%d"],
+    ),
+    "pythonic": (
+        ["[f(a=%d)]", "[f(a=%d), f(b='x')]", "[f(a=[%d, {'c': None}])]", "[f()]", "[f(a=-%d)]"],
+        ["[f(a=%d", "[f(%d)] x", "f(a=%d)", "[f(a=g(%d))]", "[%d]"],
+    ),
+}
+
+
 @pytest.mark.slow
-def test_vllms_parsers_by_name(tiny, capfd):
+@pytest.mark.parametrize("name", TEXTS)
+def test_vllms_parsers_by_name(name, tiny, tmp_path, capfd):
+    """60 texts, a third without a call that can be read: as vLLM's server has them, with transformers' tokenizer."""
+    from transformers import PreTrainedTokenizerFast
+
     from agents.replies import ReplyParser
     from engine import reply_parsers
 
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     tokenizer = Tokenizer(tiny[0])
-    good = {"hermes": 'So: <tool_call>\n{"name": "f", "arguments": {"a": %d}}\n</tool_call>', "pythonic": "[f(a=%d)]"}
-    bad = {"hermes": ['<tool_call>{"name": "f"', "<tool_call>%d</tool_call>"], "pythonic": ["[f(a=%d", "[f(%d)] x"]}
-    for name in good:
-        parse = ReplyParser(reply_parsers(), tokenizer, ChatServerConfig(tool_parser=name))
-        for i in range(20):
-            reasoning, content, calls = parse(good[name] % i, tools)
-            assert reasoning is None and [c | {"arguments": json.loads(c["arguments"])} for c in calls] == [
-                {"name": "f", "arguments": {"a": i}}
-            ], content
-            assert parse(good[name] % i, None) == (None, good[name] % i, [])
-            for text in bad[name]:
-                text = text.replace("%d", str(i))
-                assert parse(text, tools) == (None, text, [])
-    assert ReplyParser(reply_parsers(), tokenizer, ChatServerConfig())("<think>a</think>b", tools) == (
-        None,
-        "<think>a</think>b",
-        [],
-    )
+    tokenizer.backend.add_tokens(["<tool_call>", "</tool_call>", "<|python_tag|>", "<think>", "</think>"])
+    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    parse = ReplyParser(reply_parsers(), tokenizer, ChatServerConfig(tool_parser=name))
+    get_parser, _, make_request = reply_parsers()
+    request = make_request(messages=[{"role": "user", "content": ""}], tools=tools)
+    texts = [text.replace("%d", str(i)) for text in TEXTS[name][0] for i in range(8)]
+    texts += [text.replace("%d", str(i)) for text in TEXTS[name][1] for i in range(4)]
+    num_calls = []
+    for text in texts:
+        want = get_parser(name)(theirs, request.tools).extract_tool_calls(text, request)
+        calls = [{"name": each.function.name, "arguments": each.function.arguments} for each in want.tool_calls]
+        assert parse(text, tools) == (None, want.content, calls)
+        assert parse(text, None) == (None, text, [])
+        num_calls.append(len(calls))
+    assert len(texts) == 60 and all(num_calls[:40]) and num_calls[40:].count(0) >= 12, num_calls
     said = capfd.readouterr()
     assert "Traceback" not in said.err + said.out
-    with pytest.raises(ConfigError, match=r"http_server_serving_chat_kwargs.*nonesuch"):
-        ReplyParser(reply_parsers(), tokenizer, ChatServerConfig(tool_parser="nonesuch"))
+
+
+@pytest.mark.slow
+def test_a_parser_is_named_or_there_is_none(tiny):
+    from agents.replies import ReplyParser
+    from engine import reply_parsers
+
+    given, text = (reply_parsers(), Tokenizer(tiny[0])), "<think>a</think>b"
+    assert ReplyParser(*given, ChatServerConfig())(text, [CALL]) == (None, text, [])
+    for name in ("nonesuch", "llama3_json"):  # whose <|python_tag|> the tokenizer lacks
+        with pytest.raises(ConfigError, match=rf"http_server_serving_chat_kwargs.*({name}|python_tag)"):
+            ReplyParser(*given, ChatServerConfig(tool_parser=name))

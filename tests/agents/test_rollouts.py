@@ -145,6 +145,21 @@ def test_bad_agents_end_as_documented_and_leave_nothing(case, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_a_thousand_calls_at_once(case):
+    """More than max_calls are refused; what is under way at the deadline is dropped."""
+    crowd = agent("crowd", function="bad_agents:bad", max_calls=4)
+    late = agent("late", function="bad_agents:bad", max_calls=2000, deadline_s=6.0)
+    begin = time.monotonic()
+    first, second = sample(case, [crowd, late], [("crowd", "crowd"), ("late", "crowd that waits")], num_samples=1)
+    assert time.monotonic() - begin < 30
+    assert (first.outcome, first.reward, first.num_calls) == ("ok", 1, 4), first.message
+    assert (second.outcome, second.is_graded) == ("timeout", True) and 0 < second.num_calls <= 1001
+    assert second.num_trained_tokens > 0 and case.engine.is_idle and not case.engine.unclaimed
+    while not case.endpoint.inbox.empty():  # what came after the end of the rollout
+        case.endpoint.before_step()
+    assert not case.endpoint.running and not case.endpoint.futures
+
+
 def test_a_rollout_of_several_rows_is_one_sample_in_its_group_and_all_its_tokens_are_trained(case):
     """Advantage, loss over tokens and gradient by a loop over rollouts, with transformers."""
     fork = agent("fork", function="forking_agent:scored_by_length")

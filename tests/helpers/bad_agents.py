@@ -9,6 +9,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 
 def ask(base_url, text="hi", **options):
@@ -92,4 +94,18 @@ def bad(base_url, row):
             except urllib.error.HTTPError as error:
                 codes.append(error.code)
         return float(set(codes) == {429})
+    if kind.startswith("crowd"):
+        with ThreadPoolExecutor(1000) as pool:
+            codes = Counter(pool.map(status_of, [base_url] * 1000))
+        if kind == "crowd that waits":
+            time.sleep(1000)
+        return float(codes == {200: 3, 429: 997})
     return float(reply is not None)
+
+
+def status_of(base_url):
+    try:
+        ask(base_url)
+        return 200
+    except urllib.error.HTTPError as error:
+        return error.code
