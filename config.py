@@ -538,6 +538,8 @@ class AgentConfig(Section):
     """A rollout may ask for this many replies; more get the status 429."""
     memory_mib: int | None = key(None, ">= 64")
     """A worker may use this many MiB of memory; null means no limit."""
+    isolation: Literal["required", "none"] = "none"
+    """required keeps a command apart: it sees no process but its own, no files but the system's and its program's."""
     pass_env: tuple[str, ...] = ()
     """The agent sees these variables of the run's environment, besides PATH, TMPDIR and LD_LIBRARY_PATH."""
     reward_names: tuple[str, ...] = ()

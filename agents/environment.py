@@ -39,7 +39,7 @@ class Agent(PoolEnvironment):
                 num_workers=max(1, cfg.num_workers // num_ranks),
                 deadline_s=cfg.deadline_s,
                 memory_mib=cfg.memory_mib,
-                first={"function": cfg.function, "kwargs": kwargs},
+                first={"function": cfg.function, "kwargs": kwargs, "isolation": cfg.isolation},
                 python=shutil.which(cfg.python or "") or "",
                 pass_env=cfg.pass_env,
             )
@@ -56,8 +56,10 @@ class Agent(PoolEnvironment):
 
     def job(self, turn: Turn) -> dict:
         given = {"messages": turn.messages, "answer": turn.answer, "row": turn.fields}
-        program = {"function": self.cfg.function, "command": self.cfg.command, "kwargs": self.kwargs}
-        return given | program | turn.state | {"deadline_s": self.cfg.deadline_s}
+        command = [os.path.abspath(each) if os.path.isfile(each) else each for each in self.cfg.command or ()]
+        program = {"function": self.cfg.function, "command": command, "kwargs": self.kwargs}
+        limits = {"deadline_s": self.cfg.deadline_s, "isolation": self.cfg.isolation}
+        return given | program | turn.state | limits
 
     def result(self, turn: Turn, graded: Graded) -> StepResult:
         """state: what went wrong, and whether the policy may have caused it; then the reward of 0 is trained."""

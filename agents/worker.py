@@ -9,8 +9,12 @@ import json
 import os
 import pkgutil
 import subprocess
-import tempfile
+import sys
+from functools import partial
+from tempfile import TemporaryFile
 from typing import Any
+
+from graders import sandbox
 
 TAIL_BYTES = 1 << 16  # of what a command writes
 GIVEN = ("base_url", "row", "messages", "answer", "tools", "seed", "is_validation", "deadline_s")
@@ -22,10 +26,12 @@ def run(job: dict) -> Any:
     if "base_url" not in job:  # before the run: is the function there, and can it be called?
         if function:
             inspect.signature(function).bind(**_accepted(function, dict.fromkeys(GIVEN)), **kwargs)
+        if job["isolation"] == "required":
+            sandbox.run("", "", sandbox.Limits(20.0))
         return None
     os.environ.update(OPENAI_BASE_URL=job["base_url"], OPENAI_API_KEY="none")  # clients read them by themselves
     if not function:
-        return json.loads(run_command(job["command"], job["row"]))
+        return json.loads(run_command(job["command"], job["row"], job["isolation"]))
     try:
         found = function(**_accepted(function, {name: job[name] for name in GIVEN}), **kwargs)
         found = asyncio.run(found) if inspect.iscoroutine(found) else found
@@ -41,11 +47,13 @@ def _accepted(function: Any, given: dict) -> dict:
     return {name: value for name, value in given.items() if takes_all or name in parameters}
 
 
-def run_command(command: list[str], row: dict) -> str:
+def run_command(command: list[str], row: dict, isolation: str = "none") -> str:
     """The last line that the command writes. It gets the row as JSON on its standard input."""
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:  # not pipes: a child of its may hold them
-        given = json.dumps(row).encode()
-        code = subprocess.run(command, input=given, stdout=out, stderr=err, check=False).returncode
+    with TemporaryFile() as given, TemporaryFile() as out, TemporaryFile() as err:  # not pipes: a child may hold them
+        given.write(json.dumps(row).encode())
+        given.seek(0)
+        apart = partial(isolate, command) if isolation == "required" else None
+        code = subprocess.run(command, stdin=given, stdout=out, stderr=err, preexec_fn=apart, check=False).returncode
         lines = []
         for file in (out, err):
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
@@ -53,3 +61,16 @@ def run_command(command: list[str], row: dict) -> str:
     if code:
         raise RuntimeError(f"{command[0]} ended with exit code {code}: {lines[1]:.300}")
     return lines[0]
+
+
+def isolate(command: list[str]) -> None:
+    """Leaves this process, which is to become the command, nothing to read but the system's programs, the interpreter's
+    and the folders of the files that it names; /tmp to write to; and no process to see or signal but its own."""
+    named = {os.path.dirname(path).removesuffix("/bin") for path in command if os.path.isfile(path)} - {""}
+    shown = ("/usr", "/bin", "/etc/ssl", "/dev/null", sys.prefix, sys.base_prefix, *named)
+    sandbox.enter_namespaces(shown, network=0)  # it asks the endpoint
+    sandbox.libc("mount", b"tmpfs", b"/tmp", b"tmpfs", 6, None)  # MS_NOSUID, MS_NODEV
+    os.chdir("/tmp")
+    if child := os.fork():  # the first process of the namespace: with it all others end
+        os.closerange(3, 1 << 16)  # Popen waits for them
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)

@@ -328,13 +328,13 @@ def test_stop_strings_cut_the_text_as_vllms_and_the_ids_after_them(case, endpoin
     key, url = endpoint.open((6,), OPTIONS, -1, 1000)
     messages = [[{"role": "user", "content": f"{i}"}] for i in range(num_replies)]
     bodies = [{"messages": each, "return_token_ids": True} for each in messages]
-    plain = serve(endpoint, [lambda body=body: post(url, body).json() for body in bodies])
+    plain = serve(endpoint, [lambda body=body: post(url, body, timeout=120).json() for body in bodies])
     endpoint.close(key)
     texts = [each["choices"][0]["message"]["content"] for each in plain]
     stops = [char for char, _ in Counter("".join(texts).replace("\ufffd", "")).most_common(4)]
     stops += [text[1:3] for text in texts if len(text) > 3 and "\ufffd" not in text][:3]
     key, url = endpoint.open((6,), OPTIONS, -1, 1000)
-    cut = serve(endpoint, [lambda body=body: post(url, body | {"stop": stops}).json() for body in bodies])
+    cut = serve(endpoint, [lambda body=body: post(url, body | {"stop": stops}, timeout=120).json() for body in bodies])
     rollout, num_cut = endpoint.rollouts[key], 0
     for whole, short in zip(plain, cut, strict=True):
         whole_ids, choice = whole["choices"][0]["token_ids"], short["choices"][0]

@@ -1,5 +1,6 @@
 """Rollouts that agents lead, over vLLM: what becomes of them in samples, in a step and when they fail."""
 
+import os
 import subprocess
 import sys
 import time
@@ -34,9 +35,11 @@ def sample(case, agents, inputs, num_samples=2, key=(7,), max_error_fraction=1.0
     environments = {agent.name: Agent(agent, kwargs.get(agent.name, {}), 1) for agent in agents}
     problems = []
     for i, (name, text) in enumerate(inputs):
-        messages = [{"role": "user", "content": text}]
+        messages = [{"role": "user", "content": str(text)}]
         ids = case.tokenizer.render(messages)
-        problems.append((i, data.Problem(i, messages, "5", name, ids, {"input": text})))
+        problems.append(
+            (i, data.Problem(i, messages, "5", name, ids, text if isinstance(text, dict) else {"input": text}))
+        )
     sampler = Sampler(
         case.engine,
         case.tokenizer,
@@ -103,6 +106,45 @@ def test_another_interpreter_with_packages_and_variables_of_its_own(case, tmp_pa
         assert named in str(refused.value)
     with pytest.raises(ConfigError, match=r"own.function=bad_agents:good.*unexpected keyword"):
         Agent(AgentConfig(name="own", function="bad_agents:good"), {"near": 3}, 1)
+
+
+SNOOP = """
+import glob, json, os, sys, time, urllib.request
+row, url = json.load(sys.stdin), os.environ["OPENAI_BASE_URL"]
+body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+urllib.request.urlopen(url + "/chat/completions", body).read()
+time.sleep(1.0)  # until the other is there, too
+
+def works(call):
+    try:
+        return float(bool(call()))
+    except OSError:
+        return 0.0
+
+read = lambda path: open(path, "rb").read()
+is_other = lambda path: b"OPENAI_BASE" in read(path) and url.encode() not in read(path)
+others = lambda: [path for path in glob.glob("/proc/[0-9]*/environ") if works(lambda: is_other(path))]
+found = {"file": works(lambda: read(row["secret"])), "others": works(others), "own": works(lambda: read(__file__))}
+found["signal"] = works(lambda: os.kill(row["pid"], 0) is None)
+found["scratch"] = works(lambda: open("/tmp/scratch", "w").write("x") and open("/dev/null").close() is None)
+print(json.dumps({"reward": 1, "rewards": found}))
+"""
+
+
+@pytest.mark.parametrize("isolation", ["required", "none"])
+def test_an_isolated_command_sees_neither_other_agents_nor_the_runs_files(case, tmp_path, isolation):
+    secret, program = tmp_path / "logs" / "config.yaml", tmp_path / "agent" / "snoop.py"
+    for path, text in ((secret, "x"), (program, SNOOP)):
+        path.parent.mkdir()
+        path.write_text(text)
+    names = ("file", "others", "own", "signal", "scratch")
+    snoop = agent("snoop", command=(sys.executable, str(program)), isolation=isolation, reward_names=names)
+    rows = [("snoop", {"secret": str(secret), "pid": os.getpid()})] * 2
+    for s in sample(case, [snoop], rows):
+        free = float(isolation == "none")
+        want = {"file": free, "others": free, "own": 1.0, "signal": free, "scratch": 1.0}
+        assert (s.outcome, s.message, s.rewards) == ("ok", "", want)
+    Path("/tmp/scratch").unlink(missing_ok=isolation == "required")
 
 
 BAD = {  # input -> (outcome, reward, whether it is trained, what the message says)
