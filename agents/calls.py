@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from config import shortened
 from data import Sample, sample_seed
@@ -18,6 +18,8 @@ from hf.tokenizer import Tokenizer
 
 CHARS_PER_TOKEN = 64  # no text has more of them
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+Count = Annotated[int, Field(ge=1)] | None
+Text = Annotated[str, Field(min_length=1)]
 
 
 class Refused(Exception):
@@ -26,6 +28,7 @@ class Refused(Exception):
     def __init__(self, message: str, status: int = 400, code: str = "invalid_request_error"):
         super().__init__(message)
         self.status, self.code = status, code
+        self.body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
 
 
 def read_message(message: dict) -> dict:
@@ -74,10 +77,10 @@ class Request(BaseModel):
     messages: Annotated[list[dict], Field(min_length=1), AfterValidator(_messages)]
     tools: Annotated[list[dict], AfterValidator(_tools)] | None = None
     tool_choice: Literal["auto", "none", "required"] | dict | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]] | None = None
+    n: Count = None
+    max_tokens: Count = None
+    max_completion_tokens: Count = None
+    stop: Annotated[list[Text], BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] | None = None
     stream: bool | None = None
     stream_options: dict | None = None
     logprobs: bool | None = None
@@ -87,10 +90,6 @@ class Request(BaseModel):
     functions: None = None
     return_token_ids: bool | None = None
     train: bool | None = None
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 def digest(value: Any) -> bytes:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import queue
 import secrets
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -37,7 +38,8 @@ MAX_BYTES = 16 << 20  # of a request
 IDLE_SECONDS = 0.005  # how long a step of an idle engine waits for a request
 KEEP_ALIVE_SECONDS = 10.0  # between comments in a stream that has nothing to say yet
 # By the run: what was sampled in another way would be trained as if it were the policy's.
-DECIDED = "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed logit_bias".split()
+DECIDED = {"temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "tool_choice"}
+DECIDED |= {"presence_penalty", "frequency_penalty", "repetition_penalty"}
 
 
 class Endpoint:
@@ -127,7 +129,8 @@ class Endpoint:
             self._answer(number, error if isinstance(error, Refused) else Refused(f"messages: {error}"))
             return
         limits = (request.max_completion_tokens, request.max_tokens, rollout.options.max_new_tokens)
-        options = replace(rollout.options, max_new_tokens=min(filter(None, limits)), stop_strings=request.stop_strings)
+        stops = tuple(request.stop or ())
+        options = replace(rollout.options, max_new_tokens=min(filter(None, limits)), stop_strings=stops)
         prompts, seeds = [call.prompt_ids for call in calls], [call.seed for call in calls]
         request_ids = self.engine.start(prompts, seeds, options, rollout.priority)
         self.running[number] = dict(zip(request_ids, calls, strict=True))
@@ -174,14 +177,14 @@ class Endpoint:
         if call.completion.finish_reason == "stop" and ids[-1] in self.engine.stop_token_ids:
             ids = ids[:-1]
         text = self.tokenizer.decode(ids, special=self.parse.needs_special_tokens)
-        stops = [(text.index(string), string) for string in asked.stop_strings if string in text]
+        stops = [(text.index(string), string) for string in asked.stop or () if string in text]
         length, cut_at = min(stops, default=(len(text), ""))
         tools = asked.tools if asked.tool_choice != "none" else None
         reasoning, content, calls = self.parse(text[:length], tools)
         message = {"role": "assistant", "content": content, "refusal": None}
         message |= {"reasoning_content": reasoning} if reasoning else {}
-        pairs = [(f"call_{call.seed:012x}_{i}", function) for i, function in enumerate(calls)]
-        calls = [{"id": name, "type": "function", "function": function} for name, function in pairs]
+        head = {"type": "function", "id": f"call_{call.seed:012x}"}
+        calls = [head | {"id": f"{head['id']}_{i}", "index": i, "function": each} for i, each in enumerate(calls)]
         return message | ({"tool_calls": calls} if calls else {}), cut_at
 
     # ------------------------------------------------------------------------------------------ the thread of HTTP
@@ -190,16 +193,13 @@ class Endpoint:
         routes = [Route("/rollout/{key}/v1/chat/completions", self._chat, methods=["POST"])]
         routes.append(Route("/rollout/{key}/v1/models", self._models, methods=["GET"]))
         app = Starlette(routes=routes, exception_handlers={HTTPException: _refusal, Refused: _refusal})
-        settings: dict = {"host": "127.0.0.1", "port": 0, "lifespan": "off", "ws": "none", "loop": "asyncio"}
-        settings |= {"log_config": None, "log_level": "error", "access_log": False, "timeout_graceful_shutdown": 1}
+        settings: dict = {"ws": "none", "loop": "asyncio", "log_config": None, "log_level": "error"}
         settings["timeout_keep_alive"] = 86400  # a connection that closes amid a request makes its client ask again
-        self.server = uvicorn.Server(uvicorn.Config(app, **settings))
-        self.thread = threading.Thread(target=self.server.run, name="endpoint of agents", daemon=True)
+        self.server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=1, **settings))
+        listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        self.port = listener.getsockname()[1]
+        self.thread = threading.Thread(target=self.server.run, args=([listener],), name="endpoint", daemon=True)
         self.thread.start()
-        while not self.server.started:
-            assert self.thread.is_alive(), "the endpoint of agents did not start"
-            time.sleep(0.01)
-        self.port = self.server.servers[0].sockets[0].getsockname()[1]
 
     async def _models(self, request: HTTPRequest) -> Response:
         self._rollout_of(request.path_params["key"])
@@ -231,29 +231,26 @@ class Endpoint:
         gone.cancel()
         if answer.done() and isinstance(answer.result(), Refused):
             raise answer.result()
-        if asked.stream:
-            return StreamingResponse(self._stream(key, number, answer, asked), media_type="text/event-stream")
-        return JSONResponse(answer.result())
+        if not asked.stream:
+            return JSONResponse(answer.result())
+        return StreamingResponse(self._stream(key, number, answer, asked), media_type="text/event-stream")
 
     async def _stream(self, key: str, number: int, answer: asyncio.Future, asked: Request) -> AsyncIterator[str]:
         """The whole reply in one piece: nobody knows what of it is a tool call before it has ended."""
-        is_sent = False
         try:
             while not (await asyncio.wait({answer}, timeout=KEEP_ALIVE_SECONDS))[0]:
                 yield ": the policy has not ended its reply\n\n"
-            yield "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in _chunks(answer.result(), asked))
-            is_sent = True
-            yield "data: [DONE]\n\n"
-        finally:
-            if not is_sent:  # the client has gone
-                self.inbox.put((key, number))
+            yield _events(answer.result(), asked)
+        except BaseException:  # the client has gone
+            self.inbox.put((key, number))
+            raise
 
     def _say_what_is_decided(self, asked: Request) -> None:
-        forced = {} if asked.tool_choice in (None, "auto", "none") else {"tool_choice": asked.tool_choice}
-        for name, value in (asked.model_extra | forced).items():
-            if name in (*DECIDED, *forced) and value is not None and name not in self.said:
+        given = asked.model_extra | {"tool_choice": asked.tool_choice}
+        for name in DECIDED - self.said:
+            if given.get(name) not in (None, "auto", "none"):
                 self.said.add(name)
-                what = f"an agent asks for {name}={shortened(value)}"
+                what = f"an agent asks for {name}={shortened(given[name])}"
                 self.ranks.print_rank0(f"NOTE: {what}, without effect: the run's config decides how replies are drawn")
 
 
@@ -262,28 +259,19 @@ async def _disconnect(request: HTTPRequest) -> None:
         pass
 
 
-def _error(refused: Refused) -> dict:
-    return {"error": {"message": str(refused), "type": "invalid_request_error", "param": None, "code": refused.code}}
-
-
 async def _refusal(request: HTTPRequest, error: Refused | HTTPException) -> Response:
     if isinstance(error, HTTPException):
         error = Refused("here are chat/completions and models only", error.status_code, "not_found")
-    return JSONResponse(_error(error), error.status, {"x-should-retry": "false"})  # or clients repeat what had a 429
+    return JSONResponse(error.body, error.status, {"x-should-retry": "false"})  # or clients repeat what had a 429
 
 
-def _chunks(answer: dict | Refused, asked: Request) -> list[dict]:
-    """Of each choice the message, then why it ended; the usage if the client wants it."""
+def _events(answer: dict | Refused, asked: Request) -> str:
+    """A stream: the reply, and the usage if the client wants it."""
     if isinstance(answer, Refused):
-        return [_error(answer)]
-    choices, usage = answer.pop("choices"), answer.pop("usage")
-    head = answer | {"object": "chat.completion.chunk"}
-    chunks: list[dict] = []
-    for choice in choices:
-        delta, end = choice.pop("message"), choice.pop("finish_reason")
-        for index, call in enumerate(delta.get("tool_calls", ())):
-            call["index"] = index
-        chunks.append(head | {"choices": [choice | {"delta": delta, "finish_reason": None}]})
-        chunks.append(head | {"choices": [{"index": choice["index"], "delta": {}, "finish_reason": end}]})
-    wants_usage = (asked.stream_options or {}).get("include_usage")
-    return [*chunks, head | {"choices": [], "usage": usage}] if wants_usage else chunks
+        chunks = [answer.body]
+    else:
+        usage, head = answer.pop("usage"), answer | {"object": "chat.completion.chunk"}
+        choices = [{"delta": choice.pop("message")} | choice for choice in answer["choices"]]
+        wants_usage = (asked.stream_options or {}).get("include_usage")
+        chunks = [head | {"choices": choices}, head | {"choices": [], "usage": usage}][: 2 if wants_usage else 1]
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"

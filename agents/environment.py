@@ -56,7 +56,7 @@ class Agent(PoolEnvironment):
 
     def job(self, turn: Turn) -> dict:
         given = {"messages": turn.messages, "answer": turn.answer, "row": turn.fields}
-        command = [os.path.abspath(each) if os.path.isfile(each) else each for each in self.cfg.command or ()]
+        command = [os.path.abspath(each) if os.path.exists(each) else each for each in self.cfg.command or ()]
         program = {"function": self.cfg.function, "command": command, "kwargs": self.kwargs}
         limits = {"deadline_s": self.cfg.deadline_s, "isolation": self.cfg.isolation}
         return given | program | turn.state | limits

@@ -1,7 +1,9 @@
 """A reply as a client of OpenAI reads it: reasoning and tool calls apart from the text, by vLLM's parsers."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 
 from config import ChatServerConfig, ConfigError
 from hf.tokenizer import Tokenizer
@@ -15,26 +17,20 @@ class ReplyParser:
         get_tool_parser, get_reasoning_parser, self.make_request = parsers
         for name in ("vllm.tool_parsers", "vllm.reasoning", "vllm.parser"):  # they trace each malformed call
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        self.backend = tokenizer.backend
+        backend = tokenizer.backend
+        asked = SimpleNamespace(  # by parsers, of a tokenizer
+            get_vocab=lambda: backend.get_vocab(with_added_tokens=True),
+            encode=lambda text, **_: backend.encode(text, add_special_tokens=False).ids,
+            decode=lambda ids, **_: backend.decode(ids, skip_special_tokens=False),
+        )
         self.needs_special_tokens = bool(cfg.tool_parser or cfg.reasoning_parser)
-        self.tool_parser = self.reasoning_parser = None
         try:
-            if cfg.tool_parser:
-                self.tool_parser = get_tool_parser(cfg.tool_parser)
-                self.tool_parser(self)
-            if cfg.reasoning_parser:
-                self.reasoning_parser = get_reasoning_parser(cfg.reasoning_parser)(self)
+            self.tool_parser = cfg.tool_parser and partial(get_tool_parser(cfg.tool_parser), asked)
+            self.reasoning_parser = cfg.reasoning_parser and get_reasoning_parser(cfg.reasoning_parser)(asked)
+            if self.tool_parser:
+                self.tool_parser()
         except Exception as error:
             raise ConfigError(f"policy.generation.vllm_cfg.http_server_serving_chat_kwargs: {error}") from error
-
-    def get_vocab(self) -> dict[str, int]:  # this and the next two are what parsers ask of a tokenizer
-        return self.backend.get_vocab(with_added_tokens=True)
-
-    def encode(self, text: str, **_) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=False).ids
-
-    def decode(self, ids: Sequence[int], **_) -> str:
-        return self.backend.decode(ids, skip_special_tokens=False)
 
     def __call__(self, text: str, tools: list[dict] | None) -> tuple[str | None, str | None, list[dict]]:
         """(reasoning, other text, {name, arguments in JSON} of each call)."""
@@ -45,7 +41,7 @@ class ReplyParser:
                 reasoning, content = self.reasoning_parser.extract_reasoning(text, request)
                 text = content or ""
             if tools and self.tool_parser:
-                found = self.tool_parser(self, request.tools).extract_tool_calls(text, request)
+                found = self.tool_parser(request.tools).extract_tool_calls(text, request)
                 calls = [each.function.model_dump(include={"name", "arguments"}) for each in found.tool_calls]
                 return reasoning, found.content, calls
         except Exception as error:  # whatever a policy writes ends no run

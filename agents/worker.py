@@ -64,12 +64,10 @@ def run_command(command: list[str], row: dict, isolation: str = "none") -> str:
 
 
 def isolate(command: list[str]) -> None:
-    """Leaves this process, which is to become the command, nothing to read but the system's programs, the interpreter's
-    and the folders of the files that it names; /tmp to write to; and no process to see or signal but its own."""
-    named = {os.path.dirname(path).removesuffix("/bin") for path in command if os.path.isfile(path)} - {""}
-    shown = ("/usr", "/bin", "/etc/ssl", "/dev/null", sys.prefix, sys.base_prefix, *named)
-    sandbox.enter_namespaces(shown, network=0)  # it asks the endpoint
-    sandbox.libc("mount", b"tmpfs", b"/tmp", b"tmpfs", 6, None)  # MS_NOSUID, MS_NODEV
+    """Leaves this process, which becomes the command, the system's programs, the interpreter and what the command names
+    to read, and no process to see or signal but its own."""
+    system = ("/usr", "/bin", "/etc/ssl", "/dev/null", sys.prefix, sys.base_prefix)
+    sandbox.enter_namespaces((*system, *command))
     os.chdir("/tmp")
     if child := os.fork():  # the first process of the namespace: with it all others end
         os.closerange(3, 1 << 16)  # Popen waits for them

@@ -350,12 +350,8 @@ def _agent_problems(cfg: Config) -> Iterator[str]:
             yield f"{place}.command=[]: must name a program"
         elif agent.command and agent.name in cfg.env.custom:
             yield f"env.custom.{agent.name}: a command has its arguments in {place}.command"
-        folders = [Path(file).resolve().parent for file in agent.command or () if Path(file).is_file()]
-        run_folders = [Path(each).resolve() for each in (cfg.logger.log_dir, cfg.checkpointing.checkpoint_dir) if each]
-        if agent.isolation == "required" and not agent.command:
+        elif agent.isolation == "required" and not agent.command:
             yield f"{place}.isolation=required: only a command can be kept apart; set it to none"
-        elif agent.isolation == "required" and any(a.is_relative_to(b) for a in run_folders for b in folders):
-            yield f"{place}.isolation=required: the folder of its program holds the run's; give it one of its own"
     server = cfg.policy.generation.vllm_cfg.http_server_serving_chat_kwargs
     if not cfg.env.agents and (server.tool_parser or server.reasoning_parser):
         yield "policy.generation.vllm_cfg.http_server_serving_chat_kwargs: no effect without env.agents; remove it"

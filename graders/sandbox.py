@@ -233,15 +233,15 @@ def leave_roots_count() -> None:
             raise
 
 
-def enter_namespaces(shown: Sequence[str] = (), network: int = 0x40000000) -> None:  # CLONE_NEWNET
-    """Enters new user, mount, process, network and IPC namespaces, whose root holds Python's library, read-only, and
-    what is to be shown. With network 0 the network stays."""
+def enter_namespaces(readable: Sequence[str] = ()) -> None:
+    """Enters new user, mount, process, network and IPC namespaces, whose root holds Python's library, read-only.
+    readable: what an agent sees besides, if it exists. An agent keeps the network, and may write to /tmp."""
     library = os.path.dirname(os.path.dirname(os.__file__))
-    shown = sorted(
-        {path for path in (library, "/lib", "/lib64", "/usr/lib", "/usr/lib64", *shown) if os.path.exists(path)}
-    )
+    shown = {library, "/lib", "/lib64", "/usr/lib", "/usr/lib64", *readable}
+    shown = sorted(path for path in shown if os.path.exists(path))
     sources = [os.path.realpath(path) for path in shown]
     user, group = os.geteuid(), os.getegid()
+    network = 0 if readable else 0x40000000
     libc("unshare", 0x10000000 | 0x20000 | 0x20000000 | network | 0x08000000)  # CLONE_NEW USER, NS, PID, NET, IPC
     for name, text in (("setgroups", "deny"), ("uid_map", f"65534 {user} 1"), ("gid_map", f"65534 {group} 1")):
         with open(f"/proc/self/{name}", "w") as file:
@@ -256,10 +256,14 @@ def enter_namespaces(shown: Sequence[str] = (), network: int = 0x40000000) -> No
     os.chdir("/tmp")
     os.mkdir("old")
     libc("pivot_root", b".", b"old")
+    if readable:
+        os.mkdir("/tmp")
+        libc("mount", b"tmpfs", b"/tmp", b"tmpfs", nosuid_nodev, b"size=256m")
     for path, source in zip(shown, sources, strict=True):
-        os.makedirs(path if os.path.isdir("/old" + source) else os.path.dirname(path), exist_ok=True)
-        if not os.path.exists(path):
-            open(path, "w").close()
+        is_folder = os.path.isdir("/old" + source)
+        os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)
+        if not is_folder:
+            os.close(os.open(path, os.O_CREAT))
         libc("mount", os.fsencode("/old" + source), os.fsencode(path), None, 4096 | recursive, None)
         # The kernel refuses to drop flags that the mount has: nosuid, nodev, noexec, noatime, nodiratime, relatime.
         flags = os.statvfs(path).f_flag
@@ -267,8 +271,7 @@ def enter_namespaces(shown: Sequence[str] = (), network: int = 0x40000000) -> No
         libc("mount", None, os.fsencode(path), None, rebind | kept | 1, None)  # MS_RDONLY
     libc("umount2", b"/old", 2)  # MNT_DETACH
     os.rmdir("/old")
-    for path in ("/dev", "/tmp"):
-        os.makedirs(path, exist_ok=True)
+    os.makedirs("/dev", exist_ok=True)
     with open("/dev/stdin", "wb") as file:
         if num_bytes:
             os.sendfile(file.fileno(), 0, 0, num_bytes)
