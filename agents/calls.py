@@ -59,14 +59,12 @@ def _messages(messages: list[dict]) -> list[dict]:
         raise ValueError(f"{form} ({type(error).__name__}: {error!s:.200})") from error
 
 
-def _tools(tools: list[dict]) -> list[dict]:
-    for tool in tools:
-        match tool.get("function"):
-            case {"name": str(), **rest} if isinstance(rest.get("parameters"), dict | None):
-                if isinstance(rest.get("description"), str | None):
-                    continue
-        raise ValueError(f"expected {{type: function, function: {{name, description, parameters}}}}: {shortened(tool)}")
-    return tools
+def _tool(tool: dict) -> dict:
+    match tool:
+        case {"function": {"name": str(), **rest}} if isinstance(rest.get("description"), str | None):
+            if isinstance(rest.get("parameters"), dict | None):
+                return tool
+    raise ValueError(f"expected {{type: function, function: {{name, description, parameters}}}}: {shortened(tool)}")
 
 
 class Request(BaseModel):
@@ -75,7 +73,7 @@ class Request(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     messages: Annotated[list[dict], Field(min_length=1), AfterValidator(_messages)]
-    tools: Annotated[list[dict], AfterValidator(_tools)] | None = None
+    tools: list[Annotated[dict, AfterValidator(_tool)]] | None = None
     tool_choice: Literal["auto", "none", "required"] | dict | None = None
     n: Count = None
     max_tokens: Count = None
@@ -127,11 +125,6 @@ class Call:
         for ending in {"", cut_at} if self.request.train is not False else ():
             self.reply_links.add(link_of(read_message(message | {"content": (message["content"] or "") + ending})))
 
-    def is_before(self, links: list[bytes]) -> bool:
-        """Whether a prompt of these links repeats this one and its reply."""
-        size = len(self.links)
-        return links[:size] == self.links and not self.reply_links.isdisjoint(links[size : size + 1])
-
 
 @dataclass(slots=True)
 class Rollout:
@@ -156,7 +149,9 @@ class Rollout:
             raise self._no_room(f"{num_bytes:,} bytes")
         messages, tools, limit = request.messages, request.tools, self.max_tokens
         links = [digest(tools or None), *map(link_of, messages)]
-        known = [call for call in self.calls if call.is_before(links)]
+        known = [
+            c for c in self.calls if c.links == links[: (n := len(c.links))] and c.reply_links & {*links[n : n + 1]}
+        ]
         parent = max(known, key=lambda call: (len(call.links), -call.seed), default=None)
         if parent:
             # What the template makes of the replies before is cut off; it may refuse to write their calls.

@@ -5,7 +5,6 @@ A thread serves HTTP and moves JSON, nothing else. All that has tokens is the ma
 """
 
 import asyncio
-import hashlib
 import json
 import queue
 import secrets
@@ -52,8 +51,7 @@ class Endpoint:
         self.rollouts: dict[str, Rollout] = {}  # that are open, by their keys
         self.running: dict[int, dict[str, Call]] = {}  # number of a request -> its calls by the engine's request ids
         self.futures: dict[int, Future] = {}
-        self.opened, self.asked = count(), count()
-        self.secret = ranks.broadcast_from_tp_leader(lambda: secrets.token_bytes(32))  # of which all keys are made
+        self.asked = count()
         self.said: set[str] = set()
         self.server, self.port = None, 0
         if ranks.leads_engine:
@@ -64,7 +62,7 @@ class Endpoint:
 
     def open(self, seed_key: tuple[int, ...], options: Any, priority: int, max_calls: int) -> tuple[str, str]:
         """A new rollout: (its key, its base URL)."""
-        key = hashlib.blake2b(b"%d" % next(self.opened), key=self.secret, digest_size=16).hexdigest()
+        key = self.ranks.broadcast_from_tp_leader(lambda: secrets.token_hex(16))
         self.rollouts[key] = Rollout(seed_key, self.engine.max_total_tokens, max_calls, options, priority)
         return key, f"http://127.0.0.1:{self.port}/rollout/{key}/v1"
 
