@@ -58,8 +58,7 @@ class Agent(PoolEnvironment):
         given = {"messages": turn.messages, "answer": turn.answer, "row": turn.fields}
         command = [os.path.abspath(each) if os.path.exists(each) else each for each in self.cfg.command or ()]
         program = {"function": self.cfg.function, "command": command, "kwargs": self.kwargs}
-        limits = {"deadline_s": self.cfg.deadline_s, "isolation": self.cfg.isolation}
-        return given | program | turn.state | limits
+        return given | program | turn.state | {"deadline_s": self.cfg.deadline_s, "isolation": self.cfg.isolation}
 
     def result(self, turn: Turn, graded: Graded) -> StepResult:
         """state: what went wrong, and whether the policy may have caused it; then the reward of 0 is trained."""

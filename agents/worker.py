@@ -49,11 +49,10 @@ def _accepted(function: Any, given: dict) -> dict:
 
 def run_command(command: list[str], row: dict, isolation: str = "none") -> str:
     """The last line that the command writes. It gets the row as JSON on its standard input."""
-    with TemporaryFile() as given, TemporaryFile() as out, TemporaryFile() as err:  # not pipes: a child may hold them
-        given.write(json.dumps(row).encode())
-        given.seek(0)
-        apart = partial(isolate, command) if isolation == "required" else None
-        code = subprocess.run(command, stdin=given, stdout=out, stderr=err, preexec_fn=apart, check=False).returncode
+    start = partial(isolate, command) if isolation == "required" else None
+    with TemporaryFile() as out, TemporaryFile() as err:  # not pipes: a child of its may hold them
+        streams = {"input": json.dumps(row).encode(), "stdout": out, "stderr": err}
+        code = subprocess.run(command, **streams, preexec_fn=start, check=False).returncode
         lines = []
         for file in (out, err):
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))

@@ -27,6 +27,11 @@ def numbers(folder):
     return found
 
 
+def train_records(folder):
+    records = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return [record for record in records if record["kind"] == "train"]
+
+
 @pytest.mark.parametrize(("num_steps", "changes"), [(6, []), (12, AHEAD)], ids=["synchronous", "age 1"])
 def test_killed_and_resumed_it_is_the_unbroken_run(tmp_path, num_steps, changes):
     works = [tmp_path / "unbroken", tmp_path / "killed"]
@@ -45,11 +50,13 @@ def test_killed_and_resumed_it_is_the_unbroken_run(tmp_path, num_steps, changes)
     assert steps(folder)[-1] == num_steps
     ours, theirs = numbers(folder), numbers(unbroken)
     assert max(line["train/logp_gap_max"] for line in ours.values() if "train/loss" in line) < 1e-4
-    records = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    records = [record for record in records if record["kind"] == "train"]
-    assert len(records) == 64 * num_steps and "timeout" not in {record["outcome"] for record in records}
-    prompts = [(r["step"], r["dataset"], r["row_id"]) for r in records]
-    assert len({prompt[1:] for prompt in prompts}) == len(set(prompts)), "each prompt once"
+    records, unbroken_records = (train_records(each) for each in (folder, unbroken))
+    assert [(r["step"], r["index"]) for r in records] == [
+        (step, index) for step in range(1, num_steps + 1) for index in 8 * [*range(8)]
+    ]
+    assert "timeout" not in {record["outcome"] for record in records}
+    assert [r["row_id"] for r in records] == [r["row_id"] for r in unbroken_records], "each prompt once"
+    assert all(0 <= r["step"] - 1 - r["weight_version"] <= bool(changes) for r in records)
     if not changes:
         assert_same(folder, unbroken, num_steps)
         different = [
