@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from agent_case import OPTIONS, TEMPERATURE, endpoint_of
+from agent_case import TEMPERATURE, endpoint_of, sample
 from dist_case import settings
 from loop import train_once
 
-import data
 from agents.environment import Agent
 from config import AgentConfig, ConfigError
-from rollout import Sampler
 from system.exits import StopRun
 
 pytestmark = pytest.mark.slow
@@ -28,31 +26,6 @@ def case(served):
     served.endpoint = endpoint_of(served)
     yield served
     served.endpoint.shut_down()
-
-
-def sample(case, agents, inputs, num_samples=2, key=(7,), max_error_fraction=1.0, **kwargs):
-    """Of a problem for each input, whose agent is the one of that number."""
-    environments = {agent.name: Agent(agent, kwargs.get(agent.name, {}), 1) for agent in agents}
-    problems = []
-    for i, (name, text) in enumerate(inputs):
-        messages = [{"role": "user", "content": str(text)}]
-        ids = case.tokenizer.render(messages)
-        problems.append(
-            (i, data.Problem(i, messages, "5", name, ids, text if isinstance(text, dict) else {"input": text}))
-        )
-    sampler = Sampler(
-        case.engine,
-        case.tokenizer,
-        environments,
-        case.ranks,
-        max_error_fraction=max_error_fraction,
-        endpoint=case.endpoint,
-    )
-    try:
-        return sampler.sample(problems, num_samples, OPTIONS, key)
-    finally:
-        for environment in environments.values():
-            environment.close()
 
 
 def agent(name, **changes):

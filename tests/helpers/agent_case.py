@@ -9,15 +9,19 @@ import openai
 from tiny import make_tiny
 
 import config
+import data
 from agents.endpoint import Endpoint
+from agents.environment import Agent
 from engine import Engine, SamplingOptions
 from hf.model_config import read_model_config
 from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors
 from model import load_policy
+from rollout import Sampler
 
 TEMPERATURE = 0.8
 MAX_TOKENS = 768
+OPTIONS = SamplingOptions(TEMPERATURE, 16)
 TEMPLATE = (
     "{% for m in messages %}<|user|>{{ m.role[0] }}:{{ m.content }}"
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}<|end|>"
@@ -36,11 +40,11 @@ def as_calls(text, tools):
 as_calls.needs_special_tokens = True
 
 
-def start(folder, ranks, device, mesh, **changes):
+def start(folder, ranks, device, mesh, max_tokens=MAX_TOKENS):
     """Engine, policy and tokenizer over a new tiny model; random weights hardly ever end a reply, so many ids do."""
-    oracle = make_tiny(folder, max_position_embeddings=MAX_TOKENS)
+    oracle = make_tiny(folder, max_position_embeddings=max_tokens)
     tokenizer = Tokenizer(folder, TEMPLATE)
-    policy = config.PolicyConfig(precision="float32", max_total_sequence_length=MAX_TOKENS)
+    policy = config.PolicyConfig(precision="float32", max_total_sequence_length=max_tokens)
     llm = Engine(folder, read_model_config(folder), tokenizer, config.Config(policy=policy))
     model = load_policy(folder, device=device, mesh=mesh)
     model.temperature, model.vocab_limit = TEMPERATURE, tokenizer.vocab_size
@@ -96,4 +100,24 @@ def eight_calls(base_url, number, wait=lambda: None):
     chat(base_url, messages[:2], tools=TOOLS, extra_body={"train": False})
 
 
-OPTIONS = SamplingOptions(TEMPERATURE, 16)
+def sample(case, agents, inputs, num_samples=2, key=(7,), max_error_fraction=1.0, **kwargs):
+    """Of a problem for each input, whose agent is the one of that number."""
+    environments = {agent.name: Agent(agent, kwargs.get(agent.name, {}), 1) for agent in agents}
+    problems = []
+    for i, (name, text) in enumerate(inputs):
+        messages = [{"role": "user", "content": str(text)}]
+        row = text if isinstance(text, dict) else {"input": text, "seed": i, "task": i}
+        problems.append((i, data.Problem(i, messages, "5", name, case.tokenizer.render(messages), row)))
+    sampler = Sampler(
+        case.engine,
+        case.tokenizer,
+        environments,
+        case.ranks,
+        max_error_fraction=max_error_fraction,
+        endpoint=case.endpoint,
+    )
+    try:
+        return sampler.sample(problems, num_samples, OPTIONS, key)
+    finally:
+        for environment in environments.values():
+            environment.close()
