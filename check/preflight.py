@@ -311,7 +311,7 @@ def parse_command_line(argv: Sequence[str], usage: str) -> Config:
             raise ConfigError(f"{name}={shortened(number)} in the environment is no number of ranks: unset it")
     flags = {"--check", "--all", "--explain"} & set(argv) if "--check" in argv else set()
     words = [word for word in argv if word not in flags]
-    if not words or words[0].startswith("-"):
+    if not words or words[0].startswith("-") or ("=" in words[0] and not os.path.exists(words[0])):
         raise ConfigError(usage)
     cfg = reader.load(words[0], words[1:], explain="--explain" in flags)
     # Without torchrun, `--check` does not know the number of ranks: it takes the fewest that there may be.

@@ -1,7 +1,10 @@
 """Prompts of calls with the templates of real models, vLLM's parsers by name, and what an agent may give."""
 
 import json
+import re
+import sys
 from decimal import Decimal
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,12 +16,15 @@ from advantages import step_advantages
 from agents.calls import Refused, Request, Rollout, link_of, read_message
 from agents.environment import Agent
 from agents.worker import GIVEN, run
+from check import preflight
+from check.reader import load
 from config import AgentConfig, ChatServerConfig, ConfigError
 from data import Sample, assign_to_ranks, pack_samples
 from graders.pool import Graded
 from hf.tokenizer import Tokenizer
 from loss import policy_loss
 
+ROOT = Path(__file__).resolve().parents[2]
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": [2]}'}}
 CHATML = (
     "{% for m in messages %}<|user|>{{ m.role }}\n{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}<|end|>\n"
@@ -239,6 +245,22 @@ TEXTS = {  # parser -> texts with calls, texts with none or broken ones
         ["[f(a=%d", "[f(%d)] x", "f(a=%d)", "[f(a=g(%d))]", "[%d]"],
     ),
 }
+
+
+def test_the_commands_of_the_page_pass_the_check(tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"my_agent\.py.*?```python\n(.*?)```", page, re.S)
+    (tmp_path / "my_agent.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(ROOT)
+    commands = re.findall(r"^    .*train\.sh (\S+\.yaml)(.*)$", page, re.M)
+    assert len(commands) >= 4
+    for config, words in commands:
+        words = [*words.split(), "env.agents.0.num_workers=1"]
+        cfg = load(config, words)
+        if cfg.env.agents[0].python:  # which is not here
+            cfg = load(config, [*words, f"env.agents.0.python={sys.executable}"])
+        assert f"graded by {cfg.env.agents[0].name}" in preflight.check(cfg)
 
 
 @pytest.mark.slow
