@@ -6,13 +6,14 @@ python -m venv ../openenv && ../openenv/bin/pip install openenv openai
 
 import random
 import sys
+from typing import Any
 
 import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 
 
 class Answer(Action):
-    answer: str
+    answer: Any  # verifiers sends 85 as a number
 
 
 class Question(Observation):
@@ -30,7 +31,7 @@ class Sums(Environment):
 
     def step(self, action, timeout_s=None, **_):
         self._state.step_count += 1
-        is_right, is_last = action.answer.strip() == self.total, self._state.step_count == 2
+        is_right, is_last = str(action.answer).strip() == self.total, self._state.step_count == 2
         return Question(text=self.question, done=is_right or is_last, reward=is_right / self._state.step_count)
 
     @property
