@@ -201,10 +201,10 @@ def test_rollouts_of_one_to_four_rows_against_a_loop_over_rollouts(keys, float64
         logits_RV = ours[0][torch.from_numpy(pack.token_T)[at_R]] + ours[1][torch.from_numpy(pack.position_T)[at_R]]
         logp_R = logits_RV.log_softmax(-1).gather(1, torch.from_numpy(pack.target_R)[:, None])[:, 0]
         adv_R = torch.tensor([exact[adv] for adv in pack.adv_R.tolist()])
-        given = {"old_logp_T": None, "sampler_logp_T": torch.from_numpy(pack.sampler_logp_R).double(), "adv_T": adv_R}
+        given = {"old_logp_R": None, "sampler_logp_R": torch.from_numpy(pack.sampler_logp_R).double(), "adv_R": adv_R}
         counts = {"num_valid_tokens": num_tokens, "num_valid_seqs": num_seqs}
         seq_R = torch.from_numpy(pack.seq_R)
-        loss, _ = policy_loss(logp_R, **given, mask_T=seq_R >= 0, seq_T=seq_R, **counts, cfg=cfg.loss_fn)
+        loss, _ = policy_loss(logp_R, **given, mask_R=seq_R >= 0, seq_R=seq_R, **counts, cfg=cfg.loss_fn)
         total = total + loss
     total.backward()
     assert len(packs) > 3 and total.item() == pytest.approx(expected.item(), rel=1e-9)
