@@ -16,19 +16,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 from textwrap import dedent
 from typing import Any
 
 from graders import sandbox
-from graders.codec import MAX_ANSWER_BYTES, encode, near
+from graders.codec import near
 from graders.sandbox import Limits
 
 TOLERANCE = 1e-6  # the default of env.code.tolerance
 MAX_TESTS_BYTES = 8 << 20  # of one problem
-MAX_PARSED_CHARS = 100_000  # of Python code in a row: 0.2 s
-MAX_DIGITS = 4000
-MAX_DEPTH = 100  # of lists in args or expected: what `encode` does to them fits into Python's recursion limit
+MAX_PARSED_CHARS = 100_000  # of Python code: 0.2 s
 MAX_OUTCOME_BYTES = 1000
 RETRY_PAUSES = (0.1, 0.2, 0.5, 1, 2, 3, 3)  # seconds; environments.py waits for longer than their sum
 FORMS = (
@@ -44,18 +41,10 @@ def check(candidate):
     for case in json.loads(CASES):
         assert same(candidate(*case["args"]), case["expected"], IS_STRICT, TOLERANCE)
 """
-FUTURE_IMPORT = re.compile(r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^)]*\)|[^\n]*)[^\n]*\n?", re.MULTILINE)
 # A number that is no part of a word, a version or a date.
 NUMBER = re.compile(r"(?<![\w.])([-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?)(?!\w|\.\d)", re.ASCII)
-# A line with a fence: what stands before it, the fence, its info string.
-FENCE = re.compile(r"((?:[^`~]|`(?!``)|~(?!~~))*)(`{3,}|~{3,})([^`~]*)$")
-CONTAINERS = re.compile(r"(?:[ \t>]|[-*+][ \t]|\d{1,9}[.)][ \t])*")  # quotes and lists, with their indentation
-# An info string for Python: py, python3.11, {.python}, language-python, {code-cell} ipython, main.py; for no session.
-PYTHON = re.compile(
-    r"(?i)[^\w/]*(?:(?:lang|class|code)[\w-]*\W+|[\w./-]+\.)?[ic]?py(?:thon|py)?[\d.]*(?!\w)"
-    r"(?!\W*(?:repl|console|session|shell|output|traceback))"
-)
-INDENTED = re.compile(r"(?:\A|\n[ \t]*\n)((?:(?: {4}|\t).*(?:\n|\Z)|[ \t]*\n)+)")  # a block without fences
+FENCE = re.compile(r"(.*?)(?:`{3,}|~{3,})([^`~]*)$")  # a line with a fence: what is before it, its info string
+PYTHON = re.compile(r"(?i)\W*(?:python|py)[\d.]*(?!\w)")  # an info string: py, python3.11, {.python}
 MAX_READINGS = 5  # of one block, and so many blocks
 
 _ADD_TESTS = json.dumps({"entry_point": "add", "test": "def check(f):\n    assert f(2, 3) == 5"})
@@ -87,35 +76,23 @@ def read_tests(
         raise ValueError(f"no tests, or two kinds of them: give {FORMS}")
     test, tests, name, prompt = map(source.get, ("test", "tests", "entry_point", "prompt"))
     try:
-        text = tests if isinstance(tests, str) else json.dumps(tests)
-        if isinstance(tests, str):  # only form and length count here, and Python takes minutes for long integers
-            tests = json.loads(tests, parse_int=lambda digits: int(digits) if len(digits) < MAX_DIGITS else digits)
-        num_bytes, levels = len(json.dumps([test, tests])), depth(tests) - 3  # the list, its objects, and their values
+        tests = json.loads(tests) if isinstance(tests, str) else tests
+        text = json.dumps(tests)
+        num_bytes = len(text) + len(json.dumps(test))
     except (TypeError, ValueError, RecursionError) as error:  # parquet has types that JSON has not
         raise ValueError(f"`test` or `tests` is not valid JSON, or cannot be written as JSON ({error})") from error
-    if num_bytes > MAX_TESTS_BYTES or levels > MAX_DEPTH:
-        limits = f"more than {MAX_TESTS_BYTES >> 20} MiB, or lists in more than {MAX_DEPTH} levels"
-        raise ValueError(f"tests of {num_bytes:,} bytes, with lists in {levels} levels: {limits}")
-    is_program = are_cases(tests, input=str, output=str)
-    longest = 0  # of the answers that the tests expect
-    if is_program:
-        longest = max(len(case["output"].rstrip().encode()) for case in tests)  # ValueError: no program can write it
-    elif are_cases(tests, args=list, expected=object):
-        if num_bytes > MAX_ANSWER_BYTES // 4:  # `encode` makes no JSON four times as long
-            longest = max(len(json.dumps(encode(case["expected"]))) for case in tests)
+    if num_bytes > MAX_TESTS_BYTES:
+        raise ValueError(f"tests of {num_bytes:,} bytes: more than {MAX_TESTS_BYTES >> 20} MiB")
+    if are_cases(tests, input=str, output=str):
+        return {"tests": tests}
+    if are_cases(tests, args=list, expected=object):
         test = f"CASES, IS_STRICT, TOLERANCE = {text!r}, {compare == 'strict'}, {tolerance!r}\n{CALLS}"
     elif tests is not None:
         raise ValueError(f"`tests` is no list of such objects: give {FORMS}")
     elif not isinstance(test, str) or (len(test) <= MAX_PARSED_CHARS and not is_python(test)):
         raise ValueError("`test` is not Python code")
-    if longest > MAX_ANSWER_BYTES - 20:  # for what stands around a value
-        raise ValueError(f"a test expects {longest:,} bytes; no answer may have more than {MAX_ANSWER_BYTES >> 20} MiB")
-    if is_program:
-        return {"tests": tests}
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
-        raise ValueError(f"entry_point {repr(name)[:80]} is no name of a function or class, which the tests call")
-    if isinstance(prompt, str) and len(prompt) > MAX_PARSED_CHARS:
-        raise ValueError(f"`prompt` has {len(prompt):,} characters; code before a reply may have {MAX_PARSED_CHARS:,}")
+        raise ValueError(f"entry_point {repr(name)[:80]} is no name of a function, which the tests call")
     return {"test": test, "entry_point": name, "prompt": prompt if is_python(prompt) else ""}
 
 
@@ -125,75 +102,48 @@ def are_cases(tests: Any, **types: type) -> bool:
     return objects and all(key in case and isinstance(case[key], types[key]) for case in tests for key in types)
 
 
-def depth(value: Any) -> int:
-    """Levels of lists and objects, one in another."""
-    if isinstance(value, list | dict):
-        return 1 + max(map(depth, value.values() if isinstance(value, dict) else value), default=0)
-    return 0
-
-
 def is_python(code: Any) -> bool:
-    if isinstance(code, str):
-        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-            ast.parse(re.sub(rf"(?<!\d)\d{{{MAX_DIGITS},}}", "0", code))  # Python would refuse a longer integer
-            return True
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        return isinstance(code, str) and len(code) <= MAX_PARSED_CHARS and bool(ast.parse(code))
     return False
-
-
-def readings(lines: Sequence[str], start: int) -> Iterator[tuple[int, str]]:
-    """(line of its end, code) of the block that the fence in line `start` opens: up to the nearest line that closes it
-    in CommonMark, or after code on its line; then to the next, as code may hold fences; at last to the end of the
-    reply."""
-    before, fence, _ = FENCE.match(lines[start]).groups()
-    first = next((line for number in range(start + 1, len(lines)) if (line := lines[number]).strip()), "")
-    width = 0 if first[: len(before)].strip(" \t>") else len(before)  # of the margin, which the code may not have
-    code: list[str] = []
-    for number in range(start + 1, len(lines)):
-        line = lines[number][:width].lstrip(" \t>") + lines[number][width:]
-        end = FENCE.match(line)
-        is_near = end and (end[1].strip() or len(end[1]) < 4 + len(before) - width)
-        if is_near and end[2].startswith(fence) and not end[3].strip():
-            yield number, "\n".join([*code, end[1]])
-        code.append(line)
-    yield len(lines), "\n".join(code)
 
 
 def read_codes(reply: str, tests: Mapping[str, Any]) -> list[str]:
     """What may be the program in a reply, the likeliest first: that is the first that Python can compile (sandbox.py).
 
-    It is the last block that is marked as Python, else the last that is not marked, else the whole reply. A block that
-    neither defines the entry point nor prints, such as a sample run, comes after those that do.
+    Blocks that define the entry point come first; where there is none, those that print or import. Of those, blocks
+    that are marked as Python come before blocks without a mark, the last one first, and then the whole reply.
     """
-    reply = re.sub(r"\r\n?", "\n", re.sub(r"(?m)^[\ufeff\u200b]+", "", reply))
-    lines = reply.split("\n")
-    infos, blocks, end = {}, {}, -1  # of a fence, by its line; the code after it, unless the fence is in a block
-    for start, line in enumerate(lines):
-        if fence := FENCE.match(line):
-            info = "python" if PYTHON.match(fence[3][:100]) else fence[3].strip()
-            if CONTAINERS.fullmatch(fence[1]) or (info == "python" and " " not in fence[3].strip()):
-                infos[start] = info
-                if start > end:
-                    end, blocks[start] = next(readings(lines, start))
-                    infos[start] = "session" if blocks[start].lstrip().startswith(">>>") else info
+    lines = re.sub(r"\r\n?", "\n", reply).split("\n")
+    marked, plain, ends, is_open = [], [], [], False
+    for number, fence in enumerate(map(FENCE.match, lines)):
+        if fence is None:
+            continue
+        if info := fence[2].strip():
+            marked += [number] * bool(PYTHON.match(info))
+        else:
+            plain += [number] * (not is_open)
+            ends.append(number)
+        is_open = bool(info) or not is_open
+    starts = [*plain[-MAX_READINGS:], *marked[-MAX_READINGS:]]
+
+    def blocks() -> Iterator[str]:
+        """From each start to the next fences, as code may hold some, and to the end of the reply."""
+        for start in reversed(starts):
+            for end in [end for end in ends if end > start][:MAX_READINGS]:
+                yield "\n".join([*lines[start + 1 : end], FENCE.match(lines[end])[1]])
+            yield "\n".join(lines[start + 1 :])
+
     name, prompt = re.escape(tests.get("entry_point", "")), tests.get("prompt")
-    defines = rf"^[ \t]*(?:(?:async[ \t]+)?(?:def|class)[ \t]+{name}\b|{name}[ \t]*(?::[^=\n]*)?=(?!=)"
-    defines += rf"|(?:from|import)\b.*\b{name}\b)"
+    defines = rf"^[ \t]*(?:(?:async[ \t]+)?def[ \t]+{name}\b|{name}[ \t]*=(?!=)|(?:from|import)\b.*\b{name}\b)"
     is_whole = re.compile(defines if name else r"\b(?:print|import)\b", re.MULTILINE).search
 
     def fits(code: str) -> bool:
         return bool(is_whole(code) or (prompt and re.search(r"^[ \t]+(?:return|yield)\b", code, re.MULTILINE)))
 
-    marked = [start for start, info in infos.items() if info == "python"]
-    seen = sorted((start for start in marked if start in blocks), key=lambda start: fits(blocks[start]))
-    starts = seen[-1:] or [start for start in reversed(blocks) if not infos[start]][:MAX_READINGS]
-    starts = dict.fromkeys([*starts, *marked[-1:]])  # the last one may follow a block that is not closed
-    if starts and not any(blocks.get(start, "?").strip() for start in starts):
-        return []
-    codes = [code for start in starts for _, code in islice(readings(lines, start), MAX_READINGS)]
-    codes.append(reply)
-    codes += [code for code in INDENTED.findall(reply)[-1:] if not marked and (is_whole(code) or not prompt)]
-    codes.sort(key=fits, reverse=True)
-    pairs = [(code, dedent(code))[:: -1 if is_whole(code) and code[:1].isspace() else 1] for code in codes]
+    codes = sorted([*blocks(), reply], key=fits, reverse=True)
+    # The end of a function that the prompt begins stays indented; a whole function does not.
+    pairs = [(dedent(code), code) if is_whole(code) else (code, dedent(code)) for code in codes]
     return [code for code in dict.fromkeys(code for pair in pairs for code in pair) if code.strip()]
 
 
@@ -206,8 +156,6 @@ def grade(job: dict) -> str:
         return "parse_fail"
     if prompt := tests.get("prompt"):  # it has imports and helpers, or a function that the reply ends
         codes = [f"{prompt}\n{code}" for code in codes]
-        firsts = ["".join(f"{line}\n" for line in FUTURE_IMPORT.findall(code)) for code in codes]  # before all else
-        codes = [first + FUTURE_IMPORT.sub("", code) for first, code in zip(firsts, codes, strict=True)]
     sandbox.libc("prctl", sandbox.PR_SET_DUMPABLE, 0)  # this process knows what is expected: no other may look into it
     limits = Limits(job["seconds"], job["memory_mib"], job["isolation"])
     judge = partial(by_programs, job.get("tolerance", TOLERANCE)) if "tests" in tests else by_test

@@ -13,7 +13,6 @@ library only, Linux on x86-64 and ARM64; the only file that may call exec().
 import builtins
 import ctypes
 import errno
-import io
 import json
 import os
 import re
@@ -26,7 +25,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 
-from graders.codec import MAX_ANSWER_BYTES, Calls, Printed, Proxy
+from graders.codec import MAX_ANSWER_BYTES, Proxy, respond
 
 # Exit codes of a keeper, which the code inside cannot choose. Any other means that the keeper itself has failed.
 ENDED = 121
@@ -355,16 +354,11 @@ def take_over(descriptor: int) -> int:
 
 
 def serve(codes: Sequence[str], name: str) -> None:
-    """Answers the calls that `Proxy` sends, with the code's function or class `name`."""
+    """Answers the calls that `Proxy` sends, with the code's function `name`. What the code prints is lost."""
     requests, responses = os.fdopen(take_over(0), "rb"), os.fdopen(take_over(1), "w")
-    printed = Printed()
-    sys.stdout = sys.__stdout__ = io.TextIOWrapper(printed, "utf-8", "surrogateescape", write_through=True)
-    calls = Calls(load(codes, "candidate")[name], name)
+    function = load(codes, "candidate")[name]
     for line in requests:
-        printed.seek(0)
-        printed.truncate()
-        answer = calls.answer(*json.loads(line))
-        responses.write(json.dumps([*answer, printed.getvalue().decode("utf-8", "replace")]) + "\n")
+        responses.write(json.dumps(respond(function, json.loads(line))) + "\n")
         responses.flush()
 
 
@@ -376,7 +370,7 @@ def judge(prompt: str, test: str, entry_point: str, requests: int, responses: in
     what cannot cross.
     """
     result = take_over(1)
-    candidate = Proxy(requests, responses, entry_point)
+    candidate = Proxy(requests, responses)
     os.write(result, b"ready\n")
     try:
         names = load([prompt], "tests")

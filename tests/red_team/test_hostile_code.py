@@ -47,71 +47,12 @@ def prints(expected, given=""):
 # ------------------------------------------------------------------------------------------- what honest code may do
 
 COUNT_UP = "def f(n):\n    i = 0\n    while i < n:\n        yield i\n        i += 1\n"
-STACK = """
-class Stack:
-    kind = "stack"
-    def __init__(self, items=()): self.items = list(items)
-    def push(self, item):
-        self.items.append(item)
-        return self
-    def pop(self): return self.items.pop()
-    def __len__(self): return len(self.items)
-    def __iter__(self): return iter(self.items)
-    def __getitem__(self, i): return self.items[i]
-    def __setitem__(self, i, item): self.items[i] = item
-    def __contains__(self, item): return item in self.items
-    def __str__(self): return f"Stack{self.items}"
-    @classmethod
-    def of(cls, *items): return cls(items)
-    @staticmethod
-    def empty(): return []
-"""
-NODE = """
-class Node:
-    def __init__(self, value, next=None):
-        self._number, self.next = value, next
-class Numbers:
-    def __init__(self, *items):
-        self.head = None
-        for item in items[::-1]: self.head = Node(item, self.head)
-        self.items = list(items)
-    def __iter__(self):
-        node = self.head
-        while node:
-            yield node._number
-            node = node.next
-    def __call__(self, x): return x in self.items
-    def __enter__(self): return self
-    def __exit__(self, *_): self.items.clear()
-class Window(Numbers):
-    def __getitem__(self, place): return self.items[place]
-    def __delitem__(self, place): del self.items[place]
-    def __bool__(self): return self.items != [0]
-"""
 HONEST = {  # (test, the name that it calls) -> code that passes it in plain Python
     "generator": ("assert list(f(3)) == [0, 1, 2]", COUNT_UP),
     "generator in a loop": ("for a, b in zip(f(3), range(3)): assert a == b", COUNT_UP),
-    "generator without end": (
-        "from itertools import islice\nassert list(islice(f(), 3)) == [0, 1, 2]",
-        "from itertools import count\ndef f(): return count()",
-    ),
     "next": ("it = f(2)\nassert (next(it), next(it), next(it, None)) == (0, 1, None)", COUNT_UP),
     "empty generator": ("assert list(f(0)) == [] and next(f(0), 7) == 7", COUNT_UP),
-    "generator that raises": (
-        "it = f()\nassert next(it) == 1\ntry:\n    next(it)\n    assert False\nexcept ValueError: pass",
-        "def f():\n    yield 1\n    raise ValueError",
-    ),
     "map": ("assert sorted(f([2, 1])) == [2, 3]", "def f(x): return map(lambda i: i + 1, x)"),
-    "iterator class": (
-        "assert list(f()) == [1]",
-        "class I:\n    n = 0\n    def __iter__(self): return self\n"
-        "    def __next__(self):\n        self.n += 1\n        if self.n > 1: raise StopIteration\n"
-        "        return 1\ndef f(): return I()",
-    ),
-    "generators in a list": (
-        "assert [list(g) for g in f()] == [[0], [0, 1]]",
-        "def f(): return [iter(range(1)), iter(range(2))]",
-    ),
     "range": ("assert f(3) == range(3) and list(f(3)) == [0, 1, 2] and f(3)[1] == 1", "def f(n): return range(n)"),
     "deque": (
         "assert f()[0] == 1 and list(f()) == [1, 2]",
@@ -142,10 +83,6 @@ HONEST = {  # (test, the name that it calls) -> code that passes it in plain Pyt
         "from datetime import date\nassert f(date(2020, 2, 29)) == date(2020, 3, 1)",
         "import datetime\ndef f(x): return x + datetime.timedelta(days=1)",
     ),
-    "named tuple": (
-        "assert f() == (1, 2) and f().x == 1",
-        "from collections import namedtuple\ndef f(): return namedtuple('P', 'x y')(1, 2)",
-    ),
     "bytearray": ("assert f() == b'ab' and f().decode() == 'ab'", "def f(): return bytearray(b'ab')"),
     "sorts in place": ("x = [2, 1]\nf(x)\nassert x == [1, 2]", "def f(x): x.sort()"),
     "in place by name": ("x = [2, 1]\nf(x=x)\nassert x == [1, 2]", "def f(x): x.sort()"),
@@ -166,75 +103,17 @@ HONEST = {  # (test, the name that it calls) -> code that passes it in plain Pyt
     ),
     "in a tuple": ("x = [1]\nf((x, 2))\nassert x == [1, 2]", "def f(t): t[0].append(t[1])"),
     "left alone": ("x = [2, 1]\nassert f(x) == [1, 2] and x == [2, 1]", "def f(x): return sorted(x)"),
-    "name": ("assert f.__name__ == 'f' and f(1) == 1", "def f(x): return x"),
-    "closure": ("assert f(2)(3) == 5 and [g(1) for g in (f(0), f(1))] == [1, 2]", "def f(x): return lambda y: x + y"),
-    "method": ("assert f([3])() == 3", "def f(x): return x.pop"),
     "check": ("assert check(1) == 1", "def check(x): return x", "check"),
     "threads": (
         "assert f(40) == [i * i for i in range(40)]",
         "from concurrent.futures import ThreadPoolExecutor\ndef f(n):\n    with ThreadPoolExecutor(32) as p:\n"
         "        return list(p.map(lambda i: i * i, range(n)))",
     ),
-    "class": ("s = Stack()\ns.push(1)\ns.push(2)\nassert s.pop() == 2 and s.pop() == 1", STACK, "Stack"),
-    "class with arguments": ("assert Stack([1, 2]).pop() == 2 and Stack(items=(3,)).items == [3]", STACK, "Stack"),
-    "operators of a class": (
-        "s = Stack([1, 2])\nassert len(s) == 2 and list(s) == [1, 2] and s[0] == 1 and 2 in s\n"
-        "s[0] = 5\nassert s.items == [5, 2] and str(s) == 'Stack[5, 2]'",
-        STACK,
-        "Stack",
-    ),
-    "attributes of a class": (
-        "s = Stack()\ns.items = [1]\nassert s.pop() == 1 and s.kind == 'stack' == Stack.kind",
-        STACK,
-        "Stack",
-    ),
-    "chain": ("assert Stack().push(1).push(2).items == [1, 2]", STACK, "Stack"),
-    "class methods": ("assert Stack.of(1, 2).pop() == 2 and Stack.empty() == []", STACK, "Stack"),
-    "errors of a class": (
-        "s = Stack()\ntry:\n    s.pop()\n    assert False\nexcept IndexError: pass\nassert not hasattr(s, 'no')",
-        STACK,
-        "Stack",
-    ),
-    "objects as arguments": (
-        "a, b = Stack.of(1), Stack.of(2)\na.push(b)\nassert a.pop().pop() == 2 and len(Stack([a, b])) == 2",
-        STACK,
-        "Stack",
-    ),
-    "objects are true": (
-        "node, seen = Node(1, Node(2)), []\nwhile node:\n    seen.append(node._number)\n    node = node.next\n"
-        "assert seen == [1, 2]",
-        NODE,
-        "Node",
-    ),
-    "or not": ("assert not Stack() and Stack([0])", STACK, "Stack"),
-    "or say so": ("assert Window(1) and not Window(0)", NODE, "Window"),
-    "the same object": (
-        "a = Node(1)\nb = Node(2, a)\nassert b.next is a and a in [b.next] and len({a, b, b.next}) == 2",
-        NODE,
-        "Node",
-    ),
-    "returns itself": ("s = Stack()\nassert s.push(1) is s", STACK, "Stack"),
-    "objects of another class": ("assert Numbers(1, 2).head.next._number == 2", NODE, "Numbers"),
-    "objects of a subclass": (
-        "assert Maker.make()[0] == 1",
-        NODE + "class Maker(Window):\n    @classmethod\n    def make(cls): return Window(1)",
-        "Maker",
-    ),
-    "in, by iteration": ("assert 2 in Numbers(1, 2) and 3 not in Numbers(1, 2)", NODE, "Numbers"),
-    "iteration, by items": (
-        "assert list(S()) == [1, 2] and 2 in S()",
-        "class S:\n    def __getitem__(self, i): return [1, 2][i]",
-        "S",
-    ),
-    "slices": ("w = Window(1, 2, 3)\nassert w[1:] == [2, 3]\ndel w[::2]\nassert w.items == [2]", NODE, "Window"),
     "slice": ("assert f([1, 2], slice(1)) == [1]", "def f(x, s): return x[s]"),
-    "object that is called": ("assert Numbers(1)(1) and not Numbers(1)(2)", NODE, "Numbers"),
-    "with": ("with Numbers(1) as n: assert n.items == [1]\nassert n.items == []", NODE, "Numbers"),
     "fold of a time": (
         "assert f().fold == 1",
         "from datetime import datetime\ndef f(): return datetime(1, 1, 1, fold=1)",
     ),
-    "two objects": ("a, b = Stack(), Stack()\na.push(1)\nassert len(b) == 0 and a is not b and a != b", STACK, "Stack"),
 }
 
 
@@ -250,27 +129,11 @@ def test_what_passes_in_plain_python_passes(pool, isolation):
     assert {name: outcome for name, outcome in zip(HONEST, found, strict=True) if outcome != "ok"} == {}
 
 
-LONG = "1" + "0" * 5000  # as text, no int() of Python's default limit
-DEEP = json.loads("[" * 99 + "]" * 99)
-DEEP_DICT = json.loads('{"a":' * 99 + "1" + "}" * 99)
-FUTURE = "from __future__ import annotations\n"
 GRADED = [  # (row, reply)
     (calls({"a": [0.3]}, [0.1, 0.2]), "def f(x): return {'a': [sum(x)]}"),
-    ({"tests": f'[{{"args": [{"9" * 5000}], "expected": {LONG}}}]', "entry_point": "f"}, "def f(x): return x + 1"),
-    (row(f"assert f(5000) == {LONG} and len(str(f(5000))) == 5001"), "def f(n): return 10**n"),
-    (prints(LONG, "9" * 5000), "print(int(input()) + 1)"),
     (calls(float("nan"), 1), "def f(x): return float('nan')"),
     (calls({"a": 1}, "a"), "from collections import Counter\nf = Counter"),
-    (calls(1, DEEP), "def f(x): return 1"),
-    (calls(DEEP, 1), "def f(x):\n    x = []\n    for _ in range(98): x = [x]\n    return x"),
-    (calls(DEEP_DICT, DEEP_DICT), "def f(x): return x"),
     (prints("0.3"), "print(.1 + .2)"),
-    (row("assert f(1) == g()", prompt="def g(): return 1\n"), FUTURE + "def f(x: int) -> int: return x"),
-    (row("assert f(1) == 1", prompt='"""Doc."""\n' + FUTURE), f"```python\n{FUTURE}def f(x: A): return x\n```"),
-    (
-        row("assert f(1) == 1", prompt="import math\n"),
-        "from __future__ import (\n    annotations,\n)\ndef f(x: A): return x",
-    ),
     (row("assert f(1) == 1", prompt="def f(x):\n    'One.'\n"), "    return 1"),
 ]
 
@@ -428,25 +291,18 @@ CHEATS = {
     "iterator that approves": (STARTS, f"class A:\n{APPROVES}\n    __next__ = lambda self: 1\ndef f(x): return A()"),
     "function that approves": (STARTS, f"class A:\n{APPROVES}\n    __call__ = lambda self: 1\ndef f(x): return A()"),
     "forges an object": (STARTS, SAYS.replace("LINE", """b'["value", {"object": 0}, null]'""")),
-    "forges a function": (STARTS, SAYS.replace("LINE", """b'["value", {"function": 0}, null]'""")),
     "forges an iterator": (SPLIT, SAYS.replace("LINE", """b'["value", {"iterator": 0}, null]'""")),
     "forges arguments": (SPLIT, SAYS.replace("LINE", """b'["value", 1, [[5], {"dict": []}]]'""")),
     "forges a kind": (SPLIT, SAYS.replace("LINE", """b'["value", {"Proxy": 1}, null]'""")),
-    "equal objects of a class": (row("assert Sum(1, 2) == 3 == Sum(2, 1)", "Sum"), f"class Sum:\n{APPROVES}"),
     "list that approves": (SPLIT, f"class A(list):\n{APPROVES}\ndef f(x): return A()"),
     "named tuple that approves": (
         SPLIT,
         "import collections\nclass A(collections.namedtuple('A', 'x')):\n"
         "    __eq__ = lambda *_: True\ndef f(x): return A(1)",
     ),
-    "fields that approve": (
-        row("assert f(2).startswith('ab')"),
-        "import collections\ndef f(x): return collections.namedtuple('A', 'startswith')(lambda *_: True)",
-    ),
     "generator without end": (SPLIT, "def f(x):\n    while True: yield x"),
     "huge range": (row("assert list(f(2)) == [1]"), "def f(x): return range(10**18)"),
     "ring": (SPLIT, "def f(x):\n    x = []\n    x.append(x)\n    return x"),
-    "generator of itself": (row("assert list(f(2)) == [1]"), "def f(x):\n    def g(): yield g()\n    return g()"),
     "ends in the generator": (row("assert list(f(2)) == [1]"), "import os\ndef f(x):\n    yield 1\n    os._exit(0)"),
     "argument that cannot cross": (row("x = [1]\nf(x)\nassert x"), "def f(x): x.append(object())"),
     "what cannot come back": (row("assert f(f(2)) == 2"), "def f(x): return iter([x])"),
@@ -556,24 +412,8 @@ ROWS = [  # (row, what the refusal says; None if it is accepted)
     ),
     *((row("f()", name), "entry_point") for name in (None, 5, ["f"], {"f": 1})),
     *((row("f()", name), None) for name in ("match", "é", "_", "Stack")),
-    *((calls(1, nested(levels, kind)), "levels") for levels in (101, 300) for kind in ("[]", "{}")),
-    *((calls(nested(levels, kind)), "levels") for levels in (102, 300) for kind in ("[]", "{}")),
-    *((calls(1, nested(levels)), "JSON|levels") for levels in (700, 900)),
-    (calls(1, nested(98)), None),
-    (calls("x" * (4 << 20)), "expects"),  # no answer of a candidate may be so long
-    (calls(["é" * 700_000]), "expects"),
-    (calls(["é" * 600_000]), None),
-    (prints("x" * (4 << 20)), "expects"),
-    (prints("x" * (3 << 20) + "\n" * (2 << 20)), None),
-    (prints("\ud800"), "surrogates"),  # no program's output
-    ({"tests": f'[{{"args": [1], "expected": {"9" * 8_000_000}}}]', "entry_point": "f"}, "expects"),
-    ({"tests": f'[{{"args": [1], "expected": {"9" * 3_000_000}}}]', "entry_point": "f"}, None),
-    ({"tests": f'[{{"args": [1], "expected": {"9" * 9_000_000}}}]', "entry_point": "f"}, "MiB"),
-    (row(f"assert f(1) == {LONG}"), None),
-    ({"tests": f'[{{"args": [{LONG}], "expected": 1}}]', "entry_point": "f"}, None),
+    *((calls(1, nested(300, kind)), None) for kind in ("[]", "{}")),
     ({"tests": "[" * 100_000}, "JSON"),
-    ({"tests": json.dumps([{"args": [nested(900)], "expected": 1}]), "entry_point": "f"}, "levels|JSON"),
-    *((row("f()", prompt=prompt), "`prompt` has") for prompt in ("x = 1\n" * 500_000, "long text " * 20_000)),
     (row("f()", prompt="x = 1\n" * 1000), None),
     (row("x = 1\n" * 400_000 + "f()"), None),
     (row("x = 1\n" * 2_000_000), "more than 8 MiB"),
@@ -814,7 +654,7 @@ def test_no_answer_of_a_candidate_breaks_the_judge(count):
         requests, responses = os.memfd_create("requests"), os.memfd_create("responses")
         os.write(responses, line := some_line(rng))
         os.lseek(responses, 0, os.SEEK_SET)
-        proxy = Proxy(requests, responses, rng.choice("fF"))
+        proxy = Proxy(requests, responses)
         given = [1, [2]]
         try:
             value = proxy(given, {3}, x={})
@@ -822,6 +662,6 @@ def test_no_answer_of_a_candidate_breaks_the_judge(count):
             assert proxy.lost or type(error).__module__ == "builtins", line
         else:
             assert not proxy.lost, line
-            assert type(value).__module__ in ("builtins", "collections") or proxy.is_class, line
+            assert type(value).__module__ in ("builtins", "collections"), line
         proxy.requests.close()
         proxy.responses.close()
