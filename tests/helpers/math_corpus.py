@@ -37,8 +37,6 @@ EQUAL = r"""
 3/2 | 1\frac{1}{2}
 3/2 | 1\frac12
 2\frac{3}{4} | 2.75
-1/3 | 0.333333
-2/3 | 0.6666667
 50% | 50%
 50% | 50\%
 50\% | 0.5
@@ -67,7 +65,6 @@ x=5 | 5
 \sqrt{2} | \sqrt2
 \sqrt{8} | 2\sqrt{2}
 \frac{\sqrt{2}}{2} | \frac{1}{\sqrt{2}}
-2\pi | 6.283185307
 2\pi | \pi \cdot 2
 \pi/2 | \frac{\pi}{2}
 10^3 | 1000
@@ -125,8 +122,6 @@ x > 2 | (2, \infty)
 \cos^2 x+\sin^2 x | 1
 \log_2 8 | 3
 \sqrt[3]{8} | 2
-\sqrt{2} | 1.41421356
-0.333333 | 1/3
 \text{Alice, Bob} | \text{Alice and Bob}
 5\text{ cm}^3 | 5\text{ cubic cm}
 \frac{n(n+1)}{2} | \binom{n+1}{2}
@@ -135,8 +130,6 @@ x > 2 | (2, \infty)
 2^{100} | 1267650600228229401496703205376
 33\frac{1}{3} | \frac{100}{3}
 5 | 2+3=5
-18 | eighteen
-5 | five
 """
 
 UNEQUAL = r"""

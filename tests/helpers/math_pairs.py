@@ -12,8 +12,7 @@ from fractions import Fraction
 WORDS = """listen silent enlist|even neve|left felt|cat act|tea eat ate|stop pots spot tops|night thing|Alice Celia
 no on|angel glean angle|below elbow|study dusty|triangle integral|state taste|heart earth|odd dod|north thorn
 Monday dynamo|three there ether|evil vile live|real earl|true rute|none neon|circle cleric|square suqare"""
-UNITS = """m:1 km:1000 cm:1/100 mm:1/1000|seconds:1 minutes:60 hours:3600 days:86400|dollars:1 cents:1/100
-inches:1 feet:12 yards:36|grams:1 kg:1000|years:12 months:1|liters:1 mL:1/1000|pounds:16 ounces:1"""
+UNITS = "m km cm mm|seconds minutes hours days|dollars cents|inches feet|grams kg|years months|pounds ounces"
 NOUNS = ["apples", "balls", "students", "marbles", "people", "tickets", "pages", "red balls", "children", "ways"]
 DIGITS = "0123456789ABCDEF"
 
@@ -88,32 +87,12 @@ def rationals(rng):
 
 
 def decimals(rng):
-    value = Fraction(
-        rng.choice([-1, 1]) * rng.randint(1, 10 ** rng.randint(1, 8)),
-        10 ** rng.randint(0, 9) * rng.choice([3, 7, 11, 13, 17, 101]),
-    )
+    """A decimal that is rounded is not the fraction."""
+    value = Fraction(rng.choice([-1, 1]) * rng.randint(1, 10 ** rng.randint(1, 8)), rng.choice([3, 7, 11, 13, 17, 101]))
     value = value / 9 if terminating(value) else value
-    digits = rng.randint(7, 14)
-    text = decimal(value, digits)
-    fraction = rng.choice(
-        [f"{value.numerator}/{value.denominator}", rf"\frac{{{value.numerator}}}{{{value.denominator}}}"]
-    )
-    if "." not in text:
-        return
-    last = text[-1]
-    wrong = rng.choice(
-        [
-            text[:-1] + str((int(last) + rng.choice([2, 3, 5, 7])) % 10),
-            text[1:] if value < 0 else "-" + text,
-            decimal(value, rng.randint(1, 4)),
-            "0." + "0" * 7,
-            text.replace(".", "") + ".0" if text[0] != "0" and text[1] != "0" else decimal(value * 10, digits),
-        ]
-    )
-    pair = (fraction, text) if rng.random() < 0.5 else (text, fraction)
-    yield "decimal", *pair, True
-    if Fraction(wrong) != value:
-        yield "decimal", *((fraction, wrong) if pair[0] == fraction else (wrong, fraction)), False
+    text = decimal(value, rng.randint(7, 14))
+    pair = [rf"\frac{{{value.numerator}}}{{{value.denominator}}}", text]
+    yield "decimal", *rng.sample(pair, 2), Fraction(text) == value
 
 
 def surds(rng):
@@ -129,19 +108,12 @@ def surds(rng):
         rf"\frac{{{a * k}+{b * k}\sqrt{{{root}}}}}{{{k}}}",
         rf"{whole}{plus}{b} \sqrt{root if root < 10 else f'{{{root}}}'}",
     ]
-    with localcontext() as context:
-        context.prec = 40
-        exact = a + b * Decimal(root).sqrt()
-    places = rng.randint(7, 12)
-    forms.append(f"{exact.quantize(Decimal(1).scaleb(-places)):f}")
     yield "surd", gold, rng.choice(forms), True
-    shifted = exact + Decimal(rng.choice([1, -1])).scaleb(-rng.randint(4, places - 1)) * rng.randint(1, 9)
     wrong = [
         rf"{whole}{plus}{b + 1}\sqrt{{{root}}}",
         rf"{whole}-{b}\sqrt{{{root}}}",
         rf"{whole}{plus}{b}\sqrt{{{root + 1}}}",
         rf"{whole}{plus}{b}\cdot {root}",
-        f"{shifted.quantize(Decimal(1).scaleb(-places)):f}",
         rf"\frac{{{a}+{b}\sqrt{{{root}}}}}{{{k}}}",
     ]
     yield "surd", gold, rng.choice(wrong), False
@@ -261,16 +233,11 @@ def words(rng):
 
 
 def units(rng):
-    row = rng.choice([line.split() for line in UNITS.replace("\n", "|").split("|")])
-    (one, size), (other, other_size) = (
-        (name, Fraction(text)) for name, text in (cell.split(":") for cell in rng.sample(row, 2))
-    )
+    row = rng.choice([each.split() for each in UNITS.split("|")])
+    one, other = rng.sample(row, 2)
     value = Fraction(rng.randint(2, 900))
     spaced = rng.choice(["{} {}", r"{} \text{{ {}}}", r"{}\ \mathrm{{{}}}", "{}  {}"]).format
     gold = spaced(value, one)
-    converted = terminating(value * size / other_size)
-    if converted:
-        yield "unit", gold, spaced(converted, other), True
     yield "unit", *rng.choice([(gold, f"{value}"), (f"{value}", gold), (gold, f"{value}.0 {one}")]), True
     power = rng.choice(["^2", "^3"])
     wrong = [
@@ -280,9 +247,8 @@ def units(rng):
         f"{value} {rng.choice(NOUNS)}",
         f"{value * 10} {other}",
     ]
-    wrong = [text for text in wrong if text != f"{converted} {other}"]
     yield "unit", gold, rng.choice(wrong), False
-    if row[0].startswith("m:"):
+    if row[0] == "m":
         yield (
             "unit",
             gold,
@@ -292,10 +258,8 @@ def units(rng):
     noun = rng.choice(NOUNS)
     yield "unit", f"{value}", f"{value} {noun}", True
     yield "unit", f"{value} {noun}", f"{value} {rng.choice([n for n in NOUNS if n != noun])}", False
-    money = rng.choice(
-        [rf"\${value}", f"${value}", f"{value} USD", f"{value} dollars", f"{value}$", f"{value} dollars and 0 cents"]
-    )
-    yield "unit", money, rng.choice([rf"\${value}.00", f"{value}", f"{value} dollars", f"{value * 100} cents"]), True
+    money = rng.choice([rf"\${value}", f"${value}", f"{value} USD", f"{value} dollars", f"{value}$"])
+    yield "unit", money, rng.choice([rf"\${value}.00", f"{value}", f"{value} dollars"]), True
     yield (
         "unit",
         money,
@@ -337,37 +301,10 @@ def dates(rng):
     year, month, day = rng.randint(1900, 2030), rng.randint(1, 12), rng.randint(1, 28)
     hour, minute = rng.randint(1, 12), rng.randint(10, 59)
     iso, slashed, clock = f"{year}-{month:02}-{day:02}", f"{month}/{day}/{year}", f"{hour}:{minute}"
-    yield "date", iso, rng.choice([f"{year}-{month}-{day}", rf"\text{{{iso}}}", f"{iso}."]), True
-    yield (
-        "date",
-        iso,
-        rng.choice([str(year - month - day), f"{year}-{month:02}-{day + 1:02}", str(year), f"{year - month}-{day}"]),
-        False,
-    )
-    yield (
-        "date",
-        slashed,
-        rng.choice([f"{month}/{day * year}", f"{month}/{day}/{year + 1}", terminating(Fraction(month, 8)) or "0"]),
-        False,
-    )
-    half = rng.choice(["a.m.", "p.m.", "AM", "pm", r"\text{ a.m.}"])
-    yield (
-        "date",
-        f"{clock} {half}",
-        rng.choice([clock, rf"{clock}\text{{ {half}}}", f"{clock} {half.lower().replace('.', '')}"])
-        if "\\" not in half
-        else clock,
-        True,
-    )
-    wrong = [
-        f"{hour}/{minute}",
-        f"{Fraction(hour, minute)}",
-        f"{hour}:{minute - 1}",
-        f"{hour * 2}:{minute * 2}",
-        f"{hour}.{minute}",
-        f"{hour * 60 + minute}",
-    ]
-    yield "date", clock, rng.choice(wrong), False
+    yield "date", iso, rng.choice([rf"\text{{{iso}}}", f"{iso}."]), True
+    yield "date", iso, rng.choice([str(year - month - day), f"{year}-{month:02}-{day + 1:02}", str(year)]), False
+    yield "date", slashed, rng.choice([f"{month}/{day * year}", f"{month}/{day}/{year + 1}"]), False
+    yield "date", clock, rng.choice([f"{hour}/{minute}", f"{Fraction(hour, minute)}", f"{hour}.{minute}"]), False
     yield "date", f"{clock} am", f"{clock} pm", False
 
 
@@ -401,15 +338,6 @@ def polynomials(rng):
     yield "polynomial", f"{x}={abs(a)}{rng.choice('pq')}+{abs(b)}", f"{abs(a)}p+{abs(b) + 1}", False
 
 
-ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
-ONES += "seventeen eighteen nineteen".split()
-TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-
-
-def spelled(value: int) -> str:
-    return ONES[value] if value < 20 else TENS[value // 10 - 2] + (f"-{ONES[value % 10]}" if value % 10 else "")
-
-
 def forms(rng):
     value = rng.randint(1000, 9_999_999)
     small = rng.randint(2, 99)
@@ -418,9 +346,6 @@ def forms(rng):
     right = [
         (f"{value}", groups.replace(",", rng.choice([" ", "\u2009", "\u202f", r"\,", "{,}", "\xa0"]))),
         (f"-{small}", f"{sign}{small}"),
-        (f"{small}", spelled(small)),
-        (f"{small}", spelled(small).capitalize()),
-        (f"{small * 10**6}", f"{small} million"),
         (f"{small}", rng.choice(["{}€", "{} EUR", "€{}", "{} USD", "{}$", "£{}", "USD {}"]).format(small)),
         (f"{value}", f"{value / 1000}e3" if value % 1000 else f"{value // 1000}e3"),
         ("i^2", "-1"),
@@ -431,9 +356,7 @@ def forms(rng):
     ]
     yield "form", *rng.choice(right), True
     letter, other = rng.sample("ABCDE", 2)
-    marked = rng.choice(
-        ["{}) 5", "({}) 5", "{}. 5", "{})", "({})", "{}.", r"\text{{({})}}", r"\textbf{{({})}} 5", "{}: 5"]
-    )
+    marked = rng.choice(["{})", "({})", "{}.", r"\text{{({})}}", r"\textbf{{({})}}"])
     yield "form", letter, marked.format(letter), True
     yield (
         "form",
@@ -451,7 +374,6 @@ def forms(rng):
     )
     wrong = [
         (f"{small}", f"{small} million"),
-        (f"{small}", spelled(small + 1 if small < 99 else 3)),
         (f"{value}", groups.replace(",", ", ")),
         (groups.replace(",", ", "), f"{value}"),
         (f"{value}", f"{value}e1"),
@@ -495,9 +417,6 @@ def hedges(rng):
 KINDS = (rationals, decimals, surds, intervals, lists, bases, words, units, names, dates, polynomials, forms, hedges)
 
 
-OPTIONS = ["Vitamin A deficiency", "red and blue", "Plan B", "none of these", "5 or 6 apples", "I and II only", "12"]
-
-
 def reals(rng):
     """Forms that are equal wherever both are real, and near ones that are not."""
     x, y = rng.sample("xytuvw", 2)
@@ -519,11 +438,6 @@ def reals(rng):
         (rf"\ln({x}{y})", [rf"\ln {x}+\ln {y}"], [rf"\ln {x}\ln {y}", rf"\ln({x}+{y})", rf"\ln {x}-\ln {y}"]),
         (sqrt(f"{n * n}{x}^2"), [f"{n}|{x}|"], [f"{n}{x}", f"-{n}{x}", f"{n * n}|{x}|"]),
         (
-            f"{n}.{m}7",
-            [rf"\approx {n}.{m}7", f"≈{n}.{m}7", rf"{x} \approx {n}.{m}7"],
-            [rf"\approx {n}.{m}", rf"{n} \approx {n}.{m}7"],
-        ),
-        (
             f"{n}n(n+1)+{m}n",
             [rf"\sum_{{k=1}}^{{n}} ({2 * n}k+{m})", rf"\sum_{{k=1}}^n {2 * n}k + {m}n"],
             [
@@ -533,24 +447,6 @@ def reals(rng):
             ],
         ),
     ]
-    letter, other = rng.sample("ABCDE", 2)
-    text, value = rng.choice(OPTIONS), rng.randint(2, 99)
-    wrongs = [
-        f"{letter}: {text} {other}) 7",
-        f"{letter}) {value} or {other}",
-        f"{letter}: no, {other}",
-        f"{other}: {text}",
-    ]
-    rows.append((letter, [f"{letter}: {text}", f"({letter}) {text}", f"{letter}. {text}"], wrongs))
-    marked = rf"\textbf{{({letter})}}\ {value}"
-    wrongs = [
-        f"{value + 1}",
-        other,
-        rf"\textbf{{({other})}}\ {value}",
-        f"{letter}) {value + 1}",
-        f"{value} or {value + 1}",
-    ]
-    rows.append((marked, [f"{value}", letter, f"({letter}) {value}", marked], wrongs))
     gold, rights, wrongs = rng.choice(rows)
     yield "real", gold, rng.choice(rights), True
     yield "real", gold, rng.choice(wrongs), False
