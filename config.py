@@ -254,8 +254,6 @@ class LoRAConfig(Section):
     """Without match_all_linear, only layers of these names or patterns, such as *.layers.0.*, are adapted."""
     exclude_modules: tuple[str, ...] = ()
     """Without match_all_linear and target_modules, all layers are adapted except layers of these names."""
-    adapter_path: str | None = None
-    """A new run starts from this PEFT folder, of the same dim, alpha and layers; null means from new adapters."""
 
 
 class DTensorConfig(Section):
@@ -426,7 +424,7 @@ class DatasetConfig(Section):
     name: str | None = None
     """Metrics and errors call the dataset this; null means the stem of the file or dataset_name."""
     data_path: str | None = None
-    """The rows come from this jsonl, csv, json or parquet file or hub dataset (org/name); null: the known dataset's."""
+    """The rows come from this jsonl, json or parquet file or hub dataset (org/name); null: the known dataset's."""
     dataset_name: str | None = None
     """gsm8k, MATH-500, OpenMathInstruct-2, DeepScaler, AIME2024, AIME2025, AIME2026, DAPOMath17K and DAPOMathAIME2024
     are known. A module:function of yours gets this section and returns a sequence of rows. null reads data_path."""
@@ -448,8 +446,6 @@ class DatasetConfig(Section):
     env_name: str | None = None
     """exact (the response, or its part after ####, is the number), math, math_multi_reward, code, reward_model, or
     module:Class or module:function of yours scores responses. null means the known dataset's, or exact."""
-    min_reward: float | None = None
-    """Rows with a field `reward` (as in rollouts of NeMo Gym) below this are left out; null keeps all."""
     repeat: int = key(1, ">= 1, <= 10000")
     """The set has each row this many times; in validation, each copy is a problem."""
     split_validation_size: float = key(0.0, ">= 0")
@@ -507,8 +503,6 @@ class CodeEnvConfig(Section):
     """A program may use this many MiB of memory."""
     tolerance: float = key(1e-6, ">= 0, < 1")
     """A decimal number may differ from the expected one by this much, relative or absolute; 0 compares exactly."""
-    compare: Literal["strict", "judge"] = "strict"
-    """strict tells 2 from 2.0 and a tuple from a list in {args, expected}; judge does not. Output never does."""
 
 
 class RewardModelConfig(Section):

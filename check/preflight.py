@@ -22,7 +22,6 @@ from config import Config, ConfigError, DataError, DatasetConfig, RewardModelCon
 from dataset.mixing import Cursor, Mixture
 from dataset.scan import Dataset, load_dataset
 from graders.environments import make_environment
-from hf.adapter import check_adapter
 from hf.lora_layers import adapted_layers
 from hf.model_config import ModelConfig, check_weights, read_model_config, resolve_folder
 from hf.tokenizer import Tokenizer
@@ -79,8 +78,6 @@ def read_inputs(
     check_fits(cfg, folder, model, tokenizer)
     check_weights(folder, model.tensor_shapes())
     adapted_layers(model, cfg.policy.dtensor_cfg.lora_cfg)  # raises ConfigError
-    if cfg.policy.dtensor_cfg.lora_cfg.adapter_path and not cfg.checkpointing.resume_from:
-        check_adapter(cfg.policy, model)
     environments: dict[str, envs.Environment] = {}
     # The ranks of this machine that grade
     num_ranks = cfg.policy.generation.colocated.resources.gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -103,7 +103,6 @@ policy.scheduler.min_factor & policy.scheduler.name=constant: a constant rate do
 policy.dtensor_cfg.lora_cfg.target_modules, policy.dtensor_cfg.lora_cfg.exclude_modules &
     policy.dtensor_cfg.lora_cfg.match_all_linear=true: all layers are adapted
 policy.dtensor_cfg.lora_cfg.exclude_modules & policy.dtensor_cfg.lora_cfg.target_modules!=[]: those alone are adapted
-policy.dtensor_cfg.lora_cfg.adapter_path & policy.dtensor_cfg.lora_cfg.enabled=false: no adapter is trained
 policy.optimizer.muon_lr, policy.optimizer.muon_momentum & policy.optimizer.name!=torch.optim.Muon: only Muon reads it
 policy.offload_optimizer_for_logprob & policy.dtensor_cfg.cpu_offload=true: that offloads the moments, too
 data.custom_dataloader & data.use_multiple_dataloader=false: it takes turns of several sets

@@ -80,19 +80,14 @@ class ProblemMaker:
         return Problem(number, messages, answer or "", env_name, ids, raw, float(multiplier), self.cfg.set_name, tools)
 
     def _filtered(self, row: Any) -> dict | None:
-        """The row after the processor; None if the processor or min_reward leaves it out."""
+        """The row after the processor; None if the processor leaves it out."""
         if self.processor:
             row = self.processor(row)
         if row is None:
             return None
         if not isinstance(row, dict):
             raise DataError(f"expected an object, got {type(row).__name__}")
-        if self.cfg.min_reward is None:
-            return row
-        reward = row.get("reward")
-        if not isinstance(reward, int | float):
-            raise DataError(f"no number under 'reward', which min_reward={self.cfg.min_reward:g} is compared with")
-        return row if reward >= self.cfg.min_reward else None
+        return row
 
     def _with_prompts(self, messages: list[dict]) -> list[dict]:
         """Puts the prompt file around the last user message, and the system prompt first if the row has none."""

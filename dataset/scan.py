@@ -163,7 +163,7 @@ def _made(maker: ProblemMaker, number: int) -> tuple[str, Problem | None]:
     except ControlTokenInText as error:
         return str(error), None
     if problem is None:
-        return "by min_reward or processor", None
+        return "by processor", None
     if len(problem.prompt_ids) > maker.limit:
         return f"over {maker.limit} tokens", None
     return "", problem

@@ -1,11 +1,9 @@
 """Where the rows of a dataset come from: a file, the Hugging Face hub, or a user's function.
 
-This module owns the dataset presets and reads jsonl, csv, json and parquet; problems.py knows what the fields of a row
+This module owns the dataset presets and reads jsonl, json and parquet; problems.py knows what the fields of a row
 mean. Of a jsonl file only the offset of each line stays in memory; of other forms, the rows.
 """
 
-import csv
-import io
 import os
 import re
 from array import array
@@ -22,7 +20,7 @@ from system.imports import call, import_attribute
 PARQUET_BRANCH = "refs/convert/parquet"  # here the hub keeps each dataset as SUBSET/SPLIT/0000.parquet, 0001, ...
 GROUND_TRUTH = "reward_model.ground_truth"
 BOM = b"\xef\xbb\xbf"
-SUFFIXES = (".jsonl", ".csv", ".json", ".parquet")  # a name that ends so is a file, even where there is none
+SUFFIXES = (".jsonl", ".json", ".parquet")  # a name that ends so is a file, even where there is none
 
 
 class DatasetPreset(NamedTuple):
@@ -96,8 +94,6 @@ def open_source(cfg: DatasetConfig) -> Source:
         return _read_hub(name, cfg)
     if suffix == ".parquet":
         return _read_parquet(name, [name])
-    if suffix == ".csv":
-        return _held(name, _read_csv(name))
     with open_file(name) as file:
         if not file.read(4096).removeprefix(BOM).lstrip().startswith(b"["):
             return _read_jsonl(name, file)
@@ -122,18 +118,6 @@ def _read_jsonl(name: str, file: BinaryIO) -> Source:
     return Source(name, numbers, read, start, ":")
 
 
-def _read_csv(name: str) -> list[dict]:
-    """The rows of an RFC 4180 file. The first row names the fields; a value is a text, or None if it is empty."""
-    csv.field_size_limit(2**31 - 1)  # of this process; csv's own limit is 128 KiB
-    with open_file(name) as file:
-        lines = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
-        try:
-            header = next(lines, [])
-            return [dict(zip(header, (text or None for text in row), strict=True)) for row in lines if row]
-        except (csv.Error, ValueError) as error:  # ValueError: another number of fields than the header, or no UTF-8
-            raise DataError(f"{name}:{lines.line_num}: not valid csv ({error})") from error
-
-
 def _held(name: str, rows: Sequence[dict]) -> Source:
     """Rows in memory. A read gives a copy, because a processor may change its row."""
     return Source(name, range(len(rows)), lambda number: deepcopy(rows[number]), 0)
@@ -154,7 +138,7 @@ def _read_parquet(name: str, files: Sequence[str | Path]) -> Source:
 
 def _read_hub(name: str, cfg: DatasetConfig) -> Source:
     """The rows of a dataset of the hub, one subset after the other, from the hub's own parquet copy of it."""
-    instead = "or download it elsewhere and give its file: data_path=FILE, .jsonl, .csv, .json or .parquet"
+    instead = "or download it elsewhere and give its file: data_path=FILE, .jsonl, .json or .parquet"
     folders = [f"{subset or 'default'}/{cfg.split or 'train'}" for subset in (cfg.subset or "").split("+")]
     patterns = [f"{folder}/*.parquet" for folder in folders]
     problem = f"data_path: '{name}' is no local file"

@@ -39,7 +39,7 @@ from graders.codec import same
 
 def check(candidate):
     for case in json.loads(CASES):
-        assert same(candidate(*case["args"]), case["expected"], IS_STRICT, TOLERANCE)
+        assert same(candidate(*case["args"]), case["expected"], TOLERANCE)
 """
 # A number that is no part of a word, a version or a date.
 NUMBER = re.compile(r"(?<![\w.])([-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?)(?!\w|\.\d)", re.ASCII)
@@ -59,9 +59,7 @@ SELF_TESTS = (  # (reply, answer, outcome): what this file must say before a run
 )
 
 
-def read_tests(
-    answer: str, fields: Mapping[str, Any], compare: str = "strict", tolerance: float = TOLERANCE
-) -> dict[str, Any]:
+def read_tests(answer: str, fields: Mapping[str, Any], tolerance: float = TOLERANCE) -> dict[str, Any]:
     """The tests of a problem: {tests} for a program, or {test, entry_point, prompt} for a function.
 
     They are fields of the problem or, if it has neither `test` nor `tests`, of the JSON object in its answer. `prompt`
@@ -86,7 +84,7 @@ def read_tests(
     if are_cases(tests, input=str, output=str):
         return {"tests": tests}
     if are_cases(tests, args=list, expected=object):
-        test = f"CASES, IS_STRICT, TOLERANCE = {text!r}, {compare == 'strict'}, {tolerance!r}\n{CALLS}"
+        test = f"CASES, TOLERANCE = {text!r}, {tolerance!r}\n{CALLS}"
     elif tests is not None:
         raise ValueError(f"`tests` is no list of such objects: give {FORMS}")
     elif not isinstance(test, str) or (len(test) <= MAX_PARSED_CHARS and not is_python(test)):

@@ -83,20 +83,16 @@ def decode(value: Any) -> Any:
     raise ValueError(f"a value of kind {kind!r}")
 
 
-def same(value: Any, expected: Any, is_strict: bool, tolerance: float) -> bool:
+def same(value: Any, expected: Any, tolerance: float) -> bool:
     """Whether a value that has crossed is the expected one, which is JSON: it has no keys but texts, and no tuples."""
     if type(expected) is dict and isinstance(value, dict) and len(value) == len(expected):
         texts = {key if type(key) is str else json.dumps(key): item for key, item in value.items()}
-        return all(key in texts and same(texts[key], item, is_strict, tolerance) for key, item in expected.items())
-    if isinstance(value, tuple) and not is_strict:
-        value = [*value]
-    kinds = {type(value), type(expected)}
-    if kinds == {list}:
-        pairs = zip(value, expected, strict=False)
-        return len(value) == len(expected) and all(same(*pair, is_strict, tolerance) for pair in pairs)
-    if type(expected) is float and kinds <= ({float} if is_strict else {float, int}):
+        return all(key in texts and same(texts[key], item, tolerance) for key, item in expected.items())
+    if type(expected) is list and type(value) in (list, tuple):
+        return len(value) == len(expected) and all(map(same, value, expected, [tolerance] * len(value)))
+    if type(expected) is float and type(value) in (float, int):
         return near(value, expected, tolerance)
-    return value == expected and (len(kinds) == 1 or (kinds == {float, int} and not is_strict))
+    return value == expected and (type(value) is type(expected) or {type(value), type(expected)} == {float, int})
 
 
 def near(value: float, expected: float, tolerance: float) -> bool:

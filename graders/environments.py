@@ -101,7 +101,7 @@ class Code(PoolEnvironment):
 
     def __init__(self, cfg: CodeEnvConfig, num_ranks: int):
         self.limits = {"seconds": cfg.deadline_s, "memory_mib": cfg.memory_mib, "isolation": cfg.isolation}
-        self.comparison = (cfg.compare, cfg.tolerance)
+        self.tolerance = cfg.tolerance
         self.tests: dict[tuple[int, str], tuple[dict, dict]] = {}  # row -> its fields and tests
         try:
             sandbox.run("", "", sandbox.Limits(**self.limits))
@@ -123,9 +123,9 @@ class Code(PoolEnvironment):
             if len(self.tests) == MAX_ROWS:
                 self.tests.clear()
             # With the fields, or another row might get their id.
-            self.tests[row] = turn.fields, code_grader.read_tests(turn.answer, turn.fields, *self.comparison)
+            self.tests[row] = turn.fields, code_grader.read_tests(turn.answer, turn.fields, self.tolerance)
         tests = self.tests[row][1]
-        return {**self.limits, "tolerance": self.comparison[1], "reply": turn.whole_reply, "tests": tests}
+        return {**self.limits, "tolerance": self.tolerance, "reply": turn.whole_reply, "tests": tests}
 
     def result(self, turn: Turn, graded: Graded) -> StepResult:
         # `timeout` is the program's; a judge that overran its own deadline has no verdict.
@@ -135,7 +135,7 @@ class Code(PoolEnvironment):
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
         for where, answer, fields in answers:
             try:
-                code_grader.read_tests(answer, fields, *self.comparison)
+                code_grader.read_tests(answer, fields, self.tolerance)
             except ValueError as error:
                 raise ConfigError(f"{where}: {error} (env_name 'code')") from error
 

@@ -5,13 +5,11 @@ other than the model's authors do. No torch, so that `grpo.py --check` answers i
 """
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from config import ConfigError, DataError, HFConfigOverrides
@@ -41,9 +39,8 @@ MORE_INTEGERS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "
 NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "factor", "low_freq_factor", "high_freq_factor")
 ROPE_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")  # of every kind of RoPE
 DEFAULT_THETA = 10_000.0  # transformers', for all three families
-FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # in safetensors, and in NumPy
+FLOATS = ("F64", "F32", "F16", "BF16")  # in safetensors
 EMBEDDING = "model.embed_tokens.weight"
-CHUNK = 4096  # rows of a matrix that are compared at once
 
 
 @dataclass(frozen=True)
@@ -172,38 +169,19 @@ def stored_shapes(file: safe_open) -> dict[str, list[int] | str]:
 
 def check_weights(folder: Path, expected: Iterable[tuple[str, Sequence[int]]]) -> None:
     """ConfigError unless the folder's files are whole and hold the `expected` tensors, (name, shape), as floats, and no
-    others. Rotary frequencies and the copy of a tied head, which some models store, are ignored. Another head than the
-    embedding is refused: transformers would use it. Reads headers, and both matrices where a tied head is stored."""
+    others. Rotary frequencies and the head beside a tied one, which some models store, are ignored, as vLLM does. Reads
+    headers only."""
     stored: dict[str, tuple[Path, list[int] | str]] = {}
     for path in weight_files(folder):
         with open_weights(path) as file:
             stored |= {name: (path, shape) for name, shape in stored_shapes(file).items()}
-    found: dict[str, tuple[Path, list[int] | str]] = {}
     for name, shape in expected:
-        path, in_file = found[name] = stored.pop(name, (folder, "missing"))
+        path, in_file = stored.pop(name, (folder, "missing"))
         if in_file != list(shape):
             raise ConfigError(f"{path}: {name} is {in_file}, but {list(shape)} by config.json")
-    for name, (path, shape) in stored.items():
+    for name, (path, _) in stored.items():
         if not name.endswith(("lm_head.weight", "rotary_emb.inv_freq")):
             raise ConfigError(f"{path}: {name} is not in the model that config.json describes")
-        if not name.endswith("lm_head.weight") or "score.weight" in found:  # a reward model computes no head
-            continue
-        embedding, of_embedding = found.get(EMBEDDING, (path, [0]))
-        chunks = range(0, of_embedding[0], CHUNK)
-        pairs = ((_rows(path, name, first), _rows(embedding, EMBEDDING, first)) for first in chunks)
-        if shape != of_embedding or not all(np.array_equal(*pair) for pair in pairs):
-            fix = "set tie_word_embeddings=false there to train both, or remove the tensor"
-            raise ConfigError(f"{path}: {name} is not {EMBEDDING}, to which config.json ties it: {fix}")
-
-
-def _rows(path: Path, name: str, first: int) -> np.ndarray:
-    """CHUNK rows of a stored matrix of floats. NumPy has no bfloat16: it is the upper half of a float32."""
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        entry = json.loads(file.read(size))[name]
-    start, kind = 8 + size + entry["data_offsets"][0], entry["dtype"]
-    rows = np.memmap(path, FLOATS[kind], "r", start, tuple(entry["shape"]))[first : first + CHUNK]
-    return (rows.astype("<u4") << 16).view("<f4") if kind == "BF16" else rows
 
 
 def open_weights(path: Path, framework: str = "numpy") -> safe_open:
@@ -225,8 +203,7 @@ def resolve_folder(name: str, key: str) -> Path:
     if not os.path.isdir(folder):
         raise DataError(f"{key}: no folder '{name}' (give a Hugging Face folder or a hub name org/model)")
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
-        keys = "policy.dtensor_cfg.lora_cfg.enabled=true and lora_cfg.adapter_path"
-        raise DataError(f"{key}: '{name}' is an adapter: give its base here, and the adapter by {keys}")
+        raise DataError(f"{key}: '{name}' is an adapter: merge it into its base (PEFT: merge_and_unload)")
     if key.endswith("model_name") and not (folder / "config.json").is_file():
         raise DataError(f"{key}: {folder / 'config.json'}: cannot be read (no such file): give a folder that has one")
     return folder

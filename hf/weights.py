@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from config import ConfigError
-from hf.adapter import BASE_SHA256, CONFIG, WEIGHTS, peft_name
+from hf.adapter import CONFIG, WEIGHTS, peft_name
 from hf.model_config import check_weights, open_weights, weight_files
 from system.disk import replace_folder, write_whole
 from system.ranks import local_rows, on_rank0
@@ -66,18 +66,6 @@ def _fill(params: dict[str, nn.Parameter], path: Path) -> None:
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """PEFT's name -> parameter, as `sharded_parameters`."""
     return {peft_name(name): param for name, param in sharded_parameters(model).items() if name.endswith(ADAPTER)}
-
-
-@torch.no_grad()
-def load_adapter(model: nn.Module, folder: str | Path, base_sha256: str) -> None:
-    """Fills LoRA's parameters from a PEFT folder that `check_adapter` has passed. ConfigError if the adapter was made
-    for other weights, or holds a number that is not finite."""
-    with open_weights(Path(folder) / WEIGHTS) as file:
-        if (file.metadata() or {}).get(BASE_SHA256, base_sha256) != base_sha256:
-            raise ConfigError(
-                f"{folder}: by its sha256 this adapter was trained on other weights than policy.model_name has"
-            )
-    _fill(adapter_parameters(model), Path(folder) / WEIGHTS)
 
 
 @torch.no_grad()
@@ -190,12 +178,12 @@ def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, 
             on_rank0(partial(write_whole, new / "model.safetensors.index.json", index + "\n"))
 
 
-def save_adapter(model: nn.Module, folder: str | Path, config: dict, base_sha256: str) -> None:
+def save_adapter(model: nn.Module, folder: str | Path, config: dict) -> None:
     """Writes a PEFT folder with LoRA's parameters in float32, as `save_hf`. `config`: by `adapter_config`."""
     content = {name: tensor.cpu() for name, tensor in _whole(adapter_parameters(model), torch.float32)}
     with _new_folder(Path(folder)) as (new, _):
         on_rank0(partial(write_whole, new / CONFIG, json.dumps(config, indent=2) + "\n"))
-        on_rank0(partial(_save, content, new / WEIGHTS, {"format": "pt", BASE_SHA256: base_sha256}))
+        on_rank0(partial(_save, content, new / WEIGHTS, {"format": "pt"}))
 
 
 def _save(content: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:

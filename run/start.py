@@ -20,7 +20,7 @@ from check.resume import candidates, checkpoint_folder
 from check.rules import must_save_by_seconds
 from engine import Engine, reply_parsers
 from graders.pool import GraderPool
-from hf.weights import full_shapes, load_adapter
+from hf.weights import full_shapes
 from kernels import KernelBackend, LossPath, SamplingFilter, choose_backend
 from loss import policy_loss
 from loss_path import choose_loss_path
@@ -118,7 +118,7 @@ def set_up(
     weights = memory.plan.states().get("weights", 0)
     memory.engine_bytes = torch.cuda.memory_allocated() - weights
     memory.engine_reserved = torch.cuda.memory_reserved() - weights
-    base_sha256 = read_adapter(cfg, inputs, model, ranks)
+    base_sha256 = hash_of_base(cfg, inputs, ranks)
     if ranks.bridge:
         for environment in inputs.environments.values():  # the generators grade
             environment.close()
@@ -351,12 +351,6 @@ def build_sampler(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: t
     return Sampler(*given, endpoint=endpoint)
 
 
-def read_adapter(cfg: config.Config, inputs: RunInputs, model: Decoder, ranks: Ranks) -> str | None:
-    """With LoRA, the fingerprint of the base weights. A new run's adapters start from lora_cfg.adapter_path if set."""
-    lora = cfg.policy.dtensor_cfg.lora_cfg
-    if not lora.enabled:
-        return None
-    base_sha256 = checkpoint.weights_sha256(inputs.model_folder, ranks)
-    if lora.adapter_path and not cfg.checkpointing.resume_from:
-        load_adapter(model, lora.adapter_path, base_sha256)
-    return base_sha256
+def hash_of_base(cfg: config.Config, inputs: RunInputs, ranks: Ranks) -> str | None:
+    """With LoRA, the fingerprint of the base weights."""
+    return checkpoint.weights_sha256(inputs.model_folder, ranks) if cfg.policy.dtensor_cfg.lora_cfg.enabled else None

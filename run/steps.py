@@ -169,4 +169,4 @@ def export(cfg: Config, model: Decoder, folder: Path, tokenizer: Tokenizer, base
     dtype = getattr(torch, cfg.policy.precision)
     save_hf(model, folder / "hf_model", tokenizer.file.parent, dtype=dtype)
     if base_sha256:
-        save_adapter(model, folder / "hf_adapter", adapter_config(cfg.policy, model.config), base_sha256)
+        save_adapter(model, folder / "hf_adapter", adapter_config(cfg.policy, model.config))

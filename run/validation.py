@@ -19,7 +19,7 @@ from engine import SamplingOptions, sync_weights
 from rollout import Sampler
 from run import checkpoint
 from run.log import RunLog
-from run.start import Run, build, read_adapter
+from run.start import Run, build, hash_of_base
 from system.exchange import move_tokens
 from system.progress import Progress
 from system.ranks import Ranks
@@ -73,7 +73,7 @@ def evaluate(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device,
     """The report of eval.py, equal on all ranks: what was scored, how, and the numbers. Rank 0 writes samples."""
     start = time.perf_counter()
     model, engine, sampler = build(cfg, inputs, ranks, device)
-    base_sha256 = read_adapter(cfg, inputs, model, ranks)
+    base_sha256 = hash_of_base(cfg, inputs, ranks)
     step = 0
     scored = None
     if cfg.checkpointing.resume_from:

@@ -15,7 +15,7 @@ from check.preflight import ALL_RANKS_GENERATE, RunInputs, read_tokenizer
 from config import ConfigError
 from hf.model_config import read_model_config, resolve_folder
 from run import checkpoint
-from run.start import build_policy, read_adapter
+from run.start import build_policy, hash_of_base
 from run.steps import export
 from system.disk import keep_console
 from system.exits import describe_failure, exit_process, report_exit
@@ -41,7 +41,7 @@ def main() -> int:
         tokenizer = read_tokenizer(cfg.policy.tokenizer, "policy.tokenizer.name", folder)
         inputs = RunInputs(folder, model_config, tokenizer, None, {}, {})
         model = build_policy(cfg, inputs, ranks, device)
-        base = read_adapter(cfg, inputs, model, ranks)
+        base = hash_of_base(cfg, inputs, ranks)
         saved = resume.checkpoint_folder(cfg.checkpointing, run)
         paths = resume.candidates(saved, cfg.checkpointing)
         step = checkpoint.load(saved, model, None, ranks, {}, mode="must", base=base, paths=paths)["step"]

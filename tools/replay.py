@@ -29,7 +29,7 @@ from metrics import Numbers, accumulate, reduce_over_ranks, training_metrics
 from model import Decoder
 from optim import build_optimizer, clip_grad_norm, judge_step, set_learning_rate
 from run import checkpoint, dump
-from run.start import build_policy, build_reference, read_adapter
+from run.start import build_policy, build_reference, hash_of_base
 from system.disk import keep_console
 from system.exits import describe_failure, exit_process, report_exit
 from system.optimizer import Optimizer
@@ -73,7 +73,7 @@ def replay(folder: Path, cfg: Config, ranks: Ranks, device: torch.device) -> tup
     for environment in inputs.environments.values():
         environment.close()
     model = build_policy(cfg, inputs, ranks, device)
-    base = read_adapter(cfg, inputs, model, ranks)
+    base = hash_of_base(cfg, inputs, ranks)
     optimizer = build_optimizer(model, cfg.policy.optimizer, offloads=cfg.policy.offload_optimizer_for_logprob)
     reference = build_reference(cfg, inputs, model, device)
     step, num_bad_steps = meta["step"], 0

@@ -322,16 +322,3 @@ def test_a_tokenizer_of_its_own(tmp_path):
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         read(str(tmp_path))
-
-
-def test_check_answers_for_the_adapter_of_a_new_run(recipe, tmp_path):
-    """One that a run goes on from has its adapters in the checkpoint: the folder may be gone."""
-    words = [f"policy.dtensor_cfg.lora_cfg.{word}" for word in ("enabled=true", f"adapter_path={tmp_path}")]
-    with pytest.raises(ConfigError, match=rf"^{tmp_path}/adapter_config\.json: cannot be read"):
-        check(recipe("smoke.yaml", *words))
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 16}')
-    with pytest.raises(ConfigError, match=r"adapter_config.json: r=16, but 8 by policy.dtensor_cfg.lora_cfg.dim$"):
-        check(recipe("smoke.yaml", *words))
-    cfg = recipe("smoke.yaml", *words, "policy.dtensor_cfg.lora_cfg.dim=16", f"checkpointing.resume_from={tmp_path}")
-    with pytest.raises(ConfigError, match=r"no whole checkpoint"):
-        check(cfg)

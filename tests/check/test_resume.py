@@ -89,7 +89,7 @@ def test_what_a_checkpoint_cannot_mean_is_refused_even_where_changes_are_allowed
     one = config.LoRAConfig(enabled=True, match_all_linear=False, target_modules=("q_proj",))
     cfg = with_lora(cfg, one)
     (folder / "config.yaml").write_text(reader.to_yaml(cfg))
-    resume.check_resumable(with_lora(cfg, replace(one, lora_A_init="uniform", adapter_path="gone")))
+    resume.check_resumable(with_lora(cfg, replace(one, lora_A_init="uniform")))
     muon = replace(cfg, policy=replace(cfg.policy, optimizer=config.OptimizerConfig(name="torch.optim.Muon")))
     cases = [(muon, 'policy.optimizer.name="torch.optim.Muon" (was "torch.optim.AdamW")')]
     for key, value, old in (

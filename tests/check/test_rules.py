@@ -71,7 +71,6 @@ REINFORCE, GDPO = "grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estim
             f'{LORA}.target_modules=["q_proj"]',
             [f"{LORA}.match_all_linear=false"],
         ),
-        (f"{LORA}.adapter_path=there", "null", f"{LORA}.enabled=false", []),
         ("policy.optimizer.muon_momentum=0.9", "0.95", "policy.optimizer.name=torch.optim.AdamW", []),
         ("policy.offload_optimizer_for_logprob=true", "false", "policy.dtensor_cfg.cpu_offload=true", []),
     ],

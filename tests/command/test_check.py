@@ -25,7 +25,6 @@ policy:
 data:
   train: {{data_path: train.jsonl, output_key: answer}}
 """
-LORA = "policy.dtensor_cfg.lora_cfg"
 UNSET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GRPO_EXIT_FILE", "GRPO_DEVICE")
 
 
@@ -125,10 +124,6 @@ def test_the_memory_plan_and_a_gpu_that_is_too_small(work):
         (["run.yaml", "grpo.num_prompts_per_step=11"], "10 prompts x grpo.max_num_epochs=1 are fewer than grpo.num_"),
         (["run.yaml", "policy.model_name=."], "config.json: cannot be read"),
         (["run.yaml", "policy.model_name=."], "policy.model_name: "),
-        (
-            ["run.yaml", f"{LORA}.enabled=true", f"{LORA}.adapter_path=absent"],
-            f"{LORA}.adapter_path: no folder 'absent'",
-        ),
         (["run.yaml", "policy.model_name=my models/one"], "policy.model_name: 'my models/one' is no local folder"),
         (["run.yaml", "logger.log_dir=train.jsonl/logs"], "train.jsonl (Not a directory)"),
         (["run.yaml", "checkpointing.checkpoint_dir=run.yaml/a"], "checkpointing.checkpoint_dir=run.yaml/a: "),

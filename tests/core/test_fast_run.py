@@ -165,19 +165,14 @@ def test_a_run_with_lora_trains_saves_resumes_exports_and_is_scored(run, tmp_pat
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
     assert records(cut, "samples.jsonl") == records(whole, "samples.jsonl")
 
-    start = f"policy.dtensor_cfg.lora_cfg.adapter_path={whole / 'hf_adapter'}"
     scored = [
         run(eval_module, *LORA, f"checkpointing.resume_from={whole}"),
-        run(eval_module, *LORA, start),
         run(eval_module, f"policy.model_name={whole / 'hf_model'}"),
     ]
     reports = [json.loads((folder / "eval.json").read_text())["sets"] for folder in scored]
-    assert reports[0] == reports[1] == reports[2] != {}
+    assert reports[0] == reports[1] != {}
     last, (numbers,) = records(whole)[-1], reports[0].values()
     assert numbers["sampled"]["accuracy"] == last["validation/sampled/accuracy"]
-    started = run(grpo, *LORA, start, "grpo.max_num_steps=1", "checkpointing.enabled=false")
-    first = next(record for record in records(started) if "validation/greedy/accuracy" in record)
-    assert first["validation/sampled/accuracy"] == last["validation/sampled/accuracy"]
 
 
 ASYNC = ("grpo.async_grpo.enabled=true", "grpo.max_num_steps=10", "checkpointing.save_period=5", "grpo.val_period=4")

@@ -257,9 +257,6 @@ def test_explicit_keys_are_the_only_ones(tokenizer):
     assert "messages, problem; the row has question, answer: set input_key" in refused(
         tokenizer, [row], input_key="problem"
     )
-    assert "no number under 'reward', which min_reward=0.5" in refused(tokenizer, [GOOD], min_reward=0.5)
-    rows = [GOOD | {"reward": reward} for reward in (1, 0.4, 10**400, float("nan"), float("inf"))]
-    assert [row.row_id for row in load(tokenizer, rows, min_reward=0.5).problems] == [0, 2, 4]
     Path("prompt.txt").write_text("{}")
     row = {"messages": [USER | {"role": "tool"}], "answer": "1"}
     assert "prompt_file=prompt.txt" in refused(tokenizer, [row], prompt_file="prompt.txt")

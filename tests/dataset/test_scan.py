@@ -42,14 +42,16 @@ def test_rows_left_out_are_counted(tokenizer, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(processor=processor, wrong=lambda raw: [raw], fails=fails))
     rows = [{"q": q, "a": a, "r": r} for q, a, r in (("no", 1, 1), ("x" * 9, 2, 0.5), ("x" * 30, 3, 1), ("y", 4, 0.4))]
-    dataset = load(tokenizer, rows, 10, processor="mine:processor", min_reward=0.5)
-    assert [(row.row_id, row.answer, row.fields["reward"]) for row in dataset.problems] == [(1, "2", 0.5)]
+    dataset = load(tokenizer, rows, 10, processor="mine:processor")
+    assert [(row.row_id, row.answer, row.fields["reward"]) for row in dataset.problems] == [
+        (1, "2", 0.5),
+        (3, "4", 0.4),
+    ]
     assert dataset.left_out == (
-        "2 left out: by min_reward or processor (first: rows.jsonl:1), 1 left out: over 10 tokens (first: rows.jsonl:3)"
+        "1 left out: by processor (first: rows.jsonl:1), 1 left out: over 10 tokens (first: rows.jsonl:3)"
     )
     for options, named in (
-        ({"min_reward": 2}, ("no usable row", "4 left out: by min_reward or processor")),
-        ({"min_reward": 0, "max_prompt_tokens": 0}, ("no usable row", "3 left out: over 0 tokens")),
+        ({"max_prompt_tokens": 0}, ("no usable row", "3 left out: over 0 tokens")),
         ({"processor": "mine:wrong"}, ("rows.jsonl:1: ", "list")),
         ({"processor": "mine:fails"}, ("rows.jsonl:1: ", "KeyError: 'absent'", "test_scan.py:")),
         ({"processor": "mine:absent"}, ("processor 'mine:absent': cannot be imported",)),

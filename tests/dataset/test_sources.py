@@ -1,9 +1,6 @@
 """Files, the hub and functions of the user's: the rows they give, and what a user hears where they give none."""
 
-import csv
-import io
 import json
-import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from dataset_case import GOOD, USER, load, refused
 
-from config import DataError, DatasetConfig
+from config import DataError
 from dataset import sources
 
 
@@ -65,46 +62,6 @@ def test_parquet(tokenizer):
     assert [problem.answer for problem in problems] == ["2", "3"] and problems[1].fields["input"] == "1+1"
     Path("rows.parquet").write_bytes(b"PAR1 no")
     assert refused(tokenizer, [], data_path="rows.parquet").startswith("rows.parquet: cannot be read as parquet (")
-
-
-def test_csv_is_read_as_the_standard_library_writes_it(tmp_path, monkeypatch):
-    """Generated: quotes, commas, line ends of both kinds, blank lines, empty and long fields, a mark at the start."""
-    monkeypatch.chdir(tmp_path)
-    rng = random.Random(0)
-    texts = ["", "1", "a,b", 'say ""', '"', "two\nlines", "\r\n", " x ", "ä\u2028\x85\x00", "x" * 200_000, "\n\n,\n"]
-    for trial in range(40):
-        stream = io.StringIO()
-        writer = csv.writer(stream, lineterminator=rng.choice(("\n", "\r\n")), quoting=rng.choice((0, 1)))
-        names = rng.sample(["input", "output", "a b", "", "ä"], rng.randint(1, 5))
-        writer.writerow(names)
-        rows = [[rng.choice(texts) for _ in names] for _ in range(rng.randint(0, 12))]
-        rows = [row for row in rows if row != [""]]
-        for row in rows:
-            stream.write(rng.choice(("", "", "\n")))
-            writer.writerow(row)
-        Path("rows.csv").write_bytes(b"\xef\xbb\xbf" * (trial % 2) + stream.getvalue().encode())
-        source = sources.open_source(DatasetConfig(data_path="rows.csv"))
-        expected = [{name: text or None for name, text in zip(names, row, strict=True)} for row in rows]
-        assert [source.read(number) for number in source.numbers] == expected
-
-
-@pytest.mark.parametrize(
-    ("content", "place"),
-    [
-        (b"input,output\n1,2\n1+1\n", "rows.csv:3: "),
-        (b'input,output\n"1\n",2\n1,2,3\n', "rows.csv:4: "),
-        (b'input,output\n1,2\n1,"2\n3,4\n', "rows.csv:4: "),
-        (b'input,output\n1,"2"3\n', "rows.csv:2: "),
-        (b"input,output\n1,\xe4\n", "rows.csv:0: not valid csv ('utf-8' codec"),
-        (b"input;output\n1;2\n", "rows.csv, row 1: none of the keys messages, input"),
-        (b"input,output\n1,\n", "rows.csv, row 1: none of the keys output"),
-        (b"", "rows.csv: no usable row: it is empty"),
-        (b"input,output\n", "rows.csv: no usable row: it is empty"),
-    ],
-)
-def test_csv_that_is_wrong_is_named_with_its_place(tokenizer, content, place):
-    Path("rows.csv").write_bytes(content)
-    assert refused(tokenizer, [], data_path="rows.csv").startswith(place)
 
 
 @pytest.fixture

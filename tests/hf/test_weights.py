@@ -1,7 +1,6 @@
 """Weights of a folder: exported, they are what transformers loads; those that do not match are refused by name."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -102,57 +101,6 @@ def test_stored_copies_beside_the_weights_are_ignored(folders, tmp_path):
     pack = make_pack(LENGTHS)
     expected_TV = load_policy(folders["qwen2"][0], device="cpu")(*pack)
     assert torch.equal(load_policy(copy, device="cpu")(*pack), expected_TV)
-
-
-DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
-
-
-@pytest.mark.parametrize("in_shards", [False, True])
-def test_a_tied_head_is_the_embedding_or_refused(folders, tmp_path, in_shards):
-    """transformers keeps a stored head that differs, and a tied model has none here: in all types and files the two are
-    compared as numbers."""
-    name, head, folder = "model.embed_tokens.weight", "lm_head.weight", tmp_path / "tied"
-    stored = load_file(folders["qwen2"][0] / "model.safetensors")
-    small = (stored[name] * 8).round() / 8  # exact in each type
-    index = {"weight_map": {**dict.fromkeys(stored, "a.safetensors"), head: "b.safetensors"}}
-
-    def refused(embedding, found):
-        edited_copy(folders["qwen2"][0], folder, lambda tensors: tensors.update({name: embedding, head: found}))
-        if in_shards:
-            tensors = load_file(folder / "model.safetensors")
-            save_file({head: tensors.pop(head)}, folder / "b.safetensors")
-            save_file(tensors, folder / "a.safetensors")
-            (folder / "model.safetensors").unlink()
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        try:
-            check_weights(folder, read_model_config(folder).tensor_shapes())
-        except ConfigError as error:
-            file = "b.safetensors" if in_shards else "model.safetensors"
-            assert file in str(error) and head in str(error) and "tie_word_embeddings" in str(error)
-            return True
-        finally:
-            shutil.rmtree(folder)
-        return False
-
-    for one in DTYPES:
-        for other in DTYPES:
-            embedding, same = small.to(one, copy=True), small.to(other, copy=True)
-            last = same.clone()
-            last[-1, -1] += 0.125
-            assert not refused(embedding, same) and refused(embedding, last), (one, other)
-    rounded = stored[name].bfloat16()
-    assert refused(stored[name], rounded) and not refused(rounded, rounded.float())
-    assert (
-        refused(small, small[:-1].clone()) and refused(small, small.t().contiguous()) and refused(small, small.long())
-    )
-    for rows in (4096, 4097, 9000):  # the matrices are compared in parts
-        tall = torch.zeros(rows, 2)
-        pair = {"model.embed_tokens.weight": tall, head: tall.clone()}
-        pair[head][-1, 0] = 1
-        (tmp_path / "tall").mkdir(exist_ok=True)
-        save_file(pair, tmp_path / "tall" / "model.safetensors")
-        with pytest.raises(ConfigError, match="tie_word_embeddings"):
-            check_weights(tmp_path / "tall", [(name, (rows, 2))])
 
 
 def test_unreadable_folders_raise_config_error(folders, tmp_path):
