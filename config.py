@@ -501,8 +501,6 @@ class CodeEnvConfig(Section):
     """All tests of a program may take this many seconds; then it is killed and the outcome is `timeout`."""
     memory_mib: int = key(512, ">= 64")
     """A program may use this many MiB of memory."""
-    tolerance: float = key(1e-6, ">= 0, < 1")
-    """A decimal number may differ from the expected one by this much, relative or absolute; 0 compares exactly."""
 
 
 class RewardModelConfig(Section):

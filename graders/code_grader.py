@@ -15,7 +15,6 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from textwrap import dedent
 from typing import Any
 
@@ -23,7 +22,6 @@ from graders import sandbox
 from graders.codec import near
 from graders.sandbox import Limits
 
-TOLERANCE = 1e-6  # the default of env.code.tolerance
 MAX_TESTS_BYTES = 8 << 20  # of one problem
 MAX_PARSED_CHARS = 100_000  # of Python code: 0.2 s
 MAX_OUTCOME_BYTES = 1000
@@ -39,7 +37,7 @@ from graders.codec import same
 
 def check(candidate):
     for case in json.loads(CASES):
-        assert same(candidate(*case["args"]), case["expected"], TOLERANCE)
+        assert same(candidate(*case["args"]), case["expected"])
 """
 # A number that is no part of a word, a version or a date.
 NUMBER = re.compile(r"(?<![\w.])([-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?)(?!\w|\.\d)", re.ASCII)
@@ -59,7 +57,7 @@ SELF_TESTS = (  # (reply, answer, outcome): what this file must say before a run
 )
 
 
-def read_tests(answer: str, fields: Mapping[str, Any], tolerance: float = TOLERANCE) -> dict[str, Any]:
+def read_tests(answer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The tests of a problem: {tests} for a program, or {test, entry_point, prompt} for a function.
 
     They are fields of the problem or, if it has neither `test` nor `tests`, of the JSON object in its answer. `prompt`
@@ -84,7 +82,7 @@ def read_tests(answer: str, fields: Mapping[str, Any], tolerance: float = TOLERA
     if are_cases(tests, input=str, output=str):
         return {"tests": tests}
     if are_cases(tests, args=list, expected=object):
-        test = f"CASES, TOLERANCE = {text!r}, {tolerance!r}\n{CALLS}"
+        test = f"CASES = {text!r}\n{CALLS}"
     elif tests is not None:
         raise ValueError(f"`tests` is no list of such objects: give {FORMS}")
     elif not isinstance(test, str) or (len(test) <= MAX_PARSED_CHARS and not is_python(test)):
@@ -146,9 +144,9 @@ def read_codes(reply: str, tests: Mapping[str, Any]) -> list[str]:
 
 
 def grade(job: dict) -> str:
-    """The outcome of a job {reply, tests (from `read_tests`), seconds (for all tests together), memory_mib, isolation,
-    tolerance}. Raises sandbox.Unavailable if no process could be made."""
-    tests = job["tests"]
+    """The outcome of a job {reply, answer, fields (of the row), seconds (for all tests), memory_mib, isolation}. Raises
+    sandbox.Unavailable if no process could be made."""
+    tests = read_tests(job["answer"], job["fields"])
     codes = read_codes(job["reply"], tests)
     if not codes:
         return "parse_fail"
@@ -156,7 +154,7 @@ def grade(job: dict) -> str:
         codes = [f"{prompt}\n{code}" for code in codes]
     sandbox.libc("prctl", sandbox.PR_SET_DUMPABLE, 0)  # this process knows what is expected: no other may look into it
     limits = Limits(job["seconds"], job["memory_mib"], job["isolation"])
-    judge = partial(by_programs, job.get("tolerance", TOLERANCE)) if "tests" in tests else by_test
+    judge = by_programs if "tests" in tests else by_test
     for pause in RETRY_PAUSES:
         with suppress(OSError):  # no process, memory or descriptor: others may give some back
             return judge(codes, tests, limits)
@@ -164,7 +162,7 @@ def grade(job: dict) -> str:
     return judge(codes, tests, limits)
 
 
-def by_programs(tolerance: float, codes: Sequence[str], tests: Mapping[str, Any], limits: Limits) -> str:
+def by_programs(codes: Sequence[str], tests: Mapping[str, Any], limits: Limits) -> str:
     """Runs the program once for each input."""
     deadline = time.monotonic() + limits.seconds
     for case in tests["tests"]:
@@ -172,22 +170,20 @@ def by_programs(tolerance: float, codes: Sequence[str], tests: Mapping[str, Any]
         exited, output = sandbox.run(codes[0], case["input"], limits._replace(seconds=left), codes[1:])
         if exited == sandbox.TIMED_OUT:
             return "timeout"
-        if exited != sandbox.ENDED or not same_output(output, case["output"], tolerance):
+        if exited != sandbox.ENDED or not same_output(output, case["output"]):
             return "wrong"
     return "ok"
 
 
-def same_output(output: str, expected: str, tolerance: float = TOLERANCE) -> bool:
+def same_output(output: str, expected: str) -> bool:
     """Whether two texts are equal but for blanks at the ends of lines and of the whole, and for numbers: a decimal is
-    met within the tolerance, an integer by itself or with .0. With tolerance 0, numbers are text."""
+    met within the tolerance, an integer by itself or with .0."""
     texts = (text.rstrip(" \t\r\n").split("\n") for text in (output, expected))
     printed, wanted = ([line.rstrip(" \t\r") for line in lines] for lines in texts)
-    return len(printed) == len(wanted) and all(map(partial(same_line, tolerance), printed, wanted))
+    return len(printed) == len(wanted) and all(map(same_line, printed, wanted))
 
 
-def same_line(tolerance: float, line: str, expected: str) -> bool:
-    if line == expected or not tolerance:
-        return line == expected
+def same_line(line: str, expected: str) -> bool:
     parts, wanted = NUMBER.split(line), NUMBER.split(expected)  # at odd places, the numbers
     if len(parts) != len(wanted) or parts[::2] != wanted[::2]:
         return False
@@ -195,7 +191,7 @@ def same_line(tolerance: float, line: str, expected: str) -> bool:
         if number == other or number.rstrip("0") == f"{other}.":
             continue
         is_decimal = not other.lstrip("+-").isdigit() and math.isfinite(float(other))
-        if not is_decimal or not near(float(number), float(other), tolerance):
+        if not is_decimal or not near(float(number), float(other)):
             return False
     return True
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+TOLERANCE = 1e-6  # of decimal numbers, as most judges have it
 MAX_ANSWER_BYTES = 4 << 20  # of one value, or of a program's output
 KINDS: dict[type, tuple[Callable, Callable]] = {  # type -> (value -> one that crosses, that -> value)
     int: (hex, lambda text: int(text, 16)),
@@ -83,23 +84,23 @@ def decode(value: Any) -> Any:
     raise ValueError(f"a value of kind {kind!r}")
 
 
-def same(value: Any, expected: Any, tolerance: float) -> bool:
+def same(value: Any, expected: Any) -> bool:
     """Whether a value that has crossed is the expected one, which is JSON: it has no keys but texts, and no tuples."""
     if type(expected) is dict and isinstance(value, dict) and len(value) == len(expected):
         texts = {key if type(key) is str else json.dumps(key): item for key, item in value.items()}
-        return all(key in texts and same(texts[key], item, tolerance) for key, item in expected.items())
+        return all(key in texts and same(texts[key], item) for key, item in expected.items())
     if type(expected) is list and type(value) in (list, tuple):
-        return len(value) == len(expected) and all(map(same, value, expected, [tolerance] * len(value)))
+        return len(value) == len(expected) and all(map(same, value, expected))
     if type(expected) is float and type(value) in (float, int):
-        return near(value, expected, tolerance)
+        return near(value, expected)
     return value == expected and (type(value) is type(expected) or {type(value), type(expected)} == {float, int})
 
 
-def near(value: float, expected: float, tolerance: float) -> bool:
-    """Whether a number is within the tolerance of the expected one, relative or absolute; NaN is NaN."""
+def near(value: float, expected: float) -> bool:
+    """Whether a number is within TOLERANCE of the expected one, relative or absolute; NaN is NaN."""
     if math.isnan(expected):
         return math.isnan(value)
-    return math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance)
+    return math.isclose(value, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
 def respond(function: Any, arguments: list) -> list:

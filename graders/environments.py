@@ -16,7 +16,7 @@ from graders.pool import Graded, GraderPool
 from graders.reward_function import RewardFunction
 from system.imports import call, import_attribute
 
-MAX_ROWS = 64  # whose tests `code` keeps
+TEST_FIELDS = ("test", "tests", "entry_point", "prompt")  # that a row may have for `code`
 
 
 class PoolEnvironment(Environment):
@@ -101,8 +101,6 @@ class Code(PoolEnvironment):
 
     def __init__(self, cfg: CodeEnvConfig, num_ranks: int):
         self.limits = {"seconds": cfg.deadline_s, "memory_mib": cfg.memory_mib, "isolation": cfg.isolation}
-        self.tolerance = cfg.tolerance
-        self.tests: dict[tuple[int, str], tuple[dict, dict]] = {}  # row -> its fields and tests
         try:
             sandbox.run("", "", sandbox.Limits(**self.limits))
         except sandbox.Unavailable as error:
@@ -118,14 +116,8 @@ class Code(PoolEnvironment):
         )
 
     def job(self, turn: Turn) -> dict:
-        row = id(turn.fields), turn.answer  # the samples of a prompt share their row
-        if row not in self.tests:
-            if len(self.tests) == MAX_ROWS:
-                self.tests.clear()
-            # With the fields, or another row might get their id.
-            self.tests[row] = turn.fields, code_grader.read_tests(turn.answer, turn.fields, self.tolerance)
-        tests = self.tests[row][1]
-        return {**self.limits, "tolerance": self.tolerance, "reply": turn.whole_reply, "tests": tests}
+        fields = {name: turn.fields.get(name) for name in TEST_FIELDS}
+        return {**self.limits, "reply": turn.whole_reply, "answer": turn.answer, "fields": fields}
 
     def result(self, turn: Turn, graded: Graded) -> StepResult:
         # `timeout` is the program's; a judge that overran its own deadline has no verdict.
@@ -135,7 +127,7 @@ class Code(PoolEnvironment):
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
         for where, answer, fields in answers:
             try:
-                code_grader.read_tests(answer, fields, self.tolerance)
+                code_grader.read_tests(answer, fields)
             except ValueError as error:
                 raise ConfigError(f"{where}: {error} (env_name 'code')") from error
 

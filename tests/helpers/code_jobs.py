@@ -1,7 +1,6 @@
 """Jobs of the code grader, and the ways to isolate programs that this machine has."""
 
 from graders import sandbox
-from graders.code_grader import read_tests
 from graders.pool import GraderPool
 from graders.sandbox import Limits, run
 
@@ -22,7 +21,7 @@ def make_pool():
 
 def job(reply, row, isolation=None, seconds=10.0):
     isolation = isolation or ISOLATIONS[0]
-    return {"reply": reply, "tests": read_tests("", row), "seconds": seconds, "memory_mib": 512, "isolation": isolation}
+    return {"reply": reply, "answer": "", "fields": row, "seconds": seconds, "memory_mib": 512, "isolation": isolation}
 
 
 def outcomes(pool, jobs):

@@ -437,15 +437,6 @@ def reals(rng):
         (rf"\ln {x}^{n}", [rf"{n}\ln {x}"], [rf"(\ln {x})^{n}", rf"\ln {n}{x}", rf"{m}\ln {x}"]),
         (rf"\ln({x}{y})", [rf"\ln {x}+\ln {y}"], [rf"\ln {x}\ln {y}", rf"\ln({x}+{y})", rf"\ln {x}-\ln {y}"]),
         (sqrt(f"{n * n}{x}^2"), [f"{n}|{x}|"], [f"{n}{x}", f"-{n}{x}", f"{n * n}|{x}|"]),
-        (
-            f"{n}n(n+1)+{m}n",
-            [rf"\sum_{{k=1}}^{{n}} ({2 * n}k+{m})", rf"\sum_{{k=1}}^n {2 * n}k + {m}n"],
-            [
-                rf"\sum_{{k=1}}^{{n}} ({n}k+{m})",
-                rf"\sum_{{k=1}}^{{n+1}} ({2 * n}k+{m})",
-                rf"\sum_{{k=0}}^{{n}} ({2 * n}k+{m})",
-            ],
-        ),
     ]
     gold, rights, wrongs = rng.choice(rows)
     yield "real", gold, rng.choice(rights), True

@@ -200,14 +200,6 @@ def test_an_expected_value_is_met_within_the_stated_tolerance(expected, value, i
             names["check"](lambda _: value)
 
 
-def test_values_are_compared_exactly_where_the_tolerance_is_0():
-    names = {}
-    exec(read_tests("", calls(0.3, 1), 0.0)["test"], names)
-    names["check"](lambda _: 0.3)
-    with pytest.raises(AssertionError):
-        names["check"](lambda _: 0.1 + 0.2)
-
-
 OUTPUTS = [  # (expected, output, whether it is right)
     ("0.3", "0.30000000000000004", True),
     ("0.3333333333", "0.333333", True),
@@ -247,8 +239,6 @@ OUTPUTS = [  # (expected, output, whether it is right)
 def test_an_output_is_met_within_the_stated_tolerance(expected, output, is_right):
     """Gym#2956 (1, 3, 4)."""
     assert code_grader.same_output(output, expected) is is_right
-    lines = [[line.rstrip() for line in text.rstrip().split("\n")] for text in (output, expected)]
-    assert code_grader.same_output(output, expected, 0.0) is (is_right and lines[0] == lines[1])
 
 
 def test_long_outputs_are_compared_in_time():
@@ -386,15 +376,6 @@ def test_the_environment_gives_only_outcomes(environment):
     results = environment.step([turn("def f(x): return x", fields) for fields in tests])
     assert [result.outcome for result in results] == ["error", "wrong", "error"]
     assert all(result.outcome in OUTCOMES and result.reward == 0 for result in results)
-
-
-def test_a_step_reads_the_tests_of_a_row_once(environment, monkeypatch):
-    count = Counter()
-    monkeypatch.setattr(code_grader, "read_tests", lambda *row: count.update(["read"]) or read_tests(*row))
-    fields = row("assert f(1) == 1", prompt="x = 1\n" * 10_000)
-    turns = [turn("", fields), turn(" ", fields), turn("\n", fields), turn("", dict(fields))]
-    assert [result.outcome for result in environment.step(turns)] == ["parse_fail"] * 4
-    assert count["read"] == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows

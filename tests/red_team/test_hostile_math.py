@@ -257,12 +257,6 @@ LOGARITHMS:: \ln x^2 <- 2\ln x | \ln(x^2) <- 2\ln|x| | \ln(ab) <- \ln a+\ln b | 
 APPROXIMATIONS:: 12.57 <- \approx 12.57 | \approx 12.57 <- 12.57 | 12.57 <- \u2248 12.57
 12.57 <- \approx 12.57 \text{ cm} | 12.57 <- \approx12.57 | \approx 5 <- \approx 5
 MARKED OPTIONS:: \textbf{(C)}\ 12 <- (C) 12 | \textbf{(C)}\ 12 <- \textbf{(C)}\ 12 | (C) 12 <- \textbf{(C)}\ 12
-SUMS:: \frac{n(n+1)}{2} <- \sum_{k=1}^{n} k | \sum_{k=1}^{n} k <- \frac{n(n+1)}{2}
-\frac{n(n+1)(2n+1)}{6} <- \sum_{k=1}^n k^2 | 2^n <- \sum_{k=0}^{n} \binom{n}{k} | 2^{n+1}-1 <- \sum_{k=0}^{n} 2^k
-n! <- \prod_{k=1}^{n} k | n^2 <- \sum_{k=1}^n (2k-1) | 55 <- \sum_{k=1}^{10} k
-\frac{n^2(n+1)^2}{4} <- \left(\sum_{k=1}^n k\right)^2 | \frac{n}{n+1} <- \sum_{k=1}^n \frac{1}{k(k+1)}
-\sum_{i=1}^n i <- \sum_{k=1}^n k | \frac{1-r^{n}}{1-r} <- \sum_{k=0}^{n-1} r^k | n(n+1) <- 2\sum_{k=1}^n k
-\sum_{k=1}^{n} k^3 <- \frac{n^2(n+1)^2}{4} | 2 <- \sum_{k=0}^{\infty} \frac{1}{2^k}
 """
 
 
