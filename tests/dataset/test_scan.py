@@ -118,7 +118,7 @@ def test_a_prompt_of_a_small_set_is_made_once(tokenizer, monkeypatch, limit):
     monkeypatch.setattr(scan, limit, 2)
     large = load(tokenizer, rows, processor="mine:processor").problems
     assert [large[0], large[1]] == found[3:5] and made == ["0", "1", "2"] * 2 + ["0", "1"]
-    with pytest.raises(DataError, match=r"^rows\.jsonl:3: was usable when the run began, now left out: by min_rew"):
+    with pytest.raises(DataError, match=r"^rows\.jsonl:3: was usable when the run began, now left out: by processor"):
         large[2]
 
 
