@@ -349,8 +349,6 @@ def forms(rng):
         (f"{small}", rng.choice(["{}€", "{} EUR", "€{}", "{} USD", "{}$", "£{}", "USD {}"]).format(small)),
         (f"{value}", f"{value / 1000}e3" if value % 1000 else f"{value // 1000}e3"),
         ("i^2", "-1"),
-        (rf"\ln {small}", rf"\log_e {small}"),
-        (rf"\ln {small}", rf"\log_{{e}} {small}"),
         (f"{small}\\pi", f"{small}π"),
         (rf"\frac{{{small}}}{{{small + 1}}}", f"{small}÷{small + 1}"),
     ]

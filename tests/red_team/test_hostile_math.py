@@ -114,13 +114,12 @@ RIGHT = r"""
 BASES:: 2516_8 <- 2516_{8} | 2516_8 <- 2516
 WORDS:: Left <- left | \text{no} <- No | xy <- yx | 2ab <- 2ba | ab+c <- c+ba | xe^x <- e^x x | 3 left <- 3
 NAMES:: x=5,y=6 <- 5,6 | x=5,y=6 <- y=6, x=5 | 5,6 <- x=5, y=6 | (x,y)=(5,6) <- (5,6) | y=2x+1 <- 2x+1=y
-UNITS:: 5 km <- 5 | 5 <- 5 km | 5 square feet <- 5\text{ ft}^2 | 5 apple <- 5 apples | 9:15 a.m. <- 9:15
-£5 <- 5 pounds
+UNITS:: 5 km <- 5 | 5 <- 5 km | 5 square feet <- 5\text{ ft}^2 | 5 apple <- 5 apples | £5 <- 5 pounds
 DATES AND LISTS:: 1,1,2 <- 2,1,1 | 100,200 <- 100, 200
 OTHERS:: 1000 <- 1e3 | 1e3 <- 1000 | 0.000015 <- 1.5e-5 | 5e-3 <- 0.005 | 12 <- 12€ | 12 <- 12 USD | 1234 <- 1 234
--5 <- \u20135 | (-\infty,3) <- x<3 | i^2 <- -1 | -1 <- i^2 | \ln 2 <- \log_e 2 | A <- A) | 5 <- 5 balls
-(1, 2] <- 1 < x \le 2 | 4\pi <- 4π | 2\sqrt{2} <- 2√2 | (-\infty,1)\cup(2,\infty) <- x<1 or x>2
-\frac{x^2-1}{x-1} <- x+1 | x>5 <- -2x<-10 | 28\% <- 28 percent
+-5 <- \u20135 | (-\infty,3) <- x<3 | i^2 <- -1 | -1 <- i^2 | A <- A) | 5 <- 5 balls | (1, 2] <- 1 < x \le 2
+4\pi <- 4π | 2\sqrt{2} <- 2√2 | (-\infty,1)\cup(2,\infty) <- x<1 or x>2 | \frac{x^2-1}{x-1} <- x+1 | x>5 <- -2x<-10
+28\% <- 28 percent
 CASE:: 2R+1 <- 1+2R | F=\frac{9}{5}C+32 <- F = 1.8C+32 | p - q <- -q+p | x-y <- -(y-x)
 PRODUCT:: 6 <- 2(3) | (3)(4) <- 12 | \frac{1}{2}(3) <- 3/2 | 3\sqrt{13} <- 3*sqrt(13) | 3\sqrt{13} <- 3√13
 x^2 <- x**2 | 2x <- 2\,x | 2\text{ km} <- 2\,\text{km} | 6 - 5i <- 6-5\,i | 5\sqrt{5} <- 5 * 5^0.5
@@ -128,7 +127,7 @@ x^2 <- x**2 | 2x <- 2\,x | 2\text{ km} <- 2\,\text{km} | 6 - 5i <- 6-5\,i | 5\sq
 SIGNS:: x⁵ <- x^5 | 10^{12} <- 10¹² | 4005 <- **4005** | 4005 <- \textcolor{red}{4005}
 FUNCTIONS:: f(x+1)=f(x)+1 <- f(x)+1=f(x+1) | n! <- n(n-1)! | f'(x)+1 <- 1+f'(x) | \binom{10}{3} <- {10 \choose 3}
 BRACKETS:: \pm 1, \pm 2 <- 1,-1,2,-2 | \{\pm 1, 2\} <- \{2,-1,1\} | 1,2,\ldots <- 1,2,\dots
--1, 2+i, 2-i <- 2\pm i, -1 | (-\infty,5] <- \{x \mid x \le 5\} | (-\infty,5] <- x \leqslant 5 | (-\infty,5] <- (-oo,5]
+-1, 2+i, 2-i <- 2\pm i, -1 | (-\infty,5] <- \{x \mid x \le 5\} | (-\infty,5] <- x \leqslant 5
 (1,2) <- \bigl(1,2\bigr)
 ANGLES:: 180^\circ - x <- 180-x | 90^\circ <- 90\degree
 \begin{pmatrix}1\\2\end{pmatrix} <- \left[\begin{array}{r}1\\2\end{array}\right] | \emptyset <- \varnothing
@@ -141,14 +140,12 @@ TEMPERATURES:: 25^\circ\text{C} <- 25°C | 25^\circ\text{C} <- 25^\circ C | 25^\
 25^\circ\text{C} <- 25\text{ degrees Celsius}
 CHAINS:: 1<x<3 <- 3>x>1 | -2 \le x < 5 <- 5 > x \ge -2 | 0<y\le 1 <- 1 \ge y > 0 | 1<x<3 <- x \in (1,3) | x>2 <- 2<x
 1<x<3 <- (1,3) | 1<x<3 <- 1 < x < 3
-CONGRUENCES:: x \equiv 3 \pmod 7 <- x \equiv 3 \mod 7 | x \equiv 3 \pmod 7 <- x \equiv 3 (mod 7)
-x \equiv 3 \pmod{7} <- x \equiv 3 \pmod 7 | 3 \pmod 7 <- 3 (mod 7) | x \equiv 3 \pmod 7 <- x \equiv 3 \bmod 7
-x \equiv 3 \pmod 7 <- x \equiv 3\ (\text{mod}\ 7)
+CONGRUENCES:: x \equiv 3 \pmod{7} <- x \equiv 3 \pmod 7
 MEASURES:: 5 N <- 5 newtons | 5 cm^2 <- 5 cm squared | 500 yen <- ¥500 | 500 rupees <- Rs. 500 | 500 rupees <- ₹500
 5 mol <- 5 moles | 9.8 m/s^2 <- 9.8 \text{ m s}^{-2} | 9.8 m/s^2 <- 9.8 meters per second squared | 5 acres <- 5 acre
 5 cm³ <- 5 cm^3 | 5 m² <- 5 square meters | 60 km/h <- 60 kilometers per hour | 5 N <- 5 | 5 <- 5 ohms
 12 V <- 12\text{ V} | 5 mi <- 5 miles | 2 dozen <- 2 dozen | 5 pints <- 5 pint | 5 cups <- 5 cup
-LETTERS AND SIGNS:: \sfrac{1}{2} <- 1/2 | \nicefrac{2}{3} <- 2/3 | \lg 2 <- \log_{10} 2 | 2 <- \lg 100
+LETTERS AND SIGNS:: \sfrac{1}{2} <- 1/2 | \nicefrac{2}{3} <- 2/3
 \begin{pmatrix}2\\4\end{pmatrix} <- 2\begin{pmatrix}1\\2\end{pmatrix}
 \begin{pmatrix}1/2\\1\end{pmatrix} <- \frac12\begin{pmatrix}1\\2\end{pmatrix} | x⁻¹ <- 1/x | 5π/6 <- \frac{5\pi}{6}
 3\u00d710⁵ <- 300000 | 1/2 <- \uff11/\uff12 | -5 <- \u22125 | 2\pi r <- 2πr | \pm 2 <- ±2 | x^n <- xⁿ
