@@ -23,7 +23,7 @@ from dataset.mixing import Cursor, Mixture
 from engine import STEPS_BETWEEN_STOPS, Completion, Engine, SamplingOptions, check_versions
 from graders.grading import Grading
 from hf.tokenizer import Tokenizer
-from system.exchange import share_numbers, share_rows
+from system.exchange import share_samples
 from system.exits import Interrupted, StopRun
 from system.ranks import Ranks, any_rank, gather
 
@@ -214,12 +214,10 @@ class Sampler:
         samples = sorted((each.sample for each in conversations), key=lambda s: (s.prompt, s.index))
         self._score_by_model([sample for sample in samples if sample.holder == self.ranks.rank])
         part_names = {name for each in self.environments.values() for name in getattr(each, "reward_names", ())}
-        share_numbers(samples, sorted(part_names), self.max_turns)
-        if self.grading.leading:
-            share_rows(samples)
-            if failures := [f"{each.env_name}: {each.message}" for each in samples if each.message]:
-                self.grading.raised.append(failures[0])
-                self.ranks.print_rank0(f"WARNING: {len(failures)} agents failed, the first of {failures[0]}")
+        share_samples(samples, sorted(part_names))
+        if failures := [f"{each.env_name}: {each.message}" for each in samples if each.message]:
+            self.grading.raised.append(failures[0])
+            self.ranks.print_rank0(f"WARNING: {len(failures)} agents failed, the first of {failures[0]}")
         failed = Counter(sample.env_name for sample in samples if sample.outcome == "error")
         if failed.total() > self.max_error_fraction * len(samples):
             why = [*filter(None, gather("; ".join(self.grading.raised))), "see the environment's messages above"]

@@ -1,4 +1,4 @@
-"""Samples go between ranks as arrays: to the bit what they were as objects, in as many collectives on any number of
+"""Tokens go between ranks as arrays: to the bit what they were as objects, in as many collectives on any number of
 ranks."""
 
 import json
@@ -58,14 +58,14 @@ def test_all_ranks_decide_alike_on_any_number_of_ranks(runs):
 
 
 def test_the_collectives_of_a_step_do_not_depend_on_ranks_or_samples(runs):
-    """Whether to stop, the numbers, the tokens; nothing is pickled but what the ranks of one engine tell each other."""
+    """Whether to stop, the samples without tokens, the tokens."""
     for (_, tp), ranks in runs.items():
         for rank in ranks:
             for case, answers in rank.items():
                 turns = 2 if case in ("two turns", "minibatches", "gdpo") else 1 + 2 * (case == "turn advantages")
                 verdicts = [name for name in answers["collectives"] if name == "broadcast_object_list"]
                 assert (len(verdicts) >= turns) if tp > 1 else not verdicts, case  # as results come
-                exchange = ["all_reduce", "all_reduce", "all_to_all_single", "all_to_all_single"]
+                exchange = ["all_reduce", "all_gather_object", "all_to_all_single", "all_to_all_single"]
                 assert answers["collectives"] == verdicts + exchange, case
 
 
