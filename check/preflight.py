@@ -18,7 +18,7 @@ import envs
 from check import memory_fit, reader, resume, rules
 from check.memory_plan import GIB, Plan
 from check.rules import max_prompt_tokens
-from config import Config, ConfigError, DataError, DatasetConfig, RewardModelConfig, TokenizerConfig, shortened
+from config import Config, ConfigError, DataError, DatasetConfig, RewardModelConfig, TokenizerConfig
 from dataset.mixing import Cursor, Mixture
 from dataset.scan import Dataset, load_dataset
 from graders.environments import make_environment
@@ -302,10 +302,6 @@ def gpu_memory(argv: Sequence[str]) -> tuple[float | None, list[str]]:
 
 def parse_command_line(argv: Sequence[str], usage: str) -> Config:
     """The validated config of a command line, with the run that it resumes. ConfigError for whatever is wrong."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        number = os.environ.get(name, "1")
-        if not re.fullmatch(r"[0-9]{1,7}", number) or (name.endswith("SIZE") and int(number) == 0):
-            raise ConfigError(f"{name}={shortened(number)} in the environment is no number of ranks: unset it")
     flags = {"--check", "--all", "--explain"} & set(argv) if "--check" in argv else set()
     words = [word for word in argv if word not in flags]
     if not words or words[0].startswith("-") or ("=" in words[0] and not os.path.exists(words[0])):

@@ -161,12 +161,6 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted({Path(name).name for name in read_json(index)["weight_map"].values()})]
 
 
-def stored_shapes(file: safe_open) -> dict[str, list[int] | str]:
-    """Name -> shape of each tensor in an open file, or its dtype if that is no float. Reads the header only."""
-    headers = {name: file.get_slice(name) for name in file.keys()}
-    return {name: x.get_shape() if x.get_dtype() in FLOATS else x.get_dtype() for name, x in headers.items()}
-
-
 def check_weights(folder: Path, expected: Iterable[tuple[str, Sequence[int]]]) -> None:
     """ConfigError unless the folder's files are whole and hold the `expected` tensors, (name, shape), as floats, and no
     others. Rotary frequencies and the head beside a tied one, which some models store, are ignored, as vLLM does. Reads
@@ -174,7 +168,9 @@ def check_weights(folder: Path, expected: Iterable[tuple[str, Sequence[int]]]) -
     stored: dict[str, tuple[Path, list[int] | str]] = {}
     for path in weight_files(folder):
         with open_weights(path) as file:
-            stored |= {name: (path, shape) for name, shape in stored_shapes(file).items()}
+            for name in file.keys():
+                header = file.get_slice(name)
+                stored[name] = path, header.get_shape() if header.get_dtype() in FLOATS else header.get_dtype()
     for name, shape in expected:
         path, in_file = stored.pop(name, (folder, "missing"))
         if in_file != list(shape):

@@ -45,27 +45,17 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     params = {name: param for name, param in sharded_parameters(model).items() if not name.endswith(ADAPTER)}
     check_weights(Path(folder), ((name, param.shape) for name, param in params.items()))
     for path in weight_files(Path(folder)):
-        _fill(params, path)
+        with open_weights(path, "pt") as file:
+            for name in filter(params.__contains__, file.keys()):
+                rows = local_shard(params[name])
+                rows.copy_(file.get_slice(name)[local_rows(params[name])])
+                if not rows.isfinite().all():
+                    raise ConfigError(f"{path}: {name} holds NaN or infinity; fetch it again")
 
 
 def local_shard(tensor: Tensor) -> Tensor:
     """The rows that this rank holds of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _fill(params: dict[str, nn.Parameter], path: Path) -> None:
-    """Fills the parameters that the file has, by their names there."""
-    with open_weights(path, "pt") as file:
-        for name in filter(params.__contains__, file.keys()):
-            rows = local_shard(params[name])
-            rows.copy_(file.get_slice(name)[local_rows(params[name])])
-            if not rows.isfinite().all():
-                raise ConfigError(f"{path}: {name} holds NaN or infinity; fetch it again")
-
-
-def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """PEFT's name -> parameter, as `sharded_parameters`."""
-    return {peft_name(name): param for name, param in sharded_parameters(model).items() if name.endswith(ADAPTER)}
 
 
 @torch.no_grad()
@@ -180,7 +170,8 @@ def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, 
 
 def save_adapter(model: nn.Module, folder: str | Path, config: dict) -> None:
     """Writes a PEFT folder with LoRA's parameters in float32, as `save_hf`. `config`: by `adapter_config`."""
-    content = {name: tensor.cpu() for name, tensor in _whole(adapter_parameters(model), torch.float32)}
+    params = {peft_name(name): param for name, param in sharded_parameters(model).items() if name.endswith(ADAPTER)}
+    content = {name: tensor.cpu() for name, tensor in _whole(params, torch.float32)}
     with _new_folder(Path(folder)) as (new, _):
         on_rank0(partial(write_whole, new / CONFIG, json.dumps(config, indent=2) + "\n"))
         on_rank0(partial(_save, content, new / WEIGHTS, {"format": "pt"}))

@@ -270,17 +270,6 @@ def test_without_torchrun_a_check_takes_the_fewest_ranks():
     ]
 
 
-@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"])
-def test_the_numbers_of_ranks_in_the_environment_are_numbers(monkeypatch, name):
-    for value in ("abc", "", "1.5", "-1", "1e3", "\u0661 ", " 2", "9" * 99, *["0", "00"] * name.endswith("SIZE")):
-        monkeypatch.setenv(name, value)
-        for words in (["--check"], []):
-            with pytest.raises(ConfigError, match=f"^{name}=.*unset it"):
-                parse_command_line(["configs/smoke.yaml", *words], "")
-    monkeypatch.setenv(name, "1")
-    assert parse_command_line(["configs/smoke.yaml", "--check"], "")
-
-
 @pytest.mark.parametrize("percent", range(101, 200, 7))
 def test_products_of_decimals_are_whole_where_their_decimals_are(write, percent):
     """Of 1.15 and 100 in binary fractions the product is 114.99999999999999."""
