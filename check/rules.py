@@ -16,7 +16,6 @@ from pathlib import Path
 from check.keys import bounds, default_text, meanings, plain_name, settings
 from config import ENVIRONMENTS, CheckpointingConfig, Config, ConfigError, DatasetConfig
 
-MAX_NUMBER = 1e9  # of a key that declares no upper bound
 _OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 # `condition, condition & condition: reason`: each of the first is refused where all others hold. A condition is
 # `key=value|value`, `key!=value|value`, `key>key` or `key>=key`, with values as a config writes them. A key alone means
@@ -171,8 +170,6 @@ def _bound_problems(cfg: Config) -> Iterator[str]:
         limits = [limit.split() for limit in bounds(key).split(",") if limit]
         if not all(_OPERATORS[sign](number, float(limit)) for number in numbers for sign, limit in limits):
             yield f"{name}={json.dumps(value):.80}: must be {bounds(key)} ({meanings()[key]})"
-        elif "<" not in bounds(key) and max(map(abs, numbers), default=0) > MAX_NUMBER:
-            yield f"{name}={json.dumps(value):.80}: no number here is above {MAX_NUMBER:,.0f} ({meanings()[key]})"
 
 
 def fewest_ranks(cfg: Config) -> int:
