@@ -42,8 +42,6 @@ _CHOICE = re.compile(r"(?:(?i:option|choice) )?[(\[]?([A-J])[)\]]?[.:)]?")
 _SEPARATOR = r"[,;]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
 _GROUPS = re.compile(r"(?<=\d),(?=\d{3}(?![\dA-Za-z]))")
 _GROUPED = r"(?<![\w.,^/(\[{}])\d{1,3}(?:,\d{3})+(?!,?\d)"
-# Digits that a label may have.
-_INDEX = re.compile(r"_(?:\w|\{\w+\})|(?<=[a-zA-Z])\(-?\d+\)|\\(?:int|sum|prod)(?![a-z]).*")
 _LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
 _SET = re.compile(r"\\\{|\\emptyset")
 _BRACKETS = re.compile(r"(\\?[{(\[])(.*?)(\\?[})\]])", re.DOTALL)
