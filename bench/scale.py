@@ -127,9 +127,9 @@ def on_hosts(num_gpus: int) -> list[Collective]:
     ]
 
 
-def compute_seconds(shape: Shape, num_gpus: int, tokens: float = SAMPLES * SAMPLE_TOKENS) -> float:
+def compute_seconds(shape: Shape, num_gpus: int) -> float:
     """Matmuls of training alone: 6 flops for each weight and token, and 2 where blocks are computed again."""
-    return 8 * shape.size * tokens / num_gpus / FLOPS
+    return 8 * shape.size * SAMPLES * SAMPLE_TOKENS / num_gpus / FLOPS
 
 
 def total(collectives: list[Collective]) -> float:
@@ -176,23 +176,9 @@ def pays_table() -> str:
     return table(["seconds of a step", "GPUs", "micro-batches", "matmuls", *links, "hosts"], rows)
 
 
-def published_table() -> str:
-    """Of NVIDIA-NeMo/RL: (model here, theirs, GPUs, samples x tokens, published seconds)."""
-    rows = []
-    for name, theirs, n, tokens, seconds in (
-        ("Qwen3-8B", "Llama-3.1-8B, v0.3 DTensor (RL#959)", 8, 2048 * 790, "train 38 of a step of 122"),
-        ("Qwen3-8B", "Llama-3.1-8B, v0.5", 16, 2048 * 1019, "step 92.8"),
-        ("Qwen2.5-32B", "Qwen3-32B, v0.5", 32, 2048 * 3251, "step 376"),
-    ):
-        shape, packs = Shape.of(name), max(1, tokens // (n * PACK_TOKENS))
-        ours = total(fsdp(shape, n, NICS["8 x 400 Gb/s"])) / num_micro_batches(n) * packs
-        rows.append([theirs, str(n), seconds, number(compute_seconds(shape, n, tokens)), number(ours)])
-    return table(["published", "GPUs", "seconds", "matmuls of training here, s", "FSDP's collectives here, s"], rows)
-
-
 def page() -> str:
     hosts = collectives_table("of any model, by gloo", [on_hosts(n) for n in GPUS])
-    return "\n".join([*map(model_table, MODELS), hosts, pays_table(), published_table()])
+    return "\n".join([model_table("Qwen3-8B"), hosts, pays_table()])
 
 
 if __name__ == "__main__":

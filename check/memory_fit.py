@@ -67,10 +67,16 @@ def _cheapest(plan: Plan, most: float, *phases: str) -> Fixes:
     def fitting(fixes: Fixes) -> Fixes:
         """These, and the largest share for the engine beside them if they need another; {} if that is not enough."""
         new = changed(plan, fixes)
-        room = most - new.size("generate") + sum(new.engine.values()) + max(0, new.kv_cache)
-        share = max(1, math.floor(100 * room / (plan.gpu_bytes or math.inf))) / 100
-        ways = (fixes, fixes | {SHARE: share})
-        return next((way for way in ways if changed(plan, way).lacking(most, *phases) <= 0), {})
+        try:
+            room = most - new.size("generate") + sum(new.engine.values()) + max(0, new.kv_cache)
+            share = max(1, math.floor(100 * room / (plan.gpu_bytes or math.inf))) / 100
+            ways = (fixes, fixes | {SHARE: share})
+            enough = next((way for way in ways if changed(plan, way).lacking(most, *phases) <= 0), {})
+            if enough:
+                check_config(new.cfg, plan.num_gpus + plan.cfg.policy.generation.num_generators)
+            return enough
+        except ConfigError:  # two do not go together, or LoRA's rank is more than a layer's
+            return {}
 
     def cost(fixes: Fixes) -> float:
         options = [(value, *(choices | others | {SHARE: (4, [value])})[key]) for key, value in fixes.items()]
@@ -80,18 +86,14 @@ def _cheapest(plan: Plan, most: float, *phases: str) -> Fixes:
     new = ([{}, *({key: value} for value in values if value != now[key])] for key, (_, values) in choices.items())
     for chosen in product(*new):
         base = {key: value for fix in chosen for key, value in fix.items()}
-        if best and cost(base) >= cost(best):
+        if (best and cost(base) >= cost(best)) or not fitting(taken := base | strongest):
             continue
-        try:
-            check_config(changed(plan, base).cfg, plan.num_gpus + plan.cfg.policy.generation.num_generators)
-            taken = fitting(base | strongest) and base | strongest
-        except ConfigError:  # the two do not go together, or LoRA's rank is more than a layer's
-            continue
-        for key, (_, values) in reversed(others.items()) if taken else ():
+        for key, (_, values) in reversed(others.items()):
             without = {other: value for other, value in taken.items() if other != key}
             ways = [without, *(without | {key: value} for value in values)]
             taken = ways[bisect_left(ways[:-1], True, key=lambda fixes: bool(fitting(fixes)))]
-        best = min(filter(None, (best, fitting(taken))), key=cost, default={})
+        fewer = ({other: value for other, value in taken.items() if other != key} for key in base)
+        best = min(filter(None, (best, *map(fitting, (taken, *fewer)))), key=cost)
     return best
 
 

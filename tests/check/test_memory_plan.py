@@ -17,6 +17,7 @@ import torch
 from count_memory import CASES, LiveBytes, count_kept, differences, model_config, run_config
 
 import model as model_module
+from bench import fits as fits_page
 from bench.allocator import Allocator
 from check import memory_fit, reader
 from check.memory_plan import CHUNK_BYTES, CHUNK_ELEMENTS, GIB, Plan
@@ -422,6 +423,24 @@ def test_a_lack_that_rounding_would_hide():
     text = memory_fit.problem(replace(plan, gpu_bytes=plan.size("train") - 0.004 * GIB))
     needed, has = re.search(r"train needs ([\d.]+) GiB on each GPU, which has ([\d.]+)", text).groups()
     assert float(needed) > float(has)
+
+
+def test_the_page_of_what_fits_is_what_the_script_prints():
+    """Sampled cells, and every comparison with a published step."""
+    page = (ROOT / "docs/gpus.md").read_text().splitlines()
+    cells = [[word.strip() for word in line.split("|")[1:-1]] for line in page if line.startswith("|")]
+    planned = {
+        (name, int(gib)): dict(zip((1, 2, 4, 8), texts, strict=True)) for name, gib, *texts in cells if gib.isdigit()
+    }
+    for name, gib, num_gpus in (
+        ("Qwen3-0.6B", 24, 1),
+        ("Qwen2.5-1.5B", 24, 1),
+        ("Qwen3-8B", 24, 1),
+        ("Qwen3-8B", 80, 8),
+    ):
+        assert planned[name, gib][num_gpus] == fits_page.cell(name, gib, num_gpus)
+    errors = {(cell[0], cell[1]): cell[-1] for cell in cells if cell[-1].endswith("%")}
+    assert errors == {(run, part): f"{ours / theirs - 1:+.0%}" for run, part, theirs, ours in fits_page.published()}
 
 
 def test_the_simulated_allocator_is_torchs():
