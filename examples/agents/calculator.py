@@ -7,11 +7,11 @@ It is a program like any other: it knows the OpenAI client and nothing of the tr
 
 from openai import OpenAI
 
-CLIENT = OpenAI(base_url="http://localhost", api_key="none")  # to make one takes 30 ms
+CLIENT = OpenAI(base_url="http://localhost", api_key="none")  # creating one takes 30 ms
 
 
 def solve(base_url: str, messages: list[dict], answer: str, second_reward: float = 0.5) -> float:
-    """The reward: 1 for an answer that is right at once, second_reward for the second (if 0, nobody asks), else 0."""
+    """The reward: 1 if the first answer is right, second_reward if the second is (0: no second try), else 0."""
     client = CLIENT.with_options(base_url=base_url)
     for reward in filter(None, (1.0, second_reward)):
         reply = client.chat.completions.create(model="policy", messages=messages).choices[0].message
