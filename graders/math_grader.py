@@ -38,7 +38,9 @@ _ANSWER_IS = re.compile(
     r"(?:,?\s+(?:therefore|thus|hence|then|so|now|just|simply|exactly|approximately|about|equal to|given by)\b,?)*"
     r"\s*:?|:|=)[\s*]*"
 )
-_CHOICE = re.compile(r"(?:(?i:option|choice) )?[(\[]?([A-J])[)\]]?[.:)]?")
+_CHOICE = re.compile(  # B, (B), option B. and (B) 12, whose text may not name another option
+    r"(?:(?i:option|choice) )?[(\[]?([A-J])(?:[)\]]?[.:)]?|(?:[)\]][.:]?|[.:]) ((?!.*\b[A-J](?![a-zA-Z])).+))"
+)
 _SEPARATOR = r"[,;]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
 _GROUPS = re.compile(r"(?<=\d),(?=\d{3}(?![\dA-Za-z]))")
 _GROUPED = r"(?<![\w.,^/(\[{}])\d{1,3}(?:,\d{3})+(?!,?\d)"
@@ -167,7 +169,8 @@ def _same(one: str, other: str) -> bool:
         return True
     choices = _CHOICE.fullmatch(one), _CHOICE.fullmatch(other)
     if all(choices):
-        return choices[0][1] == choices[1][1]
+        texts = choices[0][2], choices[1][2]
+        return choices[0][1] == choices[1][1] and (None in texts or squeeze(texts[0]) == squeeze(texts[1]))
     is_chain = LESS.search(one) is not None
     intervals = as_interval(one), as_interval(other)
     if is_chain != bool(LESS.search(other)):

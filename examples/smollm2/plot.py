@@ -2,6 +2,7 @@
 
 .venv/bin/python examples/smollm2/plot.py                                # the two pictures beside this file, anew
 .venv/bin/python examples/smollm2/plot.py logs/exp_001/metrics.jsonl .   # of your run of configs/smollm2.yaml
+.venv/bin/python examples/smollm2/plot.py logs/exp_001/metrics.jsonl . "A title" "A line below it"   # of another run
 """
 
 import argparse
@@ -67,10 +68,10 @@ def line(points: Points, last: float, colour: str, width: float) -> str:
     )
 
 
-def axes(last: int, theme: Theme) -> list[str]:
+def axes(last: int, theme: Theme, title: str, subtitle: str) -> list[str]:
     """Title, grid, numbers, and what the axes are."""
-    parts = [text(LEFT - 46, 24, TITLE, theme.text, 17, ' font-weight="600"')]
-    parts.append(text(LEFT - 46, 43, SUBTITLE, theme.faint))
+    parts = [text(LEFT - 46, 24, title, theme.text, 17, ' font-weight="600"')]
+    parts.append(text(LEFT - 46, 43, subtitle, theme.faint))
     for fifth in range(6):
         parts.append(line([(0, fifth / 5), (last, fifth / 5)], last, theme.grid, 1))
         y = place(0, fifth / 5, last)[1] + 4
@@ -102,7 +103,7 @@ def labels(entries: list[tuple[float, str, str]], last: float) -> list[str]:
     return parts
 
 
-def draw(file: Path, theme: Theme) -> str:
+def draw(file: Path, theme: Theme, title: str = TITLE, subtitle: str = SUBTITLE) -> str:
     """The picture, as SVG."""
     rewards = read(file, "train/accuracy")
     means = smoothed(rewards)
@@ -113,7 +114,7 @@ def draw(file: Path, theme: Theme) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="{theme.background}"/>',
-        *axes(last, theme),
+        *axes(last, theme, title, subtitle),
         line(rewards, last, theme.step, 1.5),
         line(means, last, theme.mean, 3),
         *dots(sampled, last, f'r="8" fill="none" stroke="{theme.sampled}" stroke-width="2.5"'),
@@ -139,9 +140,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("metrics", type=Path, nargs="?", default=HERE / "metrics.jsonl", metavar="METRICS_JSONL")
     parser.add_argument("folder", type=Path, nargs="?", default=HERE, metavar="FOLDER")
+    parser.add_argument("title", nargs="?", default=TITLE, metavar="TITLE")
+    parser.add_argument("subtitle", nargs="?", default=SUBTITLE, metavar="SUBTITLE")
     args = parser.parse_args()
     for name, theme in THEMES.items():
-        (args.folder / f"curve_{name}.svg").write_text(draw(args.metrics, theme), encoding="utf-8")
+        picture = draw(args.metrics, theme, args.title, args.subtitle)
+        (args.folder / f"curve_{name}.svg").write_text(picture, encoding="utf-8")
 
 
 if __name__ == "__main__":

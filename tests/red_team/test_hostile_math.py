@@ -217,7 +217,7 @@ B <- A) B | B <- B, C | B <- B) no, C | B <- B) 5 or C | B <- not B | B <- not B
 B <- B: or C | B <- (A) (B) (C) | B <- B and C | B <- B) 5 and C) 6 | B <- B. no wait, C | B <- either B or C
 B <- A. Red B. Blue | B <- (B) 5 (C) 7 | B <- B: wrong, C is right | B <- B / C | B <- B) A) C) | B <- B is wrong
 B <- B: 5; C: 7 | B <- b or c | B <- B? C! | B <- B. C. D. | B <- [B] or [C]
-MARKED OPTIONS:: \textbf{(C)}\ 12 <- 13 | \textbf{(C)}\ 12 <- B | \textbf{(C)}\ 12 <- (C) 13
+MARKED OPTIONS:: \textbf{(C)}\ 12 <- 13 | B <- B: 5; C: 6 | \textbf{(C)}\ 12 <- B | \textbf{(C)}\ 12 <- (C) 13
 \textbf{(C)}\ 12 <- (B) 12 | 12 <- \textbf{(C)}\ 13 | \textbf{(C)}\ 12 <- \textbf{(D)}\ 12 | \textbf{(C)}\ 12 <- C, D
 \textbf{(C)}\ 12 <- 12 or 13 | \textbf{(C)}\ 12 <- C or D | \textbf{(E)}\ \frac12 <- 2 | \textbf{(A) }7 <- B) 7
 \textbf{(C)}\ 12 <- C12 | \textbf{(C)}\ 12 <- 1 | \textbf{(C)}\ 12 <- 12C | C <- \textbf{(D)}\ 12
@@ -254,6 +254,7 @@ LOGARITHMS:: \ln x^2 <- 2\ln x | \ln(x^2) <- 2\ln|x| | \ln(ab) <- \ln a+\ln b | 
 APPROXIMATIONS:: 12.57 <- \approx 12.57 | \approx 12.57 <- 12.57 | 12.57 <- \u2248 12.57
 12.57 <- \approx 12.57 \text{ cm} | 12.57 <- \approx12.57 | \approx 5 <- \approx 5
 MARKED OPTIONS:: \textbf{(C)}\ 12 <- (C) 12 | \textbf{(C)}\ 12 <- \textbf{(C)}\ 12 | (C) 12 <- \textbf{(C)}\ 12
+B <- (B) 12 | B <- B. red
 """
 
 
