@@ -140,10 +140,10 @@ def _with(section: object, name: str, value: object) -> object:
 
 
 def _named(plan: Plan, fixes: Fixes, phase: str) -> str:
-    """The settings, and what each saves by itself."""
+    """The settings, and what each saves by itself where a ConfigError, which is short, has room for it."""
     saves = {key: plan.size(phase) - changed(plan, {key: value}).size(phase) for key, value in fixes.items()}
-    texts = {key: f" (saves {gib(size)} in {phase})" if size > 0 else "" for key, size in saves.items()}
-    return ", ".join(f"{key}={json.dumps(value)}{texts[key]}" for key, value in fixes.items())
+    texts = {key: f" (saves {gib(size)} in {phase})" for key, size in saves.items() if size > 0 and len(saves) < 5}
+    return ", ".join(f"{key}={json.dumps(value)}{texts.get(key, '')}" for key, value in fixes.items())
 
 
 def listed(items: Items) -> str:

@@ -357,15 +357,15 @@ FIXES = {
     "policy.sequence_packing.share_prefix": (False,),
     "policy.sequence_packing.train_mb_tokens": (512, 1024, 2048, 4096, 16384),
 }
+RUNS = {RECOMPUTE: (False, 8), "policy.precision": ("bfloat16", "float32"), "policy.generation.top_p": (0.9, 1.0)}
+RUNS |= {"grpo.num_prompts_per_step": (8, 32, 128), "loss_fn.reference_policy_kl_penalty": (0.0, 0.01)}
+RUNS |= {MUON[0]: (*["torch.optim.AdamW"] * 5, MUON[1])}
 
 
-OPTIMIZERS = (*["torch.optim.AdamW"] * 5, "torch.optim.Muon")
-
-
-def fits(plan, fixes=()):
+def fits(plan, fixes=(), share=1):
     new = memory_fit.changed(plan, fixes)
     try:
-        return new.lacking() <= 0 and not check_config(new.cfg, new.num_gpus)
+        return new.lacking(share * new.gpu_bytes) <= 0 and not check_config(new.cfg, new.num_gpus)
     except (ConfigError, ZeroDivisionError):  # refused, by LoRA for its rank, or more replicas than GPUs
         return False
 
@@ -375,21 +375,10 @@ def random_plan(seed):
     rng = random.Random(seed)
     while True:
         num_gpus, length = rng.choice((1, 1, 2, 4, 8)), rng.choice((512, 1024, 4096, 16384))
-        fixes = {key: rng.choice((*values, *[attrgetter(key)(Config())] * 3)) for key, values in FIXES.items()}
+        set_to = {key: (*values, *[attrgetter(key)(Config())] * 3) for key, values in FIXES.items()} | RUNS
+        fixes = {key: rng.choice(values) for key, values in set_to.items()}
         fixes |= {"policy.max_total_sequence_length": length, "policy.generation.max_new_tokens": length // 2}
-        fixes |= {
-            "policy.sequence_packing.train_mb_tokens": length * rng.choice((1, 2, 4)),
-            MUON[0]: rng.choice(OPTIMIZERS),
-        }
-        fixes |= {
-            "policy.precision": rng.choice(("bfloat16", "bfloat16", "float32")),
-            RECOMPUTE: rng.choice((False, 8)),
-        }
-        fixes |= {
-            "grpo.num_prompts_per_step": rng.choice((8, 32, 128)),
-            "policy.generation.top_p": rng.choice((0.9, 1)),
-        }
-        fixes |= {"loss_fn.reference_policy_kl_penalty": rng.choice((0.0, 0.01))}
+        fixes["policy.sequence_packing.train_mb_tokens"] = length * rng.choice((1, 2, 4))
         gpu_bytes, has_tma = rng.choice((16, 24, 40, 48, 80)) * GIB, rng.random() < 0.5
         plan = replace(large_plan(rng.choice([*LARGE]), num_gpus), gpu_bytes=gpu_bytes, has_tma=has_tma)
         plan = memory_fit.changed(plan, fixes)
@@ -398,19 +387,18 @@ def random_plan(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds, most", [((14, 21), 2), pytest.param(range(200), 3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seeds, most", [((9, 14), 2), pytest.param(range(200), 3, marks=pytest.mark.long)])
 def test_no_three_keys_fit_what_the_plan_calls_impossible(seeds, most):
     """By brute force; and what it proposes fits, is accepted, and names no key without which it fits as well."""
     num_impossible = 0
     for plan in map(random_plan, seeds):
         text = memory_fit.problem(plan)
         fixes = {key: json.loads(value) for key, value in re.findall(r"(policy\.[\w.]+)=([\w.\"]+)", text)}
-        assert ("no keys" in text) == (not fixes) and (not fixes or fits(plan, fixes)), text
+        assert ("no keys" in text) == (not fixes) and (not fixes or fits(plan, fixes)) and len(text) < 490, text
         for key in fixes:
-            fewer = memory_fit.changed(plan, {other: fixes[other] for other in fixes if other != key})
-            assert fewer.lacking(0.95 * plan.gpu_bytes) > 0, (key, text)
+            assert not fits(plan, {other: fixes[other] for other in fixes if other != key}, 0.95), (key, text)
+        num_impossible += not fixes
         if not fixes:
-            num_impossible += 1
             new = [(key, value) for key, its in FIXES.items() for value in its if value != attrgetter(key)(plan.cfg)]
             for found in chain.from_iterable(combinations(new, n + 1) for n in range(most)):
                 assert len(dict(found)) < len(found) or not fits(plan, found), (found, text)
