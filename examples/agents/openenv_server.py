@@ -1,6 +1,6 @@
 """A server of OpenEnv: sums of two digits, with a second try. It stands for a server of yours, or of a hub.
 
-python -m venv ../openenv && ../openenv/bin/pip install openenv openai
+.venv/bin/python -m venv ../openenv && ../openenv/bin/pip install openenv openai
 ../openenv/bin/python examples/agents/openenv_server.py 8000
 """
 

@@ -1,6 +1,6 @@
 """An environment of verifiers by its id, as an agent: each rollout is an episode, its tasks are rows.
 
-    python -m venv ../verifiers && ../verifiers/bin/pip install "verifiers[openenv]==0.4.0" uv
+    .venv/bin/python -m venv ../verifiers && ../verifiers/bin/pip install "verifiers[openenv]==0.4.0" uv
     ./train.sh examples/agents/verifiers_env.yaml
 
 verifiers changes packages that the trainer pins, so it has an interpreter of its own (env.agents' python).

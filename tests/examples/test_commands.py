@@ -62,8 +62,6 @@ def commands_of_module(file: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", PLACES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_command_of_a_page_needs_no_environment(page):
-    if page == ROOT / "README.md":
-        pytest.xfail("README is written anew")
     assert commands_of_page(page) == []
 
 
