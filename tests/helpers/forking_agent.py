@@ -7,8 +7,11 @@ import time
 from bad_agents import ask
 
 
-async def solve(base_url, messages, answer, seed):
+async def solve(base_url, messages, answer, seed, keys_file=None):
     text = messages[-1]["content"]
+    if keys_file:
+        with open(keys_file, "a") as file:
+            file.write(base_url.split("/")[-2] + "\n")
     time.sleep(random.random() / 20)
     reply = await asyncio.to_thread(ask, base_url, text)
     asks = [asyncio.to_thread(ask, base_url, f"{n}+{n}=") for n in range(seed % 4)]
