@@ -164,11 +164,15 @@ class RunLog:
         return prefix + ("reward" if prefix in self.partial else "accuracy")
 
     def _scores(self, *validations: Numbers) -> dict[str, list[str]]:
-        """For each set and mode, such as "greedy accuracy", the score of each validation."""
+        """For each set and mode, such as "greedy accuracy", the score of each validation; with a reward that is neither
+        0 nor 1 also the share of replies with the outcome ok."""
         found, rows = [key for values in validations for key in values], {}
         for key in filter(re.compile("validation/.+/accuracy").fullmatch, found):
             name = [self._score(key.removesuffix("accuracy"), values) for values in validations][-1]
-            rows[name.removeprefix("validation/").replace("/", " ")] = [_shown(values, name) for values in validations]
+            label = name.removeprefix("validation/").replace("/", " ")
+            rows[label] = [_shown(values, name) for values in validations]
+            if name != key:
+                rows[label.replace("reward", "outcome ok")] = [_shown(values, key) for values in validations]
         return rows
 
     def close(self, state) -> None:

@@ -97,7 +97,8 @@ def test_validation_of_several_sets(tmp_path, capsys):
     log.close(RunState({}, {}, first_validation=first, last_validation=last))
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert records(tmp_path)[0]["validation/a/greedy/reward"] == 0.0
-    assert lines[1:3] == ["a greedy reward 0.000 -> 0.430", f"b sampled accuracy {b.partition('accuracy ')[2]} -> ?"]
+    assert lines[1:3] == ["a greedy reward 0.000 -> 0.430", "a greedy outcome ok 0.000 -> 1.000"]
+    assert lines[3] == f"b sampled accuracy {b.partition('accuracy ')[2]} -> ?"
 
 
 def test_samples_file_and_console(tmp_path, capsys):
