@@ -108,7 +108,7 @@ def test_what_a_recipe_means(here, capsys):
     assert (dapo.grpo.use_leave_one_out_baseline, dapo.grpo.batch_multiplier) == (False, 3)
     reward = read("grpo_rm_1B").env.reward_model
     assert reward.tokenizer.name == reward.model_name == "Skywork/Skywork-Reward-V2-Qwen3-0.6B"
-    assert capsys.readouterr().err.endswith(
+    assert capsys.readouterr().out.endswith(
         "in force, and decides the prompts and the reward:\n  train: dataset_name=OpenMathInstruct-2, "
         "prompt_file=examples/prompts/cot.txt, env_name=reward_model, "
         "env.reward_model.model_name=Skywork/Skywork-Reward-V2-Qwen3-0.6B\n"

@@ -24,7 +24,7 @@ from system import exits
 PLAYED_RUN = """
 import json, os, signal, sys, time
 if sys.argv[1] == "--check":
-    print("checked", os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"], *sys.argv[2:], flush=True)
+    print("checked", os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"], *sys.argv[2:], file=sys.stderr)
     sys.exit()
 rank, part, seen = int(os.environ["RANK"]), os.environ.get("SLURM_RESTART_COUNT", "0"), []
 signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))

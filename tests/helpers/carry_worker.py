@@ -16,6 +16,7 @@ from small_run import STARTER
 import envs
 import grpo
 from check import preflight
+from hf.model_config import read_model_config
 from hf.tokenizer import Tokenizer
 from run import start
 
@@ -81,7 +82,7 @@ def main(work: Path) -> None:
     words = [*EVERYTHING, "watchdog.first_seconds=20"]
     words += [f"data.train.{i}.data_path={folder / name}.jsonl" for i, name in enumerate(SETS)]
     words += [f"data.train.{i}.output_key=answer" for i in (1, 2)]
-    preflight.read_reward_model = lambda *_: (STARTER, Tokenizer(STARTER))
+    preflight.read_reward_model = lambda *_: (STARTER, read_model_config(STARTER), Tokenizer(STARTER))
     start.RewardModel = Score
     record(grpo, work / "tokens.jsonl")
     give_places(6)

@@ -89,7 +89,7 @@ def main(one_rank, monkeypatch, tmp_path):
     def run(*words, program=grpo):
         monkeypatch.setattr(sys, "argv", ["", *arguments(tmp_path), "grpo.val_at_start=false", *words])
         code = program.main()
-        (folder,) = tmp_path.glob("exp_*")
+        (folder,) = tmp_path.glob("e*_0*")
         return code, json.loads((folder / "exit.json").read_text())
 
     return run

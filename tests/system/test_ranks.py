@@ -32,6 +32,7 @@ from hf.tokenizer import Tokenizer
 from hf.weights import full_tensors, merged_weight
 from model import load_policy
 from rollout import Sampler
+from system.exchange import move_tokens
 from system.exits import host_name
 from system.ranks import start_process_group
 
@@ -94,6 +95,7 @@ def carried_turns(engine, tokenizer, ranks, policies):
     sampler.finish(first)
     engine.sync(full_tensors(policies[1], engine.dtype), 1)
     samples = sampler.finish(later)
+    move_tokens([samples, samples])
     gap = 0.0
     for s in samples:
         ids = torch.tensor([*s.prompt_ids, *s.output_ids.tolist()])
