@@ -86,7 +86,6 @@ import glob, json, os, sys, time, urllib.request
 row, url = json.load(sys.stdin), os.environ["OPENAI_BASE_URL"]
 body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
 urllib.request.urlopen(url + "/chat/completions", body).read()
-time.sleep(1.0)  # until the other is there, too
 
 def works(call):
     try:
@@ -97,9 +96,13 @@ def works(call):
 read = lambda path: open(path, "rb").read()
 is_other = lambda path: b"OPENAI_BASE" in read(path) and url.encode() not in read(path)
 others = lambda: [path for path in glob.glob("/proc/[0-9]*/environ") if works(lambda: is_other(path))]
+end = time.monotonic() + row["seconds"]  # until the other is there, too
+while not others() and time.monotonic() < end:
+    time.sleep(0.1)
 found = {"file": works(lambda: read(row["secret"])), "others": works(others), "own": works(lambda: read(__file__))}
 found["signal"] = works(lambda: os.kill(row["pid"], 0) is None)
 found["scratch"] = works(lambda: open("/tmp/scratch", "w").write("x") and open("/dev/null").close() is None)
+time.sleep(4.0)  # the other looks
 print(json.dumps({"reward": 1, "rewards": found}))
 """
 
@@ -112,7 +115,8 @@ def test_an_isolated_command_sees_neither_other_agents_nor_the_runs_files(case, 
         path.write_text(text)
     names = ("file", "others", "own", "signal", "scratch")
     snoop = agent("snoop", command=(sys.executable, str(program)), isolation=isolation, reward_names=names)
-    rows = [("snoop", {"secret": str(secret), "pid": os.getpid()})] * 2
+    row = {"secret": str(secret), "pid": os.getpid(), "seconds": 20 if isolation == "none" else 1}
+    rows = [("snoop", row)] * 2
     for s in sample(case, [snoop], rows):
         free = float(isolation == "none")
         want = {"file": free, "others": free, "own": 1.0, "signal": free, "scratch": 1.0}

@@ -17,8 +17,8 @@ def record(program, file: Path) -> None:
 
     def sample_step(sampler, cfg, mixture, cursor, step, num_steps):
         result = original(sampler, cfg, mixture, cursor, step, num_steps)
-        trained = {id(sample.output_ids) for sample in result.trained}
-        is_trained = [id(sample.output_ids) in trained for sample in result.generated]
+        trained = {(sample.dataset, sample.row_id, sample.index) for sample in result.trained}
+        is_trained = [(sample.dataset, sample.row_id, sample.index) in trained for sample in result.generated]
         generated = [replace(sample) for sample in result.generated]
         move_tokens([generated])
         if sampler.ranks.rank == 0:
