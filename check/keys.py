@@ -94,6 +94,11 @@ def default_text(name: str) -> str:
     return json.dumps({} if default is MISSING else default)
 
 
+def text_of(value: Any) -> str:
+    """A value as a config writes it: json, and text without quotes."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def bounds(name: str) -> str:
     """What the number of a key must be, such as ">= 0, < 1"; "" for keys without bounds."""
     return FIELDS[name].metadata.get("bounds", "")

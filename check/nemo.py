@@ -3,7 +3,6 @@
 This file knows names of keys; reader.py reads values. `--check --explain` lists all verdicts.
 """
 
-import json
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable
@@ -15,6 +14,7 @@ from typing import Any
 import yaml
 
 from check import keys
+from check.keys import text_of
 from config import ConfigError
 
 TABLE: list[dict] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -92,11 +92,6 @@ def judge(
 
 def _equal(value: Any, other: Any) -> bool:
     return isinstance(value, bool) == isinstance(other, bool) and value == other
-
-
-def text_of(value: Any) -> str:
-    """A value as a config writes it."""
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def table_of(verdicts: Iterable[Verdict]) -> str:

@@ -30,10 +30,10 @@ _Merged = dict[str, tuple[Any, str]]  # full key -> (value, place)
 
 
 class Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, except that 1e-6 is a number and that dates, << and = are text."""
+    """PyYAML's safe loader, except that 1e-6 is a number and that dates, <<, =, & and * are text."""
 
     yaml_implicit_resolvers: ClassVar = {
-        first: [row for row in rows if row[0].removeprefix(_TAG) not in ("timestamp", "merge", "value")]
+        first: [row for row in rows if row[0].removeprefix(_TAG) not in ("timestamp", "merge", "value", "yaml")]
         for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 

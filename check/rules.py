@@ -1,6 +1,7 @@
 """What is refused of a Config that was read well: values out of bounds, sizes that do not fit, keys that contradict.
 
-Each refusal names the keys with their values and the reason. Nothing that a user sets is silently ignored.
+Each refusal names the keys with their values and the reason. Nothing that a user sets is silently ignored. The table of
+settings that contradict each other is rules.yaml.
 """
 
 import json
@@ -13,102 +14,13 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from check.keys import bounds, default_text, meanings, plain_name, settings
+import yaml
+
+from check.keys import bounds, default_text, meanings, plain_name, settings, text_of
 from config import ENVIRONMENTS, CheckpointingConfig, Config, ConfigError, DatasetConfig
 
 _OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
-# `condition, condition & condition: reason`: each of the first is refused where all others hold. A condition is
-# `key=value|value`, `key!=value|value`, `key>key` or `key>=key`, with values as a config writes them. A key alone means
-# that nothing reads it while the others hold: it must have its default, because another value would be ignored.
-_TABLE = """
-loss_fn.use_cispo=true & loss_fn.ratio_clip_c!=null: CISPO has no second clip
-loss_fn.disable_ppo_ratio=true, loss_fn.force_on_policy_ratio=true & loss_fn.use_cispo=true: CISPO needs the ratio
-loss_fn.use_cispo=true & loss_fn.sequence_level_importance_ratios=true: CISPO's ratio is a token's
-loss_fn.use_cispo=true & loss_fn.token_level_loss=false: CISPO averages over tokens
-loss_fn.sequence_level_importance_ratios=true & loss_fn.token_level_loss=true: GSPO averages over sequences
-loss_fn.loss_scale_factor!=null & loss_fn.token_level_loss=true: a mean over tokens divides by their number
-loss_fn.disable_ppo_ratio=true & loss_fn.force_on_policy_ratio=true: choose one
-loss_fn.truncated_importance_sampling_type!=null & loss_fn.use_importance_sampling_correction=false: there are no
-    weights to bound
-loss_fn.truncated_importance_sampling_type!=null|sequence & loss_fn.truncated_importance_sampling_ratio=null: this type
-    needs its upper bound
-loss_fn.truncated_importance_sampling_type=icepop|seq-mask-tis & loss_fn.truncated_importance_sampling_ratio_min=null:
-    this type needs its lower bound
-loss_fn.truncated_importance_sampling_ratio!=null, loss_fn.truncated_importance_sampling_ratio_min!=null &
-    loss_fn.truncated_importance_sampling_type=null|sequence: only the other types have a bound
-loss_fn.truncated_importance_sampling_type!=null|tis|icepop & loss_fn.sequence_level_importance_ratios=true: GSPO
-    weights whole sequences
-loss_fn.truncated_importance_sampling_ratio_min>loss_fn.truncated_importance_sampling_ratio: exchange them
-grpo.turn_level_advantages=true & grpo.adv_estimator.name=gdpo: its rewards are of all turns; use another estimator
-grpo.turn_level_advantages=true & grpo.reward_shaping.enabled=true: it shapes the sum of all turns; set one to false
-grpo.turn_level_advantages=true & loss_fn.sequence_level_importance_ratios=true: all turns share a ratio; unset one
-grpo.advantage_clip_low>=grpo.advantage_clip_high: exchange them
-grpo.reward_scaling.source_min>=grpo.reward_scaling.source_max,
-    grpo.reward_scaling.target_min>=grpo.reward_scaling.target_max & grpo.reward_scaling.enabled=true: exchange the two
-policy.generation.top_p!=1.0, policy.generation.top_k!=null & loss_fn.use_kl_in_reward=true: the KL would compare the
-    filtered policy with the whole reference; set the last to false
-policy.max_total_sequence_length>policy.sequence_packing.train_mb_tokens: a pack holds whole sequences; raise the second
-policy.generation.max_new_tokens>policy.max_total_sequence_length: a response is part of the sequence; lower the first
-grpo.async_grpo.max_trajectory_age_steps!=0 & grpo.async_grpo.enabled=true &
-    loss_fn.use_importance_sampling_correction=false & loss_fn.old_logprobs=trainer: tokens of older weights need the
-    correction; set it to true, or old_logprobs=sampler, or the age to 0
-grpo.async_grpo.in_flight_weight_updates=true & grpo.async_grpo.max_trajectory_age_steps=0 &
-    grpo.async_grpo.enabled=true & policy.generation.colocated.enabled=false: no response outlasts its step; set the age
-    to 1 or more, or in_flight_weight_updates=false
-grpo.async_grpo.recompute_kv_cache_after_weight_updates=false & policy.generation.colocated.enabled=true &
-    grpo.async_grpo.enabled=true: the keys and values go when the engine sleeps; set the first to true, or split the job
-policy.dtensor_cfg.dp_replicate_size!=1 & policy.optimizer.name=torch.optim.Muon: Muon multiplies matrices over all
-    ranks, across the replicas; use torch.optim.AdamW, or 1
-policy.dtensor_cfg.lora_cfg.enabled=true & policy.optimizer.name=torch.optim.Muon: Muon is for matrices, not for their
-    factors; use torch.optim.AdamW
-policy.dtensor_cfg.lora_cfg.enabled=true & grpo.ref_policy_update_alpha!=1.0: an average of factors is no average; use 1
-policy.dtensor_cfg.lora_cfg.match_all_linear=false & policy.dtensor_cfg.lora_cfg.enabled=true &
-    policy.dtensor_cfg.lora_cfg.target_modules=[] & policy.dtensor_cfg.lora_cfg.exclude_modules=[]: name layers in one
-    of the lists, or set the first to true
-data.use_multiple_dataloader=true & data.num_prompts_per_dataloader=null & data.custom_dataloader=null: set
-    data.num_prompts_per_dataloader, the prompts of a turn
-loss_fn.ratio_clip_c, loss_fn.sequence_level_importance_ratios, loss_fn.old_logprobs & loss_fn.disable_ppo_ratio=true:
-    there is no ratio
-loss_fn.ratio_clip_c, loss_fn.old_logprobs & loss_fn.force_on_policy_ratio=true: the ratio is 1
-loss_fn.old_logprobs=sampler & loss_fn.use_importance_sampling_correction=true: the ratio is to the sampler already; set
-    the second to false
-loss_fn.importance_sampling_correction_level & loss_fn.sequence_level_importance_ratios=false: the type names the level
-loss_fn.importance_sampling_correction_level & loss_fn.use_importance_sampling_correction=false: there are no weights
-loss_fn.kl_gradient & loss_fn.use_kl_in_reward=true: a reward has no gradient
-loss_fn.use_on_policy_kl_approximation & loss_fn.use_kl_in_reward=true: it is about the KL in the loss
-loss_fn.use_kl_in_reward & grpo.adv_estimator.name!=reinforce_plus_plus: only reinforce_plus_plus has it
-policy.reference_model_name, grpo.ref_policy_update_period & loss_fn.reference_policy_kl_penalty=0.0: there is no KL
-grpo.ref_policy_update_period & policy.reference_model_name!=null: a teacher does not follow the policy
-grpo.ref_policy_update_alpha & grpo.ref_policy_update_period=null: the reference policy is never updated
-grpo.adv_estimator.minus_baseline & grpo.adv_estimator.name!=reinforce_plus_plus: the other estimators have a baseline
-grpo.adv_estimator.reward_weights & grpo.adv_estimator.name!=gdpo: only gdpo has several rewards
-grpo.normalize_rewards, grpo.use_leave_one_out_baseline, grpo.reward_std, grpo.reward_std_floor &
-    grpo.adv_estimator.name=reinforce_plus_plus|none: it compares no group
-grpo.reward_std, grpo.reward_std_floor & grpo.normalize_rewards=false: nothing is divided by a deviation
-grpo.reward_std_floor & grpo.use_leave_one_out_baseline=false: a deviation with the sample's own reward needs none
-grpo.reward_std_floor & grpo.reward_std!=baseline: a deviation with the sample's own reward needs none
-grpo.reward_shaping.enabled & grpo.adv_estimator.name=gdpo: it reads each reward, not their shaped sum
-grpo.reward_shaping.enabled, grpo.turn_level_advantages, grpo.advantage_clip_low, grpo.advantage_clip_high &
-    grpo.adv_estimator.name=none: no reward is trained
-grpo.turn_level_advantages & grpo.max_rollout_turns=1: a conversation has one turn
-grpo.adv_estimator.name=none & loss_fn.reference_policy_kl_penalty=0.0: nothing is trained; set the second to 1
-grpo.async_grpo.max_trajectory_age_steps, grpo.async_grpo.in_flight_weight_updates & grpo.async_grpo.enabled=false: each
-    step samples anew
-grpo.batch_multiplier & grpo.use_dynamic_sampling=false: only dynamic sampling draws spare prompts
-grpo.dynamic_sampling_when_exhausted & grpo.use_dynamic_sampling=false: a step without a choice of groups is full
-policy.generation.colocated.resources.gpus_per_node, policy.generation.colocated.resources.num_nodes &
-    policy.generation.colocated.enabled=true: all ranks generate
-policy.scheduler.min_factor & policy.scheduler.name=constant: a constant rate does not fall
-policy.dtensor_cfg.lora_cfg.target_modules, policy.dtensor_cfg.lora_cfg.exclude_modules &
-    policy.dtensor_cfg.lora_cfg.match_all_linear=true: all layers are adapted
-policy.dtensor_cfg.lora_cfg.exclude_modules & policy.dtensor_cfg.lora_cfg.target_modules!=[]: those alone are adapted
-policy.optimizer.muon_lr, policy.optimizer.muon_momentum & policy.optimizer.name!=torch.optim.Muon: only Muon reads it
-policy.offload_optimizer_for_logprob & policy.dtensor_cfg.cpu_offload=true: that offloads the moments, too
-data.custom_dataloader & data.use_multiple_dataloader=false: it takes turns of several sets
-checkpointing.resume_from & checkpointing.resume=never: a new run is started
-checkpointing.resume_step & checkpointing.resume_from=null: it is a step of that run
-checkpointing.resume_step & checkpointing.resume=auto: auto takes the newest
-"""
+_TABLE: list[str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
 def check_config(cfg: Config, world_size: int, ranks_of_node: int | None = None) -> None:
@@ -128,9 +40,9 @@ def check_config(cfg: Config, world_size: int, ranks_of_node: int | None = None)
 
 
 def table_problems(cfg: Config) -> Iterator[str]:
-    """What _TABLE refuses."""
-    for row in re.split(r"\n(?! )", _TABLE.strip()):
-        text, reason = " ".join(row.split()).split(": ", 1)
+    """What rules.yaml refuses."""
+    for row in _TABLE:
+        text, reason = row.split(" -- ")
         first, *others = text.split(" & ")
         found = [_holds(cfg, condition) for condition in others]
         for condition in first.split(", ") if all(found) else ():
@@ -147,17 +59,12 @@ def _holds(cfg: Config, condition: str) -> str:
     """The settings that a condition is about, as key=value, if it holds; else ""."""
     key, sign, other = re.fullmatch(r"([\w.]+)(=|!=|>=|>)(.*)", condition).groups()
     value = operator.attrgetter(key)(cfg)
-    setting = f"{key}={_text(value)}"
+    setting = f"{key}={text_of(value)}"
     if sign in _OPERATORS:
         bound = operator.attrgetter(other)(cfg)
         is_true = None not in (value, bound) and _OPERATORS[sign](value, bound)
-        return f"{setting} and {other}={_text(bound)}" * is_true
-    return setting * ((_text(value) in other.split("|")) == (sign == "="))
-
-
-def _text(value: object) -> str:
-    """A value as a config writes it: json, and text without quotes."""
-    return value if isinstance(value, str) else json.dumps(value)
+        return f"{setting} and {other}={text_of(bound)}" * is_true
+    return setting * ((text_of(value) in other.split("|")) == (sign == "="))
 
 
 def _bound_problems(cfg: Config) -> Iterator[str]:
