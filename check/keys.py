@@ -34,6 +34,14 @@ SECTIONS = {"": config.Config} | {name: section_class(f.type) for name, f in FIE
 LISTS = [name for name in SECTIONS if name and not is_dataclass(FIELDS[name].type)]  # lists of sections
 FREE = [name for name, f in FIELDS.items() if get_origin(f.type) is Mapping]  # their values are mappings of any keys
 
+# Keys by the names that other systems give them: ours=theirs,theirs
+_THEIRS = """lr=learning_rate reference_policy_kl_penalty=beta,kl_coef,kl_loss_coef dim=r,rank,lora_rank
+ratio_clip_min=epsilon,clip_ratio,clip_ratio_low,cliprange ratio_clip_max=epsilon_high,clip_ratio_high alpha=lora_alpha
+num_generations_per_prompt=n,group_size,rollout_n ppo_epochs=num_iterations max_new_tokens=max_completion_length
+activation_checkpointing=gradient_checkpointing max_input_seq_length=max_prompt_length log_dir=output_dir
+save_period=save_freq val_period=test_freq"""
+SYNONYMS = {their: ours for ours, names in re.findall(r"(\w+)=(\S+)", _THEIRS) for their in names.split(",")}
+
 
 def is_free(name: str) -> bool:
     """Whether the key is one of FREE, or one of the user's own keys below it."""
@@ -56,15 +64,20 @@ def numbered_name(name: str) -> str:
 
 
 def hint(name: str, names: Collection[str], cutoff: float = 0.6) -> str:
-    """The end of a message: which of `names` is nearest to `name` by the last part; "" if none is near."""
-    last_names = {full: full.rpartition(".")[2] for full in names}
-    last = difflib.get_close_matches(name.rpartition(".")[2], last_names.values(), n=1, cutoff=cutoff)
-    near = difflib.get_close_matches(name, [full for full in names if last_names[full] in last], n=1, cutoff=0)
-    return f" Did you mean '{near[0]}'?" if near else ""
+    """The end of a message: which of `names` is meant by `name`; "" if none is near. One with the same last part comes
+    before a near one of the same section, and that before a near one elsewhere."""
+    section, _, last = name.rpartition(".")
+    parts = {full: full.rpartition(".") for full in names}
+    for place, least in (("", 1.0), (section, cutoff), ("", cutoff)):
+        lasts = {full: end for full, (above, _, end) in parts.items() if place in ("", above)}
+        found = difflib.get_close_matches(SYNONYMS.get(last, last), lasts.values(), n=1, cutoff=least)
+        if near := difflib.get_close_matches(name, [full for full in lasts if lasts[full] in found], n=1, cutoff=0):
+            return f" Did you mean '{near[0]}'?"
+    return ""
 
 
 def unknown_key(name: str) -> str:
-    """The message about a key that does not exist: the key nearest by its last name, and the keys of its section."""
+    """The message about a key that does not exist: the key that is meant, and the keys of its section."""
     section = name
     while section not in SECTIONS:
         section = section.rpartition(".")[0]
