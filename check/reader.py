@@ -45,7 +45,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, explain: bool = Fal
     """The config of a yaml file, over the files that its `defaults:` names and under `key.sub=value` overrides.
 
     The last one to set a key wins; a list is one value. Raises ConfigError. Of a config with NeMo RL's keys, rank 0
-    prints the keys that do not matter and what decides the reward; with `explain`, it prints a verdict on every key.
+    prints the keys that do not matter; with `explain`, it prints a verdict on every key.
     """
     entries = _read_file(Path(path), ())
     entries += [_read_override(override) for override in overrides]
@@ -59,7 +59,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, explain: bool = Fal
         raise refusal
     cfg = _build(Config(), "", values)
     if (table := nemo.table_of(verdicts)) and not explain and os.environ.get("RANK", "0") == "0":
-        print(table, *_in_force(cfg), sep="\n")
+        print(table)
     return cfg
 
 
@@ -175,7 +175,7 @@ def _entries(tree: dict[str, Any], prefix: str, places: dict[str, str]) -> Itera
             yield f"{name}._override_", "true", places[name]
             for i, item in enumerate(value):
                 if not isinstance(item, dict) or not item:
-                    problem = f"entry {i + 1}: expected a mapping with keys, got {nemo.text_of(item):.80}"
+                    problem = f"entry {i + 1}: expected a mapping with keys, got {keys.text_of(item):.80}"
                     raise ConfigError(f"{places[name]}: {name}: {problem}")
                 yield from _entries(item, f"{name}.{i}.", places)
         else:
@@ -241,35 +241,9 @@ def _judge(merged: _Merged) -> tuple[dict[str, Any], list[Verdict], ConfigError 
             refusals.append(("refused" not in row and "never" not in row, error))
     for name, value in added.items() if not refusals else ():
         _set(values, name, _resolve(name, value, "nemo.yaml", everything), "nemo.yaml")
-    listed = [
-        replace(verdicts[name], name=leaf) for name, (value, _) in merged.items() for leaf in _leaves(name, value)
-    ]
+    listed = [replace(verdicts[name], name=f"{name}={keys.text_of(value)}") for name, (value, _) in merged.items()]
     # What cannot be done here says more than a wrong value beside it.
     return values, listed, min(refusals, key=lambda refusal: refusal[0])[1] if refusals else None
-
-
-def _leaves(name: str, value: Any) -> Iterator[str]:
-    """ "key=value" of each key of a mapping that is one value, or of another value."""
-    if isinstance(value, dict) and value:
-        for key, child in value.items():
-            yield from _leaves(f"{name}.{key}", child)
-    else:
-        yield f"{name}={nemo.text_of(value)}"
-
-
-def _in_force(cfg: Config) -> Iterator[str]:
-    """A line for each data set: what comes from the config and decides its prompts and rewards."""
-    yield "in force, and decides the prompts and the reward:"
-    names = ("dataset_name", "data_path", "prompt_file", "system_prompt_file", "processor", "env_name")
-    verifiers = {
-        "math": f"env.math.math_verify_impl={cfg.env.math.math_verify_impl}",
-        "reward_model": f"env.reward_model.model_name={cfg.env.reward_model.model_name}",
-    }
-    for part, sets in (("train", cfg.data.train), ("validation", cfg.data.validation)):
-        for dataset in sets:
-            words = [f"{name}={getattr(dataset, name)}" for name in names if getattr(dataset, name)]
-            words += filter(None, [verifiers.get(dataset.env_name)])
-            yield f"  {part}: {', '.join(words)}"
 
 
 def _resolve(name: str, value: Any, place: str, everything: Mapping[str, Any]) -> Any:
@@ -288,7 +262,7 @@ def _resolve(name: str, value: Any, place: str, everything: Mapping[str, Any]) -
         found = everything.get(keys.numbered_name(other), default)
         if found is MISSING or other in SECTIONS or isinstance(found, (tuple, list, dict)):
             raise ConfigError(f"{place}: {name}: ${{{other}}} is not the name of a key with one value")
-        return nemo.text_of(found)
+        return keys.text_of(found)
 
     text = value
     for _ in range(20):

@@ -19,7 +19,6 @@ from check.rules import check_config
 from config import ConfigError, DatasetConfig
 
 WARNING = "these keys of the config change nothing here (--check --explain lists every key):"
-IN_FORCE = "in force, and decides the prompts and the reward:"
 NUM_WORKERS = "  data.num_workers: they choose where or in which format the same numbers are kept"
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "tests/helpers/nemo_yaml"
@@ -58,13 +57,7 @@ def test_flat_data_section(capsys):
     assert cfg.data.train == (DatasetConfig(data_path="rollouts/train.jsonl", **common),)
     assert cfg.data.validation == (DatasetConfig(data_path="rollouts/validation.jsonl", **common),)
     assert cfg.env.math.num_workers == 4
-    assert capsys.readouterr().out.splitlines() == [
-        WARNING,
-        NUM_WORKERS,
-        IN_FORCE,
-        "  train: data_path=rollouts/train.jsonl, env_name=math, env.math.math_verify_impl=hf_math_verify",
-        "  validation: data_path=rollouts/validation.jsonl, env_name=math, env.math.math_verify_impl=hf_math_verify",
-    ]
+    assert capsys.readouterr().out.splitlines() == [WARNING, NUM_WORKERS]
 
 
 def test_the_whole_recipe(capsys):
@@ -76,13 +69,8 @@ def test_the_whole_recipe(capsys):
     assert cfg.data.validation == () and cfg.data.train[0].split_validation_size == 0.05
     assert cfg.grpo.reward_shaping.max_response_length == 512
     assert (cfg.checkpointing.metric_name, cfg.checkpointing.keep_top_k) == ("validation/sampled/accuracy", 3)
-    first, *lines = capsys.readouterr().out.splitlines()
-    table, in_force = lines[: lines.index(IN_FORCE)], lines[lines.index(IN_FORCE) + 1 :]
+    first, *table = capsys.readouterr().out.splitlines()
     assert first == WARNING and max(map(len, table)) <= 120 and sum(map(len, table)) < 1_900
-    assert in_force == [
-        "  train: dataset_name=OpenMathInstruct-2, prompt_file=examples/prompts/cot.txt, env_name=math, "
-        "env.math.math_verify_impl=hf_math_verify"
-    ]
     paragraphs = re.sub(r"\n      ", " ", "\n".join(table)).splitlines()
     text = "\n".join(paragraphs)
     assert re.search(r"reward_penalties\.\*.*: what they set up is off", text), text
@@ -168,8 +156,7 @@ def test_check_of_a_guides_file(tmp_path):
     run = subprocess.run(
         [sys.executable, str(ROOT / "grpo.py"), *words], cwd=tmp_path, env=env, capture_output=True, text=True
     )
-    sets = ["  train: data_path=train.jsonl, env_name=exact", "  validation: data_path=val.jsonl, env_name=exact"]
-    told = "\n".join([WARNING, NUM_WORKERS, IN_FORCE, *sets, ""])
+    told = f"{WARNING}\n{NUM_WORKERS}\n"
     assert (run.returncode, run.stderr) == (0, "") and run.stdout.startswith(told)
     *lines, first, steps = run.stdout.removeprefix(told).split("\nmemory ")[0].splitlines()
     assert re.fullmatch(r"first +row \d+ of train: '<\|user\|>\d+\+1=<\|end\|>.*', expected answer '#### \d+'", first)
@@ -250,12 +237,12 @@ def test_a_value_that_is_overridden_is_not_judged(write):
 def test_explain(write, capsys):
     text = "grpo: {seed: 1, use_leave_one_out_baseline: true, adv_estimator: {use_leave_one_out_baseline: false}}\n"
     text += "policy: {megatron_cfg: {enabled: False, x: {y: [1, 2], z: {}}}, generation: {top_k: 5, backend: sglang}}\n"
-    text += "data: {train: [{data_path: a}, {data_path: b}], validation: null, task_to_env: {x: math, y: exact}}\n"
+    text += "data: {train: [{data_path: a}, {data_path: b}], validation: null}\n"
     text += "grp: {a: 1}\nlogger: {mlflow: {name: '${oc.env:NAME}'}, wandb: {name: mine}}\npolicy2: 3\n"
     with pytest.raises(ConfigError, match="backend=sglang is not supported here, only vllm"):
         load(write(text), ["grpo.seed=7"], explain=True)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "17 keys: 3 refused, 1 taken as, 4 does not matter, 9 taken" and not lines[-1]
+    assert lines[0] == "15 keys: 3 refused, 1 taken as, 4 does not matter, 7 taken" and not lines[-1]
     found = {}
     for line in lines[1:-1]:
         key, _, text = line.partition(": ")
@@ -275,8 +262,6 @@ def test_explain(write, capsys):
         "data.train.0.data_path": "taken",
         "data.train.1.data_path": "taken",
         "data.validation": "taken",
-        "data.task_to_env.x": "taken",
-        "data.task_to_env.y": "taken",
         "grp.a": f"refused: {found['grp.a'].removeprefix('refused: ')}",
         "logger.wandb.name": "taken",
         "logger.mlflow.name": "does not matter: metrics.jsonl and TensorBoard have the metrics",
