@@ -238,7 +238,7 @@ def test_explain(write, capsys):
     text = "grpo: {seed: 1, use_leave_one_out_baseline: true, adv_estimator: {use_leave_one_out_baseline: false}}\n"
     text += "policy: {megatron_cfg: {enabled: False, x: {y: [1, 2], z: {}}}, generation: {top_k: 5, backend: sglang}}\n"
     text += "data: {train: [{data_path: a}, {data_path: b}], validation: null}\n"
-    text += "grp: {a: 1}\nlogger: {mlflow: {name: '${oc.env:NAME}'}, wandb: {name: mine}}\npolicy2: 3\n"
+    text += "grp: 1\nlogger: {mlflow: {name: '${oc.env:NAME}'}, wandb: {name: mine}}\npolicy2: 3\n"
     with pytest.raises(ConfigError, match="backend=sglang is not supported here, only vllm"):
         load(write(text), ["grpo.seed=7"], explain=True)
     lines = capsys.readouterr().out.splitlines()
@@ -262,7 +262,7 @@ def test_explain(write, capsys):
         "data.train.0.data_path": "taken",
         "data.train.1.data_path": "taken",
         "data.validation": "taken",
-        "grp.a": f"refused: {found['grp.a'].removeprefix('refused: ')}",
+        "grp": f"refused: {found['grp'].removeprefix('refused: ')}",
         "logger.wandb.name": "taken",
         "logger.mlflow.name": "does not matter: metrics.jsonl and TensorBoard have the metrics",
         "policy2": f"refused: {found['policy2'].removeprefix('refused: ')}",
