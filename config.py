@@ -484,8 +484,6 @@ class MathEnvConfig(Section):
     """This many worker processes grade; the ranks of a machine share them."""
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = "hf_math_verify"
     """hf_math_verify compares mathematics; dapo_math_verify compares the text after `Answer:`, as DAPO does."""
-    format_reward: float = key(0.0, ">= 0, < 1")
-    """A wrong answer in a box gets this reward."""
     deadline_s: float = key(5.0, "> 0, <= 600")
     """Grading an answer may take this many seconds; then its worker is killed and the outcome is `error`."""
     memory_mib: int = key(2048, ">= 256")

@@ -37,11 +37,10 @@ class PoolEnvironment(Environment):
 
 
 class Math(PoolEnvironment):
-    """Reward 1 for the right final answer, else 0; format_reward for a wrong one in a box. Rules: math_grader.py."""
+    """Reward 1 for the right final answer, else 0. Rules: math_grader.py."""
 
     def __init__(self, cfg: MathEnvConfig, num_ranks: int):
         self.strict = cfg.math_verify_impl == "dapo_math_verify"
-        self.format_reward = cfg.format_reward
         self.self_tests = math_grader.STRICT_SELF_TESTS if self.strict else math_grader.SELF_TESTS
         self.pool = GraderPool(
             "graders.math_grader:grade",
@@ -58,8 +57,7 @@ class Math(PoolEnvironment):
         if graded.outcome != "ok":  # the grader failed, or overran its deadline
             return StepResult(0.0, "error")
         outcome = graded.value["outcome"]
-        wrong_reward = self.format_reward if outcome == "wrong" and graded.value["boxed"] else 0.0
-        return StepResult(1.0 if outcome == "ok" else wrong_reward, outcome, extracted=graded.value["extracted"])
+        return StepResult(float(outcome == "ok"), outcome, extracted=graded.value["extracted"])
 
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
         for where, answer, _ in answers:

@@ -67,22 +67,20 @@ _NO_WORD = re.compile(r"[b-df-hj-np-tv-z]+[aei]?|[abcx]+")  # in a formula: a pr
 
 
 def grade(job: dict) -> dict:
-    """Grades a job {reply, answer, strict}: returns {outcome, extracted, boxed}.
+    """Grades a job {reply, answer, strict}: returns {outcome, extracted}.
 
     strict is DAPO's rule (Yu et al. 2025): the text after the last "Answer:" within the last 300 characters must be the
     gold answer, apart from typography, a name and a unit: DAPO drops them too.
-    boxed: whether the last box of the reply is complete and not empty.
     """
     gold = gold_answer(job["answer"])
-    boxed = bool(_last_box(job["reply"][-MAX_REPLY_CHARS:]))
     if job["strict"]:
         answer = gold_answer((re.findall(r"(?i)Answer\s*:\s*([^\n]+)", job["reply"][-300:]) or [""])[-1])
     else:
         answer = extract(job["reply"])
     if not answer:
-        return {"outcome": "parse_fail", "extracted": None, "boxed": boxed}
+        return {"outcome": "parse_fail", "extracted": None}
     right = _bare(answer) == _bare(gold) if job["strict"] else equal(gold, answer)
-    return {"outcome": "ok" if right else "wrong", "extracted": canonical(answer), "boxed": boxed}
+    return {"outcome": "ok" if right else "wrong", "extracted": canonical(answer)}
 
 
 def extract(reply: str) -> str | None:

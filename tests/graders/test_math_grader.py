@@ -162,7 +162,7 @@ def test_gold_goes_first():
 
 @pytest.fixture(scope="module")
 def environment():
-    environment = make_environment("math", EnvConfig(math=MathEnvConfig(num_workers=1, format_reward=0.1)))
+    environment = make_environment("math", EnvConfig(math=MathEnvConfig(num_workers=1)))
     yield environment
     environment.close()
 
@@ -172,7 +172,7 @@ def environment():
     [
         (r"\boxed{5.0}", "stop", 1.0, "ok"),
         ("#### 5", "stop", 1.0, "ok"),
-        (r"\boxed{4}", "stop", 0.1, "wrong"),
+        (r"\boxed{4}", "stop", 0.0, "wrong"),
         ("#### 4", "stop", 0.0, "wrong"),
         ("five", "stop", 0.0, "parse_fail"),
         (r"\boxed{}", "stop", 0.0, "parse_fail"),
