@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from config import ConfigError
-from hf.adapter import CONFIG, WEIGHTS, peft_name
-from hf.model_config import check_weights, open_weights, weight_files
+from config import ConfigError, PolicyConfig
+from hf.lora_layers import adapted_layers
+from hf.model_config import ModelConfig, check_weights, open_weights, weight_files
 from system.disk import replace_folder, write_whole
 from system.ranks import local_rows, on_rank0
 
@@ -169,12 +169,31 @@ def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, 
 
 
 def save_adapter(model: nn.Module, folder: str | Path, config: dict) -> None:
-    """Writes a PEFT folder with LoRA's parameters in float32, as `save_hf`. `config`: by `adapter_config`."""
-    params = {peft_name(name): param for name, param in sharded_parameters(model).items() if name.endswith(ADAPTER)}
+    """Writes a PEFT folder, as `save_hf`: `config`, by `adapter_config`, and in float32 lora_A [r, in] and lora_B
+    [out, r] of each adapted matrix W, in whose place W + lora_alpha / r * B A computes (Hu et al. 2021)."""
+    lora = ((name, param) for name, param in sharded_parameters(model).items() if name.endswith(ADAPTER))
+    params = {f"base_model.model.{name}.weight": param for name, param in lora}  # PEFT's names
     content = {name: tensor.cpu() for name, tensor in _whole(params, torch.float32)}
     with _new_folder(Path(folder)) as (new, _):
-        on_rank0(partial(write_whole, new / CONFIG, json.dumps(config, indent=2) + "\n"))
-        on_rank0(partial(_save, content, new / WEIGHTS, {"format": "pt"}))
+        on_rank0(partial(write_whole, new / "adapter_config.json", json.dumps(config, indent=2) + "\n"))
+        on_rank0(partial(_save, content, new / "adapter_model.safetensors", {"format": "pt"}))
+
+
+def adapter_config(policy: PolicyConfig, model: ModelConfig) -> dict:
+    """The content of adapter_config.json for what the config trains. Unless all layers are adapted, target_modules has
+    full names: a last name may select other layers as well."""
+    cfg, base = policy.dtensor_cfg.lora_cfg, policy.model_name
+    layers = adapted_layers(model, cfg)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": os.path.abspath(base) if os.path.isdir(base) else base,
+        "r": cfg.dim,
+        "lora_alpha": int(cfg.alpha) if cfg.alpha.is_integer() else cfg.alpha,
+        "target_modules": sorted({name.rpartition(".")[2] for name in layers} if cfg.match_all_linear else layers),
+        "bias": "none",
+        "inference_mode": True,
+    }
 
 
 def _save(content: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:

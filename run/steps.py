@@ -11,9 +11,8 @@ import torch
 
 from batch import Minibatch
 from config import Config
-from hf.adapter import adapter_config
 from hf.tokenizer import Tokenizer
-from hf.weights import save_adapter, save_hf
+from hf.weights import adapter_config, save_adapter, save_hf
 from metrics import age_metrics
 from model import Decoder
 from rollout import StepSamples

@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 from tiny import FAMILIES, make_tiny
 
 from config import ConfigError, DTensorConfig, LoRAConfig, OptimizerConfig, PolicyConfig
-from hf.adapter import CONFIG, WEIGHTS, adapter_config
 from hf.model_config import read_model_config, resolve_folder
-from hf.weights import save_adapter, save_hf
+from hf.weights import adapter_config, save_adapter, save_hf
 from model import load_policy
 from optim import build_optimizer
 from run.canary import check_canary
@@ -77,11 +76,12 @@ def test_peft_and_transformers_compute_what_the_trainer_does(base, family, choic
     assert (ours_TV - before_TV).abs().max() > 1000 * bound  # or nothing is adapted
     for _ in range(2):  # the second replaces the first
         write(model, folder, tmp_path / "adapter", lora)
-    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [CONFIG, WEIGHTS]
+    files = sorted(path.name for path in (tmp_path / "adapter").iterdir())
+    assert files == ["adapter_config.json", "adapter_model.safetensors"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # PEFT warns of missing or unknown names
         theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter")
-    stored = load_file(tmp_path / "adapter" / WEIGHTS)
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert {t.dtype for t in stored.values()} == {torch.float32}
     assert len(stored) == sum("lora_" in name for name, _ in theirs.named_parameters())
     assert (logits_of(theirs, pack[0]) - ours_TV).abs().max() <= bound
