@@ -12,9 +12,11 @@ dict of JSON values that the sampler may change and that checkpoints keep. The s
 
 import copy
 import json
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -79,7 +81,9 @@ class Mixture:
         elif self.weights:
             items = ((furthest_behind(drawn, self.weights), None) for _ in range(count))  # one by one: `drawn` grows
         else:
-            items = [self._place(k) for k in self.order(self.num_problems, position, count)]
+            starts = [0, *accumulate(self.sizes.values())]
+            places = ((bisect(starts, k) - 1, k) for k in self.order(self.num_problems, position, count))
+            items = [(names[place], k - starts[place]) for place, k in places]
         problems = []
         for name, index in items:
             if index is None:
@@ -87,14 +91,6 @@ class Mixture:
                 drawn[name] += 1
             problems.append(self.datasets[name].problems[index])
         return problems, after
-
-    def _place(self, index: int) -> tuple[str, int]:
-        """(set, index in it) of a problem by its index among all sets."""
-        for name, size in self.sizes.items():
-            if index < size:
-                return name, index
-            index -= size
-        raise AssertionError(index)
 
     def _sample(self, after: Cursor, count: int) -> list[tuple[str, int | None]]:
         """What the user's sampler draws; it may change after["memory"]. ConfigError unless it gives `count` items."""
