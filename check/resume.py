@@ -26,21 +26,11 @@ SAME_WHEN_LOADED = ("policy.model_name", *(f"{LORA}.{name}" for name in LORA_KEY
 # Not even with allow_changes: no optimizer reads another one's state, and other adapters are other tensors.
 NEVER_CHANGED = ("policy.optimizer.name", *SAME_WHEN_LOADED[1:])
 # Under another value, the position in the data and the sampling seeds would mean other prompts and samples.
-SAME_WHEN_RESUMED = (
-    *SAME_WHEN_LOADED,
-    "policy.optimizer.name",
-    "grpo.seed",
-    "grpo.num_prompts_per_step",
-    "grpo.num_generations_per_prompt",
-    "policy.reference_model_name",
-    "policy.tokenizer.name",
-    "policy.tokenizer.chat_template",
-    "policy.tokenizer.chat_template_kwargs",
-    "data.shuffle",
-    "data.use_multiple_dataloader",
-    "data.num_prompts_per_dataloader",
-    "data.custom_dataloader",
-)
+_DATA = ("shuffle", "use_multiple_dataloader", "num_prompts_per_dataloader", "custom_dataloader")
+SAME_WHEN_RESUMED = (*SAME_WHEN_LOADED, "policy.optimizer.name", "policy.reference_model_name")
+SAME_WHEN_RESUMED += ("grpo.seed", "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt")
+SAME_WHEN_RESUMED += tuple(f"policy.tokenizer.{key}" for key in ("name", "chat_template", "chat_template_kwargs"))
+SAME_WHEN_RESUMED += tuple(f"data.{key}" for key in _DATA)
 
 
 def numbered(folder: Path, prefix: str) -> dict[int, Path]:
