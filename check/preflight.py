@@ -229,22 +229,11 @@ def data_lines(cfg: Config, inputs: RunInputs, cursor: Cursor) -> list[str]:
 
 
 def notes(cfg: Config, num_steps: int) -> list[str]:
-    """What a user easily overlooks: a long warm-up, what clips in an asynchronous run, a low learning rate for LoRA."""
+    """What a user easily overlooks: a long warm-up, a low learning rate for LoRA."""
     found, scheduler, lora = [], cfg.policy.scheduler, cfg.policy.dtensor_cfg.lora_cfg
     if 3 * scheduler.warmup_steps > num_steps and scheduler.warmup_start_factor != 1:
         warmup = f"policy.scheduler.warmup_steps={scheduler.warmup_steps}"
         found.append(f"{warmup} is more than a third of the run's {num_steps} steps: set fewer for a run this short")
-    rollout = cfg.grpo.num_prompts_per_step * cfg.grpo.num_generations_per_prompt
-    one_step = cfg.policy.ppo_epochs == 1 and cfg.policy.train_global_batch_size in (None, rollout)
-    if cfg.grpo.async_grpo.max_age and one_step:
-        clips = {
-            "trainer": "the ratio is 1 in the only optimizer step, which ratio_clip_min and ratio_clip_max never clip. "
-            "truncated_importance_sampling_type bounds older tokens; old_logprobs=sampler would clip them",
-            "sampler": "the ratio is to the policy that drew the token; ratio_clip_min and ratio_clip_max clip it",
-        }
-        found.append(f"loss_fn.old_logprobs={cfg.loss_fn.old_logprobs}: {clips[cfg.loss_fn.old_logprobs]}")
-    if cfg.env.agents and not cfg.loss_fn.token_level_loss:
-        found.append("loss_fn.token_level_loss=false: each row of an agent's rollout counts as a sequence")
     kwargs = cfg.policy.optimizer.kwargs
     if lora.enabled and kwargs.lr <= type(kwargs)().lr:
         lr = f"policy.optimizer.kwargs.lr={kwargs.lr:g}"
