@@ -80,8 +80,6 @@ def judge(
             settings[row.get("as", name).replace("$", name.rpartition(".")[2])] = (ours or [typed])[0]
     elif name == "policy.scheduler" and isinstance(value, list):
         settings = _scheduler(typed, place)
-    elif name == "checkpointing.metric_name" and isinstance(value, str) and _metric(value) != value:
-        settings[name] = _metric(value)
     text = ", ".join(f"{key}={text_of(new)}" for key, new in settings.items())
     written = [
         (key, new if keys.is_free(key) or new is None else value if new is typed else text_of(new))
@@ -106,12 +104,6 @@ def table_of(verdicts: Iterable[Verdict]) -> str:
         text = f"  {', '.join(first)}{rest}: {why}"
         lines.append(textwrap.fill(text, 120, subsequent_indent="      ", break_on_hyphens=False))
     return "\n".join(lines)
-
-
-def _metric(name: str) -> str:
-    """NeMo RL's validation metrics are those of our sampled validation."""
-    name = "val:accuracy" if name == "val_reward" else name  # an older name
-    return name.replace("train:", "train/", 1).replace("val:", "validation/sampled/", 1)
 
 
 def _scheduler(value: Any, place: str) -> dict[str, Any]:

@@ -194,8 +194,6 @@ def _reward_problems(cfg: Config) -> Iterator[str]:
             f"grpo.reward_shaping.overlong_buffer_length={buffer} is longer than a response of {longest or most} "
             f"tokens ({longest_key}, {most_key}): every response would be penalized; lower the first"
         )
-    if (weights := grpo.adv_estimator.reward_weights) and not any(weights):
-        yield f"grpo.adv_estimator.reward_weights={list(weights)}: no reward counts; set one to another number than 0"
     draw = round(grpo.num_prompts_per_step * grpo.batch_multiplier, 9)
     if draw != grpo.prompts_per_batch:
         keys = f"grpo.batch_multiplier={grpo.batch_multiplier} x grpo.num_prompts_per_step={grpo.num_prompts_per_step}"
@@ -245,19 +243,12 @@ def _agent_problems(cfg: Config) -> Iterator[str]:
         place = f"env.agents.{i}" if len(cfg.env.agents) > 1 else "env.agents"
         if not agent.name or ":" in agent.name or agent.name in ENVIRONMENTS or names[agent.name] > 1:
             yield f"{place}.name={agent.name}: must be set, no other env_name, and without a colon"
-        if (agent.function is None) == (agent.command is None):
+        if bool(agent.function) == bool(agent.command):
             yield f"{place}: set function or command, and not both"
-        elif agent.function and not re.fullmatch(r"[\w.]+:\w+", agent.function):
-            yield f"{place}.function={agent.function}: must be module:function"
-        elif agent.command is not None and not agent.command:
-            yield f"{place}.command=[]: must name a program"
         elif agent.command and agent.name in cfg.env.custom:
             yield f"env.custom.{agent.name}: a command has its arguments in {place}.command"
         elif agent.isolation == "required" and not agent.command:
             yield f"{place}.isolation=required: only a command can be kept apart; set it to none"
-    server = cfg.policy.generation.vllm_cfg.http_server_serving_chat_kwargs
-    if not cfg.env.agents and (server.tool_parser or server.reasoning_parser):
-        yield "policy.generation.vllm_cfg.http_server_serving_chat_kwargs: no effect without env.agents; remove it"
     if cfg.env.agents and cfg.grpo.turn_level_advantages:
         yield "grpo.turn_level_advantages=true: an agent gives one reward for all its calls; set it to false"
     if cfg.env.agents and cfg.policy.tokenizer.chat_template is None:

@@ -83,8 +83,6 @@ def test_the_whole_recipe(capsys):
     [
         ("val:accuracy", "validation/sampled/accuracy"),
         ("val_reward", "validation/sampled/accuracy"),
-        ("val:avg_length", "validation/sampled/avg_length"),
-        ("train:reward", "train/reward"),
         ("validation/greedy/accuracy", "validation/greedy/accuracy"),
     ],
 )
