@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -30,42 +31,63 @@ NAMES = {"trl": "TRL", "verl": "verl"}
 TAKEN = "taken:"
 SAME = "no effect here:"
 NONE = "NO COUNTERPART, and not in the config:"
+REFUSED = "has what decides the training and has no counterpart here"
 DIFFER = "set without being asked: their defaults where ours differ, and what follows from them:"
 COMPUTED = "must be computed, and not in the config:"
 UNKNOWN = "(unknown)"  # the row of keys that only a wildcard matches
+GRADED_BY = "data.default.env_name"
+YOURS = "your_module:"  # what --check cannot import: the user is to name a function of theirs in its place
 READ = "read:"
 LEFT = "still to be set or changed:"
 
 
 def convert(system: str, name: str, words: Sequence[str], out: str) -> str:
     """Writes `out` from the config file `name` and overrides in the words of `system`, and returns what to print.
-    ConfigError for a file of another form, a key that they do not have, and an `out` that is there already."""
+    ConfigError for a file of another form, a key that they do not have, what the table refuses, and an `out` that is
+    there already."""
     if os.path.lexists(out):
         raise ConfigError(f"--write {out}: it is there already; name a new file")
     table = yaml.safe_load(read_text(Path(__file__).parent / f"from_{system}.yaml"))
     values, notes = read(system, name, table)
     defaults = {key: row["default"] for key, row in table["keys"].items() if "default" in row}
-    theirs = resolved(values | assigned(words), defaults if system == "verl" else {})
-    ours, lines = _translate(system, table, theirs, name)
+    values = {_current(key, table): value for key, value in (values | assigned(words)).items()}
+    ours, report = _translate(system, table, resolved(values, defaults if system == "verl" else {}), name)
     first = f"{name} ({table['source']})"
+    lost = [line for heading in (NONE, COMPUTED) if report[heading] for line in (heading, *report[heading])]
+    comments = "".join(f"# {line}\n" for line in (f"from {first}", *lost))
     try:
-        Path(out).write_text(f"# from {first}\n{_as_yaml(ours)}", encoding="utf-8")
+        Path(out).write_text(comments + _as_yaml(ours), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--write {out}: cannot be written ({error.strerror})") from None
+    report[LEFT] = [
+        f"  {key}={value}: --check refuses it until it names a function of yours: {table['yours'][key]}"
+        for key, value in ours.items()
+        if str(value).startswith(YOURS)
+    ]
     try:
         cfg = reader.load(out)
         rules.check_config(cfg, rules.fewest_ranks(cfg))
     except ConfigError as error:
-        lines += [LEFT, *(f"  {line}" for line in str(error).splitlines())]
-    return "\n".join([f"{first} -> {out}", *([READ, *notes] if notes else ()), *lines])
+        report[LEFT] += [f"  {line}" for line in str(error).splitlines()]
+    lines = [line for heading, lines in ({READ: notes} | report).items() if lines for line in (heading, *lines)]
+    return "\n".join([f"{first} -> {out}", *lines])
 
 
-def _translate(system: str, table: dict, theirs: Values, name: str) -> tuple[Values, list[str]]:
-    """(our keys whose values differ from our defaults, the report). A key that they leave out has their default."""
+def _current(key: str, table: Mapping) -> str:
+    """The key, of a section that newer versions moved, as the table has it."""
+    moved = next((old for old in table.get("moved", ()) if key.startswith(f"{old}.")), "")
+    return key.replace(moved, table["moved"][moved], 1) if moved else key
+
+
+def _translate(system: str, table: dict, theirs: Values, name: str) -> tuple[Values, dict[str, list[str]]]:
+    """(our keys whose values differ from our defaults, heading -> lines of the report). A key that they leave out has
+    their default. ConfigError for values whose loss would change what is trained."""
     rows = table["keys"]
     defaults = {key: row["default"] for key, row in rows.items() if "default" in row}
     rows_of = {key: _row_of(key, table, f"{name}: {NAMES[system]}") for key in theirs}
     unread = {key: value for key, value in theirs.items() if isinstance(value, Unread)}
+    for key in [key for key in unread if GRADED_BY in rows[rows_of[key]].get("sizes", ())]:
+        del unread[key]  # its text stays, which --check refuses
     theirs = {key: value for key, value in theirs.items() if key not in unread}
     for key, value in theirs.items():
         row, known = rows[rows_of[key]], defaults.get(rows_of[key], "")
@@ -81,9 +103,12 @@ def _translate(system: str, table: dict, theirs: Values, name: str) -> tuple[Val
     ours = table["always"] | {key: value for key, value in sizes.items() if value is not None}
     asked: set[str] = set()  # our keys that they write
     report: dict[str, list[str]] = {TAKEN: [], SAME: [], NONE: [], COMPUTED: [], DIFFER: []}
+    refused = []
     for key in sorted(defaults | rows_of, key=lambda key: [*rows].index(rows_of.get(key, key))):
         row = rows[rows_of.get(key, key)]
-        if key in unread and "same" not in row:
+        if key in unread and "refused" in row:
+            refused.append(f"{key}={shortened(unread[key])}: {row['refused']}; to convert without it, add {key}=null")
+        elif key in unread and "same" not in row:
             instead = (
                 f": {text_of(row['default'])}, {NAMES[system]}'s default, is in its place" if "default" in row else ""
             )
@@ -92,9 +117,16 @@ def _translate(system: str, table: dict, theirs: Values, name: str) -> tuple[Val
             continue
         keys, heading, text = _meaning(row, values, values[key], sizes, num_updates, defaults)
         ours |= keys
-        if key in theirs:
+        if heading == REFUSED:
+            off = text_of(row.get("default"))
+            refused.append(f"{key}={text_of(values[key])}: {text}; to convert without it, add {key}={off}")
+        elif key in theirs:
             asked |= keys.keys()
             report[heading].append(f"  {key}={text_of(values[key])}: {text}")
+        elif heading == NONE:
+            report[NONE].append(f"  {key}={text_of(values[key])}, {NAMES[system]}'s default: {text}")
+    if refused:
+        raise ConfigError(f"{name}: {REFUSED}:", *refused)
     report[COMPUTED] += [f"  {table['way_out']}; or add key=value to this command"] * bool(report[COMPUTED])
     ours["loss_fn.ratio_clip_min"] = min(ours["loss_fn.ratio_clip_min"], 1.0)  # a ratio is never below 0
     if values.get("loss_type") == "cispo":  # TRL bounds the weight at epsilon_high itself, and not below
@@ -103,7 +135,7 @@ def _translate(system: str, table: dict, theirs: Values, name: str) -> tuple[Val
     for key in [key for key in ours if key not in asked]:
         why = f"; {table['assumed'][key]}" if key in table["assumed"] else ""
         report[DIFFER].append(f"  {key}={text_of(ours[key])} (ours {default_text(key)}){why}")
-    return ours, [line for heading, lines in report.items() if lines for line in (heading, *lines)]
+    return ours, report
 
 
 def _row_of(key: str, table: dict, place: str) -> str:
@@ -153,6 +185,8 @@ def _meaning(
         keys = dict.fromkeys([row["to"]] if isinstance(row["to"], str) else row["to"], value) | row.get("with", {})
     elif "sizes" in row and None not in (sizes.get(key) for key in row["sizes"]):
         keys = {key: sizes[key] for key in row["sizes"]}
+    elif "refused" in row:
+        return {}, REFUSED, row["refused"]
     else:
         return {}, SAME if "same" in row else NONE, row.get("same") or row.get("none") or f"only {', '.join(values)}"
     text = ", ".join(f"{key}={text_of(new)}" for key, new in keys.items()) or "as here"
@@ -176,6 +210,11 @@ def _sizes(system: str, v: Values) -> tuple[Values, int]:
         shards = v["actor_rollout_ref.actor.fsdp_config.fsdp_size"]
         keys["policy.dtensor_cfg.dp_replicate_size"] = max(1, num_ranks // shards) if shards > 0 else 1
         keys["grpo.batch_multiplier"] = (v.get("data.gen_batch_size") or num_prompts) / (num_prompts or 1)
+        keys[GRADED_BY] = "reward_model" if v["reward_model.enable"] else "math"
+        if path := v.get("custom_reward_function.path"):
+            file = Path(str(path))
+            parts = file.with_suffix("").parts if not file.is_absolute() and ".." not in file.parts else (file.stem,)
+            keys[GRADED_BY] = f"{'.'.join(parts)}:{v['custom_reward_function.name']}"
     else:
         steps, num_processes = v["steps_per_generation"], v["num_processes"]
         if steps and v["generation_batch_size"] and num_processes == 1:  # a dump has both
@@ -197,11 +236,24 @@ def _sizes(system: str, v: Values) -> tuple[Values, int]:
         epochs = max(math.ceil(v["num_train_epochs"]), v["max_steps"])  # which alone ends a run if it is set
         keys = {"policy.optimizer.kwargs.betas": betas, "grpo.max_num_epochs": epochs}
         keys["policy.scheduler.min_factor"] = least
+        keys |= _graded_by(v.get("reward_funcs"), v.get("reward_model_name_or_path"))
     return keys | {
         "grpo.num_prompts_per_step": num_prompts,
         "policy.train_global_batch_size": train,
         "policy.max_total_sequence_length": total,
     }, num_updates
+
+
+def _graded_by(functions: Any, model: str | None) -> Values:
+    """Our keys for TRL's reward functions (names, dotted paths, in a script also models) and its reward model."""
+    names = [*(functions if isinstance(functions, list) else [functions] if functions else []), *filter(None, [model])]
+    name = str(names[0]) if len(names) == 1 else ""
+    if name and (name == model or "/" in name):
+        return {GRADED_BY: "reward_model", "env.reward_model.model_name": name}
+    if re.fullmatch(r"(trl\.(\w+\.)*)?accuracy_reward", name):
+        return {GRADED_BY: "math", "data.default.output_key": "solution"}
+    module, _, function = name.rpartition(".") if re.fullmatch(r"\w+(\.\w+)*", name) else ("", "", "your_function")
+    return {GRADED_BY: f"{YOURS}{function}" if module in ("", "__main__") else f"{module}:{function}"}
 
 
 def _as_yaml(ours: Values) -> str:
@@ -223,7 +275,7 @@ def main() -> int:
     parser.add_argument("file")
     parser.add_argument("overrides", nargs="*", metavar="their.key=value")
     parser.add_argument("--write", required=True, metavar="CONFIG.yaml")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     try:
         print(convert(args.system, args.file, args.overrides, args.write))
     except ConfigError as error:

@@ -23,6 +23,7 @@ OPERATORS: dict[type, Callable] = {ast.Add: operator.add, ast.Sub: operator.sub,
 OPERATORS |= {ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Pow: operator.pow}
 OPERATORS |= {ast.BitOr: operator.or_, ast.USub: operator.neg, ast.Not: operator.not_}
 CALLS = {"int": int, "float": float, "str": str, "round": round, "min": min, "max": max, "os.path.join": os.path.join}
+ROLLOUTS = ("tools", "environment_factory", "rollout_func", "optimizers", "callbacks")  # arguments of the trainer
 MUTATES = ("update", "setdefault", "pop", "append", "extend", "clear")
 COMPUTED = (
     ValueError,
@@ -59,7 +60,7 @@ def read(system: str, name: str, table: Mapping[str, Any]) -> tuple[Values, list
     if not isinstance(values, dict) or not all(re.fullmatch(r"\w+", str(key)) for key in values):
         return assigned([str(word) for word in values] if isinstance(values, list) else _words(text, name, table)), []
     notes = [f"  {key}: left out, for hydra has read it" for key in ("hydra", "defaults") if values.pop(key, None)]
-    if not values.keys() & {key.partition(".")[0] for key in known}:
+    if not values.keys() & {key.partition(".")[0] for key in (*known, *table["moved"])}:
         raise ConfigError(f"{name}: no key of verl's in it; {table['way_out']}")
     return dict(_flat(values, "", known)), notes
 
@@ -180,6 +181,14 @@ class _Script:
         self.calls = [node for node in nodes if isinstance(node, ast.Call)]
         self.classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
         self.imported = {node.asname: node.name for node in nodes if isinstance(node, ast.alias)}
+        functions = [node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        self.paths = {name: f"__main__.{name}" for name in (*functions, *self.classes)}  # of what reward_funcs names
+        self.paths |= {
+            each.asname or each.name: f"{node.module}.{each.name}" if isinstance(node, ast.ImportFrom) else each.name
+            for node in nodes
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for each in node.names
+        }
         owner = {id(stmt): f"{node.name}." for node in self.classes.values() for stmt in node.body}
         self.bound: dict[str, list[ast.expr | None]] = defaultdict(list)  # a name -> what it is bound to; None: unknown
         plain = set()
@@ -234,6 +243,12 @@ class _Script:
         if trainer:
             read.append((trainer.lineno, ast.unparse(trainer.func)))
             values |= {"reward_funcs": self._names(given["reward_funcs"])} if "reward_funcs" in given else {}
+            values |= {name: self._names(given[name]) for name in ROLLOUTS if name in given}
+            if not re.fullmatch(r"((trl|unsloth)\.(.+\.)?)?GRPOTrainer", name := self._names(trainer.func)):
+                values["trainer"] = name
+            is_mapped = any(getattr(call.func, "attr", "") in ("map", "filter") for call in self.calls)
+            if "train_dataset" in given and is_mapped:
+                values["train_dataset"] = "your_module:your_function"
             found = self._model(given["model"]) if "model" in given else {}
             values |= {key: value for key, value in found.items() if not (isinstance(value, Unread) and key in values)}
         values |= self._lora(trainer, given, read, left)
@@ -329,11 +344,12 @@ class _Script:
         return values | {each.rpartition(".")[2]: self._value(ast.parse(each, mode="eval").body) for each in own}
 
     def _names(self, node: ast.expr) -> Any:
-        """The names of functions, or a text."""
+        """The names of functions, with their modules, or a text."""
         node = self._follow(node)
         if isinstance(node, (ast.List, ast.Tuple)):
             return [self._names(each) for each in node.elts]
-        return node.value if isinstance(node, ast.Constant) else ast.unparse(node)
+        first, dot, rest = ast.unparse(node).partition(".")
+        return node.value if isinstance(node, ast.Constant) else self.paths.get(first, first) + dot + rest
 
     def _value(self, node: ast.expr) -> Any:
         try:

@@ -21,6 +21,7 @@ from tools.convert import DIFFER, LEFT, NAMES, NONE, SAME, TAKEN, UNKNOWN, _row_
 pytestmark = pytest.mark.slow
 
 PEERS = ROOT / "tests" / "helpers" / "peers"
+NO_DATA = "data.train.data_path is not set: name the jsonl file of training problems"
 EXAMPLES = sorted(path.name for path in PEERS.iterdir() if path.name.startswith(("trl_", "verl_")))
 
 
@@ -48,10 +49,10 @@ def converted(name, folder, *overrides):
 def test_the_tables_name_keys_of_ours(system):
     rows = table(system)["keys"]
     named = set(table(system)["always"])
-    words = "default to with updates values when unless share sizes same none but".split()
+    words = "default to with updates values when unless share sizes same none refused but".split()
     for key, row in rows.items():
         assert row.keys() <= {*words}, key
-        assert row.keys() & {"to", "values", "sizes", "same", "none"}, key
+        assert row.keys() & {"to", "values", "sizes", "same", "none", "refused"}, key
         named |= set([row["to"]] if isinstance(row.get("to", []), str) else row.get("to", []))
         named |= {*row.get("sizes", ())}
         named |= {ours for keys in row.get("values", {}).values() for ours in keys} | row.get("with", {}).keys()
@@ -155,7 +156,7 @@ def test_examples_of_theirs(name, tmp_path, monkeypatch):
         assert lora == LoRAConfig(True, 16, 32.0, "uniform", False, ("q_proj", "v_proj")), "PEFT's, and TRL's defaults"
         assert report[SAME]["dtype=bfloat16"] == "policy.precision says it"
         assert report[DIFFER]["policy.optimizer.kwargs.weight_decay"] == "0.0 (ours 0.01)"
-        assert list(report[LEFT]) == ["data.train.data_path is not set: name the jsonl file of training problems"]
+        assert [line.partition("=")[0] for line in report[LEFT]] == ["data.default.env_name", NO_DATA]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -256,8 +257,8 @@ def test_a_quoted_default_is_the_default(tmp_path):
 
 def test_the_command(tmp_path):
     """Without torch: in a second. Its exit codes are those of --check."""
-    command = [sys.executable, "-m", "tools.convert", "trl", str(PEERS / "trl_gspo.yaml"), "--write", "ours.yaml"]
-    command[-1] = str(tmp_path / "ours.yaml")
+    command = [sys.executable, "-m", "tools.convert", "trl", str(PEERS / "trl_gspo.yaml"), "--write"]
+    command += [str(tmp_path / "ours.yaml"), "beta=0.1"]  # their keys may come last
     for code, text in ((0, "use_peft=true: policy.dtensor_cfg.lora_cfg.enabled=true"), (2, "it is there already")):
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == code and text in (done.stdout if code == 0 else done.stderr), done

@@ -350,3 +350,89 @@ def test_interpolations_one_by_one():
     assert found == {"a.b": 3, "a.c": 3, "a.d.e": 3, "f": 33, "g": [3, 1], "h": "${nobody}", "i": 9}
     assert isinstance(found["h"], Unread)
     assert assigned(["a=[1,x]", "+b={c:1}", "d="]) == {"a": [1, "x"], "b": {"c": 1}, "d": None}
+
+
+def trainer(reward, more=""):
+    return f"GRPOTrainer('Qwen/Qwen3-0.6B', {reward}, GRPOConfig(beta=0.1){more})"
+
+
+# what grades, by whom -> (text, env_name that is written)
+GRADERS = {
+    "a function of the script": ("py", f"{CALL}def f(completions): pass\n{trainer('f')}", "your_module:f"),
+    "one with the name of TRL's": (
+        "py",
+        f"{CALL}def accuracy_reward(completions): pass\n{trainer('[accuracy_reward]')}",
+        "your_module:accuracy_reward",
+    ),
+    "TRL's": ("py", f"{CALL}from trl.rewards import accuracy_reward as a\n{trainer('a')}", "math"),
+    "an imported function": ("py", f"{CALL}from my.rewards import f as g\n{trainer('[g]')}", "my.rewards:f"),
+    "an attribute": ("py", f"{CALL}import my.rewards as r\n{trainer('r.f')}", "my.rewards:f"),
+    "several": ("py", f"{CALL}from my import f, g\n{trainer('[f, g]')}", "your_module:your_function"),
+    "what is computed": ("py", f"{CALL}{trainer('get_rewards(args)')}", "your_module:your_function"),
+    "a model in a script": ("py", CALL + trainer("'org/rm'"), "reward_model"),
+    "no trainer": ("py", f"{CALL}GRPOConfig(beta=0.1)", "your_module:your_function"),
+    "a dotted path": ("json", '{"reward_funcs": ["my.rewards.f"]}', "my.rewards:f"),
+    "a model": ("json", '{"reward_model_name_or_path": "rm"}', "reward_model"),
+    "model and function": (
+        "json",
+        '{"reward_funcs": "a.b", "reward_model_name_or_path": "rm"}',
+        "your_module:your_function",
+    ),
+    "verl's own": ("sh", "data.seed=1", "math"),
+    "verl's function": ("sh", "custom_reward_function.path=recipe/r.py", "recipe.r:compute_score"),
+    "its name, in newer files": ("yaml", "reward: {custom_reward_function: {path: /abs/r.py, name: f}}", "r:f"),
+    "a path that only the shell knows": ("sh", "custom_reward_function.path=$F/r.py", "$F.r:compute_score"),
+    "verl's reward model": ("sh", "reward_model.enable=True reward_model.model.path=org/rm", "reward_model"),
+}
+
+
+@pytest.mark.parametrize(("suffix", "text", "expected"), GRADERS.values(), ids=GRADERS)
+def test_what_grades_is_theirs_or_the_check_refuses_it(suffix, text, expected, tmp_path, monkeypatch):
+    monkeypatch.delenv("F", raising=False)
+    (tmp_path / f"theirs.{suffix}").write_text(text)
+    system = "verl" if suffix in ("sh", "yaml") else "trl"
+    report = convert(system, str(tmp_path / f"theirs.{suffix}"), [], str(tmp_path / "ours.yaml"))
+    cfg = reader.load(tmp_path / "ours.yaml")
+    assert cfg.data.default.env_name == expected and expected in report
+    assert (cfg.env.reward_model.model_name is not None) == (expected == "reward_model")
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text", "key", "off"),
+    [
+        ("py", CALL + trainer("f", ", tools=[g]"), "tools", "null"),
+        ("py", CALL + trainer("f", ", rollout_func=g"), "rollout_func", "null"),
+        ("py", CALL + trainer("f", ", environment_factory=E"), "environment_factory", "null"),
+        ("py", CALL + trainer("f", ", optimizers=(o, s)"), "optimizers", "null"),
+        ("py", f"{CALL}class Mine(GRPOTrainer): pass\nMine(args=GRPOConfig(beta=0.1))", "trainer", "GRPOTrainer"),
+        ("py", "from trl import GRPOConfig\nfrom mine import GRPOTrainer\n" + trainer("f"), "trainer", "GRPOTrainer"),
+        ("sh", "data.custom_cls.path=a.py", "data.custom_cls.path", "null"),
+        ("sh", "data.custom_cls.path=$HERE/a.py", "data.custom_cls.path", "null"),
+        ("sh", "data.sampler.class_path=a.py", "data.sampler.class_path", "null"),
+        (
+            "sh",
+            "actor_rollout_ref.rollout.multi_turn.enable=True",
+            "actor_rollout_ref.rollout.multi_turn.enable",
+            "false",
+        ),
+        ("sh", "reward.reward_manager.module.path=m.py", "reward_manager.module.path", "null"),
+        ("sh", "custom_reward_function.reward_kwargs.k=2", "custom_reward_function.reward_kwargs.k", "null"),
+    ],
+)
+def test_what_decides_the_training_is_not_lost(suffix, text, key, off, tmp_path):
+    """The command fails, until it is said that the conversion goes without."""
+    (tmp_path / f"theirs.{suffix}").write_text(text)
+    given = "trl" if suffix == "py" else "verl", str(tmp_path / f"theirs.{suffix}")
+    with pytest.raises(ConfigError) as error:
+        convert(*given, [], str(tmp_path / "ours.yaml"))
+    assert f"{key}=" in str(error.value) and f"{key}={off}" in str(error.value)
+    assert not (tmp_path / "ours.yaml").exists()
+    convert(*given, [f"{key}={off}"], str(tmp_path / "ours.yaml"))
+
+
+def test_what_is_lost_stands_in_the_file(tmp_path):
+    (tmp_path / "a.py").write_text(f"{CALL}d = load('x').map(g)\n{trainer('f', ', train_dataset=d')}; GRPOConfig")
+    convert("trl", str(tmp_path / "a.py"), ["loss_type=sapo", "seed=${X}"], str(tmp_path / "ours.yaml"))
+    comments = [line for line in (tmp_path / "ours.yaml").read_text().splitlines() if line.startswith("#")]
+    assert any("loss_type=sapo" in line for line in comments) and any("seed=" in line for line in comments)
+    assert reader.load(tmp_path / "ours.yaml").data.default.processor == "your_module:your_function"
