@@ -19,12 +19,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
-import fake_vllm
 import pytest
-import torch
 
-# Not even imported: the real command; graders and hostile inputs, which wait for deadlines; whole examples.
-SLOW_FOLDERS = {ROOT / "tests" / name for name in ("command", "graders", "agents", "red_team", "examples")}
+# Not even imported: the real command; graders and hostile inputs, which wait for deadlines; whole examples; tools.
+SLOW_FOLDERS = {ROOT / "tests" / name for name in ("command", "graders", "agents", "red_team", "examples", "tools")}
+SLOW_FILE = re.compile(r"^pytestmark = \[?pytest\.mark\.slow\b", re.MULTILINE)
 # By what it or one of its fixtures starts: ranks, or the real command.
 LAUNCHES = re.compile(r"torch\.distributed\.run|mp\.spawn\(|_worker\.py|run_to_the_end\(|train\.sh|@ranks\(|ends_of\(")
 # Fixtures of the session that take long to make -> the files that use them: a run of the real command, vLLM's engine.
@@ -44,7 +43,12 @@ TOGETHER = {
 LONG_FILES = ("graders/test_code_grader.py", "examples/test_forks.py", "run/test_generators.py")
 LONG_FILES += ("system/test_replicas.py", "core/test_carry_over.py", "command/test_kill.py", "core/test_fast_run.py")
 
-if not torch.cuda.is_available():
+HAS_TESTS = "PYTEST_XDIST_WORKER" in os.environ or "-n" not in sys.argv  # xdist's controller needs no torch
+if HAS_TESTS:
+    import fake_vllm
+    import torch
+
+if HAS_TESTS and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run on CPU tensors
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -65,12 +69,15 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if config.getoption("--fast"):
+    if config.getoption("--fast") and HAS_TESTS:
         fake_vllm.install()
 
 
 def pytest_ignore_collect(collection_path, config):
-    return True if config.getoption("--fast") and collection_path in SLOW_FOLDERS else None
+    if not config.getoption("--fast"):
+        return None
+    is_slow_file = collection_path.suffix == ".py" and SLOW_FILE.search(collection_path.read_text())
+    return True if is_slow_file or collection_path in SLOW_FOLDERS else None
 
 
 def source_of(function) -> str:

@@ -224,6 +224,7 @@ def test_the_recipes_for_24_gb_fit(name):
     assert "it fits with" in memory_fit.problem(recipe(name.replace("_24gb", ""), 1, 24))
 
 
+@pytest.mark.slow
 def test_a_fix_leaves_room_and_computes_no_block_again_without_need():
     """By hand: moments in host memory and blocks computed again take 23.3 of 23.6 GiB to generate, too near."""
     near = ("policy.offload_optimizer_for_logprob=true", "policy.dtensor_cfg.activation_checkpointing=true")
@@ -413,6 +414,7 @@ def test_a_lack_that_rounding_would_hide():
     assert float(needed) > float(has)
 
 
+@pytest.mark.slow
 def test_the_page_of_what_fits_is_what_the_script_prints():
     """Sampled cells, and every comparison with a published step."""
     page = (ROOT / "docs/gpus.md").read_text().splitlines()

@@ -196,7 +196,7 @@ def verdict(monkeypatch):
     monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", lambda *args: clip(*args[:-1], args[-1].tensor))
 
 
-@pytest.mark.slow("two passes|torch")
+@pytest.mark.slow("two passes|torch|False")
 @pytest.mark.parametrize("share_prefix", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_on_the_branches_of_cuda(way, share_prefix, launched, one_rank, monkeypatch):
@@ -241,6 +241,7 @@ def test_a_step_on_the_branches_of_cuda(way, share_prefix, launched, one_rank, m
         assert {(x.shape, x.dtype, x.device) for x in moments.values()} == {(param.shape, torch.float32, META)}
 
 
+@pytest.mark.slow
 def test_the_host_waits_a_few_times_in_an_optimizer_step_whatever_its_micro_batches(launched, one_rank, monkeypatch):
     """From packs to the verdict, without log-probabilities before the step. Once more for the gradient's norm, which
     `verdict` gives."""

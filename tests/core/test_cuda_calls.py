@@ -263,6 +263,7 @@ def varlen_options(version):
     return eval(compile(ast.Expression(expression), "model.py", "eval"), {"torch": torch_of_version})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version, takes_gqa", [("2.11.0+cu130", False), ("2.12.0", True), ("2.13.0+cpu", True)])
 @pytest.mark.parametrize("prefix_S", [None, [-1, 0, 0, -1]])
 def test_attention_on_cuda_in_both_versions(version, takes_gqa, prefix_S, monkeypatch):

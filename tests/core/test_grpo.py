@@ -80,6 +80,7 @@ def test_old_logps_that_are_skipped_would_have_been_the_same(policy, step, ranks
     assert_close(gradients, expected, 1e-6)
 
 
+@pytest.mark.slow("1000")
 @pytest.mark.parametrize("max_norm", [1e9, 0.7])
 def test_minibatches_and_epochs_equal_a_loop_by_hand(policy, step, ranks, tiny, max_norm):
     """2 minibatches x 2 epochs with plain SGD, against transformers in float64 with the PPO loss written out."""
@@ -200,6 +201,7 @@ def test_a_gap_to_the_sampler_is_a_bad_step(policy, step, ranks):
     assert run.optimizer.gradients == {}
 
 
+@pytest.mark.slow
 def test_reference_keeps_the_first_weights_and_gives_the_policy_back(policy, step, ranks):
     cfg = settings(loss_fn={"reference_policy_kl_penalty": 0.1})
     reference = Reference(policy)
@@ -251,7 +253,7 @@ def test_filtered_samples_and_masked_sequences_leave_gradient_and_denominators(p
     assert_close(gradients, expected, 1e-5)
 
 
-@pytest.mark.slow("True-False|False-True")
+@pytest.mark.slow
 @pytest.mark.parametrize(("token_level", "gspo"), [(True, False), (False, False), (False, True)])
 def test_tokens_whose_sampler_says_no_number_are_as_if_masked(policy, step, ranks, token_level, gspo):
     """Gradient and denominators are those of a batch that never trains on them; one sequence is lost whole."""

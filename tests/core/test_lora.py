@@ -45,6 +45,7 @@ def backward(model, pack=None):
     return {name: param.grad.full_tensor() for name, param in model.named_parameters() if param.requires_grad}
 
 
+@pytest.mark.slow("qwen3|False")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama_bias"])
 def test_gradients_are_those_of_the_merged_formula_in_float64(family, recompute, folders, one_rank):
@@ -125,6 +126,7 @@ def test_the_sync_sends_what_the_forward_multiplies_by(precision, dtype, folders
         assert any(torch.equal(sent[f"{name}.weight"], weight.to(dtype)) for name in layers)
 
 
+@pytest.mark.slow("bfloat16")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_steps_move_the_adapters_alone(precision, folders, one_rank):
     model = load(folders["qwen2"][0], one_rank, precision, moved=False)

@@ -57,6 +57,7 @@ def test_clip_dual_clip_weights_kl_aggregation_entropy(clip_max, dual):
     check(configs)
 
 
+@pytest.mark.slow
 def test_modes_weights_aggregation():
     configs = allowed(MODES, WEIGHTS, AGGREGATIONS, [{"reference_policy_kl_penalty": 0.3, "entropy_coef": 0.2}])
     assert len(configs) == 8 * 3 + 4 * 2 + 8 + 8 * 3 + 8 * 3 + 4 * 2 + 2 * 4 * 2 + 3 + 2 + 1
@@ -73,6 +74,7 @@ def test_positive_examples_and_a_lower_clip_of_its_own():
     check(allowed(MODES, AGGREGATIONS, [{"positive_example_nll_weight": 0.7, "ratio_clip_min": 0.05}]))
 
 
+@pytest.mark.slow
 def test_float32_is_close():
     configs = allowed(MODES, WEIGHTS, AGGREGATIONS, [{"entropy_coef": 0.2}]) + allowed(MODES, KLS, AGGREGATIONS)
     check(configs, tolerance=1e-6, floor=1, dtype=torch.float32)

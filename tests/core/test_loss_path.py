@@ -189,6 +189,7 @@ PACK_DEPENDENT = {  # edits; what each depends on
 }
 
 
+@pytest.mark.slow("^(?!order)")
 @pytest.mark.parametrize("edit", PACK_DEPENDENT)
 def test_an_edit_that_depends_on_the_pack_is_refused_and_trained_where_allowed(tmp_path, edit):
     cfg = LossConfig(reference_policy_kl_penalty=0.0)

@@ -161,7 +161,7 @@ def float64_logps(model, samples, max_tokens, *, share_prefix):
     return torch.cat([logps[number] for number in sorted(logps)]), grads(model), num_tokens
 
 
-@pytest.mark.slow("^(?!qwen3-)")
+@pytest.mark.slow("^(?!qwen3-True)")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shared_prompts_change_nothing_in_float64(folders, family, recompute):
@@ -267,6 +267,7 @@ def varlen_by_the_rule(query_TNH, key_MKH, value_MKH, cu_queries, cu_keys, most_
     return torch.stack(out)
 
 
+@pytest.mark.slow("False")
 @pytest.mark.parametrize("share_prefix", [False, True])
 def test_index_tensors_show_each_row_its_own_sequence(share_prefix):
     """Of each row that predicts a sampled token, the keys are the sample's ids before it; and each of these rows sees
@@ -298,6 +299,7 @@ def test_index_tensors_show_each_row_its_own_sequence(share_prefix):
     assert len(extremes) == 4, "prompts and responses of one token, and longer ones"
 
 
+@pytest.mark.slow("False")
 @pytest.mark.parametrize("share_prefix", [False, True])
 def test_the_cuda_path_by_its_rule_equals_the_cpu_path(share_prefix, monkeypatch):
     """Output and gradients of the branch for CUDA in float64, of groups in one pack and split over several."""
@@ -324,6 +326,7 @@ def logp_loss(model, pack, pos_R, target_R):
     return -logp_R.sum()
 
 
+@pytest.mark.slow("qwen2|False")
 @pytest.mark.parametrize("recompute", [False, True, 1])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_one_rank_equals_the_plain_model(folders, family, recompute, one_rank, monkeypatch):

@@ -100,6 +100,7 @@ def test_expectation_at_each_age(name, age, old_toys):
     assert bias <= 1e-12 if uncut else bias > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("age", AGES)
 def test_token_weights_are_exact_where_one_token_decides(age, old_toys):
     """An advantage that hangs on the first token alone: nothing stands before it, what follows does not matter."""

@@ -554,6 +554,7 @@ def rows_with(names):
     return [(i, Problem(i, [], "", name, [i, 7])) for i, name in enumerate(names)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Twice, InThread])
 def test_nothing_waits_for_another_conversation(kind, tmp_path, one_rank):
     """Row 0's first reply is graded until row 1 has begun its second turn, and row 2's first reply is drawn until row
@@ -579,6 +580,7 @@ def test_nothing_waits_for_another_conversation(kind, tmp_path, one_rank):
         environment.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Twice, InThread])
 def test_samples_do_not_depend_on_who_is_graded_when(kind, tmp_path, one_rank):
     """All numbers of long-tailed conversations, graded one by one or all at once, after the last reply of a turn."""
@@ -640,6 +642,7 @@ def test_a_group_is_graded_when_it_is_whole_while_others_are_drawn(one_rank):
         assert [pair for pair, _ in itertools.groupby(call)] == list(dict.fromkeys(call)), "prompt by prompt"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replies_run", [False, True])
 def test_told_to_stop_amid_grading_nothing_is_left_in_the_engine(replies_run, monkeypatch, tmp_path):
     """By a signal on this rank, of which a pool hears; the engine's own look is engine.py's."""

@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import torch
+import torch._dynamo  # what each optimizer imports: here once for all lives
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 

@@ -18,7 +18,8 @@ fake_vllm.install()
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from small_run import arguments, write_rows
+from small_run import STARTER, arguments, write_rows
+from transformers import AutoModelForCausalLM
 
 import engine
 import grpo
@@ -153,6 +154,7 @@ def run(folder: Path, num_ranks: int, overrides: tuple[str, ...], faulty: int | 
 
 def main(work: Path, names: list[str]) -> None:
     os.chdir(ROOT)
+    AutoModelForCausalLM.from_pretrained(STARTER)  # imports here, once, what each rank's stand-in would
     bridge.BUCKET_BYTES = 100_000  # the model has 2 MB
     watchdog.POLL_SECONDS, watchdog.GRACE_SECONDS = 0.05, 0.8
     answers = {}

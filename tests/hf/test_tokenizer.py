@@ -494,6 +494,7 @@ def test_later_turns_are_those_of_the_whole_conversation(tmp_path, how, template
 STOPS = ("</ans>", "ab>", "é", "日本", "\n\n", " ab", "🧮!")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["first", "normalizer", "byte level"])
 def test_the_token_that_completes_a_stop_string(tmp_path, bpe, how):
     """huggingface/trl#2820, by the text of all ids: parts of characters, strings over several tokens, inside one."""

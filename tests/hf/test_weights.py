@@ -20,6 +20,7 @@ def folders(tmp_path_factory):
     return {family: (root / family, make_hf_folder(root / family, **FAMILIES[family])) for family in FAMILIES}
 
 
+@pytest.mark.slow("^(?!60000-qwen3)")
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama3"])
 @pytest.mark.parametrize("max_file_bytes", [5 * 10**9, 60_000])
 @torch.no_grad()
