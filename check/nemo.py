@@ -64,11 +64,10 @@ def judge(
         least = value_of(row["at_least"])
         same = [*same, f"{row['at_least']}={text_of(least)} or more"]
         is_same |= not isinstance(least, int) or (isinstance(typed, int) and typed >= least)
-    refused = next((why for never, why in row.get("never", {}).items() if _equal(typed, never)), None)
-    if refused or ("refused" in row and not is_same):
+    if "refused" in row and not is_same:
         only = f", only {' or '.join(map(text_of, same))}" if same else ""
         problem = f"{name}={text_of(typed):.80} is not supported here{only}"
-        raise ConfigError(f"{place}: {problem}: {refused or row['refused']}")
+        raise ConfigError(f"{place}: {problem}: {row['refused']}")
     if is_same:
         return Verdict(name, "taken", "it is what happens here anyway"), []
     if "why" in row:

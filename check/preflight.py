@@ -212,7 +212,7 @@ def data_lines(cfg: Config, inputs: RunInputs, cursor: Cursor) -> list[str]:
     for name, dataset in inputs.sets:
         size = f"{len(dataset.problems):,} prompts"
         if dataset.is_sample:
-            size += f", {MAX_ROWS:,} rows checked (the first {MAX_ROWS // 2:,}, the others at random)"
+            size += f", {MAX_ROWS:,} rows checked (the first {MAX_ROWS // 2:,}, the others at random; --all: each)"
         numbers = ", ".join(filter(None, (size, dataset.left_out)))
         lines.append(f"{name:10} {dataset.path}, graded by {', '.join(dataset.env_names)}: {numbers}")
     if any(dataset.is_sample for _, dataset in inputs.sets):
@@ -264,8 +264,6 @@ def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None
     steps, samples = num_steps_of(cfg, inputs.train.num_problems), cfg.grpo.num_generations_per_prompt
     lines.append(f"steps      {steps:,} of {cfg.grpo.num_prompts_per_step} prompts x {samples} samples")
     lines += [f"note       {note}" for note in notes(cfg, steps)]
-    if any(dataset.is_sample for _, dataset in inputs.sets):
-        lines.append("rows       checked in part; the run checks all before its first step, --check --all does now")
     # Without torchrun: the number of GPUs that the recipe names, or the fewest that can run it.
     num_ranks = max(cfg.cluster.gpus_per_node * cfg.cluster.num_nodes, rules.fewest_ranks(cfg))
     num_ranks = int(os.environ.get("WORLD_SIZE", num_ranks))

@@ -238,7 +238,7 @@ def _judge(merged: _Merged) -> tuple[dict[str, Any], list[Verdict], ConfigError 
                 set_by[key] = name
         except ConfigError as error:
             verdicts[name] = Verdict(name, "refused", str(error))
-            refusals.append(("refused" not in row and "never" not in row, error))
+            refusals.append(("refused" not in row, error))
     for name, value in added.items() if not refusals else ():
         _set(values, name, _resolve(name, value, "nemo.yaml", everything), "nemo.yaml")
     listed = [replace(verdicts[name], name=f"{name}={keys.text_of(value)}") for name, (value, _) in merged.items()]

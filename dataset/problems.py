@@ -53,9 +53,11 @@ class ProblemMaker:
             raise DataError(f"{where}: {describe(error)} (the forms of a row: docs/tasks.md)") from error
 
     def _problem(self, number: int, raw: Any) -> Problem | None:
-        raw = self._filtered(raw)
+        raw = self.processor(raw) if self.processor else raw
         if raw is None:
             return None
+        if not isinstance(raw, dict):
+            raise DataError(f"expected an object, got {type(raw).__name__}")
         messages, value, tools = read_row(raw, self.cfg)
         answer = value if isinstance(value, str | None) else json.dumps(value, allow_nan=False)
         task = raw.get("task_name")
@@ -78,16 +80,6 @@ class ProblemMaker:
         if multiplier not in (0, 1):
             raise DataError(f"loss_multiplier={multiplier!r:.80}: expected 1 (trained on) or 0 (only scored)")
         return Problem(number, messages, answer or "", env_name, ids, raw, float(multiplier), self.cfg.set_name, tools)
-
-    def _filtered(self, row: Any) -> dict | None:
-        """The row after the processor; None if the processor leaves it out."""
-        if self.processor:
-            row = self.processor(row)
-        if row is None:
-            return None
-        if not isinstance(row, dict):
-            raise DataError(f"expected an object, got {type(row).__name__}")
-        return row
 
     def _with_prompts(self, messages: list[dict]) -> list[dict]:
         """Puts the prompt file around the last user message, and the system prompt first if the row has none."""

@@ -268,16 +268,13 @@ class GraderPool:
 # ------------------------------------------------------------------------------------------------ in the worker process
 
 
-def _ignore(number: int, frame: Any) -> None:
-    """Unlike SIG_IGN, no program that the worker starts inherits it."""
-
-
 def main(target: str, descriptor: int, memory_mib: int, first: str) -> None:
     """Imports the function, does the first job, reports that, then answers jobs until the trainer closes the socket."""
     die_with_parent()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in ENDING:
-        signal.signal(number, _ignore)  # the trainer decides when it ends
+        # The trainer decides when it ends. Unlike SIG_IGN, no program that the worker starts inherits this.
+        signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     if memory_mib:
         resource.setrlimit(resource.RLIMIT_AS, (memory_mib << 20, memory_mib << 20))

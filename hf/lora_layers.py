@@ -1,6 +1,5 @@
 """Which linear layers of a model LoRA adapts, by their names. No torch, so that `grpo.py --check` answers for it."""
 
-import difflib
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -24,10 +23,8 @@ def adapted_layers(model: ModelConfig, cfg: LoRAConfig) -> dict[str, tuple[int, 
         known = [*shapes, *["lm_head"] * (key == "exclude_modules")]  # the head is never adapted
         for pattern in patterns if shapes else ():
             if not any(_matches(name, [pattern]) for name in known):
-                names = list(dict.fromkeys(name.rpartition(".")[2] for name in shapes))
-                near = difflib.get_close_matches(pattern.rpartition(".")[2], names, n=2, cutoff=0.5) or names
-                problem = f"no linear layer of the blocks is called '{pattern:.80}'"
-                raise ConfigError(f"{KEY}.{key}: {problem}; did you mean {', '.join(near)}?")
+                names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in shapes))
+                raise ConfigError(f"{KEY}.{key}: no linear layer of the blocks is called '{pattern:.80}'; use {names}")
     targets = cfg.target_modules or ("*",)
     adapted = {n: s for n, s in shapes.items() if _matches(n, targets) and not _matches(n, cfg.exclude_modules)}
     if shapes and not adapted:

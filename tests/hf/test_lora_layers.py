@@ -70,12 +70,12 @@ def test_names_and_patterns(patterns, number):
     [
         (
             {"target_modules": ("q_proj", "k_pro")},
-            f"{SECTION}.target_modules: no linear layer of the blocks is called 'k_pro'; did you mean k_proj, ",
+            f"{SECTION}.target_modules: no linear layer of the blocks is called 'k_pro'; use q_proj, k_proj, ",
         ),
         (
             {"target_modules": ("lm_head",)},
-            f"{SECTION}.target_modules: no linear layer of the blocks is called 'lm_head'; did you mean q_proj, "
-            "k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj?",
+            f"{SECTION}.target_modules: no linear layer of the blocks is called 'lm_head'; use q_proj, "
+            "k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
         ),
         ({"exclude_modules": ("linear_qkv",)}, f"{SECTION}.exclude_modules: no linear layer of the blocks is called"),
         ({"exclude_modules": ("*",)}, f"{SECTION}.exclude_modules leaves no linear layer to adapt"),
