@@ -5,15 +5,12 @@ import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from config import AgentConfig, ConfigError, shortened
 from envs import OUTCOMES, StepResult, Turn
 from graders.environments import PoolEnvironment, read_results
 from graders.pool import Graded, GraderPool
-
-REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 class Agent(PoolEnvironment):

@@ -4,8 +4,7 @@ This file knows names of keys; reader.py reads values. `--check --explain` lists
 """
 
 import re
-import textwrap
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase, translate
 from pathlib import Path
@@ -22,19 +21,17 @@ PATTERNS = [
     (".".join(filter(None, (row.get("in"), key))), row) for row in TABLE for key in row["keys"].split()
 ]  # in the order in which they count
 COMPILED = [re.compile(translate(pattern)) for pattern, _ in PATTERNS]
-REASONS = [row["why"] for row in TABLE if "why" in row]  # what a user may miss most comes first
 PREFIXES = {pattern[:i] for pattern, _ in PATTERNS for i, char in enumerate(pattern) if char == "."}
 KINDS = ("refused", "taken as", "does not matter", "taken")  # of verdicts, in the order in which --explain lists them
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of the key `name`. text: what it is taken as, or why not; pattern: of a key that does not matter."""
+    """What becomes of the key `name`. text: what it is taken as, or why not."""
 
     name: str
     kind: str  # one of KINDS
     text: str = ""
-    pattern: str = ""
 
     def __str__(self) -> str:
         words = {"taken": "taken; ", "taken as": "taken as ", "refused": "refused: "}
@@ -46,19 +43,18 @@ def is_section(name: str) -> bool:
     return name in PREFIXES or any(pattern.match(f"{name}.") for pattern in COMPILED)
 
 
-def rows_of(names: Collection[str]) -> tuple[dict[str, tuple[str, dict]], dict[str, str]]:
-    """(key -> pattern and row of the table, ("", {}) if it has none; settings that rows add to such a config)."""
+def rows_of(names: Collection[str]) -> tuple[dict[str, dict], dict[str, str]]:
+    """(key -> its row of the table, {} if it has none; settings that rows add to such a config)."""
     off = [row for row in TABLE if "when" in row and not any(fnmatchcase(name, row["when"]) for name in names)]
-    rows = [(regex, match) for regex, match in zip(COMPILED, PATTERNS, strict=True) if match[1] not in off]
-    found = {name: next((match for regex, match in rows if regex.match(name)), ("", {})) for name in names}
+    rows = [(regex, row) for regex, (_, row) in zip(COMPILED, PATTERNS, strict=True) if row not in off]
+    found = {name: next((row for regex, row in rows if regex.match(name)), {}) for name in names}
     return found, {k: str(v) for row in TABLE if row not in off for k, v in row.get("sets", {}).items()}
 
 
 def judge(
-    name: str, value: Any, typed: Any, place: str, match: tuple[str, dict], value_of: Callable[[str], Any]
+    name: str, value: Any, typed: Any, place: str, row: dict, value_of: Callable[[str], Any]
 ) -> tuple[Verdict, list[tuple[str, Any]]]:
     """(verdict, (key, value) as we write them) of a key. typed: the value as yaml sees it. ConfigError if refused."""
-    pattern, row = match
     is_same, same = any(_equal(typed, each) for each in row.get("same", [])), row.get("same", [])
     if "at_least" in row:
         least = value_of(row["at_least"])
@@ -71,7 +67,7 @@ def judge(
     if is_same:
         return Verdict(name, "taken", "it is what happens here anyway"), []
     if "why" in row:
-        return Verdict(name, "does not matter", row["why"], pattern), []
+        return Verdict(name, "does not matter", row["why"]), []
     settings = {}
     if "as" in row or "values" in row:
         ours = [ours for theirs, ours in row.get("values", {}).items() if _equal(typed, theirs)]
@@ -89,20 +85,6 @@ def judge(
 
 def _equal(value: Any, other: Any) -> bool:
     return isinstance(value, bool) == isinstance(other, bool) and value == other
-
-
-def table_of(verdicts: Iterable[Verdict]) -> str:
-    """The keys that do not matter, by their patterns, and why: a paragraph for each reason. "" if there are none."""
-    patterns: dict[str, dict[str, None]] = {}
-    for verdict in verdicts:
-        if verdict.kind == "does not matter":
-            patterns.setdefault(verdict.text, {})[verdict.pattern] = None
-    lines = ["these keys of the config change nothing here (--check --explain lists every key):"] * bool(patterns)
-    for why in sorted(patterns, key=lambda why: REASONS.index(why) if why in REASONS else -1):
-        first, rest = list(patterns[why])[:3], f" and {len(patterns[why]) - 3} more" * (len(patterns[why]) > 3)
-        text = f"  {', '.join(first)}{rest}: {why}"
-        lines.append(textwrap.fill(text, 120, subsequent_indent="      ", break_on_hyphens=False))
-    return "\n".join(lines)
 
 
 def _scheduler(value: Any, place: str) -> dict[str, Any]:

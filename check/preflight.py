@@ -190,12 +190,9 @@ def read_teacher(cfg: Config, tokenizer: Tokenizer) -> tuple[Path, ModelConfig]:
     folder = resolve_folder(cfg.policy.reference_model_name, key)
     model = read_model_config(folder)
     teacher_vocab = read_tokenizer(TokenizerConfig(chat_template=None), key, folder).backend.get_vocab()
-    if odd := sorted(teacher_vocab.items() ^ tokenizer.backend.get_vocab().items()):
-        tokens = f"{len(odd)} tokens differ in their id or are in one vocabulary only, such as {odd[0][0]!r}"
-        raise ConfigError(
-            f"{key}={folder}: its vocabulary is not the policy's ({tokens}); the KL compares ids: use a "
-            "model of the same tokenizer"
-        )
+    if odd := teacher_vocab.items() ^ tokenizer.backend.get_vocab().items():
+        problem = f"its vocabulary is not the policy's ({len(odd)} tokens differ, such as {min(odd)[0]!r})"
+        raise ConfigError(f"{key}={folder}: {problem}; use a model of the same tokenizer")
     check_model(folder, model, tokenizer, "policy.max_total_sequence_length", cfg.policy.max_total_sequence_length)
     check_weights(folder, model.tensor_shapes())
     return folder, model

@@ -45,7 +45,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, explain: bool = Fal
     """The config of a yaml file, over the files that its `defaults:` names and under `key.sub=value` overrides.
 
     The last one to set a key wins; a list is one value. Raises ConfigError. Of a config with NeMo RL's keys, rank 0
-    prints the keys that do not matter; with `explain`, it prints a verdict on every key.
+    says that some keys do not matter; with `explain`, it prints a verdict on every key.
     """
     entries = _read_file(Path(path), ())
     entries += [_read_override(override) for override in overrides]
@@ -58,8 +58,10 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, explain: bool = Fal
     if refusal:
         raise refusal
     cfg = _build(Config(), "", values)
-    if (table := nemo.table_of(verdicts)) and not explain and os.environ.get("RANK", "0") == "0":
-        print(table)
+    off = [verdict.name.partition("=")[0] for verdict in verdicts if verdict.kind == "does not matter"]
+    if off and not explain and os.environ.get("RANK", "0") == "0":
+        some = ", ".join(off[:3]) + ", .." * (len(off) > 3)
+        print(f"without effect here: {len(off)} keys of the config ({some}); --check --explain says why")
     return cfg
 
 
@@ -222,19 +224,19 @@ def _judge(merged: _Merged) -> tuple[dict[str, Any], list[Verdict], ConfigError 
         return typed(_resolve(name, f"${{{name}}}", "", everything))
 
     # Plain keys first, then keys renamed onto them, then the command line. The last one wins.
-    order = {name: (place.startswith("command line"), "as" in rows[name][1]) for name, (_, place) in merged.items()}
+    order = {name: (place.startswith("command line"), "as" in rows[name]) for name, (_, place) in merged.items()}
     for name in sorted(merged, key=order.__getitem__):
         value, place = merged[name]
-        row = rows[name][1]
+        row = rows[name]
         try:
             if "same" in row or "why" not in row:  # else any value will do
                 resolved = _resolve(name, value, place, everything)
                 value = typed(resolved) if keys.is_free(name) and resolved != value else resolved
-            verdicts[name], settings = nemo.judge(name, value, typed(value), place, rows[name], value_of)
+            verdicts[name], settings = nemo.judge(name, value, typed(value), place, row, value_of)
             for key, own in settings:
                 earlier = set_by.get(key, name)
                 if _set(values, key, own, place) and earlier != name and key in (earlier, name):
-                    verdicts[earlier] = Verdict(earlier, "does not matter", f"{name} decides", earlier)
+                    verdicts[earlier] = Verdict(earlier, "does not matter", f"{name} decides")
                 set_by[key] = name
         except ConfigError as error:
             verdicts[name] = Verdict(name, "refused", str(error))

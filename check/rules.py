@@ -91,23 +91,17 @@ def _split_problems(cfg: Config, world_size: int, ranks_of_node: int | None) -> 
     generation, resources = cfg.policy.generation, cfg.policy.generation.colocated.resources
     if generation.colocated.enabled:
         return
-    key = "policy.generation.colocated.resources"
-    size_key = f"{key}.gpus_per_node={json.dumps(resources.gpus_per_node)}"
-    nodes_key = f"{key}.num_nodes={json.dumps(resources.num_nodes)}"
-    num_nodes = world_size // (ranks_of_node or world_size)
-    if resources.gpus_per_node is None:
-        yield f"{size_key} with policy.generation.colocated.enabled=false: set it to the ranks of a node that generate"
-    elif num_nodes > 1 and resources.num_nodes is None:
-        yield f"{nodes_key} with {num_nodes} nodes: set it to the number of nodes that generate"
-    elif num_nodes > 1 and resources.gpus_per_node != ranks_of_node:
-        yield f"{size_key} with {num_nodes} nodes: a node trains or generates as a whole, so set it to {ranks_of_node}"
-    elif generation.num_generators >= world_size:
-        yield (
-            f"{size_key} and {nodes_key} are {generation.num_generators} ranks that generate, of {world_size}: none is "
-            "left to train; start more ranks, or lower them"
-        )
-    elif num_nodes == 1 and ranks_of_node and resources.num_nodes not in (None, 1):
-        yield f"{nodes_key} on one node: set it to 1, or start torchrun on more nodes"
+    size, nodes, num_nodes = resources.gpus_per_node, resources.num_nodes, world_size // (ranks_of_node or world_size)
+    fixes = {
+        "set gpus_per_node to the ranks of a node that generate": size is None,
+        "set num_nodes to the number of nodes that generate": num_nodes > 1 and nodes is None,
+        f"nodes train or generate as a whole: gpus_per_node={ranks_of_node}": num_nodes > 1 and size != ranks_of_node,
+        "none is left to train; start more ranks, or lower them": generation.num_generators >= world_size,
+        "set num_nodes to 1, or start torchrun on more nodes": num_nodes == 1 and ranks_of_node and (nodes or 1) > 1,
+    }
+    if fix := next((fix for fix, is_needed in fixes.items() if is_needed), None):
+        key, given = "policy.generation.colocated.resources", f"{world_size} ranks on {num_nodes} nodes"
+        yield f"{key}.gpus_per_node={json.dumps(size)} and {key}.num_nodes={json.dumps(nodes)} with {given}: {fix}"
 
 
 def _size_problems(cfg: Config, world_size: int) -> Iterator[str]:

@@ -81,12 +81,6 @@ class Worker:
         self.num_jobs = 0
         self.deadline = time.monotonic() + START_SECONDS
 
-    def send(self, job: int, payload: bytes, seconds: float) -> None:
-        self.job = job
-        self.num_jobs += 1
-        self.outbox = payload + b"\n"
-        self.deadline = time.monotonic() + seconds
-
     def pump(self) -> Any:
         """Sends and receives what the socket takes; returns a message once it is whole, else None. Raises
         ConnectionError if the worker is gone, TimeoutError if it is late, ValueError if it sent no JSON."""
@@ -212,7 +206,9 @@ class GraderPool:
             if len(payload) > MAX_BYTES:
                 graded[number] = Graded("error", message=f"a job of more than {MAX_BYTES >> 20} MiB")
             else:
-                worker.send(number, payload, self.deadline_s)
+                worker.job, worker.outbox = number, payload + b"\n"
+                worker.num_jobs += 1
+                worker.deadline = time.monotonic() + self.deadline_s
 
     def close(self) -> None:
         if os.getpid() != self.owner:  # a fork of the owner, which ends

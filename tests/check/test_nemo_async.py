@@ -62,7 +62,7 @@ def test_what_is_refused_has_its_key(check):
     megatron = ("policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false")
     for key, *settings in (
         ("policy.megatron_cfg.enabled", *megatron),
-        ("policy.generation.vllm_cfg.precision", "policy.generation.vllm_cfg.precision=fp8"),
+        ("policy.generation.vllm_cfg.precision: expected", "policy.generation.vllm_cfg.precision=fp8"),
         ("loss_fn.use_importance_sampling_correction", "loss_fn.use_importance_sampling_correction=false"),
         ("grpo.async_grpo.max_generation_failures", "grpo.async_grpo.max_generation_failures=3"),
     ):
