@@ -124,11 +124,10 @@ def check_reward_names(environments: dict[str, envs.Environment], weights: tuple
     """ConfigError unless all environments declare the same two or more reward_names, and there are as many weights."""
     declared = {name: sorted(getattr(each, "reward_names", ())) for name, each in environments.items()}
     names = next(iter(declared.values()))
-    if len(names) < 2 or any(each != names for each in declared.values()):
+    if len(names) < 2 or any(each != names for each in declared.values()) or len(weights or names) != len(names):
         fix = "declare them in reward_names and return them in StepResult.rewards, or set grpo.adv_estimator.name=grpo"
-        raise ConfigError(f"grpo.adv_estimator.name=gdpo needs the same two or more reward_names: {declared}; {fix}")
-    if weights is not None and len(weights) != len(names):
-        raise ConfigError(f"grpo.adv_estimator.reward_weights={list(weights)}: expected one for each of {names}")
+        needed = f"the same two or more reward_names, and as many reward_weights or null (they are {weights})"
+        raise ConfigError(f"grpo.adv_estimator.name=gdpo needs {needed}: {declared}; {fix}")
 
 
 def check_fits(cfg: Config, folder: Path, model: ModelConfig, tokenizer: Tokenizer) -> None:

@@ -100,14 +100,17 @@ def _split_problems(cfg: Config, world_size: int, ranks_of_node: int | None) -> 
         "set num_nodes to 1, or start torchrun on more nodes": num_nodes == 1 and ranks_of_node and (nodes or 1) > 1,
     }
     if fix := next((fix for fix, is_needed in fixes.items() if is_needed), None):
-        key, given = "policy.generation.colocated.resources", f"{world_size} ranks on {num_nodes} nodes"
-        yield f"{key}.gpus_per_node={json.dumps(size)} and {key}.num_nodes={json.dumps(nodes)} with {given}: {fix}"
+        key = "policy.generation.colocated.resources"
+        given = f"{key}.gpus_per_node={json.dumps(size)} and {key}.num_nodes={json.dumps(nodes)}"
+        where = f"{world_size} ranks on {num_nodes} nodes"
+        yield f"policy.generation.colocated.enabled=false with {given}, {where}: {fix}"
 
 
 def _size_problems(cfg: Config, world_size: int) -> Iterator[str]:
     """Numbers that must fit each other, and the number of ranks."""
     generation, replicas = cfg.policy.generation, cfg.policy.dtensor_cfg.dp_replicate_size
     tensor, prompts = generation.vllm_cfg.tensor_parallel_size, cfg.grpo.num_prompts_per_step
+    prompts_key = f"grpo.num_prompts_per_step={prompts}"
     replicas_key = f"policy.dtensor_cfg.dp_replicate_size={replicas}"
     tensor_key = f"policy.generation.vllm_cfg.tensor_parallel_size={tensor}"
     num_trainers = max(0, world_size - generation.num_generators)
@@ -123,32 +126,21 @@ def _size_problems(cfg: Config, world_size: int) -> Iterator[str]:
         yield f"{tensor_key} does not divide the {ranks}: start a multiple of {tensor} ranks"
     elif prompts % groups:
         fits = " or ".join(str(n) for n in (prompts - prompts % groups, prompts + -prompts % groups) if n)
-        yield (
-            f"grpo.num_prompts_per_step={prompts} is not divisible by the {groups} data-parallel groups "
-            f"({ranks}, {tensor_key}): use {fits}"
-        )
+        yield f"{prompts_key} is not divisible by the {groups} engines ({ranks}, {tensor_key}): use {fits}"
     rollout, epochs = prompts * cfg.grpo.num_generations_per_prompt, cfg.policy.ppo_epochs
     batch_key = f"policy.train_global_batch_size={json.dumps(cfg.policy.train_global_batch_size)}"
     num_optimizer_steps, rest = divmod(rollout, cfg.policy.train_global_batch_size or rollout)
     if rest:
-        yield (
-            f"{batch_key} does not divide the {rollout} samples of a rollout "
-            f"(grpo.num_prompts_per_step={prompts} x num_generations_per_prompt={cfg.grpo.num_generations_per_prompt})"
-            f": set it to {rollout} or null"
-        )
+        yield f"{batch_key} does not divide the {rollout} samples of {prompts_key}: set it to {rollout} or null"
     if cfg.loss_fn.force_on_policy_ratio and epochs * num_optimizer_steps > 1:
-        yield (
-            f"loss_fn.force_on_policy_ratio=true is for one optimizer step per rollout, but policy.ppo_epochs={epochs} "
-            f"and {batch_key} make {epochs * num_optimizer_steps}"
-        )
+        steps = f"policy.ppo_epochs={epochs} and {batch_key} make {epochs * num_optimizer_steps}"
+        yield f"loss_fn.force_on_policy_ratio=true is for one optimizer step per rollout, but {steps}"
     total, new = cfg.policy.max_total_sequence_length, generation.max_new_tokens
     prompt, val_new = max_prompt_tokens(cfg), cfg.grpo.val_max_new_tokens or 0
     if new < total < prompt + val_new:
-        yield (
-            f"grpo.val_max_new_tokens={val_new} and prompts of {prompt} tokens do not fit in "
-            f"policy.max_total_sequence_length={total}: raise it to {prompt + val_new}, or lower "
-            "data.max_input_seq_length"
-        )
+        needed = f"grpo.val_max_new_tokens={val_new} and prompts of {prompt} tokens do not fit in"
+        fix = f"raise it to {prompt + val_new}, or lower data.max_input_seq_length"
+        yield f"{needed} policy.max_total_sequence_length={total}: {fix}"
 
 
 def _checkpoint_problems(cfg: Config) -> Iterator[str]:
@@ -201,11 +193,8 @@ def _data_problems(cfg: Config) -> Iterator[str]:
     split_off = tuple(dataset for dataset in data.train if dataset.split_validation_size)
     validates = cfg.grpo.val_period or cfg.grpo.val_at_start or cfg.grpo.val_at_end
     unset = (DatasetConfig(),)
-    hints = {
-        "train": "name the jsonl file of training problems",
-        "validation": "name a jsonl file, or ask for no validation with grpo.val_period=0 grpo.val_at_start=false "
-        "grpo.val_at_end=false",
-    }
+    no_validation = "ask for no validation with grpo.val_period=0 grpo.val_at_start=false grpo.val_at_end=false"
+    hints = {"train": "name a file of training problems", "validation": f"name a file, or {no_validation}"}
     validation = data.validation or (unset if validates and not split_off else ())
     for key, sets in (("train", data.train or unset), ("validation", validation)):
         for i, dataset in enumerate(sets):

@@ -109,7 +109,7 @@ def test_check_names_the_environment_that_lacks_a_reward_for_gdpo(tmp_path, monk
         ({"a": ("x", "y"), "b": ("y",)}, None, r"needs the same two .*'a': \['x', 'y'\], 'b': \['y'\].*StepResult"),
         ({"a": ("x",), "b": ("x",)}, None, r"two or more .*'a': \['x'\]"),
         ({"a": ()}, None, r"two or more .*'a': \[\]"),
-        ({"a": ("x", "y")}, (1.0,), r"reward_weights=\[1.0\]: .*\['x', 'y'\]$"),
+        ({"a": ("x", "y")}, (1.0,), r"reward_weights .*\(1.0,\).*\['x', 'y'\]"),
         ({"a": None}, None, r"'a': \[\]"),
     ],
 )

@@ -127,8 +127,8 @@ def test_a_forced_ratio_is_for_one_step_per_rollout(write):
     assert problems_of(path, 1, forced, "policy.ppo_epochs=2") == [f"{start}2 and {batch}=null make 2"]
     assert problems_of(path, 1, forced, f"{batch}=128") == [f"{start}1 and {batch}=128 make 4"]
     (problem,) = problems_of(path, 1, f"{batch}=500")
-    assert problem.startswith(f"{batch}=500 does not divide the 512 samples of a rollout (")
-    assert problem.endswith("): set it to 512 or null")
+    assert problem.startswith(f"{batch}=500 does not divide the 512 samples of ")
+    assert problem.endswith(": set it to 512 or null")
     check_config(load(path, [*VALID, f"{batch}=null"]), 1)
     check_config(load(path, [*VALID, forced, f"{batch}=512"]), 1)
     check_config(load(path, [*VALID, f"{batch}=128", "policy.ppo_epochs=2"]), 1)
