@@ -131,7 +131,8 @@ def _size_problems(cfg: Config, world_size: int) -> Iterator[str]:
     batch_key = f"policy.train_global_batch_size={json.dumps(cfg.policy.train_global_batch_size)}"
     num_optimizer_steps, rest = divmod(rollout, cfg.policy.train_global_batch_size or rollout)
     if rest:
-        yield f"{batch_key} does not divide the {rollout} samples of {prompts_key}: set it to {rollout} or null"
+        samples = f"{rollout} samples of {prompts_key} x {cfg.grpo.num_generations_per_prompt}"
+        yield f"{batch_key} does not divide the {samples}: set it to {rollout} or null"
     if cfg.loss_fn.force_on_policy_ratio and epochs * num_optimizer_steps > 1:
         steps = f"policy.ppo_epochs={epochs} and {batch_key} make {epochs * num_optimizer_steps}"
         yield f"loss_fn.force_on_policy_ratio=true is for one optimizer step per rollout, but {steps}"
