@@ -9,7 +9,8 @@ Default config: configs/smoke.yaml (CPU, minutes). Every key: .venv/bin/python g
 --gpu_memory: what the memory plan may use, instead of the GPU's own memory.
 --nnodes, --node_rank (0 to N-1), --rdzv_endpoint (a port of node 0): nodes wait ten minutes for each other. slurm.sh
 sets these.
-Processes per node: --nproc_per_node or NPROC; default: one per GPU, or 2 on CPU.
+Processes per node: --nproc_per_node or NPROC; default: one per GPU; on CPU 2 for a small
+model, 1 for a large one.
 GRPO_DEVICE, GRPO_VENV and GRPO_PYTHON choose the environment: see setup.sh.
 
 Ctrl-C, SIGTERM and SIGUSR1 are passed on to the run. Exit codes: 0 done; 1 set-up failed, or a crash; 2 bad config, data
@@ -49,12 +50,12 @@ fi
 # shellcheck source=setup.sh
 source "$(dirname "$0")/setup.sh"
 
-if [[ -z $nproc ]]; then
+if [[ -z $nproc && ($GRPO_DEVICE != cpu || ${#nodes[@]} -gt 0) ]]; then
     if [[ $GRPO_DEVICE == cpu ]]; then nproc=2
     elif [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then nproc=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .)
     else nproc=$(nvidia-smi -L | grep -c '^GPU' || true); fi
 fi
-[[ $nproc =~ ^[1-9][0-9]*$ ]] || complain "the number of processes must be 1 or more, not '$nproc'"
+[[ $nproc =~ ^([1-9][0-9]*)?$ ]] || complain "the number of processes must be 1 or more, not '$nproc'"
 
 num_nodes=1
 rendezvous=(--standalone)  # a free port for each run
@@ -73,8 +74,15 @@ fi
 trap '' PIPE  # whoever reads the output may leave (| head): that costs no run
 # One process checks config, data and model folder in two seconds; N ranks would need a minute. What it finds out the run
 # says again, and better: of all rows, of a resumed run, of the GPU that is there.
-found=$(WORLD_SIZE=$((nproc * num_nodes)) "$PYTHON" grpo.py --check "$config" "$@" "${memory[@]}") ||
+world=(-u WORLD_SIZE)
+[[ -z $nproc ]] || world=("WORLD_SIZE=$((nproc * num_nodes))")
+found=$(env "${world[@]}" "$PYTHON" grpo.py --check "$config" "$@" "${memory[@]}") ||
     { status=$?; printf '%s' "${found:+$found$'\n'}"; exit "$status"; }
+if [[ -z $nproc ]]; then  # on a CPU the model decides
+    layout=$(grep '^ranks ' <<<"$found")
+    read -r _ nproc _ <<<"$layout"
+    echo "$layout" || true
+fi
 # The check has fetched model and data for this node, so its ranks need not ask the hub all at once.
 ((num_nodes == 1)) || export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 

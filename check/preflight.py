@@ -4,6 +4,7 @@ It knows no format. It calls the modules that do, in the order in which a user w
 """
 
 import importlib.metadata
+import math
 import os
 import re
 import shutil
@@ -32,6 +33,7 @@ MAX_ROWS = 5_000  # --check reads this many rows of each set: half a second
 _WHOLE = ("enabled=true", "resources.gpus_per_node=null", "resources.num_nodes=null")
 ALL_RANKS_GENERATE = [f"policy.generation.colocated.{setting}" for setting in _WHOLE]
 ALL_RANKS_GENERATE += ["policy.dtensor_cfg.dp_replicate_size=1"]
+SMALL_MODEL = 50  # million parameters
 SHOWN_CHARS = 200  # of a long prompt, this many are printed from each end
 WANDB_VERSION = "0.31.0"  # the tests run with this version: requirements/tests.txt
 
@@ -246,12 +248,21 @@ def memory_plan(cfg: Config, inputs: RunInputs, num_ranks: int, gpu_bytes: float
     return Plan(cfg, inputs.model_config, inputs.tokenizer.vocab_size, num_trainers, gpu_bytes, **models)
 
 
+def ranks_on_cpu(cfg: Config, model: ModelConfig) -> tuple[int, str]:
+    """(how many ranks train.sh starts on a CPU, why). Small operations do not occupy two threads, but two ranks do;
+    for a large model FSDP's gathers cost more than that saves. LOG of 2026-11-23 has the measured steps."""
+    millions = sum(math.prod(shape) for _, shape in model.tensor_shapes()) / 1e6
+    is_small = millions < SMALL_MODEL
+    reason = f"the model has {millions:.3g} M parameters, {'fewer' if is_small else 'no fewer'} than {SMALL_MODEL} M"
+    return max(2 if is_small else 1, rules.fewest_ranks(cfg)), reason
+
+
 def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None) -> str:
     """A summary, after checking everything that can be wrong before torch is loaded: all rows, or MAX_ROWS of each set.
     gpu_bytes: of one GPU, if known. Prints the summary and raises ConfigError if the run does not fit into it."""
-    math, code = replace(cfg.env.math, num_workers=1), replace(cfg.env.code, num_workers=1)  # enough for their canaries
+    few = {"math": replace(cfg.env.math, num_workers=1), "code": replace(cfg.env.code, num_workers=1)}  # for canaries
     agents = tuple(replace(agent, num_workers=1) for agent in cfg.env.agents)
-    cfg = replace(cfg, env=replace(cfg.env, math=math, code=code, agents=agents))
+    cfg = replace(cfg, env=replace(cfg.env, **few, agents=agents))
     inputs = read_inputs(cfg, max_rows=None if all_rows else MAX_ROWS)
     for environment in inputs.environments.values():
         environment.close()
@@ -262,10 +273,15 @@ def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None
     lines += [f"note       {note}" for note in notes(cfg, steps)]
     # Without torchrun: the number of GPUs that the recipe names, or the fewest that can run it.
     num_ranks = max(cfg.cluster.gpus_per_node * cfg.cluster.num_nodes, rules.fewest_ranks(cfg))
+    device = os.environ.get("GRPO_DEVICE")
+    if device == "cpu" and "WORLD_SIZE" not in os.environ:
+        num_ranks, reason = ranks_on_cpu(cfg, inputs.model_config)
+        rules.check_config(cfg, num_ranks, num_ranks)
+        lines.append(f"ranks      {num_ranks} on this CPU: {reason}; --nproc_per_node=N sets another number")
     num_ranks = int(os.environ.get("WORLD_SIZE", num_ranks))
     plan = memory_plan(cfg, inputs, num_ranks, gpu_bytes)
     has_gpus = num_ranks > 1 or shutil.which("nvidia-smi")  # here, or where the recipe is to run
-    if gpu_bytes or os.environ.get("GRPO_DEVICE", "cuda" if has_gpus else "cpu") != "cpu":
+    if gpu_bytes or (device or ("cuda" if has_gpus else "cpu")) != "cpu":
         lines.append(memory_fit.table(plan))
     summary = "\n".join(lines)
     if problem := memory_fit.problem(plan):

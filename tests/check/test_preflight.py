@@ -323,3 +323,26 @@ def test_a_tokenizer_of_its_own(tmp_path):
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         read(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "overrides", "ranks"),
+    [
+        ({}, [], 2),  # the starter
+        ({"hidden_size": 576, "num_hidden_layers": 30, "vocab_size": 49_152}, [], 1),
+        ({"hidden_size": 576, "num_hidden_layers": 30, "vocab_size": 49_152}, ["tensor_parallel_size=2"], 2),
+    ],
+)
+def test_on_a_cpu_the_model_decides_how_many_ranks_start(monkeypatch, capsys, sizes, overrides, ranks):
+    monkeypatch.setenv("GRPO_DEVICE", "cpu")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    shapes = replace(preflight.read_model_config(ROOT / "examples/arithmetic/starter"), **sizes)
+    cfg = reader.load(
+        str(ROOT / "configs/smoke.yaml"), [f"policy.generation.vllm_cfg.{override}" for override in overrides]
+    )
+    assert preflight.ranks_on_cpu(cfg, shapes)[0] == ranks
+    if not sizes:
+        monkeypatch.chdir(ROOT)
+        assert f"ranks      {ranks} " in check(cfg)
+        monkeypatch.setenv("WORLD_SIZE", "1")
+        assert "ranks  " not in check(cfg)
