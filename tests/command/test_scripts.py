@@ -24,7 +24,9 @@ import json, os, signal, sys, time
 from system.disk import keep_console
 keep_console()
 if sys.argv[1] == "--check":
-    words = json.dumps([os.environ["WORLD_SIZE"], *sys.argv[2:]])
+    if "WORLD_SIZE" not in os.environ:
+        print("ranks      2 on this CPU: played", flush=True)
+    words = json.dumps([os.environ.get("WORLD_SIZE"), *sys.argv[2:]])
     print(words, file=open("checked", "w"), flush=True)
     print(words, flush=True)
     sys.exit(2 if "check=fails" in sys.argv else 0)
