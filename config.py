@@ -566,7 +566,7 @@ class LoggerConfig(Section):
     num_samples_to_log: int = key(8, ">= 0")
     """Each step and validation writes this many conversations to samples.jsonl."""
     num_val_samples_to_print: int = key(3, ">= 0")
-    """Each validation prints this many of its greedy conversations."""
+    """Each validation prints this many of its greedy conversations, as many of each set."""
     dump_rollouts: int = key(0, ">= 0")
     """Step 1 and every this many steps after write their trained samples, with tokens, to rollouts; 0 writes none."""
 

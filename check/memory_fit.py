@@ -17,6 +17,7 @@ Options = dict[str, tuple[int, list]]  # a key -> its cost, and values that save
 SPARE = 0.05  # of the GPU, which a fix leaves free where it can: the plan is not exact, and torch's segments have gaps
 FSDP, VLLM = "policy.dtensor_cfg", "policy.generation.vllm_cfg"
 SHARE = f"{VLLM}.gpu_memory_utilization"
+FEW = 8  # whole sequences at once
 
 
 def table(plan: Plan) -> str:
@@ -27,9 +28,22 @@ def table(plan: Plan) -> str:
         lines.append(f"  {phase:8} {gib(sum(items.values()))}{moment and f' at {moment}'}: {listed(items)}")
     if host := plan.host():
         lines.append(f"  host     {listed(host)}, pinned, for each GPU")
-    room = f", room for {plan.kv_cache / plan.kv_bytes:,.0f}" if plan.kv_cache > 0 else ""
-    lines.append(f"  KV cache {plan.kv_bytes / 1024:,.4g} KiB a token{room}")
+    lines.append(f"  KV cache {plan.kv_bytes / 1024:,.4g} KiB a token{room(plan)}")
     return "\n".join(lines)
+
+
+def room(plan: Plan) -> str:
+    """How many whole sequences the KV cache holds, and what to do if they are FEW: a decode step takes about as long
+    for one sequence as for eight, since it reads all weights once."""
+    grpo, length = plan.cfg.grpo, plan.cfg.policy.max_total_sequence_length
+    room, drawn = plan.kv_cache / plan.kv_bytes, -(-grpo.prompts_per_batch // plan.num_engines)
+    if (held := int(room // length)) < 1:
+        return ""
+    text = f", room for {room:,.0f}: {held:,} sequences of {length:,} at once"
+    if held >= min(FEW, drawn := drawn * grpo.num_generations_per_prompt):
+        return text
+    fixes = f"raise {SHARE} or lower policy.max_total_sequence_length if you can"
+    return f"{text}, few of the {drawn:,} that an engine draws for a step, so sampling is slow: {fixes}"
 
 
 def problem(plan: Plan) -> str | None:

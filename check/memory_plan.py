@@ -250,6 +250,11 @@ class Plan:
         heads = max(1, m.num_key_value_heads / tensor)
         return 2 * m.num_hidden_layers * heads * m.head_dim * self.engine_precision
 
+    @property
+    def num_engines(self) -> int:
+        generation = self.cfg.policy.generation
+        return max(1, (generation.num_generators or self.num_gpus) // generation.vllm_cfg.tensor_parallel_size)
+
     @cached_property
     def engine(self) -> Items:
         """The engine without its KV cache; vLLM pads the vocabulary to a multiple of 64. Not yet measured: five
@@ -260,7 +265,7 @@ class Plan:
         tensor = generation.vllm_cfg.tensor_parallel_size
         vocab = -(-self.vocab // 64) * 64 * m.hidden_size
         blocks = count(self.shapes, ".layers.")
-        sequences = self.cfg.grpo.max_num_seqs(max(1, (generation.num_generators or self.num_gpus) // tensor))
+        sequences = self.cfg.grpo.max_num_seqs(self.num_engines)
         weights = c * (blocks + vocab * (1 if m.tie_word_embeddings else 2)) / tensor
         return {"engine's weights": weights, "engine's buffers": 5 * 4 * sequences * self.vocab + GIB}
 

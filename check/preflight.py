@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from check.rules import max_prompt_tokens
 from config import Config, ConfigError, DataError, DatasetConfig, RewardModelConfig, TokenizerConfig
 from dataset.mixing import Cursor, Mixture
 from dataset.scan import Dataset, load_dataset
-from graders.environments import make_environment
+from graders.environments import grade, make_environment
 from hf.lora_layers import adapted_layers
-from hf.model_config import ModelConfig, check_weights, read_model_config, resolve_folder
+from hf.model_config import ModelConfig, check_weights, missing_weights, read_model_config, resolve_folder
 from hf.tokenizer import Tokenizer
 from system.imports import call
 
@@ -62,11 +62,13 @@ def read_inputs(
     cfg: Config,
     *,
     to_train: bool = True,
+    to_plan: bool = False,
     max_rows: int | None = None,
     on_rank0: Callable[[Callable[[], Any]], Any] = lambda work: work(),
 ) -> RunInputs:
     """Everything the config names; ConfigError for whatever is wrong with it. Without `to_train` the run of
-    `resume_from` is only scored, and there may be no step to train. max_rows, on_rank0: as in `load_dataset`."""
+    `resume_from` is only scored, and there may be no step to train. With `to_plan` the policy's weights may be absent.
+    max_rows, on_rank0: as in `load_dataset`."""
     if to_train and cfg.logger.wandb_enabled and not any(importlib.metadata.distributions(name="wandb")):
         fix = f"`{sys.executable} -m pip install wandb=={WANDB_VERSION}`, or set it to false"
         raise ConfigError(f"logger.wandb_enabled=true needs W&B's package, which is not installed: {fix}")
@@ -74,11 +76,12 @@ def read_inputs(
     if cfg.checkpointing.resume_from:
         resume.check_resumable(cfg, to_train)
     also = "policy.tokenizer.name and " if cfg.policy.tokenizer.name == cfg.policy.model_name else ""
-    folder = resolve_folder(cfg.policy.model_name, f"{also}policy.model_name")
+    folder = resolve_folder(cfg.policy.model_name, f"{also}policy.model_name", weights=not to_plan)
     model = read_model_config(folder, cfg.policy.hf_config_overrides)
     tokenizer = read_tokenizer(cfg.policy.tokenizer, "policy.tokenizer.name", folder)
     check_fits(cfg, folder, model, tokenizer)
-    check_weights(folder, model.tensor_shapes())
+    if not (to_plan and missing_weights(folder)):
+        check_weights(folder, model.tensor_shapes())
     adapted_layers(model, cfg.policy.dtensor_cfg.lora_cfg)  # raises ConfigError
     environments: dict[str, envs.Environment] = {}
     # The ranks of this machine that grade
@@ -119,7 +122,27 @@ def read_inputs(
     reward_model = read_reward_model(cfg.env.reward_model) if "reward_model" in environments else None
     validation = {each.name: each for each in held_out}
     teacher = read_teacher(cfg, tokenizer) if to_train and cfg.policy.reference_model_name else None
-    return RunInputs(folder, model, tokenizer, mixture, validation, environments, reward_model, teacher)
+    inputs = RunInputs(folder, model, tokenizer, mixture, validation, environments, reward_model, teacher)
+    on_rank0(lambda: try_environments(inputs))
+    return inputs
+
+
+def try_environments(inputs: RunInputs) -> None:
+    """Calls each class or function of the user's once, with two plain replies to a row; self_tests are such calls, too.
+    ConfigError for what it raises: a run would find out only after its engine has started."""
+    for name, environment in inputs.environments.items():
+        if ":" not in name or getattr(environment, "self_tests", ()):
+            continue
+        problems = (problem for _, each in inputs.sets for problem in islice(each.problems, MAX_ROWS // 4))
+        if (problem := next((problem for problem in problems if problem.env_name == name), None)) is None:
+            continue  # it is rare
+        turns = []
+        for reply in (f"The answer is {problem.answer}.", "I do not know."):
+            messages = [*problem.messages, {"role": "assistant", "content": reply}]
+            ids = {"prompt_ids": problem.prompt_ids, "completion_ids": inputs.tokenizer.backend.encode(reply).ids}
+            turns.append(envs.Turn(messages, problem.answer, "stop", {}, problem.fields, **ids, raw_reply=reply))
+        tried = f"env_name '{name}', tried on row {problem.row_id} of {problem.dataset} before the run,"
+        call(tried, grade, name, environment, turns)
 
 
 def check_reward_names(environments: dict[str, envs.Environment], weights: tuple[float, ...] | None) -> None:
@@ -205,14 +228,16 @@ def num_steps_of(cfg: Config, num_problems: int) -> int:
 
 
 def data_lines(cfg: Config, inputs: RunInputs, cursor: Cursor) -> list[str]:
-    """A line for each data set, with environment and size; then the next prompt as the model gets it and its answer."""
-    lines = []
+    """The training sets in a line, each with environment and size; the validation sets; then the next prompt as the
+    model gets it and its answer."""
+    texts: dict[str, list[str]] = {}
     for name, dataset in inputs.sets:
         size = f"{len(dataset.problems):,} prompts"
         if dataset.is_sample:
             size += f", {MAX_ROWS:,} rows checked (the first {MAX_ROWS // 2:,}, the others at random; --all: each)"
         numbers = ", ".join(filter(None, (size, dataset.left_out)))
-        lines.append(f"{name:10} {dataset.path}, graded by {', '.join(dataset.env_names)}: {numbers}")
+        texts.setdefault(name, []).append(f"{dataset.path}, graded by {', '.join(dataset.env_names)}: {numbers}")
+    lines = [f"{name:10} {'; '.join(of_sets)}" for name, of_sets in texts.items()]
     if any(dataset.is_sample for _, dataset in inputs.sets):
         problem = inputs.sets[0][1].problems[0]  # the next one may be a row that was not checked
     else:
@@ -263,7 +288,8 @@ def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None
     few = {"math": replace(cfg.env.math, num_workers=1), "code": replace(cfg.env.code, num_workers=1)}  # for canaries
     agents = tuple(replace(agent, num_workers=1) for agent in cfg.env.agents)
     cfg = replace(cfg, env=replace(cfg.env, **few, agents=agents))
-    inputs = read_inputs(cfg, max_rows=None if all_rows else MAX_ROWS)
+    to_plan = gpu_bytes is not None and "WORLD_SIZE" not in os.environ  # by hand: no run follows
+    inputs = read_inputs(cfg, to_plan=to_plan, max_rows=None if all_rows else MAX_ROWS)
     for environment in inputs.environments.values():
         environment.close()
     lines = [f"model      {inputs.model_folder} (vocabulary {inputs.tokenizer.vocab_size:,})"]
@@ -271,6 +297,9 @@ def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None
     steps, samples = num_steps_of(cfg, inputs.train.num_problems), cfg.grpo.num_generations_per_prompt
     lines.append(f"steps      {steps:,} of {cfg.grpo.num_prompts_per_step} prompts x {samples} samples")
     lines += [f"note       {note}" for note in notes(cfg, steps)]
+    if absent := to_plan and missing_weights(inputs.model_folder):
+        files = f"{absent[0]}{f' and {len(absent) - 1} more files' if len(absent) > 1 else ''}"
+        lines.append(f"missing    {files}: the plan below does without, a run needs the weights")
     # Without torchrun: the number of GPUs that the recipe names, or the fewest that can run it.
     num_ranks = max(cfg.cluster.gpus_per_node * cfg.cluster.num_nodes, rules.fewest_ranks(cfg))
     device = os.environ.get("GRPO_DEVICE")

@@ -22,7 +22,7 @@ def open_file(name: str | Path) -> Iterator[BinaryIO]:
                 raise OSError(None, "no regular file")
             yield file
     except OSError as error:
-        tried = "" if os.path.isabs(name) else f", in {os.getcwd()}"
+        tried = "" if os.path.isabs(name) else f", in {os.getcwd()}, where relative paths start: give an absolute one"
         raise DataError(f"{name}: cannot be read ({error.strerror}{tried})") from error
 
 

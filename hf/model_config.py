@@ -161,6 +161,13 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted({Path(name).name for name in read_json(index)["weight_map"].values()})]
 
 
+def missing_weights(folder: Path) -> list[str]:
+    """The names of the files with weights that are not there."""
+    if not any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
+        return ["model.safetensors"]
+    return [file.name for file in weight_files(folder) if not file.exists()]
+
+
 def check_weights(folder: Path, expected: Iterable[tuple[str, Sequence[int]]]) -> None:
     """ConfigError unless the folder's files are whole and hold the `expected` tensors, (name, shape), as floats, and no
     others. Rotary frequencies and the head beside a tied one, which some models store, are ignored, as vLLM does. Reads
@@ -188,16 +195,19 @@ def open_weights(path: Path, framework: str = "numpy") -> safe_open:
         raise ConfigError(f"{path}: not a readable safetensors file ({error!s:.200}); fetch it again") from error
 
 
-def resolve_folder(name: str, key: str) -> Path:
-    """The local folder that the value of config key `key` names: a Hugging Face folder, or a hub name `org/model`."""
+def resolve_folder(name: str, key: str, weights: bool = True) -> Path:
+    """The local folder that the value of config key `key` names: a Hugging Face folder, or a hub name `org/model`. What
+    the hub has is fetched, of a model also the `weights`."""
     folder = Path(name)
     if not os.path.exists(folder) and name.count("/") == 1 and not name.startswith((".", "/")):
         problem = f"{key}: '{name}' is no local folder"
         instead = "without network, download it elsewhere and give the folder's path"
-        patterns = ["*.json", "*.jinja"] + ["*.safetensors"] * key.endswith("model_name")
+        patterns = ["*.json", "*.jinja"] + ["*.safetensors"] * (weights and key.endswith("model_name"))
         folder = download(name, patterns, problem, instead)
     if not os.path.isdir(folder):
-        raise DataError(f"{key}: no folder '{name}' (give a Hugging Face folder or a hub name org/model)")
+        raise DataError(
+            f"{key}: no folder '{name}' in {os.getcwd()} (give a Hugging Face folder or a hub name org/model)"
+        )
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
         raise DataError(f"{key}: '{name}' is an adapter: merge it into its base (PEFT: merge_and_unload)")
     if key.endswith("model_name") and not (folder / "config.json").is_file():

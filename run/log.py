@@ -40,7 +40,7 @@ TIMING_NAMES = {"prepare_for_generation": "prepare_for_generation/total"}  # NeM
 PHASES = {"gen": "generation", "data": "data_processing", "train": "policy_training", "sync": "prepare_for_generation"}
 WRITTEN = ("metrics.jsonl", "samples.jsonl", "tensorboard", "checkpoints", "hf_model", "hf_adapter")
 SAMPLE_FIELDS = """row_id index env_name reward unshaped_reward outcome advantage finish_reason weight_version
-num_tokens""".split()
+num_gen_tokens""".split()
 MAX_EXPECTED = 2000  # characters of an expected answer: the tests of a program may be long
 
 
@@ -178,7 +178,7 @@ class RunLog:
     def close(self, state) -> None:
         """Prints the table at the end of a run. state: the `RunState`."""
         scores = self._scores(state.first_validation, state.last_validation)
-        rows = {label: " -> ".join(texts) for label, texts in scores.items()}
+        rows = {label: " -> ".join(texts[texts[0] == "?" :]) for label, texts in scores.items()}
         rows["health"] = self.health.summary()
         rows["steps"] = f"{state.step}, {len(self.tokens_per_sec)} of them in {time.perf_counter() - self.start:.0f} s"
         rows["tokens/s, median step"] = f"{np.median(self.tokens_per_sec or [math.nan]):,.0f}"

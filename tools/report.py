@@ -38,7 +38,7 @@ LIVE_SECONDS = 5.0
 METRICS_PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 PHASE = r"timing/train/(?!.*(total_step_time|_per_gpu)$).*"
 FIELDS = """step kind env_name outcome finish_reason row_id index prompt reply expected reward unshaped_reward advantage
-num_tokens weight_version line""".split()
+num_gen_tokens weight_version line""".split()
 CHARTS = """train/reward train/accuracy train/loss train/grad_norm train/entropy train/logp_gap_mean
 train/mean_gen_tokens_per_sample train/truncation_rate train/ratio_clip_low_fraction+train/ratio_clip_high_fraction
 train/outcome/wrong+train/outcome/parse_fail+train/outcome/timeout+train/outcome/error train/zero_variance_fraction
@@ -190,7 +190,7 @@ def read_dump(folder: Path, notes: list[str], limit: int) -> list[dict]:
     for sample in samples:
         texts = [str(text) for text in sample.pop("tokens", None) or ()]
         sample |= {"kind": "train, dumped", "prompt": sample.get("prompt_text"), "reply": "".join(texts)}
-        sample["num_tokens"] = len(sample.get("prompt_ids", ())) + len(texts)
+        sample["num_gen_tokens"] = len(texts)
         if len(texts) == len(numbers_of.get(sample["line"], ())):
             rows = numbers_of[sample["line"]][:MAX_TOKENS].tolist()
             numbers = [[float(f"{x:.3g}") if math.isfinite(x) else None for x in row] for row in rows]

@@ -275,6 +275,19 @@ def test_a_kv_cache_without_room():
     assert "gpu_memory_utilization=" in memory_fit.problem(plan)
 
 
+@pytest.mark.parametrize(("share", "is_few"), [(0.6, True), (0.9, False)])
+def test_a_kv_cache_for_few_sequences_says_so(share, is_few):
+    """By a count of whole sequences: the cache over the bytes of one."""
+    cfg = run_config(max_total_sequence_length=32768, sequence_packing=SequencePackingConfig(32768))
+    vllm_cfg = replace(cfg.policy.generation.vllm_cfg, gpu_memory_utilization=share)
+    generation = replace(cfg.policy.generation, vllm_cfg=vllm_cfg)
+    plan = Plan(replace(cfg, policy=replace(cfg.policy, generation=generation)), LARGE["8B"], 151_665, 8, 80 * GIB)
+    held = int(plan.kv_cache / (2 * 36 * 8 * 128 * 2 * 32768))
+    line = memory_fit.table(plan).splitlines()[-1]
+    assert f"{held} sequences of 32,768" in line and (held < memory_fit.FEW) == is_few
+    assert ("gpu_memory_utilization" in line) == is_few
+
+
 def test_offloads_leave_the_gpu_and_arrive_in_host_memory():
     plan = large_plan("8B", 8)
     moments = memory_fit.changed(plan, [("policy.offload_optimizer_for_logprob", True)])

@@ -155,8 +155,7 @@ def test_check_of_a_guides_file(tmp_path):
     assert re.fullmatch(r"first +row \d+ of train: '<\|user\|>\d+\+1=<\|end\|>.*', expected answer '#### \d+'", first)
     assert [*lines[1:], steps] == [
         "train      train.jsonl, graded by exact: 95 prompts",
-        "validation train.jsonl, graded by exact: 5 prompts",
-        "validation val.jsonl, graded by exact: 100 prompts",
+        "validation train.jsonl, graded by exact: 5 prompts; val.jsonl, graded by exact: 100 prompts",
         "steps      2 of 32 prompts x 16 samples",
     ]
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -346,3 +347,88 @@ def test_on_a_cpu_the_model_decides_how_many_ranks_start(monkeypatch, capsys, si
         assert f"ranks      {ranks} " in check(cfg)
         monkeypatch.setenv("WORLD_SIZE", "1")
         assert "ranks  " not in check(cfg)
+
+
+# ------------------------------------------------------------------------------------------ what a user wrote is called
+
+MODULE = """
+from envs import Environment, StepResult
+CALLS = []
+
+def right(completions, answer, level, **columns):
+    CALLS.append((completions, answer, level, columns))
+    return [float(gold in text) for text, gold in zip(completions, answer)]
+
+def raises(completions, answer):
+    return [1 / len(text[9999:]) for text in completions]
+
+def one(completions):
+    return [1.0]
+
+def text(completions):
+    return "ab"
+
+class Rude(Environment):
+    def step(self, turns):
+        return [turn.fields["absent"] for turn in turns]
+
+class Tested(Rude):
+    self_tests = (("1", "1", "ok"),)
+    def step(self, turns):
+        CALLS.append(turns)
+        return [StepResult(1.0, "ok") for _ in turns]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("right", None),
+        ("Tested", None),
+        ("raises", ["ZeroDivisionError", "mine.py:10", "row 0 of rows"]),
+        ("one", ["1 rewards for 2 completions"]),
+        ("text", ["raised TypeError"]),
+        ("Rude", ["KeyError: 'absent'", "mine.py:20", "row 0 of rows"]),
+    ],
+)
+def test_what_a_user_wrote_is_called_before_a_run(name, words, recipe, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"input": "1+1=", "answer": "2", "level": 3}) + "\n" for _ in range(8))
+    )
+    words_of = [f"data.train.data_path={tmp_path}/rows.jsonl", f"data.train.env_name=mine:{name}"]
+    cfg = recipe("smoke.yaml", *words_of, "grpo.num_prompts_per_step=8")
+    if words is None:
+        check(cfg)
+        (call,) = sys.modules["mine"].CALLS
+        if name == "right":
+            assert call[1:3] == (["2", "2"], [3, 3]) and len(call[0]) == 2 and "2" in call[0][0] not in call[0][1]
+    else:
+        with pytest.raises(ConfigError) as error:
+            check(cfg)
+        assert all(word in str(error.value) for word in [*words, f"mine:{name}"]), error.value
+
+
+def test_a_plan_without_weights(recipe, tmp_path, monkeypatch):
+    """`--check --gpu_memory` by hand plans from config.json and tokenizer alone; a run, and its check, refuse."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "examples/arithmetic/starter" / name, folder)
+    cfg = recipe("smoke.yaml", f"policy.model_name={folder}")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    text = check(cfg, gpu_bytes=80 * 2**30)
+    assert "model.safetensors" in text and "\nmemory " in text
+    index = {"weight_map": {f"w{i}": f"model-{i}.safetensors" for i in range(4)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model-0.safetensors and 3 more files" in check(cfg, gpu_bytes=80 * 2**30)
+    shutil.copy(ROOT / "examples/arithmetic/starter/model.safetensors", folder)
+    assert "\nmissing " not in check(cfg, gpu_bytes=80 * 2**30)
+    (folder / "model.safetensors").unlink()
+    for world, gpu_bytes in (("1", 80 * 2**30), (None, None)):
+        if world:
+            monkeypatch.setenv("WORLD_SIZE", world)
+        with pytest.raises(ConfigError, match="safetensors"):
+            check(cfg, gpu_bytes=gpu_bytes)

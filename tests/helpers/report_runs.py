@@ -63,7 +63,7 @@ def sample_of(step: int, i: int, envs: list[str], texts: list[str], rng: random.
     sample = {"step": step, "kind": "train", "prompt": texts[(step * 31 + i // 8) % 2000], "reply": rng.choice(texts)}
     sample |= {"row_id": i // 8, "index": i % 8, "env_name": envs[i % len(envs)], "reward": reward, "outcome": outcome}
     sample |= {"unshaped_reward": reward, "advantage": reward - 0.5 + rng.gauss(0, 0.1), "finish_reason": "stop"}
-    return sample | {"weight_version": step - 1, "num_tokens": rng.randrange(30, 900)}
+    return sample | {"weight_version": step - 1, "num_gen_tokens": rng.randrange(30, 900)}
 
 
 def make_dump(folder: Path, num_samples: int, envs: list[str], texts: list[str], rng: random.Random) -> None:
@@ -73,7 +73,7 @@ def make_dump(folder: Path, num_samples: int, envs: list[str], texts: list[str],
     for sample in samples:
         sample |= {"prompt_text": sample.pop("prompt"), "prompt_ids": [1] * 20}
         sample["tokens"] = [word + " " for word in sample.pop("reply").split()]
-        del sample["step"], sample["kind"], sample["num_tokens"]
+        del sample["step"], sample["kind"], sample["num_gen_tokens"]
     (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     noise = np.random.default_rng(rng.randrange(2**31))
     for rank in (0, 1):

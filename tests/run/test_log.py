@@ -108,8 +108,8 @@ def test_samples_file_and_console(tmp_path, capsys):
     log.samples(3, "train", [], Tokenizer(STARTER))
     first = dict(step=3, kind="a/greedy", row_id=40, index=0, prompt="2", reply="111<|end|>", reward=1.0, outcome="ok")
     first |= dict(expected="7", unshaped_reward=1.0, env_name="math", advantage=None)
-    first |= dict(finish_reason="stop", weight_version=7, num_tokens=5)
-    second = dict(row_id=41, prompt="22", reply="11111<|end|>", reward=0.0, outcome="wrong", num_tokens=8)
+    first |= dict(finish_reason="stop", weight_version=7, num_gen_tokens=4)
+    second = dict(row_id=41, prompt="22", reply="11111<|end|>", reward=0.0, outcome="wrong", num_gen_tokens=2)
     second |= dict(expected="9" * 2000, unshaped_reward=0.0, env_name="games", advantage=-0.5)
     assert records(tmp_path, "samples.jsonl") == [first, first | second]
     assert capsys.readouterr().out == "    [a/greedy] '2' -> '111<|end|>'  ok, reward 1, expected '7'\n"
