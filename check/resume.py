@@ -137,7 +137,8 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
     damaged (resume=auto takes the one before), another version wrote it, or settings differ that must stay."""
     run = Path(cfg.checkpointing.resume_from)
     if not os.path.isdir(run):
-        raise ConfigError(f"checkpointing.resume_from: no folder '{run}'; give a run folder, as logs/exp_001")
+        tried = f"(tried {os.path.abspath(run)}): give a run folder, as logs/exp_001"
+        raise ConfigError(f"checkpointing.resume_from: no folder '{run}' {tried}")
     if to_train:
         check_writable("checkpointing.resume_from", str(run))
     folder = checkpoint_folder(cfg.checkpointing, run)

@@ -205,9 +205,8 @@ def resolve_folder(name: str, key: str, weights: bool = True) -> Path:
         patterns = ["*.json", "*.jinja"] + ["*.safetensors"] * (weights and key.endswith("model_name"))
         folder = download(name, patterns, problem, instead)
     if not os.path.isdir(folder):
-        raise DataError(
-            f"{key}: no folder '{name}' in {os.getcwd()} (give a Hugging Face folder or a hub name org/model)"
-        )
+        fix = "give a Hugging Face folder or a hub name org/model"
+        raise DataError(f"{key}: no folder '{name}' (tried {os.path.abspath(name)}): {fix}")
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
         raise DataError(f"{key}: '{name}' is an adapter: merge it into its base (PEFT: merge_and_unload)")
     if key.endswith("model_name") and not (folder / "config.json").is_file():
