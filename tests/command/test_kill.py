@@ -16,7 +16,7 @@ def test_every_life_loads_the_last_commit(tmp_path, num_kills):
     command = [sys.executable, WORKER, tmp_path, str(num_kills), "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
+    found = json.loads(done.stdout.splitlines()[-1])  # gloo says before it whom it could not reach
     print(found)
     assert sum(found["kills"].values()) == num_kills
     assert all(found["kills"][point] >= max(1, num_kills // 20) for point in POINTS), "each named point was reached"

@@ -136,7 +136,7 @@ def main(folder: Path, num_kills: int, seed: int) -> None:
         named = None if life % 3 == 0 else sorted(POINTS)[(life - life // 3 - 1) % len(POINTS)]
         pids = [fork_rank(rank, folder, life, named) for rank in range(2)]
         if named is None:
-            time.sleep(rng.uniform(0.2, 1.1))
+            time.sleep(rng.uniform(0.05, 0.5))
             os.kill(pids[rng.randrange(2)], signal.SIGKILL)
         codes = wait(pids)
         assert 66 not in codes, f"life {life} ({named}) found a bad state"
