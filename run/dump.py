@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from tokenizers.decoders import DecodeStream
 
 from batch import to_device
 from check.resume import VERSION
@@ -105,15 +106,7 @@ def _columns(samples: Sequence[Sample], model: Decoder, cfg: Config) -> dict[str
 
 def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     """The text that each id adds; joined, they are the decoded ids. An id that ends inside a character adds nothing."""
-    decode = partial(tokenizer.backend.decode, skip_special_tokens=False)
-    texts: list[str] = []
-    start = middle = 0  # ids[start:middle] are whole characters, and say how the next one begins
-    for end in range(1, len(ids) + 1):
-        before, after = decode(ids[start:middle]), decode(ids[start:end])
-        is_whole = after.startswith(before) and not after.endswith("\ufffd")
-        texts.append(after.removeprefix(before) if is_whole else "")
-        start, middle = (middle, end) if is_whole else (start, middle)
-    whole, joined = decode(ids), "".join(texts)
-    if whole.startswith(joined):
-        return [*texts[:-1], texts[-1] + whole.removeprefix(joined)]
-    return [*[""] * (len(ids) - 1), whole]  # a decoder that looks further back
+    stream = DecodeStream(skip_special_tokens=False)
+    texts = [stream.step(tokenizer.backend, token_id) or "" for token_id in ids]
+    rest = tokenizer.backend.decode(ids, skip_special_tokens=False).removeprefix("".join(texts))
+    return [*texts[:-1], texts[-1] + rest] if ids else []

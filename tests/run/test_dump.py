@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -142,16 +141,6 @@ def test_token_texts():
         ids = rng.integers(0, 258, rng.integers(1, 20)).tolist()
         texts = dump.token_texts(tokenizer, ids)
         assert len(texts) == len(ids) and "".join(texts) == tokenizer.backend.decode(ids, skip_special_tokens=False)
-
-
-def test_token_texts_where_a_word_depends_on_what_is_before_it():
-    """A decoder that drops the first space, and one that no window explains."""
-    words = {0: " one", 1: " two", 2: "s"}
-    decode = lambda ids, skip_special_tokens: "".join(words[i] for i in ids).removeprefix(" ")  # noqa: E731
-    tokenizer = SimpleNamespace(backend=SimpleNamespace(decode=decode))
-    assert dump.token_texts(tokenizer, [0, 1, 2, 0]) == ["one", " two", "s", " one"]
-    tokenizer.backend.decode = lambda ids, skip_special_tokens: "".join(words[i] for i in reversed(ids))
-    assert "".join(dump.token_texts(tokenizer, [0, 1, 2])) == "s two one"
 
 
 def test_what_the_disk_refuses_costs_the_dump_alone(start, plain, tmp_path, monkeypatch, capfd):
