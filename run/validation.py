@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,22 +34,16 @@ def validate(run: Run) -> None:
     run.watchdog.enter("validation")
     start = time.perf_counter()
     values: dict[str, float] = {}
-    summaries: dict[str, list[tuple[int, dict[str, float]]]] = {}  # mode -> (number of samples, numbers) of each set
-    right: dict[str, list[list[float]]] = {}  # mode -> of each set, the accuracy on each problem
+    groups_of_modes: dict[str, list[list[Sample]]] = defaultdict(list)
     for name, mode, samples in sample_sets(run.cfg, run.inputs, run.sampler):
         prefix = f"validation/{name}/{mode}" if len(run.inputs.validation) > 1 else f"validation/{mode}"
-        summaries.setdefault(mode, []).append((len(samples), summarize(samples)))
-        values |= {f"{prefix}/{key}": value for key, value in summaries[mode][-1][1].items()}
-        right.setdefault(mode, []).append([fmean(s.outcome == "ok" for s in group) for group in groups_of(samples)])
-        values |= _interval(prefix, right[mode][-1], len(samples))
+        groups = groups_of(samples)
+        groups_of_modes[mode] += groups
+        values |= {f"{prefix}/{key}": value for key, value in summarize(groups).items()}
         if run.log:
             run.log.samples(run.state.step, prefix, samples, run.inputs.tokenizer)
-    if len(run.inputs.validation) > 1:  # NeMo RL has these alone: all problems together
-        for mode, sets in summaries.items():
-            total = sum(size for size, _ in sets)
-            means = {key: sum(size * numbers[key] for size, numbers in sets) / total for key in sets[0][1]}
-            values |= {f"validation/{mode}/{key}": mean for key, mean in means.items()}
-            values |= _interval(f"validation/{mode}", [mean for each in right[mode] for mean in each], total)
+    for mode, groups in groups_of_modes.items():  # NeMo RL has these alone: the problems of all sets together
+        values |= {f"validation/{mode}/{key}": value for key, value in summarize(groups).items()}
     values["timing/validation/total_validation_time"] = time.perf_counter() - start
     if run.log:
         run.log.validation(run.state.step, values)
@@ -57,16 +51,6 @@ def validate(run: Run) -> None:
         run.state.first_validation = values
     else:
         run.state.last_validation = values
-
-
-def _interval(prefix: str, means: Sequence[float], num_samples: int) -> dict[str, float]:
-    """The metrics beside an accuracy: how sure it is. means: the accuracy on each problem."""
-    low, high = accuracy_interval(means, num_samples)
-    return {
-        f"{prefix}/accuracy_ci95_low": low,
-        f"{prefix}/accuracy_ci95_high": high,
-        f"{prefix}/num_problems": len(means),
-    }
 
 
 def evaluate(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device, folder: Path) -> dict[str, Any]:
@@ -87,8 +71,8 @@ def evaluate(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device,
     without_events = replace(cfg.logger, tensorboard_enabled=False, wandb_enabled=False)
     log = RunLog(folder, without_events, first_step=0, num_steps=0) if ranks.rank == 0 else None
     for name, mode, samples in sample_sets(cfg, inputs, sampler):
-        numbers = sets[name][mode] = with_interval(samples)
-        low, high = numbers["accuracy_ci95"]
+        numbers = sets[name][mode] = summarize(groups_of(samples))
+        low, high = numbers["accuracy_ci95_low"], numbers["accuracy_ci95_high"]
         score = f"accuracy {numbers['accuracy']:.4f} (95%: {low:.4f} to {high:.4f})"
         if numbers["reward"] != numbers["accuracy"]:  # some reward is neither 0 nor 1
             score = f"reward {numbers['reward']:.4f}"
@@ -129,16 +113,19 @@ def sample_sets(cfg: Config, inputs: RunInputs, sampler: Sampler) -> Iterator[tu
             yield name, mode, samples
 
 
-def summarize(samples: Sequence[Sample]) -> dict[str, float]:
-    """Numbers of one set and mode, over groups of n samples of a problem. Rewards are the grader's, unscaled.
+def summarize(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
+    """Numbers of one mode over groups of n samples of a problem. Rewards are the grader's, unscaled.
 
     With n > 1 also pass_at_k and maj_at_k, k = 1, 2, 4, ... and n: pass_at_1 is accuracy, pass_at_n NeMo RL's pass_k.
     """
-    groups = groups_of(samples)
-    size = len(groups[0])
+    samples, size = [s for group in groups for s in group], len(groups[0])
     assert all(len(group) == size for group in groups), sorted(map(len, groups))
+    low, high = accuracy_interval([fmean(s.outcome == "ok" for s in group) for group in groups], len(samples))
     values = {
         "accuracy": fmean(s.outcome == "ok" for s in samples),
+        "accuracy_ci95_low": low,
+        "accuracy_ci95_high": high,
+        "num_problems": len(groups),
         "reward": fmean(s.reward for s in samples),
         "avg_length": fmean(s.num_gen_tokens for s in samples),
         "truncation_rate": fmean(s.finish_reason == "length" for s in samples),
@@ -169,14 +156,6 @@ def majority(samples: Sequence[Sample]) -> float:
     leaders = [answer for answer, count in votes.items() if count == max(votes.values())]
     share_right = [fmean(s.outcome == "ok" for s in samples if s.extracted == answer) for answer in leaders]
     return fmean(share_right) if leaders else 0.0
-
-
-def with_interval(samples: Sequence[Sample]) -> dict[str, Any]:
-    """`summarize` with counts and the 95% interval of accuracy."""
-    right = [[s.outcome == "ok" for s in group] for group in groups_of(samples)]
-    counts = {"num_problems": len(right), "num_samples": len(samples), "num_right": sum(map(sum, right))}
-    interval = accuracy_interval([fmean(group) for group in right], len(samples))
-    return summarize(samples) | {"accuracy_ci95": interval} | counts
 
 
 def accuracy_interval(means: Sequence[float], num_samples: int) -> tuple[float, float]:

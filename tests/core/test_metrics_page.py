@@ -104,7 +104,7 @@ SAMPLES = [
 for number, each in enumerate(SAMPLES):
     each.unshaped_reward = [0.5, 1.0, 0.0, 0.0, 1.0, 1.0][number]
 LOSS = LossConfig(truncated_importance_sampling_type="tis", truncated_importance_sampling_ratio=1.3)
-VALIDATED = [*answers("7", "1", None, "7"), *(replace(s, prompt=1) for s in answers("7", "7", "7", "3"))]
+VALIDATED = [answers("7", "1", None, "7"), answers("7", "7", "7", "3")]
 FUNCTIONS = {name: getattr(np, name) for name in "exp log abs minimum maximum mean sum min max".split()}
 FUNCTIONS |= {"k1": lambda x: -x, "k2": lambda x: x**2 / 2, "k3": lambda x: np.exp(x) - 1 - x}
 FUNCTIONS |= {f"{name}_{dim}": FUNCTIONS[name] for name in ("mean", "sum", "min", "max") for dim in "RBP"}
@@ -167,7 +167,7 @@ def test_formulas_of_the_loss_and_of_samples(one_rank):
 def test_formulas_of_validation():
     code = summarize(VALIDATED)
     names = {"outcome": "outcome", "reward": "reward", "gen_tokens": "num_gen_tokens", "finish_reason": "finish_reason"}
-    names = {name: np.array([getattr(s, field) for s in VALIDATED]) for name, field in names.items()}
+    names = {name: np.array([getattr(s, field) for group in VALIDATED for s in group]) for name, field in names.items()}
     names |= {"n": 4, "c": np.array([2, 3]), "comb": np.vectorize(math.comb)}
     texts = {key: text for key, text in formulas().items() if key.startswith("validation/")}
     assert len(texts) == 6

@@ -31,7 +31,7 @@ import envs
 import grpo
 from advantages import step_advantages
 from batch import make_minibatches
-from data import Problem
+from data import Problem, groups_of
 from dataset.mixing import Mixture
 from dataset.scan import Dataset
 from engine import Completion, check_versions
@@ -195,7 +195,7 @@ def answer_of(trained, generated, cfg, ranks):
         "metrics": sample_metrics(generated, trained) | metrics,
         "adv": adv_B,
         "shown": [[s.output_ids.tolist(), *(getattr(s, name) for name in names)] for s in shown],
-        "validation": summarize(generated),
+        "validation": summarize(groups_of(generated)),
     }
 
 
