@@ -58,7 +58,6 @@ class Gpu:
     memory: float
     link: float
     host: float
-    has_tma: bool = False
 
 
 GPUS = {
@@ -66,8 +65,8 @@ GPUS = {
     24: Gpu("RTX 4090", 165.2e12, 1008e9, 32e9, 32e9),
     40: Gpu("A100 40GB", 312e12, 1555e9, 300e9, 32e9),
     48: Gpu("L40S", 362e12, 864e9, 32e9, 32e9),
-    80: Gpu("H100 SXM", 989.5e12, 3350e9, 450e9, 64e9, True),
-    141: Gpu("H200 SXM", 989.5e12, 4800e9, 450e9, 64e9, True),
+    80: Gpu("H100 SXM", 989.5e12, 3350e9, 450e9, 64e9),
+    141: Gpu("H200 SXM", 989.5e12, 4800e9, 450e9, 64e9),
 }
 A6000 = Gpu("RTX A6000", 154.8e12, 768e9, 32e9, 32e9)
 
@@ -102,7 +101,7 @@ def model_config(name: str) -> ModelConfig:
 @lru_cache
 def base_plan(name: str, num_gpus: int, gib: float, gpu: Gpu, lora: bool = False) -> Plan:
     cfg = reader.load(ROOT / "configs/math_1b.yaml", [f"policy.dtensor_cfg.lora_cfg.enabled={json.dumps(lora)}"])
-    return Plan(cfg, model_config(name), VOCAB, num_gpus, gib * GIB, has_tma=gpu.has_tma)
+    return Plan(cfg, model_config(name), VOCAB, num_gpus, gib * GIB)
 
 
 def fitted(plan: Plan) -> tuple[Plan, dict[str, object]] | None:

@@ -34,7 +34,7 @@ def count(shapes: Shapes, part: str = "") -> int:
 class Plan:
     """A run on `num_gpus` ranks that train, in all replicas together. vocab: ids of the tokenizer. gpu_bytes: memory of
     one GPU, or None if unknown; others: what other processes hold of it. reward: the reward model. trains: False for
-    eval.py. teacher: of the KL. has_tma: whether the GPU (sm_90 and later) scores rows without a chunk of logits."""
+    eval.py. teacher: of the KL."""
 
     cfg: Config
     model: ModelConfig
@@ -45,7 +45,6 @@ class Plan:
     trains: bool = True
     teacher: ModelConfig | None = None
     others: float = 0
-    has_tma: bool = True
 
     @property
     def precision(self) -> int:
@@ -176,15 +175,12 @@ class Plan:
         """A chunk of the head's logits (kernels.softmax.logit_chunks), with top_p sorted a part at a time. PyTorch has
         copies: exp z, dz."""
         m, policy = self.model, self.cfg.policy
-        top_p, top_k = policy.generation.top_p, policy.generation.top_k
-        sorts = (20 << 24) * (top_p < 1)  # kernels.softmax.SamplingFilter: 20 for each of SORT_ELEMENTS
+        sorts = (20 << 24) * (policy.generation.top_p < 1)  # SamplingFilter: 20 for each of SORT_ELEMENTS
         if policy.kernel_backend != "torch":
             stride = -(-m.vocab_size // 16) * 16
             most = policy.logprob_chunk_size or max(1024, CHUNK_BYTES // (4 * stride) // 128 * 128)
             equal = -(-self.tokens // -(-self.tokens // most) // 128) * 128  # KernelBackend.rows
-            # To score without a filter, linear_logp writes none.
-            is_written = to_train or top_p < 1 or top_k is not None or not self.has_tma
-            return (4 * stride * min(most, equal) + sorts) * is_written
+            return 4 * stride * min(most, equal) + sorts
         chunk = 4 * self.vocab * min(self.tokens, max(1, CHUNK_ELEMENTS // self.vocab))
         copies = 2.5 if self.precision == 2 and to_train and not self.lora else 2
         return max(chunk + sorts, chunk * copies)

@@ -269,8 +269,8 @@ def memory_plan(cfg: Config, inputs: RunInputs, num_ranks: int, gpu_bytes: float
     num_trainers = max(1, num_ranks - cfg.policy.generation.num_generators)
     reward = inputs.reward_model[1] if inputs.reward_model else None
     teacher = inputs.reference_model[1] if inputs.reference_model else None
-    models = {"reward": reward, "teacher": teacher, "has_tma": False}  # nobody knows the GPU yet
-    return Plan(cfg, inputs.model_config, inputs.tokenizer.vocab_size, num_trainers, gpu_bytes, **models)
+    model, vocab = inputs.model_config, inputs.tokenizer.vocab_size
+    return Plan(cfg, model, vocab, num_trainers, gpu_bytes, reward=reward, teacher=teacher)
 
 
 def ranks_on_cpu(cfg: Config, model: ModelConfig) -> tuple[int, str]:

@@ -97,9 +97,8 @@ def plan_memory(
     if gpu_bytes is None and device.type == "cuda":
         free, gpu_bytes = torch.cuda.mem_get_info(device)
         others = max(0, *gather(gpu_bytes - free - OWN_CONTEXT, ranks.job))  # all ranks refuse, or none
-    has_tma = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
     plan = memory_plan(cfg, inputs, ranks.job_size, gpu_bytes)
-    return Memory(replace(plan, trains=trains, others=others, has_tma=has_tma), ranks)
+    return Memory(replace(plan, trains=trains, others=others), ranks)
 
 
 def set_up(

@@ -108,9 +108,8 @@ def test_what_a_compiled_block_keeps_on_cuda(name, monkeypatch):
 @pytest.mark.parametrize("chunk", [None, 1024])
 def test_the_head_on_cuda(chunk, monkeypatch):
     """The logits and the gradients of linear_loss, with stand-ins for the kernels, which allocate nothing."""
-    for name in ("softmax.row_stats_kernel", "softmax.dlogits_kernel", "linear_logp.tile_stats_kernel"):
-        module, _, kernel = f"kernels.{name}".rpartition(".")
-        monkeypatch.setattr(sys.modules[module], kernel, defaultdict(lambda: lambda *_, **__: None))
+    for kernel in ("row_stats_kernel", "dlogits_kernel"):
+        monkeypatch.setattr(sys.modules["kernels.softmax"], kernel, defaultdict(lambda: lambda *_, **__: None))
     cfg = run_config(logprob_chunk_size=chunk, sequence_packing=SequencePackingConfig(train_mb_tokens=8192))
     plan = Plan(cfg, LARGE["8B"], 151_665, 8)
     inputs = {"device": "meta", "dtype": torch.bfloat16, "requires_grad": True}
@@ -126,9 +125,7 @@ def test_the_head_on_cuda(chunk, monkeypatch):
     planned = plan.train()["the head"]["logits and gradient of the head"]
     assert planned - hidden_RD.nbytes == pytest.approx(live.largest, rel=0.02)
     rows = KernelBackend("triton", chunk).rows(8192, 151_936)
-    assert plan.logits(True) == 4 * rows * 151_936
-    assert plan.logits(False) == 0  # tiles stay on the chip; without TMA (below sm_90) rows are written
-    assert replace(plan, has_tma=False).logits(False) == plan.logits(True)
+    assert plan.logits(True) == plan.logits(False) == 4 * rows * 151_936
 
 
 @pytest.mark.slow
@@ -201,10 +198,10 @@ def recipe(name, num_gpus, gib, *words):
 @pytest.mark.parametrize(
     ("plan", "sizes"),
     [
-        (("math_1b.yaml", 1, 23.6), (45.7, 26.6, 34.8, 24.3)),
-        (("math_1b.yaml", 8, 79.2), (25.6, 6.57, 53.2, 9.2)),
-        (("math_8b.yaml", 8, 79.2), (65.5, 20.6, 64.1, 33.6)),
-        (("math_8b.yaml", 8, 79.2, "policy.dtensor_cfg.activation_checkpointing=true"), (29.6, 20.6, 64.1, 33.6)),
+        (("math_1b.yaml", 1, 23.6), (45.7, 28.3, 34.8, 24.3)),
+        (("math_1b.yaml", 8, 79.2), (25.6, 8.26, 53.2, 9.2)),
+        (("math_8b.yaml", 8, 79.2), (65.5, 22.5, 64.1, 33.6)),
+        (("math_8b.yaml", 8, 79.2, "policy.dtensor_cfg.activation_checkpointing=true"), (29.6, 22.5, 64.1, 33.6)),
     ],
 )
 def test_sizes_by_hand(plan, sizes):
@@ -217,8 +214,8 @@ def test_sizes_by_hand(plan, sizes):
 
 @pytest.mark.parametrize("name", ["math_1b_24gb.yaml", "math_8b_lora_24gb.yaml"])
 def test_the_recipes_for_24_gb_fit(name):
-    """Also on a card like an RTX 4090: torch sees 23.5 GiB, and it scores with rows of logits."""
-    plan = replace(recipe(name, 1, 24), has_tma=False)
+    """Also where torch sees 23.5 GiB, as on an RTX 4090."""
+    plan = recipe(name, 1, 24)
     assert memory_fit.problem(plan) is None and plan.kv_cache / plan.kv_bytes > 10_000
     assert replace(plan, gpu_bytes=23.5 * GIB).lacking() <= 0
     assert "it fits with" in memory_fit.problem(recipe(name.replace("_24gb", ""), 1, 24))
@@ -393,15 +390,15 @@ def random_plan(seed):
         fixes = {key: rng.choice(values) for key, values in set_to.items()}
         fixes |= {"policy.max_total_sequence_length": length, "policy.generation.max_new_tokens": length // 2}
         fixes["policy.sequence_packing.train_mb_tokens"] = length * rng.choice((1, 2, 4))
-        gpu_bytes, has_tma = rng.choice((16, 24, 40, 48, 80)) * GIB, rng.random() < 0.5
-        plan = replace(large_plan(rng.choice([*LARGE]), num_gpus), gpu_bytes=gpu_bytes, has_tma=has_tma)
+        gpu_bytes = rng.choice((16, 24, 40, 48, 80)) * GIB
+        plan = replace(large_plan(rng.choice([*LARGE]), num_gpus), gpu_bytes=gpu_bytes)
         plan = memory_fit.changed(plan, fixes)
         if not fits(plan) and fits(replace(plan, gpu_bytes=9999 * GIB)):
             return plan
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds, most", [((9, 14), 2), pytest.param(range(200), 3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seeds, most", [((7, 14), 2), pytest.param(range(200), 3, marks=pytest.mark.long)])
 def test_no_three_keys_fit_what_the_plan_calls_impossible(seeds, most):
     """By brute force; and what it proposes fits, is accepted, and names no key without which it fits as well."""
     num_impossible = 0

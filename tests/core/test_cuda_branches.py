@@ -36,12 +36,12 @@ VOCAB = 200  # of the tokenizer; the model has 211 rows
 CHUNK = 48  # rows of logits at once: several chunks, the last one smaller
 QWEN3 = SIZES | {"model_type": "qwen3", "head_dim": 16, "rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 1e6}
 # What a kernel reads or writes through each of its pointers.
-POINTERS = dict.fromkeys(["logits_ptr", "stats_ptr", "inputs_ptr", "g_ptr", "h_ptr", "picked_ptr"], torch.float32)
+POINTERS = dict.fromkeys(["logits_ptr", "stats_ptr", "inputs_ptr", "g_ptr", "h_ptr"], torch.float32)
 POINTERS |= {"dlogits_ptr": torch.bfloat16, "target_ptr": torch.int64}
-WAYS = {  # kernel backend, path of the loss, kernels of a step; of log-probabilities alone the tiles'
-    "fused": ("auto", "fused", {"clipped_pg_kernel", "tile_stats_kernel"}),
-    "one pass": ("auto", "one pass", {"row_stats_kernel", "dlogits_kernel", "tile_stats_kernel"}),
-    "two passes": ("auto", "two passes", {"row_stats_kernel", "dlogits_kernel", "tile_stats_kernel"}),
+WAYS = {  # kernel backend, path of the loss, kernels of a step
+    "fused": ("auto", "fused", {"clipped_pg_kernel", "row_stats_kernel"}),
+    "one pass": ("auto", "one pass", {"row_stats_kernel", "dlogits_kernel"}),
+    "two passes": ("auto", "two passes", {"row_stats_kernel", "dlogits_kernel"}),
     "torch": ("torch", "one pass", set()),
 }
 MATMULS = ("aten.mm.", "aten.addmm.", "aten.bmm.")
@@ -62,15 +62,11 @@ class Launch:
             for name, value in given.items():
                 if isinstance(value, torch.Tensor):
                     assert (value.device, value.dtype) == (META, POINTERS[name]), (self.name, name)
-                elif name in ("hidden", "weight"):  # descriptors, whose rows start at multiples of 16 bytes
-                    assert (value.base.device, value.base.dtype) == (META, torch.bfloat16)
-                    assert value.strides[0] % 8 == 0 and value.strides[1] == 1
-            if "logits_ptr" in given:  # rows for at least as many programs, each row whole in 16 bytes
-                num_rows, row_stride = len(given["target_ptr"]), given["logits_ptr"].stride(0)
-                assert 0 < grid[0] <= num_rows == len(given["logits_ptr"]) == given["num_rows"]
-                assert given["vocab"] == VOCAB <= given["row_stride"] == row_stride and row_stride % 16 == 0
-            assert not given.get("WIDEN"), "only for the interpreter"
-            assert grid[0] > 0 and num_warps in (1, 2, 4, 8, 16)
+            # Rows for at least as many programs, each row whole in 16 bytes.
+            num_rows, row_stride = len(given["target_ptr"]), given["logits_ptr"].stride(0)
+            assert 0 < grid[0] <= num_rows == len(given["logits_ptr"]) == given["num_rows"]
+            assert given["vocab"] == VOCAB <= given["row_stride"] == row_stride and row_stride % 16 == 0
+            assert num_warps in (1, 2, 4, 8, 16)
             self.launched[self.name] += 1
 
         return launch
@@ -114,7 +110,6 @@ def launched(monkeypatch):
     launched, gpu = Counter(), SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: x.device == META), raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(model_module, "uses_flash_attention", lambda _, dtype: uses_flash_attention("cuda", dtype))
     monkeypatch.setitem(softmax.CHUNK_ELEMENTS, "meta", CHUNK * VOCAB)  # its entry for "cuda" takes the pack whole
     for module in KERNEL_FILES:
@@ -263,18 +258,6 @@ def test_the_host_waits_a_few_times_in_an_optimizer_step_whatever_its_micro_batc
         reduce_over_ranks(sums, divide_sums_by=1)  # of the whole step
     assert minibatch.num_tokens == sum(len(micro.pos_R) for micro in minibatch.micros) and len(minibatch.micros) > 3
     assert on_device.counts["host waits"] + 1 <= 6, on_device.counts
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_before_hopper_log_probabilities_come_from_rows_of_logits(capability, launched, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    hidden_TD, weight_VD = (torch.empty(rows, 64, dtype=torch.bfloat16, device=META) for rows in (100, 211))
-    target_T = torch.empty(100, dtype=torch.int64, device=META)
-    linear_logp(hidden_TD, weight_VD, target_T, vocab=VOCAB, backend=choose_backend("auto", "cuda", CHUNK))
-    if capability < (9, 0):
-        assert launched == {"row_stats_kernel": 3}, "three chunks"
-    else:
-        assert launched == {"tile_stats_kernel": 1}
 
 
 @pytest.mark.parametrize("is_installed", [False, True])

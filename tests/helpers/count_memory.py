@@ -217,8 +217,6 @@ def meta_gpu():
         patch.setattr(model_module, "uses_flash_attention", lambda *_: True)
         for name in ("row_stats_kernel", "dlogits_kernel"):
             patch.setattr(softmax, name, defaultdict(lambda: lambda *_, **__: None))
-        kernels = sys.modules["kernels.linear_logp"]
-        patch.setattr(kernels, "tile_stats_kernel", defaultdict(lambda: lambda *_, **__: None))
         yield
 
 

@@ -23,7 +23,6 @@ KINDS = ("fused", "one pass", "two passes")
 KERNELS = {  # by module: `kernels.linear_logp` is the function
     "kernels.softmax": ("row_stats_kernel", "dlogits_kernel"),
     "kernels.clipped_pg": ("clipped_pg_kernel",),
-    "kernels.linear_logp": ("tile_stats_kernel",),
 }
 
 

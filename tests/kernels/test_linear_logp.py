@@ -130,8 +130,7 @@ def test_chunks_stay_within_the_budget(monkeypatch):
         assert all((c.stop - c.start) * vocab <= max(budget, vocab) for c in parts)
 
 
-# Columns around a tile's 256; odd depths; large vocabularies. Rows around those of a tile, of 16 of them, and of two
-# programs' share.
+# Columns around 128 and 256; odd depths; large vocabularies; rows around 32 and 128.
 EDGE_SHAPES = [(5, V, 24) for V in (1, 2, 33, 127, 128, 129, 255, 256, 257, 1000)]
 EDGE_SHAPES += [(T, 300, 40) for T in (7, 31, 32, 33, 127, 129)]
 EDGE_SHAPES += [(530, 260, 8), (7, 257, 3), (7, 257, 71), (7, 32000, 16), (7, 151936, 16)]
@@ -140,7 +139,7 @@ FEW_SHAPES = [(5, V, 24) for V in (1, 33, 255, 257, 1000)] + [(7, 257, 3), (7, 2
 
 def edge_inputs(T, V, D, dtype):
     hidden_TD, weight_VD, target_T = make_inputs(T, V, D, dtype)
-    edges = torch.tensor([V - 1, 0, 255, 256, 127, 128]).clamp(max=V - 1)  # first and last column of V and of a tile
+    edges = torch.tensor([V - 1, 0, 255, 256, 127, 128]).clamp(max=V - 1)  # first and last column
     target_T[: len(edges)] = edges[:T]
     return hidden_TD, weight_VD, target_T
 
@@ -156,19 +155,6 @@ def edge_inputs(T, V, D, dtype):
 def test_edge_shapes(T, V, D, dtype):
     gradient = 1e-5 if dtype == torch.float32 else 3e-3
     check(edge_inputs(T, V, D, dtype), KernelBackend("triton"), 0.7, gradient=gradient)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "T, V, D, dtype", [(530, 260, 8, torch.float32), (129, 260, 8, torch.bfloat16), (3, 32000, 8, torch.bfloat16)]
-)
-def test_forward_walks_over_every_tile(T, V, D, dtype):
-    """17 row tiles, 2, and 125 column tiles: what backward, which knows rows only, would take the interpreter long."""
-    inputs = edge_inputs(T, V, D, dtype)
-    with torch.no_grad():
-        got = ours(KernelBackend("triton"))(*inputs, 0.7)
-        want = reference(*(x.double() for x in inputs[:2]), inputs[2], 0.7)
-    assert all((a - b).abs().max() <= 1e-4 for a, b in zip(got, want, strict=True))
 
 
 @backends
@@ -332,8 +318,7 @@ def test_only_needed_gradients_are_computed(backend, hidden_grad, weight_grad, m
         coef_T = torch.randn(20, generator=torch.Generator().manual_seed(9)).to(logp_T)
         if logp_T.requires_grad:
             (logp_T * coef_T).sum().backward()
-    # The counter sees torch's matmuls, so not the one of Triton's forward.
-    assert flops.get_total_flops() == (matmuls - (backend is TRITON)) * 2 * 20 * 37 * 8
+    assert flops.get_total_flops() == matmuls * 2 * 20 * 37 * 8
     for x, used, grad in ((hidden_TD, hidden_grad, want[2]), (weight_VD, weight_grad, want[3])):
         assert (x.grad is None) == (not used)
         if used:

@@ -140,7 +140,6 @@ def test_a_user_says_what_the_gpu_has(given, code, program, main, monkeypatch, c
 
 def test_what_a_user_says_comes_before_what_the_gpu_says(one_rank, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, GIB))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     inputs = SimpleNamespace(model_config=read_model_config(STARTER), reward_model=None, reference_model=None)
     inputs.tokenizer = SimpleNamespace(vocab_size=262)
     plan_memory = partial(start.plan_memory, Config(), inputs, one_rank[0], torch.device("cuda"))
@@ -150,7 +149,6 @@ def test_what_a_user_says_comes_before_what_the_gpu_says(one_rank, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (800 * GIB, 900 * GIB))
     plan = plan_memory(None).plan
     assert (plan.gpu_bytes, plan.others) == (900 * GIB, (900 - 800 - 0.5) * GIB), "0.5: this process's own context"
-    assert not plan.has_tma
 
 
 @pytest.mark.slow
