@@ -185,7 +185,7 @@ def _put_kl_into_advantages(micros: list[MicroBatch], cfg: Config) -> None:
 
 def _put_gradient_rows_first(micros: list[MicroBatch], path: LossPath) -> list[int]:
     """Two thirds of the output layer's work is gradients, and a token of advantage 0 has none, unless it gets one from
-    a KL or an entropy bonus: probes of the loss have told `path`.
+    a KL, an entropy bonus or an NLL: probes of the loss have told `path`.
 
     Returns this rank's num_tokens, num_seqs, num_positive_tokens. A token whose sampler log-probability is not finite
     does not count: `policy_loss` drops it. The host waits for the device once."""
@@ -194,7 +194,7 @@ def _put_gradient_rows_first(micros: list[MicroBatch], path: LossPath) -> list[i
     counts = np.zeros(3, np.int64)
     for micro, rows in zip(micros, on_host.split([len(micro.mask_R) for micro in micros], dim=1), strict=True):
         adv_R, reward_R, seq_R, sampler_logp_R, mask_R = rows
-        moved_R = path.may_have_gradient(adv_R, reward_R > 0) & mask_R.bool()
+        moved_R = mask_R.bool() & ((adv_R != 0) | path.zero_adv_has_grad)
         order_R = on_device(moved_R.logical_not().argsort(stable=True).numpy(), micro.mask_R.device)
         for name in (field.name for field in fields(micro) if field.name.endswith("_R")):
             if (x_R := getattr(micro, name)) is not None:

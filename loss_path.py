@@ -50,10 +50,10 @@ def choose_loss_path(
     old_logp_R and ref_logp_R; filtered: whether it filters logits. Deterministic, so all ranks choose the same path.
     ConfigError if the gradient depends on how sequences are packed, unless allow_pack_dependence."""
     make_pack = partial(_pack, cfg=cfg, has_old=has_old, has_ref=has_ref)
-    coupled, depends_on_pack, has_grad, positive_has_grad = _probe(policy_loss, make_pack)
+    coupled, depends_on_pack, has_grad = _probe(policy_loss, make_pack)
     if depends_on_pack and not allow_pack_dependence:
         raise ConfigError(PACK_DEPENDENCE)
-    path = LossPath("one pass", zero_adv_has_grad=has_grad, zero_adv_positive_has_grad=positive_has_grad)
+    path = LossPath("one pass", zero_adv_has_grad=has_grad)
     if coupled:
         why = f"the loss couples the tokens of a {'pack' if depends_on_pack else 'sequence'}"
         return replace(path, kind="two passes", why=why)
@@ -101,9 +101,9 @@ def _pack(logp_R: Tensor, values_KR: Tensor, mask_R: Tensor, *, cfg: LossConfig,
     }
 
 
-def _probe(policy_loss: Callable, make_pack: Callable) -> tuple[bool, bool, bool, bool]:
+def _probe(policy_loss: Callable, make_pack: Callable) -> tuple[bool, bool, bool]:
     """(whether the derivatives at a token depend on other tokens; whether on other sequences or the order of tokens;
-    zero_adv_has_grad; zero_adv_positive_has_grad).
+    zero_adv_has_grad).
 
     24 tokens of four sequences that are not alike, whose log-probabilities differ by little and by much. Every second
     token is moved, by little and by much, and the derivatives at the tokens in between are compared. Then each sequence
@@ -115,7 +115,7 @@ def _probe(policy_loss: Callable, make_pack: Callable) -> tuple[bool, bool, bool
         same_KR = torch.isclose(again_KR, slopes_KR, rtol=1e-9, atol=0, equal_nan=True)
         return not bool(same_KR[:, rows].all())
 
-    coupled = depends_on_pack = has_grad = positive_has_grad = False
+    coupled = depends_on_pack = has_grad = False
     token_R, generator = torch.arange(24), torch.Generator().manual_seed(0)
     adv_R = torch.tensor([1.3, 0.0, -0.7, -2.1, 0.0], dtype=torch.float64)[token_R % 5] * (1 + token_R / 24)
     for size in (1e-3, 0.03, 0.3, 3.0, 30.0):  # nats
@@ -126,9 +126,7 @@ def _probe(policy_loss: Callable, make_pack: Callable) -> tuple[bool, bool, bool
         pack = make_pack(stats_KR[0], values_KR, token_R % 7 != 6)
         pack_loss = partial(policy_loss, **pack)
         _, _, slopes_KR, _ = derivatives(pack_loss, stats_KR)
-        moved_R = (slopes_KR != 0).any(0) & (adv_R == 0)
-        has_grad |= bool((moved_R & ~pack["positive_R"]).any())
-        positive_has_grad |= bool((moved_R & pack["positive_R"]).any())
+        has_grad |= bool((slopes_KR[:, adv_R == 0] != 0).any())
         for first in (0, 1):
             for push in (-30.0, -0.3, -3e-3, 3e-3, 0.3, 30.0):
                 moved_KR = stats_KR.clone()
@@ -140,7 +138,7 @@ def _probe(policy_loss: Callable, make_pack: Callable) -> tuple[bool, bool, bool
             alone = {name: x[row_R] if torch.is_tensor(x) else x for name, x in pack.items()}
             alone_loss = partial(policy_loss, **alone | {"seq_R": 0 * row_R})
             depends_on_pack |= differ(alone_loss, stats_KR[:, row_R], slopes_KR[:, row_R])
-    return coupled, depends_on_pack, has_grad, positive_has_grad
+    return coupled, depends_on_pack, has_grad
 
 
 def _edge_values(cfg: LossConfig) -> list[tuple[float, float, float, float]]:

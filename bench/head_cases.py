@@ -91,7 +91,7 @@ def oracle(x: Inputs) -> dict[str, Tensor]:
 
 def ours(backend: KernelBackend, kind: str = "one pass") -> Callable:
     """`linear_loss` on the PPO-clip loss, one sequence for each advantage."""
-    path = LossPath(kind, zero_adv_has_grad=False, zero_adv_positive_has_grad=False)
+    path = LossPath(kind, zero_adv_has_grad=False)
 
     def forward(x: Inputs):
         num_rows, seen = len(x.old_N), []

@@ -72,7 +72,7 @@ def config_of(way: str, *overrides: str) -> Config:
 def set_way(model: nn.Module, way: str, device: torch.device) -> None:
     """The fused kernel is for these options what it proves to be at start; here it need not prove it again."""
     model.backend = choose_backend(WAYS[way][0], device.type)
-    model.loss_path = LossPath(WAYS[way][1], zero_adv_has_grad=False, zero_adv_positive_has_grad=False)
+    model.loss_path = LossPath(WAYS[way][1], zero_adv_has_grad=False)
 
 
 @torch.no_grad()
@@ -105,7 +105,7 @@ def random_batch(cfg: Config, vocab: int, num_samples: int, ranks: Ranks, device
         samples.append(data.Sample(i // 16, i % 16, 0, prompt.tolist(), response, logps, mask, **ends))
     adv_B = rng.standard_normal(num_samples).tolist()
     minibatches = make_minibatches(samples, adv_B, cfg, ranks, device)
-    path = LossPath("one pass", zero_adv_has_grad=False, zero_adv_positive_has_grad=False)
+    path = LossPath("one pass", zero_adv_has_grad=False)
     finish_minibatches(minibatches, cfg, path, 0)
     return minibatches[0]
 

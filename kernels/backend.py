@@ -36,9 +36,9 @@ class KernelBackend:
 
 
 def choose_backend(option: str, device_type: str, chunk_rows: int | None = None, pack_rows: int = 0) -> KernelBackend:
-    """triton, torch, or auto: Triton on CUDA, PyTorch elsewhere. ValueError for "triton" without CUDA."""
+    """triton, torch, or auto: Triton on CUDA, PyTorch elsewhere. ValueError for triton without CUDA."""
     if option == "triton" and device_type != "cuda":
-        raise ValueError(f"triton needs a CUDA device, this is {device_type}; auto or torch run here")
+        raise ValueError(f"policy.kernel_backend=triton needs a CUDA device, this is {device_type}: use auto or torch")
     if option == "auto":
         option = "triton" if device_type == "cuda" else "torch"
     return KernelBackend(option, chunk_rows, pack_rows)
@@ -55,21 +55,13 @@ def backend_for(hidden_RD: Tensor, backend: KernelBackend | None) -> KernelBacke
 class LossPath:
     """How the gradient of a loss is computed; the default is right for any loss.
 
-    zero_adv_has_grad: the loss has a gradient at tokens with advantage 0, from a KL or an entropy bonus.
-    zero_adv_positive_has_grad: it has one at tokens with advantage 0 in samples with a positive reward.
+    zero_adv_has_grad: the loss has a gradient at tokens with advantage 0, from a KL, an entropy bonus or an NLL.
     """
 
     kind: Literal["fused", "one pass", "two passes"] = "two passes"
     why: str = ""
     zero_adv_has_grad: bool = True
-    zero_adv_positive_has_grad: bool = True
 
     def describe(self) -> str:
         kind = "fused Triton kernel, proven equal to" if self.kind == "fused" else f"{self.kind}, autograd of"
         return f"loss: {kind} loss.py" + (f" ({self.why})" if self.why else "")
-
-    def may_have_gradient(self, adv_R: Tensor, positive_R: Tensor) -> Tensor:
-        """Where the loss can have a derivative (bool), among the tokens that are trained on."""
-        if self.zero_adv_has_grad:
-            return torch.ones_like(positive_R)
-        return (adv_R != 0) | positive_R if self.zero_adv_positive_has_grad else adv_R != 0

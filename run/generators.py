@@ -70,8 +70,8 @@ class Generators:
     def sample(
         self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = 0
     ) -> list[Sample]:
-        """As Sampler.sample."""
-        return self._ask("sample", prompts, num_samples, options, seed_key, step)
+        """As Sampler.sample. The watchdog knows how long a rollout takes, and how long a validation."""
+        return self._ask("generation" if step else "validation", prompts, num_samples, options, seed_key, step)
 
     def groups_under_way(self) -> dict[int, bool]:
         """As Sampler.groups_under_way, at the newest sync."""
@@ -104,7 +104,7 @@ def serve(sampler: Sampler, device: torch.device, watchdog: Watchdog) -> None:
     bridge = sampler.ranks.bridge
     while (request := _next_request(sampler, watchdog))[0] != "end":
         task, *arguments = request
-        watchdog.enter(_phase(task, arguments))
+        watchdog.enter(task)
         if task == "start":
             sampler.in_flight.append((sampler.start(*arguments), {}))
             continue
@@ -113,13 +113,6 @@ def serve(sampler: Sampler, device: torch.device, watchdog: Watchdog) -> None:
         except (Interrupted, StopRun) as error:
             answer = error
         bridge.broadcast(answer, root=bridge.num_trainers)
-
-
-def _phase(task: str, arguments: list) -> str:
-    """The watchdog's name: a rollout and a validation take different times."""
-    if task in ("sample", "finish"):
-        return "generation" if task == "finish" or arguments[-1] else "validation"
-    return task
 
 
 def _next_request(sampler: Sampler, watchdog: Watchdog) -> tuple:
@@ -136,12 +129,12 @@ def _next_request(sampler: Sampler, watchdog: Watchdog) -> tuple:
 def _answer(task: str, arguments: list, sampler: Sampler, device: torch.device, watchdog: Watchdog) -> Any:
     """What a generator does for a request. A collective of all generators."""
     engine, ranks = sampler.engine, sampler.ranks
-    if task in ("sample", "finish"):
+    if task in ("generation", "validation", "finish"):
         if any_rank(engine.should_stop()):  # no trainer has heard of it
             raise Interrupted
-        if task == "sample":
-            return with_tokens(sampler.sample(*arguments))
-        return with_tokens(sampler.finish(sampler.in_flight.popleft()[0]))
+        if task == "finish":
+            return with_tokens(sampler.finish(sampler.in_flight.popleft()[0]))
+        return with_tokens(sampler.sample(*arguments))
     if task == "canary":
         *inputs, may_stop = arguments
         replies = gather(engine.generate(*inputs, may_stop=may_stop))

@@ -274,11 +274,8 @@ def build_policy(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: to
     if policy.deterministic_attention:  # before the first matmul: Decoder.backward has torch refuse it otherwise
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.utils.deterministic.fill_uninitialized_memory = False
-    try:
-        sizes = policy.logprob_chunk_size, policy.pack_tokens(device.type)
-        backend = choose_backend(policy.kernel_backend, device.type, *sizes)
-    except ValueError as error:
-        raise config.ConfigError(f"policy.kernel_backend: {error}") from error
+    sizes = policy.logprob_chunk_size, policy.pack_tokens(device.type)
+    backend = choose_backend(policy.kernel_backend, device.type, *sizes)
     compiled = compiles(policy.compile, device.type)
     seed_everything(cfg.grpo.seed)
     mesh = fsdp_mesh(device.type, policy.dtensor_cfg.dp_replicate_size)

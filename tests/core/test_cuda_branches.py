@@ -127,7 +127,7 @@ def policy(way: str, *, recompute: bool) -> Decoder:
         block.recompute = recompute
     model.vocab_limit = VOCAB
     model.backend = choose_backend(option, "cuda", CHUNK)
-    model.loss_path = LossPath(kind, zero_adv_has_grad=False, zero_adv_positive_has_grad=False)
+    model.loss_path = LossPath(kind, zero_adv_has_grad=False)
     return model
 
 

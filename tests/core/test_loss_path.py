@@ -93,7 +93,7 @@ def oracle(policy_loss, hidden_RD, weight_VD, target_R, pack):
 
 def train(policy_loss, path, backend, hidden_RD, weight_VD, target_R, pack):
     """(gradients in hidden and weight, metrics), rows that may have a gradient first, as the trainer sorts them."""
-    moved_R = path.may_have_gradient(pack["adv_R"], pack["positive_R"]) & pack["mask_R"]
+    moved_R = ((pack["adv_R"] != 0) | path.zero_adv_has_grad) & pack["mask_R"]
     order_R = moved_R.logical_not().argsort(stable=True)
     pack = {name: x[order_R] if torch.is_tensor(x) else x for name, x in pack.items()}
     hidden_RD, weight_VD = hidden_RD.clone().requires_grad_(), weight_VD.clone().requires_grad_()
@@ -216,28 +216,26 @@ def test_which_options_couple_tokens(every):
             want = gspo and (cfg.old_logprobs == "sampler" or not moves)
             want |= cfg.use_importance_sampling_correction and weights and moves
             make_pack = partial(loss_path._pack, cfg=cfg, has_old=has_old, has_ref=False)
-            coupled, depends_on_pack, idle, positive = loss_path._probe(original.policy_loss, make_pack)
+            coupled, depends_on_pack, idle = loss_path._probe(original.policy_loss, make_pack)
             assert coupled == want and not depends_on_pack, (cfg, has_old)
-            assert gspo or not (idle or positive), "a token of advantage 0 has a gradient"
+            assert gspo or not idle, "a token of advantage 0 has a gradient"
             seen.add(coupled)
     assert seen == {True, False}
 
 
 @pytest.mark.parametrize(
-    "options, has_ref, idle, positive",
+    "options, has_ref, idle",
     [
-        ({}, False, False, False),
-        ({}, True, True, True),
-        ({"use_kl_in_reward": True}, True, False, False),
-        ({"entropy_coef": 0.1}, False, True, True),
-        ({"positive_example_nll_weight": 0.1}, False, False, True),
+        ({}, False, False),
+        ({}, True, True),
+        ({"use_kl_in_reward": True}, True, False),
+        ({"entropy_coef": 0.1}, False, True),
+        ({"positive_example_nll_weight": 0.1}, False, True),
     ],
 )
-def test_which_tokens_without_advantage_have_a_gradient(options, has_ref, idle, positive):
+def test_whether_tokens_without_advantage_have_a_gradient(options, has_ref, idle):
     path = choose(original.policy_loss, LossConfig(**options), TORCH, has_ref=has_ref)
-    assert (path.kind, path.zero_adv_has_grad, path.zero_adv_positive_has_grad) == ("one pass", idle, positive)
-    adv_R, positive_R = torch.tensor([0.0, 0.0, 1.0]), torch.tensor([False, True, False])
-    assert path.may_have_gradient(adv_R, positive_R).tolist() == [idle, idle or positive, True]
+    assert (path.kind, path.zero_adv_has_grad) == ("one pass", idle)
 
 
 WRONG = [  # (weight of the KL, whether old is given, an option of the fused kernel, its value there)
