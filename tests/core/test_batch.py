@@ -214,7 +214,7 @@ def test_counts_of_each_minibatch_by_hand(step, one_rank):
     ("loss_fn", "reference", "moved"),
     [
         ({}, False, lambda sample, adv: adv != 0),
-        ({"positive_example_nll_weight": 0.3}, False, lambda sample, adv: adv != 0 or sample.reward > 0),
+        ({"positive_example_nll_weight": 0.3}, False, lambda sample, adv: True),
         ({"entropy_coef": 0.1}, False, lambda sample, adv: True),
         ({"reference_policy_kl_penalty": 0.1}, True, lambda sample, adv: True),
     ],

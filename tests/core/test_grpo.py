@@ -291,7 +291,7 @@ class Moves(KeepsGradients):
     ("loss_fn", "moved"),
     [
         ({}, "advantage"),
-        ({"positive_example_nll_weight": 0.3}, "advantage or positive"),
+        ({"positive_example_nll_weight": 0.3}, "all"),
         ({"entropy_coef": 0.1, "use_importance_sampling_correction": True}, "all"),
         ({"reference_policy_kl_penalty": 0.2, "token_level_loss": False}, "all"),
         ({"use_cispo": True, "ratio_clip_max": 0.05}, "advantage"),
@@ -309,12 +309,11 @@ def test_one_pass_equals_two_and_leaves_out_rows_without_gradient(policy, step, 
     pairs = list(zip(samples, adv_B, strict=True))
     rows = {
         "advantage": sum(int(s.mask.sum()) for s, adv in pairs if adv),
-        "advantage or positive": sum(int(s.mask.sum()) for s, adv in pairs if adv or s.reward > 0),
         "all": sum(int(s.mask.sum()) for s in samples),
     }
     (minibatch,) = scored(policy, reference, (samples, adv_B), cfg, ranks)
     assert sum(micro.num_grad_rows for micro in minibatch.micros) == rows[moved]
-    assert rows["advantage"] < rows["advantage or positive"] < rows["all"]
+    assert rows["advantage"] < rows["all"]
     results = []
     path = policy.loss_path
     assert path.kind == "one pass"
