@@ -375,12 +375,9 @@ def load_policy(
         model = decoder(model_config or read_model_config(Path(folder)), **options)
         if lora and lora.enabled:
             add_adapters(model, lora, getattr(torch, precision))
-    assert mesh is not None or (precision == "float32" and not cpu_offload), (
-        precision,
-        cpu_offload,
-        "these need a mesh",
-    )
-    if mesh is not None:
+    if mesh is None:
+        assert precision == "float32" and not cpu_offload, f"{precision=}, {cpu_offload=}: these need a mesh"
+    else:
         shard(model, mesh, precision=precision, cpu_offload=cpu_offload)
     model.to_empty(device="cpu" if cpu_offload else device)
     load_weights(model, folder)
