@@ -202,7 +202,8 @@ def test_a_run_that_carries_over(run, tmp_path):
     assert {record["train/max_trajectory_age"] for record in steps} == {0, 1} and len(steps) > 4
     assert all(record["train/logp_gap_max"] <= 1e-4 and record["train/grad_norm"] > 0 for record in steps)
     assert 0 < fmean(record["train/avg_trajectory_age"] for record in steps) < 1
-    at = next(record["step"] for record in steps if record["train/max_trajectory_age"])
+    old = (record for record in records(whole, "samples.jsonl") if record["weight_version"] == record["step"] - 2)
+    at = next(record["step"] - 1 for record in old if record["kind"] == "train")
     cut = tmp_path / "cut"
     shutil.copytree(whole, cut)
     for path in cut.glob("checkpoints/step_*"):
