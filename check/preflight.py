@@ -304,9 +304,9 @@ def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None
     num_ranks = max(cfg.cluster.gpus_per_node * cfg.cluster.num_nodes, rules.fewest_ranks(cfg))
     device = os.environ.get("GRPO_DEVICE")
     if device == "cpu" and "WORLD_SIZE" not in os.environ:
-        num_ranks, reason = ranks_on_cpu(cfg, inputs.model_config)
-        rules.check_config(cfg, num_ranks)
-        lines.append(f"ranks      {num_ranks} on this CPU: {reason}; --nproc_per_node=N sets another number")
+        num_started, reason = ranks_on_cpu(cfg, inputs.model_config)
+        rules.check_config(cfg, num_started)
+        lines.append(f"ranks      {num_started} on this CPU: {reason}; --nproc_per_node=N sets another number")
     num_ranks = int(os.environ.get("WORLD_SIZE", num_ranks))
     plan = memory_plan(cfg, inputs, num_ranks, gpu_bytes)
     has_gpus = num_ranks > 1 or shutil.which("nvidia-smi")  # here, or where the recipe is to run

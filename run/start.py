@@ -149,7 +149,7 @@ def set_up(
     for note in notes(cfg, run.num_steps):
         ranks.print_rank0(f"NOTE: {note}")
     if ranks.rank == 0:
-        num_print = cfg.logger.num_val_samples_to_print // max(1, len(inputs.validation))
+        num_print = -(-cfg.logger.num_val_samples_to_print // max(1, len(inputs.validation)))
         logger = replace(cfg.logger, num_val_samples_to_print=num_print)
         run.log = RunLog(folder, logger, first_step=run.state.step + 1, num_steps=run.num_steps)
     return run
