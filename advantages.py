@@ -1,8 +1,8 @@
 """Rewards -> advantages: scaling and shaping, the overlong filter, then the estimator that the config names.
 
-A step calls `shape_rewards`, `filter_overlong` and `step_advantages`, in this order. All tokens of a sample share an
-advantage, until `kl_in_reward_advantages` subtracts a KL, which differs by token. All statistics are over the whole
-step, on any number of ranks. docs/details.md has the source of each choice, and what other systems do.
+A step calls `shape_rewards`, `filter_overlong` and `step_advantages`, in this order. All tokens of a sample, or of a
+turn, share an advantage, until `kl_in_reward_advantages` subtracts a KL, which differs by token. All statistics are
+over the whole step, on any number of ranks. docs/details.md has the source of each choice, and what other systems do.
 
 Dims: B samples of a step, G samples of a group, P rewards in the baseline of a sample, R response tokens of a rank.
 """
@@ -21,7 +21,7 @@ Reduce = Callable[[Tensor], Tensor]  # all-reduces a 0-dim float64 tensor over t
 
 
 def shape_rewards(samples: Sequence[Sample], grpo: GRPOConfig, max_new_tokens: int) -> None:
-    """Scales rewards and their parts, then shapes rewards by length (NeMo RL's order). In place: call it once.
+    """Scales rewards, their parts and turns, then shapes rewards by length (NeMo RL's order). In place: call it once.
 
     `unshaped_reward` keeps the scaled reward. stop_properly_penalty_coef replaces the overlong penalty: it multiplies
     the reward of each truncated sample (NeMo RL), so a negative one moves towards 0. A length counts sampled tokens of
@@ -32,6 +32,7 @@ def shape_rewards(samples: Sequence[Sample], grpo: GRPOConfig, max_new_tokens: i
         if scaling.enabled:
             sample.reward = scale_reward(sample.reward, scaling)
             sample.rewards = {name: scale_reward(reward, scaling) for name, reward in sample.rewards.items()}
+            sample.turn_rewards = [scale_reward(reward, scaling) for reward in sample.turn_rewards]
         sample.unshaped_reward = sample.reward
         if shaping.enabled and shaping.stop_properly_penalty_coef is None:
             sample.reward -= overlong_penalty(sample.num_gen_tokens, shaping, longest)
@@ -65,22 +66,33 @@ def filter_overlong(samples: Sequence[Sample]) -> int:
     return len(truncated)
 
 
-def step_advantages(samples: list[Sample], grpo: GRPOConfig, loss_fn: LossConfig) -> tuple[list[float], dict]:
+def step_advantages(samples: list[Sample], grpo: GRPOConfig, loss_fn: LossConfig) -> tuple[list, dict]:
     """(adv_B, metrics: name -> float) of the shaped samples of a step: equal on all ranks, as the samples are. A sample
-    that could not be graded has advantage 0 and is in no statistic; one that is alone in its group then has 0 too."""
+    that could not be graded has advantage 0 and is in no statistic; one that is alone in its group then has 0 too.
+    With grpo.turn_level_advantages turns take the place of samples: those of one prompt and number are a group, and
+    adv_B has a list of each graded sample, with the advantages of its turns."""
     if grpo.adv_estimator.name == "none":
         return [0.0] * len(samples), {}
     graded = [sample for sample in samples if sample.is_graded]
-    numbers = zip(*((s.reward, s.prompt, s.num_trained_tokens) for s in graded), strict=True)
-    reward_B, group_B, num_tokens_B = map(torch.tensor, numbers)
+    rows = [(s.prompt, 0, s.reward, s.num_trained_tokens, s.num_trained_tokens) for s in graded]
+    if grpo.turn_level_advantages:
+        rows = [
+            (s.prompt, turn, reward, num_tokens * (s.num_trained_tokens > 0), s.num_trained_tokens)
+            for s in graded
+            for turn, (reward, num_tokens) in enumerate(zip(s.turn_rewards, s.turn_tokens, strict=True))
+        ]
+    prompt_B, turn_B, reward_B, num_tokens_B, of_sample_B = map(torch.tensor, zip(*rows, strict=True))
+    group_B = prompt_B * (turn_B.max() + 1) + turn_B
     # Only gdpo reads the parts of a reward, so only gdpo needs the same parts from all environments of a batch.
     parts = collect_reward_parts(graded) if grpo.adv_estimator.name == "gdpo" else {}
     adv_B = estimate_advantages(reward_B, group_B, num_tokens_B, grpo, loss_fn, parts)
     _, place_B, size_P = group_B.unique(return_inverse=True, return_counts=True)
     adv_B[size_P[place_B] == 1] = 0  # gdpo and reinforce_plus_plus whiten, which moves a 0
-    weight_B = num_tokens_B if loss_fn.token_level_loss else num_tokens_B > 0
-    metrics = gradient_metrics(adv_B, group_B, weight_B) | advantage_metrics(reward_B, group_B, adv_B, grpo)
+    weight_B = num_tokens_B if loss_fn.token_level_loss else num_tokens_B / of_sample_B.clamp(min=1)
+    metrics = gradient_metrics(adv_B, prompt_B, weight_B) | advantage_metrics(reward_B, group_B, adv_B, grpo)
     advs = iter(adv_B.tolist())
+    if grpo.turn_level_advantages:
+        advs = iter([[next(advs) for _ in sample.turn_rewards] for sample in graded])
     return [next(advs) if sample.is_graded else 0.0 for sample in samples], metrics
 
 
@@ -222,7 +234,7 @@ def advantage_metrics(reward_B: Tensor, group_B: Tensor, adv_B: Tensor, grpo: GR
 
 def gradient_metrics(adv_B: Tensor, group_B: Tensor, weight_B: Tensor) -> dict[str, float]:
     """advantage_abs_max, and which groups make the gradient, if all log-probabilities have gradients of one length.
-    weight_B: trained tokens where the loss is a mean over tokens, else whether there are any."""
+    weight_B: trained tokens where the loss is a mean over tokens, else a turn's share of its sample's tokens."""
     size_P = torch.zeros(1 + int(group_B.max())).float().index_add(0, group_B, (adv_B.abs() * weight_B).float())
     share = size_P.max() / size_P.sum() if size_P.any() else size_P.max()
     numbers = {"gradient/num_groups": size_P.count_nonzero(), "gradient/largest_group_share": share}

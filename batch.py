@@ -60,7 +60,7 @@ class Minibatch:
 
 
 def make_minibatches(
-    samples: Sequence[Sample], adv_B: Sequence[float], cfg: Config, ranks: Ranks, device: torch.device
+    samples: Sequence[Sample], adv_B: Sequence[float | list[float]], cfg: Config, ranks: Ranks, device: torch.device
 ) -> list[Minibatch]:
     """This rank's minibatches of a rollout. A collective, which moves their tokens to this rank. Each rank has as many
     packs as the rank with most, empty ones if need be, so that all ranks later join the same collectives."""

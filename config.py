@@ -117,6 +117,9 @@ class GRPOConfig(Section):
     reward_std_floor: float = key(0.05, ">= 0, <= 1")
     """A leave-one-out deviation above 0 is at least this times the range of the group's rewards; 0 is NeMo RL's."""
     adv_estimator: AdvEstimatorConfig = AdvEstimatorConfig()
+    turn_level_advantages: bool = False
+    """The tokens of a turn have the advantage of that turn's reward, each scaled by itself, among the same turns of the
+    group. If false, all tokens of a conversation have the advantage of the sum of its rewards."""
     advantage_clip_low: float | None = None
     """Advantages below this are raised to it; null means no limit."""
     advantage_clip_high: float | None = None

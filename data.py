@@ -47,8 +47,8 @@ class Sample:
     in its group. mask: False at output ids that were not sampled (an observation) or are not trained on. versions:
     for each output id, the training step that left the weights it was drawn from (an observation has the version of
     its reply). Graders set reward, rewards (parts), outcome and extracted (the reply's answer; expected: the row's).
-    unshaped_reward: after scaling, before shaping; advantage: of all its tokens (advantages.py). messages: for a reward
-    model, else none.
+    unshaped_reward: after scaling, before shaping; advantage: of all its tokens, or of each turn (advantages.py).
+    turn_rewards, turn_tokens: reward and number of trained ids of each turn. messages: for a reward model, else none.
     holder: the only rank that has the tokens; other ranks have the numbers. None: all ranks have the tokens.
     engine: which one drew the sample. forks: further sequences of an agent's rollout, where it branched or changed what
     it had said; they count in num_trained_tokens and in the versions. is_led: by an agent, which got num_calls replies.
@@ -70,13 +70,15 @@ class Sample:
     reward: float = float("nan")
     outcome: str = "ungraded"
     unshaped_reward: float = float("nan")
-    advantage: float = float("nan")
+    advantage: float | list[float] = float("nan")
     rewards: dict[str, float] = field(default_factory=dict)
     extracted: str | None = None
     expected: str = ""
     env_name: str = ""
     num_env_tokens: int = 0
     num_turns: int = 1
+    turn_rewards: list[float] = field(default_factory=list)
+    turn_tokens: list[int] = field(default_factory=list)
     dataset: str = ""
     messages: list[dict] = field(default_factory=list)
     holder: int | None = None
@@ -167,7 +169,7 @@ class Pack:
     A segment is a whole sequence, a shared prompt, or the response to one; prefix_S is the segment that a response
     continues, else -1. Inputs are ids[:-1] of each sequence, targets ids[1:]. T counts input tokens, R the sampled
     targets: prompt and observation targets never reach the head. pos_R: the row in T that predicts the target; the last
-    row of a shared prompt predicts several. adv_R, reward_R: of the token's sample; seq_R: the
+    row of a shared prompt predicts several. adv_R: of the token's sample, or turn; reward_R: of its sample; seq_R: the
     number of its sequence within the pack. version_R: `Sample.versions`.
     Example: the Sample above alone: token_T [5, 7, 2, 9], position_T [0, 1, 2, 3], cu_seqlens [0, 4], prefix_S [-1],
     pos_R [2, 3], target_R [9, 3], sampler_logp_R [-0.1, -0.7], seq_R [0, 0]. With a second one of the same prompt and
@@ -278,7 +280,8 @@ def _pack(parts: list[list[Sample]]) -> Pack:
             rows["target_R"].append(sample.output_ids[sampled].astype(np.int64))
             rows["sampler_logp_R"].append(sample.sampler_logps[sampled].astype(np.float32))
             rows["version_R"].append(sample.versions[sampled].astype(np.int64))
-            rows["adv_R"].append(np.full(len(sampled), sample.advantage, np.float32))
+            num_tokens = sample.turn_tokens if isinstance(sample.advantage, list) else len(sampled)
+            rows["adv_R"].append(np.repeat(np.float32(sample.advantage), num_tokens))
             rows["seq_R"].append(np.full(len(sampled), len(rows["seq_R"])))
             rows["reward_R"].append(np.full(len(sampled), sample.reward, np.float32))
     return Pack(

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -70,6 +71,7 @@ class Conversation:
         ids_before = sample.token_ids
         self.reply_ids = completion.ids.tolist()
         sample.add_reply(completion, problem.loss_multiplier != 0)
+        sample.turn_tokens.append(sample.num_trained_tokens - sum(sample.turn_tokens))
         sample.finish_reason = completion.finish_reason
         sample.messages.append({"role": "assistant", "content": tokenizer.decode(completion.ids)})
         turn = envs.Turn(sample.messages, problem.answer, sample.finish_reason, self.state, problem.fields)
@@ -83,6 +85,7 @@ class Conversation:
         sample = self.sample
         sample.num_turns += 1
         sample.reward += result.reward
+        sample.turn_rewards.append(result.reward)
         for name, reward in result.rewards.items():
             sample.rewards[name] = sample.rewards.get(name, 0) + reward
         sample.outcome = result.outcome
@@ -281,6 +284,7 @@ class Sampler:
         scores = self.score_conversations([sample.messages for sample in samples])
         for sample, score in zip(samples, scores, strict=True):
             sample.reward, sample.outcome = (0.0, "error") if score is None else (score, "ok")
+            sample.turn_rewards = [sample.reward]  # `RewardModelEnv` ends a conversation at its first reply
         self.engine.wake("weights")
         self.engine.wake("kv_cache")
 
@@ -353,7 +357,8 @@ def sample_step(
             prompts = list(enumerate(problems, start=num_batches * grpo.prompts_per_batch))
             batch = sampler.sample(prompts, grpo.num_generations_per_prompt, options, (grpo.seed, step), step)
         shape_rewards(batch, grpo, options.max_new_tokens)
-        groups += [group for group in groups_of(batch) if not grpo.use_dynamic_sampling or is_mixed(group)]
+        drops, by_turn = grpo.use_dynamic_sampling, grpo.turn_level_advantages
+        groups += [group for group in groups_of(batch) if not drops or is_mixed(group, by_turn)]
         generated += batch
         num_batches += 1
         is_last = num_batches == grpo.dynamic_sampling_max_gen_batches
@@ -396,9 +401,11 @@ def sample_ahead(
     return sampler.finish(conversations), after | newest_records
 
 
-def is_mixed(group: Sequence[Sample]) -> bool:
-    """Whether rewards before shaping differ: lengths alone must not keep an all-wrong group (NVIDIA-NeMo/RL#2478)."""
-    return rewards_differ(sample.unshaped_reward for sample in group if sample.is_graded)
+def is_mixed(group: Sequence[Sample], by_turn: bool = False) -> bool:
+    """Whether rewards before shaping differ: lengths alone must not keep an all-wrong group (NVIDIA-NeMo/RL#2478).
+    by_turn: within a turn."""
+    rewards = [sample.turn_rewards if by_turn else [sample.unshaped_reward] for sample in group if sample.is_graded]
+    return any(rewards_differ(r for r in column if r is not None) for column in zip_longest(*rewards))
 
 
 def _nothing_to_train(

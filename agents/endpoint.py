@@ -89,7 +89,7 @@ class Endpoint:
         sample.count_tokens()
         was_cut = rollout.was_refused_for_room or (rows and rows[0][-1].completion.finish_reason == "length")
         sample.finish_reason = "length" if was_cut else "stop"
-        sample.num_calls = sum(map(len, rows))
+        sample.num_calls, sample.turn_tokens = sum(map(len, rows)), [sample.num_trained_tokens]
         sample.message, sample.crashed = message, result.outcome == "error" and result.state.get("counts", False)
         return result
 

@@ -44,6 +44,7 @@ def test_agents_lead_conversations_of_their_own_kinds(case):
     for s in samples:
         assert s.is_led and s.message == "" and s.weight_version == 3 and s.num_turns == 1
         assert s.mask.sum() + sum(fork.mask.sum() for fork in s.forks) == s.num_trained_tokens > 0
+        assert s.turn_tokens == [s.num_trained_tokens] and s.turn_rewards == [s.reward]
     assert [s.num_calls for s in samples] == [1, 1, 3, 3, 2, 2, 1, 1]
     for s in samples[2:4]:
         assert (s.reward, s.outcome, s.rewards) == (1.0, "wrong", {"near": 0.75}) and s.extracted is not None

@@ -58,6 +58,7 @@ REINFORCE, GDPO = "grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estim
         (f"{LEVEL}=token", "sequence_sum", "loss_fn.use_importance_sampling_correction=false", [GSPO, PER_SEQUENCE]),
         ("grpo.reward_std_floor=0.0", "0.05", "grpo.use_leave_one_out_baseline=false", []),
         ("grpo.reward_shaping.enabled=true", "false", GDPO, []),
+        ("grpo.turn_level_advantages=true", "false", "grpo.max_rollout_turns=1", []),
         ("grpo.ref_policy_update_period=5", "null", "loss_fn.reference_policy_kl_penalty=0.0", []),
         ("grpo.ref_policy_update_alpha=0.5", "1.0", "grpo.ref_policy_update_period=null", []),
         ("policy.scheduler.min_factor=0.1", "0.0", "policy.scheduler.name=constant", []),

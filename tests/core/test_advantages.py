@@ -399,6 +399,100 @@ def test_baseline_metrics_by_hand():
     assert of_mean["baseline_reward/pct_mixed"] == pytest.approx(100 / 3, rel=1e-5)
 
 
+TURNS = [  # prompt, outcome, (reward, trained tokens) of each turn
+    (4, "ok", [(0.25, 3), (1.0, 2), (0.5, 4)]),
+    (4, "wrong", [(0.75, 1), (-1.0, 5)]),
+    (4, "ok", [(1.5, 2), (0.125, 7)]),
+    (4, "error", [(9.0, 2), (9.0, 2), (9.0, 2)]),
+    (1, "ok", [(0.2, 6)]),
+    (1, "ok", [(0.9, 0), (0.3, 0), (0.1, 0)]),  # of a row with loss_multiplier 0
+    (1, "wrong", [(0.4, 1), (0.7, 2), (0.6, 3)]),
+]
+
+
+def conversations():
+    samples = []
+    for prompt, outcome, turns in TURNS:
+        rewards, tokens = map(list, zip(*turns, strict=True))
+        samples.append(sample(sum(tokens), sum(rewards), prompt, turn_rewards=rewards, turn_tokens=tokens))
+        samples[-1].outcome, samples[-1].num_turns = outcome, len(turns)
+        samples[-1].num_trained_tokens *= samples[-1].is_graded
+    return samples
+
+
+def turn_by_turn(grpo):
+    """{(number in TURNS, turn): advantage} of the graded samples, by plain sums."""
+    turns = {(i, t): r for i, row in enumerate(TURNS) for t, (r, _) in enumerate(row[2]) if row[1] != "error"}
+    found = {}
+    for (i, t), reward in turns.items():
+        peers = [r for (j, u), r in turns.items() if u == t and j != i and TURNS[j][0] == TURNS[i][0]]
+        if not peers:
+            found[i, t] = 0.0
+        elif grpo.adv_estimator.name == "reinforce_plus_plus":
+            found[i, t] = reward - mean([reward, *peers])
+        else:
+            spread = stdev(peers) if len(peers) > 1 and grpo.normalize_rewards else 0
+            floor = 0.05 * (max(reward, *peers) - min(reward, *peers))
+            found[i, t] = (reward - mean(peers)) / (max(spread, floor) + 1e-6 if spread > 0 else 1)
+    if grpo.adv_estimator.name == "reinforce_plus_plus":
+        flat = whitened([*found.values()], [TURNS[i][2][t][1] for i, t in found])
+        found = {place: 0.0 if found[place] == 0 else adv for place, adv in zip(found, flat, strict=True)}
+    return found
+
+
+@pytest.mark.parametrize("token_level", [True, False])
+@pytest.mark.parametrize("options", [{}, {"normalize_rewards": False}, {"adv_estimator": PLUS.adv_estimator}])
+def test_each_turn_has_the_advantage_of_its_own_reward(options, token_level):
+    """unslothai/unsloth#3615. The peers of a turn are the same turns of the prompt's other samples."""
+    samples, grpo = conversations(), GRPOConfig(max_rollout_turns=3, turn_level_advantages=True, **options)
+    want = turn_by_turn(grpo)
+    adv_B, metrics = step_advantages(samples, grpo, LossConfig(token_level_loss=token_level))
+    assert want[0, 2] == 0 and sum(adv != 0 for adv in want.values()) == 13  # one alone
+    for i, (_, outcome, turns) in enumerate(TURNS):
+        expected = 0.0 if outcome == "error" else [want[i, t] for t in range(len(turns))]
+        assert adv_B[i] == pytest.approx(expected, rel=1e-5, abs=1e-6), i
+    sizes = {4: 0.0, 1: 0.0}  # of the gradient
+    for (i, t), adv in want.items():
+        tokens = TURNS[i][2][t][1]
+        sizes[TURNS[i][0]] += abs(adv) * tokens / (1 if token_level else max(1, sum(n for _, n in TURNS[i][2])))
+    assert metrics["gradient/largest_group_share"] == pytest.approx(max(sizes.values()) / sum(sizes.values()), rel=1e-5)
+    assert metrics["gradient/num_groups"] == 2
+    assert metrics["advantage_abs_max"] == pytest.approx(max(map(abs, want.values())), rel=1e-5)
+    samples[2].num_trained_tokens = 0  # the overlong filter: in the baseline, and in no weight
+    again_B, again = step_advantages(samples, grpo, LossConfig(token_level_loss=token_level))
+    if "adv_estimator" not in options:
+        assert again_B == adv_B and again["gradient/largest_group_share"] != metrics["gradient/largest_group_share"]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_without_turn_level_advantages_turns_change_nothing(name):
+    """The sum over the conversation, to the bit."""
+    samples, grpo = conversations(), GRPOConfig(max_rollout_turns=3, **ESTIMATORS[name])
+    for i, each in enumerate(samples):
+        each.rewards = {"a": each.reward, "b": float(i % 2)}
+    adv_B, metrics = step_advantages(samples, grpo, LossConfig())
+    plain = [replace(each, turn_rewards=[], turn_tokens=[], num_turns=1) for each in samples]
+    for each, before in zip(plain, samples, strict=True):
+        each.num_trained_tokens = before.num_trained_tokens
+    assert (adv_B, metrics) == step_advantages(plain, grpo, LossConfig())
+    graded = [each for each in samples if each.is_graded]
+    numbers = ([getattr(each, key) for each in graded] for key in ("reward", "prompt", "num_trained_tokens"))
+    parts = {key: torch.tensor([each.rewards[key] for each in graded]) for key in "ab"}
+    want = estimate_advantages(*map(torch.tensor, numbers), grpo, LossConfig(), parts).tolist()
+    assert [adv for adv, each in zip(adv_B, samples, strict=True) if each.is_graded] == want
+
+
+def test_turns_are_scaled_each_and_dynamic_sampling_looks_at_them():
+    """unslothai/unsloth#3615. Equal sums of unequal turns are worth training."""
+    scaling = RewardScalingConfig(enabled=True, source_max=2.0, target_min=-1.0)
+    group = [sample(2, 1.0, turn_rewards=rewards, num_turns=2) for rewards in ([0.0, 1.0], [3.0, -2.0])]
+    shape_rewards(group, GRPOConfig(reward_scaling=scaling), 8)
+    assert [each.turn_rewards for each in group] == [[-1.0, 0.0], [1.0, -1.0]] and group[0].reward == 0
+    assert is_mixed(group, by_turn=True) and not is_mixed(group)
+    group = [sample(2, r, unshaped_reward=r, turn_rewards=rewards) for r, rewards in ((1.0, [1.0]), (2.0, [1.0, 1.0]))]
+    assert is_mixed(group) and not is_mixed(group, by_turn=True)  # the second turn has no peer
+
+
 @pytest.mark.parametrize(
     "rewards, differ",
     [

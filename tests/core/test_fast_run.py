@@ -87,7 +87,7 @@ def test_a_run_that_cannot_fill_a_step_is_saved_and_exported_and_goes_on_with_ot
     a resumed run drew the same prompts again."""
     rows, failing = [], {2, 3}  # batches of 4 prompts
 
-    def is_mixed(group):
+    def is_mixed(group, by_turn):
         rows.append(group[0].row_id)
         return (len(rows) - 1) // 4 not in failing
 

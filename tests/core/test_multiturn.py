@@ -129,6 +129,50 @@ def test_the_trainers_logp_of_every_turn_is_the_samplers(converse, policy, one_r
         assert (s.sampler_logps[~s.mask] == 0).all()
 
 
+class Uneven(Script):
+    """A reward of its own for every turn of every conversation."""
+
+    def step(self, turns):
+        return [
+            replace(result, reward=len(turn.completion_ids) % 5 / 4 - result.state["number"])
+            for turn, result in zip(turns, super().step(turns), strict=True)
+        ]
+
+
+def test_a_step_trains_each_token_by_the_advantage_of_its_turn(converse, policy, one_rank, tokenizer, tiny):
+    """unslothai/unsloth#3615. The gradient of -A logp / N, by transformers and by hand."""
+    samples = converse(Uneven(), rows(tokenizer, ["1+1", "2+2"]), num_samples=4)
+    assert {s.num_turns for s in samples} >= {2, 3}
+    for s in samples:
+        parts = [(ids, logps) for sampled, ids, logps in turns_of(s) if sampled]
+        assert s.turn_tokens == [len(ids) for ids, _ in parts]
+        assert s.turn_rewards == [len(ids) % 5 / 4 - (turn + 1) for turn, (ids, _) in enumerate(parts)]
+        assert s.reward == sum(s.turn_rewards)
+    grpo_keys = {"turn_level_advantages": True, "max_rollout_turns": 3, "normalize_rewards": False}
+    metrics, ours = train_once(policy, samples, None, settings(grpo=grpo_keys), one_rank[0], step=3)
+    oracle = tiny[1]
+    oracle.zero_grad()
+    largest = 0.0
+    for s in samples:
+        ids = torch.tensor([*s.prompt_ids, *s.output_ids.tolist()])
+        logits_TV = oracle(ids[None]).logits[0, len(s.prompt_ids) - 1 : -1, : tokenizer.vocab_size] / TEMPERATURE
+        logp_T = logits_TV.log_softmax(-1).gather(1, ids[len(s.prompt_ids) :, None])[:, 0]
+        adv_T, end = torch.zeros(len(logp_T)), 0
+        for k, (sampled, part, _) in enumerate(turns_of(s)):
+            peers = [o for o in samples if o is not s and o.prompt == s.prompt and o.num_turns > k // 2]
+            others = [o.turn_rewards[k // 2] for o in peers]
+            if sampled and others:
+                adv_T[end : end + len(part)] = s.turn_rewards[k // 2] - sum(others) / len(others)
+            end += len(part)
+        largest = max(largest, adv_T.abs().max().item())
+        (-(adv_T * logp_T).sum() / sum(o.num_gen_tokens for o in samples)).backward()
+    for name, param in oracle.named_parameters():
+        if name in ours:
+            assert (ours[name] - param.grad).norm() <= 1e-4 * param.grad.norm(), name
+    oracle.zero_grad(set_to_none=True)
+    assert metrics["advantage_abs_max"] == pytest.approx(largest, rel=1e-6) and len(ours) > 10
+
+
 def test_observations_are_the_templates_tokens_behind_the_sampled_ones(converse, synced, tokenizer, monkeypatch):
     """Replies of random bytes, half of them no UTF-8: decoded and encoded again they would be other tokens."""
     environment, asked, observation_ids = Script(), [], tokenizer.observation_ids

@@ -131,6 +131,7 @@ CASES = {  # name -> (config, turns, different rewards)
     "plain": (config_of(), 1, 5),
     "alone": (config_of(share_prefix=False), 1, 5),
     "two turns": (config_of({"overlong_filtering": True}), 2, 5),
+    "turn advantages": (config_of({"turn_level_advantages": True, "overlong_filtering": True}), 3, 5),
     "minibatches": (config_of(batch=16, max_tokens=200), 2, 5),
     "dynamic": (config_of({"use_dynamic_sampling": True, "batch_multiplier": 1.5, "reward_shaping": SHAPING}), 1, 2),
     "gdpo": (config_of({"adv_estimator": config.AdvEstimatorConfig(name="gdpo")}), 2, 5),

@@ -33,6 +33,7 @@ CASES = {
         *("policy.scheduler.name=cosine", "grpo.num_prompts_per_step=8", "grpo.batch_multiplier=2"),
     ],
     "two turns, filters, lora, async": [
+        "grpo.turn_level_advantages=true",
         *("policy.generation.top_k=20", "policy.generation.top_p=0.95", "loss_fn.reference_policy_kl_penalty=0.1"),
         *("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=4", "grpo.max_num_epochs=9"),
         *("grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true"),
