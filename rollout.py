@@ -275,6 +275,17 @@ class Sampler:
                 asked |= {each.request_id: each for each in live}
             ended = self.engine.advance(asked) if asked or self.led or (waiting and not self.engine.is_idle) else []
 
+    def groups_under_way(self) -> dict[int, bool]:
+        """Group of a later step -> whether all its replies have ended. A collective of all ranks that generate."""
+        under_way = [each for conversations, _ in self.in_flight for each in conversations]
+        ended = self.engine.unclaimed
+        missing = [bool(each.request_id) and not each.done and each.request_id not in ended for each in under_way]
+        dist.all_reduce(num_missing := torch.tensor(missing, dtype=torch.int32))
+        is_whole = dict.fromkeys((each.sample.prompt for each in under_way), True)
+        for each, num in zip(under_way, num_missing.tolist(), strict=True):
+            is_whole[each.sample.prompt] &= not num
+        return is_whole
+
     def _score_by_model(self, samples: Sequence[Sample]) -> None:
         """Scores this rank's samples with the reward model. A collective; the engine sleeps meanwhile."""
         samples = [sample for sample in samples if sample.messages]

@@ -36,6 +36,7 @@ class Generators:
         self.max_total_tokens = cfg.policy.max_total_sequence_length
         self.drains = cfg.grpo.async_grpo.max_age > 0 and not cfg.grpo.async_grpo.in_flight_weight_updates
         self.in_flight: deque = deque()  # as Sampler's, with None for the conversations, which the generators have
+        self.groups: dict[int, bool] = {}  # under way at the newest sync
 
     def __enter__(self) -> "Generators":
         return self
@@ -72,6 +73,10 @@ class Generators:
         """As Sampler.sample. The watchdog knows how long a rollout takes, and how long a validation."""
         return self._ask("generation" if step else "validation", prompts, num_samples, options, seed_key, step)
 
+    def groups_under_way(self) -> dict[int, bool]:
+        """As Sampler.groups_under_way, at the newest sync."""
+        return self.groups
+
     def generate(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], options: SamplingOptions, *, may_stop: bool = True
     ) -> list[Completion]:
@@ -83,7 +88,8 @@ class Generators:
         if self.drains:
             self._ask("drain")
         sent = (tensor for _, tensor in weights)
-        return self._ask("weight_sync", version, self.shapes, weights=sent)
+        num_bytes, self.groups = self._ask("weight_sync", version, self.shapes, weights=sent)
+        return num_bytes
 
     def sleep(self, *, keep_weights: bool = False) -> None:
         """Nothing: an engine has the memory of its GPU for itself."""
@@ -136,7 +142,8 @@ def _answer(task: str, arguments: list, sampler: Sampler, device: torch.device, 
     if task == "weight_sync":
         version, shapes = arguments
         watchdog.step = version + 1  # the step that will be sampled with these weights
-        return engine.sync(ranks.bridge.receive_weights(shapes, engine.dtype, device), version)
+        num_bytes = engine.sync(ranks.bridge.receive_weights(shapes, engine.dtype, device), version)
+        return num_bytes, sampler.groups_under_way()
     assert task == "drain", task
     while not (engine.is_idle or engine.should_stop()):  # told to stop, it takes the weights amid responses
         engine.step()

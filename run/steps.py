@@ -47,15 +47,17 @@ def end_sampling(run: Run, samples: StepSamples, adv_B: Sequence[float], step: i
 
 def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metrics: dict[str, float]) -> None:
     """Counts the step and logs it. Raises Interrupted on all ranks when a signal asks any of them to stop."""
-    state = run.state
+    state, is_async = run.state, run.cfg.grpo.async_grpo.enabled
     state.step += 1
-    if run.cfg.grpo.async_grpo.enabled:
-        metrics |= age_metrics(samples.trained, state.step)
+    if is_async:
+        metrics |= age_metrics(samples.trained, state.step, run.sampler.groups_under_way())
     state.cursor = run.inputs.train.record(samples.cursor, metrics)
     state.total_valid_tokens += metrics["global_valid_toks"]
     run.metrics = metrics
     seconds = run.timer.take()
     run.saver.poll()  # before the step is logged: a kill loses at most save_period logged steps
+    if is_async:
+        seconds |= {"exposed_generation": seconds["generation"], "weight_sync": seconds["prepare_for_generation"]}
     working = seconds
     if run.ranks.bridge and run.cfg.grpo.async_grpo.max_age:  # generators work while the trainers do
         working = seconds | {"generation": seconds["total_step_time"]}

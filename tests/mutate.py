@@ -23,7 +23,8 @@ NO_PRODUCT = ("tests", "bench", "examples", "tools", "docs")
 
 def place_of(root: Path, file: str, find: str) -> Path:
     """The file with the text: the one of this name, else whichever one has it."""
-    files = [each for each in sorted(root.rglob("*.py")) if each.relative_to(root).parts[0] not in NO_PRODUCT]
+    files = sorted(each for kind in ("*.py", "check/*.yaml") for each in root.rglob(kind))
+    files = [each for each in files if each.relative_to(root).parts[0] not in NO_PRODUCT]
     holders = [each for each in files if find in each.read_text()]
     holders = [each for each in holders if each.name == Path(file).name] or holders
     assert len(holders) == 1 and holders[0].read_text().count(find) == 1, (file, find, holders)

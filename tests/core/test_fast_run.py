@@ -201,6 +201,8 @@ def test_a_run_that_carries_over(run, tmp_path):
     steps = [record for record in records(whole) if "train/loss" in record]
     assert {record["train/max_trajectory_age"] for record in steps} == {0, 1} and len(steps) > 4
     assert all(record["train/logp_gap_max"] <= 1e-4 and record["train/grad_norm"] > 0 for record in steps)
+    for name in ("buffer_size", "carried_groups"):
+        assert any(record[f"train/{name}"] for record in steps), name
     assert 0 < fmean(record["train/avg_trajectory_age"] for record in steps) < 1
     old = (record for record in records(whole, "samples.jsonl") if record["weight_version"] == record["step"] - 2)
     at = next(record["step"] - 1 for record in old if record["kind"] == "train")
@@ -249,12 +251,11 @@ def test_a_run_with_a_filter(run, capfd, kl):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_an_asynchronous_run_whose_ratio_is_to_the_sampler(run, capfd, epochs):
+def test_an_asynchronous_run_whose_ratio_is_to_the_sampler(run, epochs):
     """NovaSky-AI/SkyRL#1315: the clip acts on older weights; the gap is that of the newest, at the step's start."""
     words = ["grpo.async_grpo.enabled=true", "loss_fn.old_logprobs=sampler", "policy.optimizer.kwargs.lr=0.01"]
     words += ["grpo.max_num_steps=3", "checkpointing.enabled=false", "policy.scheduler.warmup_steps=0"]
     folder = run(grpo, *words, f"policy.ppo_epochs={epochs}", "grpo.logp_gap_limit=1e-4", *QUIET)
-    assert ("NOTE: loss_fn.old_logprobs=sampler: " in capfd.readouterr().out) == (epochs == 1)
     steps = [record for record in records(folder) if "train/loss" in record]
     assert [record["train/logp_gap_max"] for record in steps if record["train/logp_gap_max"] > 1e-4] == []
     assert steps[0]["train/grad_norm"] > 0

@@ -338,7 +338,7 @@ def simulate(max_age, ranks, *, num_steps, slots):
         needed = max((engine.ended[name] for name in due), default=engine.ticks)
         waits.append((engine.ticks, max(before, needed)))
         check_versions(samples.trained, step - 1, max_age)
-        numbers = age_metrics(samples.trained, step)
+        numbers = age_metrics(samples.trained, step, sampler.groups_under_way())
         assert numbers["max_trajectory_age"] <= max_age
         cursor, engine.weight_version = samples.cursor, step
         steps.append(samples.trained)

@@ -91,7 +91,7 @@ def test_a_generator_that_stops_ends_the_job_with_its_reason(tmp_path):
 
 
 GO_ON = "continue with checkpointing.resume_from="
-AGES = {"train/avg_trajectory_age", "train/max_trajectory_age"}
+AGES = {"train/avg_trajectory_age", "train/max_trajectory_age", "train/buffer_size", "train/carried_groups"}
 
 
 @pytest.mark.long
@@ -115,6 +115,7 @@ def assert_one_epoch(job, max_age):
     assert [line["step"] for line in steps] == [*range(1, 11)]
     assert max(line["train/logp_gap_max"] for line in steps) <= 1e-4
     assert max(line["train/max_trajectory_age"] for line in steps) == max_age
+    assert sum(line["train/buffer_size"] + line["train/carried_groups"] for line in steps) > 0
 
 
 def test_a_group_that_an_engine_loses_is_named_and_the_run_goes_on(jobs):
@@ -125,6 +126,9 @@ def test_a_group_that_an_engine_loses_is_named_and_the_run_goes_on(jobs):
     assert re.match(r"stopped: .* lost 1 requests: group 20 \(row \d+ of train\), sample 0; ", lost["exit"]["reason"])
     assert jobs["async found"]["codes"] == [0, 0] and "resumed from " in jobs["async found"]["log"]
     assert_one_epoch(jobs["async found"], 1)
+    at = int(re.search(r"resumed from \S+/step_(\d+)", jobs["async found"]["log"])[1])
+    later = [line for line in records(jobs["async found"], "metrics.jsonl") if line["step"] > at]
+    assert later and not any(line.get("train/carried_groups") for line in later)
 
 
 @pytest.mark.long
@@ -164,6 +168,8 @@ def test_other_asynchronous_splits(tmp_path):
     steps = [line for line in records(jobs["async two turns"], "metrics.jsonl") if "train/loss" in line]
     assert len(steps) == 10 and max(line["train/logp_gap_max"] for line in steps) <= 1e-4
     assert max(line["train/max_turns_per_sample"] for line in steps) == 2
+    for line in records(jobs["async drained"], "metrics.jsonl"):
+        assert line.get("train/carried_groups", 0) == 0
 
 
 @pytest.mark.long
