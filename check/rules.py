@@ -195,7 +195,7 @@ def _data_problems(cfg: Config) -> Iterator[str]:
     validates = cfg.grpo.val_period or cfg.grpo.val_at_start or cfg.grpo.val_at_end
     unset = (DatasetConfig(),)
     no_validation = "ask for no validation with grpo.val_period=0 grpo.val_at_start=false grpo.val_at_end=false"
-    hints = {"train": "name a file of training problems", "validation": f"name a file, or {no_validation}"}
+    hints = {"train": "name the jsonl file of training problems", "validation": f"name a file, or {no_validation}"}
     validation = data.validation or (unset if validates and not split_off else ())
     for key, sets in (("train", data.train or unset), ("validation", validation)):
         for i, dataset in enumerate(sets):

@@ -181,7 +181,8 @@ class RunLog:
         rows = {label: " -> ".join(texts[texts[0] == "?" :]) for label, texts in scores.items()}
         rows["health"] = self.health.summary()
         rows["steps"] = f"{state.step}, {len(self.tokens_per_sec)} of them in {time.perf_counter() - self.start:.0f} s"
-        rows["tokens/s, median step"] = f"{np.median(self.tokens_per_sec or [math.nan]):,.0f}"
+        if self.tokens_per_sec:
+            rows["tokens/s, median step"] = f"{np.median(self.tokens_per_sec):,.0f}"
         written = [name for name in WRITTEN if (self.folder / name).exists()]
         rows["run folder"] = f"{self.folder}: {', '.join(written)}"
         if self.num_lost:

@@ -264,6 +264,24 @@ def test_the_command(tmp_path):
         assert done.returncode == code and text in (done.stdout if code == 0 else done.stderr), done
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.gamma=0.99",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",
+        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
+    ],
+)
+def test_what_decides_the_training_of_verl_fails_the_conversion(tmp_path, word):
+    (tmp_path / "run.sh").write_text(f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=rloo {word}\n")
+    key = word.partition("=")[0]
+    with pytest.raises(ConfigError) as error:
+        convert("verl", str(tmp_path / "run.sh"), [], str(tmp_path / "ours.yaml"))
+    assert word in str(error.value) and f"add {key}=" in str(error.value)
+    assert not (tmp_path / "ours.yaml").exists()
+
+
 def test_values_of_several_keys(tmp_path):
     """An override wins over the file; what has no counterpart is said, and what has is what it is there."""
     (tmp_path / "trl_x").write_text("{}")
@@ -282,9 +300,14 @@ def test_values_of_several_keys(tmp_path):
     cfg, _ = ours("sync_ref_model=true", "beta=0.1", "num_iterations=2", "max_steps=100", "warmup_steps=10")
     assert (cfg.grpo.ref_policy_update_period, cfg.grpo.ref_policy_update_alpha) == (256, 0.6)
     assert (cfg.policy.ppo_epochs, cfg.grpo.max_num_steps, cfg.policy.scheduler.warmup_steps) == (2, 50, 5)
-    cfg, report = ours("loss_type=sapo", 'reward_funcs=["accuracy_reward"]', "epsilon=10.0")
-    assert f"{NONE}\n  loss_type=sapo: the loss here stays" in report and cfg.data.default.env_name == "math"
+    cfg, report = ours("min_p=0.1", 'reward_funcs=["accuracy_reward"]', "epsilon=10.0")
+    assert f"{NONE}\n  min_p=0.1: the sampler here" in report and cfg.data.default.env_name == "math"
     assert cfg.loss_fn.ratio_clip_min == 1.0
+    for word in ("loss_type=sapo", "reward_weights=[1.0,2.0]", "multi_objective_aggregation=normalize_then_sum"):
+        with pytest.raises(ConfigError) as error:
+            ours(word)
+        key = word.partition("=")[0]
+        assert f"{key}=" in str(error.value) and f"add {key}=" in str(error.value), error.value
     for words, lora in (
         ((), LoRAConfig()),
         (("lora_r=4", "lora_target_modules=[q_proj]"), LoRAConfig()),

@@ -432,7 +432,7 @@ def test_what_decides_the_training_is_not_lost(suffix, text, key, off, tmp_path)
 
 def test_what_is_lost_stands_in_the_file(tmp_path):
     (tmp_path / "a.py").write_text(f"{CALL}d = load('x').map(g)\n{trainer('f', ', train_dataset=d')}; GRPOConfig")
-    convert("trl", str(tmp_path / "a.py"), ["loss_type=sapo", "seed=${X}"], str(tmp_path / "ours.yaml"))
+    convert("trl", str(tmp_path / "a.py"), ["min_p=0.1", "seed=${X}"], str(tmp_path / "ours.yaml"))
     comments = [line for line in (tmp_path / "ours.yaml").read_text().splitlines() if line.startswith("#")]
-    assert any("loss_type=sapo" in line for line in comments) and any("seed=" in line for line in comments)
+    assert any("min_p=0.1" in line for line in comments) and any("seed=" in line for line in comments)
     assert reader.load(tmp_path / "ours.yaml").data.default.processor == "your_module:your_function"
