@@ -190,7 +190,7 @@ def read_dump(folder: Path, notes: list[str], limit: int) -> list[dict]:
     for sample in samples:
         texts = [str(text) for text in sample.pop("tokens", None) or ()]
         sample |= {"kind": "train, dumped", "prompt": sample.get("prompt_text"), "reply": "".join(texts)}
-        sample["num_gen_tokens"] = len(texts)
+        sample["num_gen_tokens"] = len(texts) - sample.get("num_env_tokens", 0)
         if len(texts) == len(numbers_of.get(sample["line"], ())):
             rows = numbers_of[sample["line"]][:MAX_TOKENS].tolist()
             numbers = [[float(f"{x:.3g}") if math.isfinite(x) else None for x in row] for row in rows]
