@@ -81,8 +81,8 @@ class Environment:
     pool: Any = None  # a graders.pool.GraderPool, if it has worker processes
 
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:
-        """A result for each turn, in order. Outcome `error`: not gradable, so it is not trained, nor compared with. An
-        exception makes all turns of the call such."""
+        """A result for each turn, in order. Outcome `error`: not gradable, so it is not trained, nor compared with.
+        After an exception each turn (its group, with whole_groups) gets a call of its own; one that raises is such."""
         raise NotImplementedError
 
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:

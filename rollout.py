@@ -251,7 +251,7 @@ class Sampler:
         turns: dict[str, envs.Turn] = {}  # replies that have ended, to be graded
         ended = [request_id for request_id in asked if request_id in self.engine.unclaimed]
         while asked or waiting or any(each.request_id in self.led for each in conversations):
-            ready: dict[str, dict[str, envs.Turn]] = defaultdict(dict)  # environment -> its turns
+            ready: dict[str, list[dict[str, envs.Turn]]] = defaultdict(list)  # environment -> its turns
             for each in map(asked.pop, ended):
                 name, peers = each.problem.env_name, [each]
                 reply, special = self.engine.unclaimed.pop(each.request_id), name in self.grading.special_tokens
@@ -259,7 +259,7 @@ class Sampler:
                 if name in self.grading.whole_groups:
                     peers = [o for o in conversations if o.sample.prompt == each.sample.prompt and not o.done]
                 if all(peer.request_id in turns for peer in peers):
-                    ready[name] |= {peer.request_id: turns.pop(peer.request_id) for peer in peers}
+                    ready[name].append({peer.request_id: turns.pop(peer.request_id) for peer in peers})
                     waiting |= {peer.request_id: peer for peer in peers}
             # One rank of an engine grades for all of them: a grader with a deadline may differ between ranks.
             grade = partial(self.grading.grade, ready, block=not asked and not self.led and self.engine.is_idle)

@@ -86,9 +86,7 @@ fi
 # The check has fetched model and data for this node, so its ranks need not ask the hub all at once.
 ((num_nodes == 1)) || export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-export GRPO_EXIT_FILE=$work/exit.json  # where the ranks say how they ended; system/launch.py reads it
+export GRPO_PARENT=$$  # system/launch.py ends with it
 # By default torchrun gives each rank one thread; with all cores for each rank, ranks are 30x slower.
 cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from queue import Empty, SimpleQueue
 
 import torch
@@ -46,15 +47,15 @@ class Grading:
             for attribute in ("whole_groups", "special_tokens", "leads")
         )
         self.whole_groups -= self.jobs.keys()
-        self.threads: dict[str, SimpleQueue[Turns]] = {}  # environment -> what its thread is asked
+        self.threads: dict[str, SimpleQueue[tuple[Turns, ...]]] = {}  # environment -> what its thread is asked
         self.ended: SimpleQueue[Results | BaseException] = SimpleQueue()  # for `grade` to return, or raise
 
-    def grade(self, turns: Mapping[str, Turns], block: bool = False) -> Results:
-        """Takes the turns of each environment. Returns the results that are there, each once; with `block` at least
-        one. Raises Interrupted when GraderPool.stop says so, and what an environment may raise: ConfigError,
-        Interrupted, StopRun."""
-        for env_name, each in turns.items():
-            self.begin(env_name, each)
+    def grade(self, asked: Mapping[str, Sequence[Turns]], block: bool = False) -> Results:
+        """Takes turns for each environment, in parts that go together. Returns the results that are there, each once;
+        with `block` at least one. Raises Interrupted when GraderPool.stop says so, and what an environment may raise:
+        ConfigError, Interrupted, StopRun."""
+        for env_name, parts in asked.items():
+            self.begin(env_name, *parts)
         results: Results = {}
         while True:
             busy = [env_name for env_name, jobs in self.jobs.items() if jobs]
@@ -73,11 +74,11 @@ class Grading:
             if GraderPool.stop():
                 raise Interrupted
 
-    def begin(self, env_name: str, turns: Turns) -> None:
+    def begin(self, env_name: str, *parts: Turns) -> None:
         """Has the turns of an environment graded."""
         environment = self.environments[env_name]
         if env_name in self.jobs:
-            for name, turn in turns.items():
+            for name, turn in chain.from_iterable(part.items() for part in parts):
                 with self._failures(env_name, [name]):
                     job = environment.job(turn)
                     if job is None:
@@ -85,22 +86,28 @@ class Grading:
                     else:
                         self.jobs[env_name][environment.pool.submit(job)] = name, turn
         elif type(environment) in INSTANT or getattr(environment, "main_thread", False):
-            self._grade(env_name, environment.step, turns)
+            self._grade(env_name, environment.step, *parts)
         else:
             if env_name not in self.threads:
                 self.threads[env_name] = SimpleQueue()
                 device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
                 threading.Thread(target=self._work, args=(env_name, device), name=env_name, daemon=True).start()
-            self.threads[env_name].put(turns)
+            self.threads[env_name].put(parts)
 
     def _read(self, env_name: str, name: str, turn: Turn, graded: Graded | None) -> None:
         self._grade(env_name, lambda turns: [self.environments[env_name].result(turns[0], graded)], {name: turn})
 
-    def _grade(self, env_name: str, step: Callable[[list[Turn]], Sequence[StepResult]], turns: Turns) -> None:
-        """By one call of `step`."""
-        with self._failures(env_name, turns):
+    def _grade(self, env_name: str, step: Callable[[list[Turn]], Sequence[StepResult]], *parts: Turns) -> None:
+        """By one call of `step`; where it raises, by a call for each part. Time decides which parts wait together, and
+        a reply on which the environment fails must cost no other reply its grade."""
+        turns = {name: turn for part in parts for name, turn in part.items()}
+        with suppress(BaseException) if len(parts) > 1 else self._failures(env_name, turns):
             results = read_results(env_name, step([*turns.values()]), turns)
             self.ended.put(dict(zip(turns, results, strict=True)))
+            return
+        if len(parts) > 1:
+            for part in parts:
+                self._grade(env_name, step, part)
 
     @contextmanager
     def _failures(self, env_name: str, names: Collection[str]) -> Iterator[None]:
@@ -114,8 +121,9 @@ class Grading:
                 return
             hint = "; with main_thread=True it may use signals" if "main thread" in str(error) else ""
             problem = f"env_name '{env_name}': step() raised {describe(error)}{hint}"
-            self.raised += [problem] * (problem not in self.raised)
-            print(f"WARNING: {problem}: {len(names)} replies have no grade", file=sys.stderr, flush=True)
+            if problem not in self.raised:
+                self.raised.append(problem)
+                print(f"WARNING: {problem}: such replies are not graded", file=sys.stderr, flush=True)
             self.ended.put(dict.fromkeys(names, StepResult(0.0, "error")))
 
     def _work(self, env_name: str, device: int | None) -> None:
@@ -124,8 +132,8 @@ class Grading:
             torch.cuda.set_device(device)  # of this thread
         asked, step = self.threads[env_name], self.environments[env_name].step
         while True:
-            turns = asked.get()
+            parts = asked.get()
             with suppress(Empty):
                 while True:
-                    turns = turns | asked.get_nowait()
-            self._grade(env_name, step, turns)
+                    parts += asked.get_nowait()
+            self._grade(env_name, step, *parts)

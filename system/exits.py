@@ -77,9 +77,9 @@ def host_name() -> str:
     return os.environ.get("GRPO_HOST_NAME") or socket.gethostname()
 
 
-def die_with_parent() -> None:
-    """Has this process killed as soon as its parent ends: nothing else stops the ranks of a torchrun that is killed."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Sends this process the signal as soon as its parent ends: nothing else stops the ranks of a killed torchrun."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     # On a busy machine torchrun may be gone before a rank gets here. Torchrun runs as Python, even as process 1.
     has_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if has_torchrun and os.getppid() == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes():

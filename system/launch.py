@@ -5,8 +5,10 @@ torchrun turns every failure into exit code 1 and a page of its own, but only to
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -14,24 +16,26 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from system.disk import keep_console
-from system.exits import host_name
+from system.exits import die_with_parent, host_name
 
 
-def main() -> int:
-    """The exit code; the last line says why unless it is 0."""
+def main(file: Path) -> int:
+    """The exit code; the last line says why unless it is 0. file: where the ranks say how they ended."""
     # What holds where no rank has the last word: exit() in a library or a reward function ends a rank with code 0.
     end = {"code": 1, "reason": "crashed: no rank said how it ended; the output above, or dmesg, may tell"}
     failed, failures = False, {}  # by rank, the first failure first
     try:
         run.main()
-    except (ChildFailedError, SignalException) as error:
-        failed, failures = True, getattr(error, "failures", {})
+    except SignalException as error:
+        failed, end = True, {"code": 1, "reason": f"stopped by {error.sigval.name}: no rank had begun to listen"}
+    except ChildFailedError as error:
+        failed, failures = True, error.failures
     except RendezvousError as error:
         fix = "give all nodes the same --nnodes and --rdzv_endpoint, a port of node 0 that the others reach"
         end = {"code": 1, "reason": f"nodes are missing ({type(error).__name__}: {error}): {fix}; see each node's log"}
     killed = {rank: failure for rank, failure in failures.items() if failure.exitcode < 0}
     gone = {rank: f"rank {rank} on {host_name()} (process {killed[rank].pid}) is gone" for rank in killed}
-    if (file := Path(os.environ["GRPO_EXIT_FILE"])).exists():
+    if file.exists():
         end = json.loads(file.read_text())
         if failed and end["code"] == 0:
             end = {"code": 1, "reason": "all was done, but then the processes did not end well"}
@@ -48,4 +52,9 @@ def main() -> int:
 
 if __name__ == "__main__":
     keep_console()
-    sys.exit(main())
+    if os.environ.get("GRPO_PARENT") == str(os.getppid()):  # train.sh: if that is killed, the run saves and ends
+        die_with_parent(signal.SIGTERM)
+    with TemporaryDirectory() as folder:
+        os.environ["GRPO_EXIT_FILE"] = f"{folder}/exit.json"
+        code = main(Path(folder) / "exit.json")
+    sys.exit(code)

@@ -32,6 +32,8 @@ if sys.argv[1] == "--check":
     sys.exit(2 if "check=fails" in sys.argv else 0)
 rank, seen = os.environ["RANK"], []
 signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+if "end=signal" in sys.argv:
+    signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
 open("started_" + rank, "w").close()
 if "end=signal" in sys.argv:
     for _ in range(600):
@@ -91,7 +93,7 @@ def start(repo: Path, *args: str, stdout: int = subprocess.PIPE, **env: str) -> 
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory):
-    """Six runs at once, each in a copy of its own: name -> (folder, exit code, stdout, stderr). Most of their time
+    """Seven runs at once, each in a copy of its own: name -> (folder, exit code, stdout, stderr). Most of their time
     is torchrun's start."""
     runs = {}
     for name, words, env in (
@@ -99,6 +101,7 @@ def launches(tmp_path_factory):
         ("killed", ("my.yaml", "end=killed", "--nproc_per_node=1"), {}),
         ("lost", ("my.yaml", "end=lost"), {}),
         ("signal", ("my.yaml", "end=signal"), {}),
+        ("orphan", ("my.yaml", "end=signal"), {}),
         ("exit", ("my.yaml", "end=exit", "--nproc_per_node=1"), {}),
     ):
         folder = copy_of_repository(tmp_path_factory.mktemp(name))
@@ -108,11 +111,12 @@ def launches(tmp_path_factory):
     folder = copy_of_repository(tmp_path_factory.mktemp("unread"))
     runs["unread"] = folder, start(folder, "my.yaml", "--nproc_per_node=1", stdout=write_end)
     os.close(write_end)
-    folder, run = runs["signal"]
-    while len(list(folder.glob("started_*"))) < 2:
-        assert run.poll() is None, run.communicate()
-        time.sleep(0.05)
-    run.send_signal(signal.SIGUSR1)
+    for name, number in (("signal", signal.SIGUSR1), ("orphan", signal.SIGKILL)):
+        folder, run = runs[name]
+        while len(list(folder.glob("started_*"))) < 2:
+            assert run.poll() is None, run.communicate()
+            time.sleep(0.05)
+        run.send_signal(number)
     ends = {}
     for name, (folder, run) in runs.items():
         out, err = run.communicate(timeout=100)
@@ -129,6 +133,12 @@ def test_exit_code_and_reason_are_those_of_the_ranks(launches):
     torchrun = "--standalone --nproc_per_node=1 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGUSR1"
     assert line.startswith("torchrun line: ")
     assert line.endswith(f" -m system.launch {torchrun} grpo.py my.yaml grpo.seed=2 --gpu_memory=80")
+
+
+def test_ranks_are_told_to_save_when_train_sh_is_killed(launches):
+    folder, code, _, err = launches["orphan"]
+    assert code == -signal.SIGKILL and "train.sh: exit code 75: the reason" in err
+    assert [(folder / f"seen_{rank}").read_text() for rank in (0, 1)] == [f"[{signal.SIGTERM:d}]"] * 2
 
 
 def test_a_rank_that_dies_without_a_word_is_exit_code_1(launches):

@@ -400,7 +400,7 @@ def test_what_an_environment_raises_grades_nothing_and_is_bounded(bound, capfd, 
     else:
         with pytest.raises(StopRun, match=rf"6 of 10 answers .*{{'bad': 6}}.*=0.5: {where}$"):
             sampler.sample(prompts, 2, SamplingOptions(1.0, 8), (3, 1))
-    assert re.search(rf"WARNING: {where}: 6 replies", capfd.readouterr().err)
+    assert re.search(rf"WARNING: {where}", capfd.readouterr().err)
 
 
 @pytest.mark.parametrize("error", [StopRun("s"), ConfigError("c"), KeyboardInterrupt()])

@@ -46,12 +46,12 @@ def collect(grading, num):
 def test_a_slow_environment_gets_all_turns_that_wait_and_holds_up_no_other():
     slow, grading = Threads(threading.Event()), None
     grading = Grading({"slow": slow, "quick": Threads(), "exact": Exact()})
-    assert grading.grade({"slow": turns_of("a")}) == {}
+    assert grading.grade({"slow": [turns_of("a")]}) == {}
     while not slow.calls:
         time.sleep(0.001)
-    assert grading.grade({"slow": turns_of("b", "c"), "exact": turns_of("d")}).keys() == {"d"}
-    assert grading.grade({"slow": turns_of("e")}) == {}
-    assert grading.grade({"quick": turns_of("f")}, block=True)["f"].reward == 7
+    assert grading.grade({"slow": [turns_of("b", "c")], "exact": [turns_of("d")]}).keys() == {"d"}
+    assert grading.grade({"slow": [turns_of("e")]}) == {}
+    assert grading.grade({"quick": [turns_of("f")]}, block=True)["f"].reward == 7
     slow.go.set()
     assert collect(grading, 4).keys() == {"a", "b", "c", "e"} and grading.grade({}) == {}
     (first, one), (second, rest) = slow.calls
@@ -63,7 +63,7 @@ def test_what_takes_no_time_starts_no_thread_and_what_must_is_called_in_the_main
     here = Threads()
     here.main_thread = True
     grading = Grading({"exact": Exact(), "here": here})
-    assert grading.grade({"exact": turns_of("a", "b"), "here": turns_of("c")}).keys() == {"a", "b", "c"}
+    assert grading.grade({"exact": [turns_of("a", "b")], "here": [turns_of("c")]}).keys() == {"a", "b", "c"}
     assert here.calls == [(threading.main_thread(), 1)] and threading.active_count() == before
 
 
@@ -75,7 +75,7 @@ class SlowExact(Exact):
 
 def test_a_class_derived_from_a_built_in_one_may_be_slow():
     grading = Grading({"e": SlowExact()})
-    assert grading.grade({"e": turns_of("a")}) == {} and collect(grading, 1)["a"].reward == 1
+    assert grading.grade({"e": [turns_of("a")]}) == {} and collect(grading, 1)["a"].reward == 1
 
 
 def alarmed(completions, **columns):
@@ -86,11 +86,43 @@ def alarmed(completions, **columns):
 def test_code_that_needs_signals_hears_how_it_may_use_them(monkeypatch, capfd):
     """math_verify's time limits, which TRL's users have."""
     grading = Grading({"f": RewardFunction(alarmed, "f")})
-    assert grading.grade({"f": turns_of("a")}, block=True)["a"].outcome == "error"
+    assert grading.grade({"f": [turns_of("a")]}, block=True)["a"].outcome == "error"
     assert "main_thread=True" in grading.raised[0] and "main_thread=True" in capfd.readouterr().err
     monkeypatch.setattr(alarmed, "main_thread", True, raising=False)
     grading = Grading({"f": RewardFunction(alarmed, "f")})
-    assert grading.grade({"f": turns_of("a")})["a"].reward == 1
+    assert grading.grade({"f": [turns_of("a")]})["a"].reward == 1
+
+
+class Picky(Environment):
+    """Fails on some replies. The first call, on "wait", goes on when `go` is set: until then the others wait."""
+
+    def __init__(self, whole_groups):
+        self.go, self.whole_groups = threading.Event(), whole_groups
+
+    def step(self, turns):
+        replies = [each.messages[-1]["content"] for each in turns]
+        if replies == ["wait"]:
+            self.go.wait(20)
+        if "exit" in replies:
+            raise SystemExit(0)
+        return [StepResult(1 / int(reply) if reply.isdigit() else 0, "ok") for reply in replies]
+
+
+@pytest.mark.parametrize("main_thread", [False, True])
+def test_a_reply_on_which_an_environment_fails_costs_no_other_its_grade(main_thread, capfd):
+    """However many wait together; a group stays together."""
+    alone, group = Picky(False), Picky(True)
+    alone.main_thread = group.main_thread = main_thread
+    grading = Grading({"alone": alone, "group": group})
+    if not main_thread:
+        assert grading.grade({name: [turns_of(name, reply="wait")] for name in ("alone", "group")}) == {}
+    one = [{f"a{reply}": turn(reply)} for reply in ("2", "0", "exit", "4")]
+    results = grading.grade({"alone": one, "group": [{"g1": turn("1"), "g0": turn("0")}, turns_of("g2", "g3")]})
+    alone.go.set(), group.go.set()
+    results |= collect(grading, (0 if main_thread else 10) - len(results))
+    assert {name for name, result in results.items() if result.outcome == "error"} == {"a0", "aexit", "g1", "g0"}
+    assert [results[name].reward for name in ("a2", "a4", "g2", "g3")] == [1 / 2, 1 / 4, 1 / 7, 1 / 7]
+    assert len(grading.raised) == capfd.readouterr().err.count("WARNING") == 3  # each once
 
 
 @pytest.mark.parametrize("error", [ConfigError("c"), Interrupted(), KeyboardInterrupt()])
@@ -100,14 +132,14 @@ def test_what_ends_a_run_crosses_from_the_thread(error):
             raise error
 
     with pytest.raises(type(error)):
-        Grading({"e": Ends()}).grade({"e": turns_of("a")}, block=True)
+        Grading({"e": Ends()}).grade({"e": [turns_of("a")]}, block=True)
 
 
 def test_told_to_stop_nobody_waits_for_a_slow_environment(monkeypatch):
     slow = Threads(threading.Event())
     monkeypatch.setattr(GraderPool, "stop", staticmethod(lambda: bool(slow.calls)))
     with pytest.raises(Interrupted):
-        Grading({"slow": slow}).grade({"slow": turns_of("a")}, block=True)
+        Grading({"slow": slow}).grade({"slow": [turns_of("a")]}, block=True)
     slow.go.set()
 
 
@@ -142,7 +174,7 @@ def test_each_turn_of_a_pool_goes_to_a_worker_at_once(pooled, tmp_path):
     assert not grading.whole_groups and not pooled.self_tests
     path = tmp_path / "go"
     asked = {"slow": turn(f"await {path}"), "none": turn(""), "quick": turn("echo abc"), "bad": turn("raise oh")}
-    assert grading.grade({"p": asked})["none"].reward == 0.5
+    assert grading.grade({"p": [asked]})["none"].reward == 0.5
     results = collect(grading, 2)
     assert (results["quick"].reward, results["bad"].outcome) == (3, "error")
     path.touch()
@@ -158,9 +190,9 @@ def test_what_job_and_result_raise_grades_nothing(pooled, method, monkeypatch, c
 
     monkeypatch.setattr(Pooled, method, fail)
     grading = Grading({"p": pooled})
-    assert grading.grade({"p": {"a": turn("echo abc", "mine")}}, block=True)["a"].outcome == "error"
+    assert grading.grade({"p": [{"a": turn("echo abc", "mine")}]}, block=True)["a"].outcome == "error"
     assert "ZeroDivisionError: mine" in grading.raised[0] and Path(__file__).name in grading.raised[0]
-    assert "1 replies have no grade" in capfd.readouterr().err
+    assert "not graded" in capfd.readouterr().err
 
 
 def test_a_step_of_ones_own_is_what_is_called(pooled):
@@ -171,13 +203,13 @@ def test_a_step_of_ones_own_is_what_is_called(pooled):
     own = object.__new__(Own)
     own.pool = pooled.pool
     grading = Grading({"own": own})
-    assert grading.whole_groups == {"own"} and grading.grade({"own": turns_of("a")}, block=True)["a"].reward == 9
+    assert grading.whole_groups == {"own"} and grading.grade({"own": [turns_of("a")]}, block=True)["a"].reward == 9
 
 
 def test_a_pool_that_is_told_to_stop_ends_the_call(pooled, monkeypatch):
     grading = Grading({"p": pooled})
     monkeypatch.setattr(GraderPool, "stop", staticmethod(lambda: True))
     with pytest.raises(Interrupted):
-        grading.grade({"p": {"a": turn("echo abc")}})
+        grading.grade({"p": [{"a": turn("echo abc")}]})
     monkeypatch.undo()
     assert collect(grading, 1)["a"].reward == 3
