@@ -51,6 +51,9 @@ def convert(system: str, name: str, words: Sequence[str], out: str) -> str:
     values, notes = read(system, name, table)
     defaults = {key: row["default"] for key, row in table["keys"].items() if "default" in row}
     values = {_current(key, table): value for key, value in (values | assigned(words)).items()}
+    for mapping in [key for key, row in table["keys"].items() if row.get("default") == {}]:
+        parts = {key.removeprefix(f"{mapping}."): values.pop(key) for key in [*values] if key.startswith(f"{mapping}.")}
+        values |= {mapping: (values.get(mapping) or {}) | parts} if parts else {}
     ours, report = _translate(system, table, resolved(values, defaults if system == "verl" else {}), name)
     first = f"{name} ({table['source']})"
     lost = [line for heading in (NONE, COMPUTED) if report[heading] for line in (heading, *report[heading])]
@@ -91,9 +94,10 @@ def _translate(system: str, table: dict, theirs: Values, name: str) -> tuple[Val
     theirs = {key: value for key, value in theirs.items() if key not in unread}
     for key, value in theirs.items():
         row, known = rows[rows_of[key]], defaults.get(rows_of[key], "")
-        value = theirs[key] = known if value is None and type(known) in (int, float) else value
-        is_counted = type(known) in (int, float) or (known is None and row.keys() & {"sizes", "updates"})
         named = {text_of(each): each for each in (*row.get("values", ()), known)}
+        is_number = type(known) in (int, float)
+        value = theirs[key] = known if value is None and is_number and "null" not in named else value
+        is_counted = is_number or (known is None and row.keys() & {"sizes", "updates"})
         if is_counted and type(value) not in (int, float) and not (type(value) is dict and "none" in row):
             if text_of(value) not in named:
                 raise ConfigError(f"{name}: {key}={text_of(value):.80}: expected a number, or {' or '.join(named)}")
@@ -106,8 +110,10 @@ def _translate(system: str, table: dict, theirs: Values, name: str) -> tuple[Val
     refused = []
     for key in sorted(defaults | rows_of, key=lambda key: [*rows].index(rows_of.get(key, key))):
         row = rows[rows_of.get(key, key)]
+        off = text_of(next(iter(row.get("values", ())), None))
         if key in unread and "refused" in row:
-            refused.append(f"{key}={shortened(unread[key])}: {row['refused']}; to convert without it, add {key}=null")
+            why = "it must be computed" if row.get("default") else row["refused"]
+            refused.append(f"{key}={shortened(unread[key])}: {why}; to convert without it, add {key}={off}")
         elif key in unread and "same" not in row:
             instead = (
                 f": {text_of(row['default'])}, {NAMES[system]}'s default, is in its place" if "default" in row else ""
@@ -117,13 +123,12 @@ def _translate(system: str, table: dict, theirs: Values, name: str) -> tuple[Val
             continue
         keys, heading, text = _meaning(row, values, values[key], sizes, num_updates, defaults)
         ours |= keys
-        if heading == REFUSED:
-            off = text_of(row.get("default"))
+        if heading == REFUSED and key in theirs:
             refused.append(f"{key}={text_of(values[key])}: {text}; to convert without it, add {key}={off}")
         elif key in theirs:
             asked |= keys.keys()
             report[heading].append(f"  {key}={text_of(values[key])}: {text}")
-        elif heading == NONE:
+        elif heading in (NONE, REFUSED):
             report[NONE].append(f"  {key}={text_of(values[key])}, {NAMES[system]}'s default: {text}")
     if refused:
         raise ConfigError(f"{name}: {REFUSED}:", *refused)

@@ -24,6 +24,7 @@ OPERATORS |= {ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Po
 OPERATORS |= {ast.BitOr: operator.or_, ast.USub: operator.neg, ast.Not: operator.not_}
 CALLS = {"int": int, "float": float, "str": str, "round": round, "min": min, "max": max, "os.path.join": os.path.join}
 ROLLOUTS = ("tools", "environment_factory", "rollout_func", "optimizers", "callbacks")  # arguments of the trainer
+CONFIGURES = r"GRPO|Config|from_pretrained|\b(self|global|setattr|vars)\b"
 MUTATES = ("update", "setdefault", "pop", "append", "extend", "clear")
 COMPUTED = (
     ValueError,
@@ -53,8 +54,10 @@ def read(system: str, name: str, table: Mapping[str, Any]) -> tuple[Values, list
             raise
         values = None
     if system == "trl":
-        if not isinstance(values, dict) or "cells" in values:
-            problem = "expected a mapping of TRL's keys, in yaml or json, or a Python file (.py)"
+        sections = [each for each in values.values() if isinstance(each, dict)] if isinstance(values, dict) else []
+        sections = [each for each in sections if any(key in known for key in each)]
+        if not isinstance(values, dict) or "cells" in values or sections:
+            problem = "expected a mapping of TRL's keys, in yaml or json and not in sections, or a Python file (.py)"
             raise ConfigError(f"{name}: {problem}; {table['way_out']}")
         return values, []
     if not isinstance(values, dict) or not all(re.fullmatch(r"\w+", str(key)) for key in values):
@@ -89,12 +92,16 @@ def _words(text: str, name: str, table: Mapping[str, Any]) -> list[str]:
     """verl's overrides in a shell script, with its own variables and those of the environment put in."""
     arithmetic = r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)"
     text = re.sub(arithmetic, lambda match: f"${{={''.join(match[1].split())}}}", text)  # one word
-    text = re.sub(r"\b\w+\+?=\(|^\s*\)", " ", text, flags=re.MULTILINE)  # arrays of words
+    text = re.sub(r"^\s*#.*$|(?<=\s)#[^'\"\n]*$", "", text, flags=re.MULTILINE).replace("\\\n", " ")
+    text = text.replace("--config-name ", "--config-name=")
+    text = re.sub(r"\b\w+\+?=\(|^\s*\)", lambda match: f" {match[0][-1]} ", text, flags=re.MULTILINE)  # arrays of words
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|\n")
+    lexer.whitespace, lexer.whitespace_split = " \t\r", True
     try:
-        words = shlex.split(text, comments=True)
+        words = list(lexer)
     except ValueError as error:
         raise ConfigError(f"{name}: not the words of a shell ({error})") from None
-    variables = dict(os.environ)
+    variables, overrides = dict(os.environ), {}
 
     def value_of(match: re.Match) -> str:
         if match[4] is None:
@@ -105,20 +112,39 @@ def _words(text: str, name: str, table: Mapping[str, Any]) -> list[str]:
         except (SyntaxError, *COMPUTED):
             return match[0]
 
-    overrides = []
-    for word in words:
-        before = None
+    def take(word: str, is_sure: bool, is_one_command: bool) -> None:
+        before, start = None, word
         while word != before:  # the innermost first: ${A:-${B:-8}}
             before, word = word, re.sub(r"\$\{(\w+)(?::?[-=]([^${}]*))?\}|\$(\w+)|\$\{=([^${}]*)\}", value_of, word)
+        if start.startswith("$") and len(word.split()) > 1:  # a variable that holds several words
+            either = word.split(" or ") if word.startswith("$(") else [word]
+            either = (
+                [re.sub(r"^[$(]+|\)+$", "", each).split() for each in either] if len(either) > 1 else [word.split()]
+            )
+            for part in dict.fromkeys(part for each in either for part in each):
+                take(part, is_sure, is_one_command and all(part in each for each in either))
+            return
         key, equals, value = word.partition("=")
         if key.isidentifier():
-            variables[key] = value
-        elif equals and re.fullmatch(r"\+*\w+(\.\w+)+", key) and not key.startswith("hydra."):
-            overrides.append(f"{key}={value if '(' in value else value.rstrip(')')}")
+            old = variables.get(key, "nothing").removeprefix("$(").removesuffix(")")
+            variables[key] = value if is_sure else f"$({old} or {value})"
+        elif equals and re.fullmatch(r"\+*\w+(\.\w+)+|--config-name", key) and not key.startswith("hydra."):
+            value = value if "(" in value else value.rstrip(")")
+            old = overrides.get(key, value if is_one_command else "nothing")
+            overrides[key] = value if old == value else f"$({old} or {value})"
+
+    before, depth, in_array = "\n", 0, False
+    for word in words:
+        if not before.strip(";&|\n") or before in ("then", "else", "do"):  # a command begins
+            depth += (word in ("if", "case", "for", "while", "until")) - (word in ("fi", "esac", "done"))
+        in_array = word == "(" or (in_array and not before.endswith(")"))
+        is_sure = depth == 0 and before not in ("&&", "||")
+        take(word, is_sure, is_sure or not in_array)
+        before = word
     if not overrides:
         example = "such as algorithm.adv_estimator=grpo"
         raise ConfigError(f"{name}: no override of verl's in it, {example}; {table['way_out']}")
-    return overrides
+    return [f"{key}={value}" for key, value in overrides.items()]
 
 
 def assigned(words: Sequence[str]) -> Values:
@@ -167,6 +193,21 @@ def resolved(values: Values, defaults: Mapping[str, Any]) -> Values:
     return {key: value_or_text(key, value) for key, value in values.items()}
 
 
+def _changed(node: ast.AST) -> set[str]:
+    """The attributes, items and mutated objects that code binds or changes: args.beta, kw['beta'], kw.update."""
+    places = [each for each in ast.walk(node) if isinstance(each, (ast.Attribute, ast.Subscript))]
+    changed = [each for each in places if not isinstance(each.ctx, ast.Load) or getattr(each, "attr", "") in MUTATES]
+    return {ast.unparse(each) for each in changed}
+
+
+def _is_alone(function: ast.AST) -> bool:
+    """Whether a function, such as a reward, says nothing of the config and changes only names of its own."""
+    own = {each.id for each in ast.walk(function) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    return (
+        not re.search(CONFIGURES, ast.unparse(function)) and {re.split(r"\W", x)[0] for x in _changed(function)} <= own
+    )
+
+
 class _Script:
     """What a Python file says of GRPO's config: literals, names that it binds once, their items and attributes, and
     operators on these."""
@@ -181,8 +222,9 @@ class _Script:
         self.calls = [node for node in nodes if isinstance(node, ast.Call)]
         self.classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
         self.imported = {node.asname: node.name for node in nodes if isinstance(node, ast.alias)}
-        functions = [node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        self.paths = {name: f"__main__.{name}" for name in (*functions, *self.classes)}  # of what reward_funcs names
+        functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        self.returns = {each.name: [n.value for n in ast.walk(each) if isinstance(n, ast.Return)] for each in functions}
+        self.paths = {name: f"__main__.{name}" for name in (*self.returns, *self.classes)}  # of what reward_funcs names
         self.paths |= {
             each.asname or each.name: f"{node.module}.{each.name}" if isinstance(node, ast.ImportFrom) else each.name
             for node in nodes
@@ -191,22 +233,31 @@ class _Script:
         }
         owner = {id(stmt): f"{node.name}." for node in self.classes.values() for stmt in node.body}
         self.bound: dict[str, list[ast.expr | None]] = defaultdict(list)  # a name -> what it is bound to; None: unknown
+        for name, node in self.classes.items():  # self.beta = 0.1 in __post_init__
+            self.bound |= {f"{name}.{place[5:]}": [None] for place in _changed(node) if place.startswith("self.")}
         plain = set()
         branches = [node for node in nodes if isinstance(node, (ast.If, ast.For, ast.While))]
         branches = [node for node in branches if "__name__" not in ast.unparse(getattr(node, "test", node.body[0]))]
         perhaps = {id(inner) for node in branches for inner in ast.walk(node)}
+        alone = {id(inner) for each in functions if _is_alone(each) for inner in ast.walk(each)}
+        nodes = [node for node in nodes if id(node) not in alone]
         for node in nodes:
             if isinstance(node, (ast.Assign, ast.AnnAssign)):
                 for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                    plain |= set() if isinstance(target, ast.Subscript) else {id(target)}
-                    if node.value:
-                        unsure = id(node) in perhaps and not isinstance(target, ast.Name)  # a name has no other value
-                        self.bound[owner.get(id(node), "") + ast.unparse(target)] += [node.value, None][: 1 + unsure]
+                    pairs = [(target, node.value)]
+                    if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):  # lr, beta = 1e-6, 0.1
+                        pairs = list(zip(target.elts, node.value.elts, strict=False))
+                    for place, value in pairs if node.value else ():
+                        plain |= set() if isinstance(place, ast.Subscript) else {id(place)}
+                        unsure = id(node) in perhaps and not isinstance(place, ast.Name)  # a name has no other value
+                        self.bound[owner.get(id(node), "") + ast.unparse(place)] += [value, None][: 1 + unsure]
         for node in nodes:
             if isinstance(node, ast.arg):
                 self.bound[node.arg].append(None)
             elif isinstance(node, ast.Attribute) and node.attr in MUTATES:
                 self.bound[ast.unparse(node.value)].append(None)
+            elif isinstance(node, ast.Call) and node.args and ast.unparse(node.func) in ("setattr", "vars"):
+                self.bound[f"{ast.unparse(node.args[0])}.__dict__"].append(None)
             elif isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)) and id(node) not in plain:
                 self.bound[ast.unparse(node.value if isinstance(node, ast.Subscript) else node)].append(None)
 
@@ -219,8 +270,6 @@ class _Script:
         call = chosen if chosen in configs else self._only("GRPOConfig", configs)
         read: list[tuple[int, str]] = [(call.lineno, ast.unparse(call.func))] if call else []
         left: list[str] = []
-        if call and "args" in given and call is not chosen:
-            left.append(f"args={ast.unparse(given['args'])} of the trainer is not followed: check what it changes")
         if call:
             values = self._known(self._fields(self._last(call.func)), left) | self._made(call, ["output_dir"])
             for name in [name for name, expressions in self.bound.items() if call in expressions]:
@@ -244,6 +293,7 @@ class _Script:
             read.append((trainer.lineno, ast.unparse(trainer.func)))
             values |= {"reward_funcs": self._names(given["reward_funcs"])} if "reward_funcs" in given else {}
             values |= {name: self._names(given[name]) for name in ROLLOUTS if name in given}
+            values |= {"args": Unread(ast.unparse(given["args"]))} if "args" in given and call is not chosen else {}
             if not re.fullmatch(r"((trl|unsloth)\.(.+\.)?)?GRPOTrainer", name := self._names(trainer.func)):
                 values["trainer"] = name
             is_mapped = any(getattr(call.func, "attr", "") in ("map", "filter") for call in self.calls)
@@ -321,9 +371,12 @@ class _Script:
         return last.endswith(name) or any(self._last(base) != last and self._makes(base, name) for base in bases)
 
     def _follow(self, node: ast.expr | None) -> ast.expr | None:
-        """What a name is bound to, if it is bound once; another expression itself."""
-        bound = self.bound.get(ast.unparse(node), ()) if isinstance(node, (ast.Name, ast.Attribute)) else ()
-        return bound[0] if len(bound) == 1 and bound[0] else node
+        """What a name is bound to, or a function of the file returns, if it is one expression; another one itself."""
+        for _ in range(9):  # a function may return what it calls
+            bound = self.bound.get(ast.unparse(node), ()) if isinstance(node, (ast.Name, ast.Attribute)) else ()
+            bound = self.returns.get(ast.unparse(node.func), ()) if isinstance(node, ast.Call) else bound
+            node = bound[0] if len(bound) == 1 and bound[0] else node
+        return node
 
     def _arguments(self, call: ast.Call, places: Sequence[str]) -> dict[str, ast.expr]:
         named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}

@@ -269,12 +269,15 @@ def test_the_command(tmp_path):
     [
         "algorithm.use_kl_in_reward=true",
         "algorithm.gamma=0.99",
+        "algorithm.adv_estimator=gae",
         "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",
         "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
+        "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
+        "actor_rollout_ref.model.lora.rank=8",
     ],
 )
 def test_what_decides_the_training_of_verl_fails_the_conversion(tmp_path, word):
-    (tmp_path / "run.sh").write_text(f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=rloo {word}\n")
+    (tmp_path / "run.sh").write_text(f"python3 -m verl.trainer.main_ppo data.seed=3 {word}\n")
     key = word.partition("=")[0]
     with pytest.raises(ConfigError) as error:
         convert("verl", str(tmp_path / "run.sh"), [], str(tmp_path / "ours.yaml"))
@@ -303,7 +306,10 @@ def test_values_of_several_keys(tmp_path):
     cfg, report = ours("min_p=0.1", 'reward_funcs=["accuracy_reward"]', "epsilon=10.0")
     assert f"{NONE}\n  min_p=0.1: the sampler here" in report and cfg.data.default.env_name == "math"
     assert cfg.loss_fn.ratio_clip_min == 1.0
-    for word in ("loss_type=sapo", "reward_weights=[1.0,2.0]", "multi_objective_aggregation=normalize_then_sum"):
+    cfg, _ = ours("use_vllm=true", "vllm_importance_sampling_cap=2.0")
+    assert cfg.loss_fn.truncated_importance_sampling_ratio == 2
+    refused = ["loss_type=sapo", "reward_weights=[1.0,2.0]", "multi_objective_aggregation=normalize_then_sum"]
+    for word in [*refused, "scale_rewards=mean", "top_entropy_quantile=0.2", "importance_sampling_level=word"]:
         with pytest.raises(ConfigError) as error:
             ours(word)
         key = word.partition("=")[0]

@@ -59,6 +59,19 @@ PYTHON = {
         {LR: 4e-6, STEPS: 9, KL: 0.0, GROUP: 4},
         ["beta='c.beta'"],
     ),
+    "two names at once, a function that returns the config, names that a reward shares": (
+        CALL + "lr, beta = 3e-6, 0.02\ndef reward(completions, lr=1, **kw):\n  beta = [lr]\n  beta.append(2)\n"
+        "  return beta\nkw = dict(num_generations=4)\ndef build():\n"
+        "  c = GRPOConfig(learning_rate=lr, beta=beta, **kw)\n  return c\na = build()\nGRPOTrainer('m', reward, a)",
+        {LR: 3e-6, KL: 0.02, GROUP: 4},
+        [],
+    ),
+    "fields that a function or __post_init__ changes": (
+        CALL + "class C(GRPOConfig):\n  beta: float = 0.1\n  def __post_init__(self):\n    self.beta = 0.2\n"
+        "c = C(max_grad_norm=None)\nsetattr(c, 'seed', 3)\nGRPOTrainer('m', f, c)",
+        {KL: 0.0, "policy.max_grad_norm": 1e9, "grpo.seed": 42},
+        ["beta='C.beta'", "c.__dict__"],
+    ),
     "a dict that is changed": (
         CALL + "kw = {'learning_rate': 1e-5}\nkw['beta'] = 0.1\nother = {'max_steps': 3}\nother.update(more)\n"
         "GRPOConfig(**kw, **other, num_generations=4)",
@@ -230,6 +243,13 @@ OVERRIDES = {
     "quotes": ("- 'trainer.experiment_name=\"a b\"'", {"logger.wandb.name": "a b"}, []),
     "null and booleans": ("- data.shuffle=False\n- data.seed=null", {"data.shuffle": False}, []),
     "exponents": ("- actor_rollout_ref.actor.optim.lr=1e-6", {LR: 1e-6}, []),
+    "a key within a mapping, keys of older recipes, and of workers": (
+        "- +data.apply_chat_template_kwargs.enable_thinking=False\n- reward_model.overlong_buffer.enable=True\n"
+        "- reward_model.overlong_buffer.len=64\n- actor_rollout_ref.actor.optim.clip_grad=0.5",
+        {"policy.tokenizer.chat_template_kwargs": {"enable_thinking": False}, "policy.max_grad_norm": 0.5}
+        | {"grpo.reward_shaping.enabled": True, "grpo.reward_shaping.overlong_buffer_length": 64},
+        [],
+    ),
     "an interpolation": (
         "- data.train_batch_size=8\n- actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}",
         {BATCH: 8},
@@ -257,6 +277,23 @@ SCRIPTS = {
         ' "${DATA[@]}" actor_rollout_ref.rollout.n=$(((2 + 2) * N)) trainer.total_epochs=$NOBODY "$@"',
         {PROMPTS: 64, LENGTH: 2048, TOTAL: 2560, GROUP: 16, "grpo.seed": 5},
         ["trainer.total_epochs='$NOBODY': 30, verl's default"],
+    ),
+    "branches and commands, of which one is taken": (
+        'N=8; export LR=2e-6 && K=1\nif [ -n "$X" ]; then # which, isn\'t known\n  B=16\n'
+        "  MORE='trainer.total_epochs=2 data.seed=9'\nelse\n  B=32\nfi\nA=(algorithm.adv_estimator=grpo)\n"
+        "if true; then A+=(data.shuffle=False); fi\n"
+        "ALL='actor_rollout_ref.rollout.n=4 actor_rollout_ref.actor.optim.lr='$LR\n"
+        "for s in 1 2; do\n  python -m verl.trainer.main_ppo $ALL $MORE data.train_batch_size=$B \\\n"
+        "    data.max_prompt_length=64\ndone\npython -m verl.trainer.main_ppo --config-name 'mine' \\\n"
+        "  $ALL data.max_prompt_length=96 trainer.nnodes=$K",
+        {GROUP: 4, LR: 2e-6, PROMPTS: 1024, "data.shuffle": True, "grpo.seed": 42, "data.max_input_seq_length": 512},
+        [
+            "train_batch_size='$(nothing or 16 or 32)'",
+            "data.shuffle=",
+            "data.seed=",
+            "(64 or 96)",
+            "--config-name=mine",
+        ],
     ),
     "what only a shell knows": (
         "data.train_batch_size=$(nproc) data.max_response_length=64",
@@ -304,6 +341,7 @@ def test_what_is_read(suffix, name, case, tmp_path, monkeypatch):
         ("a.py", CALL + "GRPOConfig(num_generations=16)", ["num_generations=16", "num_processes=8"]),
         ("a.ipynb", '{"cells": []}', ["Python file", "to_json_string"]),
         ("a.json", "[1]", ["to_json_string"]),
+        ("a.yaml", "seed: 1\ntraining: {learning_rate: 1.0e-5}", ["not in sections", "to_json_string"]),
         ("verl.py", "import verl", ["hydra's", "config.yaml"]),
         ("verl.yaml", "hydra: {run: {dir: x}}", ["no key of verl's", ".hydra/config.yaml"]),
         ("verl.yaml", "learning_rate: 1", ["no key of verl's", "overrides.yaml"]),
@@ -402,6 +440,8 @@ def test_what_grades_is_theirs_or_the_check_refuses_it(suffix, text, expected, t
     [
         ("py", CALL + trainer("f", ", tools=[g]"), "tools", "null"),
         ("py", CALL + trainer("f", ", rollout_func=g"), "rollout_func", "null"),
+        ("py", CALL + "class S:\n  seed: int = 1\na, s = parse(S)\nGRPOTrainer('m', f, a)", "args", "null"),
+        ("py", CALL + "b = GRPOConfig(beta=0.1)\nGRPOTrainer('m', f, replace(b, beta=0.2))", "args", "null"),
         ("py", CALL + trainer("f", ", environment_factory=E"), "environment_factory", "null"),
         ("py", CALL + trainer("f", ", optimizers=(o, s)"), "optimizers", "null"),
         ("py", f"{CALL}class Mine(GRPOTrainer): pass\nMine(args=GRPOConfig(beta=0.1))", "trainer", "GRPOTrainer"),
