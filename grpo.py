@@ -106,7 +106,7 @@ def train(run: start.Run) -> None:
                     accumulate(sums, loss_metrics)
                 grad_norm = clip_grad_norm(model, cfg.policy.max_grad_norm)
                 reduced = reduce_over_ranks(sums) | logp_metrics  # with async_grpo, the logp gap is in logp_metrics
-                if cfg.loss_fn.old_logprobs == "sampler":  # the gap is of the first minibatch: then the weights move
+                if cfg.loss_fn.old_logprobs == "sampler":  # keep the first minibatch's gap: later ones see new weights
                     logp_metrics = {name: reduced[name] for name in ("logp_gap_mean", "logp_gap_max")} | logp_metrics
                 is_sound, state.num_bad_steps = judge_step(reduced, grad_norm, state.num_bad_steps, cfg.grpo, step)
                 if is_sound:
