@@ -153,7 +153,7 @@ class Engine:
         if not self.cuda:  # else vLLM's CPU layers cast the head at every token; reloads keep it in float32
             self.llm.apply_model(lambda model: model.lm_head.float())
         if self.llm.model_config.head_dtype != torch.float32 and dist.get_rank() == 0:
-            print(f"WARNING: this vLLM rounds logits to {dtype}: a larger logp gap than with vllm 0.32.0", flush=True)
+            print(f"WARNING: this vLLM rounds logits to {dtype}: expect a larger logp gap than with 0.32.0", flush=True)
         self.shapes: dict[str, list[int]] = {}  # of the first sync, for which vLLM itself checks the shapes
         self.next_id, self.advances = count(), count(1)
         self.seconds_asleep = 0.0  # in all: no deadline of an agent counts them
@@ -248,7 +248,7 @@ class Engine:
     def _forget_cache(self) -> None:
         """Drops all keys and values. Unfinished requests compute them again, with the newest weights."""
         if not self.llm.reset_prefix_cache(reset_running_requests=bool(self.versions_by_request)):
-            raise StopRun("weight sync: vLLM did not drop its prefix cache, whose keys are of the old weights")
+            raise StopRun("weight sync: vLLM did not drop its prefix cache, which is of the old weights")
 
     def sync(self, weights: Weights, version: int) -> int:
         """Streams the weights into the engine, in place. Drops old keys and values unless requests keep them.
@@ -352,4 +352,4 @@ def check_versions(samples: Sequence[Sample], version: int, max_age: int) -> Non
     versions before it."""
     drawn_from = sorted({end for sample in samples for end in (sample.weight_version, sample.newest_version)})
     if not version - max_age <= drawn_from[0] <= drawn_from[-1] <= version:
-        raise StopRun(f"samples are of the weights of steps {drawn_from}; the newest are of step {version}: no sync")
+        raise StopRun(f"samples are from weights of steps {drawn_from}, but the newest are of step {version}: no sync")

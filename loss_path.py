@@ -32,7 +32,7 @@ PACK_DEPENDENCE = (
     "loss.py: the gradient at a token depends on the other sequences of its pack, or on the order of tokens; packs "
     "change with policy.sequence_packing and with the number of ranks. Divide by num_valid_tokens, num_valid_seqs or "
     "num_positive_tokens, which count the whole optimizer step, and not by a mean, sum or length of the pack; or set "
-    "grpo.allow_pack_dependence=true to train it all the same"
+    "grpo.allow_pack_dependence=true to train it anyway"
 )
 
 
@@ -64,7 +64,7 @@ def choose_loss_path(
     if digest_of(policy_loss) != PROVEN:
         return replace(path, why="loss.py was edited")
     if differ := _fused_differences(policy_loss, make_pack, backend, device):
-        return replace(path, why=f"the fused kernel has another gradient at {differ} probes")
+        return replace(path, why=f"the fused kernel has a different gradient at {differ} probes")
     return replace(path, kind="fused")
 
 

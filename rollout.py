@@ -217,7 +217,7 @@ class Sampler:
         share_samples(samples, sorted(part_names))
         if failures := [f"{each.env_name}: {each.message}" for each in samples if each.message]:
             self.grading.raised.append(failures[0])
-            self.ranks.print_rank0(f"WARNING: {len(failures)} agents failed, the first of {failures[0]}")
+            self.ranks.print_rank0(f"WARNING: {len(failures)} agents failed, first {failures[0]}")
         failed = Counter(sample.env_name for sample in samples if sample.outcome == "error")
         if failed.total() > self.max_error_fraction * len(samples):
             why = [*filter(None, gather("; ".join(self.grading.raised))), "see the environment's messages above"]
@@ -434,7 +434,7 @@ def _nothing_to_train(
     solved = sum(all(sample.outcome == "ok" for sample in group) for group in groups)
     failed = sum(all(sample.outcome != "ok" for sample in group) for group in groups)
     return (
-        f"dynamic sampling: {num_batches} batches ({len(groups)} prompts) gave {num_kept} groups of unequal rewards, a "
+        f"dynamic sampling: {num_batches} batches ({len(groups)} prompts) gave {num_kept} groups of unequal rewards; a "
         f"step needs grpo.num_prompts_per_step={grpo.num_prompts_per_step}. {solved} groups were all right, {failed} "
         "had no right answer. Raise grpo.dynamic_sampling_max_gen_batches, grpo.batch_multiplier or "
         "grpo.num_generations_per_prompt, train on problems that this model solves now and then, or set "

@@ -37,7 +37,7 @@ def read_message(message: dict) -> dict:
     parts = message.get("content") or ""
     for part in parts if isinstance(parts, list) else ():
         if part["type"] not in ("text", "refusal"):
-            raise ValueError(f"a part of type {part['type']!r:.80}: the policy reads text alone")
+            raise ValueError(f"a part of type {part['type']!r:.80}: the policy reads only text")
     text = parts if isinstance(parts, str) else "".join(part[part["type"]] for part in parts)
     read = {"role": ROLES[message["role"]], "content": text}
     for call in message.get("tool_calls") or ():
@@ -144,7 +144,7 @@ class Rollout:
         writes the rest. Raises Refused, and DataError where the template refuses the messages."""
         num_calls = request.n or 1
         if len(self.calls) + num_calls > self.max_calls:
-            raise Refused(f"max_calls={self.max_calls} of this agent are used up", 429, "rate_limit_exceeded")
+            raise Refused(f"this agent has used up max_calls={self.max_calls}", 429, "rate_limit_exceeded")
         if num_bytes > 65536 + CHARS_PER_TOKEN * self.max_tokens:  # to encode 16 MiB would take 16 s
             raise self._no_room(f"{num_bytes:,} bytes")
         messages, tools, limit = request.messages, request.tools, self.max_tokens

@@ -141,7 +141,7 @@ class Endpoint:
 
     def _rollout_of(self, key: str) -> Rollout:
         if key not in self.rollouts:
-            raise Refused("no rollout that is under way has this key", 404, "not_found")
+            raise Refused("no running rollout has this key", 404, "not_found")
         return self.rollouts[key]
 
     def _answer(self, number: int, answer: dict | Refused) -> None:
@@ -249,7 +249,7 @@ class Endpoint:
             if given.get(name) not in (None, "auto", "none"):
                 self.said.add(name)
                 what = f"an agent asks for {name}={shortened(given[name])}"
-                self.ranks.print_rank0(f"NOTE: {what}, without effect: the run's config decides how replies are drawn")
+                self.ranks.print_rank0(f"NOTE: {what}, to no effect: the run's config decides how replies are sampled")
 
 
 async def _disconnect(request: HTTPRequest) -> None:
@@ -259,7 +259,7 @@ async def _disconnect(request: HTTPRequest) -> None:
 
 async def _refusal(request: HTTPRequest, error: Refused | HTTPException) -> Response:
     if isinstance(error, HTTPException):
-        error = Refused("here are chat/completions and models only", error.status_code, "not_found")
+        error = Refused("only chat/completions and models are served", error.status_code, "not_found")
     return JSONResponse(error.body, error.status, {"x-should-retry": "false"})  # or clients repeat what had a 429
 
 

@@ -62,13 +62,13 @@ class Agent(PoolEnvironment):
         if graded.outcome != "ok":
             return StepResult(0.0, graded.outcome, state={"message": graded.message, "counts": True})
         if graded.value is None:
-            return StepResult(0.0, "error", state={"message": "the agent gave None"})
+            return StepResult(0.0, "error", state={"message": "the agent returned None"})
         given = graded.value if isinstance(graded.value, dict) else {"reward": graded.value}
         try:
             [result] = read_results(self.cfg.name, [_result(**given)], [turn])
         except (ConfigError, TypeError):
             form = f"a number, null or {{reward, outcome, rewards, extracted}}; outcomes: {', '.join(OUTCOMES)}"
-            message = f"the agent gave {shortened(graded.value)}, expected {form}"
+            message = f"the agent returned {shortened(graded.value)}, expected {form}"
             return StepResult(0.0, "error", state={"message": message, "counts": True})
         is_lost = result.outcome == "error" and given.get("outcome") != "error"
         return replace(result, state={"message": "the reward is not finite"} if is_lost else {})

@@ -43,7 +43,7 @@ def room(plan: Plan) -> str:
     if held >= min(FEW, drawn := drawn * grpo.num_generations_per_prompt):
         return text
     fixes = f"raise {SHARE} or lower policy.max_total_sequence_length if you can"
-    return f"{text}, few of the {drawn:,} that an engine draws for a step, so sampling is slow: {fixes}"
+    return f"{text}, of the {drawn:,} that an engine samples in a step, so sampling is slow: {fixes}"
 
 
 def problem(plan: Plan) -> str | None:
@@ -60,7 +60,7 @@ def problem(plan: Plan) -> str | None:
             rest = "" if spare == SPARE else f" and {spare:.0%} to spare"
             return f"{needed}; it fits with {_named(plan, best, phase)}{rest}"
     more = [n for n in (plan.num_gpus << k for k in range(1, 9)) if replace(plan, num_gpus=n).lacking() <= 0]
-    return f"{needed}; no keys fix that for this model, batch and length" + (f", {more[0]} GPUs do" if more else "")
+    return f"{needed}; no key makes this model, batch and length fit" + (f", {more[0]} GPUs do" if more else "")
 
 
 def remedies(plan: Plan, phase: str) -> str:

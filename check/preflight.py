@@ -161,7 +161,7 @@ def check_fits(cfg: Config, folder: Path, model: ModelConfig, tokenizer: Tokeniz
     stop = max(cfg.policy.generation.stop_token_ids or (0,))
     if stop >= tokenizer.vocab_size:
         ids = f"{folder / 'tokenizer.json'} has ids up to {tokenizer.vocab_size - 1}"
-        raise ConfigError(f"policy.generation.stop_token_ids: {stop} is no token: {ids}; remove it")
+        raise ConfigError(f"policy.generation.stop_token_ids: {stop} is not a token id: {ids}; remove it")
     tensor = cfg.policy.generation.vllm_cfg.tensor_parallel_size
     sizes = {"num_attention_heads": model.num_attention_heads, "intermediate_size": model.intermediate_size}
     if tensor < model.num_key_value_heads or tensor % model.num_key_value_heads:  # else each rank has a copy of one
@@ -299,7 +299,7 @@ def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None
     lines += [f"note       {note}" for note in notes(cfg, steps)]
     if absent := to_plan and missing_weights(inputs.model_folder):
         files = f"{absent[0]}{f' and {len(absent) - 1} more files' if len(absent) > 1 else ''}"
-        lines.append(f"missing    {files}: the plan below does without, a run needs the weights")
+        lines.append(f"missing    {files}: the plan below needs no weights, but a run does")
     # Without torchrun: the number of GPUs that the recipe names, or the fewest that can run it.
     num_ranks = max(cfg.cluster.gpus_per_node * cfg.cluster.num_nodes, rules.fewest_ranks(cfg))
     device = os.environ.get("GRPO_DEVICE")

@@ -82,7 +82,7 @@ def _read_file(path: Path, parents: tuple[Path, ...]) -> list[tuple[str, Any, st
         files = ", ".join(sorted(map(str, path.parent.glob("*.yaml")))) if os.path.isdir(path.parent) else ""
         raise ConfigError(f"{error}{named}; yaml files there: {files or 'none'}") from None
     if path.resolve() in [parent.resolve() for parent in parents]:
-        raise ConfigError(f"{path}: defaults go in a circle: {' -> '.join(map(str, (*parents, path)))}")
+        raise ConfigError(f"{path}: defaults form a cycle: {' -> '.join(map(str, (*parents, path)))}")
     places: dict[str, str] = {}
     tree = _parse(text, "", str(path), places)
     if not isinstance(tree, dict):
@@ -136,7 +136,7 @@ def _value(loader: yaml.Loader, node: yaml.Node, name: str, path: str, places: d
         try:
             return loader.construct_object(node)
         except Exception:  # PyYAML's conversions raise whatever comes: KeyError for !!bool maybe
-            problem = f"{shortened(node.value)} is no {node.tag.removeprefix(_TAG)}; quote it if it is text"
+            problem = f"{shortened(node.value)} is not of type {node.tag.removeprefix(_TAG)}; quote it if it is text"
             raise ConfigError(f"{path} line {node.start_mark.line + 1}: {name}: {problem}") from None
     tree = {}
     for key, child in node.value:
@@ -271,7 +271,7 @@ def _resolve(name: str, value: Any, place: str, everything: Mapping[str, Any]) -
         if "${" not in text:
             return None if typed(text) is None else text
         text = re.sub(r"\$\{([^${}]*)\}", look_up, text)
-    raise ConfigError(f"{place}: {name}: ${{...}} goes in a circle, is too deep, or is not closed")
+    raise ConfigError(f"{place}: {name}: ${{...}} forms a cycle, is too deep, or is not closed")
 
 
 def _set(values: dict[str, Any], name: str, value: Any, place: str) -> bool:
@@ -310,7 +310,7 @@ def _checked(name: str, value: Any, kind: Any, place: str) -> Any:
         plain = keys.plain_name(name)
         hint = f"; the default is {keys.default_text(plain)}" if plain in FIELDS else ""
         if name.startswith("env.custom."):
-            hint = "; here stands an env_name, then its arguments: env.custom.my_module:MyClass.near=6"
+            hint = "; give an env_name, then its arguments: env.custom.my_module:MyClass.near=6"
         expected = f"expected {keys.type_name(kind)}, got {_shown(value)}{hint}"
         raise ConfigError(f"{place}: {name}: {expected}") from None
 
@@ -351,7 +351,7 @@ def _build(section: Any, prefix: str, values: dict[str, Any]) -> Any:
             default = _build(getattr(section, "default", keys.SECTIONS[name]()), f"{prefix}default.", values)
             numbers = {int(key.split(".")[name.count(".") + 1]) for key in values if key.startswith(f"{name}.")}
             if missing := set(range(len(numbers))) - numbers:
-                raise ConfigError(f"{name}.{max(numbers)} is set, but not {name}.{min(missing)}: leave out no number")
+                raise ConfigError(f"{name}.{max(numbers)} is set, but not {name}.{min(missing)}: leave no gaps")
             changes[f.name] = tuple(_build(default, f"{name}.{i}.", values) for i in range(len(numbers)))
         elif is_dataclass(f.type):
             changes[f.name] = _build(getattr(section, f.name), f"{name}.", values)

@@ -83,24 +83,24 @@ def read_meta(checkpoint: Path) -> dict | str:
         stated = meta.pop("sha256", None)
         if meta["version"] != VERSION:
             raise ConfigError(
-                f"{file}: checkpoint format {json.dumps(meta['version'])}, and this version of the program reads "
-                f"{VERSION}; go on with the commit that provenance.json in the run folder names, or start a new run"
+                f"{file}: checkpoint format {json.dumps(meta['version'])}, but this version of the program reads "
+                f"{VERSION}; continue with the commit that the run folder's provenance.json names, or start a new run"
             )
         if stated != digest(meta):
             return f"{file}: content differs from its checksum"
         if checkpoint.name != f"step_{meta['step']:06d}":
-            return f"{file}: of step {meta['step']}"
+            return f"{file}: belongs to step {meta['step']}"
         for name, entry in meta["files"].items():
             size = (checkpoint / name).stat().st_size
             if size != entry["bytes"]:
-                return f"{checkpoint / name}: {size:,} bytes, {entry['bytes']:,} by meta.json"
+                return f"{checkpoint / name}: {size:,} bytes, but meta.json says {entry['bytes']:,}"
         return meta
     except DataError as error:
         return str(error)
     except OSError as error:
         return describe_os_error(error)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{file}: not what the program writes ({type(error).__name__}: {error})"
+        return f"{file}: not written by this program ({type(error).__name__}: {error})"
 
 
 def digest(meta: dict) -> str:
@@ -119,8 +119,8 @@ def resolve(cfg: Config) -> Config:
     newest = next((str(run) for run in runs if committed(checkpoint_folder(ckpt_cfg, run))), None)
     if newest is None and ckpt_cfg.resume == "must":
         raise ConfigError(
-            f"checkpointing.resume=must: no run in logger.log_dir={cfg.logger.log_dir} has a whole checkpoint; name "
-            "one by checkpointing.resume_from, or use checkpointing.resume=auto to start a new run where there is none"
+            f"checkpointing.resume=must: no run in logger.log_dir={cfg.logger.log_dir} has a complete checkpoint; "
+            "set checkpointing.resume_from, or use checkpointing.resume=auto to start a new run where there is none"
         )
     return replace(cfg, checkpointing=replace(ckpt_cfg, resume_from=newest))
 
@@ -137,7 +137,7 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
     damaged (resume=auto takes the one before), another version wrote it, or settings differ that must stay."""
     run = Path(cfg.checkpointing.resume_from)
     if not os.path.isdir(run):
-        tried = f"(tried {os.path.abspath(run)}): give a run folder, as logs/exp_001"
+        tried = f"(tried {os.path.abspath(run)}): give a run folder, such as logs/exp_001"
         raise ConfigError(f"checkpointing.resume_from: no folder '{run}' {tried}")
     if to_train:
         check_writable("checkpointing.resume_from", str(run))
@@ -146,7 +146,7 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
     newest, meta = next(iter(metas.items()), (folder, "there is none"))
     if all(isinstance(each, str) for each in metas.values()):
         raise ConfigError(
-            f"checkpointing.resume_from={run}: no whole checkpoint in {folder} ({meta}); start a new run without it"
+            f"checkpointing.resume_from={run}: no complete checkpoint in {folder} ({meta}); start a new run without it"
         )
     if isinstance(meta, str) and cfg.checkpointing.resume != "auto":
         raise ConfigError(damaged(meta, newest))
@@ -161,13 +161,11 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
     if changed and (is_fixed or not cfg.checkpointing.allow_changes):
         way_out = "" if is_fixed else ", or set checkpointing.allow_changes=true"
         raise ConfigError(
-            f"checkpointing.resume_from={run} cannot go on with other settings: {', '.join(changed.values())}; use "
+            f"checkpointing.resume_from={run} cannot continue with other settings: {', '.join(changed.values())}; use "
             f"./train.sh {run}/config.yaml checkpointing.resume_from={run}{way_out}"
         )
 
 
 def damaged(problem: str, checkpoint: Path) -> str:
     """The text of a ConfigError about a checkpoint that is not whole."""
-    return (
-        f"{problem}: the checkpoint is damaged; use checkpointing.resume=auto to pass it over, or remove {checkpoint}"
-    )
+    return f"{problem}: the checkpoint is damaged; use checkpointing.resume=auto to skip it, or remove {checkpoint}"

@@ -72,7 +72,7 @@ def _bound_problems(cfg: Config) -> Iterator[str]:
     for name, value in settings(cfg):
         key = plain_name(name)
         if value == "" or (isinstance(value, tuple) and "" in value):
-            yield f"{name}={json.dumps(value):.80}: a text here is empty ({meanings()[key]})"
+            yield f"{name}={json.dumps(value):.80}: a text is empty ({meanings()[key]})"
         numbers = [each for each in (value if isinstance(value, tuple) else [value]) if isinstance(each, int | float)]
         limits = [limit.split() for limit in bounds(key).split(",") if limit]
         if not all(_OPERATORS[sign](number, float(limit)) for number in numbers for sign, limit in limits):
@@ -95,8 +95,8 @@ def _split_problems(cfg: Config, world_size: int, ranks_of_node: int | None) -> 
     fixes = {
         "set gpus_per_node to the ranks of a node that generate": size is None,
         "set num_nodes to the number of nodes that generate": num_nodes > 1 and nodes is None,
-        f"nodes train or generate as a whole: gpus_per_node={ranks_of_node}": num_nodes > 1 and size != ranks_of_node,
-        "none is left to train; start more ranks, or lower them": generation.num_generators >= world_size,
+        f"a whole node trains or generates: set gpus_per_node={ranks_of_node}": num_nodes > 1 and size != ranks_of_node,
+        "no rank is left to train; start more ranks, or lower these keys": generation.num_generators >= world_size,
         "set num_nodes to 1, or start torchrun on more nodes": num_nodes == 1 and ranks_of_node and (nodes or 1) > 1,
     }
     if fix := next((fix for fix, is_needed in fixes.items() if is_needed), None):
@@ -175,7 +175,7 @@ def _reward_problems(cfg: Config) -> Iterator[str]:
     longest_key = f"grpo.reward_shaping.max_response_length={json.dumps(longest)}"
     most_key = f"policy.generation.max_new_tokens={new} x grpo.max_rollout_turns={grpo.max_rollout_turns}"
     if has_penalty and (longest or 0) > most:
-        yield f"{longest_key} is more than {most_key}: no response gets there; lower the first to {most}"
+        yield f"{longest_key} is more than {most_key}: no response is that long; lower the first to {most}"
     elif has_penalty and buffer > (longest or most):
         yield (
             f"grpo.reward_shaping.overlong_buffer_length={buffer} is longer than a response of {longest or most} "
@@ -226,13 +226,13 @@ def _agent_problems(cfg: Config) -> Iterator[str]:
     for i, agent in enumerate(cfg.env.agents):
         place = f"env.agents.{i}" if len(cfg.env.agents) > 1 else "env.agents"
         if not agent.name or ":" in agent.name or agent.name in ENVIRONMENTS or names[agent.name] > 1:
-            yield f"{place}.name={agent.name}: must be set, no other env_name, and without a colon"
+            yield f"{place}.name={agent.name}: must be set, unique among env_names, and without a colon"
         if bool(agent.function) == bool(agent.command):
             yield f"{place}: set function or command, and not both"
         elif agent.command and agent.name in cfg.env.custom:
             yield f"env.custom.{agent.name}: a command has its arguments in {place}.command"
         elif agent.isolation == "required" and not agent.command:
-            yield f"{place}.isolation=required: only a command can be kept apart; set it to none"
+            yield f"{place}.isolation=required: only a command can be isolated; set it to none"
     if cfg.env.agents and cfg.grpo.turn_level_advantages:
         yield "grpo.turn_level_advantages=true: an agent gives one reward for all its calls; set it to false"
     if cfg.env.agents and cfg.policy.tokenizer.chat_template is None:

@@ -54,7 +54,7 @@ class Mixture:
             if self.fingerprints.get(name) != fingerprints.get(name):
                 path = self.datasets[name].path if name in self.datasets else "a set that this run does not have"
                 raise ConfigError(
-                    f"data.train: '{name}' ({path}) is not the data of the run {resumed}, whose position would mean "
+                    f"data.train: '{name}' ({path}) is not the data of the run {resumed}, whose position would select "
                     "other prompts; give the same data, or start at the beginning of this data with "
                     "checkpointing.allow_changes=true"
                 )
@@ -105,8 +105,8 @@ class Mixture:
         items = [(item, None) if isinstance(item, str) else item for item in answer]
         if len(items) != count or not all(0 <= (index or 0) < self.sizes.get(name, 0) for name, index in items):
             raise ConfigError(
-                f"{self.sampler_name} gave {items!r:.160}: expected {count} items, each a set of {self.sizes} or (set, "
-                "index of a problem)"
+                f"{self.sampler_name} returned {items!r:.160}: expected {count} items, each a set of {self.sizes} or "
+                "(set, index of a problem)"
             )
         json.dumps(after["memory"])  # checkpoints keep it
         return items

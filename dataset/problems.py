@@ -64,7 +64,7 @@ class ProblemMaker:
         env_name = self.env_names.get(task, self.explicit_env)
         if env_name is None:
             fix = f"use {', '.join(ENVIRONMENTS)}, or set data.task_to_env or env_name of this data set"
-            raise DataError(f"task_name {task!r:.80} is no environment: {fix}")
+            raise DataError(f"task_name {task!r:.80} is not an environment: {fix}")
         is_compared = env_name in ("exact", "math", "math_multi_reward")
         if is_compared and answer is None:
             raise no_key(raw, "output_key", (self.cfg.output_key,) if self.cfg.output_key else OUTPUT_KEYS)
@@ -110,7 +110,7 @@ def read_row(raw: dict, cfg: DatasetConfig) -> tuple[list[dict], Any, list[dict]
     answer = _first(raw, (cfg.output_key,) if cfg.output_key else output_keys)
     if messages[-1]["role"] == "assistant":
         if answer is not None or messages[-1].get("tool_calls"):
-            raise DataError("the last message is the assistant's: expected its text and no other answer, or no message")
+            raise DataError("the last message is the assistant's: expected text and no other answer; else remove it")
         answer = messages.pop()["content"]
     if not messages:
         raise DataError("no message before the assistant's")
@@ -171,7 +171,7 @@ def _gym_prompt(params: dict) -> tuple[list, list[dict]]:
     tools = []
     for tool in params.get("tools") or ():
         if not tool.keys() & {"function", "name"}:
-            raise DataError(f"a tool that is no function has no form in a chat template: {tool!r:.80}")
+            raise DataError(f"only a function can be a tool in a chat template, not {tool!r:.80}")
         function = {key: tool[key] for key in TOOL_KEYS if key in tool}
         tools.append(tool if "function" in tool else {"type": "function", "function": function})
     return messages, tools
@@ -191,7 +191,7 @@ def _gym_messages(items: list[dict]) -> list[dict]:
             messages.append(item | {"role": "system" if role == "developer" else role})
             continue
         if kind not in ("message", "reasoning", "function_call"):
-            raise DataError(f"responses_create_params.input: {kind} has no form in a chat: remove it, or the row")
+            raise DataError(f"responses_create_params.input: a chat cannot hold {kind}: remove it, or the row")
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         message, key, text = messages[-1], "content", _joined(item)

@@ -90,7 +90,7 @@ def load_dataset(
     size = len(source.numbers), source.num_bytes
     scanned, held, size_on_rank0 = on_rank0(lambda: (*_scan(maker, max_rows, check), size))
     if size != size_on_rank0:
-        raise DataError(f"{source.name}: this rank finds other rows there than rank 0: give all machines the same data")
+        raise DataError(f"{source.name}: this rank and rank 0 find different rows: give all machines the same data")
     for env_name in scanned.env_names:
         check(env_name, [])
     whole = replace(scanned, problems=Problems(maker, scanned.problems, cfg.repeat, held))

@@ -141,7 +141,7 @@ def _read_hub(name: str, cfg: DatasetConfig) -> Source:
     instead = "or download it elsewhere and give its file: data_path=FILE, .jsonl, .json or .parquet"
     folders = [f"{subset or 'default'}/{cfg.split or 'train'}" for subset in (cfg.subset or "").split("+")]
     patterns = [f"{folder}/*.parquet" for folder in folders]
-    problem = f"data_path: '{name}' is no local file"
+    problem = f"data_path: '{name}' is not a local file"
     copy = download(name, patterns, problem, f"check its name, {instead}", "dataset", PARQUET_BRANCH)
     files: list[Path] = []
     for folder, pattern in zip(folders, patterns, strict=True):

@@ -84,11 +84,11 @@ def read_tests(answer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     if are_cases(tests, args=list, expected=object):
         test = f"CASES = {text!r}\n{CALLS}"
     elif tests is not None:
-        raise ValueError(f"`tests` is no list of such objects: give {FORMS}")
+        raise ValueError(f"`tests` is not a list of objects: give {FORMS}")
     elif not isinstance(test, str) or (len(test) <= MAX_PARSED_CHARS and not is_python(test)):
         raise ValueError("`test` is not Python code")
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
-        raise ValueError(f"entry_point {repr(name)[:80]} is no name of a function, which the tests call")
+        raise ValueError(f"entry_point {repr(name)[:80]} is not the name of a function that the tests can call")
     return {"test": test, "entry_point": name, "prompt": prompt if is_python(prompt) else ""}
 
 

@@ -62,7 +62,7 @@ class Math(PoolEnvironment):
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
         for where, answer, _ in answers:
             if not 0 < len(math_grader.gold_answer(answer)) <= math_grader.MAX_ANSWER_CHARS:
-                raise ConfigError(f"{where}: answer {answer[:80]!r} is no final answer, which env_name 'math' needs")
+                raise ConfigError(f"{where}: answer {answer[:80]!r} is not a final answer, which env_name 'math' needs")
 
 
 class MathMultiReward(Environment):
@@ -103,7 +103,7 @@ class Code(PoolEnvironment):
             sandbox.run("", "", sandbox.Limits(**self.limits))
         except sandbox.Unavailable as error:
             other = ", or set env.code.isolation=none (see README.md)" if cfg.isolation == "required" else ""
-            problem = f"this machine does not let a program be kept apart ({error})"
+            problem = f"this machine does not let a program be isolated ({error})"
             fix = f"allow user namespaces and seccomp{other}"
             raise ConfigError(f"env.code.isolation={cfg.isolation}: {problem}: {fix}") from error
         self.pool = GraderPool(
@@ -164,8 +164,8 @@ def read_results(name: str, results: Any, turns: Sequence[Turn]) -> list[StepRes
     `error` with reward 0. ConfigError names the environment and what has another form than envs.py says."""
     size = len(results := list(results)) if isinstance(results, Iterable) else shortened(results)
     if size != len(turns):
-        raise ConfigError(f"env_name '{name}': step() gave {size} results for {len(turns)} turns")
-    return [_read(f"env_name '{name}': step() gave", result) for result in results]
+        raise ConfigError(f"env_name '{name}': step() returned {size} results for {len(turns)} turns")
+    return [_read(f"env_name '{name}': step() returned", result) for result in results]
 
 
 def _read(gave: str, result: StepResult) -> StepResult:
@@ -205,7 +205,7 @@ def _self_test(name: str, environment: Environment) -> None:
     for (reply, answer, expected, _), result in zip(examples, results, strict=True):
         if result.outcome != expected:  # a run would learn from noise
             environment.close()
-            outcomes = f"must be '{expected}', and is '{result.outcome}'"
+            outcomes = f"must be '{expected}', but is '{result.outcome}'"
             raise ConfigError(f"env_name '{name}' is broken: reply {reply!r} to answer {answer!r} {outcomes}")
 
 

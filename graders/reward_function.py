@@ -64,7 +64,7 @@ class RewardFunction(Environment):
         except (Exception, SystemExit) as error:  # it is the user's
             raise RuntimeError(f"{self.name} raised {describe(error)}") from error
         if len(rewards) != len(turns):
-            raise ValueError(f"{self.name} gave {len(rewards)} rewards for {len(turns)} completions")
+            raise ValueError(f"{self.name} returned {len(rewards)} rewards for {len(turns)} completions")
         return results
 
     def _completion(self, turn: Turn) -> dict:

@@ -181,7 +181,7 @@ def check_weights(folder: Path, expected: Iterable[tuple[str, Sequence[int]]]) -
     for name, shape in expected:
         path, in_file = stored.pop(name, (folder, "missing"))
         if in_file != list(shape):
-            raise ConfigError(f"{path}: {name} is {in_file}, but {list(shape)} by config.json")
+            raise ConfigError(f"{path}: {name} is {in_file}, but config.json says {list(shape)}")
     for name, (path, _) in stored.items():
         if not name.endswith(("lm_head.weight", "rotary_emb.inv_freq")):
             raise ConfigError(f"{path}: {name} is not in the model that config.json describes")
@@ -200,7 +200,7 @@ def resolve_folder(name: str, key: str, weights: bool = True) -> Path:
     the hub has is fetched, of a model also the `weights`."""
     folder = Path(name)
     if not os.path.exists(folder) and name.count("/") == 1 and not name.startswith((".", "/")):
-        problem = f"{key}: '{name}' is no local folder"
+        problem = f"{key}: '{name}' is not a local folder"
         instead = "without network, download it elsewhere and give the folder's path"
         patterns = ["*.json", "*.jinja"] + ["*.safetensors"] * (weights and key.endswith("model_name"))
         folder = download(name, patterns, problem, instead)

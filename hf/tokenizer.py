@@ -81,7 +81,7 @@ class Tokenizer:
                 return {"default": template if "{" in template else read_text(template)}
             except DataError as error:
                 fix = "default = the model's own template, null = none"
-                raise DataError(f"policy.tokenizer.chat_template: no template and no file: {error}; {fix}") from error
+                raise DataError(f"policy.tokenizer.chat_template: neither template nor file: {error}; {fix}") from error
         file = folder / "chat_template.jinja"
         entries = read_text(file) if file.exists() else self.settings.get("chat_template") or []
         if isinstance(entries, str):
@@ -175,7 +175,7 @@ class Tokenizer:
         reply = {"role": "assistant", "content": hole}
         text = self._write([*messages, reply, *observation], tools, escape=True)
         if hole not in text:
-            raise DataError("the chat template leaves out the assistant's last message: it is not for several turns")
+            raise DataError("the chat template leaves out the assistant's last message: it cannot do several turns")
         text = text[text.rindex(hole) + 1 :]
         end = self.added.get(int(reply_ids[-1]), "") if len(reply_ids) else ""
         if end:

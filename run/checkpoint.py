@@ -174,7 +174,7 @@ class Saver:
         failure = f"checkpoint {temporary.stem} was not saved ({problem}); the newest: {newest}"
         if self.num_failures >= MAX_FAILURES:
             raise StopRun(f"{failure}; {self.num_failures} failed in a row: make room in {self.folder}")
-        self.ranks.print_rank0(f"WARNING: {failure}; training goes on, the next one is due as configured")
+        self.ranks.print_rank0(f"WARNING: {failure}; training continues, and so do later checkpoints")
 
 
 def load(
@@ -191,13 +191,13 @@ def load(
         if problem is None:
             meta = read_meta(path)
             if meta["state"].get("base_sha256") != base:
-                raise ConfigError(f"{path}: adapters of other weights than those of policy.model_name, by their sha256")
+                raise ConfigError(f"{path}: its adapters need other weights than policy.model_name has (sha256)")
             _restore(path, sorted(meta["files"]), model, optimizer, reference)
             return meta["state"] | {"step": meta["step"]}
         if mode != "auto":
             raise ConfigError(damaged(problem, path))
-        ranks.print_rank0(f"WARNING: {problem}: going on from an older checkpoint")
-    raise ConfigError(f"checkpointing.resume_from: no whole checkpoint in {folder}; start a new run without it")
+        ranks.print_rank0(f"WARNING: {problem}: continuing from an older checkpoint")
+    raise ConfigError(f"checkpointing.resume_from: no complete checkpoint in {folder}; start a new run without it")
 
 
 def problem_of(path: Path, ranks: Ranks) -> str | None:
@@ -272,7 +272,7 @@ def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[st
     names = sorted(files[0].keys())
     params = _trained(model)
     if other := {f"param.{name}" for name in params} ^ {name for name in names if name.startswith("param.")}:
-        raise ConfigError(f"{path}: of another model than policy.model_name, which differs in {min(other)}")
+        raise ConfigError(f"{path}: is of another model than policy.model_name, which differs in {min(other)}")
     for name, param in params.items():
         local_shard(param).copy_(_read_rows(files, f"param.{name}", param))
     if optimizer is None:

@@ -65,7 +65,7 @@ def write(
     except OSError as error:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        ranks.print_rank0(f"WARNING: the rollouts of step {step} were not written ({error}); training goes on")
+        ranks.print_rank0(f"WARNING: the rollouts of step {step} were not written ({error}); training continues")
 
 
 def _write_texts(file: Path, samples: Sequence[Sample], adv_B: Sequence[float], tokenizer: Tokenizer) -> None:

@@ -103,7 +103,7 @@ def _lock(folder: Path, kind: int) -> None:
             text = f"{folder} is in use by another run ({holder}): wait for its end, or stop it"
             raise ConfigError(text) from error
         if kind == fcntl.LOCK_EX:
-            print(f"WARNING: {folder}: no locks on this disk ({error.strerror}): start no second run there", flush=True)
+            print(f"WARNING: {folder}: no file locks here ({error.strerror}): start no second run there", flush=True)
         return
     if kind == fcntl.LOCK_EX:
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
@@ -141,7 +141,7 @@ def write_provenance(folder: Path, cfg: Config, world_size: int) -> None:
             write_whole(folder / name, patch, encoding="latin-1")
         write_whole(file, json.dumps([*parts, part], indent=1) + "\n")
     except OSError as error:
-        print(f"WARNING: {file} has nothing of this part of the run ({describe_os_error(error)})", flush=True)
+        print(f"WARNING: {file} lacks this part of the run ({describe_os_error(error)})", flush=True)
 
 
 def _git(*arguments: str) -> str | None:

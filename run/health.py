@@ -73,14 +73,14 @@ def reward_fell(steps: Steps) -> str:
 def truncated(steps: Steps) -> str:
     """Nearly all answers are cut, so the policy never sees an end."""
     share = np.min(column(steps[-FEW:], "truncation_rate"))
-    return f"{share:.0%} of the answers are cut by the length limit" if len(steps) >= FEW and share >= MOST else ""
+    return f"{share:.0%} of the replies are cut off by the length limit" if len(steps) >= FEW and share >= MOST else ""
 
 
 def parse_fail(steps: Steps) -> str:
     """Nearly all answers cannot be parsed, and not because they are cut."""
     share = np.min(column(steps[-FEW:], "outcome/parse_fail"))
     holds = len(steps) >= FEW and share >= MOST and not truncated(steps)
-    return f"{share:.0%} of the replies hold no answer that is found; read samples.jsonl" if holds else ""
+    return f"{share:.0%} of the replies have no answer that can be found; read samples.jsonl" if holds else ""
 
 
 def entropy_gone(steps: Steps) -> str:

@@ -76,7 +76,7 @@ class RunLog:
         except OSError as error:
             if name not in self.num_lost:
                 problem = f"{self.folder / name} cannot be written ({error.strerror})"
-                print(f"WARNING: {problem}: training goes on, and what has no room there is lost", flush=True)
+                print(f"WARNING: {problem}: training continues, and what is not written is lost", flush=True)
             self.num_lost[name] += 1
 
     def _event(self, **content: Any) -> None:
@@ -104,7 +104,7 @@ class RunLog:
             self.wandb.log(row, step=2 * row["step"] + is_validation, commit=True)
         except Exception as error:  # W&B's own, the network's, an import that fails: no reason to end a run
             self.logs_to_wandb = False
-            text = f"WARNING: W&B failed ({error!r:.300}): the run goes on as with logger.wandb_enabled=false"
+            text = f"WARNING: W&B failed ({error!r:.300}): the run continues as with logger.wandb_enabled=false"
             print(text, flush=True)
 
     def samples(self, step: int, kind: str, samples: list[Sample], tokenizer: Tokenizer) -> None:

@@ -32,7 +32,7 @@ class Memory:
         if plan.gpu_bytes and ranks.job_rank == 0:
             print(table(plan), flush=True)
         if too_small := problem(plan):
-            raise ConfigError(f"{too_small}. If you know better, --gpu_memory=GiB takes the place of what the GPU has")
+            raise ConfigError(f"{too_small}. If you know better, --gpu_memory=GiB overrides what the GPU has")
 
     def metrics(self, peaks: dict[str, tuple[int, int, int]]) -> dict[str, float]:
         """GiB by the plan, and as allocated and reserved, of the phases that `Timers` has peaks of: {} without CUDA."""

@@ -186,8 +186,8 @@ def restore(run: Run) -> None:
     run.state = state = RunState(**counters)
     run.saver.saved = state.step
     if cfg.allow_changes and state.fingerprints != train.fingerprints:
-        allowed = "(checkpointing.allow_changes=true): they are read from their start"
-        run.ranks.print_rank0(f"WARNING: the data changed {allowed}")
+        allowed = "(checkpointing.allow_changes=true): reading starts at their first row"
+        run.ranks.print_rank0(f"WARNING: the data have changed {allowed}")
         state.cursor = train.start()
         state.fingerprints = train.fingerprints
     train.check_same(state.fingerprints, cfg.resume_from)

@@ -22,7 +22,7 @@ from system.exits import die_with_parent, host_name
 def main(file: Path) -> int:
     """The exit code; the last line says why unless it is 0. file: where the ranks say how they ended."""
     # What holds where no rank has the last word: exit() in a library or a reward function ends a rank with code 0.
-    end = {"code": 1, "reason": "crashed: no rank said how it ended; the output above, or dmesg, may tell"}
+    end = {"code": 1, "reason": "crashed: no rank reported how it ended; see the output above, or dmesg"}
     failed, failures = False, {}  # by rank, the first failure first
     try:
         run.main()
@@ -38,12 +38,12 @@ def main(file: Path) -> int:
     if file.exists():
         end = json.loads(file.read_text())
         if failed and end["code"] == 0:
-            end = {"code": 1, "reason": "all was done, but then the processes did not end well"}
+            end = {"code": 1, "reason": "the run was done, but then a process did not exit cleanly"}
     elif killed and next(iter(failures)) in killed:
         end["reason"] = f"crashed: {gone[next(iter(killed))]}; continue with checkpointing.resume=auto"
     reason = " ".join(end["reason"].split()) + (f" (rank {end['rank']} on {end['host']})" if "rank" in end else "")
     for rank, text in gone.items():
-        name = killed[rank].signal_name().replace("SIGKILL", "SIGKILL, by a user or for want of memory (dmesg tells)")
+        name = killed[rank].signal_name().replace("SIGKILL", "SIGKILL, by a user or for lack of memory (see dmesg)")
         reason = reason.replace(text, text.replace("is gone", f"was killed by {name}"))
     if end["code"]:
         print(f"train.sh: exit code {end['code']}: {reason}", file=sys.stderr)

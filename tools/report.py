@@ -48,7 +48,7 @@ performance/tokens_per_sec""".split()  # what is looked at first; + joins curves
 def read_run(folder: Path, name: str, max_samples: int) -> dict:
     """What the report shows of a run, as `read_metrics` and `read_samples` say."""
     notes: list[str] = []
-    ending = "no exit.json: it goes on, or it was killed"
+    ending = "no exit.json: still running, or killed"
     for end in read_lines(folder / "exit.json", notes, step=0) if (folder / "exit.json").exists() else ():
         ending = f"exit code {end.get('code')}: {end.get('reason')}"
     steps, series, held = read_metrics(folder / "metrics.jsonl", notes)
@@ -104,7 +104,7 @@ def read_lines(file: Path, notes: list[str], step: int | None = None) -> Iterato
         notes.append(str(error))
     if bad_lines:
         places = ", ".join(map(str, evenly(bad_lines, 5)))
-        notes.append(f"{file.name}: {len(bad_lines)} lines are no records, and left out: {places}")
+        notes.append(f"{file.name}: {len(bad_lines)} lines are not records, and left out: {places}")
 
 
 def for_json(value: object) -> object:
@@ -234,7 +234,7 @@ def for_page(sample: dict, limit: int) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(prog=".venv/bin/python -m tools.report", description="A report: docs/report.md")
     parser.add_argument("folders", nargs="+", type=Path, metavar="logs/exp_001")
-    parser.add_argument("--live", action="store_true", help="anew every few seconds until each run has ended")
+    parser.add_argument("--live", action="store_true", help="redraw every few seconds until all runs have ended")
     args = parser.parse_args()
     if absent := [str(folder) for folder in args.folders if not folder.is_dir()]:
         parser.error(f"no such run folder: {', '.join(absent)}")

@@ -62,9 +62,9 @@ def read(system: str, name: str, table: Mapping[str, Any]) -> tuple[Values, list
         return values, []
     if not isinstance(values, dict) or not all(re.fullmatch(r"\w+", str(key)) for key in values):
         return assigned([str(word) for word in values] if isinstance(values, list) else _words(text, name, table)), []
-    notes = [f"  {key}: left out, for hydra has read it" for key in ("hydra", "defaults") if values.pop(key, None)]
+    notes = [f"  {key}: left out, because hydra reads it" for key in ("hydra", "defaults") if values.pop(key, None)]
     if not values.keys() & {key.partition(".")[0] for key in (*known, *table["moved"])}:
-        raise ConfigError(f"{name}: no key of verl's in it; {table['way_out']}")
+        raise ConfigError(f"{name}: it has no key of verl's; {table['way_out']}")
     return dict(_flat(values, "", known)), notes
 
 
@@ -100,7 +100,7 @@ def _words(text: str, name: str, table: Mapping[str, Any]) -> list[str]:
     try:
         words = list(lexer)
     except ValueError as error:
-        raise ConfigError(f"{name}: not the words of a shell ({error})") from None
+        raise ConfigError(f"{name}: not a shell command ({error})") from None
     variables, overrides = dict(os.environ), {}
 
     def value_of(match: re.Match) -> str:
@@ -143,7 +143,7 @@ def _words(text: str, name: str, table: Mapping[str, Any]) -> list[str]:
         before = word
     if not overrides:
         example = "such as algorithm.adv_estimator=grpo"
-        raise ConfigError(f"{name}: no override of verl's in it, {example}; {table['way_out']}")
+        raise ConfigError(f"{name}: it has no override of verl's, {example}; {table['way_out']}")
     return [f"{key}={value}" for key, value in overrides.items()]
 
 
@@ -314,7 +314,7 @@ class _Script:
         known = {*self.table["keys"], *self.table["known"][""].split()}
         named = {self.table["aliases"].get(key, key): value for key, value in fields.items()}
         if found := {key: value for key, value in named.items() if key in known}:
-            left += [f"{key}: left out, no key of TRL's" for key in named if key not in found]
+            left += [f"{key}: left out, because TRL has no such key" for key in named if key not in found]
         return found
 
     def _model(self, node: ast.expr) -> Values:
@@ -356,7 +356,7 @@ class _Script:
     def _only(self, name: str, calls: Sequence[ast.Call]) -> ast.Call | None:
         if len(calls) > 1:
             lines = ", ".join(str(call.lineno) for call in calls)
-            problem = f"{name}(...) stands in lines {lines}, and one is read: leave one in a copy"
+            problem = f"{name}(...) occurs in lines {lines}, but one is read: keep one in a copy"
             raise ConfigError(f"{self.name}: {problem}, or {self.table['way_out']}")
         return calls[0] if calls else None
 

@@ -129,7 +129,7 @@ def test_gdpo_needs_the_same_two_rewards_of_each_environment(declared, weights, 
 def test_stop_tokens_are_ids_of_the_tokenizer(tmp_path):
     assert fits(tmp_path, vocab_size=90, stop_token_ids=(0, 89)) == "fits"
     message = fits(tmp_path, vocab_size=90, stop_token_ids=(0, 90))
-    assert message.startswith("policy.generation.stop_token_ids: 90 is no token") and "ids up to 89" in message
+    assert message.startswith("policy.generation.stop_token_ids: 90 is not a token id") and "ids up to 89" in message
 
 
 def without_plan(summary):

@@ -138,7 +138,7 @@ def test_a_run_of_another_version_is_refused_with_a_sentence(run, tmp_path):
     ("spoil", "said"),
     [
         ("[]", "meta.json: expected a JSON object, got list"),
-        ("{}", "meta.json: not what the program writes (KeyError: 'version')"),
+        ("{}", "meta.json: not written by this program (KeyError: 'version')"),
         ("[" * 100_000, "meta.json: not valid JSON ("),
         ("edited", "meta.json: content differs from its checksum"),
         ("renamed", "meta.json: of step 9"),
@@ -173,7 +173,7 @@ def test_damaged_newest_is_refused_by_name_and_auto_goes_on_before_it(run, spoil
     assert [path.name for path in resume.committed(folder / "checkpoints")] == ["step_000009"]
     (folder / "checkpoints" / "step_000009" / "meta.json").unlink()
     for each in (cfg, auto):
-        assert f"no whole checkpoint in {folder}/checkpoints ({newest}/{said}" in refused(each)
+        assert f"no complete checkpoint in {folder}/checkpoints ({newest}/{said}" in refused(each)
 
 
 def test_newest_run_with_a_checkpoint_is_found(run, tmp_path):
@@ -219,7 +219,7 @@ def test_runs_that_share_a_checkpoint_dir_have_a_folder_each(run, tmp_path, monk
     assert resume.checkpoint_folder(shared, folder.parent / "exp_002") == tmp_path / "big" / "exp_002"
     monkeypatch.chdir(folder)
     assert resume.checkpoint_folder(shared, resume.Path(".")) == tmp_path / "big" / "exp_001"
-    assert f"no whole checkpoint in {tmp_path}/big/exp_001" in refused(replace(cfg, checkpointing=shared))
+    assert f"no complete checkpoint in {tmp_path}/big/exp_001" in refused(replace(cfg, checkpointing=shared))
     (tmp_path / "big").mkdir()
     (folder / "checkpoints").rename(tmp_path / "big" / "exp_001")
     resume.check_resumable(replace(cfg, checkpointing=shared))

@@ -124,11 +124,11 @@ def test_the_memory_plan_and_a_gpu_that_is_too_small(work):
         (["run.yaml", "grpo.num_prompts_per_step=11"], "10 prompts x grpo.max_num_epochs=1 are fewer than grpo.num_"),
         (["run.yaml", "policy.model_name=."], "config.json: cannot be read"),
         (["run.yaml", "policy.model_name=."], "policy.model_name: "),
-        (["run.yaml", "policy.model_name=my models/one"], "policy.model_name: 'my models/one' is no local folder"),
+        (["run.yaml", "policy.model_name=my models/one"], "policy.model_name: 'my models/one' is not a local folder"),
         (["run.yaml", "logger.log_dir=train.jsonl/logs"], "train.jsonl (Not a directory)"),
         (["run.yaml", "checkpointing.checkpoint_dir=run.yaml/a"], "checkpointing.checkpoint_dir=run.yaml/a: "),
         (["run.yaml", "checkpointing.resume_from=logs/exp_001"], "checkpointing.resume_from: no folder 'logs/exp_001'"),
-        (["run.yaml", "checkpointing.resume_from=model"], "no whole checkpoint in model/checkpoints"),
+        (["run.yaml", "checkpointing.resume_from=model"], "no complete checkpoint in model/checkpoints"),
     ],
 )
 def test_mistake_in_config_or_paths(work, monkeypatch, words, message):
@@ -167,7 +167,7 @@ def test_mistake_in_the_model_folder(work, monkeypatch, file, content, message):
 def test_hub_name_without_network(work, tmp_path_factory):
     env = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path_factory.mktemp("cache"))}
     message = refused(work, "run.yaml", "policy.model_name=nobody/nothing", **env)
-    assert "'nobody/nothing' is no local folder and could not be fetched from the hub" in message
+    assert "'nobody/nothing' is not a local folder and could not be fetched from the hub" in message
 
 
 def test_check_imports_neither_torch_nor_vllm(work):

@@ -43,7 +43,7 @@ def test_a_full_disk_costs_its_checkpoint_and_nothing_else(saves):
     assert found["room again"] == of_step(4, [1, 4])
     assert "step_000002 was not saved" in told[0] and "No space left on device" in told[0]
     assert "step_000003 was not saved" in told[1] and "a checkpoint needs 2." in told[1]
-    assert all(line.startswith("WARNING: ") and "training goes on" in line for line in told) and len(told) == 4
+    assert all(line.startswith("WARNING: ") and "training continues" in line for line in told) and len(told) == 4
 
 
 def test_three_in_a_row_stop_the_run_and_the_last_good_one_stays(saves):

@@ -155,7 +155,7 @@ def test_a_rank_that_dies_without_a_word_is_exit_code_1(launches):
 def test_exit_0_without_a_last_word_is_a_crash(launches):
     """A reward function, or a library, that calls exit: a scheduler must not take the run for done."""
     _, code, _, err = launches["exit"]
-    assert code == 1 and err.splitlines()[-1].startswith("train.sh: exit code 1: crashed: no rank said")
+    assert code == 1 and err.splitlines()[-1].startswith("train.sh: exit code 1: crashed: no rank reported")
 
 
 def test_a_reader_of_the_output_that_leaves_costs_nothing(launches):

@@ -167,7 +167,7 @@ def test_classes_by_dotted_path_get_their_arguments():
     made.check_answers([("here", "", {})])
     assert made.close() is None
     for name, custom, problem in (
-        ("Mine", {"word": "z"}, "is broken: reply 'a b' to answer '' must be 'ok', and is 'wrong'"),
+        ("Mine", {"word": "z"}, "is broken: reply 'a b' to answer '' must be 'ok', but is 'wrong'"),
         (
             "Mine",
             {"wrod": "a"},
@@ -190,7 +190,7 @@ def test_classes_by_dotted_path_get_their_arguments():
 def test_self_tests_may_give_the_fields_of_a_row(monkeypatch):
     make("NeedsFields")
     monkeypatch.setattr(NeedsFields, "self_tests", (("6", "5", "ok", {"near": 0}),))
-    with pytest.raises(ConfigError, match="is broken: reply '6' to answer '5' must be 'ok', and is 'wrong'"):
+    with pytest.raises(ConfigError, match="is broken: reply '6' to answer '5' must be 'ok', but is 'wrong'"):
         make("NeedsFields")
     for self_test, problem in ((("6", "5", "ok"), "KeyError: 'near'"), (("6", "5", "ok", {}, 1), "ValueError")):
         monkeypatch.setattr(NeedsFields, "self_tests", (self_test,))
@@ -274,7 +274,7 @@ def test_reward_functions_with_trls_signature():
     messages = [{"role": "user", "content": "?"}]
     assert graded("chats", turn("7", messages=messages), turn("8", messages=messages)) == [(1.0, "ok"), (0.0, "wrong")]
     assert graded("chats") == []
-    with pytest.raises(ValueError, match=r"test_envs:too_few gave 1 rewards for 2 completions"):
+    with pytest.raises(ValueError, match=r"test_envs:too_few returned 1 rewards for 2 completions"):
         graded("too_few", turn("1"), turn("2"))
     make("length").check_answers([("rows.jsonl:1", "7", {"level": 1})])
     with pytest.raises(

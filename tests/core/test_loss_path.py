@@ -299,4 +299,4 @@ def test_a_loss_that_is_replaced_at_run_time_does_not_pass_the_probes(monkeypatc
     else:
         monkeypatch.setattr(original, "MAX_LOG_RATIO", constant)
     path = choose(original.policy_loss, cfg, TRITON)
-    assert path.kind == "one pass" and "the fused kernel has another gradient" in path.why
+    assert path.kind == "one pass" and "the fused kernel has a different gradient" in path.why

@@ -176,7 +176,7 @@ def test_the_word_of_the_dataset_beside_a_foreign_task_name(tokenizer):
     dataset = load(tokenizer, rows, env_name="math", tasks={"mine": "m:C"})
     assert [problem.env_name for problem in dataset.problems] == ["math", "code", "m:C", "math", "math"]
     keys = {"input_key": "input", "output_key": "output"}  # the env_name of a preset is nobody's word
-    assert "task_name 'algebra' is no environment" in refused(tokenizer, rows, dataset_name="gsm8k", **keys)
+    assert "task_name 'algebra' is not an environment" in refused(tokenizer, rows, dataset_name="gsm8k", **keys)
 
 
 def test_prompts_go_around_the_last_user_message_and_a_rows_own_system_message_stays(tokenizer):
@@ -235,7 +235,7 @@ def gym(*items, **keys):
         (gym({"type": "function_call_output", "output": {"a": 1}}), "messages"),
         (gym(tools=[{"type": "web_search"}]), "web_search"),
         ({"responses_create_params": {"input": [USER, CALL]}, "answer": "1"}, "the last message is the assistant's"),
-        (GOOD | {"task_name": "os:system"}, "'os:system' is no environment: use exact, math, code"),
+        (GOOD | {"task_name": "os:system"}, "'os:system' is not an environment: use exact, math, code"),
         (GOOD | {"loss_multiplier": 0.5}, "loss_multiplier=0.5"),
         *(
             (GOOD | {"output": answer, "task_name": task}, f"{answer!r} is neither text nor number")

@@ -248,4 +248,4 @@ def test_two_ranks_share_a_scan_and_its_error(tokenizer, tmp_path):
     assert first[0][2] == [("exact", 48), ("math", 1), ("exact", 0), ("math", 0)]
     assert second[0][2] == [("exact", 0), ("math", 0)], "environments are made on every rank"
     assert first[1] == second[1] and first[1].startswith(f"{tmp_path}/bad.jsonl:51: TypeError")
-    assert "other_1.jsonl: this rank finds other rows there than rank 0" in second[2] and len(first[2]) == 3
+    assert "other_1.jsonl: this rank and rank 0 find different rows" in second[2] and len(first[2]) == 3

@@ -189,7 +189,7 @@ def test_rewards(environment, reply, finish_reason, reward, outcome):
 def test_answers_that_cannot_be_graded_are_found_before_training(environment):
     environment.check_answers([("r:1", "5", {}), ("r:2", r"\frac{1}{2}", {}), ("r:3", "so 5\n#### 5", {})])
     for answer in ("", " ", "because ####", r"\boxed{}", "9" * 3000):
-        with pytest.raises(ConfigError, match=r"^r:7: answer .* is no final answer, .*'math'"):
+        with pytest.raises(ConfigError, match=r"^r:7: answer .* is not a final answer, .*'math'"):
             environment.check_answers([("r:1", "5", {}), ("r:7", answer, {})])
 
 

@@ -168,7 +168,7 @@ def exits(completions):
         (lambda completions: [1j], RuntimeError, "^mine:f raised (TypeError|OverflowError): "),
         (lambda completions: [10**400], RuntimeError, "^mine:f raised (TypeError|OverflowError): "),
         (lambda completions: [[1]], RuntimeError, "^mine:f raised (TypeError|OverflowError): "),
-        (lambda completions: [1, 2], ValueError, "^mine:f gave 2 rewards for 1 completions"),
+        (lambda completions: [1, 2], ValueError, "^mine:f returned 2 rewards for 1 completions"),
     ],
 )
 def test_a_reward_function_that_fails_amid_the_run_is_named(function, error, message):

@@ -119,7 +119,7 @@ def test_refused(work, name):
         (
             "policy.tokenizer.chat_template",
             "no_such_file",
-            "policy.tokenizer.chat_template: no template and no file: no_",
+            "policy.tokenizer.chat_template: neither template nor file: no_",
         ),
         ("policy.tokenizer.chat_template", "'{{ [1, 2] | random }}'", "'random'"),
     ],

@@ -91,7 +91,7 @@ def check_resume(folder, work, place, device, mesh, lora=None):
     assert committed(work) == [work / "step_000002"]
 
     model, optimizer = fresh(folder, device, mesh, lora)
-    with pytest.raises(ConfigError, match=r"adapters of other weights than those of policy.model_name"):
+    with pytest.raises(ConfigError, match=r"adapters need other weights than policy.model_name has"):
         checkpoint.load(work, model, optimizer, place, {}, mode=None, base="b" * 64)
     loaded = checkpoint.load(work, model, optimizer, place, {}, mode=None, base=base)
     assert loaded == {"step": 2, **STATE, "base_sha256": base}

@@ -150,7 +150,7 @@ def test_a_disk_without_locks_is_named_once_and_the_run_goes_on(tmp_path, monkey
 
     monkeypatch.setattr(run_folder.fcntl, "lockf", refuse)
     run_folder._lock(tmp_path, RANK_0)
-    expected = f"WARNING: {tmp_path}: no locks on this disk ({os.strerror(number)}): start no second run there\n"
+    expected = f"WARNING: {tmp_path}: no file locks here ({os.strerror(number)}): start no second run there\n"
     assert capsys.readouterr().out == expected
     run_folder._lock(tmp_path, OTHER_RANK)
     assert capsys.readouterr().out == ""

@@ -142,7 +142,7 @@ def test_faults_of_asynchronous_splits(tmp_path):
         assert GO_ON in jobs[name]["exit"]["reason"]
     for name, rank in zip(faults[2:], ("generator rank 1", "trainer rank 0"), strict=True):
         assert jobs[name]["exit"]["code"] == 4
-        assert re.match(rf"hung: {rank}( on \S+)? did not come; ", jobs[name]["exit"]["reason"]), jobs[name]["exit"]
+        assert re.match(rf"hung: {rank}( on \S+)? did not arrive; ", jobs[name]["exit"]["reason"]), jobs[name]["exit"]
     assert jobs["async signalled generator"]["codes"] == [75, 0], jobs["async signalled generator"]["log"]
     for name in ("async resumed", "async went on"):
         assert jobs[name]["codes"] == [0, 0] and "resumed from " in jobs[name]["log"], jobs[name]["log"]
@@ -184,7 +184,7 @@ def test_other_sizes_and_other_ends(tmp_path):
     codes, reason = ends.pop("hung generator")
     assert 4 in codes and {*codes} <= {1, 4} and jobs["hung generator"]["exit"]["code"] == 4  # who leaves first says it
     name = f"generator rank 1 on {host_name()}"
-    assert reason.startswith(f"hung: {name} did not come; {name}: step 6, ")
+    assert reason.startswith(f"hung: {name} did not arrive; {name}: step 6, ")
     run = jobs["signalled trainer"]["run"]
     assert ends == {
         "killed trainer": ([-9, 1], f"crashed: trainer rank 0 on {host_name()}"),

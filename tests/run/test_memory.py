@@ -125,7 +125,7 @@ def test_an_evaluation_out_of_memory(main, monkeypatch, capfd):
     assert "moments" not in err
 
 
-KNOWS_BETTER = ". If you know better, --gpu_memory=GiB takes the place of what the GPU has"
+KNOWS_BETTER = ". If you know better, --gpu_memory=GiB overrides what the GPU has"
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def test_other_data_are_read_from_their_start_where_that_is_allowed(monkeypatch,
     capsys.readouterr()
     state = restore(allowed, now)
     assert state == replace(saved, cursor=now.start(), fingerprints=now.fingerprints)
-    assert capsys.readouterr().out.startswith("WARNING: the data changed")
+    assert capsys.readouterr().out.startswith("WARNING: the data have changed")
 
 
 def test_a_new_run_starts_at_nothing_and_not_over_anothers_checkpoints(tmp_path):

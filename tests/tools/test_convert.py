@@ -210,8 +210,8 @@ def test_the_loss_is_theirs(name, tmp_path, monkeypatch):
         ("trl", "max_steps: many", "max_steps=many: expected a number, or -1"),
         ("trl", "eval_steps: [1]", "eval_steps=[1]: expected a number, or null"),
         ("trl", "max_prompt_length: long", "max_prompt_length=long: expected a number, or null"),
-        ("verl", "nothing", "no override of verl's in it, such as algorithm.adv_estimator=grpo"),
-        ("verl", "a.b=1 'c", "not the words of a shell (No closing quotation)"),
+        ("verl", "nothing", "it has no override of verl's, such as algorithm.adv_estimator=grpo"),
+        ("verl", "a.b=1 'c", "not a shell command (No closing quotation)"),
     ],
 )
 def test_what_is_refused(system, text, problem, tmp_path):

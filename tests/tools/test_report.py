@@ -231,7 +231,7 @@ def test_hostile_text_is_data(tmp_path, monkeypatch):
             assert attack in replies
     (longest,) = [reply for reply in replies if reply.startswith("long ")]
     assert len(longest) < 100_100 and "characters left out" in longest
-    assert "samples.jsonl: 12 lines are no records, and left out: 3, 9, 18, 27, 34" in shown["notes"]
+    assert "samples.jsonl: 12 lines are not records, and left out: 3, 9, 18, 27, 34" in shown["notes"]
     assert shown["ending"] == f"exit code 1: {ATTACKS[0]}"
     assert shown["series"]["train/loss"][:2] == ["NaN", "-Infinity"]
     assert any("not finite at some steps" in note and "train/loss" in note for note in shown["notes"])
@@ -242,10 +242,10 @@ def test_what_cannot_be_read_is_said(tmp_path, monkeypatch):
     broken = [b"[]", b"\xff\xfe", b'{"train/loss": 1}', b'{"step": true}', b"[" * 99999, b'{"step": 2, "tr']
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([b'{"step": 1, "train/loss": 2.5}', *broken]))
     (shown,) = page_of(monkeypatch, tmp_path).data["runs"]
-    assert shown["ending"] == "no exit.json: it goes on, or it was killed"
+    assert shown["ending"] == "no exit.json: still running, or killed"
     assert (shown["steps"], shown["series"]) == ([1], {"train/loss": [2.5]})
     lines, absent = shown["notes"]
-    assert lines == "metrics.jsonl: 5 lines are no records, and left out: 2, 3, 5, 6, 7"
+    assert lines == "metrics.jsonl: 5 lines are not records, and left out: 2, 3, 5, 6, 7"
     assert absent.endswith("samples.jsonl: cannot be read (No such file or directory)")
     assert shown["kept"] == "0 of 0 samples"
 
