@@ -86,7 +86,7 @@ class AsyncGRPOConfig(Section):
     max_trajectory_age_steps: int = key(1, ">= 0")
     """A trained token comes from weights at most this many steps older than the newest; 0 is as without async_grpo."""
     in_flight_weight_updates: bool = False
-    """The engines of a split job take new weights during responses. If false, they first finish those in progress."""
+    """Engines of a split job take new weights amid responses. If false, they first finish responses in progress."""
     recompute_kv_cache_after_weight_updates: bool = True
     """After a sync, unfinished responses get keys and values of the new weights. If false (NeMo RL's default), their
     later tokens come from a mixture of weights, and the logp gap leaves those tokens out."""
@@ -113,13 +113,13 @@ class GRPOConfig(Section):
     use_leave_one_out_baseline: bool = True
     """grpo and gdpo subtract the mean reward of the group's other samples. If false, they subtract the group's mean."""
     reward_std: Literal["baseline", "group", "batch"] = "baseline"
-    """The standard deviation is of the rewards in the baseline (NeMo RL), or in the group or batch, plus 1e-4 (TRL)."""
+    """The standard deviation is of the baseline's rewards (NeMo RL), the group's or the batch's (TRL: plus 1e-4)."""
     reward_std_floor: float = key(0.05, ">= 0, <= 1")
-    """A leave-one-out deviation above 0 is at least this times the range of the group's rewards; 0 is NeMo RL's."""
+    """A leave-one-out deviation above 0 is at least this times the range of the group's rewards; 0: no floor."""
     adv_estimator: AdvEstimatorConfig = AdvEstimatorConfig()
     turn_level_advantages: bool = False
-    """The tokens of a turn have the advantage of that turn's reward, each scaled by itself, among the same turns of the
-    group. If false, all tokens of a conversation have the advantage of the sum of its rewards."""
+    """The tokens of a turn get the advantage of that turn's own scaled reward among the same turns of the group. If
+    false, all tokens of a conversation get the advantage of the sum of its rewards."""
     advantage_clip_low: float | None = None
     """Advantages below this are raised to it; null means no limit."""
     advantage_clip_high: float | None = None
@@ -136,15 +136,15 @@ class GRPOConfig(Section):
     batch_multiplier: float = key(1.0, ">= 1")
     """use_dynamic_sampling draws this many times num_prompts_per_step prompts at once."""
     dynamic_sampling_max_gen_batches: int = key(10, ">= 1")
-    """A step draws at most this often: with use_dynamic_sampling until it is full, else until there is one to train."""
+    """At most this many batches are drawn for a step until it is full (use_dynamic_sampling), or can be trained."""
     dynamic_sampling_when_exhausted: Literal["stop", "train"] = "stop"
-    """A step that is not full by then ends the run, which is saved and exported; train trains the groups there are."""
+    """stop: a step that is not full by then ends the run, saved and exported. train: it trains the groups it has."""
     ref_policy_update_period: int | None = key(None, ">= 1")
-    """The reference policy is updated every this many steps; null leaves it at the initial weights."""
+    """The reference policy is updated once in this many steps; null leaves it at the initial weights."""
     ref_policy_update_alpha: float = key(1.0, "> 0, <= 1")
     """An update sets the reference to alpha * policy + (1 - alpha) * reference."""
     val_period: int = key(10, ">= 0")
-    """Validation runs every this many steps; 0 leaves only val_at_start and val_at_end."""
+    """Validation runs once in this many steps; 0 leaves only val_at_start and val_at_end."""
     val_at_start: bool = False
     """Validation runs before the first step."""
     val_at_end: bool = False
@@ -167,11 +167,11 @@ class GRPOConfig(Section):
     """An optimizer step is bad if the mean |sampler - trainer log-probability| of its tokens, in nats, exceeds this;
     null means no limit. bfloat16 gives up to 0.05, float32 1e-6."""
     canary_period: int = key(10, ">= 0")
-    """Every this many steps a fixed prompt tests the logp gap against logp_gap_limit; 0 tests it only at start."""
+    """Once in this many steps, a fixed prompt tests the logp gap against logp_gap_limit; 0 tests it only at start."""
     max_bad_steps: int = key(0, ">= 0")
     """A step with a bad gap, or without a finite loss and gradient, is skipped; more than this in a row end the run."""
     allow_pack_dependence: bool = False
-    """A loss.py whose gradient depends on how sequences are packed is trained; else the start refuses it."""
+    """A loss.py whose gradient depends on how sequences are packed is trained. If false, it is refused at the start."""
 
     @property
     def prompts_per_batch(self) -> int:
@@ -199,8 +199,8 @@ class LossConfig(Section):
     disable_ppo_ratio: bool = False
     """The log-probability replaces the ratio, which makes this the plain policy gradient."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
-    """The ratio is to the policy at the start of the step, scored by the trainer, or to the policy that drew the token:
-    then the clip acts on older weights too, nothing is scored before the step, and no correction is needed."""
+    """trainer: the ratio compares with the policy at the start of the step. sampler: with the policy that drew the
+    token; tokens of older weights are then clipped too, no forward precedes the step, and no correction is needed."""
     force_on_policy_ratio: bool = False
     """The ratio counts as 1, which is exact with one optimizer step per rollout."""
     sequence_level_importance_ratios: bool = False
@@ -228,7 +228,7 @@ class LossConfig(Section):
     geometric mean is outside. sequence multiplies the weights of a sequence into one; sequence-truncate and
     sequence-mask then bound it as tis and icepop do. null weights tokens without bounds."""
     importance_sampling_correction_level: Literal["token", "sequence_mean", "sequence_sum"] = "sequence_sum"
-    """With GSPO the log of a weight is a token's, or its sequence's mean or sum (NeMo RL's, too noisy if long)."""
+    """With GSPO, a weight's log is the token's own, or its sequence's mean or sum (NeMo RL's; noisy if long)."""
     truncated_importance_sampling_ratio: float | None = key(None, "> 0")
     """The weights have this upper bound."""
     truncated_importance_sampling_ratio_min: float | None = key(None, ">= 0")
@@ -247,7 +247,7 @@ class LoRAConfig(Section):
     alpha: float = key(32.0, "> 0")
     """The product of an adapter's factors is multiplied by alpha / dim."""
     lora_A_init: Literal["xavier", "uniform"] = "xavier"
-    """The first factor starts as Glorot's normal or Kaiming's uniform numbers, the second as zeros."""
+    """The first factor is initialized as Glorot normal or Kaiming uniform, the second as zeros."""
     match_all_linear: bool = True
     """All linear layers of the blocks are adapted, but not the head, which NeMo RL adapts too."""
     target_modules: tuple[str, ...] = ()
@@ -262,7 +262,7 @@ class DTensorConfig(Section):
     cpu_offload: bool = False
     """Weights, gradients and moments are in host memory, and the optimizer computes there, which is slow."""
     defer_fsdp_grad_sync: bool = False
-    """Ranks sum gradients after the last pack alone, and weights stay gathered: faster without NVLink; more memory."""
+    """Ranks sum gradients only after the last pack, and weights stay gathered: faster without NVLink; more memory."""
     dp_replicate_size: int = key(1, ">= 1")
     """The ranks that train form this many replicas, such as nodes; a replica shards weights and optimizer states."""
     lora_cfg: LoRAConfig = LoRAConfig()
@@ -313,7 +313,7 @@ class ChatServerConfig(Section):
     tool_parser: str | None = None
     """vLLM's parser of this name, such as hermes, reads tool calls in a reply to an agent; null leaves them text."""
     reasoning_parser: str | None = None
-    """vLLM's parser of this name, such as qwen3, tells reasoning in a reply to an agent from the rest."""
+    """vLLM's parser of this name, such as qwen3, separates the reasoning from the rest of a reply to an agent."""
 
 
 class VllmConfig(Section):
@@ -332,7 +332,7 @@ class VllmConfig(Section):
 
 class ColocatedResourcesConfig(Section):
     gpus_per_node: int | None = key(None, ">= 1, <= 1000")
-    """With enabled=false, this many ranks of a node only generate: the last ones of a single node, all of several."""
+    """With enabled=false, this many ranks of a node only generate: the last ones of a single node; of several, all."""
     num_nodes: int | None = key(None, ">= 1, <= 10000")
     """With enabled=false, this many nodes only generate, the last of the job; on a single node, 1 or null."""
 
@@ -356,7 +356,7 @@ class GenerationConfig(Section):
     stop_token_ids: tuple[int, ...] | None = key(None, ">= 0")
     """These token ids end a response; null means the model's own."""
     stop_strings: tuple[str, ...] | None = None
-    """These texts end a response too, with the token that completes one; it is part of the response, and trained."""
+    """These texts also end a response. The token that completes one belongs to the response and is trained."""
     colocated: ColocatedConfig = ColocatedConfig()
     vllm_cfg: VllmConfig = VllmConfig()
 
@@ -385,7 +385,7 @@ class PolicyConfig(Section):
     model_name: str = "Qwen/Qwen2.5-1.5B"
     """The policy starts from this folder or hub model: Qwen2, Qwen2.5, dense Qwen3 or Llama 3."""
     reference_model_name: str | None = None
-    """The KL is to this folder or hub model of the same vocabulary, a teacher; null means to the initial policy."""
+    """The KL compares with this folder or hub model of the same vocabulary, a teacher; null: the initial policy."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     hf_config_overrides: HFConfigOverrides = HFConfigOverrides()
     precision: Literal["bfloat16", "float32"] = "bfloat16"
@@ -471,7 +471,7 @@ class DataConfig(Section):
     num_prompts_per_dataloader: int | None = key(None, ">= 1")
     """use_multiple_dataloader, which needs this key, takes this many prompts of a set before the next set's turn."""
     custom_dataloader: str | None = None
-    """module:function of yours names the set of each prompt of a step, see dataset/mixing.py; null takes turns."""
+    """module:function of yours chooses the set of each prompt of a step (see dataset/mixing.py); null takes turns."""
     task_to_env: Mapping[str, str] = field(default_factory=dict)
     """A row whose `task_name` is a key here goes to that env_name; other task names are env_names themselves."""
     train: tuple[DatasetConfig, ...] = ()  # in yaml a mapping, or a list of mappings
@@ -513,7 +513,7 @@ class RewardModelConfig(Section):
 
 class AgentConfig(Section):
     name: str | None = None
-    """An env_name: this agent leads the conversations of such rows, and env.custom has its arguments."""
+    """An env_name: this agent drives the conversations of such rows, and env.custom has its arguments."""
     function: str | None = None
     """module:function is a function of yours that asks base_url and returns the reward."""
     command: tuple[str, ...] | None = None
@@ -525,11 +525,11 @@ class AgentConfig(Section):
     deadline_s: float = key(300.0, "> 0, <= 86400")
     """A rollout may take this many seconds, while the engine is awake; then it is killed with all that it started."""
     max_calls: int = key(64, ">= 1, <= 100000")
-    """A rollout may ask for this many replies; more get the status 429."""
+    """A rollout may ask for this many replies; further requests get the status 429."""
     memory_mib: int | None = key(None, ">= 64")
     """A worker may use this many MiB of memory; null means no limit."""
     isolation: Literal["required", "none"] = "none"
-    """required keeps a command apart: it sees no process but its own, no files but the system's and its program's."""
+    """required isolates a command: it sees only its own processes, and only files of the system and of its program."""
     pass_env: tuple[str, ...] = ()
     """The agent sees these variables of the run's environment, besides PATH, TMPDIR and LD_LIBRARY_PATH."""
     reward_names: tuple[str, ...] = ()
@@ -568,7 +568,7 @@ class LoggerConfig(Section):
     num_val_samples_to_print: int = key(3, ">= 0")
     """Each validation prints this many of its greedy conversations, as many of each set."""
     dump_rollouts: int = key(0, ">= 0")
-    """Step 1 and every this many steps after write their trained samples, with tokens, to rollouts; 0 writes none."""
+    """Step 1, and then one step in this many, writes its trained samples, with tokens, to rollouts; 0 writes none."""
 
 
 class CheckpointingConfig(Section):
@@ -577,11 +577,11 @@ class CheckpointingConfig(Section):
     checkpoint_dir: str | None = None
     """Checkpoints go to this folder; null means checkpoints in the run folder."""
     save_period: int = key(10, ">= 1")
-    """A checkpoint is saved every this many steps; a kill loses at most this many."""
+    """A checkpoint is saved once in this many steps; a kill loses at most this many."""
     keep_latest: int = key(2, ">= 2")
-    """This many newest checkpoints stay, at least two, because an old one goes only after the new one is whole."""
+    """This many newest checkpoints are kept, at least two: an old one goes only after the new one is complete."""
     keep_top_k: int | None = key(None, ">= 1")
-    """This many more checkpoints stay, the best by metric_name; null keeps no more."""
+    """This many more checkpoints are kept, the best by metric_name; null keeps no more."""
     metric_name: str = "validation/sampled/accuracy"
     """keep_top_k compares this key of metrics.jsonl, by its newest value at the time of saving."""
     higher_is_better: bool = True
@@ -594,8 +594,8 @@ class CheckpointingConfig(Section):
     """The checkpoint to load: the number of its step, or best by metric_name; null means the newest. A run that
     continues from an earlier one removes those after it when it saves again."""
     resume: Literal["auto", "must", "never"] | None = None
-    """auto continues from the newest whole checkpoint of resume_from or of the newest run in log_dir, or starts a new
-    run. must fails if there is none. never starts a new run. null means must with resume_from, otherwise never."""
+    """auto continues from the newest complete checkpoint of resume_from or of the newest run in log_dir, or starts a
+    new run. must fails if there is none. never starts a new run. null means must with resume_from, otherwise never."""
     allow_changes: bool = False
     """A resumed run may change the model's name, seed, template or data; changed data start from their first row."""
     checkpoint_must_save_by: str | None = None
