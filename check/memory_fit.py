@@ -60,7 +60,7 @@ def problem(plan: Plan) -> str | None:
             rest = "" if spare == SPARE else f" and {spare:.0%} to spare"
             return f"{needed}; it fits with {_named(plan, best, phase)}{rest}"
     more = [n for n in (plan.num_gpus << k for k in range(1, 9)) if replace(plan, num_gpus=n).lacking() <= 0]
-    return f"{needed}; no key makes this model, batch and length fit" + (f", {more[0]} GPUs do" if more else "")
+    return f"{needed}; no keys make this model, batch and length fit" + (f", {more[0]} GPUs do" if more else "")
 
 
 def remedies(plan: Plan, phase: str) -> str:

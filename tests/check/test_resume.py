@@ -141,10 +141,10 @@ def test_a_run_of_another_version_is_refused_with_a_sentence(run, tmp_path):
         ("{}", "meta.json: not written by this program (KeyError: 'version')"),
         ("[" * 100_000, "meta.json: not valid JSON ("),
         ("edited", "meta.json: content differs from its checksum"),
-        ("renamed", "meta.json: of step 9"),
+        ("renamed", "meta.json: belongs to step 9"),
         ("pipe", "meta.json: cannot be read (no regular file)"),
         ("no shard", "rank_00000.safetensors: No such file or directory"),
-        ("cut shard", "rank_00000.safetensors: 4 bytes, 5 by meta.json"),
+        ("cut shard", "rank_00000.safetensors: 4 bytes, but meta.json says 5"),
         ("no meta", "meta.json: cannot be read (No such file or directory)"),
     ],
 )

@@ -82,13 +82,13 @@ def test_weights_must_match_the_config(folders, tmp_path):
     source = folders["qwen3"][0]
     norm = "model.layers.1.self_attn.k_norm.weight"
     lacks = edited_copy(source, tmp_path / "lacks", lambda tensors: tensors.pop(norm))
-    with pytest.raises(ConfigError, match=rf"lacks: {norm} is missing, but \[20\] by config.json"):
+    with pytest.raises(ConfigError, match=rf"lacks: {norm} is missing, but config.json says \[20\]"):
         load_policy(lacks, device="cpu")
     more = edited_copy(source, tmp_path / "more", lambda tensors: tensors.update({"extra.bias": torch.zeros(1)}))
     with pytest.raises(ConfigError, match=r"model.safetensors: extra.bias is not in the model"):
         load_policy(more, device="cpu")
     shape = edited_copy(source, tmp_path / "shape", lambda tensors: tensors.update({norm: torch.zeros(21)}))
-    with pytest.raises(ConfigError, match=rf"model.safetensors: {norm} is \[21\], but \[20\] by config.json"):
+    with pytest.raises(ConfigError, match=rf"model.safetensors: {norm} is \[21\], but config.json says \[20\]"):
         load_policy(shape, device="cpu")
     untied = edited_copy(source, tmp_path / "untied", lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(ConfigError, match=r"lm_head.weight is missing"):

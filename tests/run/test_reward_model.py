@@ -193,7 +193,7 @@ def no_head(folder):
         (None, {"model_name": None}, r"env.reward_model.model_name is not set"),
         (None, {"max_model_len": 257}, r"max_model_len=257 .* max_position_embeddings=256 .*: use 256 or less"),
         (no_head, {}, r"env.reward_model.model_name: .* score.weight is missing, .*: give a Qwen2-"),
-        (two_labels, {}, r"score.weight is \[2, 64\], but \[1, 64\] by config.json: give a Qwen2-.* with one label"),
+        (two_labels, {}, r"score.weight is \[2, 64\], but config.json says \[1, 64\]: give a Qwen2-.* with one label"),
     ],
 )
 def test_what_is_no_reward_model_is_said_at_check(edit, options, message, qwen3, tmp_path):
