@@ -184,7 +184,7 @@ WRONG = [  # (change, status, what the sentence names)
     ({"messages": [{"content": "hi"}]}, 400, "messages"),
     ({"messages": [{"role": "robot", "content": "hi"}]}, 400, "messages"),
     ({"messages": [{"role": "user", "content": 3}]}, 400, "messages"),
-    ({"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "text alone"),
+    ({"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "only text"),
     ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, 400, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, 400, "messages"),
     ({"messages": [{"role": "assistant", "tool_calls": 5}]}, 400, "messages"),

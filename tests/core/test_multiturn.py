@@ -283,7 +283,7 @@ def test_an_observation_of_another_form_ends_the_run_at_the_first_turn(converse,
         def step(self, turns):
             return [replace(each, observation="hello") for each in super().step(turns)]
 
-    with pytest.raises(ConfigError, match=r"^env_name 'script': step\(\) gave observation='hello'"):
+    with pytest.raises(ConfigError, match=r"^env_name 'script': step\(\) returned observation='hello'"):
         converse(Speaks(), rows(tokenizer, ["1"]), max_turns=1)
 
 
