@@ -57,14 +57,14 @@ class LiveBytes(TorchDispatchMode):
             return function(*args, **kwargs or {})
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)}
         result = self.call(function, args, kwargs or {})
-        for x in tree_leaves(result):
-            # AsyncCollectiveTensor says that it has a storage of its own.
-            if isinstance(x, Tensor) and not isinstance(x, AsyncCollectiveTensor) and self.counts(x):
-                storage = x.untyped_storage()
-                if storage._cdata not in given:
-                    self.storages[storage._cdata] = StorageWeakRef(storage)
-                    self.largest_one = max(self.largest_one, storage.nbytes())
-        self.largest = max(self.largest, self.now())
+        # AsyncCollectiveTensor says that it has a storage of its own.
+        made = [x for x in tree_leaves(result) if isinstance(x, Tensor) and not isinstance(x, AsyncCollectiveTensor)]
+        storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in made if self.counts(x)}
+        for key in storages.keys() - given:
+            self.storages[key] = StorageWeakRef(storages[key])
+            self.largest_one = max(self.largest_one, storages[key].nbytes())
+        if storages.keys() - given:
+            self.largest = max(self.largest, self.now())
         return result
 
     def counts(self, x) -> bool:
@@ -159,12 +159,12 @@ def count_step(model_config: ModelConfig, cfg: Config, mesh, padded=False) -> di
         def count(phase):
             counts[phase], live.largest = weights + live.largest, 0
 
-        for _ in range(2):
+        for ends in ((True,), (False, True)):  # of the first step, which makes the moments, a pack is enough
             live.largest = 0
             with torch.no_grad():
                 model(*micro.model_inputs)
             count("score")
-            for is_last in (False, True):
+            for is_last in ends:
                 loss, _ = grpo.compute_loss(model, micro, minibatch, cfg)
                 model.backward(loss, is_last=is_last)
                 del loss
