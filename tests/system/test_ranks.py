@@ -78,8 +78,7 @@ def check_optimizer(ranks, mesh, work):
             make_hf_folder(folder, **FAMILIES[family])
         dist.barrier()
         check_units(folder, mesh, (2 * ranks.rank, 2 * ranks.rank + 1))
-    for cfg in (ADAMW, ROUNDED):
-        check_offload(folder, mesh, cfg, 3)
+    check_offload(folder, mesh, ROUNDED, 2)
     check_checkpoints(folder, mesh, ranks, work, ADAMW)
 
 
@@ -145,12 +144,10 @@ def facts_of_ranks(folder, work):
     with mock.patch("batch.assign_to_ranks", lambda *_: shares):
         _, lora_gradients = train_once(adapted, samples, adv_B, packs_of(40), place)
     lora_tensors, lora_same = lora_facts(folder, mesh)
-    memory = {name: differences(name, mesh) for name in ("qwen3", "qwen3 tied", "lora")}
-    offloads = {"qwen3 tied": {"cpu_offload": True}, "lora": {"cpu_offload": True}}
-    offloads["qwen3"] = {"offload_optimizer_for_logprob": True}
-    late = {"defer_fsdp_grad_sync": True}
-    memory |= {f"{name}, late": differences(name, mesh, **late) for name in ("qwen3", "qwen3 tied", "lora")}
-    memory |= {f"{name}, offload": differences(name, mesh, 4095, **key) for name, key in offloads.items()}
+    memory = {name: differences(name, mesh) for name in ("qwen3 tied", "lora")}
+    memory["qwen3, late"] = differences("qwen3", mesh, defer_fsdp_grad_sync=True)
+    memory["qwen3 tied, offload"] = differences("qwen3 tied", mesh, 4095, cpu_offload=True)
+    memory["qwen3, offload"] = differences("qwen3", mesh, 4095, offload_optimizer_for_logprob=True)
 
     check_optimizer(place, mesh, work)
 
@@ -262,7 +259,7 @@ def test_adapters_of_two_ranks_start_train_and_are_sent_as_those_of_one(step, tw
 def test_the_memory_plan_of_two_ranks_is_what_they_take(two_ranks):
     """Within 2%: nothing is off by more."""
     for rank in two_ranks:
-        assert len(rank["memory"]) == 9 and not any(rank["memory"].values()), rank["memory"]
+        assert len(rank["memory"]) == 5 and not any(rank["memory"].values()), rank["memory"]
 
 
 def test_engine_over_two_ranks_gives_the_tokens_of_one(engine, policy, two_ranks):

@@ -168,7 +168,6 @@ def step_collectives(folders, meshes):
         ("qwen3", "2 x 2", 10_000, False),
         ("qwen3", "4", 10_000, False),
         ("three blocks", "2 x 2", 60, False),
-        ("qwen2", "2 x 2", 60, False),
         ("three blocks", "2 x 2", 60, True),
         ("qwen2", "2 x 2", 60, True),
     ]:
@@ -250,9 +249,9 @@ def lora(folder, meshes):
 def facts_of_ranks(folders, work):
     start_process_group(tp_size=1)
     meshes = {"2 x 2": fsdp_mesh("cpu", 2), "4": fsdp_mesh("cpu"), "4 x 1": fsdp_mesh("cpu", 4)}
-    meshes |= {"2": meshes["2 x 2"]["shard"], "1": meshes["4 x 1"]["shard"]}
+    meshes |= {"1": meshes["4 x 1"]["shard"]}
     folder, mesh = folders / "qwen3", meshes["2 x 2"]
-    late = {name: meshes[name] for name in ("2 x 2", "4", "1")}
+    late = {name: meshes[name] for name in ("2 x 2", "1")}
     return {
         "gradients": gradients(meshes, lambda its: policy_of(folder, its)),
         "late gradients": {
@@ -260,7 +259,7 @@ def facts_of_ranks(folders, work):
             for family in ("qwen2", "qwen3")
         },
         "lora": lora(folder, meshes),
-        "replicas": replicas_after(folder, mesh, 20),
+        "replicas": replicas_after(folder, mesh, 8),
         "verdicts": verdicts(folder, mesh),
         "canary": canary(folder, mesh),
         "collectives": step_collectives(folders, meshes),
@@ -282,20 +281,20 @@ def test_gradient_and_its_norm_are_those_of_one_rank(four_ranks):
     same on all ranks."""
     assert len({sent for rank in four_ranks for of_rank in rank["lora"]["sent"] for sent in of_rank}) == 1
     for rank in four_ranks:
-        assert rank["gradients"].keys() == {"2 x 2", "4", "4 x 1", "2", "1"}
+        assert rank["gradients"].keys() == {"2 x 2", "4", "4 x 1", "1"}
         late = (errors for family in rank["late gradients"].values() for errors in family.values())
         for errors in (*rank["gradients"].values(), *rank["lora"]["gradients"].values(), *late):
             assert max(errors) <= 2e-6, errors
 
 
-def test_after_twenty_steps_the_replicas_are_equal_to_the_bit(four_ranks):
+def test_after_eight_steps_the_replicas_are_equal_to_the_bit(four_ranks):
     """Weights and moments; the gradients were clipped. The clip norm of all ranks is one number."""
     facts = four_ranks[0]["replicas"]
     first, second, *others = facts["after"]
     assert [first, second] == others and first != second
     assert all(before != after for before, after in zip(facts["before"], facts["after"], strict=True))
     norms = facts["norms"]
-    assert len(norms[0]) == 20 == len({*norms[0]}) and min(norms[0]) > 0.05 and all(its == norms[0] for its in norms)
+    assert len(norms[0]) == 8 == len({*norms[0]}) and min(norms[0]) > 0.05 and all(its == norms[0] for its in norms)
 
 
 def test_the_memory_plan_divides_by_the_ranks_of_a_replica(four_ranks):
@@ -322,7 +321,7 @@ def test_collectives_of_a_step_depend_on_blocks_and_micro_batches(four_ranks):
     gradients reduced. Between replicas each unit's gradient goes once, and the norm. The rest is the samples' and the
     metrics', which neither blocks nor micro-batches make more."""
     cases = four_ranks[0]["collectives"]
-    assert [case["micro_batches"] for case in cases] == [1, 1, 2, 2, 2, 2] and not any(c["gathered"] for c in cases)
+    assert [case["micro_batches"] for case in cases] == [1, 1, 2, 2, 2] and not any(c["gathered"] for c in cases)
     assert all([c["numbers"] for c in rank["collectives"]] == [c["numbers"] for c in cases] for rank in four_ranks)
     for case in cases:
         blocks, packs, (family, mesh, defers_sync) = case["blocks"], case["micro_batches"], case["case"]
@@ -350,11 +349,11 @@ def test_collectives_of_a_step_depend_on_blocks_and_micro_batches(four_ranks):
 def test_checkpoints_and_exports_are_those_of_every_mesh(four_ranks):
     """Weights, moments and the reference to the bit."""
     facts = four_ranks[0]["checkpoints"]
-    for saved, num_loads in (("2 x 2", 5), ("4", 1), ("4 x 1", 1)):
+    for saved, num_loads in (("2 x 2", 4), ("4", 1), ("4 x 1", 1)):
         states = facts["states"][saved]
         assert len({state for of_rank in states for state in of_rank}) == 1 and len(states[0]) == 1 + num_loads
         assert len({export for mesh, export in facts["exports"] if mesh == saved}) == 1
-    assert len(facts["exports"]) == 7
+    assert len(facts["exports"]) == 6
 
 
 def test_one_replica_writes(four_ranks):
