@@ -117,10 +117,8 @@ def _words(text: str, name: str, table: Mapping[str, Any]) -> list[str]:
         while word != before:  # the innermost first: ${A:-${B:-8}}
             before, word = word, re.sub(r"\$\{(\w+)(?::?[-=]([^${}]*))?\}|\$(\w+)|\$\{=([^${}]*)\}", value_of, word)
         if start.startswith("$") and len(word.split()) > 1:  # a variable that holds several words
-            either = word.split(" or ") if word.startswith("$(") else [word]
-            either = (
-                [re.sub(r"^[$(]+|\)+$", "", each).split() for each in either] if len(either) > 1 else [word.split()]
-            )
+            either = [re.sub(r"^[$(]+|\)+$", "", each) for each in word.split(" or ")] if " or " in word else [word]
+            either = [each.split() for each in either]
             for part in dict.fromkeys(part for each in either for part in each):
                 take(part, is_sure, is_one_command and all(part in each for each in either))
             return
