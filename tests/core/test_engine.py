@@ -274,7 +274,7 @@ def test_skipped_sync(synced, policy):
         look(policy, synced)
     samples = [of_version(sample(0, 1.0, "ok", 3), version) for version in (1, 0)]
     check_versions(samples[:1], 1, 0)
-    with pytest.raises(StopRun, match=r"weights of steps \[0, 1\]; the newest are of step 1: no sync"):
+    with pytest.raises(StopRun, match=r"weights of steps \[0, 1\], .* step 1: no sync"):
         check_versions(samples, 1, 0)
     sync(synced, policy, 1)
     assert look(policy, synced) <= 1e-4
