@@ -106,8 +106,8 @@ def _probe(policy_loss: Callable, make_pack: Callable) -> tuple[bool, bool, bool
     zero_adv_has_grad).
 
     24 tokens of four sequences that are not alike, whose log-probabilities differ by little and by much. Every second
-    token is moved, by little and by much, and the derivatives at the tokens in between are compared. Then each sequence
-    is a pack of its own, from its last token to its first: the derivatives must be those in the whole pack.
+    token, then sequence, is moved by little and by much, and the derivatives at the others are compared. Then a pack is
+    each sequence alone, from its last token to its first, and the whole fifty times: the derivatives must stay.
     """
 
     def differ(pack_loss: Callable, stats_KR: Tensor, slopes_KR: Tensor, rows=slice(None)) -> bool:
@@ -127,17 +127,17 @@ def _probe(policy_loss: Callable, make_pack: Callable) -> tuple[bool, bool, bool
         pack_loss = partial(policy_loss, **pack)
         _, _, slopes_KR, _ = derivatives(pack_loss, stats_KR)
         has_grad |= bool((slopes_KR[:, adv_R == 0] != 0).any())
-        for first in (0, 1):
+        seq_R = pack["seq_R"]
+        for is_moved_R in (token_R % 2 == 0, token_R % 2 == 1, seq_R % 2 == 0, seq_R % 2 == 1):
             for push in (-30.0, -0.3, -3e-3, 3e-3, 0.3, 30.0):
-                moved_KR = stats_KR.clone()
-                moved_KR[0, 1 - first :: 2] += push
-                moved_KR[1, 1 - first :: 2] += abs(push)
-                coupled |= differ(pack_loss, moved_KR, slopes_KR, token_R[first::2])
-        for seq in pack["seq_R"].unique():
-            row_R = (pack["seq_R"] == seq).nonzero()[:, 0].flip(0)
-            alone = {name: x[row_R] if torch.is_tensor(x) else x for name, x in pack.items()}
-            alone_loss = partial(policy_loss, **alone | {"seq_R": 0 * row_R})
-            depends_on_pack |= differ(alone_loss, stats_KR[:, row_R], slopes_KR[:, row_R])
+                moved_KR = stats_KR + torch.tensor([[push], [abs(push)]]) * is_moved_R
+                differs = differ(pack_loss, moved_KR, slopes_KR, ~is_moved_R)
+                coupled |= differs
+                depends_on_pack |= differs and bool(is_moved_R[0] == is_moved_R[1])  # whole sequences move
+        for row_R in (*((seq_R == seq).nonzero()[:, 0].flip(0) for seq in seq_R.unique()), token_R.repeat(50)):
+            other = {name: x[row_R] if torch.is_tensor(x) else x for name, x in pack.items()}
+            other["seq_R"] = other["seq_R"] + 99 * (torch.arange(len(row_R)) // 24)
+            depends_on_pack |= differ(partial(policy_loss, **other), stats_KR[:, row_R], slopes_KR[:, row_R])
     return coupled, depends_on_pack, has_grad
 
 
