@@ -60,12 +60,15 @@ def arm(point: str) -> None:
 
     def wrapped(*arguments, **options):
         nonlocal calls
+        if name == "rmtree" and not (Path(arguments[0]).suffix == ".old" and os.path.exists(arguments[0])):
+            return original(*arguments, **options)  # of an unfinished save, or of nothing
         calls += 1
         if calls == number and when == "before":
             die()
         if calls == number and when == "within":
             if name == "rmtree":
-                next(Path(arguments[0]).iterdir()).unlink()
+                for path in sorted(Path(arguments[0]).iterdir())[:1]:  # a kill may have left an empty folder
+                    path.unlink()
             else:
                 Path(arguments[1]).write_bytes(b"\x40\0\0\0\0\0\0\0half")
             die()

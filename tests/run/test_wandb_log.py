@@ -97,6 +97,7 @@ def finish(log):
 
     log.close(RunState({}, {}))
     wandb.finish()  # as exit_process does
+    wandb.teardown()  # the service may write its last block after `finish` has returned
 
 
 def test_the_numbers_are_those_of_the_metrics_file_in_one_run(offline):
