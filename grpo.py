@@ -65,11 +65,8 @@ from optim import clip_grad_norm, judge_step, set_learning_rate
 from rollout import sample_step
 from run import start, steps
 from run.canary import check_canary
-from run.folder import open_run_folder
 from run.validation import validate
-from system.exits import NO_PEERS, Interrupted, StopRun, describe_failure, exit_process, report_exit
-from system.ranks import broadcast_from_rank0, on_rank0, start_process_group
-from system.watchdog import Watchdog
+from system.exits import Interrupted, StopRun, exit_process
 
 gc.enable()
 gc.freeze()
@@ -173,8 +170,11 @@ def compute_loss(model: Decoder, micro: MicroBatch, minibatch: Minibatch, cfg: C
     return model(*micro.model_inputs, head_fn=loss_of_logits)
 
 
-def train_to_the_end(run: start.Run) -> str:
-    """The first sync, all steps and the export; returns why the run ended."""
+def train_or_generate(job: start.Job) -> str:
+    """The first sync, all steps and the export; a generator of a split job serves. Returns why the run ended."""
+    if job.ranks.generates:
+        return start.generate(job)
+    run = start.set_up(job)
     with run.sampler:
         sync_weights(run.model, run.engine, run.state.step)
         check_canary(run.model, run.engine, run.cfg.grpo.logp_gap_limit, run.device, "after the first sync")
@@ -192,34 +192,7 @@ def train_to_the_end(run: start.Run) -> str:
 
 def main() -> int:
     """One rank from start to exit code."""
-    run_folder = None
-    watchdog = None
-    memory = None
-    peers = NO_PEERS
-    try:
-        gpu_bytes, words = preflight.gpu_memory(sys.argv[1:])
-        cfg = preflight.parse_command_line(words, USAGE)
-        generation = cfg.policy.generation
-        ranks, device = start_process_group(generation.vllm_cfg.tensor_parallel_size, generation.num_generators)
-        peers = ranks.peers
-        cfg = broadcast_from_rank0(cfg, ranks.job)  # resume=auto: another rank may have found another run
-        inputs = preflight.read_inputs(cfg, on_rank0=partial(on_rank0, group=ranks.job))
-        run_folder = open_run_folder(cfg, ranks)
-        watchdog = Watchdog(ranks, run_folder, cfg.watchdog)
-        memory = start.plan_memory(cfg, inputs, ranks, device, gpu_bytes)
-        if ranks.generates:
-            code, reason = 0, start.generate(cfg, inputs, ranks, device, watchdog)
-        else:
-            run = start.set_up(cfg, inputs, ranks, device, run_folder, watchdog, memory)
-            code, reason = 0, train_to_the_end(run)
-    except BaseException as error:
-        if memory:
-            error = memory.explained(error, watchdog.phase)
-        code, reason = describe_failure(error, run_folder, peers)
-    if watchdog:
-        watchdog.stop()
-    report_exit(code, reason, run_folder, peers)
-    return code
+    return start.run_rank(USAGE, sys.argv[1:], train_or_generate)
 
 
 if __name__ == "__main__":

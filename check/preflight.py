@@ -121,6 +121,8 @@ def read_inputs(
         mixture.draw(mixture.start(), cfg.grpo.prompts_per_batch)
     reward_model = read_reward_model(cfg.env.reward_model) if "reward_model" in environments else None
     validation = {each.name: each for each in held_out}
+    if not (to_train or validation):
+        raise ConfigError("data.validation.data_path is not set: name the jsonl file with the problems")
     teacher = read_teacher(cfg, tokenizer) if to_train and cfg.policy.reference_model_name else None
     inputs = RunInputs(folder, model, tokenizer, mixture, validation, environments, reward_model, teacher)
     on_rank0(lambda: try_environments(inputs))

@@ -5,7 +5,9 @@ The algorithm is `train` in grpo.py. Nothing here computes a loss, an advantage 
 
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from torch.nn.attention import activate_flash_attention_impl
 
 import config
 from batch import needs_old_logps
+from check import preflight
 from check.memory_plan import OWN_CONTEXT
 from check.preflight import RunInputs, data_lines, memory_plan, notes, num_steps_of
 from check.resume import candidates, checkpoint_folder
@@ -28,14 +31,15 @@ from model import Decoder, Reference, load_policy, uses_flash_attention
 from optim import build_optimizer
 from rollout import Sampler
 from run import checkpoint
+from run.folder import open_run_folder
 from run.generators import Generators, serve
 from run.log import RunLog, Timers
 from run.memory import Memory
 from run.reward_model import RewardModel
-from system.exits import Signals
+from system.exits import NO_PEERS, Signals, describe_failure, report_exit
 from system.optimizer import Optimizer
 from system.progress import Progress
-from system.ranks import Ranks, expand_segments, fsdp_mesh, gather, seed_everything
+from system.ranks import Ranks, expand_segments, fsdp_mesh, gather, on_rank0, seed_everything, start_process_group
 from system.watchdog import Watchdog
 
 
@@ -54,15 +58,23 @@ class RunState:
     base_sha256: str | None = None  # of the weights that LoRA has frozen
 
 
-@dataclass(slots=True)
-class Run:
-    """Everything that lives from the first step to the last."""
+@dataclass
+class Job:
+    """What grpo.py and eval.py know before they build a model. watchdog: of a run that trains."""
 
     cfg: config.Config
     inputs: RunInputs
     ranks: Ranks
     device: torch.device
     folder: Path
+    memory: Memory
+    watchdog: Watchdog | None
+
+
+@dataclass
+class Run(Job):
+    """Everything that lives from the first step to the last."""
+
     model: Decoder
     optimizer: Optimizer
     engine: Engine | Generators
@@ -71,10 +83,8 @@ class Run:
     state: RunState
     saver: checkpoint.Saver
     signals: Signals
-    watchdog: Watchdog
     timer: Timers
     num_steps: int
-    memory: Memory | None = None
     log: RunLog | None = None  # rank 0's
     metrics: dict[str, float] = field(default_factory=dict)  # of the newest step
     told_to_stop: bool = False  # by a signal to any rank, as of the end of the newest step
@@ -89,6 +99,33 @@ class Run:
         return self.state.step >= self.num_steps or used_up
 
 
+def run_rank(usage: str, words: Sequence[str], work: Callable[[Job], str], *, to_train: bool = True) -> int:
+    """One rank from start to exit code. work: returns why the run ended. Without to_train there is no step to train,
+    and no watchdog."""
+    folder = watchdog = memory = None
+    peers = NO_PEERS
+    try:
+        gpu_bytes, words = preflight.gpu_memory(words)
+        cfg = preflight.parse_command_line(words, usage)
+        generation = cfg.policy.generation
+        ranks, device = start_process_group(generation.vllm_cfg.tensor_parallel_size, generation.num_generators)
+        peers = ranks.peers
+        cfg = on_rank0(lambda: cfg, ranks.job)  # resume=auto: another rank may have found another run
+        inputs = preflight.read_inputs(cfg, to_train=to_train, on_rank0=partial(on_rank0, group=ranks.job))
+        folder = open_run_folder(cfg, ranks, to_train=to_train)
+        watchdog = Watchdog(ranks, folder, cfg.watchdog) if to_train else None
+        memory = plan_memory(cfg, inputs, ranks, device, gpu_bytes, to_train)
+        code, reason = 0, work(Job(cfg, inputs, ranks, device, folder, memory, watchdog))
+    except BaseException as error:
+        if memory:
+            error = memory.explained(error, watchdog.phase if watchdog else "evaluation")
+        code, reason = describe_failure(error, folder, peers)
+    if watchdog:
+        watchdog.stop()
+    report_exit(code, reason, folder, peers)
+    return code
+
+
 def plan_memory(
     cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device, gpu_bytes: float | None, trains=True
 ) -> Memory:
@@ -101,16 +138,9 @@ def plan_memory(
     return Memory(replace(plan, trains=trains, others=others), ranks)
 
 
-def set_up(
-    cfg: config.Config,
-    inputs: RunInputs,
-    ranks: Ranks,
-    device: torch.device,
-    folder: Path,
-    watchdog: Watchdog,
-    memory: Memory,
-) -> Run:
+def set_up(job: Job) -> Run:
     """A run that is ready for its first step, or for the step after its checkpoint. A collective of all trainers."""
+    cfg, inputs, ranks, device, memory = job.cfg, job.inputs, job.ranks, job.device, job.memory
     signals = Signals(must_save_by_seconds(cfg.checkpointing))
     model, engine, sampler = build(cfg, inputs, ranks, device)
     expand_segments()  # vLLM has made its memory pools, and sleeps
@@ -124,23 +154,17 @@ def set_up(
     else:
         _stop_at(signals, engine, ranks)
     run = Run(
-        cfg=cfg,
-        inputs=inputs,
-        ranks=ranks,
-        device=device,
-        folder=folder,
+        **vars(job),
         model=model,
         optimizer=build_optimizer(model, cfg.policy.optimizer, offloads=cfg.policy.offload_optimizer_for_logprob),
         engine=engine,
         sampler=sampler,
         reference=build_reference(cfg, inputs, model, device),
         state=RunState(inputs.train.start(), inputs.train.fingerprints, base_sha256=base_sha256),
-        saver=checkpoint.Saver(checkpoint_folder(cfg.checkpointing, folder), cfg.checkpointing, ranks),
+        saver=checkpoint.Saver(checkpoint_folder(cfg.checkpointing, job.folder), cfg.checkpointing, ranks),
         signals=signals,
-        watchdog=watchdog,
-        timer=Timers(watchdog.enter),
+        timer=Timers(job.watchdog.enter),
         num_steps=num_steps_of(cfg, inputs.train.num_problems),
-        memory=memory,
     )
     with Progress("start, 3 of 3: checkpoint"):
         restore(run)
@@ -151,18 +175,18 @@ def set_up(
     if ranks.rank == 0:
         num_print = -(-cfg.logger.num_val_samples_to_print // max(1, len(inputs.validation)))
         logger = replace(cfg.logger, num_val_samples_to_print=num_print)
-        run.log = RunLog(folder, logger, first_step=run.state.step + 1, num_steps=run.num_steps)
+        run.log = RunLog(run.folder, logger, first_step=run.state.step + 1, num_steps=run.num_steps)
     return run
 
 
-def generate(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device, watchdog: Watchdog) -> str:
+def generate(job: Job) -> str:
     """Runs a generator of a split job to its end; returns why it ended."""
-    signals = Signals(must_save_by_seconds(cfg.checkpointing))
-    seed_everything(cfg.grpo.seed)
-    sampler = build_sampler(cfg, inputs, ranks, device)
-    _stop_at(signals, sampler.engine, ranks)
+    signals = Signals(must_save_by_seconds(job.cfg.checkpointing))
+    seed_everything(job.cfg.grpo.seed)
+    sampler = build_sampler(job.cfg, job.inputs, job.ranks, job.device)
+    _stop_at(signals, sampler.engine, job.ranks)
     with sampler:
-        serve(sampler, device, watchdog)
+        serve(sampler, job.device, job.watchdog)
     return "the trainers asked for no more"
 
 

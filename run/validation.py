@@ -1,5 +1,6 @@
 """Scores a model on the validation sets, in a run and for eval.py: accuracy, pass@k and maj@k, with intervals."""
 
+import json
 import math
 import time
 from collections import Counter, defaultdict
@@ -7,9 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, pvariance
-from typing import Any
-
-import torch
 
 from check.preflight import RunInputs
 from check.resume import candidates, checkpoint_folder
@@ -19,10 +17,10 @@ from engine import SamplingOptions, sync_weights
 from rollout import Sampler
 from run import checkpoint
 from run.log import RunLog
-from run.start import Run, build, hash_of_base
+from run.start import Job, Run, build, hash_of_base
+from system.disk import write_whole
 from system.exchange import move_tokens
 from system.progress import Progress
-from system.ranks import Ranks
 
 Z95 = 1.959964  # 97.5% of a normal distribution lie below
 
@@ -53,8 +51,9 @@ def validate(run: Run) -> None:
         run.state.last_validation = values
 
 
-def evaluate(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device, folder: Path) -> dict[str, Any]:
-    """The report of eval.py, equal on all ranks: what was scored, how, and the numbers. Rank 0 writes samples."""
+def evaluate(job: Job) -> str:
+    """Writes eval.json, the report of eval.py: what was scored, how, and the numbers. Returns where it is."""
+    cfg, inputs, ranks, device, folder = job.cfg, job.inputs, job.ranks, job.device, job.folder
     start = time.perf_counter()
     model, engine, sampler = build(cfg, inputs, ranks, device)
     base_sha256 = hash_of_base(cfg, inputs, ranks)
@@ -79,7 +78,7 @@ def evaluate(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device,
         ranks.print_rank0(f"{name} | {mode} | {score} of {numbers['num_problems']:,} problems")
         if log:
             log.samples(step, f"{name}/{mode}", samples, inputs.tokenizer)
-    return {
+    report = {
         "model_name": cfg.policy.model_name,
         "checkpoint": scored,
         "seed": cfg.grpo.seed,
@@ -88,6 +87,9 @@ def evaluate(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device,
         "sets": sets,
         "seconds": round(time.perf_counter() - start, 1),
     }
+    if ranks.rank == 0:
+        write_whole(folder / "eval.json", json.dumps(report, indent=2) + "\n")
+    return f"scored: {folder / 'eval.json'}"
 
 
 def modes(cfg: Config) -> dict[str, tuple[int, SamplingOptions]]:

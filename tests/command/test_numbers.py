@@ -57,7 +57,7 @@ def runs_with_faults(folder: Path) -> dict[str, dict]:
     groups = dist.distributed_c10d._world.pg_map
     timeouts = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
     place = Ranks(place.rank, place.world_size, place.local_rank, tp_size=1)
-    grpo.start_process_group = lambda *_: (place, device)
+    grpo.start.start_process_group = lambda *_: (place, device)
     results = {name: run_of(name, grpo, steps, place, folder / name) for name in CASES}
     return results | {"timeouts": timeouts}
 

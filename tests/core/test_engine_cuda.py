@@ -88,7 +88,7 @@ def test_the_order_of_a_whole_run(cuda, policy, tmp_path, one_rank):
     cuda.setattr(recording_vllm.LLM, "pause_mode", "wait")
     cuda.setattr(GraderPool, "stop", GraderPool.stop)
     cuda.setattr("signal.signal", lambda number, handler: None)
-    cuda.setattr(grpo, "start_process_group", lambda *_: one_rank[:2])
+    cuda.setattr(start, "start_process_group", lambda *_: one_rank[:2])
     cuda.chdir(ROOT)
     clip = grpo.clip_grad_norm
     cuda.setattr(grpo, "clip_grad_norm", lambda *args: recording_vllm.LLM.newest.record("train") or clip(*args))

@@ -60,8 +60,8 @@ def train(copy: str, folder: str, runs: list[list[str]]) -> list[tuple[list[dict
     import grpo
 
     assert grpo.__file__ == f"{copy}/grpo.py"
-    place = grpo.start_process_group(1)
-    grpo.start_process_group = lambda *_: place
+    place = grpo.start.start_process_group(1)
+    grpo.start.start_process_group = lambda *_: place
     answers = []
     for overrides in runs:
         sys.argv = ["grpo.py", *arguments(Path(folder)), *overrides]

@@ -4,9 +4,8 @@ import fake_vllm
 from small_run import ROOT
 
 import engine
-import eval as eval_module
-import grpo
 from graders.pool import GraderPool
+from run import start
 
 
 def use_stand_in(patch):
@@ -21,5 +20,4 @@ def run_in_this_process(patch, one_rank):
     patch.chdir(ROOT)
     patch.setattr(GraderPool, "stop", GraderPool.stop)
     patch.setattr("signal.signal", lambda number, handler: None)
-    for program in (grpo, eval_module):
-        patch.setattr(program, "start_process_group", lambda *_: one_rank[:2])
+    patch.setattr(start, "start_process_group", lambda *_: one_rank[:2])
