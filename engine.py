@@ -5,7 +5,6 @@ shares one: all of them call `generate` with the same prompts and get the same s
 starts with dummy weights and never reads any from disk: `sync` is the only path that weights can take.
 """
 
-import inspect
 import logging
 import os
 import time
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from config import Config, ConfigError, GenerationConfig
+from config import Config, GenerationConfig
 from data import Sample
 from hf.model_config import ModelConfig
 from hf.tokenizer import Tokenizer
@@ -100,8 +99,6 @@ class Engine:
         vllm_cfg = cfg.policy.generation.vllm_cfg
         self.async_grpo = cfg.grpo.async_grpo
         self.rebuilds_cache = self.async_grpo.recompute_kv_cache_after_weight_updates
-        if self.async_grpo.enabled and "mode" not in inspect.signature(LLM.sleep).parameters:
-            raise ConfigError("grpo.async_grpo.enabled=true: this vLLM aborts unfinished responses; install >= 0.24")
         if vllm.__version_tuple__ < (0, 29):  # sleep drops tensors of its V2 runner (vllm-project/vllm#53508)
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         dtype = vllm_cfg.precision or cfg.policy.precision

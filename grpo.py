@@ -18,8 +18,7 @@ import os
 import sys
 from functools import partial
 
-from check import keys, preflight
-from config import ConfigError
+from check import preflight
 from system.disk import keep_console
 from system.exits import die_with_parent
 
@@ -30,19 +29,8 @@ USAGE = (
 
 if __name__ == "__main__":
     keep_console()
-if __name__ == "__main__" and (len(sys.argv) == 1 or {"--check", "--help", "-h"} & set(sys.argv)):
-    # Before torch and vllm are imported: a mistake is reported within a second.
-    if {"--help", "-h"} & set(sys.argv):
-        print(USAGE, keys.help_text(), sep="\n\n")
-        sys.exit(0)
-    try:
-        gpu_bytes, words = preflight.gpu_memory(sys.argv[1:])
-        cfg = preflight.parse_command_line(words, USAGE)
-        print(preflight.check(cfg, all_rows="--all" in words, gpu_bytes=gpu_bytes))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    sys.exit(0)
+    if len(sys.argv) == 1 or {"--check", "--help", "-h"} & set(sys.argv):  # before torch and vllm are imported
+        sys.exit(preflight.answer(sys.argv[1:], USAGE))
 
 if "RANK" in os.environ and __name__ == "__main__":
     die_with_parent()

@@ -76,7 +76,7 @@ trap '' PIPE  # whoever reads the output may leave (| head): that costs no run
 # says again, and better: of all rows, of a resumed run, of the GPU that is there.
 world=(-u WORLD_SIZE)
 [[ -z $nproc ]] || world=("WORLD_SIZE=$((nproc * num_nodes))")
-found=$(env "${world[@]}" "$PYTHON" grpo.py --check "$config" "$@" "${memory[@]}") ||
+found=$(env -u GRPO_PARENT "${world[@]}" "$PYTHON" grpo.py --check "$config" "$@" "${memory[@]}") ||
     { status=$?; printf '%s' "${found:+$found$'\n'}"; exit "$status"; }
 if [[ -z $nproc ]]; then  # on a CPU the model decides
     layout=$(grep '^ranks ' <<<"$found")
@@ -86,7 +86,7 @@ fi
 # The check has fetched model and data for this node, so its ranks need not ask the hub all at once.
 ((num_nodes == 1)) || export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 
-export GRPO_PARENT=$$  # system/launch.py ends with it
+export GRPO_PARENT=$$  # system/launch.py ends with it; its ranks need not try what the check has tried
 # By default torchrun gives each rank one thread; with all cores for each rank, ranks are 30x slower.
 cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import envs
-from check import memory_fit, reader, resume, rules
+from check import keys, memory_fit, reader, resume, rules
 from check.memory_plan import GIB, Plan
 from check.rules import max_prompt_tokens
 from config import Config, ConfigError, DataError, DatasetConfig, RewardModelConfig, TokenizerConfig
 from dataset.mixing import Cursor, Mixture
 from dataset.scan import Dataset, load_dataset
-from graders.environments import grade, make_environment
+from graders.environments import make_environment, read_results
 from hf.lora_layers import adapted_layers
 from hf.model_config import ModelConfig, check_weights, missing_weights, read_model_config, resolve_folder
 from hf.tokenizer import Tokenizer
@@ -125,7 +125,8 @@ def read_inputs(
         raise ConfigError("data.validation.data_path is not set: name the jsonl file with the problems")
     teacher = read_teacher(cfg, tokenizer) if to_train and cfg.policy.reference_model_name else None
     inputs = RunInputs(folder, model, tokenizer, mixture, validation, environments, reward_model, teacher)
-    on_rank0(lambda: try_environments(inputs))
+    if "GRPO_PARENT" not in os.environ:  # else train.sh's check has tried them: a judge may cost money
+        on_rank0(lambda: try_environments(inputs))
     return inputs
 
 
@@ -144,7 +145,7 @@ def try_environments(inputs: RunInputs) -> None:
             ids = {"prompt_ids": problem.prompt_ids, "completion_ids": inputs.tokenizer.backend.encode(reply).ids}
             turns.append(envs.Turn(messages, problem.answer, "stop", {}, problem.fields, **ids, raw_reply=reply))
         tried = f"env_name '{name}', tried on row {problem.row_id} of {problem.dataset} before the run,"
-        call(tried, grade, name, environment, turns)
+        call(tried, lambda: read_results(name, environment.step(turns), turns))  # noqa: B023
 
 
 def check_reward_names(environments: dict[str, envs.Environment], weights: tuple[float, ...] | None) -> None:
@@ -341,3 +342,17 @@ def parse_command_line(argv: Sequence[str], usage: str) -> Config:
     ranks = int(os.environ.get("WORLD_SIZE", rules.fewest_ranks(cfg) if flags else 1))
     rules.check_config(cfg, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None)
     return resume.resolve(cfg)
+
+
+def answer(argv: Sequence[str], usage: str) -> int:
+    """Prints what --help or --check asks for; returns the exit code."""
+    try:
+        if {"--help", "-h"} & set(argv):
+            print(usage, keys.help_text(), sep="\n\n")
+        else:
+            gpu_bytes, words = gpu_memory(argv)
+            print(check(parse_command_line(words, usage), all_rows="--all" in words, gpu_bytes=gpu_bytes))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

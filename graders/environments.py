@@ -154,11 +154,6 @@ def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environme
     return environment
 
 
-def grade(name: str, environment: Environment, turns: Sequence[Turn]) -> list[StepResult]:
-    """What the environment's step() returns for the turns, as `read_results` has it."""
-    return read_results(name, environment.step(turns), turns)
-
-
 def read_results(name: str, results: Any, turns: Sequence[Turn]) -> list[StepResult]:
     """The results that an environment gave for the turns, with floats. A reward that is not finite counts as outcome
     `error` with reward 0. ConfigError names the environment and what has another form than envs.py says."""
@@ -201,7 +196,7 @@ def _self_test(name: str, environment: Environment) -> None:
     for reply, answer, _, row in examples:
         chat = [{"role": "user", "content": ""}, {"role": "assistant", "content": reply}]
         turns.append(Turn(chat, answer, "stop", fields=row))
-    results = grade(name, environment, turns) if turns else []
+    results = read_results(name, environment.step(turns), turns) if turns else []
     for (reply, answer, expected, _), result in zip(examples, results, strict=True):
         if result.outcome != expected:  # a run would learn from noise
             environment.close()

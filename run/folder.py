@@ -122,7 +122,8 @@ def write_provenance(folder: Path, cfg: Config, world_size: int) -> None:
     parts = parse_json(read_bytes(file), f"{file}: move it away") if file.exists() else []
     patch = _git("diff", "HEAD", "--binary")
     name = f"changes_{len(parts) + 1}.patch" if patch else None
-    packages = sorted(importlib.metadata.distributions(), key=lambda each: (each.name or "").lower())
+    found = [each.metadata for each in importlib.metadata.distributions()]  # each parses a file
+    packages = sorted(((each["Name"], each["Version"]) for each in found if each["Name"]), key=lambda p: p[0].lower())
     prefixes = ("OMP_", "CUDA_", "NCCL_", "VLLM_")
     part = {
         "command": shlex.join(sys.argv),
@@ -131,7 +132,7 @@ def write_provenance(folder: Path, cfg: Config, world_size: int) -> None:
         "commit": (_git("rev-parse", "HEAD") or "unknown").strip(),
         "changes": name,
         "python": platform.python_version(),
-        "packages": {each.name: each.version for each in packages if each.name},  # None: half removed
+        "packages": dict(packages),  # but those half removed, which have no name
         "system": platform.platform(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)},

@@ -176,17 +176,6 @@ def test_a_cache_that_is_not_dropped_under_running_requests_stops_the_run(awake,
         sync_weights(policy, engine, 4)
 
 
-def test_a_vllm_that_cannot_keep_requests_is_refused(cuda):
-    class Old(recording_vllm.LLM):
-        def sleep(self, level=1):
-            raise AssertionError
-
-    cuda.setattr(engine_module, "LLM", Old)
-    make_engine()
-    with pytest.raises(config.ConfigError, match=r"^grpo\.async_grpo\.enabled=true: this vLLM aborts unfinished"):
-        make_engine(config.GRPOConfig(async_grpo=config.AsyncGRPOConfig(enabled=True)))
-
-
 # ------------------------------------------------------------------------------------------------------ when it ends
 
 
