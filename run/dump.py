@@ -19,13 +19,12 @@ from tokenizers.decoders import DecodeStream
 
 from batch import to_device
 from check.resume import VERSION
-from config import Config
 from data import Sample, assign_to_ranks, empty_pack, pack_samples
 from hf.tokenizer import Tokenizer
-from model import Decoder
 from run import checkpoint
+from run.start import Run
 from system.exchange import move_tokens
-from system.ranks import Ranks, gather, on_rank0
+from system.ranks import gather, on_rank0
 
 # Of `Sample` -> in a rank's file, where the samples lie back to back.
 COLUMNS = {"output_ids": "output_ids_T", "mask": "mask_T", "sampler_logps": "sampler_logp_T", "versions": "version_T"}
@@ -34,23 +33,14 @@ NOT_RECORDED = (*COLUMNS, "messages", "holder", "engine", "forks")
 RECORDED = [field.name for field in fields(Sample) if field.name not in NOT_RECORDED]
 
 
-def write(
-    folder: Path,
-    trained: Sequence[Sample],
-    adv_B: Sequence[float],
-    step: int,
-    model: Decoder,
-    cfg: Config,
-    tokenizer: Tokenizer,
-    ranks: Ranks,
-) -> None:
-    """Writes the samples that `step` is to train to step_000012 in `folder`. A disk without room costs this dump, not
-    the run. A collective of all ranks that train, before the first optimizer step."""
-    temporary = folder / f"step_{step:06d}.tmp"
+def write(run: Run, trained: Sequence[Sample], adv_B: Sequence[float], step: int) -> None:
+    """Writes the samples that `step` is to train to rollouts/step_000012. A disk without room costs this dump, not the
+    run. A collective of all ranks that train, before the first optimizer step."""
+    ranks, temporary = run.ranks, run.folder / "rollouts" / f"step_{step:06d}.tmp"
     rows = [row for sample in trained for row in (sample, *sample.forks)]
     holders = [i % ranks.world_size if each.holder is None else each.holder for i, each in enumerate(rows)]
     held = [i for i, holder in enumerate(holders) if holder == ranks.rank]
-    tensors = _columns([rows[i] for i in held], model, cfg) | {"sample_S": torch.tensor(held, dtype=torch.int32)}
+    tensors = _columns(run, [rows[i] for i in held]) | {"sample_S": torch.tensor(held, dtype=torch.int32)}
     move_tokens([rows])  # rank 0 writes the texts of all
     try:
         on_rank0(lambda: shutil.rmtree(temporary, ignore_errors=True))  # of a run that was killed while it wrote
@@ -59,7 +49,7 @@ def write(
         parts = [checkpoint.write_part(file, partial(save_file, tensors, file))]
         if ranks.rank == 0:
             file = temporary / "samples.jsonl"
-            parts.append(checkpoint.write_part(file, lambda: _write_texts(file, trained, adv_B, tokenizer)))
+            parts.append(checkpoint.write_part(file, lambda: _write_texts(file, trained, adv_B, run.inputs.tokenizer)))
         meta = {"version": VERSION, "step": step, "world_size": ranks.world_size, "state": {}, "metric": None}
         checkpoint.commit(temporary, meta, parts)
     except OSError as error:
@@ -80,7 +70,7 @@ def _write_texts(file: Path, samples: Sequence[Sample], adv_B: Sequence[float], 
 
 
 @torch.no_grad()
-def _columns(samples: Sequence[Sample], model: Decoder, cfg: Config) -> dict[str, torch.Tensor]:
+def _columns(run: Run, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     """The tensors of a rank's file, with log-probability and entropy of each trained token under the policy as it is,
     in nats, and NaN for the others. A collective: all ranks make as many forwards."""
     lengths = [sample.num_output_tokens for sample in samples]
@@ -91,8 +81,8 @@ def _columns(samples: Sequence[Sample], model: Decoder, cfg: Config) -> dict[str
     # A pack does not say which sample a row is of: places in the file, in place of the versions, do.
     ends = np.cumsum(lengths)
     placed = [replace(s, versions=np.arange(end - len(s.mask), end)) for s, end in zip(samples, ends, strict=True)]
-    device = next(model.parameters()).device
-    max_tokens, share_prefix = cfg.policy.pack_tokens(device.type), cfg.policy.sequence_packing.share_prefix
+    model, policy, device = run.model, run.cfg.policy, run.device
+    max_tokens, share_prefix = policy.pack_tokens(device.type), policy.sequence_packing.share_prefix
     (parts,) = assign_to_ranks([each for each in placed if each.mask.any()], 1, max_tokens, share_prefix)
     packs = pack_samples(parts, max_tokens)
     packs += [empty_pack()] * (max(1, *gather(len(packs))) - len(packs))

@@ -15,14 +15,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from config import Config, DataError
 from data import first_fit
 from hf.model_config import ModelConfig
 from hf.tokenizer import Tokenizer
 from model import Decoder, PackLayout, load_policy
-from system.ranks import gather
+from system.ranks import fsdp_mesh, gather
 
 
 class RewardDecoder(Decoder):
@@ -44,22 +43,14 @@ class RewardDecoder(Decoder):
 class RewardModel:
     """The shards of this rank. `max_model_len` limits the tokens of a conversation, `pack_tokens` those of a pack."""
 
-    def __init__(
-        self,
-        folder: Path,
-        model_config: ModelConfig,
-        tokenizer: Tokenizer,
-        cfg: Config,
-        device: torch.device,
-        mesh: DeviceMesh,
-    ):
+    def __init__(self, folder: Path, config: ModelConfig, tokenizer: Tokenizer, cfg: Config, device: torch.device):
         self.tokenizer = tokenizer
         self.device = device
         self.max_model_len = cfg.env.reward_model.max_model_len
         self.pack_tokens = max(cfg.policy.pack_tokens(device.type), self.max_model_len)
-        self.pad_token_id = model_config.hf.get("pad_token_id")
-        options = {"precision": cfg.env.reward_model.precision, "decoder": RewardDecoder, "model_config": model_config}
-        model = load_policy(folder, device="cpu", mesh=mesh, **options)
+        self.pad_token_id = config.hf.get("pad_token_id")
+        options = {"precision": cfg.env.reward_model.precision, "decoder": RewardDecoder, "model_config": config}
+        model = load_policy(folder, device="cpu", mesh=fsdp_mesh(device.type), **options)
         self.model = model.requires_grad_(False).to(getattr(torch, options["precision"]))
 
     @torch.no_grad()

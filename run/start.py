@@ -354,7 +354,7 @@ def build_sampler(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: t
     the reward model."""
     score = None
     if inputs.reward_model:
-        score = RewardModel(*inputs.reward_model, cfg, device, fsdp_mesh(device.type)).score
+        score = RewardModel(*inputs.reward_model, cfg, device).score
     with Progress("start, 2 of 3: vLLM engine"):
         engine = Engine(inputs.model_folder, inputs.model_config, inputs.tokenizer, cfg)
     ranks.print_rank0(

@@ -41,8 +41,7 @@ def end_sampling(run: Run, samples: StepSamples, adv_B: Sequence[float], step: i
     period = run.cfg.logger.dump_rollouts
     if period and (step - 1) % period == 0:
         with run.timer("dump_rollouts"):
-            folder, model = run.folder / "rollouts", run.model
-            dump.write(folder, samples.trained, adv_B, step, model, run.cfg, run.inputs.tokenizer, run.ranks)
+            dump.write(run, samples.trained, adv_B, step)
 
 
 def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metrics: dict[str, float]) -> None:

@@ -124,6 +124,10 @@ def test_unknown_environment():
 # ------------------------------------------------------------------------------------------ classes and functions
 
 
+def results_of(name, environment, turns):
+    return environments.read_results(name, environment.step(turns), turns)
+
+
 class Mine(envs.Environment):
     """A user's: right when the reply has `word`."""
 
@@ -354,7 +358,7 @@ def of_form(**changes):
 )
 def test_a_result_of_another_form_names_the_environment_and_the_form(result, named):
     with pytest.raises(ConfigError, match=r"^env_name 'mine:E': step\(\) returned ") as error:
-        environments.grade("mine:E", Answers(result), [turn("a"), turn("b"), turn("c")])
+        results_of("mine:E", Answers(result), [turn("a"), turn("b"), turn("c")])
     assert named in str(error.value) and len(str(error.value)) <= 490
 
 
@@ -362,25 +366,25 @@ def test_a_result_of_another_form_names_the_environment_and_the_form(result, nam
 def test_no_list_of_results_names_the_environment(results, monkeypatch):
     monkeypatch.setattr(Mine, "step", lambda self, turns: results)
     with pytest.raises(ConfigError, match="'mine:E'"):
-        environments.grade("mine:E", Mine(), [turn("a"), turn("b")])
+        results_of("mine:E", Mine(), [turn("a"), turn("b")])
     with pytest.raises(ConfigError, match="'test_envs:Mine'"):
         make("Mine")  # its self-tests go the same way
 
 
 def test_results_of_a_right_form_are_read():
     for reward in (1, True, 0.5, np.float32(0.5), np.bool_(True), np.array(2.0), torch.tensor(0.5), Fraction(1, 2)):
-        found = environments.grade("e", Answers(of_form(reward=reward, rewards={"a": reward})), [turn("a")] * 2)
+        found = results_of("e", Answers(of_form(reward=reward, rewards={"a": reward})), [turn("a")] * 2)
         assert found == [RIGHT, of_form(reward=float(reward), rewards={"a": float(reward)})]
         assert {type(x) for x in (found[1].reward, found[1].rewards["a"])} == {float}
     for observation in ((), [], [ASK], (ASK | {"name": "x"}, {"role": "tool", "content": ""})):
         result = of_form(observation=observation)
-        assert environments.grade("e", Answers(result), [turn("a")]) == [result]
+        assert results_of("e", Answers(result), [turn("a")]) == [result]
     unused = of_form(done=True, observation=None)  # what nobody reads may be anything
-    assert environments.grade("e", Answers(unused), (turn("a"),)) == [unused]
-    assert environments.grade("e", Answers(ONE_LEFT_OUT), [turn("a")] * 0) == []
+    assert results_of("e", Answers(unused), (turn("a"),)) == [unused]
+    assert results_of("e", Answers(ONE_LEFT_OUT), [turn("a")] * 0) == []
     for bad in (math.nan, math.inf, -math.inf, 10**400, np.float64("nan"), Decimal("Infinity")):
         for field in ({"reward": bad}, {"rewards": {"a": bad, "b": 1.0}}):
-            (found,) = environments.grade("e", Answers(of_form(**field)), [turn("a")])
+            (found,) = results_of("e", Answers(of_form(**field)), [turn("a")])
             assert (found.reward, found.outcome, found.done) == (0.0, "error", True) and not any(found.rewards.values())
 
 
@@ -405,7 +409,7 @@ def test_a_grader_that_overran_its_own_deadline_or_failed_has_no_verdict(name, m
     verdict = {"outcome": "timeout", "boxed": True, "extracted": None} if name == "math" else "timeout"
     graded = [Graded("timeout"), Graded("error", message="died"), Graded("ok", verdict)]
     monkeypatch.setattr(made.pool, "grade", lambda jobs: graded)
-    outcomes = [result.outcome for result in environments.grade(name, made, [turn("5", **row)] * 3)]
+    outcomes = [result.outcome for result in results_of(name, made, [turn("5", **row)] * 3)]
     made.close()
     assert outcomes == ["error", "error", "timeout"]
 

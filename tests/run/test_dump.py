@@ -149,12 +149,12 @@ def test_what_the_disk_refuses_costs_the_dump_alone(start, plain, tmp_path, monk
     write, write_part, begun = dump.write, checkpoint.write_part, []
     refused = {1: "rank_000.safetensors", 2: "samples.jsonl"}
 
-    def write_step(folder, samples, adv_B, step, *rest):
+    def write_step(run, samples, adv_B, step):
         begun.append(step)
         if step == 3:
             half.mkdir()
             (half / "rank_007.safetensors").touch()
-        write(folder, samples, adv_B, step, *rest)
+        write(run, samples, adv_B, step)
 
     def refuse(file, work):
         is_refused = refused.get(begun[-1]) == file.name

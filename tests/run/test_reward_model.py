@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import ranks
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
@@ -71,11 +70,11 @@ def make_reward_folder(folder, family, *, tied=True, pad="<|user|>"):
     return scores
 
 
-def load(folder, mesh, precision="float32"):
+def load(folder, precision="float32"):
     tokenizer = Tokenizer(folder)
     env = EnvConfig(reward_model=RewardModelConfig(precision=precision, max_model_len=MAX_LEN))
     cfg = Config(env=env, policy=PolicyConfig(sequence_packing=SequencePackingConfig(train_mb_tokens=70)))
-    return RewardModel(folder, read_model_config(folder), tokenizer, cfg, torch.device("cpu"), mesh)
+    return RewardModel(folder, read_model_config(folder), tokenizer, cfg, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +101,7 @@ def gaps(scores, expected):
 def test_scores_equal_transformers(family, options, one_rank, tmp_path):
     expected, rounded, of_rounded_weights = make_reward_folder(tmp_path, family, **options)
     assert gaps(expected, [score and 0.0 for score in expected]).std() > 0.3  # scores that would hide an error are none
-    reward_model = load(tmp_path, one_rank[2])
+    reward_model = load(tmp_path)
     gap = gaps(reward_model.score(CONVERSATIONS), expected).max().item()
     print(f"{family}: largest gap {gap:.1e}")
     assert gap <= 1e-5
@@ -111,7 +110,7 @@ def test_scores_equal_transformers(family, options, one_rank, tmp_path):
     one_by_one = [score for messages in CONVERSATIONS for score in reward_model.score([messages])]
     assert gaps(one_by_one, expected).max() <= 1e-5
     assert moves == ["cpu:0", "cpu"] * len(CONVERSATIONS)  # on the device while it scores, no longer
-    half = load(tmp_path, one_rank[2], precision="bfloat16")
+    half = load(tmp_path, precision="bfloat16")
     assert {param.dtype for param in half.model.parameters()} == {torch.bfloat16}
     # as close to float32 with these weights as transformers is in the same precision
     assert gaps(half.score(CONVERSATIONS), of_rounded_weights).norm() <= 1.2 * gaps(rounded, of_rounded_weights).norm()
@@ -123,7 +122,7 @@ def test_what_the_template_refuses_has_no_score(qwen3, one_rank, tmp_path, capsy
     refuses_x = "{% if messages[1]['content'] == 'x' %}{{ raise_exception('no x') }}{% endif %}" + TEMPLATE
     edit_json(folder / "tokenizer_config.json", chat_template=refuses_x)
     usual = CONVERSATIONS[0]
-    scores = load(folder, one_rank[2]).score([usual, [usual[0], usual[1] | {"content": "x"}], usual])
+    scores = load(folder).score([usual, [usual[0], usual[1] | {"content": "x"}], usual])
     assert scores[1] is None and gaps([scores[0], scores[2]], [qwen3[1][0]] * 2).max() <= 1e-5
     assert "1 of 3 conversations are over env.reward_model.max_model_len=60" in capsys.readouterr().err
 
@@ -136,7 +135,7 @@ def test_each_environment_of_a_batch_rewards_its_own(engine, one_rank, tiny, qwe
 
     ranks, device, mesh = one_rank
     engine.sync(full_tensors(load_policy(tiny[0], device=device, mesh=mesh), engine.dtype), 0)
-    reward_model, tokenizer, seen = load(qwen3[0], mesh), Tokenizer(tiny[0]), []
+    reward_model, tokenizer, seen = load(qwen3[0]), Tokenizer(tiny[0]), []
 
     def score(conversations):
         seen.extend(conversations)
@@ -214,7 +213,7 @@ def test_two_ranks(qwen3):
 @ranks(2)
 def score_on_two_ranks(folder, expected):
     rank = start_process_group(tp_size=1)[0].rank
-    reward_model = load(folder, dist.init_device_mesh("cpu", (2,)))
+    reward_model = load(folder)
     stored = load_file(folder / "model.safetensors")
     rows = {name: len(param.to_local()) for name, param in reward_model.model.named_parameters()}
     assert rows["score.weight"] == [1, 0][rank]
