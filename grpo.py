@@ -52,7 +52,6 @@ from model import Decoder, Reference
 from optim import clip_grad_norm, judge_step, set_learning_rate
 from rollout import sample_step
 from run import start, steps
-from run.canary import check_canary
 from run.validation import validate
 from system.exits import Interrupted, StopRun, exit_process
 
@@ -165,7 +164,7 @@ def train_or_generate(job: start.Job) -> str:
     run = start.set_up(job)
     with run.sampler:
         sync_weights(run.model, run.engine, run.state.step)
-        check_canary(run.model, run.engine, run.cfg.grpo.logp_gap_limit, run.device, "after the first sync")
+        steps.check_canary(run.model, run.engine, run.cfg.grpo.logp_gap_limit, run.device, "after the first sync")
         with run.saver:
             try:
                 if steps.validation_is_due(run):

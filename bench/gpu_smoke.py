@@ -26,8 +26,8 @@ from check.preflight import read_inputs
 from engine import Engine, SamplingOptions, sync_weights
 from hf.weights import sharded_parameters
 from rollout import sample_step
-from run.canary import check_canary
 from run.start import build
+from run.steps import check_canary
 from system.exits import exit_process
 from system.ranks import Ranks, start_process_group
 

@@ -25,7 +25,7 @@ from bench.head import facts
 from bench.train_step import QWEN, TINY, config_of, random_policy
 from engine import Engine, SamplingOptions, sync_weights
 from hf.weights import sharded_parameters
-from run.canary import check_canary
+from run.steps import check_canary
 from system.exits import exit_process
 from system.ranks import start_process_group
 

@@ -57,11 +57,9 @@ class Generators:
             raise answer
         return answer
 
-    def start(
-        self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = 0
-    ) -> None:
+    def start(self, *conversations: Any) -> None:
         """As Sampler.start. The generators go on with the conversations while the trainers train."""
-        self._tell("start", prompts, num_samples, options, seed_key, step)
+        self._tell("start", *conversations)
 
     def finish(self, started: None) -> list[Sample]:
         """As Sampler.finish, of the conversations that were started first."""

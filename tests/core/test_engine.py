@@ -17,7 +17,7 @@ from hf.weights import full_tensors
 from kernels import SamplingFilter
 from model import load_policy
 from rollout import Sampler, sample_seed
-from run.canary import check_canary
+from run.steps import check_canary
 from system.exits import Interrupted, StopRun
 
 TEMPERATURE = 0.7

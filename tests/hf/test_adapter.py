@@ -16,8 +16,8 @@ from hf.model_config import read_model_config, resolve_folder
 from hf.weights import adapter_config, save_adapter, save_hf
 from model import load_policy
 from optim import build_optimizer
-from run.canary import check_canary
 from run.checkpoint import weights_sha256
+from run.steps import check_canary
 
 CHOICES = {
     "all": LoRAConfig(enabled=True, dim=8, alpha=32.0),

@@ -29,7 +29,7 @@ from hf.weights import full_tensors, save_hf
 from model import load_policy
 from optim import build_optimizer
 from run import checkpoint
-from run.canary import check_canary
+from run.steps import check_canary
 from system.exits import StopRun
 from system.ranks import Ranks, fsdp_mesh, gather, start_process_group
 
