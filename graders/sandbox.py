@@ -154,7 +154,7 @@ def run(code: str, text: str, limits: Limits, others: Sequence[str] = ()) -> tup
 
 def check_keeper(exited: int, text: str = "") -> None:
     """Unavailable if a keeper with this exit code has failed; `text` is what it wrote."""
-    if exited not in (ENDED, CRASHED, TIMED_OUT):
+    if exited not in (ENDED, CRASHED, TIMED_OUT, -signal.SIGTERM):  # SIGTERM: `end` came before it could wait for one
         raise Unavailable(text[:1000] or f"a keeper failed: exit code {exited}")
 
 

@@ -323,7 +323,7 @@ def vllms_stop(tokenizer, prompt_ids, ids, stops, stop_ids):
     return detokenizer.output_text, len(detokenizer.token_ids)
 
 
-@pytest.mark.parametrize("num_replies", [40, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_replies", [16, pytest.param(200, marks=pytest.mark.long)])
 def test_stop_strings_cut_the_text_as_vllms_and_the_ids_after_them(case, endpoint, num_replies):
     key, url = endpoint.open((6,), OPTIONS, -1, 1000)
     messages = [[{"role": "user", "content": f"{i}"}] for i in range(num_replies)]

@@ -36,7 +36,7 @@ def test_resumed_run_ends_with_the_same_bits(runs):
     assert "step 5/6" in output and "step 4/6" not in output
     assert_same(resumed, whole, 6)
     assert records(whole, "samples.jsonl") == records(resumed, "samples.jsonl")  # prompts, sampled text, rewards
-    assert at_step(whole, 6)[1]["drawn"] == {"train": 36, "heldout": 12}  # 3 to 1
+    assert at_step(whole, 6)[1]["drawn"] == {"train": 18, "heldout": 6}  # 3 to 1
     (before, *_), (after, *_) = at_step(whole, 4), at_step(whole, 6)
     assert all(not equal(before[name], after[name]) for name in before if ".up_proj" in name)  # else equal says nothing
 

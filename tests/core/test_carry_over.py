@@ -20,6 +20,7 @@ from hf.tokenizer import Tokenizer
 from rollout import sample_seed
 from system.exits import host_name
 
+pytestmark = pytest.mark.long
 TEMPERATURE, MAX_AGE, NUM_PROMPTS, NUM_STEPS = 1.8, 2, 4, 6
 
 

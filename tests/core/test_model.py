@@ -6,8 +6,6 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from count_memory import LiveBytes
 from hf_folders import (
     FAMILIES,
@@ -20,6 +18,7 @@ from hf_folders import (
     make_pack,
     response_rows,
 )
+from ranks import ranks
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -28,7 +27,7 @@ from batch import to_device
 from data import Sample, assign_to_ranks, pack_samples
 from hf.weights import full_tensors, load_weights, save_hf
 from model import ModelConfig, load_policy
-from system.exits import exit_process
+from system.ranks import start_process_group
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +108,6 @@ def test_cu_seqlens_must_cover_the_pack(cu_seqlens):
 
 
 # --- shards ---
-
-
-def join(rank, world_size, file):
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world_size)
-    return init_device_mesh("cpu", (world_size,))
 
 
 def random_groups(seed):
@@ -418,10 +412,10 @@ def test_bfloat16_matmuls_add_up_in_float32(folders, one_rank):
     assert sums[0].dtype == torch.float32 and (sums[0] - exact_TD).norm() <= 1e-6 * exact_TD.norm()
 
 
-def two_ranks(rank, world_size, folder, work):
-    """Runs in each process; its asserts fail the spawn."""
-    torch.set_num_threads(1)
-    mesh = join(rank, world_size, work / "store")
+@ranks(2)
+def two_ranks(folder, work):
+    place, _ = start_process_group(tp_size=1)
+    rank, mesh = place.rank, init_device_mesh("cpu", (2,))
     plain, model = load_policy(folder, device="cpu"), load_policy(folder, device="cpu", mesh=mesh)
     rows = {name: len(param.to_local()) for name, param in model.named_parameters()}
     assert rows["model.embed_tokens.weight"] == [106, 105][rank]
@@ -465,9 +459,8 @@ def two_ranks(rank, world_size, folder, work):
     logp_loss(model, make_pack([4, 7], seed=rank), pos_R, target_R).backward()
     grad = model.lm_head.weight.grad.to_local()
     assert grad.dtype == torch.float32 and not torch.equal(grad, grad.bfloat16().float())
-    exit_process(0)
 
 
 def test_two_ranks_with_uneven_and_empty_shards(tmp_path):
     make_hf_folder(tmp_path / "tiny", **FAMILIES["qwen3"], intermediate_size=1)
-    mp.spawn(two_ranks, args=(2, tmp_path / "tiny", tmp_path), nprocs=2)
+    two_ranks(tmp_path / "tiny", tmp_path)

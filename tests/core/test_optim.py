@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 import config
 import optim
 from run import checkpoint
-from system.exits import StopRun, exit_process
-from system.ranks import Ranks
+from system.exits import StopRun
+from system.ranks import start_process_group
 
 ADAMW = config.OptimizerConfig(kwargs=config.OptimizerKwargs(lr=1e-2, weight_decay=0.1))
 MUON = replace(ADAMW, name="torch.optim.Muon", muon_lr=2e-2, muon_momentum=0.9)
@@ -163,24 +163,23 @@ def sharded(rank_count):
     return model
 
 
-def two_ranks(rank, work):
+@ranks(2)
+def two_ranks(work):
     """Two steps, save, a third meanwhile. A fresh pair that loads them makes the third again, the same to the bit."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{work / 'meet'}", rank=rank, world_size=2)
-    ranks = Ranks(rank, 2, rank, 1)
+    place, _ = start_process_group(tp_size=1)
     model = sharded(2)
     optimizer = optim.build_optimizer(model, MUON)
     train(model, optimizer, (1, 2))
     for param in model.parameters():  # as an optimizer that works on the rows of each rank would have it
         optimizer.state[param]["of_my_rows"] = param.to_local().clone()
-    saver = checkpoint.Saver(work / "checkpoints", config.CheckpointingConfig(), ranks)
+    saver = checkpoint.Saver(work / "checkpoints", config.CheckpointingConfig(), place)
     saver.save(2, model, optimizer, {}, {}, {})
     train(model, optimizer, (3,))
     saver.finish()
 
     again = sharded(2)
     fresh = optim.build_optimizer(again, MUON)
-    assert checkpoint.load(work / "checkpoints", again, fresh, ranks, {}, mode=None) == {"step": 2}
+    assert checkpoint.load(work / "checkpoints", again, fresh, place, {}, mode=None) == {"step": 2}
     assert not torch.equal(next(again.parameters()).to_local(), next(model.parameters()).to_local())
     train(again, fresh, (3,))
     whole = {}
@@ -193,15 +192,11 @@ def two_ranks(rank, work):
             full = [as_one(tensor.detach()) for tensor in pair]
             assert torch.equal(*full), (name, key)
         whole[name] = as_one(one.detach())
-    if rank == 0:
-        torch.save(whole, work / "two.pt")
-    dist.barrier()
-    exit_process(0)
+    return whole
 
 
 def test_muon_on_two_ranks_resumes_to_the_bit_and_is_within_3_percent_of_one(one_rank, tmp_path):
-    mp.spawn(two_ranks, (tmp_path,), nprocs=2)
-    two = torch.load(tmp_path / "two.pt")
+    two, _ = two_ranks(tmp_path)
     alone, start = sharded(1), Toy(((64, 96), (96, 64), (97, 64))).state_dict()
     train(alone, optim.build_optimizer(alone, MUON), (1, 2, 3))
     off = {}

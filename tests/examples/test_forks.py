@@ -1,7 +1,7 @@
 """examples/forks: each diff applies, edits two files of the product at most, and does what it says in a run.
 
-With --long `tests/run.sh --fork` runs with each diff, and what judges losses, advantages and metrics with each edit of
-edits.yaml.
+The metric, a loss and the optimizer are trained always, and with --long all are. Then `tests/run.sh --fork` runs with
+each diff, and what judges losses, advantages and metrics with each edit of edits.yaml.
 """
 
 import json
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from cases import long_but
 from ranks import ranks
 from safetensors.torch import load_file
 from small_run import ROOT, arguments, write_rows
@@ -103,7 +104,10 @@ def test_a_diff_edits_two_files_at_most_and_stands_in_the_table(name):
     assert [file for file in edited if file not in row] == []
 
 
-@pytest.mark.parametrize(("name", "key"), [("loss_term", "ratio_l2_coef=0.5"), ("soft_clip", "use_soft_clip=true")])
+LOSSES = [("loss_term", "ratio_l2_coef=0.5"), ("soft_clip", "use_soft_clip=true")]
+
+
+@pytest.mark.parametrize(("name", "key"), long_but(LOSSES[:1], LOSSES))
 def test_the_edited_loss_is_trained(fork, name, key):
     (off, _), (on, said) = fork(name, [], [f"loss_fn.{key}"])
     assert "autograd of loss.py" in said
@@ -126,6 +130,7 @@ def test_metrics_that_are_added_change_nothing_else(fork, tmp_path):
         assert 0 < row["train/ratio_above_1.1_fraction"] < 1
 
 
+@pytest.mark.long
 def test_the_median_is_the_baseline(fork, tmp_path):
     keys = ("adv_estimator.name=median", "normalize_rewards=false", "use_leave_one_out_baseline=false")
     ((rows, _),) = fork("median", [f"grpo.{key}" for key in keys])
@@ -139,6 +144,7 @@ def test_the_median_is_the_baseline(fork, tmp_path):
         assert row["train/advantages/min"] == pytest.approx(min(adv))
 
 
+@pytest.mark.long
 def test_the_environment_grades_digits(fork, tmp_path):
     ((rows, _),) = fork("environment", ["data.default.env_name=examples.envs.digits:Digits"])
     assert len(rows) == 2 and any(0 < sample["reward"] < 1 for sample in samples_of(tmp_path, 1))
@@ -159,6 +165,7 @@ def test_the_optimizer_is_saved_and_resumed(fork, tmp_path):
             assert (moved - velocity / 64).abs().max() <= 2e-7 and moved.any()
 
 
+@pytest.mark.long
 def test_mistral_is_trained_without_a_window(fork, tmp_path, monkeypatch):
     from tiny import FAMILIES, make_tiny
     from transformers import MistralConfig
@@ -175,6 +182,7 @@ def test_mistral_is_trained_without_a_window(fork, tmp_path, monkeypatch):
     assert check.returncode == 2 and "sliding_window=64" in check.stderr + check.stdout
 
 
+@pytest.mark.long
 def test_a_table_is_read(fork, tmp_path):
     file = tmp_path / "train.db"
     with closing(sqlite3.connect(file)) as database, database:

@@ -17,7 +17,7 @@ from processes import children
 import envs
 from config import CodeEnvConfig, ConfigError, EnvConfig
 from graders import sandbox
-from graders.code_grader import is_python, read_codes, read_tests
+from graders.code_grader import by_test, is_python, read_codes, read_tests
 from graders.environments import make_environment
 
 HUMANEVAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "HumanEval.jsonl.gz"
@@ -119,6 +119,15 @@ REPORTS = {"entry_point": "f", "test": "import sys\ntry:\n    assert f(1) == 2\n
 KEYS = {"entry_point": "f", "tests": [{"args": [1], "expected": {"1": 2}}]}
 UP = "def f(x): return x + 1"
 LEFT = ("raise SystemExit", "raise SystemExit(0)", "import sys; sys.exit(0)", "exit()", "import os; os._exit(0)")
+BROKEN = [
+    {"entry_point": "f", "test": test}
+    for test in (
+        "def check_all(f): assert f(1) == 1",
+        "import no_such_module",
+        "f(lambda: 1)",
+        "import os; os._exit(0)",
+    )
+]
 JUDGED = [
     (ADD, RIGHT, "ok"),
     (ADD, f"Think.\n```\nnot this\n```\n```python\n{RIGHT}```\nDone.", "ok"),
@@ -163,9 +172,7 @@ JUDGED = [
         "def f(): return 1 << 99_999",
         "wrong",
     ),  # no shorter text
-    ({"entry_point": "f", "test": "def check_all(f): assert f(1) == 1"}, "def f(x): return x", "error"),
-    ({"entry_point": "f", "test": "import no_such_module"}, "def f(x): return x", "error"),
-    ({"entry_point": "f", "test": "f(lambda: 1)"}, "def f(x): return x", "error"),
+    *((test, "def f(x): return x", "error") for test in BROKEN),
 ]
 
 
@@ -187,8 +194,18 @@ ENDS_AND_CROSSES = [
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_code_is_judged(pool, isolation):
-    jobs = [job(reply, row, isolation, 0.7 if "while True" in reply else 20) for row, reply, _ in JUDGED]
-    assert outcomes(pool, jobs) == [outcome for *_, outcome in JUDGED]
+    judged = JUDGED[:: 1 if isolation == ISOLATIONS[0] else 4]
+    jobs = [job(reply, row, isolation, 0.7 if "while True" in reply else 20) for row, reply, _ in judged]
+    assert outcomes(pool, jobs) == [outcome for *_, outcome in judged]
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_broken_tests_are_judged_at_once(isolation):
+    """The candidate's keeper is ended before it has begun, which is no failure of the machine to try again after."""
+    for tests in BROKEN:
+        assert (
+            by_test(["def f(x): return x"], tests | {"prompt": ""}, sandbox.Limits(20, isolation=isolation)) == "error"
+        )
 
 
 def test_tests_may_exit_and_code_may_exit_print_and_wait(pool):

@@ -13,7 +13,7 @@ from torch import equal
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = ["configs/smoke.yaml", "checkpointing.save_period=3", "grpo.val_at_start=false", "grpo.val_at_end=false"]
-SETTINGS += ["grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=8", "logger.num_samples_to_log=64"]
+SETTINGS += ["grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=8", "logger.num_samples_to_log=32"]
 SETTINGS += ["data.train.1.data_path=examples/arithmetic/heldout.jsonl", "data.train.1.output_key=answer"]
 SETTINGS += ["data.train.0.weight=3", "data.train.1.weight=1"]  # the cursor is of two sets
 SETTINGS += [f"data.{part}.env_name=slow_env:Slow" for part in ("train.0", "train.1", "validation")]
@@ -123,4 +123,4 @@ def assert_same(folder, reference, step):
     (tensors, cursor, samples), (ref_tensors, ref_cursor, ref_samples) = at_step(folder, step), at_step(reference, step)
     assert tensors.keys() == ref_tensors.keys() and any("/sharded.exp_avg_sq." in name for name in tensors)
     assert [name for name in tensors if not equal(tensors[name], ref_tensors[name])] == []
-    assert cursor == ref_cursor and samples == ref_samples and len(samples) == 64 * step
+    assert cursor == ref_cursor and samples == ref_samples and len(samples) == 32 * step

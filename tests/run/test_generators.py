@@ -28,7 +28,6 @@ def jobs_of(work, *names):
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
     names = ("colocated", "split", "killed generator", "resumed", "signalled generator")
-    names += ("async lost group", "async found")
     return jobs_of(tmp_path_factory.mktemp("split"), *names)
 
 
@@ -118,9 +117,11 @@ def assert_one_epoch(job, max_age):
     assert sum(line["train/buffer_size"] + line["train/carried_groups"] for line in steps) > 0
 
 
-def test_a_group_that_an_engine_loses_is_named_and_the_run_goes_on(jobs):
+@pytest.mark.long
+def test_a_group_that_an_engine_loses_is_named_and_the_run_goes_on(tmp_path):
     """The engine drops one of the requests for step 6: each prompt is used once, in both lives together. In the second
     one, the engine finishes its responses before each sync."""
+    jobs = jobs_of(tmp_path, "async lost group", "async found")
     lost = jobs["async lost group"]
     assert lost["codes"] == [3, 0] and lost["exit"]["code"] == 3
     assert re.match(r"stopped: .* lost 1 requests: group 20 \(row \d+ of train\), sample 0; ", lost["exit"]["reason"])
