@@ -307,7 +307,7 @@ class Engine:
 
 
 def reply_parsers() -> tuple[Callable, Callable, type]:
-    """vLLM's tool parsers and reasoning parsers, by name, and the request that they read: for agents/replies.py."""
+    """vLLM's tool parsers and reasoning parsers, by name, and the request that they read: for agents/endpoint.py."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager

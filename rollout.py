@@ -7,6 +7,7 @@ ahead of the step (grpo.async_grpo). Every rank sees all samples of a step, so a
 import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
@@ -108,7 +109,7 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampler:
+class Sampler(AbstractContextManager):
     """Draws and grades conversations. What changes over a run: in_flight, (conversations, data cursor after them) of
     later steps, oldest first; what `grading` has under way. As a context manager it closes the environments if the run
     ended without an error.
@@ -132,9 +133,6 @@ class Sampler:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grading", Grading(self.environments))
-
-    def __enter__(self) -> "Sampler":
-        return self
 
     def __exit__(self, kind, error, trace) -> None:
         if error is None:  # else a grader may still be working, and this process ends anyway

@@ -6,16 +6,19 @@ A thread serves HTTP and moves JSON, nothing else. All that has tokens is the ma
 
 import asyncio
 import json
+import logging
 import queue
 import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
@@ -27,7 +30,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from agents.calls import Call, Refused, Request, Rollout, fill
-from config import DataError, shortened
+from config import ChatServerConfig, ConfigError, DataError, shortened
 from data import Sample
 from envs import StepResult
 from hf.tokenizer import Tokenizer
@@ -41,11 +44,51 @@ DECIDED = {"temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "tool
 DECIDED |= {"presence_penalty", "frequency_penalty", "repetition_penalty"}
 
 
+class ReplyParser:
+    """A reply's text -> reasoning, other text and tool calls. Without a name in the config all is text. ConfigError for
+    a name that vLLM, or the tokenizer, does not know. parsers: of engine.reply_parsers."""
+
+    def __init__(self, parsers: tuple[Callable, Callable, type], tokenizer: Tokenizer, cfg: ChatServerConfig):
+        get_tool_parser, get_reasoning_parser, self.make_request = parsers
+        for name in ("vllm.tool_parsers", "vllm.reasoning", "vllm.parser"):  # they trace each malformed call
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        backend = tokenizer.backend
+        asked = SimpleNamespace(  # by parsers, of a tokenizer
+            get_vocab=lambda: backend.get_vocab(with_added_tokens=True),
+            encode=lambda text, **_: backend.encode(text, add_special_tokens=False).ids,
+            decode=lambda ids, **_: backend.decode(ids, skip_special_tokens=False),
+        )
+        self.needs_special_tokens = bool(cfg.tool_parser or cfg.reasoning_parser)
+        try:
+            self.tool_parser = cfg.tool_parser and partial(get_tool_parser(cfg.tool_parser), asked)
+            self.reasoning_parser = cfg.reasoning_parser and get_reasoning_parser(cfg.reasoning_parser)(asked)
+            if self.tool_parser:
+                self.tool_parser()
+        except Exception as error:
+            raise ConfigError(f"policy.generation.vllm_cfg.http_server_serving_chat_kwargs: {error}") from error
+
+    def __call__(self, text: str, tools: list[dict] | None) -> tuple[str | None, str | None, list[dict]]:
+        """(reasoning, other text, {name, arguments in JSON} of each call)."""
+        reasoning = None
+        try:
+            request = self.make_request(messages=[{"role": "user", "content": ""}], tools=tools)
+            if self.reasoning_parser:
+                reasoning, content = self.reasoning_parser.extract_reasoning(text, request)
+                text = content or ""
+            if tools and self.tool_parser:
+                found = self.tool_parser(request.tools).extract_tool_calls(text, request)
+                calls = [each.function.model_dump(include={"name", "arguments"}) for each in found.tool_calls]
+                return reasoning, found.content, calls
+        except Exception as error:  # whatever a policy writes ends no run
+            logging.getLogger("vllm.parser").debug("a reply stays text: %r", error)
+        return reasoning, text, []
+
+
 class Endpoint:
     """Answers the agents of this rank's engine. All ranks of an engine make the same calls: its first rank has the
-    thread, and tells the others what was asked. parse: a replies.ReplyParser."""
+    thread, and tells the others what was asked. parse: a ReplyParser."""
 
-    def __init__(self, engine: Any, tokenizer: Tokenizer, ranks: Ranks, parse: Any):
+    def __init__(self, engine: Any, tokenizer: Tokenizer, ranks: Ranks, parse: ReplyParser):
         self.engine, self.tokenizer, self.ranks, self.parse = engine, tokenizer, ranks, parse
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()  # from the thread: (key, number of a request[, what])
         self.rollouts: dict[str, Rollout] = {}  # that are open, by their keys

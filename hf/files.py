@@ -1,14 +1,15 @@
-"""Reads the files of a model folder or of the Hugging Face hub, with errors that name the file. No torch."""
+"""Reads the files of a model folder, the Hugging Face hub or a run, with errors that name the file. No torch."""
 
 import json
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from config import DataError
+from config import ConfigError, DataError
 
 MAX_BYTES = 1 << 30  # of a file that is read whole, or of a line
 
@@ -72,3 +73,24 @@ def download(
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         cause = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise DataError(f"{problem} and could not be fetched from the hub ({cause}); {instead}") from error
+
+
+def read_records(file: Path, bad_lines: list[int] | None = None) -> Iterator[tuple[int, dict]]:
+    """(offset of its end, object) of each line. The last line is skipped if a kill cut it. Any other line that the
+    program cannot have written raises ConfigError; with `bad_lines`, its number is appended there instead."""
+    end = 0
+    with open_file(file) as lines:  # of bytes: text has other line ends too, and a cut line may be no text
+        for number, line in enumerate(iter(partial(lines.readline, MAX_BYTES), b""), 1):
+            end += len(line)
+            try:
+                record = json.loads(line)
+                if not isinstance(record, dict) or type(record.get("step", 0)) is not int:
+                    raise ValueError("not an object with a step")
+            except (ValueError, RecursionError) as error:
+                if bad_lines is not None:
+                    bad_lines.append(number)
+                elif line.endswith(b"\n"):
+                    raise ConfigError(f"{file}:{number}: not written by this program ({error}): remove it") from error
+                continue
+            if line.endswith(b"\n"):
+                yield end, record

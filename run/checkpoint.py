@@ -18,6 +18,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -69,7 +70,7 @@ def _write_meta(folder: Path, meta: dict) -> None:
     write_whole(folder / "meta.json", json.dumps(meta | {"sha256": digest(meta)}, indent=1))
 
 
-class Saver:
+class Saver(AbstractContextManager):
     """Writes the checkpoints of a run. Its methods are collectives: all ranks call them at the same point. As a context
     manager it commits the last checkpoint on exit, unless this rank alone may have failed."""
 
@@ -83,9 +84,6 @@ class Saver:
         self.written: Future[dict | str] | None = None  # of `write_part`; None where this rank has nothing to write
         self.saved: int | None = None  # the newest step that is on disk
         self.num_failures = 0
-
-    def __enter__(self) -> "Saver":
-        return self
 
     def __exit__(self, kind, error, trace) -> None:
         if error is None or isinstance(error, (StopRun, Saved)):  # what all ranks raise together

@@ -6,6 +6,7 @@ A generator takes requests between two decode steps, and goes on with what is un
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from system.ranks import any_rank, gather
 from system.watchdog import Watchdog
 
 
-class Generators:
+class Generators(AbstractContextManager):
     """The generators, seen by the trainers: an engine and a sampler in one. Every method is a collective of all
     trainers, and raises what the work raised there: Interrupted, StopRun. As a context manager it ends the generators,
     unless this rank alone may have failed."""
@@ -37,9 +38,6 @@ class Generators:
         self.drains = cfg.grpo.async_grpo.max_age > 0 and not cfg.grpo.async_grpo.in_flight_weight_updates
         self.in_flight: deque = deque()  # as Sampler's, with None for the conversations, which the generators have
         self.groups: dict[int, bool] = {}  # under way at the newest sync
-
-    def __enter__(self) -> "Generators":
-        return self
 
     def __exit__(self, kind, error, trace) -> None:
         if error is None or isinstance(error, StopRun | Saved):  # what all trainers raise together

@@ -29,10 +29,10 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from config import LoggerConfig, WandbConfig, shortened
 from data import Sample
+from hf.files import read_records
 from hf.tokenizer import Tokenizer
 from metrics import Numbers
 from run.health import Health
-from run.records import read_records
 from system.disk import append, write_whole
 from system.exits import host_name
 

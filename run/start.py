@@ -352,9 +352,7 @@ def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
 def build_sampler(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> Sampler:
     """The sampler with its engine, awake and without weights. A collective of the ranks that generate: they also share
     the reward model."""
-    score = None
-    if inputs.reward_model:
-        score = RewardModel(*inputs.reward_model, cfg, device).score
+    score = RewardModel(*inputs.reward_model, cfg, device).score if inputs.reward_model else None
     with Progress("start, 2 of 3: vLLM engine"):
         engine = Engine(inputs.model_folder, inputs.model_config, inputs.tokenizer, cfg)
     ranks.print_rank0(
@@ -363,8 +361,7 @@ def build_sampler(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: t
     max_turns, max_errors = cfg.grpo.max_rollout_turns, cfg.env.max_error_fraction
     endpoint = None
     if cfg.env.agents:
-        from agents.endpoint import Endpoint  # a run without agents has no thread and imports nothing of them
-        from agents.replies import ReplyParser
+        from agents.endpoint import Endpoint, ReplyParser  # a run without agents imports nothing of them
 
         server = cfg.policy.generation.vllm_cfg.http_server_serving_chat_kwargs
         parse = ReplyParser(reply_parsers(), inputs.tokenizer, server)

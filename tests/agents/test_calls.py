@@ -269,7 +269,7 @@ def test_vllms_parsers_by_name(name, tiny, tmp_path, capfd):
     """60 texts, a third without a call that can be read: as vLLM's server has them, with transformers' tokenizer."""
     from transformers import PreTrainedTokenizerFast
 
-    from agents.replies import ReplyParser
+    from agents.endpoint import ReplyParser
     from engine import reply_parsers
 
     tokenizer = Tokenizer(tiny[0])
@@ -295,7 +295,7 @@ def test_vllms_parsers_by_name(name, tiny, tmp_path, capfd):
 
 @pytest.mark.slow
 def test_a_parser_is_named_or_there_is_none(tiny):
-    from agents.replies import ReplyParser
+    from agents.endpoint import ReplyParser
     from engine import reply_parsers
 
     given, text = (reply_parsers(), Tokenizer(tiny[0])), "<think>a</think>b"
