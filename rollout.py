@@ -37,9 +37,7 @@ class Conversation:
     """A sample in progress. Its ids are sampled replies (mask True unless the problem is not trained on) and
     observations from the environment (mask False, log-probability 0)."""
 
-    def __init__(
-        self, problem: Problem, prompt: int, index: int, options: SamplingOptions, seed_key: tuple, step: int = 0
-    ):
+    def __init__(self, problem: Problem, prompt: int, index: int, options: SamplingOptions, seed_key: tuple, step: int):
         self.problem = problem
         self.options = options
         self.seed_key = seed_key

@@ -17,6 +17,7 @@ from system.bridge import COLLECTIVE_TIMEOUT, Bridge, split
 from system.exits import NO_PEERS, Interrupted, Peers, StopRun, host_name
 
 T = TypeVar("T")
+SHARED_ERRORS = (ConfigError, OSError, StopRun, Interrupted)  # raised on all ranks where one raises them
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first that is set
 
 
@@ -77,16 +78,8 @@ class Ranks:
         return flag if self.engine_group is None else any_rank(flag, self.engine_group)
 
     def broadcast_from_tp_leader(self, compute: Callable[[], T]) -> T:
-        """What `compute` returns on the first rank of this engine, or the Interrupted or StopRun that it raises there,
-        on all ranks of the engine."""
-        try:
-            value = compute() if self.leads_engine else None
-        except (Interrupted, StopRun) as error:
-            value = error
-        value = value if self.engine_group is None else broadcast_from_rank0(value, self.engine_group)
-        if isinstance(value, Interrupted | StopRun):
-            raise value
-        return value
+        """What `compute` returns on the first rank of this engine, or raises there, on all ranks of the engine."""
+        return compute() if self.engine_group is None else on_rank0(compute, self.engine_group)
 
 
 def start_process_group(tp_size: int, num_generators: int = 0) -> tuple[Ranks, torch.device]:
@@ -211,15 +204,16 @@ def local_rows(tensor: torch.Tensor) -> slice:
 
 
 def on_rank0(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """What `work` returns on rank 0 (of the group), on all ranks; a ConfigError or OSError is raised on all ranks."""
+    """What `work` returns on rank 0 (of the group), or raises there, on all ranks: a ConfigError, OSError, StopRun or
+    Interrupted."""
     if not dist.is_initialized():
         return work()
     try:
         result = work() if (group or dist.group.WORLD).rank() == 0 else None
-    except (ConfigError, OSError) as error:
+    except SHARED_ERRORS as error:
         result = error
     result = broadcast_from_rank0(result, group)
-    if isinstance(result, ConfigError | OSError):
+    if isinstance(result, SHARED_ERRORS):
         raise result
     return result
 

@@ -310,7 +310,7 @@ def test_an_environment_sees_the_tag_that_the_prompt_left_open(tokenizer, end, o
     reply = "1+1\n</think>\n<answer>2</answer>"
     ids = np.array(tokenizer.backend.encode(reply).ids, np.int32)
     completion = Completion(ids, np.zeros(len(ids), np.float32), "stop", np.full(len(ids), 3))
-    turn = Conversation(problem, 0, 0, SamplingOptions(1.0, 64), ()).add_reply(completion, plain)
+    turn = Conversation(problem, 0, 0, SamplingOptions(1.0, 64), (), 0).add_reply(completion, plain)
     assert (turn.opened, turn.whole_reply, turn.raw_reply) == (opened, reply, "")
     (result,) = make_environment("math_multi_reward", config.EnvConfig()).step([turn])
     assert result.rewards == {"correctness": 1, "integer": 1, "format": float("<think>" in opened)}

@@ -443,7 +443,7 @@ def test_the_samples_are_the_same_however_they_are_dealt():
     for num_engines, max_new_tokens in ((1, 8), (2, 8), (2, 1), (3, 64), (7, 64)):
         samples = []
         for share in deal(prompts, 6, num_engines, max_new_tokens):
-            conversations = [Conversation(*draw, SamplingOptions(1.0, 8), (3, 1)) for draw in share]
+            conversations = [Conversation(*draw, SamplingOptions(1.0, 8), (3, 1), 0) for draw in share]
             sampler._ask(conversations)
             sampler._converse(conversations)
             samples += [each.sample for each in conversations]
@@ -592,7 +592,7 @@ def test_samples_do_not_depend_on_who_is_graded_when(kind, tmp_path, one_rank):
     sampler = Sampler(Decoder(), Ids(), {"e": environment}, Ranks(0, 1, 0, 1), max_turns=3)
     for _ in range(3):
         found.append(sampler.sample(prompts, 4, SamplingOptions(1.0, 99), (3, 1)))
-    lockstep = [Conversation(row, i, j, SamplingOptions(1.0, 99), (3, 1)) for i, row in prompts for j in range(4)]
+    lockstep = [Conversation(row, i, j, SamplingOptions(1.0, 99), (3, 1), 0) for i, row in prompts for j in range(4)]
     engine = Decoder()
     for turn in range(2):
         seeds = [sample_seed(3, 1, c.sample.prompt, c.sample.index, *[turn][:turn]) for c in lockstep]
