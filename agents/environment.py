@@ -31,11 +31,10 @@ class Agent(PoolEnvironment):
         if absent := [name for name in cfg.pass_env if name not in os.environ]:
             raise ConfigError(f"env.agents: {cfg.name}.pass_env: {absent[0]} is not set in the environment of the run")
         try:
-            self.pool = GraderPool(
+            self.pool = GraderPool.of(
                 "agents.worker:run",
-                num_workers=max(1, cfg.num_workers // num_ranks),
-                deadline_s=cfg.deadline_s,
-                memory_mib=cfg.memory_mib,
+                cfg,
+                num_ranks,
                 first={"function": cfg.function, "kwargs": kwargs, "isolation": cfg.isolation},
                 python=shutil.which(cfg.python or "") or "",
                 pass_env=cfg.pass_env,

@@ -42,13 +42,7 @@ class Math(PoolEnvironment):
     def __init__(self, cfg: MathEnvConfig, num_ranks: int):
         self.strict = cfg.math_verify_impl == "dapo_math_verify"
         self.self_tests = math_grader.STRICT_SELF_TESTS if self.strict else math_grader.SELF_TESTS
-        self.pool = GraderPool(
-            "graders.math_grader:grade",
-            num_workers=max(1, cfg.num_workers // num_ranks),
-            deadline_s=cfg.deadline_s,
-            memory_mib=cfg.memory_mib,
-            first=math_grader.FIRST_JOB,
-        )
+        self.pool = GraderPool.of("graders.math_grader:grade", cfg, num_ranks, first=math_grader.FIRST_JOB)
 
     def job(self, turn: Turn) -> dict:
         return {"reply": turn.whole_reply, "answer": turn.answer, "strict": self.strict}
@@ -106,12 +100,9 @@ class Code(PoolEnvironment):
             problem = f"this machine does not let a program be isolated ({error})"
             fix = f"allow user namespaces and seccomp{other}"
             raise ConfigError(f"env.code.isolation={cfg.isolation}: {problem}: {fix}") from error
-        self.pool = GraderPool(
-            "graders.code_grader:grade",
-            num_workers=max(1, cfg.num_workers // num_ranks),
-            deadline_s=cfg.deadline_s + 20,  # sandbox.py holds the deadline; this one is for a grader that hangs
-            memory_mib=cfg.memory_mib + 1024,
-        )
+        # sandbox.py holds the limits; these are for a grader that hangs
+        wider = replace(cfg, deadline_s=cfg.deadline_s + 20, memory_mib=cfg.memory_mib + 1024)
+        self.pool = GraderPool.of("graders.code_grader:grade", wider, num_ranks)
 
     def job(self, turn: Turn) -> dict:
         fields = {name: turn.fields.get(name) for name in TEST_FIELDS}

@@ -157,6 +157,12 @@ class GraderPool:
             self._wait({}, STOP_SECONDS)
         self.workers += [self._start_worker() for _ in range(num_workers - 1)]  # nobody waits for these to be ready
 
+    @classmethod
+    def of(cls, target: str, cfg: Any, num_ranks: int, **worker: Any) -> "GraderPool":
+        """With this rank's share of the workers of a section of `env`, its deadline and its memory limit."""
+        shared = {"num_workers": max(1, cfg.num_workers // num_ranks), "deadline_s": cfg.deadline_s}
+        return cls(target, memory_mib=cfg.memory_mib, **shared, **worker)
+
     def grade(self, jobs: Sequence[Any]) -> list[Graded]:
         """The outcome of each job, in order. Takes at most (jobs / workers) deadlines. Raises Interrupted when `stop`
         says so; only close() may follow."""
