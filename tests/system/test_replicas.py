@@ -254,10 +254,7 @@ def facts_of_ranks(folders, work):
     late = {name: meshes[name] for name in ("2 x 2", "1")}
     return {
         "gradients": gradients(meshes, lambda its: policy_of(folder, its)),
-        "late gradients": {
-            family: gradients(late, lambda its, family=family: policy_of(folders / family, its, defers_sync=True))
-            for family in ("qwen2", "qwen3")
-        },
+        "late gradients": gradients(late, lambda its: policy_of(folder, its, defers_sync=True)),
         "lora": lora(folder, meshes),
         "replicas": replicas_after(folder, mesh, 8),
         "verdicts": verdicts(folder, mesh),
@@ -282,8 +279,7 @@ def test_gradient_and_its_norm_are_those_of_one_rank(four_ranks):
     assert len({sent for rank in four_ranks for of_rank in rank["lora"]["sent"] for sent in of_rank}) == 1
     for rank in four_ranks:
         assert rank["gradients"].keys() == {"2 x 2", "4", "4 x 1", "1"}
-        late = (errors for family in rank["late gradients"].values() for errors in family.values())
-        for errors in (*rank["gradients"].values(), *rank["lora"]["gradients"].values(), *late):
+        for errors in (*rank["gradients"].values(), *rank["lora"]["gradients"].values(), *rank["late gradients"].values()):
             assert max(errors) <= 2e-6, errors
 
 
