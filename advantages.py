@@ -197,7 +197,7 @@ def collect_reward_parts(samples: Sequence[Sample]) -> Parts:
         if len(names) < 2 or len(sample.rewards) < len(names):
             raise ConfigError(
                 f"env_name '{sample.env_name}': StepResult.rewards has {sorted(sample.rewards)}; with "
-                f"grpo.adv_estimator.name=gdpo every sample must have the same two rewards or more, here {names}"
+                f"grpo.adv_estimator.name=gdpo every sample needs the same rewards, at least two; seen: {names}"
             )
     return {name: torch.tensor([sample.rewards[name] for sample in samples]) for name in names}
 

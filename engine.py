@@ -256,7 +256,7 @@ class Engine:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._engine_weights(weights, sent)})
         if sent.keys() != self.param_names:
             missing, unknown = sorted(self.param_names - sent.keys()), sorted(sent.keys() - self.param_names)
-            raise StopRun(f"weight sync: the engine did not get its {missing[:5]}, and has no {unknown[:5]}")
+            raise StopRun(f"weight sync: not sent: {missing[:5]}; unknown to the engine: {unknown[:5]}")
         if self.rebuilds_cache or not self.versions_by_request:
             self._forget_cache()
         self.weight_version = version
@@ -349,4 +349,4 @@ def check_versions(samples: Sequence[Sample], version: int, max_age: int) -> Non
     versions before it."""
     drawn_from = sorted({end for sample in samples for end in (sample.weight_version, sample.newest_version)})
     if not version - max_age <= drawn_from[0] <= drawn_from[-1] <= version:
-        raise StopRun(f"samples are from weights of steps {drawn_from}, but the newest are of step {version}: no sync")
+        raise StopRun(f"samples are of weight versions {drawn_from}, the trainer is at {version}: a sync is missing")

@@ -105,8 +105,8 @@ class Mixture:
         items = [(item, None) if isinstance(item, str) else item for item in answer]
         if len(items) != count or not all(0 <= (index or 0) < self.sizes.get(name, 0) for name, index in items):
             raise ConfigError(
-                f"{self.sampler_name} returned {items!r:.160}: expected {count} items, each a set of {self.sizes} or "
-                "(set, index of a problem)"
+                f"{self.sampler_name} returned {items!r:.160}: expected {count} items, each a key of {self.sizes} or "
+                "(key, index of a problem)"
             )
         json.dumps(after["memory"])  # checkpoints keep it
         return items

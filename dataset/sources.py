@@ -127,6 +127,9 @@ def _read_parquet(name: str, files: Sequence[str | Path]) -> Source:
     """The rows of the files, one file after the other; a field that a file lacks is None in its rows."""
     import pyarrow.parquet  # on demand: only parquet needs it
 
+    for file in files:
+        with open_file(file):  # pyarrow does not say why it cannot open a file
+            pass
     try:
         tables = [pyarrow.parquet.read_table(file, memory_map=True) for file in files]
         table = pyarrow.concat_tables(tables, promote_options="default")

@@ -172,7 +172,7 @@ class Saver(AbstractContextManager):
         failure = f"checkpoint {temporary.stem} was not saved ({problem}); the newest: {newest}"
         if self.num_failures >= MAX_FAILURES:
             raise StopRun(f"{failure}; {self.num_failures} failed in a row: make room in {self.folder}")
-        self.ranks.print_rank0(f"WARNING: {failure}; training continues, and so do later checkpoints")
+        self.ranks.print_rank0(f"WARNING: {failure}; training continues, and later checkpoints are tried")
 
 
 def load(
@@ -270,7 +270,7 @@ def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[st
     names = sorted(files[0].keys())
     params = _trained(model)
     if other := {f"param.{name}" for name in params} ^ {name for name in names if name.startswith("param.")}:
-        raise ConfigError(f"{path}: is of another model than policy.model_name, which differs in {min(other)}")
+        raise ConfigError(f"{path}: is of another model: only it or policy.model_name has {min(other)}")
     for name, param in params.items():
         local_shard(param).copy_(_read_rows(files, f"param.{name}", param))
     if optimizer is None:

@@ -31,7 +31,7 @@ NAMES = {"trl": "TRL", "verl": "verl"}
 TAKEN = "taken:"
 SAME = "no effect here:"
 NONE = "NO COUNTERPART, and not in the config:"
-REFUSED = "has what decides the training and has no counterpart here"
+REFUSED = "these keys affect training and have no counterpart here"
 DIFFER = "set although your config does not: their defaults where ours differ, and what follows:"
 COMPUTED = "must be computed, and not in the config:"
 UNKNOWN = "(unknown)"  # the row of keys that only a wildcard matches
@@ -232,7 +232,7 @@ def _sizes(system: str, v: Values) -> tuple[Values, int]:
         if rest:
             groups = f"whole groups of num_generations={v['num_generations']}"
             fix = "raise gradient_accumulation_steps, or add num_processes=8 if eight processes train"
-            raise ConfigError(f"{rollout} samples of a rollout are no {groups}: {fix}")
+            raise ConfigError(f"{rollout} samples of a rollout do not divide into {groups}: {fix}")
         num_updates = max(1, rollout // (train or 1)) * max(1, v["num_iterations"])
         total = v["vllm_max_model_length"] or v["max_completion_length"] + (v["max_prompt_length"] or 512)
         betas, curve = [v["adam_beta1"], v["adam_beta2"]], v["lr_scheduler_kwargs"]

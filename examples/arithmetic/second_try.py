@@ -38,7 +38,7 @@ class SecondTry(envs.Environment):
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
         for where, answer, _ in answers:
             if not re.fullmatch(r"\d{2,3}", answer):
-                raise ConfigError(f"{where}: answer {answer!r} is not one of a sum of this folder")
+                raise ConfigError(f"{where}: answer {answer!r} is not a number of 2 or 3 digits")
 
 
 def wanted(problem: str) -> str:

@@ -70,7 +70,7 @@ class SlidingPuzzle:
             square = isinstance(grid, list) and all(isinstance(row, list) and len(row) == len(grid) for row in grid)
             tiles = [tile for row in grid for tile in row if type(tile) is int] if square else []
             if not tiles or sorted(tiles) != list(range(len(grid) ** 2)):
-                raise ConfigError(f"{where}: grid={grid!r} is not a square of the numbers from 0, which is the gap")
+                raise ConfigError(f"{where}: grid={grid!r} is not a square grid of 0 (the gap), 1, 2, 3 and so on")
 
     def close(self) -> None:
         pass

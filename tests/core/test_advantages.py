@@ -347,7 +347,7 @@ def test_gdpo_names_the_environment_that_lacks_a_reward():
         for named in ("env_name 'mine'", f"has {[*rewards]}", "adv_estimator.name=gdpo", "['answer', 'format']"):
             assert named in str(error.value)
     for rewards in ({"answer": 1.0}, {}):
-        with pytest.raises(ConfigError, match=r"^env_name 'mine': .*name=gdpo .* two rewards or more, here \["):
+        with pytest.raises(ConfigError, match=r"^env_name 'mine': .*name=gdpo .* at least two; seen: \["):
             step_advantages([graded("mine", 1, 1.0, rewards)], GDPO, LossConfig())
 
 

@@ -230,7 +230,7 @@ def test_replies_that_are_no_move():
         [3, 2],
     ]  # rows stay as they were
     for grid in (None, [[1, 2]], [[1, 2], [3, 3]], [[1, 2], [3]], [[1, 2], [3, "0"]], "x"):
-        with pytest.raises(ConfigError, match=r"r:5: grid=.* is not a square of the numbers from 0"):
+        with pytest.raises(ConfigError, match=r"r:5: grid=.* is not a square grid of 0"):
             game.check_answers([("r:5", "", {"grid": grid})])
 
 
@@ -255,7 +255,7 @@ def test_the_second_try():
     assert results(right) == (1.0, True, [])
     assert results(wrong) == results("x") == (0.0, False, [problem])
     assert results(wrong, right) == (1.0, True, []) and results(wrong, wrong) == (0.0, True, [])
-    with pytest.raises(ConfigError, match="r:1: answer '5 apples' is not one of a sum of this folder"):
+    with pytest.raises(ConfigError, match="r:1: answer '5 apples' is not a number of 2 or 3 digits"):
         game.check_answers([("r:1", "5 apples", {})])
 
 

@@ -226,7 +226,7 @@ def test_a_step_without_a_row_to_train_on_stops_the_run():
 
 @pytest.mark.parametrize("version", [3, 5])
 def test_samples_of_other_weights_stop_the_run(version):
-    with pytest.raises(StopRun, match=rf"weights of steps \[{version}\], .* step 4: no sync"):
+    with pytest.raises(StopRun, match=rf"weight versions \[{version}\], .* at 4: "):
         collect(config_of(), ROWS, 0, StubSampler(by_remainder, version=version))
 
 

@@ -62,6 +62,7 @@ def test_parquet(tokenizer):
     assert [problem.answer for problem in problems] == ["2", "3"] and problems[1].fields["input"] == "1+1"
     Path("rows.parquet").write_bytes(b"PAR1 no")
     assert refused(tokenizer, [], data_path="rows.parquet").startswith("rows.parquet: cannot be read as parquet (")
+    assert "No such file" in refused(tokenizer, [], data_path="none.parquet")
 
 
 @pytest.fixture

@@ -194,7 +194,7 @@ def test_the_loss_is_theirs(name, tmp_path, monkeypatch):
     [
         ("trl", "learning_rat: 1e-6", "TRL has no key 'learning_rat'. Did you mean 'learning_rate'?"),
         ("trl", "[1]", "expected a mapping of TRL's keys, in yaml or json"),
-        ("trl", "{num_generations: 16}", "8 samples of a rollout are no whole groups of num_generations=16"),
+        ("trl", "{num_generations: 16}", "8 samples of a rollout do not divide into whole groups of num_gen"),
         (
             "verl",
             "algorithm.adv_estimatr=grpo",
