@@ -154,7 +154,7 @@ def check_reward_names(environments: dict[str, envs.Environment], weights: tuple
     names = next(iter(declared.values()))
     if len(names) < 2 or any(each != names for each in declared.values()) or len(weights or names) != len(names):
         fix = "declare them in reward_names and return them in StepResult.rewards, or set grpo.adv_estimator.name=grpo"
-        needed = f"the same two or more reward_names, with as many reward_weights, or null (now {weights})"
+        needed = f"the same two or more reward_names, with as many reward_weights (now {weights}), or null"
         raise ConfigError(f"grpo.adv_estimator.name=gdpo needs {needed}: {declared}; {fix}")
 
 

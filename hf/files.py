@@ -90,7 +90,7 @@ def read_records(file: Path, bad_lines: list[int] | None = None) -> Iterator[tup
                 if bad_lines is not None:
                     bad_lines.append(number)
                 elif line.endswith(b"\n"):
-                    raise ConfigError(f"{file}: line {number} is not ours ({error}): remove the line") from error
+                    raise ConfigError(f"{file}:{number}: not written by grpo.py ({error}): remove the line") from error
                 continue
             if line.endswith(b"\n"):
                 yield end, record

@@ -286,6 +286,8 @@ def create_dataset(task, size=5, seed=0, largest=9):
 def test_reasoning_gym_rows_and_scores(tmp_path, monkeypatch):
     """On a stand-in of the package, whose verifier gives partial credit and raises on text."""
     (tmp_path / "reasoning_gym.py").write_text(PACKAGE)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # and as it was, after the test
+    del sys.modules["reasoning_gym"]
     monkeypatch.syspath_prepend(tmp_path)
     rows = reasoning_gym.rows(
         DatasetConfig(subset="squares(size=12, largest=9) + squares(size=2, seed=30, largest=40)")
