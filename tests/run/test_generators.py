@@ -32,9 +32,9 @@ def jobs(tmp_path_factory):
 
 
 def records(job, name):
-    """Of a run's file, without what depends on time."""
+    """Of a run's file, without what depends on time or on the number of engines."""
     lines = map(json.loads, (Path(job["run"]) / name).read_text().splitlines())
-    unlike = ("timing/", "performance/")
+    unlike = ("timing/", "performance/", "train/idle_engine_fraction")
     return [{k: v for k, v in line.items() if not k.startswith(unlike)} for line in lines]
 
 
