@@ -1,6 +1,7 @@
 """Dumps: what a dump holds, that it changes nothing, and that tools/replay.py trains the step again to the bit."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -245,12 +246,12 @@ def test_the_step_that_stopped_a_run_stops_again_until_its_reason_is_gone(start,
     assert replay.compare(tmp_path / "exp_001", 1, metrics).endswith("\n0 of 0 metrics differ")
 
 
-def test_a_damaged_dump_is_refused(one_rank, plain, tmp_path):
+def test_a_damaged_dump_and_one_whose_checkpoint_is_gone_are_refused(one_rank, plain, tmp_path):
+    shutil.copytree(plain[0] / "rollouts", tmp_path / "exp_001" / "rollouts")
     copy = tmp_path / "exp_001" / "rollouts" / "step_000001"
-    copy.mkdir(parents=True)
-    for file in (plain[0] / "rollouts" / "step_000001").iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
     (tmp_path / "exp_001" / "config.yaml").write_text((plain[0] / "config.yaml").read_text())
+    with pytest.raises(ConfigError, match=r"checkpoints/step_000002, .*dump_rollouts.*save_period.*keep_latest"):
+        replayed(one_rank, tmp_path / "exp_001", 3)
     tokens = copy / "rank_000.safetensors"
     content = tokens.read_bytes()
     tokens.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
