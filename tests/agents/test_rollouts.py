@@ -164,6 +164,7 @@ def test_bad_agents_end_as_documented_and_leave_nothing(case, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_a_thousand_calls_at_once(case):
     """More than max_calls are refused; what is under way at the deadline is dropped."""
     crowd = agent("crowd", function="bad_agents:bad", max_calls=4)

@@ -65,6 +65,7 @@ def played(tmp_path_factory):
     return work, codes, (lonely.returncode, errors)
 
 
+@pytest.mark.long
 def test_slurm_passes_the_signal_on_and_queues_a_saved_run_again(played):
     work, codes, _ = played
     assert codes == [(75, True), (0, False)], (work / "batch.log").read_text()
@@ -72,6 +73,7 @@ def test_slurm_passes_the_signal_on_and_queues_a_saved_run_again(played):
     assert (work / "batch.log").read_text().splitlines() == ends
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [0, 1])
 def test_each_node_has_a_log_and_ends_with_the_code_of_the_run(played, number):
     log = (played[0] / f"slurm-4711-{number}.log").read_text()
@@ -143,6 +145,7 @@ def test_train_sh_of_each_node_hears_of_a_good_end(on_node_0, monkeypatch, local
     assert not (on_node_0 / "exit.json").exists()
 
 
+@pytest.mark.long
 def test_a_rendezvous_that_fails_is_a_sentence(played):
     *_, (code, output) = played
     line = output.splitlines()[-1]

@@ -1,5 +1,5 @@
-"""The real command, 2 ranks on CPU: 6 steps == 4 steps + resume + 2 steps, to the bit. SIGTERM ends the first run in
-step 7, so the checkpoint of a signal is that of a run that ends by itself."""
+"""The real command: 6 steps are bitwise 4 steps, a resume and 2 steps. SIGTERM ends the first run in step 7, so the
+checkpoint of a signal is that of a run that ends by itself. `--long` has two ranks."""
 
 import json
 import shutil
@@ -11,18 +11,19 @@ from safetensors.torch import load_file
 from torch import equal
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)])
+def runs(request, tmp_path_factory):
     """(run folder that SIGTERM ended amid the decoding of step 7, a copy of it, as a kill amid step 6 would have left
     it, that was resumed up to step 6, the output of the resumed run)."""
-    work = tmp_path_factory.mktemp("resumed")
-    whole = told_to_stop(work, signal.SIGTERM, ("rollout", 6), "grpo.max_num_steps=9", "checkpointing.save_period=4")
+    work, num_ranks = tmp_path_factory.mktemp("resumed"), f"--nproc_per_node={request.param}"
+    words = ("grpo.max_num_steps=9", "checkpointing.save_period=4", num_ranks)
+    whole = told_to_stop(work, signal.SIGTERM, ("rollout", 6), *words)
     assert steps(whole) == [1, 2, 3, 4, 5, 6]
     resumed = shutil.copytree(whole, work / "resumed")
     shutil.rmtree(resumed / "checkpoints" / "step_000006")
     with (resumed / "samples.jsonl").open("a") as file:
         file.write('{"step": 7, "cut')
-    run_to_the_end(work, 6, resume=resumed)
+    run_to_the_end(work, 6, num_ranks, resume=resumed)
     return whole, resumed, (work / "life_1.log").read_text()
 
 
@@ -59,7 +60,8 @@ def test_exported_model_is_the_last_checkpoint_and_loads_in_transformers(runs):
 
     folder = runs[1]
     exported = load_file(folder / "hf_model" / "model.safetensors")
-    shards = [load_file(folder / "checkpoints" / "step_000006" / f"rank_0000{rank}.safetensors") for rank in range(2)]
+    files = sorted((folder / "checkpoints" / "step_000006").glob("rank_*.safetensors"))
+    shards = [load_file(file) for file in files]
     for name, tensor in exported.items():
         rows = sum(len(shard[f"param.{name}"]) for shard in shards)
         assert rows == len(tensor)

@@ -117,6 +117,7 @@ def test_the_edited_loss_is_trained(fork, name, key):
         assert name == "loss_term" or other["train/ratio_clip_high_fraction"] == 0, "nothing is clipped"
 
 
+@pytest.mark.long
 def test_metrics_that_are_added_change_nothing_else(fork, tmp_path):
     ((rows, _),) = fork("metric", [])
     plain = tmp_path / "plain"
@@ -150,6 +151,7 @@ def test_the_environment_grades_digits(fork, tmp_path):
     assert len(rows) == 2 and any(0 < sample["reward"] < 1 for sample in samples_of(tmp_path, 1))
 
 
+@pytest.mark.long
 def test_the_optimizer_is_saved_and_resumed(fork, tmp_path):
     """Its momentum is in the checkpoint, and a resumed run goes on with it: p_t = p_(t-1) - lr v_t, by hand."""
     sgd = ["policy.optimizer.name=torch.optim.SGD", "policy.optimizer.kwargs.weight_decay=0", "policy.ppo_epochs=1"]

@@ -49,19 +49,20 @@ def NAME(*args): return other(names["NAME"](*args))
 
 
 @pytest.mark.skipif(not HUMANEVAL.exists(), reason=f"real data is not there: {HUMANEVAL}")
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("isolation", [*ISOLATIONS[:1], pytest.param("none", marks=pytest.mark.long)])
 def test_humaneval_solutions_pass_and_spoiled_ones_fail(pool, isolation, every):
     with gzip.open(HUMANEVAL, "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file][::every]
+    assert len(rows) == -(-164 // every)
     right, spoiled = [], []
     for row in rows:
         solution = row["prompt"] + row["canonical_solution"]
         wrapped = f"SOLUTION = {solution!r}\n{SPOILED.replace('NAME', row['entry_point'])}"
         right.append(job(row["canonical_solution"], row, isolation))
         spoiled.append(job(f"So:\n```python\n{wrapped}```\n", row, isolation))
-    assert outcomes(pool, right) == ["ok"] * (164 // every)
-    assert outcomes(pool, spoiled) == ["wrong"] * (164 // every)
+    assert outcomes(pool, right) == ["ok"] * len(rows)
+    assert outcomes(pool, spoiled) == ["wrong"] * len(rows)
 
 
 ADD = {"entry_point": "add", "test": "def check(f):\n    assert f(1, 2) == 3\n    assert f(5, -7) == -2\n"}

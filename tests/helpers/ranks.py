@@ -18,6 +18,7 @@ instead, for tests of ranks that die. Mark the tests `slow`.
 
 import faulthandler
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
@@ -116,6 +117,7 @@ def _rank(pipe, environ, output, module, name, call, stand_in, seconds) -> None:
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
     os.environ.clear()
     os.environ.update(environ)  # before anything of ours is imported
+    gc.set_threshold(50_000, 20, 20)
     code = 1
     try:
         if stand_in:

@@ -27,8 +27,7 @@ def jobs_of(work, *names):
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    names = ("colocated", "split", "killed generator", "resumed", "signalled generator")
-    return jobs_of(tmp_path_factory.mktemp("split"), *names)
+    return jobs_of(tmp_path_factory.mktemp("split"), "colocated", "split")
 
 
 def records(job, name):
@@ -63,8 +62,10 @@ def test_ten_steps_are_those_of_a_job_that_is_not_split(jobs):
     assert "Traceback" not in jobs["split"]["log"] and jobs["split"]["log"].count("engine: 1 x vLLM") == 1
 
 
-def test_a_killed_generator_is_named_and_the_run_goes_on_to_the_same_bits(jobs):
+@pytest.mark.long
+def test_a_killed_generator_is_named_and_the_run_goes_on_to_the_same_bits(jobs, tmp_path):
     """SIGKILL amid the samples of step 6."""
+    jobs |= jobs_of(tmp_path, "killed generator", "resumed")
     killed = jobs["killed generator"]
     assert killed["codes"] == [1, -9] and killed["exit"]["code"] == 1
     assert killed["exit"]["reason"].startswith(f"crashed: generator rank 1 on {host_name()} (process ")
@@ -73,8 +74,9 @@ def test_a_killed_generator_is_named_and_the_run_goes_on_to_the_same_bits(jobs):
     assert_same(jobs["resumed"], jobs["split"])
 
 
-def test_a_generator_that_is_told_to_stop_ends_the_job_with_its_reason(jobs):
-    signalled = jobs["signalled generator"]
+@pytest.mark.long
+def test_a_generator_that_is_told_to_stop_ends_the_job_with_its_reason(tmp_path):
+    signalled = jobs_of(tmp_path, "signalled generator")["signalled generator"]
     assert signalled["codes"] == [75, 0], signalled["log"]
     assert f"after step 6; continue with checkpointing.resume_from={signalled['run']}" in signalled["exit"]["reason"]
     assert (Path(signalled["run"]) / "checkpoints" / "step_000006" / "meta.json").exists()
