@@ -110,7 +110,13 @@ def test_extra_memory_with_512_rows(launches):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [KernelBackend("triton"), KernelBackend("torch")], ids=["triton", "torch"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(KernelBackend("triton"), id="triton"),
+        pytest.param(KernelBackend("torch"), id="torch", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("kind, ref", [("one pass", False), ("two passes", True)])
 def test_extra_memory_with_a_filter(launches, monkeypatch, kind, ref, backend):
     """Of a chunk of logits (3,190 MiB with Triton; 1,024, and two of them, with PyTorch) no second one is made. Sorting

@@ -259,11 +259,16 @@ def test_a_damaged_dump_and_one_whose_checkpoint_is_gone_are_refused(one_rank, p
         replayed(one_rank, tmp_path / "exp_001", 1)
 
 
-def test_the_command(plain, monkeypatch, capsys):
+@pytest.mark.long
+def test_the_command(plain):
     folder, _ = plain
     command = [sys.executable, "-m", "tools.replay", str(folder / "rollouts" / "step_000001")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "\n0 of " in done.stdout and "replayed step 1\n" in done.stdout, done.stderr
+
+
+def test_a_folder_that_is_no_saved_step(plain, monkeypatch, capsys):
+    folder, _ = plain
     monkeypatch.delenv("GRPO_EXIT_FILE", raising=False)
     monkeypatch.setattr(sys, "argv", ["replay.py", str(folder)])
     assert replay.main() == 2 and "RUN/rollouts/step_000001" in capsys.readouterr().err
