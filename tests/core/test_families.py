@@ -19,8 +19,8 @@ from system.ranks import start_process_group
 
 def gap(engine, policy):
     """Largest |sampler - trainer| over some sampled tokens."""
-    prompts = [[(31 * i + 7 * j) % 250 for j in range(4 + i)] for i in range(12)]
-    done = engine.generate(prompts, list(range(12)), SamplingOptions(0.8, 16))
+    prompts = [[(31 * i + 7 * j) % 250 for j in range(4 + i)] for i in range(8)]
+    done = engine.generate(prompts, list(range(8)), SamplingOptions(0.8, 8))
     worst = 0.0
     for ids, completion in zip(prompts, done, strict=True):
         said = (completion.ids, completion.logps, completion.ids >= 0, "stop", completion.versions)

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cases import long_but
 from ranks import ranks
 from safetensors.torch import load_file
 from small_run import ROOT, arguments, write_rows
@@ -107,7 +106,8 @@ def test_a_diff_edits_two_files_at_most_and_stands_in_the_table(name):
 LOSSES = [("loss_term", "ratio_l2_coef=0.5"), ("soft_clip", "use_soft_clip=true")]
 
 
-@pytest.mark.parametrize(("name", "key"), long_but(LOSSES[:1], LOSSES))
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "key"), LOSSES)
 def test_the_edited_loss_is_trained(fork, name, key):
     (off, _), (on, said) = fork(name, [], [f"loss_fn.{key}"])
     assert "autograd of loss.py" in said

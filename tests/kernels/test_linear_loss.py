@@ -200,7 +200,7 @@ BARS = [  # path, dtype, every how many of the combinations, with --long, bars o
     pytest.param("torch", torch.bfloat16, 601, 6, (2 * 2**-8,), id="torch-bfloat16"),
     pytest.param("triton", torch.float32, 601, 6, (1e-5,), id="triton-float32"),
     pytest.param("triton", torch.bfloat16, 1201, 12, (2 * 2**-8,), id="triton-bfloat16"),
-    pytest.param("fused", torch.float32, 157, 1, (1e-5,), id="fused-float32"),
+    pytest.param("fused", torch.float32, 401, 1, (1e-5,), id="fused-float32"),
     pytest.param("fused", torch.bfloat16, 601, 6, (2 * 2**-8,), id="fused-bfloat16"),
 ]
 bars = pytest.mark.parametrize("path, dtype, every, every_long, bars", BARS, indirect=["path"])

@@ -120,6 +120,7 @@ def test_the_numbers_are_those_of_the_metrics_file_in_one_run(offline):
     assert {(run.project, run.display_name) for run in runs} == {("mine", offline.name)}
 
 
+@pytest.mark.long
 def test_a_run_that_a_signal_ends_leaves_its_rows_and_exit_code(offline):
     code = f"""
 import os, sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests/run")!r}, {str(ROOT / "tests/helpers")!r}]
