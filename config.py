@@ -46,8 +46,8 @@ class Section:
 class AdvEstimatorConfig(Section):
     name: Literal["grpo", "gdpo", "reinforce_plus_plus", "none"] = "grpo"
     """grpo compares the rewards of a group. gdpo does so for each of several rewards, then whitens their weighted sum
-    over the batch. reinforce_plus_plus whitens the rewards over the tokens of the batch. none trains no rewards, only
-    the KL: on-policy distillation, with policy.reference_model_name."""
+    over the batch. reinforce_plus_plus whitens the rewards over the tokens of the batch. none ignores the
+    rewards and trains only the KL: on-policy distillation, with policy.reference_model_name."""
     minus_baseline: bool = True
     """reinforce_plus_plus first subtracts the mean reward of the group."""
     reward_weights: tuple[float, ...] | None = None
@@ -86,7 +86,7 @@ class AsyncGRPOConfig(Section):
     max_trajectory_age_steps: int = key(1, ">= 0")
     """A trained token comes from weights at most this many steps older than the newest; 0 is as without async_grpo."""
     in_flight_weight_updates: bool = False
-    """Engines of a split job take new weights amid responses. If false, they first finish responses in progress."""
+    """With colocated.enabled=false, engines load new weights during responses. If false, responses end first."""
     recompute_kv_cache_after_weight_updates: bool = True
     """After a sync, unfinished responses get keys and values of the new weights. If false (NeMo RL's default), their
     later tokens come from a mixture of weights, and the logp gap leaves those tokens out."""
@@ -115,11 +115,11 @@ class GRPOConfig(Section):
     reward_std: Literal["baseline", "group", "batch"] = "baseline"
     """The standard deviation is of the baseline's rewards (NeMo RL), the group's or the batch's (TRL: plus 1e-4)."""
     reward_std_floor: float = key(0.05, ">= 0, <= 1")
-    """A leave-one-out deviation above 0 is at least this times the range of the group's rewards; 0: no floor."""
+    """A leave-one-out standard deviation above 0 is raised to this times the range of the group's rewards; 0: never."""
     adv_estimator: AdvEstimatorConfig = AdvEstimatorConfig()
     turn_level_advantages: bool = False
-    """The tokens of a turn get the advantage of that turn's own scaled reward among the same turns of the group. If
-    false, all tokens of a conversation get the advantage of the sum of its rewards."""
+    """The tokens of a turn get an advantage from that turn's own scaled reward, compared with the same turn of the
+    group's other samples. If false, all tokens of a conversation get the advantage of the sum of its rewards."""
     advantage_clip_low: float | None = None
     """Advantages below this are raised to it; null means no limit."""
     advantage_clip_high: float | None = None
@@ -136,9 +136,9 @@ class GRPOConfig(Section):
     batch_multiplier: float = key(1.0, ">= 1")
     """use_dynamic_sampling draws this many times num_prompts_per_step prompts at once."""
     dynamic_sampling_max_gen_batches: int = key(10, ">= 1")
-    """At most this many batches are drawn for a step until it is full (use_dynamic_sampling), or can be trained."""
+    """At most this many batches are drawn to fill a step (use_dynamic_sampling), or to find a sample to train on."""
     dynamic_sampling_when_exhausted: Literal["stop", "train"] = "stop"
-    """stop: a step that is not full by then ends the run, saved and exported. train: it trains the groups it has."""
+    """If the step is still not full, stop ends the run, saved and exported; train trains the groups that it has."""
     ref_policy_update_period: int | None = key(None, ">= 1")
     """The reference policy is updated once in this many steps; null leaves it at the initial weights."""
     ref_policy_update_alpha: float = key(1.0, "> 0, <= 1")
@@ -156,7 +156,7 @@ class GRPOConfig(Section):
     val_temperature: float | None = key(None, "> 0")
     """Sampled validation divides the logits by this; null means policy.generation.temperature."""
     val_top_p: float | None = key(None, "> 0, <= 1")
-    """Sampled validation draws from the likeliest tokens with this much probability; null: policy.generation.top_p."""
+    """Sampled validation keeps only the likeliest tokens that hold this probability; null: policy.generation.top_p."""
     val_top_k: int | None = key(None, ">= 0")
     """Sampled validation draws from this many likeliest tokens, 0 from all; null: policy.generation.top_k."""
     val_max_new_tokens: int | None = key(None, ">= 1")
@@ -218,17 +218,18 @@ class LossConfig(Section):
     kl_output_clamp_value: float | None = key(10.0, "> 0")
     """The KL of a token is clamped to +-this; null means no limit."""
     use_on_policy_kl_approximation: bool = False
-    """The KL of a token is weighted by its policy / sampler probability."""
+    """The KL of a token is weighted by the ratio of its policy and sampler probabilities."""
     use_kl_in_reward: bool = False
     """The KL lowers the reward instead of raising the loss; it needs reinforce_plus_plus."""
     use_importance_sampling_correction: bool = False
-    """The loss of a token is weighted by its trainer / sampler probability."""
+    """The loss of a token is weighted by the ratio of its trainer and sampler probabilities."""
     truncated_importance_sampling_type: ImportanceSampling | None = None
     """tis clamps the weights to the bounds, icepop zeroes those outside, and seq-mask-tis zeroes sequences whose
     geometric mean is outside. sequence multiplies the weights of a sequence into one; sequence-truncate and
     sequence-mask then bound it as tis and icepop do. null weights tokens without bounds."""
     importance_sampling_correction_level: Literal["token", "sequence_mean", "sequence_sum"] = "sequence_sum"
-    """With GSPO, a weight's log is the token's own, or its sequence's mean or sum (NeMo RL's; noisy if long)."""
+    """With GSPO, the log of a token's weight is its own log-ratio, or the mean or the sum over its sequence. NeMo RL
+    takes the sum, which is noisy for long sequences."""
     truncated_importance_sampling_ratio: float | None = key(None, "> 0")
     """The weights have this upper bound."""
     truncated_importance_sampling_ratio_min: float | None = key(None, ">= 0")
@@ -264,7 +265,7 @@ class DTensorConfig(Section):
     defer_fsdp_grad_sync: bool = False
     """Ranks sum gradients only after the last pack, and weights stay gathered: faster without NVLink; more memory."""
     dp_replicate_size: int = key(1, ">= 1")
-    """The ranks that train form this many replicas, such as nodes; a replica shards weights and optimizer states."""
+    """Training ranks form this many replicas, for example one per node; each shards weights and optimizer states."""
     lora_cfg: LoRAConfig = LoRAConfig()
 
 
@@ -332,9 +333,9 @@ class VllmConfig(Section):
 
 class ColocatedResourcesConfig(Section):
     gpus_per_node: int | None = key(None, ">= 1, <= 1000")
-    """With enabled=false, this many ranks of a node only generate: the last ones of a single node; of several, all."""
+    """With enabled=false, a node's last ranks, this many, only generate. On several nodes, give all ranks of a node."""
     num_nodes: int | None = key(None, ">= 1, <= 10000")
-    """With enabled=false, this many nodes only generate, the last of the job; on a single node, 1 or null."""
+    """With enabled=false, the job's last nodes, this many, only generate. On a single node: 1 or null."""
 
 
 class ColocatedConfig(Section):
@@ -424,17 +425,17 @@ class DatasetConfig(Section):
     name: str | None = None
     """Metrics and errors call the dataset this; null means the stem of the file or dataset_name."""
     data_path: str | None = None
-    """The rows come from this jsonl, json or parquet file or hub dataset (org/name); null: the known dataset's."""
+    """The rows come from this jsonl, json or parquet file or hub dataset (org/name); null: dataset_name's own."""
     dataset_name: str | None = None
     """gsm8k, MATH-500, OpenMathInstruct-2, DeepScaler, AIME2024, AIME2025, AIME2026, DAPOMath17K and DAPOMathAIME2024
     are known. A module:function of yours gets this section and returns a sequence of rows. null reads data_path."""
     subset: str | None = None
-    """This configuration of a hub dataset is read; null means the known dataset's, or none."""
+    """This configuration of a hub dataset is read; null means dataset_name's own, or none."""
     split: str | None = None
-    """This split of a hub dataset is read; null means the known dataset's, or train."""
+    """This split of a hub dataset is read; null means dataset_name's own, or train."""
     input_key: str | None = None
-    """This field of a row holds the problem, as text or chat messages; a.b is field b of field a. null means the known
-    dataset's, or the first that a row has of messages, input, problem, question and prompt."""
+    """This field of a row holds the problem, as text or chat messages; a.b is field b of field a. null means
+    dataset_name's own, or the first that a row has of messages, input, problem, question and prompt."""
     output_key: str | None = None
     """This field holds the expected answer; null likewise tries output, expected_answer, ground_truth and answer."""
     prompt_file: str | None = None
@@ -445,7 +446,7 @@ class DatasetConfig(Section):
     """module:function is a function of yours that turns a row as read into a row to use, or into None to drop it."""
     env_name: str | None = None
     """exact (the response, or its part after ####, is the number), math, math_multi_reward, code, reward_model, or
-    module:Class or module:function of yours scores responses. null means the known dataset's, or exact."""
+    module:Class or module:function of yours scores responses. null means dataset_name's own, or exact."""
     repeat: int = key(1, ">= 1, <= 10000")
     """The set has each row this many times; in validation, each copy is a problem."""
     split_validation_size: float = key(0.0, ">= 0")
@@ -492,7 +493,7 @@ class MathEnvConfig(Section):
 
 class CodeEnvConfig(Section):
     num_workers: int = key(8, ">= 1, <= 1000")
-    """This many worker processes judge; the ranks of a machine share them."""
+    """This many worker processes run tests; the ranks of a machine share them."""
     isolation: Literal["required", "none"] = "required"
     """required runs each program in namespaces of its own, or not at all. none runs it as this user, within limits."""
     deadline_s: float = key(10.0, "> 0, <= 600")
@@ -515,15 +516,16 @@ class AgentConfig(Section):
     name: str | None = None
     """An env_name: this agent drives the conversations of such rows, and env.custom has its arguments."""
     function: str | None = None
-    """module:function is a function of yours that asks base_url and returns the reward."""
+    """module:function is a function of yours that calls base_url and returns the reward."""
     command: tuple[str, ...] | None = None
-    """Or this command is started for each rollout. It gets the row on stdin; its last line of stdout is the reward."""
+    """Instead of function: this command is started for each rollout, with the row on stdin. Its last line of stdout is
+    the reward."""
     python: str | None = None
     """Function and command are started by this interpreter; null means the trainer's."""
     num_workers: int = key(16, ">= 1, <= 1000")
     """This many rollouts of the agent are under way at once; the ranks of a machine share them."""
     deadline_s: float = key(300.0, "> 0, <= 86400")
-    """A rollout may take this many seconds, while the engine is awake; then it is killed with all that it started."""
+    """A rollout may take this many seconds, not counting the engine's sleep; then it is killed with all it started."""
     max_calls: int = key(64, ">= 1, <= 100000")
     """A rollout may ask for this many replies; further requests get the status 429."""
     memory_mib: int | None = key(None, ">= 64")

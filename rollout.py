@@ -431,8 +431,8 @@ def _nothing_to_train(
     failed = sum(all(sample.outcome != "ok" for sample in group) for group in groups)
     return (
         f"dynamic sampling: {num_batches} batches ({len(groups)} prompts) gave {num_kept} groups of unequal rewards; a "
-        f"step needs grpo.num_prompts_per_step={grpo.num_prompts_per_step}. {solved} groups were all right, {failed} "
-        "had no right answer. Raise grpo.dynamic_sampling_max_gen_batches, grpo.batch_multiplier or "
+        f"step needs grpo.num_prompts_per_step={grpo.num_prompts_per_step}. In {solved} groups every answer was "
+        f"right, in {failed} none was. Raise grpo.dynamic_sampling_max_gen_batches, grpo.batch_multiplier or "
         "grpo.num_generations_per_prompt, train on problems that this model solves now and then, or set "
         "grpo.dynamic_sampling_when_exhausted=train"
     )

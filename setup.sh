@@ -26,17 +26,17 @@ check_driver() {  # for the lock's torch, which needs CUDA 13; another torch (GR
     local driver
     driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || true
     [[ $driver =~ ^[0-9]+ ]] && ((BASH_REMATCH[0] >= 580)) || die "the packages of $lock need NVIDIA's driver 580 or" \
-        "newer, nvidia-smi shows '${driver:-none}': 'apt-get install nvidia-driver-580', or set GRPO_DEVICE=cpu"
+        "newer, but nvidia-smi shows '${driver:-none}': run 'apt-get install nvidia-driver-580', or set GRPO_DEVICE=cpu"
 }
 
 check_compiler() {  # PYTHON: at run time Triton compiles the code that launches its kernels
     local version include
     if [[ -v CC ]]; then command -v "$CC"; else command -v gcc || command -v clang; fi >/dev/null ||
-        die "needs a C compiler for Triton, and '${CC-gcc or clang}' is not there: 'apt-get install gcc', CC unset"
+        die "Triton needs a C compiler, but '${CC-gcc or clang}' was not found: run 'apt-get install gcc', and unset CC"
     read -r version include < <("$1" -ISc 'import sys, sysconfig
 print("%d.%d" % sys.version_info[:2], sysconfig.get_path("include", "posix_prefix"))')
-    [[ -f $include/Python.h ]] || die "needs Python's C headers for Triton, and $include/Python.h is not there:" \
-        "'apt-get install python$version-dev', or set GRPO_PYTHON to a Python that has them"
+    [[ -f $include/Python.h ]] || die "Triton needs Python's C headers, but $include/Python.h was not found:" \
+        "run 'apt-get install python$version-dev', or set GRPO_PYTHON to a Python that has them"
 }
 
 stamp() {  # what an environment was made from; with the path, because scripts of a moved environment are wrong
@@ -56,7 +56,7 @@ install() {
     local was need=5 free torch  # need: GB, downloads included; CPU measured, CUDA estimated
     read -r was _ <"$venv.stamp" || was=
     if [[ -d $venv && -n $(ls -A "$venv") ]]; then  # never remove what is not ours, or the other device's
-        [[ -n $was ]] || die "$venv is there and not made by setup.sh. Move it away, choose another place" \
+        [[ -n $was ]] || die "$venv already exists, and setup.sh did not make it. Move it away, choose another place" \
             "with GRPO_VENV=dir, or use it as it is with GRPO_PYTHON=$venv/bin/python"
         [[ $was == "$GRPO_DEVICE" ]] || die "$venv holds the $was packages, this run needs $GRPO_DEVICE." \
             "Remove it, or choose another place for these: GRPO_VENV=.venv-$GRPO_DEVICE"
@@ -65,12 +65,12 @@ install() {
     rm -rf "$venv"
     [[ $GRPO_DEVICE == cpu ]] || need=16
     free=$(($(df -Pk "$(dirname "$venv")" | awk 'NR == 2 {print $4}') / 1000000))
-    ((free >= need)) || die "needs $need GB of disk for $venv, has $free. Free some, or set GRPO_VENV=dir"
+    ((free >= need)) || die "$venv needs $need GB of disk space, but only $free GB are free. Free some, or set GRPO_VENV=dir"
     say "installing the packages of $lock with $python into $venv (once, some minutes)"
     "$python" -m venv "$venv" || die "$python could not make a virtual environment in $venv"
     torch=$(grep '^torch==' "$lock")
     # The CPU build is not on PyPI: where pip's own places lack it, it comes from PyTorch's index, and nothing else does.
-    pip_install "$torch" || { [[ $GRPO_DEVICE == cpu ]] && say "no $torch there, trying PyTorch's index" &&
+    pip_install "$torch" || { [[ $GRPO_DEVICE == cpu ]] && say "pip's own index has no $torch, trying PyTorch's" &&
         pip_install --index-url https://download.pytorch.org/whl/cpu "$torch"; } || failed
     pip_install -r "$lock" || failed
     stamp >"$venv.stamp"
@@ -79,7 +79,7 @@ install() {
 
 failed() {
     grep -i '^error' "$venv/install.log" | tail -2 | cut -c1-300 >&2
-    die "pip failed. No network, or no way to a package index? See $venv/install.log, then run this again."
+    die "pip failed. Is there a network, and can pip reach a package index? See $venv/install.log, then run this again."
 }
 
 [[ $(uname -s) == Linux ]] || die "Linux only (vLLM's wheels are); elsewhere, use a Linux container"

@@ -124,7 +124,7 @@ class Endpoint:
         rows = rollout.rows()
         message = result.state.get("message", "")
         if not rows:
-            result, message = StepResult(0.0, "error"), message or "the agent never asked"
+            result, message = StepResult(0.0, "error"), message or "the agent never called the endpoint"
             sample.weight_version = sample.newest_version = self.engine.weight_version
         sample.forks = [replace(sample, forks=[]) for _ in rows[1:]]
         for row, each in zip(rows, (sample, *sample.forks), strict=False):

@@ -54,13 +54,15 @@ def problem(plan: Plan) -> str | None:
     size, has = math.ceil(plan.size(phase) / GIB * 100) / 100, math.floor(plan.gpu_bytes / GIB * 100) / 100
     needed = f"memory: {phase} needs {size} GiB on each GPU, which has {has:g}"
     if plan.size(phase) <= plan.gpu_bytes:
-        needed = f"memory: the engine's share leaves {gib(plan.kv_cache)} GiB for the KV cache, too few for a sequence"
+        needed = f"memory: the engine's share leaves {gib(plan.kv_cache)} GiB of KV cache, too little for a sequence"
     for spare in (SPARE, 0.03, 0.01, 0):
         if best := _cheapest(plan, (1 - spare) * plan.gpu_bytes):
             rest = "" if spare == SPARE else f" and {spare:.0%} to spare"
             return f"{needed}; it fits with {_named(plan, best, phase)}{rest}"
     more = [n for n in (plan.num_gpus << k for k in range(1, 9)) if replace(plan, num_gpus=n).lacking() <= 0]
-    return f"{needed}; no keys make this model, batch and length fit" + (f", {more[0]} GPUs do" if more else "")
+    return f"{needed}; no setting makes this model, batch and length fit" + (
+        f"; {more[0]} GPUs would be enough" if more else ""
+    )
 
 
 def remedies(plan: Plan, phase: str) -> str:

@@ -97,5 +97,5 @@ def _scheduler(value: Any, place: str) -> dict[str, Any]:
         ] if milestone == warmup.get("total_iters") and "start_factor" in warmup:
             settings = {"warmup_start_factor": warmup["start_factor"], "warmup_steps": milestone}
             return {f"policy.scheduler.{key}": new for key, new in settings.items()}
-    known = "only a LinearLR up to 1.0, then a ConstantLR at 1.0 from total_iters on, is supported"
-    raise ConfigError(f"{place}: policy.scheduler: of lists, {known}")
+    known = "the only list supported is a LinearLR up to 1.0, then a ConstantLR at 1.0 from total_iters on"
+    raise ConfigError(f"{place}: policy.scheduler: {known}")

@@ -154,8 +154,8 @@ def check_reward_names(environments: dict[str, envs.Environment], weights: tuple
     names = next(iter(declared.values()))
     if len(names) < 2 or any(each != names for each in declared.values()) or len(weights or names) != len(names):
         fix = "declare them in reward_names and return them in StepResult.rewards, or set grpo.adv_estimator.name=grpo"
-        needed = f"the same two or more reward_names, with as many reward_weights (now {weights}), or null"
-        raise ConfigError(f"grpo.adv_estimator.name=gdpo needs {needed}: {declared}; {fix}")
+        needed = f"the same two or more reward_names everywhere, reward_weights null or as many (now {weights})"
+        raise ConfigError(f"grpo.adv_estimator.name=gdpo needs {needed}. Declared: {declared}; {fix}")
 
 
 def check_fits(cfg: Config, folder: Path, model: ModelConfig, tokenizer: Tokenizer) -> None:
@@ -219,7 +219,7 @@ def read_teacher(cfg: Config, tokenizer: Tokenizer) -> tuple[Path, ModelConfig]:
     teacher_vocab = read_tokenizer(TokenizerConfig(chat_template=None), key, folder).backend.get_vocab()
     if odd := teacher_vocab.items() ^ tokenizer.backend.get_vocab().items():
         problem = f"its vocabulary is not the policy's ({len(odd)} tokens differ, such as {min(odd)[0]!r})"
-        raise ConfigError(f"{key}={folder}: {problem}; use a model of the same tokenizer")
+        raise ConfigError(f"{key}={folder}: {problem}; use a model with the same tokenizer")
     check_model(folder, model, tokenizer, "policy.max_total_sequence_length", cfg.policy.max_total_sequence_length)
     check_weights(folder, model.tensor_shapes())
     return folder, model
@@ -237,7 +237,7 @@ def data_lines(cfg: Config, inputs: RunInputs, cursor: Cursor) -> list[str]:
     for name, dataset in inputs.sets:
         size = f"{len(dataset.problems):,} prompts"
         if dataset.is_sample:
-            size += f", {MAX_ROWS:,} rows checked (the first {MAX_ROWS // 2:,}, the others at random; --all: each)"
+            size += f", {MAX_ROWS:,} rows checked (the first {MAX_ROWS // 2:,}, the others at random; --all: every row)"
         numbers = ", ".join(filter(None, (size, dataset.left_out)))
         texts.setdefault(name, []).append(f"{dataset.path}, graded by {', '.join(dataset.env_names)}: {numbers}")
     lines = [f"{name:10} {'; '.join(of_sets)}" for name, of_sets in texts.items()]
@@ -298,7 +298,7 @@ def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None
     lines = [f"model      {inputs.model_folder} (vocabulary {inputs.tokenizer.vocab_size:,})"]
     lines += data_lines(cfg, inputs, inputs.train.start())
     steps, samples = num_steps_of(cfg, inputs.train.num_problems), cfg.grpo.num_generations_per_prompt
-    lines.append(f"steps      {steps:,} of {cfg.grpo.num_prompts_per_step} prompts x {samples} samples")
+    lines.append(f"steps      {steps:,}, each with {cfg.grpo.num_prompts_per_step} prompts x {samples} samples")
     lines += [f"note       {note}" for note in notes(cfg, steps)]
     if absent := to_plan and missing_weights(inputs.model_folder):
         files = f"{absent[0]}{f' and {len(absent) - 1} more files' if len(absent) > 1 else ''}"
@@ -327,7 +327,7 @@ def gpu_memory(argv: Sequence[str]) -> tuple[float | None, list[str]]:
     flag = "--gpu_memory="
     given = [word.removeprefix(flag) for word in argv if word.startswith(flag)]
     if given and not re.fullmatch(r"[1-9][0-9]{0,5}(\.[0-9]+)?", given[-1]):
-        raise ConfigError(f"{flag}{given[-1]:.80}: expected the GiB of a GPU, such as {flag}80")
+        raise ConfigError(f"{flag}{given[-1]:.80}: expected a GPU's memory in GiB, such as {flag}80")
     return float(given[-1]) * GIB if given else None, [word for word in argv if not word.startswith(flag)]
 
 

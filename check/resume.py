@@ -146,7 +146,7 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
     newest, meta = next(iter(metas.items()), (folder, "there is none"))
     if all(isinstance(each, str) for each in metas.values()):
         raise ConfigError(
-            f"checkpointing.resume_from={run}: no complete checkpoint in {folder} ({meta}); start a new run without it"
+            f"checkpointing.resume_from={run}: no complete checkpoint in {folder} ({meta}); unset the key to start anew"
         )
     if isinstance(meta, str) and cfg.checkpointing.resume != "auto":
         raise ConfigError(damaged(meta, newest))

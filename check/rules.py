@@ -72,7 +72,7 @@ def _bound_problems(cfg: Config) -> Iterator[str]:
     for name, value in settings(cfg):
         key = plain_name(name)
         if value == "" or (isinstance(value, tuple) and "" in value):
-            yield f"{name}={json.dumps(value):.80}: a text is empty ({meanings()[key]})"
+            yield f"{name}={json.dumps(value):.80}: empty strings are not allowed ({meanings()[key]})"
         numbers = [each for each in (value if isinstance(value, tuple) else [value]) if isinstance(each, int | float)]
         limits = [limit.split() for limit in bounds(key).split(",") if limit]
         if not all(_OPERATORS[sign](number, float(limit)) for number in numbers for sign, limit in limits):
@@ -95,7 +95,7 @@ def _split_problems(cfg: Config, world_size: int, ranks_of_node: int | None) -> 
     fixes = {
         "set gpus_per_node to the ranks of a node that generate": size is None,
         "set num_nodes to the number of nodes that generate": num_nodes > 1 and nodes is None,
-        f"a whole node trains or generates: set gpus_per_node={ranks_of_node}": num_nodes > 1 and size != ranks_of_node,
+        f"nodes either train or generate: set gpus_per_node={ranks_of_node}": num_nodes > 1 and size != ranks_of_node,
         "no rank is left to train; start more ranks, or lower these keys": generation.num_generators >= world_size,
         "set num_nodes to 1, or start torchrun on more nodes": num_nodes == 1 and ranks_of_node and (nodes or 1) > 1,
     }
@@ -204,14 +204,14 @@ def _data_problems(cfg: Config) -> Iterator[str]:
     for key, sets in (("train", data.train), ("validation", split_off + data.validation)):
         for name, count in Counter(dataset.set_name for dataset in sets).items():
             if name and count > 1:
-                yield f"data.{key}: {count} sets are called '{name}': tell them apart by their key `name`"
+                yield f"data.{key}: {count} sets are called '{name}': give each its own `name`"
     if any(dataset.split_validation_size != data.default.split_validation_size for dataset in data.validation):
         yield "data.validation.split_validation_size: validation sets are not split; set it in data.train"
     env_names = {*data.task_to_env.values(), *(dataset.env_name for dataset in data.train + data.validation)}
     env_names = {name for name in env_names if name and ":" in name} | {agent.name for agent in cfg.env.agents}
     for name in [name for name in cfg.env.custom if name not in env_names]:
         in_use = ", ".join(sorted(filter(None, env_names))) or "none"
-        yield f"env.custom.{name:.80}: no agent has this name, and no data set this env_name; in use: {in_use}"
+        yield f"env.custom.{name:.80}: no agent has this name, and no dataset uses it as env_name; in use: {in_use}"
     if None in weights and any(weights):
         yield "data.train: some sets have a weight and some have none: give all of them one, or none"
     if any(weights) and data.use_multiple_dataloader:

@@ -52,10 +52,10 @@ class Mixture:
         """ConfigError unless these are the sets that the run `resumed` was trained on."""
         for name in sorted({*self.fingerprints, *fingerprints}):
             if self.fingerprints.get(name) != fingerprints.get(name):
-                path = self.datasets[name].path if name in self.datasets else "a set that this run does not have"
+                path = self.datasets[name].path if name in self.datasets else "not in this run"
                 raise ConfigError(
-                    f"data.train: '{name}' ({path}) is not the data of the run {resumed}, whose position would select "
-                    "other prompts; give the same data, or start at the beginning of this data with "
+                    f"data.train: '{name}' ({path}) differs from the data of the run {resumed}, so its saved position "
+                    "would select other prompts; give the same data, or start at the beginning of this data with "
                     "checkpointing.allow_changes=true"
                 )
 

@@ -110,7 +110,7 @@ def read_row(raw: dict, cfg: DatasetConfig) -> tuple[list[dict], Any, list[dict]
     answer = _first(raw, (cfg.output_key,) if cfg.output_key else output_keys)
     if messages[-1]["role"] == "assistant":
         if answer is not None or messages[-1].get("tool_calls"):
-            raise DataError("the last message is the assistant's: expected text and no other answer; else remove it")
+            raise DataError("a closing assistant message is the answer: make it text and the only one, or remove it")
         answer = messages.pop()["content"]
     if not messages:
         raise DataError("no message before the assistant's")

@@ -214,7 +214,7 @@ def by_test(codes: Sequence[str], tests: Mapping[str, Any], limits: Limits) -> s
         outcome = judge.stdout.readline(MAX_OUTCOME_BYTES)  # the test may write anything; nothing if the judge died
     exit_codes = [sandbox.end(keeper) for keeper in (candidate, judge) if keeper]
     if candidate is None:
-        raise sandbox.Unavailable("the judge did not start")
+        raise sandbox.Unavailable("the test process did not start")
     if outcome == b"ok\n":
         return "ok"
     for exit_code in exit_codes:

@@ -191,8 +191,8 @@ def _self_test(name: str, environment: Environment) -> None:
     for (reply, answer, expected, _), result in zip(examples, results, strict=True):
         if result.outcome != expected:  # a run would learn from noise
             environment.close()
-            outcomes = f"must be '{expected}', but is '{result.outcome}'"
-            raise ConfigError(f"env_name '{name}' is broken: reply {reply!r} to answer {answer!r} {outcomes}")
+            outcomes = f"must get '{expected}', but gets '{result.outcome}'"
+            raise ConfigError(f"env_name '{name}' is broken: reply {reply!r} with answer {answer!r} {outcomes}")
 
 
 def _custom(name: str, attribute: Any, kwargs: Mapping[str, Any]) -> Environment:

@@ -119,11 +119,11 @@ class Grading:
             if isinstance(error, ConfigError | Interrupted | StopRun) or not isinstance(error, Exception | SystemExit):
                 self.ended.put(error)
                 return
-            hint = "; with main_thread=True it may use signals" if "main thread" in str(error) else ""
+            hint = "; with main_thread=True, step() may use signals" if "main thread" in str(error) else ""
             problem = f"env_name '{env_name}': step() raised {describe(error)}{hint}"
             if problem not in self.raised:
                 self.raised.append(problem)
-                print(f"WARNING: {problem}: such replies are not graded", file=sys.stderr, flush=True)
+                print(f"WARNING: {problem}: the replies of that call are not graded", file=sys.stderr, flush=True)
             self.ended.put(dict.fromkeys(names, StepResult(0.0, "error")))
 
     def _work(self, env_name: str, device: int | None) -> None:

@@ -155,7 +155,7 @@ def run(code: str, text: str, limits: Limits, others: Sequence[str] = ()) -> tup
 def check_keeper(exited: int, text: str = "") -> None:
     """Unavailable if a keeper with this exit code has failed; `text` is what it wrote."""
     if exited not in (ENDED, CRASHED, TIMED_OUT, -signal.SIGTERM):  # SIGTERM: `end` came before it could wait for one
-        raise Unavailable(text[:1000] or f"a keeper failed: exit code {exited}")
+        raise Unavailable(text[:1000] or f"the sandbox's supervisor process failed: exit code {exited}")
 
 
 def memory_file(data: bytes) -> BinaryIO:

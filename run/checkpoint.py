@@ -168,11 +168,11 @@ class Saver(AbstractContextManager):
         if self.ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         self.num_failures += 1
-        newest = next(iter(committed(self.folder)), "none is saved")
-        failure = f"checkpoint {temporary.stem} was not saved ({problem}); the newest: {newest}"
+        newest = next(iter(committed(self.folder)), "none")
+        failure = f"checkpoint {temporary.stem} was not saved ({problem}); the newest saved one: {newest}"
         if self.num_failures >= MAX_FAILURES:
             raise StopRun(f"{failure}; {self.num_failures} failed in a row: make room in {self.folder}")
-        self.ranks.print_rank0(f"WARNING: {failure}; training continues, and later checkpoints are tried")
+        self.ranks.print_rank0(f"WARNING: {failure}; training continues, and the next checkpoint will be tried")
 
 
 def load(
@@ -195,7 +195,7 @@ def load(
         if mode != "auto":
             raise ConfigError(damaged(problem, path))
         ranks.print_rank0(f"WARNING: {problem}: continuing from an older checkpoint")
-    raise ConfigError(f"checkpointing.resume_from: no complete checkpoint in {folder}; start a new run without it")
+    raise ConfigError(f"checkpointing.resume_from: no complete checkpoint in {folder}; unset the key to start anew")
 
 
 def problem_of(path: Path, ranks: Ranks) -> str | None:
@@ -270,7 +270,7 @@ def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[st
     names = sorted(files[0].keys())
     params = _trained(model)
     if other := {f"param.{name}" for name in params} ^ {name for name in names if name.startswith("param.")}:
-        raise ConfigError(f"{path}: is of another model: only it or policy.model_name has {min(other)}")
+        raise ConfigError(f"{path}: belongs to another model: only one of it and policy.model_name has {min(other)}")
     for name, param in params.items():
         local_shard(param).copy_(_read_rows(files, f"param.{name}", param))
     if optimizer is None:

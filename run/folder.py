@@ -103,7 +103,8 @@ def _lock(folder: Path, kind: int) -> None:
             text = f"{folder} is in use by another run ({holder}): wait for its end, or stop it"
             raise ConfigError(text) from error
         if kind == fcntl.LOCK_EX:
-            print(f"WARNING: {folder}: no file locks here ({error.strerror}): start no second run there", flush=True)
+            problem = f"this file system has no file locks ({error.strerror})"
+            print(f"WARNING: {folder}: {problem}: start no second run in this folder", flush=True)
         return
     if kind == fcntl.LOCK_EX:
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")

@@ -65,7 +65,7 @@ def reward_fell(steps: Steps) -> str:
         first, first_noise = (f(column(steps[:k], "reward")) for f in (np.mean, np.var))
         least = abs(first) / 2 if is_flat else max(abs(first) / 2, 5 * math.sqrt((noise + first_noise) / START))
         if first - now > least and (mean(steps[:k], "zero_variance_fraction") <= 0.6 or not is_flat):
-            cause = f"nearly always the learning rate is too high, here train/lr {max(column(steps, 'lr')):.3g}"
+            cause = f"nearly always because the learning rate is too high, here train/lr {max(column(steps, 'lr')):.3g}"
             return f"reward {now:.3f}, at first {first:.3f}: {cause}"
     return ""
 
@@ -88,7 +88,8 @@ def entropy_gone(steps: Steps) -> str:
     healthy runs here end at 0.001 to 0.03 nats, and have 0.018 or more before."""
     now, accuracy = (mean(steps[-RECENT:], name) for name in ("entropy", "accuracy"))
     holds = len(steps) >= RECENT and now < 0.005 and accuracy < MOST
-    return f"entropy {now:.4f} nats: a prompt's samples are all the same, {accuracy:.0%} right" if holds else ""
+    same = f"all samples of a prompt are identical, and only {accuracy:.0%} of the answers are right"
+    return f"entropy {now:.4f} nats: {same}" if holds else ""
 
 
 def no_gradient(steps: Steps) -> str:

@@ -73,8 +73,8 @@ class Memory:
 def measured() -> str:
     """GiB of this process's GPU, or of host memory."""
     if not torch.cuda.is_available():
-        return f"{gib(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)} at most"
+        return f"peak {gib(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)}"
     free, total = torch.cuda.mem_get_info()
     allocated, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
     reserved = f"reserved {gib(torch.cuda.memory_reserved())}"
-    return f"allocated {gib(allocated)}, at most {gib(most)}, {reserved}, free {gib(free)}, in all {gib(total)}"
+    return f"allocated {gib(allocated)}, peak {gib(most)}, {reserved}, free {gib(free)}, total {gib(total)}"

@@ -187,7 +187,7 @@ def generate(job: Job) -> str:
     _stop_at(signals, sampler.engine, job.ranks)
     with sampler:
         serve(sampler, job.device, job.watchdog)
-    return "the trainers asked for no more"
+    return "the trainers need no more samples"
 
 
 def _stop_at(signals: Signals, engine: Engine, ranks: Ranks) -> None:
@@ -342,7 +342,7 @@ def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
     """What computes attention, in words. Torch's own varlen_attn is FlashAttention 2. On Hopper it is FlashAttention 3
     from now on, if its package is installed."""
     if not uses_flash_attention(device.type, dtype):
-        return "SDPA by runs of equal length"
+        return "SDPA, one call for each group of equal lengths"
     if find_spec("flash_attn_interface") is None or torch.cuda.get_device_capability(device) != (9, 0):
         return "varlen_attn"
     activate_flash_attention_impl("FA3")

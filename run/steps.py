@@ -103,7 +103,7 @@ def check_canary(model: Decoder, engine: Engine, limit: float | None, device: to
     gap = float(sum_and_count[0] / sum_and_count[1])
     if limit is not None and not gap <= limit:
         raise StopRun(
-            f"{when}: on a fixed prompt sampler and trainer disagree by {gap:.4f} nats per token (grpo.logp_gap_limit="
+            f"{when}: on a fixed prompt, sampler and trainer disagree by {gap:.4f} nats per token (grpo.logp_gap_limit="
             f"{limit}). Likely causes: the engine holds old weights (a parameter that the sync does not reach, a tied "
             "head), a stale prefix cache, another vocabulary on one side, or a wrong attention kernel"
         )
@@ -146,12 +146,12 @@ def save_early(run: Run) -> Exception:
     run.saver.finish()
     _save(run)
     run.saver.finish()
-    after = f"told to stop, after step {run.state.step}"
+    after = f"stopped on request, after step {run.state.step}"
     if run.saver.saved == run.state.step:
         return Saved(f"{after}; continue with checkpointing.resume_from={run.folder}")
     reason = "checkpointing.enabled=false"
     if run.cfg.checkpointing.enabled:
-        reason = "it was bad" if run.state.num_bad_steps else "see above"
+        reason = "it was a bad step" if run.state.num_bad_steps else "see above"
     return StopRun(f"{after}, which is not saved ({reason})")
 
 

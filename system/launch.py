@@ -27,7 +27,7 @@ def main(file: Path) -> int:
     try:
         run.main()
     except SignalException as error:
-        failed, end = True, {"code": 1, "reason": f"stopped by {error.sigval.name}: no rank had begun to listen"}
+        failed, end = True, {"code": 1, "reason": f"stopped by {error.sigval.name} before any rank handled signals"}
     except ChildFailedError as error:
         failed, failures = True, error.failures
     except RendezvousError as error:

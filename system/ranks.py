@@ -98,7 +98,7 @@ def start_process_group(tp_size: int, num_generators: int = 0) -> tuple[Ranks, t
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # 0: any port that is free
     ranks = Ranks(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), tp_size)
     if taken := take_out_expandable_segments():
-        ranks.print_rank0(f"{taken}: off until the engine sleeps, because sleep cannot free expandable segments")
+        ranks.print_rank0(f"{taken}: off until the engine first sleeps; vLLM's sleep cannot free expandable segments")
     device = choose_device(ranks.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -90,7 +90,7 @@ class Watchdog:
         missing = [rank for rank in range(self.ranks.job_size) if rank not in lines]
         lines |= {rank: f"{name(rank)}: does not answer" for rank in missing}
         stuck = [rank for rank in sorted(lines) if "waits for other ranks" not in lines[rank]]
-        who = f"{', '.join(map(name, stuck))} did not arrive" if stuck else "all ranks wait for each other"
+        who = f"{', '.join(map(name, stuck))} reached no collective" if stuck else "all ranks wait for each other"
         places = "; ".join(lines[rank] for rank in stuck or sorted(lines))
         self._leave(EXIT_HUNG, f"hung: {who}; {places}; stacks of all ranks: {self.folder}")
 

@@ -32,8 +32,8 @@ TAKEN = "taken:"
 SAME = "no effect here:"
 NONE = "NO COUNTERPART, and not in the config:"
 REFUSED = "these keys affect training and have no counterpart here"
-DIFFER = "set although your config does not: their defaults where ours differ, and what follows:"
-COMPUTED = "must be computed, and not in the config:"
+DIFFER = "set although your config does not set them: their defaults where ours differ, and what your keys imply:"
+COMPUTED = "known only while your script runs, and so not in the config:"
 UNKNOWN = "(unknown)"  # the row of keys that only a wildcard matches
 GRADED_BY = "data.default.env_name"
 YOURS = "your_module:"  # what --check cannot import: the user is to name a function of theirs in its place
@@ -46,7 +46,7 @@ def convert(system: str, name: str, words: Sequence[str], out: str) -> str:
     ConfigError for a file of another form, a key that they do not have, what the table refuses, and an `out` that is
     there already."""
     if os.path.lexists(out):
-        raise ConfigError(f"--write {out}: it is there already; name a new file")
+        raise ConfigError(f"--write {out}: it already exists; name a new file")
     table = yaml.safe_load(read_text(Path(__file__).parent / f"from_{system}.yaml"))
     values, notes = read(system, name, table)
     defaults = {key: row["default"] for key, row in table["keys"].items() if "default" in row}
@@ -112,7 +112,7 @@ def _translate(system: str, table: dict, theirs: Values, name: str) -> tuple[Val
         row = rows[rows_of.get(key, key)]
         off = text_of(next(iter(row.get("values", ())), None))
         if key in unread and "refused" in row:
-            why = "it must be computed" if row.get("default") else row["refused"]
+            why = "only running your script gives its value" if row.get("default") else row["refused"]
             refused.append(f"{key}={shortened(unread[key])}: {why}; to convert without it, add {key}={off}")
         elif key in unread and "same" not in row:
             instead = (
@@ -165,10 +165,10 @@ def _meaning(
     """(our keys, the heading to report it under, what to report) of a value of theirs."""
     values = {text_of(known): keys for known, keys in row.get("values", {}).items()}
     if any(theirs[key] in (None, False, 0, "no") for key in row.get("when", ())):
-        return {}, SAME, f"counts with {' and '.join(row['when'])}"
+        return {}, SAME, f"has an effect only with {' and '.join(row['when'])}"
     for key, reason in row.get("unless", {}).items():
         if theirs[key] == reason or (reason == "set" and theirs[key] not in (None, defaults[key])):
-            return {}, SAME, f"does not count with {key}={text_of(theirs[key])}"
+            return {}, SAME, f"has no effect with {key}={text_of(theirs[key])}"
     but = row.get("but", "")
     if "share" in row and isinstance(value, float) and 0 < value < 1:  # of the steps of the run
         total = theirs[row["share"]]
@@ -274,7 +274,7 @@ def _as_yaml(ours: Values) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog=".venv/bin/python -m tools.convert", description="TRL's or verl's config as ours"
+        prog=".venv/bin/python -m tools.convert", description="Converts a config of TRL or verl to one of grpo.py"
     )
     parser.add_argument("system", choices=NAMES)
     parser.add_argument("file")

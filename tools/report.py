@@ -134,7 +134,7 @@ def read_metrics(file: Path, notes: list[str]) -> tuple[list[int], dict[str, lis
     validated = [step for step, values in of_step.items() if any(key.startswith("validation/") for key in values)]
     steps = sorted({*evenly(sorted(of_step), MAX_STEPS), *validated})
     if len(steps) < len(of_step):
-        notes.append(f"curves: {len(steps):,} of {len(of_step):,} steps, evenly, and all validations")
+        notes.append(f"curves: {len(steps):,} of {len(of_step):,} steps, evenly spaced, and all validations")
     keys = sorted({key for step in steps for key in of_step[step]})
     series = {key: [of_step[step].get(key) for step in steps] for key in keys}
     if odd := [key for key in keys if any(type(values.get(key)) is str for values in of_step.values())]:
@@ -231,7 +231,7 @@ def for_page(sample: dict, limit: int) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog=".venv/bin/python -m tools.report", description="A report: docs/report.md")
+    parser = argparse.ArgumentParser(prog=".venv/bin/python -m tools.report", description="An HTML report of runs")
     parser.add_argument("folders", nargs="+", type=Path, metavar="logs/exp_001")
     parser.add_argument("--live", action="store_true", help="redraw every few seconds until all runs have ended")
     args = parser.parse_args()

@@ -354,7 +354,7 @@ class _Script:
     def _only(self, name: str, calls: Sequence[ast.Call]) -> ast.Call | None:
         if len(calls) > 1:
             lines = ", ".join(str(call.lineno) for call in calls)
-            problem = f"{name}(...) occurs in lines {lines}, but one is read: keep one in a copy"
+            problem = f"{name}(...) occurs in lines {lines}, but only one can be read: convert a copy that keeps one"
             raise ConfigError(f"{self.name}: {problem}, or {self.table['way_out']}")
         return calls[0] if calls else None
 

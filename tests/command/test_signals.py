@@ -1,4 +1,4 @@
-"""The real command by train.sh, 2 ranks on CPU, told to stop or killed: what is saved goes on to the same bits.
+"""The real command by train.sh, 2 ranks on CPU, stopped on request or killed: what is saved goes on to the same bits.
 
 test_resumed_run.py tells a run to stop, too; what takes minutes is here and marked `long`.
 """

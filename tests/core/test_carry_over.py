@@ -40,7 +40,7 @@ def test_a_lost_request_ends_the_run_in_time(lives):
     _, answer, _ = lives
     lost, name = answer["lost"], f"rank 1 on {host_name()}"
     assert lost["codes"][1] == 4 and lost["codes"][0] in (1, 4) and lost["exit"]["code"] == 4
-    assert lost["exit"]["reason"].startswith(f"hung: {name} did not arrive; {name}: step ")
+    assert lost["exit"]["reason"].startswith(f"hung: {name} reached no collective; {name}: step ")
     assert answer["resumed"]["codes"] == [0, 0]
 
 

@@ -1,5 +1,5 @@
 """A split job, both ends. Whole jobs of `grpo.main` with a stand-in for vLLM: the bits are those of a job that is not
-split, and a rank of either side that is killed, hangs or is told to stop ends the job in time and by name."""
+split, and a rank of either side that is killed, hangs or is stopped on request ends the job in time and by name."""
 
 import json
 import os
@@ -136,7 +136,7 @@ def test_a_group_that_an_engine_loses_is_named_and_the_run_goes_on(tmp_path):
 
 @pytest.mark.long
 def test_faults_of_asynchronous_splits(tmp_path):
-    """Ranks that are killed, hang or are told to stop while a generator works ahead."""
+    """Ranks that are killed, hang or are stopped on request while a generator works ahead."""
     faults = [f"async {kind}" for kind in ("killed generator", "killed trainer", "hung generator", "hung trainer")]
     jobs = jobs_of(tmp_path, *faults[:1], "async resumed", *faults[1:], "async signalled generator", "async went on")
     for name, rank in zip(faults[:2], ("generator rank 1", "trainer rank 0"), strict=True):
@@ -145,7 +145,9 @@ def test_faults_of_asynchronous_splits(tmp_path):
         assert GO_ON in jobs[name]["exit"]["reason"]
     for name, rank in zip(faults[2:], ("generator rank 1", "trainer rank 0"), strict=True):
         assert jobs[name]["exit"]["code"] == 4
-        assert re.match(rf"hung: {rank}( on \S+)? did not arrive; ", jobs[name]["exit"]["reason"]), jobs[name]["exit"]
+        assert re.match(rf"hung: {rank}( on \S+)? reached no collective; ", jobs[name]["exit"]["reason"]), jobs[name][
+            "exit"
+        ]
     assert jobs["async signalled generator"]["codes"] == [75, 0], jobs["async signalled generator"]["log"]
     for name in ("async resumed", "async went on"):
         assert jobs[name]["codes"] == [0, 0] and "resumed from " in jobs[name]["log"], jobs[name]["log"]
@@ -187,11 +189,11 @@ def test_other_sizes_and_other_ends(tmp_path):
     codes, reason = ends.pop("hung generator")
     assert 4 in codes and {*codes} <= {1, 4} and jobs["hung generator"]["exit"]["code"] == 4  # who leaves first says it
     name = f"generator rank 1 on {host_name()}"
-    assert reason.startswith(f"hung: {name} did not arrive; {name}: step 6, ")
+    assert reason.startswith(f"hung: {name} reached no collective; {name}: step 6, ")
     run = jobs["signalled trainer"]["run"]
     assert ends == {
         "killed trainer": ([-9, 1], f"crashed: trainer rank 0 on {host_name()}"),
-        "signalled trainer": ([75, 0], f"saved: told to stop, after step 6; {GO_ON}{run}"),
+        "signalled trainer": ([75, 0], f"saved: stopped on request, after step 6; {GO_ON}{run}"),
     }
     assert (Path(run) / "checkpoints" / "step_000006" / "meta.json").exists()
     assert not any("Traceback" in jobs[name]["log"] for name in faults if name != "hung generator")

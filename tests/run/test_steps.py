@@ -159,7 +159,7 @@ def test_a_run_told_to_stop_says_whether_its_last_step_is_saved():
     saver = Saver()
     reason = steps.save_early(run_after(3, saver=saver))
     assert isinstance(reason, Saved) and saver.saved_steps == [3]
-    assert str(reason) == "told to stop, after step 3; continue with checkpointing.resume_from=logs/exp_001"
+    assert str(reason) == "stopped on request, after step 3; continue with checkpointing.resume_from=logs/exp_001"
     for options, why in (
         ({"saver": Saver(enabled=False)}, "checkpointing.enabled=false"),
         ({"num_bad_steps": 1}, "it was bad"),

@@ -95,7 +95,7 @@ def test_stuck_rank_is_named_with_its_line(tmp_path):
     assert (end["host"], end["rank"]) in {("one", 0), ("two", 1)}
     lines = Path(__file__).read_text().splitlines()
     line = next(i for i, text in enumerate(lines, 1) if text.endswith("# the line the report names"))
-    assert end["reason"].startswith("hung: rank 1 on two did not arrive; rank 1 on two: step 4, generation, ")
+    assert end["reason"].startswith("hung: rank 1 on two reached no collective; rank 1 on two: step 4, generation, ")
     assert f"is at test_watchdog.py:{line} grade_forever: time.sleep(0.1)" in end["reason"]
     said = f"{end['reason']} (rank {end['rank']} on {end['host']})\n"
     assert sum(said in text for text in outputs) == sum(end["reason"] in text for text in outputs) == 1  # said once
@@ -107,7 +107,9 @@ def test_stuck_rank_is_named_with_its_line(tmp_path):
 def test_rank_whose_interpreter_is_locked_ends_too(tmp_path):
     codes, end, outputs = run_ranks(tmp_path, "interpreter lock")
     assert codes == [4, 1]
-    assert end["reason"].startswith("hung: rank 1 on one did not arrive; rank 1 on one: does not answer; stacks ")
+    assert end["reason"].startswith(
+        "hung: rank 1 on one reached no collective; rank 1 on one: does not answer; stacks "
+    )
     assert "Timeout" in outputs[1] and "in five_steps" in outputs[1]  # of the thread that needs no interpreter
 
 
