@@ -86,7 +86,7 @@ def run_to_the_end(work, num_steps, *overrides, **how):
 
 
 def told_to_stop(work, number, slow, *overrides, resume=None):
-    """A run that is stopped on request when it is in the slow phase: saved, exit code 75 within 20 seconds. Its folder."""
+    """A run that is told to stop when it is in the slow phase: saved, exit code 75 within 20 seconds. Its folder."""
     life = Life(work, 6, *overrides, slow=slow, resume=resume)
     life.wait_for(life.mark.exists)
     code, seconds = life.end(number)
