@@ -46,8 +46,8 @@ class Section:
 class AdvEstimatorConfig(Section):
     name: Literal["grpo", "gdpo", "reinforce_plus_plus", "none"] = "grpo"
     """grpo compares the rewards of a group. gdpo does so for each of several rewards, then whitens their weighted sum
-    over the batch. reinforce_plus_plus whitens the rewards over the tokens of the batch. none ignores the
-    rewards and trains only the KL: on-policy distillation, with policy.reference_model_name."""
+    over the batch. reinforce_plus_plus whitens the rewards over the tokens of the batch. none ignores the rewards and
+    trains only the KL: on-policy distillation, with policy.reference_model_name."""
     minus_baseline: bool = True
     """reinforce_plus_plus first subtracts the mean reward of the group."""
     reward_weights: tuple[float, ...] | None = None

@@ -133,7 +133,7 @@ BAD = {  # input -> (outcome, reward, whether it is trained, what the message sa
     "ignores": ("timeout", 0, True, "no answer"),
     "forks": ("timeout", 0, True, "no answer"),
     "leaves a child": ("ok", 1, True, ""),
-    "never": ("error", 0, False, "never asked"),
+    "never": ("error", 0, False, "never called"),
     "text": ("error", 0, True, "much"),
     "nan": ("error", 0, False, "finite"),
     "none": ("error", 0, False, "None"),

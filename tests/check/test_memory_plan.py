@@ -268,7 +268,7 @@ def test_a_kv_cache_without_room():
     vllm_cfg = replace(cfg.policy.generation.vllm_cfg, gpu_memory_utilization=0.2)
     generation = replace(cfg.policy.generation, vllm_cfg=vllm_cfg)
     plan = Plan(replace(cfg, policy=replace(cfg.policy, generation=generation)), LARGE["8B"], 151_665, 8, 80 * GIB)
-    assert plan.kv_cache < 0 and "GiB for the KV cache, too few for a sequence" in memory_fit.problem(plan)
+    assert plan.kv_cache < 0 and "GiB of KV cache, too little for a sequence" in memory_fit.problem(plan)
     assert "gpu_memory_utilization=" in memory_fit.problem(plan)
 
 
@@ -405,7 +405,7 @@ def test_no_three_keys_fit_what_the_plan_calls_impossible(seeds, most):
     for plan in map(random_plan, seeds):
         text = memory_fit.problem(plan)
         fixes = {key: json.loads(value) for key, value in re.findall(r"(policy\.[\w.]+)=([\w.\"]+)", text)}
-        assert ("no keys" in text) == (not fixes) and (not fixes or fits(plan, fixes)) and len(text) < 490, text
+        assert ("no setting" in text) == (not fixes) and (not fixes or fits(plan, fixes)) and len(text) < 490, text
         for key in fixes:
             assert not fits(plan, {other: fixes[other] for other in fixes if other != key}, 0.95), (key, text)
         num_impossible += not fixes

@@ -103,7 +103,7 @@ def test_schedules_that_would_train_otherwise_are_refused(theirs, other, tmp_pat
     text = (FILES / "math_1b.yaml").read_text()
     assert theirs in text
     (tmp_path / "run.yaml").write_text(text.replace(theirs, other))
-    with pytest.raises(ConfigError, match="of lists, only a LinearLR up to"):
+    with pytest.raises(ConfigError, match="the only list supported is a LinearLR up to"):
         load(tmp_path / "run.yaml")
 
 
@@ -157,7 +157,7 @@ def test_check_of_a_guides_file(tmp_path):
     assert [*lines[1:], steps] == [
         "train      train.jsonl, graded by exact: 95 prompts",
         "validation train.jsonl, graded by exact: 5 prompts; val.jsonl, graded by exact: 100 prompts",
-        "steps      2 of 32 prompts x 16 samples",
+        "steps      2, each with 32 prompts x 16 samples",
     ]
 
 
@@ -248,8 +248,8 @@ def test_explain(write, capsys):
         "grpo.use_leave_one_out_baseline": "does not matter: grpo.adv_estimator.use_leave_one_out_baseline decides",
         "grpo.adv_estimator.use_leave_one_out_baseline": "taken as grpo.use_leave_one_out_baseline=false",
         "policy.megatron_cfg.enabled": "taken; it is what happens here anyway",
-        "policy.megatron_cfg.x.y": "does not matter: what they set up is off",
-        "policy.megatron_cfg.x.z": "does not matter: what they set up is off",
+        "policy.megatron_cfg.x.y": "does not matter: the feature that the key configures is off",
+        "policy.megatron_cfg.x.z": "does not matter: the feature that the key configures is off",
         "policy.generation.top_k": "taken",
         "policy.generation.backend": f"refused: {found['policy.generation.backend'].removeprefix('refused: ')}",
         "data.train.0.data_path": "taken",

@@ -172,7 +172,7 @@ def test_gsm8k_recipe_with_local_files(recipe, tmp_path, name):
     assert lines[1:] == [
         f"train      {tmp_path}/gsm8k_train.jsonl, graded by math: 40 prompts",
         f"validation {tmp_path}/gsm8k_validation.jsonl, graded by math: 9 prompts",
-        "steps      5 of 32 prompts x 16 samples",
+        "steps      5, each with 32 prompts x 16 samples",
         "note       policy.scheduler.warmup_steps=50 is more than a third of the run's 5 steps: set fewer for a run "
         "this short",
     ]
@@ -199,7 +199,7 @@ def test_check_says_how_much_it_looked_at(recipe, tmp_path, monkeypatch):
         f"each), 1 left out: over 24 tokens (first: {file}:3)",
         f"validation {held_out}, graded by exact: 10 prompts",
         "first      row 0 of rows: '<|user|>0+1=<|end|><|assistant|>', expected answer '1'",
-        "steps      120 of 16 prompts x 16 samples",
+        "steps      120, each with 16 prompts x 16 samples",
     ]
     for read in (lambda: check(cfg, all_rows=True), lambda: preflight.read_inputs(cfg)):
         with pytest.raises(ConfigError, match=r"rows\.jsonl:99: answer 'no number' is not one plain number"):

@@ -88,7 +88,7 @@ def test_good_config_is_summed_up(work):
         "train      train.jsonl, graded by exact: 10 prompts",
         "validation held.jsonl, graded by exact: 3 prompts",
         f"first      row {row} of train: '<|user|>{10 + row}+1=<|end|><|assistant|>', expected answer '{11 + row}'",
-        "steps      2 of 4 prompts x 16 samples",
+        "steps      2, each with 4 prompts x 16 samples",
     ]
 
 
@@ -109,7 +109,7 @@ def test_the_memory_plan_and_a_gpu_that_is_too_small(work):
     assert code == 2 and first.format(" of 2") in out
     assert err.startswith("error: memory: ") and " GiB on each GPU, which has 2; " in err and err.count("\n") == 1
     assert refused(work, "run.yaml", "--gpu_memory=much") == (
-        "--gpu_memory=much: expected the GiB of a GPU, such as --gpu_memory=80"
+        "--gpu_memory=much: expected a GPU's memory in GiB, such as --gpu_memory=80"
     )
 
 

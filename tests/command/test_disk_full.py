@@ -51,7 +51,11 @@ def test_three_in_a_row_stop_the_run_and_the_last_good_one_stays(saves):
     assert found["full, 5"] == found["full, 6"] == of_step(4, [1, 4])  # counted from the last one that was saved
     stopped = found["full, 7"].pop("stopped")
     assert found["full, 7"] == {k: v for k, v in of_step(4, [1, 4]).items() if k != "stopped"}
-    assert "3 failed in a row: make room in" in stopped and "the newest: " in stopped and "step_000004" in stopped
+    assert (
+        "3 failed in a row: make room in" in stopped
+        and "the newest saved one: " in stopped
+        and "step_000004" in stopped
+    )
 
 
 def assert_nothing_is_half_written(runs):

@@ -191,7 +191,7 @@ def test_setup_leaves_a_folder_it_did_not_make(repo):
     run = start(repo, GRPO_PYTHON="")
     _, err = run.communicate(timeout=100)
     assert run.returncode == 1
-    assert f"{repo}/.venv is there and not made by setup.sh" in err
+    assert f"{repo}/.venv already exists, and setup.sh did not make it" in err
     assert [p.name for p in (repo / ".venv").iterdir()] == ["mine"]
 
 
@@ -247,7 +247,7 @@ REFUSALS = {  # what is not there -> (how it is played, where it shows with GRPO
     "driver": ({"driver": "570.195.03"}, False, ("driver 580", "'570.195.03'", "nvidia-driver-580", "GRPO_DEVICE=cpu")),
     "any driver": ({"driver": None}, False, ("driver 580", "'none'", "GRPO_DEVICE=cpu")),
     "compiler": ({"compiler": None}, True, ("C compiler", "'gcc or clang'", "'apt-get install gcc'")),
-    "the compiler that CC names": ({"CC": "icc"}, True, ("C compiler", "'icc'", "CC unset")),
+    "the compiler that CC names": ({"CC": "icc"}, True, ("C compiler", "'icc'", "unset CC")),
     "headers": ({"has_headers": False}, True, ("{headers}/Python.h", "python3.12-dev", "GRPO_PYTHON")),
 }
 

@@ -270,7 +270,7 @@ def step(policy, only=None):
 def test_skipped_sync(synced, policy):
     assert synced.vocab_size == policy.vocab_limit
     step(policy)
-    with pytest.raises(StopRun, match=f"after step 1: on a fixed prompt {OLD}"):
+    with pytest.raises(StopRun, match=f"after step 1: on a fixed prompt, {OLD}"):
         look(policy, synced)
     samples = [of_version(sample(0, 1.0, "ok", 3), version) for version in (1, 0)]
     check_versions(samples[:1], 1, 0)

@@ -171,7 +171,7 @@ def test_classes_by_dotted_path_get_their_arguments():
     made.check_answers([("here", "", {})])
     assert made.close() is None
     for name, custom, problem in (
-        ("Mine", {"word": "z"}, "is broken: reply 'a b' to answer '' must be 'ok', but is 'wrong'"),
+        ("Mine", {"word": "z"}, "is broken: reply 'a b' with answer '' must get 'ok', but gets 'wrong'"),
         (
             "Mine",
             {"wrod": "a"},
@@ -194,7 +194,7 @@ def test_classes_by_dotted_path_get_their_arguments():
 def test_self_tests_may_give_the_fields_of_a_row(monkeypatch):
     make("NeedsFields")
     monkeypatch.setattr(NeedsFields, "self_tests", (("6", "5", "ok", {"near": 0}),))
-    with pytest.raises(ConfigError, match="is broken: reply '6' to answer '5' must be 'ok', but is 'wrong'"):
+    with pytest.raises(ConfigError, match="is broken: reply '6' with answer '5' must get 'ok', but gets 'wrong'"):
         make("NeedsFields")
     for self_test, problem in ((("6", "5", "ok"), "KeyError: 'near'"), (("6", "5", "ok", {}, 1), "ValueError")):
         monkeypatch.setattr(NeedsFields, "self_tests", (self_test,))
@@ -395,7 +395,7 @@ def test_a_reply_that_was_cut_off_is_empty():
 def test_self_tests_of_built_in_environments_run(monkeypatch):
     monkeypatch.setattr(envs, "exact_number", lambda text: None)
     with pytest.raises(
-        ConfigError, match="env_name 'exact' is broken: reply '#### 1,234' to answer '1234' must be 'ok'"
+        ConfigError, match="env_name 'exact' is broken: reply '#### 1,234' with answer '1234' must get 'ok'"
     ):
         make_environment("exact", EnvConfig())
 

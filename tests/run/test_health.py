@@ -197,7 +197,7 @@ def test_console_metrics_and_table(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("health")] == [lines[4], lines[7]]
     assert lines[4] == (
-        "health: reward_fell: reward 0.000, at first 0.500: nearly always the learning rate is too high, "
+        "health: reward_fell: reward 0.000, at first 0.500: nearly always because the learning rate is too high, "
         "here train/lr 2.5 (docs/faq.md#reward_fell)"
     )
     assert lines[7].startswith(

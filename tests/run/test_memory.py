@@ -206,6 +206,6 @@ def test_a_gpu_is_measured_beside_the_plan(monkeypatch):
     memory.plan = changed(plan, [("policy.generation.colocated", colocated)])
     split = memory.metrics(timer.peaks)
     assert {name.split("/")[2] for name in split} == phases.keys() - {"generation", "data_processing"}
-    assert memory_module.measured() == "allocated 6, at most 7, reserved 8.5, free 1, in all 80"
+    assert memory_module.measured() == "allocated 6, peak 7, reserved 8.5, free 1, total 80"
     with pytest.raises(ConfigError, match=r"^memory: generate needs .* GiB on each GPU, which has 1"):
         Memory(replace(plan, gpu_bytes=GIB), Ranks(0, 1, 0, 1))

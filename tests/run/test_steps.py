@@ -162,7 +162,7 @@ def test_a_run_told_to_stop_says_whether_its_last_step_is_saved():
     assert str(reason) == "stopped on request, after step 3; continue with checkpointing.resume_from=logs/exp_001"
     for options, why in (
         ({"saver": Saver(enabled=False)}, "checkpointing.enabled=false"),
-        ({"num_bad_steps": 1}, "it was bad"),
+        ({"num_bad_steps": 1}, "it was a bad step"),
     ):
         reason = steps.save_early(run_after(3, **options))
         assert isinstance(reason, StopRun) and str(reason).endswith(f"step 3, which is not saved ({why})")

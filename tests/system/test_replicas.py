@@ -309,7 +309,7 @@ def test_an_engine_that_one_rank_left_stale_stops_all(four_ranks):
     canary = four_ranks[0]["canary"]
     assert max(canary["gap"]) <= 1e-6
     assert len({*canary["stale"]}) == 1
-    assert canary["stale"][0].startswith("then: on a fixed prompt sampler and trainer disagree by 0.0")
+    assert canary["stale"][0].startswith("then: on a fixed prompt, sampler and trainer disagree by 0.0")
     assert len({*canary["nan"]}) == 1 and "disagree by nan" in canary["nan"][0]
 
 

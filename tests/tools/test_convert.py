@@ -154,7 +154,7 @@ def test_examples_of_theirs(name, tmp_path, monkeypatch):
     if name == "trl_gspo.yaml":
         lora = cfg.policy.dtensor_cfg.lora_cfg
         assert lora == LoRAConfig(True, 16, 32.0, "uniform", False, ("q_proj", "v_proj")), "PEFT's, and TRL's defaults"
-        assert report[SAME]["dtype=bfloat16"] == "policy.precision says it"
+        assert report[SAME]["dtype=bfloat16"] == "policy.precision sets it"
         assert report[DIFFER]["policy.optimizer.kwargs.weight_decay"] == "0.0 (ours 0.01)"
         assert [line.partition("=")[0] for line in report[LEFT]] == ["data.default.env_name", NO_DATA]
 
@@ -259,7 +259,7 @@ def test_the_command(tmp_path):
     """Without torch: in a second. Its exit codes are those of --check."""
     command = [sys.executable, "-m", "tools.convert", "trl", str(PEERS / "trl_gspo.yaml"), "--write"]
     command += [str(tmp_path / "ours.yaml"), "beta=0.1"]  # their keys may come last
-    for code, text in ((0, "use_peft=true: policy.dtensor_cfg.lora_cfg.enabled=true"), (2, "it is there already")):
+    for code, text in ((0, "use_peft=true: policy.dtensor_cfg.lora_cfg.enabled=true"), (2, "it already exists")):
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == code and text in (done.stdout if code == 0 else done.stderr), done
 

@@ -291,7 +291,7 @@ def test_many_steps_and_long_texts_are_cut(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "MAX_TEXT", 40_000)
     (shown,) = page_of(monkeypatch, tmp_path).data["runs"]
     assert len(shown["steps"]) == 11 and {1, 77, 499} <= set(shown["steps"])
-    assert shown["notes"] == ["curves: 11 of 499 steps, evenly, and all validations"]
+    assert shown["notes"] == ["curves: 11 of 499 steps, evenly spaced, and all validations"]
     for i, sample in enumerate(shown["samples"]):
         assert sample["prompt"] == "p" * 50
         assert sample["reply"] == f"{i}" + "r" * 1499 + "\n[... 17,001 characters left out ...]\n" + "r" * 1500

@@ -153,7 +153,7 @@ PYTHON = {
     "a constant rate does not warm up": (
         CALL + "GRPOConfig(lr_scheduler_type='constant', warmup_ratio=0.1, max_steps=100)",
         {WARMUP: 0, STEPS: 100},
-        ["does not count with lr_scheduler_type=constant"],
+        ["has no effect with lr_scheduler_type=constant"],
     ),
 }
 TREE = "actor_rollout_ref: {{actor: {{{actor}}}, rollout: {{{rollout}}}}}\n"
@@ -211,7 +211,7 @@ VERL = {
         "trainer: {total_training_steps: 100}\n"
         + TREE.format(actor="optim: {lr_warmup_steps: 5, lr_warmup_steps_ratio: 0.1}", rollout=""),
         {WARMUP: 5},
-        ["does not count with actor_rollout_ref.actor.optim.lr_warmup_steps=5"],
+        ["has no effect with actor_rollout_ref.actor.optim.lr_warmup_steps=5"],
     ),
     "hydra's own keys": (
         "hydra:\n  searchpath: [file://verl/trainer/config]\ndefaults: [ppo_trainer, _self_]\n"
