@@ -107,12 +107,13 @@ def _probe(policy_loss: Callable, make_pack: Callable) -> tuple[bool, bool, bool
 
     24 tokens of four sequences that are not alike, whose log-probabilities differ by little and by much. Every second
     token, then sequence, is moved by little and by much, and the derivatives at the others are compared. Then a pack is
-    each sequence alone, from its last token to its first, and the whole fifty times: the derivatives must stay.
+    each sequence alone, from its last token to its first, and the whole fifty times: the derivatives must stay, but for
+    the rounding of sums in another order, which a loss may compute in float32.
     """
 
-    def differ(pack_loss: Callable, stats_KR: Tensor, slopes_KR: Tensor, rows=slice(None)) -> bool:
+    def differ(pack_loss: Callable, stats_KR: Tensor, slopes_KR: Tensor, rtol: float, rows=slice(None)) -> bool:
         _, _, again_KR, _ = derivatives(pack_loss, stats_KR)
-        same_KR = torch.isclose(again_KR, slopes_KR, rtol=1e-9, atol=0, equal_nan=True)
+        same_KR = torch.isclose(again_KR, slopes_KR, rtol=rtol, atol=0, equal_nan=True)
         return not bool(same_KR[:, rows].all())
 
     coupled = depends_on_pack = has_grad = False
@@ -131,13 +132,13 @@ def _probe(policy_loss: Callable, make_pack: Callable) -> tuple[bool, bool, bool
         for is_moved_R in (token_R % 2 == 0, token_R % 2 == 1, seq_R % 2 == 0, seq_R % 2 == 1):
             for push in (-30.0, -0.3, -3e-3, 3e-3, 0.3, 30.0):
                 moved_KR = stats_KR + torch.tensor([[push], [abs(push)]]) * is_moved_R
-                differs = differ(pack_loss, moved_KR, slopes_KR, ~is_moved_R)
+                differs = differ(pack_loss, moved_KR, slopes_KR, 1e-9, ~is_moved_R)
                 coupled |= differs
                 depends_on_pack |= differs and bool(is_moved_R[0] == is_moved_R[1])  # whole sequences move
         for row_R in (*((seq_R == seq).nonzero()[:, 0].flip(0) for seq in seq_R.unique()), token_R.repeat(50)):
             other = {name: x[row_R] if torch.is_tensor(x) else x for name, x in pack.items()}
             other["seq_R"] = other["seq_R"] + 99 * (torch.arange(len(row_R)) // 24)
-            depends_on_pack |= differ(partial(policy_loss, **other), stats_KR[:, row_R], slopes_KR[:, row_R])
+            depends_on_pack |= differ(partial(policy_loss, **other), stats_KR[:, row_R], slopes_KR[:, row_R], 1e-4)
     return coupled, depends_on_pack, has_grad
 
 
