@@ -102,7 +102,7 @@ def judge_step(
         raise StopRun(f"step {step}: {problem}. The step was not applied")
     problems = []
     if not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm)):
-        problems.append(f"loss {metrics['loss']}, gradient norm {grad_norm} are not finite")
+        problems.append(f"loss {metrics['loss']} and gradient norm {grad_norm} must both be finite")
     gap, num_nonfinite = metrics["logp_gap_mean"], metrics["num_nonfinite_sampler_logp"]
     if cfg.logp_gap_limit is not None and (not gap <= cfg.logp_gap_limit or num_nonfinite):  # NaN is over the limit
         problems.append(

@@ -22,8 +22,8 @@ FEW = 8  # whole sequences at once
 
 def table(plan: Plan) -> str:
     """A line for each phase, of its largest moment, what holds most first."""
-    limit = "" if plan.gpu_bytes is None else f" of {gib(plan.gpu_bytes)}"
-    lines = [f"memory     GiB{limit} on each of {plan.num_gpus} GPUs, packs of {plan.tokens:,} tokens"]
+    limit = "" if plan.gpu_bytes is None else f", of {gib(plan.gpu_bytes)}"
+    lines = [f"memory     in GiB{limit} on each of {plan.num_gpus} GPUs, packs of {plan.tokens:,} tokens"]
     for phase, (moment, items) in plan.phases.items():
         lines.append(f"  {phase:8} {gib(sum(items.values()))}{moment and f' at {moment}'}: {listed(items)}")
     if host := plan.host():

@@ -22,19 +22,19 @@ PATTERNS = [
 ]  # in the order in which they count
 COMPILED = [re.compile(translate(pattern)) for pattern, _ in PATTERNS]
 PREFIXES = {pattern[:i] for pattern, _ in PATTERNS for i, char in enumerate(pattern) if char == "."}
-KINDS = ("refused", "taken as", "does not matter", "taken")  # of verdicts, in the order in which --explain lists them
+KINDS = ("refused", "mapped to", "does not matter", "used")  # of verdicts, in the order in which --explain lists them
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of the key `name`. text: what it is taken as, or why not."""
+    """What becomes of the key `name`. text: what it is mapped to, or why it is not used."""
 
     name: str
     kind: str  # one of KINDS
     text: str = ""
 
     def __str__(self) -> str:
-        words = {"taken": "taken; ", "taken as": "taken as ", "refused": "refused: "}
+        words = {"used": "used; ", "mapped to": "mapped to ", "refused": "refused: "}
         return f"{self.name}: {words.get(self.kind, 'does not matter: ')}{self.text}".removesuffix("; ")
 
 
@@ -65,7 +65,7 @@ def judge(
         problem = f"{name}={text_of(typed):.80} is not supported here{only}"
         raise ConfigError(f"{place}: {problem}: {row['refused']}")
     if is_same:
-        return Verdict(name, "taken", "it is what happens here anyway"), []
+        return Verdict(name, "used", "it is what happens here anyway"), []
     if "why" in row:
         return Verdict(name, "does not matter", row["why"]), []
     settings = {}
@@ -80,7 +80,7 @@ def judge(
         (key, new if keys.is_free(key) or new is None else value if new is typed else text_of(new))
         for key, new in settings.items()
     ]
-    return Verdict(name, "taken as" if settings else "taken", text), written or [(name, value)]
+    return Verdict(name, "mapped to" if settings else "used", text), written or [(name, value)]
 
 
 def _equal(value: Any, other: Any) -> bool:

@@ -28,7 +28,7 @@ from hf.files import read_text
 from tools.theirs import Unread, Values, assigned, read, resolved
 
 NAMES = {"trl": "TRL", "verl": "verl"}
-TAKEN = "taken:"
+CONVERTED = "converted:"
 SAME = "no effect here:"
 NONE = "NO COUNTERPART, and not in the config:"
 REFUSED = "these keys affect training and have no counterpart here"
@@ -106,7 +106,7 @@ def _translate(system: str, table: dict, theirs: Values, name: str) -> tuple[Val
     sizes, num_updates = _sizes(system, values)
     ours = table["always"] | {key: value for key, value in sizes.items() if value is not None}
     asked: set[str] = set()  # our keys that they write
-    report: dict[str, list[str]] = {TAKEN: [], SAME: [], NONE: [], COMPUTED: [], DIFFER: []}
+    report: dict[str, list[str]] = {CONVERTED: [], SAME: [], NONE: [], COMPUTED: [], DIFFER: []}
     refused = []
     for key in sorted(defaults | rows_of, key=lambda key: [*rows].index(rows_of.get(key, key))):
         row = rows[rows_of.get(key, key)]
@@ -195,7 +195,7 @@ def _meaning(
     else:
         return {}, SAME if "same" in row else NONE, row.get("same") or row.get("none") or f"only {', '.join(values)}"
     text = ", ".join(f"{key}={text_of(new)}" for key, new in keys.items()) or "as here"
-    return keys, TAKEN, f"{text}; {but}" if keys and but else text
+    return keys, CONVERTED, f"{text}; {but}" if keys and but else text
 
 
 def _sizes(system: str, v: Values) -> tuple[Values, int]:

@@ -60,7 +60,7 @@ def test_flat_data_section(capsys):
 
 
 def test_the_whole_recipe(capsys):
-    """Every key of grpo_math_1B.yaml: taken over, or in the table."""
+    """Every key of grpo_math_1B.yaml: used over, or in the table."""
     cfg = load(FILES / "math_1b.yaml")
     assert cfg.policy.sequence_packing.train_mb_tokens == 512 * 4, "${mul:...}, of a key that we do not have"
     assert (cfg.policy.scheduler.warmup_steps, cfg.policy.scheduler.warmup_start_factor) == (40, 0.2)
@@ -123,7 +123,7 @@ def test_a_key_of_theirs_beside_the_free_key_that_it_means(text, ours, tmp_path,
     assert load(tmp_path / "run.yaml", [ours], explain=True) != load(tmp_path / "run.yaml")
     lines = capsys.readouterr().out
     assert re.search(rf"^\S+=.*: does not matter: {re.escape(key)} decides$", lines, re.MULTILINE)
-    assert re.search(rf"^{re.escape(ours)}: taken$", lines, re.MULTILINE)
+    assert re.search(rf"^{re.escape(ours)}: used$", lines, re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", sorted(FILES.glob("*.yaml")), ids=lambda path: path.stem)
@@ -214,7 +214,7 @@ def test_the_command_line_wins_over_what_a_file_says_by_another_name(write, caps
     cfg = load(write(text), words, explain=True)
     assert cfg.grpo.use_leave_one_out_baseline and cfg.grpo.normalize_rewards
     decides = "grpo.adv_estimator.normalize_rewards=false: does not matter: grpo.normalize_rewards decides"
-    assert {decides, "grpo.normalize_rewards=true: taken"} <= set(capsys.readouterr().out.splitlines())
+    assert {decides, "grpo.normalize_rewards=true: used"} <= set(capsys.readouterr().out.splitlines())
     cfg = load(write("grpo: {normalize_rewards: true}\n"), ["grpo.adv_estimator.normalize_rewards=false"])
     assert not cfg.grpo.normalize_rewards
 
@@ -235,31 +235,31 @@ def test_explain(write, capsys):
     with pytest.raises(ConfigError, match="backend=sglang is not supported here, only vllm"):
         load(write(text), ["grpo.seed=7"], explain=True)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "15 keys: 3 refused, 1 taken as, 4 does not matter, 7 taken" and not lines[-1]
+    assert lines[0] == "15 keys: 3 refused, 1 mapped to, 4 does not matter, 7 used" and not lines[-1]
     found = {}
     for line in lines[1:-1]:
         key, _, text = line.partition(": ")
         found[key.partition("=")[0]] = text
-    assert "policy.generation.top_k=5: taken" in lines and "logger.wandb.name=mine: taken" in lines
-    kinds = [re.match("refused|taken as|does not matter|taken", text)[0] for text in found.values()]
-    assert list(dict.fromkeys(kinds)) == ["refused", "taken as", "does not matter", "taken"] == list(nemo.KINDS)
+    assert "policy.generation.top_k=5: used" in lines and "logger.wandb.name=mine: used" in lines
+    kinds = [re.match("refused|mapped to|does not matter|used", text)[0] for text in found.values()]
+    assert list(dict.fromkeys(kinds)) == ["refused", "mapped to", "does not matter", "used"] == list(nemo.KINDS)
     assert sorted(kinds, key=nemo.KINDS.index) == kinds
     assert found == {
         "grpo.use_leave_one_out_baseline": "does not matter: grpo.adv_estimator.use_leave_one_out_baseline decides",
-        "grpo.adv_estimator.use_leave_one_out_baseline": "taken as grpo.use_leave_one_out_baseline=false",
-        "policy.megatron_cfg.enabled": "taken; it is what happens here anyway",
+        "grpo.adv_estimator.use_leave_one_out_baseline": "mapped to grpo.use_leave_one_out_baseline=false",
+        "policy.megatron_cfg.enabled": "used; it is what happens here anyway",
         "policy.megatron_cfg.x.y": "does not matter: the feature that the key configures is off",
         "policy.megatron_cfg.x.z": "does not matter: the feature that the key configures is off",
-        "policy.generation.top_k": "taken",
+        "policy.generation.top_k": "used",
         "policy.generation.backend": f"refused: {found['policy.generation.backend'].removeprefix('refused: ')}",
-        "data.train.0.data_path": "taken",
-        "data.train.1.data_path": "taken",
-        "data.validation": "taken",
+        "data.train.0.data_path": "used",
+        "data.train.1.data_path": "used",
+        "data.validation": "used",
         "grp": f"refused: {found['grp'].removeprefix('refused: ')}",
-        "logger.wandb.name": "taken",
+        "logger.wandb.name": "used",
         "logger.mlflow.name": "does not matter: metrics.jsonl and TensorBoard have the metrics",
         "policy2": f"refused: {found['policy2'].removeprefix('refused: ')}",
-        "grpo.seed": "taken",
+        "grpo.seed": "used",
     }
 
 

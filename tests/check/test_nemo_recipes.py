@@ -58,12 +58,12 @@ def test_check_and_explain(name, here, capsys):
     assert summary.startswith("model      ") and re.search(r"\nsteps +[1-9]", summary)
     num_gpus = cfg.cluster.gpus_per_node * cfg.cluster.num_nodes
     is_planned = num_gpus > 1 and "noncolocated" not in name
-    assert (f"\nmemory     GiB on each of {num_gpus} GPUs, packs of " in summary) == is_planned
+    assert (f"\nmemory     in GiB on each of {num_gpus} GPUs, packs of " in summary) == is_planned
     counts, *lines = capsys.readouterr().out.partition("\n\n")[0].splitlines()  # the check may tell its progress after
     expected = leaves(of_file(Path(name)))
     assert sorted(line.partition("=")[0] for line in lines) == sorted(expected)
     assert len(set(expected)) == len(expected) > 200
-    kinds = Counter(re.match(r"[^=]+=.*?: (taken as|taken|does not matter|refused)", line)[1] for line in lines)
+    kinds = Counter(re.match(r"[^=]+=.*?: (mapped to|used|does not matter|refused)", line)[1] for line in lines)
     assert counts == f"{len(expected)} keys: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"
     assert sum(kinds.values()) == len(expected) and not kinds["refused"]
 

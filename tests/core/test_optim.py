@@ -228,8 +228,8 @@ LIMIT = config.GRPOConfig(logp_gap_limit=1e-3, max_bad_steps=2)
 @pytest.mark.parametrize(
     ("metrics", "grad_norm", "told"),
     [
-        ({"loss": math.nan}, 1.0, "loss nan, gradient norm 1.0 are not finite"),
-        ({}, math.inf, "loss 0.1, gradient norm inf are not finite"),
+        ({"loss": math.nan}, 1.0, "loss nan and gradient norm 1.0 must both be finite"),
+        ({}, math.inf, "loss 0.1 and gradient norm inf must both be finite"),
         ({"logp_gap_mean": 2e-3}, 1.0, "disagree by 0.0020 nats per token on average (max 0.0000; 0 non-finite"),
         ({"logp_gap_mean": math.nan}, 1.0, "disagree by nan nats"),
         ({"num_nonfinite_sampler_logp": 3.0}, 1.0, "3 non-finite sampler logps; grpo.logp_gap_limit=0.001)"),

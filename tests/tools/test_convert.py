@@ -16,7 +16,7 @@ from check import reader, rules
 from check.keys import FIELDS, SECTIONS
 from config import ConfigError, LoRAConfig
 from loss import policy_loss
-from tools.convert import DIFFER, LEFT, NAMES, NONE, SAME, TAKEN, UNKNOWN, _row_of, convert
+from tools.convert import CONVERTED, DIFFER, LEFT, NAMES, NONE, SAME, UNKNOWN, _row_of, convert
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +37,7 @@ def converted(name, folder, *overrides):
     report = convert(system, str(PEERS / name), overrides, str(out))
     sections, heading = {}, None
     for line in report.splitlines()[1:]:
-        if line in (TAKEN, SAME, NONE, DIFFER, LEFT):
+        if line in (CONVERTED, SAME, NONE, DIFFER, LEFT):
             sections[line] = heading = {}
         else:
             key, _, text = line.strip().partition(": " if sections and DIFFER not in sections else "=")
@@ -148,7 +148,10 @@ def test_examples_of_theirs(name, tmp_path, monkeypatch):
             ("gsm8k", "/data/gsm8k/train.parquet"),
             ("math", "/data/math/train.parquet"),
         ]
-        assert report[TAKEN]["actor_rollout_ref.actor.ppo_mini_batch_size=256"] == "policy.train_global_batch_size=1280"
+        assert (
+            report[CONVERTED]["actor_rollout_ref.actor.ppo_mini_batch_size=256"]
+            == "policy.train_global_batch_size=1280"
+        )
         assert LEFT not in report
         rules.check_config(cfg, 2)
     if name == "trl_gspo.yaml":
