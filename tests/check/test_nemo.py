@@ -60,7 +60,7 @@ def test_flat_data_section(capsys):
 
 
 def test_the_whole_recipe(capsys):
-    """Every key of grpo_math_1B.yaml: used over, or in the table."""
+    """Every key of grpo_math_1B.yaml: used, or in the table."""
     cfg = load(FILES / "math_1b.yaml")
     assert cfg.policy.sequence_packing.train_mb_tokens == 512 * 4, "${mul:...}, of a key that we do not have"
     assert (cfg.policy.scheduler.warmup_steps, cfg.policy.scheduler.warmup_start_factor) == (40, 0.2)
