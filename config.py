@@ -37,7 +37,8 @@ def key(default: Any, bounds: str) -> Any:
 
 @dataclass_transform(frozen_default=True)
 class Section:
-    """Each subclass becomes a frozen dataclass: a section of the config, with a default for each key."""
+    """Each subclass becomes a frozen dataclass: a section of the config, with a default for each key. The type of a
+    list of numbers is tuple[float, ...]."""
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True)(cls)

@@ -140,7 +140,7 @@ def meanings() -> dict[str, str]:
                 texts[f"{cls.name}.{node.target.id}"] = " ".join(ast.literal_eval(below.value).split())
     plain = [name for name in FIELDS if name not in SECTIONS]
     owned = {name: f"{SECTIONS[name.rpartition('.')[0]].__name__}.{FIELDS[name].name}" for name in plain}
-    return {name: texts[owned[name]] for name in plain}
+    return {name: texts.get(owned[name], "config.py has no text below this field.") for name in plain}
 
 
 def help_text() -> str:

@@ -34,6 +34,17 @@ def test_help_has_every_key_with_its_default():
         assert lines[lines.index(head) + 1].startswith("    "), f"{head} has no meaning"
 
 
+def test_a_fork_may_add_a_key_without_a_meaning(tmp_path, monkeypatch):
+    source, fork = Path(config.__file__).read_text(), tmp_path / "config.py"
+    fork.write_text(re.sub(r"(?<=    use_cispo: bool = False\n)    .*\n", "", source))
+    monkeypatch.setattr(config, "__file__", str(fork))
+    before, after = keys.meanings(), keys.meanings.__wrapped__()
+    assert after.keys() == before.keys() and {name for name in after if after[name] != before[name]} == {
+        "loss_fn.use_cispo"
+    }
+
+
+@pytest.mark.house
 def test_a_meaning_is_the_text_below_the_field():
     """Against the lines of config.py, read without its syntax tree."""
     source = Path(config.__file__).read_text()
@@ -45,6 +56,7 @@ def test_a_meaning_is_the_text_below_the_field():
         assert meaning == " ".join(below.split('"""')[1].split()), name
 
 
+@pytest.mark.house
 @pytest.mark.parametrize(("name", "meaning"), keys.meanings().items())
 def test_a_meaning_is_made_of_whole_sentences(name, meaning):
     """What a test can see of it: an end, no fragment's beginning, no turn that has to be read twice."""
@@ -54,6 +66,7 @@ def test_a_meaning_is_made_of_whole_sentences(name, meaning):
     assert not re.search(r"\bbut for\b|\bso many\b|\b(engine|group)'s\b(?! \w)", meaning), meaning
 
 
+@pytest.mark.house
 def test_a_step_is_a_rollout_not_an_optimizer_step():
     """ppo_epochs and train_global_batch_size make several optimizer steps of one step."""
     meanings = keys.meanings()
