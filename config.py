@@ -5,7 +5,7 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, dataclass_transform
+from typing import Any, Literal, dataclass_transform, get_origin
 
 MAX_LOG_RATIO = 20.0  # |logp - old logp| is clamped to this: beyond, the ratio has no gradient; exp never overflows
 ENVIRONMENTS = ("exact", "math", "code", "reward_model", "math_multi_reward")
@@ -37,10 +37,11 @@ def key(default: Any, bounds: str) -> Any:
 
 @dataclass_transform(frozen_default=True)
 class Section:
-    """Each subclass becomes a frozen dataclass: a section of the config, with a default for each key. The type of a
-    list of numbers is tuple[float, ...]."""
+    """Each subclass becomes a frozen dataclass: a section of the config, with a default for each key."""
 
     def __init_subclass__(cls) -> None:
+        mutable = [name for name, kind in cls.__annotations__.items() if get_origin(kind) in (list, dict)]
+        assert not mutable, f"{cls.__name__}.{mutable[0]}: the type of a key is frozen: tuple[..., ...] or Mapping"
         dataclass(frozen=True)(cls)
 
 

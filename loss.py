@@ -6,7 +6,8 @@ ends in its dimensions, here R: the response tokens of a pack.
 A pack is one of several micro-batches, on one of several ranks. So no loss here is a mean: each token has a weight,
 1 / (what the aggregation divides by, counted over the whole optimizer step), and losses of packs simply add up. So do
 metrics: sums and counts of (sum, count) pairs add up and are divided once, at the end; a name that ends in _min or _max
-takes the extremum (+inf, -inf where a pack has no valid token); any other scalar adds up (metrics.py).
+takes the extremum (+inf, -inf where a pack has no valid token); any other scalar adds up (metrics.py). All packs give
+metrics of the same names, whatever their tokens.
 
 Nothing in this file waits for the GPU. docs/details.md has the source of each choice, and what other systems do.
 """

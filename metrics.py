@@ -44,7 +44,8 @@ def reduce_over_ranks(total: dict[str, Metric], *, divide_sums_by: int = 1) -> d
     """
     if not total:
         return {}
-    parts = [part for value in total.values() for part in (value if isinstance(value, tuple) else (value,))]
+    named = sorted(total.items(), key=operator.itemgetter(0))  # packs may give their metrics in another order
+    parts = [part for _, value in named for part in (value if isinstance(value, tuple) else (value,))]
     local = torch.stack([torch.as_tensor(part).detach().double() for part in parts]).cpu()  # one copy for all
     # Gathered and then combined: the MIN and MAX of gloo's all_reduce lose a NaN of any rank but the first.
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
@@ -52,7 +53,7 @@ def reduce_over_ranks(total: dict[str, Metric], *, divide_sums_by: int = 1) -> d
     of_ranks = torch.stack(gathered)
     combined = zip(of_ranks.sum(0).tolist(), of_ranks.amin(0).tolist(), of_ranks.amax(0).tolist(), strict=True)
     reduced = {}
-    for name, value in total.items():
+    for name, value in named:
         summed, low, high = next(combined)
         if isinstance(value, tuple):
             count, _, _ = next(combined)

@@ -5,7 +5,6 @@ Messages are compared whole: they are the interface.
 
 import re
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from advantages import estimate_advantages
 from check.preflight import ALL_RANKS_GENERATE, parse_command_line
 from check.reader import load
 from check.rules import check_config, fewest_ranks, must_save_by_seconds
-from config import AdvEstimatorConfig, CheckpointingConfig, ConfigError
+from config import CheckpointingConfig, ConfigError
 
 SMOKE = Path(__file__).resolve().parents[2] / "configs/smoke.yaml"
 VALID = ["data.train.data_path=train.jsonl", "data.validation.data_path=val.jsonl"]
@@ -104,7 +103,7 @@ def advantages_of(cfg):
 
 
 @pytest.mark.parametrize("key", ESTIMATOR_OPTIONS)
-@pytest.mark.parametrize("estimator", get_args(AdvEstimatorConfig.__annotations__["name"]))
+@pytest.mark.parametrize("estimator", ["grpo", "gdpo", "reinforce_plus_plus", "none"])
 def test_an_option_is_refused_if_and_only_if_the_estimator_does_not_read_it(write, estimator, key):
     name = f"grpo.adv_estimator.name={estimator}"
     plain = load(write("grpo: {seed: 1}"), [*VALID, name])

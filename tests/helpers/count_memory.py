@@ -4,7 +4,6 @@ import sys
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import grpo
 import model as model_module
+from batch import MicroBatch, Minibatch
 from check.memory_plan import CONTEXT, Plan
 from config import (
     Config,
@@ -109,24 +109,28 @@ def run_config(precision="bfloat16", recompute=True, lora=False, **policy) -> Co
     return Config(policy=policy, loss_fn=LossConfig(reference_policy_kl_penalty=0.0), data=data)
 
 
-def make_micro(vocab: int, device: str) -> tuple[SimpleNamespace, SimpleNamespace]:
+def make_micro(vocab: int, device: str) -> tuple[MicroBatch, Minibatch]:
     """(a pack of NUM_TOKENS, all of them response tokens, and its minibatch)."""
     token_T, target_T = torch.randint(0, vocab, (2, NUM_TOKENS)).to(device)
-    row_T = torch.arange(NUM_TOKENS, device=device)
-    layout = PackLayout.of(np.arange(0, NUM_TOKENS + 1, 64), None, NUM_TOKENS, torch.device(device))
+    row_T, bounds = torch.arange(NUM_TOKENS, device=device), np.arange(0, NUM_TOKENS + 1, 64)
     x_T = torch.randn(NUM_TOKENS).to(device)
-    micro = SimpleNamespace(
-        model_inputs=(token_T, row_T % 64, layout, row_T, target_T),
-        old_logp_R=None,
-        ref_logp_R=None,
+    micro = MicroBatch(
+        token_T=token_T,
+        position_T=row_T % 64,
+        cu_seqlens=bounds,
+        prefix_S=np.full(len(bounds) - 1, -1),
+        pos_R=row_T,
+        target_R=target_T,
         sampler_logp_R=torch.full_like(x_T, -8.0),
+        version_R=torch.zeros_like(row_T),
         adv_R=x_T,
-        reward_R=x_T,
-        mask_R=row_T >= 0,
         seq_R=row_T // 64,
+        reward_R=x_T,
+        layout=PackLayout.of(bounds, None, NUM_TOKENS, torch.device(device)),
+        mask_R=row_T >= 0,
         num_grad_rows=NUM_TOKENS,
     )
-    return micro, SimpleNamespace(num_tokens=NUM_TOKENS, num_seqs=4, num_positive_tokens=1, version=0)
+    return micro, Minibatch([micro], NUM_TOKENS, num_tokens=NUM_TOKENS, num_seqs=4, num_positive_tokens=1, version=0)
 
 
 def count_step(model_config: ModelConfig, cfg: Config, mesh, padded=False) -> dict[str, int]:
