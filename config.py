@@ -101,7 +101,7 @@ class AsyncGRPOConfig(Section):
 
 class GRPOConfig(Section):
     num_prompts_per_step: int = key(32, ">= 1")
-    """A step is one rollout of this many prompts, over all ranks, and the optimizer steps on its samples."""
+    """A step is one rollout of this many prompts, over all ranks, plus one or more optimizer steps on its samples."""
     num_generations_per_prompt: int = key(16, ">= 2")
     """A step samples this many responses per prompt; they form a group."""
     max_rollout_turns: int = key(1, ">= 1")
@@ -115,7 +115,8 @@ class GRPOConfig(Section):
     use_leave_one_out_baseline: bool = True
     """grpo and gdpo subtract the mean reward of the group's other samples. If false, they subtract the group's mean."""
     reward_std: Literal["baseline", "group", "batch"] = "baseline"
-    """The standard deviation is of the baseline's rewards (NeMo RL), the group's or the batch's (TRL: plus 1e-4)."""
+    """The standard deviation of these rewards: all in the baseline (NeMo RL), in the group, or in the batch. With group
+    and batch, 1e-4 is added to it (TRL)."""
     reward_std_floor: float = key(0.05, ">= 0, <= 1")
     """A leave-one-out standard deviation above 0 is raised to this times the range of the group's rewards; 0: never."""
     adv_estimator: AdvEstimatorConfig = AdvEstimatorConfig()
@@ -228,7 +229,8 @@ class LossConfig(Section):
     truncated_importance_sampling_type: ImportanceSampling | None = None
     """tis clamps the weights to the bounds, icepop zeroes those outside, and seq-mask-tis zeroes sequences whose
     geometric mean is outside. sequence multiplies the weights of a sequence into one; sequence-truncate and
-    sequence-mask then bound it as tis and icepop do. null weights tokens without bounds."""
+    sequence-mask then bound it as tis and icepop do. With null, tokens are weighted
+    without bounds."""
     importance_sampling_correction_level: Literal["token", "sequence_mean", "sequence_sum"] = "sequence_sum"
     """With GSPO, the log of a token's weight is its own log-ratio, or the mean or the sum over its sequence. NeMo RL
     takes the sum, which is noisy for long sequences."""
@@ -335,9 +337,10 @@ class VllmConfig(Section):
 
 class ColocatedResourcesConfig(Section):
     gpus_per_node: int | None = key(None, ">= 1, <= 1000")
-    """With enabled=false, a node's last ranks, this many, only generate. On several nodes, give all ranks of a node."""
+    """With enabled=false, this many ranks, the last ones of the node, only generate. In a job of several nodes, it must
+    be the number of ranks of a node."""
     num_nodes: int | None = key(None, ">= 1, <= 10000")
-    """With enabled=false, the job's last nodes, this many, only generate. On a single node: 1 or null."""
+    """With enabled=false, this many nodes, the last ones of the job, only generate. On a single node: 1 or null."""
 
 
 class ColocatedConfig(Section):
@@ -466,7 +469,8 @@ class DatasetConfig(Section):
 
 class DataConfig(Section):
     max_input_seq_length: int | None = key(None, ">= 1")
-    """Longer prompts are dropped and counted. null, or a larger number, means the tokens that max_new_tokens leaves."""
+    """Longer prompts are dropped and counted. The limit is never above max_total_sequence_length -
+    max_new_tokens, which is also what null means."""
     shuffle: bool = True
     """Each epoch reads the training data in a new random order. If false, it keeps the order of the file."""
     use_multiple_dataloader: bool = False
@@ -516,7 +520,7 @@ class RewardModelConfig(Section):
 
 class AgentConfig(Section):
     name: str | None = None
-    """An env_name: this agent drives the conversations of such rows, and env.custom has its arguments."""
+    """The name of this agent. It drives the conversations of rows with this env_name; env.custom has its arguments."""
     function: str | None = None
     """module:function is a function of yours that calls base_url and returns the reward."""
     command: tuple[str, ...] | None = None
@@ -570,7 +574,7 @@ class LoggerConfig(Section):
     num_samples_to_log: int = key(8, ">= 0")
     """Each step and validation writes this many conversations to samples.jsonl."""
     num_val_samples_to_print: int = key(3, ">= 0")
-    """Each validation prints this many of its greedy conversations, as many of each set."""
+    """Each validation prints this many of its greedy conversations, divided equally among the sets."""
     dump_rollouts: int = key(0, ">= 0")
     """Step 1, and then one step in this many, writes its trained samples, with tokens, to rollouts; 0 writes none."""
 
@@ -595,11 +599,12 @@ class CheckpointingConfig(Section):
     resume_from: str | None = None
     """The run continues from a checkpoint of this run folder; null means what `resume` says."""
     resume_step: str | None = None
-    """The checkpoint to load: the number of its step, or best by metric_name; null means the newest. A run that
-    continues from an earlier one removes those after it when it saves again."""
+    """The checkpoint to load: the number of its step, or best by metric_name; null means the newest. If it is
+    not the newest, the resumed run removes the later checkpoints when it first saves."""
     resume: Literal["auto", "must", "never"] | None = None
     """auto continues from the newest complete checkpoint of resume_from or of the newest run in log_dir, or starts a
-    new run. must fails if there is none. never starts a new run. null means must with resume_from, otherwise never."""
+    new run. must fails if there is none. never starts a new run. null acts as must
+    if resume_from is set, otherwise as never."""
     allow_changes: bool = False
     """A resumed run may change the model's name, seed, template or data; changed data start from their first row."""
     checkpoint_must_save_by: str | None = None

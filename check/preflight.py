@@ -154,8 +154,10 @@ def check_reward_names(environments: dict[str, envs.Environment], weights: tuple
     names = next(iter(declared.values()))
     if len(names) < 2 or any(each != names for each in declared.values()) or len(weights or names) != len(names):
         fix = "declare them in reward_names and return them in StepResult.rewards, or set grpo.adv_estimator.name=grpo"
-        needed = f"the same two or more reward_names everywhere, reward_weights null or as many (now {weights})"
-        raise ConfigError(f"grpo.adv_estimator.name=gdpo needs {needed}. Declared: {declared}; {fix}")
+        given = "null" if weights is None else len(weights)
+        needed = f"at least two reward_names, the same in every environment (declared: {declared})"
+        weighted = f"reward_weights must be null or as many (now {given})"
+        raise ConfigError(f"grpo.adv_estimator.name=gdpo needs {needed}; {weighted}; {fix}")
 
 
 def check_fits(cfg: Config, folder: Path, model: ModelConfig, tokenizer: Tokenizer) -> None:

@@ -52,9 +52,9 @@ class Mixture:
         """ConfigError unless these are the sets that the run `resumed` was trained on."""
         for name in sorted({*self.fingerprints, *fingerprints}):
             if self.fingerprints.get(name) != fingerprints.get(name):
-                path = self.datasets[name].path if name in self.datasets else "not in this run"
+                here = f"is new or changed ({self.datasets[name].path})" if name in self.datasets else "is missing"
                 raise ConfigError(
-                    f"data.train: '{name}' ({path}) differs from the data of the run {resumed}, so its saved position "
+                    f"data.train: '{name}' {here}, compared with the data of the run {resumed}, so the saved position "
                     "would select other prompts; give the same data, or start at the beginning of this data with "
                     "checkpointing.allow_changes=true"
                 )

@@ -110,7 +110,9 @@ def read_row(raw: dict, cfg: DatasetConfig) -> tuple[list[dict], Any, list[dict]
     answer = _first(raw, (cfg.output_key,) if cfg.output_key else output_keys)
     if messages[-1]["role"] == "assistant":
         if answer is not None or messages[-1].get("tool_calls"):
-            raise DataError("a closing assistant message is the answer: make it text and the only one, or remove it")
+            raise DataError(
+                "a last message of the assistant is the answer: remove it, or its tool_calls and the answer field"
+            )
         answer = messages.pop()["content"]
     if not messages:
         raise DataError("no message before the assistant's")

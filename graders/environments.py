@@ -96,7 +96,7 @@ class Code(PoolEnvironment):
         try:
             sandbox.run("", "", sandbox.Limits(**self.limits))
         except sandbox.Unavailable as error:
-            other = ", or set env.code.isolation=none (see README.md)" if cfg.isolation == "required" else ""
+            other = ", or set env.code.isolation=none (see docs/tasks.md)" if cfg.isolation == "required" else ""
             problem = f"this machine does not let a program be isolated ({error})"
             fix = f"allow user namespaces and seccomp{other}"
             raise ConfigError(f"env.code.isolation={cfg.isolation}: {problem}: {fix}") from error

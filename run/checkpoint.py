@@ -270,7 +270,9 @@ def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[st
     names = sorted(files[0].keys())
     params = _trained(model)
     if other := {f"param.{name}" for name in params} ^ {name for name in names if name.startswith("param.")}:
-        raise ConfigError(f"{path}: belongs to another model: only one of it and policy.model_name has {min(other)}")
+        raise ConfigError(
+            f"{path}: belongs to another model than policy.model_name: only one of the two has {min(other)}"
+        )
     for name, param in params.items():
         local_shard(param).copy_(_read_rows(files, f"param.{name}", param))
     if optimizer is None:

@@ -105,7 +105,7 @@ def few_groups(steps: Steps) -> str:
     SmolLM2 learns with 78% of equal groups."""
     share = mean(steps[-LONG:], "zero_variance_fraction")
     holds = len(steps) >= LONG and share > 0.85 and mean(steps[-LONG:], "accuracy") < MOST
-    return f"rewards were equal in {share:.0%} of the groups of {LONG} steps, which train nothing" if holds else ""
+    return f"over {LONG} steps, {share:.0%} of the groups had equal rewards; such groups train nothing" if holds else ""
 
 
 # If several start to hold at one step, the first is nearest to the cause.

@@ -203,9 +203,12 @@ def test_other_data_is_named():
     mixture, saved = mixture_of([2, 3]), mixture_of([2, 3]).fingerprints
     mixture.check_same(saved, "logs/exp_001")
     for other, told in (
-        ({**saved, "b": "x"}, "data.train: 'b' (b.jsonl) differs from the data of the run logs/exp_001"),
-        ({**saved, "c": "x"}, "data.train: 'c' (not in this run) differs from the data of the run logs"),
-        ({"a": saved["a"]}, "data.train: 'b' (b.jsonl) differs from the data of the run"),
+        (
+            {**saved, "b": "x"},
+            "data.train: 'b' is new or changed (b.jsonl), compared with the data of the run logs/exp_001",
+        ),
+        ({**saved, "c": "x"}, "data.train: 'c' is missing, compared with the data of the run logs"),
+        ({"a": saved["a"]}, "data.train: 'b' is new or changed (b.jsonl), compared with the data of the run"),
     ):
         with pytest.raises(ConfigError) as error:
             mixture.check_same(other, "logs/exp_001")

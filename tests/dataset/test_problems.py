@@ -226,7 +226,10 @@ def gym(*items, **keys):
         ({"messages": [{"role": "user", "content": None}], "output": "2"}, "messages"),
         ({"messages": [{"role": "user", "content": [{"text": None}]}], "output": "2"}, "TypeError"),
         ({"messages": ["a"], "output": "2"}, "AttributeError"),
-        ({"messages": [USER, USER | {"role": "assistant"}], "output": "2"}, "a closing assistant message"),
+        (
+            {"messages": [USER, USER | {"role": "assistant"}], "output": "2"},
+            "a last message of the assistant is the answer",
+        ),
         ({"messages": [USER | {"role": "assistant"}]}, "no message before the assistant's"),
         ({"responses_create_params": {"input": 3}, "answer": "1"}, "TypeError"),
         (gym({"type": "function_call"}), "'name'"),
@@ -234,7 +237,10 @@ def gym(*items, **keys):
         (gym({"type": "item_reference", "id": "x"}), "item_reference"),
         (gym({"type": "function_call_output", "output": {"a": 1}}), "messages"),
         (gym(tools=[{"type": "web_search"}]), "web_search"),
-        ({"responses_create_params": {"input": [USER, CALL]}, "answer": "1"}, "a closing assistant message"),
+        (
+            {"responses_create_params": {"input": [USER, CALL]}, "answer": "1"},
+            "a last message of the assistant is the answer",
+        ),
         (GOOD | {"task_name": "os:system"}, "'os:system' is not an environment: use exact, math, code"),
         (GOOD | {"loss_multiplier": 0.5}, "loss_multiplier=0.5"),
         *(
