@@ -42,7 +42,7 @@ class Section:
     def __init_subclass__(cls) -> None:
         mutable = [name for name, kind in cls.__annotations__.items() if get_origin(kind) in (list, dict)]
         assert not mutable, f"{cls.__name__}.{mutable[0]}: the type of a key is frozen: tuple[..., ...] or Mapping"
-        dataclass(frozen=True)(cls)
+        dataclass(frozen=True, kw_only=True)(cls)  # forks add keys anywhere
 
 
 class AdvEstimatorConfig(Section):

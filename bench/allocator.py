@@ -258,7 +258,7 @@ def record(num_layers: int, num_steps: int, tokens: int, pack_rows: int, mesh) -
     """The events of steps of two packs each, and the plan of packs of `tokens`, the most that a pack has."""
     from count_memory import meta_gpu, model_config, run_config
 
-    cfg = run_config(recompute=False, compile=False, sequence_packing=SequencePackingConfig(tokens))
+    cfg = run_config(recompute=False, compile=False, sequence_packing=SequencePackingConfig(train_mb_tokens=tokens))
     model_cfg = model_config("qwen2", True, **QWEN, num_hidden_layers=num_layers)
     random, events = np.random.default_rng(0), Events()
     with meta_gpu():

@@ -135,7 +135,8 @@ def test_scoring_with_a_filter_on_cuda(top_p, top_k, monkeypatch):
     monkeypatch.setattr("kernels.softmax.row_stats_kernel", defaultdict(lambda: lambda *_, **__: None))
     monkeypatch.setitem(softmax.SORT_ELEMENTS, "meta", softmax.SORT_ELEMENTS["cuda"])
     cfg = run_config(
-        sequence_packing=SequencePackingConfig(8192), generation=GenerationConfig(top_p=top_p, top_k=top_k)
+        sequence_packing=SequencePackingConfig(train_mb_tokens=8192),
+        generation=GenerationConfig(top_p=top_p, top_k=top_k),
     )
     hidden_RD, weight_VD = (torch.empty(n, 64, device="meta", dtype=torch.bfloat16) for n in (8192, 151_936))
     target_R = torch.empty(8192, device="meta", dtype=torch.int64)
@@ -264,7 +265,7 @@ def test_an_evaluation_has_no_canary_and_keeps_its_adapters():
 
 
 def test_a_kv_cache_without_room():
-    cfg = run_config(max_total_sequence_length=8192, sequence_packing=SequencePackingConfig(8192))
+    cfg = run_config(max_total_sequence_length=8192, sequence_packing=SequencePackingConfig(train_mb_tokens=8192))
     vllm_cfg = replace(cfg.policy.generation.vllm_cfg, gpu_memory_utilization=0.2)
     generation = replace(cfg.policy.generation, vllm_cfg=vllm_cfg)
     plan = Plan(replace(cfg, policy=replace(cfg.policy, generation=generation)), LARGE["8B"], 151_665, 8, 80 * GIB)
@@ -275,7 +276,7 @@ def test_a_kv_cache_without_room():
 @pytest.mark.parametrize(("share", "is_few"), [(0.6, True), (0.9, False)])
 def test_a_kv_cache_for_few_sequences_says_so(share, is_few):
     """By a count of whole sequences: the cache over the bytes of one."""
-    cfg = run_config(max_total_sequence_length=32768, sequence_packing=SequencePackingConfig(32768))
+    cfg = run_config(max_total_sequence_length=32768, sequence_packing=SequencePackingConfig(train_mb_tokens=32768))
     vllm_cfg = replace(cfg.policy.generation.vllm_cfg, gpu_memory_utilization=share)
     generation = replace(cfg.policy.generation, vllm_cfg=vllm_cfg)
     plan = Plan(replace(cfg, policy=replace(cfg.policy, generation=generation)), LARGE["8B"], 151_665, 8, 80 * GIB)
@@ -298,7 +299,7 @@ def test_offloads_leave_the_gpu_and_arrive_in_host_memory():
 def test_an_engine_is_divided_among_ranks_that_generate(num_generators, is_named):
     """Eight ranks train; the keys that are named must be ones that the config takes."""
     plan = large_plan("8B", 8)
-    colocated = ColocatedConfig(False, ColocatedResourcesConfig(num_generators))
+    colocated = ColocatedConfig(enabled=False, resources=ColocatedResourcesConfig(gpus_per_node=num_generators))
     plan = memory_fit.changed(plan, [("policy.generation.colocated", colocated)])
     assert ("tensor_parallel_size=2" in memory_fit.remedies(plan, "generate")) == is_named
 

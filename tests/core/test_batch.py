@@ -17,7 +17,7 @@ from run.start import loss_path_of
 from system.ranks import Ranks
 
 ASYNC = config.GRPOConfig(async_grpo=config.AsyncGRPOConfig(enabled=True))
-PACKS_OF_64 = {"sequence_packing": config.SequencePackingConfig(64, share_prefix=False)}
+PACKS_OF_64 = {"sequence_packing": config.SequencePackingConfig(train_mb_tokens=64, share_prefix=False)}
 
 
 @pytest.fixture
@@ -113,7 +113,9 @@ def test_each_rank_builds_only_its_packs_and_they_are_those_of_all(step, world_s
     """Against the packs of all ranks, built one rank after another and filled up to the same number: to the bit."""
     samples, adv_B = step
     samples[3].num_trained_tokens = 0  # filtered out
-    cfg = settings(policy={"sequence_packing": config.SequencePackingConfig(64, share_prefix)})
+    cfg = settings(
+        policy={"sequence_packing": config.SequencePackingConfig(train_mb_tokens=64, share_prefix=share_prefix)}
+    )
     for sample, adv in zip(samples, adv_B, strict=True):
         sample.advantage = adv
     members = [sample for sample in samples if sample.num_trained_tokens]
@@ -142,7 +144,7 @@ def test_a_rank_of_many_has_memory_for_its_share_only():
     samples = [
         data.Sample(i // 8, i % 8, 0, [1] * 100, ids[:413], logps[:413], mask[:413], **rest) for i in range(1024)
     ]
-    cfg = settings(policy={"sequence_packing": config.SequencePackingConfig(1024)})
+    cfg = settings(policy={"sequence_packing": config.SequencePackingConfig(train_mb_tokens=1024)})
     tracemalloc.start()
     (minibatch,) = make_minibatches(samples, [1.0] * 1024, cfg, rank(0, 64), CPU)
     _, peak = tracemalloc.get_traced_memory()
@@ -159,7 +161,7 @@ def test_a_shared_prompt_is_computed_once_in_a_pack(step, world_size):
     samples[3].num_trained_tokens = 0  # filtered out
     counts = {}
     for share_prefix in (False, True):
-        packing = config.SequencePackingConfig(64, share_prefix)
+        packing = config.SequencePackingConfig(train_mb_tokens=64, share_prefix=share_prefix)
         cfg = settings(policy={"sequence_packing": packing, "train_global_batch_size": 8})
         of_ranks = [make_minibatches(samples, adv_B, cfg, rank(r, world_size), CPU) for r in range(world_size)]
         for minibatches in zip(*of_ranks, strict=True):
@@ -196,7 +198,9 @@ def test_counts_of_each_minibatch_by_hand(step, one_rank):
     samples, adv_B = step
     samples[2].sampler_logps[samples[2].mask.nonzero()[0][0]] = np.nan  # a token that the loss drops
     samples[12].sampler_logps[:] = -np.inf  # a sequence of such tokens
-    cfg = settings(policy={"train_global_batch_size": 10, "sequence_packing": config.SequencePackingConfig(40)})
+    cfg = settings(
+        policy={"train_global_batch_size": 10, "sequence_packing": config.SequencePackingConfig(train_mb_tokens=40)}
+    )
     minibatches = make_minibatches(samples, adv_B, cfg, rank(0), CPU)
     assert all(minibatch.num_tokens == 0 for minibatch in minibatches), "not known yet"
     assert finish_minibatches(minibatches, cfg, loss_path_of(cfg, KernelBackend("torch"), CPU), 0) == []

@@ -245,7 +245,11 @@ def test_a_runner_that_does_not_survive_sleep_is_off(cuda, version, runner):
         ({"num_prompts_per_step": 512}, 1, 1024),
         ({"num_prompts_per_step": 8, "batch_multiplier": 2.5}, 2, 160),
         ({"num_prompts_per_step": 2, "max_val_samples": 256}, 4, 64),
-        ({"num_prompts_per_step": 2, "max_val_samples": 256, "async_grpo": config.AsyncGRPOConfig(True)}, 4, 16),
+        (
+            {"num_prompts_per_step": 2, "max_val_samples": 256, "async_grpo": config.AsyncGRPOConfig(enabled=True)},
+            4,
+            16,
+        ),
         ({"num_prompts_per_step": 2, "max_val_samples": 30, "val_num_generations_per_prompt": 16}, 8, 64),
     ],
 )

@@ -85,7 +85,7 @@ def test_old_logps_that_are_skipped_would_have_been_the_same(policy, step, ranks
 def test_minibatches_and_epochs_equal_a_loop_by_hand(policy, step, ranks, tiny, max_norm):
     """2 minibatches x 2 epochs with plain SGD, against transformers in float64 with the PPO loss written out."""
     samples, adv_B = step
-    packing = config.SequencePackingConfig(100)  # several packs to a minibatch
+    packing = config.SequencePackingConfig(train_mb_tokens=100)  # several packs to a minibatch
     keys = {"train_global_batch_size": 10, "ppo_epochs": 2, "max_grad_norm": max_norm, "sequence_packing": packing}
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.3)
     metrics, _ = train_once(policy, samples, adv_B, settings(policy=keys), ranks, optimizer=optimizer)
@@ -336,7 +336,7 @@ def test_the_layout_of_a_pack_is_made_once_for_all_its_forwards(policy, step, ra
     """Old log-probabilities, those of the reference, and two passes over each of two minibatches."""
     made, of = [], PackLayout.of
     monkeypatch.setattr(PackLayout, "of", lambda *pack: made.append(pack) or of(*pack))
-    packing = config.SequencePackingConfig(64)
+    packing = config.SequencePackingConfig(train_mb_tokens=64)
     cfg = settings(policy={"train_global_batch_size": 10, "ppo_epochs": 2, "sequence_packing": packing})
     cfg = replace(cfg, loss_fn=replace(cfg.loss_fn, reference_policy_kl_penalty=0.1))
     minibatches = scored(policy, Reference(policy), step, cfg, ranks)

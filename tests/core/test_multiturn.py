@@ -114,7 +114,7 @@ def test_the_trainers_logp_of_every_turn_is_the_samplers(converse, policy, one_r
     for s in samples:
         s.reward = 1.0
     for max_tokens in (2048, 128):
-        cfg = settings(policy={"sequence_packing": config.SequencePackingConfig(max_tokens)})
+        cfg = settings(policy={"sequence_packing": config.SequencePackingConfig(train_mb_tokens=max_tokens)})
         metrics, gradients = train_once(policy, samples, [1.0] * len(samples), cfg, one_rank[0], step=3)
         assert gradients and metrics["global_valid_toks"] == sum(s.num_gen_tokens for s in samples)
         assert metrics["logp_gap_max"] <= 1e-4

@@ -325,7 +325,11 @@ class TimedEngine:
 def simulate(max_age, ranks, *, num_steps, slots):
     """Steps of 10 groups of 2: (samples of each step, ticks that each step took and those it needed, the engine)."""
     rows = [Problem(i, [], "1", "exact", [1, 2]) for i in range(10 * num_steps)]
-    grpo = GRPOConfig(10, 2, async_grpo=AsyncGRPOConfig(True, max_age))
+    grpo = GRPOConfig(
+        num_prompts_per_step=10,
+        num_generations_per_prompt=2,
+        async_grpo=AsyncGRPOConfig(enabled=True, max_trajectory_age_steps=max_age),
+    )
     cfg = Config(grpo=grpo, data=DataConfig(shuffle=False))
     engine = TimedEngine(slots)
     sampler = Sampler(engine, FakeTokenizer(), {"exact": envs.Exact()}, ranks)
@@ -375,8 +379,12 @@ def test_a_users_sampler_sees_the_newest_metrics(one_rank):
         rows = [Problem(before["position"] + i, [], "1", "exact", [1, 2]) for i in range(count)]
         return rows, before | {"position": before["position"] + count}
 
-    grpo = replace(GRPOConfig(2, 2), use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=3)
-    cfg = Config(grpo=replace(grpo, async_grpo=AsyncGRPOConfig(True, 2)))
+    grpo = replace(
+        GRPOConfig(num_prompts_per_step=2, num_generations_per_prompt=2),
+        use_dynamic_sampling=True,
+        dynamic_sampling_max_gen_batches=3,
+    )
+    cfg = Config(grpo=replace(grpo, async_grpo=AsyncGRPOConfig(enabled=True, max_trajectory_age_steps=2)))
     sampler = Sampler(TimedEngine(9), FakeTokenizer(), {"exact": envs.Exact()}, one_rank[0])
     for step in (1, 2):
         with pytest.raises(StopRun, match="3 batches"):  # no group has unequal rewards

@@ -35,7 +35,7 @@ def settings(**sections) -> config.Config:
 
 def packs_of(max_tokens: int) -> config.Config:
     """CONFIG with packs of at most so many tokens."""
-    return settings(policy={"sequence_packing": config.SequencePackingConfig(max_tokens)})
+    return settings(policy={"sequence_packing": config.SequencePackingConfig(train_mb_tokens=max_tokens)})
 
 
 def adapted_policy(folder, mesh, precision: str = "float32") -> Decoder:

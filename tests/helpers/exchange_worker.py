@@ -119,7 +119,7 @@ def problems():
 
 
 def config_of(grpo=None, max_tokens=128, share_prefix=True, batch=None):
-    packing = config.SequencePackingConfig(max_tokens, share_prefix)
+    packing = config.SequencePackingConfig(train_mb_tokens=max_tokens, share_prefix=share_prefix)
     generation = config.GenerationConfig(max_new_tokens=LIMIT)
     policy = config.PolicyConfig(sequence_packing=packing, generation=generation, train_global_batch_size=batch)
     options = {"num_prompts_per_step": 8, "num_generations_per_prompt": 6} | (grpo or {})

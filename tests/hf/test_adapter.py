@@ -21,8 +21,12 @@ from run.steps import check_canary
 
 CHOICES = {
     "all": LoRAConfig(enabled=True, dim=8, alpha=32.0),
-    "by name": LoRAConfig(True, dim=1, alpha=0.5, match_all_linear=False, target_modules=("q_proj", "down_proj")),
-    "by layer": LoRAConfig(True, dim=3, alpha=6.0, match_all_linear=False, target_modules=("*.layers.1.*_proj",)),
+    "by name": LoRAConfig(
+        enabled=True, dim=1, alpha=0.5, match_all_linear=False, target_modules=("q_proj", "down_proj")
+    ),
+    "by layer": LoRAConfig(
+        enabled=True, dim=3, alpha=6.0, match_all_linear=False, target_modules=("*.layers.1.*_proj",)
+    ),
 }
 
 

@@ -202,7 +202,7 @@ def test_a_gpu_is_measured_beside_the_plan(monkeypatch):
             expected[f"performance/memory/{name}/reserved_gib"] = 5 + awake
     expected["performance/memory/prepare_for_generation/unused_gib"] = 2.5
     assert memory.metrics(timer.peaks) == pytest.approx(expected)
-    colocated = ColocatedConfig(False, ColocatedResourcesConfig(1))
+    colocated = ColocatedConfig(enabled=False, resources=ColocatedResourcesConfig(gpus_per_node=1))
     memory.plan = changed(plan, [("policy.generation.colocated", colocated)])
     split = memory.metrics(timer.peaks)
     assert {name.split("/")[2] for name in split} == phases.keys() - {"generation", "data_processing"}

@@ -42,7 +42,9 @@ def batch_of(model, ranks, share_prefix, kind="one pass"):
     """A minibatch of several packs in which two groups of five have no gradient."""
     samples, adv_B = make_samples(model.config.vocab_size)
     adv_B = [0.0 if i // 4 in (1, 3) else adv for i, adv in enumerate(adv_B)]
-    cfg = settings(policy={"sequence_packing": config.SequencePackingConfig(64, share_prefix)})
+    cfg = settings(
+        policy={"sequence_packing": config.SequencePackingConfig(train_mb_tokens=64, share_prefix=share_prefix)}
+    )
     model.loss_path = replace(loss_path_of(cfg, KernelBackend("torch"), CPU), kind=kind)
     (minibatch,) = make_minibatches(samples, adv_B, cfg, ranks, CPU)
     finish_minibatches([minibatch], cfg, model.loss_path, 0)
@@ -155,7 +157,7 @@ def two_ranks_of_one(one_rank, monkeypatch):
 def test_rates_of_a_split_job_are_by_the_gpus_at_work(two_ranks_of_one):
     """2 ranks train and 3 generate: a step is work of 5, a rollout of 3, an update of 2."""
     resources = config.ColocatedResourcesConfig(gpus_per_node=3)
-    generation = config.GenerationConfig(colocated=config.ColocatedConfig(False, resources))
+    generation = config.GenerationConfig(colocated=config.ColocatedConfig(enabled=False, resources=resources))
     whole, split = (numbers([Minibatch([micro_of(64)], 64)], **options) for options in ({}, {"generation": generation}))
     ratios = {name.rpartition("/")[2]: whole[name] / split[name] for name in whole if whole[name] != split[name]}
     of_all = {f"{name}_per_sec_per_gpu": 5 / 2 for name in ("tokens", "samples", "valid_tokens")}

@@ -82,7 +82,9 @@ def offline(tmp_path, monkeypatch):
 
 
 def open_log(folder, first_step=1):
-    cfg = config.LoggerConfig(tensorboard_enabled=False, wandb_enabled=True, wandb=config.WandbConfig("mine", None))
+    cfg = config.LoggerConfig(
+        tensorboard_enabled=False, wandb_enabled=True, wandb=config.WandbConfig(project="mine", name=None)
+    )
     return RunLog(folder, cfg, first_step=first_step, num_steps=9)
 
 

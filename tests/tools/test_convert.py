@@ -19,6 +19,7 @@ from loss import policy_loss
 from tools.convert import CONVERTED, DIFFER, LEFT, NAMES, NONE, SAME, UNKNOWN, _row_of, convert
 
 pytestmark = pytest.mark.slow
+PEFT = {"enabled": True, "lora_A_init": "uniform"}
 
 PEERS = ROOT / "tests" / "helpers" / "peers"
 NO_DATA = "data.train.data_path is not set: name the jsonl file of training problems"
@@ -156,7 +157,9 @@ def test_examples_of_theirs(name, tmp_path, monkeypatch):
         rules.check_config(cfg, 2)
     if name == "trl_gspo.yaml":
         lora = cfg.policy.dtensor_cfg.lora_cfg
-        assert lora == LoRAConfig(True, 16, 32.0, "uniform", False, ("q_proj", "v_proj")), "PEFT's, and TRL's defaults"
+        assert lora == LoRAConfig(**PEFT, dim=16, match_all_linear=False, target_modules=("q_proj", "v_proj")), (
+            "PEFT's, and TRL's defaults"
+        )
         assert report[SAME]["dtype=bfloat16"] == "policy.precision sets it"
         assert report[DIFFER]["policy.optimizer.kwargs.weight_decay"] == "0.0 (ours 0.01)"
         assert [line.partition("=")[0] for line in report[LEFT]] == ["data.default.env_name", NO_DATA]
@@ -320,8 +323,8 @@ def test_values_of_several_keys(tmp_path):
     for words, lora in (
         ((), LoRAConfig()),
         (("lora_r=4", "lora_target_modules=[q_proj]"), LoRAConfig()),
-        (("use_peft=true",), LoRAConfig(True, 16, 32.0, "uniform", False, ("q_proj", "v_proj"))),
-        (("use_peft=true", "lora_r=4", "lora_target_modules=all-linear"), LoRAConfig(True, 4, 32.0, "uniform")),
+        (("use_peft=true",), LoRAConfig(**PEFT, dim=16, match_all_linear=False, target_modules=("q_proj", "v_proj"))),
+        (("use_peft=true", "lora_r=4", "lora_target_modules=all-linear"), LoRAConfig(**PEFT, dim=4)),
     ):
         cfg, report = ours(*words)
         assert cfg.policy.dtensor_cfg.lora_cfg == lora, words
