@@ -143,7 +143,7 @@ def write_provenance(folder: Path, cfg: Config, world_size: int) -> None:
             write_whole(folder / name, patch, encoding="latin-1")
         write_whole(file, json.dumps([*parts, part], indent=1) + "\n")
     except OSError as error:
-        print(f"WARNING: this start of the run is not recorded in {file} ({describe_os_error(error)})", flush=True)
+        print(f"WARNING: {file} does not record this start of the run ({describe_os_error(error)})", flush=True)
 
 
 def _git(*arguments: str) -> str | None:
