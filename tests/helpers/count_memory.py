@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import grpo
 import model as model_module
-from batch import MicroBatch, Minibatch
+from batch import MicroBatch, Minibatch, to_device
 from check.memory_plan import CONTEXT, Plan
 from config import (
     Config,
@@ -32,6 +32,7 @@ from config import (
     PolicyConfig,
     SequencePackingConfig,
 )
+from data import Sample, pack_samples
 from hf.model_config import ModelConfig
 from hf.weights import full_tensors
 from kernels import KernelBackend, LossPath, softmax
@@ -111,25 +112,11 @@ def run_config(precision="bfloat16", recompute=True, lora=False, **policy) -> Co
 
 def make_micro(vocab: int, device: str) -> tuple[MicroBatch, Minibatch]:
     """(a pack of NUM_TOKENS, all of them response tokens, and its minibatch)."""
-    token_T, target_T = torch.randint(0, vocab, (2, NUM_TOKENS)).to(device)
-    row_T, bounds = torch.arange(NUM_TOKENS, device=device), np.arange(0, NUM_TOKENS + 1, 64)
-    x_T = torch.randn(NUM_TOKENS).to(device)
-    micro = MicroBatch(
-        token_T=token_T,
-        position_T=row_T % 64,
-        cu_seqlens=bounds,
-        prefix_S=np.full(len(bounds) - 1, -1),
-        pos_R=row_T,
-        target_R=target_T,
-        sampler_logp_R=torch.full_like(x_T, -8.0),
-        version_R=torch.zeros_like(row_T),
-        adv_R=x_T,
-        seq_R=row_T // 64,
-        reward_R=x_T,
-        layout=PackLayout.of(bounds, None, NUM_TOKENS, torch.device(device)),
-        mask_R=row_T >= 0,
-        num_grad_rows=NUM_TOKENS,
-    )
+    ids, floats = np.random.default_rng(0).integers(0, vocab, (4, 65), np.int32), np.full(64, -8, np.float32)
+    given = {"sampler_logps": floats, "mask": floats < 0, "versions": np.zeros(64, np.int32), "reward": 1.0}
+    samples = [Sample(i, 0, 0, [row[0]], row[1:], **given, advantage=0.5 - i) for i, row in enumerate(ids)]
+    (pack,) = pack_samples([[sample] for sample in samples], NUM_TOKENS)
+    micro = to_device(pack, torch.device(device))
     return micro, Minibatch([micro], NUM_TOKENS, num_tokens=NUM_TOKENS, num_seqs=4, num_positive_tokens=1, version=0)
 
 

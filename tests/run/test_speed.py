@@ -1,6 +1,6 @@
 """How fast a step was: its FLOPs against torch's counter and by hand; rates, utilisation."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import config
 import grpo
 from batch import MicroBatch, Minibatch, finish_minibatches, make_minibatches
+from data import Pack
 from hf.model_config import ModelConfig
 from kernels import KernelBackend
 from lora import LoRALinear, add_adapters
@@ -111,13 +112,12 @@ def test_with_lora_no_gradient_of_a_frozen_weight_is_counted(one_rank):
 def micro_of(length, head_rows=None, grad_rows=None):
     """A sequence alone. By default all of its rows reach the head, with a gradient."""
     rows = length if head_rows is None else head_rows
-    zeros = [torch.zeros(rows)] * 7
     tokens = torch.zeros(length, dtype=torch.int64)
     bounds = {"cu_seqlens": np.int32([0, length]), "prefix_S": np.array([-1])}
-    names = ("pos_R", "target_R", "sampler_logp_R", "version_R", "adv_R", "seq_R", "reward_R")
+    of_rows = {f.name: torch.zeros(rows) for f in fields(Pack) if f.name.endswith("_R")}
     rest = {"layout": PackLayout.of(*bounds.values(), length, CPU)}
     rest |= {"mask_R": torch.ones(rows, dtype=torch.bool), "num_grad_rows": rows if grad_rows is None else grad_rows}
-    return MicroBatch(token_T=tokens, position_T=tokens, **bounds, **dict(zip(names, zeros, strict=True)), **rest)
+    return MicroBatch(token_T=tokens, position_T=tokens, **bounds, **of_rows, **rest)
 
 
 QWEN3_8B = {"model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6, "vocab_size": 151_936}
