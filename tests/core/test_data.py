@@ -159,9 +159,9 @@ def test_packs_hold_every_sampled_token_once_behind_its_context(max_tokens, shar
             packed.append((ids, *values))
         assert (np.diff(pack.seq_R) >= 0).all()
         num_sequences += len(np.unique(pack.seq_R))
-        kinds = {name: getattr(pack, name).dtype for name in pack.__slots__}
-        floats = dict.fromkeys(("sampler_logp_R", "adv_R", "reward_R"), np.float32)
-        assert kinds == {name: np.int64 for name in kinds} | {"cu_seqlens": np.int32} | floats
+        kinds = dict.fromkeys("token_T position_T prefix_S pos_R target_R version_R seq_R".split(), np.int64)
+        kinds |= dict.fromkeys(("sampler_logp_R", "adv_R", "reward_R"), np.float32) | {"cu_seqlens": np.int32}
+        assert {name: getattr(pack, name).dtype for name in kinds} == kinds
     expected = []
     for sample in samples:
         ids = (*sample.prompt_ids, *sample.output_ids.tolist())
