@@ -1,28 +1,30 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, on one machine with one: two commands of at most 9 minutes, what is worth most first.
+# Everything that needs a GPU, on one machine with one: each part within 9 minutes, what is worth most first.
 #
-#     bash bench/gpu.sh            five measurements beside their estimates, in first/first.md; then: is it right, and how
-#                                  fast? engine, sync, kernels; our head beside the bare matmuls; a training step,
-#                                  compiled and eager; a sync of 1.5 B; the smoke run
+#     bash bench/gpu.sh            right and fast
+#     bash bench/gpu.sh right      engine, sync, kernels against float64, the smoke run: is it right?
+#     bash bench/gpu.sh fast       steps of configs/math_1b.yaml with random weights; a training step, compiled and eager;
+#                                  our head beside the bare matmuls; a sync; measurements beside their estimates
 #     bash bench/gpu.sh peers      other projects' heads beside ours, and more shapes
-#     bash bench/gpu.sh --cpu      both on a CPU, tiny: whether the scripts work (core or peers: one of them)
+#     bash bench/gpu.sh --cpu      all on a CPU, tiny: whether the scripts work
 #
-# GRPO_PYTHON: its Python (default python3); OUT: where results go (default bench/results/gpu_<date>). No network is
-# needed. Other heads come from .gpu/peers (bench/pack_peers.sh), a slim vLLM from .gpu/1 (its install.sh) or the Python;
-# what is not there is reported as absent. Every result is written as it ends, each item has a time limit of its own, and
-# an item that fails does not end the others. Exit code 1: a check failed or an item broke off.
+# GRPO_PYTHON: its Python (default python3); OUT: where results go (default bench/results/gpu_<date>); SECONDS_IN_ALL:
+# after them nothing is begun (535). No network is needed. Other heads come from .gpu/peers (bench/pack_peers.sh), a
+# tokenizer and data for the recipe from .gpu (bench/gpu_recipe.py), a slim vLLM from .gpu/1 (its install.sh) or the
+# Python; what is not there is reported as absent. Every result is written as it ends, each item has a time limit of its
+# own, and an item that fails does not end the others. Exit code 1: a check failed or an item broke off.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${GRPO_PYTHON:-python3}
 parts=() dry=()
 for word in "$@"; do
     case $word in
-        core|peers) parts+=("$word") ;;
+        right|fast|peers) parts+=("$word") ;;
         --cpu) dry=(--dry) ;;
-        *) echo "gpu.sh: core, peers or --cpu, not '$word'" >&2; exit 2 ;;
+        *) echo "gpu.sh: right, fast, peers or --cpu, not '$word'" >&2; exit 2 ;;
     esac
 done
-((${#parts[@]})) || { ((${#dry[@]})) && parts=(core peers) || parts=(core); }
+((${#parts[@]})) || { ((${#dry[@]})) && parts=(right fast peers) || parts=(right fast); }
 out=${OUT:-bench/results/gpu_$(date +%F)}
 mkdir -p "$out"
 log=$out/$(IFS=_; echo "${parts[*]}").log
@@ -40,7 +42,7 @@ fi
 status=0
 
 item() {  # NAME SECONDS COMMAND...: its output goes to the log; past its time, or the whole course's, it is killed
-    local name=$1 limit=$2 left=$((535 - SECONDS)) begun=$SECONDS code=0
+    local name=$1 limit=$2 left=$((${SECONDS_IN_ALL:-535} - SECONDS)) begun=$SECONDS code=0
     shift 2
     ((${#dry[@]})) && left=900 limit=900
     ((limit < left)) || limit=$left
@@ -63,25 +65,32 @@ smoke_run() {
     item "smoke run learned" 20 "$python" bench/gpu_learned.py "$out/smoke_run.jsonl" "$limit"
 }
 
-core() {
-    local shape vllm=here
-    "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("vllm") is None)' || vllm=absent
-    if [[ $vllm == here ]]; then
-        item "first ten minutes" 180 "$python" -m bench.gpu_first "${dry[@]}" --out "$out/first"
-        item "engine" 150 "$python" -m bench.gpu_smoke "${dry[@]}" --out "$out/smoke.jsonl"
-    else echo "first ten minutes, engine, sync of 1.5 B, smoke run: absent (no vllm here)" | tee -a "$log"; fi
+right() {
+    if [[ $vllm == here ]]; then item "engine" 150 "$python" -m bench.gpu_smoke "${dry[@]}" --out "$out/smoke.jsonl"
+    else echo "engine, smoke run: absent (no vllm here)" | tee -a "$log"; fi
     item "correctness" 150 "$python" -m bench.gpu_check "${dry[@]}"
-    for shape in "${mains[@]}"; do
-        item "our head $shape" 60 "$python" -m bench.head "${dry[@]}" --shapes "$shape" --out "$out/head.jsonl" \
-            --only linear_loss "linear_loss, fused" "linear_loss, 512 rows" linear_logp
-    done
+    [[ $vllm == absent ]] || smoke_run
+}
+
+fast() {
     item "training step" 110 "$python" -m bench.train_step "${dry[@]}" --out "$out/train_step.jsonl"
-    ((${#dry[@]})) ||  # a CPU's is eager
-        item "training step, eager" 60 "$python" -m bench.train_step --eager --out "$out/train_step.jsonl"
+    our_head "${mains[0]}"
+    if [[ $vllm == absent ]]; then echo "recipe, sync, first ten minutes: absent (no vllm here)" | tee -a "$log"
+    elif [[ -d .gpu/qwen || ${#dry[@]} -gt 0 ]]; then
+        item "recipe" 200 "$python" -m bench.gpu_recipe "${dry[@]}" --out "$out"
+    else echo "recipe: absent (no .gpu/qwen)" | tee -a "$log"; fi
     if [[ $vllm == here ]]; then
         item "sync of 1.5 B" 90 "$python" -m bench.gpu_sync "${dry[@]}" --out "$out/sync.jsonl"
-        smoke_run
+        item "first ten minutes" 180 "$python" -m bench.gpu_first "${dry[@]}" --out "$out/first"
     fi
+    ((${#dry[@]})) ||  # a CPU's is eager
+        item "training step, eager" 60 "$python" -m bench.train_step --eager --out "$out/train_step.jsonl"
+    our_head "${mains[1]}"
+}
+
+our_head() {
+    item "our head $1" 60 "$python" -m bench.head "${dry[@]}" --shapes "$1" --out "$out/head.jsonl" \
+        --only linear_loss "linear_loss, fused" "linear_loss, 512 rows" linear_logp
 }
 
 peers() {
@@ -97,6 +106,8 @@ peers() {
 
 { date; nvidia-smi; } >"$log" 2>&1
 [[ -f .gpu/1/install.sh && ${#dry[@]} == 0 ]] && eval "$(sh .gpu/1/install.sh)"
+vllm=here
+"$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("vllm") is None)' || vllm=absent
 for part in "${parts[@]}"; do "$part"; done
 
 echo
@@ -105,6 +116,7 @@ echo
     grep -E "^(PASS|FAIL)" "$log" | sed -E 's/^(PASS|FAIL).*/\1/' | sort | uniq -c
     grep -E "^FAIL" "$log"
     [[ -f $out/head.jsonl ]] && "$python" -m bench.head --table "$out/head.jsonl"
+    grep '^{"step"' "$log" | tail -n2
     for file in train_step smoke sync; do cut -c1-600 "$out/$file.jsonl" 2>/dev/null; done
     tail -n1 "$out/smoke_run.jsonl" 2>/dev/null | cut -c1-1500
     echo "$SECONDS s in all; everything is in $out"

@@ -1,0 +1,76 @@
+"""Steps of configs/math_1b.yaml itself on one GPU, with random weights of Qwen2.5-1.5B: seconds, speed, memory.
+
+    python -m bench.gpu_recipe --out FOLDER       --dry: steps of the smoke recipe, on a CPU
+
+Needs the tokenizer of Qwen2.5 in .gpu/qwen and gsm8k_train.jsonl in .gpu. Random weights end hardly a reply, so each
+has its full 768 tokens; the reward is whether the number of characters is even. metrics.jsonl is the result, and the
+plan's lines are in the log: its GiB beside the measured ones.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+import grpo
+from bench.head import ROOT
+from bench.train_step import QWEN
+from hf.model_config import ModelConfig
+from system.exits import exit_process
+
+QWEN_FILES = QWEN | {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768, "torch_dtype": "bfloat16"}
+
+
+def even(completions: list[str]) -> list[float]:
+    """The reward: half of all replies have it, whatever they say."""
+    return [float(len(completion) % 2 == 0) for completion in completions]
+
+
+def random_model(folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    shutil.copytree(ROOT / ".gpu/qwen", folder, dirs_exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(QWEN_FILES))
+    generator = torch.Generator("cuda").manual_seed(0)
+    weights = {}
+    for name, shape in ModelConfig.from_hf(QWEN).tensor_shapes():
+        weight = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+        weights[name] = (weight.fill_(1) if "norm" in name else weight.normal_(0, 0.02, generator=generator)).cpu()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("words", nargs="*", help="key=value")
+    args = parser.parse_args()
+    logs = Path(tempfile.mkdtemp())
+    words = [f"logger.log_dir={logs}", "checkpointing.enabled=false", f"grpo.max_num_steps={args.steps}"]
+    words += ["grpo.val_at_start=false", "grpo.val_at_end=false", "grpo.val_period=0"]
+    config = "configs/smoke.yaml"
+    if not args.dry:
+        config, model = "configs/math_1b.yaml", Path(tempfile.mkdtemp())
+        random_model(model)
+        words += [f"policy.model_name={model}", f"data.train.data_path={ROOT}/.gpu/gsm8k_train.jsonl"]
+        words += [f"data.validation.data_path={ROOT}/.gpu/gsm8k_train.jsonl", "cluster.gpus_per_node=1"]
+        words += ["data.default.env_name=bench.gpu_recipe:even", "grpo.num_prompts_per_step=16"]
+    args.out.mkdir(parents=True, exist_ok=True)
+    with mock.patch.object(sys, "argv", ["grpo.py", str(ROOT / config), *words, *args.words]):
+        code = grpo.main()
+    rows = [json.loads(line) for line in next(logs.glob("exp_*/metrics.jsonl")).read_text().splitlines()]
+    (args.out / "recipe.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for row in rows:
+        shown = {key: value for key, value in row.items() if key.startswith(("timing/", "performance/"))}
+        print(json.dumps({"step": row["step"]} | shown))
+    exit_process(code)
+
+
+if __name__ == "__main__":
+    main()
