@@ -1,16 +1,11 @@
-"""How this run computes the gradient of its loss: chosen at start, from the loss's source and from probes of it.
+"""How this run computes the gradient of its loss: chosen at start, from probes of the loss.
 
     two passes   `linear_logp`, the loss outside, autograd: where the derivative at a token depends on other tokens
     one pass     `linear_loss`: where each token's derivative depends on that token alone
-    fused        `linear_loss` with the Triton copy of the loss in clipped_pg.py: where the copy equals this run's loss
 
 No option is listed here: whoever edits loss.py gets the path that the edited loss needs.
 """
 
-import ast
-import hashlib
-import inspect
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,15 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from config import MAX_LOG_RATIO, ConfigError, LossConfig
-from kernels.backend import KernelBackend, LossPath
-from kernels.linear_logp import linear_logp
-from kernels.linear_loss import derivatives, linear_loss
-
-# `digest_of(loss.policy_loss)` when tests/kernels last showed that kernels/clipped_pg.py equals loss.py. After an edit
-# of loss.py, change the kernel too, run those tests, and put here what this prints:
-#   .venv/bin/python -c "import loss, loss_path; print(loss_path.digest_of(loss.policy_loss))"
-PROVEN = "0937cf76c01e5885"
+from config import ConfigError, LossConfig
+from kernels.backend import LossPath
+from kernels.linear_loss import derivatives
 
 PACK_DEPENDENCE = (
     "loss.py: the gradient at a token depends on the other sequences of its pack, or on the order of tokens; packs "
@@ -41,8 +30,6 @@ def choose_loss_path(
     cfg: LossConfig,
     has_old: bool,
     has_ref: bool,
-    backend: KernelBackend,
-    device: torch.device,
     filtered: bool = False,
     allow_pack_dependence: bool = False,
 ) -> LossPath:
@@ -59,25 +46,7 @@ def choose_loss_path(
         return replace(path, kind="two passes", why=why)
     if filtered and has_ref:
         return replace(path, kind="two passes", why="the KL is of log-probabilities without top_p and top_k")
-    if backend.name != "triton" or filtered:  # the fused kernel has no filter, next to which it would save little
-        return path
-    if digest_of(policy_loss) != PROVEN:
-        return replace(path, why="loss.py was edited")
-    if differ := _fused_differences(policy_loss, make_pack, backend, device):
-        return replace(path, why=f"the fused kernel has a different gradient at {differ} probes")
-    return replace(path, kind="fused")
-
-
-def digest_of(policy_loss: Callable) -> str:
-    """Digest of the file that defines policy_loss. Comments, docstrings and layout do not count."""
-    try:
-        tree = ast.parse(inspect.getsource(inspect.getmodule(policy_loss)))
-    except (OSError, TypeError):  # defined at run time, without a source file
-        return "unknown"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:] or [ast.Pass()]
-    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
+    return path
 
 
 def _pack(logp_R: Tensor, values_KR: Tensor, mask_R: Tensor, *, cfg: LossConfig, has_old: bool, has_ref: bool) -> dict:
@@ -140,42 +109,3 @@ def _probe(policy_loss: Callable, make_pack: Callable) -> tuple[bool, bool, bool
             other["seq_R"] = other["seq_R"] + 99 * (torch.arange(len(row_R)) // 24)
             depends_on_pack |= differ(partial(policy_loss, **other), stats_KR[:, row_R], slopes_KR[:, row_R], 1e-4)
     return coupled, depends_on_pack, has_grad
-
-
-def _edge_values(cfg: LossConfig) -> list[tuple[float, float, float, float]]:
-    """(logp - old, advantage, old - sampler, ref - logp): both sides of every bound of cfg for each sign of the
-    advantage, and extremes. Each row has one such value, because two extremes would hide each other's effect."""
-
-    def sides(*bounds: float | None) -> list[float]:
-        return [bound + side for bound in bounds if bound is not None for side in (-1e-3, 1e-3)]
-
-    weights = (cfg.truncated_importance_sampling_ratio_min, cfg.truncated_importance_sampling_ratio)
-    clips = [math.log(x) for x in (1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max, cfg.ratio_clip_c) if x]
-    bound = cfg.kl_input_clamp_value
-    log_ratios = [0.01, 0.7, -0.7, 3.0, -3.0, 50.0, -50.0, *sides(-MAX_LOG_RATIO, MAX_LOG_RATIO, *clips)]
-    gaps = [0.2, -0.2, 2.0, -2.0, 200.0, -200.0, math.inf, *sides(*(math.log(x) for x in weights if x))]
-    refs = [-0.1, 0.8, -0.8, 5.0, -5.0, 15.0, -15.0, 30.0, *sides(bound, bound and -bound)]
-    rows = [(log_ratio, adv, 0.1, 0.1) for log_ratio in log_ratios for adv in (1.3, -0.7, 0.0)]
-    rows += [(0.01, adv, gap, 0.1) for gap in gaps for adv in (1.3, -0.7)]
-    return rows + [(0.01, adv, 0.1, ref) for ref in refs for adv in (-2.1, 0.0)]
-
-
-def _fused_differences(policy_loss: Callable, make_pack: Callable, backend: KernelBackend, device: torch.device) -> int:
-    """How many probes, rows of a small head, get another gradient from the fused kernel than from autograd."""
-    values_RK = torch.tensor(_edge_values(make_pack.keywords["cfg"]))
-    values_RK = torch.cat([values_RK, torch.full((8, 4), math.nan)]).to(device)  # the last 8 are masked
-    generator, num_rows = torch.Generator().manual_seed(0), len(values_RK)
-    hidden_RD = torch.randn(num_rows, 8, generator=generator).to(device).requires_grad_()
-    weight_VD = torch.randn(33, 8, generator=generator).to(device)
-    target_R = torch.randint(33, (num_rows,), generator=generator).to(device)
-    logp_R = linear_logp(hidden_RD, weight_VD, target_R, temperature=0.9, backend=backend).detach()
-    pack_loss = partial(policy_loss, **make_pack(logp_R, values_RK.T, ~values_RK.isnan().any(1)))
-    slopes = []
-    for kind in ("one pass", "fused"):
-        loss, _ = linear_loss(
-            hidden_RD, weight_VD, target_R, temperature=0.9, num_grad_rows=num_rows, pack_loss=pack_loss,
-            path=LossPath(kind), backend=backend,
-        )  # fmt: skip
-        slopes += torch.autograd.grad(loss, hidden_RD)
-    error_R, size_R = (slopes[1] - slopes[0]).abs().amax(1), slopes[0].abs().amax(1)
-    return int((~(error_R <= 1e-4 * size_R + 1e-5)).sum())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import model
 from bench.head import facts
-from bench.head_cases import FUSED, LOGP, OURS, OURS_SMALL, call, exact_rows, heads, make_inputs, oracle, ours
+from bench.head_cases import LOGP, OURS, OURS_SMALL, call, exact_rows, heads, make_inputs, oracle, ours
 from bench.train_step import QWEN, TINY, WAYS, compute_gradients, config_of, random_batch, random_policy, set_way
 from config import LossConfig
 from hf.weights import sharded_parameters
@@ -52,7 +52,7 @@ def check_head(shape: tuple[int, ...], device: str, dtype: torch.dtype, backend:
         x.weight_VD[x.vocab :].neg_()
     exact, narrow = oracle(x), 3e-3 if dtype == torch.bfloat16 else 1e-5
     where = "x".join(map(str, shape))
-    for name in (OURS, OURS_SMALL, FUSED, LOGP):
+    for name in (OURS, OURS_SMALL, LOGP):
         forward = heads(backend)[name][1]()
         loss, logp_N, grad_ND, grad_VD = first = call(forward, x, True)
         check(f"{name} {where}: logp, mean", (logp_N - exact["logp"]).abs().mean().item(), 1e-4)
@@ -77,7 +77,7 @@ def check_every_term(shape: tuple[int, int, int], device: str, dtype: torch.dtyp
     pack = {"mask_R": row_N < num_rows * 3 // 4, "seq_R": row_N // 64, "positive_R": x.target_N % 2 == 1}
     pack |= {name: num_rows for name in ("num_valid_tokens", "num_valid_seqs", "num_positive_tokens")}
     found = {}
-    for kind, wide in (("one pass", torch.float64), ("one pass", dtype), ("fused", dtype)):
+    for kind, wide in (("one pass", torch.float64), ("one pass", dtype), ("two passes", dtype)):
         hidden_ND, weight_VD = (t.detach().to(wide).requires_grad_() for t in (x.hidden_ND, x.weight_VD))
         tensors = {
             name: t.to(torch.promote_types(wide, torch.float32)) for name, t in (rows | {"adv_R": x.adv_N}).items()
@@ -135,7 +135,7 @@ def check_step(ranks: Ranks, device: torch.device, dry: bool) -> None:
     for tied in (True, False):
         hf = (TINY if dry else QWEN | {"num_hidden_layers": 2}) | {"tie_word_embeddings": tied}
         policy = random_policy(hf, device, "bfloat16")
-        batch = random_batch(config_of("fused"), policy.vocab_limit, 16, ranks, device)
+        batch = random_batch(config_of("one pass"), policy.vocab_limit, 16, ranks, device)
         gradient = {}
         for name in [*WAYS] if dry else [*WAYS, "compiled"]:
             way = name

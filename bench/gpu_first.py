@@ -31,7 +31,7 @@ from system.exits import exit_process
 GIB = 2**30
 EIGHT = QWEN | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8}
 EIGHT |= {"model_type": "qwen3", "head_dim": 128, "tie_word_embeddings": False}
-NAMES = {"embedding_dense_backward": "backward of shared prompts", "flash": "attention"}
+NAMES = {"segment_reduce": "backward of shared prompts", "flash": "attention"}
 ESTIMATES = {
     "1 gaps at the largest moment": "0 to 2 GiB of 2 in the plan (est.)",
     "2 waits for the GPU in a step": "at most 6 (est.)",
@@ -97,39 +97,47 @@ def smoke_run(dry: bool, out: Path) -> dict[str, str]:
 
 
 def profile(device: torch.device, ranks, dry: bool, out: Path) -> dict[str, str]:
-    """3: shares of the GPU's time (of a CPU's, dry), by kernels and by the operation that launched them."""
-    cfg = config_of("fused")
-    model = random_policy(TINY if dry else QWEN, device, cfg.policy.precision)
-    batch = random_batch(cfg, model.vocab_limit, 4 if dry else 32, ranks, device)
-    set_way(model, "torch" if dry else "fused", device)
+    """3: shares of the GPU's time (of a CPU's, dry), by kernels and by the operation that launched them, with prompts
+    shared and not; and the share of the wall clock in which the GPU works."""
+    model = random_policy(TINY if dry else QWEN, device, config_of("one pass").policy.precision)
+    set_way(model, "torch" if dry else "one pass", device)
     if not dry:
         model.compile_blocks()
-    compute_gradients(model, batch, cfg)
-    with torch.profiler.profile(profile_memory=False) as measured:
-        compute_gradients(model, batch, cfg)
-    rows = measured.key_averages()
-    (out / "profile.txt").write_text(rows.table(sort_by="self_cpu_time_total" if dry else "cuda_time_total"))
-
-    def own(row) -> float:
-        return row.self_cpu_time_total if dry else row.self_device_time_total
-
-    total = sum(map(own, rows))
     shares = {}
-    for part, name in NAMES.items():
-        time_of = sum((row.cpu_time_total if dry else row.device_time_total) for row in rows if part in row.key)
-        shares[f"3 {name}"] = f"{time_of / total:.1%}" + " of a CPU" * dry
+    for shared in (True, False):
+        cfg = config_of("one pass", f"policy.sequence_packing.share_prefix={shared}")
+        batch = random_batch(cfg, model.vocab_limit, 4 if dry else 32, ranks, device)
+        wall = seconds(lambda batch=batch, cfg=cfg: compute_gradients(model, batch, cfg), 3)
+        with torch.profiler.profile(profile_memory=False) as measured:
+            compute_gradients(model, batch, cfg)
+        rows = measured.key_averages()
+        name = "shared" if shared else "whole"
+        sort = "self_cpu_time_total" if dry else "self_cuda_time_total"
+        (out / f"profile_{name}.txt").write_text(rows.table(sort_by=sort, row_limit=40, max_name_column_width=90))
+
+        def own(row) -> float:
+            return row.self_cpu_time_total if dry else row.self_device_time_total
+
+        kernels = [row for row in rows if dry or row.device_type == torch.autograd.DeviceType.CUDA]
+        total = sum(map(own, kernels))
+        for part, label in NAMES.items() if shared else ():
+            time_of = sum((row.cpu_time_total if dry else row.device_time_total) for row in rows if part in row.key)
+            shares[f"3 {label}"] = f"{time_of / total:.1%}" + " of a CPU" * dry
+        print(f"profile, {name}: {1e3 * wall:.1f} ms by the wall clock, kernels {total / 1e3:.1f} ms", flush=True)
+        for row in sorted(kernels, key=own, reverse=True)[:14]:
+            print(f"    {own(row) / 1e3:8.2f} ms {row.count:6} x {row.key[:100]}", flush=True)
     return shares
 
 
 def blocks(device: torch.device, ranks, dry: bool) -> dict[str, str]:
     """5: four blocks of the form, less none of them, times nine."""
-    found, cfg = {}, config_of("fused")
+    found, cfg = {}, config_of("one pass")
     hf = TINY if dry else EIGHT | {"num_hidden_layers": 4}
     for recompute, name in ((True, "recomputed"), (False, "all kept")):
         took = []
         for num_layers in (hf["num_hidden_layers"], 1):
             model = random_policy(hf | {"num_hidden_layers": num_layers}, device, cfg.policy.precision)
-            set_way(model, "torch" if dry else "fused", device)
+            set_way(model, "torch" if dry else "one pass", device)
             for block in model.model["layers"]:
                 block.recompute = recompute
             if not dry:

@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="one line of JSON is added")
     args = parser.parse_args()
     vllm = "policy.generation.vllm_cfg"
-    cfg = config_of("fused", f"{vllm}.enforce_eager=true", f"{vllm}.gpu_memory_utilization=0.3")
+    cfg = config_of("one pass", f"{vllm}.enforce_eager=true", f"{vllm}.gpu_memory_utilization=0.3")
     _, device = start_process_group(tp_size=1)
     hf = TINY if args.dry else QWEN
     policy = random_policy(hf, device, cfg.policy.precision)

@@ -34,7 +34,6 @@ import triton
 from bench import peers
 from bench.head_cases import (
     BARE,
-    FUSED,
     LIGER_GRPO,
     LOGP,
     OURS,
@@ -128,7 +127,7 @@ def measure(shape: tuple, args: argparse.Namespace, write: Callable) -> list[dic
             line = found[name, backward][0]
             line |= {"status": "ok", "ms": ms, "tflops": flops / ms / 1e9, "of_bare": floor / ms, "ms_all": all_ms}
             write(line)
-    for key in ((OURS, True), (FUSED, True), (LOGP, True), (LOGP, False)):
+    for key in ((OURS, True), (LOGP, True), (LOGP, False)):
         if key in found and found[key][1]:
             write({"shape": shape, "profile": key, "kernel_ms": kernel_ms(found[key][1], cuda)})
     return [line for line, _ in found.values()]

@@ -18,7 +18,6 @@ from kernels import KernelBackend, LossPath, linear_logp, linear_loss
 from loss import policy_loss
 
 BARE, NAIVE, OURS, OURS_SMALL, LOGP = "bare matmuls", "naive", "linear_loss", "linear_loss, 512 rows", "linear_logp"
-FUSED = "linear_loss, fused"
 LIGER_GRPO, VERL = "Liger GRPO", "verl"
 
 
@@ -51,7 +50,7 @@ def make_inputs(
     logp_N = torch.cat([logp for _, logp, _ in exact_rows(x, torch.float64 if device == "cuda" else torch.float32)])
     x.old_N = logp_N.float() + 0.2 * torch.rand(num_rows, **like) - 0.1
     length = peers.seq_len(num_rows)
-    x.adv_N = torch.randn(num_rows // length, **like).repeat_interleave(length)
+    x.adv_N = torch.randn(-(-num_rows // length), **like).repeat_interleave(length)[:num_rows]
     x.hidden_ND.requires_grad_(), x.weight_VD.requires_grad_()
     return x
 
@@ -89,9 +88,9 @@ def oracle(x: Inputs) -> dict[str, Tensor]:
     return exact | {"CE dX": -slope_ND / num_rows, "CE dW": grads_KVD[1]}
 
 
-def ours(backend: KernelBackend, kind: str = "one pass") -> Callable:
+def ours(backend: KernelBackend) -> Callable:
     """`linear_loss` on the PPO-clip loss, one sequence for each advantage."""
-    path = LossPath(kind, zero_adv_has_grad=False)
+    path = LossPath("one pass", zero_adv_has_grad=False)
 
     def forward(x: Inputs):
         num_rows, seen = len(x.old_N), []
@@ -135,7 +134,6 @@ def heads(backend: str) -> dict[str, tuple[str, Callable]]:
     """Name -> (what it computes, the function that makes it)."""
     return {
         OURS: ("GRPO", lambda: ours(KernelBackend(backend))),
-        FUSED: ("GRPO", lambda: ours(KernelBackend(backend), "fused")),
         OURS_SMALL: ("GRPO", lambda: ours(KernelBackend(backend, 512))),
         "linear_loss, 2048 rows": ("GRPO", lambda: ours(KernelBackend(backend, 2048))),
         "linear_loss, 8192 rows": ("GRPO", lambda: ours(KernelBackend(backend, 8192))),

@@ -4,8 +4,8 @@
 
 Through the project's own code (model.shard, batch, grpo.compute_loss, optim; one rank), with packs like those of
 configs/math_1b.yaml: 8,192 tokens, groups of 16, prompts of 60 to 160, responses of 100 to 400, no reference policy.
-Four ways: the fused kernel; one pass; two passes, as losses that couple tokens have it; one pass in PyTorch; the first
-with prompts shared and not. flops: run.speed.train_flops, as a run logs them. utilisation: that per second over the
+Three ways: one pass, with prompts shared and not; two passes, as losses that couple tokens have it; one pass in
+PyTorch. flops: run.speed.train_flops, as a run logs them. utilisation: that per second over the
 GPU's peak in run.speed.PEAK_TFLOPS, 0 for another GPU. head: the same step without the blocks, 6 R D V for R rows.
 """
 
@@ -56,7 +56,6 @@ TOKENIZER = {151936: 151665, 515: 509}  # of a model with so many rows in its he
 TINY = QWEN | {"vocab_size": 515, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 WAYS = {  # policy.kernel_backend and the kind of loss path
-    "fused": ("auto", "fused"),
     "one pass": ("auto", "one pass"),
     "two passes": ("auto", "two passes"),
     "torch": ("torch", "one pass"),
@@ -70,7 +69,6 @@ def config_of(way: str, *overrides: str) -> Config:
 
 
 def set_way(model: nn.Module, way: str, device: torch.device) -> None:
-    """The fused kernel is for these options what it proves to be at start; here it need not prove it again."""
     model.backend = choose_backend(WAYS[way][0], device.type)
     model.loss_path = LossPath(WAYS[way][1], zero_adv_has_grad=False)
 
@@ -163,7 +161,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a line of JSON is added for each way")
     args = parser.parse_args()
     ranks, device = start_process_group(tp_size=1)
-    cfg = config_of("fused")
+    cfg = config_of("one pass")
     model = random_policy(TINY if args.dry else QWEN, device, cfg.policy.precision)
     compiled = compiles(False if args.eager else cfg.policy.compile, device.type)
     if compiled:
@@ -174,11 +172,10 @@ def main() -> None:
     vocab = model.vocab_limit
     optimizer = build_optimizer(model, cfg.policy.optimizer)
     shared = "policy.sequence_packing.share_prefix"
-    batches = [
-        random_batch(config_of("fused", f"{shared}={on}"), vocab, args.samples, ranks, device) for on in (True, False)
-    ]
-    others = [(way, batches[0], True) for way in WAYS if way != "fused"]
-    for way, batch, share_prefix in [("fused", batches[0], True), ("fused", batches[1], False), *others]:
+    configs = {on: config_of("one pass", f"{shared}={on}") for on in (True, False)}
+    batches = {on: random_batch(cfg, vocab, args.samples, ranks, device) for on, cfg in configs.items()}
+    for way, share_prefix in [("one pass", True), ("one pass", False), ("two passes", True), ("torch", True)]:
+        batch = batches[share_prefix]
         cfg = config_of(way)
         work = count(model, batch)
         set_way(model, way, device)

@@ -58,10 +58,9 @@ class LossPath:
     zero_adv_has_grad: the loss has a gradient at tokens with advantage 0, from a KL, an entropy bonus or an NLL.
     """
 
-    kind: Literal["fused", "one pass", "two passes"] = "two passes"
+    kind: Literal["one pass", "two passes"] = "two passes"
     why: str = ""
     zero_adv_has_grad: bool = True
 
     def describe(self) -> str:
-        kind = "fused Triton kernel, proven equal to" if self.kind == "fused" else f"{self.kind}, autograd of"
-        return f"loss: {kind} loss.py" + (f" ({self.why})" if self.why else "")
+        return f"loss: {self.kind}, autograd of loss.py" + (f" ({self.why})" if self.why else "")

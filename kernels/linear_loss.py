@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.backend import KernelBackend, LossPath, backend_for
-from kernels.clipped_pg import clipped_pg_dlogits_, kernel_inputs
 from kernels.linear_logp import linear_logp
 from kernels.softmax import SamplingFilter, logit_chunks, mm_float32, wide_dtype
 
@@ -62,18 +61,17 @@ def linear_loss(
             pack_loss = partial(pack_loss, unfiltered_logp_R=logp_of_all_R)
         loss, metrics = pack_loss(logp_R, entropy_R=entropy_R)
         return loss, metrics | {DEVIATION: loss.new_zeros(())}
-    assert not needs_unfiltered and (sampling_filter is None or path.kind != "fused"), path
-    return _OnePass.apply(hidden_RD, weight_VD, target_R.contiguous(), num_grad_rows, pack_loss, path, options)
+    assert not needs_unfiltered, path
+    return _OnePass.apply(hidden_RD, weight_VD, target_R.contiguous(), num_grad_rows, pack_loss, options)
 
 
 class _OnePass(torch.autograd.Function):
     """Forward computes (loss, metrics) and both gradients; backward scales the gradients."""
 
     @staticmethod
-    def forward(ctx, hidden_RD, weight_VD, target_R, num_grad_rows, pack_loss, path, options):
+    def forward(ctx, hidden_RD, weight_VD, target_R, num_grad_rows, pack_loss, options):
         wide = wide_dtype(hidden_RD)
-        vocab, backend = options["vocab"], options["backend"]
-        is_fused = path.kind == "fused" and backend.name == "triton"
+        vocab = options["vocab"]
         rest = slice(num_grad_rows, None)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden_RD = hidden_RD.new_zeros(hidden_RD.shape) if need_hidden else None
@@ -85,23 +83,18 @@ class _OnePass(torch.autograd.Function):
         of_rest = linear_logp(hidden_RD[rest], weight_VD, target_R[rest], return_entropy=True, **options)
         stats_KR[0, rest], stats_KR[1, rest] = of_rest
         torch._assert_async(((target_R >= 0) & (target_R < vocab)).all(), "a target is outside the vocabulary")
-        inputs_KR = kernel_inputs(pack_loss.keywords, wide) if is_fused else None
         for chunk in logit_chunks(hidden_RD[:num_grad_rows], weight_VD, target_R, **options):
             rows = chunk.rows
-            if is_fused:
-                dz_CV = clipped_pg_dlogits_(chunk, inputs_KR, stats_KR, pack_loss.keywords)
-            else:
-                stats_KR[:, rows] = chunk.logp_and_entropy()
-                loss, metrics, slopes_KR, sees_entropy = derivatives(pack_loss, stats_KR)
-                used_KR[:, rows] = slopes_KR[:, rows]
-                dz_CV = chunk.dlogits_(slopes_KR[0, rows], slopes_KR[1, rows] if sees_entropy else None)
+            stats_KR[:, rows] = chunk.logp_and_entropy()
+            loss, metrics, slopes_KR, sees_entropy = derivatives(pack_loss, stats_KR)
+            used_KR[:, rows] = slopes_KR[:, rows]
+            dz_CV = chunk.dlogits_(slopes_KR[0, rows], slopes_KR[1, rows] if sees_entropy else None)
             if need_hidden:
                 torch.mm(dz_CV, weight_VD[: dz_CV.shape[1]], out=grad_hidden_RD[rows])
             if need_weight:
                 mm_float32(dz_CV.T, hidden_RD[rows], grad_weight_VD[: dz_CV.shape[1]], accumulate=rows.start > 0)
-        if is_fused or not num_grad_rows:
+        if not num_grad_rows:
             loss, metrics, slopes_KR, _ = derivatives(pack_loss, stats_KR)
-            used_KR[:, :num_grad_rows] = slopes_KR[:, :num_grad_rows]
         ctx.save_for_backward(grad_hidden_RD, grad_weight_VD)
         ctx.dtype = hidden_RD.dtype
         return loss, metrics | {DEVIATION: torch.maximum(*map(_deviation, used_KR, slopes_KR))}
@@ -114,7 +107,7 @@ class _OnePass(torch.autograd.Function):
             None if x is None else torch.mul(x, scale, out=torch.empty_like(x, dtype=ctx.dtype))
             for x in ctx.saved_tensors
         ]
-        return *grads, *[None] * 5
+        return *grads, *[None] * 4
 
 
 def derivatives(pack_loss: Callable, stats_KR: Tensor) -> tuple[Tensor, dict, Tensor, bool]:

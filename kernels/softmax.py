@@ -184,17 +184,6 @@ def bfloat16_factors(on: bool) -> Iterator[None]:
         matmul.fp32_precision = before
 
 
-def rows_in_flight(logits_CV: Tensor) -> int:
-    """Programs of a kernel that reads each row twice: as many as fit their rows into 3/4 of the L2 cache, which leaves
-    room for writes. If these would keep less than a quarter of the GPU busy, one per row."""
-    num_rows = len(logits_CV)
-    if not logits_CV.is_cuda:
-        return min(num_rows, 3)
-    device = torch.cuda.get_device_properties(logits_CV.device)
-    in_cache = device.L2_cache_size * 3 // 4 // (logits_CV.stride(0) * logits_CV.element_size())
-    return min(num_rows, in_cache) if in_cache >= device.multi_processor_count // 4 else num_rows
-
-
 def launch_options(row_stride: int) -> dict[str, int]:
     """Columns per block, and warps, of a program that owns a row."""
     block = min(BLOCK, triton.next_power_of_2(row_stride))

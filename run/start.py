@@ -24,7 +24,7 @@ from check.rules import must_save_by_seconds
 from engine import Engine, reply_parsers
 from graders.pool import GraderPool
 from hf.weights import full_shapes
-from kernels import KernelBackend, LossPath, SamplingFilter, choose_backend
+from kernels import LossPath, SamplingFilter, choose_backend
 from loss import policy_loss
 from loss_path import choose_loss_path
 from model import Decoder, Reference, load_policy, uses_flash_attention
@@ -221,7 +221,7 @@ def restore(run: Run) -> None:
 # --------------------------------------------------------------------- the policy, the engine and the sampler of a run
 
 
-def loss_path_of(cfg: config.Config, backend: KernelBackend, device: torch.device) -> LossPath:
+def loss_path_of(cfg: config.Config) -> LossPath:
     """How this run computes the gradient of its loss."""
     return choose_loss_path(
         policy_loss,
@@ -230,8 +230,6 @@ def loss_path_of(cfg: config.Config, backend: KernelBackend, device: torch.devic
         has_ref=cfg.loss_fn.reference_policy_kl_penalty > 0,
         filtered=sampling_filter_of(cfg.policy.generation) is not None,
         allow_pack_dependence=cfg.grpo.allow_pack_dependence,
-        backend=backend,
-        device=device,
     )
 
 
@@ -320,7 +318,7 @@ def build_policy(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: to
             defers_sync=policy.dtensor_cfg.defer_fsdp_grad_sync,
             deterministic=policy.deterministic_attention,
             backend=backend,
-            loss_path=loss_path_of(cfg, backend, device),
+            loss_path=loss_path_of(cfg),
         )
     if compiled:
         model.compile_blocks()

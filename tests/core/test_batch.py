@@ -187,7 +187,7 @@ def test_a_minibatch_without_a_sample_to_train_on_is_one_empty_pack(step, one_ra
         sample.num_trained_tokens = 0
     cfg = settings(policy={"train_global_batch_size": 10})
     minibatches = make_minibatches(samples, adv_B, cfg, rank(0), CPU)
-    finish_minibatches(minibatches, cfg, loss_path_of(cfg, KernelBackend("torch"), CPU), 0)
+    finish_minibatches(minibatches, cfg, loss_path_of(cfg), 0)
     assert [len(minibatch.micros) for minibatch in minibatches] == [1, 1]
     full, empty = minibatches
     assert full.num_seqs == 10 and (empty.num_tokens, empty.num_seqs, empty.num_positive_tokens) == (0, 0, 0)
@@ -203,7 +203,7 @@ def test_counts_of_each_minibatch_by_hand(step, one_rank):
     )
     minibatches = make_minibatches(samples, adv_B, cfg, rank(0), CPU)
     assert all(minibatch.num_tokens == 0 for minibatch in minibatches), "not known yet"
-    assert finish_minibatches(minibatches, cfg, loss_path_of(cfg, KernelBackend("torch"), CPU), 0) == []
+    assert finish_minibatches(minibatches, cfg, loss_path_of(cfg), 0) == []
     for minibatch, part in zip(minibatches, (samples[:10], samples[10:]), strict=True):
         assert len(minibatch.micros) > 1
         trained = {s.index + 4 * s.prompt: int((s.mask & np.isfinite(s.sampler_logps)).sum()) for s in part}
@@ -240,7 +240,7 @@ def test_rows_with_a_gradient_come_first(step, one_rank, loss_fn, reference, mov
         return sorted(zip(*(getattr(micro, name).tolist() for name in names), strict=True))
 
     before = [rows(micro) for micro in minibatch.micros]
-    finish_minibatches(minibatches, cfg, loss_path_of(cfg, KernelBackend("torch"), CPU), 0)
+    finish_minibatches(minibatches, cfg, loss_path_of(cfg), 0)
     assert [rows(micro) for micro in minibatch.micros] == before and len(before) > 2
     by_ids = {(*s.prompt_ids, *s.output_ids.tolist())[:-1]: (s, adv) for s, adv in zip(samples, adv_B, strict=True)}
     for micro in minibatch.micros:
@@ -260,7 +260,7 @@ def test_masked_sequences_are_behind_the_rows_with_a_gradient(step, one_rank):
     for micro in minibatches[0].micros:
         is_off = torch.tensor([ids in off for ids in sequences(micro)])
         micro.old_logp_R = micro.sampler_logp_R + is_off[micro.seq_R].float()
-    metrics = finish_minibatches(minibatches, cfg, loss_path_of(cfg, KernelBackend("torch"), CPU), 0)
+    metrics = finish_minibatches(minibatches, cfg, loss_path_of(cfg), 0)
     assert len(metrics) == len(minibatches[0].micros) > 2
     kept = [sample for i, sample in enumerate(samples) if i not in (4, 11)]
     assert (minibatches[0].num_seqs, minibatches[0].num_tokens) == (18, sum(int(s.mask.sum()) for s in kept))
@@ -284,7 +284,7 @@ def test_kl_in_reward_whitens_over_all_tokens_of_the_step(step, one_rank):
     keys = [list(zip(micro.pos_R.tolist(), micro.seq_R.tolist(), strict=True)) for micro in micros]
     value_T = torch.cat(value).double().numpy()
     mean, std = value_T.mean(), value_T.std()
-    finish_minibatches(minibatches, cfg, loss_path_of(cfg, KernelBackend("torch"), CPU), 0)
+    finish_minibatches(minibatches, cfg, loss_path_of(cfg), 0)
     for micro, raw, order in zip(micros, value, keys, strict=True):
         expected = dict(zip(order, ((raw.double().numpy() - mean) / std).tolist(), strict=True))
         after = zip(micro.pos_R.tolist(), micro.seq_R.tolist(), strict=True)

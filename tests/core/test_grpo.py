@@ -47,7 +47,7 @@ def step(policy):
 
 def scored(policy, reference, step, cfg, ranks):
     """The minibatches of a step, with everything that the loss needs."""
-    policy.loss_path = loss_path_of(cfg, KernelBackend("torch"), CPU)
+    policy.loss_path = loss_path_of(cfg)
     minibatches = batch.make_minibatches(*step, cfg, ranks, CPU)
     grpo.compute_logprobs(policy, reference, minibatches, cfg, 1)
     return minibatches

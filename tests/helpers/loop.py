@@ -73,7 +73,7 @@ def make_run(
     **counters,
 ) -> Run:
     """A run of `num_steps` steps; counters: of its RunState. It draws its data from a set without an end."""
-    policy.loss_path = loss_path_of(cfg, KernelBackend("torch"), CPU)
+    policy.loss_path = loss_path_of(cfg)
     optimizer = optimizer or KeepsGradients(policy)
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])

@@ -46,7 +46,7 @@ def batch_of(model, ranks, share_prefix, kind="one pass"):
     cfg = settings(
         policy={"sequence_packing": config.SequencePackingConfig(train_mb_tokens=64, share_prefix=share_prefix)}
     )
-    model.loss_path = replace(loss_path_of(cfg, KernelBackend("torch"), CPU), kind=kind)
+    model.loss_path = replace(loss_path_of(cfg), kind=kind)
     (minibatch,) = make_minibatches(samples, adv_B, cfg, ranks, CPU)
     finish_minibatches([minibatch], cfg, model.loss_path, 0)
     return minibatch, cfg
