@@ -197,9 +197,11 @@ def load_block(logits, column, vocab, row_stride):
     return tl.where(column < vocab, tl.load(logits + column, column < row_stride), -1e30)
 
 
-@triton.jit
-def row_stats(logits, target, vocab, row_stride, scale, BLOCK: tl.constexpr):
-    """logp, entropy, m and log2 s of the row that starts at `logits`; scale = 1 / temperature."""
+@triton.jit(do_not_specialize=["num_rows"])
+def row_stats_kernel(logits_ptr, target_ptr, stats_ptr, num_rows, vocab, row_stride, scale, BLOCK: tl.constexpr):
+    """A program per row writes its logp, entropy, m and log2 s into stats, [4, num_rows]. scale = 1 / temperature."""
+    row = tl.program_id(0).to(tl.int64)  # row * row_stride exceeds 2^31
+    logits, stats = logits_ptr + row * row_stride, stats_ptr + row
     largest = -1e30
     total, weighted = 0.0, 0.0  # sums of exp(z) and exp(z) z
     for start in tl.range(0, row_stride, BLOCK, num_stages=3):  # prefetches two blocks
@@ -211,20 +213,29 @@ def row_stats(logits, target, vocab, row_stride, scale, BLOCK: tl.constexpr):
         weighted = tl.exp2(rise) * (weighted + rise * total) + tl.sum(exp * z, 0)
         total = tl.exp2(rise) * total + tl.sum(exp, 0)
     log2_sum = tl.log2(total)
-    logp = (tl.load(logits + target) - largest) * scale - log2_sum * LN2
-    return logp, (log2_sum - weighted / total) * LN2, largest, log2_sum
+    tl.store(stats, (tl.load(logits + tl.load(target_ptr + row)) - largest) * scale - log2_sum * LN2)
+    tl.store(stats + num_rows, (log2_sum - weighted / total) * LN2)
+    tl.store(stats + 2 * num_rows, largest)
+    tl.store(stats + 3 * num_rows, log2_sum)
 
 
-@triton.jit
-def write_dlogits(
-    logits, dlogits_ptr, row, vocab, row_stride, target, largest, log2_sum, entropy, g, h, scale,
+@triton.jit(do_not_specialize=["num_rows"])
+def dlogits_kernel(
+    logits_ptr, dlogits_ptr, target_ptr, stats_ptr, g_ptr, h_ptr, num_rows, vocab, row_stride, scale,
     ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Overwrites the row that starts at `logits` with dz, in elements as wide or half as wide.
+    """A program per row overwrites it with dz, in elements as wide or half as wide. stats: of `row_stats_kernel`.
 
-    The program owns the row and goes from left to right. Narrow elements land on this block or earlier ones, which all
-    threads have read: a barrier separates loads from stores. The next block is prefetched meanwhile."""
+    The program goes from left to right. Narrow elements land on this block or earlier ones, which all threads have
+    read: a barrier separates loads from stores. The next block is prefetched meanwhile."""
+    row = tl.program_id(0).to(tl.int64)  # row * row_stride exceeds 2^31
+    logits, stats = logits_ptr + row * row_stride, stats_ptr + row
     dlogits = dlogits_ptr + row * row_stride * (32 // dlogits_ptr.dtype.element_ty.primitive_bitwidth)
+    target, g, h = tl.load(target_ptr + row), tl.load(g_ptr + row), 0.0
+    entropy, largest = tl.load(stats + num_rows), tl.load(stats + 2 * num_rows)
+    log2_sum = tl.load(stats + 3 * num_rows)
+    if ENTROPY:
+        h = tl.load(h_ptr + row)
     column = tl.arange(0, BLOCK)
     next_logit = load_block(logits, column, vocab, row_stride)
     for _ in range(0, row_stride, BLOCK):
@@ -237,32 +248,3 @@ def write_dlogits(
         tl.debug_barrier()
         tl.store(dlogits + column, dz.to(dlogits_ptr.dtype.element_ty), column < row_stride)
         column += BLOCK
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def row_stats_kernel(logits_ptr, target_ptr, stats_ptr, num_rows, vocab, row_stride, scale, BLOCK: tl.constexpr):
-    """A program per row writes logp, entropy, m and log2 s of it into stats, [4, num_rows]."""
-    row = tl.program_id(0).to(tl.int64)  # row * row_stride exceeds 2^31
-    stats, target = stats_ptr + row, tl.load(target_ptr + row)
-    logp, entropy, largest, log2_sum = row_stats(logits_ptr + row * row_stride, target, vocab, row_stride, scale, BLOCK)
-    tl.store(stats, logp)
-    tl.store(stats + num_rows, entropy)
-    tl.store(stats + 2 * num_rows, largest)
-    tl.store(stats + 3 * num_rows, log2_sum)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def dlogits_kernel(
-    logits_ptr, dlogits_ptr, target_ptr, stats_ptr, g_ptr, h_ptr, num_rows, vocab, row_stride, scale,
-    ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A program per row; stats: of `row_stats_kernel`."""
-    row = tl.program_id(0).to(tl.int64)
-    logits, stats = logits_ptr + row * row_stride, stats_ptr + row
-    target, entropy = tl.load(target_ptr + row), tl.load(stats + num_rows)
-    largest, log2_sum = tl.load(stats + 2 * num_rows), tl.load(stats + 3 * num_rows)
-    g, h = tl.load(g_ptr + row), 0.0
-    if ENTROPY:
-        h = tl.load(h_ptr + row)
-    terms = largest, log2_sum, entropy, g, h, scale
-    write_dlogits(logits, dlogits_ptr, row, vocab, row_stride, target, *terms, ENTROPY, BLOCK)

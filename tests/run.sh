@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up as train.sh does, runs the linter (over what git tracks), then the tests. Other arguments go to pytest.
 # A whole suite runs in three processes; named files run in one, as do the long tests and those of a GPU.
-#   --fork   what judges numbers: without linter, pages, imports, and whether loss.py is the one that the kernel knows
+#   --fork   what judges numbers: without linter, pages and imports
 #   --fast   40 s on two idle cores: no process is launched, a stand-in takes vLLM's place
 #   --long   those that take minutes each, which are left out otherwise
 set -euo pipefail

@@ -12,7 +12,6 @@ from loop import CPU
 import config
 import data
 from batch import finish_minibatches, make_minibatches, needs_old_logps, newest_gap, newest_tokens
-from kernels import KernelBackend
 from run.start import loss_path_of
 from system.ranks import Ranks
 

@@ -24,22 +24,20 @@ from batch import finish_minibatches, make_minibatches, to_device
 from data import pack_samples
 from hf.model_config import ModelConfig
 from kernels import LossPath, choose_backend, linear_logp, softmax
-from kernels.clipped_pg import clipped_pg_dlogits_
 from metrics import accumulate, reduce_over_ranks
 from model import Decoder, PackLayout, uses_flash_attention
 from optim import build_optimizer, clip_grad_norm, judge_step
 from run import start
 
 META, CPU = torch.device("meta"), torch.device("cpu")
-KERNEL_FILES = [inspect.getmodule(function) for function in (clipped_pg_dlogits_, linear_logp)] + [softmax]
+KERNEL_FILES = [inspect.getmodule(linear_logp), softmax]
 VOCAB = 200  # of the tokenizer; the model has 211 rows
 CHUNK = 48  # rows of logits at once: several chunks, the last one smaller
 QWEN3 = SIZES | {"model_type": "qwen3", "head_dim": 16, "rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 1e6}
 # What a kernel reads or writes through each of its pointers.
-POINTERS = dict.fromkeys(["logits_ptr", "stats_ptr", "inputs_ptr", "g_ptr", "h_ptr"], torch.float32)
+POINTERS = dict.fromkeys(["logits_ptr", "stats_ptr", "g_ptr", "h_ptr"], torch.float32)
 POINTERS |= {"dlogits_ptr": torch.bfloat16, "target_ptr": torch.int64}
 WAYS = {  # kernel backend, path of the loss, kernels of a step
-    "fused": ("auto", "fused", {"clipped_pg_kernel", "row_stats_kernel"}),
     "one pass": ("auto", "one pass", {"row_stats_kernel", "dlogits_kernel"}),
     "two passes": ("auto", "two passes", {"row_stats_kernel", "dlogits_kernel"}),
     "torch": ("torch", "one pass", set()),

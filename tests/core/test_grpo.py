@@ -16,7 +16,7 @@ import batch
 import config
 import grpo
 from hf.tokenizer import Tokenizer
-from kernels import KernelBackend, SamplingFilter
+from kernels import SamplingFilter
 from model import PackLayout, Reference, load_policy
 from run.start import loss_path_of
 from system.exits import StopRun

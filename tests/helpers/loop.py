@@ -14,7 +14,6 @@ import torch
 import grpo
 from config import Config
 from data import Sample
-from kernels import KernelBackend
 from model import Decoder, Reference
 from rollout import StepSamples
 from run.log import Timers

@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -32,12 +31,11 @@ SHARED = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, 
 def rows(name, dtype=None, **constants):
     """A kernel whose programs own rows. Its sizes are given as `VOCABULARY`'s: Triton's compiler is told which of them
     16 divides, as it is at a launch, and where that is not the row's length it makes loads of 4 bytes."""
-    from kernels.softmax import launch_options
+    from kernels import softmax
 
-    options = launch_options(VOCABULARY["row_stride"])
-    file = "clipped_pg" if name == "clipped_pg_kernel" else "softmax"
-    kernel = getattr(import_module(f"kernels.{file}"), name)
-    types = {"num_rows": "i32", "pack_rows": "i32", "vocab": "i32", "row_stride": "i32", "scale": "fp32"}
+    options = softmax.launch_options(VOCABULARY["row_stride"])
+    kernel = getattr(softmax, name)
+    types = {"num_rows": "i32", "vocab": "i32", "row_stride": "i32", "scale": "fp32"}
     types |= {"target_ptr": "*i64", "dlogits_ptr": f"*{dtype}", "BLOCK": options.pop("BLOCK")} | constants
     values = {argument: types.get(argument, "*fp32") for argument in kernel.arg_names}
     return kernel, values, options
@@ -47,35 +45,17 @@ def dlogits(dtype, entropy):
     return rows("dlogits_kernel", dtype, ENTROPY=entropy)
 
 
-def clipped_pg(dtype, **keys):
-    """All terms at once with keys, else the defaults on policy."""
-    from config import LossConfig
-
-    return rows("clipped_pg_kernel", dtype, CFG=LossConfig(**keys), HAS_OLD=bool(keys), HAS_REF=bool(keys))
-
-
 # Tokenizers of Qwen2.5 and Qwen3, of models with 151,936 columns; a model whose own columns are odd.
 VOCABULARIES = [(151665, 151936), (151669, 151936), (50257, 50272)]
 VOCABULARY = dict(zip(("vocab", "row_stride"), VOCABULARIES[0], strict=True))
-EVERY_TERM = {
-    "ratio_clip_c": 3.0,
-    "use_importance_sampling_correction": True,
-    "truncated_importance_sampling_type": "tis",
-    "truncated_importance_sampling_ratio": 2.0,
-    "entropy_coef": 0.01,
-    "positive_example_nll_weight": 0.1,
-}
 EVERYWHERE = {  # compiled for every target; the others for sm_90
     "dlogits bf16": partial(dlogits, "bf16", False),
     "row stats": partial(rows, "row_stats_kernel"),
-    "clipped pg bf16": partial(clipped_pg, "bf16"),
 }
 ROWS = {
     "dlogits bf16": EVERYWHERE["dlogits bf16"],
     "dlogits bf16 entropy": partial(dlogits, "bf16", True),
     "dlogits fp32 entropy": partial(dlogits, "fp32", True),
-    "clipped pg bf16": EVERYWHERE["clipped pg bf16"],
-    "clipped pg bf16 every term": partial(clipped_pg, "bf16", **EVERY_TERM),
 }
 VARIANTS = ROWS | {"row stats": EVERYWHERE["row stats"]}
 ELSEWHERE = [(variant, target) for variant in EVERYWHERE for target in sorted(TARGETS.keys() - {"sm_90"})]
@@ -159,14 +139,7 @@ def test_vocabularies_are_one_kernel():
 
 
 # What moves logits, 16 a thread and block: (16-byte loads, stores). Two blocks of each loop are under way before it.
-WIDE = {
-    "row stats": (12, 0),
-    "dlogits bf16": (8, 2),
-    "dlogits bf16 entropy": (8, 2),
-    "dlogits fp32 entropy": (8, 4),
-    "clipped pg bf16": (20, 2),
-    "clipped pg bf16 every term": (20, 2),
-}
+WIDE = {"row stats": (12, 0), "dlogits bf16": (8, 2), "dlogits bf16 entropy": (8, 2), "dlogits fp32 entropy": (8, 4)}
 INSTRUCTIONS = {  # of NVIDIA's and of AMD's assembly
     "loads": r"\bLDG(?:STS)?\b|\b(?:global|buffer|flat)_load_",
     "wide loads": r"\bLDG(?:STS)?\S*\.128\b|\b(?:global|buffer)_load_dwordx4\b",

@@ -4,26 +4,22 @@ CUDA's branches run there. The kernels are replaced by stand-ins: a launch of Tr
 """
 
 import itertools
-import sys
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import long_but
 from count_memory import LiveBytes
 
+import kernels.softmax
 from config import LossConfig
 from kernels import KernelBackend, LossPath, SamplingFilter, linear_loss
-from kernels.softmax import CHUNK_ELEMENTS, SORT_ELEMENTS, logit_chunks, rows_in_flight
+from kernels.softmax import CHUNK_ELEMENTS, SORT_ELEMENTS, logit_chunks
 from loss import policy_loss
 
 ROWS, WIDTH = 32768, 2048
-KINDS = ("fused", "one pass", "two passes")
-KERNELS = {  # by module: `kernels.linear_logp` is the function
-    "kernels.softmax": ("row_stats_kernel", "dlogits_kernel"),
-    "kernels.clipped_pg": ("clipped_pg_kernel",),
-}
+KINDS = ("one pass", "two passes")
+KERNELS = ("row_stats_kernel", "dlogits_kernel")
 
 
 class Launches:
@@ -43,10 +39,9 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch):
     """name -> what was launched."""
-    stand_ins = {name: Launches() for names in KERNELS.values() for name in names}
-    for module, names in KERNELS.items():
-        for name in names:
-            monkeypatch.setattr(sys.modules[module], name, stand_ins[name])
+    stand_ins = {name: Launches() for name in KERNELS}
+    for name in KERNELS:
+        monkeypatch.setattr(kernels.softmax, name, stand_ins[name])
     return stand_ins
 
 
@@ -70,7 +65,7 @@ def train(kind, vocab, columns, backend, sampling_filter=None, ref=False):
 @pytest.mark.parametrize(
     "kind, vocab, columns",
     long_but(
-        [("fused", 151936, 151936), ("one pass", 151665, 151936), ("two passes", 151665, 151665)],
+        [("one pass", 151936, 151936), ("one pass", 151665, 151936), ("two passes", 151665, 151665)],
         list(itertools.product(KINDS, (151665, 151669, 151936), (151936,)))
         + [(kind, 151665, 151665) for kind in KINDS],
     ),
@@ -81,7 +76,7 @@ def test_extra_memory(launches, kind, vocab, columns):
     assert [grad.shape for grad in grads] == [(ROWS, WIDTH), (columns, WIDTH)]
     assert all(grad.dtype == torch.bfloat16 for grad in grads)
     stride = -(-columns // 16) * 16
-    chunks = launches["clipped_pg_kernel" if kind == "fused" else "dlogits_kernel"].chunks
+    chunks = launches["dlogits_kernel"].chunks
     # Equal but for the rest of a tile; the logits of the whole weight.
     assert chunks == 5 * [(5504, columns, stride)] + [(5248, columns, stride)]
     assert 5504 * stride * 4 / 2**20 < extra <= 4096
@@ -104,7 +99,7 @@ def test_packs_of_any_size_ask_for_one_buffer(pack_rows, same):
 @pytest.mark.slow
 def test_extra_memory_with_512_rows(launches):
     """Then the most is taken where dW, 1,187 MiB in float32, and dX are scaled into the gradients that are returned."""
-    extra, *_ = train("fused", 151665, 151936, KernelBackend("triton", 512))
+    extra, *_ = train("one pass", 151665, 151936, KernelBackend("triton", 512))
     print(f"{extra:.0f} MiB")
     assert extra <= 1320
 
@@ -152,21 +147,3 @@ def test_chunks_are_equal_and_as_few_as_can_be():
         count = -(-num_rows // size)
         assert size % 128 == 0 and count == -(-num_rows // 5632) and size * count - num_rows < 128 * count
     assert [KernelBackend("triton", 300).rows(n, 151936) for n in (100, 301, 10**6)] == [128, 256, 300]
-
-
-@pytest.mark.parametrize(
-    "l2, processors, programs",
-    [(50, 132, 64), (60, 132, 77), (40, 108, 51), (126, 148, 163), (6, 72, 5504), (4, 304, 5504)],
-    ids=["H100", "H200", "A100", "B200", "A10", "MI300X"],
-)
-def test_rows_in_flight(monkeypatch, l2, processors, programs):
-    """Rows of 607,744 bytes in three quarters of L2, in MiB; all rows where that keeps too little of the GPU busy."""
-    device = SimpleNamespace(L2_cache_size=l2 * 2**20, multi_processor_count=processors)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-
-    class OnGpu(torch.Tensor):
-        is_cuda = True
-
-    logits_CV = torch.empty(5504, 151936, device="meta").as_subclass(OnGpu)
-    assert rows_in_flight(logits_CV) == programs
-    assert rows_in_flight(logits_CV[:7]) == 7

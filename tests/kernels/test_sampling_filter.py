@@ -198,7 +198,5 @@ def test_the_loss_is_that_of_the_filtered_logits(backend, ref, token_level):
 
 
 def test_paths_that_would_train_another_loss_are_refused():
-    cfg = LossConfig(reference_policy_kl_penalty=0.3)
-    for kind, ref in (("fused", False), ("one pass", True)):
-        with pytest.raises(AssertionError):
-            run_loss(cfg, TRITON, kind, SamplingFilter(0.8), ref)
+    with pytest.raises(AssertionError):
+        run_loss(LossConfig(reference_policy_kl_penalty=0.3), TRITON, "one pass", SamplingFilter(0.8), True)

@@ -12,15 +12,15 @@ import kernels.softmax
 from kernels import KernelBackend
 
 TRITON = KernelBackend("triton", 4)
-PATHS = {"torch": TORCH} | {kind: path_of(kind, TRITON) for kind in ("one pass", "fused", "two passes")}
+PATHS = {"torch": TORCH} | {kind: path_of(kind, TRITON) for kind in ("one pass", "two passes")}
 DTYPES = {"float32": (torch.float32, 1e-5), "bfloat16": (torch.bfloat16, 2 * 2**-8)}
-ROWS = 6  # a chunk of 4 and one of 2; of the first, a program of the fused kernel walks two
+ROWS = 6  # a chunk of 4 and one of 2
 # (vocabulary, rows of the weight): odd, prime, padded; one below and above a block of 32 columns, a tile of 256.
 SIZES = [(97, 97), (97, 128), (95, 96), (96, 96), (65, 96), (64, 113), (63, 64), (31, 33), (33, 47), (1, 1), (1, 16)]
 SIZES += [(63, 63), (255, 256), (256, 300), (257, 263), (257, 512), (512, 769)]
-FEW = [("fused", "bfloat16", 97, 97), ("fused", "float32", 64, 113), ("one pass", "bfloat16", 97, 128)]
+FEW = [("one pass", "bfloat16", 97, 97), ("one pass", "float32", 64, 113), ("one pass", "bfloat16", 97, 128)]
 FEW += [("one pass", "float32", 31, 33), ("two passes", "bfloat16", 65, 96), ("two passes", "float32", 257, 263)]
-FEW += [("torch", "float32", 97, 128), ("torch", "bfloat16", 63, 64), ("fused", "bfloat16", 63, 64)]
+FEW += [("torch", "float32", 97, 128), ("torch", "bfloat16", 63, 64), ("one pass", "bfloat16", 63, 64)]
 
 
 @pytest.fixture(autouse=True)

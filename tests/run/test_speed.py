@@ -15,7 +15,6 @@ import grpo
 from batch import MicroBatch, Minibatch, finish_minibatches, make_minibatches
 from data import Pack
 from hf.model_config import ModelConfig
-from kernels import KernelBackend
 from lora import LoRALinear, add_adapters
 from model import Decoder, PackLayout
 from run.speed import performance_metrics, train_flops
