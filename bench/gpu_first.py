@@ -118,7 +118,9 @@ def profile(device: torch.device, ranks, dry: bool, out: Path) -> dict[str, str]
         def own(row) -> float:
             return row.self_cpu_time_total if dry else row.self_device_time_total
 
-        kernels = [row for row in rows if dry or row.device_type == torch.autograd.DeviceType.CUDA]
+        # The operations that launched them and FSDP's annotations count the same time again.
+        on_gpu = torch.autograd.DeviceType.CUDA
+        kernels = [row for row in rows if dry or (row.device_type == on_gpu and not row.is_user_annotation)]
         total = sum(map(own, kernels))
         for part, label in NAMES.items() if shared else ():
             time_of = sum((row.cpu_time_total if dry else row.device_time_total) for row in rows if part in row.key)

@@ -4,8 +4,8 @@
 
 Through the project's own code (model.shard, batch, grpo.compute_loss, optim; one rank), with packs like those of
 configs/math_1b.yaml: 8,192 tokens, groups of 16, prompts of 60 to 160, responses of 100 to 400, no reference policy.
-Three ways: one pass, with prompts shared and not; two passes, as losses that couple tokens have it; one pass in
-PyTorch. flops: run.speed.train_flops, as a run logs them. utilisation: that per second over the
+One pass, with prompts shared and not, with gradients summed once, in larger packs; two passes, as losses that couple
+tokens have it; one pass in PyTorch. flops: run.speed.train_flops, as a run logs them. utilisation: that per second over the
 GPU's peak in run.speed.PEAK_TFLOPS, 0 for another GPU. head: the same step without the blocks, 6 R D V for R rows.
 """
 
@@ -60,6 +60,14 @@ WAYS = {  # policy.kernel_backend and the kind of loss path
     "two passes": ("auto", "two passes"),
     "torch": ("torch", "one pass"),
 }
+CASES = [  # way, share_prefix, train_mb_tokens, defer_fsdp_grad_sync
+    ("one pass", True, 8192, False),
+    ("one pass", False, 8192, False),
+    ("one pass", True, 8192, True),
+    ("one pass", True, 16384, True),
+    ("two passes", True, 8192, False),
+    ("torch", True, 8192, False),
+]
 
 
 def config_of(way: str, *overrides: str) -> Config:
@@ -110,7 +118,8 @@ def random_batch(cfg: Config, vocab: int, num_samples: int, ranks: Ranks, device
 
 def compute_gradients(model: nn.Module, batch: Minibatch, cfg: Config) -> None:
     for micro in batch.micros:
-        grpo.compute_loss(model, micro, batch, cfg)[0].backward()
+        loss, _ = grpo.compute_loss(model, micro, batch, cfg)
+        model.backward(loss, is_last=micro is batch.micros[-1])
 
 
 class HeadAlone(nn.Module):
@@ -130,6 +139,9 @@ class HeadAlone(nn.Module):
         head_fn = head_fn or partial(linear_logp, return_entropy=True)
         options = {"vocab": self.vocab_limit, "temperature": self.temperature, "backend": self.backend}
         return head_fn(hidden_RD, self.weight_VD, target_R, **options)
+
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        loss.backward()
 
 
 def count(model: Decoder, batch: Minibatch) -> dict[str, int]:
@@ -171,12 +183,11 @@ def main() -> None:
     head = HeadAlone(model, device, getattr(torch, cfg.policy.precision))
     vocab = model.vocab_limit
     optimizer = build_optimizer(model, cfg.policy.optimizer)
-    shared = "policy.sequence_packing.share_prefix"
-    configs = {on: config_of("one pass", f"{shared}={on}") for on in (True, False)}
-    batches = {on: random_batch(cfg, vocab, args.samples, ranks, device) for on, cfg in configs.items()}
-    for way, share_prefix in [("one pass", True), ("one pass", False), ("two passes", True), ("torch", True)]:
-        batch = batches[share_prefix]
-        cfg = config_of(way)
+    packing = "policy.sequence_packing"
+    for way, share_prefix, pack_tokens, defers in CASES:
+        cfg = config_of(way, f"{packing}.share_prefix={share_prefix}", f"{packing}.train_mb_tokens={pack_tokens}")
+        batch = random_batch(cfg, vocab, args.samples, ranks, device)
+        model.defers_sync = defers
         work = count(model, batch)
         set_way(model, way, device)
         set_way(head, way, device)
@@ -191,7 +202,8 @@ def main() -> None:
             compute_gradients(head, batch, cfg)
             head.zero_grad(set_to_none=True)
 
-        line = {"way": way, "share_prefix": share_prefix, "compiled": compiled} | work
+        line = {"way": way, "share_prefix": share_prefix, "pack_tokens": pack_tokens, "defers_sync": defers}
+        line |= {"num_packs": len(batch.micros), "compiled": compiled} | work
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         line["seconds"] = seconds(step, args.rounds)
