@@ -5,8 +5,8 @@
 Through the project's own code (model.shard, batch, grpo.compute_loss, optim; one rank), with packs like those of
 configs/math_1b.yaml: 8,192 tokens, groups of 16, prompts of 60 to 160, responses of 100 to 400, no reference policy.
 One pass, with prompts shared and not, with gradients summed once, in larger packs; two passes, as losses that couple
-tokens have it; one pass in PyTorch. flops: run.speed.train_flops, as a run logs them. utilisation: that per second over the
-GPU's peak in run.speed.PEAK_TFLOPS, 0 for another GPU. head: the same step without the blocks, 6 R D V for R rows.
+tokens have it; one pass in PyTorch. flops: run.speed.train_flops, as a run logs them. utilisation: that per second over
+the GPU's peak in run.speed.PEAK_TFLOPS, 0 for another GPU. head: the same step without the blocks, 6 R D V for R rows.
 """
 
 import argparse
