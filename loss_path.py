@@ -7,7 +7,6 @@ No option is listed here: whoever edits loss.py gets the path that the edited lo
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -36,48 +35,26 @@ def choose_loss_path(
     """The path of policy_loss (`loss.policy_loss`) with the options cfg. has_old, has_ref: whether this run gives
     old_logp_R and ref_logp_R; filtered: whether it filters logits. Deterministic, so all ranks choose the same path.
     ConfigError if the gradient depends on how sequences are packed, unless allow_pack_dependence."""
-    make_pack = partial(_pack, cfg=cfg, has_old=has_old, has_ref=has_ref)
-    coupled, depends_on_pack, has_grad = _probe(policy_loss, make_pack)
+    coupled, depends_on_pack, has_grad = _probe(policy_loss, cfg, has_old, has_ref)
     if depends_on_pack and not allow_pack_dependence:
         raise ConfigError(PACK_DEPENDENCE)
-    path = LossPath("one pass", zero_adv_has_grad=has_grad)
+    why = ""
     if coupled:
         why = f"the loss couples the tokens of a {'pack' if depends_on_pack else 'sequence'}"
-        return replace(path, kind="two passes", why=why)
-    if filtered and has_ref:
-        return replace(path, kind="two passes", why="the KL is of log-probabilities without top_p and top_k")
-    return path
+    elif filtered and has_ref:
+        why = "the KL is of log-probabilities without top_p and top_k"
+    return LossPath("two passes" if why else "one pass", why, has_grad)
 
 
-def _pack(logp_R: Tensor, values_KR: Tensor, mask_R: Tensor, *, cfg: LossConfig, has_old: bool, has_ref: bool) -> dict:
-    """The arguments of policy_loss but logp_R and entropy_R. values_KR: logp - old, advantage, old - sampler,
-    ref - logp. Sequences differ in length and in their share of positive tokens."""
-    log_ratio_R, adv_R, gap_R, ref_gap_R = values_KR
-    row_R = torch.arange(len(logp_R), device=logp_R.device)
-    old_R = logp_R - log_ratio_R if has_old else logp_R
-    return {
-        "old_logp_R": old_R if has_old else None,
-        "sampler_logp_R": logp_R - log_ratio_R if cfg.old_logprobs == "sampler" else old_R - gap_R,
-        "ref_logp_R": logp_R + ref_gap_R if has_ref else None,
-        "adv_R": adv_R,
-        "mask_R": mask_R,
-        "seq_R": row_R // 12 * 2 + (row_R % 12 > 3),
-        "positive_R": row_R % 7 < 3,
-        "num_valid_tokens": 1,
-        "num_valid_seqs": 1,
-        "num_positive_tokens": 1,
-        "cfg": cfg,
-    }
-
-
-def _probe(policy_loss: Callable, make_pack: Callable) -> tuple[bool, bool, bool]:
+def _probe(policy_loss: Callable, cfg: LossConfig, has_old: bool, has_ref: bool) -> tuple[bool, bool, bool]:
     """(whether the derivatives at a token depend on other tokens; whether on other sequences or the order of tokens;
     zero_adv_has_grad).
 
-    24 tokens of four sequences that are not alike, whose log-probabilities differ by little and by much. Every second
-    token, then sequence, is moved by little and by much, and the derivatives at the others are compared. Then a pack is
-    each sequence alone, from its last token to its first, and the whole fifty times: the derivatives must stay, but for
-    the rounding of sums in another order, which a loss may compute in float32.
+    24 tokens of four sequences that differ in length and in their share of positive tokens, whose log-probabilities
+    differ by little and by much. Every second token, then sequence, is moved by little and by much, and the derivatives
+    at the others are compared. Then a pack is each sequence alone, from its last token to its first, and the whole
+    fifty times: the derivatives must stay, but for the rounding of sums in another order, which a loss may compute in
+    float32.
     """
 
     def differ(pack_loss: Callable, stats_KR: Tensor, slopes_KR: Tensor, rtol: float, rows=slice(None)) -> bool:
@@ -87,17 +64,30 @@ def _probe(policy_loss: Callable, make_pack: Callable) -> tuple[bool, bool, bool
 
     coupled = depends_on_pack = has_grad = False
     token_R, generator = torch.arange(24), torch.Generator().manual_seed(0)
+    seq_R = token_R // 12 * 2 + (token_R % 12 > 3)
     adv_R = torch.tensor([1.3, 0.0, -0.7, -2.1, 0.0], dtype=torch.float64)[token_R % 5] * (1 + token_R / 24)
     for size in (1e-3, 0.03, 0.3, 3.0, 30.0):  # nats
         stats_KR = torch.rand(2, 24, generator=generator, dtype=torch.float64) + token_R / 24
         stats_KR[0] = -2 * stats_KR[0] - 0.1
-        values_KR = size * torch.randn(4, 24, generator=generator, dtype=torch.float64)
-        values_KR[1] = adv_R
-        pack = make_pack(stats_KR[0], values_KR, token_R % 7 != 6)
+        logp_R, _ = stats_KR
+        log_ratio_R, gap_R, ref_gap_R = size * torch.randn(3, 24, generator=generator, dtype=torch.float64)
+        old_R = logp_R - log_ratio_R if has_old else logp_R
+        pack = {
+            "old_logp_R": old_R if has_old else None,
+            "sampler_logp_R": logp_R - log_ratio_R if cfg.old_logprobs == "sampler" else old_R - gap_R,
+            "ref_logp_R": logp_R + ref_gap_R if has_ref else None,
+            "adv_R": adv_R,
+            "mask_R": token_R % 7 != 6,
+            "seq_R": seq_R,
+            "positive_R": token_R % 7 < 3,
+            "num_valid_tokens": 1,
+            "num_valid_seqs": 1,
+            "num_positive_tokens": 1,
+            "cfg": cfg,
+        }
         pack_loss = partial(policy_loss, **pack)
         _, _, slopes_KR, _ = derivatives(pack_loss, stats_KR)
         has_grad |= bool((slopes_KR[:, adv_R == 0] != 0).any())
-        seq_R = pack["seq_R"]
         for is_moved_R in (token_R % 2 == 0, token_R % 2 == 1, seq_R % 2 == 0, seq_R % 2 == 1):
             for push in (-30.0, -0.3, -3e-3, 3e-3, 0.3, 30.0):
                 moved_KR = stats_KR + torch.tensor([[push], [abs(push)]]) * is_moved_R

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 CHUNK_BYTES = int(3.25 * 2**30)  # float32 logits of a chunk with Triton, unless chunk_rows is given
 
@@ -42,13 +41,6 @@ def choose_backend(option: str, device_type: str, chunk_rows: int | None = None,
     if option == "auto":
         option = "triton" if device_type == "cuda" else "torch"
     return KernelBackend(option, chunk_rows, pack_rows)
-
-
-def backend_for(hidden_RD: Tensor, backend: KernelBackend | None) -> KernelBackend:
-    """`backend`, by default the one of the device. float64 always goes to PyTorch."""
-    if hidden_RD.dtype == torch.float64:
-        return KernelBackend("torch")
-    return backend or choose_backend("auto", hidden_RD.device.type)
 
 
 @dataclass(frozen=True, slots=True)

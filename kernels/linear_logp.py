@@ -16,17 +16,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.backend import KernelBackend, backend_for
+from kernels.backend import KernelBackend
 from kernels.softmax import SamplingFilter, logit_chunks, mm_float32, wide_dtype
 
 
 class _LinearLogp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, target_T, vocab, temperature, backend, sampling_filter):
+    def forward(ctx, hidden_TD, weight_VD, target_T, *options):
         ctx.save_for_backward(hidden_TD, weight_VD, target_T)
-        ctx.options = vocab, temperature, backend, sampling_filter
+        ctx.options = options  # of `logit_chunks`
         ctx.set_materialize_grads(False)  # entropy as a metric only: its gradient is None and costs nothing
-        torch._assert_async(((target_T >= 0) & (target_T < vocab)).all(), "a target is outside the vocabulary")
         stats_KT = hidden_TD.new_empty(2, len(hidden_TD), dtype=wide_dtype(hidden_TD))
         for chunk in logit_chunks(hidden_TD, weight_VD, target_T, *ctx.options):
             stats_KT[:, chunk.rows] = chunk.logp_and_entropy()
@@ -77,10 +76,8 @@ def linear_logp(
     """
     shapes = (hidden_TD.shape, weight_VD.shape, target_T.shape)
     assert hidden_TD.dim() == weight_VD.dim() == 2 and target_T.shape == hidden_TD.shape[:1], shapes
-    vocab = len(weight_VD) if vocab is None else vocab
-    assert hidden_TD.shape[1] == weight_VD.shape[1] and 0 < vocab <= len(weight_VD), (*shapes, vocab)
+    assert hidden_TD.shape[1] == weight_VD.shape[1], shapes
     assert hidden_TD.dtype == weight_VD.dtype and temperature > 0, (hidden_TD.dtype, weight_VD.dtype, temperature)
-    backend = backend_for(hidden_TD, backend)
     inputs = (hidden_TD, weight_VD, target_T.contiguous())
     logp_T, entropy_T = _LinearLogp.apply(*inputs, vocab, temperature, backend, sampling_filter)
     return (logp_T, entropy_T) if return_entropy else logp_T

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.backend import KernelBackend, LossPath, backend_for
+from kernels.backend import LossPath
 from kernels.linear_logp import linear_logp
-from kernels.softmax import SamplingFilter, logit_chunks, mm_float32, wide_dtype
+from kernels.softmax import logit_chunks, mm_float32, wide_dtype
 
 # A metric: the relative error of the derivatives used. 0 if the loss does not couple tokens.
 DEVIATION = "one_pass_deviation_max"
@@ -31,29 +31,24 @@ def linear_loss(
     weight_VD: Tensor,
     target_R: Tensor,
     *,
-    temperature: float,
     num_grad_rows: int,
     pack_loss: partial,
     path: LossPath,
-    vocab: int | None = None,
-    backend: KernelBackend | None = None,
-    sampling_filter: SamplingFilter | None = None,
+    **options,
 ) -> tuple[Tensor, dict]:
     """(loss, metrics and `DEVIATION`) of pack_loss on log softmax(hidden_RD @ weight_VD[:vocab].T / temperature).
 
-    hidden_RD, weight_VD, target_R, vocab, backend, precision: as `linear_logp`; differentiable once in the first two.
+    hidden_RD, weight_VD, target_R, precision and options (vocab, temperature, backend, sampling_filter): as
+    `linear_logp`; differentiable once in the first two.
     pack_loss: `loss.policy_loss` with all its arguments but logp_R and entropy_R.
     num_grad_rows: in one pass, only the first num_grad_rows rows get a gradient; the rest get logp and entropy alone.
     If the loss has a gradient there, that counts in `DEVIATION` too.
-    sampling_filter: as `linear_logp`. With it and ref_logp_R, two passes: the KL is of unfiltered log-probabilities.
+    With sampling_filter and ref_logp_R, two passes: the KL is of unfiltered log-probabilities.
     Memory: a chunk of logits in float32 (twice with torch), dX, and dW, which is in float32 until backward.
     """
     assert 0 <= num_grad_rows <= len(hidden_RD), (num_grad_rows, hidden_RD.shape)
-    backend = backend_for(hidden_RD, backend)
-    vocab = len(weight_VD) if vocab is None else vocab
     moves = torch.is_grad_enabled() and (hidden_RD.requires_grad or weight_VD.requires_grad)
-    options = {"vocab": vocab, "temperature": temperature, "backend": backend, "sampling_filter": sampling_filter}
-    needs_unfiltered = sampling_filter is not None and pack_loss.keywords.get("ref_logp_R") is not None
+    needs_unfiltered = options.get("sampling_filter") is not None and pack_loss.keywords.get("ref_logp_R") is not None
     if path.kind == "two passes" or not moves:
         logp_R, entropy_R = linear_logp(hidden_RD, weight_VD, target_R, return_entropy=True, **options)
         if needs_unfiltered:
@@ -70,19 +65,14 @@ class _OnePass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_RD, weight_VD, target_R, num_grad_rows, pack_loss, options):
-        wide = wide_dtype(hidden_RD)
-        vocab = options["vocab"]
-        rest = slice(num_grad_rows, None)
+        wide, rest = wide_dtype(hidden_RD), slice(num_grad_rows, None)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden_RD = hidden_RD.new_zeros(hidden_RD.shape) if need_hidden else None
-        grad_weight_VD = weight_VD.new_empty(weight_VD.shape, dtype=wide) if need_weight else None
-        if need_weight:
-            grad_weight_VD[vocab if num_grad_rows else 0 :] = 0  # what no chunk writes
+        grad_weight_VD = weight_VD.new_zeros(weight_VD.shape, dtype=wide) if need_weight else None
         stats_KR = hidden_RD.new_zeros(2, len(hidden_RD), dtype=wide)  # log-probability and entropy
         used_KR = torch.zeros_like(stats_KR)  # the derivatives that the gradients use
         of_rest = linear_logp(hidden_RD[rest], weight_VD, target_R[rest], return_entropy=True, **options)
         stats_KR[0, rest], stats_KR[1, rest] = of_rest
-        torch._assert_async(((target_R >= 0) & (target_R < vocab)).all(), "a target is outside the vocabulary")
         for chunk in logit_chunks(hidden_RD[:num_grad_rows], weight_VD, target_R, **options):
             rows = chunk.rows
             stats_KR[:, rows] = chunk.logp_and_entropy()

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.backend import KernelBackend
+from kernels.backend import KernelBackend, choose_backend
 
 # Logits of a chunk of the torch backend: at most this many elements (one row if V is larger). In float32: 64 MiB on
 # CPU, and 1 GiB on a GPU, where dW's matmul, which reads and writes all of dW, is memory-bound below 1000 rows.
@@ -97,7 +97,8 @@ class LogitChunk:
         statistics of another matmul, 1 - p of a near-certain token would be rounding error."""
         num_rows, row_stride = len(self.logits_CV), self.logits_CV.stride(0)
         if self.backend.name == "triton":
-            dlogits_CV = self.narrow_view()
+            # Elements of the same size or half of it, in the first bytes of each row of the logits.
+            dlogits_CV = self.logits_CV.view(self.dtype)[:, : self.logits_CV.shape[1]]
             h_or_any_C = g_C if h_C is None else h_C  # not read without ENTROPY
             dlogits_kernel[(num_rows,)](
                 self.logits_CV, dlogits_CV, self.target_C, self.stats_KC, g_C.contiguous(), h_or_any_C.contiguous(),
@@ -117,22 +118,24 @@ class LogitChunk:
         dz_CV[torch.arange(num_rows, device=dz_CV.device), self.target_C] += g_C / self.temperature
         return dz_CV.to(self.dtype)
 
-    def narrow_view(self) -> Tensor:
-        """[C, V] of `dtype`, elements of the same size or half of it, in the first bytes of each row of the logits."""
-        return self.logits_CV.view(self.dtype)[:, : self.logits_CV.shape[1]]
-
 
 def logit_chunks(
     hidden_RD: Tensor,
     weight_VD: Tensor,
     target_R: Tensor,
-    vocab: int,
-    temperature: float,
-    backend: KernelBackend,
+    vocab: int | None = None,
+    temperature: float = 1.0,
+    backend: KernelBackend | None = None,
     sampling_filter: SamplingFilter | None = None,
 ) -> Iterator[LogitChunk]:
     """The logits hidden_RD @ weight_VD.T in chunks of rows, cut by sampling_filter, one buffer for all chunks. Triton's
-    have all columns, PyTorch's the first `vocab`."""
+    have all columns, PyTorch's the first `vocab`. The options are those of `linear_logp`."""
+    if hidden_RD.dtype == torch.float64:
+        backend = KernelBackend("torch")
+    backend = backend or choose_backend("auto", hidden_RD.device.type)
+    vocab = len(weight_VD) if vocab is None else vocab
+    assert 0 < vocab <= len(weight_VD), (vocab, weight_VD.shape)
+    torch._assert_async(((target_R >= 0) & (target_R < vocab)).all(), "a target is outside the vocabulary")
     num_rows, row_stride = len(hidden_RD), triton.cdiv(len(weight_VD), 16) * 16
     most = max(num_rows, backend.pack_rows)  # so that the memory which a pack leaves is what the next one asks for
     size = backend.rows(most, row_stride)

@@ -203,8 +203,7 @@ def test_which_options_couple_tokens(every):
             weights = gspo or kind in ("seq-mask-tis", "sequence", "sequence-truncate", "sequence-mask")
             want = gspo and (cfg.old_logprobs == "sampler" or not moves)
             want |= cfg.use_importance_sampling_correction and weights and moves
-            make_pack = partial(loss_path._pack, cfg=cfg, has_old=has_old, has_ref=False)
-            coupled, depends_on_pack, idle = loss_path._probe(original.policy_loss, make_pack)
+            coupled, depends_on_pack, idle = loss_path._probe(original.policy_loss, cfg, has_old, has_ref=False)
             assert coupled == want and not depends_on_pack, (cfg, has_old)
             assert gspo or not idle, "a token of advantage 0 has a gradient"
             seen.add(coupled)
