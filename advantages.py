@@ -24,8 +24,8 @@ def shape_rewards(samples: Sequence[Sample], grpo: GRPOConfig, max_new_tokens: i
     """Scales rewards, their parts and turns, then shapes rewards by length (NeMo RL's order). In place: call it once.
 
     `unshaped_reward` keeps the scaled reward. stop_properly_penalty_coef replaces the overlong penalty: it multiplies
-    the reward of each truncated sample (NeMo RL), so a negative one moves towards 0. A length counts sampled tokens of
-    all turns, end token included, and so does its limit; NeMo RL counts the first turn only. max_new_tokens: of a turn.
+    the reward of each truncated sample (NeMo RL), so a negative one moves towards 0. A length, and its limit, counts
+    the sampled tokens of all turns, end tokens included. max_new_tokens: of a turn.
     """
     scaling, shaping, longest = grpo.reward_scaling, grpo.reward_shaping, grpo.max_rollout_turns * max_new_tokens
     for sample in samples:

@@ -62,8 +62,7 @@ class Minibatch:
 def make_minibatches(
     samples: Sequence[Sample], adv_B: Sequence[float | list[float]], cfg: Config, ranks: Ranks, device: torch.device
 ) -> list[Minibatch]:
-    """This rank's minibatches of a rollout. A collective, which moves their tokens to this rank. Each rank has as many
-    packs as the rank with most, empty ones if need be, so that all ranks later join the same collectives."""
+    """This rank's minibatches of a rollout. A collective, which moves their tokens to this rank."""
     size = cfg.policy.train_global_batch_size or len(samples)
     max_tokens, share_prefix = cfg.policy.pack_tokens(device.type), cfg.policy.sequence_packing.share_prefix
     for sample, adv in zip(samples, adv_B, strict=True):

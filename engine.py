@@ -97,8 +97,7 @@ class Engine:
 
     def __init__(self, folder: Path, model: ModelConfig, tokenizer: Tokenizer, cfg: Config):
         vllm_cfg = cfg.policy.generation.vllm_cfg
-        self.async_grpo = cfg.grpo.async_grpo
-        self.rebuilds_cache = self.async_grpo.recompute_kv_cache_after_weight_updates
+        self.rebuilds_cache = cfg.grpo.async_grpo.recompute_kv_cache_after_weight_updates
         if vllm.__version_tuple__ < (0, 29):  # sleep drops tensors of its V2 runner (vllm-project/vllm#53508)
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         dtype = vllm_cfg.precision or cfg.policy.precision
@@ -143,7 +142,7 @@ class Engine:
             logprobs_mode="processed_logprobs",  # after temperature and filter: of the distribution sampled from
             seed=cfg.grpo.seed,  # ranks of a tensor-parallel group must agree (vllm-project/vllm#15895)
             disable_log_stats=True,
-            scheduling_policy="priority" if self.async_grpo.enabled else "fcfs",
+            scheduling_policy="priority" if cfg.grpo.async_grpo.enabled else "fcfs",
             **hardware,
         )
         self.param_names = self.llm.apply_model(_checkpoint_names)[0]

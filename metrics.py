@@ -1,8 +1,6 @@
 """The numbers of a step, of its samples and of its loss, and how they are reduced over micro-batches and ranks.
 
-The reduction rule, which loss.py follows: sums and counts of pairs (sum, count) add up and are divided once, at the
-very end; a name that ends in `_min` or `_max` takes the extremum; any other scalar adds up. Never a mean of means
-(huggingface/trl#6380).
+loss.py has the rule of this reduction. Never a mean of means (huggingface/trl#6380).
 """
 
 import math

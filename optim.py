@@ -33,8 +33,7 @@ def build_optimizer(model: nn.Module, cfg: config.OptimizerConfig, *, offloads: 
     if cfg.name == "torch.optim.AdamW":
         parts = {adamw: [*model.parameters()]}
     elif cfg.name == "torch.optim.Muon":
-        # DTensor multiplies the shards in bfloat16 and sums over ranks: the update on two ranks is within 2% of the
-        # update on one (measured), and bitwise equal only on the same number of ranks.
+        # DTensor multiplies the shards in bfloat16: another number of ranks changes the update by up to 2%.
         muon = partial(
             torch.optim.Muon,
             lr=cfg.kwargs.lr if cfg.muon_lr is None else cfg.muon_lr,

@@ -338,10 +338,9 @@ def sample_step(
     """The samples to train on, with shaped rewards and after the overlong filter; equal on all ranks.
 
     With use_dynamic_sampling, batches of num_prompts_per_step * batch_multiplier prompts are drawn until enough groups
-    have unequal unshaped rewards; groups beyond what the step needs are discarded. NeMo RL filters single samples by
-    the leave-one-out deviation, which drops the lone right answer of a group and keeps its peers; we keep or drop whole
-    groups. Prompt numbers continue from batch to batch, so that no two samples of a step share a seed. Groups of which
-    no sample can be trained, say because all were cut, are skipped, and others drawn.
+    have unequal unshaped rewards; groups beyond what the step needs are discarded. Prompt numbers continue from batch
+    to batch, so that no two samples of a step share a seed. Groups of which no sample can be trained, say because all
+    were cut, are skipped, and others drawn.
 
     Raises StopRun when dynamic_sampling_max_gen_batches batches are too few, unless dynamic_sampling_when_exhausted
     trains the groups that there are, and when a token was drawn from older weights than the config allows.
