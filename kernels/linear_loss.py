@@ -68,7 +68,9 @@ class _OnePass(torch.autograd.Function):
         wide, rest = wide_dtype(hidden_RD), slice(num_grad_rows, None)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden_RD = hidden_RD.new_zeros(hidden_RD.shape) if need_hidden else None
-        grad_weight_VD = weight_VD.new_zeros(weight_VD.shape, dtype=wide) if need_weight else None
+        grad_weight_VD = weight_VD.new_empty(weight_VD.shape, dtype=wide) if need_weight else None
+        if need_weight:
+            grad_weight_VD[options.get("vocab") if num_grad_rows else 0 :] = 0  # what no chunk writes
         stats_KR = hidden_RD.new_zeros(2, len(hidden_RD), dtype=wide)  # log-probability and entropy
         used_KR = torch.zeros_like(stats_KR)  # the derivatives that the gradients use
         of_rest = linear_logp(hidden_RD[rest], weight_VD, target_R[rest], return_entropy=True, **options)
