@@ -229,8 +229,7 @@ class LossConfig(Section):
     truncated_importance_sampling_type: ImportanceSampling | None = None
     """tis clamps the weights to the bounds, icepop zeroes those outside, and seq-mask-tis zeroes sequences whose
     geometric mean is outside. sequence multiplies the weights of a sequence into one; sequence-truncate and
-    sequence-mask then bound it as tis and icepop do. With null, tokens are weighted
-    without bounds."""
+    sequence-mask then bound it as tis and icepop do. With null, tokens are weighted without bounds."""
     importance_sampling_correction_level: Literal["token", "sequence_mean", "sequence_sum"] = "sequence_sum"
     """With GSPO, the log of a token's weight is its own log-ratio, or the mean or the sum over its sequence. NeMo RL
     takes the sum, which is noisy for long sequences."""
@@ -469,8 +468,7 @@ class DatasetConfig(Section):
 
 class DataConfig(Section):
     max_input_seq_length: int | None = key(None, ">= 1")
-    """Longer prompts are dropped and counted. The limit is never above max_total_sequence_length -
-    max_new_tokens, which is also what null means."""
+    """Longer prompts are dropped and counted; null is the maximum, max_total_sequence_length - max_new_tokens."""
     shuffle: bool = True
     """Each epoch reads the training data in a new random order. If false, it keeps the order of the file."""
     use_multiple_dataloader: bool = False
@@ -524,8 +522,7 @@ class AgentConfig(Section):
     function: str | None = None
     """module:function is a function of yours that calls base_url and returns the reward."""
     command: tuple[str, ...] | None = None
-    """Instead of function: this command is started for each rollout, with the row on stdin. Its last line of stdout is
-    the reward."""
+    """Each rollout runs this command instead of function: row on stdin, reward as its last line of stdout."""
     python: str | None = None
     """Function and command are started by this interpreter; null means the trainer's."""
     num_workers: int = key(16, ">= 1, <= 1000")
@@ -603,8 +600,7 @@ class CheckpointingConfig(Section):
     not the newest, the resumed run removes the later checkpoints when it first saves."""
     resume: Literal["auto", "must", "never"] | None = None
     """auto continues from the newest complete checkpoint of resume_from or of the newest run in log_dir, or starts a
-    new run. must fails if there is none. never starts a new run. null acts as must
-    if resume_from is set, otherwise as never."""
+    new run. must fails if there is none. never starts a new run. null: must if resume_from is set, else never."""
     allow_changes: bool = False
     """A resumed run may change the model's name, seed, template or data; changed data start from their first row."""
     checkpoint_must_save_by: str | None = None

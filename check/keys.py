@@ -137,10 +137,10 @@ def meanings() -> dict[str, str]:
     for cls in ast.parse(Path(config.__file__).read_text(encoding="utf-8")).body:
         for node, below in pairwise(cls.body if isinstance(cls, ast.ClassDef) else []):
             if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
-                texts[f"{cls.name}.{node.target.id}"] = " ".join(ast.literal_eval(below.value).split())
-    plain = [name for name in FIELDS if name not in SECTIONS]
-    owned = {name: f"{SECTIONS[name.rpartition('.')[0]].__name__}.{FIELDS[name].name}" for name in plain}
-    return {name: texts.get(owned[name], "config.py has no text below this field.") for name in plain}
+                texts[cls.name, node.target.id] = " ".join(ast.literal_eval(below.value).split())
+    owners = {name: (SECTIONS[name.rpartition(".")[0]].__name__, f.name) for name, f in FIELDS.items()}
+    none = "config.py has no text below this field."
+    return {name: texts.get(owner, none) for name, owner in owners.items() if name not in SECTIONS}
 
 
 def help_text() -> str:

@@ -8,10 +8,10 @@ ConfigError that names the place, the key, the value, and the fix. rules.py judg
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, Literal, get_args, get_origin
@@ -20,7 +20,6 @@ import yaml
 
 from check import keys, nemo
 from check.keys import FIELDS, FREE, LISTS, SECTIONS
-from check.nemo import Verdict
 from config import Config, ConfigError, DataError, shortened
 from hf.files import read_bytes
 
@@ -50,15 +49,15 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, explain: bool = Fal
     entries = _read_file(Path(path), ())
     entries += [_read_override(override) for override in overrides]
     values, verdicts, refusal = _judge(_merge(entries))
+    lines = {kind: [f"{key}: {text}" for key, text in verdicts.items() if text.startswith(kind)] for kind in nemo.KINDS}
     if explain:
-        shown = sorted(verdicts, key=lambda verdict: nemo.KINDS.index(verdict.kind))
-        counts = Counter(verdict.kind for verdict in shown)
-        print(f"{len(shown)} keys: {', '.join(f'{count} {kind}' for kind, count in counts.items())}")
-        print(*shown, "", sep="\n")
+        counts = ", ".join(f"{len(of_kind)} {kind}" for kind, of_kind in lines.items() if of_kind)
+        print(f"{len(verdicts)} keys: {counts}")
+        print(*chain(*lines.values()), "", sep="\n")
     if refusal:
         raise refusal
     cfg = _build(Config(), "", values)
-    off = [verdict.name.partition("=")[0] for verdict in verdicts if verdict.kind == "does not matter"]
+    off = [line.partition("=")[0] for line in lines["does not matter"]]
     if off and not explain and os.environ.get("RANK", "0") == "0":
         some = ", ".join(off[:3]) + ", .." * (len(off) > 3)
         print(f"without effect here: {len(off)} keys of the config ({some}); --check --explain says why")
@@ -192,31 +191,27 @@ def _merge(entries: Sequence[tuple[str, Any, str]]) -> _Merged:
         replaces = last == "_override_" and section in SECTIONS and section
         if replaces and value != "true":
             raise ConfigError(f"{place}: {name}: expected true, got {_shown(value)}")
-        prefix = f"{section}." if replaces else f"{name}."
-        below = [key for key in merged if key.startswith(prefix)]
-        if replaces or not isinstance(value, (dict, list)) or (name in LISTS and value != {}):
-            for key in below:
-                del merged[key]
-        if replaces or (below and value == {}):
+        below = [key for key in merged if key.startswith(f"{section if replaces else name}.")]
+        if below and value == {}:
             continue
-        for dot in re.finditer(r"\.", name):
-            if name[: dot.start()] in merged and merged[name[: dot.start()]][0] in (None, {}, []):
-                del merged[name[: dot.start()]]
-        merged.pop(name, None)
-        merged[name] = value, place
+        empty = [key for key in merged if name.startswith(f"{key}.") and merged[key][0] in (None, {}, [])]
+        for key in (*below, *empty, name):
+            merged.pop(key, None)
+        if not replaces:
+            merged[name] = value, place
     return merged
 
 
 # -------------------------------------------------------------------------------------------------- keys to values
 
 
-def _judge(merged: _Merged) -> tuple[dict[str, Any], list[Verdict], ConfigError | None]:
-    """(values of our keys, a verdict for each key, the refusal that says most)."""
+def _judge(merged: _Merged) -> tuple[dict[str, Any], dict[str, str], ConfigError | None]:
+    """(values of our keys, key=value -> verdict, the refusal that says most)."""
     rows, added = nemo.rows_of(merged)
     everything = {keys.numbered_name(name): value for name, (value, _) in merged.items()}
     everything |= {keys.numbered_name(name): value for name, value in added.items()}
     values: dict[str, Any] = {}
-    verdicts: dict[str, Verdict] = {}
+    verdicts: dict[str, str] = {}
     refusals: list[tuple[bool, ConfigError]] = []
     set_by: dict[str, str] = {}  # key of ours -> the key that set it last
 
@@ -236,16 +231,16 @@ def _judge(merged: _Merged) -> tuple[dict[str, Any], list[Verdict], ConfigError 
             for key, own in settings:
                 earlier = set_by.get(key, name)
                 if _set(values, key, own, place) and earlier != name and key in (earlier, name):
-                    verdicts[earlier] = Verdict(earlier, "does not matter", f"{name} decides")
+                    verdicts[earlier] = f"does not matter: {name} decides"
                 set_by[key] = name
         except ConfigError as error:
-            verdicts[name] = Verdict(name, "refused", str(error))
+            verdicts[name] = f"refused: {error}"
             refusals.append(("refused" not in row, error))
     for name, value in added.items() if not refusals else ():
         _set(values, name, _resolve(name, value, "nemo.yaml", everything), "nemo.yaml")
-    listed = [replace(verdicts[name], name=f"{name}={keys.text_of(value)}") for name, (value, _) in merged.items()]
+    verdicts = {f"{name}={keys.text_of(value)}": verdicts[name] for name, (value, _) in merged.items()}
     # What cannot be done here says more than a wrong value beside it.
-    return values, listed, min(refusals, key=lambda refusal: refusal[0])[1] if refusals else None
+    return values, verdicts, min(refusals, key=lambda refusal: refusal[0])[1] if refusals else None
 
 
 def _resolve(name: str, value: Any, place: str, everything: Mapping[str, Any]) -> Any:

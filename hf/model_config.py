@@ -152,19 +152,13 @@ def _rope_of(hf: dict, source: str) -> dict:
 def weight_files(folder: Path) -> list[Path]:
     """model.safetensors, or the files of this folder that the index names. They may be missing."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.exists():
+    if single.exists() or not index.exists():
         return [single]
-    if not index.exists():
-        raise ConfigError(
-            f"{folder}: no {single.name} nor {index.name} (other formats are not read: they can run code)"
-        )
     return [folder / name for name in sorted({Path(name).name for name in read_json(index)["weight_map"].values()})]
 
 
 def missing_weights(folder: Path) -> list[str]:
     """The names of the files with weights that are not there."""
-    if not any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
-        return ["model.safetensors"]
     return [file.name for file in weight_files(folder) if not file.exists()]
 
 
@@ -192,7 +186,8 @@ def open_weights(path: Path, framework: str = "numpy") -> safe_open:
     try:
         return safe_open(path, framework=framework)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path}: not a readable safetensors file ({error!s:.200}); fetch it again") from error
+        fix = "fetch it again (other formats are not read: they can run code)"
+        raise ConfigError(f"{path}: not a readable safetensors file ({error!s:.200}); {fix}") from error
 
 
 def resolve_folder(name: str, key: str, weights: bool = True) -> Path:
