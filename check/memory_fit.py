@@ -36,11 +36,13 @@ def room(plan: Plan) -> str:
     """How many whole sequences the KV cache holds, and what to do if they are FEW: a decode step takes about as long
     for one sequence as for eight, since it reads all weights once."""
     grpo, length = plan.cfg.grpo, plan.cfg.policy.max_total_sequence_length
-    room, drawn = plan.kv_cache / plan.kv_bytes, -(-grpo.prompts_per_batch // plan.num_engines)
-    if (held := int(room // length)) < 1:
+    drawn = -(-grpo.prompts_per_batch // plan.num_engines) * grpo.num_generations_per_prompt
+    room = plan.kv_cache / plan.kv_bytes
+    held = int(room // length)
+    if held < 1:
         return ""
     text = f", room for {room:,.0f}: {held:,} sequences of {length:,} at once"
-    if held >= min(FEW, drawn := drawn * grpo.num_generations_per_prompt):
+    if held >= min(FEW, drawn):
         return text
     fixes = f"raise {SHARE} or lower policy.max_total_sequence_length if you can"
     return f"{text}, of the {drawn:,} that an engine samples in a step, so sampling is slow: {fixes}"
@@ -60,9 +62,8 @@ def problem(plan: Plan) -> str | None:
             rest = "" if spare == SPARE else f" and {spare:.0%} to spare"
             return f"{needed}; it fits with {_named(plan, best, phase)}{rest}"
     more = [n for n in (plan.num_gpus << k for k in range(1, 9)) if replace(plan, num_gpus=n).lacking() <= 0]
-    return f"{needed}; no setting makes this model, batch and length fit" + (
-        f"; {more[0]} GPUs would be enough" if more else ""
-    )
+    enough = f"; {more[0]} GPUs would be enough" if more else ""
+    return f"{needed}; no setting makes this model, batch and length fit{enough}"
 
 
 def remedies(plan: Plan, phase: str) -> str:

@@ -302,11 +302,9 @@ class Plan:
     def host(self) -> Items:
         """Pinned host memory of a rank: the reference (model.Reference), and what is offloaded. With cpu_offload,
         moments and reference are not pinned, and take less."""
-        pinned = {name: self.pinned(self.trained, 4) for name in ("weights", "gradients")}
-        pinned["weights"] += self.pinned(self.shapes, self.precision) * self.lora
-        pinned["moments"] = self.pinned(
-            self.trained, NUMBER[self.cfg.policy.optimizer.kwargs.state_dtype], 4
-        ) - self.pinned(self.matrices, 4)
+        whole, first = self.pinned(self.trained, 4), NUMBER[self.cfg.policy.optimizer.kwargs.state_dtype]
+        pinned = {"weights": whole + self.pinned(self.shapes, self.precision) * self.lora, "gradients": whole}
+        pinned["moments"] = self.pinned(self.trained, first, 4) - self.pinned(self.matrices, 4)
         items = {name: pinned[name] for name in self.offloaded}
         if self.cfg.loss_fn.reference_policy_kl_penalty > 0 and self.trains:
             precision = 4 if self.cfg.grpo.ref_policy_update_alpha < 1 else self.precision

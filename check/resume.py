@@ -82,10 +82,9 @@ def read_meta(checkpoint: Path) -> dict | str:
         meta = read_json(file)
         stated = meta.pop("sha256", None)
         if meta["version"] != VERSION:
-            raise ConfigError(
-                f"{file}: checkpoint format {json.dumps(meta['version'])}, but this version of the program reads "
-                f"{VERSION}; continue with the commit that the run folder's provenance.json names, or start a new run"
-            )
+            versions = f"{json.dumps(meta['version'])}, but this version of the program reads {VERSION}"
+            fix = "continue with the commit that the run folder's provenance.json names, or start a new run"
+            raise ConfigError(f"{file}: checkpoint format {versions}; {fix}")
         if stated != digest(meta):
             return f"{file}: content differs from its checksum"
         if checkpoint.name != f"step_{meta['step']:06d}":
@@ -118,10 +117,9 @@ def resolve(cfg: Config) -> Config:
     runs = numbered(Path(cfg.logger.log_dir), "exp_").values()
     newest = next((str(run) for run in runs if committed(checkpoint_folder(ckpt_cfg, run))), None)
     if newest is None and ckpt_cfg.resume == "must":
-        raise ConfigError(
-            f"checkpointing.resume=must: no run in logger.log_dir={cfg.logger.log_dir} has a complete checkpoint; "
-            "set checkpointing.resume_from, or use checkpointing.resume=auto to start a new run where there is none"
-        )
+        problem = f"no run in logger.log_dir={cfg.logger.log_dir} has a complete checkpoint"
+        fix = "set checkpointing.resume_from, or checkpointing.resume=auto to start a new run where there is none"
+        raise ConfigError(f"checkpointing.resume=must: {problem}; {fix}")
     return replace(cfg, checkpointing=replace(ckpt_cfg, resume_from=newest))
 
 
@@ -145,9 +143,8 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
     metas = {path: read_meta(path) for path in candidates(folder, cfg.checkpointing)}
     newest, meta = next(iter(metas.items()), (folder, "there is none"))
     if all(isinstance(each, str) for each in metas.values()):
-        raise ConfigError(
-            f"checkpointing.resume_from={run}: no complete checkpoint in {folder} ({meta}); unset the key to start anew"
-        )
+        problem = f"no complete checkpoint in {folder} ({meta})"
+        raise ConfigError(f"checkpointing.resume_from={run}: {problem}; unset the key to start anew")
     if isinstance(meta, str) and cfg.checkpointing.resume != "auto":
         raise ConfigError(damaged(meta, newest))
     before, changed = reader.load(run / "config.yaml"), {}
@@ -159,11 +156,10 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
             changed[key] = f"{key}={json.dumps(new, default=asdict)} (was {json.dumps(old, default=asdict)})"
     is_fixed = any(key in NEVER_CHANGED for key in changed)
     if changed and (is_fixed or not cfg.checkpointing.allow_changes):
-        way_out = "" if is_fixed else ", or set checkpointing.allow_changes=true"
-        raise ConfigError(
-            f"checkpointing.resume_from={run} cannot continue with other settings: {', '.join(changed.values())}; use "
-            f"./train.sh {run}/config.yaml checkpointing.resume_from={run}{way_out}"
-        )
+        fix = f"use ./train.sh {run}/config.yaml checkpointing.resume_from={run}"
+        fix += "" if is_fixed else ", or set checkpointing.allow_changes=true"
+        problem = f"cannot continue with other settings: {', '.join(changed.values())}"
+        raise ConfigError(f"checkpointing.resume_from={run} {problem}; {fix}")
 
 
 def damaged(problem: str, checkpoint: Path) -> str:

@@ -177,10 +177,9 @@ def _reward_problems(cfg: Config) -> Iterator[str]:
     if has_penalty and (longest or 0) > most:
         yield f"{longest_key} is more than {most_key}: no response is that long; lower the first to {most}"
     elif has_penalty and buffer > (longest or most):
-        yield (
-            f"grpo.reward_shaping.overlong_buffer_length={buffer} is longer than a response of {longest or most} "
-            f"tokens ({longest_key}, {most_key}): every response would be penalized; lower the first"
-        )
+        response = f"a response of {longest or most} tokens ({longest_key}, {most_key})"
+        problem = f"is longer than {response}: every response would be penalized; lower the first"
+        yield f"grpo.reward_shaping.overlong_buffer_length={buffer} {problem}"
     draw = round(grpo.num_prompts_per_step * grpo.batch_multiplier, 9)
     if draw != grpo.prompts_per_batch:
         keys = f"grpo.batch_multiplier={grpo.batch_multiplier} x grpo.num_prompts_per_step={grpo.num_prompts_per_step}"

@@ -17,17 +17,19 @@ def adapted_layers(model: ModelConfig, cfg: LoRAConfig) -> dict[str, tuple[int, 
     A name or pattern selects layers by the full name, as in NeMo RL's Automodel, and by its last parts, as in PEFT.
     Raises ConfigError if a pattern selects nothing, or cfg.dim is more than the rank of a layer can be.
     """
+    if not cfg.enabled:
+        return {}
     matrices = ((name, shape) for name, shape in model.tensor_shapes() if ".layers." in name and len(shape) == 2)
-    shapes = {name.removesuffix(".weight"): shape for name, shape in matrices if cfg.enabled}
+    shapes = {name.removesuffix(".weight"): shape for name, shape in matrices}
     for key, patterns in (("target_modules", cfg.target_modules), ("exclude_modules", cfg.exclude_modules)):
         known = [*shapes, *["lm_head"] * (key == "exclude_modules")]  # the head is never adapted
-        for pattern in patterns if shapes else ():
+        for pattern in patterns:
             if not any(_matches(name, [pattern]) for name in known):
                 names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in shapes))
                 raise ConfigError(f"{KEY}.{key}: no linear layer of the blocks is called '{pattern:.80}'; use {names}")
     targets = cfg.target_modules or ("*",)
     adapted = {n: s for n, s in shapes.items() if _matches(n, targets) and not _matches(n, cfg.exclude_modules)}
-    if shapes and not adapted:
+    if not adapted:
         raise ConfigError(f"{KEY}.exclude_modules leaves no linear layer to adapt: name fewer")
     for name, shape in adapted.items():
         if cfg.dim > min(shape):

@@ -62,13 +62,12 @@ def local_shard(tensor: Tensor) -> Tensor:
 def init_adapters(model: nn.Module, init: str, seed: int) -> None:
     """Sets LoRA's parameters, the same on any number of ranks: A by `init`, B to 0, so the model equals its base."""
     generator = torch.Generator().manual_seed(seed)
+    fill = nn.init.xavier_normal_ if init == "xavier" else partial(nn.init.kaiming_uniform_, a=5**0.5)
     for name, param in sharded_parameters(model).items():
         if name.endswith(ADAPTER):
             whole = torch.zeros(param.shape)
-            if name.endswith(ADAPTER[0]) and init == "xavier":
-                nn.init.xavier_normal_(whole, generator=generator)
-            elif name.endswith(ADAPTER[0]):
-                nn.init.kaiming_uniform_(whole, a=5**0.5, generator=generator)
+            if name.endswith(ADAPTER[0]):
+                fill(whole, generator=generator)
             local_shard(param).copy_(whole[local_rows(param)])
 
 
