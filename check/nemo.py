@@ -38,7 +38,8 @@ def judge(
     name: str, value: Any, typed: Any, place: str, row: dict, value_of: Callable[[str], Any]
 ) -> tuple[str, list[tuple[str, Any]]]:
     """(verdict, (key, value) as we write them) of a key. typed: the value as yaml sees it. ConfigError if refused."""
-    is_same, same = any(_equal(typed, each) for each in row.get("same", [])), row.get("same", [])
+    same = row.get("same", [])
+    is_same = any(_equal(typed, each) for each in same)
     if "at_least" in row:
         least = value_of(row["at_least"])
         same = [*same, f"{row['at_least']}={text_of(least)} or more"]

@@ -140,9 +140,11 @@ def _value(loader: yaml.Loader, node: yaml.Node, name: str, path: str, places: d
     tree = {}
     for key, child in node.value:
         place = f"{path} line {key.start_mark.line + 1}"
-        if not isinstance(key, yaml.ScalarNode) or not key.value:
-            raise ConfigError(f"{place}: expected the name of a key, got nothing, a list or a mapping")
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConfigError(f"{place}: expected the name of a key, got a list or mapping")
         full = f"{name}.{key.value}" if name else key.value
+        if not full:
+            raise ConfigError(f"{place}: expected the name of a key, got '': give the section a name, such as grpo")
         if full in places:
             raise ConfigError(f"{place}: {full} is set again, first in {places[full]}; remove one")
         places[full] = place
