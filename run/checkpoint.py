@@ -36,7 +36,7 @@ from hf.weights import local_shard
 from system.disk import flush, replace_folder, write_whole
 from system.exits import Saved, StopRun
 from system.optimizer import Optimizer
-from system.ranks import Ranks, any_rank, broadcast_from_rank0, gather, local_rows, on_rank0
+from system.ranks import Ranks, any_rank, gather, local_rows, on_rank0
 
 MAX_FAILURES = 3  # saves in a row that the disk refused, before the run stops
 
@@ -58,12 +58,8 @@ def commit(temporary: Path, meta: dict, parts: Sequence[dict | str]) -> None:
     if problems := [part for part in all_parts if isinstance(part, str)]:
         raise OSError(problems[0])
     meta = meta | {"files": {name: entry for part in all_parts for name, entry in part.items()}}
-    on_rank0(lambda: _rename(temporary, meta))
-
-
-def _rename(temporary: Path, meta: dict) -> None:
-    _write_meta(temporary, meta)
-    replace_folder(temporary, temporary.with_suffix(""))  # only a run resumed from before this step finds one there
+    on_rank0(lambda: _write_meta(temporary, meta))
+    on_rank0(lambda: replace_folder(temporary, temporary.with_suffix("")))  # one is there if the run went back
 
 
 def _write_meta(folder: Path, meta: dict) -> None:
@@ -184,7 +180,7 @@ def load(
     mode "auto" takes the newest good checkpoint and prints a warning for each damaged one; else the newest must be
     good. ConfigError, on all ranks, names the damaged file, or says that `base` is not the state's base_sha256.
     """
-    for path in broadcast_from_rank0(paths or checkpoints(folder)):  # rank 0's view of a shared disk
+    for path in on_rank0(lambda: paths or checkpoints(folder)):  # its view of a shared disk
         problem = problem_of(path, ranks)
         if problem is None:
             meta = read_meta(path)

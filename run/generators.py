@@ -35,7 +35,6 @@ class Generators(AbstractContextManager):
         self.dtype = getattr(torch, cfg.policy.generation.vllm_cfg.precision or cfg.policy.precision)
         self.vocab_size = tokenizer.vocab_size
         self.max_total_tokens = cfg.policy.max_total_sequence_length
-        self.drains = cfg.grpo.async_grpo.max_age > 0 and not cfg.grpo.async_grpo.in_flight_weight_updates
         self.in_flight: deque = deque()  # as Sampler's, with None for the conversations, which the generators have
         self.groups: dict[int, bool] = {}  # under way at the newest sync
 
@@ -81,8 +80,6 @@ class Generators(AbstractContextManager):
 
     def sync(self, weights: Weights, version: int) -> int:
         """As Engine.sync. On return all generators have the weights."""
-        if self.drains:
-            self._ask("drain")
         sent = (tensor for _, tensor in weights)
         num_bytes, self.groups = self._ask("weight_sync", version, self.shapes, weights=sent)
         return num_bytes
@@ -135,16 +132,13 @@ def _answer(task: str, arguments: list, sampler: Sampler, device: torch.device, 
         *inputs, may_stop = arguments
         replies = gather(engine.generate(*inputs, may_stop=may_stop))
         return [reply for of_engine in replies[:: ranks.tp_size] for reply in of_engine]
-    if task == "weight_sync":
-        version, shapes = arguments
-        watchdog.step = version + 1  # the step that will be sampled with these weights
-        num_bytes = engine.sync(ranks.bridge.receive_weights(shapes, engine.dtype, device), version)
-        return num_bytes, sampler.groups_under_way()
-    assert task == "drain", task
-    while not (engine.is_idle or engine.should_stop()):  # told to stop, it takes the weights amid responses
+    assert task == "weight_sync", task
+    version, shapes = arguments
+    watchdog.step = version + 1  # the step that will be sampled with these weights
+    while not (engine.async_grpo.in_flight_weight_updates or engine.is_idle or engine.should_stop()):
         engine.step()
-    any_rank(False)  # trainers send weights when all are here
-    return None
+    num_bytes = engine.sync(ranks.bridge.receive_weights(shapes, engine.dtype, device), version)
+    return num_bytes, sampler.groups_under_way()
 
 
 def with_tokens(samples: list[Sample]) -> list[Sample]:

@@ -5,9 +5,7 @@ sides. (One default group for both would hang: vLLM makes subgroups of it, each 
 groups join the sides: one of all ranks for objects, and one of trainer 0 and the generators for weights.
 """
 
-import math
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,7 +17,6 @@ from torch import Tensor
 
 T = TypeVar("T")
 Shapes = list[tuple[str, tuple[int, ...]]]  # names and shapes of tensors, in the order in which they are sent
-BUCKET_BYTES = 256 * 2**20
 # More than any limit of the watchdog, which says who hangs: a collective would only say that it waited.
 COLLECTIVE_TIMEOUT = timedelta(days=7)
 
@@ -44,41 +41,18 @@ class Bridge:
         return shared[0]
 
     def send_weights(self, tensors: Iterable[Tensor]) -> None:
-        """The trainers' part, while all generators are in `receive_weights`. Tensors are of one type. Trainer 0 sends
-        them; the others only walk them, because gathering each is a collective of the trainers."""
-        if self.weights is None:
-            deque(tensors, maxlen=0)
-            return
-        for bucket in fill_buckets(tensors):
-            dist.broadcast(bucket, group_src=0, group=self.weights)
+        """The trainers' part, while all generators are in `receive_weights`. Trainer 0 sends the tensors; the other
+        trainers only walk them, because gathering each is a collective of the trainers."""
+        for tensor in tensors:
+            if self.weights is not None:
+                dist.broadcast(tensor.contiguous(), group_src=0, group=self.weights)
 
     def receive_weights(self, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """The generators' part: (name, tensor) of what is sent, which has these shapes. To be walked to its end."""
-        to_come = sum(math.prod(shape) for _, shape in shapes)
-        flat = torch.empty(0, dtype=dtype, device=device)  # what no tensor has been made of
         for name, shape in shapes:
-            size = math.prod(shape)
-            while len(flat) < size:
-                bucket = torch.empty(min(to_come, BUCKET_BYTES // dtype.itemsize), dtype=dtype, device=device)
-                dist.broadcast(bucket, group_src=0, group=self.weights)
-                flat = torch.cat([flat, bucket])
-                to_come -= len(bucket)
-            yield name, flat[:size].view(shape)
-            flat = flat[size:]
-
-
-def fill_buckets(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """All tensors flat and in a row, cut into pieces of BUCKET_BYTES; the last one may be shorter."""
-    pieces: list[Tensor] = []
-    for tensor in tensors:
-        flat = tensor.flatten()
-        while (room := BUCKET_BYTES // flat.dtype.itemsize - sum(map(len, pieces))) <= len(flat):
-            yield torch.cat([*pieces, flat[:room]])
-            flat = flat[room:]
-            pieces = []
-        pieces.append(flat)
-    if any(map(len, pieces)):
-        yield torch.cat(pieces)
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            dist.broadcast(tensor, group_src=0, group=self.weights)
+            yield name, tensor
 
 
 def split(rank: int, size: int, num_generators: int, backend: str) -> Bridge:

@@ -186,13 +186,6 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
-def broadcast_from_rank0(value: T, group: dist.ProcessGroup | None = None) -> T:
-    """Rank 0's `value`, on all ranks (of the group)."""
-    shared = [value]
-    dist.broadcast_object_list(shared, group_src=0, group=group)
-    return shared[0]
-
-
 def local_rows(tensor: torch.Tensor) -> slice:
     """The rows of a whole tensor that this rank holds: all, or its shard's by torch.chunk (uneven, maybe none)."""
     if not isinstance(tensor, DTensor):
@@ -209,13 +202,13 @@ def on_rank0(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T
     if not dist.is_initialized():
         return work()
     try:
-        result = work() if (group or dist.group.WORLD).rank() == 0 else None
+        shared = [work() if (group or dist.group.WORLD).rank() == 0 else None]
     except SHARED_ERRORS as error:
-        result = error
-    result = broadcast_from_rank0(result, group)
-    if isinstance(result, SHARED_ERRORS):
-        raise result
-    return result
+        shared = [error]
+    dist.broadcast_object_list(shared, group_src=0, group=group)
+    if isinstance(shared[0], SHARED_ERRORS):
+        raise shared[0]
+    return shared[0]
 
 
 def seed_everything(seed: int) -> None:

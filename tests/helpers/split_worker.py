@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 import engine
 import grpo
 from rollout import Sampler
-from system import bridge, exits, watchdog
+from system import exits, watchdog
 from system.exits import StopRun
 
 SETTINGS = ("checkpointing.save_period=2", "checkpointing.keep_latest=9", "grpo.max_num_steps=10", "grpo.val_period=5")
@@ -155,7 +155,6 @@ def run(folder: Path, num_ranks: int, overrides: tuple[str, ...], faulty: int | 
 def main(work: Path, names: list[str]) -> None:
     os.chdir(ROOT)
     AutoModelForCausalLM.from_pretrained(STARTER)  # imports here, once, what each rank's stand-in would
-    bridge.BUCKET_BYTES = 100_000  # the model has 2 MB
     watchdog.POLL_SECONDS, watchdog.GRACE_SECONDS = 0.05, 0.8
     answers = {}
     step = engine.Engine.step

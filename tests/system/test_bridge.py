@@ -1,4 +1,4 @@
-"""A split job of 2 trainers and 2 generators: who is who on each side, and weights in buckets of any size."""
+"""A split job of 2 trainers and 2 generators: who is who on each side, and the weights that cross."""
 
 import os
 import time
@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 from ranks import ranks
 
-from system import bridge, exits
-from system.ranks import any_rank, broadcast_from_rank0, gather, on_rank0, start_process_group
+from system import exits
+from system.ranks import any_rank, gather, on_rank0, start_process_group
 
 SHAPES = [(3, 5), (), (7,), (0, 4), (2, 2, 2), (41,), (1,)]  # 15 + 1 + 7 + 0 + 8 + 41 + 1 elements: 73
-BUCKETS = (4, 20, 64, 73, 292, 1000)  # elements
 
 
 def tensors(factor):
@@ -45,28 +44,24 @@ def join_sides(folder):
         "side": gather(ranks.job_rank),
         "job": gather(ranks.job_rank, ranks.job),
         "any": any_rank(ranks.job_rank == 3),
-        "first": broadcast_from_rank0(ranks.job_rank),
-        "first_of_job": broadcast_from_rank0(ranks.job_rank, ranks.job),
-        "on_rank0": on_rank0(lambda: f"made by {ranks.job_rank}", ranks.job),
+        "first": on_rank0(lambda: ranks.job_rank),
+        "first_of_job": on_rank0(lambda: ranks.job_rank, ranks.job),
         "from_2": ranks.bridge.broadcast({"rank": ranks.job_rank}, root=2),
         "peers": sorted(ranks.peers.processes),
         "names": [ranks.peers.name(rank) for rank in range(4)],
-        "buckets": [],
+        "sent": [],
     }
     shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors(1)]
     broadcast = dist.broadcast
-    dist.broadcast = lambda tensor, **options: facts["buckets"][-1].append(len(tensor)) or broadcast(tensor, **options)
-    for size in BUCKETS:
-        bridge.BUCKET_BYTES = 2 * size
-        for sync in (1, 2):
-            facts["buckets"].append([])
-            if ranks.generates:
-                got = dict(ranks.bridge.receive_weights(shapes, torch.bfloat16, torch.device("cpu")))
-                assert list(got) == [name for name, _ in tensors(1)], (size, list(got))
-                assert all(torch.equal(got[name], tensor) for name, tensor in tensors(sync)), (size, sync, got)
-                assert [got[name].shape for name in got] == [torch.Size(shape) for shape in SHAPES]
-            else:
-                ranks.bridge.send_weights(tensor for _, tensor in tensors(sync))
+    dist.broadcast = lambda tensor, **options: facts["sent"].append(tensor.numel()) or broadcast(tensor, **options)
+    for sync in (1, 2):
+        if ranks.generates:
+            got = dict(ranks.bridge.receive_weights(shapes, torch.bfloat16, torch.device("cpu")))
+            assert list(got) == [name for name, _ in tensors(1)], list(got)
+            assert all(torch.equal(got[name], tensor) for name, tensor in tensors(sync)), (sync, got)
+            assert [got[name].shape for name in got] == [torch.Size(shape) for shape in SHAPES]
+        else:
+            ranks.bridge.send_weights(tensor for _, tensor in tensors(sync))
     dist.broadcast = broadcast
     return facts
 
@@ -88,7 +83,7 @@ def test_each_side_is_a_job_of_its_own_and_knows_its_place_in_the_whole(facts):
     assert [of_rank["first"] for of_rank in facts] == [0, 0, 2, 2]
     for number, of_rank in enumerate(facts):
         assert of_rank["job"] == [0, 1, 2, 3] and of_rank["first_of_job"] == 0
-        assert of_rank["on_rank0"] == "made by 0" and of_rank["from_2"] == {"rank": 2}
+        assert of_rank["from_2"] == {"rank": 2}
         assert of_rank["announced"] == ([False, True] if number >= 2 else [])
         assert of_rank["peers"] == [0, 1, 2, 3]
         named = ["trainer rank 0", "trainer rank 1", "generator rank 2", "generator rank 3"]
@@ -96,10 +91,8 @@ def test_each_side_is_a_job_of_its_own_and_knows_its_place_in_the_whole(facts):
 
 
 @pytest.mark.slow
-def test_weights_arrive_whatever_the_buckets(facts):
+def test_weights_arrive_whatever_their_shapes(facts):
     """The generators have compared them; a second sync sends other numbers."""
-    total = sum(torch.Size(shape).numel() for shape in SHAPES)
-    expected = [[min(size, total - i) for i in range(0, total, size)] for size in BUCKETS for sync in (1, 2)]
     for of_rank in (facts[0], *facts[2:]):
-        assert of_rank["buckets"] == expected
-    assert facts[1]["buckets"] == [[] for _ in expected]  # a trainer that sends nothing
+        assert of_rank["sent"] == 2 * [torch.Size(shape).numel() for shape in SHAPES]
+    assert facts[1]["sent"] == []  # a trainer that sends nothing
