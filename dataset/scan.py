@@ -129,7 +129,7 @@ def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Data
     first_place: dict[str, str] = {}  # reason -> the first row's place
     digest = hashlib.sha256()
     chunks: dict[str, list[tuple[str, str, dict]]] = {}
-    for number in Progress(f"{source.name}: rows checked", iterable=picked.tolist()):
+    for number in Progress(f"{source.name}: rows checked", picked.tolist()):
         where = source.where(number)
         reason, problem = _made(maker, number)
         if problem is None:

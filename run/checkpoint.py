@@ -3,7 +3,7 @@
 A checkpoint is a folder `step_000010/` with one safetensors file per rank and `meta.json`. A rank's file has its rows
 of the float32 master weights, of the optimizer's state and of the reference policy. Where several replicas hold the
 same rows, the first one writes them. Weights that LoRA has frozen are not stored: a hash identifies them. `meta.json`
-is written last: step, counters, fingerprints, size and sha256 of every file, and a sha256 of itself.
+has step, counters, fingerprints, size and sha256 of every file, and a sha256 of itself.
 
 Training stops only for a copy to host memory. A thread of each rank writes the copy into `step_000010.tmp`. When all
 ranks have written, at the end of a later step, rank 0 adds meta.json and renames the folder. Older checkpoints go only
@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from check.resume import VERSION, by_metric, checkpoints, committed, damaged, digest, numbered, read_meta
+from check.resume import VERSION, by_metric, candidates, committed, damaged, digest, numbered, read_meta
 from config import CheckpointingConfig, ConfigError
 from hf.model_config import weight_files
 from hf.weights import local_shard
@@ -171,16 +171,12 @@ class Saver(AbstractContextManager):
         self.ranks.print_rank0(f"WARNING: {failure}; training continues, and the next checkpoint will be tried")
 
 
-def load(
-    folder: Path, model, optimizer, ranks: Ranks, reference: dict, *, mode: str | None, base=None, paths=None
-) -> dict:
-    """Restores the newest checkpoint of `folder`, or the first of `paths`, into model, fresh optimizer and `reference`
-    (as in `save`), on any number of ranks; the weights alone if `optimizer` is None. Returns its `state`, with `step`.
-
-    mode "auto" takes the newest good checkpoint and prints a warning for each damaged one; else the newest must be
-    good. ConfigError, on all ranks, names the damaged file, or says that `base` is not the state's base_sha256.
-    """
-    for path in on_rank0(lambda: paths or checkpoints(folder)):  # its view of a shared disk
+def load(folder: Path, cfg: CheckpointingConfig, model, optimizer, ranks: Ranks, reference: dict, base=None) -> dict:
+    """Restores the newest checkpoint of `folder`, or the one that resume_step names, on any number of ranks: into model,
+    `reference` (as in `save`) and fresh optimizer, or without an optimizer the weights alone. Returns its `state`, with
+    `step`. resume=auto takes the newest good checkpoint, with a warning for each damaged one; else the newest must be
+    good. ConfigError, on all ranks, names the damaged file, or says that `base` is not the state's base_sha256."""
+    for path in on_rank0(lambda: candidates(folder, cfg)):  # rank 0's view of a shared disk
         problem = problem_of(path, ranks)
         if problem is None:
             meta = read_meta(path)
@@ -188,7 +184,7 @@ def load(
                 raise ConfigError(f"{path}: its adapters need other weights than policy.model_name has (sha256)")
             _restore(path, sorted(meta["files"]), model, optimizer, reference)
             return meta["state"] | {"step": meta["step"]}
-        if mode != "auto":
+        if cfg.resume != "auto":
             raise ConfigError(damaged(problem, path))
         ranks.print_rank0(f"WARNING: {problem}: continuing from an older checkpoint")
     raise ConfigError(f"checkpointing.resume_from: no complete checkpoint in {folder}; unset the key to start anew")
@@ -266,9 +262,7 @@ def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[st
     names = sorted(files[0].keys())
     params = _trained(model)
     if other := {f"param.{name}" for name in params} ^ {name for name in names if name.startswith("param.")}:
-        raise ConfigError(
-            f"{path}: belongs to another model than policy.model_name: only one of the two has {min(other)}"
-        )
+        raise ConfigError(f"{path}: is not of policy.model_name: only one of the two has {min(other)}")
     for name, param in params.items():
         local_shard(param).copy_(_read_rows(files, f"param.{name}", param))
     if optimizer is None:

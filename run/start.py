@@ -1,7 +1,4 @@
-"""Starts a run: builds the policy, the engine and the sampler from the config, and restores a checkpoint.
-
-The algorithm is `train` in grpo.py. Nothing here computes a loss, an advantage or a pack.
-"""
+"""Starts a run: builds the policy, the engine and the sampler from the config, and restores a checkpoint."""
 
 import os
 import shutil
@@ -19,7 +16,7 @@ from batch import needs_old_logps
 from check import preflight
 from check.memory_plan import OWN_CONTEXT
 from check.preflight import RunInputs, data_lines, memory_plan, notes, num_steps_of
-from check.resume import candidates, checkpoint_folder
+from check.resume import checkpoint_folder
 from check.rules import must_save_by_seconds
 from engine import Engine, reply_parsers
 from graders.pool import GraderPool
@@ -205,8 +202,7 @@ def restore(run: Run) -> None:
             raise config.ConfigError(f"{checkpoints} holds checkpoints of another run: choose another checkpoint_dir")
         return
     shards, base = run.reference.shards if run.reference else {}, run.state.base_sha256
-    asked = {"mode": cfg.resume, "base": base, "paths": candidates(checkpoints, cfg)}
-    counters = checkpoint.load(checkpoints, run.model, run.optimizer, run.ranks, shards, **asked)
+    counters = checkpoint.load(checkpoints, cfg, run.model, run.optimizer, run.ranks, shards, base)
     run.state = state = RunState(**counters)
     run.saver.saved = state.step
     if cfg.allow_changes and state.fingerprints != train.fingerprints:
@@ -356,7 +352,6 @@ def build_sampler(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: t
     ranks.print_rank0(
         f"engine: {ranks.dp_size} x vLLM over {ranks.tp_size} ranks each, vocabulary {engine.vocab_size:,}"
     )
-    max_turns, max_errors = cfg.grpo.max_rollout_turns, cfg.env.max_error_fraction
     endpoint = None
     if cfg.env.agents:
         from agents.endpoint import Endpoint, ReplyParser  # a run without agents imports nothing of them
@@ -364,8 +359,8 @@ def build_sampler(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: t
         server = cfg.policy.generation.vllm_cfg.http_server_serving_chat_kwargs
         parse = ReplyParser(reply_parsers(), inputs.tokenizer, server)
         endpoint = Endpoint(engine, inputs.tokenizer, ranks, parse)
-    given = (engine, inputs.tokenizer, inputs.environments, ranks, max_turns, max_errors, score)
-    return Sampler(*given, endpoint=endpoint)
+    limits = cfg.grpo.max_rollout_turns, cfg.env.max_error_fraction
+    return Sampler(engine, inputs.tokenizer, inputs.environments, ranks, *limits, score, endpoint=endpoint)
 
 
 def hash_of_base(cfg: config.Config, inputs: RunInputs, ranks: Ranks) -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, pvariance
 
 from check.preflight import RunInputs
-from check.resume import candidates, checkpoint_folder
+from check.resume import checkpoint_folder
 from config import Config
 from data import Sample, groups_of
 from engine import SamplingOptions, sync_weights
@@ -61,9 +61,7 @@ def evaluate(job: Job) -> str:
     scored = None
     if cfg.checkpointing.resume_from:
         checkpoints = checkpoint_folder(cfg.checkpointing, Path(cfg.checkpointing.resume_from))
-        asked = {"mode": cfg.checkpointing.resume, "base": base_sha256}
-        asked["paths"] = candidates(checkpoints, cfg.checkpointing)
-        step = checkpoint.load(checkpoints, model, None, ranks, {}, **asked)["step"]
+        step = checkpoint.load(checkpoints, cfg.checkpointing, model, None, ranks, {}, base_sha256)["step"]
         scored = f"{checkpoints}, step {step}"
     sync_weights(model, engine, step)
     sets = {name: {"data_path": data.path, "fingerprint": data.fingerprint} for name, data in inputs.validation.items()}

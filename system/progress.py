@@ -10,14 +10,14 @@ import system.exits
 
 
 class Progress(tqdm):
-    """`with Progress(name, total) as bar: bar.update(n)`, or `for item in Progress(name, iterable=items)`."""
+    """`with Progress(name): ...`, or `for item in Progress(name, items)`."""
 
     monitor_interval = 0  # no thread of tqdm's
 
-    def __init__(self, name: str, total: int | None = None, iterable: Iterable | None = None):
-        layout = None if total or iterable is not None else "{desc}"
+    def __init__(self, name: str, items: Iterable | None = None):
+        layout = "{desc}" if items is None else None
         is_hidden = None if system.exits.job_rank == 0 else True  # None: hidden where the file is no terminal
-        super().__init__(iterable, name, total, leave=False, file=sys.stdout, disable=is_hidden, bar_format=layout)
+        super().__init__(items, name, leave=False, file=sys.stdout, disable=is_hidden, bar_format=layout)
 
 
 Progress.set_lock(threading.RLock())  # tqdm's own lock is one of multiprocessing: only rank 0 writes

@@ -30,7 +30,7 @@ def main() -> int:
         if not words or not Path(words[0], "config.yaml").is_file():
             raise ConfigError(USAGE)
         run = Path(words.pop(0))
-        asked = [f"checkpointing.resume_from={run}", *ALL_RANKS_GENERATE]
+        asked = [f"checkpointing.resume_from={run}", "checkpointing.resume=must", *ALL_RANKS_GENERATE]
         if words and "=" not in words[0]:
             asked.append(f"checkpointing.resume_step={words.pop(0)}")
         cfg = reader.load(run / "config.yaml", [*words, *asked])
@@ -43,8 +43,7 @@ def main() -> int:
         model = build_policy(cfg, inputs, ranks, device)
         base = hash_of_base(cfg, inputs, ranks)
         saved = resume.checkpoint_folder(cfg.checkpointing, run)
-        paths = resume.candidates(saved, cfg.checkpointing)
-        step = checkpoint.load(saved, model, None, ranks, {}, mode="must", base=base, paths=paths)["step"]
+        step = checkpoint.load(saved, cfg.checkpointing, model, None, ranks, {}, base)["step"]
         out = run / "exports" / f"step_{step:06d}"
         export(cfg, model, out, tokenizer, base)
         code, reason = 0, f"exported step {step}: {out / 'hf_model'}"

@@ -80,11 +80,12 @@ def replay(folder: Path, cfg: Config, ranks: Ranks, device: torch.device) -> tup
     if step > 1:
         saved = checkpoint_folder(cfg.checkpointing, folder.parent.parent)
         shards = reference.shards if reference else {}
-        paths = [saved / f"step_{step - 1:06d}"]
-        if not paths[0].is_dir():
+        before = saved / f"step_{step - 1:06d}"
+        if not before.is_dir():
             fix = "make logger.dump_rollouts a multiple of checkpointing.save_period, raise checkpointing.keep_latest"
-            raise ConfigError(f"{folder}: needs the checkpoint before the step, {paths[0]}, which was not kept: {fix}")
-        state = checkpoint.load(saved, model, optimizer, ranks, shards, mode="must", base=base, paths=paths)
+            raise ConfigError(f"{folder}: needs the checkpoint before the step, {before}, which was not kept: {fix}")
+        asked = replace(cfg.checkpointing, resume="must", resume_step=str(step - 1))
+        state = checkpoint.load(saved, asked, model, optimizer, ranks, shards, base)
         num_bad_steps = state["num_bad_steps"]
 
     adv_B, metrics = step_advantages(samples, cfg.grpo, cfg.loss_fn)

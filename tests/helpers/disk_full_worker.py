@@ -61,7 +61,7 @@ def main(folder: Path) -> dict:
         except StopRun as error:
             stopped = str(error)
         model, optimizer = state_at(-1)
-        loaded = checkpoint.load(checkpoints, model, optimizer, saver.ranks, {}, mode="must")
+        loaded = checkpoint.load(checkpoints, CheckpointingConfig(resume="must"), model, optimizer, saver.ranks, {})
         after[name] = {
             "left": sorted(path.name for path in checkpoints.iterdir()),
             "loaded": loaded,

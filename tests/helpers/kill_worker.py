@@ -89,7 +89,7 @@ def live(rank: int, folder: Path, life: int, point: str | None) -> None:
     model, optimizer = model_at(-1, mesh)
     step = 0
     if resume.checkpoints(checkpoints):
-        state = checkpoint.load(checkpoints, model, optimizer, ranks, {}, mode="auto")
+        state = checkpoint.load(checkpoints, CheckpointingConfig(resume="auto"), model, optimizer, ranks, {})
         step = state["step"]
         assert state == {"step": step, "cursor": step * 7}, state
         assert model.weight.to_local().unique().tolist() == [float(step)], (step, model.weight.to_local())

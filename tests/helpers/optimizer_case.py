@@ -122,6 +122,6 @@ def check_checkpoints(folder, mesh, ranks, work, cfg):
         train(model, optimizer, (2,))  # while it is being written
         saver.finish()
         model, optimizer = fresh(folder, mesh, cfg, offloads=not offloads)
-        checkpoint.load(saver.folder, model, optimizer, ranks, {}, mode=None)
+        checkpoint.load(saver.folder, config.CheckpointingConfig(), model, optimizer, ranks, {})
         train(model, optimizer, (2, 3))
         assert_equal(snapshot(model, optimizer), snapshot(*unbroken))

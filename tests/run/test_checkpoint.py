@@ -92,8 +92,8 @@ def check_resume(folder, work, place, device, mesh, lora=None):
 
     model, optimizer = fresh(folder, device, mesh, lora)
     with pytest.raises(ConfigError, match=r"adapters need other weights than policy.model_name has"):
-        checkpoint.load(work, model, optimizer, place, {}, mode=None, base="b" * 64)
-    loaded = checkpoint.load(work, model, optimizer, place, {}, mode=None, base=base)
+        checkpoint.load(work, CheckpointingConfig(), model, optimizer, place, {}, base="b" * 64)
+    loaded = checkpoint.load(work, CheckpointingConfig(), model, optimizer, place, {}, base=base)
     assert loaded == {"step": 2, **STATE, "base_sha256": base}
     assert_equal(snapshot(model, optimizer), saved)
     train_step(model, optimizer, 2, place)
@@ -128,7 +128,7 @@ def save_by_two(folder, work):
         file.write_bytes(file.read_bytes()[:-1] + b"?")
     dist.barrier()
     with pytest.raises(ConfigError) as error:  # on both, or the other would wait in the next collective
-        checkpoint.load(file.parent.parent, *fresh(folder, device, mesh), place, {}, mode=None)
+        checkpoint.load(file.parent.parent, CheckpointingConfig(), *fresh(folder, device, mesh), place, {})
     assert str(error.value).startswith(f"{file}: content differs from its checksum in meta.json: the checkpoint is")
 
 
@@ -140,7 +140,8 @@ def load_by_two_again(folder, work):
     for source in (work, work / "of_one"):
         model, optimizer = fresh(folder, device, mesh)
         reference = Reference(model).shards if source != work else {}
-        assert checkpoint.load(source, model, optimizer, place, reference, mode=None).items() >= STATE.items()
+        state = checkpoint.load(source, CheckpointingConfig(), model, optimizer, place, reference)
+        assert state.items() >= STATE.items()
         snapshots.append(snapshot(model, optimizer))
     assert_equal(*snapshots)
     stored = {f"param.{name}": tensor for name, tensor in reference.items()}
@@ -154,7 +155,7 @@ def test_two_ranks_then_one_then_two(tiny, one_rank, tmp_path):
 
     place, device, mesh = one_rank
     model, optimizer = fresh(tiny[0], device, mesh)
-    assert checkpoint.load(tmp_path, model, optimizer, place, {}, mode=None).items() >= STATE.items()
+    assert checkpoint.load(tmp_path, CheckpointingConfig(), model, optimizer, place, {}).items() >= STATE.items()
     ours, shards = snapshot(model, optimizer), [load_file(tmp_path / "step_000002" / name) for name in meta["files"]]
     assert_equal(ours, {name: x if x.dim() == 0 else cat([s[name] for s in shards]) for name, x in shards[0].items()})
     kinds = {name.partition(".model.")[0] for name in ours}
@@ -184,7 +185,7 @@ def test_whatever_an_optimizer_keeps_for_a_parameter_comes_back(tiny, one_rank, 
         }
     with checkpoint.Saver(tmp_path, CheckpointingConfig(), place) as saver:
         saver.save(1, model, saved, {}, {}, {})
-    assert checkpoint.load(tmp_path, model, loaded, place, {}, mode=None) == {"step": 1}
+    assert checkpoint.load(tmp_path, CheckpointingConfig(), model, loaded, place, {}) == {"step": 1}
     assert len(saved.state) > 10 and saved.state.keys() == loaded.state.keys()
     for param, state in saved.state.items():
         again = loaded.state[param]
@@ -215,7 +216,7 @@ def run(one_rank, tmp_path):
 
         def load(self, mode=None):
             model, optimizer = self.model(-1.0)
-            state = checkpoint.load(self.folder, model, optimizer, self.ranks, {}, mode=mode)
+            state = checkpoint.load(self.folder, CheckpointingConfig(resume=mode), model, optimizer, self.ranks, {})
             assert not optimizer.state[model.weight]  # saved before the first optimizer step: there are no moments
             return state, model.weight.unique().tolist()
 

@@ -219,7 +219,7 @@ def checkpoints_and_exports(folder, meshes, work):
             model, mesh = policy_of(folder, meshes[name]), meshes[name]
             optimizer = build_optimizer(model, ADAMW)
             shards = {n: torch.zeros_like(p.to_local()) for n, p in model.named_parameters()}
-            checkpoint.load(work / saved, model, optimizer, place(mesh), shards, mode=None)
+            checkpoint.load(work / saved, config.CheckpointingConfig(), model, optimizer, place(mesh), shards)
             assert all(torch.equal(p.to_local(), shards[n]) for n, p in model.named_parameters())
             states.append(whole_state(model, optimizer))
             export = work / f"{saved} by {name}"
