@@ -7,10 +7,8 @@ Usage: ./train.sh [--nproc_per_node=N] [--gpu_memory=GiB] [CONFIG.yaml] [key.sub
 Sets up on a fresh machine, checks the config, then trains under torchrun.
 Default config: configs/smoke.yaml (CPU, minutes). Every key: .venv/bin/python grpo.py --help
 --gpu_memory: plan for a GPU with this much memory, instead of the GPU found here.
---nnodes, --node_rank (0 to N-1), --rdzv_endpoint (a port of node 0): nodes wait ten minutes for each other. slurm.sh
-sets these.
-Processes per node: --nproc_per_node or NPROC; default: one per GPU; on CPU 2 for a small
-model, 1 for a large one.
+--nnodes, --node_rank (0 to N-1), --rdzv_endpoint (a port of node 0): set by slurm.sh. Nodes wait ten minutes.
+Processes per node: --nproc_per_node or NPROC; default: one per GPU; on CPU 2 for a small model, 1 for a large one.
 GRPO_DEVICE, GRPO_VENV and GRPO_PYTHON choose the environment: see setup.sh.
 
 Ctrl-C, SIGTERM and SIGUSR1 are passed on to the run. Exit codes: 0 done; 1 set-up failed, or a crash; 2 bad config, data

@@ -5,10 +5,10 @@ of the float32 master weights, of the optimizer's state and of the reference pol
 same rows, the first one writes them. Weights that LoRA has frozen are not stored: a hash identifies them. `meta.json`
 has step, counters, fingerprints, size and sha256 of every file, and a sha256 of itself.
 
-Training stops only for a copy to host memory. A thread of each rank writes the copy into `step_000010.tmp`. When all
+Training stops only for a copy to host memory, which a thread of each rank writes into `step_000010.tmp`. When all
 ranks have written, at the end of a later step, rank 0 adds meta.json and renames the folder. Older checkpoints go only
-after that, so a kill at any instant leaves every committed checkpoint as it was. We do not use
-torch.distributed.checkpoint: its metadata is a pickle, which can run code, and it keeps no checksum of a file.
+after that, so a kill at any instant leaves every committed checkpoint as it was. torch.distributed.checkpoint is not
+used: its metadata is a pickle, which can run code, and it keeps no checksums.
 """
 
 import hashlib
@@ -86,12 +86,10 @@ class Saver(AbstractContextManager):
             self.finish()
 
     def save(self, step: int, model, optimizer, state: dict, reference: dict[str, Tensor], metrics: dict[str, float]):
-        """Begins checkpoint `step`: on return the state is copied, and training may go on.
-
-        `state`: JSON-able, `load` returns it. `reference`: this rank's rows of the reference policy by parameter name,
-        or {}. `metrics`: of the last training step; keep_top_k compares one of these or of `state["last_validation"]`.
-        A disk without room costs this checkpoint, not the run; MAX_FAILURES in a row end the run (StopRun).
-        """
+        """Begins checkpoint `step`: on return the state is copied, and training may go on. `state`: JSON-able, `load`
+        returns it. `reference`: this rank's rows of the reference policy by parameter name, or {}. `metrics`: of the
+        last training step; keep_top_k compares one of these or of `state["last_validation"]`. A disk without room costs
+        this checkpoint, not the run; MAX_FAILURES in a row end the run (StopRun)."""
         self.finish()
         metric = self._metric(metrics, state.get("last_validation", {}))
         tensors = _copy_to_host(model, optimizer, reference)
@@ -150,8 +148,7 @@ class Saver(AbstractContextManager):
             raise OSError(f"{self.folder}: {free / 2**20:,.1f} MiB free, {needed}")
 
     def _prune(self, step: int) -> None:
-        """Removes all but the newest keep_latest and the best keep_top_k (of equal ones the newer), and those of later
-        steps: the run has gone on from before them."""
+        """Removes all but the newest keep_latest and the best keep_top_k, and those after `step`: the run went back."""
         later = [path for number, path in numbered(self.folder, "step_").items() if number > step]
         whole = [path for path in committed(self.folder) if path not in later]
         best = [path for path in by_metric(self.folder, self.cfg.higher_is_better) if path not in later]
@@ -172,10 +169,10 @@ class Saver(AbstractContextManager):
 
 
 def load(folder: Path, cfg: CheckpointingConfig, model, optimizer, ranks: Ranks, reference: dict, base=None) -> dict:
-    """Restores the newest checkpoint of `folder`, or the one that resume_step names, on any number of ranks: into model,
-    `reference` (as in `save`) and fresh optimizer, or without an optimizer the weights alone. Returns its `state`, with
-    `step`. resume=auto takes the newest good checkpoint, with a warning for each damaged one; else the newest must be
-    good. ConfigError, on all ranks, names the damaged file, or says that `base` is not the state's base_sha256."""
+    """Restores the newest checkpoint of `folder`, or the one that resume_step names, on any number of ranks: into the
+    model, the `reference` (as in `save`) and a fresh optimizer, or without one the weights alone. Returns its `state`,
+    with `step`. resume=auto takes the newest good checkpoint, with a warning for each damaged one; else the newest must
+    be good. ConfigError, on all ranks, names the damaged file, or says that `base` is not the state's base_sha256."""
     for path in on_rank0(lambda: candidates(folder, cfg)):  # rank 0's view of a shared disk
         problem = problem_of(path, ranks)
         if problem is None:
@@ -204,8 +201,7 @@ def problem_of(path: Path, ranks: Ranks) -> str | None:
 
 
 def _copy_to_host(model, optimizer, reference: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Name in the file -> copy of this rank's rows: the thread writes the copy while training changes the original. {}
-    where another replica writes the same rows."""
+    """Name in the file -> copy of this rank's rows, for the thread to write; {} where another replica writes them."""
     params = _trained(model)
     if any(any(p.device_mesh.get_coordinate()[:-1]) for p in params.values() if isinstance(p, DTensor)):
         return {}
@@ -262,7 +258,7 @@ def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[st
     names = sorted(files[0].keys())
     params = _trained(model)
     if other := {f"param.{name}" for name in params} ^ {name for name in names if name.startswith("param.")}:
-        raise ConfigError(f"{path}: is not of policy.model_name: only one of the two has {min(other)}")
+        raise ConfigError(f"{path}: holds another model than policy.model_name: only one of the two has {min(other)}")
     for name, param in params.items():
         local_shard(param).copy_(_read_rows(files, f"param.{name}", param))
     if optimizer is None:

@@ -1,8 +1,7 @@
-"""Writes the samples of a step to disk (`logger.dump_rollouts`). `tools/replay.py` trains them again.
+"""Writes the samples of a step before it trains (`logger.dump_rollouts`). `tools/replay.py` trains them again.
 
 `rollouts/step_000012/` in the run folder has samples.jsonl with a line for each sample that the step trains, a
-safetensors file of each rank with the tokens of the samples that it holds, and meta.json as a checkpoint has it. It is
-written before the step trains, so a step that ends the run leaves its samples.
+safetensors file of each rank with the tokens of the samples that it holds, and meta.json as a checkpoint has it.
 """
 
 import json

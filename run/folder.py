@@ -1,5 +1,4 @@
-"""The folder of a run, which no other run may use meanwhile (`run.lock`), and what it takes to repeat the run:
-`config.yaml`, `provenance.json` and `changes_1.patch`."""
+"""The folder of a run: its lock, and what repeats the run (config.yaml, provenance.json, changes_1.patch)."""
 
 import contextlib
 import errno
@@ -32,8 +31,7 @@ SHARED_DISK_SECONDS = 30.0  # so long an NFS client may believe its cache of a f
 
 def open_run_folder(cfg: Config, ranks: Ranks, *, to_train: bool = True) -> Path:
     """The run's folder: the one to resume, or a new `exp_NNN` in logger.log_dir (`eval_NNN` for eval.py). A run that
-    trains locks it, and its checkpoints' folder, while its processes live. ConfigError, on all ranks, where that
-    fails."""
+    trains locks it, and its checkpoints' folder, until it ends. ConfigError, on all ranks, where that fails."""
     try:
         folder = on_rank0(lambda: _open(cfg, to_train), ranks.job)
         if to_train:

@@ -1,7 +1,6 @@
 """A split job (policy.generation.colocated.enabled=false): what the trainers ask for, and what a generator does.
 
 `Generators` stands in the loop where an engine and a sampler stand in a job that is not split, so the loop is the same.
-A generator takes requests between two decode steps, and goes on with what is under way until there is another one.
 """
 
 from collections import deque
@@ -25,9 +24,8 @@ from system.watchdog import Watchdog
 
 
 class Generators(AbstractContextManager):
-    """The generators, seen by the trainers: an engine and a sampler in one. Every method is a collective of all
-    trainers, and raises what the work raised there: Interrupted, StopRun. As a context manager it ends the generators,
-    unless this rank alone may have failed."""
+    """The generators, as an engine and a sampler in one. Every method is a collective of all trainers, and raises what
+    the generators raised: Interrupted, StopRun. On exit they end, unless this rank alone may have failed."""
 
     def __init__(self, bridge: Bridge, shapes: Shapes, tokenizer: Tokenizer, cfg: Config):
         self.bridge = bridge
@@ -109,7 +107,7 @@ def serve(sampler: Sampler, device: torch.device, watchdog: Watchdog) -> None:
 
 
 def _next_request(sampler: Sampler, watchdog: Watchdog) -> tuple:
-    """The trainers' next request. Until it is there, the engine goes on with what is under way."""
+    """The trainers' next request. Until it is there, the engine decodes what is under way, and looks between steps."""
     engine, ranks = sampler.engine, sampler.ranks
     request = ranks.bridge.announce(async_op=True)
     watchdog.enter("waiting for the trainers", waits=True)

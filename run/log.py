@@ -170,9 +170,9 @@ class RunLog:
         for key in filter(re.compile("validation/.+/accuracy").fullmatch, found):
             name = [self._score(key.removesuffix("accuracy"), values) for values in validations][-1]
             label = name.removeprefix("validation/").replace("/", " ")
-            rows[label] = [_shown(values, name) for values in validations]
+            rows[label] = [shown(values, name) for values in validations]
             if name != key:
-                rows[label.replace("reward", "outcome ok")] = [_shown(values, key) for values in validations]
+                rows[label.replace("reward", "outcome ok")] = [shown(values, key) for values in validations]
         return rows
 
     def close(self, state) -> None:
@@ -194,12 +194,12 @@ class RunLog:
         print("\n" + "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()) + "\n", flush=True)
 
 
-def _shown(values: Numbers, name: str) -> str:
+def shown(values: Numbers, name: str) -> str:
     """A validation's number; an accuracy with its 95% interval and the number of problems."""
     if name not in values:
         return "?"
     low, high = (values.get(f"{name}_ci95_{end}", math.nan) for end in ("low", "high"))
-    num = values.get(f"{name.rpartition('/')[0]}/num_problems", 0)
+    num = values.get(f"{name.removesuffix('accuracy')}num_problems", 0)
     sure = f" ({low:.3f} to {high:.3f}, {num:,.0f} problems)" if low == low else ""
     return f"{values[name]:.3f}{sure}"
 

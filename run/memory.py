@@ -16,15 +16,12 @@ PHASES = {"generation": "generate", "policy_and_reference_logprobs": "score"}
 PHASES |= {"policy_training": "train", "prepare_for_generation": "sync"}
 # The words of torch for a GPU and for host memory; of vLLM for a KV cache too small for one sequence, and for a GPU
 # whose share is not free.
-NO_MEMORY = re.compile(
-    "out of memory|can't allocate memory|No available memory for the cache|KV cache is needed|Free mem"
-)
+NO_MEMORY = re.compile("out of memory|can't allocate memory|No available memory|KV cache is needed|Free mem")
 
 
 class Memory:
-    """Rank 0 prints the plan of a GPU whose memory is known; ConfigError if that is too small. engine_bytes: torch
-    still counts these as allocated by the sleeping engine, and engine_reserved as reserved, though vLLM has freed them;
-    they are subtracted from the peaks."""
+    """Rank 0 prints the plan of a GPU whose memory is known; ConfigError if that is too small. The peaks leave out
+    engine_bytes and engine_reserved: what torch still counts of the sleeping engine, though vLLM has freed it."""
 
     def __init__(self, plan: Plan, ranks: Ranks):
         self.plan = plan

@@ -1,8 +1,8 @@
 """The reward model: scores whole conversations with a decoder of its own, sharded over all ranks like the policy.
 
 Owns the `score` head of Hugging Face's Qwen2-, Qwen3- and LlamaForSequenceClassification with one label (`score.weight`
-[1, D], read at the last token). The weights stay in host memory except while they score. model.py owns the rest of the
-network. Here the text is encoded anew, because another model reads it, in that model's chat template.
+[1, D], read at the last token). The weights stay in host memory except while they score. The text is encoded anew, in
+the chat template of this model.
 Dims: T packed tokens, S conversations of a pack, D hidden.
 """
 
@@ -75,11 +75,9 @@ class RewardModel:
         return scores
 
     def encode(self, messages: list[dict]) -> list[int]:
-        """Ids of the conversation in the reward model's template; [] if the template refuses the conversation.
-
-        They end with the token at which transformers reads the score: the last one that is not `pad_token_id`. So for a
-        model that pads with its end token, they end before that.
-        """
+        """Ids of the conversation in the reward model's template; [] if the template refuses the conversation. They end
+        with the token at which transformers reads the score: the last that is not `pad_token_id`, even if that is the
+        end token."""
         try:
             ids = self.tokenizer.render(messages, add_generation_prompt=False, escape=True)
         except DataError:

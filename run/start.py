@@ -88,17 +88,15 @@ class Run(Job):
 
     @property
     def is_finished(self) -> bool:
-        """After the last step, or when max_num_epochs leaves too few prompts for another, since dynamic sampling draws
-        more than a step has. A step that draws again may continue into the next epoch: stopping it would waste its
-        groups."""
+        """After the last step, or when max_num_epochs leaves too few prompts for another: dynamic sampling may have
+        drawn more than one batch a step. A step may draw into the next epoch: stopping it would waste its groups."""
         grpo, num_drawn = self.cfg.grpo, self.state.cursor["position"]
         used_up = num_drawn + grpo.prompts_per_batch > grpo.max_num_epochs * self.inputs.train.num_problems
         return self.state.step >= self.num_steps or used_up
 
 
 def run_rank(usage: str, words: Sequence[str], work: Callable[[Job], str], *, to_train: bool = True) -> int:
-    """One rank from start to exit code. work: returns why the run ended. Without to_train there is no step to train,
-    and no watchdog."""
+    """One rank from start to exit code. work: returns why the run ended. Without to_train there is no watchdog."""
     folder = watchdog = memory = None
     peers = NO_PEERS
     try:
@@ -111,7 +109,7 @@ def run_rank(usage: str, words: Sequence[str], work: Callable[[Job], str], *, to
         inputs = preflight.read_inputs(cfg, to_train=to_train, on_rank0=partial(on_rank0, group=ranks.job))
         folder = open_run_folder(cfg, ranks, to_train=to_train)
         watchdog = Watchdog(ranks, folder, cfg.watchdog) if to_train else None
-        memory = plan_memory(cfg, inputs, ranks, device, gpu_bytes, to_train)
+        memory = plan_memory(cfg, inputs, ranks, gpu_bytes, to_train)
         code, reason = 0, work(Job(cfg, inputs, ranks, device, folder, memory, watchdog))
     except BaseException as error:
         if memory:
@@ -123,13 +121,11 @@ def run_rank(usage: str, words: Sequence[str], work: Callable[[Job], str], *, to
     return code
 
 
-def plan_memory(
-    cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device, gpu_bytes: float | None, trains=True
-) -> Memory:
+def plan_memory(cfg: config.Config, inputs: RunInputs, ranks: Ranks, gpu_bytes: float | None, trains=True) -> Memory:
     """Prints how much memory the run needs on each GPU. ConfigError if the GPU, or gpu_bytes, has less."""
     others = 0
-    if gpu_bytes is None and device.type == "cuda":
-        free, gpu_bytes = torch.cuda.mem_get_info(device)
+    if gpu_bytes is None and torch.cuda.is_available():
+        free, gpu_bytes = torch.cuda.mem_get_info()
         others = max(0, *gather(gpu_bytes - free - OWN_CONTEXT, ranks.job))  # all ranks refuse, or none
     plan = memory_plan(cfg, inputs, ranks.job_size, gpu_bytes)
     return Memory(replace(plan, trains=trains, others=others), ranks)
@@ -333,8 +329,7 @@ def build_policy(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: to
 
 
 def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
-    """What computes attention, in words. Torch's own varlen_attn is FlashAttention 2. On Hopper it is FlashAttention 3
-    from now on, if its package is installed."""
+    """What computes attention. varlen_attn is FlashAttention 2; on Hopper this makes it 3, if its package is there."""
     if not uses_flash_attention(device.type, dtype):
         return "SDPA, one call for each group of equal lengths"
     if find_spec("flash_attn_interface") is None or torch.cuda.get_device_capability(device) != (9, 0):
@@ -344,14 +339,12 @@ def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def build_sampler(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> Sampler:
-    """The sampler with its engine, awake and without weights. A collective of the ranks that generate: they also share
-    the reward model."""
+    """The sampler with its engine, awake and without weights. A collective of the ranks that generate."""
     score = RewardModel(*inputs.reward_model, cfg, device).score if inputs.reward_model else None
     with Progress("start, 2 of 3: vLLM engine"):
         engine = Engine(inputs.model_folder, inputs.model_config, inputs.tokenizer, cfg)
-    ranks.print_rank0(
-        f"engine: {ranks.dp_size} x vLLM over {ranks.tp_size} ranks each, vocabulary {engine.vocab_size:,}"
-    )
+    engines = f"{ranks.dp_size} x vLLM over {ranks.tp_size} ranks each"
+    ranks.print_rank0(f"engine: {engines}, vocabulary {engine.vocab_size:,}")
     endpoint = None
     if cfg.env.agents:
         from agents.endpoint import Endpoint, ReplyParser  # a run without agents imports nothing of them

@@ -78,13 +78,10 @@ def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metri
 
 
 def check_canary(model: Decoder, engine: Engine, limit: float | None, device: torch.device, when: str) -> float:
-    """Mean |sampler - trainer| log-probability, in nats per token, on a fixed prompt that every engine continues: this
-    rank's engine, or in a split job all engines.
-
-    It finds weights, a cache or a compute path that stayed old before a whole rollout is drawn from them, and whatever
-    the data are: its prompt is longer than a block of the prefix cache. No filter: top_k=1 would hide every gap. One
-    forward without gradients; a collective of all ranks. Raises StopRun above `limit` (grpo.logp_gap_limit).
-    """
+    """Mean |sampler - trainer| log-probability, in nats per token, on a fixed prompt that this rank's engine continues,
+    or in a split job every engine. It finds weights, a cache or a compute path that stayed old before a rollout is
+    drawn from them: the prompt is longer than a block of the prefix cache. No filter: top_k=1 would hide every gap. One
+    forward without gradients; a collective of all ranks. Raises StopRun above `limit` (grpo.logp_gap_limit)."""
     total = engine.max_total_tokens
     num_new = min(NUM_NEW_TOKENS, max(1, total // 2))
     random = np.random.Generator(np.random.PCG64(0))

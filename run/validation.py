@@ -16,7 +16,7 @@ from data import Sample, groups_of
 from engine import SamplingOptions, sync_weights
 from rollout import Sampler
 from run import checkpoint
-from run.log import RunLog
+from run.log import RunLog, shown
 from run.start import Job, Run, build, hash_of_base
 from system.disk import write_whole
 from system.exchange import move_tokens
@@ -69,11 +69,8 @@ def evaluate(job: Job) -> str:
     log = RunLog(folder, without_events, first_step=0, num_steps=0) if ranks.rank == 0 else None
     for name, mode, samples in sample_sets(cfg, inputs, sampler):
         numbers = sets[name][mode] = summarize(groups_of(samples))
-        low, high = numbers["accuracy_ci95_low"], numbers["accuracy_ci95_high"]
-        score = f"accuracy {numbers['accuracy']:.4f} (95%: {low:.4f} to {high:.4f})"
-        if numbers["reward"] != numbers["accuracy"]:  # some reward is neither 0 nor 1
-            score = f"reward {numbers['reward']:.4f}"
-        ranks.print_rank0(f"{name} | {mode} | {score} of {numbers['num_problems']:,} problems")
+        score = "accuracy" if numbers["reward"] == numbers["accuracy"] else "reward"  # some reward is neither 0 nor 1
+        ranks.print_rank0(f"{name} | {mode} | {score} {shown(numbers, score)}")
         if log:
             log.samples(step, f"{name}/{mode}", samples, inputs.tokenizer)
     report = {
@@ -114,10 +111,8 @@ def sample_sets(cfg: Config, inputs: RunInputs, sampler: Sampler) -> Iterator[tu
 
 
 def summarize(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
-    """Numbers of one mode over groups of n samples of a problem. Rewards are the grader's, unscaled.
-
-    With n > 1 also pass_at_k and maj_at_k, k = 1, 2, 4, ... and n: pass_at_1 is accuracy, pass_at_n NeMo RL's pass_k.
-    """
+    """Numbers of one mode over groups of n samples of a problem. Rewards are the grader's, unscaled. With n > 1 also
+    pass_at_k and maj_at_k, k = 1, 2, 4, ... and n: pass_at_1 is accuracy, pass_at_n NeMo RL's pass_k."""
     samples, size = [s for group in groups for s in group], len(groups[0])
     assert all(len(group) == size for group in groups), sorted(map(len, groups))
     low, high = accuracy_interval([fmean(s.outcome == "ok" for s in group) for group in groups], len(samples))
@@ -146,12 +141,9 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def majority(samples: Sequence[Sample]) -> float:
-    """Whether the answer that most samples give is right (Wang et al. 2022, "Self-Consistency").
-
-    Votes go by `extracted`; samples without an answer do not vote, and the value is 0 if none has one. At a tie each
-    leading answer counts alike, as if one were drawn: a function of the votes, not of their order. maj@k is this over
-    the first k samples of each problem, which is unbiased because samples are independent.
-    """
+    """Whether the answer that most samples give is right (Wang et al. 2022, "Self-Consistency"); 0 if none has one. At
+    a tie each leading answer counts alike, as if one were drawn: the order of the votes does not matter. maj@k is this
+    over the first k samples of each problem, which is unbiased because samples are independent."""
     votes = Counter(s.extracted for s in samples if s.extracted is not None)
     leaders = [answer for answer, count in votes.items() if count == max(votes.values())]
     share_right = [fmean(s.outcome == "ok" for s in samples if s.extracted == answer) for answer in leaders]

@@ -30,8 +30,7 @@ class Bridge:
     weights: dist.ProcessGroup | None  # None for trainers but the first, which have no part in it
 
     def announce(self, *, async_op: bool = False) -> dist.Work | None:
-        """Returns when trainer 0 is here, too; its request follows. With async_op the wait only begins. A collective of
-        both sides."""
+        """Waits for trainer 0, whose request follows. async_op: the wait only begins. A collective of both sides."""
         return dist.broadcast(torch.zeros(1), group_src=0, group=self.objects, async_op=async_op)
 
     def broadcast(self, value: T, root: int) -> T:

@@ -78,5 +78,4 @@ def keep_console() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         raw = io.BufferedWriter(Console(stream.fileno(), "wb", closefd=False))
-        text = io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)
-        setattr(sys, name, text)
+        setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True))

@@ -24,10 +24,8 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """This process among the ranks. A tensor-parallel group is `tp_size` consecutive ranks that share one engine; there
-    are `dp_size` groups, and this rank belongs to number `dp_rank`.
-
-    In a split job `rank` and `world_size` count this rank's side only, and `bridge` joins the sides.
-    """
+    are `dp_size` groups, and this rank belongs to number `dp_rank`. In a split job `rank` and `world_size` count this
+    rank's side only, and `bridge` joins the sides."""
 
     rank: int
     world_size: int
@@ -150,10 +148,8 @@ def fsdp_mesh(device_type: str, num_replicas: int = 1) -> DeviceMesh:
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """The GPU of this rank, or the CPU: as GRPO_DEVICE says (setup.sh exports it), else as torch was built.
-
-    Raises ConfigError where torch sees something else: a run meant for GPUs never falls back to the CPU silently.
-    """
+    """The GPU of this rank, or the CPU: as GRPO_DEVICE says (setup.sh exports it), else as torch was built. ConfigError
+    where torch sees something else: a run meant for GPUs never falls back to the CPU silently."""
     wanted = os.environ.get("GRPO_DEVICE") or ("cuda" if torch.backends.cuda.is_built() else "cpu")
     cpu_packages = "the packages for CPUs: GRPO_DEVICE=cpu GRPO_VENV=.venv-cpu ./train.sh ..., without GRPO_PYTHON"
     if wanted == "cpu":
@@ -197,8 +193,7 @@ def local_rows(tensor: torch.Tensor) -> slice:
 
 
 def on_rank0(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """What `work` returns on rank 0 (of the group), or raises there, on all ranks: a ConfigError, OSError, StopRun or
-    Interrupted."""
+    """What `work` returns on rank 0 (of the group), or of SHARED_ERRORS raises there, on all ranks."""
     if not dist.is_initialized():
         return work()
     try:

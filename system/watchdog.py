@@ -1,8 +1,7 @@
 """Ends a run that hangs, and says where: a thread in each rank watches the rank's phases and the other ranks.
 
-Owns the limit of each phase, the stacks of all ranks, and what is said when a rank dies. Without it, ranks that wait
-for a stuck or dead rank would wait for the collective's timeout, on CUDA in a kernel that no signal interrupts. Nothing
-here is a collective: the watchdog has to work when collectives do not.
+Without it, ranks that wait for a stuck or dead rank would wait for the collective's timeout, on CUDA in a kernel that
+no signal interrupts. Nothing here is a collective: the watchdog has to work when collectives do not.
 """
 
 import faulthandler

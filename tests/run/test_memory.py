@@ -139,14 +139,15 @@ def test_a_user_says_what_the_gpu_has(given, code, program, main, monkeypatch, c
 
 
 def test_what_a_user_says_comes_before_what_the_gpu_says(one_rank, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, GIB))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, GIB))
     inputs = SimpleNamespace(model_config=read_model_config(STARTER), reward_model=None, reference_model=None)
     inputs.tokenizer = SimpleNamespace(vocab_size=262)
-    plan_memory = partial(start.plan_memory, Config(), inputs, one_rank[0], torch.device("cuda"))
+    plan_memory = partial(start.plan_memory, Config(), inputs, one_rank[0])
     with pytest.raises(ConfigError, match=rf"^memory: .* on each GPU, which has 1; .*{re.escape(KNOWS_BETTER)}$"):
         plan_memory(None)
     assert plan_memory(900 * GIB).plan.gpu_bytes == 900 * GIB
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (800 * GIB, 900 * GIB))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (800 * GIB, 900 * GIB))
     plan = plan_memory(None).plan
     assert (plan.gpu_bytes, plan.others) == (900 * GIB, (900 - 800 - 0.5) * GIB), "0.5: this process's own context"
 
