@@ -77,7 +77,7 @@ class Saver(AbstractContextManager):
         # Not a daemon: where the run ends in an error, the interpreter still waits for the file to be closed.
         self.writer = ThreadPoolExecutor(1, "checkpoint")
         self.pending: tuple[Path, dict] | None = None  # folder and meta.json of the checkpoint that is being written
-        self.written: Future[dict | str] | None = None  # of `write_part`; None where this rank has nothing to write
+        self.written: Future[dict | str] | None = None  # of `write_part`, for `pending`
         self.saved: int | None = None  # the newest step that is on disk
         self.num_failures = 0
 
@@ -102,21 +102,21 @@ class Saver(AbstractContextManager):
         meta = {"version": VERSION, "step": step, "world_size": self.ranks.world_size, "state": state, "metric": metric}
         self.pending = temporary, json.loads(json.dumps(meta))  # the run goes on changing `state`
         file = temporary / f"rank_{self.ranks.rank:05d}.safetensors"
-        self.written = self.writer.submit(write_part, file, partial(save_file, tensors, file)) if tensors else None
+        write = partial(write_part, file, partial(save_file, tensors, file)) if tensors else dict  # no file, no entry
+        self.written = self.writer.submit(write)
 
     def poll(self) -> None:
         """Commits the pending checkpoint if all ranks have written their part; else leaves it for later."""
-        if self.pending is not None and not any_rank(self.written is not None and not self.written.done()):
+        if self.pending is not None and not any_rank(not self.written.done()):
             self.finish()
 
     def finish(self) -> None:
         """Waits for the pending checkpoint and commits it."""
         if self.pending is None:
             return
-        parts = [self.written.result()] if self.written else []
         (temporary, meta), self.pending = self.pending, None
         try:
-            commit(temporary, meta, parts)
+            commit(temporary, meta, [self.written.result()])
             self.saved, self.num_failures = meta["step"], 0
             on_rank0(partial(self._prune, meta["step"]))
         except OSError as error:

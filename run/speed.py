@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -24,15 +23,6 @@ PEAK_TFLOPS |= {"NVIDIA H100 PCIe": 756.5, "NVIDIA H100 NVL": 835.5, "NVIDIA H20
 PEAK_TFLOPS |= {"NVIDIA B200": 2250.0, "NVIDIA B300": 2250.0, "NVIDIA GB200": 2500.0}
 
 
-@lru_cache(maxsize=4)
-def _weights_and_passes(config: ModelConfig, lora: LoRAConfig | None) -> tuple[int, int]:
-    """(numbers in the matrices of the blocks and in the adapters, how often each multiplies a token)."""
-    matrices = [shape for name, shape in config.tensor_shapes() if ".layers." in name and len(shape) == 2]
-    adapters = adapted_layers(config, lora) if lora else {}
-    num_weights = sum(map(math.prod, matrices)) + sum(lora.dim * sum(shape) for shape in adapters.values())
-    return num_weights, 2 if adapters else 3  # forward, gradients of the inputs, gradients of the weights
-
-
 def train_flops(config: ModelConfig, micros: Iterable[MicroBatch], lora: LoRAConfig | None = None) -> int:
     """FLOPs of one forward and backward of these micro-batches. Nothing is read from a device.
 
@@ -42,7 +32,10 @@ def train_flops(config: ModelConfig, micros: Iterable[MicroBatch], lora: LoRACon
     gradient. With `lora` those of frozen weights are not made: 4 for each of theirs and of the factors', 2 D V. Not
     counted: what backward computes again (activations, scores of flash attention, logits of two passes), merging.
     """
-    num_weights, passes = _weights_and_passes(config, lora)
+    matrices = [shape for name, shape in config.tensor_shapes() if ".layers." in name and len(shape) == 2]
+    adapters = adapted_layers(config, lora) if lora else {}
+    num_weights = sum(map(math.prod, matrices)) + sum(lora.dim * sum(shape) for shape in adapters.values())
+    passes = 2 if adapters else 3  # forward, gradients of the inputs, gradients of the weights
     pair_flops = 12 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
     flops = 0
     for micro in micros:

@@ -56,12 +56,11 @@ def evaluate(job: Job) -> str:
     cfg, inputs, ranks, device, folder = job.cfg, job.inputs, job.ranks, job.device, job.folder
     start = time.perf_counter()
     model, engine, sampler = build(cfg, inputs, ranks, device)
-    base_sha256 = hash_of_base(cfg, inputs, ranks)
-    step = 0
-    scored = None
+    step, scored = 0, None
     if cfg.checkpointing.resume_from:
         checkpoints = checkpoint_folder(cfg.checkpointing, Path(cfg.checkpointing.resume_from))
-        step = checkpoint.load(checkpoints, cfg.checkpointing, model, None, ranks, {}, base_sha256)["step"]
+        base = hash_of_base(cfg, inputs, ranks)
+        step = checkpoint.load(checkpoints, cfg.checkpointing, model, None, ranks, {}, base)["step"]
         scored = f"{checkpoints}, step {step}"
     sync_weights(model, engine, step)
     sets = {name: {"data_path": data.path, "fingerprint": data.fingerprint} for name, data in inputs.validation.items()}
