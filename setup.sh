@@ -84,9 +84,7 @@ failed() {
 
 [[ $(uname -s) == Linux ]] || die "Linux only (vLLM's wheels are); elsewhere, use a Linux container"
 cd "$(dirname "${BASH_SOURCE[0]}")"
-if [[ -z ${GRPO_DEVICE:-} ]]; then
-    if nvidia-smi -L >/dev/null 2>&1; then GRPO_DEVICE=cuda; else GRPO_DEVICE=cpu; fi
-fi
+GRPO_DEVICE=${GRPO_DEVICE:-$(nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)}
 lock=requirements/$GRPO_DEVICE.txt
 export GRPO_DEVICE  # the run holds torch to it (system/ranks.py)
 [[ -f $lock ]] || die "GRPO_DEVICE must be cpu or cuda, not '$GRPO_DEVICE'"

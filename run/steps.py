@@ -66,8 +66,7 @@ def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metri
     if run.ranks.bridge and run.cfg.grpo.async_grpo.max_age:  # generators work while the trainers do
         working = seconds | {"generation": seconds["total_step_time"]}
     performance = performance_metrics(metrics, working, minibatches, run.model.config, run.cfg.policy)
-    if run.memory:
-        performance |= run.memory.metrics(run.timer.peaks)
+    performance |= run.memory.metrics(run.timer.peaks)
     move_tokens([samples.trained[: run.cfg.logger.num_samples_to_log]])
     if run.log:
         run.log.step(state.step, metrics, seconds, performance)

@@ -93,7 +93,7 @@ def make_run(
         saver=saver or SimpleNamespace(cfg=SimpleNamespace(enabled=False), saved=None, poll=lambda: None),
         log=None,
         signals=SimpleNamespace(pending=lambda: False),
-        memory=None,
+        memory=SimpleNamespace(metrics=lambda peaks: {}),
         watchdog=SimpleNamespace(step=0, enter=lambda phase: None),
         timer=Timers(lambda phase: None),
         num_steps=num_steps,
