@@ -175,7 +175,6 @@ def set_up(job: Job) -> Run:
 def generate(job: Job) -> str:
     """Runs a generator of a split job to its end; returns why it ended."""
     signals = Signals(must_save_by_seconds(job.cfg.checkpointing))
-    seed_everything(job.cfg.grpo.seed)
     sampler = build_sampler(job.cfg, job.inputs, job.ranks, job.device)
     _stop_at(signals, sampler.engine, job.ranks)
     with sampler:

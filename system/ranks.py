@@ -207,7 +207,7 @@ def on_rank0(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds the global generators, for users' code: nothing of ours draws from them, and vLLM reseeds them."""
+    """Seeds the global generators, for users' code: nothing of ours draws from them, and vLLM seeds them alike."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
