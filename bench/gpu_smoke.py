@@ -95,7 +95,8 @@ def main() -> None:
     given = read_inputs(cfg)
     ranks, device = start_process_group(tp_size=1)
     line: dict = facts() | {"used_GiB_before": used_gib()}
-    policy, engine, sampler = build(cfg, given, ranks, device)
+    policy, sampler = build(cfg, given, ranks, device)
+    engine = sampler.engine
     line["model_runner"] = engine.llm.collective_rpc(runner_of)[0]
     line["used_GiB_asleep"] = used_gib()
     sync_weights(policy, engine, 0)

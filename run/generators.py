@@ -28,6 +28,7 @@ class Generators(AbstractContextManager):
     the generators raised: Interrupted, StopRun. On exit they end, unless this rank alone may have failed."""
 
     def __init__(self, bridge: Bridge, shapes: Shapes, tokenizer: Tokenizer, cfg: Config):
+        self.engine = self
         self.bridge = bridge
         self.shapes = shapes  # of the weights that a sync sends
         self.dtype = getattr(torch, cfg.policy.generation.vllm_cfg.precision or cfg.policy.precision)

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch.nn.attention import activate_flash_attention_impl
 
-import config
 from batch import needs_old_logps
 from check import preflight
 from check.memory_plan import OWN_CONTEXT
 from check.preflight import RunInputs, data_lines, memory_plan, notes, num_steps_of
 from check.resume import checkpoint_folder
 from check.rules import must_save_by_seconds
+from config import Config, ConfigError, GenerationConfig
 from engine import Engine, reply_parsers
 from graders.pool import GraderPool
 from hf.weights import full_shapes
@@ -59,7 +59,7 @@ class RunState:
 class Job:
     """What grpo.py and eval.py know before they build a model. watchdog: of a run that trains."""
 
-    cfg: config.Config
+    cfg: Config
     inputs: RunInputs
     ranks: Ranks
     device: torch.device
@@ -121,7 +121,7 @@ def run_rank(usage: str, words: Sequence[str], work: Callable[[Job], str], *, to
     return code
 
 
-def plan_memory(cfg: config.Config, inputs: RunInputs, ranks: Ranks, gpu_bytes: float | None, trains=True) -> Memory:
+def plan_memory(cfg: Config, inputs: RunInputs, ranks: Ranks, gpu_bytes: float | None, trains=True) -> Memory:
     """Prints how much memory the run needs on each GPU. ConfigError if the GPU, or gpu_bytes, has less."""
     others = 0
     if gpu_bytes is None and torch.cuda.is_available():
@@ -135,7 +135,7 @@ def set_up(job: Job) -> Run:
     """A run that is ready for its first step, or for the step after its checkpoint. A collective of all trainers."""
     cfg, inputs, ranks, device, memory = job.cfg, job.inputs, job.ranks, job.device, job.memory
     signals = Signals(must_save_by_seconds(cfg.checkpointing))
-    model, engine, sampler = build(cfg, inputs, ranks, device)
+    model, sampler = build(cfg, inputs, ranks, device)
     expand_segments()  # vLLM has made its memory pools, and sleeps
     weights = memory.plan.states().get("weights", 0)
     memory.engine_bytes = torch.cuda.memory_allocated() - weights
@@ -145,12 +145,12 @@ def set_up(job: Job) -> Run:
         for environment in inputs.environments.values():  # the generators grade
             environment.close()
     else:
-        _stop_at(signals, engine, ranks)
+        _stop_at(signals, sampler.engine, ranks)
     run = Run(
         **vars(job),
         model=model,
         optimizer=build_optimizer(model, cfg.policy.optimizer, offloads=cfg.policy.offload_optimizer_for_logprob),
-        engine=engine,
+        engine=sampler.engine,
         sampler=sampler,
         reference=build_reference(cfg, inputs, model, device),
         state=RunState(inputs.train.start(), inputs.train.fingerprints, base_sha256=base_sha256),
@@ -194,7 +194,7 @@ def restore(run: Run) -> None:
     checkpoints = run.saver.folder
     if cfg.resume_from is None:
         if any(checkpoints.glob("step_*")):
-            raise config.ConfigError(f"{checkpoints} holds checkpoints of another run: choose another checkpoint_dir")
+            raise ConfigError(f"{checkpoints} holds checkpoints of another run: choose another checkpoint_dir")
         return
     shards, base = run.reference.shards if run.reference else {}, run.state.base_sha256
     counters = checkpoint.load(checkpoints, cfg, run.model, run.optimizer, run.ranks, shards, base)
@@ -212,7 +212,7 @@ def restore(run: Run) -> None:
 # --------------------------------------------------------------------- the policy, the engine and the sampler of a run
 
 
-def loss_path_of(cfg: config.Config) -> LossPath:
+def loss_path_of(cfg: Config) -> LossPath:
     """How this run computes the gradient of its loss."""
     return choose_loss_path(
         policy_loss,
@@ -224,17 +224,17 @@ def loss_path_of(cfg: config.Config) -> LossPath:
     )
 
 
-def sampling_filter_of(cfg: config.GenerationConfig) -> SamplingFilter | None:
+def sampling_filter_of(cfg: GenerationConfig) -> SamplingFilter | None:
     """None where top_p and top_k keep all tokens."""
     return SamplingFilter(cfg.top_p, cfg.top_k) if cfg.top_p < 1 or cfg.top_k else None
 
 
-def reference_dtype(cfg: config.Config) -> torch.dtype:
+def reference_dtype(cfg: Config) -> torch.dtype:
     """The precision of the forward, but float32 for a reference that is an average of policies."""
     return torch.float32 if cfg.grpo.ref_policy_update_alpha < 1 else getattr(torch, cfg.policy.precision)
 
 
-def build_reference(cfg: config.Config, inputs: RunInputs, model: Decoder, device: torch.device) -> Reference | None:
+def build_reference(cfg: Config, inputs: RunInputs, model: Decoder, device: torch.device) -> Reference | None:
     """What the KL is to, if there is one: the policy as it is now, or a teacher. A collective."""
     policy, dtype = cfg.policy, reference_dtype(cfg)
     if cfg.loss_fn.reference_policy_kl_penalty == 0:
@@ -263,25 +263,22 @@ def compiles(option: bool | None, device_type: str) -> bool:
     has_compiler = any(map(shutil.which, [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]))
     if compiled and (device_type != "cuda" or is_off or not has_compiler):
         needs = "a GPU, a C compiler (gcc, clang, or the one named in CC), and no TORCH_COMPILE_DISABLE or "
-        raise config.ConfigError(f"policy.compile needs {needs}TORCHDYNAMO_DISABLE; or set policy.compile=false")
+        raise ConfigError(f"policy.compile needs {needs}TORCHDYNAMO_DISABLE; or set policy.compile=false")
     return compiled
 
 
-def build(
-    cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device
-) -> tuple[Decoder, Engine | Generators, Sampler | Generators]:
-    """The policy, the engine, which has no weights yet and sleeps, and its sampler. In a split job `Generators` is both
-    engine and sampler. A collective of all ranks that train."""
+def build(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> tuple[Decoder, Sampler | Generators]:
+    """The policy, and the sampler with its engine, which has no weights yet and sleeps. In a split job `Generators` is
+    sampler and engine. A collective of all ranks that train."""
     model = build_policy(cfg, inputs, ranks, device)
     if ranks.bridge:
-        generators = Generators(ranks.bridge, full_shapes(model), inputs.tokenizer, cfg)
-        return model, generators, generators
+        return model, Generators(ranks.bridge, full_shapes(model), inputs.tokenizer, cfg)
     sampler = build_sampler(cfg, inputs, ranks, device)
     sampler.engine.sleep()
-    return model, sampler.engine, sampler
+    return model, sampler
 
 
-def build_policy(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> Decoder:
+def build_policy(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> Decoder:
     """The sharded policy with float32 master weights. A collective of all ranks that train."""
     policy = cfg.policy
     if policy.deterministic_attention:  # before the first matmul: Decoder.backward has torch refuse it otherwise
@@ -337,7 +334,7 @@ def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
     return "varlen_attn, FlashAttention 3"
 
 
-def build_sampler(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> Sampler:
+def build_sampler(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> Sampler:
     """The sampler with its engine, awake and without weights. A collective of the ranks that generate."""
     score = RewardModel(*inputs.reward_model, cfg, device).score if inputs.reward_model else None
     with Progress("start, 2 of 3: vLLM engine"):
@@ -355,6 +352,6 @@ def build_sampler(cfg: config.Config, inputs: RunInputs, ranks: Ranks, device: t
     return Sampler(engine, inputs.tokenizer, inputs.environments, ranks, *limits, score, endpoint=endpoint)
 
 
-def hash_of_base(cfg: config.Config, inputs: RunInputs, ranks: Ranks) -> str | None:
+def hash_of_base(cfg: Config, inputs: RunInputs, ranks: Ranks) -> str | None:
     """With LoRA, the fingerprint of the base weights."""
     return checkpoint.weights_sha256(inputs.model_folder, ranks) if cfg.policy.dtensor_cfg.lora_cfg.enabled else None

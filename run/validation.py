@@ -55,14 +55,14 @@ def evaluate(job: Job) -> str:
     """Writes eval.json, the report of eval.py: what was scored, how, and the numbers. Returns where it is."""
     cfg, inputs, ranks, device, folder = job.cfg, job.inputs, job.ranks, job.device, job.folder
     start = time.perf_counter()
-    model, engine, sampler = build(cfg, inputs, ranks, device)
+    model, sampler = build(cfg, inputs, ranks, device)
     step, scored = 0, None
     if cfg.checkpointing.resume_from:
         checkpoints = checkpoint_folder(cfg.checkpointing, Path(cfg.checkpointing.resume_from))
         base = hash_of_base(cfg, inputs, ranks)
         step = checkpoint.load(checkpoints, cfg.checkpointing, model, None, ranks, {}, base)["step"]
         scored = f"{checkpoints}, step {step}"
-    sync_weights(model, engine, step)
+    sync_weights(model, sampler.engine, step)
     sets = {name: {"data_path": data.path, "fingerprint": data.fingerprint} for name, data in inputs.validation.items()}
     without_events = replace(cfg.logger, tensorboard_enabled=False, wandb_enabled=False)
     log = RunLog(folder, without_events, first_step=0, num_steps=0) if ranks.rank == 0 else None
