@@ -98,6 +98,7 @@ class Engine:
     def __init__(self, folder: Path, model: ModelConfig, tokenizer: Tokenizer, cfg: Config):
         vllm_cfg = cfg.policy.generation.vllm_cfg
         self.rebuilds_cache = cfg.grpo.async_grpo.recompute_kv_cache_after_weight_updates
+        self.drains = not cfg.grpo.async_grpo.in_flight_weight_updates  # before a sync, in a split job
         if vllm.__version_tuple__ < (0, 29):  # sleep drops tensors of its V2 runner (vllm-project/vllm#53508)
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         dtype = vllm_cfg.precision or cfg.policy.precision

@@ -134,7 +134,7 @@ def _answer(task: str, arguments: list, sampler: Sampler, device: torch.device, 
     assert task == "weight_sync", task
     version, shapes = arguments
     watchdog.step = version + 1  # the step that will be sampled with these weights
-    while not (engine.async_grpo.in_flight_weight_updates or engine.is_idle or engine.should_stop()):
+    while engine.drains and not (engine.is_idle or engine.should_stop()):
         engine.step()  # responses end before the sync, unless a signal asks the run to stop
     num_bytes = engine.sync(ranks.bridge.receive_weights(shapes, engine.dtype, device), version)
     return num_bytes, sampler.groups_under_way()

@@ -157,7 +157,7 @@ def split_samples(engine, policies, ranks, seed):
     ranks = replace(ranks, bridge=script)
     sampler = Sampler(engine, FakeTokenizer(), {"exact": envs.Exact()}, ranks)
     engine.unclaimed.clear()
-    engine.async_grpo = AsyncGRPOConfig(in_flight_weight_updates=True)
+    engine.drains = False
     watchdog = SimpleNamespace(step=0, enter=lambda phase, waits=False: None)
     serve(sampler, torch.device("cpu"), watchdog)
     *_, first, second = script.answers
