@@ -17,8 +17,6 @@ import torch
 from count_memory import CASES, LiveBytes, count_kept, differences, model_config, run_config
 
 import model as model_module
-from bench import fits as fits_page
-from bench.allocator import Allocator
 from check import memory_fit, reader
 from check.memory_plan import CHUNK_BYTES, CHUNK_ELEMENTS, GIB, Plan
 from check.rules import check_config
@@ -423,50 +421,3 @@ def test_a_lack_that_rounding_would_hide():
     text = memory_fit.problem(replace(plan, gpu_bytes=plan.size("train") - 0.004 * GIB))
     needed, has = re.search(r"train needs ([\d.]+) GiB on each GPU, which has ([\d.]+)", text).groups()
     assert float(needed) > float(has)
-
-
-@pytest.mark.slow
-def test_the_page_of_what_fits_is_what_the_script_prints():
-    """Sampled cells, and every comparison with a published step."""
-    page = (ROOT / "docs/gpus.md").read_text().splitlines()
-    cells = [[word.strip() for word in line.split("|")[1:-1]] for line in page if line.startswith("|")]
-    planned = {
-        (name, int(gib)): dict(zip((1, 2, 4, 8), texts, strict=True)) for name, gib, *texts in cells if gib.isdigit()
-    }
-    for name, gib, num_gpus in (
-        ("Qwen3-0.6B", 24, 1),
-        ("Qwen2.5-1.5B", 24, 1),
-        ("Qwen3-8B", 24, 1),
-        ("Qwen3-8B", 80, 8),
-    ):
-        assert planned[name, gib][num_gpus] == fits_page.cell(name, gib, num_gpus)
-    errors = {(cell[0], cell[1]): cell[-1] for cell in cells if cell[-1].endswith("%")}
-    assert errors == {(run, part): f"{ours / theirs - 1:+.0%}" for run, part, theirs, ours in fits_page.published()}
-
-
-def test_the_simulated_allocator_is_torchs():
-    """Worked by hand from CUDACachingAllocator.cpp; in MiB. bench/allocator.py replays whole steps with it."""
-    mib = 2**20
-    plain, grows = Allocator(), Allocator(expandable=True)
-    for each in (plain, grows):
-        each.allocate(0, 1)  # 512 bytes of a segment of 2 MiB
-        each.allocate(1, 6 * mib)  # of one of 20
-        each.allocate(2, 15 * mib)  # the rest has 14: one of its own, of 16; or a page of 20 more
-    assert (plain.reserved, grows.reserved) == (38 * mib, 42 * mib)
-    for each in (plain, grows):
-        each.release(2)
-        each.allocate(3, 24 * mib)  # what was freed is too small for it, but may grow
-    assert (plain.reserved, grows.reserved) == (62 * mib, 42 * mib)
-    for each in (plain, grows):
-        each.release(0)
-        each.release(3)
-        each.empty_cache()
-        assert each.allocated == 6 * mib
-    assert plain.reserved == grows.reserved == 20 * mib, "the rest of the segment, or the page, that is in use"
-    for each in (plain, grows):
-        each.release(1)
-        each.empty_cache()
-    assert plain.reserved == grows.reserved == 0 and grows.largest == {
-        "allocated": 30 * mib + 512,
-        "reserved": 42 * mib,
-    }

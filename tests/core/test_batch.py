@@ -54,16 +54,6 @@ def test_when_the_policy_is_scored_before_it_is_trained():
     assert needs_old_logps(settings(grpo={"seq_logprob_error_threshold": 2.0}, **by_sampler))
 
 
-def test_the_gap_of_the_newest_tokens_is_without_those_that_the_filter_cut(step):
-    (minibatch,) = with_logps(make_minibatches(*step, settings(), rank(0), CPU))
-    (micro,) = minibatch.micros
-    micro.version_R[:3] = 7
-    gap_R = (micro.sampler_logp_R - micro.old_logp_R).abs()[:3].tolist()
-    micro.old_logp_R[1] = -torch.inf
-    (total, count), largest = newest_gap(micro, newest_tokens(micro, 7, ASYNC)).values()
-    assert float(total / count) == pytest.approx((gap_R[0] + gap_R[2]) / 2) and largest == max(gap_R[0], gap_R[2])
-
-
 def test_where_keys_and_values_were_kept_the_gap_is_that_of_whole_responses(step):
     """Behind a token of older weights, one of the newest is of a mixture: sampler and trainer differ by right."""
     for number, sample in enumerate(step[0]):

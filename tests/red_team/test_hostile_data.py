@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 from chat_case import write_tokenizer
 from dataset_case import GOOD, load, refused
-from red_team import MAX_MESSAGE_CHARS
 
 import envs
 from check import preflight
@@ -18,6 +17,7 @@ from graders.reward_function import RewardFunction
 from hf.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
+MAX_MESSAGE_CHARS = 500
 STARTER = ROOT / "examples/arithmetic/starter"
 CONFIG = f"""
 grpo: {{num_prompts_per_step: 1, max_num_steps: 1, val_period: 0}}

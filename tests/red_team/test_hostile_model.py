@@ -5,12 +5,12 @@ import json
 import shutil
 
 import pytest
-from red_team import MAX_MESSAGE_CHARS, ROOT
+from small_run import STARTER
 
 from check import preflight
 from config import ConfigError
 
-STARTER = ROOT / "examples" / "arithmetic" / "starter"
+MAX_MESSAGE_CHARS = 500
 ROWS = [{"input": f"{i}+{i + 3}=", "answer": str(2 * i + 3)} for i in range(10, 16)]
 YAML = """
 grpo: {num_prompts_per_step: 2, max_num_steps: 2, val_period: 0}
