@@ -103,27 +103,45 @@ def test_what_a_compiled_block_keeps_on_cuda(name, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [None, 1024])
-def test_the_head_on_cuda(chunk, monkeypatch):
+@pytest.mark.parametrize(
+    "kind, chunk, sampling_filter",
+    [
+        ("one pass", None, None),
+        ("one pass", 1024, None),
+        ("one pass", None, SamplingFilter(0.9, 50)),
+        ("two passes", None, None),
+        ("two passes", None, SamplingFilter(0.9, 50)),
+    ],
+)
+def test_the_head_on_cuda(kind, chunk, sampling_filter, monkeypatch):
     """The logits and the gradients of linear_loss, with stand-ins for the kernels, which allocate nothing."""
     for kernel in ("row_stats_kernel", "dlogits_kernel"):
         monkeypatch.setattr(sys.modules["kernels.softmax"], kernel, defaultdict(lambda: lambda *_, **__: None))
-    cfg = run_config(logprob_chunk_size=chunk, sequence_packing=SequencePackingConfig(train_mb_tokens=8192))
+    monkeypatch.setitem(softmax.SORT_ELEMENTS, "meta", softmax.SORT_ELEMENTS["cuda"])
+    top_p, top_k = (sampling_filter.top_p, sampling_filter.top_k) if sampling_filter else (1.0, None)
+    cfg = run_config(
+        logprob_chunk_size=chunk,
+        sequence_packing=SequencePackingConfig(train_mb_tokens=8192),
+        generation=GenerationConfig(top_p=top_p, top_k=top_k),
+    )
     plan = Plan(cfg, LARGE["8B"], 151_665, 8)
     inputs = {"device": "meta", "dtype": torch.bfloat16, "requires_grad": True}
     hidden_RD, weight_VD = torch.empty(8192, 4096, **inputs), torch.empty(151_936, 4096, **inputs)
     x_R, target_R = torch.empty(8192, device="meta"), torch.empty(8192, device="meta", dtype=torch.int64)
     pack = {"old_logp_R": x_R, "sampler_logp_R": x_R, "adv_R": x_R, "mask_R": x_R, "seq_R": target_R}
-    pack |= {"ref_logp_R": None, "num_valid_tokens": 8192, "num_valid_seqs": 16, "cfg": LossConfig()}
+    ref_logp_R = x_R if kind == "two passes" else None
+    pack |= {"ref_logp_R": ref_logp_R, "num_valid_tokens": 8192, "num_valid_seqs": 16, "cfg": LossConfig()}
     options = {"temperature": 1.0, "num_grad_rows": 8192, "pack_loss": partial(policy_loss, **pack), "vocab": 151_665}
-    options |= {"path": LossPath("one pass"), "backend": KernelBackend("triton", chunk)}
+    options |= {"path": LossPath(kind), "backend": KernelBackend("triton", chunk), "sampling_filter": sampling_filter}
     with LiveBytes() as live:
         loss, _ = linear_loss(hidden_RD, weight_VD, target_R, **options)
         torch.autograd.grad(loss, (hidden_RD, weight_VD))
     planned = plan.train()["the head"]["logits and gradient of the head"]
-    assert planned - hidden_RD.nbytes == pytest.approx(live.largest, rel=0.02)
+    twice = weight_VD.nbytes * (kind == "two passes" and sampling_filter is not None)  # dW, which the plan leaves out
+    assert planned - hidden_RD.nbytes + twice == pytest.approx(live.largest, rel=0.02)
     rows = KernelBackend("triton", chunk).rows(8192, 151_936)
-    assert plan.logits(True) == plan.logits(False) == 4 * rows * 151_936
+    if sampling_filter is None:
+        assert plan.logits(True) == plan.logits(False) == 4 * rows * 151_936
 
 
 @pytest.mark.slow
