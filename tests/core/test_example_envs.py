@@ -12,7 +12,6 @@ import pytest
 from config import ConfigError, DatasetConfig, EnvConfig
 from envs import Turn
 from examples.arithmetic import second_try
-from examples.arithmetic.make_problems import needs_carry
 from examples.envs import reasoning_gym, sliding_puzzle
 from examples.envs.tools import calculate
 from graders.environments import make_environment
@@ -257,14 +256,6 @@ def test_the_second_try():
     assert results(wrong, right) == (1.0, True, []) and results(wrong, wrong) == (0.0, True, [])
     with pytest.raises(ConfigError, match="r:1: answer '5 apples' is not a number of 2 or 3 digits"):
         game.check_answers([("r:1", "5 apples", {})])
-
-
-def test_what_one_reply_can_be_right_on():
-    """The bound that two turns are held against: plain sums, and the commoner of the two wishes for the others."""
-    rows = [json.loads(line) for line in (ROOT / "examples/arithmetic/heldout.jsonl").open()]
-    carries = {p: needs_carry(*map(int, p[:-1].split("+"))) for p in (row["messages"][0]["content"] for row in rows)}
-    with_carry = sum(second_try.wanted(row["messages"][0]["content"]) == row["answer"] for row in rows) - 100
-    assert sum(carries.values()) == 400 and 0.7 < (100 + 400 - with_carry) / 500 < 0.75
 
 
 # --------------------------------------------------------------------------------------------------- reasoning-gym

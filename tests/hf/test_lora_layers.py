@@ -32,16 +32,9 @@ def layers(dim=8, **keys):
 def test_all_linear_layers_of_the_blocks_but_not_the_head():
     found = layers()
     assert list(found) == [f"model.layers.{i}.{name}" for i in range(12) for name in NAMES]
-    assert [found[f"model.layers.3.{name}"] for name in NAMES] == [
-        (64, 64),
-        (16, 64),
-        (16, 64),
-        (64, 64),
-        (96, 64),
-        (96, 64),
-        (64, 96),
-    ]
-    assert layers(target_modules=()) == found, "nothing named: all, as NeMo RL's *_proj"
+    shapes = [found[f"model.layers.3.{name}"] for name in NAMES]
+    assert shapes == [(64, 64), (16, 64), (16, 64), (64, 64), (96, 64), (96, 64), (64, 96)]
+    assert layers(dim=16) == layers(target_modules=()) == found, "nothing named: all, as *_proj in NeMo RL"
     assert adapted_layers(MODEL, LoRAConfig()) == {}
 
 
@@ -90,7 +83,3 @@ def test_refused(keys, problem):
     with pytest.raises(ConfigError) as error:
         layers(**keys)
     assert problem in str(error.value) and "\n" not in str(error.value)
-
-
-def test_the_largest_rank():
-    assert len(layers(dim=16)) == 84

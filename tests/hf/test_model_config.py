@@ -110,6 +110,14 @@ def test_an_index_that_is_none_is_refused(tmp_path):
         assert refused(tmp_path).startswith("/model.safetensors.index.json: ")
 
 
+def test_a_config_json_that_is_none_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"/config.json: cannot be read"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"/config.json: not valid JSON"):
+        read_model_config(tmp_path)
+
+
 UNSUPPORTED = [
     (dict(model_type="gpt2"), "model_type='gpt2' is not supported; supported: 'llama', "),
     (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported; supported: 'silu'"),
