@@ -1,19 +1,15 @@
 """Run folders, ends and kills that go wrong: each is answered in a sentence, in time, with the right exit code."""
 
 import errno
-import faulthandler
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from ranks import ranks
-from small_run import arguments, write_rows
 
 import config
 from config import ConfigError
@@ -37,99 +33,6 @@ def test_changes_that_are_no_utf8(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "ROOT", repository)
     run_folder.write_provenance(folder, config.Config(), 1)
     assert b"+# caf\xe9 noir\n" in (folder / "changes_1.patch").read_bytes()
-
-
-# ------------------------------------------------------------------------------------------------- two runs at once
-
-SETTINGS = ("checkpointing.save_period=1", "checkpointing.keep_latest=9", "grpo.val_at_start=false")
-SETTINGS += ("logger.tensorboard_enabled=false", "grpo.val_at_end=false", "checkpointing.save_hf_at_end=false")
-
-
-def start(work: Path, name: str, overrides: list[str], go: int) -> int:
-    """A run in a forked process, which waits for a byte from the pipe `go`. Its output goes to the file `name`."""
-    import grpo
-
-    if pid := os.fork():
-        return pid
-    output = os.open(work / name, os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ["GRPO_EXIT_FILE"] = str(work / f"{name}.json")
-    sys.argv = ["grpo.py", *arguments(work), *SETTINGS, *overrides]
-    os.read(go, 1)
-    code = grpo.main()
-    sys.stdout.flush()
-    os._exit(code)
-
-
-def run_together(work: Path, names: list[str], overrides: list[str]) -> list[int]:
-    read_end, write_end = os.pipe()
-    pids = [start(work, name, overrides, read_end) for name in names]
-    os.write(write_end, b"!" * len(names))
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-
-
-@ranks(1, seconds=400, stand_in=True)
-def pairs_of_runs(work: Path, pairs: list[list[str]]) -> list[tuple[Path, list[int], list[str]]]:
-    """An unbroken run of 4 steps, in `whole`. Then, for each pair, two runs start together in a copy of the run folder
-    that was cut back to step 2. Returns for each pair the run folder, the exit codes and the outputs."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
-        del os.environ[name]  # each run is a job of its own
-    faulthandler.cancel_dump_traceback_later()  # a forked process would wait for its thread
-    os.chdir(ROOT)
-    whole = work / "whole"
-    whole.mkdir()
-    write_rows(whole)
-    assert run_together(whole, ["log"], []) == [0], (whole / "log").read_text()
-    ends = []
-    for number, overrides in enumerate(pairs):
-        pair = work / f"pair_{number}"
-        pair.mkdir()
-        write_rows(pair)
-        run = pair / "exp_001"
-        shutil.copytree(whole / "exp_001", run)
-        for step in (3, 4):
-            shutil.rmtree(run / "checkpoints" / f"step_{step:06d}")
-        codes = run_together(pair, ["a", "b"], [word.format(run=run) for word in overrides])
-        ends.append((run, codes, [(pair / name).read_text() for name in ("a", "b")]))
-    return ends
-
-
-@pytest.mark.parametrize(
-    "pairs",
-    [
-        [["checkpointing.resume_from={run}"], ["checkpointing.resume=auto"]],
-        pytest.param([["checkpointing.resume_from={run}"], ["checkpointing.resume=auto"]] * 10, marks=pytest.mark.long),
-    ],
-    ids=["2", "20"],
-)
-def test_of_two_runs_one_goes_on_and_one_is_refused(tmp_path, pairs):
-    """What goes on ends as an unbroken run does, to the bit; the other one names it and has touched nothing."""
-    from safetensors.torch import load_file
-    from torch import equal
-
-    (ends,), whole = pairs_of_runs(tmp_path, pairs), tmp_path / "whole" / "exp_001"
-
-    def lines(folder, name):
-        records = [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
-        return [{k: v for k, v in r.items() if not k.startswith(("timing/", "performance/"))} for r in records]
-
-    def tensors(folder, step):
-        return load_file(Path(folder) / "checkpoints" / f"step_{step:06d}" / "rank_00000.safetensors")
-
-    for run, codes, said in ends:
-        assert sorted(codes) == [0, 2], said
-        first, second = sorted(said, key=len, reverse=True)
-        holder = (run / "run.lock").read_text().strip()
-        assert second.startswith(f"error: {run} is in use by another run ({holder})") and second.count("\n") == 1
-        assert first.splitlines()[-1] == json.loads((run / "exit.json").read_text())["reason"] == "trained to step 4"
-        assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [f"step_{n:06d}" for n in (1, 2, 3, 4)]
-        assert len(json.loads((run / "provenance.json").read_text())) == 2  # the first part, and the one that went on
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            assert lines(run, name) == lines(whole, name)
-        for step in (3, 4):
-            ours, theirs = tensors(run, step), tensors(whole, step)
-            assert ours.keys() == theirs.keys() and all(equal(ours[name], theirs[name]) for name in theirs)
 
 
 # ------------------------------------------------------------------------------------------------------ how it ends
