@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hf_folders import QWEN2
 
 import config
 from check import preflight, reader, rules
@@ -18,20 +19,8 @@ from hf.model_config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
-MODEL = ModelConfig.from_hf(
-    {
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "vocab_size": 100,
-        "hidden_size": 96,
-        "intermediate_size": 96,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 64,
-    }
-)
+SIZES = dict(hidden_size=96, intermediate_size=96, num_attention_heads=12, vocab_size=100, max_position_embeddings=64)
+MODEL = ModelConfig.from_hf({**QWEN2, "model_type": "llama", **SIZES})  # 2 key heads
 
 
 def fits(tmp_path, model=MODEL, *, length=64, tensor=1, vocab_size=100, stop_token_ids=None):

@@ -1,24 +1,14 @@
 """Which layers get an adapter: names, patterns, and what is refused, on shapes alone."""
 
 import pytest
+from hf_folders import QWEN2
 
 from config import ConfigError, LoRAConfig
 from hf.lora_layers import adapted_layers
 from hf.model_config import ModelConfig
 
-MODEL = ModelConfig.from_hf(
-    {
-        "model_type": "qwen3",
-        "hidden_act": "silu",
-        "vocab_size": 100,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "rms_norm_eps": 1e-6,
-    }
-)
+SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=1)
+MODEL = ModelConfig.from_hf({**QWEN2, "model_type": "qwen3", **SIZES})
 NAMES = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
 NAMES += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 SECTION = "policy.dtensor_cfg.lora_cfg"

@@ -7,17 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 from chat_case import write_tokenizer
-from dataset_case import GOOD, load, refused
+from dataset_case import GOOD, load, refusal, refused
 
 import envs
-from check import preflight
-from config import ConfigError
 from dataset import scan
 from graders.reward_function import RewardFunction
 from hf.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_MESSAGE_CHARS = 500
 STARTER = ROOT / "examples/arithmetic/starter"
 CONFIG = f"""
 grpo: {{num_prompts_per_step: 1, max_num_steps: 1, val_period: 0}}
@@ -46,16 +43,6 @@ def tokenizer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_tokenizer(tmp_path)
     return Tokenizer(tmp_path)
-
-
-def refusal(*words):
-    """What `--check` says against the run; "" where it has nothing against it."""
-    try:
-        preflight.check(preflight.parse_command_line(["run.yaml", *words], "usage"))
-    except ConfigError as error:
-        assert len(str(error)) <= MAX_MESSAGE_CHARS and "\n" not in str(error), str(error)
-        return str(error)
-    return ""
 
 
 def test_time_grows_with_an_answer_and_not_with_its_square(tokenizer):

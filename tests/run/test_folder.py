@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -123,20 +124,21 @@ def test_the_run_that_is_refused_changes_nothing(tmp_path, one_rank, start, monk
     """grpo.main, told twice to go on with a run: the second one."""
     run_in_this_process(monkeypatch, one_rank)
     write_rows(tmp_path)
-    folder = tmp_path / "exp_001"
 
-    def main(*words):
-        monkeypatch.setattr(sys, "argv", ["", *arguments(tmp_path), "grpo.val_at_start=false", *words])
+    def main(log_dir, *words):
+        words = [*arguments(tmp_path), "grpo.val_at_start=false", f"logger.log_dir={log_dir}", *words]
+        monkeypatch.setattr(sys, "argv", ["", *words])
         return grpo.main()
 
-    assert main("grpo.max_num_steps=1", "checkpointing.save_period=1") == 0
-    pid = start(folder=folder)
-    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    assert main(tmp_path / "mine", "grpo.max_num_steps=1", "checkpointing.save_period=1") == 0
+    logs = shutil.copytree(tmp_path / "mine", tmp_path / "logs")  # this process holds the lock of the other one
+    pid = start(folder=logs / "exp_001")
+    before = {path: path.is_file() and path.read_bytes() for path in logs.rglob("*")}
     capfd.readouterr()
-    assert main(f"checkpointing.{way.format(folder)}") == 2
+    assert main(logs, f"checkpointing.{way.format(logs / 'exp_001')}") == 2
     (said,) = capfd.readouterr().err.splitlines()
-    assert said.startswith(f"error: {folder} is in use by another run (process {pid} on ")
-    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
+    assert said.startswith(f"error: {logs}/exp_001 is in use by another run (process {pid} on ")
+    assert {path: path.is_file() and path.read_bytes() for path in logs.rglob("*")} == before
 
 
 @pytest.mark.parametrize("orphan", ["forked", "executed", "forked twice"])
