@@ -15,7 +15,7 @@ import pytest
 from fakes import FakeEngine, FakeTokenizer
 
 import envs
-from config import Config, ConfigError, DataConfig, EnvConfig, GRPOConfig, RewardShapingConfig
+from config import Config, DataConfig, EnvConfig, GRPOConfig, RewardShapingConfig
 from data import Problem, Sample
 from dataset.mixing import Mixture, epoch_order
 from dataset.scan import Dataset
@@ -393,17 +393,6 @@ def test_what_an_environment_raises_grades_nothing_and_is_bounded(bound, capfd, 
         with pytest.raises(StopRun, match=rf"6 of 10 answers .*{{'bad': 6}}.*=0.5: {where}$"):
             sampler.sample(prompts, 2, SamplingOptions(1.0, 8), (3, 1))
     assert re.search(rf"WARNING: {where}", capfd.readouterr().err)
-
-
-@pytest.mark.parametrize("error", [StopRun("s"), ConfigError("c"), KeyboardInterrupt()])
-def test_what_ends_a_run_ends_it_from_an_environment_too(error, monkeypatch, one_rank):
-    def step(self, turns):
-        raise error
-
-    monkeypatch.setattr(Raises, "step", step)
-    sampler = Sampler(FakeEngine(), FakeTokenizer(), {"exact": Raises()}, Ranks(0, 1, 0, 1))
-    with pytest.raises(type(error)):
-        sampler.sample(problems_of(3), 2, SamplingOptions(1.0, 8), (3, 1))
 
 
 def test_the_samples_are_the_same_however_they_are_dealt():
