@@ -252,14 +252,21 @@ def test_the_best_stay_too(run):
 
 def test_old_ones_go_only_after_the_new_one_is_whole(run, monkeypatch):
     run.save(1), run.save(2)
-    seen, rename = [], os.rename
+    seen, flushed, rename, fsync = [], [], os.rename, os.fsync
+
+    def on_the_disk(descriptor):
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.partition(".")[0])
+        fsync(descriptor)
 
     def watched(source, target):
+        flushed.append("renamed")
         seen.append((Path(source).name, names(run), sorted(path.name for path in Path(source).iterdir())))
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", watched)
+    monkeypatch.setattr(os, "fsync", on_the_disk)
     run.save(3)
+    assert flushed[:4] == ["rank_00000", "meta", "step_000003", "renamed"]
     files = ["meta.json", "rank_00000.safetensors"]
     assert seen == [
         ("step_000003.tmp", ["step_000001", "step_000002", "step_000003.tmp"], files),
