@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from agent_case import endpoint_of, sample, start
+from agent_case import endpoint_of, record_draws, sample, start
 from dist_case import settings
 from loop import train_once
 from two_nodes import free_port
@@ -91,21 +91,7 @@ def client_of(name, tmp_path, request):
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_framework_is_trained_token_for_token(case, name, tmp_path, monkeypatch, request):
     client, kwargs = client_of(name, tmp_path, request)
-    drawn, prompts = Counter(), {}
-    start_of_engine, step = case.engine.start, case.engine.step
-
-    def recorded_start(asked, *rest):
-        names = start_of_engine(asked, *rest)
-        prompts.update(zip(names, map(tuple, asked), strict=True))
-        return names
-
-    def recorded_step():
-        for request_id in (ended := step()):
-            drawn[prompts[request_id], tuple(case.engine.unclaimed[request_id].ids.tolist())] += 1
-        return ended
-
-    monkeypatch.setattr(case.engine, "start", recorded_start)
-    monkeypatch.setattr(case.engine, "step", recorded_step)
+    drawn = record_draws(case.engine, monkeypatch)
     inputs = [(name, f"{n}+7") for n in range(NUM_ROLLOUTS // 4)]
     samples = sample(case, [client], inputs, num_samples=4, **{name: kwargs})
     assert [(s.message, s.outcome in ("ok", "wrong")) for s in samples] == [("", True)] * NUM_ROLLOUTS

@@ -11,13 +11,11 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from agent_case import MAX_TOKENS, OPTIONS, TOOLS, eight_calls, endpoint_of, post, serve
-from dist_case import settings
-from loop import train_once
+from agent_case import MAX_TOKENS, OPTIONS, TOOLS, eight_calls, endpoint_of, post, record_draws, serve
 
 import batch
 from agents.calls import fill
-from data import Sample, assign_to_ranks, num_input_tokens, pack_samples
+from data import Sample, pack_samples
 
 pytestmark = pytest.mark.slow
 NUM_ROLLOUTS = 8  # 64 in docs/LOG.md
@@ -56,21 +54,7 @@ def run(endpoint, count, wait=lambda number: None):
 
 
 def test_every_id_is_the_engines_and_is_trained_once(case, endpoint, monkeypatch):
-    drawn, prompts = Counter(), {}
-    start_of_engine, step = case.engine.start, case.engine.step
-
-    def recorded_start(asked, *rest):
-        names = start_of_engine(asked, *rest)
-        prompts.update(zip(names, map(tuple, asked), strict=True))
-        return names
-
-    def recorded_step():
-        for name in (ended := step()):
-            drawn[prompts[name], tuple(case.engine.unclaimed[name].ids.tolist())] += 1
-        return ended
-
-    monkeypatch.setattr(case.engine, "start", recorded_start)
-    monkeypatch.setattr(case.engine, "step", recorded_step)
+    drawn = record_draws(case.engine, monkeypatch)
     rollouts = run(endpoint, NUM_ROLLOUTS, lambda number: time.sleep(random.random() / 50))
     calls = [call for rollout in rollouts for call in rollout.calls]
     assert len(calls) == 8 * NUM_ROLLOUTS and not case.engine.unclaimed and case.engine.is_idle
@@ -103,33 +87,6 @@ def largest_gap(case, samples):
     micros = [batch.to_device(pack, torch.device("cpu")) for pack in pack_samples([[s] for s in samples], 2048)]
     with torch.no_grad():
         return max((case.policy(*micro.model_inputs)[0] - micro.sampler_logp_R).abs().max() for micro in micros)
-
-
-def test_rows_train_as_a_row_for_each_call_does_and_read_fewer_tokens(case, endpoint):
-    rollouts = run(endpoint, NUM_ROLLOUTS)
-    found = []
-    for split in (lambda rows: rows, lambda rows: [[call] for row in rows for call in row]):
-        samples = []
-        for number, rollout in enumerate(rollouts):
-            rows = split(rollout.rows())
-            parts = [Sample(0, number, 0, [], reward=1.0, outcome="ok", is_led=True) for _ in rows]
-            for sample, row in zip(parts, rows, strict=True):
-                fill(sample, row, True)
-            parts[0].forks = parts[1:]
-            parts[0].count_tokens()
-            samples.append(parts[0])
-        cfg = settings(policy={"max_total_sequence_length": MAX_TOKENS})
-        advantages = [0.3 * number - 1 for number in range(NUM_ROLLOUTS)]
-        metrics, grads = train_once(case.policy, samples, advantages, cfg, case.ranks, step=4)
-        shares = assign_to_ranks([row for s in samples for row in s.rows], 1, 4096, share_prefix=True)
-        found.append((metrics, grads, sum(map(num_input_tokens, shares[0]))))
-    (ours, our_grads, num_ours), (theirs, their_grads, num_theirs) = found
-    assert num_ours <= 0.75 * num_theirs, (num_ours, num_theirs)
-    assert ours["global_valid_toks"] == theirs["global_valid_toks"] > 400
-    for name in ("loss", "logp_gap_mean", "approx_entropy"):
-        assert ours[name] == pytest.approx(theirs[name], rel=1e-6, abs=1e-6), name
-    for name, grad in their_grads.items():
-        assert (our_grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
 
 
 USER = [{"role": "user", "content": "hi"}]

@@ -1,4 +1,4 @@
-"""keys.py: every key of config.py has a full name, a meaning in whole sentences, and its lines in --help."""
+"""keys.py: every key of config.py has a full name, a meaning, and its lines in --help."""
 
 import dataclasses
 import re
@@ -54,27 +54,3 @@ def test_a_meaning_is_the_text_below_the_field():
         body = source.partition(f"class {section}(Section):")[2]
         below = re.split(rf"^    {name.rpartition('.')[2]}: ", body, maxsplit=1, flags=re.MULTILINE)[1]
         assert meaning == " ".join(below.split('"""')[1].split()), name
-
-
-@pytest.mark.house
-@pytest.mark.parametrize(("name", "meaning"), keys.meanings().items())
-def test_a_meaning_is_made_of_whole_sentences(name, meaning):
-    """What a test can see of it: an end, no fragment's beginning, no turn that has to be read twice."""
-    assert meaning.endswith(".") and len(meaning.split()) >= 5, meaning
-    for sentence in re.split(r"(?<=[.;]) ", meaning):
-        assert not re.match(r"(Of|The same of|Only|But|Which|Like|Not) ", sentence), sentence
-    assert not re.search(r"\bbut for\b|\bso many\b|\b(engine|group)'s\b(?! \w)", meaning), meaning
-
-
-@pytest.mark.house
-def test_a_step_is_a_rollout_not_an_optimizer_step():
-    """ppo_epochs and train_global_batch_size make several optimizer steps of one step."""
-    meanings = keys.meanings()
-    assert meanings["grpo.num_prompts_per_step"].startswith("A step is one rollout ")
-    with_optimizer_steps = [name for name, meaning in meanings.items() if "optimizer step" in meaning]
-    assert with_optimizer_steps == [
-        "grpo.num_prompts_per_step",
-        "grpo.logp_gap_limit",
-        "loss_fn.force_on_policy_ratio",
-        "policy.train_global_batch_size",
-    ]

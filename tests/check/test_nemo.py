@@ -1,10 +1,6 @@
 """nemo.py: the YAML of NeMo RL's GRPO guides means here what it means there; the files are in nemo_yaml/."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from operator import attrgetter
@@ -133,32 +129,6 @@ def test_what_was_read_is_written_as_plain_values(path, tmp_path, capsys):
     capsys.readouterr()
     assert load(tmp_path / "config.yaml") == cfg and capsys.readouterr().out == ""
     assert "${" not in to_yaml(cfg)
-
-
-@pytest.mark.slow
-def test_check_of_a_guides_file(tmp_path):
-    """As a user starts it: the guide's data section over a model and files that are there."""
-    starter = ROOT / "examples/arithmetic/starter"
-    for name in ("train", "val"):
-        rows = ({"question" if name == "train" else "input": f"{i}+1=", "output": f"#### {i + 1}"} for i in range(100))
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "run.yaml").write_text(f"defaults: {FILES}/response_dataset.yaml\npolicy: {{model_name: {starter}}}\n")
-    words = ["--check", "run.yaml", "data.default.env_name=exact", "policy.max_total_sequence_length=32"]
-    words += ["policy.generation.max_new_tokens=8", "policy.scheduler.warmup_steps=0"]
-    env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
-    run = subprocess.run(
-        [sys.executable, str(ROOT / "grpo.py"), *words], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
-    told = f"{UNUSED}\n"
-    assert (run.returncode, run.stderr) == (0, "") and run.stdout.startswith(told)
-    summary = run.stdout.removeprefix(told).split("\nmemory ")[0].splitlines()
-    *lines, first, steps = [line for line in summary if not line.startswith("ranks ")]  # where GRPO_DEVICE is cpu
-    assert re.fullmatch(r"first +row \d+ of train: '<\|user\|>\d+\+1=<\|end\|>.*', expected answer '#### \d+'", first)
-    assert [*lines[1:], steps] == [
-        "train      train.jsonl, graded by exact: 95 prompts",
-        "validation train.jsonl, graded by exact: 5 prompts; val.jsonl, graded by exact: 100 prompts",
-        "steps      2, each with 32 prompts x 16 samples",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from nemo_folder import RECIPES, make_folder
 
 import envs
 from check import preflight, reader
+from config import ConfigError
 from graders.environments import make_environment
 
 LIST = RECIPES / "recipes.txt"
@@ -22,6 +23,7 @@ NAMES = LIST.read_text().split() if LIST.exists() else []
 REASON = f"{LIST} is not here: NeMo RL's recipes are not part of this project"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not NAMES, reason=REASON)]
 ROOT = Path(__file__).resolve().parents[2]
+ASYNC = yaml.safe_load((ROOT / "tests/helpers/nemo_async.yaml").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -109,15 +111,46 @@ def test_what_a_recipe_means(here):
     reward = read("grpo_rm_1B").env.reward_model
     assert reward.tokenizer.name == reward.model_name == "Skywork/Skywork-Reward-V2-Qwen3-0.6B"
     puzzle = read("grpo_sliding_puzzle")
-    assert (puzzle.policy.generation.top_p, puzzle.policy.generation.top_k, puzzle.grpo.val_top_p) == (
-        0.999,
-        10000,
-        0.999,
-    )
+    generation = puzzle.policy.generation
+    assert (generation.top_p, generation.top_k, puzzle.grpo.val_top_p) == (0.999, 10000, 0.999)
     game = "examples.envs.sliding_puzzle:SlidingPuzzle"
     assert (puzzle.env.custom, puzzle.grpo.max_rollout_turns) == ({game: {"max_moves": 30}}, 50)
     assert [(part.subset, part.env_name, part.prompt_file) for part in puzzle.data.train] == [("5 10", game, None)]
     assert puzzle.policy.tokenizer.chat_template_kwargs == {"add_system_prompt": False}
+
+
+def checked(name, *more):
+    """(config, its summary) of an asynchronous configuration, over the recipe that it is for, with more settings."""
+    words = [f"examples/configs/{ASYNC[name]['over']}.yaml", *ASYNC[name]["set"].split(), *more]
+    cfg = preflight.parse_command_line(["--check", *words], "")
+    return cfg, preflight.check(cfg)
+
+
+@pytest.mark.parametrize("name", ASYNC)
+def test_an_asynchronous_configuration(name, here):
+    cfg, summary = checked(name)
+    assert summary.startswith("model      ")
+    section, generation = cfg.grpo.async_grpo, cfg.policy.generation
+    words = dict(word.split("=") for word in ASYNC[name]["set"].split())
+    assert section.enabled and section.max_age == 1 and not generation.colocated.enabled
+    key = "grpo.async_grpo.in_flight_weight_updates"
+    assert section.in_flight_weight_updates == (words.get(key, "false") == "true")
+    resources = "policy.generation.colocated.resources"
+    assert generation.num_generators == int(words[f"{resources}.gpus_per_node"]) * int(words[f"{resources}.num_nodes"])
+
+
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [  # the performance recipes as a whole: their trainer is Megatron; and settings that the correction forbids
+        ("policy.megatron_cfg.enabled", "policy.megatron_cfg.enabled=true policy.dtensor_cfg.enabled=false"),
+        ("policy.generation.vllm_cfg.precision: expected", "policy.generation.vllm_cfg.precision=fp8"),
+        ("loss_fn.use_importance_sampling_correction", "loss_fn.use_importance_sampling_correction=false"),
+        ("grpo.async_grpo.max_generation_failures", "grpo.async_grpo.max_generation_failures=3"),
+    ],
+)
+def test_what_an_asynchronous_configuration_may_not_have(key, settings, here):
+    with pytest.raises(ConfigError, match=key):
+        checked("grpo-llama3.1-8b-instruct-2n8g-async-1off.yaml", *settings.split())
 
 
 # ------------------------------------------------------------------------------------------------------- two steps
@@ -156,21 +189,9 @@ def test_two_steps(name, folder, tmp_path):
     unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {key: value for key, value in os.environ.items() if key not in unset} | {"OMP_NUM_THREADS": "1"}
     num_ranks = 2 if GENERATE in "".join(RUNS[name]) else 1
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={num_ranks}",
-        str(ROOT / "grpo.py"),
-    ]
-    words = [
-        f"examples/configs/{name}.yaml",
-        *SMALL,
-        *RUNS[name],
-        f"logger.log_dir={tmp_path}",
-        "logger.wandb_enabled=false",
-    ]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    words = [ROOT / "grpo.py", f"examples/configs/{name}.yaml", *SMALL, *RUNS[name], f"logger.log_dir={tmp_path}"]
+    words.append("logger.wandb_enabled=false")
     run = subprocess.run([*launch, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
     assert "without effect here: " in run.stderr

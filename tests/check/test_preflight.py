@@ -9,30 +9,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hf_folders import QWEN2
 
 import config
 from check import preflight, reader, rules
 from check.preflight import check, check_fits, check_reward_names, read_inputs
 from config import ConfigError
 from hf.model_config import ModelConfig
-from system.imports import import_attribute
 
 ROOT = Path(__file__).resolve().parents[2]
 
-MODEL = ModelConfig.from_hf(
-    {
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "vocab_size": 100,
-        "hidden_size": 96,
-        "intermediate_size": 96,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 64,
-    }
-)
+SIZES = dict(hidden_size=96, intermediate_size=96, num_attention_heads=12, vocab_size=100, max_position_embeddings=64)
+MODEL = ModelConfig.from_hf({**QWEN2, "model_type": "llama", **SIZES})  # 2 key heads
 
 
 def fits(tmp_path, model=MODEL, *, length=64, tensor=1, vocab_size=100, stop_token_ids=None):
@@ -164,18 +152,10 @@ def test_gsm8k_recipe_with_local_files(recipe, tmp_path, name):
     cfg = recipe(name, *words, "policy.generation.max_new_tokens=768")
     assert [section.dataset_name for section in cfg.data.train + cfg.data.validation] == ["gsm8k", "gsm8k"]
     assert [section.split for section in cfg.data.train + cfg.data.validation] == ["train", "test"]
-    lines = without_plan(check(cfg))
-    first = lines.pop(3)
+    first = without_plan(check(cfg))[3]
     number = int(np.random.Generator(np.random.PCG64([42, 0])).permutation(40)[0])  # the first of the first epoch
     assert first.startswith(f"first      row {number} of gsm8k_train: '<|user|>Solve the problem step by step. ")
     assert first.endswith(f"{990 + number} + 1?\\n<|end|><|assistant|>', expected answer '{991 + number:,}'")
-    assert lines[1:] == [
-        f"train      {tmp_path}/gsm8k_train.jsonl, graded by math: 40 prompts",
-        f"validation {tmp_path}/gsm8k_validation.jsonl, graded by math: 9 prompts",
-        "steps      5, each with 32 prompts x 16 samples",
-        "note       policy.scheduler.warmup_steps=50 is more than a third of the run's 5 steps: set fewer for a run "
-        "this short",
-    ]
     inputs = preflight.read_inputs(cfg)
     problem = inputs.train.datasets["gsm8k_train"].problems[10]
     assert problem.env_name == "math" and problem.answer == "1,001" and list(inputs.environments) == ["math"]
@@ -243,30 +223,6 @@ def test_a_warmup_of_more_than_a_third_of_the_run_is_told():
     assert not told(50, 60, warmup_start_factor=1.0)  # the rate is the whole one from the first step
     for num_steps in range(1, 100):  # who does as told does not hear of it again, once a third is left
         assert told(num_steps // 3 + 1, num_steps) and not told(num_steps // 3, num_steps)
-
-
-RECIPES = [*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/*/*.yaml")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", sorted(path for path in RECIPES if path.parent.name != "cluster"), ids=str)
-def test_no_warmup_of_a_recipe_that_ships_is_told(path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    cfg = reader.load(str(path))
-    num_problems = 0
-    for section in cfg.data.train:
-        if section.dataset_name and ":" in section.dataset_name:
-            if "reasoning" in section.dataset_name:
-                pytest.importorskip("reasoning_gym")
-            num_problems += len(import_attribute(section.dataset_name, "dataset_name")(section))
-            continue
-        if section.dataset_name == "gsm8k":
-            num_problems += 7473  # of the hub, or of the files that examples/gsm8k/prepare.py writes
-            continue
-        num_problems += len(Path(section.data_path).read_text().splitlines())
-    num_steps = preflight.num_steps_of(cfg, num_problems)
-    assert num_steps >= 60 or cfg.policy.scheduler.warmup_steps == 0
-    assert not any("warmup_steps" in note for note in preflight.notes(cfg, num_steps))
 
 
 def test_all_goes_with_check(monkeypatch):

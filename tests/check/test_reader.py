@@ -57,7 +57,31 @@ def test_text_override_is_taken_as_typed(write, text):
     assert load(write("grpo: {seed: 1}"), [f"logger.log_dir={text}"]).logger.log_dir == text
 
 
-# --- keys -----------------------------------------------------------------------------------------
+# --- sets of validation: one mapping, or a list ---------------------------------------------------
+
+TWO = "data: {validation: [{data_path: a/x.jsonl, env_name: e}, {data_path: b.jsonl, name: hard}]}"
+ONLY_Z = "defaults: parent.yaml\ndata: {validation: [{data_path: z}]}"
+
+
+def paths(cfg):
+    return [dataset.data_path for dataset in cfg.data.validation]
+
+
+def test_validation_is_one_mapping_or_a_list(write):
+    assert paths(load(write("data: {validation: {data_path: a.jsonl}}"))) == ["a.jsonl"]
+    cfg = load(write(TWO))
+    assert paths(cfg) == ["a/x.jsonl", "b.jsonl"] and [d.set_name for d in cfg.data.validation] == ["x", "hard"]
+    assert cfg.data.validation[0].env_name == "e" and cfg.data.validation[1].env_name is None
+    assert load(write(to_yaml(cfg))) == cfg
+
+
+def test_overrides_of_a_list(write):
+    write(TWO, "parent.yaml")
+    assert paths(load("parent.yaml", ["data.validation.1.data_path=c"])) == ["a/x.jsonl", "c"]
+    assert paths(load("parent.yaml", ["data.validation.data_path=c"])) == ["c", "b.jsonl"]
+    cfg = load(write(ONLY_Z))  # a list is one value
+    assert paths(cfg) == ["z"] and cfg.data.validation[0].env_name is None
+    assert paths(load(write(ONLY_Z.replace("[{", "{").replace("}]", "}")))) == ["z", "b.jsonl"]
 
 
 # --- files ----------------------------------------------------------------------------------------

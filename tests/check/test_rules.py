@@ -25,6 +25,12 @@ def problems_of(path: str, world_size: int, *overrides: str) -> list[str]:
     return str(caught.value).splitlines()
 
 
+def test_keys_of_what_is_off_are_accepted():
+    """NeMo RL's files set them, max_response_length to the whole sequence among them."""
+    off = ["grpo.reward_shaping.max_response_length=512", "grpo.reward_scaling.source_max=0"]
+    check_config(load(SMOKE, [*VALID, *off]), 1)
+
+
 VLLM = "policy.generation.vllm_cfg"
 
 AGE_0 = ("grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=0")

@@ -150,20 +150,6 @@ def test_the_command_says_the_same(work, words, env, message):
     assert message in refused(work, *words, **env)
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("tokenizer.json", b"{}", "tokenizer.json: not a usable tokenizer"),
-        ("chat_template.jinja", b"{% if %}", "model: the chat template does not parse"),
-        ("chat_template.jinja", b"{{ 1 // 0 }}", "train.jsonl:1: the chat template refuses"),
-        ("model.safetensors", b"1234567890", "model.safetensors: not a readable safetenso"),
-    ],
-)
-def test_mistake_in_the_model_folder(work, monkeypatch, file, content, message):
-    (work / "model" / file).write_bytes(content)
-    assert message in refused_here(work, monkeypatch, "run.yaml", "policy.model_name=model")
-
-
 def test_hub_name_without_network(work, tmp_path_factory):
     env = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path_factory.mktemp("cache"))}
     message = refused(work, "run.yaml", "policy.model_name=nobody/nothing", **env)

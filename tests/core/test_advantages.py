@@ -358,10 +358,6 @@ def test_an_estimator_without_a_branch_raises():
             step_advantages([graded("exact", 0, 1.0, {}), graded("exact", 0, 0.0, {})], grpo, LossConfig())
 
 
-def test_the_loss_module_has_the_same_group_advantages():
-    assert loss.group_advantages is group_advantages
-
-
 @pytest.mark.parametrize("name", ["grpo", "gdpo", "reinforce_plus_plus"])
 def test_clip_is_the_last_step(name):
     grpo = GRPOConfig(adv_estimator=AdvEstimatorConfig(name=name))

@@ -1,6 +1,5 @@
 """From samples to packs on the device: who gets what, which rows come first, what is masked, what is counted."""
 
-import tracemalloc
 from dataclasses import fields, replace
 
 import numpy as np
@@ -52,16 +51,6 @@ def test_when_the_policy_is_scored_before_it_is_trained():
     assert needs_old_logps(settings(grpo=ages))
     assert not needs_old_logps(settings(grpo=ages, policy={"ppo_epochs": 2}, **by_sampler))
     assert needs_old_logps(settings(grpo={"seq_logprob_error_threshold": 2.0}, **by_sampler))
-
-
-def test_the_gap_of_the_newest_tokens_is_without_those_that_the_filter_cut(step):
-    (minibatch,) = with_logps(make_minibatches(*step, settings(), rank(0), CPU))
-    (micro,) = minibatch.micros
-    micro.version_R[:3] = 7
-    gap_R = (micro.sampler_logp_R - micro.old_logp_R).abs()[:3].tolist()
-    micro.old_logp_R[1] = -torch.inf
-    (total, count), largest = newest_gap(micro, newest_tokens(micro, 7, ASYNC)).values()
-    assert float(total / count) == pytest.approx((gap_R[0] + gap_R[2]) / 2) and largest == max(gap_R[0], gap_R[2])
 
 
 def test_where_keys_and_values_were_kept_the_gap_is_that_of_whole_responses(step):
@@ -133,24 +122,6 @@ def test_each_rank_builds_only_its_packs_and_they_are_those_of_all(step, world_s
                 array, other = np.asarray(getattr(micro, field.name)), getattr(pack, field.name)
                 assert array.dtype == other.dtype and array.tobytes() == other.tobytes(), field.name
     assert any(len(packs) < most for packs in expected) or world_size < 30
-
-
-def test_a_rank_of_many_has_memory_for_its_share_only():
-    """1,024 samples of 512 tokens on 64 ranks: 16 samples of 60 bytes a token, and what is passing while they are cut.
-    Packs of all ranks would be 64 times as much."""
-    ids, logps, mask = np.arange(512, dtype=np.int32), np.zeros(512, np.float32), np.ones(512, bool)
-    rest = {"finish_reason": "stop", "versions": ids[:413], "reward": 1.0}
-    samples = [
-        data.Sample(i // 8, i % 8, 0, [1] * 100, ids[:413], logps[:413], mask[:413], **rest) for i in range(1024)
-    ]
-    cfg = settings(policy={"sequence_packing": config.SequencePackingConfig(train_mb_tokens=1024)})
-    tracemalloc.start()
-    (minibatch,) = make_minibatches(samples, [1.0] * 1024, cfg, rank(0, 64), CPU)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    tensors = [getattr(micro, field.name) for micro in minibatch.micros for field in fields(data.Pack)]
-    num_bytes = sum(tensor.nbytes for tensor in tensors)
-    assert 16 * 413 * 36 <= num_bytes <= 16 * 512 * 8 * len(fields(data.Pack)) and peak <= 3 * num_bytes
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -2,8 +2,6 @@
 
 import dataclasses
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,11 +31,6 @@ def test_defaults_are_nemo_rls():
     assert cfg.policy.pack_tokens("cpu") == 512 * 4 and cfg.policy.sequence_packing.train_mb_tokens is None
 
 
-def test_config_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Config().grpo.seed = 1
-
-
 @pytest.mark.parametrize(
     ("max_new_tokens", "max_input_seq_length", "expected"),
     [
@@ -59,23 +52,9 @@ def test_longest_prompt(max_new_tokens, max_input_seq_length, expected):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_config_is_valid_and_short(path):
+def test_shipped_config_is_valid(path):
     for world_size in (1, 2, 4, 8):
         check_config(load(path), world_size)
-    assert len(path.read_text().splitlines()) <= 30
-
-
-def test_8b_is_the_1b_recipe_with_another_model():
-    small, large = load(ROOT / "configs/math_1b.yaml"), load(ROOT / "configs/math_8b.yaml")
-    assert large.data == small.data and large.grpo == small.grpo
-    assert (small.policy.model_name, large.policy.model_name) == ("Qwen/Qwen2.5-1.5B", "Qwen/Qwen3-8B-Base")
-    assert large.policy.dtensor_cfg == small.policy.dtensor_cfg
-
-
-def test_neither_torch_nor_vllm_is_imported():
-    code = "import sys, config; print([m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
 
 
 def test_how_many_tokens_a_pack_holds():

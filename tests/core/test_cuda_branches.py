@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dist_case import make_samples, packs_of, settings
+from dist_case import make_samples, settings
 from hf_folders import SIZES
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,11 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 import grpo
 import model as model_module
-from batch import finish_minibatches, make_minibatches, to_device
-from data import pack_samples
+from batch import finish_minibatches, make_minibatches
 from hf.model_config import ModelConfig
 from kernels import LossPath, choose_backend, linear_logp, softmax
-from metrics import accumulate, reduce_over_ranks
+from metrics import accumulate
 from model import Decoder, PackLayout, uses_flash_attention
 from optim import build_optimizer, clip_grad_norm, judge_step
 from run import start
@@ -234,30 +233,6 @@ def test_a_step_on_the_branches_of_cuda(way, share_prefix, launched, one_rank, m
         assert {(x.shape, x.dtype, x.device) for x in moments.values()} == {(param.shape, torch.float32, META)}
 
 
-@pytest.mark.slow
-def test_the_host_waits_a_few_times_in_an_optimizer_step_whatever_its_micro_batches(launched, one_rank, monkeypatch):
-    """From packs to the verdict, without log-probabilities before the step. Once more for the gradient's norm, which
-    `verdict` gives."""
-    cfg, model = packs_of(64), policy("one pass", recompute=False).bfloat16()
-    verdict(monkeypatch)
-    masters, sums = policy("one pass", recompute=False), {}
-    with OnDevice() as on_device:
-        (minibatch,) = make_minibatches(*make_samples(VOCAB), cfg, one_rank[0], META)
-        finish_minibatches([minibatch], cfg, model.loss_path, 0)
-        for micro in minibatch.micros:
-            assert micro.num_grad_rows == len(micro.pos_R)
-            loss, metrics = grpo.compute_loss(model, micro, minibatch, cfg)
-            loss.backward()
-            reduce_gradients(model, masters)
-            accumulate(sums, metrics)
-        assert {x.device for x in tree_leaves(sums)} == {META}, "one copy takes them all"
-        clip_grad_norm(masters, cfg.policy.max_grad_norm)
-        reduce_over_ranks(sums)
-        reduce_over_ranks(sums, divide_sums_by=1)  # of the whole step
-    assert minibatch.num_tokens == sum(len(micro.pos_R) for micro in minibatch.micros) and len(minibatch.micros) > 3
-    assert on_device.counts["host waits"] + 1 <= 6, on_device.counts
-
-
 @pytest.mark.parametrize("is_installed", [False, True])
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -272,21 +247,3 @@ def test_flash_attention_3_is_for_hopper_where_it_is_installed(dtype, capability
     is_third = dtype == torch.bfloat16 and capability == (9, 0) and is_installed
     assert activated == ["FA3"] * is_third and ("FlashAttention 3" in words) == is_third
     assert ("SDPA" in words) == (dtype == torch.float32)
-
-
-def test_a_pack_goes_to_a_gpu_from_pinned_memory(monkeypatch):
-    """So the host asks for a copy, and waits for none."""
-    gpu, copies = torch.device("cuda", 0), []
-
-    def pinned(x):
-        return SimpleNamespace(to=lambda *place, **options: copies.append((place, options)) or x)
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
-    samples, adv_B = make_samples(VOCAB)
-    for sample, adv in zip(samples, adv_B, strict=True):
-        sample.advantage = adv
-    (pack,) = pack_samples([samples[:4]], 4000)
-    to_device(pack, gpu)
-    assert copies == [((gpu,), {"non_blocking": True})] * (len(fields(pack)) - 2 + 5), (
-        "all arrays but the bounds; five of its layout"
-    )

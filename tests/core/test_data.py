@@ -39,36 +39,6 @@ def random_groups(seed):
     return samples
 
 
-@pytest.mark.parametrize("share_prefix", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 30])
-def test_ranks_get_every_sample_once_and_no_rank_more_than_without_sharing(world_size, share_prefix):
-    samples = random_groups(0)
-    shares = data.assign_to_ranks(samples, world_size, 100, share_prefix)
-    assert len(shares) == world_size
-    places = [(sample.prompt, sample.index) for share in shares for part in share for sample in part]
-    assert sorted(places) == sorted((sample.prompt, sample.index) for sample in samples)
-    assert all(len({sample.prompt for sample in part}) == 1 for share in shares for part in share)
-    assert max(data.num_input_tokens(part) for share in shares for part in share) <= 100
-    loads = [sum(map(data.num_input_tokens, share)) for share in shares]
-    alone = data.assign_to_ranks(samples, world_size, 100, share_prefix=False)
-    loads_alone = [sum(map(data.num_input_tokens, share)) for share in alone]
-    assert max(loads_alone) - min(loads_alone) <= max(sample.num_tokens for sample in samples)
-    assert max(loads) <= max(loads_alone)
-    assert sum(loads) < 0.8 * sum(loads_alone) or not share_prefix or world_size > 3
-
-
-def test_rank_shares_by_hand():
-    def prompts(world_size, *sizes):
-        shares = data.balance([[sample_of(i, 1, size)] for i, size in enumerate(sizes)], world_size)
-        return [[part[0].prompt for part in share] for share in shares]
-
-    assert prompts(2, 5, 9, 5, 4) == [[1, 3], [0, 2]]
-    assert prompts(2, 2, 2, 2, 2) == [[0, 2], [1, 3]]
-    assert prompts(3, 3) == [[0], [], []]
-    # 8 tokens each, the first rank's in three parts: the next goes to a rank of two.
-    assert prompts(3, 6, 5, 5, 3, 3, 1, 1, 1) == [[0, 5, 6], [1, 3, 7], [2, 4]]
-
-
 def plain_first_fit(lengths, max_tokens):
     """By its words: the longest first, each into the first pack with room, else into a new one."""
     packs = []
@@ -121,15 +91,6 @@ def test_shares_and_packs_are_those_of_the_plain_way(world_size, share_prefix):
             lengths = [data.num_input_tokens(part) for part in share]
             assert data.first_fit(lengths, 80) == plain_first_fit(lengths, 80)
             assert data.num_packs(share, 80) == len(data.pack_samples(share, 80))
-
-
-def test_a_group_stays_together_where_it_fits():
-    """A prompt of 10 and four responses of 6 ids: 10 + 4 x 5 = 30 input tokens, alone 4 x 15 = 60."""
-    group = [sample_of(0, 10, 6, index) for index in range(4)]
-    assert [[len(part) for part in share] for share in data.assign_to_ranks(group, 1, 30, True)] == [[4]]
-    assert [[len(part) for part in share] for share in data.assign_to_ranks(group, 1, 29, True)] == [[3, 1]]
-    two_ranks = data.assign_to_ranks(group, 2, 30, True)  # 20 + 20, not 30 + 0
-    assert [[len(part) for part in share] for share in two_ranks] == [[2], [2]]
 
 
 def context(pack, row):

@@ -2,7 +2,6 @@
 
 import math
 import re
-import sys
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
@@ -19,7 +18,6 @@ from graders import environments
 from graders.environments import make_environment
 from graders.pool import Graded
 from graders.reward_function import RewardFunction
-from system.imports import import_attribute
 
 
 def grade(reply, answer="1234", finish_reason="stop"):
@@ -113,14 +111,6 @@ def test_answers_that_are_no_number_are_found_before_training():
         assert repr(answer) in str(error.value)
 
 
-def test_unknown_environment():
-    with pytest.raises(
-        ConfigError,
-        match="env_name 'exakt' is unknown; known: exact, math, math_multi_reward, code, reward_model, and mo",
-    ):
-        make_environment("exakt", EnvConfig())
-
-
 # ------------------------------------------------------------------------------------------ classes and functions
 
 
@@ -200,15 +190,6 @@ def test_self_tests_may_give_the_fields_of_a_row(monkeypatch):
         monkeypatch.setattr(NeedsFields, "self_tests", (self_test,))
         with pytest.raises(ConfigError, match=f"in its self_tests, raised {problem}"):
             make("NeedsFields")
-
-
-def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch):
-    (tmp_path / "only_here.py").write_text("def f(completions):\n    return [1.0 for _ in completions]\n")
-    (tmp_path / "envs.py").write_text("raise SystemExit")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.chdir(tmp_path)
-    (result,) = make_environment("only_here:f", EnvConfig()).step([turn("x")])
-    assert result.reward == 1.0 and import_attribute("envs:Exact", "env_name") is envs.Exact
 
 
 GRADES = 5

@@ -12,7 +12,6 @@ import pytest
 from config import ConfigError, DatasetConfig, EnvConfig
 from envs import Turn
 from examples.arithmetic import second_try
-from examples.arithmetic.make_problems import needs_carry
 from examples.envs import reasoning_gym, sliding_puzzle
 from examples.envs.tools import calculate
 from graders.environments import make_environment
@@ -70,22 +69,24 @@ def test_no_formula_ends_the_run():
     for pieces in ("()", "(", "-", "~", "[", "1+", "9**", "lambda:", "\0", "\\", "é", "1_", "0x", "1j*", "'"):
         assert calculate(pieces * (200 // len(pieces))).startswith("error") or pieces in "()-"
     for _ in range(2000):
-        assert isinstance(
-            calculate("".join(rng.choice("0123456789+-*/%(). e") for _ in range(rng.randint(1, 60)))), str
-        )
+        formula = "".join(rng.choice("0123456789+-*/%(). e") for _ in range(rng.randint(1, 60)))
+        assert isinstance(calculate(formula), str)
+
+
+TOOLS = "examples.envs.tools:Tools"
+
+
+def tools_of(**options):
+    return make_environment(TOOLS, EnvConfig(custom={TOOLS: options} if options else {}))
 
 
 def test_calls_come_back_and_the_answer_is_graded():
-    tools = make_environment("examples.envs.tools:Tools", EnvConfig())
+    tools = tools_of()
     result = says(tools, "Let me see: <calc>2+2</calc> and <calc>17 * 23</calc> \n")
-    assert (
-        not result.done
-        and result.reward == 0
-        and result.observation == ({"role": "user", "content": "<result>391</result>"},)
-    )
-    assert (
-        says(tools, "<python>1</python>").observation[0]["content"] == "<result>error: there is no tool python</result>"
-    )
+    assert not result.done and result.reward == 0
+    assert result.observation == ({"role": "user", "content": "<result>391</result>"},)
+    (answer,) = says(tools, "<python>1</python>").observation
+    assert answer["content"] == "<result>error: there is no tool python</result>"
     for reply, outcome in (
         ("#### 391", "ok"),
         ("391", "ok"),
@@ -96,26 +97,17 @@ def test_calls_come_back_and_the_answer_is_graded():
         result = says(tools, reply)
         assert result.done and (result.outcome, result.reward) == (outcome, outcome == "ok"), reply
     assert says(tools, "<calc>17*23</calc>", finish_reason="length").done  # cut off: nobody would answer the result
-    other = make_environment(
-        "examples.envs.tools:Tools", EnvConfig(custom={"examples.envs.tools:Tools": {"role": "tool"}})
-    )
-    assert says(other, "<calc>" + "1" * 200 + "</calc>").observation[0] == {
-        "role": "tool",
-        "content": f"<result>{'1' * 200}</result>",
-    }
+    (answer,) = says(tools_of(role="tool"), "<calc>" + "1" * 200 + "</calc>").observation
+    assert answer == {"role": "tool", "content": f"<result>{'1' * 200}</result>"}
     with pytest.raises(ConfigError, match="tools: 'shell' is unknown; known: calc, python"):
-        make_environment(
-            "examples.envs.tools:Tools", EnvConfig(custom={"examples.envs.tools:Tools": {"tools": ["shell"]}})
-        )
+        tools_of(tools=["shell"])
     with pytest.raises(ConfigError, match="r:1: answer 'x' is not one plain number"):
         tools.check_answers([("r:1", "x", {})])
 
 
 @pytest.mark.slow
 def test_programs_run_in_the_sandbox():
-    path = "examples.envs.tools:Tools"
-    options = {"tools": ["python"], "isolation": "none", "num_workers": 2, "python_timeout_s": 1.0}
-    tools = make_environment(path, EnvConfig(custom={path: options}))
+    tools = tools_of(tools=["python"], isolation="none", num_workers=2, python_timeout_s=1.0)
     programs = {
         "n = 17\nprint(n * 23)": "391",
         "print('x' * 5000)": "x" * 1000,
@@ -202,13 +194,9 @@ def test_moves_by_hand():
         **dict.fromkeys(("slide 3 3", "slide 2 2", "slide 4 2", "slide 0 2", "slide 3", "jump", "", "9" * 99)),
     }
     assert {action: sliding_puzzle.move(grid, action) for action in expected} == expected
-    assert (
-        sliding_puzzle.move([[1, 2], [3, 0]], "up") is None and sliding_puzzle.move([[0, 1], [3, 2]], "right") is None
-    )
-    assert (
-        sliding_puzzle.draw([[1, 2, 3, 4], [5, 0, 11, 12], [9, 10, 7, 8], [13, 14, 15, 6]]).splitlines()[1]
-        == " 5  . 11 12"
-    )
+    assert sliding_puzzle.move([[1, 2], [3, 0]], "up") is sliding_puzzle.move([[0, 1], [3, 2]], "right") is None
+    drawn = sliding_puzzle.draw([[1, 2, 3, 4], [5, 0, 11, 12], [9, 10, 7, 8], [13, 14, 15, 6]])
+    assert drawn.splitlines()[1] == " 5  . 11 12"
 
 
 def test_replies_that_are_no_move():
@@ -225,10 +213,8 @@ def test_replies_that_are_no_move():
         assert not result.done and (result.outcome, state) == (outcome, {"grid": row["grid"], "moves": moves})
         assert part in result.observation[0]["content"] and result.observation[0]["role"] == "user"
     result = says(game, "<action>left</action>", state=state, **row)
-    assert (result.done, result.outcome) == (True, "wrong") and row["grid"] == [
-        [0, 1],
-        [3, 2],
-    ]  # rows stay as they were
+    assert (result.done, result.outcome) == (True, "wrong")
+    assert row["grid"] == [[0, 1], [3, 2]]  # rows stay as they were
     for grid in (None, [[1, 2]], [[1, 2], [3, 3]], [[1, 2], [3]], [[1, 2], [3, "0"]], "x"):
         with pytest.raises(ConfigError, match=r"r:5: grid=.* is not a square grid of 0"):
             game.check_answers([("r:5", "", {"grid": grid})])
@@ -257,14 +243,6 @@ def test_the_second_try():
     assert results(wrong, right) == (1.0, True, []) and results(wrong, wrong) == (0.0, True, [])
     with pytest.raises(ConfigError, match="r:1: answer '5 apples' is not a number of 2 or 3 digits"):
         game.check_answers([("r:1", "5 apples", {})])
-
-
-def test_what_one_reply_can_be_right_on():
-    """The bound that two turns are held against: plain sums, and the commoner of the two wishes for the others."""
-    rows = [json.loads(line) for line in (ROOT / "examples/arithmetic/heldout.jsonl").open()]
-    carries = {p: needs_carry(*map(int, p[:-1].split("+"))) for p in (row["messages"][0]["content"] for row in rows)}
-    with_carry = sum(second_try.wanted(row["messages"][0]["content"]) == row["answer"] for row in rows) - 100
-    assert sum(carries.values()) == 400 and 0.7 < (100 + 400 - with_carry) / 500 < 0.75
 
 
 # --------------------------------------------------------------------------------------------------- reasoning-gym

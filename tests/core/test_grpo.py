@@ -4,12 +4,11 @@ import copy
 import math
 from dataclasses import replace
 
-import loop
 import numpy as np
 import pytest
 import torch
 from dist_case import make_samples, settings
-from loop import CPU, KeepsGradients, make_run, train, train_once, weights
+from loop import CPU, make_run, train, train_once, weights
 from samples import of_version
 
 import batch
@@ -278,58 +277,6 @@ def test_tokens_whose_sampler_says_no_number_are_as_if_masked(policy, step, rank
     left = {name: value for name, value in metrics.items() if name not in lost}
     assert left == pytest.approx({name: expected_metrics[name] for name in left}, rel=1e-5, abs=1e-7, nan_ok=True)
     assert_close(gradients, expected, 1e-6)
-
-
-class Moves(KeepsGradients):
-    """Each step moves away from the policy that `old` is of, whatever the gradient is."""
-
-    def step(self):
-        super().step()
-        shifted(self.model, 1.002)
-
-
-@pytest.mark.slow("fn[1-4]")
-@pytest.mark.parametrize(
-    ("loss_fn", "moved"),
-    [
-        ({}, "advantage"),
-        ({"positive_example_nll_weight": 0.3}, "all"),
-        ({"entropy_coef": 0.1, "use_importance_sampling_correction": True}, "all"),
-        ({"reference_policy_kl_penalty": 0.2, "token_level_loss": False}, "all"),
-        ({"use_cispo": True, "ratio_clip_max": 0.05}, "advantage"),
-    ],
-)
-def test_one_pass_equals_two_and_leaves_out_rows_without_gradient(policy, step, ranks, monkeypatch, loss_fn, moved):
-    samples, adv_B = step
-    adv_B = [0.0 if i // 4 in (1, 3) else adv for i, adv in enumerate(adv_B)]  # two groups of equal rewards
-    cfg = settings(loss_fn=loss_fn, policy={"ppo_epochs": 2})
-    reference = None
-    if cfg.loss_fn.reference_policy_kl_penalty:
-        reference = Reference(policy)
-        for shard in reference.shards.values():
-            shard.mul_(1.01)
-    pairs = list(zip(samples, adv_B, strict=True))
-    rows = {
-        "advantage": sum(int(s.mask.sum()) for s, adv in pairs if adv),
-        "all": sum(int(s.mask.sum()) for s in samples),
-    }
-    (minibatch,) = scored(policy, reference, (samples, adv_B), cfg, ranks)
-    assert sum(micro.num_grad_rows for micro in minibatch.micros) == rows[moved]
-    assert rows["advantage"] < rows["all"]
-    results = []
-    path = policy.loss_path
-    assert path.kind == "one pass"
-    for kind in ("one pass", "two passes"):
-        monkeypatch.setattr(loop, "loss_path_of", lambda *_, kind=kind: replace(path, kind=kind))
-        before = weights(policy)
-        results.append(train_once(policy, samples, adv_B, cfg, ranks, optimizer=Moves(policy), reference=reference))
-        with torch.no_grad():
-            for name, param in policy.named_parameters():
-                param.to_local().copy_(before[name])
-    (metrics, fused), (expected_metrics, expected) = results
-    assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-7, nan_ok=True)
-    assert metrics["probs_ratio_max"] > 1.01
-    assert_close(fused, expected, 1e-5)
 
 
 def test_the_layout_of_a_pack_is_made_once_for_all_its_forwards(policy, step, ranks, monkeypatch):

@@ -120,20 +120,8 @@ def random_groups(seed):
             output_ids = rng.integers(0, 200, 1 if index == 1 else rng.integers(1, 41)).astype(np.int32)
             no_logps = np.zeros(len(output_ids), np.float32)
             sampled = rng.random(len(output_ids)) < 0.8
-            samples.append(
-                Sample(
-                    prompt,
-                    index,
-                    prompt,
-                    prompt_ids,
-                    output_ids,
-                    no_logps,
-                    sampled,
-                    "stop",
-                    np.zeros_like(output_ids),
-                    advantage=len(samples),
-                )
-            )
+            tokens = (output_ids, no_logps, sampled, "stop", np.zeros_like(output_ids))
+            samples.append(Sample(prompt, index, prompt, prompt_ids, *tokens, advantage=len(samples)))
     return samples
 
 

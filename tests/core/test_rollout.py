@@ -1,7 +1,6 @@
 """The samples of a step, of a sampler whose rewards are known: which groups train, which prompts are drawn, the end."""
 
 import itertools
-import json
 import os
 import pickle
 import re
@@ -16,7 +15,7 @@ import pytest
 from fakes import FakeEngine, FakeTokenizer
 
 import envs
-from config import Config, ConfigError, DataConfig, EnvConfig, GRPOConfig, RewardShapingConfig
+from config import Config, DataConfig, EnvConfig, GRPOConfig, RewardShapingConfig
 from data import Problem, Sample
 from dataset.mixing import Mixture, epoch_order
 from dataset.scan import Dataset
@@ -267,13 +266,6 @@ def test_the_last_allowed_batch_counts():
     assert rows_of(collect(cfg, ROWS, 7, StubSampler(by_remainder))[0]) == [8, 11, 14, 17]
 
 
-def test_all_ranks_decide_alike():
-    """Nothing but the arguments decides: the same samples give the same choice to the last bit of the metrics."""
-    cfg = config_of(use_dynamic_sampling=True, shuffle=True)
-    first, second = (collect(cfg, ROWS, 11, StubSampler(by_remainder)) for _ in range(2))
-    assert json.dumps(first[2]) == json.dumps(second[2]) and rows_of(first[0]) == rows_of(second[0])
-
-
 def test_sample_seeds_differ_and_are_fixed():
     keys = [(42, step, prompt, index) for step in range(-1, 4) for prompt in range(8) for index in range(8)]
     assert len({sample_seed(*key) for key in keys}) == len(keys)
@@ -401,38 +393,6 @@ def test_what_an_environment_raises_grades_nothing_and_is_bounded(bound, capfd, 
         with pytest.raises(StopRun, match=rf"6 of 10 answers .*{{'bad': 6}}.*=0.5: {where}$"):
             sampler.sample(prompts, 2, SamplingOptions(1.0, 8), (3, 1))
     assert re.search(rf"WARNING: {where}", capfd.readouterr().err)
-
-
-@pytest.mark.parametrize("error", [StopRun("s"), ConfigError("c"), KeyboardInterrupt()])
-def test_what_ends_a_run_ends_it_from_an_environment_too(error, monkeypatch, one_rank):
-    def step(self, turns):
-        raise error
-
-    monkeypatch.setattr(Raises, "step", step)
-    sampler = Sampler(FakeEngine(), FakeTokenizer(), {"exact": Raises()}, Ranks(0, 1, 0, 1))
-    with pytest.raises(type(error)):
-        sampler.sample(problems_of(3), 2, SamplingOptions(1.0, 8), (3, 1))
-
-
-def test_spreading_evens_out_the_engines():
-    """The numbers of deal()'s docstring: log-normal lengths, 60% between problems and 50% within."""
-    rng, num_engines = np.random.default_rng(0), 8
-
-    def lengths(variation, *shape):
-        sigma = np.sqrt(np.log(1 + variation**2))
-        return rng.lognormal(-(sigma**2) / 2, sigma, shape)
-
-    over = {"whole": [], "spread": []}
-    prompts = problems_of(*[100] * 64)
-    shares = deal(prompts, 16, num_engines, 1024)
-    for _ in range(200):
-        length_PG = lengths(0.6, 64, 1) * lengths(0.5, 64, 16)
-        whole = [length_PG[engine::num_engines].sum() for engine in range(num_engines)]
-        spread = [sum(length_PG[pair] for pair in pairs(share)) for share in shares]
-        for name, tokens in (("whole", whole), ("spread", spread)):
-            over[name].append(max(tokens) / np.mean(tokens) - 1)
-    assert np.mean(over["whole"]) == pytest.approx(0.34, abs=0.02)
-    assert np.mean(over["spread"]) == pytest.approx(0.08, abs=0.02)
 
 
 def test_the_samples_are_the_same_however_they_are_dealt():

@@ -48,8 +48,3 @@ def test_a_saved_run_starts_again():
     assert "/shared" in [mount["mountPath"] for mount in container["volumeMounts"]]
     assert SKYPILOT["resources"]["job_recovery"]["recover_on_exit_codes"] == [75] and "/shared" in SKYPILOT["volumes"]
     assert KUBERNETES[1]["spec"]["runtimeRef"]["name"] == KUBERNETES[0]["metadata"]["name"]
-
-
-@pytest.mark.parametrize("name", ["kubernetes.yaml", "skypilot.yaml"])
-def test_the_file_says_that_nobody_ran_it(name):
-    assert "NOT RUN ON A CLUSTER" in (CLUSTER / name).read_text()

@@ -104,10 +104,7 @@ def test_what_is_not_gsm8k_is_refused_and_nothing_written(files, tmp_path, monke
 @pytest.mark.parametrize("name", ["gpu", "cpu"])
 def test_recipes_read_what_prepare_writes(name):
     cfg = reader.load(ROOT / "examples/gsm8k" / f"{name}.yaml", [])
-    section = cfg.data.train[0]
-    assert (section.data_path, section.env_name or cfg.data.default.env_name) == (
-        "examples/gsm8k/data/train.jsonl",
-        "math",
-    )
-    assert cfg.data.validation[0].data_path == "examples/gsm8k/data/test.jsonl"
+    paths = [section.data_path for section in (*cfg.data.train, *cfg.data.validation)]
+    assert paths == [f"examples/gsm8k/data/{split}.jsonl" for split in ("train", "test")]
+    assert (cfg.data.train[0].env_name or cfg.data.default.env_name) == "math"
     assert cfg.policy.generation.max_new_tokens < cfg.policy.max_total_sequence_length

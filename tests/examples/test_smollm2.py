@@ -6,9 +6,7 @@ from decimal import Decimal
 import pytest
 from small_run import ROOT
 
-from check import reader
 from config import DatasetConfig
-from envs import Exact, Turn
 from examples.smollm2 import conversions, plot
 
 SETS = ("train", "held_out", "one_or_two", "larger", "other_units", "other_factor")
@@ -57,31 +55,6 @@ def test_sets_have_no_problem_in_common(rows):
     contents = {name: set(questions(rows[name])) for name in SETS}
     assert [len(contents[name]) for name in SETS] == [20_000, 300, 300, 300, 300, 300]
     assert sum(map(len, contents.values())) == len(set.union(*contents.values()))
-
-
-def test_neither_constant_nor_copied_replies_score(rows):
-    """What can be said without the task: the digits of both amounts, a number of the prompt, every number there is."""
-
-    def accuracy(reply) -> float:
-        turns = [
-            Turn([{"role": "assistant", "content": reply(row)}], answer=row["answer"], finish_reason="stop")
-            for row in rows["held_out"]
-        ]
-        return sum(result.reward for result in Exact().step(turns)) / len(turns)
-
-    def amounts(row: dict) -> list[str]:
-        return re.findall(r"\d+", row["messages"][-1]["content"])
-
-    assert accuracy(lambda row: row["answer"]) == 1
-    assert 0.6 < accuracy(lambda row: "".join(amounts(row))) < 0.7, "digits in a row: right where no zero is wanted"
-    assert accuracy(lambda row: amounts(row)[0]) == accuracy(lambda row: amounts(row)[1]) == 0
-    assert accuracy(lambda row: row["messages"][2]["content"]) == 0
-    assert accuracy(lambda row: " ".join(str(number) for number in range(100, 2_000))) == 0
-
-
-def test_recipe_loads():
-    cfg = reader.load(ROOT / "configs/smollm2.yaml", [])
-    assert cfg.grpo.max_val_samples == 300 and cfg.policy.scheduler.warmup_steps * 3 < cfg.grpo.max_num_steps
 
 
 @pytest.mark.parametrize("theme", plot.THEMES)

@@ -84,9 +84,11 @@ def test_gsm8k_gold_solutions(pool):
     ("texts", "extracted"),
     [
         (["0.5", ".50", "1/2", r"\frac{1}{2}", "$0.5$", "50%"], "1/2"),
-        (["1{,}234", "1,234.0", r"\$1234", "x = 1234"], "1234"),
-        (["Blue", r"\text{blue}"], "blue"),
+        (["1{,}234", "1,234.0", r"\$1234", "x = 1234", "1 234", "1.234e3", "1234 dollars", "1234€"], "1234"),
+        (["Blue", r"\text{blue}", "blue."], "blue"),
         ([r"\sqrt{2}", r"\sqrt {2}"], r"\sqrt{2}"),
+        (["(1, 2)", "(1,2)", r"\left(1, 2\right)"], "(1,2)"),
+        (["\u20135", "-5", "- 5"], "-5"),
     ],
 )
 def test_equal_answers_have_equal_texts_for_votes(texts, extracted):

@@ -1,6 +1,7 @@
 """Agents for tests: a tiny model of bytes with a chat template, an endpoint over a real engine, programs that ask."""
 
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -55,6 +56,26 @@ def start(folder, ranks, device, mesh, max_tokens=MAX_TOKENS):
 
 def endpoint_of(case, parse=as_calls):
     return Endpoint(case.engine, case.tokenizer, case.ranks, parse)
+
+
+def record_draws(engine, monkeypatch):
+    """What the engine draws from now on, counted: (ids of the prompt, ids of the reply)."""
+    drawn, prompts = Counter(), {}
+    start_of_engine, step = engine.start, engine.step
+
+    def recorded_start(asked, *rest):
+        names = start_of_engine(asked, *rest)
+        prompts.update(zip(names, map(tuple, asked), strict=True))
+        return names
+
+    def recorded_step():
+        for name in (ended := step()):
+            drawn[prompts[name], tuple(engine.unclaimed[name].ids.tolist())] += 1
+        return ended
+
+    monkeypatch.setattr(engine, "start", recorded_start)
+    monkeypatch.setattr(engine, "step", recorded_step)
+    return drawn
 
 
 def serve(endpoint, programs, seconds=120.0):

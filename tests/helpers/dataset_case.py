@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from check import preflight
 from config import ConfigError, DatasetConfig
 from dataset.scan import load_dataset
 
@@ -30,3 +31,13 @@ def refused(*args, **kwargs):
         read(*args, **kwargs)
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def refusal(*words):
+    """What `--check` says against run.yaml; "" where it has nothing against it."""
+    try:
+        preflight.check(preflight.parse_command_line(["run.yaml", *words], "usage"))
+    except ConfigError as error:
+        assert len(str(error)) <= 500 and "\n" not in str(error), str(error)
+        return str(error)
+    return ""

@@ -5,15 +5,8 @@ import torch
 
 from model import PackLayout
 
-SIZES = dict(
-    hidden_size=72,
-    intermediate_size=100,
-    num_hidden_layers=2,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    vocab_size=211,
-    max_position_embeddings=128,
-)
+SIZES = dict(hidden_size=72, intermediate_size=100, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2)
+SIZES |= dict(vocab_size=211, max_position_embeddings=128)
 LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
 )

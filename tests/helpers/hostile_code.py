@@ -16,36 +16,6 @@ def add(a, b): os._exit(0)
 --- leaves hard at once
 import os
 os._exit(0)
---- equals everything
-class Equal(object):
-    __eq__ = __ge__ = __le__ = lambda *_: True
-    __ne__ = lambda *_: False
-    __hash__ = None
-def add(a, b): return Equal()
---- is an int that equals everything
-class Equal(int):
-    __eq__ = __ge__ = __le__ = lambda *_: True
-    __ne__ = lambda *_: False
-    __hash__ = None
-def add(a, b): return Equal()
---- is a str that equals everything
-class Equal(str):
-    __eq__ = __ge__ = __le__ = lambda *_: True
-    __ne__ = lambda *_: False
-    __hash__ = None
-def add(a, b): return Equal()
---- has one in a list
-class Equal(list):
-    __eq__ = __ge__ = __le__ = lambda *_: True
-    __ne__ = lambda *_: False
-    __hash__ = None
-def add(a, b): return [Equal()]
---- calls its class int
-class int(object):
-    __eq__ = __ge__ = __le__ = lambda *_: True
-    __ne__ = lambda *_: False
-    __hash__ = None
-def add(a, b): return int()
 --- patches builtins
 import builtins, sys
 builtins.type = lambda x: int
@@ -176,6 +146,16 @@ class E(Exception):
 def add(a, b): raise E
 """
 HOSTILE = dict(re.findall(r"^--- (.*)\n((?:(?!---).*\n)*)", PROGRAMS, re.MULTILINE))
+EQUALS = {  # name -> (class, its base, what `add` returns)
+    "equals everything": ("Equal", "object", "Equal()"),
+    "is an int that equals everything": ("Equal", "int", "Equal()"),
+    "is a str that equals everything": ("Equal", "str", "Equal()"),
+    "has one in a list": ("Equal", "list", "[Equal()]"),
+    "calls its class int": ("int", "object", "int()"),
+}
+for program, (name, base, value) in EQUALS.items():
+    HOSTILE[program] = f"class {name}({base}):\n    __eq__ = __ge__ = __le__ = lambda *_: True\n"
+    HOSTILE[program] += "    __ne__ = lambda *_: False\n    __hash__ = None\n" + f"def add(a, b): return {value}\n"
 
 # Looks for the test that judges it: among its own objects and callers, and in the processes near it.
 LOOK = r"""

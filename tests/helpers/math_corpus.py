@@ -1,67 +1,41 @@
 """Cases of tests/graders/test_math_grader.py: (expected answer, reply or answer, outcome). Written from what
 math-verify's documentation promises and from bugs that other systems' graders had."""
 
+# Of each line the first is the expected answer, and the others are equal to it, or are not.
 EQUAL = r"""
-18 | 18
-18 | 18.
-18 | $18
-18 | \$18.00
-18 | 18.0
-18 | $18$
-18 | +18
-1000 | 1,000
+18 | 18 | 18. | $18 | \$18.00 | 18.0 | $18$ | +18
+1000 | 1,000 | 1{,}000
 1,000 | 1000
 1{,}000 | 1000
-1000 | 1{,}000
 1,000,000 | 1000000
 1\,000 | 1000
--3 | -3
--3 | \u22123
--3 | - 3
+-3 | -3 | \u22123 | - 3
 -\$5 | -5
 0 | -0
-0.5 | .5
+0.5 | .5 | 50%
 .5 | 0.50
-1/2 | 0.5
-1/2 | \frac{1}{2}
-1/2 | \dfrac{1}{2}
-1/2 | \tfrac{1}{2}
-1/2 | \frac12
-1/2 | 2/4
+1/2 | 0.5 | \frac{1}{2} | \dfrac{1}{2} | \tfrac{1}{2} | \frac12 | 2/4
 \frac{1}{2} | 1/2
 -\frac{1}{2} | -0.5
--1/2 | \frac{-1}{2}
--1/2 | \frac{1}{-2}
-3/2 | 1 1/2
+-1/2 | \frac{-1}{2} | \frac{1}{-2}
+3/2 | 1 1/2 | 1\frac{1}{2} | 1\frac12
 1 1/2 | 1.5
-3/2 | 1\frac{1}{2}
-3/2 | 1\frac12
 2\frac{3}{4} | 2.75
-50% | 50%
-50% | 50\%
+50% | 50% | 50\% | 50 | 1/2
 50\% | 0.5
-50% | 50
-50% | 1/2
 9 | 9\%
-0.5 | 50%
 12.5% | \frac{1}{8}
 50 percent | 50%
 5 cm | 5
-5 | 5\text{ cm}
-5 | 5 \mathrm{cm}
-5 | 5 apples
+5 | 5\text{ cm} | 5 \mathrm{cm} | 5 apples | x = 5 | n=5 | 2+3=5
 12 | 12 square units
 10 | 10\text{ cm}^2
 60 | 60 mph
-90 | 90^\circ
-90 | 90^{\circ}
-90 | 90°
+90 | 90^\circ | 90^{\circ} | 90°
 45 degrees | 45
 3 | 3 \text{ hours}
 7 | \text{7}
 x=5 | 5
-5 | x = 5
-5 | n=5
 \sqrt{2} | \sqrt2
 \sqrt{8} | 2\sqrt{2}
 \frac{\sqrt{2}}{2} | \frac{1}{\sqrt{2}}
@@ -74,14 +48,12 @@ x=5 | 5
 x^2+2x+1 | (x+1)^2
 2x+1 | 1+2x
 \frac{x}{2} | 0.5x
-y=2x+1 | y = 2x + 1
-y=2x+1 | 2x+1=y
+y=2x+1 | y = 2x + 1 | 2x+1=y
 x^2+y^2=1 | y^2+x^2=1
-\{1,2\} | \{2,1\}
+\{1,2\} | \{2,1\} | 1,2
 \{1,2,3\} | \{3, 2, 1\}
 \{1/2, 3\} | \{3, 0.5\}
-(1,2) | (1, 2)
-(1,2) | \left(1,2\right)
+(1,2) | (1, 2) | \left(1,2\right)
 (\frac{1}{2},3) | (0.5, 3)
 [0,1) | [0, 1)
 (-\infty,2] | (-\infty, 2]
@@ -106,7 +78,6 @@ e^2 | e^{2}
 i | i
 3+2i | 2i+3
 100 | 100.
-\{1,2\} | 1,2
 \pm 2 | 2, -2
 1 \pm \sqrt{2} | 1+\sqrt{2}, 1-\sqrt{2}
 x = 1 \text{ or } x = 2 | 1, 2
@@ -129,37 +100,24 @@ x > 2 | (2, \infty)
 (1,2),(3,4) | (1,2), (3,4)
 2^{100} | 1267650600228229401496703205376
 33\frac{1}{3} | \frac{100}{3}
-5 | 2+3=5
 """
-
 UNEQUAL = r"""
-18 | 81
-18 | 17.999
-18 | 18.5
-18 | 1 8
-18 | 180
-18 |
+18 | 81 | 17.999 | 18.5 | 1 8 | 180
 -3 | 3
 3 | -3
 1000 | 1.000
-1/2 | 1/3
-1/2 | 2
-1/2 | 2/1
-1/3 | 0.33
-1/3 | 0.333343
+1/2 | 1/3 | 2 | 2/1
+1/3 | 0.33 | 0.333343 | 0.3
 2/3 | 0.666666
-1/3 | 0.3
 50% | 5
 50 | 0.5
-0.5 | 50
+0.5 | 50 | 0.5%
 1 1/2 | 11/2
 3/2 | 1/2
 2\frac{3}{4} | \frac{23}{4}
 (1,2) | (2,1)
-[0,1) | [0,1]
-[0,1) | (0,1)
-\{1,2\} | \{1,2,3\}
-\{1,2\} | \{1\}
+[0,1) | [0,1] | (0,1)
+\{1,2\} | \{1,2,3\} | \{1\} | 1
 x^2 | x^3
 x+1 | x-1
 y=2x+1 | y=2x-1
@@ -176,20 +134,11 @@ blue | red
 3+2i | 3-2i
 5! | 5
 1/0 | 0
-0 | 1/0
+0 | 1/0 | 0.0000001
 10^3 | 103
-5 | 5 = 5 = 6
-5 | x = 7 \text{ or } x = 5
-5 | x = 7 \lor x = 5
-5 | x = 7 \to x = 5
-5 | 5 \text{ or } 7
-5 | 5, 7
-5 | 5 \pm 2
-5 | [4, 6]
-5 | \{5, 7\}
-5 | 4 < x < 6
+5 | 5 = 5 = 6 | x = 7 \text{ or } x = 5 | x = 7 \lor x = 5 | x = 7 \to x = 5 | 5 \text{ or } 7 | 5, 7 | 5 \pm 2
+5 | [4, 6] | \{5, 7\} | 4 < x < 6
 5,7 | 5
-\{1,2\} | 1
 BAC | ABC
 \Omega | \omega
 \text{even} | \text{odd}
@@ -198,14 +147,13 @@ BAC | ABC
 1:2 | 2:1
 \frac{x}{y} | \frac{y}{x}
 12.5% | 1.25
-0.5 | 0.5%
 1267650600228229401496703205376 | 1267650600228229401496703205377
-0 | 0.0000001
 1 | 0.9999999
 |x| | x
 """
 
 REPLIES = [  # (answer, reply, outcome)
+    ("18", r"\boxed{}", "parse_fail"),
     ("5", r"so \boxed{5}", "ok"),
     ("5", r"\boxed{4} no, wait: \boxed{5}", "ok"),
     ("4", r"\boxed{4} no, wait: \boxed{5}", "wrong"),
@@ -283,7 +231,6 @@ def cases():
     """(answer, reply, expected outcome); "hostile" may end in any outcome but ok."""
     for table, outcome in ((EQUAL, "ok"), (UNEQUAL, "wrong")):
         for line in filter(None, table.replace("\\u2212", chr(0x2212)).split("\n")):
-            gold, _, answer = line.partition(" |")
-            answer = answer.strip()
-            yield gold, rf"\boxed{{{answer}}}", outcome if answer else "parse_fail"
+            gold, *answers = line.split(" | ")
+            yield from ((gold, rf"\boxed{{{answer}}}", outcome) for answer in answers)
     yield from REPLIES

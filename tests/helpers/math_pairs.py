@@ -159,12 +159,8 @@ def lists(rng):
     same = [element(rng, value) for value in values]
     braces = r"\{{{}\}}".format
     yield "set", braces(", ".join(one)), rng.choice([braces(",".join(other)), ", ".join(other)]), True
-    yield (
-        "list",
-        ", ".join(one),
-        rng.choice([", ".join(other), " and ".join(other), ", ".join(other[:-1]) + " and " + other[-1]]),
-        True,
-    )
+    lists = [", ".join(other), " and ".join(other), ", ".join(other[:-1]) + " and " + other[-1]]
+    yield "list", ", ".join(one), rng.choice(lists), True
     yield "tuple", f"({', '.join(one)})", f"({','.join(same)})", True
     if mixed != values:
         yield "tuple", f"({', '.join(one)})", f"({', '.join(other)})", False
@@ -188,14 +184,8 @@ def in_base(value: int, base: int) -> str:
 def bases(rng):
     base, value = rng.randint(2, 9), rng.randint(2, 5000)
     digits = in_base(value, base)
-    right = [
-        f"{digits}_{{{base}}}",
-        f"{digits}_{base}",
-        digits,
-        rf"{digits}_{{\text{{{base}}}}}",
-        f"${digits}_{base}$",
-        f"({digits})_{base}",
-    ]
+    right = [f"{digits}_{{{base}}}", f"{digits}_{base}", digits, rf"{digits}_{{\text{{{base}}}}}"]
+    right += [f"${digits}_{base}$", f"({digits})_{base}"]
     gold = rng.choice([right[0], right[1]])
     yield "base", gold, rng.choice(right), True
     other_base = rng.choice([b for b in range(2, 11) if b != base])
@@ -214,16 +204,8 @@ def bases(rng):
 def words(rng):
     group = rng.choice([line.split() for line in WORDS.replace("\n", "|").split("|")])
     one, other = rng.sample(group, 2)
-    dress = [
-        str,
-        str.upper,
-        str.capitalize,
-        r"\text{{{}}}".format,
-        r"\mathrm{{{}}}".format,
-        r"\textbf{{{}}}".format,
-        "{}.".format,
-        "${}$".format,
-    ]
+    dress = [str, str.upper, str.capitalize]
+    dress += [form.format for form in (r"\text{{{}}}", r"\mathrm{{{}}}", r"\textbf{{{}}}", "{}.", "${}$")]
     yield "word", rng.choice(dress[3:] + dress[:1])(one), rng.choice(dress)(one), True
     yield "word", rng.choice(dress[3:] + dress[:1])(one), rng.choice(dress)(other), False
     number = rng.randint(2, 99)
@@ -240,32 +222,19 @@ def units(rng):
     gold = spaced(value, one)
     yield "unit", *rng.choice([(gold, f"{value}"), (f"{value}", gold), (gold, f"{value}.0 {one}")]), True
     power = rng.choice(["^2", "^3"])
-    wrong = [
-        f"{value} {other}",
-        f"{value} {one} per {other}",
-        f"{value + 1} {one}",
-        f"{value} {rng.choice(NOUNS)}",
-        f"{value * 10} {other}",
-    ]
+    wrong = [f"{value} {other}", f"{value} {one} per {other}", f"{value + 1} {one}", f"{value} {rng.choice(NOUNS)}"]
+    wrong.append(f"{value * 10} {other}")
     yield "unit", gold, rng.choice(wrong), False
     if row[0] == "m":
-        yield (
-            "unit",
-            gold,
-            rng.choice([rf"{value}\text{{ {one}}}{power}", f"{value} {one}{power}", f"{value} square {one}"]),
-            False,
-        )
+        wrong = [rf"{value}\text{{ {one}}}{power}", f"{value} {one}{power}", f"{value} square {one}"]
+        yield "unit", gold, rng.choice(wrong), False
     noun = rng.choice(NOUNS)
     yield "unit", f"{value}", f"{value} {noun}", True
     yield "unit", f"{value} {noun}", f"{value} {rng.choice([n for n in NOUNS if n != noun])}", False
     money = rng.choice([rf"\${value}", f"${value}", f"{value} USD", f"{value} dollars", f"{value}$"])
     yield "unit", money, rng.choice([rf"\${value}.00", f"{value}", f"{value} dollars"]), True
-    yield (
-        "unit",
-        money,
-        rng.choice([f"{value} cents", f"{value} euros", f"€{value}", f"{value}€", f"£{value}", f"{value + 1}"]),
-        False,
-    )
+    wrong = [f"{value} cents", f"{value} euros", f"€{value}", f"{value}€", f"£{value}", f"{value + 1}"]
+    yield "unit", money, rng.choice(wrong), False
 
 
 def names(rng):
@@ -282,19 +251,11 @@ def names(rng):
     yield "name", bare, write(pairs), True
     turned = [*values[1:], values[0]]
     swapped = write(list(zip(letters, turned, strict=True)))
-    yield (
-        "name",
-        gold,
-        rng.choice([swapped, ", ".join(map(str, turned)), write(pairs[:1]), f"{letters[0]}={values[1]}"]),
-        False,
-    )
+    wrong = [swapped, ", ".join(map(str, turned)), write(pairs[:1]), f"{letters[0]}={values[1]}"]
+    yield "name", gold, rng.choice(wrong), False
     yield "name", bare, swapped, False
-    yield (
-        "name",
-        f"{letters[0]}={values[0]}",
-        rng.choice([f"{letters[1]}={values[0]}", f"{letters[0]}={values[1]}"]),
-        False,
-    )
+    wrong = [f"{letters[1]}={values[0]}", f"{letters[0]}={values[1]}"]
+    yield "name", f"{letters[0]}={values[0]}", rng.choice(wrong), False
 
 
 def dates(rng):
@@ -314,18 +275,9 @@ def polynomials(rng):
     term = lambda k, power: f"{k:+}{power}" if k else ""  # noqa: E731
     product = f"({a}{x}{b:+})({c}{x}{d:+})"
     expanded = f"{a * c}{x}^2{term(a * d + b * c, x)}{b * d:+}"
-    yield (
-        "polynomial",
-        expanded,
-        rng.choice(
-            [
-                product,
-                f"{b * d}{term(a * d + b * c, x)}{a * c:+}{x}^{{2}}",
-                rf"{a * c}{x}\cdot {x}{term(a * d + b * c, x)}{b * d:+}",
-            ]
-        ),
-        True,
-    )
+    forms = [product, f"{b * d}{term(a * d + b * c, x)}{a * c:+}{x}^{{2}}"]
+    forms.append(rf"{a * c}{x}\cdot {x}{term(a * d + b * c, x)}{b * d:+}")
+    yield "polynomial", expanded, rng.choice(forms), True
     wrong = [
         f"{a * c}{x}^2{term(a * d + b * c + 1, x)}{b * d:+}",
         f"{product}+10^{{-20}}",
@@ -356,20 +308,8 @@ def forms(rng):
     letter, other = rng.sample("ABCDE", 2)
     marked = rng.choice(["{})", "({})", "{}.", r"\text{{({})}}", r"\textbf{{({})}}"])
     yield "form", letter, marked.format(letter), True
-    yield (
-        "form",
-        letter,
-        rng.choice(
-            [
-                marked.format(other),
-                f"{letter}) 5 or {other}) 6",
-                f"{letter} and {other}",
-                f"{letter}, {other}",
-                f"{letter}) or {other})",
-            ]
-        ),
-        False,
-    )
+    both = [f"{letter}) 5 or {other}) 6", f"{letter} and {other}", f"{letter}, {other}", f"{letter}) or {other})"]
+    yield "form", letter, rng.choice([marked.format(other), *both]), False
     wrong = [
         (f"{small}", f"{small} million"),
         (f"{value}", groups.replace(",", ", ")),
@@ -389,22 +329,8 @@ def hedges(rng):
     other = value + rng.choice([-1, 1, 7])
     gold = rng.choice([f"{value}", f"x = {value}", rf"\frac{{{value}}}{{7}}", rf"{value}\sqrt{{2}}"])
     a, b = gold, gold.replace(str(value), str(other))
-    texts = [
-        "{} or {}",
-        "{}, {}",
-        r"{} \text{{ or }} {}",
-        r"\{{{}, {}\}}",
-        "({}, {})",
-        "[{}, {}]",
-        r"{} \pm {}",
-        "{} and {}",
-        "{}; {}",
-        r"{} \lor {}",
-        "either {} or {}",
-        r"{} \to {}",
-        "{} / {}",
-        "not {} but {}",
-    ]
+    texts = ["{} or {}", "{}, {}", r"{} \text{{ or }} {}", r"\{{{}, {}\}}", "({}, {})", "[{}, {}]", r"{} \pm {}"]
+    texts += ["{} and {}", "{}; {}", r"{} \lor {}", "either {} or {}", r"{} \to {}", "{} / {}", "not {} but {}"]
     text = rng.choice(texts)
     pair = rng.choice([(a, b), (b, a)])
     if text == "{} / {}" and "=" in gold:

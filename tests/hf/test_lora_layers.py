@@ -1,24 +1,14 @@
 """Which layers get an adapter: names, patterns, and what is refused, on shapes alone."""
 
 import pytest
+from hf_folders import QWEN2
 
 from config import ConfigError, LoRAConfig
 from hf.lora_layers import adapted_layers
 from hf.model_config import ModelConfig
 
-MODEL = ModelConfig.from_hf(
-    {
-        "model_type": "qwen3",
-        "hidden_act": "silu",
-        "vocab_size": 100,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "rms_norm_eps": 1e-6,
-    }
-)
+SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=1)
+MODEL = ModelConfig.from_hf({**QWEN2, "model_type": "qwen3", **SIZES})
 NAMES = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
 NAMES += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 SECTION = "policy.dtensor_cfg.lora_cfg"
@@ -32,16 +22,9 @@ def layers(dim=8, **keys):
 def test_all_linear_layers_of_the_blocks_but_not_the_head():
     found = layers()
     assert list(found) == [f"model.layers.{i}.{name}" for i in range(12) for name in NAMES]
-    assert [found[f"model.layers.3.{name}"] for name in NAMES] == [
-        (64, 64),
-        (16, 64),
-        (16, 64),
-        (64, 64),
-        (96, 64),
-        (96, 64),
-        (64, 96),
-    ]
-    assert layers(target_modules=()) == found, "nothing named: all, as NeMo RL's *_proj"
+    shapes = [found[f"model.layers.3.{name}"] for name in NAMES]
+    assert shapes == [(64, 64), (16, 64), (16, 64), (64, 64), (96, 64), (96, 64), (64, 96)]
+    assert layers(dim=16) == layers(target_modules=()) == found, "nothing named: all, as *_proj in NeMo RL"
     assert adapted_layers(MODEL, LoRAConfig()) == {}
 
 
@@ -90,7 +73,3 @@ def test_refused(keys, problem):
     with pytest.raises(ConfigError) as error:
         layers(**keys)
     assert problem in str(error.value) and "\n" not in str(error.value)
-
-
-def test_the_largest_rank():
-    assert len(layers(dim=16)) == 84

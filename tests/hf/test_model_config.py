@@ -6,30 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hf_folders import QWEN2
+from hf_folders import LLAMA3, QWEN2
 from safetensors.numpy import save_file
 
 from config import ConfigError, HFConfigOverrides
 from hf.model_config import ModelConfig, check_weights, read_model_config, weight_files
 
 ROOT = Path(__file__).resolve().parents[2]
-LLAMA = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "rms_norm_eps": 1e-6,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+LLAMA = dict(model_type="llama", hidden_act="silu", rms_norm_eps=1e-6, vocab_size=100, hidden_size=64)
+LLAMA |= dict(intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +93,14 @@ def test_an_index_that_is_none_is_refused(tmp_path):
     for text in ("", "[]"):
         (tmp_path / "model.safetensors.index.json").write_text(text)
         assert refused(tmp_path).startswith("/model.safetensors.index.json: ")
+
+
+def test_a_config_json_that_is_none_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"/config.json: cannot be read"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"/config.json: not valid JSON"):
+        read_model_config(tmp_path)
 
 
 UNSUPPORTED = [

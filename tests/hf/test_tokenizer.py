@@ -267,6 +267,7 @@ HOSTILE = [
     "</think><|im_start|>",
     "a <|im_end|",
     "|im_start|> b",
+    "> 5 <",
     "\U000f0000<|end|>\U000f0001",
 ]
 
@@ -324,30 +325,6 @@ def test_no_mix_of_fragments_becomes_a_control_token(bpe, template):
         except ControlTokenInText:
             num_refused += 1
     assert 50 < num_refused < 350, num_refused
-
-
-def test_what_only_looks_like_a_control_token_stays_as_it_is(bpe, theirs):
-    """Text that could be a part of a control token, but is not, is encoded as ever."""
-    tokenizer = Tokenizer(bpe, TAGGING)
-    for text in ("is 3 <", "<", "a <|im", "> 5", "|>", "<think>a</think> b", "<tool_call>"):
-        messages = [{"role": "user", "content": text}]
-        written = theirs.apply_chat_template(messages, chat_template=TAGGING, tokenize=False)
-        assert tokenizer.render(messages) == theirs.encode(written, add_special_tokens=False), text
-
-
-def test_parts_that_others_complete(bpe):
-    """Messages side by side, and a template that writes half a token itself."""
-    tokenizer = Tokenizer(bpe, "{% for m in messages %}{{ m.content }}{% endfor %}")
-    pieces = [{"role": "user", "content": text} for text in ("a<|im_", "end|><", "|end|>", "<|end|", ">b[", "INST]")]
-    ids = tokenizer.render(pieces, escape=True)
-    assert tokenizer.decode(ids).replace(ESCAPE, "") == "a<|im_end|><|end|><|end|>b[INST]"
-    assert control_ids(tokenizer, ids) == []
-    with pytest.raises(ControlTokenInText, match=re.escape("'<|im_end|>'")):
-        tokenizer.render(pieces)
-    tokenizer = Tokenizer(bpe, "{% for m in messages %}<|{{ m.content | trim }}|>{{ m.role }}<|end|>{% endfor %}")
-    messages = [{"role": "user|>", "content": "im_end"}, {"role": "x<|im_end", "content": "|im_end|> "}]
-    # "<|" + "im_end" + "|>" is a token that this template makes of a plain word, as some do of a role.
-    assert control_ids(tokenizer, tokenizer.render(messages, escape=True)) == ["<|im_end|>", "<|end|>", "<|end|>"]
 
 
 def with_tokens(bpe, folder, *tokens):

@@ -26,6 +26,7 @@ TARGETS = {
 }
 # Bytes of shared memory that a program may have (CUDA's and AMD's guides): others do not launch.
 SHARED = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}
+SPILLED = ("STACK", "LOCAL", "private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count")
 
 
 def rows(name, dtype=None, **constants):
@@ -85,17 +86,14 @@ def compile_all(folder, targets):
             path = folder / f"{variant}.{target}"
             if target == "gfx942":
                 assembly = done.asm["amdgcn"]
-                names = ("private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count")
-                found |= {name: int(re.search(rf"\.{name}:\s+(\d+)", assembly)[1]) for name in names}
+                found |= {name: int(re.search(rf"\.{name}:\s+(\d+)", assembly)[1]) for name in SPILLED[2:]}
             else:
                 binary = Path(f"{path}.cubin")
                 binary.write_bytes(done.asm["cubin"])
-                read = partial(subprocess.run, capture_output=True, text=True, check=True)
-                usage = read([cuobjdump, "-res-usage", binary]).stdout
+                command = [cuobjdump, "-res-usage", binary]
+                usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
                 found |= {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-                assembly = read([cuobjdump, "-sass", binary]).stdout
                 Path(f"{path}.ptx").write_text(done.asm["ptx"])
-            Path(f"{path}.asm").write_text(assembly)
             Path(f"{path}.ttir").write_text(done.asm["ttir"])
             Path(f"{path}.json").write_text(json.dumps(found))
 
@@ -128,8 +126,7 @@ def test_builds_for_other_targets(built_elsewhere, variant, target):
     found = built_elsewhere(variant, "json", target)
     assert found["shared"] <= SHARED[target] * 1024, found
     assert found["bytes"] > 1000 and "tt.store" in built_elsewhere(variant, "ttir", target)
-    if variant in WIDE:
-        check_row_kernel(built_elsewhere, variant, target)
+    assert not any(found.get(name) for name in SPILLED), found
 
 
 def test_vocabularies_are_one_kernel():
@@ -138,39 +135,11 @@ def test_vocabularies_are_one_kernel():
     assert all(vocab > 8192 for vocab, _ in VOCABULARIES)  # with the same block
 
 
-# What moves logits, 16 a thread and block: (16-byte loads, stores). Two blocks of each loop are under way before it.
-WIDE = {"row stats": (12, 0), "dlogits bf16": (8, 2), "dlogits bf16 entropy": (8, 2), "dlogits fp32 entropy": (8, 4)}
-INSTRUCTIONS = {  # of NVIDIA's and of AMD's assembly
-    "loads": r"\bLDG(?:STS)?\b|\b(?:global|buffer|flat)_load_",
-    "wide loads": r"\bLDG(?:STS)?\S*\.128\b|\b(?:global|buffer)_load_dwordx4\b",
-    "stores": r"\bSTG\b|\b(?:global|buffer|flat)_store_",
-    "wide stores": r"\bSTG\S*\.128\b|\b(?:global|buffer)_store_dwordx4\b",
-    "local": r"\b(?:LDL|STL)\b|\bscratch_(?:load|store)",
-}
-
-
-def check_row_kernel(built, variant, target):
-    """Logits and dz move 16 bytes at a time; else at most 8 numbers of a row are loaded, and 4 stored. No spills."""
-    assembly, found = built(variant, "asm", target), built(variant, "json", target)
-    count = {name: len(re.findall(pattern, assembly)) for name, pattern in INSTRUCTIONS.items()}
-    print(f"{variant}, {target}: {count}")
-    threads = 2 if target == "gfx942" else 1  # AMD's warps have twice as many
-    assert (count["wide loads"], count["wide stores"]) == tuple(n // threads for n in WIDE[variant]), count
-    assert count["loads"] - count["wide loads"] <= 8 and count["stores"] - count["wide stores"] <= 4, count
-    spilled = ("STACK", "LOCAL", "private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count")
-    assert count["local"] == 0 and not any(found.get(name) for name in spilled), found
-
-
-@pytest.mark.parametrize("variant", WIDE)
-def test_rows_move_16_bytes_at_a_time(built, variant):
-    check_row_kernel(built, variant, "sm_90")
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_nothing_spills_on_hopper(built, variant):
     found = built(variant, "json")
     print(f"{variant}: {found['REG']} registers, {found['shared']} bytes shared")
-    assert found["STACK"] == 0 and found["shared"] <= SHARED["sm_90"] * 1024, found
+    assert not any(found.get(name) for name in SPILLED) and found["shared"] <= SHARED["sm_90"] * 1024, found
     assert "st.global" in built(variant, "ptx") and found["REG"] > 20 and found["bytes"] > 1000, found
 
 

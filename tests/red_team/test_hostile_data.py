@@ -7,12 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 from chat_case import write_tokenizer
-from dataset_case import GOOD, load, refused
-from red_team import MAX_MESSAGE_CHARS
+from dataset_case import GOOD, load, refusal, refused
 
 import envs
-from check import preflight
-from config import ConfigError
 from dataset import scan
 from graders.reward_function import RewardFunction
 from hf.tokenizer import Tokenizer
@@ -46,16 +43,6 @@ def tokenizer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_tokenizer(tmp_path)
     return Tokenizer(tmp_path)
-
-
-def refusal(*words):
-    """What `--check` says against the run; "" where it has nothing against it."""
-    try:
-        preflight.check(preflight.parse_command_line(["run.yaml", *words], "usage"))
-    except ConfigError as error:
-        assert len(str(error)) <= MAX_MESSAGE_CHARS and "\n" not in str(error), str(error)
-        return str(error)
-    return ""
 
 
 def test_time_grows_with_an_answer_and_not_with_its_square(tokenizer):
@@ -150,28 +137,12 @@ def test_a_processor_gets_each_row_as_it_was_read(tokenizer, monkeypatch):
     assert problems[0] == problems[0] and problems[0].messages[0]["content"] == "1!"
 
 
-def exits(completions):
-    sys.exit(7)  # the line that ends it
-
-
 @pytest.mark.parametrize(
-    ("function", "error", "message"),
-    [
-        (exits, RuntimeError, r"^mine:f raised SystemExit: 7 \(.*test_hostile_data\.py:\d+\)$"),
-        (
-            lambda completions: completions.absent,
-            RuntimeError,
-            r"^mine:f raised AttributeError: .* \(.*test_hostile_data\.py",
-        ),
-        (lambda completions: None, RuntimeError, "^mine:f raised TypeError: 'NoneType' object is not iterable"),
-        (lambda completions: ["1"], RuntimeError, "^mine:f raised (TypeError|OverflowError): "),
-        (lambda completions: [1j], RuntimeError, "^mine:f raised (TypeError|OverflowError): "),
-        (lambda completions: [10**400], RuntimeError, "^mine:f raised (TypeError|OverflowError): "),
-        (lambda completions: [[1]], RuntimeError, "^mine:f raised (TypeError|OverflowError): "),
-        (lambda completions: [1, 2], ValueError, "^mine:f returned 2 rewards for 1 completions"),
-    ],
+    ("function", "error"),
+    [(lambda completions: sys.exit(7), "SystemExit: 7")]
+    + [(lambda completions, x=x: x, "(Type|Overflow)Error: ") for x in (None, ["1"], [1j], [10**400], [[1]])],
 )
-def test_a_reward_function_that_fails_amid_the_run_is_named(function, error, message):
+def test_a_reward_function_that_fails_amid_the_run_is_named(function, error):
     turn = envs.Turn([{"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}], "2", "stop")
-    with pytest.raises(error, match=message):
+    with pytest.raises(RuntimeError, match=f"^mine:f raised {error}"):
         RewardFunction(function, "mine:f").step([turn])

@@ -5,12 +5,9 @@ import json
 import shutil
 
 import pytest
-from red_team import MAX_MESSAGE_CHARS, ROOT
+from dataset_case import refusal
+from small_run import STARTER
 
-from check import preflight
-from config import ConfigError
-
-STARTER = ROOT / "examples" / "arithmetic" / "starter"
 ROWS = [{"input": f"{i}+{i + 3}=", "answer": str(2 * i + 3)} for i in range(10, 16)]
 YAML = """
 grpo: {num_prompts_per_step: 2, max_num_steps: 2, val_period: 0}
@@ -28,16 +25,6 @@ def work(tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text(YAML)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def refusal(*words):
-    """What `--check` says against the run; "" where it has nothing against it."""
-    try:
-        preflight.check(preflight.parse_command_line(["run.yaml", *words], "usage"))
-    except ConfigError as error:
-        assert len(str(error)) <= MAX_MESSAGE_CHARS and "\n" not in str(error), str(error)
-        return str(error)
-    return ""
 
 
 def edited(name, **changes):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from dist_case import alone, make_samples
 from ranks import ranks
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import cat, equal
 from torch.distributed.tensor import DTensor
@@ -252,14 +253,21 @@ def test_the_best_stay_too(run):
 
 def test_old_ones_go_only_after_the_new_one_is_whole(run, monkeypatch):
     run.save(1), run.save(2)
-    seen, rename = [], os.rename
+    seen, flushed, rename, fsync = [], [], os.rename, os.fsync
+
+    def on_the_disk(descriptor):
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.partition(".")[0])
+        fsync(descriptor)
 
     def watched(source, target):
+        flushed.append("renamed")
         seen.append((Path(source).name, names(run), sorted(path.name for path in Path(source).iterdir())))
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", watched)
+    monkeypatch.setattr(os, "fsync", on_the_disk)
     run.save(3)
+    assert flushed[:4] == ["rank_00000", "meta", "step_000003", "renamed"]
     files = ["meta.json", "rank_00000.safetensors"]
     assert seen == [
         ("step_000003.tmp", ["step_000001", "step_000002", "step_000003.tmp"], files),
@@ -268,26 +276,46 @@ def test_old_ones_go_only_after_the_new_one_is_whole(run, monkeypatch):
     assert names(run) == ["step_000002", "step_000003"]
 
 
-def flush_fails(*_):
+def no_room(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize(("where", "what"), [(checkpoint, "flush"), (os, "rename")])
-def test_a_full_disk_costs_the_checkpoint_not_the_run(run, monkeypatch, capsys, where, what):
-    """tests/command/test_disk_full.py fills a real one, and counts the failures in a row."""
+def no_room_for_tensors(*_):
+    raise SafetensorError("No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "refuse", "said"),
+    [
+        (shutil, "disk_usage", lambda _: SimpleNamespace(free=0), "a checkpoint needs "),
+        (checkpoint, "save_file", no_room_for_tensors, "No space left on device"),
+        (checkpoint, "flush", no_room, "No space left on device"),
+        (os, "rename", no_room, "No space left on device"),
+    ],
+)
+def test_a_full_disk_costs_the_checkpoint_not_the_run(run, monkeypatch, capsys, where, what, refuse, said):
+    """Until three in a row. tests/command/test_disk_full.py fills a real one."""
     run.save(1), run.save(2)
     saver = checkpoint.Saver(run.folder, CheckpointingConfig(), run.ranks)
-    with monkeypatch.context() as patch:
-        patch.setattr(where, what, flush_fails)
-        saver.save(3, *run.model(3), {"at": 3}, {}, {})
+
+    def save(step):
+        saver.save(step, *run.model(step), {"at": step}, {}, {})
         saver.finish()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, what, refuse)
+        save(3)
     assert names(run) == ["step_000001", "step_000002"] and run.load()[0]["step"] == 2
     warning = capsys.readouterr().out
-    for said in ("WARNING: ", "step_000003", "No space left on device", str(run.folder / "step_000002")):
-        assert said in warning
-    saver.save(3, *run.model(3), {"at": 3}, {}, {})
-    saver.finish()
+    for part in ("WARNING: ", "step_000003", said, str(run.folder / "step_000002"), "training continues"):
+        assert part in warning
+    save(3)
     assert saver.num_failures == 0 and names(run) == ["step_000002", "step_000003"]
+    monkeypatch.setattr(where, what, refuse)
+    save(4), save(5)
+    with pytest.raises(StopRun, match=r"(?s)the newest saved one: .*step_000003.*3 failed in a row: make room in "):
+        save(6)
+    assert names(run) == ["step_000002", "step_000003"] and run.load()[0]["step"] == 3
 
 
 def test_training_goes_on_while_it_is_written(run, monkeypatch):

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,7 +13,10 @@ import sys
 from dataclasses import replace
 
 import pytest
+from one_process import run_in_this_process
+from small_run import arguments, write_rows
 
+import grpo
 from config import CheckpointingConfig, Config, ConfigError, LoggerConfig
 from run import folder as run_folder
 
@@ -112,6 +116,29 @@ def test_where_a_second_run_is_refused_and_where_it_is_not(tmp_path, one_rank, s
     with pytest.raises(ConfigError, match=rf"^{shared}/exp_003 is in use by another run \(process {pid} on "):
         run_folder.open_run_folder(with_(checkpoint_dir=str(shared)), one_rank[0])
     assert run_folder.open_run_folder(with_(checkpoint_dir=str(shared)), one_rank[0]) == logs / "exp_004"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["resume=auto", "resume_from={}"])
+def test_the_run_that_is_refused_changes_nothing(tmp_path, one_rank, start, monkeypatch, capfd, way):
+    """grpo.main, told twice to go on with a run: the second one."""
+    run_in_this_process(monkeypatch, one_rank)
+    write_rows(tmp_path)
+
+    def main(log_dir, *words):
+        words = [*arguments(tmp_path), "grpo.val_at_start=false", f"logger.log_dir={log_dir}", *words]
+        monkeypatch.setattr(sys, "argv", ["", *words])
+        return grpo.main()
+
+    assert main(tmp_path / "mine", "grpo.max_num_steps=1", "checkpointing.save_period=1") == 0
+    logs = shutil.copytree(tmp_path / "mine", tmp_path / "logs")  # this process holds the lock of the other one
+    pid = start(folder=logs / "exp_001")
+    before = {path: path.is_file() and path.read_bytes() for path in logs.rglob("*")}
+    capfd.readouterr()
+    assert main(logs, f"checkpointing.{way.format(logs / 'exp_001')}") == 2
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.startswith(f"error: {logs}/exp_001 is in use by another run (process {pid} on ")
+    assert {path: path.is_file() and path.read_bytes() for path in logs.rglob("*")} == before
 
 
 @pytest.mark.parametrize("orphan", ["forked", "executed", "forked twice"])

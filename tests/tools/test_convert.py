@@ -270,27 +270,6 @@ def test_the_command(tmp_path):
         assert done.returncode == code and text in (done.stdout if code == 0 else done.stderr), done
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
-        "algorithm.use_kl_in_reward=true",
-        "algorithm.gamma=0.99",
-        "algorithm.adv_estimator=gae",
-        "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",
-        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
-        "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
-        "actor_rollout_ref.model.lora.rank=8",
-    ],
-)
-def test_what_decides_the_training_of_verl_fails_the_conversion(tmp_path, word):
-    (tmp_path / "run.sh").write_text(f"python3 -m verl.trainer.main_ppo data.seed=3 {word}\n")
-    key = word.partition("=")[0]
-    with pytest.raises(ConfigError) as error:
-        convert("verl", str(tmp_path / "run.sh"), [], str(tmp_path / "ours.yaml"))
-    assert word in str(error.value) and f"add {key}=" in str(error.value)
-    assert not (tmp_path / "ours.yaml").exists()
-
-
 def test_values_of_several_keys(tmp_path):
     """An override wins over the file; what has no counterpart is said, and what has is what it is there."""
     (tmp_path / "trl_x").write_text("{}")

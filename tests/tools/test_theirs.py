@@ -435,6 +435,13 @@ def test_what_grades_is_theirs_or_the_check_refuses_it(suffix, text, expected, t
     assert (cfg.env.reward_model.model_name is not None) == (expected == "reward_model")
 
 
+ACTOR = "actor_rollout_ref.actor"
+OF_THE_LOSS = [
+    ("policy_loss.loss_mode", "clip_cov", "vanilla"),
+    ("loss_agg_mode", "seq-mean-token-sum-norm", "token-mean"),
+]
+
+
 @pytest.mark.parametrize(
     ("suffix", "text", "key", "off"),
     [
@@ -457,6 +464,12 @@ def test_what_grades_is_theirs_or_the_check_refuses_it(suffix, text, expected, t
         ),
         ("sh", "reward.reward_manager.module.path=m.py", "reward_manager.module.path", "null"),
         ("sh", "custom_reward_function.reward_kwargs.k=2", "custom_reward_function.reward_kwargs.k", "null"),
+        ("sh", "algorithm.use_kl_in_reward=true", "algorithm.use_kl_in_reward", "false"),
+        ("sh", "algorithm.gamma=0.99", "algorithm.gamma", "1.0"),
+        ("sh", "algorithm.adv_estimator=gae", "algorithm.adv_estimator", "grpo"),
+        *(("sh", f"{ACTOR}.{key}={value}", f"{ACTOR}.{key}", off) for key, value, off in OF_THE_LOSS),
+        ("sh", "algorithm.rollout_correction.rollout_rs=a", "algorithm.rollout_correction.rollout_rs", "null"),
+        ("sh", "actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.model.lora.rank", "0"),
     ],
 )
 def test_what_decides_the_training_is_not_lost(suffix, text, key, off, tmp_path):
