@@ -25,8 +25,7 @@ GSM8K_MARK = "\n#### "  # the answer follows the last one
 
 
 class ProblemMaker:
-    """Row number -> Problem, or None if a filter leaves the row out. DataError names file and line of a malformed row;
-    ControlTokenInText passes. A prompt of more than `limit` tokens may have only its first ids."""
+    """Row number -> Problem, or why the row is left out. DataError names file and line of a malformed row."""
 
     def __init__(self, cfg: DatasetConfig, tokenizer: Tokenizer, limit: int, tasks: Mapping[str, str], source: Source):
         self.explicit_env = cfg.env_name  # also scores rows whose task_name is no environment
@@ -41,21 +40,21 @@ class ProblemMaker:
         self.env_names = {name: name for name in ENVIRONMENTS} | dict(tasks)
         self.env_names |= dict.fromkeys((None, cfg.set_name, cfg.env_name), cfg.env_name)
 
-    def __call__(self, number: int) -> Problem | None:
+    def __call__(self, number: int) -> Problem | str:
         where, row = self.source.where(number), self.source.read(number)
         try:
             return self._problem(number, row)
-        except ControlTokenInText:
-            raise
+        except ControlTokenInText as error:
+            return str(error)
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
         except Exception as error:  # a processor is a program, and a row may hold anything
             raise DataError(f"{where}: {describe(error)} (the forms of a row: docs/tasks.md)") from error
 
-    def _problem(self, number: int, raw: Any) -> Problem | None:
+    def _problem(self, number: int, raw: Any) -> Problem | str:
         raw = self.processor(raw) if self.processor else raw
         if raw is None:
-            return None
+            return "by processor"
         if not isinstance(raw, dict):
             raise DataError(f"expected an object, got {type(raw).__name__}")
         messages, value, tools = read_row(raw, self.cfg)
@@ -79,6 +78,8 @@ class ProblemMaker:
         multiplier = raw.get("loss_multiplier", 1)
         if multiplier not in (0, 1):
             raise DataError(f"loss_multiplier={multiplier!r:.80}: expected 1 (trained on) or 0 (only scored)")
+        if len(ids) > self.limit:  # they may be only the first ones
+            return f"over {self.limit} tokens"
         return Problem(number, messages, answer or "", env_name, ids, raw, float(multiplier), self.cfg.set_name, tools)
 
     def _with_prompts(self, messages: list[dict]) -> list[dict]:

@@ -8,7 +8,6 @@ sources.py reads rows, problems.py makes problems, mixing.py orders the problems
 import hashlib
 import json
 from array import array
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from config import DataError, DatasetConfig
 from data import Problem
 from dataset.problems import ProblemMaker
 from dataset.sources import open_source, with_preset
-from hf.tokenizer import ControlTokenInText, Tokenizer
+from hf.tokenizer import Tokenizer
 from system.progress import Progress
 
 HELD_ROWS = 100_000
@@ -61,9 +60,9 @@ class Problems(Sequence):
         row = int(self.rows[place % len(self.rows)])
         if held := self.held.get(row):
             return replace(deepcopy(held), prompt_ids=list(held.prompt_ids))  # an environment may change its fields
-        reason, problem = _made(self.maker, row)
-        if problem is None:
-            raise DataError(f"{self.maker.source.where(row)}: was usable when the run began, now left out: {reason}")
+        problem = self.maker(row)
+        if isinstance(problem, str):
+            raise DataError(f"{self.maker.source.where(row)}: was usable when the run began, now left out: {problem}")
         return problem
 
 
@@ -125,16 +124,13 @@ def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Data
         picked = numbers[np.r_[:first, first + np.sort(drawn)]]
     is_held = len(numbers) < HELD_ROWS and source.num_bytes < HELD_BYTES
     usable, held = array("q"), {}
-    left_out: Counter[str] = Counter()  # reason -> rows
-    first_place: dict[str, str] = {}  # reason -> the first row's place
+    left_out: dict[str, array] = {}  # reason -> numbers of rows
     digest = hashlib.sha256()
     chunks: dict[str, list[tuple[str, str, dict]]] = {}
     for number in Progress(f"{source.name}: rows checked", picked.tolist()):
-        where = source.where(number)
-        reason, problem = _made(maker, number)
-        if problem is None:
-            left_out[reason] += 1
-            first_place.setdefault(reason, where)
+        problem = maker(number)
+        if isinstance(problem, str):
+            left_out.setdefault(problem, array("q")).append(number)
             continue
         usable.append(number)
         content = [number, problem.messages, problem.answer, problem.env_name, problem.loss_multiplier, problem.tools]
@@ -142,28 +138,17 @@ def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Data
         if is_held:
             held[number] = replace(problem, prompt_ids=array("I", problem.prompt_ids))  # 4 bytes a token
         chunk = chunks.setdefault(problem.env_name, [])
-        chunk.append((where, problem.answer, problem.fields))
+        chunk.append((source.where(number), problem.answer, problem.fields))
         if len(chunk) == CHUNK:
             check(problem.env_name, chunk)
             chunk.clear()
     for env_name, chunk in chunks.items():
         check(env_name, chunk)
-    reasons = ", ".join(f"{n:,} left out: {reason} (first: {first_place[reason]})" for reason, n in left_out.items())
+    reasons = ", ".join(
+        f"{len(rows):,} left out: {reason} (first: {source.where(rows[0])})" for reason, rows in left_out.items()
+    )
     if not usable:
         raise DataError(f"{source.name}: no usable row: {reasons or 'it is empty'}")
     digest.update(str(cfg.repeat).encode())
     rows = np.setdiff1d(numbers, np.setdiff1d(picked, usable))  # rows that were not picked count as usable
     return Dataset(source.name, rows, digest.hexdigest(), cfg.set_name, reasons, is_sample, tuple(chunks)), held
-
-
-def _made(maker: ProblemMaker, number: int) -> tuple[str, Problem | None]:
-    """("", problem) of a row, or (reason, None) for a row that is left out."""
-    try:
-        problem = maker(number)
-    except ControlTokenInText as error:
-        return str(error), None
-    if problem is None:
-        return "by processor", None
-    if len(problem.prompt_ids) > maker.limit:
-        return f"over {maker.limit} tokens", None
-    return "", problem
