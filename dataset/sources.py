@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -146,13 +147,10 @@ def _read_hub(name: str, cfg: DatasetConfig) -> Source:
     patterns = [f"{folder}/*.parquet" for folder in folders]
     problem = f"data_path: '{name}' is not a local file"
     copy = download(name, patterns, problem, f"check its name, {instead}", "dataset", PARQUET_BRANCH)
-    files: list[Path] = []
-    for folder, pattern in zip(folders, patterns, strict=True):
-        files_of_folder = sorted(copy.glob(pattern))
-        if not files_of_folder:
-            raise DataError(
-                f"data_path: '{name}' has no {folder} in the hub's parquet copy of it (branch {PARQUET_BRANCH}): set "
-                f"subset and split to a folder that is there, {instead}"
-            )
-        files += files_of_folder
-    return _read_parquet(name, files)
+    files = [sorted(copy.glob(pattern)) for pattern in patterns]
+    if [] in files:
+        raise DataError(
+            f"data_path: '{name}' has no {folders[files.index([])]} in the hub's parquet copy of it (branch "
+            f"{PARQUET_BRANCH}): set subset and split to a folder that is there, {instead}"
+        )
+    return _read_parquet(name, [*chain.from_iterable(files)])

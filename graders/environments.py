@@ -182,13 +182,11 @@ def _are_messages(values: Any) -> bool:
 
 
 def _self_test(name: str, environment: Environment) -> None:
-    examples = [each if len(each) == 4 else (*each, {}) for each in getattr(environment, "self_tests", ())]
-    turns = []
-    for reply, answer, _, row in examples:
+    for reply, answer, expected, *row in getattr(environment, "self_tests", ()):
+        [fields] = row or [{}]
         chat = [{"role": "user", "content": ""}, {"role": "assistant", "content": reply}]
-        turns.append(Turn(chat, answer, "stop", fields=row))
-    results = read_results(name, environment.step(turns), turns) if turns else []
-    for (reply, answer, expected, _), result in zip(examples, results, strict=True):
+        turn = Turn(chat, answer, "stop", fields=fields)
+        [result] = read_results(name, environment.step([turn]), [turn])
         if result.outcome != expected:  # a run would learn from noise
             environment.close()
             outcomes = f"must get '{expected}', but gets '{result.outcome}'"

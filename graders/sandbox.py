@@ -184,27 +184,21 @@ def main(descriptor: int) -> None:
             raise OSError("the parent ended before PDEATHSIG was set")
         status_out, status_in = os.pipe()
         child = os.fork()
+        if child == 0:
+            os.close(status_out)
+            confine(limits)
+            os.write(status_in, b"ready")  # fails if the keeper is gone: PDEATHSIG came too late for that
     except OSError as error:
         os.write(1, str(error).encode())
         os._exit(1)
+    os.close(status_in)
     if child == 0:
-        os.close(status_out)
-        try:
-            confine(limits)
-            os.write(status_in, b"ready")  # fails if the keeper is gone: PDEATHSIG came too late for that
-        except OSError as error:
-            os.write(status_in, str(error).encode())
-            os._exit(1)
-        os.close(status_in)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, signal.SIGTERM})
         sys.argv = ["program"]
         sys.set_int_max_str_digits(0)  # the deadline bounds what long integers cost
         return MODES[order["mode"]](**order["job"])
-    os.close(status_in)
-    problem = os.read(status_out, 1000)
-    if problem != b"ready":
-        os.write(1, problem)
-        os._exit(1)
+    if os.read(status_out, 5) != b"ready":
+        os._exit(1)  # the child has written why
     ended = signal.sigtimedwait({signal.SIGCHLD, signal.SIGTERM}, limits.seconds)
     os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]
@@ -248,8 +242,7 @@ def enter_namespaces(readable: Sequence[str] = ()) -> None:
     nosuid_nodev = 2 | 4  # MS_NOSUID, MS_NODEV
     rebind = 32 | 4096  # MS_REMOUNT, MS_BIND
     recursive = 16384  # MS_REC
-    private = 1 << 18  # MS_PRIVATE
-    libc("mount", None, b"/", None, recursive | private, None)
+    libc("mount", None, b"/", None, recursive | 1 << 18, None)  # MS_PRIVATE
     num_bytes = os.fstat(0).st_size  # of a program's input, which is a file
     libc("mount", b"tmpfs", b"/tmp", b"tmpfs", nosuid_nodev, b"size=%d,mode=755" % (num_bytes + (64 << 10)))
     os.chdir("/tmp")
