@@ -178,13 +178,12 @@ def by_programs(codes: Sequence[str], tests: Mapping[str, Any], limits: Limits) 
 def same_output(output: str, expected: str) -> bool:
     """Whether two texts are equal but for blanks at the ends of lines and of the whole, and for numbers: a decimal is
     met within the tolerance, an integer by itself or with .0."""
-    texts = (text.rstrip(" \t\r\n").split("\n") for text in (output, expected))
-    printed, wanted = ([line.rstrip(" \t\r") for line in lines] for lines in texts)
+    printed, wanted = (text.rstrip(" \t\r\n").split("\n") for text in (output, expected))
     return len(printed) == len(wanted) and all(map(same_line, printed, wanted))
 
 
 def same_line(line: str, expected: str) -> bool:
-    parts, wanted = NUMBER.split(line), NUMBER.split(expected)  # at odd places, the numbers
+    parts, wanted = (NUMBER.split(text.rstrip(" \t\r")) for text in (line, expected))  # at odd places, the numbers
     if len(parts) != len(wanted) or parts[::2] != wanted[::2]:
         return False
     for number, other in zip(parts[1::2], wanted[1::2], strict=True):
