@@ -165,7 +165,9 @@ def put_back(old: Any, new: Any) -> None:
     for key, value in old.items() if isinstance(old, dict) else enumerate(old):
         if isinstance(value, tuple):
             put_back(value, new[key])
-        elif isinstance(value, list | bytearray | deque | dict | set):
+        elif isinstance(value, list | bytearray):
+            value[:] = new[key]
+        elif isinstance(value, dict | set | deque):
             value.clear()
-            add = value.update if isinstance(value, dict | set) else value.extend
+            add = value.extend if isinstance(value, deque) else value.update
             add(new[key])
