@@ -325,7 +325,7 @@ def seq_logp_error_mask(
 
     Applied once, before the tokens and sequences of a step are counted: as in NeMo RL it shrinks the counts, and a mask
     of importance weights does not. The mean skips tokens whose sampler logp is not finite, or that the filter cut
-    (old_logp_R is -inf). correct_R: nonzero where the sample is right.
+    (old_logp_R is -inf). correct_R: nonzero where the reward is 1.
     """
     mask_R = mask_R != 0
     valid_R = mask_R & sampler_logp_R.isfinite() & (old_logp_R != -math.inf)
