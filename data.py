@@ -49,11 +49,11 @@ class Sample:
     Graders set reward, rewards (its parts), outcome, extracted (the reply's answer). expected: the row's answer.
     unshaped_reward: after scaling, before shaping; advantage: of all its tokens, or of each turn (advantages.py).
     turn_rewards, turn_tokens: reward and number of trained ids of each turn. messages: for a reward model, else none.
-    holder: the only rank that has the tokens; other ranks have the numbers. None: all ranks have the tokens. engine:
-    which one drew the sample. forks: further sequences of an agent's rollout, where it branched or changed what it had
-    said; they count in num_trained_tokens, weight_version and newest_version. is_led: by an agent, which got num_calls
-    replies. crashed: the agent failed, and the policy may be the reason: outcome `error`, but it is still trained, with
-    reward 0. message: why.
+    holder: the only rank that has the tokens; other ranks have the numbers. None: all have them. engine: which one drew
+    the sample. forks: further sequences of an agent's rollout, where it branched or changed what it had said; they
+    count in num_trained_tokens, weight_version, newest_version. is_led: by an agent, which got num_calls replies.
+    crashed: the agent failed, and the policy may be the reason: outcome `error`, but trained, with reward 0. message:
+    why.
 
     Example (one turn): prompt 0, index 3, prompt_ids [5, 7, 2], output_ids [9, 3], sampler_logps [-0.1, -0.7],
     mask [True, True], finish_reason "stop", versions [12, 13], reward 1.0, outcome "ok".
