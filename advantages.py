@@ -138,8 +138,8 @@ def group_advantages(
                   ones gets A = 1, not a million.
         group     of the whole group: A_i / (s + 1e-4) (TRL, scale_rewards=group)
         batch     of reward_B, all groups together: A_i / (s + 1e-4) (TRL, scale_rewards=batch; Lite PPO)
-    std_floor: a leave-one-out s_i > 0 is at least this times the range of the group's rewards, so |A_i| <= 1 /
-    std_floor: peers may be nearly equal, far from r_i. 0: no floor (NVIDIA-NeMo/RL#1518).
+    std_floor: a leave-one-out s_i > 0 is at least this times the range of the group's rewards, which bounds |A_i| by
+    1 / std_floor: peers may be nearly equal, and far from r_i. 0: no floor (NVIDIA-NeMo/RL#1518).
     reward_B: floating; group_B: groups, in any order. Returns adv_B in reward_B's dtype; it is 0 in a group of one.
     Example: rewards [1, 0, 0, 0] of one group, both options on -> [1, -.577349, -.577349, -.577349].
     """
