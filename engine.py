@@ -149,7 +149,7 @@ class Engine:
         if not self.cuda:  # or vLLM's CPU layers would cast it at every token; reloads keep it in float32
             self.llm.apply_model(lambda model: model.lm_head.float())
         if self.llm.model_config.head_dtype != torch.float32 and dist.get_rank() == 0:
-            print(f"WARNING: this vLLM rounds logits to {dtype}: expect a larger logp gap than vLLM 0.32.0's", flush=True)
+            print(f"WARNING: this vLLM rounds logits to {dtype}: expect a larger logp gap than vLLM 0.32.0", flush=True)
         self.shapes: dict[str, list[int]] = {}  # of the first sync, the only ones that vLLM checks
         self.next_id, self.advances = count(), count(1)
         self.asleep_since, self.seconds_asleep = time.monotonic(), 0.0  # the total: agents' deadlines do not count it
