@@ -50,8 +50,8 @@ def overlong_penalty(length: int, cfg: RewardShapingConfig, longest: int) -> flo
     """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13) for `length` tokens: >= 0, to be subtracted.
 
     0 up to max_response_length - overlong_buffer_length tokens, then linear: overlong_buffer_penalty at
-    max_response_length, and more beyond, as in NeMo RL and verl (DAPO and TRL stop there). longest: where that is null.
-    Example: max 20, buffer 4, penalty 1: 0 at 16 tokens, .25 at 17, 1 at 20, 2 at 24.
+    max_response_length, and more beyond, as in NeMo RL and verl (DAPO and TRL stop there). longest: the limit if
+    max_response_length is null. Example: max 20, buffer 4, penalty 1: 0 at 16 tokens, .25 at 17, 1 at 20, 2 at 24.
     """
     longest = longest if cfg.max_response_length is None else cfg.max_response_length
     share = max(length - (longest - cfg.overlong_buffer_length), 0) / cfg.overlong_buffer_length
@@ -68,7 +68,7 @@ def filter_overlong(samples: Sequence[Sample]) -> int:
 
 def step_advantages(samples: list[Sample], grpo: GRPOConfig, loss_fn: LossConfig) -> tuple[list, dict]:
     """(adv_B, metrics: name -> float) of the shaped samples of a step: equal on all ranks, as the samples are. A sample
-    that could not be graded has advantage 0 and is in no statistic; one that is alone in its group then has 0 too.
+    that could not be graded has advantage 0 and is in no statistic; one whose group has no other graded one has 0 too.
     With grpo.turn_level_advantages turns take the place of samples: those of one prompt and number are a group, and
     adv_B has a list of each graded sample, with the advantages of its turns."""
     if grpo.adv_estimator.name == "none":
@@ -81,14 +81,14 @@ def step_advantages(samples: list[Sample], grpo: GRPOConfig, loss_fn: LossConfig
             for s in graded
             for turn, (reward, num_tokens) in enumerate(zip(s.turn_rewards, s.turn_tokens, strict=True))
         ]
-    prompt_B, turn_B, reward_B, num_tokens_B, of_sample_B = map(torch.tensor, zip(*rows, strict=True))
+    prompt_B, turn_B, reward_B, num_tokens_B, sample_tokens_B = map(torch.tensor, zip(*rows, strict=True))
     group_B = prompt_B * (turn_B.max() + 1) + turn_B
     # Only gdpo reads the parts of a reward, so only gdpo needs the same parts from all environments of a batch.
     parts = collect_reward_parts(graded) if grpo.adv_estimator.name == "gdpo" else {}
     adv_B = estimate_advantages(reward_B, group_B, num_tokens_B, grpo, loss_fn, parts)
     _, place_B, size_P = group_B.unique(return_inverse=True, return_counts=True)
     adv_B[size_P[place_B] == 1] = 0  # gdpo and reinforce_plus_plus whiten, which moves a 0
-    weight_B = num_tokens_B if loss_fn.token_level_loss else num_tokens_B / of_sample_B.clamp(min=1)
+    weight_B = num_tokens_B if loss_fn.token_level_loss else num_tokens_B / sample_tokens_B.clamp(min=1)  # filtered: 0
     metrics = gradient_metrics(adv_B, prompt_B, weight_B) | advantage_metrics(reward_B, group_B, adv_B, grpo)
     advs = iter(adv_B.tolist())
     if grpo.turn_level_advantages:
@@ -138,8 +138,8 @@ def group_advantages(
                   ones gets A = 1, not a million.
         group     of the whole group: A_i / (s + 1e-4) (TRL, scale_rewards=group)
         batch     of reward_B, all groups together: A_i / (s + 1e-4) (TRL, scale_rewards=batch; Lite PPO)
-    std_floor: peers may be nearly equal, and r_i far from them. A deviation s_i > 0 without r_i counts as at least
-    std_floor times the range of the group's rewards, which bounds |A_i| by 1 / std_floor (0: NVIDIA-NeMo/RL#1518).
+    std_floor: a leave-one-out s_i > 0 is at least this times the range of the group's rewards, which bounds |A_i| by
+    1 / std_floor: peers may be nearly equal, and far from r_i. 0: no floor (NVIDIA-NeMo/RL#1518).
     reward_B: floating; group_B: groups, in any order. Returns adv_B in reward_B's dtype; it is 0 in a group of one.
     Example: rewards [1, 0, 0, 0] of one group, both options on -> [1, -.577349, -.577349, -.577349].
     """
@@ -178,8 +178,8 @@ def _by_group(reward_B: Tensor, group_B: Tensor, grpo: GRPOConfig) -> Tensor:
 def gdpo_advantages(parts: Parts, group_B: Tensor, grpo: GRPOConfig) -> Tensor:
     """GDPO (Liu et al. 2026): `group_advantages` of each part, their weighted sum, whitened over the batch.
 
-    All parts count equally, whatever their spread. reward_weights follow the alphabetical order of names. Whitening is
-    (x - mean) / std with Bessel's correction, or x - mean where all are equal (NeMo RL).
+    Normalized, parts count by their weights, not their spread. reward_weights follow the alphabetical order of names.
+    Whitening is (x - mean) / std with Bessel's correction, or x - mean where all are equal (NeMo RL).
     """
     names = sorted(parts)
     weights = grpo.adv_estimator.reward_weights or [1.0] * len(names)
@@ -232,12 +232,12 @@ def advantage_metrics(reward_B: Tensor, group_B: Tensor, adv_B: Tensor, grpo: GR
     return baseline | {f"advantages/{name}": getattr(adv_B, name)().item() for name in ("mean", "max", "min", "sum")}
 
 
-def gradient_metrics(adv_B: Tensor, group_B: Tensor, weight_B: Tensor) -> dict[str, float]:
-    """advantage_abs_max, and which groups make the gradient, if all log-probabilities have gradients of one length.
-    weight_B: trained tokens where the loss is a mean over tokens, else a turn's share of its sample's tokens."""
-    size_P = torch.zeros(1 + int(group_B.max())).float().index_add(0, group_B, (adv_B.abs() * weight_B).float())
-    share = size_P.max() / size_P.sum() if size_P.any() else size_P.max()
-    numbers = {"gradient/num_groups": size_P.count_nonzero(), "gradient/largest_group_share": share}
+def gradient_metrics(adv_B: Tensor, prompt_B: Tensor, weight_B: Tensor) -> dict[str, float]:
+    """advantage_abs_max; how many groups make the gradient, and the largest's share, if all tokens' gradients had one
+    length. weight_B: trained tokens if the loss is a mean over tokens, else a turn's share of its sample's tokens."""
+    pull_P = torch.zeros(1 + int(prompt_B.max())).float().index_add(0, prompt_B, (adv_B.abs() * weight_B).float())
+    share = pull_P.max() / pull_P.sum() if pull_P.any() else pull_P.max()
+    numbers = {"gradient/num_groups": pull_P.count_nonzero(), "gradient/largest_group_share": share}
     return {name: x.item() for name, x in (numbers | {"advantage_abs_max": adv_B.abs().max()}).items()}
 
 

@@ -1,8 +1,8 @@
 """Samples and advantages -> the minibatches of a rollout, as packs on this rank's device.
 
 A rollout of B = P * G samples is cut into minibatches of `train_global_batch_size`, one for each optimizer step (by
-default the whole rollout is one). A minibatch is cut into packs, the same number on every rank, because each runs
-FSDP's collectives. The loss divides by counts over a whole minibatch: all ranks, all packs."""
+default the whole rollout is one). A minibatch is cut into packs, the same number on every rank, because a pack's
+forward runs FSDP's collectives. The loss divides by counts over a whole minibatch: all ranks, all packs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -67,7 +67,7 @@ def make_minibatches(
     max_tokens, share_prefix = cfg.policy.pack_tokens(device.type), cfg.policy.sequence_packing.share_prefix
     for sample, adv in zip(samples, adv_B, strict=True):
         sample.advantage = adv
-    minibatch_shares = []  # of each rank, the parts of groups that it trains on
+    minibatch_shares = []  # minibatch -> rank -> its parts of groups
     for first in range(0, len(samples), size):
         # Filtered samples take part in no forward.
         members = [row for sample in samples[first : first + size] for row in sample.rows]
@@ -77,7 +77,7 @@ def make_minibatches(
     minibatches = []
     for shares in minibatch_shares:
         packs = pack_samples(shares[ranks.rank], max_tokens)
-        most_packs = max(1, *(num_packs(share, max_tokens) for share in shares))  # 1 also for no members
+        most_packs = max(1, *(num_packs(share, max_tokens) for share in shares))  # 1 even without samples
         packs += [empty_pack()] * (most_packs - len(packs))
         num_computed = sum(num_input_tokens(part) for share in shares for part in share)
         minibatches.append(Minibatch([to_device(pack, device) for pack in packs], num_computed))
@@ -99,10 +99,10 @@ def needs_old_logps(cfg: Config) -> bool:
     1. With more steps the policy moves, but old_logprobs=sampler compares with the sampler.
     """
     per_rollout = cfg.grpo.num_prompts_per_step * cfg.grpo.num_generations_per_prompt
-    several = cfg.policy.ppo_epochs > 1 or (cfg.policy.train_global_batch_size or per_rollout) < per_rollout
-    several = several or cfg.grpo.async_grpo.max_age > 0  # old tokens: the gap is measured before the step
-    several = several and cfg.loss_fn.old_logprobs == "trainer"
-    return several or cfg.grpo.seq_logprob_error_threshold is not None or cfg.loss_fn.use_kl_in_reward
+    policy_moves = cfg.policy.ppo_epochs > 1 or (cfg.policy.train_global_batch_size or per_rollout) < per_rollout
+    is_async = cfg.grpo.async_grpo.max_age > 0  # old tokens: the gap is measured before the step
+    ratio_needs_them = cfg.loss_fn.old_logprobs == "trainer" and (policy_moves or is_async)
+    return ratio_needs_them or cfg.grpo.seq_logprob_error_threshold is not None or cfg.loss_fn.use_kl_in_reward
 
 
 @torch.no_grad()
@@ -123,7 +123,7 @@ def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath
             sampler_logp_R=micro.sampler_logp_R,
             seq_R=micro.seq_R,
             threshold=cfg.grpo.seq_logprob_error_threshold,
-            correct_R=micro.reward_R == 1,
+            correct_R=micro.reward_R == 1,  # after scaling and shaping
         )
         metrics.append(mask_metrics)
     if cfg.loss_fn.use_kl_in_reward:
@@ -137,13 +137,13 @@ def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath
 
 
 def newest_tokens(micro: MicroBatch, version: int, grpo: GRPOConfig) -> Tensor | None:
-    """Tokens drawn from weights `version`, the newest, [R]: on older ones, the gap between sampler and trainer would
-    include what training has changed since. None without async_grpo, where all are."""
+    """[R]: whether drawn from weights `version`, the newest. On older ones the gap between sampler and trainer would
+    include training since. None (all) without async_grpo."""
     if not grpo.async_grpo.max_age:
         return None
     newest_R = micro.version_R == version
     if not grpo.async_grpo.recompute_kv_cache_after_weight_updates:
-        # After older tokens a token is drawn from a mixture: no weights give its logp.
+        # Keys of older weights remain in a sequence with older tokens: no weights give its logps.
         newest_R &= torch.zeros_like(micro.adv_R).index_add(0, micro.seq_R, 1.0 - newest_R.float())[micro.seq_R] == 0
     return newest_R
 
@@ -183,8 +183,8 @@ def _put_kl_into_advantages(micros: list[MicroBatch], cfg: Config) -> None:
 
 
 def _put_gradient_rows_first(micros: list[MicroBatch], path: LossPath) -> list[int]:
-    """Two thirds of the output layer's work is gradients, and a token of advantage 0 has none, unless it gets one from
-    a KL, an entropy bonus or an NLL: probes of the loss have told `path`.
+    """Two thirds of the output layer's work is gradients, so rows with a gradient go first. At advantage 0 there is one
+    only from a KL, an entropy bonus or an NLL: `path` says so, from probes of the loss.
 
     Returns this rank's num_tokens, num_seqs, num_positive_tokens. A token whose sampler log-probability is not finite
     does not count: `policy_loss` drops it. The host waits for the device once."""
@@ -193,12 +193,12 @@ def _put_gradient_rows_first(micros: list[MicroBatch], path: LossPath) -> list[i
     counts = np.zeros(3, np.int64)
     for micro, rows in zip(micros, on_host.split([len(micro.mask_R) for micro in micros], dim=1), strict=True):
         adv_R, reward_R, seq_R, sampler_logp_R, mask_R = rows
-        moved_R = mask_R.bool() & ((adv_R != 0) | path.zero_adv_has_grad)
-        order_R = on_device(moved_R.logical_not().argsort(stable=True).numpy(), micro.mask_R.device)
+        has_grad_R = mask_R.bool() & ((adv_R != 0) | path.zero_adv_has_grad)
+        order_R = on_device(has_grad_R.logical_not().argsort(stable=True).numpy(), micro.mask_R.device)
         for name in (field.name for field in fields(micro) if field.name.endswith("_R")):
             if (x_R := getattr(micro, name)) is not None:
                 setattr(micro, name, x_R[order_R])
-        micro.num_grad_rows = int(moved_R.sum())
+        micro.num_grad_rows = int(has_grad_R.sum())
         trained_R = mask_R.bool() & sampler_logp_R.isfinite()
         counts += [int(trained_R.sum()), len(seq_R[trained_R].unique()), int((trained_R & (reward_R > 0)).sum())]
     return counts.tolist()

@@ -13,7 +13,7 @@ ImportanceSampling = Literal["tis", "icepop", "seq-mask-tis", "sequence", "seque
 
 
 class ConfigError(Exception):
-    """A user's mistake: one line per argument, 490 characters at most; the program exits with 2."""
+    """A user's mistake: each argument is a line; at most 490 characters; the program exits with 2."""
 
     def __str__(self) -> str:  # the place is at the start, the fix at the end
         text = "\n".join("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in self.args)
@@ -182,7 +182,7 @@ class GRPOConfig(Section):
         return int(round(self.num_prompts_per_step * self.batch_multiplier, 9))  # 100 x 1.15 is 114.99999999999999
 
     def max_num_seqs(self, num_engines: int) -> int:
-        """The most samples in an engine at once: with async_grpo of a step, else of the largest batch."""
+        """The most samples in an engine at once: with async_grpo of a training batch, else of the largest; <= 1024."""
         training = -(-self.prompts_per_batch // num_engines) * self.num_generations_per_prompt
         validation = -(-self.max_val_samples // num_engines) * self.val_num_generations_per_prompt
         return min(1024, training if self.async_grpo.enabled else max(training, validation))
@@ -396,7 +396,7 @@ class PolicyConfig(Section):
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     """The trainer computes in this type; its master weights are float32."""
     kernel_backend: Literal["auto", "triton", "torch"] = "auto"
-    """The output layer and the loss run on these kernels; auto means triton on CUDA and torch elsewhere."""
+    """The output layer runs on these kernels; auto means triton on CUDA and torch elsewhere."""
     compile: bool | None = None
     """torch.compile fuses each block around its attention. null is true on CUDA; on CPU true is refused."""
     deterministic_attention: bool = False
@@ -468,7 +468,7 @@ class DatasetConfig(Section):
 
 class DataConfig(Section):
     max_input_seq_length: int | None = key(None, ">= 1")
-    """Longer prompts are dropped and counted; null is the maximum, max_total_sequence_length - max_new_tokens."""
+    """Longer prompts are dropped and counted; null is the maximum: see max_new_tokens."""
     shuffle: bool = True
     """Each epoch reads the training data in a new random order. If false, it keeps the order of the file."""
     use_multiple_dataloader: bool = False

@@ -43,16 +43,16 @@ class Problem:
 class Sample:
     """One sampled conversation: exactly the ids that the engine saw and produced, never decoded and encoded again.
 
-    prompt: the index of the problem in the step; groups are made from it, never from text. index: the sample's number
-    in its group. mask: False at output ids that were not sampled (an observation) or are not trained on. versions:
-    for each output id, the training step that left the weights it was drawn from (an observation has the version of
-    its reply). Graders set reward, rewards (parts), outcome and extracted (the reply's answer; expected: the row's).
-    unshaped_reward: after scaling, before shaping; advantage: of all its tokens, or of each turn (advantages.py).
-    turn_rewards, turn_tokens: reward and number of trained ids of each turn. messages: for a reward model, else none.
-    holder: the only rank that has the tokens; other ranks have the numbers. None: all ranks have the tokens.
-    engine: which one drew the sample. forks: further sequences of an agent's rollout, where it branched or changed what
-    it had said; they count in num_trained_tokens and in the versions. is_led: by an agent, which got num_calls replies.
-    crashed: the agent failed, and the policy may be the reason: outcome `error`, but reward 0 is trained. message: why.
+    prompt: the problem's number in the step; groups are made from it, never from text. index: the sample's in its
+    group. mask: False at output ids that were not sampled (observations) or are not trained on. versions: for each
+    output id, the training step that left the weights it was drawn from (an observation: of its reply). Graders set
+    reward, rewards (its parts), outcome, extracted (the reply's answer). expected: the row's answer. unshaped_reward:
+    after scaling, before shaping; advantage: of all its tokens, or of each turn (advantages.py). turn_rewards,
+    turn_tokens: reward and number of trained ids of each turn. messages: for a reward model, else none. holder: the
+    only rank that has the tokens; other ranks have the numbers. None: all have them. engine: which one drew the sample.
+    forks: further sequences of an agent's rollout, where it branched or changed what it had said; they count in
+    num_trained_tokens, weight_version, newest_version. is_led: by an agent, which got num_calls replies. crashed: the
+    agent failed, and the policy may be the reason: outcome `error`, but trained, with reward 0. message: why.
 
     Example (one turn): prompt 0, index 3, prompt_ids [5, 7, 2], output_ids [9, 3], sampler_logps [-0.1, -0.7],
     mask [True, True], finish_reason "stop", versions [12, 13], reward 1.0, outcome "ok".
@@ -146,7 +146,7 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_ids) + self.num_output_tokens
+        return len(self.prompt_ids) + self.num_output_tokens  # without forks
 
 
 def sample_seed(*key: int) -> int:
@@ -247,7 +247,7 @@ def num_packs(parts: Sequence[list[Sample]], max_tokens: int) -> int:
 
 
 def pack_samples(parts: Sequence[list[Sample]], max_tokens: int) -> list[Pack]:
-    """Packs of <= `max_tokens` input tokens, no sample longer; the samples of a part share their prompt."""
+    """Packs of <= `max_tokens` input tokens, which no sample exceeds; the samples of a part share their prompt."""
     packs = first_fit([num_input_tokens(part) for part in parts], max_tokens)
     return [_pack([parts[i] for i in members]) for members in packs]
 

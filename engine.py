@@ -67,15 +67,15 @@ class SamplingOptions:
 
     @classmethod
     def of(cls, cfg: GenerationConfig) -> "SamplingOptions":
-        """How training samples."""
+        """The options of training."""
         return cls(cfg.temperature, cfg.max_new_tokens, cfg.top_p, cfg.top_k)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One sampled reply: its ids (end token included), their log-probabilities under the sampling distribution (after
-    temperature and filter), why it ended, "stop" (an end token) or "length", and the weight version that each id was
-    drawn from.
+    temperature and filter), why it ended, "stop" (an end token or stop string) or "length", and the weight version that
+    each id was drawn from.
 
     Example: ids [9, 3], logps [-0.1, -0.7], finish_reason "stop", versions [12, 13].
     """
@@ -110,11 +110,11 @@ class Engine:
         self.dtype = getattr(torch, dtype)
         self.weight_version = -1
         # The engine's vocabulary is the tokenizer's: ids beyond it (padded vocabulary) do not exist there.
-        # The head's logits are float32, as in the trainer: rounding them is a third of the sampler's bfloat16 error.
+        # The head's logits are float32, as in the trainer: rounding them causes a third of a bfloat16 sampler's error.
         overrides: dict = {"vocab_size": self.vocab_size, "head_dtype": "float32"}
         if max_positions := cfg.policy.hf_config_overrides.max_position_embeddings:
             overrides["max_position_embeddings"] = max_positions
-        # For each sequence vLLM keeps counts over the vocabulary (0.62 GB at 1,024 x 151,936) and captures CUDA graphs.
+        # max_num_seqs: for each, vLLM keeps counts over the vocabulary (0.62 GB at 1,024 x 151,936) and CUDA graphs.
         num_engines = dist.get_world_size() // vllm_cfg.tensor_parallel_size
         hardware: dict = {"enable_sleep_mode": True, "max_num_seqs": cfg.grpo.max_num_seqs(num_engines)}
         if hasattr(EngineArgs, "sleep_mode_offload_cudagraph"):  # not in vLLM 0.24: there graphs stay on the GPU
@@ -147,14 +147,14 @@ class Engine:
             **hardware,
         )
         self.param_names = self.llm.apply_model(_checkpoint_names)[0]
-        if not self.cuda:  # else vLLM's CPU layers cast the head at every token; reloads keep it in float32
+        if not self.cuda:  # or vLLM's CPU layers would cast it at every token; reloads keep it in float32
             self.llm.apply_model(lambda model: model.lm_head.float())
         if self.llm.model_config.head_dtype != torch.float32 and dist.get_rank() == 0:
-            print(f"WARNING: this vLLM rounds logits to {dtype}: expect a larger logp gap than with 0.32.0", flush=True)
-        self.shapes: dict[str, list[int]] = {}  # of the first sync, for which vLLM itself checks the shapes
+            print(f"WARNING: this vLLM rounds logits to {dtype}: expect a larger logp gap than vLLM 0.32.0", flush=True)
+        self.shapes: dict[str, list[int]] = {}  # of the first sync, the only ones that vLLM checks
         self.next_id, self.advances = count(), count(1)
-        self.seconds_asleep = 0.0  # in all: no deadline of an agent counts them
-        # Unfinished request -> (weight version, number of the first token drawn from it)
+        self.asleep_since, self.seconds_asleep = time.monotonic(), 0.0  # the total: agents' deadlines do not count it
+        # Unfinished request -> [(weight version, number of its first token), ...]
         self.versions_by_request: dict[str, list[tuple[int, int]]] = {}
         self.unclaimed: dict[str, Completion] = {}  # finished, but not taken yet
 
@@ -170,8 +170,8 @@ class Engine:
         self, prompts: Sequence[list[int]], seeds: Sequence[int], options: SamplingOptions, priority: int = 0
     ) -> list[str]:
         """Queues a request for each prompt; returns the request ids, for `wait`. In an asynchronous run the lowest
-        priority number comes first. Priority 0 puts running requests back into the queue: validation need not wait."""
-        assert self.weight_version >= 0, "generate() before a sync(): the weights are dummies, or dropped by sleep()"
+        priority number comes first. Priority 0 (validation) sends running requests back to the queue."""
+        assert self.weight_version >= 0, "start() before a sync(): the weights are dummies, or dropped by sleep()"
         if self.versions_by_request and priority == 0:
             self._forget_cache()
         request_ids = [str(next(self.next_id)) for _ in prompts]
@@ -207,9 +207,9 @@ class Engine:
         return [self.unclaimed.pop(request_id) for request_id in request_ids]
 
     def advance(self, requests: Mapping[str, object], *, may_stop: bool = True) -> list[str]:
-        """Decodes a token of each running request; returns those of `requests` (id -> name for errors) that end by it:
+        """Decodes a token of each running request; returns those of `requests` (id -> name for errors) that then end:
         their completions are in `unclaimed`. Raises Interrupted as `generate` does, after aborting all requests."""
-        assert self.weight_version >= 0, "wait() before a sync(): the weights were dropped by sleep()"
+        assert self.weight_version >= 0, "advance() before a sync(): the weights were dropped by sleep()"
         if next(self.advances) % STEPS_BETWEEN_STOPS == 0 and may_stop and self.should_stop():
             self.abort()
             raise Interrupted
@@ -237,7 +237,7 @@ class Engine:
         self.before_step()
         if self.is_idle:
             return []
-        with bfloat16_factors(self.dtype == torch.bfloat16 and not self.cuda):  # of the head
+        with bfloat16_factors(self.dtype == torch.bfloat16 and not self.cuda):  # for the head's matmul
             ended = {o.request_id: o.outputs[0] for o in self.llm.llm_engine.step() if o.finished}
         self.unclaimed |= {key: _completion(reply, self.versions_by_request.pop(key)) for key, reply in ended.items()}
         return list(ended)
@@ -245,7 +245,7 @@ class Engine:
     def _forget_cache(self) -> None:
         """Drops all keys and values. Unfinished requests compute them again, with the newest weights."""
         if not self.llm.reset_prefix_cache(reset_running_requests=bool(self.versions_by_request)):
-            raise StopRun("weight sync: vLLM did not drop its prefix cache, which is of the old weights")
+            raise StopRun("vLLM did not drop its prefix cache, which is of the old weights")
 
     def sync(self, weights: Weights, version: int) -> int:
         """Streams the weights into the engine, in place. Drops old keys and values unless requests keep them.
@@ -264,7 +264,7 @@ class Engine:
         for internal_id, state in self.llm.llm_engine.output_processor.request_states.items():
             # Tokens in flight (AsyncScheduler is a step ahead) are drawn from the old weights.
             start = state.detokenizer.num_output_tokens() + requests[internal_id].num_output_placeholders
-            # A request without a token may keep keys of the old weights: then no token is of the new weights alone.
+            # A request without a token may keep old keys: then its first token counts as old.
             self.versions_by_request[state.external_req_id].append((version, start or int(not self.rebuilds_cache)))
         return sum(sent.values())
 
@@ -298,7 +298,7 @@ class Engine:
             self.llm.sleep(level=level, mode="keep") if self.versions_by_request else self.llm.sleep(level=level)
 
     def wake(self, part: str) -> None:
-        """`part`: "weights" (then sync), then "kv_cache"."""
+        """`part`: "weights"; then, after a sync if they were dropped, "kv_cache"."""
         if self.cuda:
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=[part])
@@ -345,8 +345,8 @@ def sync_weights(model: Decoder, engine: Engine, version: int) -> int:
 
 
 def check_versions(samples: Sequence[Sample], version: int, max_age: int) -> None:
-    """Raises StopRun if a token was drawn from other weights than `version`, the newest, or one of the `max_age`
-    versions before it."""
+    """Raises StopRun if a token was not drawn from `version`, the newest weights, or one of the max_age before it."""
     drawn_from = sorted({end for sample in samples for end in (sample.weight_version, sample.newest_version)})
     if not version - max_age <= drawn_from[0] <= drawn_from[-1] <= version:
-        raise StopRun(f"samples are of weight versions {drawn_from}, the trainer is at {version}: a sync is missing")
+        allowed = f"the oldest allowed is {version - max_age}, the trainer is at {version}"
+        raise StopRun(f"samples are of weight versions {drawn_from}, {allowed}: a sync is missing")

@@ -24,7 +24,7 @@ class Turn:
 
     messages: all so far, the policy's reply last; answer, fields: from the problem; finish_reason: how the reply ended
     ("stop" | "length"); state: what the environment returned after the previous turn, {} at first; prompt_ids,
-    completion_ids: the tokens before and in the reply; weight_version: training steps done before the reply;
+    completion_ids: the tokens before and in the reply; weight_version: training steps before the reply's last token;
     opened: the tag that the prompt leaves open for the reply, such as `<think>`; raw_reply: the reply with its special
     tokens, if the environment asks for it.
     """
@@ -68,9 +68,9 @@ class StepResult:
 class Environment:
     """A base for environments; any class with these three methods will do.
 
-    A thread of the environment's own calls `step`, never twice at once, with all turns that wait, while other replies
-    are drawn. Time decides which turns share a call: a result may depend on its turn (its group, with whole_groups)
-    alone. One with worker processes derives from graders.environments.PoolEnvironment: each turn goes to a worker.
+    Its own thread calls `step`, one call at a time, with all waiting turns, while other replies are drawn. Which turns
+    share a call is chance: a result must depend on its turn (its group, with whole_groups) only. One with worker
+    processes derives from graders.environments.PoolEnvironment: each turn goes to a worker.
     """
 
     self_tests: Sequence[tuple] = ()  # (reply, answer, expected outcome[, fields]), tried before a run starts
@@ -82,7 +82,7 @@ class Environment:
 
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         """A result for each turn, in order. Outcome `error`: not gradable, so it is not trained, nor compared with.
-        After an exception each turn (its group, with whole_groups) gets a call of its own; one that raises is such."""
+        After an exception each turn (its group, with whole_groups) gets its own call; one that raises is an `error`."""
         raise NotImplementedError
 
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:

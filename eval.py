@@ -20,12 +20,15 @@ from run.validation import evaluate
 from system.disk import keep_console
 from system.exits import exit_process
 
-USAGE = "usage: [torchrun --nproc_per_node=N] eval.py CONFIG.yaml [policy.model_name=X | checkpointing.resume_from=RUN]"
+USAGE = (
+    "usage: [torchrun --nproc_per_node=N] eval.py CONFIG.yaml [policy.model_name=X | checkpointing.resume_from=RUN] "
+    "[key.sub=value ...]"
+)
 
 
 def main() -> int:
     """One rank from start to exit code."""
-    words = [] if {"--help", "-h"} & set(sys.argv) else sys.argv[1:]
+    words = [] if {"--help", "-h"} & set(sys.argv) else sys.argv[1:]  # no words: run_rank prints USAGE
     return run_rank(USAGE, words and [*words, *ALL_RANKS_GENERATE], evaluate, to_train=False)
 
 

@@ -8,9 +8,9 @@ Each rank is one process that holds its FSDP shards of the policy and a whole vL
 parallelism). Policy and engine take turns using the GPU's memory. In a split job the last ranks only generate, and all
 other ranks only train. `train` below is the algorithm, top to bottom.
 
-Tensor names end in their logical dims throughout this program: P prompts of a step (all ranks), G samples per prompt,
-B = P * G samples, T packed tokens, R response tokens of a pack, S segments of a pack, D hidden, V vocabulary, N heads,
-K key/value heads, H head dim, C a chunk of R.
+Tensor names end in their logical dims; a file says which others it uses: P prompts of a step (all ranks), G samples per
+prompt, B = P * G samples, T packed tokens, R response tokens of a pack, S segments of a pack, D hidden, V vocabulary,
+N heads, K key/value heads, H head dim, C a chunk of R.
 """
 
 import gc
@@ -36,7 +36,7 @@ if "RANK" in os.environ and __name__ == "__main__":
     die_with_parent()
     if os.environ["RANK"] == "0":
         print("loading torch and vllm", flush=True)
-gc.disable()  # imported modules stay: collecting garbage among them takes a third of the start
+gc.disable()  # imports free nothing, and collecting during them takes a third of the start
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ def train(run: start.Run) -> None:
 
         with timer("advantage_calculation"):
             adv_B, advantage_metrics = step_advantages(samples.trained, cfg.grpo, cfg.loss_fn)
-        steps.end_sampling(run, samples, adv_B, step)
+        steps.dump_if_due(run, samples, adv_B, step)
 
         with timer("data_processing"):
             minibatches = make_minibatches(samples.trained, adv_B, cfg, run.ranks, run.device)
@@ -89,13 +89,13 @@ def train(run: start.Run) -> None:
                     model.backward(loss, is_last=micro is minibatch.micros[-1])
                     accumulate(sums, loss_metrics)
                 grad_norm = clip_grad_norm(model, cfg.policy.max_grad_norm)
-                reduced = reduce_over_ranks(sums) | logp_metrics  # with async_grpo, the logp gap is in logp_metrics
+                reduced = reduce_over_ranks(sums) | logp_metrics  # a gap measured before the step (async_grpo) wins
                 if cfg.loss_fn.old_logprobs == "sampler":  # keep the first minibatch's gap: later ones see new weights
                     logp_metrics = {name: reduced[name] for name in ("logp_gap_mean", "logp_gap_max")} | logp_metrics
                 is_sound, state.num_bad_steps = judge_step(reduced, grad_norm, state.num_bad_steps, cfg.grpo, step)
                 if is_sound:
                     optimizer.step()
-                # At once: gradients must not take memory during the rollout (NVIDIA-NeMo/RL#1147).
+                # Now, so that gradients take no memory during the rollout (NVIDIA-NeMo/RL#1147).
                 optimizer.zero_grad(set_to_none=True)
                 accumulate(step_sums, sums)
             if run.reference:
@@ -137,7 +137,7 @@ def compute_logprobs(
 
 def compute_loss(model: Decoder, micro: MicroBatch, minibatch: Minibatch, cfg: Config) -> tuple[Tensor, Metrics]:
     """The micro-batch's part of the minibatch's loss, differentiable, and its metrics."""
-    pack_loss = partial(  # still missing: log-probabilities and entropies
+    pack_loss = partial(  # the output layer adds logp_R and entropy_R
         policy_loss,
         old_logp_R=micro.old_logp_R,
         sampler_logp_R=micro.sampler_logp_R,
@@ -158,7 +158,7 @@ def compute_loss(model: Decoder, micro: MicroBatch, minibatch: Minibatch, cfg: C
 
 
 def train_or_generate(job: start.Job) -> str:
-    """The first sync, all steps and the export; a generator of a split job serves. Returns why the run ended."""
+    """Trainers: first sync, steps, export; generators of a split job serve them. Returns why the run ended."""
     if job.ranks.generates:
         return start.generate(job)
     run = start.set_up(job)

@@ -50,7 +50,7 @@ class LoRALinear(nn.Linear):
 
 
 def add_adapters(model: nn.Module, cfg: LoRAConfig, precision: torch.dtype) -> None:
-    """Freezes a model on the meta device in `precision`, and adds adapters to the layers that cfg names."""
+    """Casts a meta-device model to `precision`, freezes it, and adds adapters to the layers that cfg names."""
     model.to(precision).requires_grad_(False)
     for name in adapted_layers(model.config, cfg):
         layer = LoRALinear(model.get_submodule(name), cfg.dim, cfg.alpha / cfg.dim)

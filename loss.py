@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from advantages import group_advantages as group_advantages  # for projects that import loss.py alone
+from advantages import group_advantages as group_advantages  # for projects that import it from here
 from config import MAX_LOG_RATIO, LossConfig
 
 Metrics = dict[str, Tensor | tuple[Tensor, Tensor]]
@@ -112,7 +112,7 @@ class _Tokens:
         self.seqs = _Sequences(seq_R, self.counted_R, self.dtype)
 
     def where_trained(self, x_R: Tensor) -> Tensor:
-        """x_R where it is trained, else 0. Before any exp: 0 times the gradient of a masked infinity would be NaN."""
+        """x_R where `valid_R`, else 0. Before any exp: 0 times the gradient of a masked infinity would be NaN."""
         return torch.where(self.valid_R, x_R.to(self.dtype), 0.0)
 
     def mean(self, x_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,23 +120,23 @@ class _Tokens:
 
 
 class _Sequences:
-    """Sums and means over the sequences of a pack. `valid_R` (bool): tokens that count."""
+    """Sums and means over the sequences of a pack. `counted_R` (bool): tokens that count."""
 
-    def __init__(self, seq_R: Tensor, valid_R: Tensor, dtype: torch.dtype):
+    def __init__(self, seq_R: Tensor, counted_R: Tensor, dtype: torch.dtype):
         # Numbers the sequences, below R, by their first index in the sorted seq_R. `unique` would number them too, but
         # make the host wait for the length of its result.
         self.index_R = torch.searchsorted(seq_R.sort().values, seq_R.contiguous())
-        self.valid_R = valid_R
-        self.length_R = self.sum_for_each_token(valid_R.to(dtype)).clamp(min=1)  # valid tokens of the token's sequence
-        self.count = self.sum_over_sequences(torch.ones_like(self.length_R)).round()  # sequences with a valid token
+        self.counted_R = counted_R
+        self.length_R = self.sum_for_each_token(counted_R.to(dtype)).clamp(min=1)  # tokens of the token's sequence
+        self.count = self.sum_over_sequences(torch.ones_like(self.length_R)).round()  # sequences with a counted token
 
     def sum_for_each_token(self, x_R: Tensor) -> Tensor:
-        """[R]: for each token the sum of x_R over its sequence. x_R must be 0 where a token is not valid."""
+        """[R]: for each token the sum of x_R over its sequence. x_R must be 0 where a token is not counted."""
         return torch.zeros_like(x_R).index_add(0, self.index_R, x_R)[self.index_R]
 
     def sum_over_sequences(self, x_R: Tensor) -> Tensor:
-        """A scalar: x_R, which must be equal within a sequence, summed once for each sequence with a valid token."""
-        return torch.where(self.valid_R, x_R / self.length_R, 0).sum()
+        """A scalar: x_R, which must be equal within a sequence, summed once for each sequence with a counted token."""
+        return torch.where(self.counted_R, x_R / self.length_R, 0).sum()
 
     def mean(self, x_R: Tensor) -> tuple[Tensor, Tensor]:
         return self.sum_over_sequences(x_R), self.count
@@ -165,7 +165,7 @@ def _ratios(t: _Tokens, cfg: LossConfig) -> tuple[Tensor, Tensor]:
     r = exp(logp - old) (PPO, Schulman et al. 2017); clamp(r, 1 - ratio_clip_min, 1 + ratio_clip_max), two bounds as in
     DAPO's clip-higher. sequence_level_importance_ratios: exp(mean of logp - old over the sequence) (GSPO, Zheng et al.
     2025). force_on_policy_ratio: `old` is detach(logp), in the metrics too, so each token's own r is 1.
-    old_logprobs=sampler: `old` is the sampler's logp, so r is to the policy that drew the token (PPO's own ratio).
+    old_logprobs=sampler: `old` is the sampler's logp, so r compares with the policy that drew the token (PPO).
     |log r| is at most MAX_LOG_RATIO, and r has no gradient beyond: one overflow would cost the whole step.
     disable_ppo_ratio: logp stands in place of r, in the metrics too, as in NeMo RL.
     """
@@ -197,12 +197,12 @@ def _sampler_weights(t: _Tokens, cfg: LossConfig) -> tuple[Tensor, Tensor | None
     """Importance weight of each token, trainer over sampler, and where it is out of bounds (None: it has no bounds).
 
     w = exp(old - sampler) of the token, or of its whole sequence (sum of the logs) with the types `sequence...`. With
-    GSPO it is of what importance_sampling_correction_level names, by default the sum, as in NeMo RL. It has no
-    gradient, and is 0 where not finite. Bounds: [ratio_min or 0, ratio]; by type:
+    GSPO, importance_sampling_correction_level decides (default: the sum, as in NeMo RL). w has no gradient, and is 0
+    where not finite. Bounds: [ratio_min or 0, ratio]; by type:
         tis, sequence-truncate   w clamped (Yao et al. 2025; TRL token_truncate, sequence_truncate)
         icepop, sequence-mask    w = 0 outside (IcePop, Ring Team 2025; TRL token_mask, sequence_mask)
         seq-mask-tis             token weights, 0 where the sequence's geometric mean is outside (Liu, Li et al. 2025)
-        sequence                 unbounded: the only one without bias (docs/off_policy.md), at the highest variance
+        null, sequence           unbounded; `sequence` alone has no bias (docs/off_policy.md), at the highest variance
     """
     kind = cfg.truncated_importance_sampling_type
     low = cfg.truncated_importance_sampling_ratio_min or 0.0
@@ -222,7 +222,7 @@ def _sampler_weights(t: _Tokens, cfg: LossConfig) -> tuple[Tensor, Tensor | None
 
 
 def _weight_level(cfg: LossConfig) -> str:
-    """Of what a sampler weight is, as importance_sampling_correction_level names it."""
+    """What a sampler weight covers: token, sequence_mean or sequence_sum."""
     if cfg.truncated_importance_sampling_type in BY_SEQUENCE:
         return "sequence_sum"
     return cfg.importance_sampling_correction_level if cfg.sequence_level_importance_ratios else "token"
@@ -305,14 +305,14 @@ def _token_metrics(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, entropy_R, ga
 def _weight_metrics(t: _Tokens, weight_R: Tensor, outside_R: Tensor | None, cfg: LossConfig) -> Metrics:
     """Means of the sampler weights, after truncation or masking: over sequences where each has one weight."""
     kind, level = cfg.truncated_importance_sampling_type, _weight_level(cfg)
-    mean = t.mean if level == "token" else t.seqs.mean
-    average = mean(weight_R)
-    metrics = {"importance_weight_mean": average, "importance_weight_square": mean(weight_R**2)}
+    mean_of = t.mean if level == "token" else t.seqs.mean
+    mean = mean_of(weight_R)
+    metrics = {"importance_weight_mean": mean, "importance_weight_square": mean_of(weight_R**2)}
     # NeMo RL's name, and its number: with GSPO it sums over sequences instead of averaging.
-    metrics["sampling_importance_ratio"] = average if kind in BY_SEQUENCE or level != "sequence_sum" else average[0]
+    metrics["sampling_importance_ratio"] = mean if kind in BY_SEQUENCE or level != "sequence_sum" else mean[0]
     if outside_R is not None:
-        mean = t.seqs.mean if kind == "seq-mask-tis" or kind in BY_SEQUENCE else t.mean
-        metrics["is_oob_ratio"] = mean(outside_R)
+        mean_of = t.seqs.mean if kind == "seq-mask-tis" or kind in BY_SEQUENCE else t.mean
+        metrics["is_oob_ratio"] = mean_of(outside_R)
         if kind in ("icepop", "seq-mask-tis", "sequence-mask"):
             metrics["kept_fraction/importance_sampling"] = t.mean(~outside_R)
     return metrics
@@ -325,7 +325,7 @@ def seq_logp_error_mask(
 
     Applied once, before the tokens and sequences of a step are counted: as in NeMo RL it shrinks the counts, and a mask
     of importance weights does not. The mean skips tokens whose sampler logp is not finite, or that the filter cut
-    (old_logp_R is -inf). correct_R: nonzero where the sample is right.
+    (old_logp_R is -inf). correct_R: nonzero where the reward is 1.
     """
     mask_R = mask_R != 0
     valid_R = mask_R & sampler_logp_R.isfinite() & (old_logp_R != -math.inf)

@@ -50,12 +50,9 @@ def _probe(policy_loss: Callable, cfg: LossConfig, has_old: bool, has_ref: bool)
     """(whether the derivatives at a token depend on other tokens; whether on other sequences or the order of tokens;
     zero_adv_has_grad).
 
-    24 tokens of four sequences that differ in length and in their share of positive tokens, whose log-probabilities
-    differ by little and by much. Every second token, then sequence, is moved by little and by much, and the derivatives
-    at the others are compared. Then a pack is each sequence alone, from its last token to its first, and the whole
-    fifty times: the derivatives must stay, but for the rounding of sums in another order, which a loss may compute in
-    float32.
-    """
+    A pack of 24 tokens: four sequences of unlike length and share of positive tokens, log-ratios small and large.
+    Every second token, then sequence, moves by little and by much; derivatives at the others are compared. Then each
+    sequence alone, reversed, and the pack fifty times over: they must stay, up to float32 rounding."""
 
     def differ(pack_loss: Callable, stats_KR: Tensor, slopes_KR: Tensor, rtol: float, rows=slice(None)) -> bool:
         _, _, again_KR, _ = derivatives(pack_loss, stats_KR)
@@ -66,7 +63,7 @@ def _probe(policy_loss: Callable, cfg: LossConfig, has_old: bool, has_ref: bool)
     token_R, generator = torch.arange(24), torch.Generator().manual_seed(0)
     seq_R = token_R // 12 * 2 + (token_R % 12 > 3)
     adv_R = torch.tensor([1.3, 0.0, -0.7, -2.1, 0.0], dtype=torch.float64)[token_R % 5] * (1 + token_R / 24)
-    for size in (1e-3, 0.03, 0.3, 3.0, 30.0):  # nats
+    for size in (1e-3, 0.03, 0.3, 3.0, 30.0):  # nats: log r; old - sampler, unless old_logprobs=sampler; ref - logp
         stats_KR = torch.rand(2, 24, generator=generator, dtype=torch.float64) + token_R / 24
         stats_KR[0] = -2 * stats_KR[0] - 0.1
         logp_R, _ = stats_KR
@@ -80,7 +77,7 @@ def _probe(policy_loss: Callable, cfg: LossConfig, has_old: bool, has_ref: bool)
             "mask_R": token_R % 7 != 6,
             "seq_R": seq_R,
             "positive_R": token_R % 7 < 3,
-            "num_valid_tokens": 1,
+            "num_valid_tokens": 1,  # 1: only ratios of derivatives matter
             "num_valid_seqs": 1,
             "num_positive_tokens": 1,
             "cfg": cfg,

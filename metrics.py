@@ -1,6 +1,6 @@
 """The numbers of a step, of its samples and of its loss, and how they are reduced over micro-batches and ranks.
 
-loss.py has the rule of this reduction. Never a mean of means (huggingface/trl#6380).
+loss.py has the reduction rule. Never a mean of means (huggingface/trl#6380).
 """
 
 import math
@@ -18,13 +18,13 @@ from batch import Minibatch
 from data import Sample, groups_of
 from envs import OUTCOMES
 from kernels.linear_loss import DEVIATION
+from loss import Metrics
 
-Metric = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Numbers = dict[str, float]  # a metric's name -> its value
 EXTREMA = {"_min": torch.minimum, "_max": torch.maximum}
 
 
-def accumulate(total: dict[str, Metric], new: dict[str, Metric]) -> None:
+def accumulate(total: Metrics, new: Metrics) -> None:
     """Adds one micro-batch's metrics to `total`, in place, by the reduction rule; no device sync."""
     for name, value in new.items():
         if name not in total:
@@ -35,10 +35,10 @@ def accumulate(total: dict[str, Metric], new: dict[str, Metric]) -> None:
             total[name] = EXTREMA.get(name[-4:], operator.add)(total[name], value)
 
 
-def reduce_over_ranks(total: dict[str, Metric], *, divide_sums_by: int = 1) -> dict[str, float]:
+def reduce_over_ranks(total: Metrics, *, divide_sums_by: int = 1) -> Numbers:
     """The numbers of the step, equal on every rank. A collective; all ranks pass the same names.
 
-    `divide_sums_by`: the optimizer steps over which `total` was accumulated, and a plain sum is averaged.
+    `divide_sums_by`: the optimizer steps over which plain sums are averaged.
     """
     if not total:
         return {}
@@ -63,7 +63,7 @@ def reduce_over_ranks(total: dict[str, Metric], *, divide_sums_by: int = 1) -> d
     return reduced
 
 
-def derived_metrics(metrics: dict[str, float]) -> dict[str, float]:
+def derived_metrics(metrics: Numbers) -> Numbers:
     """Adds metrics that are not means to the reduced metrics, and restores NeMo RL's names where the reduction needs
     another suffix.
 
@@ -79,7 +79,7 @@ def derived_metrics(metrics: dict[str, float]) -> dict[str, float]:
     return metrics
 
 
-def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> dict[str, float]:
+def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> Numbers:
     """Numbers of the samples of a step, of all ranks. Dynamic sampling keeps `trained` of the `generated` samples.
 
     Names are NeMo RL's where it has one. Means are over all generated samples, because those show the policy; only
@@ -119,7 +119,7 @@ def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> di
 
 
 def _of_agents(samples: Sequence[Sample]) -> Numbers:
-    """Means over the rollouts that agents led: replies, sequences, and how many failed."""
+    """Means over the rollouts that agents led: replies, sequences, and the share that crashed."""
     if not samples:
         return {}
     return {
@@ -129,13 +129,11 @@ def _of_agents(samples: Sequence[Sample]) -> Numbers:
     }
 
 
-def training_metrics(
-    sums: dict[str, Metric], logp_metrics: Numbers, minibatches: list[Minibatch], ppo_epochs: int
-) -> Numbers:
+def training_metrics(sums: Metrics, logp_metrics: Numbers, minibatches: list[Minibatch], ppo_epochs: int) -> Numbers:
     """The loss metrics of a step, equal on all ranks: means over the tokens of all optimizer steps; sums (loss,
     counts) are averaged over optimizer steps. logp_metrics: of `grpo.compute_logprobs`."""
     num_optimizer_steps = len(minibatches) * ppo_epochs
-    sums = {name: value for name, value in sums.items() if name != DEVIATION}
+    sums = {name: value for name, value in sums.items() if name != DEVIATION}  # judge_step has read it
     return derived_metrics(reduce_over_ranks(sums, divide_sums_by=num_optimizer_steps) | logp_metrics) | {
         "num_optimizer_steps": num_optimizer_steps,
         "train_tokens": sum(minibatch.num_input_tokens for minibatch in minibatches),
@@ -145,7 +143,7 @@ def training_metrics(
 
 
 def age_metrics(trained: Sequence[Sample], step: int, is_whole: dict[int, bool]) -> Numbers:
-    """With async_grpo: ages in steps, by first tokens; how many groups of later steps have all their replies (NeMo RL's
+    """With async_grpo: ages in steps, of first tokens; how many groups of later steps have all their replies (NeMo RL's
     buffer), and how many do not."""
     ages = [step - 1 - sample.weight_version for sample in trained]
     num_whole = sum(is_whole.values())
@@ -157,7 +155,7 @@ def _mean(values: Iterable[float]) -> float:
     return float(np.mean(list(values)))
 
 
-def _by_label(samples: Sequence[Sample]) -> dict[str, float]:
+def _by_label(samples: Sequence[Sample]) -> Numbers:
     """Mean reward of the samples of each environment, dataset, finish reason and length (in powers of two, such as
     "000017-000032"). For each environment also the number of samples, the share of each outcome (`ok` is the accuracy),
     and of each part of the graded rewards mean, deviation and the share that is not 0. A label that no sample has in
@@ -169,7 +167,7 @@ def _by_label(samples: Sequence[Sample]) -> dict[str, float]:
         labels = {"env": sample.env_name, "dataset": sample.dataset, "finish_reason": sample.finish_reason}
         for key in (labels | {"gen_tokens": length}).items():
             by_label[key].append(sample)
-    values: dict[str, float] = {}
+    values: Numbers = {}
     for category, label in sorted(by_label):
         group = by_label[category, label]
         if label:

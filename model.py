@@ -38,7 +38,7 @@ class PackLayout:
     for all forwards of the pack, on the host, so that no forward waits for the device. Tensors are int32."""
 
     runs: list[tuple[int, int, int]]  # neighbours of one shape: (how many, queries, keys)
-    most: tuple[int, int]  # queries, keys of a segment
+    most: tuple[int, int]  # most queries, most keys of a segment
     cu_queries: Tensor  # [S+1] on the model's device, as all tensors here
     cu_keys: Tensor
     key_rows: tuple[Tensor, ...]  # the row_M and order of `GatherRows` for all keys; () where no segment has a prefix
@@ -65,7 +65,7 @@ class PackLayout:
 class GatherRows(torch.autograd.Function):
     """x[row_M]. A row may repeat: its gradients are then summed in a fixed order, in float32 or the wider type of x.
     (Plain indexing sums 16-bit gradients by atomics.) order: a stable argsort of row_M, and where in it each row of x
-    begins. Without, backward sorts: the faster way on CPUs; on CUDA it makes 14 launches of one."""
+    begins. Without, backward sorts: the faster way on CPUs; on CUDA that is 14 launches, not 1."""
 
     @staticmethod
     def forward(ctx, x: Tensor, row_M: Tensor, *order: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def uses_flash_attention(device_type: str, dtype: torch.dtype) -> bool:
     return device_type == "cuda" and dtype != torch.float32
 
 
-@lru_cache(maxsize=1)  # a mask for fewer queries than keys is a part of it, in all packs of about this size
+@lru_cache(maxsize=1)  # every mask for fewer queries than keys is a slice of this one
 def _lower_triangle(size: int, device: torch.device) -> Tensor:
     return torch.ones(size, size, dtype=torch.bool, device=device).tril()
 
@@ -237,9 +237,10 @@ class Head(nn.Linear):
 class Decoder(nn.Module):
     """The causal language model. It has no buffers: `state_dict()` has the names of the HF checkpoint.
 
-    The options are constants of a run. temperature, sampling_filter (None keeps all tokens) and vocab_limit (later
-    columns of the logits are padding) match the sampler. recompute: of all blocks, or of the first so many. backend:
-    None is Triton on CUDA, PyTorch elsewhere. loss_path: how the loss gets its gradient; the default always is right.
+    The options are constants of a run. temperature, sampling_filter (None keeps all tokens), vocab_limit (later columns
+    of the logits are padding) match the sampler. recompute: all blocks or the first N. backend: None is Triton on CUDA,
+    PyTorch elsewhere. loss_path: how the loss gets its gradient; the default is always right. defers_sync,
+    deterministic: see `backward`.
     """
 
     def __init__(
@@ -286,10 +287,8 @@ class Decoder(nn.Module):
         under softmax(logits[:vocab_limit] / temperature), and the entropy of that distribution, after the
         `sampling_filter` if `filtered`. `head_fn` computes something else from the same inputs: its result is
         returned (kernels.linear_logp has its signature). Without `pos_R`: logits_TV over the whole vocabulary in
-        compute precision, for tests and tools.
-
-        The tensors are int64 on the model's device, T >= 1. R = 0 is allowed: every gradient is then zero.
-        """
+        compute precision, for tests and tools. The tensors are int64 on the model's device, T >= 1. R = 0 is allowed:
+        every gradient is then zero."""
         hidden_TD = self.model["embed_tokens"](token_T)
         # The residual stream: rounding it to 16 bits after each block would cause half of bfloat16's error.
         hidden_TD = hidden_TD.to(torch.promote_types(hidden_TD.dtype, torch.float32))
@@ -304,11 +303,12 @@ class Decoder(nn.Module):
         hidden_RD = GatherRows.apply(hidden_TD, pos_R)
         options = {"vocab": self.vocab_limit, "temperature": self.temperature, "backend": self.backend}
         options["sampling_filter"] = self.sampling_filter if filtered else None
-        return head(hidden_RD, partial(head_fn or partial(linear_logp, return_entropy=True), **options), target_R)
+        head_fn = head_fn or partial(linear_logp, return_entropy=True)
+        return head(hidden_RD, partial(head_fn, **options), target_R)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Adds to the gradient. FSDP sums it over a replica's ranks, and over replicas with the last micro-batch. With
-        `defers_sync` it sums with the last alone, and weights stay gathered. deterministic: attention sums in order."""
+        """Adds to the gradient, after `shard`. FSDP sums it over a replica's ranks at each micro-batch (defers_sync: at
+        the last; weights stay gathered), over replicas at the last. deterministic: attention sums in order."""
         syncs = is_last or not self.defers_sync
         self.set_requires_gradient_sync(syncs)
         self.set_reshard_after_backward(syncs)

@@ -28,7 +28,7 @@ def build_optimizer(model: nn.Module, cfg: config.OptimizerConfig, *, offloads: 
     arXiv:2502.16982, 2.2), so learning rate and weight decay of AdamW are the right size for it.
     """
     kwargs = asdict(cfg.kwargs)
-    first_moment = getattr(torch, kwargs.pop("state_dtype"))
+    first_moment_dtype = getattr(torch, kwargs.pop("state_dtype"))
     adamw = partial(torch.optim.AdamW, **kwargs, fused=True)
     if cfg.name == "torch.optim.AdamW":
         parts = {adamw: [*model.parameters()]}
@@ -46,7 +46,7 @@ def build_optimizer(model: nn.Module, cfg: config.OptimizerConfig, *, offloads: 
             parts[muon if ".layers." in name and param.ndim == 2 else adamw].append(param)
     else:
         raise AssertionError(f"policy.optimizer.name={cfg.name}: build_optimizer has no branch for it")
-    optimizer = Optimizer(parts, offloads=offloads, first_moment=first_moment)
+    optimizer = Optimizer(parts, offloads=offloads, first_moment_dtype=first_moment_dtype)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]  # the schedule multiplies it, and each group has its own
     return optimizer
@@ -93,9 +93,9 @@ def judge_step(
 ) -> tuple[bool, int]:
     """(whether to apply an optimizer step, the bad steps in a row with this one); num_bad_steps: those before it.
 
-    A step is bad if loss or gradient norm is not finite, or if sampler and trainer, which score the same tokens with
-    the same weights, differ by more than logp_gap_limit on average. Raises StopRun at more than max_bad_steps in a row.
-    `metrics` and `grad_norm` cover all ranks, so all ranks take the same branch.
+    A step is bad if loss or gradient norm is not finite, or, with logp_gap_limit, if sampler and trainer differ by more
+    on the same tokens and weights, or a sampler logp is not finite. Raises StopRun at more than max_bad_steps in a row,
+    and on a `DEVIATION`. `metrics` and `grad_norm` cover all ranks, so all ranks take the same branch.
     """
     if problem := one_pass_problem(metrics[DEVIATION]):
         raise StopRun(f"step {step}: {problem}. The step was not applied")

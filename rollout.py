@@ -1,7 +1,7 @@
 """Prompts -> graded samples: conversations of one or more turns over the ranks, and the samples of a step.
 
-Owns per-sample seeds, turning prompts into graded `Sample`s, dynamic sampling (DAPO, Yu et al. 2025, 3.2) and sampling
-ahead of the step (grpo.async_grpo). Every rank sees all samples of a step, so all ranks make the same decisions.
+Owns conversations, their seeds, dynamic sampling (DAPO, Yu et al. 2025, 3.2) and sampling ahead of the step
+(grpo.async_grpo). Every rank sees all samples of a step, so all ranks make the same decisions.
 """
 
 import re
@@ -28,9 +28,9 @@ from system.exchange import share_samples
 from system.exits import Interrupted, StopRun
 from system.ranks import Ranks, any_rank, gather
 
-Prompts = Sequence[tuple[int, Problem]]  # index in the step, problem
-OPENED = re.compile(r"<(?!assistant\b)[\w:-]+>\s*\Z")  # a tag at the end of a prompt, not the assistant's own
-Draw = tuple[Problem, int, int]  # a sample to be drawn: problem, index in the step, sample number
+Prompts = Sequence[tuple[int, Problem]]  # prompt number, problem
+OPENED = re.compile(r"<(?!assistant\b)[\w:-]+>\s*\Z")  # an open tag that ends a prompt (<think>), not <assistant>
+Draw = tuple[Problem, int, int]  # a sample to be drawn: problem, prompt number, sample number
 
 
 class Conversation:
@@ -41,8 +41,8 @@ class Conversation:
         self.problem = problem
         self.options = options
         self.seed_key = seed_key
-        self.step = step  # the step that trains the sample, or 0
-        self.request_id = ""  # of the reply in progress, if this rank's engine draws it
+        self.step = step  # the step that trains the sample; 0: validation
+        self.request_id = ""  # of the reply in progress or the agent's rollout; "" on other engines
         self.reply_ids: list[int] = []  # of the last turn
         self.state: dict = {}  # the environment's, after the last turn
         self.done = False
@@ -73,11 +73,11 @@ class Conversation:
         sample.turn_tokens.append(sample.num_trained_tokens - sum(sample.turn_tokens))
         sample.finish_reason = completion.finish_reason
         sample.messages.append({"role": "assistant", "content": tokenizer.decode(completion.ids)})
-        turn = envs.Turn(sample.messages, problem.answer, sample.finish_reason, self.state, problem.fields)
         tag = OPENED.search(tokenizer.decode(ids_before[-32:]))
-        tokens = {"prompt_ids": ids_before, "completion_ids": self.reply_ids, "opened": tag[0] if tag else ""}
         raw_reply = tokenizer.decode(self.reply_ids, special=True) if special_tokens else ""
-        return replace(turn, **tokens, weight_version=int(completion.versions[-1]), raw_reply=raw_reply)
+        tokens = {"prompt_ids": ids_before, "completion_ids": self.reply_ids, "opened": tag[0] if tag else ""}
+        tokens |= {"weight_version": int(completion.versions[-1]), "raw_reply": raw_reply}
+        return envs.Turn(sample.messages, problem.answer, sample.finish_reason, self.state, problem.fields, **tokens)
 
     def add_result(self, result: envs.StepResult, tokenizer: Tokenizer, max_total_tokens: int, max_turns: int) -> None:
         """Ends the conversation, or appends the observation if a reply has room after it."""
@@ -108,13 +108,12 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Sampler(AbstractContextManager):
-    """Draws and grades conversations. What changes over a run: in_flight, (conversations, data cursor after them) of
-    later steps, oldest first; what `grading` has under way. As a context manager it closes the environments if the run
-    ended without an error.
+    """Draws and grades conversations. As a context manager it closes the environments if the run ended without error.
 
     max_turns: most replies in a conversation. max_error_fraction: the share of a call's samples that may end in
-    outcome `error`. score_conversations: RewardModel.score, where an environment asks for it. endpoint: for agents;
-    led: the conversations that they lead, by request id.
+    outcome `error`. score_conversations: RewardModel.score, where an environment asks for it. in_flight: batches of
+    later steps, oldest first: (conversations, data cursor after them). endpoint: for agents; led_by_agent: the
+    conversations that they lead, by request id. Over a run only in_flight, led_by_agent and grading's work change.
     """
 
     engine: Engine
@@ -127,7 +126,7 @@ class Sampler(AbstractContextManager):
     in_flight: deque[tuple[list[Conversation], Cursor]] = field(default_factory=deque)
     grading: Grading = field(init=False)
     endpoint: Any = None
-    led: dict[str, Conversation] = field(default_factory=dict)
+    led_by_agent: dict[str, Conversation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grading", Grading(self.environments))
@@ -142,8 +141,8 @@ class Sampler(AbstractContextManager):
     def sample(
         self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = 0
     ) -> list[Sample]:
-        """`num_samples` graded samples of each (index in the step, problem), ordered by (index, sample number).
-        step: the step that trains them, or 0."""
+        """`num_samples` graded samples of each prompt, ordered by (prompt number, sample number). step: the step that
+        trains them; 0: validation."""
         return self.finish(self.start(prompts, num_samples, options, seed_key, step))
 
     def start(
@@ -152,28 +151,28 @@ class Sampler(AbstractContextManager):
         """Deals the conversations to the engines; this rank's engine starts its share. All ranks pass the same prompts.
         The ranks of an engine take turns as holders of the samples that it draws."""
         conversations = []
-        whole = self.grading.whole_groups
-        for dp_rank, share in enumerate(deal(prompts, num_samples, self.ranks.dp_size, options.max_new_tokens, whole)):
-            drawn = [Conversation(problem, *place, options, seed_key, step) for problem, *place in share]
-            for i, each in enumerate(drawn):
+        shares = deal(prompts, num_samples, self.ranks.dp_size, options.max_new_tokens, self.grading.whole_groups)
+        for dp_rank, share in enumerate(shares):
+            dealt = [Conversation(problem, *place, options, seed_key, step) for problem, *place in share]
+            for i, each in enumerate(dealt):
                 each.sample.engine = dp_rank
                 each.sample.holder = dp_rank * self.ranks.tp_size + i % self.ranks.tp_size
                 each.sample.is_led = each.problem.env_name in self.grading.leading
             if dp_rank == self.ranks.dp_rank:
-                for each in drawn:
+                for each in dealt:
                     if each.sample.is_led:
-                        self._have_led(each)
-                if asked := [each for each in drawn if not each.sample.is_led]:
+                        self._open_rollout(each)
+                if asked := [each for each in dealt if not each.sample.is_led]:
                     self._ask(asked)
-            conversations += drawn
+            conversations += dealt
         return conversations
 
-    def _have_led(self, each: Conversation) -> None:
+    def _open_rollout(self, each: Conversation) -> None:
         """Opens the endpoint for a rollout; the agent starts when `_converse` asks for results."""
         problem, key = each.problem, (*each.seed_key, each.sample.prompt, each.sample.index)
         max_calls = self.environments[problem.env_name].cfg.max_calls
-        each.request_id, url = self.endpoint.open(key, each.options, each.step or -1, max_calls)
-        self.led[each.request_id] = each
+        each.request_id, url = self.endpoint.open(key, each.options, each.step or -1, max_calls)  # -1: validation first
+        self.led_by_agent[each.request_id] = each
         given = {"base_url": url, "seed": sample_seed(*key), "is_validation": each.step == 0, "tools": problem.tools}
         turn = envs.Turn(problem.messages, problem.answer, "stop", given, problem.fields)
         if self.ranks.leads_engine:
@@ -181,18 +180,18 @@ class Sampler(AbstractContextManager):
 
     def _ask(self, live: list[Conversation]) -> None:
         """The engine starts the next reply of each conversation; all have the same options."""
-        # The seed leaves out turn 0, so that single-turn samples do not depend on max_turns.
+        # Turn 0 is left out: the seeds that single-turn samples always had.
         numbers = [(s.prompt, s.index, s.num_turns)[: 3 if s.num_turns else 2] for s in (each.sample for each in live)]
         seeds = [sample_seed(*each.seed_key, *key) for each, key in zip(live, numbers, strict=True)]
-        priority = max(each.step or -each.sample.num_turns for each in live)  # in a validation 0, then -1, -2, ...
+        priority = max(each.step or -each.sample.num_turns for each in live)  # lowest first; validation 0, -1, ...
         request_ids = self.engine.start([each.sample.token_ids for each in live], seeds, live[0].options, priority)
         for each, request_id in zip(live, request_ids, strict=True):
             each.request_id = request_id
 
     def finish(self, conversations: list[Conversation]) -> list[Sample]:
         """The graded samples of all ranks, on every rank; only a sample's holder has its tokens. Raises StopRun when
-        more than `max_error_fraction` of them could not be graded: their rewards would be noise. An Interrupted or
-        StopRun on one rank is raised on all ranks, after each has finished its share."""
+        more than `max_error_fraction` of them could not be graded: too few are left. An Interrupted or StopRun on one
+        rank is raised on all ranks, after each has finished its share."""
         stop = None
         self.grading.raised.clear()
         try:
@@ -213,7 +212,7 @@ class Sampler(AbstractContextManager):
         share_samples(samples, sorted(part_names))
         if failures := [f"{each.env_name}: {each.message}" for each in samples if each.message]:
             self.grading.raised.append(failures[0])
-            self.ranks.print_rank0(f"WARNING: {len(failures)} agents failed, first {failures[0]}")
+            self.ranks.print_rank0(f"WARNING: {len(failures)} agent rollouts failed; the first: {failures[0]}")
         failed = Counter(sample.env_name for sample in samples if sample.outcome == "error")
         if failed.total() > self.max_error_fraction * len(samples):
             why = [*filter(None, gather("; ".join(self.grading.raised))), "see the environment's messages above"]
@@ -224,52 +223,55 @@ class Sampler(AbstractContextManager):
         return samples
 
     def _decode_while_others_finish(self) -> None:
-        """Decodes for later steps until every engine has finished this step. The all_reduce completes then, and is only
-        polled: a rank waits in the next collective, where the watchdog sees that it is not stuck."""
+        """Decodes for later steps until every engine has finished this step and so joined the all_reduce. It is only
+        polled: a rank waits in the next collective, where the watchdog sees it."""
         others = dist.all_reduce(torch.zeros(1), async_op=True)
-        while (self.engine.versions_by_request or self.led) and self.ranks.any_rank_of_engine(
+        while (self.engine.versions_by_request or self.led_by_agent) and self.ranks.any_rank_of_engine(
             not others.is_completed()
         ):
             for _ in range(STEPS_BETWEEN_STOPS):
                 self.engine.step()
 
     def _converse(self, conversations: list[Conversation]) -> None:
-        """Runs this engine's conversations, whose first replies have started, to their end. None waits for another.
+        """Runs this engine's conversations, whose first replies have started, to their end. Only the samples of
+        `whole_groups` wait for each other.
 
         A turn is a reply of at most max_new_tokens and, while the environment is not done, its observation: the tokens
         that the chat template adds after the reply. finish_reason: "stop" (the environment was done), "length" (a reply
-        was cut, or the next one has no room), "max_turns" (the environment was not done).
-        """
-        asked = {o.request_id: o for o in conversations if not o.done and o.request_id not in self.led}  # being drawn
+        was cut, or the next one has no room), "max_turns" (the environment was not done)."""
+        led = self.led_by_agent
+        asked = {o.request_id: o for o in conversations if not o.done and o.request_id not in led}  # being drawn
         for name in self.grading.leading:
             self.environments[name].pool.stand_still(self.engine.seconds_asleep)
         waiting: dict[str, Conversation] = {}  # whose replies are being graded
         turns: dict[str, envs.Turn] = {}  # replies that have ended, to be graded
         ended = [request_id for request_id in asked if request_id in self.engine.unclaimed]
-        while asked or waiting or any(each.request_id in self.led for each in conversations):
+        while asked or waiting or any(each.request_id in led for each in conversations):
             ready: dict[str, list[dict[str, envs.Turn]]] = defaultdict(list)  # environment -> its turns
             for each in map(asked.pop, ended):
-                name, peers = each.problem.env_name, [each]
-                reply, special = self.engine.unclaimed.pop(each.request_id), name in self.grading.special_tokens
+                name = each.problem.env_name
+                reply = self.engine.unclaimed.pop(each.request_id)
+                special = name in self.grading.special_tokens
                 turns[each.request_id] = each.add_reply(reply, self.tokenizer, special)
+                peers = [each]
                 if name in self.grading.whole_groups:
                     peers = [o for o in conversations if o.sample.prompt == each.sample.prompt and not o.done]
                 if all(peer.request_id in turns for peer in peers):
                     ready[name].append({peer.request_id: turns.pop(peer.request_id) for peer in peers})
                     waiting |= {peer.request_id: peer for peer in peers}
             # One rank of an engine grades for all of them: a grader with a deadline may differ between ranks.
-            grade = partial(self.grading.grade, ready, block=not asked and not self.led and self.engine.is_idle)
-            results = self.ranks.broadcast_from_tp_leader(grade) if waiting or self.led else {}
-            graded = [waiting.pop(request_id, None) or self.led[request_id] for request_id in results]
+            grade = partial(self.grading.grade, ready, block=not asked and not led and self.engine.is_idle)
+            results = self.ranks.broadcast_from_tp_leader(grade) if waiting or led else {}
+            graded = [waiting.pop(request_id, None) or led[request_id] for request_id in results]
             for each, result in zip(graded, results.values(), strict=True):
-                if self.led.pop(each.request_id, None):  # maybe of a later step
+                if led.pop(each.request_id, None):  # maybe of a later step
                     is_trained = each.problem.loss_multiplier != 0
                     result = self.endpoint.finish(each.request_id, each.sample, result, is_trained)
                 each.add_result(result, self.tokenizer, self.engine.max_total_tokens, self.max_turns)
             if live := [each for each in graded if not each.done]:
                 self._ask(live)
                 asked |= {each.request_id: each for each in live}
-            ended = self.engine.advance(asked) if asked or self.led or (waiting and not self.engine.is_idle) else []
+            ended = self.engine.advance(asked) if asked or led or (waiting and not self.engine.is_idle) else []
 
     def groups_under_way(self) -> dict[int, bool]:
         """Group of a later step -> whether all its replies have ended. A collective of all ranks that generate."""
@@ -299,16 +301,16 @@ class Sampler(AbstractContextManager):
 def deal(prompts: Prompts, num_samples: int, num_engines: int, max_new_tokens: int, whole=()) -> list[list[Draw]]:
     """The samples that each engine draws, the same on all ranks. whole: env_names whose groups must be on one engine.
 
-    All engines wait for the busiest. Reply lengths are unknown, but similar within a problem: where they vary by 60%
-    between problems and by 50% within, the busiest of 8 engines has 34% more tokens than the mean with 8 whole groups
-    of 16 each, and 8% more with groups spread over all engines. Longest prompts first, which also evens out prefills,
-    but first those that must be whole.
+    All engines wait for the busiest. Reply lengths are unknown, but similar within a problem: in a simulation
+    (docs/LOG.md; lognormal, 60% between problems, 50% within), the busiest of 8 engines has 34% more tokens than the
+    mean with 8 whole groups of 16 each, and 8% more with groups spread over all engines. Longest prompts first, which
+    also evens out prefills, but first those that must be whole.
     """
     shares: list[list[Draw]] = [[] for _ in range(num_engines)]
     for prompt, problem in sorted(prompts, key=lambda p: (p[1].env_name not in whole, -len(p[1].prompt_ids))):
         num_parts = min(num_samples, num_engines)
-        # Each further engine computes the prompt again; a prompt token costs at most as much as a new token. If replies
-        # have a quarter of max_new_tokens, the limit is a quarter of a group's work. Above it only idle engines help.
+        # Each further engine computes the prompt again, at most at a new token's price. That may cost a quarter of a
+        # group's work, if replies have a quarter of max_new_tokens. Beyond, only idle engines help.
         if problem.env_name in whole:
             num_parts = 1
         elif (num_parts - 1) * len(problem.prompt_ids) > num_samples * max_new_tokens / 16:
@@ -323,8 +325,8 @@ def deal(prompts: Prompts, num_samples: int, num_engines: int, max_new_tokens: i
 
 @dataclass(frozen=True, slots=True)
 class StepSamples:
-    """trained: the samples of num_prompts_per_step prompts, numbered from 0. generated: these and the samples that
-    dynamic sampling discarded. cursor: the data cursor after the drawn prompts. metrics: of the sampling."""
+    """trained: the samples of at most num_prompts_per_step prompts, numbered from 0. generated: these and the discarded
+    samples. cursor: the data cursor after the drawn prompts. metrics: of the sampling."""
 
     trained: list[Sample]
     generated: list[Sample]
@@ -339,11 +341,11 @@ def sample_step(
 
     With use_dynamic_sampling, batches of num_prompts_per_step * batch_multiplier prompts are drawn until enough groups
     have unequal unshaped rewards; groups beyond what the step needs are discarded. Prompt numbers continue from batch
-    to batch, so that no two samples of a step share a seed. Groups of which no sample can be trained, say because all
-    were cut, are skipped, and others drawn.
+    to batch, so that no two samples of a step share a seed. If no sample of the step can be trained, say because all
+    were cut, others are drawn.
 
-    Raises StopRun when dynamic_sampling_max_gen_batches batches are too few, unless dynamic_sampling_when_exhausted
-    trains the groups that there are, and when a token was drawn from older weights than the config allows.
+    Raises StopRun if dynamic_sampling_max_gen_batches batches are too few; dynamic_sampling_when_exhausted=train trains
+    the groups that there are instead. Raises StopRun if a token was drawn from older weights than the config allows.
     """
     grpo = cfg.grpo
     options = SamplingOptions.of(cfg.policy.generation)
@@ -363,8 +365,8 @@ def sample_step(
             prompts = list(enumerate(problems, start=num_batches * grpo.prompts_per_batch))
             batch = sampler.sample(prompts, grpo.num_generations_per_prompt, options, (grpo.seed, step), step)
         shape_rewards(batch, grpo, options.max_new_tokens)
-        drops, by_turn = grpo.use_dynamic_sampling, grpo.turn_level_advantages
-        groups += [group for group in groups_of(batch) if not drops or is_mixed(group, by_turn)]
+        drops_equal, by_turn = grpo.use_dynamic_sampling, grpo.turn_level_advantages
+        groups += [group for group in groups_of(batch) if not drops_equal or is_mixed(group, by_turn)]
         generated += batch
         num_batches += 1
         is_last = num_batches == grpo.dynamic_sampling_max_gen_batches
@@ -374,7 +376,7 @@ def sample_step(
             trained = [replace(sample, prompt=number) for number, group in enumerate(kept) for sample in group]
             num_filtered = filter_overlong(trained) if grpo.overlong_filtering else 0
             for sample in trained:
-                sample.num_trained_tokens *= sample.is_graded
+                sample.num_trained_tokens *= sample.is_graded  # nothing is learnt from an ungraded sample
 
     check_versions(trained, step - 1, grpo.async_grpo.max_age)
     metrics: dict[str, float] = {"num_overlong_filtered": num_filtered, "num_skipped_samples": num_skipped}
@@ -394,7 +396,7 @@ def sample_ahead(
     are sampled, and none is too old. A step waits for its own batch only; later batches stay in the engine.
     """
     grpo, options = cfg.grpo, SamplingOptions.of(cfg.policy.generation)
-    in_flight, newest_records = sampler.in_flight, {"records": cursor["records"]}
+    in_flight, newest_records = sampler.in_flight, {"records": cursor["records"]}  # metrics for a custom_dataloader
     while len(in_flight) <= min(grpo.async_grpo.max_age, num_steps - step):
         before = (in_flight[-1][1] if in_flight else cursor) | newest_records
         problems, after = mixture.draw(before, grpo.prompts_per_batch)

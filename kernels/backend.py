@@ -1,4 +1,4 @@
-"""Which code computes the output layer, Triton kernels or plain PyTorch, and the loss on top. Chosen once, printed."""
+"""The output layer's code, Triton or PyTorch, and how the loss gets its gradient: chosen once, and printed."""
 
 import math
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 For a row x of hidden_TD, temperature tau and target y:
     z = W x / tau        log p = z - logsumexp(z)        logp = log p_y        H = -sum_j p_j log p_j
-and with g = dL/dlogp, h = dL/dH, the gradient dz of the logits before the temperature gives dX and dW:
+and with g = dL/dlogp, h = dL/dH, the gradient dz of W x (not of z) gives dX and dW:
     dz_j = [ g (1[j = y] - p_j) - h p_j (log p_j + H) ] / tau        dX = dz W        dW = sum_T dz^T x
 
 Forward computes logits chunk by chunk and keeps a row's statistics; backward computes them again.
@@ -67,7 +67,7 @@ def linear_logp(
     """log softmax(hidden_TD @ weight_VD[:vocab].T / temperature) at target_T: logp_T or (logp_T, entropy_T), in nats.
 
     hidden_TD, weight_VD: one floating dtype and device, any strides.
-    vocab: the tokenizer's number of ids; None = V. Later, padded rows have gradients of exactly 0.
+    vocab: the tokenizer's number of ids; None = V. Rows from vocab on (padding) have gradients of exactly 0.
     target_T: int64 ids in [0, vocab); another id is an error (a device assert on CUDA). T = 0 is allowed.
     backend: None = Triton on CUDA, PyTorch elsewhere; float64 always goes to PyTorch.
     sampling_filter: the softmax is over the logits that it keeps; logp is -inf where it cuts the target.

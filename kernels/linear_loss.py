@@ -7,7 +7,7 @@ both gradients chunk by chunk, 6 R V D, and backward only scales them.
 The loss is a function that is called, never a copy. After each chunk it is called with the log-probabilities and
 entropies of the whole pack, 0 for rows still to come; autograd gives its derivatives, and the derivatives at the
 chunk's rows are used. After the last chunk all rows are known: that call gives the loss, the metrics, and the true
-derivatives of all rows. If those used differ, the loss couples tokens and the gradient is wrong (`DEVIATION`).
+derivatives of all rows. If they differ from those used, the loss couples tokens: the gradient is wrong (`DEVIATION`).
 """
 
 from collections.abc import Callable
@@ -47,13 +47,13 @@ def linear_loss(
     Memory: a chunk of logits in float32 (twice with torch), dX, and dW, which is in float32 until backward.
     """
     assert 0 <= num_grad_rows <= len(hidden_RD), (num_grad_rows, hidden_RD.shape)
-    moves = torch.is_grad_enabled() and (hidden_RD.requires_grad or weight_VD.requires_grad)
+    needs_grad = torch.is_grad_enabled() and (hidden_RD.requires_grad or weight_VD.requires_grad)
     needs_unfiltered = options.get("sampling_filter") is not None and pack_loss.keywords.get("ref_logp_R") is not None
-    if path.kind == "two passes" or not moves:
+    if path.kind == "two passes" or not needs_grad:
         logp_R, entropy_R = linear_logp(hidden_RD, weight_VD, target_R, return_entropy=True, **options)
         if needs_unfiltered:
-            logp_of_all_R = linear_logp(hidden_RD, weight_VD, target_R, **options | {"sampling_filter": None})
-            pack_loss = partial(pack_loss, unfiltered_logp_R=logp_of_all_R)
+            unfiltered_logp_R = linear_logp(hidden_RD, weight_VD, target_R, **options | {"sampling_filter": None})
+            pack_loss = partial(pack_loss, unfiltered_logp_R=unfiltered_logp_R)
         loss, metrics = pack_loss(logp_R, entropy_R=entropy_R)
         return loss, metrics | {DEVIATION: loss.new_zeros(())}
     assert not needs_unfiltered, path

@@ -51,7 +51,7 @@ class SamplingFilter:
         if self.top_p < 1:
             sorted_CV, index_CV = logits_CV.sort(stable=True)
             mass_CV = sorted_CV.div(temperature).softmax(1).cumsum_(1)  # of a token and all less likely tokens
-            mass_CV[:, -1] = 2
+            mass_CV[:, -1] = 2  # the likeliest always stays
             logits_CV.scatter_(1, index_CV, sorted_CV.masked_fill_(mass_CV <= 1 - self.top_p, CUT))
 
 
@@ -59,7 +59,7 @@ class SamplingFilter:
 class LogitChunk:
     """Rows of a head's logits, in float32 or wider, in a buffer that the methods and the next chunk overwrite.
 
-    dtype: of the inputs. stats_KC, from `logp_and_entropy`: logp, entropy, m and s of each row, with Triton log2 s.
+    dtype: of the inputs. stats_KC, from `logp_and_entropy`: logp, entropy, m, and s (Triton: log2 s) of each row.
     logp is -inf where `SamplingFilter` cut the target.
     """
 
@@ -83,18 +83,18 @@ class LogitChunk:
             )  # fmt: skip
         else:
             max_C = self.logits_CV.amax(1)
-            z_CV = self.logits_CV.sub_(max_C[:, None])
-            exp_CV = z_CV.div(self.temperature).exp_()
+            shifted_CV = self.logits_CV.sub_(max_C[:, None])
+            exp_CV = shifted_CV.div(self.temperature).exp_()
             sum_C = exp_CV.sum(1)
-            logp_C = z_CV.gather(1, self.target_C[:, None])[:, 0] / self.temperature - sum_C.log()
-            entropy_C = sum_C.log() - exp_CV.mul_(z_CV).sum(1) / (sum_C * self.temperature)
+            logp_C = shifted_CV.gather(1, self.target_C[:, None])[:, 0] / self.temperature - sum_C.log()
+            entropy_C = sum_C.log() - exp_CV.mul_(shifted_CV).sum(1) / (sum_C * self.temperature)
             self.stats_KC = torch.stack([logp_C, entropy_C, max_C, sum_C])
-        self.stats_KC[0].masked_fill_(self.stats_KC[0] < CUT / 1e9, -math.inf)  # 1e9: above any temperature
+        self.stats_KC[0].masked_fill_(self.stats_KC[0] < CUT / 1e9, -math.inf)  # a cut logit over any temperature
         return self.stats_KC[:2]
 
     def dlogits_(self, g_C: Tensor, h_C: Tensor | None) -> Tensor:
-        """dz_CV in `dtype`; with Triton in the logits' memory. h_C None: 0. Needs `logp_and_entropy` first: with
-        statistics of another matmul, 1 - p of a near-certain token would be rounding error."""
+        """dz_CV in `dtype`; with Triton in the logits' memory. h_C None: 0. Needs this chunk's own `logp_and_entropy`:
+        with statistics of another matmul, 1 - p of a near-certain token would be rounding error."""
         num_rows, row_stride = len(self.logits_CV), self.logits_CV.stride(0)
         if self.backend.name == "triton":
             # Elements of the same size or half of it, in the first bytes of each row of the logits.
@@ -197,7 +197,7 @@ def launch_options(row_stride: int) -> dict[str, int]:
 def load_block(logits, column, vocab, row_stride):
     """A block of a row's logits, CUT from `vocab` on. The mask of the load ends at a multiple of 16: a mask that ends
     at an odd column would split it into one load per column."""
-    return tl.where(column < vocab, tl.load(logits + column, column < row_stride), -1e30)
+    return tl.where(column < vocab, tl.load(logits + column, column < row_stride), -1e30)  # CUT
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -205,15 +205,15 @@ def row_stats_kernel(logits_ptr, target_ptr, stats_ptr, num_rows, vocab, row_str
     """A program per row writes its logp, entropy, m and log2 s into stats, [4, num_rows]. scale = 1 / temperature."""
     row = tl.program_id(0).to(tl.int64)  # row * row_stride exceeds 2^31
     logits, stats = logits_ptr + row * row_stride, stats_ptr + row
-    largest = -1e30
-    total, weighted = 0.0, 0.0  # sums of exp(z) and exp(z) z
+    largest = -1e30  # CUT
+    total, weighted = 0.0, 0.0  # sums of exp and exp * log2_z
     for start in tl.range(0, row_stride, BLOCK, num_stages=3):  # prefetches two blocks
         logit = load_block(logits, start + tl.arange(0, BLOCK), vocab, row_stride)
         before, largest = largest, tl.maximum(largest, tl.max(logit, 0))
         rise = (before - largest) * (scale * LOG2_E)
-        z = (logit - largest) * (scale * LOG2_E)
-        exp = tl.exp2(z)
-        weighted = tl.exp2(rise) * (weighted + rise * total) + tl.sum(exp * z, 0)
+        log2_z = (logit - largest) * (scale * LOG2_E)
+        exp = tl.exp2(log2_z)
+        weighted = tl.exp2(rise) * (weighted + rise * total) + tl.sum(exp * log2_z, 0)
         total = tl.exp2(rise) * total + tl.sum(exp, 0)
     log2_sum = tl.log2(total)
     tl.store(stats, (tl.load(logits + tl.load(target_ptr + row)) - largest) * scale - log2_sum * LN2)

@@ -112,7 +112,7 @@ def _next_request(sampler: Sampler, watchdog: Watchdog) -> tuple:
     engine, ranks = sampler.engine, sampler.ranks
     request = ranks.bridge.announce(async_op=True)
     watchdog.enter("waiting for the trainers", waits=True)
-    while (sampler.led or not engine.is_idle) and not ranks.any_rank_of_engine(request.is_completed()):
+    while (sampler.led_by_agent or not engine.is_idle) and not ranks.any_rank_of_engine(request.is_completed()):
         engine.step()
     request.wait()
     return ranks.bridge.broadcast(None, root=0)

@@ -41,8 +41,8 @@ def remaining_steps(run: Run) -> Iterator[int]:
         yield step
 
 
-def end_sampling(run: Run, samples: StepSamples, adv_B: Sequence[float], step: int) -> None:
-    """Writes the samples to the disk before the step trains, every dump_rollouts steps from the first."""
+def dump_if_due(run: Run, samples: StepSamples, adv_B: Sequence[float], step: int) -> None:
+    """Writes the samples to the disk before the step trains, in step 1 and then in one step of every dump_rollouts."""
     period = run.cfg.logger.dump_rollouts
     if period and (step - 1) % period == 0:
         with run.timer("dump_rollouts"):

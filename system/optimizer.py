@@ -12,15 +12,15 @@ class Optimizer:
     """One interface (`param_groups`, `state`, `step`, `zero_grad`) to several optimizers. `parts`: the function that
     makes an optimizer -> the parameters it gets.
 
-    offloads: between steps the moments lie in host memory, pinned for a GPU. first_moment: the precision, between
+    offloads: between steps the moments lie in host memory, pinned for a GPU. first_moment_dtype: the precision, between
     steps, of AdamW's first moment and of momentum. With either, each parameter has an optimizer of its own, and a step
     takes one parameter's moments after another to the device, in float32.
     """
 
-    def __init__(self, parts: dict[Callable, list[nn.Parameter]], *, offloads: bool = False, first_moment: torch.dtype):
+    def __init__(self, parts: dict[Callable, list[nn.Parameter]], *, offloads: bool, first_moment_dtype: torch.dtype):
         self.offloads = offloads
-        self.first_moment = first_moment
-        self.streams = offloads or first_moment != torch.float32
+        self.first_moment_dtype = first_moment_dtype
+        self.streams = offloads or first_moment_dtype != torch.float32
         self.optimizers: list[torch.optim.Optimizer] = []
         for make, params in parts.items():
             self.optimizers += [make([param]) for param in params] if self.streams else [make(params)]
@@ -52,7 +52,7 @@ class Optimizer:
     def at_rest(self, key: str, value: Tensor) -> Tensor:
         """What `state` holds between steps for a tensor on the device. AdamW's second moment stays in float32: rounded
         to bfloat16 it stops following the gradient, and with stochastic rounding it is off by 4%."""
-        dtype = self.first_moment if key in FIRST_MOMENTS else value.dtype
+        dtype = self.first_moment_dtype if key in FIRST_MOMENTS else value.dtype
         if not self.offloads or not value.dim():
             return value.to(dtype)
         return torch.empty_like(value, dtype=dtype, device="cpu", pin_memory=value.is_cuda).copy_(value)

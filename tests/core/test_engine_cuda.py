@@ -145,7 +145,7 @@ def test_what_is_unfinished_outlasts_sleep_and_sync(awake, policy, cuda, mode):
         assert calls[-2:] == [("reset cache", True), ("generate",)], "the others went back into the queue first"
         calls.clear()
         engine.sleep()
-        with pytest.raises(AssertionError, match=r"wait\(\) before a sync\(\)"):
+        with pytest.raises(AssertionError, match=r"advance\(\) before a sync\(\)"):
             engine.wait(request_ids)
         sync_weights(policy, engine, version)
         assert calls == [("synchronize",), ("sleep", 2, "keep"), *sync_of(policy)]

@@ -55,16 +55,16 @@ def end_of(work: Path, words: list[str], full=(), ballast: Path | None = None, l
         os.dup2(output, number)
         setattr(sys, name, open(number, "w", buffering=1, closefd=False))
     keep_console()
-    end_sampling = steps.end_sampling
+    dump_if_due = steps.dump_if_due
 
     def fill(run, samples, adv_B, step):
         if step in full:
             take(ballast)
         elif full:
             ballast.unlink(missing_ok=True)
-        end_sampling(run, samples, adv_B, step)
+        dump_if_due(run, samples, adv_B, step)
 
-    steps.end_sampling = fill
+    steps.dump_if_due = fill
     if limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     sys.argv = ["grpo.py", *arguments(work), *SETTINGS, *words]
