@@ -237,7 +237,8 @@ def data_lines(cfg: Config, inputs: RunInputs, cursor: Cursor) -> list[str]:
     model gets it and its answer."""
     texts: dict[str, list[str]] = {}
     for name, dataset in inputs.sets:
-        size = f"{len(dataset.problems):,} prompts"
+        most = "at most " * bool(dataset.is_sample and dataset.left_out)  # more may be left out of the other rows
+        size = f"{most}{len(dataset.problems):,} prompts"
         if dataset.is_sample:
             size += f", {MAX_ROWS:,} rows checked (the first {MAX_ROWS // 2:,}, the others at random; --all: every row)"
         numbers = ", ".join(filter(None, (size, dataset.left_out)))
@@ -300,7 +301,9 @@ def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None
     lines = [f"model      {inputs.model_folder} (vocabulary {inputs.tokenizer.vocab_size:,})"]
     lines += data_lines(cfg, inputs, inputs.train.start())
     steps, samples = num_steps_of(cfg, inputs.train.num_problems), cfg.grpo.num_generations_per_prompt
-    lines.append(f"steps      {steps:,}, each with {cfg.grpo.num_prompts_per_step} prompts x {samples} samples")
+    is_bound = any(each.is_sample and each.left_out for each in inputs.train.datasets.values())
+    most = "at most " * (is_bound and steps < cfg.grpo.max_num_steps)
+    lines.append(f"steps      {most}{steps:,}, each with {cfg.grpo.num_prompts_per_step} prompts x {samples} samples")
     lines += [f"note       {note}" for note in notes(cfg, steps)]
     if absent := to_plan and missing_weights(inputs.model_folder):
         files = f"{absent[0]}{f' and {len(absent) - 1} more files' if len(absent) > 1 else ''}"
