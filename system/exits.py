@@ -183,7 +183,7 @@ def describe_failure(error: BaseException, run_folder: Path | None = None, peers
 
 
 def _go_on(run_folder: Path | None) -> str:
-    return f"; continue with checkpointing.resume_from={run_folder}" if run_folder else ""
+    return f"; continue with checkpointing.resume_from={run_folder}, if it has a checkpoint" if run_folder else ""
 
 
 def _is_alive(pid: int) -> bool:

@@ -226,7 +226,7 @@ def test_a_lost_rank_is_named_in_place_of_the_connections_words(capsys, number):
     expected = f"crashed: rank 3 on {host} (process {process.pid}) is gone"
     assert exits.describe_failure(error, None, peers) == (1, expected)
     process.wait()
-    go_on = "; continue with checkpointing.resume_from=logs/exp_001"
+    go_on = "; continue with checkpointing.resume_from=logs/exp_001, if it has a checkpoint"
     assert exits.describe_failure(error, Path("logs/exp_001"), peers) == (1, expected + go_on)
     assert capsys.readouterr().err == ""
 

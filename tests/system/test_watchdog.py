@@ -118,7 +118,7 @@ def test_death_of_a_rank_ends_the_others(tmp_path, fault):
     """In place of what the connection says, and at once: by the time that it is closed the peer is ending."""
     codes, end, outputs = run_ranks(tmp_path, fault)
     assert codes == [1, -9] and end["code"] == 1 and end["rank"] == 0
-    go_on = re.escape(f"continue with checkpointing.resume_from={tmp_path}")
+    go_on = re.escape(f"continue with checkpointing.resume_from={tmp_path}, if it has a checkpoint")
     assert re.fullmatch(rf"crashed: rank 1 on one \(process \d+\) is gone; {go_on}", end["reason"])
     assert outputs[0].splitlines()[-1] == f"{end['reason']} (rank 0 on one)" and "Traceback" not in outputs[0]
 
