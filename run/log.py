@@ -139,10 +139,12 @@ class RunLog:
         eta = (time.perf_counter() - self.start) / (step - self.first_step + 1) * (self.num_steps - step)
         phases = " ".join(f"{label} {seconds[name]:.2f}" for label, name in PHASES.items())
         score = self._score("", train, "unshaped_reward")
+        gap = "-"  # with async_grpo a step may have no token of the newest weights, and then no gap
+        if train["logp_gap_max"]:
+            gap = f"{train['logp_gap_mean']:.0e} max {train['logp_gap_max']:.0e}"
         print(
             f"step {step}/{self.num_steps} | {score} {train[score]:.3f} | "
-            f"loss {train['loss']:+.4f} grad {train['grad_norm']:.3f} | "
-            f"logp gap {train['logp_gap_mean']:.0e} max {train['logp_gap_max']:.0e} | "
+            f"loss {train['loss']:+.4f} grad {train['grad_norm']:.3f} | logp gap {gap} | "
             f"{tokens_per_sec:,.0f} tok/s | {total:.2f}s ({phases}) | ETA {int(eta) // 60}m{int(eta) % 60:02d}s",
             *warnings,
             sep="\n",

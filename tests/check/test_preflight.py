@@ -175,8 +175,8 @@ def test_check_says_how_much_it_looked_at(recipe, tmp_path, monkeypatch):
     held_out.write_text("".join(json.dumps(row) + "\n" for row in rows[3:13]))
     cfg = recipe("smoke.yaml", f"data.train.data_path={file}", f"data.validation.data_path={held_out}")
     assert without_plan(check(cfg))[1:] == [
-        f"train      {file}, graded by exact: at most 99 prompts, 10 rows checked (the first 5, the others at random; --all: "
-        f"every row), 1 left out: over 24 tokens (first: {file}:3)",
+        f"train      {file}, graded by exact: at most 99 prompts, 10 rows checked (the first 5, the others at random; "
+        f"--all: every row), 1 left out: over 24 tokens (first: {file}:3)",
         f"validation {held_out}, graded by exact: 10 prompts",
         "first      row 0 of rows: '<|user|>0+1=<|end|><|assistant|>', expected answer '1'",
         "steps      120, each with 16 prompts x 16 samples",
