@@ -179,7 +179,7 @@ def two_ranks(work):
 
     again = sharded(2)
     fresh = optim.build_optimizer(again, MUON)
-    assert checkpoint.load(work / "checkpoints", again, fresh, place, {}, mode=None) == {"step": 2}
+    assert checkpoint.load(work / "checkpoints", config.CheckpointingConfig(), again, fresh, place, {}) == {"step": 2}
     assert not torch.equal(next(again.parameters()).to_local(), next(model.parameters()).to_local())
     train(again, fresh, (3,))
     whole = {}
@@ -207,7 +207,7 @@ def test_muon_on_two_ranks_resumes_to_the_bit_and_is_within_3_percent_of_one(one
     # The checkpoint of two ranks on one: rows are put together, whatever their optimizer calls its tensors.
     resumed = sharded(1)
     optimizer = optim.build_optimizer(resumed, MUON)
-    checkpoint.load(tmp_path / "checkpoints", resumed, optimizer, one_rank[0], {}, mode=None)
+    checkpoint.load(tmp_path / "checkpoints", config.CheckpointingConfig(), resumed, optimizer, one_rank[0], {})
     for name, param in resumed.named_parameters():
         assert torch.equal(optimizer.state[param]["of_my_rows"], param.full_tensor()), name
     train(resumed, optimizer, (3,))
