@@ -73,12 +73,12 @@ right() {
 }
 
 fast() {
-    item "training step" 110 "$python" -m bench.train_step "${dry[@]}" --out "$out/train_step.jsonl"
-    our_head "${mains[0]}"
     if [[ $vllm == absent ]]; then echo "recipe, sync, first ten minutes: absent (no vllm here)" | tee -a "$log"
     elif [[ -d .gpu/qwen || ${#dry[@]} -gt 0 ]]; then
-        item "recipe" 200 "$python" -m bench.gpu_recipe "${dry[@]}" --out "$out"
+        item "recipe" 260 "$python" -m bench.gpu_recipe "${dry[@]}" --out "$out"
     else echo "recipe: absent (no .gpu/qwen)" | tee -a "$log"; fi
+    item "training step" 130 "$python" -m bench.train_step "${dry[@]}" --out "$out/train_step.jsonl"
+    our_head "${mains[0]}"
     if [[ $vllm == here ]]; then
         item "sync of 1.5 B" 90 "$python" -m bench.gpu_sync "${dry[@]}" --out "$out/sync.jsonl"
         item "first ten minutes" 180 "$python" -m bench.gpu_first "${dry[@]}" --out "$out/first"
