@@ -120,7 +120,7 @@ class Grading:
                 self.ended.put(error)
                 return
             hint = "; with main_thread=True, step() may use signals" if "main thread" in str(error) else ""
-            problem = f"env_name '{env_name}': step() raised {describe(error)}{hint}"
+            problem = f"env_name '{env_name}' raised {describe(error)}{hint}"
             if problem not in self.raised:
                 self.raised.append(problem)
                 print(f"WARNING: {problem}: the replies of that call are not graded", file=sys.stderr, flush=True)

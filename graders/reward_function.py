@@ -12,7 +12,6 @@ from typing import Any
 
 from config import ConfigError
 from envs import Environment, StepResult, Turn
-from system.imports import describe
 
 
 class RewardFunction(Environment):
@@ -57,12 +56,9 @@ class RewardFunction(Environment):
         columns["completion_ids"] = [list(turn.completion_ids) for turn in turns]
         columns["trainer_state"] = SimpleNamespace(global_step=turns[0].weight_version)
         accepted = {name: values for name, values in columns.items() if self.accepts_all or name in self.accepted}
-        try:
-            rewards = self.function(**accepted)
-            rewards = list(asyncio.run(rewards) if inspect.iscoroutine(rewards) else rewards)
-            results = [self._result(reward) for reward in rewards]
-        except (Exception, SystemExit) as error:  # it is the user's
-            raise RuntimeError(f"{self.name} raised {describe(error)}") from error
+        rewards = self.function(**accepted)
+        rewards = list(asyncio.run(rewards) if inspect.iscoroutine(rewards) else rewards)
+        results = [self._result(reward) for reward in rewards]
         if len(rewards) != len(turns):
             raise ValueError(f"{self.name} returned {len(rewards)} rewards for {len(turns)} completions")
         return results

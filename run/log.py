@@ -136,7 +136,12 @@ class RunLog:
         values |= {f"timing/train/{TIMING_NAMES.get(name, name)}": value for name, value in seconds.items()}
         self.metrics(step, values | performance)
         self.tokens_per_sec.append(tokens_per_sec)
-        eta = (time.perf_counter() - self.start) / (step - self.first_step + 1) * (self.num_steps - step)
+        now, eta = time.perf_counter(), "-"
+        if step == self.first_step:  # compiles: says nothing about the others
+            self.first_end = now
+        else:
+            left = (now - self.first_end) / (step - self.first_step) * (self.num_steps - step)
+            eta = f"{int(left) // 60}m{int(left) % 60:02d}s"
         phases = " ".join(f"{label} {seconds[name]:.2f}" for label, name in PHASES.items())
         score = self._score("", train, "unshaped_reward")
         gap = "-"  # with async_grpo a step may have no token of the newest weights, and then no gap
@@ -145,7 +150,7 @@ class RunLog:
         print(
             f"step {step}/{self.num_steps} | {score} {train[score]:.3f} | "
             f"loss {train['loss']:+.4f} grad {train['grad_norm']:.3f} | logp gap {gap} | "
-            f"{tokens_per_sec:,.0f} tok/s | {total:.2f}s ({phases}) | ETA {int(eta) // 60}m{int(eta) % 60:02d}s",
+            f"{tokens_per_sec:,.0f} tok/s | {total:.2f}s ({phases}) | ETA {eta}",
             *warnings,
             sep="\n",
             flush=True,

@@ -385,7 +385,7 @@ def test_what_an_environment_raises_grades_nothing_and_is_bounded(bound, capfd, 
     prompts = [(i, replace(p, env_name=name)) for (i, p), name in zip(problems_of(*range(1, 6)), names, strict=True)]
     sampler = Sampler(FakeEngine(), FakeTokenizer(), environments, Ranks(0, 1, 0, 1), max_error_fraction=bound)
     line = Raises.step.__code__.co_firstlineno + 1
-    where = rf"env_name 'bad': step\(\) raised ZeroDivisionError: of mine \({__file__}:{line}\)"
+    where = rf"env_name 'bad' raised ZeroDivisionError: of mine \({__file__}:{line}\)"
     if bound == 1.0:
         samples = sampler.sample(prompts, 2, SamplingOptions(1.0, 8), (3, 1))
         assert [s.outcome == "error" for s in samples] == [name == "bad" for name in names for _ in range(2)]

@@ -1,6 +1,7 @@
 """Hostile datasets, in time and memory, and users' functions that fail: `--check` names the place in one sentence."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from dataset_case import GOOD, load, refusal, refused
 
 import envs
 from dataset import scan
+from graders.grading import Grading
 from graders.reward_function import RewardFunction
 from hf.tokenizer import Tokenizer
 
@@ -144,5 +146,6 @@ def test_a_processor_gets_each_row_as_it_was_read(tokenizer, monkeypatch):
 )
 def test_a_reward_function_that_fails_amid_the_run_is_named(function, error):
     turn = envs.Turn([{"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}], "2", "stop")
-    with pytest.raises(RuntimeError, match=f"^mine:f raised {error}"):
-        RewardFunction(function, "mine:f").step([turn])
+    grading = Grading({"mine:f": RewardFunction(function, "mine:f")})
+    assert grading.grade({"mine:f": [{"a": turn}]}, block=True)["a"].outcome == "error"
+    assert re.match(f"env_name 'mine:f' raised {error}", grading.raised[0])
