@@ -88,7 +88,7 @@ class AsyncGRPOConfig(Section):
     max_trajectory_age_steps: int = key(1, ">= 0")
     """A trained token comes from weights at most this many steps older than the newest; 0 is as without async_grpo."""
     in_flight_weight_updates: bool = False
-    """With colocated.enabled=false, engines load new weights during responses. If false, responses end first."""
+    """With colocated.enabled=false: true loads new weights during responses, false lets responses end first."""
     recompute_kv_cache_after_weight_updates: bool = True
     """After a sync, unfinished responses get keys and values of the new weights. If false (NeMo RL's default), their
     later tokens come from a mixture of weights, and the logp gap leaves those tokens out."""
@@ -115,10 +115,10 @@ class GRPOConfig(Section):
     use_leave_one_out_baseline: bool = True
     """grpo and gdpo subtract the mean reward of the group's other samples. If false, they subtract the group's mean."""
     reward_std: Literal["baseline", "group", "batch"] = "baseline"
-    """The standard deviation of these rewards: all in the baseline (NeMo RL), in the group, or in the batch. With group
-    and batch, 1e-4 is added to it (TRL)."""
+    """The standard deviation is over the rewards in the baseline (NeMo RL), the group or the batch. For group and batch
+    it gets 1e-4 added (TRL)."""
     reward_std_floor: float = key(0.05, ">= 0, <= 1")
-    """A leave-one-out standard deviation above 0 is raised to this times the range of the group's rewards; 0: never."""
+    """A leave-one-out standard deviation above 0 counts as at least this share of the range of the group's rewards."""
     adv_estimator: AdvEstimatorConfig = AdvEstimatorConfig()
     turn_level_advantages: bool = False
     """The tokens of a turn get an advantage from that turn's own scaled reward, compared with the same turn of the
@@ -141,7 +141,7 @@ class GRPOConfig(Section):
     dynamic_sampling_max_gen_batches: int = key(10, ">= 1")
     """At most this many batches are drawn to fill a step (use_dynamic_sampling), or to find a sample to train on."""
     dynamic_sampling_when_exhausted: Literal["stop", "train"] = "stop"
-    """If the step is still not full, stop ends the run, saved and exported; train trains the groups that it has."""
+    """If the step is still not full, stop saves, exports and ends the run; train trains on the groups it has."""
     ref_policy_update_period: int | None = key(None, ">= 1")
     """The reference policy is updated once in this many steps; null leaves it at the initial weights."""
     ref_policy_update_alpha: float = key(1.0, "> 0, <= 1")
@@ -165,7 +165,7 @@ class GRPOConfig(Section):
     val_max_new_tokens: int | None = key(None, ">= 1")
     """A validation response has at most this many tokens; null means policy.generation.max_new_tokens."""
     seed: int = key(42, ">= 0, < 4294967296")
-    """The seed fixes the order of the data and all samples, so the same seed gives the same run."""
+    """The seed fixes the order of the data and all samples; on a CPU, without async_grpo, a run repeats exactly."""
     logp_gap_limit: float | None = key(0.1, "> 0")
     """An optimizer step is bad if the mean |sampler - trainer log-probability| of its tokens, in nats, exceeds this;
     null means no limit. bfloat16 gives up to 0.05, float32 1e-6."""
@@ -236,7 +236,7 @@ class LossConfig(Section):
     truncated_importance_sampling_ratio: float | None = key(None, "> 0")
     """The weights have this upper bound."""
     truncated_importance_sampling_ratio_min: float | None = key(None, ">= 0")
-    """The weights have this lower bound; null means 0."""
+    """The weights have this lower bound; null means 0, but icepop and seq-mask-tis need a number."""
     entropy_coef: float = key(0.0, ">= 0")
     """The entropy bonus has this weight; the entropy is exact, over all tokens that top_p and top_k keep."""
     positive_example_nll_weight: float = key(0.0, ">= 0")
@@ -266,7 +266,7 @@ class DTensorConfig(Section):
     cpu_offload: bool = False
     """Weights, gradients and moments are in host memory, and the optimizer computes there, which is slow."""
     defer_fsdp_grad_sync: bool = False
-    """Ranks sum gradients only after the last pack, and weights stay gathered: faster without NVLink; more memory."""
+    """Ranks sum gradients only after the last pack, and weights stay gathered: faster if the host or links limit."""
     dp_replicate_size: int = key(1, ">= 1")
     """Training ranks form this many replicas, for example one per node; each shards weights and optimizer states."""
     lora_cfg: LoRAConfig = LoRAConfig()
@@ -390,7 +390,7 @@ class PolicyConfig(Section):
     model_name: str = "Qwen/Qwen2.5-1.5B"
     """The policy starts from this folder or hub model: Qwen2, Qwen2.5, dense Qwen3 or Llama 3."""
     reference_model_name: str | None = None
-    """The KL compares with this folder or hub model of the same vocabulary, a teacher; null: the initial policy."""
+    """The KL is to this teacher, a folder or hub model of the same vocabulary; null: to the initial policy."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     hf_config_overrides: HFConfigOverrides = HFConfigOverrides()
     precision: Literal["bfloat16", "float32"] = "bfloat16"
@@ -449,8 +449,8 @@ class DatasetConfig(Section):
     processor: str | None = None
     """module:function is a function of yours that turns a row as read into a row to use, or into None to drop it."""
     env_name: str | None = None
-    """exact (the response, or its part after ####, is the number), math, math_multi_reward, code, reward_model, or
-    module:Class or module:function of yours scores responses. null means dataset_name's own, or exact."""
+    """exact (the response, or its part after ####, is the number), math, math_multi_reward, code, reward_model,
+    an agent, or module:Class or module:function of yours scores responses. null means dataset_name's own, or exact."""
     repeat: int = key(1, ">= 1, <= 10000")
     """The set has each row this many times; in validation, each copy is a problem."""
     split_validation_size: float = key(0.0, ">= 0")
@@ -468,13 +468,13 @@ class DatasetConfig(Section):
 
 class DataConfig(Section):
     max_input_seq_length: int | None = key(None, ">= 1")
-    """Longer prompts are dropped and counted; null is the maximum: see max_new_tokens."""
+    """Longer prompts are dropped and counted; null: the limit that max_new_tokens leaves."""
     shuffle: bool = True
     """Each epoch reads the training data in a new random order. If false, it keeps the order of the file."""
     use_multiple_dataloader: bool = False
     """The training sets take turns, with num_prompts_per_dataloader prompts each, or follow custom_dataloader."""
     num_prompts_per_dataloader: int | None = key(None, ">= 1")
-    """use_multiple_dataloader, which needs this key, takes this many prompts of a set before the next set's turn."""
+    """With use_multiple_dataloader, but no custom_dataloader, this many prompts come from a set before the next set."""
     custom_dataloader: str | None = None
     """module:function of yours chooses the set of each prompt of a step (see dataset/mixing.py); null takes turns."""
     task_to_env: Mapping[str, str] = field(default_factory=dict)
@@ -550,7 +550,7 @@ class EnvConfig(Section):
     """Arguments of classes of your own, and of agents: {"my:Class": {near: 6}}; on the command line
     env.custom.my:Class.near=6."""
     max_error_fraction: float = key(0.05, ">= 0, <= 1")
-    """The run stops if more than this share of a step's replies could not be graded, and so are not trained on."""
+    """The run stops if more than this share of a step's replies end in `error`: not graded, or an agent that failed."""
 
 
 class WandbConfig(Section):
@@ -582,7 +582,7 @@ class CheckpointingConfig(Section):
     checkpoint_dir: str | None = None
     """Checkpoints go to this folder; null means checkpoints in the run folder."""
     save_period: int = key(10, ">= 1")
-    """A checkpoint is saved once in this many steps; a kill loses at most this many."""
+    """A checkpoint is saved once in this many steps. A kill loses at most that many, or twice if saving is slow."""
     keep_latest: int = key(2, ">= 2")
     """This many newest checkpoints are kept, at least two: an old one goes only after the new one is complete."""
     keep_top_k: int | None = key(None, ">= 1")
@@ -599,8 +599,9 @@ class CheckpointingConfig(Section):
     """The checkpoint to load: the number of its step, or best by metric_name; null means the newest. If it is
     not the newest, the resumed run removes the later checkpoints when it first saves."""
     resume: Literal["auto", "must", "never"] | None = None
-    """auto continues from the newest complete checkpoint of resume_from or of the newest run in log_dir, or starts a
-    new run. must fails if there is none. never starts a new run. null: must if resume_from is set, else never."""
+    """auto continues from the newest complete checkpoint of resume_from, else of the newest run in log_dir that has
+    one, else (without resume_from) starts a new run. must fails if there is none. never starts a new run. null: must if
+    resume_from is set, else never."""
     allow_changes: bool = False
     """A resumed run may change the model's name, seed, template or data; changed data start from their first row."""
     checkpoint_must_save_by: str | None = None

@@ -150,7 +150,7 @@ class Engine:
         if not self.cuda:  # or vLLM's CPU layers would cast it at every token; reloads keep it in float32
             self.llm.apply_model(lambda model: model.lm_head.float())
         if self.llm.model_config.head_dtype != torch.float32 and dist.get_rank() == 0:
-            print(f"WARNING: this vLLM rounds logits to {dtype}: expect a larger logp gap than vLLM 0.32.0", flush=True)
+            print(f"WARNING: this vLLM rounds logits to {dtype}: vLLM 0.32.0 has a smaller logp gap", flush=True)
         self.shapes: dict[str, list[int]] = {}  # of the first sync, the only ones that vLLM checks
         self.next_id, self.advances = count(), count(1)
         self.asleep_since, self.seconds_asleep = time.monotonic(), 0.0  # the total: agents' deadlines do not count it
@@ -245,7 +245,7 @@ class Engine:
     def _forget_cache(self) -> None:
         """Drops all keys and values. Unfinished requests compute them again, with the newest weights."""
         if not self.llm.reset_prefix_cache(reset_running_requests=bool(self.versions_by_request)):
-            raise StopRun("vLLM did not drop its prefix cache, which is of the old weights")
+            raise StopRun("vLLM did not drop its prefix cache, which comes from old weights: resume the run")
 
     def sync(self, weights: Weights, version: int) -> int:
         """Streams the weights into the engine, in place. Drops old keys and values unless requests keep them.

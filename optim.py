@@ -114,8 +114,7 @@ def judge_step(
         return True, 0
     if num_bad_steps + 1 > cfg.max_bad_steps:
         raise StopRun(
-            f"step {step}: {'; '.join(problems)}: {num_bad_steps + 1} bad steps in a row "
-            f"(grpo.max_bad_steps={cfg.max_bad_steps}). The step was not applied; the weights are those before the "
-            "first bad one"
+            f"step {step}: {'; '.join(problems)}. Bad steps in a row: {num_bad_steps + 1} (grpo.max_bad_steps="
+            f"{cfg.max_bad_steps}). The step was not applied; the weights are those before the first bad one"
         )
     return False, num_bad_steps + 1

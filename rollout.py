@@ -421,11 +421,13 @@ def _nothing_to_train(
 ) -> str:
     grpo, groups = cfg.grpo, groups_of(generated)
     if trained:
-        num_cut = grpo.overlong_filtering * sum(sample.finish_reason == "length" for sample in trained)
+        why = f"no sample of {num_batches} batches can be trained on: in the last one "
+        if not grpo.overlong_filtering:
+            return f"{why}all rows have loss_multiplier=0, or were not graded"
         return (
-            f"no sample of {num_batches} batches can be trained on. Of the last one, {num_cut} of {len(trained)} ran "
-            f"into policy.generation.max_new_tokens={cfg.policy.generation.max_new_tokens} with grpo.overlong_filtering"
-            "=true, and all other rows have loss_multiplier=0, or were not graded. Allow longer responses, or set "
+            f"{why}{sum(sample.finish_reason == 'length' for sample in trained)} of {len(trained)} ran into "
+            f"policy.generation.max_new_tokens={cfg.policy.generation.max_new_tokens} with grpo.overlong_filtering"
+            "=true, and the others have loss_multiplier=0, or were not graded. Allow longer responses, or set "
             "overlong_filtering=false"
         )
     solved = sum(all(sample.outcome == "ok" for sample in group) for group in groups)

@@ -18,7 +18,7 @@ find_python() {  # runs each candidate: a version manager's shim on PATH may not
 assert (3, 11) <= sys.version_info[:2] <= (3, 14)
 print(sys.executable)' 2>/dev/null && return
     done
-    die "needs Python 3.11 to 3.14 with the venv module; none of python3, python3.11 ... python3.14 is one." \
+    die "needs Python 3.11 to 3.14 with the venv module; none of python3, python3.11 ... python3.14 qualifies." \
         "Install one, e.g. 'apt-get install python3.12 python3.12-venv', or set GRPO_PYTHON (see setup.sh)"
 }
 
@@ -32,7 +32,7 @@ check_driver() {  # for the lock's torch, which needs CUDA 13; another torch (GR
 check_compiler() {  # PYTHON: at run time Triton compiles the code that launches its kernels
     local version include
     if [[ -v CC ]]; then command -v "$CC"; else command -v gcc || command -v clang; fi >/dev/null ||
-        die "Triton needs a C compiler, but '${CC-gcc or clang}' was not found: run 'apt-get install gcc', and unset CC"
+        die "Triton needs a C compiler, but '${CC-gcc or clang}' was not found: 'apt-get install gcc', or name one in CC"
     read -r version include < <("$1" -ISc 'import sys, sysconfig
 print("%d.%d" % sys.version_info[:2], sysconfig.get_path("include", "posix_prefix"))')
     [[ -f $include/Python.h ]] || die "Triton needs Python's C headers, but $include/Python.h was not found:" \
@@ -82,7 +82,7 @@ failed() {
     die "pip failed. Is there a network, and can pip reach a package index? See $venv/install.log, then run this again."
 }
 
-[[ $(uname -s) == Linux ]] || die "Linux only (vLLM's wheels are); elsewhere, use a Linux container"
+[[ $(uname -s) == Linux ]] || die "needs Linux, as vLLM's wheels do; elsewhere, use a Linux container"
 cd "$(dirname "${BASH_SOURCE[0]}")"
 GRPO_DEVICE=${GRPO_DEVICE:-$(nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)}
 lock=requirements/$GRPO_DEVICE.txt

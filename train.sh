@@ -7,7 +7,7 @@ Usage: ./train.sh [--nproc_per_node=N] [--gpu_memory=GiB] [CONFIG.yaml] [key.sub
 Sets up on a fresh machine, checks the config, then trains under torchrun.
 Default config: configs/smoke.yaml (CPU, minutes). Every key: .venv/bin/python grpo.py --help
 --gpu_memory: plan for a GPU with this much memory, instead of the GPU found here.
---nnodes, --node_rank (0 to N-1), --rdzv_endpoint (a port of node 0): set by slurm.sh. Nodes wait ten minutes.
+--nnodes, --node_rank (0 to N-1), --rdzv_endpoint (a port of node 0): by slurm.sh. They wait 10 minutes for each other.
 Processes per node: --nproc_per_node or NPROC; default: one per GPU; on CPU 2 for a small model, 1 for a large one.
 GRPO_DEVICE, GRPO_VENV and GRPO_PYTHON choose the environment: see setup.sh.
 
@@ -60,8 +60,8 @@ rendezvous=(--standalone)  # a free port for each run
 if ((${#nodes[@]})); then
     num_nodes=${nodes[__nnodes]:-} node_rank=${nodes[__node_rank]:-} endpoint=${nodes[__rdzv_endpoint]:-}
     [[ $num_nodes =~ ^[1-9][0-9]*$ && $node_rank =~ ^(0|[1-9][0-9]*)$ && $endpoint =~ ^.+:[0-9]+$ ]] &&
-        ((node_rank < num_nodes)) || complain "several nodes need --nnodes=N, --node_rank=0 to N-1, and the same" \
-        "--rdzv_endpoint=HOST:PORT, of node 0, on all nodes; not '$num_nodes', '$node_rank', '$endpoint'"
+        ((node_rank < num_nodes)) || complain "each node needs --nnodes=N, --node_rank=K (0 to N-1) and the same" \
+        "--rdzv_endpoint=HOST:PORT, of node 0; not '$num_nodes', '$node_rank', '$endpoint'"
     # is_host: node 0 hosts the endpoint even if the name does not resolve to the machine's own address.
     meeting="is_host=$((node_rank == 0)),join_timeout=600,read_timeout=600"
     export LOCAL_WORLD_SIZE=$nproc  # the check needs it: which nodes of a split job generate

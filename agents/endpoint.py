@@ -253,7 +253,7 @@ class Endpoint:
         async for chunk in request.stream():
             body += chunk
             if len(body) > MAX_BYTES:
-                raise Refused(f"a request of more than {MAX_BYTES >> 20} MiB", 413, "request_too_large")
+                raise Refused(f"the request is larger than {MAX_BYTES >> 20} MiB", 413, "request_too_large")
         try:
             asked = Request.model_validate_json(bytes(body))
         except ValidationError as error:

@@ -29,7 +29,8 @@ class Agent(PoolEnvironment):
             if program and not shutil.which(program):
                 raise ConfigError(f"env.agents: {cfg.name}.{key}={program}: no such program; give its path")
         if absent := [name for name in cfg.pass_env if name not in os.environ]:
-            raise ConfigError(f"env.agents: {cfg.name}.pass_env: {absent[0]} is not set in the environment of the run")
+            fix = "set it where the run starts, or remove it here"
+            raise ConfigError(f"env.agents: {cfg.name}.pass_env: no variable {absent[0]}: {fix}")
         try:
             self.pool = GraderPool.of(
                 "agents.worker:run",

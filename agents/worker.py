@@ -36,7 +36,7 @@ def run(job: dict) -> Any:
         found = function(**_accepted(function, {name: job[name] for name in GIVEN}), **kwargs)
         found = asyncio.run(found) if inspect.iscoroutine(found) else found
     except SystemExit as error:
-        raise RuntimeError(f"the agent exits with {error.code}") from error
+        raise RuntimeError(f"the agent exited with {error.code}") from error
     return json.loads(json.dumps(found, default=lambda each: float(each) if hasattr(each, "__float__") else str(each)))
 
 

@@ -50,7 +50,8 @@ def smoke_run(dry: bool, out: Path) -> dict[str, str]:
     words += ["grpo.val_at_start=false", "grpo.val_at_end=false", f"grpo.max_num_steps={steps}"]
     words += ["policy.generation.vllm_cfg.enforce_eager=true"]
     if not dry:
-        words += ["policy.precision=bfloat16", "grpo.logp_gap_limit=0.1", "policy.generation.vllm_cfg.gpu_memory_utilization=0.3"]
+        words += ["policy.precision=bfloat16", "grpo.logp_gap_limit=0.1"]
+        words += ["policy.generation.vllm_cfg.gpu_memory_utilization=0.3"]
         torch.cuda.memory._record_memory_history(max_entries=100_000)
     wake, enter = engine_module.Engine.wake, start.Timers.__call__
 

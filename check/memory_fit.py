@@ -22,8 +22,8 @@ FEW = 8  # whole sequences at once
 
 def table(plan: Plan) -> str:
     """A line for each phase, of its largest moment, what holds most first."""
-    limit = "" if plan.gpu_bytes is None else f", of {gib(plan.gpu_bytes)}"
-    lines = [f"memory     in GiB{limit} on each of {plan.num_gpus} GPUs, packs of {plan.tokens:,} tokens"]
+    limit = "" if plan.gpu_bytes is None else f" with {gib(plan.gpu_bytes)}"
+    lines = [f"memory     GiB on each of {plan.num_gpus} GPUs{limit}, packs of {plan.tokens:,} tokens"]
     for phase, (moment, items) in plan.phases.items():
         lines.append(f"  {phase:8} {gib(sum(items.values()))}{moment and f' at {moment}'}: {listed(items)}")
     if host := plan.host():
@@ -56,7 +56,8 @@ def problem(plan: Plan) -> str | None:
     size, has = math.ceil(plan.size(phase) / GIB * 100) / 100, math.floor(plan.gpu_bytes / GIB * 100) / 100
     needed = f"memory: {phase} needs {size} GiB on each GPU, which has {has:g}"
     if plan.size(phase) <= plan.gpu_bytes:
-        needed = f"memory: the engine's share leaves {gib(plan.kv_cache)} GiB of KV cache, too little for a sequence"
+        left = gib(max(0, plan.kv_cache))
+        needed = f"memory: the engine's share leaves {left} GiB of KV cache, too little for a sequence"
     for spare in (SPARE, 0.03, 0.01, 0):
         if best := _cheapest(plan, (1 - spare) * plan.gpu_bytes):
             rest = "" if spare == SPARE else f" and {spare:.0%} to spare"

@@ -70,7 +70,7 @@ def read_inputs(
     `resume_from` is only scored, and there may be no step to train. With `to_plan` the policy's weights may be absent.
     max_rows, on_rank0: as in `load_dataset`."""
     if to_train and cfg.logger.wandb_enabled and not any(importlib.metadata.distributions(name="wandb")):
-        fix = f"`{sys.executable} -m pip install wandb=={WANDB_VERSION}`, or set it to false"
+        fix = f"run `{sys.executable} -m pip install wandb=={WANDB_VERSION}`, or set it to false"
         raise ConfigError(f"logger.wandb_enabled=true needs W&B's package, which is not installed: {fix}")
     resume.check_folders(cfg)
     if cfg.checkpointing.resume_from:
@@ -116,7 +116,7 @@ def read_inputs(
     if to_train and num_steps_of(cfg, mixture.num_problems) == 0:
         prompts = f"{mixture.num_problems} prompts x grpo.max_num_epochs={cfg.grpo.max_num_epochs}"
         step = f"{cfg.grpo.num_prompts_per_step} x grpo.batch_multiplier={cfg.grpo.batch_multiplier:g}"
-        raise ConfigError(f"nothing to train: {prompts} are fewer than grpo.num_prompts_per_step={step}")
+        raise ConfigError(f"nothing to train: {prompts} are fewer than grpo.num_prompts_per_step={step}: lower it")
     if to_train and mixture.sampler:  # the user's function: a mistake in it should show now
         mixture.draw(mixture.start(), cfg.grpo.prompts_per_batch)
     reward_model = read_reward_model(cfg.env.reward_model) if "reward_model" in environments else None

@@ -69,8 +69,8 @@ def candidates(folder: Path, cfg: CheckpointingConfig) -> list[Path]:
     kept, best = numbered(folder, "step_"), by_metric(folder, cfg.higher_is_better)
     chosen = best[:1] if cfg.resume_step == "best" else [kept[n] for n in kept if n == int(cfg.resume_step)]
     if not chosen:
-        steps = f"the steps {', '.join(map(str, kept))}, {len(best)} of them with a metric"
-        raise ConfigError(f"checkpointing.resume_step={cfg.resume_step}: {folder} has {steps}")
+        steps = f"choose one of its steps ({', '.join(map(str, kept)) or 'none'}; with a metric: {len(best)})"
+        raise ConfigError(f"checkpointing.resume_step={cfg.resume_step}: {folder} has no such checkpoint: {steps}")
     return chosen
 
 
@@ -141,7 +141,7 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
         check_writable("checkpointing.resume_from", str(run))
     folder = checkpoint_folder(cfg.checkpointing, run)
     metas = {path: read_meta(path) for path in candidates(folder, cfg.checkpointing)}
-    newest, meta = next(iter(metas.items()), (folder, "there is none"))
+    newest, meta = next(iter(metas.items()), (folder, "the folder is empty or missing"))
     if all(isinstance(each, str) for each in metas.values()):
         problem = f"no complete checkpoint in {folder} ({meta})"
         raise ConfigError(f"checkpointing.resume_from={run}: {problem}; unset the key to start anew")

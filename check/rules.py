@@ -93,7 +93,7 @@ def _split_problems(cfg: Config, world_size: int, ranks_of_node: int | None) -> 
         return
     size, nodes, num_nodes = resources.gpus_per_node, resources.num_nodes, world_size // (ranks_of_node or world_size)
     fixes = {
-        "set gpus_per_node to the ranks of a node that generate": size is None,
+        "set gpus_per_node to the number of generating ranks per node": size is None,
         "set num_nodes to the number of nodes that generate": num_nodes > 1 and nodes is None,
         f"nodes either train or generate: set gpus_per_node={ranks_of_node}": num_nodes > 1 and size != ranks_of_node,
         "no rank is left to train; start more ranks, or lower these keys": generation.num_generators >= world_size,
@@ -135,7 +135,7 @@ def _size_problems(cfg: Config, world_size: int) -> Iterator[str]:
         yield f"{batch_key} does not divide the {samples}: set it to {rollout} or null"
     if cfg.loss_fn.force_on_policy_ratio and epochs * num_optimizer_steps > 1:
         steps = f"policy.ppo_epochs={epochs} and {batch_key} make {epochs * num_optimizer_steps}"
-        yield f"loss_fn.force_on_policy_ratio=true is for one optimizer step per rollout, but {steps}"
+        yield f"loss_fn.force_on_policy_ratio=true is for one optimizer step per rollout, but {steps}: set it to false"
     total, new = cfg.policy.max_total_sequence_length, generation.max_new_tokens
     prompt, val_new = max_prompt_tokens(cfg), cfg.grpo.val_max_new_tokens or 0
     if new < total < prompt + val_new:
@@ -155,7 +155,7 @@ def _checkpoint_problems(cfg: Config) -> Iterator[str]:
     if not name.startswith(("train/", "validation/")):
         yield f"checkpointing.metric_name={name}: must be a key of metrics.jsonl, such as train/reward"
     elif saving.enabled and saving.keep_top_k and name.startswith("validation/") and not cfg.grpo.val_period:
-        yield f"checkpointing.keep_top_k={saving.keep_top_k} compares {name}, but grpo.val_period=0 means no validation"
+        yield f"checkpointing.keep_top_k={saving.keep_top_k} compares {name}: set grpo.val_period above 0"
 
 
 def must_save_by_seconds(cfg: CheckpointingConfig) -> float | None:
@@ -229,7 +229,7 @@ def _agent_problems(cfg: Config) -> Iterator[str]:
         if bool(agent.function) == bool(agent.command):
             yield f"{place}: set function or command, and not both"
         elif agent.command and agent.name in cfg.env.custom:
-            yield f"env.custom.{agent.name}: a command has its arguments in {place}.command"
+            yield f"env.custom.{agent.name}: a command's arguments belong in {place}.command"
         elif agent.isolation == "required" and not agent.command:
             yield f"{place}.isolation=required: only a command can be isolated; set it to none"
     if cfg.env.agents and cfg.grpo.turn_level_advantages:

@@ -112,7 +112,7 @@ def read_row(raw: dict, cfg: DatasetConfig) -> tuple[list[dict], Any, list[dict]
     if messages[-1]["role"] == "assistant":
         if answer is not None or messages[-1].get("tool_calls"):
             raise DataError(
-                "a last message of the assistant is the answer: remove it, or its tool_calls and the answer field"
+                "the assistant's last message counts as the answer: remove it, or its tool_calls and the answer field"
             )
         answer = messages.pop()["content"]
     if not messages:

@@ -97,7 +97,7 @@ class Code(PoolEnvironment):
             sandbox.run("", "", sandbox.Limits(**self.limits))
         except sandbox.Unavailable as error:
             other = ", or set env.code.isolation=none (see docs/tasks.md)" if cfg.isolation == "required" else ""
-            problem = f"this machine does not let a program be isolated ({error})"
+            problem = f"this machine cannot run programs so ({error})"
             fix = f"allow user namespaces and seccomp{other}"
             raise ConfigError(f"env.code.isolation={cfg.isolation}: {problem}: {fix}") from error
         # sandbox.py holds the limits; these are for a grader that hangs
@@ -140,7 +140,7 @@ def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environme
         environment = make[name]()
     else:
         known = ", ".join(make)
-        raise ConfigError(f"env_name '{name}' is unknown; known: {known}, and module:Class or module:function")
+        raise ConfigError(f"env_name '{name}' is unknown; known: {known}, agents, module:Class, module:function")
     call(f"env_name '{name}', in its self_tests,", _self_test, name, environment)
     return environment
 

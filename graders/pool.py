@@ -210,7 +210,7 @@ class GraderPool:
             number, job = self.waiting.popleft()
             payload = json.dumps(job).encode()
             if len(payload) > MAX_BYTES:
-                graded[number] = Graded("error", message=f"a job of more than {MAX_BYTES >> 20} MiB")
+                graded[number] = Graded("error", message=f"the job is larger than {MAX_BYTES >> 20} MiB")
             else:
                 worker.job, worker.outbox = number, payload + b"\n"
                 worker.num_jobs += 1
@@ -264,7 +264,7 @@ class GraderPool:
 
     def _fail(self, problem: str) -> None:
         self.close()
-        raise ConfigError(f"grader {self.target}: {problem}")
+        raise ConfigError(f"worker {self.target}: {problem}")
 
 
 # ------------------------------------------------------------------------------------------------ in the worker process

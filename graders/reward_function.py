@@ -42,7 +42,7 @@ class RewardFunction(Environment):
         self.accepted = {p.name for p in named}
         self.required_fields = [p.name for p in named if p.default is p.empty and p.name not in self.GIVEN]
         if not self.accepts_all and "completions" not in self.accepted:
-            raise ConfigError(f"env_name '{name}': a reward function takes `completions` (TRL's signature)")
+            raise ConfigError(f"env_name '{name}': a reward function must take `completions` (TRL's signature)")
 
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         if not turns:

@@ -20,10 +20,10 @@ def open_file(name: str | Path) -> Iterator[BinaryIO]:
     try:
         with open(name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError(None, "no regular file")
+                raise OSError(None, "not a regular file")
             yield file
     except OSError as error:
-        tried = "" if os.path.isabs(name) else f", in {os.getcwd()}, where relative paths start: give an absolute one"
+        tried = "" if os.path.isabs(name) else f"; relative paths start in {os.getcwd()}: give an absolute one"
         raise DataError(f"{name}: cannot be read ({error.strerror}{tried})") from error
 
 

@@ -145,7 +145,7 @@ def _rope_of(hf: dict, source: str) -> dict:
     applied = ROPE_FIELDS + (tuple(Llama3Rope.__dataclass_fields__) if rope["rope_type"] == "llama3" else ())
     ignored = [name for name in rope if name not in applied]
     if rope["rope_type"] in SUPPORTED_VALUES["rope_type"] and ignored:
-        raise ConfigError(f"{source}: {', '.join(ignored)} has no effect with rope_type={rope['rope_type']!r}")
+        raise ConfigError(f"{source}: remove {', '.join(ignored)}: no effect with rope_type={rope['rope_type']!r}")
     return rope
 
 

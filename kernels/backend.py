@@ -35,9 +35,8 @@ class KernelBackend:
 
 
 def choose_backend(option: str, device_type: str, chunk_rows: int | None = None, pack_rows: int = 0) -> KernelBackend:
-    """triton, torch, or auto: Triton on CUDA, PyTorch elsewhere. ValueError for triton without CUDA."""
-    if option == "triton" and device_type != "cuda":
-        raise ValueError(f"policy.kernel_backend=triton needs a CUDA device, this is {device_type}: use auto or torch")
+    """triton, torch, or auto: Triton on CUDA, PyTorch elsewhere. The caller has refused triton without CUDA."""
+    assert option != "triton" or device_type == "cuda", device_type
     if option == "auto":
         option = "triton" if device_type == "cuda" else "torch"
     return KernelBackend(option, chunk_rows, pack_rows)

@@ -178,7 +178,7 @@ def load(folder: Path, cfg: CheckpointingConfig, model, optimizer, ranks: Ranks,
         if problem is None:
             meta = read_meta(path)
             if meta["state"].get("base_sha256") != base:
-                raise ConfigError(f"{path}: its adapters need other weights than policy.model_name has (sha256)")
+                raise ConfigError(f"{path}: its adapters belong to other weights: name those in policy.model_name")
             _restore(path, sorted(meta["files"]), model, optimizer, reference)
             return meta["state"] | {"step": meta["step"]}
         if cfg.resume != "auto":
@@ -258,7 +258,7 @@ def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[st
     names = sorted(files[0].keys())
     params = _trained(model)
     if other := {f"param.{name}" for name in params} ^ {name for name in names if name.startswith("param.")}:
-        raise ConfigError(f"{path}: holds another model than policy.model_name: only one of the two has {min(other)}")
+        raise ConfigError(f"{path}: does not fit policy.model_name: only one of the two has {min(other)}")
     for name, param in params.items():
         local_shard(param).copy_(_read_rows(files, f"param.{name}", param))
     if optimizer is None:

@@ -102,7 +102,7 @@ def _lock(folder: Path, kind: int) -> None:
             raise ConfigError(text) from error
         if kind == fcntl.LOCK_EX:
             problem = f"this file system has no file locks ({error.strerror})"
-            print(f"WARNING: {folder}: {problem}: start no second run in this folder", flush=True)
+            print(f"WARNING: {folder}: {problem}: do not start a second run in it", flush=True)
         return
     if kind == fcntl.LOCK_EX:
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
@@ -118,7 +118,7 @@ def write_provenance(folder: Path, cfg: Config, world_size: int) -> None:
     if not (folder / "config.yaml").exists():
         write_whole(folder / "config.yaml", reader.to_yaml(cfg))
     file = folder / "provenance.json"
-    parts = parse_json(read_bytes(file), f"{file}: move it away") if file.exists() else []
+    parts = parse_json(read_bytes(file), f"{file} (move it away)") if file.exists() else []
     patch = _git("diff", "HEAD", "--binary")
     name = f"changes_{len(parts) + 1}.patch" if patch else None
     found = [each.metadata for each in importlib.metadata.distributions()]  # each parses a file

@@ -97,7 +97,7 @@ def no_gradient(steps: Steps) -> str:
     if len(steps) < RECENT or not all(map(has_no_signal, steps[-RECENT:])) or solved(steps):
         return ""
     shares = (f"{name.removeprefix('outcome/')} {mean(steps[-RECENT:], name):.0%}" for name in OUTCOME)
-    return f"{RECENT} steps without a gradient: rewards differ in no group ({', '.join(shares)}); read samples.jsonl"
+    return f"{RECENT} steps without a gradient: no group's rewards differ ({', '.join(shares)}); read samples.jsonl"
 
 
 def few_groups(steps: Steps) -> str:

@@ -284,6 +284,8 @@ def build_policy(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.dev
     if policy.deterministic_attention:  # before the first matmul: Decoder.backward has torch refuse it otherwise
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.utils.deterministic.fill_uninitialized_memory = False
+    if policy.kernel_backend == "triton" and device.type != "cuda":
+        raise ConfigError("policy.kernel_backend=triton needs CUDA: set it to auto or torch")
     sizes = policy.logprob_chunk_size, policy.pack_tokens(device.type)
     backend = choose_backend(policy.kernel_backend, device.type, *sizes)
     compiled = compiles(policy.compile, device.type)

@@ -177,7 +177,7 @@ def finish(run: Run) -> str:
     """Writes the Hugging Face folder and the closing table; returns why the run ended. StopRun if the disk refused."""
     problem, reason = _export(run), f"trained to step {run.state.step}"
     if problem:
-        raise StopRun(f"{reason}, but not exported ({problem}): make room, then checkpointing.resume_from={run.folder}")
+        raise StopRun(f"{reason}, not exported ({problem}): make room and set checkpointing.resume_from={run.folder}")
     return reason
 
 

@@ -164,7 +164,7 @@ def choose_device(local_rank: int) -> torch.device:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(f"torch cannot use a GPU: {reason} ({hint}); or use {cpu_packages}") from error
     if local_rank >= (num_gpus := torch.cuda.device_count()):
-        raise ConfigError(f"torch sees {num_gpus} GPUs, and each process needs one: --nproc_per_node={num_gpus}")
+        raise ConfigError(f"torch sees {num_gpus} GPUs, and each process needs one: use --nproc_per_node={num_gpus}")
     return torch.device("cuda", local_rank)
 
 

@@ -82,7 +82,7 @@ def replay(folder: Path, cfg: Config, ranks: Ranks, device: torch.device) -> tup
         shards = reference.shards if reference else {}
         before = saved / f"step_{step - 1:06d}"
         if not before.is_dir():
-            fix = "make logger.dump_rollouts a multiple of checkpointing.save_period, raise checkpointing.keep_latest"
+            fix = "raise checkpointing.keep_latest; dump_rollouts should be a multiple of checkpointing.save_period"
             raise ConfigError(f"{folder}: needs the checkpoint before the step, {before}, which was not kept: {fix}")
         asked = replace(cfg.checkpointing, resume="must", resume_step=str(step - 1))
         state = checkpoint.load(saved, asked, model, optimizer, ranks, shards, base)

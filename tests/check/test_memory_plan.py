@@ -183,7 +183,7 @@ def test_a_table_of_what_fits():
     plan = replace(large_plan("8B", 8), gpu_bytes=80 * GIB)
     assert memory_fit.problem(plan) is None
     first, *phases, cache = memory_fit.table(plan).splitlines()
-    assert " 80 on each of 8 GPUs" in first and "8,192 tokens" in first
+    assert " on each of 8 GPUs with 80" in first and "8,192 tokens" in first
     assert [line.split()[0] for line in phases] == ["train", "score", "generate", "sync"]
     assert f"{plan.size('train') / GIB:.3g} at the head: moments 7.63" in phases[0] and "144 KiB a token" in cache
     unknown = replace(plan, gpu_bytes=None, num_gpus=1)

@@ -60,7 +60,7 @@ def test_check_and_explain(name, here, capsys):
     assert summary.startswith("model      ") and re.search(r"\nsteps +[1-9]", summary)
     num_gpus = cfg.cluster.gpus_per_node * cfg.cluster.num_nodes
     is_planned = num_gpus > 1 and "noncolocated" not in name
-    assert (f"\nmemory     in GiB on each of {num_gpus} GPUs, packs of " in summary) == is_planned
+    assert (f"\nmemory     GiB on each of {num_gpus} GPUs, packs of " in summary) == is_planned
     counts, *lines = capsys.readouterr().out.partition("\n\n")[0].splitlines()  # the check may tell its progress after
     expected = leaves(of_file(Path(name)))
     assert sorted(line.partition("=")[0] for line in lines) == sorted(expected)

@@ -112,7 +112,7 @@ def test_one_file_may_be_the_default_of_two(write):
 
 def test_a_pipe_is_no_config(tmp_path):
     os.mkfifo(tmp_path / "run.yaml")
-    with pytest.raises(config.ConfigError, match=r"run\.yaml: cannot be read \(no regular file\)"):
+    with pytest.raises(config.ConfigError, match=r"run\.yaml: cannot be read \(not a regular file\)"):
         load(tmp_path / "run.yaml")
 
 

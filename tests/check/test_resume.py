@@ -142,7 +142,7 @@ def test_a_run_of_another_version_is_refused_with_a_sentence(run, tmp_path):
         ("[" * 100_000, "meta.json: not valid JSON ("),
         ("edited", "meta.json: content differs from its checksum"),
         ("renamed", "meta.json: belongs to step 9"),
-        ("pipe", "meta.json: cannot be read (no regular file)"),
+        ("pipe", "meta.json: cannot be read (not a regular file)"),
         ("no shard", "rank_00000.safetensors: No such file or directory"),
         ("cut shard", "rank_00000.safetensors: 4 bytes, but meta.json says 5"),
         ("no meta", "meta.json: cannot be read (No such file or directory)"),

@@ -129,8 +129,8 @@ def test_a_forced_ratio_is_for_one_step_per_rollout(write):
     forced = "loss_fn.force_on_policy_ratio=true"
     batch = "policy.train_global_batch_size"
     start = "loss_fn.force_on_policy_ratio=true is for one optimizer step per rollout, but policy.ppo_epochs="
-    assert problems_of(path, 1, forced, "policy.ppo_epochs=2") == [f"{start}2 and {batch}=null make 2"]
-    assert problems_of(path, 1, forced, f"{batch}=128") == [f"{start}1 and {batch}=128 make 4"]
+    assert problems_of(path, 1, forced, "policy.ppo_epochs=2") == [f"{start}2 and {batch}=null make 2: set it to false"]
+    assert problems_of(path, 1, forced, f"{batch}=128") == [f"{start}1 and {batch}=128 make 4: set it to false"]
     (problem,) = problems_of(path, 1, f"{batch}=500")
     assert problem.startswith(f"{batch}=500 does not divide the 512 samples of ")
     assert problem.endswith(": set it to 512 or null")

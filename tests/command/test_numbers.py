@@ -140,7 +140,7 @@ def test_patience_skips_steps_whose_sampler_is_off(found):
 def test_too_many_in_a_row_stop_the_run_on_all_ranks(found):
     run = found["third in a row"]
     assert run["code"] == 3 and not run["moved"]
-    assert "3 bad steps in a row (grpo.max_bad_steps=2)" in run["reason"]
+    assert "Bad steps in a row: 3 (grpo.max_bad_steps=2)" in run["reason"]
 
 
 def test_every_process_group_has_the_runs_timeout(found):

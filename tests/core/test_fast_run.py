@@ -132,6 +132,8 @@ def test_any_checkpoint_that_is_kept_is_scored_exported_and_resumed(run, monkeyp
     capfd.readouterr()
     run(grpo, *words, resume, "checkpointing.resume_step=7", code=2)
     assert "resume_step=7: " in (said := capfd.readouterr().err) and "4, 3, 2, 1" in said
+    run(grpo, *words, resume, "policy.kernel_backend=triton", code=2)
+    assert "policy.kernel_backend=triton" in capfd.readouterr().err
     run(grpo, *words, resume, "checkpointing.resume_step=2", "grpo.max_num_steps=3", "policy.scheduler.name=constant")
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert names == ["step_000001", "step_000002", "step_000003"], "the run has gone back before step 4"

@@ -244,8 +244,8 @@ def test_bad_steps_of_any_kind_share_a_counter_and_stop_the_run(metrics, grad_no
     with pytest.raises(StopRun) as error:
         count(2)
     assert told in str(error.value) and str(error.value).startswith("step 7: ")
-    assert "3 bad steps in a row (grpo.max_bad_steps=2). The step was not applied" in str(error.value)
-    with pytest.raises(StopRun, match="1 bad steps in a row"):
+    assert "Bad steps in a row: 3 (grpo.max_bad_steps=2). The step was not applied" in str(error.value)
+    with pytest.raises(StopRun, match="Bad steps in a row: 1 "):
         count(0, replace(LIMIT, max_bad_steps=0))
 
 

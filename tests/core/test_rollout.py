@@ -219,7 +219,7 @@ def test_a_step_without_a_row_to_train_on_stops_the_run():
 
     samples, _, metrics = collect(config_of(2), ROWS, 1, Masked(by_remainder))
     assert [s.num_trained_tokens > 0 for s in samples] == [False] * SIZE + [True] * SIZE and metrics["reward"] == 5 / 8
-    with pytest.raises(StopRun, match=r"0 of 8 ran .* all other rows have loss_multiplier=0"):
+    with pytest.raises(StopRun, match="all rows have loss_multiplier=0"):
         collect(config_of(2), ROWS[:2], 0, Masked(by_remainder))
 
 

@@ -228,7 +228,7 @@ def gym(*items, **keys):
         ({"messages": ["a"], "output": "2"}, "AttributeError"),
         (
             {"messages": [USER, USER | {"role": "assistant"}], "output": "2"},
-            "a last message of the assistant is the answer",
+            "the assistant's last message counts as the answer",
         ),
         ({"messages": [USER | {"role": "assistant"}]}, "no message before the assistant's"),
         ({"responses_create_params": {"input": 3}, "answer": "1"}, "TypeError"),
@@ -239,7 +239,7 @@ def gym(*items, **keys):
         (gym(tools=[{"type": "web_search"}]), "web_search"),
         (
             {"responses_create_params": {"input": [USER, CALL]}, "answer": "1"},
-            "a last message of the assistant is the answer",
+            "the assistant's last message counts as the answer",
         ),
         (GOOD | {"task_name": "os:system"}, "'os:system' is not an environment: use exact, math, code"),
         (GOOD | {"loss_multiplier": 0.5}, "loss_multiplier=0.5"),

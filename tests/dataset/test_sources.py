@@ -16,7 +16,7 @@ def test_files_without_a_usable_row(tokenizer, tmp_path):
     assert refused(tokenizer, [b"", b"  "]) == "rows.jsonl: no usable row: it is empty"
     for path in ("absent.jsonl", "data/absent.json", "./absent"):
         assert refused(tokenizer, [], data_path=path).startswith(
-            f"{path}: cannot be read (No such file or directory, in /"
+            f"{path}: cannot be read (No such file or directory; relative paths start in /"
         )
     assert refused(tokenizer, [], data_path=str(tmp_path)) == f"{tmp_path}: cannot be read (Is a directory)"
 

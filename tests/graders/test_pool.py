@@ -134,10 +134,10 @@ def test_what_a_grader_starts_dies_with_its_job(pool, kind, tmp_path):
 
 def test_target_that_cannot_be_imported_is_named():
     for target, said in (("no_such_module:f", "No module named"), ("grader_targets:nothing", "no attribute 'nothing'")):
-        with pytest.raises(ConfigError, match=f"grader {target}: .*{said}"):
+        with pytest.raises(ConfigError, match=f"worker {target}: .*{said}"):
             GraderPool(target, num_workers=1, deadline_s=1, memory_mib=512)
     for first, said in ((["raise", "boo"], "ValueError: boo"), (["os exit", 0], "the worker died: exit code 0")):
-        with pytest.raises(ConfigError, match=f"grader grader_targets:run: .*{said}"):
+        with pytest.raises(ConfigError, match=f"worker grader_targets:run: .*{said}"):
             GraderPool("grader_targets:run", num_workers=2, deadline_s=1, memory_mib=512, first=first)
 
 

@@ -348,8 +348,6 @@ def test_the_choice():
         choose_backend("auto", "cuda", 512) == KernelBackend("triton", 512) and choose_backend("auto", "cpu") == TORCH
     )
     assert choose_backend("torch", "cuda") == TORCH and choose_backend("triton", "cuda") == KernelBackend("triton")
-    with pytest.raises(ValueError, match=r"policy.kernel_backend=triton needs a CUDA device.*cpu"):
-        choose_backend("triton", "cpu")
     assert KernelBackend("torch").describe(151936).startswith("output layer: PyTorch")
     chosen = KernelBackend("triton").describe(151936)
     assert chosen == "output layer: Triton kernels, at most 5632 rows of logits at a time"

@@ -92,7 +92,7 @@ def check_resume(folder, work, place, device, mesh, lora=None):
     assert committed(work) == [work / "step_000002"]
 
     model, optimizer = fresh(folder, device, mesh, lora)
-    with pytest.raises(ConfigError, match=r"adapters need other weights than policy.model_name has"):
+    with pytest.raises(ConfigError, match=r"adapters belong to other weights: name those in policy.model_name"):
         checkpoint.load(work, CheckpointingConfig(), model, optimizer, place, {}, base="b" * 64)
     loaded = checkpoint.load(work, CheckpointingConfig(), model, optimizer, place, {}, base=base)
     assert loaded == {"step": 2, **STATE, "base_sha256": base}

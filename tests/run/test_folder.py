@@ -178,7 +178,7 @@ def test_a_disk_without_locks_is_named_once_and_the_run_goes_on(tmp_path, monkey
     monkeypatch.setattr(run_folder.fcntl, "lockf", refuse)
     run_folder._lock(tmp_path, RANK_0)
     problem = f"this file system has no file locks ({os.strerror(number)})"
-    expected = f"WARNING: {tmp_path}: {problem}: start no second run in this folder\n"
+    expected = f"WARNING: {tmp_path}: {problem}: do not start a second run in it\n"
     assert capsys.readouterr().out == expected
     run_folder._lock(tmp_path, OTHER_RANK)
     assert capsys.readouterr().out == ""

@@ -201,7 +201,7 @@ def test_console_metrics_and_table(tmp_path, capsys):
         "here train/lr 2.5 (docs/faq.md#reward_fell)"
     )
     assert lines[7].startswith(
-        "health: no_gradient: 5 steps without a gradient: rewards differ in no group (accuracy 0%,"
+        "health: no_gradient: 5 steps without a gradient: no group's rewards differ (accuracy 0%,"
     )
     assert "wrong 75%, parse_fail 25%" in lines[7] and "samples.jsonl" in lines[7]
     assert lines[7].endswith("(docs/faq.md#no_gradient) (after reward_fell: read that first)")

@@ -274,7 +274,7 @@ def test_pipes_in_place_of_files_are_said_and_passed_over(run, tmp_path, monkeyp
         os.mkfifo(file)
     (shown,) = page_of(monkeypatch, folder).data["runs"]
     for file in [*files[:3], dump]:
-        assert any(file.name in note and "no regular file" in note for note in shown["notes"]), (file, shown["notes"])
+        assert any(file.name in note and "a regular file" in note for note in shown["notes"]), (file, shown["notes"])
 
 
 def test_a_folder_of_eval(tmp_path, monkeypatch):

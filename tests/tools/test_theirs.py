@@ -27,7 +27,7 @@ PYTHON = {
         "GRPOTrainer(model='Qwen/Qwen2.5-0.5B', args=args, reward_funcs=[accuracy_reward])",
         {LR: 2e-6, STEPS: 500, WARMUP: 25, MODEL: "Qwen/Qwen2.5-0.5B", "logger.log_dir": "o"}
         | {"data.default.env_name": "math"},
-        ["0.05 x max_steps=500", f"{TOTAL}=1024", "512 tokens of it are assumed"],
+        ["0.05 x max_steps=500", f"{TOTAL}=1024", "512 prompt tokens are assumed"],
     ),
     "constants of the module, operators": (
         "import trl\nLR = 5e-6\nSEQ = 2**11\nPROMPT = 256\nN = int('8')\n"
@@ -222,7 +222,7 @@ VERL = {
     "a mapping that is a value, and keys of one's own": (
         "data: {apply_chat_template_kwargs: {enable_thinking: false}}\nmy_agent: {budget: 3}",
         {"policy.tokenizer.chat_template_kwargs": {"enable_thinking": False}},
-        ["my_agent.budget=3: it is not known"],
+        ["my_agent.budget=3: unknown"],
     ),
     "lists": (
         f"data: {{train_files: {LIST}}}\ntrainer: {{logger: [console, swanlab, wandb]}}",
