@@ -30,7 +30,7 @@ class Agent(PoolEnvironment):
                 raise ConfigError(f"env.agents: {cfg.name}.{key}={program}: no such program; give its path")
         if absent := [name for name in cfg.pass_env if name not in os.environ]:
             fix = "set it where the run starts, or remove it here"
-            raise ConfigError(f"env.agents: {cfg.name}.pass_env: no variable {absent[0]}: {fix}")
+            raise ConfigError(f"env.agents: {cfg.name}.pass_env: {absent[0]} is not set: {fix}")
         try:
             self.pool = GraderPool.of(
                 "agents.worker:run",
