@@ -76,8 +76,8 @@ def config_of(way: str, *overrides: str) -> Config:
     return reader.load(ROOT / "configs/math_1b.yaml", [*own, *overrides])
 
 
-def set_way(model: nn.Module, way: str, device: torch.device) -> None:
-    model.backend = choose_backend(WAYS[way][0], device.type)
+def set_way(model: nn.Module, way: str, device: torch.device, pack_tokens: int = 8192) -> None:
+    model.backend = choose_backend(WAYS[way][0], device.type, None, pack_tokens)
     model.loss_path = LossPath(WAYS[way][1], zero_adv_has_grad=False)
 
 
@@ -189,8 +189,8 @@ def main() -> None:
         batch = random_batch(cfg, vocab, args.samples, ranks, device)
         model.defers_sync = defers
         work = count(model, batch)
-        set_way(model, way, device)
-        set_way(head, way, device)
+        set_way(model, way, device, pack_tokens)
+        set_way(head, way, device, pack_tokens)
 
         def step(cfg=cfg, batch=batch) -> None:
             compute_gradients(model, batch, cfg)
