@@ -173,7 +173,7 @@ def test_classes_by_dotted_path_get_their_arguments():
         ("OUTCOMES", {}, r"cannot be imported .*AttributeError: module 'test_envs' has no attribute 'OUTCOMES'"),
         ("GRADES", {}, "not a callable object"),
         ("length", {"x": 1}, "takes no env.custom arguments"),
-        ("no_completions", {}, "a reward function takes `completions`"),
+        ("no_completions", {}, "a reward function must take `completions`"),
     ):
         with pytest.raises(ConfigError, match=problem):
             make(name, **custom)

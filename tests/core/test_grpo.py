@@ -174,7 +174,7 @@ def test_a_bad_step_moves_nothing_and_too_many_stop_the_run(policy, step, ranks)
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(policy).items())
     run = make_run(policy, cfg, ranks, optimizer=optimizer, num_bad_steps=2)
     with pytest.raises(
-        StopRun, match=r"step 1: .* must both be finite: 3 bad steps in a row \(grpo\.max_bad_steps=2\)"
+        StopRun, match=r"step 1: .* must both be finite\. Bad steps in a row: 3 \(grpo\.max_bad_steps=2\)"
     ):
         train(run, samples, bad_B)
     assert run.engine.calls == ["sleep"] and run.state.step == 0

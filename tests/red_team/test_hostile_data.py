@@ -93,7 +93,7 @@ USERS = [  # key, code, what the message names
     (PROCESSOR, "def f(row): raise ValueError('x\\n' * 9999)", "rows.jsonl:1: ValueError: x x x"),
     (PROCESSOR, "def f(row): return row | {'answer': {(1, 2): 3}}", "rows.jsonl:1: TypeError"),
     (PROCESSOR, "def f(row): return {1: 2, 'a': 3}", "rows.jsonl:1: none of the keys messages, input"),
-    (ENV, "def f(prompts): pass", "a reward function takes `completions`"),
+    (ENV, "def f(prompts): pass", "a reward function must take `completions`"),
     (ENV, "class f: pass", "no method step()"),
     (ENV, CLASS.format(step="1/0", check="raise KeyError('level')"), "raised KeyError: 'level' (FOLDER/mine.py:3)"),
     (ENV, CLASS.format(step="1/0", check="exit(3)"), "SystemExit: 3 (FOLDER/mine.py:3)"),
