@@ -101,10 +101,10 @@ def test_the_memory_plan_and_a_gpu_that_is_too_small(work):
     code, out, err = check(work, *words, GRPO_DEVICE="cpu")  # as train.sh calls it
     assert (code, err) == (0, "") and "memory  " not in out
     code, out, err = check(work, *words, "--gpu_memory=80", GRPO_DEVICE="cpu")
-    assert (code, err) == (0, "") and first.format(", of 80") in out
+    assert (code, err) == (0, "") and first.format(" with 80") in out
     replicas = [*words[:2], "policy.dtensor_cfg.dp_replicate_size=2"]  # two at least
     code, out, err = check(work, *replicas, "--gpu_memory=80")
-    assert (code, err) == (0, "") and first.format(", of 80") in out
+    assert (code, err) == (0, "") and first.format(" with 80") in out
     code, out, err = check(work, *words, "--gpu_memory=2")
     assert code == 2 and first.format(", of 2") in out
     assert err.startswith("error: memory: ") and " GiB on each GPU, which has 2; " in err and err.count("\n") == 1

@@ -247,7 +247,7 @@ REFUSALS = {  # what is not there -> (how it is played, where it shows with GRPO
     "driver": ({"driver": "570.195.03"}, False, ("driver 580", "'570.195.03'", "nvidia-driver-580", "GRPO_DEVICE=cpu")),
     "any driver": ({"driver": None}, False, ("driver 580", "'none'", "GRPO_DEVICE=cpu")),
     "compiler": ({"compiler": None}, True, ("C compiler", "'gcc or clang'", "'apt-get install gcc'")),
-    "the compiler that CC names": ({"CC": "icc"}, True, ("C compiler", "'icc'", "unset CC")),
+    "the compiler that CC names": ({"CC": "icc"}, True, ("C compiler", "'icc'", "in CC")),
     "headers": ({"has_headers": False}, True, ("{headers}/Python.h", "python3.12-dev", "GRPO_PYTHON")),
 }
 

@@ -94,6 +94,6 @@ def test_what_does_not_exist_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"rows.jsonl:1: no field 'log_metric', .* reward function .*:logs asks"):
         make("logs").check_answers([("rows.jsonl:1", "7", {"level": 1})])
     assert make("may_log").step([TURN])[0].reward == 1.0
-    with pytest.raises(RuntimeError, match=r"AttributeError: .*'max_steps' .*test_reward_function.py:\d+"):
+    with pytest.raises(AttributeError, match="max_steps"):
         make("reads_max_steps").step([TURN])
     make("sees_all").check_answers([("rows.jsonl:1", "7", {"level": 1})])

@@ -168,7 +168,7 @@ def test_a_missing_package_is_an_error_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr(preflight.importlib.metadata, "distributions", lambda name: iter(()))
     with pytest.raises(ConfigError) as error:
         preflight.read_inputs(cfg)
-    fix = f"`{sys.executable} -m pip install wandb=={preflight.WANDB_VERSION}`, or set it to false"
+    fix = f"run `{sys.executable} -m pip install wandb=={preflight.WANDB_VERSION}`, or set it to false"
     assert str(error.value) == f"logger.wandb_enabled=true needs W&B's package, which is not installed: {fix}"
     with pytest.raises(ConfigError, match=r"^(?!logger\.wandb)"):  # who only scores sends nothing
         preflight.read_inputs(cfg, to_train=False)

@@ -304,7 +304,7 @@ DEVICES = [  # (GRPO_DEVICE, GPUs, what torch says, built for CUDA, CUDA_VISIBLE
     ("cuda", 0, OLD, True, None, r"too old \(found version 12040\)\. Please update your GPU driver \(see nvidia-smi\)"),
     ("cuda", 0, NONE, True, "", r"No CUDA GPUs are available \(CUDA_VISIBLE_DEVICES is '': unset it, or name a GPU\)"),
     (None, 0, NONE, True, "7", r"No CUDA GPUs are available \(CUDA_VISIBLE_DEVICES is '7'"),
-    ("cuda", 1, None, True, None, "torch sees 1 GPUs, and each process needs one: --nproc_per_node=1"),
+    ("cuda", 1, None, True, None, "torch sees 1 GPUs, and each process needs one: use --nproc_per_node=1"),
     ("cpu", 1, None, True, None, "GRPO_DEVICE=cpu, but torch is for CUDA and sees a GPU: unset it, or"),
 ]
 
