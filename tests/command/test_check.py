@@ -106,7 +106,7 @@ def test_the_memory_plan_and_a_gpu_that_is_too_small(work):
     code, out, err = check(work, *replicas, "--gpu_memory=80")
     assert (code, err) == (0, "") and first.format(" with 80") in out
     code, out, err = check(work, *words, "--gpu_memory=2")
-    assert code == 2 and first.format(", of 2") in out
+    assert code == 2 and first.format(" with 2") in out
     assert err.startswith("error: memory: ") and " GiB on each GPU, which has 2; " in err and err.count("\n") == 1
     assert refused(work, "run.yaml", "--gpu_memory=much") == (
         "--gpu_memory=much: expected a GPU's memory in GiB, such as --gpu_memory=80"
