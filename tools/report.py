@@ -248,7 +248,7 @@ def main() -> int:
         pause = max(LIVE_SECONDS, 4 * (time.monotonic() - start)) if live else 0
         file = args.folders[0] / "report.html"
         write_whole(file, as_page(runs, pause))  # a browser never reads half of it
-        print(f"{file}: {file.stat().st_size / 1e6:.1f} MB", flush=True)
+        print(f"{file}: {file.stat().st_size / 1e3:,.0f} kB", flush=True)
         try:
             time.sleep(pause)
         except KeyboardInterrupt:
