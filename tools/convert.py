@@ -240,7 +240,7 @@ def _sizes(system: str, v: Values) -> tuple[Values, int]:
         least = curve.get("min_lr_rate", curve["min_lr"] / v["learning_rate"] if "min_lr" in curve else None)
         epochs = max(math.ceil(v["num_train_epochs"]), v["max_steps"])  # which alone ends a run if it is set
         keys = {"policy.optimizer.kwargs.betas": betas, "grpo.max_num_epochs": epochs}
-        keys["policy.scheduler.min_factor"] = least
+        keys |= {"policy.scheduler.min_factor": least, "cluster.gpus_per_node": num_processes}
         keys |= _graded_by(v.get("reward_funcs"), v.get("reward_model_name_or_path"))
     return keys | {
         "grpo.num_prompts_per_step": num_prompts,

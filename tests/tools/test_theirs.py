@@ -275,7 +275,7 @@ SCRIPTS = {
         ' data.max_prompt_length="$prompt"\n)\nMORE=(data.max_response_length=${LEN} data.seed=5)\n'
         "python3 -m verl.trainer.main_ppo --config-name=ppo hydra.run.dir=/x \\\n"
         ' "${DATA[@]}" actor_rollout_ref.rollout.n=$(((2 + 2) * N)) trainer.total_epochs=$NOBODY "$@"',
-        {PROMPTS: 64, LENGTH: 2048, TOTAL: 2560, GROUP: 16, "grpo.seed": 5},
+        {PROMPTS: 64, LENGTH: 2048, TOTAL: 2560, GROUP: 16, "grpo.seed": 5, "cluster.gpus_per_node": 8},
         ["trainer.total_epochs='$NOBODY': 30, verl's default"],
     ),
     "branches and commands, of which one is taken": (
