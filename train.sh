@@ -64,7 +64,6 @@ if ((${#nodes[@]})); then
         "--rdzv_endpoint=HOST:PORT, of node 0; not '$num_nodes', '$node_rank', '$endpoint'"
     # is_host: node 0 hosts the endpoint even if the name does not resolve to the machine's own address.
     meeting="is_host=$((node_rank == 0)),join_timeout=600,read_timeout=600"
-    export LOCAL_WORLD_SIZE=$nproc  # the check needs it: which nodes of a split job generate
     rendezvous=(--nnodes="$num_nodes" --rdzv_backend=c10d --rdzv_endpoint="$endpoint" --rdzv_conf="$meeting"
         --max-restarts=0)  # the ranks of the other nodes would not restart
 fi
@@ -73,7 +72,7 @@ trap '' PIPE  # whoever reads the output may leave (| head): that costs no run
 # One process checks config, data and model folder in two seconds; N ranks would need a minute. What it finds out the run
 # says again, and better: of all rows, of a resumed run, of the GPU that is there.
 world=(-u WORLD_SIZE)
-[[ -z $nproc ]] || world=("WORLD_SIZE=$((nproc * num_nodes))")
+[[ -z $nproc ]] || world=("WORLD_SIZE=$((nproc * num_nodes))" "LOCAL_WORLD_SIZE=$nproc")
 found=$(env -u GRPO_PARENT "${world[@]}" "$PYTHON" grpo.py --check "$config" "$@" "${memory[@]}") ||
     { status=$?; printf '%s' "${found:+$found$'\n'}"; exit "$status"; }
 if [[ -z $nproc ]]; then  # on a CPU the model decides

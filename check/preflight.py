@@ -294,7 +294,7 @@ def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None
     few = {"math": replace(cfg.env.math, num_workers=1), "code": replace(cfg.env.code, num_workers=1)}  # for canaries
     agents = tuple(replace(agent, num_workers=1) for agent in cfg.env.agents)
     cfg = replace(cfg, env=replace(cfg.env, **few, agents=agents))
-    to_plan = gpu_bytes is not None and "WORLD_SIZE" not in os.environ  # by hand: no run follows
+    to_plan = gpu_bytes is not None and "LOCAL_WORLD_SIZE" not in os.environ  # by hand, not by train.sh: no run follows
     inputs = read_inputs(cfg, to_plan=to_plan, max_rows=None if all_rows else MAX_ROWS)
     for environment in inputs.environments.values():
         environment.close()

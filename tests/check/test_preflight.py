@@ -377,9 +377,10 @@ def test_a_plan_without_weights(recipe, tmp_path, monkeypatch):
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(ROOT / "examples/arithmetic/starter" / name, folder)
     cfg = recipe("smoke.yaml", f"policy.model_name={folder}")
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "8")
     text = check(cfg, gpu_bytes=80 * 2**30)
-    assert "model.safetensors" in text and "\nmemory " in text
+    assert "on each of 8 GPUs" in text and "model.safetensors" in text and "\nmemory " in text
     index = {"weight_map": {f"w{i}": f"model-{i}.safetensors" for i in range(4)}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "model-0.safetensors and 3 more files" in check(cfg, gpu_bytes=80 * 2**30)
@@ -388,6 +389,6 @@ def test_a_plan_without_weights(recipe, tmp_path, monkeypatch):
     (folder / "model.safetensors").unlink()
     for world, gpu_bytes in (("1", 80 * 2**30), (None, None)):
         if world:
-            monkeypatch.setenv("WORLD_SIZE", world)
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", world)
         with pytest.raises(ConfigError, match="safetensors"):
             check(cfg, gpu_bytes=gpu_bytes)
