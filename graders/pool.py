@@ -253,7 +253,7 @@ class GraderPool:
         """The worker died, or overran its deadline: records the outcome of its job and starts a new worker."""
         if not is_late:  # the socket closes a moment before the process ends
             with suppress(subprocess.TimeoutExpired):
-                worker.process.wait(1)
+                worker.process.wait(5)  # on a machine with much to do
         code = worker.kill()
         seconds = self.deadline_s if worker.ready else START_SECONDS
         message = f"no answer in {seconds:g} s" if is_late else f"the worker died: exit code {code}"
