@@ -96,9 +96,10 @@ class Watchdog:
     def _where(self, frame) -> str:
         """One line: what this rank does, for how long, and at which line of which file."""
         stack = traceback.extract_stack(frame)
-        waits = self.waits or any("torch/distributed" in entry.filename for entry in stack)
         ours = [entry for entry in stack if not entry.filename.startswith(LIBRARIES)]
         last = ours[-1] if ours else stack[-1]
+        # A generator that decodes ahead while it waits for a request may hang in its engine.
+        waits = (self.waits and last.name == "_next_request") or any("torch/distributed" in e.filename for e in stack)
         doing = "waits for other ranks in" if waits else "is at"
         return (
             f"{self.ranks.peers.name(self.ranks.job_rank)}: step {self.step}, {self.phase}, "
