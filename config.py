@@ -118,7 +118,8 @@ class GRPOConfig(Section):
     """The standard deviation is over the rewards in the baseline (NeMo RL), the group or the batch. For group and batch
     it gets 1e-4 added (TRL)."""
     reward_std_floor: float = key(0.05, ">= 0, <= 1")
-    """A leave-one-out standard deviation above 0 counts as at least this share of the range of the group's rewards."""
+    """A leave-one-out standard deviation above 0 counts as at least this share of the range of the group's rewards; 0
+    sets no floor."""
     adv_estimator: AdvEstimatorConfig = AdvEstimatorConfig()
     turn_level_advantages: bool = False
     """The tokens of a turn get an advantage from that turn's own scaled reward, compared with the same turn of the
@@ -266,7 +267,7 @@ class DTensorConfig(Section):
     cpu_offload: bool = False
     """Weights, gradients and moments are in host memory, and the optimizer computes there, which is slow."""
     defer_fsdp_grad_sync: bool = False
-    """Ranks sum gradients only after the last pack, and weights stay gathered: faster if the host or links limit."""
+    """Ranks sum gradients after the last pack; weights stay gathered: faster if host or links limit; more memory."""
     dp_replicate_size: int = key(1, ">= 1")
     """Training ranks form this many replicas, for example one per node; each shards weights and optimizer states."""
     lora_cfg: LoRAConfig = LoRAConfig()

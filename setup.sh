@@ -32,7 +32,7 @@ check_driver() {  # for the lock's torch, which needs CUDA 13; another torch (GR
 check_compiler() {  # PYTHON: at run time Triton compiles the code that launches its kernels
     local version include
     if [[ -v CC ]]; then command -v "$CC"; else command -v gcc || command -v clang; fi >/dev/null ||
-        die "Triton needs a C compiler, but '${CC-gcc or clang}' was not found: 'apt-get install gcc', or name one in CC"
+        die "Triton needs a C compiler, but '${CC-gcc or clang}' was not found: run 'apt-get install gcc', or name one in CC"
     read -r version include < <("$1" -ISc 'import sys, sysconfig
 print("%d.%d" % sys.version_info[:2], sysconfig.get_path("include", "posix_prefix"))')
     [[ -f $include/Python.h ]] || die "Triton needs Python's C headers, but $include/Python.h was not found:" \

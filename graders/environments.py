@@ -97,7 +97,7 @@ class Code(PoolEnvironment):
             sandbox.run("", "", sandbox.Limits(**self.limits))
         except sandbox.Unavailable as error:
             other = ", or set env.code.isolation=none (see docs/tasks.md)" if cfg.isolation == "required" else ""
-            problem = f"this machine cannot run programs so ({error})"
+            problem = f"this machine cannot run programs this way ({error})"
             fix = f"allow user namespaces and seccomp{other}"
             raise ConfigError(f"env.code.isolation={cfg.isolation}: {problem}: {fix}") from error
         # sandbox.py holds the limits; these are for a grader that hangs

@@ -2,7 +2,7 @@
 # Sets up as train.sh does, runs the linter (over what git tracks), then the tests. Other arguments go to pytest.
 # A whole suite runs in three processes; named files run in one, as do the long tests and those of a GPU.
 #   --fork   what judges numbers: without linter, pages and imports
-#   --fast   40 s on two idle cores: no process is launched, a stand-in takes vLLM's place
+#   --fast   40 to 70 s on two idle cores: no process is launched, a stand-in takes vLLM's place
 #   --long   those that take minutes each, which are left out otherwise
 set -euo pipefail
 
