@@ -18,8 +18,8 @@ from data import Pack, Sample, assign_to_ranks, empty_pack, num_input_tokens, nu
 from kernels import LossPath
 from loss import Metrics, clamp_abs, kl_estimate, seq_logp_error_mask
 from model import PackLayout
-from system.exchange import move_tokens
-from system.ranks import Ranks, on_device
+from support.system.exchange import move_tokens
+from support.system.ranks import Ranks, on_device
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """The records that travel through a step, and packing. Imports neither torch nor vllm.
 
 Problem -> Sample (rollout.py) -> Pack (here) -> MicroBatch (batch.py). Does not own: reading rows and their order
-(dataset/), tokens of messages (hf/tokenizer.py), grading (envs.py), generation (rollout.py).
+(support/inputs/), tokens of messages (support/inputs/tokenizer.py), grading (envs.py), generation (rollout.py).
 """
 
 import hashlib

@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 from config import Config, GenerationConfig
 from data import Sample
-from hf.model_config import ModelConfig
-from hf.tokenizer import Tokenizer
-from hf.weights import full_tensors
 from kernels.softmax import bfloat16_factors
 from model import Decoder
-from system.exits import Interrupted, StopRun
+from support.hf.weights import full_tensors
+from support.inputs.model_config import ModelConfig
+from support.inputs.tokenizer import Tokenizer
+from support.system.exits import Interrupted, StopRun
 
 # vLLM reads these while it is imported.
 os.environ.update(
@@ -93,7 +93,7 @@ class Engine:
     """
 
     should_stop: Callable[[], bool] = staticmethod(lambda: False)
-    before_step: Callable[[], None] = staticmethod(lambda: None)  # agents/endpoint.py: requests of agents come and go
+    before_step: Callable[[], None] = staticmethod(lambda: None)  # requests of agents come and go (endpoint.py)
 
     def __init__(self, folder: Path, model: ModelConfig, tokenizer: Tokenizer, cfg: Config):
         vllm_cfg = cfg.policy.generation.vllm_cfg
@@ -307,7 +307,7 @@ class Engine:
 
 
 def reply_parsers() -> tuple[Callable, Callable, type]:
-    """vLLM's tool parsers and reasoning parsers, by name, and the request that they read: for agents/endpoint.py."""
+    """vLLM's tool parsers and reasoning parsers, by name, and the request that they read: for agents."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager

@@ -1,7 +1,7 @@
 """Environments: take a conversation; return its reward, its outcome and, in multi-turn tasks, an observation.
 
-Owns the interface and the small environments. graders/environments.py has the environments that grade in worker
-processes, and builds them by a dataset's env_name; graders/reward_function.py has TRL's reward functions.
+Owns the interface and the small environments. support/graders/environments.py has the environments that grade in worker
+processes, and builds them by a dataset's env_name; support/graders/reward_function.py has TRL's reward functions.
 Knows nothing of tokens: rollout.py turns replies into text, and observations into tokens. Imports no torch, no vllm.
 """
 
@@ -70,7 +70,7 @@ class Environment:
 
     Its own thread calls `step`, one call at a time, with all waiting turns, while other replies are drawn. Which turns
     share a call is chance: a result must depend on its turn (its group, with whole_groups) only. One with worker
-    processes derives from graders.environments.PoolEnvironment: each turn goes to a worker.
+    processes derives from support.graders.environments.PoolEnvironment: each turn goes to a worker.
     """
 
     self_tests: Sequence[tuple] = ()  # (reply, answer, expected outcome[, fields]), tried before a run starts
@@ -78,7 +78,7 @@ class Environment:
     whole_groups: bool = False  # for rewards that compare the samples of a prompt: a call of step() has all of them
     special_tokens: bool = False  # whether turns have raw_reply
     main_thread: bool = False  # step() is called between two decode steps, which wait: for code that needs signals
-    pool: Any = None  # a graders.pool.GraderPool, if it has worker processes
+    pool: Any = None  # a judges.pool.GraderPool, if it has worker processes
 
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         """A result for each turn, in order. Outcome `error`: not gradable, so it is not trained, nor compared with.

@@ -9,16 +9,16 @@ Writes eval.json into a new folder eval_001 of logger.log_dir and prints its pat
 import os
 import sys
 
-from system.exits import die_with_parent
+from support.system.exits import die_with_parent
 
 if "RANK" in os.environ and __name__ == "__main__":  # before torch and vllm are imported, which takes a while
     die_with_parent()
 
-from check.preflight import ALL_RANKS_GENERATE
-from run.start import run_rank
-from run.validation import evaluate
-from system.disk import keep_console
-from system.exits import exit_process
+from support.check.preflight import ALL_RANKS_GENERATE
+from support.run.start import run_rank
+from support.run.validation import evaluate
+from support.system.disk import keep_console
+from support.system.exits import exit_process
 
 USAGE = (
     "usage: [torchrun --nproc_per_node=N] eval.py CONFIG.yaml [policy.model_name=X | checkpointing.resume_from=RUN] "

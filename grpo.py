@@ -18,9 +18,9 @@ import os
 import sys
 from functools import partial
 
-from check import preflight
-from system.disk import keep_console
-from system.exits import die_with_parent
+from support.check import preflight
+from support.system.disk import keep_console
+from support.system.exits import die_with_parent
 
 USAGE = (
     "usage: [torchrun --nproc_per_node=N] grpo.py [--check [--all] [--explain]] [--gpu_memory=GiB] CONFIG.yaml "
@@ -51,9 +51,9 @@ from metrics import accumulate, reduce_over_ranks, sample_metrics, training_metr
 from model import Decoder, Reference
 from optim import clip_grad_norm, judge_step, set_learning_rate
 from rollout import sample_step
-from run import start, steps
-from run.validation import validate
-from system.exits import Interrupted, StopRun, exit_process
+from support.run import start, steps
+from support.run.validation import validate
+from support.system.exits import Interrupted, StopRun, exit_process
 
 gc.enable()
 gc.freeze()

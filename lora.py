@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config import LoRAConfig
-from hf.lora_layers import adapted_layers
-from hf.weights import merged_weight
+from support.hf.lora_layers import adapted_layers
+from support.hf.weights import merged_weight
 
 
 class MergedLinear(torch.autograd.Function):

@@ -22,11 +22,11 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from config import GRPOConfig, LoRAConfig
-from hf.model_config import ModelConfig, read_model_config
-from hf.weights import init_adapters, load_weights, sharded_parameters
 from kernels import KernelBackend, LossPath, SamplingFilter, linear_logp
 from lora import add_adapters
-from system.ranks import on_device
+from support.hf.weights import init_adapters, load_weights, sharded_parameters
+from support.inputs.model_config import ModelConfig, read_model_config
+from support.system.ranks import on_device
 
 # With fewer key than query heads, varlen_attn of torch >= 2.12 needs a flag that 2.11 does not have.
 VARLEN_GQA = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
@@ -325,9 +325,9 @@ class Decoder(nn.Module):
 
 
 def shard(model: Decoder, mesh: DeviceMesh, *, precision: str, cpu_offload: bool = False) -> None:
-    """Applies FSDP2 over a `system.ranks.fsdp_mesh`, in place. Its units, each gathered while it computes: every block;
-    the embedding and the head, if they are not tied; the root, which has the final norm and a tied embedding, whose
-    weight begins and ends the forward.
+    """Applies FSDP2 over a `support.system.ranks.fsdp_mesh`, in place. Its units, each gathered while it computes:
+    every block; the embedding and the head, if they are not tied; the root, which has the final norm and a tied
+    embedding, whose weight begins and ends the forward.
 
     `precision` "float32" | "bfloat16" is the dtype of the matmuls and the gathered copies. Activations between blocks
     stay in float32. The sharded parameters, which the optimizer sees, keep their dtype. Gradients are summed over ranks

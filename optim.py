@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 import config
 from kernels.linear_loss import DEVIATION, one_pass_problem
-from system.exits import StopRun
-from system.optimizer import Optimizer
+from support.system.exits import StopRun
+from support.system.optimizer import Optimizer
 
 
 def build_optimizer(model: nn.Module, cfg: config.OptimizerConfig, *, offloads: bool = False) -> Optimizer:

@@ -20,13 +20,13 @@ import envs
 from advantages import filter_overlong, rewards_differ, shape_rewards
 from config import Config
 from data import Problem, Sample, groups_of, sample_seed
-from dataset.mixing import Cursor, Mixture
 from engine import STEPS_BETWEEN_STOPS, Completion, Engine, SamplingOptions, check_versions
-from graders.grading import Grading
-from hf.tokenizer import Tokenizer
-from system.exchange import share_samples
-from system.exits import Interrupted, StopRun
-from system.ranks import Ranks, any_rank, gather
+from support.graders.grading import Grading
+from support.inputs.mixing import Cursor, Mixture
+from support.inputs.tokenizer import Tokenizer
+from support.system.exchange import share_samples
+from support.system.exits import Interrupted, StopRun
+from support.system.ranks import Ranks, any_rank, gather
 
 Prompts = Sequence[tuple[int, Problem]]  # prompt number, problem
 OPENED = re.compile(r"<(?!assistant\b)[\w:-]+>\s*\Z")  # an open tag that ends a prompt (<think>), not <assistant>

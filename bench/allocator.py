@@ -27,11 +27,11 @@ from torch.utils._pytree import tree_leaves
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 
 import grpo
-from check.memory_plan import CONTEXT, GIB, Plan
 from config import SequencePackingConfig
 from kernels import KernelBackend, LossPath
 from model import Decoder, PackLayout, shard
 from optim import build_optimizer
+from support.check.memory_plan import CONTEXT, GIB, Plan
 
 MIB = 2**20
 SMALL, LARGE = MIB, 10 * MIB  # the largest small block; the smallest that gets a segment of its own
@@ -326,7 +326,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=8192)
     args = parser.parse_args()
-    from system.ranks import fsdp_mesh, start_process_group
+    from support.system.ranks import fsdp_mesh, start_process_group
 
     start_process_group(tp_size=1)
     print(f"{'GiB':50} planned  allocated  reserved  over plan  unused at a wake")

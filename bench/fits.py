@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from check import memory_fit, reader
-from check.memory_plan import GIB, Plan, count
-from hf.model_config import ModelConfig
+from support.check import memory_fit
+from support.check.memory_plan import GIB, Plan, count
+from support.inputs import reader
+from support.inputs.model_config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 FIELDS = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

@@ -19,12 +19,12 @@ from bench.head import facts
 from bench.head_cases import LOGP, OURS, OURS_SMALL, call, exact_rows, heads, make_inputs, oracle, ours
 from bench.train_step import QWEN, TINY, WAYS, compute_gradients, config_of, random_batch, random_policy, set_way
 from config import LossConfig
-from hf.weights import sharded_parameters
 from kernels import KernelBackend, LossPath, linear_logp, linear_loss
 from loss import policy_loss
-from run.start import choose_attention
-from system.exits import exit_process
-from system.ranks import Ranks, start_process_group
+from support.hf.weights import sharded_parameters
+from support.run.start import choose_attention
+from support.system.exits import exit_process
+from support.system.ranks import Ranks, start_process_group
 
 EVERY_TERM = {"ratio_clip_c": 3.0, "use_importance_sampling_correction": True, "entropy_coef": 0.1}
 EVERY_TERM |= {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0}

@@ -25,8 +25,8 @@ import grpo
 from bench.gpu_smoke import used_gib
 from bench.head import ROOT
 from bench.train_step import QWEN, TINY, compute_gradients, config_of, random_batch, random_policy, seconds, set_way
-from run import start
-from system.exits import exit_process
+from support.run import start
+from support.system.exits import exit_process
 
 GIB = 2**30
 EIGHT = QWEN | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8}

@@ -21,8 +21,8 @@ import torch
 import grpo
 from bench.head import ROOT
 from bench.train_step import QWEN
-from hf.model_config import ModelConfig
-from system.exits import exit_process
+from support.inputs.model_config import ModelConfig
+from support.system.exits import exit_process
 
 QWEN_FILES = QWEN | {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768, "torch_dtype": "bfloat16"}
 

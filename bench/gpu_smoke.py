@@ -21,15 +21,15 @@ import model
 from batch import make_minibatches
 from bench.gpu_check import check, failed
 from bench.head import ROOT, facts
-from check import reader
-from check.preflight import read_inputs
 from engine import Engine, SamplingOptions, sync_weights
-from hf.weights import sharded_parameters
 from rollout import sample_step
-from run.start import build
-from run.steps import check_canary
-from system.exits import exit_process
-from system.ranks import Ranks, start_process_group
+from support.check.preflight import read_inputs
+from support.hf.weights import sharded_parameters
+from support.inputs import reader
+from support.run.start import build
+from support.run.steps import check_canary
+from support.system.exits import exit_process
+from support.system.ranks import Ranks, start_process_group
 
 
 def used_gib() -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hf.model_config import ModelConfig
+from support.inputs.model_config import ModelConfig
 
 FIELDS = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 FIELDS += ("num_key_value_heads", "vocab_size", "tie_word_embeddings")
@@ -31,7 +31,7 @@ BASE, NVLINK_HOP, NETWORK_HOP, TCP_HOP = 8.4e-6, 3.4e-6, 14e-6, 25e-6
 FLOPS = 0.35 * 989e12
 SAMPLES, SAMPLE_TOKENS, PACK_TOKENS = 2048, 1024, 8192  # of the step: all samples, tokens of each with its prompt
 TOKEN_BYTES = 13  # id 4, log-probability 4, mask 1, version of the weights 4
-SAMPLE_BYTES = 96  # system/exchange.py: numbers, turns and outcome of a sample of one turn, which every rank gets
+SAMPLE_BYTES = 96  # numbers, turns and outcome of a sample of one turn, which every rank gets (exchange.py)
 HALF, FULL = 2, 4  # bytes of a number in bfloat16 and float32
 SCORING, PICKLES = "gather, a scoring pass", "(tokens to all, as pickles)"  # not in the sums: not every run's; the past
 

@@ -37,17 +37,17 @@ import data
 import grpo
 from batch import Minibatch, finish_minibatches, make_minibatches
 from bench.head import ROOT, facts
-from check import reader
 from config import Config
-from hf.model_config import ModelConfig
-from hf.weights import sharded_parameters
 from kernels import LossPath, choose_backend, linear_logp
 from model import Decoder, PackLayout, shard
 from optim import build_optimizer, clip_grad_norm
-from run.speed import PEAK_TFLOPS, train_flops
-from run.start import choose_attention, compiles
-from system.exits import exit_process
-from system.ranks import Ranks, start_process_group
+from support.hf.weights import sharded_parameters
+from support.inputs import reader
+from support.inputs.model_config import ModelConfig
+from support.run.speed import PEAK_TFLOPS, train_flops
+from support.run.start import choose_attention, compiles
+from support.system.exits import exit_process
+from support.system.ranks import Ranks, start_process_group
 
 QWEN = {"model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_size": 1536}
 QWEN |= {"vocab_size": 151936, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}

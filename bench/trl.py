@@ -35,7 +35,7 @@ import time
 from pathlib import Path
 
 from bench.head import ROOT, facts
-from system.exits import die_with_parent
+from support.system.exits import die_with_parent
 
 TRL = ROOT / ".gpu" / "trl"
 NEEDED = ("trl", "accelerate", "datasets", "pandas", "xxhash", "multiprocess", "dateutil")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from system import exits
+from support.system import exits
 
 
 def reward(completion_ids, **_) -> list[float]:

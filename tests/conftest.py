@@ -158,7 +158,7 @@ def one_rank():
     """The process group of a lone rank, and its mesh: (ranks, device, mesh)."""
     import torch.distributed as dist
 
-    from system.ranks import start_process_group
+    from support.system.ranks import start_process_group
 
     ranks, device = start_process_group(tp_size=1)
     return ranks, device, dist.init_device_mesh(device.type, (1,))
@@ -178,8 +178,8 @@ def engine(one_rank, tiny):
     """The session's vLLM engine over `tiny`, without weights: tests call sync first."""
     import config
     from engine import Engine
-    from hf.model_config import read_model_config
-    from hf.tokenizer import Tokenizer
+    from support.inputs.model_config import read_model_config
+    from support.inputs.tokenizer import Tokenizer
 
     # 256: more than a block of the prefix cache
     policy = config.PolicyConfig(precision="float32", max_total_sequence_length=256)

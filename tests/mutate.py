@@ -23,7 +23,7 @@ NO_PRODUCT = ("tests", "bench", "examples", "tools", "docs")
 
 def place_of(root: Path, file: str, find: str) -> Path:
     """The file with the text: the one of this name, else whichever one has it."""
-    files = sorted(each for kind in ("*.py", "check/*.yaml") for each in root.rglob(kind))
+    files = sorted(each for kind in ("*.py", "support/*/*.yaml") for each in root.rglob(kind))
     files = [each for each in files if each.relative_to(root).parts[0] not in NO_PRODUCT]
     holders = [each for each in files if find in each.read_text()]
     holders = [each for each in holders if each.name == Path(file).name] or holders

@@ -16,16 +16,16 @@ pytestmark = pytest.mark.house
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A unit (a file on top, or a folder) imports units of its own level and of the levels before it, and never in a circle.
+# A unit (a file on top, a folder, or a room of support/) imports units of its own level and of the levels before it;
+# files never import each other in a circle.
 LEVELS = (
     ("config",),
-    ("kernels", "system", "hf", "data"),
-    ("envs", "dataset"),
-    ("graders", "advantages", "loss", "optim", "lora"),
-    ("agents",),
-    ("model", "engine", "batch", "check"),
+    ("support/__init__", "kernels", "judges", "support/system", "data"),
+    ("envs", "advantages", "loss", "optim"),
+    ("support/inputs", "support/check", "support/graders", "support/agents", "support/hf", "lora"),
+    ("model", "engine", "batch"),
     ("metrics", "loss_path", "rollout"),
-    ("run",),
+    ("support/run", "support/split"),
     ("eval",),
     ("grpo",),
 )
@@ -51,7 +51,8 @@ FILE_OF = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."):
 
 
 def unit_of(name):
-    return name.split("/")[0].removesuffix(".py")
+    parts = name.removesuffix(".py").split("/")
+    return "/".join(parts[:2]) if parts[0] == "support" else parts[0]
 
 
 def imports(tree):
@@ -105,8 +106,8 @@ def test_no_file_imports_in_a_circle():
 
 
 def test_check_needs_no_torch():
-    """`--check` answers before torch is loaded: neither check/ nor anything that it imports needs torch."""
-    names = with_all_it_imports(name for name in PRODUCT if name.startswith("check/"))
+    """`--check` answers before torch is loaded: neither support/check/ nor anything that it imports needs torch."""
+    names = with_all_it_imports(name for name in PRODUCT if name.startswith("support/check/"))
     assert [name for name in names if {"torch", "triton", "vllm"} & packages(TREES[name])] == []
 
 
@@ -136,11 +137,11 @@ def unsafe(tree):
 
 def test_nothing_unsafe():
     """One call of exec(), where the code of policies runs: in a throw-away process."""
-    assert {name: found for name in FILES if (found := unsafe(TREES[name]))} == {"graders/sandbox.py": ["exec"]}
+    assert {name: found for name in FILES if (found := unsafe(TREES[name]))} == {"judges/sandbox.py": ["exec"]}
 
 
 def test_sockets_are_local():
-    """Nothing here binds or listens; torch's and vLLM's rendezvous get 127.0.0.1 (system/ranks.py, engine.py)."""
+    """Nothing here binds or listens; the rendezvous of torch and vLLM get 127.0.0.1."""
     found = {}
     for name, tree in TREES.items():
         sockets = [node for called, node in calls_of(tree) if re.search(r"^(?!inspect).*\.(bind|listen)$", called)]

@@ -20,11 +20,12 @@ from typing import Any
 
 import yaml
 
-from check import reader, rules
-from check.keys import FIELDS, default_text, hint
-from check.nemo import text_of
 from config import ConfigError, shortened
-from hf.files import read_text
+from support.check import rules
+from support.inputs import reader
+from support.inputs.files import read_text
+from support.inputs.keys import FIELDS, default_text, hint
+from support.inputs.nemo import text_of
 from tools.theirs import Unread, Values, assigned, read, resolved
 
 NAMES = {"trl": "TRL", "verl": "verl"}

@@ -10,16 +10,16 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from check import reader, resume
-from check.preflight import ALL_RANKS_GENERATE, RunInputs, read_tokenizer
 from config import ConfigError
-from hf.model_config import read_model_config, resolve_folder
-from run import checkpoint
-from run.start import build_policy, hash_of_base
-from run.steps import export
-from system.disk import keep_console
-from system.exits import describe_failure, exit_process, report_exit
-from system.ranks import on_rank0, start_process_group
+from support.check.preflight import ALL_RANKS_GENERATE, RunInputs, read_tokenizer
+from support.inputs import reader, resume
+from support.inputs.model_config import read_model_config, resolve_folder
+from support.run import checkpoint
+from support.run.start import build_policy, hash_of_base
+from support.run.steps import export
+from support.system.disk import keep_console
+from support.system.exits import describe_failure, exit_process, report_exit
+from support.system.ranks import on_rank0, start_process_group
 
 USAGE = "usage: [torchrun --nproc_per_node=N | python] -m tools.export logs/exp_001 [STEP | best] [key.sub=value ...]"
 

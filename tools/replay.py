@@ -18,9 +18,6 @@ from safetensors.numpy import load_file
 
 from advantages import step_advantages
 from batch import make_minibatches
-from check import reader
-from check.preflight import num_steps_of, read_inputs
-from check.resume import checkpoint_folder, read_meta
 from config import ColocatedConfig, Config, ConfigError
 from data import Sample
 from grpo import compute_logprobs, compute_loss
@@ -28,18 +25,21 @@ from loss import Metrics
 from metrics import Numbers, accumulate, reduce_over_ranks, training_metrics
 from model import Decoder
 from optim import build_optimizer, clip_grad_norm, judge_step, set_learning_rate
-from run import checkpoint, dump
-from run.start import build_policy, build_reference, hash_of_base
-from system.disk import keep_console
-from system.exits import describe_failure, exit_process, report_exit
-from system.optimizer import Optimizer
-from system.ranks import Ranks, on_rank0, start_process_group
+from support.check.preflight import num_steps_of, read_inputs
+from support.inputs import reader
+from support.inputs.resume import checkpoint_folder, read_meta
+from support.run import checkpoint, dump
+from support.run.start import build_policy, build_reference, hash_of_base
+from support.system.disk import keep_console
+from support.system.exits import describe_failure, exit_process, report_exit
+from support.system.optimizer import Optimizer
+from support.system.ranks import Ranks, on_rank0, start_process_group
 
 USAGE = "usage: [torchrun --nproc_per_node=N | python] -m tools.replay RUN/rollouts/step_000001 [key.sub=value ...]"
 
 
 def load_samples(folder: Path) -> list[Sample]:
-    """The samples that `run.dump` wrote. Every rank has all tokens."""
+    """The samples that `support.run.dump` wrote. Every rank has all tokens."""
     samples: dict[int, Sample] = {}
     records = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     for file in sorted(folder.glob("rank_*.safetensors")):

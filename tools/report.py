@@ -25,8 +25,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from config import ConfigError
-from hf.files import open_file, parse_json, read_bytes, read_records, read_text
-from system.disk import describe_os_error, write_whole
+from support.inputs.files import open_file, parse_json, read_bytes, read_records, read_text
+from support.system.disk import describe_os_error, write_whole
 
 MAX_SAMPLES, MAX_STEPS = 8000, 2000  # samples of all runs together; steps in the curves of each
 MAX_DUMPS, MAX_DUMPED = 60, 240  # dumped steps of a run, and their samples

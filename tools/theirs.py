@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from check import reader
 from config import ConfigError, shortened
-from hf.files import read_text
+from support.inputs import reader
+from support.inputs.files import read_text
 
 Values = dict[str, Any]  # key -> value
 OPERATORS: dict[type, Callable] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}

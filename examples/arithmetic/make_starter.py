@@ -20,9 +20,9 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from examples.arithmetic.make_problems import draw_problems, needs_carry, sum_without_carry
-from hf import tokenizer as hf_tokenizer
-from hf.weights import save_hf
 from model import Decoder, ModelConfig, PackLayout
+from support.hf.weights import save_hf
+from support.inputs import tokenizer as hf_tokenizer
 
 FORGET_SHARE = 0.6
 NUM_STEPS, BATCH_SIZE, WARMUP_STEPS, SEED = 1500, 64, 100, 0

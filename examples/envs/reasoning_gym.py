@@ -13,8 +13,8 @@ from functools import cache
 
 from config import ConfigError
 from envs import StepResult
-from graders.environments import PoolEnvironment
-from graders.pool import GraderPool
+from judges.pool import GraderPool
+from support.graders.environments import PoolEnvironment
 
 
 def rows(cfg):

@@ -15,9 +15,9 @@ from fractions import Fraction
 import envs
 from config import ConfigError
 from envs import StepResult, Turn
-from graders import sandbox
-from graders.environments import PoolEnvironment
-from graders.pool import Graded, GraderPool
+from judges import sandbox
+from judges.pool import Graded, GraderPool
+from support.graders.environments import PoolEnvironment
 
 CALL = re.compile(r"<(calc|python)>((?:(?!<\1>).)*)</\1>\s*\Z", re.DOTALL)
 MAX_RESULT_CHARS = 1000

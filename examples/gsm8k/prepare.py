@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from config import DataError, DatasetConfig
-from dataset.sources import open_source, with_preset
+from support.inputs.sources import open_source, with_preset
 
 # Split -> number of rows and sha256 of grade_school_math/data/SPLIT.jsonl in openai/grade-school-math.
 SPLITS = {

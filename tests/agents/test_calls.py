@@ -13,16 +13,16 @@ import torch
 from dist_case import settings
 
 from advantages import step_advantages
-from agents.calls import Refused, Request, Rollout, link_of, read_message
-from agents.environment import Agent
-from agents.worker import GIVEN, run
-from check import preflight
-from check.reader import load
 from config import AgentConfig, ChatServerConfig, ConfigError
 from data import Sample, assign_to_ranks, pack_samples
-from graders.pool import Graded
-from hf.tokenizer import Tokenizer
+from judges.pool import Graded
 from loss import policy_loss
+from support.agents.calls import Refused, Request, Rollout, link_of, read_message
+from support.agents.environment import Agent
+from support.agents.worker import GIVEN, run
+from support.check import preflight
+from support.inputs.reader import load
+from support.inputs.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": [2]}'}}
@@ -269,8 +269,8 @@ def test_vllms_parsers_by_name(name, tiny, tmp_path, capfd):
     """60 texts, a third without a call that can be read: as vLLM's server has them, with transformers' tokenizer."""
     from transformers import PreTrainedTokenizerFast
 
-    from agents.endpoint import ReplyParser
     from engine import reply_parsers
+    from support.agents.endpoint import ReplyParser
 
     tokenizer = Tokenizer(tiny[0])
     tokenizer.backend.add_tokens(["<tool_call>", "</tool_call>", "<|python_tag|>", "<think>", "</think>"])
@@ -295,8 +295,8 @@ def test_vllms_parsers_by_name(name, tiny, tmp_path, capfd):
 
 @pytest.mark.slow
 def test_a_parser_is_named_or_there_is_none(tiny):
-    from agents.endpoint import ReplyParser
     from engine import reply_parsers
+    from support.agents.endpoint import ReplyParser
 
     given, text = (reply_parsers(), Tokenizer(tiny[0])), "<think>a</think>b"
     assert ReplyParser(*given, ChatServerConfig())(text, [CALL]) == (None, text, [])

@@ -23,9 +23,9 @@ from loop import train_once
 from two_nodes import free_port
 
 import batch
-from check.reader import load
 from config import AgentConfig
 from data import pack_samples
+from support.inputs.reader import load
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]

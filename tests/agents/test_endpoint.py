@@ -14,8 +14,8 @@ import torch
 from agent_case import MAX_TOKENS, OPTIONS, TOOLS, eight_calls, endpoint_of, post, record_draws, serve
 
 import batch
-from agents.calls import fill
 from data import Sample, pack_samples
+from support.agents.calls import fill
 
 pytestmark = pytest.mark.slow
 NUM_ROLLOUTS = 8  # 64 in docs/LOG.md

@@ -14,9 +14,9 @@ from agent_case import TEMPERATURE, endpoint_of, sample
 from dist_case import settings
 from loop import train_once
 
-from agents.environment import Agent
 from config import AgentConfig, ConfigError
-from system.exits import StopRun
+from support.agents.environment import Agent
+from support.system.exits import StopRun
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import config
-from check import keys
 from config import Config
+from support.inputs import keys
 
 
 def leaves(cls: type, prefix: str = "") -> list[str]:

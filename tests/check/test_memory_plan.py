@@ -17,9 +17,6 @@ import torch
 from count_memory import CASES, LiveBytes, count_kept, differences, model_config, run_config
 
 import model as model_module
-from check import memory_fit, reader
-from check.memory_plan import CHUNK_BYTES, CHUNK_ELEMENTS, GIB, Plan
-from check.rules import check_config
 from config import (
     ColocatedConfig,
     ColocatedResourcesConfig,
@@ -33,6 +30,10 @@ from config import (
 )
 from kernels import KernelBackend, LossPath, SamplingFilter, backend, linear_logp, linear_loss, softmax
 from loss import policy_loss
+from support.check import memory_fit
+from support.check.memory_plan import CHUNK_BYTES, CHUNK_ELEMENTS, GIB, Plan
+from support.check.rules import check_config
+from support.inputs import reader
 
 FSDP, VLLM = "policy.dtensor_cfg", "policy.generation.vllm_cfg"
 OFFLOAD, EVERYTHING = "policy.offload_optimizer_for_logprob", f"{FSDP}.cpu_offload"

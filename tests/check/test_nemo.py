@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import config
-from check import keys, nemo
-from check.reader import load, to_yaml
-from check.rules import check_config
 from config import ConfigError, DatasetConfig
+from support.check.rules import check_config
+from support.inputs import keys, nemo
+from support.inputs.reader import load, to_yaml
 
 UNUSED = "without effect here: 1 keys of the config (data.num_workers); --check --explain says why"
 ROOT = Path(__file__).resolve().parents[2]

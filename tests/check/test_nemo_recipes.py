@@ -14,9 +14,10 @@ import yaml
 from nemo_folder import RECIPES, make_folder
 
 import envs
-from check import preflight, reader
 from config import ConfigError
-from graders.environments import make_environment
+from support.check import preflight
+from support.graders.environments import make_environment
+from support.inputs import reader
 
 LIST = RECIPES / "recipes.txt"
 NAMES = LIST.read_text().split() if LIST.exists() else []

@@ -12,10 +12,11 @@ import pytest
 from hf_folders import QWEN2
 
 import config
-from check import preflight, reader, rules
-from check.preflight import check, check_fits, check_reward_names, read_inputs
 from config import ConfigError
-from hf.model_config import ModelConfig
+from support.check import preflight, rules
+from support.check.preflight import check, check_fits, check_reward_names, read_inputs
+from support.inputs import reader
+from support.inputs.model_config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,8 +6,8 @@ import os
 import pytest
 
 import config
-from check.reader import load, to_yaml
 from config import Config, LossConfig
+from support.inputs.reader import load, to_yaml
 
 # --- values are read by the type of their field ---------------------------------------------------
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 import config
-from check import reader, resume, rules
 from config import ConfigError
+from support.check import rules
+from support.inputs import reader, resume
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from advantages import estimate_advantages
-from check.preflight import ALL_RANKS_GENERATE, parse_command_line
-from check.reader import load
-from check.rules import check_config, fewest_ranks, must_save_by_seconds
 from config import CheckpointingConfig, ConfigError
+from support.check.preflight import ALL_RANKS_GENERATE, parse_command_line
+from support.check.rules import check_config, fewest_ranks, must_save_by_seconds
+from support.inputs.reader import load
 
 SMOKE = Path(__file__).resolve().parents[2] / "configs/smoke.yaml"
 VALID = ["data.train.data_path=train.jsonl", "data.validation.data_path=val.jsonl"]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from check.reader import load
-from check.rules import check_config
 from config import ConfigError
+from support.check.rules import check_config
+from support.inputs.reader import load
 
 ROOT = Path(__file__).resolve().parents[2]
 WITH_DATA = "data: {train: {data_path: train.jsonl}, validation: {data_path: val.jsonl}}"

@@ -11,8 +11,8 @@ from loop import CPU
 import config
 import data
 from batch import finish_minibatches, make_minibatches, needs_old_logps, newest_gap, newest_tokens
-from run.start import loss_path_of
-from system.ranks import Ranks
+from support.run.start import loss_path_of
+from support.system.ranks import Ranks
 
 ASYNC = config.GRPOConfig(async_grpo=config.AsyncGRPOConfig(enabled=True))
 PACKS_OF_64 = {"sequence_packing": config.SequencePackingConfig(train_mb_tokens=64, share_prefix=False)}

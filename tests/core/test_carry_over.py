@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from small_run import ROOT, STARTER
 
 from envs import exact_number
-from hf.tokenizer import Tokenizer
 from rollout import sample_seed
-from system.exits import host_name
+from support.inputs.tokenizer import Tokenizer
+from support.system.exits import host_name
 
 pytestmark = pytest.mark.long
 TEMPERATURE, MAX_AGE, NUM_PROMPTS, NUM_STEPS = 1.8, 2, 4, 6

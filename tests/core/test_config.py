@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from check.reader import load
-from check.rules import check_config, max_prompt_tokens
 from config import Config, ConfigError, DataConfig, DataError, GenerationConfig, LossConfig, PolicyConfig, shortened
+from support.check.rules import check_config, max_prompt_tokens
+from support.inputs.reader import load
 
 ROOT = Path(__file__).resolve().parents[2]
 

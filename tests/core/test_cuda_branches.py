@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_leaves
 import grpo
 import model as model_module
 from batch import finish_minibatches, make_minibatches
-from hf.model_config import ModelConfig
 from kernels import LossPath, choose_backend, linear_logp, softmax
 from metrics import accumulate
 from model import Decoder, PackLayout, uses_flash_attention
 from optim import build_optimizer, clip_grad_norm, judge_step
-from run import start
+from support.inputs.model_config import ModelConfig
+from support.run import start
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 KERNEL_FILES = [inspect.getmodule(linear_logp), softmax]

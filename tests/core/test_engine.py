@@ -12,13 +12,13 @@ import data
 import envs
 from batch import to_device
 from engine import SamplingOptions, check_versions
-from hf.tokenizer import Tokenizer
-from hf.weights import full_tensors
 from kernels import SamplingFilter
 from model import load_policy
 from rollout import Sampler, sample_seed
-from run.steps import check_canary
-from system.exits import Interrupted, StopRun
+from support.hf.weights import full_tensors
+from support.inputs.tokenizer import Tokenizer
+from support.run.steps import check_canary
+from support.system.exits import Interrupted, StopRun
 
 TEMPERATURE = 0.7
 OLD = "sampler and trainer disagree by"

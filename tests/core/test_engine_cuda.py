@@ -17,16 +17,16 @@ import config
 import engine as engine_module
 import envs
 import grpo
-from check.memory_plan import Plan
 from data import Problem
 from engine import SamplingOptions, sync_weights
-from graders.pool import GraderPool
-from hf.model_config import read_model_config
-from hf.tokenizer import Tokenizer
+from judges.pool import GraderPool
 from model import load_policy
 from rollout import Sampler
-from run import start
-from system.exits import Interrupted, StopRun
+from support.check.memory_plan import Plan
+from support.inputs.model_config import read_model_config
+from support.inputs.tokenizer import Tokenizer
+from support.run import start
+from support.system.exits import Interrupted, StopRun
 
 OPTIONS = SamplingOptions(temperature=1.0, max_new_tokens=60)
 PROMPTS, SEEDS = [[5, 6, 7 + i] for i in range(8)], list(range(8))

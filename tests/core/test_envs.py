@@ -14,11 +14,11 @@ import torch
 import envs
 from config import CodeEnvConfig, ConfigError, EnvConfig, MathEnvConfig
 from envs import StepResult
-from graders import environments
-from graders.environments import make_environment
-from graders.pool import Graded
-from graders.reward_function import RewardFunction
-from system.imports import describe
+from judges.pool import Graded
+from support.graders import environments
+from support.graders.environments import make_environment
+from support.graders.reward_function import RewardFunction
+from support.system.imports import describe
 
 
 def grade(reply, answer="1234", finish_reason="stop"):

@@ -11,10 +11,10 @@ import config
 import data
 from batch import to_device
 from engine import Engine, SamplingOptions
-from hf.tokenizer import Tokenizer
-from hf.weights import full_tensors
 from model import load_policy
-from system.ranks import start_process_group
+from support.hf.weights import full_tensors
+from support.inputs.tokenizer import Tokenizer
+from support.system.ranks import start_process_group
 
 
 def gap(engine, policy):

@@ -14,11 +14,11 @@ from samples import of_version
 import batch
 import config
 import grpo
-from hf.tokenizer import Tokenizer
 from kernels import SamplingFilter
 from model import PackLayout, Reference, load_policy
-from run.start import loss_path_of
-from system.exits import StopRun
+from support.inputs.tokenizer import Tokenizer
+from support.run.start import loss_path_of
+from support.system.exits import StopRun
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from config import ConfigError, EnvConfig
 from envs import Turn
 from examples.envs.judge import Judge
-from graders.environments import make_environment
+from support.graders.environments import make_environment
 
 pytestmark = pytest.mark.slow
 

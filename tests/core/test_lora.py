@@ -9,10 +9,10 @@ from torch.func import functional_call
 
 import lora as lora_module
 from config import LoRAConfig
-from hf.model_config import ModelConfig
-from hf.weights import full_shapes, full_tensors, init_adapters, merged_weight
 from lora import LoRALinear, MergedLinear, add_adapters
 from model import Decoder, Reference, load_policy
+from support.hf.weights import full_shapes, full_tensors, init_adapters, merged_weight
+from support.inputs.model_config import ModelConfig
 
 LORA = LoRAConfig(enabled=True, dim=4, alpha=12.0)
 SCALE = 3.0

@@ -9,7 +9,7 @@ from ranks import ranks
 from samples import sample
 
 from metrics import accumulate, reduce_over_ranks, sample_metrics
-from system.ranks import start_process_group
+from support.system.ranks import start_process_group
 
 NAN, INF = float("nan"), float("inf")
 

@@ -20,9 +20,9 @@ from advantages import advantage_metrics
 from config import Config, GRPOConfig, LossConfig
 from loss import policy_loss, seq_logp_error_mask
 from metrics import accumulate, derived_metrics, reduce_over_ranks, sample_metrics
-from run import memory
-from run.speed import PEAK_TFLOPS
-from run.validation import summarize
+from support.run import memory
+from support.run.speed import PEAK_TFLOPS
+from support.run.validation import summarize
 
 COMMITTED = ROOT / "examples" / "smollm2" / "metrics.jsonl"
 OPTIONS = (  # what writes metrics of its own, in one run

@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import model as model_module
 from batch import to_device
 from data import Sample, assign_to_ranks, pack_samples
-from hf.weights import full_tensors, load_weights, save_hf
 from model import ModelConfig, load_policy
-from system.ranks import start_process_group
+from support.hf.weights import full_tensors, load_weights, save_hf
+from support.system.ranks import start_process_group
 
 
 @pytest.fixture(scope="module")

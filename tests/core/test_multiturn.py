@@ -15,12 +15,12 @@ import envs
 from config import ConfigError
 from engine import Completion, SamplingOptions
 from envs import StepResult
-from graders.environments import make_environment
-from hf.tokenizer import Tokenizer
-from hf.weights import full_tensors
 from model import load_policy
 from rollout import Conversation, Sampler, sample_seed
-from system.exits import StopRun
+from support.graders.environments import make_environment
+from support.hf.weights import full_tensors
+from support.inputs.tokenizer import Tokenizer
+from support.system.exits import StopRun
 
 TEMPERATURE = 0.8
 

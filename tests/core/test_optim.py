@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 import config
 import optim
-from run import checkpoint
-from system.exits import StopRun
-from system.ranks import start_process_group
+from support.run import checkpoint
+from support.system.exits import StopRun
+from support.system.ranks import start_process_group
 
 ADAMW = config.OptimizerConfig(kwargs=config.OptimizerKwargs(lr=1e-2, weight_decay=0.1))
 MUON = replace(ADAMW, name="torch.optim.Muon", muon_lr=2e-2, muon_momentum=0.9)

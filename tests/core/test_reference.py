@@ -8,9 +8,9 @@ from dist_case import settings
 from hf_folders import make_pack, response_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf.weights import sharded_parameters
 from model import Reference, load_policy
-from run.start import reference_dtype
+from support.hf.weights import sharded_parameters
+from support.run.start import reference_dtype
 
 
 @pytest.fixture

@@ -17,15 +17,15 @@ from fakes import FakeEngine, FakeTokenizer
 import envs
 from config import Config, DataConfig, EnvConfig, GRPOConfig, RewardShapingConfig
 from data import Problem, Sample
-from dataset.mixing import Mixture, epoch_order
-from dataset.scan import Dataset
 from engine import Completion, SamplingOptions
-from graders.environments import PoolEnvironment, make_environment
-from graders.pool import Graded, GraderPool
+from judges.pool import Graded, GraderPool
 from metrics import sample_metrics
 from rollout import Conversation, Sampler, deal, sample_seed, sample_step
-from system.exits import Interrupted, StopRun
-from system.ranks import Ranks
+from support.graders.environments import PoolEnvironment, make_environment
+from support.inputs.mixing import Mixture, epoch_order
+from support.inputs.scan import Dataset
+from support.system.exits import Interrupted, StopRun
+from support.system.ranks import Ranks
 
 ROWS = [Problem(i, [], "", "exact", [1, 2]) for i in range(50)]
 SIZE = 4

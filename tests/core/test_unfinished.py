@@ -14,16 +14,16 @@ import engine as engine_module
 import envs
 from config import AsyncGRPOConfig, Config, DataConfig, GRPOConfig
 from data import Problem
-from dataset.mixing import Mixture
-from dataset.scan import Dataset
 from engine import Completion, SamplingOptions, check_versions
-from hf.tokenizer import Tokenizer
-from hf.weights import full_tensors
 from metrics import age_metrics
 from model import load_policy
 from rollout import Sampler, sample_step
-from run.generators import serve
-from system.exits import StopRun
+from support.hf.weights import full_tensors
+from support.inputs.mixing import Mixture
+from support.inputs.scan import Dataset
+from support.inputs.tokenizer import Tokenizer
+from support.split.generators import serve
+from support.system.exits import StopRun
 
 TEMPERATURE = 0.7
 LONG, SHORT = SamplingOptions(TEMPERATURE, 60), SamplingOptions(TEMPERATURE, 12)

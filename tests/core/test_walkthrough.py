@@ -12,7 +12,7 @@ import torch
 from run_page import executed
 from small_run import ROOT
 
-from system import ranks as system_ranks
+from support.system import ranks as system_ranks
 
 pytestmark = pytest.mark.house
 

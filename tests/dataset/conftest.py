@@ -3,7 +3,7 @@
 import pytest
 from chat_case import write_tokenizer
 
-from hf.tokenizer import Tokenizer
+from support.inputs.tokenizer import Tokenizer
 
 
 @pytest.fixture

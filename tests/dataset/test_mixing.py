@@ -13,7 +13,7 @@ import pytest
 from mixes import MIXES, batches, mixture_of
 
 from config import ConfigError
-from dataset.mixing import epoch_order
+from support.inputs.mixing import epoch_order
 
 ROOT = Path(__file__).resolve().parents[2]
 

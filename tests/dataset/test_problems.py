@@ -7,7 +7,7 @@ import pytest
 from chat_templates import TEMPLATES
 from dataset_case import GOOD, USER, load, refused
 
-from hf.tokenizer import Tokenizer
+from support.inputs.tokenizer import Tokenizer
 
 GYM = Path(__file__).resolve().parents[3] / "shared" / "data" / "nemo_gym"  # files of its repository
 TOOL = {"type": "function", "strict": True, "parameters": {"type": "object"}, "name": "add"}

@@ -13,9 +13,9 @@ from dataset_case import GOOD, load, read, refused
 from ranks import ranks
 
 from config import DataError, DatasetConfig
-from dataset import scan
-from hf.tokenizer import Tokenizer
-from system.ranks import on_rank0, start_process_group
+from support.inputs import scan
+from support.inputs.tokenizer import Tokenizer
+from support.system.ranks import on_rank0, start_process_group
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,9 +70,9 @@ def test_prompts_over_the_limit_are_left_out_and_counted(tokenizer):
 MEMORY = """
 from pathlib import Path
 from config import DatasetConfig
-from dataset import scan
-from dataset.scan import load_dataset
-from hf.tokenizer import Tokenizer
+from support.inputs import scan
+from support.inputs.scan import load_dataset
+from support.inputs.tokenizer import Tokenizer
 def peak():
     return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) / 1024
 tokenizer = Tokenizer(Path("."))

@@ -9,7 +9,7 @@ import pytest
 from dataset_case import GOOD, USER, load, refused
 
 from config import DataError
-from dataset import sources
+from support.inputs import sources
 
 
 def test_files_without_a_usable_row(tokenizer, tmp_path):

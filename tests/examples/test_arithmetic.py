@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from examples.arithmetic import make_problems, make_starter
-from hf.tokenizer import Tokenizer
 from model import load_policy
+from support.inputs.tokenizer import Tokenizer
 
 HERE = Path(make_problems.__file__).parent
 STARTER = HERE / "starter"

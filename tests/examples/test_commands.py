@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from check.reader import load
+from support.inputs.reader import load
 
 pytestmark = pytest.mark.house
 
@@ -28,7 +28,8 @@ def test_what_a_command_names_is_there(command, monkeypatch):
         script = script.removesuffix(".py") + "/__main__.py"
     code = Path(script).read_text(encoding="utf-8")
     options = [word.split("=")[0] for word in words[1:] if word.startswith("--")]
-    known = "".join(Path(file).read_text() for file in ("grpo.py", "tests/conftest.py", "check/preflight.py")) + code
+    readers = ("grpo.py", "tests/conftest.py", "support/check/preflight.py")
+    known = "".join(Path(file).read_text() for file in readers) + code
     passes_on = script in ("./train.sh", "slurm.sh")  # to torchrun
     assert [option for option in options if option not in known and not passes_on] == []
     settings = [word for word in words if re.match(r"[a-z_]+(\.\w+)+=", word)]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from check import reader
 from config import DataError
-from dataset.sources import Source
 from examples.gsm8k import prepare
+from support.inputs import reader
+from support.inputs.sources import Source
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -43,8 +43,8 @@ def test_the_command_writes_the_files_of_github(tmp_path):
 
 @needs_data
 def test_from_the_hub(tmp_path, monkeypatch):
-    """prepare.py without --from, with a stand-in for what dataset/sources.py fetches: rows of parquet, maybe with more
-    columns."""
+    """prepare.py without --from, with a stand-in for what support/inputs/sources.py fetches: rows of parquet, maybe
+    with more columns."""
     asked = []
 
     def fetched(section):

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from check import reader, rules
-from dataset.mixing import Mixture
-from dataset.scan import load_dataset
 from examples.three_tasks import make_tasks
 from examples.three_tasks.rewards import digits_in_place
-from hf.tokenizer import Tokenizer
+from support.check import rules
+from support.inputs import reader
+from support.inputs.mixing import Mixture
+from support.inputs.scan import load_dataset
+from support.inputs.tokenizer import Tokenizer
 
 HERE = Path(make_tasks.__file__).parent
 RIGHT = {

@@ -16,9 +16,9 @@ from processes import children
 
 import envs
 from config import CodeEnvConfig, ConfigError, EnvConfig
-from graders import sandbox
-from graders.code_grader import by_test, is_python, read_codes, read_tests
-from graders.environments import make_environment
+from judges import sandbox
+from judges.code_grader import by_test, is_python, read_codes, read_tests
+from support.graders.environments import make_environment
 
 HUMANEVAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "HumanEval.jsonl.gz"
 SECRET = "the-secret-of-the-judge"

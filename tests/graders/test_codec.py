@@ -10,7 +10,7 @@ import math
 
 import pytest
 
-from graders.codec import decode, encode
+from judges.codec import decode, encode
 
 VALUES = (None, True, 0, -1, 2**53, -(10**5000), 1.5, -0.0, math.inf, 2j, "é\ud800", "", b"\0\xff", [1, [2]], (1, (2,)))
 VALUES += ({1, 2}, frozenset([1]), {"a": (1,), (1, 2): {}}, {"list": [1]}, {"int": "0x1"}, [], (), {}, set())

@@ -9,11 +9,11 @@ import pytest
 
 from config import ConfigError
 from envs import Environment, Exact, StepResult, Turn
-from graders.environments import PoolEnvironment
-from graders.grading import Grading
-from graders.pool import GraderPool
-from graders.reward_function import RewardFunction
-from system.exits import Interrupted
+from judges.pool import GraderPool
+from support.graders.environments import PoolEnvironment
+from support.graders.grading import Grading
+from support.graders.reward_function import RewardFunction
+from support.system.exits import Interrupted
 
 
 def turn(reply, answer="7"):

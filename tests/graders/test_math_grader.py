@@ -10,9 +10,9 @@ from math_corpus import cases
 
 from config import ConfigError, EnvConfig, MathEnvConfig
 from envs import Turn
-from graders.environments import make_environment
-from graders.math_grader import equal, extract, gold_answer, grade
-from graders.pool import GraderPool
+from judges.math_grader import equal, extract, gold_answer, grade
+from judges.pool import GraderPool
+from support.graders.environments import make_environment
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k_test.jsonl"
 
@@ -24,7 +24,7 @@ def job(answer, reply, strict=False):
 @pytest.fixture(scope="module")
 def pool():
     pool = GraderPool(
-        "graders.math_grader:grade", num_workers=2, deadline_s=60, memory_mib=2048, first=job("x", r"\boxed{y}")
+        "judges.math_grader:grade", num_workers=2, deadline_s=60, memory_mib=2048, first=job("x", r"\boxed{y}")
     )
     yield pool
     pool.close()
@@ -45,7 +45,7 @@ def test_corpus(pool):
 def test_hostile_answers_score_nothing_and_end():
     hostile = [case for case in cases() if case[2] == "hostile"]
     pool = GraderPool(
-        "graders.math_grader:grade", num_workers=2, deadline_s=0.3, memory_mib=2048, first=job("x", r"\boxed{y}")
+        "judges.math_grader:grade", num_workers=2, deadline_s=0.3, memory_mib=2048, first=job("x", r"\boxed{y}")
     )
     found = outcomes(pool, [job(answer, reply) for answer, reply, _ in hostile])
     pool.close()
@@ -54,7 +54,7 @@ def test_hostile_answers_score_nothing_and_end():
 
 WHAT_COMES_LATE = """
 import sys
-from graders import math_grader
+from judges import math_grader
 math_grader.grade(math_grader.FIRST_JOB)
 before = set(sys.modules)
 for reply, answer, outcome in math_grader.SELF_TESTS:

@@ -13,7 +13,7 @@ import pytest
 from processes import children
 
 from config import ConfigError
-from graders.pool import ENDING, GraderPool
+from judges.pool import ENDING, GraderPool
 
 
 def make_pool(deadline_s=60, num_workers=2):
@@ -152,7 +152,7 @@ def test_worker_killed_while_idle_costs_no_job(pool):
 
 
 def test_worker_is_replaced_after_so_many_jobs(monkeypatch):
-    monkeypatch.setattr("graders.pool.MAX_JOBS", 3)
+    monkeypatch.setattr("judges.pool.MAX_JOBS", 3)
     pool = make_pool(num_workers=1)
     pids = [graded.value for graded in pool.grade([("pid", 0)] * 7)]
     pool.close()
@@ -162,7 +162,7 @@ def test_worker_is_replaced_after_so_many_jobs(monkeypatch):
 def test_workers_die_with_their_trainer(tmp_path):
     paths = [str(tmp_path / name) for name in "ab"]
     code = (
-        "from graders.pool import GraderPool\n"
+        "from judges.pool import GraderPool\n"
         "pool = GraderPool('grader_targets:run', num_workers=2, deadline_s=60, memory_mib=512)\n"
         "print(*(w.process.pid for w in pool.workers), flush=True)\n"
         f"pool.grade([('touch and hang', path) for path in {paths}])"

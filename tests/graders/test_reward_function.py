@@ -8,7 +8,7 @@ import pytest
 
 from config import ConfigError, EnvConfig
 from envs import Turn
-from graders.environments import make_environment
+from support.graders.environments import make_environment
 
 STATES = []
 CHAT = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "7"}]

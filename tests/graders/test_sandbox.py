@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from processes import children
 
-from graders import sandbox
-from graders.sandbox import CRASHED, ENDED, TIMED_OUT, Limits, run
+from judges import sandbox
+from judges.sandbox import CRASHED, ENDED, TIMED_OUT, Limits, run
 
 HEADERS = (Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), Path("/usr/include/asm-generic/unistd.h"))
 
@@ -191,7 +191,7 @@ def test_what_runs_dies_with_who_started_it(limits):
     before = children()
     starter = (
         f"import sys, time\nsys.path.insert(0, {str(Path(sandbox.__file__).parents[1])!r})\n"
-        "from graders import sandbox\n"
+        "from judges import sandbox\n"
         f"sandbox.start('program', sandbox.Limits(*{tuple(limits._replace(seconds=1000))!r}), stdout=1, "
         "code='print(1, flush=True)\\nwhile True: pass')\ntime.sleep(100)"
     )

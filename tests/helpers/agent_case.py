@@ -11,14 +11,14 @@ from tiny import make_tiny
 
 import config
 import data
-from agents.endpoint import Endpoint
-from agents.environment import Agent
 from engine import Engine, SamplingOptions
-from hf.model_config import read_model_config
-from hf.tokenizer import Tokenizer
-from hf.weights import full_tensors
 from model import load_policy
 from rollout import Sampler
+from support.agents.endpoint import Endpoint
+from support.agents.environment import Agent
+from support.hf.weights import full_tensors
+from support.inputs.model_config import read_model_config
+from support.inputs.tokenizer import Tokenizer
 
 TEMPERATURE = 0.8
 MAX_TOKENS = 768

@@ -15,10 +15,10 @@ from small_run import STARTER
 
 import envs
 import grpo
-from check import preflight
-from hf.model_config import read_model_config
-from hf.tokenizer import Tokenizer
-from run import start
+from support.check import preflight
+from support.inputs.model_config import read_model_config
+from support.inputs.tokenizer import Tokenizer
+from support.run import start
 
 LOST_STEP = 4
 SETS = ("train", "heldout", "third")

@@ -1,8 +1,8 @@
 """Jobs of the code grader, and the ways to isolate programs that this machine has."""
 
-from graders import sandbox
-from graders.pool import GraderPool
-from graders.sandbox import Limits, run
+from judges import sandbox
+from judges.pool import GraderPool
+from judges.sandbox import Limits, run
 
 
 def has(isolation):
@@ -16,7 +16,7 @@ ISOLATIONS = [name for name in ("required", "none") if has(name)]
 
 
 def make_pool():
-    return GraderPool("graders.code_grader:grade", num_workers=2, deadline_s=40.0, memory_mib=1536)
+    return GraderPool("judges.code_grader:grade", num_workers=2, deadline_s=40.0, memory_mib=1536)
 
 
 def job(reply, row, isolation=None, seconds=10.0):

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 import grpo
 import model as model_module
 from batch import MicroBatch, Minibatch, to_device
-from check.memory_plan import CONTEXT, Plan
 from config import (
     Config,
     DataConfig,
@@ -33,12 +32,13 @@ from config import (
     SequencePackingConfig,
 )
 from data import Sample, pack_samples
-from hf.model_config import ModelConfig
-from hf.weights import full_tensors
 from kernels import KernelBackend, LossPath, softmax
 from lora import add_adapters
 from model import Block, Decoder, PackLayout, rope_cos_sin, shard
 from optim import build_optimizer
+from support.check.memory_plan import CONTEXT, Plan
+from support.hf.weights import full_tensors
+from support.inputs.model_config import ModelConfig
 
 
 class LiveBytes(TorchDispatchMode):

@@ -8,7 +8,7 @@ import torch
 import config
 from data import Sample
 from model import Decoder, load_policy
-from system.ranks import local_rows
+from support.system.ranks import local_rows
 
 # Gradients are compared as they are, so nothing clips them; the log-probabilities are made up, so they have no limit.
 CONFIG = config.Config(

@@ -23,10 +23,10 @@ import torch._dynamo  # what each optimizer imports: here once for all lives
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
-from check import resume
 from config import CheckpointingConfig, ConfigError
-from run import checkpoint
-from system.ranks import Ranks
+from support.inputs import resume
+from support.run import checkpoint
+from support.system.ranks import Ranks
 
 # name -> (rank, module, function, before or after it, at which of its calls in a life)
 POINTS = {

@@ -16,9 +16,9 @@ from config import Config
 from data import Sample
 from model import Decoder, Reference
 from rollout import StepSamples
-from run.log import Timers
-from run.start import Run, RunState, loss_path_of
-from system.ranks import Ranks
+from support.run.log import Timers
+from support.run.start import Run, RunState, loss_path_of
+from support.system.ranks import Ranks
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,8 @@ import math
 
 import torch
 
-from check.rules import table_problems
 from config import Config, LossConfig
+from support.check.rules import table_problems
 
 LOGPS = ("logp_R", "old_logp_R", "sampler_logp_R", "ref_logp_R")
 

@@ -4,8 +4,8 @@ import json
 
 from config import Config, DataConfig, DatasetConfig, GRPOConfig
 from data import Problem
-from dataset.mixing import Mixture
-from dataset.scan import Dataset
+from support.inputs.mixing import Mixture
+from support.inputs.scan import Dataset
 
 MIXES = {
     "size": {},

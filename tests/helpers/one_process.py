@@ -4,8 +4,8 @@ import fake_vllm
 from small_run import ROOT
 
 import engine
-from graders.pool import GraderPool
-from run import start
+from judges.pool import GraderPool
+from support.run import start
 
 
 def use_stand_in(patch):

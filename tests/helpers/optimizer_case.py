@@ -12,7 +12,7 @@ import config
 import model as model_module
 from model import load_policy
 from optim import build_optimizer, clip_grad_norm
-from run import checkpoint
+from support.run import checkpoint
 
 LENGTHS = [5, 9, 3]
 ADAMW = config.OptimizerConfig(kwargs=config.OptimizerKwargs(lr=1e-3))

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import fake_vllm
 import torch
 
-from hf.model_config import read_model_config
 from model import Decoder
+from support.inputs.model_config import read_model_config
 
 NUM_TOKENS = 40  # of a reply that is not shorter by its limit
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import record_samples
 
 import envs
-from graders.pool import GraderPool
+from judges.pool import GraderPool
 
 PHASE, CALL = json.loads(os.environ.get("SLOW", "null")) or (None, 0)
 
@@ -59,7 +59,7 @@ def slow_down(phase):
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from engine import Engine
-    from run import checkpoint
+    from support.run import checkpoint
 
     owner, name = {
         "rollout": (LLMEngine, "step"),

@@ -89,7 +89,7 @@ class Node:
     def kill_all(self) -> None:
         """train.sh and the agent, as a machine that is gone: the ranks die with the agent."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        agent = next(int(pid) for pid in children if b"system.launch" in (command(int(pid)) or b""))
+        agent = next(int(pid) for pid in children if b"support.system.launch" in (command(int(pid)) or b""))
         os.kill(self.process.pid, signal.SIGKILL)
         os.kill(agent, signal.SIGKILL)
 

@@ -4,8 +4,8 @@ import pytest
 from hf_folders import QWEN2
 
 from config import ConfigError, LoRAConfig
-from hf.lora_layers import adapted_layers
-from hf.model_config import ModelConfig
+from support.hf.lora_layers import adapted_layers
+from support.inputs.model_config import ModelConfig
 
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=1)
 MODEL = ModelConfig.from_hf({**QWEN2, "model_type": "qwen3", **SIZES})

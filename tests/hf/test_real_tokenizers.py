@@ -18,8 +18,8 @@ from random import Random
 import pytest
 
 from config import DatasetConfig
-from dataset.scan import load_dataset
-from hf.tokenizer import Tokenizer
+from support.inputs.scan import load_dataset
+from support.inputs.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.long
 

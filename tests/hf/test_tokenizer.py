@@ -16,8 +16,8 @@ from chat_templates import CONVERSATIONS, TEMPLATES, TOOLS
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from config import DataError, DatasetConfig
-from dataset.scan import load_dataset
-from hf.tokenizer import ESCAPE, ControlTokenInText, Tokenizer
+from support.inputs.scan import load_dataset
+from support.inputs.tokenizer import ESCAPE, ControlTokenInText, Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECIALS = "<s> </s> <|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> <start_of_turn> "

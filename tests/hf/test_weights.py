@@ -8,10 +8,10 @@ from hf_folders import FAMILIES, LENGTHS, hf_from_pretrained, make_hf_folder, ma
 from safetensors.torch import load_file, save_file
 
 from config import ConfigError
-from hf import weights
-from hf.model_config import check_weights, read_model_config
-from hf.weights import full_tensors, save_hf
 from model import load_policy
+from support.hf import weights
+from support.hf.weights import full_tensors, save_hf
+from support.inputs.model_config import check_weights, read_model_config
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import KernelBackend, choose_backend, linear_logp
 from kernels.softmax import CHUNK_ELEMENTS, bfloat16_factors, logit_chunks, mm_float32
-from system.ranks import start_process_group
+from support.system.ranks import start_process_group
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TORCH, TRITON = KernelBackend("torch"), KernelBackend("triton", 16)

@@ -15,11 +15,11 @@ from code_jobs import ISOLATIONS, job, make_pool, outcomes
 
 from config import CodeEnvConfig
 from envs import OUTCOMES, Turn
-from graders import code_grader, sandbox
-from graders.code_grader import read_tests
-from graders.codec import Lost, Proxy, decode, encode
-from graders.environments import Code
-from graders.sandbox import Limits, run
+from judges import code_grader, sandbox
+from judges.code_grader import read_tests
+from judges.codec import Lost, Proxy, decode, encode
+from judges.sandbox import Limits, run
+from support.graders.environments import Code
 
 LATER = [*ISOLATIONS[:1], *(pytest.param(name, marks=pytest.mark.long) for name in ISOLATIONS[1:])]
 pytestmark = pytest.mark.skipif(not ISOLATIONS, reason="this machine has no seccomp")

@@ -17,9 +17,9 @@ from small_run import arguments, write_rows
 
 import config
 from config import ConfigError
-from run import folder as run_folder
-from run.folder import open_run_folder
-from system import exits
+from support.run import folder as run_folder
+from support.run.folder import open_run_folder
+from support.system import exits
 
 ROOT = Path(__file__).resolve().parents[2]
 

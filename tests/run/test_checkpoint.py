@@ -23,13 +23,13 @@ from torch.distributed.tensor import DTensor
 
 import data
 from batch import to_device
-from check.resume import committed
 from config import CheckpointingConfig, Config, ConfigError, LoggerConfig, LoRAConfig
 from model import Reference, load_policy
-from run import checkpoint
-from run.folder import open_run_folder
-from system.exits import EXIT_SAVED, Saved, StopRun, host_name, report_exit
-from system.ranks import start_process_group
+from support.inputs.resume import committed
+from support.run import checkpoint
+from support.run.folder import open_run_folder
+from support.system.exits import EXIT_SAVED, Saved, StopRun, host_name, report_exit
+from support.system.ranks import start_process_group
 
 STATE = {"consumed_samples": 96, "num_bad_steps": 0, "fingerprint": "abc", "last_validation": {"accuracy": 0.5}}
 

@@ -14,9 +14,9 @@ from small_run import ROOT, STARTER, arguments, write_rows
 
 import grpo
 from config import ConfigError
-from hf.tokenizer import Tokenizer
-from run import checkpoint, dump, steps
-from system.exits import StopRun
+from support.inputs.tokenizer import Tokenizer
+from support.run import checkpoint, dump, steps
+from support.system.exits import StopRun
 from tools import replay
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from system.exits import host_name
+from support.system.exits import host_name
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,17 +11,17 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 import envs
-from check.preflight import read_reward_model
 from config import Config, ConfigError, EnvConfig, PolicyConfig, RewardModelConfig, SequencePackingConfig
 from data import Problem
-from graders.reward_function import RewardFunction
-from hf.model_config import read_model_config
-from hf.tokenizer import Tokenizer
-from hf.weights import full_tensors
 from model import load_policy
-from run.reward_model import RewardModel
-from system.exits import StopRun
-from system.ranks import start_process_group
+from support.check.preflight import read_reward_model
+from support.graders.reward_function import RewardFunction
+from support.hf.weights import full_tensors
+from support.inputs.model_config import read_model_config
+from support.inputs.tokenizer import Tokenizer
+from support.run.reward_model import RewardModel
+from support.system.exits import StopRun
+from support.system.ranks import start_process_group
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"

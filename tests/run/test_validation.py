@@ -13,14 +13,14 @@ from samples import answers
 
 import config
 import envs
-from check.preflight import RunInputs
 from data import Problem
-from dataset.scan import Dataset
 from engine import SamplingOptions
 from rollout import Sampler
-from run.start import RunState
-from run.validation import accuracy_interval, majority, modes, pass_at_k, summarize, validate
-from system.ranks import Ranks
+from support.check.preflight import RunInputs
+from support.inputs.scan import Dataset
+from support.run.start import RunState
+from support.run.validation import accuracy_interval, majority, modes, pass_at_k, summarize, validate
+from support.system.ranks import Ranks
 
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, tp_size=1)
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from ranks import ranks
 
-from system import exits
-from system.ranks import any_rank, gather, on_rank0, start_process_group
+from support.system import exits
+from support.system.ranks import any_rank, gather, on_rank0, start_process_group
 
 SHAPES = [(3, 5), (), (7,), (0, 4), (2, 2, 2), (41,), (1,)]  # 15 + 1 + 7 + 0 + 8 + 41 + 1 elements: 73
 

@@ -26,15 +26,15 @@ import grpo
 from advantages import step_advantages
 from batch import make_minibatches
 from data import Problem, Sample, groups_of, pack_samples
-from dataset.mixing import Mixture
-from dataset.scan import Dataset
 from engine import Completion, check_versions
 from metrics import sample_metrics
 from rollout import Sampler, sample_step
-from run import steps as steps_module
-from run.validation import summarize
-from system.exchange import move_tokens
-from system.ranks import gather, start_process_group
+from support.inputs.mixing import Mixture
+from support.inputs.scan import Dataset
+from support.run import steps as steps_module
+from support.run.validation import summarize
+from support.system.exchange import move_tokens
+from support.system.ranks import gather, start_process_group
 from tools import replay
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from config import ConfigError
-from system.imports import import_attribute
+from support.system.imports import import_attribute
 
 
 def test_modules_of_the_working_directory_come_last(tmp_path, monkeypatch):

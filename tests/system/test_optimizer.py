@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from config import CheckpointingConfig
 from model import Reference, load_policy
 from optim import build_optimizer
-from run import checkpoint
-from system.optimizer import Optimizer
+from support.run import checkpoint
+from support.system.optimizer import Optimizer
 
 pytestmark = pytest.mark.slow
 

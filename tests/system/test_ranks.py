@@ -24,17 +24,17 @@ from ranks import ranks
 import config
 import data
 import envs
-import system.ranks
-from check.rules import check_config
+import support.system.ranks
 from config import ConfigError
 from engine import Engine, SamplingOptions
-from hf.tokenizer import Tokenizer
-from hf.weights import full_tensors, merged_weight
 from model import load_policy
 from rollout import Sampler
-from system.exchange import move_tokens
-from system.exits import host_name
-from system.ranks import start_process_group
+from support.check.rules import check_config
+from support.hf.weights import full_tensors, merged_weight
+from support.inputs.tokenizer import Tokenizer
+from support.system.exchange import move_tokens
+from support.system.exits import host_name
+from support.system.ranks import start_process_group
 
 ROOT = Path(__file__).resolve().parents[2]
 ALLOC, CUDA_ALLOC = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
@@ -317,10 +317,10 @@ def test_a_run_has_the_device_it_was_started_for_or_ends(monkeypatch, wanted, nu
         for patch in gpus(number, error, built):
             stack.enter_context(patch)
         if re.fullmatch(r"cpu|cuda:\d", expected):
-            assert str(system.ranks.choose_device(1)) == expected
+            assert str(support.system.ranks.choose_device(1)) == expected
         else:
             with pytest.raises(ConfigError, match=expected) as refusal:
-                system.ranks.choose_device(1)
+                support.system.ranks.choose_device(1)
             assert "\n" not in str(refusal.value)
 
 
@@ -331,16 +331,16 @@ def test_on_cuda_no_device_is_bound_to_the_process_group(monkeypatch):
     for name, value in (("RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_RANK", 1), ("GRPO_DEVICE", "cuda")):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torch.cuda, "set_device", calls.set_device)
-    monkeypatch.setattr(system.ranks.dist, "init_process_group", calls.init_process_group)
-    monkeypatch.setattr(system.ranks, "gather", lambda value, group: [("other", 7), value])
+    monkeypatch.setattr(support.system.ranks.dist, "init_process_group", calls.init_process_group)
+    monkeypatch.setattr(support.system.ranks, "gather", lambda value, group: [("other", 7), value])
     with contextlib.ExitStack() as stack:
         for patch in gpus(2):
             stack.enter_context(patch)
-        place, device = system.ranks.start_process_group(tp_size=1)
+        place, device = support.system.ranks.start_process_group(tp_size=1)
     assert (place.rank, place.world_size, device) == (1, 2, torch.device("cuda", 1))
     assert calls.mock_calls == [
         mock.call.set_device(device),
-        mock.call.init_process_group("cpu:gloo,cuda:nccl", timeout=system.ranks.COLLECTIVE_TIMEOUT),
+        mock.call.init_process_group("cpu:gloo,cuda:nccl", timeout=support.system.ranks.COLLECTIVE_TIMEOUT),
     ]
     assert place.peers.processes == {0: ("other", 7), 1: (host_name(), os.getpid())}
 
@@ -362,8 +362,9 @@ def test_segments_grow_only_after_the_engine_sleeps(one_rank, monkeypatch, capsy
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     seen, told = [], []
-    monkeypatch.setattr(system.ranks, "choose_device", lambda _: seen.append(environment()) or torch.device("cpu"))
-    monkeypatch.setattr(system.ranks.dist, "init_process_group", lambda *_, **__: None)
+    device = torch.device("cpu")
+    monkeypatch.setattr(support.system.ranks, "choose_device", lambda _: seen.append(environment()) or device)
+    monkeypatch.setattr(support.system.ranks.dist, "init_process_group", lambda *_, **__: None)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     start_process_group(tp_size=1)
@@ -373,7 +374,7 @@ def test_segments_grow_only_after_the_engine_sleeps(one_rank, monkeypatch, capsy
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("empty cache"))
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
-    system.ranks.expand_segments()
+    support.system.ranks.expand_segments()
     later = "max_split_size_mb:64,expandable_segments:True" if later is None else later
     assert told == (["empty cache", later] if later else [])
 
@@ -383,7 +384,7 @@ def environment():
 
 
 def test_a_watchdog_ends_a_run_before_a_collective_does():
-    limit = system.ranks.COLLECTIVE_TIMEOUT.total_seconds()
+    limit = support.system.ranks.COLLECTIVE_TIMEOUT.total_seconds()
     for name in ("min_seconds", "first_seconds"):
         most = config.WatchdogConfig(**{name: limit - 1})
         check_config(replace(run_config(), watchdog=most), 1)
@@ -393,7 +394,7 @@ def test_a_watchdog_ends_a_run_before_a_collective_does():
 
 @pytest.mark.slow
 def test_float32_is_no_tf32_whatever_the_image_says():
-    code = "import torch, system.ranks as r; r.dist.init_process_group = lambda *_, **__: None\n"
+    code = "import torch, support.system.ranks as r; r.dist.init_process_group = lambda *_, **__: None\n"
     code += "r.gather = lambda *_: ['x']; before = torch.get_float32_matmul_precision()\n"
     code += "r.start_process_group(1); print(before, torch.get_float32_matmul_precision())"
     env = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "GRPO_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
@@ -404,7 +405,7 @@ def test_float32_is_no_tf32_whatever_the_image_says():
 ABORTS_IN_TEARDOWN = """
 import atexit, ctypes, sys
 import torch
-from system import exits
+from support.system import exits
 libc = ctypes.CDLL(None)
 libc.on_exit(libc.abort, None)  # as a destructor does that finds what it needs destroyed before it
 atexit.register(print, "at exit", file=sys.stderr)  # as vLLM 0.32 shuts its engine down

@@ -23,15 +23,15 @@ from torch.distributed.fsdp import FSDPModule
 
 import config
 import grpo
-from check.memory_plan import Plan
 from engine import Completion
-from hf.weights import full_tensors, save_hf
 from model import load_policy
 from optim import build_optimizer
-from run import checkpoint
-from run.steps import check_canary
-from system.exits import StopRun
-from system.ranks import Ranks, fsdp_mesh, gather, start_process_group
+from support.check.memory_plan import Plan
+from support.hf.weights import full_tensors, save_hf
+from support.run import checkpoint
+from support.run.steps import check_canary
+from support.system.exits import StopRun
+from support.system.ranks import Ranks, fsdp_mesh, gather, start_process_group
 
 pytestmark = pytest.mark.slow
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from ranks import ends_of
 
 from config import CheckpointingConfig, Config, ConfigError, LoggerConfig, WatchdogConfig
-from run import folder as run_folder
-from system import watchdog
-from system.exits import describe_failure, report_exit
-from system.ranks import start_process_group
+from support.run import folder as run_folder
+from support.system import watchdog
+from support.system.exits import describe_failure, report_exit
+from support.system.ranks import start_process_group
 
 pytestmark = pytest.mark.slow
 

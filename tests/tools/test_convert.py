@@ -12,10 +12,11 @@ import torch
 import yaml
 from small_run import ROOT
 
-from check import reader, rules
-from check.keys import FIELDS, SECTIONS
 from config import ConfigError, LoRAConfig
 from loss import policy_loss
+from support.check import rules
+from support.inputs import reader
+from support.inputs.keys import FIELDS, SECTIONS
 from tools.convert import CONVERTED, DIFFER, LEFT, NAMES, NONE, SAME, UNKNOWN, _row_of, convert
 
 pytestmark = pytest.mark.slow

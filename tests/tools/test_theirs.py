@@ -6,9 +6,9 @@ from dataclasses import MISSING, fields
 import pytest
 import yaml
 
-from check import reader
-from check.keys import SECTIONS
 from config import ConfigError
+from support.inputs import reader
+from support.inputs.keys import SECTIONS
 from tools.convert import COMPUTED, convert
 from tools.theirs import Unread, assigned, resolved
 

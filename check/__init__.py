@@ -1,1 +1,0 @@
-"""What answers before torch is loaded: config files, rules, inputs, resume and the memory plan."""

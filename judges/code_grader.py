@@ -1,0 +1,223 @@
+"""Judges the code in a reply by the tests of its problem.
+
+Runs in a worker process (pool.py) and starts two more processes for each answer (sandbox.py). The judge runs the test
+code of the dataset and knows what is expected. The candidate runs the code of the reply and sees only arguments. Calls
+cross as values of built-in types (codec.py), so no code of the candidate runs where values are compared. No exit code
+is trusted.
+"""
+
+import ast
+import json
+import keyword
+import math
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from textwrap import dedent
+from typing import Any
+
+from judges import sandbox
+from judges.codec import near
+from judges.sandbox import Limits
+
+MAX_TESTS_BYTES = 8 << 20  # of one problem
+MAX_PARSED_CHARS = 100_000  # of Python code: 0.2 s
+MAX_OUTCOME_BYTES = 1000
+RETRY_PAUSES = (0.1, 0.2, 0.5, 1, 2, 3, 3)  # seconds; environments.py waits for longer than their sum
+FORMS = (
+    "`test` (code that calls the function, or defines check(candidate)) with `entry_point`, or `tests`: a list of "
+    "{input, output}, or of {args, expected} with `entry_point`"
+)
+# The test for a list of {args, expected}.
+CALLS = """
+import json
+from judges.codec import same
+
+def check(candidate):
+    for case in json.loads(CASES):
+        assert same(candidate(*case["args"]), case["expected"])
+"""
+# A number that is no part of a word, a version or a date.
+NUMBER = re.compile(r"(?<![\w.])([-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?)(?!\w|\.\d)", re.ASCII)
+FENCE = re.compile(r"(.*?)(?:`{3,}|~{3,})([^`~]*)$")  # a line with a fence: what is before it, its info string
+PYTHON = re.compile(r"(?i)\W*(?:python|py)[\d.]*(?!\w)")  # an info string: py, python3.11, {.python}
+MAX_READINGS = 5  # of one block, and so many blocks
+
+_ADD_TESTS = json.dumps({"entry_point": "add", "test": "def check(f):\n    assert f(2, 3) == 5"})
+_SUM_TESTS = json.dumps({"tests": [{"input": "2 3", "output": "5"}]})
+_EQUALS_ALL = "class Equal:\n    __eq__ = lambda *_: True\ndef add(a, b): return Equal()"
+SELF_TESTS = (  # (reply, answer, outcome): what this file must say before a run may start
+    ("```python\ndef add(a, b):\n    return a + b\n```", _ADD_TESTS, "ok"),
+    ("def add(a, b): return a * b", _ADD_TESTS, "wrong"),
+    (_EQUALS_ALL, _ADD_TESTS, "wrong"),
+    ("print(sum(map(int, input().split())))", _SUM_TESTS, "ok"),
+    ("exit(0)", _SUM_TESTS, "wrong"),
+)
+
+
+def read_tests(answer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The tests of a problem: {tests} for a program, or {test, entry_point, prompt} for a function.
+
+    They are fields of the problem or, if it has neither `test` nor `tests`, of the JSON object in its answer. `prompt`
+    counts only if it is Python, as in HumanEval: it is put before the code, and the test may use what it defines.
+    ValueError says what is wrong.
+    """
+    source: Any = fields
+    if fields.get("test") is None and fields.get("tests") is None:
+        with suppress(ValueError, RecursionError):  # an answer that is no JSON has no tests
+            source = json.loads(answer)
+    if not isinstance(source, Mapping) or (source.get("test") is None) == (source.get("tests") is None):
+        raise ValueError(f"no tests, or two kinds of them: give {FORMS}")
+    test, tests, name, prompt = map(source.get, ("test", "tests", "entry_point", "prompt"))
+    try:
+        tests = json.loads(tests) if isinstance(tests, str) else tests
+        text = json.dumps(tests)
+        num_bytes = len(text) + len(json.dumps(test))
+    except (TypeError, ValueError, RecursionError) as error:  # parquet has types that JSON has not
+        raise ValueError(f"`test` or `tests` is not valid JSON, or cannot be written as JSON ({error})") from error
+    if num_bytes > MAX_TESTS_BYTES:
+        raise ValueError(f"tests of {num_bytes:,} bytes: more than {MAX_TESTS_BYTES >> 20} MiB")
+    if are_cases(tests, input=str, output=str):
+        return {"tests": tests}
+    if are_cases(tests, args=list, expected=object):
+        test = f"CASES = {text!r}\n{CALLS}"
+    elif tests is not None:
+        raise ValueError(f"`tests` is not a list of objects: give {FORMS}")
+    elif not isinstance(test, str) or (len(test) <= MAX_PARSED_CHARS and not is_python(test)):
+        raise ValueError("`test` is not Python code")
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+        raise ValueError(f"entry_point {repr(name)[:80]} is not the name of a function that the tests can call")
+    return {"test": test, "entry_point": name, "prompt": prompt if is_python(prompt) else ""}
+
+
+def are_cases(tests: Any, **types: type) -> bool:
+    """Whether `tests` is a list of objects with fields of these types."""
+    objects = isinstance(tests, list) and len(tests) > 0 and all(isinstance(case, dict) for case in tests)
+    return objects and all(key in case and isinstance(case[key], types[key]) for case in tests for key in types)
+
+
+def is_python(code: Any) -> bool:
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        return isinstance(code, str) and len(code) <= MAX_PARSED_CHARS and bool(ast.parse(code))
+    return False
+
+
+def read_codes(reply: str, tests: Mapping[str, Any]) -> list[str]:
+    """What may be the program in a reply, the likeliest first: that is the first that Python can compile (sandbox.py).
+
+    Blocks that define the entry point come first; where there is none, those that print or import. Of those, blocks
+    that are marked as Python come before blocks without a mark, the last one first, and then the whole reply.
+    """
+    lines = re.sub(r"\r\n?", "\n", reply).split("\n")
+    marked, plain, ends, is_open = [], [], [], False
+    for number, fence in enumerate(map(FENCE.match, lines)):
+        if fence is None:
+            continue
+        if info := fence[2].strip():
+            marked += [number] * bool(PYTHON.match(info))
+        else:
+            plain += [number] * (not is_open)
+            ends.append(number)
+        is_open = bool(info) or not is_open
+    starts = [*plain[-MAX_READINGS:], *marked[-MAX_READINGS:]]
+
+    def blocks() -> Iterator[str]:
+        """From each start to the next fences, as code may hold some, and to the end of the reply."""
+        for start in reversed(starts):
+            for end in [end for end in ends if end > start][:MAX_READINGS]:
+                yield "\n".join([*lines[start + 1 : end], FENCE.match(lines[end])[1]])
+            yield "\n".join(lines[start + 1 :])
+
+    name, prompt = re.escape(tests.get("entry_point", "")), tests.get("prompt")
+    defines = rf"^[ \t]*(?:(?:async[ \t]+)?def[ \t]+{name}\b|{name}[ \t]*=(?!=)|(?:from|import)\b.*\b{name}\b)"
+    is_whole = re.compile(defines if name else r"\b(?:print|import)\b", re.MULTILINE).search
+
+    def fits(code: str) -> bool:
+        return bool(is_whole(code) or (prompt and re.search(r"^[ \t]+(?:return|yield)\b", code, re.MULTILINE)))
+
+    codes = sorted([*blocks(), reply], key=fits, reverse=True)
+    # The end of a function that the prompt begins stays indented; a whole function does not.
+    pairs = [(dedent(code), code) if is_whole(code) else (code, dedent(code)) for code in codes]
+    return [code for code in dict.fromkeys(code for pair in pairs for code in pair) if code.strip()]
+
+
+def grade(job: dict) -> str:
+    """The outcome of a job {reply, answer, fields (of the row), seconds (for all tests), memory_mib, isolation}. Raises
+    sandbox.Unavailable if no process could be made."""
+    tests = read_tests(job["answer"], job["fields"])
+    codes = read_codes(job["reply"], tests)
+    if not codes:
+        return "parse_fail"
+    if prompt := tests.get("prompt"):  # it has imports and helpers, or a function that the reply ends
+        codes = [f"{prompt}\n{code}" for code in codes]
+    sandbox.libc("prctl", sandbox.PR_SET_DUMPABLE, 0)  # this process knows what is expected: no other may look into it
+    limits = Limits(job["seconds"], job["memory_mib"], job["isolation"])
+    judge = by_programs if "tests" in tests else by_test
+    for pause in RETRY_PAUSES:
+        with suppress(OSError):  # no process, memory or descriptor: others may give some back
+            return judge(codes, tests, limits)
+        time.sleep(pause)
+    return judge(codes, tests, limits)
+
+
+def by_programs(codes: Sequence[str], tests: Mapping[str, Any], limits: Limits) -> str:
+    """Runs the program once for each input."""
+    deadline = time.monotonic() + limits.seconds
+    for case in tests["tests"]:
+        left = max(deadline - time.monotonic(), 0.001)
+        exited, output = sandbox.run(codes[0], case["input"], limits._replace(seconds=left), codes[1:])
+        if exited == sandbox.TIMED_OUT:
+            return "timeout"
+        if exited != sandbox.ENDED or not same_output(output, case["output"]):
+            return "wrong"
+    return "ok"
+
+
+def same_output(output: str, expected: str) -> bool:
+    """Whether two texts are equal but for blanks at the ends of lines and of the whole, and for numbers: a decimal is
+    met within the tolerance, an integer by itself or with .0."""
+    printed, wanted = (text.rstrip(" \t\r\n").split("\n") for text in (output, expected))
+    return len(printed) == len(wanted) and all(map(same_line, printed, wanted))
+
+
+def same_line(line: str, expected: str) -> bool:
+    parts, wanted = (NUMBER.split(text.rstrip(" \t\r")) for text in (line, expected))  # at odd places, the numbers
+    if len(parts) != len(wanted) or parts[::2] != wanted[::2]:
+        return False
+    for number, other in zip(parts[1::2], wanted[1::2], strict=True):
+        if number == other or number.rstrip("0") == f"{other}.":
+            continue
+        is_decimal = not other.lstrip("+-").isdigit() and math.isfinite(float(other))
+        if not is_decimal or not near(float(number), float(other)):
+            return False
+    return True
+
+
+def by_test(codes: Sequence[str], tests: Mapping[str, Any], limits: Limits) -> str:
+    """Starts the judge, then the candidate, which runs when no process can look into the judge any more."""
+    ends = requests_out, requests_in, responses_out, responses_in = *os.pipe(), *os.pipe()
+    inherited = {"requests": requests_in, "responses": responses_out}
+    candidate = None
+    try:
+        longer = limits._replace(seconds=limits.seconds + 2)  # the deadline of the candidate comes first
+        judge = sandbox.start("judge", longer, fds=tuple(inherited.values()), **inherited, **tests)
+        if judge.stdout.readline(MAX_OUTCOME_BYTES) == b"ready\n":
+            work = {"codes": codes, "name": tests["entry_point"]}
+            candidate = sandbox.start("serve", limits, stdin=requests_out, stdout=responses_in, **work)
+    finally:
+        for descriptor in ends:
+            os.close(descriptor)
+    with judge.stdout:
+        outcome = judge.stdout.readline(MAX_OUTCOME_BYTES)  # the test may write anything; nothing if the judge died
+    exit_codes = [sandbox.end(keeper) for keeper in (candidate, judge) if keeper]
+    if candidate is None:
+        raise sandbox.Unavailable("the test process did not start")
+    if outcome == b"ok\n":
+        return "ok"
+    for exit_code in exit_codes:
+        sandbox.check_keeper(exit_code)
+    if sandbox.TIMED_OUT in exit_codes:
+        return "timeout"
+    return "wrong" if outcome == b"wrong\n" else "error"

@@ -1,1 +1,0 @@
-"""What operates a run: config files and checks, set-up, checkpoints, logs."""

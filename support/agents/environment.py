@@ -1,0 +1,80 @@
+"""Agents as environments: a job of a worker leads a conversation from its start to its reward (worker.py)."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from config import AgentConfig, ConfigError, shortened
+from envs import OUTCOMES, StepResult, Turn
+from judges.pool import Graded, GraderPool
+from support.graders.environments import PoolEnvironment, read_results
+
+
+class Agent(PoolEnvironment):
+    """A program that asks the endpoint, and gives the reward of what it did. Raises ConfigError, with the key, where it
+    cannot be started; it is not started here.
+
+    A turn is a whole rollout: its state has base_url, seed and is_validation.
+    """
+
+    leads = True  # its conversations: the engine draws what it asks for
+
+    def __init__(self, cfg: AgentConfig, kwargs: dict[str, Any], num_ranks: int):
+        self.cfg, self.kwargs = cfg, kwargs
+        self.reward_names = cfg.reward_names
+        for key, program in (("python", cfg.python), ("command", cfg.command and cfg.command[0])):
+            if program and not shutil.which(program):
+                raise ConfigError(f"env.agents: {cfg.name}.{key}={program}: no such program; give its path")
+        if absent := [name for name in cfg.pass_env if name not in os.environ]:
+            fix = "set it where the run starts, or remove it here"
+            raise ConfigError(f"env.agents: {cfg.name}.pass_env: {absent[0]} is not set: {fix}")
+        try:
+            self.pool = GraderPool.of(
+                "support.agents.worker:run",
+                cfg,
+                num_ranks,
+                first={"function": cfg.function, "kwargs": kwargs, "isolation": cfg.isolation},
+                python=shutil.which(cfg.python or "") or "",
+                pass_env=cfg.pass_env,
+            )
+        except ConfigError as error:
+            key = f"function={cfg.function}" if cfg.function else f"python={cfg.python}"
+            raise ConfigError(f"env.agents: {cfg.name}.{key}: {error}") from error
+
+    def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
+        for where, _, row in answers:
+            try:
+                json.dumps(row)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"{where}: an agent gets its row as JSON: {error}") from error
+
+    def job(self, turn: Turn) -> dict:
+        given = {"messages": turn.messages, "answer": turn.answer, "row": turn.fields}
+        command = [os.path.abspath(each) if os.path.exists(each) else each for each in self.cfg.command or ()]
+        program = {"function": self.cfg.function, "command": command, "kwargs": self.kwargs}
+        return given | program | turn.state | {"deadline_s": self.cfg.deadline_s, "isolation": self.cfg.isolation}
+
+    def result(self, turn: Turn, graded: Graded) -> StepResult:
+        """state: what went wrong, and whether the policy may have caused it; then the reward of 0 is trained."""
+        if graded.outcome != "ok":
+            return StepResult(0.0, graded.outcome, state={"message": graded.message, "counts": True})
+        if graded.value is None:
+            return StepResult(0.0, "error", state={"message": "the agent returned None"})
+        given = graded.value if isinstance(graded.value, dict) else {"reward": graded.value}
+        try:
+            [result] = read_results(self.cfg.name, [_result(**given)], [turn])
+        except (ConfigError, TypeError):
+            form = f"a number, null or {{reward, outcome, rewards, extracted}}; outcomes: {', '.join(OUTCOMES)}"
+            message = f"the agent returned {shortened(graded.value)}, expected {form}"
+            return StepResult(0.0, "error", state={"message": message, "counts": True})
+        is_lost = result.outcome == "error" and given.get("outcome") != "error"
+        return replace(result, state={"message": "the reward is not finite"} if is_lost else {})
+
+
+def _result(reward: Any, outcome: str | None = None, rewards: Any = None, extracted: Any = None) -> StepResult:
+    """Without an outcome a reward above 0 is `ok`."""
+    text = None if extracted is None else str(extracted)
+    return StepResult(reward, outcome or ("ok" if reward > 0 else "wrong"), rewards=rewards or {}, extracted=text)

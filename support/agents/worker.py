@@ -1,0 +1,73 @@
+"""Runs an agent for one rollout, in a worker process of judges/pool.py: a Python function, or a command.
+
+The interpreter may be another one than the trainer's: this file needs the standard library alone.
+"""
+
+import asyncio
+import inspect
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from functools import partial
+from tempfile import TemporaryFile
+from typing import Any
+
+from judges import sandbox
+
+TAIL_BYTES = 1 << 16  # of what a command writes
+GIVEN = ("base_url", "row", "messages", "answer", "tools", "seed", "is_validation", "deadline_s")
+
+
+def run(job: dict) -> Any:
+    """What the agent gives, as JSON."""
+    function, kwargs = job["function"] and pkgutil.resolve_name(job["function"]), job["kwargs"]
+    if "base_url" not in job:  # before the run: is the function there, and can it be called?
+        if function:
+            inspect.signature(function).bind(**_accepted(function, dict.fromkeys(GIVEN)), **kwargs)
+        if job["isolation"] == "required":
+            sandbox.run("", "", sandbox.Limits(20.0))
+        return None
+    os.environ.update(OPENAI_BASE_URL=job["base_url"], OPENAI_API_KEY="none")  # clients read them by themselves
+    if not function:
+        return json.loads(run_command(job["command"], job["row"], job["isolation"]))
+    try:
+        found = function(**_accepted(function, {name: job[name] for name in GIVEN}), **kwargs)
+        found = asyncio.run(found) if inspect.iscoroutine(found) else found
+    except SystemExit as error:
+        raise RuntimeError(f"the agent exited with {error.code}") from error
+    return json.loads(json.dumps(found, default=lambda each: float(each) if hasattr(each, "__float__") else str(each)))
+
+
+def _accepted(function: Any, given: dict) -> dict:
+    """What the function has parameters for."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in given.items() if takes_all or name in parameters}
+
+
+def run_command(command: list[str], row: dict, isolation: str = "none") -> str:
+    """The last line that the command writes. It gets the row as JSON on its standard input."""
+    start = partial(isolate, command) if isolation == "required" else None
+    with TemporaryFile() as out, TemporaryFile() as err:  # not pipes: a child of its may hold them
+        streams = {"input": json.dumps(row).encode(), "stdout": out, "stderr": err}
+        code = subprocess.run(command, **streams, preexec_fn=start, check=False).returncode
+        lines = []
+        for file in (out, err):
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines.append(file.read().decode(errors="replace").strip().rpartition("\n")[2])
+    if code:
+        raise RuntimeError(f"{command[0]} ended with exit code {code}: {lines[1]:.300}")
+    return lines[0]
+
+
+def isolate(command: list[str]) -> None:
+    """Leaves this process, which becomes the command, the system's programs, the interpreter and what the command names
+    to read, and no process to see or signal but its own."""
+    system = ("/usr", "/bin", "/etc/ssl", "/dev/null", sys.prefix, sys.base_prefix)
+    sandbox.enter_namespaces((*system, *command))
+    os.chdir("/tmp")
+    if child := os.fork():  # the first process of the namespace: with it all others end
+        os.closerange(3, 1 << 16)  # Popen waits for them
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)

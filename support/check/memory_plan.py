@@ -1,0 +1,332 @@
+"""How much memory each GPU needs in each phase, by formulas: before a run starts, and without torch.
+
+Each formula names the lines of this program that allocate the bytes, or another source; the tests count the bytes that
+these lines allocate. Sizes are bytes on one rank. Each token of a pack counts as a response token.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from config import Config
+from support.hf.lora_layers import factor_shapes
+from support.inputs.model_config import ModelConfig
+
+GIB = 2**30
+NUMBER = {"bfloat16": 2, "float32": 4}
+CHUNK_BYTES = int(3.25 * GIB)  # kernels/backend.py, which imports torch
+CHUNK_ELEMENTS = 1 << 28  # kernels/softmax.py
+# Not yet measured here: CUDA's context and NCCL's buffers 1 to 2 GiB, a sleeping vLLM 0.8 (NVIDIA-NeMo/RL#223).
+CONTEXT = 2.5 * GIB
+OWN_CONTEXT = GIB / 2  # of CONTEXT, what this process has at its start, before the policy is there
+# vLLM's pools "runtime" and "cudagraph", which wake with the weights (vllm/device_allocator/cumem.py): 0.5 to 1 GiB.
+RUNTIME = 0.8 * GIB
+Items = dict[str, float]  # what holds memory -> bytes
+Shapes = dict[str, tuple[int, ...]]
+
+
+def count(shapes: Shapes, part: str = "") -> int:
+    """The elements of the tensors with `part` in their names."""
+    return sum(math.prod(shape) for name, shape in shapes.items() if part in name)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run on `num_gpus` ranks that train, in all replicas together. vocab: ids of the tokenizer. gpu_bytes: memory of
+    one GPU, or None if unknown; others: what other processes hold of it. reward: the reward model. trains: False for
+    eval.py. teacher: of the KL."""
+
+    cfg: Config
+    model: ModelConfig
+    vocab: int
+    num_gpus: int
+    gpu_bytes: float | None = None
+    reward: ModelConfig | None = None
+    trains: bool = True
+    teacher: ModelConfig | None = None
+    others: float = 0
+
+    @property
+    def precision(self) -> int:
+        """Bytes of an element in the trainer's matmuls: c below."""
+        return NUMBER[self.cfg.policy.precision]
+
+    @property
+    def engine_precision(self) -> int:
+        return NUMBER[self.cfg.policy.generation.vllm_cfg.precision or self.cfg.policy.precision]
+
+    @property
+    def num_shards(self) -> int:
+        """The ranks of a replica."""
+        return self.num_gpus // self.cfg.policy.dtensor_cfg.dp_replicate_size
+
+    @cached_property
+    def tokens(self) -> int:
+        return self.cfg.policy.pack_tokens("cuda")
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        return dict(self.model.tensor_shapes())
+
+    @property
+    def lora(self) -> bool:
+        return self.cfg.policy.dtensor_cfg.lora_cfg.enabled
+
+    @cached_property
+    def trained(self) -> Shapes:
+        """The tensors that the optimizer updates."""
+        return factor_shapes(self.model, self.cfg.policy.dtensor_cfg.lora_cfg) if self.lora else self.shapes
+
+    @cached_property
+    def block(self) -> int:
+        """Elements of the weights of a block, adapters included."""
+        return count(self.shapes | self.trained, "model.layers.0.")
+
+    @property
+    def head(self) -> int:
+        """Elements of the embedding; an untied head has as many."""
+        return self.model.vocab_size * self.model.hidden_size
+
+    def pinned(self, shapes: Shapes, *widths: int) -> int:
+        """Host memory for a rank's rows in these bytes each: torch rounds a pinned block up to a power of two."""
+        sizes = [width * self.rows({name: shape}) for name, shape in shapes.items() for width in widths]
+        return sum(1 << (size - 1).bit_length() for size in sizes)
+
+    def rows(self, shapes: Shapes) -> int:
+        """Elements of the shards of a rank. FSDP2 splits rows; each rank is counted as the one with the most."""
+        return sum(-(-rows // self.num_shards) * math.prod(rest) for rows, *rest in shapes.values())
+
+    @property
+    def matrices(self) -> Shapes:
+        """What Muon trains, with one moment."""
+        is_muon = self.cfg.policy.optimizer.name == "torch.optim.Muon"
+        return {n: s for n, s in self.trained.items() if is_muon and ".layers." in n and len(s) == 2}
+
+    @cached_property
+    def shards(self) -> Items:
+        """Trained tensors are in float32, frozen ones in the trainer's precision. AdamW has two moments, Muon one for
+        each matrix of a block; `state_dtype` is the type of the first (optim.build_optimizer)."""
+        trained = self.rows(self.trained)
+        frozen = self.precision * self.rows(self.shapes) if self.lora else 0
+        moments = (NUMBER[self.cfg.policy.optimizer.kwargs.state_dtype] + 4) * trained - 4 * self.rows(self.matrices)
+        to_train = {"moments": moments, "gradients": 4 * trained} if self.trains else {}
+        return {"weights": frozen + 4 * trained} | to_train
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """The shards that are in host memory."""
+        policy = self.cfg.policy
+        some = ("moments",) if policy.offload_optimizer_for_logprob and self.trains else ()
+        return tuple(self.shards) if policy.dtensor_cfg.cpu_offload else some
+
+    def states(self, gradients: bool = False) -> Items:
+        left_out = self.offloaded if gradients else (*self.offloaded, "gradients")
+        summed = ["gradients"] * (gradients and self.num_shards < self.num_gpus)  # on the GPU, until replicas add them
+        return {name: size for name, size in self.shards.items() if name not in left_out or name in summed}
+
+    @cached_property
+    def block_activations(self) -> float:
+        """Bytes that one block keeps for the backward of one token (model.Block): its input and the input of the MLP in
+        float32, the outputs of the norms, queries, keys and values, the output of attention, four tensors of the MLP.
+        Compiled blocks keep no float32 copies and three of the four (min-cut of torch's partitioner)."""
+        m, c = self.model, self.precision
+        policy = self.cfg.policy
+        queries, keys = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
+        # A prompt's keys and values are there once for each response that shares it (model.packed_attention).
+        new = min(policy.generation.max_new_tokens, policy.max_total_sequence_length)
+        prompt = policy.max_total_sequence_length - new
+        group = self.cfg.grpo.num_generations_per_prompt if policy.sequence_packing.share_prefix else 0
+        attention = c * (2 * queries + 2 * keys * (1 + group * prompt / (prompt + max(1, group) * new)))
+        if policy.compile is not False:  # None: on CUDA it is
+            norms = (4 + 3 * c) * m.hidden_size + c * (queries + keys) * m.qk_norm
+            return norms + attention + 3 * c * m.intermediate_size
+        scaled = 0 if self.lora else 4  # for the gradient of the norms' weights
+        norms = 2 * (4 + scaled + c) * m.hidden_size + (4 + scaled) * (queries + keys) * m.qk_norm
+        return norms + attention + 4 * c * m.intermediate_size
+
+    def kept(self, num_blocks: int) -> float:
+        """Activations of the first blocks: of those that are computed again, only their inputs, in float32."""
+        recompute = self.cfg.policy.dtensor_cfg.activation_checkpointing
+        again = num_blocks if recompute is True else min(num_blocks, recompute)
+        return self.tokens * (again * 4 * self.model.hidden_size + (num_blocks - again) * self.block_activations)
+
+    def gathered(self, size: int) -> float:
+        """A whole unit of FSDP (model.shard), and the buffer of an all-gather, for this unit or the next one; one rank
+        needs no buffer."""
+        return self.precision * size * (2 if self.num_shards > 1 else 1)
+
+    @property
+    def gather(self) -> float:
+        """Bytes while embedding or head are gathered, with the blocks gathered then. One rank has no buffer for the
+        gather, but with cpu_offload the shard as it came, and else a buffer for the cast."""
+        c, tied = self.precision, self.model.tie_word_embeddings
+        if self.num_shards > 1:
+            return self.gathered(self.head) + c * self.block * (2 if tied else 1)
+        stored = c if self.lora else 4
+        return (c + (stored if "weights" in self.offloaded else c * (stored != c))) * self.head
+
+    @property
+    def buffer(self) -> float:
+        """FSDP keeps the buffer of the newest all-gather of a forward until the next one: here the untied head's."""
+        newest = self.block if self.model.tie_word_embeddings else self.head
+        return self.gathered(newest) - self.precision * newest
+
+    def logits(self, to_train: bool) -> float:
+        """A chunk of the head's logits (kernels.softmax.logit_chunks), with top_p sorted a part at a time. PyTorch has
+        copies: exp z, dz."""
+        m, policy = self.model, self.cfg.policy
+        sorts = (20 << 24) * (policy.generation.top_p < 1)  # SamplingFilter: 20 for each of SORT_ELEMENTS
+        if policy.kernel_backend != "torch":
+            stride = -(-m.vocab_size // 16) * 16
+            most = policy.logprob_chunk_size or max(1024, CHUNK_BYTES // (4 * stride) // 128 * 128)
+            equal = -(-self.tokens // -(-self.tokens // most) // 128) * 128  # KernelBackend.rows
+            return 4 * stride * min(most, equal) + sorts
+        chunk = 4 * self.vocab * min(self.tokens, max(1, CHUNK_ELEMENTS // self.vocab))
+        copies = 2.5 if self.precision == 2 and to_train and not self.lora else 2
+        return max(chunk + sorts, chunk * copies)
+
+    def train(self) -> dict[str, Items]:
+        """The moments of forward and backward at which most is held, from the second pack of a step on."""
+        m, c = self.model, self.precision
+        rows = c * self.tokens * m.hidden_size  # of the head's input, or of its gradient
+        activations = self.kept(m.num_hidden_layers) + (4 + 4 + c) * self.tokens * m.hidden_size
+        # linear_loss: dX and a float32 dW, and beside them the logits, or both once more as autograd gets them.
+        dW = 0 if self.lora else self.head
+        head = 2 * rows + 4 * dW + max(self.logits(True), c * dW + rows)
+        tied = m.tie_word_embeddings
+        # FSDP's reduction of it on one rank: a float32 copy, one more for the division, and the gradient of the packs
+        # before. Several ranks hold less then than at the head. A tied one's comes when the activations are gone.
+        reduction = 3 * 4 * dW if self.num_shards == 1 else 0
+        # Within a block's backward most is held as that of the MLP begins, with the gradient of its last matrix, or
+        # with LoRA that of merged_weight.
+        inner = (self.block_activations + 4 * m.hidden_size + 2 * c * m.intermediate_size) * self.tokens
+        whole = self.gathered(self.block) + (4 if self.lora else c) * m.hidden_size * m.intermediate_size
+        moments: dict[str, Items] = {
+            "the head": {"embedding and head": c * self.head, "gathered": self.buffer}
+            | {"activations": activations, "logits and gradient of the head": head},
+            "the reduction of its gradient": {"activations": activations * (not tied), "embedding and head": reduction},
+            "a block": {"activations": self.kept(m.num_hidden_layers - 1) + inner, "gathered": whole}
+            | {"embedding and head": c * (self.head + dW) if tied else 4 * dW},
+        }
+        states = self.states(gradients=True)
+        if self.cfg.policy.dtensor_cfg.defer_fsdp_grad_sync and self.num_shards > 1:
+            states["gradients"] = 4 * count(self.trained)  # whole, until the last pack
+            moments["the next pack"] = {"gathered": c * count(self.shapes | self.trained)}
+        return {at: states | items for at, items in moments.items()}
+
+    def score(self) -> dict[str, Items]:
+        """Forwards without gradients. A reference takes the place of what is trained, and a copy of that waits
+        (model.Reference)."""
+        m, c = self.model, self.precision
+        states = self.states()
+        if self.teacher:  # its largest parts are gathered with a buffer
+            shapes = dict(self.teacher.tensor_shapes())
+            numbers = self.rows(shapes) + 2 * (count(shapes, "embed_tokens") + count(shapes, "model.layers.0."))
+            states["teacher"] = c * numbers
+        elif self.cfg.loss_fn.reference_policy_kl_penalty > 0 and "weights" not in self.offloaded:
+            states["copy of the policy"] = 4 * self.rows(self.trained)
+        queries, keys = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
+        inner = (4 + 4 + c) * m.hidden_size + c * (2 * queries + 2 * keys) + 3 * c * m.intermediate_size
+        whole = self.gathered(self.block) + c * m.hidden_size * m.intermediate_size * self.lora  # merged_weight
+        ends = c * self.head
+        moments: dict[str, Items] = {
+            "a gather": {"gathered": self.gather}
+            | {"activations": 4 * self.tokens * m.hidden_size * (self.num_shards > 1 or not m.tie_word_embeddings)},
+            "a block": {"embedding and head": ends * m.tie_word_embeddings, "gathered": whole}
+            | {"activations": inner * self.tokens},
+            "the head": {"embedding and head": ends, "gathered": self.buffer, "logits": self.logits(False)}
+            | {"activations": 2 * c * self.tokens * m.hidden_size},
+        }
+        return {at: states | items for at, items in moments.items()}
+
+    @property
+    def kv_bytes(self) -> float:
+        """Bytes of a token in the cache: keys and values of all layers; each rank has its share of the heads."""
+        m, tensor = self.model, self.cfg.policy.generation.vllm_cfg.tensor_parallel_size
+        heads = max(1, m.num_key_value_heads / tensor)
+        return 2 * m.num_hidden_layers * heads * m.head_dim * self.engine_precision
+
+    @property
+    def num_engines(self) -> int:
+        generation = self.cfg.policy.generation
+        return max(1, (generation.num_generators or self.num_gpus) // generation.vllm_cfg.tensor_parallel_size)
+
+    @cached_property
+    def engine(self) -> Items:
+        """The engine without its KV cache; vLLM pads the vocabulary to a multiple of 64. Not yet measured: five
+        matrices of logits in its sampler, and 1 GiB for 8,192 tokens in a layer and CUDA graphs (verl,
+        docs/perf/perf_tuning.rst: 0.15 to 1)."""
+        m, generation = self.model, self.cfg.policy.generation
+        c = self.engine_precision
+        tensor = generation.vllm_cfg.tensor_parallel_size
+        vocab = -(-self.vocab // 64) * 64 * m.hidden_size
+        blocks = count(self.shapes, ".layers.")
+        sequences = self.cfg.grpo.max_num_seqs(self.num_engines)
+        weights = c * (blocks + vocab * (1 if m.tie_word_embeddings else 2)) / tensor
+        return {"engine's weights": weights, "engine's buffers": 5 * 4 * sequences * self.vocab + GIB}
+
+    @property
+    def kv_cache(self) -> float:
+        """What the engine leaves of its share of the GPU (vLLM's determine_available_memory); below 0: nothing."""
+        share = self.cfg.policy.generation.vllm_cfg.gpu_memory_utilization
+        return share * (self.gpu_bytes or 0) - sum(self.engine.values())
+
+    def generate(self) -> Items:
+        """The engine is awake, and the trainer may score beside it: the canary, or the reward model's conversations. In
+        a split job no trainer is on this GPU."""
+        num_generators = self.cfg.policy.generation.num_generators
+        items = self.engine | {"KV cache": max(0, self.kv_cache)}
+        if not num_generators:
+            items |= self.states() | {"canary's forward": self.gather * self.trains}
+        if self.reward:  # its root is gathered whole, with the buffer of that
+            shapes = dict(replace(self.reward, tie_word_embeddings=True).tensor_shapes())
+            numbers = count(shapes) / (num_generators or self.num_gpus) + 2 * count(shapes, "embed_tokens")
+            items["reward model"] = NUMBER[self.cfg.env.reward_model.precision] * numbers
+        return items
+
+    @property
+    def woken(self) -> float:
+        """Of the engine on this GPU, what wakes for a sync; a split job's engine is elsewhere."""
+        return 0 if self.cfg.policy.generation.num_generators else self.engine["engine's weights"] + RUNTIME
+
+    def sync(self) -> Items:
+        """Of embedding or head: shards in the engine's precision, gathered, and where other tensors come with it
+        copied out of that (support.hf.weights.full_tensors). vLLM fills a copy as soon as it has a whole layer. Of a
+        vocabulary that it pads it never has, and what is sent of it waits for the end."""
+        waits, several = self.vocab % 64 > 0, self.num_shards > 1
+        sent = 1 / self.num_shards if several and "weights" not in self.offloaded else 0
+        copies = 2 + sent * (not waits) if self.model.tie_word_embeddings else 2 + (several or waits) + sent
+        copies *= self.engine_precision * max(self.block, self.head)
+        return self.states() | {"engine's weights and graphs": self.woken, "gathered to send": copies}
+
+    def host(self) -> Items:
+        """Pinned host memory of a rank: the reference (model.Reference), and what is offloaded. With cpu_offload,
+        moments and reference are not pinned, and take less."""
+        whole, first = self.pinned(self.trained, 4), NUMBER[self.cfg.policy.optimizer.kwargs.state_dtype]
+        pinned = {"weights": whole + self.pinned(self.shapes, self.precision) * self.lora, "gradients": whole}
+        pinned["moments"] = self.pinned(self.trained, first, 4) - self.pinned(self.matrices, 4)
+        items = {name: pinned[name] for name in self.offloaded}
+        if self.cfg.loss_fn.reference_policy_kl_penalty > 0 and self.trains:
+            precision = 4 if self.cfg.grpo.ref_policy_update_alpha < 1 else self.precision
+            shapes = dict(self.teacher.tensor_shapes()) if self.teacher else self.trained
+            items["reference"] = self.pinned(shapes, precision)
+        return items
+
+    @cached_property
+    def phases(self) -> dict[str, tuple[str, Items]]:
+        """Phase -> its largest moment, and what holds memory then."""
+        phases = {"train": self.train(), "score": self.score()} if self.trains else {}
+        phases |= {"generate": {"": self.generate()}, "sync": {"": self.sync()}}
+        largest = {phase: max(its.items(), key=lambda m: sum(m[1].values())) for phase, its in phases.items()}
+        always = {"CUDA and NCCL": CONTEXT} | ({"other processes": self.others} if self.others else {})
+        return {p: (at, items | always) for p, (at, items) in largest.items()}
+
+    def size(self, phase: str) -> float:
+        return sum(self.phases[phase][1].values())
+
+    def lacking(self, most: float | None = None, *phases: str) -> float:
+        """Bytes that these phases, or all, take beyond `most`, or the GPU's; or that the KV cache lacks for the longest
+        sequence. <= 0 if it fits, or nobody knows."""
+        needed = max(map(self.size, phases or self.phases)) - (most or self.gpu_bytes or math.inf)
+        sequence = self.kv_bytes * self.cfg.policy.max_total_sequence_length
+        return max(needed, sequence - self.kv_cache if self.gpu_bytes else 0)

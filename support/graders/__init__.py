@@ -1,0 +1,1 @@
+"""Environments that use the judges, and the processes that grade for them."""

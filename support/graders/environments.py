@@ -1,0 +1,205 @@
+"""env_name of a dataset -> its environment: `make_environment`, and the environments that need graders or a pool.
+
+Workers import neither this file nor envs.py.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, SupportsFloat
+
+from config import CodeEnvConfig, ConfigError, EnvConfig, MathEnvConfig, shortened
+from envs import OUTCOMES, Environment, Exact, RewardModelEnv, StepResult, Turn
+from judges import code_grader, math_grader, sandbox
+from judges.pool import Graded, GraderPool
+from support.graders.reward_function import RewardFunction
+from support.system.imports import call, import_attribute
+
+TEST_FIELDS = ("test", "tests", "entry_point", "prompt")  # that a row may have for `code`
+
+
+class PoolEnvironment(Environment):
+    """A base for environments that grade in worker processes, by `pool`: each turn alone, as soon as it is there."""
+
+    def job(self, turn: Turn) -> Any:
+        """What a worker gets for the turn, as JSON; None if it needs no worker."""
+        raise NotImplementedError
+
+    def result(self, turn: Turn, graded: Graded | None) -> StepResult:
+        """The result of the turn, by what the worker said; None if job() was None."""
+        raise NotImplementedError
+
+    def step(self, turns: Sequence[Turn]) -> list[StepResult]:
+        jobs = [self.job(turn) for turn in turns]
+        graded = iter(self.pool.grade([job for job in jobs if job is not None]) if self.pool else [])
+        return [self.result(turn, job and next(graded)) for turn, job in zip(turns, jobs, strict=True)]
+
+
+class Math(PoolEnvironment):
+    """Reward 1 for the right final answer, else 0. Rules: math_grader.py."""
+
+    def __init__(self, cfg: MathEnvConfig, num_ranks: int):
+        self.strict = cfg.math_verify_impl == "dapo_math_verify"
+        self.self_tests = math_grader.STRICT_SELF_TESTS if self.strict else math_grader.SELF_TESTS
+        self.pool = GraderPool.of("judges.math_grader:grade", cfg, num_ranks, first=math_grader.FIRST_JOB)
+
+    def job(self, turn: Turn) -> dict:
+        return {"reply": turn.whole_reply, "answer": turn.answer, "strict": self.strict}
+
+    def result(self, turn: Turn, graded: Graded) -> StepResult:
+        if graded.outcome != "ok":  # the grader failed, or overran its deadline
+            return StepResult(0.0, "error")
+        outcome = graded.value["outcome"]
+        return StepResult(float(outcome == "ok"), outcome, extracted=graded.value["extracted"])
+
+    def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
+        for where, answer, _ in answers:
+            if not 0 < len(math_grader.gold_answer(answer)) <= math_grader.MAX_ANSWER_CHARS:
+                raise ConfigError(f"{where}: answer {answer[:80]!r} is not a final answer, which env_name 'math' needs")
+
+
+class MathMultiReward(Environment):
+    """Three rewards of 0 or 1 for GDPO, as in NeMo RL, and their sum: `correctness`, the text in <answer> equals the
+    answer; `integer`, it consists of digits; `format`, the reply is <think>..</think>, a new line and one
+    <answer>..</answer>. Where the marks are missing, the text is the whole reply."""
+
+    self_tests = (
+        ("<think>\n1+1\n</think>\n<answer> 2 </answer>", "2", "ok"),
+        ("2", "2", "ok"),
+        ("<answer>2.0</answer>", "2", "wrong"),
+    )
+    reward_names = ("correctness", "integer", "format")
+    FORM = re.compile(r"^<think>.*?</think>\n<answer>.*</answer>$", re.DOTALL)
+
+    def step(self, turns: Sequence[Turn]) -> list[StepResult]:
+        return [self.grade(turn.whole_reply, turn.answer, turn.opened) for turn in turns]
+
+    def grade(self, reply: str, answer: str, opened: str) -> StepResult:
+        text = reply.rpartition("<answer>")[2].partition("</answer>")[0].strip()
+        is_right, message = text == answer, opened + reply
+        is_in_form = message.count("<answer>") == message.count("</answer>") == 1 and bool(self.FORM.search(message))
+        rewards = {"correctness": float(is_right), "integer": float(text.isdigit()), "format": float(is_in_form)}
+        return StepResult(sum(rewards.values()), "ok" if is_right else "wrong", rewards=rewards, extracted=text)
+
+
+class Code(PoolEnvironment):
+    """Reward 1 for code that passes all tests of its problem, else 0. Forms of tests: code_grader.read_tests.
+
+    Raises ConfigError if this machine cannot isolate a program as env.code.isolation demands.
+    """
+
+    self_tests = code_grader.SELF_TESTS
+
+    def __init__(self, cfg: CodeEnvConfig, num_ranks: int):
+        self.limits = {"seconds": cfg.deadline_s, "memory_mib": cfg.memory_mib, "isolation": cfg.isolation}
+        try:
+            sandbox.run("", "", sandbox.Limits(**self.limits))
+        except sandbox.Unavailable as error:
+            other = ", or set env.code.isolation=none (see docs/tasks.md)" if cfg.isolation == "required" else ""
+            problem = f"this machine cannot run programs this way ({error})"
+            fix = f"allow user namespaces and seccomp{other}"
+            raise ConfigError(f"env.code.isolation={cfg.isolation}: {problem}: {fix}") from error
+        # sandbox.py holds the limits; these are for a grader that hangs
+        wider = replace(cfg, deadline_s=cfg.deadline_s + 20, memory_mib=cfg.memory_mib + 1024)
+        self.pool = GraderPool.of("judges.code_grader:grade", wider, num_ranks)
+
+    def job(self, turn: Turn) -> dict:
+        fields = {name: turn.fields.get(name) for name in TEST_FIELDS}
+        return {**self.limits, "reply": turn.whole_reply, "answer": turn.answer, "fields": fields}
+
+    def result(self, turn: Turn, graded: Graded) -> StepResult:
+        # `timeout` is the program's; a judge that overran its own deadline has no verdict.
+        outcome = graded.value if graded.outcome == "ok" else "error"
+        return StepResult(float(outcome == "ok"), outcome)
+
+    def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
+        for where, answer, fields in answers:
+            try:
+                code_grader.read_tests(answer, fields)
+            except ValueError as error:
+                raise ConfigError(f"{where}: {error} (env_name 'code')") from error
+
+
+def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environment:
+    """`env_name` of a dataset -> its environment, which has passed its self-tests. `num_ranks` share the machine.
+
+    "module:name" is a user's class, made with the keyword arguments in env.custom[name], or a reward function. Starts
+    processes, so call it before the engine starts. Raises ConfigError.
+    """
+    make: dict[str, Callable[[], Environment]] = {
+        "exact": Exact,
+        "math": lambda: Math(cfg.math, num_ranks),
+        "math_multi_reward": MathMultiReward,
+        "code": lambda: Code(cfg.code, num_ranks),
+        "reward_model": RewardModelEnv,
+    }
+    if ":" in name:
+        environment = _custom(name, import_attribute(name, "env_name"), cfg.custom.get(name, {}))
+    elif name in make:
+        environment = make[name]()
+    else:
+        known = ", ".join(make)
+        raise ConfigError(f"env_name '{name}' is unknown; known: {known}, agents, module:Class, module:function")
+    call(f"env_name '{name}', in its self_tests,", _self_test, name, environment)
+    return environment
+
+
+def read_results(name: str, results: Any, turns: Sequence[Turn]) -> list[StepResult]:
+    """The results that an environment gave for the turns, with floats. A reward that is not finite counts as outcome
+    `error` with reward 0. ConfigError names the environment and what has another form than envs.py says."""
+    size = len(results := list(results)) if isinstance(results, Iterable) else shortened(results)
+    if size != len(turns):
+        raise ConfigError(f"env_name '{name}': step() returned {size} results for {len(turns)} turns")
+    return [_read(f"env_name '{name}': step() returned", result) for result in results]
+
+
+def _read(gave: str, result: StepResult) -> StepResult:
+    if not isinstance(result, StepResult):
+        raise ConfigError(f"{gave} {shortened(result)}, expected a StepResult")
+    parts, messages = result.rewards, result.observation
+    for name, form, is_met in (
+        ("reward", "a number", _are_numbers(result.reward)),
+        ("rewards", "a dict of numbers", isinstance(parts, dict) and _are_numbers(*parts.values())),
+        ("outcome", f"one of {', '.join(OUTCOMES)}", result.outcome in OUTCOMES),
+        ("done", "True or False", _are_numbers(result.done)),
+        ("observation", "messages {role, content} with text in both", result.done or _are_messages(messages)),
+    ):
+        if not is_met:
+            raise ConfigError(f"{gave} {name}={shortened(getattr(result, name))}, expected {form}")
+    if all(abs(value) <= sys.float_info.max for value in (result.reward, *parts.values())):
+        return replace(result, reward=float(result.reward), rewards={name: float(parts[name]) for name in parts})
+    return replace(result, reward=0.0, rewards=dict.fromkeys(parts, 0.0), outcome="error", done=True)
+
+
+def _are_numbers(*values: Any) -> bool:
+    return all(isinstance(value, SupportsFloat) and not getattr(value, "shape", ()) for value in values)
+
+
+def _are_messages(values: Any) -> bool:
+    messages = [each if isinstance(each, dict) else {} for each in values] if isinstance(values, list | tuple) else [{}]
+    return all(isinstance(message.get(key), str) for message in messages for key in ("role", "content"))
+
+
+def _self_test(name: str, environment: Environment) -> None:
+    for reply, answer, expected, *row in getattr(environment, "self_tests", ()):
+        [fields] = row or [{}]
+        chat = [{"role": "user", "content": ""}, {"role": "assistant", "content": reply}]
+        turn = Turn(chat, answer, "stop", fields=fields)
+        [result] = read_results(name, environment.step([turn]), [turn])
+        if result.outcome != expected:  # a run would learn from noise
+            environment.close()
+            outcomes = f"must get '{expected}', but gets '{result.outcome}'"
+            raise ConfigError(f"env_name '{name}' is broken: reply {reply!r} with answer {answer!r} {outcomes}")
+
+
+def _custom(name: str, attribute: Any, kwargs: Mapping[str, Any]) -> Environment:
+    if not isinstance(attribute, type):
+        if kwargs:
+            raise ConfigError(f"env_name '{name}' is a function and takes no env.custom arguments: make it a class")
+        return call(f"env_name '{name}'", RewardFunction, attribute, name)
+    environment = call(f"env.custom['{name}']: its class", attribute, **kwargs)
+    for method in ("step", "check_answers", "close"):
+        if not callable(getattr(environment, method, None)):
+            raise ConfigError(f"env_name '{name}': no method {method}(); derive the class from envs.Environment")
+    return environment

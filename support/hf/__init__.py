@@ -1,0 +1,1 @@
+"""Hugging Face's formats: weights and adapters, read and written."""

@@ -1,0 +1,1 @@
+"""What a run reads, without torch: config files, data, tokenizer, model folders, the run that it resumes."""

@@ -1,0 +1,273 @@
+"""Chat messages -> token ids and back: the tokenizer of a model folder and its chat template.
+
+A template is a program that writes one text from the messages. `Tokenizer.render` encodes that text to the same ids as
+transformers, and guarantees that the text of a message never becomes a control token, alone or together with its
+neighbours: it refuses such a text, or escapes it if the caller cannot choose the text (an environment's answer, a reply
+that a reward model scores). Control tokens are the tokenizer's special tokens, the tokens that end a reply, and
+added tokens that look like `<|this|>`. Other added tokens (`<think>`) are words that a message may use.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import tokenizers
+
+from config import DataError
+from support.inputs.files import read_bytes, read_json, read_text
+from support.system.imports import describe
+
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+LOOKS_SPECIAL = re.compile("<[|\uff5c].*[|\uff5c]>")  # DeepSeek's turn marks are not flagged special
+# `{% generation %}` marks the assistant's words. Only its scope matters here: the sampled tokens are trained on.
+GENERATION_TAG = re.compile(r"({%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%})")
+PRIVATE_USE = range(0xF0000, 0x10FFFE)
+Dicts = Sequence[dict]  # messages, or tools
+ESCAPE = "\u200b"  # zero-width space: inserted into a control token, it makes it ordinary text
+
+
+class ControlTokenInText(DataError):
+    """A message or a tool has text that the tokenizer would read as the control token `token`."""
+
+    def __init__(self, token: str):
+        super().__init__(f"the text holds the control token {token!r}")
+        self.token = token
+
+
+class Tokenizer:
+    """`tokenizer.json` plus a chat template: messages -> prompt ids, ids -> text.
+
+    template: "default" for the model's own (none where it has none), None for none, a file's name, or the text.
+    template_kwargs: what templates may ask for by name (`enable_thinking`, `date_string`). `vocab_size` is one past the
+    largest id the tokenizer knows; engine and trainer both ban the ids of a padded vocabulary beyond it, because they
+    cannot be decoded (vllm-project/vllm#13175).
+    """
+
+    def __init__(self, folder: Path, template: str | None = "default", template_kwargs: dict[str, Any] | None = None):
+        self.file = folder / "tokenizer.json"
+        content = read_bytes(self.file)
+        try:
+            self.backend = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # the library raises no more precise one
+            raise DataError(f"{self.file}: not a usable tokenizer ({error!s:.200})") from error
+        self.backend.no_truncation()  # the file may ask for both; transformers ignores it too
+        self.backend.no_padding()
+        self.vocab_size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        settings_file = folder / "tokenizer_config.json"
+        self.settings = read_json(settings_file) if settings_file.exists() else {}
+        given = {name: self.settings.get(name) for name in SPECIAL}
+        special = {name: text["content"] if isinstance(text, dict) else text for name, text in given.items() if text}
+        self.names: dict[str, Any] = {"documents": None} | special | (template_kwargs or {})
+        # The start's date for the whole run, even past midnight. The time of day would differ between ranks.
+        self.now = datetime.combine(datetime.now(), datetime.min.time())
+        self.templates = {name: self._compile(text, folder) for name, text in self._texts(folder, template).items()}
+        self.eos_token_ids = self._eos_token_ids(folder, special.get("eos_token", ""))
+        self._find_control_tokens()
+
+    def _texts(self, folder: Path, template: str | None) -> dict[str, str]:
+        """Name -> template, of which one is "default"; {} for none."""
+        if template is None:
+            return {}
+        if template != "default":
+            try:
+                return {"default": template if "{" in template else read_text(template)}
+            except DataError as error:
+                fix = "default = the model's own template, null = none"
+                raise DataError(f"policy.tokenizer.chat_template: neither template nor file: {error}; {fix}") from error
+        file = folder / "chat_template.jinja"
+        entries = read_text(file) if file.exists() else self.settings.get("chat_template") or []
+        if isinstance(entries, str):
+            return {"default": entries}
+        texts = {entry["name"]: entry["template"] for entry in entries}  # HF's named templates
+        return texts if "default" in texts else {}
+
+    def _compile(self, text: str, folder: Path) -> jinja2.Template:
+        """The template in jinja's sandbox, with everything that transformers gives to templates."""
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # unlike jinja2's, leaves < > & as is
+        environment.globals["raise_exception"] = _raise_template_error
+        environment.globals["strftime_now"] = self.now.strftime
+        del environment.filters["random"], environment.globals["lipsum"]  # a prompt is a function of its row
+        try:
+            return environment.from_string(GENERATION_TAG.sub(r"\1with", text))
+        except Exception as error:  # jinja2 compiles to Python, which raises its own errors
+            raise DataError(f"{folder}: the chat template does not parse ({error})") from error
+
+    def _eos_token_ids(self, folder: Path, token: str) -> list[int]:
+        ids = {self.backend.token_to_id(token)} - {None}
+        for file in (folder / "generation_config.json", folder / "config.json"):
+            value = read_json(file).get("eos_token_id") if file.exists() else None
+            ids |= set(value if isinstance(value, list) else [] if value is None else [value])
+        if not ids or max(ids) >= self.vocab_size:  # the ids of a padded vocabulary are never sampled
+            expected = f"expected ids below {self.vocab_size} in generation_config.json or config.json (eos_token_id)"
+            raise DataError(f"{folder}: end tokens {ids or '{}'}: {expected}, or tokenizer_config.json (eos_token)")
+        return sorted(ids)
+
+    def _find_control_tokens(self) -> None:
+        decoder = self.backend.get_added_tokens_decoder()
+        self.added = {token_id: token.content for token_id, token in decoder.items()}
+        control = {
+            text
+            for token_id, text in self.added.items()
+            if text and (decoder[token_id].special or token_id in self.eos_token_ids or LOOKS_SPECIAL.fullmatch(text))
+        }
+        first = re.escape("".join({token[0] for token in control}))
+        any_token = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))
+        # A match consumes one character, so that overlapping tokens are found; the first lookahead is for speed.
+        self.control = re.compile(f"(?=[{first}])(?=({any_token}))(.)" if control else "(?!)", re.DOTALL)
+        self.starts = tuple({token[:k] for token in control for k in range(1, len(token))})
+        self.ends = tuple({token[k:] for token in control for k in range(1, len(token))})
+
+    def control_tokens(self, *values: Any) -> Iterator[str]:
+        """The control tokens in the strings of `values`, which may be nested in dicts and lists, in order."""
+        return (match[1] for string in _strings(values) for match in self.control.finditer(string))
+
+    def render(
+        self,
+        messages: Dicts,
+        tools: Dicts | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        escape: bool = False,
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """Chat messages -> ids. add_generation_prompt: with the template's opening of the assistant's turn at the end.
+
+        Without a template (a base model): the messages' text, after what the tokenizer puts before a text (Llama's
+        BOS); the reply goes on from there. A text with a control token is escaped where the caller asks for it; else it
+        raises ControlTokenInText. DataError if the template refuses the messages. Of a prompt of more than `max_tokens`
+        it may return only the first ids, but more than `max_tokens`: to encode 25 MB takes 24 s.
+        """
+        ids = self._encode(self._write(messages, tools, add_generation_prompt, escape=escape), max_tokens)
+        if self.templates or not ids:
+            return ids
+        plain, whole = (self.backend.encode("a", add_special_tokens=special).ids for special in (False, True))
+        return whole[: next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)] + ids
+
+    def observation_ids(
+        self,
+        messages: Dicts,
+        reply_ids: Sequence[int],
+        observation: Dicts,
+        tools: Dicts | None = None,
+        *,
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """Ids to append to a sampled reply: everything the template writes up to the opening of the next reply.
+
+        messages: the conversation before the reply. The reply itself is never encoded: the template gets one private
+        character in its place. Its sampled end token is not repeated. Control tokens in the observation are escaped.
+        Where a template rewrites earlier turns (drops their thinking), the sampled ids stay as they were sampled.
+        max_tokens: as in `render`. Raises DataError if the template refuses the observation or leaves out the reply.
+        """
+        used = set().union(*_strings([messages, observation, tools]))
+        hole = next(char for char in map(chr, PRIVATE_USE) if char not in used)
+        reply = {"role": "assistant", "content": hole}
+        text = self._write([*messages, reply, *observation], tools, escape=True)
+        if hole not in text:
+            raise DataError("the chat template leaves out the assistant's last message: it cannot do several turns")
+        text = text[text.rindex(hole) + 1 :]
+        end = self.added.get(int(reply_ids[-1]), "") if len(reply_ids) else ""
+        if end:
+            text = re.sub(rf"\A\s*{re.escape(end)}", "", text)  # Llama 2 has a space before it
+        # Behind what is before it: a tokenizer may open a text that stands alone with a space (Metaspace).
+        before, whole = (self._encode(hole + end + part, max_tokens) for part in ("", text))
+        return whole[len(before) :] if whole[: len(before)] == before else self._encode(text, max_tokens)
+
+    def add_until_stop(self, ids: list[int], strings: Sequence[str], new_ids: Sequence[int], _: bool) -> str | None:
+        """Adds new_ids to ids, up to the one that completes a string of `strings`: returns the string. vLLM asks this
+        after each token of a request (IncrementalDetokenizer.update), and ends the request at a string."""
+        for new_id in new_ids:
+            ids.append(new_id)
+            if found := self.stop_string(ids, strings):
+                return found
+        return None
+
+    def stop_string(self, ids: Sequence[int], strings: Sequence[str]) -> str | None:
+        """The string of `strings` that the last of the ids completes, if any. Ids may be parts of characters."""
+        size = max(len(string.encode()) for string in strings)
+        last_ids = ids[-size - 8 :]  # an id has a byte or more
+        for first in range(4):  # the first ids may end a character: then the bytes next to them may not be decoded
+            text = self.backend.decode(last_ids[first:], skip_special_tokens=False)
+            if found := next((string for string in strings if string in text), None):
+                return found
+            if not text.startswith("\ufffd"):
+                break
+        return None
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Ids -> text, without special tokens unless `special`. Never encode it again (THUDM/slime#117)."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=not special)
+
+    def _encode(self, text: str, max_tokens: int | None = None) -> list[int]:
+        if max_tokens is not None and len(text) > 16 * max_tokens + 256:
+            ids = self.backend.encode(text[: 16 * max_tokens + 256], add_special_tokens=False).ids
+            if len(ids) > 2 * max_tokens:  # at the cut, a word may have other tokens than in the whole text
+                return ids
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def _write(self, messages: Dicts, tools: Dicts | None, add_generation_prompt: bool = True, *, escape: bool) -> str:
+        """The text that the template writes. ControlTokenInText if a message would add a token, unless `escape`."""
+
+        def write(parts: Sequence[Any]) -> str:
+            if not self.templates:
+                return "".join(message["content"] for message in parts[:-1])
+            template = self.templates["tool_use" if tools and "tool_use" in self.templates else "default"]
+            values = {"messages": parts[:-1], "tools": parts[-1], "add_generation_prompt": add_generation_prompt}
+            try:
+                return template.render(self.names | values)
+            except Exception as error:  # a template is a program
+                raise DataError(f"the chat template refuses {messages!r:.200}: {describe(error)}") from error
+
+        parts = [*messages, list(tools) if tools else None]
+        escaped = self._escape(parts)
+        if escaped == parts:
+            return write(parts)
+        token = next(self.control_tokens(parts), None)
+        if token is None:  # a text begins or ends with part of a token: do its neighbours complete it?
+            text = write(parts)
+            tokens = zip_longest(self.control_tokens(text), self.control_tokens(write(escaped)))
+            token = next((first or second for first, second in tokens if first != second), None)
+            if token is None:
+                return text
+        if not escape:
+            raise ControlTokenInText(token)
+        return write(escaped)
+
+    def _escape(self, value: Any) -> Any:
+        """A copy of nested dicts and lists whose strings hold no control token, nor complete one with a neighbour."""
+        if isinstance(value, dict):
+            return {self._escape(key): self._escape(entry) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._escape(entry) for entry in value]
+        if not isinstance(value, str):
+            return value
+        text = self.control.sub(lambda match: match[2] + ESCAPE if len(match[1]) > 1 else "\ufffd", value)
+        bare = text.strip()  # templates may trim
+        before, after = ESCAPE * bare.startswith(self.ends), ESCAPE * bare.endswith(self.starts)
+        return text.replace(bare, before + bare + after)
+
+
+def _raise_template_error(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings in nested dicts, with their keys, and lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _strings(list(value.items()))
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _strings(entry)

@@ -1,0 +1,1 @@
+"""What operates a run: set-up, checkpoints, logs, health, validation."""

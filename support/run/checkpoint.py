@@ -1,0 +1,294 @@
+"""Writes and reads checkpoints. support/inputs/resume.py finds them and tells which are whole, without torch.
+
+A checkpoint is a folder `step_000010/` with one safetensors file per rank and `meta.json`. A rank's file has its rows
+of the float32 master weights, of the optimizer's state and of the reference policy. Where several replicas hold the
+same rows, the first one writes them. Weights that LoRA has frozen are not stored: a hash identifies them. `meta.json`
+has step, counters, fingerprints, size and sha256 of every file, and a sha256 of itself.
+
+Training stops only for a copy to host memory, which a thread of each rank writes into `step_000010.tmp`. When all
+ranks have written, at the end of a later step, rank 0 adds meta.json and renames the folder. Older checkpoints go only
+after that, so a kill at any instant leaves every committed checkpoint as it was. torch.distributed.checkpoint is not
+used: its metadata is a pickle, which can run code, and it keeps no checksums.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from config import CheckpointingConfig, ConfigError
+from support.hf.weights import local_shard
+from support.inputs.model_config import weight_files
+from support.inputs.resume import VERSION, by_metric, candidates, committed, damaged, digest, numbered, read_meta
+from support.system.disk import flush, replace_folder, write_whole
+from support.system.exits import Saved, StopRun
+from support.system.optimizer import Optimizer
+from support.system.ranks import Ranks, any_rank, gather, local_rows, on_rank0
+
+MAX_FAILURES = 3  # saves in a row that the disk refused, before the run stops
+
+
+def write_part(file: Path, write: Callable[[], None]) -> dict | str:
+    """Writes one file of a folder. Returns the file's entry of meta.json's "files", or what went wrong."""
+    try:
+        write()
+        flush(file)
+        return {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}}
+    except Exception as error:  # safetensors raises its own for a full disk; `commit` raises it on all ranks
+        return f"{file}: {error}"
+
+
+def commit(temporary: Path, meta: dict, parts: Sequence[dict | str]) -> None:
+    """Completes `step_000010.tmp` with meta.json and renames it to `step_000010`. `parts`: what `write_part` returned
+    on this rank. A collective. Raises OSError, on all ranks, where the disk refused something."""
+    all_parts = list(chain(*gather(parts)))
+    if problems := [part for part in all_parts if isinstance(part, str)]:
+        raise OSError(problems[0])
+    meta = meta | {"files": {name: entry for part in all_parts for name, entry in part.items()}}
+    on_rank0(lambda: _write_meta(temporary, meta))
+    on_rank0(lambda: replace_folder(temporary, temporary.with_suffix("")))  # one is there if the run went back
+
+
+def _write_meta(folder: Path, meta: dict) -> None:
+    write_whole(folder / "meta.json", json.dumps(meta | {"sha256": digest(meta)}, indent=1))
+
+
+class Saver(AbstractContextManager):
+    """Writes the checkpoints of a run. Its methods are collectives: all ranks call them at the same point. As a context
+    manager it commits the last checkpoint on exit, unless this rank alone may have failed."""
+
+    def __init__(self, folder: Path, cfg: CheckpointingConfig, ranks: Ranks):
+        self.folder = folder
+        self.cfg = cfg
+        self.ranks = ranks
+        # Not a daemon: where the run ends in an error, the interpreter still waits for the file to be closed.
+        self.writer = ThreadPoolExecutor(1, "checkpoint")
+        self.pending: tuple[Path, dict] | None = None  # folder and meta.json of the checkpoint that is being written
+        self.written: Future[dict | str] | None = None  # of `write_part`, for `pending`
+        self.saved: int | None = None  # the newest step that is on disk
+        self.num_failures = 0
+
+    def __exit__(self, kind, error, trace) -> None:
+        if error is None or isinstance(error, (StopRun, Saved)):  # what all ranks raise together
+            self.finish()
+
+    def save(self, step: int, model, optimizer, state: dict, reference: dict[str, Tensor], metrics: dict[str, float]):
+        """Begins checkpoint `step`: on return the state is copied, and training may go on. `state`: JSON-able, `load`
+        returns it. `reference`: this rank's rows of the reference policy by parameter name, or {}. `metrics`: of the
+        last training step; keep_top_k compares one of these or of `state["last_validation"]`. A disk without room costs
+        this checkpoint, not the run; MAX_FAILURES in a row end the run (StopRun)."""
+        self.finish()
+        metric = self._metric(metrics, state.get("last_validation", {}))
+        tensors = _copy_to_host(model, optimizer, reference)
+        size = sum(gather(sum(tensor.nbytes for tensor in tensors.values())))
+        temporary = self.folder / f"step_{step:06d}.tmp"
+        try:
+            on_rank0(lambda: self._make_room(temporary, size))
+        except OSError as error:
+            return self._give_up(temporary, str(error))
+        meta = {"version": VERSION, "step": step, "world_size": self.ranks.world_size, "state": state, "metric": metric}
+        self.pending = temporary, json.loads(json.dumps(meta))  # the run goes on changing `state`
+        file = temporary / f"rank_{self.ranks.rank:05d}.safetensors"
+        write = partial(write_part, file, partial(save_file, tensors, file)) if tensors else dict  # no file, no entry
+        self.written = self.writer.submit(write)
+
+    def poll(self) -> None:
+        """Commits the pending checkpoint if all ranks have written their part; else leaves it for later."""
+        if self.pending is not None and not any_rank(not self.written.done()):
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for the pending checkpoint and commits it."""
+        if self.pending is None:
+            return
+        (temporary, meta), self.pending = self.pending, None
+        try:
+            commit(temporary, meta, [self.written.result()])
+            self.saved, self.num_failures = meta["step"], 0
+            on_rank0(partial(self._prune, meta["step"]))
+        except OSError as error:
+            self._give_up(temporary, str(error))
+
+    def update(self, state: dict) -> None:
+        """Replaces the state in the newest checkpoint, whose weights are still those of the run."""
+        path = self.folder / f"step_{self.saved:06d}"
+        on_rank0(lambda: _write_meta(path, read_meta(path) | {"state": state}))
+
+    def _metric(self, train: dict[str, float], validation: dict[str, float]) -> float | None:
+        """What keep_top_k compares: a number of the last step or the last validation; None if there is none, or NaN."""
+        name = self.cfg.metric_name
+        metrics = {f"train/{key}": value for key, value in train.items()} | validation
+        if not (train if name.startswith("train/") else validation):
+            return None
+        if name not in metrics and self.cfg.keep_top_k:
+            known = ", ".join(sorted(metrics))
+            raise StopRun(f"checkpointing.metric_name={name}: there is no such metric; use one of {known}")
+        return metrics[name] if math.isfinite(metrics.get(name, math.nan)) else None
+
+    def _make_room(self, temporary: Path, size: int) -> None:
+        for leftover in (*self.folder.glob("step_*.tmp"), *self.folder.glob("step_*.old")):  # by a kill
+            shutil.rmtree(leftover)
+        temporary.mkdir(parents=True)
+        free = shutil.disk_usage(temporary).free
+        if free < 1.05 * size:  # headers, meta.json, blocks
+            needed = f"a checkpoint needs {1.05 * size / 2**20:,.1f} MiB"
+            raise OSError(f"{self.folder}: {free / 2**20:,.1f} MiB free, {needed}")
+
+    def _prune(self, step: int) -> None:
+        """Removes all but the newest keep_latest and the best keep_top_k, and those after `step`: the run went back."""
+        later = [path for number, path in numbered(self.folder, "step_").items() if number > step]
+        whole = [path for path in committed(self.folder) if path not in later]
+        best = [path for path in by_metric(self.folder, self.cfg.higher_is_better) if path not in later]
+        for path in [*later, *whole[self.cfg.keep_latest :]]:
+            if path not in best[: self.cfg.keep_top_k or 0]:
+                os.rename(path, gone := path.with_suffix(".old"))  # a kill amid rmtree must not leave half a checkpoint
+                shutil.rmtree(gone)
+
+    def _give_up(self, temporary: Path, problem: str) -> None:
+        if self.ranks.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        self.num_failures += 1
+        newest = next(iter(committed(self.folder)), "none")
+        failure = f"checkpoint {temporary.stem} was not saved ({problem}); the newest saved one: {newest}"
+        if self.num_failures >= MAX_FAILURES:
+            raise StopRun(f"{failure}; {self.num_failures} failed in a row: make room in {self.folder}")
+        self.ranks.print_rank0(f"WARNING: {failure}; training continues, and the next checkpoint will be tried")
+
+
+def load(folder: Path, cfg: CheckpointingConfig, model, optimizer, ranks: Ranks, reference: dict, base=None) -> dict:
+    """Restores the newest checkpoint of `folder`, or the one that resume_step names, on any number of ranks: into the
+    model, the `reference` (as in `save`) and a fresh optimizer, or without one the weights alone. Returns its `state`,
+    with `step`. resume=auto takes the newest good checkpoint, with a warning for each damaged one; else the newest must
+    be good. ConfigError, on all ranks, names the damaged file, or says that `base` is not the state's base_sha256."""
+    for path in on_rank0(lambda: candidates(folder, cfg)):  # rank 0's view of a shared disk
+        problem = problem_of(path, ranks)
+        if problem is None:
+            meta = read_meta(path)
+            if meta["state"].get("base_sha256") != base:
+                raise ConfigError(f"{path}: its adapters belong to other weights: name those in policy.model_name")
+            _restore(path, sorted(meta["files"]), model, optimizer, reference)
+            return meta["state"] | {"step": meta["step"]}
+        if cfg.resume != "auto":
+            raise ConfigError(damaged(problem, path))
+        ranks.print_rank0(f"WARNING: {problem}: continuing from an older checkpoint")
+    raise ConfigError(f"checkpointing.resume_from: no complete checkpoint in {folder}; unset the key to start anew")
+
+
+def problem_of(path: Path, ranks: Ranks) -> str | None:
+    """What is wrong with a checkpoint, or None; the same on all ranks, which share the work of reading its files."""
+    meta = read_meta(path)
+    problem = meta if isinstance(meta, str) else None
+    for name in [] if problem else sorted(meta["files"])[ranks.rank :: ranks.world_size]:
+        try:
+            if _sha256(path / name) != meta["files"][name]["sha256"]:
+                problem = f"{path / name}: content differs from its checksum in meta.json"
+        except OSError as error:
+            problem = f"{path / name}: {error.strerror}"
+    return next(filter(None, gather(problem)), None)
+
+
+def _copy_to_host(model, optimizer, reference: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Name in the file -> copy of this rank's rows, for the thread to write; {} where another replica writes them."""
+    params = _trained(model)
+    if any(any(p.device_mesh.get_coordinate()[:-1]) for p in params.values() if isinstance(p, DTensor)):
+        return {}
+    tensors = {f"reference.{name}": rows for name, rows in reference.items()}
+    for name, param in params.items():
+        tensors[f"param.{name}"] = local_shard(param)
+        for key, value in optimizer.state.get(param, {}).items():
+            kind, tensor = _describe_state(value, param)
+            tensors[f"{kind}.{key}.{name}"] = tensor
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+def _describe_state(value: Tensor | float, param: Tensor) -> tuple[str, Tensor]:
+    """(kind, tensor to store) of what an optimizer keeps for a parameter. sharded: a DTensor like the parameter. local:
+    a tensor like this rank's rows. replicated: any other, equal on all ranks; a number is a tensor without dims."""
+    if isinstance(value, DTensor):
+        assert value.shape == param.shape and value.placements == param.placements, (value.shape, value.placements)
+        return "sharded", value.to_local()
+    value = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64)
+    return "local" if value.dim() and value.shape == local_shard(param).shape else "replicated", value
+
+
+def _read_state(files: list, name: str, kind: str, param: Tensor) -> Tensor:
+    """What `_describe_state` described."""
+    if kind == "replicated":
+        return files[0].get_tensor(name).to(param.device)
+    rows = _read_rows(files, name, param).to(param.device)
+    if kind == "local":
+        return rows
+    tensor = torch.empty_like(param, dtype=rows.dtype)  # DTensor.from_local would take it from the host to the mesh
+    tensor.to_local().copy_(rows)
+    return tensor
+
+
+def _read_rows(files: list, name: str, param: Tensor) -> Tensor:
+    """This rank's rows of a tensor like `param`, which lies in the files cut into rows, one rank's after another's."""
+    rows = local_rows(param)
+    parts, start = [], 0
+    for file in files:
+        stored = file.get_slice(name)
+        length = stored.get_shape()[0]
+        low, high, _ = slice(max(rows.start - start, 0), max(rows.stop - start, 0)).indices(length)
+        parts.append(stored[low:high])
+        start += length
+    tensor = torch.cat(parts)
+    if tensor.shape != local_shard(param).shape or start != len(param):
+        raise ConfigError(f"{name}: {(start, *tensor.shape[1:])} in the checkpoint, {(*param.shape,)} in the model")
+    return tensor
+
+
+@torch.no_grad()
+def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[str, Tensor]) -> None:
+    files = [safe_open(path / shard, framework="pt") for shard in shards]
+    names = sorted(files[0].keys())
+    params = _trained(model)
+    if other := {f"param.{name}" for name in params} ^ {name for name in names if name.startswith("param.")}:
+        raise ConfigError(f"{path}: does not fit policy.model_name: only one of the two has {min(other)}")
+    for name, param in params.items():
+        local_shard(param).copy_(_read_rows(files, f"param.{name}", param))
+    if optimizer is None:
+        return
+    has_reference = any(name.startswith("reference.") for name in names)
+    if has_reference != bool(reference):
+        saved = f"{path}: was saved {'with' if has_reference else 'without'} a reference policy"
+        raise ConfigError(f"{saved}; set loss_fn.reference_policy_kl_penalty as in that run")
+    for name, rows in reference.items():
+        rows.copy_(_read_rows(files, f"reference.{name}", params[name]))
+    for stored in names:
+        kind, _, rest = stored.partition(".")
+        if kind not in ("param", "reference"):  # the optimizer's; there is none before the first step
+            key, _, name = rest.partition(".")
+            value = _read_state(files, stored, kind, params[name])
+            if kind in ("sharded", "local") and isinstance(optimizer, Optimizer):
+                value = optimizer.at_rest(key, value)  # at once: the device may not have room for all of them
+            optimizer.state[params[name]][key] = value
+
+
+def _trained(model) -> dict[str, Tensor]:
+    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+
+
+def weights_sha256(folder: Path, ranks: Ranks) -> str:
+    """The fingerprint of a model folder's weights. The ranks share the work of reading the files. A collective."""
+    digests = gather([_sha256(file) for file in weight_files(folder)[ranks.rank :: ranks.world_size]])
+    return hashlib.sha256("".join(sorted(chain(*digests))).encode()).hexdigest()
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,101 @@
+"""Writes the samples of a step before it trains (`logger.dump_rollouts`). `tools/replay.py` trains them again.
+
+`rollouts/step_000012/` in the run folder has samples.jsonl with a line for each sample that the step trains, a
+safetensors file of each rank with the tokens of the samples that it holds, and meta.json as a checkpoint has it.
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tokenizers.decoders import DecodeStream
+
+from batch import to_device
+from data import Sample, assign_to_ranks, empty_pack, pack_samples
+from support.inputs.resume import VERSION
+from support.inputs.tokenizer import Tokenizer
+from support.run import checkpoint
+from support.run.start import Run
+from support.system.exchange import move_tokens
+from support.system.ranks import gather, on_rank0
+
+# Of `Sample` -> in a rank's file, where the samples lie back to back.
+COLUMNS = {"output_ids": "output_ids_T", "mask": "mask_T", "sampler_logps": "sampler_logp_T", "versions": "version_T"}
+TOKENS = np.dtype([*zip(COLUMNS.values(), ("i4", "?", "f4", "i4"), strict=True), ("logp_T", "f4"), ("entropy_T", "f4")])
+NOT_RECORDED = (*COLUMNS, "messages", "holder", "engine", "forks")
+RECORDED = [field.name for field in fields(Sample) if field.name not in NOT_RECORDED]
+
+
+def write(run: Run, trained: Sequence[Sample], adv_B: Sequence[float], step: int) -> None:
+    """Writes the samples that `step` is to train to rollouts/step_000012. A disk without room costs this dump, not the
+    run. A collective of all ranks that train, before the first optimizer step."""
+    ranks, temporary = run.ranks, run.folder / "rollouts" / f"step_{step:06d}.tmp"
+    rows = [row for sample in trained for row in (sample, *sample.forks)]
+    holders = [i % ranks.world_size if each.holder is None else each.holder for i, each in enumerate(rows)]
+    held = [i for i, holder in enumerate(holders) if holder == ranks.rank]
+    tensors = _columns(run, [rows[i] for i in held]) | {"sample_S": torch.tensor(held, dtype=torch.int32)}
+    move_tokens([rows])  # rank 0 writes the texts of all
+    try:
+        on_rank0(lambda: shutil.rmtree(temporary, ignore_errors=True))  # of a run that was killed while it wrote
+        on_rank0(lambda: temporary.mkdir(parents=True))
+        file = temporary / f"rank_{ranks.rank:03d}.safetensors"
+        parts = [checkpoint.write_part(file, partial(save_file, tensors, file))]
+        if ranks.rank == 0:
+            file = temporary / "samples.jsonl"
+            parts.append(checkpoint.write_part(file, lambda: _write_texts(file, trained, adv_B, run.inputs.tokenizer)))
+        meta = {"version": VERSION, "step": step, "world_size": ranks.world_size, "state": {}, "metric": None}
+        checkpoint.commit(temporary, meta, parts)
+    except OSError as error:
+        if ranks.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        ranks.print_rank0(f"WARNING: the rollouts of step {step} were not written ({error}); training continues")
+
+
+def _write_texts(file: Path, samples: Sequence[Sample], adv_B: Sequence[float], tokenizer: Tokenizer) -> None:
+    with file.open("w") as stream:
+        pairs = zip(samples, adv_B, strict=True)
+        for sample, adv, owner in ((row, adv, each) for each, adv in pairs for row in (each, *each.forks)):
+            record = {name: getattr(sample, name) for name in RECORDED} | {"advantage": adv}
+            record |= {"is_fork": True} if sample is not owner else {}  # of the line before that has no such key
+            record["prompt_text"] = tokenizer.backend.decode(sample.prompt_ids, skip_special_tokens=False)
+            record["tokens"] = token_texts(tokenizer, sample.output_ids.tolist())
+            stream.write(json.dumps(record) + "\n")
+
+
+@torch.no_grad()
+def _columns(run: Run, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """The tensors of a rank's file, with log-probability and entropy of each trained token under the policy as it is,
+    in nats, and NaN for the others. A collective: all ranks make as many forwards."""
+    lengths = [sample.num_output_tokens for sample in samples]
+    tokens = np.empty(sum(lengths), TOKENS)
+    for name, column in COLUMNS.items():
+        tokens[column] = np.concatenate([[], *(getattr(sample, name) for sample in samples)])
+    tokens["logp_T"] = tokens["entropy_T"] = np.nan
+    # A pack does not say which sample a row is of: places in the file, in place of the versions, do.
+    ends = np.cumsum(lengths)
+    placed = [replace(s, versions=np.arange(end - len(s.mask), end)) for s, end in zip(samples, ends, strict=True)]
+    model, policy, device = run.model, run.cfg.policy, run.device
+    max_tokens, share_prefix = policy.pack_tokens(device.type), policy.sequence_packing.share_prefix
+    (parts,) = assign_to_ranks([each for each in placed if each.mask.any()], 1, max_tokens, share_prefix)
+    packs = pack_samples(parts, max_tokens)
+    packs += [empty_pack()] * (max(1, *gather(len(packs))) - len(packs))
+    for pack in packs:
+        logp_R, entropy_R = model(*to_device(pack, device).model_inputs)
+        tokens["logp_T"][pack.version_R] = logp_R.cpu().numpy()
+        tokens["entropy_T"][pack.version_R] = entropy_R.cpu().numpy()
+    tensors = {name: torch.from_numpy(tokens[name].copy()) for name in TOKENS.names}
+    return tensors | {"num_tokens_S": torch.tensor(lengths, dtype=torch.int32)}
+
+
+def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """The text that each id adds; joined, they are the decoded ids. An id that ends inside a character adds nothing."""
+    stream = DecodeStream(skip_special_tokens=False)
+    texts = [stream.step(tokenizer.backend, token_id) or "" for token_id in ids]
+    rest = tokenizer.backend.decode(ids, skip_special_tokens=False).removeprefix("".join(texts))
+    return [*texts[:-1], texts[-1] + rest] if ids else []

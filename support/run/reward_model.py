@@ -1,0 +1,95 @@
+"""The reward model: scores whole conversations with a decoder of its own, sharded over all ranks like the policy.
+
+Owns the `score` head of Hugging Face's Qwen2-, Qwen3- and LlamaForSequenceClassification with one label (`score.weight`
+[1, D], read at the last token). The weights stay in host memory except while they score. The text is encoded anew, in
+the chat template of this model.
+Dims: T packed tokens, S conversations of a pack, D hidden.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from config import Config, DataError
+from data import first_fit
+from model import Decoder, PackLayout, load_policy
+from support.inputs.model_config import ModelConfig
+from support.inputs.tokenizer import Tokenizer
+from support.system.ranks import fsdp_mesh, gather
+
+
+class RewardDecoder(Decoder):
+    """A decoder with one number per conversation: the hidden state of its last token times `score.weight`."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(replace(config, tie_word_embeddings=True))  # such checkpoints have no head over the vocabulary
+        self.score = nn.Linear(config.hidden_size, 1, bias=False)
+
+    def forward(self, token_T: Tensor, position_T: Tensor, layout: PackLayout, pos_S: Tensor) -> Tensor:
+        """score_S at positions pos_S of the pack, in float32: bfloat16 would round scores to 3 digits."""
+
+        def score(hidden_SD: Tensor, *_, **__) -> Tensor:
+            return hidden_SD.float() @ self.score.weight[0].float()
+
+        return super().forward(token_T, position_T, layout, pos_S, head_fn=score)
+
+
+class RewardModel:
+    """The shards of this rank. `max_model_len` limits the tokens of a conversation, `pack_tokens` those of a pack."""
+
+    def __init__(self, folder: Path, config: ModelConfig, tokenizer: Tokenizer, cfg: Config, device: torch.device):
+        self.tokenizer = tokenizer
+        self.device = device
+        self.max_model_len = cfg.env.reward_model.max_model_len
+        self.pack_tokens = max(cfg.policy.pack_tokens(device.type), self.max_model_len)
+        self.pad_token_id = config.hf.get("pad_token_id")
+        options = {"precision": cfg.env.reward_model.precision, "decoder": RewardDecoder, "model_config": config}
+        model = load_policy(folder, device="cpu", mesh=fsdp_mesh(device.type), **options)
+        self.model = model.requires_grad_(False).to(getattr(torch, options["precision"]))
+
+    @torch.no_grad()
+    def score(self, conversations: Sequence[list[dict]]) -> list[float | None]:
+        """The score of each conversation; None for one that is too long, that the template refuses, or without a finite
+        score. A collective: each rank passes its own, and all ranks run as many packs as the rank with the most."""
+        local_ids = [self.encode(messages) for messages in conversations]
+        usable = [i for i, ids in enumerate(local_ids) if 0 < len(ids) <= self.max_model_len]
+        if num_refused := len(local_ids) - len(usable):
+            why = f"over env.reward_model.max_model_len={self.max_model_len} tokens or refused by its chat template"
+            print(f"reward model: {num_refused} of {len(local_ids)} conversations are {why}", file=sys.stderr)
+        lengths = [len(local_ids[i]) for i in usable]
+        packs = [[usable[k] for k in pack] for pack in first_fit(lengths, self.pack_tokens)]
+        max_packs = max(gather(len(packs)))
+        scores: list[float | None] = [None] * len(local_ids)
+        self.model.to(self.device)
+        for pack in packs + [[]] * (max_packs - len(packs)):  # []: joins the collectives with one token
+            score_S = self._score_pack([local_ids[i] for i in pack] or [[0]])
+            for i, score in zip(pack, score_S.tolist(), strict=bool(pack)):
+                scores[i] = score if math.isfinite(score) else None
+        self.model.to("cpu")
+        return scores
+
+    def encode(self, messages: list[dict]) -> list[int]:
+        """Ids of the conversation in the reward model's template; [] if the template refuses the conversation. They end
+        with the token at which transformers reads the score: the last that is not `pad_token_id`, even if that is the
+        end token."""
+        try:
+            ids = self.tokenizer.render(messages, add_generation_prompt=False, escape=True)
+        except DataError:
+            return []
+        while len(ids) > 1 and ids[-1] == self.pad_token_id:
+            ids.pop()
+        return ids
+
+    def _score_pack(self, ids_S: list[list[int]]) -> Tensor:
+        cu_seqlens = np.cumsum([0, *map(len, ids_S)])
+        token_T = torch.tensor([token for ids in ids_S for token in ids], device=self.device)
+        position_T = torch.cat([torch.arange(len(ids), device=self.device) for ids in ids_S])
+        end_S = torch.tensor(cu_seqlens[1:] - 1, device=self.device)
+        layout = PackLayout.of(cu_seqlens, None, len(token_T), self.device)
+        return self.model(token_T, position_T, layout, end_S)

@@ -1,0 +1,367 @@
+"""Starts a run: builds the policy, the engine and the sampler from the config, and restores a checkpoint."""
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch.nn.attention import activate_flash_attention_impl
+
+from batch import needs_old_logps
+from config import Config, ConfigError, GenerationConfig
+from engine import Engine, reply_parsers
+from judges.pool import GraderPool
+from kernels import LossPath, SamplingFilter, choose_backend
+from loss import policy_loss
+from loss_path import choose_loss_path
+from model import Decoder, Reference, load_policy, uses_flash_attention
+from optim import build_optimizer
+from rollout import Sampler
+from support.check import preflight
+from support.check.memory_plan import OWN_CONTEXT
+from support.check.preflight import RunInputs, data_lines, memory_plan, notes, num_steps_of
+from support.check.rules import must_save_by_seconds
+from support.hf.weights import full_shapes
+from support.inputs.resume import checkpoint_folder
+from support.run import checkpoint
+from support.run.folder import open_run_folder
+from support.run.log import RunLog, Timers
+from support.run.memory import Memory
+from support.run.reward_model import RewardModel
+from support.split.generators import Generators, serve
+from support.system.exits import NO_PEERS, Signals, describe_failure, report_exit
+from support.system.optimizer import Optimizer
+from support.system.progress import Progress
+from support.system.ranks import (
+    Ranks,
+    expand_segments,
+    fsdp_mesh,
+    gather,
+    on_rank0,
+    seed_everything,
+    start_process_group,
+)
+from support.system.watchdog import Watchdog
+
+
+@dataclass(slots=True)
+class RunState:
+    """The run's counters, which checkpoints keep. There is no other state: sampling seeds are f(seed, step, prompt,
+    sample), and the data order is f(seed, epoch)."""
+
+    cursor: dict
+    fingerprints: dict[str, str]
+    step: int = 0
+    num_bad_steps: int = 0
+    total_valid_tokens: float = 0
+    first_validation: dict[str, float] = field(default_factory=dict)
+    last_validation: dict[str, float] = field(default_factory=dict)
+    base_sha256: str | None = None  # of the weights that LoRA has frozen
+
+
+@dataclass
+class Job:
+    """What grpo.py and eval.py know before they build a model. watchdog: of a run that trains."""
+
+    cfg: Config
+    inputs: RunInputs
+    ranks: Ranks
+    device: torch.device
+    folder: Path
+    memory: Memory
+    watchdog: Watchdog | None
+
+
+@dataclass
+class Run(Job):
+    """Everything that lives from the first step to the last."""
+
+    model: Decoder
+    optimizer: Optimizer
+    engine: Engine | Generators
+    sampler: Sampler | Generators
+    reference: Reference | None
+    state: RunState
+    saver: checkpoint.Saver
+    signals: Signals
+    timer: Timers
+    num_steps: int
+    log: RunLog | None = None  # rank 0's
+    metrics: dict[str, float] = field(default_factory=dict)  # of the newest step
+    told_to_stop: bool = False  # by a signal to any rank, as of the end of the newest step
+
+    @property
+    def is_finished(self) -> bool:
+        """After the last step, or when max_num_epochs leaves too few prompts for another: dynamic sampling may have
+        drawn more than one batch a step. A step may draw into the next epoch: stopping it would waste its groups."""
+        grpo, num_drawn = self.cfg.grpo, self.state.cursor["position"]
+        used_up = num_drawn + grpo.prompts_per_batch > grpo.max_num_epochs * self.inputs.train.num_problems
+        return self.state.step >= self.num_steps or used_up
+
+
+def run_rank(usage: str, words: Sequence[str], work: Callable[[Job], str], *, to_train: bool = True) -> int:
+    """One rank from start to exit code. work: returns why the run ended. Without to_train there is no watchdog."""
+    folder = watchdog = memory = None
+    peers = NO_PEERS
+    try:
+        gpu_bytes, words = preflight.gpu_memory(words)
+        cfg = preflight.parse_command_line(words, usage)
+        generation = cfg.policy.generation
+        ranks, device = start_process_group(generation.vllm_cfg.tensor_parallel_size, generation.num_generators)
+        peers = ranks.peers
+        cfg = on_rank0(lambda: cfg, ranks.job)  # resume=auto: another rank may have found another run
+        inputs = preflight.read_inputs(cfg, to_train=to_train, on_rank0=partial(on_rank0, group=ranks.job))
+        folder = open_run_folder(cfg, ranks, to_train=to_train)
+        watchdog = Watchdog(ranks, folder, cfg.watchdog) if to_train else None
+        memory = plan_memory(cfg, inputs, ranks, gpu_bytes, to_train)
+        code, reason = 0, work(Job(cfg, inputs, ranks, device, folder, memory, watchdog))
+    except BaseException as error:
+        if memory:
+            error = memory.explained(error, watchdog.phase if watchdog else "evaluation")
+        code, reason = describe_failure(error, folder, peers)
+    if watchdog:
+        watchdog.stop()
+    report_exit(code, reason, folder, peers)
+    return code
+
+
+def plan_memory(cfg: Config, inputs: RunInputs, ranks: Ranks, gpu_bytes: float | None, trains=True) -> Memory:
+    """Prints how much memory the run needs on each GPU. ConfigError if the GPU, or gpu_bytes, has less."""
+    others = 0
+    if gpu_bytes is None and torch.cuda.is_available():
+        free, gpu_bytes = torch.cuda.mem_get_info()
+        others = max(0, *gather(gpu_bytes - free - OWN_CONTEXT, ranks.job))  # all ranks refuse, or none
+    plan = memory_plan(cfg, inputs, ranks.job_size, gpu_bytes)
+    return Memory(replace(plan, trains=trains, others=others), ranks)
+
+
+def set_up(job: Job) -> Run:
+    """A run that is ready for its first step, or for the step after its checkpoint. A collective of all trainers."""
+    cfg, inputs, ranks, device, memory = job.cfg, job.inputs, job.ranks, job.device, job.memory
+    signals = Signals(must_save_by_seconds(cfg.checkpointing))
+    model, sampler = build(cfg, inputs, ranks, device)
+    expand_segments()  # vLLM has made its memory pools, and sleeps
+    weights = memory.plan.states().get("weights", 0)
+    memory.engine_bytes = torch.cuda.memory_allocated() - weights
+    memory.engine_reserved = torch.cuda.memory_reserved() - weights
+    base_sha256 = hash_of_base(cfg, inputs, ranks)
+    if ranks.bridge:
+        for environment in inputs.environments.values():  # the generators grade
+            environment.close()
+    else:
+        _stop_at(signals, sampler.engine, ranks)
+    run = Run(
+        **vars(job),
+        model=model,
+        optimizer=build_optimizer(model, cfg.policy.optimizer, offloads=cfg.policy.offload_optimizer_for_logprob),
+        engine=sampler.engine,
+        sampler=sampler,
+        reference=build_reference(cfg, inputs, model, device),
+        state=RunState(inputs.train.start(), inputs.train.fingerprints, base_sha256=base_sha256),
+        saver=checkpoint.Saver(checkpoint_folder(cfg.checkpointing, job.folder), cfg.checkpointing, ranks),
+        signals=signals,
+        timer=Timers(job.watchdog.enter),
+        num_steps=num_steps_of(cfg, inputs.train.num_problems),
+    )
+    with Progress("start, 3 of 3: checkpoint"):
+        restore(run)
+    if not run.is_finished:  # else there is no next prompt
+        ranks.print_rank0("\n".join(data_lines(cfg, inputs, run.state.cursor)))
+    for note in notes(cfg, run.num_steps):
+        ranks.print_rank0(f"NOTE: {note}")
+    if ranks.rank == 0:
+        num_print = -(-cfg.logger.num_val_samples_to_print // max(1, len(inputs.validation)))
+        logger = replace(cfg.logger, num_val_samples_to_print=num_print)
+        run.log = RunLog(run.folder, logger, first_step=run.state.step + 1, num_steps=run.num_steps)
+    return run
+
+
+def generate(job: Job) -> str:
+    """Runs a generator of a split job to its end; returns why it ended."""
+    signals = Signals(must_save_by_seconds(job.cfg.checkpointing))
+    sampler = build_sampler(job.cfg, job.inputs, job.ranks, job.device)
+    _stop_at(signals, sampler.engine, job.ranks)
+    with sampler:
+        serve(sampler, job.device, job.watchdog)
+    return "the trainers need no more samples"
+
+
+def _stop_at(signals: Signals, engine: Engine, ranks: Ranks) -> None:
+    """A signal stops generation and grading."""
+    GraderPool.stop = signals.pending
+    engine.should_stop = lambda: ranks.any_rank_of_engine(signals.pending())
+
+
+def restore(run: Run) -> None:
+    """Loads the checkpoint that the config resumes: weights, the optimizer's state, the reference and the counters."""
+    cfg, train = run.cfg.checkpointing, run.inputs.train
+    checkpoints = run.saver.folder
+    if cfg.resume_from is None:
+        if any(checkpoints.glob("step_*")):
+            raise ConfigError(f"{checkpoints} holds checkpoints of another run: choose another checkpoint_dir")
+        return
+    shards, base = run.reference.shards if run.reference else {}, run.state.base_sha256
+    counters = checkpoint.load(checkpoints, cfg, run.model, run.optimizer, run.ranks, shards, base)
+    run.state = state = RunState(**counters)
+    run.saver.saved = state.step
+    if cfg.allow_changes and state.fingerprints != train.fingerprints:
+        allowed = "(checkpointing.allow_changes=true): reading starts at their first row"
+        run.ranks.print_rank0(f"WARNING: the data have changed {allowed}")
+        state.cursor = train.start()
+        state.fingerprints = train.fingerprints
+    train.check_same(state.fingerprints, cfg.resume_from)
+    run.ranks.print_rank0(f"resumed from {checkpoints / f'step_{state.step:06d}'}")
+
+
+# --------------------------------------------------------------------- the policy, the engine and the sampler of a run
+
+
+def loss_path_of(cfg: Config) -> LossPath:
+    """How this run computes the gradient of its loss."""
+    return choose_loss_path(
+        policy_loss,
+        cfg.loss_fn,
+        has_old=needs_old_logps(cfg),
+        has_ref=cfg.loss_fn.reference_policy_kl_penalty > 0,
+        filtered=sampling_filter_of(cfg.policy.generation) is not None,
+        allow_pack_dependence=cfg.grpo.allow_pack_dependence,
+    )
+
+
+def sampling_filter_of(cfg: GenerationConfig) -> SamplingFilter | None:
+    """None where top_p and top_k keep all tokens."""
+    return SamplingFilter(cfg.top_p, cfg.top_k) if cfg.top_p < 1 or cfg.top_k else None
+
+
+def reference_dtype(cfg: Config) -> torch.dtype:
+    """The precision of the forward, but float32 for a reference that is an average of policies."""
+    return torch.float32 if cfg.grpo.ref_policy_update_alpha < 1 else getattr(torch, cfg.policy.precision)
+
+
+def build_reference(cfg: Config, inputs: RunInputs, model: Decoder, device: torch.device) -> Reference | None:
+    """What the KL is to, if there is one: the policy as it is now, or a teacher. A collective."""
+    policy, dtype = cfg.policy, reference_dtype(cfg)
+    if cfg.loss_fn.reference_policy_kl_penalty == 0:
+        return None
+    if inputs.reference_model is None:
+        return Reference(model, dtype)
+    folder, model_config = inputs.reference_model
+    teacher = load_policy(
+        folder,
+        device="cpu",
+        mesh=fsdp_mesh(device.type, policy.dtensor_cfg.dp_replicate_size),
+        precision=policy.precision,
+        cpu_offload=policy.dtensor_cfg.cpu_offload,
+        model_config=model_config,
+        temperature=model.temperature,
+        vocab_limit=model.vocab_limit,
+        backend=model.backend,
+    )
+    return Reference(model, teacher=teacher.requires_grad_(False).to(dtype))
+
+
+def compiles(option: bool | None, device_type: str) -> bool:
+    """What policy.compile means on "cuda" or "cpu": null compiles on CUDA. ConfigError if nothing can compile."""
+    compiled = device_type == "cuda" if option is None else option
+    is_off = torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+    has_compiler = any(map(shutil.which, [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]))
+    if compiled and (device_type != "cuda" or is_off or not has_compiler):
+        needs = "a GPU, a C compiler (gcc, clang, or the one named in CC), and no TORCH_COMPILE_DISABLE or "
+        raise ConfigError(f"policy.compile needs {needs}TORCHDYNAMO_DISABLE; or set policy.compile=false")
+    return compiled
+
+
+def build(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> tuple[Decoder, Sampler | Generators]:
+    """The policy, and the sampler with its engine, which has no weights yet and sleeps. In a split job `Generators` is
+    sampler and engine. A collective of all ranks that train."""
+    model = build_policy(cfg, inputs, ranks, device)
+    if ranks.bridge:
+        return model, Generators(ranks.bridge, full_shapes(model), inputs.tokenizer, cfg)
+    sampler = build_sampler(cfg, inputs, ranks, device)
+    sampler.engine.sleep()
+    return model, sampler
+
+
+def build_policy(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> Decoder:
+    """The sharded policy with float32 master weights. A collective of all ranks that train."""
+    policy = cfg.policy
+    if policy.deterministic_attention:  # before the first matmul: Decoder.backward has torch refuse it otherwise
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    if policy.kernel_backend == "triton" and device.type != "cuda":
+        raise ConfigError("policy.kernel_backend=triton needs CUDA: set it to auto or torch")
+    sizes = policy.logprob_chunk_size, policy.pack_tokens(device.type)
+    backend = choose_backend(policy.kernel_backend, device.type, *sizes)
+    compiled = compiles(policy.compile, device.type)
+    seed_everything(cfg.grpo.seed)
+    mesh = fsdp_mesh(device.type, policy.dtensor_cfg.dp_replicate_size)
+    with Progress("start, 1 of 3: weights of the policy"):
+        model = load_policy(
+            inputs.model_folder,
+            device=device,
+            mesh=mesh,
+            precision=policy.precision,
+            cpu_offload=policy.dtensor_cfg.cpu_offload,
+            model_config=inputs.model_config,
+            lora=policy.dtensor_cfg.lora_cfg,
+            seed=cfg.grpo.seed,
+            temperature=policy.generation.temperature,
+            sampling_filter=sampling_filter_of(policy.generation),
+            vocab_limit=inputs.tokenizer.vocab_size,
+            recompute=policy.dtensor_cfg.activation_checkpointing,
+            defers_sync=policy.dtensor_cfg.defer_fsdp_grad_sync,
+            deterministic=policy.deterministic_attention,
+            backend=backend,
+            loss_path=loss_path_of(cfg),
+        )
+    if compiled:
+        model.compile_blocks()
+    size = sum(param.numel() for param in model.parameters())
+    num_trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    trained = f", {num_trained / 1e6:,.2f} M of them trained" if num_trained < size else ""
+    shards = " x ".join(map(str, mesh.shape))
+    attention = choose_attention(device, getattr(torch, policy.precision))
+    ranks.print_rank0(
+        f"policy: {size / 1e6:,.1f} M parameters{trained}, {policy.precision}, FSDP2 over {shards} ranks; "
+        f"{backend.describe(model.config.vocab_size)}; {model.loss_path.describe()}; "
+        f"attention: {attention}; "
+        f"{'compiled' if compiled else 'eager'} blocks; packs of {policy.pack_tokens(device.type):,} tokens"
+    )
+    return model
+
+
+def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
+    """What computes attention. varlen_attn is FlashAttention 2; on Hopper this makes it 3, if its package is there."""
+    if not uses_flash_attention(device.type, dtype):
+        return "SDPA, one call for each group of equal lengths"
+    if find_spec("flash_attn_interface") is None or torch.cuda.get_device_capability(device) != (9, 0):
+        return "varlen_attn"
+    activate_flash_attention_impl("FA3")
+    return "varlen_attn, FlashAttention 3"
+
+
+def build_sampler(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> Sampler:
+    """The sampler with its engine, awake and without weights. A collective of the ranks that generate."""
+    score = RewardModel(*inputs.reward_model, cfg, device).score if inputs.reward_model else None
+    with Progress("start, 2 of 3: vLLM engine"):
+        engine = Engine(inputs.model_folder, inputs.model_config, inputs.tokenizer, cfg)
+    engines = f"{ranks.dp_size} x vLLM over {ranks.tp_size} ranks each"
+    ranks.print_rank0(f"engine: {engines}, vocabulary {engine.vocab_size:,}")
+    endpoint = None
+    if cfg.env.agents:
+        from support.agents.endpoint import Endpoint, ReplyParser  # a run without agents imports nothing of them
+
+        server = cfg.policy.generation.vllm_cfg.http_server_serving_chat_kwargs
+        parse = ReplyParser(reply_parsers(), inputs.tokenizer, server)
+        endpoint = Endpoint(engine, inputs.tokenizer, ranks, parse)
+    limits = cfg.grpo.max_rollout_turns, cfg.env.max_error_fraction
+    return Sampler(engine, inputs.tokenizer, inputs.environments, ranks, *limits, score, endpoint=endpoint)
+
+
+def hash_of_base(cfg: Config, inputs: RunInputs, ranks: Ranks) -> str | None:
+    """With LoRA, the fingerprint of the base weights."""
+    return checkpoint.weights_sha256(inputs.model_folder, ranks) if cfg.policy.dtensor_cfg.lora_cfg.enabled else None

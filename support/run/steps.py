@@ -1,0 +1,204 @@
+"""The work around the steps of a run: counters, dumps, due validation and checkpoints, stopping, logging.
+
+The algorithm is `train` in grpo.py. Nothing here computes a loss, an advantage or a pack.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from batch import Minibatch
+from config import Config
+from engine import Engine, SamplingOptions
+from metrics import age_metrics
+from model import Decoder, PackLayout
+from rollout import StepSamples
+from support.hf.weights import adapter_config, save_adapter, save_hf
+from support.inputs.tokenizer import Tokenizer
+from support.run import dump
+from support.run.speed import performance_metrics
+from support.run.start import Run
+from support.system.disk import describe_os_error
+from support.system.exchange import move_tokens
+from support.system.exits import Interrupted, Saved, StopRun
+from support.system.progress import Progress
+from support.system.ranks import any_rank
+
+NUM_PROMPT_TOKENS = 160  # more than a block of the prefix cache: vLLM's have 16 tokens, on CPU 128
+NUM_NEW_TOKENS = 32
+
+
+def remaining_steps(run: Run) -> Iterator[int]:
+    """Numbers of the steps that are left, from 1. `end_step` counts and logs a step that is over."""
+    while not run.is_finished:
+        step = run.state.step + 1
+        run.watchdog.step = step
+        run.timer.start_step()
+        yield step
+
+
+def dump_if_due(run: Run, samples: StepSamples, adv_B: Sequence[float], step: int) -> None:
+    """Writes the samples to the disk before the step trains, in step 1 and then in one step of every dump_rollouts."""
+    period = run.cfg.logger.dump_rollouts
+    if period and (step - 1) % period == 0:
+        with run.timer("dump_rollouts"):
+            dump.write(run, samples.trained, adv_B, step)
+
+
+def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metrics: dict[str, float]) -> None:
+    """Counts the step and logs it. Raises Interrupted on all ranks when a signal asks any of them to stop."""
+    state, is_async = run.state, run.cfg.grpo.async_grpo.enabled
+    state.step += 1
+    if is_async:
+        metrics |= age_metrics(samples.trained, state.step, run.sampler.groups_under_way())
+    state.cursor = run.inputs.train.record(samples.cursor, metrics)
+    state.total_valid_tokens += metrics["global_valid_toks"]
+    run.metrics = metrics
+    seconds = run.timer.take()
+    run.saver.poll()  # before the step is logged: a kill loses at most save_period logged steps
+    if is_async:
+        seconds |= {"exposed_generation": seconds["generation"], "weight_sync": seconds["prepare_for_generation"]}
+    working = seconds
+    if run.ranks.bridge and run.cfg.grpo.async_grpo.max_age:  # generators work while the trainers do
+        working = seconds | {"generation": seconds["total_step_time"]}
+    performance = performance_metrics(metrics, working, minibatches, run.model.config, run.cfg.policy)
+    performance |= run.memory.metrics(run.timer.peaks)
+    move_tokens([samples.trained[: run.cfg.logger.num_samples_to_log]])
+    if run.log:
+        run.log.step(state.step, metrics, seconds, performance)
+        run.log.samples(state.step, "train", samples.trained, run.inputs.tokenizer)
+    run.told_to_stop = any_rank(run.signals.pending())
+    if run.told_to_stop and not run.is_finished:
+        raise Interrupted
+
+
+def check_canary(model: Decoder, engine: Engine, limit: float | None, device: torch.device, when: str) -> float:
+    """Mean |sampler - trainer| log-probability, in nats per token, on a fixed prompt that this rank's engine continues,
+    or in a split job every engine. It finds weights, a cache or a compute path that stayed old before a rollout is
+    drawn from them: the prompt is longer than a block of the prefix cache. No filter: top_k=1 would hide every gap. One
+    forward without gradients; a collective of all ranks. Raises StopRun above `limit` (grpo.logp_gap_limit)."""
+    total = engine.max_total_tokens
+    num_new = min(NUM_NEW_TOKENS, max(1, total // 2))
+    random = np.random.Generator(np.random.PCG64(0))
+    prompt = random.integers(0, engine.vocab_size, min(NUM_PROMPT_TOKENS, total - num_new)).tolist()
+    sum_and_count = torch.zeros(2, dtype=torch.float64)
+    for reply in engine.generate([prompt], [0], SamplingOptions(model.temperature, num_new), may_stop=False):
+        ids = torch.tensor([*prompt, *reply.ids.tolist()], device=device)
+        position_T = torch.arange(len(ids) - 1, device=device)
+        layout = PackLayout.of(np.array([0, len(position_T)]), None, len(position_T), device)
+        with torch.no_grad():
+            replied = (position_T[len(prompt) - 1 :], ids[len(prompt) :])
+            logp_R, _ = model(ids[:-1], position_T, layout, *replied, filtered=False)
+        gap_R = (logp_R.cpu().double() - torch.from_numpy(reply.logps)).abs()
+        sum_and_count += torch.tensor([gap_R.sum(), len(gap_R)], dtype=torch.float64)
+    dist.all_reduce(sum_and_count)
+    gap = float(sum_and_count[0] / sum_and_count[1])
+    if limit is not None and not gap <= limit:
+        raise StopRun(
+            f"{when}: on a fixed prompt, sampler and trainer disagree by {gap:.4f} nats per token (grpo.logp_gap_limit="
+            f"{limit}). Likely causes: the engine holds old weights (a parameter that the sync does not reach, a tied "
+            "head), a stale prefix cache, another vocabulary on one side, or a wrong attention kernel"
+        )
+    return gap
+
+
+def check_engine(run: Run, step: int) -> dict[str, float]:
+    """Every canary_period steps, checks that the engine samples from the weights that it was sent; returns the gap."""
+    grpo = run.cfg.grpo
+    if grpo.canary_period == 0 or step % grpo.canary_period:
+        return {}
+    with run.timer("canary"):
+        gap = check_canary(run.model, run.engine, grpo.logp_gap_limit, run.device, f"after step {step}")
+    return {"canary_logp_gap": gap}
+
+
+def validation_is_due(run: Run) -> bool:
+    grpo, step = run.cfg.grpo, run.state.step
+    if step == 0 or run.told_to_stop:  # a run told to stop has no time to validate
+        return step == 0 and grpo.val_at_start
+    return (grpo.val_period > 0 and step % grpo.val_period == 0) or (run.is_finished and grpo.val_at_end)
+
+
+def save_if_due(run: Run) -> None:
+    with run.timer("checkpointing"):
+        if run.state.step % run.cfg.checkpointing.save_period == 0 or run.is_finished:
+            _save(run)
+
+
+def _save(run: Run) -> None:
+    """Saves a checkpoint of the step that has ended, if the config asks for checkpoints; never after a bad step."""
+    state, saver = run.state, run.saver
+    if saver.cfg.enabled and state.num_bad_steps == 0 and state.step != saver.saved:
+        reference = run.reference.shards if run.reference else {}
+        saver.save(state.step, run.model, run.optimizer, asdict(state), reference, run.metrics)
+
+
+def save_early(run: Run) -> Exception:
+    """Saves a run told to stop, after its last whole step. Returns the exception to raise: Saved, or else StopRun."""
+    run.saver.finish()
+    _save(run)
+    run.saver.finish()
+    after = f"stopped on request, after step {run.state.step}"
+    if run.saver.saved == run.state.step:
+        return Saved(f"{after}; continue with checkpointing.resume_from={run.folder}")
+    reason = "checkpointing.enabled=false"
+    if run.cfg.checkpointing.enabled:
+        reason = "it was a bad step" if run.state.num_bad_steps else "see above"
+    return StopRun(f"{after}, which is not saved ({reason})")
+
+
+def stop_early(run: Run, stop: StopRun) -> StopRun:
+    """Saves and exports a run that a check has stopped between two steps; returns the exception to raise. Amid a step
+    the weights may be half an update further, and are given up."""
+    state, saver = run.state, run.saver
+    if state.step == 0 or "policy_training" in run.timer.seconds:
+        return stop
+    state.cursor = stop.cursor or state.cursor
+    try:
+        saver.finish()
+        if saver.saved == state.step:
+            saver.update(asdict(state))
+        _save(run)
+        saver.finish()
+    except (StopRun, OSError) as error:
+        run.ranks.print_rank0(f"WARNING: {error}")
+    problem = _export(run)
+    ends = f"{'' if saver.saved == state.step else 'not '}saved"
+    if run.cfg.checkpointing.save_hf_at_end:
+        ends += f", not exported ({problem})" if problem else ", exported"
+    return StopRun(f"{stop}. Step {state.step}: {ends}; continue with checkpointing.resume_from={run.folder}")
+
+
+def finish(run: Run) -> str:
+    """Writes the Hugging Face folder and the closing table; returns why the run ended. StopRun if the disk refused."""
+    problem, reason = _export(run), f"trained to step {run.state.step}"
+    if problem:
+        raise StopRun(f"{reason}, not exported ({problem}): make room and set checkpointing.resume_from={run.folder}")
+    return reason
+
+
+def _export(run: Run) -> str | None:
+    """Exports if the config asks for it, and closes the log; returns what the disk refused."""
+    run.watchdog.enter("export")
+    problem = None
+    try:
+        if run.cfg.checkpointing.save_hf_at_end:
+            with Progress("export"):
+                export(run.cfg, run.model, run.folder, run.inputs.tokenizer, run.state.base_sha256)
+    except OSError as error:
+        problem = describe_os_error(error)
+    if run.log:
+        run.log.close(run.state)
+    return problem
+
+
+def export(cfg: Config, model: Decoder, folder: Path, tokenizer: Tokenizer, base_sha256: str | None) -> None:
+    """Writes the policy as `hf_model`, and with LoRA `hf_adapter`, into the folder. A collective; OSError on all."""
+    dtype = getattr(torch, cfg.policy.precision)
+    save_hf(model, folder / "hf_model", tokenizer.file.parent, dtype=dtype)
+    if base_sha256:
+        save_adapter(model, folder / "hf_adapter", adapter_config(cfg.policy, model.config))

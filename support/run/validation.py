@@ -1,0 +1,159 @@
+"""Scores a model on the validation sets, in a run and for eval.py: accuracy, pass@k and maj@k, with intervals."""
+
+import json
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import fmean, pvariance
+
+from config import Config
+from data import Sample, groups_of
+from engine import SamplingOptions, sync_weights
+from rollout import Sampler
+from support.check.preflight import RunInputs
+from support.inputs.resume import checkpoint_folder
+from support.run import checkpoint
+from support.run.log import RunLog, shown
+from support.run.start import Job, Run, build, hash_of_base
+from support.system.disk import write_whole
+from support.system.exchange import move_tokens
+from support.system.progress import Progress
+
+Z95 = 1.959964  # 97.5% of a normal distribution lie below
+
+
+def validate(run: Run) -> None:
+    """Scores every validation set in every mode, logs the numbers, and keeps them in the state of the run."""
+    if not run.inputs.validation:
+        return
+    run.watchdog.enter("validation")
+    start = time.perf_counter()
+    values: dict[str, float] = {}
+    groups_of_modes: dict[str, list[list[Sample]]] = defaultdict(list)
+    for name, mode, samples in sample_sets(run.cfg, run.inputs, run.sampler):
+        prefix = f"validation/{name}/{mode}" if len(run.inputs.validation) > 1 else f"validation/{mode}"
+        groups = groups_of(samples)
+        groups_of_modes[mode] += groups
+        values |= {f"{prefix}/{key}": value for key, value in summarize(groups).items()}
+        if run.log:
+            run.log.samples(run.state.step, prefix, samples, run.inputs.tokenizer)
+    for mode, groups in groups_of_modes.items():  # NeMo RL has these alone: the problems of all sets together
+        values |= {f"validation/{mode}/{key}": value for key, value in summarize(groups).items()}
+    values["timing/validation/total_validation_time"] = time.perf_counter() - start
+    if run.log:
+        run.log.validation(run.state.step, values)
+    if run.state.step == 0:
+        run.state.first_validation = values
+    else:
+        run.state.last_validation = values
+
+
+def evaluate(job: Job) -> str:
+    """Writes eval.json, the report of eval.py: what was scored, how, and the numbers. Returns where it is."""
+    cfg, inputs, ranks, device, folder = job.cfg, job.inputs, job.ranks, job.device, job.folder
+    start = time.perf_counter()
+    model, sampler = build(cfg, inputs, ranks, device)
+    step, scored = 0, None
+    if cfg.checkpointing.resume_from:
+        checkpoints = checkpoint_folder(cfg.checkpointing, Path(cfg.checkpointing.resume_from))
+        base = hash_of_base(cfg, inputs, ranks)
+        step = checkpoint.load(checkpoints, cfg.checkpointing, model, None, ranks, {}, base)["step"]
+        scored = f"{checkpoints}, step {step}"
+    sync_weights(model, sampler.engine, step)
+    sets = {name: {"data_path": data.path, "fingerprint": data.fingerprint} for name, data in inputs.validation.items()}
+    without_events = replace(cfg.logger, tensorboard_enabled=False, wandb_enabled=False)
+    log = RunLog(folder, without_events, first_step=0, num_steps=0) if ranks.rank == 0 else None
+    for name, mode, samples in sample_sets(cfg, inputs, sampler):
+        numbers = sets[name][mode] = summarize(groups_of(samples))
+        score = "accuracy" if numbers["reward"] == numbers["accuracy"] else "reward"  # some reward is neither 0 nor 1
+        ranks.print_rank0(f"{name} | {mode} | {score} {shown(numbers, score)}")
+        if log:
+            log.samples(step, f"{name}/{mode}", samples, inputs.tokenizer)
+    report = {
+        "model_name": cfg.policy.model_name,
+        "checkpoint": scored,
+        "seed": cfg.grpo.seed,
+        "world_size": ranks.world_size,
+        "settings": {mode: {"num_samples": n} | asdict(options) for mode, (n, options) in modes(cfg).items()},
+        "sets": sets,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+    if ranks.rank == 0:
+        write_whole(folder / "eval.json", json.dumps(report, indent=2) + "\n")
+    return f"scored: {folder / 'eval.json'}"
+
+
+def modes(cfg: Config) -> dict[str, tuple[int, SamplingOptions]]:
+    """Name -> (samples per problem, sampling options). Greedy takes one sample; the val_ options set the other mode."""
+    grpo, generation = cfg.grpo, cfg.policy.generation
+    length = grpo.val_max_new_tokens or generation.max_new_tokens
+    temperature = grpo.val_temperature or generation.temperature
+    top_k = generation.top_k if grpo.val_top_k is None else grpo.val_top_k
+    sampled = SamplingOptions(temperature, length, grpo.val_top_p or generation.top_p, top_k)
+    return {"greedy": (1, SamplingOptions(0.0, length)), "sampled": (grpo.val_num_generations_per_prompt, sampled)}
+
+
+def sample_sets(cfg: Config, inputs: RunInputs, sampler: Sampler) -> Iterator[tuple[str, str, list[Sample]]]:
+    """(set, mode, graded samples of its first max_val_samples problems). The ranks share the work; rank 0 gets the
+    tokens that it logs. The seeds are the same every time, so two validations differ by the weights alone."""
+    num_logged = max(cfg.logger.num_samples_to_log, cfg.logger.num_val_samples_to_print)
+    for name, dataset in inputs.validation.items():
+        problems = list(enumerate(dataset.problems[: cfg.grpo.max_val_samples]))
+        for mode, (num_samples, options) in modes(cfg).items():
+            with Progress(f"validation, {name}, {mode}: {len(problems) * num_samples:,} answers"):
+                samples = sampler.sample(problems, num_samples, options, (cfg.grpo.seed, -1))
+            move_tokens([samples[:num_logged]])
+            yield name, mode, samples
+
+
+def summarize(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
+    """Numbers of one mode over groups of n samples of a problem. Rewards are the grader's, unscaled. With n > 1 also
+    pass_at_k and maj_at_k, k = 1, 2, 4, ... and n: pass_at_1 is accuracy, pass_at_n NeMo RL's pass_k."""
+    samples, size = [s for group in groups for s in group], len(groups[0])
+    assert all(len(group) == size for group in groups), sorted(map(len, groups))
+    low, high = accuracy_interval([fmean(s.outcome == "ok" for s in group) for group in groups], len(samples))
+    values = {
+        "accuracy": fmean(s.outcome == "ok" for s in samples),
+        "accuracy_ci95_low": low,
+        "accuracy_ci95_high": high,
+        "num_problems": len(groups),
+        "reward": fmean(s.reward for s in samples),
+        "avg_length": fmean(s.num_gen_tokens for s in samples),
+        "truncation_rate": fmean(s.finish_reason == "length" for s in samples),
+        "outcome/parse_fail": fmean(s.outcome == "parse_fail" for s in samples),
+    }
+    for k in sorted({size} | {2**i for i in range(size.bit_length())}) if size > 1 else ():
+        values[f"pass_at_{k}"] = fmean(pass_at_k(size, sum(s.outcome == "ok" for s in g), k) for g in groups)
+        if k > 1:
+            values[f"maj_at_{k}"] = fmean(majority(g[:k]) for g in groups)
+    return values
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """Probability that k of the samples, drawn without replacement, hold a right one: 1 - C(n-c, k) / C(n, k); unbiased
+    for the chance of k fresh samples (Chen et al. 2021, "Evaluating Large Language Models Trained on Code")."""
+    assert 1 <= k <= num_samples and 0 <= num_right <= num_samples, (num_samples, num_right, k)
+    return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def majority(samples: Sequence[Sample]) -> float:
+    """Whether the answer that most samples give is right (Wang et al. 2022, "Self-Consistency"); 0 if none has one. At
+    a tie each leading answer counts alike, as if one were drawn: the order of the votes does not matter. maj@k is this
+    over the first k samples of each problem, which is unbiased because samples are independent."""
+    votes = Counter(s.extracted for s in samples if s.extracted is not None)
+    leaders = [answer for answer, count in votes.items() if count == max(votes.values())]
+    share_right = [fmean(s.outcome == "ok" for s in samples if s.extracted == answer) for answer in leaders]
+    return fmean(share_right) if leaders else 0.0
+
+
+def accuracy_interval(means: Sequence[float], num_samples: int) -> tuple[float, float]:
+    """95% interval of accuracy from the accuracy on each problem: Wilson's (1927), inside [0, 1] and of some width even
+    if all are right. Samples of a problem are alike (Miller 2024, "Adding Error Bars to Evals"), so n is the number of
+    independent samples whose mean varies as much: p (1 - p) / n = variance of the mean."""
+    p, variance = fmean(means), pvariance(means)
+    n = min(num_samples, len(means) * p * (1 - p) / variance) if variance else len(means)
+    middle, half = p + Z95**2 / (2 * n), Z95 * math.sqrt(p * (1 - p) / n + Z95**2 / (4 * n**2))
+    return (middle - half) / (1 + Z95**2 / n), (middle + half) / (1 + Z95**2 / n)

@@ -1,0 +1,1 @@
+"""Generation on ranks of its own, which asynchronous GRPO can keep busy all the time."""

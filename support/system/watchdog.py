@@ -1,0 +1,112 @@
+"""Ends a run that hangs, and says where: a thread in each rank watches the rank's phases and the other ranks.
+
+Without it, ranks that wait for a stuck or dead rank would wait for the collective's timeout, on CUDA in a kernel that
+no signal interrupts. Nothing here is a collective: the watchdog has to work when collectives do not.
+"""
+
+import faulthandler
+import os
+import signal
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections import defaultdict
+from pathlib import Path
+
+from config import WatchdogConfig
+from support.system.disk import describe_os_error, write_whole
+from support.system.exits import EXIT_CRASH, EXIT_HUNG, GRACE_SECONDS, LIBRARIES, report_exit
+from support.system.ranks import Ranks
+
+POLL_SECONDS = 1.0
+
+
+class Watchdog:
+    """Watches this rank from construction to `stop`; `enter` says what the rank does."""
+
+    def __init__(self, ranks: Ranks, run_folder: Path, cfg: WatchdogConfig):
+        self.ranks = ranks
+        self.run_folder = run_folder
+        self.folder = run_folder / "stacks"
+        self.cfg = cfg
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.main = threading.get_ident()
+        self.step = 0
+        self.phase = "start"
+        self.waits = False
+        self.since = time.monotonic()
+        self.stopped = threading.Event()
+        faulthandler.register(signal.SIGUSR2, all_threads=True)  # by hand: kill -USR2 <pid of a rank>
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def enter(self, phase: str, *, waits: bool = False) -> None:
+        """This rank now begins `phase`. waits: for other ranks, without limit: their watchdogs limit what they do."""
+        now = time.monotonic()
+        # A new list, and the time before the phase: the thread below may read at any point.
+        self.seconds[self.phase] = [*self.seconds[self.phase], now - self.since][-50:]
+        self.since = now
+        self.phase, self.waits = phase, waits
+        # For when the thread below cannot run because C code keeps the interpreter's lock: a thread without Python.
+        faulthandler.dump_traceback_later(self.limit() + 6 * GRACE_SECONDS, exit=True)
+
+    def limit(self) -> float:
+        """Seconds that this phase may take. The first phase of a name gets more: it may compile, or capture graphs."""
+        if self.waits:
+            return 1e8
+        past = self.seconds.get(self.phase)
+        return max(self.cfg.min_seconds, self.cfg.factor * statistics.median(past)) if past else self.cfg.first_seconds
+
+    def stop(self) -> None:
+        """Before this rank leaves: its end is no death."""
+        self.stopped.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        while not self.stopped.wait(POLL_SECONDS):
+            if time.monotonic() - self.since > self.limit() or self.folder.exists():
+                self._end_hung()
+            lost = self.ranks.peers.find_lost(self.run_folder)
+            if lost and not self.stopped.wait(GRACE_SECONDS):
+                self._leave(EXIT_CRASH, lost)
+
+    def _end_hung(self) -> None:
+        frames = sys._current_frames()
+        main_frame = frames.pop(self.main)
+        texts = [self._where(main_frame), "".join(traceback.format_stack(main_frame))]
+        texts += ["another thread:\n" + "".join(traceback.format_stack(frame)) for frame in frames.values()]
+        name = self.ranks.peers.name
+        try:
+            self.folder.mkdir(exist_ok=True)  # the other ranks see it and dump their stacks too
+            write_whole(self.folder / f"rank_{self.ranks.job_rank:05d}.txt", "\n".join(texts))
+        except OSError as error:
+            self._leave(EXIT_HUNG, f"hung: {texts[0]}; its stack cannot be written ({describe_os_error(error)})")
+        end = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < end and len(list(self.folder.glob("*.txt"))) < self.ranks.job_size:
+            time.sleep(0.1)
+        lines = {int(f.stem[5:]): f.read_text().splitlines()[0] for f in sorted(self.folder.glob("*.txt"))}
+        missing = [rank for rank in range(self.ranks.job_size) if rank not in lines]
+        lines |= {rank: f"{name(rank)}: does not answer" for rank in missing}
+        stuck = [rank for rank in sorted(lines) if "waits for other ranks" not in lines[rank]]
+        who = f"{', '.join(map(name, stuck))} reached no collective" if stuck else "all ranks wait for each other"
+        places = "; ".join(lines[rank] for rank in stuck or sorted(lines))
+        self._leave(EXIT_HUNG, f"hung: {who}; {places}; stacks of all ranks: {self.folder}")
+
+    def _where(self, frame) -> str:
+        """One line: what this rank does, for how long, and at which line of which file."""
+        stack = traceback.extract_stack(frame)
+        ours = [entry for entry in stack if not entry.filename.startswith(LIBRARIES)]
+        last = ours[-1] if ours else stack[-1]
+        # A generator that decodes ahead while it waits for a request may hang in its engine.
+        waits = (self.waits and last.name == "_next_request") or any("torch/distributed" in e.filename for e in stack)
+        doing = "waits for other ranks in" if waits else "is at"
+        return (
+            f"{self.ranks.peers.name(self.ranks.job_rank)}: step {self.step}, {self.phase}, "
+            f"{time.monotonic() - self.since:.0f} s (limit {self.limit():.0f} s), "
+            f"{doing} {Path(last.filename).name}:{last.lineno} {last.name}: {last.line}"
+        )
+
+    def _leave(self, code: int, reason: str) -> None:
+        report_exit(code, reason, self.run_folder, self.ranks.peers)
+        os._exit(code)
