@@ -10,7 +10,7 @@ from typing import Any
 from config import ConfigError, DataError
 from support.system.exits import LIBRARIES, Interrupted
 
-PROGRAM = ("check", "dataset", "envs", "graders", "hf", "run", "system")  # these call the user's code
+PROGRAM = ("envs", "judges", "support")  # these call the user's code
 
 
 def import_attribute(path: str, key: str) -> Any:
