@@ -1,13 +1,13 @@
 """Rewards -> advantages: scaling and shaping, the overlong filter, then the estimator that the config names.
 
 A step calls `shape_rewards`, `filter_overlong` and `step_advantages`, in this order. All tokens of a sample, or of a
-turn, share an advantage, until `kl_in_reward_advantages` subtracts a KL, which differs by token. All statistics are
-over the whole step, on any number of ranks. docs/details.md has the source of each choice, and what other systems do.
+turn, share an advantage. All statistics are over the whole step, on any number of ranks. docs/details.md has the source
+of each choice, and what other systems do.
 
-Dims: B samples of a step, G samples of a group, P rewards in the baseline of a sample, R response tokens of a rank.
+Dims: B samples of a step, G samples of a group, P rewards in the baseline of a sample.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from config import ConfigError, GRPOConfig, LossConfig, RewardScalingConfig, Rew
 from data import Sample
 
 Parts = Mapping[str, Tensor]  # name of a part of the reward -> reward_B of that part
-Reduce = Callable[[Tensor], Tensor]  # all-reduces a 0-dim float64 tensor over the ranks (a collective)
 
 
 def shape_rewards(samples: Sequence[Sample], grpo: GRPOConfig, max_new_tokens: int) -> None:
@@ -85,7 +84,7 @@ def step_advantages(samples: list[Sample], grpo: GRPOConfig, loss_fn: LossConfig
     group_B = prompt_B * (turn_B.max() + 1) + turn_B
     # Only gdpo reads the parts of a reward, so only gdpo needs the same parts from all environments of a batch.
     parts = collect_reward_parts(graded) if grpo.adv_estimator.name == "gdpo" else {}
-    adv_B = estimate_advantages(reward_B, group_B, num_tokens_B, grpo, loss_fn, parts)
+    adv_B = estimate_advantages(reward_B, group_B, num_tokens_B, grpo, parts)
     _, place_B, size_P = group_B.unique(return_inverse=True, return_counts=True)
     adv_B[size_P[place_B] == 1] = 0  # gdpo and reinforce_plus_plus whiten, which moves a 0
     weight_B = num_tokens_B if loss_fn.token_level_loss else num_tokens_B / sample_tokens_B.clamp(min=1)  # filtered: 0
@@ -97,7 +96,7 @@ def step_advantages(samples: list[Sample], grpo: GRPOConfig, loss_fn: LossConfig
 
 
 def estimate_advantages(
-    reward_B: Tensor, group_B: Tensor, num_tokens_B: Tensor, grpo: GRPOConfig, loss_fn: LossConfig, parts: Parts
+    reward_B: Tensor, group_B: Tensor, num_tokens_B: Tensor, grpo: GRPOConfig, parts: Parts
 ) -> Tensor:
     """adv_B in reward_B's dtype, by grpo.adv_estimator.name, clipped to [advantage_clip_low, advantage_clip_high].
 
@@ -107,7 +106,6 @@ def estimate_advantages(
                               step: a response counts in proportion to its length (Hu et al. 2025)
 
     reward_B: floating. group_B: the group of each sample, in any order. num_tokens_B: trained tokens of each sample.
-    With loss_fn.use_kl_in_reward the result is not yet whitened and clipped.
     """
     estimator = grpo.adv_estimator
     if estimator.name == "grpo":
@@ -118,8 +116,6 @@ def estimate_advantages(
         adv_B = reward_B
         if estimator.minus_baseline:
             adv_B = group_advantages(reward_B, group_B, leave_one_out=False, normalize=False)
-        if loss_fn.use_kl_in_reward:
-            return adv_B
         adv_B = _whiten(adv_B, num_tokens_B)
     else:
         raise AssertionError(f"grpo.adv_estimator.name={estimator.name}: estimate_advantages has no branch for it")
@@ -202,19 +198,6 @@ def collect_reward_parts(samples: Sequence[Sample]) -> Parts:
     return {name: torch.tensor([sample.rewards[name] for sample in samples]) for name in names}
 
 
-def kl_in_reward_advantages(
-    adv_R: Tensor, *, kl_R: Tensor, mask_R: Tensor, grpo: GRPOConfig, loss_fn: LossConfig, sum_over_ranks: Reduce
-) -> Tensor:
-    """REINFORCE++ with KL in the reward: adv_R - reference_policy_kl_penalty * kl_R, whitened, then clipped.
-
-    adv_R: the result of `step_advantages` for each token of this rank, all packs together. kl_R: the KL estimate of the
-    token alone, as in NeMo RL (Hu et al. 2025 add later tokens'). mask_R: nonzero if trained; masked tokens get 0.
-    """
-    mask_R = mask_R != 0
-    adv_R = torch.where(mask_R, adv_R - loss_fn.reference_policy_kl_penalty * kl_R, 0.0)
-    return torch.where(mask_R, _clip(_whiten(adv_R, mask_R, sum_over_ranks), grpo), 0.0)
-
-
 def rewards_differ(rewards: Iterable[float]) -> bool:
     """Whether rewards differ for the advantages, which read them as float32. 0.6 and 0.6000000000000001 do not: they
     are one sum, rounded in two orders (huggingface/trl#6681)."""
@@ -241,12 +224,12 @@ def gradient_metrics(adv_B: Tensor, prompt_B: Tensor, weight_B: Tensor) -> dict[
     return {name: x.item() for name, x in (numbers | {"advantage_abs_max": adv_B.abs().max()}).items()}
 
 
-def _whiten(x: Tensor, weight: Tensor, sum_over_ranks: Reduce = lambda x: x) -> Tensor:
+def _whiten(x: Tensor, weight: Tensor) -> Tensor:
     """(x - mean) / sqrt(max(variance, 1e-8)), both weighted and without Bessel's correction (NeMo RL)."""
     y, weight = x.double(), weight.double()
-    total = sum_over_ranks(weight.sum()).clamp(min=1)
-    y = y - sum_over_ranks((weight * y).sum()) / total
-    variance = sum_over_ranks((weight * y.square()).sum()) / total
+    total = weight.sum().clamp(min=1)
+    y = y - (weight * y).sum() / total
+    variance = (weight * y.square()).sum() / total
     return (y * variance.clamp(min=1e-8).rsqrt()).to(x.dtype)
 
 

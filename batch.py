@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from advantages import kl_in_reward_advantages
 from config import Config, GRPOConfig
 from data import Pack, Sample, assign_to_ranks, empty_pack, num_input_tokens, num_packs, pack_samples
 from kernels import LossPath
-from loss import Metrics, clamp_abs, kl_estimate, seq_logp_error_mask
+from loss import Metrics, seq_logp_error_mask
 from model import PackLayout
 from support.system.exchange import move_tokens
 from support.system.ranks import Ranks, on_device
@@ -102,14 +101,13 @@ def needs_old_logps(cfg: Config) -> bool:
     policy_moves = cfg.policy.ppo_epochs > 1 or (cfg.policy.train_global_batch_size or per_rollout) < per_rollout
     is_async = cfg.grpo.async_grpo.max_age > 0  # old tokens: the gap is measured before the step
     ratio_needs_them = cfg.loss_fn.old_logprobs == "trainer" and (policy_moves or is_async)
-    return ratio_needs_them or cfg.grpo.seq_logprob_error_threshold is not None or cfg.loss_fn.use_kl_in_reward
+    return ratio_needs_them or cfg.grpo.seq_logprob_error_threshold is not None
 
 
 @torch.no_grad()
 def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath, version: int) -> list[Metrics]:
     """Completes the minibatches in place, after the log-probabilities: masks sequences on which sampler and trainer
-    disagree, puts the KL into advantages where the config asks for it, and counts trained tokens over all ranks. A
-    collective.
+    disagree, and counts trained tokens over all ranks. A collective.
 
     Returns metrics: of the mask and, with async_grpo, the logp gap on the newest tokens, drawn from weights `version`.
     """
@@ -126,8 +124,6 @@ def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath
             correct_R=micro.reward_R == 1,  # after scaling and shaping
         )
         metrics.append(mask_metrics)
-    if cfg.loss_fn.use_kl_in_reward:
-        _put_kl_into_advantages(micros, cfg)
     counts = torch.tensor([_put_gradient_rows_first(minibatch.micros, path) for minibatch in minibatches])
     dist.all_reduce(counts)
     for minibatch, numbers in zip(minibatches, counts.tolist(), strict=True):
@@ -155,31 +151,6 @@ def newest_gap(micro: MicroBatch, newest_R: Tensor) -> Metrics:
     gap_R = torch.where(newest_R, micro.sampler_logp_R - micro.old_logp_R, 0.0).abs()
     largest = torch.cat([gap_R, gap_R.new_zeros(1)]).amax()
     return {"logp_gap_mean": (gap_R.sum(), newest_R.sum() + 1e-9), "logp_gap_max": largest}
-
-
-def _put_kl_into_advantages(micros: list[MicroBatch], cfg: Config) -> None:
-    """REINFORCE++'s KL in the reward. The whitening needs all tokens of the step, from all packs and ranks."""
-
-    def concatenated(name: str) -> Tensor:
-        return torch.cat([getattr(micro, name) for micro in micros])
-
-    def sum_over_ranks(x: Tensor) -> Tensor:
-        total = x.cpu()
-        dist.all_reduce(total)
-        return total.to(x.device)
-
-    log_ratio_R = clamp_abs(concatenated("ref_logp_R") - concatenated("old_logp_R"), cfg.loss_fn.kl_input_clamp_value)
-    kl_R = kl_estimate(log_ratio_R, cfg.loss_fn.reference_policy_kl_type)
-    adv = kl_in_reward_advantages(
-        concatenated("adv_R"),
-        kl_R=clamp_abs(kl_R, cfg.loss_fn.kl_output_clamp_value),
-        mask_R=concatenated("mask_R"),
-        grpo=cfg.grpo,
-        loss_fn=cfg.loss_fn,
-        sum_over_ranks=sum_over_ranks,
-    )
-    for micro, adv_R in zip(micros, adv.split([len(micro.adv_R) for micro in micros]), strict=True):
-        micro.adv_R = adv_R
 
 
 def _put_gradient_rows_first(micros: list[MicroBatch], path: LossPath) -> list[int]:

@@ -223,8 +223,6 @@ class LossConfig(Section):
     """The KL of a token is clamped to +-this; null means no limit."""
     use_on_policy_kl_approximation: bool = False
     """The KL of a token is weighted by the ratio of its policy and sampler probabilities."""
-    use_kl_in_reward: bool = False
-    """The KL lowers the reward instead of raising the loss; it needs reinforce_plus_plus."""
     use_importance_sampling_correction: bool = False
     """The loss of a token is weighted by the ratio of its trainer and sampler probabilities."""
     truncated_importance_sampling_type: ImportanceSampling | None = None

@@ -71,7 +71,7 @@ def policy_loss(
         loss_R = loss_R * sampler_weight_R
     loss = (loss_R * weight_R).sum()
     kl = nll = loss.new_zeros(())
-    if ref_logp_R is not None and cfg.reference_policy_kl_penalty and not cfg.use_kl_in_reward:
+    if ref_logp_R is not None and cfg.reference_policy_kl_penalty:
         t_of_kl = t if unfiltered_logp_R is None else _Tokens(unfiltered_logp_R, None, *given)
         kl = (_reference_kl(t_of_kl, ref_logp_R, cfg) * weight_R).sum()
         loss = loss + cfg.reference_policy_kl_penalty * kl

@@ -49,10 +49,6 @@ REINFORCE, GDPO = "grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estim
     ("unread", "default", "other", "besides"),
     [
         (GSPO, "false", "loss_fn.disable_ppo_ratio=true", [PER_SEQUENCE]),
-        ("loss_fn.use_kl_in_reward=true", "false", "grpo.adv_estimator.name=grpo", []),
-        ("loss_fn.use_kl_in_reward=true", "false", GDPO, []),
-        ("loss_fn.kl_gradient=plain", "score_function", "loss_fn.use_kl_in_reward=true", [REINFORCE]),
-        ("loss_fn.use_on_policy_kl_approximation=true", "false", "loss_fn.use_kl_in_reward=true", [REINFORCE]),
         ("grpo.reward_std=batch", "baseline", "grpo.normalize_rewards=false", []),
         ("grpo.reward_std_floor=0.0", "0.05", "grpo.normalize_rewards=false", []),
         ("loss_fn.old_logprobs=sampler", "trainer", "loss_fn.disable_ppo_ratio=true", []),
@@ -105,7 +101,7 @@ def advantages_of(cfg):
     num_tokens_B = torch.arange(1, 9)
     if cfg.grpo.adv_estimator.name == "none":
         return torch.zeros(8)
-    return estimate_advantages(rewards["a"] + rewards["b"], group_B, num_tokens_B, cfg.grpo, cfg.loss_fn, rewards)
+    return estimate_advantages(rewards["a"] + rewards["b"], group_B, num_tokens_B, cfg.grpo, rewards)
 
 
 @pytest.mark.parametrize("key", ESTIMATOR_OPTIONS)
@@ -147,7 +143,7 @@ def test_a_forced_ratio_is_for_one_step_per_rollout(write):
         [PER_SEQUENCE, "loss_fn.loss_scale_factor=512", "grpo.normalize_rewards=false"],
         [IS, f"{KIND}=sequence"],
         [IS, f"{KIND}=sequence-mask", f"{HIGH}=3"],
-        [REINFORCE, "loss_fn.use_kl_in_reward=true", "grpo.adv_estimator.minus_baseline=false"],
+        [REINFORCE, "grpo.adv_estimator.minus_baseline=false"],
         [GDPO, "grpo.adv_estimator.reward_weights=[1, 0.5]", "grpo.reward_std=batch"],
         ["loss_fn.use_on_policy_kl_approximation=true", "loss_fn.reference_policy_kl_penalty=0"],
         ["grpo.advantage_clip_low=-1", "grpo.advantage_clip_high=1"],

@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-import loss
 from advantages import (
     advantage_metrics,
     estimate_advantages,
     filter_overlong,
     gdpo_advantages,
     group_advantages,
-    kl_in_reward_advantages,
     overlong_penalty,
     scale_reward,
     shape_rewards,
@@ -124,7 +122,7 @@ NEARLY_EQUAL = [  # rewards of a group, and what the largest |A| exceeds without
 def test_nearly_equal_peers_give_no_advantages_of_thousands(reward, unbounded):
     """NVIDIA-NeMo/RL#1518."""
     reward_B, group_B = torch.tensor(reward, dtype=torch.float64), torch.zeros(len(reward), dtype=torch.long)
-    find = partial(estimate_advantages, reward_B, group_B, torch.ones(len(reward)), loss_fn=LossConfig(), parts={})
+    find = partial(estimate_advantages, reward_B, group_B, torch.ones(len(reward)), parts={})
     nemo_B, adv_B = find(grpo=GRPOConfig(reward_std_floor=0)), find(grpo=GRPOConfig())
     assert nemo_B.abs().max() >= unbounded and adv_B.abs().max() <= 20
     spread = max(reward) - min(reward)
@@ -153,10 +151,10 @@ def test_the_floor_leaves_other_deviations_as_they_are():
 def test_grpo_takes_the_options_of_the_config(std, leave_one_out):
     grpo = GRPOConfig(reward_std=std, use_leave_one_out_baseline=leave_one_out)
     want = group_advantages(REWARD_B, GROUP_B, leave_one_out=leave_one_out, normalize=True, std=std)
-    equal(estimate_advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, LossConfig(), {}), want)
+    equal(estimate_advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, {}), want)
     dr_grpo = replace(grpo, normalize_rewards=False, reward_std="baseline")
     want = group_advantages(REWARD_B, GROUP_B, leave_one_out=leave_one_out, normalize=False)
-    equal(estimate_advantages(REWARD_B, GROUP_B, TOKENS_B, dr_grpo, LossConfig(), {}), want)
+    equal(estimate_advantages(REWARD_B, GROUP_B, TOKENS_B, dr_grpo, {}), want)
 
 
 def whitened(values, weights):
@@ -170,78 +168,18 @@ def whitened(values, weights):
 def test_reinforce_plus_plus_is_whitened_over_tokens(minus_baseline):
     grpo = GRPOConfig(adv_estimator=AdvEstimatorConfig(name="reinforce_plus_plus", minus_baseline=minus_baseline))
     values = [r - mean(rewards) * minus_baseline for rewards in REWARDS.values() for r in rewards]
-    equal(estimate_advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, LossConfig(), {}), whitened(values, TOKENS_B.tolist()))
+    equal(estimate_advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, {}), whitened(values, TOKENS_B.tolist()))
     # Two tokens of A = 1 and one of -1 by hand: mean 1/3, variance 8/9.
-    got = estimate_advantages(
-        torch.tensor([1.0, -1]), torch.tensor([0, 1]), torch.tensor([2, 1]), grpo, LossConfig(), {}
-    )
+    got = estimate_advantages(torch.tensor([1.0, -1]), torch.tensor([0, 1]), torch.tensor([2, 1]), grpo, {})
     want = torch.zeros(2) if minus_baseline else torch.tensor([1, -2]) / math.sqrt(2)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
     # A spread of 1e-5 is below the floor of 1e-4: rounding is not blown up to advantages of 1.
     reward_B = torch.tensor([1 + 1e-5, 1 - 1e-5], dtype=torch.float64)
-    equal(estimate_advantages(reward_B, torch.zeros(2), torch.ones(2), grpo, LossConfig(), {}), [0.1, -0.1])
-
-
-def tokens():
-    """The tokens of all samples but the last four of masked ones: (sequence of each, old, reference, mask)."""
-    generator = torch.Generator().manual_seed(3)
-    seq_T = torch.arange(len(REWARD_B)).repeat_interleave(TOKENS_B)
-    old_T = -torch.rand(len(seq_T), generator=generator, dtype=torch.float64)
-    ref_T = old_T + 0.8 * torch.randn(len(seq_T), generator=generator, dtype=torch.float64)
-    mask_T = torch.arange(len(seq_T)) % 5 != 2
-    ref_T[~mask_T] = torch.tensor([math.nan, math.inf, -math.inf, 200, -200], dtype=torch.float64)[: (~mask_T).sum()]
-    return seq_T, old_T, ref_T, mask_T
-
-
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-def test_kl_in_the_reward(kind):
-    loss_fn = LossConfig(
-        use_kl_in_reward=True,
-        reference_policy_kl_penalty=0.3,
-        reference_policy_kl_type=kind,
-        kl_input_clamp_value=1.2,
-        kl_output_clamp_value=0.6,
-    )
-    seq_T, old_T, ref_T, mask_T = tokens()
-    grpo = replace(PLUS, advantage_clip_high=1.5)
-    adv_T = estimate_advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, loss_fn, {})[seq_T]
-    centered = [r - mean(rewards) for rewards in REWARDS.values() for r in rewards]
-    equal(adv_T, [centered[seq] for seq in seq_T.tolist()])
-
-    values, x_T = [], (ref_T - old_T).tolist()
-    for adv, x, is_valid in zip(adv_T.tolist(), x_T, mask_T.tolist(), strict=True):
-        if is_valid:
-            x = min(max(x, -1.2), 1.2)
-            kl = {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - 1 - x}[kind]
-            values.append(adv - 0.3 * min(max(kl, -0.6), 0.6))
-    want = iter(min(value, 1.5) for value in whitened(values, [1] * len(values)))
-    want_T = [next(want) if is_valid else 0.0 for is_valid in mask_T.tolist()]
-    kl_T = loss.clamp_abs(loss.kl_estimate(loss.clamp_abs(ref_T - old_T, 1.2), kind), 0.6)  # as the loop gives it
-    given = {"kl_R": kl_T, "mask_R": mask_T}
-    whole, options = [], {"grpo": grpo, "loss_fn": loss_fn}
-    got = kl_in_reward_advantages(adv_T, **given, **options, sum_over_ranks=lambda x: whole.append(x) or x)
-    equal(got, want_T)
-    assert max(want_T) == 1.5 and len(whole) == 3
-
-    # Two ranks with a part of the tokens each: what they ask to have summed adds up to what the whole has.
-    own, parts = [], []
-    for part in slice(0, 7), slice(7, None):
-        asked = []
-        mine = {name: x_T[part] for name, x_T in given.items()}
-        answers = iter(whole)
-        told = lambda x, asked=asked, answers=answers: asked.append(x) or next(answers)  # noqa: E731
-        parts.append(kl_in_reward_advantages(adv_T[part], **mine, **options, sum_over_ranks=told))
-        own.append(asked)
-    equal(torch.cat(parts), want_T)
-    equal(torch.stack([a + b for a, b in zip(*own, strict=True)]), torch.stack(whole))
+    equal(estimate_advantages(reward_B, torch.zeros(2), torch.ones(2), grpo, {}), [0.1, -0.1])
 
 
 def test_no_valid_token_is_no_nan():
-    given = {name: torch.zeros(3) for name in ("kl_R", "mask_R")}
-    options = {"grpo": PLUS, "loss_fn": LossConfig(use_kl_in_reward=True), "sum_over_ranks": lambda x: x}
-    got = kl_in_reward_advantages(torch.ones(3), **given, **options)
-    assert got.tolist() == [0, 0, 0]
-    assert estimate_advantages(torch.ones(2), torch.zeros(2), torch.zeros(2), PLUS, LossConfig(), {}).tolist() == [0, 0]
+    assert estimate_advantages(torch.ones(2), torch.zeros(2), torch.zeros(2), PLUS, {}).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("weights", [None, (2.0, 0.5)])
@@ -258,7 +196,7 @@ def test_gdpo(weights, normalize):
     sums = [first * a + second * b for a, b in zip(*parts, strict=True)]
     want = [(x - mean(sums)) / stdev(sums) for x in sums]
     assert pstdev(sums) != stdev(sums)
-    equal(estimate_advantages(rewards["correct"] * 0, GROUP_B, TOKENS_B, grpo, LossConfig(), rewards), want)
+    equal(estimate_advantages(rewards["correct"] * 0, GROUP_B, TOKENS_B, grpo, rewards), want)
     same = {"a": torch.ones(4), "b": torch.ones(4)}
     assert gdpo_advantages(same, torch.zeros(4), replace(grpo, adv_estimator=AdvEstimatorConfig())).tolist() == [0] * 4
 
@@ -362,12 +300,12 @@ def test_an_estimator_without_a_branch_raises():
 def test_clip_is_the_last_step(name):
     grpo = GRPOConfig(adv_estimator=AdvEstimatorConfig(name=name))
     rewards = {"a": REWARD_B, "b": REWARD_B.square()}
-    free = estimate_advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, LossConfig(), rewards)
+    free = estimate_advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, rewards)
     assert free.min() < -0.4 and free.max() > 0.3
     for low, high in [(-0.4, 0.3), (None, 0.3), (-0.4, None)]:
         clipped = replace(grpo, advantage_clip_low=low, advantage_clip_high=high)
         want = [min(max(a, low or -math.inf), high or math.inf) for a in free.tolist()]
-        equal(estimate_advantages(REWARD_B, GROUP_B, TOKENS_B, clipped, LossConfig(), rewards), want)
+        equal(estimate_advantages(REWARD_B, GROUP_B, TOKENS_B, clipped, rewards), want)
 
 
 def test_order_of_the_samples_does_not_matter():
@@ -375,9 +313,9 @@ def test_order_of_the_samples_does_not_matter():
     for name in ("grpo", "gdpo", "reinforce_plus_plus"):
         grpo = GRPOConfig(adv_estimator=AdvEstimatorConfig(name=name), reward_std="baseline")
         rewards = {"a": REWARD_B, "b": REWARD_B.square()}
-        want = estimate_advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, LossConfig(), rewards)[order_B]
+        want = estimate_advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, rewards)[order_B]
         shuffled = {key: r[order_B] for key, r in rewards.items()}
-        got = estimate_advantages(REWARD_B[order_B], GROUP_B[order_B], TOKENS_B[order_B], grpo, LossConfig(), shuffled)
+        got = estimate_advantages(REWARD_B[order_B], GROUP_B[order_B], TOKENS_B[order_B], grpo, shuffled)
         equal(got, want)
 
 
@@ -474,7 +412,7 @@ def test_without_turn_level_advantages_turns_change_nothing(name):
     graded = [each for each in samples if each.is_graded]
     numbers = ([getattr(each, key) for each in graded] for key in ("reward", "prompt", "num_trained_tokens"))
     parts = {key: torch.tensor([each.rewards[key] for each in graded]) for key in "ab"}
-    want = estimate_advantages(*map(torch.tensor, numbers), grpo, LossConfig(), parts).tolist()
+    want = estimate_advantages(*map(torch.tensor, numbers), grpo, parts).tolist()
     assert [adv for adv, each in zip(adv_B, samples, strict=True) if each.is_graded] == want
 
 

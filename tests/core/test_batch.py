@@ -46,7 +46,6 @@ def test_when_the_policy_is_scored_before_it_is_trained():
     assert needs_old_logps(settings(policy={"train_global_batch_size": 10}))
     assert needs_old_logps(settings(policy={"ppo_epochs": 2}))
     assert needs_old_logps(settings(grpo={"seq_logprob_error_threshold": 2.0}))
-    assert needs_old_logps(settings(loss_fn={"use_kl_in_reward": True}))
     by_sampler, ages = {"loss_fn": {"old_logprobs": "sampler"}}, {"async_grpo": config.AsyncGRPOConfig(enabled=True)}
     assert needs_old_logps(settings(grpo=ages))
     assert not needs_old_logps(settings(grpo=ages, policy={"ppo_epochs": 2}, **by_sampler))
@@ -238,28 +237,6 @@ def test_masked_sequences_are_behind_the_rows_with_a_gradient(step, one_rank):
         is_off = torch.tensor([ids in off for ids in sequences(micro)])[micro.seq_R]
         assert torch.equal(micro.mask_R, ~is_off) and micro.num_grad_rows == int((~is_off).sum())
         assert micro.mask_R[: micro.num_grad_rows].all()
-
-
-def test_kl_in_reward_whitens_over_all_tokens_of_the_step(step, one_rank):
-    """All minibatches and packs together; then the advantages are no longer those of whole samples."""
-    cfg = settings(
-        grpo={"adv_estimator": config.AdvEstimatorConfig(name="reinforce_plus_plus")},
-        loss_fn={"reference_policy_kl_penalty": 0.5, "use_kl_in_reward": True, "reference_policy_kl_type": "k1"},
-        policy=PACKS_OF_64 | {"train_global_batch_size": 10},
-    )
-    minibatches = with_logps(make_minibatches(*step, cfg, rank(0), CPU))
-    micros = [micro for minibatch in minibatches for micro in minibatch.micros]
-    assert len(micros) > 4
-    value = [micro.adv_R - 0.5 * (micro.old_logp_R - micro.ref_logp_R) for micro in micros]  # k1
-    keys = [list(zip(micro.pos_R.tolist(), micro.seq_R.tolist(), strict=True)) for micro in micros]
-    value_T = torch.cat(value).double().numpy()
-    mean, std = value_T.mean(), value_T.std()
-    finish_minibatches(minibatches, cfg, loss_path_of(cfg), 0)
-    for micro, raw, order in zip(micros, value, keys, strict=True):
-        expected = dict(zip(order, ((raw.double().numpy() - mean) / std).tolist(), strict=True))
-        after = zip(micro.pos_R.tolist(), micro.seq_R.tolist(), strict=True)
-        assert micro.adv_R.tolist() == pytest.approx([expected[key] for key in after], rel=1e-4, abs=1e-5)
-        assert micro.num_grad_rows == len(micro.pos_R)
 
 
 def test_the_gap_of_the_newest_tokens_is_without_those_that_a_filter_cut(step, one_rank):

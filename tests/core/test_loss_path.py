@@ -215,7 +215,6 @@ def test_which_options_couple_tokens(every):
     [
         ({}, False, False),
         ({}, True, True),
-        ({"use_kl_in_reward": True}, True, False),
         ({"entropy_coef": 0.1}, False, True),
         ({"positive_example_nll_weight": 0.1}, False, True),
     ],

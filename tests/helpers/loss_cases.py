@@ -147,8 +147,6 @@ def loop_weights(log_weights: list[float], cfg: LossConfig) -> list[float]:
 
 def loop_kl(logp: float, sampler: float, ref: float, cfg: LossConfig) -> tuple[float, float]:
     """KL of a token and its derivative in logp."""
-    if cfg.use_kl_in_reward:
-        return 0.0, 0.0
     bound = math.inf if cfg.kl_input_clamp_value is None else cfg.kl_input_clamp_value
     x = min(max(ref - logp, -bound), bound)
     moves = x == ref - logp
