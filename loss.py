@@ -246,7 +246,7 @@ def _reference_kl(t: _Tokens, ref_logp_R: Tensor, cfg: LossConfig) -> Tensor:
     The KL is an expectation over samples of the policy. Its gradient has a part that moves the estimate k at the token
     and one that moves how often the token is sampled, k times the gradient of logp (Tang, Munos 2025). A factor
     adds the second part: exp(logp - detach(logp)) has the value 1 and the gradient of logp (NeMo RL).
-        kl_gradient=plain               the factor is a constant: the first part alone (TRL, verl, Shao et al. 2024)
+        kl_gradient=plain               the factor is a constant: the first part alone (verl, Shao et al. 2024)
         use_on_policy_kl_approximation  it is exp(logp - sampler), as the sampler drew the token; 0 where not finite
     Where the input clamp acts, the factor is a constant: the token then gets no gradient from the KL.
     Gradient in logp of k1, k2, k3, with d = logp - ref: score_function 1 + d, d + d^2/2, d; plain 1, d, 1 - exp(-d).

@@ -131,6 +131,10 @@ def _translate(system: str, table: dict, theirs: Values, name: str) -> tuple[Val
             report[heading].append(f"  {key}={text_of(values[key])}: {text}")
         elif heading in (NONE, REFUSED):
             report[NONE].append(f"  {key}={text_of(values[key])}, {NAMES[system]}'s default: {text}")
+    made, problems = _loss_of_trl(values, num_updates) if system == "trl" else _loss_of_verl(values)
+    ours |= made
+    for key, why in problems.items():
+        refused.append(f"{key}={text_of(values[key])}: {why}")
     if refused:
         raise ConfigError(f"{name}: {REFUSED}:", *refused)
     report[COMPUTED] += [f"  {table['way_out']}; or add key=value to this command"] * bool(report[COMPUTED])
@@ -142,6 +146,53 @@ def _translate(system: str, table: dict, theirs: Values, name: str) -> tuple[Val
         why = f"; {table['assumed'][key]}" if key in table["assumed"] else ""
         report[DIFFER].append(f"  {key}={text_of(ours[key])} (ours {default_text(key)}){why}")
     return ours, report
+
+
+def _loss_of_trl(v: Values, num_updates: int) -> tuple[Values, dict[str, str]]:
+    """(keys of loss_fn that several of TRL's make, their key -> why its loss is not here)."""
+    keys: Values = {}
+    problems: dict[str, str] = {}
+    by_sequence = v["importance_sampling_level"] == "sequence"
+    if v["beta"] and v["use_bias_correction_kl"]:
+        instead = "the gradient without the ratio, which was TRL's before 1.10, is use_bias_correction_kl=false"
+        if num_updates > 1:
+            steps = f"a rollout has {num_updates} optimizer steps"
+            problems["use_bias_correction_kl"] = f"{steps}, and the KL here has no ratio to the old policy; {instead}"
+        elif by_sequence:
+            problems["use_bias_correction_kl"] = f"TRL multiplies the KL by the ratio of the sequence; {instead}"
+    if by_sequence and v["use_vllm"] and v["vllm_importance_sampling_correction"]:
+        mode = v["vllm_importance_sampling_mode"]
+        if mode in ("token_truncate", "token_mask"):
+            keys["loss_fn.importance_sampling_correction_level"] = "token"
+        elif mode == "sequence_truncate":
+            keys["loss_fn.truncated_importance_sampling_type"] = "tis"
+        elif mode == "sequence_mask":
+            keys["loss_fn.truncated_importance_sampling_type"] = "icepop"
+            if v["vllm_importance_sampling_clip_min"] is None:
+                keys["loss_fn.truncated_importance_sampling_ratio_min"] = 0.0
+    return keys, problems
+
+
+def _loss_of_verl(v: Values) -> tuple[Values, dict[str, str]]:
+    """(keys of loss_fn that several of verl's make, their key -> why its loss is not here)."""
+    keys: Values = {}
+    problems: dict[str, str] = {}
+    if v["actor_rollout_ref.actor.policy_loss.loss_mode"] != "gspo":
+        return keys, problems
+    if v["actor_rollout_ref.actor.loss_agg_mode"] == "token-mean":
+        problems["actor_rollout_ref.actor.loss_agg_mode"] = (
+            "GSPO here averages over sequences, as verl's did up to 0.9.0 whatever this key said: "
+            "add actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"
+        )
+    weights = "algorithm.rollout_correction.rollout_is"
+    if v[weights] == "token":
+        problems[weights] = (
+            "verl's GSPO gives each token's weight to its own gradient, ours to the sequence's; "
+            f"add {weights}=sequence, or {weights}=null"
+        )
+    elif v[weights] == "sequence":
+        keys["loss_fn.truncated_importance_sampling_type"] = "tis"
+    return keys, problems
 
 
 def _row_of(key: str, table: dict, place: str) -> str:

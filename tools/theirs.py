@@ -36,6 +36,10 @@ COMPUTED = (
 )  # what reading such a value raises
 
 
+MAX_LENGTH = 100_000  # characters of a word of a shell script
+MAX_DEPTH = 9  # variables in the default of a variable
+
+
 class Unread(str):
     """The text of a value that must be computed."""
 
@@ -113,10 +117,12 @@ def _words(text: str, name: str, table: Mapping[str, Any]) -> list[str]:
             return match[0]
 
     def take(word: str, is_sure: bool, is_one_command: bool) -> None:
-        before, start = None, word
-        while word != before:  # the innermost first: ${A:-${B:-8}}
-            before, word = word, re.sub(r"\$\{(\w+)(?::?[-=]([^${}]*))?\}|\$(\w+)|\$\{=([^${}]*)\}", value_of, word)
-        if start.startswith("$") and len(word.split()) > 1:  # a variable that holds several words
+        start = word
+        for _ in range(MAX_DEPTH):  # the innermost first: ${A:-${B:-8}}
+            word = re.sub(r"\$\{(\w+)(?::?[-=]([^${}]*))?\}|\$(\w+)|\$\{=([^${}]*)\}", value_of, word)
+            if len(word) > MAX_LENGTH:
+                raise ConfigError(f"{name}: {shortened(start)} has more than {MAX_LENGTH} characters when expanded")
+        if start.startswith("$") and word.split() != [word]:  # a variable that holds several words
             either = [re.sub(r"^[$(]+|\)+$", "", each) for each in word.split(" or ")] if " or " in word else [word]
             either = [each.split() for each in either]
             for part in dict.fromkeys(part for each in either for part in each):
@@ -124,6 +130,7 @@ def _words(text: str, name: str, table: Mapping[str, Any]) -> list[str]:
             return
         key, equals, value = word.partition("=")
         if key.isidentifier():
+            value = re.sub(rf"\$({key}\b|{{{key}}})", "", value)  # it is not set yet, so it is empty
             old = variables.get(key, "nothing").removeprefix("$(").removesuffix(")")
             variables[key] = value if is_sure else f"$({old} or {value})"
         elif equals and re.fullmatch(r"\+*\w+(\.\w+)+|--config-name", key) and not key.startswith("hydra."):

@@ -301,6 +301,12 @@ SCRIPTS = {
         ["data.train_batch_size="],
     ),
 }
+SCRIPTS["variables that hold themselves"] = (
+    'export NOT_SET_PATH=$NOT_SET_PATH:/usr/lib\nexport MORE=$NOT_SET_PATH:/a\nARGS="$ARGS data.train_batch_size=64"\n'
+    "python3 -m verl.trainer.main_ppo $ARGS data.max_prompt_length=64 $NOT_SET_PATH",
+    {PROMPTS: 64, "data.max_input_seq_length": 64},
+    [],
+)
 KINDS = {"py": ("trl", PYTHON), "yaml": ("verl", VERL), "overrides.yaml": ("verl", OVERRIDES), "sh": ("verl", SCRIPTS)}
 CASES = [(suffix, *case) for suffix, (_, cases) in KINDS.items() for case in cases.items()]
 
@@ -346,6 +352,15 @@ def test_what_is_read(suffix, name, case, tmp_path, monkeypatch):
         ("verl.yaml", "hydra: {run: {dir: x}}", ["no key of verl's", ".hydra/config.yaml"]),
         ("verl.yaml", "learning_rate: 1", ["no key of verl's", "overrides.yaml"]),
         ("verl.yaml", "- data", ["expected key=value"]),
+        (
+            "verl.sh",
+            "A='$A$A$A'\n" * 2
+            + "B=$A$A$A$A$A$A$A$A\n" * 3
+            + "".join(f"A{i + 1}=$A{i}$A{i}\n" for i in range(40))
+            + "A0=long;"
+            + "".join(f"A{i + 1}=$A{i}$A{i}\n" for i in range(40)),
+            ["characters when expanded"],
+        ),
     ],
 )
 def test_what_is_refused_says_the_way_out(name, text, words, tmp_path):
