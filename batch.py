@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from config import Config, GRPOConfig
+from config import Config
 from data import Pack, Sample, assign_to_ranks, empty_pack, num_input_tokens, num_packs, pack_samples
 from kernels import LossPath
 from loss import Metrics, seq_logp_error_mask
@@ -107,13 +107,10 @@ def needs_old_logps(cfg: Config) -> bool:
 @torch.no_grad()
 def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath, version: int) -> list[Metrics]:
     """Completes the minibatches in place, after the log-probabilities: masks sequences on which sampler and trainer
-    disagree, and counts trained tokens over all ranks. A collective.
-
-    Returns metrics: of the mask and, with async_grpo, the logp gap on the newest tokens, drawn from weights `version`.
-    """
+    disagree, and counts trained tokens over all ranks. A collective. version: of the newest weights. Returns the
+    metrics of the mask, for each micro-batch."""
     micros = [micro for minibatch in minibatches for micro in minibatch.micros]
-    pairs = [(micro, newest_tokens(micro, version, cfg.grpo)) for micro in micros if micro.old_logp_R is not None]
-    metrics = [newest_gap(micro, newest_R) for micro, newest_R in pairs if newest_R is not None]
+    metrics: list[Metrics] = []
     for micro in micros if cfg.grpo.seq_logprob_error_threshold is not None else ():
         micro.mask_R, mask_metrics = seq_logp_error_mask(
             micro.mask_R,
@@ -130,27 +127,6 @@ def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath
         minibatch.num_tokens, minibatch.num_seqs, minibatch.num_positive_tokens = numbers
         minibatch.version = version
     return metrics
-
-
-def newest_tokens(micro: MicroBatch, version: int, grpo: GRPOConfig) -> Tensor | None:
-    """[R]: whether drawn from weights `version`, the newest. On older ones the gap between sampler and trainer would
-    include training since. None (all) without async_grpo."""
-    if not grpo.async_grpo.max_age:
-        return None
-    newest_R = micro.version_R == version
-    if not grpo.async_grpo.recompute_kv_cache_after_weight_updates:
-        # Keys of older weights remain in a sequence with older tokens: no weights give its logps.
-        newest_R &= torch.zeros_like(micro.adv_R).index_add(0, micro.seq_R, 1.0 - newest_R.float())[micro.seq_R] == 0
-    return newest_R
-
-
-def newest_gap(micro: MicroBatch, newest_R: Tensor) -> Metrics:
-    """The logp gap at the start of the step, on the newest tokens; 0 if there are none."""
-    newest_R = newest_R & micro.mask_R & micro.sampler_logp_R.isfinite()
-    newest_R &= micro.old_logp_R != -torch.inf  # cut by top_p or top_k, as in `policy_loss`
-    gap_R = torch.where(newest_R, micro.sampler_logp_R - micro.old_logp_R, 0.0).abs()
-    largest = torch.cat([gap_R, gap_R.new_zeros(1)]).amax()
-    return {"logp_gap_mean": (gap_R.sum(), newest_R.sum() + 1e-9), "logp_gap_max": largest}
 
 
 def _put_gradient_rows_first(micros: list[MicroBatch], path: LossPath) -> list[int]:

@@ -42,18 +42,20 @@ import torch
 from torch import Tensor
 
 from advantages import step_advantages
-from batch import MicroBatch, Minibatch, finish_minibatches, make_minibatches, needs_old_logps, newest_tokens
+from batch import MicroBatch, Minibatch, finish_minibatches, make_minibatches, needs_old_logps
 from config import Config
 from engine import sync_weights
+from gap import Gap, check_canary, gap_before_training, loss_and_gap, newest_tokens
 from kernels import linear_loss
-from loss import Metrics, policy_loss
-from metrics import accumulate, reduce_over_ranks, sample_metrics, training_metrics
+from loss import Metrics
+from metrics import Numbers, accumulate, derived_metrics, reduce_over_ranks, sample_metrics, training_metrics
 from model import Decoder, Reference
 from optim import clip_grad_norm, judge_step, set_learning_rate
 from rollout import sample_step
 from support.run import start, steps
 from support.run.validation import validate
 from support.system.exits import Interrupted, StopRun, exit_process
+from support.system.optimizer import Optimizer
 
 gc.enable()
 gc.freeze()
@@ -77,37 +79,25 @@ def train(run: start.Run) -> None:
             minibatches = make_minibatches(samples.trained, adv_B, cfg, run.ranks, run.device)
 
         with timer("policy_and_reference_logprobs"):
-            logp_metrics = compute_logprobs(model, run.reference, minibatches, cfg, step)
+            gap, mask_metrics = compute_logprobs(model, run.reference, minibatches, cfg, step)
 
         with timer("policy_training"):
             set_learning_rate(optimizer, cfg.policy.scheduler, step, run.num_steps)
-            step_sums: Metrics = {}
-            for minibatch in minibatches * cfg.policy.ppo_epochs:
-                sums: Metrics = {}
-                for micro in minibatch.micros:
-                    loss, loss_metrics = compute_loss(model, micro, minibatch, cfg)
-                    model.backward(loss, is_last=micro is minibatch.micros[-1])
-                    accumulate(sums, loss_metrics)
-                grad_norm = clip_grad_norm(model, cfg.policy.max_grad_norm)
-                reduced = reduce_over_ranks(sums) | logp_metrics  # a gap measured before the step (async_grpo) wins
-                if cfg.loss_fn.old_logprobs == "sampler":  # keep the first minibatch's gap: later ones see new weights
-                    logp_metrics = {name: reduced[name] for name in ("logp_gap_mean", "logp_gap_max")} | logp_metrics
-                is_sound, state.num_bad_steps = judge_step(reduced, grad_norm, state.num_bad_steps, cfg.grpo, step)
-                if is_sound:
-                    optimizer.step()
-                # Now, so that gradients take no memory during the rollout (NVIDIA-NeMo/RL#1147).
-                optimizer.zero_grad(set_to_none=True)
-                accumulate(step_sums, sums)
+            update_metrics = update(model, optimizer, minibatches, gap, state.num_bad_steps, cfg, step)
+            state.num_bad_steps = int(update_metrics["num_bad_steps"])
             if run.reference:
                 run.reference.follow(model, cfg.grpo, step)
 
         with timer("prepare_for_generation"):
             num_sync_bytes = sync_weights(model, run.engine, step)
 
-        metrics = steps.check_engine(run, step) | {"weight_sync_bytes": num_sync_bytes}
-        metrics |= sample_metrics(samples.generated, samples.trained) | samples.metrics | advantage_metrics
-        metrics |= training_metrics(step_sums, logp_metrics, minibatches, cfg.policy.ppo_epochs)
-        metrics |= {"grad_norm": grad_norm, "lr": optimizer.param_groups[0]["lr"], "num_bad_steps": state.num_bad_steps}
+        metrics = steps.check_engine(run, step)
+        metrics["weight_sync_bytes"] = num_sync_bytes
+        metrics |= sample_metrics(samples.generated, samples.trained)
+        metrics |= samples.metrics
+        metrics |= advantage_metrics
+        metrics |= mask_metrics
+        metrics |= update_metrics
         steps.end_step(run, samples, minibatches, metrics)
         if steps.validation_is_due(run):
             validate(run)
@@ -117,9 +107,10 @@ def train(run: start.Run) -> None:
 @torch.no_grad()
 def compute_logprobs(
     model: Decoder, reference: Reference | None, minibatches: list[Minibatch], cfg: Config, step: int
-) -> dict[str, float]:
+) -> tuple[Gap | None, Numbers]:
     """Computes the log-probabilities of the policy at the start of the step and of the reference policy, where the run
-    needs them, and finishes the minibatches with them. Returns the metrics of `finish_minibatches`."""
+    needs them, and finishes the minibatches with them. Returns the gap between sampler and trainer, unless the loss is
+    to measure it, and the metrics of `finish_minibatches`."""
     micros = [micro for minibatch in minibatches for micro in minibatch.micros]
     if needs_old_logps(cfg):
         for micro in micros:
@@ -129,16 +120,68 @@ def compute_logprobs(
             for micro in micros:
                 # Not filtered: top_p and top_k keep other tokens of the reference than of the policy.
                 micro.ref_logp_R, _ = scorer(*micro.model_inputs, filtered=False)
+    newest_version = step - 1
+    gap = gap_before_training(micros, newest_version, cfg.grpo)
     sums: Metrics = {}
-    for metrics in finish_minibatches(minibatches, cfg, model.loss_path, step - 1):
+    for metrics in finish_minibatches(minibatches, cfg, model.loss_path, newest_version):
         accumulate(sums, metrics)
-    return reduce_over_ranks(sums)
+    return gap, derived_metrics(reduce_over_ranks(sums))
+
+
+def update(
+    model: Decoder,
+    optimizer: Optimizer,
+    minibatches: list[Minibatch],
+    gap_at_start: Gap | None,
+    num_bad_steps: int,
+    cfg: Config,
+    step: int,
+) -> Numbers:
+    """The optimizer part of a step: one optimizer step for each minibatch, in each epoch. Returns its metrics, equal on
+    all ranks. A collective.
+
+    gap_at_start: of the weights at the start of the step, where it was measured before. num_bad_steps: the bad ones in
+    a row before this step. Raises StopRun where `judge_step` does."""
+    step_sums: Metrics = {}
+    for minibatch in minibatches * cfg.policy.ppo_epochs:
+        sums = compute_gradients(model, minibatch, cfg)
+        grad_norm = clip_grad_norm(model, cfg.policy.max_grad_norm)
+        numbers = reduce_over_ranks(sums)
+        gap = gap_at_start or Gap.of(numbers)
+        if cfg.loss_fn.old_logprobs == "sampler":
+            gap_at_start = gap  # the next optimizer step would measure it with weights that have moved
+        is_sound, num_bad_steps = judge_step(numbers, gap, grad_norm, num_bad_steps, cfg.grpo, step)
+        if is_sound:
+            optimizer.step()
+        # Now, so that gradients take no memory during the rollout (NVIDIA-NeMo/RL#1147).
+        optimizer.zero_grad(set_to_none=True)
+        accumulate(step_sums, sums)
+    metrics = training_metrics(step_sums, minibatches, cfg.policy.ppo_epochs)
+    if gap_at_start:
+        metrics |= gap_at_start.metrics
+    metrics["grad_norm"] = grad_norm
+    metrics["lr"] = optimizer.param_groups[0]["lr"]
+    metrics["num_bad_steps"] = num_bad_steps
+    return metrics
+
+
+def compute_gradients(model: Decoder, minibatch: Minibatch, cfg: Config) -> Metrics:
+    """Adds the gradient of the minibatch's loss to the parameters. Returns the metrics of this rank's micro-batches,
+    added up."""
+    sums: Metrics = {}
+    for micro in minibatch.micros:
+        loss, metrics = compute_loss(model, micro, minibatch, cfg)
+        model.backward(loss, is_last=micro is minibatch.micros[-1])
+        accumulate(sums, metrics)
+    return sums
 
 
 def compute_loss(model: Decoder, micro: MicroBatch, minibatch: Minibatch, cfg: Config) -> tuple[Tensor, Metrics]:
     """The micro-batch's part of the minibatch's loss, differentiable, and its metrics."""
     pack_loss = partial(  # the output layer adds logp_R and entropy_R
-        policy_loss,
+        loss_and_gap,
+        micro=micro,
+        newest_R=newest_tokens(micro, minibatch.version, cfg.grpo),
         old_logp_R=micro.old_logp_R,
         sampler_logp_R=micro.sampler_logp_R,
         adv_R=micro.adv_R,
@@ -149,7 +192,6 @@ def compute_loss(model: Decoder, micro: MicroBatch, minibatch: Minibatch, cfg: C
         num_valid_tokens=minibatch.num_tokens,
         num_valid_seqs=minibatch.num_seqs,
         num_positive_tokens=minibatch.num_positive_tokens,
-        gap_mask_R=newest_tokens(micro, minibatch.version, cfg.grpo),
         cfg=cfg.loss_fn,
     )
     # The output layer calls the loss, so that its gradient costs one pass over the logits (kernels/linear_loss.py).
@@ -164,7 +206,7 @@ def train_or_generate(job: start.Job) -> str:
     run = start.set_up(job)
     with run.sampler:
         sync_weights(run.model, run.engine, run.state.step)
-        steps.check_canary(run.model, run.engine, run.cfg.grpo.logp_gap_limit, run.device, "after the first sync")
+        check_canary(run.model, run.engine, run.cfg.grpo.logp_gap_limit, run.device, "after the first sync")
         with run.saver:
             try:
                 if steps.validation_is_due(run):

@@ -41,16 +41,15 @@ def policy_loss(
     entropy_R: Tensor | None = None,
     positive_R: Tensor | None = None,
     num_positive_tokens: int | Tensor | None = None,
-    gap_mask_R: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
     """This pack's part of the loss, differentiable in logp_R and entropy_R; metrics (NeMo RL's ClippedPGLossFn).
 
     Per token, in nats: logp_R (current policy), old_logp_R (at the start of the step; None: logp_R itself, and ratios
     are 1), sampler_logp_R (as the engine reported it), ref_logp_R (reference policy), entropy_R. unfiltered_logp_R, for
     the KL: logp_R without top_p and top_k; ref_logp_R is always without. adv_R: advantages; mask_R: nonzero if trained;
-    positive_R: nonzero if the reward is > 0; gap_mask_R: true where the logp gap is measured (None: wherever trained);
-    seq_R: an integer for each sequence. Sequences must be whole; tokens in any order; R may be 0. num_valid_tokens,
-    num_valid_seqs, num_positive_tokens: trained, over all micro-batches and ranks of the optimizer step.
+    positive_R: nonzero if the reward is > 0; seq_R: an integer for each sequence. Sequences must be whole; tokens in
+    any order; R may be 0. num_valid_tokens, num_valid_seqs, num_positive_tokens: trained, over all micro-batches and
+    ranks of the optimizer step.
 
         loss = sum over tokens of weight (w l + reference_policy_kl_penalty kl - entropy_coef entropy)
                + positive_example_nll_weight nll
@@ -85,7 +84,7 @@ def policy_loss(
 
     with torch.no_grad():
         metrics: Metrics = {"loss": loss.detach(), "kl_penalty": kl.detach(), "positive_nll_loss": nll.detach()}
-        metrics |= _token_metrics(t, ratio_R, clamped_R, entropy_R, gap_mask_R, cfg)
+        metrics |= _token_metrics(t, ratio_R, clamped_R, entropy_R, cfg)
         metrics |= _weight_metrics(t, sampler_weight_R, outside_R, cfg)
     return loss, metrics
 
@@ -263,7 +262,7 @@ def _reference_kl(t: _Tokens, ref_logp_R: Tensor, cfg: LossConfig) -> Tensor:
     return clamp_abs(kl_R, cfg.kl_output_clamp_value)
 
 
-def _token_metrics(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, entropy_R, gap_mask_R, cfg: LossConfig) -> Metrics:
+def _token_metrics(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, entropy_R, cfg: LossConfig) -> Metrics:
     """Counts, extremes, and means over the trained tokens, under NeMo RL's names where it has one."""
     gap_R = t.sampler_logp_R - t.old_logp_R
     mixture_R = torch.logaddexp(t.old_logp_R, t.sampler_logp_R) - math.log(2)
@@ -293,10 +292,6 @@ def _token_metrics(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, entropy_R, ga
     metrics["kept_fraction/sampling_filter"] = (t.valid_R.sum(), t.counted_R.sum())
     metrics["probs_ratio_min"], metrics["probs_ratio_max"] = _extremes(ratio_R, t.valid_R)
     metrics["probs_ratio_clamped_min"], metrics["probs_ratio_clamped_max"] = _extremes(clamped_R, t.valid_R)
-    # With gap_mask, a step may have no such token: its gap is 0, not 0/0.
-    measured_R, nearly_0 = (t.valid_R, 0) if gap_mask_R is None else (t.valid_R & gap_mask_R, 1e-9)
-    metrics["logp_gap_mean"] = torch.where(measured_R, gap_R.abs(), 0.0).sum(), measured_R.sum() + nearly_0
-    metrics["logp_gap_max"] = _extremes(gap_R.abs(), measured_R)[1]
     metrics["num_valid_samples"] = t.seqs.count
     metrics["num_nonfinite_sampler_logp"] = (t.mask_R & ~t.counted_R).sum()
     return metrics

@@ -129,17 +129,17 @@ def _of_agents(samples: Sequence[Sample]) -> Numbers:
     }
 
 
-def training_metrics(sums: Metrics, logp_metrics: Numbers, minibatches: list[Minibatch], ppo_epochs: int) -> Numbers:
+def training_metrics(sums: Metrics, minibatches: list[Minibatch], ppo_epochs: int) -> Numbers:
     """The loss metrics of a step, equal on all ranks: means over the tokens of all optimizer steps; sums (loss,
-    counts) are averaged over optimizer steps. logp_metrics: of `grpo.compute_logprobs`."""
+    counts) are averaged over optimizer steps."""
     num_optimizer_steps = len(minibatches) * ppo_epochs
     sums = {name: value for name, value in sums.items() if name != DEVIATION}  # judge_step has read it
-    return derived_metrics(reduce_over_ranks(sums, divide_sums_by=num_optimizer_steps) | logp_metrics) | {
-        "num_optimizer_steps": num_optimizer_steps,
-        "train_tokens": sum(minibatch.num_input_tokens for minibatch in minibatches),
-        "global_valid_toks": sum(minibatch.num_tokens for minibatch in minibatches),
-        "global_valid_seqs": sum(minibatch.num_seqs for minibatch in minibatches),
-    }
+    metrics = derived_metrics(reduce_over_ranks(sums, divide_sums_by=num_optimizer_steps))
+    metrics["num_optimizer_steps"] = num_optimizer_steps
+    metrics["train_tokens"] = sum(minibatch.num_input_tokens for minibatch in minibatches)
+    metrics["global_valid_toks"] = sum(minibatch.num_tokens for minibatch in minibatches)
+    metrics["global_valid_seqs"] = sum(minibatch.num_seqs for minibatch in minibatches)
+    return metrics
 
 
 def age_metrics(trained: Sequence[Sample], step: int, is_whole: dict[int, bool]) -> Numbers:

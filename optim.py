@@ -14,7 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import config
+from gap import Gap, gap_problem
 from kernels.linear_loss import DEVIATION, one_pass_problem
+from metrics import Numbers
 from support.system.exits import StopRun
 from support.system.optimizer import Optimizer
 
@@ -89,27 +91,22 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
 
 
 def judge_step(
-    metrics: dict[str, float], grad_norm: float, num_bad_steps: int, cfg: config.GRPOConfig, step: int
+    metrics: Numbers, gap: Gap, grad_norm: float, num_bad_steps: int, cfg: config.GRPOConfig, step: int
 ) -> tuple[bool, int]:
     """(whether to apply an optimizer step, the bad steps in a row with this one); num_bad_steps: those before it.
 
     A step is bad if loss or gradient norm is not finite, or, with logp_gap_limit, if sampler and trainer differ by more
     on the same tokens and weights, or a sampler logp is not finite. Raises StopRun at more than max_bad_steps in a row,
-    and on a `DEVIATION`. `metrics` and `grad_norm` cover all ranks, so all ranks take the same branch.
+    and on a `DEVIATION`. `metrics`, `gap` and `grad_norm` cover all ranks, so all ranks take the same branch.
     """
     if problem := one_pass_problem(metrics[DEVIATION]):
         raise StopRun(f"step {step}: {problem}. The step was not applied")
     problems = []
     if not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm)):
         problems.append(f"loss {metrics['loss']} and gradient norm {grad_norm} must both be finite")
-    gap, num_nonfinite = metrics["logp_gap_mean"], metrics["num_nonfinite_sampler_logp"]
-    if cfg.logp_gap_limit is not None and (not gap <= cfg.logp_gap_limit or num_nonfinite):  # NaN is over the limit
-        problems.append(
-            f"sampler and trainer disagree by {gap:.4f} nats per token on average (max {metrics['logp_gap_max']:.4f}; "
-            f"{num_nonfinite:.0f} non-finite sampler logps; grpo.logp_gap_limit={cfg.logp_gap_limit}); likely "
-            "causes: the engine holds old weights (sync skipped or partial), a stale prefix cache, another temperature "
-            "or vocabulary on one side, or a wrong attention kernel"
-        )
+    disagreement = gap_problem(gap, metrics["num_nonfinite_sampler_logp"], cfg.logp_gap_limit)
+    if disagreement:
+        problems.append(disagreement)
     if not problems:
         return True, 0
     if num_bad_steps + 1 > cfg.max_bad_steps:

@@ -22,12 +22,12 @@ from batch import make_minibatches
 from bench.gpu_check import check, failed
 from bench.head import ROOT, facts
 from engine import Engine, SamplingOptions, sync_weights
+from gap import check_canary
 from rollout import sample_step
 from support.check.preflight import read_inputs
 from support.hf.weights import sharded_parameters
 from support.inputs import reader
 from support.run.start import build
-from support.run.steps import check_canary
 from support.system.exits import exit_process
 from support.system.ranks import Ranks, start_process_group
 

@@ -24,8 +24,8 @@ from bench.gpu_smoke import speed, used_gib
 from bench.head import facts
 from bench.train_step import QWEN, TINY, config_of, random_policy
 from engine import Engine, SamplingOptions, sync_weights
+from gap import check_canary
 from support.hf.weights import sharded_parameters
-from support.run.steps import check_canary
 from support.system.exits import exit_process
 from support.system.ranks import start_process_group
 

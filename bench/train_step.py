@@ -2,7 +2,7 @@
 
     python -m bench.train_step [--samples 128] [--eager] [--out FILE]        --dry: the same with a tiny model, on a CPU
 
-Through the project's own code (model.shard, batch, grpo.compute_loss, optim; one rank), with packs like those of
+Through the project's own code (model.shard, batch, grpo.compute_gradients, optim; one rank), with packs like those of
 configs/math_1b.yaml: 8,192 tokens, groups of 16, prompts of 60 to 160, responses of 100 to 400, no reference policy.
 One pass, with prompts shared and not, with gradients summed once, in larger packs; two passes, as losses that couple
 tokens have it; one pass in PyTorch. flops: run.speed.train_flops, as a run logs them. utilisation: that per second over
@@ -116,12 +116,6 @@ def random_batch(cfg: Config, vocab: int, num_samples: int, ranks: Ranks, device
     return minibatches[0]
 
 
-def compute_gradients(model: nn.Module, batch: Minibatch, cfg: Config) -> None:
-    for micro in batch.micros:
-        loss, _ = grpo.compute_loss(model, micro, batch, cfg)
-        model.backward(loss, is_last=micro is batch.micros[-1])
-
-
 class HeadAlone(nn.Module):
     """Stands for the decoder: random hidden states, the same head on the same rows."""
 
@@ -193,13 +187,13 @@ def main() -> None:
         set_way(head, way, device, pack_tokens)
 
         def step(cfg=cfg, batch=batch) -> None:
-            compute_gradients(model, batch, cfg)
+            grpo.compute_gradients(model, batch, cfg)
             clip_grad_norm(model, cfg.policy.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
         def head_alone(cfg=cfg, batch=batch) -> None:
-            compute_gradients(head, batch, cfg)
+            grpo.compute_gradients(head, batch, cfg)
             head.zero_grad(set_to_none=True)
 
         line = {"way": way, "share_prefix": share_prefix, "pack_tokens": pack_tokens, "defers_sync": defers}

@@ -21,13 +21,16 @@ ROOT = Path(__file__).resolve().parent.parent
 LEVELS = (
     ("config",),
     ("support/__init__", "kernels", "judges", "support/system", "data"),
-    ("envs", "advantages", "loss", "optim"),
+    ("envs", "advantages", "loss"),
     ("support/inputs", "support/check", "support/graders", "support/agents", "support/hf", "lora"),
     ("model", "engine", "batch"),
     ("metrics", "loss_path", "rollout"),
+    ("gap",),
+    ("optim",),
     ("support/run", "support/split"),
     ("eval",),
     ("grpo",),
+    ("replay",),
 )
 LEVEL_OF = {unit: number for number, level in enumerate(LEVELS) for unit in level}
 OUTSIDE = ("tests", "bench", "examples", "tools")  # nothing of the product imports these

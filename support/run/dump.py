@@ -1,7 +1,9 @@
-"""Writes the samples of a step before it trains (`logger.dump_rollouts`). `tools/replay.py` trains them again.
+"""The samples of a step on the disk: written before the step trains (`logger.dump_rollouts`), read by replay.py.
 
 `rollouts/step_000012/` in the run folder has samples.jsonl with a line for each sample that the step trains, a
 safetensors file of each rank with the tokens of the samples that it holds, and meta.json as a checkpoint has it.
+
+Writing is here and not in replay.py because the loop writes, and a replay calls the loop.
 """
 
 import json
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file
 from safetensors.torch import save_file
 from tokenizers.decoders import DecodeStream
 
@@ -55,6 +58,29 @@ def write(run: Run, trained: Sequence[Sample], adv_B: Sequence[float], step: int
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         ranks.print_rank0(f"WARNING: the rollouts of step {step} were not written ({error}); training continues")
+
+
+def read(folder: Path) -> list[Sample]:
+    """The samples that `write` wrote, in their order, with their forks. Every rank gets all tokens."""
+    records = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    rows: dict[int, Sample] = {}  # by the number of the line
+    for file in sorted(folder.glob("rank_*.safetensors")):
+        columns = load_file(file)
+        end = 0
+        for number, num_tokens in zip(columns["sample_S"].tolist(), columns["num_tokens_S"].tolist(), strict=True):
+            start, end = end, end + num_tokens
+            tokens = {name: columns[column][start:end] for name, column in COLUMNS.items()}
+            recorded = {name: records[number][name] for name in RECORDED if name in records[number]}
+            rows[number] = Sample(**recorded, **tokens)
+    samples: list[Sample] = []
+    for number, record in enumerate(records):
+        row = rows[number]
+        row.num_trained_tokens = record["num_trained_tokens"]  # 0 where it was filtered out
+        if record.get("is_fork"):
+            samples[-1].forks.append(row)
+        else:
+            samples.append(row)
+    return samples
 
 
 def _write_texts(file: Path, samples: Sequence[Sample], adv_B: Sequence[float], tokenizer: Tokenizer) -> None:

@@ -1,6 +1,6 @@
 """From samples to packs on the device: who gets what, which rows come first, what is masked, what is counted."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -10,11 +10,10 @@ from loop import CPU
 
 import config
 import data
-from batch import finish_minibatches, make_minibatches, needs_old_logps, newest_gap, newest_tokens
+from batch import finish_minibatches, make_minibatches, needs_old_logps
 from support.run.start import loss_path_of
 from support.system.ranks import Ranks
 
-ASYNC = config.GRPOConfig(async_grpo=config.AsyncGRPOConfig(enabled=True))
 PACKS_OF_64 = {"sequence_packing": config.SequencePackingConfig(train_mb_tokens=64, share_prefix=False)}
 
 
@@ -50,23 +49,6 @@ def test_when_the_policy_is_scored_before_it_is_trained():
     assert needs_old_logps(settings(grpo=ages))
     assert not needs_old_logps(settings(grpo=ages, policy={"ppo_epochs": 2}, **by_sampler))
     assert needs_old_logps(settings(grpo={"seq_logprob_error_threshold": 2.0}, **by_sampler))
-
-
-def test_where_keys_and_values_were_kept_the_gap_is_that_of_whole_responses(step):
-    """Behind a token of older weights, one of the newest is of a mixture: sampler and trainer differ by right."""
-    for number, sample in enumerate(step[0]):
-        sample.versions = np.full(len(sample.output_ids), 3 + number % 2, np.int32)
-        sample.versions[-1] = 4
-    (micro, *_), *_ = (minibatch.micros for minibatch in with_logps(make_minibatches(*step, settings(), rank(0), CPU)))
-    whole = [s for s in micro.seq_R.unique() if (micro.version_R[micro.seq_R == s] == 4).all()]
-    rows = torch.isin(micro.seq_R, torch.stack(whole)) & micro.mask_R
-    assert 2 < rows.sum() < ((micro.version_R == 4) & micro.mask_R).sum()
-    gap_R = (micro.sampler_logp_R - micro.old_logp_R).abs()[rows]
-    async_grpo = replace(ASYNC.async_grpo, recompute_kv_cache_after_weight_updates=False)
-    grpo = replace(ASYNC, async_grpo=async_grpo)
-    (total, count), largest = newest_gap(micro, newest_tokens(micro, 4, grpo)).values()
-    assert float(total) == pytest.approx(float(gap_R.sum())) and float(count) == pytest.approx(len(gap_R))
-    assert float(largest) == float(gap_R.max())
 
 
 def sequences(micro):
@@ -237,21 +219,3 @@ def test_masked_sequences_are_behind_the_rows_with_a_gradient(step, one_rank):
         is_off = torch.tensor([ids in off for ids in sequences(micro)])[micro.seq_R]
         assert torch.equal(micro.mask_R, ~is_off) and micro.num_grad_rows == int((~is_off).sum())
         assert micro.mask_R[: micro.num_grad_rows].all()
-
-
-def test_the_gap_of_the_newest_tokens_is_without_those_that_a_filter_cut(step, one_rank):
-    """With top_p or top_k the trainer's rounding cuts a token of the sampler's now and then: -inf. One of them must not
-    make the step a bad one."""
-    for number, sample in enumerate(step[0]):
-        sample.versions = np.full(len(sample.output_ids), 3 + number % 2, np.int32)
-    (micro, *_), *_ = (minibatch.micros for minibatch in with_logps(make_minibatches(*step, settings(), rank(0), CPU)))
-    newest = (micro.mask_R & (micro.version_R == 4)).nonzero().flatten()
-    assert 2 < len(newest) < micro.mask_R.sum()
-    micro.old_logp_R[newest[0]] = -torch.inf
-    micro.sampler_logp_R[newest[1]] = -torch.inf
-    rest = newest[2:]
-    gap_R = (micro.sampler_logp_R - micro.old_logp_R)[rest].abs()
-    metrics = newest_gap(micro, newest_tokens(micro, 4, ASYNC))
-    total, count = metrics["logp_gap_mean"]
-    assert float(total) == pytest.approx(float(gap_R.sum())) and float(count) == pytest.approx(len(rest))
-    assert float(metrics["logp_gap_max"]) == float(gap_R.max())

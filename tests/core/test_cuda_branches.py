@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 import grpo
 import model as model_module
 from batch import finish_minibatches, make_minibatches
+from gap import Gap
 from kernels import LossPath, choose_backend, linear_logp, softmax
 from metrics import accumulate
 from model import Decoder, PackLayout, uses_flash_attention
@@ -215,8 +216,8 @@ def test_a_step_on_the_branches_of_cuda(way, share_prefix, launched, one_rank, m
             accumulate(sums, metrics)
         assert {x.shape for x in tree_leaves(sums)} == {()}
         grad_norm = clip_grad_norm(masters, cfg.policy.max_grad_norm)
-        zeros = dict.fromkeys([*sums, "logp_gap_mean"], 0.0)
-        assert judge_step(zeros, grad_norm, 0, cfg.grpo, step=1) == (True, 0)
+        zeros = dict.fromkeys(sums, 0.0)
+        assert judge_step(zeros, Gap(0.0, 0.0), grad_norm, 0, cfg.grpo, step=1) == (True, 0)
         foreach_for_fused(optimizer)
     layers, (micro,) = model.config.num_hidden_layers, minibatch.micros
     assert len(attention_calls) == layers * (3 if recompute else 2)

@@ -118,7 +118,7 @@ def calls_in(tree: ast.Module, where: str) -> list[Call]:
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    paths = [path for pattern in ("*.py", "*/*.py") for path in ROOT.glob(pattern)]
+    paths = [path for pattern in ("*.py", "*/*.py", "support/*/*.py") for path in ROOT.glob(pattern)]
     names = [str(path.relative_to(ROOT)) for path in paths]
     names = [name for name in names if name.split("/")[0] not in ("tests", "tools", "examples")]
     names.remove("bench/peers.py")  # which asks for what it calls, and reports what is absent

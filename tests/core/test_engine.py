@@ -12,12 +12,12 @@ import data
 import envs
 from batch import to_device
 from engine import SamplingOptions, check_versions
+from gap import check_canary
 from kernels import SamplingFilter
 from model import load_policy
 from rollout import Sampler, sample_seed
 from support.hf.weights import full_tensors
 from support.inputs.tokenizer import Tokenizer
-from support.run.steps import check_canary
 from support.system.exits import Interrupted, StopRun
 
 TEMPERATURE = 0.7

@@ -18,7 +18,8 @@ from small_run import ROOT, arguments, write_rows
 import grpo
 from advantages import advantage_metrics
 from config import Config, GRPOConfig, LossConfig
-from loss import policy_loss, seq_logp_error_mask
+from gap import loss_and_gap
+from loss import seq_logp_error_mask
 from metrics import accumulate, derived_metrics, reduce_over_ranks, sample_metrics
 from support.run import memory
 from support.run.speed import PEAK_TFLOPS
@@ -125,7 +126,8 @@ def of_tokens():
     names |= {"reference_policy_kl_penalty": 0.01, "seq_logprob_error_threshold": THRESHOLD}
     names["by_seq"] = lambda x: np.array([x[seq == each].mean() for each in np.unique(seq)])
     counts = {"num_valid_tokens": int(mask.sum()), "num_valid_seqs": len(np.unique(seq))}
-    _, metrics = policy_loss(**batch | counts, cfg=LOSS)
+    pack = SimpleNamespace(mask_R=batch["mask_R"] != 0, sampler_logp_R=batch["sampler_logp_R"])
+    _, metrics = loss_and_gap(**batch | counts, micro=pack, newest_R=None, cfg=LOSS)
     options = {"old_logp_R": batch["old_logp_R"], "sampler_logp_R": batch["sampler_logp_R"], "seq_R": batch["seq_R"]}
     _, masked = seq_logp_error_mask(batch["mask_R"], **options, threshold=THRESHOLD, correct_R=batch["mask_R"])
     total = {}

@@ -150,15 +150,13 @@ def count_step(model_config: ModelConfig, cfg: Config, mesh, padded=False) -> di
         def count(phase):
             counts[phase], live.largest = weights + live.largest, 0
 
-        for ends in ((True,), (False, True)):  # of the first step, which makes the moments, a pack is enough
+        for num_packs in (1, 2):  # of the first step, which makes the moments, a pack is enough
             live.largest = 0
             with torch.no_grad():
                 model(*micro.model_inputs)
             count("score")
-            for is_last in ends:
-                loss, _ = grpo.compute_loss(model, micro, minibatch, cfg)
-                model.backward(loss, is_last=is_last)
-                del loss
+            minibatch.micros = [replace(micro) for _ in range(num_packs)]
+            grpo.compute_gradients(model, minibatch, cfg)
             gradients = size(param.grad for param in model.parameters() if param.requires_grad)
             optimizer.step()
             count("train")

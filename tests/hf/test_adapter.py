@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from tiny import FAMILIES, make_tiny
 
 from config import ConfigError, DTensorConfig, LoRAConfig, OptimizerConfig, PolicyConfig
+from gap import check_canary
 from model import load_policy
 from optim import build_optimizer
 from support.hf.weights import adapter_config, save_adapter, save_hf
 from support.inputs.model_config import read_model_config, resolve_folder
 from support.run.checkpoint import weights_sha256
-from support.run.steps import check_canary
 
 CHOICES = {
     "all": LoRAConfig(enabled=True, dim=8, alpha=32.0),

@@ -1,6 +1,7 @@
-"""Dumps: what a dump holds, that it changes nothing, and that tools/replay.py trains the step again to the bit."""
+"""Dumps: what a dump holds, that it changes nothing, and that replay.py trains the step again to the bit."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,11 +14,11 @@ from safetensors.numpy import load_file
 from small_run import ROOT, STARTER, arguments, write_rows
 
 import grpo
+import replay
 from config import ConfigError
 from support.inputs.tokenizer import Tokenizer
 from support.run import checkpoint, dump, steps
 from support.system.exits import StopRun
-from tools import replay
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +40,26 @@ CASES = {
         *("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=4", "grpo.max_num_epochs=9"),
         *("grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true"),
     ],
+    "async, old is the sampler": [
+        *("grpo.async_grpo.enabled=true", "grpo.max_num_epochs=9"),
+        *("loss_fn.old_logprobs=sampler", "policy.ppo_epochs=2"),
+    ],
+    "gspo": ["loss_fn.sequence_level_importance_ratios=true", "loss_fn.token_level_loss=false", "policy.ppo_epochs=2"],
+    "cispo": ["loss_fn.use_cispo=true", "policy.train_global_batch_size=16"],
+    "agents": [
+        *("env.agents.name=fork", "env.agents.function=forking_agent:solve", "env.agents.num_workers=2"),
+        *("env.agents.deadline_s=60", "data.train.env_name=fork", "policy.max_total_sequence_length=64"),
+        *("policy.ppo_epochs=2", f"env.custom.fork.keys_file={os.devnull}"),
+    ],
+    "kl": ["loss_fn.reference_policy_kl_penalty=0.1", "policy.train_global_batch_size=16", "policy.ppo_epochs=2"],
 }
+for old in ("trainer", "sampler"):
+    for num_steps in (1, 3):  # of an epoch
+        for epochs in (1, 2):
+            CASES[f"old {old}, {num_steps} steps, {epochs} epochs"] = [
+                *("grpo.num_prompts_per_step=3", f"policy.train_global_batch_size={24 // num_steps}"),
+                *(f"loss_fn.old_logprobs={old}", f"policy.ppo_epochs={epochs}"),
+            ]
 
 
 @pytest.fixture(scope="module")
@@ -180,9 +200,9 @@ def replayed(one_rank, folder, step, *words):
     """(weights and moments, metrics) of the step, trained again."""
     rollouts = folder / "rollouts" / f"step_{step:06d}"
     cfg = replay.read_config(rollouts, list(words))
-    number, metrics, model, optimizer = replay.replay(rollouts, cfg, *one_rank[:2])
-    assert number == step
-    return tensors_of(model, optimizer), metrics
+    done = replay.replay(rollouts, cfg, *one_rank[:2])
+    assert done.step == step
+    return tensors_of(done.model, done.optimizer), done.metrics
 
 
 def assert_same_metrics(metrics, logged):
@@ -218,7 +238,7 @@ def test_a_replay_of_every_kind_of_step(start, one_rank, tmp_path, case):
     if case == "dapo, minibatches":
         assert len(records) == 64 and metrics["num_overlong_filtered"] > 0
         assert 0 < trained < columns["mask_T"].sum() and metrics["num_optimizer_steps"] == 4
-    else:
+    elif "two turns" in case:
         assert not columns["mask_T"].all() and trained == columns["mask_T"].sum() == metrics["global_valid_toks"]
         assert {record["weight_version"] for record in records} == {0}, "a step old"
     again, same = replayed(one_rank, folder, 2)
@@ -238,7 +258,6 @@ def test_the_step_that_stopped_a_run_stops_again_until_its_reason_is_gone(start,
     write_rows(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(grpo, "judge_step", stop)
-        patch.setattr(replay, "judge_step", stop)
         assert start(*arguments(tmp_path), *QUIET, DUMP)[0] == 3
         with pytest.raises(StopRun):
             replayed(one_rank, tmp_path / "exp_001", 1)
@@ -262,7 +281,7 @@ def test_a_damaged_dump_and_one_whose_checkpoint_is_gone_are_refused(one_rank, p
 @pytest.mark.long
 def test_the_command(plain):
     folder, _ = plain
-    command = [sys.executable, "-m", "tools.replay", str(folder / "rollouts" / "step_000001")]
+    command = [sys.executable, "replay.py", str(folder / "rollouts" / "step_000001")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "\n0 of " in done.stdout and "replayed step 1\n" in done.stdout, done.stderr
 

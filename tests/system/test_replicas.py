@@ -24,12 +24,12 @@ from torch.distributed.fsdp import FSDPModule
 import config
 import grpo
 from engine import Completion
+from gap import check_canary
 from model import load_policy
 from optim import build_optimizer
 from support.check.memory_plan import Plan
 from support.hf.weights import full_tensors, save_hf
 from support.run import checkpoint
-from support.run.steps import check_canary
 from support.system.exits import StopRun
 from support.system.ranks import Ranks, fsdp_mesh, gather, start_process_group
 

@@ -1,0 +1,169 @@
+"""PROMISE 2: sampler and trainer are compared at every step.
+
+A sampled token has two log-probabilities: the engine's, from when it drew the token, and the trainer's. With the same
+weights they differ by rounding only. A larger gap means that one of the two computes another policy: weights that the
+sync missed, a stale cache, another temperature or vocabulary, a wrong kernel. Training on such tokens looks healthy.
+
+The gap of a step belongs to the weights that drew its tokens: those at the start of the step. It is measured
+
+    in the loss            `loss_and_gap`, where old_logp_R, or a first forward, has these weights
+    before the loss        `gap_before_training`, with grpo.async_grpo: only tokens of the newest weights count
+    on a fixed prompt      `check_canary`, after the first sync and every grpo.canary_period steps
+
+`gap_problem` holds it to grpo.logp_gap_limit; `optim.judge_step` then discards the update. docs/faq.md#logp_gap_grows
+tells what to do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from batch import MicroBatch
+from config import GRPOConfig
+from engine import Completion, SamplingOptions
+from loss import Metrics, policy_loss
+from metrics import Numbers, accumulate, reduce_over_ranks
+from model import Decoder, PackLayout
+from support.system.exits import StopRun
+
+CANARY_PROMPT_TOKENS = 160  # more than a block of the prefix cache: vLLM's have 16 tokens, on CPU 128
+CANARY_NEW_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """|sampler - trainer|, in nats, over the tokens of a step: mean and largest, of all ranks."""
+
+    mean: float
+    largest: float
+
+    @classmethod
+    def of(cls, numbers: Numbers) -> "Gap":
+        """The gap among the reduced metrics of `loss_and_gap`."""
+        return cls(numbers["logp_gap_mean"], numbers["logp_gap_max"])
+
+    @property
+    def metrics(self) -> Numbers:
+        return {"logp_gap_mean": self.mean, "logp_gap_max": self.largest}
+
+
+def newest_tokens(micro: MicroBatch, version: int, grpo: GRPOConfig) -> Tensor | None:
+    """[R]: whether the token was drawn from weights `version`, the newest. On older ones the gap would include the
+    training since. None without async_grpo: all tokens are new."""
+    if not grpo.async_grpo.max_age:
+        return None
+    newest_R = micro.version_R == version
+    if not grpo.async_grpo.recompute_kv_cache_after_weight_updates:
+        # Keys of older weights stay in the cache of a sequence with older tokens: no weights give its logps.
+        num_old_R = torch.zeros_like(micro.adv_R).index_add(0, micro.seq_R, 1.0 - newest_R.float())[micro.seq_R]
+        newest_R &= num_old_R == 0
+    return newest_R
+
+
+def loss_and_gap(
+    logp_R: Tensor, *, micro: MicroBatch, newest_R: Tensor | None, old_logp_R: Tensor | None, **loss_inputs
+) -> tuple[Tensor, Metrics]:
+    """`loss.policy_loss` with the gap of the pack among its metrics. newest_R: of `newest_tokens`."""
+    loss, metrics = policy_loss(logp_R, old_logp_R=old_logp_R, **loss_inputs)
+    with torch.no_grad():
+        logp_at_start_R = logp_R if old_logp_R is None else old_logp_R
+        has_logp_R = logp_R != -torch.inf  # else cut by top_p or top_k, as in `policy_loss`
+        metrics |= _gap_sums(micro, logp_at_start_R, newest_R, has_logp_R)
+    return loss, metrics
+
+
+def gap_before_training(micros: Sequence[MicroBatch], version: int, grpo: GRPOConfig) -> Gap | None:
+    """The gap on the tokens of the newest weights, from log-probabilities at the start of the step (old_logp_R); 0 if
+    there are no such tokens. None where the loss measures it: without async_grpo, or without old_logp_R. A
+    collective."""
+    if not grpo.async_grpo.max_age or micros[0].old_logp_R is None:
+        return None
+    sums: Metrics = {}
+    for micro in micros:
+        accumulate(sums, _gap_sums(micro, micro.old_logp_R, newest_tokens(micro, version, grpo)))
+    return Gap.of(reduce_over_ranks(sums))
+
+
+def _gap_sums(micro: MicroBatch, logp_R: Tensor, newest_R: Tensor | None, has_logp_R: Tensor | None = None) -> Metrics:
+    """The pack's part of the gap, by the reduction rule of loss.py. logp_R: the trainer's."""
+    measured_R = micro.mask_R & micro.sampler_logp_R.isfinite() & (logp_R != -torch.inf)
+    if has_logp_R is not None:
+        measured_R = measured_R & has_logp_R
+    if newest_R is not None:
+        measured_R = measured_R & newest_R
+    count = measured_R.sum()
+    if newest_R is not None:
+        count = count + 1e-9  # a step may have no such token: its gap is 0, not 0/0
+    gap_R = torch.where(measured_R, micro.sampler_logp_R - logp_R, 0.0).abs()
+    largest = torch.cat([gap_R, gap_R.new_zeros(1)]).amax()
+    return {"logp_gap_mean": (gap_R.sum(), count), "logp_gap_max": largest}
+
+
+def gap_problem(gap: Gap, num_nonfinite: float, limit: float | None) -> str | None:
+    """What is wrong with a step's gap, if anything. num_nonfinite: trained tokens whose sampler log-probability is not
+    finite. limit: grpo.logp_gap_limit; None: nothing is."""
+    if limit is None:
+        return None
+    is_within = gap.mean <= limit  # NaN is not
+    if is_within and not num_nonfinite:
+        return None
+    return (
+        f"sampler and trainer disagree by {gap.mean:.4f} nats per token on average (max {gap.largest:.4f}; "
+        f"{num_nonfinite:.0f} non-finite sampler logps; grpo.logp_gap_limit={limit}); likely causes: the engine holds "
+        "old weights (sync skipped or partial), a stale prefix cache, another temperature or vocabulary on one side, "
+        "or a wrong attention kernel"
+    )
+
+
+class CanaryEngine(Protocol):
+    """What the canary needs of `engine.Engine`; a split job's trainers ask all engines."""
+
+    max_total_tokens: int
+    vocab_size: int
+
+    def generate(
+        self, prompts: list[list[int]], seeds: list[int], options: SamplingOptions, *, may_stop: bool
+    ) -> list[Completion]: ...
+
+
+def check_canary(model: Decoder, engine: CanaryEngine, limit: float | None, device: torch.device, when: str) -> float:
+    """The mean gap, in nats per token, on a fixed prompt that this rank's engine continues, or in a split job every
+    engine. A collective; one forward without gradients. Raises StopRun above `limit` (grpo.logp_gap_limit).
+
+    It finds weights, a cache or a compute path that stayed old before a rollout is drawn from them: the prompt is
+    longer than a block of the prefix cache. Nothing is filtered: top_k=1 would hide every gap."""
+    total = engine.max_total_tokens
+    num_new = min(CANARY_NEW_TOKENS, max(1, total // 2))
+    num_prompt = min(CANARY_PROMPT_TOKENS, total - num_new)
+    prompt = np.random.Generator(np.random.PCG64(0)).integers(0, engine.vocab_size, num_prompt).tolist()
+    sum_and_count = torch.zeros(2, dtype=torch.float64)
+    for reply in engine.generate([prompt], [0], SamplingOptions(model.temperature, num_new), may_stop=False):
+        logp_R = _score(model, prompt, reply.ids.tolist(), device)
+        gap_R = (logp_R.cpu().double() - torch.from_numpy(reply.logps)).abs()
+        sum_and_count += torch.tensor([gap_R.sum(), len(gap_R)], dtype=torch.float64)
+    dist.all_reduce(sum_and_count)
+    gap = float(sum_and_count[0] / sum_and_count[1])
+    if limit is not None and not gap <= limit:  # NaN is over the limit
+        raise StopRun(
+            f"{when}: on a fixed prompt, sampler and trainer disagree by {gap:.4f} nats per token (grpo.logp_gap_limit="
+            f"{limit}). Likely causes: the engine holds old weights (a parameter that the sync does not reach, a tied "
+            "head), a stale prefix cache, another vocabulary on one side, or a wrong attention kernel"
+        )
+    return gap
+
+
+@torch.no_grad()
+def _score(model: Decoder, prompt: list[int], reply: list[int], device: torch.device) -> Tensor:
+    """[len(reply)]: the trainer's log-probability of each id of the reply."""
+    ids = torch.tensor([*prompt, *reply], device=device)
+    token_T, target_R = ids[:-1], ids[len(prompt) :]
+    position_T = torch.arange(len(token_T), device=device)
+    pos_R = position_T[len(prompt) - 1 :]
+    layout = PackLayout.of(np.array([0, len(token_T)]), None, len(token_T), device)
+    logp_R, _ = model(token_T, position_T, layout, pos_R, target_R, filtered=False)
+    return logp_R

@@ -1,0 +1,153 @@
+"""PROMISE 3: a saved step can be trained again, with another loss, or in a debugger.
+
+    .venv/bin/python replay.py logs/exp_001/rollouts/step_000081 [key.sub=value ...]
+    .venv/bin/torchrun --nproc_per_node=2 replay.py logs/exp_001/rollouts/step_000081 [key.sub=value ...]
+
+A run with logger.dump_rollouts saves the samples of a step before it trains (support/run/dump.py has the format). This
+command reads them, the run's config.yaml and the checkpoint before the step; trains the step by `grpo.update`, as the
+run did; and prints each metric that differs from what the run logged. With the same config, on a CPU and as many ranks
+as trained the step, none does: everything is bitwise identical. It starts no engine and writes nothing.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from advantages import step_advantages
+from batch import make_minibatches
+from config import ColocatedConfig, Config, ConfigError
+from grpo import compute_logprobs, update
+from metrics import Numbers
+from model import Decoder, Reference
+from optim import build_optimizer, set_learning_rate
+from support.check.preflight import num_steps_of, read_inputs
+from support.inputs import reader
+from support.inputs.resume import checkpoint_folder, read_meta
+from support.run import checkpoint, dump
+from support.run.start import build_policy, build_reference, hash_of_base
+from support.system.disk import keep_console
+from support.system.exits import describe_failure, exit_process, report_exit
+from support.system.optimizer import Optimizer
+from support.system.ranks import Ranks, on_rank0, start_process_group
+
+USAGE = "usage: [torchrun --nproc_per_node=N | python] replay.py RUN/rollouts/step_000001 [key.sub=value ...]"
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A step that was trained again: its metrics; the policy and its optimizer afterwards."""
+
+    step: int
+    metrics: Numbers
+    model: Decoder
+    optimizer: Optimizer
+
+
+def read_config(folder: Path, words: list[str]) -> Config:
+    """The config of the run that wrote `folder`. Every rank trains here, and none generates."""
+    cfg = reader.load(str(folder.parent.parent / "config.yaml"), words)
+    generation = replace(cfg.policy.generation, colocated=ColocatedConfig())
+    return replace(cfg, policy=replace(cfg.policy, generation=generation))
+
+
+def replay(folder: Path, cfg: Config, ranks: Ranks, device: torch.device) -> Replayed:
+    """Trains the step of `folder` again. A collective. Raises ConfigError for a damaged dump or without the checkpoint
+    before the step, StopRun where a check stops the step."""
+    problem = checkpoint.problem_of(folder, ranks)
+    if problem:
+        raise ConfigError(f"{folder}: {problem}; replay another step")
+    step = read_meta(folder)["step"]
+    samples = dump.read(folder)
+
+    inputs = read_inputs(cfg, on_rank0=partial(on_rank0, group=ranks.job))
+    for environment in inputs.environments.values():
+        environment.close()
+    model = build_policy(cfg, inputs, ranks, device)
+    optimizer = build_optimizer(model, cfg.policy.optimizer, offloads=cfg.policy.offload_optimizer_for_logprob)
+    reference = build_reference(cfg, inputs, model, device)
+    num_bad_steps = 0
+    if step > 1:
+        base_sha256 = hash_of_base(cfg, inputs, ranks)
+        num_bad_steps = restore_step_before(folder, step, cfg, model, optimizer, reference, ranks, base_sha256)
+
+    adv_B, metrics = step_advantages(samples, cfg.grpo, cfg.loss_fn)
+    minibatches = make_minibatches(samples, adv_B, cfg, ranks, device)
+    gap, mask_metrics = compute_logprobs(model, reference, minibatches, cfg, step)
+    set_learning_rate(optimizer, cfg.policy.scheduler, step, num_steps_of(cfg, inputs.train.num_problems))
+    metrics |= mask_metrics
+    metrics |= update(model, optimizer, minibatches, gap, num_bad_steps, cfg, step)
+    return Replayed(step, metrics, model, optimizer)
+
+
+def restore_step_before(
+    folder: Path,
+    step: int,
+    cfg: Config,
+    model: Decoder,
+    optimizer: Optimizer,
+    reference: Reference | None,
+    ranks: Ranks,
+    base_sha256: str | None,
+) -> int:
+    """Loads the checkpoint that the run saved before `step`. Returns the number of bad steps in a row until then."""
+    checkpoints = checkpoint_folder(cfg.checkpointing, folder.parent.parent)
+    before = checkpoints / f"step_{step - 1:06d}"
+    if not before.is_dir():
+        raise ConfigError(
+            f"{folder}: needs the checkpoint before the step, {before}, which was not kept: raise "
+            "checkpointing.keep_latest; dump_rollouts should be a multiple of checkpointing.save_period"
+        )
+    wanted = replace(cfg.checkpointing, resume="must", resume_step=str(step - 1))
+    reference_shards = reference.shards if reference else {}
+    state = checkpoint.load(checkpoints, wanted, model, optimizer, ranks, reference_shards, base_sha256)
+    return state["num_bad_steps"]
+
+
+def compare(run_folder: Path, step: int, metrics: Numbers) -> str:
+    """A table of the metrics that differ from those that the run logged for the step."""
+    logged = logged_metrics(run_folder, step)
+    compared = [name for name in metrics if f"train/{name}" in logged]
+    lines = [f"{f'step {step} of {run_folder}':<42} {'logged':>16} {'replayed':>16}"]
+    for name in compared:
+        before, now = logged[f"train/{name}"], metrics[name]
+        if repr(before) != repr(now):  # by repr, NaN equals NaN
+            lines.append(f"{name:<42} {before:>16.9g} {now:>16.9g}")
+    num_different = len(lines) - 1
+    lines.append(f"{num_different} of {len(compared)} metrics differ")
+    return "\n".join(lines)
+
+
+def logged_metrics(run_folder: Path, step: int) -> Numbers:
+    """The line of metrics.jsonl that the run wrote for the step; empty if the step stopped the run."""
+    for line in (run_folder / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if record["step"] == step and "train/loss" in record:
+            return record
+    return {}
+
+
+def main() -> int:
+    """Replays the folder of the command line. Returns the exit code, as grpo.py's."""
+    try:
+        words = sys.argv[1:]
+        if not words or not Path(words[0], "meta.json").is_file():
+            raise ConfigError(USAGE)
+        folder = Path(words[0]).absolute()
+        cfg = read_config(folder, words[1:])
+        ranks, device = start_process_group(1)
+        replayed = replay(folder, cfg, ranks, device)
+        ranks.print_rank0(compare(folder.parent.parent, replayed.step, replayed.metrics))
+        code, reason = 0, f"replayed step {replayed.step}"
+    except BaseException as error:
+        code, reason = describe_failure(error)
+    report_exit(code, reason, None)
+    return code
+
+
+if __name__ == "__main__":
+    keep_console()
+    exit_process(main())

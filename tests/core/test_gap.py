@@ -1,0 +1,123 @@
+"""gap.py: which tokens are measured, what their gap is, and what the limit says. The canary: test_engine.py."""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from dist_case import make_samples, settings
+from loop import CPU
+from loss_cases import golden_batch, reduced
+
+import config
+from batch import make_minibatches
+from gap import Gap, gap_before_training, gap_problem, loss_and_gap, newest_tokens
+from support.system.ranks import Ranks
+
+ASYNC = config.GRPOConfig(async_grpo=config.AsyncGRPOConfig(enabled=True))
+KEPT_CACHE = replace(ASYNC, async_grpo=replace(ASYNC.async_grpo, recompute_kv_cache_after_weight_updates=False))
+
+
+@dataclass
+class Pack:
+    """What the gap reads of a micro-batch."""
+
+    sampler_logp_R: torch.Tensor
+    mask_R: torch.Tensor
+
+
+def gap_of_golden_batch(newest_R=None, **changed):
+    """The reduced gap of the worked example: |sampler - old| is .1, .1, 0, 0, .3; the sixth token is masked."""
+    batch = golden_batch() | changed
+    pack = Pack(batch["sampler_logp_R"], batch["mask_R"] != 0)
+    _, metrics = loss_and_gap(**batch, micro=pack, newest_R=newest_R, cfg=config.LossConfig())
+    return Gap.of(reduced(metrics))
+
+
+def test_the_gap_is_over_the_trained_tokens():
+    gap = gap_of_golden_batch()
+    assert gap.mean == pytest.approx(0.5 / 5) and gap.largest == pytest.approx(0.3)
+
+
+def test_without_old_log_probabilities_those_of_the_training_forward_are_compared():
+    gap = gap_of_golden_batch(old_logp_R=None)
+    assert gap.mean == pytest.approx((0.1 + 0.1 + 0.5 + 0.1 + 0.7) / 5) and gap.largest == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize("name", ["logp_R", "old_logp_R", "sampler_logp_R"])
+def test_a_token_without_a_log_probability_is_not_measured(name):
+    """Cut by top_p or top_k on one side (-inf). The second token's gap is .1."""
+    changed = golden_batch()[name].detach().clone()
+    changed[1] = -math.inf
+    assert gap_of_golden_batch(**{name: changed}).mean == pytest.approx(0.4 / 4)
+
+
+def test_only_the_newest_tokens_count():
+    gap = gap_of_golden_batch(newest_R=torch.tensor([True, False, False, True, False, True]))
+    assert gap.mean == pytest.approx(0.1 / 2) and gap.largest == pytest.approx(0.1)
+    nothing = gap_of_golden_batch(newest_R=torch.zeros(6, dtype=torch.bool))
+    assert (nothing.mean, nothing.largest) == (0, 0)
+
+
+@pytest.fixture
+def micro(one_rank):
+    """The first pack of samples whose tokens alternate between weights 3 and 4 from sample to sample."""
+    samples, adv_B = make_samples(250)
+    for number, sample in enumerate(samples):
+        sample.versions = np.full(len(sample.output_ids), 3 + number % 2, np.int32)
+        sample.versions[-1] = 4
+    (minibatch,) = make_minibatches(samples, adv_B, settings(), Ranks(0, 1, 0, 1), CPU)
+    micro = minibatch.micros[0]
+    generator = torch.Generator().manual_seed(0)
+    micro.old_logp_R = micro.sampler_logp_R + 0.1 * torch.randn(len(micro.pos_R), generator=generator)
+    return micro
+
+
+def by_hand(micro, is_measured):
+    gaps = [
+        abs(float(sampler) - float(old))
+        for row, (sampler, old) in enumerate(zip(micro.sampler_logp_R, micro.old_logp_R, strict=True))
+        if is_measured(row)
+    ]
+    return sum(gaps) / len(gaps), max(gaps), len(gaps)
+
+
+def test_the_gap_before_training_is_that_of_the_newest_tokens(micro):
+    newest = [row for row in range(len(micro.pos_R)) if micro.version_R[row] == 4]
+    micro.old_logp_R[newest[0]] = -torch.inf  # the trainer's filter cut the token
+    micro.sampler_logp_R[newest[1]] = -torch.inf
+    mean, largest, count = by_hand(micro, lambda row: row in newest[2:])
+    assert 2 < count < len(micro.pos_R) - 2
+    gap = gap_before_training([micro], 4, ASYNC)
+    assert gap.mean == pytest.approx(mean) and gap.largest == pytest.approx(largest)
+
+
+def test_where_keys_and_values_were_kept_the_gap_is_that_of_whole_responses(micro):
+    """Behind a token of older weights, one of the newest is of a mixture: sampler and trainer differ by right."""
+    old_seqs = {int(micro.seq_R[row]) for row in range(len(micro.pos_R)) if micro.version_R[row] != 4}
+    mean, largest, count = by_hand(micro, lambda row: int(micro.seq_R[row]) not in old_seqs)
+    assert 0 < count < int((micro.version_R == 4).sum())
+    gap = gap_before_training([micro], 4, KEPT_CACHE)
+    assert gap.mean == pytest.approx(mean) and gap.largest == pytest.approx(largest)
+
+
+def test_the_loss_measures_where_nothing_was_measured_before(micro):
+    assert gap_before_training([micro], 4, config.GRPOConfig()) is None
+    assert newest_tokens(micro, 4, config.GRPOConfig()) is None
+    micro.old_logp_R = None
+    assert gap_before_training([micro], 4, ASYNC) is None
+
+
+@pytest.mark.parametrize(
+    ("gap", "num_nonfinite", "limit", "is_problem"),
+    [
+        (Gap(1e-3, 9.0), 0, 1e-3, False),
+        (Gap(1.1e-3, 1.1e-3), 0, 1e-3, True),
+        (Gap(math.nan, 0.0), 0, 1e-3, True),
+        (Gap(0.0, 0.0), 1, 1e-3, True),
+        (Gap(9.0, 9.0), 3, None, False),
+    ],
+)
+def test_the_limit(gap, num_nonfinite, limit, is_problem):
+    assert bool(gap_problem(gap, num_nonfinite, limit)) == is_problem
