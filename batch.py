@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attention import PackLayout
 from config import Config
 from data import Pack, Sample, assign_to_ranks, empty_pack, num_input_tokens, num_packs, pack_samples
 from kernels import LossPath
 from loss import Metrics, seq_logp_error_mask
-from model import PackLayout
 from support.system.exchange import move_tokens
 from support.system.ranks import Ranks, on_device
 

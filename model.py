@@ -6,118 +6,22 @@ KL. Parameters have exactly the names of Hugging Face checkpoints."""
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache, partial
-from itertools import groupby
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
+from attention import GatherRows, PackLayout, packed_attention
 from config import GRPOConfig, LoRAConfig
 from kernels import KernelBackend, LossPath, SamplingFilter, linear_logp
 from lora import add_adapters
 from support.hf.weights import init_adapters, load_weights, sharded_parameters
 from support.inputs.model_config import ModelConfig, read_model_config
-from support.system.ranks import on_device
-
-# With fewer key than query heads, varlen_attn of torch >= 2.12 needs a flag that 2.11 does not have.
-VARLEN_GQA = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
-
-
-@dataclass(frozen=True, eq=False)
-class PackLayout:
-    """Where the segments of a pack lie, and the keys that each attends to: its prefix's keys, then its own. Made once
-    for all forwards of the pack, on the host, so that no forward waits for the device. Tensors are int32."""
-
-    runs: list[tuple[int, int, int]]  # neighbours of one shape: (how many, queries, keys)
-    most: tuple[int, int]  # most queries, most keys of a segment
-    cu_queries: Tensor  # [S+1] on the model's device, as all tensors here
-    cu_keys: Tensor
-    key_rows: tuple[Tensor, ...]  # the row_M and order of `GatherRows` for all keys; () where no segment has a prefix
-
-    @classmethod
-    def of(cls, cu_seqlens, prefix_S, num_tokens: int, device: torch.device) -> "PackLayout":
-        """cu_seqlens rises strictly from 0 to num_tokens. prefix_S: as in `data.Pack`; None is -1 for all."""
-        ends, queries_S = np.asarray(cu_seqlens), np.diff(cu_seqlens)
-        assert ends[0] == 0 and ends[-1] == num_tokens and queries_S.min() > 0, (cu_seqlens, num_tokens)
-        prefix_S = np.full(len(queries_S), -1) if prefix_S is None else np.asarray(prefix_S)
-        shared_S = np.where(prefix_S < 0, 0, queries_S[prefix_S])
-        shapes = np.stack([queries_S, shared_S + queries_S], 1)
-        arrays = [ends, np.append(0, shapes[:, 1]).cumsum()]
-        if shared_S.any():
-            starts = ends[np.stack([prefix_S, np.arange(len(prefix_S))], 1)].ravel()  # of prefix and segment in turn
-            lengths = np.stack([shared_S, queries_S], 1).ravel()
-            row_M = np.repeat(starts - lengths.cumsum() + lengths, lengths) + np.arange(shapes[:, 1].sum())
-            arrays += [row_M, row_M.argsort(kind="stable"), np.append(0, np.bincount(row_M)).cumsum()]
-        runs = [(len(list(run)), *shape) for shape, run in groupby(shapes.tolist())]
-        cu_queries, cu_keys, *key_rows = (on_device(array.astype(np.int32), device) for array in arrays)
-        return cls(runs, tuple(shapes.max(0).tolist()), cu_queries, cu_keys, tuple(key_rows))
-
-
-class GatherRows(torch.autograd.Function):
-    """x[row_M]. A row may repeat: its gradients are then summed in a fixed order, in float32 or the wider type of x.
-    (Plain indexing sums 16-bit gradients by atomics.) order: a stable argsort of row_M, and where in it each row of x
-    begins. Without, backward sorts: the faster way on CPUs; on CUDA that is 14 launches, not 1."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, row_M: Tensor, *order: Tensor) -> Tensor:
-        ctx.save_for_backward(row_M, *order)
-        ctx.shape = x.shape
-        return x.index_select(0, row_M)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        row_M, *order = ctx.saved_tensors
-        grad_MH = grad.flatten(1).index_select(0, order[0]) if order else grad.flatten(1)
-        wide_MH = grad_MH.to(torch.promote_types(grad.dtype, torch.float32))
-        if order:
-            summed = torch.segment_reduce(wide_MH, "sum", offsets=order[1], unsafe=True)
-        else:
-            summed = torch.ops.aten.embedding_dense_backward(wide_MH, row_M, ctx.shape[0], -1, False)
-        return summed.to(grad.dtype).view(ctx.shape), *[None] * (1 + len(order))
-
-
-def uses_flash_attention(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether packs go through varlen_attn, which is for CUDA and 16 bits; else SDPA takes runs of equal lengths."""
-    return device_type == "cuda" and dtype != torch.float32
-
-
-@lru_cache(maxsize=1)  # every mask for fewer queries than keys is a slice of this one
-def _lower_triangle(size: int, device: torch.device) -> Tensor:
-    return torch.ones(size, size, dtype=torch.bool, device=device).tril()
-
-
-def packed_attention(query_TNH: Tensor, key_TKH: Tensor, value_TKH: Tensor, layout: PackLayout) -> Tensor:
-    """Causal attention of each segment of the pack to its prefix and itself, K <= N (GQA). Returns [T, N * H]."""
-    is_flash = uses_flash_attention(query_TNH.device.type, query_TNH.dtype)
-    if rows := layout.key_rows[: 3 if is_flash else 1]:
-        key_TKH, value_TKH = (GatherRows.apply(x, *rows) for x in (key_TKH, value_TKH))
-    if is_flash:
-        bounds = (layout.cu_queries, layout.cu_keys, *layout.most)
-        causal = (-1, 0)  # a segment's last query sees its last key
-        return varlen_attn(query_TNH, key_TKH, value_TKH, *bounds, window_size=causal, **VARLEN_GQA).flatten(1)
-    # Neighbours of equal shape are one batched call on a view: small models pay for the number of calls. In float32: on
-    # CPUs the backward pass in bfloat16 takes three times as long.
-    wide = torch.promote_types(query_TNH.dtype, torch.float32)
-    inputs = ((query_TNH, 1), (key_TKH, 2), (value_TKH, 2))
-    parts = zip(*(x.to(wide).split([run[0] * run[i] for run in layout.runs]) for x, i in inputs), strict=True)
-    size = 1 << layout.most[1].bit_length()
-    outs = []
-    for (count, queries, keys), qkv in zip(layout.runs, parts, strict=True):
-        query, key, value = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in qkv)
-        mask = None if queries == keys else _lower_triangle(size, query.device)[keys - queries : keys, :keys]
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
-        outs.append(out.transpose(1, 2).reshape(count * queries, -1))
-    return torch.cat(outs).to(query_TNH.dtype)
 
 
 def rope_cos_sin(config: ModelConfig, position_T: Tensor) -> tuple[Tensor, Tensor]:

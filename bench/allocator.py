@@ -27,9 +27,10 @@ from torch.utils._pytree import tree_leaves
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 
 import grpo
+from attention import PackLayout
 from config import SequencePackingConfig
 from kernels import KernelBackend, LossPath
-from model import Decoder, PackLayout, shard
+from model import Decoder, shard
 from optim import build_optimizer
 from support.check.memory_plan import CONTEXT, GIB, Plan
 

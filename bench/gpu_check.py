@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-import model
+import attention
 from bench.head import facts
 from bench.head_cases import LOGP, OURS, OURS_SMALL, call, exact_rows, heads, make_inputs, oracle, ours
 from bench.train_step import QWEN, TINY, WAYS, compute_gradients, config_of, random_batch, random_policy, set_way
@@ -115,15 +115,15 @@ def check_attention(device: torch.device, lengths: list[int], prefixes: list[int
     """A pack through varlen_attn in bfloat16 against SDPA, segment by segment, in float32: output and gradients."""
     generator, total = torch.Generator(device).manual_seed(0), sum(lengths)
     ends = torch.tensor([0, *lengths]).cumsum(0)
-    layout = model.PackLayout.of(ends, torch.tensor(prefixes), total, device)
+    layout = attention.PackLayout.of(ends, torch.tensor(prefixes), total, device)
     wide = [torch.randn(total, heads, 128, generator=generator, device=device) for heads in (12, 2, 2, 12)]
     found = []
     for dtype in (torch.bfloat16, torch.float32):
         *qkv, weight = (x.bfloat16().to(dtype) for x in wide)
         qkv = [x.requires_grad_() for x in qkv]
-        out = model.packed_attention(*qkv, layout)
+        out = attention.packed_attention(*qkv, layout)
         found.append([out, *torch.autograd.grad((out * weight.flatten(1)).sum(), qkv)])
-    kind = "varlen_attn" if model.uses_flash_attention(device.type, torch.bfloat16) else "SDPA"
+    kind = "varlen_attn" if attention.uses_flash_attention(device.type, torch.bfloat16) else "SDPA"
     for name, narrow, exact in zip(("output", "dQ", "dK", "dV"), *found, strict=True):
         shared = "whole sequences" if max(prefixes) < 0 else "a shared prompt"
         check(f"packed attention, {kind} in bfloat16, {shared}: {name}", relative(narrow, exact), 2e-2)

@@ -35,11 +35,12 @@ except (
 
 import data
 import grpo
+from attention import PackLayout
 from batch import Minibatch, finish_minibatches, make_minibatches
 from bench.head import ROOT, facts
 from config import Config
 from kernels import LossPath, choose_backend, linear_logp
-from model import Decoder, PackLayout, shard
+from model import Decoder, shard
 from optim import build_optimizer, clip_grad_norm
 from support.hf.weights import sharded_parameters
 from support.inputs import reader

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LEVELS = (
     ("config",),
     ("support/__init__", "kernels", "judges", "support/system", "data"),
-    ("envs", "advantages", "loss"),
+    ("envs", "advantages", "loss", "attention"),
     ("support/inputs", "support/check", "support/graders", "support/agents", "support/hf", "lora"),
     ("model", "engine", "batch"),
     ("metrics", "loss_path", "rollout"),

@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from attention import PackLayout
 from examples.arithmetic.make_problems import draw_problems, needs_carry, sum_without_carry
-from model import Decoder, ModelConfig, PackLayout
+from model import Decoder, ModelConfig
 from support.hf.weights import save_hf
 from support.inputs import tokenizer as hf_tokenizer
 

@@ -132,7 +132,7 @@ class Plan:
         m, c = self.model, self.precision
         policy = self.cfg.policy
         queries, keys = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
-        # A prompt's keys and values are there once for each response that shares it (model.packed_attention).
+        # A prompt's keys and values are there once for each response that shares it (attention.packed_attention).
         new = min(policy.generation.max_new_tokens, policy.max_total_sequence_length)
         prompt = policy.max_total_sequence_length - new
         group = self.cfg.grpo.num_generations_per_prompt if policy.sequence_packing.share_prefix else 0

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from attention import PackLayout
 from config import Config, DataError
 from data import first_fit
-from model import Decoder, PackLayout, load_policy
+from model import Decoder, load_policy
 from support.inputs.model_config import ModelConfig
 from support.inputs.tokenizer import Tokenizer
 from support.system.ranks import fsdp_mesh, gather

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch.nn.attention import activate_flash_attention_impl
 
+from attention import uses_flash_attention
 from batch import needs_old_logps
 from config import Config, ConfigError, GenerationConfig
 from engine import Engine, reply_parsers
@@ -18,7 +19,7 @@ from judges.pool import GraderPool
 from kernels import LossPath, SamplingFilter, choose_backend
 from loss import policy_loss
 from loss_path import choose_loss_path
-from model import Decoder, Reference, load_policy, uses_flash_attention
+from model import Decoder, Reference, load_policy
 from optim import build_optimizer
 from rollout import Sampler
 from support.check import preflight

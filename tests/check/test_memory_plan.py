@@ -16,7 +16,7 @@ import pytest
 import torch
 from count_memory import CASES, LiveBytes, count_kept, differences, model_config, run_config
 
-import model as model_module
+import attention
 from config import (
     ColocatedConfig,
     ColocatedResourcesConfig,
@@ -69,7 +69,7 @@ def test_a_step_and_a_sync_on_one_gpu(name, offload, vocab, one_rank):
 
 
 def test_what_a_block_keeps_where_a_prompt_is_shared(monkeypatch):
-    monkeypatch.setattr(model_module, "uses_flash_attention", lambda *_: True)
+    monkeypatch.setattr(attention, "uses_flash_attention", lambda *_: True)
     cfg = run_config(recompute=False, compile=False, max_total_sequence_length=96)
     generation = GenerationConfig(max_new_tokens=32)
     cfg = replace(cfg, policy=replace(cfg.policy, generation=generation), grpo=GRPOConfig(num_generations_per_prompt=8))
@@ -83,7 +83,7 @@ def test_what_a_block_keeps_where_a_prompt_is_shared(monkeypatch):
 
 @pytest.mark.parametrize("name", LARGE)
 def test_what_a_block_keeps_on_cuda(name, monkeypatch):
-    monkeypatch.setattr(model_module, "uses_flash_attention", lambda *_: True)
+    monkeypatch.setattr(attention, "uses_flash_attention", lambda *_: True)
     plan = Plan(run_config(compile=False), LARGE[name], 151_665, 1)
     assert plan.block_activations == pytest.approx(count_kept(LARGE[name], responses=[2048]), rel=0.002)
 
@@ -92,7 +92,7 @@ def test_what_a_block_keeps_on_cuda(name, monkeypatch):
 @pytest.mark.parametrize("name", ["8B", pytest.param("1.5B", marks=pytest.mark.long)])
 def test_what_a_compiled_block_keeps_on_cuda(name, monkeypatch):
     """By the partitioner that inductor has too."""
-    monkeypatch.setattr(model_module, "uses_flash_attention", lambda *_: True)
+    monkeypatch.setattr(attention, "uses_flash_attention", lambda *_: True)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     torch._dynamo.reset()
     wrap = partial(torch.compile, dynamic=True, fullgraph=True, backend="aot_eager_decomp_partition")

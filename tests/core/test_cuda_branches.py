@@ -18,13 +18,14 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import attention
 import grpo
-import model as model_module
+from attention import PackLayout, uses_flash_attention
 from batch import finish_minibatches, make_minibatches
 from gap import Gap
 from kernels import LossPath, choose_backend, linear_logp, softmax
 from metrics import accumulate
-from model import Decoder, PackLayout, uses_flash_attention
+from model import Decoder
 from optim import build_optimizer, clip_grad_norm, judge_step
 from support.inputs.model_config import ModelConfig
 from support.run import start
@@ -108,7 +109,7 @@ def launched(monkeypatch):
     launched, gpu = Counter(), SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: x.device == META), raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    monkeypatch.setattr(model_module, "uses_flash_attention", lambda _, dtype: uses_flash_attention("cuda", dtype))
+    monkeypatch.setattr(attention, "uses_flash_attention", lambda _, dtype: uses_flash_attention("cuda", dtype))
     monkeypatch.setitem(softmax.CHUNK_ELEMENTS, "meta", CHUNK * VOCAB)  # its entry for "cuda" takes the pack whole
     for module in KERNEL_FILES:
         for name, kernel in list(vars(module).items()):
@@ -159,7 +160,7 @@ def check_attention(monkeypatch, model):
     def check_stream(block, inputs, hidden_TD):
         assert (hidden_TD.dtype, hidden_TD.device) == (torch.float32, META) and hidden_TD.shape == inputs[0].shape
 
-    monkeypatch.setattr(model_module, "varlen_attn", checked)
+    monkeypatch.setattr(attention, "varlen_attn", checked)
     for block in model.model["layers"]:
         block.register_forward_hook(check_stream)
     return calls

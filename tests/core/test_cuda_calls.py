@@ -253,16 +253,16 @@ def test_a_call_that_does_not_fit_is_seen(code, versions):
 
 
 def varlen_options(version):
-    """What model.VARLEN_GQA is where torch has the version: the expression in model.py, computed for it."""
-    assigned = [node for node in trees()["model.py"].body if isinstance(node, ast.Assign)]
+    """What attention.VARLEN_GQA is where torch has the version: the expression in attention.py, computed for it."""
+    assigned = [node for node in trees()["attention.py"].body if isinstance(node, ast.Assign)]
     (expression,) = [node.value for node in assigned if ast.unparse(node.targets[0]) == "VARLEN_GQA"]
     torch_of_version = SimpleNamespace(__version__=TorchVersion(version))
-    return eval(compile(ast.Expression(expression), "model.py", "eval"), {"torch": torch_of_version})
+    return eval(compile(ast.Expression(expression), "attention.py", "eval"), {"torch": torch_of_version})
 
 
 @pytest.mark.parametrize("version, takes_gqa", [("2.11.0+cu130", False), ("2.12.0", True), ("2.13.0+cpu", True)])
 def test_heads_of_keys_are_shared_where_torch_can(version, takes_gqa):
-    """tests/core/test_model.py holds what attention gives by either."""
+    """tests/core/test_attention.py holds what attention gives by either."""
     assert varlen_options(version) == ({"enable_gqa": True} if takes_gqa else {})
 
 

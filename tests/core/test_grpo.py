@@ -14,8 +14,9 @@ from samples import of_version
 import batch
 import config
 import grpo
+from attention import PackLayout
 from kernels import SamplingFilter
-from model import PackLayout, Reference, load_policy
+from model import Reference, load_policy
 from support.inputs.tokenizer import Tokenizer
 from support.run.start import loss_path_of
 from support.system.exits import StopRun

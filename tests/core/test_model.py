@@ -1,12 +1,10 @@
 """model.py against transformers, against itself one sequence at a time, and through its shards."""
 
 import math
-from itertools import pairwise, product
+from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
-from count_memory import LiveBytes
 from hf_folders import (
     FAMILIES,
     LENGTHS,
@@ -20,11 +18,12 @@ from hf_folders import (
 )
 from ranks import ranks
 from safetensors.torch import load_file
+from samples import groups_that_share_prompts
 from torch.distributed.device_mesh import init_device_mesh
 
 import model as model_module
 from batch import to_device
-from data import Sample, assign_to_ranks, pack_samples
+from data import assign_to_ranks, pack_samples
 from model import ModelConfig, load_policy
 from support.hf.weights import full_tensors, load_weights, save_hf
 from support.system.ranks import start_process_group
@@ -101,28 +100,7 @@ def test_no_response_rows_gives_zero_gradients_everywhere(folders, family):
         assert param.grad is not None and not param.grad.any(), name
 
 
-@pytest.mark.parametrize("cu_seqlens", [[0, 4], [0, 3, 3, 6], [1, 6]])
-def test_cu_seqlens_must_cover_the_pack(cu_seqlens):
-    with pytest.raises(AssertionError):
-        model_module.PackLayout.of(np.array(cu_seqlens), None, 6, torch.device("cpu"))
-
-
 # --- shards ---
-
-
-def random_groups(seed):
-    """Groups of 1 to 16 samples that share a prompt: prompts and responses of 1 to 40 ids, some of each of 1."""
-    rng = np.random.default_rng(seed)
-    samples = []
-    for prompt in range(4):
-        prompt_ids = rng.integers(0, 200, 1 if prompt == 2 else rng.integers(1, 41)).tolist()
-        for index in range((1, 16, 3, 7)[prompt]):
-            output_ids = rng.integers(0, 200, 1 if index == 1 else rng.integers(1, 41)).astype(np.int32)
-            no_logps = np.zeros(len(output_ids), np.float32)
-            sampled = rng.random(len(output_ids)) < 0.8
-            tokens = (output_ids, no_logps, sampled, "stop", np.zeros_like(output_ids))
-            samples.append(Sample(prompt, index, prompt, prompt_ids, *tokens, advantage=len(samples)))
-    return samples
 
 
 def float64_logps(model, samples, max_tokens, *, share_prefix):
@@ -149,158 +127,13 @@ def float64_logps(model, samples, max_tokens, *, share_prefix):
 def test_shared_prompts_change_nothing_in_float64(folders, family, recompute):
     model = load_policy(folders[family][0], device="cpu", recompute=recompute).double()
     for max_tokens in (90, 4000):  # groups split over packs, and whole
-        samples = random_groups(max_tokens)
+        samples = groups_that_share_prompts(max_tokens)
         logp, gradients, num_tokens = float64_logps(model, samples, max_tokens, share_prefix=True)
         expected, expected_gradients, num_tokens_alone = float64_logps(model, samples, max_tokens, share_prefix=False)
         assert num_tokens < num_tokens_alone
         assert ((logp - expected).abs() <= 1e-12 * expected.abs()).all()
         for name, grad in gradients.items():
             assert (grad - expected_gradients[name]).norm() <= 1e-12 * grad.norm(), name
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_gathered_rows_sum_their_gradients_in_float32(dtype):
-    """Row 2 is there 300 times: a sum in bfloat16 would stop growing at 256."""
-    x = torch.randn(5, 3, 2, dtype=dtype, requires_grad=True)
-    row_M = torch.tensor([4, *[2] * 300, 0, 4])
-    gathered = model_module.GatherRows.apply(x, row_M)
-    assert torch.equal(gathered, x[row_M])
-    gathered.backward(torch.ones_like(gathered))
-    assert x.grad.dtype == dtype and x.grad[:, 0, 0].tolist() == [1, 0, 300, 0, 2]
-
-
-def test_rows_that_are_sorted_once_sum_their_gradients_to_the_same_bits():
-    """The way of CUDA and the way of CPUs add the same numbers in the same order, as a plain loop does."""
-    generator = torch.Generator().manual_seed(0)
-    row_M = torch.randint(0, 40, (500,), generator=generator)
-    start_T = torch.cat([torch.zeros(1, dtype=torch.int64), row_M.bincount(minlength=43).cumsum(0)])
-    orders = [(), (row_M.argsort(stable=True), start_T)]
-    grad = torch.randn(500, 3, 2, generator=generator)
-    for dtype in (torch.float32, torch.bfloat16):
-        found, expected = [], torch.zeros(43, 3, 2)
-        for order in orders:
-            x = torch.zeros(43, 3, 2, dtype=dtype, requires_grad=True)
-            model_module.GatherRows.apply(x, row_M, *order).backward(grad.to(dtype))
-            found.append(x.grad)
-        for row, grad_of_row in zip(row_M.tolist(), grad.to(dtype).float(), strict=True):
-            expected[row] += grad_of_row
-        assert all(torch.equal(each, expected.to(dtype)) for each in found)
-
-
-@pytest.mark.parametrize("num_tokens", [32_768, 65_536])
-def test_a_long_pack_needs_no_mask_on_cuda(num_tokens, monkeypatch):
-    """A prompt of a quarter of the pack and two responses: neither the layout nor a call of attention holds a tensor
-    of queries by keys."""
-    monkeypatch.setattr(model_module, "uses_flash_attention", lambda *_: True)
-    cu_seqlens = np.array([0, num_tokens // 4, num_tokens // 2, num_tokens])
-    meta = torch.device("meta")
-    with LiveBytes("meta") as live:
-        layout = model_module.PackLayout.of(cu_seqlens, np.array([-1, 0, 0]), num_tokens, meta)
-        key_TKH = torch.zeros(num_tokens, 1, 8, dtype=torch.bfloat16, device=meta)
-        model_module.packed_attention(key_TKH, key_TKH, key_TKH, layout)
-    num_keys = num_tokens * 3 // 2
-    assert live.largest_one <= 16 * num_keys and live.largest <= 128 * num_tokens
-
-
-def test_layout_of_segments_by_hand():
-    """Prompts of 2 and 1 tokens; a response of 2 and one of 1 to the first, one of 1 to the second."""
-    cu_seqlens, prefix_S = np.int32([0, 2, 3, 5, 6, 7]), np.array([-1, -1, 0, 0, 1])
-    layout = model_module.PackLayout.of(cu_seqlens, prefix_S, 7, torch.device("cpu"))
-    row_M, order_M, start_T = (x.tolist() for x in layout.key_rows)
-    assert row_M == [0, 1, 2, 0, 1, 3, 4, 0, 1, 5, 2, 6]
-    assert order_M == [0, 3, 7, 1, 4, 8, 2, 10, 5, 6, 9, 11] and start_T == [0, 3, 6, 8, 9, 10, 11, 12]
-    assert layout.cu_queries.tolist() == [0, 2, 3, 5, 6, 7] and layout.cu_keys.tolist() == [0, 2, 3, 7, 10, 12]
-    assert layout.runs == [(1, 2, 2), (1, 1, 1), (1, 2, 4), (1, 1, 3), (1, 1, 2)] and layout.most == (2, 4)
-
-
-def packs_of(samples, max_tokens, share_prefix):
-    return [
-        to_device(pack, torch.device("cpu"))
-        for share in assign_to_ranks(samples, 2, max_tokens, share_prefix)
-        for pack in pack_samples(share, max_tokens)
-    ]
-
-
-def visible_keys(cu_queries, cu_keys):
-    """For each query, the keys that varlen_attn shows it with the window (-1, 0).
-
-    The rule for unequal numbers is flash-attention's, to whose kernel torch/nn/attention/varlen.py hands the window and
-    both bounds as they are. It is stated beside its function flash_attn_varlen_func (vLLM ships the file,
-    vllm_flash_attn/flash_attn_interface.py): query i of q sees, of k keys, those from i + k - q - left to
-    i + k - q + right, where -1 is no limit. So the last query sees the last key, and all before it.
-    """
-    for (query, query_end), (key, key_end) in zip(pairwise(cu_queries), pairwise(cu_keys), strict=True):
-        num_queries, num_keys = query_end - query, key_end - key
-        for i in range(num_queries):
-            yield [key + j for j in range(num_keys) if j <= i + num_keys - num_queries]
-
-
-def varlen_by_the_rule(query_TNH, key_MKH, value_MKH, cu_queries, cu_keys, most_queries, most_keys, **options):
-    """In varlen_attn's place: one query after another."""
-    assert options == {"window_size": (-1, 0)} | model_module.VARLEN_GQA
-    assert cu_queries.dtype == cu_keys.dtype == torch.int32 and cu_keys[-1] == len(key_MKH) == len(value_MKH)
-    assert (most_queries, most_keys) == (cu_queries.diff().max(), cu_keys.diff().max())
-    repeat = query_TNH.shape[1] // key_MKH.shape[1]
-    key_MNH, value_MNH = (x.repeat_interleave(repeat, dim=1) for x in (key_MKH, value_MKH))
-    out = []
-    for query_NH, keys in zip(query_TNH, visible_keys(cu_queries.tolist(), cu_keys.tolist()), strict=True):
-        score_NM = torch.einsum("nh,mnh->nm", query_NH, key_MNH[keys]) / math.sqrt(query_NH.shape[-1])
-        out.append(torch.einsum("nm,mnh->nh", score_NM.softmax(-1), value_MNH[keys]))
-    return torch.stack(out)
-
-
-@pytest.mark.slow("False")
-@pytest.mark.parametrize("share_prefix", [False, True])
-def test_index_tensors_show_each_row_its_own_sequence(share_prefix):
-    """Of each row that predicts a sampled token, the keys are the sample's ids before it; and each of these rows sees
-    what comes before it in the same rows: nothing of another sample reaches it through the layers either."""
-    extremes = set()
-    for seed, max_tokens in product(range(6), (79, 300, 4000)):
-        samples = random_groups(seed)
-        num_seen = 0
-        for micro in packs_of(samples, max_tokens, share_prefix):
-            layout = micro.layout
-            if layout.key_rows:
-                rows, order, starts = (x.tolist() for x in layout.key_rows)
-                assert order == sorted(range(len(rows)), key=rows.__getitem__)
-                assert starts == np.searchsorted(sorted(rows), range(len(micro.token_T) + 1)).tolist()
-            row_M = layout.key_rows[0].tolist() if layout.key_rows else range(len(micro.token_T))
-            visible = [
-                [row_M[key] for key in keys]
-                for keys in visible_keys(layout.cu_queries.tolist(), layout.cu_keys.tolist())
-            ]
-            for row, adv, target in zip(*(x.tolist() for x in (micro.pos_R, micro.adv_R, micro.target_R)), strict=True):
-                sample, rows = samples[int(adv)], visible[row]
-                ids = [*sample.prompt_ids, *sample.output_ids.tolist()]
-                assert rows[-1] == row and micro.token_T[rows].tolist() == ids[: len(rows)] and ids[len(rows)] == target
-                assert micro.position_T[rows].tolist() == list(range(len(rows))) and len(rows) >= len(sample.prompt_ids)
-                assert all(visible[earlier] == rows[: i + 1] for i, earlier in enumerate(rows))
-                num_seen += 1
-                extremes.add((len(sample.prompt_ids) == 1, len(sample.output_ids) == 1))
-        assert num_seen == sum(sample.mask.sum() for sample in samples)
-    assert len(extremes) == 4, "prompts and responses of one token, and longer ones"
-
-
-@pytest.mark.slow("False")
-@pytest.mark.parametrize("share_prefix", [False, True])
-def test_the_cuda_path_by_its_rule_equals_the_cpu_path(share_prefix, monkeypatch):
-    """Output and gradients of the branch for CUDA in float64, of groups in one pack and split over several."""
-    generator = torch.Generator().manual_seed(0)
-    for max_tokens in (79, 4000):
-        for micro in packs_of(random_groups(max_tokens), max_tokens, share_prefix):
-            layout = micro.layout
-            assert bool(layout.key_rows) == bool((micro.prefix_S >= 0).any())
-            shapes = [(len(micro.token_T), heads, 8) for heads in (4, 2, 2)]
-            qkv = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
-            found = []
-            for is_cuda in (False, True):
-                with monkeypatch.context() as patch:
-                    patch.setattr(model_module, "uses_flash_attention", lambda *_: is_cuda)  # noqa: B023
-                    patch.setattr(model_module, "varlen_attn", varlen_by_the_rule)
-                    out = model_module.packed_attention(*qkv, layout)
-                found.append([out, *torch.autograd.grad((out * out.detach().sin()).sum(), qkv)])
-            for ours, by_the_rule in zip(*found, strict=True):
-                assert (ours - by_the_rule).norm() <= 1e-12 * by_the_rule.norm()
 
 
 def logp_loss(model, pack, pos_R, target_R):

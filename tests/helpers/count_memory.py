@@ -15,8 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import attention
 import grpo
-import model as model_module
+from attention import PackLayout
 from batch import MicroBatch, Minibatch, to_device
 from config import (
     Config,
@@ -34,7 +35,7 @@ from config import (
 from data import Sample, pack_samples
 from kernels import KernelBackend, LossPath, softmax
 from lora import add_adapters
-from model import Block, Decoder, PackLayout, rope_cos_sin, shard
+from model import Block, Decoder, rope_cos_sin, shard
 from optim import build_optimizer
 from support.check.memory_plan import CONTEXT, Plan
 from support.hf.weights import full_tensors
@@ -203,7 +204,7 @@ def meta_gpu():
         moved = staticmethod(lambda local, *args: from_local(local.to(meta), *args))  # as a mesh of GPUs does
         patch.setattr(DTensor, "from_local", moved)
         patch.setattr(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda *_, **__: None)
-        patch.setattr(model_module, "uses_flash_attention", lambda *_: True)
+        patch.setattr(attention, "uses_flash_attention", lambda *_: True)
         for name in ("row_stats_kernel", "dlogits_kernel"):
             patch.setattr(softmax, name, defaultdict(lambda: lambda *_, **__: None))
         yield

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from model import PackLayout
+from attention import PackLayout
 
 SIZES = dict(hidden_size=72, intermediate_size=100, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2)
 SIZES |= dict(vocab_size=211, max_position_embeddings=128)

@@ -32,3 +32,18 @@ def answers(*given, right="7"):
         samples.append(Sample(0, i, 0, [1], ids, logps, ids == 0, "stop", 0 * ids, float(outcome == "ok"), outcome))
         samples[-1].extracted = answer
     return samples
+
+
+def groups_that_share_prompts(seed):
+    """Groups of 1 to 16 samples that share a prompt: prompts and responses of 1 to 40 ids, some of each of 1."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for prompt in range(4):
+        prompt_ids = rng.integers(0, 200, 1 if prompt == 2 else rng.integers(1, 41)).tolist()
+        for index in range((1, 16, 3, 7)[prompt]):
+            output_ids = rng.integers(0, 200, 1 if index == 1 else rng.integers(1, 41)).astype(np.int32)
+            no_logps = np.zeros(len(output_ids), np.float32)
+            sampled = rng.random(len(output_ids)) < 0.8
+            tokens = (output_ids, no_logps, sampled, "stop", np.zeros_like(output_ids))
+            samples.append(Sample(prompt, index, prompt, prompt_ids, *tokens, advantage=len(samples)))
+    return samples

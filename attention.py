@@ -1,0 +1,167 @@
+"""Attention over a pack: which keys each segment sees, and their attention, on CUDA and on a CPU.
+
+    segment            0: a prompt      1: a response     2: another one     3: a whole sequence
+    rows of the pack   0 1 2            3 4               5                  6 7
+    prefix_S           -1               0                 0                  -1
+    keys of a segment  0 1 2            0 1 2 3 4         0 1 2 5            6 7
+
+A query sees the keys of its segment up to its own row: the last query sees all of them. docs/walkthrough.md has the
+picture of a real pack. Rotary positions are in the keys already, so attention needs none.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.attention.varlen import varlen_attn
+
+from support.system.ranks import on_device
+
+# With fewer key than query heads, varlen_attn of torch >= 2.12 needs a flag that 2.11 does not have.
+VARLEN_GQA = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
+
+
+@dataclass(frozen=True, eq=False)
+class PackLayout:
+    """Where the segments of a pack lie, and the keys that each of them sees. Made once for all forwards of the pack, on
+    the host, so that no forward waits for the device. The tensors are int32."""
+
+    runs: list[tuple[int, int, int]]  # neighbours of one shape: (how many, queries, keys)
+    most: tuple[int, int]  # most queries, most keys of a segment
+    cu_queries: Tensor  # [S+1] on the model's device, as all tensors here
+    cu_keys: Tensor
+    key_rows: tuple[Tensor, ...]  # the row_M and order of `GatherRows` for all keys; () where no segment has a prefix
+
+    @classmethod
+    def of(
+        cls, cu_seqlens: np.ndarray, prefix_S: np.ndarray | None, num_tokens: int, device: torch.device
+    ) -> "PackLayout":
+        """cu_seqlens rises strictly from 0 to num_tokens. prefix_S: as in `pack.Pack`; None is -1 for all."""
+        bounds = np.asarray(cu_seqlens)
+        queries_S = np.diff(bounds)
+        assert bounds[0] == 0 and bounds[-1] == num_tokens and queries_S.min() > 0, (cu_seqlens, num_tokens)
+        prefixes = [-1] * len(queries_S) if prefix_S is None else np.asarray(prefix_S).tolist()
+        rows_S = []  # the rows of the keys of each segment: of its prefix, then its own
+        for segment, prefix in enumerate(prefixes):
+            rows = np.arange(bounds[segment], bounds[segment + 1])
+            if prefix >= 0:
+                rows = np.concatenate([np.arange(bounds[prefix], bounds[prefix + 1]), rows])
+            rows_S.append(rows)
+        shapes = [(int(queries), len(rows)) for queries, rows in zip(queries_S, rows_S, strict=True)]
+        cu_keys = np.cumsum([0, *(keys for _, keys in shapes)])
+        key_rows = []
+        if max(prefixes) >= 0:
+            row_M = np.concatenate(rows_S)
+            starts_T = np.append(0, np.bincount(row_M).cumsum())
+            key_rows = [row_M, row_M.argsort(kind="stable"), starts_T]
+        return cls(
+            runs=[(len(list(run)), *shape) for shape, run in groupby(shapes)],
+            most=(max(queries for queries, _ in shapes), max(keys for _, keys in shapes)),
+            cu_queries=on_device(bounds.astype(np.int32), device),
+            cu_keys=on_device(cu_keys.astype(np.int32), device),
+            key_rows=tuple(on_device(array.astype(np.int32), device) for array in key_rows),
+        )
+
+
+class GatherRows(torch.autograd.Function):
+    """x[row_M]. A row may repeat: its gradients are then summed in a fixed order, in float32 or the wider type of x.
+    (Plain indexing sums 16-bit gradients by atomics.) order: a stable argsort of row_M, and where in it each row of x
+    begins. Without, backward sorts: the faster way on CPUs; on CUDA that is 14 launches, not 1."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, row_M: Tensor, *order: Tensor) -> Tensor:
+        ctx.save_for_backward(row_M, *order)
+        ctx.shape = x.shape
+        return x.index_select(0, row_M)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        row_M, *order = ctx.saved_tensors
+        grad_MH = grad.flatten(1).index_select(0, order[0]) if order else grad.flatten(1)
+        wide_MH = grad_MH.to(torch.promote_types(grad.dtype, torch.float32))
+        if order:
+            summed = torch.segment_reduce(wide_MH, "sum", offsets=order[1], unsafe=True)
+        else:
+            summed = torch.ops.aten.embedding_dense_backward(wide_MH, row_M, ctx.shape[0], -1, False)
+        return summed.to(grad.dtype).view(ctx.shape), *[None] * (1 + len(order))
+
+
+def uses_flash_attention(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether packs go through varlen_attn, which is for CUDA and 16 bits; else SDPA takes runs of equal lengths."""
+    return device_type == "cuda" and dtype != torch.float32
+
+
+def packed_attention(
+    query_TNH: Tensor,
+    key_TKH: Tensor,
+    value_TKH: Tensor,
+    layout: PackLayout,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Causal attention of each segment of the pack to its prefix and itself, K <= N (GQA). Returns [T, N * H].
+
+    scale: of the scores; None is 1 / sqrt(H). window: how many keys a query sees at most, its own included, counted
+    back through its segment and on into the prefix; None is all.
+    """
+    assert window is None or window > 0, window
+    is_flash = uses_flash_attention(query_TNH.device.type, query_TNH.dtype)
+    if layout.key_rows:
+        rows = layout.key_rows if is_flash else layout.key_rows[:1]
+        key_TKH = GatherRows.apply(key_TKH, *rows)
+        value_TKH = GatherRows.apply(value_TKH, *rows)
+    if is_flash:
+        return _flash_attention(query_TNH, key_TKH, value_TKH, layout, scale, window)
+    # In float32: on CPUs the backward pass in bfloat16 takes three times as long.
+    wide = torch.promote_types(query_TNH.dtype, torch.float32)
+    out = _attention_by_runs(query_TNH.to(wide), key_TKH.to(wide), value_TKH.to(wide), layout, scale, window)
+    return out.to(query_TNH.dtype)
+
+
+def _flash_attention(
+    query_TNH: Tensor, key_MKH: Tensor, value_MKH: Tensor, layout: PackLayout, scale: float | None, window: int | None
+) -> Tensor:
+    """All segments in one call. A segment's last query sees its last key, so a window counts back from there."""
+    num_before = -1 if window is None else window - 1  # besides the query's own; -1: all
+    bounds = (layout.cu_queries, layout.cu_keys, *layout.most)
+    options = {"scale": scale, "window_size": (num_before, 0), **VARLEN_GQA}
+    return varlen_attn(query_TNH, key_MKH, value_MKH, *bounds, **options).flatten(1)
+
+
+def _attention_by_runs(
+    query_TNH: Tensor, key_MKH: Tensor, value_MKH: Tensor, layout: PackLayout, scale: float | None, window: int | None
+) -> Tensor:
+    """Neighbours of equal shape are one batched call on a view: small models pay for the number of calls."""
+    queries_of_runs = [count * queries for count, queries, _ in layout.runs]
+    keys_of_runs = [count * keys for count, _, keys in layout.runs]
+    parts = zip(
+        query_TNH.split(queries_of_runs), key_MKH.split(keys_of_runs), value_MKH.split(keys_of_runs), strict=True
+    )
+    mask_size = 1 << layout.most[1].bit_length()
+    outs = []
+    for (count, queries, keys), run in zip(layout.runs, parts, strict=True):
+        query, key, value = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in run)
+        is_plain = queries == keys and (window is None or window >= keys)
+        mask = None
+        if not is_plain:
+            mask = _visible(mask_size, window, query.device)[keys - queries : keys, :keys]
+        options = {"attn_mask": mask, "is_causal": is_plain, "scale": scale, "enable_gqa": True}
+        out = F.scaled_dot_product_attention(query, key, value, **options)
+        outs.append(out.transpose(1, 2).reshape(count * queries, -1))
+    return torch.cat(outs)
+
+
+@lru_cache(maxsize=2)  # a model has at most two windows; every mask for fewer queries than keys is a slice
+def _visible(size: int, window: int | None, device: torch.device) -> Tensor:
+    """[query, key]: whether a query sees a key, where both count from the first key."""
+    visible = torch.ones(size, size, dtype=torch.bool, device=device).tril()
+    if window is not None:
+        visible = visible.triu(1 - window)
+    return visible
