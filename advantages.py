@@ -26,22 +26,27 @@ def shape_rewards(samples: Sequence[Sample], grpo: GRPOConfig, max_new_tokens: i
     the reward of each truncated sample (NeMo RL), so a negative one moves towards 0. A length, and its limit, counts
     the sampled tokens of all turns, end tokens included. max_new_tokens: of a turn.
     """
-    scaling, shaping, longest = grpo.reward_scaling, grpo.reward_shaping, grpo.max_rollout_turns * max_new_tokens
+    scaling = grpo.reward_scaling
+    shaping = grpo.reward_shaping
+    longest = grpo.max_rollout_turns * max_new_tokens
     for sample in samples:
         if scaling.enabled:
             sample.reward = scale_reward(sample.reward, scaling)
             sample.rewards = {name: scale_reward(reward, scaling) for name, reward in sample.rewards.items()}
             sample.turn_rewards = [scale_reward(reward, scaling) for reward in sample.turn_rewards]
         sample.unshaped_reward = sample.reward
-        if shaping.enabled and shaping.stop_properly_penalty_coef is None:
+        if not shaping.enabled:
+            continue
+        if shaping.stop_properly_penalty_coef is None:
             sample.reward -= overlong_penalty(sample.num_gen_tokens, shaping, longest)
-        elif shaping.enabled and sample.finish_reason == "length":
+        elif sample.finish_reason == "length":
             sample.reward *= shaping.stop_properly_penalty_coef
 
 
 def scale_reward(reward: float, cfg: RewardScalingConfig) -> float:
     """Linear from [source_min, source_max] to [target_min, target_max]; a reward outside is clamped first."""
-    share = (min(max(reward, cfg.source_min), cfg.source_max) - cfg.source_min) / (cfg.source_max - cfg.source_min)
+    clamped = min(max(reward, cfg.source_min), cfg.source_max)
+    share = (clamped - cfg.source_min) / (cfg.source_max - cfg.source_min)
     return cfg.target_min + share * (cfg.target_max - cfg.target_min)
 
 
@@ -52,8 +57,10 @@ def overlong_penalty(length: int, cfg: RewardShapingConfig, longest: int) -> flo
     max_response_length, and more beyond, as in NeMo RL and verl (DAPO and TRL stop there). longest: the limit if
     max_response_length is null. Example: max 20, buffer 4, penalty 1: 0 at 16 tokens, .25 at 17, 1 at 20, 2 at 24.
     """
-    longest = longest if cfg.max_response_length is None else cfg.max_response_length
-    share = max(length - (longest - cfg.overlong_buffer_length), 0) / cfg.overlong_buffer_length
+    if cfg.max_response_length is not None:
+        longest = cfg.max_response_length
+    first_penalized = longest - cfg.overlong_buffer_length
+    share = max(length - first_penalized, 0) / cfg.overlong_buffer_length
     return cfg.overlong_buffer_penalty * share
 
 
@@ -73,26 +80,46 @@ def step_advantages(samples: list[Sample], grpo: GRPOConfig, loss_fn: LossConfig
     if grpo.adv_estimator.name == "none":
         return [0.0] * len(samples), {}
     graded = [sample for sample in samples if sample.is_graded]
-    rows = [(s.prompt, 0, s.reward, s.num_trained_tokens, s.num_trained_tokens) for s in graded]
-    if grpo.turn_level_advantages:
-        rows = [
-            (s.prompt, turn, reward, num_tokens * (s.num_trained_tokens > 0), s.num_trained_tokens)
-            for s in graded
-            for turn, (reward, num_tokens) in enumerate(zip(s.turn_rewards, s.turn_tokens, strict=True))
-        ]
+    rows = []
+    for sample in graded:
+        if grpo.turn_level_advantages:
+            rows += _rows_of_turns(sample)
+        else:
+            rows.append((sample.prompt, 0, sample.reward, sample.num_trained_tokens, sample.num_trained_tokens))
     prompt_B, turn_B, reward_B, num_tokens_B, sample_tokens_B = map(torch.tensor, zip(*rows, strict=True))
     group_B = prompt_B * (turn_B.max() + 1) + turn_B
-    # Only gdpo reads the parts of a reward, so only gdpo needs the same parts from all environments of a batch.
-    parts = collect_reward_parts(graded) if grpo.adv_estimator.name == "gdpo" else {}
+    parts = {}
+    if grpo.adv_estimator.name == "gdpo":  # it alone needs the same parts from all environments of a batch
+        parts = collect_reward_parts(graded)
     adv_B = estimate_advantages(reward_B, group_B, num_tokens_B, grpo, parts)
     _, place_B, size_P = group_B.unique(return_inverse=True, return_counts=True)
-    adv_B[size_P[place_B] == 1] = 0  # gdpo and reinforce_plus_plus whiten, which moves a 0
-    weight_B = num_tokens_B if loss_fn.token_level_loss else num_tokens_B / sample_tokens_B.clamp(min=1)  # filtered: 0
-    metrics = gradient_metrics(adv_B, prompt_B, weight_B) | advantage_metrics(reward_B, group_B, adv_B, grpo)
+    is_alone_B = size_P[place_B] == 1
+    adv_B[is_alone_B] = 0  # gdpo and reinforce_plus_plus whiten, which moves a 0
+    weight_B = num_tokens_B
+    if not loss_fn.token_level_loss:
+        weight_B = num_tokens_B / sample_tokens_B.clamp(min=1)  # a filtered sample has 0 of both
+    metrics = gradient_metrics(adv_B, prompt_B, weight_B)
+    metrics |= advantage_metrics(reward_B, group_B, adv_B, grpo)
     advs = iter(adv_B.tolist())
-    if grpo.turn_level_advantages:
-        advs = iter([[next(advs) for _ in sample.turn_rewards] for sample in graded])
-    return [next(advs) if sample.is_graded else 0.0 for sample in samples], metrics
+    result = []
+    for sample in samples:
+        if not sample.is_graded:
+            result.append(0.0)
+        elif grpo.turn_level_advantages:
+            result.append([next(advs) for _ in sample.turn_rewards])
+        else:
+            result.append(next(advs))
+    return result, metrics
+
+
+def _rows_of_turns(sample: Sample) -> list[tuple[int, int, float, int, int]]:
+    """For each turn (prompt, number of the turn, its reward, its trained tokens, those of the sample)."""
+    rows = []
+    for turn, (reward, num_tokens) in enumerate(zip(sample.turn_rewards, sample.turn_tokens, strict=True)):
+        if sample.num_trained_tokens == 0:
+            num_tokens = 0
+        rows.append((sample.prompt, turn, reward, num_tokens, sample.num_trained_tokens))
+    return rows
 
 
 def estimate_advantages(
@@ -143,7 +170,8 @@ def group_advantages(
     assert std in ("baseline", "group", "batch"), std
     adv_B = torch.zeros_like(reward_B, dtype=torch.float64)
     for group in group_B.unique():
-        reward_G = reward_B[group_B == group].double()
+        is_in_group_B = group_B == group
+        reward_G = reward_B[is_in_group_B].double()
         size = len(reward_G)
         if size == 1:
             continue
@@ -156,19 +184,25 @@ def group_advantages(
             adv_G = adv_G / (reward_G.std() + 1e-4)
         elif normalize and std == "baseline" and baseline_GP.shape[1] > 1:
             std_G = baseline_GP.std(1)  # exactly 0 for equal rewards; sqrt(mean of squares - squared mean) is not
+            is_spread_G = std_G > 0
             if leave_one_out:
-                std_G = std_G.clamp(min=std_floor * (reward_G.max() - reward_G.min())) * (std_G > 0)
-            adv_G = torch.where(std_G > 0, adv_G / (std_G + 1e-6), adv_G)
-        adv_B[group_B == group] = adv_G
+                std_G = std_G.clamp(min=std_floor * (reward_G.max() - reward_G.min()))
+            adv_G = torch.where(is_spread_G, adv_G / (std_G + 1e-6), adv_G)
+        adv_B[is_in_group_B] = adv_G
     if normalize and std == "batch" and len(reward_B) > 1:
         adv_B /= reward_B.double().std() + 1e-4
     return adv_B.to(reward_B.dtype)
 
 
 def _by_group(reward_B: Tensor, group_B: Tensor, grpo: GRPOConfig) -> Tensor:
-    loo, normalize, floor = grpo.use_leave_one_out_baseline, grpo.normalize_rewards, grpo.reward_std_floor
-    options = {"leave_one_out": loo, "normalize": normalize, "std": grpo.reward_std, "std_floor": floor}
-    return group_advantages(reward_B, group_B, **options)
+    return group_advantages(
+        reward_B,
+        group_B,
+        leave_one_out=grpo.use_leave_one_out_baseline,
+        normalize=grpo.normalize_rewards,
+        std=grpo.reward_std,
+        std_floor=grpo.reward_std_floor,
+    )
 
 
 def gdpo_advantages(parts: Parts, group_B: Tensor, grpo: GRPOConfig) -> Tensor:
@@ -179,11 +213,14 @@ def gdpo_advantages(parts: Parts, group_B: Tensor, grpo: GRPOConfig) -> Tensor:
     """
     names = sorted(parts)
     weights = grpo.adv_estimator.reward_weights or [1.0] * len(names)
-    adv_of_parts = [_by_group(parts[name].double(), group_B, grpo) for name in names]
-    total_B = sum(weight * adv_B for weight, adv_B in zip(weights, adv_of_parts, strict=True))
+    total_B = torch.zeros(len(group_B), dtype=torch.float64)
+    for name, weight in zip(names, weights, strict=True):
+        total_B += weight * _by_group(parts[name].double(), group_B, grpo)
     total_B -= total_B.mean()
     std = total_B.std()
-    return (total_B / std if std > 0 else total_B).to(parts[names[0]].dtype)
+    if std > 0:
+        total_B /= std
+    return total_B.to(parts[names[0]].dtype)
 
 
 def collect_reward_parts(samples: Sequence[Sample]) -> Parts:
@@ -195,13 +232,17 @@ def collect_reward_parts(samples: Sequence[Sample]) -> Parts:
                 f"env_name '{sample.env_name}': StepResult.rewards has {sorted(sample.rewards)}; with "
                 f"grpo.adv_estimator.name=gdpo every sample needs the same rewards, at least two; seen: {names}"
             )
-    return {name: torch.tensor([sample.rewards[name] for sample in samples]) for name in names}
+    parts = {}
+    for name in names:
+        parts[name] = torch.tensor([sample.rewards[name] for sample in samples])
+    return parts
 
 
 def rewards_differ(rewards: Iterable[float]) -> bool:
     """Whether rewards differ for the advantages, which read them as float32. 0.6 and 0.6000000000000001 do not: they
     are one sum, rounded in two orders (huggingface/trl#6681)."""
-    return len(set(np.float32([*rewards]).tolist())) > 1
+    distinct = set(np.float32([*rewards]).tolist())
+    return len(distinct) > 1
 
 
 def advantage_metrics(reward_B: Tensor, group_B: Tensor, adv_B: Tensor, grpo: GRPOConfig) -> dict[str, float]:
@@ -209,30 +250,50 @@ def advantage_metrics(reward_B: Tensor, group_B: Tensor, adv_B: Tensor, grpo: GR
     baseline is 0, 1 or another number (NeMo RL): their peers got the problem all wrong, all right, or some of each."""
     loo = grpo.use_leave_one_out_baseline
     baseline_B = reward_B - group_advantages(reward_B, group_B, leave_one_out=loo, normalize=False)
-    zero, one = ((baseline_B == value).float().mean().item() * 100 for value in (0, 1))
-    shares = {"pct_0": zero, "pct_1": one, "pct_mixed": 100 - zero - one}
-    baseline = {f"baseline_reward/{name}": share for name, share in shares.items()}
-    return baseline | {f"advantages/{name}": getattr(adv_B, name)().item() for name in ("mean", "max", "min", "sum")}
+    percent_0 = (baseline_B == 0).float().mean().item() * 100
+    percent_1 = (baseline_B == 1).float().mean().item() * 100
+    return {
+        "baseline_reward/pct_0": percent_0,
+        "baseline_reward/pct_1": percent_1,
+        "baseline_reward/pct_mixed": 100 - percent_0 - percent_1,
+        "advantages/mean": adv_B.mean().item(),
+        "advantages/max": adv_B.max().item(),
+        "advantages/min": adv_B.min().item(),
+        "advantages/sum": adv_B.sum().item(),
+    }
 
 
 def gradient_metrics(adv_B: Tensor, prompt_B: Tensor, weight_B: Tensor) -> dict[str, float]:
     """advantage_abs_max; how many groups make the gradient, and the largest's share, if all tokens' gradients had one
     length. weight_B: trained tokens if the loss is a mean over tokens, else a turn's share of its sample's tokens."""
-    pull_P = torch.zeros(1 + int(prompt_B.max())).float().index_add(0, prompt_B, (adv_B.abs() * weight_B).float())
-    share = pull_P.max() / pull_P.sum() if pull_P.any() else pull_P.max()
-    numbers = {"gradient/num_groups": pull_P.count_nonzero(), "gradient/largest_group_share": share}
-    return {name: x.item() for name, x in (numbers | {"advantage_abs_max": adv_B.abs().max()}).items()}
+    abs_adv_B = adv_B.abs()
+    pull_B = (abs_adv_B * weight_B).float()
+    pull_P = torch.zeros(1 + int(prompt_B.max()), dtype=torch.float32)
+    pull_P.index_add_(0, prompt_B, pull_B)
+    largest_share = pull_P.max()
+    if pull_P.any():
+        largest_share = pull_P.max() / pull_P.sum()
+    return {
+        "gradient/num_groups": pull_P.count_nonzero().item(),
+        "gradient/largest_group_share": largest_share.item(),
+        "advantage_abs_max": abs_adv_B.max().item(),
+    }
 
 
 def _whiten(x: Tensor, weight: Tensor) -> Tensor:
     """(x - mean) / sqrt(max(variance, 1e-8)), both weighted and without Bessel's correction (NeMo RL)."""
-    y, weight = x.double(), weight.double()
+    weight = weight.double()
     total = weight.sum().clamp(min=1)
-    y = y - (weight * y).sum() / total
-    variance = (weight * y.square()).sum() / total
-    return (y * variance.clamp(min=1e-8).rsqrt()).to(x.dtype)
+    mean = (weight * x.double()).sum() / total
+    centered = x.double() - mean
+    variance = (weight * centered.square()).sum() / total
+    whitened = centered * variance.clamp(min=1e-8).rsqrt()
+    return whitened.to(x.dtype)
 
 
 def _clip(adv: Tensor, grpo: GRPOConfig) -> Tensor:
-    low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
-    return adv if low is None and high is None else adv.clamp(low, high)
+    low = grpo.advantage_clip_low
+    high = grpo.advantage_clip_high
+    if low is None and high is None:
+        return adv
+    return adv.clamp(low, high)

@@ -12,6 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from config import ConfigError
+from judges.pool import GraderPool
 
 OUTCOMES = ("ok", "wrong", "parse_fail", "timeout", "error")
 MAX_REPLY_CHARS = 100_000  # `exact` reads the end of a longer reply
@@ -43,7 +44,9 @@ class Turn:
     @property
     def whole_reply(self) -> str:
         """The reply, or "" if the length limit cut it off. Half a reply never scores: it may end in half a number."""
-        return "" if self.finish_reason == "length" else self.messages[-1]["content"]
+        if self.finish_reason == "length":
+            return ""
+        return self.messages[-1]["content"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class Environment:
     whole_groups: bool = False  # for rewards that compare the samples of a prompt: a call of step() has all of them
     special_tokens: bool = False  # whether turns have raw_reply
     main_thread: bool = False  # step() is called between two decode steps, which wait: for code that needs signals
-    pool: Any = None  # a judges.pool.GraderPool, if it has worker processes
+    pool: GraderPool | None = None  # if it has worker processes
 
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         """A result for each turn, in order. Outcome `error`: not gradable, so it is not trained, nor compared with.
@@ -93,7 +96,7 @@ class Environment:
 
     def close(self) -> None:
         """Ends the processes that the environment started."""
-        if self.pool:
+        if self.pool is not None:
             self.pool.close()
 
 
@@ -115,8 +118,10 @@ class Exact(Environment):
             return StepResult(0.0, "parse_fail")
         gold = exact_number(turn.answer)
         assert gold is not None, f"answer {turn.answer!r} is not a number: check_answers() runs before training"
-        right = value == gold
-        return StepResult(float(right), "ok" if right else "wrong", extracted=plain_number(value))
+        extracted = plain_number(value)
+        if value == gold:
+            return StepResult(1.0, "ok", extracted=extracted)
+        return StepResult(0.0, "wrong", extracted=extracted)
 
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
         for where, answer, _ in answers:
@@ -127,14 +132,19 @@ class Exact(Environment):
 def exact_number(text: str) -> Decimal | None:
     """The number after the last `####` of `text`; None if anything else is there."""
     text = text[-MAX_REPLY_CHARS:].rsplit("####", 1)[-1].strip()
-    return Decimal(text.replace(",", "").replace("$", "")) if NUMBER.fullmatch(text) else None
+    if not NUMBER.fullmatch(text):
+        return None
+    return Decimal(text.replace(",", "").replace("$", ""))
 
 
 def plain_number(value: Decimal) -> str:
     """Equal numbers give equal texts: 5.0 and 5 give "5", -0 gives "0"; exact for any number of digits."""
     text = f"{value.copy_abs():f}"  # abs() would round
-    text = text.rstrip("0").rstrip(".") if "." in text else text
-    return f"-{text}" if value < 0 else text
+    if "." in text:
+        text = text.rstrip("0").rstrip(".")
+    if value < 0:
+        text = f"-{text}"
+    return text
 
 
 class RewardModelEnv(Environment):

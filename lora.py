@@ -21,17 +21,21 @@ class MergedLinear(torch.autograd.Function):
     def forward(ctx, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_LI: Tensor, b_OL: Tensor, scale: float):
         ctx.save_for_backward(x_TI, weight_OI, a_LI, b_OL)
         ctx.scale = scale
-        return F.linear(x_TI, merged_weight(weight_OI, a_LI, b_OL, scale), bias_O)
+        merged_OI = merged_weight(weight_OI, a_LI, b_OL, scale)
+        return F.linear(x_TI, merged_OI, bias_O)
 
     @staticmethod
     def backward(ctx, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
-        x_TI, *merged = ctx.saved_tensors
-        _, a_LI, b_OL = merged
+        x_TI, weight_OI, a_LI, b_OL = ctx.saved_tensors
         # Through the factors, as if nothing were rounded: the gradient of the merged weight is never computed.
-        grad_a_LI = (ctx.scale * (grad_TO @ b_OL)).T @ x_TI
-        grad_b_OL = grad_TO.T @ (ctx.scale * (x_TI @ a_LI.T))
-        # The input of the first block needs no gradient: the embedding is frozen.
-        grad_TI = grad_TO @ merged_weight(*merged, ctx.scale) if ctx.needs_input_grad[0] else None
+        grad_TL = ctx.scale * (grad_TO @ b_OL)
+        grad_a_LI = grad_TL.T @ x_TI
+        low_TL = ctx.scale * (x_TI @ a_LI.T)
+        grad_b_OL = grad_TO.T @ low_TL
+        grad_TI = None
+        if ctx.needs_input_grad[0]:  # not the input of the first block: the embedding is frozen
+            merged_OI = merged_weight(weight_OI, a_LI, b_OL, ctx.scale)
+            grad_TI = grad_TO @ merged_OI
         return grad_TI, None, None, grad_a_LI, grad_b_OL, None
 
 
@@ -39,7 +43,8 @@ class LoRALinear(nn.Linear):
     """Computes with weight + scale * lora_B @ lora_A; lora_A [L, I] and lora_B [O, L] alone are trained, in float32."""
 
     def __init__(self, frozen: nn.Linear, rank: int, scale: float):
-        super().__init__(frozen.in_features, frozen.out_features, frozen.bias is not None, dtype=frozen.weight.dtype)
+        has_bias = frozen.bias is not None
+        super().__init__(frozen.in_features, frozen.out_features, has_bias, dtype=frozen.weight.dtype)
         self.requires_grad_(False)
         self.lora_A = nn.Parameter(torch.empty(rank, self.in_features))
         self.lora_B = nn.Parameter(torch.empty(self.out_features, rank))
@@ -53,5 +58,6 @@ def add_adapters(model: nn.Module, cfg: LoRAConfig, precision: torch.dtype) -> N
     """Casts a meta-device model to `precision`, freezes it, and adds adapters to the layers that cfg names."""
     model.to(precision).requires_grad_(False)
     for name in adapted_layers(model.config, cfg):
-        layer = LoRALinear(model.get_submodule(name), cfg.dim, cfg.alpha / cfg.dim)
+        frozen = model.get_submodule(name)
+        layer = LoRALinear(frozen, rank=cfg.dim, scale=cfg.alpha / cfg.dim)
         model.set_submodule(name, layer)

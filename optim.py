@@ -33,7 +33,7 @@ def build_optimizer(model: nn.Module, cfg: config.OptimizerConfig, *, offloads: 
     first_moment_dtype = getattr(torch, kwargs.pop("state_dtype"))
     adamw = partial(torch.optim.AdamW, **kwargs, fused=True)
     if cfg.name == "torch.optim.AdamW":
-        parts = {adamw: [*model.parameters()]}
+        parts = {adamw: list(model.parameters())}
     elif cfg.name == "torch.optim.Muon":
         # DTensor multiplies the shards in bfloat16: another number of ranks changes the update by up to 2%.
         muon = partial(
@@ -45,7 +45,11 @@ def build_optimizer(model: nn.Module, cfg: config.OptimizerConfig, *, offloads: 
         )
         parts = {adamw: [], muon: []}
         for name, param in model.named_parameters():
-            parts[muon if ".layers." in name and param.ndim == 2 else adamw].append(param)
+            is_block_matrix = ".layers." in name and param.ndim == 2
+            if is_block_matrix:
+                parts[muon].append(param)
+            else:
+                parts[adamw].append(param)
     else:
         raise AssertionError(f"policy.optimizer.name={cfg.name}: build_optimizer has no branch for it")
     optimizer = Optimizer(parts, offloads=offloads, first_moment_dtype=first_moment_dtype)
@@ -74,13 +78,17 @@ def learning_rate_factor(cfg: config.SchedulerConfig, step: int, num_steps: int)
     if cfg.name == "constant":
         return 1.0
     progress = (step - 1 - cfg.warmup_steps) / (num_steps - cfg.warmup_steps)
-    decay = 1 - progress if cfg.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    if cfg.name == "linear":
+        decay = 1 - progress
+    else:
+        decay = (1 + math.cos(math.pi * progress)) / 2
     return cfg.min_factor + (1 - cfg.min_factor) * decay
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
     """Scales the sharded gradient down to `max_norm` if it is longer. Returns the norm before that. A collective."""
-    norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    norm = torch.nn.utils.get_total_norm(grads)
     if norm.device_mesh.ndim > 1:
         # Each replica has its own sum: a different last bit, or a NaN, would make them diverge. All take the mean.
         total = norm.full_tensor()

@@ -19,30 +19,47 @@ def adapted_layers(model: ModelConfig, cfg: LoRAConfig) -> dict[str, tuple[int, 
     """
     if not cfg.enabled:
         return {}
-    matrices = ((name, shape) for name, shape in model.tensor_shapes() if ".layers." in name and len(shape) == 2)
-    shapes = {name.removesuffix(".weight"): shape for name, shape in matrices}
-    for key, patterns in (("target_modules", cfg.target_modules), ("exclude_modules", cfg.exclude_modules)):
-        known = [*shapes, *["lm_head"] * (key == "exclude_modules")]  # the head is never adapted
-        for pattern in patterns:
-            if not any(_matches(name, [pattern]) for name in known):
-                names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in shapes))
-                raise ConfigError(f"{KEY}.{key}: no linear layer of the blocks is called '{pattern:.80}'; use {names}")
-    targets = cfg.target_modules or ("*",)
-    adapted = {n: s for n, s in shapes.items() if _matches(n, targets) and not _matches(n, cfg.exclude_modules)}
+    shapes = linear_layers(model)
+    _check_patterns("target_modules", cfg.target_modules, known=shapes)
+    _check_patterns("exclude_modules", cfg.exclude_modules, known=(*shapes, "lm_head"))  # the head is never adapted
+    adapted = {}
+    for name, shape in shapes.items():
+        is_target = not cfg.target_modules or _matches(name, cfg.target_modules)
+        if is_target and not _matches(name, cfg.exclude_modules):
+            adapted[name] = shape
     if not adapted:
         raise ConfigError(f"{KEY}.exclude_modules leaves no linear layer to adapt: name fewer")
-    for name, shape in adapted.items():
-        if cfg.dim > min(shape):
-            size = " x ".join(map(str, shape))
-            raise ConfigError(f"{KEY}.dim={cfg.dim} is more than the rank of {name}, {size}: use {min(shape)} or less")
+    for name, (outputs, inputs) in adapted.items():
+        rank = min(outputs, inputs)
+        if cfg.dim > rank:
+            size = f"{outputs} x {inputs}"
+            raise ConfigError(f"{KEY}.dim={cfg.dim} is more than the rank of {name}, {size}: use {rank} or less")
     return adapted
+
+
+def linear_layers(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Name -> (outputs, inputs) of each linear layer of the blocks."""
+    layers = {}
+    for name, shape in model.tensor_shapes():
+        if ".layers." in name and len(shape) == 2:
+            layers[name.removesuffix(".weight")] = shape
+    return layers
 
 
 def factor_shapes(model: ModelConfig, cfg: LoRAConfig) -> dict[str, tuple[int, int]]:
     """Name -> shape of both factors of each adapted layer (lora.LoRALinear)."""
-    layers = adapted_layers(model, cfg)
-    factors = {f"{name}.lora_A": (cfg.dim, inputs) for name, (_, inputs) in layers.items()}
-    return factors | {f"{name}.lora_B": (outputs, cfg.dim) for name, (outputs, _) in layers.items()}
+    factors = {}
+    for name, (outputs, inputs) in adapted_layers(model, cfg).items():
+        factors[f"{name}.lora_A"] = (cfg.dim, inputs)
+        factors[f"{name}.lora_B"] = (outputs, cfg.dim)
+    return factors
+
+
+def _check_patterns(key: str, patterns: Iterable[str], known: Iterable[str]) -> None:
+    for pattern in patterns:
+        if not any(_matches(name, [pattern]) for name in known):
+            names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in known if name != "lm_head"))
+            raise ConfigError(f"{KEY}.{key}: no linear layer of the blocks is called '{pattern:.80}'; use {names}")
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

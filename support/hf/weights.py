@@ -1,12 +1,13 @@
 """Weights in and out of Hugging Face folders, whole or sharded, under the names that the folders use."""
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -25,7 +26,9 @@ from support.system.disk import replace_folder, write_whole
 from support.system.ranks import local_rows, on_rank0
 
 MAX_FILE_BYTES = 5 * 10**9
-ADAPTER = (".lora_A", ".lora_B")  # suffixes of the names of LoRA's parameters
+LORA_A = ".lora_A"  # suffixes of the names of LoRA's parameters
+LORA_B = ".lora_B"
+ADAPTER = (LORA_A, LORA_B)
 # The files of an HF folder that `save_hf` copies from its source.
 SIDE_FILES = ("generation_config.json", "*token*", "vocab.json", "merges.txt", "chat_template.*")
 
@@ -42,33 +45,46 @@ def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def load_weights(model: nn.Module, folder: str | Path) -> None:
     """Fills the parameters, whole or sharded, from the folder's safetensors, cast to the parameters' dtype. ConfigError
     if the folder holds other tensors, or a number that is not finite. LoRA's parameters stay as they are."""
-    params = {name: param for name, param in sharded_parameters(model).items() if not name.endswith(ADAPTER)}
-    check_weights(Path(folder), ((name, param.shape) for name, param in params.items()))
+    params = _base_parameters(model)
+    check_weights(Path(folder), [(name, param.shape) for name, param in params.items()])
     for path in weight_files(Path(folder)):
         with open_weights(path, "pt") as file:
-            for name in filter(params.__contains__, file.keys()):
+            for name in file.keys():
+                if name not in params:  # a tied head, or rotary frequencies
+                    continue
                 rows = local_shard(params[name])
                 rows.copy_(file.get_slice(name)[local_rows(params[name])])
                 if not rows.isfinite().all():
                     raise ConfigError(f"{path}: {name} holds NaN or infinity; fetch it again")
 
 
+def _base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """`sharded_parameters` without LoRA's."""
+    params = sharded_parameters(model)
+    return {name: param for name, param in params.items() if not name.endswith(ADAPTER)}
+
+
 def local_shard(tensor: Tensor) -> Tensor:
     """The rows that this rank holds of a tensor that may be sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, init: str, seed: int) -> None:
     """Sets LoRA's parameters, the same on any number of ranks: A by `init`, B to 0, so the model equals its base."""
     generator = torch.Generator().manual_seed(seed)
-    fill = nn.init.xavier_normal_ if init == "xavier" else partial(nn.init.kaiming_uniform_, a=5**0.5)
     for name, param in sharded_parameters(model).items():
-        if name.endswith(ADAPTER):
-            whole = torch.zeros(param.shape)
-            if name.endswith(ADAPTER[0]):
-                fill(whole, generator=generator)
-            local_shard(param).copy_(whole[local_rows(param)])
+        if not name.endswith(ADAPTER):
+            continue
+        whole = torch.zeros(param.shape)
+        if name.endswith(LORA_A) and init == "xavier":
+            nn.init.xavier_normal_(whole, generator=generator)
+        elif name.endswith(LORA_A):
+            nn.init.kaiming_uniform_(whole, a=5**0.5, generator=generator)
+        rows = local_rows(param)
+        local_shard(param).copy_(whole[rows])
 
 
 def full_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -76,37 +92,50 @@ def full_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Te
     the parameters of a block, one those before the blocks and one those after. So each item may be a collective: all
     ranks of a sharded model must walk the whole iterator. LoRA's parameters are merged into their weight."""
     params = sharded_parameters(model)
-    for _, names in groupby(params, lambda name: name.partition(".layers.")[2].partition(".")[0]):
-        yield from merged_tensors(model, {name: params[name] for name in names}, dtype)
+    for _, names in groupby(params, _block_number):
+        block = {name: params[name] for name in names}
+        yield from merged_tensors(model, block, dtype)
+
+
+def _block_number(name: str) -> str:
+    """The number in `model.layers.7.mlp.up_proj.weight`; "" for a parameter outside the blocks."""
+    _, _, in_layers = name.partition(".layers.")
+    return in_layers.split(".")[0]
 
 
 def full_shapes(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
     """(name, shape) of each item of `full_tensors`; no collective."""
-    params = sharded_parameters(model).items()
-    return [(name, tuple(param.shape)) for name, param in params if not name.endswith(ADAPTER)]
+    return [(name, tuple(param.shape)) for name, param in _base_parameters(model).items()]
 
 
 def merged_tensors(model: nn.Module, params: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """As `full_tensors`, of these parameters only. If LoRA's are among them, so are the weights that they change."""
-    layers = [name.removesuffix(ADAPTER[0]) for name in params if name.endswith(ADAPTER[0])]
+    layers = [name.removesuffix(LORA_A) for name in params if name.endswith(LORA_A)]
     if not layers:
         yield from _whole(params, dtype)
         return
     # Gather in the forward's dtype, as FSDP does, not in the engine's: then the merged weights are bitwise equal.
-    tensors = dict(_whole(params, params[f"{layers[0]}.weight"].dtype))
+    forward_dtype = params[f"{layers[0]}.weight"].dtype
+    tensors = dict(_whole(params, forward_dtype))
     for layer in layers:
-        a_LI, b_OL = (tensors.pop(layer + end) for end in ADAPTER)
+        a_LI = tensors.pop(layer + LORA_A)
+        b_OL = tensors.pop(layer + LORA_B)
         weight_OI = tensors[f"{layer}.weight"]
-        tensors[f"{layer}.weight"] = merged_weight(weight_OI, a_LI, b_OL, model.get_submodule(layer).scale)
-    yield from ((name, tensor.to(dtype)) for name, tensor in tensors.items())
+        scale = model.get_submodule(layer).scale
+        tensors[f"{layer}.weight"] = merged_weight(weight_OI, a_LI, b_OL, scale)
+    for name, tensor in tensors.items():
+        yield name, tensor.to(dtype)
 
 
 def merged_weight(weight_OI: Tensor, a_LI: Tensor, b_OL: Tensor, scale: float) -> Tensor:
     """weight + scale * b @ a, summed in float32 and rounded once, to the type of the weight. It computes on aligned
     copies: the memory layout can decide the last bit, and the sync's layout is not the forward's."""
     wide = torch.promote_types(weight_OI.dtype, torch.float32)
-    a_LI, b_OL = (x.to(wide, copy=True) for x in (a_LI, b_OL))
-    return weight_OI.to(wide, copy=True).addmm_(b_OL, a_LI, alpha=scale).to(weight_OI.dtype)
+    a_LI = a_LI.to(wide, copy=True)
+    b_OL = b_OL.to(wide, copy=True)
+    sum_OI = weight_OI.to(wide, copy=True)
+    sum_OI.addmm_(b_OL, a_LI, alpha=scale)
+    return sum_OI.to(weight_OI.dtype)
 
 
 def _whole(params: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -114,11 +143,15 @@ def _whole(params: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str,
     engine's, and `reshard` frees tensors that vLLM may still hold: the embedding, until the sync ends."""
     first = next(iter(params.values()))
     if not isinstance(first, DTensor):
-        yield from ((name, param.detach().to(dtype)) for name, param in params.items())
+        for name, param in params.items():
+            yield name, param.detach().to(dtype)
         return
     num_ranks = first.device_mesh.size(-1)  # of one replica: each has all weights
-    # Every rank sends as many rows as the rank that has the most; the last ranks pad with zeros.
-    sizes = [-(-len(param) // num_ranks) * param.shape[1:].numel() for param in params.values()]
+    sizes = []
+    for param in params.values():
+        # Every rank sends as many rows as the rank that has the most; the last ranks pad with zeros.
+        most_rows = math.ceil(len(param) / num_ranks)
+        sizes.append(most_rows * param.shape[1:].numel())
     sent = torch.zeros(sum(sizes), dtype=dtype, device=first.device)  # cast first: bfloat16 halves the traffic
     for part, param in zip(sent.split(sizes), params.values(), strict=True):
         rows = local_shard(param.detach()).flatten()
@@ -126,7 +159,8 @@ def _whole(params: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str,
     gathered = DTensor.from_local(sent, first.device_mesh, first.placements).full_tensor()
     parts = gathered.view(num_ranks, -1).split(sizes, dim=1)
     for (name, param), part in zip(params.items(), parts, strict=True):
-        yield name, part.flatten()[: param.numel()].view(param.shape)
+        whole = part.flatten()[: param.numel()]
+        yield name, whole.view(param.shape)
 
 
 def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, dtype: torch.dtype) -> None:
@@ -137,59 +171,74 @@ def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, 
     than the tensors of one file (MAX_FILE_BYTES). `<folder>.tmp` is renamed at the end, so `folder` is always whole; a
     folder that exists is replaced with everything in it. Raises OSError, on all ranks, where the disk refuses it.
     """
-    source = Path(source_folder)
-    hf = model.config.hf | {"dtype": str(dtype).removeprefix("torch.")}
-    hf.pop("torch_dtype", None)  # what transformers 4 called it
-    params = sharded_parameters(model)
-    weights = {name: param for name, param in params.items() if not name.endswith(ADAPTER)}
     plan = split_state_dict_into_shards_factory(
-        weights,
+        _base_parameters(model),
         get_storage_size=lambda param: param.numel() * dtype.itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=MAX_FILE_BYTES,
     )
-
-    def write_side_files() -> None:
-        for path in chain(*map(source.glob, SIDE_FILES)):
-            shutil.copyfile(path, new / path.name)
-        write_whole(new / "config.json", json.dumps(hf, indent=2) + "\n")
-
+    params = sharded_parameters(model)
     with _new_folder(Path(folder)) as (new, is_writer):
-        on_rank0(write_side_files)
+        on_rank0(partial(_write_side_files, new, model.config.hf, Path(source_folder), dtype))
         for file, names in plan.filename_to_tensors.items():
-            variants = ([name.replace(".weight", end) for end in (".weight", *ADAPTER)] for name in names)
-            layers = ({name: params[name] for name in variant if name in params} for variant in variants)
-            tensors = (whole for layer in layers for whole in merged_tensors(model, layer, dtype))  # one at a time
-            content = {name: tensor.cpu() for name, tensor in tensors if is_writer}
+            content = {}
+            for name in names:  # one at a time
+                layer = {name: params[name]}
+                for suffix in ADAPTER:
+                    factor = name.removesuffix(".weight") + suffix
+                    if factor in params:
+                        layer[factor] = params[factor]
+                for whole_name, tensor in merged_tensors(model, layer, dtype):
+                    if is_writer:
+                        content[whole_name] = tensor.cpu()
             on_rank0(partial(_save, content, new / file, {"format": "pt"}))
         if plan.is_sharded:
-            index = json.dumps({"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}, indent=2)
-            on_rank0(partial(write_whole, new / "model.safetensors.index.json", index + "\n"))
+            index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+            text = json.dumps(index, indent=2) + "\n"
+            on_rank0(partial(write_whole, new / "model.safetensors.index.json", text))
+
+
+def _write_side_files(new: Path, hf: dict, source: Path, dtype: torch.dtype) -> None:
+    """config.json, and the files of the tokenizer."""
+    for pattern in SIDE_FILES:
+        for path in source.glob(pattern):
+            shutil.copyfile(path, new / path.name)
+    hf = hf | {"dtype": str(dtype).removeprefix("torch.")}
+    hf.pop("torch_dtype", None)  # what transformers 4 called it
+    write_whole(new / "config.json", json.dumps(hf, indent=2) + "\n")
 
 
 def save_adapter(model: nn.Module, folder: str | Path, config: dict) -> None:
     """Writes a PEFT folder, as `save_hf`: `config`, by `adapter_config`, and in float32 lora_A [r, in] and lora_B
     [out, r] of each adapted matrix W, in whose place W + lora_alpha / r * B A computes (Hu et al. 2021)."""
-    lora = ((name, param) for name, param in sharded_parameters(model).items() if name.endswith(ADAPTER))
-    params = {f"base_model.model.{name}.weight": param for name, param in lora}  # PEFT's names
+    params = {}
+    for name, param in sharded_parameters(model).items():
+        if name.endswith(ADAPTER):
+            params[f"base_model.model.{name}.weight"] = param  # PEFT's name
     content = {name: tensor.cpu() for name, tensor in _whole(params, torch.float32)}
+    text = json.dumps(config, indent=2) + "\n"
     with _new_folder(Path(folder)) as (new, _):
-        on_rank0(partial(write_whole, new / "adapter_config.json", json.dumps(config, indent=2) + "\n"))
+        on_rank0(partial(write_whole, new / "adapter_config.json", text))
         on_rank0(partial(_save, content, new / "adapter_model.safetensors", {"format": "pt"}))
 
 
 def adapter_config(policy: PolicyConfig, model: ModelConfig) -> dict:
     """The content of adapter_config.json for what the config trains. Unless all layers are adapted, target_modules has
     full names: a last name may select other layers as well."""
-    cfg, base = policy.dtensor_cfg.lora_cfg, policy.model_name
-    layers = adapted_layers(model, cfg)
+    cfg = policy.dtensor_cfg.lora_cfg
+    base = policy.model_name
+    if os.path.isdir(base):
+        base = os.path.abspath(base)
+    target_modules = set(adapted_layers(model, cfg))
+    if cfg.match_all_linear:
+        target_modules = {name.split(".")[-1] for name in target_modules}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": os.path.abspath(base) if os.path.isdir(base) else base,
+        "base_model_name_or_path": base,
         "r": cfg.dim,
         "lora_alpha": int(cfg.alpha) if cfg.alpha.is_integer() else cfg.alpha,
-        "target_modules": sorted({name.rpartition(".")[2] for name in layers} if cfg.match_all_linear else layers),
+        "target_modules": sorted(target_modules),
         "bias": "none",
         "inference_mode": True,
     }

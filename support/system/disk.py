@@ -17,7 +17,10 @@ def write_whole(file: Path, text: str, *, replace: bool = True, encoding: str = 
     try:
         temporary.write_text(text, encoding=encoding)
         flush(temporary)
-        (os.replace if replace else os.link)(temporary, file)
+        if replace:
+            os.replace(temporary, file)
+        else:
+            os.link(temporary, file)
     finally:
         with contextlib.suppress(OSError):  # it could not be made, or was renamed
             temporary.unlink()
@@ -58,9 +61,13 @@ def flush(path: Path) -> None:
 
 def describe_os_error(error: OSError) -> str:
     """What is wrong, and with which file if the error knows."""
-    problem = "the disk is full" if error.errno in NO_ROOM else error.strerror or str(error)
+    problem = error.strerror or str(error)
+    if error.errno in NO_ROOM:
+        problem = "the disk is full"
     name = error.filename2 or error.filename  # of a copy, the file that is written
-    return f"{name}: {problem}" if name else problem
+    if name:
+        return f"{name}: {problem}"
+    return problem
 
 
 class Console(io.FileIO):

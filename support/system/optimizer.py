@@ -23,7 +23,10 @@ class Optimizer:
         self.streams = offloads or first_moment_dtype != torch.float32
         self.optimizers: list[torch.optim.Optimizer] = []
         for make, params in parts.items():
-            self.optimizers += [make([param]) for param in params] if self.streams else [make(params)]
+            if self.streams:
+                self.optimizers += [make([param]) for param in params]
+            else:
+                self.optimizers.append(make(params))
         self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         self.state = self.optimizers[0].state
         for optimizer in self.optimizers:
@@ -35,27 +38,38 @@ class Optimizer:
             # The moments stay: in what the activations have left, they would keep it from the engine and from packs.
             torch.cuda.empty_cache()
         for optimizer in self.optimizers:
-            param = optimizer.param_groups[0]["params"][0]
-            state = self.state[param] if self.streams else {}
-            resting = {key: value for key, value in state.items() if value.dim()}  # without the number of steps
-            for key, value in resting.items():
-                state[key] = value.to(param.device, torch.float32, non_blocking=True, copy=True)
-            optimizer.step()
-            for key, value in state.items():
-                if key in resting:
-                    state[key] = resting[key].copy_(value, non_blocking=True)
-                else:
-                    state[key] = self.at_rest(key, value)
+            if self.streams:
+                self._step_streamed(optimizer)
+            else:
+                optimizer.step()
         if self.offloads and torch.cuda.is_available():
             torch.cuda.synchronize()  # readers of the moments in host memory do not wait for the copies
+
+    def _step_streamed(self, optimizer: torch.optim.Optimizer) -> None:
+        """Steps the optimizer of one parameter: its moments go to the device in float32, and back."""
+        (param,) = optimizer.param_groups[0]["params"]
+        state = self.state[param]
+        resting = {key: value for key, value in state.items() if value.dim() > 0}  # without the number of steps
+        for key, value in resting.items():
+            state[key] = value.to(param.device, torch.float32, non_blocking=True, copy=True)
+        optimizer.step()
+        for key, value in state.items():
+            if key in resting:
+                state[key] = resting[key].copy_(value, non_blocking=True)
+            else:
+                state[key] = self.at_rest(key, value)
 
     def at_rest(self, key: str, value: Tensor) -> Tensor:
         """What `state` holds between steps for a tensor on the device. AdamW's second moment stays in float32: rounded
         to bfloat16 it stops following the gradient, and with stochastic rounding it is off by 4%."""
-        dtype = self.first_moment_dtype if key in FIRST_MOMENTS else value.dtype
-        if not self.offloads or not value.dim():
+        dtype = value.dtype
+        if key in FIRST_MOMENTS:
+            dtype = self.first_moment_dtype
+        is_number = value.dim() == 0
+        if is_number or not self.offloads:
             return value.to(dtype)
-        return torch.empty_like(value, dtype=dtype, device="cpu", pin_memory=value.is_cuda).copy_(value)
+        on_host = torch.empty_like(value, dtype=dtype, device="cpu", pin_memory=value.is_cuda)
+        return on_host.copy_(value)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for optimizer in self.optimizers:

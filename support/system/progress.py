@@ -16,7 +16,9 @@ class Progress(tqdm):
 
     def __init__(self, name: str, items: Iterable | None = None):
         layout = "{desc}" if items is None else None
-        is_hidden = None if support.system.exits.job_rank == 0 else True  # None: hidden where the file is no terminal
+        is_hidden = None  # where the file is no terminal
+        if support.system.exits.job_rank != 0:
+            is_hidden = True
         super().__init__(items, name, leave=False, file=sys.stdout, disable=is_hidden, bar_format=layout)
 
 

@@ -1,9 +1,10 @@
 """The ranks of a run: who this process is among them, and the collectives that carry objects and flags."""
 
+import math
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -43,15 +44,21 @@ class Ranks:
     @property
     def job(self) -> dist.ProcessGroup | None:
         """The group of all ranks of the job; None for the default one."""
-        return self.bridge.objects if self.bridge else None
+        if self.bridge is None:
+            return None
+        return self.bridge.objects
 
     @property
     def job_rank(self) -> int:
-        return self.bridge.objects.rank() if self.bridge else self.rank
+        if self.bridge is None:
+            return self.rank
+        return self.bridge.objects.rank()
 
     @property
     def job_size(self) -> int:
-        return self.bridge.objects.size() if self.bridge else self.world_size
+        if self.bridge is None:
+            return self.world_size
+        return self.bridge.objects.size()
 
     @property
     def dp_rank(self) -> int:
@@ -73,11 +80,15 @@ class Ranks:
 
     def any_rank_of_engine(self, flag: bool) -> bool:
         """Whether any rank of this engine has the flag. A collective of the engine's ranks: all get the same answer."""
-        return flag if self.engine_group is None else any_rank(flag, self.engine_group)
+        if self.engine_group is None:
+            return flag
+        return any_rank(flag, self.engine_group)
 
     def broadcast_from_tp_leader(self, compute: Callable[[], T]) -> T:
         """What `compute` returns on the first rank of this engine, or raises there, on all ranks of the engine."""
-        return compute() if self.engine_group is None else on_rank0(compute, self.engine_group)
+        if self.engine_group is None:
+            return compute()
+        return on_rank0(compute, self.engine_group)
 
 
 def start_process_group(tp_size: int, num_generators: int = 0) -> tuple[Ranks, torch.device]:
@@ -94,54 +105,89 @@ def start_process_group(tp_size: int, num_generators: int = 0) -> tuple[Ranks, t
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # 0: any port that is free
-    ranks = Ranks(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), tp_size)
-    if taken := take_out_expandable_segments():
-        ranks.print_rank0(f"{taken}: off until the engine first sleeps; vLLM's sleep cannot free expandable segments")
-    device = choose_device(ranks.local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ["LOCAL_RANK"])
+    taken = take_out_expandable_segments()
+    if taken and rank == 0:
+        print(f"{taken}: off until the engine first sleeps; vLLM's sleep cannot free expandable segments", flush=True)
+    device = choose_device(local_rank)
     # Without device_id=device: with it, torch splits NCCL's communicator, on all ranks at once, for each new group,
     # gloo's too. vLLM makes ten groups for each engine; such splits have hung runs (pytorch/pytorch#145376).
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    bridge = None
+    num_trainers = None
+    job = None
     if num_generators:
-        bridge = split(ranks.rank, ranks.world_size, num_generators, backend)
-        tp_size = tp_size if ranks.rank >= bridge.num_trainers else 1
-        ranks = Ranks(dist.get_rank(), dist.get_world_size(), ranks.local_rank, tp_size, bridge=bridge)
+        bridge = split(rank, world_size, num_generators, backend)
+        num_trainers = bridge.num_trainers
+        job = bridge.objects
+        if rank < num_trainers:
+            tp_size = 1
+        rank = dist.get_rank()  # of this side, like the number of ranks
+        world_size = dist.get_world_size()
     else:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-    processes = dict(enumerate(gather((host_name(), os.getpid()), ranks.job)))
-    peers = Peers(processes, ranks.bridge and ranks.bridge.num_trainers)
-    group = dist.new_subgroups(tp_size, timeout=COLLECTIVE_TIMEOUT, backend="gloo")[0] if tp_size > 1 else None
-    return replace(ranks, peers=peers, engine_group=group), device
+    processes = dict(enumerate(gather((host_name(), os.getpid()), job)))
+    engine_group = None
+    if tp_size > 1:
+        engine_group, _ = dist.new_subgroups(tp_size, timeout=COLLECTIVE_TIMEOUT, backend="gloo")
+    ranks = Ranks(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        tp_size=tp_size,
+        engine_group=engine_group,
+        bridge=bridge,
+        peers=Peers(processes, num_trainers),
+    )
+    return ranks, device
 
 
 def take_out_expandable_segments() -> str:
     """Before CUDA starts: the environment variables that had torch's segments grow, which they no longer do."""
-    named = []
+    taken = []
     for name in ALLOCATOR_VARIABLES:
-        options = os.environ.get(name, "").split(",")
+        given = os.environ.get(name, "")
+        options = given.split(",")
         kept = [option for option in options if option.replace(" ", "") != "expandable_segments:True"]
-        if kept != options:
-            named.append(f"{name}={os.environ.pop(name)}")
-            os.environ.update({name: ",".join(kept)} if kept else {})
-    return " ".join(named)
+        if kept == options:
+            continue
+        taken.append(f"{name}={given}")
+        if kept:
+            os.environ[name] = ",".join(kept)
+        else:
+            del os.environ[name]
+    return " ".join(taken)
 
 
 def expand_segments() -> None:
     """From now on torch's segments grow, so that what is freed of one size serves another. Only while vLLM's memory
     pools are complete: with the option on, what they allocate cannot sleep (pytorch/pytorch#147851)."""
-    given = next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), "")
-    if torch.cuda.is_available() and "expandable_segments" not in given:  # off as the user has it
-        torch.cuda.empty_cache()
-        options = ",".join(filter(None, [given, "expandable_segments:True"]))  # an option that is left out is reset
-        torch._C._accelerator_setAllocatorSettings(options)
+    given = ""
+    for name in ALLOCATOR_VARIABLES:
+        given = given or os.environ.get(name, "")
+    is_set_by_user = "expandable_segments" in given
+    if is_set_by_user or not torch.cuda.is_available():
+        return
+    torch.cuda.empty_cache()
+    options = "expandable_segments:True"
+    if given:
+        options = f"{given},{options}"  # an option that is left out is reset
+    torch._C._accelerator_setAllocatorSettings(options)
 
 
 def fsdp_mesh(device_type: str, num_replicas: int = 1) -> DeviceMesh:
     """The ranks that FSDP2 shards over: all (of this side of the job), or a row for each replica. A collective."""
     size = dist.get_world_size()
-    shape = (size,) if num_replicas == 1 else (num_replicas, size // num_replicas)
-    mesh = dist.init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    if num_replicas == 1:
+        mesh = dist.init_device_mesh(device_type, (size,), mesh_dim_names=("shard",))
+    else:
+        shape = (num_replicas, size // num_replicas)
+        mesh = dist.init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
     for group in mesh.get_all_groups():
         dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT, group)
     return mesh
@@ -150,7 +196,9 @@ def fsdp_mesh(device_type: str, num_replicas: int = 1) -> DeviceMesh:
 def choose_device(local_rank: int) -> torch.device:
     """The GPU of this rank, or the CPU: as GRPO_DEVICE says (setup.sh exports it), else as torch was built. ConfigError
     where torch sees something else: a run meant for GPUs never falls back to the CPU silently."""
-    wanted = os.environ.get("GRPO_DEVICE") or ("cuda" if torch.backends.cuda.is_built() else "cpu")
+    wanted = os.environ.get("GRPO_DEVICE")
+    if not wanted:
+        wanted = "cuda" if torch.backends.cuda.is_built() else "cpu"
     cpu_packages = "the packages for CPUs: GRPO_DEVICE=cpu GRPO_VENV=.venv-cpu ./train.sh ..., without GRPO_PYTHON"
     if wanted == "cpu":
         if torch.cuda.is_available():  # then engine and kernels use it
@@ -159,11 +207,14 @@ def choose_device(local_rank: int) -> torch.device:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:  # no driver, or too old; no visible GPU; a torch for CPUs
+        hint = "see nvidia-smi"
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        hint = "see nvidia-smi" if visible is None else f"CUDA_VISIBLE_DEVICES is '{visible}': unset it, or name a GPU"
+        if visible is not None:
+            hint = f"CUDA_VISIBLE_DEVICES is '{visible}': unset it, or name a GPU"
         reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(f"torch cannot use a GPU: {reason} ({hint}); or use {cpu_packages}") from error
-    if local_rank >= (num_gpus := torch.cuda.device_count()):
+    num_gpus = torch.cuda.device_count()
+    if local_rank >= num_gpus:
         raise ConfigError(f"torch sees {num_gpus} GPUs, and each process needs one: use --nproc_per_node={num_gpus}")
     return torch.device("cuda", local_rank)
 
@@ -187,23 +238,32 @@ def local_rows(tensor: torch.Tensor) -> slice:
     if not isinstance(tensor, DTensor):
         return slice(0, len(tensor))
     assert tensor.placements[-1] == Shard(0), tensor.placements  # with replicas, the placement before it is Replicate
-    rows_per_rank = -(-len(tensor) // tensor.device_mesh.size(-1))
-    start = min(tensor.device_mesh.get_coordinate()[-1] * rows_per_rank, len(tensor))
-    return slice(start, min(start + rows_per_rank, len(tensor)))
+    num_rows = len(tensor)
+    rows_per_rank = math.ceil(num_rows / tensor.device_mesh.size(-1))
+    place = tensor.device_mesh.get_coordinate()[-1]
+    start = min(place * rows_per_rank, num_rows)
+    stop = min(start + rows_per_rank, num_rows)
+    return slice(start, stop)
 
 
 def on_rank0(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """What `work` returns on rank 0 (of the group), or of SHARED_ERRORS raises there, on all ranks."""
     if not dist.is_initialized():
         return work()
-    try:
-        shared = [work() if (group or dist.group.WORLD).rank() == 0 else None]
-    except SHARED_ERRORS as error:
-        shared = [error]
+    if group is None:
+        group = dist.group.WORLD
+    result = None
+    if group.rank() == 0:  # dist.get_rank does not know the group that joins the sides of a split job
+        try:
+            result = work()
+        except SHARED_ERRORS as error:
+            result = error
+    shared = [result]
     dist.broadcast_object_list(shared, group_src=0, group=group)
-    if isinstance(shared[0], SHARED_ERRORS):
-        raise shared[0]
-    return shared[0]
+    (result,) = shared
+    if isinstance(result, SHARED_ERRORS):
+        raise result
+    return result
 
 
 def seed_everything(seed: int) -> None:
@@ -216,4 +276,6 @@ def seed_everything(seed: int) -> None:
 def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """The array on the device. To a GPU from pinned memory, as any other copy waits for all that is queued there."""
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections import defaultdict
 from pathlib import Path
+from types import FrameType
 
 from config import WatchdogConfig
 from support.system.disk import describe_os_error, write_whole
@@ -21,6 +22,7 @@ from support.system.exits import EXIT_CRASH, EXIT_HUNG, GRACE_SECONDS, LIBRARIES
 from support.system.ranks import Ranks
 
 POLL_SECONDS = 1.0
+WAITS = "waits for other ranks"  # what the line of a rank in a collective says
 
 
 class Watchdog:
@@ -44,10 +46,12 @@ class Watchdog:
     def enter(self, phase: str, *, waits: bool = False) -> None:
         """This rank now begins `phase`. waits: for other ranks, without limit: their watchdogs limit what they do."""
         now = time.monotonic()
+        past = [*self.seconds[self.phase], now - self.since]
         # A new list, and the time before the phase: the thread below may read at any point.
-        self.seconds[self.phase] = [*self.seconds[self.phase], now - self.since][-50:]
+        self.seconds[self.phase] = past[-50:]
         self.since = now
-        self.phase, self.waits = phase, waits
+        self.phase = phase
+        self.waits = waits
         # For when the thread below cannot run because C code keeps the interpreter's lock: a thread without Python.
         faulthandler.dump_traceback_later(self.limit() + 6 * GRACE_SECONDS, exit=True)
 
@@ -56,7 +60,9 @@ class Watchdog:
         if self.waits:
             return 1e8
         past = self.seconds.get(self.phase)
-        return max(self.cfg.min_seconds, self.cfg.factor * statistics.median(past)) if past else self.cfg.first_seconds
+        if not past:
+            return self.cfg.first_seconds
+        return max(self.cfg.min_seconds, self.cfg.factor * statistics.median(past))
 
     def stop(self) -> None:
         """Before this rank leaves: its end is no death."""
@@ -65,42 +71,63 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self.stopped.wait(POLL_SECONDS):
-            if time.monotonic() - self.since > self.limit() or self.folder.exists():
+            seconds_in_phase = time.monotonic() - self.since
+            another_is_hung = self.folder.exists()
+            if seconds_in_phase > self.limit() or another_is_hung:
                 self._end_hung()
             lost = self.ranks.peers.find_lost(self.run_folder)
             if lost and not self.stopped.wait(GRACE_SECONDS):
                 self._leave(EXIT_CRASH, lost)
 
     def _end_hung(self) -> None:
+        """Writes the stacks of this rank, waits for those of the others, and says who hangs."""
+        self._write_stacks()
+        end = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < end and len(self._stack_files()) < self.ranks.job_size:
+            time.sleep(0.1)
+        name = self.ranks.peers.name
+        line_of_rank = {}
+        for rank in range(self.ranks.job_size):
+            line_of_rank[rank] = f"{name(rank)}: does not answer"
+        for file in self._stack_files():
+            rank = int(file.stem.removeprefix("rank_"))
+            line_of_rank[rank] = file.read_text().splitlines()[0]
+        stuck = [rank for rank, line in line_of_rank.items() if WAITS not in line]
+        if stuck:
+            who = f"{', '.join(map(name, stuck))} reached no collective"
+            places = "; ".join(line_of_rank[rank] for rank in stuck)
+        else:
+            who = "all ranks wait for each other"
+            places = "; ".join(line_of_rank.values())
+        self._leave(EXIT_HUNG, f"hung: {who}; {places}; stacks of all ranks: {self.folder}")
+
+    def _write_stacks(self) -> None:
         frames = sys._current_frames()
         main_frame = frames.pop(self.main)
-        texts = [self._where(main_frame), "".join(traceback.format_stack(main_frame))]
-        texts += ["another thread:\n" + "".join(traceback.format_stack(frame)) for frame in frames.values()]
-        name = self.ranks.peers.name
+        where = self._where(main_frame)
+        texts = [where, "".join(traceback.format_stack(main_frame))]
+        for frame in frames.values():
+            texts.append("another thread:\n" + "".join(traceback.format_stack(frame)))
         try:
             self.folder.mkdir(exist_ok=True)  # the other ranks see it and dump their stacks too
             write_whole(self.folder / f"rank_{self.ranks.job_rank:05d}.txt", "\n".join(texts))
         except OSError as error:
-            self._leave(EXIT_HUNG, f"hung: {texts[0]}; its stack cannot be written ({describe_os_error(error)})")
-        end = time.monotonic() + GRACE_SECONDS
-        while time.monotonic() < end and len(list(self.folder.glob("*.txt"))) < self.ranks.job_size:
-            time.sleep(0.1)
-        lines = {int(f.stem[5:]): f.read_text().splitlines()[0] for f in sorted(self.folder.glob("*.txt"))}
-        missing = [rank for rank in range(self.ranks.job_size) if rank not in lines]
-        lines |= {rank: f"{name(rank)}: does not answer" for rank in missing}
-        stuck = [rank for rank in sorted(lines) if "waits for other ranks" not in lines[rank]]
-        who = f"{', '.join(map(name, stuck))} reached no collective" if stuck else "all ranks wait for each other"
-        places = "; ".join(lines[rank] for rank in stuck or sorted(lines))
-        self._leave(EXIT_HUNG, f"hung: {who}; {places}; stacks of all ranks: {self.folder}")
+            self._leave(EXIT_HUNG, f"hung: {where}; its stack cannot be written ({describe_os_error(error)})")
 
-    def _where(self, frame) -> str:
+    def _stack_files(self) -> list[Path]:
+        return sorted(self.folder.glob("*.txt"))
+
+    def _where(self, frame: FrameType) -> str:
         """One line: what this rank does, for how long, and at which line of which file."""
         stack = traceback.extract_stack(frame)
         ours = [entry for entry in stack if not entry.filename.startswith(LIBRARIES)]
         last = ours[-1] if ours else stack[-1]
         # A generator that decodes ahead while it waits for a request may hang in its engine.
-        waits = (self.waits and last.name == "_next_request") or any("torch/distributed" in e.filename for e in stack)
-        doing = "waits for other ranks in" if waits else "is at"
+        waits_for_request = self.waits and last.name == "_next_request"
+        is_in_collective = any("torch/distributed" in entry.filename for entry in stack)
+        doing = "is at"
+        if waits_for_request or is_in_collective:
+            doing = f"{WAITS} in"
         return (
             f"{self.ranks.peers.name(self.ranks.job_rank)}: step {self.step}, {self.phase}, "
             f"{time.monotonic() - self.since:.0f} s (limit {self.limit():.0f} s), "
