@@ -22,11 +22,13 @@ from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import TracebackType
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from config import CheckpointingConfig, ConfigError
@@ -39,6 +41,12 @@ from support.system.optimizer import Optimizer
 from support.system.ranks import Ranks, any_rank, gather, local_rows, on_rank0
 
 MAX_FAILURES = 3  # saves in a row that the disk refused, before the run stops
+
+
+class HasState(Protocol):
+    """An optimizer: parameter -> name -> what it keeps between steps."""
+
+    state: dict[Tensor, dict[str, Tensor | float]]
 
 
 def write_part(file: Path, write: Callable[[], None]) -> dict | str:
@@ -54,16 +62,19 @@ def write_part(file: Path, write: Callable[[], None]) -> dict | str:
 def commit(temporary: Path, meta: dict, parts: Sequence[dict | str]) -> None:
     """Completes `step_000010.tmp` with meta.json and renames it to `step_000010`. `parts`: what `write_part` returned
     on this rank. A collective. Raises OSError, on all ranks, where the disk refused something."""
-    all_parts = list(chain(*gather(parts)))
-    if problems := [part for part in all_parts if isinstance(part, str)]:
-        raise OSError(problems[0])
-    meta = meta | {"files": {name: entry for part in all_parts for name, entry in part.items()}}
+    files = {}
+    for part in chain.from_iterable(gather(parts)):
+        if isinstance(part, str):
+            raise OSError(part)
+        files |= part
+    meta = meta | {"files": files}
     on_rank0(lambda: _write_meta(temporary, meta))
     on_rank0(lambda: replace_folder(temporary, temporary.with_suffix("")))  # one is there if the run went back
 
 
 def _write_meta(folder: Path, meta: dict) -> None:
-    write_whole(folder / "meta.json", json.dumps(meta | {"sha256": digest(meta)}, indent=1))
+    content = meta | {"sha256": digest(meta)}
+    write_whole(folder / "meta.json", json.dumps(content, indent=1))
 
 
 class Saver(AbstractContextManager):
@@ -81,11 +92,19 @@ class Saver(AbstractContextManager):
         self.saved: int | None = None  # the newest step that is on disk
         self.num_failures = 0
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None or isinstance(error, (StopRun, Saved)):  # what all ranks raise together
             self.finish()
 
-    def save(self, step: int, model, optimizer, state: dict, reference: dict[str, Tensor], metrics: dict[str, float]):
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: HasState,
+        state: dict,
+        reference: dict[str, Tensor],
+        metrics: dict[str, float],
+    ) -> None:
         """Begins checkpoint `step`: on return the state is copied, and training may go on. `state`: JSON-able, `load`
         returns it. `reference`: this rank's rows of the reference policy by parameter name, or {}. `metrics`: of the
         last training step; keep_top_k compares one of these or of `state["last_validation"]`. A disk without room costs
@@ -93,32 +112,42 @@ class Saver(AbstractContextManager):
         self.finish()
         metric = self._metric(metrics, state.get("last_validation", {}))
         tensors = _copy_to_host(model, optimizer, reference)
-        size = sum(gather(sum(tensor.nbytes for tensor in tensors.values())))
+        own_size = sum(tensor.nbytes for tensor in tensors.values())
+        size = sum(gather(own_size))
         temporary = self.folder / f"step_{step:06d}.tmp"
         try:
             on_rank0(lambda: self._make_room(temporary, size))
         except OSError as error:
-            return self._give_up(temporary, str(error))
+            self._give_up(temporary, str(error))
+            return
         meta = {"version": VERSION, "step": step, "world_size": self.ranks.world_size, "state": state, "metric": metric}
-        self.pending = temporary, json.loads(json.dumps(meta))  # the run goes on changing `state`
+        copy_of_meta = json.loads(json.dumps(meta))  # the run goes on changing `state`
+        self.pending = temporary, copy_of_meta
         file = temporary / f"rank_{self.ranks.rank:05d}.safetensors"
-        write = partial(write_part, file, partial(save_file, tensors, file)) if tensors else dict  # no file, no entry
-        self.written = self.writer.submit(write)
+        if tensors:
+            self.written = self.writer.submit(write_part, file, partial(save_file, tensors, file))
+        else:
+            self.written = self.writer.submit(dict)  # no file, no entry
 
     def poll(self) -> None:
         """Commits the pending checkpoint if all ranks have written their part; else leaves it for later."""
-        if self.pending is not None and not any_rank(not self.written.done()):
+        if self.pending is None:
+            return
+        is_writing = not self.written.done()
+        if not any_rank(is_writing):
             self.finish()
 
     def finish(self) -> None:
         """Waits for the pending checkpoint and commits it."""
         if self.pending is None:
             return
-        (temporary, meta), self.pending = self.pending, None
+        temporary, meta = self.pending
+        self.pending = None
         try:
             commit(temporary, meta, [self.written.result()])
-            self.saved, self.num_failures = meta["step"], 0
-            on_rank0(partial(self._prune, meta["step"]))
+            self.saved = meta["step"]
+            self.num_failures = 0
+            on_rank0(lambda: self._prune(meta["step"]))
         except OSError as error:
             self._give_up(temporary, str(error))
 
@@ -130,32 +159,45 @@ class Saver(AbstractContextManager):
     def _metric(self, train: dict[str, float], validation: dict[str, float]) -> float | None:
         """What keep_top_k compares: a number of the last step or the last validation; None if there is none, or NaN."""
         name = self.cfg.metric_name
-        metrics = {f"train/{key}": value for key, value in train.items()} | validation
-        if not (train if name.startswith("train/") else validation):
+        train = {f"train/{key}": value for key, value in train.items()}
+        if name.startswith("train/"):
+            is_measured = len(train) > 0
+        else:
+            is_measured = len(validation) > 0
+        if not is_measured:
             return None
+        metrics = train | validation
         if name not in metrics and self.cfg.keep_top_k:
             known = ", ".join(sorted(metrics))
             raise StopRun(f"checkpointing.metric_name={name}: there is no such metric; use one of {known}")
-        return metrics[name] if math.isfinite(metrics.get(name, math.nan)) else None
+        value = metrics.get(name, math.nan)
+        if not math.isfinite(value):
+            return None
+        return value
 
     def _make_room(self, temporary: Path, size: int) -> None:
         for leftover in (*self.folder.glob("step_*.tmp"), *self.folder.glob("step_*.old")):  # by a kill
             shutil.rmtree(leftover)
         temporary.mkdir(parents=True)
         free = shutil.disk_usage(temporary).free
-        if free < 1.05 * size:  # headers, meta.json, blocks
-            needed = f"a checkpoint needs {1.05 * size / 2**20:,.1f} MiB"
-            raise OSError(f"{self.folder}: {free / 2**20:,.1f} MiB free, {needed}")
+        needed = 1.05 * size  # headers, meta.json, blocks
+        if free < needed:
+            needs = f"a checkpoint needs {needed / 2**20:,.1f} MiB"
+            raise OSError(f"{self.folder}: {free / 2**20:,.1f} MiB free, {needs}")
 
     def _prune(self, step: int) -> None:
         """Removes all but the newest keep_latest and the best keep_top_k, and those after `step`: the run went back."""
         later = [path for number, path in numbered(self.folder, "step_").items() if number > step]
-        whole = [path for path in committed(self.folder) if path not in later]
+        newest = [path for path in committed(self.folder) if path not in later]
         best = [path for path in by_metric(self.folder, self.cfg.higher_is_better) if path not in later]
-        for path in [*later, *whole[self.cfg.keep_latest :]]:
-            if path not in best[: self.cfg.keep_top_k or 0]:
-                os.rename(path, gone := path.with_suffix(".old"))  # a kill amid rmtree must not leave half a checkpoint
-                shutil.rmtree(gone)
+        kept = newest[: self.cfg.keep_latest]
+        if self.cfg.keep_top_k:
+            kept += best[: self.cfg.keep_top_k]
+        for path in [*later, *newest]:
+            if path not in kept:
+                removed = path.with_suffix(".old")
+                os.rename(path, removed)  # a kill amid rmtree must not leave half a checkpoint
+                shutil.rmtree(removed)
 
     def _give_up(self, temporary: Path, problem: str) -> None:
         if self.ranks.rank == 0:
@@ -168,7 +210,15 @@ class Saver(AbstractContextManager):
         self.ranks.print_rank0(f"WARNING: {failure}; training continues, and the next checkpoint will be tried")
 
 
-def load(folder: Path, cfg: CheckpointingConfig, model, optimizer, ranks: Ranks, reference: dict, base=None) -> dict:
+def load(
+    folder: Path,
+    cfg: CheckpointingConfig,
+    model: nn.Module,
+    optimizer: HasState | None,
+    ranks: Ranks,
+    reference: dict[str, Tensor],
+    base: str | None = None,
+) -> dict:
     """Restores the newest checkpoint of `folder`, or the one that resume_step names, on any number of ranks: into the
     model, the `reference` (as in `save`) and a fresh optimizer, or without one the weights alone. Returns its `state`,
     with `step`. resume=auto takes the newest good checkpoint, with a warning for each damaged one; else the newest must
@@ -177,10 +227,12 @@ def load(folder: Path, cfg: CheckpointingConfig, model, optimizer, ranks: Ranks,
         problem = problem_of(path, ranks)
         if problem is None:
             meta = read_meta(path)
-            if meta["state"].get("base_sha256") != base:
+            state = meta["state"]
+            if state.get("base_sha256") != base:
                 raise ConfigError(f"{path}: its adapters belong to other weights: name those in policy.model_name")
             _restore(path, sorted(meta["files"]), model, optimizer, reference)
-            return meta["state"] | {"step": meta["step"]}
+            state["step"] = meta["step"]
+            return state
         if cfg.resume != "auto":
             raise ConfigError(damaged(problem, path))
         ranks.print_rank0(f"WARNING: {problem}: continuing from an older checkpoint")
@@ -190,20 +242,33 @@ def load(folder: Path, cfg: CheckpointingConfig, model, optimizer, ranks: Ranks,
 def problem_of(path: Path, ranks: Ranks) -> str | None:
     """What is wrong with a checkpoint, or None; the same on all ranks, which share the work of reading its files."""
     meta = read_meta(path)
-    problem = meta if isinstance(meta, str) else None
-    for name in [] if problem else sorted(meta["files"])[ranks.rank :: ranks.world_size]:
+    if isinstance(meta, str):
+        own_problem = meta
+    else:
+        own_problem = _problem_of_files(path, meta["files"], ranks)
+    for problem in gather(own_problem):
+        if problem is not None:
+            return problem
+    return None
+
+
+def _problem_of_files(path: Path, files: dict[str, dict], ranks: Ranks) -> str | None:
+    """What is wrong with this rank's share of the files, or None."""
+    problem = None
+    for name in sorted(files)[ranks.rank :: ranks.world_size]:
+        file = path / name
         try:
-            if _sha256(path / name) != meta["files"][name]["sha256"]:
-                problem = f"{path / name}: content differs from its checksum in meta.json"
+            if _sha256(file) != files[name]["sha256"]:
+                problem = f"{file}: content differs from its checksum in meta.json"
         except OSError as error:
-            problem = f"{path / name}: {error.strerror}"
-    return next(filter(None, gather(problem)), None)
+            problem = f"{file}: {error.strerror}"
+    return problem
 
 
-def _copy_to_host(model, optimizer, reference: dict[str, Tensor]) -> dict[str, Tensor]:
+def _copy_to_host(model: nn.Module, optimizer: HasState, reference: dict[str, Tensor]) -> dict[str, Tensor]:
     """Name in the file -> copy of this rank's rows, for the thread to write; {} where another replica writes them."""
     params = _trained(model)
-    if any(any(p.device_mesh.get_coordinate()[:-1]) for p in params.values() if isinstance(p, DTensor)):
+    if not all(map(_is_of_first_replica, params.values())):
         return {}
     tensors = {f"reference.{name}": rows for name, rows in reference.items()}
     for name, param in params.items():
@@ -214,17 +279,27 @@ def _copy_to_host(model, optimizer, reference: dict[str, Tensor]) -> dict[str, T
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
+def _is_of_first_replica(param: Tensor) -> bool:
+    if not isinstance(param, DTensor):
+        return True
+    replica = param.device_mesh.get_coordinate()[:-1]  # () without replicas
+    return not any(replica)
+
+
 def _describe_state(value: Tensor | float, param: Tensor) -> tuple[str, Tensor]:
     """(kind, tensor to store) of what an optimizer keeps for a parameter. sharded: a DTensor like the parameter. local:
     a tensor like this rank's rows. replicated: any other, equal on all ranks; a number is a tensor without dims."""
     if isinstance(value, DTensor):
         assert value.shape == param.shape and value.placements == param.placements, (value.shape, value.placements)
         return "sharded", value.to_local()
-    value = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64)
-    return "local" if value.dim() and value.shape == local_shard(param).shape else "replicated", value
+    if not isinstance(value, Tensor):
+        value = torch.tensor(value, dtype=torch.float64)
+    if value.dim() > 0 and value.shape == local_shard(param).shape:
+        return "local", value
+    return "replicated", value
 
 
-def _read_state(files: list, name: str, kind: str, param: Tensor) -> Tensor:
+def _read_state(files: list[safe_open], name: str, kind: str, param: Tensor) -> Tensor:
     """What `_describe_state` described."""
     if kind == "replicated":
         return files[0].get_tensor(name).to(param.device)
@@ -236,16 +311,18 @@ def _read_state(files: list, name: str, kind: str, param: Tensor) -> Tensor:
     return tensor
 
 
-def _read_rows(files: list, name: str, param: Tensor) -> Tensor:
+def _read_rows(files: list[safe_open], name: str, param: Tensor) -> Tensor:
     """This rank's rows of a tensor like `param`, which lies in the files cut into rows, one rank's after another's."""
     rows = local_rows(param)
-    parts, start = [], 0
+    parts = []
+    start = 0  # the number, in the whole tensor, of the first row of the file
     for file in files:
         stored = file.get_slice(name)
-        length = stored.get_shape()[0]
-        low, high, _ = slice(max(rows.start - start, 0), max(rows.stop - start, 0)).indices(length)
-        parts.append(stored[low:high])
-        start += length
+        num_stored = stored.get_shape()[0]
+        first = min(max(rows.start - start, 0), num_stored)
+        end = min(max(rows.stop - start, first), num_stored)
+        parts.append(stored[first:end])
+        start += num_stored
     tensor = torch.cat(parts)
     if tensor.shape != local_shard(param).shape or start != len(param):
         raise ConfigError(f"{name}: {(start, *tensor.shape[1:])} in the checkpoint, {(*param.shape,)} in the model")
@@ -253,40 +330,50 @@ def _read_rows(files: list, name: str, param: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _restore(path: Path, shards: list[str], model, optimizer, reference: dict[str, Tensor]) -> None:
+def _restore(
+    path: Path, shards: list[str], model: nn.Module, optimizer: HasState | None, reference: dict[str, Tensor]
+) -> None:
     files = [safe_open(path / shard, framework="pt") for shard in shards]
     names = sorted(files[0].keys())
     params = _trained(model)
-    if other := {f"param.{name}" for name in params} ^ {name for name in names if name.startswith("param.")}:
-        raise ConfigError(f"{path}: does not fit policy.model_name: only one of the two has {min(other)}")
+    in_model = {f"param.{name}" for name in params}
+    in_checkpoint = {name for name in names if name.startswith("param.")}
+    if in_model != in_checkpoint:
+        other = min(in_model ^ in_checkpoint)
+        raise ConfigError(f"{path}: does not fit policy.model_name: only one of the two has {other}")
     for name, param in params.items():
         local_shard(param).copy_(_read_rows(files, f"param.{name}", param))
     if optimizer is None:
         return
     has_reference = any(name.startswith("reference.") for name in names)
-    if has_reference != bool(reference):
+    needs_reference = len(reference) > 0
+    if has_reference != needs_reference:
         saved = f"{path}: was saved {'with' if has_reference else 'without'} a reference policy"
         raise ConfigError(f"{saved}; set loss_fn.reference_policy_kl_penalty as in that run")
     for name, rows in reference.items():
         rows.copy_(_read_rows(files, f"reference.{name}", params[name]))
     for stored in names:
         kind, _, rest = stored.partition(".")
-        if kind not in ("param", "reference"):  # the optimizer's; there is none before the first step
-            key, _, name = rest.partition(".")
-            value = _read_state(files, stored, kind, params[name])
-            if kind in ("sharded", "local") and isinstance(optimizer, Optimizer):
-                value = optimizer.at_rest(key, value)  # at once: the device may not have room for all of them
-            optimizer.state[params[name]][key] = value
+        if kind in ("param", "reference"):
+            continue
+        # Of the optimizer, which has no state before its first step.
+        key, _, name = rest.partition(".")
+        value = _read_state(files, stored, kind, params[name])
+        if kind in ("sharded", "local") and isinstance(optimizer, Optimizer):
+            value = optimizer.at_rest(key, value)  # at once: the device may not have room for all of them
+        optimizer.state[params[name]][key] = value
 
 
-def _trained(model) -> dict[str, Tensor]:
+def _trained(model: nn.Module) -> dict[str, Tensor]:
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
 def weights_sha256(folder: Path, ranks: Ranks) -> str:
     """The fingerprint of a model folder's weights. The ranks share the work of reading the files. A collective."""
-    digests = gather([_sha256(file) for file in weight_files(folder)[ranks.rank :: ranks.world_size]])
-    return hashlib.sha256("".join(sorted(chain(*digests))).encode()).hexdigest()
+    own_files = weight_files(folder)[ranks.rank :: ranks.world_size]
+    digests = chain.from_iterable(gather([_sha256(file) for file in own_files]))
+    text = "".join(sorted(digests))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _sha256(file: Path) -> str:
