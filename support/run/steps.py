@@ -12,7 +12,7 @@ import torch
 from batch import Minibatch
 from config import Config
 from gap import check_canary
-from metrics import age_metrics
+from metrics import Numbers, age_metrics
 from model import Decoder
 from rollout import StepSamples
 from support.hf.weights import adapter_config, save_adapter, save_hf
@@ -44,34 +44,41 @@ def dump_if_due(run: Run, samples: StepSamples, adv_B: Sequence[float], step: in
             dump.write(run, samples.trained, adv_B, step)
 
 
-def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metrics: dict[str, float]) -> None:
+def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metrics: Numbers) -> None:
     """Counts the step and logs it. Raises Interrupted on all ranks when a signal asks any of them to stop."""
-    state, is_async = run.state, run.cfg.grpo.async_grpo.enabled
+    state = run.state
     state.step += 1
-    if is_async:
+    if run.cfg.grpo.async_grpo.enabled:
         metrics |= age_metrics(samples.trained, state.step, run.sampler.groups_under_way())
     state.cursor = run.inputs.train.record(samples.cursor, metrics)
     state.total_valid_tokens += metrics["global_valid_toks"]
     run.metrics = metrics
     seconds = run.timer.take()
     run.saver.poll()  # before the step is logged: a kill loses at most save_period logged steps
-    if is_async:
-        seconds |= {"exposed_generation": seconds["generation"], "weight_sync": seconds["prepare_for_generation"]}
-    working = seconds
-    if run.ranks.bridge and run.cfg.grpo.async_grpo.max_age:  # generators work while the trainers do
-        working = seconds | {"generation": seconds["total_step_time"]}
-    performance = performance_metrics(metrics, working, minibatches, run.model.config, run.cfg.policy)
-    performance |= run.memory.metrics(run.timer.peaks)
-    move_tokens([samples.trained[: run.cfg.logger.num_samples_to_log]])
-    if run.log:
-        run.log.step(state.step, metrics, seconds, performance)
-        run.log.samples(state.step, "train", samples.trained, run.inputs.tokenizer)
+    _log_step(run, samples, minibatches, seconds)
     run.told_to_stop = any_rank(run.signals.pending())
     if run.told_to_stop and not run.is_finished:
         raise Interrupted
 
 
-def check_engine(run: Run, step: int) -> dict[str, float]:
+def _log_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], seconds: Numbers) -> None:
+    """Logs metrics, seconds of the phases, speed, memory and some samples of the step. A collective."""
+    async_grpo = run.cfg.grpo.async_grpo
+    if async_grpo.enabled:  # NeMo RL's names
+        seconds["exposed_generation"] = seconds["generation"]
+        seconds["weight_sync"] = seconds["prepare_for_generation"]
+    working_seconds = dict(seconds)
+    if run.ranks.bridge and async_grpo.max_age:
+        working_seconds["generation"] = seconds["total_step_time"]  # generators work while the trainers do
+    performance = performance_metrics(run.metrics, working_seconds, minibatches, run.model.config, run.cfg.policy)
+    performance |= run.memory.metrics(run.timer.peaks)
+    move_tokens([samples.trained[: run.cfg.logger.num_samples_to_log]])
+    if run.log:
+        run.log.step(run.state.step, run.metrics, seconds, performance)
+        run.log.samples(run.state.step, "train", samples.trained, run.inputs.tokenizer)
+
+
+def check_engine(run: Run, step: int) -> Numbers:
     """Every canary_period steps, checks that the engine samples from the weights that it was sent; returns the gap."""
     grpo = run.cfg.grpo
     if grpo.canary_period == 0 or step % grpo.canary_period:
@@ -82,13 +89,20 @@ def check_engine(run: Run, step: int) -> dict[str, float]:
 
 
 def validation_is_due(run: Run) -> bool:
-    grpo, step = run.cfg.grpo, run.state.step
-    if step == 0 or run.told_to_stop:  # a run told to stop has no time to validate
-        return step == 0 and grpo.val_at_start
-    return (grpo.val_period > 0 and step % grpo.val_period == 0) or (run.is_finished and grpo.val_at_end)
+    """Whether the validation sets are to be scored now, after the newest step or before the first."""
+    grpo = run.cfg.grpo
+    step = run.state.step
+    if step == 0:
+        return grpo.val_at_start
+    if run.told_to_stop:
+        return False  # there is no time
+    if run.is_finished and grpo.val_at_end:
+        return True
+    return grpo.val_period > 0 and step % grpo.val_period == 0
 
 
 def save_if_due(run: Run) -> None:
+    """Saves every save_period steps, and after the last one."""
     with run.timer("checkpointing"):
         if run.state.step % run.cfg.checkpointing.save_period == 0 or run.is_finished:
             _save(run)
@@ -96,10 +110,12 @@ def save_if_due(run: Run) -> None:
 
 def _save(run: Run) -> None:
     """Saves a checkpoint of the step that has ended, if the config asks for checkpoints; never after a bad step."""
-    state, saver = run.state, run.saver
-    if saver.cfg.enabled and state.num_bad_steps == 0 and state.step != saver.saved:
-        reference = run.reference.shards if run.reference else {}
-        saver.save(state.step, run.model, run.optimizer, asdict(state), reference, run.metrics)
+    state = run.state
+    saver = run.saver
+    if not saver.cfg.enabled or state.num_bad_steps or state.step == saver.saved:
+        return
+    reference = run.reference.shards if run.reference else {}
+    saver.save(state.step, run.model, run.optimizer, asdict(state), reference, run.metrics)
 
 
 def save_early(run: Run) -> Exception:
@@ -110,19 +126,25 @@ def save_early(run: Run) -> Exception:
     after = f"stopped on request, after step {run.state.step}"
     if run.saver.saved == run.state.step:
         return Saved(f"{after}; continue with checkpointing.resume_from={run.folder}")
-    reason = "checkpointing.enabled=false"
-    if run.cfg.checkpointing.enabled:
-        reason = "it was a bad step" if run.state.num_bad_steps else "see above"
+    if not run.cfg.checkpointing.enabled:
+        reason = "checkpointing.enabled=false"
+    elif run.state.num_bad_steps:
+        reason = "it was a bad step"
+    else:
+        reason = "see above"
     return StopRun(f"{after}, which is not saved ({reason})")
 
 
 def stop_early(run: Run, stop: StopRun) -> StopRun:
     """Saves and exports a run that a check has stopped between two steps; returns the exception to raise. Amid a step
     the weights may be half an update further, and are given up."""
-    state, saver = run.state, run.saver
-    if state.step == 0 or "policy_training" in run.timer.seconds:
+    state = run.state
+    saver = run.saver
+    is_amid_update = "policy_training" in run.timer.seconds
+    if state.step == 0 or is_amid_update:
         return stop
-    state.cursor = stop.cursor or state.cursor
+    if stop.cursor:
+        state.cursor = stop.cursor
     try:
         saver.finish()
         if saver.saved == state.step:
@@ -131,34 +153,39 @@ def stop_early(run: Run, stop: StopRun) -> StopRun:
         saver.finish()
     except (StopRun, OSError) as error:
         run.ranks.print_rank0(f"WARNING: {error}")
-    problem = _export(run)
-    ends = f"{'' if saver.saved == state.step else 'not '}saved"
-    if run.cfg.checkpointing.save_hf_at_end:
-        ends += f", not exported ({problem})" if problem else ", exported"
-    return StopRun(f"{stop}. Step {state.step}: {ends}; continue with checkpointing.resume_from={run.folder}")
+    disk_problem = _export(run)
+    what_is_kept = "saved" if saver.saved == state.step else "not saved"
+    if disk_problem:
+        what_is_kept += f", not exported ({disk_problem})"
+    elif run.cfg.checkpointing.save_hf_at_end:
+        what_is_kept += ", exported"
+    return StopRun(f"{stop}. Step {state.step}: {what_is_kept}; continue with checkpointing.resume_from={run.folder}")
 
 
 def finish(run: Run) -> str:
     """Writes the Hugging Face folder and the closing table; returns why the run ended. StopRun if the disk refused."""
-    problem, reason = _export(run), f"trained to step {run.state.step}"
-    if problem:
-        raise StopRun(f"{reason}, not exported ({problem}): make room and set checkpointing.resume_from={run.folder}")
+    disk_problem = _export(run)
+    reason = f"trained to step {run.state.step}"
+    if disk_problem:
+        raise StopRun(
+            f"{reason}, not exported ({disk_problem}): make room and set checkpointing.resume_from={run.folder}"
+        )
     return reason
 
 
 def _export(run: Run) -> str | None:
     """Exports if the config asks for it, and closes the log; returns what the disk refused."""
     run.watchdog.enter("export")
-    problem = None
-    try:
-        if run.cfg.checkpointing.save_hf_at_end:
+    disk_problem = None
+    if run.cfg.checkpointing.save_hf_at_end:
+        try:
             with Progress("export"):
                 export(run.cfg, run.model, run.folder, run.inputs.tokenizer, run.state.base_sha256)
-    except OSError as error:
-        problem = describe_os_error(error)
+        except OSError as error:
+            disk_problem = describe_os_error(error)
     if run.log:
         run.log.close(run.state)
-    return problem
+    return disk_problem
 
 
 def export(cfg: Config, model: Decoder, folder: Path, tokenizer: Tokenizer, base_sha256: str | None) -> None:
