@@ -1,5 +1,6 @@
 """Starts a run: builds the policy, the engine and the sampler from the config, and restores a checkpoint."""
 
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -99,9 +100,11 @@ class Run(Job):
     def is_finished(self) -> bool:
         """After the last step, or when max_num_epochs leaves too few prompts for another: dynamic sampling may have
         drawn more than one batch a step. A step may draw into the next epoch: stopping it would waste its groups."""
-        grpo, num_drawn = self.cfg.grpo, self.state.cursor["position"]
-        used_up = num_drawn + grpo.prompts_per_batch > grpo.max_num_epochs * self.inputs.train.num_problems
-        return self.state.step >= self.num_steps or used_up
+        if self.state.step >= self.num_steps:
+            return True
+        num_drawn = self.state.cursor["position"]
+        num_after_next_batch = num_drawn + self.cfg.grpo.prompts_per_batch
+        return num_after_next_batch > self.cfg.grpo.max_num_epochs * self.inputs.train.num_problems
 
 
 def run_rank(usage: str, words: Sequence[str], work: Callable[[Job], str], *, to_train: bool = True) -> int:
@@ -132,10 +135,11 @@ def run_rank(usage: str, words: Sequence[str], work: Callable[[Job], str], *, to
 
 def plan_memory(cfg: Config, inputs: RunInputs, ranks: Ranks, gpu_bytes: float | None, trains=True) -> Memory:
     """Prints how much memory the run needs on each GPU. ConfigError if the GPU, or gpu_bytes, has less."""
-    others = 0
+    others = 0  # bytes that other processes hold
     if gpu_bytes is None and torch.cuda.is_available():
-        free, gpu_bytes = torch.cuda.mem_get_info()
-        others = max(0, *gather(gpu_bytes - free - OWN_CONTEXT, ranks.job))  # all ranks refuse, or none
+        free_bytes, gpu_bytes = torch.cuda.mem_get_info()
+        held = gpu_bytes - free_bytes - OWN_CONTEXT
+        others = max(0, *gather(held, ranks.job))  # the largest: all ranks refuse, or none
     plan = memory_plan(cfg, inputs, ranks.job_size, gpu_bytes)
     return Memory(replace(plan, trains=trains, others=others), ranks)
 
@@ -175,8 +179,9 @@ def set_up(job: Job) -> Run:
     for note in notes(cfg, run.num_steps):
         ranks.print_rank0(f"NOTE: {note}")
     if ranks.rank == 0:
-        num_print = -(-cfg.logger.num_val_samples_to_print // max(1, len(inputs.validation)))
-        logger = replace(cfg.logger, num_val_samples_to_print=num_print)
+        num_sets = max(1, len(inputs.validation))
+        num_print_of_set = math.ceil(cfg.logger.num_val_samples_to_print / num_sets)
+        logger = replace(cfg.logger, num_val_samples_to_print=num_print_of_set)
         run.log = RunLog(run.folder, logger, first_step=run.state.step + 1, num_steps=run.num_steps)
     return run
 
@@ -199,19 +204,23 @@ def _stop_at(signals: Signals, engine: Engine, ranks: Ranks) -> None:
 
 def restore(run: Run) -> None:
     """Loads the checkpoint that the config resumes: weights, the optimizer's state, the reference and the counters."""
-    cfg, train = run.cfg.checkpointing, run.inputs.train
+    cfg = run.cfg.checkpointing
+    train = run.inputs.train
     checkpoints = run.saver.folder
     if cfg.resume_from is None:
         if any(checkpoints.glob("step_*")):
             raise ConfigError(f"{checkpoints} holds checkpoints of another run: choose another checkpoint_dir")
         return
-    shards, base = run.reference.shards if run.reference else {}, run.state.base_sha256
-    counters = checkpoint.load(checkpoints, cfg, run.model, run.optimizer, run.ranks, shards, base)
-    run.state = state = RunState(**counters)
+    reference_shards = run.reference.shards if run.reference else {}
+    base_sha256 = run.state.base_sha256
+    counters = checkpoint.load(checkpoints, cfg, run.model, run.optimizer, run.ranks, reference_shards, base_sha256)
+    state = RunState(**counters)
+    run.state = state
     run.saver.saved = state.step
     if cfg.allow_changes and state.fingerprints != train.fingerprints:
-        allowed = "(checkpointing.allow_changes=true): reading starts at their first row"
-        run.ranks.print_rank0(f"WARNING: the data have changed {allowed}")
+        run.ranks.print_rank0(
+            "WARNING: the data have changed (checkpointing.allow_changes=true): reading starts at their first row"
+        )
         state.cursor = train.start()
         state.fingerprints = train.fingerprints
     train.check_same(state.fingerprints, cfg.resume_from)
@@ -245,9 +254,10 @@ def reference_dtype(cfg: Config) -> torch.dtype:
 
 def build_reference(cfg: Config, inputs: RunInputs, model: Decoder, device: torch.device) -> Reference | None:
     """What the KL is to, if there is one: the policy as it is now, or a teacher. A collective."""
-    policy, dtype = cfg.policy, reference_dtype(cfg)
     if cfg.loss_fn.reference_policy_kl_penalty == 0:
         return None
+    policy = cfg.policy
+    dtype = reference_dtype(cfg)
     if inputs.reference_model is None:
         return Reference(model, dtype)
     folder, model_config = inputs.reference_model
@@ -267,13 +277,19 @@ def build_reference(cfg: Config, inputs: RunInputs, model: Decoder, device: torc
 
 def compiles(option: bool | None, device_type: str) -> bool:
     """What policy.compile means on "cuda" or "cpu": null compiles on CUDA. ConfigError if nothing can compile."""
-    compiled = device_type == "cuda" if option is None else option
+    is_cuda = device_type == "cuda"
+    is_wanted = is_cuda if option is None else option
+    if not is_wanted:
+        return False
     is_off = torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
-    has_compiler = any(map(shutil.which, [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]))
-    if compiled and (device_type != "cuda" or is_off or not has_compiler):
-        needs = "a GPU, a C compiler (gcc, clang, or the one named in CC), and no TORCH_COMPILE_DISABLE or "
-        raise ConfigError(f"policy.compile needs {needs}TORCHDYNAMO_DISABLE; or set policy.compile=false")
-    return compiled
+    candidates = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    has_compiler = any(shutil.which(name) for name in candidates)
+    if not is_cuda or is_off or not has_compiler:
+        raise ConfigError(
+            "policy.compile needs a GPU, a C compiler (gcc, clang, or the one named in CC), and no "
+            "TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE; or set policy.compile=false"
+        )
+    return True
 
 
 def build(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> tuple[Decoder, Sampler | Generators]:
