@@ -5,7 +5,6 @@ are called at once. Any other environment has a thread, which calls it with all 
 decode step, and still gets batches. A thread ends with the process, since workers that it starts end with it.
 """
 
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ from config import ConfigError
 from envs import Environment, Exact, RewardModelEnv, StepResult, Turn
 from judges.pool import Graded, GraderPool
 from support.graders.environments import MathMultiReward, PoolEnvironment, read_results
+from support.system.disk import say
 from support.system.exits import Interrupted, StopRun
 from support.system.imports import describe
 
@@ -119,11 +119,12 @@ class Grading:
             if isinstance(error, ConfigError | Interrupted | StopRun) or not isinstance(error, Exception | SystemExit):
                 self.ended.put(error)
                 return
-            hint = "; with main_thread=True, step() may use signals" if "main thread" in str(error) else ""
-            problem = f"env_name '{env_name}' raised {describe(error)}{hint}"
+            raised = describe(error)
+            hint = "; with main_thread=True, step() may use signals" if "main thread" in raised else ""
+            problem = f"env_name '{env_name}' raised {raised}{hint}"
             if problem not in self.raised:
                 self.raised.append(problem)
-                print(f"WARNING: {problem}: the replies of that call are not graded", file=sys.stderr, flush=True)
+                say(f"WARNING: {problem}: the replies of that call are not graded", is_error=True)
             self.ended.put(dict.fromkeys(names, StepResult(0.0, "error")))
 
     def _work(self, env_name: str, device: int | None) -> None:

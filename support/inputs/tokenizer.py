@@ -148,7 +148,8 @@ class Tokenizer:
         raises ControlTokenInText. DataError if the template refuses the messages. Of a prompt of more than `max_tokens`
         it may return only the first ids, but more than `max_tokens`: to encode 25 MB takes 24 s.
         """
-        ids = self._encode(self._write(messages, tools, add_generation_prompt, escape=escape), max_tokens)
+        text = self._write(messages, tools, add_generation_prompt, escape=escape)
+        ids = self._encode(encodable(text) if escape else text, max_tokens)
         if self.templates or not ids:
             return ids
         plain, whole = (self.backend.encode("a", add_special_tokens=special).ids for special in (False, True))
@@ -176,7 +177,7 @@ class Tokenizer:
         text = self._write([*messages, reply, *observation], tools, escape=True)
         if hole not in text:
             raise DataError("the chat template leaves out the assistant's last message: it cannot do several turns")
-        text = text[text.rindex(hole) + 1 :]
+        text = encodable(text[text.rindex(hole) + 1 :])
         end = self.added.get(int(reply_ids[-1]), "") if len(reply_ids) else ""
         if end:
             text = re.sub(rf"\A\s*{re.escape(end)}", "", text)  # Llama 2 has a space before it
@@ -256,6 +257,11 @@ class Tokenizer:
         bare = text.strip()  # templates may trim
         before, after = ESCAPE * bare.startswith(self.ends), ESCAPE * bare.endswith(self.starts)
         return text.replace(bare, before + bare + after)
+
+
+def encodable(text: str) -> str:
+    """The text with U+FFFD for each half of a surrogate pair, which no tokenizer takes."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _raise_template_error(message: str) -> None:

@@ -370,7 +370,8 @@ def build_sampler(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.de
     ranks.print_rank0(f"engine: {engines}, vocabulary {engine.vocab_size:,}")
     endpoint = None
     if cfg.env.agents:
-        from support.agents.endpoint import Endpoint, ReplyParser  # a run without agents imports nothing of them
+        from support.agents.endpoint import Endpoint  # a run without agents imports nothing of them
+        from support.agents.parser import ReplyParser
 
         server = cfg.policy.generation.vllm_cfg.http_server_serving_chat_kwargs
         parse = ReplyParser(reply_parsers(), inputs.tokenizer, server)

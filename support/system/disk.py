@@ -81,8 +81,19 @@ class Console(io.FileIO):
 
 
 def keep_console() -> None:
-    """From here on no `print` of this process raises OSError, in users' code and libraries either."""
+    """From here on no `print` of this process raises OSError or UnicodeError, in users' code and libraries either."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         raw = io.BufferedWriter(Console(stream.fileno(), "wb", closefd=False))
-        setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True))
+        setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True))
+
+
+def say(text: str, *, is_error: bool = False) -> None:
+    """Prints a line of the run. It may quote what agents, graders, datasets or replies wrote: nothing in it clears the
+    user's screen, and nothing cannot be encoded."""
+    print(printable(text), file=sys.stderr if is_error else sys.stdout, flush=True)
+
+
+def printable(text: str) -> str:
+    """The text with its control characters, and all else that has no shape of its own, as Python escapes them."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from config import ConfigError
-from support.system.disk import NO_ROOM, describe_os_error, write_whole
+from support.system.disk import NO_ROOM, describe_os_error, say, write_whole
 
 EXIT_CRASH = 1
 EXIT_CONFIG = 2  # bad config, data or model folder
@@ -122,7 +122,7 @@ def report_exit(code: int, reason: str, run_folder: Path | None, peers: Peers = 
     files += [run_folder / "exit.json"] if run_folder else []
     if _write_once(files[0], text) if files else job_rank == 0:
         who = f" ({peers.name(job_rank)})" if code else ""
-        print(f"{reason}{who}", file=sys.stderr if code else sys.stdout, flush=True)
+        say(f"{reason}{who}", is_error=code != 0)
     for file in files[1:]:  # the run folder's last: its disk may be full, or hang
         _write_once(file, text)
 
@@ -153,7 +153,7 @@ def _write_once(file: Path, text: str) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        print(f"WARNING: {file} cannot be written ({describe_os_error(error)})", file=sys.stderr, flush=True)
+        say(f"WARNING: {file} cannot be written ({describe_os_error(error)})", is_error=True)
     return True
 
 
@@ -175,11 +175,16 @@ def describe_failure(error: BaseException, run_folder: Path | None = None, peers
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         reason = describe_os_error(error)
     else:
-        traceback.print_exception(error, file=sys.stderr)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(LIBRARIES)]
-    if frames and not error.__cause__:  # with a cause, the message was made to name the place
-        reason += f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})"
+        say("".join(traceback.format_exception(error)).rstrip(), is_error=True)
+    if not error.__cause__:  # else the message was made to name the place
+        reason += place_of(error)
     return EXIT_CRASH, f"crashed: {reason}" + (_go_on(run_folder) if has_other_hosts else "")
+
+
+def place_of(error: BaseException) -> str:
+    """Where the error was raised, as " (file:line, in name)": the innermost call that is no library's."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(LIBRARIES)]
+    return f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
 
 
 def _go_on(run_folder: Path | None) -> str:

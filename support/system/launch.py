@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from support.system.disk import keep_console
+from support.system.disk import keep_console, say
 from support.system.exits import die_with_parent, host_name
 
 
@@ -46,7 +46,7 @@ def main(file: Path) -> int:
         name = killed[rank].signal_name().replace("SIGKILL", "SIGKILL, by a user or for lack of memory (see dmesg)")
         reason = reason.replace(text, text.replace("is gone", f"was killed by {name}"))
     if end["code"]:
-        print(f"train.sh: exit code {end['code']}: {reason}", file=sys.stderr)
+        say(f"train.sh: exit code {end['code']}: {reason}", is_error=True)
     return end["code"]
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from config import ConfigError
 from support.system.bridge import COLLECTIVE_TIMEOUT, Bridge, split
+from support.system.disk import say
 from support.system.exits import NO_PEERS, Interrupted, Peers, StopRun, host_name
 
 T = TypeVar("T")
@@ -71,7 +72,7 @@ class Ranks:
     def print_rank0(self, text: str) -> None:
         """Prints a line for the user, on rank 0 only."""
         if self.rank == 0:
-            print(text, flush=True)
+            say(text)
 
     @property
     def leads_engine(self) -> bool:

@@ -17,7 +17,8 @@ from config import AgentConfig, ChatServerConfig, ConfigError
 from data import Sample, assign_to_ranks, pack_samples
 from judges.pool import Graded
 from loss import policy_loss
-from support.agents.calls import Refused, Request, Rollout, link_of, read_message
+from support.agents.calls import Rollout
+from support.agents.chat import Refused, Request, link_of, read_message
 from support.agents.environment import Agent
 from support.agents.worker import GIVEN, run
 from support.check import preflight
@@ -67,7 +68,7 @@ def test_a_tree_of_calls(tokenizer):
     rollout, user = Rollout((1, 2), 250, 8), {"role": "user", "content": "hi"}
     [first] = rollout.ask(1, request(user), 10, tokenizer)
     reply_of(first, tokenizer, "a")
-    first.add_reply({"role": "assistant", "content": "a"}, "")
+    first.add_reply({"role": "assistant", "content": "a"}, ["a"])
     said = [user, {"role": "assistant", "content": "a "}]
     two = rollout.ask(2, request(*said, {"role": "user", "content": "?"}, n=2), 10, tokenizer)
     [other] = rollout.ask(3, request(*said, {"role": "user", "content": "!"}), 10, tokenizer)
@@ -270,7 +271,7 @@ def test_vllms_parsers_by_name(name, tiny, tmp_path, capfd):
     from transformers import PreTrainedTokenizerFast
 
     from engine import reply_parsers
-    from support.agents.endpoint import ReplyParser
+    from support.agents.parser import ReplyParser
 
     tokenizer = Tokenizer(tiny[0])
     tokenizer.backend.add_tokens(["<tool_call>", "</tool_call>", "<|python_tag|>", "<think>", "</think>"])
@@ -296,7 +297,7 @@ def test_vllms_parsers_by_name(name, tiny, tmp_path, capfd):
 @pytest.mark.slow
 def test_a_parser_is_named_or_there_is_none(tiny):
     from engine import reply_parsers
-    from support.agents.endpoint import ReplyParser
+    from support.agents.parser import ReplyParser
 
     given, text = (reply_parsers(), Tokenizer(tiny[0])), "<think>a</think>b"
     assert ReplyParser(*given, ChatServerConfig())(text, [CALL]) == (None, text, [])

@@ -220,7 +220,7 @@ def test_a_key_is_one_rollouts_and_dies_with_it(endpoint, num_guesses):
     endpoint.close(opened[0][0])
     [late, alive] = serve(endpoint, [lambda url=url: post(url, {"messages": USER}) for _, url in opened])
     assert (late.status_code, alive.status_code) == (404, 200)
-    port = endpoint.port
+    port = endpoint.server.port
     with pytest.raises(httpx.ConnectError):  # another interface of this machine
         httpx.get(f"http://{other_address()}:{port}/", timeout=2).raise_for_status()
     endpoint.shut_down()
@@ -313,9 +313,10 @@ def test_stop_strings_cut_the_text_as_vllms_and_the_ids_after_them(case, endpoin
         for c in rollout.calls
         if c.completion.ids[-1] not in case.engine.stop_token_ids and c.completion.finish_reason == "stop"
     )
-    text, missing = endpoint._message(call)
+    content = endpoint._read(call).content
+    [missing] = [stop for stop in stops if stop in case.tokenizer.decode(call.completion.ids)][:1]
     for ending in ("", missing):
-        messages = [*call.request.messages, {"role": "assistant", "content": text["content"] + ending}, USER[0]]
+        messages = [*call.request.messages, {"role": "assistant", "content": content + ending}, USER[0]]
         serve(endpoint, [lambda messages=messages: post(url, {"messages": messages})])
         assert rollout.calls[-1].parent is call
     endpoint.close(key)

@@ -160,7 +160,7 @@ def test_bad_agents_end_as_documented_and_leave_nothing(case, capfd):
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert "sleep 987" not in left
     assert case.engine.is_idle and not case.engine.unclaimed and not case.endpoint.rollouts
-    assert not case.endpoint.running and not case.endpoint.futures
+    assert not case.endpoint.running and not case.endpoint.server.futures
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -175,9 +175,9 @@ def test_a_thousand_calls_at_once(case):
     assert (first.outcome, first.reward, first.num_calls) == ("ok", 1, 4), first.message
     assert (second.outcome, second.is_graded) == ("timeout", True) and 0 < second.num_calls <= 1001
     assert second.num_trained_tokens > 0 and case.engine.is_idle and not case.engine.unclaimed
-    while not case.endpoint.inbox.empty():  # what came after the end of the rollout
+    while not case.endpoint.server.inbox.empty():  # what came after the end of the rollout
         case.endpoint.before_step()
-    assert not case.endpoint.running and not case.endpoint.futures
+    assert not case.endpoint.running and not case.endpoint.server.futures
 
 
 def test_a_rollout_of_several_rows_is_one_sample_in_its_group_and_all_its_tokens_are_trained(case):

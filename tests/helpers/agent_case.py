@@ -16,6 +16,7 @@ from model import load_policy
 from rollout import Sampler
 from support.agents.endpoint import Endpoint
 from support.agents.environment import Agent
+from support.agents.parser import Parsed
 from support.hf.weights import full_tensors
 from support.inputs.model_config import read_model_config
 from support.inputs.tokenizer import Tokenizer
@@ -34,8 +35,8 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
 def as_calls(text, tools):
     """A stand-in for a parser: with tools every reply that has an even length is a call."""
     if tools and len(text) % 2 == 0:
-        return None, None, [{"name": "f", "arguments": f'{{"q": {len(text)}}}'}]
-    return None, text, []
+        return Parsed(None, None, [{"name": "f", "arguments": f'{{"q": {len(text)}}}'}])
+    return Parsed(None, text, [])
 
 
 as_calls.needs_special_tokens = True
