@@ -68,7 +68,8 @@ sys.exit(code)
 
 
 def copy_of_repository(folder: Path) -> Path:
-    for name in ("setup.sh", "train.sh", "requirements", "system", "config.py"):
+    for name in ("setup.sh", "train.sh", "requirements", "support/__init__.py", "support/system", "config.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, folder / name)
     (folder / "grpo.py").write_text(PLAYED_RUN)
