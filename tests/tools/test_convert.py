@@ -1,6 +1,7 @@
 """Configs of TRL and verl, from their own examples, become ours: what is written, what is said, and the loss."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import fields
@@ -17,7 +18,22 @@ from loss import policy_loss
 from support.check import rules
 from support.inputs import reader
 from support.inputs.keys import FIELDS, SECTIONS
-from tools.convert import CONVERTED, DIFFER, LEFT, NAMES, NONE, SAME, UNKNOWN, _row_of, convert
+from tools.convert import (
+    COMPUTED,
+    CONVERTED,
+    DIFFER,
+    LEFT,
+    NAMES,
+    NONE,
+    NOT_QUITE,
+    READ,
+    SAME,
+    UNKNOWN,
+    _named_as_now,
+    _row_of,
+    convert,
+    load_table,
+)
 
 pytestmark = pytest.mark.slow
 PEFT = {"enabled": True, "lora_A_init": "uniform"}
@@ -25,10 +41,6 @@ PEFT = {"enabled": True, "lora_A_init": "uniform"}
 PEERS = ROOT / "tests" / "helpers" / "peers"
 NO_DATA = "data.train.data_path is not set: name the jsonl file of training problems"
 EXAMPLES = sorted(path.name for path in PEERS.iterdir() if path.name.startswith(("trl_", "verl_")))
-
-
-def table(system):
-    return yaml.safe_load((ROOT / "tools" / f"from_{system}.yaml").read_text())
 
 
 def converted(name, folder, *overrides):
@@ -39,7 +51,7 @@ def converted(name, folder, *overrides):
     report = convert(system, str(PEERS / name), overrides, str(out))
     sections, heading = {}, None
     for line in report.splitlines()[1:]:
-        if line in (CONVERTED, SAME, NONE, DIFFER, LEFT):
+        if line in (READ, CONVERTED, SAME, NOT_QUITE, NONE, COMPUTED, DIFFER, LEFT):
             sections[line] = heading = {}
         else:
             key, _, text = line.strip().partition(": " if sections and DIFFER not in sections else "=")
@@ -49,33 +61,28 @@ def converted(name, folder, *overrides):
 
 @pytest.mark.parametrize("system", NAMES)
 def test_the_tables_name_keys_of_ours(system):
-    rows = table(system)["keys"]
-    named = set(table(system)["always"])
-    words = "default to with updates values when unless share sizes same none refused but".split()
+    rows = load_table(system)["keys"]
+    named = set(load_table(system)["always"])
+    words = "default kind to with updates values when unless share made same none refused but".split()
     for key, row in rows.items():
         assert row.keys() <= {*words}, key
-        assert row.keys() & {"to", "values", "sizes", "same", "none", "refused"}, key
+        assert row.keys() & {"to", "values", "made", "same", "none", "refused"}, key
         named |= set([row["to"]] if isinstance(row.get("to", []), str) else row.get("to", []))
-        named |= {*row.get("sizes", ())}
+        named |= {*row.get("made", ())}
         named |= {ours for keys in row.get("values", {}).values() for ours in keys} | row.get("with", {}).keys()
         assert set(row.get("when", ())) <= rows.keys() and all("default" in rows[w] for w in row.get("when", ())), key
         assert {*row.get("unless", ()), row.get("share", key)} <= rows.keys(), key
     assert named <= FIELDS.keys() - SECTIONS.keys() | {"data.train", "data.validation"}, named
-    assert table(system)["assumed"].keys() <= FIELDS.keys()
+    assert load_table(system)["assumed"].keys() <= FIELDS.keys()
 
 
 def test_every_training_argument_has_a_row_and_its_default():
     from transformers import TrainingArguments
 
-    rows = table("trl")["keys"]
+    rows = load_table("trl")["keys"]
     theirs = {field.name: field.default for field in fields(TrainingArguments)}
     assert [key for key in theirs if not any(fnmatchcase(key, row) for row in rows)] == []
-    of_trl = {
-        "learning_rate",
-        "gradient_checkpointing",
-        "bf16",
-        "remove_unused_columns",
-    }  # has other defaults for these
+    of_trl = {"learning_rate", "gradient_checkpointing", "bf16", "remove_unused_columns"}  # has others for these
     differ = {key: rows[key]["default"] for key in rows.keys() & theirs.keys() - of_trl if "default" in rows[key]}
     assert {key: theirs[key] for key in differ} == differ and len(differ) >= 25
 
@@ -218,7 +225,7 @@ def test_the_loss_is_theirs(name, tmp_path, monkeypatch):
         ("trl", "eval_steps: [1]", "eval_steps=[1]: expected a number, or null"),
         ("trl", "max_prompt_length: long", "max_prompt_length=long: expected a number, or null"),
         ("verl", "nothing", "it has no override of verl's, such as algorithm.adv_estimator=grpo"),
-        ("verl", "a.b=1 'c", "not a shell command (No closing quotation)"),
+        ("verl", "a.b=1 'c", "not a shell command (No closing quotation"),
     ],
 )
 def test_what_is_refused(system, text, problem, tmp_path):
@@ -230,14 +237,37 @@ def test_what_is_refused(system, text, problem, tmp_path):
 
 
 @pytest.mark.parametrize("system", NAMES)
-def test_each_known_key_under_a_wildcard_is_taken_for_itself(system):
-    theirs = table(system)
-    rows = theirs["keys"]
-    for section, names in theirs["known"].items():
+def test_each_key_of_theirs_has_a_row(system):
+    """Those of the recorded version, with the defaults of the rows, and those of older versions."""
+    table = load_table(system)
+    rows, recorded = table["keys"], table["recorded"]
+    without = [key for key in recorded if _row_of(key, table, "") == UNKNOWN]
+    assert without == []
+    named_here = {"actor_rollout_ref.rollout.name", "data.train_files", "data.val_files"}  # users have to name these
+    defaults = {
+        key: rows[key]["default"] for key in rows.keys() & recorded.keys() - named_here if "default" in rows[key]
+    }
+    assert {key: recorded[key] for key in defaults} == defaults and len(defaults) >= 80
+    for section, names in table["older"].items():
         for name in names.split() if "*" not in section else ():
             key = f"{section}.{name}".lstrip(".")
-            assert _row_of(key, theirs, "") not in ("", UNKNOWN), key
-            assert key not in rows and any(fnmatchcase(key, row) for row in rows), key
+            assert _row_of(key, table, "") != UNKNOWN and key not in recorded, key
+
+
+WHEELS = {"trl": "trl-1.16.0-py3-none-any.whl", "verl": "verl-0.9.1-py3-none-any.whl"}
+
+
+@pytest.mark.skipif(
+    "PEER_WHEELS" not in os.environ, reason="PEER_WHEELS names no folder with the wheels of TRL and verl"
+)
+@pytest.mark.parametrize("system", NAMES)
+def test_the_recorded_defaults_are_those_of_the_wheel(system):
+    wheel = Path(os.environ["PEER_WHEELS"]) / WHEELS[system]
+    command = [sys.executable, str(PEERS / "defaults.py"), str(wheel)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    table = load_table(system)
+    assert _named_as_now(yaml.safe_load(done.stdout), table) == table["recorded"]
+    assert WHEELS[system].split("-")[1] == table["version"]
 
 
 def test_a_key_that_is_like_no_other_is_not_said_to_have_no_effect(tmp_path):
@@ -252,8 +282,8 @@ def test_a_quoted_default_is_the_default(tmp_path):
     for quote in ("", "'"):
         text = "\n".join(
             f"{key}: {quote}{json.dumps(row['default'])}{quote}"
-            for key, row in table("trl")["keys"].items()
-            if type(row.get("default")) in (int, float) or row.keys() >= {"default", "sizes"}
+            for key, row in load_table("trl")["keys"].items()
+            if type(row.get("default")) in (int, float) or row.keys() >= {"default", "made"}
         )
         (tmp_path / "theirs.yaml").write_text(text)
         (tmp_path / "ours.yaml").unlink(missing_ok=True)
@@ -346,7 +376,7 @@ def test_values_of_several_keys(tmp_path):
     assert cfg.loss_fn.ratio_clip_min == 1.0
     cfg, _ = ours("use_vllm=true", "vllm_importance_sampling_cap=2.0")
     assert cfg.loss_fn.truncated_importance_sampling_ratio == 2
-    refused = ["loss_type=sapo", "reward_weights=[1.0,2.0]", "multi_objective_aggregation=normalize_then_sum"]
+    refused = ["loss_type=sapo", "reward_weights=[1.0,2.0]", "multi_objective_aggregation=other"]
     for word in [*refused, "scale_rewards=mean", "top_entropy_quantile=0.2", "importance_sampling_level=word"]:
         with pytest.raises(ConfigError) as error:
             ours(word)

@@ -1,0 +1,137 @@
+"""Keys of ours that several of verl's make: batches, the loss, what grades. from_verl.yaml has the others."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from config import ConfigError
+from support.inputs.keys import text_of
+from tools.made import GRADED_BY, Made, number, whole
+
+ACTOR = "actor_rollout_ref.actor"
+CORRECTION = "algorithm.rollout_correction"
+
+
+def made_of(v: Mapping[str, Any]) -> Made:
+    """v: each of verl's keys with its value. ConfigError for a value that no run of verl can have."""
+    made = Made()
+    _batches(v, made)
+    _data(v, made)
+    _clips(v, made)
+    _averages(v, made)
+    _sampler_weights(v, made)
+    _graders(v, made)
+    if v["algorithm.filter_groups.enable"] and not v["algorithm.filter_groups.max_num_gen_batches"]:
+        made.notes["algorithm.filter_groups.max_num_gen_batches"] = (
+            "verl draws batches until a step is full, here as many as grpo.dynamic_sampling_max_gen_batches says"
+        )
+    if str(v["algorithm.adv_estimator"]).startswith("reinforce_plus_plus"):
+        made.notes["algorithm.adv_estimator"] = "verl whitens with Bessel's correction, sqrt(N / (N - 1)) of N tokens"
+    return made
+
+
+def _batches(v: Mapping[str, Any], made: Made) -> None:
+    """verl counts prompts, and a step is a rollout."""
+    num_prompts = whole(v, "data.train_batch_size", 1)
+    num_samples = whole(v, "actor_rollout_ref.rollout.n", 1)
+    drawn = num_prompts
+    if v["data.gen_batch_size"] is not None:
+        drawn = whole(v, "data.gen_batch_size", 1)
+    total = whole(v, "data.max_prompt_length", 1) + whole(v, "data.max_response_length", 1)
+    num_ranks = whole(v, "trainer.nnodes", 1) * whole(v, "trainer.n_gpus_per_node", 1)
+    num_shards = whole(v, f"{ACTOR}.fsdp_config.fsdp_size", -1)
+    made.keys["grpo.num_prompts_per_step"] = num_prompts
+    made.keys["grpo.batch_multiplier"] = drawn / num_prompts
+    made.keys["policy.train_global_batch_size"] = whole(v, f"{ACTOR}.ppo_mini_batch_size", 1) * num_samples
+    made.keys["policy.max_total_sequence_length"] = total
+    made.keys["policy.dtensor_cfg.dp_replicate_size"] = max(1, num_ranks // num_shards) if num_shards > 0 else 1
+
+
+def _data(v: Mapping[str, Any], made: Made) -> None:
+    for ours, theirs in (("data.train", "data.train_files"), ("data.validation", "data.val_files")):
+        files = v[theirs]
+        if not files:
+            continue
+        paths = files if isinstance(files, list) else [files]
+        sections: list[dict[str, Any]] = [{"data_path": path} for path in paths]
+        if len(sections) > 1:  # files of several sets are often called alike
+            for section in sections:
+                section["name"] = Path(str(section["data_path"])).parent.name or None
+        made.keys[ours] = sections
+
+
+def _clips(v: Mapping[str, Any], made: Made) -> None:
+    for ours, theirs in (("min", "low"), ("max", "high")):
+        key = f"{ACTOR}.clip_ratio_{theirs}"
+        if v[key] is None:
+            key = f"{ACTOR}.clip_ratio"
+        made.keys[f"loss_fn.ratio_clip_{ours}"] = number(v, key)
+    made.keys["loss_fn.ratio_clip_min"] = min(made.keys["loss_fn.ratio_clip_min"], 1.0)  # a ratio is never below 0
+    if v[f"{ACTOR}.policy_loss.loss_mode"] != "vanilla":  # the others have no dual clip
+        made.keys["loss_fn.ratio_clip_c"] = None
+
+
+def _averages(v: Mapping[str, Any], made: Made) -> None:
+    """What the loss is divided by."""
+    mode, average = v[f"{ACTOR}.policy_loss.loss_mode"], v[f"{ACTOR}.loss_agg_mode"]
+    if mode == "gspo" and average == "token-mean":
+        made.refused[f"{ACTOR}.loss_agg_mode"] = (
+            "GSPO here averages over sequences, as verl's did up to 0.9.0 whatever this key said: add "
+            f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"
+        )
+    if mode == "cispo" and average != "token-mean":
+        made.refused[f"{ACTOR}.loss_agg_mode"] = (
+            f"CISPO averages over tokens here: add {ACTOR}.loss_agg_mode=token-mean"
+        )
+    if average == "seq-mean-token-sum-norm":
+        width = v[f"{ACTOR}.loss_scale_factor"]
+        if width is None:
+            width = whole(v, "data.max_response_length", 1)
+            made.notes[f"{ACTOR}.loss_agg_mode"] = (
+                "without loss_scale_factor verl divides by the padded width of a micro-batch, here by "
+                f"data.max_response_length={width}"
+            )
+        made.keys["loss_fn.loss_scale_factor"] = width
+
+
+def _sampler_weights(v: Mapping[str, Any], made: Made) -> None:
+    level = v[f"{CORRECTION}.rollout_is"]
+    if level is None:
+        return
+    low, high = _bounds(v[f"{CORRECTION}.rollout_is_threshold"])
+    is_gspo = v[f"{ACTOR}.policy_loss.loss_mode"] == "gspo"
+    if is_gspo and level == "token":
+        made.refused[f"{CORRECTION}.rollout_is"] = (
+            "in verl's GSPO a token's weight counts for its own gradient, here for its sequence's; add "
+            f"{CORRECTION}.rollout_is=sequence, or {CORRECTION}.rollout_is=null"
+        )
+    if low is None:
+        kind = "tis" if level == "token" or is_gspo else "sequence-truncate"
+    else:
+        kind = "icepop" if level == "token" or is_gspo else "sequence-mask"
+    made.keys["loss_fn.truncated_importance_sampling_type"] = kind
+    made.keys["loss_fn.truncated_importance_sampling_ratio"] = high
+    made.keys["loss_fn.truncated_importance_sampling_ratio_min"] = low
+
+
+def _bounds(threshold: Any) -> tuple[float | None, float]:
+    """2.0 -> (None, 2.0), which clamps the weights; "0.5_2.0" -> (0.5, 2.0), which zeroes those outside (IcePop)."""
+    low, _, high = text_of(threshold).strip().rpartition("_")
+    try:
+        return float(low) if low else None, float(high)
+    except ValueError:
+        key = f"{CORRECTION}.rollout_is_threshold"
+        raise ConfigError(
+            f"{key}={text_of(threshold):.80}: expected a bound such as 2.0, or two as in 0.5_2.0"
+        ) from None
+
+
+def _graders(v: Mapping[str, Any], made: Made) -> None:
+    made.keys[GRADED_BY] = "reward_model" if v["reward.reward_model.enable"] else "math"
+    path = v["reward.custom_reward_function.path"]
+    if path:
+        file = Path(str(path))
+        parts = [*file.parent.parts, file.stem]
+        if file.is_absolute() or ".." in parts:
+            parts = [file.stem]
+        made.keys[GRADED_BY] = f"{'.'.join(parts)}:{v['reward.custom_reward_function.name']}"

@@ -1,0 +1,36 @@
+"""What several keys of TRL or verl make together; from_trl.py and from_verl.py fill it in."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from config import ConfigError
+from support.inputs.keys import text_of
+
+GRADED_BY = "data.default.env_name"
+YOURS = "your_module:"  # what --check cannot import: the user is to name a function of theirs in its place
+
+
+@dataclass
+class Made:
+    keys: dict[str, Any] = field(default_factory=dict)  # ours, which win over those of the table
+    refused: dict[str, str] = field(default_factory=dict)  # a key of theirs -> why what it trains is not here
+    notes: dict[str, str] = field(default_factory=dict)  # a key of theirs -> what differs here all the same
+    num_updates: int = 1  # optimizer steps of a rollout, for a system whose keys count those
+
+
+def whole(values: Mapping[str, Any], key: str, least: int) -> int:
+    """The value of a key that must be a whole number. ConfigError."""
+    value = values[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{key}={text_of(value):.80}: expected a whole number, {least} or more")
+    return value
+
+
+def number(values: Mapping[str, Any], key: str) -> float:
+    """The value of a key that must be a number. ConfigError."""
+    value = values[key]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ConfigError(f"{key}={text_of(value):.80}: expected a number")
+    return value
