@@ -487,7 +487,8 @@ class MathEnvConfig(Section):
     num_workers: int = key(8, ">= 1, <= 1000")
     """This many worker processes grade; the ranks of a machine share them."""
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = "hf_math_verify"
-    """hf_math_verify compares mathematics; dapo_math_verify compares the text after `Answer:`, as DAPO does."""
+    """hf_math_verify compares mathematics; dapo_math_verify compares the text after `Answer:`, as DAPO does. The names
+    are NeMo RL's; the grader is our own, judges/math.py."""
     deadline_s: float = key(5.0, "> 0, <= 600")
     """Grading an answer may take this many seconds; then its worker is killed and the outcome is `error`."""
     memory_mib: int = key(2048, ">= 256")

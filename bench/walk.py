@@ -116,7 +116,7 @@ def table(trace: Trace) -> str:
     again = [stage for stage, count in Counter(trace.stages).items() if count > 1]
     lines += [
         "",
-        f"{len(ways)} files: {', '.join(ways)}; and judges/math_grader.py, in a worker process.",
+        f"{len(ways)} files: {', '.join(ways)}; and judges/math.py, in a worker process.",
         f"Operation, {len(rest)} files: {', '.join(rest)}.",
         f"Stages visited twice: {', '.join(again) or 'none'}.",
     ]

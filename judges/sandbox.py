@@ -25,18 +25,20 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 
-from judges.codec import MAX_ANSWER_BYTES, Proxy, respond
+from .codec import MAX_ANSWER_BYTES, Proxy, respond
 
 # Exit codes of a keeper, which the code inside cannot choose. Any other means that the keeper itself has failed.
 ENDED = 121
 CRASHED = 122
 TIMED_OUT = 123
 MAX_TASKS = 34  # keeper, process, and the 32 threads that concurrent.futures and asyncio start at most
-SCRIPT = """
-import sys
-sys.path.append(sys.argv[1])
-from judges import sandbox
-sys.path.pop()
+# What a process calls this package, as a worker does (worker.py): its folder is not searched for modules.
+PACKAGE = "_judges"
+SCRIPT = f"""
+import sys, types
+package = sys.modules["{PACKAGE}"] = types.ModuleType("{PACKAGE}")
+package.__path__ = [sys.argv[1]]
+from {PACKAGE} import sandbox
 sandbox.main(int(sys.argv[2]))
 """
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -108,7 +110,7 @@ def start(
     order = {"mode": mode, "parent": os.getpid(), "limits": limits._asdict(), "job": job}
     with memory_file(json.dumps(order).encode()) as file:
         flags = ("-I", "-S", "-B", "-X", "utf8")  # no environment, no site-packages, no .pyc written
-        folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the one that holds judges/
+        folder = os.path.dirname(os.path.abspath(__file__))
         return subprocess.Popen(
             [sys.executable, *flags, "-c", SCRIPT, folder, str(file.fileno())],
             stdin=subprocess.DEVNULL if stdin is None else stdin,

@@ -41,7 +41,7 @@ TOGETHER = {
     "served": ("agents/test_endpoint.py", "agents/test_rollouts.py"),
 }
 # Half a minute each: begun late, one of them would run alone at the end.
-LONG_FILES = ("graders/test_code_grader.py", "examples/test_forks.py", "run/test_generators.py")
+LONG_FILES = ("judges/tests/test_code.py", "examples/test_forks.py", "run/test_generators.py")
 LONG_FILES += ("system/test_replicas.py", "core/test_carry_over.py", "command/test_kill.py", "core/test_fast_run.py")
 LONG_FILES += ("command/test_resumed_run.py",)
 
@@ -108,6 +108,8 @@ def launches(function) -> bool:
 
 def is_slow(item) -> bool:
     """The mark may have a pattern for the ids of its cases: @pytest.mark.slow("triton")."""
+    if item.path.is_relative_to(ROOT / "judges"):  # they wait for deadlines
+        return True
     mark = item.get_closest_marker("slow")
     if mark and (not mark.args or re.search(mark.args[0], item.callspec.id)):
         return True

@@ -24,7 +24,7 @@ NO_PRODUCT = ("tests", "bench", "examples", "tools", "docs")
 def place_of(root: Path, file: str, find: str) -> Path:
     """The file with the text: the one of this name, else whichever one has it."""
     files = sorted(each for kind in ("*.py", "support/*/*.yaml") for each in root.rglob(kind))
-    files = [each for each in files if each.relative_to(root).parts[0] not in NO_PRODUCT]
+    files = [each for each in files if not {*NO_PRODUCT} & {*each.relative_to(root).parts}]
     holders = [each for each in files if find in each.read_text()]
     holders = [each for each in holders if each.name == Path(file).name] or holders
     assert len(holders) == 1 and holders[0].read_text().count(find) == 1, (file, find, holders)
@@ -34,7 +34,7 @@ def place_of(root: Path, file: str, find: str) -> Path:
 def run_tests(root: Path, names: list[str], known: str, select: str) -> str:
     """The first test that fails, "survived", or what else happened. known: the test that is tried first, if it is still
     there."""
-    files = [each for name in names for each in sorted((root / "tests").rglob(name))]
+    files = [each for name in names for each in sorted(root.rglob(name))]
     assert files, names
     function = known.partition("::")[2].partition("[")[0]
     first = [[f"{each}::{function}"] for each in files if function and f"def {function}(" in each.read_text()]

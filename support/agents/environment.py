@@ -9,8 +9,8 @@ from typing import Any
 
 from config import AgentConfig, ConfigError, shortened
 from envs import OUTCOMES, StepResult, Turn
-from judges.pool import Graded, GraderPool
-from support.graders.environments import PoolEnvironment, read_results
+from judges.pool import Graded
+from support.graders.environments import PoolEnvironment, pool_of, read_results
 
 
 class Agent(PoolEnvironment):
@@ -32,7 +32,7 @@ class Agent(PoolEnvironment):
             fix = "set it where the run starts, or remove it here"
             raise ConfigError(f"env.agents: {cfg.name}.pass_env: {absent[0]} is not set: {fix}")
         try:
-            self.pool = GraderPool.of(
+            self.pool = pool_of(
                 "support.agents.worker:run",
                 cfg,
                 num_ranks,

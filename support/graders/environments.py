@@ -7,16 +7,42 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, SupportsFloat
+from typing import Any, Protocol, SupportsFloat
 
 from config import CodeEnvConfig, ConfigError, EnvConfig, MathEnvConfig, shortened
 from envs import OUTCOMES, Environment, Exact, RewardModelEnv, StepResult, Turn
-from judges import code_grader, math_grader, sandbox
-from judges.pool import Graded, GraderPool
+from judges import code, math, sandbox
+from judges.pool import Graded, GraderPool, WorkerError
 from support.graders.reward_function import RewardFunction
 from support.system.imports import call, import_attribute
 
 TEST_FIELDS = ("test", "tests", "entry_point", "prompt")  # that a row may have for `code`
+
+
+class PoolConfig(Protocol):
+    """A section of `env` that has workers."""
+
+    num_workers: int
+    deadline_s: float
+    memory_mib: int | None
+
+
+def pool_of(
+    target: str, cfg: PoolConfig, num_ranks: int, *, first: Any = None, python: str = "", pass_env: Sequence[str] = ()
+) -> GraderPool:
+    """A pool with this rank's share of the workers of a section of `env`. ConfigError if no worker can start."""
+    try:
+        return GraderPool(
+            target,
+            num_workers=max(1, cfg.num_workers // num_ranks),
+            deadline_s=cfg.deadline_s,
+            memory_mib=cfg.memory_mib,
+            first=first,
+            python=python,
+            pass_env=pass_env,
+        )
+    except WorkerError as error:
+        raise ConfigError(str(error)) from error
 
 
 class PoolEnvironment(Environment):
@@ -37,12 +63,12 @@ class PoolEnvironment(Environment):
 
 
 class Math(PoolEnvironment):
-    """Reward 1 for the right final answer, else 0. Rules: math_grader.py."""
+    """Reward 1 for the right final answer, else 0. Rules: judges/math.py."""
 
     def __init__(self, cfg: MathEnvConfig, num_ranks: int):
         self.strict = cfg.math_verify_impl == "dapo_math_verify"
-        self.self_tests = math_grader.STRICT_SELF_TESTS if self.strict else math_grader.SELF_TESTS
-        self.pool = GraderPool.of("judges.math_grader:grade", cfg, num_ranks, first=math_grader.FIRST_JOB)
+        self.self_tests = math.STRICT_SELF_TESTS if self.strict else math.SELF_TESTS
+        self.pool = pool_of(".math:grade", cfg, num_ranks, first=math.FIRST_JOB)
 
     def job(self, turn: Turn) -> dict:
         return {"reply": turn.whole_reply, "answer": turn.answer, "strict": self.strict}
@@ -55,7 +81,7 @@ class Math(PoolEnvironment):
 
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
         for where, answer, _ in answers:
-            if not 0 < len(math_grader.gold_answer(answer)) <= math_grader.MAX_ANSWER_CHARS:
+            if not 0 < len(math.gold_answer(answer)) <= math.MAX_ANSWER_CHARS:
                 raise ConfigError(f"{where}: answer {answer[:80]!r} is not a final answer, which env_name 'math' needs")
 
 
@@ -84,12 +110,12 @@ class MathMultiReward(Environment):
 
 
 class Code(PoolEnvironment):
-    """Reward 1 for code that passes all tests of its problem, else 0. Forms of tests: code_grader.read_tests.
+    """Reward 1 for code that passes all tests of its problem, else 0. Forms of tests: judges/code.py, read_tests.
 
     Raises ConfigError if this machine cannot isolate a program as env.code.isolation demands.
     """
 
-    self_tests = code_grader.SELF_TESTS
+    self_tests = code.SELF_TESTS
 
     def __init__(self, cfg: CodeEnvConfig, num_ranks: int):
         self.limits = {"seconds": cfg.deadline_s, "memory_mib": cfg.memory_mib, "isolation": cfg.isolation}
@@ -102,7 +128,7 @@ class Code(PoolEnvironment):
             raise ConfigError(f"env.code.isolation={cfg.isolation}: {problem}: {fix}") from error
         # sandbox.py holds the limits; these are for a grader that hangs
         wider = replace(cfg, deadline_s=cfg.deadline_s + 20, memory_mib=cfg.memory_mib + 1024)
-        self.pool = GraderPool.of("judges.code_grader:grade", wider, num_ranks)
+        self.pool = pool_of(".code:grade", wider, num_ranks)
 
     def job(self, turn: Turn) -> dict:
         fields = {name: turn.fields.get(name) for name in TEST_FIELDS}
@@ -116,7 +142,7 @@ class Code(PoolEnvironment):
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
         for where, answer, fields in answers:
             try:
-                code_grader.read_tests(answer, fields)
+                code.read_tests(answer, fields)
             except ValueError as error:
                 raise ConfigError(f"{where}: {error} (env_name 'code')") from error
 

@@ -15,7 +15,7 @@ import torch
 
 from config import ConfigError
 from envs import Environment, Exact, RewardModelEnv, StepResult, Turn
-from judges.pool import Graded, GraderPool
+from judges.pool import Graded, WorkerError
 from support.graders.environments import MathMultiReward, PoolEnvironment, read_results
 from support.system.disk import say
 from support.system.exits import Interrupted, StopRun
@@ -30,13 +30,14 @@ Results = dict[str, StepResult]
 class Grading:
     """Turns between a reply's end and its result. Use it from one thread.
 
-    raised: what environments raised, for the caller to read and clear. whole_groups, special_tokens: the environments
-    that have these attributes. jobs: those whose turns go to workers; a class with a step() of its own is not one.
-    leading: agents, whose turns are whole rollouts.
+    stop: whether to give up waiting, asked while it waits. raised: what environments raised, for the caller to read
+    and clear. whole_groups, special_tokens: the environments that have these attributes. jobs: those whose turns go to
+    workers; a class with a step() of its own is not one. leading: agents, whose turns are whole rollouts.
     """
 
-    def __init__(self, environments: Mapping[str, Environment]):
+    def __init__(self, environments: Mapping[str, Environment], stop: Callable[[], bool] = lambda: False):
         self.environments = environments
+        self.stop = stop
         self.raised: list[str] = []
         # Environment -> number of a job in its pool -> (name, turn)
         self.jobs: dict[str, dict[int, tuple[str, Turn]]] = {
@@ -52,16 +53,18 @@ class Grading:
 
     def grade(self, asked: Mapping[str, Sequence[Turns]], block: bool = False) -> Results:
         """Takes turns for each environment, in parts that go together. Returns the results that are there, each once;
-        with `block` at least one. Raises Interrupted when GraderPool.stop says so, and what an environment may raise:
-        ConfigError, Interrupted, StopRun."""
+        with `block` at least one. Raises Interrupted when `stop` says so, StopRun when no worker can start any more,
+        and what an environment may raise: ConfigError, Interrupted, StopRun."""
         for env_name, parts in asked.items():
             self.begin(env_name, *parts)
         results: Results = {}
         while True:
             busy = [env_name for env_name, jobs in self.jobs.items() if jobs]
+            if busy and self.stop():
+                raise Interrupted
             for env_name in busy:
                 seconds = WAIT_SECONDS if block and self.ended.empty() else 0.0
-                for number, graded in self.environments[env_name].pool.poll(seconds).items():
+                for number, graded in self._poll(env_name, seconds).items():
                     self._read(env_name, *self.jobs[env_name].pop(number), graded)
             with suppress(Empty):
                 while True:
@@ -71,7 +74,7 @@ class Grading:
                     results |= done
             if results or not block:
                 return results
-            if GraderPool.stop():
+            if self.stop():
                 raise Interrupted
 
     def begin(self, env_name: str, *parts: Turns) -> None:
@@ -94,6 +97,13 @@ class Grading:
                 threading.Thread(target=self._work, args=(env_name, device), name=env_name, daemon=True).start()
             self.threads[env_name].put(parts)
 
+    def _poll(self, env_name: str, seconds: float) -> dict[int, Graded]:
+        """The jobs that have ended, by number."""
+        try:
+            return self.environments[env_name].pool.poll(seconds)
+        except WorkerError as error:
+            raise StopRun(f"env_name '{env_name}': {error}") from error
+
     def _read(self, env_name: str, name: str, turn: Turn, graded: Graded | None) -> None:
         self._grade(env_name, lambda turns: [self.environments[env_name].result(turns[0], graded)], {name: turn})
 
@@ -115,6 +125,8 @@ class Grading:
         `error`; or it ends the run."""
         try:
             yield
+        except WorkerError as error:
+            self.ended.put(StopRun(f"env_name '{env_name}': {error}"))
         except BaseException as error:
             if isinstance(error, ConfigError | Interrupted | StopRun) or not isinstance(error, Exception | SystemExit):
                 self.ended.put(error)

@@ -16,7 +16,6 @@ from attention import uses_flash_attention
 from batch import needs_old_logps
 from config import Config, ConfigError, GenerationConfig
 from engine import Engine, reply_parsers
-from judges.pool import GraderPool
 from kernels import LossPath, SamplingFilter, choose_backend
 from loss import policy_loss
 from loss_path import choose_loss_path
@@ -158,7 +157,7 @@ def set_up(job: Job) -> Run:
         for environment in inputs.environments.values():  # the generators grade
             environment.close()
     else:
-        _stop_at(signals, sampler.engine, ranks)
+        _stop_at(signals, sampler, ranks)
     run = Run(
         **vars(job),
         model=model,
@@ -190,16 +189,16 @@ def generate(job: Job) -> str:
     """Runs a generator of a split job to its end; returns why it ended."""
     signals = Signals(must_save_by_seconds(job.cfg.checkpointing))
     sampler = build_sampler(job.cfg, job.inputs, job.ranks, job.device)
-    _stop_at(signals, sampler.engine, job.ranks)
+    _stop_at(signals, sampler, job.ranks)
     with sampler:
         serve(sampler, job.device, job.watchdog)
     return "the trainers need no more samples"
 
 
-def _stop_at(signals: Signals, engine: Engine, ranks: Ranks) -> None:
+def _stop_at(signals: Signals, sampler: Sampler, ranks: Ranks) -> None:
     """A signal stops generation and grading."""
-    GraderPool.stop = signals.pending
-    engine.should_stop = lambda: ranks.any_rank_of_engine(signals.pending())
+    sampler.grading.stop = signals.pending
+    sampler.engine.should_stop = lambda: ranks.any_rank_of_engine(signals.pending())
 
 
 def restore(run: Run) -> None:

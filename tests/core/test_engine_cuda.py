@@ -19,7 +19,6 @@ import envs
 import grpo
 from data import Problem
 from engine import SamplingOptions, sync_weights
-from judges.pool import GraderPool
 from model import load_policy
 from rollout import Sampler
 from support.check.memory_plan import Plan
@@ -86,7 +85,6 @@ def sync_of(policy):
 def test_the_order_of_a_whole_run(cuda, policy, tmp_path, one_rank):
     """Start, canary, validation, two steps and the last validation. Nothing is unfinished when the engine sleeps."""
     cuda.setattr(recording_vllm.LLM, "pause_mode", "wait")
-    cuda.setattr(GraderPool, "stop", GraderPool.stop)
     cuda.setattr("signal.signal", lambda number, handler: None)
     cuda.setattr(start, "start_process_group", lambda *_: one_rank[:2])
     cuda.chdir(ROOT)

@@ -479,7 +479,7 @@ class Twice(PoolEnvironment):
         self.path, self.seconds = str(path), 20
 
     def start(self):
-        self.pool = GraderPool("grader_targets:run", num_workers=1, deadline_s=20, memory_mib=1024)
+        self.pool = GraderPool("worker_jobs:run", num_workers=1, deadline_s=20, memory_mib=1024)
         self.pool.workers.append(self.pool._start_worker())
         return self
 
@@ -604,13 +604,13 @@ def test_a_group_is_graded_when_it_is_whole_while_others_are_drawn(one_rank):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replies_run", [False, True])
-def test_told_to_stop_amid_grading_nothing_is_left_in_the_engine(replies_run, monkeypatch, tmp_path):
+def test_told_to_stop_amid_grading_nothing_is_left_in_the_engine(replies_run, tmp_path):
     """By a signal on this rank, of which a pool hears; the engine's own look is engine.py's."""
     environment = Twice(tmp_path / "never").start()
     engine = Decoder(lambda turn, ids: True if replies_run and ids[0] == 1 else None)
     sampler = Sampler(engine, Ids(), {"e": environment}, Ranks(0, 1, 0, 1), max_turns=2)
     begun = sampler.start(rows_with(["e"] * 2), 1, SamplingOptions(1.0, 99), (3, 1))
-    monkeypatch.setattr(GraderPool, "stop", staticmethod(lambda: len(engine.batches) > 3))
+    sampler.grading.stop = lambda: len(engine.batches) > 3
     with pytest.raises(Interrupted):
         sampler._converse(begun)
     environment.close()

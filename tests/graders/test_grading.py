@@ -9,11 +9,11 @@ import pytest
 
 from config import ConfigError
 from envs import Environment, Exact, StepResult, Turn
-from judges.pool import GraderPool
+from judges.pool import GraderPool, WorkerError
 from support.graders.environments import PoolEnvironment
 from support.graders.grading import Grading
 from support.graders.reward_function import RewardFunction
-from support.system.exits import Interrupted
+from support.system.exits import Interrupted, StopRun
 
 
 def turn(reply, answer="7"):
@@ -135,11 +135,10 @@ def test_what_ends_a_run_crosses_from_the_thread(error):
         Grading({"e": Ends()}).grade({"e": [turns_of("a")]}, block=True)
 
 
-def test_told_to_stop_nobody_waits_for_a_slow_environment(monkeypatch):
+def test_told_to_stop_nobody_waits_for_a_slow_environment():
     slow = Threads(threading.Event())
-    monkeypatch.setattr(GraderPool, "stop", staticmethod(lambda: bool(slow.calls)))
     with pytest.raises(Interrupted):
-        Grading({"slow": slow}).grade({"slow": [turns_of("a")]}, block=True)
+        Grading({"slow": slow}, stop=lambda: bool(slow.calls)).grade({"slow": [turns_of("a")]}, block=True)
     slow.go.set()
 
 
@@ -149,7 +148,7 @@ class Pooled(PoolEnvironment):
     whole_groups = True  # which workers do not have
 
     def __init__(self):
-        self.pool = GraderPool("grader_targets:run", num_workers=2, deadline_s=20, memory_mib=1024)
+        self.pool = GraderPool("worker_jobs:run", num_workers=2, deadline_s=20, memory_mib=1024)
 
     def job(self, turn):
         return turn.messages[-1]["content"].split() or None
@@ -206,10 +205,23 @@ def test_a_step_of_ones_own_is_what_is_called(pooled):
     assert grading.whole_groups == {"own"} and grading.grade({"own": [turns_of("a")]}, block=True)["a"].reward == 9
 
 
-def test_a_pool_that_is_told_to_stop_ends_the_call(pooled, monkeypatch):
+def test_a_pool_that_is_told_to_stop_ends_the_call(pooled):
     grading = Grading({"p": pooled})
-    monkeypatch.setattr(GraderPool, "stop", staticmethod(lambda: True))
+    grading.stop = lambda: True
     with pytest.raises(Interrupted):
         grading.grade({"p": [{"a": turn("echo abc")}]})
-    monkeypatch.undo()
+    grading.stop = lambda: False
+    assert collect(grading, 1)["a"].reward == 3
+
+
+def test_workers_that_cannot_start_any_more_end_the_run(pooled, monkeypatch):
+    def fail(seconds):
+        raise WorkerError("worker f: did not start")
+
+    grading = Grading({"p": pooled})
+    grading.begin("p", {"a": turn("echo abc")})
+    with monkeypatch.context() as patch:
+        patch.setattr(pooled.pool, "poll", fail)
+        with pytest.raises(StopRun, match="env_name 'p': worker f: did not start"):
+            grading.grade({}, block=True)
     assert collect(grading, 1)["a"].reward == 3

@@ -4,7 +4,6 @@ import fake_vllm
 from small_run import ROOT
 
 import engine
-from judges.pool import GraderPool
 from support.run import start
 
 
@@ -18,6 +17,5 @@ def run_in_this_process(patch, one_rank):
     """The session has its process group already, and keeps its signal handlers."""
     use_stand_in(patch)
     patch.chdir(ROOT)
-    patch.setattr(GraderPool, "stop", GraderPool.stop)
     patch.setattr("signal.signal", lambda number, handler: None)
     patch.setattr(start, "start_process_group", lambda *_: one_rank[:2])

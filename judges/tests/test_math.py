@@ -3,18 +3,15 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from math_corpus import cases
+from real_data import DATA, ROOT
 
-from config import ConfigError, EnvConfig, MathEnvConfig
-from envs import Turn
-from judges.math_grader import equal, extract, gold_answer, grade
+from judges.math import equal, extract, gold_answer, grade
 from judges.pool import GraderPool
-from support.graders.environments import make_environment
 
-GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k_test.jsonl"
+GSM8K = DATA / "gsm8k_test.jsonl"
 
 
 def job(answer, reply, strict=False):
@@ -23,9 +20,7 @@ def job(answer, reply, strict=False):
 
 @pytest.fixture(scope="module")
 def pool():
-    pool = GraderPool(
-        "judges.math_grader:grade", num_workers=2, deadline_s=60, memory_mib=2048, first=job("x", r"\boxed{y}")
-    )
+    pool = GraderPool(".math:grade", num_workers=2, deadline_s=60, memory_mib=2048, first=job("x", r"\boxed{y}"))
     yield pool
     pool.close()
 
@@ -44,9 +39,7 @@ def test_corpus(pool):
 
 def test_hostile_answers_score_nothing_and_end():
     hostile = [case for case in cases() if case[2] == "hostile"]
-    pool = GraderPool(
-        "judges.math_grader:grade", num_workers=2, deadline_s=0.3, memory_mib=2048, first=job("x", r"\boxed{y}")
-    )
+    pool = GraderPool(".math:grade", num_workers=2, deadline_s=0.3, memory_mib=2048, first=job("x", r"\boxed{y}"))
     found = outcomes(pool, [job(answer, reply) for answer, reply, _ in hostile])
     pool.close()
     assert len(found) >= 15 and not {"ok", "error"} & set(found) and "timeout" in found
@@ -54,11 +47,11 @@ def test_hostile_answers_score_nothing_and_end():
 
 WHAT_COMES_LATE = """
 import sys
-from judges import math_grader
-math_grader.grade(math_grader.FIRST_JOB)
+from judges import math
+math.grade(math.FIRST_JOB)
 before = set(sys.modules)
-for reply, answer, outcome in math_grader.SELF_TESTS:
-    assert math_grader.grade({"reply": reply, "answer": answer, "strict": False})["outcome"] == outcome
+for reply, answer, outcome in math.SELF_TESTS:
+    assert math.grade({"reply": reply, "answer": answer, "strict": False})["outcome"] == outcome
 print(sorted(set(sys.modules) - before))
 """
 
@@ -66,8 +59,7 @@ print(sorted(set(sys.modules) - before))
 def test_the_first_job_imports_what_the_self_tests_need():
     """An import counts against the deadline of its job: on a busy machine a self-test came back as `timeout`."""
     command = [sys.executable, "-c", WHAT_COMES_LATE]
-    root = Path(__file__).resolve().parents[2]
-    assert subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"real data is not there: {GSM8K}")
@@ -157,47 +149,3 @@ def test_gold_goes_first():
     assert equal("x=5", "5") and equal("50%", "50") and not equal("50.5", "50.5%")
     assert equal("50.5%", "50.5") and equal("2", "1 + 1 = 2") and not equal("2", "2 = 1 + 1 + 0.5")
     assert not equal("2", "1 = 2") and not equal("2", "2 = 1")
-
-
-# ---------------------------------------------------------------------------------------------------- the environment
-
-
-@pytest.fixture(scope="module")
-def environment():
-    environment = make_environment("math", EnvConfig(math=MathEnvConfig(num_workers=1)))
-    yield environment
-    environment.close()
-
-
-@pytest.mark.parametrize(
-    ("reply", "finish_reason", "reward", "outcome"),
-    [
-        (r"\boxed{5.0}", "stop", 1.0, "ok"),
-        ("#### 5", "stop", 1.0, "ok"),
-        (r"\boxed{4}", "stop", 0.0, "wrong"),
-        ("#### 4", "stop", 0.0, "wrong"),
-        ("five", "stop", 0.0, "parse_fail"),
-        (r"\boxed{}", "stop", 0.0, "parse_fail"),
-        (r"\boxed{5}", "length", 0.0, "parse_fail"),
-    ],
-)
-def test_rewards(environment, reply, finish_reason, reward, outcome):
-    messages = [{"role": "user", "content": r"\boxed{5}"}, {"role": "assistant", "content": reply}]
-    (result,) = environment.step([Turn(messages, "5", finish_reason)])
-    assert (result.reward, result.outcome, result.done) == (reward, outcome, True)
-    assert result.extracted == {"ok": "5", "wrong": "4"}.get(outcome)
-
-
-def test_answers_that_cannot_be_graded_are_found_before_training(environment):
-    environment.check_answers([("r:1", "5", {}), ("r:2", r"\frac{1}{2}", {}), ("r:3", "so 5\n#### 5", {})])
-    for answer in ("", " ", "because ####", r"\boxed{}", "9" * 3000):
-        with pytest.raises(ConfigError, match=r"^r:7: answer .* is not a final answer, .*'math'"):
-            environment.check_answers([("r:1", "5", {}), ("r:7", answer, {})])
-
-
-def test_strict_environment():
-    cfg = EnvConfig(math=MathEnvConfig(num_workers=1, math_verify_impl="dapo_math_verify"))
-    environment = make_environment("math", cfg)
-    turns = [Turn([{"role": "assistant", "content": text}], "5", "stop") for text in ("Answer: 5", r"\boxed{5}")]
-    assert [result.outcome for result in environment.step(turns)] == ["ok", "parse_fail"]
-    environment.close()

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import children
+from code_jobs import children
 
 from judges import sandbox
 from judges.sandbox import CRASHED, ENDED, TIMED_OUT, Limits, run

@@ -10,17 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
-from code_jobs import ISOLATIONS, job, make_pool, outcomes
+from code_jobs import ISOLATIONS, children, job, make_pool, outcomes
 from hostile_code import HOSTILE, LOOK
-from processes import children
+from real_data import DATA
 
-import envs
-from config import CodeEnvConfig, ConfigError, EnvConfig
 from judges import sandbox
-from judges.code_grader import by_test, is_python, read_codes, read_tests
-from support.graders.environments import make_environment
+from judges.code import by_test, is_python, read_codes, read_tests
 
-HUMANEVAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "HumanEval.jsonl.gz"
+HUMANEVAL = DATA / "HumanEval.jsonl.gz"
 SECRET = "the-secret-of-the-judge"
 
 
@@ -350,39 +347,3 @@ def test_hostile_replies_are_read_in_time():
 )
 def test_code_is_the_last_python_block(reply, code):
     assert next(filter(is_python, read_codes(reply, {}))) == code
-
-
-def environment(**changes):
-    kept = {name: value for name, value in (("isolation", ISOLATIONS[0]), ("num_workers", 1), *changes.items())}
-    return make_environment("code", EnvConfig(code=CodeEnvConfig(**kept)))
-
-
-def test_environment_gives_results():
-    before = children()
-    code = environment()
-    try:
-        code.check_answers([("a:1", "", ADD), ("a:2", json.dumps(PROGRAM), {})])
-        with pytest.raises(ConfigError, match=r"a:3: .*no tests, or two kinds of them"):
-            code.check_answers([("a:3", "7", {})])
-        turns = [
-            envs.Turn([{"role": "assistant", "content": reply}], "", reason, fields=ADD)
-            for reply, reason in ((RIGHT, "stop"), ("def add(a, b): return 0", "stop"), (RIGHT, "length"), ("", "stop"))
-        ]
-        results = code.step(turns)
-        assert [result.outcome for result in results] == ["ok", "wrong", "parse_fail", "parse_fail"]
-        assert [result.reward for result in results] == [1.0, 0.0, 0.0, 0.0]
-    finally:
-        code.close()
-    assert children() == before
-
-
-def test_without_isolation_it_does_not_start(monkeypatch):
-    before = children()
-
-    def refuse(*_):
-        raise sandbox.Unavailable("unshare: Operation not permitted")
-
-    monkeypatch.setattr(sandbox, "run", refuse)
-    with pytest.raises(ConfigError, match=r"env\.code\.isolation=required.*unshare: Operation not permitted.*=none"):
-        environment(isolation="required")
-    assert children() == before

@@ -25,7 +25,7 @@ sys.modules['json'].dumps = lambda x: '["value", true]'
 def add(a, b): return 0
 --- patches its own runner
 import sys
-vars(sys.modules['judges.sandbox'])['encode'] = lambda x: {'tuple': [{'int': '0x3'}]}
+vars(sys.modules['_judges.sandbox'])['encode'] = lambda x: {'tuple': [{'int': '0x3'}]}
 def add(a, b): return 0
 --- raises what asserts raise
 def add(a, b): raise AssertionError

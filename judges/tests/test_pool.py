@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,10 +11,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from processes import children
+from code_jobs import children
 
-from config import ConfigError
-from judges.pool import ENDING, GraderPool
+from judges import sandbox
+from judges.pool import GraderPool, WorkerError
+from judges.worker import ENDING
 
 
 def make_pool(deadline_s=60, num_workers=2):
@@ -134,10 +136,10 @@ def test_what_a_grader_starts_dies_with_its_job(pool, kind, tmp_path):
 
 def test_target_that_cannot_be_imported_is_named():
     for target, said in (("no_such_module:f", "No module named"), ("grader_targets:nothing", "no attribute 'nothing'")):
-        with pytest.raises(ConfigError, match=f"worker {target}: .*{said}"):
+        with pytest.raises(WorkerError, match=f"worker {target}: .*{said}"):
             GraderPool(target, num_workers=1, deadline_s=1, memory_mib=512)
     for first, said in ((["raise", "boo"], "ValueError: boo"), (["os exit", 0], "the worker died: exit code 0")):
-        with pytest.raises(ConfigError, match=f"worker grader_targets:run: .*{said}"):
+        with pytest.raises(WorkerError, match=f"worker grader_targets:run: .*{said}"):
             GraderPool("grader_targets:run", num_workers=2, deadline_s=1, memory_mib=512, first=first)
 
 
@@ -219,3 +221,63 @@ def test_a_signal_does_not_end_a_worker_that_starts_just_now(monkeypatch, number
     assert [graded.value for graded in pool.grade([("double", 2)])] == [4]
     pool.close()
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), "the trainer's own are as before"
+
+
+ALONE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from judges.pool import GraderPool
+pool = GraderPool("codec:grade", num_workers=1, deadline_s=60, memory_mib=1024)
+print(pool.grade([0])[0])
+"""
+
+
+def test_no_module_of_the_user_is_shadowed(tmp_path):
+    """Modules of the names that judges/ and its workers use: the function sees the user's, and stdlib's math."""
+    names = ("codec", "code_judge", "config", "math_text", "sandbox", "worker", "pool", "support")
+    for name in names:
+        (tmp_path / f"{name}.py").write_text(f"mine = {name!r}\n")
+    listed = ", ".join(name for name in names if name != "codec")
+    checks = f"all(module.mine == module.__name__ for module in ({listed}))"
+    (tmp_path / "codec.py").write_text(
+        f"import math, code, {listed}\n"
+        f"def grade(job):\n    return {checks} and math.floor(1.5) == 1 and hasattr(code, 'InteractiveConsole')\n"
+    )
+    shutil.copytree(Path(sandbox.__file__).parent, tmp_path / "lib" / "judges")
+    command = [sys.executable, "-c", ALONE, str(tmp_path / "lib")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "Graded(outcome='ok', value=True, message='')\n"
+
+
+def test_an_interpreter_that_is_named_finds_the_users_judges_first(tmp_path, monkeypatch):
+    (tmp_path / "judges.py").write_text("def grade(job): return 'mine'\n")
+    monkeypatch.chdir(tmp_path)
+    pool = GraderPool("judges:grade", num_workers=1, deadline_s=60, memory_mib=1024, python=sys.executable)
+    assert pool.grade([0])[0].value == "mine"
+    pool.close()
+
+
+def test_a_worker_that_dies_while_it_starts_is_started_again(tmp_path):
+    """The system may kill a young worker: here the second to fourth, once the first has been ready."""
+    (tmp_path / "starts").touch()
+    job = ["starts", [str(tmp_path / "starts"), [2, 3, 4]]]
+    pool = GraderPool("grader_targets:run", num_workers=1, deadline_s=60, memory_mib=1024, first=job)
+    assert outcomes(pool, ("os exit", 0), ("double", 1)) == ["error", "ok"]
+    assert (tmp_path / "starts").read_text() == "x" * 5
+    pool.close()
+
+
+def test_workers_that_die_whenever_they_start_end_the_pool(tmp_path):
+    (tmp_path / "starts").touch()
+    job = ["starts", [str(tmp_path / "starts"), list(range(2, 100))]]
+    pool = GraderPool("grader_targets:run", num_workers=1, deadline_s=60, memory_mib=1024, first=job)
+    with pytest.raises(WorkerError, match="did not start: the worker died: exit code 0"):
+        outcomes(pool, ("os exit", 0), ("double", 1))
+    assert 3 <= len((tmp_path / "starts").read_text()) <= 20
+
+
+def test_a_worker_that_closes_its_descriptors_holds_nobody_up(pool):
+    start = time.monotonic()
+    found = pool.grade([("close all", 0), ("double", 1)])
+    assert (found[0].outcome, found[1].value) == ("error", 2)
+    assert time.monotonic() - start < 5  # most of it the start of another worker

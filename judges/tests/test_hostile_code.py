@@ -13,13 +13,11 @@ from pathlib import Path
 import pytest
 from code_jobs import ISOLATIONS, job, make_pool, outcomes
 
-from config import CodeEnvConfig
-from envs import OUTCOMES, Turn
-from judges import code_grader, sandbox
-from judges.code_grader import read_tests
+from judges import code as code_judge
+from judges import sandbox
+from judges.code import read_tests
 from judges.codec import Lost, Proxy, decode, encode
 from judges.sandbox import Limits, run
-from support.graders.environments import Code
 
 LATER = [*ISOLATIONS[:1], *(pytest.param(name, marks=pytest.mark.long) for name in ISOLATIONS[1:])]
 pytestmark = pytest.mark.skipif(not ISOLATIONS, reason="this machine has no seccomp")
@@ -192,7 +190,8 @@ VALUES = [  # (expected, value, whether it is right)
 def test_an_expected_value_is_met_within_the_stated_tolerance(expected, value, is_right):
     """Gym#2956 (3, 4), LiveCodeBench."""
     names = {}
-    exec(read_tests("", calls(expected, 1))["test"], names)
+    test = read_tests("", calls(expected, 1))["test"]
+    exec(test.replace(f"{sandbox.PACKAGE}.", "judges."), names)
     if is_right:
         names["check"](lambda _: value)
     else:
@@ -238,13 +237,13 @@ OUTPUTS = [  # (expected, output, whether it is right)
 @pytest.mark.parametrize(("expected", "output", "is_right"), OUTPUTS)
 def test_an_output_is_met_within_the_stated_tolerance(expected, output, is_right):
     """Gym#2956 (1, 3, 4)."""
-    assert code_grader.same_output(output, expected) is is_right
+    assert code_judge.same_output(output, expected) is is_right
 
 
 def test_long_outputs_are_compared_in_time():
     start = time.monotonic()
     for text in ("1" * 400_000 + "a", "1e" * 200_000, "1." * 200_000, "-1" * 200_000, ".1" * 200_000):
-        assert not code_grader.same_output(text, text + "1")
+        assert not code_judge.same_output(text, text + "1")
     assert time.monotonic() - start < 5
 
 
@@ -357,25 +356,6 @@ def test_verdicts_without_end_are_bounded(pool):
     tests = [flood.replace("LINE", line) for line in ("b'x'", "b'x\\n'", "b'\\xff'")]
     assert outcomes(pool, [job("def f(x): return x", row(test), seconds=2.0) for test in tests]) == ["error"] * 3
     assert time.monotonic() - start < 10
-
-
-@pytest.fixture(scope="module")
-def environment():
-    code = Code(CodeEnvConfig(isolation=ISOLATIONS[0], num_workers=1), 1)
-    yield code
-    code.close()
-
-
-def turn(text, fields):
-    return Turn([{"role": "assistant", "content": text}], "", "stop", fields=fields)
-
-
-def test_the_environment_gives_only_outcomes(environment):
-    """What reaches rollout.py, whose assertion ends the run."""
-    tests = [row(WRITES.replace("LINE", line)) for line in ("b'great\\n'", "b'wrong\\n'", "b'\\xff\\n'")]
-    results = environment.step([turn("def f(x): return x", fields) for fields in tests])
-    assert [result.outcome for result in results] == ["error", "wrong", "error"]
-    assert all(result.outcome in OUTCOMES and result.reward == 0 for result in results)
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows
@@ -528,10 +508,10 @@ def spoil(monkeypatch, tmp_path):
     def spoil(line, other):
         text = Path(sandbox.__file__).read_text(encoding="utf-8")
         assert text.count(line) == 1, line
-        shutil.copytree(Path(sandbox.__file__).parent, tmp_path / "graders")
-        (tmp_path / "graders" / "sandbox.py").write_text(text.replace(line, other), encoding="utf-8")
-        monkeypatch.setattr(sandbox, "__file__", str(tmp_path / "graders" / "sandbox.py"))
-        monkeypatch.setattr(code_grader, "RETRY_PAUSES", (0.01,))
+        shutil.copytree(Path(sandbox.__file__).parent, tmp_path / "judges")
+        (tmp_path / "judges" / "sandbox.py").write_text(text.replace(line, other), encoding="utf-8")
+        monkeypatch.setattr(sandbox, "__file__", str(tmp_path / "judges" / "sandbox.py"))
+        monkeypatch.setattr(code_judge, "RETRY_PAUSES", (0.01,))
 
     return spoil
 
@@ -542,7 +522,7 @@ def test_what_fails_in_a_keeper_is_no_verdict(spoil, name):
     honest = [HONEST_JOBS[2]] if name == "dies later" else [HONEST_JOBS[0], HONEST_JOBS[2]]
     for reply, tests, _ in honest:
         with pytest.raises(sandbox.Unavailable):
-            code_grader.grade(job(reply, tests))
+            code_judge.grade(job(reply, tests))
 
 
 def test_it_is_tried_again(spoil, tmp_path, monkeypatch):
@@ -553,9 +533,9 @@ def test_it_is_tried_again(spoil, tmp_path, monkeypatch):
     line = "status_out, status_in = os.pipe()"
     refused = f"{count}\n            raise BlockingIOError(11, 'no more processes')"
     spoil(line, f"{line}\n        if os.path.getsize({tries!r}) < 5:\n            {refused}")
-    monkeypatch.setattr(code_grader, "RETRY_PAUSES", (0.01,) * 6)
+    monkeypatch.setattr(code_judge, "RETRY_PAUSES", (0.01,) * 6)
     reply, tests, _ = HONEST_JOBS[2]
-    assert code_grader.grade(job(reply, tests, "none")) == "ok"
+    assert code_judge.grade(job(reply, tests, "none")) == "ok"
     assert Path(tries).read_text() == "xxxxx"
 
 

@@ -1,4 +1,4 @@
-"""Cases of tests/graders/test_math_grader.py: (expected answer, reply or answer, outcome). Written from what
+"""Cases of test_math.py: (expected answer, reply or answer, outcome). Written from what
 math-verify's documentation promises and from bugs that other systems' graders had."""
 
 # Of each line the first is the expected answer, and the others are equal to it, or are not.

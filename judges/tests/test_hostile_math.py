@@ -14,7 +14,7 @@ from statistics import median
 import pytest
 from math_pairs import KINDS, pairs, reals
 
-from judges.math_grader import FIRST_JOB, equal, grade
+from judges.math import FIRST_JOB, equal, grade
 from judges.pool import GraderPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -357,9 +357,9 @@ def test_10000_verdicts_by_construction():
 
 ALONE = """
 import sys
-sys.path[:0] = ["tests/helpers"]
+sys.path[:0] = ["judges/tests"]
 from math_pairs import pairs
-from judges.math_grader import equal
+from judges.math import equal
 made = list(pairs(int(sys.argv[1]), seed=3))
 order = sorted(range(len(made)), key=lambda place: hash((place * 7919) % len(made)), reverse=True)
 verdicts = {place: equal(made[place][1], made[place][2]) for place in order}
@@ -395,7 +395,7 @@ def test_a_long_formula_is_not_parsed():
 
 @pytest.mark.long
 def test_hostile_answers_score_nothing_and_end_in_time():
-    pool = GraderPool("judges.math_grader:grade", num_workers=1, deadline_s=1, memory_mib=2048, first=FIRST_JOB)
+    pool = GraderPool(".math:grade", num_workers=1, deadline_s=1, memory_mib=2048, first=FIRST_JOB)
     for text in HOSTILE:
         reply = rf"\boxed{{{text}}}" if text.count("{") == text.count("}") else f"#### {text}"
         start = time.monotonic()

@@ -12,28 +12,31 @@ import keyword
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-from judges import sandbox
-from judges.codec import near
-from judges.sandbox import Limits
+from . import sandbox
+from .codec import near
+from .sandbox import Limits
 
 MAX_TESTS_BYTES = 8 << 20  # of one problem
 MAX_PARSED_CHARS = 100_000  # of Python code: 0.2 s
 MAX_OUTCOME_BYTES = 1000
+DEFAULTS = {"seconds": 10.0, "memory_mib": 1024, "isolation": "required"}  # of the command
 RETRY_PAUSES = (0.1, 0.2, 0.5, 1, 2, 3, 3)  # seconds; environments.py waits for longer than their sum
 FORMS = (
     "`test` (code that calls the function, or defines check(candidate)) with `entry_point`, or `tests`: a list of "
     "{input, output}, or of {args, expected} with `entry_point`"
 )
 # The test for a list of {args, expected}.
-CALLS = """
+CALLS = f"""
 import json
-from judges.codec import same
+from {sandbox.PACKAGE}.codec import same
 
 def check(candidate):
     for case in json.loads(CASES):
@@ -221,3 +224,34 @@ def by_test(codes: Sequence[str], tests: Mapping[str, Any], limits: Limits) -> s
     if sandbox.TIMED_OUT in exit_codes:
         return "timeout"
     return "wrong" if outcome == b"wrong\n" else "error"
+
+
+def main(path: str) -> int:
+    """Prints the outcome of each line of a file of JSON lines: {reply}, the tests in one of FORMS, and {seconds,
+    memory_mib, isolation} where they are not the defaults."""
+    from .pool import GraderPool
+
+    jobs = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            read_tests("", row)
+            reply = row["reply"]
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            print(f"{path}:{number}: {error!r}: give {{reply}} and {FORMS}", file=sys.stderr)
+            return 2
+        limits = {name: row.get(name, default) for name, default in DEFAULTS.items()}
+        jobs.append({**limits, "reply": reply, "answer": "", "fields": row})
+    longest = max((job["seconds"] for job in jobs), default=0.0)
+    most_memory = max((job["memory_mib"] for job in jobs), default=0)
+    pool = GraderPool(".code:grade", num_workers=2, deadline_s=longest + 20, memory_mib=most_memory + 1024)
+    for graded in pool.grade(jobs):
+        print(graded.value if graded.outcome == "ok" else f"error: {graded.message}")
+    pool.close()
+    return 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m judges.code FILE")
+    sys.exit(main(sys.argv[1]))

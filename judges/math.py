@@ -11,10 +11,11 @@ deadline of the pool always holds. Arguments are (gold, answer): the order matte
 import logging
 import math
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
-from judges.math_text import LESS, NAME, Number, as_interval, clean, is_word, number, quantity, squeeze
+from .math_text import LESS, NAME, Number, as_interval, clean, is_word, number, quantity, squeeze
 
 MAX_ANSWER_CHARS = 2_000  # a longer one is no answer (parse_fail)
 MAX_FORMULA_CHARS = 500  # for sympy, whose parser takes 2 ms a character
@@ -451,3 +452,25 @@ def _same_relations(one: Any, other: Any) -> bool:
     ratio = right / left
     ratio = ratio.subs(next(_points(ratio))).doit()
     return (one.rel_op in ("==", "!=") or not ratio.evalf() < 0) and _is_zero(right - ratio * left)
+
+
+def main(gold: str, answer: str) -> int:
+    """Prints how the answer is judged and what was read, in a worker with a deadline. ANSWER is a whole reply or, if no
+    answer is found in it, the answer itself."""
+    from .pool import GraderPool
+
+    reply = answer if extract(answer) else rf"\boxed{{{answer}}}"
+    pool = GraderPool(".math:grade", num_workers=1, deadline_s=10.0, memory_mib=4096, first=FIRST_JOB)
+    [graded] = pool.grade([{"reply": reply, "answer": gold, "strict": False}])
+    pool.close()
+    if graded.outcome != "ok":
+        print(f"{graded.outcome}: {graded.message}")
+        return 1
+    print(f"{graded.value['outcome']}: {graded.value['extracted']}")
+    return int(graded.value["outcome"] != "ok")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python -m judges.math GOLD ANSWER")
+    sys.exit(main(*sys.argv[1:]))
