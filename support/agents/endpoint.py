@@ -196,9 +196,11 @@ class Endpoint:
         texts = []
         if request.logprobs:
             texts = [self.tokenizer.decode([token_id], special=True) for token_id in ids]
-        reply = Reply(call.seed, *parsed, completion.finish_reason, ids, completion.logps.tolist(), texts)
-        content = parsed.content or ""
-        call.add_reply(reply.message, [content, content + cut_at])  # a client may put the stop string back
+        said = parsed.reasoning, parsed.content, parsed.tool_calls
+        reply = Reply(call.seed, *said, completion.finish_reason, ids, completion.logps.tolist(), texts)
+        contents = [parsed.content or "", *parsed.with_thought]
+        endings = {"", cut_at}  # a client may put the stop string back
+        call.add_reply(reply.message, [content + ending for content in contents for ending in endings])
         return reply
 
     def _text_of(self, completion: Completion) -> str:

@@ -13,11 +13,13 @@ LOGGERS = ("vllm.tool_parsers", "vllm.reasoning", "vllm.parser")  # they trace e
 
 
 class Parsed(NamedTuple):
-    """tool_calls: {name, arguments in JSON} of each."""
+    """tool_calls: {name, arguments in JSON} of each. with_thought: the content as clients may write it who put the
+    reasoning back into the text."""
 
     reasoning: str | None
     content: str | None
     tool_calls: list[dict]
+    with_thought: tuple[str, ...] = ()
 
 
 class ReplyParser:
@@ -47,7 +49,7 @@ class ReplyParser:
 
     def __call__(self, text: str, tools: list[dict] | None) -> Parsed:
         """A reply that the parser cannot read, or a call that no client can be sent, stays text."""
-        reasoning = None
+        reasoning, sampled = None, text
         try:
             request = self.make_request(messages=[{"role": "user", "content": ""}], tools=tools)
             if self.reasoning_parser:
@@ -59,7 +61,19 @@ class ReplyParser:
                 for call in calls:
                     for part in (call["name"], call["arguments"]):
                         part.encode()  # "\ud800" in JSON makes half of a surrogate pair, which UTF-8 lacks
-                return Parsed(reasoning, found.content, calls)
+                return Parsed(reasoning, found.content, calls, self._with_thought(sampled, reasoning, found.content))
         except Exception as error:  # whatever a policy writes ends no run
             logging.getLogger("vllm.parser").debug("a reply stays text: %r", error)
-        return Parsed(reasoning, text, [])
+        return Parsed(reasoning, text, [], self._with_thought(sampled, reasoning, text))
+
+    def _with_thought(self, sampled: str, reasoning: str | None, content: str | None) -> tuple[str, ...]:
+        """As it was sampled, between the family's marks, and between them as templates of chat models write it."""
+        if not reasoning:
+            return ()
+        start, end = self.reasoning_parser.reasoning_start_str, self.reasoning_parser.reasoning_end_str
+        content = content or ""
+        forms = [sampled]
+        if start and end:
+            forms.append(f"{start}{reasoning}{end}{content}")
+            forms.append(f"{start}\n{reasoning.strip()}\n{end}\n\n{content.strip()}")
+        return tuple(forms)

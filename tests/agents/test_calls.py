@@ -20,6 +20,7 @@ from loss import policy_loss
 from support.agents.calls import Rollout
 from support.agents.chat import Refused, Request, link_of, read_message
 from support.agents.environment import Agent
+from support.agents.parser import Parsed, ReplyParser
 from support.agents.worker import GIVEN, run
 from support.check import preflight
 from support.inputs.reader import load
@@ -271,7 +272,6 @@ def test_vllms_parsers_by_name(name, tiny, tmp_path, capfd):
     from transformers import PreTrainedTokenizerFast
 
     from engine import reply_parsers
-    from support.agents.parser import ReplyParser
 
     tokenizer = Tokenizer(tiny[0])
     tokenizer.backend.add_tokens(["<tool_call>", "</tool_call>", "<|python_tag|>", "<think>", "</think>"])
@@ -286,21 +286,53 @@ def test_vllms_parsers_by_name(name, tiny, tmp_path, capfd):
     for text in texts:
         want = get_parser(name)(theirs, request.tools).extract_tool_calls(text, request)
         calls = [{"name": each.function.name, "arguments": each.function.arguments} for each in want.tool_calls]
-        assert parse(text, tools) == (None, want.content, calls)
-        assert parse(text, None) == (None, text, [])
+        assert parse(text, tools) == Parsed(None, want.content, calls)
+        assert parse(text, None) == Parsed(None, text, [])
         num_calls.append(len(calls))
     assert len(texts) == 60 and all(num_calls[:40]) and num_calls[40:].count(0) >= 12, num_calls
     said = capfd.readouterr()
     assert "Traceback" not in said.err + said.out
 
 
+THOUGHTS = [  # sampled; what a client may write as the content of the next turn
+    ("<think>hm</think>ok", ["ok", " ok\n", "<think>hm</think>ok", "<think>\nhm\n</think>\n\nok"]),
+    ("<think>\nhm\n</think>\n\nok", ["ok", "<think>\nhm\n</think>\n\nok"]),
+    ("hm</think>ok", ["ok", "hm</think>ok", "<think>hm</think>ok", "<think>\nhm\n</think>\n\nok"]),
+    ("<think>hm", ["", "<think>hm", "<think>hm</think>"]),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sampled", "echoes"), THOUGHTS)
+def test_a_client_that_puts_the_thought_back_continues_its_sequence(sampled, echoes, tiny):
+    from engine import reply_parsers
+    from support.agents.endpoint import Endpoint
+
+    tokenizer = Tokenizer(tiny[0], CHATML)
+    tokenizer.backend.add_tokens(["<think>", "</think>"])
+    endpoint = object.__new__(Endpoint)
+    endpoint.tokenizer, endpoint.engine = tokenizer, SimpleNamespace(stop_token_ids=tokenizer.eos_token_ids)
+    endpoint.parse = ReplyParser(reply_parsers(), tokenizer, ChatServerConfig(reasoning_parser="deepseek_r1"))
+    rollout, user = Rollout((1, 2), 250, 99), {"role": "user", "content": "q"}
+    [call] = rollout.ask(1, request(user), 10, tokenizer)
+    reply_of(call, tokenizer, sampled)
+    reply = endpoint._read(call)
+    assert "hm" in reply.reasoning and "think>" not in (reply.content or "")
+    others = ["other", "<think>other</think>ok", "<think>hm</think>other"]
+    for content in (*echoes, *others):
+        for reasoning in ({}, {"reasoning_content": reply.reasoning}):
+            back = {"role": "assistant", "content": content} | reasoning
+            [after] = rollout.ask(2, request(user, back, user), 10, tokenizer)
+            assert (after.parent is call) == (content in echoes), content
+            assert after.parent is None or after.prompt_ids[: len(call.ids)] == call.ids
+
+
 @pytest.mark.slow
 def test_a_parser_is_named_or_there_is_none(tiny):
     from engine import reply_parsers
-    from support.agents.parser import ReplyParser
 
     given, text = (reply_parsers(), Tokenizer(tiny[0])), "<think>a</think>b"
-    assert ReplyParser(*given, ChatServerConfig())(text, [CALL]) == (None, text, [])
+    assert ReplyParser(*given, ChatServerConfig())(text, [CALL]) == Parsed(None, text, [])
     for name in ("nonesuch", "llama3_json"):  # whose <|python_tag|> the tokenizer lacks
         with pytest.raises(ConfigError, match=rf"http_server_serving_chat_kwargs.*({name}|python_tag)"):
             ReplyParser(*given, ChatServerConfig(tool_parser=name))
