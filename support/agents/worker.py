@@ -8,15 +8,18 @@ import inspect
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from functools import partial
 from tempfile import TemporaryFile
-from typing import Any
+from typing import IO, Any
 
 from judges import sandbox
 
 TAIL_BYTES = 1 << 16  # of what a command writes
+EXCEPTION = re.compile(r"[\w.]+: ")  # how Python ends
+ERROR = re.compile(r"(Uncaught )?[\w.$]*(Error|Exception|panic)\b[^:]*: ")
 GIVEN = ("base_url", "row", "messages", "answer", "tools", "seed", "is_validation", "deadline_s")
 
 
@@ -50,16 +53,33 @@ def _accepted(function: Any, given: dict) -> dict:
 def run_command(command: list[str], row: dict, isolation: str = "none") -> str:
     """The last line that the command writes. It gets the row as JSON on its standard input."""
     start = partial(isolate, command) if isolation == "required" else None
-    with TemporaryFile() as out, TemporaryFile() as err:  # not pipes: a child of its may hold them
-        streams = {"input": json.dumps(row).encode(), "stdout": out, "stderr": err}
-        code = subprocess.run(command, **streams, preexec_fn=start, check=False).returncode
-        lines = []
-        for file in (out, err):
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines.append(file.read().decode(errors="replace").strip().rpartition("\n")[2])
-    if code:
-        raise RuntimeError(f"{command[0]} ended with exit code {code}: {lines[1]:.300}")
-    return lines[0]
+    given = json.dumps(row).encode()
+    with TemporaryFile() as out, TemporaryFile() as err:  # not pipes: a child of the command may hold them
+        ended = subprocess.run(command, input=given, stdout=out, stderr=err, preexec_fn=start, check=False)
+        if ended.returncode:
+            line = error_line(tail_of(err))
+            raise RuntimeError(f"{command[0]} ended with exit code {ended.returncode}: {line:.300}")
+        _, end_before, last_line = tail_of(out).rpartition("\n")
+        if not end_before and out.tell() > TAIL_BYTES:
+            raise RuntimeError(f"the last line of {command[0]} is longer than {TAIL_BYTES} bytes: only a reward fits")
+        return last_line
+
+
+def tail_of(file: IO[bytes]) -> str:
+    """The end of what was written, without blank lines behind it."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - TAIL_BYTES))
+    return file.read().decode(errors="replace").rstrip()
+
+
+def error_line(text: str) -> str:
+    """The line that names the error: the last one, or the last that begins with the name of an error, as behind it Node
+    writes a stack and its version."""
+    lines = text.splitlines() or [""]
+    if EXCEPTION.match(lines[-1]):
+        return lines[-1]
+    named = [line for line in lines if ERROR.match(line)]
+    return (named or lines)[-1]
 
 
 def isolate(command: list[str]) -> None:

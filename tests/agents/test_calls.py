@@ -21,7 +21,7 @@ from support.agents.calls import Rollout
 from support.agents.chat import Refused, Request, link_of, read_message
 from support.agents.environment import Agent
 from support.agents.parser import Parsed, ReplyParser
-from support.agents.worker import GIVEN, run
+from support.agents.worker import GIVEN, run, run_command
 from support.check import preflight
 from support.inputs.reader import load
 from support.inputs.tokenizer import Tokenizer
@@ -131,6 +131,54 @@ def test_what_an_agent_may_give(value, expected, counts, monkeypatch):
     assert (result.reward, result.outcome, result.rewards, result.extracted) == expected
     assert result.state.get("counts", False) == counts
     assert bool(result.state.get("message")) == (expected[1] == "error" and value != {"reward": 1, "outcome": "error"})
+
+
+NODE = """file:///x/fails.mjs:3
+throw new TypeError("no luck");
+      ^
+
+TypeError [ERR_X]: no luck
+    at file:///x/fails.mjs:3:7
+    at ModuleJob.run (node:internal/modules/esm/module_job:195:25)
+
+Node.js v20.20.2
+"""
+PYTHON = """Traceback (most recent call last):
+ValueError: the cause
+
+During handling of the above exception, another exception occurred:
+
+mine.NoLuck: the end
+"""
+JAVA = 'Exception in thread "main" java.lang.RuntimeException: no luck\n\tat Main.main(Main.java:3)\n'
+
+
+@pytest.mark.parametrize(
+    ("stderr", "named"),
+    [
+        (NODE, "TypeError [ERR_X]: no luck"),
+        (PYTHON, "mine.NoLuck: the end"),
+        (JAVA, JAVA.splitlines()[0]),
+        ("Error: a\nerror behind it\n", "Error: a"),
+        ("run.sh: line 3: foo: command not found\n", "run.sh: line 3: foo: command not found"),
+        ("", ""),
+    ],
+)
+def test_the_message_of_a_failed_command_is_the_line_that_names_the_error(stderr, named):
+    program = f"import sys; sys.stderr.write({stderr!r}); sys.exit(3)"
+    with pytest.raises(RuntimeError, match=re.escape(f"ended with exit code 3: {named}") + "$"):
+        run_command([sys.executable, "-c", program], {})
+
+
+@pytest.mark.parametrize(("size", "is_whole"), [(10, True), (65_000, True), (65_537, False), (200_000, False)])
+def test_a_last_line_that_is_too_long_is_an_error_that_says_so(size, is_whole):
+    for num_before in (0, 20_000):
+        command = [sys.executable, "-c", f"print('noise\\n' * {num_before} + 'x' * {size} + '\\n')"]
+        if is_whole:
+            assert run_command(command, {}) == "x" * size
+        else:
+            with pytest.raises(RuntimeError, match=r"last line .* longer than 65536 bytes"):
+                run_command(command, {})
 
 
 def rollouts(rng):
