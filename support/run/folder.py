@@ -4,7 +4,6 @@ import contextlib
 import errno
 import fcntl
 import importlib.metadata
-import itertools
 import json
 import os
 import platform
@@ -27,6 +26,7 @@ from support.system.ranks import Ranks, gather, on_rank0
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_DISK_SECONDS = 30.0  # so long an NFS client may believe its cache of a folder
+RECORDED_PREFIXES = ("OMP_", "CUDA_", "NCCL_", "VLLM_")  # of environment variables
 
 
 def open_run_folder(cfg: Config, ranks: Ranks, *, to_train: bool = True) -> Path:
@@ -35,9 +35,11 @@ def open_run_folder(cfg: Config, ranks: Ranks, *, to_train: bool = True) -> Path
     try:
         folder = on_rank0(lambda: _open(cfg, to_train), ranks.job)
         if to_train:
-            check_shared(_to_lock(cfg, folder), ranks)
-            for locked in _to_lock(cfg, folder) if ranks.job_rank else ():
-                _lock(locked, fcntl.LOCK_SH)
+            locked_folders = _to_lock(cfg, folder)
+            check_shared(locked_folders, ranks)
+            if ranks.job_rank > 0:
+                for locked in locked_folders:
+                    _lock(locked, fcntl.LOCK_SH)
         on_rank0(lambda: write_provenance(folder, cfg, ranks.job_size), ranks.job)
     except OSError as error:
         folder = cfg.checkpointing.resume_from or cfg.logger.log_dir
@@ -51,40 +53,56 @@ def _open(cfg: Config, to_train: bool) -> Path:
     if to_train and cfg.checkpointing.resume_from:
         folder = Path(cfg.checkpointing.resume_from)
     else:
-        log_dir = Path(cfg.logger.log_dir)
-        log_dir.mkdir(parents=True, exist_ok=True)
-        kind = "exp_" if to_train else "eval_"
-        runs = list(numbered(log_dir, kind).items())
-        if auto and runs and runs[0][1].is_dir():  # this job, started twice, may run there without a checkpoint yet
-            _lock(runs[0][1], fcntl.LOCK_EX)
-        for number in itertools.count(runs[0][0] + 1 if runs else 1):
-            folder = log_dir / f"{kind}{number:03d}"
-            with contextlib.suppress(FileExistsError):  # another run took it just now; with auto, the lock decides
-                folder.mkdir(exist_ok=auto)
-                break
-    for locked in _to_lock(cfg, folder) if to_train else ():
-        locked.mkdir(parents=True, exist_ok=True)
-        _lock(locked, fcntl.LOCK_EX)
+        folder = _new_folder(Path(cfg.logger.log_dir), "exp_" if to_train else "eval_", auto)
+    if to_train:
+        for locked in _to_lock(cfg, folder):
+            locked.mkdir(parents=True, exist_ok=True)
+            _lock(locked, fcntl.LOCK_EX)
     (folder / "exit.json").unlink(missing_ok=True)  # it says how the part before ended
     shutil.rmtree(folder / "stacks", ignore_errors=True)
     return folder
 
 
+def _new_folder(log_dir: Path, kind: str, auto: bool) -> Path:
+    """Makes the folder with the next number."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    runs = numbered(log_dir, kind)
+    number = max(runs, default=0)
+    if auto and runs and runs[number].is_dir():  # this job, started twice, may run there without a checkpoint yet
+        _lock(runs[number], fcntl.LOCK_EX)
+    while True:
+        number += 1
+        folder = log_dir / f"{kind}{number:03d}"
+        with contextlib.suppress(FileExistsError):  # another run took it just now; with auto, the lock decides
+            folder.mkdir(exist_ok=auto)
+            return folder
+
+
 def _to_lock(cfg: Config, folder: Path) -> list[Path]:
     """Also the folder of the checkpoints: runs of two log_dirs may have the same name in one checkpoint_dir."""
-    return [folder, checkpoint_folder(cfg.checkpointing, folder)] if cfg.checkpointing.checkpoint_dir else [folder]
+    folders = [folder]
+    if cfg.checkpointing.checkpoint_dir:
+        folders.append(checkpoint_folder(cfg.checkpointing, folder))
+    return folders
 
 
 def check_shared(folders: list[Path], ranks: Ranks) -> None:
     """ConfigError, on all ranks, that names a host whose disk does not have the locks that rank 0 has just made."""
     end = time.monotonic() + SHARED_DISK_SECONDS
-    while (unseen := [folder for folder in folders if not (folder / "run.lock").exists()]) and time.monotonic() < end:
+    unseen = _without_lock(folders)
+    while unseen and time.monotonic() < end:
         time.sleep(0.1)
-    if blind := [(host, absent[0]) for host, absent in gather((host_name(), unseen), ranks.job) if absent]:
-        raise ConfigError(
-            f"{blind[0][1]}: {blind[0][0]} cannot see what another host wrote there: put logger.log_dir and "
-            "checkpointing.checkpoint_dir on a disk that all hosts share, under the same path on each"
-        )
+        unseen = _without_lock(folders)
+    for host, unseen_there in gather((host_name(), unseen), ranks.job):
+        if unseen_there:
+            raise ConfigError(
+                f"{unseen_there[0]}: {host} cannot see what another host wrote there: put logger.log_dir and "
+                "checkpointing.checkpoint_dir on a disk that all hosts share, under the same path on each"
+            )
+
+
+def _without_lock(folders: list[Path]) -> list[Path]:
+    return [folder for folder in folders if not (folder / "run.lock").exists()]
 
 
 def _lock(folder: Path, kind: int) -> None:
@@ -118,35 +136,49 @@ def write_provenance(folder: Path, cfg: Config, world_size: int) -> None:
     if not (folder / "config.yaml").exists():
         write_whole(folder / "config.yaml", reader.to_yaml(cfg))
     file = folder / "provenance.json"
-    parts = parse_json(read_bytes(file), f"{file} (move it away)") if file.exists() else []
-    patch = _git("diff", "HEAD", "--binary")
-    name = f"changes_{len(parts) + 1}.patch" if patch else None
-    found = [each.metadata for each in importlib.metadata.distributions()]  # each parses a file
-    packages = sorted(((each["Name"], each["Version"]) for each in found if each["Name"]), key=lambda p: p[0].lower())
-    prefixes = ("OMP_", "CUDA_", "NCCL_", "VLLM_")
+    parts = []
+    if file.exists():
+        parts = parse_json(read_bytes(file), f"{file} (move it away)")
+    changes = _git("diff", "HEAD", "--binary")
+    patch = None
+    if changes:
+        patch = f"changes_{len(parts) + 1}.patch"
+    commit = _git("rev-parse", "HEAD") or "unknown"
     part = {
         "command": shlex.join(sys.argv),
         "working_directory": os.getcwd(),
         "world_size": world_size,
-        "commit": (_git("rev-parse", "HEAD") or "unknown").strip(),
-        "changes": name,
+        "commit": commit.strip(),
+        "changes": patch,
         "python": platform.python_version(),
-        "packages": dict(packages),  # but those half removed, which have no name
+        "packages": _packages(),
         "system": platform.platform(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)},
+        "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(RECORDED_PREFIXES)},
     }
     try:
-        if name:
-            write_whole(folder / name, patch, encoding="latin-1")
-        write_whole(file, json.dumps([*parts, part], indent=1) + "\n")
+        if patch is not None:
+            write_whole(folder / patch, changes, encoding="latin-1")
+        text = json.dumps([*parts, part], indent=1)
+        write_whole(file, f"{text}\n")
     except OSError as error:
         print(f"WARNING: {file} does not record this start of the run ({describe_os_error(error)})", flush=True)
+
+
+def _packages() -> dict[str, str]:
+    """Name -> version of each installed package, by name. What is half removed has no name, and is left out."""
+    versions = {}
+    for distribution in importlib.metadata.distributions():
+        metadata = distribution.metadata  # parses a file
+        if metadata["Name"]:
+            versions[metadata["Name"]] = metadata["Version"]
+    return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
 
 
 def _git(*arguments: str) -> str | None:
     """git's output, a character for each byte; None where this is no checkout, or git is not installed."""
     try:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, check=True, encoding="latin-1").stdout
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, check=True, encoding="latin-1")
     except (OSError, subprocess.CalledProcessError):
         return None
+    return done.stdout

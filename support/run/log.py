@@ -4,7 +4,6 @@ Metrics are logged raw: a NaN stays visible. samples.jsonl is strict JSON: a num
 """
 
 import io
-import itertools
 import json
 import math
 import os
@@ -14,11 +13,12 @@ import shlex
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -36,12 +36,27 @@ from support.run.health import Health
 from support.system.disk import append, write_whole
 from support.system.exits import host_name
 
+T = TypeVar("T")
 TIMING_NAMES = {"prepare_for_generation": "prepare_for_generation/total"}  # NeMo RL's name
 PHASES = {"gen": "generation", "data": "data_processing", "train": "policy_training", "sync": "prepare_for_generation"}
 WRITTEN = ("metrics.jsonl", "samples.jsonl", "tensorboard", "checkpoints", "hf_model", "hf_adapter")
 SAMPLE_FIELDS = """row_id index env_name reward unshaped_reward outcome advantage finish_reason weight_version
 num_gen_tokens""".split()
 MAX_EXPECTED = 2000  # characters of an expected answer: the tests of a program may be long
+
+
+class WandbRun(Protocol):
+    """What is used of W&B's run."""
+
+    def log(self, data: dict[str, float], step: int, commit: bool) -> None: ...
+
+
+class EndState(Protocol):
+    """What the table at the end of a run needs of `RunState`."""
+
+    step: int
+    first_validation: Numbers
+    last_validation: Numbers
 
 
 class RunLog:
@@ -53,45 +68,50 @@ class RunLog:
         self.num_steps = num_steps
         self.num_lost: Counter[str] = Counter()  # file -> writes that failed
         for name in ("metrics.jsonl", "samples.jsonl"):
-            self._write(name, _drop_from, first_step)
-            self._write(name, append, b"")  # there from the start
-        before = read_records(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else ()
-        self.health = Health(record for _, record in before)
+            self._write(name, partial(_drop_from, first_step=first_step))
+            self._append(name, b"")  # there from the start
+        self.health = Health(_metrics_so_far(folder))
         self.events = f"tensorboard/events.out.tfevents.{time.time():.0f}.{host_name()}.{os.getpid()}"
         if cfg.tensorboard_enabled:
-            self._write("tensorboard", os.makedirs, 0o777, True)
-            self._event(file_version="brain.Event:2")
+            self._write("tensorboard", partial(os.makedirs, exist_ok=True))
+            self._event(Event(wall_time=time.time(), file_version="brain.Event:2"))
             # TensorBoard hides what it has of these steps: the part of the run that is resumed wrote it.
-            self._event(step=first_step, session_log=SessionLog(status=SessionLog.START))
-        self.wandb: Any = None  # W&B's run, from the first row on
+            started = SessionLog(status=SessionLog.START)
+            self._event(Event(wall_time=time.time(), step=first_step, session_log=started))
+        self.wandb: WandbRun | None = None  # from the first row on
         self.logs_to_wandb = cfg.wandb_enabled
-        self.start, self.first_step = time.perf_counter(), first_step
+        self.start = time.perf_counter()
+        self.first_step = first_step
         self.tokens_per_sec: list[float] = []
-        self.partial: set[str] = set()  # prefixes of metrics: there, some reward was neither 0 nor 1
+        self.has_partial_rewards: set[str] = set()  # prefixes of metrics: there, some reward was neither 0 nor 1
 
-    def _write(self, name: str, write: Callable, *arguments: Any) -> None:
+    def _append(self, name: str, lines: bytes) -> None:
+        self._write(name, partial(append, lines=lines))
+
+    def _write(self, name: str, write: Callable[[Path], None]) -> None:
         """Calls `write` with the path of a file in the run folder. What the disk refuses is said once, and counted."""
         try:
-            write(self.folder / name, *arguments)
+            write(self.folder / name)
         except OSError as error:
             if name not in self.num_lost:
                 problem = f"{self.folder / name} cannot be written ({error.strerror})"
                 print(f"WARNING: {problem}: training continues, and what is not written is lost", flush=True)
             self.num_lost[name] += 1
 
-    def _event(self, **content: Any) -> None:
+    def _event(self, event: Event) -> None:
         """Adds a record to TensorBoard's file. Its own writer has a thread, which ends when a disk is full."""
         record = io.BytesIO()
-        RecordWriter(record).write(Event(wall_time=time.time(), **content).SerializeToString())
-        self._write(self.events, append, record.getvalue())
+        RecordWriter(record).write(event.SerializeToString())
+        self._append(self.events, record.getvalue())
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         """Writes an object of metrics.jsonl, and the same numbers to TensorBoard and W&B."""
         row = {"step": step, **values}
-        self._write("metrics.jsonl", append, json.dumps(row).encode() + b"\n")
+        line = json.dumps(row) + "\n"
+        self._append("metrics.jsonl", line.encode())
         if self.cfg.tensorboard_enabled:
             numbers = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-            self._event(step=step, summary=Summary(value=numbers))
+            self._event(Event(wall_time=time.time(), step=step, summary=Summary(value=numbers)))
         if self.logs_to_wandb:
             self._log_to_wandb(row)
 
@@ -99,9 +119,12 @@ class RunLog:
         """Sends a row to W&B, over the x-axis `step`. W&B's own step, which may not fall and has one row each, is
         2 * step for training and 2 * step + 1 for the validation after it. `exit_process` ends the run at W&B."""
         try:
-            self.wandb = self.wandb or _start_wandb(self.folder, self.cfg.wandb)
-            is_validation = any(name.startswith("validation/") for name in row)
-            self.wandb.log(row, step=2 * row["step"] + is_validation, commit=True)
+            if self.wandb is None:
+                self.wandb = _start_wandb(self.folder, self.cfg.wandb)
+            place = 2 * row["step"]
+            if any(name.startswith("validation/") for name in row):
+                place += 1
+            self.wandb.log(row, step=place, commit=True)
         except Exception as error:  # W&B's own, the network's, an import that fails: no reason to end a run
             self.logs_to_wandb = False
             text = f"WARNING: W&B failed ({error!r:.300}): the run continues as with logger.wandb_enabled=false"
@@ -109,39 +132,32 @@ class RunLog:
 
     def samples(self, step: int, kind: str, samples: list[Sample], tokenizer: Tokenizer) -> None:
         """Writes the first conversations to samples.jsonl, and prints some of those of a greedy validation."""
-        decode = partial(tokenizer.backend.decode, skip_special_tokens=False)
-        num_logged = self.cfg.num_samples_to_log
-        num_print = self.cfg.num_val_samples_to_print * kind.endswith("/greedy")
-        lines = []
-        for i, sample in enumerate(samples[: max(num_logged, num_print)]):
-            prompt, reply = decode(sample.prompt_ids), decode(sample.output_ids.tolist())
-            record = {"step": step, "kind": kind, "prompt": prompt, "reply": reply}
-            record |= {name: getattr(sample, name) for name in SAMPLE_FIELDS}
-            record["expected"] = sample.expected[:MAX_EXPECTED]
-            record |= {"message": sample.message} if sample.message else {}  # of an agent that failed
-            if i < num_logged:
-                finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-                lines.append(json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n")
-            if i < num_print:
-                ends = f"{sample.outcome}, reward {sample.reward:g}, expected {shortened(sample.expected)}"
-                print(f"    [{kind}] {prompt!r} -> {reply!r}  {ends}", flush=True)
+        text = ""
+        for sample in samples[: self.cfg.num_samples_to_log]:
+            record = {"step": step, "kind": kind} | _record_of(sample, tokenizer)
+            text += json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n"
         # backslashreplace: a row may contain half a surrogate pair, which UTF-8 cannot encode; JSON's escape can.
-        self._write("samples.jsonl", append, "".join(lines).encode(errors="backslashreplace"))
+        self._append("samples.jsonl", text.encode(errors="backslashreplace"))
+        if kind.endswith("/greedy"):
+            for sample in samples[: self.cfg.num_val_samples_to_print]:
+                prompt = _decoded(tokenizer, sample.prompt_ids)
+                reply = _decoded(tokenizer, sample.output_ids)
+                grade = f"{sample.outcome}, reward {sample.reward:g}, expected {shortened(sample.expected)}"
+                print(f"    [{kind}] {prompt!r} -> {reply!r}  {grade}", flush=True)
 
     def step(self, step: int, train: Numbers, seconds: Numbers, performance: Numbers) -> None:
         """Logs a training step: an object in metrics.jsonl, a line, and what has newly gone wrong with the run."""
-        total, tokens_per_sec = seconds["total_step_time"], performance["performance/tokens_per_sec"]
         health, warnings = self.health.add(step, train)
-        values = {f"train/{name}": value for name, value in (train | health).items() if name != "train_tokens"}
-        values |= {f"timing/train/{TIMING_NAMES.get(name, name)}": value for name, value in seconds.items()}
-        self.metrics(step, values | performance)
+        values = {}
+        for name, value in (train | health).items():
+            if name != "train_tokens":  # stands in `performance`
+                values[f"train/{name}"] = value
+        for name, value in seconds.items():
+            values[f"timing/train/{TIMING_NAMES.get(name, name)}"] = value
+        values |= performance
+        self.metrics(step, values)
+        tokens_per_sec = performance["performance/tokens_per_sec"]
         self.tokens_per_sec.append(tokens_per_sec)
-        now, eta = time.perf_counter(), "-"
-        if step == self.first_step:  # compiles: says nothing about the others
-            self.first_end = now
-        else:
-            left = (now - self.first_end) / (step - self.first_step) * (self.num_steps - step)
-            eta = f"{int(left) // 60}m{int(left) % 60:02d}s"
         phases = " ".join(f"{label} {seconds[name]:.2f}" for label, name in PHASES.items())
         score = self._score("", train, "unshaped_reward")
         gap = "-"  # with async_grpo a step may have no token of the newest weights, and then no gap
@@ -150,75 +166,146 @@ class RunLog:
         print(
             f"step {step}/{self.num_steps} | {score} {train[score]:.3f} | "
             f"loss {train['loss']:+.4f} grad {train['grad_norm']:.3f} | logp gap {gap} | "
-            f"{tokens_per_sec:,.0f} tok/s | {total:.2f}s ({phases}) | ETA {eta}",
+            f"{tokens_per_sec:,.0f} tok/s | {seconds['total_step_time']:.2f}s ({phases}) | ETA {self._eta(step)}",
             *warnings,
             sep="\n",
             flush=True,
         )
 
+    def _eta(self, step: int) -> str:
+        """Time until the last step ends, by the steps so far without the first one, which compiles."""
+        now = time.perf_counter()
+        if step == self.first_step:
+            self.first_end = now
+            return "-"
+        seconds_per_step = (now - self.first_end) / (step - self.first_step)
+        seconds_left = int(seconds_per_step * (self.num_steps - step))
+        return f"{seconds_left // 60}m{seconds_left % 60:02d}s"
+
     def validation(self, step: int, values: dict[str, float]) -> None:
         """Logs a validation: an object of its own in metrics.jsonl, and a line."""
         self.metrics(step, values)
-        scores = ", ".join(f"{label} {text}" for label, (text,) in self._scores(values).items())
-        seconds = f"{values['timing/validation/total_validation_time']:.1f}s"
-        print(f"validation after step {step} | {scores} | {seconds}", flush=True)
+        scores = ", ".join(f"{label} {text}" for label, (text,) in self._scores([values]).items())
+        seconds = values["timing/validation/total_validation_time"]
+        print(f"validation after step {step} | {scores} | {seconds:.1f}s", flush=True)
 
     def _score(self, prefix: str, values: Numbers, reward: str = "reward") -> str:
         """The name of the accuracy; or of the reward, from the first reward on that is neither 0 nor 1: an accuracy
         that counts part of an answer as right would mislead."""
-        if values.get(prefix + reward) != values.get(f"{prefix}accuracy"):
-            self.partial.add(prefix)
-        return prefix + ("reward" if prefix in self.partial else "accuracy")
+        if values.get(f"{prefix}{reward}") != values.get(f"{prefix}accuracy"):
+            self.has_partial_rewards.add(prefix)
+        if prefix in self.has_partial_rewards:
+            return f"{prefix}reward"
+        return f"{prefix}accuracy"
 
-    def _scores(self, *validations: Numbers) -> dict[str, list[str]]:
+    def _scores(self, validations: Sequence[Numbers]) -> dict[str, list[str]]:
         """For each set and mode, such as "greedy accuracy", the score of each validation; with a reward that is neither
         0 nor 1 also the share of replies with the outcome ok."""
-        found, rows = [key for values in validations for key in values], {}
-        for key in filter(re.compile("validation/.+/accuracy").fullmatch, found):
-            name = [self._score(key.removesuffix("accuracy"), values) for values in validations][-1]
-            label = name.removeprefix("validation/").replace("/", " ")
-            rows[label] = [shown(values, name) for values in validations]
-            if name != key:
-                rows[label.replace("reward", "outcome ok")] = [shown(values, key) for values in validations]
+        rows = {}
+        for accuracy in dict.fromkeys(chain.from_iterable(validations)):
+            if not re.fullmatch("validation/.+/accuracy", accuracy):
+                continue
+            score = accuracy
+            for values in validations:
+                score = self._score(accuracy.removesuffix("accuracy"), values)
+            label = score.removeprefix("validation/").replace("/", " ")
+            rows[label] = [shown(values, score) for values in validations]
+            if score != accuracy:
+                rows[label.replace("reward", "outcome ok")] = [shown(values, accuracy) for values in validations]
         return rows
 
-    def close(self, state) -> None:
-        """Prints the table at the end of a run. state: the `RunState`."""
-        scores = self._scores(state.first_validation, state.last_validation)
-        rows = {label: " -> ".join(texts[texts[0] == "?" :]) for label, texts in scores.items()}
+    def close(self, state: EndState) -> None:
+        """Prints the table at the end of a run."""
+        rows = {}
+        for label, (first, last) in self._scores([state.first_validation, state.last_validation]).items():
+            rows[label] = f"{first} -> {last}"
+            if first == "?":  # no validation at the start
+                rows[label] = last
         rows["health"] = self.health.summary()
-        rows["steps"] = f"{state.step}, {len(self.tokens_per_sec)} of them in {time.perf_counter() - self.start:.0f} s"
+        seconds = time.perf_counter() - self.start
+        rows["steps"] = f"{state.step}, {len(self.tokens_per_sec)} of them in {seconds:.0f} s"
         if self.tokens_per_sec:
             rows["tokens/s, median step"] = f"{np.median(self.tokens_per_sec):,.0f}"
         written = [name for name in WRITTEN if (self.folder / name).exists()]
         rows["run folder"] = f"{self.folder}: {', '.join(written)}"
         if self.num_lost:
             rows["not written"] = ", ".join(f"{name}: {num} times" for name, num in self.num_lost.items())
-        here = os.getcwd()
-        words = [sys.executable.removeprefix(f"{here}/"), "-m", "tools.report", str(self.folder)]
-        rows["report"] = f"cd {shlex.quote(here)} && {shlex.join(words)}"
+        rows["report"] = self._report_command()
         width = max(map(len, rows))
-        print("\n" + "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()) + "\n", flush=True)
+        print()
+        for name, value in rows.items():
+            print(f"{name:<{width}}  {value}")
+        print(flush=True)
+
+    def _report_command(self) -> str:
+        here = os.getcwd()
+        python = sys.executable.removeprefix(f"{here}/")
+        command = shlex.join([python, "-m", "tools.report", str(self.folder)])
+        return f"cd {shlex.quote(here)} && {command}"
 
 
 def shown(values: Numbers, name: str) -> str:
     """A validation's number; an accuracy with its 95% interval and the number of problems."""
     if name not in values:
         return "?"
-    low, high = (values.get(f"{name}_ci95_{end}", math.nan) for end in ("low", "high"))
-    num = values.get(f"{name.removesuffix('accuracy')}num_problems", 0)
-    sure = f" ({low:.3f} to {high:.3f}, {num:,.0f} problems)" if low == low else ""
-    return f"{values[name]:.3f}{sure}"
+    text = f"{values[name]:.3f}"
+    if f"{name}_ci95_low" in values:
+        low = values[f"{name}_ci95_low"]
+        high = values[f"{name}_ci95_high"]
+        num = values[f"{name.removesuffix('accuracy')}num_problems"]
+        text += f" ({low:.3f} to {high:.3f}, {num:,.0f} problems)"
+    return text
+
+
+def _record_of(sample: Sample, tokenizer: Tokenizer) -> dict:
+    """The line of samples.jsonl for a sample, without step and kind."""
+    record = {"prompt": _decoded(tokenizer, sample.prompt_ids), "reply": _decoded(tokenizer, sample.output_ids)}
+    for name in SAMPLE_FIELDS:
+        record[name] = getattr(sample, name)
+    if sample.rewards:
+        record["rewards"] = sample.rewards
+    record["expected"] = sample.expected[:MAX_EXPECTED]
+    if sample.message:  # of an agent that failed
+        record["message"] = sample.message
+    return record
+
+
+def _decoded(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    return tokenizer.decode(ids, special=True)
+
+
+def _finite(value: T) -> T | None:
+    """The value with None for each number in it that is not finite."""
+    if isinstance(value, dict):
+        return {name: _finite(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _metrics_so_far(folder: Path) -> Iterator[dict]:
+    """The objects of metrics.jsonl that the earlier parts of a run wrote."""
+    file = folder / "metrics.jsonl"
+    if file.exists():  # a full disk may have refused it
+        for _, record in read_records(file):
+            yield record
 
 
 def _drop_from(file: Path, first_step: int) -> None:
     """Removes what a run wrote after the checkpoint that it now resumes from, and a last line that a kill cut."""
-    if file.exists():
-        kept = itertools.takewhile(lambda line: line[1].get("step", 0) < first_step, read_records(file))
-        os.truncate(file, max((end for end, _ in kept), default=0))
+    if not file.exists():
+        return
+    size = 0
+    for end, record in read_records(file):
+        if record.get("step", 0) >= first_step:
+            break
+        size = end
+    os.truncate(file, size)
 
 
-def _start_wandb(folder: Path, cfg: WandbConfig) -> Any:
+def _start_wandb(folder: Path, cfg: WandbConfig) -> WandbRun:
     """The run at W&B. `wandb_id` in the run folder keeps its id, so a resumed run is the same one there."""
     import wandb
 
@@ -260,8 +347,10 @@ class Timers:
         finally:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # a phase ends when its kernels have ended
+                allocated = torch.cuda.max_memory_allocated()
+                reserved = torch.cuda.max_memory_reserved()
                 unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-                self.peaks[name] = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), unused
+                self.peaks[name] = allocated, reserved, unused
             self.seconds[name] += time.perf_counter() - start
 
     def start_step(self) -> None:
@@ -269,6 +358,7 @@ class Timers:
 
     def take(self) -> dict[str, float]:
         """Phase -> seconds since the last call, and total_step_time since the step began."""
-        seconds = {**self.seconds, "total_step_time": time.perf_counter() - self.step_start}
+        seconds = dict(self.seconds)
+        seconds["total_step_time"] = time.perf_counter() - self.step_start
         self.seconds.clear()
         return seconds

@@ -50,9 +50,17 @@ class RewardModel:
         self.max_model_len = cfg.env.reward_model.max_model_len
         self.pack_tokens = max(cfg.policy.pack_tokens(device.type), self.max_model_len)
         self.pad_token_id = config.hf.get("pad_token_id")
-        options = {"precision": cfg.env.reward_model.precision, "decoder": RewardDecoder, "model_config": config}
-        model = load_policy(folder, device="cpu", mesh=fsdp_mesh(device.type), **options)
-        self.model = model.requires_grad_(False).to(getattr(torch, options["precision"]))
+        precision = cfg.env.reward_model.precision
+        model = load_policy(
+            folder,
+            device="cpu",
+            mesh=fsdp_mesh(device.type),
+            precision=precision,
+            decoder=RewardDecoder,
+            model_config=config,
+        )
+        model.requires_grad_(False)
+        self.model = model.to(getattr(torch, precision))
 
     @torch.no_grad()
     def score(self, conversations: Sequence[list[dict]]) -> list[float | None]:
@@ -60,18 +68,23 @@ class RewardModel:
         score. A collective: each rank passes its own, and all ranks run as many packs as the rank with the most."""
         local_ids = [self.encode(messages) for messages in conversations]
         usable = [i for i, ids in enumerate(local_ids) if 0 < len(ids) <= self.max_model_len]
-        if num_refused := len(local_ids) - len(usable):
+        num_refused = len(local_ids) - len(usable)
+        if num_refused > 0:
             why = f"over env.reward_model.max_model_len={self.max_model_len} tokens or refused by its chat template"
             print(f"reward model: {num_refused} of {len(local_ids)} conversations are {why}", file=sys.stderr)
         lengths = [len(local_ids[i]) for i in usable]
-        packs = [[usable[k] for k in pack] for pack in first_fit(lengths, self.pack_tokens)]
+        packs = first_fit(lengths, self.pack_tokens)
         max_packs = max(gather(len(packs)))
         scores: list[float | None] = [None] * len(local_ids)
         self.model.to(self.device)
-        for pack in packs + [[]] * (max_packs - len(packs)):  # []: joins the collectives with one token
-            score_S = self._score_pack([local_ids[i] for i in pack] or [[0]])
-            for i, score in zip(pack, score_S.tolist(), strict=bool(pack)):
-                scores[i] = score if math.isfinite(score) else None
+        for pack in packs:
+            numbers = [usable[k] for k in pack]
+            score_S = self._score_pack([local_ids[i] for i in numbers])
+            for i, score in zip(numbers, score_S.tolist(), strict=True):
+                if math.isfinite(score):
+                    scores[i] = score
+        for _ in range(max_packs - len(packs)):
+            self._score_pack([[0]])  # joins the collectives with one token
         self.model.to("cpu")
         return scores
 
@@ -88,9 +101,16 @@ class RewardModel:
         return ids
 
     def _score_pack(self, ids_S: list[list[int]]) -> Tensor:
-        cu_seqlens = np.cumsum([0, *map(len, ids_S)])
-        token_T = torch.tensor([token for ids in ids_S for token in ids], device=self.device)
-        position_T = torch.cat([torch.arange(len(ids), device=self.device) for ids in ids_S])
-        end_S = torch.tensor(cu_seqlens[1:] - 1, device=self.device)
+        tokens = []
+        positions = []
+        ends = []
+        for ids in ids_S:
+            tokens += ids
+            positions += range(len(ids))
+            ends.append(len(tokens) - 1)
+        token_T = torch.tensor(tokens, device=self.device)
+        position_T = torch.tensor(positions, device=self.device)
+        end_S = torch.tensor(ends, device=self.device)
+        cu_seqlens = np.array([0, *(end + 1 for end in ends)])
         layout = PackLayout.of(cu_seqlens, None, len(token_T), self.device)
         return self.model(token_T, position_T, layout, end_S)

@@ -1,6 +1,5 @@
 """How fast a step was: tokens and samples per second, FLOPs, and the share of the GPU's peak."""
 
-import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -10,17 +9,27 @@ import torch.distributed as dist
 from batch import MicroBatch, Minibatch
 from config import LoRAConfig, PolicyConfig
 from metrics import Numbers
-from support.hf.lora_layers import adapted_layers
+from support.hf.lora_layers import adapted_layers, linear_layers
 from support.inputs.model_config import ModelConfig
 from support.system.ranks import gather
 
 # Dense bfloat16 TFLOP/s by torch.cuda.get_device_name; a part of a GPU (MIG) has another name. From NVIDIA's data
 # sheets, which print twice as much: with sparsity.
-PEAK_TFLOPS = dict.fromkeys(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"), 312.0)
-PEAK_TFLOPS |= dict.fromkeys(("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"), 312.0)
-PEAK_TFLOPS |= dict.fromkeys(("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"), 989.5)
-PEAK_TFLOPS |= {"NVIDIA H100 PCIe": 756.5, "NVIDIA H100 NVL": 835.5, "NVIDIA H200 NVL": 835.5}
-PEAK_TFLOPS |= {"NVIDIA B200": 2250.0, "NVIDIA B300": 2250.0, "NVIDIA GB200": 2500.0}
+PEAK_TFLOPS = {
+    "NVIDIA A100-SXM4-40GB": 312.0,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA A100-PCIE-40GB": 312.0,
+    "NVIDIA A100 80GB PCIe": 312.0,
+    "NVIDIA H100 80GB HBM3": 989.5,
+    "NVIDIA H200": 989.5,
+    "NVIDIA GH200 480GB": 989.5,
+    "NVIDIA H100 PCIe": 756.5,
+    "NVIDIA H100 NVL": 835.5,
+    "NVIDIA H200 NVL": 835.5,
+    "NVIDIA B200": 2250.0,
+    "NVIDIA B300": 2250.0,
+    "NVIDIA GB200": 2500.0,
+}
 
 
 def train_flops(config: ModelConfig, micros: Iterable[MicroBatch], lora: LoRAConfig | None = None) -> int:
@@ -32,18 +41,22 @@ def train_flops(config: ModelConfig, micros: Iterable[MicroBatch], lora: LoRACon
     gradient. With `lora` those of frozen weights are not made: 4 for each of theirs and of the factors', 2 D V. Not
     counted: what backward computes again (activations, scores of flash attention, logits of two passes), merging.
     """
-    matrices = [shape for name, shape in config.tensor_shapes() if ".layers." in name and len(shape) == 2]
+    num_weights = sum(outputs * inputs for outputs, inputs in linear_layers(config).values())
+    passes = 3  # forward, gradients of the inputs, gradients of the weights
     adapters = adapted_layers(config, lora) if lora else {}
-    num_weights = sum(map(math.prod, matrices)) + sum(lora.dim * sum(shape) for shape in adapters.values())
-    passes = 2 if adapters else 3  # forward, gradients of the inputs, gradients of the weights
-    pair_flops = 12 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    if adapters:
+        num_weights += sum(lora.dim * (outputs + inputs) for outputs, inputs in adapters.values())
+        passes = 2
+    flops_per_pair = 12 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
     flops = 0
     for micro in micros:
         length_S = np.diff(micro.cu_seqlens).astype(np.int64)
         prefix_length_S = np.where(micro.prefix_S >= 0, length_S[micro.prefix_S], 0)
-        num_pairs = int((length_S * (length_S + 1) // 2 + length_S * prefix_length_S).sum())
-        head = 2 * (len(micro.pos_R) + (passes - 1) * micro.num_grad_rows) * config.hidden_size * config.vocab_size
-        flops += 2 * passes * num_weights * len(micro.token_T) + pair_flops * num_pairs + head
+        pairs_S = length_S * (length_S + 1) // 2 + length_S * prefix_length_S
+        flops += 2 * passes * num_weights * len(micro.token_T)
+        flops += flops_per_pair * int(pairs_S.sum())
+        passes_of_rows = len(micro.pos_R) + (passes - 1) * micro.num_grad_rows
+        flops += 2 * passes_of_rows * config.hidden_size * config.vocab_size
     return flops
 
 
@@ -54,26 +67,39 @@ def performance_metrics(
     7ea279a). train, seconds: the step's metrics and phases. What was not done has no rate (scoring), and a device of
     unknown peak no utilisation. A collective of all ranks."""
     micros = [micro for minibatch in minibatches for micro in minibatch.micros]
-    flops = sum(gather(float(policy.ppo_epochs * train_flops(model, micros, policy.dtensor_cfg.lora_cfg))))
-    tokens, total = train["total_num_tokens"], seconds["total_step_time"]
-    training, scoring = seconds["policy_training"], seconds["policy_and_reference_logprobs"]
-    num_trainers, num_generators = dist.get_world_size(), policy.generation.num_generators
-    num_all, num_generating = num_trainers + num_generators, num_generators or num_trainers
-    rates = {  # name -> rate, and the GPUs at work
-        "tokens_per_sec": (tokens / total, num_all),
-        "samples_per_sec": (train["global_valid_seqs"] / total, num_all),
-        "generation_tokens_per_sec": (train["total_gen_tokens"] / seconds["generation"], num_generating),
-        "training_worker_group_tokens_per_sec": (tokens / (training + scoring), num_trainers),
+    own_flops = policy.ppo_epochs * train_flops(model, micros, policy.dtensor_cfg.lora_cfg)
+    flops = sum(gather(float(own_flops)))
+    tokens = train["total_num_tokens"]
+    total = seconds["total_step_time"]
+    training = seconds["policy_training"]
+    scoring = seconds["policy_and_reference_logprobs"]
+    num_trainers = dist.get_world_size()
+    num_generators = policy.generation.num_generators
+    num_all = num_trainers + num_generators
+    num_generating = num_generators or num_trainers
+    values = {
+        "performance/tokens_per_sec": tokens / total,
+        "performance/samples_per_sec": train["global_valid_seqs"] / total,
+        "performance/generation_tokens_per_sec": train["total_gen_tokens"] / seconds["generation"],
+        "performance/training_worker_group_tokens_per_sec": tokens / (training + scoring),
     }
-    values = {f"performance/{name}": rate for name, (rate, _) in rates.items()}
-    rates["policy_training_tokens_per_sec"] = tokens / training, num_trainers
-    rates["train_flops"] = flops / training / 1e12, num_trainers
-    if micros[0].old_logp_R is not None or micros[0].ref_logp_R is not None:
-        rates["policy_and_reference_logprobs_tokens_per_sec"] = tokens / scoring, num_trainers
-    values |= {f"performance/{name}_per_gpu": rate / num_gpus for name, (rate, num_gpus) in rates.items()}
+    num_gpus = {  # at work
+        "performance/tokens_per_sec": num_all,
+        "performance/samples_per_sec": num_all,
+        "performance/generation_tokens_per_sec": num_generating,
+        "performance/training_worker_group_tokens_per_sec": num_trainers,
+    }
+    for name, num in num_gpus.items():
+        values[f"{name}_per_gpu"] = values[name] / num
+    values["performance/policy_training_tokens_per_sec_per_gpu"] = tokens / training / num_trainers
+    train_tflops = flops / training / 1e12 / num_trainers
+    values["performance/train_flops_per_gpu"] = train_tflops
+    is_scored = micros[0].old_logp_R is not None or micros[0].ref_logp_R is not None
+    if is_scored:
+        values["performance/policy_and_reference_logprobs_tokens_per_sec_per_gpu"] = tokens / scoring / num_trainers
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     if policy.precision == "bfloat16" and device in PEAK_TFLOPS:
-        values["performance/train_fp_utilization"] = values["performance/train_flops_per_gpu"] / PEAK_TFLOPS[device]
+        values["performance/train_fp_utilization"] = train_tflops / PEAK_TFLOPS[device]
     values["performance/train_tokens"] = train["train_tokens"]
     values["timing/train/valid_tokens_per_sec_per_gpu"] = train["global_valid_toks"] / total / num_all
     return values

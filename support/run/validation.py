@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, pvariance
@@ -33,15 +33,20 @@ def validate(run: Run) -> None:
     start = time.perf_counter()
     values: dict[str, float] = {}
     groups_of_modes: dict[str, list[list[Sample]]] = defaultdict(list)
+    has_several_sets = len(run.inputs.validation) > 1
     for name, mode, samples in sample_sets(run.cfg, run.inputs, run.sampler):
-        prefix = f"validation/{name}/{mode}" if len(run.inputs.validation) > 1 else f"validation/{mode}"
+        prefix = f"validation/{mode}"
+        if has_several_sets:
+            prefix = f"validation/{name}/{mode}"
         groups = groups_of(samples)
         groups_of_modes[mode] += groups
-        values |= {f"{prefix}/{key}": value for key, value in summarize(groups).items()}
+        for key, value in summarize(groups).items():
+            values[f"{prefix}/{key}"] = value
         if run.log:
             run.log.samples(run.state.step, prefix, samples, run.inputs.tokenizer)
     for mode, groups in groups_of_modes.items():  # NeMo RL has these alone: the problems of all sets together
-        values |= {f"validation/{mode}/{key}": value for key, value in summarize(groups).items()}
+        for key, value in summarize(groups).items():
+            values[f"validation/{mode}/{key}"] = value
     values["timing/validation/total_validation_time"] = time.perf_counter() - start
     if run.log:
         run.log.validation(run.state.step, values)
@@ -53,47 +58,65 @@ def validate(run: Run) -> None:
 
 def evaluate(job: Job) -> str:
     """Writes eval.json, the report of eval.py: what was scored, how, and the numbers. Returns where it is."""
-    cfg, inputs, ranks, device, folder = job.cfg, job.inputs, job.ranks, job.device, job.folder
+    cfg = job.cfg
+    inputs = job.inputs
+    ranks = job.ranks
     start = time.perf_counter()
-    model, sampler = build(cfg, inputs, ranks, device)
-    step, scored = 0, None
+    model, sampler = build(cfg, inputs, ranks, job.device)
+    step = 0
+    scored = None
     if cfg.checkpointing.resume_from:
         checkpoints = checkpoint_folder(cfg.checkpointing, Path(cfg.checkpointing.resume_from))
         base = hash_of_base(cfg, inputs, ranks)
-        step = checkpoint.load(checkpoints, cfg.checkpointing, model, None, ranks, {}, base)["step"]
+        state = checkpoint.load(checkpoints, cfg.checkpointing, model, None, ranks, {}, base)
+        step = state["step"]
         scored = f"{checkpoints}, step {step}"
     sync_weights(model, sampler.engine, step)
-    sets = {name: {"data_path": data.path, "fingerprint": data.fingerprint} for name, data in inputs.validation.items()}
-    without_events = replace(cfg.logger, tensorboard_enabled=False, wandb_enabled=False)
-    log = RunLog(folder, without_events, first_step=0, num_steps=0) if ranks.rank == 0 else None
+    log = None
+    if ranks.rank == 0:
+        without_events = replace(cfg.logger, tensorboard_enabled=False, wandb_enabled=False)
+        log = RunLog(job.folder, without_events, first_step=0, num_steps=0)
+    sets = {}
+    for name, dataset in inputs.validation.items():
+        sets[name] = {"data_path": dataset.path, "fingerprint": dataset.fingerprint}
     for name, mode, samples in sample_sets(cfg, inputs, sampler):
-        numbers = sets[name][mode] = summarize(groups_of(samples))
-        score = "accuracy" if numbers["reward"] == numbers["accuracy"] else "reward"  # some reward is neither 0 nor 1
+        numbers = summarize(groups_of(samples))
+        sets[name][mode] = numbers
+        score = "accuracy"
+        if numbers["reward"] != numbers["accuracy"]:  # some reward is neither 0 nor 1
+            score = "reward"
         ranks.print_rank0(f"{name} | {mode} | {score} {shown(numbers, score)}")
         if log:
             log.samples(step, f"{name}/{mode}", samples, inputs.tokenizer)
+    settings = {}
+    for mode, (num_samples, options) in modes(cfg).items():
+        settings[mode] = {"num_samples": num_samples, **asdict(options)}
     report = {
         "model_name": cfg.policy.model_name,
         "checkpoint": scored,
         "seed": cfg.grpo.seed,
         "world_size": ranks.world_size,
-        "settings": {mode: {"num_samples": n} | asdict(options) for mode, (n, options) in modes(cfg).items()},
+        "settings": settings,
         "sets": sets,
         "seconds": round(time.perf_counter() - start, 1),
     }
+    file = job.folder / "eval.json"
     if ranks.rank == 0:
-        write_whole(folder / "eval.json", json.dumps(report, indent=2) + "\n")
-    return f"scored: {folder / 'eval.json'}"
+        write_whole(file, json.dumps(report, indent=2) + "\n")
+    return f"scored: {file}"
 
 
 def modes(cfg: Config) -> dict[str, tuple[int, SamplingOptions]]:
     """Name -> (samples per problem, sampling options). Greedy takes one sample; the val_ options set the other mode."""
-    grpo, generation = cfg.grpo, cfg.policy.generation
+    grpo = cfg.grpo
+    generation = cfg.policy.generation
     length = grpo.val_max_new_tokens or generation.max_new_tokens
     temperature = grpo.val_temperature or generation.temperature
+    top_p = grpo.val_top_p or generation.top_p
     top_k = generation.top_k if grpo.val_top_k is None else grpo.val_top_k
-    sampled = SamplingOptions(temperature, length, grpo.val_top_p or generation.top_p, top_k)
-    return {"greedy": (1, SamplingOptions(0.0, length)), "sampled": (grpo.val_num_generations_per_prompt, sampled)}
+    greedy = SamplingOptions(0.0, length)
+    sampled = SamplingOptions(temperature, length, top_p, top_k)
+    return {"greedy": (1, greedy), "sampled": (grpo.val_num_generations_per_prompt, sampled)}
 
 
 def sample_sets(cfg: Config, inputs: RunInputs, sampler: Sampler) -> Iterator[tuple[str, str, list[Sample]]]:
@@ -112,24 +135,46 @@ def sample_sets(cfg: Config, inputs: RunInputs, sampler: Sampler) -> Iterator[tu
 def summarize(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
     """Numbers of one mode over groups of n samples of a problem. Rewards are the grader's, unscaled. With n > 1 also
     pass_at_k and maj_at_k, k = 1, 2, 4, ... and n: pass_at_1 is accuracy, pass_at_n NeMo RL's pass_k."""
-    samples, size = [s for group in groups for s in group], len(groups[0])
+    samples = [sample for group in groups for sample in group]
+    size = len(groups[0])
     assert all(len(group) == size for group in groups), sorted(map(len, groups))
-    low, high = accuracy_interval([fmean(s.outcome == "ok" for s in group) for group in groups], len(samples))
+    low, high = accuracy_interval([accuracy(group) for group in groups], len(samples))
     values = {
-        "accuracy": fmean(s.outcome == "ok" for s in samples),
+        "accuracy": accuracy(samples),
         "accuracy_ci95_low": low,
         "accuracy_ci95_high": high,
         "num_problems": len(groups),
-        "reward": fmean(s.reward for s in samples),
-        "avg_length": fmean(s.num_gen_tokens for s in samples),
-        "truncation_rate": fmean(s.finish_reason == "length" for s in samples),
-        "outcome/parse_fail": fmean(s.outcome == "parse_fail" for s in samples),
+        "reward": fmean(sample.reward for sample in samples),
+        "avg_length": fmean(sample.num_gen_tokens for sample in samples),
+        "truncation_rate": fmean(sample.finish_reason == "length" for sample in samples),
+        "outcome/parse_fail": fmean(sample.outcome == "parse_fail" for sample in samples),
     }
-    for k in sorted({size} | {2**i for i in range(size.bit_length())}) if size > 1 else ():
-        values[f"pass_at_{k}"] = fmean(pass_at_k(size, sum(s.outcome == "ok" for s in g), k) for g in groups)
+    if size == 1:
+        return values
+    for k in _attempts(size):
+        values[f"pass_at_{k}"] = fmean(pass_at_k(size, num_right(group), k) for group in groups)
         if k > 1:
-            values[f"maj_at_{k}"] = fmean(majority(g[:k]) for g in groups)
+            values[f"maj_at_{k}"] = fmean(majority(group[:k]) for group in groups)
     return values
+
+
+def accuracy(samples: Iterable[Sample]) -> float:
+    return fmean(sample.outcome == "ok" for sample in samples)
+
+
+def num_right(samples: Iterable[Sample]) -> int:
+    return sum(sample.outcome == "ok" for sample in samples)
+
+
+def _attempts(size: int) -> list[int]:
+    """1, 2, 4, ... and `size`."""
+    counts = []
+    k = 1
+    while k < size:
+        counts.append(k)
+        k *= 2
+    counts.append(size)
+    return counts
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -143,17 +188,27 @@ def majority(samples: Sequence[Sample]) -> float:
     """Whether the answer that most samples give is right (Wang et al. 2022, "Self-Consistency"); 0 if none has one. At
     a tie each leading answer counts alike, as if one were drawn: the order of the votes does not matter. maj@k is this
     over the first k samples of each problem, which is unbiased because samples are independent."""
-    votes = Counter(s.extracted for s in samples if s.extracted is not None)
-    leaders = [answer for answer, count in votes.items() if count == max(votes.values())]
-    share_right = [fmean(s.outcome == "ok" for s in samples if s.extracted == answer) for answer in leaders]
-    return fmean(share_right) if leaders else 0.0
+    votes = Counter(sample.extracted for sample in samples if sample.extracted is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    shares_right = []
+    for answer, count in votes.items():
+        if count == most:
+            shares_right.append(accuracy(sample for sample in samples if sample.extracted == answer))
+    return fmean(shares_right)
 
 
 def accuracy_interval(means: Sequence[float], num_samples: int) -> tuple[float, float]:
     """95% interval of accuracy from the accuracy on each problem: Wilson's (1927), inside [0, 1] and of some width even
     if all are right. Samples of a problem are alike (Miller 2024, "Adding Error Bars to Evals"), so n is the number of
     independent samples whose mean varies as much: p (1 - p) / n = variance of the mean."""
-    p, variance = fmean(means), pvariance(means)
-    n = min(num_samples, len(means) * p * (1 - p) / variance) if variance else len(means)
-    middle, half = p + Z95**2 / (2 * n), Z95 * math.sqrt(p * (1 - p) / n + Z95**2 / (4 * n**2))
-    return (middle - half) / (1 + Z95**2 / n), (middle + half) / (1 + Z95**2 / n)
+    p = fmean(means)
+    variance = pvariance(means)
+    n = len(means)
+    if variance > 0:
+        n = min(num_samples, n * p * (1 - p) / variance)
+    middle = p + Z95**2 / (2 * n)
+    half = Z95 * math.sqrt(p * (1 - p) / n + Z95**2 / (4 * n**2))
+    scale = 1 + Z95**2 / n
+    return (middle - half) / scale, (middle + half) / scale

@@ -103,14 +103,16 @@ def test_validation_of_several_sets(tmp_path, capsys):
 
 def test_samples_file_and_console(tmp_path, capsys):
     log = open_log(tmp_path)
-    samples = [replace(SAMPLES[1], expected="7"), replace(SAMPLES[2], advantage=-0.5, expected="9" * 3000)]
+    parts = {"correctness": 0.0, "format": 1.0}
+    samples = [replace(SAMPLES[1], expected="7")]
+    samples.append(replace(SAMPLES[2], advantage=-0.5, expected="9" * 3000, rewards=parts))
     log.samples(3, "a/greedy", samples, Tokenizer(STARTER))
     log.samples(3, "train", [], Tokenizer(STARTER))
     first = dict(step=3, kind="a/greedy", row_id=40, index=0, prompt="2", reply="111<|end|>", reward=1.0, outcome="ok")
     first |= dict(expected="7", unshaped_reward=1.0, env_name="math", advantage=None)
     first |= dict(finish_reason="stop", weight_version=7, num_gen_tokens=4)
     second = dict(row_id=41, prompt="22", reply="11111<|end|>", reward=0.0, outcome="wrong", num_gen_tokens=2)
-    second |= dict(expected="9" * 2000, unshaped_reward=0.0, env_name="games", advantage=-0.5)
+    second |= dict(expected="9" * 2000, unshaped_reward=0.0, env_name="games", advantage=-0.5, rewards=parts)
     assert records(tmp_path, "samples.jsonl") == [first, first | second]
     assert capsys.readouterr().out == "    [a/greedy] '2' -> '111<|end|>'  ok, reward 1, expected '7'\n"
 
@@ -118,11 +120,12 @@ def test_samples_file_and_console(tmp_path, capsys):
 def test_samples_are_strict_json_whatever_a_row_brings(tmp_path):
     """Validation does not shape: NaN. A row's id may be NaN, or half of a surrogate pair."""
     log = open_log(tmp_path)
-    hostile = [replace(SAMPLES[0], unshaped_reward=NAN, row_id=row_id) for row_id in ("a\ud800b", NAN)]
+    parts = {"a": NAN, "b": -INF, "c": 0.5}
+    hostile = [replace(SAMPLES[0], unshaped_reward=NAN, row_id=row_id, rewards=parts) for row_id in ("a\ud800b", NAN)]
     log.samples(0, "validation/greedy", hostile, Tokenizer(STARTER))
     first, second = records(tmp_path, "samples.jsonl")
     assert first["unshaped_reward"] is second["unshaped_reward"] is second["row_id"] is None
-    assert first["row_id"] == "a\ud800b"
+    assert first["row_id"] == "a\ud800b" and first["rewards"] == {"a": None, "b": None, "c": 0.5}
 
 
 @pytest.mark.parametrize("line", [b"\0\0\0\0", b"[]", b'{"step": "x"}', b"\xff"])
