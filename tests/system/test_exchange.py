@@ -23,6 +23,7 @@ from small_run import ROOT, arguments, write_rows
 import config
 import envs
 import grpo
+import replay
 from advantages import step_advantages
 from batch import make_minibatches
 from data import Problem, Sample, groups_of, pack_samples
@@ -35,7 +36,6 @@ from support.run import steps as steps_module
 from support.run.validation import summarize
 from support.system.exchange import move_tokens
 from support.system.ranks import gather, start_process_group
-from tools import replay
 
 CPU = torch.device("cpu")
 STEP = 5
@@ -241,8 +241,8 @@ def train(folder):
 def train_again(dump):
     """What a replay of the step leaves of each rank."""
     os.chdir(ROOT)
-    _, *left = replay.replay(dump, replay.read_config(dump, []), *start_process_group(1))
-    return state_of(*left)
+    again = replay.replay(dump, replay.read_config(dump, []), *start_process_group(1))
+    return state_of(again.metrics, again.model, again.optimizer)
 
 
 @pytest.fixture(scope="module")
