@@ -634,3 +634,11 @@ class Config(Section):
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The longest prompt kept: it leaves room for max_new_tokens, or for one token if those are the total."""
+        total = self.policy.max_total_sequence_length
+        new = self.policy.generation.max_new_tokens
+        left = total - new if new < total else total - 1
+        return min(left, self.data.max_input_seq_length or left)

@@ -19,7 +19,6 @@ import envs
 from config import Config, ConfigError, DataError, DatasetConfig, RewardModelConfig, TokenizerConfig
 from support.check import memory_fit, rules
 from support.check.memory_plan import GIB, Plan
-from support.check.rules import max_prompt_tokens
 from support.graders.environments import make_environment, read_results
 from support.hf.lora_layers import adapted_layers
 from support.inputs import keys, reader, resume
@@ -103,7 +102,7 @@ def read_inputs(
         call(f"env_name '{env_name}': check_answers()", environments[env_name].check_answers, answers)
 
     def read(section: DatasetConfig) -> tuple[Dataset, Dataset | None]:
-        limit, tasks = max_prompt_tokens(cfg), dict(zip(agents, agents, strict=True)) | cfg.data.task_to_env
+        limit, tasks = cfg.max_prompt_tokens, dict(zip(agents, agents, strict=True)) | cfg.data.task_to_env
         return load_dataset(section, tokenizer, limit, tasks, check_answers, max_rows=max_rows, on_rank0=on_rank0)
 
     train = [read(section) for section in cfg.data.train]

@@ -9,11 +9,11 @@ import json
 import operator
 import os
 import re
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from config import CheckpointingConfig, Config, ConfigError, DataError
-from support.check.rules import check_writable
 from support.hf.lora_layers import KEY as LORA
 from support.inputs import reader
 from support.inputs.files import read_json
@@ -128,6 +128,17 @@ def check_folders(cfg: Config) -> None:
     check_writable("logger.log_dir", cfg.logger.log_dir)
     if cfg.checkpointing.checkpoint_dir:
         check_writable("checkpointing.checkpoint_dir", cfg.checkpointing.checkpoint_dir)
+
+
+def check_writable(key: str, folder: str) -> None:
+    """Raise ConfigError if `folder`, the value of config key `key`, could not be made or written. Leaves nothing."""
+    path = Path(folder).absolute()
+    while not os.path.lexists(path):  # unlike Path.exists, also false below a folder that must not be searched
+        path = path.parent
+    try:
+        tempfile.TemporaryFile(dir=path).close()  # os.access says that /proc may be written
+    except OSError as error:
+        raise ConfigError(f"{key}={folder}: cannot write in {path} ({error.strerror})") from None
 
 
 def check_resumable(cfg: Config, to_train: bool = True) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 import config
 from config import ConfigError
-from support.check import rules
 from support.inputs import reader, resume
 
 
@@ -200,14 +199,14 @@ def test_newest_run_with_a_checkpoint_is_found(run, tmp_path):
 
 def test_run_folder_that_must_not_be_written(run, monkeypatch):
     folder, cfg = run
-    make = rules.tempfile.TemporaryFile
+    make = resume.tempfile.TemporaryFile
 
     def make_elsewhere(dir):
         if dir == folder:
             raise PermissionError(13, "Permission denied")
         return make(dir=dir)
 
-    monkeypatch.setattr(rules.tempfile, "TemporaryFile", make_elsewhere)  # root may write anywhere
+    monkeypatch.setattr(resume.tempfile, "TemporaryFile", make_elsewhere)  # root may write anywhere
     assert refused(cfg) == f"checkpointing.resume_from={folder}: cannot write in {folder} (Permission denied)"
     resume.check_resumable(cfg, to_train=False)
 

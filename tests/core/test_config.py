@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from config import Config, ConfigError, DataConfig, DataError, GenerationConfig, LossConfig, PolicyConfig, shortened
-from support.check.rules import check_config, max_prompt_tokens
+from support.check.rules import check_config
 from support.inputs.reader import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ def test_longest_prompt(max_new_tokens, max_input_seq_length, expected):
     generation = GenerationConfig(max_new_tokens=max_new_tokens)
     policy = PolicyConfig(max_total_sequence_length=100, generation=generation)
     data = DataConfig(max_input_seq_length=max_input_seq_length)
-    assert max_prompt_tokens(Config(policy=policy, data=data)) == expected
+    assert Config(policy=policy, data=data).max_prompt_tokens == expected
 
 
 # --- what is shipped ------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def test_batches_follow_the_configured_mix_exactly(monkeypatch):
     cfg = reader.load("configs/three_tasks.yaml", [])
     rules.check_config(cfg, world_size=2)
     tokenizer, sections = Tokenizer(HERE / "starter"), cfg.data.train
-    max_prompt = rules.max_prompt_tokens(cfg)
+    max_prompt = cfg.max_prompt_tokens
     sets = [load_dataset(section, tokenizer, max_prompt, {}, lambda *_: None)[0] for section in sections]
     mixture = Mixture(sets, cfg)
     cursor, seen = mixture.start(), Counter()

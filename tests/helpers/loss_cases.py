@@ -6,7 +6,7 @@ import math
 import torch
 
 from config import Config, LossConfig
-from support.check.rules import table_problems
+from support.check.contradictions import contradictions
 
 LOGPS = ("logp_R", "old_logp_R", "sampler_logp_R", "ref_logp_R")
 
@@ -208,5 +208,5 @@ def allowed(*choices: list[dict]) -> list[LossConfig]:
         {name: value for part in parts for name, value in part.items()} for parts in itertools.product(*choices)
     )
     configs = [LossConfig(**options) for options in combined]
-    clashes = (any(" has no effect " not in text for text in table_problems(Config(loss_fn=cfg))) for cfg in configs)
+    clashes = (any(" has no effect " not in text for text in contradictions(Config(loss_fn=cfg))) for cfg in configs)
     return [cfg for cfg, is_refused in zip(configs, clashes, strict=True) if not is_refused]
