@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ CONVERTED = "converted:"
 SAME = "no effect here:"
 NOT_QUITE = "trained here, but not quite alike:"
 NONE = "NO COUNTERPART, and not in the config:"
+OLDER = "their defaults, which older versions had otherwise:"
 COMPUTED = "known only while your script runs, and so not in the config:"
 DIFFER = "set here, not in your config (their defaults that differ from ours, and what your keys imply):"
 LEFT = "still to be set or changed:"
@@ -85,10 +87,11 @@ def convert(system: str, name: str, words: Sequence[str], out: str) -> str:
     except OSError as error:
         raise ConfigError(f"--write {out}: cannot be written ({error.strerror})") from None
     _add_what_is_left(report, ours, table, out)
-    headings = [READ, CONVERTED, SAME, NOT_QUITE, NONE, COMPUTED, DIFFER, LEFT]
+    headings = [READ, CONVERTED, SAME, NOT_QUITE, NONE, COMPUTED, OLDER, DIFFER, LEFT]
     return "\n".join([_printable(f"{first} -> {out}"), *report.text(headings)])
 
 
+@cache
 def load_table(system: str) -> dict[str, Any]:
     """The rows of a system, and `recorded`: each key of the version that is read, with its default."""
     folder = Path(__file__).parent
@@ -201,8 +204,11 @@ def _translated(system: str, table: Mapping[str, Any], given: Values, report: Re
         elif key in read:
             report.add(heading, f"{written}: {text}")
             asked |= keys.keys()
-        elif heading in (NONE, REFUSED):
-            report.add(NONE, f"{written}, {NAMES[system]}'s default: {text}")
+        else:
+            if heading in (NONE, REFUSED):
+                report.add(NONE, f"{written}, {NAMES[system]}'s default: {text}")
+            if heading != SAME and "before" in row:
+                report.add(OLDER, f"{written}: {row['before']}")
     for key, why in made.refused.items():
         report.refused.append(f"{key}={text_of(values[key])}: {why}")
     if report.refused:

@@ -191,6 +191,8 @@ class _Interpolation:
             self.steps += 1
             if self.steps > MAX_STEPS or len(str(value)) > MAX_LENGTH:
                 raise LookupError(f"{key}: too long")
+        if isinstance(value, str) and "${" in value:
+            raise LookupError(f"{key}: not closed")
         return reader.typed(value)
 
     def _look_up(self, key: str, inner: str, depth: int) -> Any:

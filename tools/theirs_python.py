@@ -8,6 +8,7 @@ except as the argument of the trainer, is named.
 import ast
 import operator
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,10 @@ class Computed(ValueError):
 def read(text: str, name: str, table: Mapping[str, Any]) -> tuple[Values, list[str]]:
     """(TRL's keys, where they were read and what was left out). ConfigError, which names the file `name`."""
     try:
-        return _Script(name, table, ast.parse(text)).config()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Python, on the style of the file
+            tree = ast.parse(text)
+        return _Script(name, table, tree).config()
     except SyntaxError as error:
         raise ConfigError(f"{name}: line {error.lineno}: not Python: {error.msg}") from None
     except (RecursionError, MemoryError):
@@ -144,14 +148,18 @@ class _Names:
         name = ast.unparse(func).rpartition(".")[2]
         return self.imported.get(name, name).rpartition(".")[2]
 
-    def makes(self, func: ast.expr, name: str, depth: int = 0) -> bool:
+    def makes(self, func: ast.expr, name: str) -> bool:
         """Whether a call makes a `name`, or a class of the file that derives from one."""
-        last = self.last(func)
-        if last.endswith(name):
-            return True
-        if last not in self.classes or depth == MAX_HOPS:
-            return False
-        return any(self.makes(base, name, depth + 1) for base in self.classes[last].bases[:MAX_HOPS])
+        waiting = [self.last(func)]
+        seen: set[str] = set()
+        while waiting:
+            last = waiting.pop()
+            if last.endswith(name):
+                return True
+            if last in self.classes and last not in seen:
+                seen.add(last)
+                waiting += [self.last(base) for base in self.classes[last].bases]
+        return False
 
     def statement(self, node: ast.AST) -> ast.AST:
         while not isinstance(node, ast.stmt):
@@ -165,6 +173,8 @@ class _Literals:
     def __init__(self, names: _Names):
         self.names = names
         self.steps = 0
+        self.fields_of: dict[str, Values] = {}  # class -> its fields
+        self.open_classes: set[str] = set()  # whose fields are being read
 
     def value(self, node: ast.expr) -> Any:
         """The value of an expression, or its text as Unread."""
@@ -329,27 +339,34 @@ class _Literals:
                 values[f"**{found}"] = Unread(found)
         return values
 
-    def fields(self, name: str, depth: int = 0) -> Values:
+    def fields(self, name: str) -> Values:
         """name -> value of the fields of a class of the file, its bases first. What a method sets is Unread."""
-        self.steps += 1
-        if depth > MAX_HOPS or self.steps > MAX_STEPS:
-            raise Computed("too many bases")
-        cls = self.names.classes[name]
+        if name in self.open_classes:
+            raise Computed(f"{name} derives from itself")
+        if name not in self.fields_of:
+            self.open_classes.add(name)
+            try:
+                self.fields_of[name] = self._fields(self.names.classes[name])
+            finally:
+                self.open_classes.remove(name)
+        return dict(self.fields_of[name])
+
+    def _fields(self, cls: ast.ClassDef) -> Values:
         values: Values = {}
         for base in reversed(cls.bases):
             of_base = self.names.last(base)
-            if of_base in self.names.classes and of_base != name:
-                values |= self.fields(of_base, depth + 1)
+            if of_base in self.names.classes:
+                values |= self.fields(of_base)
         for statement in cls.body:
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value:
                 values[statement.target.id] = self._part(statement.value)
             elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
                 values[statement.targets[0].id] = self._part(statement.value)
-        for use in [*self.names.uses.get("self", ()), *self.names.uses.get(name, ())]:
+        for use in [*self.names.uses.get("self", ()), *self.names.uses.get(cls.name, ())]:
             place = self.names.parent[use]
             is_changed = isinstance(place, ast.Attribute) and not isinstance(place.ctx, ast.Load)
-            if is_changed and (use.id == name or self._is_within(use, cls)):
-                values[place.attr] = Unread(f"{name}.{place.attr}")
+            if is_changed and (use.id == cls.name or self._is_within(use, cls)):
+                values[place.attr] = Unread(f"{cls.name}.{place.attr}")
         return values
 
     def _is_within(self, node: ast.AST, cls: ast.ClassDef) -> bool:

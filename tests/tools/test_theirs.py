@@ -450,6 +450,91 @@ def test_what_grades_is_theirs_or_the_check_refuses_it(suffix, text, expected, t
     assert (cfg.env.reward_model.model_name is not None) == (expected == "reward_model")
 
 
+CHANGED = {  # what a script does with a value or with its config -> what the report says, and the value that is written
+    "a function sets it": (
+        "c = GRPOConfig(max_steps=5)\ndef f(x): x.max_steps = 9\nf(c)",
+        "line 4: f(c): what this",
+        5,
+    ),
+    "another name": ("c = GRPOConfig(max_steps=5)\nb = c\nb.max_steps = 9", "max_steps=9", 9),
+    "another name, in a branch": (
+        "c = GRPOConfig(max_steps=5)\nb = c\nif x: b.max_steps = 9",
+        "max_steps='b.max_steps'",
+        None,
+    ),
+    "a dict of two names": (
+        "x = {'a': 5}\ny = x\ny['a'] = 7\nc = GRPOConfig(max_steps=x['a'])",
+        "max_steps=\"x['a']\"",
+        None,
+    ),
+    "a dict that is passed on": ("x = {'a': 5}\nf(x)\nc = GRPOConfig(max_steps=x['a'])", "max_steps=\"x['a']\"", None),
+    "a list that grows": ("x = [5]\nx.insert(0, 7)\nc = GRPOConfig(max_steps=x[0])", "max_steps='x[0]'", None),
+    "a list that turns": ("x = [5, 6]\nx.reverse()\nc = GRPOConfig(max_steps=x[0])", "max_steps='x[0]'", None),
+    "setattr": (
+        "c = GRPOConfig(max_steps=5)\nsetattr(c, 'max_steps', 9)",
+        "max_steps=\"setattr(c, 'max_steps', 9)\"",
+        None,
+    ),
+    "setattr of object": (
+        "c = GRPOConfig(max_steps=5)\nobject.__setattr__(c, 'max_steps', 9)",
+        "line 3: object.__seta",
+        5,
+    ),
+    "vars": ("c = GRPOConfig(max_steps=5)\nvars(c)['max_steps'] = 9", "line 3: vars(c)['max_steps'] = 9: what this", 5),
+    "its __dict__": ("c = GRPOConfig(max_steps=5)\nc.__dict__['max_steps'] = 9", "__dict__=", 5),
+    "a method": ("c = GRPOConfig(max_steps=5)\nc.set_training(9)", "line 3: c.set_training(9): what this", 5),
+    "an item of a field": (
+        "c = GRPOConfig(max_steps=5, lr_scheduler_kwargs={'min_lr_rate': 0.1})\n"
+        "c.lr_scheduler_kwargs['min_lr_rate'] = 0",
+        "lr_scheduler_kwargs=",
+        5,
+    ),
+    "a field of a class": ("class K: N = 5\nK.N = 9\nc = GRPOConfig(max_steps=K.N)", "max_steps='K.N'", None),
+    "its trainer": ("c = GRPOConfig(max_steps=5)\nt = GRPOTrainer('m', f, c)\nt.save_model(c.output_dir)", "", 5),
+}
+
+
+@pytest.mark.parametrize(("text", "said", "steps"), CHANGED.values(), ids=CHANGED)
+def test_what_a_script_changes_later_is_known_or_named(text, said, steps, tmp_path):
+    (tmp_path / "a.py").write_text(CALL + text)
+    report = convert("trl", str(tmp_path / "a.py"), [], str(tmp_path / "ours.yaml"))
+    assert said in report
+    assert ("what this changes" in report) == (said.startswith("line")), report
+    assert reader.load(tmp_path / "ours.yaml").grpo.max_num_steps == (steps or 1_000_000)
+
+
+DATA_SETS = {  # a script's data set -> keys of data.train
+    "by its name": ("d = load_dataset('openai/gsm8k', 'main', split='train')", ("openai/gsm8k", "main", "train")),
+    "the split as an item": ("d = load_dataset('trl-lib/tldr')['train']", ("trl-lib/tldr", None, "train")),
+    "mapped": ("d = load_dataset('a/b', split='test').map(f).shuffle(seed=1)", ("a/b", None, "test")),
+    "of two, the trainer's": (
+        "v = load_dataset('a/v', split='test')\nd = load_dataset('a/t', split='train')",
+        ("a/t", None, "train"),
+    ),
+    "a file": (
+        "d = load_dataset('json', data_files='my/train.jsonl', split='train')",
+        ("my/train.jsonl", None, "train"),
+    ),
+    "a file of each split": (
+        "s = load_dataset('json', data_files={'train': 'a.jsonl', 'test': 'b.jsonl'})\nd = s['train']",
+        ("a.jsonl", None, "train"),
+    ),
+    "in a function": ("def get(): return load_dataset('a/b', split='train')\nd = get()", ("a/b", None, "train")),
+    "a name that is bound": ("NAME = 'a/b'\nd = load_dataset(NAME, split='train')", ("a/b", None, "train")),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), DATA_SETS.values(), ids=DATA_SETS)
+def test_the_data_set_of_a_script(text, expected, tmp_path):
+    text = (
+        f"{CALL}from datasets import load_dataset\n{text}\nGRPOTrainer('m', f, GRPOConfig(beta=0.1), train_dataset=d)"
+    )
+    (tmp_path / "a.py").write_text(text)
+    convert("trl", str(tmp_path / "a.py"), [], str(tmp_path / "ours.yaml"))
+    (train,) = reader.load(tmp_path / "ours.yaml").data.train
+    assert (train.data_path, train.subset, train.split) == expected
+
+
 ACTOR = "actor_rollout_ref.actor"
 OF_THE_LOSS = [("policy_loss.loss_mode", "clip_cov", "vanilla"), ("loss_agg_mode", "token-sum", "token-mean")]
 

@@ -1,0 +1,450 @@
+"""What a converted config trains is what TRL 1.16.0 and verl 0.9.1 train, or the report says what differs.
+
+`trl_loss` and `verl_loss` are their formulas, over sequences of one padded batch. Beside them stand numbers that their
+own code gave (GRPOTrainer._compute_loss; compute_policy_loss_*, agg_loss, kl_penalty), to the digits printed here.
+"""
+
+import pytest
+import torch
+
+from config import ConfigError
+from loss import policy_loss
+from support.inputs import reader
+from tools.convert import LEFT, NOT_QUITE, convert
+
+# Two sequences of three tokens: log p of the policy, of the old policy, of the sampler, of the reference; A; the mask
+INPUTS = {
+    "S1": {
+        "logp": [[-0.5, -1.2, -0.1], [-2.0, -0.3, -0.7]],
+        "old": [[-0.4, -1.6, 0.1], [-2.1, 0.3, -0.7]],
+        "sampler": [[-0.35, -1.9, 0.2], [-1.9, 0.2, -0.7]],
+        "ref": [[0.0, -1.4, -0.1], [-3.0, 0.0, -0.6]],
+        "adv": [1.0, -0.5],
+        "mask": [[1, 1, 1], [1, 1, 1]],
+    },
+    "S2": {
+        "logp": [[-0.02, -3.0, -1.0], [-0.9, -0.05, -2.5]],
+        "old": [[-0.32, -2.5, -1.1], [-0.5, -0.25, -3.2]],
+        "sampler": [[-0.42, -2.3, -1.5], [-0.4, 0.05, -3.4]],
+        "ref": [[-2.02, -2.0, -0.8], [-0.4, -0.45, 2.5]],
+        "adv": [-1.5, 0.8],
+        "mask": [[1, 1, 1], [1, 1, 1]],
+    },
+    "S3": {  # of the policy that sampled: old = log p
+        "logp": [[-1.0, -0.4, -0.6], [-0.2, -1.5, -0.8]],
+        "old": [[-1.0, -0.4, -0.6], [-0.2, -1.5, -0.8]],
+        "sampler": [[-0.7, -0.6, -0.5], [-0.7, -1.4, -0.6]],
+        "ref": [[-0.9, -0.2, -0.9], [1.0, -2.1, -0.4]],
+        "adv": [0.7, -1.1],
+        "mask": [[1, 0, 1], [1, 1, 1]],
+    },
+}
+ENTROPY = [[1.0, 0.5, 0.2], [0.8, 0.1, 1.5]]
+WIDTH = 512  # TRL's max_completion_length and verl's max_response_length, by default
+
+
+def batch(name):
+    return {key: torch.tensor(rows, dtype=torch.float64) for key, rows in INPUTS[name].items()}
+
+
+def trl_loss(logp, b, k):
+    """k: TRL's keys, with its defaults."""
+    mask = b["mask"]
+    adv = b["adv"][:, None]
+    log_ratio = logp - b["old"]
+    if k["importance_sampling_level"] == "sequence":
+        log_ratio = ((log_ratio * mask).sum(1) / mask.sum(1))[:, None]
+    ratio = log_ratio.exp()
+    high = k["epsilon"] if k["epsilon_high"] is None else k["epsilon_high"]
+    if k["loss_type"] == "cispo":
+        loss = -ratio.clamp(max=high).detach() * adv * logp
+    else:
+        clipped = ratio.clamp(1 - k["epsilon"], 1 + high)
+        bounded = ratio if k["delta"] is None else ratio.clamp(max=k["delta"])
+        loss = -torch.minimum(bounded * adv, clipped * adv)
+    if k["use_vllm"]:
+        log_weight = b["old"] - b["sampler"]
+        mode = k["vllm_importance_sampling_mode"]
+        if mode.startswith("sequence"):
+            log_weight = (log_weight * mask).sum(1, keepdim=True)
+        weight = log_weight.exp()
+        low, most = k["vllm_importance_sampling_clip_min"], k["vllm_importance_sampling_clip_max"]
+        low = -float("inf") if low is None else low
+        most = float("inf") if most is None else most
+        if mode.endswith("truncate"):
+            weight = weight.clamp(low, most)
+        else:
+            weight = weight * (weight >= low) * (weight <= most)
+        loss = loss * weight
+    if k["beta"]:
+        difference = b["ref"] - logp
+        kl = difference.exp() - difference - 1
+        if k["use_bias_correction_kl"]:
+            kl = kl * ratio
+        loss = loss + k["beta"] * kl
+    loss = loss * mask
+    if k["loss_type"] == "grpo":
+        return (loss.sum(1) / mask.sum(1)).mean()
+    if k["loss_type"] == "dr_grpo":
+        return loss.sum() / (len(mask) * WIDTH)
+    if k["loss_type"] == "luspo":
+        return loss.sum(1).mean()
+    assert k["loss_type"] in ("dapo", "cispo"), k
+    return loss.sum() / mask.sum()
+
+
+def verl_loss(logp, b, k):
+    """k: verl's keys by their last parts, with its defaults."""
+    mask = b["mask"]
+    adv = b["adv"][:, None]
+    log_ratio = logp - b["old"]
+    if k["loss_mode"] == "gspo":
+        mean = ((log_ratio * mask).sum(1) / mask.sum(1))[:, None]
+        log_ratio = mean.detach() + logp - logp.detach()
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - k["clip_ratio_low"], 1 + k["clip_ratio_high"])
+    loss = torch.maximum(-adv * ratio, -adv * clipped)
+    if k["loss_mode"] == "vanilla":
+        loss = torch.where(adv < 0, torch.minimum(loss, -adv * k["clip_ratio_c"]), loss)
+    elif k["loss_mode"] == "cispo":
+        loss = -adv * clipped.detach() * logp
+    elif k["loss_mode"] == "gpg":
+        loss = -adv * logp
+    if k["rollout_is"]:
+        log_weight = b["old"] - b["sampler"]
+        if k["rollout_is"] == "sequence":
+            log_weight = (log_weight * mask).sum(1, keepdim=True).expand_as(mask)
+        weight = log_weight.exp()
+        low, _, high = str(k["rollout_is_threshold"]).rpartition("_")
+        if low:
+            weight = weight * (weight >= float(low)) * (weight <= float(high))
+        else:
+            weight = weight.clamp(max=float(high))
+        loss = loss * weight
+    if k["use_kl_loss"]:
+        difference = b["ref"] - logp
+        kinds = {"k1": -difference, "k2": difference.square() / 2}
+        bounded = difference.clamp(-20, 20)
+        kinds["low_var_kl"] = (bounded.exp() - bounded - 1).clamp(-10, 10)
+        loss = loss + k["kl_loss_coef"] * kinds[k["kl_loss_type"]]
+    loss = loss - k["entropy_coeff"] * torch.tensor(ENTROPY, dtype=torch.float64)
+    loss = loss * mask
+    average = k["loss_agg_mode"]
+    if average == "token-mean":
+        return loss.sum() / mask.sum()
+    if average == "seq-mean-token-mean":
+        return (loss.sum(1) / mask.sum(1)).mean()
+    width = {"seq-mean-token-sum": 1, "seq-mean-token-sum-norm": k["loss_scale_factor"] or WIDTH}[average]
+    return loss.sum(1).mean() / width
+
+
+def our_loss(logp, b, cfg):
+    mask = b["mask"] != 0
+    rows = {key: b[key][mask] for key in ("old", "sampler", "ref")}
+    seq = torch.arange(2)[:, None].expand_as(mask)
+    loss, _ = policy_loss(
+        logp[mask],
+        old_logp_R=rows["old"],
+        sampler_logp_R=rows["sampler"],
+        ref_logp_R=rows["ref"] if cfg.reference_policy_kl_penalty else None,
+        adv_R=b["adv"][:, None].expand_as(mask)[mask],
+        mask_R=mask[mask],
+        seq_R=seq[mask],
+        num_valid_tokens=int(mask.sum()),
+        num_valid_seqs=2,
+        entropy_R=torch.tensor(ENTROPY, dtype=torch.float64)[mask],
+        cfg=cfg,
+    )
+    return loss
+
+
+def value_and_gradient(loss_of, name, keys):
+    b = batch(name)
+    logp = b["logp"].requires_grad_()
+    loss = loss_of(logp, b, keys)
+    loss.backward()
+    return loss.item(), logp.grad
+
+
+TRL = {
+    "loss_type": "dapo",
+    "importance_sampling_level": "token",
+    "epsilon": 0.2,
+    "epsilon_high": None,
+    "delta": None,
+    "use_vllm": False,
+    "vllm_importance_sampling_mode": "sequence_mask",
+    "vllm_importance_sampling_clip_min": None,
+    "vllm_importance_sampling_clip_max": 3.0,
+    "beta": 0.0,
+    "use_bias_correction_kl": True,
+}
+ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
+VERL = {  # last part of a key -> (its section, default)
+    "loss_mode": (f"{ACTOR}.policy_loss", "vanilla"),
+    "clip_ratio_low": (ACTOR, 0.2),
+    "clip_ratio_high": (ACTOR, 0.2),
+    "clip_ratio_c": (ACTOR, 3.0),
+    "loss_agg_mode": (ACTOR, "token-mean"),
+    "loss_scale_factor": (ACTOR, None),
+    "entropy_coeff": (ACTOR, 0.0),
+    "use_kl_loss": (ACTOR, False),
+    "kl_loss_coef": (ACTOR, 0.001),
+    "kl_loss_type": (ACTOR, "low_var_kl"),
+    "rollout_is": (CORRECTION, None),
+    "rollout_is_threshold": (CORRECTION, 2.0),
+}
+LOSS_OF = {"trl": trl_loss, "verl": verl_loss}
+GSPO = {"importance_sampling_level": "sequence", "loss_type": "grpo"}
+VERL_GSPO = {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean"}
+WEIGHTS = {"use_vllm": True, "vllm_importance_sampling_clip_max": 1.2}
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+PLAIN_KL = {"beta": 0.1, "use_bias_correction_kl": False}
+NAN = "vllm_importance_sampling_correction"  # the key of the note on a sampler's NaN
+
+EQUAL = [  # system, keys beside the defaults
+    ("trl", {}),
+    ("trl", {"loss_type": "grpo"}),
+    ("trl", {"loss_type": "dr_grpo"}),
+    ("trl", {"loss_type": "luspo"}),
+    ("trl", {"loss_type": "luspo", "importance_sampling_level": "sequence"}),
+    ("trl", {"epsilon_high": 0.28}),
+    ("trl", {"delta": 1.2}),
+    ("trl", {"delta": 1.4, "epsilon_high": 0.28}),
+    ("trl", {"delta": 1.25, **GSPO}),
+    ("trl", {"loss_type": "cispo", "epsilon_high": 5.0}),
+    ("trl", {"loss_type": "cispo", "epsilon_high": 1.1, "delta": 1.05}),
+    ("trl", GSPO),
+    ("trl", {**GSPO, "loss_type": "dr_grpo"}),
+    ("trl", PLAIN_KL),
+    ("trl", {**PLAIN_KL, **GSPO}),
+    ("trl", {"use_vllm": True}),
+    *(("trl", {**WEIGHTS, "vllm_importance_sampling_mode": mode}) for mode in MODES),
+    *(("trl", {**WEIGHTS, "vllm_importance_sampling_mode": mode, **GSPO}) for mode in MODES),
+    *(
+        ("trl", {**WEIGHTS, "vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_min": 0.9, **more})
+        for mode in MODES
+        for more in ({}, GSPO)
+    ),
+    *(
+        ("trl", {"use_vllm": True, "vllm_importance_sampling_clip_max": None, "vllm_importance_sampling_mode": mode})
+        for mode in MODES
+    ),
+    ("verl", {}),
+    ("verl", {"clip_ratio_high": 0.28}),
+    ("verl", {"clip_ratio_c": 1.25}),
+    ("verl", {"loss_agg_mode": "seq-mean-token-mean"}),
+    ("verl", {"loss_agg_mode": "seq-mean-token-sum"}),
+    ("verl", {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 16}),
+    ("verl", {"loss_mode": "cispo"}),
+    ("verl", {"loss_mode": "cispo", "clip_ratio_low": 10.0}),
+    ("verl", {"loss_mode": "gpg"}),
+    ("verl", {"loss_mode": "gpg", "loss_agg_mode": "seq-mean-token-mean", "rollout_is": "token"}),
+    ("verl", VERL_GSPO),
+    ("verl", {**VERL_GSPO, "loss_agg_mode": "seq-mean-token-sum"}),
+    ("verl", {**VERL_GSPO, "rollout_is": "sequence"}),
+    ("verl", {**VERL_GSPO, "rollout_is": "sequence", "rollout_is_threshold": "0.3_1.2"}),
+    ("verl", {"entropy_coeff": 0.1}),
+    ("verl", {"entropy_coeff": 0.1, "loss_agg_mode": "seq-mean-token-mean"}),
+    *(
+        ("verl", {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": kind})
+        for kind in ("low_var_kl", "k1", "k2")
+    ),
+    *(
+        ("verl", {"rollout_is": level, "rollout_is_threshold": bounds})
+        for level in ("token", "sequence")
+        for bounds in (1.2, "1.2", "0.9_1.2", "0.3_1.2")
+    ),
+]
+ON_POLICY = [("trl", {"beta": 0.1}), ("trl", {"beta": 0.1, "loss_type": "grpo"})]  # old = log p: one optimizer step
+
+
+def words_of(system, keys):
+    if system == "trl":
+        return [f"{key}={'null' if value is None else value}" for key, value in keys.items()]
+    return [f"{VERL[key][0]}.{key}={'null' if value is None else value}" for key, value in keys.items()]
+
+
+def converted(system, words, folder):
+    """(our loss_fn, the report)."""
+    (folder / "theirs.txt").write_text("algorithm.adv_estimator=grpo" if system == "verl" else "seed: 1")
+    report = convert(system, str(folder / "theirs.txt"), words, str(folder / "ours.yaml"))
+    assert "loss_fn" not in report.partition(LEFT)[2], report
+    return reader.load(folder / "ours.yaml").loss_fn, report
+
+
+def assert_equal(system, keys, names, folder):
+    cfg, report = converted(system, words_of(system, keys), folder)
+    defaults = TRL if system == "trl" else {key: default for key, (_, default) in VERL.items()}
+    for name in names:
+        theirs, gradient = value_and_gradient(LOSS_OF[system], name, defaults | keys)
+        ours, our_gradient = value_and_gradient(our_loss, name, cfg)
+        assert ours == pytest.approx(theirs, abs=1e-12), (name, keys)
+        assert torch.allclose(our_gradient, gradient, rtol=0, atol=1e-12), (name, keys, our_gradient, gradient)
+    is_noted = NOT_QUITE in report
+    assert is_noted == (system == "trl" and keys.get("use_vllm", False)), "only TRL's weights of a NaN differ"
+
+
+@pytest.mark.parametrize(("system", "keys"), EQUAL)
+def test_the_loss_is_equal(system, keys, tmp_path):
+    assert_equal(system, keys, INPUTS, tmp_path)
+
+
+@pytest.mark.parametrize(("system", "keys"), ON_POLICY)
+def test_the_loss_is_equal_with_one_optimizer_step(system, keys, tmp_path):
+    assert_equal(system, keys, ["S3"], tmp_path)
+
+
+# system, their keys -> input -> loss, gradient of the first and of the second sequence; by their own code
+PRINTED = [
+    ("trl", {"beta": 0.1}, "S3", 0.408135, [-0.142, 0, -0.134, 0.196, 0.232, 0.212]),
+    (
+        "trl",
+        {**GSPO, **WEIGHTS, "vllm_importance_sampling_mode": "token_truncate"},
+        "S1",
+        -0.320356,
+        [-0.175536, -0.175536, -0.175536, 0.068751, 0.068751, 0.068751],
+    ),
+    (
+        "trl",
+        {**GSPO, **WEIGHTS, "vllm_importance_sampling_mode": "token_truncate"},
+        "S2",
+        0.307139,
+        [0.251791, 0.251791, 0.251791, -0.149411, -0.149411, -0.149411],
+    ),
+    (
+        "trl",
+        {**GSPO, **WEIGHTS, "vllm_importance_sampling_mode": "token_mask"},
+        "S2",
+        0.205992,
+        [0.155069, 0.155069, 0.155069, -0.086405, -0.086405, -0.086405],
+    ),
+    (
+        "trl",
+        {**GSPO, **WEIGHTS, "vllm_importance_sampling_mode": "token_mask"},
+        "S3",
+        0.027998,
+        [-0.143995, 0, -0.143995, 0.105329, 0.105329, 0.105329],
+    ),
+    (
+        "trl",
+        {
+            "use_vllm": True,
+            "vllm_importance_sampling_mode": "token_mask",
+            "vllm_importance_sampling_clip_min": 0.9,
+            "vllm_importance_sampling_clip_max": None,
+        },
+        "S2",
+        0.508841,
+        [0.372956, 0, 0.412180, -0.080871, 0, 0],
+    ),
+    (
+        "verl",
+        {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k2"},
+        "S2",
+        0.658131,
+        [0.370798, -0.016667, 0.272959, -0.097709, 0.006667, -0.083333],
+    ),
+    (
+        "verl",
+        {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 16},
+        "S1",
+        -0.045968,
+        [-0.028276, 0, -0.025585, 0.017268, 0, 0.015625],
+    ),
+    (
+        "verl",
+        {"rollout_is": "token", "rollout_is_threshold": "0.9_1.2"},
+        "S2",
+        0.292085,
+        [0.372956, 0, 0, -0.080871, 0, 0],
+    ),
+    (
+        "verl",
+        {"rollout_is": "token", "rollout_is_threshold": "0.9_1.2"},
+        "S3",
+        0.072387,
+        [0, 0, -0.126677, 0, 0.199064, 0],
+    ),
+]
+
+
+@pytest.mark.parametrize(("system", "keys", "name", "loss", "gradient"), PRINTED)
+def test_the_numbers_of_their_own_code(system, keys, name, loss, gradient, tmp_path):
+    cfg, _ = converted(system, words_of(system, keys), tmp_path)
+    ours, our_gradient = value_and_gradient(our_loss, name, cfg)
+    assert ours == pytest.approx(loss, abs=6e-7)
+    assert our_gradient.flatten().tolist() == pytest.approx(gradient, abs=6e-7)
+
+
+SAID = [  # what is trained almost alike: the key of the line that says what differs
+    ("trl", ["steps_per_generation=4"], "loss_type=dapo"),
+    ("trl", ["loss_type=cispo", "epsilon_high=5.0", "steps_per_generation=4"], "loss_type=cispo"),
+    ("trl", ["loss_type=grpo", "mask_truncated_completions=true"], "mask_truncated_completions=true"),
+    ("trl", ["loss_type=dr_grpo", "mask_truncated_completions=true"], "mask_truncated_completions=true"),
+    ("trl", ["entropy_coef=0.01"], "entropy_coef=0.01"),
+    ("trl", ["use_vllm=true"], f"{NAN}=true"),
+    ("trl", ["multi_objective_aggregation=normalize_then_sum"], "multi_objective_aggregation=normalize_then_sum"),
+    ("verl", [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"], f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"),
+    ("verl", ["algorithm.adv_estimator=reinforce_plus_plus"], "algorithm.adv_estimator=reinforce_plus_plus"),
+    ("verl", ["algorithm.adv_estimator=reinforce_plus_plus_baseline"], "algorithm.adv_estimator=reinforce_plus_plus_b"),
+]
+
+
+@pytest.mark.parametrize(("system", "words", "line"), SAID)
+def test_what_differs_is_said(system, words, line, tmp_path):
+    _, report = converted(system, words, tmp_path)
+    assert f"\n  {line}" in report.partition(NOT_QUITE)[2]
+    comments = [line for line in (tmp_path / "ours.yaml").read_text().splitlines() if line.startswith("#")]
+    assert any(line in comment for comment in comments), "in the file, too"
+
+
+@pytest.mark.parametrize(
+    ("system", "words"), [("trl", ["mask_truncated_completions=true"]), ("trl", ["loss_type=grpo", "num_iterations=2"])]
+)
+def test_what_is_equal_is_not_said_to_differ(system, words, tmp_path):
+    assert NOT_QUITE not in converted(system, words, tmp_path)[1]
+
+
+MODE, AVERAGE, KL_KIND = f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.loss_agg_mode", f"{ACTOR}.kl_loss_type"
+NOT_HERE = [  # words -> the key that is refused
+    ("trl", ["beta=0.1", "num_iterations=2"], "use_bias_correction_kl"),
+    ("trl", ["beta=0.1", "steps_per_generation=4"], "use_bias_correction_kl"),
+    ("trl", ["beta=0.1", "loss_type=grpo", "importance_sampling_level=sequence"], "use_bias_correction_kl"),
+    ("trl", ["importance_sampling_level=sequence"], "loss_type"),
+    ("trl", ["importance_sampling_level=sequence", "loss_type=cispo"], "importance_sampling_level"),
+    ("trl", ["loss_type=cispo"], "epsilon"),
+    ("trl", ["loss_type=cispo", "epsilon_high=0.28"], "epsilon_high"),
+    ("trl", ["delta=1.1"], "delta"),
+    ("trl", ["delta=1.25", "epsilon_high=0.28"], "delta"),
+    *(("trl", [f"loss_type={loss}"], "loss_type") for loss in ("bnpo", "sapo", "vespo")),
+    ("trl", ["top_entropy_quantile=0.5"], "top_entropy_quantile"),
+    ("trl", ["off_policy_mask_threshold=0.02"], "off_policy_mask_threshold"),
+    ("trl", ["use_adaptive_entropy=true"], "use_adaptive_entropy"),
+    ("verl", [f"{MODE}=gspo"], AVERAGE),
+    (
+        "verl",
+        [f"{MODE}=gspo", f"{AVERAGE}=seq-mean-token-mean", f"{CORRECTION}.rollout_is=token"],
+        f"{CORRECTION}.rollout_is",
+    ),
+    ("verl", [f"{MODE}=cispo", f"{AVERAGE}=seq-mean-token-mean"], AVERAGE),
+    ("verl", [f"{AVERAGE}=token-sum"], AVERAGE),
+    *(
+        ("verl", [f"{MODE}={mode}"], MODE)
+        for mode in ("sapo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "geo_mean", "dro")
+    ),
+    *(("verl", [f"{ACTOR}.use_kl_loss=true", f"{KL_KIND}={kind}"], KL_KIND) for kind in ("k3+", "abs", "full")),
+    ("verl", [f"{CORRECTION}.rollout_rs=token_k1"], f"{CORRECTION}.rollout_rs"),
+    *(
+        ("verl", [f"algorithm.adv_estimator={name}"], "algorithm.adv_estimator")
+        for name in ("opo", "gpg", "grpo_passk")
+    ),
+]
+
+
+@pytest.mark.parametrize(("system", "words", "key"), NOT_HERE)
+def test_what_is_not_here_is_refused_by_name(system, words, key, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        converted(system, words, tmp_path)
+    assert f"\n{key}=" in str(error.value)
+    assert not (tmp_path / "ours.yaml").exists()
